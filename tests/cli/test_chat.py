@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import signal
@@ -207,7 +208,9 @@ def test_a_chat_in_a_terminal(command_environment: dict[str, str], tmp_path: Pat
     child.close()
     assert child.exitstatus == 0
     (tmp_path / "s").unlink()
-    child = pexpect.spawn(sys.executable, command, env=environment, encoding="utf-8", timeout=60)  # type: ignore[arg-type]
+    heard = functools.partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)  # even if the tests run under nohup
+    options = {"env": environment, "encoding": "utf-8", "timeout": 60, "preexec_fn": heard}
+    child = pexpect.spawn(sys.executable, command, **options)
     child.expect(">>>")
     child.kill(signal.SIGHUP)
     child.expect(pexpect.EOF)

@@ -23,13 +23,13 @@ CODE = "from signal import *; signal(SIGINT, default_int_handler)\nfrom ovspec._
 
 
 def start(environment: dict[str, str], *arguments: str, nohup: bool = False) -> subprocess.Popen[bytes]:
-    def ignoring() -> None:
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    def hang_up() -> None:  # whether the tests run under nohup or not
+        signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
 
     return subprocess.Popen(
         [sys.executable, "-u", "-c", CODE, *arguments],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment,
-        preexec_fn=ignoring if nohup else None, bufsize=0,
+        preexec_fn=hang_up, bufsize=0,
     )  # fmt: skip
 
 

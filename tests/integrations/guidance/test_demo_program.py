@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import test_demos
 import test_docs
 from conftest import ROOT
-from test_demos import run
+
+run = test_demos.run  # the fixture
 
 
-def test_both_halves_run_and_a_draft_saves_inferences(pair: Path) -> None:
+def test_both_halves_run_and_a_draft_saves_inferences(run: test_demos.Run, pair: Path) -> None:
     out = run("guided_program.py", pair, "4")  # what auto finds worth its time depends on how busy this machine is
     assert "pip install" not in out
     plain, drafted = re.findall(r"--- with_guidance.*\n([\s\S]*?)\n--- ([0-9]+) inferences", out)
