@@ -65,13 +65,17 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, Any, Any]:
-    """Look for no garbage among modules and tests, now or later: there are more than a million objects."""
+    """Look for no garbage among modules and tests, now or later, and seldom among what tests import and make.
+
+    There are more than a million objects.
+    """
     gc.disable()
     try:
         return (yield)
     finally:
         gc.collect()
         gc.freeze()
+        gc.set_threshold(20_000, 20, 20)
         gc.enable()
 
 

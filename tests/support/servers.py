@@ -31,7 +31,7 @@ from ovspec.ir.instruction_set import instruction_set
 transports: Any = default
 transports.create_ssl_context = functools.cache(transports.create_ssl_context)
 DEMO = ROOT / "models" / "demo"
-REAL = ROOT / "smollm2"
+REAL, REAL_F32 = ROOT / "smollm2", ROOT / ".cache" / "smollm2-f32"
 READY = re.compile(r"on (http://\S+)/v1 ")
 LOGGERS = [logging.getLogger(name) for name in ("ovspec.access", "uvicorn.error")]
 
@@ -210,6 +210,10 @@ def find_out(cache: Path) -> None:
     cache.mkdir()
     for precision in (None, "f32"):
         ovspec.load(REAL, "lookup", precision=precision, tune=False, cache_dir=cache)
+    if REAL_F32.is_dir():
+        ovspec.load(REAL_F32, "lookup", precision="f32", arithmetic="fast", tune=False, cache_dir=cache)
+    if REAL_F32.is_dir():
+        ovspec.load(REAL_F32, "lookup", precision="f32", arithmetic="fast", tune=False, cache_dir=cache)
 
 
 @pytest.fixture(scope="session")

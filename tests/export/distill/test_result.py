@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from compiling import trust_paged
 from conftest import DRAFT, PROMPTS, TARGET
 from distilling import Distilling, distilling, made_head, row
 from ovspec_export import DistillOptions, distill_model
@@ -26,6 +27,7 @@ from ovspec.text.tokenizer import Tokenizer
 def distil(
     pair: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> Distilling:
+    trust_paged(monkeypatch)
     made = distilling(pair, made_head(tmp_path_factory), tmp_path)
     made.stand_in(monkeypatch)
     return made
