@@ -13,9 +13,12 @@ import json
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from ovspec_export.channel import open_channel
 from ovspec_export.patches import find_the_same_tokens, hide_torchvision, keep_splits_apart
@@ -215,7 +218,13 @@ def distill(job: str, **arguments: Any) -> None:
     # Before torch is imported: threads that wait sleep, so that a night's training doesn't slow down other programs.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     module = importlib.import_module(f"ovspec_export.distill.{DISTILL[job]}")
-    getattr(module, job)(**arguments)
+    getattr(module, job)(**in_time(arguments))
+
+
+def in_time(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return a job's arguments with the ``seconds`` that are left of those for its process, imports included."""
+    spent = max(0.0, time.time() - psutil.Process().create_time())
+    return arguments | ({"seconds": arguments["seconds"] - spent} if "seconds" in arguments else {})
 
 
 # Jobs of distillations, and the file that has each.

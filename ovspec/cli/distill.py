@@ -43,7 +43,7 @@ PLACE = click.Path(path_type=Path)
     "--minutes",
     type=click.FloatRange(1),
     metavar="N",
-    help="Time for all texts and training, over all runs.  [default: 180; 10 with --trim-vocabulary]",
+    help="Time for everything, over all runs; downloads apart.  [default: 180; 10 with --trim-vocabulary]",
 )
 @click.option(
     "--tokens", type=click.IntRange(1), metavar="N", help="End after training on N tokens; one read twice counts twice."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -89,14 +90,14 @@ def train_draft(
     from ovspec_export.patches import adapt
     from ovspec_export.quantised import load_model
 
-    folder = Path(work)
+    began, folder = time.monotonic(), Path(work)
     model = load_model(source, trust_remote_code, dtype=torch.float32, **adapt(model_type))
     state: dict[str, Any] = {}
     if (folder / STATE).is_file():
         state = torch.load(folder / STATE, "cpu", weights_only=True)
         model.load_state_dict(state["weights"])
     student = DraftStudent(model, can_pack(model, read_examples(folder, held_out=False)), torch_device)
-    train(student, folder, state, {}, Effort(seconds, tokens, torch_device))
+    train(student, folder, state, {}, Effort(seconds - (time.monotonic() - began), tokens, torch_device))
 
 
 @torch.no_grad()

@@ -25,19 +25,23 @@ def measure_costs(model: str) -> None:
     text = np.random.default_rng(0).integers(0, lm.target.ir.logits_width, CONTEXT)
     decoders.reset(1)
     decoders.target.feed([text], [1])
-    costs = list[float]()
-    for width in range(1, MOST + 2):
+    turns = list[list[float]]()
+    for _ in range(TIMED + 1):  # in turns, because a machine's speed drifts
         moments = [time.perf_counter()]
-        for _ in range(TIMED + 1):  # the first one of a width takes longer
+        for width in range(1, MOST + 2):
             decoders.target.truncate(0, CONTEXT)
             decoders.target.feed([text[:width]], [width])
             moments.append(time.perf_counter())
-        costs.append(median(after - before for before, after in pairwise(moments[1:])))
-    tell(costs=costs)
+        turns.append([after - before for before, after in pairwise(moments)])
+    turns = turns[1:]  # the first inference of a width takes longer
+    plain = median(turn[0] for turn in turns)
+    tell(costs=[plain * median(turn[k] / turn[0] for turn in turns) for k in range(MOST + 1)])
 
 
 def expected_speedup(accepted: Sequence[float], costs: Sequence[float], share: float) -> float:
     """Return how many times as fast as plain decoding a draft makes generation, with the best fixed lookahead.
+
+    An inference of more tokens counts as at least as long, so that nothing but accepted tokens can gain.
 
     Args:
         accepted: mean number of accepted tokens if 1, 2, … are proposed.
@@ -45,7 +49,7 @@ def expected_speedup(accepted: Sequence[float], costs: Sequence[float], share: f
         share: of the first, that a step of the draft takes.
     """
     plain = costs[0]
-    ways = zip(accepted, costs[1:], strict=False)
+    ways = zip(accepted, np.maximum.accumulate(costs).tolist()[1:], strict=False)
     return max([1.0, *((1 + a) * plain / (cost + k * share * plain) for k, (a, cost) in enumerate(ways, 1))])
 
 

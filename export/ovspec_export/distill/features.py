@@ -80,7 +80,7 @@ def write_features(
         checkpoint: the target's, of which torch computes them in place of OpenVINO, on ``torch_device``.
         model_type: its family.
     """
-    folder = Path(work) / FEATURES
+    began, folder = time.monotonic(), Path(work) / FEATURES
     folder.mkdir(exist_ok=True)
     documents, shards = read_documents(Path(work) / DOCUMENTS), shards_in(folder)
     done = shards[-1].first + shards[-1].count if shards else 0
@@ -92,7 +92,7 @@ def write_features(
     else:
         compute = computing(Path(model), layers)
     before = tokens = sum(len(document.ids) for document in documents[:done])
-    told = began = time.monotonic()
+    told = since = time.monotonic()
     while done < len(documents) and size < most and not over(began, seconds):
         parts, taken = list[dict[str, Tensor]](), 0
         while done + len(parts) < len(documents) and taken < SHARD and not (parts and over(began, seconds)):
@@ -100,7 +100,7 @@ def write_features(
             taken += sum(part.nbytes for part in parts[-1].values())
             tokens += len(parts[-1]["ids"])
             if (now := time.monotonic()) - told > REPORT:
-                tell(tokens=tokens, per_second=(tokens - before) / (now - began))
+                tell(tokens=tokens, per_second=(tokens - before) / (now - since))
                 told = now
         write_shard(folder / f"{done:07}.safetensors", done, parts)
         done, size = done + len(parts), size + taken

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
+import time
 from pathlib import Path
 from typing import Any
 
 from ovspec_export.distill.documents import read_documents
 
 PROMPTS, TOKENS = 8, 96
+FEWEST, FEWEST_TOKENS = 2, 32  # texts and tokens of each, where there is little time
 BEGINNING = 64  # tokens of a plain text that are a prompt
 OLD = "old draft"
 
 
-def measure_gain(model: str, new: str, old: str, documents: str, output: str) -> None:
-    """Time the model with the drafts ``new`` and ``old`` ("" for none); a job.
+def measure_gain(model: str, new: str, old: str, documents: str, output: str, seconds: float = math.inf) -> None:
+    """Time the model with the drafts ``new`` and ``old`` ("" for none), in about so many ``seconds``; a job.
 
     Args:
         model, new, old: exported folders.
@@ -25,13 +28,17 @@ def measure_gain(model: str, new: str, old: str, documents: str, output: str) ->
     from ovspec.api.timing import measure, row_of, usual_prompts
     from ovspec.ir.heads import is_head
 
-    prompts = prompts_in(Path(documents)) or usual_prompts()
+    began, prompts = time.monotonic(), prompts_in(Path(documents)) or usual_prompts()
     lm = ovspec.load(model, new, cache_memory=0)
     models = {"plain": lm.with_drafters(None)}
     if old:
         models[OLD] = ovspec.load(model, old, cache_memory=0)
     models["head" if is_head(Path(new)) else "draft"] = lm
-    options = {"lookahead": "auto", "max_tokens": TOKENS, "temperature": 0.0, "ignore_eos": True}
+    options: dict[str, Any] = {"lookahead": "auto", "max_tokens": TOKENS, "temperature": 0.0, "ignore_eos": True}
+    first = lm.generate(prompts[0], max_tokens=FEWEST_TOKENS, lookahead=0, ignore_eos=True).stats
+    tokens = (seconds - (time.monotonic() - began)) / (1e-3 * first.tpot_ms * len(models)) - FEWEST_TOKENS  # a warm-up
+    prompts = prompts[: int(min(max(tokens / FEWEST_TOKENS, FEWEST), PROMPTS))]
+    options["max_tokens"] = int(min(max(tokens / len(prompts), FEWEST_TOKENS), TOKENS))
     results = measure(models, prompts, options, repeats=1)
     rows = [row_of(mode, "auto", found, results["plain"]) for mode, found in results.items()]
     Path(output).write_text(json.dumps({"rows": rows}), encoding="utf-8")

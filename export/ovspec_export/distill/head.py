@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -120,7 +121,7 @@ def train_head(
         draft_vocabulary: how many of the target's tokens it can propose.
         start: the checkpoint of a head to begin with; a new one by default.
     """
-    folder = Path(work)
+    began, folder = time.monotonic(), Path(work)
     target = load_file(folder / TARGET)
     embedding, rows = target["embedding"], target.get("lm_head", target["embedding"])
     examples = read_examples(folder, held_out=False)
@@ -151,7 +152,7 @@ def train_head(
         divisor = begin(head, examples, embedding, rows[ids].float())
     student = HeadStudent(head, embedding, ids, divisor, config, torch_device)
     kept = {"config": config, "divisor": divisor, "ids": ids}
-    train(student, folder, state, kept, Effort(seconds, tokens, torch_device))
+    train(student, folder, state, kept, Effort(seconds - (time.monotonic() - began), tokens, torch_device))
 
 
 def most_expected(examples: Examples, vocabulary: int, count: int) -> Tensor:

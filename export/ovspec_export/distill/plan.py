@@ -54,7 +54,7 @@ class DistillOptions:
     draft: a draft model to teach, or a head to train further; without one, a head is made.
     trim_vocabulary: how many ids the draft keeps; it is not taught then.
     draft_vocabulary: how many ids a head can propose.
-    minutes: for texts, features and training together, over all runs.
+    minutes: for all stages together, over all runs.
     tokens: end after training on so many, counted as often as they are read.
     torch_device: where torch computes.
     size_limit: of the features on the disk, in GB.

@@ -27,7 +27,7 @@ from ovspec_export.distill.card import Data, Made, write_made
 from ovspec_export.distill.documents import read_documents
 from ovspec_export.distill.plan import Plan, check_place
 from ovspec_export.distill.stages import draft_checkpoint, exported_target
-from ovspec_export.distill.work import TRAINING, Work
+from ovspec_export.distill.work import EXPORTING, TRAINING, Work
 from ovspec_export.draft_vocabulary import proposed_ids, trim_ir
 from ovspec_export.export import complete, describe, versions
 from ovspec_export.folders import foreign_file, replace_folder, work_folder
@@ -39,7 +39,8 @@ def export_result(plan: Plan, work: Work) -> None:
     """Export the result so far into ``work.ir``."""
     if plan.kind == "draft":
         copy_what_is_missing(draft_checkpoint(plan, work).folder, work.checkpoint)
-    export_draft(plan, work, result_source(plan, work), work.ir)
+    with work.timed(EXPORTING):
+        export_draft(plan, work, result_source(plan, work), work.ir)
 
 
 def export_draft(plan: Plan, work: Work, draft: Source, folder: Path) -> None:

@@ -7,6 +7,7 @@ been done is in the work folder, from which the same command goes on.
 from __future__ import annotations
 
 import enum
+import math
 import secrets
 import shutil
 from pathlib import Path
@@ -23,14 +24,17 @@ from ovspec_export.distill import stages
 from ovspec_export.distill.card import made_in
 from ovspec_export.distill.documents import read_documents
 from ovspec_export.distill.expected import expected_speedup, share_of
-from ovspec_export.distill.gain import gained, no_gain
+from ovspec_export.distill.gain import PROMPTS, TOKENS, gained, no_gain
 from ovspec_export.distill.plan import DistillOptions, Plan, check_target, number_of, planned, trained_weights
 from ovspec_export.distill.result import describe_made, export_draft, export_result, put_beside, write_result
 from ovspec_export.distill.trimming import most_used, share_without, trim
-from ovspec_export.distill.work import COSTS, DATA, READING, TEXTS, TRAINING, Work, delete_work, open_work
+from ovspec_export.distill.work import COSTS, DATA, EXPORTING, READING, TEXTS, TRAINING, Work, delete_work, open_work
 from ovspec_export.export import as_checkpoint, export_pair
 
 FIRST, GROWTH = 360.0, 1.6  # seconds of the first round, and how much longer than the one before each later one takes
+SHORT = 240.0  # seconds that are one round: each loads models anew
+AFTER, MOST_AFTER = 20.0, 0.3  # seconds to export the result, and the largest share of all time for that and the gain
+LEAST_GAIN = 15.0  # seconds
 LEAST = 5.0  # seconds; no job is started for less
 USUAL_TEXTS, LEAST_TEXTS = 2 / 3, 0.2  # of the time for data: before speeds are known, and in any case
 
@@ -70,7 +74,8 @@ def prepare(plan: Plan, work: Work) -> None:
     """Export the target, and make a checkpoint of the draft, where they are something else."""
     if not plan.target.is_ir:
         if not work.target.is_dir():
-            export_pair(plan.options.model, None, work.target, INT8)
+            with work.timed(EXPORTING):
+                export_pair(plan.options.model, None, work.target, INT8)
         try:
             check_target(work.target, plan.target.name, plan.of_head)
         except OvspecError:
@@ -87,12 +92,20 @@ def prepare(plan: Plan, work: Work) -> None:
 
 def round_ends(budget: float) -> list[float]:
     """Return when rounds end, in seconds of all stages together; none is much shorter than the one before."""
-    length, end, ends = min(FIRST, budget / 2), 0.0, list[float]()
+    length, end, ends = min(FIRST, budget / 2) if budget > SHORT else budget, 0.0, list[float]()
     while end + 1.5 * length < budget:
         end += length
         ends.append(end)
         length *= GROWTH
     return [*ends, budget]
+
+
+def end_of_rounds(plan: Plan, work: Work) -> float:
+    """Return when texts and training end, in seconds of all stages, so that what follows ends with the time."""
+    costs = work.spent.told.get(COSTS, {}).get("costs")
+    modes = 2 + bool(plan.draft)
+    needed = AFTER + 1.2 * modes * PROMPTS * TOKENS * (costs[0] if costs else math.inf)
+    return plan.budget - min(needed, MOST_AFTER * plan.budget)
 
 
 def run(plan: Plan, work: Work) -> bool:
@@ -101,10 +114,10 @@ def run(plan: Plan, work: Work) -> bool:
         return run_trimming(plan, work)
     if not work.spent.told.get(COSTS) and not measure_costs(plan, work):
         return False
-    ends = round_ends(plan.budget)
+    ends = round_ends(end_of_rounds(plan, work))
     for number, end in enumerate(ends, 1):
         if is_full(plan, work):
-            end = plan.budget
+            end = ends[-1]
         elif not run_data(plan, work, number, end):
             return False
         left = end - work.spent.seconds_of()
@@ -119,15 +132,13 @@ def run(plan: Plan, work: Work) -> bool:
 
 def measure_costs(plan: Plan, work: Work) -> bool:
     """Time what an inference of the target takes, so that it can be said what to expect."""
-    with step(f"{plan.name}: timing {plan.target.name}"):
-        done = stages.measure_costs(plan, work, lambda figures: work.spent.told.update({COSTS: figures}))
-    work.save_spent()
-    return done
+    with step(f"{plan.name}: timing {plan.target.name}", keep=True), work.timed(COSTS) as watch:
+        return stages.measure_costs(plan, work, watch.tell)
 
 
 def run_trimming(plan: Plan, work: Work) -> bool:
     """Write the texts in which ids are counted, and trim the draft's vocabulary; return whether it wasn't stopped."""
-    if not run_stage(plan, work, 1, TEXTS, plan.budget - work.spent.seconds_of()):
+    if not run_stage(plan, work, 1, TEXTS, end_of_rounds(plan, work) - work.spent.seconds_of()):
         return False
     if not work.has_result:
         trim_draft(plan, work)
@@ -205,6 +216,8 @@ def progress(plan: Plan, work: Work, stage: str) -> str:
     """Return how far a distillation is, for the line that is shown while a stage runs."""
     spent, speed = work.spent, work.spent.told.get(stage, {}).get("per_second")
     parts = [f"{spent.tokens(stage):,} tokens"]
+    if begun := spent.told.get(stage, {}).get("begun"):
+        parts.append(f"{begun:,} more begun")
     if speed:
         parts.append(f"{speed:,.0f} tokens/s")
     if accepted := spent.told.get(TRAINING, {}).get("accepted"):
@@ -248,8 +261,9 @@ def measured(plan: Plan, work: Work) -> list[dict[str, Any]]:
     from ovspec.api.timing import table
 
     old, output = old_draft(plan, work), work.scratch / "gain.json"
+    seconds = max(plan.budget - work.spent.seconds_of(), LEAST_GAIN)
     with step(f"{plan.name}: measuring what it brings on texts that were held out", keep=True):
-        stages.measure_gain(plan, work, old, output)
+        stages.measure_gain(plan, work, old, output, seconds)
     rows = read_json(output)["rows"]
     note(table(rows))
     return rows

@@ -14,7 +14,7 @@ from typing import Any
 from ovspec.base.files import read_text
 from ovspec_export.convert import run_job
 from ovspec_export.distill.plan import Plan
-from ovspec_export.distill.work import Work
+from ovspec_export.distill.work import GAIN, Work
 from ovspec_export.sources import HeadSource, Source
 
 Told = Callable[[dict[str, Any]], None]
@@ -78,12 +78,13 @@ def measure_costs(plan: Plan, work: Work, told: Told) -> bool:
     return run_job("measure_costs", target, work.scratch, told, model=str(target.folder))
 
 
-def measure_gain(plan: Plan, work: Work, old: Path | None, output: Path) -> None:
+def measure_gain(plan: Plan, work: Work, old: Path | None, output: Path, seconds: float) -> None:
     """Time plain decoding, the old draft and the new one; Ctrl-C ends it at once."""
     target = exported_target(plan, work)
     where = {"model": target.folder, "new": work.ir, "documents": work.documents, "output": output}
     arguments: dict[str, Any] = {name: str(place) for name, place in where.items()} | {"old": str(old) if old else ""}
-    run_job("measure_gain", target, work.scratch, None, **arguments)
+    with work.timed(GAIN):
+        run_job("measure_gain", target, work.scratch, None, **arguments, seconds=seconds)
 
 
 def draft_checkpoint(plan: Plan, work: Work) -> Source:

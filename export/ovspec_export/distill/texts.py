@@ -107,15 +107,19 @@ def write_texts(
     tell(tokens=total, per_second=0, documents=count, skipped=given.skipped)
     prompts = unanswered(given_prompts(given, runtime), documents, runtime)
     writer = Writer(runtime, asker(runtime, topics, seen, question), seen, documents, prompts, seed + total, answer)
-    before, since = total, time.monotonic()
+    before, since, learnt = total, time.monotonic(), False
 
     def over() -> bool:
-        return stopping() or total >= tokens or time.monotonic() - began > seconds
+        late = time.monotonic() - began
+        # A job that ends with nothing to learn from is lost time.
+        return stopping() or total >= tokens or late > seconds * (1 if learnt or writer.has_text else 2)
 
-    for written in writer.write(over, batch, seconds):
+    for written in writer.write(over, batch, seconds - (time.monotonic() - began)):
         append_documents(file, written)
+        learnt = learnt or not all(document.held_out for document in written)
         count, total = count + len(written), total + sum(len(document.ids) for document in written)
-        tell(tokens=total, per_second=(total - before) / (time.monotonic() - since), documents=count)
+        speed = (total - before) / (time.monotonic() - since)
+        tell(tokens=total, per_second=speed, documents=count, begun=writer.begun)
 
 
 # ---------------------------------------------------------------- what is answered or continued
@@ -317,9 +321,23 @@ class Writer:
             for writing in self._running.values():
                 if isinstance(writing.after, Prompt) and len(writing.row.token_ids) >= UNFINISHED:
                     self._keep(writing, writing.after)
+            self._running = {}
             yield self._take()
         finally:
             self._runtime.pool.give_back(decoders)
+
+    @property
+    def begun(self) -> int:
+        """The tokens of texts that are being written."""
+        return sum(len(writing.row.token_ids) for writing in self._running.values())
+
+    @property
+    def has_text(self) -> bool:
+        """Whether a text that is being written would be kept, and learned from, if the time were over."""
+        return any(
+            isinstance(each.after, Prompt) and not each.after.held_out and len(each.row.token_ids) >= UNFINISHED
+            for each in self._running.values()
+        )
 
     def _next(self) -> Writing:
         """Return the next text, not begun yet: an answer, if there is something to answer, or a question."""

@@ -109,11 +109,11 @@ def go_on(student: Student, work: Path, state: dict[str, Any], kept: dict[str, A
                     weight.copy_(own[name])
 
     began = reported = saved = time.monotonic()
-    at_report, shown = seen, dict[str, Any]()
+    at_report, shown, closing = seen, dict[str, Any](), 0.0  # the last: seconds that judging in the end will take
     judged_at = began - JUDGE + min(JUDGE, effort.seconds / 4)
     for batch in student.batches(examples):
         now = time.monotonic()
-        if stopping() or now - began > effort.seconds or seen >= effort.tokens:
+        if stopping() or now - began > effort.seconds - closing or seen >= effort.tokens:
             break
         rate = min((step + 1) / WARM_UP, 1.0, (STEADY / (step + 1)) ** 0.5)
         for group in optimizer.param_groups:
@@ -131,6 +131,7 @@ def go_on(student: Student, work: Path, state: dict[str, Any], kept: dict[str, A
         if now - judged_at > JUDGE:
             shown = with_average(lambda: student.judge(judged))
             judged_at = time.monotonic()
+            closing = (judged_at - now) * len(held_out) / max(len(judged), 1)
         if now - reported > REPORT:
             speed = (seen - at_report) / (now - reported)
             tell(tokens=seen, per_second=speed, loss=loss.item(), steps=step, **shown)

@@ -25,7 +25,7 @@ DOCUMENTS, FEATURES, TARGET = "documents.jsonl", "features", "target.safetensors
 STATE, CHECKPOINT = "training.pt", "checkpoint"
 SAVED = 10.0  # seconds after which what is spent is written again
 DATA, TEXTS, READING, TRAINING = ("texts", "features"), "texts", "features", "training"  # stages
-COSTS = "costs"  # what was told of the target's inferences
+COSTS, EXPORTING, GAIN = "timing", "exporting", "measuring"  # stages around them; the first tells costs
 
 
 @dataclass(frozen=True)

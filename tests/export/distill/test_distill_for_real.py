@@ -39,8 +39,9 @@ def start(model: Path, output: Path, minutes: float) -> subprocess.Popen[str]:
 
 def finished(model: Path, output: Path, minutes: float) -> Made:
     """Distil to the end, check that all is in its place, and return what was made."""
-    process = start(model, output, minutes)
+    process, began = start(model, output, minutes), time.monotonic()
     _, told = process.communicate(timeout=500)
+    assert time.monotonic() - began < 60 * minutes + 30, "all that it does counts"
     assert process.returncode in (0, 3), told
     assert "Traceback" not in told
     made = made_in(output)

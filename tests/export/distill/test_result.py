@@ -70,7 +70,7 @@ def test_a_vocabulary_is_trimmed(
     rows = [row("plain"), row("old draft", 1.1), row("draft", 1.2)]
     distil.stand_in(monkeypatch, exported=str(pair / "draft"), rows=rows)
     assert distil.run(draft=str(pair / "draft" if exported else DRAFT), trim_vocabulary=500, minutes=None) == 0
-    assert distil.began("write_texts")[0]["seconds"] == pytest.approx(600, abs=1)
+    assert distil.began("write_texts")[0]["seconds"] == pytest.approx(420, abs=1), "and the rest for what follows"
     assert not distil.began("write_features") and not distil.began("train_draft")
     assert len(distil.began("optimum_cli")) == (0 if exported else 2), "the old draft is exported, too, to be compared"
     told = "out: 500 ids, without which are 0.0% of the tokens in the texts that were held out"
@@ -152,8 +152,10 @@ def test_the_gain_is_measured(distil: Distilling, pair: Path, cache_dir: Path, m
     assert [row["mode"] for row in rows] == ["plain", "old draft", "head"]
     assert [row["texts"] for row in rows] == [2, 2, 2]
     assert [row["equal"] for row in rows] == [2, 2, 2]
-    measure_gain(str(distil.model), str(pair / "draft"), "", str(file), str(output))
-    assert [row["mode"] for row in json.loads(output.read_text(encoding="utf-8"))["rows"]] == ["plain", "draft"]
+    file.write_text(3 * (json.dumps(given) + "\n"), encoding="utf-8")
+    measure_gain(str(distil.model), str(pair / "draft"), "", str(file), str(output), seconds=0.0)
+    rows = json.loads(output.read_text(encoding="utf-8"))["rows"]
+    assert [(row["mode"], row["texts"]) for row in rows] == [("plain", 2), ("draft", 2)], "at least two, in no time"
 
 
 def test_what_is_a_gain() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -79,6 +81,20 @@ def write(tmp_path: Path, model: Path) -> Write:
         return read_documents(tmp_path / "work" / DOCUMENTS)
 
     return write
+
+
+def test_a_job_does_not_end_with_nothing(
+    write: Write, told: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock that ticks with the rounds, after 33 of which no answer is long enough; twice the time is the end."""
+    clock = itertools.count()
+    monkeypatch.setattr(texts, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(texts, "UNFINISHED", 8)
+    documents = write(10**9, seconds=100)
+    assert 110 < next(clock) < 210
+    assert any(not document.held_out for document in documents)
+    assert told[-1]["tokens"] > 0 and told[-1]["begun"] == 0 < max(each.get("begun", 0) for each in told)
+    assert all(not each["tokens"] for each in told[:-1]), "nothing was finished before"
 
 
 # ---------------------------------------------------------------- templates
