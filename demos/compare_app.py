@@ -179,6 +179,8 @@ def options_of(
     max_tokens: int | None, temperature: float, top_p: float, seed: int | None, regex: str, schema: str
 ) -> dict[str, Any]:
     """Return keywords for ``stream``; both texts get the same seed."""
+    if max_tokens == 0:
+        raise ovspec.OvspecError("`max_tokens` is 0; it must be at least 1, or -1 for as many as the context holds.")
     options: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
     if temperature:
         options["seed"] = secrets.randbits(32) if seed is None else seed

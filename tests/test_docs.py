@@ -125,6 +125,19 @@ def test_commands_on_a_page_have_only_options_that_exist(page: str) -> None:
             command.make_parser(context).parse_args(arguments)
 
 
+NEEDED = {"export": "export", "distill": "export", "serve": "serve", "--ray": "ray"}  # command or option -> extra
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/how-to/batches-on-a-cluster.md", "docs/how-to/distill-a-head.md"])
+def test_what_the_commands_of_a_page_need_is_installed_there(page: str) -> None:
+    blocks = "\n".join(SHELL.findall((ROOT / page).read_text(encoding="utf-8")))
+    installed = {
+        extra for extras in re.findall(r"pip install '[^\[']*\[([\w,]+)\]'", blocks) for extra in extras.split(",")
+    }
+    words = {word for command in commands(page) for word in command}
+    assert {extra for name, extra in NEEDED.items() if name in words} <= installed
+
+
 @pytest.mark.slow
 def test_the_quickstart_runs(tmp_path: Path, command_environment: dict[str, str]) -> None:
     """With the checkpoints of the tests' pair as TARGET and DRAFT."""

@@ -78,8 +78,11 @@ class Speedup:
         """Whether three quarters of the turns were faster with speculation, and saved rounds can be the reason."""
         return self.caused and self.ratios[len(self.ratios) // 4] > 1
 
-    def verdict(self, proposed: int, accepted: int) -> str:
-        """Return what speculation brings, in a sentence; ``proposed`` and ``accepted`` are its tokens in all turns."""
+    def verdict(self, proposed: int, accepted: int, last: int | None = None) -> str:
+        """Return what speculation brings, in a sentence; ``proposed`` and ``accepted`` are its tokens in all turns.
+
+        last: of one text in turns, the tokens that were proposed in the last turn.
+        """
         turns = len(self.ratios)
         spread = f"{self.ratios[0]:.2f} to {self.ratios[-1]:.2f}, {turns} turn{'s' * (turns > 1)}"
         loss = f"; {self.ratio:.2f} of plain speed ({spread})"
@@ -88,6 +91,9 @@ class Speedup:
         if self.ratio >= 1 and self.saves:
             why = "" if self.caused else f", noise at {self.tokens_per_round:.2f} tokens per round"
             return f"no clear speed-up: {self.ratio:.2f} ({spread}){why}"
+        if last == 0:  # a difference isn't what drafting costs
+            why = "nothing was proposed" + " in the last turn" * (proposed > 0)
+            return f"no speed-up: drafting doesn't pay for this text ({why})"
         if self.caused:
             return f"no speed-up: drafting costs more than it brings here{loss}"
         why = f"{accepted} of {proposed} proposed tokens accepted in all turns" if proposed else "nothing was proposed"
@@ -201,4 +207,5 @@ def compare_turns(
     where = parting(lm, prompt, shown[0].token_ids, shown[1].token_ids, logits)
     count = len(shown[0].token_ids)
     equality = where.sentence(lm) if where else f"both texts have the same {count} token{'s' * (count != 1)}"
-    return Comparison(speedup, speedup.verdict(proposed, accepted), where, equality, turns[-1], shown)
+    verdict = speedup.verdict(proposed, accepted, turns[-1][1].stats.proposed)
+    return Comparison(speedup, verdict, where, equality, turns[-1], shown)

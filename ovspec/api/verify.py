@@ -135,6 +135,8 @@ def problem_of(row: Row, result: Result) -> str | None:
     """Return what is wrong with a result whose tokens are all right."""
     if result.finish_reason == "cancelled":
         row.cancel()
+    if row.only_reads:
+        row.finish_reason = "length"
     if row.finish_reason is None:
         return f"the text ends with {result.finish_reason!r}, but the model goes on here"
     if row.finish_reason != result.finish_reason:

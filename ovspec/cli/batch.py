@@ -16,8 +16,10 @@ from ovspec.cli.options import (
     generate_options,
     load,
     refuse,
+    refuse_no_tokens,
     split_options,
     system_option,
+    text_in,
     with_value,
 )
 
@@ -113,6 +115,7 @@ def batch(
         refuse(Path(output).resolve() == Path(file).resolve(), f"{output} is the input file; name another --output.")
         refuse(not overwrite, f"{output} already exists; name another --output, or add --overwrite.")
     loading, options = split_options(others)
+    refuse_no_tokens(options, "A batch")
 
     from ovspec.openai.batch_file import run_file
     from ovspec.openai.batch_requests import as_chat, read_requests, requests_of
@@ -120,7 +123,7 @@ def batch(
     change = partial(as_chat, system=system) if chat else lambda request: request
     source: Any = file
     if not needs_ray(file):
-        source = list(map(change, requests_of(read_stdin()) if file == "-" else read_requests(Path(file))))
+        source = list(map(change, requests_of(text_in(file)) if file == "-" else read_requests(Path(file))))
     report = Report()
     try:
         if ray:
@@ -149,15 +152,6 @@ def batch(
 def needs_ray(name: str) -> bool:
     """Return whether ``name`` is a folder, Parquet, or in object storage."""
     return "://" in name or name.lower().endswith(".parquet") or Path(name).is_dir()
-
-
-def read_stdin() -> str:
-    try:
-        text = sys.stdin.buffer.read().decode("utf-8-sig")
-    except UnicodeDecodeError:
-        raise click.UsageError("stdin: not UTF-8 text.") from None
-    refuse(not text.strip(), "stdin: contains no text.")
-    return text
 
 
 class Report:

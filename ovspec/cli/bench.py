@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from ovspec.cli.options import load, options_of, refuse, runtime_options
+from ovspec.cli.options import load, options_of, refuse, runtime_options, text_in
 from ovspec.params import GENERATE
 
 FILE = click.Path(path_type=Path)
@@ -16,7 +16,9 @@ FILE = click.Path(path_type=Path)
 @click.argument("folder", required=False, type=FILE, metavar="[DIR]")
 @click.option("--draft", metavar="PATH", help="Folder of a draft model or head, or none.  [default: that in DIR]")
 @click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="Your own prompt. May be repeated.")
-@click.option("--prompt-file", "files", multiple=True, type=FILE, metavar="FILE", help="The same, read from a file.")
+@click.option(
+    "--prompt-file", "files", multiple=True, type=FILE, metavar="FILE", help="The same, in a file; - is stdin."
+)
 @click.option("-n", "--max-tokens", type=click.IntRange(2), default=128, show_default=True, help="Tokens per text.")
 @options_of({name: GENERATE[name] for name in ("lookahead", "temperature")})
 @click.option("--repeats", type=click.IntRange(1), default=1, show_default=True, help="Texts per prompt and mode.")
@@ -49,14 +51,13 @@ def bench(
     refuse(draft and "lookup" in draft.split(","), "--draft names a draft model; lookup is timed in any case.")
     from ovspec.api.loading import embedded_pair
     from ovspec.api.timing import measure, row_of, table, usual_prompts
-    from ovspec.base.files import read_text
     from ovspec.drafting.choice import DraftChoice
     from ovspec.setup.manifest import DRAFT_FOLDER
 
     folder = folder or embedded_pair()
     if draft is None and (folder / DRAFT_FOLDER).is_dir():
         draft = "draft"
-    texts = [*prompts, *map(read_text, files)] or usual_prompts()
+    texts = [*prompts, *map(text_in, files)] or usual_prompts()
     lm = load(folder, ["lookup", draft or "none"], cache_memory=0, **runtime)  # each turn reads its prompt
     models = {"plain": lm.with_drafters(None), "lookup": lm.with_drafters(DraftChoice(lookup=True))}
     if lm.draft:

@@ -19,6 +19,7 @@ from ovspec.cli.options import (
     context_option,
     generate_options,
     in_flags,
+    refuse_no_tokens,
     session_option,
     split_options,
     stats_option,
@@ -71,12 +72,13 @@ def chat(
     given = {name: value for name, value in others.items() if value is not None}
     recommended = recommended_sampling(model_folder(folder), given)
     loading, options = split_options(given | recommended)
+    refuse_no_tokens(options, "A chat")
     options.setdefault("max_tokens", CHAT_MAX_TOKENS)
 
     from ovspec.cli import output
 
     check_grammar(options)
-    lm = load_model(folder, session=session, chat=True, **loading)
+    lm = load_model(folder, session=session, chat="continue a text with 'ovspec generate'", **loading)
     variables = options.pop("chat_template_kwargs", None)
     with lm.session(context, variables) as opened:
         output.show_context(lm, context)

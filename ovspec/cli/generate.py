@@ -20,6 +20,7 @@ from ovspec.cli.options import (
     generate_options,
     load,
     refuse,
+    refuse_no_tokens,
     session_option,
     split_options,
     stats_option,
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     "--file",
     "prompt_file",
     metavar="FILE",
-    help="Read the prompt from FILE, without the newline at its end; - is stdin, taken as it is.",
+    help="Read the prompt from FILE, without the newline at its end; - is stdin.",
 )
 @click.option("--token-ids", metavar="IDS", help="The prompt as token ids, with commas or spaces; no BOS is added.")
 @chat_option
@@ -71,8 +72,9 @@ def generate(
 ) -> None:
     """Continue PROMPT with the model in DIR (by default the embedded demo pair).
 
-    The prompt comes from the argument, --prompt, --file, --token-ids or stdin. An only argument is DIR if it is a
-    folder. Text goes to stdout, statistics to stderr.
+    The prompt comes from the argument, --prompt, --file, --token-ids or stdin; - as PROMPT is stdin, too, whose last
+    newline is left out. An only argument is DIR if it is a folder. Text goes to stdout, statistics to stderr. With
+    --max-tokens 0 the prompt is only read, as into the file of --session.
 
     \b
     Examples:
@@ -80,7 +82,7 @@ def generate(
       ovspec generate my-pair "import os" --draft --stats
       ovspec generate my-pair "Once upon" --draft lookup,draft --temperature 0.8 --top-p 0.95 --seed 1
       ovspec generate my-pair "Tom is 7: " --json-schema schema.json --draft
-      git diff | ovspec generate my-pair -f - --draft --compare
+      git diff | ovspec generate my-pair - --draft --compare
       ovspec generate my-pair "It was" --session story.ov && ovspec generate my-pair --session story.ov
     """
     draft, elsewhere = others["draft"], bool(prompt_option or prompt_file or token_ids)
@@ -104,6 +106,7 @@ def generate(
         refuse(options.get("lookahead") == 0, "--compare needs a --lookahead of at least 1.")
         refuse(several, "--compare needs a single text; leave --samples and --retries out.")
     lasting = "--session" if session else "--context"
+        refuse_no_tokens(options, "--compare")
     refuse((session or context) and compare, f"{lasting} can't be combined with --compare.")
     refuse((session or context) and several, f"{lasting} needs a single text; leave --samples and --retries out.")
 
@@ -123,7 +126,7 @@ def generate(
     typed = (text or prompt_option) if folder and not (raw or as_json) else None
     if compare:
         loading.setdefault("cache_memory", 0)  # each turn reads its prompt
-    lm = load(folder, session=session, chat=bool(chat), **loading)
+    lm = load(folder, session=session, chat="leave --chat out" if chat else None, **loading)
     if compare:
         if not compare_both(lm, prompt, options, stats, as_json):
             sys.exit(1)
@@ -185,6 +188,7 @@ def read_prompt(
         try:
             return [int(part) for part in ids.replace(",", " ").split()]
         except ValueError:
+    file = "-" if text == "-" else file
             raise click.UsageError(f"--token-ids {ids}: not a list of numbers.") from None
     if given and file is None:
         return option if text is None else text
@@ -198,12 +202,11 @@ def read_prompt(
     try:
         prompt = data.decode("utf-8-sig")
     except UnicodeDecodeError:
+    prompt = re.sub(r"\r?\n\Z", "", prompt)  # which editors and programs add
         raise click.UsageError("The prompt is not UTF-8 text.") from None
     if file is None and not needed and not prompt:
         return None
-    where = "stdin"
-    if file not in (None, "-"):
-        where, prompt = f"--file {file}", re.sub(r"\r?\n\Z", "", prompt)  # editors add a newline
+    where = "stdin" if file in (None, "-") else f"--file {file}"
     refuse(not prompt, f"{where}: it is empty; give a prompt, or --prompt '' to start from nothing.")
     return prompt
 

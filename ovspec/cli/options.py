@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any, get_origin
 import click
 
 from ovspec.base.errors import OvspecError
+from ovspec.base.files import read_text
 from ovspec.base.progress import step
 from ovspec.cli import in_flags
 from ovspec.drafting.choice import EXPORTED, DraftChoice, names_drafters, parse_draft
@@ -177,6 +179,18 @@ def refuse(wrong: Any, sentence: str) -> None:
         raise click.UsageError(sentence)
 
 
+def text_in(file: str | Path) -> str:
+    """Return the text in a file, or on stdin for -; raise an error that names it for no text."""
+    if str(file) != "-":
+        return read_text(Path(file))
+    try:
+        text = sys.stdin.buffer.read().decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise click.UsageError("stdin: not UTF-8 text.") from None
+    refuse(not text.strip(), "stdin: contains no text.")
+    return text
+
+
 def check_chat(chat: bool | None, system: str | None, heal: bool | None) -> None:
     """Raise click.UsageError for options that a chat or a raw prompt can't have."""
     refuse(system is not None and not chat, "--system needs --chat.")
@@ -204,6 +218,11 @@ def split_options(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any
     return loading, options
 
 
+def refuse_no_tokens(options: Mapping[str, Any], what: str) -> None:
+    """Raise click.UsageError if only the prompt would be read, where that is of no use."""
+    refuse(options.get("max_tokens") == 0, f"{what} needs a --max-tokens of at least 1, or -1: 0 only reads a prompt.")
+
+
 def check_grammar(options: Mapping[str, Any]) -> None:
     """Raise OvspecError for a grammar that no model could use."""
     if options.keys() & {*GRAMMARS}:
@@ -213,7 +232,7 @@ def check_grammar(options: Mapping[str, Any]) -> None:
 
 
 def load(
-    folder: Path | None, *draft: Any, session: Path | None = None, chat: bool = False, **options: Any
+    folder: Path | None, *draft: Any, session: Path | None = None, chat: str | None = None, **options: Any
 ) -> LanguageModel:
     """Return ``ovspec.load(folder, *draft, **options)``; refuse a wrong session or a missing chat template first."""
     with step(f"{folder or 'demo pair'}: loading"):

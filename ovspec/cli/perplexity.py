@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from ovspec.base.progress import step
-from ovspec.cli.options import load, target_options
+from ovspec.cli.options import load, target_options, text_in
 
 
 @click.command()
@@ -18,7 +18,7 @@ from ovspec.cli.options import load, target_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @target_options
 def perplexity(folder: Path, file: Path, context: int | None, as_json: bool, **runtime: Any) -> None:
-    """Measure how well the model in DIR predicts the text in FILE.
+    """Measure how well the model in DIR predicts the text in FILE; - is stdin.
 
     The text is read in windows that overlap by half. Every token except the first is scored once; after the first
     window, each is predicted from at least half a window of text.
@@ -27,9 +27,7 @@ def perplexity(folder: Path, file: Path, context: int | None, as_json: bool, **r
     Example:
       ovspec perplexity my-pair notes.txt
     """
-    from ovspec.base.files import read_text
-
-    text = read_text(file)
+    text = text_in(file)
     lm = load(folder, **runtime)
     with step(f"{file}: reading"):
         found = lm.perplexity(text, context)

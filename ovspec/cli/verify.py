@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ovspec.base.progress import step
-from ovspec.cli.options import load, refuse, target_options
+from ovspec.cli.options import load, refuse, target_options, text_in
 
 if TYPE_CHECKING:
     from ovspec.api.model import LanguageModel
@@ -36,10 +36,9 @@ def verify(file: Path, folder: str | None, as_json: bool, **runtime: Any) -> Non
     """
     from ovspec.api.verify import result_from_json
     from ovspec.base.errors import OvspecError
-    from ovspec.base.files import read_text
 
     name = "stdin" if str(file) == "-" else str(file)
-    source = sys.stdin.buffer.read().decode("utf-8", "replace") if name == "stdin" else read_text(file)
+    source = text_in(file)
     models: dict[str, LanguageModel] = {}
     checked: dict[str, Verification] = {}
     lines: list[str] = []

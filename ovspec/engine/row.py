@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from ovspec.base.errors import OvspecError
 from ovspec.cache.sequence import Sequence
-from ovspec.drafting.drafter import ANYTHING, RowStep
+from ovspec.drafting.drafter import ANYTHING, DraftLimits, RowStep
 from ovspec.engine.results import FinishReason, Piece, Provenance, Result, Stats
 from ovspec.params import Params
 from ovspec.sampling.healing import Healing
@@ -18,6 +18,8 @@ from ovspec.sampling.logprobs import TokenLogprob, token_logprob
 from ovspec.sampling.samplers import Sampler
 from ovspec.text.answer import AnswerReader, Said, ToolCall
 from ovspec.text.tokenizer import Detokenizer
+
+UNDRAFTED = DraftLimits(frozenset(), 0)
 
 
 class StopStrings:
@@ -101,7 +103,8 @@ class Row:
     ) -> None:
         self.params, self.record = params, record
         self.limits = ANYTHING  # of what is proposed
-        self.only_reads = False  # whether the text ends before its first token, when its prompt is in the KV cache
+        # Whether the text ends before its first token, when its prompt is in the KV cache.
+        self.only_reads = params.max_tokens == 0
         self.error: OvspecError | None = None  # why the text couldn't go on; its finish reason is then "cancelled"
         self.sequence, self.sampler, self.stats, self.healing = sequence, sampler, stats, healing
         self.text, self.thinking, self._reader = "", "", reader
@@ -112,8 +115,8 @@ class Row:
         self._schema_errors: list[str] | None = None
         self.start = len(sequence)
         stats.cached_tokens, self._read = self.start, 0  # corrected as the prompt is read
-        # The maximum number of tokens of the text, prompt included.
-        self.most, self._context = int(min(self.start + params.most_tokens, context)), context
+        # The maximum number of tokens of the text, prompt included; reading alone needs room for one, too.
+        self.most, self._context = int(min(self.start + max(params.most_tokens, 1), context)), context
         self._min_tokens = params.min_tokens or 0
         self._eos, self._stop_ids = eos, frozenset(params.stop_ids)
         self._detokenizer, self._stops = detokenizer, StopStrings(params.stop_strings)
@@ -130,7 +133,8 @@ class Row:
     def row_step(self) -> RowStep:
         """Return the row for the next round. Drafters aren't asked before the first token, which must not wait."""
         budget = self.most - len(self.sequence)
-        return RowStep(self.sequence, self.sampler, budget, self.stats.rounds > 0, self.limits)
+        limits = UNDRAFTED if self.only_reads else self.limits
+        return RowStep(self.sequence, self.sampler, budget, self.stats.rounds > 0, limits)
 
     def take(self, step: RowStep) -> Piece:
         """Turn the tokens that a round committed into a piece of text; roll back those after the end of the text."""
@@ -217,7 +221,7 @@ class Row:
     def result(self) -> Result:
         """Return the result of a text that has ended; its first call judges the text, which may take seconds."""
         assert self.finish_reason
-        judge = self.sampler.constraints.judge
+        judge = None if self.only_reads else self.sampler.constraints.judge
         if judge and self._schema_errors is None:
             self._schema_errors = judge(self.text, self.tool_calls)
         said = self.thinking, self.tool_calls, self.stop_string

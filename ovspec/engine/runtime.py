@@ -242,7 +242,7 @@ class Runtime:
     def most_tokens(self, params: Params) -> float:
         """Return the maximum number of tokens of a text; inf if only the context limits it."""
         most = self.generation_config.values.max_new_tokens or DEFAULT_MAX_TOKENS
-        return params.most_tokens if params.max_tokens else most
+        return most if params.max_tokens is None else params.most_tokens
 
     def check_memory(self, tokens: int, drafts: bool = True) -> None:
         """Raise OvspecError if the states for ``tokens`` more tokens can't fit into free memory."""

@@ -230,7 +230,7 @@ class Scheduler:
         stats = active.row.stats
         now = self._clocks()
         elapsed, on_target, on_draft = (1e3 * (now[i] - active.joined[i]) for i in range(3))
-        if not stats.ttft_ms and stats.generated_tokens:
+        if not stats.ttft_ms and (stats.generated_tokens or (active.row.finish_reason and stats.rounds)):
             stats.ttft_ms = elapsed
         if stats.generated_tokens > 1:
             stats.tpot_ms = (elapsed - stats.ttft_ms) / (stats.generated_tokens - 1)

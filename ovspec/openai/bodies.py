@@ -3,7 +3,6 @@
 import json
 import types
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from functools import cache, partial
 from itertools import islice
 from numbers import Number
@@ -31,7 +30,7 @@ from ovspec.openai.foreign import (
     OF_TOKENIZE,
     WITHOUT_EFFECT,
 )
-from ovspec.params import GENERATE, NOT_NEGATIVE, RECOMMENDED, TOKENS, in_words, type_in_words, within
+from ovspec.params import GENERATE, NOT_NEGATIVE, RECOMMENDED, in_words, type_in_words, within
 from ovspec.params.option import LARGEST, Limits, Option, hint
 
 NO_OBJECT = "The body must be a JSON object."
@@ -179,8 +178,6 @@ def field_of(name: str, kind: Any, option: Option) -> tuple[Any, Any]:
     wanted = in_json(option.request_type or kind) | None
     bounds: dict[str, Any] = {}
     if limits := option.limits:
-        if limits == TOKENS:
-            limits = replace(limits, least=0)  # the prompt's KV cache or log-probabilities may be all that is wanted
         wanted = Annotated[wanted, AfterValidator(partial(limited, limits))]
         if limits.special is None and limits.least > -LARGEST:
             bounds["exclusiveMinimum" if limits.above else "minimum"] = limits.least

@@ -128,8 +128,6 @@ def asked_for(body: Any, kind: Kind, prompts: list[Prompt], echo: bool = False) 
     """Return the request for the texts of prompts, with what ``body`` asks for besides; see ``read_texts``."""
     own, names = options_of(body)
     only_prompts = own.get("max_tokens") == 0
-    if only_prompts:  # a row needs room for a token, although none is generated
-        own["max_tokens"] = 1
     if body.stream_options and not body.stream:
         raise RequestError("stream_options needs stream to be true.", "stream_options")
     return TextRequest(

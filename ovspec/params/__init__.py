@@ -42,7 +42,7 @@ SampleFunction = Callable[..., Any]
 LogitsProcessor = Callable[[Any, Any], Any]
 
 AT_LEAST_1 = Limits(1, words="at least 1")
-TOKENS = Limits(1, words="at least 1, or -1 for as many as the context holds", special=-1)
+TOKENS = Limits(0, words="0 or more, or -1 for as many as the context holds", special=-1)
 TEXTS = Limits(1, 10_000, "at least 1 and at most 10,000")
 NOT_NEGATIVE = Limits(0, words="0 or more")
 PROBABILITY = Limits(0, 1, "above 0 and at most 1", above=True)
@@ -71,7 +71,7 @@ class SamplingOptions(TypedDict, total=False):
         Option(
             limits=TOKENS,
             usual="from the model's generation config, or 256",
-            more="At the end of the context a text ends anyway.",
+            more="At the end of the context a text ends anyway. 0 only reads the prompt.",
             flags=("-n", "--max-tokens"),
             metavar="N",
             aliases=("max_completion_tokens", "n_predict"),

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal, TypedDict
 
-from ovspec.params import AT_LEAST_1, LOOKAHEAD, NOT_NEGATIVE, POSITIVE, RECOMMENDED, SAMPLING
+from ovspec.params import AT_LEAST_1, LOOKAHEAD, NOT_NEGATIVE, POSITIVE, RECOMMENDED, SAMPLING, TOKENS
 from ovspec.params.option import Limits, Option, declared, fields_of
 
 
@@ -74,7 +74,7 @@ class ServeOptions(TypedDict, total=False):
     max_tokens: Annotated[
         int | None,
         "Maximum number of tokens of a request that sets none; -1 for as many as the context holds.",
-        SAMPLING["max_tokens"][1],
+        replace(SAMPLING["max_tokens"][1], limits=replace(TOKENS, least=1, words="at least 1, or -1")),
     ]
     json_schema_mode: Annotated[
         Literal["strict", "checked"],

@@ -13,7 +13,6 @@ from starlette.types import Receive, Scope, Send
 
 from ovspec.api.model import rows_again
 from ovspec.base.errors import OvspecError, PromptError
-from ovspec.drafting.drafter import DraftLimits
 from ovspec.engine.results import Piece
 from ovspec.engine.row import Row
 from ovspec.engine.scoring import CHUNK
@@ -121,8 +120,6 @@ class TextEndpoints:
                 row.sequence.owner = owner
             if request.echo and request.only_prompts:
                 row.finish_reason, row.stats.cached_tokens = "length", 0
-            elif request.only_prompts:
-                row.only_reads, row.limits = True, DraftLimits(frozenset(), 0)  # nor is a token forced
         head = head_of(api.prefix, self._service.names[0])
         return PieceStream(api, head, request, params, rows, began, [SILENT] * len(request.prompts))
 

@@ -74,6 +74,16 @@ def test_verdicts(ratios: tuple[float, ...], rounds: float, proposed: int, accep
     assert sentence in found.verdict(proposed, accepted)
 
 
+@pytest.mark.parametrize("rounds", [900, 1000])
+@pytest.mark.parametrize(
+    ("proposed", "told"), [(0, "nothing was proposed"), (50, "nothing was proposed in the last turn")]
+)
+def test_a_text_for_which_nothing_is_proposed(rounds: int, proposed: int, told: str) -> None:
+    """The difference is then the machine's noise, or what the turns before the last one have lost."""
+    found = speedup_of([0.8, 0.9, 0.95], [1.0] * 3, [stats(1000, rounds)])
+    assert found.verdict(proposed, 5, last=0) == f"no speed-up: drafting doesn't pay for this text ({told})"
+
+
 def test_a_text_of_one_token_counts_its_first() -> None:
     one = Result("", [1], "length", Stats(ttft_ms=8.0, generated_tokens=1, rounds=1))
     two = dataclasses.replace(one, stats=Stats(ttft_ms=4.0, generated_tokens=1, rounds=1))

@@ -232,7 +232,7 @@ def test_what_cannot_be_done_is_said_in_a_sentence(page: Page) -> None:
     assert page.inner_text(".error") == "The lookahead is <i>few</i>; it must be auto or a number of at least 1."
     press(page, "import os", tokens=1)
     assert len(set(texts(page))) == 1
-    nothing = "No speed-up: drafting doesn't pay for this model here (nothing was proposed)"
+    nothing = "No speed-up: drafting doesn't pay for this text (nothing was proposed)"
     assert page.inner_text(".verdict").startswith(nothing)
     assert page.inner_text(".verdict").endswith("Both texts have the same 1 token.")
 

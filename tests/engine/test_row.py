@@ -111,6 +111,45 @@ def test_a_text_ends_at_a_line_break_when_its_time_is_over(load: Load) -> None:
     assert len(patient.token_ids) > 30 and patient.text.startswith(result.text) and lm.verify(patient).ok
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"heal": True},
+        {"json_schema": {"const": 7}},
+        {"json_schema": {"type": "object"}, "json_schema_mode": "checked", "temperature": 1.0, "retries": 2},
+    ],
+    ids=["plain", "heal", "forced", "checked"],
+)
+def test_no_tokens_only_read_the_prompt(load: Load, options: dict[str, Any]) -> None:
+    lm = load(draft="lookup", cache_memory=1)
+    lm.runtime.give_way()
+    prompt = PROMPTS[0] * 4
+    read = lm.generate(prompt, max_tokens=0, **options)
+    assert (read.text, read.token_ids, read.finish_reason, read.schema_errors) == ("", [], "length", None)
+    assert read.stats.prompt_tokens == len(lm.encode(prompt)) and read.stats.ttft_ms > 0
+    assert lm.verify(read).ok
+    again = result_from_json(json.loads(json.dumps({**as_json(read), "record": record_as_json(read)})))
+    assert lm.verify(again).ok
+    longer = lm.generate(prompt, max_tokens=4)
+    assert longer.stats.cached_tokens > read.stats.prompt_tokens - 50 or lm.target.engine == "stateful"
+    assert not lm.verify(ovspec.Result(longer.text, longer.token_ids, "length", record=read.record)).ok
+
+
+def test_no_tokens_in_streams_batches_and_sessions(load: Load) -> None:
+    lm = load()
+    assert [piece.finish_reason for piece in lm.stream(PROMPTS[0], max_tokens=0)] == ["length"]
+    assert [result.token_ids for result in lm.generate(PROMPTS[:2], max_tokens=0)] == [[], []]
+    with lm.session() as session:
+        session.append(PROMPTS[0])
+        before = session.tokens
+        session.generate(max_tokens=0)
+        assert session.tokens == before
+        longer = session.generate(max_tokens=4, heal=False)
+    assert longer.stats.cached_tokens >= len(before) - 1
+    assert longer.token_ids == lm.generate(PROMPTS[0], max_tokens=4).token_ids
+
+
 def as_json(result: ovspec.Result) -> dict[str, Any]:
     return {"text": result.text, "token_ids": result.token_ids, "finish_reason": result.finish_reason}
 
@@ -248,9 +287,8 @@ def test_prompts_that_cannot_be_used(load: Load) -> None:
     lm = load()
     with pytest.raises(ovspec.OvspecError, match="Token id 5000"):
         lm.generate([5, 5000])
-    for wrong in (0, -2):
-        with pytest.raises(ovspec.OvspecError, match=f"`max_tokens` is {wrong}; it must be at least 1, or -1 for as"):
-            lm.generate("a", max_tokens=wrong)
+    with pytest.raises(ovspec.OvspecError, match="`max_tokens` is -2; it must be 0 or more, or -1 for as"):
+        lm.generate("a", max_tokens=-2)
     with pytest.raises(ovspec.OvspecError, match="`stop` has an empty string"):
         lm.generate("a", stop="")
     with pytest.raises(ovspec.OvspecError, match="`lookahead` is -1"):

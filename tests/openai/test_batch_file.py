@@ -259,7 +259,7 @@ def test_a_text_file_has_a_prompt_a_line(tmp_path: Path) -> None:
         ('{"prompt": "a", "max_tokens": 1.5}', "max_tokens must be a whole number"),
         ('{"prompt": "a", "max_tokens": true}', "max_tokens must be a whole number"),
         ('{"prompt": "a", "max_tokens": 0}', "at least 1, or -1"),
-        (f'{{"prompt": "a", "max_tokens": 1{"0" * 400}}}', "at least 1"),
+        (f'{{"prompt": "a", "max_tokens": 1{"0" * 400}}}', "0 or more, or -1"),
         (f'{{"prompt": "a", "presence_penalty": 1{"0" * 400}}}', "presence_penalty must be a number"),
         (f'{{"prompt": "a", "logit_bias": {{"5": 1{"0" * 400}}}}}', "logit_bias must"),
         (f'{{"prompt": "a", "seed": 1{"0" * 5000}}}', "too many digits"),

@@ -175,7 +175,7 @@ def test_a_draft_is_read_once() -> None:
         ({"top_p": 1.1, "temperature": 1.0}, "`top_p` is 1.1; it must be above 0 and at most 1"),
         ({"top_p": 0, "temperature": 1.0}, "`top_p` is 0; it must be above 0 and at most 1"),
         ({"n": 10_001, "temperature": 1.0}, "`n` is 10001; it must be at least 1 and at most 10,000"),
-        ({"max_tokens": -2}, "`max_tokens` is -2; it must be at least 1, or -1"),
+        ({"max_tokens": -2}, "`max_tokens` is -2; it must be 0 or more, or -1"),
         ({"temperature": True}, "`temperature` is True, which has the wrong type"),
         ({"top_p": 0.9}, "`top_p` needs a `temperature` above 0"),
         ({"min_tokens": 9, "max_tokens": 8}, "`min_tokens` is 9, which is more than `max_tokens`, 8"),
