@@ -16,6 +16,7 @@ from ovspec.engine.scoring import DEFAULT_CONTEXT
 from ovspec.ir.compile import read_ir
 from ovspec.ir.heads import give_features, read_head
 from ovspec.setup.manifest import DRAFT_FOLDER, MANIFEST_FILE, ExportedFile, ExportedModel, Manifest, sha256
+from ovspec.text.given_template import given_source
 from ovspec.text.pairing import check_same_vocabulary
 from ovspec.text.tokenizer_files import TOKENIZER_FILE
 from ovspec.text.vocabulary import differing_ids
@@ -37,7 +38,7 @@ from ovspec_export.gguf_checkpoint import checkpoint_of
 from ovspec_export.head_fit import check_fits
 from ovspec_export.sources import GgufSource, HeadSource, Source, find_source
 from ovspec_export.text_part import text_part
-from ovspec_export.tokenizers import differing_texts, load_tokenizer
+from ovspec_export.tokenizers import differing_texts, load_tokenizer, put_template, templates_of
 
 VERSIONED = ("openvino", "openvino-tokenizers", "nncf", "optimum-intel", "transformers", "torch")
 
@@ -52,6 +53,7 @@ def export_pair(
     overwrite: bool = False,
     draft_layers: int | None = None,
     evaluate: Path | None = None,
+    chat_template: str | Path | None = None,
     trust_remote_code: bool = False,
 ) -> Manifest:
     """Export ``target`` and, if there is one, a draft into ``output``.
@@ -65,6 +67,7 @@ def export_pair(
         draft_compression: how the draft's weights are stored; by default like the target's.
         draft_layers: make the draft from this many of the target's own first layers.
         evaluate: a text file on which the exported models are compared with the checkpoints.
+        chat_template: what the target gets in place of its own; see ``given_source``.
         trust_remote_code: run the Python code that a checkpoint brings.
 
     Raises:
@@ -92,6 +95,7 @@ def export_pair(
     if is_trimmed(sources[0]):
         told = "a draft with a trimmed vocabulary; name its target, and it as `draft`"
         raise OvspecError(f"{sources[0].name}: {told}.")
+    template = None if chat_template is None else given_source(chat_template, templates_of(sources[0]))
     head = sources[1] if len(sources) == 2 and isinstance(sources[1], HeadSource) else None
     ids = proposed_ids(sources[1], sources[0]) if len(sources) == 2 else None
     if evaluate and any(source.is_ir for source in sources if source is not head):
@@ -146,6 +150,8 @@ def export_pair(
         if ids is not None and not sources[1].is_ir:
             with step(f"{sources[1].name}: keeping {len(ids):,} of its ids", keep=True):
                 trim_ir(folders[1], ids, sources[1].name)
+        if template is not None:
+            put_template(template, work)
         states.unlink(missing_ok=True)
         for folder in (work / "first-layers", work / "checkpoint-0", work / "checkpoint-1"):
             shutil.rmtree(folder, ignore_errors=True)

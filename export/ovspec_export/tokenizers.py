@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 from ovspec.base.errors import OvspecError
+from ovspec.text.chat_template import ADDED_BOS, CHAT_TEMPLATE_FILE, MORE_TEMPLATES, templates_in
 from ovspec.text.pairing import TEXTS
 from ovspec.text.tokenizer import Tokenizer
-from ovspec_export.gguf_tokenizer import build_tokenizer
+from ovspec_export.gguf_tokenizer import build_tokenizer, chat_templates
 from ovspec_export.sources import GgufSource, Source
 
 
@@ -26,6 +29,22 @@ def load_tokenizer(source: Source, trust_remote_code: bool = False) -> Any:
         return AutoTokenizer.from_pretrained(source.folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers and tokenizers raise a dozen kinds of errors
         raise OvspecError(f"{source.name}: its tokenizer cannot be loaded ({first_line(error)}).") from None
+
+
+def templates_of(source: Source) -> dict[str, str]:
+    """Return the chat templates of a source by their names."""
+    if isinstance(source, GgufSource):
+        return chat_templates(source.file.metadata, source.name)
+    return templates_in(source.folder)
+
+
+def put_template(template: str, folder: Path) -> None:
+    """Make a template the only one of the exported model in ``folder``."""
+    tokenizer = Tokenizer(folder)
+    bos = "".join(map(tokenizer.token_text, tokenizer.bos))
+    source = template.replace(f"{{{{ {ADDED_BOS} }}}}", f"{{{{ {json.dumps(bos, ensure_ascii=False)} }}}}")
+    shutil.rmtree(folder / MORE_TEMPLATES, ignore_errors=True)
+    (folder / CHAT_TEMPLATE_FILE).write_text(source, encoding="utf-8")
 
 
 def first_line(error: Exception) -> str:

@@ -25,6 +25,8 @@ from ovspec.setup.manifest import DRAFT_FOLDER, Manifest, read_manifest, restore
 from ovspec.setup.profile import load_with
 from ovspec.setup.proposers import load_draft, load_head
 from ovspec.setup.tuning import tune_if_new
+from ovspec.text.chat_template import templates_in
+from ovspec.text.given_template import given_source
 from ovspec.text.pairing import check_same_vocabulary
 
 if TYPE_CHECKING:
@@ -78,6 +80,7 @@ def load(
     manifest = read_manifest(folder, given.verify)
     if given.verify and not manifest:
         raise OvspecError(f"{folder}: `verify` needs the manifest that 'ovspec export' writes, which is missing.")
+    template = None if given.chat_template is None else given_source(given.chat_template, templates_in(folder))
     choice = resolve_draft(parse_draft(draft), folder, manifest)
     if given.draft_device and not (choice and choice.model):
         raise OvspecError("`draft_device` needs a draft model.")
@@ -108,7 +111,8 @@ def load(
         choice = DraftChoice(lookup=True)
     number = None if given.lookahead == "auto" else given.lookahead
     most = None if given.cache_memory is None else 1e9 * given.cache_memory
-    return LanguageModel(Runtime(folder, target, proposer, choice, number, corpus, most, given.tool_format))
+    format = given.tool_format
+    return LanguageModel(Runtime(folder, target, proposer, choice, number, corpus, most, format, template))
 
 
 load.__doc__ = f"""{load.__doc__}

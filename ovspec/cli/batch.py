@@ -133,6 +133,8 @@ def batch(
                 from ovspec.integrations.ray.batch import run_on_cluster
 
                 draft = loading.pop("draft", None)
+                if isinstance(template := loading.get("chat_template"), Path):  # which isn't on other machines
+                    loading["chat_template"] = text_in(template)
                 ways: Any = {"cpus": cpus_per_worker, "mixed": mixed, "overwrite": overwrite, "change": change}
                 found = run_on_cluster(source, output, folder, draft, loading, options, **ways, note=report.note)
         else:

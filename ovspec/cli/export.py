@@ -6,7 +6,8 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from ovspec.cli.options import refuse
+from ovspec.cli.options import options_of, refuse
+from ovspec.params.loading import LOAD
 
 FORMATS = ("fp32", "fp16", "bf16", "int8", "int4")
 BACKUPS = ("none", "int8_sym", "int8_asym")
@@ -71,6 +72,7 @@ FILE = click.Path(path_type=Path)
     help="Compare the export with the checkpoint on this text file: perplexity, KL divergence, and how often the most "
     "likely token is the same.",
 )
+@options_of({"chat_template": LOAD["chat_template"]})
 @click.option("--trust-remote-code", is_flag=True, help="Run the Python code that comes with a checkpoint.")
 def export(
     target: tuple[str, ...],
@@ -84,6 +86,7 @@ def export(
     weight_format: str,
     draft_weight_format: str | None,
     evaluate: Path | None,
+    chat_template: str | Path | None,
     trust_remote_code: bool,
     **options: Any,
 ) -> None:
@@ -152,6 +155,7 @@ def export(
         overwrite=overwrite,
         draft_layers=draft_layers,
         evaluate=evaluate,
+        chat_template=chat_template,
         trust_remote_code=trust_remote_code,
     )
 

@@ -97,6 +97,7 @@ def generate(
     refuse(system is not None and goes_on, "--system works only when a chat begins; name another --session.")
     refuse(chat and token_ids is not None, "--chat needs a text, not --token-ids.")
     loading, options = split_options(others)
+    refuse("chat_template" in loading and not chat, "--chat-template needs --chat.")
     refuse("logprobs" in options and not as_json, "--logprobs needs --json.")
     several = options.get("n", 1) > 1 or options.get("retries")
     if compare:
@@ -105,8 +106,8 @@ def generate(
         refuse(rejection, "--compare needs the same text with and without a draft; leave --accept rejection out.")
         refuse(options.get("lookahead") == 0, "--compare needs a --lookahead of at least 1.")
         refuse(several, "--compare needs a single text; leave --samples and --retries out.")
-    lasting = "--session" if session else "--context"
         refuse_no_tokens(options, "--compare")
+    lasting = "--session" if session else "--context"
     refuse((session or context) and compare, f"{lasting} can't be combined with --compare.")
     refuse((session or context) and several, f"{lasting} needs a single text; leave --samples and --retries out.")
 
@@ -159,11 +160,9 @@ def generate(
 
 def suggest_chat(lm: LanguageModel, prompt: str | None) -> None:
     """Name ``--chat`` on a terminal, if the model has a chat template and ``prompt`` doesn't look made with one."""
-    from ovspec.text.chat_template import chat_template
-
     if prompt and on_terminal() and not lm.tokenizer.has_special(prompt):
         with contextlib.suppress(OvspecError):  # there is no chat template
-            chat_template(lm.folder)
+            _ = lm.runtime.chat_format
             told = "The prompt was continued as plain text: --chat asks it as a chat, --raw leaves this line out."
             click.secho(told, dim=True, err=True)
 
@@ -188,8 +187,8 @@ def read_prompt(
         try:
             return [int(part) for part in ids.replace(",", " ").split()]
         except ValueError:
-    file = "-" if text == "-" else file
             raise click.UsageError(f"--token-ids {ids}: not a list of numbers.") from None
+    file = "-" if text == "-" else file
     if given and file is None:
         return option if text is None else text
     if not given and not needed and (sys.stdin.isatty() or sys.stdin.closed):
@@ -202,8 +201,8 @@ def read_prompt(
     try:
         prompt = data.decode("utf-8-sig")
     except UnicodeDecodeError:
-    prompt = re.sub(r"\r?\n\Z", "", prompt)  # which editors and programs add
         raise click.UsageError("The prompt is not UTF-8 text.") from None
+    prompt = re.sub(r"\r?\n\Z", "", prompt)  # which editors and programs add
     if file is None and not needed and not prompt:
         return None
     where = "stdin" if file in (None, "-") else f"--file {file}"

@@ -44,6 +44,7 @@ from ovspec.text.answer import AnswerFormat, AnswerReader
 from ovspec.text.chat_format import ChatFormat
 from ovspec.text.chat_template import Message, chat_template
 from ovspec.text.generation_config import DEFAULT_MAX_TOKENS, GenerationConfig
+from ovspec.text.given_template import end_of_answer
 from ovspec.text.infill import Infill, InfillTokens, infill_tokens, within
 from ovspec.text.tokenizer import Tokenizer
 from ovspec.text.vocabulary import KnownIds
@@ -120,6 +121,7 @@ class Runtime:
             quarter of the memory that is free, and greedy texts of a model that can't be exact share none, because
             their tokens would depend on what is cached.
         tool_format: the name of the format in which the model writes tool calls; by default that of its chat template.
+        template: the source of a chat template to use in place of the model's.
     """
 
     def __init__(
@@ -132,8 +134,9 @@ class Runtime:
         corpus: Iterable[str] = (),
         cache_bytes: float | None = None,
         tool_format: str | None = None,
+        template: str | None = None,
     ) -> None:
-        self._tool_format = tool_format
+        self._tool_format, self.template = tool_format, template
         self.folder, self.target, self.draft, self.choice, self.lookahead = folder, target, draft, choice, lookahead
         self.tokenizer = Tokenizer(folder)
         self.generation_config = GenerationConfig(folder, target.ir.config, self.tokenizer)
@@ -187,7 +190,15 @@ class Runtime:
     @functools.cached_property
     def chat_format(self) -> ChatFormat:
         """How the model's chats are written; raises OvspecError if it has no chat template."""
-        return ChatFormat(chat_template(self.folder), self._tool_format)
+        bos = "".join(map(self.tokenizer.token_text, self.tokenizer.bos))
+        return ChatFormat(chat_template(self.folder, self.template, bos), self._tool_format)
+
+    @functools.cached_property
+    def _answer_ends(self) -> list[int]:
+        """The id that a chat template in place of the model's writes after an answer, if it is one token."""
+        end, added = end_of_answer(self.chat_format.template), self.tokenizer.added
+        names = [name for name in added if end.startswith(name)]
+        return [added[max(names, key=len)]] if names else []
 
     def irs(self, drafts: bool = True) -> list[CompiledIR]:
         """Return the compiled IRs of the target and, with ``drafts``, of the draft model."""
@@ -341,6 +352,8 @@ class Runtime:
             raise PromptError(told, too_long=True)
         params = replace(params, max_tokens=int(min(self.most_tokens(params), left, sys.maxsize)))
         eos = frozenset() if params.ignore_eos else config.eos_ids
+        if self.template and not params.ignore_eos:
+            params = replace(params, stop_ids=[*params.stop_ids, *self._answer_ends])
         if not prompt_tokens:
             sequence.commit(config.beginning)
         if self._shares_sampled_only and not params.sampled:

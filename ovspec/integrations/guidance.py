@@ -13,7 +13,6 @@ from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_as, read_json
 from ovspec.integrations.branches import Branches, Served
 from ovspec.integrations.roles import Roles, roles_of
-from ovspec.text.chat_template import chat_template
 from ovspec.text.tokenizer_files import TOKENIZER_FILE, TokenizerFile, special_tokens
 
 try:
@@ -105,7 +104,7 @@ def model_template(lm: LanguageModel) -> str | type[ChatTemplate] | None:
     Without a template, guidance takes ChatML and says so.
     """
     try:
-        template = chat_template(lm.folder)
+        template = lm.runtime.chat_format.template
     except OvspecError:
         return None
     if template.source in CHAT_TEMPLATE_CACHE:

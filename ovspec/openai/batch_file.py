@@ -159,4 +159,5 @@ def what_matters(lm: LanguageModel, params: Params) -> str:
     recorded = params.recorded()
     texts = {name: option_as_json(name, recorded[name]) for name in sorted(recorded) if name not in GRAMMARS}
     texts |= {"lookahead": params.lookahead} if params.accept == "rejection" else {}
-    return repr((identities, prompt_identity(lm.folder), texts, grammar_of(params)[0]))
+    written = prompt_identity(lm.folder) + (lm.runtime.template or "")
+    return repr((identities, written, texts, grammar_of(params)[0]))

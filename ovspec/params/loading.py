@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict
 
 from ovspec.params import AT_LEAST_1, GENERATE, LOOKAHEAD, NOT_NEGATIVE, check, check_names
-from ovspec.params.option import Option, declared, fields_of, folder, key_value
+from ovspec.params.option import Option, declared, fields_of, file_or_name, folder, key_value
 from ovspec.params.tools import ToolFormatName
 
 
@@ -83,6 +83,18 @@ class LoadOptions(RuntimeOptions, total=False):
         ToolFormatName | None,
         "How the model writes tool calls.",
         Option(usual="found from its chat template", commands=("batch", "serve")),
+    ]
+    chat_template: Annotated[
+        str | Path | None,
+        "Chat template to use in place of the model's: a Jinja file, or a name, as the model has several or as "
+        "llama.cpp knows them (chatml, llama3, gemma, mistral-v3, …).",
+        Option(
+            more="Also the template itself.",
+            usual="the model's",
+            metavar="FILE|NAME",
+            parse=file_or_name,
+            commands=("generate", "chat", "batch", "serve", "export"),
+        ),
     ]
     verify: Annotated[
         bool, "First check the model's files against the checksums of its export by ovspec.", Option(False)

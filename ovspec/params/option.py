@@ -176,6 +176,10 @@ def folder(text: str) -> Path:
     return Path(text)
 
 
+def file_or_name(text: str) -> str | Path:
+    return Path(text) if Path(text).is_file() else text
+
+
 def schema_or_file(text: str) -> str | Path:
     return text if not text.strip() or text.lstrip().startswith(("{", "[", '"', "true", "false")) else Path(text)
 

@@ -24,6 +24,7 @@ MAX_BYTES = 1_000_000_000  # memory that the rendering process may use
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 MORE_TEMPLATES = "additional_chat_templates"  # the folder of those that aren't the default
 # What Hugging Face's apply_chat_template takes as arguments of its own, so that no template reads it.
+ADDED_BOS = "added_bos_token"  # the variable of well-known templates that has what the tokenizer puts before each text
 NOT_VARIABLES = ("messages", "conversation", "add_generation_prompt", "continue_final_message", "chat_template")
 
 
@@ -98,17 +99,27 @@ class ChatTemplate:
 RENDERER = Worker("ovspec.text.chat_template_worker", MAX_SECONDS, MAX_BYTES)
 
 
-def chat_template(folder: Path) -> ChatTemplate:
-    """Return the chat template of an exported folder; raises OvspecError if it has none."""
+def templates_in(folder: Path) -> dict[str, str]:
+    """Return the chat templates of an exported folder or a checkpoint, by their names."""
     file = folder / CHAT_TEMPLATE_FILE
     found = {"default": read_text(file)} if file.is_file() else {}
     found |= {file.stem: read_text(file) for file in sorted((folder / MORE_TEMPLATES).glob("*.jinja"))}
-    if not found:
-        found = read_as(TokenizerConfig, folder / TOKENIZER_CONFIG_FILE).chat_templates
+    return found or read_as(TokenizerConfig, folder / TOKENIZER_CONFIG_FILE).chat_templates
+
+
+def chat_template(folder: Path, given: str | None = None, bos: str = "") -> ChatTemplate:
+    """Return the chat template of an exported folder; raises OvspecError if it has none.
+
+    given: the source of the one to take instead. bos: what the tokenizer puts before each text.
+    """
+    if given is not None:
+        return ChatTemplate(given, special_tokens(folder) | {ADDED_BOS: bos})
+    found = templates_in(folder)
     source = found.get("default")
     if not source and found:
         names = ", ".join(sorted(found))
-        raise OvspecError(f"{folder}: of its chat templates ({names}) none is the default; save one as {file.name}.")
+        raise OvspecError(f"{folder}: of its chat templates ({names}) none is the default; name it as `chat_template`.")
     if not source:
-        raise OvspecError(f"{folder}: this model has no chat template; give plain text, not chat messages.")
+        instead = "give plain text, not chat messages, or a `chat_template`"
+        raise OvspecError(f"{folder}: this model has no chat template; {instead}.")
     return ChatTemplate(source, special_tokens(folder), found.get("tool_use"))

@@ -154,6 +154,10 @@ def one_thread(found: Outcome, _: Outcome) -> bool:
     return found.property("INFERENCE_NUM_THREADS") == "1"
 
 
+def is_phi4(found: Outcome, _: Outcome) -> bool:
+    return "<|im_sep|>" in found.lm.runtime.chat_format.template.source
+
+
 def read_first(name: str) -> Any:
     return json.loads(Path(name).read_text(encoding="utf-8").partition("\n")[0])
 
@@ -198,6 +202,7 @@ SHARED: dict[str, Case] = {
         (*HARD, "--max-thinking-tokens", "0"), lambda f, b: f.stats.thinking_tokens < b.stats.thinking_tokens, HARD
     ),
     "tool_format": Case(("--tool-format", "llama3"), lambda f, _: f.lm.runtime.chat_format.tools.name == "llama3"),
+    "chat_template": Case(("--chat", "--chat-template", "phi4"), is_phi4),
     "json_schema": Case(("--json-schema", '{"enum": ["yes"]}'), text_is('"yes"')),
     "json_schema_mode": Case((*ODD, "--json-schema-mode", "checked"), lambda f, _: int(f.text) in range(10)),
     "retries": Case(
@@ -241,6 +246,7 @@ OWN: dict[tuple[str, str], Case] = {
     ("chat", "chat_template_kwargs"): Case(
         ("--chat-template-kwargs", '{"word": "a, b, c, d"}'), longer_prompt, ("--chat-template-kwargs", '{"word": ""}')
     ),
+    ("chat", "chat_template"): Case(("--chat-template", "phi4"), is_phi4),
     ("chat", "constrain_from"): Case(("--regex", "a", "--constrain-from", "("), refusal("'(' is not in the prompt")),
 }
 NOT_TAKEN = {

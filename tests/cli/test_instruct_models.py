@@ -144,6 +144,24 @@ def test_a_question_is_not_told_of_chats_where_there_are_none(
     assert found.code == 0 and ASKED not in found.err
 
 
+def test_a_base_model_is_for_generate(
+    run: Callable[..., Outcome], with_generation_config: Callable[[dict[str, Any]], Path]
+) -> None:
+    base = with_generation_config({"pad_token_id": 1})
+    (base / "chat_template.jinja").unlink(missing_ok=True)
+    told = f"{base}: a base model, which has no chat template; "
+    for command, instead in (
+        (("chat", base), "continue a text with 'ovspec generate'"),
+        (("generate", base, "hi", "--chat"), "leave --chat out"),
+    ):
+        found = run(*command, *SHORT, stdin="hi\n")
+        assert (found.code, found.err) == (1, f"{told}{instead}, or name a --chat-template.")
+        given = run(*command, *SHORT, "--chat-template", "chatml", stdin="hi\n")
+        assert given.code == 0, given.err
+        prompt = given.rows[0].sequence.tokens[: given.rows[0].start]
+        assert given.lm.tokenizer.spell(prompt) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
 def test_a_log_is_not_told_of_chats(run: Callable[..., Outcome], pair: Path) -> None:
     found = run("generate", pair, QUESTION, *SHORT)
     assert found.code == 0 and ASKED not in found.err

@@ -17,6 +17,7 @@ from ovspec_export import Compression, export_pair
 
 import ovspec
 from ovspec.setup.manifest import read_manifest
+from ovspec.text.chat_template import chat_template
 from ovspec.text.pairing import check_same_vocabulary
 
 TARGET, DRAFT = str(CHECKPOINTS / "target"), str(CHECKPOINTS / "draft")
@@ -135,6 +136,30 @@ def test_a_pair_of_irs_is_copied(pair: Path, tmp_path: Path) -> None:
     assert weights == (pair / "draft" / "openvino_model.bin").read_bytes()
     lm = ovspec.load(tmp_path / "out", draft=True, precision="f32")
     assert lm.generate(PROMPTS[0], max_tokens=12, lookahead=3).stats.accepted > 0
+
+
+def test_a_chat_template_is_put_in_place_of_all_others(pair: Path, tmp_path: Path) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    shutil.copytree(pair, source, ignore=shutil.ignore_patterns("draft", "ovspec.json"))
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tool_use.jinja").write_text("{{ messages }}", "utf-8")
+    with pytest.raises(
+        ovspec.OvspecError, match="`chat_template` is 'mine', neither a file nor one of default, tool_use"
+    ):
+        export_pair(str(source), None, out, chat_template="mine")
+    assert not out.exists()
+    (mine := tmp_path / "mine.jinja").write_text("{{ messages[0].content }}!", "utf-8")
+    ends = {
+        mine: "hi!",
+        "tool_use": "[{'role': 'user', 'content': 'hi'}]",
+        "phi3": "<|user|>\nhi<|end|>\n<|assistant|>\n",
+    }
+    for given, prompt in ends.items():
+        manifest = export_pair(str(source), None, out, chat_template=given, overwrite=True)
+        assert "chat_template.jinja" in manifest.files
+        assert not (out / "additional_chat_templates").exists()
+        assert chat_template(out).render([{"role": "user", "content": "hi"}]) == prompt
+        assert "bos" not in (out / "chat_template.jinja").read_text("utf-8"), "this model adds none"
 
 
 @pytest.mark.slow

@@ -41,6 +41,7 @@ LOADING: dict[str, tuple[list[str], Any]] = {
     "properties": (["--property", "NUM_STREAMS=1"], {"NUM_STREAMS": "1"}),
     "tune": (["--no-tune"], False),
     "tool_format": (["--tool-format", "hermes"], "hermes"),
+    "chat_template": (["--chat-template", "chatml"], "chatml"),
     "cache_dir": (["--cache-dir", "cache"], Path("cache")),
     "lookup_corpus": (["--lookup-corpus", "corpus"], ["corpus"]),
     "cache_memory": (["--cache-memory", "0.25"], 0.25),

@@ -1,0 +1,95 @@
+"""Chat templates that the user gives in place of the model's: a file, a text, or a name."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from ovspec.base.errors import OvspecError
+from ovspec.base.files import read_text
+from ovspec.text.chat_template import ADDED_BOS, ChatTemplate
+
+SAID = "Xq7zv"  # stands for what is said
+ROLES = ("user", "assistant", "system")
+# How a turn of each role is written, by llama.cpp's names; {} is what is said. Without a turn for the system, the user
+# says what it would (see ``ChatFormat``).
+TURNS: dict[str, str | tuple[str, ...]] = {
+    "chatml": "<|im_start|>{role}\n{}<|im_end|>\n",
+    "deepseek": ("### Instruction:\n{}\n", "### Response:\n{}\n<|EOT|>\n", "{}"),
+    "deepseek2": ("User: {}\n\n", "Assistant: {}<｜end▁of▁sentence｜>", "{}\n\n"),
+    "deepseek3": ("<｜User｜>{}", "<｜Assistant｜>{}<｜end▁of▁sentence｜>", "{}\n\n"),
+    "exaone3": ("[|user|]{}\n", "[|assistant|]{}[|endofturn|]\n", "[|system|]{}[|endofturn|]\n"),
+    "falcon3": "<|{role}|>\n{}\n",
+    "gemma": ("<start_of_turn>user\n{}<end_of_turn>\n", "<start_of_turn>model\n{}<end_of_turn>\n"),
+    "granite": "<|start_of_role|>{role}<|end_of_role|>{}<|end_of_text|>\n",
+    "llama2": ("[INST] {} [/INST]", "{}</s>"),
+    "llama3": "<|start_header_id|>{role}<|end_header_id|>\n\n{}<|eot_id|>",
+    "llama4": "<|header_start|>{role}<|header_end|>\n\n{}<|eot|>",
+    "mistral-v1": (" [INST] {} [/INST]", " {}</s>"),
+    "mistral-v3": ("[INST] {}[/INST]", " {}</s>"),
+    "mistral-v3-tekken": ("[INST]{}[/INST]", "{}</s>"),
+    "mistral-v7": ("[INST] {}[/INST]", " {}</s>", "[SYSTEM_PROMPT] {}[/SYSTEM_PROMPT]"),
+    "mistral-v7-tekken": ("[INST]{}[/INST]", "{}</s>", "[SYSTEM_PROMPT]{}[/SYSTEM_PROMPT]"),
+    "phi3": "<|{role}|>\n{}<|end|>\n",
+    "phi4": "<|im_start|>{role}<|im_sep|>{}<|im_end|>",
+    "vicuna": ("USER: {}\n", "ASSISTANT: {}</s>\n", "{}\n\n"),
+    "vicuna-orca": ("USER: {}\n", "ASSISTANT: {}</s>\n", "SYSTEM: {}\n"),
+    "zephyr": "<|{role}|>\n{}<|endoftext|>\n",
+}
+TRIMMED = ("exaone3", "gemma", "llama3", "llama4")  # without the white space around what is said
+
+
+def known_template(name: str) -> str:
+    """Return the Jinja source of a well-known template; it begins with the BOS that the tokenizer adds."""
+    turns, content = TURNS[name], " ~ (message['content'] | trim) ~ " if name in TRIMMED else " ~ message['content'] ~ "
+    roles = [turns.replace("{role}", role) for role in ROLES] if isinstance(turns, str) else turns
+    said = [content.join(json.dumps(part, ensure_ascii=False) for part in turn.split("{}")) for turn in roles]
+    turn = "".join(
+        f"{{% elif message['role'] == '{role}' %}}{{{{ {text} }}}}" for role, text in zip(ROLES, said, strict=False)
+    )
+    opening = json.dumps(roles[1].partition("{}")[0].rstrip(" "), ensure_ascii=False)
+    return (
+        f"{{{{ {ADDED_BOS} }}}}{{% for message in messages %}}{{% if false %}}{turn}"
+        "{% else %}{{ raise_exception('it has no role ' ~ message['role']) }}{% endif %}{% endfor %}"
+        f"{{% if add_generation_prompt %}}{{{{ {opening} }}}}{{% endif %}}"
+    )
+
+
+def given_source(given: str | Path, named: Mapping[str, str]) -> str:
+    """Return the Jinja source of a chat template that the user gives, which can render a chat.
+
+    Args:
+        given: a file, a source, or a name of one of those that the model has, ``named``, or a well-known name.
+
+    Raises:
+        OvspecError: there is no such file or name, or the template can't render a chat.
+    """
+    name, source = str(given), ""
+    if isinstance(given, str):
+        is_source = "{{" in given or "{%" in given
+        source = named.get(given) or (known_template(given) if given in TURNS else given * is_source)
+        name = "the given text" if is_source else name
+    with contextlib.suppress(OSError, ValueError):  # what can't be a path isn't one
+        source = source or (read_text(Path(given)) if Path(given).is_file() else "")
+    if not source:
+        names = ", ".join(dict.fromkeys((*named, *TURNS)))
+        raise OvspecError(f"`chat_template` is {name!r:.80}, neither a file nor one of {names}.")
+    try:
+        shown = ChatTemplate(source, {}).render([{"role": "user", "content": SAID}])
+    except OvspecError as error:
+        told = str(error).removeprefix("The model's chat template ")
+        raise OvspecError(f"`chat_template`: {name:.80} {told}") from None
+    if SAID not in shown:
+        raise OvspecError(f"`chat_template`: {name:.80} doesn't show what the user says; is it a chat template?")
+    return source
+
+
+def end_of_answer(template: ChatTemplate) -> str:
+    """Return what a template writes after an answer, without the white space around it."""
+    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": SAID}]
+    try:
+        return template.render(chat, open=False).partition(SAID)[2].strip()
+    except OvspecError:
+        return ""
