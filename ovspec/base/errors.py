@@ -16,5 +16,9 @@ class PromptError(OvspecError):
         self.too_long = too_long
 
 
+class UnavailableError(OvspecError):
+    """Something that was needed is missing for now, through no fault of what was asked."""
+
+
 class InferenceError(OvspecError):
     """The model couldn't be computed, through no fault of the text."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
 
-from ovspec.base.errors import OvspecError
+from ovspec.base.errors import OvspecError, UnavailableError
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -40,6 +40,13 @@ def read_text(path: Path) -> str:
     if not text.strip():
         raise OvspecError(f"{path}: contains no text.")
     return text
+
+
+def present(path: Path) -> Path:
+    """Return ``path``, of a model that is loaded; raise UnavailableError if it has been deleted since."""
+    if not path.exists():
+        raise UnavailableError(f"{path}: deleted since the model was loaded; put it back, or load the model again.")
+    return path
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:

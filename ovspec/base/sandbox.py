@@ -16,15 +16,29 @@ from typing import Any
 
 import psutil
 
+from ovspec.base.errors import UnavailableError
+
 MOST = 4  # processes of a kind, so that a request that takes long doesn't hold up all others
 STARTING = 60.0  # seconds that a process may take to start
+MOST_DEATHS = 6  # processes that may die before a request fails
+MOST_CRASHES = 2  # of these, in which it seems to be the request's fault
+# Exit codes of a process that crashed, rather than being killed by the system or by somebody.
+CRASHES = {-getattr(signal, name, 0) for name in ("SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV", "SIGTRAP")}
 PATIENCE = 6  # a request may wait this many times its limit of computing time, because the machine may be busy
 # What Python and the system's loader need. A template or a grammar can't leak the rest.
 ENVIRONMENT = ("PATH", "TZ", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "SYSTEMROOT", "TMPDIR", "TEMP", "TMP")
 
 
 class Stopped(Exception):
-    """The process was stopped; the message names the limit it exceeded, as in "ran longer than 2 seconds"."""
+    """A request failed through its own fault; the message says how, as in "ran longer than 2 seconds"."""
+
+
+class Died(Exception):
+    """A process has ended without an answer; the message says how, ``crashed`` whether through the request's fault."""
+
+    def __init__(self, how: str, crashed: bool = False) -> None:
+        super().__init__(how)
+        self.crashed = crashed
 
 
 class Process(psutil.Popen):
@@ -33,8 +47,14 @@ class Process(psutil.Popen):
     ready = False
 
     def end(self) -> None:
-        self.kill()
+        with suppress(psutil.Error):  # it has ended
+            self.kill()
         self.communicate()
+
+    def death(self) -> Died:
+        """Return how this process, which has ended, did so."""
+        crashed = self.returncode >= 0 or self.returncode in CRASHES
+        return Died("was killed", crashed) if self.ready else Died("did not start")
 
     def used(self) -> tuple[float, int]:
         """Return the seconds of computing and the bytes of memory that it has used; zeros if it has just ended."""
@@ -49,11 +69,12 @@ class Worker:
     """Runs ``module``, which serves requests, in a few processes that are started when they are needed and then kept.
 
     An operation in compiled code can run for hours or fill the memory, and only a process can be stopped in the middle
-    of one. An answer may take ``seconds`` of computing, and a process ``size`` bytes of memory.
+    of one. An answer may take ``seconds`` of computing, and a process ``size`` bytes of memory. ``does`` says in errors
+    what the processes do.
     """
 
-    def __init__(self, module: str, seconds: float, size: int) -> None:
-        self.module, self.seconds, self.size = module, seconds, size
+    def __init__(self, module: str, does: str, seconds: float, size: int) -> None:
+        self.module, self.does, self.seconds, self.size = module, does, seconds, size
         self.idle: list[Process] = []
         self._free = threading.BoundedSemaphore(MOST)
         atexit.register(self.stop)
@@ -61,27 +82,50 @@ class Worker:
     def ask(self, request: str) -> dict[str, Any]:
         """Return the module's answer to a one-line request.
 
-        Raises Stopped if the process exceeds a limit, OSError or ValueError if it fails twice to give an answer.
+        A process that dies is replaced by a new one: the system kills processes where memory runs out.
+
+        Raises:
+            Stopped: the request made its process exceed a limit, or made processes crash.
+            UnavailableError: processes were killed, or didn't start, too often.
         """
+        deaths = list[Died]()
         with self._free:
-            try:
-                return self._ask(request)
-            except (OSError, ValueError):  # the process may have been killed since the last request, and others with it
-                self.stop()
-                return self._ask(request)
+            while len(deaths) < MOST_DEATHS:
+                try:
+                    return self._ask(request)
+                except Died as death:
+                    deaths.append(death)
+                if sum(death.crashed for death in deaths) == MOST_CRASHES:
+                    raise Stopped("ended without an answer")
+        times = f"{deaths[-1]}, {len(deaths)} times"
+        raise UnavailableError(f"The process that {self.does} {times}; see that memory is free, and try again.")
 
     def _ask(self, request: str) -> dict[str, Any]:
-        try:
-            process = self.idle.pop()
-        except IndexError:
-            process = self._start()
+        """Return the answer of one process; raises Stopped or Died if there is none."""
+        process = self._idle() or self._start()
         try:
             answer = json.loads(self._talk(process, request))
-        except BaseException:
+        except BaseException as error:
             process.end()  # the next request must not get a late answer to this one
+            if isinstance(error, ValueError):  # no answer, or part of one
+                raise process.death() from None
             raise
-        self.idle.append(process)
+        if process.used()[1] < self.size / 2:  # else what is left there would be counted as the next request's
+            self.idle.append(process)
+        else:
+            process.end()
         return answer
+
+    def _idle(self) -> Process | None:
+        """Take a process that is alive from the idle ones; None if there is none."""
+        while True:
+            try:
+                process = self.idle.pop()
+            except IndexError:
+                return None
+            if process.poll() is None:
+                return process
+            process.end()
 
     def _talk(self, process: Process, request: str) -> str:
         """Send a request and return the answer; keep to the limits meanwhile."""
@@ -108,30 +152,33 @@ class Worker:
             if not process.ready:
                 before = seconds  # starting doesn't count
                 if waited > STARTING:
-                    raise OSError(f"{self.module} didn't start")
-            elif seconds - before > self.seconds or waited > STARTING + PATIENCE * self.seconds:
+                    raise Died("did not start in time")
+            elif seconds - before > self.seconds:
                 raise Stopped(f"ran longer than {self.seconds:g} seconds")
+            elif waited > STARTING + PATIENCE * self.seconds:  # the machine was busy
+                raise Died("got no time to answer")
             if size > self.size:
                 raise Stopped(f"took more than {self.size // 1_000_000} MB of memory")
-        if not answers[0]:
-            raise OSError(f"{self.module} ended without an answer")
         return answers[0]
 
     def _start(self) -> Process:
         """Start a process. It ends when its standard input closes, so it doesn't outlive this one."""
-        return Process(
-            [sys.executable, "-P", "-m", self.module, str(self.seconds), str(self.size)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            encoding="utf-8",
-            env={name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
-        )
+        try:
+            return Process(
+                [sys.executable, "-P", "-m", self.module, str(self.seconds), str(self.size)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                encoding="utf-8",
+                env={name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
+            )
+        except (OSError, psutil.Error) as error:
+            raise Died(f"could not be started ({error})") from None
 
     def stop(self) -> None:
         """Stop the idle processes; the next request starts another one."""
-        while self.idle:
-            self.idle.pop().end()
+        while process := self._idle():
+            process.end()
 
 
 def serve(answer: Callable[[Any], dict[str, Any]]) -> None:

@@ -162,15 +162,30 @@ class Report:
     def __init__(self) -> None:
         self._live = sys.stderr.isatty()
         self._began = self._shown = time.monotonic()
-        self._first: tuple[float, int] | None = None  # when something was done first, and how much
+        self._first: tuple[float, int] | None = None  # when something was done first, and how much: loading apart
+        self._work = 0  # tokens, and requests that are done
+        self._ends: float | None = None  # when all is done, as estimated when the work was this
 
     def note(self, progress: BatchProgress) -> None:
-        if progress.done and not self._first:
-            self._first = time.monotonic(), progress.done
+        self._estimate(progress)
         if time.monotonic() - self._shown >= (0.5 if self._live else EVERY):
             self._shown = time.monotonic()
             self.clear()
             click.echo(self.line(progress), nl=not self._live, err=True)
+
+    def _estimate(self, progress: BatchProgress) -> None:
+        """Estimate the end: the requests that are left have as many tokens each as those that are done."""
+        work, now = progress.tokens + progress.done, time.monotonic()
+        if work == self._work:
+            return
+        self._work = work
+        if not self._first:
+            self._first = now, work
+        elif progress.done:
+            began, before = self._first
+            each = (progress.done_tokens + progress.done) / progress.done
+            left = progress.left * each - (progress.tokens - progress.done_tokens)
+            self._ends = now + left * (now - began) / (work - before)
 
     def line(self, progress: BatchProgress) -> str:
         if progress.loading and not progress.total:
@@ -186,9 +201,8 @@ class Report:
         if progress.workers:
             loading = f" ({progress.loading} loading)" * (progress.loading > 0 and progress.left > 0)
             parts.append(f"{progress.workers} worker{'s' * (progress.workers > 1)}{loading}")
-        if self._first and progress.left and progress.done > self._first[1]:
-            pace = (time.monotonic() - self._first[0]) / (progress.done - self._first[1])  # loading apart
-            parts.append(f"about {pace * progress.left:.0f} s left")
+        if self._ends and progress.left and (seconds := self._ends - time.monotonic()) > 0:
+            parts.append(f"about {seconds:.0f} s left")
         return ", ".join(parts)
 
     def clear(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import math
@@ -19,6 +20,7 @@ import numpy as np
 import psutil
 
 from ovspec.base.errors import OvspecError, PromptError
+from ovspec.base.files import present
 from ovspec.cache.blocks import BlockTensors
 from ovspec.cache.decoder import Decoder
 from ovspec.cache.head import HeadDecoder
@@ -32,7 +34,7 @@ from ovspec.drafting.making import make_drafter
 from ovspec.engine.results import Origin, Piece, Provenance, Stats
 from ovspec.engine.row import Row
 from ovspec.engine.scheduler import BatchLimits, Scheduler, run_rows
-from ovspec.ir.compile import CompiledIR
+from ovspec.ir.compile import MODEL_FILE, CompiledIR
 from ovspec.ir.memory import WORTH_CHECKING, check_memory, kv_bytes_per_token, recurrent_bytes, token_room
 from ovspec.params import GenerateOptions, Params, make_params, refuse_variables, refuse_without_chat
 from ovspec.sampling.constraint import Constraints
@@ -47,6 +49,7 @@ from ovspec.text.generation_config import DEFAULT_MAX_TOKENS, GenerationConfig
 from ovspec.text.given_template import end_of_answer
 from ovspec.text.infill import Infill, InfillTokens, infill_tokens, within
 from ovspec.text.tokenizer import Tokenizer
+from ovspec.text.tokenizer_files import special_tokens
 from ovspec.text.vocabulary import KnownIds
 
 # A text, token ids, chat messages for the model's chat template, or what is around the text.
@@ -191,7 +194,7 @@ class Runtime:
     def chat_format(self) -> ChatFormat:
         """How the model's chats are written; raises OvspecError if it has no chat template."""
         bos = "".join(map(self.tokenizer.token_text, self.tokenizer.bos))
-        return ChatFormat(chat_template(self.folder, self.template, bos), self._tool_format)
+        return ChatFormat(chat_template(present(self.folder), self.template, bos), self._tool_format)
 
     @functools.cached_property
     def _answer_ends(self) -> list[int]:
@@ -199,6 +202,22 @@ class Runtime:
         end, added = end_of_answer(self.chat_format.template), self.tokenizer.added
         names = [name for name in added if end.startswith(name)]
         return [added[max(names, key=len)]] if names else []
+
+    @functools.cached_property
+    def special_tokens(self) -> dict[str, str]:
+        """The special tokens that have a role, by role."""
+        return special_tokens(present(self.folder))
+
+    @functools.cached_property
+    def weights_size(self) -> int:
+        """The size of the target's weights on disk, in bytes."""
+        return present((self.folder / MODEL_FILE).with_suffix(".bin")).stat().st_size
+
+    def read_ahead(self) -> None:
+        """Read the small files that are otherwise read when they are needed, so that they may be deleted."""
+        for name in ("chat_format", "identity", "special_tokens", "weights_size"):
+            with contextlib.suppress(OvspecError):  # for those who ask for it
+                getattr(self, name)
 
     def irs(self, drafts: bool = True) -> list[CompiledIR]:
         """Return the compiled IRs of the target and, with ``drafts``, of the draft model."""

@@ -30,9 +30,10 @@ LONGEST_FORCED = 200_000  # bytes; llguidance finds them in one step that holds 
 WALKS, WALK_BYTES, WALK_SECONDS = 4, 100, 0.3
 DEAD_END = "NoExtension"  # begins llguidance's error where no byte may follow
 
-CONVERTER = Worker("ovspec.grammars.conversion", MAX_SECONDS, MAX_BYTES)
-TOOLS_CONVERTER = Worker("ovspec.grammars.conversion", TOOLS_SECONDS, MAX_BYTES)
-TOOL_CONVERTER = Worker("ovspec.grammars.conversion", TOOLS_SECONDS / 2, MAX_BYTES)  # for the search for the slowest
+CHECKING = "ovspec.grammars.conversion", "checks grammars"
+CONVERTER = Worker(*CHECKING, MAX_SECONDS, MAX_BYTES)
+TOOLS_CONVERTER = Worker(*CHECKING, TOOLS_SECONDS, MAX_BYTES)
+TOOL_CONVERTER = Worker(*CHECKING, TOOLS_SECONDS / 2, MAX_BYTES)  # for the search for the slowest
 
 
 def converted(kind: str, given: Any, what: str, **reading: bool) -> str:
@@ -71,8 +72,6 @@ def ask(request: str) -> tuple[str, str]:
         found = (TOOLS_CONVERTER if of_tools else CONVERTER).ask(request)
     except Stopped as why:
         raise OvspecError(f"{slowest(asked) if of_tools else what}: the check {why}; simplify it.") from None
-    except (OSError, ValueError):
-        raise OvspecError(f"{what}: the process that checks it ended without an answer; simplify it.") from None
     if "error" in found:
         raise OvspecError(found["error"])
     return found["grammar"], found["warning"]

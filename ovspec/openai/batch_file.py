@@ -17,7 +17,7 @@ from ovspec.api.verify import option_as_json
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import write_atomically
 from ovspec.openai.batch_requests import BatchRequest
-from ovspec.openai.batch_run import BatchRun
+from ovspec.openai.batch_run import BatchRun, tokens_of
 from ovspec.params import GRAMMARS, GenerateOptions, Params
 from ovspec.sampling.constraint_maker import grammar_of
 from ovspec.setup.engine_choice import CompiledModel
@@ -28,8 +28,8 @@ from ovspec.setup.identity import cache_setting, model_identity, prompt_identity
 class BatchProgress:
     """Counts of requests and generated tokens.
 
-    ``before`` counts what earlier runs completed, ``done`` what this run has, ``failed`` requests included. ``workers``
-    is their number on a cluster, ``loading`` of which aren't ready yet.
+    ``before`` counts what earlier runs completed, ``done`` what this run has, ``failed`` requests included, and
+    ``done_tokens`` their tokens. ``workers`` is their number on a cluster, ``loading`` of which aren't ready yet.
     """
 
     total: int
@@ -37,6 +37,7 @@ class BatchProgress:
     done: int = 0
     failed: int = 0
     tokens: int = 0
+    done_tokens: int = 0
     workers: int = 0
     loading: int = 0
 
@@ -48,6 +49,7 @@ class BatchProgress:
         """Count an output line."""
         self.done += 1
         self.failed += line.get("error") is not None
+        self.done_tokens += tokens_of(line)
 
 
 class Done:

@@ -8,10 +8,8 @@ from pydantic import Field
 from ovspec import __version__
 from ovspec.api.model import LanguageModel
 from ovspec.base.errors import OvspecError
-from ovspec.ir.compile import MODEL_FILE
 from ovspec.openai.answers import Answer
 from ovspec.params import Params
-from ovspec.text.tokenizer_files import special_tokens
 
 INSTRUCTIONS = "You are a coding agent: use your tools to read, change and run code until the user's task is done."
 
@@ -78,8 +76,8 @@ class Props(Answer):
 def model_of(lm: LanguageModel, name: str, created: int, sampling: dict[str, int | float]) -> Model:
     """Return a model as OpenAI's API has it; ``sampling``: of requests that set none."""
     context, known = lm.target.ir.context_length, lm.tokenizer.known.size
-    size = (lm.folder / MODEL_FILE).with_suffix(".bin").stat().st_size
-    meta = ModelMeta(n_ctx=context, n_ctx_train=context, n_vocab=known or lm.target.ir.logits_width, size=size)
+    width, size = known or lm.target.ir.logits_width, lm.runtime.weights_size
+    meta = ModelMeta(n_ctx=context, n_ctx_train=context, n_vocab=width, size=size)
     told = {"display_name": name, "created_at": datetime.fromtimestamp(created, UTC), "max_input_tokens": context}
     return Model(id=name, created=created, max_model_len=context, sampling=sampling, meta=meta, **told)
 
@@ -131,7 +129,7 @@ def catalogue_entry(lm: LanguageModel, name: str) -> dict[str, Any]:
 
 def props_of(lm: LanguageModel, name: str, defaults: Params, rows: int) -> Props:
     """Return the server's properties as llama.cpp's has them; ``rows``: texts that are generated at a time."""
-    tokens = special_tokens(lm.folder)
+    tokens = lm.runtime.special_tokens
     try:
         template = lm.runtime.chat_format.template.source
     except OvspecError:

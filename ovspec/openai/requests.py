@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from ovspec.base.errors import OvspecError, PromptError
+from ovspec.base.errors import OvspecError, PromptError, UnavailableError
 from ovspec.engine.runtime import Prompt, is_batch
 from ovspec.grammars.response_format import WRAPPING
 from ovspec.openai.bodies import OF_MESSAGES, OF_PARTS, REQUESTED, Fields, RequestError
@@ -89,7 +89,7 @@ class TextRequest:
         """Let errors name options as the client does."""
         try:
             yield
-        except PromptError:
+        except (PromptError, UnavailableError):
             raise
         except OvspecError as error:
             message = str(error)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ovspec.base.errors import OvspecError
-from ovspec.base.files import read_json
+from ovspec.base.files import present, read_json
 from ovspec.params import Params
 from ovspec.sampling.constraint import Constraint, Constraints
 from ovspec.sampling.healing import ByteTokens, Healing, healable
@@ -46,7 +46,7 @@ class ConstraintMaker:
     def grammars(self) -> Grammars:
         from ovspec.sampling.grammar_constraint import Grammars  # deferred, because it imports llguidance
 
-        return Grammars(read_json(self._tokenizer.folder / TOKENIZER_FILE), list(self.tokens.vocabulary))
+        return Grammars(read_json(present(self._tokenizer.folder / TOKENIZER_FILE)), list(self.tokens.vocabulary))
 
     def make(
         self,

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ovspec.base.errors import OvspecError
+from ovspec.base.errors import OvspecError, UnavailableError
 from ovspec.base.files import read_text
 from ovspec.base.sandbox import Stopped, Worker, serve
 from ovspec.grammars.response_format import unwrapped
@@ -20,7 +20,7 @@ SLOW = re.compile(r'"(?:pattern|\$|uniqueItems|unevaluated)')
 MOST_ERRORS = 20
 QUICK = 10_000_000  # characters of the schema times those of the text that are judged in this process
 
-JUDGE = Worker("ovspec.sampling.judging", MAX_SECONDS, MAX_BYTES)
+JUDGE = Worker("ovspec.sampling.judging", "judges texts by schemas", MAX_SECONDS, MAX_BYTES)
 
 
 def schema_errors(schema: Any, before: str, text: str) -> list[str]:
@@ -46,7 +46,7 @@ def schema_errors(schema: Any, before: str, text: str) -> list[str]:
         found = judged(request, written)
     except Stopped as why:
         return [f"#: the check {why}, so whether the text is valid is unknown"]
-    except (OSError, ValueError):
+    except UnavailableError:
         return ["#: the process that checks it ended without an answer, so whether the text is valid is unknown"]
     if "unusable" in found:
         raise unusable(found["unusable"])

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar, get_args
 from fastapi import Request
 
 from ovspec.api.model import LanguageModel
-from ovspec.base.errors import OvspecError, PromptError
+from ovspec.base.errors import OvspecError, PromptError, UnavailableError
 from ovspec.drafting.drafter import DraftLimits
 from ovspec.engine.row import Row
 from ovspec.openai.apis import TextApi
@@ -113,6 +113,8 @@ class Service:
             return await asyncio.get_running_loop().run_in_executor(self._threads[work], partial(function, *arguments))
         except RequestError as error:
             raise ApiError(400, str(error), error.param) from None
+        except UnavailableError as error:
+            raise as_api_error(error, self.lm) from None
         except OvspecError as error:
             message = for_clients(error, self.lm)
             field = re.search(r"`([\w.]+)`", message)

@@ -50,7 +50,7 @@ ERRORS: dict[int | str, str] = {
     429: "Too many texts are waiting.",
     500: "An inference failed.",
     501: "The model can't do that.",
-    503: "The server is shutting down, or the request has waited for too long.",
+    503: "The server is shutting down, lacks memory or files, or the request has waited for too long.",
     504: "The request took too long.",
 }
 ADDS = ("add_special_tokens", "add_special")  # vLLM's and llama.cpp's names of the same field

@@ -48,13 +48,16 @@ class BoundedRequest(Request):
             return self._body
         if self.headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
             raise ApiError(415, "The body must be JSON; send it with 'Content-Type: application/json'.")
+        too_large = ApiError(413, f"The body is larger than {LARGEST_BODY // 1_000_000} MB.", close=True)
+        if int(self.headers.get("content-length", 0)) > LARGEST_BODY:
+            raise too_large
         raw = bytearray()
         try:
             async with asyncio.timeout(BODY_SECONDS):
                 async for part in self.stream():
                     raw += part
                     if len(raw) > LARGEST_BODY:
-                        raise ApiError(413, f"The body is larger than {LARGEST_BODY // 1_000_000} MB.", close=True)
+                        raise too_large
         except TimeoutError:
             raise ApiError(408, f"The body did not arrive within {BODY_SECONDS:g} seconds.", close=True) from None
         except ClientDisconnect:

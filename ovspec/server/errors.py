@@ -1,18 +1,21 @@
 """Errors of the API."""
 
+import asyncio
 import re
+from contextlib import suppress
 
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
-from starlette.types import Scope
+from starlette.types import Receive, Scope, Send
 
 from ovspec.api.model import LanguageModel
-from ovspec.base.errors import InferenceError, OvspecError, PromptError
+from ovspec.base.errors import InferenceError, OvspecError, PromptError, UnavailableError
 from ovspec.openai.errors import TOO_LONG, Failure, anthropic_error, openai_error
 from ovspec.server.engine_thread import ServerEnded
 
 ANTHROPICS_PATH = re.compile(r"(/v1)*/messages(/|$)")  # with a wrong base URL, too
 REQUEST_ID = "request_id"  # what a request's state has its id as
+LINGER_SECONDS = 5.0  # that a client may go on sending what isn't read
 FOR_PYTHON = ", or a Path for a file"  # in a message on a grammar
 
 
@@ -56,7 +59,8 @@ def about_prompt(error: PromptError, lm: LanguageModel, field: str) -> ApiError:
 
 def as_api_error(error: OvspecError, lm: LanguageModel) -> ApiError:
     """Return the answer to a request whose text has failed."""
-    status = 503 if isinstance(error, ServerEnded) else 500 if isinstance(error, InferenceError) else 422
+    later = isinstance(error, (ServerEnded, UnavailableError))
+    status = 503 if later else 500 if isinstance(error, InferenceError) else 422
     return ApiError(status, for_clients(error, lm))
 
 
@@ -83,4 +87,23 @@ def is_anthropics(path: str) -> bool:
 def error_answer(error: HTTPException, scope: Scope) -> Response:
     """Return the answer to a request that is an error."""
     body = error_body(error, scope["path"], scope["state"].get(REQUEST_ID))
-    return Response(body, error.status_code, error.headers, "application/json")
+    kind = LastResponse if "Connection" in (error.headers or {}) else Response
+    return kind(body, error.status_code, error.headers, "application/json")
+
+
+class LastResponse(Response):
+    """A response after which the connection is closed, though the request's body hasn't been read.
+
+    What the client still sends is dropped for a while: a connection that is closed while data comes is reset, and its
+    client may never see the response.
+    """
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
+        body = {"type": "http.response.body", "more_body": True}
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({**body, "body": self.body})
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_SECONDS):
+                while (await receive()).get("more_body"):
+                    pass
+        await send({**body, "more_body": False})

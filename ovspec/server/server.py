@@ -103,6 +103,7 @@ def serve(lm: LanguageModel, names: list[str], keys: list[str], opened: socket.s
         raise OvspecError(f"`deterministic`: on this machine the arithmetic is {promise}; leave it out.")
     sys.setswitchinterval(SWITCH_SECONDS)
     size = None if options.cache_size is None else 1e9 * options.cache_size
+    lm.runtime.read_ahead()
     engine = EngineThread(lm, options.batch_size, size, options.lookup_memory, options.prefill_chunk)
     service = Service(lm, engine, names, options)
     engine.start()

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import openvino as ov
 
+from ovspec.base.files import present
 from ovspec.ir.compile import MODEL_FILE
 from ovspec.ir.instruction_set import instruction_set
 from ovspec.setup.engine_choice import CompiledModel
@@ -25,11 +26,11 @@ THREADS = "INFERENCE_NUM_THREADS"
 
 def model_identity(folder: Path) -> str:
     """Return a checksum that tells models with different graphs, weights or tokenizers apart."""
+    weights = present((folder / MODEL_FILE).with_suffix(".bin"))
     found = hashlib.sha256()
     for name in (MODEL_FILE, TOKENIZER_FILE):
         file = folder / name
         found.update(file.read_bytes() if file.is_file() else b"")
-    weights = (folder / MODEL_FILE).with_suffix(".bin")
     size = weights.stat().st_size
     found.update(str(size).encode())
     with weights.open("rb") as file:

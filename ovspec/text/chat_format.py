@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ovspec.base.errors import OvspecError, PromptError
+from ovspec.base.errors import OvspecError, PromptError, UnavailableError
 from ovspec.text.answer import find_thinking
 from ovspec.text.chat_template import ChatTemplate, Message
 from ovspec.text.tool_formats import BY_NAME, FORMATS
@@ -231,6 +231,8 @@ def rendered(template: ChatTemplate, messages: list[Message], tools: bool = True
     """Return what a template makes of a chat, with the tool or without ``tools``; "" if it can't."""
     try:
         return template.render(messages, variables={"tools": [PROBE_TOOL]} if tools else {}, strict=False)
+    except UnavailableError:  # which says nothing about the template
+        raise
     except OvspecError:
         return ""
 

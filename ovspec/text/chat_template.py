@@ -96,7 +96,7 @@ class ChatTemplate:
 
 
 # Templates come from the internet. Jinja's sandbox keeps them from reaching anything, but not from running for hours.
-RENDERER = Worker("ovspec.text.chat_template_worker", MAX_SECONDS, MAX_BYTES)
+RENDERER = Worker("ovspec.text.chat_template_worker", "renders chat templates", MAX_SECONDS, MAX_BYTES)
 
 
 def templates_in(folder: Path) -> dict[str, str]:

@@ -14,7 +14,7 @@ import openvino as ov
 import openvino_tokenizers
 
 from ovspec.base.errors import OvspecError
-from ovspec.base.files import read_as
+from ovspec.base.files import present, read_as
 from ovspec.ir.compile import check_weights, last_line
 from ovspec.ir.device import core
 from ovspec.text.infill import NAMES, find_fim
@@ -196,7 +196,7 @@ class Tokenizer:
 
     @functools.cached_property
     def _window_model(self) -> ov.CompiledModel:
-        return compiled(self.folder / "openvino_detokenizer.xml")
+        return compiled(present(self.folder) / "openvino_detokenizer.xml")
 
     def _encode(self, text: str) -> np.ndarray:
         try:

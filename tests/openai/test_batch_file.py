@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -13,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,7 @@ from conftest import PROMPTS, ROOT, Reference
 
 import ovspec
 from ovspec.api.verify import result_from_json
+from ovspec.cli.batch import Report
 from ovspec.openai.batch_file import Done, key_of, run_file, what_matters
 from ovspec.openai.batch_requests import prompt_request, read_request, read_requests
 from ovspec.params import GENERATE, make_params
@@ -337,6 +340,32 @@ def test_what_is_done_is_not_done_again(lm: ovspec.LanguageModel, tmp_path: Path
     assert found.before + found.done == 8
     assert output.read_bytes() == (tmp_path / "whole").read_bytes()
     assert not partial.exists()
+
+
+@pytest.mark.parametrize(("lengths", "error"), [([20] * 10, 0.3), ([12, 24] * 5, 0.5)])
+def test_the_time_left_falls_as_work_is_done(
+    lm: ovspec.LanguageModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lengths: list[int], error: float
+) -> None:
+    """On a clock by which a round takes a second. Of texts that differ, the short ones end first and mislead."""
+    now, told = 0, list[int]()
+    monkeypatch.setattr(sys.modules["ovspec.cli.batch"], "time", SimpleNamespace(monotonic=lambda: now))
+    report = Report()
+
+    def note(progress: Any) -> None:
+        nonlocal now
+        now += 1
+        report.note(progress)
+        seconds = re.search(r"about (\d+) s left", report.line(progress))
+        told.append(int(seconds[1]) if seconds else 0)
+
+    lines = [{"prompt": PROMPTS[i], "max_tokens": most, "ignore_eos": True} for i, most in enumerate(lengths)]
+    requests = [read_request(json.dumps(line), str(i)) for i, line in enumerate(lines)]
+    run_file(lm, requests, tmp_path / "out", {"batch_size": 4, "lookahead": 1}, note)
+    first = next(at for at, seconds in enumerate(told) if seconds)
+    right = range(now - 1 - first, 0, -1)
+    assert len(right) > now / 2
+    assert all(abs(seconds - left) <= error * now for seconds, left in zip(told[first:], right, strict=False)), told
+    assert sum(after > before for before, after in itertools.pairwise(told[first:])) < len(right) / 4, told
 
 
 def test_what_has_changed_is_done_again(tmp_path: Path) -> None:

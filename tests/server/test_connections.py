@@ -17,7 +17,7 @@ from servers import wait_until
 from starlette.responses import Response
 
 from ovspec.openai.errors import openai_error
-from ovspec.server import bodies, connections
+from ovspec.server import bodies, connections, errors
 from ovspec.server.bodies import BoundedRequest
 from ovspec.server.connections import allow_files, config_of
 from ovspec.server.endpoints import EventStream
@@ -94,6 +94,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
     """Return a function that serves an application, with short time limits."""
     for name in ("WRITE_SECONDS", "HEAD_SECONDS"):
         monkeypatch.setattr(connections, name, 0.5)
+    monkeypatch.setattr(errors, "LINGER_SECONDS", 0.3)
     served: list[Served] = []
 
     def serve(app: Any) -> Served:
@@ -174,6 +175,33 @@ def test_a_body_that_does_not_arrive(serve: Serve, monkeypatch: pytest.MonkeyPat
     with served.connect(POST + b"{") as client:
         assert error_of(read_all(client)) == (408, "The body did not arrive within 0.3 seconds.")
     assert served.statuses == [408]
+
+
+@pytest.mark.parametrize(
+    ("length", "body"),
+    [
+        (b"Content-Length: 8000001", b""),
+        (b"Content-Length: 99000000000\r\nExpect: 100-continue", b""),
+        (b"Transfer-Encoding: chunked", b"400000\r\n" + b"x" * 0x400000 + b"\r\n400000\r\n" + b"x" * 0x400000),
+    ],
+    ids=["declared", "expects", "chunked"],
+)
+def test_a_body_that_is_too_large_is_refused_at_once(serve: Serve, length: bytes, body: bytes) -> None:
+    """The answer comes though the rest of the body never does, and the connection is closed then."""
+    served = serve(Streaming(1, 10))
+    with served.connect(POST.replace(b"Content-Length: 10", length) + body) as client:
+        assert error_of(read_all(client)) == (413, "The body is larger than 8 MB.")
+    assert served.statuses == [413]
+
+
+def test_the_answer_to_a_body_that_is_too_large_is_not_lost(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client sends all of its body before it reads the answer, and the connection isn't reset meanwhile."""
+    monkeypatch.setattr(errors, "LINGER_SECONDS", 20.0)
+    served = serve(Streaming(1, 10))
+    with served.connect(POST.replace(b" 10", b" 30000000")) as client:
+        for _ in range(30):
+            client.sendall(b"x" * 1_000_000)
+        assert error_of(read_all(client))[0] == 413
 
 
 def test_an_idle_connection(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:

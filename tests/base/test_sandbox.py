@@ -1,0 +1,76 @@
+"""Processes that die are replaced; a request that ends its process each time has one clear error."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from ovspec.base import sandbox
+from ovspec.base.errors import OvspecError, UnavailableError
+from ovspec.base.sandbox import Process, Worker
+from ovspec.grammars.conversion import CONVERTER, converted
+from ovspec.text.chat_template import RENDERER, ChatTemplate
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="sends POSIX signals")
+TEMPLATE = ChatTemplate("{{ messages | length }}", {})
+End = Callable[[Worker, list[signal.Signals]], None]
+
+
+@pytest.fixture
+def end_next(monkeypatch: pytest.MonkeyPatch) -> End:
+    """Return a function that lets the next processes of a worker end by signals, when they have got a request."""
+
+    def end_next(worker: Worker, signals: list[signal.Signals]) -> None:
+        def talk(process: Process, request: str) -> str:
+            process.ready = process.ready or bool(process.stdout.readline())
+            if signals:
+                process.send_signal(signals.pop(0))
+            return talked(process, request)
+
+        talked: Any = worker._talk
+        monkeypatch.setattr(worker, "_talk", talk)
+
+    return end_next
+
+
+@pytest.mark.parametrize("names", ["KILL TERM KILL", "SEGV KILL"])
+def test_another_process_answers(end_next: End, names: str) -> None:
+    signals = [signal.Signals[f"SIG{name}"] for name in names.split()]
+    end_next(RENDERER, signals)
+    assert TEMPLATE.render([{"role": "user", "content": "a"}]) == "1"
+    assert not signals
+
+
+def test_killed_each_time(end_next: End, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "MOST_DEATHS", 2)
+    signals = [signal.SIGKILL] * 3
+    end_next(RENDERER, signals)
+    told = r"^The process that renders chat templates was killed, 2 times; see that memory is free, and try again\.$"
+    with pytest.raises(UnavailableError, match=told):
+        TEMPLATE.render([])
+    assert len(signals) == 1
+    monkeypatch.setattr(sys, "executable", "/no/such/file")
+    RENDERER.stop()
+    with pytest.raises(UnavailableError, match=r"could not be started .*No such file.*, 2 times"):
+        TEMPLATE.render([])
+
+
+def test_crashed_each_time(end_next: End) -> None:
+    end_next(CONVERTER, [signal.SIGSEGV, signal.SIGKILL, signal.SIGABRT, signal.SIGKILL])
+    with pytest.raises(OvspecError, match=r"^--regex: the check ended without an answer; simplify it\.$") as found:
+        converted("regex", "[a-z]{17}", "--regex")
+    assert not isinstance(found.value, UnavailableError)
+
+
+def test_a_process_that_has_grown_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    RENDERER.stop()
+    assert TEMPLATE.render([]) == "0"
+    [process] = RENDERER.idle
+    monkeypatch.setattr(RENDERER, "size", int(1.5 * process.memory_info().rss))
+    assert TEMPLATE.render([]) == "0"
+    assert not RENDERER.idle
+    assert not process.is_running()
