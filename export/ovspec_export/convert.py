@@ -50,8 +50,10 @@ FAILED = {
 OURS = ("gguf_weights", "tokenizer", "to_bf16")  # jobs that don't load the model, and run without an overlay
 # Text in the standard error of a failed step -> the reason that is reported instead.
 KNOWN_REASONS = {
-    "No space left on device": "the disk is full",
-    "iostream error": "a file could not be written; is the disk full?",
+    "No space left on device": "the disk of {place} is full",
+    "iostream error": "a file could not be written in {place}; is the disk full?",
+    "requested and": "a file could not be written in {place}; is the disk full?",  # numpy's
+    "PytorchStreamWriter failed": "a file could not be written in {place}; is the disk full?",
     "MemoryError": "not enough memory",
     "bad_alloc": "not enough memory",
 }
@@ -235,7 +237,8 @@ def run_job(
             listening.join()
         noisy = errors.read_text(encoding="utf-8", errors="replace")
     if process.returncode:
-        raise OvspecError(f"{model.name}: {FAILED[job]} ({reason(noisy, process.returncode)}).")
+        why = reason(noisy, process.returncode, scratch.absolute().parent)
+        raise OvspecError(f"{model.name}: {FAILED[job]} ({why}).")
     return not asked
 
 
@@ -247,9 +250,9 @@ def listen(process: subprocess.Popen[bytes], told: Callable[[dict[str, Any]], No
             told(json.loads(line))
 
 
-def reason(told: str, returncode: int) -> str:
-    """Return what went wrong, from the standard error of a failed process."""
-    known = next((text for sign, text in KNOWN_REASONS.items() if sign in told), None)
+def reason(told: str, returncode: int, place: Path = Path()) -> str:
+    """Return what went wrong, from the standard error of a failed process that wrote to ``place``."""
+    known = next((text.format(place=place) for sign, text in KNOWN_REASONS.items() if sign in told), None)
     lines = [line.rstrip() for line in told.splitlines() if line.strip()]
     if known or not lines or returncode < 0:
         return known or (f"ended by signal {-returncode}" if returncode < 0 else f"exit code {returncode}")

@@ -6,7 +6,6 @@ A session file is in NumPy's ``.npz`` format.
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import warnings
 from collections.abc import Iterator, Mapping
@@ -17,7 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ovspec.base.errors import OvspecError
+from ovspec.base.errors import FULL, OvspecError, WriteError
 from ovspec.base.files import replaced
 from ovspec.cache.decoder import Decoder
 from ovspec.engine.runtime import Decoders, Runtime, Variables
@@ -95,15 +94,12 @@ def save_session(path: Path, runtime: Runtime, decoders: Decoders, mark: Mark) -
         layers |= {f"{name}/cache/{layer}": values for layer, values in held.items()}
     arrays["about"] = np.frombuffer(json.dumps(asdict(about)).encode(), dtype=np.uint8)
     try:
-        try:
-            write_arrays(path, arrays | layers)
-        except OSError as error:
-            if error.errno != errno.ENOSPC:
-                raise
-            write_arrays(path, arrays)
-            warnings.warn(f"{path}: the disk is full, so the text is saved without its KV caches", stacklevel=3)
-    except OSError as error:
-        raise OvspecError(f"{path}: the session can't be written ({error.strerror or error}).") from None
+        write_arrays(path, arrays | layers)
+    except WriteError as error:
+        if error.errno not in FULL:
+            raise
+        write_arrays(path, arrays)
+        warnings.warn(f"{path}: the disk is full, so the text is saved without its KV caches", stacklevel=3)
 
 
 def write_arrays(path: Path, arrays: dict[str, Any]) -> None:

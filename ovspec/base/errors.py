@@ -1,5 +1,7 @@
 """The exceptions whose messages are meant for the user."""
 
+import errno
+
 
 class OvspecError(Exception):
     """A problem that the user can act on. The message is one sentence that says what to do.
@@ -18,6 +20,18 @@ class PromptError(OvspecError):
 
 class UnavailableError(OvspecError):
     """Something that was needed is missing for now, through no fault of what was asked."""
+
+
+FULL = (errno.ENOSPC, errno.EDQUOT)  # of an OSError: a disk or a quota is full
+
+
+class WriteError(OvspecError, OSError):
+    """A file couldn't be written, because its disk is full or for another reason of the system's."""
+
+    def __init__(self, file: object, error: OSError) -> None:
+        why = error.strerror or str(error)
+        super().__init__(f"{file}: can't be written ({why}); make room for it, or name another place.")
+        self.errno = error.errno
 
 
 class InferenceError(OvspecError):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
 
-from ovspec.base.errors import OvspecError, UnavailableError
+from ovspec.base.errors import OvspecError, UnavailableError, WriteError
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -49,9 +49,21 @@ def present(path: Path) -> Path:
     return path
 
 
+@contextlib.contextmanager
+def writing(file: object) -> Iterator[None]:
+    """Name ``file`` in the error if it can't be written: the system's own names no file where a disk is full."""
+    try:
+        yield
+    except WriteError:
+        raise
+    except OSError as error:
+        raise WriteError(file, error) from error
+
+
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write ``content``, text in UTF-8, to ``path``, creating its folder. Readers see the old file or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
     with replaced(path) as partial:
         if isinstance(content, str):
             partial.write_text(content, encoding="utf-8")
@@ -72,12 +84,13 @@ def replaced(path: Path) -> Iterator[Path]:
             left.unlink(missing_ok=True)  # of a process that was killed
     partial = path.with_name(f".{path.name}.{HOST}-{os.getpid()}.{secrets.token_hex(4)}{PARTIAL}")
     try:
-        yield partial
-        with contextlib.suppress(FileNotFoundError):
-            shutil.copymode(path, partial)
-        on_disk(partial)
-        partial.replace(path)
-        on_disk(path.parent)
+        with writing(path):
+            yield partial
+            with contextlib.suppress(FileNotFoundError):
+                shutil.copymode(path, partial)
+            on_disk(partial)
+            partial.replace(path)
+            on_disk(path.parent)
     finally:
         partial.unlink(missing_ok=True)
 
@@ -126,9 +139,10 @@ def fill_once(folder: Path, pieces: Iterable[tuple[str, bytes]]) -> None:
         partial = folder.with_name(f"{folder.name}{PARTIAL}")
         shutil.rmtree(partial, ignore_errors=True)
         for name, piece in pieces:
-            (partial / name).parent.mkdir(parents=True, exist_ok=True)
-            with (partial / name).open("ab") as file:
-                file.write(piece)
+            with writing(folder / name):
+                (partial / name).parent.mkdir(parents=True, exist_ok=True)
+                with (partial / name).open("ab") as file:
+                    file.write(piece)
         partial.rename(folder)
 
 

@@ -25,7 +25,8 @@ class Step:
 
 def note(text: str) -> None:
     """Print a line, such as a warning or a result."""
-    print(CLEAR * on_terminal() + text, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # a full disk that stderr is written to stops nothing
+        print(CLEAR * on_terminal() + text, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from ovspec import __version__
-from ovspec.base.errors import OvspecError
+from ovspec.base.errors import FULL, OvspecError, WriteError
 
 # How a message that Python shows too names an option: `name`, or with a value `name=value`.
 OPTION = re.compile(r"`(\w+)(?:=([^`]*))?`")
@@ -82,6 +82,8 @@ def main() -> None:
     except (KeyboardInterrupt, click.Abort):
         sys.exit(130)
     except (OvspecError, OSError) as error:
+        if isinstance(error, OSError) and error.errno in FULL and not isinstance(error, WriteError):
+            error = WriteError(error.filename or "stdout", error)
         click.echo(f"Error: {error}", err=True)
         sys.exit(1)
     except Exception as error:

@@ -170,8 +170,9 @@ class Report:
         self._estimate(progress)
         if time.monotonic() - self._shown >= (0.5 if self._live else EVERY):
             self._shown = time.monotonic()
-            self.clear()
-            click.echo(self.line(progress), nl=not self._live, err=True)
+            with contextlib.suppress(OSError):  # a full disk that stderr is written to stops nothing
+                self.clear()
+                click.echo(self.line(progress), nl=not self._live, err=True)
 
     def _estimate(self, progress: BatchProgress) -> None:
         """Estimate the end: the requests that are left have as many tokens each as those that are done."""

@@ -359,11 +359,16 @@ def terminal() -> Callable[[bool], str]:
     def _(event: KeyPressEvent) -> None:
         event.current_buffer.insert_text("\n")
 
+    class History(FileHistory):
+        def store_string(self, string: str) -> None:
+            with contextlib.suppress(OSError):  # a full disk doesn't end the chat
+                super().store_string(string)
+
     folder = Path(platformdirs.user_state_dir("ovspec", appauthor=False))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "chat_history").touch(mode=0o600)
-        history = FileHistory(str(folder / "chat_history"))
+        history = History(str(folder / "chat_history"))
     except OSError:
         history = InMemoryHistory()
     # stdout may be redirected to a file; the prompt goes to the terminal all the same.

@@ -51,7 +51,7 @@ def tune(folder: Path | None, goal: Goal, as_json: bool, cache_dir: str | None) 
       ovspec tune my-pair --for decode
     """
     from ovspec.api.loading import model_folder
-    from ovspec.base.files import remember
+    from ovspec.base.files import remember, write_atomically
     from ovspec.ir.compile import MODEL_FILE
     from ovspec.ir.device import DeviceOptions
     from ovspec.ir.heads import is_head
@@ -70,6 +70,7 @@ def tune(folder: Path | None, goal: Goal, as_json: bool, cache_dir: str | None) 
         why = f"cannot be created or written to ({error.strerror})"
         raise OvspecError(f"{file.parent}: {why}; name another folder with --cache-dir.") from None
     found: dict[str, Any] = {}
+    measured: dict[Any, Profile] = {}
     for name, part in (("target", folder), ("draft", folder / DRAFT_FOLDER)):
         if not (part / MODEL_FILE).is_file() or is_head(part):  # a head runs with its target's settings
             continue
@@ -81,13 +82,15 @@ def tune(folder: Path | None, goal: Goal, as_json: bool, cache_dir: str | None) 
 
             profile = measure(part, options, goal, tell=tell)
             tell("", 1.0)
-        remember(profile_file(part, options), profile)
+        measured[profile_file(part, options)] = remember(profile_file(part, options), profile)
         best = profile.choose(options, "auto")
         found[name] = asdict(profile) | {"chosen": best and asdict(best), "file": str(profile_file(part, options))}
         if not as_json:
             click.echo("\n".join(report(name, part, profile)))
     if as_json:
         click.echo(json.dumps(found))
+    for place, profile in measured.items():  # where that failed, the figures have been shown
+        write_atomically(place, json.dumps(asdict(profile), indent=1))
 
 
 def report(name: str, folder: Path, profile: Profile) -> list[str]:

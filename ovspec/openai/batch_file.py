@@ -15,7 +15,7 @@ from filelock import FileLock, Timeout
 from ovspec.api.model import LanguageModel
 from ovspec.api.verify import option_as_json
 from ovspec.base.errors import OvspecError
-from ovspec.base.files import write_atomically
+from ovspec.base.files import write_atomically, writing
 from ovspec.openai.batch_requests import BatchRequest
 from ovspec.openai.batch_run import BatchRun, tokens_of
 from ovspec.params import GRAMMARS, GenerateOptions, Params
@@ -85,8 +85,9 @@ class Done:
 
     def add(self, key: str, line: dict[str, Any]) -> None:
         self._lines[key] = line
-        self._open.write(json.dumps({"key": key, "line": line}, ensure_ascii=False) + "\n")
-        self._open.flush()
+        with writing(self.file):
+            self._open.write(json.dumps({"key": key, "line": line}, ensure_ascii=False) + "\n")
+            self._open.flush()
 
     def lines(self, keys: Iterable[str]) -> list[dict[str, Any]]:
         return [self._lines[key] for key in keys]
@@ -97,7 +98,8 @@ class Done:
         self.file.unlink()
 
     def close(self) -> None:
-        self._open.close()
+        with contextlib.suppress(OSError):  # what a full disk did not take, which ``add`` has told
+            self._open.close()
         with contextlib.suppress(OSError):  # Windows can't delete an open file
             Path(self._lock.lock_file).unlink()
         self._lock.release()

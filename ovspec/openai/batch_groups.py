@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from ovspec.base.files import write_atomically
 from ovspec.openai.batch_file import BatchProgress, Done, key_of
 from ovspec.openai.batch_folder import BatchFile, beside, write
 from ovspec.openai.batch_requests import BatchRequest
@@ -77,7 +78,7 @@ class Answers:
             file = self._files[group.file]
             write(file.target, done.lines(keys[place] for place in range(group.total)))
             if file.version:
-                beside(file.state, ".done").write_text(f"{group.total} {self._mark(file)}", encoding="utf-8")
+                write_atomically(beside(file.state, ".done"), f"{group.total} {self._mark(file)}")
             done.remove()
             done.close()
             del self._open[group.file]

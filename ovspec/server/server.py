@@ -18,6 +18,7 @@ from starlette.types import Scope
 from ovspec.api.model import LanguageModel
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_text
+from ovspec.base.progress import note
 from ovspec.params.serving import ServeParams
 from ovspec.server.admission import Service
 from ovspec.server.app import make_app
@@ -77,14 +78,14 @@ class Draining(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        print(self._greeting, file=sys.stderr)
+        note(self._greeting)
 
     def handle_exit(self, sig: int, frame: Any) -> None:  # noqa: ARG002
         self._signals += 1
         self._service.draining = True
         count = self._service.requests
         if self._signals == 1 and count:
-            print(f"waiting for {count} request{'s' * (count > 1)} to end; another signal ends them", file=sys.stderr)
+            note(f"waiting for {count} request{'s' * (count > 1)} to end; another signal ends them")
         elif self._signals == 2:
             self._service.give_up()
         elif self._signals > 2:
@@ -109,10 +110,10 @@ def serve(lm: LanguageModel, names: list[str], keys: list[str], opened: socket.s
     engine.start()
     api = make_app(service)
 
-    def note(scope: Scope, status: int) -> None:
+    def count_request(scope: Scope, status: int) -> None:
         service.metrics.requests.labels(endpoint_of(api, scope), str(status)).inc()
 
-    app = Guard(api, keys, not keys and not options.insecure, note)
+    app = Guard(api, keys, not keys and not options.insecure, count_request)
     host, port = opened.getsockname()[:2]
     where = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
     how = f"{lm.target.engine} engine, {promise} arithmetic, draft: {lm.runtime.choice or 'none'}"

@@ -184,7 +184,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path, limit: int) -> None:
     _, told = process.communicate(timeout=120)
     assert process.returncode == 1
     last = told.strip().splitlines()[-1]
-    assert last.startswith("Error: ")
+    assert last.startswith("Error: ") and str(tmp_path) in last
     assert contents(tmp_path) == before
 
 
