@@ -20,6 +20,7 @@ from ovspec.engine.scheduler import Scheduler, run_rows
 from ovspec.engine.scoring import Score, Selection, check_choices, score_texts
 from ovspec.params import GenerateOptions, check_option, refuse_in_session, refuse_variables
 from ovspec.params.option import takes
+from ovspec.text.chat_format import is_continued
 from ovspec.text.chat_template import Message
 
 OWNERS = itertools.count(-1, -1)  # of texts from files; API keys count from 0
@@ -69,6 +70,9 @@ class Session:
             return list(self._messages)
         answer = self.sequence.tokens[self._answer_from :]
         text = self.runtime.tokenizer.decode(without_eos(answer, self.runtime.generation_config.eos_ids))
+        if is_continued(self._messages):
+            *before, begun = self._messages
+            return [*before, {**begun, "content": begun["content"] + text}]
         return [*self._messages, {"role": "assistant", "content": text}]
 
     def append(self, prompt: Prompt | Message) -> None:
@@ -76,7 +80,8 @@ class Session:
 
         A text is tokenised together with text that was appended just before it, or that was left over when a stop
         string ended in the middle of a token. With messages, the whole chat is rendered again, generated answers
-        included; if the template changes earlier messages, these are read again.
+        included; if the template changes earlier messages, these are read again. If the last one is the assistant's,
+        the answer goes on from it.
 
         Raises:
             OvspecError: messages after a text that isn't a chat, or a text or ids that can't be encoded.

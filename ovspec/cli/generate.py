@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 @click.option("--token-ids", metavar="IDS", help="The prompt as token ids, with commas or spaces; no BOS is added.")
 @chat_option
 @system_option
+@click.option("--prefill", metavar="TEXT", help="How the answer begins, which isn't printed; needs --chat.")
 @stats_option("Print statistics on stderr: tokens, speed and acceptance, or everything with --stats full.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the text.")
 @click.option(
@@ -63,6 +64,7 @@ def generate(
     token_ids: str | None,
     chat: bool | None,
     system: str | None,
+    prefill: str | None,
     stats: str | None,
     as_json: bool,
     compare: bool,
@@ -95,6 +97,7 @@ def generate(
     goes_on = session is not None and session.exists()
     check_chat(chat, system, others["heal"])
     refuse(system is not None and goes_on, "--system works only when a chat begins; name another --session.")
+    refuse(prefill is not None and not chat, "--prefill needs --chat.")
     refuse(chat and token_ids is not None, "--chat needs a text, not --token-ids.")
     loading, options = split_options(others)
     refuse("chat_template" in loading and not chat, "--chat-template needs --chat.")
@@ -118,10 +121,12 @@ def generate(
     model_folder(folder)  # what isn't a model is refused before a prompt is read
     check_grammar(options)
     prompt = read_prompt(text, prompt_option, prompt_file, token_ids, needed=not goes_on)
+    refuse(prefill is not None and prompt is None, "--prefill needs a prompt to answer.")
     refuse("chat_template_kwargs" in options and prompt is None, "--chat-template-kwargs needs a prompt to render.")
     if chat and prompt is not None:
         messages = [{"role": "system", "content": system}] if system is not None else []
         prompt = [*messages, {"role": "user", "content": prompt}]
+        prompt += [{"role": "assistant", "content": prefill}] if prefill is not None else []
     # For somebody who types a question: the demo pair continues code, and some options only suit a raw prompt.
     raw = chat is not None or goes_on or others["heal"] or others["constrain_from"] is not None
     typed = (text or prompt_option) if folder and not (raw or as_json) else None

@@ -8,16 +8,20 @@ WRAPPING = {"name", "description", "strict", "schema"}
 
 
 def is_wrapped(schema: Any) -> bool:
-    """Return whether ``schema`` is {"name", "schema", ...} or {"type": "json_schema", "json_schema": ...}."""
+    """Return whether ``schema`` is {"name", "schema", ...} or {"type": "json_schema", "json_schema": ...}.
+
+    Or {"type": "json_schema", "schema": ...}, which is llama.cpp's form, and OpenAI's of the Responses API.
+    """
     if not isinstance(schema, dict):
         return False
     if schema.get("type") == "json_schema":
-        return isinstance(schema.get("json_schema"), dict)
+        return isinstance(schema.get("json_schema", schema.get("schema")), dict)
     return isinstance(schema.get("schema"), dict) and "name" in schema and schema.keys() <= WRAPPING
 
 
 def unwrapped(schema: Any) -> Any:
     """Return the schema within a response format; any other schema as it is."""
     while is_wrapped(schema):
-        schema = schema["json_schema"] if schema.get("type") == "json_schema" else schema["schema"]
+        wraps = schema.get("type") == "json_schema" and "json_schema" in schema
+        schema = schema["json_schema" if wraps else "schema"]
     return {"type": "object"} if schema == {"type": "json_object"} else schema

@@ -16,6 +16,7 @@ import numpy as np
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_text
+from ovspec.base.surrogates import without_halves
 from ovspec.openai.bodies import OF_SERVER, ChatBody, CompletionBody, OwnBody, read_body
 from ovspec.openai.requests import Kind, TextRequest, read_texts
 from ovspec.params import GRAMMARS
@@ -100,7 +101,7 @@ def read_request(line: str, default_id: str) -> BatchRequest:
     """Parse one line of JSON; an invalid line gives a request with an ``error``."""
     identity, kind = default_id, "own"
     try:
-        entry = json.loads(line)
+        entry = json.loads(without_halves(line))
         json.dumps(entry, ensure_ascii=False).encode("utf-8")
         if isinstance(entry, str):
             return prompt_request(identity, line, entry)

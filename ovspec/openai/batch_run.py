@@ -213,15 +213,17 @@ def tokens_of(line: dict[str, Any]) -> int:
 def result_line(lm: LanguageModel, request: BatchRequest, results: list[Result]) -> dict[str, Any]:
     """Return the output line for a request from its results, those of the first prompt first."""
     asked, n = request.asked, len(results) // len(request.asked.prompts)
+    more = {"ignored": [*asked.ignored]} if asked.ignored else {}
     if asked.kind == "own":
         choices = [own_choice(lm, result, asked.prompts[i // n], asked.echo) for i, result in enumerate(results)]
-        return {"id": request.id, **choices[0]} if len(choices) == 1 else {"id": request.id, "samples": choices}
+        said = choices[0] if len(choices) == 1 else {"samples": choices}
+        return {"id": request.id, **said, **more}
     echoes = [echo_in(lm, prompt, results[i * n]) if asked.echo else SILENT for i, prompt in enumerate(asked.prompts)]
     head = head_of("chatcmpl-" if asked.kind == "chat" else "cmpl-", asked.model or "", request.id)
     answer = whole(lm.tokenizer, head, asked, results, echoes)
     body = answer.model_dump(exclude_unset=True, exclude=NOT_KEPT)
     response = {"status_code": 200, "request_id": request.id, "body": body}
-    return {"id": f"batch_req_{request.id}", "custom_id": request.id, "response": response, "error": None}
+    return {"id": f"batch_req_{request.id}", "custom_id": request.id, "response": response, "error": None, **more}
 
 
 def echo_in(lm: LanguageModel, prompt: Any, result: Result, logprobs: bool = True) -> Echo:

@@ -114,7 +114,19 @@ class StreamOptions(create_model("Stream", __base__=Fields, **idle("include_obfu
     include_usage: bool | None = Field(None, description="Send the usage in a last chunk.")
 
 
-class TokenizeRequest(create_model("Prompts", __base__=Fields, **unmet(OF_PROMPTS | OF_TOKENIZE))):
+class Continued(Fields):
+    """How the prompt of a chat ends."""
+
+    continue_final_message: bool | None = Field(
+        None,
+        description="Continue the last message, which must be the assistant's, without calls. Default: whether it is.",
+    )
+    add_generation_prompt: bool | None = Field(
+        None, description="Begin an answer. False only where the last message is continued."
+    )
+
+
+class TokenizeRequest(Continued, create_model("Prompts", __base__=Fields, **unmet(OF_PROMPTS | OF_TOKENIZE))):
     """A text or chat to be encoded."""
 
     model: str | None = Field(None, description="The model's name.")
@@ -225,12 +237,12 @@ class Common(create_model("Options", __base__=TextBody, **OPTIONS, **idle(*WITHO
     response_format: dict[str, Any] | None = Field(
         None,
         description='OpenAI\'s response format: {"type": "text"}, "json_object" or "json_schema". '
-        'Beside "json_object" a "schema" may be given, as in llama.cpp. Not with a grammar option.',
+        'A "schema" may also be given beside the type, as in llama.cpp. Not with a grammar option.',
     )
     stream_options: StreamOptions | None = Field(None, description="What a stream tells besides the text.")
 
 
-class ChatBody(Common):
+class ChatBody(Continued, Common):
     """A chat to be continued."""
 
     messages: CHAT = Field(description="The chat so far: objects with role and content.")
@@ -246,7 +258,7 @@ class CompletionBody(Common):
     logprobs: TOPS = Field(None, description="Report each token's log-probability, and those of this many others.")
 
 
-class OwnBody(Common):
+class OwnBody(Continued, Common):
     """A line of a batch file that isn't a request of OpenAI's API."""
 
     messages: CHAT | None = None

@@ -1,6 +1,6 @@
 """Reads requests for texts: from a body to prompts and params."""
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -8,9 +8,10 @@ from typing import Any, Literal
 from ovspec.base.errors import OvspecError, PromptError, UnavailableError
 from ovspec.engine.runtime import Prompt, is_batch
 from ovspec.grammars.response_format import WRAPPING
-from ovspec.openai.bodies import OF_MESSAGES, OF_PARTS, REQUESTED, Fields, RequestError
+from ovspec.openai.bodies import MOST_NAMED, OF_MESSAGES, OF_PARTS, REQUESTED, Fields, RequestError
 from ovspec.params import GRAMMARS, OF_SCHEMAS, TRUNCATING, Params, checked
 from ovspec.params.option import hint
+from ovspec.text.chat_format import is_continued
 from ovspec.text.chat_template import Message
 from ovspec.text.infill import Infill
 
@@ -19,8 +20,12 @@ CHATS = ("chat", "response", "message")
 # Where requests have their prompts.
 PROMPT_FIELDS = {"chat": "messages", "response": "input", "message": "messages", "infill": "input_prefix"}
 MOST_CALLS = 1000  # of a message
-# What each response format has besides its type; the schema of a json_object is llama.cpp's way to give one.
+# What each response format has besides its type; a schema beside the type is llama.cpp's way to give one.
 FORMATS = {"text": set[str](), "json_object": {"schema"}, "json_schema": {"json_schema"}}
+ROLES = ("system", "developer", "user", "assistant", "tool")
+# What other parts hold, in the words in which the model is told that they were left out.
+MEDIA = ("image", "audio", "video", "document", "file")
+Ignored = dict[str, None]  # the names of what is left out; at most MOST_NAMED
 
 
 @dataclass(frozen=True)
@@ -110,18 +115,20 @@ def read_texts(body: Any, kind: Kind) -> TextRequest:
     messages, prompt = getattr(body, "messages", None), getattr(body, "prompt", None)
     if (messages is None) == (prompt is None):
         raise RequestError("A request must have either a prompt or messages.")
-    echo = bool(getattr(body, "echo", None))
+    echo, ignored = bool(getattr(body, "echo", None)), Ignored()
     if messages is not None:
         if echo:
             raise RequestError("echo can't be combined with messages; leave it out.", "echo")
-        prompt = messages if kind == "own" else [template_message(message) for message in messages]
+        prompt = template_chat(messages, ignored, kind == "own")
+        check_continued(body, prompt)
     if suffix := getattr(body, "suffix", None):
         if echo:
             raise RequestError("suffix can't be combined with echo; leave one of them out.", "suffix")
         if not isinstance(prompt, str):
             raise RequestError("suffix needs a prompt that is one string.", "suffix")
         prompt = Infill(prompt, suffix)
-    return asked_for(body, kind, prompt if is_batch(prompt) else [prompt], echo)  # type: ignore[arg-type]
+    asked = asked_for(body, kind, prompt if is_batch(prompt) else [prompt], echo)  # type: ignore[arg-type]
+    return replace(asked, ignored=(*ignored,))
 
 
 def asked_for(body: Any, kind: Kind, prompts: list[Prompt], echo: bool = False) -> TextRequest:
@@ -189,20 +196,22 @@ def schema_of(format: dict[str, Any]) -> Any:
     """Return the schema that OpenAI's ``response_format`` asks for, or None for any text."""
     given = {name: each for name, each in format.items() if each is not None}
     kind = str(given.get("type"))
+    bare = kind == "json_schema" and "json_schema" not in given
     if kind in FORMATS:
-        refuse_unknown(given, {"type", *FORMATS[kind]}, "`response_format` has no {name}", "response_format")
+        known = {"type", *FORMATS[kind], *(WRAPPING if bare else ())}
+        refuse_unknown(given, known, "`response_format` has no {name}", "response_format")
     if kind == "text":
         return None
     if kind == "json_object" and given.get("schema", {}) == {}:
         return {"type": "object"}
-    inner = given if kind == "json_object" else given.get("json_schema")
+    inner = given if bare or kind == "json_object" else given.get("json_schema")
     if kind not in FORMATS or not isinstance(inner, dict) or not isinstance(inner.get("schema"), dict):
         raise RequestError(
             '`response_format` must be {"type": "text"}, {"type": "json_object"} or '
             '{"type": "json_schema", "json_schema": {"schema": …}}.',
             "response_format",
         )
-    if kind == "json_schema":
+    if inner is not given:
         refuse_unknown(inner, WRAPPING, "`response_format` has no json_schema.{name}", "response_format")
     return {"name": str(inner.get("name")), "schema": inner["schema"]}
 
@@ -217,7 +226,36 @@ def refuse_unknown(given: Iterable[str], known: Collection[str], told: str, para
 # ---------------------------------------------------------------- messages
 
 
-def template_message(message: Message) -> Message:
+def check_continued(body: Any, chat: list[Message]) -> None:
+    """Raise RequestError if a body asks that the last message of its chat is continued, or not, and it isn't, or is."""
+    wanted, opens, continues = body.continue_final_message, body.add_generation_prompt, is_continued(chat)
+    if wanted and opens:
+        told = "`continue_final_message` and `add_generation_prompt` can't both be true; leave one of them out."
+        raise RequestError(told, "continue_final_message")
+    if wanted and not continues:
+        raise RequestError(
+            "`continue_final_message` needs an assistant's message without calls as the last; leave it out.",
+            "continue_final_message",
+        )
+    if wanted is False and continues:
+        told = "`continue_final_message` is false, but a last message of the assistant is always continued"
+        raise RequestError(f"{told}; leave it out, or end with another message.", "continue_final_message")
+    if opens is False and not continues:
+        told = "`add_generation_prompt` is false, which needs a last message that is continued, the assistant's"
+        raise RequestError(f"{told}; leave it out.", "add_generation_prompt")
+
+
+def template_chat(messages: Sequence[Message], ignored: Ignored, own: bool = False) -> list[Message]:
+    """Return messages as chat templates take them.
+
+    Only the system's and the user's last one must be readable: of others, clients send back whatever was said. What
+    can't be read of them is left out, and its names are added to ``ignored``. ``own``: other fields may be there.
+    """
+    last = max((at for at, message in enumerate(messages) if message.get("role") == "user"), default=-1)
+    return [template_message(message, ignored, at == last, own) for at, message in enumerate(messages)]
+
+
+def template_message(message: Message, ignored: Ignored, strict: bool, own: bool = False) -> Message:
     """Return ``message`` as chat templates take it: its content a string, and its role one that they know."""
     # What is null or empty says nothing; OpenAI's clients send it back with the assistant's answers.
     made = {name: value for name, value in message.items() if value not in (None, [])}
@@ -225,21 +263,22 @@ def template_message(message: Message) -> Message:
         raise wrong("function_call can't be read; send the call in tool_calls.")
     if "reasoning" in made:  # vLLM's name
         made.setdefault("reasoning_content", made.pop("reasoning"))
-    refuse_unknown(made, OF_MESSAGES, "messages: {name} is not a field of a message", "messages")
+    if not own:
+        refuse_unknown(made, OF_MESSAGES, "messages: {name} is not a field of a message", "messages")
     for name in ("name", "tool_call_id", "reasoning_content", "thinking"):
         if not isinstance(made.get(name, ""), str):
             raise wrong(f"{name} must be a string.")
-    if not isinstance(made.get("role"), str):
+    if not isinstance(role := made.get("role"), str):
         raise wrong("each needs a role, such as user.")
-    if made["role"] == "developer":  # OpenAI's newer name
-        made["role"] = "system"
+    if role not in ROLES:
+        raise wrong(f"the role of a message is {role!r:.40}; it must be {', '.join(ROLES[:-1])} or {ROLES[-1]}.")
+    if role == "developer":  # OpenAI's newer name
+        role = made["role"] = "system"
     if "tool_calls" in made:
         made["tool_calls"] = [*map(template_call, listed(made["tool_calls"]))]
         if len(made["tool_calls"]) > MOST_CALLS:
             raise wrong(f"one has {len(made['tool_calls'])} tool_calls; at most {MOST_CALLS} are allowed.")
-    # An answer that only calls or thinks has no content.
-    silent = made["role"] == "assistant" and "content" not in made and made.keys() - {"role", "name"}
-    made["content"] = "" if silent else text_of(made.get("content"))
+    made["content"] = text_of(made.get("content"), ignored, strict or role == "system")
     return made
 
 
@@ -258,11 +297,9 @@ def template_call(call: Any) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) and call.get("type", "function") == "function" else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise wrong("each of tool_calls must be of the type function and have a function with a name.")
-    if not isinstance(arguments := function.get("arguments") or "{}", (str, dict)):
-        raise wrong(f"the arguments of {function['name']:.80} must be a string with a JSON object.")
     if not isinstance(id := call.get("id") or "", str):
         raise wrong(f"the id of a call of {function['name']:.80} must be a string.")
-    made = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    made = {"type": "function", "function": {"name": function["name"], "arguments": function.get("arguments") or "{}"}}
     return {"id": id, **made} if id else made
 
 
@@ -272,21 +309,43 @@ def listed(calls: Any) -> list[Any]:
     return calls
 
 
-def text_of(content: Any) -> str:
-    """Return the content of a message as one string; raises RequestError for what isn't text."""
+def text_of(content: Any, ignored: Ignored, strict: bool) -> str:
+    """Return the content of a message as one string; raises RequestError for what isn't text, if ``strict``."""
     if isinstance(content, str):
         return content
+    if content is None and not strict:
+        return ""
     if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
         raise wrong("each needs content, which is a string or a list of parts of the type text.")
-    for part in content:
-        if (kind := part.get("type")) != "text":
+    return "\n".join(text_in(part, ignored, strict) for part in content)
+
+
+def text_in(part: dict[str, Any], ignored: Ignored, strict: bool) -> str:
+    """Return the text of a part of a content, or what the model is told instead of it."""
+    kind = part.get("type")
+    if kind not in ("text", "refusal"):
+        if strict:
             raise wrong(f"content of the type {kind!s:.40} can't be read; only text can.")
-        if not isinstance(part.get("text"), str):
-            raise wrong("a part of the type text needs a text, which is a string.")
-        given = [name for name in part if part[name] is not None]
-        told = "messages: {name} is not a field of a part of the type text"
-        refuse_unknown(given, OF_PARTS, told, "messages")
-    return "\n".join(part["text"] for part in content)
+        return left_out(kind, ignored)
+    if not isinstance(text := part.get(kind) if strict else part.get(kind) or "", str):
+        raise wrong(f"a part of the type {kind} needs a {kind}, which is a string.")
+    given = [name for name in part if part[name] is not None]
+    told = f"messages: {{name}} is not a field of a part of the type {kind}"
+    refuse_unknown(given, {*OF_PARTS, kind}, told, "messages")
+    return text
+
+
+def ignore(name: str, ignored: Ignored) -> None:
+    """Add a name to what is left out, unless there are enough."""
+    if len(ignored) < MOST_NAMED:
+        ignored[name] = None
+
+
+def left_out(kind: Any, ignored: Ignored) -> str:
+    """Return what the model is told instead of a part that can't be read, whose name is added to ``ignored``."""
+    name = f"{kind!s:.40}"
+    ignore(f"content.{name}", ignored)
+    return f"[{next((each for each in MEDIA if each in name), name)} omitted]"
 
 
 def wrong(message: str) -> RequestError:

@@ -4,7 +4,7 @@ import asyncio
 import math
 import re
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
@@ -99,13 +99,30 @@ class Service:
 
     async def read(self, api: TextApi, body: Any, http: Request) -> TextRequest:
         """Return the request in a body; what it leaves out is noted for the guard, or wrong if the server is strict."""
-        request: TextRequest = await self.apart(api.read, body)
-        request = replace(request, context=self.lm.target.ir.context_length)
-        if request.ignored:
-            if self.options.strict_fields:
-                raise ApiError(400, f"{request.ignored[0]} is not supported; leave it out.", request.ignored[0])
-            setattr(http.state, IGNORED, [*getattr(http.state, IGNORED, ()), *request.ignored])
+        request: TextRequest = await self.apart(self._read, api, body)
+        self.note(request.ignored, http)
         return request
+
+    def _read(self, api: TextApi, body: Any) -> TextRequest:
+        request = replace(api.read(body), context=self.lm.target.ir.context_length)
+        own, ignored = dict(request.own), dict.fromkeys(request.ignored)
+        if request.is_chat and (variables := own.get("chat_template_kwargs")):
+            own["chat_template_kwargs"] = self.read_variables(variables, bool(own.get("tools")), ignored)
+        return replace(request, own=own, ignored=(*ignored,))
+
+    def read_variables(self, variables: dict[str, Any], tools: bool, ignored: dict[str, None]) -> dict[str, Any]:
+        """Return the variables that the chat template reads; names of the others are added to ``ignored``."""
+        unread = self.lm.runtime.chat_format.template.unread(variables, tools or "tools" in variables)
+        ignored |= {f"chat_template_kwargs.{name}": None for name in unread}
+        return {name: value for name, value in variables.items() if name not in unread}
+
+    def note(self, ignored: Iterable[str], http: Request) -> None:
+        """Note what is left out of a request for the guard; raises ApiError for it if the server is strict."""
+        if (name := next(iter(ignored), None)) is None:
+            return
+        if self.options.strict_fields:
+            raise ApiError(400, f"{name} is not supported; leave it out.", name)
+        setattr(http.state, IGNORED, [*getattr(http.state, IGNORED, ()), *ignored])
 
     async def apart(self, function: Callable[..., Any], *arguments: Any, work: Work = "texts") -> Any:
         """Return what a function returns, run in a thread, so that other requests go on; OvspecErrors become 400s."""

@@ -28,7 +28,7 @@ from ovspec.openai.bodies import (
 )
 from ovspec.openai.errors import ErrorAnswer, MessageError
 from ovspec.openai.models import Model, Models, Props, catalogue_entry, model_of, props_of
-from ovspec.openai.requests import template_message
+from ovspec.openai.requests import Ignored, check_continued, template_chat
 from ovspec.params import refuse_variables
 from ovspec.params.tools import tools_of
 from ovspec.server.admission import Service
@@ -180,17 +180,18 @@ def add_endpoints(app: FastAPI, service: Service) -> None:
         """Return what a function makes of a body, in a thread."""
         service.check_model(body.model)
         with service.counted():
-            return await service.apart(
-                function, lm, body, work="long" if len(await http.body()) > LONG_TEXT else "texts"
-            )
+            return await service.apart(function, body, work="long" if len(await http.body()) > LONG_TEXT else "texts")
 
     @app.post("/tokenize", tags=["tokens"], summary="Return the tokens of a text or a chat.")
     async def tokenize(body: TokenizeRequest, http: Request) -> Tokens:
-        return await translated(tokens_of, body, http)
+        ignored = Ignored()
+        tokens = await translated(partial(tokens_of, service, ignored), body, http)
+        service.note(ignored, http)
+        return tokens
 
     @app.post("/detokenize", tags=["tokens"], summary="Return the text of tokens.")
     async def detokenize(body: DetokenizeRequest, http: Request) -> Text:
-        text = await translated(decode, body, http)
+        text = await translated(partial(decode, lm), body, http)
         return Text(prompt=text, content=text)
 
 
@@ -204,9 +205,9 @@ def endpoint_of(function: Callable[[Any, Request], Awaitable[Any]], body: type[B
     return endpoint
 
 
-def tokens_of(lm: LanguageModel, body: TokenizeRequest) -> Tokens:
-    """Return the tokens of a text or a chat."""
-    ids = encode(lm, body)
+def tokens_of(service: Service, ignored: Ignored, body: TokenizeRequest) -> Tokens:
+    """Return the tokens of a text or a chat; names of what is left out are added to ``ignored``."""
+    ids, lm = encode(service, ignored, body), service.lm
     pieces = [TokenPiece(id=id, piece=piece_of(lm.tokenizer.token_bytes(id))) for id in ids if body.with_pieces]
     return Tokens(count=len(ids), max_model_len=lm.target.ir.context_length, tokens=pieces or ids)
 
@@ -219,8 +220,9 @@ def piece_of(token: bytes) -> str | list[int]:
         return list(token)
 
 
-def encode(lm: LanguageModel, body: TokenizeRequest) -> list[int]:
+def encode(service: Service, ignored: Ignored, body: TokenizeRequest) -> list[int]:
     """Return the tokens of the text or chat in ``body``; raises OvspecError for fields that can't be met together."""
+    lm = service.lm
     texts = [text for text in (body.prompt, body.content) if text is not None]
     given = {name: getattr(body, name) for name in ADDS if getattr(body, name) is not None}
     if len(texts) + (body.messages is not None) != 1:
@@ -232,10 +234,11 @@ def encode(lm: LanguageModel, body: TokenizeRequest) -> list[int]:
         return lm.tokenizer.encode(texts[0], False not in given.values()).tolist()
     if name := next(iter(given), None):
         raise RequestError(f"{name} can't be combined with messages; leave it out.", name)
-    messages = [template_message(message) for message in body.messages]
-    tools = tools_of(body.tools or ())
+    messages, tools = template_chat(body.messages, ignored), tools_of(body.tools or ())
+    check_continued(body, messages)
+    variables = service.read_variables(body.chat_template_kwargs or {}, bool(tools), ignored)
     try:
-        return lm.runtime.encode(messages, variables=body.chat_template_kwargs, tools=tools).tolist()
+        return lm.runtime.encode(messages, variables=variables, tools=tools).tolist()
     except PromptError as error:
         raise about_prompt(error, lm, "messages") from None
 

@@ -13,6 +13,7 @@ from pydantic_core import from_json
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
+from ovspec.base.surrogates import without_halves
 from ovspec.openai.apis import BODIES
 from ovspec.openai.bodies import RequestError, read_body, without_unknown
 from ovspec.server.errors import ApiError
@@ -78,6 +79,17 @@ class BoundedRoute(APIRoute):
         return handle
 
 
+def json_in(raw: bytes) -> Any:
+    """Return the JSON value in ``raw``; raises ValueError."""
+    try:
+        return from_json(raw, allow_inf_nan=False)
+    except ValueError:
+        whole = without_halves(raw.decode("latin-1")).encode("latin-1")  # which leaves all other bytes as they are
+        if whole == raw:
+            raise
+        return from_json(whole, allow_inf_nan=False)
+
+
 def parse(raw: bytes, model: type[B], note: Callable[[list[str]], None] | None = None) -> B:
     """Return the body in ``raw``; raises ApiError for what isn't JSON, and for the first field that is wrong.
 
@@ -86,7 +98,7 @@ def parse(raw: bytes, model: type[B], note: Callable[[list[str]], None] | None =
     if raw.count(b",") > MOST_COMMAS:
         raise ApiError(413, f"The body has more than {MOST_COMMAS} commas; send fewer values.")
     try:
-        value = from_json(raw.removeprefix(BOM_UTF8), allow_inf_nan=False)
+        value = json_in(raw.removeprefix(BOM_UTF8))
         if note:
             value, ignored = without_unknown(value, model)
             note(ignored)

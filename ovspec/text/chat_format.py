@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ovspec.base.errors import OvspecError, PromptError, UnavailableError
+from ovspec.base.surrogates import without_halves
 from ovspec.text.answer import find_thinking
 from ovspec.text.chat_template import ChatTemplate, Message
 from ovspec.text.tool_formats import BY_NAME, FORMATS
@@ -59,6 +60,8 @@ PROBE_SYSTEMS: list[Message] = [
     {"role": role, "content": f"You {role} {index}."}
     for index, role in enumerate(("system", "system", "user", "assistant", "system", "user"))
 ]
+CUT_OFF = '{"probe": "'  # arguments that are no object
+MARK = "\uf8fe\uf8ff"  # where an answer that is continued ends; private characters, which no text has
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 # Variables of templates that switch thinking on or off.
 SWITCHES = ("enable_thinking", "thinking")
@@ -76,7 +79,7 @@ class CallStyle:
     null_content: bool = False
 
     def styled(self, messages: list[Message]) -> list[Message]:
-        """Return messages, in which arguments are objects, in this style."""
+        """Return messages, in which arguments are objects or can't be read, in this style."""
         made = list[Message]()
         for message in messages:
             if calls := message.get("tool_calls"):
@@ -92,8 +95,17 @@ class CallStyle:
 
 def with_text(call: dict[str, Any]) -> dict[str, Any]:
     """Return a call with its arguments as a JSON text."""
-    function = call["function"]
-    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+    arguments = call["function"]["arguments"]
+    return call if isinstance(arguments, str) else with_arguments(call, json.dumps(arguments, ensure_ascii=False))
+
+
+def with_arguments(call: dict[str, Any], arguments: Any) -> dict[str, Any]:
+    return {**call, "function": {**call["function"], "arguments": arguments}}
+
+
+def is_unread(call: dict[str, Any]) -> bool:
+    """Return whether the arguments of a call are a text that is no object."""
+    return isinstance(call["function"]["arguments"], str)
 
 
 STYLES = [CallStyle(*flags) for flags in itertools.product((False, True), repeat=2)]
@@ -126,6 +138,14 @@ class ChatFormat:
         """Whether the template takes further system messages, anywhere."""
         return self._shows_systems(PROBE_SYSTEMS)
 
+    @functools.cached_property
+    def _takes_text(self) -> bool:
+        """Whether the template renders arguments that are a text as they are."""
+        format, style = self._found
+        calls = [with_arguments(call, CUT_OFF) for call in PROBE_CHAT[1]["tool_calls"]]
+        chat = [PROBE_CHAT[0], {**PROBE_CHAT[1], "tool_calls": calls}, *PROBE_CHAT[2:]]
+        return CUT_OFF in rendered(self.template, style.styled(format.history(chat)))
+
     def _shows_systems(self, chat: list[Message]) -> bool:
         """Return whether the template renders all of a chat, be it with tools or without."""
         samples = (rendered(self.template, chat, tools) for tools in (False, True))
@@ -146,14 +166,16 @@ class ChatFormat:
             tools: OpenAI's.
             effort: how much to think, if the template can be told.
             variables: what else the template reads; see ``ChatTemplate.render``.
-            open: end where the assistant's answer begins.
+            open: end where the assistant's answer begins; or, if the last message is the assistant's, goes on.
 
         Raises:
             OvspecError: the template can't render them.
-            PromptError: a message isn't one, or a call's arguments aren't a JSON object.
+            PromptError: a message isn't one.
         """
         if others := [each for each in messages if not isinstance(each, Mapping)]:
             raise PromptError(f"A chat has {others[0]!r:.60}; append messages, such as the `message` of a result.")
+        if open and is_continued(messages):
+            return self._continued(messages, tools, effort, variables)
         given = dict(variables or {})
         if effort is not None:
             given = self._effort(effort) | given
@@ -161,6 +183,9 @@ class ChatFormat:
             return self._rendered(messages, given, open)
         format, style = self._found
         messages = with_names(in_order(list(map(with_objects, messages))), format.id_length)
+        calls = [call for message in messages for call in message.get("tool_calls", ())]
+        if any(map(is_unread, calls)) and not self._takes_text:
+            messages = list(map(with_wrapped, messages))
         messages = style.styled(format.history(messages))
         if tools and format.native and format.tools_variable in self.template.variables:
             given[format.tools_variable] = list(tools)
@@ -171,6 +196,21 @@ class ChatFormat:
         elif tools:
             messages = with_system(messages, described(format, tools), self.takes_system)
         return self._rendered(messages, given, open)
+
+    def _continued(self, messages: list[Message], *more: Any) -> str:
+        """Return the prompt that ends with the last message; ``more``: other arguments of ``prompt``."""
+        *before, last = messages
+        if not (text := last["content"]):
+            return self.prompt(before, *more)
+        with contextlib.suppress(OvspecError):
+            whole = self.prompt([*before, {**last, "content": text + MARK}], *more, open=False)
+            begun, mark, _ = whole.rpartition(MARK)
+            if mark:  # what the template writes before an answer's text, such as a header
+                return begun
+        opened = self.prompt(before, *more)
+        if self.thinking and opened.rstrip().endswith(self.thinking.open.rstrip()):
+            opened += f"{self.thinking.close}\n\n"
+        return opened + text
 
     def _rendered(self, messages: list[Message], variables: Mapping[str, Any], open: bool) -> str:
         """Render messages. Agents send system messages anywhere, and several of a side; not all templates take these.
@@ -244,10 +284,10 @@ def shows_calls(sample: str, format: ToolFormat, parts: list[list[tuple[str, Any
 
 
 def with_objects(message: Message) -> Message:
-    """Return a message with text as its content, and the arguments of its calls as objects.
+    """Return a message with text as its content, and the arguments of its calls as objects where they are.
 
     Raises:
-        PromptError: it isn't such a message, or arguments aren't a JSON object.
+        PromptError: it isn't such a message.
     """
     role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls") or ()
     if isinstance(content, list) and all(isinstance(part, Mapping) and "text" in part for part in content):
@@ -264,19 +304,41 @@ def with_objects(message: Message) -> Message:
 
 
 def with_object(call: Any) -> dict[str, Any]:
-    """Return a call with its arguments as an object; raises PromptError for what isn't a call."""
+    """Return a call with its arguments as an object where they are one; raises PromptError for what isn't a call."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise PromptError(f"messages: {call!r:.80} is no call; append the `message` of a result.")
-    arguments = function.get("arguments") or {}
-    try:
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict) or not isinstance(call.get("id", ""), str):
-        told = f"messages: the arguments of {function['name']:.80} must be a JSON object, and its id a string"
-        raise PromptError(f"{told}; a call that was cut off can't be sent back.")
-    return {**call, "type": "function", "function": {**function, "arguments": arguments}}
+    if not isinstance(call.get("id", ""), str):
+        told = f"messages: the id of a call of {function['name']:.80} must be a string"
+        raise PromptError(f"{told}; append the `message` of a result.")
+    return with_arguments({**call, "type": "function", "function": function}, arguments_in(function.get("arguments")))
+
+
+def arguments_in(value: Any) -> Any:
+    """Return arguments as an object, or as a text where they are none: a call that was cut off has such ones."""
+    read = value
+    with contextlib.suppress(ValueError, RecursionError):
+        while isinstance(read, str):  # some clients quote them twice
+            read = json.loads(without_halves(read)) if read.strip() else None
+    if isinstance(read, Mapping) or not read:
+        return dict(read or {})
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def with_wrapped(message: Message) -> Message:
+    """Return a message whose calls have objects as arguments, around those that are none."""
+    calls = [
+        with_arguments(call, {"arguments": call["function"]["arguments"]}) if is_unread(call) else call
+        for call in message.get("tool_calls", ())
+    ]
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def is_continued(messages: Sequence[Message]) -> bool:
+    """Return whether the last message is the beginning of an answer: the assistant's, without calls."""
+    last = messages[-1] if messages else {}
+    begins = last.get("role") == "assistant" and not last.get("tool_calls") and isinstance(last.get("content"), str)
+    return begins and bool(last["content"] or not last.get("reasoning_content"))
 
 
 def in_order(messages: list[Message]) -> list[Message]:

@@ -42,7 +42,15 @@ class ChatTemplate:
     @functools.cached_property
     def variables(self) -> frozenset[str]:
         """The variables that the template reads."""
-        return frozenset(self._ask({"source": self.tool_use or self.source}).get("reads", ()))
+        return self._reads(self.tool_use or self.source)
+
+    def unread(self, variables: Mapping[str, Any], tools: bool) -> list[str]:
+        """Return the names of variables that the template doesn't read, for chats with ``tools`` or without."""
+        reads = self._reads(self.tool_use or self.source if tools else self.source)
+        return [name for name in variables if name not in reads and name not in NOT_VARIABLES]
+
+    def _reads(self, source: str) -> frozenset[str]:
+        return frozenset(self._ask({"source": source}).get("reads", ()))
 
     def render(
         self,

@@ -137,12 +137,11 @@ def test_a_stop_string_ends_no_call(lm: ovspec.LanguageModel) -> None:
         {"role": "assistant", "tool_calls": [{"function": {}}]},
         {"role": "assistant", "tool_calls": [object()]},
         {"role": "assistant", "tool_calls": [{"id": [], "function": {"name": "f", "arguments": "{}"}}]},
-        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"a": '}}]},
         {"role": "tool", "content": {"a": 1}},
     ],
 )
 def test_messages_that_no_chat_with_tools_takes(lm: ovspec.LanguageModel, message: Any) -> None:
-    with pytest.raises(ovspec.OvspecError, match=r"append the `message`|each message needs a role|sent back|list"):
+    with pytest.raises(ovspec.OvspecError, match=r"append the `message`|each message needs a role|list"):
         lm.generate([{"role": "user", "content": "Hi"}, message], tools=[{"name": "f"}], max_tokens=2)
 
 
@@ -292,8 +291,6 @@ def test_a_text_file_has_a_prompt_a_line(tmp_path: Path) -> None:
         ('{"prompt": "a", "logit_bias": {"x": 1}}', "logit_bias must map token ids to numbers"),
         ('{"prompt": "a", "logit_bias": {"99999": 1}}', "not in the vocabulary"),
         ('{"prompt": [99999]}', "not in the vocabulary"),
-        (r'{"prompt": "\ud800"}', "surrogate"),
-        (r'{"id": "\ud800", "prompt": "a"}', "surrogate"),
         ('{"url": "/v1/completions", "method": "GET", "body": {"prompt": "a"}}', "POST"),
         ('{"url": "/v1/completions"}', "no body"),
         ('{"url": "/v1/chat/completions", "body": {"prompt": "a"}}', "messages is missing"),

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import time
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import pytest
-from chat_templates import CHATS, DOCUMENTS, SPECIAL, TEMPLATES, TOOLS, WAYS, template_tokenizer
+from chat_templates import CHATS, DOCUMENTS, SPECIAL, TEMPLATES, TOOLS, WAYS, answer, template_tokenizer, user
 
 from ovspec.base.errors import OvspecError
 from ovspec.setup.identity import prompt_identity
 from ovspec.setup.manifest import ExportedModel, Manifest, read_manifest
+from ovspec.text.chat_format import ChatFormat
 from ovspec.text.chat_template import MORE_TEMPLATES, RENDERER, ChatTemplate, chat_template
 from ovspec.text.chat_template_worker import variables_of
 
@@ -168,6 +171,35 @@ def test_nothing_that_is_given_is_left_out_silently() -> None:
         with pytest.raises(OvspecError, match=sentence):
             rendered_here(template, MESSAGES, ways)
     assert gemma.render(MESSAGES, variables={"tools": [], "documents": None}) == gemma.render(MESSAGES)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_an_answer_goes_on_where_hugging_face_lets_it(tokenizer: Any, name: str) -> None:
+    """Where the template refuses a last answer, or drops it, its text follows the generation prompt."""
+    source = TEMPLATES[name]
+    template, compared = ChatTemplate(source, SPECIAL), 0
+    format, asked = ChatFormat(template), [user("One?")]
+    for more in ({}, {"reasoning_content": "Hm."}):
+        for text in ("Two", '{"a": [', "Well,\n\n- a", "<b>\\u00e4", "end"):
+            chat = [*asked, answer(text, **more)]
+            with contextlib.suppress(OvspecError):
+                found = format.prompt(chat)
+                assert found.endswith(text)
+                with contextlib.suppress(ValueError, jinja2.TemplateError, TypeError):
+                    theirs: Any = {"continue_final_message": True, "tokenize": False, "chat_template": source}
+                    assert found == tokenizer.apply_chat_template(chat, **theirs)
+                    compared += 1
+    assert compared == (0 if name == "command_r_tools" else 10)
+
+
+def test_an_answer_goes_on_where_the_template_refuses_it() -> None:
+    refuses = "{% if messages[-1].role != 'user' %}{{ raise_exception('No.') }}{% endif %}{{ messages[-1].content }}"
+    thinks = f"{refuses}<a>{{% if add_generation_prompt %}}<think>\n{{% endif %}}{{# </think> #}}"
+    chat = [user("One?"), answer("Two")]
+    for source, expected in ((refuses, "One?Two"), (thinks, "One?<a><think>\n</think>\n\nTwo")):
+        format = ChatFormat(ChatTemplate(source, SPECIAL))
+        assert format.prompt(chat) == expected
+        assert format.prompt([*chat[:1], answer("")]) == format.prompt(chat[:1])
 
 
 @pytest.mark.skipif(not hasattr(time, "tzset"), reason="has no time zones by environment")

@@ -11,7 +11,7 @@ from chat_templates import SPECIAL, TEMPLATES, answer, result, system, template_
 from conftest import USERS_CACHE
 from jinja2.exceptions import SecurityError
 
-from ovspec.base.errors import OvspecError, PromptError
+from ovspec.base.errors import OvspecError
 from ovspec.params.tools import tools_of
 from ovspec.text.chat_format import ChatFormat
 from ovspec.text.chat_template import ChatTemplate
@@ -301,13 +301,27 @@ def test_results_follow_the_order_of_their_calls(name: str) -> None:
     assert in_order.rindex("10") < in_order.rindex("20")
 
 
-def test_arguments_must_be_objects() -> None:
-    format = ChatFormat(ChatTemplate(TEMPLATES["qwen3"], SPECIAL))
-    for wrong in ("[1]", '{"place": ', "null", "[" * 100_000):
+QUOTING = ("gpt_oss", "llama31", "llama4", "mistral_v3")  # templates that write JSON of arguments, whatever they are
+
+
+@pytest.mark.parametrize("name", [name for name in TEMPLATES if name != "command_r_tools"])
+def test_arguments_that_are_no_object_are_rendered_all_the_same(name: str) -> None:
+    """As they are where the template takes a text, otherwise within an object; the other call is as before."""
+    format = ChatFormat(ChatTemplate(TEMPLATES[name], SPECIAL))
+    usual = format.prompt(chat_of(CALLS, "", ""), TOOLS)
+    for wrong in ('{"place": "Zür', '{"place": 1}}', "[1, 2]", '"here"', "nowhere", [1, 2], 7.5):
         chat = chat_of(CALLS, "", "")
         chat[2]["tool_calls"][0]["function"]["arguments"] = wrong
-        with pytest.raises(PromptError, match="the arguments of get_weather must be a JSON object"):
-            format.prompt(chat, TOOLS)
+        text = wrong if isinstance(wrong, str) else json.dumps(wrong)
+        prompt = format.prompt(chat, TOOLS)
+        assert (json.dumps({"arguments": text}, ensure_ascii=False) if name in QUOTING else text) in prompt, prompt
+        assert prompt.count("get_time") == usual.count("get_time")
+    for nothing in (None, "", " ", "null", '"null"', "{}", '"{}"', {}):
+        chat = chat_of([("get_weather", nothing), CALLS[1]], "", "")
+        chat[2]["tool_calls"][0]["function"]["arguments"] = nothing
+        assert format.prompt(chat, TOOLS) == format.prompt(chat_of([("get_weather", {}), CALLS[1]], "", ""), TOOLS)
+    chat[2]["tool_calls"][0]["function"]["arguments"] = "[" * 100_000
+    assert "[" * 1000 in format.prompt(chat, TOOLS)
 
 
 @pytest.mark.parametrize("name", ["llama31", "gpt_oss"])

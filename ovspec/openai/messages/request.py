@@ -4,9 +4,9 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from ovspec.openai.bodies import MOST_NAMED, RequestError, only_known
+from ovspec.openai.bodies import RequestError, only_known
 from ovspec.openai.messages.body import MessageRequest
-from ovspec.openai.requests import TextRequest, options_of, template_message, wrong
+from ovspec.openai.requests import Ignored, TextRequest, ignore, left_out, options_of, template_chat, wrong
 from ovspec.params import GRAMMARS
 from ovspec.params.option import LARGEST
 from ovspec.text.chat_template import Message
@@ -34,7 +34,6 @@ OF_TOOLS = (
 SERVERS_TOOL = re.compile(r"\w+_20\d{6}", re.ASCII)  # the type of a tool that comes with Anthropic's API
 # Claude Code's first block of the system prompt. It changes with each request, so that nothing behind it is cached.
 BILLING = "x-anthropic-billing-header"
-Ignored = dict[str, None]  # the names of what is left out; at most MOST_NAMED
 
 
 class Options:
@@ -73,12 +72,6 @@ def read_messages(body: MessageRequest) -> TextRequest:
         draft=body.draft,
         ignored=(*ignored,),
     )
-
-
-def ignore(name: str, ignored: Ignored) -> None:
-    """Add a name to what is left out, unless there are enough."""
-    if len(ignored) < MOST_NAMED:
-        ignored[name] = None
 
 
 # ---------------------------------------------------------------- options
@@ -169,32 +162,41 @@ def read_format(body: MessageRequest, options: Options, ignored: Ignored) -> Non
 def read_chat(body: MessageRequest, ignored: Ignored) -> list[Message]:
     """Return the messages as chat templates take them."""
     chat = [*messages_of({"role": "system", "content": body.system}, ignored)] if body.system else []
-    for message in body.messages:
-        chat += messages_of(message, ignored)
-    if body.messages[-1].get("role") == "assistant":
-        raise wrong("the last is the assistant's, which can't be continued here; end with a message of the user.")
-    return [*map(template_message, chat)]
+    last = max((at for at, message in enumerate(body.messages) if asks(message)), default=-1)
+    for at, message in enumerate(body.messages):
+        chat += messages_of(message, ignored, at == last)
+    return template_chat(chat, ignored)
 
 
-def messages_of(message: Message, ignored: Ignored) -> Iterator[Message]:
-    """Yield a message as OpenAI's API has it: the results of tools are messages of their own."""
+def asks(message: Message) -> bool:
+    """Return whether the user says something in a message, which doesn't only have results of tools."""
+    content = message.get("content")
+    blocks = content if isinstance(content, list) and content else [{}]
+    results = [isinstance(block, dict) and block.get("type") == "tool_result" for block in blocks]
+    return message.get("role") == "user" and not all(results)
+
+
+def messages_of(message: Message, ignored: Ignored, strict: bool = False) -> Iterator[Message]:
+    """Yield a message as OpenAI's API has it: the results of tools are messages of their own.
+
+    All but these must be readable if ``strict``.
+    """
     message = only_known(message, ("role", "content"), "messages", ignored)
     role, content = message.get("role"), message.get("content")
     if role == "developer":
         role = "system"
     if not isinstance(role, str) or role not in ROLES:
         raise wrong(f"a role is {role!r:.40}; it must be user, assistant or system.")
-    blocks = blocks_of(content, ROLES[role], ignored)
+    blocks = blocks_of(content, ROLES[role], ignored, strict or role == "system")
     if role == "system" and isinstance(content, list):
         blocks = without_billing(blocks, ignored)
     results = [block for block in blocks if block["type"] == "tool_result"]
     for block in results:
-        told = "" if block.get("content") is None else block["content"]
         if block.get("is_error"):  # no chat template tells it
             ignore("tool_result.is_error", ignored)
-        text = joined(blocks_of(told, ("text",), ignored), "text")
+        text = joined(blocks_of(block.get("content"), ("text",), ignored), "text")
         yield {"role": "tool", "tool_call_id": text_in(block, "tool_use_id"), "content": text}
-    if len(results) == len(blocks):
+    if len(results) == len(blocks) and (results or role == "system"):
         return
     made: Message = {"role": role, "content": joined(blocks, "text")}
     if thinking := joined(blocks, "thinking"):
@@ -212,17 +214,29 @@ def without_billing(blocks: list[dict[str, Any]], ignored: Ignored) -> list[dict
     return kept
 
 
-def blocks_of(content: Any, kinds: tuple[str, ...], ignored: Ignored) -> list[dict[str, Any]]:
-    """Return the blocks of a content, a string or blocks of these ``kinds``, without unknown fields."""
+def blocks_of(content: Any, kinds: tuple[str, ...], ignored: Ignored, strict: bool = False) -> list[dict[str, Any]]:
+    """Return the blocks of a content, a string or blocks, without unknown fields.
+
+    Raises:
+        RequestError: it isn't that, or a block isn't of these ``kinds``, and is of another role or ``strict``.
+    """
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
+    if not content and not strict and (content is None or isinstance(content, list)):
+        return []
     if not isinstance(content, list) or not content or not all(isinstance(block, dict) for block in content):
         raise wrong("each needs content, which is a string or a list of blocks.")
-    for kind in (str(block.get("type")) for block in content):
-        if kind not in kinds:
-            told = f" here; only {', '.join(kinds)} can" if kind in BLOCKS else "; only text can"
-            raise wrong(f"content of the type {kind:.40} can't be read{told}.")
-    return [only_known(block, BLOCKS[block["type"]], block["type"], ignored) for block in content]
+    return [block_of(block, kinds, ignored, strict) for block in content]
+
+
+def block_of(block: dict[str, Any], kinds: tuple[str, ...], ignored: Ignored, strict: bool) -> dict[str, Any]:
+    """Return a block without unknown fields, or with what the model is told instead of it; see ``blocks_of``."""
+    if (kind := str(block.get("type"))) in kinds:
+        return only_known(block, BLOCKS[kind], kind, ignored)
+    if strict or kind in BLOCKS:
+        told = f" here; only {', '.join(kinds)} can" if kind in BLOCKS else "; only text can"
+        raise wrong(f"content of the type {kind:.40} can't be read{told}.")
+    return {"type": "text", "text": left_out(kind, ignored)}
 
 
 def joined(blocks: list[dict[str, Any]], kind: str) -> str:
@@ -238,7 +252,5 @@ def text_in(block: dict[str, Any], name: str) -> str:
 
 def call_of(block: dict[str, Any]) -> dict[str, Any]:
     """Return a call as OpenAI's API has it."""
-    name = text_in(block, "name")
-    if not isinstance(block.get("input"), dict):
-        raise wrong(f"the input of {name:.80} must be an object.")
-    return {"id": text_in(block, "id"), "type": "function", "function": {"name": name, "arguments": block["input"]}}
+    function = {"name": text_in(block, "name"), "arguments": block.get("input")}
+    return {"id": text_in(block, "id"), "type": "function", "function": function}

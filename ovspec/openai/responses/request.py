@@ -4,7 +4,16 @@ from collections.abc import Iterable
 from typing import Any, get_args
 
 from ovspec.openai.bodies import RequestError
-from ovspec.openai.requests import FORMATS, MOST_CALLS, TextRequest, given_options, schema_of, set_schema
+from ovspec.openai.requests import (
+    FORMATS,
+    MOST_CALLS,
+    Ignored,
+    TextRequest,
+    given_options,
+    left_out,
+    schema_of,
+    set_schema,
+)
 from ovspec.params import GENERATE
 from ovspec.text.chat_template import Message
 
@@ -13,8 +22,8 @@ TEXTS = ("input_text", "output_text", "text", "refusal", "summary_text", "reason
 CALLS = ("function_call", "custom_tool_call")
 RESULTS = ("function_call_output", "custom_tool_call_output")
 OF_FUNCTIONS = ("type", "name", "description", "parameters", "strict")
-# Items with pictures or files. Others that can't be read are left out: they tell of tools that ran elsewhere.
-REFUSED = ("computer_call", "computer_call_output", "file_search_call", "image_generation_call")
+# Items with pictures or files, of which the model is told. Others that can't be read only tell of tools elsewhere.
+TOLD = ("computer_call", "file_search_call", "image_generation_call")
 LOGPROBS = "message.output_text.logprobs"
 INCLUDED = (LOGPROBS, "reasoning.encrypted_content")  # thinking is never encrypted, so there is nothing to include
 EFFORTS: tuple[str, ...] = get_args(get_args(GENERATE["reasoning_effort"][0])[0])
@@ -24,7 +33,7 @@ SHAPE = '{"type": "text"}, {"type": "json_object"} or {"type": "json_schema", "n
 def read_response(body: Any) -> TextRequest:
     """Return the request in a body; raises RequestError for what can't be met."""
     own, names = given_options(body)
-    ignored = dict[str, None]()
+    ignored = Ignored()
     if body.max_output_tokens is not None:
         own["max_tokens"], names["max_tokens"] = body.max_output_tokens, "max_output_tokens"
     if own.get("max_tokens") == 0:
@@ -58,7 +67,7 @@ def wrong(field: str, message: str) -> RequestError:
     return RequestError(f"{field}: {message}", field)
 
 
-def read_reasoning(given: dict[str, Any], own: dict[str, Any], names: dict[str, str], ignored: dict[str, None]) -> None:
+def read_reasoning(given: dict[str, Any], own: dict[str, Any], names: dict[str, str], ignored: Ignored) -> None:
     """Read ``reasoning``: how much to think."""
     ignored |= {f"reasoning.{name}": None for name in given if name not in ("effort", "summary", "generate_summary")}
     if (effort := given.get("effort")) is None:
@@ -69,7 +78,7 @@ def read_reasoning(given: dict[str, Any], own: dict[str, Any], names: dict[str, 
     own["reasoning_effort"], names["reasoning_effort"] = effort, "reasoning"
 
 
-def read_text(given: dict[str, Any], own: dict[str, Any], names: dict[str, str], ignored: dict[str, None]) -> None:
+def read_text(given: dict[str, Any], own: dict[str, Any], names: dict[str, str], ignored: Ignored) -> None:
     """Read ``text``: the format of the answer."""
     ignored |= {f"text.{name}": None for name in given if name not in ("format", "verbosity")}
     if given.get("verbosity") not in (None, "medium"):
@@ -96,7 +105,7 @@ def read_text(given: dict[str, Any], own: dict[str, Any], names: dict[str, str],
 # ---------------------------------------------------------------- tools
 
 
-def functions_of(tools: Iterable[Any], ignored: dict[str, None]) -> list[tuple[dict[str, Any], str, str | None]]:
+def functions_of(tools: Iterable[Any], ignored: Ignored) -> list[tuple[dict[str, Any], str, str | None]]:
     """Return the functions among ``tools``, as chat completions have them, each with its own name and its namespace.
 
     Kinds that can't be called here are left out; their names are added to ``ignored``.
@@ -119,7 +128,7 @@ def functions_of(tools: Iterable[Any], ignored: dict[str, None]) -> list[tuple[d
     return found
 
 
-def function_of(tool: dict[str, Any], ignored: dict[str, None]) -> dict[str, Any]:
+def function_of(tool: dict[str, Any], ignored: Ignored) -> dict[str, Any]:
     """Return a function without what the model needn't see."""
     ignored |= {f"tools.{name}": None for name in tool if name not in OF_FUNCTIONS}
     # That a schema isn't strict needn't be said: a call always fits it.
@@ -134,26 +143,29 @@ def full_name(namespace: str | None, name: str) -> str:
 # ---------------------------------------------------------------- items
 
 
-def read_items(given: str | list[dict[str, Any]], ignored: dict[str, None]) -> list[Message]:
+def read_items(given: str | list[dict[str, Any]], ignored: Ignored) -> list[Message]:
     """Return the messages that items make; names of what is left out are added to ``ignored``."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     messages = list[Message]()
-    for item in given:
+    last = max((at for at, item in enumerate(given) if item.get("role") == "user"), default=-1)
+    for at, item in enumerate(given):
         kind = item.get("type") or ("message" if "role" in item else None)
         if kind == "message":
-            read_message(item, messages)
+            read_message(item, messages, ignored, at == last)
         elif kind == "reasoning":
-            if text := text_of(item.get("content") or item.get("summary") or [], kind):
+            if text := text_of(item.get("content") or item.get("summary"), kind, ignored):
                 read_reasoning_item(text, messages)
         elif kind in CALLS:
             read_call(item, messages)
         elif kind in RESULTS:
             id, output = text_field(item, "call_id"), item.get("output")
-            messages.append({"role": "tool", "tool_call_id": id, "content": text_of(output, kind)})
+            messages.append({"role": "tool", "tool_call_id": id, "content": text_of(output, kind, ignored)})
         elif kind == "item_reference":
             raise wrong("input", "an item_reference can't be met, because nothing is stored; send the item itself.")
-        elif kind in REFUSED or not isinstance(kind, str):
+        elif kind in TOLD:
+            read_message({"role": "assistant", "content": [{"type": kind}]}, messages, ignored)
+        elif not isinstance(kind, str):
             raise wrong("input", f"an item of the type {kind!s:.40} can't be read; only text and calls can.")
         else:
             ignored[f"input.{kind}"] = None
@@ -162,12 +174,16 @@ def read_items(given: str | list[dict[str, Any]], ignored: dict[str, None]) -> l
     return messages
 
 
-def read_message(item: dict[str, Any], messages: list[Message]) -> None:
-    """Add the message in an item; what the model said belongs to what it thought before."""
+def read_message(item: dict[str, Any], messages: list[Message], ignored: Ignored, strict: bool = False) -> None:
+    """Add the message in an item, all of which must be readable if ``strict``.
+
+    What the model said belongs to what it thought before.
+    """
     role = item.get("role")
     if not isinstance(role, str) or role not in ROLES:
         raise wrong("input", f"the role of a message is {role!r:.40}; it must be {', '.join(ROLES)}.")
-    content, last = text_of(item.get("content"), "message"), messages[-1] if messages else {}
+    strict = strict or ROLES[role] == "system"
+    content, last = text_of(item.get("content"), "message", ignored, strict), messages[-1] if messages else {}
     if role == "assistant" and last.get("role") == role and not last["content"] and "tool_calls" not in last:
         last["content"] = content
     else:
@@ -188,10 +204,9 @@ def read_call(item: dict[str, Any], messages: list[Message]) -> None:
     name, space = text_field(item, "name"), item.get("namespace")
     if not isinstance(space, (str, type(None))):
         raise wrong("input", f"the namespace of a call of {name:.80} must be a string.")
-    if item["type"] == "function_call":
-        arguments: Any = text_field(item, "arguments") or "{}"
-    else:
-        arguments = {"input": text_field(item, "input")}
+    arguments = (
+        item.get("arguments") or "{}" if item["type"] == "function_call" else {"input": text_field(item, "input")}
+    )
     function = {"name": full_name(space, name), "arguments": arguments}
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": ""})
@@ -207,18 +222,23 @@ def text_field(item: dict[str, Any], name: str) -> str:
     return value
 
 
-def text_of(content: Any, kind: str) -> str:
-    """Return the text of a string or of parts; raises RequestError for what isn't text."""
+def text_of(content: Any, kind: str, ignored: Ignored, strict: bool = False) -> str:
+    """Return the text of a string or of parts; raises RequestError for what isn't text, if ``strict``."""
     if isinstance(content, str):
         return content
-    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+    if content in (None, []) and not strict:
+        return ""
+    if not isinstance(content, list) or not content or not all(isinstance(part, dict) for part in content):
         raise wrong("input", f"the content of an item of the type {kind} must be a string or a list of parts.")
     texts = list[str]()
     for part in content:
         if (type := part.get("type")) not in TEXTS:
-            raise wrong("input", f"a part of the type {type!s:.40} can't be read; only text can.")
+            if strict:
+                raise wrong("input", f"a part of the type {type!s:.40} can't be read; only text can.")
+            texts.append(left_out(type, ignored))
+            continue
         text = part.get("refusal" if type == "refusal" else "text")
-        if not isinstance(text, str):
+        if not isinstance(text if strict else text or "", str):
             raise wrong("input", f"a part of the type {type} needs a text, which is a string.")
-        texts.append(text)
+        texts.append(text or "")
     return "\n".join(texts)

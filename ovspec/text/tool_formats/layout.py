@@ -75,6 +75,8 @@ class ToolFormat:
 
     def _arguments(self, arguments: Any) -> str:
         around = self.parameters
+        if isinstance(arguments, str):  # those of a call that was cut off
+            return arguments
         if not around:
             return json.dumps(arguments, ensure_ascii=False)
         values = {k: v if isinstance(v, str) else json.dumps(v, ensure_ascii=False) for k, v in arguments.items()}

@@ -1,0 +1,12 @@
+"""Halves of surrogate pairs, which programs in JavaScript leave where they cut a text in the middle of a character."""
+
+import re
+
+# Escapes in JSON: a backslash, a whole pair, half of one. The first two are matched so that the third is in neither.
+ESCAPES = re.compile(r"\\\\|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
+LENGTH = 6  # of an escape of one half
+
+
+def without_halves(json: str) -> str:
+    """Return JSON with U+FFFD instead of each half of a surrogate pair, which isn't valid Unicode."""
+    return ESCAPES.sub(lambda found: r"\ufffd" if len(found[0]) == LENGTH else found[0], json)
