@@ -549,6 +549,17 @@ def test_each_turn_goes_on_from_the_last(session: ovspec.Session, load: Load) ->
     assert session.messages[-1]["content"].endswith("more"), "a string continues the answer"
 
 
+def test_an_answer_goes_on_from_a_message(session: ovspec.Session, load: Load) -> None:
+    lm, chat = load(), [{"role": "user", "content": "Write a loop."}, {"role": "assistant", "content": "for i"}]
+    session.append(chat)
+    assert session.messages == chat and session.text.endswith("for i")
+    result = session.generate(max_tokens=8)
+    assert result.token_ids == lm.generate(chat, max_tokens=8).token_ids
+    assert session.messages == [chat[0], {"role": "assistant", "content": f"for i{result.text}"}]
+    session.append({"role": "user", "content": "Go on."})
+    assert [message["role"] for message in session.messages] == ["user", "assistant", "user"]
+
+
 def test_a_template_that_forgets_is_followed(session: ovspec.Session, monkeypatch: pytest.MonkeyPatch) -> None:
     """Templates of reasoning models leave out the reasoning of earlier turns."""
     from ovspec.text.chat_format import ChatFormat

@@ -283,6 +283,15 @@ def test_chat_renders_the_template(ovspec, pair: Path, reference: Reference) -> 
     assert result["token_ids"] == reference.generate(prompt, 4)
 
 
+def test_prefill_begins_the_answer(ovspec, pair: Path, reference: Reference) -> None:
+    done = ovspec("generate", pair, "hi", "--chat", "--prefill", "Well, it", "--json", "-n", 4, *F32)
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well, it"}]
+    prompt = reference.tokenizer.apply_chat_template(messages, tokenize=False, continue_final_message=True)
+    result = json.loads(done.stdout)
+    assert result["stats"]["prompt_tokens"] == len(reference.tokenizer(prompt)["input_ids"])
+    assert result["token_ids"] == reference.generate(prompt, 4)
+
+
 def test_the_embedded_pair_is_the_default(ovspec) -> None:
     done = ovspec("generate", "def fib(", "--draft", "--engine", "stateful", "--arithmetic", "fast", "--json", "-n", 8)
     assert json.loads(done.stdout)["stats"]["generated_tokens"] <= 8
@@ -313,6 +322,7 @@ def test_a_bare_draft_option_may_stand_before_the_prompt(ovspec, pair: Path) -> 
         (["generate", "PAIR", "hi", "--draft", "none", "--lookahead", "3"], 2, "--lookahead needs --draft"),
         (["generate", "PAIR", "hi", "--compare", "--draft", "none"], 2, "--compare needs a draft"),
         (["generate", "PAIR", "hi", "--system", "x"], 2, "--system needs --chat"),
+        (["generate", "PAIR", "hi", "--prefill", "x"], 2, "--prefill needs --chat"),
         (["generate", "PAIR", "hi", "--draft-device", "CPU"], 1, "--draft-device needs a draft model"),
         (["generate", "PAIR", "--token-ids", "1 x"], 2, "not a list of numbers"),
         (["generate", "PAIR", "--token-ids", "99999", *F32], 1, "not in the vocabulary"),

@@ -286,6 +286,7 @@ GENERATE: dict[str, tuple[tuple[Any, ...], str, Callable[[Outcome], bool]]] = {
     "token_ids": (("--token-ids", "5 6 7"), "", lambda f: f.rows[0].sequence.tokens[:3].tolist() == [5, 6, 7]),
     "chat": (("--chat",), "import", lambda f: f.rows[0].start > 3),
     "system": (("--chat", "--system", "Be brief."), "import", lambda f: f.rows[0].start > 8),
+    "prefill": (("--chat", "--prefill", "Be brief."), "import", lambda f: f.rows[0].start > 8),
     "stats": (("--stats",), "import", lambda f: "tokens/s" in f.err),
     "as_json": (("--json",), "import", lambda f: len(json.loads(f.out)["token_ids"]) == 6),
     "compare": (("--compare",), "import", lambda f: "speed-up" in f.err and "the same 6 tokens" in f.err),
