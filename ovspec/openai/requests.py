@@ -8,7 +8,7 @@ from typing import Any, Literal
 from ovspec.base.errors import OvspecError, PromptError, UnavailableError
 from ovspec.engine.runtime import Prompt, is_batch
 from ovspec.grammars.response_format import WRAPPING
-from ovspec.openai.bodies import MOST_NAMED, OF_MESSAGES, OF_PARTS, REQUESTED, Fields, RequestError
+from ovspec.openai.bodies import MOST_NAMED, OF_MESSAGES, OF_PARTS, REQUESTED, Continued, Fields, RequestError
 from ovspec.params import GRAMMARS, OF_SCHEMAS, TRUNCATING, Params, checked
 from ovspec.params.option import hint
 from ovspec.text.chat_format import is_continued
@@ -120,7 +120,8 @@ def read_texts(body: Any, kind: Kind) -> TextRequest:
         if echo:
             raise RequestError("echo can't be combined with messages; leave it out.", "echo")
         prompt = template_chat(messages, ignored, kind == "own")
-        check_continued(body, prompt)
+    if isinstance(body, Continued):
+        check_continued(body, prompt if messages is not None else [])
     if suffix := getattr(body, "suffix", None):
         if echo:
             raise RequestError("suffix can't be combined with echo; leave one of them out.", "suffix")
@@ -226,7 +227,7 @@ def refuse_unknown(given: Iterable[str], known: Collection[str], told: str, para
 # ---------------------------------------------------------------- messages
 
 
-def check_continued(body: Any, chat: list[Message]) -> None:
+def check_continued(body: Continued, chat: list[Message]) -> None:
     """Raise RequestError if a body asks that the last message of its chat is continued, or not, and it isn't, or is."""
     wanted, opens, continues = body.continue_final_message, body.add_generation_prompt, is_continued(chat)
     if wanted and opens:

@@ -228,6 +228,7 @@ def encode(service: Service, ignored: Ignored, body: TokenizeRequest) -> list[in
     if len(texts) + (body.messages is not None) != 1:
         raise RequestError("Give one of prompt, content and messages.")
     if body.messages is None:
+        check_continued(body, [])
         refuse_variables(body.chat_template_kwargs)
         if body.tools:
             raise RequestError("tools need messages; leave them out.", "tools")

@@ -489,6 +489,8 @@ def test_each_line_has_its_own_grammar(lm: ovspec.LanguageModel, tmp_path: Path)
         {"id": "nulls", "prompt": "A", "choice": ["blue"], "json_schema": None, "response_format": None},
         {"id": "schema", "prompt": "A", "json_schema": {"const": "5"}, "regex": None},
         {"id": "llama.cpp", "prompt": "A", "response_format": {"type": "json_object", "schema": {"const": "6"}}},
+        {"id": "beside", "prompt": "A", "response_format": {"type": "json_schema", "schema": {"const": "7"}}},
+        {"id": "wrapped", "prompt": "A", "json_schema": {"type": "json_schema", "schema": {"const": "8"}}},
         {"id": "file", "prompt": "A", "json_schema": str(secret)},
         {"id": "wrong", "prompt": "A", "json_schema": {"type": "objct"}},
         {"id": "format", "prompt": "A", "response_format": {"type": "json_schema"}},
@@ -503,6 +505,7 @@ def test_each_line_has_its_own_grammar(lm: ovspec.LanguageModel, tmp_path: Path)
     assert texts["object"].startswith("{")
     assert texts["free"] == lm.generate("A", max_tokens=3).text, "a response_format of text removes the default"
     assert [texts[name] for name in ("nulls", "schema", "llama.cpp")] == ["blue", '"5"', '"6"']
+    assert [texts[name] for name in ("beside", "wrapped")] == ['"7"', '"8"']
     with pytest.raises(ovspec.OvspecError, match="regex"):
         run(lm, tmp_path / "wrong", lines, regex="[0")
     errors = {line["id"]: line.get("error", "") for line in written[1:]}

@@ -363,12 +363,20 @@ FLAGS: list[tuple[dict[str, bool], bool, str]] = [
 @pytest.mark.parametrize(("flags", "begun", "error"), FLAGS)
 def test_fields_that_ask_for_it(served: Served, flags: dict[str, bool], begun: bool, error: str) -> None:
     chat = [ASK, *([answer("The sky is")] if begun else [])]
-    for api in ("chat", "batch"):
+    for api in ("chat", "responses", "batch"):
         found = served.ask(api, chat, **flags)
         assert found.status == (400 if error else 200) and (not error or error in found.said), found
     tokens = served.post("/tokenize", {"messages": chat, **flags}).json()
     assert tokens == tokens | ({} if error else {"tokens": served.lm.runtime.encode(chat).tolist()})
     assert ("error" in tokens) == bool(error)
+
+
+@pytest.mark.parametrize("flags", [{"continue_final_message": True}, {"add_generation_prompt": False}])
+def test_they_need_a_chat(served: Served, flags: dict[str, bool]) -> None:
+    body = {"prompt": "The sky is", **flags}
+    for path in ("/tokenize", "/v1/completions"):
+        assert next(iter(flags)) in served.post(path, body).json()["error"]["message"]
+    assert next(iter(flags)) in (read_request(json.dumps(body), "a").error or "")
 
 
 # ---------------------------------------------------------------- response formats

@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field, create_model
 
 from ovspec.openai import foreign
-from ovspec.openai.bodies import FIRST, OPTIONS, TOPS, Foreign, TextBody, idle, options_but, unmet
+from ovspec.openai.bodies import FIRST, OPTIONS, TOPS, Continued, Foreign, TextBody, idle, options_but, unmet
 
 # Accepted and ignored: what doesn't affect the text, and limits that are never reached here.
 WITHOUT_EFFECT = (*foreign.WITHOUT_EFFECT, "context_management", "max_tool_calls", "stream_options", "truncation")
@@ -26,7 +26,7 @@ ITEMS = Annotated[list[dict[str, Any]], FIRST]
 OWN = options_but(*ELSEWHERE) | {"max_output_tokens": OPTIONS["max_tokens"]} | idle(*WITHOUT_EFFECT) | unmet(REFUSED)
 
 
-class ResponseRequest(create_model("Options", __base__=TextBody, **OWN), Foreign):
+class ResponseRequest(Continued, create_model("Options", __base__=TextBody, **OWN), Foreign):
     """A chat to be continued, as items."""
 
     instead: ClassVar = {

@@ -9,6 +9,7 @@ from ovspec.openai.requests import (
     MOST_CALLS,
     Ignored,
     TextRequest,
+    check_continued,
     given_options,
     left_out,
     schema_of,
@@ -47,6 +48,7 @@ def read_response(body: Any) -> TextRequest:
     if body.tools:
         own["tools"] = [tool for tool, _, _ in functions_of(body.tools, ignored)]
     messages = read_items(body.input, ignored)
+    check_continued(body, messages)
     if body.instructions:
         messages = [{"role": "system", "content": body.instructions}, *messages]
     return TextRequest(
