@@ -2,11 +2,12 @@
 
 import re
 
-# Escapes in JSON: a backslash, a whole pair, half of one. The first two are matched so that the third is in neither.
-ESCAPES = re.compile(r"\\\\|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
-LENGTH = 6  # of an escape of one half
+# Escapes in JSON: backslashes, a whole pair, half of one. The first two are matched so that the third is in neither.
+ESCAPES = re.compile(
+    r"(?:\\\\)+|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})"
+)
 
 
 def without_halves(json: str) -> str:
     """Return JSON with U+FFFD instead of each half of a surrogate pair, which isn't valid Unicode."""
-    return ESCAPES.sub(lambda found: r"\ufffd" if len(found[0]) == LENGTH else found[0], json)
+    return ESCAPES.sub(lambda found: r"\ufffd" if found[1] else found[0], json)

@@ -116,12 +116,13 @@ def read_texts(body: Any, kind: Kind) -> TextRequest:
     if (messages is None) == (prompt is None):
         raise RequestError("A request must have either a prompt or messages.")
     echo, ignored = bool(getattr(body, "echo", None)), Ignored()
+    chat = template_chat(messages or [], ignored, kind == "own")
+    if isinstance(body, Continued):
+        check_continued(body, chat)
     if messages is not None:
         if echo:
             raise RequestError("echo can't be combined with messages; leave it out.", "echo")
-        prompt = template_chat(messages, ignored, kind == "own")
-    if isinstance(body, Continued):
-        check_continued(body, prompt if messages is not None else [])
+        prompt = chat
     if suffix := getattr(body, "suffix", None):
         if echo:
             raise RequestError("suffix can't be combined with echo; leave one of them out.", "suffix")

@@ -64,10 +64,7 @@ def with_calls(*arguments: Any) -> History:
 
 # A history, and either the same in plain words or a text that is in its prompt.
 CASES: dict[str, tuple[History, History | str]] = {
-    **{
-        f"arguments {value!r}": (with_calls(value), with_calls({}))
-        for value in (None, "null", "", "  ", "\n", '"null"', "{}", [])
-    },
+    **{f"arguments {value!r}": (with_calls(value), with_calls({})) for value in (None, "null", "\n", '"null"', [])},
     "arguments twice quoted": (with_calls(json.dumps('{"at": 1}')), with_calls({"at": 1})),
     "arguments with half a pair": (with_calls('{"at": "\\ud83d"}'), with_calls({"at": "\ufffd"})),
     **{
@@ -75,11 +72,9 @@ CASES: dict[str, tuple[History, History | str]] = {
         for value, told in (
             ('{"at": "Zür', '{"at": "Zür'),
             ('{"at": 1}}', '{"at": 1}}'),
-            ("[1, 2]", "[1, 2]"),
             ([1, 2], "[1, 2]"),
             ('"here"', '"here"'),
             ("here", "here"),
-            (7, "7"),
         )
     },
     "an answer of null": ([ASK, answer(None), AND], [ASK, answer(""), AND]),
@@ -294,7 +289,7 @@ def test_a_cut_off_call_can_be_sent_back(served: Served, api: str) -> None:
         "messages": ({"name": "look", "input_schema": schema}, {"type": "any"}),
     }
     given, choice = tools.get(api, ({"type": "function", "function": tool}, "required"))
-    for tokens in (1, 16, 30):
+    for tokens in (1, 30):
         limit = {LIMITS.get(api, "max_tokens"): tokens}
         said = served.ask(api, [ASK], tools=[given], tool_choice=choice, **limit).said
         if api == "responses":

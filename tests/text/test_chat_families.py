@@ -180,7 +180,7 @@ def test_an_answer_goes_on_where_hugging_face_lets_it(tokenizer: Any, name: str)
     template, compared = ChatTemplate(source, SPECIAL), 0
     format, asked = ChatFormat(template), [user("One?")]
     for more in ({}, {"reasoning_content": "Hm."}):
-        for text in ("Two", '{"a": [', "Well,\n\n- a", "<b>\\u00e4", "end"):
+        for text in ('{"a": [', "Well,\n\n- <b>ä"):
             chat = [*asked, answer(text, **more)]
             with contextlib.suppress(OvspecError):
                 found = format.prompt(chat)
@@ -189,7 +189,7 @@ def test_an_answer_goes_on_where_hugging_face_lets_it(tokenizer: Any, name: str)
                     theirs: Any = {"continue_final_message": True, "tokenize": False, "chat_template": source}
                     assert found == tokenizer.apply_chat_template(chat, **theirs)
                     compared += 1
-    assert compared == (0 if name == "command_r_tools" else 10)
+    assert compared == (0 if name == "command_r_tools" else 4)
 
 
 def test_an_answer_goes_on_where_the_template_refuses_it() -> None:
