@@ -64,7 +64,8 @@ class LanguageModel:
         """Continue ``prompt``, or each of a list of prompts as one batch.
 
         Args:
-            prompt: a text, token ids or chat messages; or a list of texts, of lists of ids, or of chats.
+            prompt: a text, token ids or chat messages; or a list of texts, of lists of ids, or of chats. If a chat ends
+                with a message of the assistant, the answer goes on from it.
             options: see "Options of generating calls". For ``n`` above 1 call ``samples``.
 
         Raises:

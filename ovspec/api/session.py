@@ -20,7 +20,7 @@ from ovspec.engine.scheduler import Scheduler, run_rows
 from ovspec.engine.scoring import Score, Selection, check_choices, score_texts
 from ovspec.params import GenerateOptions, check_option, refuse_in_session, refuse_variables
 from ovspec.params.option import takes
-from ovspec.text.chat_format import is_continued
+from ovspec.text.chat_format import begun_answer
 from ovspec.text.chat_template import Message
 
 OWNERS = itertools.count(-1, -1)  # of texts from files; API keys count from 0
@@ -70,9 +70,9 @@ class Session:
             return list(self._messages)
         answer = self.sequence.tokens[self._answer_from :]
         text = self.runtime.tokenizer.decode(without_eos(answer, self.runtime.generation_config.eos_ids))
-        if is_continued(self._messages):
-            *before, begun = self._messages
-            return [*before, {**begun, "content": begun["content"] + text}]
+        if (begun := begun_answer(self._messages)) is not None:
+            *before, last = self._messages
+            return [*before, {**last, "content": begun + text}]
         return [*self._messages, {"role": "assistant", "content": text}]
 
     def append(self, prompt: Prompt | Message) -> None:

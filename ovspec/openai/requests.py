@@ -11,7 +11,7 @@ from ovspec.grammars.response_format import WRAPPING
 from ovspec.openai.bodies import MOST_NAMED, OF_MESSAGES, OF_PARTS, REQUESTED, Continued, Fields, RequestError
 from ovspec.params import GRAMMARS, OF_SCHEMAS, TRUNCATING, Params, checked
 from ovspec.params.option import hint
-from ovspec.text.chat_format import is_continued
+from ovspec.text.chat_format import begun_answer
 from ovspec.text.chat_template import Message
 from ovspec.text.infill import Infill
 
@@ -230,7 +230,7 @@ def refuse_unknown(given: Iterable[str], known: Collection[str], told: str, para
 
 def check_continued(body: Continued, chat: list[Message]) -> None:
     """Raise RequestError if a body asks that the last message of its chat is continued, or not, and it isn't, or is."""
-    wanted, opens, continues = body.continue_final_message, body.add_generation_prompt, is_continued(chat)
+    wanted, opens, continues = body.continue_final_message, body.add_generation_prompt, begun_answer(chat) is not None
     if wanted and opens:
         told = "`continue_final_message` and `add_generation_prompt` can't both be true; leave one of them out."
         raise RequestError(told, "continue_final_message")

@@ -174,7 +174,7 @@ class ChatFormat:
         """
         if others := [each for each in messages if not isinstance(each, Mapping)]:
             raise PromptError(f"A chat has {others[0]!r:.60}; append messages, such as the `message` of a result.")
-        if open and is_continued(messages):
+        if open and begun_answer(messages) is not None:
             return self._continued(messages, tools, effort, variables)
         given = dict(variables or {})
         if effort is not None:
@@ -200,7 +200,7 @@ class ChatFormat:
     def _continued(self, messages: list[Message], *more: Any) -> str:
         """Return the prompt that ends with the last message; ``more``: other arguments of ``prompt``."""
         *before, last = messages
-        if not (text := last["content"]):
+        if not (text := begun_answer([last])):
             return self.prompt(before, *more)
         with contextlib.suppress(OvspecError):
             whole = self.prompt([*before, {**last, "content": text + MARK}], *more, open=False)
@@ -334,11 +334,20 @@ def with_wrapped(message: Message) -> Message:
     return {**message, "tool_calls": calls} if calls else message
 
 
-def is_continued(messages: Sequence[Message]) -> bool:
-    """Return whether the last message is the beginning of an answer: the assistant's, without calls."""
+def begun_answer(messages: Sequence[Message]) -> str | None:
+    """Return the text of the last message if it begins an answer, which an assistant's without calls does; else None.
+
+    One that only thinks doesn't: another answer begins after it.
+    """
     last = messages[-1] if messages else {}
-    begins = last.get("role") == "assistant" and not last.get("tool_calls") and isinstance(last.get("content"), str)
-    return begins and bool(last["content"] or not last.get("reasoning_content"))
+    if last.get("role") != "assistant" or last.get("tool_calls"):
+        return None
+    content = last.get("content")
+    if isinstance(content, list) and all(isinstance(part, Mapping) and "text" in part for part in content):
+        content = "\n".join(part["text"] for part in content)
+    if not isinstance(content, str) or (not content and last.get("reasoning_content")):
+        return None
+    return content
 
 
 def in_order(messages: list[Message]) -> list[Message]:

@@ -200,6 +200,7 @@ def test_an_answer_goes_on_where_the_template_refuses_it() -> None:
         format = ChatFormat(ChatTemplate(source, SPECIAL))
         assert format.prompt(chat) == expected
         assert format.prompt([*chat[:1], answer("")]) == format.prompt(chat[:1])
+        assert format.prompt([*chat[:1], answer([{"type": "text", "text": "Two"}])]) == expected
 
 
 @pytest.mark.skipif(not hasattr(time, "tzset"), reason="has no time zones by environment")
