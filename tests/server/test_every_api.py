@@ -244,7 +244,14 @@ def test_strictness_keys_and_time_limits(strict: Running, api: Api) -> None:
     def post(more: dict[str, Any], key: str = "secret") -> httpx.Response:
         return strict.post(api.path, {**api.body, api.limit: 1, **more}, headers={"x-api-key": key})
 
-    assert post({}).status_code == 200
+    def in_time(more: dict[str, Any]) -> httpx.Response:
+        """Ask again while the machine is too busy for the limit, which each answer must have taken then."""
+        ends = time.monotonic() + 60
+        while (answer := post(more)).status_code == 504 and time.monotonic() < ends:
+            assert answer.elapsed.total_seconds() >= 0.4
+        return answer
+
+    assert in_time({}).status_code == 200
     endless = {api.limit: 1900, "ignore_eos": True}
     for answer, status, kind in (
         (post({}, "wrong"), 401, "authentication_error"),
@@ -254,6 +261,6 @@ def test_strictness_keys_and_time_limits(strict: Running, api: Api) -> None:
     ):
         assert answer.status_code == status, answer.text
         assert kind is None or api.error(answer.json())[0] == kind
-    late = post({**endless, "stream": True})
+    late = in_time({**endless, "stream": True})
     assert late.status_code == 200 and "longer than 0.4 seconds" in late.text
     assert list(events_of(late.content))

@@ -53,7 +53,7 @@ def requests_to(number: int) -> list[tuple[str, Any]]:
 
 
 @pytest.mark.skipif(psutil.WINDOWS, reason="kills as on POSIX systems")
-@pytest.mark.parametrize("kills", [3, pytest.param(30, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [2, pytest.param(30, marks=pytest.mark.slow)])
 def test_kills_under_load(server: Running, kills: int) -> None:
     """No request fails, whether its process is killed while it is idle, starts, or answers."""
     chance, numbers, over = random.Random(kills), itertools.count(1), threading.Event()
