@@ -14,12 +14,12 @@ import httpx
 from conftest import ROOT
 
 import ovspec
+from ovspec.engine.engine_thread import EngineThread
 from ovspec.engine.scheduler import Scheduler
 from ovspec.params.serving import ServeParams
 from ovspec.server.admission import Service
 from ovspec.server.app import make_app
 from ovspec.server.endpoints import TextEndpoints
-from ovspec.server.engine_thread import EngineThread
 from ovspec.server.guard import Guard
 
 HOME = str(ROOT / "ovspec")
@@ -91,7 +91,7 @@ def test_the_road_of_a_request_is_the_one_in_the_docs() -> None:
     threading.setprofile(note)
     try:
         lm = ovspec.load(ROOT / "models" / "demo", "none", engine="paged")
-        engine = EngineThread(lm, rows=4)
+        engine = EngineThread(lm.runtime, rows=4)
         engine.start()
         app: Any = Guard(make_app(Service(lm, engine, ["demo"], ServeParams())), [], True, lambda *_: None)
         asyncio.run(ask())

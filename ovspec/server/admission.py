@@ -16,15 +16,18 @@ from fastapi import Request
 from ovspec.api.model import LanguageModel
 from ovspec.base.errors import OvspecError, PromptError, UnavailableError
 from ovspec.drafting.drafter import DraftLimits
+from ovspec.drafting.proposal import Proposal
+from ovspec.engine.engine_thread import EngineThread
+from ovspec.engine.results import Piece
 from ovspec.engine.row import Row
 from ovspec.openai.apis import TextApi
 from ovspec.openai.bodies import RequestError
 from ovspec.openai.requests import TextRequest
 from ovspec.params import Params, make_params
 from ovspec.params.serving import ServeParams
-from ovspec.server.engine_thread import ENDED, EngineThread, ServerEnded
-from ovspec.server.errors import ApiError, about_prompt, as_api_error, for_clients, too_long
+from ovspec.server.errors import ApiError, ServerEnded, about_prompt, as_api_error, for_clients, too_long
 from ovspec.server.guard import IGNORED
+from ovspec.server.metrics import Metrics
 from ovspec.text.generation_config import recommended_sampling
 from ovspec.text.infill import NO_FIM, Infill
 
@@ -43,7 +46,8 @@ class Service:
 
     def __init__(self, lm: LanguageModel, engine: EngineThread, names: list[str], options: ServeParams) -> None:
         self.lm, self.engine, self.names, self.options = lm, engine, names, options
-        self.metrics = engine.metrics
+        self.metrics = Metrics(engine)
+        engine.on_round = self._note_round
         self.requests = self._texts = 0  # that are being answered
         self.draining = self.given_up = False
         self._preparations = set[asyncio.Task[Any]]()  # those whose requests the engine doesn't have yet
@@ -53,6 +57,16 @@ class Service:
         self.sampling = (given if options.temperature else {}) | self.recommended  # of requests that set none
         self.defaults = make_params({"max_tokens": options.max_tokens, **self.sampling})  # type: ignore[typeddict-item]
         self._threads = {work: ThreadPoolExecutor(4, f"ovspec {work}") for work in get_args(Work)}
+
+    def _note_round(self, pieces: list[tuple[int, Piece]], judged: list[tuple[Proposal, int]]) -> None:
+        metrics = self.metrics
+        metrics.rounds.inc()
+        metrics.generated_tokens.inc(sum(len(piece.token_ids) for _, piece in pieces))
+        metrics.lookahead.set(sum(len(proposal.tokens) for proposal, _ in judged) / max(len(judged), 1))
+        for proposal, accepted in judged:
+            if proposal.source:
+                metrics.proposed.labels(proposal.source).inc(len(proposal.tokens))
+                metrics.accepted.labels(proposal.source).inc(accepted)
 
     # ------------------------------------------------------------ who is let in
 
@@ -82,7 +96,7 @@ class Service:
         self.given_up = True
         for task in [*self._preparations]:
             task.cancel()
-        self.engine.give_up()
+        self.engine.give_up(ServerEnded())
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError if a request names another model, and the server is strict about it."""
@@ -152,7 +166,7 @@ class Service:
             if not self.given_up:
                 raise
             task.uncancel()
-            raise as_api_error(ServerEnded(ENDED), self.lm) from None
+            raise as_api_error(ServerEnded(), self.lm) from None
         finally:
             self._preparations.discard(task)
 

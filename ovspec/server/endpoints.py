@@ -11,8 +11,9 @@ from fastapi import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from ovspec.api.model import rows_again
+from ovspec.api.model import LanguageModel, rows_again
 from ovspec.base.errors import OvspecError, PromptError
+from ovspec.engine.engine_thread import BackgroundTask, EngineThread, Job
 from ovspec.engine.results import Piece
 from ovspec.engine.row import Row
 from ovspec.engine.scoring import CHUNK
@@ -25,7 +26,6 @@ from ovspec.openai.streams import Events, Writer
 from ovspec.params import GRAMMARS, Params, check_samples, refuse_retries
 from ovspec.sampling.logprobs import TokenLogprob
 from ovspec.server.admission import Service, Work, unless_gone
-from ovspec.server.engine_thread import BackgroundTask, EngineThread, Job
 from ovspec.server.errors import ApiError, about_prompt, as_api_error, failure_of, too_long
 from ovspec.server.guard import OUTCOME, OWNER
 from ovspec.text.tokenizer import LONG_TEXT
@@ -133,7 +133,7 @@ class TextEndpoints:
         for prompt, row in zip(texts.request.prompts, texts.rows[:: texts.params.n], strict=True):
             ids = row.record.prompt_ids.tolist() if row.record else []
             tops = texts.params.logprobs
-            logprobs = None if tops is None else await logprobs_of(self._service.engine, ids, tops)
+            logprobs = None if tops is None else await logprobs_of(self._lm, self._service.engine, ids, tops)
             echoes.append(await self._service.apart(echo_of, self._lm.tokenizer, prompt, ids, logprobs, work="long"))
         return echoes
 
@@ -201,13 +201,13 @@ class TextEndpoints:
         metrics.whole.observe(time.monotonic() - texts.began)
 
 
-async def logprobs_of(engine: EngineThread, ids: list[int], tops: int) -> list[TokenLogprob | None]:
+async def logprobs_of(lm: LanguageModel, engine: EngineThread, ids: list[int], tops: int) -> list[TokenLogprob | None]:
     """Return the log-probabilities of a prompt's tokens, computed in the engine's thread."""
-    steps = prompt_logprobs(engine.lm, ids, tops, lambda: BESIDE if engine.running else CHUNK)
+    steps = prompt_logprobs(lm, ids, tops, lambda: BESIDE if engine.running else CHUNK)
     try:
         return await asyncio.wrap_future(engine.do(BackgroundTask(steps, len(ids))))
     except OvspecError as error:
-        raise as_api_error(error, engine.lm) from None
+        raise as_api_error(error, lm) from None
 
 
 async def pieces_of(service: Any, rows: list[Row], began: float) -> AsyncGenerator[list[tuple[int, Piece]]]:

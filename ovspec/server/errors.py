@@ -11,12 +11,18 @@ from starlette.types import Receive, Scope, Send
 from ovspec.api.model import LanguageModel
 from ovspec.base.errors import InferenceError, OvspecError, PromptError, UnavailableError
 from ovspec.openai.errors import TOO_LONG, Failure, anthropic_error, openai_error
-from ovspec.server.engine_thread import ServerEnded
 
 ANTHROPICS_PATH = re.compile(r"(/v1)*/messages(/|$)")  # with a wrong base URL, too
 REQUEST_ID = "request_id"  # what a request's state has its id as
 LINGER_SECONDS = 5.0  # that a client may go on sending what isn't read
 FOR_PYTHON = ", or a Path for a file"  # in a message on a grammar
+
+
+class ServerEnded(OvspecError):
+    """The server ends before a request does."""
+
+    def __init__(self) -> None:
+        super().__init__("The server was stopped before the text was finished.")
 
 
 class ApiError(HTTPException):

@@ -19,11 +19,11 @@ from ovspec.api.model import LanguageModel
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_text
 from ovspec.base.progress import note
+from ovspec.engine.engine_thread import EngineThread
 from ovspec.params.serving import ServeParams
 from ovspec.server.admission import Service
 from ovspec.server.app import make_app
 from ovspec.server.connections import allow_files, config_of
-from ovspec.server.engine_thread import EngineThread
 from ovspec.server.guard import LOG, Guard, is_here
 from ovspec.text.generation_config import sampling_in_words
 
@@ -105,7 +105,7 @@ def serve(lm: LanguageModel, names: list[str], keys: list[str], opened: socket.s
     sys.setswitchinterval(SWITCH_SECONDS)
     size = None if options.cache_size is None else 1e9 * options.cache_size
     lm.runtime.read_ahead()
-    engine = EngineThread(lm, options.batch_size, size, options.lookup_memory, options.prefill_chunk)
+    engine = EngineThread(lm.runtime, options.batch_size, size, options.lookup_memory, options.prefill_chunk)
     service = Service(lm, engine, names, options)
     engine.start()
     api = make_app(service)

@@ -21,11 +21,11 @@ from ovspec.cache.decoder import FAST, FeedRule, Rollback, inferences, logit_pos
 from ovspec.cache.paged import PREFILL_CHUNK, PagedDecoder
 from ovspec.cache.stateful import StatefulDecoder
 from ovspec.drafting.costs import WIDEST, Costs
+from ovspec.engine.engine_thread import EngineThread, Job
 from ovspec.engine.runtime import DecoderPool
 from ovspec.ir.compile import CompiledIR
 from ovspec.ir.request import Request
 from ovspec.openai.logprobs import at_once, prompt_logprobs
-from ovspec.server.engine_thread import EngineThread, Job
 
 MOST = 24
 FEWEST, FEWEST_LOGITS = 5, 7
@@ -117,7 +117,7 @@ def certificates(lm: ovspec.LanguageModel) -> Any:
 
 def a_server(lm: ovspec.LanguageModel) -> Any:
     """Rows that generate, some of which read prompts beside the others."""
-    engine = EngineThread(lm, rows=6)
+    engine = EngineThread(lm.runtime, rows=6)
     engine.start()
     told: queue.SimpleQueue[Any] = queue.SimpleQueue()
     texts = [*PROMPTS[:6], LONG_TEXT, LONG_TEXT[5:]]

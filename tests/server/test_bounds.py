@@ -17,12 +17,12 @@ from servers import DEMO, Running, StartHere
 
 import ovspec
 from ovspec.cache.paged import PagedDecoder
+from ovspec.engine.engine_thread import EngineThread, Job
 from ovspec.engine.results import Piece
 from ovspec.engine.scheduler import BatchLimits
 from ovspec.ir.memory import kv_bytes_per_token
 from ovspec.openai.logprobs import at_once, prompt_logprobs
 from ovspec.server.endpoints import BESIDE, logprobs_of, pieces_of
-from ovspec.server.engine_thread import EngineThread, Job
 
 ENDLESS: dict[str, Any] = {"prompt": "def f(", "max_tokens": 1900, "ignore_eos": True, "stream": True}
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 1}
@@ -146,20 +146,20 @@ def test_times_are_those_of_the_request_and_of_the_engine() -> None:
 
 @pytest.fixture
 def engine(load: Callable[..., ovspec.LanguageModel]) -> Iterator[EngineThread]:
-    made = EngineThread(load(), rows=2)
+    made = EngineThread(load().runtime, rows=2)
     made.start()
     yield made
     made.end()
 
 
 def echo(engine: EngineThread, ids: list[int]) -> Any:
-    return asyncio.run(logprobs_of(engine, ids, 2))
+    return asyncio.run(logprobs_of(ovspec.LanguageModel(engine.runtime), engine, ids, 2))
 
 
 def generating(engine: EngineThread) -> threading.Event:
     """Let the engine generate a text; return an event that is set when it has ended."""
-    params = engine.lm.runtime.params({"max_tokens": 400, "ignore_eos": True})
-    rows = engine.lm.runtime.rows(PROMPTS[0], params, reserved=True)
+    params = engine.runtime.params({"max_tokens": 400, "ignore_eos": True})
+    rows = engine.runtime.rows(PROMPTS[0], params, reserved=True)
     started, ended = threading.Event(), threading.Event()
 
     def deliver(pieces: Any) -> None:
@@ -188,8 +188,8 @@ def read(engine: EngineThread, monkeypatch: pytest.MonkeyPatch) -> list[tuple[in
 
 def test_repeated_prompts_are_read_in_small_steps(engine: EngineThread, read: list[tuple[int, bool]]) -> None:
     """While texts are generated, which wait for each step; the log-probabilities stay the same."""
-    ids = engine.lm.encode("\n".join(PROMPTS[:3])).tolist()[:300]
-    expected = at_once(prompt_logprobs(engine.lm, ids, 2))
+    ids = engine.runtime.encode("\n".join(PROMPTS[:3])).tolist()[:300]
+    expected = at_once(prompt_logprobs(ovspec.LanguageModel(engine.runtime), ids, 2))
     assert echo(engine, ids) == expected
     assert max(tokens for tokens, _ in read) > BESIDE
     read.clear()

@@ -20,13 +20,13 @@ from pydantic import BaseModel, Field
 from servers import DEMO, REAL, Running, StartHere
 
 import ovspec
+from ovspec.engine.engine_thread import EngineThread
 from ovspec.openai.messages.request import BILLING
 from ovspec.params.serving import ServeParams
 from ovspec.server import endpoints
 from ovspec.server.admission import Service
 from ovspec.server.app import make_app
 from ovspec.server.bodies import LARGEST_BODY
-from ovspec.server.engine_thread import EngineThread
 from ovspec.server.guard import HEADER, Guard
 
 slow_real = [pytest.mark.slow, pytest.mark.skipif(not REAL.is_dir(), reason="the real model could not be fetched")]
@@ -467,7 +467,7 @@ def test_a_text_that_takes_too_long(strict: Running) -> None:
 def test_pings_while_a_prompt_is_read(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoints, "EVERY", 0.002)
     lm = ovspec.load(DEMO / "draft", "none", engine="paged", precision="f32", cache_dir=cache_dir)
-    engine = EngineThread(lm, rows=2)
+    engine = EngineThread(lm.runtime, rows=2)
     engine.start()
     app: Any = Guard(make_app(Service(lm, engine, ["demo"], ServeParams())), [], True, lambda *_: None)
     body = {"messages": [{"role": "user", "content": "def f(x): " * 150}], "max_tokens": 2, "stream": True}

@@ -6,6 +6,7 @@ import math
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 from typing import Any
@@ -21,6 +22,8 @@ from ovspec.cache.sequence import Sequence
 from ovspec.drafting.costs import Costs
 from ovspec.drafting.drafter import RowStep
 from ovspec.drafting.lookahead import CATCHING_UP, Lookahead
+from ovspec.drafting.proposal import Proposal
+from ovspec.engine.engine_thread import BackgroundTask, EngineThread, Job
 from ovspec.engine.prefill_budget import FEWEST, LEAST, LIMIT, MOST, STEADY, Load, PrefillBudget
 from ovspec.engine.results import Piece
 from ovspec.engine.row import Row
@@ -28,14 +31,13 @@ from ovspec.engine.scheduler import SLOW_STEP
 from ovspec.ir.memory import kv_bytes_per_token
 from ovspec.openai.logprobs import prompt_logprobs
 from ovspec.sampling.constraint import Constraint
-from ovspec.server.engine_thread import BackgroundTask, EngineThread, Job, ServerEnded
 
 OPTIONS: Any = {"max_tokens": 30, "ignore_eos": True}
 
 
 @pytest.fixture
 def engine(load: Callable[..., ovspec.LanguageModel]) -> Iterator[EngineThread]:
-    made = EngineThread(load(draft="lookup,draft", lookahead=3), rows=4)
+    made = EngineThread(load(draft="lookup,draft", lookahead=3).runtime, rows=4)
     made.start()
     yield made
     made.end()
@@ -48,7 +50,7 @@ class Asked:
     def __init__(self, engine: EngineThread, prompt: str, **options: Any) -> None:
         self._told: queue.SimpleQueue[Any] = queue.SimpleQueue()
         whole: Any = {**OPTIONS, **options}
-        self.rows = engine.lm.runtime.rows(prompt, engine.lm.runtime.params(whole), reserved=True)
+        self.rows = engine.runtime.rows(prompt, engine.runtime.params(whole), reserved=True)
         self.times: list[float] = []
         self.blocks, self._engine = 0, engine  # the most that all texts took while this one grew
         self.job = Job(self.rows, self._deliver)
@@ -70,16 +72,28 @@ class Asked:
         return [row.token_ids for row in self.rows]
 
 
-def counted(engine: EngineThread, what: str, drafter: str) -> float:
-    """Return how many tokens of a drafter were proposed or accepted."""
-    return engine.metrics.registry.get_sample_value(f"ovspec_{what}_tokens_total", {"drafter": drafter}) or 0
+def lm_of(engine: EngineThread) -> ovspec.LanguageModel:
+    return ovspec.LanguageModel(engine.runtime)
+
+
+def counted(engine: EngineThread) -> Counter[tuple[str, str]]:
+    """Return how many tokens of each drafter are proposed and accepted from now on, as ("accepted", "draft")."""
+    counts = Counter[tuple[str, str]]()
+
+    def note(_: Any, judged: list[tuple[Proposal, int]]) -> None:
+        for proposal, accepted in judged:
+            counts["proposed", proposal.source] += len(proposal.tokens)
+            counts["accepted", proposal.source] += accepted
+
+    engine.on_round = note
+    return counts
 
 
 def test_texts_are_those_of_generate(engine: EngineThread) -> None:
-    asked = [Asked(engine, prompt) for prompt in PROMPTS[:6]]
-    alone = [engine.lm.generate(prompt, **OPTIONS).token_ids for prompt in PROMPTS[:6]]
+    counts, asked = counted(engine), [Asked(engine, prompt) for prompt in PROMPTS[:6]]
+    alone = [lm_of(engine).generate(prompt, **OPTIONS).token_ids for prompt in PROMPTS[:6]]
     assert [each.result()[0] for each in asked] == alone
-    assert counted(engine, "accepted", "draft") > 0
+    assert counts["accepted", "draft"] > 0
 
 
 def test_a_failed_inference_fails_those_in_it_only(engine: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,8 +111,8 @@ def test_a_failed_inference_fails_those_in_it_only(engine: EngineThread, monkeyp
     waiting = Asked(engine, PROMPTS[5])
     all_asked.set()
     assert all(isinstance(each.result(), InferenceError) for each in running)
-    assert waiting.result() == [engine.lm.generate(PROMPTS[5], **OPTIONS).token_ids]
-    assert Asked(engine, PROMPTS[0]).result() == [engine.lm.generate(PROMPTS[0], **OPTIONS).token_ids]
+    assert waiting.result() == [lm_of(engine).generate(PROMPTS[5], **OPTIONS).token_ids]
+    assert Asked(engine, PROMPTS[0]).result() == [lm_of(engine).generate(PROMPTS[0], **OPTIONS).token_ids]
     assert engine.cache_use()[0] == 0
 
 
@@ -118,7 +132,7 @@ def test_blocks_of_the_cache_are_counted(engine: EngineThread) -> None:
 def test_weights_are_moved_into_large_pages_between_rounds(engine: EngineThread) -> None:
     first = Asked(engine, PROMPTS[0], max_tokens=200)
     first.result()
-    irs = engine.lm.runtime.irs()
+    irs = engine.runtime.irs()
     ends = time.monotonic() + 30
     while not all(ir.large_pages.done for ir in irs):
         assert time.monotonic() < ends
@@ -163,7 +177,7 @@ def test_a_background_task_that_fails_leaves_the_server_alive(engine: EngineThre
     failing = BackgroundTask(task())
     engine.do(failing)
     assert "planted" in str(failing.future.exception(60))
-    assert Asked(engine, PROMPTS[0], max_tokens=1).result() == [[engine.lm.generate(PROMPTS[0]).token_ids[0]]]
+    assert Asked(engine, PROMPTS[0], max_tokens=1).result() == [[lm_of(engine).generate(PROMPTS[0]).token_ids[0]]]
 
 
 def endless() -> Generator[None]:
@@ -174,17 +188,19 @@ def endless() -> Generator[None]:
 def test_giving_up_ends_what_is_yet_to_come(engine: EngineThread) -> None:
     running, tasks = Asked(engine, PROMPTS[0], max_tokens=1000), [BackgroundTask(endless()), BackgroundTask(endless())]
     engine.do(tasks[0])
-    engine.give_up()
+    engine.give_up(OvspecError("The end."))
     later = Asked(engine, PROMPTS[1])
     engine.do(tasks[1])
-    assert all(isinstance(each, ServerEnded) for each in (running.result(), later.result()))
-    assert all(isinstance(each.future.exception(60), ServerEnded) for each in tasks)
+    engine.end()
+    last = Asked(engine, PROMPTS[2])
+    assert {str(each.result()) for each in (running, later, last)} == {"The end."}
+    assert {str(each.future.exception(60)) for each in tasks} == {"The end."}
 
 
 def test_a_cancelled_background_task_makes_room_for_the_next(engine: EngineThread) -> None:
     cancelled = BackgroundTask(endless())
     engine.do(cancelled)
-    next_one = BackgroundTask(prompt_logprobs(engine.lm, [100] * 40, 0), 40)
+    next_one = BackgroundTask(prompt_logprobs(lm_of(engine), [100] * 40, 0), 40)
     engine.do(next_one)
     assert cancelled.future.cancel()
     assert len(next_one.future.result(60)) == 40
@@ -208,12 +224,12 @@ def test_a_text_that_cannot_go_on_fails_alone(engine: EngineThread, monkeypatch:
     monkeypatch.setattr(Lookahead, "affords", lambda *_: True)
     monkeypatch.setattr(Lookahead, "starts", lambda *_: True)
     others = [Asked(engine, prompt) for prompt in PROMPTS[:2]]
-    start = len(engine.lm.encode(PROMPTS[3]))
+    start = len(engine.runtime.encode(PROMPTS[3]))
     broken = Breaks(start + 9, OvspecError("No token may follow."))
     failing = Asked(engine, PROMPTS[3], logits_processors=[lambda tokens, logits: broken.process(logits, tokens)])
     assert "No token may follow" in str(failing.result())
     for other, prompt in zip(others, PROMPTS[:2], strict=True):
-        assert other.result() == [engine.lm.generate(prompt, **OPTIONS).token_ids]
+        assert other.result() == [lm_of(engine).generate(prompt, **OPTIONS).token_ids]
 
 
 def test_any_other_error_leaves_the_server_alive(engine: EngineThread) -> None:
@@ -221,7 +237,7 @@ def test_any_other_error_leaves_the_server_alive(engine: EngineThread) -> None:
     failing = Asked(engine, PROMPTS[3], logits_processors=[lambda tokens, logits: broken.process(logits, tokens)])
     found = failing.result()
     assert isinstance(found, InferenceError) and "RuntimeError: a defect" in str(found)
-    assert Asked(engine, PROMPTS[0]).result() == [engine.lm.generate(PROMPTS[0], **OPTIONS).token_ids]
+    assert Asked(engine, PROMPTS[0]).result() == [lm_of(engine).generate(PROMPTS[0], **OPTIONS).token_ids]
 
 
 class Panic(BaseException):
@@ -232,7 +248,7 @@ def test_a_panic_leaves_the_server_alive(engine: EngineThread) -> None:
     broken = Breaks(0, Panic("a defect"))  # type: ignore[arg-type]
     failing = Asked(engine, PROMPTS[3], logits_processors=[lambda tokens, logits: broken.process(logits, tokens)])
     assert "Panic: a defect" in str(failing.result())
-    assert Asked(engine, PROMPTS[0]).result() == [engine.lm.generate(PROMPTS[0], **OPTIONS).token_ids]
+    assert Asked(engine, PROMPTS[0]).result() == [lm_of(engine).generate(PROMPTS[0], **OPTIONS).token_ids]
 
 
 def test_a_text_whose_end_cannot_be_judged_fails_alone(engine: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,22 +260,22 @@ def test_a_text_whose_end_cannot_be_judged_fails_alone(engine: EngineThread, mon
             raise OvspecError("The grammar fails.")
         return take(row, step)
 
-    marked = len(engine.lm.encode(PROMPTS[3]))
-    assert marked not in [len(engine.lm.encode(prompt)) for prompt in PROMPTS[:2]]
+    marked = len(engine.runtime.encode(PROMPTS[3]))
+    assert marked not in [len(engine.runtime.encode(prompt)) for prompt in PROMPTS[:2]]
     monkeypatch.setattr(Row, "take", taking)
     others, failing = [Asked(engine, prompt) for prompt in PROMPTS[:2]], Asked(engine, PROMPTS[3])
     assert "The grammar fails" in str(failing.result())
     assert len(failing.rows[0].token_ids) > 5
     monkeypatch.undo()
     for other, prompt in zip(others, PROMPTS[:2], strict=True):
-        assert other.result() == [engine.lm.generate(prompt, **OPTIONS).token_ids]
+        assert other.result() == [lm_of(engine).generate(prompt, **OPTIONS).token_ids]
 
 
 def test_a_slow_grammar_ends_before_others_have_waited_long(
     load: Callable[..., ovspec.LanguageModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps below ``SLOW_STEP`` don't count, however many there are."""
-    monkeypatch.setattr("ovspec.server.engine_thread.CONSTRAINT_SECONDS", 0.3)
+    monkeypatch.setattr("ovspec.engine.engine_thread.CONSTRAINT_SECONDS", 0.3)
 
     def burning(seconds: float) -> Any:
         def burn(_: Any, logits: np.ndarray) -> np.ndarray:
@@ -270,19 +286,19 @@ def test_a_slow_grammar_ends_before_others_have_waited_long(
 
         return burn
 
-    engine = EngineThread(load(draft="lookup,draft"), rows=4)
+    engine = EngineThread(load(draft="lookup,draft").runtime, rows=4)
     engine.start()
     slow = Asked(engine, PROMPTS[3], logits_processors=[burning(1.1 * SLOW_STEP)])
     steady = Asked(engine, PROMPTS[1], logits_processors=[burning(0.02)], max_tokens=40)
     assert "takes too long" in str(slow.result())
     assert 0 < len(slow.rows[0].token_ids) < 8
-    assert steady.result() == [engine.lm.generate(PROMPTS[1], max_tokens=40, ignore_eos=True).token_ids]
+    assert steady.result() == [lm_of(engine).generate(PROMPTS[1], max_tokens=40, ignore_eos=True).token_ids]
     engine.end()
 
 
 def test_a_background_task_waits_for_memory_and_rows_wait_for_it(load: Callable[..., ovspec.LanguageModel]) -> None:
     lm = load(draft="none")
-    engine = EngineThread(lm, rows=4, cache_bytes=700 * kv_bytes_per_token(lm.target.ir))
+    engine = EngineThread(lm.runtime, rows=4, cache_bytes=700 * kv_bytes_per_token(lm.target.ir))
     engine.start()
     assert 600 <= engine.most_tokens <= 700
     order = list[str]()
@@ -312,7 +328,7 @@ def test_cancelled_rows_leave(engine: EngineThread) -> None:
         time.sleep(0.005)
     for each in jobs[:5]:
         engine.cancel(each.job)
-    assert jobs[5].result() == [engine.lm.generate(PROMPTS[5], max_tokens=150, ignore_eos=True).token_ids]
+    assert jobs[5].result() == [lm_of(engine).generate(PROMPTS[5], max_tokens=150, ignore_eos=True).token_ids]
     assert all(row.finish_reason == "cancelled" for each in jobs[:5] for row in each.rows)
     assert engine.running == engine.waiting == 0
 
@@ -323,11 +339,12 @@ def test_earlier_texts_are_proposed_from(load: Callable[..., ovspec.LanguageMode
     for memory in (0, 5000):
         lm = load(draft="lookup", lookahead=4)
         lm.runtime.corpora.clear()
-        engine = EngineThread(lm, rows=2, lookup_tokens=memory)
+        engine = EngineThread(lm.runtime, rows=2, lookup_tokens=memory)
         engine.start()
+        counts = counted(engine)
         texts = [Asked(engine, PROMPTS[1], temperature=1.0, seed=3).result() for _ in range(2)]
         assert texts[0] == texts[1]
-        found.append((texts[0], counted(engine, "accepted", "lookup")))
+        found.append((texts[0], counts["accepted", "lookup"]))
         engine.end()
         lm.runtime.corpora.clear()
     assert found[0][0] == found[1][0]
@@ -400,7 +417,7 @@ def test_a_chosen_chunk_is_what_rounds_read(
     lm = load(draft="lookup,draft")
     prompts = [f"# {number}\n{' '.join(PROMPTS)[: 200 + 700 * number]}" for number in range(3)]
     alone = [lm.generate(prompt, max_tokens=12, ignore_eos=True).token_ids for prompt in prompts]
-    engine = EngineThread(lm, rows=3, chunk=chunk)
+    engine = EngineThread(lm.runtime, rows=3, chunk=chunk)
     engine.start()
     target, fed = engine._decoders.target, list[list[int]]()
     feed = target.feed
@@ -430,7 +447,7 @@ def test_a_draft_reads_prompts_in_parts(
     alone = [lm.generate(prompt, max_tokens=200, ignore_eos=True).token_ids for prompt in prompts]
     monkeypatch.setattr(Lookahead, "affords", lambda *_: True)
     monkeypatch.setattr(Lookahead, "starts", lambda *_: True)
-    engine = EngineThread(lm, rows=4)
+    engine = EngineThread(lm.runtime, rows=4)
     engine.start()
     draft = engine._decoders.draft
     assert draft
@@ -441,9 +458,10 @@ def test_a_draft_reads_prompts_in_parts(
         return feed(tokens, *rest)
 
     monkeypatch.setattr(draft, "feed", noting)
+    counts = counted(engine)
     asked = [Asked(engine, prompt, max_tokens=200) for prompt in prompts]
     assert [each.result()[0] for each in asked] == alone
-    assert counted(engine, "proposed", "draft") > 0
+    assert counts["proposed", "draft"] > 0
     engine.end()
     together = [counts for counts in fed if sum(count > 0 for count in counts) > 1]
     read = [sum(count for count in counts if count >= CATCHING_UP // 4) for counts in together]
@@ -462,4 +480,4 @@ def test_generating_goes_on_while_prompts_are_read(engine: EngineThread) -> None
     assert read > 500
     assert len(first.times) - before > 4, "the first text must grow while the other's prompt is read"
     first.result()
-    assert other.rows[0].token_ids == engine.lm.generate(long, max_tokens=3, ignore_eos=True).token_ids
+    assert other.rows[0].token_ids == lm_of(engine).generate(long, max_tokens=3, ignore_eos=True).token_ids

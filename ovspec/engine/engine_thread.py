@@ -9,33 +9,26 @@ from typing import Any
 
 import psutil
 
-from ovspec.api.model import LanguageModel
 from ovspec.base.errors import InferenceError, OvspecError
-from ovspec.cache.block_pool import BlockPool
 from ovspec.cache.paged import PagedDecoder
 from ovspec.drafting.costs import Costs
 from ovspec.drafting.drafter import Drafter
 from ovspec.drafting.lookahead import Lookahead
 from ovspec.drafting.lookup import Index
+from ovspec.drafting.proposal import Proposal
 from ovspec.engine.prefill_budget import PrefillBudget
 from ovspec.engine.results import Piece
 from ovspec.engine.row import Row
-from ovspec.engine.runtime import PLAIN, Sequence
+from ovspec.engine.runtime import PLAIN, Runtime, Sequence
 from ovspec.engine.scheduler import BatchLimits, Scheduler
 from ovspec.ir.compile import CompiledIR
 from ovspec.ir.large_pages import LONGEST
 from ovspec.ir.memory import kv_bytes_per_token, recurrent_bytes
-from ovspec.server.metrics import Metrics
 
 FEWEST_TOKENS = 32  # that must fit into memory
 FREE_SHARE = 0.8  # of the free memory that KV caches may take
 CONSTRAINT_SECONDS = 2.0  # that slow steps of a text's grammar may take together, because all others wait for them
-ENDED = "The server was stopped before the text was finished."
 WARM_UP = "The quick brown fox jumps over the lazy dog. " * 8
-
-
-class ServerEnded(OvspecError):
-    """The server ends before a request does."""
 
 
 @dataclass(eq=False)
@@ -74,6 +67,7 @@ class EngineThread:
     """Generates the texts of jobs as one batch that they join and leave between rounds, in a thread of its own.
 
     Args:
+        runtime: of the model.
         rows: maximum number of rows in the batch.
         cache_bytes: memory that the KV caches of all rows may take; a share of the free memory by default.
         lookup_tokens: tokens of earlier texts that lookup may propose from.
@@ -82,41 +76,44 @@ class EngineThread:
 
     def __init__(
         self,
-        lm: LanguageModel,
+        runtime: Runtime,
         rows: int,
         cache_bytes: float | None = None,
         lookup_tokens: int = 0,
         chunk: int | None = None,
     ) -> None:
-        self.lm, self.metrics = lm, Metrics()
-        self.metrics.running.set_function(lambda: self.running)
-        self.metrics.waiting.set_function(lambda: self.waiting)
-        self.metrics.blocks_used.set_function(lambda: self.cache_use()[0])
-        self.metrics.blocks_kept.set_function(lambda: sum(pool.idle for pool in self._pools()))
-        self.metrics.blocks_evicted.set_function(lambda: sum(pool.evicted for pool in self._pools()))
-        self.metrics.blocks_free.set_function(lambda: self.cache_use()[1])
+        self.runtime = runtime
+        # Called in the engine's thread after each round with its pieces and the proposals that it judged.
+        self.on_round: Callable[[list[tuple[int, Piece]], list[tuple[Proposal, int]]], None] = lambda *_: None
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         # The scheduler's number of each row that hasn't ended -> its job, and its index there.
         self._jobs: dict[int, tuple[Job, int]] = {}
         self._tasks: list[BackgroundTask] = []
-        self._ending = self._given_up = False
+        self._given_up: OvspecError | None = None  # what all requests are told, from when they are given up
+        self._ending = self._ended = False
+        self._last = threading.Lock()  # held while orders are carried out that the thread's loop doesn't see
         self._rows, self._cache_bytes = rows, cache_bytes
         self._lookup_tokens, self._earlier = lookup_tokens, Index()
         if lookup_tokens:
-            lm.runtime.corpora.append(self._earlier)
-        self._decoders = lm.runtime.pool.take()
-        self._drafter, self._lookahead = lm.runtime.drafting(lm.runtime.params({}), self._decoders)
+            runtime.corpora.append(self._earlier)
+        self._decoders = runtime.pool.take()
+        self._drafter, self._lookahead = runtime.drafting(runtime.params({}), self._decoders)
         rule = self._decoders.target.rule
         costs = self._lookahead.target if self._drafter else Costs(most=rule.most, fewest=rule.fewest)
         self._prefill_budget = PrefillBudget(costs, rule, not self._drafter, chunk)
         self._thread = threading.Thread(target=self._run, name="ovspec engine", daemon=True)
 
-    def start(self) -> None:
-        """Warm up, find out how many tokens fit into memory, and start the thread."""
-        runtime = self.lm.runtime
-        self._warm_up()
+    def start(self, prepare: bool = True) -> None:
+        """Find out how many tokens fit into memory, and start the thread.
+
+        prepare: for a server. Warm up first, move weights into large pages between rounds, and let what is kept of
+            ended texts take all the memory of the KV caches.
+        """
+        runtime = self.runtime
         used = runtime.irs(self._drafter is not None)
-        self.do(BackgroundTask(moving(used)))
+        if prepare:
+            self._warm_up()
+            self.do(BackgroundTask(moving(used)))
         irs = [ir for ir in used if ir.device == "CPU"]
         per_token = sum(map(kv_bytes_per_token, irs))
         room = self._cache_bytes or FREE_SHARE * psutil.virtual_memory().available
@@ -124,9 +121,10 @@ class EngineThread:
         self.most_tokens = int(room / per_token) if per_token else 2**62
         if self.most_tokens < FEWEST_TOKENS:
             holds = f"The memory for KV caches holds {max(0, self.most_tokens)} tokens"
-            raise OvspecError(f"{holds}; free some, or raise `cache_size`.")
-        runtime.give_way()  # what the warm-up has left
-        if runtime.cache_bytes is None:
+            raise OvspecError(f"{holds}; free some{', or raise `cache_size`' if self._cache_bytes else ''}.")
+        if prepare:
+            runtime.give_way()  # what the warm-up has left
+        if prepare and runtime.cache_bytes is None:
             for tensors in runtime.tensors.values():
                 tensors.limit(self.most_tokens)
         limits = BatchLimits(
@@ -137,8 +135,8 @@ class EngineThread:
 
     def _warm_up(self) -> None:
         """Generate some short texts, so that kernels are made, and times known, before the first request comes."""
-        runtime, target = self.lm.runtime, self._decoders.target
-        ids = self.lm.encode(WARM_UP)[: (self.lm.target.ir.context_length or len(WARM_UP)) // 2]
+        runtime, target = self.runtime, self._decoders.target
+        ids = runtime.encode(WARM_UP)[: (runtime.target.ir.context_length or len(WARM_UP)) // 2]
         ways: list[tuple[int, Drafter | None, Lookahead]] = [(1, self._drafter, self._lookahead)]
         if self._drafter:  # so that the draft is used, too
             ways.append((1, self._drafter, runtime.drafting(runtime.params({"lookahead": 2}), self._decoders)[1]))
@@ -158,34 +156,37 @@ class EngineThread:
     def submit(self, job: Job) -> None:
         """Let a job wait for its turn; none of its rows may need more than ``most_tokens``."""
         self._orders.put(lambda: self._add(job))
+        if self._ended:  # the thread may not have seen it
+            self._obey_last()
 
     def cancel(self, job: Job) -> None:
-        """End a job's texts where they are, before the next round."""
+        """End a job's texts where they are, before the next round; the job hears of nothing more."""
         self._orders.put(lambda: self._remove(job))
 
     def do(self, task: BackgroundTask) -> Future[Any]:
         """Do a task after those that wait: one at a time, because each may need a whole prompt's KV cache."""
-        self._orders.put(lambda: task.fail(ServerEnded(ENDED)) if self._given_up else self._tasks.append(task))
+        self._orders.put(lambda: task.fail(self._given_up) if self._given_up else self._tasks.append(task))
         return task.future
 
-    def give_up(self) -> None:
-        """End all requests: those that wait and those that have yet to come, too."""
+    def give_up(self, why: OvspecError) -> None:
+        """End all requests, which are told ``why``: those that wait and those that have yet to come, too."""
 
         def giving_up() -> None:
-            self._given_up = True
-            self._fail({job for job, _ in self._jobs.values()}, ServerEnded(ENDED))
+            self._given_up = why
+            self._fail({job for job, _ in self._jobs.values()}, why)
             for task in self._tasks:
-                task.fail(ServerEnded(ENDED))
+                task.fail(why)
             self._tasks.clear()
             self._scheduler.queue.reserved = 0
 
         self._orders.put(giving_up)
 
     def end(self, wait: float = 10.0) -> None:
-        """End the thread; texts that run are given up."""
+        """End the thread; texts that run go no further."""
         self._ending = True
         self._orders.put(lambda: None)  # wakes the thread
-        self._thread.join(wait)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(wait)
 
     @property
     def alive(self) -> bool:
@@ -200,9 +201,6 @@ class EngineThread:
     def waiting(self) -> int:
         """Number of rows that wait for the batch."""
         return len(self._scheduler.queue)
-
-    def _pools(self) -> list[BlockPool]:
-        return [tensors.pool for tensors in self.lm.runtime.tensors.values()]
 
     def cache_use(self) -> tuple[int, int]:
         """Return (blocks of the target's KV cache in use, blocks that are free); of one token where there are none."""
@@ -223,9 +221,16 @@ class EngineThread:
                     self._advance(self._tasks[0])
                 if self._jobs:
                     self._round()
-            except BaseException as error:  # whatever it is, the server lives; a panic in Rust is no Exception
+            except BaseException as error:  # whatever it is, the thread lives; a panic in Rust is no Exception
                 running = [self._jobs[number][0] for number in self._scheduler.running if number in self._jobs]
                 self._fail({*running}, failure(error))
+        self._ended = True
+        self._obey_last()
+
+    def _obey_last(self) -> None:
+        """Carry out orders when the thread ends, or has ended."""
+        with self._last:
+            self._obey(wait=False)
 
     def _obey(self, wait: bool) -> None:
         """Carry out the orders of other threads; wait for the first one if there is nothing else to do."""
@@ -255,7 +260,7 @@ class EngineThread:
 
     def _round(self) -> None:
         pieces = self._scheduler.step() or []
-        self._note(pieces)
+        self.on_round(pieces, self._scheduler.outcome.judged if self._scheduler.outcome else [])
         found, failed = dict[Job, list[tuple[int, Piece]]](), dict[Job, OvspecError]()
         for number, piece in pieces:
             job, index = self._jobs[number]
@@ -279,7 +284,7 @@ class EngineThread:
 
     def _add(self, job: Job) -> None:
         if self._given_up:
-            job.deliver(ServerEnded(ENDED))
+            job.deliver(self._given_up)
             return
         for index, row in enumerate(job.rows):
             self._jobs[self._scheduler.queue.add(row)] = job, index
@@ -297,16 +302,6 @@ class EngineThread:
             self._remove(job)
         for job in jobs:
             job.deliver(error)
-
-    def _note(self, pieces: list[tuple[int, Piece]]) -> None:
-        metrics, judged = self.metrics, self._scheduler.outcome.judged if self._scheduler.outcome else []
-        metrics.rounds.inc()
-        metrics.generated_tokens.inc(sum(len(piece.token_ids) for _, piece in pieces))
-        metrics.lookahead.set(sum(len(proposal.tokens) for proposal, _ in judged) / max(len(judged), 1))
-        for proposal, accepted in judged:
-            if proposal.source:
-                metrics.proposed.labels(proposal.source).inc(len(proposal.tokens))
-                metrics.accepted.labels(proposal.source).inc(accepted)
 
 
 def failure(error: BaseException) -> InferenceError:
