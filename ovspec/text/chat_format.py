@@ -56,6 +56,7 @@ PROBE_CHAT: list[Message] = [
     },
     *({"role": "tool", "tool_call_id": "0" * 9, "name": name, "content": "1"} for name, _ in PROBE_CALLS),
 ]
+PROBE_PARTS = [{"type": "text", "text": text} for text in ("First part.", "Second part.")]
 PROBE_SYSTEMS: list[Message] = [
     {"role": role, "content": f"You {role} {index}."}
     for index, role in enumerate(("system", "system", "user", "assistant", "system", "user"))
@@ -176,6 +177,7 @@ class ChatFormat:
             raise PromptError(f"A chat has {others[0]!r:.60}; append messages, such as the `message` of a result.")
         if open and begun_answer(messages) is not None:
             return self._continued(messages, tools, effort, variables)
+        messages = [self._with_parts(each) if isinstance(each.get("content"), list) else each for each in messages]
         given = dict(variables or {})
         if effort is not None:
             given = self._effort(effort) | given
@@ -211,6 +213,37 @@ class ChatFormat:
         if self.thinking and opened.rstrip().endswith(self.thinking.open.rstrip()):
             opened += f"{self.thinking.close}\n\n"
         return opened + text
+
+    @functools.cached_property
+    def _takes_parts(self) -> frozenset[str]:
+        """The roles in whose messages the template renders all text parts, and a single one like a string."""
+
+        def shown(role: str, content: Any) -> str:
+            question = {"role": "user", "content": "?"}
+            chat = [question, {"role": role, "content": content}, question]
+            return rendered(self.template, {"system": chat[1:], "user": chat[1:2]}.get(role, chat), tools=False)
+
+        texts, found = [part["text"] for part in PROBE_PARTS], set[str]()
+        for role in ("system", "user", "assistant"):
+            alone, both = shown(role, PROBE_PARTS[:1]), shown(role, PROBE_PARTS)
+            if alone and alone == shown(role, texts[0]) and all(text in both for text in texts):
+                found.add(role)
+        return frozenset(found)
+
+    def _with_parts(self, message: Message) -> Message:
+        """Return a message with its text parts joined, unless the template takes parts.
+
+        Raises PromptError for other parts, which would be lost.
+        """
+        content: Any = message["content"]
+        native = message.get("role") in self._takes_parts
+        others = [part for part in content if not (isinstance(part, Mapping) and isinstance(part.get("text"), str))]
+        if not others and not (native and all(part.get("type") == "text" for part in content)):
+            return {**message, "content": "\n".join(part["text"] for part in content)}
+        if others and not native:
+            kind = others[0].get("type") if isinstance(others[0], Mapping) else others[0]
+            raise PromptError(f"messages: content of the type {kind!r:.40} can't be read; only text can.")
+        return message
 
     def _rendered(self, messages: list[Message], variables: Mapping[str, Any], open: bool) -> str:
         """Render messages. Agents send system messages anywhere, and several of a side; not all templates take these.
