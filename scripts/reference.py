@@ -15,6 +15,7 @@ from typing import Any, Union, get_args, get_origin
 import click
 
 import ovspec
+from ovspec.api.async_texts import AsyncTextStream
 from ovspec.cli import cli
 from ovspec.compat import gpt_fast
 from ovspec.engine.row import TextStream
@@ -50,17 +51,17 @@ def cli_reference() -> str:
 def python_reference() -> str:
     """Return signatures, docstrings and options of the public names."""
     parts = [
-        f"# Python\n\n{MADE}\nImport names from `ovspec`; `TextStream`, `TokenLogprob` and `Perplexity` are only "
-        "returned. Shapes of arrays are written in parentheses, such as (1, vocab). A prompt is a string, a list of "
-        "token ids, or chat messages: a dict with `role` and `content`, or a list of them.\n",
+        f"# Python\n\n{MADE}\nImport names from `ovspec`; `TextStream`, `AsyncTextStream`, `TokenLogprob` and "
+        "`Perplexity` are only returned. Shapes of arrays are written in parentheses, such as (1, vocab). A prompt is "
+        "a string, a list of token ids, or chat messages: a dict with `role` and `content`, or a list of them.\n",
         f"## load\n\n{signature('ovspec.load', ovspec.load)}\n\n{prose(ovspec.load, leave_out=LOAD)}\n",
         f"Options:\n\n{option_table(LOAD)}\n",
-        "## Options of generating calls\n\n`generate`, `stream` and `samples` of a model, and `generate` and `stream` "
-        f"of a session, take these as keywords.\n\n{option_table(GENERATE)}\n",
+        "## Options of generating calls\n\n`generate`, `stream`, `samples`, `agenerate` and `astream` of a model, and "
+        f"`generate` and `stream` of a session, take these as keywords.\n\n{option_table(GENERATE)}\n",
         "## SamplingParams\n\nThe sampling options in one object: those of the table above from `max_tokens` to "
         "`logprobs`.\n",
     ]
-    for kind in (ovspec.LanguageModel, ovspec.Session, TextStream, ovspec.Drafter):
+    for kind in (ovspec.LanguageModel, ovspec.Session, TextStream, AsyncTextStream, ovspec.Drafter):
         parts.append(f"## {kind.__name__}\n\n{prose(kind)}\n")
         for name, value in members(kind):
             head = "" if isinstance(value, property) else f"{signature(name, value)}\n\n"

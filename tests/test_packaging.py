@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import sysconfig
 import venv
 import zipfile
 from pathlib import Path
@@ -26,14 +28,46 @@ print(sorted({"torch", "transformers", "optimum", "nncf", "tokenizers", "ovspec_
     assert done.stdout.strip() == "[]"
 
 
+PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    subprocess.run([*PIP, "wheel", "--no-deps", "-w", str(folder), str(ROOT)], check=True)
+    [made] = folder.glob("ovspec-*.whl")
+    return made
+
+
 @pytest.mark.slow
-def test_the_wheel_generates_without_torch(tmp_path: Path, pair: Path) -> None:
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
-    subprocess.run([*pip, "wheel", "--no-deps", "-w", str(tmp_path), str(ROOT)], check=True)
-    [wheel] = tmp_path.glob("ovspec-*.whl")
+@pytest.mark.parametrize("checker", ["mypy", "pyright"])
+def test_type_checkers_read_the_wheel(tmp_path: Path, wheel: Path, checker: str) -> None:
+    """Installed as users have it, beside the dependencies that are installed here."""
+    pytest.importorskip(checker)
+    venv.create(tmp_path / "venv", with_pip=False)
+    python = tmp_path / "venv" / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+    subprocess.run([*PIP, "--python", str(python), "install", "--no-deps", str(wheel)], check=True)
+    where = [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    packages = Path(subprocess.run(where, capture_output=True, text=True, check=True).stdout.strip())
+    (packages / "dependencies.pth").write_text(f"{sysconfig.get_path('purelib')}\n", "utf-8")
+    shutil.copy(ROOT / "tests" / "support" / "typed_program.py", tmp_path)
+    if checker == "mypy":
+        options = ["--strict", "--no-incremental", f"--python-executable={python}"]
+    else:
+        options = [f"--pythonpath={python}"]
+        settings = {"typeCheckingMode": "strict", "reportUnnecessaryTypeIgnoreComment": True}
+        (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings), "utf-8")
+    command = [sys.executable, "-m", checker, *options, "typed_program.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_the_wheel_generates_without_torch(tmp_path: Path, pair: Path, wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.split("/")[0] for name in names if ".dist-info/" not in name}
     assert tops == {"ovspec", "ovspec_export"}
+    assert "ovspec/py.typed" in names
     assert not [name for name in names if name.endswith((".bin", ".xml", ".safetensors", "tokenizer.json"))]
 
     venv.create(tmp_path / "venv", with_pip=True)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import math
+import threading
+import weakref
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -10,16 +14,19 @@ from typing import Any, Unpack, overload
 
 import numpy as np
 
+from ovspec.api.async_texts import AsyncTextStream, Joining, finished_results
 from ovspec.api.session import Session
 from ovspec.api.verify import Verification, verify_result
-from ovspec.base.errors import OvspecError
+from ovspec.base.errors import InferenceError, OvspecError
 from ovspec.drafting.choice import DraftChoice
+from ovspec.drafting.drafter import DraftLimits
+from ovspec.engine.engine_thread import EngineThread
 from ovspec.engine.results import Piece, Result
 from ovspec.engine.row import Row, TextStream
-from ovspec.engine.runtime import Prompt, Runtime, is_batch
+from ovspec.engine.runtime import Prompt, Prompts, Runtime, is_batch
 from ovspec.engine.scoring import DEFAULT_CONTEXT, Perplexity, measure
 from ovspec.ir.memory import kv_bytes_per_token, recurrent_bytes
-from ovspec.params import GenerateOptions, Params, check_samples, refuse_retries
+from ovspec.params import UNSET, GenerateOptions, Params, refuse_retries
 from ovspec.params.option import takes
 from ovspec.setup.identity import compiled_properties
 
@@ -28,14 +35,40 @@ class LanguageModel:
     """A loaded model, with or without a draft; made by ``ovspec.load``.
 
     Threads may share it. Calls and sessions that run at the same time use separate inference requests, and each gives
-    the same text as it gives alone. A session or a stream may be used by only one thread at a time.
+    the same text as it gives alone. A session or a stream may be used by only one thread at a time. ``agenerate`` and
+    ``astream`` are for asyncio: their texts are one batch, which calls join and leave.
+
+    ``close``, or the end of a ``with`` statement, frees its memory.
     """
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime, self.folder, self.tokenizer = runtime, runtime.folder, runtime.tokenizer
         self.generation_config, self.target, self.draft = runtime.generation_config, runtime.target, runtime.draft
+        self._engine: EngineThread | None = None  # of ``agenerate`` and ``astream``
+        self._end_engine: weakref.finalize[Any, Any] | None = None  # ends it also when the model is dropped
+        self._lock = threading.Lock()  # held while the engine is started or taken away
+
+    def __enter__(self) -> LanguageModel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free the model's memory. It can't be used any more, nor can its sessions or models of ``with_drafters``.
+
+        Texts that are being generated in other threads or tasks end with an OvspecError.
+        """
+        with self._lock:
+            if self._engine and self._end_engine:
+                self._engine.give_up(InferenceError(f"{self.folder}: this model was closed; load it again."))
+                self._end_engine()
+                self._engine = self._end_engine = None
+            self.runtime.close()
 
     def __repr__(self) -> str:
+        if self.target.ir.opened is None:
+            return f"LanguageModel({str(self.folder)!r}, closed)"
         precision = compiled_properties(self.target).get("INFERENCE_PRECISION_HINT")
         settings = f"precision={precision!r}, device={self.target.ir.device!r}, engine={self.target.engine!r}"
         return f"LanguageModel({str(self.folder)!r}, {settings}, draft={str(self.runtime.choice or 'none')!r})"
@@ -56,7 +89,7 @@ class LanguageModel:
     # ------------------------------------------------------------ generating
 
     @overload
-    def generate(self, prompt: list[str] | list[list[int]], **options: Unpack[GenerateOptions]) -> list[Result]: ...
+    def generate(self, prompt: Prompts, **options: Unpack[GenerateOptions]) -> list[Result]: ...
     @overload
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Result: ...
     @takes(GenerateOptions)
@@ -74,29 +107,28 @@ class LanguageModel:
             TypeError: an unknown option.
         """
         texts = self._generate(prompt, self._single(options))
-        return [text for [text] in texts] if is_batch(prompt) else texts[0][0]
+        return [text for [text] in texts] if are_prompts(prompt) else texts[0][0]
 
     @overload
-    def samples(
-        self, prompt: list[str] | list[list[int]], **options: Unpack[GenerateOptions]
-    ) -> list[list[Result]]: ...
+    def samples(self, prompt: Prompts, **options: Unpack[GenerateOptions]) -> list[list[Result]]: ...
     @overload
     def samples(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> list[Result]: ...
     @takes(GenerateOptions)
     def samples(self, prompt: Any, **options: Unpack[GenerateOptions]) -> list[Result] | list[list[Result]]:
         """Return ``n`` continuations of ``prompt``, or of each of a list of prompts. Each prompt is read once.
 
+        Greedy continuations are all the same; they differ with a temperature or a sampler.
+
         Args:
             prompt, options: as for ``generate``.
 
         Raises:
-            OvspecError: as ``generate``; or ``n`` is above 1 with neither a temperature nor a sampler.
+            OvspecError: as ``generate``.
             TypeError: an unknown option.
         """
         params = self.runtime.params(options)
-        check_samples(params)
         texts = self._generate(prompt, params)
-        return texts if is_batch(prompt) else texts[0]
+        return texts if are_prompts(prompt) else texts[0]
 
     @takes(GenerateOptions)
     def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> TextStream:
@@ -117,6 +149,64 @@ class LanguageModel:
 
         return TextStream(pieces(), row)
 
+    # ------------------------------------------------------------ for asyncio
+
+    @overload
+    async def agenerate(self, prompt: Prompts, **options: Unpack[GenerateOptions]) -> list[Result]: ...
+    @overload
+    async def agenerate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Result: ...
+    @takes(GenerateOptions)
+    async def agenerate(self, prompt: Any, **options: Unpack[GenerateOptions]) -> Result | list[Result]:
+        """Continue ``prompt`` like ``generate``, in a thread that generates the texts of all such calls as one batch.
+
+        The texts are those of ``generate``. A call that is cancelled leaves the batch.
+
+        Args:
+            prompt, options: as for ``generate``, without ``batch_size``.
+
+        Raises:
+            OvspecError: as ``generate``; the inference failed, or a function of the caller's; the model was closed.
+        """
+        params, prompts = self._shared(options), prompt if are_prompts(prompt) else [prompt]
+        engine, rows = await asyncio.to_thread(self._join, prompts, params)
+        results = await finished_results(engine, rows)
+        for _ in range(params.retries):
+            again = await asyncio.to_thread(rows_again, engine.runtime, prompts, params, results)
+            for row in again.values():
+                row.limits = DraftLimits(None, params.lookahead)
+            for i, result in zip(again, await finished_results(engine, [*again.values()]), strict=True):
+                results[i] = result
+        return results if are_prompts(prompt) else results[0]
+
+    @takes(GenerateOptions)
+    def astream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> AsyncTextStream:
+        """Continue one prompt piece by piece: ``async for piece in lm.astream("def "): print(piece.text)``.
+
+        Arguments and errors are those of ``agenerate``.
+        """
+        params = self._shared(options)
+        refuse_retries(params, "a stream, whose text is seen before it ends")
+        return AsyncTextStream(functools.partial(self._join, [prompt], params))
+
+    def _shared(self, options: GenerateOptions) -> Params:
+        """Return the params of a call whose texts share a batch with others."""
+        params = self._single(options)
+        if params.batch_size != UNSET.batch_size:
+            raise OvspecError("`batch_size` is the same for all texts of `agenerate` and `astream`; leave it out.")
+        return params
+
+    def _join(self, prompts: Sequence[Any], params: Params) -> Joining:
+        """Return the engine's thread, which the first call starts, and a row for each prompt."""
+        with self._lock:
+            if not (engine := self._engine):
+                engine = EngineThread(self.runtime, UNSET.batch_size)
+                engine.start(prepare=False)
+                self._engine, self._end_engine = engine, weakref.finalize(self, engine.end)
+        rows = [row for each in prompts for row in engine.runtime.rows(each, params)]
+        for row in rows:
+            row.limits = DraftLimits(None, params.lookahead)
+        return engine, rows
+
     def _single(self, options: GenerateOptions) -> Params:
         params = self.runtime.params(options)
         if params.n != 1:
@@ -125,7 +215,7 @@ class LanguageModel:
 
     def _generate(self, prompt: Any, params: Params) -> list[list[Result]]:
         """Return the ``n`` results of each prompt."""
-        prompts = prompt if is_batch(prompt) else [prompt]
+        prompts = prompt if are_prompts(prompt) else [prompt]
         rows = [row for each in prompts for row in self.runtime.rows(each, params)]
         for _ in self.runtime.run(rows, params, len(rows)):
             pass
@@ -218,6 +308,11 @@ class LanguageModel:
                 decoding. A draft model among them must be the one that is loaded.
         """
         return LanguageModel(self.runtime.with_drafters(choice))
+
+
+def are_prompts(prompt: Any) -> bool:
+    """Return whether ``prompt`` is a list of prompts, possibly without any."""
+    return isinstance(prompt, list) and (not prompt or is_batch(prompt))
 
 
 def retried(runtime: Runtime, prompts: Sequence[Any], params: Params, results: list[Result]) -> None:

@@ -17,13 +17,12 @@ from ovspec.base.files import read_json, read_text
 from ovspec.cache.decoder import Decoder
 from ovspec.cache.sequence import Sequence
 from ovspec.drafting.drafter import RowStep
-from ovspec.engine.results import Origin, Provenance, Result
+from ovspec.engine.results import FUNCTIONS, Origin, Provenance, Result
 from ovspec.engine.row import Row
 from ovspec.engine.runtime import Runtime
 from ovspec.params import GENERATE, GenerateOptions, Params, make_params
 
 CHUNK = 128  # positions whose logits are held at a time
-FUNCTIONS = ("sampler", "logits_processors")  # options that no record can repeat
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ class StatefulDecoder:
         return self._request.inferences
 
     def reset(self, rows: int) -> None:
-        if not rows and self._slots.used > KEPT_SLOTS:
+        if not rows and self._slots.used > KEPT_SLOTS and self._ir.opened:
             self._give_memory_back()
         # With a u8 cache, which AUTO and HETERO also use, OpenVINO 2026.4 computes wrong logits for another number of
         # rows than before.

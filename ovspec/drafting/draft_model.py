@@ -6,7 +6,6 @@ import time
 
 import numpy as np
 
-from ovspec.base.errors import OvspecError
 from ovspec.cache.decoder import Reader, needed_width
 from ovspec.cache.prefill import PREFILL_ABOVE
 from ovspec.cache.sequence import catch_up, common_prefix
@@ -99,7 +98,8 @@ class Drafting:
     def extend(self, logits: np.ndarray) -> bool:
         """Add the guess from ``logits`` (vocab,) and the tokens forced after it, which cost no step.
 
-        Returns whether to continue; not if a constraint fails, which the target will find out for this row alone.
+        Returns whether to continue; not if a constraint or a user's function fails, which the target will find out for
+        this row alone.
         """
         sampler, began = self._row.sampler, time.thread_time()
         self._fed = self._end
@@ -114,7 +114,7 @@ class Drafting:
             for token in sampler.constraints.forced(text)[: self._budget - len(self.guesses)]:
                 self._add(Guess(token, 1.0, certain(token)))
             return len(self.guesses) < self._budget
-        except OvspecError:
+        except Exception:
             return False
         finally:
             self._row.constraint_seconds += time.thread_time() - began

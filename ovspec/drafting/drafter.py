@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ovspec.base.errors import OvspecError
 from ovspec.cache.sequence import Sequence
 from ovspec.drafting.lookahead import Lookahead
 from ovspec.drafting.proposal import NO_TOKENS, NOTHING, Proposal, shorten
@@ -50,7 +49,7 @@ class RowStep:
     wanted: int = 0  # the same and those of the proposal
     tokens: np.ndarray = field(default_factory=NO_TOKENS.copy)  # all committed: forced, accepted, the target's own
     accepted: int = 0  # how many proposed tokens were accepted
-    error: OvspecError | None = None  # why the text can't go on, if its constraints failed
+    error: Exception | None = None  # why the text can't go on, if its constraints failed
     constraint_seconds: float = 0.0  # processor time spent on guessing, forcing and choosing tokens
     # (n, vocab), for each committed token that wasn't forced, or all wanted ones if the sampler chose none; valid until
     # the next round.
@@ -67,12 +66,12 @@ class RowStep:
     def permitted(self, proposal: Proposal) -> Proposal:
         """Return ``proposal`` up to the first token that a constraint forbids, or up to the end of the text.
 
-        Nothing of it if a constraint fails, which the target will find out for this row alone.
+        Nothing of it if a constraint or a user's function fails, which the target will find out for this row alone.
         """
         began = time.thread_time()
         try:
             return shorten(proposal, self.sampler.constraints.permitted(self.sequence.tokens, proposal.tokens))
-        except OvspecError:
+        except Exception:
             return NOTHING
         finally:
             self.constraint_seconds += time.thread_time() - began

@@ -84,7 +84,7 @@ class EngineThread:
     ) -> None:
         self.runtime = runtime
         # Called in the engine's thread after each round with its pieces and the proposals that it judged.
-        self.on_round: Callable[[list[tuple[int, Piece]], list[tuple[Proposal, int]]], None] = lambda *_: None
+        self.on_round: Callable[[list[tuple[int, Piece]], list[tuple[Proposal, int]]], object] = lambda *_: None
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         # The scheduler's number of each row that hasn't ended -> its job, and its index there.
         self._jobs: dict[int, tuple[Job, int]] = {}
@@ -128,7 +128,11 @@ class EngineThread:
             for tensors in runtime.tensors.values():
                 tensors.limit(self.most_tokens)
         limits = BatchLimits(
-            self._rows, self.most_tokens, self._prefill_budget, fail_alone=True, constraint_seconds=CONSTRAINT_SECONDS
+            self._rows,
+            self.most_tokens,
+            self._prefill_budget,
+            fail_alone=(Exception,),
+            constraint_seconds=CONSTRAINT_SECONDS,
         )
         self._scheduler = Scheduler(self._decoders.target, self._drafter, self._lookahead, (), limits)
         self._thread.start()
@@ -267,7 +271,7 @@ class EngineThread:
             job.started = True
             row = job.rows[index]
             if row.error:
-                failed[job] = row.error
+                failed[job] = row.error if isinstance(row.error, OvspecError) else failure(row.error)
             if row.finish_reason:
                 del self._jobs[number]
                 if self._lookup_tokens and not row.error:
@@ -307,7 +311,9 @@ class EngineThread:
 def failure(error: BaseException) -> InferenceError:
     """Return what clients are told of an error that isn't theirs."""
     told = str(error) if isinstance(error, OvspecError) else f"The inference failed ({type(error).__name__}: {error})."
-    return InferenceError(told)
+    found = InferenceError(told)
+    found.__cause__ = error
+    return found
 
 
 def moving(irs: list[CompiledIR]) -> Generator[None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -12,6 +12,7 @@ from ovspec.params import Params
 from ovspec.sampling.logprobs import TokenLogprob
 from ovspec.text.answer import ToolCall
 
+FUNCTIONS = ("sampler", "logits_processors")  # options that no record can repeat
 FinishReason = Literal["stop", "length", "eos", "cancelled"]
 
 
@@ -142,6 +143,16 @@ class Provenance:
     origin: Origin
     model: Callable[[], dict[str, Any]]
     healed_ids: list[int] = field(default_factory=list)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is pickled: functions and classes, which other processes may not have, as in JSON records."""
+        named: dict[str, Any] = {name: repr(each) for name in FUNCTIONS if (each := getattr(self.params, name))}
+        if as_json := getattr(self.params.json_schema, "model_json_schema", None):
+            named["json_schema"] = as_json()
+        return {**vars(self), "params": replace(self.params, **named), "model": self.model()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, model=lambda: state["model"])
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ovspec.base.errors import InferenceError, OvspecError
+from ovspec.base.errors import InferenceError
 from ovspec.cache.decoder import Decoder, needed_width
 from ovspec.cache.prefill import PREFILL_ABOVE, prefill_chunks
 from ovspec.cache.sequence import catch_up
@@ -73,13 +73,13 @@ def run_round(
 
 
 def attempt(step: Callable[..., None], row: RowStep, *arguments: Any) -> None:
-    """Run a step of a row; if its constraints fail, the row has ended, and the others go on."""
+    """Run a step of a row; if its constraints or a user's function fail, the row has ended, and the others go on."""
     began = time.thread_time()  # what other threads do meanwhile is not the row's fault
     try:
         step(row, *arguments)
     except InferenceError:
         raise
-    except OvspecError as error:
+    except Exception as error:
         row.error, row.ended, row.proposal, row.accepted = error, True, NOTHING, 0
     row.constraint_seconds += time.thread_time() - began
 

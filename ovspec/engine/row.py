@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 
-from ovspec.base.errors import OvspecError
 from ovspec.cache.sequence import Sequence
 from ovspec.drafting.drafter import ANYTHING, DraftLimits, RowStep
 from ovspec.engine.results import FinishReason, Piece, Provenance, Result, Stats
@@ -105,7 +104,7 @@ class Row:
         self.limits = ANYTHING  # of what is proposed
         # Whether the text ends before its first token, when its prompt is in the KV cache.
         self.only_reads = params.max_tokens == 0
-        self.error: OvspecError | None = None  # why the text couldn't go on; its finish reason is then "cancelled"
+        self.error: Exception | None = None  # why the text couldn't go on; its finish reason is then "cancelled"
         self.sequence, self.sampler, self.stats, self.healing = sequence, sampler, stats, healing
         self.text, self.thinking, self._reader = "", "", reader
         self.token_ids: list[int] = []

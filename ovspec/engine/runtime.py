@@ -54,6 +54,7 @@ from ovspec.text.vocabulary import KnownIds
 
 # A text, token ids, chat messages for the model's chat template, or what is around the text.
 Prompt = str | list[int] | np.ndarray | list[Message] | Message | Infill
+Prompts = list[str] | list[list[int]] | list[np.ndarray] | list[list[Message]]
 Variables = Mapping[str, Any]  # of the chat template
 PLAIN = Lookahead(0)  # proposes nothing, and keeps constraints from forcing tokens
 UNPLACED = Origin()
@@ -82,6 +83,7 @@ class DecoderPool:
     def __init__(self, make: Callable[[], Decoders]) -> None:
         self._make = make
         self._idle: list[tuple[float, Decoders]] = []  # with the time since when; the longest idle first
+        self._closed = False
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -103,7 +105,14 @@ class DecoderPool:
         now = time.monotonic()
         with self._lock:
             self._idle = [(since, idle) for since, idle in self._idle if now - since < KEPT_IDLE]
-            self._idle.append((now, decoders))
+            if not self._closed:
+                self._idle.append((now, decoders))
+
+    def close(self) -> None:
+        """Drop the idle sets, and those that are given back from now on."""
+        with self._lock:
+            self._closed = True
+            self._idle.clear()
 
     def learned_costs(self, sampled: bool) -> tuple[Costs, Costs] | None:
         """Return the costs of verifying and of a draft step that an idle set's auto lookahead has learned, if any."""
@@ -163,6 +172,15 @@ class Runtime:
         other.choice, other.draft = choice, self.draft if choice and choice.model else None
         other.pool = DecoderPool(other._make_decoders)
         return other
+
+    def close(self) -> None:
+        """Free the compiled models, for all that share them; inferences raise InferenceError from now on."""
+        with contextlib.suppress(OvspecError, OSError):
+            _ = self.identity  # which records of texts need later
+        for ir in self.irs():
+            ir.opened = None
+        self.pool.close()
+        self.tensors.clear()
 
     def fork(self, decoders: Decoders) -> Decoders:
         """Return other decoders that continue from what ``decoders`` hold."""
@@ -481,7 +499,7 @@ class Runtime:
             drafter, lookahead = self.drafting(params, decoders)
             most = params.batch_size
             room = math.inf if count == 1 else token_room(self.irs(drafter is not None), most, self.spare)
-            limits = BatchLimits(1 if count == 1 else most, room, fail_alone=fail_alone)
+            limits = BatchLimits(1 if count == 1 else most, room, fail_alone=(OvspecError,) if fail_alone else ())
             yield from run_rows(Scheduler(decoders.target, drafter, lookahead, rows, limits))
         finally:
             self.pool.give_back(decoders)

@@ -45,7 +45,7 @@ class BatchLimits:
     rows: int = 1
     tokens: float = math.inf  # that the rows may grow to together
     prefill_budget: PrefillBudget | None = None  # how much of the prompts a round reads, if rows must not wait long
-    fail_alone: bool = False  # whether a row whose constraints fail ends by itself, instead of failing the whole round
+    fail_alone: tuple[type[Exception], ...] = ()  # errors of a row's constraints that end it alone, not the whole round
     constraint_seconds: float = math.inf  # of a row's steps slower than ``SLOW_STEP``, after which its constraints fail
 
 
@@ -146,8 +146,9 @@ class Scheduler:
         steps = [active.row.row_step() for active in self._batch]
         try:
             self.outcome = run_round(self._target, self._drafter, self._lookahead, steps, self._limits.prefill_budget)
-            if not self._limits.fail_alone and (error := next((step.error for step in steps if step.error), None)):
-                raise error
+            for step in steps:
+                if step.error and not isinstance(step.error, self._limits.fail_alone):
+                    raise step.error
         except BaseException:
             for step in steps:  # undo what the failed round committed
                 step.sequence.rewind(len(step.sequence) - len(step.tokens))

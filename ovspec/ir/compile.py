@@ -14,7 +14,7 @@ import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
-from ovspec.base.errors import OvspecError
+from ovspec.base.errors import InferenceError, OvspecError
 from ovspec.ir.config import MODEL_FILE, ModelConfig, model_config
 from ovspec.ir.crashes import without_crash
 from ovspec.ir.device import DeviceOptions, check_device, compile_properties, core
@@ -59,7 +59,7 @@ class CompiledIR:
     """A language model compiled by OpenVINO, with its inputs and states. ``Request`` runs it."""
 
     folder: Path
-    compiled: ov.CompiledModel
+    opened: ov.CompiledModel | None  # None from when it is closed
     device: str
     states: list[State]
     config: ModelConfig
@@ -69,6 +69,13 @@ class CompiledIR:
     ids: np.ndarray | None  # as in ``Graph``
     properties: dict[str, str]  # that it was compiled with
     large_pages: LargePages  # moves its weights into large pages
+
+    @property
+    def compiled(self) -> ov.CompiledModel:
+        """OpenVINO's model; raises InferenceError if it was closed."""
+        if self.opened is None:
+            raise InferenceError(f"{self.folder}: this model was closed; load it again.")
+        return self.opened
 
     @property
     def kv_states(self) -> list[State]:

@@ -18,7 +18,7 @@ class Request:
 
     def __init__(self, ir: CompiledIR, inputs: Sequence[str]) -> None:
         self.seconds, self.inferences = 0.0, 0
-        self._compiled, self._folder = ir.compiled, ir.folder
+        self._ir = ir
         self._picks_logits, self._large_pages = ir.picks_logits, ir.large_pages
         self._outputs, self._logits = ir.outputs, ir.outputs["logits"]
         self._inputs = [ir.inputs.get(name) for name in inputs]
@@ -26,7 +26,7 @@ class Request:
 
     def renew(self) -> None:
         """Replace the OpenVINO request with a new one."""
-        self.raw = self._compiled.create_infer_request()
+        self.raw = self._ir.compiled.create_infer_request()
         self._bound: dict[int, np.ndarray] = {}  # input index -> the array that the request reads it from
 
     def infer(self, arrays: Sequence[np.ndarray], logits_idx: np.ndarray) -> np.ndarray:
@@ -34,8 +34,13 @@ class Request:
 
         ``arrays`` are in the order of the names in ``inputs``. An array that is the same as last time is not bound
         again: binding costs more than writing into an array that is already bound.
+
+        Raises:
+            InferenceError: the logits are not numbers, or the model was closed.
         """
         request, bound = self.raw, self._bound
+        if self._ir.opened is None:
+            _ = self._ir.compiled  # which raises
         for index, array in zip(self._inputs, arrays, strict=True):
             if index is not None and bound.get(index) is not array:
                 request.set_input_tensor(index, ov.Tensor(array, shared_memory=True))
@@ -59,7 +64,7 @@ class Request:
         logits = request.get_output_tensor(self._logits).data
         logits = logits[0] if self._picks_logits else logits.reshape(-1, logits.shape[-1])[logits_idx]
         if not np.isfinite(logits.max()):  # NaN if any of them is
-            raise InferenceError(f"{self._folder}: the model's logits are not numbers here; try `precision='f32'`.")
+            raise InferenceError(f"{self._ir.folder}: the model's logits are not numbers here; try `precision='f32'`.")
         return logits
 
     def output(self, name: str) -> np.ndarray:

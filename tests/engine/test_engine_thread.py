@@ -193,7 +193,7 @@ def test_giving_up_ends_what_is_yet_to_come(engine: EngineThread) -> None:
     engine.do(tasks[1])
     engine.end()
     last = Asked(engine, PROMPTS[2])
-    assert {str(each.result()) for each in (running, later, last)} == {"The end."}
+    assert {str(each.result(10)) for each in (running, later, last)} == {"The end."}
     assert {str(each.future.exception(60)) for each in tasks} == {"The end."}
 
 

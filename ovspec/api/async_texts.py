@@ -1,0 +1,93 @@
+"""Texts for asyncio: tasks of any event loop wait for them while a model's engine thread generates them together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
+
+from ovspec.base.errors import OvspecError
+from ovspec.engine.engine_thread import EngineThread, Job
+from ovspec.engine.results import Piece, Result
+from ovspec.engine.row import Row
+
+Joining = tuple[EngineThread, list[Row]]  # rows, and the thread whose batch they join
+
+
+class AsyncTextStream:
+    """A text as it is generated; iterate over it once with ``async for`` to get a ``Piece`` for each round.
+
+    Its prompt is read from the first piece on. A task that is cancelled, and ``aclose``, end the text.
+    """
+
+    def __init__(self, join: Callable[[], Joining]) -> None:
+        self._finished: list[Row] = []
+        self._pieces = pieces_of(join, self._finished)
+
+    def __aiter__(self) -> AsyncIterator[Piece]:
+        return self._pieces
+
+    async def aclose(self) -> None:
+        """End the text here."""
+        await self._pieces.aclose()
+
+    async def result(self) -> Result:
+        """Return the whole text and its statistics; generate first what is still missing.
+
+        Raises OvspecError if the stream was closed, or failed, before the text was finished.
+        """
+        async for _ in self._pieces:
+            pass
+        if not self._finished:
+            raise OvspecError("The stream ended before its text was finished; ask for it again.")
+        return await asyncio.to_thread(self._finished[0].result)
+
+
+async def pieces_of(join: Callable[[], Joining], finished: list[Row]) -> AsyncGenerator[Piece]:
+    """Generate the row that ``join`` returns; add it to ``finished`` at its end.
+
+    A function of its own, so that a stream that nobody iterates over any more is closed at once.
+    """
+    engine, [row] = await asyncio.to_thread(join)
+    async with aclosing(generated(engine, [row])) as rounds:
+        async for pieces in rounds:
+            for _, piece in pieces:
+                if piece.finish_reason:
+                    finished.append(row)
+                yield piece
+
+
+async def finished_results(engine: EngineThread, rows: list[Row]) -> list[Result]:
+    """Generate rows whose pieces nobody waits for; return their results."""
+    async with aclosing(generated(engine, rows)) as rounds:
+        async for _ in rounds:
+            pass
+    return await asyncio.to_thread(lambda: [row.result() for row in rows])  # which may judge them for seconds
+
+
+async def generated(engine: EngineThread, rows: list[Row]) -> AsyncGenerator[list[tuple[int, Piece]]]:
+    """Have the engine generate rows; yield each round's list of (index of the row, piece).
+
+    Rows that haven't ended leave the batch when the generator is closed or its task is cancelled.
+    """
+    loop, events = asyncio.get_running_loop(), asyncio.Queue[list[tuple[int, Piece]] | OvspecError]()
+
+    def deliver(found: list[tuple[int, Piece]] | OvspecError) -> None:
+        try:
+            loop.call_soon_threadsafe(events.put_nowait, found)
+        except RuntimeError:  # the loop was closed, so nobody waits
+            engine.cancel(job)
+
+    job, left = Job(rows, deliver), len(rows)
+    engine.submit(job)
+    try:
+        while left:
+            found = await events.get()
+            if isinstance(found, OvspecError):
+                left = 0
+                raise found
+            left -= sum(piece.finish_reason is not None for _, piece in found)
+            yield found
+    finally:
+        if left:
+            engine.cancel(job)
