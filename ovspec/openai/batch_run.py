@@ -17,7 +17,7 @@ from ovspec.engine.row import Row
 from ovspec.openai.answers import head_of, record_of, tops_of, whole
 from ovspec.openai.batch_requests import BatchRequest
 from ovspec.openai.logprobs import SILENT, Echo, at_once, echo_of, prompt_logprobs
-from ovspec.params import GenerateOptions, Params, check_samples
+from ovspec.params import GenerateOptions, Params
 
 # Of an answer, because they depend on more than the request.
 NOT_KEPT: Any = {"usage": {"completion_tokens_details"}}
@@ -75,7 +75,6 @@ class BatchRun(Iterator[Row]):
         if request.error:
             raise OvspecError(request.error)
         params = self._params(request)
-        check_samples(params)
         return [row for prompt in request.asked.prompts for row in self._lm.runtime.rows(prompt, params)]
 
     def _params(self, request: BatchRequest) -> Params:

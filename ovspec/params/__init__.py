@@ -151,7 +151,7 @@ class SamplingOptions(TypedDict, total=False):
     ]
     n: Annotated[
         int,
-        "Number of texts for each prompt; above 1 needs a temperature.",
+        "Number of texts for each prompt; greedy ones are all the same.",
         Option(1, TEXTS, flags=("--samples",), commands=("generate", "batch"), aliases=("n_cmpl",)),
     ]
     logprobs: Annotated[

@@ -23,7 +23,7 @@ from ovspec.openai.errors import Failure
 from ovspec.openai.logprobs import SILENT, Echo, echo_of, prompt_logprobs
 from ovspec.openai.requests import TextRequest, texts_asked
 from ovspec.openai.streams import Events, Writer
-from ovspec.params import GRAMMARS, Params, check_samples, refuse_retries
+from ovspec.params import GRAMMARS, Params, refuse_retries
 from ovspec.sampling.logprobs import TokenLogprob
 from ovspec.server.admission import Service, Work, unless_gone
 from ovspec.server.errors import ApiError, about_prompt, as_api_error, failure_of, too_long
@@ -104,7 +104,6 @@ class TextEndpoints:
     def _texts(self, api: TextApi, request: TextRequest, owner: int | None, began: float) -> PieceStream:
         """Return a request's texts. May take long: grammars are compiled."""
         params = self._service.params(request)
-        check_samples(params)
         if request.stream:
             refuse_retries(params, "a stream, whose text is seen before it ends")
         limits = self._service.limits(request, params)

@@ -112,6 +112,8 @@ def test_several_texts_of_several_prompts(client: Any, lm: ovspec.LanguageModel)
     for chunk in client.completions.create(model="demo", prompt=PROMPTS[:2], stream=True, **options):
         texts[chunk.choices[0].index] += chunk.choices[0].text
     assert list(texts.values()) == alone
+    greedy = client.completions.create(model="demo", prompt=PROMPTS[0], n=2, max_tokens=12)
+    assert [choice.text for choice in greedy.choices] == [lm.generate(PROMPTS[0], max_tokens=12).text] * 2
 
 
 def test_the_prompt_is_repeated(client: Any, lm: ovspec.LanguageModel) -> None:

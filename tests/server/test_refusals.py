@@ -53,7 +53,6 @@ WRONG: list[tuple[str, Any, str, str | None]] = [
     ("/v1/completions", {**TEXT, "stop_token_ids": [-1]}, "`stop_token_ids`: token id -1", "stop_token_ids"),
     ("/v1/completions", {**TEXT, "logit_bias": {"5": "x"}}, "must map token ids to numbers", "logit_bias"),
     ("/v1/completions", {**TEXT, "temperature": -1}, "temperature", "temperature"),
-    ("/v1/completions", {**TEXT, "n": 3}, "greedy", "n"),
     ("/v1/completions", {**TEXT, "n": 200, "temperature": 1.0}, "asks for 200 texts", "n"),
     ("/v1/completions", {**TEXT, "logprobs": -1}, "logprobs", "logprobs"),
     ("/v1/completions", {**TEXT, "regex": "("}, "regex", "regex"),
