@@ -237,9 +237,9 @@ class ChatFormat:
         """
         content: Any = message["content"]
         native = message.get("role") in self._takes_parts
-        others = [part for part in content if not (isinstance(part, Mapping) and isinstance(part.get("text"), str))]
+        others = [part for part in content if not is_text(part)]
         if not others and not (native and all(part.get("type") == "text" for part in content)):
-            return {**message, "content": "\n".join(part["text"] for part in content)}
+            return {**message, "content": joined(content)}
         if others and not native:
             kind = others[0].get("type") if isinstance(others[0], Mapping) else others[0]
             raise PromptError(f"messages: content of the type {kind!r:.40} can't be read; only text can.")
@@ -316,15 +316,25 @@ def shows_calls(sample: str, format: ToolFormat, parts: list[list[tuple[str, Any
     return any(all(format.written(calls, way) in sample for calls in parts) for way in ways)
 
 
+def is_text(part: Any) -> bool:
+    """Return whether a part of a message's content is a text."""
+    return isinstance(part, Mapping) and isinstance(part.get("text"), str)
+
+
+def joined(content: Any) -> Any:
+    """Return content whose parts are all texts as one text, other content as it is."""
+    if isinstance(content, list) and all(map(is_text, content)):
+        return "\n".join(part["text"] for part in content)
+    return content
+
+
 def with_objects(message: Message) -> Message:
     """Return a message with text as its content, and the arguments of its calls as objects where they are.
 
     Raises:
         PromptError: it isn't such a message.
     """
-    role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls") or ()
-    if isinstance(content, list) and all(isinstance(part, Mapping) and "text" in part for part in content):
-        content = "\n".join(part["text"] for part in content)
+    role, content, calls = message.get("role"), joined(message.get("content")), message.get("tool_calls") or ()
     if not isinstance(role, str) or not isinstance(content if content is not None or not calls else "", str):
         raise PromptError(
             f"In a chat with tools each message needs a role, and a text as content, not {message!r:.80}."
@@ -375,9 +385,7 @@ def begun_answer(messages: Sequence[Message]) -> str | None:
     last = messages[-1] if messages else {}
     if last.get("role") != "assistant" or last.get("tool_calls"):
         return None
-    content = last.get("content")
-    if isinstance(content, list) and all(isinstance(part, Mapping) and "text" in part for part in content):
-        content = "\n".join(part["text"] for part in content)
+    content = joined(last.get("content"))
     if not isinstance(content, str) or (not content and last.get("reasoning_content")):
         return None
     return content

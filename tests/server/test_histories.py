@@ -15,13 +15,13 @@ import pytest
 from servers import DEMO, Running
 
 import ovspec
+from ovspec.engine.engine_thread import EngineThread
 from ovspec.openai.batch_requests import read_request
 from ovspec.openai.batch_run import BatchRun
 from ovspec.params import make_params
 from ovspec.params.serving import ServeParams
 from ovspec.server.admission import Service
 from ovspec.server.app import make_app
-from ovspec.server.engine_thread import EngineThread
 from ovspec.server.guard import HEADER, Guard
 
 APIS = ("chat", "responses", "messages", "batch")
@@ -170,7 +170,7 @@ class Served:
     """A model, asked through the app of a server without a socket, and by batches."""
 
     def __init__(self, lm: ovspec.LanguageModel) -> None:
-        self.lm, self.engine = lm, EngineThread(lm, rows=2)
+        self.lm, self.engine = lm, EngineThread(lm.runtime, rows=2)
         self.engine.start()
         service = Service(lm, self.engine, ["demo"], ServeParams())
         self._app: Any = Guard(make_app(service), [], True, lambda *_: None)
