@@ -15,7 +15,7 @@ from ovspec.base.files import read_text
 from ovspec.base.progress import step
 from ovspec.cli import in_flags
 from ovspec.drafting.choice import EXPORTED, DraftChoice, names_drafters, parse_draft
-from ovspec.params import GENERATE, GRAMMARS, RECOMMENDED, check_samples, make_params
+from ovspec.params import GENERATE, GRAMMARS, RECOMMENDED, make_params
 from ovspec.params.loading import LOAD, RUNTIME
 from ovspec.params.option import LARGEST, Option, alternatives, choices_of, is_repeatable
 
@@ -208,7 +208,6 @@ def split_options(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any
     loading = {name: value for name, value in given.items() if name not in GENERATE}
     try:
         params = make_params(options)  # type: ignore[arg-type]
-        check_samples(params)
     except OvspecError as error:
         raise click.UsageError(in_flags(error)) from None
     refuse(params.accept == "rejection" and not params.temperature, "--accept rejection needs a --temperature above 0.")

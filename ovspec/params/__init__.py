@@ -512,12 +512,6 @@ def check_option(name: str, value: Any) -> None:
         check(name, value, *GENERATE[name])
 
 
-def check_samples(params: Params) -> None:
-    """Raise OvspecError for several texts that would all be the same."""
-    if params.n > 1 and not params.sampled:
-        raise OvspecError(f"`n` is {params.n}, but greedy texts are all the same; give a `temperature`.")
-
-
 def refuse_retries(params: Params, what: str) -> None:
     """Raise OvspecError if ``params`` ask for retries, which ``what`` can't have."""
     if params.retries:
