@@ -20,8 +20,9 @@ from ovspec.base.errors import UnavailableError
 
 MOST = 4  # processes of a kind, so that a request that takes long doesn't hold up all others
 STARTING = 60.0  # seconds that a process may take to start
-MOST_DEATHS = 6  # processes that may die before a request fails
-MOST_CRASHES = 2  # of these, in which it seems to be the request's fault
+# A request fails when the deaths of its processes count this much. The more likely it is at fault, the more they do.
+MOST_DEATHS = 30
+CRASHED, KILLED, NOT_STARTED = 15, 5, 1
 # Exit codes of a process that crashed, rather than being killed by the system or by somebody.
 CRASHES = {-getattr(signal, name, 0) for name in ("SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV", "SIGTRAP")}
 PATIENCE = 6  # a request may wait this many times its limit of computing time, because the machine may be busy
@@ -34,11 +35,11 @@ class Stopped(Exception):
 
 
 class Died(Exception):
-    """A process has ended without an answer; the message says how, ``crashed`` whether through the request's fault."""
+    """A process has ended without an answer; the message says how, and ``counts`` is one of the numbers above."""
 
-    def __init__(self, how: str, crashed: bool = False) -> None:
+    def __init__(self, how: str, counts: int = KILLED) -> None:
         super().__init__(how)
-        self.crashed = crashed
+        self.counts = counts
 
 
 class Process(psutil.Popen):
@@ -53,8 +54,10 @@ class Process(psutil.Popen):
 
     def death(self) -> Died:
         """Return how this process, which has ended, did so."""
+        if not self.ready:
+            return Died("did not start", NOT_STARTED)
         crashed = self.returncode >= 0 or self.returncode in CRASHES
-        return Died("was killed", crashed) if self.ready else Died("did not start")
+        return Died("ended without an answer", CRASHED) if crashed else Died("was killed")
 
     def used(self) -> tuple[float, int]:
         """Return the seconds of computing and the bytes of memory that it has used; zeros if it has just ended."""
@@ -90,13 +93,13 @@ class Worker:
         """
         deaths = list[Died]()
         with self._free:
-            while len(deaths) < MOST_DEATHS:
+            while sum(death.counts for death in deaths) < MOST_DEATHS:
                 try:
                     return self._ask(request)
                 except Died as death:
                     deaths.append(death)
-                if sum(death.crashed for death in deaths) == MOST_CRASHES:
-                    raise Stopped("ended without an answer")
+        if sum(death.counts for death in deaths if death.counts == CRASHED) >= MOST_DEATHS:
+            raise Stopped("ended without an answer")
         times = f"{deaths[-1]}, {len(deaths)} times"
         raise UnavailableError(f"The process that {self.does} {times}; see that memory is free, and try again.")
 
@@ -173,7 +176,7 @@ class Worker:
                 env={name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
             )
         except (OSError, psutil.Error) as error:
-            raise Died(f"could not be started ({error})") from None
+            raise Died(f"could not be started ({error})", NOT_STARTED) from None
 
     def stop(self) -> None:
         """Stop the idle processes; the next request starts another one."""
