@@ -53,9 +53,9 @@ def requests_to(number: int) -> list[tuple[str, Any]]:
 
 
 @pytest.mark.skipif(psutil.WINDOWS, reason="kills as on POSIX systems")
-@pytest.mark.parametrize(("clients", "kills"), [(2, 2), pytest.param(4, 30, marks=pytest.mark.slow)])
-def test_kills_under_load(server: Running, clients: int, kills: int) -> None:
-    """No request fails, whether its process is killed while it is idle, starts, or answers."""
+@pytest.mark.slow
+def test_kills_under_load(server: Running, clients: int = 4, kills: int = 30) -> None:
+    """No request fails, whether its process is killed while it is idle, starts, or answers (see test_sandbox.py)."""
     chance, numbers, over = random.Random(kills), itertools.count(1), threading.Event()
     statuses = list[tuple[int, str]]()
 
