@@ -126,7 +126,8 @@ def chat_template(folder: Path, given: str | None = None, bos: str = "") -> Chat
     source = found.get("default")
     if not source and found:
         names = ", ".join(sorted(found))
-        raise OvspecError(f"{folder}: of its chat templates ({names}) none is the default; name it as `chat_template`.")
+        told = f"{folder}: of its chat templates ({names}) none is the default; name one as `chat_template`."
+        raise OvspecError(told)
     if not source:
         instead = "give plain text, not chat messages, or a `chat_template`"
         raise OvspecError(f"{folder}: this model has no chat template; {instead}.")

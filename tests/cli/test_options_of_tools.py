@@ -178,6 +178,7 @@ TO_COMPRESSION = {
     "samples": ("--samples", "7", 7),
 }
 TO_EXPORT = {
+    "chat_template": ("--chat-template", "chatml", "chatml"),
     "draft_layers": ("--draft-layers", "2", 2),
     "evaluate": ("--evaluate", "notes.txt", Path("notes.txt")),
     "overwrite": ("--overwrite", None, True),

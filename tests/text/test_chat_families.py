@@ -136,7 +136,7 @@ def test_the_template_of_several_is_that_of_hugging_face(tokenizer: Any, tmp_pat
         entries["chat_template"] = NAMED["default"]
     theirs = saved(tokenizer, tmp_path, **entries)
     if how == "only in the folder":
-        with pytest.raises(OvspecError, match=r"of its chat templates \(rag, tool_use\) none is the default; save one"):
+        with pytest.raises(OvspecError, match=r"of its chat templates \(rag, tool_use\) none is the default; name one"):
             chat_template(tmp_path)
         with pytest.raises(ValueError, match="no default"):
             theirs.apply_chat_template(MESSAGES)
