@@ -37,7 +37,7 @@ from ovspec.ir.device import DeviceOptions, default_cache_dir, native_precisions
 from ovspec.ir.instruction_set import instruction_set
 from ovspec.setup.engine_choice import compile_paged
 
-pytest_plugins = ["durations", "guardian", "limits", "servers"]
+pytest_plugins = ["compiling", "durations", "guardian", "limits", "servers"]
 pytest_plugins += ["scheduling"] if find_spec("xdist") else []
 ROOT = Path(__file__).resolve().parent.parent
 USERS_CACHE = default_cache_dir()  # holds the overlays for exports; most tests use another

@@ -264,6 +264,7 @@ def test_closing_ends_what_runs(loaded: ovspec.LanguageModel) -> None:
     assert "closed" in repr(loaded)
 
 
+@pytest.mark.usefixtures("compiled_anew")
 def test_closing_frees_the_model(loaded: ovspec.LanguageModel, load: Load) -> None:
     """What it has generated stays: it can be pickled, and verified by another model."""
     with loaded as lm:

@@ -55,6 +55,7 @@ def test_memory_is_moved_and_stays_the_same() -> None:
     assert huge_megabytes() >= before + 14
 
 
+@pytest.mark.usefixtures("compiled_anew")
 def test_texts_stay_the_same(pair: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lm = ovspec.load(pair, True, precision="f32", cache_dir=cache_dir)
     expected = lm.generate(PROMPTS[0], max_tokens=20, lookahead=3)
@@ -133,6 +134,7 @@ def test_pages_move_only_while_nothing_is_computed(monkeypatch: pytest.MonkeyPat
     assert sorted(asked) == list(range(0, 60 * PAGE, PAGE)), "each page once"
 
 
+@pytest.mark.usefixtures("compiled_anew")
 def test_only_a_process_with_much_to_do_moves_them(
     pair: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

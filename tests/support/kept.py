@@ -19,7 +19,8 @@ from filelock import FileLock
 # What models are made of. In a copy with a bug in it (scripts/planted.py), these are the sources without the bug.
 SOURCES = Path(os.environ.get("OVSPEC_TESTS_SOURCES", ROOT))
 PLACE = SOURCES / ".cache" / "test-models"
-PLUGINS = ("durations", "guardian", "limits", "places", "scheduling", "servers")  # of tests/support, make no model
+# Plugins in tests/support, which make no model.
+PLUGINS = ("compiling", "durations", "guardian", "limits", "places", "scheduling", "servers")
 UNUSED = ("cli", "integrations", "openai", "server")  # folders of ovspec that no export imports
 Make = Callable[[Path], Any]
 
