@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ovspec.base.errors import OvspecError, PromptError, UnavailableError
+from ovspec.base.errors import PromptError
 from ovspec.base.surrogates import without_halves
 from ovspec.text.answer import find_thinking
-from ovspec.text.chat_template import ChatTemplate, Message
+from ovspec.text.chat_template import ChatTemplate, Message, TemplateError
 from ovspec.text.tool_formats import BY_NAME, FORMATS
 from ovspec.text.tool_formats.generic import GENERIC
 from ovspec.text.tool_formats.layout import (
@@ -193,7 +193,7 @@ class ChatFormat:
             given[format.tools_variable] = list(tools)
             try:
                 return self._rendered(messages, given, open)
-            except OvspecError:
+            except TemplateError:
                 given[format.tools_variable] = [*map(completed, tools)]
         elif tools:
             messages = with_system(messages, described(format, tools), self.takes_system)
@@ -204,7 +204,7 @@ class ChatFormat:
         *before, last = messages
         if not (text := begun_answer([last])):
             return self.prompt(before, *more)
-        with contextlib.suppress(OvspecError):
+        with contextlib.suppress(TemplateError):
             whole = self.prompt([*before, {**last, "content": text + MARK}], *more, open=False)
             begun, mark, _ = whole.rpartition(MARK)
             if mark:  # what the template writes before an answer's text, such as a header
@@ -257,12 +257,12 @@ class ChatFormat:
             messages = with_one_system(messages, self.takes_system)
         try:
             return self.template.render(messages, open, variables)
-        except OvspecError:
+        except TemplateError:
             tried = [messages]
             for joined in (with_turns, with_users_in_results) if plain else ():
                 tried.append(joined(tried[-1]))
                 if tried[-1] != tried[-2]:
-                    with contextlib.suppress(OvspecError):  # the first error is about what was given
+                    with contextlib.suppress(TemplateError):  # the first error is about what was given
                         return self.template.render(tried[-1], open, variables)
             raise
 
@@ -304,9 +304,7 @@ def rendered(template: ChatTemplate, messages: list[Message], tools: bool = True
     """Return what a template makes of a chat, with the tool or without ``tools``; "" if it can't."""
     try:
         return template.render(messages, variables={"tools": [PROBE_TOOL]} if tools else {}, strict=False)
-    except UnavailableError:  # which says nothing about the template
-        raise
-    except OvspecError:
+    except TemplateError:
         return ""
 
 

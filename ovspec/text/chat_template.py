@@ -23,9 +23,13 @@ MAX_SECONDS = 2.0
 MAX_BYTES = 1_000_000_000  # memory that the rendering process may use
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 MORE_TEMPLATES = "additional_chat_templates"  # the folder of those that aren't the default
-# What Hugging Face's apply_chat_template takes as arguments of its own, so that no template reads it.
 ADDED_BOS = "added_bos_token"  # the variable of well-known templates that has what the tokenizer puts before each text
+# What Hugging Face's apply_chat_template takes as arguments of its own, so that no template reads it.
 NOT_VARIABLES = ("messages", "conversation", "add_generation_prompt", "continue_final_message", "chat_template")
+
+
+class TemplateError(OvspecError):
+    """The template can't render what it was given."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +48,13 @@ class ChatTemplate:
         """The variables that the template reads."""
         return self._reads(self.tool_use or self.source)
 
+    @functools.cached_property
+    def _variables_without_tools(self) -> frozenset[str]:
+        return self._reads(self.source) if self.tool_use else self.variables
+
     def unread(self, variables: Mapping[str, Any], tools: bool) -> list[str]:
         """Return the names of variables that the template doesn't read, for chats with ``tools`` or without."""
-        reads = self._reads(self.tool_use or self.source if tools else self.source)
+        reads = self.variables if tools else self._variables_without_tools
         return [name for name in variables if name not in reads and name not in NOT_VARIABLES]
 
     def _reads(self, source: str) -> frozenset[str]:
@@ -67,8 +75,9 @@ class ChatTemplate:
             strict: refuse variables that the template doesn't read.
 
         Raises:
-            OvspecError: the template fails, rejects these messages, doesn't read a variable, or takes too much time or
-                memory.
+            TemplateError: the template fails, rejects these messages, doesn't read a variable, or takes too much time
+                or memory.
+            OvspecError: a variable can't be set, or messages aren't JSON.
         """
         given = {"tools": None, "documents": None, **(variables or {})}
         for name in given.keys() & NOT_VARIABLES:
@@ -86,9 +95,9 @@ class ChatTemplate:
         answer = self._ask(asked)
         if "unread" in answer:
             reads = f"it reads {', '.join(answer['reads'])}" if answer["reads"] else "it reads no variables"
-            raise OvspecError(f"The model's chat template doesn't read {answer['unread']}; leave it out ({reads}).")
+            raise TemplateError(f"The model's chat template doesn't read {answer['unread']}; leave it out ({reads}).")
         if "error" in answer:
-            raise OvspecError(f"The model's chat template cannot render these messages: {answer['error']}.")
+            raise TemplateError(f"The model's chat template cannot render these messages: {answer['error']}.")
         return answer["text"]
 
     def _ask(self, asked: dict[str, Any]) -> dict[str, Any]:
@@ -100,7 +109,7 @@ class ChatTemplate:
         try:
             return RENDERER.ask(request)
         except Stopped as why:
-            raise OvspecError(f"The model's chat template {why}; give plain text, not chat messages.") from None
+            raise TemplateError(f"The model's chat template {why}; give plain text, not chat messages.") from None
 
 
 # Templates come from the internet. Jinja's sandbox keeps them from reaching anything, but not from running for hours.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_text
-from ovspec.text.chat_template import ADDED_BOS, ChatTemplate
+from ovspec.text.chat_template import ADDED_BOS, ChatTemplate, TemplateError
 
 SAID = "Xq7zv"  # stands for what is said
 ROLES = ("user", "assistant", "system")
@@ -78,7 +78,7 @@ def given_source(given: str | Path, named: Mapping[str, str]) -> str:
         raise OvspecError(f"`chat_template` is {name!r:.80}, neither a file nor one of {names}.")
     try:
         shown = ChatTemplate(source, {}).render([{"role": "user", "content": SAID}])
-    except OvspecError as error:
+    except TemplateError as error:
         told = str(error).removeprefix("The model's chat template ")
         raise OvspecError(f"`chat_template`: {name:.80} {told}") from None
     if SAID not in shown:
@@ -91,5 +91,5 @@ def end_of_answer(template: ChatTemplate) -> str:
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": SAID}]
     try:
         return template.render(chat, open=False).partition(SAID)[2].strip()
-    except OvspecError:
+    except TemplateError:
         return ""

@@ -6,12 +6,15 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import Reference
 
-from ovspec.base.errors import OvspecError
+from ovspec.base.errors import OvspecError, UnavailableError
+from ovspec.text.chat_format import ChatFormat
 from ovspec.text.chat_template import MAX_BYTES, MAX_SECONDS, RENDERER, ChatTemplate, chat_template
+from ovspec.text.given_template import end_of_answer
 
 MESSAGES = [
     {"role": "system", "content": "You write Python."},
@@ -106,6 +109,28 @@ def refused(source: str, seconds: float) -> None:
         ChatTemplate(source, {}).render(MESSAGES)
     assert time.monotonic() - began < seconds
     assert ChatTemplate("{{ messages[0].role }}", {}).render(MESSAGES) == "system", "the next rendering still works"
+
+
+def test_a_process_that_was_killed_says_nothing_about_the_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a chat would be written in another way, or a template be taken for one that ends no answers."""
+    template = ChatTemplate("{% for each in messages %}{{ each.role }}: {{ each.content }};{% endfor %}", {})
+    killed = UnavailableError("The process that renders chat templates was killed, 6 times.")
+    ask, turns = RENDERER.ask, list[str]()
+
+    def killed_once(request: str) -> dict[str, Any]:
+        turns.append(request)
+        if len(turns) == 1:
+            raise killed
+        return ask(request)
+
+    monkeypatch.setattr(RENDERER, "ask", killed_once)
+    begun = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Beca"}]
+    for render in (lambda: ChatFormat(template).prompt(begun), lambda: end_of_answer(template)):
+        turns.clear()
+        with pytest.raises(UnavailableError):
+            render()
+    assert ChatFormat(template).prompt(begun) == "user: Why?;assistant: Beca"
+    assert end_of_answer(template) == ";"
 
 
 @pytest.fixture
