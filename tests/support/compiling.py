@@ -83,8 +83,9 @@ def surroundings() -> Iterator[Any]:
     """Yield all that decides how a model is compiled and that a test may replace for a while."""
     yield Same(ov.Core.compile_model)
     yield tuple(os.environ.get(name) for name in ("ONEDNN_MAX_CPU_ISA", "OV_CPU_MAX_ISA"))
-    for module in [sys.modules[name] for name in sys.modules if name.startswith("ovspec.ir.")] + [engine_choice]:
-        yield from (Same(value) for name, value in vars(module).items() if not name.startswith("__"))
+    modules = [module for name, module in list(sys.modules.items()) if name.startswith("ovspec.ir.")]
+    for module in [*modules, engine_choice]:  # as lists: another thread may import meanwhile
+        yield from (Same(value) for name, value in list(vars(module).items()) if not name.startswith("__"))
 
 
 @pytest.fixture
