@@ -30,6 +30,11 @@ class Index:
         self._positions: dict[int, list[int]] = {}  # pair of tokens -> positions after it
         self._followed = Sequence()
 
+    @property
+    def tokens(self) -> np.ndarray:
+        """All texts, (n,) int64, with separators."""
+        return self._text.tokens
+
     def add(self, tokens: np.ndarray) -> None:
         start = len(self._text)
         self._text.commit(tokens)

@@ -148,7 +148,7 @@ class Runtime:
         tool_format: str | None = None,
         template: str | None = None,
     ) -> None:
-        self._tool_format, self.template = tool_format, template
+        self.tool_format, self.template = tool_format, template
         self.folder, self.target, self.draft, self.choice, self.lookahead = folder, target, draft, choice, lookahead
         self.tokenizer = Tokenizer(folder)
         self.generation_config = GenerationConfig(folder, target.ir.config, self.tokenizer)
@@ -212,7 +212,7 @@ class Runtime:
     def chat_format(self) -> ChatFormat:
         """How the model's chats are written; raises OvspecError if it has no chat template."""
         bos = "".join(map(self.tokenizer.token_text, self.tokenizer.bos))
-        return ChatFormat(chat_template(present(self.folder), self.template, bos), self._tool_format)
+        return ChatFormat(chat_template(present(self.folder), self.template, bos), self.tool_format)
 
     @functools.cached_property
     def _answer_ends(self) -> list[int]:

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from ovspec.base.errors import OvspecError
 from ovspec.base.files import write_atomically, writing
 from ovspec.openai.batch_requests import BatchRequest
 from ovspec.openai.batch_run import BatchRun, tokens_of
-from ovspec.params import GRAMMARS, GenerateOptions, Params
+from ovspec.params import GRAMMARS, ONLY_SPEED, GenerateOptions, Params
 from ovspec.sampling.constraint_maker import grammar_of
 from ovspec.setup.engine_choice import CompiledModel
 from ovspec.setup.identity import cache_setting, model_identity, prompt_identity
@@ -107,7 +107,8 @@ class Done:
 
 def key_of(request: BatchRequest, depends_on: str) -> str:
     """Return a key made from all that the result of ``request`` depends on."""
-    text = "\0".join((depends_on, request.id, request.source))
+    asked = repr((request.asked.prompts, request.error))  # which a command's options may change
+    text = "\0".join((depends_on, request.id, request.source, asked))
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:24]
 
 
@@ -160,8 +161,16 @@ def deciding(lm: LanguageModel, params: Params) -> list[CompiledModel]:
 def what_matters(lm: LanguageModel, params: Params) -> str:
     """Return a text that identifies the model and all options that change results, not only their speed."""
     identities = [(model_identity(model.ir.folder), cache_setting(model)) for model in deciding(lm, params)]
-    recorded = params.recorded()
-    texts = {name: option_as_json(name, recorded[name]) for name in sorted(recorded) if name not in GRAMMARS}
-    texts |= {"lookahead": params.lookahead} if params.accept == "rejection" else {}
-    written = prompt_identity(lm.folder) + (lm.runtime.template or "")
-    return repr((identities, written, texts, grammar_of(params)[0]))
+    changed = params.changed(but=(*ONLY_SPEED, *GRAMMARS))
+    texts = {name: option_as_json(name, changed[name]) for name in sorted(changed)}
+    written = prompt_identity(lm.folder), lm.runtime.template, lm.runtime.tool_format
+    return repr((identities, written, texts, grammar_of(params)[0], proposing(lm, params)))
+
+
+def proposing(lm: LanguageModel, params: Params) -> Any:
+    """Return what, beside the draft model, decides which tokens are proposed, where sampled ones depend on that."""
+    if params.accept != "rejection":
+        return None
+    choice = lm.runtime.choice and replace(lm.runtime.choice, model=None)
+    texts = [hashlib.sha256(corpus.tokens.tobytes()).hexdigest() for corpus in lm.runtime.corpora]
+    return params.lookahead, str(choice), texts

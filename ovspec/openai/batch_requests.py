@@ -149,7 +149,7 @@ def as_chat(request: BatchRequest, system: str | None) -> BatchRequest:
         return replace(request, error="echo can't be combined with --chat; leave it out.")
     before = [{"role": "system", "content": system}] if system is not None else []
     chats: list[Any] = [[*before, {"role": "user", "content": prompt}] for prompt in asked.prompts]
-    return replace(request, asked=replace(asked, prompts=chats), source=f"{system!r} {request.source}")
+    return replace(request, asked=replace(asked, prompts=chats))
 
 
 def kind_of(entry: dict[str, Any]) -> Kind:

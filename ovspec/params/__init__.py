@@ -370,8 +370,9 @@ OF_SCHEMAS = ("json_schema_mode", "retries", "additional_properties", "compact_j
 OF_CHATS = (
     "chat_template_kwargs", "tools", "tool_choice", "parallel_tool_calls", "reasoning_effort", "max_thinking_tokens",
 )  # fmt: skip
+ONLY_SPEED = ("lookahead", "batch_size")
 # They don't change the text that a seed gives; where time ends it, its number of tokens is recorded.
-ONLY_SPEED = ("lookahead", "batch_size", "retries", "max_predict_ms")
+UNRECORDED = (*ONLY_SPEED, "retries", "max_predict_ms")
 CHECKED_WHERE_USED = {*GRAMMARS, "constrain_from", "logits_processors"}
 _OtherFields = fields_of({name: entry for name, entry in GENERATE.items() if name not in {*SAMPLING, "sampling"}})
 
@@ -416,7 +417,11 @@ class Params(SamplingParams, _OtherFields):
 
     def recorded(self) -> dict[str, Any]:
         """Return what decides the text: the options that change it and aren't at their defaults."""
-        values = {name: getattr(self, name) for name in GENERATE if name not in ("sampling", *ONLY_SPEED)}
+        return self.changed(but=UNRECORDED)
+
+    def changed(self, but: Collection[str]) -> dict[str, Any]:
+        """Return the options that aren't at their defaults, without those named in ``but``."""
+        values = {name: getattr(self, name) for name in GENERATE if name not in ("sampling", *but)}
         return {name: v for name, v in values.items() if hasattr(v, "dtype") or v != GENERATE[name][1].initial}
 
 

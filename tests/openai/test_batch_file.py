@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +28,7 @@ import ovspec
 from ovspec.api.verify import result_from_json
 from ovspec.cli.batch import Report
 from ovspec.openai.batch_file import Done, key_of, run_file, what_matters
-from ovspec.openai.batch_requests import prompt_request, read_request, read_requests
+from ovspec.openai.batch_requests import as_chat, prompt_request, read_request, read_requests
 from ovspec.params import GENERATE, make_params
 
 DEMO = ROOT / "models" / "demo"
@@ -380,6 +381,9 @@ def test_what_has_changed_is_done_again(tmp_path: Path) -> None:
         ("other options", request, False),
         ("model and options", prompt_request("1", "b", "b"), False),
         ("model and options", prompt_request("2", "a", "a"), False),
+        ("model and options", as_chat(request, None), False),
+        ("model and options", as_chat(request, "Be brief."), False),
+        ("model and options", replace(request, error="No."), False),
     ):
         again = Done(output)
         assert (key_of(changed, depends_on) in again) == known
@@ -581,6 +585,36 @@ def test_another_model_in_the_same_place_begins_anew(tmp_path: Path, cache_dir: 
         found = depends_on()
         assert found not in seen, name
         seen.append(found)
+
+
+def test_options_that_change_answers_begin_anew(tmp_path: Path, cache_dir: Path) -> None:
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("import os", encoding="utf-8")
+
+    def loaded(draft: str = "none", **options: Any) -> ovspec.LanguageModel:
+        ways: Any = {"engine": "stateful", "arithmetic": "fast", "cache_dir": cache_dir}
+        return ovspec.load(DEMO / "draft", draft, **ways, **options)
+
+    def depends_on(lm: ovspec.LanguageModel, **options: Any) -> str:
+        drawn: Any = {"temperature": 1.0, "json_schema": {}, "json_schema_mode": "checked"}
+        return what_matters(lm, lm.runtime.params(drawn | options))
+
+    lm, plain, other_lookup = loaded("lookup"), loaded(), loaded("lookup", lookup_corpus=[corpus])
+    own = depends_on(lm)
+    for speed in (depends_on(plain), depends_on(other_lookup), depends_on(lm, lookahead=0, batch_size=3)):
+        assert speed == own
+    rejection: Any = {"accept": "rejection", "lookahead": 2}
+    changed = [
+        depends_on(loaded(tool_format="hermes")),
+        depends_on(loaded(chat_template="chatml")),
+        depends_on(lm, retries=1),
+        depends_on(lm, max_predict_ms=9.0),
+        depends_on(lm, **rejection),
+        depends_on(lm, **rejection | {"lookahead": 3}),
+        depends_on(other_lookup, **rejection),
+        depends_on(plain, **rejection | {"lookahead": 0}),
+    ]
+    assert len({own, *changed}) == 1 + len(changed)
 
 
 def test_two_batches_on_one_output(tmp_path: Path) -> None:
