@@ -30,8 +30,9 @@ from ovspec.openai.foreign import (
     OF_TOKENIZE,
     WITHOUT_EFFECT,
 )
-from ovspec.params import GENERATE, NOT_NEGATIVE, RECOMMENDED, in_words, type_in_words, within
+from ovspec.params import GENERATE, NOT_NEGATIVE, RECOMMENDED, in_words, within
 from ovspec.params.option import LARGEST, Limits, Option, hint
+from ovspec.params.type_words import type_in_words
 
 NO_OBJECT = "The body must be a JSON object."
 LONGEST = 80  # characters of a client's name for a field

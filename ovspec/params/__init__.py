@@ -4,7 +4,6 @@ To add an option, add one entry ``name: Annotated[type, help, Option(...)]``. It
 in ``SamplingOptions`` also a field of ``SamplingParams``.
 """
 
-import json
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,24 +15,21 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, Union, Unp
 from ovspec.base.errors import OvspecError
 from ovspec.params.option import (
     LARGEST,
-    NAMES,
-    SEVERAL,
     Limits,
     Option,
-    alternatives,
     auto_or_number,
     choices_of,
     declared,
     documentation,
     fields_of,
     hint,
-    is_repeatable,
     json_object,
     place_or_text,
     schema_or_file,
     token_bias,
 )
 from ovspec.params.tools import NO_TOOLS, ToolUse, tool_use, tools_of
+from ovspec.params.type_words import type_in_words
 
 AcceptRule = Literal["compare", "rejection"]
 # (logits (1, vocab) float32, all tokens so far (n,) int64, **keywords) -> token id
@@ -600,32 +596,3 @@ def in_words(value: Any) -> str:
     if isinstance(value, (int, float)) and LARGEST < abs(value) < float("inf"):
         return f"beyond {LARGEST}, the limit of any option"  # Python may refuse to print so many digits
     return str(value) if isinstance(value, Number) else repr(value)[:80]
-
-
-def type_in_words(kind: Any) -> str:
-    """Return the values of a type in words, for error messages."""
-    words = list[str]()
-    for each in map(bare, alternatives(kind)):
-        origin = get_origin(each)
-        if origin is Callable:
-            words.append("a function")
-        elif origin is Literal:
-            words += [json.dumps(value) for value in get_args(each)]
-        elif is_repeatable(each):
-            inner = get_args(each)
-            words.append("an object" if len(inner) == 2 else f"a list of {several_in_words(inner[0])}")
-        else:
-            words.append(NAMES.get(each) or ("an object" if hasattr(each, "model_fields") else each.__name__))
-    return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
-
-
-def several_in_words(kind: Any) -> str:
-    """Return several values of a type in words."""
-    kind = bare(kind)
-    inner = get_args(kind)
-    return f"lists of {several_in_words(inner[0])}" if get_origin(kind) is list else SEVERAL.get(kind, "objects")
-
-
-def bare(kind: Any) -> Any:
-    """Return a type without what is annotated to it."""
-    return get_args(kind)[0] if get_origin(kind) is Annotated else kind

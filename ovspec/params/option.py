@@ -15,8 +15,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 # What other programs call an option.
 OTHERWISE = {"temp": "temperature", "response_format": "json_schema", "drafts": "draft", "max_new_tokens": "max_tokens"}
 LARGEST = 3e38  # what a float32 can hold
-SEVERAL = {str: "strings", int: "whole numbers", float: "numbers"}
-NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a string", Path: "a path"}
 
 
 @dataclass(frozen=True)
