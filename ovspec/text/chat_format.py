@@ -147,6 +147,12 @@ class ChatFormat:
         chat = [PROBE_CHAT[0], {**PROBE_CHAT[1], "tool_calls": calls}, *PROBE_CHAT[2:]]
         return CUT_OFF in rendered(self.template, style.styled(format.history(chat)))
 
+    @functools.cached_property
+    def _opens_after_thinking(self) -> bool:
+        """Whether the template begins an answer after one that only thinks."""
+        chat = [PROBE_CHAT[0], {"role": "assistant", "content": "", "reasoning_content": "?"}]
+        return rendered(self.template, chat, tools=False) != rendered(self.template, chat, tools=False, open=False)
+
     def _shows_systems(self, chat: list[Message]) -> bool:
         """Return whether the template renders all of a chat, be it with tools or without."""
         samples = (rendered(self.template, chat, tools) for tools in (False, True))
@@ -177,6 +183,8 @@ class ChatFormat:
             raise PromptError(f"A chat has {others[0]!r:.60}; append messages, such as the `message` of a result.")
         if open and begun_answer(messages) is not None:
             return self._continued(messages, tools, effort, variables)
+        if open and messages and only_thinks(messages[-1]) and not self._opens_after_thinking:
+            return self.prompt(messages[:-1], tools, effort, variables)
         messages = [self._with_parts(each) if isinstance(each.get("content"), list) else each for each in messages]
         given = dict(variables or {})
         if effort is not None:
@@ -300,10 +308,10 @@ def completed(tool: dict[str, Any]) -> dict[str, Any]:
     return {**tool, "function": {**function, "parameters": {"properties": {}, **function["parameters"]}}}
 
 
-def rendered(template: ChatTemplate, messages: list[Message], tools: bool = True) -> str:
+def rendered(template: ChatTemplate, messages: list[Message], tools: bool = True, open: bool = True) -> str:
     """Return what a template makes of a chat, with the tool or without ``tools``; "" if it can't."""
     try:
-        return template.render(messages, variables={"tools": [PROBE_TOOL]} if tools else {}, strict=False)
+        return template.render(messages, open, {"tools": [PROBE_TOOL]} if tools else {}, strict=False)
     except TemplateError:
         return ""
 
@@ -381,12 +389,16 @@ def begun_answer(messages: Sequence[Message]) -> str | None:
     One that only thinks doesn't: another answer begins after it.
     """
     last = messages[-1] if messages else {}
-    if last.get("role") != "assistant" or last.get("tool_calls"):
+    if last.get("role") != "assistant" or last.get("tool_calls") or only_thinks(last):
         return None
     content = joined(last.get("content"))
-    if not isinstance(content, str) or (not content and last.get("reasoning_content")):
-        return None
-    return content
+    return content if isinstance(content, str) else None
+
+
+def only_thinks(message: Message) -> bool:
+    """Return whether an answer was cut off before it said or called anything."""
+    said = joined(message.get("content")) or message.get("tool_calls")
+    return message.get("role") == "assistant" and not said and bool(message.get("reasoning_content"))
 
 
 def in_order(messages: list[Message]) -> list[Message]:

@@ -192,6 +192,16 @@ def test_an_answer_goes_on_where_hugging_face_lets_it(tokenizer: Any, name: str)
     assert compared == (0 if name == "command_r_tools" else 4)
 
 
+@pytest.mark.parametrize("name", ["deepseek", "qwen3", "gpt_oss"])
+def test_an_answer_begins_after_one_that_only_thinks(name: str) -> None:
+    """DeepSeek's template would end the prompt with the end of that message, so it doesn't get it."""
+    template = ChatTemplate(TEMPLATES[name], SPECIAL)
+    chat = [user("One?"), answer("", reasoning_content="Hm.")]
+    asked = chat[:1] if name == "deepseek" else chat
+    prompt = ChatFormat(template).prompt(chat)
+    assert prompt == template.render(asked) != template.render(asked, open=False)
+
+
 def test_an_answer_goes_on_where_the_template_refuses_it() -> None:
     refuses = "{% if messages[-1].role != 'user' %}{{ raise_exception('No.') }}{% endif %}{{ messages[-1].content }}"
     thinks = f"{refuses}<a>{{% if add_generation_prompt %}}<think>\n{{% endif %}}{{# </think> #}}"
