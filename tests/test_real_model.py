@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
 import json
@@ -215,6 +216,39 @@ def test_batches_seeds_and_logprobs_are_those_of_one_row(real: Loaded) -> None:
             if not options:  # a row's noise depends on its number
                 alone = real(draft="none").generate(prompt, max_tokens=64, logprobs=2)
                 assert alone.token_ids == result.token_ids and alone.logprobs == result.logprobs, row
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 5}])
+def test_calls_of_asyncio_get_what_each_gets_alone(real: Loaded, options: dict[str, Any]) -> None:
+    lm, chats = real(draft="lookup,head", lookahead=4), [[{"role": "user", "content": each}] for each in QUESTIONS[:4]]
+    limited: Any = {"max_tokens": 48, **options}
+
+    async def together() -> list[Result]:
+        return await asyncio.gather(*(lm.agenerate(each, **limited) for each in chats))
+
+    results = asyncio.run(together())
+    for other in (lm, real(draft="none")):
+        assert [each.token_ids for each in results] == [other.generate(each, **limited).token_ids for each in chats]
+    assert sum(each.stats.accepted for each in results) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 5}])
+def test_a_begun_answer_goes_on_alike_from_a_kept_cache(real: Loaded, options: dict[str, Any]) -> None:
+    lm, without = real(lookahead=4), real(lookahead=4, cache_memory=0)
+    asked = [{"role": "user", "content": QUESTIONS[4]}]
+    begun, limited = [*asked, {"role": "assistant", "content": "Paris. It is known"}], {"max_tokens": 32, **options}
+    lm.generate(asked, max_tokens=1)
+    expected = without.generate(begun, **limited)
+    with lm.session() as session:
+        session.append(asked[0])
+        session.generate(max_tokens=0)
+        session.append(begun[1])
+        in_session = session.generate(**limited)
+    for found in (lm.generate(begun, **limited), in_session):
+        assert found.token_ids == expected.token_ids and lm.verify(found).ok
+        assert found.stats.cached_tokens > 0 == expected.stats.cached_tokens
 
 
 @pytest.mark.slow

@@ -172,6 +172,8 @@ class LanguageModel:
         results = await finished_results(engine, rows)
         for _ in range(params.retries):
             again = await asyncio.to_thread(rows_again, engine.runtime, prompts, params, results)
+            if not again:
+                break
             for row in again.values():
                 row.limits = DraftLimits(None, params.lookahead)
             for i, result in zip(again, await finished_results(engine, [*again.values()]), strict=True):

@@ -77,6 +77,23 @@ def test_texts_are_those_of_generate_and_share_rounds(lm: ovspec.LanguageModel, 
     assert all(lm.verify(each).ok for each in first)
 
 
+def test_broken_texts_are_generated_again(lm: ovspec.LanguageModel) -> None:
+    schema = {"type": "integer", "minimum": 0, "maximum": 9, "not": {"multipleOf": 2}}
+    options: Any = {"json_schema": schema, "json_schema_mode": "checked", "temperature": 2.0, "seed": 4}
+    prompts = ["= ", "a = ", "b == "]
+    first = [lm.generate(prompt, **options) for prompt in prompts]
+    expected = [lm.generate(prompt, **options, retries=20) for prompt in prompts]
+    assert {bool(each.schema_errors) for each in first} == {True, False}
+
+    async def together() -> list[ovspec.Result]:
+        alone = lm.agenerate(prompts[0], **options, retries=20)
+        return [await alone, *await lm.agenerate(prompts, **options, retries=10**9)]
+
+    found = run(together())
+    assert [each.text for each in found] == [each.text for each in [expected[0], *expected]]
+    assert all(int(each.text) % 2 for each in found)
+
+
 def test_streams_have_the_pieces_of_the_text(lm: ovspec.LanguageModel) -> None:
     async def streamed(prompt: str) -> tuple[str, int, ovspec.Result]:
         stream, pieces = lm.astream(prompt, **SHORT), list[ovspec.Piece]()
