@@ -36,8 +36,8 @@ def command(cache_dir: Path) -> Iterator[Command]:
 
 
 @pytest.fixture(scope="module")
-def rows(command: Command) -> list[dict[str, Any]]:
-    done = command("bench", DEMO, "--lookahead", "2", "-n", "48", "--json")
+def rows(command: Command, pair: Path) -> list[dict[str, Any]]:
+    done = command("bench", pair, "--lookahead", "2", "-n", "48", "--json")
     found = rows_of(done)
     assert "text 3 of 3" in done.stderr
     return found
@@ -61,10 +61,10 @@ def test_a_row_for_each_mode(rows: list[dict[str, Any]]) -> None:
     assert rows[2]["accepted"] > rows[1]["accepted"], "the draft always has something to propose"
 
 
-def test_prompts_of_your_own(command: Command, tmp_path: Path) -> None:
+def test_prompts_of_your_own(command: Command, pair: Path, tmp_path: Path) -> None:
     """The same prompt as a text and from a file gives the same counts, each repeat counts, and texts are short."""
     (tmp_path / "prompt.txt").write_text(PROMPTS[0], encoding="utf-8")
-    common = ["bench", DEMO, "--lookahead", "1", "-n", "8", "--json"]
+    common = ["bench", pair, "--lookahead", "1", "-n", "8", "--json"]
     given = rows_of(command(*common, "--prompt", PROMPTS[0]))
     read = rows_of(command(*common, "--prompt-file", tmp_path / "prompt.txt"))
     both = rows_of(command(*common, "--prompt", PROMPTS[1], "--prompt-file", tmp_path / "prompt.txt", "--repeats", "2"))
@@ -73,29 +73,29 @@ def test_prompts_of_your_own(command: Command, tmp_path: Path) -> None:
     assert {row["texts"] for row in given} == {1}
     assert all(row["accepted"] < 8 for row in given)
     assert {row["texts"] for row in both} == {4}
-    missing = command("bench", DEMO, "--prompt-file", tmp_path / "none.txt")
+    missing = command("bench", pair, "--prompt-file", tmp_path / "none.txt")
     assert missing.returncode == 1
     assert "none.txt" in missing.stderr
 
 
-def test_temperature(command: Command, rows: list[dict[str, Any]]) -> None:
-    sampled = rows_of(command("bench", DEMO, "--lookahead", "2", "--json", "-n", "48", "-t", "1"))
+def test_temperature(command: Command, pair: Path, rows: list[dict[str, Any]]) -> None:
+    sampled = rows_of(command("bench", pair, "--lookahead", "2", "--json", "-n", "48", "-t", "1"))
     assert all(row["equal"] == 3 for row in sampled), "plain decoding has the same seeds"
     rate = [row[2]["accepted"] / row[2]["proposed"] for row in (rows, sampled)]
-    assert rate[0] > rate[1], "the demo pair's greedy guesses are better"
+    assert rate[0] > rate[1], "the pair's greedy guesses are better"
 
 
 @pytest.mark.slow
-def test_length(command: Command, rows: list[dict[str, Any]]) -> None:
-    short = rows_of(command("bench", DEMO, "--lookahead", "2", "--json", "-n", "12"))
+def test_length(command: Command, pair: Path, rows: list[dict[str, Any]]) -> None:
+    short = rows_of(command("bench", pair, "--lookahead", "2", "--json", "-n", "12"))
     assert short[2]["proposed"] < rows[2]["proposed"] / 2
 
 
-def test_the_table_without_a_draft(command: Command, tmp_path: Path) -> None:
+def test_the_table_without_a_draft(command: Command, pair: Path, tmp_path: Path) -> None:
     """A text of two tokens leaves no room for a proposal, so no speed-up is shown."""
-    shutil.copytree(DEMO / "draft", tmp_path / "alone", ignore=shutil.ignore_patterns("ovspec.json"))
+    shutil.copytree(pair, tmp_path / "alone", ignore=shutil.ignore_patterns("ovspec.json", "draft"))
     why = "lookup: no speed-up: drafting doesn't pay for this model here (nothing was proposed)"
-    for given in ([tmp_path / "alone"], [DEMO, "--draft", "none"]):
+    for given in ([tmp_path / "alone"], [pair, "--draft", "none"]):
         done = command("bench", *given, "--prompt", "def f():", "-n", "2")
         lines = [re.split(r" {2,}", line) for line in done.stdout.splitlines()]
         assert lines[0] == list(HEADS)
@@ -106,10 +106,10 @@ def test_the_table_without_a_draft(command: Command, tmp_path: Path) -> None:
         assert done.stdout.splitlines()[3].startswith(why)
 
 
-def test_a_draft_that_is_named(command: Command, tmp_path: Path) -> None:
-    shutil.copytree(DEMO / "draft", tmp_path / "alone", ignore=shutil.ignore_patterns("ovspec.json"))
+def test_a_draft_that_is_named(command: Command, pair: Path, tmp_path: Path) -> None:
+    shutil.copytree(pair, tmp_path / "alone", ignore=shutil.ignore_patterns("ovspec.json", "draft"))
     common = ["bench", tmp_path / "alone", "--lookahead", "2", "-n", "16", "--prompt", PROMPTS[0], "--json"]
-    found = rows_of(command(*common, "--draft", DEMO / "draft"))
+    found = rows_of(command(*common, "--draft", pair / "draft"))
     assert [row["mode"] for row in found] == MODES
     assert found[2]["accepted"] > 0
     refused = command(*common, "--draft", "draft")

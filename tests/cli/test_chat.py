@@ -18,7 +18,8 @@ import ovspec
 from ovspec.cli.chat import message
 
 DEMO = ROOT / "models" / "demo"
-SHORT = ("--max-tokens", "12", "--engine", "stateful")  # the stateful engine loads faster
+ENGINE = ("--engine", "stateful", "--precision", "f32", "--arithmetic", "fast")  # which loads fastest
+SHORT = ("--max-tokens", "12", *ENGINE)
 
 
 @pytest.fixture
@@ -27,8 +28,8 @@ def command(cache_dir: Path) -> Iterator[Command]:
 
 
 @pytest.fixture(scope="module")
-def lm(cache_dir: Path) -> ovspec.LanguageModel:
-    return ovspec.load(DEMO, engine="stateful", cache_dir=cache_dir)
+def lm(pair: Path, cache_dir: Path) -> ovspec.LanguageModel:
+    return ovspec.load(pair, engine="stateful", precision="f32", arithmetic="fast", cache_dir=cache_dir)
 
 
 def lines_of(*lines: str) -> Callable[[bool], str]:
@@ -49,10 +50,10 @@ def test_messages_of_several_lines() -> None:
         message(line)
 
 
-def test_a_chat_through_a_pipe(command: Command, lm: ovspec.LanguageModel) -> None:
+def test_a_chat_through_a_pipe(command: Command, pair: Path, lm: ovspec.LanguageModel) -> None:
     """Answers go to stdout, everything else to stderr. Each answer is what a session generates for the chat so far."""
     said = ["Write a loop.", "/stats full", "And a class,\\", "please.", "/undo", "/undo", "Write a loop.", "/exit"]
-    done = command("chat", DEMO, "--draft", *SHORT, stdin="\n".join(said))
+    done = command("chat", pair, "--draft", *SHORT, stdin="\n".join(said))
     assert done.returncode == 0, done.stderr
     with lm.session() as session:
         expected = []
@@ -66,7 +67,7 @@ def test_a_chat_through_a_pipe(command: Command, lm: ovspec.LanguageModel) -> No
     assert "Cut off after 12 tokens" in done.stderr
 
 
-def test_commands_and_mistakes(command: Command, lm: ovspec.LanguageModel, tmp_path: Path) -> None:
+def test_commands_and_mistakes(command: Command, pair: Path, lm: ovspec.LanguageModel, tmp_path: Path) -> None:
     file = tmp_path / "a chat"
     said = [
         "/system",
@@ -87,7 +88,7 @@ def test_commands_and_mistakes(command: Command, lm: ovspec.LanguageModel, tmp_p
         "x " * 3000,
         "still here",
     ]
-    done = command("chat", DEMO, *SHORT, stdin="\n".join(said))
+    done = command("chat", pair, *SHORT, stdin="\n".join(said))
     assert done.returncode == 1, "some commands failed, and nobody may have noticed"
     for text in (
         "There is no system message.",
@@ -111,12 +112,14 @@ def test_commands_and_mistakes(command: Command, lm: ovspec.LanguageModel, tmp_p
         assert [each["role"] for each in session.messages] == ["system", "user", "assistant"]
 
 
-def test_a_session_file_between_two_calls(command: Command, lm: ovspec.LanguageModel, tmp_path: Path) -> None:
+def test_a_session_file_between_two_calls(
+    command: Command, pair: Path, lm: ovspec.LanguageModel, tmp_path: Path
+) -> None:
     file = tmp_path / "chat.ov"
-    first = command("chat", DEMO, *SHORT, "--session", file, "--context", "500", stdin="hi\n")
+    first = command("chat", pair, *SHORT, "--session", file, "--context", "500", stdin="hi\n")
     assert first.returncode == 0, first.stderr
     assert re.search(r"context: 500 tokens, about \d+ MB", first.stderr)
-    second = command("chat", DEMO, *SHORT, "--session", file, "--stats", stdin="more\n/undo\n")
+    second = command("chat", pair, *SHORT, "--session", file, "--stats", stdin="more\n/undo\n")
     assert "2 messages" in second.stderr
     assert re.search(r"prompt \d+ tokens \([1-9]\d* cached\) in .* tokens/s", second.stderr)
     assert "Taken back: more" in second.stderr
@@ -124,20 +127,20 @@ def test_a_session_file_between_two_calls(command: Command, lm: ovspec.LanguageM
         session.load(file)
         assert [each["content"] for each in session.messages][:1] == ["hi"]
         assert len(session.messages) == 2
-    text = command("generate", DEMO, "import os", *SHORT, "--session", tmp_path / "text.ov")
+    text = command("generate", pair, "import os", *SHORT, "--session", tmp_path / "text.ov")
     assert text.returncode == 0
-    wrong = command("chat", DEMO, *SHORT, "--session", tmp_path / "text.ov", stdin="hi\n")
+    wrong = command("chat", pair, *SHORT, "--session", tmp_path / "text.ov", stdin="hi\n")
     assert wrong.returncode == 1
     assert "not a chat" in wrong.stderr
 
 
-def test_generate_goes_on(command: Command, lm: ovspec.LanguageModel, tmp_path: Path) -> None:
+def test_generate_goes_on(command: Command, pair: Path, lm: ovspec.LanguageModel, tmp_path: Path) -> None:
     """Calls with a prompt, another prompt, no prompt and token ids give the same tokens as one session."""
     file = tmp_path / "text.ov"
     calls = [["import os\n"], ["\n\ndef f("], [], ["--token-ids", "1 2 3"]]
     found = []
     for arguments in calls:
-        done = command("generate", DEMO, *arguments, *SHORT, "--json", "--session", file)
+        done = command("generate", pair, *arguments, *SHORT, "--json", "--session", file)
         assert done.returncode == 0, done.stderr
         found.append(json.loads(done.stdout))
     with lm.session() as session:
@@ -147,26 +150,26 @@ def test_generate_goes_on(command: Command, lm: ovspec.LanguageModel, tmp_path: 
             assert session.generate(max_tokens=12, heal=False).token_ids == result["token_ids"]
     assert [result["stats"]["cached_tokens"] > 0 for result in found] == [False, True, True, True]
     for arguments in (["--compare"], ["--samples", "2", "-t", "1"], ["--chat", "--system", "x"]):
-        done = command("generate", DEMO, "x", *arguments, "--session", file)
+        done = command("generate", pair, "x", *arguments, "--session", file)
         assert done.returncode == 2, done.stderr
-    done = command("generate", DEMO, "x", "--session", tmp_path / "nowhere" / "file")
+    done = command("generate", pair, "x", "--session", tmp_path / "nowhere" / "file")
     assert done.returncode == 2
     assert "there is no folder" in done.stderr
 
 
-def test_an_answer_is_as_long_as_the_context_allows(command: Command) -> None:
-    options = ("--context", "60", "--max-tokens", "30", "--ignore-eos", "--engine", "stateful")
-    done = command("chat", DEMO, *options, stdin="hi\nmore\n/stats\n/undo\nmore\nand more\n")
+def test_an_answer_is_as_long_as_the_context_allows(command: Command, pair: Path) -> None:
+    options = ("--context", "60", "--max-tokens", "30", "--ignore-eos", *ENGINE)
+    done = command("chat", pair, *options, stdin="hi\nmore\n/stats\n/undo\nmore\nand more\n")
     assert "The chat has 60 tokens of 60." in done.stderr
     assert done.stderr.count("The context of 60 tokens is full; use /undo") == 1
     assert done.returncode == 1
 
 
-def test_misuse_is_refused(command: Command, tmp_path: Path) -> None:
+def test_misuse_is_refused(command: Command, pair: Path, tmp_path: Path) -> None:
     for arguments in (["--samples", "2"], ["--heal"], ["--logprobs", "1"], ["--draft", "nothing"], ["--context", "0"]):
-        done = command("chat", DEMO, *arguments)
+        done = command("chat", pair, *arguments)
         assert done.returncode == 2, (arguments, done.stderr)
-    done = command("chat", DEMO, *SHORT, "--context", "10000000")
+    done = command("chat", pair, *SHORT, "--context", "10000000")
     assert done.returncode == 1
     assert "context is 10000000" in done.stderr
     done = command("chat", tmp_path / "nowhere")
@@ -186,7 +189,7 @@ def test_a_chat_in_a_terminal(command_environment: dict[str, str], tmp_path: Pat
         "NO_COLOR": "1",
         "PROMPT_TOOLKIT_NO_CPR": "1",
     }
-    command = ["-m", "ovspec", "chat", str(DEMO), "--draft", "--engine", "stateful", "--session", str(tmp_path / "s")]
+    command = ["-m", "ovspec", "chat", str(DEMO), "--draft", *ENGINE, "--session", str(tmp_path / "s")]
     child = pexpect.spawn(sys.executable, command, env=environment, encoding="utf-8", timeout=60)  # type: ignore[arg-type]
     child.setwinsize(40, 200)
     child.expect(">>>")

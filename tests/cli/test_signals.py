@@ -17,6 +17,7 @@ import ovspec
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="sends POSIX signals")
 DEMO = ROOT / "models" / "demo"
+FAST = ("--arithmetic", "fast")  # which probes nothing
 ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 # As a shell starts it: Ctrl-C is heard even if the tests run in the background.
 CODE = "from signal import *; signal(SIGINT, default_int_handler)\nfrom ovspec.__main__ import main; main()"
@@ -34,7 +35,9 @@ def start(environment: dict[str, str], *arguments: str, nohup: bool = False) -> 
 
 
 def chat(environment: dict[str, str], file: Path, nohup: bool = False) -> subprocess.Popen[bytes]:
-    running = start(environment, "chat", str(DEMO), "--session", str(file), "-n", "1500", "--ignore-eos", nohup=nohup)
+    running = start(
+        environment, "chat", str(DEMO), *FAST, "--session", str(file), "-n", "1500", "--ignore-eos", nohup=nohup
+    )
     assert running.stdin
     running.stdin.write(b"Write a loop.\n")
     running.stdin.flush()
@@ -42,7 +45,9 @@ def chat(environment: dict[str, str], file: Path, nohup: bool = False) -> subpro
 
 
 def generate(environment: dict[str, str], file: Path) -> subprocess.Popen[bytes]:
-    return start(environment, "generate", str(DEMO), "def f(", "--session", str(file), "-n", "1500", "--ignore-eos")
+    return start(
+        environment, "generate", str(DEMO), "def f(", *FAST, "--session", str(file), "-n", "1500", "--ignore-eos"
+    )
 
 
 def shown(running: subprocess.Popen[bytes], count: int) -> bytes:
@@ -69,7 +74,7 @@ def check_end(lm: ovspec.LanguageModel, running: subprocess.Popen[bytes], file: 
 
 @pytest.fixture(scope="module")
 def lm(cache_dir: Path) -> ovspec.LanguageModel:
-    return ovspec.load(DEMO, "none", cache_dir=cache_dir)
+    return ovspec.load(DEMO, "none", arithmetic="fast", cache_dir=cache_dir)
 
 
 @pytest.mark.parametrize(

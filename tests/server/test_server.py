@@ -16,6 +16,7 @@ import pytest
 from servers import DEMO, ServerProcess, Start
 
 SMALL = DEMO / "draft"  # which starts sooner
+PLAIN = ("--draft", "none", "--precision", "f32", "--arithmetic", "fast")  # so does what probes nothing
 LONG_REQUEST = {"prompt": "def f(", "max_tokens": 600, "ignore_eos": True}
 SLOW_GRAMMAR = {"prompt": "a", "json_schema": {"type": "integer", "multipleOf": 9999889}}  # its check takes seconds
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGTERM to handle")
@@ -56,7 +57,7 @@ def its_checks_end(server: ServerProcess) -> Iterator[None]:
 
 
 def test_a_signal_lets_requests_end(start: Start) -> None:
-    server, found = start(DEMO, "--draft", "none", "--precision", "f32"), list[Any]()
+    server, found = start(DEMO, *PLAIN), list[Any]()
     thread = asked(server, found)
     with httpx.Client() as idle:  # which does not hold it up
         assert idle.get(f"{server.url}/health").status_code == 200
@@ -80,7 +81,7 @@ def signalled(server: ServerProcess, thread: threading.Thread, found: list[Any])
 
 def test_a_second_signal_ends_them(start: Start) -> None:
     """A text that grows; prompts that are read for their log-probabilities; a grammar whose check takes seconds."""
-    server, found = start(DEMO, "--draft", "none", "--precision", "f32"), list[Any]()
+    server, found = start(DEMO, *PLAIN), list[Any]()
     threads = [asked(server, found)]
     prompts = [[100 + number] * 1500 for number in range(60)]
     threads.append(sent(server, {"prompt": prompts, "max_tokens": 50, "echo": True, "logprobs": 1}, found))
@@ -103,7 +104,7 @@ def test_a_second_signal_ends_them(start: Start) -> None:
 
 
 def test_a_third_signal_ends_it_without_answers(start: Start) -> None:
-    server, found = start(SMALL, "--draft", "none", "--precision", "f32"), list[Any]()
+    server, found = start(SMALL, *PLAIN), list[Any]()
     thread = sent(server, SLOW_GRAMMAR, found)
     time.sleep(1)
     with its_checks_end(server):
@@ -116,19 +117,19 @@ def test_a_third_signal_ends_it_without_answers(start: Start) -> None:
 
 @pytest.mark.slow
 def test_a_killed_server_starts_again(start: Start) -> None:
-    server, found = start(DEMO, "--draft", "none", "--precision", "f32"), list[Any]()
+    server, found = start(DEMO, *PLAIN), list[Any]()
     thread = asked(server, found)
     server.process.kill()
     thread.join(10)
     assert isinstance(found[0], Exception)
-    restarted = start(DEMO, "--draft", "none", "--precision", "f32")
+    restarted = start(DEMO, *PLAIN)
     assert restarted.get("/ready").status_code == 200
 
 
 @pytest.mark.slow
 def test_without_requests_it_ends_at_once(start: Start) -> None:
     """Idle connections do not hold it up."""
-    server = start(SMALL, "--draft", "none", "--engine", "stateful", "--arithmetic", "fast")
+    server = start(SMALL, *PLAIN, "--engine", "stateful")
     with httpx.Client() as client, httpx.Client() as other:
         for each in (client, other):
             assert each.get(f"{server.url}/health").status_code == 200

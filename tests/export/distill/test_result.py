@@ -58,7 +58,8 @@ def test_a_draft_is_taught(distil: Distilling, pair: Path, monkeypatch: pytest.M
     manifest = read_manifest(distil.model, verify=True)
     assert manifest and manifest.draft and manifest.draft.source == "out"
     for draft in (True, distil.output):
-        result = ovspec.load(distil.model, draft).generate("def f(", max_tokens=20, lookahead=3)
+        lm = ovspec.load(distil.model, draft, arithmetic="fast")
+        result = lm.generate("def f(", max_tokens=20, lookahead=3)
         assert result.stats.accepted > 0
 
 
@@ -79,7 +80,7 @@ def test_a_vocabulary_is_trimmed(
     assert made and (made.kind, made.tokens, made.complete, made.lost) == ("trimmed draft", 0, True, 0.0)
     assert (distil.output / "model.safetensors").exists() is not exported
     assert read_manifest(distil.model, verify=True)
-    lm = ovspec.load(distil.model, True)
+    lm = ovspec.load(distil.model, True, arithmetic="fast")
     assert lm.draft and lm.draft.ir.logits_width == 500
     assert lm.generate("def f(", max_tokens=20, lookahead=3).stats.proposed > 0
     with pytest.raises(OvspecError, match="its vocabulary is trimmed already"):

@@ -67,7 +67,8 @@ def test_a_head_for_an_exported_model(distil: Distilling, capsys: pytest.Capture
     manifest = read_manifest(distil.model, verify=True)
     assert manifest and manifest.draft and manifest.draft.source == "out"
     for draft in ("head", distil.output):
-        drafted = ovspec.load(distil.model, draft, precision="f32").generate("def f(", max_tokens=12, lookahead=2)
+        lm = ovspec.load(distil.model, draft, precision="f32", arithmetic="fast")
+        drafted = lm.generate("def f(", max_tokens=12, lookahead=2)
         assert drafted.stats.proposed > 0
 
 
@@ -366,7 +367,7 @@ def test_a_kill_leaves_the_model_with_or_without_its_draft(distil: Distilling, m
             patched.setattr("ovspec_export.folders.restore_backup", lambda _: None)
             with contextlib.suppress(Killed):
                 results.add_draft(distil.model, read_manifest(distil.model), ir, entry)  # type: ignore[arg-type]
-        lm = ovspec.load(distil.model, "none")  # which undoes what was killed half way
+        lm = ovspec.load(distil.model, "none", arithmetic="fast")  # which undoes what was killed half way
         now = read_manifest(distil.model, verify=True)
         assert now and lm
         found.add(now.draft is not None)
