@@ -90,7 +90,7 @@ class Held:
 @pytest.mark.skipif(not hasattr(psutil.Process, "num_fds"), reason="counts file descriptors")
 @pytest.mark.parametrize(
     ("threads", "each"),
-    [(3, 7), pytest.param(32, 40, marks=pytest.mark.slow), pytest.param(32, 500, marks=pytest.mark.soak)],
+    [(2, 7), pytest.param(32, 40, marks=pytest.mark.slow), pytest.param(32, 500, marks=pytest.mark.soak)],
 )
 def test_threads_with_grammars_and_refused_prompts(
     lm: ovspec.LanguageModel, made: weakref.WeakSet[Any], threads: int, each: int, monkeypatch: pytest.MonkeyPatch

@@ -60,7 +60,8 @@ def longest_wait() -> Iterator[Callable[[], float]]:
     heart.join()
 
 
-SLOW = ("a very long stop string", "a large schema")  # the schema has the choices of "many choices"
+# The schema has the choices of "many choices"; the expression goes the way of "a long GBNF" and "a long grammar".
+SLOW = ("a very long stop string", "a large schema", "a long expression")
 
 
 @pytest.mark.parametrize(

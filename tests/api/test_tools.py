@@ -284,7 +284,7 @@ def alone(plain_lm: ovspec.LanguageModel) -> Callable[[str, bool], list[ovspec.R
 
 
 def options_of(way: str, sampled: bool) -> dict[str, Any]:
-    return {"tools": TOOLS, "max_tokens": 60, **(DRAWN if sampled else {}), **WAYS[way]}
+    return {"tools": TOOLS, "max_tokens": 40, **(DRAWN if sampled else {}), **WAYS[way]}
 
 
 @pytest.mark.parametrize(

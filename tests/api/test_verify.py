@@ -36,10 +36,11 @@ def on_paper(result: Result) -> Result:
     return result_from_json(json.loads(json.dumps(written | {"record": record_as_json(result)})))
 
 
+@pytest.mark.parametrize("prompts", [1, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", WAYS)
-def test_what_was_generated_is_exact_and_a_forged_token_is_found(load: Load, way: str) -> None:
+def test_what_was_generated_is_exact_and_a_forged_token_is_found(load: Load, way: str, prompts: int) -> None:
     lm = load(draft="lookup,draft", engine="paged")
-    for prompt in PROMPTS[:2]:
+    for prompt in PROMPTS[:prompts]:
         result = lm.generate(prompt[: len(prompt) // 2], max_tokens=24, **WAYS[way])
         for made in (result, on_paper(result)):
             found = lm.verify(made)

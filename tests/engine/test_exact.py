@@ -123,7 +123,7 @@ def test_plain_text_is_one_forward_pass(load: Make, plain: list[ovspec.Result]) 
         assert lm.verify(result).ok
 
 
-@pytest.mark.parametrize("draft", [None, pytest.param("lookup", marks=SLOW), "lookup,draft"])
+@pytest.mark.parametrize("draft", [*(pytest.param(name, marks=SLOW) for name in (None, "lookup")), "lookup,draft"])
 @pytest.mark.parametrize("size", [2, pytest.param(5, marks=SLOW)])
 def test_batches_that_rows_join(load: Make, plain: list[ovspec.Result], draft: str | None, size: int) -> None:
     lm = load(draft)

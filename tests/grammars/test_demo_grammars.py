@@ -299,7 +299,7 @@ def c_texts(seed: int, count: int) -> tuple[int, int]:
     return ended, joined
 
 
-@pytest.mark.parametrize("count", [50, pytest.param(3000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [30, pytest.param(3000, marks=pytest.mark.slow)])
 def test_random_c_parses_elsewhere(count: int) -> None:
     ended, joined = c_texts(seed=count, count=count)
     assert ended >= count / 2
@@ -319,7 +319,7 @@ def sql_texts(seed: int, count: int) -> int:
     return ended
 
 
-@pytest.mark.parametrize("count", [50, pytest.param(3000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [30, pytest.param(3000, marks=pytest.mark.slow)])
 def test_random_sql_parses_elsewhere(count: int) -> None:
     assert sql_texts(seed=count, count=count) >= count / 2
 

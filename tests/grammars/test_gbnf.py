@@ -78,6 +78,16 @@ SHORTER = {
     "wide and optional": filled(lambda i: f'"a{i}"? ', 'root ::= {}"x"', MAX_GBNF // 5),
     "names before keywords": filled(lambda i: f'[a-z]+ "{i}" root | ', 'root ::= {}"x"', MAX_GBNF // 5),
     "many characters": f'root ::= "{"".join(chr(0x20000 + i) for i in range(20_000))}"',
+    "many classes": filled(lambda i: f"[a-{chr(98 + i % 20)}]*", size=MAX_GBNF // 5),
+    "large classes": filled(
+        lambda i: f"[^{''.join(chr(256 + 3 * j + i % 7) for j in range(300))}]* root | ", size=MAX_GBNF // 5
+    )
+    + '"x"',
+    "one long text": filled(lambda _: "a", 'root ::= "{}"', MAX_GBNF // 5),
+    "a chain in any order": 'root ::= x0\nx800 ::= "a"\n'
+    + "\n".join(f"x{i} ::= x{i + 1}? root? [{'abcdef'[i % 6]}]" for i in shuffled(800)),
+    "a large rule used often": filled(lambda i: f'y x "{i}" y | ', "root ::= {}", 30_000)
+    + f'"x"\ny ::= "(" y ")" | "q"\nx ::= "{"b" * 1900}"',
 }
 CASES = [
     *[pytest.param(text, SECONDS, id=name) for name, text in HARD.items() if name not in SHORTER],

@@ -75,7 +75,9 @@ def test_options_reach_the_compiled_model(load: Callable[..., ovspec.LanguageMod
     assert compiled.get_property("INFERENCE_PRECISION_HINT").get_type_name() == "f32"
 
 
-@pytest.mark.parametrize("device", [pytest.param("AUTO", marks=pytest.mark.slow), "AUTO:CPU", "HETERO:CPU"])
+@pytest.mark.parametrize(
+    "device", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("AUTO", "AUTO:CPU")), "HETERO:CPU"]
+)
 def test_virtual_devices_generate_the_same(
     pair: Path, cache_dir: Path, load: Callable[..., ovspec.LanguageModel], device: str
 ) -> None:

@@ -69,15 +69,17 @@ def walk(grammar: Grammar, numbers: random.Random, limit: int = 300) -> bytes | 
 
 
 @pytest.mark.parametrize(
-    ("schema", "place"),
+    ("schema", "place", "walks"),
     [
-        pytest.param(schema, place, marks=() if place == "top" or (number, place) in QUICK else pytest.mark.slow)
+        pytest.param(schema, place, walks, marks=() if quick and walks == 2 else pytest.mark.slow)
         for number, schema in enumerate(SCHEMAS)
         for place in ("top", "property", "pattern", "item")
+        for quick in [place == "top" or (number, place) in QUICK]
+        for walks in ((2, 4) if quick else (4,))
     ],
     ids=lambda value: json.dumps(value["items"])[:30] if isinstance(value, dict) else value,
 )
-def test_items_differ(grammars: Grammars, schema: dict[str, Any], place: str) -> None:
+def test_items_differ(grammars: Grammars, schema: dict[str, Any], place: str, walks: int) -> None:
     array = {"type": "array", "uniqueItems": True, **schema}
     match place:
         case "property":
@@ -89,7 +91,7 @@ def test_items_differ(grammars: Grammars, schema: dict[str, Any], place: str) ->
         case "item":
             array = {"type": "array", "prefixItems": [{"const": 1}, array], "items": False, "minItems": 2}
     grammar, found = converted("json_schema", array, "schema"), []
-    for seed in range(4):
+    for seed in range(walks):
         text = walk(grammars.constraint(grammar, 0, frozenset({END})), random.Random(seed))
         if text is not None:
             found.append(json.loads(text))
