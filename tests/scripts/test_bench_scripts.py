@@ -68,7 +68,7 @@ RUNS: dict[str, Any] = {
     "sessions.py, program": "program DEMO/draft --steps 3 --rounds 1",
     "sessions.py, chat": "chat DEMO/draft --turns 2 --answer 4 --plot OUT/plot.png",
 }
-QUICK = ("prefixes.py",)  # matrix.py runs without a draft below
+QUICK = ("prefixes.py",)
 
 
 @pytest.fixture
@@ -156,6 +156,7 @@ def loaded_once(load: Callable[..., Any]) -> Callable[..., Any]:
     return load_new
 
 
+@pytest.mark.slow
 def test_the_bench_of_chats_can_be_stopped_and_goes_on(
     script: Callable[[str, str], str], talker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -297,6 +298,7 @@ def test_lines_of_the_matrix(script: Callable[[str, str], str]) -> None:
     assert edit["tokens_per_round"] > 1.5 and edit["predicted"] and edit["accepted_by_position"][0] > 0
 
 
+@pytest.mark.slow
 def test_the_matrix_without_a_draft(
     script: Callable[[str, str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
