@@ -79,10 +79,14 @@ def test_the_wheel_generates_without_torch(tmp_path: Path, pair: Path, wheel: Pa
     packages = {package["name"] for package in json.loads(installed.stdout)}
     assert not packages & {"torch", "transformers", "optimum", "nncf", "tokenizers"}
 
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         # Run outside the checkout, so that nothing in it can be imported or found.
         command = [str(python), "-m", "ovspec", *arguments]
-        return subprocess.run(command, capture_output=True, encoding="utf-8", cwd=tmp_path, check=False)
+        return subprocess.run(
+            command, capture_output=True, encoding="utf-8", cwd=tmp_path, env=environment, check=False
+        )
 
     drafted = ("--draft", "--lookahead", "3", "--precision", "f32")
     done = run("generate", str(pair), PROMPTS[0], *drafted, "--json", "-n", "16")

@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=8)
     args = parser.parse_args()
-    lm = ovspec.load(args.folder, "none")
+    lm = ovspec.load(args.folder, "none", arithmetic="fast")  # the bare loop keeps to no rule
     assert lm.target.engine == "paged", "the bare loop needs the paged engine"
     ids = lm.encode(PROMPT)
     ways = {"ovspec": lambda: streamed(lm, ids, args.tokens), "bare": lambda: bare_loop(lm.target, ids, args.tokens)}

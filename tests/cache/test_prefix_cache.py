@@ -142,17 +142,13 @@ def test_memory_is_bounded_and_given_back(load: Load) -> None:
 
 
 @pytest.mark.skipif(not LLAMA_CPP.is_dir(), reason="llama.cpp's templates could not be fetched")
-@pytest.mark.parametrize("each", [4, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_chats_next_turn_begins_with_what_was_read(each: int) -> None:
-    """With each real template that takes a plain chat, up to where the answer begins: some drop what was thought.
-
-    Quick runs have one in four.
-    """
+def test_a_chats_next_turn_begins_with_what_was_read() -> None:
+    """With each real template that takes a plain chat, up to where the answer begins: some drop what was thought."""
     question, answer = "Explain how a bicycle stays upright. " * 20, "Its front wheel steers into a fall."
     first = [{"role": "user", "content": question}]
     more = [*first, {"role": "assistant", "content": answer}, {"role": "user", "content": "And when it stands still?"}]
     found = {}
-    for file in sorted(LLAMA_CPP.rglob("*.jinja"))[::each]:
+    for file in sorted(LLAMA_CPP.rglob("*.jinja")):
         template = ChatTemplate(file.read_text("utf-8"), SPECIAL)
         try:
             begin, whole = template.render(first), template.render(more)
@@ -162,7 +158,7 @@ def test_a_chats_next_turn_begins_with_what_was_read(each: int) -> None:
         shared = next((at for at, (one, other) in enumerate(zip(read, whole, strict=False)) if one != other), len(read))
         assert shared >= len(begin) - 35, file.name
         found[file.name] = shared == len(read)
-    assert len(found) > 50 / each and sum(found.values()) > len(found) / 2, "most find the answer, too"
+    assert len(found) > 50 and sum(found.values()) > len(found) / 2, "most find the answer, too"
 
 
 # ---------------------------------------------------------------- planted faults

@@ -420,4 +420,4 @@ def test_a_reader_that_leaves_early_is_no_error(pair: Path, environment: dict[st
     process.stdout.close()
     err = process.stderr.read()
     process.wait(timeout=30)
-    assert err == b""
+    assert err.decode() in ("", f"{pair}: loading …\n"), "a slow machine says that it loads"

@@ -49,16 +49,16 @@ class KeptModels:
         self.compiling = compiling
         self._models: OrderedDict[Any, Any] = OrderedDict()  # the one used last is the last
 
-    def __call__(self, place: Path, *arguments: Any) -> Any:
+    def __call__(self, place: Path, *arguments: Any, **named: Any) -> Any:
         files = sorted(place.glob("*")) if place.is_dir() else [place, place.with_suffix(".bin")]
         stats = [(str(file), file.stat()) for file in files if file.is_file()]
-        rewritten = any(map(callable, arguments))  # which no key can tell
+        rewritten = any(map(callable, (*arguments, *named.values())))  # which no key can tell
         if rewritten or not stats or sum(stat.st_size for _, stat in stats) > SMALL:
-            return self.compiling(place, *arguments)
+            return self.compiling(place, *arguments, **named)
         stamps = [(name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
-        key = str(place), repr(arguments), *stamps, *surroundings()
+        key = str(place), repr((arguments, named)), *stamps, *surroundings()
         if key not in self._models:
-            self._models[key] = self.compiling(place, *arguments)
+            self._models[key] = self.compiling(place, *arguments, **named)
         self._models.move_to_end(key)
         if len(self._models) > MOST:
             self._models.popitem(last=False)
