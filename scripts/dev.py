@@ -4,6 +4,7 @@
     python3 scripts/dev.py model           make that model alone: the folder smollm2, of SmolLM2-135M-Instruct in int8
     python3 scripts/dev.py test [--slow]   the tests, in two workers (-n 0 for none); further arguments go to pytest
         [--isa AVX2]                       as on a processor with this instruction set and no better one
+        [--gpu [DIR]]                      the tests on a GPU alone; DIR/env.sh sets up a stand-in, see CONTRIBUTING.md
     python3 scripts/dev.py test-capped     the tests of exactness, as on laptops and desktops: AVX2 and AVX2_VNNI
     python3 scripts/dev.py soak            long series of kills and of draws
     python3 scripts/dev.py test-guidance   the tests of the guidance library, in an environment of their own
@@ -142,6 +143,16 @@ def test(arguments: list[str], which: str = "not slow and not soak") -> None:
         at = rest.index("--isa")
         cap_instruction_set(*rest[at + 1 : at + 2])
         del rest[at : at + 2]
+    if "--gpu" in rest:
+        at = rest.index("--gpu")
+        folder = Path(*rest[at + 1 : at + 2])
+        if (folder / "env.sh").is_file():
+            take_environment(folder / "env.sh")
+            del rest[at + 1]
+        del rest[at]
+        # One GPU has room for one run.
+        run(python(), "-m", "pytest", "-m", "gpu", "tests/gpu", *rest)
+        return
     # Two workers, each with its half of the cores (tests/conftest.py): small models gain nothing from more. A file
     # stays with one of them, so that its models and servers are made once.
     workers = ("-n", "2", "--dist", "loadfile") if "--update-docs" not in rest else ()
@@ -168,6 +179,16 @@ def cap_instruction_set(name: str = "") -> None:
         sys.exit(f"--isa: this processor has no {name!r}; name one of {', '.join(known) or 'none (not x86)'}.")
     # The first is for OpenVINO's matrix products, the second for its own kernels; without both it contradicts itself.
     os.environ["ONEDNN_MAX_CPU_ISA"] = os.environ["OV_CPU_MAX_ISA"] = name
+
+
+def take_environment(script: Path) -> None:
+    """Set the environment variables that a shell script sets."""
+    shown = subprocess.run(
+        ["bash", "-c", f". {shlex.quote(str(script))} && env -0"], stdout=subprocess.PIPE, check=True
+    )
+    for entry in filter(None, os.fsdecode(shown.stdout).split("\0")):
+        name, _, value = entry.partition("=")
+        os.environ[name] = value
 
 
 def test_guidance(arguments: list[str]) -> None:

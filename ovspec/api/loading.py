@@ -17,7 +17,7 @@ from ovspec.base.progress import note
 from ovspec.drafting.choice import EXPORTED, HEAD, SELF, DraftChoice, parse_draft
 from ovspec.engine.runtime import Runtime
 from ovspec.ir.compile import check_ir_folder, proposes_only
-from ovspec.ir.device import DeviceOptions, check_device
+from ovspec.ir.device import DeviceOptions, check_device, check_threads
 from ovspec.ir.heads import is_head
 from ovspec.params.loading import LoadOptions, LoadParams, load_params
 from ovspec.params.option import documentation, takes
@@ -74,6 +74,7 @@ def load(
     for name in ("device", "draft_device"):  # before an export, which takes minutes
         if asked := getattr(given, name):
             check_device(asked, name)
+    check_threads(given.threads, [given.device, given.draft_device or given.device])
     if given.export:
         model, draft = exported(model, draft)
     folder = model_folder(model)

@@ -12,9 +12,11 @@ from collections.abc import Hashable
 import numpy as np
 import openvino as ov
 
+from ovspec.cache.block_arrays import BlockArray, DeviceBlocks, HostBlocks
 from ovspec.cache.block_pool import BlockPool
 from ovspec.cache.sequence import EMPTY
 from ovspec.ir.compile import CompiledIR
+from ovspec.ir.device import is_gpu
 from ovspec.ir.heads import FEATURES
 from ovspec.ir.paged_attention import CACHE
 
@@ -90,7 +92,9 @@ class Blocks:
 
 
 class BlockTensors:
-    """Keys and values of all layers, in memory of our own, for one decoder or several of the same compiled model.
+    """Keys and values of all layers, for one decoder or several of the same compiled model.
+
+    They are where the model computes. Features, which a head on any device reads, are always in this process.
 
     ``lock`` is held while blocks change owners or an inference runs, so decoders that share blocks take turns.
     ``most_tokens``: how many may be cached until blocks that no row holds give way; with 0, none of these are kept.
@@ -98,9 +102,10 @@ class BlockTensors:
 
     def __init__(self, ir: CompiledIR, most_tokens: float = 0) -> None:
         self.ports = {name: ir.compiled.input(name) for name in ir.inputs if CACHE.fullmatch(name)}
+        self._device = ir.device
         self._features = ir.width_of(FEATURES)
-        # name -> (blocks, heads, block size, width), as raw bits; features, if any, (blocks, block size, width) float32
-        self.arrays: dict[str, np.ndarray] = {}
+        # By name; a block's shape is (heads, block size, width) or, of features, (block size, width).
+        self.arrays: dict[str, BlockArray] = {}
         self.lock = threading.RLock()
         self.version = 0  # changes whenever the arrays are reallocated
         self.block_size = self.ports["value_cache.0"].get_partial_shape()[2].get_length()
@@ -115,6 +120,13 @@ class BlockTensors:
     def spare(self) -> float:
         """The bytes of blocks that no row holds."""
         return sum(array.nbytes for array in list(self.arrays.values())) * self.pool.idle / max(self.capacity, 1)
+
+    @property
+    def features(self) -> np.ndarray:
+        """The features of each block's tokens, (blocks, block size, width) float32."""
+        array = self.arrays[FEATURES]
+        assert isinstance(array, HostBlocks)
+        return array.values
 
     def make_room(self) -> None:
         """Double the arrays until they have room for all blocks of the pool."""
@@ -137,31 +149,22 @@ class BlockTensors:
     def copy(self, pairs: list[tuple[int, int]]) -> None:
         for source, target in pairs:
             for array in self.arrays.values():
-                array[target] = array[source]
+                array.copy(source, target)
 
-    def tensor(self, name: str) -> ov.Tensor:
-        array = self.arrays[name]
-        return ov.Tensor(array, ov.Shape(list(array.shape)), self.ports[name].get_element_type())
-
-    def _kinds(self) -> dict[str, tuple[list[int], type]]:
-        """Return the shape of a block and the type of each array."""
-        # numpy has no bf16. Blocks are only copied, so an integer type of the same size will do.
-        bits = {1: np.uint8, 2: np.uint16, 4: np.uint32}
-        kinds: dict[str, tuple[list[int], type]] = {
-            name: (
-                [length.get_length() for length in list(port.get_partial_shape())[1:]],
-                bits[port.get_element_type().size],
-            )
-            for name, port in self.ports.items()
-        }
-        return kinds | ({FEATURES: ([self.block_size, self._features], np.float32)} if self._features else {})
+    def _new(self, name: str, capacity: int) -> BlockArray:
+        if name == FEATURES:
+            return HostBlocks(capacity, [self.block_size, self._features], ov.Type.f32, np.float32)
+        port = self.ports[name]
+        shape = [length.get_length() for length in list(port.get_partial_shape())[1:]]
+        kind = port.get_element_type()
+        if is_gpu(self._device):
+            return DeviceBlocks(capacity, shape, kind, self._device)
+        return HostBlocks(capacity, shape, kind)
 
     def _allocate(self, capacity: int) -> None:
-        """Enlarge the arrays one by one, keeping the blocks. Memory that no block has used is only reserved."""
-        for name, (shape, kind) in self._kinds().items():
-            array = np.zeros((capacity, *shape), kind)
-            if name in self.arrays:
-                array[: self.capacity] = self.arrays[name]
-            self.arrays[name] = array
+        """Enlarge the arrays one by one, keeping the blocks."""
+        for name in [*self.ports, *([FEATURES] if self._features else [])]:
+            array = self.arrays.get(name)
+            self.arrays[name] = array.grown(capacity) if array else self._new(name, capacity)
         self.capacity = capacity
         self.version += 1

@@ -33,6 +33,8 @@ class FeedRule:
     apart: stateful engine: a text's first token has an inference of its own, rejected tokens are cut off, and rows
         share no inference.
     fewest_logits: the fewest tokens whose logits an inference computes.
+    rounded: paged engine only: an inference computes a power of two of tokens, and of logits. This one is for speed: a
+        GPU makes kernels for every number.
     """
 
     queries: int = 1
@@ -40,6 +42,15 @@ class FeedRule:
     most: int | None = None
     apart: bool = False
     fewest_logits: int = 1
+    rounded: bool = False
+
+    def computed(self, count: int) -> int:
+        """Return how many tokens an inference computes that is fed ``count`` tokens."""
+        return max(self.fewest, power_of_two(count) if self.rounded else count)
+
+    def computed_logits(self, count: int) -> int:
+        """Return of how many tokens an inference computes logits if those of ``count`` are wanted."""
+        return max(self.fewest_logits, power_of_two(count) if self.rounded else count)
 
     def room_beside(self, width: int, wanted: int) -> int:
         """Return how many of ``wanted`` tokens to feed beside ``width`` others.
@@ -67,7 +78,13 @@ class FeedRule:
         return self.label
 
 
+def power_of_two(count: int) -> int:
+    """Return the smallest power of two that is at least ``count``."""
+    return 1 << max(count - 1, 0).bit_length()
+
+
 FAST = FeedRule()
+FAST_ON_GPU = FeedRule(rounded=True)
 Features = list[np.ndarray] | None  # of each row (tokens, width) float32; None for a model that isn't a head
 
 
@@ -87,6 +104,9 @@ JOINING_CHUNK = 64
 KEPT_WIDTH = 16  # token arrays up to this width are kept and reused
 
 
+Copies = Literal["any", "run"] | None
+
+
 @dataclass(frozen=True)
 class Rollback:
     """How a model's tokens are rolled back, found by probing (``setup/probing.py``).
@@ -96,11 +116,14 @@ class Rollback:
     mask_until: number of slots up to which masking is exact (set by a sliding window); None for any number.
     replay: whether some states can't be cut (convolution, SSM), so that a snapshot is restored and the tokens after
         it that remain are fed again.
+    copies: stateful engine: which infer requests compute rightly with copied states: "any", or only one that has "run"
+        since it was reset. None: not even the one that they come from, so that texts are read again instead.
     """
 
     kv: Literal["mask", "trim", "blocks"] | None
     mask_until: int | None = None
     replay: bool = False
+    copies: Copies = "any"
 
     @functools.cached_property
     def label(self) -> str:
@@ -218,7 +241,7 @@ def logit_positions(counts: tuple[int, ...], wanted: tuple[int, ...], fewest: in
 def needed_width(decoder: Reader, tokens: list[np.ndarray]) -> int:
     """Return how many tokens ``decoder`` computes if it is fed ``tokens`` and not filled up."""
     count = sum(map(len, tokens))
-    return count and max(decoder.rule.fewest, count)
+    return count and decoder.rule.computed(count)
 
 
 def split_by_row(logits: np.ndarray, wanted: list[int]) -> list[np.ndarray]:

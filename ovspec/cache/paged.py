@@ -69,6 +69,8 @@ class PagedDecoder:
         if rule.queries > 1 and PAIRS[0] not in ir.inputs:
             raise ValueError("two queries for a token need a model rewritten by pair_queries")
         self.context_length, self.rule = ir.context_length, rule
+        self._computed = [rule.computed(count) for count in range(PREFILL_CHUNK + 1)]
+        self._computed_logits = [rule.computed_logits(count) for count in range(PREFILL_CHUNK + 1)]
         self._ir, self._vocabulary = ir, vocabulary
         self._request, self._restricts = Request(ir, (*INPUTS, *PAIRS)), vocabulary.restricts(ir.logits_width)
         self._tensors = tensors or BlockTensors(ir)
@@ -147,7 +149,7 @@ class PagedDecoder:
     def features(self, row: int, begin: int, end: int) -> np.ndarray:
         with self._tensors.lock:
             blocks, places = self._places(row, begin, end)
-            return self._tensors.arrays[FEATURES][blocks, places]
+            return self._tensors.features[blocks, places]
 
     def truncate(self, row: int, length: int) -> None:
         with self._tensors.lock:
@@ -170,7 +172,7 @@ class PagedDecoder:
 
     def dump(self) -> dict[str, np.ndarray]:
         with self._tensors.lock:
-            return {name: array[self._blocks.tables[0]] for name, array in self._tensors.arrays.items()}
+            return {name: array.read(self._blocks.tables[0]) for name, array in self._tensors.arrays.items()}
 
     def restore(self, tokens: np.ndarray, arrays: dict[str, np.ndarray]) -> None:
         self.reset(1)
@@ -179,12 +181,12 @@ class PagedDecoder:
             self._tensors.make_room()
             self._bind()
             table, ours = self._blocks.tables[0], self._tensors.arrays
-            expected = {name: ((len(table), *array.shape[1:]), array.dtype) for name, array in ours.items()}
+            expected = {name: ((len(table), *array.shape), array.dtype) for name, array in ours.items()}
             if {name: (array.shape, array.dtype) for name, array in arrays.items()} != expected:
                 self.reset(1)
                 raise ValueError("the cache is of another model or another type")
             for name, array in arrays.items():
-                ours[name][table] = array
+                ours[name].write(table, array)
         self.rows[0].commit(tokens)
 
     def joining_chunk(self, counts: list[int]) -> int:
@@ -259,7 +261,7 @@ class PagedDecoder:
         behind = [begin + len(new) - len(held) for held, (begin, new) in zip(self.rows, computed, strict=True)]
         given = [want + more for want, more in zip(wanted, behind, strict=True)]
         lengths = tuple([len(new) for _, new in computed])
-        logits_idx = logit_positions(lengths, tuple(given), self.rule.fewest_logits, packed=True)
+        logits_idx = logit_positions(lengths, tuple(given), self._computed_logits[sum(given)], packed=True)
         blocks, block_begins = self._block_lists(fed)
         paired = pairs(counts, queries)
         beside = self._beside(features, start)
@@ -269,7 +271,7 @@ class PagedDecoder:
             computed_features = np.split(self._request.output(FEATURES), np.cumsum(counts)[:-1])
             for row, found in zip(fed, computed_features, strict=True):
                 begin = computed[row][0]
-                self._tensors.arrays[FEATURES][self._places(row, begin, begin + len(found))] = found
+                self._tensors.features[self._places(row, begin, begin + len(found))] = found
         if self._head_width:
             hidden = split_by_row(self._request.output(HIDDEN), given)
             self.hidden = [found[:want] for found, want in zip(hidden, wanted, strict=True)]
@@ -303,12 +305,12 @@ class PagedDecoder:
         """
         reading = [row for row, (_, new) in enumerate(computed) if len(new)]
         count = sum([len(computed[row][1]) for row in reading])
-        missing = max(width, self.rule.fewest) - count
+        missing = self._computed[max(width, count)] - count
         if missing <= 0 or not reading:
             return computed
         cached = 0 if self._head_width else sum([computed[row][0] for row in reading])
         if cached < missing:  # too few for the width
-            missing = self.rule.fewest - count
+            missing = self._computed[count] - count
         for row in reading if cached else ():
             if missing > 0:
                 begin, new = computed[row]
@@ -337,8 +339,8 @@ class PagedDecoder:
 
     def _bind(self) -> None:
         if self._bound != self._tensors.version:
-            for name in self._tensors.arrays.keys() & self._tensors.ports.keys():
-                self._request.raw.set_tensor(self._tensors.ports[name], self._tensors.tensor(name))
+            for name in self._tensors.ports if self._tensors.arrays else ():
+                self._request.raw.set_tensor(name, self._tensors.arrays[name].tensor)
             self._bound = self._tensors.version
 
 

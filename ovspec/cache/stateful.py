@@ -100,7 +100,7 @@ class StatefulDecoder:
             self._give_memory_back()
         # With a u8 cache, which AUTO and HETERO also use, OpenVINO 2026.4 computes wrong logits for another number of
         # rows than before.
-        if rows not in (0, len(self.rows)) and not self._exact:
+        if rows not in (0, len(self.rows)) and not self.copies_exactly:
             self._request.renew()
         self.rows = [Sequence() for _ in range(rows)]
         self._features = [FeatureRow(self._feature_width) for _ in range(rows)]
@@ -109,7 +109,7 @@ class StatefulDecoder:
         self._beam = self._in_order  # rows of the physical cache that the next inference gathers
         self._snapshot, self._snapshot_length = {}, 0  # of the recurrent states; empty for their initial values
         self._returns_here = False  # whether rollbacks to the end of the last feed are likely
-        self._request.raw.reset_state()
+        self._request.reset()
 
     def feed(
         self,
@@ -168,12 +168,12 @@ class StatefulDecoder:
 
     def fork(self) -> StatefulDecoder:
         other = StatefulDecoder(self._ir, self.rollback, self._vocabulary, self._compact_at, self.rule)
-        if self._exact:
+        if self.copies_exactly:
             self.copy_to(other)
         return other
 
     def dump(self) -> dict[str, np.ndarray]:
-        if not self._exact or not len(self.rows[0]):
+        if not self.copies_exactly or not len(self.rows[0]):
             return {}
         if self.rollback.kv:
             self.compact()
@@ -197,12 +197,12 @@ class StatefulDecoder:
             axes |= {} if state.sequence_axis is None else {state.sequence_axis: len(tokens)}
             if array.dtype.kind != "f" or any(array.shape[axis : axis + 1] != (n,) for axis, n in axes.items()):
                 raise ValueError("the states have another shape")
-        write_states(self._request.raw, arrays)
+        self.set_states(arrays)
         self.rows[0].commit(tokens)
         self._slots.extend([len(tokens)])
 
     def copy_to(self, other: StatefulDecoder) -> None:
-        """Copy this decoder's rows and states to ``other``, of the same model. Exact only if ``_exact`` is true."""
+        """Copy this decoder's rows and states to ``other``, of the same model; exact only if ``copies_exactly``."""
         other.rows = [row.copy() for row in self.rows]
         other._features = [row.copy() for row in self._features]
         other._slots = copy.deepcopy(self._slots)
@@ -210,9 +210,19 @@ class StatefulDecoder:
         other._snapshot, other._snapshot_length = self._snapshot, self._snapshot_length
         other._returns_here = self._returns_here
         if self._slots.used:
-            write_states(other._request.raw, read_states(self._request.raw, self._ir.states))
+            other.set_states(read_states(self._request.raw, self._ir.states))
         else:
-            other._request.raw.reset_state()
+            other._request.reset()
+
+    def set_states(self, values: dict[str, np.ndarray]) -> None:
+        """Set the states named in ``values``, also of a request that hasn't run since it was reset."""
+        self._request.reset_now()
+        if self.rollback.copies == "run" and not self._request.has_run:
+            token = np.zeros((len(self.rows), 1), dtype=np.int64)
+            first, window = np.zeros(1, dtype=np.int64), np.arange(self._conv_kernel or 1)
+            beside = self._beside(None, 1)
+            self._request.infer((token, np.ones_like(token), token, self._in_order, first, window, beside), first)
+        write_states(self._request.raw, values)
 
     def _give_memory_back(self) -> None:
         """Release the memory of the cache, which OpenVINO frees only when another request has run."""
@@ -222,9 +232,10 @@ class StatefulDecoder:
         trim_heap()
 
     @property
-    def _exact(self) -> bool:
+    def copies_exactly(self) -> bool:
         """Whether copies of the states are known to be exact."""
-        return not self._ir.kv_states or self._ir.properties.get("KV_CACHE_PRECISION") in EXACT_KV_PRECISIONS
+        exact = not self._ir.kv_states or self._ir.properties.get("KV_CACHE_PRECISION") in EXACT_KV_PRECISIONS
+        return exact and self.rollback.copies is not None
 
     def _first_part(self, count: int) -> int:
         """Return how many of ``count`` tokens the next inference may have."""
@@ -302,6 +313,8 @@ class StatefulDecoder:
         width, slots = max(counts), self._slots
         by_index = self._mask_until is not None and slots.used + width > self._mask_until
         if slots.dead >= self._compact_at or (by_index and not slots.contiguous):
+            if not self.rollback.copies and not self._head_width:  # what a head has read isn't kept
+                return self._append(self._read_again(tokens), wanted)
             self.compact()
         ids, positions = self._token_arrays[len(tokens), width]
         for row, (new, held) in enumerate(zip(tokens, self.rows, strict=True)):
@@ -324,6 +337,12 @@ class StatefulDecoder:
         if self._head_width:
             self.hidden = split_by_row(self._request.output(HIDDEN), wanted)
         return self._vocabulary.restrict(logits)
+
+    def _read_again(self, tokens: list[np.ndarray]) -> list[np.ndarray]:
+        """Empty the cache; return what each row held, followed by its new ``tokens``."""
+        texts = [np.concatenate((held.tokens, new)) for held, new in zip(self.rows, tokens, strict=True)]
+        self.reset(len(self.rows))
+        return texts
 
     def _beside(self, features: Features, width: int) -> np.ndarray:
         """Return the input of a head that holds each token's features, (rows, width, values) float32."""
@@ -423,7 +442,8 @@ class RowByRow:
         share_prefixes(self, sequences)
 
     def truncate(self, row: int, length: int) -> None:
-        self._decoders[row].truncate(0, length)
+        # A copy of a row is empty where states can't be copied.
+        self._decoders[row].truncate(0, min(length, len(self.rows[row])))
 
     def reorder(self, rows: list[int]) -> None:
         old = self._decoders
@@ -436,7 +456,7 @@ class RowByRow:
                 self._decoders.append(old[row])
                 continue
             another = self._spare.pop() if self._spare else self._make()
-            if row == EMPTY:
+            if row == EMPTY or not another.rollback.copies:
                 another.reset(1)
             else:
                 kept[row].copy_to(another)

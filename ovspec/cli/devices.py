@@ -3,17 +3,19 @@ import click
 
 @click.command()
 def devices() -> None:
-    """List the devices that a model can run on.
+    """List the devices that a model can run on, and a GPU's memory, driver, matrix unit (XMX) and KV cache.
 
     \b
     Example:
       ovspec devices
     """
     from ovspec.ir.device import available_devices
+    from ovspec.ir.gpu import described, gpu_facts
 
     listed = available_devices()
     for name, description in listed:
-        click.echo(f"{name}\t{description}")
+        facts = gpu_facts(name)
+        click.echo(f"{name}\t{description}" + (f"\t{described(facts)}" if facts else ""))
     if not any(name.startswith("GPU") for name, _ in listed):
         click.echo(
             "No GPU: either there is none that OpenVINO can use, or its driver is missing "

@@ -5,6 +5,7 @@ from typing import Any
 import click
 
 from ovspec.base.errors import OvspecError
+from ovspec.base.files import write_atomically
 from ovspec.base.progress import step
 from ovspec.cli.options import options_of, target_options
 from ovspec.params.loading import LOAD, load_params
@@ -14,8 +15,15 @@ from ovspec.params.loading import LOAD, load_params
 @click.argument("folder", required=False, type=click.Path(path_type=Path), metavar="[DIR]")
 @options_of({"verify": LOAD["verify"]})
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option(
+    "--report",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Also write a report to send to ovspec's developers: devices, probes, timings, and one text with and without "
+    "a draft. It has no names of files or users.",
+)
 @target_options
-def inspect(folder: Path | None, verify: bool | None, as_json: bool, **runtime: Any) -> None:
+def inspect(folder: Path | None, verify: bool | None, as_json: bool, report: Path | None, **runtime: Any) -> None:
     """Describe the models in DIR (by default the embedded demo pair): weights, context, engine, rollback, memory.
 
     Rollback is how the KV cache drops proposed tokens that were rejected.
@@ -24,6 +32,7 @@ def inspect(folder: Path | None, verify: bool | None, as_json: bool, **runtime: 
     Examples:
       ovspec inspect my-pair
       ovspec inspect my-pair --verify --json
+      ovspec inspect my-pair --device GPU --report report.json
     """
     from ovspec.api.loading import device_options, model_folder
     from ovspec.setup import inspection
@@ -35,6 +44,12 @@ def inspect(folder: Path | None, verify: bool | None, as_json: bool, **runtime: 
     options, tuned = device_options(given), given.tune is not False
     with step(f"{folder}: compiling and probing"):
         found = inspection.inspect(folder, options, given.engine, given.arithmetic, tuned, bool(verify))
+    if report:
+        from ovspec.api.device_report import device_report
+
+        with step(f"{report}: measuring"):
+            content = device_report(folder, found, runtime)  # type: ignore[arg-type]
+        write_atomically(report, json.dumps(content, ensure_ascii=False, indent=1))
     if as_json:
         click.echo(json.dumps(found, ensure_ascii=False))
         return

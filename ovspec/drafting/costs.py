@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from ovspec.cache.decoder import FAST, FeedRule
 from ovspec.drafting.proposal import Proposal
 
 WIDEST = 64  # largest width whose cost is learned; beyond it, the cost is extrapolated linearly
@@ -53,8 +54,8 @@ class Costs:
         measured: the costs of some widths, from a profile; without one, the first that comes again sets the scale.
         change: what a change of width adds, if it was measured.
         fills: whether the decoder can fill up an inference.
-        most: the most tokens that an inference may have; wider ones are several, see ``FeedRule``.
-        fewest: the fewest tokens that it computes, so that narrower ones cost as much.
+        rule: how the decoder feeds tokens: how many it computes, and how many at most, so that more are several
+            inferences.
     """
 
     def __init__(
@@ -62,10 +63,9 @@ class Costs:
         measured: Mapping[int, float] | None = None,
         change: float | None = None,
         fills: bool = False,
-        most: int | None = None,
-        fewest: int = 1,
+        rule: FeedRule = FAST,
     ) -> None:
-        widths = np.arange(WIDEST + 1)
+        widths, most = np.arange(WIDEST + 1), rule.most
         if measured and len(measured) > 1:
             known = sorted(measured)
             times = [measured[width] for width in known]
@@ -77,10 +77,11 @@ class Costs:
             split = costs[most] * (widths // most) + np.where(widths % most, costs[widths % most], 0.0)
             costs = np.where(widths <= most, costs, split)
         self.known = self._measured = bool(measured)
-        self.ms = costs
         self.change = FIRST_CHANGE * float(costs[1]) if change is None else change  # added by a change of width
-        costs[:fewest] = costs[fewest]
-        self.fewest = fewest
+        self._rule = rule
+        # The width that an inference of each width is computed at, and costs as much as.
+        self._computed = np.array([min(rule.computed(max(1, width)), WIDEST) for width in range(WIDEST + 1)])
+        self.ms = costs = costs[self._computed]
         self._changes = 0 if change is None else MEASURED_CHANGES  # from which ``change`` is learned
         self._fills = fills
         self._last = 0  # width of the last inference
@@ -104,8 +105,7 @@ class Costs:
         found[last] = self.ms[last]
         if self._fills:
             np.minimum(found[:last], self.ms[last], out=found[:last])
-        found[: self.fewest] = found[self.fewest]
-        return found
+        return found[self._computed]
 
     def fill(self, needed: int) -> int:
         """Return how many tokens the next inference should compute if ``needed`` have to be."""
@@ -137,7 +137,7 @@ class Costs:
 
         ``drafted``: whether it is an inference of a draft model, or of a target that has one.
         """
-        width = max(width, self.fewest)
+        width = self._rule.computed(width)
         changed, self._last = width != self._last, width
         self._in_a_row = 0 if changed else self._in_a_row + 1
         if width > WIDEST:
@@ -167,7 +167,7 @@ class Costs:
         own = factor ** (own_follows if changed else max(own_follows, FIRST_OWN / self._seen[width]))
         self.ms[max(1, width - 1) :] *= own  # its neighbour and all wider ones
         self.ms[width] *= own
-        self.ms[: self.fewest] = self.ms[self.fewest]
+        self.ms = self.ms[self._computed]
         return usual
 
 

@@ -22,6 +22,7 @@ from ovspec.engine.row import Row
 from ovspec.engine.runtime import PLAIN, Runtime, Sequence
 from ovspec.engine.scheduler import BatchLimits, Scheduler
 from ovspec.ir.compile import CompiledIR
+from ovspec.ir.device import in_main_memory
 from ovspec.ir.large_pages import LONGEST
 from ovspec.ir.memory import kv_bytes_per_token, recurrent_bytes
 
@@ -99,7 +100,7 @@ class EngineThread:
         self._decoders = runtime.pool.take()
         self._drafter, self._lookahead = runtime.drafting(runtime.params({}), self._decoders)
         rule = self._decoders.target.rule
-        costs = self._lookahead.target if self._drafter else Costs(most=rule.most, fewest=rule.fewest)
+        costs = self._lookahead.target if self._drafter else Costs(rule=rule)
         self._prefill_budget = PrefillBudget(costs, rule, not self._drafter, chunk)
         self._thread = threading.Thread(target=self._run, name="ovspec engine", daemon=True)
 
@@ -114,7 +115,7 @@ class EngineThread:
         if prepare:
             self._warm_up()
             self.do(BackgroundTask(moving(used)))
-        irs = [ir for ir in used if ir.device == "CPU"]
+        irs = [ir for ir in used if in_main_memory(ir.device)]
         per_token = sum(map(kv_bytes_per_token, irs))
         room = self._cache_bytes or FREE_SHARE * psutil.virtual_memory().available
         room -= self._rows * sum(map(recurrent_bytes, irs))

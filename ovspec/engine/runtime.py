@@ -158,7 +158,7 @@ class Runtime:
         self.pool = DecoderPool(self._make_decoders)
         self._token_bytes = sum(kv_bytes_per_token(ir) + recurrent_bytes(ir) for ir in self.irs())  # upper bound
         self.cache_bytes = cache_bytes
-        self._shares_sampled_only = cache_bytes is None and target.is_inexact
+        self._shares_sampled_only = cache_bytes is None and target.is_inexact and target.repeats
         most = psutil.virtual_memory().available / 4 if cache_bytes is None else cache_bytes
         self.tensors = {
             id(model): BlockTensors(model.ir, most / self._token_bytes)
@@ -471,11 +471,10 @@ class Runtime:
             return None, PLAIN
         target, draft = decoders.target, decoders.draft
         if not decoders.lookaheads:
-            rule, measured = target.rule, self.target.verify_ms
-            costs = Costs(measured, self.target.change_ms, target.fills, rule.most, rule.fewest)
+            costs = Costs(self.target.verify_ms, self.target.change_ms, target.fills, target.rule)
             steps = Costs()
             if self.draft and draft:
-                steps = Costs(self.draft.verify_ms, self.draft.change_ms, draft.fills, fewest=draft.rule.fewest)
+                steps = Costs(self.draft.verify_ms, self.draft.change_ms, draft.fills, draft.rule)
             decoders.lookaheads = {kind: Lookahead(None, costs, steps) for kind in (False, True)}
         lookahead = decoders.lookaheads[params.sampled]
         if params.lookahead is not None:

@@ -40,7 +40,7 @@ class DeviceOptions:
         named = {
             "INFERENCE_PRECISION_HINT": self.precision,
             "KV_CACHE_PRECISION": self.kv_precision,
-            "INFERENCE_NUM_THREADS": self.threads,
+            "INFERENCE_NUM_THREADS": self.threads if "CPU" in devices_of(self.device) else None,
         }
         return {name: str(value) for name, value in named.items() if value is not None} | self.properties
 
@@ -102,9 +102,30 @@ def devices_of(device: str) -> list[str]:
     return named or [name for name in core().available_devices if f"-{name}" not in parts]
 
 
+def is_gpu(device: str) -> bool:
+    """Return whether ``device`` is a GPU itself, not AUTO or HETERO, which may choose one."""
+    return device.upper().partition(".")[0] == "GPU"
+
+
+@functools.cache
+def in_main_memory(device: str) -> bool:
+    """Return whether ``device`` computes in the memory of this machine: the CPU, or a GPU without its own."""
+    if not is_gpu(device):
+        return device == "CPU"
+    with contextlib.suppress(RuntimeError):
+        return str(core().get_property(device, "DEVICE_TYPE")).endswith("INTEGRATED")
+    return False
+
+
 def available_devices() -> list[tuple[str, str]]:
     """Return each device's (name, description)."""
     return [(name, str(core().get_property(name, "FULL_DEVICE_NAME"))) for name in core().available_devices]
+
+
+def check_threads(threads: int | None, devices: list[str]) -> None:
+    """Raise an OvspecError if ``threads`` is set and none of ``devices`` is the CPU."""
+    if threads and not any("CPU" in devices_of(device) for device in devices):
+        raise OvspecError(f"`threads={threads}`: only a CPU has threads, and the device is {devices[0]}; leave it out.")
 
 
 def check_device(device: str, option: str = "device") -> str:
@@ -165,10 +186,13 @@ def precision_of(options: DeviceOptions) -> str:
 def default_kv_precision(options: DeviceOptions) -> str | None:
     """Return the default type of the KV cache: the one that attention computes in, so that rolling back is exact.
 
-    It isn't exact with u8, the CPU plugin's own default for compressed weights (see docs/explanation/engines.md).
-    None on devices other than the CPU: AUTO and HETERO don't know the property, and a GPU makes its own choice.
+    It isn't exact with u8, the CPU plugin's own default for compressed weights (see docs/explanation/engines.md), nor
+    with i8, that of many GPUs. None for AUTO and HETERO, which don't know the property.
     """
-    if check_device(options.device) != "CPU":
+    device = check_device(options.device)
+    if is_gpu(device):
+        return "f16"
+    if device != "CPU":
         return None
     precision = precision_of(options)
     # With a 16-bit cache, attention refuses to run on a CPU without 16-bit instructions of that type.

@@ -12,6 +12,7 @@ import psutil
 
 from ovspec.base.errors import OvspecError
 from ovspec.ir.compile import MODEL_FILE, CompiledIR, check_weights
+from ovspec.ir.device import in_main_memory
 from ovspec.ir.heads import FEATURES
 
 BYTES = {"f32": 4.0, "bf16": 2.0, "f16": 2.0, "u8": 1.1}  # per value in the cache; u8 includes its scales
@@ -36,23 +37,26 @@ def room_for(folder: Path, times: float) -> bool:
 
 
 def token_room(irs: list[CompiledIR], rows: int, spare: float = 0) -> float:
-    """Return how many tokens, summed over ``rows`` rows, fit into free memory. Counts only models on the CPU.
+    """Return how many tokens, summed over ``rows`` rows, fit into free memory. Counts only models in main memory.
 
     ``spare``: bytes that are in use, but may be taken.
     """
-    on_cpu = [ir for ir in irs if ir.device == "CPU"]
-    per_token = sum(map(kv_bytes_per_token, on_cpu))
+    irs = [ir for ir in irs if in_main_memory(ir.device)]
+    per_token = sum(map(kv_bytes_per_token, irs))
     if not per_token:
         return math.inf
-    return (psutil.virtual_memory().available + spare - rows * sum(map(recurrent_bytes, on_cpu))) / per_token
+    return (psutil.virtual_memory().available + spare - rows * sum(map(recurrent_bytes, irs))) / per_token
 
 
 def check_memory(irs: list[CompiledIR], tokens: int, spare: float = 0) -> None:
-    """Raise an OvspecError if the states for ``tokens`` more tokens don't fit into free memory. Counts only the CPU.
+    """Raise an OvspecError if the states for ``tokens`` more tokens don't fit into free memory.
+
+    Counts only models in main memory.
 
     ``spare``: bytes that are in use, but may be taken.
     """
-    needed = sum(tokens * kv_bytes_per_token(ir) + recurrent_bytes(ir) for ir in irs if ir.device == "CPU")
+    irs = [ir for ir in irs if in_main_memory(ir.device)]
+    needed = sum(tokens * kv_bytes_per_token(ir) + recurrent_bytes(ir) for ir in irs)
     if needed > WORTH_CHECKING and needed > (free := psutil.virtual_memory().available + spare):
         sizes = f"takes about {needed / 1e9:.1f} GB, but only {free / 1e9:.1f} GB of memory are free"
         advice = "shorten the prompt, lower `max_tokens`, or choose a smaller `kv_precision`"

@@ -27,7 +27,21 @@ class Request:
     def renew(self) -> None:
         """Replace the OpenVINO request with a new one."""
         self.raw = self._ir.compiled.create_infer_request()
+        self.has_run, self._resets = False, False
         self._bound: dict[int, np.ndarray] = {}  # input index -> the array that the request reads it from
+
+    def reset(self) -> None:
+        """Empty the states before the next inference.
+
+        Not at once: a GPU's request that is reset long before it runs disturbs other requests that run meanwhile.
+        """
+        self.has_run, self._resets = False, True
+
+    def reset_now(self) -> None:
+        """Empty the states if ``reset`` has asked for it."""
+        if self._resets:
+            self.raw.reset_state()
+            self._resets = False
 
     def infer(self, arrays: Sequence[np.ndarray], logits_idx: np.ndarray) -> np.ndarray:
         """Return the logits at these flat token indices: (len(logits_idx), vocab) float32, valid until the next call.
@@ -41,6 +55,7 @@ class Request:
         request, bound = self.raw, self._bound
         if self._ir.opened is None:
             _ = self._ir.compiled  # which raises
+        self.reset_now()
         for index, array in zip(self._inputs, arrays, strict=True):
             if index is not None and bound.get(index) is not array:
                 request.set_input_tensor(index, ov.Tensor(array, shared_memory=True))
@@ -61,10 +76,13 @@ class Request:
             if pages.seconds >= large_pages.PATIENCE:
                 pages.start()
         self.inferences += 1
+        self.has_run = True
         logits = request.get_output_tensor(self._logits).data
         logits = logits[0] if self._picks_logits else logits.reshape(-1, logits.shape[-1])[logits_idx]
         if not np.isfinite(logits.max()):  # NaN if any of them is
-            raise InferenceError(f"{self._ir.folder}: the model's logits are not numbers here; try `precision='f32'`.")
+            in_f32 = self._ir.properties.get("INFERENCE_PRECISION_HINT") == "f32"
+            advice = "export it again, or use another device" if in_f32 else "try `precision='f32'`"
+            raise InferenceError(f"{self._ir.folder}: the model's logits are not numbers here; {advice}.")
         return logits
 
     def output(self, name: str) -> np.ndarray:

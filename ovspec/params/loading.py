@@ -24,12 +24,12 @@ class RuntimeOptions(TypedDict, total=False):
         Literal["f32", "bf16", "f16", "u8"] | None,
         "Number type of the KV cache. u8 takes about half the memory of f16, but rolling back changes it, so a "
         "draft may change the text.",
-        Option(usual="the profile's, or that of --precision on the CPU and the device's own elsewhere"),
+        Option(usual="the profile's, or that of --precision on the CPU and f16 on a GPU"),
     ]
     engine: Annotated[
         Literal["auto", "stateful", "paged"],
-        "Who manages the KV cache: OpenVINO (stateful), or ovspec in blocks (paged, CPU only). auto takes paged if "
-        "it gives the same logits.",
+        "Who manages the KV cache: OpenVINO (stateful), or ovspec in blocks (paged, on a CPU or a GPU). auto takes "
+        "paged if it gives the same logits.",
         Option("auto"),
     ]
     arithmetic: Annotated[

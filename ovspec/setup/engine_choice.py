@@ -16,13 +16,13 @@ from ovspec.base.errors import OvspecError
 from ovspec.base.files import remember, remembered
 from ovspec.base.progress import note
 from ovspec.cache.blocks import BlockTensors
-from ovspec.cache.decoder import FAST, Arithmetic, Decoder, FeedRule, Rollback
+from ovspec.cache.decoder import FAST, FAST_ON_GPU, Arithmetic, Decoder, FeedRule, Rollback
 from ovspec.cache.paged import PagedDecoder
 from ovspec.cache.stateful import StatefulDecoder, decoder_of, trimming
 from ovspec.ir.attention_mask import UNBOUNDED, narrowest_window
 from ovspec.ir.compile import MODEL_FILE, CompiledIR, check_weights, compile_ir, last_line
 from ovspec.ir.crashes import without_crash
-from ovspec.ir.device import DeviceOptions, check_device, precision_of
+from ovspec.ir.device import DeviceOptions, check_device, compile_properties, devices_of, is_gpu, precision_of
 from ovspec.ir.heads import HIDDEN, give_features
 from ovspec.ir.instruction_set import instruction_set
 from ovspec.ir.memory import room_for
@@ -49,6 +49,10 @@ FREE = 1.1
 # Bytes of weights up to which products are joined: OpenVINO keeps the joined weights in memory beside its own form of
 # them, and the more a product has to read, the less it matters how many there are.
 JOINED = 5e8
+# A GPU computes in 16 bits, so that its logits differ from those in f32 by this share of their standard deviation: seen
+# are 0.045, and 0.5 and more where attention reads wrong keys.
+GPU_NOISE = 0.1
+NOT_PROBED = "fast, because exact arithmetic is for the CPU alone"  # the promise of a model that a GPU computes
 LONG_PROBE = 1e8  # bytes of weights from which probing takes so long that it is told
 # The properties that round least. Models compiled with them are needed only briefly, so they are not cached.
 EXACT = {
@@ -90,6 +94,11 @@ class CompiledModel:
     def is_inexact(self) -> bool:
         """Whether exact arithmetic was asked for, and can't be had."""
         return self.promise not in ("exact", "fast")
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the same inferences give the same bits, so that only other ones can change a text."""
+        return self.promise != NOT_PROBED
 
     def decoder(
         self, vocabulary: KnownIds = ALL_IDS, rule: FeedRule | None = None, tensors: BlockTensors | None = None
@@ -147,6 +156,10 @@ def load_ir(
 
     ``head``: the folder of a head that the model gives features to; see ``load_with_features``.
     """
+    if arithmetic == "exact" and any(map(is_gpu, devices_of(options.device))):
+        loaded = load_ir(folder, options, wanted, "fast", head)
+        loaded.promise = NOT_PROBED
+        return loaded
     reason, options = "as requested", without_crash(folder, options)
     if wanted != "stateful":
         paged = check_paged(folder, options)
@@ -173,8 +186,8 @@ def load_with_features(
 
     A value that is also an output may be computed in other kernels. That is tried once, and remembered.
     """
-    if arithmetic == "fast":
-        return load_ir(folder, options, wanted, "fast", head)
+    if arithmetic == "fast" or any(map(is_gpu, devices_of(options.device))):
+        return load_ir(folder, options, wanted, arithmetic, head)
     graph = hashlib.sha256((head / MODEL_FILE).read_bytes()).hexdigest()
     file = exactness_file(folder, options, f"{wanted} with {graph}")
     known = remembered(Exactness, file)
@@ -198,7 +211,7 @@ def load_paged(
 
     def compiled(options: DeviceOptions, paired: bool = False) -> CompiledModel:
         ir = compile_paged(folder, options, paired, head)
-        loaded = CompiledModel(ir, "paged", reason, PagedDecoder.rollback)
+        loaded = CompiledModel(ir, "paged", reason, PagedDecoder.rollback, fast_rule(ir.device))
         if "KV_CACHE_PRECISION" in options.fixed:
             loaded.decoder().feed([np.zeros(1, dtype=np.int64)], [1])
         return loaded
@@ -260,10 +273,14 @@ def compile_paged(folder: Path, options: DeviceOptions, paired: bool = True, hea
     ``head``: the folder of a head that the model gives features to.
     """
 
+    on_gpu = is_gpu(check_device(options.device))
+
     def rewrite(model: ov.Model) -> None:
         if head:
             give_features(model, folder, head)
         to_paged(model)
+        if on_gpu:  # which joins products itself
+            return
         if check_weights(folder / MODEL_FILE) <= JOINED:
             join_products(model)
         if paired:
@@ -271,25 +288,40 @@ def compile_paged(folder: Path, options: DeviceOptions, paired: bool = True, hea
             if instruction_set() in CUTTING:
                 cut_products(model)
 
-    # Not cached: OpenVINO 2026.4 can't read a paged model back, because the head sizes are lost.
-    return compile_ir(folder, replace(options, properties=options.properties | {"CACHE_DIR": ""}), rewrite)
+    if not on_gpu:
+        # Not cached: OpenVINO 2026.4 can't read a paged model back for a CPU, because the head sizes are lost.
+        options = replace(options, properties=options.properties | {"CACHE_DIR": ""})
+    return compile_ir(folder, options, rewrite)
 
 
 def check_paged(folder: Path, options: DeviceOptions) -> PagedCheck:
-    """Return the result of ``compare_engines``, cached on disk; other devices than the CPU have no paged engine."""
-    if (device := check_device(options.device)) != "CPU":
-        return PagedCheck(False, f"the paged engine runs on the CPU only, and the device is {device}")
-    file = memory_file("engines", folder, f"OpenVINO {ov.get_version()}", options.cache_folder)
+    """Return the result of ``compare_engines``, cached on disk; only a CPU and GPUs have a paged engine."""
+    device, setting = check_device(options.device), f"OpenVINO {ov.get_version()}"
+    if is_gpu(device):
+        properties = {name: value for name, value in compile_properties(options).items() if name != "CACHE_DIR"}
+        setting = f"{setting} {sorted(properties.items())}"
+    elif device != "CPU":
+        return PagedCheck(False, f"the paged engine runs on a CPU or a GPU only, and the device is {device}")
+    file = memory_file("engines", folder, setting, options.cache_folder, device)
     return remembered(PagedCheck, file) or remember(file, compare_engines(folder, options))
+
+
+def fast_rule(device: str) -> FeedRule:
+    """Return how a paged model feeds tokens in fast arithmetic."""
+    return FAST_ON_GPU if is_gpu(device) else FAST
 
 
 def compare_engines(folder: Path, options: DeviceOptions) -> PagedCheck:
     """Return whether the paged decoder gives the same logits as the stateful one for the model in ``folder``.
 
     Both run with the properties that round least, or with those of ``options`` if 16-bit weights widened to 32 bits
-    would not fit into memory; and one after the other, because memory may hold the model only once.
+    would not fit into memory; and one after the other, because memory may hold the model only once. A GPU runs the
+    paged one with ``options``, and the CPU the stateful one.
     """
-    setting = DeviceOptions(properties=EXACT if room_for(folder, 3) else options.fixed | {"CACHE_DIR": ""})
+    on_gpu = is_gpu(check_device(options.device))
+    # Properties of a GPU are none of the CPU's.
+    least = EXACT if on_gpu or room_for(folder, 3) else options.fixed | {"CACHE_DIR": ""}
+    setting = DeviceOptions(properties=least)
     stateful = compile_ir(folder, setting)
     if stateful.recurrent_states or not stateful.kv_states:
         return PagedCheck(False, "it has states other than keys and values")
@@ -311,10 +343,12 @@ def compare_engines(folder: Path, options: DeviceOptions) -> PagedCheck:
     def rewrite(model: ov.Model) -> None:
         to_paged(model)
         windows.update(attention_windows(model))
-        pair_queries(model)
+        if not on_gpu:
+            pair_queries(model)
 
     try:
-        paged = PagedDecoder(compile_ir(folder, setting, rewrite))
+        ir = compile_ir(folder, options if on_gpu else setting, rewrite)
+        paged = PagedDecoder(ir, rule=fast_rule(ir.device))
         narrowest = min((found for found in windows if found is not None), default=UNBOUNDED)
         if narrowest != window:
             return PagedCheck(False, f"its attention window is {window} in the model and {narrowest} when paged")
@@ -323,7 +357,7 @@ def compare_engines(folder: Path, options: DeviceOptions) -> PagedCheck:
         return PagedCheck(False, str(error))
     except OvspecError as error:
         return PagedCheck(False, f"OpenVINO cannot run it paged ({last_line(error)})")
-    allowed = 10 * rounding + 1e-4 * expected.std()
+    allowed = GPU_NOISE * expected.std() if on_gpu else 10 * rounding + 1e-4 * expected.std()
     equal = all(np.abs(logits - expected[-len(logits) :]).max() <= allowed for logits in seen)
     return PagedCheck(equal, "it agrees with the stateful decoder" if equal else "its logits differ when paged")
 

@@ -13,7 +13,7 @@ import openvino as ov
 from ovspec import __version__
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import remember, remembered
-from ovspec.cache.decoder import Rollback
+from ovspec.cache.decoder import Copies, Rollback
 from ovspec.cache.stateful import StatefulDecoder
 from ovspec.ir.attention_mask import UNBOUNDED, mask_bound
 from ovspec.ir.compile import MODEL_FILE, CompiledIR
@@ -49,6 +49,7 @@ def probe_rollback(ir: CompiledIR) -> Probe:
             bound = safe_bound(ir) if kv == "mask" else None
             if bound != 0:
                 rollback = replace(rollback, mask_until=bound)
+                rollback = replace(rollback, copies=find_copies(ir, rollback))
                 return Probe(rollback, setting_of(ir.device, ir.properties), time.perf_counter() - began)
     raise OvspecError(f"{ir.folder}: its KV cache cannot be rolled back, neither by masking nor by trimming.")
 
@@ -75,6 +76,47 @@ def gives_back_the_clean_run(ir: CompiledIR, rollback: Rollback) -> bool:
     # Feeding the same text in other pieces changes the logits by rounding; a rollback may change them as much.
     rounding = np.abs(regrouped - clean).max()
     return bool(np.abs(after - clean).max() <= 10 * rounding + 1e-4 * clean.std())
+
+
+def find_copies(ir: CompiledIR, rollback: Rollback) -> Copies:
+    """Return which infer requests go on rightly with copied states; see ``Rollback``."""
+    choices: tuple[Copies, ...] = ("any", "run")
+    return next((copies for copies in choices if go_on_rightly(ir, replace(rollback, copies=copies))), None)
+
+
+def go_on_rightly(ir: CompiledIR, rollback: Rollback) -> bool:
+    """Return whether compacted rows, and a new request with their states, go on like a clean run."""
+    text, junk = np.split(np.random.default_rng(1).integers(0, ir.logits_width, 22), [14])
+    last, nothing = text[10:], text[:0]
+    decoder, other = StatefulDecoder(ir, rollback), StatefulDecoder(ir, rollback)
+    decoder.feed([text[:10]], [0])
+    clean = decoder.feed([last], [4])[0].copy()
+    decoder.reset(1)
+    decoder.feed([text[:7]], [0])
+    decoder.feed([text[7:12]], [0])
+    regrouped = decoder.feed([text[12:]], [2])[0].copy()
+    decoder.reset(1)
+    continued: list[np.ndarray] = []
+    try:
+        decoder.feed([text[:10]], [0])
+        if ir.kv_states and not ir.recurrent_states:
+            if not ir.rows_alone:
+                decoder.reorder([0, 0])
+                decoder.feed([nothing, junk], [0, 1])
+                decoder.truncate(1, 5)
+            decoder.compact()
+            decoder.feed([junk, *[nothing] * (len(decoder.rows) - 1)], [1, *[0] * (len(decoder.rows) - 1)])
+            decoder.truncate(0, 10)
+            decoder.compact()
+        decoder.copy_to(other)
+        for each in (decoder, other):
+            beside = [nothing] * (len(each.rows) - 1)
+            continued.append(each.feed([last, *beside], [4, *map(len, beside)])[0].copy())
+    except (OvspecError, RuntimeError, IndexError):  # a plugin may hand out no states, or states without a shape
+        return False
+    rounding = np.abs(regrouped - clean[-2:]).max()
+    allowed = 10 * rounding + 1e-4 * clean.std()
+    return all(np.abs(logits - clean).max() <= allowed for logits in continued)
 
 
 def safe_bound(ir: CompiledIR) -> int | None:

@@ -15,11 +15,11 @@ from ovspec.cache.decoder import FAST, FeedRule, Rollback
 from ovspec.cache.paged import PagedDecoder
 from ovspec.ir.compile import compile_graph
 from ovspec.ir.crashes import without_crash
-from ovspec.ir.device import DeviceOptions, check_device
+from ovspec.ir.device import DeviceOptions, check_device, is_gpu
 from ovspec.ir.heads import HIDDEN, read_head
 from ovspec.ir.paged_attention import to_paged
 from ovspec.ir.products import join_products
-from ovspec.setup.engine_choice import CompiledModel, EngineChoice
+from ovspec.setup.engine_choice import CompiledModel, EngineChoice, fast_rule
 from ovspec.setup.probing import memory_file
 from ovspec.setup.profile import Profile, load_with
 
@@ -35,22 +35,25 @@ def load_head(folder: Path, target: CompiledModel, options: DeviceOptions) -> Co
 
     Raises OvspecError if the device can't compile it, or it was made for another model.
     """
-    same = check_device(options.device) == target.ir.device
-    properties = (target.ir.properties | HEAD_PROPERTIES if same else {}) | options.fixed
-    if "KV_CACHE_PRECISION" not in options.fixed:
-        properties.pop("KV_CACHE_PRECISION", None)  # the head's precision decides
+    device = check_device(options.device)
+    same, on_gpu = device == target.ir.device, is_gpu(device)
+    own = ("KV_CACHE_PRECISION", "CACHE_DIR")  # the head's precision decides, and its cache is another one
+    properties = {name: value for name, value in target.ir.properties.items() if same and name not in own}
+    properties |= HEAD_PROPERTIES if same and not on_gpu else {}
+    properties |= options.fixed
     head = read_head(folder, target.ir.folder)
     check_ids(head.ids, folder, target)
     paged = same and target.engine == "paged"
     if paged:
         to_paged(head.model)
-    join_products(head.model)
-    given = without_crash(folder, replace(options, properties=properties))
-    uncached = replace(given, properties=given.properties | {"CACHE_DIR": ""})
-    ir = compile_graph(head, folder, uncached)
+    if not on_gpu:  # which joins products itself, and whose compiled models can be read back
+        join_products(head.model)
+        properties["CACHE_DIR"] = ""
+    ir = compile_graph(head, folder, without_crash(folder, replace(options, properties=properties)))
     if not paged:
         return CompiledModel(ir, "stateful", "as its target", Rollback("mask"))
-    return in_pairs(CompiledModel(ir, "paged", "as its target", PagedDecoder.rollback), options)
+    loaded = CompiledModel(ir, "paged", "as its target", PagedDecoder.rollback, fast_rule(ir.device))
+    return in_pairs(loaded, options)
 
 
 def load_draft(
@@ -76,9 +79,9 @@ def check_ids(ids: np.ndarray | None, folder: Path, target: CompiledModel) -> No
 def in_pairs(proposer: CompiledModel, options: DeviceOptions) -> CompiledModel:
     """Let a draft model or head compute two tokens at least if that is faster: products of one row may be slower.
 
-    Timed once, and remembered.
+    Timed once, and remembered. On a GPU, counts of tokens are rounded in any case.
     """
-    if proposer.engine == "paged":
+    if proposer.engine == "paged" and not is_gpu(proposer.ir.device):
         setting = repr(("pairs", sorted(proposer.ir.properties.items())))
         file = memory_file("pairs", proposer.ir.folder, setting, options.cache_folder)
         found = remembered(PairCost, file) or remember(file, PairCost(pair_cost(proposer)))

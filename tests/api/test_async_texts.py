@@ -79,11 +79,10 @@ def test_texts_are_those_of_generate_and_share_rounds(lm: ovspec.LanguageModel, 
 
 def test_broken_texts_are_generated_again(lm: ovspec.LanguageModel) -> None:
     schema = {"type": "integer", "minimum": 0, "maximum": 9, "not": {"multipleOf": 2}}
-    options: Any = {"json_schema": schema, "json_schema_mode": "checked", "temperature": 2.0, "seed": 4}
-    prompts = [f"{name} = " for name in "abcdefgh"]
-    first = [lm.generate(prompt, **options) for prompt in prompts]
+    options: Any = {"json_schema": schema, "json_schema_mode": "checked", "temperature": 2.0}
+    prompts = ["= ", "a = ", "b == "]
+    options["seed"] = next(n for n in range(12) if lm.generate(prompts[0], **options, seed=n).schema_errors)
     expected = [lm.generate(prompt, **options, retries=20) for prompt in prompts]
-    assert {bool(each.schema_errors) for each in first} == {True, False}
 
     async def together() -> list[ovspec.Result]:
         alone = lm.agenerate(prompts[0], **options, retries=20)

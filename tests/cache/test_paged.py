@@ -16,7 +16,7 @@ from conftest import HAS_BF16, ROOT, STRICT, Reference
 import ovspec
 import ovspec.cache.paged
 import ovspec.setup.engine_choice
-from ovspec.cache.decoder import FeedRule
+from ovspec.cache.decoder import FAST, FAST_ON_GPU, FeedRule
 from ovspec.cache.paged import PagedDecoder
 from ovspec.ir.attention_mask import UNBOUNDED, narrowest_window
 from ovspec.ir.crashes import without_crash
@@ -163,8 +163,8 @@ def test_the_compile_cache_is_not_filled_in_vain(tmp_path: Path, monkeypatch: py
 def test_other_devices_are_stateful(tmp_path: Path) -> None:
     loaded = load_ir(SMALL, DeviceOptions(device="AUTO:CPU", cache_dir=tmp_path))
     assert loaded.engine == "stateful"
-    assert loaded.reason == "the paged engine runs on the CPU only, and the device is AUTO:CPU"
-    with pytest.raises(ovspec.OvspecError, match="`engine='paged'` is not possible: the paged engine runs on the CPU"):
+    assert loaded.reason == "the paged engine runs on a CPU or a GPU only, and the device is AUTO:CPU"
+    with pytest.raises(ovspec.OvspecError, match="is not possible: the paged engine runs on a CPU or a GPU only"):
         load_ir(SMALL, DeviceOptions(device="AUTO:CPU", cache_dir=tmp_path), "paged")
 
 
@@ -307,3 +307,43 @@ def test_filling_up_changes_no_bit(pair: Path, cache_dir: Path, precision: Any) 
     ).all(), "the fork's blocks are untouched"
     short = lm.target.decoder()
     assert short.feed([text[:3]], [1], 16)[0].shape == (1, filled.feed([text[:2]] * 3, [1] * 3)[0].shape[1])
+
+
+def test_few_shapes_in_many_rounds(make_paged: MakePaged, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU makes kernels for each number of tokens and of logits; what fills them up changes no text."""
+    decoder, plain = make_paged(FAST_ON_GPU), make_paged(FAST)
+    text = np.random.default_rng(2).integers(5, 1000, 600)
+    random, shapes = np.random.default_rng(3), set[tuple[int, int]]()
+    infer = decoder._request.infer
+
+    def noting(arrays: Any, logits_idx: np.ndarray) -> np.ndarray:
+        shapes.add((len(arrays[0]), len(logits_idx)))
+        return infer(arrays, logits_idx)
+
+    monkeypatch.setattr(decoder._request, "infer", noting)
+    decoder.reset(3)
+    plain.reset(3)
+    seen = 0
+    for _ in range(500):
+        counts = [int(random.integers(0, 6)) for _ in range(3)]
+        if not any(counts):
+            continue
+        begins = [len(row) for row in decoder.rows]
+        pieces = [text[begin : begin + count] for begin, count in zip(begins, counts, strict=True)]
+        ours, theirs = (
+            each.feed(pieces, counts, width) for each, width in ((decoder, int(random.integers(0, 9))), (plain, 0))
+        )
+        for mine, other in zip(ours, theirs, strict=True):
+            assert mine.shape == other.shape
+            seen += len(mine)
+            np.testing.assert_allclose(mine, other, atol=2e-3)
+        for row, count in enumerate(counts):
+            kept = begins[row] + int(random.integers(0, count + 1))
+            kept = kept if kept < 500 else 0
+            decoder.truncate(row, kept)
+            plain.truncate(row, kept)
+    assert seen > 2000
+    assert len(shapes) <= 15, shapes
+    decoder.reset(1)
+    decoder.feed([text], [3])
+    assert {tokens for tokens, _ in shapes} <= {1 << power for power in range(9)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from conftest import ROOT, Reference
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import ovspec.cache.stateful
 from ovspec.cache.decoder import FeedRule, Rollback
 from ovspec.cache.paged import PagedDecoder
 from ovspec.cache.prefill import share_prefixes
@@ -122,6 +124,87 @@ def test_rows_that_are_compacted_when_they_are_empty(
     found = batch.feed([text, text[:30]], [1, 1])
     for logits, tokens in zip(found, (text, text[:30]), strict=True):
         np.testing.assert_allclose(logits[0], reference.logits(tokens.tolist())[-1], atol=2e-3)
+
+
+def test_a_request_is_reset_just_before_it_runs(make_decoder: Callable[..., StatefulDecoder]) -> None:
+    decoder, told = make_decoder("mask"), list[str]()
+    raw = decoder._request.raw
+
+    class Noting:
+        def __getattr__(self, name: str) -> Any:
+            if name in ("reset_state", "start_async"):
+                told.append(name)
+            return getattr(raw, name)
+
+    decoder._request.raw = Noting()  # type: ignore[assignment]
+    for _ in range(2):
+        decoder.reset(1)
+        decoder.reset(1)
+        assert not told
+        decoder.feed([np.arange(5, 9)], [1])
+        decoder.feed([np.arange(9, 12)], [1])
+        assert told == ["reset_state", "start_async", "start_async"]
+        told.clear()
+
+
+def test_states_are_set_once_a_request_has_run(
+    make_decoder: Callable[..., StatefulDecoder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a GPU demands, which ignores states that are set in a request that is new or was reset."""
+    text = np.arange(20, 40)
+    decoder, other = make_decoder("mask"), make_decoder("mask")
+    expected = decoder.feed([text], [1])[0].copy()
+    decoder.truncate(0, 19)
+    rollback = replace(other.rollback, copies="run")
+    write = ovspec.cache.stateful.write_states
+
+    def ignoring(request: Any, values: dict[str, np.ndarray]) -> None:
+        if other._request.has_run:
+            write(request, values)
+
+    monkeypatch.setattr(ovspec.cache.stateful, "write_states", ignoring)
+    for choice, right in ((other.rollback, False), (rollback, True)):
+        other.rollback = choice
+        other.reset(1)
+        decoder.copy_to(other)
+        assert np.allclose(other.feed([text[19:]], [1])[0], expected, atol=2e-3) == right
+
+
+def test_texts_are_read_again_where_states_cannot_be_copied(
+    make_decoder: Callable[..., StatefulDecoder], reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: Any) -> None:
+        raise AssertionError("a state was copied")
+
+    for name in ("gather_states", "read_states", "write_states"):
+        monkeypatch.setattr(ovspec.cache.stateful, name, refused)
+    decoder = make_decoder("mask", compact_at=4)
+    decoder.rollback = replace(decoder.rollback, copies=None)
+    decoder.feed([np.arange(20, 60)], [0])
+    assert not len(decoder.fork().rows[0])
+    decoder.reset(2)
+    texts = [np.arange(20, 60), np.arange(40, 90)]
+    for begin in range(0, 40, 4):
+        pieces = [text[begin : begin + 4] for text in texts]
+        logits = decoder.feed([np.concatenate((piece, piece)) for piece in pieces], [5, 5])
+        for row, text in enumerate(texts):
+            expected = reference.logits(text[: begin + 4].tolist())[-1]
+            np.testing.assert_allclose(logits[row][0], expected, atol=2e-3)
+            decoder.truncate(row, begin + 4)
+    assert not decoder.compactions
+
+
+def test_rejections_copy_no_state(
+    make_decoder: Callable[..., StatefulDecoder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies: list[str] = []
+    for name in ("gather_states", "read_states", "write_states"):
+        monkeypatch.setattr(ovspec.cache.stateful, name, lambda *_, name=name: copies.append(name))
+    decoder = make_decoder("mask", compact_at=256)
+    for position in range(60):
+        decoder.feed([np.arange(position, position + 4)], [4])
+        decoder.truncate(0, position + 1)
+    assert not copies, "180 rejected tokens"
 
 
 def test_dropped_rows_and_joined_rows(make_decoder: Callable[..., StatefulDecoder], reference: Reference) -> None:

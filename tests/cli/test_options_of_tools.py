@@ -78,6 +78,19 @@ def test_inspect_checks_files(run: Callable[..., Outcome], pair: Path) -> None:
     assert "All files have the checksums they were exported with." in found.out
 
 
+def test_a_report_says_how_a_model_runs_here_and_names_no_file(run: Callable[..., Outcome], tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    assert run("inspect", SMALL, "--report", file, "--engine", "paged").code == 0
+    report = json.loads(file.read_text("utf-8"))
+    assert report["devices"]["CPU"]
+    assert report["models"]["target"]["engine"] == "paged"
+    assert [*report["timings"]["inference_ms"]] == ["1", "2", "4", "8", "16"]
+    assert all(times["fastest"] > 0 for times in report["timings"]["inference_ms"].values())
+    assert report["text"]["equal"]
+    assert report["text"]["lookup"]["text"] == report["text"]["plain"]["text"]
+    assert str(ROOT) not in file.read_text("utf-8")
+
+
 def test_inspect_without_the_profile(run: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch) -> None:
     from ovspec.setup import inspection
 

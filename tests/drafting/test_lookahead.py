@@ -12,6 +12,7 @@ import pytest
 from bigrams import Bigrams
 from known_misses import KINDS_SLOWER_THAN_BEST, LOWEST_CHAT, SLOWER_THAN_BEST, SLOWEST_48, SLOWEST_500
 
+from ovspec.cache.decoder import FAST_ON_GPU, FeedRule
 from ovspec.cache.sequence import Sequence
 from ovspec.drafting.costs import WIDEST, Costs
 from ovspec.drafting.draft_model import DraftModel
@@ -146,7 +147,7 @@ def lookahead_of(machine: Machine, mode: str, fixed: int | None, profile: bool) 
         for times, fewest in ((machine.verify_ms, machine.narrowest), (draft_ms, 1))
     ]
     changes = [machine.change(same) if profile and same else None for same in (machine.verify_ms, draft_ms)]
-    target = Costs(measured[0], changes[0], True, fewest=machine.narrowest)
+    target = Costs(measured[0], changes[0], True, rule=FeedRule(fewest=machine.narrowest))
     return Lookahead(fixed, target, Costs(measured[1], changes[1], True))
 
 
@@ -448,7 +449,7 @@ def test_a_prompt_says_nothing_about_rounds() -> None:
 
 def test_what_is_free_is_proposed_whatever_was_lost() -> None:
     """Two tokens cost what a plain round does: a draft that lost doesn't keep lookup from proposing one."""
-    lookahead = Lookahead(None, Costs({2: 10.0, 3: 20.0}, 5.0, fewest=2), Costs({1: 50.0, 2: 50.0}, 0.0))
+    lookahead = Lookahead(None, Costs({2: 10.0, 3: 20.0}, 5.0, rule=FeedRule(fewest=2)), Costs({1: 50.0, 2: 50.0}, 0.0))
     lost = Proposal(np.arange(1), np.array([0.9]), source="draft")
     lookahead.note_draft(1, 0.05)
     lookahead.learn(RoundOutcome([(lost, 0)], 2, 0, False, 0.05, 0.01))
@@ -458,7 +459,7 @@ def test_what_is_free_is_proposed_whatever_was_lost() -> None:
 
 def test_what_the_rule_computes_anyway_is_filled_with_proposals() -> None:
     """With five tokens an inference, four of them cost nothing, whatever has been learned; a fifth does."""
-    target = Costs({1: 5.0, 2: 6.0, 4: 9.0, 5: 20.0, 8: 40.0}, 2.0, fewest=5)
+    target = Costs({1: 5.0, 2: 6.0, 4: 9.0, 5: 20.0, 8: 40.0}, 2.0, rule=FeedRule(fewest=5))
     lookahead = Lookahead(None, target, Costs({1: 0.5, 8: 1.0}, 0.0))
     for width, ms in ((5, 20.0), (5, 22.0), (1, 19.0), (5, 20.0)):
         target.learn(width, ms)
@@ -498,12 +499,22 @@ def test_an_inference_is_filled_up_while_that_costs_less_than_a_change() -> None
     assert never.next()[2] == pytest.approx(20.0)
 
 
+def test_what_is_rounded_up_costs_as_much() -> None:
+    """On a GPU an inference of three tokens computes four, so the fourth is free, whatever is learned."""
+    costs = Costs({1: 10.0, 2: 12.0, 3: 20.0, 4: 20.0, 8: 40.0}, 5.0, rule=FAST_ON_GPU)
+    for width, ms in ((3, 20.0), (4, 30.0), (1, 9.0), (5, 44.0), (3, 22.0)):
+        costs.learn(width, ms)
+    assert costs(3) == costs(4) > costs(2) > costs(1)
+    assert len(set(costs.ms[5:9])) == 1
+    assert len(set(costs.next()[9:17])) == 1
+
+
 def test_a_profile_measured_on_a_busy_machine_is_corrected() -> None:
     """A draft whose steps were measured at ten times their cost is tried after a while, and then used."""
     found = load(TRACES[0].with_name("demo-f32-T0.json"))
     machine = Machine(found, 0, 2)
     wrong = {width: 10 * ms for width, ms in machine.draft_ms.items()}
-    lookahead = Lookahead(None, Costs(machine.verify_ms, 0.0, True, fewest=2), Costs(wrong, 0.0, True))
+    lookahead = Lookahead(None, Costs(machine.verify_ms, 0.0, True, rule=FeedRule(fewest=2)), Costs(wrong, 0.0, True))
     texts = found["texts"] * 4
     last = [replay(lookahead, "draft", text, machine) for text in texts][-1]
     assert ms_a_token(last) < 0.6 * machine.plain

@@ -228,7 +228,7 @@ def a_fork_without_the_rule(decoder: type[PagedDecoder], monkeypatch: pytest.Mon
 
     def forked(self: PagedDecoder) -> PagedDecoder:
         other = fork(self)
-        other.rule = replace(other.rule, fewest=1)
+        other.rule, other._computed = replace(other.rule, fewest=1), list(range(len(other._computed)))
         return other
 
     monkeypatch.setattr(decoder, "fork", forked)
@@ -290,7 +290,9 @@ def test_inferences_take_the_rows_in_order() -> None:
 
 
 def test_the_lookahead_knows_what_a_second_inference_costs() -> None:
-    free, bounded = (Costs({1: 10.0, 2: 10.0, 16: 12.0, 256: 60.0}, 0.0, most=most) for most in (None, 32))
+    free, bounded = (
+        Costs({1: 10.0, 2: 10.0, 16: 12.0, 256: 60.0}, 0.0, rule=FeedRule(most=most)) for most in (None, 32)
+    )
     assert (free.ms[:33] == bounded.ms[:33]).all()
     assert bounded(33) == bounded(32) + bounded(1) > free(33) + 9
     assert bounded(WIDEST) == 2 * bounded(32)

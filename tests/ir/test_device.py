@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from ovspec.ir.device import (
     DeviceOptions,
     available_devices,
     check_device,
+    check_threads,
     compile_properties,
+    in_main_memory,
     machine_key,
     native_precisions,
 )
@@ -145,6 +148,33 @@ def test_what_is_remembered_is_told_apart_by_device(monkeypatch: pytest.MonkeyPa
         changed = [old != new for old, new in zip(before, keys(**{name: "other"}), strict=True)]
         assert changed == [False, True, True, True, False, False, False, True], name
     assert before[0][0] == "Xeon"
+
+
+def test_a_gpu_gets_a_cache_that_can_be_read_and_no_threads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    gpu = {"FULL_DEVICE_NAME": "Arc", "DEVICE_TYPE": "Type.INTEGRATED"}
+    plugins = Plugins(CPU={"FULL_DEVICE_NAME": "Xeon", "INFERENCE_PRECISION_HINT": "f32"}, GPU=gpu)
+    monkeypatch.setattr(device_module, "core", lambda: plugins)
+    options = DeviceOptions("GPU", threads=2, cache_dir=tmp_path)
+    properties = compile_properties(options)
+    assert properties["KV_CACHE_PRECISION"] == "f16"
+    assert "INFERENCE_NUM_THREADS" not in properties, "those are for a draft on the CPU"
+    assert compile_properties(replace(options, kv_precision="u8"))["KV_CACHE_PRECISION"] == "u8"
+    named = compile_properties(replace(options, kv_precision="u8"))["CACHE_DIR"]
+    assert named != properties["CACHE_DIR"], "OpenVINO's own key leaves the KV cache out"
+    with pytest.raises(ovspec.OvspecError, match="`threads=2`: only a CPU has threads, and the device is GPU"):
+        check_threads(2, ["GPU", "GPU"])
+    check_threads(2, ["GPU", "CPU"])
+    check_threads(None, ["GPU"])
+
+
+@pytest.mark.parametrize(("kind", "shared"), [("Type.INTEGRATED", True), ("Type.DISCRETE", False)])
+def test_memory_is_counted_where_it_is_the_machines(kind: str, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_module, "core", lambda: Plugins(CPU={}, GPU={"DEVICE_TYPE": kind}))
+    in_main_memory.cache_clear()
+    assert in_main_memory("GPU") == shared
+    assert in_main_memory("CPU")
+    assert not in_main_memory("AUTO")
+    in_main_memory.cache_clear()
 
 
 def test_what_is_compiled_is_told_apart_by_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

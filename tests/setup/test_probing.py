@@ -14,6 +14,7 @@ import pytest
 from conftest import ROOT
 
 import ovspec
+import ovspec.cache.stateful
 import ovspec.setup.probing
 from ovspec.cache.decoder import Rollback
 from ovspec.cache.slots import Slots
@@ -22,8 +23,9 @@ from ovspec.ir.attention_mask import UNBOUNDED, mask_bound
 from ovspec.ir.compile import CompiledIR, compile_ir
 from ovspec.ir.config import ModelConfig
 from ovspec.ir.device import DeviceOptions
+from ovspec.ir.request import Request
 from ovspec.setup.engine_choice import load_ir
-from ovspec.setup.probing import probe_rollback
+from ovspec.setup.probing import find_copies, probe_rollback
 
 DEMO = ROOT / "models" / "demo"
 
@@ -40,6 +42,27 @@ def test_probing_is_cheap_and_says_what_it_cost(folder: Path, precision: str) ->
     assert probe.rollback == Rollback("mask")
     assert 0 < probe.seconds < 1
     assert f"INFERENCE_PRECISION_HINT={precision}" in probe.setting
+
+
+def test_which_requests_take_copied_states(target_ir: CompiledIR, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a GPU does, which ignores states of a request that hasn't run, and other values where it copies none."""
+    assert find_copies(target_ir, Rollback("mask")) == "any"
+    write, infer, ran = ovspec.cache.stateful.write_states, Request.infer, set[Any]()
+
+    def noting(self: Request, *given: Any) -> Any:
+        ran.add(self.raw)
+        return infer(self, *given)
+
+    monkeypatch.setattr(Request, "infer", noting)
+
+    def ignoring(request: Any, values: dict[str, np.ndarray]) -> None:
+        if request in ran:
+            write(request, values)
+
+    monkeypatch.setattr(ovspec.cache.stateful, "write_states", ignoring)
+    assert find_copies(target_ir, Rollback("mask")) == "run"
+    monkeypatch.setattr(ovspec.cache.stateful, "gather_states", lambda *_: None)
+    assert find_copies(target_ir, Rollback("mask")) is None
 
 
 def test_trim_where_a_mask_has_no_effect(target_ir: CompiledIR, monkeypatch: pytest.MonkeyPatch) -> None:

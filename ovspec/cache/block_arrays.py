@@ -1,0 +1,139 @@
+"""Memory that holds the blocks of a layer's keys or values: in this process, or on the device that computes with them.
+
+Blocks are only copied, so their values are raw bits: numpy has no bf16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import numpy as np
+import openvino as ov
+from numpy.typing import DTypeLike
+
+from ovspec.ir.device import core
+
+BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32}  # by the size of a value in bytes
+
+
+class BlockArray(Protocol):
+    """Blocks of one shape and type, numbered from 0."""
+
+    shape: list[int]  # of a block
+    dtype: np.dtype[Any]  # of its bits
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def tensor(self) -> ov.Tensor | ov.RemoteTensor:
+        """All blocks, as an infer request takes them."""
+        ...
+
+    def read(self, blocks: list[int]) -> np.ndarray:
+        """Return the bits of ``blocks``, (len(blocks), *shape)."""
+        ...
+
+    def write(self, blocks: list[int], values: np.ndarray) -> None:
+        """Set the bits of ``blocks`` to ``values``, as from ``read``."""
+        ...
+
+    def copy(self, source: int, target: int) -> None:
+        """Copy block ``source`` over block ``target``."""
+        ...
+
+    def grown(self, capacity: int) -> BlockArray:
+        """Return room for ``capacity`` blocks, the first of which are these."""
+        ...
+
+
+class HostBlocks:
+    """Blocks in this process's memory. Memory that no block has used is only reserved."""
+
+    def __init__(self, capacity: int, shape: list[int], kind: ov.Type, dtype: DTypeLike | None = None) -> None:
+        self.kind, self.shape = kind, shape
+        self.dtype = np.dtype(dtype or BITS[kind.size])
+        self.values = np.zeros((capacity, *shape), self.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes
+
+    @property
+    def tensor(self) -> ov.Tensor:
+        return ov.Tensor(self.values, ov.Shape(list(self.values.shape)), self.kind)
+
+    def read(self, blocks: list[int]) -> np.ndarray:
+        return self.values[blocks]
+
+    def write(self, blocks: list[int], values: np.ndarray) -> None:
+        self.values[blocks] = values
+
+    def copy(self, source: int, target: int) -> None:
+        self.values[target] = self.values[source]
+
+    def grown(self, capacity: int) -> HostBlocks:
+        larger = HostBlocks(capacity, self.shape, self.kind, self.dtype)
+        larger.values[: len(self.values)] = self.values
+        return larger
+
+
+class DeviceBlocks:
+    """Blocks in the memory of a device such as a GPU, which copies them without the host."""
+
+    def __init__(self, capacity: int, shape: list[int], kind: ov.Type, device: str) -> None:
+        self.kind, self.device, self.shape = kind, device, shape
+        self.dtype = np.dtype(BITS[kind.size])
+        self._context = core().get_default_context(device)
+        self._tensor = self._new(capacity)
+
+    @property
+    def nbytes(self) -> int:
+        return self._tensor.get_byte_size()
+
+    @property
+    def tensor(self) -> ov.RemoteTensor:
+        return self._tensor
+
+    def read(self, blocks: list[int]) -> np.ndarray:
+        values = np.zeros((len(blocks), *self.shape), self.dtype)
+        for begin, end, first in runs(blocks):
+            part = ov.Tensor(self.kind, ov.Shape([end - begin, *self.shape]))
+            self._part(self._tensor, first, end - begin).copy_to(part)
+            values[begin:end] = part.data.view(self.dtype)
+        return values
+
+    def write(self, blocks: list[int], values: np.ndarray) -> None:
+        # A part of a tensor takes values only from another tensor on the device.
+        staging = self._new(len(blocks))
+        staging.copy_from(ov.Tensor(np.ascontiguousarray(values), ov.Shape(list(values.shape)), self.kind))
+        for begin, end, first in runs(blocks):
+            source = self._part(staging, begin, end - begin)
+            self._part(self._tensor, first, end - begin).copy_from(source)
+
+    def copy(self, source: int, target: int) -> None:
+        self._part(self._tensor, target, 1).copy_from(self._part(self._tensor, source, 1))
+
+    def grown(self, capacity: int) -> DeviceBlocks:
+        larger = DeviceBlocks(capacity, self.shape, self.kind, self.device)
+        count = self._tensor.get_shape()[0]
+        self._part(larger._tensor, 0, count).copy_from(self._part(self._tensor, 0, count))
+        return larger
+
+    def _new(self, capacity: int) -> ov.RemoteTensor:
+        return self._context.create_tensor(self.kind, ov.Shape([capacity, *self.shape]), {})
+
+    def _part(self, tensor: ov.RemoteTensor, first: int, count: int) -> ov.RemoteTensor:
+        """Return ``count`` blocks of ``tensor`` from ``first`` on, which share its memory."""
+        begin = [first, *[0] * len(self.shape)]
+        return ov.RemoteTensor(tensor, ov.Coordinate(begin), ov.Coordinate([first + count, *self.shape]))
+
+
+def runs(blocks: list[int]) -> Iterator[tuple[int, int, int]]:
+    """Yield (begin, end, first block) for each part of ``blocks`` that follow one another."""
+    begin = 0
+    for end in range(1, len(blocks) + 1):
+        if end == len(blocks) or blocks[end] != blocks[end - 1] + 1:
+            yield begin, end, blocks[begin]
+            begin = end

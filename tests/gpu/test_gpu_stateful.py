@@ -1,0 +1,83 @@
+"""The stateful engine on a GPU, whose states can't be set at any time, and AUTO, which chooses the GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gpu_texts import MARKS, after, assert_same_where_decided, on_gpu
+
+import ovspec
+from ovspec.cache import stateful
+from ovspec.cache.stateful import StatefulDecoder
+from ovspec.engine.results import Result
+
+Load = Callable[..., ovspec.LanguageModel]
+pytestmark = MARKS
+PROMPT = "import os\nimport sys\n\n\ndef main():\n    return os.path.join(sys.path[0], 'a')\n\n\ndef main2():\n"
+PROMPTS = [PROMPT, "class A:\n    def __init__(self, first, second):\n", "for line in open(path):\n    print("]
+N = 24
+WAYS: dict[str, dict[str, Any]] = {"stateful": {"engine": "stateful"}, "AUTO": {"device": "AUTO:GPU,CPU"}}
+
+
+@pytest.fixture(scope="module", params=WAYS)
+def load(request: pytest.FixtureRequest) -> Load:
+    return partial(on_gpu, **WAYS[request.param])
+
+
+@pytest.fixture(scope="module")
+def plain(load: Load) -> Result:
+    return load().generate(PROMPT, max_tokens=N, logprobs=2)
+
+
+def test_the_same_text_twice(load: Load, plain: Result) -> None:
+    lm = load()
+    assert lm.target.engine == "stateful"
+    assert plain.stats.arithmetic.startswith("fast, because")
+    for text in (lm.generate(PROMPT, max_tokens=N), lm.generate(PROMPTS, max_tokens=N)[0]):
+        assert_same_where_decided(plain, text)
+
+
+def test_rejections_copy_no_state(load: Load, plain: Result, monkeypatch: pytest.MonkeyPatch) -> None:
+    copies: list[str] = []
+    for name in ("gather_states", "read_states", "write_states"):
+        monkeypatch.setattr(stateful, name, lambda *_, name=name: copies.append(name))
+    text = load("lookup").generate(PROMPT, max_tokens=N, lookahead=3)
+    assert text.stats.proposed > text.stats.accepted > 0
+    assert not copies
+    assert_same_where_decided(plain, text)
+
+
+def test_compaction_keeps_the_text(load: Load, plain: Result, monkeypatch: pytest.MonkeyPatch) -> None:
+    lm, decoders = load("lookup"), list[StatefulDecoder]()
+
+    def make(vocabulary: Any, rule: Any = None, tensors: Any = None) -> StatefulDecoder:  # noqa: ARG001
+        decoders.append(StatefulDecoder(lm.target.ir, lm.target.rollback, vocabulary, compact_at=2))
+        return decoders[-1]
+
+    monkeypatch.setattr(lm.target, "decoder", make)
+    monkeypatch.setattr(lm.runtime.pool, "_idle", [])
+    text = lm.generate(PROMPT, max_tokens=N, lookahead=3)
+    assert decoders, "made for this text"
+    assert lm.target.rollback.copies is None or sum(decoder.compactions for decoder in decoders)
+    assert_same_where_decided(plain, text)
+    monkeypatch.setattr(lm.runtime.pool, "_idle", [])
+
+
+def test_a_session_forks_and_is_kept_in_a_file(load: Load, plain: Result, tmp_path: Path) -> None:
+    lm, file = load("lookup"), tmp_path / "session.bin"
+    with lm.session() as session:
+        session.append(PROMPT)
+        session.generate(max_tokens=4)
+        session.save(file)
+        fork = session.fork()
+        texts = [each.generate(max_tokens=N - 4) for each in (session, fork)]
+        fork.close()
+    with lm.session() as other:
+        other.load(file)
+        texts.append(other.generate(max_tokens=N - 4))
+    for text in texts:
+        assert_same_where_decided(after(plain, 4), text)
