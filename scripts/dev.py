@@ -145,11 +145,10 @@ def test(arguments: list[str], which: str = "not slow and not soak") -> None:
         del rest[at : at + 2]
     if "--gpu" in rest:
         at = rest.index("--gpu")
-        folder = Path(*rest[at + 1 : at + 2])
-        if (folder / "env.sh").is_file():
-            take_environment(folder / "env.sh")
-            del rest[at + 1]
         del rest[at]
+        if folders := [Path(name) for name in rest[at : at + 1] if Path(name).is_dir()]:
+            take_environment(folders[0] / "env.sh")
+            del rest[at]
         # One GPU has room for one run.
         run(python(), "-m", "pytest", "-m", "gpu", "tests/gpu", *rest)
         return
@@ -182,11 +181,12 @@ def cap_instruction_set(name: str = "") -> None:
 
 
 def take_environment(script: Path) -> None:
-    """Set the environment variables that a shell script sets."""
-    shown = subprocess.run(
-        ["bash", "-c", f". {shlex.quote(str(script))} && env -0"], stdout=subprocess.PIPE, check=True
-    )
-    for entry in filter(None, os.fsdecode(shown.stdout).split("\0")):
+    """Set the environment variables that a shell script sets; exit if it is missing."""
+    if not script.is_file():
+        sys.exit(f"--gpu: {script} is missing; name a folder with a script that sets up a stand-in.")
+    command = ["bash", "-c", f". {shlex.quote(str(script))} && env -0"]
+    variables = os.fsdecode(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+    for entry in filter(None, variables.split("\0")):
         name, _, value = entry.partition("=")
         os.environ[name] = value
 

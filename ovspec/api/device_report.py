@@ -23,15 +23,16 @@ TOKENS = 64
 WIDTHS, REPEATS, CONTEXT = (1, 2, 4, 8, 16), 5, 128
 
 
-def device_report(folder: Path, found: dict[str, dict[str, Any]], options: LoadOptions) -> dict[str, Any]:
-    """Return the machine, its devices, what was ``found`` of the models in ``folder``, timings and a text, as JSON.
+def device_report(folder: Path, inspected: dict[str, dict[str, Any]], options: LoadOptions) -> dict[str, Any]:
+    """Return the machine, its devices, the models in ``folder`` as ``inspected``, timings and a text, as JSON values.
 
-    It has no names of files or users.
+    The report names no files and no users.
     """
     lm = load(folder, "lookup", **options)
     models = {
         name: {key: value for key, value in model.items() if key not in ("folder", "source", "options")}
-        for name, model in found.items()
+        | {"engine_reason": model["engine_reason"].replace(str(folder), "the model")}
+        for name, model in inspected.items()
     }
     device = lm.target.ir.device
     return {

@@ -74,7 +74,7 @@ def load(
     for name in ("device", "draft_device"):  # before an export, which takes minutes
         if asked := getattr(given, name):
             check_device(asked, name)
-    check_threads(given.threads, [given.device, given.draft_device or given.device])
+    device = device_options(given)
     if given.export:
         model, draft = exported(model, draft)
     folder = model_folder(model)
@@ -87,7 +87,6 @@ def load(
         raise OvspecError("`draft_device` needs a draft model.")
     if given.lookup_corpus and draft is not None and not (choice and choice.lookup):
         raise OvspecError("`lookup_corpus` needs lookup as a draft; add `draft='lookup'`.")
-    device = device_options(given)
     corpus = [read_text(Path(file)) for file in given.lookup_corpus]
     draft_folder = Path(choice.model) if choice and choice.model else None
     head = draft_folder if draft_folder and is_head(draft_folder) else None
@@ -166,6 +165,8 @@ def folders_of(folder: Path, draft: Any) -> list[Path]:
 
 
 def device_options(given: LoadParams) -> DeviceOptions:
+    """Return where and how models are compiled; raises OvspecError if threads are set and none is on the CPU."""
+    check_threads(given.threads, [given.device, given.draft_device or given.device])
     cache_dir = Path(given.cache_dir) if given.cache_dir else None
     properties = dict(given.properties or {})
     precision = properties.get("INFERENCE_PRECISION_HINT", given.precision)

@@ -131,7 +131,7 @@ class DeviceBlocks:
 
 
 def runs(blocks: list[int]) -> Iterator[tuple[int, int, int]]:
-    """Yield (begin, end, first block) for each part of ``blocks`` that follow one another."""
+    """Yield (begin, end, first block) for each run of consecutive numbers in ``blocks``."""
     begin = 0
     for end in range(1, len(blocks) + 1):
         if end == len(blocks) or blocks[end] != blocks[end - 1] + 1:

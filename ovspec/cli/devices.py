@@ -10,12 +10,12 @@ def devices() -> None:
       ovspec devices
     """
     from ovspec.ir.device import available_devices
-    from ovspec.ir.gpu import described, gpu_facts
+    from ovspec.ir.gpu import gpu_facts, gpu_summary
 
     listed = available_devices()
     for name, description in listed:
         facts = gpu_facts(name)
-        click.echo(f"{name}\t{description}" + (f"\t{described(facts)}" if facts else ""))
+        click.echo(f"{name}\t{description}" + (f"\t{gpu_summary(facts)}" if facts else ""))
     if not any(name.startswith("GPU") for name, _ in listed):
         click.echo(
             "No GPU: either there is none that OpenVINO can use, or its driver is missing "

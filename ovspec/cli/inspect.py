@@ -20,7 +20,7 @@ from ovspec.params.loading import LOAD, load_params
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
     help="Also write a report to send to ovspec's developers: devices, probes, timings, and one text with and without "
-    "a draft. It has no names of files or users.",
+    "a draft. It names no files and no users.",
 )
 @target_options
 def inspect(folder: Path | None, verify: bool | None, as_json: bool, report: Path | None, **runtime: Any) -> None:
@@ -41,6 +41,8 @@ def inspect(folder: Path | None, verify: bool | None, as_json: bool, report: Pat
     given = load_params(runtime)  # type: ignore[arg-type]
     if verify and not (folder / "ovspec.json").is_file():
         raise OvspecError(f"{folder}: --verify needs the manifest that 'ovspec export' writes, which is missing.")
+    if report and not report.absolute().parent.is_dir():  # before minutes of work
+        raise OvspecError(f"{report.parent}: no such folder; --report needs one that exists.")
     options, tuned = device_options(given), given.tune is not False
     with step(f"{folder}: compiling and probing"):
         found = inspection.inspect(folder, options, given.engine, given.arithmetic, tuned, bool(verify))

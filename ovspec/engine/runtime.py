@@ -158,7 +158,7 @@ class Runtime:
         self.pool = DecoderPool(self._make_decoders)
         self._token_bytes = sum(kv_bytes_per_token(ir) + recurrent_bytes(ir) for ir in self.irs())  # upper bound
         self.cache_bytes = cache_bytes
-        self._shares_sampled_only = cache_bytes is None and target.is_inexact and target.repeats
+        self._shares_sampled_only = cache_bytes is None and target.is_inexact and target.is_reproducible
         most = psutil.virtual_memory().available / 4 if cache_bytes is None else cache_bytes
         self.tensors = {
             id(model): BlockTensors(model.ir, most / self._token_bytes)

@@ -107,6 +107,11 @@ def is_gpu(device: str) -> bool:
     return device.upper().partition(".")[0] == "GPU"
 
 
+def may_use_gpu(device: str) -> bool:
+    """Return whether a GPU may compute what is compiled for ``device``."""
+    return any(map(is_gpu, devices_of(device)))
+
+
 @functools.cache
 def in_main_memory(device: str) -> bool:
     """Return whether ``device`` computes in the memory of this machine: the CPU, or a GPU without its own."""

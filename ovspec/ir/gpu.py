@@ -1,4 +1,4 @@
-"""What a GPU is, as far as its OpenVINO plugin tells."""
+"""The properties of a GPU that users ask for, from its OpenVINO plugin."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from ovspec.ir.device import core, in_main_memory, is_gpu
 def gpu_facts(device: str) -> dict[str, Any]:
     """Return a GPU's memory in bytes, driver, matrix unit (XMX) and default KV cache; {} for another device.
 
-    What its plugin doesn't tell is None.
+    A property that its plugin lacks is None.
     """
     if not is_gpu(device):
         return {}
 
-    def told(name: str) -> Any:
+    def property_of(name: str) -> Any:
         with contextlib.suppress(RuntimeError):
             return core().get_property(device, name)
         return None
 
-    names = sorted(told("SUPPORTED_PROPERTIES") or ())
-    drivers = [told(name) for name in names if name.endswith("DRIVER_VERSION")]
-    capabilities = told("OPTIMIZATION_CAPABILITIES")
-    kv_precision = told("KV_CACHE_PRECISION")
+    names = sorted(property_of("SUPPORTED_PROPERTIES") or ())
+    drivers = [property_of(name) for name in names if name.endswith("DRIVER_VERSION")]
+    capabilities = property_of("OPTIMIZATION_CAPABILITIES")
+    kv_precision = property_of("KV_CACHE_PRECISION")
     return {
-        "name": told("FULL_DEVICE_NAME"),
-        "architecture": told("DEVICE_ARCHITECTURE"),
-        "memory": told("GPU_DEVICE_TOTAL_MEM_SIZE"),
+        "name": property_of("FULL_DEVICE_NAME"),
+        "architecture": property_of("DEVICE_ARCHITECTURE"),
+        "memory": property_of("GPU_DEVICE_TOTAL_MEM_SIZE"),
         "shares_memory": in_main_memory(device),
         "driver": str(drivers[0]) if drivers else None,
         "xmx": None if capabilities is None else "GPU_HW_MATMUL" in capabilities,
@@ -38,15 +38,14 @@ def gpu_facts(device: str) -> dict[str, Any]:
     }
 
 
-def described(facts: dict[str, Any]) -> str:
+def gpu_summary(facts: dict[str, Any]) -> str:
     """Return ``gpu_facts`` in words."""
-    memory = facts["memory"]
-    kv_precision = facts["kv_precision"]
-    own = "chosen by the device, often i8" if kv_precision in (None, "dynamic") else kv_precision
+    memory, kv_precision = facts["memory"], facts["kv_precision"]
+    default = "chosen by the device, often i8" if kv_precision in (None, "dynamic") else kv_precision
     parts = [
         f"{memory / 1e9:.1f} GB{' of main memory' if facts['shares_memory'] else ''}" if memory else "",
         f"driver {facts['driver'] or 'unknown'}",
         "" if facts["xmx"] is None else "XMX" if facts["xmx"] else "no XMX",
-        f"OpenVINO's KV cache: {own}; ours: f16",
+        f"KV cache f16 (OpenVINO's default: {default})",
     ]
     return ", ".join(filter(None, parts))

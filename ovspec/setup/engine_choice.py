@@ -22,7 +22,7 @@ from ovspec.cache.stateful import StatefulDecoder, decoder_of, trimming
 from ovspec.ir.attention_mask import UNBOUNDED, narrowest_window
 from ovspec.ir.compile import MODEL_FILE, CompiledIR, check_weights, compile_ir, last_line
 from ovspec.ir.crashes import without_crash
-from ovspec.ir.device import DeviceOptions, check_device, compile_properties, devices_of, is_gpu, precision_of
+from ovspec.ir.device import DeviceOptions, check_device, compile_properties, is_gpu, may_use_gpu, precision_of
 from ovspec.ir.heads import HIDDEN, give_features
 from ovspec.ir.instruction_set import instruction_set
 from ovspec.ir.memory import room_for
@@ -52,7 +52,7 @@ JOINED = 5e8
 # A GPU computes in 16 bits, so that its logits differ from those in f32 by this share of their standard deviation: seen
 # are 0.045, and 0.5 and more where attention reads wrong keys.
 GPU_NOISE = 0.1
-NOT_PROBED = "fast, because exact arithmetic is for the CPU alone"  # the promise of a model that a GPU computes
+NOT_PROBED = "fast, not exact on a GPU"  # the promise of a model that a GPU may compute
 LONG_PROBE = 1e8  # bytes of weights from which probing takes so long that it is told
 # The properties that round least. Models compiled with them are needed only briefly, so they are not cached.
 EXACT = {
@@ -96,8 +96,8 @@ class CompiledModel:
         return self.promise not in ("exact", "fast")
 
     @property
-    def repeats(self) -> bool:
-        """Whether the same inferences give the same bits, so that only other ones can change a text."""
+    def is_reproducible(self) -> bool:
+        """Whether the same inferences give the same bits; a GPU replaces kernels in the background."""
         return self.promise != NOT_PROBED
 
     def decoder(
@@ -156,7 +156,7 @@ def load_ir(
 
     ``head``: the folder of a head that the model gives features to; see ``load_with_features``.
     """
-    if arithmetic == "exact" and any(map(is_gpu, devices_of(options.device))):
+    if arithmetic == "exact" and may_use_gpu(options.device):
         loaded = load_ir(folder, options, wanted, "fast", head)
         loaded.promise = NOT_PROBED
         return loaded
@@ -186,7 +186,7 @@ def load_with_features(
 
     A value that is also an output may be computed in other kernels. That is tried once, and remembered.
     """
-    if arithmetic == "fast" or any(map(is_gpu, devices_of(options.device))):
+    if arithmetic == "fast" or may_use_gpu(options.device):
         return load_ir(folder, options, wanted, arithmetic, head)
     graph = hashlib.sha256((head / MODEL_FILE).read_bytes()).hexdigest()
     file = exactness_file(folder, options, f"{wanted} with {graph}")

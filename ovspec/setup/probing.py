@@ -19,6 +19,8 @@ from ovspec.ir.attention_mask import UNBOUNDED, mask_bound
 from ovspec.ir.compile import MODEL_FILE, CompiledIR
 from ovspec.ir.device import machine_key
 
+WAY = "2"  # of probing; another one makes what was found before worthless
+
 
 @dataclass(frozen=True)
 class Probe:
@@ -130,7 +132,8 @@ def safe_bound(ir: CompiledIR) -> int | None:
 
 def find_probe(ir: CompiledIR, cache_dir: Path | None) -> Probe:
     """Return what an earlier run has found and remembered, or probe."""
-    file = memory_file("probes", ir.folder, setting_of(ir.device, ir.properties), cache_dir, ir.device)
+    setting = f"{WAY} {setting_of(ir.device, ir.properties)}"
+    file = memory_file("probes", ir.folder, setting, cache_dir, ir.device)
     return remembered(Probe, file) or remember(file, probe_rollback(ir))
 
 

@@ -18,6 +18,8 @@ DEMO = ROOT / "models" / "demo"
 # Kernels take minutes to compile on a stand-in, so what is compiled is kept between runs.
 KERNELS = ROOT / ".cache" / "gpu"
 NOISE = 0.1  # between the logits of the two most likely tokens, up to which a text may go either way in 16 bits
+PROMPT = "import os\nimport sys\n\n\ndef main():\n    return os.path.join(sys.path[0], 'a')\n\n\ndef main2():\n"
+PROMPTS = [PROMPT, "class A:\n    def __init__(self, first, second):\n", "for line in open(path):\n    print("]
 HAS_GPU = any(name.startswith("GPU") for name in core().available_devices)
 MARKS = [
     pytest.mark.gpu,
@@ -51,3 +53,17 @@ def after(text: Result, tokens: int) -> Result:
     """Return ``text`` without its first tokens."""
     assert text.logprobs
     return replace(text, token_ids=text.token_ids[tokens:], logprobs=text.logprobs[tokens:])
+
+
+def continued(lm: ovspec.LanguageModel, first: int, more: int, file: Path) -> list[Result]:
+    """Return the ``more`` tokens after the ``first`` of ``PROMPT``: in a session, in its fork, and from its file."""
+    with lm.session() as session:
+        session.append(PROMPT)
+        session.generate(max_tokens=first)
+        session.save(file)
+        fork = session.fork()
+        texts = [each.generate(max_tokens=more) for each in (session, fork)]
+        fork.close()
+    with lm.session() as other:
+        other.load(file)
+        return [*texts, other.generate(max_tokens=more)]
