@@ -218,6 +218,18 @@ def test_dropped_rows_and_joined_rows(make_decoder: Callable[..., StatefulDecode
         np.testing.assert_allclose(logits[row][0], reference.logits(text)[-1], atol=2e-3)
 
 
+def test_rows_that_move_twice(make_decoder: Callable[..., StatefulDecoder], reference: Reference) -> None:
+    """The next inference gathers them once, from where they were before both moves."""
+    decoder = make_decoder("mask")
+    decoder.reset(2)
+    decoder.feed([np.array([5, 6, 7]), np.array([8, 9])], [0, 0])
+    decoder.reorder([1, 0])
+    decoder.reorder([1, 1])
+    logits = decoder.feed([np.array([10]), np.array([20, 21])], [1, 1])
+    for row, text in enumerate(([5, 6, 7, 10], [5, 6, 7, 20, 21])):
+        np.testing.assert_allclose(logits[row][0], reference.logits(text)[-1], atol=2e-3)
+
+
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rows=st.integers(1, 3), operations=OPERATIONS.map(lambda ops: [op for op in ops if op[0] != "compact"]))
 @pytest.mark.parametrize("attention", ["mask", pytest.param("alibi", marks=pytest.mark.slow), None])
