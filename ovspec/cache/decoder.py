@@ -30,8 +30,9 @@ class FeedRule:
     queries: the fewest tokens of a row that attention gets; paged engine only.
     fewest: the fewest tokens that an inference computes; paged engine only.
     most: the most tokens that an inference computes, and so the most logits; None for any number.
-    apart: stateful engine: a text's first token has an inference of its own, rejected tokens are cut off, and rows
-        share no inference.
+    first_apart: a text's first token has an inference of its own; and on the paged engine, an inference has more tokens
+        than rows.
+    rows_apart: rejected tokens are cut off, and rows share no inference; stateful engine only.
     fewest_logits: the fewest tokens whose logits an inference computes.
     rounded: paged engine only: an inference computes a power of two of tokens, and of logits. This one is for speed: a
         GPU makes kernels for every number.
@@ -40,7 +41,8 @@ class FeedRule:
     queries: int = 1
     fewest: int = 1
     most: int | None = None
-    apart: bool = False
+    first_apart: bool = False
+    rows_apart: bool = False
     fewest_logits: int = 1
     rounded: bool = False
 
@@ -70,7 +72,8 @@ class FeedRule:
             f"at least {self.fewest_logits} logits an inference" if self.fewest_logits > 1 else "",
             f"at most {self.most} tokens an inference" if self.most else "",
             f"attention gets at least {self.queries} tokens of a row" if self.queries > 1 else "",
-            "first tokens apart, rejected tokens cut off, each row by itself" if self.apart else "",
+            "first tokens apart" if self.first_apart else "",
+            "rejected tokens cut off, each row by itself" if self.rows_apart else "",
         ]
         return ", ".join(filter(None, demands)) or "tokens as they come"
 

@@ -7,6 +7,7 @@ rolling back only means passing a smaller length.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterable
 
 import numpy as np
@@ -138,7 +139,7 @@ class PagedDecoder:
         self, tokens: list[np.ndarray], wanted: list[int], width: int = 0, features: Features = None
     ) -> list[np.ndarray]:
         try:
-            if sum(map(len, tokens)) > self._most:
+            if sum(map(len, tokens)) > self._most or (self.rule.first_apart and self._begins_with_more(tokens)):
                 return self._feed_in_parts(tokens, wanted, features)
             with self._tensors.lock:
                 return self._append(tokens, wanted, min(width, self._most), features)
@@ -201,7 +202,8 @@ class PagedDecoder:
 
     @property
     def _most(self) -> int:
-        return min(PREFILL_CHUNK, self.rule.most or PREFILL_CHUNK)
+        most = min(PREFILL_CHUNK, self.rule.most or PREFILL_CHUNK)
+        return most - 1 if self.rule.first_apart else most  # room for a token more than rows
 
     def _places(self, row: int, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the block of each position from ``begin`` to ``end``, and its place there."""
@@ -209,12 +211,21 @@ class PagedDecoder:
         table = np.array(self._blocks.tables[row][first : -(-end // self.block_size)], dtype=np.int64)
         return table[positions // self.block_size - first], positions % self.block_size
 
+    def _begins_with_more(self, tokens: list[np.ndarray]) -> bool:
+        """Return whether some of ``tokens`` begin a text, and go on with it."""
+        return any(len(new) > 1 and not len(held) for held, new in zip(self.rows, tokens, strict=True))
+
     def _feed_in_parts(self, tokens: list[np.ndarray], wanted: list[int], features: Features) -> list[np.ndarray]:
-        """Feed more tokens than an inference may have, row after row."""
+        """Feed tokens in several inferences, row after row: they are more than one may have, or begin a text."""
         logits: list[list[np.ndarray]] = [[] for _ in tokens]
         hidden: list[list[np.ndarray]] = [[] for _ in tokens]
         firsts = [len(new) - want for new, want in zip(tokens, wanted, strict=True)]
-        for parts in inferences([len(new) for new in tokens], self._most):
+        alone = self.rule.first_apart
+        ones = [int(alone and len(new) > 0 and not len(held)) for held, new in zip(self.rows, tokens, strict=True)]
+        lefts = [len(new) - one for new, one in zip(tokens, ones, strict=True)]
+        later = inferences(lefts, self._most)
+        shifted = ([(begin + one, end + one) for (begin, end), one in zip(part, ones, strict=True)] for part in later)
+        for parts in itertools.chain(inferences(ones, self._most), shifted):
             check_interrupts()
             fed = [new[begin:end] for new, (begin, end) in zip(tokens, parts, strict=True)]
             wants = [max(0, end - max(begin, first)) for first, (begin, end) in zip(firsts, parts, strict=True)]
@@ -305,16 +316,18 @@ class PagedDecoder:
         """
         reading = [row for row, (_, new) in enumerate(computed) if len(new)]
         count = sum([len(computed[row][1]) for row in reading])
-        missing = self._computed[max(width, count)] - count
+        first = int(self.rule.first_apart)  # the first token isn't computed beside later ones
+        least = count + (first if count == len(reading) else 0)
+        missing = self._computed[max(width, least)] - count
         if missing <= 0 or not reading:
             return computed
-        cached = 0 if self._head_width else sum([computed[row][0] for row in reading])
+        cached = 0 if self._head_width else sum([max(0, computed[row][0] - first) for row in reading])
         if cached < missing:  # too few for the width
-            missing = self._computed[count] - count
+            missing = self._computed[least] - count
         for row in reading if cached else ():
             if missing > 0:
                 begin, new = computed[row]
-                again = min(begin, missing)
+                again = min(max(0, begin - first), missing)
                 computed[row] = begin - again, np.concatenate((self.rows[row].tokens[begin - again :], new))
                 missing -= again
         if missing > 0:

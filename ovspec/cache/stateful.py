@@ -55,8 +55,8 @@ class StatefulDecoder:
     Args:
         rollback: how its states can be rolled back, from ``probing.find_probe``.
         compact_at: number of dead slots at which the cache is compacted.
-        rule: how tokens are fed. With ``apart``, a text's first token gets an inference of its own: OpenVINO computes a
-            prompt without a past in another attention kernel, which rounds differently.
+        rule: how tokens are fed. With ``first_apart``, a text's first token gets an inference of its own: OpenVINO
+            computes a prompt without a past in another attention kernel, which rounds differently.
     """
 
     fills = False
@@ -234,12 +234,12 @@ class StatefulDecoder:
     @property
     def copies_exactly(self) -> bool:
         """Whether copies of the states are known to be exact."""
-        exact = not self._ir.kv_states or self._ir.properties.get("KV_CACHE_PRECISION") in EXACT_KV_PRECISIONS
+        exact = not self._ir.kv_states or self._ir.kv_precision in EXACT_KV_PRECISIONS
         return exact and self.rollback.copies is not None
 
     def _first_part(self, count: int) -> int:
         """Return how many of ``count`` tokens the next inference may have."""
-        alone = self.rule.apart and not len(self.rows[0])
+        alone = self.rule.first_apart and not len(self.rows[0])
         return 1 if alone else min(count, self.rule.most or count)
 
     def _feed_in_parts(self, tokens: np.ndarray, wanted: int) -> np.ndarray:
@@ -264,7 +264,7 @@ class StatefulDecoder:
         if wanted > beyond:
             logits.append(self.feed([tokens[:before]], [wanted - beyond])[0].copy())
         self.reset(1)
-        begin = int(self.rule.apart)  # position 0 is not rotated at all
+        begin = int(self.rule.first_apart)  # position 0 is not rotated at all
         if begin:
             self._append([text[:1]], [0])
         last = min(wanted, beyond)
@@ -488,12 +488,12 @@ def decoder_of(ir: CompiledIR, rollback: Rollback, vocabulary: KnownIds = ALL_ID
 
     Where the rule keeps rows apart, rejected tokens are cut off, because masked slots change bits as padding does.
     """
-    rollback = trimming(rollback) if rule.apart else rollback
+    rollback = trimming(rollback) if rule.rows_apart else rollback
 
     def make() -> StatefulDecoder:
         return StatefulDecoder(ir, rollback, vocabulary, rule=rule)
 
-    return RowByRow(make) if rule.apart or ir.rows_alone else make()
+    return RowByRow(make) if rule.rows_apart or ir.rows_alone else make()
 
 
 def gather_states(request: ov.InferRequest, states: list[State], rows: np.ndarray, slots: np.ndarray) -> None:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ovspec.base.errors import OvspecError
+from ovspec.cli.options import options_of
+from ovspec.params.loading import LOAD
 
 if TYPE_CHECKING:
     from ovspec.setup.profile import Goal, Profile
@@ -29,19 +31,20 @@ GOALS = ("decode", "prefill", "balanced", "accuracy")  # profile.GOALS, without 
     help="What to minimise: the time per generated token (decode), the time to read the prompt (prefill), or both "
     "(balanced); accuracy is balanced among the settings whose KL divergence from f32 is at most 1e-6 nats.",
 )
+@options_of({"device": LOAD["device"]})
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option(
     "--cache-dir",
     type=click.Path(file_okay=False),
     help="Folder of compiled models and profiles; give other commands the same one.  [default: the user's cache]",
 )
-def tune(folder: Path | None, goal: Goal, as_json: bool, cache_dir: str | None) -> None:
+def tune(folder: Path | None, goal: Goal, device: str | None, as_json: bool, cache_dir: str | None) -> None:
     """Measure which settings are fastest for the model in DIR (by default the embedded demo pair) on this machine's
-    CPU, and use them from now on.
+    CPU or GPU, and use them from now on.
 
     Tries precisions, dynamic quantisation and both engines, for the target and the draft in DIR. A setting is chosen
     only if its output is about as accurate as that of OpenVINO's default, and if exact arithmetic is as exact as
-    without a profile, which is probed.
+    without a profile, which is probed on the CPU. On a GPU, a u8 KV cache is measured and not chosen.
 
     The result is kept as a profile, which models of the same shape and weight format share. Use an idle machine.
 
@@ -49,18 +52,19 @@ def tune(folder: Path | None, goal: Goal, as_json: bool, cache_dir: str | None) 
     Examples:
       ovspec tune my-pair
       ovspec tune my-pair --for decode
+      ovspec tune my-pair --device GPU
     """
     from ovspec.api.loading import model_folder
     from ovspec.base.files import remember, write_atomically
     from ovspec.ir.compile import MODEL_FILE
-    from ovspec.ir.device import DeviceOptions
+    from ovspec.ir.device import DeviceOptions, check_device
     from ovspec.ir.heads import is_head
     from ovspec.setup.manifest import DRAFT_FOLDER
     from ovspec.setup.profile import profile_file
     from ovspec.setup.tuning import tune as measure
 
     folder = model_folder(folder)
-    options = DeviceOptions(cache_dir=Path(cache_dir) if cache_dir else None)
+    options = DeviceOptions(check_device(device or "CPU"), cache_dir=Path(cache_dir) if cache_dir else None)
     file = profile_file(folder, options)
     assert file  # no property switches the cache off here
     try:  # before minutes of measuring are lost

@@ -99,10 +99,11 @@ def recorded_options(made: dict[str, Any], runtime: dict[str, Any]) -> dict[str,
     """Return the settings that a text was made with, as options of ``load``; the given ones take precedence."""
     given = {name: value for name, value in runtime.items() if value is not None}
     named = {name: made[name] for name in ("device", "engine", "arithmetic", "threads") if made.get(name)}
-    if "device" in given:
-        named.pop("engine", None)
     recorded = made.get("properties")
     properties = dict(recorded) if isinstance(recorded, dict) else {}
+    if given.get("device", named.get("device")) != named.get("device"):
+        named.pop("engine", None)
+        properties = {}  # another device's
     kv_follows = properties.get("KV_CACHE_PRECISION") == properties.get("INFERENCE_PRECISION_HINT")
     if "kv_precision" in given or ("precision" in given and kv_follows):
         properties.pop("KV_CACHE_PRECISION", None)
@@ -125,4 +126,9 @@ def mistakes(lm: LanguageModel, found: Verification) -> list[str]:
         if wrong.top:
             top = ", ".join(f"{shown(token)} {logit:.4f}" for token, logit in wrong.top)
             lines.append(f"  most likely there: {top}")
+        if lm.target.arithmetic != "exact":
+            promise = lm.target.promise
+            lines.append(
+                f"  arithmetic is {promise}: where two logits are nearly equal, neither token can be certified"
+            )
     return lines

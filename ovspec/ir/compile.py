@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import re
@@ -17,7 +18,8 @@ from openvino import opset13 as ops
 from ovspec.base.errors import InferenceError, OvspecError
 from ovspec.ir.config import MODEL_FILE, ModelConfig, model_config
 from ovspec.ir.crashes import without_crash
-from ovspec.ir.device import DeviceOptions, check_device, compile_properties, core
+from ovspec.ir.device import DeviceOptions, check_device, compile_properties, core, may_use_gpu
+from ovspec.ir.gpu import wait_at_exit
 from ovspec.ir.large_pages import LargePages
 
 # Operations that may follow the lm_head, because they don't mix positions (bias, scale, soft cap).
@@ -84,6 +86,18 @@ class CompiledIR:
     @property
     def recurrent_states(self) -> list[State]:
         return [state for state in self.states if state.sequence_axis is None]
+
+    @functools.cached_property
+    def kv_precision(self) -> str | None:
+        """The type of the KV cache; None if the device doesn't tell."""
+        if named := self.properties.get("KV_CACHE_PRECISION"):
+            return named
+        with contextlib.suppress(RuntimeError):
+            used = self.compiled.get_property("DEVICE_PROPERTIES").values()
+            types = {properties.get("KV_CACHE_PRECISION") for properties in used}
+            if len(types) == 1 and (kind := types.pop()):
+                return kind.get_type_name() if isinstance(kind, ov.Type) else str(kind)
+        return None
 
     @property
     def rows_alone(self) -> bool:
@@ -265,6 +279,8 @@ def compile_graph(graph: Graph, folder: Path, options: DeviceOptions) -> Compile
     """
     device = check_device(options.device)
     properties, large_pages = compile_properties(without_crash(folder, options)), LargePages()
+    if may_use_gpu(device):
+        wait_at_exit()
     try:
         made = core().compile_model(graph.model, device, properties)
     except RuntimeError as error:

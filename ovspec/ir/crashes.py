@@ -110,5 +110,10 @@ def tried(device: str, properties: str, *trial: str) -> Crash | None:
         return None
     if ended == 0:
         return Crash("")
-    fault = f"{ended:#x}" if ended >= WINDOWS_FAULTS else FAULTS.get(ended)
+    fault = fault_of(ended)
     return Crash(fault) if fault else None
+
+
+def fault_of(ended: int) -> str | None:
+    """Return which fault in its own code has ended a process with this exit code; None if none did."""
+    return f"{ended:#x}" if ended >= WINDOWS_FAULTS else FAULTS.get(ended)

@@ -95,11 +95,16 @@ def device_key(name: str) -> list[str]:
 def devices_of(device: str) -> list[str]:
     """Return the devices that may compute what is compiled for ``device``, such as AUTO:GPU,CPU or AUTO:-GPU."""
     base, _, listed = device.upper().partition(":")
-    if base not in ("AUTO", "HETERO"):
+    if not is_virtual(device):
         return [base]
     parts = listed.split(",") if listed else []
     named = [part for part in parts if not part.startswith("-")]
     return named or [name for name in core().available_devices if f"-{name}" not in parts]
+
+
+def is_virtual(device: str) -> bool:
+    """Return whether ``device`` is one of OpenVINO's that choose among others."""
+    return device.upper().partition(":")[0] in ("AUTO", "HETERO")
 
 
 def is_gpu(device: str) -> bool:
@@ -138,7 +143,7 @@ def check_device(device: str, option: str = "device") -> str:
     name = device.upper()
     base, _, listed = name.partition(":")
     wanted = [part.lstrip("-") for part in listed.split(",")] if listed else [base]
-    if base not in ("AUTO", "HETERO") and listed:
+    if listed and not is_virtual(name):
         raise OvspecError(f"`{option}={device!r}`: only AUTO and HETERO take a list of devices, as in AUTO:GPU,CPU.")
     if wanted == ["AUTO"]:
         return name
@@ -163,9 +168,14 @@ def compile_properties(options: DeviceOptions) -> dict[str, str]:
     if options.device.upper().startswith("AUTO"):
         # The KV cache lives in the request, which must not start on the CPU and then move to another device.
         properties["ENABLE_STARTUP_FALLBACK"] = "NO"
-    if kv_precision := default_kv_precision(options):
+    fixed, usual = options.fixed, default_kv_precisions(options)
+    if is_virtual(options.device):  # these don't know the property themselves
+        named = fixed.pop("KV_CACHE_PRECISION", None)
+        each = [f"{name}:{{KV_CACHE_PRECISION:{named or kv_precision}}}" for name, kv_precision in usual.items()]
+        properties["DEVICE_PROPERTIES"] = f"{{{','.join(each)}}}"
+    elif kv_precision := usual.get(options.device.upper()):
         properties["KV_CACHE_PRECISION"] = kv_precision
-    properties |= options.fixed
+    properties |= fixed
     properties["CACHE_DIR"] = ""
     if options.cache_folder:
         # OpenVINO would load a model that was compiled with other properties, such as another precision, for another
@@ -188,17 +198,16 @@ def precision_of(options: DeviceOptions) -> str:
     return named or core().get_property("CPU", "INFERENCE_PRECISION_HINT").get_type_name()
 
 
-def default_kv_precision(options: DeviceOptions) -> str | None:
-    """Return the default type of the KV cache: the one that attention computes in, so that rolling back is exact.
+def default_kv_precisions(options: DeviceOptions) -> dict[str, str]:
+    """Return the default type of the KV cache by device: CPU or GPU, of which AUTO and HETERO may have several.
 
-    It isn't exact with u8, the CPU plugin's own default for compressed weights (see docs/explanation/engines.md), nor
-    with i8, that of many GPUs. None for AUTO and HETERO, which don't know the property.
+    It is the one that attention computes in, so that rolling back is exact. It isn't exact with u8, the CPU plugin's
+    own default for compressed weights (see docs/explanation/engines.md), nor with i8, that of many GPUs.
     """
-    device = check_device(options.device)
-    if is_gpu(device):
-        return "f16"
-    if device != "CPU":
-        return None
-    precision = precision_of(options)
-    # With a 16-bit cache, attention refuses to run on a CPU without 16-bit instructions of that type.
-    return precision if precision in native_precisions() else "f32"
+    devices = devices_of(check_device(options.device))
+    found = {device: "f16" for device in devices if is_gpu(device)}
+    if "CPU" in devices:
+        precision = precision_of(options)
+        # With a 16-bit cache, attention refuses to run on a CPU without 16-bit instructions of that type.
+        found["CPU"] = precision if precision in native_precisions() else "f32"
+    return found

@@ -1,13 +1,20 @@
-"""The properties of a GPU that users ask for, from its OpenVINO plugin."""
+"""The properties of a GPU that users ask for, and the kernels that its OpenVINO plugin compiles in the background."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
+import math
+import time
 from typing import Any
 
 import openvino as ov
+import psutil
 
 from ovspec.ir.device import core, in_main_memory, is_gpu
+
+QUIET, LONGEST_WAIT = 0.25, 30.0  # seconds without work in the background, and the most to wait for them
 
 
 def gpu_facts(device: str) -> dict[str, Any]:
@@ -49,3 +56,19 @@ def gpu_summary(facts: dict[str, Any]) -> str:
         f"KV cache f16 (OpenVINO's default: {default})",
     ]
     return ", ".join(filter(None, parts))
+
+
+def wait_for_compilation() -> None:
+    """Wait until no thread of this process works, as those that compile kernels do; for half a minute at most."""
+    process, end = psutil.Process(), time.monotonic() + LONGEST_WAIT
+    worked = math.inf
+    while worked > QUIET / 10 and time.monotonic() < end:
+        before = sum(process.cpu_times()[:2])
+        time.sleep(QUIET)
+        worked = sum(process.cpu_times()[:2]) - before
+
+
+@functools.cache
+def wait_at_exit() -> None:
+    """Let this process wait for compilation when it ends: OpenVINO's threads would abort it (2026.4.1)."""
+    atexit.register(wait_for_compilation)

@@ -22,7 +22,7 @@ WORTH_TRIMMING = 8_000_000  # bytes; giving free memory back takes milliseconds
 
 def kv_bytes_per_token(ir: CompiledIR) -> float:
     """Return the bytes by which a row's KV cache grows with each token."""
-    value = BYTES.get(ir.properties.get("KV_CACHE_PRECISION", ""), 2.0)
+    value = BYTES.get(ir.kv_precision or "", 2.0)
     return sum(state.width for state in ir.kv_states) * value + BYTES["f32"] * ir.width_of(FEATURES)
 
 

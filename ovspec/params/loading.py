@@ -33,11 +33,11 @@ class RuntimeOptions(TypedDict, total=False):
         Option("auto"),
     ]
     arithmetic: Annotated[
-        Literal["exact", "fast"],
+        Literal["exact", "fast"] | None,
         "exact: every token has the same bits with any draft, batch, session or none. fast: less time for plain "
         "decoding over long contexts and, on the stateful engine, for prompts and batches, but a draft or a batch "
         "may change the text at near-ties.",
-        Option("exact"),
+        Option(usual="exact on the CPU, fast where a GPU may compute"),
     ]
     threads: Annotated[
         int | None,

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import subprocess
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -21,8 +24,16 @@ from ovspec.cache.paged import PagedDecoder
 from ovspec.cache.stateful import StatefulDecoder, decoder_of, trimming
 from ovspec.ir.attention_mask import UNBOUNDED, narrowest_window
 from ovspec.ir.compile import MODEL_FILE, CompiledIR, check_weights, compile_ir, last_line
-from ovspec.ir.crashes import without_crash
-from ovspec.ir.device import DeviceOptions, check_device, compile_properties, is_gpu, may_use_gpu, precision_of
+from ovspec.ir.crashes import fault_of, without_crash
+from ovspec.ir.device import (
+    EXACT_KV_PRECISIONS,
+    DeviceOptions,
+    check_device,
+    compile_properties,
+    is_gpu,
+    may_use_gpu,
+    precision_of,
+)
 from ovspec.ir.heads import HIDDEN, give_features
 from ovspec.ir.instruction_set import instruction_set
 from ovspec.ir.memory import room_for
@@ -34,8 +45,10 @@ from ovspec.setup.exactness import (
     Trial,
     exactness_file,
     find_exactness,
+    find_exactness_on_gpu,
     known_exactness,
     logits_bits,
+    wait_for_kernels,
 )
 from ovspec.setup.probing import find_probe, memory_file
 from ovspec.text.vocabulary import ALL_IDS, KnownIds
@@ -98,7 +111,7 @@ class CompiledModel:
     @property
     def is_reproducible(self) -> bool:
         """Whether the same inferences give the same bits; a GPU replaces kernels in the background."""
-        return self.promise != NOT_PROBED
+        return self.promise == "exact" or not may_use_gpu(self.ir.device)
 
     def decoder(
         self, vocabulary: KnownIds = ALL_IDS, rule: FeedRule | None = None, tensors: BlockTensors | None = None
@@ -113,6 +126,8 @@ class CompiledModel:
         return decoder_of(self.ir, self.rollback, vocabulary, rule)
 
     def find_exactness(self, trial: Trial = SHORT) -> Exactness:
+        if is_gpu(self.ir.device):
+            return find_exactness_on_gpu(lambda rule: self.decoder(rule=rule), self.ir.logits_width)
         exactness = find_exactness(lambda rule: self.decoder(rule=rule), self.engine, self.ir.logits_width, trial)
         if self.ir.config.rope_switch and exactness.rule and exactness.rule.most:
             # A text is computed anew where its frequencies change, in a single inference.
@@ -130,7 +145,7 @@ class CompiledModel:
             return
         self.rule, self.promise = found.rule, "exact"
         self.guess_is_free = self.engine == "paged" and found.guess <= FREE
-        if found.rule.apart:
+        if found.rule.rows_apart:
             self.rollback = trimming(self.rollback)
 
 
@@ -146,7 +161,7 @@ def load_ir(
     folder: Path,
     options: DeviceOptions,
     wanted: EngineChoice = "auto",
-    arithmetic: Arithmetic = "fast",
+    arithmetic: Arithmetic | None = "fast",
     head: Path | None = None,
 ) -> CompiledModel:
     """Compile the model in ``folder`` for the ``wanted`` engine; "auto" takes paged if it agrees with stateful.
@@ -154,11 +169,16 @@ def load_ir(
     With exact arithmetic, the first load probes which rule gives every token the same bits. Raises OvspecError like
     ``compile_ir``, or if the wanted engine can't run this model.
 
+    ``arithmetic``: None is exact on a CPU, and fast where a GPU may compute.
+
     ``head``: the folder of a head that the model gives features to; see ``load_with_features``.
     """
-    if arithmetic == "exact" and may_use_gpu(options.device):
+    if arithmetic != "fast" and may_use_gpu(options.device):
         loaded = load_ir(folder, options, wanted, "fast", head)
         loaded.promise = NOT_PROBED
+        if arithmetic == "exact" and loaded.engine == "paged":
+            loaded.keep_to(known_exactness(folder, options, "paged") or probed(loaded, folder, options))
+            wait_for_kernels(loaded.decoder(), loaded.ir.logits_width)
         return loaded
     reason, options = "as requested", without_crash(folder, options)
     if wanted != "stateful":
@@ -171,22 +191,32 @@ def load_ir(
         if wanted == "paged":
             raise OvspecError(f"{folder}: `engine='paged'` is not possible: {paged.reason}.")
         reason = paged.reason
+    check_states(folder, options, reason)
 
     def compiled(options: DeviceOptions, paired: bool = False) -> CompiledModel:  # noqa: ARG001
         ir = compile_ir(folder, options, partial(give_features, target=folder, head=head) if head else None)
         return CompiledModel(ir, "stateful", reason, find_probe(ir, options.cache_folder).rollback)
 
-    return load_exactly(folder, options, "stateful", compiled) if arithmetic == "exact" else compiled(options)
+    return compiled(options) if arithmetic == "fast" else load_exactly(folder, options, "stateful", compiled)
+
+
+def check_states(folder: Path, options: DeviceOptions, reason: str) -> None:
+    """Raise an OvspecError if a GPU would compress the stateful engine's KV cache, which can't be read then."""
+    kind = options.fixed.get("KV_CACHE_PRECISION", "f16")
+    if may_use_gpu(options.device) and kind not in EXACT_KV_PRECISIONS:
+        raise OvspecError(
+            f"{folder}: `kv_precision={kind!r}` needs the paged engine on a GPU, which is not possible here ({reason})."
+        )
 
 
 def load_with_features(
-    folder: Path, options: DeviceOptions, wanted: EngineChoice, arithmetic: Arithmetic, head: Path
+    folder: Path, options: DeviceOptions, wanted: EngineChoice, arithmetic: Arithmetic | None, head: Path
 ) -> CompiledModel:
     """Load like ``load_ir`` a model that gives features to ``head``; it is exact only if that changes no bit.
 
     A value that is also an output may be computed in other kernels. That is tried once, and remembered.
     """
-    if arithmetic == "fast" or may_use_gpu(options.device):
+    if arithmetic == "fast" or (not arithmetic and may_use_gpu(options.device)):
         return load_ir(folder, options, wanted, arithmetic, head)
     graph = hashlib.sha256((head / MODEL_FILE).read_bytes()).hexdigest()
     file = exactness_file(folder, options, f"{wanted} with {graph}")
@@ -200,23 +230,24 @@ def load_with_features(
         known = remember(file, Exactness(None, len(without), differing))
     if known.differing:
         told = f"features change {known.differing} of {known.positions} probed positions"
-        loaded.rule, loaded.promise, loaded.guess_is_free = FAST, f"fast, not exact here ({told})", False
+        loaded.rule, loaded.guess_is_free = fast_rule(loaded.engine, loaded.ir.device), False
+        loaded.promise = f"fast, not exact here ({told})"
     return loaded
 
 
 def load_paged(
-    folder: Path, options: DeviceOptions, reason: str, arithmetic: Arithmetic, head: Path | None = None
+    folder: Path, options: DeviceOptions, reason: str, arithmetic: Arithmetic | None, head: Path | None = None
 ) -> CompiledModel:
     """Compile for the paged engine, rewritten for exact arithmetic only where that is what makes it exact."""
 
     def compiled(options: DeviceOptions, paired: bool = False) -> CompiledModel:
         ir = compile_paged(folder, options, paired, head)
-        loaded = CompiledModel(ir, "paged", reason, PagedDecoder.rollback, fast_rule(ir.device))
+        loaded = CompiledModel(ir, "paged", reason, PagedDecoder.rollback, fast_rule("paged", ir.device))
         if "KV_CACHE_PRECISION" in options.fixed:
             loaded.decoder().feed([np.zeros(1, dtype=np.int64)], [1])
         return loaded
 
-    return load_exactly(folder, options, "paged", compiled) if arithmetic == "exact" else compiled(options)
+    return compiled(options) if arithmetic == "fast" else load_exactly(folder, options, "paged", compiled)
 
 
 def load_exactly(
@@ -303,12 +334,26 @@ def check_paged(folder: Path, options: DeviceOptions) -> PagedCheck:
     elif device != "CPU":
         return PagedCheck(False, f"the paged engine runs on a CPU or a GPU only, and the device is {device}")
     file = memory_file("engines", folder, setting, options.cache_folder, device)
-    return remembered(PagedCheck, file) or remember(file, compare_engines(folder, options))
+    may_crash = is_gpu(device) and compile_properties(options).get("KV_CACHE_PRECISION") != "f16"
+    compare = compare_in_a_process if may_crash else compare_engines
+    return remembered(PagedCheck, file) or remember(file, compare(folder, options))
 
 
-def fast_rule(device: str) -> FeedRule:
-    """Return how a paged model feeds tokens in fast arithmetic."""
-    return FAST_ON_GPU if is_gpu(device) else FAST
+def compare_in_a_process(folder: Path, options: DeviceOptions) -> PagedCheck:
+    """Return the result of ``compare_engines``; a GPU's compiler that crashes ends a process of its own only."""
+    given = json.dumps(asdict(options) | {"cache_dir": options.cache_dir and str(options.cache_dir)})
+    command = [sys.executable, "-m", "ovspec.setup.engine_trial", str(folder), given]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        return PagedCheck(**json.loads(done.stdout.splitlines()[-1]))
+    fault = fault_of(done.returncode) or "an error"
+    kind = compile_properties(options).get("KV_CACHE_PRECISION")
+    return PagedCheck(False, f"OpenVINO ends with {fault} when it runs it with a {kind} KV cache")
+
+
+def fast_rule(engine: EngineName, device: str) -> FeedRule:
+    """Return how a model feeds tokens in fast arithmetic."""
+    return FAST_ON_GPU if engine == "paged" and is_gpu(device) else FAST
 
 
 def compare_engines(folder: Path, options: DeviceOptions) -> PagedCheck:
@@ -348,7 +393,7 @@ def compare_engines(folder: Path, options: DeviceOptions) -> PagedCheck:
 
     try:
         ir = compile_ir(folder, options if on_gpu else setting, rewrite)
-        paged = PagedDecoder(ir, rule=fast_rule(ir.device))
+        paged = PagedDecoder(ir, rule=fast_rule("paged", ir.device))
         narrowest = min((found for found in windows if found is not None), default=UNBOUNDED)
         if narrowest != window:
             return PagedCheck(False, f"its attention window is {window} in the model and {narrowest} when paged")

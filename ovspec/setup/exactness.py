@@ -16,6 +16,7 @@ from ovspec.base.files import remembered
 from ovspec.cache.decoder import Decoder, FeedRule
 from ovspec.ir.crashes import without_crash
 from ovspec.ir.device import DeviceOptions, compile_properties
+from ovspec.ir.gpu import wait_for_compilation
 from ovspec.setup.probing import memory_file
 
 
@@ -58,7 +59,7 @@ Make = Callable[[FeedRule], Decoder]
 SHORT = Trial((40,), (1, 2, 1, 1, 3, 8, 1))
 # Also shorter than one block, and, if possible, more blocks than there are threads to share them.
 FULL = Trial((20, 70, 600), tuple(range(1, 18)), (2, 9))
-WAY = "8"  # of probing; another one makes what was found before worthless
+WAY = "9"  # of probing; another one makes what was found before worthless
 # Tokens and logits of the inferences that narrower and wider ones are compared with, and the strictest rule's fewest.
 UNIT = 16
 COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, UNIT)  # fewest tokens and fewest logits to try
@@ -72,9 +73,16 @@ FALLING = (48, 32)  # tried if the first of these differs; smaller bounds would 
 # same, rounding to 16 bits has hidden that others come later.
 STRICTEST = {
     "paged": FeedRule(queries=2, fewest=UNIT, fewest_logits=UNIT),
-    "stateful": FeedRule(apart=True, fewest_logits=UNIT),
+    "stateful": FeedRule(first_apart=True, rows_apart=True, fewest_logits=UNIT),
 }
 TIMED = 5  # inferences of each width
+# A GPU has attention kernels of their own for prompts without a past and for rows of a token each, and other ones for
+# long inferences. Rules that avoid them, the cheapest first.
+GPU_RULES = tuple(
+    FeedRule(fewest=fewest, most=most, first_apart=True, fewest_logits=fewest, rounded=True)
+    for fewest, most in ((2, 64), (8, 64), (16, 32), (16, 16))
+)
+GPU_TRIAL = Trial((40, 600), SHORT.widths, (2, 9))
 
 
 def find_exactness(make: Make, engine: str, vocabulary: int, trial: Trial = SHORT) -> Exactness:
@@ -105,6 +113,42 @@ def find_exactness(make: Make, engine: str, vocabulary: int, trial: Trial = SHOR
     if engine == "paged" and exactness.rule and exactness.rule.fewest < 2:
         exactness = replace(exactness, guess=guess_cost(make(exactness.rule), text))
     return replace(exactness, tried=tried)
+
+
+def find_exactness_on_gpu(make: Make, vocabulary: int, trial: Trial = GPU_TRIAL) -> Exactness:
+    """Find the rule that gives every token the same bits on a GPU, where the paged engine runs; see ``GPU_RULES``."""
+    tried: dict[str, int] = {}
+
+    def probe(rule: FeedRule) -> Exactness:
+        wait_for_kernels(make(rule), vocabulary)
+        exactness = probe_rule(make(rule), vocabulary, trial)
+        tried[str(rule)] = exactness.differing
+        return exactness
+
+    cheapest, *others = GPU_RULES
+    exactness = probe(cheapest)
+    while not exactness.exact and others:
+        exactness = probe(others.pop(0))
+    return replace(exactness, tried=tried)
+
+
+def wait_for_kernels(decoder: Decoder, vocabulary: int) -> None:
+    """Run an inference of every width that ``decoder``'s rule allows, and wait until a GPU has compiled for these.
+
+    A GPU computes a width with a general kernel first, and replaces it once one for that width has been compiled in the
+    background; the two round differently.
+    """
+    rule = decoder.rule
+    text = random_text(decoder, vocabulary)[: rule.most]
+    width = rule.fewest
+    while width <= len(text):
+        for _ in range(2):
+            decoder.reset(1)
+            decoder.feed([text[:1]], [1])
+            decoder.feed([text[1:width]], [width - 1])
+        width *= 2
+    decoder.reset(1)
+    wait_for_compilation()
 
 
 def known_exactness(folder: Path, options: DeviceOptions, engine: str) -> Exactness | None:

@@ -23,6 +23,12 @@ from ovspec.setup.proposers import load_head
 # OpenVINO's element types for weights -> the names that users know.
 WEIGHT_TYPES = {"f32": "fp32", "f16": "fp16", "bf16": "bf16", "i8": "int8", "u8": "int8", "i4": "int4", "u4": "int4"}
 
+# How requests go on with copied states, which all CPUs do rightly.
+COPIES = {
+    "any": "",
+    "run": ", copied states only in a request that has run",
+    None: ", texts read again because copied states differ",
+}
 NO_PROFILE = "none; a first load or 'ovspec tune' measures one"
 
 
@@ -30,7 +36,7 @@ def inspect(
     folder: Path,
     options: DeviceOptions,
     engine: EngineChoice = "auto",
-    arithmetic: Arithmetic = "exact",
+    arithmetic: Arithmetic | None = None,
     tuned: bool = True,
     verify: bool = False,
 ) -> dict[str, dict[str, Any]]:
@@ -43,7 +49,7 @@ def inspect(
 
     head = draft if is_head(draft) else None
 
-    def load(part: Path, arithmetic: Arithmetic, head: Path | None = None) -> CompiledModel:
+    def load(part: Path, arithmetic: Arithmetic | None, head: Path | None = None) -> CompiledModel:
         return load_with(known_profile(part, options) if tuned else None, part, options, engine, arithmetic, head)
 
     target = load(folder, arithmetic, head)
@@ -82,7 +88,7 @@ def inspected(loaded: CompiledModel, options: DeviceOptions, exported: ExportedM
         "kl": loaded.kl,
         "rollback": str(probe.rollback if probe else loaded.rollback),
         "probed": probe and asdict(probe),
-        "kv_precision": ir.properties.get("KV_CACHE_PRECISION", "the device's own"),
+        "kv_precision": ir.kv_precision or "the device's own",
         "kv_bytes_per_1000_tokens": round(1000 * kv_bytes_per_token(ir)),
     }
 
@@ -106,7 +112,10 @@ def summary(name: str, found: dict[str, Any]) -> list[str]:
     probe = found["probed"]
     fixed = sum(state["sequence_axis"] is None for state in found["states"])
     states = f"{len(found['states']) - fixed} for keys and values" + (f", {fixed} that can't be cut" if fixed else "")
-    probed = f" on the stateful engine (probed on {probe['setting']} in {probe['seconds']:.2f} s)" if probe else ""
+    probed = ""
+    if probe:
+        copies = COPIES[probe["rollback"]["copies"]]
+        probed = f" on the stateful engine{copies} (probed on {probe['setting']} in {probe['seconds']:.2f} s)"
     cache = f"{found['kv_bytes_per_1000_tokens'] / 1e6:,.1f} MB per 1000 tokens (KV cache: {found['kv_precision']})"
     lines = {
         name: found["folder"] + (f", exported from {found['source']}" if found["source"] else ""),

@@ -19,6 +19,7 @@ from ovspec.ir.attention_mask import UNBOUNDED, mask_bound
 from ovspec.ir.compile import MODEL_FILE, CompiledIR
 from ovspec.ir.device import machine_key
 
+AFFECTING = ("PRECISION", "PRECISION_HINT", "DEVICE_PROPERTIES")  # ends of the names of properties
 WAY = "2"  # of probing; another one makes what was found before worthless
 
 
@@ -33,7 +34,7 @@ class Probe:
 
 def setting_of(device: str, properties: dict[str, str]) -> str:
     """Return the device, the properties that may affect rollback and OpenVINO's version, as one string."""
-    ours = {name: value for name, value in properties.items() if name.endswith(("PRECISION", "PRECISION_HINT"))}
+    ours = {name: value for name, value in properties.items() if name.endswith(AFFECTING)}
     version = ov.get_version().split("-")[0]
     return " ".join([device, *(f"{name}={value}" for name, value in sorted(ours.items())), f"OpenVINO {version}"])
 

@@ -14,13 +14,13 @@ import numpy as np
 from ovspec.base.files import remembered, write_atomically
 from ovspec.cache.decoder import Arithmetic, FeedRule
 from ovspec.ir.compile import MODEL_FILE
-from ovspec.ir.device import DeviceOptions, check_device, default_cache_dir, machine_key
+from ovspec.ir.device import DeviceOptions, check_device, default_cache_dir, is_virtual, machine_key
 from ovspec.setup.engine_choice import CompiledModel, EngineChoice, EngineName, load_ir, load_with_features
 from ovspec.setup.exactness import Exactness
 
 Goal = Literal["decode", "prefill", "balanced", "accuracy"]
 GOALS = get_args(Goal)
-FORMAT = 8
+FORMAT = 9
 # A setting may be chosen if its KL divergence is at most this many times that of OpenVINO's own default, or at most
 # this many nats, which is of the size that quantising weights to int8 costs a model of a billion parameters ...
 KL_FACTOR, MOST_KL = 1.25, 3e-4
@@ -34,20 +34,29 @@ CLEARLY_BETTER = 0.97
 
 @dataclass(frozen=True)
 class Setting:
-    """An engine and properties to try; None leaves a choice to OpenVINO. The KV cache has the arithmetic's type."""
+    """An engine and properties to try; None leaves a choice to OpenVINO.
+
+    The KV cache has the arithmetic's type on a CPU, and f16 on a GPU, unless another one is named.
+    """
 
     engine: EngineName
     precision: str | None = None
     group: int | None = None  # activations that share a scale if weights are compressed; 0: not quantised
+    kv_precision: str | None = None  # on a GPU; None: the usual one
 
     @property
     def properties(self) -> dict[str, str]:
-        named = {"INFERENCE_PRECISION_HINT": self.precision, "DYNAMIC_QUANTIZATION_GROUP_SIZE": self.group}
+        named = {
+            "INFERENCE_PRECISION_HINT": self.precision,
+            "DYNAMIC_QUANTIZATION_GROUP_SIZE": self.group,
+            "KV_CACHE_PRECISION": self.kv_precision,
+        }
         return {name: str(value) for name, value in named.items() if value is not None}
 
     def __str__(self) -> str:
         quantised = "" if self.group is None else f", dynamic quantisation {self.group or 'off'}"
-        return f"{self.engine}, {self.precision or 'default precision'}{quantised}"
+        kv_cache = f", KV cache {self.kv_precision}" if self.kv_precision else ""
+        return f"{self.engine}, {self.precision or 'default precision'}{quantised}{kv_cache}"
 
 
 @dataclass(frozen=True)
@@ -115,6 +124,7 @@ class Profile:
             for m in self.measurements
             if m.setting.engine == engine
             and all(fixed.get(name, value) == value for name, value in m.setting.properties.items())
+            and not (m.setting.kv_precision and "KV_CACHE_PRECISION" not in fixed)  # rolling it back isn't exact
         ]
         fit = [m for m in agreeing if m.is_accurate(self.goal, self.reference)]
         if "INFERENCE_PRECISION_HINT" not in fixed:
@@ -134,7 +144,7 @@ def load_with(
     folder: Path,
     options: DeviceOptions,
     engine: EngineChoice,
-    arithmetic: Arithmetic = "fast",
+    arithmetic: Arithmetic | None = "fast",
     head: Path | None = None,
 ) -> CompiledModel:
     """Load like ``load_ir``, with the best setting of ``profile`` where the user has named nothing."""
@@ -154,7 +164,7 @@ def profile_file(folder: Path, options: DeviceOptions) -> Path | None:
     """Return the profile's file for this machine and models with weights like those in ``folder``; None: no cache."""
     if not options.cache_folder:
         return None
-    key = repr((FORMAT, machine_key(), sorted(weight_shapes(folder).items())))
+    key = repr((FORMAT, machine_key(options.device), sorted(weight_shapes(folder).items())))
     return options.cache_folder / "profiles" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
 
 
@@ -173,7 +183,7 @@ def largest_group(folder: Path) -> int | None:
 
 def known_profile(folder: Path, options: DeviceOptions) -> Profile | None:
     """Return the profile measured for models like the one in ``folder``, or None."""
-    file = profile_file(folder, options) if check_device(options.device) == "CPU" else None
+    file = profile_file(folder, options) if not is_virtual(check_device(options.device)) else None
     return remembered(Profile, file)
 
 

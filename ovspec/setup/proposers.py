@@ -52,7 +52,7 @@ def load_head(folder: Path, target: CompiledModel, options: DeviceOptions) -> Co
     ir = compile_graph(head, folder, without_crash(folder, replace(options, properties=properties)))
     if not paged:
         return CompiledModel(ir, "stateful", "as its target", Rollback("mask"))
-    loaded = CompiledModel(ir, "paged", "as its target", PagedDecoder.rollback, fast_rule(ir.device))
+    loaded = CompiledModel(ir, "paged", "as its target", PagedDecoder.rollback, fast_rule("paged", ir.device))
     return in_pairs(loaded, options)
 
 

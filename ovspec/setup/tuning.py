@@ -17,15 +17,15 @@ import numpy as np
 from ovspec.base.errors import InferenceError, OvspecError
 from ovspec.base.files import read_text, remember, remembered
 from ovspec.base.progress import note
-from ovspec.cache.decoder import FAST, Decoder, FeedRule, Rollback
+from ovspec.cache.decoder import Decoder, FeedRule, Rollback
 from ovspec.cache.paged import PagedDecoder
 from ovspec.cache.stateful import StatefulDecoder
 from ovspec.ir.compile import MODEL_FILE, check_weights, compile_ir
 from ovspec.ir.config import model_config
-from ovspec.ir.device import DeviceOptions, default_kv_precision, native_precisions
+from ovspec.ir.device import DeviceOptions, check_device, default_kv_precisions, is_gpu, is_virtual, native_precisions
 from ovspec.ir.memory import room_for
 from ovspec.sampling.logprobs import log_softmax
-from ovspec.setup.engine_choice import EXACT, CompiledModel, EngineName, check_paged, compile_paged
+from ovspec.setup.engine_choice import EXACT, CompiledModel, EngineName, check_paged, compile_paged, fast_rule
 from ovspec.setup.exactness import FULL as FULL_TRIAL
 from ovspec.setup.exactness import Exactness, exactness_file
 from ovspec.setup.probing import probe_rollback
@@ -76,10 +76,11 @@ def tune(
     """Measure settings for the model in ``folder``.
 
     ``tell`` is called with what comes next and the share of the work that is done. Raises OvspecError if the device is
-    not the CPU or too little memory is free.
+    AUTO or HETERO, or too little memory is free.
     """
-    if options.device.upper() != "CPU":
-        raise OvspecError(f"`device={options.device!r}`: only the CPU can be tuned.")
+    if is_virtual(check_device(options.device)):
+        raise OvspecError(f"`device={options.device!r}`: name a single device to tune, such as CPU or GPU.")
+    on_gpu = is_gpu(options.device)
     if not room_for(folder, 3):
         raise OvspecError(f"{folder}: not enough memory is free for tuning, which holds the model twice.")
     began = time.monotonic()
@@ -88,32 +89,34 @@ def tune(
     text = np.resize(Tokenizer(folder).encode(read_text(TEXT)), max(effort.tokens, judged))
     timer = SettingTimer(folder, text, effort, options)
     usual = Setting("paged" if check_paged(folder, options).usable else "stateful")
-    others = settings_to_try(usual.engine, largest_group(folder), effort.full)
+    group = largest_group(folder)
+    others = settings_on_gpu(usual.engine, group) if on_gpu else settings_to_try(usual.engine, group, effort.full)
     total = 3 + len(others)
     tell(f"{usual} (used without a profile)", 1 / total)
     measured = [timer.set_incumbent(usual)]
-    if effort.full and usual.engine != "stateful":
+    if effort.full and usual.engine != "stateful" and not on_gpu:
         tell(f"{Setting('stateful')} (OpenVINO's default)", 2 / total)
         measured.append(timer.measure(Setting("stateful")))
     found = Profile(goal, effort.full, effort.tokens, 0.0, measured[-1], measured)
     for number, setting in enumerate(others, 3):
         tell(str(setting), number / total)
-        with suppress(InferenceError):  # its logits may not be numbers, as those of some models in f16
+        # Its logits may not be numbers, as those of some models in f16; a GPU may have no kernels for it.
+        with suppress(OvspecError if on_gpu else InferenceError):
             measured.append(timer.measure(setting))
     # A probe takes longer than measuring: only settings that may be chosen are probed, and the usual one only where
     # another might be less exact.
-    while best := found.choose(DeviceOptions(), "auto"):
+    while (best := found.choose(DeviceOptions(), "auto")) and not on_gpu:
         unprobed = best if best.invariance is None else measured[0]
         if unprobed.invariance is not None or best.invariance == 1:
             break
         tell(f"{unprobed.setting}: bits of every way of feeding", 1.0)
         measured[measured.index(unprobed)] = timer.probed(unprobed)
-    if effort.full and best:
+    if effort.full and best and not on_gpu:
         tell(f"{best.setting}: bits of long contexts, and of one thread", 1.0)
         found = replace(found, exactness=timer.exactness(best.setting))
         tell(f"{best.setting}: the price of exact arithmetic", 1.0)
         found = replace(found, price=timer.price(best.setting, next(iter(found.exactness.values())).rule))
-    if effort.full:
+    if effort.full and not on_gpu:
         tell("weights in other formats", 1.0)
         found = replace(found, formats_ms=formats_of(weight_shapes(folder)))
     return replace(found, seconds=time.monotonic() - began)
@@ -124,7 +127,7 @@ def settings_to_try(engine: EngineName, most_group: int | None, full: bool) -> l
 
     A first load (not ``full``) tries only what is most likely to be faster: f32 with the largest group.
     """
-    usual = default_kv_precision(DeviceOptions())  # the precision in which OpenVINO computes by default
+    usual = default_kv_precisions(DeviceOptions())["CPU"]  # the precision in which OpenVINO computes by default
     if not full:
         largest = [group for group in (128, 64) if most_group and group <= most_group]
         return [Setting(engine, "f32", group) for group in largest[:1]]
@@ -135,6 +138,12 @@ def settings_to_try(engine: EngineName, most_group: int | None, full: bool) -> l
     found = [Setting(engine, precision, group) for precision in precisions for group in groups]
     # Without quantised activations, weights in f32 are exact, as `--for accuracy` may require.
     return [each for each in found if each != Setting(engine, usual, USUAL_GROUP)] + [Setting(engine, "f32", 0)]
+
+
+def settings_on_gpu(engine: EngineName, most_group: int | None) -> list[Setting]:
+    """Return the settings to compare with a GPU's usual ones: precisions, dynamic quantisation, and a u8 KV cache."""
+    groups = [Setting(engine, group=group) for group in (0, 32, 128) if most_group and group <= most_group]
+    return [*groups, Setting(engine, "f32"), *[Setting(engine, kv_precision="u8")] * (engine == "paged")]
 
 
 def tune_if_new(folder: Path, options: DeviceOptions) -> Profile | None:
@@ -239,16 +248,20 @@ class SettingTimer:
         return self._models[setting]
 
     def _compile(self, setting: Setting, paired: bool = True, threads: int | None = None) -> CompiledModel:
-        # Not cached: what is compiled only to be measured is not worth keeping.
-        options = DeviceOptions(threads=threads, properties=setting.properties | {"CACHE_DIR": ""})
+        # Not cached on a CPU: what is compiled only to be measured isn't worth keeping; a GPU takes minutes for it.
+        kept = self._options if is_gpu(self._options.device) else DeviceOptions(properties={"CACHE_DIR": ""})
+        options = replace(kept, threads=threads, properties=kept.properties | setting.properties)
         if setting.engine == "paged":
+            if setting.kv_precision and not (check := check_paged(self._folder, options)).usable:
+                raise OvspecError(check.reason)
             return CompiledModel(compile_paged(self._folder, options, paired), "paged", "", PagedDecoder.rollback)
         ir = compile_ir(self._folder, options)
         return CompiledModel(ir, "stateful", "", probe_rollback(ir).rollback)
 
     def _decoder_of(self, model: CompiledModel) -> Decoder:
-        # A second query for each token, as exact arithmetic has it, and as many tokens and logits as are fed.
-        return model.decoder(rule=FeedRule(queries=2) if model.engine == "paged" else FAST)
+        # A second query for each token, as exact arithmetic has it on a CPU, and as many tokens and logits as are fed.
+        paired = model.engine == "paged" and not is_gpu(model.ir.device)
+        return model.decoder(rule=FeedRule(queries=2) if paired else fast_rule(model.engine, model.ir.device))
 
     def _judge(self, decoder: Decoder) -> np.ndarray:
         """Return the logits of every position of the text."""

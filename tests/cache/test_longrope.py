@@ -77,7 +77,8 @@ def make(request: pytest.FixtureRequest, longrope: LongRope) -> Callable[[], Row
     """Return what makes an empty decoder, in either arithmetic."""
 
     def make_decoder() -> RowByRow:
-        decoder = decoder_of(longrope.ir, Rollback("mask"), rule=FeedRule(apart=request.param == "exact"))
+        exact = request.param == "exact"
+        decoder = decoder_of(longrope.ir, Rollback("mask"), rule=FeedRule(first_apart=exact, rows_apart=exact))
         assert isinstance(decoder, RowByRow)  # a long row would change the frequencies of the others
         return decoder
 

@@ -68,6 +68,52 @@ def test_a_batch_computes_each_token_once(make_paged: MakePaged, monkeypatch: py
     assert decoder.feed([text[40:41]] * 3, [1, 0, 0])[0].tolist() == expected[40:41].tolist()
 
 
+def test_a_texts_first_token_has_an_inference_of_its_own(
+    make_paged: MakePaged, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of no row are later tokens computed without a past, as tokens or to fill an inference up."""
+    text = np.random.default_rng(1).integers(5, 1000, 40)
+    expected = make_paged(FeedRule(queries=2)).feed([text], [40])[0].copy()
+    decoder = make_paged(FeedRule(queries=2, fewest=4, most=8, first_apart=True, fewest_logits=4))
+    infer, begun, widths = decoder._request.infer, list[int](), list[int]()
+
+    def noting(arrays: Any, logits_idx: np.ndarray) -> np.ndarray:
+        widths.append(len(arrays[0]))
+        begun.append(sum(bool(held) and not past for held, past in zip(holding, arrays[2], strict=False)))
+        return infer(arrays, logits_idx)
+
+    append = decoder._append
+
+    def appending(tokens: list[np.ndarray], *rest: Any, **named: Any) -> list[np.ndarray]:
+        holding[:] = [len(held) for held, new in zip(decoder.rows, tokens, strict=True) if len(new)]
+        assert all(len(new) == 1 for held, new in zip(decoder.rows, tokens, strict=True) if len(new) and not len(held))
+        return append(tokens, *rest, **named)
+
+    holding: list[int] = []
+    monkeypatch.setattr(decoder._request, "infer", noting)
+    monkeypatch.setattr(decoder, "_append", appending)
+    assert np.abs(decoder.feed([text], [40])[0] - expected).max() < 1e-3
+    decoder.reset(3)
+    for begin, end in ((0, 1), (1, 2), (2, 5), (5, 20)):
+        ends = (end, begin, min(2 * end, 40))  # one row begins later, one is ahead
+        pieces = [text[len(held) : max(len(held), to)] for held, to in zip(decoder.rows, ends, strict=True)]
+        found = decoder.feed(pieces, [len(piece) for piece in pieces])
+        for held, logits in zip(decoder.rows, found, strict=True):
+            if len(logits):
+                assert np.abs(logits - expected[len(held) - len(logits) : len(held)]).max() < 1e-3
+    decoder.truncate(0, 1)
+    decoder.truncate(1, 0)
+    found = decoder.feed([text[1:2], text[:3], text[:0]], [1, 3, 0])
+    assert np.abs(found[0] - expected[1:2]).max() < 1e-3 and np.abs(found[1] - expected[:3]).max() < 1e-3
+    decoder.reset(2)
+    decoder.feed([text[:2], text[:20]], [0, 0])
+    assert np.abs(decoder.feed([text[2:3], text[20:21]], [1, 1])[0] - expected[2:3]).max() < 1e-3
+    decoder.reset(8)
+    decoder.feed([text[:1]] * 8, [1] * 8)
+    assert len(begun) > 10 and not any(begun)
+    assert max(widths) == 8 > 4 == min(widths), "as the rule says"
+
+
 def test_without_the_transformation_the_stateful_engine_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import openvino._offline_transformations as transformations
 

@@ -361,7 +361,7 @@ TESTED: dict[str, set[str]] = {
     "inspect": {*OF_TARGET, "verify", "as_json", "report"},  # tests/cli/test_options_of_tools.py
     "perplexity": {*OF_TARGET, "context", "as_json"},
     "verify": {*OF_TARGET, "folder", "as_json"},  # tests/cli/test_verify_command.py
-    "tune": {"goal", "as_json", "cache_dir"},
+    "tune": {"goal", "device", "as_json", "cache_dir"},
     "export": {*TO_COMPRESSION, *TO_EXPORT, *OTHERS_OF_EXPORT},
     "distill": {*TO_DISTILL},
     "devices": set(),

@@ -27,7 +27,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache_dir: Path) -> Ite
 COMPILED: dict[str, tuple[tuple[str, ...], Callable[[Any, dict[str, str]], bool]]] = {
     "device": (("--device", "AUTO:CPU"), lambda options, _: options.device == "AUTO:CPU"),
     "precision": (("--precision", "f32"), lambda _, given: given["INFERENCE_PRECISION_HINT"] == "f32"),
-    "kv_precision": (("--kv-precision", "u8"), lambda _, given: given["KV_CACHE_PRECISION"] == "u8"),
+    "kv_precision": (("--kv-precision", "u8"), lambda _, given: "KV_CACHE_PRECISION:u8" in given["DEVICE_PROPERTIES"]),
     "threads": (("--threads", "1"), lambda _, given: given["INFERENCE_NUM_THREADS"] == "1"),
     "properties": (("--property", "INFERENCE_NUM_THREADS=1"), lambda _, given: given["INFERENCE_NUM_THREADS"] == "1"),
     "cache_dir": (("--cache-dir", "here"), lambda _, given: given["CACHE_DIR"].startswith("here")),
@@ -109,11 +109,13 @@ def test_tune(run: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch) -> N
     from ovspec.setup import tuning
 
     def measured(folder: Path, options: Any, goal: str, **_: Any) -> Any:  # noqa: ARG001
-        raise ovspec.OvspecError(f"would tune for {goal} and keep it in {options.cache_dir}")
+        raise ovspec.OvspecError(f"would tune {options.device} for {goal} and keep it in {options.cache_dir}")
 
     monkeypatch.setattr(tuning, "tune", measured)
     found = run("tune", DEMO, "--for", "decode", "--cache-dir", "here", "--json")
-    assert "would tune for decode and keep it in here" in found.err
+    assert "would tune CPU for decode and keep it in here" in found.err
+    assert "would tune AUTO:CPU for balanced" in run("tune", DEMO, "--device", "auto:cpu").err
+    assert "--device TPU: no such device" in run("tune", DEMO, "--device", "TPU").err
 
 
 # ---------------------------------------------------------------- distill

@@ -11,6 +11,8 @@ import pytest
 from command_runs import Outcome, runs
 from conftest import ROOT
 
+from ovspec.cli.verify import recorded_options
+
 FOLDER = Path()  # of the small pair, which loads sooner than the demo pair; ``run`` sets it
 Run = Callable[..., Outcome]
 
@@ -79,9 +81,20 @@ def test_a_batch(run: Run) -> None:
     assert found.out.startswith("out.jsonl, line 4: token 3 of ")
 
 
+def test_settings_of_another_device_are_not_taken_over() -> None:
+    made = {"device": "GPU", "engine": "paged", "arithmetic": "exact", "properties": {"KV_CACHE_PRECISION": "f16"}}
+    assert recorded_options(made, {"device": "GPU"})["properties"] == {"KV_CACHE_PRECISION": "f16"}
+    other = recorded_options(made, {"device": "CPU"})
+    assert other == {"tune": False, "device": "CPU", "arithmetic": "exact", "properties": {}}
+
+
 def test_options(run: Run, tmp_path: Path) -> None:
     folder = ROOT / "models" / "demo" / "draft"  # in int8, which OpenVINO reads with one thread, too
     data = generated(run, "--engine", "paged", "--ignore-eos", folder=folder)
+    forged = json.loads(json.dumps(data)) | {"token_ids": [5, *data["token_ids"][1:]]}
+    found = verified(run, forged, "--arithmetic", "fast")
+    assert "arithmetic is fast: where two logits are nearly equal, neither token can be certified" in found.out
+    assert "certified" not in verified(run, forged).out
     loads: tuple[tuple[str, dict[str, str]], ...] = (  # options that can be seen apart share one
         ("--engine stateful --device AUTO:CPU --no-tune", {}),
         ("--threads 1 --kv-precision f16", {"INFERENCE_NUM_THREADS": "1", "KV_CACHE_PRECISION": "float16"}),

@@ -264,7 +264,7 @@ def test_a_place_that_ignores_the_rule_is_found(
     assert is_narrow(widths)
 
 
-@pytest.mark.parametrize("rule", [FeedRule(most=7), FeedRule(most=7, apart=True)])
+@pytest.mark.parametrize("rule", [FeedRule(most=7), FeedRule(most=7, first_apart=True, rows_apart=True)])
 def test_the_stateful_engine_keeps_to_it(target_ir: CompiledIR, widths: list[tuple[int, int]], rule: FeedRule) -> None:
     text = np.random.default_rng(0).integers(3, 4096, 60)
     for wanted in (1, 8, 50, 60):
@@ -274,7 +274,7 @@ def test_the_stateful_engine_keeps_to_it(target_ir: CompiledIR, widths: list[tup
         found = bounded.feed([text], [wanted])[0]
         assert found.shape == expected.shape and bounded.rows[0].tokens.tolist() == text.tolist()
         np.testing.assert_allclose(found, expected, atol=1e-3)
-        assert max(tokens for tokens, _ in widths) == 7 and (widths[0][0] == 1) == rule.apart
+        assert max(tokens for tokens, _ in widths) == 7 and (widths[0][0] == 1) == rule.first_apart
 
 
 def test_inferences_take_the_rows_in_order() -> None:

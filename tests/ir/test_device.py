@@ -84,8 +84,8 @@ def test_options_reach_the_compiled_model(load: Callable[..., ovspec.LanguageMod
 def test_virtual_devices_generate_the_same(
     pair: Path, cache_dir: Path, load: Callable[..., ovspec.LanguageModel], device: str
 ) -> None:
-    """The 8-bit caches of such devices may flip a near-tie, but don't with this prompt."""
     lm = ovspec.load(pair, True, device=device, draft_device="CPU", precision="f32", cache_dir=cache_dir)
+    assert lm.target.ir.kv_precision == "f32"
     for lookahead in (0, 3):
         result = lm.generate(PROMPTS[1], max_tokens=16, ignore_eos=True, lookahead=lookahead)
         assert result.token_ids == load().generate(PROMPTS[1], max_tokens=16, ignore_eos=True).token_ids
@@ -101,15 +101,16 @@ def test_unknown_property_is_named(pair: Path, cache_dir: Path) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"device": "AUTO:CPU"},
-        pytest.param({"device": "HETERO:CPU"}, marks=pytest.mark.slow),
+        {"device": "AUTO:CPU", "kv_precision": "u8"},
+        pytest.param({"device": "HETERO:CPU", "kv_precision": "u8"}, marks=pytest.mark.slow),
         {"kv_precision": "u8", "engine": "stateful"},
     ],
     ids=lambda options: "-".join(options.values()),
 )
 def test_a_batch_after_a_single_text_with_a_u8_cache(options: dict[str, Any], cache_dir: Path) -> None:
-    """OpenVINO 2026.4 computed wrong logits when the number of rows changed; these devices use u8 by default."""
+    """OpenVINO 2026.4 computed wrong logits when the number of rows changed."""
     lm = ovspec.load(SMALL, "none", cache_dir=cache_dir, **options)
+    assert lm.target.ir.kv_precision == "u8"
     expected = [lm.generate(prompt, max_tokens=8).text for prompt in "ab"]
     for _ in range(2):
         fresh = ovspec.load(SMALL, "none", cache_dir=cache_dir, **options)
@@ -165,6 +166,24 @@ def test_a_gpu_gets_a_cache_that_can_be_read_and_no_threads(monkeypatch: pytest.
         check_threads(2, ["GPU", "GPU"])
     check_threads(2, ["GPU", "CPU"])
     check_threads(None, ["GPU"])
+
+
+def test_auto_and_hetero_tell_each_device_its_kv_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without that, a GPU compresses the cache, and its states can't be read."""
+    gpu = {"FULL_DEVICE_NAME": "Arc", "DEVICE_TYPE": "Type.INTEGRATED"}
+    cpu = {"FULL_DEVICE_NAME": "Xeon", "INFERENCE_PRECISION_HINT": "f32", "OPTIMIZATION_CAPABILITIES": "FP32 INT8"}
+    monkeypatch.setattr(device_module, "core", lambda: Plugins(CPU=cpu, GPU=gpu))
+
+    def told(device: str, **options: Any) -> tuple[str | None, str | None]:
+        properties = compile_properties(DeviceOptions(device, precision="f32", **options))
+        return properties.get("DEVICE_PROPERTIES"), properties.get("KV_CACHE_PRECISION")
+
+    both = "{GPU:{KV_CACHE_PRECISION:f16},CPU:{KV_CACHE_PRECISION:f32}}"
+    assert told("AUTO:GPU,CPU") == told("HETERO:GPU,CPU") == told("AUTO") == (both, None)
+    assert told("AUTO:CPU") == ("{CPU:{KV_CACHE_PRECISION:f32}}", None)
+    assert told("AUTO", kv_precision="u8") == (both.replace("f16", "u8").replace("f32", "u8"), None)
+    assert told("AUTO", properties={"DEVICE_PROPERTIES": "{}"}) == ("{}", None)
+    assert told("GPU") == (None, "f16")
 
 
 @pytest.mark.parametrize(("kind", "shared"), [("Type.INTEGRATED", True), ("Type.DISCRETE", False)])

@@ -22,7 +22,16 @@ from ovspec.ir.device import DeviceOptions
 from ovspec.ir.paged_attention import PAIRS
 from ovspec.ir.request import Request
 from ovspec.setup.engine_choice import compile_paged, load_ir
-from ovspec.setup.exactness import FULL, SHORT, Exactness, Trial, find_exactness, probe_rule
+from ovspec.setup.exactness import (
+    FULL,
+    GPU_RULES,
+    SHORT,
+    Exactness,
+    Trial,
+    find_exactness,
+    find_exactness_on_gpu,
+    probe_rule,
+)
 
 DEMO = ROOT / "models" / "demo"
 SMALL = DEMO / "draft"  # which is compiled sooner
@@ -133,6 +142,63 @@ def test_the_rule_for_kernels_that_round_differently(
         assert not any(differs(*inference) for inference in inferences), "each keeps to the rule"
 
 
+ON_A_GPU = Trial((40,), SHORT.widths, (3,))
+
+
+def plant_gpu_kernels(monkeypatch: pytest.MonkeyPatch, differs: Differs) -> None:
+    """Let attention round as on a GPU: differently without any past, and where each row has a single token.
+
+    ``differs``: inferences of which numbers of tokens and rows round differently, too.
+    """
+    infer = Request.infer
+
+    def rounded(self: Request, arrays: Any, logits_idx: np.ndarray) -> np.ndarray:
+        tokens, positions, past = arrays[:3]
+        changed = positions[logits_idx] > 0 if not past.any() else np.full(len(logits_idx), False)
+        if len(tokens) == len(past) or differs(len(tokens), len(past)):
+            changed[:] = True
+        return infer(self, arrays, logits_idx) + 1e-3 * changed[:, None]
+
+    monkeypatch.setattr(Request, "infer", rounded)
+
+
+@pytest.mark.parametrize(
+    ("differs", "rule"),
+    [
+        (lambda *_: False, GPU_RULES[0]),
+        (lambda tokens, _: tokens < 8, GPU_RULES[1]),
+        (lambda tokens, _: tokens < 16 or tokens > 32, GPU_RULES[2]),
+        (lambda tokens, _: tokens != 16, GPU_RULES[3]),
+        (lambda tokens, rows: tokens % 3 == rows % 3, None),
+    ],
+)
+def test_the_rule_for_a_gpu(
+    make_paged: Callable[..., PagedDecoder], monkeypatch: pytest.MonkeyPatch, differs: Differs, rule: FeedRule | None
+) -> None:
+    plant_gpu_kernels(monkeypatch, differs)
+    found = find_exactness_on_gpu(lambda rule: make_paged(rule=replace(rule, queries=2)), 4096, ON_A_GPU)
+    assert found.rule == (rule and replace(rule, queries=2)), found
+    assert bool(found.differing) == (rule is None)
+    assert len(found.tried) == (GPU_RULES.index(rule) + 1 if rule else len(GPU_RULES))
+
+
+def test_kernels_that_a_gpu_compiles_in_the_background_are_waited_for(
+    make_paged: Callable[..., PagedDecoder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = dict[int, int]()
+
+    def general(tokens: int, rows: int) -> bool:  # noqa: ARG001
+        seen[tokens] = seen.get(tokens, 0) + 1
+        return seen[tokens] == 1  # the first time that there are so many tokens
+
+    plant_gpu_kernels(monkeypatch, general)
+    make: Make = lambda rule: make_paged(rule=replace(rule, queries=2))  # noqa: E731
+    assert not probe_rule(make(GPU_RULES[0]), 4096, ON_A_GPU).exact
+    seen.clear()
+    assert find_exactness_on_gpu(make, 4096, ON_A_GPU).exact
+    assert list(seen)[:7] == [1, 2, 4, 8, 16, 32, 64] or list(seen)[:6] == [2, 4, 8, 16, 32, 64]
+
+
 def test_differences_that_rounding_mostly_hides_are_found(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """In 16 bits, a token that is computed alone may have other bits at a few positions only: here at none of a text
     as short as those of a first load's probe.
@@ -217,7 +283,7 @@ def test_planted_differences_are_found(make: Make, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize(
     ("rollback", "rule"),
-    [(Rollback("mask"), FeedRule(apart=True)), (Rollback("trim"), FAST)],
+    [(Rollback("mask"), FeedRule(first_apart=True, rows_apart=True)), (Rollback("trim"), FAST)],
     ids=["masked", "together"],
 )
 def test_the_stateful_engine_by_its_rule(pair: Path, rollback: Rollback, rule: FeedRule) -> None:

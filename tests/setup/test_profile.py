@@ -10,6 +10,7 @@ from conftest import ROOT, STRICT
 from hypothesis import given
 from hypothesis import strategies as st
 
+import ovspec.setup.profile
 from ovspec.base.files import remember
 from ovspec.cache.decoder import FeedRule
 from ovspec.cli.tune import report
@@ -180,6 +181,20 @@ def test_the_choice_is_allowed_and_nothing_allowed_is_clearly_better(found: list
         return
     assert best in allowed
     assert all(m.cost(goal) > CLEARLY_BETTER * best.cost(goal) for m in allowed)
+
+
+def test_an_inexact_cache_is_chosen_only_where_it_is_asked_for() -> None:
+    inexact = Setting("paged", kv_precision="u8")
+    found = profile(measured(inexact, step=1))
+    assert chosen(found) == USUAL
+    assert chosen(found, DeviceOptions("GPU", kv_precision="u8")) == inexact
+    assert chosen(found, DeviceOptions("GPU", kv_precision="f16")) == USUAL
+
+
+def test_each_device_has_its_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ovspec.setup.profile, "machine_key", lambda device="CPU": ("machine", device))
+    files = {profile_file(DEMO, DeviceOptions(device, cache_dir=tmp_path)) for device in ("CPU", "GPU", "GPU.1")}
+    assert len(files) == 3
 
 
 def test_kept_and_read_again(tmp_path: Path) -> None:

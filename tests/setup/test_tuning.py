@@ -23,7 +23,7 @@ from ovspec.ir.device import DeviceOptions
 from ovspec.setup.engine_choice import CompiledModel
 from ovspec.setup.exactness import Exactness
 from ovspec.setup.profile import Measurement, Setting, known_profile
-from ovspec.setup.tuning import SHORT, Effort, SettingTimer, tune
+from ovspec.setup.tuning import SHORT, Effort, SettingTimer, settings_on_gpu, tune
 
 DEMO = ROOT / "models" / "demo"
 SMALL = DEMO / "draft"  # what is told of all settings is told of a small model too
@@ -215,6 +215,13 @@ def test_a_profile_that_cannot_be_kept_is_not_measured(tmp_path: Path, monkeypat
         )
 
 
-def test_only_the_cpu_is_tuned(tmp_path: Path) -> None:
-    with pytest.raises(ovspec.OvspecError, match="only the CPU can be tuned"):
+def test_settings_on_a_gpu() -> None:
+    told = [str(setting).removeprefix("paged, ") for setting in settings_on_gpu("paged", 64)]
+    quantised = [f"default precision, dynamic quantisation {group}" for group in ("off", 32)]
+    assert told == [*quantised, "f32", "default precision, KV cache u8"]
+    assert settings_on_gpu("stateful", None) == [Setting("stateful", "f32")]
+
+
+def test_a_single_device_is_tuned(tmp_path: Path) -> None:
+    with pytest.raises(ovspec.OvspecError, match="name a single device to tune"):
         tune(DEMO, DeviceOptions(device="AUTO:CPU", cache_dir=tmp_path))

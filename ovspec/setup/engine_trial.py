@@ -1,0 +1,20 @@
+"""Compare a model's engines in a process of its own: ``engine_choice.py`` starts this file where that may crash.
+
+It has two arguments: the model's folder, and the device options as JSON. It prints the result as JSON.
+"""
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from ovspec.ir.crash_trial import leave_no_core
+from ovspec.ir.device import DeviceOptions
+from ovspec.setup.engine_choice import compare_engines
+
+if __name__ == "__main__":
+    leave_no_core()
+    given = json.loads(sys.argv[2])
+    cache_dir = Path(given.pop("cache_dir")) if given["cache_dir"] else None
+    options = DeviceOptions(**given | {"cache_dir": cache_dir})
+    print(json.dumps(asdict(compare_engines(Path(sys.argv[1]), options))))
