@@ -35,6 +35,8 @@ from ovspec.engine.results import Origin, Piece, Provenance, Stats
 from ovspec.engine.row import Row
 from ovspec.engine.scheduler import BatchLimits, Scheduler, run_rows
 from ovspec.ir.compile import MODEL_FILE, CompiledIR
+from ovspec.ir.device import may_use_gpu
+from ovspec.ir.gpu import free_at_exit
 from ovspec.ir.memory import WORTH_CHECKING, check_memory, kv_bytes_per_token, recurrent_bytes, token_room
 from ovspec.params import GenerateOptions, Params, make_params, refuse_variables, refuse_without_chat
 from ovspec.sampling.constraint import Constraints
@@ -165,18 +167,27 @@ class Runtime:
             for model in (target, draft)
             if model and model.engine == "paged" and most
         }
+        self._free_at_exit()
 
     def with_drafters(self, choice: DraftChoice | None) -> Runtime:
         """Return a runtime of the same compiled models with other drafters; a draft model must be the loaded one."""
         other = copy.copy(self)
         other.choice, other.draft = choice, self.draft if choice and choice.model else None
         other.pool = DecoderPool(other._make_decoders)
+        other._free_at_exit()
         return other
+
+    def _free_at_exit(self) -> None:
+        if any(may_use_gpu(ir.device) for ir in self.irs()):
+            free_at_exit(self)
 
     def close(self) -> None:
         """Free the compiled models, for all that share them; inferences raise InferenceError from now on."""
         with contextlib.suppress(OvspecError, OSError):
             _ = self.identity  # which records of texts need later
+        self.free()
+
+    def free(self) -> None:
         for ir in self.irs():
             ir.opened = None
         self.pool.close()

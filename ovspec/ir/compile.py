@@ -18,8 +18,7 @@ from openvino import opset13 as ops
 from ovspec.base.errors import InferenceError, OvspecError
 from ovspec.ir.config import MODEL_FILE, ModelConfig, model_config
 from ovspec.ir.crashes import without_crash
-from ovspec.ir.device import DeviceOptions, check_device, compile_properties, core, may_use_gpu
-from ovspec.ir.gpu import wait_at_exit
+from ovspec.ir.device import DeviceOptions, check_device, compile_properties, core
 from ovspec.ir.large_pages import LargePages
 
 # Operations that may follow the lm_head, because they don't mix positions (bias, scale, soft cap).
@@ -279,8 +278,6 @@ def compile_graph(graph: Graph, folder: Path, options: DeviceOptions) -> Compile
     """
     device = check_device(options.device)
     properties, large_pages = compile_properties(without_crash(folder, options)), LargePages()
-    if may_use_gpu(device):
-        wait_at_exit()
     try:
         made = core().compile_model(graph.model, device, properties)
     except RuntimeError as error:

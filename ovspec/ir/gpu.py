@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import math
 import time
-from typing import Any
+import weakref
+from typing import Any, Protocol
 
 import openvino as ov
 import psutil
 
 from ovspec.ir.device import core, in_main_memory, is_gpu
 
+HELD: weakref.WeakSet[Any] = weakref.WeakSet()  # what is freed at exit
 QUIET, LONGEST_WAIT = 0.25, 30.0  # seconds without work in the background, and the most to wait for them
 
 
@@ -68,7 +69,26 @@ def wait_for_compilation() -> None:
         worked = sum(process.cpu_times()[:2]) - before
 
 
-@functools.cache
-def wait_at_exit() -> None:
-    """Let this process wait for compilation when it ends: OpenVINO's threads would abort it (2026.4.1)."""
-    atexit.register(wait_for_compilation)
+class Freeable(Protocol):
+    """What holds compiled models, and can free them."""
+
+    def free(self) -> None: ...
+
+
+def free_at_exit(held: Freeable) -> None:
+    """Free compiled models before this process ends, when no kernel is compiled any more.
+
+    OpenVINO's GPU plugin would crash otherwise (2026.4.1): its tables are gone before its threads and models are.
+    """
+    if not HELD:
+        atexit.unregister(free_all)
+        atexit.register(free_all)
+    HELD.add(held)
+
+
+def free_all() -> None:
+    if HELD:
+        wait_for_compilation()
+    for held in list(HELD):
+        held.free()
+    HELD.clear()

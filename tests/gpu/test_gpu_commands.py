@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 from gpu_texts import DEMO, KERNELS, MARKS, NOISE, PROMPT, on_gpu
 
-from ovspec.ir.gpu import wait_at_exit
-
 pytestmark = MARKS
 N = "12"
 
@@ -111,7 +109,6 @@ def test_constraints(options: tuple[str, str], pattern: str, monkeypatch: pytest
 
 def test_healing_and_choices() -> None:
     lm = on_gpu("lookup")
-    assert wait_at_exit.cache_info().currsize, "kernels that are still compiled at the end abort the process"
     assert lm.generate("import os\nimport sy", max_tokens=4, heal=True).text
     with lm.session() as session:
         session.append(PROMPT)

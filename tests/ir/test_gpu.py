@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from ovspec.ir import gpu
-from ovspec.ir.gpu import wait_at_exit, wait_for_compilation
+from ovspec.ir.gpu import free_all, free_at_exit, wait_for_compilation
 
 
 def test_work_in_the_background_is_waited_for() -> None:
@@ -39,11 +39,24 @@ def test_the_wait_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     assert time.monotonic() - began < 5
 
 
-def test_a_process_waits_once_when_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    registered: list[Callable[[], None]] = []
+class Held:
+    def __init__(self, freed: list[str]) -> None:
+        self.freed = freed
+
+    def free(self) -> None:
+        self.freed.append("model")
+
+
+def test_models_are_freed_when_the_process_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    registered, freed = list[Callable[[], None]](), list[str]()
     monkeypatch.setattr(atexit, "register", registered.append)
-    wait_at_exit.cache_clear()
-    wait_at_exit()
-    wait_at_exit()
-    wait_at_exit.cache_clear()
-    assert registered == [wait_for_compilation]
+    monkeypatch.setattr(gpu, "wait_for_compilation", lambda: freed.append("waited"))
+    held = [Held(freed), Held(freed)]
+    for each in held:
+        free_at_exit(each)
+    free_at_exit(Held(freed))  # which nobody keeps
+    assert registered == [free_all]
+    free_all()
+    assert freed == ["waited", "model", "model"]
+    free_all()
+    assert len(freed) == 3
