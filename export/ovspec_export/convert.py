@@ -30,6 +30,7 @@ from ovspec_export.sources import GgufSource, HeadSource, Source
 from ovspec_export.tokenizers import load_tokenizer
 
 WORKER = "ovspec_export.worker"  # the module that runs jobs
+WAIT = 0.2 if sys.platform == "win32" else None  # seconds; Ctrl-C interrupts no longer wait there
 SMALLEST_GROUP = 16  # weights that share a scale
 FAILED = {
     "optimum_cli": "optimum-cli could not export it",
@@ -213,7 +214,7 @@ def run_job(
                 stdout=subprocess.PIPE,
                 stderr=noise,
                 env=environment,
-                start_new_session=True,
+                **own_group(),
             ) as process,
         ):
             assert process.stdin
@@ -222,7 +223,8 @@ def run_job(
             try:
                 while process.poll() is None:
                     try:
-                        process.wait()
+                        with contextlib.suppress(subprocess.TimeoutExpired):
+                            process.wait(WAIT)
                     except KeyboardInterrupt:
                         if not told or asked:
                             raise
@@ -240,6 +242,13 @@ def run_job(
         why = reason(noisy, process.returncode, scratch.absolute().parent)
         raise OvspecError(f"{model.name}: {FAILED[job]} ({why}).")
     return not asked
+
+
+def own_group() -> dict[str, Any]:
+    """Return the arguments of ``Popen`` that keep Ctrl-C from a process."""
+    if sys.platform == "win32":
+        return {"creationflags": getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0x200)}
+    return {"start_new_session": True}
 
 
 def listen(process: subprocess.Popen[bytes], told: Callable[[dict[str, Any]], None] | None) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from ovspec.base.errors import OvspecError
+from ovspec.base.files import move
 from ovspec.base.progress import in_bytes, note, step
 from ovspec.ir.device import default_cache_dir
 
@@ -180,7 +181,7 @@ def install(environment: Environment, families: str) -> int:
         size = sum(path.stat().st_size for path in packages.rglob("*") if path.is_file())
         if folder.exists():  # incomplete; it is deleted with the temporary folder
             folder.rename(Path(temporary) / "incomplete")
-        packages.rename(folder)
+        move(packages, folder)
     return size
 
 

@@ -9,7 +9,9 @@ import os
 import platform
 import secrets
 import shutil
+import sys
 import tempfile
+import time
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
@@ -23,6 +25,7 @@ from ovspec.base.errors import OvspecError, UnavailableError, WriteError
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+ATTEMPTS, PAUSE = 10, 0.1  # to rename a file that another process has open for a moment, and seconds between them
 PARTIAL = ".partial"  # ends the names of files that are being written
 T = TypeVar("T")
 D = TypeVar("D", bound="DataclassInstance")
@@ -89,7 +92,7 @@ def replaced(path: Path) -> Iterator[Path]:
             with contextlib.suppress(FileNotFoundError):
                 shutil.copymode(path, partial)
             on_disk(partial)
-            partial.replace(path)
+            move(partial, path)
             on_disk(path.parent)
     finally:
         partial.unlink(missing_ok=True)
@@ -143,13 +146,27 @@ def fill_once(folder: Path, pieces: Iterable[tuple[str, bytes]]) -> None:
                 (partial / name).parent.mkdir(parents=True, exist_ok=True)
                 with (partial / name).open("ab") as file:
                     file.write(piece)
-        partial.rename(folder)
+        move(partial, folder)
+
+
+def move(old: Path, new: Path) -> None:
+    """Rename ``old`` to ``new``, which it replaces. Windows refuses that while a virus scanner or reader has it open."""
+    for _ in range(ATTEMPTS - 1):
+        try:
+            old.replace(new)
+            return
+        except PermissionError:
+            if sys.platform != "win32":
+                raise
+            time.sleep(PAUSE)
+    old.replace(new)
 
 
 def on_disk(path: Path) -> None:
     """Wait until a file or folder is on the disk, where the system can tell."""
     with contextlib.suppress(OSError):
-        descriptor = os.open(path, os.O_RDONLY)
+        # Windows writes only files to the disk that are open for writing, and no folders.
+        descriptor = os.open(path, os.O_RDWR if sys.platform == "win32" else os.O_RDONLY)
         try:
             os.fsync(descriptor)
         finally:

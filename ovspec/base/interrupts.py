@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-ENDING = [getattr(signal, name) for name in ("SIGHUP", "SIGTERM") if hasattr(signal, name)]
+# SIGBREAK is Windows': a closed console, or Ctrl-Break.
+ENDING = [getattr(signal, name) for name in ("SIGHUP", "SIGTERM", "SIGBREAK") if hasattr(signal, name)]
 
 
 class HeldInterrupts:
@@ -71,7 +72,10 @@ class EndSignal:
 
 
 def end_on_signals() -> EndSignal:
-    """Make SIGHUP (a closed terminal) and SIGTERM act as Ctrl-C, and note the exit code; nohup's choice is kept."""
+    """Make SIGHUP (a closed terminal), SIGBREAK and SIGTERM act as Ctrl-C, and note the exit code.
+
+    A signal that is ignored, as nohup lets SIGHUP be, stays ignored.
+    """
     ended = EndSignal()
 
     def end(number: int, _: object) -> None:

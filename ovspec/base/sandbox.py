@@ -26,8 +26,12 @@ CRASHED, KILLED, NOT_STARTED = 15, 5, 1
 # Exit codes of a process that crashed, rather than being killed by the system or by somebody.
 CRASHES = {-getattr(signal, name, 0) for name in ("SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV", "SIGTRAP")}
 PATIENCE = 6  # a request may wait this many times its limit of computing time, because the machine may be busy
-# What Python and the system's loader need. A template or a grammar can't leak the rest.
-ENVIRONMENT = ("PATH", "TZ", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "SYSTEMROOT", "TMPDIR", "TEMP", "TMP")
+# What Python and the system's loader need, on Windows also to find packages that a user has installed for himself. A
+# template or a grammar can't leak the rest.
+ENVIRONMENT = (
+    "PATH", "TZ", "PYTHONPATH", "PYTHONHOME", "PYTHONUSERBASE", "LD_LIBRARY_PATH", "TMPDIR", "TEMP", "TMP",
+    "SYSTEMROOT", "APPDATA", "USERPROFILE", "HOME",
+)  # fmt: skip
 
 
 class Stopped(Exception):
@@ -166,14 +170,15 @@ class Worker:
 
     def _start(self) -> Process:
         """Start a process. It ends when its standard input closes, so it doesn't outlive this one."""
+        python, more = interpreter()
         try:
             return Process(
-                [sys.executable, "-P", "-m", self.module, str(self.seconds), str(self.size)],
+                [python, "-P", "-m", self.module, str(self.seconds), str(self.size)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 encoding="utf-8",
-                env={name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
+                env={name: os.environ[name] for name in ENVIRONMENT if name in os.environ} | more,
             )
         except (OSError, psutil.Error) as error:
             raise Died(f"could not be started ({error})", NOT_STARTED) from None
@@ -182,6 +187,18 @@ class Worker:
         """Stop the idle processes; the next request starts another one."""
         while process := self._idle():
             process.end()
+
+
+def interpreter() -> tuple[str, dict[str, str]]:
+    """Return the program that runs Python, and variables with which it finds the packages of this process.
+
+    On Windows, the ``python.exe`` of a virtual environment only starts another one, whose time and memory nobody would
+    see, and which goes on when the first one is ended. The other one is told of the environment as multiprocessing does.
+    """
+    base = getattr(sys, "_base_executable", sys.executable)
+    if sys.platform == "win32" and base != sys.executable:
+        return base, {"__PYVENV_LAUNCHER__": sys.executable}
+    return sys.executable, {}
 
 
 def serve(answer: Callable[[Any], dict[str, Any]]) -> None:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -25,6 +27,24 @@ def test_ctrl_c_waits_while_held() -> None:
         signal.raise_signal(signal.SIGINT)
     interrupts.stop()
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_closed_console_ends_as_a_closed_terminal_does() -> None:
+    """SIGUSR1 stands in for SIGBREAK, which only Windows has."""
+    program = """
+import os, signal, sys
+signal.SIGBREAK = signal.SIGUSR1
+from ovspec.base.interrupts import end_on_signals, leave
+ended = end_on_signals()
+try:
+    os.kill(os.getpid(), signal.SIGBREAK)
+    signal.pause()
+except KeyboardInterrupt:
+    print("saved")
+leave(ended)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (128 + signal.SIGUSR1, "saved\n"), done.stderr
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (0, 2, 1)])

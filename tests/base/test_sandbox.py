@@ -5,13 +5,14 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ovspec.base import sandbox
 from ovspec.base.errors import OvspecError, UnavailableError
-from ovspec.base.sandbox import Process, Worker
+from ovspec.base.sandbox import Process, Worker, interpreter
 from ovspec.grammars.conversion import CONVERTER, converted
 from ovspec.text.chat_template import RENDERER, ChatTemplate
 
@@ -43,6 +44,26 @@ def test_another_process_answers(end_next: End, names: str) -> None:
     end_next(RENDERER, signals)
     assert TEMPLATE.render([{"role": "user", "content": "a"}]) == "1"
     assert not signals
+
+
+def test_on_windows_the_process_is_the_one_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There, a virtual environment's ``python.exe`` only starts another process, which no limit would hold."""
+    assert interpreter() == (sys.executable, {})
+    windows = SimpleNamespace(platform="win32", executable=r"C:\venv\python.exe", _base_executable=r"C:\py\python.exe")
+    monkeypatch.setattr(sandbox, "sys", windows)
+    assert interpreter() == (r"C:\py\python.exe", {"__PYVENV_LAUNCHER__": r"C:\venv\python.exe"})
+    windows._base_executable = windows.executable  # no virtual environment
+    assert interpreter() == (r"C:\venv\python.exe", {})
+
+
+def test_packages_that_a_user_installed_for_himself_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("APPDATA", "USERPROFILE", "PYTHONUSERBASE"):
+        monkeypatch.setenv(name, "a folder")
+    monkeypatch.setenv("SECRET", "1")
+    given: list[dict[str, str]] = []
+    monkeypatch.setattr(sandbox, "Process", lambda *_, env, **__: given.append(env))
+    RENDERER._start()
+    assert {"APPDATA", "USERPROFILE", "PYTHONUSERBASE"} <= set(given[0]) and "SECRET" not in given[0]
 
 
 def test_killed_each_time(end_next: End, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from ovspec.base.errors import OvspecError
-from ovspec.base.files import PARTIAL
+from ovspec.base.files import PARTIAL, move
 from ovspec.base.progress import note
 from ovspec.ir.device import available_devices
 from ovspec.setup.identity import files_revision
@@ -57,7 +57,7 @@ def export_draft(plan: Plan, work: Work, draft: Source, folder: Path) -> None:
         if ids is not None and not draft.is_ir:
             trim_ir(partial, ids, draft.name)
     check_ir(draft, partial)
-    partial.rename(folder)
+    move(partial, folder)
 
 
 def result_source(plan: Plan, work: Work) -> Source:
