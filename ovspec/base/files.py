@@ -150,7 +150,7 @@ def fill_once(folder: Path, pieces: Iterable[tuple[str, bytes]]) -> None:
 
 
 def move(old: Path, new: Path) -> None:
-    """Rename ``old`` to ``new``, which it replaces. Windows refuses that while a virus scanner or reader has it open."""
+    """Rename ``old`` to ``new``, which it replaces; Windows refuses that while another process has one of them open."""
     for _ in range(ATTEMPTS - 1):
         try:
             old.replace(new)

@@ -193,7 +193,7 @@ def interpreter() -> tuple[str, dict[str, str]]:
     """Return the program that runs Python, and variables with which it finds the packages of this process.
 
     On Windows, the ``python.exe`` of a virtual environment only starts another one, whose time and memory nobody would
-    see, and which goes on when the first one is ended. The other one is told of the environment as multiprocessing does.
+    see, and which goes on when the first one is ended. The other one learns of the environment as in multiprocessing.
     """
     base = getattr(sys, "_base_executable", sys.executable)
     if sys.platform == "win32" and base != sys.executable:

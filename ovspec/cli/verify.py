@@ -58,7 +58,7 @@ def verify(file: Path, folder: str | None, as_json: bool, **runtime: Any) -> Non
         except OvspecError as error:
             raise OvspecError(f"{label}: {error}".rstrip(".") + ".") from None
         if not found.ok:
-            lines += [f"{label}: {line}" for line in mistakes(models[key], found)]
+            lines += [f"{label}: {line}" for line in mistakes(models[key], found, made)]
     refuse(not checked, f"{name}: no text in it, only errors.")
     tokens, exact = (sum(getattr(found, count) for found in checked.values()) for count in ("tokens", "exact"))
     if as_json:
@@ -113,13 +113,16 @@ def recorded_options(made: dict[str, Any], runtime: dict[str, Any]) -> dict[str,
     return {"tune": False, **named, **given, "properties": properties}
 
 
-def mistakes(lm: LanguageModel, found: Verification) -> list[str]:
-    """Return lines that say what is wrong with a text."""
+def mistakes(lm: LanguageModel, found: Verification, made: dict[str, Any]) -> list[str]:
+    """Return lines that say what is wrong with a text, which was ``made`` with these settings."""
 
     def shown(token: int) -> str:
         return f"{lm.tokenizer.decode([token])!r} (id {token})"
 
-    lines = [found.problem] if found.problem else []
+    lines, here = list[str](), lm.runtime.identity["system"]
+    if (there := made.get("system", here)) != here:
+        lines.append(f"made on {there}, and this is {here}, which may round otherwise; check it on {there}")
+    lines += [found.problem] if found.problem else []
     if wrong := found.difference:
         chosen = "the text must end before it" if wrong.chosen is None else f"the model chooses {shown(wrong.chosen)}"
         lines.append(f"token {wrong.index + 1} of {found.tokens} is {shown(wrong.found)}, but {chosen}")

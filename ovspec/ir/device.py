@@ -69,9 +69,13 @@ def machine_key(device: str = "CPU") -> tuple[str, ...]:
     ``device``: what it was found out with. Devices other than the CPU add their names, architectures and drivers.
     """
     processor = str(core().get_property("CPU", "FULL_DEVICE_NAME"))
-    system = f"{platform.system()} {platform.machine()}"
     others = [told for name in devices_of(device) if name != "CPU" for told in device_key(name)]
-    return processor, instruction_set(), f"{core_count()} cores", system, f"OpenVINO {ov.get_version()}", *others
+    return processor, instruction_set(), f"{core_count()} cores", system_name(), f"OpenVINO {ov.get_version()}", *others
+
+
+def system_name() -> str:
+    """Return the operating system and the kind of processor; the bits of some functions depend on both."""
+    return f"{platform.system()} {platform.machine()}"
 
 
 def core_count() -> int:

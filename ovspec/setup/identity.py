@@ -12,6 +12,7 @@ import openvino as ov
 
 from ovspec.base.files import present
 from ovspec.ir.compile import MODEL_FILE
+from ovspec.ir.device import system_name
 from ovspec.ir.instruction_set import instruction_set
 from ovspec.setup.engine_choice import CompiledModel
 from ovspec.text.chat_template import CHAT_TEMPLATE_FILE, MORE_TEMPLATES
@@ -111,5 +112,6 @@ def fingerprint(loaded: CompiledModel) -> dict[str, Any]:
         "threads": int(compiled.get_property(THREADS)) if tells_threads else None,
         "profile": loaded.profile,
         "instruction_set": instruction_set(),
+        "system": system_name(),
         "openvino": ov.get_version(),
     }

@@ -112,6 +112,16 @@ def test_options(run: Run, tmp_path: Path) -> None:
     assert verified(run, data, "--model", str(folder)).out == "exact: 20 of 20\n"
 
 
+def test_a_text_of_another_system(run: Run) -> None:
+    data = generated(run)
+    data["record"]["model"]["system"] = "Windows AMD64"
+    assert verified(run, data).out == "exact: 20 of 20\n", "it may be right nevertheless"
+    data["token_ids"][7] = 77
+    first, second = verified(run, data).out.splitlines()[:2]
+    assert "made on Windows AMD64, and this is " in first and first.endswith("; check it on Windows AMD64")
+    assert "token 8 of 20 is" in second
+
+
 def test_wrong_usage(run: Run) -> None:
     data = generated(run)
     found = verified(run, data, "--draft-device", "CPU")
