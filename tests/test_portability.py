@@ -51,7 +51,8 @@ def unguarded(source: str) -> Iterator[tuple[int, str]]:
             if name in NAMES.get(given, ()) or (given == "os" and name.startswith("sched_")):
                 found = [f"{given}.{name}"]
         if found and not is_guarded(node):
-            yield from ((node.lineno, name) for name in found)
+            line = getattr(node, "lineno", 0)
+            yield from ((line, name) for name in found)
 
 
 @pytest.mark.parametrize(
