@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import hybrid
 import pytest
 from gpu_texts import DEMO, KERNELS, MARKS, NOISE, PROMPT, on_gpu
 
@@ -114,6 +115,17 @@ def test_healing_and_choices() -> None:
         session.append(PROMPT)
         chosen = session.select(["    pass", "    return 1"])
         assert chosen.text in ("    pass", "    return 1")
+
+
+def test_a_recurrent_model(tmp_path: Path) -> None:
+    """Its states are set back after each rejection; in processes of its own, because torch has made it here."""
+    folder = hybrid.export(hybrid.Hybrid(4096, None), tmp_path / "ir", DEMO)
+    plain, other = (
+        json.loads(on("generate", folder, PROMPT, "-n", N, "--json", *more)[0])
+        for more in ((), ("--draft", "lookup", "--lookahead", "3"))
+    )
+    assert plain["stats"]["engine"] == "stateful"
+    assert plain["token_ids"] == other["token_ids"]
 
 
 @pytest.mark.parametrize(
