@@ -342,7 +342,7 @@ def check_paged(folder: Path, options: DeviceOptions) -> PagedCheck:
 def compare_in_a_process(folder: Path, options: DeviceOptions) -> PagedCheck:
     """Return the result of ``compare_engines``; a GPU's compiler that crashes ends a process of its own only."""
     given = json.dumps(asdict(options) | {"cache_dir": options.cache_dir and str(options.cache_dir)})
-    command = [sys.executable, "-m", "ovspec.setup.engine_trial", str(folder), given]
+    command = [sys.executable, "-P", "-m", "ovspec.setup.engine_trial", str(folder), given]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if done.returncode == 0:
         return PagedCheck(**json.loads(done.stdout.splitlines()[-1]))
