@@ -18,10 +18,11 @@ WORTH_SHARING = 32
 def share_prefixes(decoder: Decoder, sequences: list[Sequence]) -> None:
     """Replace each row with many unseen tokens by a copy of the row that shares the longest prefix with its text.
 
-    Models that replay are left as they are: rolling recurrent states back may cost more than it saves.
+    Models that replay are left as they are: rolling recurrent states back may cost more than it saves. So are devices
+    that copy no states.
     """
-    held = decoder.rows
-    if len(held) < 2 or decoder.rollback.replay:
+    held, rollback = decoder.rows, decoder.rollback
+    if len(held) < 2 or rollback.replay or not rollback.copies:
         return
     unseen = [len(sequence) - len(row) for sequence, row in zip(sequences, held, strict=True)]
     if max(unseen) < WORTH_SHARING:

@@ -32,7 +32,7 @@ from ovspec.cache.prefill import share_prefixes
 from ovspec.cache.sequence import EMPTY, Sequence
 from ovspec.cache.slots import Slots
 from ovspec.ir.compile import CompiledIR, State
-from ovspec.ir.device import EXACT_KV_PRECISIONS
+from ovspec.ir.device import EXACT_KV_PRECISIONS, may_use_gpu
 from ovspec.ir.heads import FEATURES, HIDDEN
 from ovspec.ir.memory import trim_heap
 from ovspec.ir.request import Request
@@ -70,7 +70,7 @@ class StatefulDecoder:
         rule: FeedRule = FAST,
     ) -> None:
         self.rollback, self.rule = rollback, rule
-        self.context_length = ir.context_length
+        self.context_length, self.device = ir.context_length, ir.device
         self.compactions = 0
         self._ir, self._vocabulary, self._compact_at = ir, vocabulary, compact_at
         # Attention by slot index can't skip dead slots past the sliding window or the table of positions.
@@ -79,7 +79,7 @@ class StatefulDecoder:
         # optimum's Mamba takes a whole text or a single token, and tells them apart by the length of cache_position.
         self._conv_kernel = ir.config.convolution_width if "cache_position" in ir.inputs else 0
         self._rope_switch = ir.config.rope_switch or sys.maxsize
-        self._request = Request(ir, INPUTS)
+        self._request, self._scratch = Request(ir, INPUTS), None
         self._head_width, self._feature_width = ir.width_of(HIDDEN), ir.width_of(FEATURES)
         self.hidden: list[np.ndarray] = []
         self._token_arrays = TokenArrays()
@@ -109,6 +109,7 @@ class StatefulDecoder:
         self._beam = self._in_order  # rows of the physical cache that the next inference gathers
         self._snapshot, self._snapshot_length = {}, 0  # of the recurrent states; empty for their initial values
         self._returns_here = False  # whether rollbacks to the end of the last feed are likely
+        self._inferred = (0, 0)  # slots before and after the last inference
         self._request.reset()
 
     def feed(
@@ -218,11 +219,41 @@ class StatefulDecoder:
         """Set the states named in ``values``, also of a request that hasn't run since it was reset."""
         self._request.reset_now()
         if self.rollback.copies == "run" and not self._request.has_run:
-            token = np.zeros((len(self.rows), 1), dtype=np.int64)
-            first, window = np.zeros(1, dtype=np.int64), np.arange(self._conv_kernel or 1)
-            beside = self._beside(None, 1)
-            self._request.infer((token, np.ones_like(token), token, self._in_order, first, window, beside), first)
+            self._part_requests(1)
+            self._infer_any(self._request)
         write_states(self._request.raw, values)
+
+    def _infer_any(self, request: Request, width: int = 1) -> None:
+        """Run an inference of any ``width`` tokens for its shapes alone; afterwards the states are worthless."""
+        held = self._inferred[1] if request is self._request else 0
+        tokens, first = np.zeros((len(self.rows), width), dtype=np.int64), np.zeros(1, dtype=np.int64)
+        mask = np.ones((len(self.rows), held + width), dtype=np.int64)
+        window, beside = np.arange(self._conv_kernel or width), self._beside(None, width)
+        request.infer((tokens, mask, tokens, self._in_order, first, window, beside), first)
+
+    def _part_requests(self, width: int) -> None:
+        """On a GPU: run another inference if the last one was another request's, and of as many tokens.
+
+        Otherwise OpenVINO's plugin (2026.4.1) computes with that request's states, or crashes.
+        """
+        if may_use_gpu(self._ir.device):
+            request, last_width = self._ir.last_run
+            if request is not self._request and width == last_width:
+                self._scratch = self._scratch or Request(self._ir, INPUTS)
+                self._scratch.reset()
+                self._infer_any(self._scratch, 2 if width == 1 else 1)
+            self._ir.last_run = self._request, width
+
+    def _avoid_the_last_shapes(self, width: int) -> None:
+        """Before a compaction: run another inference if the next one, of ``width`` tokens, has the last one's shapes.
+
+        OpenVINO's GPU plugin (2026.4.1) computes it with the states of before otherwise, if they are concatenated only.
+        """
+        slots = max(self._slots.lengths)
+        if self.rollback.replay and self.rollback.copies == "run" and self._inferred == (slots, slots + width):
+            recurrent = read_states(self._request.raw, self._ir.recurrent_states)
+            self._infer_any(self._request)
+            write_states(self._request.raw, recurrent)
 
     def _give_memory_back(self) -> None:
         """Release the memory of the cache, which OpenVINO frees only when another request has run."""
@@ -315,18 +346,22 @@ class StatefulDecoder:
         if slots.dead >= self._compact_at or (by_index and not slots.contiguous):
             if not self.rollback.copies and not self._head_width:  # what a head has read isn't kept
                 return self._append(self._read_again(tokens), wanted)
+            self._avoid_the_last_shapes(width)
             self.compact()
         ids, positions = self._token_arrays[len(tokens), width]
         for row, (new, held) in enumerate(zip(tokens, self.rows, strict=True)):
             ids[row, : len(new)] = new
             positions[row, : len(new)] = np.arange(len(held), len(held) + len(new))
             held.commit(new)
-        self._slots.extend(counts)
-        mask, cache_position = self._slots.mask, positions[0]  # compacting empty rows starts new slots
+        slots = self._slots  # new ones where empty rows were compacted
+        slots.extend(counts)
+        self._inferred = slots.used - width, slots.used
+        mask, cache_position = slots.mask, positions[0]
         if self._conv_kernel:
             # A single token's input goes to the place of its position in the window, where the first ones stand wrong.
             last = np.maximum(positions[0], self._conv_kernel - 1)
             mask, cache_position = np.ones_like(ids), last if positions[0, 0] else np.arange(self._conv_kernel)
+        self._part_requests(width)
         arrays = (ids, mask, positions, self._beam, logits_idx, cache_position, self._beside(features, width))
         logits = self._request.infer(arrays, logits_idx)
         self._beam = self._in_order  # the inference has gathered the rows
@@ -396,6 +431,8 @@ class RowByRow:
         self._spare: list[StatefulDecoder] = []
         first = self._decoders[0]
         self.rule, self.rollback, self.context_length = first.rule, first.rollback, first.context_length
+        self.hidden: list[np.ndarray] = []
+        self._shares_outputs = may_use_gpu(first.device)  # so that an inference overwrites the others' logits
 
     @property
     def rows(self) -> list[Sequence]:
@@ -423,20 +460,20 @@ class RowByRow:
         tokens: list[np.ndarray],
         wanted: list[int],
         width: int = 0,  # noqa: ARG002
-        features: Features = None,  # noqa: ARG002
+        features: Features = None,
     ) -> list[np.ndarray]:
-        nothing = np.empty((0, 0), dtype=np.float32)
-        return [
-            decoder.feed([new], [want])[0] if len(new) else nothing
-            for decoder, new, want in zip(self._decoders, tokens, wanted, strict=True)
-        ]
+        logits = [np.empty((0, 0), dtype=np.float32)] * len(tokens)
+        self.hidden = [np.empty((0, 0), dtype=np.float32)] * len(tokens)
+        for row, (decoder, new, want) in enumerate(zip(self._decoders, tokens, wanted, strict=True)):
+            if len(new):
+                found = decoder.feed([new], [want], 0, features and [features[row]])[0]
+                logits[row] = found.copy() if self._shares_outputs else found
+                if decoder.hidden:
+                    self.hidden[row] = decoder.hidden[0].copy()
+        return logits
 
     def features(self, row: int, begin: int, end: int) -> np.ndarray:
         return self._decoders[row].features(0, begin, end)
-
-    @property
-    def hidden(self) -> list[np.ndarray]:
-        return []  # a head has no states that need rows of their own
 
     def adopt(self, sequences: list[Sequence]) -> None:
         share_prefixes(self, sequences)

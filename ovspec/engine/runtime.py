@@ -189,7 +189,7 @@ class Runtime:
 
     def free(self) -> None:
         for ir in self.irs():
-            ir.opened = None
+            ir.close()
         self.pool.close()
         self.tensors.clear()
 

@@ -18,7 +18,7 @@ from openvino import opset13 as ops
 from ovspec.base.errors import InferenceError, OvspecError
 from ovspec.ir.config import MODEL_FILE, ModelConfig, model_config
 from ovspec.ir.crashes import without_crash
-from ovspec.ir.device import DeviceOptions, check_device, compile_properties, core
+from ovspec.ir.device import DeviceOptions, check_device, compile_properties, core, may_use_gpu
 from ovspec.ir.large_pages import LargePages
 
 # Operations that may follow the lm_head, because they don't mix positions (bias, scale, soft cap).
@@ -70,6 +70,7 @@ class CompiledIR:
     ids: np.ndarray | None  # as in ``Graph``
     properties: dict[str, str]  # that it was compiled with
     large_pages: LargePages  # moves its weights into large pages
+    last_run: tuple[object, int] = (None, 0)  # stateful engine on a GPU: the last request, and its tokens a row
 
     @property
     def compiled(self) -> ov.CompiledModel:
@@ -77,6 +78,10 @@ class CompiledIR:
         if self.opened is None:
             raise InferenceError(f"{self.folder}: this model was closed; load it again.")
         return self.opened
+
+    def close(self) -> None:
+        """Free OpenVINO's model as soon as no request of it is left."""
+        self.opened, self.last_run = None, (None, 0)
 
     @property
     def kv_states(self) -> list[State]:
@@ -103,8 +108,10 @@ class CompiledIR:
         """Whether rows can't share an inference.
 
         Padding would enter a convolution or an SSM, or shift a chunk, and a long row changes the others' frequencies.
+        A GPU crashes where an inference has fewer rows than the one before (OpenVINO 2026.4.1).
         """
-        return bool(self.recurrent_states) or self.config.is_chunked or self.config.rope_switch is not None
+        shared = not self.recurrent_states and not self.config.is_chunked and self.config.rope_switch is None
+        return not shared or may_use_gpu(self.device)
 
     @property
     def logits_width(self) -> int:

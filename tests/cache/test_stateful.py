@@ -278,6 +278,39 @@ def test_recurrent_states_are_not_shared(hybrids: Callable[..., tuple[hybrid.Hyb
     assert [len(row) for row in decoder.rows] == [100, 0]
 
 
+def test_no_inference_after_a_compaction_has_the_shapes_of_the_last_one(
+    hybrids: Callable[..., tuple[hybrid.Hybrid, RowByRow]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a GPU demands, which then computes with the states of before."""
+    model, rows = hybrids("alibi")
+    decoder = rows._decoders[0]
+    monkeypatch.setattr(decoder, "rollback", replace(decoder.rollback, copies="run"))
+    seen: list[tuple[int, int] | str] = []
+    infer, gather = decoder._request.infer, ovspec.cache.stateful.gather_states
+
+    def noting(arrays: Any, logits_idx: np.ndarray) -> np.ndarray:
+        seen.append((arrays[0].shape[1], arrays[1].shape[1]))
+        return infer(arrays, logits_idx)
+
+    def gathering(*given: Any) -> None:
+        seen.append("compaction")
+        gather(*given)
+
+    monkeypatch.setattr(decoder._request, "infer", noting)
+    monkeypatch.setattr(ovspec.cache.stateful, "gather_states", gathering)
+    text = list(range(20, 30))
+    decoder.reset(1)
+    decoder.feed([np.array(text)], [1])
+    for junk in (5, 50, 500):
+        more = [junk + index for index in range(4)]
+        logits = decoder.feed([np.array(more)], [4])[0]
+        np.testing.assert_allclose(logits, model.logits(text + more)[-4:], atol=2e-3)
+        decoder.truncate(0, 10)
+    compactions = [index for index, each in enumerate(seen) if each == "compaction"]
+    assert len(compactions) == 2
+    assert all(seen[index - 1] != seen[index + 1] for index in compactions)
+
+
 @pytest.fixture(scope="module")
 def hybrids(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[hybrid.Hybrid, RowByRow]]:
     @functools.cache

@@ -117,15 +117,18 @@ def test_healing_and_choices() -> None:
         assert chosen.text in ("    pass", "    return 1")
 
 
-def test_a_recurrent_model(tmp_path: Path) -> None:
-    """Its states are set back after each rejection; in processes of its own, because torch has made it here."""
-    folder = hybrid.export(hybrid.Hybrid(4096, None), tmp_path / "ir", DEMO)
-    plain, other = (
+@pytest.mark.parametrize("attention", [None, "mask", "alibi"])
+def test_recurrent_and_hybrid_models(attention: str | None, tmp_path: Path) -> None:
+    """Their states are set back after each rejection; in processes of its own, because torch has made it here."""
+    folder = hybrid.export(hybrid.Hybrid(4096, attention), tmp_path / "ir", DEMO)
+    plain, rejected, accepted = (
         json.loads(on("generate", folder, PROMPT, "-n", N, "--json", *more)[0])
-        for more in ((), ("--draft", "lookup", "--lookahead", "3"))
+        for more in ((), *(("--draft", path, "--lookahead", "3") for path in (DEMO / "draft", folder)))
     )
     assert plain["stats"]["engine"] == "stateful"
-    assert plain["token_ids"] == other["token_ids"]
+    assert rejected["stats"]["proposed"] > rejected["stats"]["accepted"]
+    assert accepted["stats"]["accepted"] > 0
+    assert plain["token_ids"] == rejected["token_ids"] == accepted["token_ids"]
 
 
 @pytest.mark.parametrize(

@@ -123,8 +123,9 @@ def test_only_ids_lengths_and_logits_cross(monkeypatch: pytest.MonkeyPatch) -> N
     assert max(given) <= 64 * (width * 4 + 64), "at most 64 tokens' logits, and some numbers for each token"
 
 
-def test_a_server_answers_two_clients(plain: Result, start_here: StartHere) -> None:
-    server = start_here(DEMO, "--device", "GPU", "--draft", "lookup", "--cache-dir", str(KERNELS))
+@pytest.mark.parametrize("device", ["GPU", "AUTO:GPU,CPU"])
+def test_a_server_answers_two_clients(device: str, plain: Result, start_here: StartHere) -> None:
+    server = start_here(DEMO, "--device", device, "--draft", "lookup", "--cache-dir", str(KERNELS))
     body = {"prompt": PROMPT, "max_tokens": N, "temperature": 0, "logprobs": 2}
     with ThreadPoolExecutor() as clients:
         answers = list(clients.map(lambda _: server.post("/v1/completions", body).json(), range(2)))

@@ -14,6 +14,7 @@ from gpu_texts import MARKS, PROMPT, PROMPTS, after, assert_same_where_decided, 
 import ovspec
 from ovspec.cache import stateful
 from ovspec.cache.stateful import StatefulDecoder
+from ovspec.engine.engine_thread import WARM_UP
 from ovspec.engine.results import Result
 
 Load = Callable[..., ovspec.LanguageModel]
@@ -55,6 +56,41 @@ def test_rejections_copy_no_state(load: Load, plain: Result, monkeypatch: pytest
     assert text.stats.proposed > text.stats.accepted
     assert not copies
     assert_same_where_decided(plain, text)
+
+
+def test_requests_in_turn_dont_disturb_each_other(load: Load) -> None:
+    """OpenVINO's GPU plugin computes with another request's states where two inferences have the same width."""
+    lm = load()
+    rng = np.random.default_rng(0)
+    texts, junk = rng.integers(3, 4000, (3, 60)), rng.integers(3, 4000, (3, 60, 3))
+    junks = rng.integers(0, 4, (3, 60))
+
+    def play(turns: list[int]) -> dict[tuple[int, int], np.ndarray]:
+        decoders = {row: lm.target.decoder() for row in turns}
+        for row, decoder in decoders.items():
+            decoder.reset(1)
+            decoder.feed([texts[row, :40]], [1])
+        found = dict[tuple[int, int], np.ndarray]()
+        for row in turns:
+            decoder = decoders[row]
+            at = len(decoder.rows[0])
+            new = np.concatenate((texts[row, at : at + 1], junk[row, at, : junks[row, at]]))
+            found[row, at] = decoder.feed([new], [len(new)])[0][0].copy()
+            decoder.truncate(0, at + 1)
+        return found
+
+    together = play([0, 1, 2] * 15)
+    for row in range(3):
+        for key, logits in play([row] * 15).items():
+            np.testing.assert_allclose(together[key], logits, atol=0.5)
+
+
+def test_rows_leave_a_batch_one_by_one(load: Load) -> None:
+    """Equal prompts are read by one row first, which ends first."""
+    lm = load()
+    plain = lm.generate(WARM_UP, max_tokens=8, ignore_eos=True, logprobs=2)
+    for text in lm.generate([WARM_UP] * 3, max_tokens=8, ignore_eos=True):
+        assert_same_where_decided(plain, text)
 
 
 def test_compaction_keeps_the_text(load: Load, plain: Result, monkeypatch: pytest.MonkeyPatch) -> None:
