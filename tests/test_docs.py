@@ -132,7 +132,7 @@ NEEDED = {"export": "export", "distill": "export", "serve": "serve", "--ray": "r
 def test_what_the_commands_of_a_page_need_is_installed_there(page: str) -> None:
     blocks = "\n".join(SHELL.findall((ROOT / page).read_text(encoding="utf-8")))
     installed = {
-        extra for extras in re.findall(r"pip install '[^\[']*\[([\w,]+)\]'", blocks) for extra in extras.split(",")
+        extra for extras in re.findall(r'pip install "[^\["]*\[([\w,]+)\]"', blocks) for extra in extras.split(",")
     }
     words = {word for command in commands(page) for word in command}
     assert {extra for name, extra in NEEDED.items() if name in words} <= installed

@@ -1,4 +1,4 @@
-"""Windows and macOS lack parts of the standard library: nothing uses those unguarded."""
+"""Windows and macOS lack parts of the standard library, and write texts otherwise: nothing relies on that."""
 
 from __future__ import annotations
 
@@ -53,6 +53,46 @@ def unguarded(source: str) -> Iterator[tuple[int, str]]:
         if found and not is_guarded(node):
             line = getattr(node, "lineno", 0)
             yield from ((line, name) for name in found)
+
+
+def other_bytes(source: str) -> Iterator[tuple[int, str]]:
+    """Yield (line, call) of each that writes a text with other line ends on Windows, or reads one in its code page."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call):
+            given = {keyword.arg: keyword.value for keyword in node.keywords}
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            texts = [value.value for value in (*node.args, given.get("mode")) if isinstance(value, ast.Constant)]
+            writes = name == "open" and any(mode in ("w", "a", "x") for mode in texts)
+            if (name in ("write_text", "fdopen") or writes) and "newline" not in given:
+                yield node.lineno, name
+            if "text" in given and name in ("run", "Popen", "check_output") and "encoding" not in given:
+                yield node.lineno, name
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ('path.write_text("a", encoding="utf-8")', ["write_text"]),
+        ('path.write_text("a", encoding="utf-8", newline="\\n")', []),
+        ('path.open("w", encoding="utf-8")', ["open"]),
+        ('path.open("wb")', []),
+        ("subprocess.run(command, text=True)", ["run"]),
+        ('subprocess.run(command, encoding="utf-8")', []),
+    ],
+)
+def test_the_check_finds_texts(source: str, found: list[str]) -> None:
+    assert [name for _, name in other_bytes(source)] == found
+
+
+def test_texts_have_the_same_bytes_on_all_systems() -> None:
+    wrong = [
+        f"{file.relative_to(ROOT).as_posix()}:{line}: {call}"
+        for folder in ("ovspec", "export", "scripts")
+        for file in sorted((ROOT / folder).rglob("*.py"))
+        if not {"bench", "train"}.intersection(file.parts)
+        for line, call in other_bytes(file.read_text(encoding="utf-8"))
+    ]
+    assert not wrong
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,7 @@ def convert_head(
         )
         # Its attention has no window, whatever its config says of one.
         config = flattened(source.config) | {"sliding_window": None}
-        (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+        (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8", newline="\n")
         converting.result = written(folder)
 
 

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +35,7 @@ REASONS = {
     "NewConnectionError": "the package index cannot be reached",
     "Failed to fetch": "the package index cannot be reached",
     "DO NOT MATCH THE HASHES": "what the package index sent has another checksum",
+    "Long Path support": "a path is longer than Windows allows; let it have long paths",
     "Hash mismatch": "what the package index sent has another checksum",
 }
 
@@ -50,6 +52,11 @@ class Environment:
         """The folder that holds the overlay once it is made; its name changes with the versions."""
         versions = "-".join(f"{name}-{version}" for name, version, _ in self.wheels)
         return default_cache_dir() / "environments" / versions
+
+    @property
+    def partial(self) -> str:
+        """How names of folders begin in which it is being made: short, as Windows' paths end at 259 characters."""
+        return f".{zlib.crc32(self.folder.name.encode()):08x}-"
 
     @property
     def is_prepared(self) -> bool:
@@ -124,7 +131,7 @@ def prepare(environment: Environment, families: str) -> Path:
             lock.acquire()
         try:
             if not environment.is_prepared:
-                for left in folder.parent.glob(f".{folder.name}.partial-*"):  # of a process that was killed
+                for left in folder.parent.glob(f"{environment.partial}*"):  # of a process that was killed
                     shutil.rmtree(left, ignore_errors=True)
                 if folder.exists():
                     note(f"{folder}: incomplete, so it is made anew")
@@ -143,11 +150,11 @@ def install(environment: Environment, families: str) -> int:
     """Install the wheels beside the overlay's place, and rename the whole in its stead; return its size in bytes."""
     folder = environment.folder
     with tempfile.TemporaryDirectory(
-        dir=folder.parent, prefix=f".{folder.name}.partial-", ignore_cleanup_errors=True
+        dir=folder.parent, prefix=environment.partial, ignore_cleanup_errors=True
     ) as temporary:
         packages, wanted = Path(temporary) / "packages", Path(temporary) / "requirements.txt"
         lines = [f"{name}=={version} --hash=sha256:{checksum}\n" for name, version, checksum in environment.wheels]
-        wanted.write_text("".join(lines), encoding="utf-8")
+        wanted.write_text("".join(lines), encoding="utf-8", newline="\n")
         command = [*installer(), "--no-deps", "--target", str(packages), "--require-hashes", "-r", str(wanted)]
         # pip unpacks in the temporary folder first, which may be too small a disk.
         scratch = dict.fromkeys(("TMPDIR", "TEMP", "TMP"), temporary)
@@ -180,7 +187,7 @@ def install(environment: Environment, families: str) -> int:
             )
         size = sum(path.stat().st_size for path in packages.rglob("*") if path.is_file())
         if folder.exists():  # incomplete; it is deleted with the temporary folder
-            folder.rename(Path(temporary) / "incomplete")
+            move(folder, Path(temporary) / "incomplete")
         move(packages, folder)
     return size
 

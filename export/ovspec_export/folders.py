@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import shutil
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from ovspec.base.errors import OvspecError
-from ovspec.base.files import read_json
+from ovspec.base.files import check_name, read_json
 from ovspec.base.progress import in_bytes
 from ovspec.setup.manifest import MANIFEST_FILE, UNFINISHED, backup_of, is_ours, restore_backup
 
@@ -34,11 +35,28 @@ def check_output(output: Path, overwrite: bool) -> None:
         raise OvspecError(
             f"{output}: holds files that ovspec did not export ({foreign}); name another `output`, or move them away."
         )
+    check_name(output)
     if not overwrite and is_ours(output) and not manifest_in(output).get("unfinished"):
         raise OvspecError(f"{output} already exists; name another `output`, or add `overwrite=True`.")
     backup = backup_of(output)
     if backup.exists() and (not is_ours(backup) or foreign_file(backup)):
         raise OvspecError(f"{backup}: is in the way and holds what ovspec did not make; rename it.")
+
+
+def check_closed(output: Path) -> None:
+    """Raise OvspecError if an export can't be replaced because its files are open, as Windows demands."""
+    if sys.platform == "win32" and is_ours(output):
+        try:
+            output.rename(backup_of(output))
+        except PermissionError:
+            raise in_use(output) from None
+        restore_backup(output)
+
+
+def in_use(output: Path) -> OvspecError:
+    """Return the error for an export whose files are open."""
+    stop = "stop the program that has loaded it, such as 'ovspec serve'"
+    return OvspecError(f"{output}: its files are open, so the old export stays; {stop}, and export again.")
 
 
 def foreign_file(folder: Path) -> str | None:
@@ -87,11 +105,12 @@ def work_folder(output: Path, overwrite: bool) -> Iterator[Path]:
         raise OvspecError(f"{output.parent}: cannot be written ({error.strerror}); name another `output`.") from None
     try:
         check_output(output, overwrite)
+        check_closed(output)
         for left in output.parent.glob(f".{glob_escape(output.name)}.partial-*"):
             remove(left)  # of an export that was killed, since we hold the lock
         work = partial_of(output)
         work.mkdir()
-        (work / MANIFEST_FILE).write_text(UNFINISHED, encoding="utf-8")
+        (work / MANIFEST_FILE).write_text(UNFINISHED, encoding="utf-8", newline="\n")
         try:
             yield work
         finally:
@@ -120,6 +139,8 @@ def replace_folder(new: Path, output: Path) -> None:
             restore_backup(output)
             # Try again: a load may have restored the backup meanwhile, or a virus scanner may hold a file for a moment.
             if not isinstance(error, OSError) or not new.exists() or attempt == 4:
+                if sys.platform == "win32" and isinstance(error, PermissionError):
+                    raise in_use(output) from None
                 raise
             time.sleep(0.1)
     if is_ours(backup):

@@ -57,7 +57,7 @@ def dtype_of(source: GgufSource, weight_format: str) -> str:
 
 
 def write_json(file: Path, entries: dict[str, Any]) -> None:
-    file.write_text(json.dumps(entries, indent=2), encoding="utf-8")
+    file.write_text(json.dumps(entries, indent=2), encoding="utf-8", newline="\n")
 
 
 def write_weights(file: GgufFile, folder: Path, dtype: str) -> None:
@@ -103,7 +103,7 @@ def write_weights(file: GgufFile, folder: Path, dtype: str) -> None:
         (folder / shards.pop()).rename(folder / "model.safetensors")
         return
     index = {"metadata": {}, "weight_map": where}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8", newline="\n")
 
 
 def convert_tensor(

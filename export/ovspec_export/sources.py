@@ -259,7 +259,7 @@ def find_source(name: str, trust_remote_code: bool = False) -> Source:
         found = GgufSource(stem, folder, False, files_revision(folder), read_gguf(folder))
         _ = found.family
         return found
-    elif name.startswith((".", "/", "~")) or name.count("/") != 1 or "\\" in name:
+    elif name.startswith((".", "/", "~")) or name.count("/") != 1 or "\\" in name or name[1:2] == ":":
         raise OvspecError(f"{name}: no such file or folder, and not a hub id like 'org/model'.")
     else:
         source = download(name, trust_remote_code)

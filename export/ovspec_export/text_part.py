@@ -43,7 +43,7 @@ def text_part(source: Source, folder: Path) -> Source:
         folder.mkdir(parents=True)
         names = text_names(source)
         config = text_config(source, set(names.values()))
-        (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+        (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8", newline="\n")
         where, size = {}, 0
         for file in sorted(source.folder.glob("model*.safetensors")):
             kept = {name: names[name] for name in safetensors_header(file) if name in names}
@@ -52,7 +52,7 @@ def text_part(source: Source, folder: Path) -> Source:
                 where |= dict.fromkeys(kept.values(), file.name)
         if set(where.values()) != {"model.safetensors"}:
             index = {"metadata": {"total_size": size}, "weight_map": where}
-            (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+            (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8", newline="\n")
         for file in source.folder.iterdir():
             wanted = file.suffix in (".json", ".jinja", ".model", ".txt") and not file.name.startswith("model")
             if wanted and "processor" not in file.name and not (folder / file.name).exists():

@@ -44,7 +44,7 @@ def put_template(template: str, folder: Path) -> None:
     bos = "".join(map(tokenizer.token_text, tokenizer.bos))
     source = template.replace(f"{{{{ {ADDED_BOS} }}}}", f"{{{{ {json.dumps(bos, ensure_ascii=False)} }}}}")
     shutil.rmtree(folder / MORE_TEMPLATES, ignore_errors=True)
-    (folder / CHAT_TEMPLATE_FILE).write_text(source, encoding="utf-8")
+    (folder / CHAT_TEMPLATE_FILE).write_text(source, encoding="utf-8", newline="\n")
 
 
 def first_line(error: Exception) -> str:

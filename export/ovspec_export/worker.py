@@ -210,7 +210,7 @@ def evaluate(source: str, folder: str, text: str, context: int, output: str, tru
     from ovspec_export.evaluate import compare
 
     result = compare(Path(source), Path(folder), read_text(Path(text)), context, trust_remote_code)
-    Path(output).write_text(json.dumps(result), encoding="utf-8")
+    Path(output).write_text(json.dumps(result), encoding="utf-8", newline="\n")
 
 
 def distill(job: str, **arguments: Any) -> None:

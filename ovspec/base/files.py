@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 ATTEMPTS, PAUSE = 10, 0.1  # to rename a file that another process has open for a moment, and seconds between them
+DEVICES = {"CON", "PRN", "AUX", "NUL", *(f"{name}{digit}" for name in ("COM", "LPT") for digit in range(10))}
 PARTIAL = ".partial"  # ends the names of files that are being written
 T = TypeVar("T")
 D = TypeVar("D", bound="DataclassInstance")
@@ -69,7 +70,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
     with replaced(path) as partial:
         if isinstance(content, str):
-            partial.write_text(content, encoding="utf-8")
+            partial.write_text(content, encoding="utf-8", newline="\n")
         else:
             partial.write_bytes(content)
 
@@ -80,6 +81,7 @@ def replaced(path: Path) -> Iterator[Path]:
 
     The new file keeps the old one's permissions and symbolic link. Even a power failure leaves one of the two.
     """
+    check_name(path)
     path = path.resolve()
     for left in path.parent.glob(f".{glob.escape(path.name)}.*{PARTIAL}"):
         host, _, process = left.name.split(".")[-3].partition("-")
@@ -111,7 +113,7 @@ def scratch_folder(parent: Path, most: int) -> Iterator[Path]:
     folder = parent / f"{HOST}-{os.getpid()}"
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        if len(os.fsencode(folder)) <= most:
+        if sys.platform == "win32" or len(os.fsencode(folder)) <= most:  # no sockets have paths there
             yield folder
             return
         usual = tempfile.gettempdir()
@@ -147,6 +149,17 @@ def fill_once(folder: Path, pieces: Iterable[tuple[str, bytes]]) -> None:
                 with (partial / name).open("ab") as file:
                     file.write(piece)
         move(partial, folder)
+
+
+def check_name(path: Path) -> None:
+    """Raise an OvspecError if a file or folder of this name can't be made on Windows, and this is Windows.
+
+    Such a file would be another one, a device or a stream of another file, and what is written to it lost.
+    """
+    stem = path.name.partition(".")[0].rstrip().upper()
+    wrong = set('<>:"|?*').intersection(path.name) or path.name.endswith((".", " ")) or stem in DEVICES
+    if sys.platform == "win32" and wrong:
+        raise OvspecError(f"{path}: Windows has no files of this name; choose another.")
 
 
 def move(old: Path, new: Path) -> None:

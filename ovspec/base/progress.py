@@ -68,7 +68,7 @@ def only_python_on_stderr() -> Iterator[None]:
     os.dup2(null, 2)
     os.close(null)
     try:
-        with os.fdopen(os.dup(kept), "w", encoding="utf-8", errors="replace") as sys.stderr:
+        with os.fdopen(os.dup(kept), "w", encoding="utf-8", errors="replace", newline="\n") as sys.stderr:
             yield
     finally:
         sys.stderr = before

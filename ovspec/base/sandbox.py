@@ -25,6 +25,7 @@ MOST_DEATHS = 30
 CRASHED, KILLED, NOT_STARTED = 15, 5, 1
 # Exit codes of a process that crashed, rather than being killed by the system or by somebody.
 CRASHES = {-getattr(signal, name, 0) for name in ("SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV", "SIGTRAP")}
+STACK = 8 << 20  # bytes, of the thread that answers on Windows
 PATIENCE = 6  # a request may wait this many times its limit of computing time, because the machine may be busy
 # What Python and the system's loader need, on Windows also to find packages that a user has installed for himself. A
 # template or a grammar can't leak the rest.
@@ -208,12 +209,21 @@ def serve(answer: Callable[[Any], dict[str, Any]]) -> None:
     limit_memory(2 * size)
     sys.setrecursionlimit(10_000)  # what the parent process could write as JSON can be read
     sys.stdin.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
-    print("ready", flush=True)
-    for line in sys.stdin:
-        alarm(2 * PATIENCE * seconds)  # if the parent process is gone, nobody else stops this one
-        answered = json.dumps(answer(json.loads(line)))
-        alarm(0)
-        print(answered, flush=True)
+
+    def answer_all() -> None:
+        print("ready", flush=True)
+        for line in sys.stdin:
+            alarm(2 * PATIENCE * seconds)  # if the parent process is gone, nobody else stops this one
+            answered = json.dumps(answer(json.loads(line)))
+            alarm(0)
+            print(answered, flush=True)
+
+    if sys.platform != "win32":
+        return answer_all()
+    threading.stack_size(STACK)  # that of the main thread is eight times smaller there than elsewhere
+    answering = threading.Thread(target=answer_all)
+    answering.start()
+    return answering.join()
 
 
 def limit_memory(size: int) -> None:

@@ -69,10 +69,7 @@ def cli() -> None:
 
 def main() -> None:
     """Run the command line and exit with 0, 1 (the work failed), 2 (wrong usage), 3 (no gain) or 130 (Ctrl-C)."""
-    # A text may have characters that the console's own encoding lacks.
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(encoding="utf-8", errors="replace")
+    prepare_output()
     warnings.formatwarning = lambda message, *_, **__: f"Warning: {in_flags(message)}\n"
     try:
         cli.main(standalone_mode=False)
@@ -90,6 +87,17 @@ def main() -> None:
         if comes_from_ctrl_c(error):
             sys.exit(130)
         raise
+
+
+def prepare_output() -> None:
+    """Let stdout and stderr take any text, the same bytes on all systems, and consoles erase a line."""
+    if sys.platform == "win32":
+        import colorama
+
+        colorama.just_fix_windows_console()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(encoding="utf-8", errors="replace", newline="\n")
 
 
 def in_flags(message: object, command: click.Command | None = None) -> str:

@@ -7,17 +7,16 @@ from typing import Any
 import click
 
 from ovspec.cli.options import load, options_of, refuse, runtime_options, text_in
+from ovspec.cli.path_type import PATH
 from ovspec.params import GENERATE
-
-FILE = click.Path(path_type=Path)
 
 
 @click.command()
-@click.argument("folder", required=False, type=FILE, metavar="[DIR]")
+@click.argument("folder", required=False, type=PATH, metavar="[DIR]")
 @click.option("--draft", metavar="PATH", help="Folder of a draft model or head, or none.  [default: that in DIR]")
 @click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="Your own prompt. May be repeated.")
 @click.option(
-    "--prompt-file", "files", multiple=True, type=FILE, metavar="FILE", help="The same, in a file; - is stdin."
+    "--prompt-file", "files", multiple=True, type=PATH, metavar="FILE", help="The same, in a file; - is stdin."
 )
 @click.option("-n", "--max-tokens", type=click.IntRange(2), default=128, show_default=True, help="Tokens per text.")
 @options_of({name: GENERATE[name] for name in ("lookahead", "temperature")})

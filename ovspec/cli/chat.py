@@ -25,6 +25,7 @@ from ovspec.cli.options import (
     stats_option,
 )
 from ovspec.cli.options import load as load_model
+from ovspec.cli.path_type import PATH
 from ovspec.drafting.choice import EXPORTED, DraftChoice
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ QUOTES = '"""'  # around a message of several lines
 
 
 @click.command(cls=StatsCommand)
-@click.argument("folder", required=False, type=click.Path(path_type=Path), metavar="[DIR]")
+@click.argument("folder", required=False, type=PATH, metavar="[DIR]")
 @click.option("--system", metavar="TEXT", help="System message.")
 @stats_option(
     "Print statistics on stderr after each answer: tokens, speed and acceptance, or everything with --stats full."
@@ -49,7 +50,8 @@ def chat(
     """Chat with the model in DIR (by default the embedded demo pair).
 
     The chat stays in the KV cache, so each turn reads only what is new. A line is a message. For several lines,
-    end each with a backslash or put three quotes (\"\"\") around them (on a terminal, Alt+Enter begins a new line).
+    end each with a backslash or put three quotes (\"\"\") around them (on a terminal, Ctrl+O or Alt+Enter begins a new
+    line; Windows' own takes Alt+Enter for itself).
     An empty line continues an answer that was cut off. Ctrl-C stops the answer and keeps the chat. An answer has up
     to 1024 tokens unless --max-tokens sets another limit, and is sampled as the model's generation config recommends;
     if that recommends nothing, or with --temperature 0, it is greedy. /help lists the commands: /reset, /undo,
@@ -355,6 +357,7 @@ def terminal() -> Callable[[bool], str]:
 
     keys = KeyBindings()
 
+    @keys.add("c-o")
     @keys.add("escape", "enter")
     def _(event: KeyPressEvent) -> None:
         event.current_buffer.insert_text("\n")

@@ -1,26 +1,24 @@
 import signal
 import sys
-from pathlib import Path
 from typing import Any
 
 import click
 
 from ovspec.cli.options import refuse
-
-PLACE = click.Path(path_type=Path)
+from ovspec.cli.path_type import PATH
 
 
 @click.command()
 @click.argument("model", metavar="MODEL")
-@click.option("-o", "--output", type=PLACE, required=True, help="Folder to write.")
+@click.option("-o", "--output", type=PATH, required=True, help="Folder to write.")
 @click.option(
     "--text",
     multiple=True,
-    type=PLACE,
+    type=PATH,
     metavar="PATH",
     help="Learn from this text file, chats in JSONL, or folder of such files, too. May be repeated.",
 )
-@click.option("--topics", type=PLACE, metavar="FILE", help="What the model asks itself about: a topic a line.")
+@click.option("--topics", type=PATH, metavar="FILE", help="What the model asks itself about: a topic a line.")
 @click.option(
     "--draft",
     metavar="DRAFT",
@@ -61,7 +59,7 @@ PLACE = click.Path(path_type=Path)
 )
 @click.option(
     "--work",
-    type=PLACE,
+    type=PATH,
     metavar="DIR",
     help="Folder for everything but the result; it is kept.  [default: a folder beside the output, deleted at the end]",
 )

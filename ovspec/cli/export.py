@@ -7,11 +7,11 @@ import click
 from click.core import ParameterSource
 
 from ovspec.cli.options import options_of, refuse
+from ovspec.cli.path_type import PATH
 from ovspec.params.loading import LOAD
 
 FORMATS = ("fp32", "fp16", "bf16", "int8", "int4")
 BACKUPS = ("none", "int8_sym", "int8_asym")
-FILE = click.Path(path_type=Path)
 
 
 @click.command()
@@ -24,7 +24,7 @@ FILE = click.Path(path_type=Path)
 @click.option(
     "--draft-layers", type=click.IntRange(1), metavar="N", help="Make the draft of the target's first N layers."
 )
-@click.option("-o", "--output", type=FILE, help="Folder to write.")
+@click.option("-o", "--output", type=PATH, help="Folder to write.")
 @click.option("--overwrite", is_flag=True, help="Replace the output folder if it holds an exported pair.")
 @click.option("--list", "list_pairs", is_flag=True, help="List the short names of known pairs, and exit.")
 @click.option("--list-families", is_flag=True, help="List the families of models that can be exported, and exit.")
@@ -63,11 +63,11 @@ FILE = click.Path(path_type=Path)
 @click.option(
     "--lora-correction", is_flag=True, help="int4: add low-rank corrections; costs some speed, needs --calibration."
 )
-@click.option("--calibration", type=FILE, metavar="FILE", help="int4: text file to calibrate the methods above on.")
+@click.option("--calibration", type=PATH, metavar="FILE", help="int4: text file to calibrate the methods above on.")
 @click.option("--samples", type=int, help="int4: number of pieces of the calibration text to use.  [default: 128]")
 @click.option(
     "--evaluate",
-    type=FILE,
+    type=PATH,
     metavar="FILE",
     help="Compare the export with the checkpoint on this text file: perplexity, KL divergence, and how often the most "
     "likely token is the same.",

@@ -8,16 +8,17 @@ from ovspec.base.errors import OvspecError
 from ovspec.base.files import write_atomically
 from ovspec.base.progress import step
 from ovspec.cli.options import options_of, target_options
+from ovspec.cli.path_type import FILE, PATH
 from ovspec.params.loading import LOAD, load_params
 
 
 @click.command()
-@click.argument("folder", required=False, type=click.Path(path_type=Path), metavar="[DIR]")
+@click.argument("folder", required=False, type=PATH, metavar="[DIR]")
 @options_of({"verify": LOAD["verify"]})
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option(
     "--report",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=FILE,
     metavar="FILE",
     help="Also write a report to send to ovspec's developers: devices, probes, timings, and one text with and without "
     "a draft. It names no files and no users.",

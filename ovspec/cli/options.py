@@ -14,6 +14,7 @@ from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_text
 from ovspec.base.progress import step
 from ovspec.cli import in_flags
+from ovspec.cli.path_type import FILE
 from ovspec.drafting.choice import EXPORTED, DraftChoice, names_drafters, parse_draft
 from ovspec.params import GENERATE, GRAMMARS, RECOMMENDED, make_params
 from ovspec.params.loading import LOAD, RUNTIME
@@ -122,7 +123,7 @@ draft_option = click.option(
 )
 session_option = click.option(
     "--session",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=FILE,
     callback=in_a_folder,
     metavar="FILE",
     help="Continue the text or chat in FILE, if that exists; at the end, write it to FILE with its KV cache.",

@@ -7,11 +7,12 @@ import click
 
 from ovspec.base.progress import step
 from ovspec.cli.options import load, target_options, text_in
+from ovspec.cli.path_type import PATH
 
 
 @click.command()
-@click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
-@click.argument("file", type=click.Path(path_type=Path))
+@click.argument("folder", type=PATH, metavar="DIR")
+@click.argument("file", type=PATH)
 @click.option(
     "--context", type=click.IntRange(2), help="Tokens of a window.  [default: the model's context, up to 1024]"
 )

@@ -5,13 +5,14 @@ import click
 
 from ovspec.base.errors import OvspecError
 from ovspec.cli.options import draft_option, load, options_of, split_options
+from ovspec.cli.path_type import PATH
 from ovspec.params import check
 from ovspec.params.loading import LOAD
 from ovspec.params.serving import SERVE, ServeParams
 
 
 @click.command()
-@click.argument("folder", required=False, type=click.Path(path_type=Path), metavar="[DIR]")
+@click.argument("folder", required=False, type=PATH, metavar="[DIR]")
 @options_of(SERVE)
 @draft_option
 @options_of(LOAD)

@@ -11,6 +11,7 @@ import click
 
 from ovspec.base.errors import OvspecError
 from ovspec.cli.options import options_of
+from ovspec.cli.path_type import FOLDER, PATH
 from ovspec.params.loading import LOAD
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ GOALS = ("decode", "prefill", "balanced", "accuracy")  # profile.GOALS, without 
 
 
 @click.command()
-@click.argument("folder", required=False, type=click.Path(path_type=Path), metavar="[DIR]")
+@click.argument("folder", required=False, type=PATH, metavar="[DIR]")
 @click.option(
     "--for",
     "goal",
@@ -35,10 +36,10 @@ GOALS = ("decode", "prefill", "balanced", "accuracy")  # profile.GOALS, without 
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option(
     "--cache-dir",
-    type=click.Path(file_okay=False),
+    type=FOLDER,
     help="Folder of compiled models and profiles; give other commands the same one.  [default: the user's cache]",
 )
-def tune(folder: Path | None, goal: Goal, device: str | None, as_json: bool, cache_dir: str | None) -> None:
+def tune(folder: Path | None, goal: Goal, device: str | None, as_json: bool, cache_dir: Path | None) -> None:
     """Measure which settings are fastest for the model in DIR (by default the embedded demo pair) on this machine's
     CPU or GPU, and use them from now on.
 
@@ -64,7 +65,7 @@ def tune(folder: Path | None, goal: Goal, device: str | None, as_json: bool, cac
     from ovspec.setup.tuning import tune as measure
 
     folder = model_folder(folder)
-    options = DeviceOptions(check_device(device or "CPU"), cache_dir=Path(cache_dir) if cache_dir else None)
+    options = DeviceOptions(check_device(device or "CPU"), cache_dir=cache_dir)
     file = profile_file(folder, options)
     assert file  # no property switches the cache off here
     try:  # before minutes of measuring are lost

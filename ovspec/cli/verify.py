@@ -11,6 +11,7 @@ import click
 
 from ovspec.base.progress import step
 from ovspec.cli.options import load, refuse, target_options, text_in
+from ovspec.cli.path_type import PATH
 
 if TYPE_CHECKING:
     from ovspec.api.model import LanguageModel
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("file", type=click.Path(path_type=Path), metavar="RESULT")
+@click.argument("file", type=PATH, metavar="RESULT")
 @click.option("--model", "folder", metavar="DIR", help="Folder of the model.  [default: the one that the result names]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @target_options

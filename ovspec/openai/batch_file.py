@@ -15,7 +15,7 @@ from filelock import FileLock, Timeout
 from ovspec.api.model import LanguageModel
 from ovspec.api.verify import option_as_json
 from ovspec.base.errors import OvspecError
-from ovspec.base.files import write_atomically, writing
+from ovspec.base.files import check_name, write_atomically, writing
 from ovspec.openai.batch_requests import BatchRequest
 from ovspec.openai.batch_run import BatchRun, tokens_of
 from ovspec.params import GRAMMARS, ONLY_SPEED, GenerateOptions, Params
@@ -60,6 +60,7 @@ class Done:
     """
 
     def __init__(self, output: Path) -> None:
+        check_name(output)
         self.file = output.with_name(output.name + ".partial")
         self.file.parent.mkdir(parents=True, exist_ok=True)
         self._lock = FileLock(output.with_name(f".{output.name}.lock"))

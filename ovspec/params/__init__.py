@@ -238,7 +238,7 @@ class GenerateOptions(SamplingOptions, total=False):
     chat_template_kwargs: Annotated[
         Mapping[str, Any] | None,
         "Variables for the model's chat template, as in '{\"enable_thinking\": false}'; needs chat messages. Which "
-        "variables there are depends on the model.",
+        "variables there are depends on the model. On the command line also a file with them.",
         Option(
             more="A session takes them before its messages: ``lm.session(chat_template_kwargs=...)``.",
             metavar="JSON",

@@ -184,11 +184,12 @@ def schema_or_file(text: str) -> str | Path:
 
 def json_object(text: str) -> dict[str, Any]:
     try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
+        is_file = not text.lstrip().startswith("{") and Path(text).is_file()
+        found = json.loads(Path(text).read_text(encoding="utf-8-sig") if is_file else text)
+    except (OSError, ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        raise ValueError(f"{text!r} is not a JSON object, as '{{\"enable_thinking\": false}}' is.")
+        raise ValueError(f"{text!r} is neither a file nor a JSON object, as '{{\"enable_thinking\": false}}' is.")
     return found
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import h11
 import uvicorn
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ovspec.server.errors import ApiError, error_body
@@ -18,6 +19,7 @@ HEAD_SECONDS = 20.0  # until a request's head has arrived
 IDLE_SECONDS = 75  # between two requests; proxies keep connections for 60
 WRITE_SECONDS = 30.0  # that a client may take before it reads on
 LARGEST_HEAD = 65_536  # bytes
+SLICE = 16_384  # bytes that are written at once
 MOST_CONNECTIONS, OTHER_FILES = 2_000, 200
 
 
@@ -84,6 +86,26 @@ class Connection(H11Protocol):
         return None
 
 
+def in_slices(app: ASGIApp) -> ASGIApp:
+    """Return ``app`` with the bodies that it sends cut into slices, each written when the one before is.
+
+    For Windows, where a write counts as unread until its last byte is read: a slow client would look like one that has
+    stopped.
+    """
+
+    async def sliced(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_slices(message: Message) -> None:
+            body, begin = message.get("body", b""), 0
+            while len(body) - begin > SLICE:
+                await send({**message, "body": body[begin : begin + SLICE], "more_body": True})
+                begin += SLICE
+            await send({**message, "body": body[begin:]} if begin else message)
+
+        await app(scope, receive, send_slices)
+
+    return sliced
+
+
 def allow_files() -> None:
     """Let this process open a file for each connection, if the system allows it."""
     try:
@@ -98,10 +120,10 @@ def allow_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def config_of(app: Any) -> uvicorn.Config:
+def config_of(app: ASGIApp) -> uvicorn.Config:
     """Return how uvicorn is to run ``app``."""
     return uvicorn.Config(
-        app,
+        in_slices(app) if sys.platform == "win32" else app,
         http=Connection,
         ws="none",
         lifespan="off",

@@ -1,6 +1,7 @@
 """Runs the application: the socket, uvicorn, the log, and what signals do."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
@@ -135,7 +136,8 @@ def serve(lm: LanguageModel, names: list[str], keys: list[str], opened: socket.s
 def end_process(status: int) -> None:
     """End the process without waiting for its threads, nor for grammars that its own processes check."""
     for child in psutil.Process().children():
-        child.kill()
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            child.kill()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

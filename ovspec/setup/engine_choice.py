@@ -343,7 +343,9 @@ def compare_in_a_process(folder: Path, options: DeviceOptions) -> PagedCheck:
     """Return the result of ``compare_engines``; a GPU's compiler that crashes ends a process of its own only."""
     given = json.dumps(asdict(options) | {"cache_dir": options.cache_dir and str(options.cache_dir)})
     command = [sys.executable, "-P", "-m", "ovspec.setup.engine_trial", str(folder), given]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8", errors="replace", check=False
+    )
     if done.returncode == 0:
         return PagedCheck(**json.loads(done.stdout.splitlines()[-1]))
     fault = fault_of(done.returncode) or "an error"

@@ -84,6 +84,14 @@ def restore_backup(output: Path) -> None:
             backup.rename(output)
 
 
+def has_other_line_ends(path: Path, exported: ExportedFile) -> bool:
+    """Return whether a file differs from the one that was exported by line ends alone, which no binary one does."""
+    if path.suffix == ".bin" or not path.is_file():
+        return False
+    found = hashlib.sha256(path.read_bytes().replace(b"\r\n", b"\n")).hexdigest()
+    return found == exported.sha256
+
+
 def read_manifest(folder: Path, verify: bool = False) -> Manifest | None:
     """Return the manifest in ``folder``, or None if ovspec did not export it.
 
@@ -101,7 +109,9 @@ def read_manifest(folder: Path, verify: bool = False) -> Manifest | None:
     for name, file in manifest.files.items():
         path = folder / name
         if not path.is_file() or path.stat().st_size != file.size:
-            raise OvspecError(f"{path}: missing, or not the size that was exported; export the model again.")
+            told = "its line ends were changed, as Git may do" if has_other_line_ends(path, file) else ""
+            told = told or "missing, or not the size that was exported"
+            raise OvspecError(f"{path}: {told}; export the model again.")
         if verify and sha256(path) != file.sha256:
             raise OvspecError(f"{path}: changed since it was exported; export the model again.")
     more = [f"{MORE_TEMPLATES}/{file.name}" for file in (folder / MORE_TEMPLATES).glob("*.jinja")]

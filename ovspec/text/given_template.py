@@ -75,7 +75,8 @@ def given_source(given: str | Path, named: Mapping[str, str]) -> str:
         source = source or (read_text(Path(given)) if Path(given).is_file() else "")
     if not source:
         names = ", ".join(dict.fromkeys((*named, *TURNS)))
-        raise OvspecError(f"`chat_template` is {name!r:.80}, neither a file nor one of {names}.")
+        shown = f"'{name}'" if isinstance(given, Path) else repr(name)  # which would double Windows' backslashes
+        raise OvspecError(f"`chat_template` is {shown:.80}, neither a file nor one of {names}.")
     try:
         shown = ChatTemplate(source, {}).render([{"role": "user", "content": SAID}])
     except TemplateError as error:

@@ -46,7 +46,7 @@ def requests(file: Path, count: int, tokens: int) -> Path:
         {"prompt": f"{number}. {prompt}", "max_tokens": tokens // 2 + number * 37 % (tokens + 1), "ignore_eos": True}
         for number, prompt in enumerate(mixed(count))
     ]
-    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8", newline="\n")
     return file
 
 
@@ -151,7 +151,7 @@ def main() -> None:
     print(f"\nshipping: {figures['shipping_bytes_per_s'] / 1e6:.0f} MB/s")
     print(f"driver: {figures['driver_s_per_group'] * 1e3:.2f} ms for a group of {MOST} lines")
     if args.json:
-        args.json.write_text(json.dumps(figures, indent=1), encoding="utf-8")
+        args.json.write_text(json.dumps(figures, indent=1), encoding="utf-8", newline="\n")
 
 
 if __name__ == "__main__":

@@ -115,7 +115,7 @@ def main() -> None:
         table.row(part, engine, operation, len(found), *(f"{ms:.4f}" for ms in figures.values()))
     print("\n".join([f"\n{outside} tokens of the texts that masks forbid", *errors]))
     if args.out:
-        args.out.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        args.out.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8", newline="\n")
 
 
 if __name__ == "__main__":

@@ -146,7 +146,7 @@ def main() -> None:
         for temperature in (0.0, 1.0):
             found = record(Path(folder), temperature, prompts[: args.prompts], args)
             file = args.output / f"{name}-T{temperature:.0f}.json"
-            file.write_text(json.dumps(found, separators=(",", ":")) + "\n", encoding="utf-8")
+            file.write_text(json.dumps(found, separators=(",", ":")) + "\n", encoding="utf-8", newline="\n")
             print(f"{file.name}: { ({name: ms for name, ms in found.items() if name.endswith('_ms')}) }", flush=True)
 
 

@@ -256,7 +256,7 @@ def main() -> None:
                 table.row(*vars(cell).values(), name, *cells_of(name, found))
                 kept.append({**vars(cell), "system": name, **found[name]})
     if args.json:
-        args.json.write_text(json.dumps(kept), encoding="utf-8")
+        args.json.write_text(json.dumps(kept), encoding="utf-8", newline="\n")
 
 
 if __name__ == "__main__":

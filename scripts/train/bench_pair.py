@@ -241,7 +241,7 @@ def make_head(source: Path, folder: Path, repeat: int, copies: int) -> float:
     weights, wide = widen_head(load_file(source / "model.safetensors"), config, repeat, copies)
     folder.mkdir(parents=True, exist_ok=True)
     save_file({name: t.contiguous() for name, t in weights.items()}, folder / "model.safetensors", {"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(wide, indent=2) + "\n", encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(wide, indent=2) + "\n", encoding="utf-8", newline="\n")
     generator, hidden, tokens = torch.Generator().manual_seed(1), config["hidden_size"], 32
     states, embedded = (torch.randn(1, tokens, count * hidden, generator=generator) for count in (3, 1))
 
@@ -280,7 +280,7 @@ def make_checkpoint(source: Path, folder: Path, shape: Shape, vocab: int, attent
     weights, config = widen(load_file(source / "model.safetensors"), config, shape, vocab, attention)
     folder.mkdir(parents=True, exist_ok=True)
     save_file({name: t.contiguous() for name, t in weights.items()}, folder / "model.safetensors", {"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8", newline="\n")
     for file in source.iterdir():
         if file.name not in ("config.json", "model.safetensors"):
             shutil.copy(file, folder)
@@ -345,7 +345,7 @@ def main() -> None:
             sys.exit("head: widening changed its logits")
     with tempfile.TemporaryDirectory() as scratch:
         text = Path(scratch) / "text.txt"
-        text.write_text("".join(PROMPTS), encoding="utf-8")
+        text.write_text("".join(PROMPTS), encoding="utf-8", newline="\n")
         for weight_format in args.weight_format:
             command = [sys.executable, "-m", "ovspec", "export", checkpoints / "target", "-o", args.out / weight_format]
             command += ["--overwrite", *(["--draft", draft] if draft else [])]

@@ -414,7 +414,9 @@ def main() -> None:
     train_tokens = sum(map(len, corpus.documents))
     held_tokens = sum(map(len, held_out.documents))
     print(f"{len(train_files)} files, {train_tokens:,} tokens; held out {len(held_files)}, {held_tokens:,}")
-    (work / "held_out.json").write_text(json.dumps([name for name, _ in held_files], indent=1), encoding="utf-8")
+    (work / "held_out.json").write_text(
+        json.dumps([name for name, _ in held_files], indent=1), encoding="utf-8", newline="\n"
+    )
 
     def compiled(function: Callable) -> Callable:
         return function if args.no_compile else torch.compile(function, dynamic=False)
@@ -448,7 +450,7 @@ def main() -> None:
     figures |= acceptance(target, draft, held_out, sample=False, seed=args.seed)
     figures |= acceptance(target, draft, held_out, sample=True, seed=args.seed)
     card = model_card(figures)
-    (args.output / "README.md").write_text(card, encoding="utf-8")
+    (args.output / "README.md").write_text(card, encoding="utf-8", newline="\n")
     print(card)
 
 

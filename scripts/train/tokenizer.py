@@ -110,7 +110,7 @@ def write(tokenizer: Tokenizer, about: dict[str, Any], out: Path) -> None:
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     tokenizer.save(str(unfinished / "tokenizer.json"))
-    (unfinished / "about.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+    (unfinished / "about.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8", newline="\n")
     shutil.rmtree(out, ignore_errors=True)
     unfinished.rename(out)
 

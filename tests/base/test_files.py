@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from ovspec.base import files
+from ovspec.base.errors import OvspecError
 from ovspec.base.files import move, on_disk, write_atomically
 
 
@@ -70,3 +71,17 @@ def test_files_are_open_for_writing_where_only_those_reach_the_disk(
     on_disk(tmp_path / "file")
     on_disk(tmp_path)  # a folder can't be opened so, which is no error
     assert flags == [os.O_RDWR] * 2 and len(synced) == 1
+
+
+@pytest.mark.usefixtures("on_windows")
+@pytest.mark.parametrize("name", ["CON", "con.txt", "COM1", "file:stream", "what?", "dot.", "space ", "NUL.json"])
+def test_names_that_windows_keeps_are_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(OvspecError, match="Windows has no files of this name"):
+        write_atomically(tmp_path / name, "lost")
+
+
+@pytest.mark.usefixtures("on_windows")
+@pytest.mark.parametrize("name", ["console", "com10", "a b", "Größe", "🦊.json", ".dot"])
+def test_other_names_are_taken(name: str, tmp_path: Path) -> None:
+    write_atomically(tmp_path / name, "kept\n")
+    assert (tmp_path / name).read_bytes() == b"kept\n"

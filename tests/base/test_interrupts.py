@@ -29,6 +29,7 @@ def test_ctrl_c_waits_while_held() -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="sends POSIX signals")
 def test_a_closed_console_ends_as_a_closed_terminal_does() -> None:
     """SIGUSR1 stands in for SIGBREAK, which only Windows has."""
     program = """

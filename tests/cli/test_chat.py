@@ -179,7 +179,7 @@ def test_misuse_is_refused(command: Command, pair: Path, tmp_path: Path) -> None
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
 def test_a_chat_in_a_terminal(command_environment: dict[str, str], tmp_path: Path) -> None:
-    """Ctrl-C stops the answer and keeps the chat, Alt+Enter starts a new line, and the input history is saved."""
+    """Ctrl-C stops the answer and keeps the chat, Alt+Enter and Ctrl+O start a line, and the input history is saved."""
     import pexpect
 
     environment = {
@@ -196,7 +196,7 @@ def test_a_chat_in_a_terminal(command_environment: dict[str, str], tmp_path: Pat
     child.send("\x03")
     child.expect("Ctrl-D or /exit ends the chat")
     child.expect(">>>")
-    child.send("write\x1b\ra loop\r")
+    child.send("write\x1b\ra\x0floop\r")
     child.expect("def |self|import ")
     child.send("\x03")
     child.expect(">>>")
@@ -204,7 +204,7 @@ def test_a_chat_in_a_terminal(command_environment: dict[str, str], tmp_path: Pat
     child.expect("ended by cancelled")
     child.expect(">>>")
     child.send("/max\x7f\x7f\x7f\x7f/undo\r")
-    child.expect("Taken back: write\r\r?\na loop")
+    child.expect("Taken back: write\r\r?\na\r\r?\nloop")
     child.expect(">>>")
     child.send("\x04")
     child.expect(pexpect.EOF)
@@ -221,4 +221,4 @@ def test_a_chat_in_a_terminal(command_environment: dict[str, str], tmp_path: Pat
     assert child.exitstatus == 128 + signal.SIGHUP, "the terminal was closed"
     assert (tmp_path / "s").is_file()
     history = (tmp_path / "ovspec" / "chat_history").read_text(encoding="utf-8")
-    assert "+write\n+a loop\n" in history
+    assert "+write\n+a\n+loop\n" in history

@@ -151,7 +151,7 @@ def test_a_killed_preparation_leaves_no_overlay_and_the_next_one_cleans_up(
     assert not toy.is_prepared or (toy.folder / "ovspec_toy" / "__init__.py").is_file()
     parent = toy.folder.parent
     parent.mkdir(parents=True, exist_ok=True)
-    (parent / f".{toy.folder.name}.partial-killed").mkdir()
+    (parent / f"{toy.partial}killed").mkdir()
     if not toy.is_prepared:
         prepare(toy, "toys")
         assert left_in(toy) == [toy.folder.name]

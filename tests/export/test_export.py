@@ -254,6 +254,7 @@ def test_wrong_sources_are_named(tmp_path: Path) -> None:
         (str(tmp_path / "nowhere"), "no such file or folder"),
         (str(file), "damaged or cut off"),
         (str(tmp_path), "no config.json in it"),
+        ("C:/no-such-model", "no such file or folder, and not a hub id"),
         ("no-such-org/no-such-model", "neither a folder here nor in the hub's cache, and the hub cannot be reached"),
         ("", "is empty"),
         (str(mute), "no tokenizer in it"),

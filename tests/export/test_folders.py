@@ -11,14 +11,16 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from conftest import CHECKPOINTS
-from ovspec_export import Compression, export_pair
+from ovspec_export import Compression, export_pair, folders
 from ovspec_export.folders import check_output, check_space, replace_folder, work_folder
 
 import ovspec
+from ovspec.base.errors import OvspecError
 from ovspec.setup.manifest import MANIFEST_FILE, UNFINISHED, backup_of, read_manifest, restore_backup
 
 DRAFT = str(CHECKPOINTS / "draft")
@@ -39,6 +41,40 @@ def marked(folder: Path, text: str, manifest: str = MANIFEST) -> Path:
     (folder / MANIFEST_FILE).write_text(manifest, encoding="utf-8")
     (folder / "text").write_text(text, encoding="utf-8")
     return folder
+
+
+@pytest.fixture
+def open_files(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Return a set for names of folders that can't be renamed, as on Windows where a file in them is open."""
+    held, rename = set[str](), Path.rename
+
+    def refusing(self: Path, target: Path) -> Path:
+        if self.name in held:
+            raise PermissionError(13, "Access is denied", str(self))
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", refusing)
+    monkeypatch.setattr(folders, "sys", SimpleNamespace(platform="win32"))
+    return held
+
+
+def test_a_loaded_export_stays_and_the_error_says_what_to_stop(tmp_path: Path, open_files: set[str]) -> None:
+    output = marked(tmp_path / "pair", "old")
+    open_files.add("pair")
+    with pytest.raises(OvspecError, match="old export stays; stop the program"), work_folder(output, overwrite=True):
+        raise AssertionError("the work has begun")
+    assert (output / "text").read_text(encoding="utf-8") == "old"
+    open_files.clear()
+    with work_folder(output, overwrite=True) as work:
+        (work / "text").write_text("new", encoding="utf-8")
+        (work / MANIFEST_FILE).write_text(MANIFEST, encoding="utf-8")
+        open_files.add("pair")  # loaded meanwhile
+        with pytest.raises(OvspecError, match="its files are open"):
+            replace_folder(work, output)
+        open_files.clear()
+        assert (output / "text").read_text(encoding="utf-8") == "old"
+        replace_folder(work, output)
+    assert (output / "text").read_text(encoding="utf-8") == "new"
 
 
 def start(*arguments: str, limit: int | None = None) -> subprocess.Popen[str]:

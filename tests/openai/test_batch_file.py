@@ -565,6 +565,7 @@ def test_a_text_that_fails_while_it_is_generated_costs_only_its_line(lm: ovspec.
         assert written[line]["text"] == lm.generate(prompt, max_tokens=5).text
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows keeps the files of a loaded model from being written")
 def test_another_model_in_the_same_place_begins_anew(tmp_path: Path, cache_dir: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(DEMO / "draft", folder)

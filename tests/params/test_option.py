@@ -20,6 +20,7 @@ from ovspec.cli import COMMANDS, cli
 from ovspec.drafting.choice import DraftChoice, parse_draft
 from ovspec.params import GENERATE, SAMPLING, GenerateOptions, Params, SamplingParams, make_params
 from ovspec.params.loading import LOAD
+from ovspec.params.option import json_object
 
 ENTRY = """
     loudness: Annotated[
@@ -71,7 +72,7 @@ def test_a_new_option_is_one_entry(tmp_path: Path) -> None:
     place = '    """The options that decide which text a model generates for a prompt."""\n'
     assert place in text
     file.write_text(text.replace(place, place + ENTRY, 1), encoding="utf-8")
-    checks = CHECKS.replace("TMP", str(tmp_path))
+    checks = CHECKS.replace("TMP", tmp_path.as_posix())
     done = subprocess.run([sys.executable, "-c", checks], cwd=tmp_path, env=environment(), capture_output=True)
     assert done.returncode == 0, done.stderr.decode()
 
@@ -151,7 +152,7 @@ def test_what_the_group_says_is_what_a_command_says() -> None:
     """``ovspec --help`` imports no command, so the sentences it prints are kept in a table."""
     context: Any = None
     assert set(COMMANDS) == {file.stem for file in (ROOT / "ovspec" / "cli").glob("*.py")} - {
-        *("__init__", "compare", "options", "output")
+        *("__init__", "compare", "options", "output", "path_type")
     }
     for name, sentence in COMMANDS.items():
         command = cli.get_command(context, name)
@@ -195,3 +196,12 @@ def test_the_ends_of_ranges_are_in_them() -> None:
     for options in ({"top_p": 1, "temperature": 1}, {"max_tokens": -1}, {"max_tokens": 1}, {"n": 10_000}):
         params = make_params(options)  # type: ignore[arg-type]
         assert {name: getattr(params, name) for name in options} == options
+
+
+def test_objects_come_from_files_too(tmp_path: Path) -> None:
+    """Shells differ in their quotes."""
+    (tmp_path / "given.json").write_text('{"a": 1}\r\n', encoding="utf-8-sig")
+    assert json_object(str(tmp_path / "given.json")) == json_object('{"a": 1}') == {"a": 1}
+    for wrong in ("[1]", str(tmp_path / "nowhere.json"), "{'a': 1}"):
+        with pytest.raises(ValueError, match="neither a file nor a JSON object"):
+            json_object(wrong)

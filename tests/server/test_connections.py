@@ -6,11 +6,14 @@ import asyncio
 import json
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
+import h11
 import pytest
 import uvicorn
 from servers import wait_until
@@ -135,6 +138,24 @@ def test_a_client_that_does_not_read_a_stream_is_cut_off(serve: Serve) -> None:
     with served.connect(HEAD + b"Connection: close\r\n\r\n") as client:  # one that reads gets everything
         assert len(read_all(client)) > 30_000_000
     wait_until(lambda: served.statuses == [499, 200])
+
+
+def test_answers_are_written_in_slices_on_windows(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There a write counts as unread until its last byte is read, whatever the client has read of it."""
+    written, write = list[int](), h11.Connection.send
+
+    def noting(self: h11.Connection, event: Any) -> Any:
+        written.append(len(getattr(event, "data", b"")))
+        return write(self, event)
+
+    monkeypatch.setattr(connections, "sys", SimpleNamespace(platform="win32", maxsize=sys.maxsize))
+    monkeypatch.setattr(h11.Connection, "send", noting)
+    content = os.urandom(100_000)
+    served = serve(Response(content))
+    with served.connect(HEAD + b"Connection: close\r\n\r\n") as client:
+        assert read_all(client).endswith(content)
+    assert max(written) == connections.SLICE and sum(written) == len(content)
+    assert served.statuses == [200]
 
 
 @pytest.mark.parametrize("ending", [pytest.param(b"\r\n", marks=pytest.mark.slow), b"Connection: close\r\n\r\n"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from pathlib import Path
@@ -49,6 +50,18 @@ def test_files_that_have_changed(exported: Path) -> None:
     refused(exported, f"{weights}: missing, or not the size that was exported")
     weights.unlink()
     refused(exported, f"{weights}: missing")
+
+
+def test_line_ends_that_have_changed(exported: Path) -> None:
+    """As Git for Windows does it, unless a repository says otherwise."""
+    template = exported / "chat_template.jinja"
+    template.write_bytes(b"{{ a }}\n{{ b }}\n")
+    manifest = json.loads((exported / MANIFEST_FILE).read_text(encoding="utf-8"))
+    manifest["files"][template.name] = {"size": 16, "sha256": hashlib.sha256(template.read_bytes()).hexdigest()}
+    (exported / MANIFEST_FILE).write_text(json.dumps(manifest), encoding="utf-8")
+    assert read_manifest(exported)
+    template.write_bytes(b"{{ a }}\r\n{{ b }}\r\n")
+    refused(exported, f"{template}: its line ends were changed, as Git may do")
 
 
 def test_files_that_have_come(exported: Path) -> None:

@@ -103,7 +103,7 @@ def test_what_can_be_given(tmp_path: Path) -> None:
         ("chatlm", r"`chat_template` is 'chatlm', neither a file nor one of tool_use, chatml, deepseek, "),
         ("a\0b", "neither a file nor one of"),
         ("a" * 5000, "neither a file nor one of"),
-        (Path("no/where.jinja"), r"'no/where.jinja', neither a file nor one of"),
+        (Path("no/where.jinja"), r"'no[/\\]where.jinja', neither a file nor one of"),
         ("{% for", "`chat_template`: the given text cannot render these messages: "),
         ("{{ raise_exception('only tools') }}", "the given text cannot render these messages: only tools."),
         ("{{ bos_token }}", "the given text doesn't show what the user says; is it a chat template"),

@@ -67,8 +67,8 @@ def made_in(folder: Path) -> Made | None:
 
 def write_made(made: Made, name: str, folder: Path) -> None:
     """Write both files into ``folder``. name: of the result."""
-    (folder / MADE_FILE).write_text(json.dumps(asdict(made), indent=1) + "\n", encoding="utf-8")
-    (folder / CARD).write_text(card(made, name), encoding="utf-8")
+    (folder / MADE_FILE).write_text(json.dumps(asdict(made), indent=1) + "\n", encoding="utf-8", newline="\n")
+    (folder / CARD).write_text(card(made, name), encoding="utf-8", newline="\n")
 
 
 def card(made: Made, name: str) -> str:

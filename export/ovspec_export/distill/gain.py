@@ -41,7 +41,7 @@ def measure_gain(model: str, new: str, old: str, documents: str, output: str, se
     options["max_tokens"] = int(min(max(tokens / len(prompts), FEWEST_TOKENS), TOKENS))
     results = measure(models, prompts, options, repeats=1)
     rows = [row_of(mode, "auto", found, results["plain"]) for mode, found in results.items()]
-    Path(output).write_text(json.dumps({"rows": rows}), encoding="utf-8")
+    Path(output).write_text(json.dumps({"rows": rows}), encoding="utf-8", newline="\n")
 
 
 def prompts_in(documents: Path, most: int = PROMPTS, source: str = "") -> list[list[int]]:

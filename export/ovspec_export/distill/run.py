@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ovspec.base.errors import OvspecError
-from ovspec.base.files import read_json
+from ovspec.base.files import move, read_json
 from ovspec.base.progress import note, step
 from ovspec.ir.compile import MODEL_FILE
 from ovspec.setup.manifest import DRAFT_FOLDER, read_manifest
@@ -84,7 +84,7 @@ def prepare(plan: Plan, work: Work) -> None:
     if plan.draft and plan.kind == "draft" and not work.draft.is_dir():
         partial = work.scratch / "draft"
         if as_checkpoint(plan.draft, partial, "bf16") is not plan.draft:
-            partial.rename(work.draft)
+            move(partial, work.draft)
 
 
 # ---------------------------------------------------------------- rounds

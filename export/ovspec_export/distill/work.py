@@ -217,6 +217,10 @@ def open_work(folder: Path, run: str, settings: Settings) -> Iterator[Work]:
             shutil.rmtree(work.scratch, ignore_errors=True)
     finally:
         lock.release()
+        if not (folder / SETTINGS).exists():  # deleted, but for the lock, which Windows can't delete while it is held
+            with contextlib.suppress(OSError):
+                (folder / LOCK).unlink()
+                folder.rmdir()
 
 
 def delete_work(work: Work) -> None:

@@ -1,0 +1,24 @@
+"""The type of options and arguments that name a file or a folder."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ovspec.base.files import check_name
+
+
+class PathType(click.Path):
+    """A path that the system can have. ``of``: "file" or "folder" if it must not be the other one."""
+
+    def __init__(self, of: str | None = None) -> None:
+        super().__init__(file_okay=of != "folder", dir_okay=of != "file", path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        path = super().convert(value, param, ctx)
+        assert isinstance(path, Path)
+        check_name(path)
+        return path
+
+
+PATH, FILE, FOLDER = PathType(), PathType("file"), PathType("folder")
