@@ -5,7 +5,7 @@
     python3 scripts/dev.py test [--slow]   the tests, in two workers (-n 0 for none); further arguments go to pytest
         [--isa AVX2]                       as on a processor with this instruction set and no better one
         [--gpu [DIR]]                      the tests on a GPU alone; DIR/env.sh sets up a stand-in, see CONTRIBUTING.md
-        [--windows DIR]                    what runs under wine; DIR/wpy starts Windows' Python; docs/how-to/run-on-windows.md
+        [--windows DIR]                    what runs under wine; DIR/wpy starts Windows' Python (docs/how-to)
     python3 scripts/dev.py test-capped     the tests of exactness, as on laptops and desktops: AVX2 and AVX2_VNNI
     python3 scripts/dev.py soak            long series of kills and of draws
     python3 scripts/dev.py test-guidance   the tests of the guidance library, in an environment of their own
@@ -171,7 +171,8 @@ def test_under_wine(folder: Path, arguments: list[str]) -> None:
         sys.exit(f"--windows: {folder / 'wpy'} is missing; name a folder with a script that starts Windows' Python.")
     places = [] if any(argument.startswith("tests") for argument in arguments) else UNDER_WINE
     options = ("-p", "no:xdist", "-p", "wine", "-m", "not slow and not soak and not gpu")
-    run(folder / "wpy", "-m", "pytest", *options, *places, *arguments)
+    command = [str((folder / "wpy").resolve()), "-m", "pytest", *options, *places, *arguments]
+    sys.exit(subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL).returncode)
 
 
 def test_capped() -> None:
