@@ -27,6 +27,7 @@ import subprocess
 import sys
 import venv
 from pathlib import Path
+from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV, GUIDANCE_VENV = ROOT / ".venv", ROOT / ".venv-guidance"
@@ -146,10 +147,6 @@ def test(arguments: list[str], which: str = "not slow and not soak") -> None:
         at = rest.index("--isa")
         cap_instruction_set(*rest[at + 1 : at + 2])
         del rest[at : at + 2]
-    if "--windows" in rest:
-        at = rest.index("--windows")
-        test_under_wine(Path(*rest[at + 1 : at + 2]), rest[:at] + rest[at + 2 :])
-        return
     if "--gpu" in rest:
         at = rest.index("--gpu")
         del rest[at]
@@ -165,8 +162,8 @@ def test(arguments: list[str], which: str = "not slow and not soak") -> None:
     run(python(), "-m", "pytest", *workers, "-m", which, *rest)
 
 
-def test_under_wine(folder: Path, arguments: list[str]) -> None:
-    """Run what wine can show with the Windows Python that ``wpy`` in a folder starts; exit if it is missing."""
+def test_under_wine(folder: Path, arguments: list[str]) -> NoReturn:
+    """Run what wine can show with the Windows Python that ``wpy`` in a folder starts, and exit as they do, or if it is missing."""
     if not (folder / "wpy").is_file():
         sys.exit(f"--windows: {folder / 'wpy'} is missing; name a folder with a script that starts Windows' Python.")
     places = [] if any(argument.startswith("tests") for argument in arguments) else UNDER_WINE
@@ -230,6 +227,9 @@ def main() -> None:
     if name == "test-guidance":
         test_guidance(arguments)
         return
+    if name == "test" and "--windows" in arguments:  # with packages of its own
+        at = arguments.index("--windows")
+        test_under_wine(Path(*arguments[at + 1 : at + 2]), arguments[:at] + arguments[at + 2 :])
     install()
     if name in ("test", "soak"):
         fetched("llama.cpp")

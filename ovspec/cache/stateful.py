@@ -70,7 +70,7 @@ class StatefulDecoder:
         rule: FeedRule = FAST,
     ) -> None:
         self.rollback, self.rule = rollback, rule
-        self.context_length, self.device = ir.context_length, ir.device
+        self.context_length, self.on_gpu = ir.context_length, may_use_gpu(ir.device)
         self.compactions = 0
         self._ir, self._vocabulary, self._compact_at = ir, vocabulary, compact_at
         # Attention by slot index can't skip dead slots past the sliding window or the table of positions.
@@ -236,7 +236,7 @@ class StatefulDecoder:
 
         Otherwise OpenVINO's plugin (2026.4.1) computes with that request's states, or crashes.
         """
-        if may_use_gpu(self._ir.device):
+        if self.on_gpu:
             request, last_width = self._ir.last_run
             if request is not self._request and width == last_width:
                 self._scratch = self._scratch or Request(self._ir, INPUTS)
@@ -432,7 +432,7 @@ class RowByRow:
         first = self._decoders[0]
         self.rule, self.rollback, self.context_length = first.rule, first.rollback, first.context_length
         self.hidden: list[np.ndarray] = []
-        self._shares_outputs = may_use_gpu(first.device)  # so that an inference overwrites the others' logits
+        self._shares_outputs = first.on_gpu  # so that an inference overwrites the others' logits
 
     @property
     def rows(self) -> list[Sequence]:

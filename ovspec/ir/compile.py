@@ -110,8 +110,8 @@ class CompiledIR:
         Padding would enter a convolution or an SSM, or shift a chunk, and a long row changes the others' frequencies.
         A GPU crashes where an inference has fewer rows than the one before (OpenVINO 2026.4.1).
         """
-        shared = not self.recurrent_states and not self.config.is_chunked and self.config.rope_switch is None
-        return not shared or may_use_gpu(self.device)
+        apart = bool(self.recurrent_states) or self.config.is_chunked or self.config.rope_switch is not None
+        return apart or may_use_gpu(self.device)
 
     @property
     def logits_width(self) -> int:

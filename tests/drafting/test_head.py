@@ -31,10 +31,12 @@ from ovspec.cache.decoder import FeedRule
 from ovspec.cache.head import HeadDecoder
 from ovspec.cache.paged import PagedDecoder
 from ovspec.cache.sequence import EMPTY, Sequence, catch_up
+from ovspec.cache.stateful import RowByRow
 from ovspec.drafting.drafter import RowStep
 from ovspec.drafting.head import Head
 from ovspec.drafting.lookahead import Lookahead
 from ovspec.ir import heads as head_graphs
+from ovspec.ir.compile import CompiledIR
 from ovspec.ir.device import DeviceOptions
 from ovspec.ir.heads import FEATURES
 from ovspec.setup import proposers
@@ -166,6 +168,21 @@ def test_each_proposal_is_that_of_torch(
     found = moving_texts(headed, PROMPTS, max_tokens=TOKENS, lookahead=LOOKAHEAD)
     assert len(proposals) > len(found) * TOKENS / 2 and torch_head.agree(proposals)
     assert found == moving_texts(headed, PROMPTS, max_tokens=TOKENS, lookahead=0)
+
+
+def test_rows_with_requests_of_their_own(
+    load_headed: Callable[..., ovspec.LanguageModel],
+    torch_head: TorchHead,
+    proposals: list[Proposed],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on a GPU's stateful engine."""
+    monkeypatch.setattr(CompiledIR, "rows_alone", True)
+    headed = load_headed("stateful")
+    assert headed.draft and isinstance(headed.draft.decoder(), RowByRow)
+    found = [text.token_ids for text in headed.generate(PROMPTS[:2], max_tokens=12, lookahead=LOOKAHEAD)]
+    assert len(proposals) > 12 and torch_head.agree(proposals)
+    assert found == [text.token_ids for text in headed.generate(PROMPTS[:2], max_tokens=12, lookahead=0)]
 
 
 @pytest.fixture(scope="module")
