@@ -163,7 +163,7 @@ def test(arguments: list[str], which: str = "not slow and not soak") -> None:
 
 
 def test_under_wine(folder: Path, arguments: list[str]) -> NoReturn:
-    """Run what wine can show with the Windows Python that ``wpy`` in a folder starts, and exit as they do, or if it is missing."""
+    """Run what wine can show with the Windows Python that ``wpy`` in a folder starts, and exit with its code."""
     if not (folder / "wpy").is_file():
         sys.exit(f"--windows: {folder / 'wpy'} is missing; name a folder with a script that starts Windows' Python.")
     places = [] if any(argument.startswith("tests") for argument in arguments) else UNDER_WINE
