@@ -141,9 +141,9 @@ def test_a_comparison_renders_with_them(lm: ovspec.LanguageModel, monkeypatch: p
     [
         (
             ("chat", "--chat-template-kwargs", "[1]"),
-            "'[1]' is not a JSON object, as '{\"enable_thinking\": false}' is.",
+            "'[1]' is neither a file nor a JSON object, as '{\"enable_thinking\": false}' is.",
         ),
-        (("chat", "--chat-template-kwargs", "think=no"), "is not a JSON object"),
+        (("chat", "--chat-template-kwargs", "think=no"), "is neither a file nor a JSON object"),
     ],
 )
 def test_what_the_commands_refuse(arguments: tuple[str, ...], sentence: str) -> None:

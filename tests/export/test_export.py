@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from conftest import CHECKPOINTS, PROMPTS, ROOT, Reference
 from conftest import DRAFT as SMALL
-from ovspec_export import Compression, export_pair
+from ovspec_export import Compression, convert, export_pair
 
 import ovspec
 from ovspec.setup.manifest import read_manifest
@@ -378,3 +380,11 @@ def test_code_that_transformers_has_itself_is_not_taken_from_the_checkpoint(tmp_
     text.write_text(PROMPTS[0])
     export_pair(str(source), None, tmp_path / "pair", draft_layers=1, evaluate=text, trust_remote_code=True)
     assert read_manifest(tmp_path / "pair")
+
+
+def test_ctrl_c_is_kept_from_the_worker_on_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which has no sessions of processes: ``start_new_session`` is ignored there."""
+    assert convert.own_group() == {"start_new_session": True} or sys.platform == "win32"
+    monkeypatch.setattr(convert, "sys", SimpleNamespace(platform="win32"))
+    monkeypatch.setattr(convert.subprocess, "CREATE_NEW_PROCESS_GROUP", 0x200, raising=False)
+    assert convert.own_group() == {"creationflags": 0x200}

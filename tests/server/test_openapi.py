@@ -20,7 +20,8 @@ from ovspec.openai.apis import TokenCount
 from ovspec.openai.messages.answer import Message
 
 PAGE, TOOLS_PAGE = (ROOT / "docs" / "how-to" / name for name in ("serve.md", "use-tools.md"))
-CURLS = [line.replace("\\\n", "") for line in re.findall(r"(?m)^curl (?:.*\\\n)*.*$", PAGE.read_text(encoding="utf-8"))]
+# Each with the JSON that it sends, which the page shows before.
+CURLS = re.findall(r"(?m)(?:^```json\n([^`]*)```\n+```sh\n)?^(curl .*)", PAGE.read_text(encoding="utf-8"))
 KEY = "the-key"
 CHAT = [{"role": "user", "content": "Hello"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"enum": [1]}}}}}
@@ -42,17 +43,17 @@ def guarded(start_here: StartHere) -> Running:
 
 
 @pytest.mark.skipif(not shutil.which("curl"), reason="curl isn't installed")
-@pytest.mark.parametrize("line", CURLS)
-def test_lines_of_the_docs(server: Running, guarded: Running, line: str, tmp_path: Path) -> None:
-    command, _, file = line.partition(" > ")
+@pytest.mark.parametrize(("sent", "line"), CURLS)
+def test_lines_of_the_docs(server: Running, guarded: Running, sent: str, line: str, tmp_path: Path) -> None:
+    (tmp_path / "request.json").write_text(sent, encoding="utf-8")
     where = guarded if "KEY" in line else server
-    words = [word.replace("http://127.0.0.1:8000", where.url).replace("KEY", KEY) for word in shlex.split(command)]
+    words = [word.replace("http://127.0.0.1:8000", where.url).replace("KEY", KEY) for word in shlex.split(line)]
     done = subprocess.run([*words, "--silent", "--fail"], capture_output=True, cwd=tmp_path, timeout=60, check=True)
-    found = json.loads(done.stdout)
+    found = json.loads((tmp_path / words[-1]).read_bytes() if "-o" in words else done.stdout)
     assert found.get("choices") or found["data"]
-    if "choice" in command:
+    if "choice" in sent:
         assert found["choices"][0]["text"] in ("yes", "no")
-    if file:
+    if "return_record" in sent:
         assert found["choices"][0]["record"]
 
 

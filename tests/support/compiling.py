@@ -83,7 +83,7 @@ def surroundings() -> Iterator[Any]:
     """Yield all that decides how a model is compiled and that a test may replace for a while."""
     yield Same(ov.Core.compile_model)
     yield tuple(os.environ.get(name) for name in ("ONEDNN_MAX_CPU_ISA", "OV_CPU_MAX_ISA"))
-    modules = [module for name, module in list(sys.modules.items()) if name.startswith("ovspec.ir.")]
+    modules = [module for name, module in sys.modules.copy().items() if name.startswith("ovspec.ir.")]
     for module in [*modules, engine_choice]:  # as lists: another thread may import meanwhile
         yield from (Same(value) for name, value in list(vars(module).items()) if not name.startswith("__"))
 
