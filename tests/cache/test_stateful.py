@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from ovspec.cache.sequence import EMPTY, Sequence, catch_up
 from ovspec.cache.stateful import RowByRow, StatefulDecoder
 from ovspec.ir.compile import compile_ir
 from ovspec.ir.device import EXACT_KV_PRECISIONS, DeviceOptions, compile_properties
+from ovspec.ir.request import Request
 from ovspec.setup.probing import probe_rollback
 
 TOKENS = st.lists(st.integers(3, 4095), max_size=6)
@@ -168,6 +170,28 @@ def test_states_are_set_once_a_request_has_run(
         other.reset(1)
         decoder.copy_to(other)
         assert np.allclose(other.feed([text[19:]], [1])[0], expected, atol=2e-3) == right
+
+
+def test_requests_of_the_same_width_are_parted_on_a_gpu(
+    make_decoder: Callable[..., StatefulDecoder], reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its plugin would compute with the other request's states."""
+    ran, infer = list[tuple[Request, int]](), Request.infer
+
+    def noting(self: Request, arrays: Any, logits_idx: np.ndarray) -> np.ndarray:
+        ran.append((self, arrays[0].shape[1]))
+        return infer(self, arrays, logits_idx)
+
+    monkeypatch.setattr(Request, "infer", noting)
+    decoders, texts = [make_decoder("mask") for _ in range(2)], [np.arange(20, 30), np.arange(60, 70)]
+    for decoder in decoders:
+        decoder.on_gpu = True
+    for cut in (slice(0, 7), slice(7, 8), slice(8, 10)):
+        for decoder, text in zip(decoders, texts, strict=True):
+            logits = decoder.feed([text[cut]], [1])[0]
+            np.testing.assert_allclose(logits[0], reference.logits(text[: cut.stop].tolist())[-1], atol=2e-3)
+    assert len(ran) == 9  # six, and one between each two of the same width
+    assert all(one[0] is other[0] or one[1] != other[1] for one, other in pairwise(ran))
 
 
 def test_texts_are_read_again_where_states_cannot_be_copied(
