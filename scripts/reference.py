@@ -7,7 +7,7 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from types import NoneType, SimpleNamespace, UnionType
 from typing import Any, Union, get_args, get_origin
@@ -147,14 +147,10 @@ def plural(kind: str) -> str:
 def signature(name: str, what: Any) -> str:
     """Return the call of a function in a code block."""
     made = inspect.signature(what)
-    if "Unpack" in str(what.__annotations__.get("options")):  # which have a table of their own
+    if "__signature__" in vars(what):  # its options have a table of their own
         own = [each for each in made.parameters.values() if each.kind is not each.KEYWORD_ONLY]
-        options = inspect.Parameter(
-            "options", inspect.Parameter.VAR_KEYWORD, annotation=what.__annotations__["options"]
-        )
-        made = made.replace(parameters=[*own, options])
-    text = str(made).replace("'", "").replace("self, ", "").replace("(self)", "()")
-    text = re.sub(r"Unpack\[(\w+)\]", r"\1", text).removesuffix(" -> None")
+        made = made.replace(parameters=[*own, inspect.Parameter("options", inspect.Parameter.VAR_KEYWORD)])
+    text = str(made).replace("'", "").replace("self, ", "").replace("(self)", "()").removesuffix(" -> None")
     return f"```text\n{name}{text}\n```"
 
 
@@ -166,14 +162,14 @@ def members(kind: type) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def option_table(table: dict[str, tuple[Any, Option]]) -> str:
+def option_table(table: Mapping[str, Option]) -> str:
     """Return a table of options with their types, defaults and help."""
     lines = ["| option | type | default | what it does |", "|---|---|---|---|"]
-    for name, (kind, option) in table.items():
-        usual = option.initially or ("False" if option.initial is False else "")
+    for name, option in table.items():
+        usual = option.default_in_words or ("False" if option.default is False else "")
         cells = (
             f"`{name}`",
-            f"`{type_name(kind)}`",
+            f"`{type_name(option.kind)}`",
             usual,
             markdown(" ".join(filter(None, (option.help, option.more)))),
         )

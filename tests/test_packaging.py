@@ -60,6 +60,10 @@ def test_type_checkers_read_the_wheel(tmp_path: Path, wheel: Path, checker: str)
     command = [sys.executable, "-m", checker, *options, "typed_program.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+    if checker == "pyright":  # mypy writes no defaults
+        lines = done.stdout.splitlines()
+        for option, functions in (("prompt: ", 1), ("temperature: float = 0", 2), ("device: str =", 1)):
+            assert sum(option in line for line in lines) == functions, done.stdout
 
 
 @pytest.mark.slow

@@ -15,7 +15,6 @@ from ovspec.api.loading import load
 from ovspec.api.model import LanguageModel
 from ovspec.ir.device import available_devices, machine_key
 from ovspec.ir.gpu import gpu_facts
-from ovspec.params.loading import LoadOptions
 from ovspec.setup.exactness import random_text
 
 PROMPT = "def first(items):\n    return items[0]\n\n\ndef second(items):\n    return items[1]\n\n\ndef third(items):\n"
@@ -23,7 +22,7 @@ TOKENS = 64
 WIDTHS, REPEATS, CONTEXT = (1, 2, 4, 8, 16), 5, 128
 
 
-def device_report(folder: Path, inspected: dict[str, dict[str, Any]], options: LoadOptions) -> dict[str, Any]:
+def device_report(folder: Path, inspected: dict[str, dict[str, Any]], options: dict[str, Any]) -> dict[str, Any]:
     """Return the machine, its devices, the models in ``folder`` as ``inspected``, timings and a text, as JSON values.
 
     The report names no files and no users.

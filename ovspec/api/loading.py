@@ -6,21 +6,22 @@ import os
 import re
 import textwrap
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any
 
 from ovspec.api.model import LanguageModel
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_text
 from ovspec.base.progress import note
 from ovspec.drafting.choice import EXPORTED, HEAD, SELF, DraftChoice, parse_draft
+from ovspec.drafting.drafter import Draft
 from ovspec.engine.runtime import Runtime
 from ovspec.ir.compile import check_ir_folder, proposes_only
 from ovspec.ir.device import DeviceOptions, check_device, check_threads
 from ovspec.ir.heads import is_head
-from ovspec.params.loading import LoadOptions, LoadParams, load_params
-from ovspec.params.option import documentation, takes
+from ovspec.params.loading import LOAD, LoadParams, load_params
+from ovspec.params.option import documentation, options_class, takes
 from ovspec.setup.manifest import DRAFT_FOLDER, Manifest, read_manifest, restore_backup
 from ovspec.setup.profile import load_with
 from ovspec.setup.proposers import load_draft, load_head
@@ -28,9 +29,6 @@ from ovspec.setup.tuning import tune_if_new
 from ovspec.text.chat_template import templates_in
 from ovspec.text.given_template import given_source
 from ovspec.text.pairing import check_same_vocabulary
-
-if TYPE_CHECKING:
-    from ovspec.drafting.choice import Draft
 
 
 def embedded_pair() -> Path:
@@ -53,11 +51,17 @@ def model_folder(model: str | Path | None) -> Path:
     return folder
 
 
-@takes(LoadOptions)
+@options_class
+class Arguments(LoadParams):
+    """The arguments of ``load``, as editors show them."""
+
+    model: str | Path | None = field(default=None, kw_only=False)
+    draft: Draft | Sequence[Draft] | None = field(default=None, kw_only=False)
+
+
+@takes(Arguments)
 def load(
-    model: str | Path | None = None,
-    draft: Draft | Sequence[Draft] | None = None,
-    **options: Unpack[LoadOptions],
+    model: str | Path | None = None, draft: Draft | Sequence[Draft] | None = None, **options: Any
 ) -> LanguageModel:
     """Load an exported model and return it as a ``LanguageModel``.
 
@@ -116,7 +120,7 @@ def load(
 
 
 load.__doc__ = f"""{load.__doc__}
-{textwrap.indent(documentation(LoadOptions), "    ")}
+{textwrap.indent(documentation(LOAD), "    ")}
 
     Raises:
         OvspecError: a file is missing or damaged, or an option is invalid here; the message says what to do.

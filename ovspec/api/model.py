@@ -9,8 +9,8 @@ import threading
 import weakref
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
-from typing import Any, Unpack, overload
+from dataclasses import field, replace
+from typing import Any, Generic, TypeVar, overload
 
 import numpy as np
 
@@ -27,8 +27,17 @@ from ovspec.engine.runtime import Prompt, Prompts, Runtime, is_batch
 from ovspec.engine.scoring import DEFAULT_CONTEXT, Perplexity, measure
 from ovspec.ir.memory import kv_bytes_per_token, recurrent_bytes
 from ovspec.params import UNSET, GenerateOptions, Params, refuse_retries
-from ovspec.params.option import takes
+from ovspec.params.option import method_takes, options_class
 from ovspec.setup.identity import compiled_properties
+
+P = TypeVar("P")
+
+
+@options_class
+class Arguments(GenerateOptions, Generic[P]):
+    """The arguments of calls that continue a prompt, as editors show them."""
+
+    prompt: P = field(kw_only=False)
 
 
 class LanguageModel:
@@ -89,11 +98,13 @@ class LanguageModel:
     # ------------------------------------------------------------ generating
 
     @overload
-    def generate(self, prompt: Prompts, **options: Unpack[GenerateOptions]) -> list[Result]: ...
+    @method_takes(Arguments[Prompts])
+    def generate(self, prompt: Any, **options: Any) -> list[Result]: ...
     @overload
-    def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Result: ...
-    @takes(GenerateOptions)
-    def generate(self, prompt: Any, **options: Unpack[GenerateOptions]) -> Result | list[Result]:
+    @method_takes(Arguments[Prompt])
+    def generate(self, prompt: Any, **options: Any) -> Result: ...
+    @method_takes(Arguments[Any])
+    def generate(self, prompt: Any, **options: Any) -> Result | list[Result]:
         """Continue ``prompt``, or each of a list of prompts as one batch.
 
         Args:
@@ -110,11 +121,13 @@ class LanguageModel:
         return [text for [text] in texts] if are_prompts(prompt) else texts[0][0]
 
     @overload
-    def samples(self, prompt: Prompts, **options: Unpack[GenerateOptions]) -> list[list[Result]]: ...
+    @method_takes(Arguments[Prompts])
+    def samples(self, prompt: Any, **options: Any) -> list[list[Result]]: ...
     @overload
-    def samples(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> list[Result]: ...
-    @takes(GenerateOptions)
-    def samples(self, prompt: Any, **options: Unpack[GenerateOptions]) -> list[Result] | list[list[Result]]:
+    @method_takes(Arguments[Prompt])
+    def samples(self, prompt: Any, **options: Any) -> list[Result]: ...
+    @method_takes(Arguments[Any])
+    def samples(self, prompt: Any, **options: Any) -> list[Result] | list[list[Result]]:
         """Return ``n`` continuations of ``prompt``, or of each of a list of prompts. Each prompt is read once.
 
         Greedy continuations are all the same; they differ with a temperature or a sampler.
@@ -130,8 +143,8 @@ class LanguageModel:
         texts = self._generate(prompt, params)
         return texts if are_prompts(prompt) else texts[0]
 
-    @takes(GenerateOptions)
-    def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> TextStream:
+    @method_takes(Arguments[Prompt])
+    def stream(self, prompt: Prompt, **options: Any) -> TextStream:
         """Continue one prompt piece by piece: ``for piece in lm.stream("def "): print(piece.text)``.
 
         Arguments and errors are those of ``generate``.
@@ -152,11 +165,13 @@ class LanguageModel:
     # ------------------------------------------------------------ for asyncio
 
     @overload
-    async def agenerate(self, prompt: Prompts, **options: Unpack[GenerateOptions]) -> list[Result]: ...
+    @method_takes(Arguments[Prompts])
+    async def agenerate(self, prompt: Any, **options: Any) -> list[Result]: ...
     @overload
-    async def agenerate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Result: ...
-    @takes(GenerateOptions)
-    async def agenerate(self, prompt: Any, **options: Unpack[GenerateOptions]) -> Result | list[Result]:
+    @method_takes(Arguments[Prompt])
+    async def agenerate(self, prompt: Any, **options: Any) -> Result: ...
+    @method_takes(Arguments[Any])
+    async def agenerate(self, prompt: Any, **options: Any) -> Result | list[Result]:
         """Continue ``prompt`` like ``generate``, in a thread that generates the texts of all such calls as one batch.
 
         The texts are those of ``generate``. A call that is cancelled leaves the batch.
@@ -175,13 +190,13 @@ class LanguageModel:
             if not again:
                 break
             for row in again.values():
-                row.limits = DraftLimits(None, params.lookahead)
+                row.limits = DraftLimits(None, params.most_proposed)
             for i, result in zip(again, await finished_results(engine, [*again.values()]), strict=True):
                 results[i] = result
         return results if are_prompts(prompt) else results[0]
 
-    @takes(GenerateOptions)
-    def astream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> AsyncTextStream:
+    @method_takes(Arguments[Prompt])
+    def astream(self, prompt: Prompt, **options: Any) -> AsyncTextStream:
         """Continue one prompt piece by piece: ``async for piece in lm.astream("def "): print(piece.text)``.
 
         Arguments and errors are those of ``agenerate``.
@@ -190,7 +205,7 @@ class LanguageModel:
         refuse_retries(params, "a stream, whose text is seen before it ends")
         return AsyncTextStream(functools.partial(self._join, [prompt], params))
 
-    def _shared(self, options: GenerateOptions) -> Params:
+    def _shared(self, options: dict[str, Any]) -> Params:
         """Return the params of a call whose texts share a batch with others."""
         params = self._single(options)
         if params.batch_size != UNSET.batch_size:
@@ -206,10 +221,10 @@ class LanguageModel:
                 self._engine, self._end_engine = engine, weakref.finalize(self, engine.end)
         rows = [row for each in prompts for row in engine.runtime.rows(each, params)]
         for row in rows:
-            row.limits = DraftLimits(None, params.lookahead)
+            row.limits = DraftLimits(None, params.most_proposed)
         return engine, rows
 
-    def _single(self, options: GenerateOptions) -> Params:
+    def _single(self, options: dict[str, Any]) -> Params:
         params = self.runtime.params(options)
         if params.n != 1:
             raise OvspecError(f"`n` is {params.n}; call samples() for several texts of a prompt.")

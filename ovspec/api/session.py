@@ -6,7 +6,7 @@ import itertools
 from collections import abc
 from dataclasses import replace
 from pathlib import Path
-from typing import Unpack
+from typing import Any
 
 import numpy as np
 
@@ -18,8 +18,9 @@ from ovspec.engine.row import Row, TextStream
 from ovspec.engine.runtime import Decoders, Prompt, Runtime, Variables, is_chat, with_seed
 from ovspec.engine.scheduler import Scheduler, run_rows
 from ovspec.engine.scoring import Score, Selection, check_choices, score_texts
-from ovspec.params import GenerateOptions, check_option, refuse_in_session, refuse_variables
-from ovspec.params.option import takes
+from ovspec.params import GENERATE, GenerateOptions, refuse_in_session, refuse_variables
+from ovspec.params.option import method_takes
+from ovspec.params.values import check
 from ovspec.text.chat_format import begun_answer
 from ovspec.text.chat_template import Message
 
@@ -128,8 +129,8 @@ class Session:
 
     # ------------------------------------------------------------ generating
 
-    @takes(GenerateOptions)
-    def stream(self, **options: Unpack[GenerateOptions]) -> TextStream:
+    @method_takes(GenerateOptions)
+    def stream(self, **options: Any) -> TextStream:
         """Continue this session's text like ``LanguageModel.stream``; ``heal`` is on by default for appended text."""
         params = with_seed(self.runtime.params(options))
         refuse_in_session(params)
@@ -165,8 +166,8 @@ class Session:
         self._stream = TextStream(pieces(), row, end)
         return self._stream
 
-    @takes(GenerateOptions)
-    def generate(self, **options: Unpack[GenerateOptions]) -> Result:
+    @method_takes(GenerateOptions)
+    def generate(self, **options: Any) -> Result:
         """Continue this session's text like ``LanguageModel.generate``; the text grows by what is generated."""
         return self.stream(**options).result()
 
@@ -283,7 +284,7 @@ class Session:
         """
         if len(self.sequence) and not self._messages:
             raise OvspecError("Chat messages can't follow a text that isn't a chat; start another session.")
-        check_option("chat_template_kwargs", self.chat_template_kwargs)
+        check(self.chat_template_kwargs, GENERATE["chat_template_kwargs"])
         chat, tokenizer = [*self.messages, *messages], self.runtime.tokenizer
         text = self.runtime.chat_format.prompt(chat, variables=self.chat_template_kwargs)
         kept = without_eos(self.sequence.tokens, self.runtime.generation_config.eos_ids)

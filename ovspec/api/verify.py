@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from ovspec.drafting.drafter import RowStep
 from ovspec.engine.results import FUNCTIONS, Origin, Provenance, Result
 from ovspec.engine.row import Row
 from ovspec.engine.runtime import Runtime
-from ovspec.params import GENERATE, GenerateOptions, Params, make_params
+from ovspec.params import GENERATE, Params, make_params
 
 CHUNK = 128  # positions whose logits are held at a time
 
@@ -191,7 +191,7 @@ def params_from_json(options: dict[str, Any]) -> Params:
     known = {name: value for name, value in options.items() if name in GENERATE and name not in FUNCTIONS}
     if "logit_bias" in known:
         known["logit_bias"] = {int(token): float(bias) for token, bias in known["logit_bias"].items()}
-    return replace(make_params(cast(GenerateOptions, known)), **functions)
+    return replace(make_params(known), **functions)
 
 
 def text_of(data: Any) -> str:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ovspec.cli.loading import load
 from ovspec.cli.options import (
     chat_option,
     check_chat,
     generate_options,
-    load,
     refuse,
     refuse_no_tokens,
     split_options,
@@ -114,8 +114,8 @@ def batch(
     if Path(output).is_file():
         refuse(Path(output).resolve() == Path(file).resolve(), f"{output} is the input file; name another --output.")
         refuse(not overwrite, f"{output} already exists; name another --output, or add --overwrite.")
-    loading, options = split_options(others)
-    refuse_no_tokens(options, "A batch")
+    loading, params = split_options(others)
+    refuse_no_tokens(params, "A batch")
 
     from ovspec.openai.batch_file import run_file
     from ovspec.openai.batch_requests import as_chat, read_requests, requests_of
@@ -136,9 +136,9 @@ def batch(
                 if isinstance(template := loading.get("chat_template"), Path):  # which isn't on other machines
                     loading["chat_template"] = text_in(template)
                 ways: Any = {"cpus": cpus_per_worker, "mixed": mixed, "overwrite": overwrite, "change": change}
-                found = run_on_cluster(source, output, folder, draft, loading, options, **ways, note=report.note)
+                found = run_on_cluster(source, output, folder, draft, loading, params, **ways, note=report.note)
         else:
-            found = run_file(load(folder, **loading), source, Path(output), options, report.note)  # type: ignore[typeddict-item]
+            found = run_file(load(folder, **loading), source, Path(output), params, report.note)
     except KeyboardInterrupt:
         report.clear()
         kept = "" if "://" in output else f" kept in {output}.partial"

@@ -6,7 +6,8 @@ from typing import Any
 
 import click
 
-from ovspec.cli.options import load, options_of, refuse, runtime_options, text_in
+from ovspec.cli.loading import load
+from ovspec.cli.options import options_of, refuse, runtime_options, text_in
 from ovspec.cli.path_type import PATH
 from ovspec.params import GENERATE
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ import click
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.interrupts import EndSignal, end_on_signals, leave, undisturbed
+from ovspec.cli.loading import load as load_model
 from ovspec.cli.options import (
     CHAT_MAX_TOKENS,
     STATS,
@@ -24,13 +25,13 @@ from ovspec.cli.options import (
     split_options,
     stats_option,
 )
-from ovspec.cli.options import load as load_model
 from ovspec.cli.path_type import PATH
 from ovspec.drafting.choice import EXPORTED, DraftChoice
 
 if TYPE_CHECKING:
     from ovspec.api.session import Mark, Session
     from ovspec.engine.results import Result
+    from ovspec.params import Params
 
 QUOTES = '"""'  # around a message of several lines
 
@@ -73,21 +74,23 @@ def chat(
 
     given = {name: value for name, value in others.items() if value is not None}
     recommended = recommended_sampling(model_folder(folder), given)
-    loading, options = split_options(given | recommended)
-    refuse_no_tokens(options, "A chat")
-    options.setdefault("max_tokens", CHAT_MAX_TOKENS)
+    loading, params = split_options(given | recommended)
+    refuse_no_tokens(params, "A chat")
+    if params.max_tokens is None:
+        params = replace(params, max_tokens=CHAT_MAX_TOKENS)
 
     from ovspec.cli import output
 
-    check_grammar(options)
+    check_grammar(params)
     lm = load_model(folder, session=session, chat="continue a text with 'ovspec generate'", **loading)
-    variables = options.pop("chat_template_kwargs", None)
+    variables = params.chat_template_kwargs
     with lm.session(context, variables) as opened:
         output.show_context(lm, context)
         if recommended:
             words = sampling_in_words(recommended)
             note(f"Sampling as the model recommends: {words}; --temperature 0 for greedy.")
-        talk = Chat(opened, options, stats, context or lm.target.ir.context_length, variables)
+        most = context or lm.target.ir.context_length
+        talk = Chat(opened, replace(params, chat_template_kwargs=None), stats, most, variables)
         if session and session.exists():
             load(talk, session)
         if system is not None:
@@ -109,7 +112,7 @@ class Chat:
     """A running chat."""
 
     session: Session
-    options: dict[str, Any]
+    params: Params
     stats: str | None
     context: int | None  # tokens that it may grow to
     variables: Mapping[str, Any] | None  # those of the chat template that were given, not loaded with a chat
@@ -184,7 +187,7 @@ def say(talk: Chat) -> None:
 
     if talk.context and len(talk.session) >= talk.context:
         raise OvspecError(f"The context of {talk.context} tokens is full; use /undo or /reset to make room.")
-    stream = talk.session.stream(**talk.options)
+    stream = talk.session.stream(sampling=talk.params)
     try:
         talk.last, _ = output.run(stream, show=True)
         click.echo()

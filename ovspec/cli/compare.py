@@ -1,7 +1,7 @@
 """``ovspec generate --compare``: the text without and with speculation, whether both are equal, and the speed-up."""
 
 import json
-import secrets
+from dataclasses import replace
 from typing import Any
 
 import click
@@ -10,22 +10,23 @@ from ovspec.api.comparison import Comparison, Pair, compare_turns, rotated, turn
 from ovspec.api.model import LanguageModel
 from ovspec.base.progress import step
 from ovspec.cli import output
+from ovspec.engine.runtime import with_seed
+from ovspec.params import Params
 
 
-def compare(lm: LanguageModel, prompt: Any, options: dict[str, Any], stats: str | None, as_json: bool) -> bool:
+def compare(lm: LanguageModel, prompt: Any, params: Params, stats: str | None, as_json: bool) -> bool:
     """Print both texts, then time both ways in turns and print the speed-up; return whether the texts are equal.
 
     Ctrl-C while the turns run ends them; what was measured until then is shown.
     """
-    if options.get("temperature") and "seed" not in options:
-        options = options | {"seed": secrets.randbits(32)}
-    if "chat_template_kwargs" in options:  # render once
-        prompt = lm.runtime.encode(prompt, variables=options["chat_template_kwargs"]).tolist()
-        options = {name: value for name, value in options.items() if name != "chat_template_kwargs"}
-    ways: dict[str, dict[str, Any]] = {"plain": options | {"lookahead": 0}, "speculative": options}
+    params = with_seed(params)
+    if params.chat_template_kwargs is not None:  # render once
+        prompt = lm.runtime.encode(prompt, variables=params.chat_template_kwargs).tolist()
+        params = replace(params, chat_template_kwargs=None)
+    ways = {"plain": replace(params, lookahead=0), "speculative": params}
     first = show_texts(lm, prompt, ways, as_json)
     turns, interrupted = timed(lm, prompt, ways)
-    found = compare_turns(lm, prompt, first, turns, logits=not options.get("heal"))
+    found = compare_turns(lm, prompt, first, turns, logits=not params.heal)
     if as_json:
         print_object(lm, found, stats)
     else:
@@ -35,13 +36,13 @@ def compare(lm: LanguageModel, prompt: Any, options: dict[str, Any], stats: str 
     return not found.parting
 
 
-def show_texts(lm: LanguageModel, prompt: Any, ways: dict[str, dict[str, Any]], as_json: bool) -> Pair:
+def show_texts(lm: LanguageModel, prompt: Any, ways: dict[str, Params], as_json: bool) -> Pair:
     """Print both texts as they come. They aren't timed: kernels are made, and the lookahead learns what pays."""
     results = []
-    for name, given in ways.items():
+    for name, params in ways.items():
         if not as_json:
             output.heading(name)
-        result, interrupted = output.run(lm.stream(prompt, **given), show=not as_json)
+        result, interrupted = output.run(lm.stream(prompt, sampling=params), show=not as_json)
         if not as_json:
             click.echo()
         if interrupted:
@@ -50,13 +51,13 @@ def show_texts(lm: LanguageModel, prompt: Any, ways: dict[str, dict[str, Any]], 
     return results[0], results[1]
 
 
-def timed(lm: LanguageModel, prompt: Any, ways: dict[str, dict[str, Any]]) -> tuple[list[Pair], bool]:
+def timed(lm: LanguageModel, prompt: Any, ways: dict[str, Params]) -> tuple[list[Pair], bool]:
     """Return (the results of each turn, whether Ctrl-C ended them)."""
     pairs = list[Pair]()
     try:
         for turn in turns_within():
             with step(f"timing both in turns, turn {turn + 1}"):
-                results = {name: lm.generate(prompt, **ways[name]) for name in rotated(list(ways), turn)}
+                results = {name: lm.generate(prompt, sampling=ways[name]) for name in rotated(list(ways), turn)}
             pairs.append((results["plain"], results["speculative"]))
     except KeyboardInterrupt:
         if not pairs:

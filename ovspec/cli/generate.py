@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import click
 from ovspec.base.errors import OvspecError
 from ovspec.base.interrupts import EndSignal, end_on_signals, leave, undisturbed
 from ovspec.base.progress import on_terminal
+from ovspec.cli.loading import load
 from ovspec.cli.options import (
     StatsCommand,
     chat_option,
@@ -18,7 +20,6 @@ from ovspec.cli.options import (
     check_grammar,
     context_option,
     generate_options,
-    load,
     refuse,
     refuse_no_tokens,
     session_option,
@@ -99,17 +100,17 @@ def generate(
     refuse(system is not None and goes_on, "--system works only when a chat begins; name another --session.")
     refuse(prefill is not None and not chat, "--prefill needs --chat.")
     refuse(chat and token_ids is not None, "--chat needs a text, not --token-ids.")
-    loading, options = split_options(others)
+    loading, params = split_options(others)
     refuse("chat_template" in loading and not chat, "--chat-template needs --chat.")
-    refuse("logprobs" in options and not as_json, "--logprobs needs --json.")
-    several = options.get("n", 1) > 1 or options.get("retries")
+    refuse(params.logprobs is not None and not as_json, "--logprobs needs --json.")
+    several = params.n > 1 or params.retries
     if compare:
         refuse(not draft, "--compare needs a draft; leave --draft none out.")
-        rejection = options.get("accept") == "rejection"
+        rejection = params.accept == "rejection"
         refuse(rejection, "--compare needs the same text with and without a draft; leave --accept rejection out.")
-        refuse(options.get("lookahead") == 0, "--compare needs a --lookahead of at least 1.")
+        refuse(params.lookahead == 0, "--compare needs a --lookahead of at least 1.")
         refuse(several, "--compare needs a single text; leave --samples and --retries out.")
-        refuse_no_tokens(options, "--compare")
+        refuse_no_tokens(params, "--compare")
     lasting = "--session" if session else "--context"
     refuse((session or context) and compare, f"{lasting} can't be combined with --compare.")
     refuse((session or context) and several, f"{lasting} needs a single text; leave --samples and --retries out.")
@@ -119,10 +120,11 @@ def generate(
     from ovspec.cli.compare import compare as compare_both
 
     model_folder(folder)  # what isn't a model is refused before a prompt is read
-    check_grammar(options)
+    check_grammar(params)
     prompt = read_prompt(text, prompt_option, prompt_file, token_ids, needed=not goes_on)
     refuse(prefill is not None and prompt is None, "--prefill needs a prompt to answer.")
-    refuse("chat_template_kwargs" in options and prompt is None, "--chat-template-kwargs needs a prompt to render.")
+    variables = params.chat_template_kwargs
+    refuse(variables is not None and prompt is None, "--chat-template-kwargs needs a prompt to render.")
     if chat and prompt is not None:
         messages = [{"role": "system", "content": system}] if system is not None else []
         prompt = [*messages, {"role": "user", "content": prompt}]
@@ -134,24 +136,24 @@ def generate(
         loading.setdefault("cache_memory", 0)  # each turn reads its prompt
     lm = load(folder, session=session, chat="leave --chat out" if chat else None, **loading)
     if compare:
-        if not compare_both(lm, prompt, options, stats, as_json):
+        if not compare_both(lm, prompt, params, stats, as_json):
             sys.exit(1)
     elif several:
-        output.samples(lm, prompt, options, stats, as_json)
+        output.samples(lm, prompt, params, stats, as_json)
         suggest_chat(lm, typed)
     else:
         with lm.session(context) as opened:
             output.show_context(lm, context)
             if session and goes_on:
                 opened.load(session)
-            variables = options.pop("chat_template_kwargs", None)
             if prompt is not None:
                 opened.chat_template_kwargs = variables or opened.chat_template_kwargs
                 opened.append(prompt)
-            options["heal"] = bool(options.get("heal"))  # in a session it would be on by default
+            # Healing would be on by default in a session, which has rendered the chat already.
+            params = replace(params, heal=bool(params.heal), chat_template_kwargs=None)
             ended, before, whole = end_on_signals() if session else EndSignal(), len(opened), False
             try:
-                interrupted = output.generate(lm, opened.stream(**options), stats, as_json)
+                interrupted = output.generate(lm, opened.stream(sampling=params), stats, as_json)
                 whole = True
             finally:
                 if session and (whole or len(opened) > before):

@@ -1,4 +1,4 @@
-"""What commands share: options made from the declarations in ``ovspec.params``, and how they load a model."""
+"""The options that commands share, made of the declarations in ``ovspec.params``."""
 
 from __future__ import annotations
 
@@ -6,25 +6,23 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_origin
+from typing import Any, get_origin
 
 import click
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_text
-from ovspec.base.progress import step
 from ovspec.cli import in_flags
 from ovspec.cli.path_type import FILE
 from ovspec.drafting.choice import EXPORTED, DraftChoice, names_drafters, parse_draft
-from ovspec.params import GENERATE, GRAMMARS, RECOMMENDED, make_params
+from ovspec.params import FINITE, GENERATE, RECOMMENDED, Params, make_params
 from ovspec.params.loading import LOAD, RUNTIME
-from ovspec.params.option import LARGEST, Option, alternatives, choices_of, is_repeatable
-
-if TYPE_CHECKING:
-    from ovspec.api.model import LanguageModel
+from ovspec.params.option import Option, alternatives, choices_of, is_repeatable
+from ovspec.params.values import from_text, item_kind, problem
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
+NUMBERS = {int: "integer", float: "float"}  # click's names
 # (command, option) -> the default that a command sets itself, in words.
 CHAT_MAX_TOKENS = 1024
 DEFAULTS = {("chat", name): usual for name, usual in {"max_tokens": str(CHAT_MAX_TOKENS), **RECOMMENDED}.items()}
@@ -45,26 +43,33 @@ class Parsed(click.ParamType):
             self.fail(str(error), param, ctx)
 
 
-def click_type(kind: Any, option: Option) -> click.ParamType:
-    """Return the click type of one value."""
-    if option.parse:
-        return Parsed(option.parse, option.metavar or "TEXT")
-    if choices := choices_of(kind):
-        return click.Choice(choices)
-    each = alternatives(kind)
-    inner = [one.__args__[0] for one in each if get_origin(one)] or each
-    if (limits := option.limits) and limits.least > -LARGEST and limits.special is None:
-        most = limits.most if limits.most < LARGEST else None
-        if float in inner:
-            return click.FloatRange(limits.least, most, min_open=limits.above)
-        return click.IntRange(int(limits.least), None if most is None else int(most))
-    return click.INT if int in inner else click.FLOAT if float in inner else click.STRING
+class OptionValue(click.ParamType):
+    """One value of a declared option, which is checked as in Python."""
+
+    def __init__(self, option: Option) -> None:
+        self._option, self._kind = option, item_kind(option.kind)
+        self.name = next((name for number, name in NUMBERS.items() if number in alternatives(self._kind)), "text")
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not isinstance(value, str):
+            return value
+        try:
+            value = self._option.parse(value) if self._option.parse else from_text(value, self._kind)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+        if wrong := problem(value, self._kind, self._option.limits):
+            flag = max(param.opts, key=len) if param else self._option.name
+            raise click.UsageError(f"{flag} {wrong}.", ctx)
+        return value
 
 
-def click_option(name: str, kind: Any, option: Option) -> Decorator:
+def click_option(option: Option) -> Decorator:
     """Return the command-line option of a declaration."""
+    name, kind = option.name, option.kind
     flags = option.flags or (f"--{name.replace('_', '-')}",)
-    help = option.help + f"  [default: {option.initially}]" * bool(option.initially)
+    notes = [f"default: {option.default_in_words}"] if option.default_in_words else []
+    notes += [option.limits.words] if option.limits and option.limits != FINITE else []
+    help = "  ".join([option.help, *(f"[{note}]" for note in notes)])
     if "/" in flags[0]:  # --yes/--no
         return click.option(*flags, name, default=None, help=help)
     if bool in alternatives(kind) and not option.parse:
@@ -72,10 +77,12 @@ def click_option(name: str, kind: Any, option: Option) -> Decorator:
         return click.option(*flags, name, is_flag=True, flag_value=not negated, default=None, help=help)
     more: dict[str, Any] = {}
     if is_repeatable(kind):
-        made = merged if any(get_origin(each) is Mapping for each in alternatives(kind)) else list
-        more = {"multiple": True, "callback": lambda ctx, param, values: made(values) or None}  # noqa: ARG005
+        collect = merged if any(get_origin(member) is Mapping for member in alternatives(kind)) else list
+        more = {"multiple": True, "callback": lambda ctx, param, values: collect(values) or None}  # noqa: ARG005
         help += " May be repeated."
-    return click.option(*flags, name, type=click_type(kind, option), metavar=option.metavar, help=help, **more)
+    choices = choices_of(kind)
+    metavar = option.metavar or (f"[{'|'.join(choices)}]" if choices else None)
+    return click.option(*flags, name, type=OptionValue(option), metavar=metavar, help=help, **more)
 
 
 def merged(values: Sequence[Mapping[Any, Any]]) -> dict[Any, Any]:
@@ -83,15 +90,14 @@ def merged(values: Sequence[Mapping[Any, Any]]) -> dict[Any, Any]:
     return {name: value for each in values for name, value in each.items()}
 
 
-def options_of(table: dict[str, tuple[Any, Option]]) -> Decorator:
+def options_of(table: Mapping[str, Option]) -> Decorator:
     """Return a decorator that adds the options of a table to a command."""
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
-        for name, (kind, option) in reversed(table.items()):
-            here = not option.commands or command.__name__ in option.commands
-            option = replace(option, usual=DEFAULTS.get((command.__name__, name), option.usual))
-            if option.flags != () and here:
-                command = click_option(name, kind, option)(command)
+        for name, option in reversed([*table.items()]):
+            if option.flags != () and (not option.commands or command.__name__ in option.commands):
+                usual = DEFAULTS.get((command.__name__, name), option.usual)
+                command = click_option(replace(option, usual=usual))(command)
         return command
 
     return decorate
@@ -198,57 +204,33 @@ def check_chat(chat: bool | None, system: str | None, heal: bool | None) -> None
     refuse(chat and heal, "--heal can't be combined with a chat: after a chat template there is nothing to heal.")
 
 
-def split_options(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the given ``generate_options`` as keywords (for ``load``, for ``generate``)."""
+def split_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], Params]:
+    """Return the given ``generate_options`` as (keywords for ``load``, params for ``generate``)."""
     given = {name: value for name, value in values.items() if value is not None}
     if isinstance(draft := given.get("draft"), str):
         raise click.UsageError(
             f"--draft {draft}: no such folder; name the folder of a draft, lookup, head, self or none."
         )
-    options = {name: value for name, value in given.items() if name in GENERATE}
     loading = {name: value for name, value in given.items() if name not in GENERATE}
     try:
-        params = make_params(options)  # type: ignore[arg-type]
+        params = make_params({name: value for name, value in given.items() if name in GENERATE})
     except OvspecError as error:
         raise click.UsageError(in_flags(error)) from None
     refuse(params.accept == "rejection" and not params.temperature, "--accept rejection needs a --temperature above 0.")
     proposes = params.grammar_option or draft or (draft is None and given.get("arithmetic") != "fast")
     alone = params.lookahead is not None and not proposes
     refuse(alone, "--lookahead needs --draft, or a grammar, whose forced tokens are proposed.")
-    return loading, options
+    return loading, params
 
 
-def refuse_no_tokens(options: Mapping[str, Any], what: str) -> None:
+def refuse_no_tokens(params: Params, command: str) -> None:
     """Raise click.UsageError if only the prompt would be read, where that is of no use."""
-    refuse(options.get("max_tokens") == 0, f"{what} needs a --max-tokens of at least 1, or -1: 0 only reads a prompt.")
+    refuse(params.max_tokens == 0, f"{command} needs a --max-tokens of at least 1, or -1: 0 only reads a prompt.")
 
 
-def check_grammar(options: Mapping[str, Any]) -> None:
+def check_grammar(params: Params) -> None:
     """Raise OvspecError for a grammar that no model could use."""
-    if options.keys() & {*GRAMMARS}:
+    if params.grammar_option:
         from ovspec.sampling.constraint_maker import grammar_of
 
-        grammar_of(make_params(options))  # type: ignore[arg-type]
-
-
-def load(
-    folder: Path | None, *draft: Any, session: Path | None = None, chat: str | None = None, **options: Any
-) -> LanguageModel:
-    """Return ``ovspec.load(folder, *draft, **options)``; refuse a wrong session or a missing chat template first.
-
-    chat: what to do for a model without a template, if there is to be a chat.
-    """
-    with step(f"{folder or 'demo pair'}: loading"):
-        import ovspec
-        from ovspec.api.loading import model_folder
-        from ovspec.api.session_file import check_session
-        from ovspec.text.chat_template import chat_template, templates_in
-
-        if session and session.exists():
-            check_session(session, model_folder(folder))
-        if chat and "chat_template" not in options:
-            if not templates_in(model_folder(folder)):
-                told = f"{folder}: a base model, which has no chat template; {chat}, or name a `chat_template`."
-                raise OvspecError(told)
-            chat_template(model_folder(folder))
-        return ovspec.load(folder, *draft, **options)
+        grammar_of(params)

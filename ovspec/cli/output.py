@@ -14,6 +14,7 @@ from ovspec.api.verify import record_as_json
 from ovspec.base.interrupts import HeldInterrupts
 from ovspec.base.progress import step
 from ovspec.engine.results import Piece, Result, said_as_json
+from ovspec.params import Params
 
 
 def generate(lm: LanguageModel, stream: TextStream, stats: str | None, as_json: bool) -> bool:
@@ -31,10 +32,10 @@ def show_context(lm: LanguageModel, context: int | None) -> None:
         click.echo(f"context: {context} tokens, about {lm.cache_bytes(context) / 1e6:.0f} MB of KV cache", err=True)
 
 
-def samples(lm: LanguageModel, prompt: Any, options: dict[str, Any], stats: str | None, as_json: bool) -> None:
+def samples(lm: LanguageModel, prompt: Any, params: Params, stats: str | None, as_json: bool) -> None:
     """Print whole texts for one prompt, if there are several each under a heading."""
     with step("generating"):
-        results = lm.samples(prompt, **options)
+        results = lm.samples(prompt, sampling=params)
     several = len(results) > 1
     if as_json:
         found = [as_dict(lm, result) for result in results]

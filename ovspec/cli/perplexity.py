@@ -6,7 +6,8 @@ from typing import Any
 import click
 
 from ovspec.base.progress import step
-from ovspec.cli.options import load, target_options, text_in
+from ovspec.cli.loading import load
+from ovspec.cli.options import target_options, text_in
 from ovspec.cli.path_type import PATH
 
 

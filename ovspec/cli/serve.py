@@ -4,9 +4,9 @@ from typing import Any
 import click
 
 from ovspec.base.errors import OvspecError
-from ovspec.cli.options import draft_option, load, options_of, split_options
+from ovspec.cli.loading import load
+from ovspec.cli.options import draft_option, options_of, split_options
 from ovspec.cli.path_type import PATH
-from ovspec.params import check
 from ovspec.params.loading import LOAD
 from ovspec.params.serving import SERVE, ServeParams
 
@@ -31,10 +31,7 @@ def serve(folder: Path | None, **others: Any) -> None:
       ovspec serve my-pair
       ovspec serve my-pair --draft lookup,draft --api-key-file keys.txt --host 0.0.0.0
     """
-    given = {name: value for name, value in others.items() if name in SERVE and value is not None}
-    for name, value in given.items():
-        check(name, value, *SERVE[name])
-    options = ServeParams(**given)
+    options = ServeParams(**{name: value for name, value in others.items() if name in SERVE and value is not None})
     loading, _ = split_options({name: value for name, value in others.items() if name not in SERVE})
     try:
         from ovspec.server.server import check_options, keys_of, open_socket

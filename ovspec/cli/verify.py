@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ovspec.base.progress import step
-from ovspec.cli.options import load, refuse, target_options, text_in
+from ovspec.cli.loading import load
+from ovspec.cli.options import refuse, target_options, text_in
 from ovspec.cli.path_type import PATH
 
 if TYPE_CHECKING:

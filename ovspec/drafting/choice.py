@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ovspec.base.errors import OvspecError
 
 if TYPE_CHECKING:
-    from ovspec.drafting.drafter import Drafter
+    from ovspec.drafting.drafter import Draft, Drafter
 
 # The draft exported with the target: any, one made of the target's layers, or an EAGLE-3 head.
 EXPORTED, SELF, HEAD = "draft", "self", "head"
@@ -35,10 +35,6 @@ class DraftChoice:
 
     def __bool__(self) -> bool:
         return self.lookup or self.own is not None or self.model is not None
-
-
-if TYPE_CHECKING:
-    Draft = bool | str | Path | DraftChoice | Drafter | Callable[[], Drafter]
 
 
 def parse_draft(draft: Draft | Sequence[Draft] | None) -> DraftChoice | None:

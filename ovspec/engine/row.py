@@ -199,7 +199,7 @@ class Row:
         self.stats.generated_tokens = len(self.token_ids)
         logprobs = None
         if self.logprobs is not None:
-            tops = self.params.logprobs
+            tops = self.params.logprobs or 0
             logprobs = [token_logprob(step.logits[index], tokens[index], tops) for index in range(first, used)]
             self.logprobs += logprobs
         sources = ["forced"] * len(step.forced) + [step.proposal.source] * step.accepted

@@ -38,7 +38,7 @@ from ovspec.ir.compile import MODEL_FILE, CompiledIR
 from ovspec.ir.device import may_use_gpu
 from ovspec.ir.gpu import free_at_exit
 from ovspec.ir.memory import WORTH_CHECKING, check_memory, kv_bytes_per_token, recurrent_bytes, token_room
-from ovspec.params import GenerateOptions, Params, make_params, refuse_variables, refuse_without_chat
+from ovspec.params import Params, make_params, refuse_variables, refuse_without_chat
 from ovspec.sampling.constraint import Constraints
 from ovspec.sampling.constraint_maker import ConstraintMaker
 from ovspec.sampling.samplers import DraftVocabulary, sampler_of
@@ -329,7 +329,7 @@ class Runtime:
 
     # ------------------------------------------------------------ params
 
-    def params(self, options: GenerateOptions) -> Params:
+    def params(self, options: Mapping[str, Any]) -> Params:
         """Return the params of a call from Python's keywords, complete; see ``complete``."""
         return self.complete(make_params(options))
 
@@ -345,7 +345,8 @@ class Runtime:
         for name, ids in (("logit_bias", params.logit_bias), ("stop_ids", params.stop_ids)):
             if len(ids) and (unknown := self.tokenizer.known.first_unknown(np.array(list(ids)))) is not None:
                 raise OvspecError(f"`{name}`: token id {str(unknown)[:20]} is not in the vocabulary.")
-        config, found = self.generation_config.values, {"lookahead": None if lookahead == "auto" else lookahead}
+        config = self.generation_config.values
+        found: dict[str, Any] = {"lookahead": None if lookahead == "auto" else lookahead}
         if params.repetition_penalty is None:
             found["repetition_penalty"] = config.repetition_penalty
         if params.min_tokens is None and config.min_new_tokens:
@@ -489,7 +490,7 @@ class Runtime:
             decoders.lookaheads = {kind: Lookahead(None, costs, steps) for kind in (False, True)}
         lookahead = decoders.lookaheads[params.sampled]
         if params.lookahead is not None:
-            lookahead = Lookahead(params.lookahead, lookahead.target, lookahead.draft)
+            lookahead = Lookahead(params.most_proposed, lookahead.target, lookahead.draft)
         return decoders.drafter, lookahead
 
     def run(

@@ -10,7 +10,6 @@ import numpy as np
 from ovspec.api.loading import load
 from ovspec.api.model import LanguageModel
 from ovspec.base.errors import OvspecError
-from ovspec.params import GenerateOptions
 from ovspec.sampling.samplers import SampleFunction
 
 
@@ -40,14 +39,14 @@ class GPTFastModel:
             raise OvspecError(f"cur_tokens has the shape {prompt.shape}; it must be (1, n) or (n,).")
         if sampling_kwargs and not self._sample_function:
             raise OvspecError(f"{', '.join(sampling_kwargs)}: this needs a sample_function; give one to gpt_fast().")
-        options = GenerateOptions(
+        result = self.model.generate(
+            prompt,
             max_tokens=max_tokens,
             ignore_eos=True,
             lookahead=speculate_k,
             sampler=self._sample_function,
             sampler_options=sampling_kwargs,
         )
-        result = self.model.generate(prompt, **options)
         return np.concatenate((prompt, result.token_ids))[None]
 
 

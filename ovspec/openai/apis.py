@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field
 
 from ovspec.openai import bodies
-from ovspec.openai.answers import Answer, ChatCompletion, ChunkWriter, Completion, whole
+from ovspec.openai.answers import Answer, ChatCompletion, ChunkWriter, Completion, head_of, whole
 from ovspec.openai.bodies import ChatRequest, CompletionRequest
 from ovspec.openai.infill import InfillAnswers, InfillRequest, InfillWriter, read_infill, whole_infill
 from ovspec.openai.messages.answer import Message, MessageWriter, whole_message
@@ -43,6 +43,10 @@ class TextApi:
     whole: Callable[..., BaseModel]
     writer: Callable[..., Writer]
     counts: dict[str, Any] = field(default_factory=dict)
+
+    def head(self, model: str) -> dict[str, Any]:
+        """Return the head of an answer by a model of this name."""
+        return head_of(self.prefix, model)
 
 
 APIS = {

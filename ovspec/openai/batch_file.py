@@ -18,7 +18,7 @@ from ovspec.base.errors import OvspecError
 from ovspec.base.files import check_name, write_atomically, writing
 from ovspec.openai.batch_requests import BatchRequest
 from ovspec.openai.batch_run import BatchRun, tokens_of
-from ovspec.params import GRAMMARS, ONLY_SPEED, GenerateOptions, Params
+from ovspec.params import GRAMMARS, ONLY_SPEED, Params
 from ovspec.sampling.constraint_maker import grammar_of
 from ovspec.setup.engine_choice import CompiledModel
 from ovspec.setup.identity import cache_setting, model_identity, prompt_identity
@@ -122,15 +122,15 @@ def run_file(
     lm: LanguageModel,
     requests: list[BatchRequest],
     output: Path,
-    options: GenerateOptions,
+    params: Params,
     note: Callable[[BatchProgress], None] | None = None,
 ) -> BatchProgress:
     """Generate a result for each of ``requests`` and write ``output``, continuing an earlier run that was interrupted.
 
-    ``options`` apply to all requests that don't set their own; ``note`` is called after each round. If the inference
+    ``params`` apply to all requests that don't set their own; ``note`` is called after each round. If the inference
     fails, the results so far are kept, and the same call continues from them.
     """
-    defaults = lm.runtime.params(options)
+    defaults = lm.runtime.complete(params)
     lm.runtime.constraints.check(defaults)  # once, not for each text
     depends_on = what_matters(lm, defaults)
     keys = [key_of(request, depends_on) for request in requests]

@@ -136,7 +136,7 @@ def asked_in(body: dict[str, Any], kind: Kind) -> TextRequest:
     if asked.only_prompts:
         raise OvspecError("max_tokens can't be 0 in a batch request; it must be at least 1, or -1.")
     if any(name in body and body[name] is None for name in (*GRAMMARS, "response_format")):
-        return replace(asked, own={"json_schema": None} | asked.own)  # lifts the grammar of the whole file
+        asked.overrides.values.setdefault("json_schema", None)  # lifts the grammar of the whole file
     return asked
 
 

@@ -17,7 +17,7 @@ from ovspec.engine.row import Row
 from ovspec.openai.answers import head_of, record_of, tops_of, whole
 from ovspec.openai.batch_requests import BatchRequest
 from ovspec.openai.logprobs import SILENT, Echo, at_once, echo_of, prompt_logprobs
-from ovspec.params import GenerateOptions, Params
+from ovspec.params import Params
 
 # Of an answer, because they depend on more than the request.
 NOT_KEPT: Any = {"usage": {"completion_tokens_details"}}
@@ -78,7 +78,7 @@ class BatchRun(Iterator[Row]):
         return [row for prompt in request.asked.prompts for row in self._lm.runtime.rows(prompt, params)]
 
     def _params(self, request: BatchRequest) -> Params:
-        return self._lm.runtime.complete(request.asked.params(self._defaults))
+        return self._lm.runtime.complete(request.asked.overrides.params(self._defaults, request.asked.kind))
 
     def _take(self, number: int, piece: Piece) -> None:
         """If a piece ends the last text of its request, add the request's line."""
@@ -109,11 +109,11 @@ class BatchRun(Iterator[Row]):
 class BatchThread(Iterator[BatchRequest]):
     """A thread that answers what several others ask at a time, together, in one batch that they join and leave.
 
-    ``options`` apply to all requests that don't set their own; raises OvspecError if they are invalid.
+    ``params`` apply to all requests that don't set their own; raises OvspecError if they are invalid.
     """
 
-    def __init__(self, lm: LanguageModel, options: GenerateOptions) -> None:
-        self._lm, self._defaults = lm, lm.runtime.params(options)
+    def __init__(self, lm: LanguageModel, params: Params) -> None:
+        self._lm, self._defaults = lm, lm.runtime.complete(params)
         lm.runtime.constraints.check(self._defaults)
         self._asked = deque[tuple[BatchRequest, Call]]()
         self._calls = dict[int, Call]()  # of the requests that are being answered, by identity

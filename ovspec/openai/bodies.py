@@ -5,7 +5,6 @@ import types
 from collections.abc import Collection, Mapping
 from functools import cache, partial
 from itertools import islice
-from numbers import Number
 from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin
 
 from pydantic import (
@@ -30,9 +29,9 @@ from ovspec.openai.foreign import (
     OF_TOKENIZE,
     WITHOUT_EFFECT,
 )
-from ovspec.params import GENERATE, NOT_NEGATIVE, RECOMMENDED, in_words, within
+from ovspec.params import GENERATE, NOT_NEGATIVE, RECOMMENDED
 from ovspec.params.option import LARGEST, Limits, Option, hint
-from ovspec.params.type_words import type_in_words
+from ovspec.params.values import problem, type_in_words
 
 NO_OBJECT = "The body must be a JSON object."
 LONGEST = 80  # characters of a client's name for a field
@@ -54,7 +53,7 @@ OF_SERVER = ("accept", "lookahead")
 # Our names and OpenAI's for the options that a request may set, and our name for each.
 REQUESTED = {
     spelling: name
-    for name, (_, option) in GENERATE.items()
+    for name, option in GENERATE.items()
     if option.request or name in OF_SERVER
     for spelling in (name, *option.aliases)
 }
@@ -152,23 +151,26 @@ class DetokenizeRequest(Fields):
     tokens: IDS = Field(description="Token ids.")
 
 
-def bias_of(value: Any) -> dict[int, float]:
-    """Return ``logit_bias`` with token ids as keys, which JSON can only write as strings."""
-    try:
-        found = {int(token): float(bias) for token, bias in value.items()}
-        if all(type(bias) in (int, float) and bias == bias for bias in value.values()):  # neither true nor NaN
-            return found
-    except (AttributeError, TypeError, ValueError, OverflowError):
-        pass
-    raise PydanticCustomError("bias", "must map token ids to numbers")
+def checked_as(kind: Any, limits: Limits | None = None) -> PlainValidator:
+    """Return the validator of a field whose values are checked as those of options are; it may be null."""
+    return PlainValidator(partial(checked_value, kind, limits), json_schema_input_type=in_json(kind) | None)
 
 
-def limited(limits: Limits, value: Any) -> Any:
-    """Return ``value`` if it is no number or in range; raises PydanticCustomError otherwise."""
-    if isinstance(value, Number) and not within(limits, value):
-        told = {"value": in_words(value), "words": limits.words}
-        raise PydanticCustomError("limits", "is {value}; it must be {words}", told)
+def checked_value(kind: Any, limits: Limits | None, value: Any) -> Any:
+    """Return a value; raises PydanticCustomError if it isn't of the type ``kind`` or is out of range."""
+    if get_origin(kind) is Mapping and get_args(kind)[0] is int:
+        value = with_whole_keys(value)
+    if wrong := problem(value, kind, limits):
+        raise PydanticCustomError("problem", "{wrong}", {"wrong": wrong})
     return value
+
+
+def with_whole_keys(value: Any) -> Any:
+    """Return a mapping of token ids, which are strings as keys in JSON; other values as they are."""
+    try:
+        return {int(token): bias for token, bias in value.items()}
+    except (AttributeError, TypeError, ValueError):
+        return value
 
 
 def in_json(kind: Any) -> Any:
@@ -178,36 +180,31 @@ def in_json(kind: Any) -> Any:
     if origin in (Union, types.UnionType):
         return Union[tuple(map(in_json, inner))]  # noqa: UP007
     if isinstance(origin, type) and issubclass(origin, Mapping):
-        if inner[0] is int:
-            return Annotated[dict[int, inner[1]], PlainValidator(bias_of, json_schema_input_type=dict[str, inner[1]])]  # type: ignore[valid-type]
-        return dict[inner]  # type: ignore[misc, valid-type]
+        return dict[str, inner[1]]  # type: ignore[valid-type]
     if isinstance(origin, type) and issubclass(origin, Collection):
-        return Annotated[list[inner[0]], FIRST]  # type: ignore[valid-type]
+        return list[inner[0]]  # type: ignore[valid-type]
     return kind
 
 
-def field_of(name: str, kind: Any, option: Option) -> tuple[Any, Any]:
-    """Return the type and the field of an option; every field may be left out or null."""
-    wanted = in_json(option.request_type or kind) | None
+def field_of(option: Option) -> tuple[Any, Any]:
+    """Return the type and the field of an option."""
+    limits = option.limits or Limits()
     bounds: dict[str, Any] = {}
-    if limits := option.limits:
-        wanted = Annotated[wanted, AfterValidator(partial(limited, limits))]
-        if limits.special is None and limits.least > -LARGEST:
-            bounds["exclusiveMinimum" if limits.above else "minimum"] = limits.least
-        if limits.most < LARGEST:
-            bounds["maximum"] = limits.most
-    usual = RECOMMENDED.get(name, option.initially)
-    shown = option.help + f" Default: {usual}." * bool(usual)
-    return wanted, Field(None, description=shown, json_schema_extra=bounds)
+    if limits.special is None and limits.least > -LARGEST:
+        bounds["exclusiveMinimum" if limits.above else "minimum"] = limits.least
+    if limits.most < LARGEST:
+        bounds["maximum"] = limits.most
+    usual = RECOMMENDED.get(option.name, option.default_in_words)
+    description = option.help + f" Default: {usual}." * bool(usual)
+    validator = checked_as(option.request_type or option.kind, option.limits)
+    return Annotated[Any, validator], Field(None, description=description, json_schema_extra=bounds)
 
 
 TOPS = Annotated[
-    int | None,
-    AfterValidator(partial(limited, Limits(0, 100, "from 0 to 100"))),
-    Field(json_schema_extra={"minimum": 0, "maximum": 100}),
+    Any, checked_as(int, Limits(0, 100, "from 0 to 100")), Field(json_schema_extra={"minimum": 0, "maximum": 100})
 ]
 PROMPT = str | Annotated[list[str], FIRST] | IDS | Annotated[list[IDS], FIRST]
-OPTIONS: dict[str, Any] = {spelling: field_of(name, *GENERATE[name]) for spelling, name in REQUESTED.items()}
+OPTIONS: dict[str, Any] = {spelling: field_of(GENERATE[name]) for spelling, name in REQUESTED.items()}
 
 
 def options_but(*names: str) -> dict[str, Any]:
@@ -265,7 +262,7 @@ class OwnBody(Continued, Common):
     messages: CHAT | None = None
     prompt: PROMPT | None = None
     echo: bool | None = None
-    logprobs: Annotated[bool | int | None, AfterValidator(partial(limited, NOT_NEGATIVE))] = None
+    logprobs: Annotated[Any, checked_as(bool | int, NOT_NEGATIVE)] = None
     top_logprobs: TOPS = None
 
 
@@ -374,7 +371,7 @@ def wrong_field(error: Any, request: type[BaseModel]) -> tuple[str, str | None]:
         return f"{name} is missing.", name
     if error["type"] == "too_short":
         return f"{shown} must not be empty.", name
-    if error["type"] in ("limits", "bias", "unmet"):
+    if error["type"] in ("problem", "unmet"):
         return f"{shown} {error['msg']}.", name
     return f"{shown} must be {type_in_words(inside.model_fields[own].annotation)}.", name
 

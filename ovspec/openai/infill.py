@@ -30,7 +30,7 @@ def chunks_of(value: Any) -> tuple[Chunk, ...]:
         made = [Chunk(each.get("text"), each.get("filename", UNNAMED)) for each in value]
         if all(isinstance(part, str) for chunk in made for part in chunk):
             return tuple(made)
-    raise PydanticCustomError("limits", "must be a list of objects with a text and a filename, which are strings")
+    raise PydanticCustomError("problem", "must be a list of objects with a text and a filename, which are strings")
 
 
 class InfillRequest(Common, Foreign):

@@ -1,10 +1,12 @@
 """The tokens of an answer, with their places in its text and their log-probabilities."""
 
 from collections.abc import Callable, Generator
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from ovspec.api.model import LanguageModel
+from ovspec.engine.engine_thread import BackgroundTask, EngineThread
 from ovspec.engine.results import Piece
 from ovspec.engine.runtime import Prompt
 from ovspec.engine.scoring import CHUNK, predictions
@@ -12,6 +14,7 @@ from ovspec.sampling.logprobs import TokenLogprob, token_logprob
 from ovspec.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
+NARROW = 8  # tokens of a prompt that an inference reads for its log-probabilities while texts wait for it
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,14 @@ def prompt_logprobs(
     finally:
         lm.runtime.pool.give_back(decoders)
     return logprobs
+
+
+def between_rounds(
+    lm: LanguageModel, engine: EngineThread, ids: list[int], tops: int
+) -> Future[list[TokenLogprob | None]]:
+    """Let the engine compute the log-probabilities of a prompt's tokens, without holding up texts."""
+    steps = prompt_logprobs(lm, ids, tops, lambda: NARROW if engine.running else CHUNK)
+    return engine.do(BackgroundTask(steps, len(ids)))
 
 
 def at_once(steps: Generator[None, None, T]) -> T:

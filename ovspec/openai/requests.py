@@ -9,7 +9,7 @@ from ovspec.base.errors import OvspecError, PromptError, UnavailableError
 from ovspec.engine.runtime import Prompt, is_batch
 from ovspec.grammars.response_format import WRAPPING
 from ovspec.openai.bodies import MOST_NAMED, OF_MESSAGES, OF_PARTS, REQUESTED, Continued, Fields, RequestError
-from ovspec.params import GRAMMARS, OF_SCHEMAS, TRUNCATING, Params, checked
+from ovspec.params import GRAMMARS, OF_SCHEMAS, TRUNCATING, UNSET, Params, checked
 from ovspec.params.option import hint
 from ovspec.text.chat_format import begun_answer
 from ovspec.text.chat_template import Message
@@ -29,13 +29,64 @@ Ignored = dict[str, None]  # the names of what is left out; at most MOST_NAMED
 
 
 @dataclass(frozen=True)
+class Overrides:
+    """The options that a request sets, by our names, and the client's name for each."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)
+
+    def set(self, name: str, value: Any, field: str) -> None:
+        """Set an option from a field; raises RequestError if another field has set it to something else."""
+        if self.values.setdefault(name, value) != value:
+            told = f"`{self.names[name]}` and `{field}` ask for different things; leave one of them out."
+            raise RequestError(told, field)
+        self.names.setdefault(name, field)
+
+    def set_schema(self, schema: Any, field: str) -> None:
+        """Set the schema that a client gives in ``field``, which can't be combined with a grammar."""
+        for name in GRAMMARS:
+            if name in self.values and self.names[name] == name:
+                raise RequestError(f"`{field}` and `{name}` can't be combined; leave one of them out.", field)
+        self.set("json_schema", schema, field)
+
+    def params(self, defaults: Params, kind: Kind) -> Params:
+        """Return the params of a request; options that it doesn't set are those of ``defaults`` that fit its own."""
+        values = self.values
+        greedy = not values.get("temperature", defaults.temperature)
+        if greedy and kind != "own":
+            # Clients send these to greedy requests, whose text they can't change, and editors ask for several texts.
+            idle = (*TRUNCATING, "n") if kind == "infill" else TRUNCATING
+            values = {name: value for name, value in values.items() if name not in idle}
+        grammar = any(name in values for name in GRAMMARS)
+        unfit = [*GRAMMARS, "constrain_from"] if grammar else []
+        if (values.get("json_schema") if grammar else defaults.json_schema) is None:
+            unfit += [name for name in OF_SCHEMAS if name != "json_schema_mode" or not values.get("tools")]
+        if values.get("temperature") == 0:
+            unfit += TRUNCATING
+        with self.client_names():
+            return checked(replace(defaults, **({name: getattr(UNSET, name) for name in unfit} | values)))
+
+    @contextmanager
+    def client_names(self) -> Iterator[None]:
+        """Let errors name options as the client does."""
+        try:
+            yield
+        except (PromptError, UnavailableError):
+            raise
+        except OvspecError as error:
+            message = str(error)
+            for ours, name in self.names.items():
+                message = message.replace(f"`{ours}`", f"`{name}`")
+            raise OvspecError(message) from None
+
+
+@dataclass(frozen=True)
 class TextRequest:
     """A request for texts."""
 
     kind: Kind
     prompts: list[Prompt]
-    own: dict[str, Any] = field(default_factory=dict)  # the options that it sets, by our names
-    names: dict[str, str] = field(default_factory=dict)  # the client's name for each of these
+    overrides: Overrides = field(default_factory=Overrides)
     model: str | None = None
     echo: bool = False
     only_prompts: bool = False  # no token is generated: the prompts are read into the KV cache, or only repeated
@@ -45,7 +96,7 @@ class TextRequest:
     draft: str | None = None
     body: Any = None  # as it came, where an answer repeats parts of it
     context: int | None = None  # the model's, in tokens, if known
-    ignored: tuple[str, ...] = ()  # what is in the body, but left out
+    ignored: tuple[str, ...] = ()  # names of fields and parts that are left out
 
     @property
     def prompt_field(self) -> str:
@@ -68,39 +119,8 @@ class TextRequest:
         if self.is_chat:
             chats: Any = self.prompts
             messages = [message for chat in chats for message in chat]
-            return sum(map(message_size, messages)) + written_size(self.own.get("tools"))  # type: ignore[arg-type]
-        return sum(map(len, self.prompts))
-
-    def params(self, defaults: Params) -> Params:
-        """Return the params of the request; options that it doesn't set are those of ``defaults`` that fit its own."""
-        own, nothing = self.own, Params()
-        greedy = not own.get("temperature", defaults.temperature)
-        if greedy and self.kind != "own":
-            # Clients send these to greedy requests, whose text they can't change, and editors ask for several texts.
-            idle = (*TRUNCATING, "n") if self.kind == "infill" else TRUNCATING
-            own = {name: value for name, value in own.items() if name not in idle}
-        grammar = any(name in own for name in GRAMMARS)
-        unfit = [*GRAMMARS, "constrain_from"] if grammar else []
-        if (own.get("json_schema") if grammar else defaults.json_schema) is None:
-            unfit += OF_SCHEMAS
-        if own.get("temperature") == 0:
-            unfit += TRUNCATING
-        lifted = {name: getattr(nothing, name) for name in unfit}
-        with self.client_names():
-            return checked(replace(defaults, **(lifted | own)))
-
-    @contextmanager
-    def client_names(self) -> Iterator[None]:
-        """Let errors name options as the client does."""
-        try:
-            yield
-        except (PromptError, UnavailableError):
-            raise
-        except OvspecError as error:
-            message = str(error)
-            for ours, name in self.names.items():
-                message = message.replace(f"`{ours}`", f"`{name}`")
-            raise OvspecError(message) from None
+            return sum(map(message_size, messages)) + written_size(self.overrides.values.get("tools"))
+        return sum(map(len, self.prompts))  # type: ignore[arg-type]
 
 
 def texts_asked(body: Any) -> int:
@@ -108,6 +128,15 @@ def texts_asked(body: Any) -> int:
     prompt: Any = getattr(body, "prompt", None)
     n = getattr(body, "n", None) or getattr(body, "n_cmpl", None) or 1
     return n * (len(prompt) if is_batch(prompt) else 1)
+
+
+def may_constrain(body: Any) -> bool:
+    """Return whether a body has a grammar or tools, which may take long to compile."""
+    inner = [(getattr(body, name, None) or {}).get("format") for name in ("text", "output_config")]
+    formats = [getattr(body, name, None) for name in ("response_format", "output_format")] + inner
+    options = [name for name, ours in REQUESTED.items() if ours in (*GRAMMARS, "tools")]
+    schema = any(format and format.get("type") != "text" for format in formats if isinstance(format, dict))
+    return schema or any(getattr(body, name, None) is not None for name in ("tools", *options))
 
 
 def read_texts(body: Any, kind: Kind) -> TextRequest:
@@ -135,18 +164,19 @@ def read_texts(body: Any, kind: Kind) -> TextRequest:
 
 def asked_for(body: Any, kind: Kind, prompts: list[Prompt], echo: bool = False) -> TextRequest:
     """Return the request for the texts of prompts, with what ``body`` asks for besides; see ``read_texts``."""
-    own, names = options_of(body)
-    only_prompts = own.get("max_tokens") == 0
+    overrides = overrides_of(body)
+    if (format := body.response_format) is not None:
+        overrides.set_schema(schema_of(format), "response_format")
+    set_logprobs(body, overrides)
     if body.stream_options and not body.stream:
         raise RequestError("stream_options needs stream to be true.", "stream_options")
     return TextRequest(
         kind,
         prompts,
-        own,
-        names,
+        overrides,
         body.model,
         echo,
-        only_prompts,
+        overrides.values.get("max_tokens") == 0,
         bool(body.stream),
         bool(body.stream_options and body.stream_options.include_usage),
         bool(body.return_record),
@@ -154,44 +184,29 @@ def asked_for(body: Any, kind: Kind, prompts: list[Prompt], echo: bool = False) 
     )
 
 
-def given_options(body: Fields) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the options whose fields a body sets by our names, and the client's name for each."""
-    options, names = dict[str, Any](), dict[str, str]()
+def overrides_of(body: Fields) -> Overrides:
+    """Return the options whose fields a body sets."""
+    overrides = Overrides()
     for name, ours in REQUESTED.items():  # of an option's names ours comes first
         if name not in body.model_fields_set:
             continue
         value = getattr(body, name)
-        if options.setdefault(ours, value) != value:
-            told = f"`{names[ours]}` and `{name}` are names of the same option, but their values differ; give one."
-            raise RequestError(told, names[ours])
-        names.setdefault(ours, name)
-    return options, names
+        if overrides.values.setdefault(ours, value) != value:
+            first = overrides.names[ours]
+            told = f"`{first}` and `{name}` are names of the same option, but their values differ; give one."
+            raise RequestError(told, first)
+        overrides.names.setdefault(ours, name)
+    return overrides
 
 
-def options_of(body: Fields) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the options that a body sets by our names, and the client's name for each."""
-    options, names = given_options(body)
-    if (format := getattr(body, "response_format", None)) is not None:
-        set_schema(options, names, schema_of(format), "response_format")
-    return options | logprobs_of(body), names
-
-
-def set_schema(options: dict[str, Any], names: dict[str, str], schema: Any, field: str) -> None:
-    """Set the schema that a client gives in ``field``, which can't be combined with a grammar."""
-    for name in GRAMMARS:
-        if name in options:
-            raise RequestError(f"`{field}` and `{name}` can't be combined; leave one of them out.", field)
-    options["json_schema"], names["json_schema"] = schema, field
-
-
-def logprobs_of(body: Any) -> dict[str, Any]:
-    """Return OpenAI's ``logprobs``, a number, or true or false with ``top_logprobs`` beside it, as an option."""
-    wanted, top = getattr(body, "logprobs", None), getattr(body, "top_logprobs", None)
-    if top is not None and wanted is not True:
+def set_logprobs(body: Any, overrides: Overrides) -> None:
+    """Set OpenAI's ``logprobs``, a number, or true or false with ``top_logprobs`` beside it, as an option."""
+    logprobs, top = getattr(body, "logprobs", None), getattr(body, "top_logprobs", None)
+    if top is not None and logprobs is not True:
         raise RequestError("`top_logprobs` needs `logprobs` to be true.", "top_logprobs")
-    if wanted is None:
-        return {}
-    return {"logprobs": (top or 0 if wanted else None) if isinstance(wanted, bool) else wanted}
+    if logprobs is not None:
+        count = (top or 0) if logprobs else None
+        overrides.values["logprobs"] = count if isinstance(logprobs, bool) else logprobs
 
 
 def schema_of(format: dict[str, Any]) -> Any:

@@ -1,17 +1,29 @@
-"""How an option is declared, and how its values are read from the command line."""
+"""How an option is declared: a field of a class that has all options of a kind."""
+
+from __future__ import annotations
 
 import difflib
-import json
-import re
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field, make_dataclass, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from inspect import Parameter, signature
-from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Any,
+    Concatenate,
+    Literal,
+    ParamSpec,
+    TypeVar,
+    Union,
+    dataclass_transform,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
-F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
+R = TypeVar("R")
+S = TypeVar("S")
 # What other programs call an option.
 OTHERWISE = {"temp": "temperature", "response_format": "json_schema", "drafts": "draft", "max_new_tokens": "max_tokens"}
 LARGEST = 3e38  # what a float32 can hold
@@ -34,23 +46,23 @@ class Limits:
 
 @dataclass(frozen=True)
 class Option:
-    """The declaration of an option, except its name and type.
+    """The declaration of an option.
 
-    default: the value, or a function that makes it.
+    help: its purpose, in one or two sentences.
     limits: the range of a number.
-    usual: what the default means, in words, where the value doesn't show it.
+    usual: the meaning of the default, in words, where the value doesn't show it.
     more: text that only Python's documentation adds to ``help``.
     flags: its spellings on the command line, if not ``--its-name``; empty if the command line doesn't have it.
     commands: the generating commands that have it, if not all.
-    metavar, parse: what the command line calls its value, and the function that reads it or raises ValueError.
+    metavar, parse: the command line's name for its value, and the function that reads it or raises ValueError.
     request: whether a request, such as a line of a batch file, may set it.
     request_type: its type in a request, if not the one in Python.
     aliases: its other names in a request.
     truncates: whether it limits sampling to likely tokens, which needs a temperature; see ``sampling/warp.py``.
-    help: what it does, in one or two sentences; set by ``declared``.
+    name, kind, default: those of the field; set by ``declared``.
     """
 
-    default: Any = None
+    help: str
     limits: Limits | None = None
     usual: str = ""
     more: str = ""
@@ -62,61 +74,76 @@ class Option:
     request_type: Any = None
     aliases: tuple[str, ...] = ()
     truncates: bool = False
-    help: str = ""
+    name: str = ""
+    kind: Any = Any
+    default: Any = None
 
     @property
-    def initial(self) -> Any:
-        """The default value."""
-        return self.default() if callable(self.default) else self.default
-
-    @property
-    def initially(self) -> str:
+    def default_in_words(self) -> str:
         """The default in words; empty for flags and empty defaults."""
         if self.usual or isinstance(self.default, bool) or not isinstance(self.default, (int, float, str)):
             return self.usual
         return str(self.default).removesuffix(".0")
 
 
-def declared(table: Any) -> dict[str, tuple[Any, Option]]:
-    """Return name -> (type, declaration) for each entry ``name: Annotated[type, help, Option(...)]`` of a TypedDict."""
-    found = {}
-    for name, hint in get_type_hints(table, include_extras=True).items():
-        kind, help, *option = get_args(hint)
-        found[name] = kind, replace(option[0] if option else Option(), help=help)
-    return found
+def option(
+    help: str, *, default: Any = MISSING, default_factory: Callable[[], Any] | Any = MISSING, **about: Any
+) -> Any:
+    """Return a field that declares an option; ``about``: the other fields of its ``Option``."""
+    made: Any = field(default=default, default_factory=default_factory, metadata={"option": Option(help, **about)})
+    return made
 
 
-def fields_of(table: Mapping[str, tuple[Any, Option]]) -> Any:
-    """Return a frozen dataclass with a field for each option."""
-    entries = [
-        (name, kind, field(default_factory=default) if callable(default := option.default) else field(default=default))
-        for name, (kind, option) in table.items()
-    ]
-    return make_dataclass("Fields", entries, frozen=True)
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(option, field))
+def options_class(cls: type[S]) -> type[S]:
+    """Make an immutable dataclass of a class whose fields are options; they are keywords of its ``__init__``."""
+    return dataclass(frozen=True, kw_only=True)(cls)
 
 
-def takes(table: Any) -> Callable[[F], F]:
-    """Return a decorator that shows the options of ``table`` in the signature of a function that takes them."""
+def declared(cls: Any) -> dict[str, Option]:
+    """Return name -> declaration for each option of a class."""
+    cls = get_origin(cls) or cls
+    kinds, options = get_type_hints(cls), dict[str, Option]()
+    for each in fields(cls):
+        if declaration := each.metadata.get("option"):
+            default = each.default if each.default_factory is MISSING else each.default_factory()
+            options[each.name] = replace(declaration, name=each.name, kind=kinds[each.name], default=default)
+    return options
+
+
+def takes(arguments: Callable[P, Any]) -> Callable[[Callable[..., R]], Callable[P, R]]:
+    """Return a decorator that shows the options of a class in the signature of a function that takes them.
+
+    ``arguments``: the class; type checkers and editors show its fields as the function's arguments.
+    """
     named = [
-        Parameter(name, Parameter.KEYWORD_ONLY, default=option.initial, annotation=kind)
-        for name, (kind, option) in declared(table).items()
+        Parameter(each.name, Parameter.KEYWORD_ONLY, default=each.default, annotation=each.kind)
+        for each in declared(arguments).values()
     ]
 
-    def decorate(function: F) -> F:
-        made = signature(function)
-        own = [each for each in made.parameters.values() if each.kind is not Parameter.VAR_KEYWORD]
-        function.__signature__ = made.replace(parameters=[*own, *named])  # type: ignore[attr-defined]
+    def decorate(function: Any) -> Any:
+        plain = signature(function)
+        own = [each for each in plain.parameters.values() if each.kind is not Parameter.VAR_KEYWORD]
+        function.__signature__ = plain.replace(parameters=[*own, *named])
         return function
 
     return decorate
 
 
-def documentation(table: Any) -> str:
-    """Return a docstring paragraph for each option of ``table``."""
+def method_takes(
+    arguments: Callable[P, Any],
+) -> Callable[[Callable[Concatenate[S, ...], R]], Callable[Concatenate[S, P], R]]:
+    """Return the same for a method."""
+    decorate: Any = takes(arguments)
+    return decorate
+
+
+def documentation(options: Mapping[str, Option]) -> str:
+    """Return a docstring paragraph for each option."""
     lines = []
-    for name, (_, option) in declared(table).items():
-        usual = option.initially and f"By default {option.initially}."
-        text = " ".join(filter(None, (f"{name}: {option.help}", option.more, usual)))
+    for name, declaration in options.items():
+        usual = declaration.default_in_words and f"By default {declaration.default_in_words}."
+        text = " ".join(filter(None, (f"{name}: {declaration.help}", declaration.more, usual)))
         lines.append(textwrap.fill(text, 112, subsequent_indent="    "))
     return "\n".join(lines)
 
@@ -129,8 +156,8 @@ def hint(name: str, known: Iterable[str]) -> str:
 
 def alternatives(kind: Any) -> tuple[Any, ...]:
     """Return the members of a union type, or the type itself, without None."""
-    each = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
-    return tuple(one for one in each if one is not NoneType)
+    members = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    return tuple(member for member in members if member is not NoneType)
 
 
 def choices_of(kind: Any) -> tuple[Any, ...]:
@@ -140,58 +167,5 @@ def choices_of(kind: Any) -> tuple[Any, ...]:
 
 def is_repeatable(kind: Any) -> bool:
     """Return whether the type is a collection, so that an option of it may be repeated."""
-    origins: list[Any] = [get_origin(each) for each in alternatives(kind)]
+    origins: list[Any] = [get_origin(member) for member in alternatives(kind)]
     return any(isinstance(origin, type) and issubclass(origin, Collection) for origin in origins)
-
-
-# ---------------------------------------------------------------- values on the command line
-
-
-def auto_or_number(text: str) -> int | str:
-    if text != "auto" and not text.isdecimal():
-        raise ValueError(f"{text!r} is neither auto nor a number of tokens.")
-    return text if text == "auto" else int(text)
-
-
-def token_bias(text: str) -> dict[int, float]:
-    token, _, bias = text.partition("=")
-    try:
-        return {int(token): float(bias)}
-    except ValueError:
-        raise ValueError(f"{text!r} is not ID=VALUE, as in --logit-bias 50=-2.5.") from None
-
-
-def key_value(text: str) -> dict[str, str]:
-    key, equals, value = text.partition("=")
-    if not equals or not key:
-        raise ValueError(f"{text!r} is not KEY=VALUE, as in --property NUM_STREAMS=1.")
-    return {key.strip(): value.strip()}
-
-
-def folder(text: str) -> Path:
-    if Path(text).is_file():
-        raise ValueError(f"{text!r} is a file; name a folder.")
-    return Path(text)
-
-
-def file_or_name(text: str) -> str | Path:
-    return Path(text) if Path(text).is_file() else text
-
-
-def schema_or_file(text: str) -> str | Path:
-    return text if not text.strip() or text.lstrip().startswith(("{", "[", '"', "true", "false")) else Path(text)
-
-
-def json_object(text: str) -> dict[str, Any]:
-    try:
-        is_file = not text.lstrip().startswith("{") and Path(text).is_file()
-        found = json.loads(Path(text).read_text(encoding="utf-8-sig") if is_file else text)
-    except (OSError, ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        raise ValueError(f"{text!r} is neither a file nor a JSON object, as '{{\"enable_thinking\": false}}' is.")
-    return found
-
-
-def place_or_text(text: str) -> int | str:
-    return int(text[1:]) if re.fullmatch(r"@-?[0-9]+", text) else text

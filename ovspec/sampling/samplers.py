@@ -156,7 +156,8 @@ class SharedNoiseSampler(ComparingSampler):
 
     def __init__(self, constraints: Constraints, params: Params, sample: int) -> None:
         super().__init__(constraints)
-        self._params, self._sample = params, sample
+        assert params.seed is not None
+        self._params, self._seed, self._sample = params, params.seed, sample
         self._noise: dict[int, np.ndarray] = {}  # by position: what the draft drew with, kept until the target has, too
 
     def verify(
@@ -185,7 +186,7 @@ class SharedNoiseSampler(ComparingSampler):
     def _draw(self, logits: np.ndarray, position: int, vocabulary: DraftVocabulary | None = None) -> Guess:
         width, bits = vocabulary.width if vocabulary else len(logits), self._noise.get(position)
         if bits is None or len(bits) < width:
-            bits = noise(self._params.seed, self._sample, position, width, CHOICE)
+            bits = noise(self._seed, self._sample, position, width, CHOICE)
             self._noise[position] = bits
         return Guess(*draw(warp(logits, self._params, vocabulary and vocabulary.ids), bits[:width]))
 
@@ -199,13 +200,14 @@ class RejectionSampler:
     """
 
     def __init__(self, constraints: Constraints, params: Params, sample: int) -> None:
-        self.constraints, self._params, self._sample = constraints, params, sample
+        assert params.seed is not None
+        self.constraints, self._params, self._seed, self._sample = constraints, params, params.seed, sample
 
     def verify(
         self, logits: np.ndarray, sequence: Sequence, proposed: np.ndarray, q: Distributions = None
     ) -> np.ndarray:
         tokens = np.concatenate((sequence.tokens, proposed))
-        seed, sample, vocab = self._params.seed, self._sample, logits.shape[1]
+        seed, sample, vocab = self._seed, self._sample, logits.shape[1]
         chosen: list[int] = []
         for index, token in enumerate(proposed.tolist()):
             position = len(sequence) + index
@@ -226,7 +228,7 @@ class RejectionSampler:
             return None
         q = warp(logits, self._params)
         # Different noise, because the target's choice at this position must not depend on the draft's.
-        return Guess(*draw(q, noise(self._params.seed, self._sample, len(tokens), len(logits), DRAFT)), q)
+        return Guess(*draw(q, noise(self._seed, self._sample, len(tokens), len(logits), DRAFT)), q)
 
     def _warped(self, logits: np.ndarray, tokens: np.ndarray) -> WarpedLogits:
         return warp(self.constraints(logits, tokens), self._params)

@@ -16,9 +16,7 @@ from fastapi import Request
 from ovspec.api.model import LanguageModel
 from ovspec.base.errors import OvspecError, PromptError, UnavailableError
 from ovspec.drafting.drafter import DraftLimits
-from ovspec.drafting.proposal import Proposal
 from ovspec.engine.engine_thread import EngineThread
-from ovspec.engine.results import Piece
 from ovspec.engine.row import Row
 from ovspec.openai.apis import TextApi
 from ovspec.openai.bodies import RequestError
@@ -47,7 +45,7 @@ class Service:
     def __init__(self, lm: LanguageModel, engine: EngineThread, names: list[str], options: ServeParams) -> None:
         self.lm, self.engine, self.names, self.options = lm, engine, names, options
         self.metrics = Metrics(engine)
-        engine.on_round = self._note_round
+        engine.on_round = self.metrics.note_round
         self.requests = self._texts = 0  # that are being answered
         self.draining = self.given_up = False
         self._preparations = set[asyncio.Task[Any]]()  # those whose requests the engine doesn't have yet
@@ -55,18 +53,9 @@ class Service:
         given = {} if options.temperature is None else {"temperature": options.temperature}
         self.recommended = recommended_sampling(lm.folder, given)
         self.sampling = (given if options.temperature else {}) | self.recommended  # of requests that set none
-        self.defaults = make_params({"max_tokens": options.max_tokens, **self.sampling})  # type: ignore[typeddict-item]
+        defaults = make_params({"max_tokens": options.max_tokens, **self.sampling})
+        self.defaults = replace(defaults, json_schema_mode=options.json_schema_mode)
         self._threads = {work: ThreadPoolExecutor(4, f"ovspec {work}") for work in get_args(Work)}
-
-    def _note_round(self, pieces: list[tuple[int, Piece]], judged: list[tuple[Proposal, int]]) -> None:
-        metrics = self.metrics
-        metrics.rounds.inc()
-        metrics.generated_tokens.inc(sum(len(piece.token_ids) for _, piece in pieces))
-        metrics.lookahead.set(sum(len(proposal.tokens) for proposal, _ in judged) / max(len(judged), 1))
-        for proposal, accepted in judged:
-            if proposal.source:
-                metrics.proposed.labels(proposal.source).inc(len(proposal.tokens))
-                metrics.accepted.labels(proposal.source).inc(accepted)
 
     # ------------------------------------------------------------ who is let in
 
@@ -110,19 +99,6 @@ class Service:
             raise ApiError(404, f"There is no model {name!r:.80} here, only {only}.", "model", "model_not_found")
 
     # ------------------------------------------------------------ work in threads
-
-    async def read(self, api: TextApi, body: Any, http: Request) -> TextRequest:
-        """Return the request in a body; what it leaves out is noted for the guard, or wrong if the server is strict."""
-        request: TextRequest = await self.apart(self._read, api, body)
-        self.note(request.ignored, http)
-        return request
-
-    def _read(self, api: TextApi, body: Any) -> TextRequest:
-        request = replace(api.read(body), context=self.lm.target.ir.context_length)
-        own, ignored = dict(request.own), dict.fromkeys(request.ignored)
-        if request.is_chat and (variables := own.get("chat_template_kwargs")):
-            own["chat_template_kwargs"] = self.read_variables(variables, bool(own.get("tools")), ignored)
-        return replace(request, own=own, ignored=(*ignored,))
 
     def read_variables(self, variables: dict[str, Any], tools: bool, ignored: dict[str, None]) -> dict[str, Any]:
         """Return the variables that the chat template reads; names of the others are added to ``ignored``."""
@@ -172,19 +148,26 @@ class Service:
 
     # ------------------------------------------------------------ what a request may take
 
+    def read(self, api: TextApi, body: Any, http: Request) -> TextRequest:
+        """Return the request in a body; what it leaves out is noted for the guard, or wrong if the server is strict."""
+        request = replace(api.read(body), context=self.lm.target.ir.context_length)
+        options, ignored = request.overrides.values, dict.fromkeys(request.ignored)
+        if request.is_chat and (variables := options.get("chat_template_kwargs")):
+            options["chat_template_kwargs"] = self.read_variables(variables, bool(options.get("tools")), ignored)
+        self.note(ignored, http)
+        return replace(request, ignored=(*ignored,))
+
     def params(self, request: TextRequest) -> Params:
         """Return the params of a request, complete; raises OvspecError for what can't be met or is too much."""
-        own = request.own
         if request.infills and not self.lm.tokenizer.fim:
             raise ApiError(501, NO_FIM, "suffix" if request.kind == "completion" else None)
-        if own.get("tools") or own.get("json_schema") is not None:
-            request = replace(request, own={"json_schema_mode": self.options.json_schema_mode, **own})
-        with request.client_names():
-            params = self.lm.runtime.complete(request.params(self.defaults))
+        params = request.overrides.params(self.defaults, request.kind)
+        with request.overrides.client_names():
+            params = self.lm.runtime.complete(params)
         stops, characters = len(params.stop_strings), sum(map(len, params.stop_strings))
         if stops > MOST_STOPS or characters > MOST_STOP_CHARACTERS:
             limit = f"at most {MOST_STOPS} with {MOST_STOP_CHARACTERS:,} are allowed"
-            name = request.names.get("stop", "stop")
+            name = request.overrides.names.get("stop", "stop")
             raise RequestError(f"{name} has {stops} strings with {characters} characters in all; {limit}.", name)
         if (texts := params.n * len(request.prompts)) > MOST_TEXTS:
             raise RequestError(f"The request asks for {texts} texts; at most {MOST_TEXTS} are allowed.", "n")
@@ -202,7 +185,7 @@ class Service:
     def limits(self, request: TextRequest, params: Params) -> DraftLimits:
         """Return what may be proposed for a request; raises RequestError for drafters that the server doesn't have."""
         if (draft := request.draft) is None:
-            return DraftLimits(None, params.lookahead)
+            return DraftLimits(None, params.most_proposed)
         choice, model = self.lm.runtime.choice, self.lm.runtime.draft
         loaded = ("lookup",) * bool(choice and choice.lookup) + ((model.drafter,) if model else ())
         wanted = frozenset() if draft == "none" else frozenset(draft.split(","))
@@ -210,7 +193,7 @@ class Service:
             has = " and ".join(loaded) or "no drafters"
             told = f'draft is {draft!r:.80}; this server has {has}, and "none" proposes nothing.'
             raise RequestError(told, "draft")
-        return DraftLimits(wanted, params.lookahead)
+        return DraftLimits(wanted, params.most_proposed)
 
     def check_room(self, request: TextRequest, rows: list[Row]) -> None:
         """Let texts end where memory ends, as they do where the context ends: agents ask for the most of any model.

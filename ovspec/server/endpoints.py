@@ -3,35 +3,33 @@
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from concurrent.futures import Future
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from ovspec.api.model import LanguageModel, rows_again
+from ovspec.api.model import rows_again
 from ovspec.base.errors import OvspecError, PromptError
-from ovspec.engine.engine_thread import BackgroundTask, EngineThread, Job
+from ovspec.engine.engine_thread import Job
 from ovspec.engine.results import Piece
 from ovspec.engine.row import Row
-from ovspec.engine.scoring import CHUNK
-from ovspec.openai.answers import head_of
 from ovspec.openai.apis import TextApi, TokenCount
 from ovspec.openai.errors import Failure
-from ovspec.openai.logprobs import SILENT, Echo, echo_of, prompt_logprobs
-from ovspec.openai.requests import TextRequest, texts_asked
+from ovspec.openai.logprobs import SILENT, Echo, between_rounds, echo_of
+from ovspec.openai.requests import TextRequest, may_constrain, texts_asked
 from ovspec.openai.streams import Events, Writer
-from ovspec.params import GRAMMARS, Params, refuse_retries
-from ovspec.sampling.logprobs import TokenLogprob
+from ovspec.params import Params, refuse_retries
 from ovspec.server.admission import Service, Work, unless_gone
 from ovspec.server.errors import ApiError, about_prompt, as_api_error, failure_of, too_long
 from ovspec.server.guard import OUTCOME, OWNER
 from ovspec.text.tokenizer import LONG_TEXT
 
+T = TypeVar("T")
 EVERY = 15.0  # seconds after which a silent stream tells that it is alive
-BESIDE = 8  # tokens of a prompt that an inference reads for its log-probabilities while texts wait for it
 
 
 @dataclass
@@ -77,12 +75,11 @@ class TextEndpoints:
                 return await unless_gone(http, self._count(api, body, http))
 
     async def _count(self, api: TextApi, body: Any, http: Request) -> TokenCount:
-        request = await self._service.read(api, body, http)
-        work: Work = "long" if request.size > LONG_TEXT else "texts"
-        count = await self._service.apart(self._tokens, request, work=work)
+        count = await self._service.apart(self._tokens, api, body, http, work=await work_for(http))
         return TokenCount(input_tokens=count, **api.counts)
 
-    def _tokens(self, request: TextRequest) -> int:
+    def _tokens(self, api: TextApi, body: Any, http: Request) -> int:
+        request = self._service.read(api, body, http)
         params = self._service.params(request)
         try:
             return sum(len(self._lm.runtime.encode_for(prompt, params)) for prompt in request.prompts)
@@ -91,24 +88,21 @@ class TextEndpoints:
 
     async def _prepare(self, api: TextApi, body: Any, http: Request, began: float) -> PieceStream:
         """Return the texts that are asked for, with their rows and what is repeated of their prompts."""
-        service = self._service
-        request = await service.read(api, body, http)
-        grammar = any(request.own.get(name) is not None for name in (*GRAMMARS, "tools"))
-        work: Work = "grammars" if grammar else "long" if request.size > LONG_TEXT else "texts"
-        texts = await service.apart(self._texts, api, request, getattr(http.state, OWNER, None), began, work=work)
-        service.check_room(request, texts.rows)
-        if request.echo:
+        work: Work = "grammars" if may_constrain(body) else await work_for(http)
+        texts = await self._service.apart(self._texts, api, body, http, began, work=work)
+        if texts.request.echo:
             texts.echoes = await self._echoes(texts)
         return texts
 
-    def _texts(self, api: TextApi, request: TextRequest, owner: int | None, began: float) -> PieceStream:
+    def _texts(self, api: TextApi, body: Any, http: Request, began: float) -> PieceStream:
         """Return a request's texts. May take long: grammars are compiled."""
+        request, owner = self._service.read(api, body, http), getattr(http.state, OWNER, None)
         params = self._service.params(request)
         if request.stream:
             refuse_retries(params, "a stream, whose text is seen before it ends")
         limits = self._service.limits(request, params)
         try:
-            with request.client_names():
+            with request.overrides.client_names():
                 found = [self._lm.runtime.rows(prompt, params, reserved=True) for prompt in request.prompts]
         except PromptError as error:
             raise about_prompt(error, self._lm, request.prompt_field) from None
@@ -119,8 +113,9 @@ class TextEndpoints:
                 row.sequence.owner = owner
             if request.echo and request.only_prompts:
                 row.finish_reason, row.stats.cached_tokens = "length", 0
-        head = head_of(api.prefix, self._service.names[0])
-        return PieceStream(api, head, request, params, rows, began, [SILENT] * len(request.prompts))
+        self._service.check_room(request, rows)
+        head, echoes = api.head(self._service.names[0]), [SILENT] * len(request.prompts)
+        return PieceStream(api, head, request, params, rows, began, echoes)
 
     def _parts(self, texts: PieceStream) -> tuple[Any, ...]:
         """Return what answers and streams are made from, besides their texts."""
@@ -132,9 +127,18 @@ class TextEndpoints:
         for prompt, row in zip(texts.request.prompts, texts.rows[:: texts.params.n], strict=True):
             ids = row.record.prompt_ids.tolist() if row.record else []
             tops = texts.params.logprobs
-            logprobs = None if tops is None else await logprobs_of(self._lm, self._service.engine, ids, tops)
+            logprobs = None
+            if tops is not None:
+                logprobs = await self._result_of(between_rounds(self._lm, self._service.engine, ids, tops))
             echoes.append(await self._service.apart(echo_of, self._lm.tokenizer, prompt, ids, logprobs, work="long"))
         return echoes
+
+    async def _result_of(self, future: Future[T]) -> T:
+        """Return the result of work in the engine's thread; raises ApiError if it fails."""
+        try:
+            return await asyncio.wrap_future(future)
+        except OvspecError as error:
+            raise as_api_error(error, self._lm) from None
 
     # ------------------------------------------------------------ whole answers
 
@@ -200,13 +204,9 @@ class TextEndpoints:
         metrics.whole.observe(time.monotonic() - texts.began)
 
 
-async def logprobs_of(lm: LanguageModel, engine: EngineThread, ids: list[int], tops: int) -> list[TokenLogprob | None]:
-    """Return the log-probabilities of a prompt's tokens, computed in the engine's thread."""
-    steps = prompt_logprobs(lm, ids, tops, lambda: BESIDE if engine.running else CHUNK)
-    try:
-        return await asyncio.wrap_future(engine.do(BackgroundTask(steps, len(ids))))
-    except OvspecError as error:
-        raise as_api_error(error, lm) from None
+async def work_for(http: Request) -> Work:
+    """Return the work that a request without a grammar is."""
+    return "long" if len(await http.body()) > LONG_TEXT else "texts"
 
 
 async def pieces_of(service: Any, rows: list[Row], began: float) -> AsyncGenerator[list[tuple[int, Piece]]]:

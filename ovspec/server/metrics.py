@@ -3,7 +3,9 @@
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from ovspec.cache.block_pool import BlockPool
+from ovspec.drafting.proposal import Proposal
 from ovspec.engine.engine_thread import EngineThread
+from ovspec.engine.results import Piece
 
 SECONDS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0)
 
@@ -39,6 +41,16 @@ class Metrics:
         self.blocks_kept.set_function(lambda: sum(pool.idle for pool in pools_of(engine)))
         self.blocks_evicted.set_function(lambda: sum(pool.evicted for pool in pools_of(engine)))
         self.blocks_free.set_function(lambda: engine.cache_use()[1])
+
+    def note_round(self, pieces: list[tuple[int, Piece]], judged: list[tuple[Proposal, int]]) -> None:
+        """Count the pieces of a round, and the proposals that it judged, each with its number of accepted tokens."""
+        self.rounds.inc()
+        self.generated_tokens.inc(sum(len(piece.token_ids) for _, piece in pieces))
+        self.lookahead.set(sum(len(proposal.tokens) for proposal, _ in judged) / max(len(judged), 1))
+        for proposal, accepted in judged:
+            if proposal.source:
+                self.proposed.labels(proposal.source).inc(len(proposal.tokens))
+                self.accepted.labels(proposal.source).inc(accepted)
 
     def _counter(self, name: str, help: str, *labels: str) -> Counter:
         return Counter(f"ovspec_{name}", help, labels, registry=self.registry)

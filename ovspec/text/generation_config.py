@@ -15,13 +15,15 @@ from msgspec import Meta
 from ovspec.base.errors import OvspecError, PromptError
 from ovspec.base.files import read_as, read_json
 from ovspec.ir.config import ModelConfig
-from ovspec.params import SAMPLES_WITH, SAMPLING, check, make_params
+from ovspec.params import SAMPLES_WITH, SAMPLING, make_params
 from ovspec.params.option import Option
+from ovspec.params.values import check
 from ovspec.text.tokenizer import Tokenizer
 from ovspec.text.tokenizer_files import TokenId
 
 DEFAULT_MAX_TOKENS = 256
 GENERATION_CONFIG_FILE = "generation_config.json"
+DO_SAMPLE = Option("Whether texts are sampled.", name="do_sample", kind=bool)
 
 # Settings of a generation config that Hugging Face's greedy generate applies and ovspec doesn't; their neutral values.
 NOT_APPLIED = {"no_repeat_ngram_size": 0, "min_length": 0} | dict.fromkeys(
@@ -91,17 +93,17 @@ def recommended_sampling(folder: Path, given: Mapping[str, Any]) -> dict[str, An
     file = folder / GENERATION_CONFIG_FILE
     asked = {name: value for name, value in read_json(file).items() if value is not None}
     try:
-        check("do_sample", asked.get("do_sample", False), bool, Option())
+        check(asked.get("do_sample", False), DO_SAMPLE)
         found = {"temperature": 1.0} | {name: asked[name] for name in SAMPLES_WITH if name in asked}
         if not asked.get("do_sample") or found["temperature"] == 0:
             return {}
         taken = {name: value for name, value in found.items() if name not in given}
-        make_params({"temperature": 1.0} | taken)  # type: ignore[arg-type]
+        make_params({"temperature": 1.0} | taken)
     except OvspecError as error:
         told = str(error).replace("`", "").rstrip(".")  # it is about no option of the caller
         remedy = "correct it in the checkpoint and export that again, or give `temperature=0`"
         raise OvspecError(f"{file}: {told}; {remedy}.") from None
-    return {name: value for name, value in taken.items() if value != SAMPLING[name][1].default}
+    return {name: value for name, value in taken.items() if value != SAMPLING[name].default}
 
 
 def sampling_in_words(sampling: Mapping[str, Any]) -> str:

@@ -136,7 +136,7 @@ def several(
 
 def add_runtime_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ovspec's commands that decide where and how models are compiled."""
-    for name, (_, option) in RUNTIME.items():
+    for name, option in RUNTIME.items():
         flag = option.flags[0] if option.flags else f"--{name.replace('_', '-')}"
         more: dict[str, Any] = {"type": int if name == "threads" else option.parse or str}
         if flag.startswith("--no-"):

@@ -18,6 +18,7 @@ from ovspec.cli import cli
 from ovspec.cli.compare import compare
 from ovspec.openai.batch_file import run_file
 from ovspec.openai.batch_requests import requests_of
+from ovspec.params import make_params
 from ovspec.text.chat_format import ChatFormat
 from ovspec.text.chat_template import ChatTemplate
 
@@ -63,8 +64,8 @@ def test_what_no_template_gets_is_refused(lm: ovspec.LanguageModel) -> None:
         ("def f(", QUIET, "`chat_template_kwargs` needs chat messages"),
         ([5, 6], QUIET, "`chat_template_kwargs` needs chat messages"),
         ([*CHAT, None], None, "A chat has None; append messages"),
-        (CHAT, "think", "`chat_template_kwargs` is 'think', which has the wrong type; it must be an object"),
-        (CHAT, {1: False}, "it must be an object"),
+        (CHAT, "think", "`chat_template_kwargs` must be an object, not 'think'"),
+        (CHAT, {1: False}, "must be an object, not {1: False}"),
         (CHAT, {"thnk": False}, r"doesn't read thnk; leave it out \(it reads think, tools\)"),
         (CHAT, {"think": {1}}, "JSON"),
     ]
@@ -117,7 +118,7 @@ def test_a_batch_takes_them_for_all_lines_and_for_one(lm: ovspec.LanguageModel, 
     lines = [{"messages": CHAT}, {"messages": CHAT, "chat_template_kwargs": {"think": True}}, "def f("]
     lines += [{"messages": CHAT, "chat_template_kwargs": "think"}]
     requests = requests_of("\n".join(map(json.dumps, lines)))
-    progress = run_file(lm, requests, tmp_path / "out", {"max_tokens": 1, "chat_template_kwargs": QUIET})
+    progress = run_file(lm, requests, tmp_path / "out", make_params({"max_tokens": 1, "chat_template_kwargs": QUIET}))
     first, second, text, wrong = map(json.loads, (tmp_path / "out").read_text("utf-8").splitlines())
     assert progress.failed == 2
     assert first["prompt_tokens"] > second["prompt_tokens"]
@@ -131,7 +132,7 @@ def test_a_comparison_renders_with_them(lm: ovspec.LanguageModel, monkeypatch: p
     monkeypatch.setattr("ovspec.cli.compare.print_object", lambda *_: shown.append(_))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert compare(lm, CHAT, {"max_tokens": 2, "chat_template_kwargs": QUIET}, None, True)
+        assert compare(lm, CHAT, make_params({"max_tokens": 2, "chat_template_kwargs": QUIET}), None, True)
     assert shown
     assert not isinstance(shown[0][1].parting, Parting)
 

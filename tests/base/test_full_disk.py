@@ -20,6 +20,7 @@ from ovspec.cli import main
 from ovspec.cli.batch import Report
 from ovspec.openai.batch_file import BatchProgress, run_file
 from ovspec.openai.batch_requests import prompt_request
+from ovspec.params import make_params
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="limits files as POSIX systems do")
 full_device = pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no device that is full")
@@ -71,10 +72,10 @@ def test_a_batch_goes_on_from_what_was_written(load: Callable[..., ovspec.Langua
     options: Any = {"max_tokens": 2, "batch_size": 2}
     output, partial = tmp_path / "out", tmp_path / "out.partial"
     with small_files(2500), pytest.raises(WriteError, match=re.escape(f"{partial}: can't be written")):
-        run_file(load(), requests, output, options)
+        run_file(load(), requests, output, make_params(options))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.partial"]
     whole = partial.read_text(encoding="utf-8").count("}}\n")
-    progress = run_file(load(), requests, output, options)
+    progress = run_file(load(), requests, output, make_params(options))
     assert progress.before == whole > 0
     lines = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
     assert [line["id"] for line in lines] == [request.id for request in requests]

@@ -342,7 +342,7 @@ def test_a_bare_draft_option_may_stand_before_the_prompt(ovspec, pair: Path) -> 
         (["generate", "PAIR", "hi", "-n", "0", "--compare"], 2, "--compare needs a --max-tokens of at least 1, or -1"),
         (["chat", "PAIR", "-n", "0"], 2, "A chat needs a --max-tokens of at least 1, or -1: 0 only reads a prompt."),
         (["batch", "PAIR", "EMPTY", "-o", "OUT", "-n", "0"], 2, "A batch needs a --max-tokens of at least 1"),
-        (["serve", "PAIR", "--max-tokens", "0"], 1, "--max-tokens is 0; it must be at least 1, or -1"),
+        (["serve", "PAIR", "--max-tokens", "0"], 2, "--max-tokens is 0; it must be at least 1, or -1"),
         (["generate", "PAIR", "-"], 2, "stdin: it is empty; give a prompt"),
         (["generate", "PAIR", "-", "-p", "hi"], 2, "Give one prompt"),
         (["perplexity", "PAIR", "-"], 2, "stdin: contains no text."),

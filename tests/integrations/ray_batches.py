@@ -14,9 +14,10 @@ import psutil
 import ovspec
 from ovspec.openai.batch_file import BatchProgress, run_file
 from ovspec.openai.batch_requests import read_requests
+from ovspec.params import make_params
 
 PROMPTS = ["def fib(", "The sky is", "Once upon a time", "import os\n"]
-OPTIONS: Any = {"max_tokens": 12, "seed": 5}
+OPTIONS = make_params({"max_tokens": 12, "seed": 5})
 LOADING: Any = {"threads": 1}
 FLAGS = ("--cpus-per-worker", "1", "--threads", "1", "--max-tokens", "12", "--seed", "5")  # the same on a command line
 

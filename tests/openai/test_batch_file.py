@@ -52,7 +52,7 @@ def read_lines(file: Path) -> list[Any]:
 def run(lm: ovspec.LanguageModel, tmp_path: Path, lines: list[Any], **options: Any) -> list[Any]:
     tmp_path.mkdir(exist_ok=True)
     file, output = write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
-    run_file(lm, read_requests(file), output, options or {"max_tokens": 12})  # type: ignore[arg-type]
+    run_file(lm, read_requests(file), output, make_params(options or {"max_tokens": 12}))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
     return read_lines(output)
 
@@ -268,8 +268,8 @@ def test_a_text_file_has_a_prompt_a_line(tmp_path: Path) -> None:
         ('{"prompt": "a", "max_tokens": true}', "max_tokens must be a whole number"),
         ('{"prompt": "a", "max_tokens": 0}', "at least 1, or -1"),
         (f'{{"prompt": "a", "max_tokens": 1{"0" * 400}}}', "0 or more, or -1"),
-        (f'{{"prompt": "a", "presence_penalty": 1{"0" * 400}}}', "presence_penalty must be a number"),
-        (f'{{"prompt": "a", "logit_bias": {{"5": 1{"0" * 400}}}}}', "logit_bias must"),
+        (f'{{"prompt": "a", "presence_penalty": 1{"0" * 400}}}', "presence_penalty is beyond 3e+38"),
+        (f'{{"prompt": "a", "logit_bias": {{"5": 1{"0" * 400}}}}}', "`logit_bias` must be numbers up to 3e+38"),
         (f'{{"prompt": "a", "seed": 1{"0" * 5000}}}', "too many digits"),
         (f'{{"prompt": {"[" * 100_000}', "nested too deep"),
         ('{"prompt": "a", "stop": 5}', "stop must be a string or a list of strings"),
@@ -293,7 +293,7 @@ def test_a_text_file_has_a_prompt_a_line(tmp_path: Path) -> None:
         ),
         ('{"prompt": "a", "regex": "a", "response_format": {"type": "text"}}', "`response_format` and `regex` can't"),
         ('{"prompt": "a", "max_tokens": 1, "max_completion_tokens": 2}', "`max_tokens` and `max_completion_tokens`"),
-        ('{"prompt": "a", "logit_bias": {"x": 1}}', "logit_bias must map token ids to numbers"),
+        ('{"prompt": "a", "logit_bias": {"x": 1}}', "logit_bias must be an object that maps whole numbers to numbers"),
         ('{"prompt": "a", "logit_bias": {"99999": 1}}', "not in the vocabulary"),
         ('{"prompt": [99999]}', "not in the vocabulary"),
         ('{"url": "/v1/completions", "method": "GET", "body": {"prompt": "a"}}', "POST"),
@@ -303,7 +303,7 @@ def test_a_text_file_has_a_prompt_a_line(tmp_path: Path) -> None:
 )
 def test_one_bad_line_does_not_stop_the_rest(lm: ovspec.LanguageModel, tmp_path: Path, line: str, message: str) -> None:
     good = prompt_request("good", "good", PROMPTS[0])
-    found = run_file(lm, [read_request(line, "bad"), good], tmp_path / "out", {"max_tokens": 5})
+    found = run_file(lm, [read_request(line, "bad"), good], tmp_path / "out", make_params({"max_tokens": 5}))
     assert (found.done, found.failed) == (2, 1)
     bad, rest = read_lines(tmp_path / "out")
     error = bad["error"]
@@ -321,7 +321,7 @@ def test_ids_that_come_twice(lm: ovspec.LanguageModel, tmp_path: Path) -> None:
 
 def test_what_is_done_is_not_done_again(lm: ovspec.LanguageModel, tmp_path: Path) -> None:
     requests = [prompt_request(str(i), prompt, prompt) for i, prompt in enumerate(PROMPTS[:8])]
-    run_file(lm, requests, tmp_path / "whole", {"max_tokens": 20})
+    run_file(lm, requests, tmp_path / "whole", make_params({"max_tokens": 20}))
     output = tmp_path / "out"
 
     class Killed(BaseException):
@@ -332,12 +332,12 @@ def test_what_is_done_is_not_done_again(lm: ovspec.LanguageModel, tmp_path: Path
             raise Killed
 
     with pytest.raises(Killed):
-        run_file(lm, requests, output, {"max_tokens": 20, "batch_size": 2}, kill)
+        run_file(lm, requests, output, make_params({"max_tokens": 20, "batch_size": 2}), kill)
     assert not output.exists()
     partial = tmp_path / "out.partial"
     with partial.open("a", encoding="utf-8") as file:
         file.write('{"key": "cut o')  # as a kill in the middle of a line leaves it
-    found = run_file(lm, requests, output, {"max_tokens": 20, "lookahead": 2})  # which changes no text
+    found = run_file(lm, requests, output, make_params({"max_tokens": 20, "lookahead": 2}))  # which changes no text
     assert found.before >= 3
     assert found.before + found.done == 8
     assert output.read_bytes() == (tmp_path / "whole").read_bytes()
@@ -362,7 +362,7 @@ def test_the_time_left_falls_as_work_is_done(
 
     lines = [{"prompt": PROMPTS[i], "max_tokens": most, "ignore_eos": True} for i, most in enumerate(lengths)]
     requests = [read_request(json.dumps(line), str(i)) for i, line in enumerate(lines)]
-    run_file(lm, requests, tmp_path / "out", {"batch_size": 4, "lookahead": 1}, note)
+    run_file(lm, requests, tmp_path / "out", make_params({"batch_size": 4, "lookahead": 1}), note)
     first = next(at for at, seconds in enumerate(told) if seconds)
     right = range(now - 1 - first, 0, -1)
     assert len(right) > now / 2
@@ -544,9 +544,8 @@ def test_a_hostile_value_of_any_option_costs_only_its_line(lm: ovspec.LanguageMo
     ]
     good = json.dumps({"id": "good", "prompt": PROMPTS[0], "max_tokens": 6})
     (tmp_path / "in.jsonl").write_text("\n".join([*lines, good]), encoding="utf-8")
-    found = run_file(
-        lm, read_requests(tmp_path / "in.jsonl"), tmp_path / "out.jsonl", {"max_tokens": 2, "batch_size": 3}
-    )
+    params = make_params({"max_tokens": 2, "batch_size": 3})
+    found = run_file(lm, read_requests(tmp_path / "in.jsonl"), tmp_path / "out.jsonl", params)
     written = read_lines(tmp_path / "out.jsonl")
     assert len(written) == found.total == len(lines) + 1
     assert found.failed > len(lines) / 2

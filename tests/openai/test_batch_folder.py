@@ -18,6 +18,7 @@ from ovspec.openai.batch_file import BatchProgress
 from ovspec.openai.batch_groups import MOST, Answers, Group, groups_of
 from ovspec.openai.batch_requests import BatchRequest, prompt_request, request_in, requests_of_rows
 from ovspec.openai.batch_run import BatchThread, columns_of, row_of
+from ovspec.params import make_params
 
 pytest.importorskip("pyarrow", reason="needs the extra ovspec[ray]")
 
@@ -166,7 +167,7 @@ def test_rows_of_tables_are_requests() -> None:
 
 def test_threads_that_ask_share_a_batch(pair: Path) -> None:
     lm, asked = ovspec.load(pair, engine="paged"), [prompts(3), prompts(5)[3:], [], prompts(9)[5:]]
-    thread, found = BatchThread(lm, {"max_tokens": 6}), dict[int, Any]()
+    thread, found = BatchThread(lm, make_params({"max_tokens": 6})), dict[int, Any]()
     askers = [threading.Thread(target=lambda n=n: found.update({n: thread.answer(asked[n])})) for n in range(4)]
     for asker in askers:
         asker.start()
@@ -176,14 +177,14 @@ def test_threads_that_ask_share_a_batch(pair: Path) -> None:
         texts = [line["text"] for line in found[n]]
         assert texts == [lm.generate(request.source, max_tokens=6).text for request in requests]
     with pytest.raises(OvspecError, match="max_tokens"):
-        BatchThread(lm, {"max_tokens": -5})
+        BatchThread(lm, make_params({"max_tokens": -5}))
 
 
 def test_an_inference_that_fails_is_told_to_all_that_ask(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from ovspec.base.errors import InferenceError
 
     lm = ovspec.load(pair, engine="paged")
-    thread = BatchThread(lm, {"max_tokens": 6})
+    thread = BatchThread(lm, make_params({"max_tokens": 6}))
 
     def fail(*_: Any, **__: Any) -> Any:
         raise InferenceError("no memory")

@@ -184,7 +184,7 @@ OPTIONS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 @pytest.mark.parametrize(("body", "own"), OPTIONS)
 def test_options(body: dict[str, Any], own: dict[str, Any]) -> None:
     request = read(**body)
-    assert request.own == own and not request.ignored
+    assert request.overrides.values == own and not request.ignored
 
 
 def test_what_else_a_request_says() -> None:
@@ -317,7 +317,7 @@ def test_refusals(body: dict[str, Any], message: str, field: str) -> None:
 )  # fmt: skip
 def test_params_that_cannot_be_met_are_named_as_the_client_does(body: dict[str, Any], told: str) -> None:
     with pytest.raises(OvspecError, match=told):
-        read(**body).params(Params())
+        read(**body).overrides.params(Params(), "message")
 
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=3)

@@ -149,7 +149,7 @@ SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}}
     ],
 )
 def test_fields_are_options(body: Any, own: Any) -> None:
-    assert read(**body).own == own
+    assert read(**body).overrides.values == own
 
 
 def test_what_is_left_out_is_named() -> None:

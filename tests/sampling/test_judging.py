@@ -21,6 +21,7 @@ from ovspec.base.errors import OvspecError
 from ovspec.grammars.conversion import converted
 from ovspec.openai.batch_file import run_file
 from ovspec.openai.batch_requests import read_request
+from ovspec.params import make_params
 from ovspec.sampling.judging import JUDGE, schema_errors
 
 Load = Callable[..., ovspec.LanguageModel]
@@ -208,7 +209,7 @@ def test_batches_judge_and_retry(load: Load, tmp_path: Path) -> None:
     requests = [read_request(json.dumps(line), str(i)) for i, line in enumerate(lines)]
     options: Any = {"json_schema": ODD, "json_schema_mode": "checked", "retries": 20, "temperature": 2.0}
     options["max_tokens"] = 40
-    run_file(load(), requests, tmp_path / "out.jsonl", options)
+    run_file(load(), requests, tmp_path / "out.jsonl", make_params(options))
     found = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()]
     assert all(int(each["text"]) % 2 and each["schema_errors"] == [] for each in found[:2])
     assert found[2]["text"] in ("yes", "no")

@@ -29,7 +29,11 @@ def hostile(many: int) -> list[tuple[type[Fields], Any, str]]:
         (CompletionRequest, {"prompt": ["a"] * many + [0]}, "prompt must be a string"),
         (CompletionRequest, {"prompt": [[5], ["a"] * many]}, "prompt must be a string"),
         (CompletionRequest, {**TEXT, "stop": [0] * many}, "stop must be a string or a list of strings"),
-        (CompletionRequest, {**TEXT, "logit_bias": numbered}, "logit_bias must map token ids to numbers"),
+        (
+            CompletionRequest,
+            {**TEXT, "logit_bias": numbered},
+            "logit_bias must be an object that maps whole numbers",
+        ),
         (CompletionRequest, {**TEXT, "max_tokens": 1, **numbered}, "0 is not a field"),
         (CompletionRequest, {**TEXT, "stream_options": numbered}, "stream_options.0 is not a field"),
         (DetokenizeRequest, {"tokens": ["a"] * many}, "tokens must be a list of whole numbers"),

@@ -21,8 +21,8 @@ from ovspec.engine.engine_thread import EngineThread, Job
 from ovspec.engine.results import Piece
 from ovspec.engine.scheduler import BatchLimits
 from ovspec.ir.memory import kv_bytes_per_token
-from ovspec.openai.logprobs import at_once, prompt_logprobs
-from ovspec.server.endpoints import BESIDE, logprobs_of, pieces_of
+from ovspec.openai.logprobs import NARROW, at_once, between_rounds, prompt_logprobs
+from ovspec.server.endpoints import pieces_of
 
 ENDLESS: dict[str, Any] = {"prompt": "def f(", "max_tokens": 1900, "ignore_eos": True, "stream": True}
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 1}
@@ -153,7 +153,7 @@ def engine(load: Callable[..., ovspec.LanguageModel]) -> Iterator[EngineThread]:
 
 
 def echo(engine: EngineThread, ids: list[int]) -> Any:
-    return asyncio.run(logprobs_of(ovspec.LanguageModel(engine.runtime), engine, ids, 2))
+    return between_rounds(ovspec.LanguageModel(engine.runtime), engine, ids, 2).result()
 
 
 def generating(engine: EngineThread) -> threading.Event:
@@ -191,12 +191,12 @@ def test_repeated_prompts_are_read_in_small_steps(engine: EngineThread, read: li
     ids = engine.runtime.encode("\n".join(PROMPTS[:3])).tolist()[:300]
     expected = at_once(prompt_logprobs(ovspec.LanguageModel(engine.runtime), ids, 2))
     assert echo(engine, ids) == expected
-    assert max(tokens for tokens, _ in read) > BESIDE
+    assert max(tokens for tokens, _ in read) > NARROW
     read.clear()
     ended = generating(engine)
     assert echo(engine, ids) == expected
     beside = [tokens for tokens, beside in read if beside]
-    assert beside and max(beside) <= BESIDE
+    assert beside and max(beside) <= NARROW
     assert ended.wait(60)
 
 

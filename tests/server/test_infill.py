@@ -336,7 +336,7 @@ def test_a_model_without_the_tokens(server: Running, path: str, body: Any, field
         ({"prompt": ["a"]}, "prompt must be a string."),
         ({"response_fields": "content"}, "response_fields must be a list of strings."),
         ({"n_indent": -1}, "n_indent is -1; it must be 0 or more."),
-        ({"t_max_predict_ms": "1"}, "t_max_predict_ms must be a number."),
+        ({"t_max_predict_ms": "1"}, "t_max_predict_ms must be a number, not '1'."),
         ({"samplers": ["xtc"]}, "samplers is not supported"),
         ({"messages": []}, "messages is not a field of this request, but of /v1/chat/completions"),
         ({"echo": True}, "echo is not a field of this request, but of /v1/completions"),

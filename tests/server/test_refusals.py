@@ -51,7 +51,12 @@ WRONG: list[tuple[str, Any, str, str | None]] = [
     ("/v1/chat/completions", {**CHAT, "suffix": "b"}, "suffix is not a field .*, but of /v1/completions", "suffix"),
     ("/v1/completions", {**TEXT, "max_completion_tokens": -2}, "is -2; it must be 0 or more", "max_completion_tokens"),
     ("/v1/completions", {**TEXT, "stop_token_ids": [-1]}, "`stop_token_ids`: token id -1", "stop_token_ids"),
-    ("/v1/completions", {**TEXT, "logit_bias": {"5": "x"}}, "must map token ids to numbers", "logit_bias"),
+    (
+        "/v1/completions",
+        {**TEXT, "logit_bias": {"5": "x"}},
+        "must be an object that maps whole numbers",
+        "logit_bias",
+    ),
     ("/v1/completions", {**TEXT, "temperature": -1}, "temperature", "temperature"),
     ("/v1/completions", {**TEXT, "n": 200, "temperature": 1.0}, "asks for 200 texts", "n"),
     ("/v1/completions", {**TEXT, "logprobs": -1}, "logprobs", "logprobs"),

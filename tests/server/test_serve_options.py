@@ -71,4 +71,4 @@ def test_a_key_of_the_environment(run: Callable[..., dict[str, Any]], monkeypatc
 
 def test_no_option_is_left_out() -> None:
     assert SERVING.keys() == SERVE.keys()
-    assert LOADING.keys() - {"draft"} == {name for name, (_, option) in LOAD.items() if option.flags != ()}
+    assert LOADING.keys() - {"draft"} == {name for name, option in LOAD.items() if option.flags != ()}

@@ -1,6 +1,6 @@
 """What type checkers see of ovspec. This is checked against the installed wheel, and never run."""
 
-from typing import Any, assert_type
+from typing import Any, assert_type, reveal_type
 
 import numpy as np
 
@@ -21,6 +21,13 @@ def whole_texts(lm: LanguageModel) -> None:
     assert_type(lm.samples("a", n=2), list[Result])
     assert_type(lm.samples(["a", "b"], n=2), list[list[Result]])
     lm.generate("a", max_token=3)  # type: ignore[call-overload]
+
+
+def shown_in_editors(lm: LanguageModel) -> None:
+    """With the names, types and defaults of all options; the test reads the types that are revealed here."""
+    reveal_type(lm.generate)
+    reveal_type(lm.session().stream)
+    reveal_type(ovspec.load)
 
 
 def answers(result: Result) -> tuple[str, list[int], float | None]:

@@ -96,12 +96,12 @@ def test_recommended_sampling_is_that_of_hugging_face(
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
-        ({"do_sample": 1}, "do_sample is 1, which has the wrong type; it must be true or false"),
+        ({"do_sample": 1}, "do_sample must be true or false, not 1"),
         ({"temperature": -1}, "temperature is -1; it must be 0 .greedy. or more"),
-        ({"temperature": "hot"}, "temperature is 'hot', which has the wrong type"),
+        ({"temperature": "hot"}, "temperature must be a number, not 'hot'"),
         ({"top_k": -1}, "top_k is -1; it must be 0 .all. or more"),
         ({"top_p": 1.5}, "top_p is 1.5; it must be above 0 and at most 1"),
-        ({"min_p": [0.1]}, "min_p is .0.1., which has the wrong type"),
+        ({"min_p": [0.1]}, "min_p must be a number, not .0.1."),
     ],
 )
 def test_a_wrong_recommendation_is_refused_where_it_is_used(tmp_path: Path, wrong: dict[str, Any], told: str) -> None:

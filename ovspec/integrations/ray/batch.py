@@ -23,6 +23,7 @@ from ovspec.openai.batch_file import BatchProgress
 from ovspec.openai.batch_folder import find_files, forget, read
 from ovspec.openai.batch_groups import Answers, Group, groups_of
 from ovspec.openai.batch_requests import BatchRequest
+from ovspec.params import Params
 
 
 def run_on_cluster(
@@ -31,7 +32,7 @@ def run_on_cluster(
     model: Path | None,
     draft: Any,
     loading: Any,
-    generating: Any,
+    params: Params,
     *,
     cpus: int | None = None,
     mixed: bool = False,
@@ -57,7 +58,7 @@ def run_on_cluster(
     folder, *others = folders_of(model_folder(model), draft)
     with told():
         shipped = [ship(each) for each in (folder, *others) if each == folder or not each.is_relative_to(folder)]
-        job, (count, cpus) = Job(shipped, draft, loading, generating, mixed), workers(cpus)
+        job, (count, cpus) = Job(shipped, draft, loading, params, mixed), workers(cpus)
         reference = first_of(job, cpus)
     answers = Answers(files, f"{reference.depends_on}{' mixed' * mixed}", BatchProgress(0, 0, workers=count))
     left, known, depends_on = answers.left, answers.known, answers.depends_on

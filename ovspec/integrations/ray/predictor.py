@@ -15,7 +15,7 @@ from ovspec.base.errors import OvspecError
 from ovspec.ir.processors import claim
 from ovspec.openai.batch_requests import request_in
 from ovspec.openai.batch_run import COLUMNS, BatchThread, columns_of
-from ovspec.params import GENERATE
+from ovspec.params import GENERATE, make_params
 
 
 class Predictor:
@@ -39,8 +39,8 @@ class Predictor:
     def __init__(self, model: str | Path | None = None, draft: Any = None, column: str = "prompt", **options: Any):
         self._column = column
         loading = {name: value for name, value in options.items() if name not in GENERATE}
-        generating: Any = {name: value for name, value in options.items() if name in GENERATE}
-        self._thread = loaded_once(lambda: BatchThread(load(model, draft, **loading), generating))
+        generating = {name: value for name, value in options.items() if name in GENERATE}
+        self._thread = loaded_once(lambda: BatchThread(load(model, draft, **loading), make_params(generating)))
 
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, Any]:
         """Return ``batch`` with the columns text, finish_reason, error and result, the line of a batch file."""

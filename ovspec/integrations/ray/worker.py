@@ -15,6 +15,7 @@ from ovspec.integrations.ray.predictor import claim_share
 from ovspec.openai.batch_file import deciding, what_matters
 from ovspec.openai.batch_requests import BatchRequest
 from ovspec.openai.batch_run import BatchThread
+from ovspec.params import Params
 from ovspec.params.loading import load_params
 from ovspec.setup.identity import arithmetic_of
 from ovspec.setup.profile import adopt_profiles, profile_text
@@ -22,12 +23,12 @@ from ovspec.setup.profile import adopt_profiles, profile_text
 
 @dataclass(frozen=True)
 class Job:
-    """What each worker does: load a model, perhaps with a draft, and answer requests with these options."""
+    """What each worker does: load a model, perhaps with a draft, and answer requests."""
 
     folders: list[Shipment]  # of the model, and of its draft unless that is inside of it
     draft: Any  # as for ovspec.load
     loading: Any
-    generating: Any
+    params: Params  # of requests that don't set their own
     mixed: bool  # whether workers with other bits take part
 
     def in_words(self, cpus: int, reference: Reference | None = None) -> str:
@@ -66,7 +67,7 @@ class Worker:
         loading: Any = job.loading | {"cache_dir": options.cache_dir}
         lm = load(model, draft, **loading)
         lm.runtime.identity = lm.runtime.identity | {"folder": str(job.folders[0].folder)}
-        self._thread, params = BatchThread(lm, job.generating), lm.runtime.params(job.generating)
+        self._thread, params = BatchThread(lm, job.params), lm.runtime.complete(job.params)
         kind, bits = (", draft: ".join(each) for each in zip(*map(arithmetic_of, deciding(lm, params)), strict=True))
         if reference and bits != reference.bits and not job.mixed:
             raise OvspecError(

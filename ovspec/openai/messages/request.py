@@ -6,8 +6,16 @@ from typing import Any
 
 from ovspec.openai.bodies import RequestError, only_known
 from ovspec.openai.messages.body import MessageRequest
-from ovspec.openai.requests import Ignored, TextRequest, ignore, left_out, options_of, template_chat, wrong
-from ovspec.params import GRAMMARS
+from ovspec.openai.requests import (
+    Ignored,
+    Overrides,
+    TextRequest,
+    ignore,
+    left_out,
+    overrides_of,
+    template_chat,
+    wrong,
+)
 from ovspec.params.option import LARGEST
 from ovspec.text.chat_template import Message
 
@@ -36,36 +44,21 @@ SERVERS_TOOL = re.compile(r"\w+_20\d{6}", re.ASCII)  # the type of a tool that c
 BILLING = "x-anthropic-billing-header"
 
 
-class Options:
-    """The options that a body sets, by our names, and the client's name for each."""
-
-    def __init__(self, body: MessageRequest) -> None:
-        self.own, self.names = options_of(body)
-
-    def set(self, name: str, value: Any, field: str) -> None:
-        """Set an option from a field; raises RequestError if another field has set it to something else."""
-        if self.own.setdefault(name, value) != value:
-            told = f"`{self.names[name]}` and `{field}` ask for different things; leave one of them out."
-            raise RequestError(told, field)
-        self.names.setdefault(name, field)
-
-
 def read_messages(body: MessageRequest) -> TextRequest:
     """Return the request in a body; raises RequestError for what can't be met."""
-    options, ignored = Options(body), Ignored()
-    if options.own.get("max_tokens") == 0:
+    overrides, ignored = overrides_of(body), Ignored()
+    if overrides.values.get("max_tokens") == 0:
         raise RequestError("`max_tokens` is 0; it must be at least 1, or -1.", "max_tokens")
     if body.stop_sequences:
-        options.set("stop", body.stop_sequences, "stop_sequences")
-    read_tools(body, options, ignored)
-    read_thinking(body, options, ignored)
-    read_format(body, options, ignored)
+        overrides.set("stop", body.stop_sequences, "stop_sequences")
+    read_tools(body, overrides, ignored)
+    read_thinking(body, overrides, ignored)
+    read_format(body, overrides, ignored)
     chat = read_chat(body, ignored)
     return TextRequest(
         "message",
         [chat],
-        options.own,
-        options.names,
+        overrides,
         body.model,
         stream=bool(body.stream),
         return_record=bool(body.return_record),
@@ -77,27 +70,27 @@ def read_messages(body: MessageRequest) -> TextRequest:
 # ---------------------------------------------------------------- options
 
 
-def read_tools(body: MessageRequest, options: Options, ignored: Ignored) -> None:
+def read_tools(body: MessageRequest, overrides: Overrides, ignored: Ignored) -> None:
     """Set the options of tools."""
     if body.tools:
-        options.own["tools"] = [made for tool in body.tools if (made := tool_of(tool, ignored))]
+        overrides.values["tools"] = [made for tool in body.tools if (made := tool_of(tool, ignored))]
     if (given := body.tool_choice) is None:
         return
     choice = only_known(given, ("type", "name", "disable_parallel_tool_use"), "tool_choice", ignored)
     kind, alone = choice.get("type"), choice.get("disable_parallel_tool_use")
     if kind == "tool" and isinstance(choice.get("name"), str):
-        options.own["tool_choice"] = {"type": "function", "function": {"name": choice["name"]}}
+        overrides.values["tool_choice"] = {"type": "function", "function": {"name": choice["name"]}}
     elif isinstance(kind, str) and kind in CHOICES:
-        options.own["tool_choice"] = CHOICES[kind]
+        overrides.values["tool_choice"] = CHOICES[kind]
     else:
         told = '{"type": "auto"}, {"type": "any"}, {"type": "tool", "name": …} or {"type": "none"}'
         raise RequestError(f"`tool_choice` must be {told}.", "tool_choice")
-    if kind == "any" and not options.own.get("tools"):
+    if kind == "any" and not overrides.values.get("tools"):
         raise RequestError("`tool_choice` is any, which needs `tools` that can be called here.", "tool_choice")
     if not isinstance(alone, (bool, type(None))):
         raise RequestError("`tool_choice`: disable_parallel_tool_use must be true or false.", "tool_choice")
     if alone:
-        options.own["parallel_tool_calls"] = False
+        overrides.values["parallel_tool_calls"] = False
 
 
 def tool_of(tool: dict[str, Any], ignored: Ignored) -> dict[str, Any] | None:
@@ -116,7 +109,7 @@ def tool_of(tool: dict[str, Any], ignored: Ignored) -> dict[str, Any] | None:
     return {"type": "function", "function": {name: each for name, each in function.items() if each is not None}}
 
 
-def read_thinking(body: MessageRequest, options: Options, ignored: Ignored) -> None:
+def read_thinking(body: MessageRequest, overrides: Overrides, ignored: Ignored) -> None:
     """Set how much the model thinks."""
     effort, kind = (body.output_config or {}).get("effort"), None
     if effort is not None and (not isinstance(effort, str) or effort not in EFFORTS):
@@ -131,16 +124,16 @@ def read_thinking(body: MessageRequest, options: Options, ignored: Ignored) -> N
         if kind == "enabled" and budget is not None:
             if type(budget) is not int or not 0 < budget <= LARGEST:
                 raise RequestError("`thinking`: budget_tokens must be a whole number of 1 or more.", "thinking")
-            options.set("max_thinking_tokens", budget, "thinking")
+            overrides.set("max_thinking_tokens", budget, "thinking")
     if kind == "disabled":
-        options.set("reasoning_effort", "none", "thinking")
+        overrides.set("reasoning_effort", "none", "thinking")
     elif effort is not None:
-        options.set("reasoning_effort", EFFORTS[effort], "output_config")
+        overrides.set("reasoning_effort", EFFORTS[effort], "output_config")
     elif kind == "enabled":  # which switches thinking on where a chat template has a switch
-        options.own.setdefault("reasoning_effort", "medium")
+        overrides.values.setdefault("reasoning_effort", "medium")
 
 
-def read_format(body: MessageRequest, options: Options, ignored: Ignored) -> None:
+def read_format(body: MessageRequest, overrides: Overrides, ignored: Ignored) -> None:
     """Set the schema that the text must match."""
     config = only_known(body.output_config or {}, ("effort", "format"), "output_config", ignored)
     for field, format in (("output_config", config.get("format")), ("output_format", body.output_format)):
@@ -151,9 +144,7 @@ def read_format(body: MessageRequest, options: Options, ignored: Ignored) -> Non
             told = f'The format in `{field}` must be {{"type": "json_schema", "schema": …}}.'
             raise RequestError(told, field)
         only_known(format, ("type", "schema"), field, ignored)
-        if other := next((name for name in GRAMMARS if name in options.own and options.names[name] == name), None):
-            raise RequestError(f"`{field}` and `{other}` can't be combined; leave one of them out.", field)
-        options.set("json_schema", {"name": "output", "schema": schema}, field)  # as other response formats
+        overrides.set_schema({"name": "output", "schema": schema}, field)  # as other response formats
 
 
 # ---------------------------------------------------------------- messages

@@ -1,21 +1,22 @@
 """Reads requests to the Responses API: from items to a chat."""
 
 from collections.abc import Iterable
-from typing import Any, get_args
+from typing import Any
 
 from ovspec.openai.bodies import RequestError
 from ovspec.openai.requests import (
     FORMATS,
     MOST_CALLS,
     Ignored,
+    Overrides,
     TextRequest,
     check_continued,
-    given_options,
     left_out,
+    overrides_of,
     schema_of,
-    set_schema,
 )
 from ovspec.params import GENERATE
+from ovspec.params.option import choices_of
 from ovspec.text.chat_template import Message
 
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
@@ -27,26 +28,25 @@ OF_FUNCTIONS = ("type", "name", "description", "parameters", "strict")
 TOLD = ("computer_call", "file_search_call", "image_generation_call")
 LOGPROBS = "message.output_text.logprobs"
 INCLUDED = (LOGPROBS, "reasoning.encrypted_content")  # thinking is never encrypted, so there is nothing to include
-EFFORTS: tuple[str, ...] = get_args(get_args(GENERATE["reasoning_effort"][0])[0])
+EFFORTS: tuple[str, ...] = choices_of(GENERATE["reasoning_effort"].kind)
 SHAPE = '{"type": "text"}, {"type": "json_object"} or {"type": "json_schema", "name": …, "schema": …}'
 
 
 def read_response(body: Any) -> TextRequest:
     """Return the request in a body; raises RequestError for what can't be met."""
-    own, names = given_options(body)
-    ignored = Ignored()
+    overrides, ignored = overrides_of(body), Ignored()
     if body.max_output_tokens is not None:
-        own["max_tokens"], names["max_tokens"] = body.max_output_tokens, "max_output_tokens"
-    if own.get("max_tokens") == 0:
+        overrides.set("max_tokens", body.max_output_tokens, "max_output_tokens")
+    if body.max_output_tokens == 0:
         raise wrong("max_output_tokens", "it must be at least 1, or -1.")
-    read_reasoning(body.reasoning or {}, own, names, ignored)
-    read_text(body.text or {}, own, names, ignored)
+    read_reasoning(body.reasoning or {}, overrides, ignored)
+    read_text(body.text or {}, overrides, ignored)
     include = body.include or []
     ignored |= {f"include.{name}": None for name in include if name not in INCLUDED}
     if LOGPROBS in include or body.top_logprobs:
-        own["logprobs"], names["logprobs"] = body.top_logprobs or 0, "top_logprobs"
+        overrides.set("logprobs", body.top_logprobs or 0, "top_logprobs")
     if body.tools:
-        own["tools"] = [tool for tool, _, _ in functions_of(body.tools, ignored)]
+        overrides.values["tools"] = [tool for tool, _, _ in functions_of(body.tools, ignored)]
     messages = read_items(body.input, ignored)
     check_continued(body, messages)
     if body.instructions:
@@ -54,8 +54,7 @@ def read_response(body: Any) -> TextRequest:
     return TextRequest(
         "response",
         [messages],
-        own,
-        names,
+        overrides,
         body.model,
         stream=bool(body.stream),
         return_record=bool(body.return_record),
@@ -69,7 +68,7 @@ def wrong(field: str, message: str) -> RequestError:
     return RequestError(f"{field}: {message}", field)
 
 
-def read_reasoning(given: dict[str, Any], own: dict[str, Any], names: dict[str, str], ignored: Ignored) -> None:
+def read_reasoning(given: dict[str, Any], overrides: Overrides, ignored: Ignored) -> None:
     """Read ``reasoning``: how much to think."""
     ignored |= {f"reasoning.{name}": None for name in given if name not in ("effort", "summary", "generate_summary")}
     if (effort := given.get("effort")) is None:
@@ -77,10 +76,10 @@ def read_reasoning(given: dict[str, Any], own: dict[str, Any], names: dict[str, 
     effort = "xhigh" if effort == "max" else effort
     if effort not in EFFORTS:
         raise wrong("reasoning", f"effort is {effort!r:.40}; it must be {', '.join(EFFORTS[:-1])} or {EFFORTS[-1]}.")
-    own["reasoning_effort"], names["reasoning_effort"] = effort, "reasoning"
+    overrides.set("reasoning_effort", effort, "reasoning")
 
 
-def read_text(given: dict[str, Any], own: dict[str, Any], names: dict[str, str], ignored: Ignored) -> None:
+def read_text(given: dict[str, Any], overrides: Overrides, ignored: Ignored) -> None:
     """Read ``text``: the format of the answer."""
     ignored |= {f"text.{name}": None for name in given if name not in ("format", "verbosity")}
     if given.get("verbosity") not in (None, "medium"):
@@ -101,7 +100,7 @@ def read_text(given: dict[str, Any], own: dict[str, Any], names: dict[str, str],
     except RequestError as error:
         told = str(error).replace("`response_format`", "format").replace("json_schema.", "")
         raise wrong("text", told) from None
-    set_schema(own, names, schema, "text")
+    overrides.set_schema(schema, "text")
 
 
 # ---------------------------------------------------------------- tools

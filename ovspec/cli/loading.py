@@ -1,0 +1,35 @@
+"""How commands load a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ovspec.base.errors import OvspecError
+from ovspec.base.progress import step
+
+if TYPE_CHECKING:
+    from ovspec.api.model import LanguageModel
+
+
+def load(
+    folder: Path | None, *draft: Any, session: Path | None = None, chat: str | None = None, **options: Any
+) -> LanguageModel:
+    """Return ``ovspec.load(folder, *draft, **options)``; refuse a wrong session or a missing chat template first.
+
+    chat: what to do for a model without a template, if there is to be a chat.
+    """
+    with step(f"{folder or 'demo pair'}: loading"):
+        import ovspec
+        from ovspec.api.loading import model_folder
+        from ovspec.api.session_file import check_session
+        from ovspec.text.chat_template import chat_template, templates_in
+
+        if session and session.exists():
+            check_session(session, model_folder(folder))
+        if chat and "chat_template" not in options:
+            if not templates_in(model_folder(folder)):
+                told = f"{folder}: a base model, which has no chat template; {chat}, or name a `chat_template`."
+                raise OvspecError(told)
+            chat_template(model_folder(folder))
+        return ovspec.load(folder, *draft, **options)
