@@ -22,7 +22,7 @@ ADVICE = "a wrong IR is not kept, so please report the name of this model to ovs
 EXCEPT = 0.1  # share of the positions that may differ by more: where two experts tie, rounding chooses
 
 
-def check_agreement(model: Any, folder: Path, tolerance: float = TOLERANCE) -> None:
+def check_agreement(model: Any, folder: Path) -> None:
     """Raise OvspecError if the IR in ``folder`` computes other logits than ``model``, a transformers model.
 
     Both compute in f32: a text alone, and its first two thirds beside it in a ragged batch. Its last tokens are fed
@@ -33,16 +33,11 @@ def check_agreement(model: Any, folder: Path, tolerance: float = TOLERANCE) -> N
     short = text[: 2 * len(text) // 3]
     compute_in_f32(model)
     expected = [reference_logits(model, tokens, ir.logits_width) for tokens in (text, short)]
-    alone = difference(ir_logits(ir, [text]), expected[:1])
-    if alone > tolerance:
-        raise OvspecError(
-            f"the IR computes other logits than the checkpoint: they differ by {alone:.2g} of their spread; {ADVICE}"
-        )
-    batch = difference(ir_logits(ir, [text, short]), expected)
-    if batch > tolerance:
-        raise OvspecError(
-            f"the IR computes other logits in a batch: they differ by {batch:.2g} of their spread; {ADVICE}"
-        )
+    for rows, where in (([text], "than the checkpoint"), ([text, short], "in a batch")):
+        apart = difference(ir_logits(ir, rows), expected[: len(rows)])
+        if apart > TOLERANCE:
+            told = f"the IR computes other logits {where}: they differ by {apart:.2g} of their spread"
+            raise OvspecError(f"{told}; {ADVICE}")
 
 
 def sample_text(ir: CompiledIR) -> np.ndarray:

@@ -8,7 +8,6 @@ import json
 import math
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -21,12 +20,11 @@ from ovspec.base.errors import OvspecError
 from ovspec.base.progress import in_bytes, step
 from ovspec.ir.compile import MODEL_FILE
 from ovspec.setup.manifest import MANIFEST_FILE
-from ovspec.text.chat_template import MORE_TEMPLATES
 from ovspec.text.tokenizer import TOKENIZER_FILE
 from ovspec_export.compression import DEFAULT_GROUP_SIZE, WEIGHT_FORMATS, Compression
 from ovspec_export.environments import prepared_variables
 from ovspec_export.head_layout import flattened
-from ovspec_export.sources import GgufSource, HeadSource, Source
+from ovspec_export.sources import TEXTS, GgufSource, HeadSource, Source, copy_files
 from ovspec_export.tokenizers import load_tokenizer
 
 WORKER = "ovspec_export.worker"  # the module that runs jobs
@@ -174,13 +172,11 @@ def layers_of(source: Source, layers: int) -> float:
 
 def copy_ir(source: Source, folder: Path) -> None:
     """Copy the files of an IR to ``folder``, without other files beside them."""
-    for file in source.folder.iterdir():
-        wanted = file.suffix in (".json", ".jinja", ".model", ".txt") or file.name.startswith("openvino_")
-        if file.is_file() and wanted and file.name != MANIFEST_FILE:
-            shutil.copyfile(file, folder / file.name)
-    for file in source.folder.glob(f"{MORE_TEMPLATES}/*.jinja"):
-        (folder / MORE_TEMPLATES).mkdir(exist_ok=True)
-        shutil.copyfile(file, folder / MORE_TEMPLATES / file.name)
+
+    def wanted(file: Path) -> bool:
+        return file.name != MANIFEST_FILE and (file.suffix in TEXTS or file.name.startswith("openvino_"))
+
+    copy_files(source.folder, folder, wanted)
 
 
 def run_job(

@@ -17,8 +17,7 @@ from openvino import opset13 as ops
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_as, write_atomically
-from ovspec.ir.compile import MODEL_FILE, check_weights, give_ids, lm_head, proposes_only, target_ids
-from ovspec.ir.heads import read_model
+from ovspec.ir.compile import MODEL_FILE, check_weights, give_ids, lm_head, proposes_only, read_model, target_ids
 from ovspec_export.sources import HeadSource, Source
 
 VOCABULARY_FILE = "draft_vocabulary.json"

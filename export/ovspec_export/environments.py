@@ -159,13 +159,8 @@ def install(environment: Environment, families: str) -> int:
         # pip unpacks in the temporary folder first, which may be too small a disk.
         scratch = dict.fromkeys(("TMPDIR", "TEMP", "TMP"), temporary)
         settings = dict.fromkeys(("PIP_CONSTRAINT", "PIP_PREFIX", "PIP_ROOT", "UV_CONSTRAINT"), "")
-        settings |= {
-            "PIP_DRY_RUN": "0",
-            "PIP_USER": "0",
-            "PIP_REQUIRE_VIRTUALENV": "0",
-            "PIP_NO_INPUT": "1",
-            "PYTHONUTF8": "1",
-        }
+        settings |= dict.fromkeys(("PIP_DRY_RUN", "PIP_USER", "PIP_REQUIRE_VIRTUALENV"), "0")
+        settings |= {"PIP_NO_INPUT": "1", "PYTHONUTF8": "1"}
         done = subprocess.run(
             command,
             env={**os.environ, **settings, **scratch},

@@ -8,6 +8,7 @@ a manifest of ovspec are ever deleted; an unfinished folder has one that marks i
 from __future__ import annotations
 
 import contextlib
+import glob
 import secrets
 import shutil
 import sys
@@ -106,7 +107,7 @@ def work_folder(output: Path, overwrite: bool) -> Iterator[Path]:
     try:
         check_output(output, overwrite)
         check_closed(output)
-        for left in output.parent.glob(f".{glob_escape(output.name)}.partial-*"):
+        for left in output.parent.glob(f".{glob.escape(output.name)}.partial-*"):
             remove(left)  # of an export that was killed, since we hold the lock
         work = partial_of(output)
         work.mkdir()
@@ -193,7 +194,3 @@ def check_space(folder: Path, needed: float, what: str = "the export") -> None:
             f"{folder}: {what} needs about {in_bytes(needed)} there, but only {in_bytes(free)} are free; make "
             "room, or name another `output`."
         )
-
-
-def glob_escape(name: str) -> str:
-    return "".join(f"[{c}]" if c in "*?[" else c for c in name)

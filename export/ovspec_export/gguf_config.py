@@ -86,16 +86,12 @@ def of_llama(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def of_qwen2_moe(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
-    shapes = {name: info.shape for name, info in file.tensors.items()}
+    shared = file.tensors["blk.0.ffn_gate_shexp.weight"].shape[0]
     return {
-        "moe_intermediate_size": shapes["blk.0.ffn_gate_exps.weight"][1],
-        "shared_expert_intermediate_size": shapes["blk.0.ffn_gate_shexp.weight"][0],
-        "intermediate_size": config.get("intermediate_size") or shapes["blk.0.ffn_gate_shexp.weight"][0],
+        "moe_intermediate_size": file.tensors["blk.0.ffn_gate_exps.weight"].shape[1],
+        "shared_expert_intermediate_size": shared,
+        "intermediate_size": config.get("intermediate_size") or shared,
     }
-
-
-def of_qwen3_moe(_file: GgufFile, _config: dict[str, Any]) -> dict[str, Any]:
-    return {"norm_topk_prob": True}
 
 
 def of_phi3(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
@@ -112,14 +108,6 @@ def of_gemma(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
     scalar = config["hidden_size"] // config["num_attention_heads"] if largest else config["head_dim"]
     base = 1e4 if file.architecture == "gemma2" else 1e6
     return {"query_pre_attn_scalar": scalar, "rope_theta": config.get("rope_theta", base)}
-
-
-def of_gpt2(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
-    return {"n_positions": config["n_ctx"], "n_inner": file.get("feed_forward_length")}
-
-
-def of_starcoder2(file: GgufFile, _config: dict[str, Any]) -> dict[str, Any]:
-    return {"use_bias": "blk.0.attn_q.bias" in file.tensors, "sliding_window": file.get("attention.sliding_window")}
 
 
 def of_stablelm(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
@@ -146,7 +134,7 @@ ARCHITECTURES = {
     "qwen2": Architecture("qwen2", RMS),
     "qwen2moe": Architecture("qwen2_moe", RMS | EXPERTS, of_qwen2_moe),
     "qwen3": Architecture("qwen3", RMS | HEAD),
-    "qwen3moe": Architecture("qwen3_moe", RMS | HEAD | EXPERTS, of_qwen3_moe),
+    "qwen3moe": Architecture("qwen3_moe", RMS | HEAD | EXPERTS, lambda *_: {"norm_topk_prob": True}),
     "phi3": Architecture("phi3", RMS | {"attention.sliding_window": "sliding_window"}, of_phi3, rotary=False),
     "gemma2": Architecture("gemma2", RMS | HEAD | GEMMA, of_gemma),
     "gemma3": Architecture("gemma3_text", RMS | HEAD | GEMMA, of_gemma),
@@ -160,12 +148,12 @@ ARCHITECTURES = {
             "feed_forward_length": "n_inner",
             "attention.layer_norm_epsilon": "layer_norm_epsilon",
         },
-        of_gpt2,
+        lambda _, config: {"n_positions": config["n_ctx"]},
     ),
     "starcoder2": Architecture(
         "starcoder2",
         {"attention.layer_norm_epsilon": "norm_epsilon", "attention.sliding_window": "sliding_window"},
-        of_starcoder2,
+        lambda file, _: {"use_bias": "blk.0.attn_q.bias" in file.tensors},
     ),
     "stablelm": Architecture(
         "stablelm",
@@ -290,7 +278,5 @@ def generation_config(file: GgufFile, eos: list[int]) -> dict[str, Any]:
     """Return the entries of generation_config.json: the EOS and BOS tokens, and the sampling that is recommended."""
     found = {"eos_token_id": eos, "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id")}
     asked = {new: file.metadata.get(f"general.sampling.{key}") for key, new in SAMPLING.items()}
-    sampling = {name: value for name, value in asked.items() if value is not None}
-    return {name: value for name, value in found.items() if value is not None} | (
-        {"do_sample": True, **sampling} if sampling else {}
-    )
+    found |= asked | {"do_sample": True if any(value is not None for value in asked.values()) else None}
+    return {name: value for name, value in found.items() if value is not None}

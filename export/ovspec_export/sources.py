@@ -8,6 +8,7 @@ import math
 import re
 import shutil
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ TEMPLATES = [f"{MORE_TEMPLATES}/*.jinja"]
 # What is left out. The hub's ``*`` matches slashes, too, so that ``*.json`` alone would take other folders' files.
 FOLDERS, DEEPER_FOLDERS = "*/*", "*/*/*"
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")  # what transformers loads first
+TEXTS = (".json", ".jinja", ".model", ".txt")  # ends of the names of files beside the weights
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
 
 # Beginnings of the names of what the text model doesn't need: images, sound, and heads that predict further tokens.
@@ -102,9 +104,8 @@ class Source:
         if self.is_ir:
             return None
         if outer in FLAT and not config.get("text_config"):
-            return {name: value for name, value in config.items() if not OF_IMAGES.match(name)} | {
-                "model_type": f"{outer}_text"
-            }
+            entries = {name: value for name, value in config.items() if not OF_IMAGES.match(name)}
+            return entries | {"model_type": f"{outer}_text"}
         return config["text_config"] if isinstance(config.get("text_config"), dict) else None
 
     def entry(self, what: str) -> int | None:
@@ -218,7 +219,7 @@ class HeadSource(Source):
     def headers(self) -> dict[str, dict[str, Any]]:
         """Return the shapes of a checkpoint's tensors."""
         found = {name: tensor for file in self.pickled() for name, tensor in pickled_tensors(file).items()}
-        return super().headers() or {name: {"shape": tensor.shape} for name, tensor in found.items()}
+        return super().headers() or {name: {"shape": list(tensor.shape)} for name, tensor in found.items()}
 
     def integers(self, name: str) -> np.ndarray | None:
         """Return the tensor ``d2t`` or ``t2d`` of a checkpoint, or None if it has none."""
@@ -226,8 +227,10 @@ class HeadSource(Source):
 
         for file in self.pickled():
             for stored, tensor in pickled_tensors(file).items():
+                if our_name(stored) == name and tensor.is_floating_point():
+                    raise OvspecError(f"{file}: its {name} holds no integers ({tensor.dtype}).")
                 if our_name(stored) == name:
-                    return tensor.read(file)
+                    return tensor.numpy()
         for file in self.folder.glob("model*.safetensors"):
             for stored in safetensors_header(file):
                 if our_name(stored) == name:
@@ -424,10 +427,16 @@ def snapshot(name: str, model: str, revision: str | None, patterns: list[str], b
 
 def copy_what_is_missing(checkpoint: Path, folder: Path) -> None:
     """Copy to ``folder`` the files of a checkpoint beside its weights, such as its tokenizer, that aren't there."""
-    for file in checkpoint.iterdir():
-        wanted = file.suffix in (".json", ".model", ".txt", ".jinja", ".py") and not file.name.startswith("model")
-        if file.is_file() and wanted and not (folder / file.name).exists():
-            shutil.copy(file, folder)
+    copy_files(checkpoint, folder, lambda file: file.suffix in (*TEXTS, ".py") and not file.name.startswith("model"))
+
+
+def copy_files(model: Path, folder: Path, wanted: Callable[[Path], bool]) -> None:
+    """Copy to ``folder`` the wanted files of a model, and its further chat templates, where they aren't there."""
+    for file in [*filter(wanted, model.iterdir()), *model.glob(f"{MORE_TEMPLATES}/*.jinja")]:
+        copy = folder / file.relative_to(model)
+        if file.is_file() and not copy.exists():
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, copy)
 
 
 def holds_only_ir(folder: Path) -> bool:

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
+import re
 import struct
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.progress import in_bytes, step
-from ovspec.text.chat_template import MORE_TEMPLATES
 from ovspec_export.families import TEXT_MODELS
-from ovspec_export.sources import LEFT_OUT, Source, safetensors_header
+from ovspec_export.sources import LEFT_OUT, TEXTS, Source, copy_files, safetensors_header
 
 # Beginnings of the text model's tensor names, in the order in which they are tried, and what they become.
 RENAMED = {
@@ -30,6 +29,7 @@ RENAMED = {
 }
 # What a text model's config takes from the outer one, if it has none itself.
 SHARED = ("dtype", "torch_dtype", "eos_token_id", "bos_token_id", "pad_token_id")
+OTHERS = re.compile("^model|processor")  # in names of files about weights, or about images and sound
 CHUNK = 1 << 24  # bytes that are copied at a time
 
 
@@ -53,12 +53,7 @@ def text_part(source: Source, folder: Path) -> Source:
         if set(where.values()) != {"model.safetensors"}:
             index = {"metadata": {"total_size": size}, "weight_map": where}
             (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8", newline="\n")
-        for file in source.folder.iterdir():
-            wanted = file.suffix in (".json", ".jinja", ".model", ".txt") and not file.name.startswith("model")
-            if wanted and "processor" not in file.name and not (folder / file.name).exists():
-                shutil.copy(file, folder)
-        if (source.folder / MORE_TEMPLATES).is_dir():
-            shutil.copytree(source.folder / MORE_TEMPLATES, folder / MORE_TEMPLATES)
+        copy_files(source.folder, folder, lambda file: file.suffix in TEXTS and not OTHERS.search(file.name))
         taking.result = in_bytes(size)
     return dataclasses.replace(source, folder=folder)
 
@@ -73,11 +68,10 @@ def text_config(source: Source, names: set[str]) -> dict[str, Any]:
         inner = rope_of_text(inner) | {"model_type": source.model_type}
     shared = {name: config[name] for name in SHARED if name in config}
     text = shared | {name: value for name, value in inner.items() if value is not None} | {"architectures": [known]}
-    tied = [
-        value for value in (config.get("tie_word_embeddings"), inner.get("tie_word_embeddings")) if value is not None
-    ]
+    key = "tie_word_embeddings"
+    tied = [part[key] for part in (config, inner) if part.get(key) is not None]
     if tied:  # transformers 5 reads the outer config's, transformers 4 the inner one's
-        text["tie_word_embeddings"] = True in tied if "lm_head.weight" not in names else tied[0]
+        text[key] = True in tied if "lm_head.weight" not in names else tied[0]
     return text
 
 

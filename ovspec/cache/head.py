@@ -79,7 +79,8 @@ class HeadDecoder:
         logits = [NO_LOGITS] * len(tokens)
         left = [self._begun(row, new) for row, new in enumerate(tokens)]
         while any(map(len, left)):
-            parts = [new[: self._readable(row)] for row, new in enumerate(left)]
+            together = [max(1, known - len(text) + 1) for known, text in zip(self._known, self.rows, strict=True)]
+            parts = [new[:count] for new, count in zip(left, together, strict=True)]
             left = [new[len(part) :] for new, part in zip(left, parts, strict=True)]
             wants = [
                 int(len(part) > 0 and bool(want or len(rest)))
@@ -123,10 +124,6 @@ class HeadDecoder:
             return new
         self.rows[row].commit(new[:1])
         return new[1:]
-
-    def _readable(self, row: int) -> int:
-        """Return how many of the next tokens of ``row`` may be read together."""
-        return max(1, self._known[row] - len(self.rows[row]) + 1)
 
     def _features(self, row: int, count: int) -> np.ndarray:
         """Return what is read beside the next ``count`` tokens of ``row``, (count, width)."""

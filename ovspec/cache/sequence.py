@@ -22,7 +22,41 @@ class Unshared:
 UNSHARED = Unshared()
 
 
-class Sequence:
+class Growing:
+    """An array (n, ...) that grows at its end, and is cut there: a row's tokens, or their features."""
+
+    __slots__ = ("_buffer", "_length")
+
+    def __init__(self, values: np.ndarray) -> None:
+        self._length = len(values)
+        self._buffer = np.empty((max(64, 2 * len(values)), *values.shape[1:]), dtype=values.dtype)
+        self._buffer[: self._length] = values
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def values(self) -> np.ndarray:
+        """The array, as a view that is valid until the next commit."""
+        return self._buffer[: self._length]
+
+    def commit(self, values: np.ndarray | list[int]) -> None:
+        end = self._length + len(values)
+        if end > len(self._buffer):
+            grown = np.empty((2 * end, *self._buffer.shape[1:]), dtype=self._buffer.dtype)
+            grown[: self._length] = self.values
+            self._buffer = grown
+        self._buffer[self._length : end] = values
+        self._length = end
+
+    def rewind(self, length: int) -> None:
+        """Keep only the first ``length`` values."""
+        if not 0 <= length <= self._length:
+            raise ValueError(f"cannot rewind a sequence of {self._length} tokens to {length}")
+        self._length = length
+
+
+class Sequence(Growing):
     """The token ids of a row: commits append to it, rewinds shorten it.
 
     What keeps state for a row, such as a KV cache, holds a Sequence of the tokens it has processed, and catches up from
@@ -32,37 +66,16 @@ class Sequence:
         those of ``UNSHARED`` share none at all.
     """
 
-    __slots__ = ("_buffer", "_length", "owner")
+    __slots__ = ("owner",)
 
     def __init__(self, tokens: Iterable[int] = ()) -> None:
+        super().__init__(np.fromiter(tokens, dtype=np.int64))
         self.owner: Hashable = None
-        start = np.fromiter(tokens, dtype=np.int64)
-        self._length = len(start)
-        self._buffer = np.empty(max(64, 2 * len(start)), dtype=np.int64)
-        self._buffer[: self._length] = start
-
-    def __len__(self) -> int:
-        return self._length
 
     @property
     def tokens(self) -> np.ndarray:
         """The tokens (length,) int64, as a view that is valid until the next commit."""
         return self._buffer[: self._length]
-
-    def commit(self, tokens: np.ndarray | list[int]) -> None:
-        end = self._length + len(tokens)
-        if end > len(self._buffer):
-            grown = np.empty(2 * end, dtype=np.int64)
-            grown[: self._length] = self.tokens
-            self._buffer = grown
-        self._buffer[self._length : end] = tokens
-        self._length = end
-
-    def rewind(self, length: int) -> None:
-        """Keep only the first ``length`` tokens."""
-        if not 0 <= length <= self._length:
-            raise ValueError(f"cannot rewind a sequence of {self._length} tokens to {length}")
-        self._length = length
 
     def shared(self, tokens: np.ndarray) -> int:
         """Return the number of leading tokens that are the same in ``tokens``, (n,) int64."""

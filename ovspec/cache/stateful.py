@@ -29,7 +29,7 @@ from ovspec.cache.decoder import (
     split_by_row,
 )
 from ovspec.cache.prefill import share_prefixes
-from ovspec.cache.sequence import EMPTY, Sequence
+from ovspec.cache.sequence import EMPTY, Growing, Sequence
 from ovspec.cache.slots import Slots
 from ovspec.ir.compile import CompiledIR, State
 from ovspec.ir.device import EXACT_KV_PRECISIONS, may_use_gpu
@@ -81,6 +81,7 @@ class StatefulDecoder:
         self._rope_switch = ir.config.rope_switch or sys.maxsize
         self._request, self._scratch = Request(ir, INPUTS), None
         self._head_width, self._feature_width = ir.width_of(HIDDEN), ir.width_of(FEATURES)
+        self._no_features = np.empty((0, self._feature_width), dtype=np.float32)
         self.hidden: list[np.ndarray] = []
         self._token_arrays = TokenArrays()
         self._slots = Slots(1)
@@ -103,7 +104,7 @@ class StatefulDecoder:
         if rows not in (0, len(self.rows)) and not self.copies_exactly:
             self._request.renew()
         self.rows = [Sequence() for _ in range(rows)]
-        self._features = [FeatureRow(self._feature_width) for _ in range(rows)]
+        self._features = [Growing(self._no_features) for _ in range(rows)]  # (tokens, width) of each row
         self._slots = Slots(rows)
         self._in_order = np.arange(rows, dtype=np.int32)
         self._beam = self._in_order  # rows of the physical cache that the next inference gathers
@@ -142,7 +143,7 @@ class StatefulDecoder:
         if self.rollback.replay:
             length = self._restore_snapshot(length)
         self.rows[row].rewind(length)
-        self._features[row].rewind(length)
+        self._features[row].rewind(length if self._feature_width else 0)
         self._slots.truncate(row, length)
 
     def reorder(self, rows: list[int]) -> None:
@@ -151,7 +152,7 @@ class StatefulDecoder:
             return
         self.rows = reordered(self.rows, rows)
         kept = self._features
-        self._features = [FeatureRow(self._feature_width) if row == EMPTY else kept[row].copy() for row in rows]
+        self._features = [Growing(self._no_features if row == EMPTY else kept[row].values) for row in rows]
         self._slots.reorder(rows)
         self._beam = self._beam[rows]  # for an empty row any other will do, because all its slots are dead
         self._in_order = np.arange(len(rows), dtype=np.int32)
@@ -189,7 +190,7 @@ class StatefulDecoder:
             features = arrays.pop(FEATURES, self._features[0].values)
             if features.shape != (len(tokens), self._feature_width) or features.dtype != np.float32:
                 raise ValueError("the features are of another model")
-            self._features[0].append(features)
+            self._features[0].commit(features)
         sizes = {s.name: s.width * (1 if s.sequence_axis is None else len(tokens)) for s in states}
         if {name: array.size for name, array in arrays.items()} != sizes:
             raise ValueError("the states are of another model")
@@ -205,7 +206,7 @@ class StatefulDecoder:
     def copy_to(self, other: StatefulDecoder) -> None:
         """Copy this decoder's rows and states to ``other``, of the same model; exact only if ``copies_exactly``."""
         other.rows = [row.copy() for row in self.rows]
-        other._features = [row.copy() for row in self._features]
+        other._features = [Growing(row.values) for row in self._features]
         other._slots = copy.deepcopy(self._slots)
         other._in_order, other._beam = self._in_order, self._beam
         other._snapshot, other._snapshot_length = self._snapshot, self._snapshot_length
@@ -345,7 +346,9 @@ class StatefulDecoder:
         by_index = self._mask_until is not None and slots.used + width > self._mask_until
         if slots.dead >= self._compact_at or (by_index and not slots.contiguous):
             if not self.rollback.copies and not self._head_width:  # what a head has read isn't kept
-                return self._append(self._read_again(tokens), wanted)
+                texts = [np.concatenate((held.tokens, new)) for held, new in zip(self.rows, tokens, strict=True)]
+                self.reset(len(self.rows))
+                return self._append(texts, wanted)
             self._avoid_the_last_shapes(width)
             self.compact()
         ids, positions = self._token_arrays[len(tokens), width]
@@ -368,16 +371,10 @@ class StatefulDecoder:
         if self._feature_width:
             found = self._request.output(FEATURES).reshape(len(tokens), width, -1)
             for row, (kept, count) in enumerate(zip(self._features, counts, strict=True)):
-                kept.append(found[row, :count])
+                kept.commit(found[row, :count])
         if self._head_width:
             self.hidden = split_by_row(self._request.output(HIDDEN), wanted)
         return self._vocabulary.restrict(logits)
-
-    def _read_again(self, tokens: list[np.ndarray]) -> list[np.ndarray]:
-        """Empty the cache; return what each row held, followed by its new ``tokens``."""
-        texts = [np.concatenate((held.tokens, new)) for held, new in zip(self.rows, tokens, strict=True)]
-        self.reset(len(self.rows))
-        return texts
 
     def _beside(self, features: Features, width: int) -> np.ndarray:
         """Return the input of a head that holds each token's features, (rows, width, values) float32."""
@@ -385,35 +382,6 @@ class StatefulDecoder:
         for row, values in enumerate(features or ()):
             found[row, : len(values)] = values
         return found
-
-
-class FeatureRow:
-    """The features of a row's tokens, which grow and shrink with it as in ``Sequence``."""
-
-    def __init__(self, width: int) -> None:
-        self._buffer, self._length = np.empty((64 if width else 0, width), dtype=np.float32), 0
-
-    @property
-    def values(self) -> np.ndarray:
-        """The features (tokens, width) float32, as a view that is valid until more are added."""
-        return self._buffer[: self._length]
-
-    def append(self, values: np.ndarray) -> None:
-        end = self._length + len(values)
-        if end > len(self._buffer):
-            grown = np.empty((2 * end, self._buffer.shape[1]), dtype=np.float32)
-            grown[: self._length] = self.values
-            self._buffer = grown
-        self._buffer[self._length : end] = values
-        self._length = end
-
-    def rewind(self, length: int) -> None:
-        self._length = min(length, self._length)
-
-    def copy(self) -> FeatureRow:
-        other = FeatureRow(self._buffer.shape[1])
-        other.append(self.values)
-        return other
 
 
 class RowByRow:

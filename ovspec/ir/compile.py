@@ -205,14 +205,32 @@ def pick_logits(model: ov.Model) -> bool:
     shape = hidden.get_partial_shape()
     if shape.rank.get_length() != 3 or shape[2].is_dynamic:
         return False
-    index = ops.parameter([-1], ov.Type.i64, name="logits_idx")
-    index.output(0).get_tensor().set_names({"logits_idx"})
-    flat = ops.reshape(hidden, ops.constant([-1, shape[2].get_length()], dtype=ov.Type.i64), special_zero=False)
-    picked = ops.gather(flat, index, ops.constant(0, dtype=ov.Type.i64))
-    node.input(0).replace_source_output(ops.unsqueeze(picked, ops.constant(0, dtype=ov.Type.i64)).output(0))
-    model.add_parameters([index])
+    pick_rows(model, hidden, [node.input(0)])
     model.validate_nodes_and_infer_types()
     return True
+
+
+def pick_rows(model: ov.Model, hidden: ov.Output, readers: list[ov.Input]) -> ov.Output:
+    """Let ``readers`` of hidden states [rows, columns, width] read only those that the input ``logits_idx`` [n] picks.
+
+    Returns the picked ones, [1, n, width].
+    """
+    index, zero = ops.parameter([-1], ov.Type.i64, name="logits_idx"), ops.constant(0, dtype=ov.Type.i64)
+    index.output(0).get_tensor().set_names({"logits_idx"})
+    width = hidden.get_partial_shape()[-1].get_length()
+    flat = ops.reshape(hidden, ops.constant([-1, width], dtype=ov.Type.i64), special_zero=False)
+    picked = ops.unsqueeze(ops.gather(flat, index, zero), zero).output(0)
+    for reader in readers:
+        reader.replace_source_output(picked)
+    model.add_parameters([index])
+    return picked
+
+
+def add_output(model: ov.Model, value: ov.Output, name: str) -> None:
+    """Let a model have ``value`` as an output."""
+    result = ops.result(value)
+    result.output(0).get_tensor().set_names({name})
+    model.add_results([result])  # type: ignore[list-item]
 
 
 def proposes_only(folder: Path) -> bool:
@@ -232,17 +250,19 @@ def target_ids(model: ov.Model) -> np.ndarray | None:
 
 def give_ids(model: ov.Model, ids: np.ndarray) -> None:
     """Let a model say that its logits are those of ``ids`` (n,) of its target."""
-    offsets = ops.constant(ids - np.arange(len(ids)), dtype=ov.Type.i64)
-    offsets.output(0).get_tensor().set_names({IDS})
-    model.add_results([ops.result(offsets)])  # type: ignore[list-item]
+    add_output(model, ops.constant(ids - np.arange(len(ids)), dtype=ov.Type.i64).output(0), IDS)
+
+
+def read_model(folder: Path) -> ov.Model:
+    try:
+        return core().read_model(folder / MODEL_FILE)
+    except RuntimeError as error:
+        raise OvspecError(f"{folder / MODEL_FILE}: cannot be read ({last_line(error)}); export it again.") from None
 
 
 def read_ir(folder: Path, rewrite: Callable[[ov.Model], None] | None = None) -> Graph:
     """Read the language model in ``folder``, and apply ``pick_logits`` and ``rewrite``."""
-    try:
-        model = core().read_model(folder / MODEL_FILE)
-    except RuntimeError as error:
-        raise OvspecError(f"{folder / MODEL_FILE}: cannot be read ({last_line(error)}); export it again.") from None
+    model = read_model(folder)
     states = model_states(model)
     names = {name for port in model.inputs for name in port.names}
     outputs = {name for port in model.outputs for name in port.names}

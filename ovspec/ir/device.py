@@ -8,6 +8,7 @@ import hashlib
 import platform
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import openvino as ov
 import platformdirs
@@ -86,14 +87,16 @@ def core_count() -> int:
 
 def device_key(name: str) -> list[str]:
     """Return the name of a device, and its model, architecture and driver as far as its plugin tells them."""
-    told, known = [name], list[str]()
+    known = sorted(property_of(name, "SUPPORTED_PROPERTIES") or ())
+    values = {each: property_of(name, each) for each in known if each in IDENTIFYING or each.endswith("DRIVER_VERSION")}
+    return [name, *(f"{each}={value}" for each, value in values.items() if value is not None)]
+
+
+def property_of(device: str, name: str) -> Any:
+    """Return a property of a device, None if its plugin lacks it."""
     with contextlib.suppress(RuntimeError):
-        known = sorted(core().get_property(name, "SUPPORTED_PROPERTIES"))
-    for each in known:
-        if each in IDENTIFYING or each.endswith("DRIVER_VERSION"):
-            with contextlib.suppress(RuntimeError):
-                told.append(f"{each}={core().get_property(name, each)}")
-    return told
+        return core().get_property(device, name)
+    return None
 
 
 def devices_of(device: str) -> list[str]:
@@ -126,9 +129,7 @@ def in_main_memory(device: str) -> bool:
     """Return whether ``device`` computes in the memory of this machine: the CPU, or a GPU without its own."""
     if not is_gpu(device):
         return device == "CPU"
-    with contextlib.suppress(RuntimeError):
-        return str(core().get_property(device, "DEVICE_TYPE")).endswith("INTEGRATED")
-    return False
+    return str(property_of(device, "DEVICE_TYPE")).endswith("INTEGRATED")
 
 
 def available_devices() -> list[tuple[str, str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
+import functools
 import math
 import time
 import weakref
@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import openvino as ov
 import psutil
 
-from ovspec.ir.device import core, in_main_memory, is_gpu
+from ovspec.ir.device import in_main_memory, is_gpu, property_of
 
 HELD: weakref.WeakSet[Any] = weakref.WeakSet()  # what is freed at exit
 QUIET, LONGEST_WAIT = 0.25, 30.0  # seconds without work in the background, and the most to wait for them
@@ -25,20 +25,14 @@ def gpu_facts(device: str) -> dict[str, Any]:
     """
     if not is_gpu(device):
         return {}
-
-    def property_of(name: str) -> Any:
-        with contextlib.suppress(RuntimeError):
-            return core().get_property(device, name)
-        return None
-
-    names = sorted(property_of("SUPPORTED_PROPERTIES") or ())
-    drivers = [property_of(name) for name in names if name.endswith("DRIVER_VERSION")]
-    capabilities = property_of("OPTIMIZATION_CAPABILITIES")
-    kv_precision = property_of("KV_CACHE_PRECISION")
+    told = functools.partial(property_of, device)
+    names = sorted(told("SUPPORTED_PROPERTIES") or ())
+    drivers = [told(name) for name in names if name.endswith("DRIVER_VERSION")]
+    capabilities, kv_precision = told("OPTIMIZATION_CAPABILITIES"), told("KV_CACHE_PRECISION")
     return {
-        "name": property_of("FULL_DEVICE_NAME"),
-        "architecture": property_of("DEVICE_ARCHITECTURE"),
-        "memory": property_of("GPU_DEVICE_TOTAL_MEM_SIZE"),
+        "name": told("FULL_DEVICE_NAME"),
+        "architecture": told("DEVICE_ARCHITECTURE"),
+        "memory": told("GPU_DEVICE_TOTAL_MEM_SIZE"),
         "shares_memory": in_main_memory(device),
         "driver": str(drivers[0]) if drivers else None,
         "xmx": None if capabilities is None else "GPU_HW_MATMUL" in capabilities,

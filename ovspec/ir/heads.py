@@ -14,9 +14,8 @@ import openvino as ov
 from openvino import opset13 as ops
 
 from ovspec.base.errors import OvspecError
-from ovspec.ir.compile import IDS, MODEL_FILE, Graph, last_line, model_states, target_ids
+from ovspec.ir.compile import IDS, MODEL_FILE, Graph, add_output, model_states, pick_rows, read_model, target_ids
 from ovspec.ir.config import model_config
-from ovspec.ir.device import core
 from ovspec.ir.hidden_states import embedding, layer_inputs
 
 FEATURES = "features"  # output that a target gets: what the head reads beside each token
@@ -57,9 +56,7 @@ def give_features(model: ov.Model, target: Path, head: Path) -> None:
         raise OvspecError(f"{head}: the head {told}; use it with the model that it was trained for.")
     parameter.output(0).replace(hidden.output(0))
     fused = fusing.output(FUSED).get_node().input_value(0)
-    result = ops.result(fused)
-    result.output(0).get_tensor().set_names({FEATURES})
-    model.add_results([result])
+    add_output(model, fused, FEATURES)
     model.validate_nodes_and_infer_types()
 
 
@@ -111,16 +108,12 @@ def read_head(folder: Path, target: Path) -> Graph:
     names = {name for port in model.inputs for name in port.names}
     if "input_ids" not in names:
         share_embedding(model, folder, target)
-    pick_rows(model)
+    hidden = model.output(HIDDEN).get_node().input_value(0)
+    picked = pick_rows(model, hidden, list(hidden.get_target_inputs()))
+    hidden.get_tensor().set_names(set())
+    picked.get_tensor().set_names({HIDDEN})
     model.validate_nodes_and_infer_types()
     return Graph(model, states, True, ids)
-
-
-def read_model(folder: Path) -> ov.Model:
-    try:
-        return core().read_model(folder / MODEL_FILE)
-    except RuntimeError as error:
-        raise OvspecError(f"{folder / MODEL_FILE}: cannot be read ({last_line(error)}); export it again.") from None
 
 
 def share_embedding(model: ov.Model, folder: Path, target: Path) -> None:
@@ -139,20 +132,3 @@ def share_embedding(model: ov.Model, folder: Path, target: Path) -> None:
     parameter.output(0).replace(found.output(0))
     model.remove_parameter(parameter)
     model.add_parameters([ids])
-
-
-def pick_rows(model: ov.Model) -> None:
-    """Add the input ``logits_idx`` [n] i64: flat indices of the tokens whose logits and hidden states are computed."""
-    hidden = model.output(HIDDEN).get_node().input_value(0)
-    width = hidden.get_partial_shape()[-1].get_length()
-    readers = list(hidden.get_target_inputs())
-    index = ops.parameter([-1], ov.Type.i64, name="logits_idx")
-    index.output(0).get_tensor().set_names({"logits_idx"})
-    zero = ops.constant(0, dtype=ov.Type.i64)
-    flat = ops.reshape(hidden, ops.constant([-1, width], dtype=ov.Type.i64), special_zero=False)
-    picked = ops.unsqueeze(ops.gather(flat, index, zero), zero)
-    hidden.get_tensor().set_names(set())
-    picked.output(0).get_tensor().set_names({HIDDEN})
-    for reader in readers:
-        reader.replace_source_output(picked.output(0))
-    model.add_parameters([index])

@@ -41,8 +41,7 @@ def join_products(model: ov.Model) -> int:
         whole = ops.matmul(products[0].input_value(0), stacked(weights), False, True)
         parts = ops.variadic_split(whole, -1, [each.get_shape()[0] for each in weights])
         for product, part in zip(products, parts.outputs(), strict=True):
-            for reader in list(product.output(0).get_target_inputs()):
-                reader.replace_source_output(part)
+            product.output(0).replace(part)
     model.validate_nodes_and_infer_types()
     return sum(map(len, joined))
 
@@ -92,8 +91,7 @@ def cut_products(model: ov.Model, widest: int = WIDEST) -> int:
             total = ops.add(total, one) if total else one
         assert total
         total.set_friendly_name(product.get_friendly_name())
-        for reader in list(product.output(0).get_target_inputs()):
-            reader.replace_source_output(total.output(0))
+        product.output(0).replace(total.output(0))
     model.validate_nodes_and_infer_types()
     return len(found)
 

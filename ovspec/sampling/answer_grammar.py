@@ -17,7 +17,7 @@ from ovspec.grammars.tools import CALLS, CALLS_AFTER, OTHER, OTHER_AFTER
 from ovspec.sampling.constraint import Constraint
 from ovspec.sampling.grammar_constraint import Grammar
 from ovspec.sampling.healing import ByteTokens
-from ovspec.sampling.masks import holds, pack
+from ovspec.sampling.masks import pack
 from ovspec.text.answer import WHITE, AnswerFormat, State, Tag, advance, is_mark
 
 # (tokens before the grammar, what of its text is there already: bytes, and ids of tags) -> the grammar of the rest.
@@ -95,8 +95,7 @@ class AnswerGrammar(Constraint):
         place = self._place(tokens)
         if self._within(place):
             return place.grammars[0].allows(token, tokens)
-        mask = self.mask(tokens)
-        return mask is None or holds(mask, token)
+        return super().allows(token, tokens)
 
     def forced(self, tokens: np.ndarray) -> list[int]:
         place = self._place(tokens)

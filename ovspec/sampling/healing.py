@@ -37,12 +37,16 @@ class ByteTokens:
 
     def along(self, text: bytes) -> list[int]:
         """Return the ids of the tokens that ``text`` begins with, and of those that begin with ``text``."""
+        return self.before(text[:-1]) + self.beginning(text)
+
+    def before(self, text: bytes) -> list[int]:
+        """Return the ids of the tokens that ``text`` begins with."""
         found = []
-        for length in range(1, min(len(text), self.longest + 1)):
+        for length in range(1, min(len(text), self.longest) + 1):
             first = bisect.bisect_left(self._bytes, text[:length])
             last = bisect.bisect_right(self._bytes, text[:length])
             found += self._ids[first:last]
-        return found + self.beginning(text)
+        return found
 
     def beginning(self, text: bytes) -> list[int]:
         """Return the ids of the tokens that begin with ``text``."""

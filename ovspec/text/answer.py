@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -108,7 +108,8 @@ def advance(tags: Sequence[Tag], state: State, text: str) -> tuple[State, list[t
         if phase in ("start", "after"):
             fits = any(tag.text.startswith(held) or held.startswith(tag.text) for tag in usable)
             begun = held if fits else held.lstrip(WHITE)  # some tags begin with white space themselves
-            if tag := longest(tag for tag in usable if begun.startswith(tag.text)):
+            fitting = [tag for tag in usable if begun.startswith(tag.text)]
+            if tag := max(fitting, key=lambda tag: len(tag.text), default=None):
                 held, phase = begun if tag.to == "calls" else begun[len(tag.text) :], tag.to
             elif not begun or any(tag.text.startswith(begun) for tag in usable):
                 break
@@ -129,10 +130,6 @@ def advance(tags: Sequence[Tag], state: State, text: str) -> tuple[State, list[t
         found.append((phase, held))
         held = ""
     return State(phase, held), [(each, part) for each, part in found if part and each != "between"]
-
-
-def longest(tags: Iterable[Tag]) -> Tag | None:
-    return max(tags, key=lambda tag: len(tag.text), default=None)
 
 
 def unfinished(text: str, tags: Collection[Tag]) -> int:

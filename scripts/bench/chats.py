@@ -45,8 +45,8 @@ import ovspec
 from ovspec.api.comparison import rotated
 from ovspec.base.errors import OvspecError
 from ovspec.drafting.choice import DraftChoice
-from ovspec.ir.compile import MODEL_FILE
-from ovspec.ir.heads import read_model, target_layers
+from ovspec.ir.compile import MODEL_FILE, read_model
+from ovspec.ir.heads import target_layers
 from ovspec.ir.instruction_set import instruction_set
 
 KINDS = tuple(dict.fromkeys(chat.kind for chat in chats()))

@@ -21,8 +21,7 @@ from safetensors.torch import save_file
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_json
-from ovspec.ir.compile import target_ids
-from ovspec.ir.heads import read_model
+from ovspec.ir.compile import read_model, target_ids
 
 MATRIX = re.compile(r"self\.head\.(.*\.weight)$")
 NORM = re.compile(r"__module\.head\.(.*norm)/")

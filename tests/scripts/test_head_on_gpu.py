@@ -23,8 +23,7 @@ from ovspec_export.heads import load_head
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from ovspec.base.errors import OvspecError
-from ovspec.ir.compile import target_ids
-from ovspec.ir.heads import read_model
+from ovspec.ir.compile import read_model, target_ids
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "vocab_size": 600}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512}

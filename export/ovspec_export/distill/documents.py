@@ -194,23 +194,23 @@ def read_given(paths: Iterable[str | Path]) -> Given:
     Raises:
         OvspecError: there is no such file, it holds no text, or a line isn't a chat.
     """
-    given = Given([], [], 0)
+    texts, chats, skipped = list[str](), list[Chat](), 0
     for path in map(Path, paths):
         if not path.exists():
             raise OvspecError(f"{path}: no such file or folder; name a text file, or a folder of them.")
-        before, skipped = len(given.texts) + len(given.chats), given.skipped
+        before = len(texts) + len(chats)
         for file in files_in(path):
             text = text_of(file)
             if text is None:
                 skipped += 1
             elif file.suffix == CHATS:
-                given.chats.extend(chats_of(text, file))
+                lines = enumerate(text.split("\n"), 1)
+                chats += [chat_of(line, f"{file}, line {number}") for number, line in lines if line.strip()]
             elif text.strip():
-                given.texts.append(text)
-        given = Given(given.texts, given.chats, skipped)
-        if len(given.texts) + len(given.chats) == before:
+                texts.append(text)
+        if len(texts) + len(chats) == before:
             raise OvspecError(f"{path}: contains no text; name a text file in UTF-8, or a folder of them.")
-    return given
+    return Given(texts, chats, skipped)
 
 
 def files_in(path: Path) -> Iterator[Path]:
@@ -232,12 +232,6 @@ def text_of(file: Path) -> str | None:
     except (OSError, UnicodeDecodeError):
         return None
     return None if "\0" in text else text
-
-
-def chats_of(text: str, file: Path) -> Iterator[Chat]:
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            yield chat_of(line, f"{file}, line {number}")
 
 
 def chat_of(line: str, place: str) -> Chat:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import replaced
-from ovspec.ir.compile import MODEL_FILE, compile_ir, lm_head, model_states
+from ovspec.ir.compile import add_output, compile_ir, lm_head, model_states, read_model
 from ovspec.ir.device import DeviceOptions, compile_properties, core
 from ovspec.ir.hidden_states import embedding, layer_inputs
 from ovspec_export.channel import stopping, tell
@@ -246,9 +246,7 @@ def add_outputs(model: ov.Model, layers: list[int]) -> None:
         outputs["features"] = ops.concat([inputs[layer] for layer in layers], -1).output(0)
         outputs["final"] = head_of(model).input_value(0)
     for name, value in outputs.items():
-        result = ops.result(value)
-        result.output(0).get_tensor().set_names({name})
-        model.add_results([result])
+        add_output(model, value, name)
     model.remove_result(logits)
 
 
@@ -265,7 +263,7 @@ def write_target(folder: Path, file: Path) -> None:
 
     One that is tied to the other is left out.
     """
-    model = core().read_model(folder / MODEL_FILE)
+    model = read_model(folder)
     product = head_of(model)
     table, weights = embedding(model).input_value(0), product.input_value(1)
     rows = 0 if product.get_attributes()["transpose_b"] else 1

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ovspec.ir.config import CONTEXTS, LAYERS
-from ovspec_export.head_layout import LAYER_IDS, HeadLayout, usual_layers
+from ovspec_export.head_layout import LAYER_IDS, HeadLayout, layout_of, usual_layers
 
 
 def new_config(
@@ -47,18 +47,6 @@ def number(config: dict[str, Any], names: Sequence[str]) -> int | None:
 
 
 def new_layout(config: dict[str, Any], layers: list[int]) -> HeadLayout:
-    """Return the layout of a new head, by its config."""
-    return HeadLayout(
-        hidden=config["hidden_size"],
-        intermediate=config["intermediate_size"],
-        heads=config["num_attention_heads"],
-        kv_heads=config["num_key_value_heads"],
-        head_dim=config["head_dim"],
-        vocab=config["vocab_size"],
-        draft_vocab=config["draft_vocab_size"],
-        taps=len(layers),
-        target_hidden=config["hidden_size"],
-        eps=config["rms_norm_eps"],
-        rope={name: config[name] for name in ("rope_theta", "max_position_embeddings")},
-        own_embedding=False,
-    )
+    """Return the layout of a new head, by its config. It has no embedding of its own."""
+    hidden = config["hidden_size"]
+    return layout_of(config, {"fc.weight": [hidden, len(layers) * hidden], "lm_head.weight": []}, nested=False)

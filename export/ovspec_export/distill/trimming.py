@@ -6,7 +6,6 @@ of the target's tokens that are not among them bounds what is lost of the share 
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -14,13 +13,12 @@ import numpy as np
 
 from ovspec.base.errors import OvspecError
 from ovspec.setup.manifest import MANIFEST_FILE, ExportedModel, Manifest
-from ovspec.text.chat_template import MORE_TEMPLATES
 from ovspec_export.compression import INT8
 from ovspec_export.convert import copy_ir
 from ovspec_export.draft_vocabulary import is_trimmed, trim_ir, write_ids
 from ovspec_export.export import complete, describe, versions
 from ovspec_export.folders import check_output, check_space, work_folder
-from ovspec_export.sources import GgufSource, HeadSource, Source
+from ovspec_export.sources import GgufSource, HeadSource, Source, copy_files
 
 FEWEST = 64  # ids; with fewer, hardly anything can be proposed
 
@@ -86,11 +84,7 @@ def trim(draft: Source, ids: np.ndarray, output: Path, overwrite: bool = False) 
             trim_ir(work, ids, draft.name)
             described = describe(draft, work, INT8)
         else:
-            for file in draft.folder.iterdir():
-                if file.is_file() and file.name != MANIFEST_FILE:
-                    shutil.copyfile(file, work / file.name)
-            if (draft.folder / MORE_TEMPLATES).is_dir():
-                shutil.copytree(draft.folder / MORE_TEMPLATES, work / MORE_TEMPLATES)
+            copy_files(draft.folder, work, lambda file: file.name != MANIFEST_FILE)
             write_ids(work, ids)
             described = ExportedModel(draft.name, "as it was", {}, [], draft.revision)
         complete(work, output, Manifest(described, None, versions(), {}))

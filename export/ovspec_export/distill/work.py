@@ -67,50 +67,19 @@ class Spent:
         return sum(self.seconds.get(stage, 0.0) for stage in stages or self.seconds)
 
 
-@dataclass(frozen=True)
 class Work:
-    """An open work folder."""
+    """An open work folder.
 
-    folder: Path
-    run: str
-    spent: Spent
+    target: the target's export, if it was given as a checkpoint.
+    draft: the checkpoint of a draft that was given as something else. old: the export of the draft as it was.
+    checkpoint, ir: the result so far, and its export.
+    """
 
-    @property
-    def documents(self) -> Path:
-        return self.folder / DOCUMENTS
-
-    @property
-    def features(self) -> Path:
-        return self.folder / FEATURES
-
-    @property
-    def checkpoint(self) -> Path:
-        """The result so far."""
-        return self.folder / CHECKPOINT
-
-    @property
-    def target(self) -> Path:
-        """The target's export, if it was given as a checkpoint."""
-        return self.folder / "target"
-
-    @property
-    def draft(self) -> Path:
-        """The checkpoint of a draft that was given as something else."""
-        return self.folder / "draft"
-
-    @property
-    def old(self) -> Path:
-        """The export of the draft as it was."""
-        return self.folder / "old"
-
-    @property
-    def ir(self) -> Path:
-        """The export of the result so far."""
-        return self.folder / "ir"
-
-    @property
-    def scratch(self) -> Path:
-        return self.folder / "scratch"
+    def __init__(self, folder: Path, run: str, spent: Spent) -> None:
+        self.folder, self.run, self.spent = folder, run, spent
+        self.documents, self.features, self.checkpoint = (folder / name for name in (DOCUMENTS, FEATURES, CHECKPOINT))
+        own = ("target", "draft", "old", "ir", "scratch")
+        self.target, self.draft, self.old, self.ir, self.scratch = (folder / name for name in own)
 
     @property
     def has_features(self) -> bool:

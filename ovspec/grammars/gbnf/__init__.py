@@ -32,7 +32,7 @@ def to_lark(text: str) -> str:
         automata = Automata(grammar.rules, facts, budget)
         while True:
             plan = Plan(grammar, facts, split, budget)
-            greedy = plan.lexemes.too_greedy(automata, budget)
+            greedy = plan.too_greedy(automata, budget)
             if not greedy:
                 return plan.lark()
             split |= greedy
@@ -121,28 +121,48 @@ class Analysis:
         return self.nothing
 
 
+class TooMuch(Exception):
+    """The analysis would take too long."""
+
+
+@dataclass
+class Budget:
+    """The number of steps left to the analysis; each takes one or two microseconds."""
+
+    left: int = MAX_STEPS
+
+    def spend(self, steps: int) -> None:
+        self.left -= steps
+        if self.left < 0:
+            raise TooMuch
+
+
 @dataclass
 class Plan:
-    """A division of a grammar into lexemes and the rules over them."""
+    """A division of a grammar into lexemes and the rules over them.
+
+    split: expressions that can't be one lexeme; None: only single characters can.
+    symbols: "T3": a lexeme, "r3": a rule, "r3-name": a named rule.
+    lexemes: symbol of a lexeme -> its expression, which never matches the empty text.
+    rules: symbol of a rule -> its options, each a sequence of symbols. lines: its right-hand side in Lark.
+    """
 
     grammar: Gbnf
     facts: dict[Expression, Facts]
-    split: set[Expression] | None  # expressions that can't be one lexeme; None: only single characters can
+    split: set[Expression] | None
     budget: Budget | None = None
-    symbols: dict[Expression, str] = field(
-        default_factory=dict
-    )  # "T3": a lexeme, "r3": a rule, "r3-name": a named rule
-    lines: dict[str, str] = field(default_factory=dict)  # symbol of a rule -> its right-hand side in Lark
+    symbols: dict[Expression, str] = field(default_factory=dict)
+    lexemes: dict[str, Expression] = field(default_factory=dict)
+    rules: dict[str, list[list[str]]] = field(default_factory=dict)
+    lines: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         root = self.grammar.make(Name, "root")
-        self.lexemes = Lexemes("", {}, {})
-        self.lexemes.start = self.symbol(root)
-        waiting = [root]
+        self.start, waiting = self.symbol(root), [root]
         while waiting:  # not recursive: a chain of rules may be longer than Python's stack allows
             node = waiting.pop()
             symbol = self.symbol(node)
-            if symbol not in self.lines and symbol not in self.lexemes.lexemes:
+            if symbol not in self.lines and symbol not in self.lexemes:
                 waiting += self.define(symbol, node)
 
     def symbol(self, node: Expression) -> str:
@@ -150,7 +170,7 @@ class Plan:
             number = len(self.symbols)
             if isinstance(node, Chars) or (self.may_be_lexeme(node) and not self.facts[node].nullable):
                 self.symbols[node] = f"T{number}"
-                self.lexemes.lexemes[f"T{number}"] = node
+                self.lexemes[f"T{number}"] = node
             else:
                 self.symbols[node] = f"r{number}-{node.text.lower()}" if isinstance(node, Name) else f"r{number}"
         return self.symbols[node]
@@ -182,7 +202,7 @@ class Plan:
             case Repeat(part, least, most):
                 inner = self.symbol(part)
                 more = [[symbol, inner]] if most != 1 else []
-                self.lexemes.rules[symbol] = [[inner], *([] if least else [[]]), *more]
+                self.rules[symbol] = [[inner], *([] if least else [[]]), *more]
                 self.lines[symbol] = inner + times(least, most)
                 return [part]
         raise AssertionError(node)
@@ -193,14 +213,14 @@ class Plan:
     def write(self, symbol: str, options: Sequence[Sequence[Expression]]) -> list[Expression]:
         if self.budget:
             self.budget.spend(2 * sum(len(option) + 1 for option in options))
-        self.lexemes.rules[symbol] = written = [[self.symbol(node) for node in option] for option in options]
+        self.rules[symbol] = written = [[self.symbol(node) for node in option] for option in options]
         self.lines[symbol] = " | ".join(" ".join(option) or '""' for option in written)
         return [node for option in options for node in option]
 
     def lark(self) -> str:
-        lines = [f"start: {self.lexemes.start}"]
+        lines = [f"start: {self.start}"]
         lines += [f"{symbol}: {line}" for symbol, line in self.lines.items()]
-        lines += [f"{symbol}: /{self.regex(node)}/" for symbol, node in self.lexemes.lexemes.items()]
+        lines += [f"{symbol}: /{self.regex(node)}/" for symbol, node in self.lexemes.items()]
         return "\n".join(lines) + "\n"
 
     def regex(self, node: Expression) -> str:
@@ -216,37 +236,7 @@ class Plan:
             case Name(text):
                 return self.regex(self.grammar.rules[text])
 
-
-def times(least: int, most: int | None) -> str:
-    return f"{{{least},{'' if most is None else most}}}"
-
-
-# ---------------------------------------------------------------- lexemes that are too greedy
-
-
-class TooMuch(Exception):
-    """The analysis would take too long."""
-
-
-@dataclass
-class Budget:
-    """The number of steps left to the analysis; each takes one or two microseconds."""
-
-    left: int = MAX_STEPS
-
-    def spend(self, steps: int) -> None:
-        self.left -= steps
-        if self.left < 0:
-            raise TooMuch
-
-
-@dataclass
-class Lexemes:
-    """A grammar whose terminals are lexemes."""
-
-    start: str  # the start symbol
-    rules: dict[str, list[list[str]]]  # symbol that is not a lexeme -> its options, each a sequence of symbols
-    lexemes: dict[str, Expression]  # symbol of a lexeme -> its expression, which never matches the empty text
+    # ------------------------------------------------------------ lexemes that are too greedy
 
     def followers(self, budget: Budget) -> tuple[list[int], int]:
         """Return the lexemes that may follow each lexeme and those that may begin a text; lexeme i is bit i."""
@@ -310,6 +300,10 @@ class Lexemes:
                             together.add(pair)
                             waiting.append(pair)
         return greedy
+
+
+def times(least: int, most: int | None) -> str:
+    return f"{{{least},{'' if most is None else most}}}"
 
 
 def union(sets: Iterable[int]) -> int:

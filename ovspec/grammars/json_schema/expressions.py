@@ -71,6 +71,15 @@ def sought(pattern: str) -> str | None:
 
     It is escaped for use between slashes.
     """
+    found = found_in(pattern, '[^"]*')
+    return found and slashed(f'"{found}"')
+
+
+def found_in(pattern: str, anything: str) -> str | None:
+    """Return the expression of whole texts in which ``pattern`` is found; None if that isn't easy.
+
+    ``anything``: the expression of what may come before and after.
+    """
     if re.fullmatch(r"\^\(\?:(.*)\)", pattern, re.DOTALL) and group_end(pattern[1:]) == len(pattern) - 1:
         parts = [f"^{option.removeprefix('^')}" for option in options(pattern[4:-1])]  # anchors may be within
     else:
@@ -79,13 +88,13 @@ def sought(pattern: str) -> str | None:
     for option in parts:
         begins, ends = option.startswith("^"), re.search(r"(?<!\\)(?:\\\\)*\$$", option) is not None
         inner = option[begins : len(option) - ends]
-        if any(part[0] in ("^", "$", "(?") or ANCHOR.fullmatch(part[0]) for part in PARTS.finditer(inner)):
+        if any(part[0] in ("^", "$") or ANCHOR.fullmatch(part[0]) for part in PARTS.finditer(inner)):
             return None
         if re.search(r"\(\?[=!<]", inner):
             return None
-        before, after = ("" if anchored else '[^"]*' for anchored in (begins, ends))
+        before, after = ("" if anchored else anything for anchored in (begins, ends))
         texts.append(f"{before}({inner}){after}")
-    return slashed(f'"({"|".join(texts)})"')
+    return f"({'|'.join(texts)})"
 
 
 def none_of(words: Iterable[str]) -> str:

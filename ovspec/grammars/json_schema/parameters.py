@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from ovspec.base.errors import OvspecError
-from ovspec.grammars.json_schema.expressions import escaped, in_ascii, options, slashed
+from ovspec.grammars.json_schema.expressions import escaped, found_in, in_ascii, slashed
 from ovspec.grammars.json_schema.shapes import Node, Objects, Refused, Strings, closed
 from ovspec.grammars.json_schema.writing import RuleWriter, in_order, lengths, options_of, quoted_text
 
@@ -85,10 +84,10 @@ def text_of(rules: RuleWriter, node: Node, around: Around) -> str | None:
     if kinds.keys() != {"string"}:
         return None
     for each in kinds["string"]:
-        patterns = (
-            [in_text(in_ascii(pattern)) for pattern in sorted(each.patterns)] if isinstance(each, Strings) else []
-        )
-        if not isinstance(each, Strings) or each.formats or each.absent or None in patterns:
+        if not isinstance(each, Strings) or each.formats or each.absent:
+            return None
+        patterns = [found_in(in_ascii(pattern), "(?s:.*)") for pattern in sorted(each.patterns)]
+        if None in patterns:
             return None
         if each.excluded and around.token:  # see SPACE
             return None
@@ -106,18 +105,3 @@ def terminal(rules: RuleWriter, each: Strings, patterns: list[str], around: Arou
     if not around.token:
         parts.append(f"~/(?s:.*){end}(?s:.+)/")
     return rules.terminal(" & ".join(parts))
-
-
-def in_text(pattern: str) -> str | None:
-    """Return the expression of whole texts in which ``pattern`` is found; None if that isn't easy."""
-    texts = list[str]()
-    for option in options(pattern):
-        begins, ends = option.startswith("^"), re.search(r"(?<!\\)(?:\\\\)*\$$", option) is not None
-        inner = option[begins : len(option) - ends]
-        if re.search(r"\(\?[=!<]|\\[bBAzZ]", inner) or re.search(
-            r"(?<!\\)(?:\\\\)*(?<!\[)\^|(?<!\\)(?:\\\\)*\$", inner
-        ):
-            return None
-        before, after = ("" if anchored else "(?s:.*)" for anchored in (begins, ends))
-        texts.append(f"{before}({inner}){after}")
-    return f"({'|'.join(texts)})"

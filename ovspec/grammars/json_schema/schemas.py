@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ovspec.base.errors import OvspecError
-from ovspec.grammars.json_schema.checking import ANNOTATIONS, REFERENCES, Schema, resolved
+from ovspec.grammars.json_schema.checking import ANNOTATIONS, REFERENCES, Schema, is_number, resolved
 from ovspec.grammars.json_schema.expressions import split
 from ovspec.grammars.json_schema.formats import FORMATS
 from ovspec.grammars.json_schema.numbers import none_fits
@@ -324,22 +324,16 @@ class Schemas:
 def own(schema: Schema, at: str, nodes: Schemas) -> Shape:
     """Return the shape that the keywords for single types describe."""
     types = types_of(schema)
-    kinds: dict[str, tuple[Alternative, ...]] = {}
-    for kind, make in KINDS.items():
-        if kind in types or (kind == "number" and "integer" in types):
-            made: Alternative | None = make()
-            match kind:
-                case "number":
-                    made = numbers_of(schema)
-                case "string":
-                    made = strings_of(schema)
-                case "array":
-                    made = arrays_of(schema, at, nodes)
-                case "object":
-                    made = objects_of(schema, at, nodes)
-            if made:
-                kinds[kind] = (made,)
-    shape = Shape(kinds)
+    makers: dict[str, Callable[[], Alternative | None]] = {
+        **KINDS,
+        "number": lambda: numbers_of(schema),
+        "string": lambda: strings_of(schema),
+        "array": lambda: arrays_of(schema, at, nodes),
+        "object": lambda: objects_of(schema, at, nodes),
+    }
+    allowed = types | ({"number"} if "integer" in types else set())
+    made = {kind: make() for kind, make in makers.items() if kind in allowed}
+    shape = Shape({kind: (each,) for kind, each in made.items() if each})
     for key in ("const", "enum"):
         if key in schema:
             values = schema[key] if key == "enum" else [schema[key]]
@@ -512,7 +506,7 @@ def other_types(types: set[str], at: str, nodes: Schemas) -> Shape:
 def unequal(values: list[Any], at: str, nodes: Schemas) -> Shape:
     """Return the shape of the values that equal none of ``values``."""
     texts = frozenset(value for value in values if isinstance(value, str))
-    digits = [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
+    digits = filter(is_number, values)
     truths = frozenset({False, True}) - {value for value in values if isinstance(value, bool)}
     kinds: dict[str, tuple[Alternative, ...]] = {
         **ANYTHING.kinds,
