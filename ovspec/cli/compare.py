@@ -20,7 +20,7 @@ def compare(lm: LanguageModel, prompt: Any, options: dict[str, Any], stats: str 
     if options.get("temperature") and "seed" not in options:
         options = options | {"seed": secrets.randbits(32)}
     if "chat_template_kwargs" in options:  # render once
-        prompt = lm.runtime.encode(prompt, variables=options["chat_template_kwargs"]).tolist()
+        prompt = lm.runtime.prompts.encode(prompt, variables=options["chat_template_kwargs"]).tolist()
         options = {name: value for name, value in options.items() if name != "chat_template_kwargs"}
     ways: dict[str, dict[str, Any]] = {"plain": options | {"lookahead": 0}, "speculative": options}
     first = show_texts(lm, prompt, ways, as_json)

@@ -167,7 +167,7 @@ def suggest_chat(lm: LanguageModel, prompt: str | None) -> None:
     """Name ``--chat`` on a terminal, if the model has a chat template and ``prompt`` doesn't look made with one."""
     if prompt and on_terminal() and not lm.tokenizer.has_special(prompt):
         with contextlib.suppress(OvspecError):  # there is no chat template
-            _ = lm.runtime.chat_format
+            _ = lm.runtime.prompts.chat_format
             told = "The prompt was continued as plain text: --chat asks it as a chat, --raw leaves this line out."
             click.secho(told, dim=True, err=True)
 

@@ -126,7 +126,7 @@ class Service:
 
     def read_variables(self, variables: dict[str, Any], tools: bool, ignored: dict[str, None]) -> dict[str, Any]:
         """Return the variables that the chat template reads; names of the others are added to ``ignored``."""
-        unread = self.lm.runtime.chat_format.template.unread(variables, tools or "tools" in variables)
+        unread = self.lm.runtime.prompts.chat_format.template.unread(variables, tools or "tools" in variables)
         ignored |= {f"chat_template_kwargs.{name}": None for name in unread}
         return {name: value for name, value in variables.items() if name not in unread}
 
@@ -180,7 +180,7 @@ class Service:
         if own.get("tools") or own.get("json_schema") is not None:
             request = replace(request, own={"json_schema_mode": self.options.json_schema_mode, **own})
         with request.client_names():
-            params = self.lm.runtime.complete(request.params(self.defaults))
+            params = self.lm.runtime.rows.complete(request.params(self.defaults))
         stops, characters = len(params.stop_strings), sum(map(len, params.stop_strings))
         if stops > MOST_STOPS or characters > MOST_STOP_CHARACTERS:
             limit = f"at most {MOST_STOPS} with {MOST_STOP_CHARACTERS:,} are allowed"
@@ -189,8 +189,8 @@ class Service:
         if (texts := params.n * len(request.prompts)) > MOST_TEXTS:
             raise RequestError(f"The request asks for {texts} texts; at most {MOST_TEXTS} are allowed.", "n")
         # A text that the context can't hold is refused before it is encoded, which would take long.
-        context = self.lm.runtime.target.ir.context_length
-        most = self.lm.runtime.tokenizer.most_characters(context) if context else math.inf
+        context = self.lm.target.ir.context_length
+        most = self.lm.tokenizer.most_characters(context) if context else math.inf
         for prompt in request.prompts:
             size = len(prompt) if isinstance(prompt, str) else request.size if request.is_chat else 0
             size = prompt.needed if isinstance(prompt, Infill) else size
@@ -203,7 +203,7 @@ class Service:
         """Return what may be proposed for a request; raises RequestError for drafters that the server doesn't have."""
         if (draft := request.draft) is None:
             return DraftLimits(None, params.lookahead)
-        choice, model = self.lm.runtime.choice, self.lm.runtime.draft
+        choice, model = self.lm.runtime.models.choice, self.lm.draft
         loaded = ("lookup",) * bool(choice and choice.lookup) + ((model.drafter,) if model else ())
         wanted = frozenset() if draft == "none" else frozenset(draft.split(","))
         if not wanted <= {*loaded}:

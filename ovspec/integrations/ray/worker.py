@@ -66,7 +66,7 @@ class Worker:
         loading: Any = job.loading | {"cache_dir": options.cache_dir}
         lm = load(model, draft, **loading)
         lm.runtime.identity = lm.runtime.identity | {"folder": str(job.folders[0].folder)}
-        self._thread, params = BatchThread(lm, job.generating), lm.runtime.params(job.generating)
+        self._thread, params = BatchThread(lm, job.generating), lm.runtime.rows.params(job.generating)
         kind, bits = (", draft: ".join(each) for each in zip(*map(arithmetic_of, deciding(lm, params)), strict=True))
         if reference and bits != reference.bits and not job.mixed:
             raise OvspecError(
