@@ -21,7 +21,7 @@ from ovspec.ir.compile import CompiledIR, compile_ir
 from ovspec.ir.device import DeviceOptions
 from ovspec.ir.paged_attention import PAIRS
 from ovspec.ir.request import Request
-from ovspec.setup.engine_choice import compile_paged, load_ir
+from ovspec.setup.engine_choice import load_ir
 from ovspec.setup.exactness import (
     FULL,
     GPU_RULES,
@@ -32,6 +32,7 @@ from ovspec.setup.exactness import (
     find_exactness_on_gpu,
     probe_rule,
 )
+from ovspec.setup.paging import compile_paged
 
 DEMO = ROOT / "models" / "demo"
 SMALL = DEMO / "draft"  # which is compiled sooner
