@@ -114,9 +114,9 @@ def generate(
     refuse((session or context) and compare, f"{lasting} can't be combined with --compare.")
     refuse((session or context) and several, f"{lasting} needs a single text; leave --samples and --retries out.")
 
-    from ovspec.api.loading import model_folder
     from ovspec.cli import output
     from ovspec.cli.compare import compare as compare_both
+    from ovspec.setup.folders import model_folder
 
     model_folder(folder)  # what isn't a model is refused before a prompt is read
     check_grammar(options)

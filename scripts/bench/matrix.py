@@ -24,12 +24,12 @@ import numpy as np
 import openvino as ov
 
 import ovspec
-from ovspec.api.loading import embedded_pair
 from ovspec.base.errors import OvspecError
 from ovspec.cache.sequence import Sequence
 from ovspec.drafting.choice import DraftChoice
 from ovspec.drafting.costs import Costs
 from ovspec.engine.scheduler import run_batch
+from ovspec.setup.folders import embedded_pair
 from ovspec.setup.manifest import DRAFT_FOLDER
 
 # Mode: the drafters it has, lookup and the draft model; auto does without the draft model if there is none.

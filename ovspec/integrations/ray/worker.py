@@ -6,7 +6,7 @@ import platform
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ovspec.api.loading import device_options, folders_of, load
+from ovspec.api.loading import device_options, load
 from ovspec.base.errors import OvspecError
 from ovspec.drafting.choice import parse_draft
 from ovspec.integrations.ray.deaths import note_signals
@@ -16,6 +16,7 @@ from ovspec.openai.batch_file import deciding, what_matters
 from ovspec.openai.batch_requests import BatchRequest
 from ovspec.openai.batch_run import BatchThread
 from ovspec.params.loading import load_params
+from ovspec.setup.folders import folders_of
 from ovspec.setup.identity import arithmetic_of
 from ovspec.setup.profile import adopt_profiles, profile_text
 
