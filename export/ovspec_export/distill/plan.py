@@ -26,11 +26,11 @@ from ovspec_export.distill.documents import read_given
 from ovspec_export.distill.new_head import new_config, new_layout
 from ovspec_export.distill.trimming import check_trimmable, most_used
 from ovspec_export.distill.work import Settings, begun_in, check_settings
-from ovspec_export.export import check_pair
 from ovspec_export.folders import check_output, check_space, manifest_in
 from ovspec_export.head_fit import check_fits
 from ovspec_export.head_layout import new_head_layers
 from ovspec_export.sources import GgufSource, HeadSource, Source, find_source
+from ovspec_export.tokenizers import check_pair
 
 Kind = Literal["head", "draft", "trimmed draft"]
 DRAFT_VOCABULARY = 16384

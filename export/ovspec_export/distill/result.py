@@ -29,9 +29,9 @@ from ovspec_export.distill.plan import Plan, check_place
 from ovspec_export.distill.stages import draft_checkpoint, exported_target
 from ovspec_export.distill.work import EXPORTING, TRAINING, Work
 from ovspec_export.draft_vocabulary import proposed_ids, trim_ir
-from ovspec_export.export import complete, describe, versions
 from ovspec_export.folders import foreign_file, replace_folder, work_folder
 from ovspec_export.head_fit import check_fits
+from ovspec_export.manifests import complete, describe, versions
 from ovspec_export.sources import HeadSource, Source, copy_what_is_missing, source_in
 
 
