@@ -25,10 +25,10 @@ from gradio.themes import Default
 
 import ovspec
 from ovspec.api.comparison import Comparison, Pair, compare_turns, rotated, turns_within
-from ovspec.api.loading import embedded_pair
 from ovspec.drafting.choice import parse_draft
 from ovspec.ir.device import available_devices
 from ovspec.ir.heads import is_head
+from ovspec.setup.folders import embedded_pair
 from ovspec.setup.manifest import DRAFT_FOLDER
 from ovspec.text.chat_template import Message
 

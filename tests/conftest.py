@@ -35,7 +35,7 @@ from ovspec.cache.stateful import StatefulDecoder
 from ovspec.ir.compile import CompiledIR, compile_ir
 from ovspec.ir.device import DeviceOptions, default_cache_dir, native_precisions
 from ovspec.ir.instruction_set import instruction_set
-from ovspec.setup.engine_choice import compile_paged
+from ovspec.setup.paging import compile_paged
 
 pytest_plugins = ["compiling", "durations", "guardian", "limits", "servers"]
 pytest_plugins += ["scheduling"] if find_spec("xdist") else []

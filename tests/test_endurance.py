@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 import ovspec
-from ovspec.engine import runtime
+from ovspec.engine import decoders
 from ovspec.ir.memory import trim_heap
 
 Load = Callable[..., ovspec.LanguageModel]
@@ -117,7 +117,7 @@ def test_threads_with_grammars_and_refused_prompts(
     assert after.handles <= before.handles + 2 * (after.children - before.children)
     assert after.threads <= before.threads
     assert after.memory < before.memory + 50e6
-    monkeypatch.setattr(runtime, "KEPT_IDLE", 0.0)
+    monkeypatch.setattr(decoders, "KEPT_IDLE", 0.0)
     ask(lm, 0)
     gc.collect()
     assert len(lm.runtime.pool) == len(made) == 1, "idle decoders are dropped"

@@ -10,10 +10,10 @@ for _name in ("torch", "transformers", "optimum", "nncf"):
     if importlib.util.find_spec(_name) is None:
         raise ModuleNotFoundError(f"No module named {_name!r}", name=_name)
 
+from ovspec_export.compression import Compression as Compression  # noqa: E402
 from ovspec_export.distill.plan import DistillOptions as DistillOptions  # noqa: E402
 from ovspec_export.distill.run import distill_model as distill_model  # noqa: E402
 from ovspec_export.environments import prepare_all as prepare_all  # noqa: E402
-from ovspec_export.export import Compression as Compression  # noqa: E402
 from ovspec_export.export import export_pair as export_pair  # noqa: E402
 from ovspec_export.families import environments_of as environments_of  # noqa: E402
 from ovspec_export.families import family_list as family_list  # noqa: E402

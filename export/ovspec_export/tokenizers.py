@@ -1,4 +1,4 @@
-"""The Hugging Face tokenizer of a model, and whether OpenVINO's agrees with it."""
+"""The Hugging Face tokenizer of a model, and whether OpenVINO's or a draft's agrees with it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import Any
 
 from ovspec.base.errors import OvspecError
 from ovspec.text.chat_template import ADDED_BOS, CHAT_TEMPLATE_FILE, MORE_TEMPLATES, templates_in
-from ovspec.text.pairing import TEXTS
+from ovspec.text.pairing import TEXTS, check_same_vocabulary
 from ovspec.text.tokenizer import Tokenizer
+from ovspec.text.tokenizer_files import TOKENIZER_FILE
+from ovspec.text.vocabulary import differing_ids
 from ovspec_export.gguf_tokenizer import build_tokenizer, chat_templates
 from ovspec_export.sources import GgufSource, Source
 
@@ -56,3 +58,18 @@ def differing_texts(reference: Any, folder: Path) -> list[str]:
     """Return the ``TEXTS`` that the exported tokenizer in ``folder`` encodes differently from ``reference``."""
     tokenizer = Tokenizer(folder)
     return [text for text in TEXTS if tokenizer.encode(text).tolist() != reference(text)["input_ids"]]
+
+
+def check_pair(target: Source, draft: Source, trust_remote_code: bool) -> None:
+    """Raise OvspecError if the vocabularies are not the same, id by id."""
+    if target.is_ir and draft.is_ir:
+        check_same_vocabulary(target.folder, draft.folder)
+        return
+    if draft.is_ir and not (draft.folder / TOKENIZER_FILE).is_file():
+        return  # compared after the target is converted: only then does it have an OpenVINO tokenizer
+    ours, theirs = (load_tokenizer(source, trust_remote_code).get_vocab() for source in (target, draft))
+    message = differing_ids({i: t for t, i in ours.items()}, {i: t for t, i in theirs.items()})
+    if message:
+        raise OvspecError(
+            f"{draft.name} cannot draft for {target.name}: {message}; choose a draft with the same tokenizer."
+        )

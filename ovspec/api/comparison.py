@@ -15,8 +15,8 @@ from typing import TypeVar
 import numpy as np
 
 from ovspec.api.model import LanguageModel
+from ovspec.engine.prompts import Prompt
 from ovspec.engine.results import Result, Stats
-from ovspec.engine.runtime import Prompt
 
 T = TypeVar("T")
 Pair = tuple[Result, Result]  # (plain, speculative)

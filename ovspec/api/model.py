@@ -21,14 +21,14 @@ from ovspec.base.errors import InferenceError, OvspecError
 from ovspec.drafting.choice import DraftChoice
 from ovspec.drafting.drafter import DraftLimits
 from ovspec.engine.engine_thread import EngineThread
+from ovspec.engine.prompts import Prompt, Prompts, is_batch
 from ovspec.engine.results import Piece, Result
 from ovspec.engine.row import Row, TextStream
-from ovspec.engine.runtime import Prompt, Prompts, Runtime, is_batch
+from ovspec.engine.runtime import Runtime
+from ovspec.engine.scheduler import run_batch
 from ovspec.engine.scoring import DEFAULT_CONTEXT, Perplexity, measure
-from ovspec.ir.memory import kv_bytes_per_token, recurrent_bytes
 from ovspec.params import UNSET, GenerateOptions, Params, refuse_retries
 from ovspec.params.option import method_takes, options_class
-from ovspec.setup.identity import compiled_properties
 
 P = TypeVar("P")
 
@@ -51,8 +51,9 @@ class LanguageModel:
     """
 
     def __init__(self, runtime: Runtime) -> None:
-        self.runtime, self.folder, self.tokenizer = runtime, runtime.folder, runtime.tokenizer
-        self.generation_config, self.target, self.draft = runtime.generation_config, runtime.target, runtime.draft
+        self.runtime, self.folder, self.tokenizer = runtime, runtime.folder, runtime.prompts.tokenizer
+        self.generation_config = runtime.prompts.generation_config
+        self.target, self.draft = runtime.models.target, runtime.models.draft
         self._engine: EngineThread | None = None  # of ``agenerate`` and ``astream``
         self._end_engine: weakref.finalize[Any, Any] | None = None  # ends it also when the model is dropped
         self._lock = threading.Lock()  # held while the engine is started or taken away
@@ -78,9 +79,7 @@ class LanguageModel:
     def __repr__(self) -> str:
         if self.target.ir.opened is None:
             return f"LanguageModel({str(self.folder)!r}, closed)"
-        precision = compiled_properties(self.target).get("INFERENCE_PRECISION_HINT")
-        settings = f"precision={precision!r}, device={self.target.ir.device!r}, engine={self.target.engine!r}"
-        return f"LanguageModel({str(self.folder)!r}, {settings}, draft={str(self.runtime.choice or 'none')!r})"
+        return f"LanguageModel({str(self.folder)!r}, {self.runtime.settings})"
 
     def encode(self, prompt: Prompt) -> np.ndarray:
         """Return the token ids of ``prompt``, (n,) int64.
@@ -93,7 +92,7 @@ class LanguageModel:
             OvspecError: an empty prompt for a model without a BOS, unknown ids, or a text or messages that can't be
                 encoded.
         """
-        return self.runtime.encode(prompt)
+        return self.runtime.prompts.encode(prompt)
 
     # ------------------------------------------------------------ generating
 
@@ -139,7 +138,7 @@ class LanguageModel:
             OvspecError: as ``generate``.
             TypeError: an unknown option.
         """
-        params = self.runtime.params(options)
+        params = self.runtime.rows.params(options)
         texts = self._generate(prompt, params)
         return texts if are_prompts(prompt) else texts[0]
 
@@ -151,8 +150,8 @@ class LanguageModel:
         """
         params = self._single(options)
         refuse_retries(params, "a stream, whose text is seen before it ends")
-        [row] = rows = self.runtime.rows(prompt, params)
-        run = self.runtime.run(rows, params, 1)
+        [row] = rows = self.runtime.rows.make(prompt, params)
+        run = run_batch(self.runtime.pool, rows, params, 1)
 
         def pieces() -> Generator[Piece]:
             with closing(run):
@@ -219,13 +218,13 @@ class LanguageModel:
                 engine = EngineThread(self.runtime, UNSET.batch_size)
                 engine.start(prepare=False)
                 self._engine, self._end_engine = engine, weakref.finalize(self, engine.end)
-        rows = [row for each in prompts for row in engine.runtime.rows(each, params)]
+        rows = [row for each in prompts for row in engine.runtime.rows.make(each, params)]
         for row in rows:
             row.limits = DraftLimits(None, params.most_proposed)
         return engine, rows
 
     def _single(self, options: dict[str, Any]) -> Params:
-        params = self.runtime.params(options)
+        params = self.runtime.rows.params(options)
         if params.n != 1:
             raise OvspecError(f"`n` is {params.n}; call samples() for several texts of a prompt.")
         return params
@@ -233,8 +232,8 @@ class LanguageModel:
     def _generate(self, prompt: Any, params: Params) -> list[list[Result]]:
         """Return the ``n`` results of each prompt."""
         prompts = prompt if are_prompts(prompt) else [prompt]
-        rows = [row for each in prompts for row in self.runtime.rows(each, params)]
-        for _ in self.runtime.run(rows, params, len(rows)):
+        rows = [row for each in prompts for row in self.runtime.rows.make(each, params)]
+        for _ in run_batch(self.runtime.pool, rows, params, len(rows)):
             pass
         results = [row.result() for row in rows]
         retried(self.runtime, prompts, params, results)
@@ -256,14 +255,14 @@ class LanguageModel:
         if context is not None and (context < 1 or (most and context > most)):
             raise OvspecError(f"`context` is {context}; it must be at least 1{f' and at most {most}' if most else ''}.")
         if context:
-            self.runtime.check_memory(context)
+            self.runtime.models.check_memory(context)
         decoders = self.runtime.pool.take()
         decoders.reset(1)
         return Session(self.runtime, decoders, context, chat_template_kwargs)
 
     def cache_bytes(self, tokens: int) -> float:
         """Estimate the memory, in bytes, of the KV caches of a text of ``tokens`` tokens, target and draft together."""
-        return sum(tokens * kv_bytes_per_token(ir) + recurrent_bytes(ir) for ir in self.runtime.irs())
+        return self.runtime.models.bytes_for(tokens)
 
     # ------------------------------------------------------------ checking and measuring
 
@@ -314,7 +313,7 @@ class LanguageModel:
 
         Without this call they are moved after some seconds of inference, while nothing is generated.
         """
-        for ir in self.runtime.irs():
+        for ir in self.runtime.models.irs():
             ir.large_pages.move(math.inf)
 
     def with_drafters(self, choice: DraftChoice | None) -> LanguageModel:
@@ -343,7 +342,7 @@ def retried(runtime: Runtime, prompts: Sequence[Any], params: Params, results: l
         again = rows_again(runtime, prompts, params, results)
         if not again:
             return
-        for _ in runtime.run(again.values(), params, len(again)):
+        for _ in run_batch(runtime.pool, again.values(), params, len(again)):
             pass
         for i, row in again.items():
             results[i] = row.result()
@@ -358,5 +357,5 @@ def rows_again(
         if result.schema_errors:
             prompt, sample = divmod(i, params.n)
             seed = ((result.stats.seed or 0) + 1) % 2**63
-            again[i] = runtime.rows(prompts[prompt], replace(params, seed=seed), reserved)[sample]
+            again[i] = runtime.rows.make(prompts[prompt], replace(params, seed=seed), reserved)[sample]
     return again

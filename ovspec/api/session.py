@@ -13,9 +13,11 @@ import numpy as np
 from ovspec.api.session_file import EMPTY_TEXT, Mark, load_session, save_session
 from ovspec.base.errors import OvspecError
 from ovspec.cache.sequence import Sequence, common_prefix
+from ovspec.engine.decoders import Decoders
+from ovspec.engine.prompts import Prompt, Variables, is_chat
 from ovspec.engine.results import Origin, Piece, Result
-from ovspec.engine.row import Row, TextStream
-from ovspec.engine.runtime import Decoders, Prompt, Runtime, Variables, is_chat, with_seed
+from ovspec.engine.row import Row, TextStream, with_seed
+from ovspec.engine.runtime import Runtime
 from ovspec.engine.scheduler import Scheduler, run_rows
 from ovspec.engine.scoring import Score, Selection, check_choices, score_texts
 from ovspec.params import GENERATE, GenerateOptions, refuse_in_session, refuse_variables
@@ -53,7 +55,7 @@ class Session:
     @property
     def text(self) -> str:
         """The whole text, without special tokens."""
-        return self.runtime.tokenizer.decode(self.sequence.tokens)
+        return self.runtime.prompts.tokenizer.decode(self.sequence.tokens)
 
     @property
     def tokens(self) -> list[int]:
@@ -70,7 +72,8 @@ class Session:
         if not self._messages or len(self.sequence) == self._answer_from:
             return list(self._messages)
         answer = self.sequence.tokens[self._answer_from :]
-        text = self.runtime.tokenizer.decode(without_eos(answer, self.runtime.generation_config.eos_ids))
+        prompts = self.runtime.prompts
+        text = prompts.tokenizer.decode(without_eos(answer, prompts.generation_config.eos_ids))
         if (begun := begun_answer(self._messages)) is not None:
             *before, last = self._messages
             return [*before, {**last, "content": begun + text}]
@@ -97,9 +100,9 @@ class Session:
             tokens = self._continued(prompt)
             self._open_text += prompt
             self._replace(tokens)
-            self._heals = self.runtime.tokenizer.vocabulary is not None
+            self._heals = self.runtime.prompts.tokenizer.vocabulary is not None
         else:
-            self.sequence.commit(self.runtime.encode(prompt, begins=not len(self.sequence)))
+            self.sequence.commit(self.runtime.prompts.encode(prompt, begins=not len(self.sequence)))
             self._open_from, self._open_text, self._heals = len(self.sequence), "", False  # ids are meant
 
     def mark(self) -> Mark:
@@ -117,7 +120,7 @@ class Session:
         if not isinstance(mark, Mark):
             raise OvspecError(f"rewind needs a mark made by mark(), not {type(mark).__name__}.")
         self._ready()
-        self.runtime.encode(mark.tokens, begins=False)  # refuses a mark of another vocabulary
+        self.runtime.prompts.encode(mark.tokens, begins=False)  # refuses a mark of another vocabulary
         self._go_to(mark)
 
     def reset(self) -> None:
@@ -132,16 +135,16 @@ class Session:
     @method_takes(GenerateOptions)
     def stream(self, **options: Any) -> TextStream:
         """Continue this session's text like ``LanguageModel.stream``; ``heal`` is on by default for appended text."""
-        params = with_seed(self.runtime.params(options))
+        params = with_seed(self.runtime.rows.params(options))
         refuse_in_session(params)
         if params.heal is None:
             params = replace(params, heal=self._heals)
         decoders = self._ready()
         before, held = self.mark(), len(decoders.target.rows[0])
         try:
-            row = self.runtime.row(self.sequence, params, Origin(False, self._healable, self._context))
-            self.runtime.reserve(row, params, held)
-            drafter, lookahead = self.runtime.drafting(params, decoders)
+            row = self.runtime.rows.row(self.sequence, params, Origin(False, self._healable, self._context))
+            self.runtime.rows.reserve(row, params, held)
+            drafter, lookahead = decoders.drafting(params)
         except BaseException:
             self._go_to(before)
             raise
@@ -211,7 +214,7 @@ class Session:
         Both share the blocks of a paged cache. If a cache can't be copied exactly (a stateful one in u8), the fork
         reads the text again.
         """
-        decoders = self.runtime.fork(self._ready())
+        decoders = self.runtime.models.fork(self._ready())
         other = Session(self.runtime, decoders, self._context, self.chat_template_kwargs)
         other._go_to(self.mark())
         self._shares = other._shares = True
@@ -274,7 +277,7 @@ class Session:
 
     def _continued(self, text: str) -> np.ndarray:
         """Return all tokens of the session's text followed by ``text``, (n,) int64."""
-        more = self.runtime.encode(self._open_text + text, begins=self._open_from == 0)
+        more = self.runtime.prompts.encode(self._open_text + text, begins=self._open_from == 0)
         return np.concatenate((self.sequence.tokens[: self._open_from], more))
 
     def _append_messages(self, messages: list[Message]) -> None:
@@ -285,9 +288,9 @@ class Session:
         if len(self.sequence) and not self._messages:
             raise OvspecError("Chat messages can't follow a text that isn't a chat; start another session.")
         check(self.chat_template_kwargs, GENERATE["chat_template_kwargs"])
-        chat, tokenizer = [*self.messages, *messages], self.runtime.tokenizer
-        text = self.runtime.chat_format.prompt(chat, variables=self.chat_template_kwargs)
-        kept = without_eos(self.sequence.tokens, self.runtime.generation_config.eos_ids)
+        chat, tokenizer = [*self.messages, *messages], self.runtime.prompts.tokenizer
+        text = self.runtime.prompts.chat_format.prompt(chat, variables=self.chat_template_kwargs)
+        kept = without_eos(self.sequence.tokens, self.runtime.prompts.generation_config.eos_ids)
         spelt = tokenizer.spell(kept)
         if spelt and text.startswith(spelt):
             self._replace(np.concatenate((kept, tokenizer.encode_more(text[len(spelt) :]))))
@@ -303,14 +306,14 @@ class Session:
 
     def _score(self, texts: list[str]) -> list[Score]:
         decoders = self._ready()
-        before = self.sequence.tokens if len(self.sequence) else self.runtime.generation_config.beginning
-        self.runtime.check_room(len(before) + 1, self._context)
+        before = self.sequence.tokens if len(self.sequence) else self.runtime.prompts.generation_config.beginning
+        self.runtime.models.check_room(len(before) + 1, self._context)
         candidates = [self._continued(text) for text in texts]
         begin = min(common_prefix(Sequence(before), Sequence(tokens)) for tokens in candidates)
         if not begin:  # every token of a short text would merge with what follows
-            candidates = [np.concatenate((before, self.runtime.tokenizer.encode_more(text))) for text in texts]
+            candidates = [np.concatenate((before, self.runtime.prompts.tokenizer.encode_more(text))) for text in texts]
             begin = len(before)
-        self.runtime.check_room(max(map(len, candidates)), self._context)
+        self.runtime.models.check_room(max(map(len, candidates)), self._context)
         return score_texts(decoders.target, candidates, begin)
 
     def _cancel_stream(self) -> None:
@@ -329,7 +332,7 @@ class Session:
         self._settle()
         if row.finish_reason != "stop":
             return
-        decode, generated = self.runtime.tokenizer.decode, self.sequence.tokens[row.start :]
+        decode, generated = self.runtime.prompts.tokenizer.decode, self.sequence.tokens[row.start :]
         healed = row.healing.text.decode("utf-8", "replace") if row.healing else ""
         text, kept = healed + row.text, len(generated)
         while not text.startswith(decode(generated[:kept])):
@@ -337,8 +340,8 @@ class Session:
         rest = text[len(decode(generated[:kept])) :]
         self.sequence.rewind(row.start + kept)
         self._settle()
-        self._open_text, self._heals = rest, bool(rest) and self.runtime.tokenizer.vocabulary is not None
-        self.sequence.commit(self.runtime.tokenizer.encode_more(rest))
+        self._open_text, self._heals = rest, bool(rest) and self.runtime.prompts.tokenizer.vocabulary is not None
+        self.sequence.commit(self.runtime.prompts.tokenizer.encode_more(rest))
 
     def __enter__(self) -> Session:
         return self

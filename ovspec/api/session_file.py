@@ -19,7 +19,9 @@ import numpy as np
 from ovspec.base.errors import FULL, OvspecError, WriteError
 from ovspec.base.files import replaced
 from ovspec.cache.decoder import Decoder
-from ovspec.engine.runtime import Decoders, Runtime, Variables
+from ovspec.engine.decoders import Decoders
+from ovspec.engine.prompts import Variables
+from ovspec.engine.runtime import Runtime
 from ovspec.ir.heads import FEATURES
 from ovspec.setup.engine_choice import CompiledModel
 from ovspec.setup.identity import cache_setting, model_identity
@@ -117,7 +119,7 @@ def load_session(path: Path, runtime: Runtime, decoders: Decoders, owner: int) -
         about = read_about(path, arrays, runtime.folder)
         mark = msgspec.convert({**about.text, "tokens": ids_in(arrays["tokens"])}, Mark)
         expect(all(0 <= at <= len(mark.tokens) for at in (mark.open_from, mark.healable, mark.answer_from)))
-        runtime.encode(mark.tokens, begins=False)  # refuses unknown ids
+        runtime.prompts.encode(mark.tokens, begins=False)  # refuses unknown ids
         tokens = {name: ids_in(arrays[f"{name}/tokens"]) for name in about.caches}
         layers = {name: arrays[name] for name in arrays if "/cache/" in name}
     for name, loaded, decoder in parts(runtime, decoders):
@@ -198,7 +200,8 @@ def cache_of(loaded: CompiledModel, tokens: np.ndarray) -> SavedCache:
 
 def parts(runtime: Runtime, decoders: Decoders) -> list[tuple[str, CompiledModel, Decoder]]:
     """Return (name, model, decoder) of the target and, if there is one, the draft."""
-    found = [("target", runtime.target, decoders.target)]
-    if not (runtime.draft and decoders.draft) or runtime.draft.is_head:  # a head reads the target's features
+    target, draft = runtime.models.target, runtime.models.draft
+    found = [("target", target, decoders.target)]
+    if not (draft and decoders.draft) or draft.is_head:  # a head reads the target's features
         return found
-    return [*found, ("draft", runtime.draft, decoders.draft)]
+    return [*found, ("draft", draft, decoders.draft)]

@@ -10,8 +10,8 @@ from typing import Any
 from ovspec.api.comparison import rotated, speedup_of_results
 from ovspec.api.model import LanguageModel
 from ovspec.base.progress import step
+from ovspec.engine.prompts import Prompt
 from ovspec.engine.results import Result
-from ovspec.engine.runtime import Prompt
 
 TIMES = ("plain ms/token", "ms/token", "tokens/s")
 HEADS = ("mode", *TIMES, "speed-up", "range", "accepted of proposed", "tokens/round", "same text")

@@ -80,12 +80,12 @@ def verify_result(runtime: Runtime, result: Result) -> Verification:
     for name in FUNCTIONS:
         if getattr(record.params, name):
             raise OvspecError(f"A text made with `{name}` can't be checked: your own functions aren't part of it.")
-    params = runtime.complete(record.params)
+    params = runtime.rows.complete(record.params)
     tokens = np.array([*record.healed_ids, *result.token_ids], dtype=np.int64)
     for ids in (record.prompt_ids, tokens):
-        runtime.encode(np.array(ids, dtype=np.int64), begins=False)  # refuses unknown ids
-    runtime.check_room(len(record.prompt_ids) + len(tokens))
-    row = runtime.row(Sequence(record.prompt_ids), params, record.origin)
+        runtime.prompts.encode(np.array(ids, dtype=np.int64), begins=False)  # refuses unknown ids
+    runtime.models.check_room(len(record.prompt_ids) + len(tokens))
+    row = runtime.rows.row(Sequence(record.prompt_ids), params, record.origin)
     decoders = runtime.pool.take()
     try:
         decoders.reset(1)

@@ -49,9 +49,9 @@ def bench(
       ovspec bench my-pair --prompt-file my-prompt.txt --temperature 0.7 --repeats 3
     """
     refuse(draft and "lookup" in draft.split(","), "--draft names a draft model; lookup is timed in any case.")
-    from ovspec.api.loading import embedded_pair
     from ovspec.api.timing import measure, row_of, table, usual_prompts
     from ovspec.drafting.choice import DraftChoice
+    from ovspec.setup.folders import embedded_pair
     from ovspec.setup.manifest import DRAFT_FOLDER
 
     folder = folder or embedded_pair()

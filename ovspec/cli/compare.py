@@ -10,7 +10,7 @@ from ovspec.api.comparison import Comparison, Pair, compare_turns, rotated, turn
 from ovspec.api.model import LanguageModel
 from ovspec.base.progress import step
 from ovspec.cli import output
-from ovspec.engine.runtime import with_seed
+from ovspec.engine.row import with_seed
 from ovspec.params import Params
 
 
@@ -21,7 +21,7 @@ def compare(lm: LanguageModel, prompt: Any, params: Params, stats: str | None, a
     """
     params = with_seed(params)
     if params.chat_template_kwargs is not None:  # render once
-        prompt = lm.runtime.encode(prompt, variables=params.chat_template_kwargs).tolist()
+        prompt = lm.runtime.prompts.encode(prompt, variables=params.chat_template_kwargs).tolist()
         params = replace(params, chat_template_kwargs=None)
     ways = {"plain": replace(params, lookahead=0), "speculative": params}
     first = show_texts(lm, prompt, ways, as_json)

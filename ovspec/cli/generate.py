@@ -115,9 +115,9 @@ def generate(
     refuse((session or context) and compare, f"{lasting} can't be combined with --compare.")
     refuse((session or context) and several, f"{lasting} needs a single text; leave --samples and --retries out.")
 
-    from ovspec.api.loading import model_folder
     from ovspec.cli import output
     from ovspec.cli.compare import compare as compare_both
+    from ovspec.setup.folders import model_folder
 
     model_folder(folder)  # what isn't a model is refused before a prompt is read
     check_grammar(params)
@@ -169,7 +169,7 @@ def suggest_chat(lm: LanguageModel, prompt: str | None) -> None:
     """Name ``--chat`` on a terminal, if the model has a chat template and ``prompt`` doesn't look made with one."""
     if prompt and on_terminal() and not lm.tokenizer.has_special(prompt):
         with contextlib.suppress(OvspecError):  # there is no chat template
-            _ = lm.runtime.chat_format
+            _ = lm.runtime.prompts.chat_format
             told = "The prompt was continued as plain text: --chat asks it as a chat, --raw leaves this line out."
             click.secho(told, dim=True, err=True)
 

@@ -35,8 +35,9 @@ def inspect(folder: Path | None, verify: bool | None, as_json: bool, report: Pat
       ovspec inspect my-pair --verify --json
       ovspec inspect my-pair --device GPU --report report.json
     """
-    from ovspec.api.loading import device_options, model_folder
+    from ovspec.api.loading import device_options
     from ovspec.setup import inspection
+    from ovspec.setup.folders import model_folder
 
     folder = model_folder(folder)
     given = load_params(runtime)  # type: ignore[arg-type]

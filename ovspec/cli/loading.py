@@ -21,8 +21,8 @@ def load(
     """
     with step(f"{folder or 'demo pair'}: loading"):
         import ovspec
-        from ovspec.api.loading import model_folder
         from ovspec.api.session_file import check_session
+        from ovspec.setup.folders import model_folder
         from ovspec.text.chat_template import chat_template, templates_in
 
         if session and session.exists():

@@ -11,9 +11,9 @@ import click
 from ovspec.api.model import LanguageModel
 from ovspec.api.session import TextStream
 from ovspec.api.verify import record_as_json
-from ovspec.base.interrupts import HeldInterrupts
 from ovspec.base.progress import step
 from ovspec.engine.results import Piece, Result, said_as_json
+from ovspec.engine.scheduler import HeldInterrupts
 from ovspec.params import Params
 
 

@@ -55,11 +55,11 @@ def tune(folder: Path | None, goal: Goal, device: str | None, as_json: bool, cac
       ovspec tune my-pair --for decode
       ovspec tune my-pair --device GPU
     """
-    from ovspec.api.loading import model_folder
     from ovspec.base.files import remember, write_atomically
     from ovspec.ir.compile import MODEL_FILE
     from ovspec.ir.device import DeviceOptions, check_device
     from ovspec.ir.heads import is_head
+    from ovspec.setup.folders import model_folder
     from ovspec.setup.manifest import DRAFT_FOLDER
     from ovspec.setup.profile import profile_file
     from ovspec.setup.tuning import tune as measure

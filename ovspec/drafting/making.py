@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from ovspec.base.errors import OvspecError
 from ovspec.cache.decoder import Reader
 from ovspec.cache.head import HeadDecoder
@@ -23,7 +25,8 @@ from ovspec.text.vocabulary import KnownIds
 def make_drafter(
     choice: DraftChoice | None,
     draft: Reader | None,
-    vocabulary: DraftVocabulary | None,
+    ids: np.ndarray | None,
+    width: int,
     corpora: list[Index],
     known: KnownIds,
 ) -> Drafter | None:
@@ -32,7 +35,8 @@ def make_drafter(
     Args:
         choice: what the call names.
         draft: the decoder of the draft model or head, if ``choice`` names one.
-        vocabulary: the ids that it proposes; None for all.
+        ids: the ids that it proposes, in the order of its logits; None for all.
+        width: of the target's logits.
         corpora: lookup may propose from these, too.
         known: the ids that may be proposed.
     """
@@ -42,6 +46,7 @@ def make_drafter(
     if choice.own is not None:
         drafters.append(OwnDrafter(choice.own, known))
     if draft:
+        vocabulary = None if ids is None else DraftVocabulary(ids, width)
         is_head = isinstance(draft, HeadDecoder)
         drafters.append(Head(draft, vocabulary) if is_head else DraftModel(draft, vocabulary))
     for drafter in drafters:

@@ -16,15 +16,13 @@ from ovspec.drafting.drafter import Drafter
 from ovspec.drafting.lookahead import Lookahead
 from ovspec.drafting.lookup import Index
 from ovspec.drafting.proposal import Proposal
+from ovspec.engine.decoders import PLAIN
 from ovspec.engine.prefill_budget import PrefillBudget
 from ovspec.engine.results import Piece
 from ovspec.engine.row import Row
-from ovspec.engine.runtime import PLAIN, Runtime, Sequence
+from ovspec.engine.runtime import Runtime
 from ovspec.engine.scheduler import BatchLimits, Scheduler
-from ovspec.ir.compile import CompiledIR
-from ovspec.ir.device import in_main_memory
-from ovspec.ir.large_pages import LONGEST
-from ovspec.ir.memory import kv_bytes_per_token, recurrent_bytes
+from ovspec.ir.memory import tokens_in
 
 FEWEST_TOKENS = 32  # that must fit into memory
 FREE_SHARE = 0.8  # of the free memory that KV caches may take
@@ -96,9 +94,9 @@ class EngineThread:
         self._rows, self._cache_bytes = rows, cache_bytes
         self._lookup_tokens, self._earlier = lookup_tokens, Index()
         if lookup_tokens:
-            runtime.corpora.append(self._earlier)
+            runtime.models.corpora.append(self._earlier)
         self._decoders = runtime.pool.take()
-        self._drafter, self._lookahead = runtime.drafting(runtime.params({}), self._decoders)
+        self._drafter, self._lookahead = self._decoders.drafting(runtime.rows.params({}))
         rule = self._decoders.target.rule
         costs = self._lookahead.target if self._drafter else Costs(rule=rule)
         self._prefill_budget = PrefillBudget(costs, rule, not self._drafter, chunk)
@@ -111,22 +109,19 @@ class EngineThread:
             ended texts take all the memory of the KV caches.
         """
         runtime = self.runtime
-        used = runtime.irs(self._drafter is not None)
+        used = runtime.models.irs(self._drafter is not None)
         if prepare:
             self._warm_up()
-            self.do(BackgroundTask(moving(used)))
-        irs = [ir for ir in used if in_main_memory(ir.device)]
-        per_token = sum(map(kv_bytes_per_token, irs))
+            self.do(BackgroundTask(step for ir in used for step in ir.large_pages.steps()))
         room = self._cache_bytes or FREE_SHARE * psutil.virtual_memory().available
-        room -= self._rows * sum(map(recurrent_bytes, irs))
-        self.most_tokens = int(room / per_token) if per_token else 2**62
+        self.most_tokens = int(min(tokens_in(used, self._rows, room), 2**62))
         if self.most_tokens < FEWEST_TOKENS:
             holds = f"The memory for KV caches holds {max(0, self.most_tokens)} tokens"
             raise OvspecError(f"{holds}; free some{', or raise `cache_size`' if self._cache_bytes else ''}.")
         if prepare:
-            runtime.give_way()  # what the warm-up has left
-        if prepare and runtime.cache_bytes is None:
-            for tensors in runtime.tensors.values():
+            runtime.models.give_way()  # what the warm-up has left
+        if prepare and runtime.models.cache_bytes is None:
+            for tensors in runtime.models.tensors.values():
                 tensors.limit(self.most_tokens)
         limits = BatchLimits(
             self._rows,
@@ -141,14 +136,14 @@ class EngineThread:
     def _warm_up(self) -> None:
         """Generate some short texts, so that kernels are made, and times known, before the first request comes."""
         runtime, target = self.runtime, self._decoders.target
-        ids = runtime.encode(WARM_UP)[: (runtime.target.ir.context_length or len(WARM_UP)) // 2]
+        ids = runtime.prompts.encode(WARM_UP)[: (runtime.models.target.ir.context_length or len(WARM_UP)) // 2]
         ways: list[tuple[int, Drafter | None, Lookahead]] = [(1, self._drafter, self._lookahead)]
         if self._drafter:  # so that the draft is used, too
-            ways.append((1, self._drafter, runtime.drafting(runtime.params({"lookahead": 2}), self._decoders)[1]))
+            ways.append((1, self._drafter, self._decoders.drafting(runtime.rows.params({"lookahead": 2}))[1]))
         ways += [(count, None, PLAIN) for count in (2, 8) if count <= self._rows]
-        params = runtime.params({"max_tokens": 8, "ignore_eos": True})
         for count, drafter, lookahead in ways:
-            rows = [runtime.row(Sequence(ids), params) for _ in range(count)]
+            params = runtime.rows.params({"max_tokens": 8, "ignore_eos": True, "n": count})
+            rows = runtime.rows.make(ids, params, reserved=True)
             scheduler = Scheduler(
                 target, drafter, lookahead, rows, BatchLimits(count, prefill_budget=self._prefill_budget)
             )
@@ -315,11 +310,3 @@ def failure(error: BaseException) -> InferenceError:
     found = InferenceError(told)
     found.__cause__ = error
     return found
-
-
-def moving(irs: list[CompiledIR]) -> Generator[None]:
-    """Move weights into large pages, a part at each step: a busy server is never idle long enough to do it."""
-    for ir in irs:
-        while not ir.large_pages.done:
-            ir.large_pages.move(LONGEST)
-            yield

@@ -19,8 +19,8 @@ from ovspec.cache.sequence import Sequence, common_prefix
 from ovspec.drafting.drafter import RowStep
 from ovspec.drafting.lookahead import Lookahead, RoundOutcome
 from ovspec.drafting.proposal import NO_TOKENS, Proposal, shorten
+from ovspec.engine.decoders import Decoders
 from ovspec.engine.results import FinishReason, Piece, Proposals, Stats
-from ovspec.engine.runtime import Decoders
 from ovspec.engine.scheduler import Scheduler
 from ovspec.sampling.samplers import GreedySampler
 
@@ -108,7 +108,7 @@ class Branches:
     def __init__(self, model: LanguageModel) -> None:
         self.served, self._runtime = Served(), model.runtime
         first = self._runtime.pool.take()
-        drafter, self._lookahead = self._runtime.drafting(self._runtime.params({}), first)
+        drafter, self._lookahead = first.drafting(self._runtime.rows.params({}))
         self._drafts = drafter is not None
         self._branches: list[Branch] = []  # the least recently used one first
         self._add(first)
@@ -127,7 +127,7 @@ class Branches:
         """
         if not tokens:
             raise OvspecError("The text is empty, and this model has no BOS token to start from.")
-        self._runtime.check_room(len(tokens))
+        self._runtime.models.check_room(len(tokens))
         text = Sequence(tokens)
         with self._lock:
             branch = self._branch(text)
@@ -163,7 +163,7 @@ class Branches:
             self._drop(self._branches[0])
         if shared * MOST_COPIED < len(source.held) or not shared:
             return self._add(self._runtime.pool.take())
-        branch = self._add(self._runtime.fork(source.decoders), source.sequence.copy())
+        branch = self._add(self._runtime.models.fork(source.decoders), source.sequence.copy())
         branch.known = {length: row for length, row in source.known.items() if length <= shared}
         self.served.forks += 1
         return branch
@@ -180,7 +180,7 @@ class Branches:
         """Drop the least recently used branches until ``tokens`` more tokens fit into memory."""
         while True:
             try:
-                return self._runtime.check_memory(tokens, self._drafts)
+                return self._runtime.models.check_memory(tokens, self._drafts)
             except OvspecError:
                 if len(self._branches) == 1:
                     raise
@@ -195,7 +195,7 @@ class Branches:
     def _read(self, branch: Branch, text: Sequence, since: int, all_new: bool) -> int:
         """Compute the logits after ``text`` in one round; return how many of its tokens needn't be read."""
         unread = text.tokens[min(common_prefix(branch.held, text), len(text) - 1) :]
-        unknown = self._runtime.tokenizer.known.first_unknown(unread)
+        unknown = self._runtime.prompts.tokenizer.known.first_unknown(unread)
         if unknown is not None:
             raise OvspecError(f"Token id {unknown} is not in the vocabulary.")
         branch.sequence = text
@@ -207,7 +207,7 @@ class Branches:
         long = len(unread) > PREFILL_ABOVE  # no drafter is asked while a prompt is read
         if long:
             self._make_room(len(unread) + TO_COME)
-        context = self._runtime.target.ir.context_length
+        context = self._runtime.models.target.ir.context_length
         budget = 1 + min(TO_COME, context - len(text) if context else TO_COME)
         # With all logits requested, a decoder feeds any number of tokens in the same way: proposals change no bit.
         positions = MOST_POSITIONS if all_new or not long else 1

@@ -61,6 +61,12 @@ class LargePages:
                 else:
                     self._refused = 0
 
+    def steps(self) -> Iterator[None]:
+        """Move all weights, a part at each step, for a server that is never idle long enough."""
+        while not self.done:
+            self.move(LONGEST)
+            yield
+
     def _move_when_idle(self) -> None:
         while not self.done:
             if self.busy or time.monotonic() - self.since < IDLE:

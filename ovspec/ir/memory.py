@@ -37,15 +37,20 @@ def room_for(folder: Path, times: float) -> bool:
 
 
 def token_room(irs: list[CompiledIR], rows: int, spare: float = 0) -> float:
-    """Return how many tokens, summed over ``rows`` rows, fit into free memory. Counts only models in main memory.
+    """Return how many tokens, summed over ``rows`` rows, fit into free memory; see ``tokens_in``.
 
     ``spare``: bytes that are in use, but may be taken.
     """
+    return tokens_in(irs, rows, psutil.virtual_memory().available + spare)
+
+
+def tokens_in(irs: list[CompiledIR], rows: int, size: float) -> float:
+    """Return how many tokens, summed over ``rows`` rows, fit into ``size`` bytes. Counts only models in main memory."""
     irs = [ir for ir in irs if in_main_memory(ir.device)]
     per_token = sum(map(kv_bytes_per_token, irs))
     if not per_token:
         return math.inf
-    return (psutil.virtual_memory().available + spare - rows * sum(map(recurrent_bytes, irs))) / per_token
+    return (size - rows * sum(map(recurrent_bytes, irs))) / per_token
 
 
 def check_memory(irs: list[CompiledIR], tokens: int, spare: float = 0) -> None:

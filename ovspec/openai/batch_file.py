@@ -130,8 +130,8 @@ def run_file(
     ``params`` apply to all requests that don't set their own; ``note`` is called after each round. If the inference
     fails, the results so far are kept, and the same call continues from them.
     """
-    defaults = lm.runtime.complete(params)
-    lm.runtime.constraints.check(defaults)  # once, not for each text
+    defaults = lm.runtime.rows.complete(params)
+    lm.runtime.rows.constraints.check(defaults)  # once, not for each text
     depends_on = what_matters(lm, defaults)
     keys = [key_of(request, depends_on) for request in requests]
     done = Done(output)
@@ -164,7 +164,7 @@ def what_matters(lm: LanguageModel, params: Params) -> str:
     identities = [(model_identity(model.ir.folder), cache_setting(model)) for model in deciding(lm, params)]
     changed = params.changed(but=(*ONLY_SPEED, *GRAMMARS))
     texts = {name: option_as_json(name, changed[name]) for name in sorted(changed)}
-    written = prompt_identity(lm.folder), lm.runtime.template, lm.runtime.tool_format
+    written = prompt_identity(lm.folder), lm.runtime.prompts.template, lm.runtime.prompts.tool_format
     return repr((identities, written, texts, grammar_of(params)[0], proposing(lm, params)))
 
 
@@ -172,6 +172,6 @@ def proposing(lm: LanguageModel, params: Params) -> Any:
     """Return what, beside the draft model, decides which tokens are proposed, where sampled ones depend on that."""
     if params.accept != "rejection":
         return None
-    choice = lm.runtime.choice and replace(lm.runtime.choice, model=None)
-    texts = [hashlib.sha256(corpus.tokens.tobytes()).hexdigest() for corpus in lm.runtime.corpora]
+    choice = lm.runtime.models.choice and replace(lm.runtime.models.choice, model=None)
+    texts = [hashlib.sha256(corpus.tokens.tobytes()).hexdigest() for corpus in lm.runtime.models.corpora]
     return params.lookahead, str(choice), texts

@@ -14,6 +14,7 @@ from ovspec.api.model import LanguageModel, retried
 from ovspec.base.errors import InferenceError, OvspecError
 from ovspec.engine.results import Piece, Result, said_as_json
 from ovspec.engine.row import Row
+from ovspec.engine.scheduler import run_batch
 from ovspec.openai.answers import head_of, record_of, tops_of, whole
 from ovspec.openai.batch_requests import BatchRequest
 from ovspec.openai.logprobs import SILENT, Echo, at_once, echo_of, prompt_logprobs
@@ -52,7 +53,7 @@ class BatchRun(Iterator[Row]):
 
     def rounds(self) -> Iterator[int]:
         """Run all requests together; yield the number of tokens after each round."""
-        for pieces in self._lm.runtime.run(self, self._defaults, fail_alone=True):
+        for pieces in run_batch(self._lm.runtime.pool, self, self._defaults, fail_alone=True):
             for number, piece in pieces:
                 self._take(number, piece)
             yield sum(len(piece.token_ids) for _, piece in pieces)
@@ -75,10 +76,10 @@ class BatchRun(Iterator[Row]):
         if request.error:
             raise OvspecError(request.error)
         params = self._params(request)
-        return [row for prompt in request.asked.prompts for row in self._lm.runtime.rows(prompt, params)]
+        return [row for prompt in request.asked.prompts for row in self._lm.runtime.rows.make(prompt, params)]
 
     def _params(self, request: BatchRequest) -> Params:
-        return self._lm.runtime.complete(request.asked.overrides.params(self._defaults, request.asked.kind))
+        return self._lm.runtime.rows.complete(request.asked.overrides.params(self._defaults, request.asked.kind))
 
     def _take(self, number: int, piece: Piece) -> None:
         """If a piece ends the last text of its request, add the request's line."""
@@ -113,8 +114,8 @@ class BatchThread(Iterator[BatchRequest]):
     """
 
     def __init__(self, lm: LanguageModel, params: Params) -> None:
-        self._lm, self._defaults = lm, lm.runtime.complete(params)
-        lm.runtime.constraints.check(self._defaults)
+        self._lm, self._defaults = lm, lm.runtime.rows.complete(params)
+        lm.runtime.rows.constraints.check(self._defaults)
         self._asked = deque[tuple[BatchRequest, Call]]()
         self._calls = dict[int, Call]()  # of the requests that are being answered, by identity
         self._came = threading.Condition()

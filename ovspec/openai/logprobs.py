@@ -7,8 +7,8 @@ from typing import TypeVar
 
 from ovspec.api.model import LanguageModel
 from ovspec.engine.engine_thread import BackgroundTask, EngineThread
+from ovspec.engine.prompts import Prompt
 from ovspec.engine.results import Piece
-from ovspec.engine.runtime import Prompt
 from ovspec.engine.scoring import CHUNK, predictions
 from ovspec.sampling.logprobs import TokenLogprob, token_logprob
 from ovspec.text.tokenizer import Tokenizer

@@ -129,14 +129,14 @@ def catalogue_entry(lm: LanguageModel, name: str) -> dict[str, Any]:
 
 def props_of(lm: LanguageModel, name: str, defaults: Params, rows: int) -> Props:
     """Return the server's properties as llama.cpp's has them; ``rows``: texts that are generated at a time."""
-    tokens = lm.runtime.special_tokens
+    tokens = lm.runtime.prompts.special_tokens
     try:
-        template = lm.runtime.chat_format.template.source
+        template = lm.runtime.prompts.chat_format.template.source
     except OvspecError:
         template = ""
-    settings = settings_of(lm.runtime.complete(defaults))
+    settings = settings_of(lm.runtime.rows.complete(defaults))
     if defaults.max_tokens is None:
-        settings |= dict.fromkeys(("n_predict", "max_tokens"), int(lm.runtime.most_tokens(defaults)))
+        settings |= dict.fromkeys(("n_predict", "max_tokens"), int(lm.runtime.rows.most_tokens(defaults)))
     return Props(
         default_generation_settings=DefaultSettings(n_ctx=lm.target.ir.context_length, params=settings),
         total_slots=rows,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ovspec.base.errors import OvspecError, PromptError, UnavailableError
-from ovspec.engine.runtime import Prompt, is_batch
+from ovspec.engine.prompts import Prompt, is_batch
 from ovspec.grammars.response_format import WRAPPING
 from ovspec.openai.bodies import MOST_NAMED, OF_MESSAGES, OF_PARTS, REQUESTED, Continued, Fields, RequestError
 from ovspec.params import GRAMMARS, OF_SCHEMAS, TRUNCATING, UNSET, Params, checked

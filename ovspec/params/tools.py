@@ -10,11 +10,11 @@ from typing import Any, Literal
 
 from ovspec.base.errors import OvspecError
 
-# Each is a file in text/tool_formats, which is what the model's family writes.
+# The formats in text/tool_formats. The first that fits a chat template is its format; "generic" is for all others.
 ToolFormatName = Literal[
-    "hermes", "hermes-dense", "qwen-xml", "qwen-xml-dense", "llama3", "mistral", "mistral-list", "mistral-v3",
-    "harmony", "deepseek", "deepseek-r1", "kimi", "glm", "glm-dense", "ling", "seed-oss", "granite3", "nemotron",
-    "minimax", "command-r7b", "functionary", "apriel", "gigachat", "smollm3", "generic",
+    "smollm3", "hermes", "hermes-dense", "qwen-xml", "qwen-xml-dense", "llama3", "mistral", "mistral-list",
+    "mistral-v3", "harmony", "deepseek", "deepseek-r1", "kimi", "glm", "glm-dense", "ling", "seed-oss", "granite3",
+    "nemotron", "minimax", "command-r7b", "functionary", "apriel", "gigachat", "generic",
 ]  # fmt: skip
 MOST = 1000  # tools
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")

@@ -102,7 +102,7 @@ class Service:
 
     def read_variables(self, variables: dict[str, Any], tools: bool, ignored: dict[str, None]) -> dict[str, Any]:
         """Return the variables that the chat template reads; names of the others are added to ``ignored``."""
-        unread = self.lm.runtime.chat_format.template.unread(variables, tools or "tools" in variables)
+        unread = self.lm.runtime.prompts.chat_format.template.unread(variables, tools or "tools" in variables)
         ignored |= {f"chat_template_kwargs.{name}": None for name in unread}
         return {name: value for name, value in variables.items() if name not in unread}
 
@@ -163,7 +163,7 @@ class Service:
             raise ApiError(501, NO_FIM, "suffix" if request.kind == "completion" else None)
         params = request.overrides.params(self.defaults, request.kind)
         with request.overrides.client_names():
-            params = self.lm.runtime.complete(params)
+            params = self.lm.runtime.rows.complete(params)
         stops, characters = len(params.stop_strings), sum(map(len, params.stop_strings))
         if stops > MOST_STOPS or characters > MOST_STOP_CHARACTERS:
             limit = f"at most {MOST_STOPS} with {MOST_STOP_CHARACTERS:,} are allowed"
@@ -172,8 +172,8 @@ class Service:
         if (texts := params.n * len(request.prompts)) > MOST_TEXTS:
             raise RequestError(f"The request asks for {texts} texts; at most {MOST_TEXTS} are allowed.", "n")
         # A text that the context can't hold is refused before it is encoded, which would take long.
-        context = self.lm.runtime.target.ir.context_length
-        most = self.lm.runtime.tokenizer.most_characters(context) if context else math.inf
+        context = self.lm.target.ir.context_length
+        most = self.lm.tokenizer.most_characters(context) if context else math.inf
         for prompt in request.prompts:
             size = len(prompt) if isinstance(prompt, str) else request.size if request.is_chat else 0
             size = prompt.needed if isinstance(prompt, Infill) else size
@@ -186,7 +186,7 @@ class Service:
         """Return what may be proposed for a request; raises RequestError for drafters that the server doesn't have."""
         if (draft := request.draft) is None:
             return DraftLimits(None, params.most_proposed)
-        choice, model = self.lm.runtime.choice, self.lm.runtime.draft
+        choice, model = self.lm.runtime.models.choice, self.lm.draft
         loaded = ("lookup",) * bool(choice and choice.lookup) + ((model.drafter,) if model else ())
         wanted = frozenset() if draft == "none" else frozenset(draft.split(","))
         if not wanted <= {*loaded}:

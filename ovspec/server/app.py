@@ -169,7 +169,7 @@ def add_endpoints(app: FastAPI, service: Service) -> None:
         except ApiError as error:
             response.status_code, reason = 503, error.detail
         exact = promise == "exact"
-        cache = ("exact" if exact else "may change bits") if lm.runtime.tensors else "off"
+        cache = ("exact" if exact else "may change bits") if lm.runtime.models.tensors else "off"
         return Ready(status=reason, arithmetic=promise, deterministic=exact, prefix_cache=cache)
 
     @app.get("/metrics", tags=["server"], summary="Report metrics in Prometheus' format.")
@@ -239,7 +239,7 @@ def encode(service: Service, ignored: Ignored, body: TokenizeRequest) -> list[in
     check_continued(body, messages)
     variables = service.read_variables(body.chat_template_kwargs or {}, bool(tools), ignored)
     try:
-        return lm.runtime.encode(messages, variables=variables, tools=tools).tolist()
+        return lm.runtime.prompts.encode(messages, variables=variables, tools=tools).tolist()
     except PromptError as error:
         raise about_prompt(error, lm, "messages") from None
 
@@ -247,7 +247,7 @@ def encode(service: Service, ignored: Ignored, body: TokenizeRequest) -> list[in
 def decode(lm: LanguageModel, body: DetokenizeRequest) -> str:
     """Return the text of tokens; raises ApiError for ids that aren't in the vocabulary."""
     try:
-        ids = lm.runtime.encode(body.tokens, begins=False)
+        ids = lm.runtime.prompts.encode(body.tokens, begins=False)
     except PromptError as error:
         raise about_prompt(error, lm, "tokens") from None
     return lm.tokenizer.spell(ids) or lm.tokenizer.decode(ids)

@@ -82,7 +82,7 @@ class TextEndpoints:
         request = self._service.read(api, body, http)
         params = self._service.params(request)
         try:
-            return sum(len(self._lm.runtime.encode_for(prompt, params)) for prompt in request.prompts)
+            return sum(len(self._lm.runtime.prompts.encode_prompt(prompt, params).ids) for prompt in request.prompts)
         except PromptError as error:
             raise about_prompt(error, self._lm, request.prompt_field) from None
 
@@ -103,7 +103,7 @@ class TextEndpoints:
         limits = self._service.limits(request, params)
         try:
             with request.overrides.client_names():
-                found = [self._lm.runtime.rows(prompt, params, reserved=True) for prompt in request.prompts]
+                found = [self._lm.runtime.rows.make(prompt, params, reserved=True) for prompt in request.prompts]
         except PromptError as error:
             raise about_prompt(error, self._lm, request.prompt_field) from None
         rows = [row for each in found for row in each]
@@ -119,7 +119,7 @@ class TextEndpoints:
 
     def _parts(self, texts: PieceStream) -> tuple[Any, ...]:
         """Return what answers and streams are made from, besides their texts."""
-        return self._lm.runtime.tokenizer, texts.head, texts.request
+        return self._lm.tokenizer, texts.head, texts.request
 
     async def _echoes(self, texts: PieceStream) -> list[Echo]:
         """Return what is repeated of each prompt."""

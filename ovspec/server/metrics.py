@@ -63,4 +63,4 @@ class Metrics:
 
 
 def pools_of(engine: EngineThread) -> list[BlockPool]:
-    return [tensors.pool for tensors in engine.runtime.tensors.values()]
+    return [tensors.pool for tensors in engine.runtime.models.tensors.values()]

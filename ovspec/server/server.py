@@ -117,7 +117,7 @@ def serve(lm: LanguageModel, names: list[str], keys: list[str], opened: socket.s
     app = Guard(api, keys, not keys and not options.insecure, count_request)
     host, port = opened.getsockname()[:2]
     where = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
-    how = f"{lm.target.engine} engine, {promise} arithmetic, draft: {lm.runtime.choice or 'none'}"
+    how = f"{lm.target.engine} engine, {promise} arithmetic, draft: {lm.runtime.models.choice or 'none'}"
     greeting = f"{names[0]} on {where} ({how})"
     if service.recommended:
         words = sampling_in_words(service.recommended)

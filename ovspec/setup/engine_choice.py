@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import subprocess
-import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import openvino as ov
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import remember, remembered
@@ -21,24 +17,11 @@ from ovspec.base.progress import note
 from ovspec.cache.blocks import BlockTensors
 from ovspec.cache.decoder import FAST, FAST_ON_GPU, Arithmetic, Decoder, FeedRule, Rollback
 from ovspec.cache.paged import PagedDecoder
-from ovspec.cache.stateful import StatefulDecoder, decoder_of, trimming
-from ovspec.ir.attention_mask import UNBOUNDED, narrowest_window
+from ovspec.cache.stateful import decoder_of, trimming
 from ovspec.ir.compile import MODEL_FILE, CompiledIR, check_weights, compile_ir, last_line
-from ovspec.ir.crashes import fault_of, without_crash
-from ovspec.ir.device import (
-    EXACT_KV_PRECISIONS,
-    DeviceOptions,
-    check_device,
-    compile_properties,
-    is_gpu,
-    may_use_gpu,
-    precision_of,
-)
+from ovspec.ir.crashes import without_crash
+from ovspec.ir.device import EXACT_KV_PRECISIONS, DeviceOptions, check_device, is_gpu, may_use_gpu, precision_of
 from ovspec.ir.heads import HIDDEN, give_features
-from ovspec.ir.instruction_set import instruction_set
-from ovspec.ir.memory import room_for
-from ovspec.ir.paged_attention import NotPaged, attention_windows, pair_queries, to_paged
-from ovspec.ir.products import CUTTING, cut_products, join_products
 from ovspec.setup.exactness import (
     SHORT,
     Exactness,
@@ -50,28 +33,16 @@ from ovspec.setup.exactness import (
     logits_bits,
     wait_for_kernels,
 )
-from ovspec.setup.probing import find_probe, memory_file
+from ovspec.setup.paging import PagedCheck, check_paged, compile_paged
+from ovspec.setup.probing import find_probe
 from ovspec.text.vocabulary import ALL_IDS, KnownIds
 
 EngineName = Literal["stateful", "paged"]
 EngineChoice = Literal["auto", "stateful", "paged"]
-# If a model's attention window has at most this many slots, the text that compares the engines is longer than it.
-LONGEST_WINDOW = 256
 # Where an inference of two tokens takes at most this many times as long as the narrowest one, lookup is the default.
 FREE = 1.1
-# Bytes of weights up to which products are joined: OpenVINO keeps the joined weights in memory beside its own form of
-# them, and the more a product has to read, the less it matters how many there are.
-JOINED = 5e8
-# A GPU computes in 16 bits, so that its logits differ from those in f32 by this share of their standard deviation: seen
-# are 0.045, and 0.5 and more where attention reads wrong keys.
-GPU_NOISE = 0.1
 NOT_PROBED = "fast, not exact on a GPU"  # the promise of a model that a GPU may compute
 LONG_PROBE = 1e8  # bytes of weights from which probing takes so long that it is told
-# The properties that round least. Models compiled with them are needed only briefly, so they are not cached.
-EXACT = {
-    "INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32",
-    "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0", "CACHE_DIR": "",
-}  # fmt: skip
 
 
 @dataclass
@@ -147,14 +118,6 @@ class CompiledModel:
         self.guess_is_free = self.engine == "paged" and found.guess <= FREE
         if found.rule.rows_apart:
             self.rollback = trimming(self.rollback)
-
-
-@dataclass(frozen=True)
-class PagedCheck:
-    """Whether the paged decoder can run a model, and why."""
-
-    usable: bool
-    reason: str
 
 
 def load_ir(
@@ -295,132 +258,6 @@ def probed(loaded: CompiledModel, folder: Path, options: DeviceOptions) -> Exact
     return remember(exactness_file(folder, options, loaded.engine), loaded.find_exactness())
 
 
-def compile_paged(folder: Path, options: DeviceOptions, paired: bool = True, head: Path | None = None) -> CompiledIR:
-    """Compile like ``compile_ir``, rewritten for the paged decoder by ``to_paged`` and ``join_products``.
-
-    Raises NotPaged if that is impossible.
-
-    ``paired``: whether it is rewritten for exact arithmetic by ``pair_queries`` and, if need be, ``cut_products``.
-    ``head``: the folder of a head that the model gives features to.
-    """
-
-    on_gpu = is_gpu(check_device(options.device))
-
-    def rewrite(model: ov.Model) -> None:
-        if head:
-            give_features(model, folder, head)
-        to_paged(model)
-        if on_gpu:  # which joins products itself
-            return
-        if check_weights(folder / MODEL_FILE) <= JOINED:
-            join_products(model)
-        if paired:
-            pair_queries(model)
-            if instruction_set() in CUTTING:
-                cut_products(model)
-
-    if not on_gpu:
-        # Not cached: OpenVINO 2026.4 can't read a paged model back for a CPU, because the head sizes are lost.
-        options = replace(options, properties=options.properties | {"CACHE_DIR": ""})
-    return compile_ir(folder, options, rewrite)
-
-
-def check_paged(folder: Path, options: DeviceOptions) -> PagedCheck:
-    """Return the result of ``compare_engines``, cached on disk; only a CPU and GPUs have a paged engine."""
-    device, setting = check_device(options.device), f"OpenVINO {ov.get_version()}"
-    if is_gpu(device):
-        properties = {name: value for name, value in compile_properties(options).items() if name != "CACHE_DIR"}
-        setting = f"{setting} {sorted(properties.items())}"
-    elif device != "CPU":
-        return PagedCheck(False, f"the paged engine runs on a CPU or a GPU only, and the device is {device}")
-    file = memory_file("engines", folder, setting, options.cache_folder, device)
-    may_crash = is_gpu(device) and compile_properties(options).get("KV_CACHE_PRECISION") != "f16"
-    compare = compare_in_a_process if may_crash else compare_engines
-    return remembered(PagedCheck, file) or remember(file, compare(folder, options))
-
-
-def compare_in_a_process(folder: Path, options: DeviceOptions) -> PagedCheck:
-    """Return the result of ``compare_engines``; a GPU's compiler that crashes ends a process of its own only."""
-    given = json.dumps(asdict(options) | {"cache_dir": options.cache_dir and str(options.cache_dir)})
-    command = [sys.executable, "-P", "-m", "ovspec.setup.engine_trial", str(folder), given]
-    done = subprocess.run(
-        command, stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8", errors="replace", check=False
-    )
-    if done.returncode == 0:
-        return PagedCheck(**json.loads(done.stdout.splitlines()[-1]))
-    fault = fault_of(done.returncode) or "an error"
-    kind = compile_properties(options).get("KV_CACHE_PRECISION")
-    return PagedCheck(False, f"OpenVINO ends with {fault} when it runs it with a {kind} KV cache")
-
-
 def fast_rule(engine: EngineName, device: str) -> FeedRule:
     """Return how a model feeds tokens in fast arithmetic."""
     return FAST_ON_GPU if engine == "paged" and is_gpu(device) else FAST
-
-
-def compare_engines(folder: Path, options: DeviceOptions) -> PagedCheck:
-    """Return whether the paged decoder gives the same logits as the stateful one for the model in ``folder``.
-
-    Both run with the properties that round least, or with those of ``options`` if 16-bit weights widened to 32 bits
-    would not fit into memory; and one after the other, because memory may hold the model only once. A GPU runs the
-    paged one with ``options``, and the CPU the stateful one.
-    """
-    on_gpu = is_gpu(check_device(options.device))
-    # Properties of a GPU are none of the CPU's.
-    least = EXACT if on_gpu or room_for(folder, 3) else options.fixed | {"CACHE_DIR": ""}
-    setting = DeviceOptions(properties=least)
-    stateful = compile_ir(folder, setting)
-    if stateful.recurrent_states or not stateful.kv_states:
-        return PagedCheck(False, "it has states other than keys and values")
-    if stateful.config.rope_switch:
-        return PagedCheck(False, "its rotary frequencies change with the length of the text")
-    window = narrowest_window(stateful)
-    # Random ids, more than the window holds unless the window is longer than LONGEST_WINDOW.
-    length = 45 + (window if window <= LONGEST_WINDOW else 0)
-    text, junk = np.split(np.random.default_rng(0).integers(0, stateful.logits_width, length + 40), [length])
-    decoder = StatefulDecoder(stateful, Rollback(None))
-    expected = decoder.feed([text], [8])[0].copy()
-    decoder.reset(1)
-    decoder.feed([text[:-8]], [0])
-    # Feeding the same text in other pieces changes the logits by rounding; the paged decoder may differ as much.
-    rounding = np.abs(decoder.feed([text[-8:]], [8])[0] - expected).max()
-    del decoder, stateful
-    windows: set[int | None] = set()
-
-    def rewrite(model: ov.Model) -> None:
-        to_paged(model)
-        windows.update(attention_windows(model))
-        if not on_gpu:
-            pair_queries(model)
-
-    try:
-        ir = compile_ir(folder, options if on_gpu else setting, rewrite)
-        paged = PagedDecoder(ir, rule=fast_rule("paged", ir.device))
-        narrowest = min((found for found in windows if found is not None), default=UNBOUNDED)
-        if narrowest != window:
-            return PagedCheck(False, f"its attention window is {window} in the model and {narrowest} when paged")
-        seen = trial(paged, text, junk)
-    except NotPaged as error:
-        return PagedCheck(False, str(error))
-    except OvspecError as error:
-        return PagedCheck(False, f"OpenVINO cannot run it paged ({last_line(error)})")
-    allowed = GPU_NOISE * expected.std() if on_gpu else 10 * rounding + 1e-4 * expected.std()
-    equal = all(np.abs(logits - expected[-len(logits) :]).max() <= allowed for logits in seen)
-    return PagedCheck(equal, "it agrees with the stateful decoder" if equal else "its logits differ when paged")
-
-
-def trial(decoder: PagedDecoder, text: np.ndarray, junk: np.ndarray) -> list[np.ndarray]:
-    """Return the last logits of ``text``: fed whole, beside a forked row with other text, and after rollbacks."""
-    begin, nothing = len(text) - 8, text[:0]
-    whole = decoder.feed([text], [8])[0].copy()
-    decoder.truncate(0, 5)
-    decoder.feed([junk], [1])
-    decoder.truncate(0, 5)
-    decoder.feed([text[5:begin]], [0])
-    decoder.reorder([0, 0])
-    beside_junk = decoder.feed([text[begin:], junk[:11]], [8, 1])[0].copy()
-    decoder.truncate(1, begin)
-    other_row = decoder.feed([nothing, text[begin:]], [0, 8])[1].copy()
-    decoder.truncate(0, len(text) - 3)
-    again = decoder.feed([text[-3:], nothing], [3, 0])[0]
-    return [whole, beside_junk, other_row, again]

@@ -1,4 +1,4 @@
-"""Compare a model's engines in a process of its own: ``engine_choice.py`` starts this file where that may crash.
+"""Compare a model's engines in a process of its own: ``paging.py`` starts this file where that may crash.
 
 It has two arguments: the model's folder, and the device options as JSON. It prints the result as JSON.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ovspec.ir.crash_trial import leave_no_core
 from ovspec.ir.device import DeviceOptions
-from ovspec.setup.engine_choice import compare_engines
+from ovspec.setup.paging import compare_engines
 
 if __name__ == "__main__":
     leave_no_core()

@@ -53,7 +53,7 @@ class GenerationConfig:
         asked = read_json(self._file)
         if names := [name for name, neutral in NOT_APPLIED.items() if asked.get(name) not in (None, neutral)]:
             warning = f"{folder}: its generation config sets {', '.join(names)}, which ovspec does not apply"
-            warnings.warn(warning, stacklevel=4)
+            warnings.warn(warning, stacklevel=5)
 
     @functools.cached_property
     def eos_ids(self) -> frozenset[int]:

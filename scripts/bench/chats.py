@@ -289,7 +289,7 @@ def load_models(folder: Path, ways: Iterable[Way], drafts: dict[str, str], arith
                 folder, [LOOKUP, *([draft] if draft else ())], arithmetic=arithmetic, cache_memory=0
             )
         model = loaded[draft]
-        chosen = model.runtime.choice.model if draft and model.runtime.choice else None
+        chosen = model.runtime.models.choice.model if draft and model.runtime.models.choice else None
         found[runner] = model.with_drafters(DraftChoice(lookup=LOOKUP in parts, model=chosen) or None)
     return found
 

@@ -22,7 +22,7 @@ from ovspec.cache.paged import PagedDecoder
 from ovspec.cache.stateful import StatefulDecoder
 from ovspec.ir.compile import compile_ir
 from ovspec.ir.device import DeviceOptions
-from ovspec.setup.engine_choice import compile_paged
+from ovspec.setup.paging import compile_paged
 from ovspec.setup.profile import Setting, known_profile
 from ovspec.setup.tuning import TEXT
 from ovspec.text.tokenizer import Tokenizer

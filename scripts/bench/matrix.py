@@ -24,11 +24,12 @@ import numpy as np
 import openvino as ov
 
 import ovspec
-from ovspec.api.loading import embedded_pair
 from ovspec.base.errors import OvspecError
 from ovspec.cache.sequence import Sequence
 from ovspec.drafting.choice import DraftChoice
 from ovspec.drafting.costs import Costs
+from ovspec.engine.scheduler import run_batch
+from ovspec.setup.folders import embedded_pair
 from ovspec.setup.manifest import DRAFT_FOLDER
 
 # Mode: the drafters it has, lookup and the draft model; auto does without the draft model if there is none.
@@ -120,10 +121,10 @@ class Bench:
                 given["sampler"] = dictation(len(ids), lm.tokenizer.encode_more(task.answer))
             else:
                 given |= {"temperature": cell.temperature, "seed": number % len(tasks) + place, "accept": cell.accept}
-            rows.append(lm.runtime.row(Sequence(ids), lm.runtime.params(given)))
+            rows.append(lm.runtime.rows.row(Sequence(ids), lm.runtime.rows.params(given)))
         together: Any = {"lookahead": cell.lookahead, "batch_size": cell.batch, "temperature": cell.temperature}
         gaps, last = list[float](), None
-        for pieces in lm.runtime.run(rows, lm.runtime.params(together)):
+        for pieces in run_batch(lm.runtime.pool, rows, lm.runtime.rows.params(together)):
             now = time.perf_counter()
             if last is not None and pieces:
                 gaps.append((now - last) * 1e3)

@@ -22,8 +22,9 @@ from harness import Table, machine, milliseconds, options, ratios, several, show
 from ovspec.cache.decoder import FAST, Decoder
 from ovspec.ir.device import DeviceOptions
 from ovspec.ir.instruction_set import NEEDED, instruction_set, processor_levels
-from ovspec.setup.engine_choice import compile_paged, load_ir
+from ovspec.setup.engine_choice import load_ir
 from ovspec.setup.exactness import FULL, find_exactness, probe_rule
+from ovspec.setup.paging import compile_paged
 
 CONTEXT, PROMPT, STEPS, TURNS = 128, 1024, 12, 5
 HEADS = ("instruction set", "model", "engine", "rule", "differ in fast", "differ", "price of a token", "of a prompt")

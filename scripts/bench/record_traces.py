@@ -31,7 +31,7 @@ from ovspec.drafting.drafter import Drafter, RowStep
 from ovspec.drafting.head import Head
 from ovspec.drafting.lookahead import Lookahead
 from ovspec.drafting.lookup import Lookup
-from ovspec.engine.runtime import Decoders
+from ovspec.engine.decoders import Decoders
 from ovspec.params import Params
 from ovspec.sampling.constraint import Constraints
 from ovspec.sampling.processors import processing

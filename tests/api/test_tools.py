@@ -23,6 +23,7 @@ from ovspec.api.verify import record_as_json, result_from_json
 from ovspec.drafting.choice import parse_draft
 from ovspec.engine.results import Piece
 from ovspec.engine.row import Row
+from ovspec.engine.scheduler import run_batch
 from ovspec.text.chat_format import ChatFormat
 from ovspec.text.chat_template import ChatTemplate
 from ovspec.text.tool_formats import BY_NAME
@@ -44,7 +45,7 @@ def templates(monkeypatch: pytest.MonkeyPatch) -> Callable[[ovspec.LanguageModel
     """Return a function that gives a model a chat template and a tool format."""
 
     def with_format(lm: ovspec.LanguageModel, tool_format: str) -> ovspec.LanguageModel:
-        monkeypatch.setattr(lm.runtime, "chat_format", ChatFormat(ChatTemplate(SOURCE, {}), tool_format))
+        monkeypatch.setattr(lm.runtime.prompts, "chat_format", ChatFormat(ChatTemplate(SOURCE, {}), tool_format))
         return lm
 
     return with_format
@@ -150,7 +151,7 @@ def judge(lm: ovspec.LanguageModel, tool_format: str, count: int, number: int) -
         else:
             options["logits_processors"] = [process]
         try:
-            row = lm.runtime.rows(CHATS[at % 4], lm.runtime.params(options))[0]  # type: ignore[arg-type]
+            row = lm.runtime.rows.make(CHATS[at % 4], lm.runtime.rows.params(options))[0]  # type: ignore[arg-type]
         except ovspec.OvspecError as refused:  # before anything was generated
             assert f"the schema of {name}, at " in str(refused) or f"the schema of {name}: " in str(refused), refused
             counts["refused"] += 1
@@ -159,7 +160,7 @@ def judge(lm: ovspec.LanguageModel, tool_format: str, count: int, number: int) -
         tools[name] = each["function"]["parameters"]
         rows.append(row)
     pieces = [list[Piece]() for _ in rows]
-    for batch in lm.runtime.run(rows, lm.runtime.params({"batch_size": 16}), len(rows)):
+    for batch in run_batch(lm.runtime.pool, rows, lm.runtime.rows.params({"batch_size": 16}), len(rows)):
         for at, piece in batch:
             pieces[at].append(piece)
     for row, told in zip(rows, pieces, strict=True):

@@ -15,7 +15,7 @@ from conftest import HAS_BF16, ROOT, STRICT, Reference
 
 import ovspec
 import ovspec.cache.paged
-import ovspec.setup.engine_choice
+import ovspec.setup.paging
 from ovspec.cache.decoder import FAST, FAST_ON_GPU, FeedRule
 from ovspec.cache.paged import PagedDecoder
 from ovspec.ir.attention_mask import UNBOUNDED, narrowest_window
@@ -23,8 +23,9 @@ from ovspec.ir.crashes import without_crash
 from ovspec.ir.device import EXACT_KV_PRECISIONS, DeviceOptions
 from ovspec.ir.paged_attention import to_paged
 from ovspec.ir.request import Request
-from ovspec.setup.engine_choice import PagedCheck, check_paged, compare_engines, compile_paged, load_ir
+from ovspec.setup.engine_choice import load_ir
 from ovspec.setup.exactness import Trial, probe_rule
+from ovspec.setup.paging import PagedCheck, check_paged, compare_engines, compile_paged
 
 DEMO = ROOT / "models" / "demo"
 SMALL = DEMO / "draft"  # which is compiled sooner
@@ -131,7 +132,7 @@ def test_without_the_transformation_the_stateful_engine_runs(tmp_path: Path, mon
 def test_the_comparison_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compared = []
     compile_once(monkeypatch)
-    monkeypatch.setattr(ovspec.setup.engine_choice, "compare_engines", lambda *a: compared.append(a) or AGREES)
+    monkeypatch.setattr(ovspec.setup.paging, "compare_engines", lambda *a: compared.append(a) or AGREES)
     for precision in ("f32", "f32", "bf16"):
         loaded = load_ir(SMALL, DeviceOptions(precision=precision, cache_dir=tmp_path))
         assert (loaded.engine, loaded.reason) == ("paged", AGREES.reason)
@@ -166,7 +167,7 @@ def test_a_paged_decoder_that_differs_is_not_used(mistake: str, monkeypatch: pyt
     elif mistake == "sharing":
         monkeypatch.setattr(ovspec.cache.paged.Blocks, "extend", without_copies(ovspec.cache.paged.Blocks.extend))
     else:
-        monkeypatch.setattr(ovspec.setup.engine_choice, "attention_windows", lambda _: {None, 77})
+        monkeypatch.setattr(ovspec.setup.paging, "attention_windows", lambda _: {None, 77})
     assert compare_engines(SMALL, DeviceOptions()) == PagedCheck(
         False,
         f"its attention window is {UNBOUNDED} in the model and 77 when paged"
@@ -184,15 +185,15 @@ def without_copies(extend: Callable[..., Any]) -> Callable[..., Any]:
 
 def test_compared_in_its_own_arithmetic_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = []
-    compile_ir = ovspec.setup.engine_choice.compile_ir
+    compile_ir = ovspec.setup.paging.compile_ir
 
     def noting(folder: Path, options: DeviceOptions, *rest: Any) -> Any:
         compiled.append(options.fixed.get("INFERENCE_PRECISION_HINT"))
         return compile_ir(folder, options, *rest)
 
-    monkeypatch.setattr(ovspec.setup.engine_choice, "compile_ir", noting)
+    monkeypatch.setattr(ovspec.setup.paging, "compile_ir", noting)
     assert compare_engines(SMALL, DeviceOptions(precision="bf16")) == AGREES
-    monkeypatch.setattr(ovspec.setup.engine_choice, "room_for", lambda *_: False)
+    monkeypatch.setattr(ovspec.setup.paging, "room_for", lambda *_: False)
     assert compare_engines(SMALL, DeviceOptions(precision="bf16")) == AGREES
     assert compiled == ["f32", "f32", "bf16", "bf16"]
 

@@ -26,7 +26,7 @@ MANY = 1e-3  # gigabytes; the demo pair's blocks are small
 
 
 def pool_of(lm: ovspec.LanguageModel) -> BlockPool:
-    return lm.runtime.tensors[id(lm.target)].pool
+    return lm.runtime.models.tensors[id(lm.target)].pool
 
 
 @pytest.fixture(params=[pytest.param("none", marks=pytest.mark.slow), "lookup,draft"])
@@ -118,7 +118,7 @@ def test_what_a_file_holds_is_shared_with_nobody(load: Load, tmp_path: Path) -> 
         session.append(PROMPT)
         session.generate(max_tokens=4, heal=False)
         session.save(tmp_path / "saved")
-    lm.runtime.give_way()
+    lm.runtime.models.give_way()
     with lm.session() as session:
         session.load(tmp_path / "saved")
         session.append(TEXT)
@@ -133,10 +133,10 @@ def test_memory_is_bounded_and_given_back(load: Load) -> None:
         lm.generate(f"# {i}\n" + PROMPT, max_tokens=4)
         assert pool.used <= pool.most
     assert pool.evicted
-    lm.runtime.give_way()
+    lm.runtime.models.give_way()
     assert not pool.used
     off = load(draft="none", cache_memory=0)
-    assert not off.runtime.tensors
+    assert not off.runtime.models.tensors
     off.generate(PROMPT, max_tokens=4)
     assert not off.generate(PROMPT, max_tokens=4).stats.cached_tokens
 
@@ -204,7 +204,7 @@ def test_a_block_that_is_freed_while_it_is_kept_is_found(load: Load, monkeypatch
 def converse(lm: ovspec.LanguageModel, cold: ovspec.LanguageModel, seed: int, turns: int = 4) -> int:
     """Hold a random conversation: turns, edits, batches and sessions; return how many prompt tokens were found."""
     random = np.random.default_rng(seed)
-    size = min(lm.runtime.tokenizer.known.size or 500, 500)
+    size = min(lm.tokenizer.known.size or 500, 500)
     text, cached = random.integers(5, size, int(random.integers(2, 120))).tolist(), 0
     for _ in range(turns):
         options: dict[str, Any] = {"max_tokens": int(random.integers(1, 24)), "ignore_eos": True}

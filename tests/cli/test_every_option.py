@@ -155,7 +155,7 @@ def one_thread(found: Outcome, _: Outcome) -> bool:
 
 
 def is_phi4(found: Outcome, _: Outcome) -> bool:
-    return "<|im_sep|>" in found.lm.runtime.chat_format.template.source
+    return "<|im_sep|>" in found.lm.runtime.prompts.chat_format.template.source
 
 
 def read_first(name: str) -> Any:
@@ -171,7 +171,8 @@ SHARED: dict[str, Case] = {
         ("--draft", "lookup", "--lookahead", "4", "-n", "40"),
     ),
     "cache_memory": Case(
-        ("--cache-memory", "0"), lambda f, b: f.lm.runtime.cache_bytes == 0 and b.lm.runtime.cache_bytes is None
+        ("--cache-memory", "0"),
+        lambda f, b: f.lm.runtime.models.cache_bytes == 0 and b.lm.runtime.models.cache_bytes is None,
     ),
     "accept": Case((*DRAWN, *DRAFT, "-n", "30", "--accept", "rejection"), other_text, (*DRAWN, *DRAFT, "-n", "30")),
     "max_tokens": Case(("-n", "-1", *ENDS, "--min-tokens", "15"), lambda f, b: len(f.tokens) == 16 > len(b.tokens)),
@@ -201,7 +202,9 @@ SHARED: dict[str, Case] = {
     "max_thinking_tokens": Case(
         (*HARD, "--max-thinking-tokens", "0"), lambda f, b: f.stats.thinking_tokens < b.stats.thinking_tokens, HARD
     ),
-    "tool_format": Case(("--tool-format", "llama3"), lambda f, _: f.lm.runtime.chat_format.tools.name == "llama3"),
+    "tool_format": Case(
+        ("--tool-format", "llama3"), lambda f, _: f.lm.runtime.prompts.chat_format.tools.name == "llama3"
+    ),
     "chat_template": Case(("--chat", "--chat-template", "phi4"), is_phi4),
     "json_schema": Case(("--json-schema", '{"enum": ["yes"]}'), text_is('"yes"')),
     "json_schema_mode": Case((*ODD, "--json-schema-mode", "checked"), lambda f, _: int(f.text) in range(10)),

@@ -17,7 +17,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ovspec
-from ovspec.api.loading import resolve_draft
 from ovspec.cache.sequence import Sequence
 from ovspec.drafting.choice import DraftChoice, parse_draft
 from ovspec.drafting.drafter import Drafter, RowStep
@@ -26,6 +25,7 @@ from ovspec.drafting.lookup import LEAST_MATCH, LONGEST_MATCH, MOST_ROLLED_BACK,
 from ovspec.drafting.making import Chain
 from ovspec.sampling.samplers import GreedySampler
 from ovspec.setup.engine_choice import EngineName
+from ovspec.setup.folders import resolve_draft
 from ovspec.text.generation_config import GenerationFile
 
 Load = Callable[..., ovspec.LanguageModel]

@@ -21,8 +21,8 @@ from ovspec.cache.decoder import FAST, FeedRule, Rollback, inferences, logit_pos
 from ovspec.cache.paged import PREFILL_CHUNK, PagedDecoder
 from ovspec.cache.stateful import StatefulDecoder
 from ovspec.drafting.costs import WIDEST, Costs
+from ovspec.engine.decoders import DecoderPool
 from ovspec.engine.engine_thread import EngineThread, Job
-from ovspec.engine.runtime import DecoderPool
 from ovspec.ir.compile import CompiledIR
 from ovspec.ir.request import Request
 from ovspec.openai.logprobs import at_once, prompt_logprobs
@@ -121,7 +121,7 @@ def a_server(lm: ovspec.LanguageModel) -> Any:
     engine.start()
     told: queue.SimpleQueue[Any] = queue.SimpleQueue()
     texts = [*PROMPTS[:6], LONG_TEXT, LONG_TEXT[5:]]
-    rows = [lm.runtime.rows(text, lm.runtime.params(OPTIONS), reserved=True)[0] for text in texts]
+    rows = [lm.runtime.rows.make(text, lm.runtime.rows.params(OPTIONS), reserved=True)[0] for text in texts]
     for row in rows:
         engine.submit(Job([row], told.put))
     left = len(rows)
@@ -185,7 +185,7 @@ def test_the_bounds_hold_wherever_the_target_is_fed(
     widths.clear()
     monkeypatch.setattr(PagedDecoder, "_most", PREFILL_CHUNK)
     monkeypatch.setattr(lm.target, "rule", replace(lm.target.rule, fewest=1, fewest_logits=1))
-    monkeypatch.setattr(lm.runtime, "pool", DecoderPool(lm.runtime._make_decoders))
+    monkeypatch.setattr(lm.runtime, "pool", DecoderPool(lm.runtime.models))
     assert place(lm) == bounded, "the bound changes a bit"
     narrow = place in (short_texts, rewinds_and_forks, prefix_hits, forced_tokens)
     exceeds = is_narrow(widths) if narrow else max(map(max, widths)) > MOST

@@ -50,7 +50,7 @@ class Asked:
     def __init__(self, engine: EngineThread, prompt: str, **options: Any) -> None:
         self._told: queue.SimpleQueue[Any] = queue.SimpleQueue()
         whole: Any = {**OPTIONS, **options}
-        self.rows = engine.runtime.rows(prompt, engine.runtime.params(whole), reserved=True)
+        self.rows = engine.runtime.rows.make(prompt, engine.runtime.rows.params(whole), reserved=True)
         self.times: list[float] = []
         self.blocks, self._engine = 0, engine  # the most that all texts took while this one grew
         self.job = Job(self.rows, self._deliver)
@@ -132,7 +132,7 @@ def test_blocks_of_the_cache_are_counted(engine: EngineThread) -> None:
 def test_weights_are_moved_into_large_pages_between_rounds(engine: EngineThread) -> None:
     first = Asked(engine, PROMPTS[0], max_tokens=200)
     first.result()
-    irs = engine.runtime.irs()
+    irs = engine.runtime.models.irs()
     ends = time.monotonic() + 30
     while not all(ir.large_pages.done for ir in irs):
         assert time.monotonic() < ends
@@ -224,7 +224,7 @@ def test_a_text_that_cannot_go_on_fails_alone(engine: EngineThread, monkeypatch:
     monkeypatch.setattr(Lookahead, "affords", lambda *_: True)
     monkeypatch.setattr(Lookahead, "starts", lambda *_: True)
     others = [Asked(engine, prompt) for prompt in PROMPTS[:2]]
-    start = len(engine.runtime.encode(PROMPTS[3]))
+    start = len(engine.runtime.prompts.encode(PROMPTS[3]))
     broken = Breaks(start + 9, OvspecError("No token may follow."))
     failing = Asked(engine, PROMPTS[3], logits_processors=[lambda tokens, logits: broken.process(logits, tokens)])
     assert "No token may follow" in str(failing.result())
@@ -260,8 +260,8 @@ def test_a_text_whose_end_cannot_be_judged_fails_alone(engine: EngineThread, mon
             raise OvspecError("The grammar fails.")
         return take(row, step)
 
-    marked = len(engine.runtime.encode(PROMPTS[3]))
-    assert marked not in [len(engine.runtime.encode(prompt)) for prompt in PROMPTS[:2]]
+    marked = len(engine.runtime.prompts.encode(PROMPTS[3]))
+    assert marked not in [len(engine.runtime.prompts.encode(prompt)) for prompt in PROMPTS[:2]]
     monkeypatch.setattr(Row, "take", taking)
     others, failing = [Asked(engine, prompt) for prompt in PROMPTS[:2]], Asked(engine, PROMPTS[3])
     assert "The grammar fails" in str(failing.result())
@@ -338,7 +338,7 @@ def test_earlier_texts_are_proposed_from(load: Callable[..., ovspec.LanguageMode
     found = []
     for memory in (0, 5000):
         lm = load(draft="lookup", lookahead=4)
-        lm.runtime.corpora.clear()
+        lm.runtime.models.corpora.clear()
         engine = EngineThread(lm.runtime, rows=2, lookup_tokens=memory)
         engine.start()
         counts = counted(engine)
@@ -346,7 +346,7 @@ def test_earlier_texts_are_proposed_from(load: Callable[..., ovspec.LanguageMode
         assert texts[0] == texts[1]
         found.append((texts[0], counts["accepted", "lookup"]))
         engine.end()
-        lm.runtime.corpora.clear()
+        lm.runtime.models.corpora.clear()
     assert found[0][0] == found[1][0]
     assert found[1][1] > found[0][1] + 10
 

@@ -123,7 +123,7 @@ def test_a_text_ends_at_a_line_break_when_its_time_is_over(load: Load) -> None:
 )
 def test_no_tokens_only_read_the_prompt(load: Load, options: dict[str, Any]) -> None:
     lm = load(draft="lookup", cache_memory=1)
-    lm.runtime.give_way()
+    lm.runtime.models.give_way()
     prompt = PROMPTS[0] * 4
     read = lm.generate(prompt, max_tokens=0, **options)
     assert (read.text, read.token_ids, read.finish_reason, read.schema_errors) == ("", [], "length", None)
@@ -218,7 +218,7 @@ def test_where_tokens_came_from_is_in_order(load: Load) -> None:
     pieces = list(lm.stream(PROMPTS[3], max_tokens=61, lookahead=4, ignore_eos=True))
     assert pieces[0].sources == ["target"]
     assert {tuple(piece.sources) for piece in pieces[:-1]} <= {("draft",) * n + ("target",) for n in range(5)}
-    assert lm.runtime.rows("a", lm.runtime.params({}))[0].cancel().sources == []
+    assert lm.runtime.rows.make("a", lm.runtime.rows.params({}))[0].cancel().sources == []
 
 
 @pytest.mark.parametrize("draft", [False, True])

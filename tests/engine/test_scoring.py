@@ -116,7 +116,7 @@ def test_many_options(load: Load, reference: Reference) -> None:
         chosen = session.select(options)
         assert len(chosen.logprobs) == 70
         for number in (0, 33, 69):
-            text = session.runtime.tokenizer.encode(PROMPTS[0] + options[number]).tolist()
+            text = session.runtime.prompts.tokenizer.encode(PROMPTS[0] + options[number]).tolist()
             total = sum(expected_logprobs(reference, text, len(before)))
             assert chosen.logprobs[number] == pytest.approx(total, abs=2e-3)
         assert session.text == PROMPTS[0] + chosen.text

@@ -23,7 +23,7 @@ from conftest import ROOT
 from ovspec_export import environments, families
 from ovspec_export.compression import INT8
 from ovspec_export.environments import OVERLAYS, Environment, prepare, prepared_variables
-from ovspec_export.export import describe
+from ovspec_export.manifests import describe
 from ovspec_export.sources import Source
 
 from ovspec.base.errors import OvspecError

@@ -28,7 +28,7 @@ from ovspec_export.families import FAMILIES as REGISTRY
 import ovspec
 from ovspec.cache.decoder import Arithmetic, Rollback
 from ovspec.cache.stateful import StatefulDecoder
-from ovspec.engine.runtime import Decoders
+from ovspec.engine.decoders import Decoders
 from ovspec.ir.compile import compile_ir
 from ovspec.ir.device import DeviceOptions
 from ovspec.setup.engine_choice import EngineChoice

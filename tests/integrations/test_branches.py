@@ -6,6 +6,7 @@ import importlib.util
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +79,8 @@ def test_guesses_change_no_bit(draft: bool | str, cache_dir: Path, monkeypatch: 
     """A token alone would round differently from several."""
     drafting = ovspec.load(ROOT / "models" / "demo", draft, precision="bf16", cache_dir=cache_dir, lookahead=4)
     lm = drafting.with_drafters(None)
-    monkeypatch.setattr(lm.runtime, "lookahead", None)
-    assert drafting.runtime.lookahead == 4
+    monkeypatch.setattr(lm.runtime, "rows", replace(lm.runtime.rows, lookahead=None))
+    assert drafting.runtime.rows.lookahead == 4
     plain, drafted = Branches(lm), Branches(drafting)
     text = lm.encode(PROMPTS[0]).tolist()[:50]
     for _ in range(60):
@@ -132,8 +133,8 @@ def test_branches_make_room_for_a_prompt(load: Load, monkeypatch: pytest.MonkeyP
         if len(branches._branches) > 2 or tokens > 200:
             raise OvspecError(f"no room for {tokens}")
 
-    monkeypatch.setattr("ovspec.engine.runtime.check_memory", check_memory)
-    monkeypatch.setattr("ovspec.engine.runtime.WORTH_CHECKING", 0)
+    monkeypatch.setattr("ovspec.engine.decoders.check_memory", check_memory)
+    monkeypatch.setattr("ovspec.engine.decoders.WORTH_CHECKING", 0)
     branches.logits([*ids_of(lm, 2, 40), *ids_of(lm, 3, 40)])
     assert len(branches._branches) == 2
     with pytest.raises(OvspecError, match="no room"):

@@ -158,8 +158,8 @@ def echo(engine: EngineThread, ids: list[int]) -> Any:
 
 def generating(engine: EngineThread) -> threading.Event:
     """Let the engine generate a text; return an event that is set when it has ended."""
-    params = engine.runtime.params({"max_tokens": 400, "ignore_eos": True})
-    rows = engine.runtime.rows(PROMPTS[0], params, reserved=True)
+    params = engine.runtime.rows.params({"max_tokens": 400, "ignore_eos": True})
+    rows = engine.runtime.rows.make(PROMPTS[0], params, reserved=True)
     started, ended = threading.Event(), threading.Event()
 
     def deliver(pieces: Any) -> None:
@@ -188,7 +188,7 @@ def read(engine: EngineThread, monkeypatch: pytest.MonkeyPatch) -> list[tuple[in
 
 def test_repeated_prompts_are_read_in_small_steps(engine: EngineThread, read: list[tuple[int, bool]]) -> None:
     """While texts are generated, which wait for each step; the log-probabilities stay the same."""
-    ids = engine.runtime.encode("\n".join(PROMPTS[:3])).tolist()[:300]
+    ids = engine.runtime.prompts.encode("\n".join(PROMPTS[:3])).tolist()[:300]
     expected = at_once(prompt_logprobs(ovspec.LanguageModel(engine.runtime), ids, 2))
     assert echo(engine, ids) == expected
     assert max(tokens for tokens, _ in read) > NARROW

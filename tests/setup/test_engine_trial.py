@@ -10,8 +10,10 @@ from conftest import ROOT
 
 import ovspec
 import ovspec.setup.engine_choice
+import ovspec.setup.paging
 from ovspec.ir.device import DeviceOptions
-from ovspec.setup.engine_choice import check_paged, check_states, compare_engines, compare_in_a_process
+from ovspec.setup.engine_choice import check_states
+from ovspec.setup.paging import check_paged, compare_engines, compare_in_a_process
 
 SMALL = ROOT / "models" / "demo" / "draft"
 
@@ -28,7 +30,7 @@ def test_a_crash_is_told_and_remembered(tmp_path: Path, monkeypatch: pytest.Monk
     python.write_text(f"#!/bin/sh\necho >> {tmp_path / 'runs'}\n{ends}\n", encoding="utf-8")
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
-    monkeypatch.setattr(ovspec.setup.engine_choice, "is_gpu", lambda _: True)
+    monkeypatch.setattr(ovspec.setup.paging, "is_gpu", lambda _: True)
     options = DeviceOptions(kv_precision="u8", cache_dir=tmp_path)
     for _ in range(2):
         check = check_paged(SMALL, options)

@@ -21,7 +21,7 @@ from ovspec.ir.compile import CompiledIR, compile_ir
 from ovspec.ir.device import DeviceOptions
 from ovspec.ir.paged_attention import PAIRS
 from ovspec.ir.request import Request
-from ovspec.setup.engine_choice import compile_paged, load_ir
+from ovspec.setup.engine_choice import load_ir
 from ovspec.setup.exactness import (
     FULL,
     GPU_RULES,
@@ -32,6 +32,7 @@ from ovspec.setup.exactness import (
     find_exactness_on_gpu,
     probe_rule,
 )
+from ovspec.setup.paging import compile_paged
 
 DEMO = ROOT / "models" / "demo"
 SMALL = DEMO / "draft"  # which is compiled sooner
@@ -336,7 +337,7 @@ def test_without_a_rule_nothing_is_paid_for_one(cache_dir: Path, monkeypatch: py
         assert stats.arithmetic.startswith("fast, not exact here (") and not stats.rule, load
         assert "probed positions differ)" in stats.arithmetic
         assert lm.target.rule == FAST and PAIRS[0] not in lm.target.ir.inputs
-        assert not lm.runtime.choice
+        assert not lm.runtime.models.choice
     monkeypatch.setattr(ovspec.setup.engine_choice, "known_exactness", lambda *_: Exactness(None, 51, 2))
     stateful = ovspec.load(SMALL, engine="stateful", cache_dir=cache_dir).generate("a", max_tokens=2).stats
     assert (stateful.arithmetic, stateful.rollback) == (
@@ -379,7 +380,7 @@ def test_the_default_is_lookup_where_a_guess_is_free(cache_dir: Path, monkeypatc
     for draft, options, guess, proposes in ways:
         lm = ovspec.load(SMALL, draft, cache_dir=cache_dir, **options)
         result = lm.generate(PROMPTS[0], max_tokens=30, ignore_eos=True)
-        assert bool(lm.runtime.choice) == proposes, (draft, options, guess)
+        assert bool(lm.runtime.models.choice) == proposes, (draft, options, guess)
         assert proposes or not result.stats.proposed
         texts.setdefault(lm.target.engine, result.token_ids)
         if not options:

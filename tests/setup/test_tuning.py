@@ -23,7 +23,8 @@ from ovspec.ir.device import DeviceOptions
 from ovspec.setup.engine_choice import CompiledModel
 from ovspec.setup.exactness import Exactness
 from ovspec.setup.profile import Measurement, Setting, known_profile
-from ovspec.setup.tuning import SHORT, Effort, SettingTimer, settings_on_gpu, tune
+from ovspec.setup.setting_timer import Effort, SettingTimer
+from ovspec.setup.tuning import SHORT, settings_on_gpu, tune
 
 DEMO = ROOT / "models" / "demo"
 SMALL = DEMO / "draft"  # what is told of all settings is told of a small model too

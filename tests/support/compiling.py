@@ -16,14 +16,15 @@ import pytest
 
 from ovspec.ir.compile import CompiledIR
 from ovspec.ir.device import DeviceOptions
-from ovspec.setup import engine_choice
-from ovspec.setup.engine_choice import PagedCheck
+from ovspec.setup import engine_choice, paging
+from ovspec.setup.paging import PagedCheck
 from ovspec.text import tokenizer
 
 AGREES = PagedCheck(True, "it agrees with the stateful decoder")
 COMPILING: list[tuple[ModuleType, str]] = [
     (engine_choice, "compile_ir"),
     (engine_choice, "compile_paged"),
+    (paging, "compile_ir"),
     (tokenizer, "compiled"),
 ]
 MOST = 16  # compiled models of each kind that a worker keeps
@@ -84,7 +85,7 @@ def surroundings() -> Iterator[Any]:
     yield Same(ov.Core.compile_model)
     yield tuple(os.environ.get(name) for name in ("ONEDNN_MAX_CPU_ISA", "OV_CPU_MAX_ISA"))
     modules = [module for name, module in sys.modules.copy().items() if name.startswith("ovspec.ir.")]
-    for module in [*modules, engine_choice]:  # as lists: another thread may import meanwhile
+    for module in [*modules, engine_choice, paging]:  # as lists: another thread may import meanwhile
         yield from (Same(value) for name, value in list(vars(module).items()) if not name.startswith("__"))
 
 
@@ -98,8 +99,8 @@ def compiled_anew(monkeypatch: pytest.MonkeyPatch) -> None:
 def compile_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a model that is loaded again, with the same options, be the one that was compiled before."""
     made: dict[str, CompiledIR] = {}
-    for name in ("compile_ir", "compile_paged"):
-        compiling = getattr(engine_choice, name)
+    for module, name in ((engine_choice, "compile_ir"), (engine_choice, "compile_paged"), (paging, "compile_ir")):
+        compiling = getattr(module, name)
 
         def once(
             folder: Path, options: DeviceOptions, *how: Any, name: str = name, compiling: Any = compiling
@@ -111,9 +112,9 @@ def compile_once(monkeypatch: pytest.MonkeyPatch) -> None:
                 made[key] = compiling(folder, options, *how)
             return made[key]
 
-        monkeypatch.setattr(engine_choice, name, once)
+        monkeypatch.setattr(module, name, once)
 
 
 def trust_paged(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take it for granted that the paged engine agrees with the stateful one, as ``test_paged.py`` shows."""
-    monkeypatch.setattr(engine_choice, "compare_engines", lambda *_: AGREES)
+    monkeypatch.setattr(paging, "compare_engines", lambda *_: AGREES)

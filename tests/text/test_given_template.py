@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -135,7 +136,7 @@ def test_a_model_speaks_in_a_given_template(load: Callable[..., ovspec.LanguageM
     result = lm.generate(ASK, **forced)
     assert (result.token_ids, result.text, result.finish_reason) == ([end], "", "stop")
     assert own.verify(result).ok, "which needs no template"
-    params = lm.runtime.params({})
+    params = lm.runtime.rows.params({})
     assert what_matters(lm, params) != what_matters(own, params), "a batch doesn't go on with the other's answers"
     assert len(own.generate(ASK, **forced).token_ids) == len(lm.generate(ASK, **forced, ignore_eos=True).token_ids) == 4
     with lm.session() as session:
@@ -147,8 +148,8 @@ def test_a_model_speaks_in_a_given_template(load: Callable[..., ovspec.LanguageM
 def test_a_well_known_template_begins_with_the_bos_of_the_tokenizer(
     load: Callable[..., ovspec.LanguageModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runtime = load(chat_template="phi3", engine="stateful", arithmetic="fast").with_drafters(None).runtime
-    without, bos = runtime.encode(ASK), runtime.tokenizer.added["<|endoftext|>"]
-    monkeypatch.setitem(vars(runtime.tokenizer), "bos", [bos])  # as if encoding put it there, as Llama's does
-    monkeypatch.delitem(vars(runtime), "chat_format")
-    assert runtime.encode(ASK).tolist() == [bos, *without]
+    prompts = copy.copy(load(chat_template="phi3", engine="stateful", arithmetic="fast").runtime.prompts)
+    without, bos = prompts.encode(ASK), prompts.tokenizer.added["<|endoftext|>"]
+    monkeypatch.setitem(vars(prompts.tokenizer), "bos", [bos])  # as if encoding put it there, as Llama's does
+    monkeypatch.delitem(vars(prompts), "chat_format")
+    assert prompts.encode(ASK).tolist() == [bos, *without]

@@ -16,7 +16,7 @@ import numpy as np
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import on_disk, replaced
-from ovspec.engine.runtime import Runtime
+from ovspec.engine.prompts import PromptEncoder
 from ovspec.text.chat_template import Message
 from ovspec.text.tokenizer import Tokenizer
 
@@ -260,7 +260,7 @@ def is_message(value: Any) -> bool:
     return isinstance(value, dict) and isinstance(value.get("role"), str) and bool({"content", "tool_calls"} & {*value})
 
 
-def given_documents(given: Given, runtime: Runtime, seen: Seen) -> list[Document]:
+def given_documents(given: Given, prompts: PromptEncoder, seen: Seen) -> list[Document]:
     """Return the documents of what the user gives, without near-duplicates, and add them to ``seen``.
 
     Their order depends only on their text, so that their first ones are a sample of all.
@@ -268,8 +268,8 @@ def given_documents(given: Given, runtime: Runtime, seen: Seen) -> list[Document
     Raises:
         OvspecError: the model has no chat template, or it can't render a chat.
     """
-    texts = text_candidates(given.texts, runtime.tokenizer)
-    chats = chat_candidates([chat for chat in given.chats if chat.answered], runtime)
+    texts = text_candidates(given.texts, prompts.tokenizer)
+    chats = chat_candidates([chat for chat in given.chats if chat.answered], prompts)
     # Near-duplicates go first: of texts in many versions, what was held out before would nearly all be dropped below.
     found = [each for kind in (texts, chats) for each in hold_out(distinct(kind, Seen()))]
     # Those held out come last, because no training document may be like them.
@@ -335,19 +335,19 @@ def between_lines(before: int, after: int, tokenizer: Tokenizer) -> bool:
     return tokenizer.token_bytes(before).endswith(b"\n") or tokenizer.token_bytes(after).startswith(b"\n")
 
 
-def chat_candidates(chats: Iterable[Chat], runtime: Runtime) -> list[Candidate]:
+def chat_candidates(chats: Iterable[Chat], prompts: PromptEncoder) -> list[Candidate]:
     """Make documents of chats; all that follows the first answer counts. Chats with the same prompt stay together."""
     found = list[Candidate]()
     for chat in chats:
         try:
-            ids, answer = chat_tokens(chat, runtime)
-            start = content_start(chat, ids, runtime)
+            ids, answer = chat_tokens(chat, prompts)
+            start = content_start(chat, ids, prompts)
         except OvspecError as error:
             raise OvspecError(f"{chat.place}: {error}") from None
         part = checksum(ids[:answer])
         cut = max(0, answer - MOST_TOKENS // 2)  # of a long prompt, the end matters
         answer, start = answer - cut, start - cut
-        for piece in pieces(ids[cut:], MOST_TOKENS, runtime.tokenizer):
+        for piece in pieces(ids[cut:], MOST_TOKENS, prompts.tokenizer):
             if answer < len(piece):
                 document = Document(piece, max(0, answer), "chats", False, False)
                 found.append(Candidate(document, max(0, start), part))
@@ -355,27 +355,27 @@ def chat_candidates(chats: Iterable[Chat], runtime: Runtime) -> list[Candidate]:
     return found
 
 
-def chat_tokens(chat: Chat, runtime: Runtime) -> tuple[list[int], int]:
+def chat_tokens(chat: Chat, prompts: PromptEncoder) -> tuple[list[int], int]:
     """Return the tokens of a chat, and at which its first answer begins.
 
     Those before are the prompt as the model gets it, unless the template writes a prompt otherwise once it is answered.
     """
-    encode, messages = runtime.tokenizer.encode, chat.messages
+    encode, messages = prompts.tokenizer.encode, chat.messages
     first = next(index for index, message in enumerate(messages) if index and message["role"] == "assistant")
-    prompt = runtime.chat_format.prompt(messages[:first], chat.tools)
-    whole = runtime.chat_format.prompt(messages, chat.tools, open=False)
+    prompt = prompts.chat_format.prompt(messages[:first], chat.tools)
+    whole = prompts.chat_format.prompt(messages, chat.tools, open=False)
     before = encode(prompt, special=False).tolist()
     if whole.startswith(prompt):
-        return [*before, *runtime.tokenizer.encode_more(whole[len(prompt) :]).tolist()], len(before)
+        return [*before, *prompts.tokenizer.encode_more(whole[len(prompt) :]).tolist()], len(before)
     ids = encode(whole, special=False).tolist()
     return ids, shared(before, ids)
 
 
-def content_start(chat: Chat, ids: list[int], runtime: Runtime) -> int:
+def content_start(chat: Chat, ids: list[int], prompts: PromptEncoder) -> int:
     """Return at which token of a chat the first message of the user begins, which no other chat need have."""
     first = next(index for index, message in enumerate(chat.messages) if message["role"] == "user")
     other = [*chat.messages[:first], {"role": "user", "content": "?"}]
-    return shared(runtime.encode(other, tools=chat.tools).tolist(), ids)
+    return shared(prompts.encode(other, tools=chat.tools).tolist(), ids)
 
 
 def shared(first: Sequence[int], second: Sequence[int]) -> int:
@@ -383,13 +383,13 @@ def shared(first: Sequence[int], second: Sequence[int]) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 
 
-def given_prompts(given: Given, runtime: Runtime) -> list[list[int]]:
+def given_prompts(given: Given, prompts: PromptEncoder) -> list[list[int]]:
     """Return the tokens of the chats that the model is to answer."""
     found = list[list[int]]()
     for chat in given.chats:
         if not chat.answered:
             try:
-                found.append(runtime.encode(chat.messages, tools=chat.tools).tolist())
+                found.append(prompts.encode(chat.messages, tools=chat.tools).tolist())
             except OvspecError as error:
                 raise OvspecError(f"{chat.place}: {error}") from None
     return found

@@ -2,44 +2,33 @@
 
 from __future__ import annotations
 
-import contextlib
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
-import openvino as ov
 import psutil
 
 from ovspec.base.errors import OvspecError
-from ovspec.base.files import read_text
-from ovspec.base.progress import in_bytes, note
-from ovspec.ir.compile import MODEL_FILE, check_ir_folder, check_weights, lm_head, read_ir
-from ovspec.ir.heads import check_own_keys, read_by_heads
+from ovspec.base.progress import in_bytes
+from ovspec.ir.compile import MODEL_FILE, check_weights
 from ovspec.setup.identity import model_identity
-from ovspec.setup.manifest import DRAFT_FOLDER, ExportedModel, is_ours, read_manifest, restore_backup
+from ovspec.setup.manifest import DRAFT_FOLDER
 from ovspec_export.compression import INT8, WEIGHT_FORMATS
 from ovspec_export.convert import needed_space, reason
-from ovspec_export.distill.card import made_in
-from ovspec_export.distill.documents import read_given
+from ovspec_export.distill.models import Kind, asked_for, for_torch, origin
 from ovspec_export.distill.new_head import new_config, new_layout
-from ovspec_export.distill.trimming import check_trimmable, most_used
+from ovspec_export.distill.places import check_files, check_place, check_places
 from ovspec_export.distill.work import Settings, begun_in, check_settings
-from ovspec_export.export import check_pair
-from ovspec_export.folders import check_output, check_space, manifest_in
-from ovspec_export.head_fit import check_fits
-from ovspec_export.head_layout import new_head_layers
-from ovspec_export.sources import GgufSource, HeadSource, Source, find_source
+from ovspec_export.folders import check_space
+from ovspec_export.sources import HeadSource, Source, find_source
 
-Kind = Literal["head", "draft", "trimmed draft"]
 DRAFT_VOCABULARY = 16384
 MINUTES = 180.0
 MINUTES_TO_TRIM = 10.0  # of texts, in which the ids are counted
 SIZE_LIMIT = 10.0  # GB
 PER_WEIGHT = 20  # bytes of a weight in training: itself, its gradient, two of Adam and its mean, 4 each
 STORED = 18  # bytes of a weight on the disk: the same without the gradient, and the result in 16 bits
-WITH_KEYS = ("full_attention", "sliding_attention", "chunked_attention", "attention")  # kinds of layers in configs
 WORKING = 1e9  # bytes that a stage takes beside weights: a KV cache or activations, and libraries
 
 
@@ -128,7 +117,7 @@ def planned(options: DistillOptions) -> Plan:
     """
     output = options.output.expanduser().resolve()
     work = (options.work or output.with_name(f".{output.name}.distill")).expanduser().resolve()
-    check_files(options)
+    check_files(options.text, options.topics)
     begun = begun_in(work)
     check_place(output, begun.run if begun else None, options.overwrite)
     check_torch_device(options.torch_device)
@@ -136,7 +125,7 @@ def planned(options: DistillOptions) -> Plan:
     if isinstance(target, HeadSource):
         raise OvspecError(f"{target.name}: an EAGLE-3 head, not a model; name the model that it drafts for.")
     check_places(target, output, work)
-    kind, draft, layers = asked_for(options, target)
+    kind, draft, layers = asked_for(target, options.draft, options.trim_vocabulary, options.draft_vocabulary)
     settings = Settings(
         model=model_identity(target.folder) if target.is_ir else target.revision,
         text=[str(place.expanduser().resolve()) for place in options.text],
@@ -152,87 +141,6 @@ def planned(options: DistillOptions) -> Plan:
     return plan
 
 
-def origin(target: Source) -> tuple[str, str | None]:
-    """Return the name and the revision of the checkpoint behind a target, as far as they are known."""
-    manifest = read_manifest(target.folder) if target.is_ir else None
-    return (manifest.target.source, manifest.target.revision) if manifest else (target.name, target.revision)
-
-
-def for_torch(target: Source) -> Source | None:
-    """Return the checkpoint of which torch can compute hidden states; None if there is none."""
-    found = exported_from(target) if target.is_ir else target
-    if found is None or isinstance(found, GgufSource) or found.holds_text_model:
-        note(f"{target.name}: its checkpoint can't be used, so OpenVINO computes the hidden states, on the CPU")
-        return None
-    return found
-
-
-def asked_for(options: DistillOptions, target: Source) -> tuple[Kind, Source | None, list[int]]:
-    """Return what is to be made, the draft that it is made of, and the target's layers that it reads.
-
-    Raises:
-        OvspecError: the draft doesn't fit the target or can't be used, or the target can't have a head.
-    """
-    draft, trimmed = None, options.trim_vocabulary
-    if options.draft:
-        draft = find_source(options.draft) if trimmed else find_draft(options.draft)
-    for_head = not trimmed and (draft is None or isinstance(draft, HeadSource))
-    if not for_head and options.draft_vocabulary:
-        raise OvspecError("`draft_vocabulary` is for heads; for a draft model use `trim_vocabulary`.")
-    if target.is_ir:
-        check_target(target.folder, target.name, for_head)
-    elif for_head:
-        check_checkpoint(target)
-    if isinstance(draft, HeadSource) and not trimmed:
-        return "head", draft, check_fits(target, draft)
-    if draft is None:
-        return "head", None, new_head_layers(number_of(target, "layers"))
-    if trimmed:
-        check_trimmable(draft)
-        most_used([], trimmed, number_of(draft, "vocab"))  # which refuses a wrong number
-    check_pair(target, draft, trust_remote_code=False)
-    return "trimmed draft" if trimmed else "draft", draft, []
-
-
-def number_of(source: Source, what: str) -> int:
-    """Return a number in a config; raises OvspecError if it isn't there."""
-    number = source.entry(what)
-    if number is None:
-        told = {"layers": "layers", "vocab": "ids"}[what]
-        raise OvspecError(f"{source.name}: its config.json doesn't say how many {told} it has; add that.")
-    return number
-
-
-def check_places(target: Source, output: Path, work: Path) -> None:
-    """Raise OvspecError if a folder that is written holds the target or the other one, or is in it."""
-    where = target.folder.resolve()
-    for name, place in (("output", output), ("work", work)):
-        if place == where or where in place.parents or place in where.parents:
-            raise OvspecError(f"{place}: is, contains or is inside the source {target.name}; name another `{name}`.")
-    if work == output or output in work.parents or work in output.parents:
-        raise OvspecError(f"{work}: is, contains or is inside the output; name another `work`.")
-
-
-def check_files(options: DistillOptions) -> None:
-    """Raise OvspecError if a file isn't there, or holds something else than texts, chats or topics."""
-    if skipped := read_given(place.expanduser() for place in options.text).skipped:
-        note(f"{skipped} file{'s' * (skipped > 1)} in the folders hold no text, and are left out")
-    if options.topics:
-        read_text(options.topics.expanduser())
-
-
-def check_place(output: Path, run: str | None, overwrite: bool) -> None:
-    """Raise OvspecError if ``output`` holds something else than a result, or one that is not to be replaced.
-
-    What an earlier process has written for the same ``run`` is replaced in any case.
-    """
-    restore_backup(output)
-    made = made_in(output)
-    if is_ours(output) and not made and not manifest_in(output).get("unfinished"):
-        raise OvspecError(f"{output}: holds an exported model, not what was distilled; name another `output`.")
-    check_output(output, overwrite or bool(made and made.run == run))
-
-
 def check_torch_device(name: str) -> None:
     if name == "cpu":
         return
@@ -242,85 +150,6 @@ def check_torch_device(name: str) -> None:
     if done.returncode:
         why = reason(done.stderr, done.returncode)
         raise OvspecError(f"`torch_device={name!r}`: torch can't use it ({why}).")
-
-
-def check_target(folder: Path, name: str, for_head: bool) -> None:
-    """Raise OvspecError if the exported model can't be run here, or can't have a head and is to get one."""
-    check_ir_folder(folder)
-    check_weights(folder / MODEL_FILE)
-
-    def check(model: ov.Model) -> None:
-        if for_head:
-            read_by_heads(model, folder, Path(name))
-            if lm_head(model) is None:
-                raise OvspecError(f"{name}: a head can't be used with this target: its lm_head can't be found.")
-
-    read_ir(folder, check)
-
-
-def check_checkpoint(target: Source) -> None:
-    """Raise OvspecError if the config of a checkpoint says that its model can't have a head.
-
-    It need not say so: the exported model is checked again.
-    """
-    config, layers = target.text_config or target.config, target.entry("layers")
-    kinds = config.get("layer_types")
-    if layers and isinstance(kinds, list) and len(kinds) == layers:
-        shared = int(config.get("num_kv_shared_layers") or 0)
-        check_own_keys(sum(kind in WITH_KEYS for kind in kinds) - shared, layers, target.name)
-
-
-# ---------------------------------------------------------------- the draft
-
-
-def find_draft(name: str) -> Source:
-    """Return the checkpoint of a draft, also if its export is named.
-
-    Raises:
-        OvspecError: it isn't here.
-    """
-    source = find_source(name)
-    if not source.is_ir:
-        return source
-    if isinstance(source, HeadSource):
-        raise OvspecError(f"{name}: only the IR of a head, which can't be trained; name the head's checkpoint.")
-    entry = exported_as(source.folder)
-    if entry is None:
-        raise OvspecError(f"{name}: an IR, which can't be taught, and nothing says of what; name the checkpoint.")
-    if not (found := exported_from(source)):
-        raise OvspecError(
-            f"{name}: its checkpoint, {entry.source}, is needed and isn't here; name its folder or hub id."
-        )
-    note(f"{name}: taught from its checkpoint {found.folder}")
-    return found
-
-
-def exported_from(source: Source) -> Source | None:
-    """Return the checkpoint of an export by what its manifest says: beside it, or on the hub; None if it isn't there.
-
-    The network need not be there for what is in the hub's cache.
-    """
-    entry = exported_as(source.folder)
-    if entry is None:
-        return None
-    beside = [parent / entry.source for parent in list(source.folder.resolve().parents)[:2]]
-    places = [str(place) for place in beside if (place / "config.json").is_file()]
-    if entry.source.count("/") == 1:
-        places.append(f"{entry.source.partition('@')[0]}@{entry.revision}")
-    for place in places:
-        with contextlib.suppress(OvspecError):
-            found = find_source(place)
-            if not found.is_ir and not isinstance(found, HeadSource):
-                return found
-    return None
-
-
-def exported_as(folder: Path) -> ExportedModel | None:
-    """Return what the manifest says of the model in ``folder``, which may be the draft beside its target."""
-    if manifest := read_manifest(folder):
-        return manifest.target
-    above = read_manifest(folder.resolve().parent) if folder.resolve().name == DRAFT_FOLDER else None
-    return above.draft if above else None
 
 
 # ---------------------------------------------------------------- room

@@ -7,10 +7,9 @@ import shutil
 from pathlib import Path
 
 from ovspec.base.errors import OvspecError
-from ovspec.base.files import PARTIAL, move
+from ovspec.base.files import PARTIAL
 from ovspec.base.progress import note
 from ovspec.ir.device import available_devices
-from ovspec.setup.identity import files_revision
 from ovspec.setup.manifest import (
     DRAFT_FOLDER,
     MANIFEST_FILE,
@@ -22,47 +21,15 @@ from ovspec.setup.manifest import (
     sha256,
 )
 from ovspec_export.compression import INT8
-from ovspec_export.convert import check_ir, convert, convert_head
 from ovspec_export.distill.card import Data, Made, write_made
 from ovspec_export.distill.documents import read_documents
-from ovspec_export.distill.plan import Plan, check_place
-from ovspec_export.distill.stages import draft_checkpoint, exported_target
-from ovspec_export.distill.work import EXPORTING, TRAINING, Work
-from ovspec_export.draft_vocabulary import proposed_ids, trim_ir
-from ovspec_export.export import complete, describe, versions
+from ovspec_export.distill.exported import result_source
+from ovspec_export.distill.places import check_place
+from ovspec_export.distill.plan import Plan
+from ovspec_export.distill.stages import exported_target
+from ovspec_export.distill.work import TRAINING, Work
 from ovspec_export.folders import foreign_file, replace_folder, work_folder
-from ovspec_export.head_fit import check_fits
-from ovspec_export.sources import HeadSource, Source, copy_what_is_missing, source_in
-
-
-def export_result(plan: Plan, work: Work) -> None:
-    """Export the result so far into ``work.ir``."""
-    if plan.kind == "draft":
-        copy_what_is_missing(draft_checkpoint(plan, work).folder, work.checkpoint)
-    with work.timed(EXPORTING):
-        export_draft(plan, work, result_source(plan, work), work.ir)
-
-
-def export_draft(plan: Plan, work: Work, draft: Source, folder: Path) -> None:
-    """Export a head or a draft model into ``folder``, unless it is there."""
-    if folder.is_dir():
-        return
-    partial, target = work.scratch / folder.name, exported_target(plan, work)
-    shutil.rmtree(partial, ignore_errors=True)
-    if isinstance(draft, HeadSource):
-        convert_head(draft, partial, INT8, target, check_fits(target, draft), work.scratch / "no states")
-    else:
-        convert(draft, partial, INT8)
-        ids = proposed_ids(draft, target)
-        if ids is not None and not draft.is_ir:
-            trim_ir(partial, ids, draft.name)
-    check_ir(draft, partial)
-    move(partial, folder)
-
-
-def result_source(plan: Plan, work: Work) -> Source:
-    """Return the result so far as a source, which has the result's name: a checkpoint, or a trimmed IR."""
-    return source_in(work.checkpoint, plan.name, files_revision(work.checkpoint))
+from ovspec_export.manifests import complete, describe, versions
 
 
 def describe_made(plan: Plan, work: Work, finished: bool, rows: list[dict[str, object]]) -> Made:

@@ -6,27 +6,23 @@ been done is in the work folder, from which the same command goes on.
 
 from __future__ import annotations
 
-import enum
 import math
 import secrets
 import shutil
-from pathlib import Path
 from typing import Any
 
 from ovspec.base.errors import OvspecError
-from ovspec.base.files import move, read_json
+from ovspec.base.files import move
 from ovspec.base.progress import note, step
-from ovspec.ir.compile import MODEL_FILE
-from ovspec.setup.manifest import DRAFT_FOLDER, read_manifest
 from ovspec.text.tokenizer import Tokenizer
 from ovspec_export.compression import INT8
 from ovspec_export.distill import stages
-from ovspec_export.distill.card import made_in
 from ovspec_export.distill.documents import read_documents
 from ovspec_export.distill.expected import expected_speedup, share_of
-from ovspec_export.distill.gain import PROMPTS, TOKENS, gained, no_gain
-from ovspec_export.distill.plan import DistillOptions, Plan, check_target, number_of, planned, trained_weights
-from ovspec_export.distill.result import describe_made, export_draft, export_result, put_beside, write_result
+from ovspec_export.distill.finish import Ended, finish, keep
+from ovspec_export.distill.gain import PROMPTS, TOKENS
+from ovspec_export.distill.models import check_target, number_of
+from ovspec_export.distill.plan import DistillOptions, Plan, planned, trained_weights
 from ovspec_export.distill.trimming import most_used, share_without, trim
 from ovspec_export.distill.work import COSTS, DATA, EXPORTING, READING, TEXTS, TRAINING, Work, delete_work, open_work
 from ovspec_export.export import as_checkpoint, export_pair
@@ -34,17 +30,8 @@ from ovspec_export.export import as_checkpoint, export_pair
 FIRST, GROWTH = 360.0, 1.6  # seconds of the first round, and how much longer than the one before each later one takes
 SHORT = 240.0  # seconds that are one round: each loads models anew
 AFTER, MOST_AFTER = 20.0, 0.3  # seconds to export the result, and the largest share of all time for that and the gain
-LEAST_GAIN = 15.0  # seconds
 LEAST = 5.0  # seconds; no job is started for less
 USUAL_TEXTS, LEAST_TEXTS = 2 / 3, 0.2  # of the time for data: before speeds are known, and in any case
-
-
-class Ended(enum.IntEnum):
-    """How a distillation ended: the exit codes of ``ovspec distill``."""
-
-    GAINED = 0
-    NOTHING_GAINED = 3
-    STOPPED = 130
 
 
 def distill_model(options: DistillOptions) -> Ended:
@@ -230,64 +217,3 @@ def progress(plan: Plan, work: Work, stage: str) -> str:
         left = min(left, (plan.options.tokens - spent.tokens(stage)) / speed)
     left = max(left, 0)
     return ", ".join([*parts, f"{left / 60:.0f} min left" if left > 90 else f"{left:.0f} s left"])
-
-
-# ---------------------------------------------------------------- the end
-
-
-def finish(plan: Plan, work: Work) -> Ended:
-    """Export the result, measure what it brings, and put everything into its place, as far as that isn't done."""
-    if not is_finished(plan, work):
-        export_result(plan, work)
-        write_result(plan, work, describe_made(plan, work, True, measured(plan, work)))
-    finished, manifest = made_in(plan.output), read_manifest(plan.output)
-    assert finished and manifest
-    if not gained(finished.rows):
-        note(no_gain(plan.name, finished.rows))
-        return Ended.NOTHING_GAINED
-    note(f"{plan.output}: finished")
-    put_beside(plan, work.ir, manifest.target)
-    return Ended.GAINED
-
-
-def is_finished(plan: Plan, work: Work) -> bool:
-    """Return whether the output has the result of all that has been done."""
-    found = made_in(plan.output)
-    return bool(found and found.run == work.run and found.complete and found.seconds == work.spent.seconds)
-
-
-def measured(plan: Plan, work: Work) -> list[dict[str, Any]]:
-    """Return the rows of a benchmark of plain decoding, the old draft if there is one, and the result."""
-    from ovspec.api.timing import table
-
-    old, output = old_draft(plan, work), work.scratch / "gain.json"
-    seconds = max(plan.budget - work.spent.seconds_of(), LEAST_GAIN)
-    with step(f"{plan.name}: measuring what it brings on texts that were held out", keep=True):
-        stages.measure_gain(plan, work, old, output, seconds)
-    rows = read_json(output)["rows"]
-    note(table(rows))
-    return rows
-
-
-def old_draft(plan: Plan, work: Work) -> Path | None:
-    """Return the folder of the draft that the result is compared with: what was taught, or what the target has."""
-    if plan.draft:
-        given = Path(plan.options.draft or "").expanduser()
-        if (given / MODEL_FILE).is_file():
-            return given.resolve()
-        export_draft(plan, work, plan.draft if plan.of_head else stages.draft_checkpoint(plan, work), work.old)
-        return work.old
-    beside = plan.target.folder.resolve() / DRAFT_FOLDER
-    return beside if plan.target.is_ir and beside.is_dir() else None
-
-
-def keep(plan: Plan, work: Work) -> None:
-    """Write the result so far, if there is one, and say how to go on."""
-    if is_finished(plan, work):
-        note(f"{plan.output}: finished, but perhaps not put beside its target; the same command does that")
-    elif work.has_result:
-        export_result(plan, work)
-        write_result(plan, work, describe_made(plan, work, False, []))
-        note(f"{plan.output}: the result so far; the same command goes on")
-    else:
-        note(f"{plan.name}: stopped before anything was trained; the same command goes on")

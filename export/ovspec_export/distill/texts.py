@@ -15,9 +15,11 @@ import numpy as np
 
 import ovspec
 from ovspec.base.errors import OvspecError
+from ovspec.engine.decoders import PLAIN
+from ovspec.engine.prompts import PromptEncoder
 from ovspec.engine.results import Piece
 from ovspec.engine.row import Row
-from ovspec.engine.runtime import PLAIN, Runtime
+from ovspec.engine.runtime import Runtime
 from ovspec.engine.scheduler import BatchLimits, Scheduler
 from ovspec.ir.memory import token_room
 from ovspec.text.chat_format import ChatFormat
@@ -101,12 +103,13 @@ def write_texts(
         for document in documents:
             seen.add(document.ids)
     else:
-        documents = given_documents(given, runtime, seen)
+        documents = given_documents(given, runtime.prompts, seen)
         create_documents(file, documents)
     count, total = len(documents), sum(len(document.ids) for document in documents)
     tell(tokens=total, per_second=0, documents=count, skipped=given.skipped)
-    prompts = unanswered(given_prompts(given, runtime), documents, runtime)
-    writer = Writer(runtime, asker(runtime, topics, seen, question), seen, documents, prompts, seed + total, answer)
+    prompts = unanswered(given_prompts(given, runtime.prompts), documents, runtime)
+    asking = asker(runtime.prompts, topics, seen, question)
+    writer = Writer(runtime, asking, seen, documents, prompts, seed + total, answer)
     before, since, learnt = total, time.monotonic(), False
 
     def over() -> bool:
@@ -147,21 +150,21 @@ class Lead:
     effort: str | None = None
 
 
-def asker(runtime: Runtime, topics: Sequence[str], seen: Seen, most: int) -> Questions | Beginnings:
+def asker(prompts: PromptEncoder, topics: Sequence[str], seen: Seen, most: int) -> Questions | Beginnings:
     """Return what makes prompts: questions, unless the model has no chat template that shows what a user says."""
     try:
-        around_user(runtime.chat_format, None)
+        around_user(prompts.chat_format, None)
     except OvspecError:
-        return Beginnings(runtime, seen)
-    return Questions(runtime, topics, seen, most)
+        return Beginnings(prompts, seen)
+    return Questions(prompts, topics, seen, most)
 
 
 class Questions:
     """Lets the model ask, by going on with an empty turn of the user (Magpie, arXiv 2406.08464)."""
 
-    def __init__(self, runtime: Runtime, topics: Sequence[str], seen: Seen, most: int) -> None:
-        self._runtime, self._topics, self._seen, self._most = runtime, topics, seen, most
-        self._systems = SYSTEMS if runtime.chat_format.takes_system and not topics else (None,)
+    def __init__(self, prompts: PromptEncoder, topics: Sequence[str], seen: Seen, most: int) -> None:
+        self._prompts, self._topics, self._seen, self._most = prompts, topics, seen, most
+        self._systems = SYSTEMS if prompts.chat_format.takes_system and not topics else (None,)
         self._asked = self._ended = 0
         self._leads = functools.cache(self._lead)
 
@@ -172,15 +175,15 @@ class Questions:
         return self._leads(system, topic, "none" if drawn.integers(2) else None)
 
     def _lead(self, system: str | None, topic: str | None, effort: str | None) -> Lead:
-        tokenizer = self._runtime.tokenizer
-        before, after = around_user(self._runtime.chat_format, system, TOPIC.format(topic) if topic else "")
+        tokenizer = self._prompts.tokenizer
+        before, after = around_user(self._prompts.chat_format, system, TOPIC.format(topic) if topic else "")
         stop_ids, stop = ending(after, tokenizer.added)
         options = {"temperature": 1.0, "top_p": 0.95, "max_tokens": self._most, "stop_ids": stop_ids, "stop": stop}
         return Lead(tokenizer.encode(before, special=False).tolist(), options, system, effort)
 
     def prompt(self, lead: Lead, row: Row) -> Prompt | None:
         """Return what the model has asked; None if it is no question, or was asked before."""
-        tokenizer, text, ended = self._runtime.tokenizer, row.text.strip(), row.finish_reason != "length"
+        tokenizer, text, ended = self._prompts.tokenizer, row.text.strip(), row.finish_reason != "length"
         tokens = row.token_ids[: -1 if ended else None]
         self._asked, self._ended = self._asked + 1, self._ended + ended
         if not ended and self._ended > self._asked / 4:  # few models end hardly any question
@@ -189,7 +192,7 @@ class Questions:
             return None
         try:
             question = tokenizer.encode(text, special=False).tolist()
-            ids = self._runtime.encode(in_chat(text, lead.system), effort=lead.effort).tolist()
+            ids = self._prompts.encode(in_chat(text, lead.system), effort=lead.effort).tolist()
         except OvspecError:  # the text is strange, or the template takes too long on a busy machine
             return None
         if self._seen.has(question):
@@ -201,8 +204,8 @@ class Questions:
 class Beginnings:
     """Lets the model begin texts, if it has no chat template."""
 
-    def __init__(self, runtime: Runtime, seen: Seen) -> None:
-        tokenizer, config = runtime.tokenizer, runtime.generation_config
+    def __init__(self, prompts: PromptEncoder, seen: Seen) -> None:
+        tokenizer, config = prompts.tokenizer, prompts.generation_config
         self._bos, self._seen = tokenizer.bos, seen
         # A text begins behind BOS or, without one, behind the end of another text, or on a new line.
         start = config.bos.tolist() or sorted(config.eos_ids)[:1] or tokenizer.encode("\n", special=False).tolist()
@@ -254,7 +257,7 @@ def ending(after: str, added: Mapping[str, int]) -> tuple[list[int], list[str]]:
 def unanswered(prompts: Iterable[list[int]], documents: Iterable[Document], runtime: Runtime) -> list[Prompt]:
     """Return the user's prompts that have no answer yet, and that the model's context has room for."""
     done = {checksum(document.ids[: document.answer][-TOLD_APART:]) for document in documents}
-    room = runtime.target.ir.context_length or np.inf
+    room = runtime.models.target.ir.context_length or np.inf
     return [
         Prompt(ids, is_held_out(ids)) for ids in prompts if len(ids) < room and checksum(ids[-TOLD_APART:]) not in done
     ]
@@ -301,7 +304,8 @@ class Writer:
     def write(self, over: Callable[[], bool], batch: int, seconds: float) -> Iterator[list[Document]]:
         """Yield documents every few seconds until it is ``over``, which should be after ``seconds``."""
         decoders = self._runtime.pool.take()
-        limits = BatchLimits(batch, token_room(self._runtime.irs(), batch, self._runtime.spare))
+        models = self._runtime.models
+        limits = BatchLimits(batch, token_room(models.irs(), batch, models.spare))
         scheduler = Scheduler(decoders.target, None, PLAIN, (), limits)
         rows, costs, since = min(batch, FEWEST_ROWS), deque[float](maxlen=16), time.monotonic()
         try:
@@ -356,7 +360,7 @@ class Writer:
 
     def _piece(self, drawn: np.random.Generator) -> Prompt:
         """Return a prompt that the user gave an answer to, or a piece of a text, to be continued by the model."""
-        document, bos = self._given[int(drawn.integers(len(self._given)))], self._runtime.tokenizer.bos
+        document, bos = self._given[int(drawn.integers(len(self._given)))], self._runtime.prompts.tokenizer.bos
         if document.answer:
             return Prompt(document.ids[: document.answer], document.held_out)
         body = document.ids[len(bos) if document.ids[: len(bos)] == bos else 0 :]
@@ -365,7 +369,7 @@ class Writer:
         return Prompt([*bos, *body[start : start + length]], document.held_out)
 
     def _row(self, ids: list[int], **options: Any) -> Row:
-        [row] = self._runtime.rows(ids, self._runtime.params(options))  # type: ignore[arg-type]
+        [row] = self._runtime.rows.make(ids, self._runtime.rows.params(options))  # type: ignore[arg-type]
         return row
 
     def _ended(self, pieces: Iterable[tuple[int, Piece]]) -> list[int]:

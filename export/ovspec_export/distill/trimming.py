@@ -16,8 +16,8 @@ from ovspec.setup.manifest import MANIFEST_FILE, ExportedModel, Manifest
 from ovspec_export.compression import INT8
 from ovspec_export.convert import copy_ir
 from ovspec_export.draft_vocabulary import is_trimmed, trim_ir, write_ids
-from ovspec_export.export import complete, describe, versions
 from ovspec_export.folders import check_output, check_space, work_folder
+from ovspec_export.manifests import complete, describe, versions
 from ovspec_export.sources import GgufSource, HeadSource, Source, copy_files
 
 FEWEST = 64  # ids; with fewer, hardly anything can be proposed

@@ -12,7 +12,6 @@ import ray
 from pyarrow.fs import LocalFileSystem
 from ray.exceptions import RayError, RayTaskError
 
-from ovspec.api.loading import folders_of, model_folder
 from ovspec.base.errors import OvspecError
 from ovspec.base.progress import step
 from ovspec.integrations.ray.deaths import how_it_died
@@ -24,6 +23,7 @@ from ovspec.openai.batch_folder import find_files, forget, read
 from ovspec.openai.batch_groups import Answers, Group, groups_of
 from ovspec.openai.batch_requests import BatchRequest
 from ovspec.params import Params
+from ovspec.setup.folders import folders_of, model_folder
 
 
 def run_on_cluster(

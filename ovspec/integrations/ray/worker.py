@@ -6,7 +6,7 @@ import platform
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ovspec.api.loading import device_options, folders_of, load
+from ovspec.api.loading import device_options, load
 from ovspec.base.errors import OvspecError
 from ovspec.drafting.choice import parse_draft
 from ovspec.integrations.ray.deaths import note_signals
@@ -17,6 +17,7 @@ from ovspec.openai.batch_requests import BatchRequest
 from ovspec.openai.batch_run import BatchThread
 from ovspec.params import Params
 from ovspec.params.loading import load_params
+from ovspec.setup.folders import folders_of
 from ovspec.setup.identity import arithmetic_of
 from ovspec.setup.profile import adopt_profiles, profile_text
 
@@ -67,7 +68,7 @@ class Worker:
         loading: Any = job.loading | {"cache_dir": options.cache_dir}
         lm = load(model, draft, **loading)
         lm.runtime.identity = lm.runtime.identity | {"folder": str(job.folders[0].folder)}
-        self._thread, params = BatchThread(lm, job.params), lm.runtime.complete(job.params)
+        self._thread, params = BatchThread(lm, job.params), lm.runtime.rows.complete(job.params)
         kind, bits = (", draft: ".join(each) for each in zip(*map(arithmetic_of, deciding(lm, params)), strict=True))
         if reference and bits != reference.bits and not job.mixed:
             raise OvspecError(

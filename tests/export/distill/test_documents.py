@@ -38,7 +38,7 @@ from ovspec_export.distill.documents import (
 
 import ovspec
 from ovspec.base.errors import OvspecError
-from ovspec.engine.runtime import Runtime
+from ovspec.engine.prompts import PromptEncoder
 from ovspec.text.chat_format import ChatFormat
 from ovspec.text.chat_template import ChatTemplate
 
@@ -48,13 +48,13 @@ PAIRS = [(text[1000:1200], text[1300:1700]) for text in TEXTS if len(text) > 400
 
 
 @pytest.fixture(scope="module")
-def runtime(cache_dir: Path) -> Runtime:
-    """Return the demo pair's runtime, whose template is ChatML."""
-    return ovspec.load(ROOT / "models" / "demo", "none", arithmetic="fast", cache_dir=cache_dir).runtime
+def prompts(cache_dir: Path) -> PromptEncoder:
+    """Return the demo pair's prompts, whose template is ChatML."""
+    return ovspec.load(ROOT / "models" / "demo", "none", arithmetic="fast", cache_dir=cache_dir).runtime.prompts
 
 
-def with_template(runtime: Runtime, source: str) -> Runtime:
-    other = copy.copy(runtime)
+def with_template(prompts: PromptEncoder, source: str) -> PromptEncoder:
+    other = copy.copy(prompts)
     vars(other)["chat_format"] = ChatFormat(ChatTemplate(source, SPECIAL))
     return other
 
@@ -183,32 +183,32 @@ def test_stretches_are_the_text(lines: list[tuple[int, str]]) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(2, 60), st.text(max_size=400))
-def test_pieces_are_the_text(runtime: Runtime, most: int, text: str) -> None:
+def test_pieces_are_the_text(prompts: PromptEncoder, most: int, text: str) -> None:
     text = text.replace("\0", "")
-    ids = runtime.tokenizer.encode(text, special=False).tolist()
-    found = pieces(ids, most, runtime.tokenizer)
+    ids = prompts.tokenizer.encode(text, special=False).tolist()
+    found = pieces(ids, most, prompts.tokenizer)
     assert [token for piece in found for token in piece] == ids
     assert all(len(piece) <= most for piece in found)
     assert len(found) <= 2 * len(ids) / most + 1
 
 
-def test_texts_are_cut_at_line_ends(runtime: Runtime) -> None:
-    found = given_documents(Given(TEXTS[:40], [], 0), runtime, Seen())
+def test_texts_are_cut_at_line_ends(prompts: PromptEncoder) -> None:
+    found = given_documents(Given(TEXTS[:40], [], 0), prompts, Seen())
     assert {document.source for document in found} == {"text"}
     assert max(len(document.ids) for document in found) > 0.9 * MOST_TOKENS
     assert all(1 < len(document.ids) <= MOST_TOKENS for document in found)
-    texts = [runtime.tokenizer.decode(document.ids) for document in found]
+    texts = [prompts.tokenizer.decode(document.ids) for document in found]
     whole = [part for text in TEXTS[:40] for part in stretches(text)]
     assert all(any(text in part for part in whole) for text in texts)
     assert all(text.endswith("\n") or f"{text}\n" in "\n".join(whole) for text in texts)
 
 
-def test_a_models_bos_is_before_each_piece(runtime: Runtime) -> None:
-    other = copy.copy(runtime)
-    other.tokenizer = copy.copy(runtime.tokenizer)
+def test_a_models_bos_is_before_each_piece(prompts: PromptEncoder) -> None:
+    other = copy.copy(prompts)
+    other.tokenizer = copy.copy(prompts.tokenizer)
     vars(other.tokenizer)["bos"] = [1]
     found = given_documents(Given(TEXTS[:10], [], 0), other, Seen())
-    without = given_documents(Given(TEXTS[:10], [], 0), runtime, Seen())
+    without = given_documents(Given(TEXTS[:10], [], 0), prompts, Seen())
     assert all(document.ids[0] == 1 and len(document.ids) <= MOST_TOKENS for document in found)
     assert sum(len(document.ids) - 1 for document in found) == sum(len(document.ids) for document in without)
 
@@ -231,11 +231,11 @@ def listed(ids: Iterable[int]) -> str:
     return ",".join(map(str, ids))
 
 
-def parted(found: list[Document], texts: list[str], runtime: Runtime) -> list[str]:
+def parted(found: list[Document], texts: list[str], prompts: PromptEncoder) -> list[str]:
     """Return the stretches of which some documents are held out and others aren't."""
     sides = dict[str, set[bool]]()
     parts = [part for text in texts for part in stretches(text)]
-    spelt = {part: f",{listed(runtime.tokenizer.encode(part, special=False))}," for part in parts}
+    spelt = {part: f",{listed(prompts.tokenizer.encode(part, special=False))}," for part in parts}
     for document in found:
         [part] = [part for part, ids in spelt.items() if f",{listed(document.ids)}," in ids]
         sides.setdefault(part, set()).add(document.held_out)
@@ -255,41 +255,41 @@ def near_duplicates() -> list[str]:
     return [*map(edited, texts[:30]), *texts, *parts]
 
 
-def test_what_is_held_out_was_never_trained_on(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_held_out_was_never_trained_on(prompts: PromptEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = near_duplicates()
-    found = given_documents(Given(texts, [], 0), runtime, Seen())
+    found = given_documents(Given(texts, [], 0), prompts, Seen())
     assert any(document.held_out for document in found)
     assert not leaks(found)
     with monkeypatch.context() as planted:
         planted.setattr(Seen, "has", lambda *_: False)
-        everything = given_documents(Given(texts, [], 0), runtime, Seen())
+        everything = given_documents(Given(texts, [], 0), prompts, Seen())
         assert len(leaks(everything)) > 0, "near-duplicates that are kept must be found"
     assert len(found) < 0.75 * len(everything)
-    alone = given_documents(Given(texts[30:90], [], 0), runtime, Seen())
+    alone = given_documents(Given(texts[30:90], [], 0), prompts, Seen())
     assert len(alone) > 0.9 * sum(1 for each in everything) / 2, "what is no near-duplicate stays"
 
 
-def test_texts_in_many_versions_are_held_out_too(runtime: Runtime) -> None:
+def test_texts_in_many_versions_are_held_out_too(prompts: PromptEncoder) -> None:
     texts = [f"-- version {version}\n{text}" for text in TEXTS[:40] for version in range(4)]
-    found = given_documents(Given(texts, [], 0), runtime, Seen())
-    alone = given_documents(Given(TEXTS[:40], [], 0), runtime, Seen())
+    found = given_documents(Given(texts, [], 0), prompts, Seen())
+    alone = given_documents(Given(TEXTS[:40], [], 0), prompts, Seen())
     assert len(found) < 1.2 * len(alone)
     assert sum(document.held_out for document in found) >= len(found) / 40
     assert not leaks(found)
 
 
-def test_a_stretch_is_held_out_whole(runtime: Runtime) -> None:
+def test_a_stretch_is_held_out_whole(prompts: PromptEncoder) -> None:
     texts = ["".join(TEXTS[100:140]), *TEXTS[:10]]
-    found = given_documents(Given(texts, [], 0), runtime, Seen())
+    found = given_documents(Given(texts, [], 0), prompts, Seen())
     count = len([part for text in texts for part in stretches(text)])
     assert count > 10
     assert len({document.held_out for document in found}) == 2
-    assert not parted(found, texts, runtime)
+    assert not parted(found, texts, prompts)
     shuffled = texts[1:]
     random.Random(1).shuffle(shuffled)
-    assert given_documents(Given([*shuffled, texts[0]], [], 0), runtime, Seen()) == found, "whatever the order"
+    assert given_documents(Given([*shuffled, texts[0]], [], 0), prompts, Seen()) == found, "whatever the order"
     one_by_one = [replace(document, held_out=is_held_out(document.ids)) for document in found]
-    assert parted(one_by_one, texts, runtime), "pieces that are held out one by one must be found"
+    assert parted(one_by_one, texts, prompts), "pieces that are held out one by one must be found"
 
 
 @pytest.mark.parametrize(("count", "held_out"), [(0, 0), (1, 0), (3, 0), (4, 1), (39, 2), (100, 5)])
@@ -331,10 +331,10 @@ def test_loops_are_found(ids: list[int], times: int) -> None:
 # ---------------------------------------------------------------- chats
 
 
-def unmatched(found: Iterable[Document], asked: list[list[Any]], runtime: Runtime) -> list[Document]:
+def unmatched(found: Iterable[Document], asked: list[list[Any]], prompts: PromptEncoder) -> list[Document]:
     """Return the documents whose part before the answer isn't one of these prompts, as the model gets them."""
-    prompts = [runtime.encode(messages).tolist() for messages in asked]
-    return [document for document in found if document.ids[: document.answer] not in prompts]
+    known = [prompts.encode(messages).tolist() for messages in asked]
+    return [document for document in found if document.ids[: document.answer] not in known]
 
 
 OFTEN = ("chatml", "gpt_oss", "mistral_v3", "qwen35")  # in quick runs, too
@@ -343,8 +343,8 @@ OFTEN = ("chatml", "gpt_oss", "mistral_v3", "qwen35")  # in quick runs, too
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in OFTEN)) for name in ("chatml", *TEMPLATES)]
 )
-def test_the_answer_begins_behind_the_prompt(runtime: Runtime, tmp_path: Path, name: str) -> None:
-    model = runtime if name == "chatml" else with_template(runtime, TEMPLATES[name])
+def test_the_answer_begins_behind_the_prompt(prompts: PromptEncoder, tmp_path: Path, name: str) -> None:
+    model = prompts if name == "chatml" else with_template(prompts, TEMPLATES[name])
     asked = [[user(question)] for question, _ in PAIRS[:30]]
     answers = [text for _, text in PAIRS[:30]]
     try:
@@ -372,19 +372,19 @@ def test_the_answer_begins_behind_the_prompt(runtime: Runtime, tmp_path: Path, n
             assert len(unmatched(wrong, asked, model)) == 30, "an index that is off by one must be found"
 
 
-def test_the_whole_chat_is_rendered_by_the_template(runtime: Runtime, tmp_path: Path) -> None:
-    [document] = given_documents(chats_in(tmp_path, [{"prompt": "1 + 1 = ?", "completion": "2"}]), runtime, Seen())
+def test_the_whole_chat_is_rendered_by_the_template(prompts: PromptEncoder, tmp_path: Path) -> None:
+    [document] = given_documents(chats_in(tmp_path, [{"prompt": "1 + 1 = ?", "completion": "2"}]), prompts, Seen())
     text = "<|im_start|>user\n1 + 1 = ?<|im_end|>\n<|im_start|>assistant\n2<|im_end|>\n"
-    assert runtime.tokenizer.spell(np.array(document.ids)) == text
+    assert prompts.tokenizer.spell(np.array(document.ids)) == text
 
 
-def test_chats_with_one_prompt_are_held_out_together(runtime: Runtime, tmp_path: Path) -> None:
+def test_chats_with_one_prompt_are_held_out_together(prompts: PromptEncoder, tmp_path: Path) -> None:
     others = [text[2000:2400] for text in TEXTS if len(text) > 4000]
     pairs = [
         (question, text) for (question, first), second in zip(PAIRS, others, strict=False) for text in (first, second)
     ]
     chats = [{"prompt": question, "completion": text} for question, text in pairs]
-    found = given_documents(chats_in(tmp_path, chats), runtime, Seen())
+    found = given_documents(chats_in(tmp_path, chats), prompts, Seen())
     sides = dict[tuple[int, ...], set[bool]]()
     for document in found:
         sides.setdefault(tuple(document.ids[: document.answer]), set()).add(document.held_out)
@@ -393,41 +393,41 @@ def test_chats_with_one_prompt_are_held_out_together(runtime: Runtime, tmp_path:
     assert len(found) > 1.8 * len(sides), "most prompts have two answers"
 
 
-def test_what_chats_share_does_not_make_them_duplicates(runtime: Runtime, tmp_path: Path) -> None:
+def test_what_chats_share_does_not_make_them_duplicates(prompts: PromptEncoder, tmp_path: Path) -> None:
     """A long system message is in each of them."""
     told = system("\n".join(TEXTS[5].splitlines()[:20]))
     chats = [[told, user(TEXTS[index][:200]), answer("Yes.")] for index in range(50, 70)]
-    assert len(given_documents(chats_in(tmp_path, [*chats, *chats[:5]]), runtime, Seen())) == 20
+    assert len(given_documents(chats_in(tmp_path, [*chats, *chats[:5]]), prompts, Seen())) == 20
 
 
-def test_of_a_long_chat_the_answers_are_kept(runtime: Runtime, tmp_path: Path) -> None:
+def test_of_a_long_chat_the_answers_are_kept(prompts: PromptEncoder, tmp_path: Path) -> None:
     long, short = "\n".join(TEXTS[20:24]), TEXTS[24][:300]
-    asked = runtime.encode([user(long)])
+    asked = prompts.encode([user(long)])
     assert len(asked) > 2 * MOST_TOKENS
     chats = [[user(long), answer(f"{index}: {short}")] for index in (1,)]
-    [document] = given_documents(chats_in(tmp_path, chats), runtime, Seen())
+    [document] = given_documents(chats_in(tmp_path, chats), prompts, Seen())
     assert document.answer == MOST_TOKENS // 2
     assert document.ids[: document.answer] == asked[-document.answer :].tolist()
-    found = given_documents(chats_in(tmp_path, [[user(short), answer(long)]]), runtime, Seen())
+    found = given_documents(chats_in(tmp_path, [[user(short), answer(long)]]), prompts, Seen())
     assert len(found) > 2
-    assert sorted(document.answer for document in found)[-2:] == [0, len(runtime.encode([user(short)]))]
-    total = len(runtime.tokenizer.encode(runtime.chat_format.prompt([user(short), answer(long)], open=False)))
+    assert sorted(document.answer for document in found)[-2:] == [0, len(prompts.encode([user(short)]))]
+    total = len(prompts.tokenizer.encode(prompts.chat_format.prompt([user(short), answer(long)], open=False)))
     assert sum(len(document.ids) for document in found) == total
 
 
-def test_prompts_are_what_the_model_gets(runtime: Runtime, tmp_path: Path) -> None:
+def test_prompts_are_what_the_model_gets(prompts: PromptEncoder, tmp_path: Path) -> None:
     chats = [[user("1"), answer("2"), user("3")], [user("4"), answer("5")], {"prompt": "6"}]
     given = chats_in(tmp_path, chats)
-    expected = [runtime.encode(chats[0]).tolist(), runtime.encode([user("6")]).tolist()]  # type: ignore[arg-type]
-    assert given_prompts(given, runtime) == expected
-    assert len(given_documents(given, runtime, Seen())) == 1
+    expected = [prompts.encode(chats[0]).tolist(), prompts.encode([user("6")]).tolist()]  # type: ignore[arg-type]
+    assert given_prompts(given, prompts) == expected
+    assert len(given_documents(given, prompts, Seen())) == 1
 
 
-def test_a_chat_that_cannot_be_rendered_is_named(runtime: Runtime, tmp_path: Path) -> None:
-    strict = with_template(runtime, "{% if messages[0].content == '4' %}{{ raise_exception('no') }}{% endif %}")
-    make: list[Callable[[Given, Runtime], Any]] = [
+def test_a_chat_that_cannot_be_rendered_is_named(prompts: PromptEncoder, tmp_path: Path) -> None:
+    strict = with_template(prompts, "{% if messages[0].content == '4' %}{{ raise_exception('no') }}{% endif %}")
+    make: list[Callable[[Given, PromptEncoder], Any]] = [
         given_prompts,
-        lambda given, runtime: given_documents(given, runtime, Seen()),
+        lambda given, prompts: given_documents(given, prompts, Seen()),
     ]
     for chats, call in zip(([{"prompt": "4"}], [{"prompt": "4", "completion": "5"}]), make, strict=True):
         with pytest.raises(OvspecError, match=r"chats\.jsonl, line 2: The model's chat template cannot render"):

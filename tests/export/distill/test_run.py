@@ -273,7 +273,7 @@ def test_ctrl_c_at_the_very_end_leaves_what_is_finished(distil: Distilling, monk
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("ovspec_export.distill.run.put_beside", press)
+        patched.setattr("ovspec_export.distill.finish.put_beside", press)
         assert distil.run() == 130
     made = made_in(distil.output)
     assert made and made.complete and made.rows

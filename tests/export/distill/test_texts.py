@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import os
@@ -247,7 +248,7 @@ def test_it_asks_and_answers_and_goes_on(lm: ovspec.LanguageModel, write: Write,
 def test_what_is_asked_is_what_is_held_out(lm: ovspec.LanguageModel, write: Write) -> None:
     found = write(4500, answer=8)
     assert len({document.held_out for document in found}) == 2
-    before, after = around_user(lm.runtime.chat_format, None)
+    before, after = around_user(lm.runtime.prompts.chat_format, None)
     for document in found:
         text = lm.tokenizer.spell(np.array(document.ids[: document.answer])) or ""
         question = text.removesuffix(after).rpartition("user\n")[2]
@@ -348,22 +349,22 @@ def test_the_users_prompts_are_answered_first_and_once(lm: ovspec.LanguageModel,
 
 
 def test_topics_lead_to_questions_but_are_not_in_them(lm: ovspec.LanguageModel) -> None:
-    asking = asker(lm.runtime, ["fish", "birds"], texts.Seen(), 20)
+    asking = asker(lm.runtime.prompts, ["fish", "birds"], texts.Seen(), 20)
     drawn = np.random.default_rng(0)
     leads = [asking.lead(drawn) for _ in range(40)]
     told = {lm.tokenizer.spell(np.array(lead.ids)) for lead in leads}
     assert told == {f"<|im_start|>user\n{TOPIC.format(topic).strip()}" for topic in ("fish", "birds")}
-    anything = asker(lm.runtime, [], texts.Seen(), 20)
+    anything = asker(lm.runtime.prompts, [], texts.Seen(), 20)
     told = {lm.tokenizer.spell(np.array(anything.lead(drawn).ids)) or "" for _ in range(60)}
     assert len(told) == 4
     assert sum("<|im_start|>system\n" in text for text in told) == 3
 
 
 def test_without_a_system_role_there_are_no_system_messages(lm: ovspec.LanguageModel) -> None:
-    runtime = lm.runtime.with_drafters(None)
-    vars(runtime)["chat_format"] = format_of(TEMPLATES["gemma2"])
-    asking, drawn = asker(runtime, [], texts.Seen(), 20), np.random.default_rng(0)
-    assert {runtime.tokenizer.spell(np.array(asking.lead(drawn).ids)) for _ in range(30)} == {
+    prompts = copy.copy(lm.runtime.prompts)
+    vars(prompts)["chat_format"] = format_of(TEMPLATES["gemma2"])
+    asking, drawn = asker(prompts, [], texts.Seen(), 20), np.random.default_rng(0)
+    assert {prompts.tokenizer.spell(np.array(asking.lead(drawn).ids)) for _ in range(30)} == {
         "<bos><start_of_turn>user\n"
     }
 

@@ -1,0 +1,155 @@
+"""The target and the draft of a distillation: what they must be, and the checkpoints that they are exports of."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Literal
+
+import openvino as ov
+
+from ovspec.base.errors import OvspecError
+from ovspec.base.progress import note
+from ovspec.ir.compile import MODEL_FILE, check_ir_folder, check_weights, lm_head, read_ir
+from ovspec.ir.heads import check_own_keys, read_by_heads
+from ovspec.setup.manifest import DRAFT_FOLDER, ExportedModel, read_manifest
+from ovspec_export.distill.trimming import check_trimmable, most_used
+from ovspec_export.head_fit import check_fits
+from ovspec_export.head_layout import new_head_layers
+from ovspec_export.sources import GgufSource, HeadSource, Source, find_source
+from ovspec_export.tokenizers import check_pair
+
+Kind = Literal["head", "draft", "trimmed draft"]
+WITH_KEYS = ("full_attention", "sliding_attention", "chunked_attention", "attention")  # kinds of layers in configs
+
+
+def asked_for(
+    target: Source, named: str | None, trimmed: int | None, draft_vocabulary: int | None
+) -> tuple[Kind, Source | None, list[int]]:
+    """Return what is to be made, the draft that it is made of, and the target's layers that it reads.
+
+    Args:
+        named, trimmed, draft_vocabulary: the options ``draft``, ``trim_vocabulary`` and ``draft_vocabulary``.
+
+    Raises:
+        OvspecError: the draft doesn't fit the target or can't be used, or the target can't have a head.
+    """
+    draft = None
+    if named:
+        draft = find_source(named) if trimmed else find_draft(named)
+    for_head = not trimmed and (draft is None or isinstance(draft, HeadSource))
+    if not for_head and draft_vocabulary:
+        raise OvspecError("`draft_vocabulary` is for heads; for a draft model use `trim_vocabulary`.")
+    if target.is_ir:
+        check_target(target.folder, target.name, for_head)
+    elif for_head:
+        check_checkpoint(target)
+    if isinstance(draft, HeadSource) and not trimmed:
+        return "head", draft, check_fits(target, draft)
+    if draft is None:
+        return "head", None, new_head_layers(number_of(target, "layers"))
+    if trimmed:
+        check_trimmable(draft)
+        most_used([], trimmed, number_of(draft, "vocab"))  # which refuses a wrong number
+    check_pair(target, draft, trust_remote_code=False)
+    return "trimmed draft" if trimmed else "draft", draft, []
+
+
+def number_of(source: Source, what: str) -> int:
+    """Return a number in a config; raises OvspecError if it isn't there."""
+    number = source.entry(what)
+    if number is None:
+        told = {"layers": "layers", "vocab": "ids"}[what]
+        raise OvspecError(f"{source.name}: its config.json doesn't say how many {told} it has; add that.")
+    return number
+
+
+def check_target(folder: Path, name: str, for_head: bool) -> None:
+    """Raise OvspecError if the exported model can't be run here, or can't have a head and is to get one."""
+    check_ir_folder(folder)
+    check_weights(folder / MODEL_FILE)
+
+    def check(model: ov.Model) -> None:
+        if for_head:
+            read_by_heads(model, folder, Path(name))
+            if lm_head(model) is None:
+                raise OvspecError(f"{name}: a head can't be used with this target: its lm_head can't be found.")
+
+    read_ir(folder, check)
+
+
+def check_checkpoint(target: Source) -> None:
+    """Raise OvspecError if the config of a checkpoint says that its model can't have a head.
+
+    It need not say so: the exported model is checked again.
+    """
+    config, layers = target.text_config or target.config, target.entry("layers")
+    kinds = config.get("layer_types")
+    if layers and isinstance(kinds, list) and len(kinds) == layers:
+        shared = int(config.get("num_kv_shared_layers") or 0)
+        check_own_keys(sum(kind in WITH_KEYS for kind in kinds) - shared, layers, target.name)
+
+
+def origin(target: Source) -> tuple[str, str | None]:
+    """Return the name and the revision of the checkpoint behind a target, as far as they are known."""
+    manifest = read_manifest(target.folder) if target.is_ir else None
+    return (manifest.target.source, manifest.target.revision) if manifest else (target.name, target.revision)
+
+
+def for_torch(target: Source) -> Source | None:
+    """Return the checkpoint of which torch can compute hidden states; None if there is none."""
+    found = exported_from(target) if target.is_ir else target
+    if found is None or isinstance(found, GgufSource) or found.holds_text_model:
+        note(f"{target.name}: its checkpoint can't be used, so OpenVINO computes the hidden states, on the CPU")
+        return None
+    return found
+
+
+def find_draft(name: str) -> Source:
+    """Return the checkpoint of a draft, also if its export is named.
+
+    Raises:
+        OvspecError: it isn't here.
+    """
+    source = find_source(name)
+    if not source.is_ir:
+        return source
+    if isinstance(source, HeadSource):
+        raise OvspecError(f"{name}: only the IR of a head, which can't be trained; name the head's checkpoint.")
+    entry = exported_as(source.folder)
+    if entry is None:
+        raise OvspecError(f"{name}: an IR, which can't be taught, and nothing says of what; name the checkpoint.")
+    if not (found := exported_from(source)):
+        raise OvspecError(
+            f"{name}: its checkpoint, {entry.source}, is needed and isn't here; name its folder or hub id."
+        )
+    note(f"{name}: taught from its checkpoint {found.folder}")
+    return found
+
+
+def exported_from(source: Source) -> Source | None:
+    """Return the checkpoint of an export by what its manifest says: beside it, or on the hub; None if it isn't there.
+
+    The network need not be there for what is in the hub's cache.
+    """
+    entry = exported_as(source.folder)
+    if entry is None:
+        return None
+    beside = [parent / entry.source for parent in list(source.folder.resolve().parents)[:2]]
+    places = [str(place) for place in beside if (place / "config.json").is_file()]
+    if entry.source.count("/") == 1:
+        places.append(f"{entry.source.partition('@')[0]}@{entry.revision}")
+    for place in places:
+        with contextlib.suppress(OvspecError):
+            found = find_source(place)
+            if not found.is_ir and not isinstance(found, HeadSource):
+                return found
+    return None
+
+
+def exported_as(folder: Path) -> ExportedModel | None:
+    """Return what the manifest says of the model in ``folder``, which may be the draft beside its target."""
+    if manifest := read_manifest(folder):
+        return manifest.target
+    above = read_manifest(folder.resolve().parent) if folder.resolve().name == DRAFT_FOLDER else None
+    return above.draft if above else None

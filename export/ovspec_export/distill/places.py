@@ -1,0 +1,45 @@
+"""The files and folders of a distillation, checked before any work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from ovspec.base.errors import OvspecError
+from ovspec.base.files import read_text
+from ovspec.base.progress import note
+from ovspec.setup.manifest import is_ours, restore_backup
+from ovspec_export.distill.card import made_in
+from ovspec_export.distill.documents import read_given
+from ovspec_export.folders import check_output, manifest_in
+from ovspec_export.sources import Source
+
+
+def check_places(target: Source, output: Path, work: Path) -> None:
+    """Raise OvspecError if a folder that is written holds the target or the other one, or is in it."""
+    where = target.folder.resolve()
+    for name, place in (("output", output), ("work", work)):
+        if place == where or where in place.parents or place in where.parents:
+            raise OvspecError(f"{place}: is, contains or is inside the source {target.name}; name another `{name}`.")
+    if work == output or output in work.parents or work in output.parents:
+        raise OvspecError(f"{work}: is, contains or is inside the output; name another `work`.")
+
+
+def check_files(texts: Iterable[Path], topics: Path | None) -> None:
+    """Raise OvspecError if a file isn't there, or holds something else than texts, chats or topics."""
+    if skipped := read_given(place.expanduser() for place in texts).skipped:
+        note(f"{skipped} file{'s' * (skipped > 1)} in the folders hold no text, and are left out")
+    if topics:
+        read_text(topics.expanduser())
+
+
+def check_place(output: Path, run: str | None, overwrite: bool) -> None:
+    """Raise OvspecError if ``output`` holds something else than a result, or one that is not to be replaced.
+
+    What an earlier process has written for the same ``run`` is replaced in any case.
+    """
+    restore_backup(output)
+    made = made_in(output)
+    if is_ours(output) and not made and not manifest_in(output).get("unfinished"):
+        raise OvspecError(f"{output}: holds an exported model, not what was distilled; name another `output`.")
+    check_output(output, overwrite or bool(made and made.run == run))

@@ -1,0 +1,102 @@
+"""What is to be exported, checked before anything is converted: options, models, and room on the disk."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ovspec.base.errors import OvspecError
+from ovspec.base.files import read_text
+from ovspec.base.progress import in_bytes, note, step
+from ovspec.text.given_template import given_source
+from ovspec_export.compression import INT8, Compression
+from ovspec_export.convert import fitted, layers_of, needed_space
+from ovspec_export.draft_vocabulary import is_trimmed, proposed_ids
+from ovspec_export.environments import prepared_variables
+from ovspec_export.folders import check_output, check_space
+from ovspec_export.head_fit import check_fits
+from ovspec_export.sources import HeadSource, Source, find_source
+from ovspec_export.tokenizers import check_pair, templates_of
+
+
+@dataclass(frozen=True)
+class ExportPlan:
+    """What is exported, and how.
+
+    sources: the target's and, if there is one, the draft's.
+    compressions: of the target and of a draft, also of one that is made of the target's first layers.
+    template: the chat template that the target gets in place of its own.
+    ids: that the draft proposes, (n,); None for all.
+    tapped: the target's layers whose features the head reads.
+    """
+
+    sources: list[Source]
+    compressions: list[Compression]
+    template: str | None
+    ids: np.ndarray | None
+    tapped: list[int] | None
+
+
+def planned(
+    target: str,
+    draft: str | None,
+    output: Path,
+    compression: Compression,
+    draft_compression: Compression | None,
+    *,
+    overwrite: bool,
+    draft_layers: int | None,
+    evaluate: Path | None,
+    chat_template: str | Path | None,
+    trust_remote_code: bool,
+) -> ExportPlan:
+    """Return what ``export_pair``, which describes the arguments and errors, is to do."""
+    for wanted in filter(None, (compression, draft_compression)):
+        wanted.check()
+    if draft and draft_layers is not None:
+        raise OvspecError("`draft_layers` makes the draft from the target; leave out either it or `draft`.")
+    if evaluate:
+        read_text(evaluate)
+    check_output(output, overwrite)
+    # Not in a progress step: a download shows its own progress.
+    sources = [find_source(name, trust_remote_code) for name in (target, draft) if name is not None]
+    for source in sources:
+        what = f"{in_bytes(source.size)}{', an IR, used as it is' if source.is_ir else ''}"
+        note(f"{source.name}: {what}, revision {source.revision[:12]}")
+        where = source.folder.resolve()
+        if output == where or where in output.parents or output in where.parents:
+            raise OvspecError(f"{output}: is, contains or is inside the source {source.name}; name another `output`.")
+    if isinstance(sources[0], HeadSource):
+        raise OvspecError(f"{sources[0].name}: an EAGLE-3 head, which only drafts; name its target, and it as `draft`.")
+    if is_trimmed(sources[0]):
+        told = "a draft with a trimmed vocabulary; name its target, and it as `draft`"
+        raise OvspecError(f"{sources[0].name}: {told}.")
+    template = None if chat_template is None else given_source(chat_template, templates_of(sources[0]))
+    head = sources[1] if len(sources) == 2 and isinstance(sources[1], HeadSource) else None
+    ids = proposed_ids(sources[1], sources[0]) if len(sources) == 2 else None
+    if evaluate and any(source.is_ir for source in sources if source is not head):
+        raise OvspecError("`evaluate` compares with a checkpoint, but an existing IR has none; leave it out.")
+    for source, wanted in zip(sources, (compression, draft_compression), strict=False):
+        if source.is_ir and wanted not in (None, INT8):
+            raise OvspecError(f"{source.name}: an IR is used as it is; leave out the options for its weights.")
+    tapped = check_fits(sources[0], head) if head else None
+    for source in sources:
+        if not source.is_ir:
+            # Prepared before anything is converted, so that a missing version is noticed at once.
+            prepared_variables(source.family.environment, source.model_type)
+    if head and (draft_compression or compression).calibration:
+        note(f"{head.name}: a head is compressed without a text to calibrate on")
+        draft_compression = (draft_compression or compression).without_text()
+    # A draft of first layers has the target's rows.
+    asked = zip([*sources, sources[0]], (compression, draft_compression or compression), strict=False)
+    compressions = [fitted(source, wanted) for source, wanted in asked]
+    needed = [needed_space(source, wanted) for source, wanted in zip(sources, compressions, strict=False)]
+    if draft_layers is not None:
+        needed.append(needed[0] * layers_of(sources[0], draft_layers))
+    check_space(output, sum(needed))
+    if len(sources) == 2 and not head:
+        with step(f"{sources[1].name}: comparing its vocabulary with that of {sources[0].name}"):
+            check_pair(sources[0], sources[1], trust_remote_code)
+    return ExportPlan(sources, compressions, template, ids, tapped)

@@ -1,0 +1,67 @@
+"""What the manifest of an exported folder says, and how the folder is completed by it."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+from pathlib import Path
+
+import ovspec
+from ovspec.base.errors import OvspecError
+from ovspec.base.progress import in_bytes, step
+from ovspec.ir.compile import read_ir
+from ovspec.ir.heads import give_features, read_head
+from ovspec.setup.manifest import MANIFEST_FILE, ExportedFile, ExportedModel, Manifest, sha256
+from ovspec_export.compression import Compression
+from ovspec_export.folders import replace_folder
+from ovspec_export.sources import HeadSource, Source
+
+VERSIONED = ("openvino", "openvino-tokenizers", "nncf", "optimum-intel", "transformers", "torch")
+
+
+def complete(work: Path, output: Path, manifest: Manifest) -> None:
+    """Complete what was written into ``work`` by its manifest, with checksums, and move it to ``output``."""
+    with step(f"{output.name}: computing checksums", keep=True) as computing:
+        files = sorted(path for path in work.rglob("*") if path.is_file() and path != work / MANIFEST_FILE)
+        manifest.files = {
+            path.relative_to(work).as_posix(): ExportedFile(path.stat().st_size, sha256(path)) for path in files
+        }
+        size = sum(file.size for file in manifest.files.values())
+        computing.result = f"{in_bytes(size)} in {len(files)} files"
+    manifest.write(work)
+    replace_folder(work, output)
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the installed packages that an export depends on."""
+    return {name: importlib.metadata.version(name) for name in VERSIONED} | {"ovspec": ovspec.__version__}
+
+
+def describe(source: Source, folder: Path, compression: Compression, target: Path | None = None) -> ExportedModel:
+    """Return the manifest entry of the model in ``folder``, which is read to see that it is supported.
+
+    A head is read with its ``target``, by default the model above it.
+    """
+    if isinstance(source, HeadSource):
+        try:
+            target = target or folder.parent
+            read_ir(target, lambda model: give_features(model, target, folder))
+            states = read_head(folder, target).states
+        except OvspecError as error:
+            raise OvspecError(str(error).replace(str(folder), source.name)) from None
+    else:
+        states = read_ir(folder).states
+    return ExportedModel(
+        source=source.name,
+        revision=source.revision,
+        weight_format="as it was" if source.is_ir else compression.weight_format,
+        options={} if source.is_ir else compression.options(),
+        states=[dataclasses.asdict(state) for state in states],
+        versions=overlaid_versions(source),
+    )
+
+
+def overlaid_versions(source: Source) -> dict[str, str]:
+    """Return the versions that the family's environment has in place of the installed ones."""
+    environment = None if source.is_ir else source.family.environment
+    return {name: version for name, version, _ in environment.wheels if name in VERSIONED} if environment else {}

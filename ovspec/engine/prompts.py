@@ -1,0 +1,158 @@
+"""Prompts: texts, token ids, chats and infills, and how a model's tokenizer and chat template encode them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ovspec.base.errors import PromptError
+from ovspec.base.files import present
+from ovspec.ir.config import ModelConfig
+from ovspec.params import Params, refuse_variables, refuse_without_chat
+from ovspec.text.answer import AnswerFormat
+from ovspec.text.chat_format import ChatFormat
+from ovspec.text.chat_template import Message, chat_template
+from ovspec.text.generation_config import GenerationConfig
+from ovspec.text.given_template import end_of_answer
+from ovspec.text.infill import Infill, infill_tokens, within
+from ovspec.text.tokenizer import Tokenizer
+from ovspec.text.tokenizer_files import special_tokens
+
+# A text, token ids, chat messages for the model's chat template, or what is around the text.
+Prompt = str | list[int] | np.ndarray | list[Message] | Message | Infill
+Prompts = list[str] | list[list[int]] | list[np.ndarray] | list[list[Message]]
+Variables = Mapping[str, Any]  # of the chat template
+LONGEST_TAG = 32  # tokens
+
+
+class EncodedPrompt(NamedTuple):
+    """The tokens of a prompt, (n,) int64.
+
+    chat: whether the text after it is the answer in a chat.
+    healable: position of the first token that healing may take back.
+    ends: ids that end the text after it, besides the model's EOS.
+    """
+
+    ids: np.ndarray
+    chat: bool
+    healable: int
+    ends: tuple[int, ...] = ()
+
+
+class PromptEncoder:
+    """Encodes prompts for the model in ``folder``. Threads may share it.
+
+    Args:
+        config: the model's.
+        tool_format: the name of the format in which the model writes tool calls; by default that of its chat template.
+        template: the source of a chat template to use in place of the model's.
+    """
+
+    def __init__(
+        self, folder: Path, config: ModelConfig, tool_format: str | None = None, template: str | None = None
+    ) -> None:
+        self.folder, self.tool_format, self.template = folder, tool_format, template
+        self.tokenizer = Tokenizer(folder)
+        self.generation_config = GenerationConfig(folder, config, self.tokenizer)
+
+    @functools.cached_property
+    def chat_format(self) -> ChatFormat:
+        """How the model's chats are written; raises OvspecError if it has no chat template."""
+        bos = "".join(map(self.tokenizer.token_text, self.tokenizer.bos))
+        return ChatFormat(chat_template(present(self.folder), self.template, bos), self.tool_format)
+
+    @functools.cached_property
+    def special_tokens(self) -> dict[str, str]:
+        """The special tokens that have a role, by role."""
+        return special_tokens(present(self.folder))
+
+    def encode(
+        self,
+        prompt: Prompt,
+        begins: bool = True,
+        variables: Variables | None = None,
+        tools: Sequence[Any] = (),
+        effort: str | None = None,
+    ) -> np.ndarray:
+        """Return the token ids, (n,) int64. A prompt that ``begins`` a text gets the model's BOS if it has one.
+
+        The last three are for chats; see ``ChatFormat.prompt``.
+        """
+        if is_chat(prompt):
+            messages: Any = [prompt] if isinstance(prompt, dict) else prompt
+            return self.tokenizer.encode(self.chat_format.prompt(messages, tools, effort, variables), special=False)
+        if not isinstance(prompt, (str, list, tuple, np.ndarray)):
+            raise PromptError(f"A prompt must be a string, token ids or chat messages, not {prompt!r:.80}.")
+        refuse_variables(variables)
+        if begins and not len(prompt):
+            return self.generation_config.beginning
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt) if begins else self.tokenizer.encode_more(prompt)
+        try:
+            ids = np.asarray(prompt, dtype=np.int64)
+        except OverflowError:
+            raise PromptError("A token id is too large to be in the vocabulary.") from None
+        except (TypeError, ValueError):
+            raise PromptError(f"A prompt must be a string, token ids or chat messages, not {prompt!r:.80}.") from None
+        known = self.tokenizer.known
+        if (unknown := known.first_unknown(ids)) is not None:
+            upto = f" (0 to {known.size - 1})" if known.size else ""
+            raise PromptError(f"Token id {unknown} is not in the vocabulary{upto}.")
+        return ids
+
+    def encode_prompt(self, prompt: Prompt, params: Params, room: float = np.inf) -> EncodedPrompt:
+        """Encode the prompt of a call; of one for infilling, as many chunks as ``room`` tokens hold.
+
+        Raises PromptError if ``params`` have options of chats and the prompt is none, or if the vocabulary has no FIM
+        tokens, which infilling needs.
+        """
+        chat = is_chat(prompt)
+        if not chat:
+            refuse_without_chat(params)
+        if isinstance(prompt, Infill):
+            fim, tokenizer = self.tokenizer.fim, self.tokenizer
+            if room < np.inf:  # chunks that can't fit aren't encoded, which would take long
+                prompt = within(prompt, tokenizer.most_characters(int(room)))
+            ids, begins = infill_tokens(prompt, fim, tokenizer.encode_spelt, tokenizer.bos, room)
+            return EncodedPrompt(ids, chat, begins, fim.ends if fim else ())
+        ids = self.encode(
+            prompt, variables=params.chat_template_kwargs, tools=params.tools, effort=params.reasoning_effort
+        )
+        return EncodedPrompt(ids, chat, len(ids) if chat else 0)
+
+    @functools.cached_property
+    def answer_ends(self) -> list[int]:
+        """The id that a chat template in place of the model's writes after an answer, if it is one token."""
+        end, added = end_of_answer(self.chat_format.template), self.tokenizer.added
+        names = [name for name in added if end.startswith(name)]
+        return [added[max(names, key=len)]] if names else []
+
+    def answer_format(self, prompt: np.ndarray, params: Params) -> AnswerFormat | None:
+        """Return how the answer to a chat, whose tokens are ``prompt`` (n,), is written; None if it is only text."""
+        format, tokenizer, use = self.chat_format, self.tokenizer, params.tool_use
+        if not (format.thinking or params.tools):
+            return None
+        end = (tokenizer.spell(prompt[-LONGEST_TAG:]) or "").rstrip()
+        opened = format.thinking is not None and end.endswith(format.thinking.open.rstrip())
+        return AnswerFormat(
+            format.tools if params.tools else None,
+            format.thinking,
+            use.names or tuple(tool["function"]["name"] for tool in params.tools),
+            "thinking" if opened else "start",
+            not (use.required or params.grammar_option),
+            tokenizer.added,
+        )
+
+
+def is_chat(prompt: Any) -> bool:
+    """Return whether ``prompt`` is messages for the chat template."""
+    return isinstance(prompt, dict) or (isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict))
+
+
+def is_batch(prompt: Any) -> bool:
+    """Return whether ``prompt`` is a list of prompts."""
+    return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], (str, list, np.ndarray))

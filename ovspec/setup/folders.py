@@ -1,0 +1,82 @@
+"""The folders of a target and of its draft: the embedded pair's, given ones, and exports in the cache."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ovspec.base.errors import OvspecError
+from ovspec.drafting.choice import EXPORTED, HEAD, SELF, DraftChoice, parse_draft
+from ovspec.ir.compile import check_ir_folder, proposes_only
+from ovspec.ir.heads import is_head
+from ovspec.setup.manifest import DRAFT_FOLDER, Manifest, restore_backup
+from ovspec.text.pairing import check_same_vocabulary
+
+
+def embedded_pair() -> Path:
+    """Return the folder of the demo pair in a source checkout; raises OvspecError elsewhere."""
+    folder = Path(__file__).resolve().parent.parent.parent / "models" / "demo"
+    if not folder.is_dir():
+        raise OvspecError("This installation has no embedded model; name a folder made by 'ovspec export'.")
+    return folder
+
+
+def model_folder(model: str | Path | None) -> Path:
+    """Return ``model``, or the embedded pair's folder for None; raises OvspecError if it has no exported model."""
+    folder = embedded_pair() if model is None else Path(model)
+    restore_backup(folder)
+    check_ir_folder(folder)
+    if is_head(folder):
+        raise OvspecError(f"{folder}: an EAGLE-3 head, not a model; name its target, and the head as the draft.")
+    if proposes_only(folder):
+        raise OvspecError(f"{folder}: a draft with a trimmed vocabulary; name its target, and this as the draft.")
+    return folder
+
+
+def exported(model: str | Path | None, draft: Any) -> tuple[Path, Any]:
+    """Export ``model`` and ``draft`` to the cache unless they are there; return (that folder, the draft to load)."""
+    if model is None:
+        raise OvspecError("`export=True` needs the model to export: a checkpoint folder, a GGUF file or a hub id.")
+    if draft and not isinstance(draft, (str, Path)):
+        raise OvspecError("`export=True` needs the draft's checkpoint by name, not `draft=True` or a Drafter.")
+    from ovspec.setup.exporting import export_to_cache
+
+    named = draft if draft not in ("none", "lookup") else None
+    return export_to_cache(str(model), str(named) if named else None), True if named else draft
+
+
+def resolve_draft(choice: DraftChoice | None, folder: Path, manifest: Manifest | None = None) -> DraftChoice | None:
+    """Return ``choice`` with the folder of the draft that was exported beside the target in ``folder``.
+
+    Raises OvspecError if there is no such draft, or if it isn't made of the target's own layers, as "self" says, or not
+    a head, as "head" does.
+    """
+    if not choice or choice.model not in (EXPORTED, SELF, HEAD):
+        return choice
+    beside = folder / DRAFT_FOLDER
+    if not beside.is_dir():
+        what = "head" if choice.model == HEAD else "draft"
+        raise OvspecError(f"{folder}: it was exported without a {what}; name one, or export it again with one.")
+    source = manifest.draft.source if manifest and manifest.draft else ""
+    if choice.model == SELF and not re.fullmatch(r".*, first \d+ layers", source):
+        raise OvspecError(
+            f"{beside}: not made of the target's own layers; run 'ovspec export --draft-layers N' for 'self'."
+        )
+    if choice.model == HEAD and not is_head(beside):
+        raise OvspecError(f"{beside}: a draft model, not an EAGLE-3 head; name it 'draft', or export a head.")
+    return replace(choice, model=beside)
+
+
+def check_draft(draft: Path, folder: Path, manifest: Manifest | None) -> None:
+    """Raise OvspecError if there is no draft model or head in ``draft``, or one with another vocabulary."""
+    check_ir_folder(draft)
+    if not is_head(draft) and not (manifest and manifest.draft and draft == folder / DRAFT_FOLDER):
+        check_same_vocabulary(folder, draft)
+
+
+def folders_of(folder: Path, draft: Any) -> list[Path]:
+    """Return the folder of a model, and that of its draft if it has one."""
+    choice = resolve_draft(parse_draft(draft), folder)
+    return [folder, *([Path(choice.model)] if choice and choice.model else [])]

@@ -1,0 +1,40 @@
+"""Load the compiled models of a target and its draft, with the settings that are best on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ovspec.base.progress import note
+from ovspec.cache.decoder import Arithmetic
+from ovspec.ir.device import DeviceOptions
+from ovspec.ir.heads import is_head
+from ovspec.setup.engine_choice import CompiledModel, EngineChoice
+from ovspec.setup.profile import load_with
+from ovspec.setup.proposers import load_draft, load_head
+from ovspec.setup.tuning import tune_if_new
+
+
+def load_models(
+    folder: Path,
+    options: DeviceOptions,
+    engine: EngineChoice,
+    arithmetic: Arithmetic | None,
+    *,
+    draft: Path | None,
+    draft_options: DeviceOptions,
+    tune: bool,
+) -> tuple[CompiledModel, CompiledModel | None]:
+    """Return the target in ``folder``, and the draft model or head in ``draft`` if there is one.
+
+    ``tune``: use their profiles, and measure those that are missing; a head has none.
+    """
+    head = draft if draft and is_head(draft) else None
+    # Measuring takes memory, so all profiles are known before a model is loaded.
+    profile = tune_if_new(folder, options) if tune else None
+    draft_profile = tune_if_new(draft, draft_options) if tune and draft and not head else None
+    target = load_with(profile, folder, options, engine, arithmetic, head)
+    if target.is_inexact:
+        note(f"{folder}: {target.promise}; a draft, a batch or a cached prompt may change a text at near-ties.")
+    if head:
+        return target, load_head(head, target, draft_options)
+    return target, load_draft(draft, target, draft_options, engine, draft_profile) if draft else None
