@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from ovspec.api.model import LanguageModel
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_text
 from ovspec.drafting.choice import DraftChoice, parse_draft
-from ovspec.drafting.drafter import Draft
+from ovspec.drafting.drafter import Drafter
 from ovspec.engine.runtime import Runtime
 from ovspec.ir.device import DeviceOptions, check_device, check_threads
 from ovspec.params.loading import LOAD, LoadParams, load_params
@@ -23,6 +23,8 @@ from ovspec.setup.loading import load_models
 from ovspec.setup.manifest import read_manifest
 from ovspec.text.chat_template import templates_in
 from ovspec.text.given_template import given_source
+
+Draft = bool | str | Path | DraftChoice | Drafter | Callable[[], Drafter]
 
 
 @options_class

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ovspec.base.errors import OvspecError
 
 if TYPE_CHECKING:
-    from ovspec.drafting.drafter import Draft, Drafter
+    from ovspec.drafting.drafter import Drafter
 
 # The draft exported with the target: any, one made of the target's layers, or an EAGLE-3 head.
 EXPORTED, SELF, HEAD = "draft", "self", "head"
@@ -37,7 +37,7 @@ class DraftChoice:
         return self.lookup or self.own is not None or self.model is not None
 
 
-def parse_draft(draft: Draft | Sequence[Draft] | None) -> DraftChoice | None:
+def parse_draft(draft: Any) -> DraftChoice | None:
     """Return the drafters that ``draft`` names, as described at ``load``; None for no drafter.
 
     Raises:
@@ -68,7 +68,7 @@ def parse_draft(draft: Draft | Sequence[Draft] | None) -> DraftChoice | None:
     return choice or None
 
 
-def split_draft(draft: Draft | Sequence[Draft] | None) -> list[Draft]:
+def split_draft(draft: Any) -> list[Any]:
     """Return the parts of a chain; an empty list for "none"."""
     if draft is None or draft is False or draft == "none":
         return []

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 
 from ovspec.cache.sequence import Sequence
-from ovspec.drafting.choice import DraftChoice
 from ovspec.drafting.lookahead import Lookahead
 from ovspec.drafting.proposal import NO_TOKENS, NOTHING, Proposal, shorten
 from ovspec.sampling.samplers import Sampler
@@ -119,6 +117,3 @@ class Drafter:
         if unknown is not None:
             tokens = tokens[: int((tokens == unknown).argmax())]
         return row.permitted(Proposal(tokens, source=self.name))
-
-
-Draft = bool | str | Path | DraftChoice | Drafter | Callable[[], Drafter]  # see ``load``

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import itertools
 import pickle
@@ -232,7 +233,7 @@ def test_generate_beside_them_is_right(lm: ovspec.LanguageModel) -> None:
     alone = [lm.generate(prompt, **SHORT).text for prompt in PROMPTS[:4]]
 
     async def together() -> list[str]:
-        there = [asyncio.to_thread(lm.generate, prompt, **SHORT) for prompt in PROMPTS[2:4]]
+        there = [asyncio.to_thread(functools.partial(lm.generate, prompt, **SHORT)) for prompt in PROMPTS[2:4]]
         found: list[Any] = await asyncio.gather(*(lm.agenerate(prompt, **SHORT) for prompt in PROMPTS[:2]), *there)
         return [each.text for each in [*found, lm.generate(PROMPTS[0], **SHORT)]]
 

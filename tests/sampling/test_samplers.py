@@ -80,7 +80,7 @@ def test_warped_as_by_hugging_face(reference: Reference, seed: int, spread: floa
         theirs["sequence_bias"] = [[[token], bias] for token, bias in theirs.pop("bias").items()]
     expected = warped_by_hugging_face(reference, logits, tokens, start, **theirs)
     ours: dict[str, Any] = {"temperature": 1.0} | options
-    params = SamplingParams(
+    params = Params(
         min_tokens=ours.pop("min_new_tokens", None), logit_bias=ours.pop("bias", {}), max_tokens=20, **ours
     )
     process = constrained(params, start, frozenset({1, 2}))
@@ -93,7 +93,7 @@ def test_warped_as_by_hugging_face(reference: Reference, seed: int, spread: floa
 
 def test_penalties_on_what_was_generated() -> None:
     """As OpenAI documents: the presence penalty is subtracted once per token, the frequency penalty per occurrence."""
-    params = SamplingParams(temperature=1.0, presence_penalty=0.5, frequency_penalty=0.25)
+    params = Params(temperature=1.0, presence_penalty=0.5, frequency_penalty=0.25)
     logits = np.zeros(6, dtype=np.float32)
     tokens = np.array([1, 1, 2, 3, 3, 3, 4])  # the first three are the prompt
     got = constrained(params, 3)(logits, tokens)
@@ -105,9 +105,9 @@ def test_repetition_penalty_and_bias() -> None:
     """As transformers does: a penalised logit moves away from likely, whatever its sign."""
     logits = np.array([2, -2, 2, -2, 0.5], dtype=np.float32)
     before = logits.copy()
-    got = constrained(SamplingParams(repetition_penalty=2.0), 1)(logits, np.array([0, 1]))
+    got = constrained(Params(repetition_penalty=2.0), 1)(logits, np.array([0, 1]))
     assert got.tolist() == [1, -4, 2, -2, 0.5]
-    got = constrained(SamplingParams(logit_bias={2: 1.5, 4: -1.0, 99: 3.0}), 1)(logits, np.array([0, 1]))
+    got = constrained(Params(logit_bias={2: 1.5, 4: -1.0, 99: 3.0}), 1)(logits, np.array([0, 1]))
     assert got.tolist() == [2, -2, 3.5, -2, -0.5]
     assert np.array_equal(logits, before), "the argument must not change"
 
