@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from ovspec.base.errors import OvspecError
@@ -67,7 +66,7 @@ class Chain(Drafter):
             if len(found.tokens) and row.draftable(second) and lookahead.prefers(second, found, len(rows)):
                 found = NOTHING
             proposals.append(found)
-            left.append(replace(row, drafts=False) if len(found.tokens) else row)
+            left.append(row._replace(drafts=False) if len(found.tokens) else row)
         if not any(row.draftable(second) for row in left):
             return proposals
         others = self._second.propose(left, lookahead)
