@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ovspec.base.errors import OvspecError
-from ovspec.cache.decoder import Reader
+from ovspec.cache.decoder import Decoder
 from ovspec.cache.head import HeadDecoder
 from ovspec.drafting.choice import DraftChoice
 from ovspec.drafting.draft_model import DraftModel
@@ -21,7 +21,8 @@ from ovspec.text.vocabulary import KnownIds
 
 def make_drafter(
     choice: DraftChoice | None,
-    draft: Reader | None,
+    draft: Decoder | None,
+    features_of: Decoder | None,
     vocabulary: DraftVocabulary | None,
     corpora: list[Index],
     known: KnownIds,
@@ -31,6 +32,7 @@ def make_drafter(
     Args:
         choice: what the call names.
         draft: the decoder of the draft model or head, if ``choice`` names one.
+        features_of: the target's decoder, if the draft is a head, which reads features.
         vocabulary: the ids that it proposes; None for all.
         corpora: lookup may propose from these, too.
         known: the ids that may be proposed.
@@ -41,8 +43,8 @@ def make_drafter(
     if choice.own is not None:
         drafters.append(OwnDrafter(choice.own, known))
     if draft:
-        is_head = isinstance(draft, HeadDecoder)
-        drafters.append(Head(draft, vocabulary) if is_head else DraftModel(draft, vocabulary))
+        head = HeadDecoder(draft, features_of) if features_of else None
+        drafters.append(Head(head, vocabulary) if head else DraftModel(draft, vocabulary))
     for drafter in drafters:
         drafter.vocabulary = known
     return Chain(*drafters) if len(drafters) > 1 else drafters[0]

@@ -21,9 +21,7 @@ import psutil
 
 from ovspec.base.errors import OvspecError, PromptError
 from ovspec.base.files import present
-from ovspec.cache.blocks import BlockTensors
 from ovspec.cache.decoder import Decoder
-from ovspec.cache.head import HeadDecoder
 from ovspec.cache.sequence import UNSHARED, Sequence
 from ovspec.drafting.choice import DraftChoice
 from ovspec.drafting.costs import Costs
@@ -162,11 +160,9 @@ class Runtime:
         self.cache_bytes = cache_bytes
         self._shares_sampled_only = cache_bytes is None and target.is_inexact and target.is_reproducible
         most = psutil.virtual_memory().available / 4 if cache_bytes is None else cache_bytes
-        self.tensors = {
-            id(model): BlockTensors(model.ir, most / self._token_bytes)
-            for model in (target, draft)
-            if model and model.engine == "paged" and most
-        }
+        self.models = [model for model in (target, draft) if model]  # also a draft that nothing proposes with
+        for model in self.models if most else ():
+            model.share_blocks(most / self._token_bytes)
         self._free_at_exit()
 
     def with_drafters(self, choice: DraftChoice | None) -> Runtime:
@@ -188,10 +184,9 @@ class Runtime:
         self.free()
 
     def free(self) -> None:
-        for ir in self.irs():
-            ir.close()
+        for model in self.models:
+            model.close()
         self.pool.close()
-        self.tensors.clear()
 
     def fork(self, decoders: Decoders) -> Decoders:
         """Return other decoders that continue from what ``decoders`` hold."""
@@ -206,13 +201,13 @@ class Runtime:
         known = self.tokenizer.known
         if model.ir.ids is not None:
             known = KnownIds(gaps=np.flatnonzero(known.unknown(model.ir.ids)))
-        return model.decoder(known, tensors=self.tensors.get(id(model)))
+        return model.decoder(known, shares=True)
 
     def _drafter(self, target: Decoder, draft: Decoder | None) -> Drafter | None:
         ids = self.draft.ir.ids if self.draft else None
         vocabulary = None if ids is None else DraftVocabulary(ids, self.target.ir.logits_width)
-        reader = HeadDecoder(draft, target) if draft and self.draft and self.draft.is_head else draft
-        return make_drafter(self.choice, reader, vocabulary, self.corpora, self.tokenizer.known)
+        features_of = target if self.draft and self.draft.is_head else None
+        return make_drafter(self.choice, draft, features_of, vocabulary, self.corpora, self.tokenizer.known)
 
     @functools.cached_property
     def identity(self) -> dict[str, Any]:
@@ -311,15 +306,19 @@ class Runtime:
                 self.give_way()
 
     @property
+    def keeps_prefixes(self) -> bool:
+        """Whether KV caches of ended texts are kept for texts that begin in the same way."""
+        return any(model.keeps_prefixes for model in self.models)
+
+    @property
     def spare(self) -> float:
         """The bytes of KV caches that are kept, but that no text needs."""
-        return sum(tensors.spare for tensors in self.tensors.values())
+        return sum(model.spare for model in self.models)
 
     def give_way(self) -> None:
         """Free the KV caches that no text needs."""
-        for tensors in self.tensors.values():
-            with tensors.lock:
-                tensors.pool.forget()
+        for model in self.models:
+            model.give_way()
 
     def check_room(self, tokens: int, context: int | None = None) -> None:
         """Raise OvspecError if a text of ``tokens`` tokens exceeds ``context``, or the model's if that is None."""
