@@ -16,8 +16,8 @@ from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_json, read_text
 from ovspec.cache.decoder import Decoder
 from ovspec.cache.sequence import Sequence
-from ovspec.drafting.drafter import RowStep
 from ovspec.engine.results import FUNCTIONS, Origin, Provenance, Result
+from ovspec.engine.round import RowOutcome
 from ovspec.engine.row import Row
 from ovspec.engine.runtime import Runtime
 from ovspec.params import GENERATE, Params, make_params
@@ -115,10 +115,8 @@ def first_difference(target: Decoder, row: Row, tokens: np.ndarray) -> Differenc
         wrong = chosen != own[: len(chosen)]
         right = int(wrong.argmax()) if wrong.any() else len(chosen)
         if right:
-            step = RowStep(row.sequence, row.sampler, len(text))
-            step.tokens, step.logits = chosen[:right], logits[:right]
-            row.sequence.commit(step.tokens)
-            row.take(step)  # takes tokens after the end of the text back
+            row.sequence.commit(chosen[:right])
+            row.take(RowOutcome(chosen[:right], logits=logits[:right]))  # takes tokens after the end of the text back
         index = len(row.sequence)
         if row.finish_reason and index < len(text):
             return Difference(index - begin, int(text[index]), None, [])

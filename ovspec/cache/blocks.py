@@ -121,6 +121,11 @@ class BlockTensors:
         """The bytes of blocks that no row holds."""
         return sum(array.nbytes for array in list(self.arrays.values())) * self.pool.idle / max(self.capacity, 1)
 
+    def give_way(self) -> None:
+        """Free the blocks that no row holds."""
+        with self.lock:
+            self.pool.forget()
+
     @property
     def features(self) -> np.ndarray:
         """The features of each block's tokens, (blocks, block size, width) float32."""

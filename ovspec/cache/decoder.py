@@ -186,6 +186,12 @@ class Decoder(Reader, Protocol):
     """A language model with its KV cache, for a batch of rows."""
 
     rollback: Rollback
+    block_size: int  # tokens in a block of the KV cache; 1 for a cache without blocks
+
+    @property
+    def blocks_used(self) -> int:
+        """The number of blocks that rows hold, including those of decoders that share the blocks."""
+        ...
 
     def feed(
         self, tokens: list[np.ndarray], wanted: list[int], width: int = 0, features: Features = None

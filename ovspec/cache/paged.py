@@ -96,7 +96,6 @@ class PagedDecoder:
 
     @property
     def blocks_used(self) -> int:
-        """The number of blocks that rows hold, including those of decoders that share the tensors."""
         return self._tensors.pool.used - self._tensors.pool.idle
 
     def reset(self, rows: int) -> None:

@@ -60,6 +60,7 @@ class StatefulDecoder:
     """
 
     fills = False
+    block_size = 1
 
     def __init__(
         self,
@@ -95,6 +96,10 @@ class StatefulDecoder:
     @property
     def inferences(self) -> int:
         return self._request.inferences
+
+    @property
+    def blocks_used(self) -> int:
+        return sum(map(len, self.rows))
 
     def reset(self, rows: int) -> None:
         if not rows and self._slots.used > KEPT_SLOTS and self._ir.opened:
@@ -392,6 +397,7 @@ class RowByRow:
     """
 
     fills = False
+    block_size = 1
 
     def __init__(self, make: Callable[[], StatefulDecoder]) -> None:
         self._make = make
@@ -413,6 +419,10 @@ class RowByRow:
     @property
     def inferences(self) -> int:
         return sum(decoder.inferences for decoder in self._decoders + self._spare)
+
+    @property
+    def blocks_used(self) -> int:
+        return sum(map(len, self.rows))
 
     def reset(self, rows: int) -> None:
         decoders = self._decoders + self._spare

@@ -101,23 +101,22 @@ class Drafting:
         Returns whether to continue; not if a constraint or a user's function fails, which the target will find out for
         this row alone.
         """
-        sampler, began = self._row.sampler, time.thread_time()
+        sampler = self._row.sampler
         self._fed = self._end
-        try:
-            guess = sampler.guess(logits, self._text[: self._end], self._vocabulary)
-            if not guess:
+        with sampler.stopwatch:
+            try:
+                guess = sampler.guess(logits, self._text[: self._end], self._vocabulary)
+                if not guess:
+                    return False
+                self._add(guess)
+                text = self._text[: self._end]
+                if sampler.constraints.ended(text):
+                    return False
+                for token in sampler.constraints.forced(text)[: self._budget - len(self.guesses)]:
+                    self._add(Guess(token, 1.0, certain(token)))
+                return len(self.guesses) < self._budget
+            except Exception:
                 return False
-            self._add(guess)
-            text = self._text[: self._end]
-            if sampler.constraints.ended(text):
-                return False
-            for token in sampler.constraints.forced(text)[: self._budget - len(self.guesses)]:
-                self._add(Guess(token, 1.0, certain(token)))
-            return len(self.guesses) < self._budget
-        except Exception:
-            return False
-        finally:
-            self._row.constraint_seconds += time.thread_time() - began
 
     def proposal(self, source: str) -> Proposal:
         if not self.guesses:

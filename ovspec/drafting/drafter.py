@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from ovspec.cache.sequence import Sequence
 from ovspec.drafting.lookahead import Lookahead
-from ovspec.drafting.proposal import NO_TOKENS, NOTHING, Proposal, shorten
+from ovspec.drafting.proposal import NOTHING, Proposal, shorten
 from ovspec.sampling.samplers import Sampler
 from ovspec.text.vocabulary import ALL_IDS, KnownIds
-
-NO_LOGITS = np.empty((0, 0), dtype=np.float32)
 
 
 @dataclass(frozen=True)
@@ -29,36 +27,20 @@ class DraftLimits:
 ANYTHING = DraftLimits()
 
 
-@dataclass(slots=True)
-class RowStep:
-    """One row in one round: what it begins with, what is proposed, what is fed, and the results. Tokens are (n,)."""
+class RowStep(NamedTuple):
+    """One row at the beginning of a round, as its drafter sees it."""
 
     sequence: Sequence  # the tokens so far; the round commits to it
     sampler: Sampler
     budget: int  # maximum number of tokens that may still be committed, forced and proposed ones included
     drafts: bool = True  # whether drafters are asked; not before the first token, which must not wait for them
     limits: DraftLimits = ANYTHING
-    forced: np.ndarray = field(default_factory=NO_TOKENS.copy)  # tokens that are committed first
-    ended: bool = False  # whether the text has ended with forced tokens, so that the model isn't run for it
-    proposal: Proposal = NOTHING
-    healed: bool = False  # whether the proposal is from token healing; then it is left out of statistics
-    unseen: np.ndarray = field(default_factory=NO_TOKENS.copy)  # tokens that the target has not read
-    read: int = 0  # how many of these it reads in this round
-    fed: np.ndarray = field(default_factory=NO_TOKENS.copy)  # the tokens that it reads, then the proposal
     positions: int = 1  # at the end of the text, that need logits
-    wanted: int = 0  # the same and those of the proposal
-    tokens: np.ndarray = field(default_factory=NO_TOKENS.copy)  # all committed: forced, accepted, the target's own
-    accepted: int = 0  # how many proposed tokens were accepted
-    error: Exception | None = None  # why the text can't go on, if its constraints failed
-    constraint_seconds: float = 0.0  # processor time spent on guessing, forcing and choosing tokens
-    # (n, vocab), for each committed token that wasn't forced, or all wanted ones if the sampler chose none; valid until
-    # the next round.
-    logits: np.ndarray = field(default_factory=NO_LOGITS.copy)
 
     def draftable(self, source: str | None = None) -> int:
         """Return how many tokens the drafter ``source``, or any, may propose; one of the budget is the target's own."""
         limits = self.limits
-        if not self.drafts or self.ended or (source and limits.drafters is not None and source not in limits.drafters):
+        if not self.drafts or (source and limits.drafters is not None and source not in limits.drafters):
             return 0
         most = self.budget - 1 if limits.lookahead is None else min(self.budget - 1, limits.lookahead)
         return max(0, most)
@@ -68,13 +50,11 @@ class RowStep:
 
         Nothing of it if a constraint or a user's function fails, which the target will find out for this row alone.
         """
-        began = time.thread_time()
-        try:
-            return shorten(proposal, self.sampler.constraints.permitted(self.sequence.tokens, proposal.tokens))
-        except Exception:
-            return NOTHING
-        finally:
-            self.constraint_seconds += time.thread_time() - began
+        with self.sampler.stopwatch:
+            try:
+                return shorten(proposal, self.sampler.constraints.permitted(self.sequence.tokens, proposal.tokens))
+            except Exception:
+                return NOTHING
 
 
 class Drafter:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from ovspec.base.errors import OvspecError
-from ovspec.cache.decoder import Reader
+from ovspec.cache.decoder import Decoder
 from ovspec.cache.head import HeadDecoder
 from ovspec.drafting.choice import DraftChoice
 from ovspec.drafting.draft_model import DraftModel
@@ -24,7 +23,8 @@ from ovspec.text.vocabulary import KnownIds
 
 def make_drafter(
     choice: DraftChoice | None,
-    draft: Reader | None,
+    draft: Decoder | None,
+    features_of: Decoder | None,
     ids: np.ndarray | None,
     width: int,
     corpora: list[Index],
@@ -35,6 +35,7 @@ def make_drafter(
     Args:
         choice: what the call names.
         draft: the decoder of the draft model or head, if ``choice`` names one.
+        features_of: the target's decoder, if the draft is a head, which reads features.
         ids: the ids that it proposes, in the order of its logits; None for all.
         width: of the target's logits.
         corpora: lookup may propose from these, too.
@@ -47,8 +48,8 @@ def make_drafter(
         drafters.append(OwnDrafter(choice.own, known))
     if draft:
         vocabulary = None if ids is None else DraftVocabulary(ids, width)
-        is_head = isinstance(draft, HeadDecoder)
-        drafters.append(Head(draft, vocabulary) if is_head else DraftModel(draft, vocabulary))
+        head = HeadDecoder(draft, features_of) if features_of else None
+        drafters.append(Head(head, vocabulary) if head else DraftModel(draft, vocabulary))
     for drafter in drafters:
         drafter.vocabulary = known
     return Chain(*drafters) if len(drafters) > 1 else drafters[0]
@@ -72,7 +73,7 @@ class Chain(Drafter):
             if len(found.tokens) and row.draftable(second) and lookahead.prefers(second, found, len(rows)):
                 found = NOTHING
             proposals.append(found)
-            left.append(replace(row, drafts=False) if len(found.tokens) else row)
+            left.append(row._replace(drafts=False) if len(found.tokens) else row)
         if not any(row.draftable(second) for row in left):
             return proposals
         others = self._second.propose(left, lookahead)

@@ -15,13 +15,14 @@ class Proposal:
 
     ``confidence`` (n,), 0 to 1: how sure the drafter is of each, on a scale of its own; the lookahead learns what
     acceptance it means. ``q``: the distribution that each token was drawn from, for rejection sampling. ``source``: the
-    drafter's name.
+    drafter's name. ``healed``: whether healing took the tokens back from the prompt; statistics leave them out.
     """
 
     tokens: np.ndarray
     confidence: np.ndarray | None = None
     q: list[WarpedLogits] | None = None
     source: str = ""
+    healed: bool = False
 
 
 NO_TOKENS = np.empty(0, dtype=np.int64)

@@ -11,9 +11,7 @@ import numpy as np
 import psutil
 
 from ovspec.base.errors import OvspecError
-from ovspec.cache.blocks import BlockTensors
 from ovspec.cache.decoder import Decoder
-from ovspec.cache.head import HeadDecoder
 from ovspec.drafting.choice import DraftChoice
 from ovspec.drafting.costs import Costs
 from ovspec.drafting.drafter import Drafter
@@ -80,11 +78,9 @@ class Models:
         self._token_bytes = sum(kv_bytes_per_token(ir) + recurrent_bytes(ir) for ir in self.irs())  # upper bound
         self.shares_greedy = not (cache_bytes is None and target.is_inexact and target.is_reproducible)
         most = psutil.virtual_memory().available / 4 if cache_bytes is None else cache_bytes
-        self.tensors = {
-            id(model): BlockTensors(model.ir, most / self._token_bytes)
-            for model in (target, draft)
-            if model and model.engine == "paged" and most
-        }
+        self.loaded = [model for model in (target, draft) if model]  # also a draft that nothing proposes with
+        for model in self.loaded if most else ():
+            model.share_blocks(most / self._token_bytes)
 
     def with_drafters(self, choice: DraftChoice | None) -> Models:
         """Return the same models with other drafters; a draft model must be the loaded one."""
@@ -115,18 +111,18 @@ class Models:
         known = self._known
         if model.ir.ids is not None:
             known = KnownIds(gaps=np.flatnonzero(known.unknown(model.ir.ids)))
-        return model.decoder(known, tensors=self.tensors.get(id(model)))
+        return model.decoder(known, shares=True)
 
     def _drafter(self, target: Decoder, draft: Decoder | None) -> Drafter | None:
         ids = self.draft.ir.ids if self.draft else None
-        reader = HeadDecoder(draft, target) if draft and self.draft and self.draft.is_head else draft
-        return make_drafter(self.choice, reader, ids, self.target.ir.logits_width, self.corpora, self._known)
+        features_of = target if self.draft and self.draft.is_head else None
+        width = self.target.ir.logits_width
+        return make_drafter(self.choice, draft, features_of, ids, width, self.corpora, self._known)
 
     def close(self) -> None:
         """Free the models; inferences raise InferenceError from now on."""
-        for ir in self.irs():
-            ir.close()
-        self.tensors.clear()
+        for model in self.loaded:
+            model.close()
 
     # ------------------------------------------------------------ the memory of KV caches
 
@@ -137,13 +133,22 @@ class Models:
     @property
     def spare(self) -> float:
         """The bytes of KV caches that are kept, but that no text needs."""
-        return sum(tensors.spare for tensors in self.tensors.values())
+        return sum(model.spare for model in self.loaded)
+
+    @property
+    def keeps_prefixes(self) -> bool:
+        """Whether KV caches of ended texts are kept for texts that begin in the same way."""
+        return any(model.keeps_prefixes for model in self.loaded)
+
+    def limit_blocks(self, most_tokens: float) -> None:
+        """Let kept KV caches give way once ``most_tokens`` are cached."""
+        for model in self.loaded:
+            model.limit_blocks(most_tokens)
 
     def give_way(self) -> None:
         """Free the KV caches that no text needs."""
-        for tensors in self.tensors.values():
-            with tensors.lock:
-                tensors.pool.forget()
+        for model in self.loaded:
+            model.give_way()
 
     def check_memory(self, tokens: int, drafts: bool = True) -> None:
         """Raise OvspecError if the states for ``tokens`` more tokens can't fit into free memory."""

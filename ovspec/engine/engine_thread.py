@@ -10,7 +10,6 @@ from typing import Any
 import psutil
 
 from ovspec.base.errors import InferenceError, OvspecError
-from ovspec.cache.paged import PagedDecoder
 from ovspec.drafting.costs import Costs
 from ovspec.drafting.drafter import Drafter
 from ovspec.drafting.lookahead import Lookahead
@@ -121,8 +120,7 @@ class EngineThread:
         if prepare:
             runtime.models.give_way()  # what the warm-up has left
         if prepare and runtime.models.cache_bytes is None:
-            for tensors in runtime.models.tensors.values():
-                tensors.limit(self.most_tokens)
+            runtime.models.limit_blocks(self.most_tokens)
         limits = BatchLimits(
             self._rows,
             self.most_tokens,
@@ -205,11 +203,8 @@ class EngineThread:
     def cache_use(self) -> tuple[int, int]:
         """Return (blocks of the target's KV cache in use, blocks that are free); of one token where there are none."""
         target = self._decoders.target
-        if isinstance(target, PagedDecoder):
-            used, most = target.blocks_used, self.most_tokens // target.block_size
-        else:
-            used, most = sum(map(len, target.rows)), self.most_tokens
-        return used, max(0, most - used)
+        used = target.blocks_used
+        return used, max(0, self.most_tokens // target.block_size - used)
 
     # ------------------------------------------------------------ in the engine's thread
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,6 +20,35 @@ from ovspec.drafting.lookahead import Lookahead, RoundOutcome
 from ovspec.drafting.proposal import NO_TOKENS, NOTHING, Proposal
 from ovspec.engine.prefill_budget import Load, PrefillBudget
 
+NO_LOGITS = np.empty((0, 0), dtype=np.float32)
+
+
+class RowFeed(NamedTuple):
+    """What a row feeds the target in a round."""
+
+    tokens: np.ndarray  # (n,): tokens that the target has not read, then the proposal
+    read: int  # how many are no proposal
+    proposal: Proposal = NOTHING
+    logits: int = 0  # number of tokens, the last ones, after which logits are computed
+
+
+class RowOutcome(NamedTuple):
+    """What came of a row in a round, or so far, of the forced tokens alone."""
+
+    tokens: np.ndarray = NO_TOKENS  # (n,), all committed: forced, accepted, the target's own
+    forced: int = 0  # how many of these were forced; they come first
+    ended: bool = False  # whether the text has ended with forced tokens or an error, so that the model isn't run for it
+    proposal: Proposal = NOTHING
+    accepted: int = 0  # how many proposed tokens were accepted
+    read: int = 0  # how many tokens the target read, without the proposal
+    # (n, vocab), for each committed token that wasn't forced, or all computed ones if the sampler chose none; valid
+    # until the next round.
+    logits: np.ndarray = NO_LOGITS
+    error: Exception | None = None  # why the text can't go on, if its constraints failed
+
+
+UNFORCED = RowOutcome()
+
 
 def run_round(
     target: Decoder,
@@ -27,12 +56,12 @@ def run_round(
     lookahead: Lookahead,
     rows: list[RowStep],
     prefill_budget: PrefillBudget | None = None,
-) -> RoundOutcome | None:
+) -> tuple[list[RowOutcome], RoundOutcome | None]:
     """Commit at least one token to every row, and leave no trace of rejected tokens.
 
-    A row that is still reading its prompt gets none, except forced tokens. Each row's results are stored in its
-    ``RowStep``; if its constraints fail, only that row gets an ``error``. Returns what the lookahead can learn from
-    the round, or None without a drafter.
+    A row that is still reading its prompt gets none, except forced tokens. Returns each row's outcome, and what the
+    lookahead can learn from the round, or None without a drafter. If a row's constraints fail, only that row's outcome
+    is an ``error``, and forced tokens may remain in its sequence; any other exception may leave tokens in all of them.
 
     Args:
         target: its row i follows ``rows[i]``, of which it may have read only a part.
@@ -40,122 +69,167 @@ def run_round(
         lookahead: decides how many tokens to propose. If it is fixed at 0, constraints don't force tokens, either.
         prefill_budget: decides how much of the prompts is read, if rows that generate must not wait long.
     """
-    for row in rows:
+    rows, outcomes = rows[:], [UNFORCED] * len(rows)
+    for index, row in enumerate(rows):
         if row.sampler.constraints.forces and 0 not in (lookahead.fixed, row.limits.lookahead):
-            attempt(commit_forced, row)
-    if drafter and prefill_budget:
-        behind = [len(row.sequence) - len(held) for row, held in zip(rows, target.rows, strict=True)]
-        unread = [count for count in behind if count > PREFILL_ABOVE]
-        lookahead.begin(prefill_budget.most_ms(Load(len(rows) - len(unread), len(unread)), sum(unread)), paced=True)
-    elif drafter:
-        lookahead.begin()
+            outcomes[index] = attempt(commit_forced, row)
+            rows[index] = rest_of(row, outcomes[index])
+    if drafter:
+        begin_lookahead(lookahead, rows, target, prefill_budget)
     began = time.perf_counter()
-    propose(rows, drafter, lookahead)
+    proposals = propose(rows, outcomes, drafter, lookahead)
     proposed = time.perf_counter()
-    load = find_unseen(rows, target)
-    chunks = [row.unseen for row in rows]
-    if len(rows) > 1 or prefill_budget:
-        chunks = prefill_chunks(
-            target, chunks, prefill_budget.room(load, 1e3 * (proposed - began)) if prefill_budget else None
-        )
-    feed_chunks(rows, chunks)
-    fed, before = [row.fed for row in rows], target.seconds
+    unseen = find_unseen(rows, outcomes, target)
+    load = load_of(unseen, proposals) if prefill_budget else None
+    chunks = unseen
+    if prefill_budget and load:
+        chunks = prefill_chunks(target, unseen, prefill_budget.room(load, 1e3 * (proposed - began)))
+    elif len(rows) > 1:
+        chunks = prefill_chunks(target, unseen)
+    feeds = row_feeds(rows, unseen, chunks, proposals)
+    fed, before = [feed.tokens for feed in feeds], target.seconds
     width = lookahead.target.fill(needed_width(target, fed)) if drafter else 0
     if any(map(len, fed)):
-        logits = target.feed(fed, [row.wanted for row in rows], width)
-        if prefill_budget:
-            prompts = sum([row.read for row in rows if len(row.unseen) > PREFILL_ABOVE])
+        logits = target.feed(fed, [feed.logits for feed in feeds], width)
+        if prefill_budget and load:
+            prompts = sum([feed.read for feed, new in zip(feeds, unseen, strict=True) if len(new) > PREFILL_ABOVE])
             prefill_budget.learn(load, prompts, 1e3 * (target.seconds - before))
-        for index, row in enumerate(rows):
-            if row.wanted:
-                attempt(commit, row, logits[index], target, index)
-    return outcome(rows, width, proposed - began, time.perf_counter() - proposed) if drafter else None
+        for index, (row, feed) in enumerate(zip(rows, feeds, strict=True)):
+            if feed.logits:
+                outcomes[index] = attempt(commit, row, outcomes[index], feed, logits[index], target, index)
+            elif feed.read:
+                outcomes[index] = outcomes[index]._replace(read=feed.read)
+    if not drafter:
+        return outcomes, None
+    return outcomes, round_outcome(outcomes, unseen, proposals, width, proposed - began, time.perf_counter() - proposed)
 
 
-def attempt(step: Callable[..., None], row: RowStep, *arguments: Any) -> None:
+def attempt(step: Callable[..., RowOutcome], row: RowStep, *arguments: Any) -> RowOutcome:
     """Run a step of a row; if its constraints or a user's function fail, the row has ended, and the others go on."""
-    began = time.thread_time()  # what other threads do meanwhile is not the row's fault
-    try:
-        step(row, *arguments)
-    except InferenceError:
-        raise
-    except Exception as error:
-        row.error, row.ended, row.proposal, row.accepted = error, True, NOTHING, 0
-    row.constraint_seconds += time.thread_time() - began
+    with row.sampler.stopwatch:
+        try:
+            return step(row, *arguments)
+        except InferenceError:
+            raise
+        except Exception as error:
+            return RowOutcome(ended=True, error=error)
 
 
-def commit_forced(row: RowStep) -> None:
+def commit_forced(row: RowStep) -> RowOutcome:
     """Commit the row's forced tokens. They need not be verified, because the target could choose nothing else."""
     constraints = row.sampler.constraints
-    found = constraints.forced(row.sequence.tokens)[: row.budget]
-    if found:
-        row.forced = row.tokens = np.array(found, dtype=np.int64)
-        row.sequence.commit(row.forced)
-        row.budget -= len(found)
-        row.ended = not row.budget or constraints.complete(row.sequence.tokens)
+    forced = constraints.forced(row.sequence.tokens)[: row.budget]
+    if not forced:
+        return UNFORCED
+    tokens = np.array(forced, dtype=np.int64)
+    row.sequence.commit(tokens)
+    ended = len(tokens) == row.budget or constraints.complete(row.sequence.tokens)
+    return RowOutcome(tokens, len(tokens), ended)
 
 
-def propose(rows: list[RowStep], drafter: Drafter | None, lookahead: Lookahead) -> None:
+def rest_of(row: RowStep, outcome: RowOutcome) -> RowStep:
+    """Return what the row goes on with after its forced tokens."""
+    return row._replace(budget=row.budget - outcome.forced, drafts=row.drafts and not outcome.ended)
+
+
+def begin_lookahead(lookahead: Lookahead, rows: list[RowStep], target: Decoder, budget: PrefillBudget | None) -> None:
+    """Begin a round of the lookahead, with as much time as the prompts leave that the target has not read."""
+    if not budget:
+        lookahead.begin()
+        return
+    unread = [len(row.sequence) - len(cached) for row, cached in zip(rows, target.rows, strict=True)]
+    prompts = [count for count in unread if count > PREFILL_ABOVE]
+    lookahead.begin(budget.most_ms(Load(len(rows) - len(prompts), len(prompts)), sum(prompts)), paced=True)
+
+
+def propose(
+    rows: list[RowStep], outcomes: list[RowOutcome], drafter: Drafter | None, lookahead: Lookahead
+) -> list[Proposal]:
     """Collect proposals from the drafter. A row without one tries the tokens that healing took back from its prompt."""
+    proposals = [NOTHING] * len(rows)
     if drafter and any(row.draftable() for row in rows):
-        for row, proposal in zip(rows, drafter.propose(rows, lookahead), strict=True):
-            row.proposal = proposal
-    for row in rows:
+        proposals = list(drafter.propose(rows, lookahead))
+    for index, row in enumerate(rows):
         constraints = row.sampler.constraints
-        if constraints.guesses and not row.ended and not len(row.proposal.tokens):
+        if constraints.guesses and not outcomes[index].ended and not len(proposals[index].tokens):
             likely = constraints.likely(row.sequence.tokens)
             if likely is not None:
-                row.proposal, row.healed = row.permitted(Proposal(likely)), True
+                proposals[index] = row.permitted(Proposal(likely, healed=True))
+    return proposals
 
 
-def find_unseen(rows: list[RowStep], target: Decoder) -> Load:
-    """Set the tokens of each row that the target has not read; return what the round does besides reading prompts."""
+def find_unseen(rows: list[RowStep], outcomes: list[RowOutcome], target: Decoder) -> list[np.ndarray]:
+    """Return the tokens of each row that the target has not read, after rolling it back; none of ended rows."""
     target.adopt([row.sequence for row in rows])
-    for index, row in enumerate(rows):
-        row.unseen = NO_TOKENS if row.ended else catch_up(target, index, row.sequence)
-    generating = [row for row in rows if 0 < len(row.unseen) <= PREFILL_ABOVE]
+    return [
+        NO_TOKENS if outcome.ended else catch_up(target, index, row.sequence)
+        for index, (row, outcome) in enumerate(zip(rows, outcomes, strict=True))
+    ]
+
+
+def load_of(unseen: list[np.ndarray], proposals: list[Proposal]) -> Load:
+    """Return what the round does besides reading prompts."""
+    generating = [
+        (len(new) - 1, len(proposal.tokens))
+        for new, proposal in zip(unseen, proposals, strict=True)
+        if 0 < len(new) <= PREFILL_ABOVE
+    ]
     return Load(
         generating=len(generating),
-        reading=sum([len(row.unseen) > PREFILL_ABOVE for row in rows]),
-        rest=sum([len(row.unseen) - 1 for row in generating]),
-        proposed=sum([len(row.proposal.tokens) for row in generating]),
+        reading=sum([len(new) > PREFILL_ABOVE for new in unseen]),
+        rest=sum([rest for rest, _ in generating]),
+        proposed=sum([proposed for _, proposed in generating]),
     )
 
 
-def feed_chunks(rows: list[RowStep], chunks: list[np.ndarray]) -> None:
-    """Set what each row feeds: its chunk of unseen tokens and, if these are all, the proposal."""
-    for row, chunk in zip(rows, chunks, strict=True):
-        row.fed, row.read = chunk, len(chunk)
-        if row.ended or row.read < len(row.unseen):
-            row.proposal = NOTHING
-            continue
-        row.wanted = min(row.positions, row.read) + len(row.proposal.tokens)
-        if len(row.proposal.tokens):
-            row.fed = np.concatenate((chunk, row.proposal.tokens))
+def row_feeds(
+    rows: list[RowStep], unseen: list[np.ndarray], chunks: list[np.ndarray], proposals: list[Proposal]
+) -> list[RowFeed]:
+    """Return what each row feeds: its chunk of unseen tokens and, if these are all, the proposal."""
+    feeds = []
+    for row, new, chunk, proposal in zip(rows, unseen, chunks, proposals, strict=True):
+        read, proposed = len(chunk), len(proposal.tokens)
+        if not read or read < len(new):
+            feeds.append(RowFeed(chunk, read))
+        else:
+            tokens = np.concatenate((chunk, proposal.tokens)) if proposed else chunk
+            feeds.append(RowFeed(tokens, read, proposal, min(row.positions, read) + proposed))
+    return feeds
 
 
-def commit(row: RowStep, logits: np.ndarray, target: Decoder, index: int) -> None:
-    """Commit the accepted part of the proposal and one token of the target's own.
+def commit(
+    row: RowStep, begun: RowOutcome, feed: RowFeed, logits: np.ndarray, target: Decoder, index: int
+) -> RowOutcome:
+    """Commit the accepted part of the proposal and one token of the target's own, after the forced ones of ``begun``.
 
     That token replaces the first rejected one or, if the whole proposal was accepted, is the bonus token. There is none
     if an accepted token ends the text.
     """
-    proposed = len(row.proposal.tokens)
+    proposal, accepted = feed.proposal, 0
+    proposed = len(proposal.tokens)
     own = logits[len(logits) - proposed - 1 :]
-    chosen = row.sampler.verify(own, row.sequence, row.proposal.tokens, row.proposal.q)
+    chosen = row.sampler.verify(own, row.sequence, proposal.tokens, proposal.q)
     row.sequence.commit(chosen)
-    row.logits = own[: len(chosen)] if len(chosen) else logits
-    row.tokens = np.concatenate((row.forced, chosen)) if len(row.forced) else chosen
     if proposed and len(chosen):
-        row.accepted = int((chosen[:proposed] == row.proposal.tokens[: len(chosen)]).sum())
-        if row.accepted < proposed:
+        accepted = int((chosen[:proposed] == proposal.tokens[: len(chosen)]).sum())
+        if accepted < proposed:
             target.truncate(index, len(row.sequence) - 1)
-    if row.healed:
-        row.proposal, row.accepted = NOTHING, 0
+    if proposal.healed:
+        proposal, accepted = NOTHING, 0
+    tokens = np.concatenate((begun.tokens, chosen)) if begun.forced else chosen
+    logits = own[: len(chosen)] if len(chosen) else logits
+    return RowOutcome(tokens, begun.forced, False, proposal, accepted, feed.read, logits)
 
 
-def outcome(rows: list[RowStep], width: int, drafted: float, verified: float) -> RoundOutcome:
-    forced = sum([len(row.forced) for row in rows if not row.ended])  # the last ones are never computed
-    prefilled = any(row.healed for row in rows) or sum([len(row.unseen) for row in rows]) > len(rows) + forced
-    judged = [(row.proposal, row.accepted) for row in rows]
+def round_outcome(
+    outcomes: list[RowOutcome],
+    unseen: list[np.ndarray],
+    proposals: list[Proposal],
+    width: int,
+    drafted: float,
+    verified: float,
+) -> RoundOutcome:
+    forced = sum([outcome.forced for outcome in outcomes if not outcome.ended])  # the last ones are never computed
+    prefilled = any(proposal.healed for proposal in proposals) or sum(map(len, unseen)) > len(outcomes) + forced
+    judged = [(outcome.proposal, outcome.accepted) for outcome in outcomes]
     return RoundOutcome(judged, width, forced, prefilled, drafted, verified)

@@ -20,6 +20,7 @@ from ovspec.drafting.drafter import ANYTHING, DraftLimits, RowStep
 from ovspec.engine.decoders import Models
 from ovspec.engine.prompts import Prompt, PromptEncoder
 from ovspec.engine.results import FinishReason, Origin, Piece, Provenance, Result, Stats
+from ovspec.engine.round import RowOutcome
 from ovspec.params import Params, make_params
 from ovspec.sampling.constraint import Constraints
 from ovspec.sampling.constraint_maker import ConstraintMaker
@@ -148,17 +149,13 @@ class Row:
         limits = UNDRAFTED if self.only_reads else self.limits
         return RowStep(self.sequence, self.sampler, budget, self.stats.rounds > 0, limits)
 
-    def take(self, step: RowStep) -> Piece:
+    def take(self, outcome: RowOutcome) -> Piece:
         """Turn the tokens that a round committed into a piece of text; roll back those after the end of the text."""
-        if step.error:
-            self.error = step.error
-            self.sequence.rewind(len(self.sequence) - len(step.tokens))
-            return self.cancel()
-        tokens = step.tokens.tolist()
+        tokens = outcome.tokens.tolist()
         begin = len(self.sequence) - len(tokens)
         if self.only_reads and tokens:
             self.finish_reason = "length"
-            self._count(step, 0)
+            self._count(outcome, 0)
             self.sequence.rewind(begin)
             return Piece("", [], "length")
         late = self._is_late() if tokens else False
@@ -203,7 +200,7 @@ class Row:
                 self._record_tokens(len(self.token_ids) + used - first)  # the same text is made without a clock
             if self.finish_reason:
                 break
-        self._count(step, used)
+        self._count(outcome, used)
         self.sequence.rewind(begin + used)
         if self.finish_reason and self.stop_string is None and not self._outdented:
             self._say(self._rest(), said)
@@ -213,12 +210,17 @@ class Row:
         logprobs = None
         if self.logprobs is not None:
             tops = self.params.logprobs or 0
-            logprobs = [token_logprob(step.logits[index], tokens[index], tops) for index in range(first, used)]
+            logprobs = [token_logprob(outcome.logits[index], tokens[index], tops) for index in range(first, used)]
             self.logprobs += logprobs
-        sources = ["forced"] * len(step.forced) + [step.proposal.source] * step.accepted
+        sources = ["forced"] * outcome.forced + [outcome.proposal.source] * outcome.accepted
         sources += ["target"] * (len(tokens) - len(sources))
         parts = tokens[first:used], self.finish_reason, logprobs, sources[first:used]
         return Piece(said.text, *parts, said.thinking, said.calls)
+
+    def fail(self, error: Exception) -> Piece:
+        """End the text where it is, because of ``error``."""
+        self.error = error
+        return self.cancel()
 
     def cancel(self) -> Piece:
         """End the text where it is, unless it has already ended."""
@@ -264,19 +266,19 @@ class Row:
         self.text += said.text
         self.thinking += said.thinking
 
-    def _count(self, step: RowStep, used: int) -> None:
-        stats, forced = self.stats, len(step.forced)
+    def _count(self, outcome: RowOutcome, used: int) -> None:
+        stats, forced = self.stats, outcome.forced
         if not stats.rounds:  # a grammar may force tokens before the prompt has been read
-            self._read += step.read - forced
+            self._read += outcome.read - forced
             stats.cached_tokens = min(self.start, self.start - self._read)
         stats.forced += min(forced, used)
-        stats.rounds += len(step.tokens) > forced
+        stats.rounds += len(outcome.tokens) > forced
         if self.finish_reason and not stats.rounds:
             stats.cached_tokens = 0  # the prompt was never needed
-        accepted = max(0, min(step.accepted, used - forced))
-        proposed = accepted if used < len(step.tokens) else len(step.proposal.tokens)
+        accepted = max(0, min(outcome.accepted, used - forced))
+        proposed = accepted if used < len(outcome.tokens) else len(outcome.proposal.tokens)
         if proposed:
-            stats.count_proposal(step.proposal.source, proposed, accepted)
+            stats.count_proposal(outcome.proposal.source, proposed, accepted)
 
     def _rest(self) -> str:
         shown, stop = self._stops.push(self._detokenizer.flush())

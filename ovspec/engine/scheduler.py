@@ -21,7 +21,7 @@ from ovspec.drafting.lookahead import Lookahead, RoundOutcome
 from ovspec.engine.decoders import DecoderPool
 from ovspec.engine.prefill_budget import PrefillBudget
 from ovspec.engine.results import FinishReason, Piece, Stats
-from ovspec.engine.round import run_round
+from ovspec.engine.round import RowOutcome, run_round
 from ovspec.ir.memory import token_room
 from ovspec.params import Params
 
@@ -38,7 +38,9 @@ class Schedulable(Protocol):
 
     def row_step(self) -> RowStep: ...
 
-    def take(self, step: RowStep) -> Piece: ...
+    def take(self, outcome: RowOutcome) -> Piece: ...
+
+    def fail(self, error: Exception) -> Piece: ...
 
     def cancel(self) -> Piece: ...
 
@@ -149,39 +151,48 @@ class Scheduler:
             return None
         self._reorder()
         steps = [active.row.row_step() for active in self._batch]
+        lengths = [len(step.sequence) for step in steps]
         try:
-            self.outcome = run_round(self._target, self._drafter, self._lookahead, steps, self._limits.prefill_budget)
-            for step in steps:
-                if step.error and not isinstance(step.error, self._limits.fail_alone):
-                    raise step.error
+            outcomes, self.outcome = run_round(
+                self._target, self._drafter, self._lookahead, steps, self._limits.prefill_budget
+            )
+            for outcome in outcomes:
+                if outcome.error and not isinstance(outcome.error, self._limits.fail_alone):
+                    raise outcome.error
         except BaseException:
-            for step in steps:  # undo what the failed round committed
-                step.sequence.rewind(len(step.sequence) - len(step.tokens))
+            for step, length in zip(steps, lengths, strict=True):  # undo what the failed round committed
+                step.sequence.rewind(length)
             raise
         if self.outcome:
             self._learn(self.outcome)
-        pieces = [(active.number, self._taken(active, step)) for active, step in zip(self._batch, steps, strict=True)]
+        pieces = [
+            (active.number, self._piece(active, step, outcome, length))
+            for active, step, outcome, length in zip(self._batch, steps, outcomes, lengths, strict=True)
+        ]
         for active in self._batch:
             if active.row.finish_reason or not active.row.stats.ttft_ms:
                 self._note_times(active)
         self._batch = [active for active in self._batch if not active.row.finish_reason]
         return pieces
 
-    def _taken(self, active: Active, step: RowStep) -> Piece:
+    def _piece(self, active: Active, step: RowStep, outcome: RowOutcome, length: int) -> Piece:
         """Return the piece that a row makes of its round; it is empty if its constraints fail or take too long."""
-        if step.constraint_seconds > SLOW_STEP * (1 + len(step.proposal.tokens)):
-            active.slow += step.constraint_seconds
-            if active.slow > self._limits.constraint_seconds and not step.error:
-                step.error = OvspecError("The grammar takes too long to follow; simplify it.")
-        try:
-            return active.row.take(step)
-        except InferenceError:
-            raise
-        except OvspecError as error:
-            if not self._limits.fail_alone:
+        error, seconds = outcome.error, step.sampler.stopwatch.lap()
+        if seconds > SLOW_STEP * (1 + len(outcome.proposal.tokens)):
+            active.slow += seconds
+            if active.slow > self._limits.constraint_seconds and not error:
+                error = OvspecError("The grammar takes too long to follow; simplify it.")
+        if not error:
+            try:
+                return active.row.take(outcome)
+            except InferenceError:
                 raise
-            step.error = error
-            return active.row.take(step)
+            except OvspecError as failure:
+                if not self._limits.fail_alone:
+                    raise
+                error = failure
+        step.sequence.rewind(length)  # undo what was committed to it
+        return active.row.fail(error)
 
     def _reorder(self) -> None:
         """Keep the decoders' rows of texts that continue, and add empty ones for rows that have joined."""

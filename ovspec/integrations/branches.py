@@ -21,6 +21,7 @@ from ovspec.drafting.lookahead import Lookahead, RoundOutcome
 from ovspec.drafting.proposal import NO_TOKENS, Proposal, shorten
 from ovspec.engine.decoders import Decoders
 from ovspec.engine.results import FinishReason, Piece, Proposals, Stats
+from ovspec.engine.round import RowOutcome
 from ovspec.engine.scheduler import Scheduler
 from ovspec.sampling.samplers import GreedySampler
 
@@ -53,9 +54,6 @@ class Observer(GreedySampler):
         return NO_TOKENS
 
 
-OBSERVER = Observer()
-
-
 class Branch:
     """A text with its own decoders, which is the only row of its batch.
 
@@ -69,7 +67,8 @@ class Branch:
     def __init__(self, decoders: Decoders, drafts: bool, lookahead: Lookahead, sequence: Sequence) -> None:
         self.decoders, self.sequence = decoders, sequence
         self.known: dict[int, np.ndarray] = {}
-        self.stats, self.step = Stats(), RowStep(sequence, OBSERVER, 1)  # of the next round, or the last one
+        self.stats, self.step = Stats(), RowStep(sequence, Observer(), 1)  # of the next round
+        self.outcome = RowOutcome()  # of the last round
         drafter = decoders.drafter if drafts else None
         # The lookahead learns from a round when the text has gone on.
         self.scheduler = Scheduler(decoders.target, drafter, lookahead, [self], learn=lambda _: None)
@@ -81,8 +80,12 @@ class Branch:
     def row_step(self) -> RowStep:
         return self.step
 
-    def take(self, step: RowStep) -> Piece:  # noqa: ARG002
+    def take(self, outcome: RowOutcome) -> Piece:
+        self.outcome = outcome
         return Piece("", [])
+
+    def fail(self, error: Exception) -> Piece:
+        raise error
 
     def cancel(self) -> Piece:
         return Piece("", [])
@@ -211,16 +214,17 @@ class Branches:
         budget = 1 + min(TO_COME, context - len(text) if context else TO_COME)
         # With all logits requested, a decoder feeds any number of tokens in the same way: proposals change no bit.
         positions = MOST_POSITIONS if all_new or not long else 1
-        branch.step = step = RowStep(text, OBSERVER, budget, not long, positions=positions)
+        branch.step = RowStep(text, Observer(), budget, not long, positions=positions)
         self._round(branch)
-        cached, end = len(text) - step.read, len(text) + len(step.proposal.tokens)
+        outcome, proposal = branch.outcome, branch.outcome.proposal
+        cached, end = len(text) - outcome.read, len(text) + len(proposal.tokens)
         branch.known = {length: row for length, row in branch.known.items() if since <= length <= cached}
-        branch.known |= dict(enumerate(step.logits.copy(), end - len(step.logits) + 1))
-        if step.proposal.tokens.size:
-            self.served.count_proposal(step.proposal.source, len(step.proposal.tokens), 0)
-        if outcome := branch.scheduler.outcome:
-            outcome = replace(outcome, forced=0 if long else step.read - 1, prefilled=long)
-            self._guess = Guess(branch, step.proposal, len(text), outcome)
+        branch.known |= dict(enumerate(outcome.logits.copy(), end - len(outcome.logits) + 1))
+        if proposal.tokens.size:
+            self.served.count_proposal(proposal.source, len(proposal.tokens), 0)
+        if learnable := branch.scheduler.outcome:
+            learnable = replace(learnable, forced=0 if long else outcome.read - 1, prefilled=long)
+            self._guess = Guess(branch, proposal, len(text), learnable)
         return cached
 
     def _round(self, branch: Branch) -> None:
@@ -228,7 +232,7 @@ class Branches:
         on_target, on_draft = target.seconds, drafter.seconds if drafter else 0.0
         branch.scheduler.step()
         served.inferences += 1
-        served.read += branch.step.read
+        served.read += branch.outcome.read
         served.target_ms += 1e3 * (target.seconds - on_target)
         served.draft_ms += 1e3 * (drafter.seconds - on_draft) if drafter else 0.0
 

@@ -7,6 +7,7 @@ any drafter. ``RejectionSampler`` uses the other rule, rejection sampling.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -45,6 +46,26 @@ class DraftVocabulary:
         return found
 
 
+class Stopwatch:
+    """Counts this thread's processor time, because what other threads do meanwhile is not the row's fault."""
+
+    __slots__ = ("_began", "_seconds")
+
+    def __init__(self) -> None:
+        self._seconds = self._began = 0.0
+
+    def __enter__(self) -> None:
+        self._began = time.thread_time()
+
+    def __exit__(self, *_: object) -> None:
+        self._seconds += time.thread_time() - self._began
+
+    def lap(self) -> float:
+        """Return the seconds counted since the last lap."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+
 # The distribution that each proposed token was drawn from; None if the tokens weren't drawn.
 Distributions = list[WarpedLogits] | None
 
@@ -53,6 +74,7 @@ class Sampler(Protocol):
     """Chooses the tokens of one row."""
 
     constraints: Constraints
+    stopwatch: Stopwatch  # runs while the row's tokens are forced, guessed and chosen
 
     def verify(
         self, logits: np.ndarray, sequence: Sequence, proposed: np.ndarray, q: Distributions = None
@@ -75,7 +97,7 @@ class ComparingSampler:
     """Verifies proposals by comparing them with its own choices."""
 
     def __init__(self, constraints: Constraints = UNCONSTRAINED) -> None:
-        self.constraints = constraints
+        self.constraints, self.stopwatch = constraints, Stopwatch()
 
     def choose(self, logits: np.ndarray, tokens: np.ndarray) -> int:
         """Return the token that follows ``tokens`` (n,), chosen from the target's ``logits`` (vocab,)."""
@@ -201,7 +223,8 @@ class RejectionSampler:
 
     def __init__(self, constraints: Constraints, params: Params, sample: int) -> None:
         assert params.seed is not None
-        self.constraints, self._params, self._seed, self._sample = constraints, params, params.seed, sample
+        self.constraints, self.stopwatch = constraints, Stopwatch()
+        self._params, self._seed, self._sample = params, params.seed, sample
 
     def verify(
         self, logits: np.ndarray, sequence: Sequence, proposed: np.ndarray, q: Distributions = None

@@ -141,7 +141,7 @@ def add_endpoints(app: FastAPI, service: Service) -> None:
         except ApiError as error:
             response.status_code, reason = 503, error.detail
         exact = promise == "exact"
-        cache = ("exact" if exact else "may change bits") if lm.runtime.models.tensors else "off"
+        cache = ("exact" if exact else "may change bits") if lm.runtime.models.keeps_prefixes else "off"
         return Ready(status=reason, arithmetic=promise, deterministic=exact, prefix_cache=cache)
 
     @app.get("/metrics", tags=["server"], summary="Report metrics in Prometheus' format.")

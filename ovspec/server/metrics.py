@@ -2,7 +2,6 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from ovspec.cache.block_pool import BlockPool
 from ovspec.drafting.proposal import Proposal
 from ovspec.engine.engine_thread import EngineThread
 from ovspec.engine.results import Piece
@@ -14,6 +13,7 @@ class Metrics:
     """What the server and its engine count and measure."""
 
     def __init__(self, engine: EngineThread) -> None:
+        models = engine.runtime.models.loaded
         self.registry = CollectorRegistry()
         self.requests = self._counter("requests", "Requests, by endpoint and status.", "endpoint", "status")
         self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.")
@@ -38,8 +38,8 @@ class Metrics:
         self.running.set_function(lambda: engine.running)
         self.waiting.set_function(lambda: engine.waiting)
         self.blocks_used.set_function(lambda: engine.cache_use()[0])
-        self.blocks_kept.set_function(lambda: sum(pool.idle for pool in pools_of(engine)))
-        self.blocks_evicted.set_function(lambda: sum(pool.evicted for pool in pools_of(engine)))
+        self.blocks_kept.set_function(lambda: sum(model.blocks_kept for model in models))
+        self.blocks_evicted.set_function(lambda: sum(model.blocks_evicted for model in models))
         self.blocks_free.set_function(lambda: engine.cache_use()[1])
 
     def note_round(self, pieces: list[tuple[int, Piece]], judged: list[tuple[Proposal, int]]) -> None:
@@ -60,7 +60,3 @@ class Metrics:
 
     def _seconds(self, name: str, what: str) -> Histogram:
         return Histogram(f"ovspec_{name}_seconds", f"Seconds {what}.", buckets=SECONDS, registry=self.registry)
-
-
-def pools_of(engine: EngineThread) -> list[BlockPool]:
-    return [tensors.pool for tensors in engine.runtime.models.tensors.values()]

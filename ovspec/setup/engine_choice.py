@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -60,6 +60,7 @@ class CompiledModel:
     kl: float | None = None  # its KL divergence from f32 without dynamic quantisation, in nats
     verify_ms: dict[int, float] | None = None  # measured, per inference, by width in tokens; the widest is a prompt
     change_ms: float | None = None  # measured, added to an inference of another width than the one before
+    tensors: BlockTensors | None = field(default=None, init=False, repr=False)  # that decoders share
 
     @property
     def is_head(self) -> bool:
@@ -84,17 +85,57 @@ class CompiledModel:
         """Whether the same inferences give the same bits; a GPU replaces kernels in the background."""
         return self.promise == "exact" or not may_use_gpu(self.ir.device)
 
-    def decoder(
-        self, vocabulary: KnownIds = ALL_IDS, rule: FeedRule | None = None, tensors: BlockTensors | None = None
-    ) -> Decoder:
+    def decoder(self, vocabulary: KnownIds = ALL_IDS, rule: FeedRule | None = None, shares: bool = False) -> Decoder:
         """Return a decoder with its own infer request and KV cache; ``rule`` replaces the model's.
 
-        ``tensors``: blocks that it shares with others, if the engine is paged.
+        ``shares``: whether its KV cache is in the blocks of ``share_blocks``.
         """
         rule = rule or self.rule
         if self.engine == "paged":
-            return PagedDecoder(self.ir, vocabulary, rule, tensors)
+            return PagedDecoder(self.ir, vocabulary, rule, self.tensors if shares else None)
         return decoder_of(self.ir, self.rollback, vocabulary, rule)
+
+    def share_blocks(self, most_tokens: float) -> None:
+        """Make blocks for decoders to share, if the engine has any; those of ended texts are kept for their prefixes.
+
+        Kept blocks give way once ``most_tokens`` are cached.
+        """
+        if self.engine == "paged":
+            self.tensors = BlockTensors(self.ir, most_tokens)
+
+    def limit_blocks(self, most_tokens: float) -> None:
+        """Let kept blocks give way once ``most_tokens`` are cached."""
+        if self.tensors:
+            self.tensors.limit(most_tokens)
+
+    @property
+    def keeps_prefixes(self) -> bool:
+        return self.tensors is not None
+
+    @property
+    def blocks_kept(self) -> int:
+        """The number of blocks that are kept though no text needs them."""
+        return self.tensors.pool.idle if self.tensors else 0
+
+    @property
+    def blocks_evicted(self) -> int:
+        """The number of blocks so far that were kept and have given way."""
+        return self.tensors.pool.evicted if self.tensors else 0
+
+    @property
+    def spare(self) -> float:
+        """The bytes of kept blocks."""
+        return self.tensors.spare if self.tensors else 0.0
+
+    def give_way(self) -> None:
+        """Free the kept blocks."""
+        if self.tensors:
+            self.tensors.give_way()
+
+    def close(self) -> None:
+        """Free the model and the blocks that decoders share."""
+        self.ir.close()
+        self.tensors = None
 
     def find_exactness(self, trial: Trial = SHORT) -> Exactness:
         if is_gpu(self.ir.device):

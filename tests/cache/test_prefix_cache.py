@@ -26,7 +26,8 @@ MANY = 1e-3  # gigabytes; the demo pair's blocks are small
 
 
 def pool_of(lm: ovspec.LanguageModel) -> BlockPool:
-    return lm.runtime.models.tensors[id(lm.target)].pool
+    assert lm.target.tensors
+    return lm.target.tensors.pool
 
 
 @pytest.fixture(params=[pytest.param("none", marks=pytest.mark.slow), "lookup,draft"])
@@ -136,7 +137,7 @@ def test_memory_is_bounded_and_given_back(load: Load) -> None:
     lm.runtime.models.give_way()
     assert not pool.used
     off = load(draft="none", cache_memory=0)
-    assert not off.runtime.models.tensors
+    assert not off.runtime.models.keeps_prefixes
     off.generate(PROMPT, max_tokens=4)
     assert not off.generate(PROMPT, max_tokens=4).stats.cached_tokens
 

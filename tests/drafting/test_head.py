@@ -257,7 +257,7 @@ def test_no_text_finds_entries_without_features(headed: ovspec.LanguageModel) ->
     lm, text = headed, Sequence(range(1, 50))
     assert lm.draft
     tensors = BlockTensors(lm.draft.ir, most_tokens=1000)
-    target, entries = lm.target.decoder(), lm.draft.decoder(tensors=tensors)
+    target, entries = lm.target.decoder(), PagedDecoder(lm.draft.ir, rule=lm.draft.rule, tensors=tensors)
     head = HeadDecoder(entries, target)
     target.feed([text.tokens[:9]], [0])
     head.adopt([text])

@@ -20,12 +20,12 @@ from ovspec.base.errors import InferenceError, OvspecError
 from ovspec.cache.prefill import PREFILL_ABOVE, shares_prefix
 from ovspec.cache.sequence import Sequence
 from ovspec.drafting.costs import Costs
-from ovspec.drafting.drafter import RowStep
 from ovspec.drafting.lookahead import CATCHING_UP, Lookahead
 from ovspec.drafting.proposal import Proposal
 from ovspec.engine.engine_thread import BackgroundTask, EngineThread, Job
 from ovspec.engine.prefill_budget import FEWEST, LEAST, LIMIT, MOST, STEADY, Load, PrefillBudget
 from ovspec.engine.results import Piece
+from ovspec.engine.round import RowOutcome
 from ovspec.engine.row import Row
 from ovspec.engine.scheduler import SLOW_STEP
 from ovspec.ir.memory import kv_bytes_per_token
@@ -255,10 +255,10 @@ def test_a_text_whose_end_cannot_be_judged_fails_alone(engine: EngineThread, mon
     """A grammar may fail when it is asked whether it is complete, after the round."""
     take = Row.take
 
-    def taking(row: Row, step: RowStep) -> Piece:
-        if row.start == marked and len(row.token_ids) > 5 and not step.error:
+    def taking(row: Row, outcome: RowOutcome) -> Piece:
+        if row.start == marked and len(row.token_ids) > 5:
             raise OvspecError("The grammar fails.")
-        return take(row, step)
+        return take(row, outcome)
 
     marked = len(engine.runtime.prompts.encode(PROMPTS[3]))
     assert marked not in [len(engine.runtime.prompts.encode(prompt)) for prompt in PROMPTS[:2]]

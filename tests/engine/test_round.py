@@ -12,7 +12,7 @@ from ovspec.cache.decoder import FAST, Rollback
 from ovspec.cache.sequence import Sequence
 from ovspec.drafting.drafter import Drafter, RowStep
 from ovspec.drafting.lookahead import Lookahead
-from ovspec.engine.round import run_round
+from ovspec.engine.round import RowOutcome, run_round
 from ovspec.sampling.constraint import Constraint, Constraints
 from ovspec.sampling.samplers import GreedySampler
 
@@ -73,10 +73,10 @@ class Scripted(Drafter):
         return next(self.proposals, [])[:budget]
 
 
-def a_round(target: Counting, proposals: list[list[int]], sequence: Sequence, budget: int) -> RowStep:
+def a_round(target: Counting, proposals: list[list[int]], sequence: Sequence, budget: int) -> RowOutcome:
     row = RowStep(sequence, GreedySampler(), budget + 1)
-    run_round(target, Scripted(proposals), Lookahead(budget), [row])  # type: ignore[arg-type]  # it is never forked
-    return row
+    outcomes, _ = run_round(target, Scripted(proposals), Lookahead(budget), [row])  # type: ignore[arg-type]  # it is never forked
+    return outcomes[0]
 
 
 @given(
@@ -105,9 +105,9 @@ class Forcing(Constraint):
 @given(st.integers(1, 6))
 def test_forced_tokens_stay_within_the_budget(budget: int) -> None:
     row = RowStep(Sequence([1, 2]), GreedySampler(Constraints([Forcing()])), budget)
-    run_round(Counting(), None, Lookahead(), [row])  # type: ignore[arg-type]
-    assert row.tokens.tolist() == [3] * min(budget, 5)
-    assert row.ended == (budget <= 4)
+    outcome = run_round(Counting(), None, Lookahead(), [row])[0][0]  # type: ignore[arg-type]
+    assert outcome.tokens.tolist() == [3] * min(budget, 5)
+    assert outcome.ended == (budget <= 4)
 
 
 @given(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=5), st.integers(0, 5), st.integers(0, 5))
@@ -118,7 +118,7 @@ def test_counts_of_a_round(prompt: list[int], right: int, wrong: int) -> None:
     truth = Counting.next_token(text)
     proposal = text[len(prompt) :] + [(truth + 1) % VOCAB] * wrong
     sequence = Sequence(prompt)
-    row = a_round(Counting(), [proposal], sequence, 10)
-    assert row.accepted == right
-    assert len(row.proposal.tokens) == right + wrong
+    outcome = a_round(Counting(), [proposal], sequence, 10)
+    assert outcome.accepted == right
+    assert len(outcome.proposal.tokens) == right + wrong
     assert sequence.tokens.tolist() == [*text, truth]

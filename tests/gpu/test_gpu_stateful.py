@@ -96,7 +96,7 @@ def test_rows_leave_a_batch_one_by_one(load: Load) -> None:
 def test_compaction_keeps_the_text(load: Load, plain: Result, monkeypatch: pytest.MonkeyPatch) -> None:
     lm, decoders = load("lookup"), list[StatefulDecoder]()
 
-    def make(vocabulary: Any, rule: Any = None, tensors: Any = None) -> StatefulDecoder:  # noqa: ARG001
+    def make(vocabulary: Any, rule: Any = None, shares: bool = False) -> StatefulDecoder:  # noqa: ARG001
         decoders.append(StatefulDecoder(lm.target.ir, lm.target.rollback, vocabulary, compact_at=2))
         return decoders[-1]
 

@@ -107,11 +107,10 @@ def draw_texts(accept: AcceptRule, drafter: str, params: Params, draws: int) -> 
             drafters[drafter].reset(1)
         sampler = sampler_of(replace(params, seed=seed, accept=accept), 0, constraints)
         while len(sequence) == 1 or not constraints.ended(sequence.tokens):
-            row = RowStep(sequence, sampler, 9)
-            run_round(target, drafters[drafter], Lookahead(3), [row])
-            done["forced"] += len(row.forced)
-            done["proposed"] += len(row.proposal.tokens)
-            done["accepted"] += row.accepted
+            outcomes, _ = run_round(target, drafters[drafter], Lookahead(3), [RowStep(sequence, sampler, 9)])
+            done["forced"] += outcomes[0].forced
+            done["proposed"] += len(outcomes[0].proposal.tokens)
+            done["accepted"] += outcomes[0].accepted
         counts[tuple(sequence.tokens[1:].tolist())] += 1
     return counts, done
 

@@ -16,6 +16,7 @@ import ovspec
 from ovspec.base.files import read_as
 from ovspec.cache.sequence import Sequence
 from ovspec.engine.results import Stats
+from ovspec.engine.round import RowOutcome
 from ovspec.engine.row import Row
 from ovspec.params import Params
 from ovspec.sampling.healing import ByteTokens, Healing, healable
@@ -245,9 +246,7 @@ def test_a_context_that_is_full_while_the_prompt_is_said_again() -> None:
     for letter in letters:
         assert row.finish_reason is None
         sequence.commit([letter])
-        step = row.row_step()
-        step.tokens = np.array([letter])
-        row.take(step)
+        row.take(RowOutcome(np.array([letter])))
     assert (row.finish_reason, row.token_ids, row.text) == ("length", [], "")
 
 
