@@ -19,7 +19,6 @@ from ovspec.api.session import Session
 from ovspec.api.verify import Verification, verify_result
 from ovspec.base.errors import InferenceError, OvspecError
 from ovspec.drafting.choice import DraftChoice
-from ovspec.drafting.drafter import DraftLimits
 from ovspec.engine.engine_thread import EngineThread
 from ovspec.engine.prompts import Prompt, Prompts, is_batch
 from ovspec.engine.results import Piece, Result
@@ -188,8 +187,6 @@ class LanguageModel:
             again = await asyncio.to_thread(rows_again, engine.runtime, prompts, params, results)
             if not again:
                 break
-            for row in again.values():
-                row.limits = DraftLimits(None, params.most_proposed)
             for i, result in zip(again, await finished_results(engine, [*again.values()]), strict=True):
                 results[i] = result
         return results if are_prompts(prompt) else results[0]
@@ -218,10 +215,7 @@ class LanguageModel:
                 engine = EngineThread(self.runtime, UNSET.batch_size)
                 engine.start(prepare=False)
                 self._engine, self._end_engine = engine, weakref.finalize(self, engine.end)
-        rows = [row for each in prompts for row in engine.runtime.rows.make(each, params)]
-        for row in rows:
-            row.limits = DraftLimits(None, params.most_proposed)
-        return engine, rows
+        return engine, [row for prompt in prompts for row in engine.runtime.rows.make(prompt, params)]
 
     def _single(self, options: dict[str, Any]) -> Params:
         params = self.runtime.rows.params(options)

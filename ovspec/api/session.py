@@ -16,7 +16,8 @@ from ovspec.cache.sequence import Sequence, common_prefix
 from ovspec.engine.decoders import Decoders
 from ovspec.engine.prompts import Prompt, Variables, is_chat
 from ovspec.engine.results import Origin, Piece, Result
-from ovspec.engine.row import Row, TextStream, with_seed
+from ovspec.engine.row import Row, TextStream
+from ovspec.engine.row_maker import with_seed
 from ovspec.engine.runtime import Runtime
 from ovspec.engine.scheduler import Scheduler, run_rows
 from ovspec.engine.scoring import Score, Selection, check_choices, score_texts

@@ -10,7 +10,7 @@ from ovspec.api.comparison import Comparison, Pair, compare_turns, rotated, turn
 from ovspec.api.model import LanguageModel
 from ovspec.base.progress import step
 from ovspec.cli import output
-from ovspec.engine.row import with_seed
+from ovspec.engine.row_maker import with_seed
 from ovspec.params import Params
 
 

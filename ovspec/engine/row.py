@@ -1,38 +1,25 @@
-"""A row: one text that is being generated, made of a prompt, and from rounds of tokens to pieces of text."""
+"""A row: one text that is being generated, from rounds of tokens to pieces of text."""
 
 from __future__ import annotations
 
-import functools
 import math
 import re
-import secrets
-import sys
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import replace
 
-import numpy as np
-
-from ovspec.base.errors import OvspecError, PromptError
-from ovspec.cache.sequence import UNSHARED, Sequence
-from ovspec.drafting.drafter import ANYTHING, DraftLimits, RowStep
-from ovspec.engine.decoders import Models
-from ovspec.engine.prompts import Prompt, PromptEncoder
-from ovspec.engine.results import FinishReason, Origin, Piece, Provenance, Result, Stats
+from ovspec.cache.sequence import Sequence
+from ovspec.drafting.drafter import DraftLimits, RowStep
+from ovspec.engine.results import FinishReason, Piece, Provenance, Result, Stats
 from ovspec.engine.round import RowOutcome
-from ovspec.params import Params, make_params
-from ovspec.sampling.constraint import Constraints
-from ovspec.sampling.constraint_maker import ConstraintMaker
+from ovspec.params import Params
 from ovspec.sampling.healing import Healing
 from ovspec.sampling.logprobs import TokenLogprob, token_logprob
-from ovspec.sampling.samplers import Sampler, sampler_of
+from ovspec.sampling.samplers import Sampler
 from ovspec.text.answer import AnswerReader, Said, ToolCall
-from ovspec.text.generation_config import DEFAULT_MAX_TOKENS
 from ovspec.text.tokenizer import Detokenizer
 
 UNDRAFTED = DraftLimits(frozenset(), 0)
-UNPLACED = Origin()
 
 
 class StopStrings:
@@ -115,7 +102,7 @@ class Row:
         reader: AnswerReader | None = None,
     ) -> None:
         self.params, self.record = params, record
-        self.limits = ANYTHING  # of what is proposed
+        self.limits = DraftLimits(None, params.most_proposed)  # of what is proposed
         # Whether the text ends before its first token, when its prompt is in the KV cache.
         self.only_reads = params.max_tokens == 0
         self.error: Exception | None = None  # why the text couldn't go on; its finish reason is then "cancelled"
@@ -333,152 +320,3 @@ class TextStream:
             pass
         self.cancel()  # has no effect unless an exception ended the stream
         return self._row.result()
-
-
-@dataclass(frozen=True)
-class RowMaker:
-    """Completes the params of calls for a model, and makes rows of prompts. Threads may share it.
-
-    lookahead: tokens proposed per round; None to choose automatically.
-    identity: returns the target's identity and settings, for records of texts.
-    """
-
-    prompts: PromptEncoder
-    models: Models
-    constraints: ConstraintMaker
-    lookahead: int | None
-    identity: Callable[[], dict[str, Any]]
-
-    def params(self, options: Mapping[str, Any]) -> Params:
-        """Return the params of a call from Python's keywords, complete; see ``complete``."""
-        return self.complete(make_params(options))
-
-    def complete(self, params: Params) -> Params:
-        """Return ``params`` with the defaults of this model, its generation config and its lookahead.
-
-        Raises:
-            OvspecError: token ids are unknown, or a lookahead is given and nothing can propose tokens.
-        """
-        lookahead = self.lookahead if params.lookahead is None else params.lookahead
-        if lookahead not in (None, "auto", 0) and not self.models.choice and not params.grammar_option:
-            raise OvspecError("`lookahead` needs something that proposes tokens; name a draft or lookup.")
-        known = self.prompts.tokenizer.known
-        for name, ids in (("logit_bias", params.logit_bias), ("stop_ids", params.stop_ids)):
-            if len(ids) and (unknown := known.first_unknown(np.array(list(ids)))) is not None:
-                raise OvspecError(f"`{name}`: token id {str(unknown)[:20]} is not in the vocabulary.")
-        config = self.prompts.generation_config.values
-        defaults: dict[str, Any] = {"lookahead": None if lookahead == "auto" else lookahead}
-        if params.repetition_penalty is None:
-            defaults["repetition_penalty"] = config.repetition_penalty
-        if params.min_tokens is None and config.min_new_tokens:
-            defaults["min_tokens"] = int(min(config.min_new_tokens, params.most_tokens))
-        if config.suppress_tokens:
-            defaults["logit_bias"] = dict.fromkeys(config.suppress_tokens, -np.inf) | dict(params.logit_bias)
-        return replace(params, **defaults)
-
-    def most_tokens(self, params: Params) -> float:
-        """Return the maximum number of tokens of a text; inf if only the context limits it."""
-        most = self.prompts.generation_config.values.max_new_tokens or DEFAULT_MAX_TOKENS
-        return most if params.max_tokens is None else params.most_tokens
-
-    def make(self, prompt: Prompt, params: Params, reserved: bool = False) -> list[Row]:
-        """Return a row for each of the ``n`` texts of a prompt.
-
-        ``params`` are complete, but may lack a seed. ``reserved``: the caller has reserved the memory.
-
-        Raises:
-            OvspecError: the prompt can't be encoded or doesn't fit, or the grammar is wrong.
-        """
-        context = self.models.target.ir.context_length or math.inf
-        room = context - min(self.most_tokens(params), DEFAULT_MAX_TOKENS)
-        ids, chat, healable, ends = self.prompts.encode_prompt(prompt, params, room)
-        if ends and not params.ignore_eos:
-            params = replace(params, stop_ids=[*params.stop_ids, *ends])
-        params = with_seed(params)
-        rows = [self.row(Sequence(ids), params, Origin(chat, healable, None, sample)) for sample in range(params.n)]
-        for row in rows if not reserved else ():
-            self.reserve(row, params)
-        return rows
-
-    def row(self, sequence: Sequence, params: Params, origin: Origin = UNPLACED) -> Row:
-        """Return a row that continues ``sequence``; ``params`` are complete.
-
-        Raises:
-            OvspecError: the text doesn't fit the context, or the grammar doesn't allow it.
-        """
-        prompts, prompt_tokens = self.prompts, len(sequence)
-        config = prompts.generation_config
-        context = origin.context or self.models.target.ir.context_length or math.inf
-        if (left := context - max(prompt_tokens, 1)) < 1:
-            told = f"The prompt has {prompt_tokens} tokens, but the context is {context}; shorten the prompt."
-            raise PromptError(told, too_long=True)
-        params = replace(params, max_tokens=int(min(self.most_tokens(params), left, sys.maxsize)))
-        eos = frozenset() if params.ignore_eos else config.eos_ids
-        if prompts.template and not params.ignore_eos:
-            params = replace(params, stop_ids=[*params.stop_ids, *prompts.answer_ends])
-        if not prompt_tokens:
-            sequence.commit(config.beginning)
-        if not (self.models.shares_greedy or params.sampled):
-            sequence.owner = UNSHARED
-        constraints, healing = unconstrained(eos | frozenset(params.stop_ids)), None
-        answer = prompts.answer_format(sequence.tokens, params) if origin.chat else None
-        if params.constrains:
-            made = self.constraints.make(sequence.tokens, params, eos, config.bos, origin.healable, answer)
-            constraints, healing = made
-        recorded = replace(params, max_predict_ms=0.0)  # a verification takes another time
-        record = Provenance(sequence.tokens.copy(), recorded, origin, self.identity)
-        sampler = sampler_of(params, origin.sample, constraints)
-        if healing:  # nothing can fail from here on
-            healing.take_back(sequence)
-        reader = None
-        if answer:
-            answer = replace(answer, tools=answer.tools if params.tool_use.names else None)
-            key = sequence.tokens.tobytes() + origin.sample.to_bytes(4)
-            reader = AnswerReader(answer, self.constraints.strings(params, answer), key)
-        return Row(
-            sequence,
-            params,
-            sampler,
-            prompts.tokenizer.detokenizer(answer.marks if answer else None),
-            self._stats(params, prompt_tokens),
-            eos=eos,
-            context=context,
-            record=record,
-            healing=healing,
-            reader=reader,
-        )
-
-    def reserve(self, row: Row, params: Params, cached: int = 0) -> None:
-        """Raise OvspecError if there is no memory for a row, of which ``cached`` tokens are in the KV cache.
-
-        Where ``params`` don't limit the text, memory for the default number of tokens is enough.
-        """
-        most = row.most if params.max_tokens == row.params.max_tokens else min(row.most, row.start + DEFAULT_MAX_TOKENS)
-        self.models.check_memory(most - cached, drafts=params.lookahead != 0)
-
-    def _stats(self, params: Params, prompt_tokens: int) -> Stats:
-        target, draft = self.models.target, None if params.lookahead == 0 else self.models.draft
-        return Stats(
-            prompt_tokens=prompt_tokens,
-            seed=params.seed if params.temperature else None,
-            rollback=target.rollback.label,
-            device=target.ir.device,
-            draft_device=draft.ir.device if draft else None,
-            engine=target.engine,
-            engine_reason=target.reason,
-            draft_engine=draft.engine if draft else None,
-            profile=target.profile,
-            arithmetic=target.promise,
-            rule=target.rule.label if target.promise == "exact" else "",
-        )
-
-
-@functools.lru_cache(64)
-def unconstrained(ends: frozenset[int]) -> Constraints:
-    """Return the constraints of a text that nothing constrains, and that these ids end."""
-    return Constraints((), ends)
-
-
-def with_seed(params: Params) -> Params:
-    """Return ``params`` with a random seed if they draw tokens and have none."""
-    return params if params.seed is not None or not params.temperature else replace(params, seed=secrets.randbits(32))

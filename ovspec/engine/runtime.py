@@ -16,7 +16,7 @@ from ovspec.drafting.choice import DraftChoice
 from ovspec.drafting.lookup import corpus_of
 from ovspec.engine.decoders import DecoderPool, Models
 from ovspec.engine.prompts import PromptEncoder
-from ovspec.engine.row import RowMaker
+from ovspec.engine.row_maker import RowMaker
 from ovspec.ir.compile import MODEL_FILE
 from ovspec.ir.device import may_use_gpu
 from ovspec.ir.gpu import free_at_exit

@@ -80,9 +80,7 @@ def test_warped_as_by_hugging_face(reference: Reference, seed: int, spread: floa
         theirs["sequence_bias"] = [[[token], bias] for token, bias in theirs.pop("bias").items()]
     expected = warped_by_hugging_face(reference, logits, tokens, start, **theirs)
     ours: dict[str, Any] = {"temperature": 1.0} | options
-    params = Params(
-        min_tokens=ours.pop("min_new_tokens", None), logit_bias=ours.pop("bias", {}), max_tokens=20, **ours
-    )
+    params = Params(min_tokens=ours.pop("min_new_tokens", None), logit_bias=ours.pop("bias", {}), max_tokens=20, **ours)
     process = constrained(params, start, frozenset({1, 2}))
     got = warp(process(logits, np.array(tokens)), params).probabilities(VOCAB)
     # Sums in single precision decide which token is the last to stay, so one borderline token may differ.

@@ -16,6 +16,7 @@ class Bigrams:
     rule = FAST
     fills = False
     seconds, inferences = 0.0, 0
+    block_size, blocks_used = 1, 0
 
     def __init__(self, table: np.ndarray, ids: np.ndarray | None = None) -> None:
         self.table = table if ids is None else table[:, ids]
