@@ -24,7 +24,6 @@ from ovspec.engine.prompts import Prompt, Prompts, is_batch
 from ovspec.engine.results import Piece, Result
 from ovspec.engine.row import Row, TextStream
 from ovspec.engine.runtime import Runtime
-from ovspec.engine.scheduler import run_batch
 from ovspec.engine.scoring import DEFAULT_CONTEXT, Perplexity, measure
 from ovspec.params import UNSET, GenerateOptions, Params, refuse_retries
 from ovspec.params.option import method_takes, options_class
@@ -115,7 +114,7 @@ class LanguageModel:
                 option that is out of range.
             TypeError: an unknown option.
         """
-        texts = self._generate(prompt, self._single(options))
+        texts = self._generate(prompt, options, single=True)
         return [text for [text] in texts] if are_prompts(prompt) else texts[0][0]
 
     @overload
@@ -137,8 +136,7 @@ class LanguageModel:
             OvspecError: as ``generate``.
             TypeError: an unknown option.
         """
-        params = self.runtime.rows.params(options)
-        texts = self._generate(prompt, params)
+        texts = self._generate(prompt, options)
         return texts if are_prompts(prompt) else texts[0]
 
     @method_takes(Arguments[Prompt])
@@ -148,9 +146,9 @@ class LanguageModel:
         Arguments and errors are those of ``generate``.
         """
         params = self._single(options)
-        refuse_retries(params, "a stream, whose text is seen before it ends")
+        refuse_retries(params)
         [row] = rows = self.runtime.rows.make(prompt, params)
-        run = run_batch(self.runtime.pool, rows, params, 1)
+        run = self.runtime.pool.run(rows, params, 1)
 
         def pieces() -> Generator[Piece]:
             with closing(run):
@@ -198,7 +196,7 @@ class LanguageModel:
         Arguments and errors are those of ``agenerate``.
         """
         params = self._shared(options)
-        refuse_retries(params, "a stream, whose text is seen before it ends")
+        refuse_retries(params)
         return AsyncTextStream(functools.partial(self._join, [prompt], params))
 
     def _shared(self, options: dict[str, Any]) -> Params:
@@ -223,11 +221,12 @@ class LanguageModel:
             raise OvspecError(f"`n` is {params.n}; call samples() for several texts of a prompt.")
         return params
 
-    def _generate(self, prompt: Any, params: Params) -> list[list[Result]]:
-        """Return the ``n`` results of each prompt."""
+    def _generate(self, prompt: Any, options: dict[str, Any], single: bool = False) -> list[list[Result]]:
+        """Return the ``n`` results of each prompt, one if ``single``."""
         prompts = prompt if are_prompts(prompt) else [prompt]
+        params = self._single(options) if single else self.runtime.rows.params(options)
         rows = [row for each in prompts for row in self.runtime.rows.make(each, params)]
-        for _ in run_batch(self.runtime.pool, rows, params, len(rows)):
+        for _ in self.runtime.pool.run(rows, params, len(rows)):
             pass
         results = [row.result() for row in rows]
         retried(self.runtime, prompts, params, results)
@@ -336,7 +335,7 @@ def retried(runtime: Runtime, prompts: Sequence[Any], params: Params, results: l
         again = rows_again(runtime, prompts, params, results)
         if not again:
             return
-        for _ in run_batch(runtime.pool, again.values(), params, len(again)):
+        for _ in runtime.pool.run(again.values(), params, len(again)):
             pass
         for i, row in again.items():
             results[i] = row.result()

@@ -14,14 +14,13 @@ from ovspec.api.session_file import EMPTY_TEXT, Mark, load_session, save_session
 from ovspec.base.errors import OvspecError
 from ovspec.cache.sequence import Sequence, common_prefix
 from ovspec.engine.decoders import Decoders
-from ovspec.engine.prompts import Prompt, Variables, is_chat
+from ovspec.engine.prompts import Prompt, Variables, is_chat, refuse_variables
 from ovspec.engine.results import Origin, Piece, Result
 from ovspec.engine.row import Row, TextStream
-from ovspec.engine.row_maker import with_seed
 from ovspec.engine.runtime import Runtime
 from ovspec.engine.scheduler import Scheduler, run_rows
 from ovspec.engine.scoring import Score, Selection, check_choices, score_texts
-from ovspec.params import GENERATE, GenerateOptions, refuse_in_session, refuse_variables
+from ovspec.params import GENERATE, OF_CHATS, UNSET, GenerateOptions, Params
 from ovspec.params.option import method_takes
 from ovspec.params.values import check
 from ovspec.text.chat_format import begun_answer
@@ -136,7 +135,7 @@ class Session:
     @method_takes(GenerateOptions)
     def stream(self, **options: Any) -> TextStream:
         """Continue this session's text like ``LanguageModel.stream``; ``heal`` is on by default for appended text."""
-        params = with_seed(self.runtime.rows.params(options))
+        params = self.runtime.rows.params(options)
         refuse_in_session(params)
         if params.heal is None:
             params = replace(params, heal=self._heals)
@@ -354,3 +353,16 @@ class Session:
 def without_eos(tokens: np.ndarray, eos_ids: frozenset[int]) -> np.ndarray:
     """Return ``tokens`` (n,) without an EOS at their end."""
     return tokens[:-1] if len(tokens) and int(tokens[-1]) in eos_ids else tokens
+
+
+def refuse_in_session(params: Params) -> None:
+    """Raise OvspecError if ``params`` have an option that comes too late in a session."""
+    if params.retries:
+        raise OvspecError("`retries` can't be combined with a session, which continues from its text.")
+    for name in OF_CHATS:
+        if getattr(params, name) != getattr(UNSET, name):
+            remedy = "call `generate` of the model with the messages"
+            if name == "chat_template_kwargs":
+                remedy = "set `chat_template_kwargs` of the session before you append them"
+            told = f"`{name}` can't be given when a session generates: the messages are in the text already; {remedy}."
+            raise OvspecError(told)

@@ -85,7 +85,8 @@ def chat(
     lm = load_model(folder, session=session, chat="continue a text with 'ovspec generate'", **loading)
     variables = params.chat_template_kwargs
     with lm.session(context, variables) as opened:
-        output.show_context(lm, context)
+        if context:
+            output.show_context(lm, context)
         if recommended:
             words = sampling_in_words(recommended)
             note(f"Sampling as the model recommends: {words}; --temperature 0 for greedy.")

@@ -143,7 +143,8 @@ def generate(
         suggest_chat(lm, typed)
     else:
         with lm.session(context) as opened:
-            output.show_context(lm, context)
+            if context:
+                output.show_context(lm, context)
             if session and goes_on:
                 opened.load(session)
             if prompt is not None:

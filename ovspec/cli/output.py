@@ -11,9 +11,9 @@ import click
 from ovspec.api.model import LanguageModel
 from ovspec.api.session import TextStream
 from ovspec.api.verify import record_as_json
+from ovspec.base.interrupts import HeldInterrupts
 from ovspec.base.progress import step
 from ovspec.engine.results import Piece, Result, said_as_json
-from ovspec.engine.scheduler import HeldInterrupts
 from ovspec.params import Params
 
 
@@ -26,10 +26,9 @@ def generate(lm: LanguageModel, stream: TextStream, stats: str | None, as_json: 
     return interrupted
 
 
-def show_context(lm: LanguageModel, context: int | None) -> None:
+def show_context(lm: LanguageModel, context: int) -> None:
     """Print the memory that the KV cache of the requested context takes."""
-    if context:
-        click.echo(f"context: {context} tokens, about {lm.cache_bytes(context) / 1e6:.0f} MB of KV cache", err=True)
+    click.echo(f"context: {context} tokens, about {lm.cache_bytes(context) / 1e6:.0f} MB of KV cache", err=True)
 
 
 def samples(lm: LanguageModel, prompt: Any, params: Params, stats: str | None, as_json: bool) -> None:

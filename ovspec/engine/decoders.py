@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import math
 import threading
 import time
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,8 +20,10 @@ from ovspec.drafting.drafter import Drafter
 from ovspec.drafting.lookahead import Lookahead
 from ovspec.drafting.lookup import Index
 from ovspec.drafting.making import make_drafter
+from ovspec.engine.results import Piece
+from ovspec.engine.scheduler import BatchLimits, Schedulable, Scheduler, run_rows
 from ovspec.ir.compile import CompiledIR
-from ovspec.ir.memory import WORTH_CHECKING, check_memory, kv_bytes_per_token, recurrent_bytes
+from ovspec.ir.memory import WORTH_CHECKING, check_memory, kv_bytes_per_token, recurrent_bytes, token_room
 from ovspec.params import Params
 from ovspec.setup.engine_choice import CompiledModel
 from ovspec.text.vocabulary import KnownIds
@@ -194,6 +198,27 @@ class DecoderPool:
             self._idle = [(since, idle) for since, idle in self._idle if now - since < KEPT_IDLE]
             if not self._closed:
                 self._idle.append((now, decoders))
+
+    def run(
+        self, rows: Iterable[Schedulable], params: Params, count: int | None = None, fail_alone: bool = False
+    ) -> Generator[list[tuple[int, Piece]]]:
+        """Generate ``rows`` with decoders of the pool; a row joins when there is room, and leaves when its text ends.
+
+        Yields what ``run_rows`` does.
+
+        Args:
+            params: those of most rows; ``batch_size`` and ``lookahead`` are for all.
+            count: number of rows, if known; a single row needs no room for others.
+            fail_alone: whether a row whose constraints fail ends by itself and has an ``error``.
+        """
+        decoders, models, most = self.take(), self.models, params.batch_size
+        try:
+            drafter, lookahead = decoders.drafting(params)
+            room = math.inf if count == 1 else token_room(models.irs(drafter is not None), most, models.spare)
+            limits = BatchLimits(1 if count == 1 else most, room, fail_alone=(OvspecError,) if fail_alone else ())
+            yield from run_rows(Scheduler(decoders.target, drafter, lookahead, rows, limits))
+        finally:
+            self.give_back(decoders)
 
     def close(self) -> None:
         """Drop the idle sets, and those that are given back from now on."""

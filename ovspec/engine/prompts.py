@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ovspec.base.errors import PromptError
+from ovspec.base.errors import OvspecError, PromptError
 from ovspec.base.files import present
 from ovspec.ir.config import ModelConfig
-from ovspec.params import Params, refuse_variables, refuse_without_chat
+from ovspec.params import OF_CHATS, UNSET, Params
 from ovspec.text.answer import AnswerFormat
 from ovspec.text.chat_format import ChatFormat
 from ovspec.text.chat_template import Message, chat_template
@@ -146,6 +146,19 @@ class PromptEncoder:
             not (use.required or params.grammar_option),
             tokenizer.added,
         )
+
+
+def refuse_variables(variables: Variables | None) -> None:
+    """Raise OvspecError for variables of a chat template if there are any, because the prompt isn't a chat."""
+    if variables:
+        raise OvspecError("`chat_template_kwargs` needs chat messages, and the prompt is a text or ids; leave it out.")
+
+
+def refuse_without_chat(params: Params) -> None:
+    """Raise OvspecError if ``params`` have an option that only chats can meet, for a prompt that isn't one."""
+    for name in OF_CHATS:
+        if getattr(params, name) != getattr(UNSET, name):
+            raise OvspecError(f"`{name}` needs chat messages, and the prompt is a text or ids; leave it out.")
 
 
 def is_chat(prompt: Any) -> bool:

@@ -105,7 +105,7 @@ class RowMaker:
         if (left := context - max(prompt_tokens, 1)) < 1:
             told = f"The prompt has {prompt_tokens} tokens, but the context is {context}; shorten the prompt."
             raise PromptError(told, too_long=True)
-        params = replace(params, max_tokens=int(min(self.most_tokens(params), left, sys.maxsize)))
+        params = replace(with_seed(params), max_tokens=int(min(self.most_tokens(params), left, sys.maxsize)))
         eos = frozenset() if params.ignore_eos else config.eos_ids
         if prompts.template and not params.ignore_eos:
             params = replace(params, stop_ids=[*params.stop_ids, *prompts.answer_ends])

@@ -1,29 +1,24 @@
-"""The scheduler: rows join and leave a batch between rounds, and Ctrl-C waits for the end of a round."""
+"""The scheduler: rows join and leave a batch between rounds."""
 
 from __future__ import annotations
 
 import itertools
 import math
-import signal
-import threading
 import time
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from ovspec.base.errors import InferenceError, OvspecError
-from ovspec.base.interrupts import HELD
+from ovspec.base.interrupts import HeldInterrupts
 from ovspec.cache.decoder import Decoder
 from ovspec.cache.prefill import shares_prefix
 from ovspec.cache.sequence import EMPTY, Sequence
 from ovspec.drafting.drafter import Drafter, RowStep
 from ovspec.drafting.lookahead import Lookahead, RoundOutcome
-from ovspec.engine.decoders import DecoderPool
 from ovspec.engine.prefill_budget import PrefillBudget
 from ovspec.engine.results import FinishReason, Piece, Stats
 from ovspec.engine.round import RowOutcome, run_round
-from ovspec.ir.memory import token_room
-from ovspec.params import Params
 
 SLOW_STEP = 0.05  # seconds that a row's constraints take for a token, from which they count as slow
 
@@ -254,45 +249,6 @@ class Scheduler:
         stats.target_ms, stats.draft_ms, stats.other_ms = on_target, on_draft, elapsed - on_target - on_draft
 
 
-class HeldInterrupts:
-    """Delays Ctrl-C until the end of a round, so that KV cache and text stay consistent.
-
-    While ``holding`` is set, Ctrl-C only sets ``pressed``, and a prompt is read no further; otherwise it goes to the
-    previous handler at once.
-
-    The handler is installed once for a whole generation: installing it every round would cost half as much as
-    the rest of the loop. Outside the main thread, where Python handles no signals, the class does nothing.
-    """
-
-    def __init__(self) -> None:
-        self.holding = self.pressed = self._stopped = False
-        self._previous: Any = None
-        handler = signal.getsignal(signal.SIGINT)
-        # A process that ignores Ctrl-C, as one in the background does, continues to ignore it.
-        if threading.current_thread() is threading.main_thread() and callable(handler):
-            self._previous = handler
-            signal.signal(signal.SIGINT, self._note)
-            HELD.append(self)
-
-    def stop(self) -> None:
-        """Restore the previous handler, skipping those that have stopped: streams may end in any order."""
-        self._stopped = True
-        if self in HELD:
-            HELD.remove(self)
-        if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) != self._note:
-            return
-        previous = self._previous
-        while isinstance(owner := getattr(previous, "__self__", None), HeldInterrupts) and owner._stopped:
-            previous = owner._previous
-        signal.signal(signal.SIGINT, previous)
-
-    def _note(self, *arguments: Any) -> None:
-        if self.holding:
-            self.pressed = True
-        else:
-            self._previous(*arguments)
-
-
 def run_rows(scheduler: Scheduler) -> Iterator[list[tuple[int, Piece]]]:
     """Run rounds until every row is finished; yield each round's list of (number of the row, piece).
 
@@ -317,26 +273,3 @@ def run_rows(scheduler: Scheduler) -> Iterator[list[tuple[int, Piece]]]:
     finally:
         interrupts.stop()
         scheduler.note_times()
-
-
-def run_batch(
-    pool: DecoderPool, rows: Iterable[Schedulable], params: Params, count: int | None = None, fail_alone: bool = False
-) -> Generator[list[tuple[int, Piece]]]:
-    """Generate ``rows`` with decoders of ``pool``; a row joins when there is room, and leaves when its text ends.
-
-    Yields what ``run_rows`` does.
-
-    Args:
-        params: those of most rows; ``batch_size`` and ``lookahead`` are for all.
-        count: number of rows, if known; a single row needs no room for others.
-        fail_alone: whether a row whose constraints fail ends by itself and has an ``error``.
-    """
-    decoders = pool.take()
-    try:
-        drafter, lookahead = decoders.drafting(params)
-        models, most = pool.models, params.batch_size
-        room = math.inf if count == 1 else token_room(models.irs(drafter is not None), most, models.spare)
-        limits = BatchLimits(1 if count == 1 else most, room, fail_alone=(OvspecError,) if fail_alone else ())
-        yield from run_rows(Scheduler(decoders.target, drafter, lookahead, rows, limits))
-    finally:
-        pool.give_back(decoders)

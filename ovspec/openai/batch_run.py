@@ -14,7 +14,6 @@ from ovspec.api.model import LanguageModel, retried
 from ovspec.base.errors import InferenceError, OvspecError
 from ovspec.engine.results import Piece, Result, said_as_json
 from ovspec.engine.row import Row
-from ovspec.engine.scheduler import run_batch
 from ovspec.openai.answers import head_of, record_of, tops_of, whole
 from ovspec.openai.batch_requests import BatchRequest
 from ovspec.openai.logprobs import SILENT, Echo, at_once, echo_of, prompt_logprobs
@@ -53,7 +52,7 @@ class BatchRun(Iterator[Row]):
 
     def rounds(self) -> Iterator[int]:
         """Run all requests together; yield the number of tokens after each round."""
-        for pieces in run_batch(self._lm.runtime.pool, self, self._defaults, fail_alone=True):
+        for pieces in self._lm.runtime.pool.run(self, self._defaults, fail_alone=True):
             for number, piece in pieces:
                 self._take(number, piece)
             yield sum(len(piece.token_ids) for _, piece in pieces)

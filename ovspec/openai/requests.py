@@ -127,7 +127,8 @@ def texts_asked(body: Any) -> int:
     """Return how many texts a body asks for."""
     prompt: Any = getattr(body, "prompt", None)
     n = getattr(body, "n", None) or getattr(body, "n_cmpl", None) or 1
-    return n * (len(prompt) if is_batch(prompt) else 1)
+    several = isinstance(prompt, list) and not isinstance(next(iter(prompt), 0), int)
+    return n * (len(prompt) if several else 1)
 
 
 def may_constrain(body: Any) -> bool:

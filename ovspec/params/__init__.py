@@ -421,16 +421,16 @@ def make_params(options: Mapping[str, Any]) -> Params:
 
     Raises TypeError for an unknown option and OvspecError for an invalid value.
     """
+    sampling = options.get("sampling")
+    if isinstance(sampling, Params) and len(options) == 1:
+        return sampling
     check_names(options, GENERATE)
     # In Python, None stands for the default.
     values: dict[str, Any] = {name: v for name, v in options.items() if v is not None or name in SAMPLING}
     for name in values.keys() - CHECKED_WHERE_USED:
         check(values[name], GENERATE[name])
-    sampling = values.pop("sampling", None)
-    if isinstance(sampling, Params):
-        return checked(replace(sampling, **values)) if values else sampling
-    if sampling:
-        values = {name: getattr(sampling, name) for name in SAMPLING} | values
+    if values.pop("sampling", None):
+        values = vars(sampling) | values
     return checked(Params(**values))
 
 
@@ -495,35 +495,10 @@ def check_grammar(params: Params) -> None:
         raise OvspecError("`retries` needs a `temperature` above 0: a greedy text would be the same again.")
 
 
-def refuse_retries(params: Params, what: str) -> None:
-    """Raise OvspecError if ``params`` ask for retries, which ``what`` can't have."""
+def refuse_retries(params: Params) -> None:
+    """Raise OvspecError if ``params`` ask for retries, which a stream can't have."""
     if params.retries:
-        raise OvspecError(f"`retries` can't be combined with {what}.")
-
-
-def refuse_variables(variables: Mapping[str, Any] | None) -> None:
-    """Raise OvspecError for variables of a chat template if there are any, because the prompt isn't a chat."""
-    if variables:
-        raise OvspecError("`chat_template_kwargs` needs chat messages, and the prompt is a text or ids; leave it out.")
-
-
-def refuse_without_chat(params: Params) -> None:
-    """Raise OvspecError if ``params`` have an option that only chats can meet, for a prompt that isn't one."""
-    for name in OF_CHATS:
-        if getattr(params, name) != getattr(UNSET, name):
-            raise OvspecError(f"`{name}` needs chat messages, and the prompt is a text or ids; leave it out.")
-
-
-def refuse_in_session(params: Params) -> None:
-    """Raise OvspecError if ``params`` have an option that comes too late in a session."""
-    refuse_retries(params, "a session, which continues from its text")
-    for name in OF_CHATS:
-        if getattr(params, name) != getattr(UNSET, name):
-            instead = "set `chat_template_kwargs` of the session before you append them"
-            instead = instead if name == OF_CHATS[0] else "call `generate` of the model with the messages"
-            raise OvspecError(
-                f"`{name}` can't be given when a session generates: the messages are in the text already; {instead}."
-            )
+        raise OvspecError("`retries` can't be combined with a stream, whose text is seen before it ends.")
 
 
 def check_names(options: Mapping[str, Any], table: Mapping[str, Option]) -> None:

@@ -21,7 +21,7 @@ from ovspec.engine.row import Row
 from ovspec.openai.apis import TextApi
 from ovspec.openai.bodies import RequestError
 from ovspec.openai.requests import TextRequest
-from ovspec.params import Params, make_params
+from ovspec.params import Params, make_params, refuse_retries
 from ovspec.params.serving import ServeParams
 from ovspec.server.errors import ApiError, ServerEnded, about_prompt, as_api_error, for_clients, too_long
 from ovspec.server.guard import IGNORED
@@ -162,6 +162,8 @@ class Service:
         if request.infills and not self.lm.tokenizer.fim:
             raise ApiError(501, NO_FIM, "suffix" if request.kind == "completion" else None)
         params = request.overrides.params(self.defaults, request.kind)
+        if request.stream:
+            refuse_retries(params)
         with request.overrides.client_names():
             params = self.lm.runtime.rows.complete(params)
         stops, characters = len(params.stop_strings), sum(map(len, params.stop_strings))

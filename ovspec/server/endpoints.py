@@ -22,7 +22,7 @@ from ovspec.openai.errors import Failure
 from ovspec.openai.logprobs import SILENT, Echo, between_rounds, echo_of
 from ovspec.openai.requests import TextRequest, may_constrain, texts_asked
 from ovspec.openai.streams import Events, Writer
-from ovspec.params import Params, refuse_retries
+from ovspec.params import Params
 from ovspec.server.admission import Service, Work, unless_gone
 from ovspec.server.errors import ApiError, about_prompt, as_api_error, failure_of, too_long
 from ovspec.server.guard import OUTCOME, OWNER
@@ -98,8 +98,6 @@ class TextEndpoints:
         """Return a request's texts. May take long: grammars are compiled."""
         request, owner = self._service.read(api, body, http), getattr(http.state, OWNER, None)
         params = self._service.params(request)
-        if request.stream:
-            refuse_retries(params, "a stream, whose text is seen before it ends")
         limits = self._service.limits(request, params)
         try:
             with request.overrides.client_names():

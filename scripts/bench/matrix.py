@@ -28,7 +28,6 @@ from ovspec.base.errors import OvspecError
 from ovspec.cache.sequence import Sequence
 from ovspec.drafting.choice import DraftChoice
 from ovspec.drafting.costs import Costs
-from ovspec.engine.scheduler import run_batch
 from ovspec.setup.folders import embedded_pair
 from ovspec.setup.manifest import DRAFT_FOLDER
 
@@ -124,7 +123,7 @@ class Bench:
             rows.append(lm.runtime.rows.row(Sequence(ids), lm.runtime.rows.params(given)))
         together: Any = {"lookahead": cell.lookahead, "batch_size": cell.batch, "temperature": cell.temperature}
         gaps, last = list[float](), None
-        for pieces in run_batch(lm.runtime.pool, rows, lm.runtime.rows.params(together)):
+        for pieces in lm.runtime.pool.run(rows, lm.runtime.rows.params(together)):
             now = time.perf_counter()
             if last is not None and pieces:
                 gaps.append((now - last) * 1e3)

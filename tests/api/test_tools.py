@@ -23,7 +23,6 @@ from ovspec.api.verify import record_as_json, result_from_json
 from ovspec.drafting.choice import parse_draft
 from ovspec.engine.results import Piece
 from ovspec.engine.row import Row
-from ovspec.engine.scheduler import run_batch
 from ovspec.text.chat_format import ChatFormat
 from ovspec.text.chat_template import ChatTemplate
 from ovspec.text.tool_formats import BY_NAME
@@ -160,7 +159,7 @@ def judge(lm: ovspec.LanguageModel, tool_format: str, count: int, number: int) -
         tools[name] = each["function"]["parameters"]
         rows.append(row)
     pieces = [list[Piece]() for _ in rows]
-    for batch in run_batch(lm.runtime.pool, rows, lm.runtime.rows.params({"batch_size": 16}), len(rows)):
+    for batch in lm.runtime.pool.run(rows, lm.runtime.rows.params({"batch_size": 16}), len(rows)):
         for at, piece in batch:
             pieces[at].append(piece)
     for row, told in zip(rows, pieces, strict=True):

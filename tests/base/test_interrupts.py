@@ -12,9 +12,8 @@ import pytest
 from conftest import PROMPTS
 
 import ovspec
-from ovspec.base.interrupts import HELD
+from ovspec.base.interrupts import HELD, HeldInterrupts
 from ovspec.cache.paged import PREFILL_CHUNK, PagedDecoder
-from ovspec.engine.scheduler import HeldInterrupts
 
 
 def test_ctrl_c_waits_while_held() -> None:

@@ -14,7 +14,7 @@ from ovspec.cache import stateful as decoder
 from ovspec.cache.paged import PagedDecoder
 from ovspec.engine import scheduler
 from ovspec.engine.row import Row
-from ovspec.engine.scheduler import BatchLimits, Queue, run_batch
+from ovspec.engine.scheduler import BatchLimits, Queue
 
 ENGINES = ("stateful", "paged")
 # Short and long prompts; the long ones are read in chunks when they join.
@@ -66,7 +66,7 @@ def test_rows_that_join_give_what_hugging_face_gives(
     lengths = [30 + 7 * (i % 4) for i in range(len(MIXED))]  # they end at different times, so others join
     rows = [row_of(lm, p, {"max_tokens": n}) for p, n in zip(MIXED, lengths, strict=True)]
     most, reading_beside = 0, 0
-    for pieces in run_batch(lm.runtime.pool, rows, lm.runtime.rows.params({"batch_size": 3, "lookahead": lookahead})):
+    for pieces in lm.runtime.pool.run(rows, lm.runtime.rows.params({"batch_size": 3, "lookahead": lookahead})):
         begun = [row for row in rows if row.stats.cached_tokens < row.stats.prompt_tokens and not row.finish_reason]
         most = max(most, len(begun))
         reading_beside += bool(pieces) and any(not row.stats.rounds for row in begun)
@@ -149,7 +149,7 @@ def test_samples_read_their_prompt_once(
     options: Any = {"n": 4, "temperature": 1.0, "seed": 3, "max_tokens": 12}
     alone = lm.runtime.rows.make(prompt, lm.runtime.rows.params(options))
     for row in alone:
-        for _ in run_batch(lm.runtime.pool, [row], lm.runtime.rows.params({})):
+        for _ in lm.runtime.pool.run([row], lm.runtime.rows.params({})):
             pass
     fed: dict[int, int] = {}
     for kind in (decoder.StatefulDecoder, ovspec.cache.paged.PagedDecoder):
@@ -187,7 +187,7 @@ def test_a_new_batch_reads_all_prompts_at_once(load: Callable[..., ovspec.Langua
     """All rows begin in the same round, even if a short prompt could begin sooner."""
     lm = load(engine=engine)
     rows = [row_of(lm, prompt, {"max_tokens": 3}) for prompt in ("def", MIXED[0], MIXED[3])]
-    first_round = next(run_batch(lm.runtime.pool, rows, lm.runtime.rows.params({})))
+    first_round = next(lm.runtime.pool.run(rows, lm.runtime.rows.params({})))
     assert sorted(number for number, _ in first_round) == [0, 1, 2]
 
 
@@ -198,7 +198,7 @@ def test_a_batch_waits_for_memory(load: Callable[..., ovspec.LanguageModel], mon
     for room in (1, longest, 2 * longest):  # a row that doesn't fit runs alone
         monkeypatch.setattr(scheduler, "token_room", lambda *_, room=room: room)
         rows = [row_of(lm, prompt, {"max_tokens": 20}) for prompt in PROMPTS[:5]]
-        for _ in run_batch(lm.runtime.pool, rows, lm.runtime.rows.params({})):
+        for _ in lm.runtime.pool.run(rows, lm.runtime.rows.params({})):
             held = sum(row.most for row in rows if row.stats.rounds and not row.finish_reason)
             assert held <= max(room, longest)
         assert [row.token_ids for row in rows] == expected
@@ -212,7 +212,7 @@ def test_rows_are_taken_when_there_is_room(load: Callable[..., ovspec.LanguageMo
             taken.append(number)
             yield row_of(lm, prompt, {"max_tokens": 8})
 
-    run = run_batch(lm.runtime.pool, rows(), lm.runtime.rows.params({"batch_size": 2}))
+    run = lm.runtime.pool.run(rows(), lm.runtime.rows.params({"batch_size": 2}))
     next(run)
     assert len(taken) == 2
     run.close()  # type: ignore[attr-defined]
@@ -244,7 +244,7 @@ def test_rows_that_stay_read_nothing_again(
     monkeypatch.setattr(kind, "_append", noting)
     lengths = (2, 9, 5, 9)
     rows = [row_of(lm, prompt, {"max_tokens": length}) for prompt, length in zip(PROMPTS, lengths, strict=False)]
-    for _ in run_batch(lm.runtime.pool, rows, lm.runtime.rows.params({})):
+    for _ in lm.runtime.pool.run(rows, lm.runtime.rows.params({})):
         pass
     unread = sum(row.stats.prompt_tokens - row.stats.cached_tokens for row in rows)
     assert sum(fed) == unread + sum(len(row.token_ids) - 1 for row in rows), "the last token of each is never read"

@@ -14,6 +14,7 @@ import pytest
 import ovspec
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import fill_once, pieces_of, scratch_folder
+from ovspec.engine.decoders import DecoderPool
 from ovspec.openai.batch_file import BatchProgress
 from ovspec.openai.batch_groups import MOST, Answers, Group, groups_of
 from ovspec.openai.batch_requests import BatchRequest, prompt_request, request_in, requests_of_rows
@@ -190,7 +191,7 @@ def test_an_inference_that_fails_is_told_to_all_that_ask(pair: Path, monkeypatch
         raise InferenceError("no memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr("ovspec.openai.batch_run.run_batch", fail)
+        patch.setattr(DecoderPool, "run", fail)
         with pytest.raises(InferenceError, match="no memory"):
             thread.answer(prompts(2))
     assert len(thread.answer(prompts(2))) == 2, "it goes on"
