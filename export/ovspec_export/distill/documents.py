@@ -7,7 +7,6 @@ import os
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
@@ -16,6 +15,7 @@ import numpy as np
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import on_disk, replaced
+from ovspec.cache.sequence import Sequence as Tokens
 from ovspec.engine.runtime import Runtime
 from ovspec.text.chat_template import Message
 from ovspec.text.tokenizer import Tokenizer
@@ -368,19 +368,14 @@ def chat_tokens(chat: Chat, runtime: Runtime) -> tuple[list[int], int]:
     if whole.startswith(prompt):
         return [*before, *runtime.tokenizer.encode_more(whole[len(prompt) :]).tolist()], len(before)
     ids = encode(whole, special=False).tolist()
-    return ids, shared(before, ids)
+    return ids, Tokens(before).shared(np.array(ids))
 
 
 def content_start(chat: Chat, ids: list[int], runtime: Runtime) -> int:
     """Return at which token of a chat the first message of the user begins, which no other chat need have."""
     first = next(index for index, message in enumerate(chat.messages) if message["role"] == "user")
     other = [*chat.messages[:first], {"role": "user", "content": "?"}]
-    return shared(runtime.encode(other, tools=chat.tools).tolist(), ids)
-
-
-def shared(first: Sequence[int], second: Sequence[int]) -> int:
-    """Return how many tokens two texts have in common at their beginning."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
+    return Tokens(ids).shared(runtime.encode(other, tools=chat.tools))
 
 
 def given_prompts(given: Given, runtime: Runtime) -> list[list[int]]:
