@@ -72,19 +72,15 @@ def read_documents(file: Path) -> list[Document]:
 def create_documents(file: Path, documents: Iterable[Document]) -> None:
     """Write ``file`` with its first documents, completely or not at all."""
     with replaced(file) as partial:
-        partial.write_bytes(b"".join(map(line_of, documents)))
+        partial.write_bytes(msgspec.json.Encoder().encode_lines(documents))
 
 
 def append_documents(file: Path, documents: Iterable[Document]) -> None:
     """Append documents to ``file``, in place of a last line that was cut off, and wait until they are on the disk."""
     with file.open("ab+") as opened:
         opened.truncate(end_of_lines(opened))
-        opened.write(b"".join(map(line_of, documents)))
+        opened.write(msgspec.json.Encoder().encode_lines(documents))
     on_disk(file)
-
-
-def line_of(document: Document) -> bytes:
-    return msgspec.json.encode(document) + b"\n"
 
 
 def end_of_lines(opened: BinaryIO) -> int:
