@@ -189,8 +189,9 @@ def rotary_config(layout: HeadLayout) -> LlamaConfig:
     for name in ("rope_scaling", "rope_parameters"):
         if name in found:
             found[name] = {**found[name], "rope_type": rope_type(found[name])}
-    sizes = {"num_attention_heads": layout.heads, "head_dim": layout.head_dim}
-    return LlamaConfig(**found, **sizes, hidden_size=layout.heads * layout.head_dim)
+    found |= {"hidden_size": layout.heads * layout.head_dim, "num_attention_heads": layout.heads}
+    found |= {"head_dim": layout.head_dim}
+    return LlamaConfig(**found)
 
 
 def load_head(folder: Path, name: str = "", embedding: Tensor | None = None) -> EagleHead:
