@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ ADVICE = "a wrong IR is not kept, so please report the name of this model to ovs
 EXCEPT = 0.1  # share of the positions that may differ by more: where two experts tie, rounding chooses
 
 
-def check_agreement(model: Any, folder: Path) -> None:
+def check_agreement(model: Any, folder: Path, tolerance: float = TOLERANCE) -> None:
     """Raise OvspecError if the IR in ``folder`` computes other logits than ``model``, a transformers model.
 
     Both compute in f32: a text alone, and its first two thirds beside it in a ragged batch. Its last tokens are fed
@@ -35,7 +37,7 @@ def check_agreement(model: Any, folder: Path) -> None:
     expected = [reference_logits(model, tokens, ir.logits_width) for tokens in (text, short)]
     for rows, where in (([text], "than the checkpoint"), ([text, short], "in a batch")):
         apart = difference(ir_logits(ir, rows), expected[: len(rows)])
-        if apart > TOLERANCE:
+        if apart > tolerance:
             told = f"the IR computes other logits {where}: they differ by {apart:.2g} of their spread"
             raise OvspecError(f"{told}; {ADVICE}")
 
@@ -111,19 +113,15 @@ def compute_in_f32(model: Any) -> None:
             weights.data = weights.data.float()
     for layer in layers:
         stored = {weights: weights.data for weights in layer.parameters() if weights.is_floating_point()}
-
-        def widen(*_: Any, stored: dict[Any, Any] = stored) -> None:
-            for weights, data in stored.items():
-                weights.data = data.float()
-
-        def narrow(*_: Any, stored: dict[Any, Any] = stored) -> None:
-            for weights, data in stored.items():
-                weights.data = data
-
         for buffer in layer.buffers():
             buffer.data = buffer.data.float() if buffer.is_floating_point() else buffer.data
-        layer.register_forward_pre_hook(widen)
-        layer.register_forward_hook(narrow)
+        layer.register_forward_pre_hook(functools.partial(set_weights, stored, torch.Tensor.float))
+        layer.register_forward_hook(functools.partial(set_weights, stored, lambda data: data))
+
+
+def set_weights(stored: dict[Any, Any], converted: Callable[[Any], Any], *_: Any) -> None:
+    for weights, data in stored.items():
+        weights.data = converted(data)
 
 
 def outermost(module: Any, kind: type) -> list[Any]:

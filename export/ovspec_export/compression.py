@@ -42,11 +42,7 @@ class Compression:
         """Raise OvspecError if the options don't fit together."""
         if self.weight_format not in WEIGHT_FORMATS:
             raise OvspecError(f"Weight format {self.weight_format!r} is not one of {', '.join(WEIGHT_FORMATS)}.")
-        given = [
-            name
-            for name, value in asdict(self).items()
-            if name not in ("weight_format", "sym") and value is not None and value is not False
-        ]
+        given = [name for name in self.options() if name != "sym"]
         if self.weight_format != "int4" and given:
             raise OvspecError(f"`{given[0]}` works only with `weight_format='int4'`.")
         if self.weight_format not in ("int4", "int8") and self.sym:
@@ -71,31 +67,16 @@ class Compression:
         """Return optimum-cli's arguments. For calibration and bf16 these export fp32, which a later step compresses."""
         if self.calibration or self.weight_format == "bf16":
             return ["--weight-format", "fp32"]
-        arguments = ["--weight-format", self.weight_format]
-        if self.group_size is not None:
-            arguments += ["--group-size", str(self.group_size)]
-        if self.ratio is not None:
-            arguments += ["--ratio", str(self.ratio)]
-        if self.backup_precision:
-            arguments += ["--backup-precision", self.backup_precision]
-        return arguments + ["--sym"] * self.sym + ["--awq"] * self.awq
+        named = {"--group-size": self.group_size, "--ratio": self.ratio, "--backup-precision": self.backup_precision}
+        options = [part for name, value in named.items() if value is not None for part in (name, str(value))]
+        return ["--weight-format", self.weight_format, *options, *["--sym"] * self.sym, *["--awq"] * self.awq]
 
     def quantization_config(self) -> dict[str, Any]:
         """Return the arguments of optimum-intel's OVWeightQuantizationConfig, except the texts and the tokenizer."""
         if self.weight_format == "int8":
             return {"bits": 8, "sym": self.sym}
-        options: dict[str, Any] = {
-            "bits": 4,
-            "sym": self.sym,
-            "ratio": 1.0 if self.ratio is None else self.ratio,
-            "group_size": self.group_size,
-            "quant_method": "awq" if self.awq else "default",
-            "scale_estimation": self.scale_estimation or None,
-            "gptq": self.gptq or None,
-            "lora_correction": self.lora_correction or None,
-            "backup_precision": self.backup_precision,
-        }
-        return {name: value for name, value in options.items() if value is not None}
+        named = {name: value for name, value in self.options().items() if name not in ("awq", "calibration", "samples")}
+        return {"bits": 4, "sym": self.sym, "ratio": 1.0, "quant_method": "awq" if self.awq else "default"} | named
 
     def without_text(self) -> Compression:
         """Return the same without the methods that need a text to calibrate on."""

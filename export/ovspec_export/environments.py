@@ -24,6 +24,7 @@ from ovspec.base.errors import OvspecError
 from ovspec.base.files import move
 from ovspec.base.progress import in_bytes, note, step
 from ovspec.ir.device import default_cache_dir
+from ovspec_export.folders import check_space
 
 NEEDED = 130_000_000  # bytes of disk while an overlay is made, wheels included
 # Scripts are not used. Wheels may overwrite each other's, and pip lists them outside the folder.
@@ -118,12 +119,7 @@ def prepare(environment: Environment, families: str) -> Path:
     lock = FileLock(folder.with_name(f".{folder.name}.lock"))
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(folder.parent).free
-        if free < NEEDED:
-            raise OvspecError(
-                f"{folder}: the environment for {families} needs {in_bytes(NEEDED)} there, but only {in_bytes(free)} "
-                "are free; make room."
-            )
+        check_space(folder, NEEDED, f"the environment for {families}", "make room")
         try:
             lock.acquire(timeout=0)
         except Timeout:
@@ -140,9 +136,7 @@ def prepare(environment: Environment, families: str) -> Path:
         finally:
             lock.release()
     except OSError as error:
-        raise OvspecError(
-            f"{folder}: the environment for {families} cannot be written ({error.strerror or error})."
-        ) from None
+        raise OvspecError(f"{folder}: cannot be written for {families} ({error.strerror or error}).") from None
     return folder
 
 

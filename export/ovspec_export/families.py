@@ -38,7 +38,6 @@ class Family:
     untested: bool = False
 
 
-LIFTED = Family(lifted=True)
 OLD_CODE = Family(TRANSFORMERS_4_57, remote_code=True, untested=True)
 
 UNCHANGED = (
@@ -48,7 +47,7 @@ UNCHANGED = (
 UNTESTED = "afmoe biogpt codegen cohere gpt_neo gpt_neox_japanese gptj olmo persimmon phi phimoe xglm"
 FAMILIES: dict[str, Family] = {
     # Written for transformers 5.0 and older in optimum, but the same in 5.5.
-    **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "gemma3n_text", "glm", "exaone4"), LIFTED),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "gemma3n_text", "glm", "exaone4"), Family(lifted=True)),
     # Inherits a limit of 5.0 beside its own of 5.5. Some have experts.
     "gemma4_text": Family(lifted=True, experts="batched_mm", patches=("short_dummy_window",)),
     # optimum knows by the model's name how it is compressed to int4; a snapshot of the hub has none.
@@ -173,13 +172,9 @@ def family_list() -> list[str]:
     needed = {family.environment for family in FAMILIES.values()}
     prepared = {environment for environment in needed if environment and environment.is_prepared}
     for name, family in sorted(FAMILIES.items()):
-        environment, notes = family.environment, []
-        if inside[name]:
-            notes.append(f"also inside {', '.join(inside[name])}")
-        if family.remote_code:
-            notes.append("needs --trust-remote-code")
-        if family.untested:
-            notes.append("not tested")
+        environment = family.environment
+        notes = [f"also inside {', '.join(inside[name])}"] if inside[name] else []
+        notes += ["needs --trust-remote-code"] * family.remote_code + ["not tested"] * family.untested
         where = environment.name if environment else "as installed"
         state = ("prepared" if environment in prepared else "not prepared") if environment else ""
         lines.append(f"{name:20} {where:18} {state:13} {'; '.join(notes)}".rstrip())

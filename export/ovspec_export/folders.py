@@ -182,7 +182,9 @@ def partial_of(output: Path) -> Path:
     return output.with_name(f".{output.name}.partial-{secrets.token_hex(4)}")
 
 
-def check_space(folder: Path, needed: float, what: str = "the export") -> None:
+def check_space(
+    folder: Path, needed: float, what: str = "the export", advice: str = "make room, or name another `output`"
+) -> None:
     """Raise OvspecError unless ``needed`` bytes are free on the disk of ``folder`` or its nearest existing parent.
 
     ``what`` needs them.
@@ -190,7 +192,5 @@ def check_space(folder: Path, needed: float, what: str = "the export") -> None:
     place = next(parent for parent in (folder, *folder.parents) if parent.exists())
     free = shutil.disk_usage(place).free
     if free < needed:
-        raise OvspecError(
-            f"{folder}: {what} needs about {in_bytes(needed)} there, but only {in_bytes(free)} are free; make "
-            "room, or name another `output`."
-        )
+        sizes = f"about {in_bytes(needed)} there, but only {in_bytes(free)} are free"
+        raise OvspecError(f"{folder}: {what} needs {sizes}; {advice}.")

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ovspec.base.errors import OvspecError
-from ovspec_export.gguf_file import GgufFile
+from ovspec_export.gguf_file import INSTEAD, GgufFile
 
 # Entry of the metadata, without the architecture's name -> entry of config.json.
 COMMON = {
@@ -180,10 +180,8 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     given = {key.removeprefix(f"{name}."): value for key, value in file.metadata.items() if key.startswith(f"{name}.")}
     unknown = sorted(key for key in given if key not in keys and not SEEN.fullmatch(key))
     if unknown:
-        raise OvspecError(
-            f"{file.path}: its metadata has {name}.{unknown[0]}, which ovspec doesn't understand, so the model could "
-            "come out wrong; export the checkpoint that the file was made from."
-        )
+        told = f"{name}.{unknown[0]}, which ovspec doesn't understand, so the model could come out wrong"
+        raise OvspecError(f"{file.path}: its metadata has {told}; {INSTEAD}.")
     try:
         config = {keys[key]: value for key, value in given.items() if key in keys}
         config |= known.more(file, config)
@@ -196,10 +194,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         config |= scaled_rope(file, config)
         ids = {name: file.metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in TOKENS.items()}
     except (KeyError, TypeError, ValueError, ZeroDivisionError, IndexError) as error:
-        raise OvspecError(
-            f"{file.path}: its metadata is incomplete or not understood ({error}); export the checkpoint that the file "
-            "was made from."
-        ) from None
+        raise OvspecError(f"{file.path}: its metadata is incomplete or not understood ({error}); {INSTEAD}.") from None
     said = {entry: value for entry, value in config.items() if value is not None}
     return said | ids | {"model_type": known.model_type}  # a family's default for a token would be another's
 
@@ -214,10 +209,8 @@ def check_kind(file: GgufFile) -> None:
     if pooled or re.search("bert|embedding|encoder", file.architecture):
         raise OvspecError(f"{file.path}: holds an embedding model; only models that generate text can be exported.")
     if file.architecture not in ARCHITECTURES:
-        raise OvspecError(
-            f"{file.path}: its architecture is {file.architecture!r}, and ovspec reads only {', '.join(ARCHITECTURES)} "
-            "from GGUF files; export the checkpoint that the file was made from."
-        )
+        told = f"{file.architecture!r}, and ovspec reads only {', '.join(ARCHITECTURES)} from GGUF files"
+        raise OvspecError(f"{file.path}: its architecture is {told}; {INSTEAD}.")
 
 
 def width_of_head(config: dict[str, Any]) -> int:

@@ -22,6 +22,7 @@ MAGIC, VERSIONS = b"GGUF", (2, 3)
 ALIGNMENT = 32  # of the tensors, where the metadata doesn't say otherwise
 SCALARS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
 FLOAT, STRING, ARRAY = 6, 8, 9
+INSTEAD = "export the checkpoint that the file was made from"  # what to do if a file can't be read
 
 
 @dataclass(frozen=True)

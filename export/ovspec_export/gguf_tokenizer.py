@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.progress import note
+from ovspec_export.gguf_file import INSTEAD
 from ovspec_export.gguf_pretokenizers import PRETOKENIZERS, PreTokenizer
 from ovspec_export.gguf_vocabulary import (
     NORMAL,
@@ -68,18 +69,14 @@ def pre_tokenizer(read: Metadata, name: str) -> PreTokenizer | None:
     if read.model == "llama":
         return None
     if read.model not in ("gpt2", "gemma4"):
-        raise OvspecError(
-            f"{name}: its tokenizer is of the kind {shown(read.model)}, which can't be converted; "
-            "export the checkpoint that the file was made from."
-        )
+        kind = shown(read.model)
+        raise OvspecError(f"{name}: its tokenizer is of the kind {kind}, which can't be converted; {INSTEAD}.")
     pre = "gemma4" if read.model == "gemma4" else read.pre
     if not pre:
         note(f"{name} doesn't say how its tokenizer cuts texts into words; some may get other tokens than in training.")
         pre = "default"
     if pre not in PRETOKENIZERS:
-        raise OvspecError(
-            f"{name}: its pre-tokenizer {shown(pre)} is unknown; export the checkpoint that the file was made from."
-        )
+        raise OvspecError(f"{name}: its pre-tokenizer {shown(pre)} is unknown; {INSTEAD}.")
     return PRETOKENIZERS[pre]
 
 

@@ -52,17 +52,17 @@ def check_head(head: EagleHead, model: ov.Model, states: np.ndarray | None = Non
 def reference(head: EagleHead, tokens: np.ndarray, states: np.ndarray, first: int) -> dict[str, np.ndarray]:
     """Return a row's outputs by name, (entries, width), where ``first`` entries come before the unrolled ones."""
     with torch.no_grad():
-        fused = head.fuse(torch.from_numpy(states)[None])
-        ids = torch.from_numpy(tokens)[None]
+        taps, ids = torch.from_numpy(states)[None], torch.from_numpy(tokens)[None]
+        fused = head.fuse(taps)
 
         def read(features: torch.Tensor) -> tuple[Any, ...]:
             ones = torch.ones(features.shape[:2], dtype=torch.int64)
-            return head(ids[:, : ones.shape[1]], features, ones, ones.cumsum(1) - 1, head.no_cache())
+            return head(ids[:, : ones.shape[1]], features, ones, ones.cumsum(1) - 1, taps, *head.no_cache())
 
         features = fused[:, :first]
         for _ in range(UNROLLED):
             features = torch.cat((features, read(features)[1][:, -1:]), 1)
-        logits, hidden, _ = read(torch.cat((features, fused[:, first:]), 1))
+        logits, hidden, *_ = read(torch.cat((features, fused[:, first:]), 1))
     outputs = {"fused": fused, "logits": logits, "hidden": hidden}
     return {name: output[0].numpy() for name, output in outputs.items()}
 

@@ -142,9 +142,7 @@ def layout_of(config: Mapping[str, Any], found: Mapping[str, Sequence[int]], nes
     ids = layer_ids(config)
     taps = len(ids) if ids else USUAL_TAPS
     head_dim = config.get("head_dim") or found.get("layer.self_attn.q_norm.weight", [hidden // heads])[0]
-    own_lm_head = "lm_head.weight" in found
     norms = "before_fc" if config.get("norm_before_fc") else "fc" if config.get("fc_norm") else ""
-    draft_vocab = config.get("draft_vocab_size") or vocab
     rope = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings")
     return HeadLayout(
         hidden=hidden,
@@ -153,7 +151,7 @@ def layout_of(config: Mapping[str, Any], found: Mapping[str, Sequence[int]], nes
         kv_heads=int(config.get("num_key_value_heads") or heads),
         head_dim=int(head_dim),
         vocab=vocab,
-        draft_vocab=int(draft_vocab),
+        draft_vocab=int(config.get("draft_vocab_size") or vocab),
         taps=taps,
         target_hidden=found["fc.weight"][1] // taps,
         tap_layers=ids,
@@ -167,7 +165,7 @@ def layout_of(config: Mapping[str, Any], found: Mapping[str, Sequence[int]], nes
         norm_output=nested and bool(config.get("norm_output")),
         rope={name: config[name] for name in rope if config.get(name) is not None},
         own_embedding="embed_tokens.weight" in found,
-        own_lm_head=own_lm_head,
+        own_lm_head="lm_head.weight" in found,
         biases=frozenset(each.removesuffix(".bias") for each in found if each.endswith(".bias")),
     )
 

@@ -32,6 +32,7 @@ from ovspec.base.files import read_json
 from ovspec.ir.compile import give_ids
 from ovspec.ir.heads import FUSED, FUSES, HIDDEN, LAYERS
 from ovspec_export.head_layout import HeadLayout, head_layout, our_name, rope_type
+from ovspec_export.pickled import pickled_tensors
 
 # Ends of the name that families have for the embedding of tokens.
 EMBEDDINGS = [[name, "weight"] for name in ("embed_tokens", "wte", "word_embeddings", "embed_in")]
@@ -45,15 +46,10 @@ class Attention(nn.Module):
         super().__init__()
         self.layout = layout
         queries, keys = layout.heads * layout.head_dim, layout.kv_heads * layout.head_dim
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
-            linear(layout, f"layer.self_attn.{name}_proj", *sizes)
-            for name, sizes in {
-                "q": (2 * layout.hidden, queries),
-                "k": (2 * layout.hidden, keys),
-                "v": (2 * layout.hidden, keys),
-                "o": (queries, layout.hidden),
-            }.items()
-        )
+        self.q_proj = linear(layout, "layer.self_attn.q_proj", 2 * layout.hidden, queries)
+        self.k_proj = linear(layout, "layer.self_attn.k_proj", 2 * layout.hidden, keys)
+        self.v_proj = linear(layout, "layer.self_attn.v_proj", 2 * layout.hidden, keys)
+        self.o_proj = linear(layout, "layer.self_attn.o_proj", queries, layout.hidden)
         self.q_norm, self.k_norm = (
             LlamaRMSNorm(layout.head_dim, layout.eps) if layout.qk_norm else nn.Identity() for _ in "qk"
         )
@@ -161,13 +157,18 @@ class EagleHead(nn.Module):
         features: Tensor,
         attention_mask: Tensor,
         position_ids: Tensor,
-        past: Cache,
-    ) -> tuple[Tensor, Tensor, Cache]:
-        """Return logits, the next features and the longer cache. tokens: ids, or embeddings if it has none itself."""
+        target_hidden_states: Tensor,
+        key: Tensor,
+        value: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """Return logits, the next features, what ``fuse`` makes, and the longer cache, as the IR does.
+
+        tokens: ids, or embeddings if it has none itself.
+        """
         embedded = tokens if self.embed_tokens is None else self.embed_tokens(tokens)
         mask = causal_mask(attention_mask, position_ids.shape[1])
-        states, cache = self.step(embedded, features, mask, position_ids, past)
-        return self.logits(states), self.next_features(states), cache
+        states, cache = self.step(embedded, features, mask, position_ids, (key, value))
+        return self.logits(states), self.next_features(states), self.fuse(target_hidden_states), *cache
 
 
 def linear(layout: HeadLayout, name: str, inputs: int, outputs: int) -> nn.Linear:
@@ -247,29 +248,8 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     files = sorted(folder.glob("model*.safetensors"))
     if files:
         return {name: tensor for file in files for name, tensor in load_file(file).items()}
-    found = [torch.load(file, "cpu", weights_only=True) for file in sorted(folder.glob("pytorch_model*.bin"))]
-    return {name: tensor for part in found for name, tensor in part.items()}
-
-
-class Traced(nn.Module):
-    """A head with flat inputs and outputs, as it is converted."""
-
-    def __init__(self, head: EagleHead) -> None:
-        super().__init__()
-        self.head = head
-
-    def forward(
-        self,
-        tokens: Tensor,
-        hidden_states: Tensor,
-        attention_mask: Tensor,
-        position_ids: Tensor,
-        target_hidden_states: Tensor,
-        key: Tensor,
-        value: Tensor,
-    ) -> tuple[Tensor, ...]:
-        found = self.head(tokens, hidden_states, attention_mask, position_ids, (key, value))
-        return found[0], found[1], self.head.fuse(target_hidden_states), *found[2]
+    pickled = sorted(folder.glob("pytorch_model*.bin"))
+    return {name: tensor for file in pickled for name, tensor in pickled_tensors(file).items()}
 
 
 def head_ir(head: EagleHead, tap_layers: list[int]) -> ov.Model:
@@ -284,7 +264,7 @@ def head_ir(head: EagleHead, tap_layers: list[int]) -> ov.Model:
     mask = torch.ones((batch, past + new), dtype=torch.int64)
     example = (tokens, features, mask, ids, taps, *head.no_cache(batch, past))
     with torch.no_grad():
-        model = ov.convert_model(Traced(head), example_input=example)
+        model = ov.convert_model(head, example_input=example)
     cache = [-1, layout.kv_heads, -1, layout.head_dim]
     inputs = {
         **({"input_ids": [-1, -1]} if head.embed_tokens is not None else {"inputs_embeds": [-1, -1, layout.hidden]}),

@@ -30,7 +30,8 @@ def load_tokenizer(source: Source, trust_remote_code: bool = False) -> Any:
     try:
         return AutoTokenizer.from_pretrained(source.folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers and tokenizers raise a dozen kinds of errors
-        raise OvspecError(f"{source.name}: its tokenizer cannot be loaded ({first_line(error)}).") from None
+        why = str(error).strip().partition("\n")[0].rstrip(".:") or type(error).__name__
+        raise OvspecError(f"{source.name}: its tokenizer cannot be loaded ({why}).") from None
 
 
 def templates_of(source: Source) -> dict[str, str]:
@@ -47,11 +48,6 @@ def put_template(template: str, folder: Path) -> None:
     source = template.replace(f"{{{{ {ADDED_BOS} }}}}", f"{{{{ {json.dumps(bos, ensure_ascii=False)} }}}}")
     shutil.rmtree(folder / MORE_TEMPLATES, ignore_errors=True)
     (folder / CHAT_TEMPLATE_FILE).write_text(source, encoding="utf-8", newline="\n")
-
-
-def first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip(".:") if lines else type(error).__name__
 
 
 def differing_texts(reference: Any, folder: Path) -> list[str]:

@@ -118,19 +118,14 @@ def lark(text: str, what: str = "The Lark grammar") -> str:
         parts.append(text[at : match.end()])
         at = match.end()
         if option := match["option"]:
-            raise OvspecError(
-                f"{what}, {place(text, match.start())}: "
-                f"{option}= isn't supported, because it can't be rolled back; leave it out."
-            )
+            why = f"{option}= isn't supported, because it can't be rolled back; leave it out."
+            raise OvspecError(f"{what}, {place(text, match.start())}: {why}")
         if match["json"]:
             inline, end = inline_schema(text, at, what)
             name = f"json_schema_{len(schemas)}"
             schemas.append({"name": name, "lark_grammar": inline})
             parts[-1] = parts[-1][: -len(match["json"])]
-            parts += [
-                f"@{name}",
-                "\n" * text.count("\n", match.start("json"), end),
-            ]  # the lines after it keep their numbers
+            parts += [f"@{name}", "\n" * text.count("\n", match.start("json"), end)]  # later lines keep their numbers
             at = end
     return grammar("lark", *schemas, lark_grammar="".join(parts) + text[at:])
 

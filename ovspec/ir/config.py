@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ovspec.base.files import read_as
+from ovspec.base.files import read_as, read_json
 
 MODEL_FILE = "openvino_model.xml"
 CONTEXTS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
@@ -17,28 +17,12 @@ WINDOWS = ("sliding_window", "window_size", "attention_chunk_size")
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The entries of ``config.json`` that ovspec uses. Models differ in how they write lengths: only ints count."""
+    """A ``config.json``, and its ``whole`` content. Models differ in how they write lengths: only ints count."""
 
     model_type: str | None = None
     eos_token_id: int | list[int] | None = None
-    use_sliding_window: Any = None
-    sliding_window: Any = None
-    window_size: Any = None
-    attention_chunk_size: Any = None
-    max_position_embeddings: Any = None
-    n_positions: Any = None
-    max_seq_len: Any = None
-    seq_length: Any = None
-    n_ctx: Any = None
-    num_hidden_layers: Any = None
-    n_layer: Any = None
-    num_layers: Any = None
-    n_layers: Any = None
-    conv_kernel: Any = None
-    rope_scaling: Any = None
-    rope_parameters: Any = None
-    original_max_position_embeddings: Any = None
     text_config: ModelConfig | None = None
+    whole: dict[str, Any] = field(default_factory=dict)
 
     @property
     def text(self) -> ModelConfig:
@@ -58,7 +42,7 @@ class ModelConfig:
     @property
     def attention_window(self) -> int | None:
         """Number of slots that the narrowest attention layer sees; None for full attention."""
-        names = WINDOWS if self.text.use_sliding_window is not False else WINDOWS[1:]
+        names = WINDOWS if self.text.whole.get("use_sliding_window") is not False else WINDOWS[1:]
         return min(self.text._lengths(names), default=None)
 
     @property
@@ -69,9 +53,10 @@ class ModelConfig:
     @property
     def rope_switch(self) -> int | None:
         """Length of the text beyond which all its tokens get other rotary frequencies (LongRoPE); None for never."""
-        for rope in (self.text.rope_parameters, self.text.rope_scaling):
+        whole = self.text.whole
+        for rope in (whole.get("rope_parameters"), whole.get("rope_scaling")):
             if isinstance(rope, dict) and "longrope" in (rope.get("rope_type"), rope.get("type")):
-                lengths = (rope.get("original_max_position_embeddings"), self.text.original_max_position_embeddings)
+                lengths = (part.get("original_max_position_embeddings") for part in (rope, whole))
                 return next((length for length in lengths if type(length) is int and length > 0), None)
         return None
 
@@ -81,10 +66,12 @@ class ModelConfig:
         return next(self.text._lengths(("conv_kernel",)), 4)
 
     def _lengths(self, names: tuple[str, ...]) -> Iterator[int]:
-        found = (getattr(self, name) for name in names)
+        found = (self.whole.get(name) for name in names)
         return (length for length in found if type(length) is int and 0 < length < 2**31)
 
 
 def model_config(folder: Path) -> ModelConfig:
     """Return the config in ``folder``, empty if it has none; raises OvspecError if it is damaged."""
-    return read_as(ModelConfig, folder / "config.json")
+    config, whole = read_as(ModelConfig, folder / "config.json"), read_json(folder / "config.json")
+    text = config.text_config and replace(config.text_config, whole=whole["text_config"])
+    return replace(config, text_config=text, whole=whole)

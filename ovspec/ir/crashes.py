@@ -103,9 +103,7 @@ def tried(device: str, properties: str, *trial: str) -> Crash | None:
     command = [sys.executable, *trial, device, properties]
     nowhere = subprocess.DEVNULL
     try:
-        ended = subprocess.run(
-            command, stdin=nowhere, stdout=nowhere, stderr=nowhere, timeout=SECONDS, check=False
-        ).returncode
+        ended = subprocess.run(command, stdin=nowhere, stdout=nowhere, stderr=nowhere, timeout=SECONDS).returncode
     except (OSError, subprocess.TimeoutExpired):
         return None
     if ended == 0:

@@ -7,6 +7,8 @@ A layer is known by the keys and values that it appends to the cache.
 
 from __future__ import annotations
 
+import functools
+
 import openvino as ov
 
 from ovspec.base.errors import OvspecError
@@ -63,21 +65,15 @@ def dominators(ordered: list[ov.Node], place: dict[str, int], start: ov.Node) ->
         if ordered[index].get_type_name() in SHAPES:
             continue
         sources = {place[value.get_node().get_name()] for value in ordered[index].input_values()}
-        nearest = -1
-        for source in sources & above.keys():
-            nearest = source if nearest < 0 else meet(above, nearest, source)
-        if nearest >= 0:
-            above[index] = nearest
+        if reached := sources & above.keys():
+            above[index] = functools.reduce(functools.partial(meet, above), reached)
     return above
 
 
 def meet(above: dict[int, int], a: int, b: int) -> int:
     """Return the last node that dominates both."""
     while a != b:
-        if a > b:
-            a = above[a]
-        else:
-            b = above[b]
+        a, b = above[max(a, b)], min(a, b)
     return a
 
 

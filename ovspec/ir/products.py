@@ -81,7 +81,8 @@ def cut_products(model: ov.Model, widest: int = WIDEST) -> int:
 
     OpenVINO multiplies few tokens by another kernel than many there, so that they have other bits.
     """
-    found = [op for op in model.get_ops() if op.get_type_name() == "MatMul" and is_wide(op, widest)]
+    products = (op for op in model.get_ops() if op.get_type_name() == "MatMul" and is_plain(op))
+    found = [each for each in products if summed(each) > widest and integers_of(each.input_value(1))]
     for product in found:
         parts = parts_of(product, widest)
         tokens = ops.split(product.input_value(0), ops.constant(-1, dtype=np.int64), parts)
@@ -102,10 +103,6 @@ def parts_of(product: ov.Node, widest: int) -> int:
     assert integers
     groups = integers.get_output_shape(0)[1]
     return next(count for count in range(-(-summed(product) // widest), groups) if groups % (2 * count) == 0)
-
-
-def is_wide(product: ov.Node, widest: int) -> bool:
-    return is_plain(product) and summed(product) > widest and integers_of(product.input_value(1)) is not None
 
 
 def is_plain(product: ov.Node) -> bool:

@@ -9,10 +9,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from ovspec.api.verify import record_as_json
 from ovspec.engine.results import Piece, Result, Stats
 from ovspec.engine.row import Row
-from ovspec.openai.errors import Failure, openai_error
 from ovspec.openai.logprobs import Echo, Place, PlaceStream, places_of
 from ovspec.openai.requests import TextRequest
-from ovspec.openai.streams import DONE, WAITING, Events
+from ovspec.openai.streams import DONE, Events, Writer
 from ovspec.text.answer import ToolCall
 from ovspec.text.tokenizer import Tokenizer
 
@@ -269,7 +268,7 @@ def usage_of(stats: list[Stats], n: int) -> Usage:
 # ---------------------------------------------------------------- streams
 
 
-class ChunkWriter:
+class ChunkWriter(Writer):
     """Makes the chunks of a stream from the pieces of a request's texts."""
 
     def __init__(
@@ -314,12 +313,6 @@ class ChunkWriter:
         chunk = Chunk(**self._head, choices=[])
         chunk.usage = usage_of([row.stats for row in self._rows], self._n)
         return [chunk, DONE]
-
-    def waiting(self) -> Events:
-        return [WAITING]
-
-    def failed(self, failure: Failure) -> Events:
-        return [openai_error(failure)]
 
     def _chunk(self, index: int, delta: Delta, places: list[Place] | None = None, **ends: Any) -> Chunk:
         ends = {"index": index, "finish_reason": None} | ends

@@ -11,11 +11,10 @@ from ovspec.engine.results import Piece, Result, Stats
 from ovspec.engine.row import Row
 from ovspec.openai.answers import Answer, record_of
 from ovspec.openai.bodies import FIRST, Common, Foreign
-from ovspec.openai.errors import Failure, openai_error
 from ovspec.openai.logprobs import Echo
 from ovspec.openai.models import settings_of
 from ovspec.openai.requests import TextRequest, asked_for
-from ovspec.openai.streams import WAITING, Events
+from ovspec.openai.streams import Events, Writer
 from ovspec.text.infill import UNNAMED, Chunk, Infill
 from ovspec.text.tokenizer import Tokenizer
 
@@ -166,16 +165,13 @@ def whole_infill(
     return InfillAnswers.model_construct(made if len(made) > 1 else made[0])
 
 
-class InfillWriter:
+class InfillWriter(Writer):
     """Makes the events of a stream from the pieces of a request's texts."""
 
     def __init__(
         self, tokenizer: Tokenizer, head: dict[str, Any], request: TextRequest, rows: list[Row], _: list[Echo]
     ) -> None:
         self._tokenizer, self._head, self._request, self._rows = tokenizer, head, request, rows
-
-    def first(self) -> Events:
-        return []
 
     def more(self, index: int, piece: Piece) -> Events:
         events = [InfillPart(index=index, content=piece.text, tokens=[], stop=False)] if piece.text else []
@@ -184,12 +180,3 @@ class InfillWriter:
         answer = answer_of(self._tokenizer, self._head, self._request, index, self._rows[index].result())
         answer.content = ""  # it has been told
         return [*events, InfillAnswers.model_construct(selected(answer, self._request.body.response_fields))]
-
-    def last(self) -> Events:
-        return []
-
-    def waiting(self) -> Events:
-        return [WAITING]
-
-    def failed(self, failure: Failure) -> Events:
-        return [openai_error(failure)]

@@ -87,23 +87,17 @@ def catalogue_entry(lm: LanguageModel, name: str) -> dict[str, Any]:
     kind, context = lm.target.ir.config.model_type or "", lm.target.ir.context_length
     return {
         # llama.cpp's, whose fields are Ollama's
+        **dict.fromkeys(("modified_at", "size", "digest", "description", "parameters"), ""),
         "name": name,
         "model": name,
-        "modified_at": "",
-        "size": "",
-        "digest": "",
         "type": "model",
-        "description": "",
         "tags": [""],
         "capabilities": ["completion"],
-        "parameters": "",
         "details": {
-            "parent_model": "",
+            **dict.fromkeys(("parent_model", "parameter_size", "quantization_level"), ""),
             "format": "openvino",
             "family": kind,
             "families": [kind],
-            "parameter_size": "",
-            "quantization_level": "",
         },
         # Codex's
         "slug": name,

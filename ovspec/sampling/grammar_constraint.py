@@ -6,10 +6,10 @@ committed without running a model.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import secrets
-import threading
 from collections import abc
 from dataclasses import dataclass
 from typing import Any
@@ -209,10 +209,9 @@ class Grammars:
         self._added = {token["content"]: token["id"] for token in tokenizer_json.get("added_tokens", [])}
         self._special = {f"<{name.removeprefix('<').removesuffix('>')}>": number for name, number in names}
         self._own_end, self._tokens = grammar_tokenizer(tokenizer_json, self._size)
-        # Threads share them, so a matcher in it is copied before it moves.
-        self._compiled: dict[str, tuple[LLMatcher, UniqueItems | None]] = {}
         self._vocabulary = vocabulary
-        self._lock = threading.Lock()
+        # Threads share what it returns, so a matcher is copied before it moves.
+        self._compiled = functools.lru_cache(CACHED_GRAMMARS)(self._compile)
 
     def constraint(
         self,
@@ -235,7 +234,7 @@ class Grammars:
             what: the grammar's name in errors.
             begun: what of the grammar's text was generated before ``start``: bytes, and ids of tokens.
         """
-        matcher, unique = self._compile(grammar, what)
+        matcher, unique = self._compiled(grammar, what)
         cursor: JsonCursor | None = JsonCursor()
         if begun:
             matcher = matcher.deep_copy()
@@ -251,7 +250,7 @@ class Grammars:
             self._follow(matcher, before)
             cursor = unique.follow(JsonCursor(), before) if unique else None
         elif healed:
-            matcher, _ = self._compile(prefixed(grammar, healed), what)
+            matcher, _ = self._compiled(prefixed(grammar, healed), what)
             cursor = JsonCursor(skip=len(healed))
         if unique and not cursor:
             raise OvspecError("The prompt repeats an item of an array whose items must differ.")
@@ -259,19 +258,11 @@ class Grammars:
         return Grammar(matcher.deep_copy(), start, ends, self._own_end, self._size, pair)
 
     def _compile(self, grammar: str, what: str) -> tuple[LLMatcher, UniqueItems | None]:
-        with self._lock:
-            found = self._compiled.pop(grammar, None)
-        if not found:
-            text, tracks = with_numbers(grammar, self._special, self._added)
-            matcher = LLMatcher(self._tokens, text, log_level=0, limits=LIMITS)
-            if matcher.is_error():
-                raise OvspecError(f"{what}: {in_words(matcher.get_error())}")
-            found = matcher, UniqueItems(tracks, self._vocabulary) if tracks else None
-        with self._lock:
-            self._compiled[grammar] = found  # the one used last comes last
-            while len(self._compiled) > CACHED_GRAMMARS:
-                del self._compiled[next(iter(self._compiled))]
-        return found
+        text, tracks = with_numbers(grammar, self._special, self._added)
+        matcher = LLMatcher(self._tokens, text, log_level=0, limits=LIMITS)
+        if matcher.is_error():
+            raise OvspecError(f"{what}: {in_words(matcher.get_error())}")
+        return matcher, UniqueItems(tracks, self._vocabulary) if tracks else None
 
     def _follow(self, matcher: LLMatcher, text: bytes) -> None:
         """Consume the grammar's text that is in the prompt; raise OvspecError if the grammar doesn't allow it."""

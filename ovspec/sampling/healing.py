@@ -42,10 +42,11 @@ class ByteTokens:
     def before(self, text: bytes) -> list[int]:
         """Return the ids of the tokens that ``text`` begins with."""
         found = []
-        for length in range(1, min(len(text), self.longest) + 1):
+        for length in range(1, len(text) + 1):
             first = bisect.bisect_left(self._bytes, text[:length])
-            last = bisect.bisect_right(self._bytes, text[:length])
-            found += self._ids[first:last]
+            if first == len(self._bytes) or not self._bytes[first].startswith(text[:length]):
+                break  # no token begins with more of it
+            found += self._ids[first : bisect.bisect_right(self._bytes, text[:length])]
         return found
 
     def beginning(self, text: bytes) -> list[int]:

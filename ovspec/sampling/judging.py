@@ -42,8 +42,9 @@ def schema_errors(schema: Any, before: str, text: str) -> list[str]:
     except (TypeError, ValueError, RecursionError) as error:
         raise unusable(f"{error}") from None
     request = {"schema": schema, "text": before + text}
+    slow = SLOW.search(written) or len(written) * len(request["text"]) > QUICK
     try:
-        found = judged(request, written)
+        found = JUDGE.ask(json.dumps(request)) if slow else answer(request)
     except Stopped as why:
         return [f"#: the check {why}, so whether the text is valid is unknown"]
     except UnavailableError:
@@ -51,13 +52,6 @@ def schema_errors(schema: Any, before: str, text: str) -> list[str]:
     if "unusable" in found:
         raise unusable(found["unusable"])
     return found["errors"]
-
-
-def judged(request: dict[str, Any], written: str) -> dict[str, Any]:
-    """Return ``answer``'s answer to a request whose schema is ``written`` as JSON, from another process if need be."""
-    if SLOW.search(written) or len(written) * len(request["text"]) > QUICK:
-        return JUDGE.ask(json.dumps(request))
-    return answer(request)
 
 
 def unusable(why: str) -> OvspecError:

@@ -5,16 +5,16 @@ A grammar can't tell, because it has no memory of the items. So the text is foll
 
 from __future__ import annotations
 
-import bisect
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from ovspec.grammars.json_schema.shapes import finds
+from ovspec.sampling.healing import ByteTokens
 
 # What may be where in a text: for each number, the alternatives of a value, see ``json_schema.writing.tracks_of``.
 Tracks = list[list[dict[str, Any]]]
@@ -126,9 +126,8 @@ class UniqueItems:
     """
 
     def __init__(self, tracks: Tracks, vocabulary: Sequence[bytes | None]) -> None:
-        self._tracks, self._vocabulary = tracks, vocabulary
+        self._tracks, self._vocabulary, self._tokens = tracks, vocabulary, ByteTokens(vocabulary)
         known = [(text, i) for i, text in enumerate(vocabulary) if text]
-        self._sorted = sorted(known)
         self._closing = [i for text, i in known if CLOSERS.search(text) or text.count(b'"') > 1]
         self._quoting = [i for text, i in known if b'"' in text]
         self._numeric = [i for text, i in known if not text.strip(b"0123456789.eE+-")]
@@ -167,18 +166,8 @@ class UniqueItems:
             found.update(self._zeros)
             for text in each.texts:
                 if item.begins(text):
-                    found.update(self._near(text[len(item.whole) + len(item.tail) :].encode()))
+                    found.update(self._tokens.before(text[len(item.whole) + len(item.tail) :].encode()))
         return [token for token in allowed.tolist() if token in found]
-
-    def _near(self, rest: bytes) -> Iterator[int]:
-        """Yield the ids of tokens that ``rest`` begins with."""
-        for end in range(1, len(rest) + 1):
-            at = bisect.bisect_left(self._sorted, (rest[:end], -1))
-            if at == len(self._sorted) or not self._sorted[at][0].startswith(rest[:end]):
-                return
-            while at < len(self._sorted) and self._sorted[at][0] == rest[:end]:
-                yield self._sorted[at][1]
-                at += 1
 
     def _leads_nowhere(self, cursor: JsonCursor, token: int, following: Following, search: Search) -> bool:
         after = self.after(cursor, token)
@@ -302,7 +291,8 @@ class Walk:
         after = replace(around, index=around.index + 1, start=-1)
         if around.seen is not None:
             text = self.text[around.start : end]
-            item = canonical(json.loads(text, strict=False))
+            # The same for equal values, as JSON Schema compares them.
+            item = json.dumps(normal(json.loads(text, strict=False)), sort_keys=True, ensure_ascii=False)
             if item in around.seen:
                 return False
             tokens = TOKEN.findall(text.decode("utf-8", "replace"))
@@ -310,11 +300,6 @@ class Walk:
             after = replace(after, seen=around.seen | {item}, texts=texts)
         self.opened[-1] = after
         return True
-
-
-def canonical(value: Any) -> str:
-    """Return a text that is the same for equal values, as JSON Schema compares them."""
-    return json.dumps(normal(value), sort_keys=True, ensure_ascii=False)
 
 
 def normal(value: Any) -> Any:

@@ -262,14 +262,10 @@ def guess_cost(decoder: Decoder, text: np.ndarray) -> float:
 
 def logits_bits(decoder: Decoder, vocabulary: int) -> list[bytes]:
     """Return the bits of the logits after each token of a random text, fed in pieces of many widths."""
-    text, found, begin = random_text(decoder, vocabulary), list[bytes](), 0
-    for width in itertools.cycle((40, *SHORT.widths)):
-        piece = text[begin : begin + width]
-        if not len(piece):
-            return found
+    text, found, widths = random_text(decoder, vocabulary), list[bytes](), itertools.cycle((40, *SHORT.widths))
+    while len(piece := text[len(found) : len(found) + next(widths)]):
         found += bits(decoder.feed([piece], [len(piece)])[0])
-        begin += width
-    raise AssertionError("the widths are cycled")
+    return found
 
 
 def bits(logits: np.ndarray) -> list[bytes]:

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ovspec.cache.decoder import Arithmetic
 from ovspec.ir.compile import MODEL_FILE, compile_ir
-from ovspec.ir.device import DeviceOptions, core
+from ovspec.ir.device import DeviceOptions
 from ovspec.ir.heads import is_head
 from ovspec.ir.memory import kv_bytes_per_token
 from ovspec.setup.engine_choice import CompiledModel, EngineChoice
 from ovspec.setup.manifest import DRAFT_FOLDER, ExportedModel, read_manifest
 from ovspec.setup.probing import find_probe
-from ovspec.setup.profile import known_profile, load_with
+from ovspec.setup.profile import known_profile, load_with, weight_shapes
 from ovspec.setup.proposers import load_head
 
 # OpenVINO's element types for weights -> the names that users know.
@@ -96,12 +95,10 @@ def inspected(loaded: CompiledModel, options: DeviceOptions, exported: ExportedM
 def weight_shares(folder: Path) -> tuple[int, dict[str, float]]:
     """Return the number of weights and the share of each format; scales, zero points and norms are not counted."""
     counts: Counter[str] = Counter()
-    for op in core().read_model(folder / MODEL_FILE).get_ops():
-        if op.get_type_name() == "Constant":
-            kind = WEIGHT_TYPES.get(op.get_element_type().get_type_name())
-            shape = op.get_output_shape(0)
-            if kind and len(shape) > 1 and min(shape) > 1:
-                counts[kind] += int(np.prod(shape))
+    for (element_type, text), count in weight_shapes(folder).items():
+        kind, shape = WEIGHT_TYPES.get(element_type), [int(size) for size in text.split(",")]
+        if kind and len(shape) > 1 and min(shape) > 1:
+            counts[kind] += count * math.prod(shape)
     total = sum(counts.values())
     return total, {kind: round(count / total, 4) for kind, count in counts.most_common()}
 

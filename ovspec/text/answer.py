@@ -296,9 +296,7 @@ class CallReader:
         heads = (itertools.takewhile("ARGUMENTS".__ne__, way) for way in layout.calls)
         texts = ["".join(patterns.get(part) or re.escape(format.marked(part)) for part in head) for head in heads]
         self._heads = [re.compile(text) for text in texts]
-        self._around = layout.parameters and tuple(
-            map(format.marked, (layout.parameters.open, layout.parameters.middle, layout.parameters.close))
-        )
+        self._around = layout.parameters and tuple(map(format.marked, layout.parameters))
         self._strings, self._plain = strings, format.plain
         self._rest, self._parts = "", list[ToolCall]()  # what isn't read yet; what has been since the last piece
         self._steps = self._read()

@@ -345,11 +345,10 @@ def with_objects(message: Message) -> Message:
         raise PromptError(
             f"In a chat with tools each message needs a role, and a text as content, not {message!r:.80}."
         )
-    read = list(map(with_object, calls)) if isinstance(calls, (list, tuple)) else None
-    if read is None:
+    if not isinstance(calls, (list, tuple)):
         raise PromptError("messages: tool_calls must be a list, such as that of a result's `message`.")
     message = {**message, "content": content or ""}
-    return {**message, "tool_calls": read} if read else message
+    return {**message, "tool_calls": list(map(with_object, calls))} if calls else message
 
 
 def with_object(call: Any) -> dict[str, Any]:
@@ -419,13 +418,11 @@ def with_names(messages: list[Message], id_length: int | None) -> list[Message]:
         if calls := message.get("tool_calls"):
             calls = [{"id": f"call_{len(made)}_{index}", **call} for index, call in enumerate(calls)]
             names |= {call["id"]: call["function"]["name"] for call in calls}
-            message["tool_calls"] = [
-                {**call, "id": short_id(call["id"], id_length) if id_length else call["id"]} for call in calls
-            ]
+            message["tool_calls"] = [{**call, "id": short_id(call["id"], id_length)} for call in calls]
         if message["role"] == "tool":
             id = message.get("tool_call_id") or next(reversed(names), "")
             if name := names.get(id):
                 message = {"name": name, **message}
-            message["tool_call_id"] = short_id(id, id_length) if id_length else id
+            message["tool_call_id"] = short_id(id, id_length)
         made.append(message)
     return made

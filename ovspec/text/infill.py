@@ -168,22 +168,16 @@ def infill_tokens(
     parts = [*suffix, *prefix] if fim.suffix_first else [*prefix, *suffix]
     parts = [*name, *parts, *([] if fim.middle is None else [fim.middle])]
     beginning = encode(infill.beginning)
-    left = room - len(before) - len(parts) - len(beginning)
-    left -= sum(map(len, chunks))
-    leave_out = 0
-    while left < 0 and leave_out < len(chunks):
-        left += len(chunks[leave_out])
-        leave_out += 1
+    room -= len(before) + len(parts) + len(beginning)
+    sizes = itertools.accumulate(map(len, reversed(chunks)))
+    leave_out = sum(size > room for size in sizes)
     ids = [*before, *itertools.chain(*chunks[leave_out:]), *parts]
     return InfillTokens(np.array([*ids, *beginning], dtype=np.int64), len(ids))
 
 
 def within(infill: Infill, characters: float) -> Infill:
     """Return a prompt without the first chunks that make it longer than so many characters."""
-    kept, left = list[Chunk](), characters - infill.needed
-    for chunk in reversed(infill.extra):
-        left -= len(chunk.text) + 1  # what separates it takes at least a token
-        if left < 0:
-            break
-        kept.append(chunk)
-    return replace(infill, extra=tuple(reversed(kept)))
+    # What separates chunks takes at least a token.
+    sizes = itertools.accumulate(len(chunk.text) + 1 for chunk in reversed(infill.extra))
+    leave_out = sum(size > characters - infill.needed for size in sizes)
+    return replace(infill, extra=infill.extra[leave_out:])

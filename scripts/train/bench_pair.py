@@ -249,7 +249,8 @@ def make_head(source: Path, folder: Path, repeat: int, copies: int) -> float:
     def logits_of_head(head: EagleHead, copies: int) -> torch.Tensor:
         parts = [part.repeat(1, 1, copies) for part in states.split(hidden, dim=2)]
         ones = torch.ones((1, tokens), dtype=torch.int64)
-        read = embedded.repeat(1, 1, copies), head.fuse(torch.cat(parts, 2)), ones, ones.cumsum(1) - 1, head.no_cache()
+        taps = torch.cat(parts, 2)
+        read = embedded.repeat(1, 1, copies), head.fuse(taps), ones, ones.cumsum(1) - 1, taps, *head.no_cache()
         return head(*read)[0]
 
     rounded = load_head(source)

@@ -23,8 +23,8 @@ from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_json
 from ovspec.ir.compile import read_model, target_ids
 
-MATRIX = re.compile(r"self\.head\.(.*\.weight)$")
-NORM = re.compile(r"__module\.head\.(.*norm)/")
+MATRIX = re.compile(r"self\.(?:head\.)?(.*\.weight)$")  # "head." in IRs of earlier exports
+NORM = re.compile(r"__module\.(?:head\.)?(.*norm)/")
 
 
 def write_checkpoint(head: Path, output: Path) -> None:
@@ -47,7 +47,7 @@ def write_checkpoint(head: Path, output: Path) -> None:
             if norm := NORM.match(use.get_node().get_friendly_name()):
                 tensors[f"{norm[1]}.weight"] = values(name).reshape(-1)
     weights = {their_name(name): torch.from_numpy(tensor.copy()) for name, tensor in tensors.items()}
-    if ids is None or "d2t" in weights or not weights:
+    if ids is None or "d2t" in weights or "fc.weight" not in weights:
         raise OvspecError(f"{head}: not a head that proposes some of its target's ids.")
     vocabulary = read_json(head / "config.json")["vocab_size"]
     own = torch.from_numpy(ids.astype(np.int64))

@@ -118,8 +118,9 @@ class TorchHead:
         embedded = self.target.get_input_embeddings()(torch.from_numpy(text[None, 1:]))
         for entries in range(proposed.known, len(text) - 1):
             ones = torch.ones((1, entries), dtype=torch.int64)
-            read = embedded[:, :entries], features, ones, ones.cumsum(1) - 1, self.head.no_cache()
-            logits, hidden, _ = self.head(*read)
+            taps = torch.zeros((1, 0, len(LAYERS) * embedded.shape[-1]))  # fused above
+            read = embedded[:, :entries], features, ones, ones.cumsum(1) - 1, taps, *self.head.no_cache()
+            logits, hidden, *_ = self.head(*read)
             features = torch.cat((features, hidden[:, -1:]), 1)
             likely = self.ids[(logits[0, -1] >= logits[0, -1].max() - CLEAR).numpy()]
             if entries + 1 >= begin and text[entries + 1] not in likely:

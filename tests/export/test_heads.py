@@ -311,7 +311,8 @@ def test_what_drafts_can_be_paged(pair: Path, tmp_path: Path) -> None:
         found.append({name: request.get_tensor(name).data[0].copy() for name in ("logits", "hidden")})
     head, embedded = load_head(checkpoint), target_embedding().float()[ids][None]
     ones = torch.ones((1, 9), dtype=torch.int64)
-    expected = head(embedded, features[None], ones, ones.cumsum(1) - 1, head.no_cache())
+    taps = torch.zeros(1, 9, head.fc.in_features)
+    expected = head(embedded, features[None], ones, ones.cumsum(1) - 1, taps, *head.no_cache())
     for name, theirs in zip(("logits", "hidden"), expected, strict=False):
         assert np.allclose(np.concatenate([each[name] for each in found]), theirs[0], atol=1e-4)
 

@@ -178,8 +178,8 @@ def test_an_ir_gives_back_its_checkpoint(tmp_path: Path) -> None:
     given = {"inputs_embeds": tokens, "hidden_states": states, "target_hidden_states": taps, "attention_mask": ones}
     given |= {"position_ids": ones.cumsum(1) - 1, "beam_idx": torch.zeros(1, dtype=torch.int32)}
     request.infer({name: value.numpy() for name, value in given.items()})
-    logits, hidden, _ = head(tokens, states, ones, ones.cumsum(1) - 1, head.no_cache())
-    for name, expected in {"logits": logits, "hidden": hidden, "fused": head.fuse(taps)}.items():
+    logits, hidden, fused, *_ = head(tokens, states, ones, ones.cumsum(1) - 1, taps, *head.no_cache())
+    for name, expected in {"logits": logits, "hidden": hidden, "fused": fused}.items():
         found = torch.from_numpy(request.get_tensor(name).data.copy())
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
     assert target_ids(model).tolist() == (torch.arange(len(head.d2t)) + head.d2t).tolist()  # type: ignore[union-attr]

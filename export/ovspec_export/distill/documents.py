@@ -7,7 +7,6 @@ import os
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
@@ -16,6 +15,7 @@ import numpy as np
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import on_disk, replaced
+from ovspec.cache.sequence import Sequence as Tokens
 from ovspec.engine.prompts import PromptEncoder
 from ovspec.text.chat_template import Message
 from ovspec.text.tokenizer import Tokenizer
@@ -72,19 +72,15 @@ def read_documents(file: Path) -> list[Document]:
 def create_documents(file: Path, documents: Iterable[Document]) -> None:
     """Write ``file`` with its first documents, completely or not at all."""
     with replaced(file) as partial:
-        partial.write_bytes(b"".join(map(line_of, documents)))
+        partial.write_bytes(msgspec.json.Encoder().encode_lines(documents))
 
 
 def append_documents(file: Path, documents: Iterable[Document]) -> None:
     """Append documents to ``file``, in place of a last line that was cut off, and wait until they are on the disk."""
     with file.open("ab+") as opened:
         opened.truncate(end_of_lines(opened))
-        opened.write(b"".join(map(line_of, documents)))
+        opened.write(msgspec.json.Encoder().encode_lines(documents))
     on_disk(file)
-
-
-def line_of(document: Document) -> bytes:
-    return msgspec.json.encode(document) + b"\n"
 
 
 def end_of_lines(opened: BinaryIO) -> int:
@@ -368,19 +364,14 @@ def chat_tokens(chat: Chat, prompts: PromptEncoder) -> tuple[list[int], int]:
     if whole.startswith(prompt):
         return [*before, *prompts.tokenizer.encode_more(whole[len(prompt) :]).tolist()], len(before)
     ids = encode(whole, special=False).tolist()
-    return ids, shared(before, ids)
+    return ids, Tokens(before).shared(np.array(ids))
 
 
 def content_start(chat: Chat, ids: list[int], prompts: PromptEncoder) -> int:
     """Return at which token of a chat the first message of the user begins, which no other chat need have."""
     first = next(index for index, message in enumerate(chat.messages) if message["role"] == "user")
     other = [*chat.messages[:first], {"role": "user", "content": "?"}]
-    return shared(prompts.encode(other, tools=chat.tools).tolist(), ids)
-
-
-def shared(first: Sequence[int], second: Sequence[int]) -> int:
-    """Return how many tokens two texts have in common at their beginning."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
+    return Tokens(ids).shared(prompts.encode(other, tools=chat.tools))
 
 
 def given_prompts(given: Given, prompts: PromptEncoder) -> list[list[int]]:

@@ -229,17 +229,15 @@ def computing_in_torch(
 def in_shard(ids: list[int], found: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return what was computed in the types that a shard has."""
     types = {"features": torch.bfloat16, "final": torch.bfloat16, "choices": torch.int32, "logprobs": torch.float16}
-    return {"ids": torch.tensor(ids, dtype=torch.int32)} | {
-        name: each.to(types[name], copy=True) for name, each in found.items()
-    }
+    tensors = {name: each.to(types[name], copy=True) for name, each in found.items()}
+    return {"ids": torch.tensor(ids, dtype=torch.int32), **tensors}
 
 
 def add_outputs(model: ov.Model, layers: list[int]) -> None:
     """Add the outputs features and final, if there are layers to read, choices and logprobs, in place of the logits."""
     logits = model.output("logits").get_node()
-    likeliest = ops.topk(
-        ops.log_softmax(logits.input_value(0), -1), ops.constant(TOP, dtype=ov.Type.i64), -1, "max", "value"
-    )
+    logprobs = ops.log_softmax(logits.input_value(0), -1)
+    likeliest = ops.topk(logprobs, ops.constant(TOP, dtype=ov.Type.i64), -1, "max", "value")
     outputs = {"logprobs": likeliest.output(0), "choices": likeliest.output(1)}
     if layers:
         inputs = layer_inputs(model, model_states(model))

@@ -67,6 +67,5 @@ def no_gain(name: str, rows: list[dict[str, Any]]) -> str:
     new, old = rows[-1], next((row for row in rows if row["mode"] == OLD), None)
     speed = f"{new['speedup']:.2f} of plain speed" if new["speedup"] else "no speed-up"
     beside = f", with the old draft {old['speedup']:.2f}" if old and old["speedup"] else ""
-    return (
-        f"{name}: nothing was gained ({speed}{beside}); more minutes, or texts like those that you generate, may help"
-    )
+    advice = "more minutes, or texts like those that you generate, may help"
+    return f"{name}: nothing was gained ({speed}{beside}); {advice}"

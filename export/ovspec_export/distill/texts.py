@@ -258,9 +258,8 @@ def unanswered(prompts: Iterable[list[int]], documents: Iterable[Document], runt
     """Return the user's prompts that have no answer yet, and that the model's context has room for."""
     done = {checksum(document.ids[: document.answer][-TOLD_APART:]) for document in documents}
     room = runtime.models.target.ir.context_length or np.inf
-    return [
-        Prompt(ids, is_held_out(ids)) for ids in prompts if len(ids) < room and checksum(ids[-TOLD_APART:]) not in done
-    ]
+    left = (ids for ids in prompts if len(ids) < room and checksum(ids[-TOLD_APART:]) not in done)
+    return [Prompt(ids, is_held_out(ids)) for ids in left]
 
 
 # ---------------------------------------------------------------- writing

@@ -343,8 +343,8 @@ class Automata:
         edges = {edge for node in nodes if isinstance(node, Chars) for a, b in node.ranges for edge in (a, b + 1)}
         self._bits = {edge: i for i, edge in enumerate(sorted(edges))}
         self._made: dict[Expression, Automaton] = {}
-        self._chars: dict[Expression, int] = {}
-        self._compared: dict[tuple[Expression, Expression], tuple[bool, int]] = {}
+        self._chars = functools.cache(self._set)
+        self.compare = functools.cache(self._compare)
 
     def of(self, node: Expression) -> Automaton:
         if node not in self._made:
@@ -363,14 +363,9 @@ class Automata:
         self._budget.spend(len(found))
         return union(made.chars[state] for state in found)
 
-    def compare(self, one: Expression, other: Expression) -> tuple[bool, int]:
-        """Return whether a text matches both, and the characters with which ``other`` can extend a text of ``one``."""
-        if (one, other) not in self._compared:
-            self._compared[one, other] = self._compare(self.of(one), self.of(other))
-        return self._compared[one, other]
-
-    def _compare(self, one: Automaton, other: Automaton) -> tuple[bool, int]:
-        equal, beyond = False, 0
+    def _compare(self, first: Expression, second: Expression) -> tuple[bool, int]:
+        """Return whether a text matches both, and the characters with which ``second`` extends a text of ``first``."""
+        one, other, equal, beyond = self.of(first), self.of(second), False, 0
         seen, waiting = {(0, 0)}, [(0, 0)]
         while waiting:
             a, b = waiting.pop()
@@ -392,7 +387,7 @@ class Automata:
         match node:
             case Chars():
                 end = made.state()
-                made.chars[start], made.then[start] = self._set(node), end
+                made.chars[start], made.then[start] = self._chars(node), end
                 return end
             case Seq(parts):
                 for part in parts:
@@ -419,8 +414,6 @@ class Automata:
                 return self._build(made, self._rules[text], start)
 
     def _set(self, node: Chars) -> int:
-        if node not in self._chars:
-            self._budget.spend(len(node.ranges) * (1 + len(self._bits) // 500))
-            bits = self._bits
-            self._chars[node] = union((1 << bits[b + 1]) - (1 << bits[a]) for a, b in node.ranges)
-        return self._chars[node]
+        self._budget.spend(len(node.ranges) * (1 + len(self._bits) // 500))
+        bits = self._bits
+        return union((1 << bits[b + 1]) - (1 << bits[a]) for a, b in node.ranges)

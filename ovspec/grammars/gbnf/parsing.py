@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import string
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ SURROGATES = (0xD800, 0xDFFF)
 MAX_DEPTH = 100  # nested parentheses
 MAX_STACKED = 8  # repetition operators in a row
 MAX_REPEAT = 100_000
+SPACE, SPACE_AND_LINES = re.compile(r"(?:[ \t]|#[^\n]*)*"), re.compile(r"(?:[ \t\r\n]|#[^\n]*)*")
 NAME = frozenset(string.ascii_letters + string.digits + "-_")
 ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\", '"': '"', "[": "[", "]": "]", "-": "-", "^": "^"}
 HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
@@ -93,12 +95,8 @@ class Reader:
 
     def space(self, lines: bool) -> None:
         """Skip spaces and comments, and line ends if ``lines``."""
-        while (found := self.next()) and (found in " \t#" or (lines and found in "\r\n")):
-            if found == "#":
-                end = self.text.find("\n", self.at)
-                self.at = len(self.text) if end < 0 else end
-            else:
-                self.at += 1
+        if found := (SPACE_AND_LINES if lines else SPACE).match(self.text, self.at):
+            self.at = found.end()
 
     def grammar(self) -> Gbnf:
         rules: dict[str, Expression] = {}

@@ -109,10 +109,8 @@ def styled(settings: Any, usual: dict[str, bool]) -> Style:
     if others := [name for name in settings if name not in SETTINGS]:
         raise OvspecError(f"#/x-guidance/{others[0]}: only {listed(SETTINGS)} can be set here.")
     for name, value in settings.items():
-        kind = bool if name == "whitespace_flexible" else str
-        need(
-            isinstance(value, kind), f"#/x-guidance/{name}", "true or false" if kind is bool else "a regular expression"
-        )
+        kind, what = (bool, "true or false") if name == "whitespace_flexible" else (str, "a regular expression")
+        need(isinstance(value, kind), f"#/x-guidance/{name}", what)
     settings = {**usual, **settings}
     flexible = settings.get("whitespace_flexible", True)
     white_space = settings.get("whitespace_pattern", WHITE_SPACE if flexible else None)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)  # of a regular expression
 CLASSES = {r"\d": "0-9", r"\w": "A-Za-z0-9_"}
@@ -47,23 +48,21 @@ def in_ascii(pattern: str) -> str:
 
 def group_end(expression: str) -> int | None:
     """Return where the group ends with which an expression begins."""
-    depth = 0
-    for part in PARTS.finditer(expression):
-        depth += (part[0] == "(") - (part[0] == ")")
-        if not depth:
-            return part.end()
-    return None
+    return next((part.end() for part, depth in with_depths(expression) if not depth), None)
 
 
 def options(pattern: str) -> list[str]:
     """Return the options of an expression, which | separates."""
-    found, depth, start = [], 0, 0
-    for part in PARTS.finditer(pattern):
+    bars = [part.start() for part, depth in with_depths(pattern) if part[0] == "|" and not depth]
+    return [pattern[begin + 1 : end] for begin, end in itertools.pairwise((-1, *bars, len(pattern)))]
+
+
+def with_depths(expression: str) -> Iterator[tuple[re.Match[str], int]]:
+    """Yield the parts of an expression, each with the number of groups that are open after it."""
+    depth = 0
+    for part in PARTS.finditer(expression):
         depth += (part[0] == "(") - (part[0] == ")")
-        if part[0] == "|" and not depth:
-            found.append(pattern[start : part.start()])
-            start = part.end()
-    return [*found, pattern[start:]]
+        yield part, depth
 
 
 def sought(pattern: str) -> str | None:

@@ -57,9 +57,8 @@ def above(value: Decimal, strict: bool) -> str:
     whole, _, fraction = format(value, "f").partition(".")
     fraction = fraction.rstrip("0")
     options = [rf"({larger_wholes(whole)})(\.[0-9]+)?"]
-    for i, digit in enumerate(fraction):
-        if digit < "9":
-            options.append(rf"{whole}\.{fraction[:i]}[{int(digit) + 1}-9][0-9]*")
+    digits = enumerate(fraction)
+    options += [rf"{whole}\.{fraction[:i]}[{int(digit) + 1}-9][0-9]*" for i, digit in digits if digit < "9"]
     if strict:
         options.append(rf"{whole}\.{fraction}0*[1-9][0-9]*")
     else:

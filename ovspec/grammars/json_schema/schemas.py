@@ -111,15 +111,11 @@ class Schemas:
             self._schemas.append((schema, at))
         return frozenset({(self._numbers[key], True)})
 
-    def place(self, node: Node) -> str:
-        """Return the JSON pointer of one of the schemas of ``node``."""
-        return min((self._schemas[number][1] for number, _ in node if number), default="#")
-
     def shape(self, node: Node) -> Shape:
         """Return the alternatives of the values of ``node``, without those that no value fits."""
         if node not in self._shapes:
             if node in self._running:
-                raise Circular(self.place(node))
+                raise Circular(min((self._schemas[number][1] for number, _ in node if number), default="#"))
             self._running.add(node)
             try:
                 self._shapes[node] = self._evaluated(node)
@@ -462,6 +458,12 @@ def negated(schema: Schema, at: str, nodes: Schemas) -> Iterator[Shape | Node]:
             yield only("number", Numbers(high=other) if each.low else Numbers(low=other))
         else:
             yield refusal(f"{at}/multipleOf", "number", nodes)
+    sized = ("Length", "string", Strings), ("Items", "array", Arrays), ("Properties", "object", Objects)
+    for name, kind, make in sized:
+        if schema.get(f"min{name}", 0) > 0:
+            yield only(kind, make(most=schema[f"min{name}"] - 1))
+        if f"max{name}" in schema:
+            yield only(kind, make(least=schema[f"max{name}"] + 1))
     yield from negated_string(schema, at, nodes)
     yield from negated_array(schema, at, nodes)
     yield from negated_object(schema, at, nodes)
@@ -522,10 +524,6 @@ def unequal(values: list[Any], at: str, nodes: Schemas) -> Shape:
 
 
 def negated_string(schema: Schema, at: str, nodes: Schemas) -> Iterator[Shape]:
-    if schema.get("minLength", 0) > 0:
-        yield only("string", Strings(most=schema["minLength"] - 1))
-    if "maxLength" in schema:
-        yield only("string", Strings(least=schema["maxLength"] + 1))
     if "pattern" in schema:
         present, absent = split(schema["pattern"])
         yield from (only("string", Strings(absent=frozenset({each}))) for each in present)
@@ -535,10 +533,6 @@ def negated_string(schema: Schema, at: str, nodes: Schemas) -> Iterator[Shape]:
 
 
 def negated_array(schema: Schema, at: str, nodes: Schemas) -> Iterator[Shape]:
-    if schema.get("minItems", 0) > 0:
-        yield only("array", Arrays(most=schema["minItems"] - 1))
-    if "maxItems" in schema:
-        yield only("array", Arrays(least=schema["maxItems"] + 1))
     if schema.get("uniqueItems") is True:
         yield refusal(f"{at}/uniqueItems", "array", nodes)
     prefix, (rest, place) = items_of(schema, at, nodes)
@@ -558,10 +552,6 @@ def negated_object(schema: Schema, at: str, nodes: Schemas) -> Iterator[Shape]:
         wrong = nodes.opposite(nodes.node(each, f"{at}/properties/{name}"))
         yield only("object", Objects(((name, wrong),), required=frozenset({name})))
     yield from (only("object", Objects(((name, NOTHING),))) for name in schema.get("required", ()))
-    if schema.get("minProperties", 0) > 0:
-        yield only("object", Objects(most=schema["minProperties"] - 1))
-    if "maxProperties" in schema:
-        yield only("object", Objects(least=schema["maxProperties"] + 1))
     for key in ("patternProperties", "additionalProperties", "propertyNames"):
         if schema.get(key) not in (None, True, {}):
             yield refusal(f"{at}/{key}", "object", nodes)

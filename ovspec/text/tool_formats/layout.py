@@ -7,18 +7,16 @@ import itertools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 from ovspec.params.tools import ToolFormatName
 
 Message = dict[str, Any]
-Slot = Literal["NAME", "ID", "INDEX", "ARGUMENTS"]  # the parts of a call that aren't the same in every call
-SLOTS: tuple[Slot, ...] = ("NAME", "ID", "INDEX", "ARGUMENTS")
+SLOTS = ("NAME", "ID", "INDEX", "ARGUMENTS")  # the parts of a call that aren't the same in every call
 PATTERNS = {"ID": "[a-zA-Z0-9]{9}", "INDEX": "[0-9]{1,3}"}  # of slots whose text nothing depends on
 
 
-@dataclass(frozen=True)
-class Parameters:
+class Parameters(NamedTuple):
     """Arguments that are written one by one, strings without quotes: what surrounds each name and value."""
 
     open: str
@@ -60,10 +58,9 @@ class ToolFormat:
 
     def texts(self) -> Iterable[str]:
         """Yield all texts that surround what calls say."""
-        around = self.parameters
         yield from (self.begin, self.between or "", self.end, *self.triggers)
         yield from (part for call in self.calls for part in call if part not in SLOTS)
-        yield from (around.open, around.middle, around.close) if around else ()
+        yield from self.parameters or ()
 
     def written(self, calls: Iterable[tuple[str, Any]], way: int = 0) -> str:
         """Return the text of calls, each (name, arguments as an object), in the usual or another ``way``."""
@@ -117,9 +114,8 @@ def with_one_system(messages: list[Message], own_message: bool) -> list[Message]
     If ``own_message`` is false, the user says all of them.
     """
     first = list(itertools.takewhile(lambda message: message["role"] == "system", messages))
-    rest = [
-        {**message, "role": "user"} if message["role"] == "system" else message for message in messages[len(first) :]
-    ]
+    later = messages[len(first) :]
+    rest = [{**message, "role": "user"} if message["role"] == "system" else message for message in later]
     text = "\n\n".join(message["content"] for message in first)
     if not own_message and not (rest and rest[0]["role"] == "user"):
         return [{"role": "user", "content": text}, *rest]
@@ -211,8 +207,8 @@ def results_as_user(messages: list[Message]) -> list[Message]:
     return made
 
 
-def short_id(id: str, length: int) -> str:
-    """Return ``id``, or one made of it, with ``length`` letters and digits."""
-    if len(id) == length and id.isascii() and id.isalnum():
+def short_id(id: str, length: int | None) -> str:
+    """Return ``id``, or one made of it, with ``length`` letters and digits; None for any length."""
+    if not length or (len(id) == length and id.isascii() and id.isalnum()):
         return id
     return hashlib.sha256(id.encode()).hexdigest()[:length]

@@ -133,7 +133,8 @@ def proposed(head: EagleHead, example: Example, embedding: torch.Tensor, positio
     for step in range(min(STEPS, len(example.ids) - 1 - position)):
         tokens = embedding[example.ids[1 : position + 2 + step].long()][None]
         ones = torch.ones(tokens.shape[:2], dtype=torch.int64)
-        logits, hidden, _ = head(tokens, features, ones, ones.cumsum(1) - 1, head.no_cache())
+        taps = torch.zeros(1, 1, head.fc.in_features)
+        logits, hidden, *_ = head(tokens, features, ones, ones.cumsum(1) - 1, taps, *head.no_cache())
         found.append(logits[0, -1])
         features = torch.cat((features, hidden[:, -1:]), 1)
     return found
