@@ -42,8 +42,8 @@ class RowStep(NamedTuple):
         limits = self.limits
         if not self.drafts or (source and limits.drafters is not None and source not in limits.drafters):
             return 0
-        most = self.budget - 1 if limits.lookahead is None else min(self.budget - 1, limits.lookahead)
-        return max(0, most)
+        most = max(0, self.budget - 1)
+        return most if limits.lookahead is None else min(most, limits.lookahead)
 
     def permitted(self, proposal: Proposal) -> Proposal:
         """Return ``proposal`` up to the first token that a constraint forbids, or up to the end of the text.

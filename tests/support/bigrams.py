@@ -15,6 +15,7 @@ class Bigrams:
     context_length: int | None = None
     rule = FAST
     fills = False
+    block_size, blocks_used = 1, 0
     seconds, inferences = 0.0, 0
     block_size, blocks_used = 1, 0
 
