@@ -68,7 +68,7 @@ def test_without_a_recommendation(
     lm: ovspec.LanguageModel, with_generation_config: Callable[[dict[str, Any]], Path], temperature: float | None
 ) -> None:
     for more in ({}, RECOMMENDED | {"do_sample": False}):
-        other = SimpleNamespace(folder=with_generation_config(more), runtime=lm.runtime)
+        other = SimpleNamespace(**vars(lm) | {"folder": with_generation_config(more)})
         service = served(other, temperature)
         assert service.recommended == {}
         assert sampling(service, *CHAT) == (temperature or 0, 0, 1)
@@ -92,7 +92,7 @@ def test_a_greedy_request_may_truncate(lm: ovspec.LanguageModel) -> None:
 def test_a_wrong_recommendation(
     lm: ovspec.LanguageModel, with_generation_config: Callable[[dict[str, Any]], Path]
 ) -> None:
-    other = SimpleNamespace(folder=with_generation_config({"do_sample": True, "min_p": 2}), runtime=lm.runtime)
+    other = SimpleNamespace(**vars(lm) | {"folder": with_generation_config({"do_sample": True, "min_p": 2})})
     with pytest.raises(ovspec.OvspecError, match="min_p is 2; it must be from 0 to 1; correct it"):
         served(other)
     assert sampling(served(other, 0.0), *CHAT) == (0, 0, 1)
