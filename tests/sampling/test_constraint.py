@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher
 
 import ovspec
-from ovspec.params import GRAMMARS, make_params
+from ovspec.params import GENERATE, GRAMMARS, make_params
 from ovspec.sampling.constraint import Constraint, Constraints
 from ovspec.sampling.constraint_maker import grammar_of
 from ovspec.sampling.grammar_constraint import Grammars, prefixed
@@ -536,4 +536,4 @@ def test_the_stack() -> None:
     assert stack.permitted(tokens, [2, 2, 3, 2]) == 3, "up to and including the end token"
     assert stack.permitted(tokens, [2, 4, 2]) == 1, "up to the first masked token"
     assert not logits.any()
-    assert set(GRAMMARS) <= ovspec.params.GenerateOptions.__annotations__.keys()  # type: ignore[attr-defined]
+    assert set(GRAMMARS) <= GENERATE.keys()
