@@ -28,6 +28,7 @@ class Started:
     """A request whose texts are being generated."""
 
     request: BatchRequest
+    params: Params
     rows: list[Row]
     ended: bool = False  # whether it has its line
 
@@ -62,7 +63,7 @@ class BatchRun(Iterator[Row]):
         while not self._waiting:
             request = next(self._requests)
             try:
-                started = Started(request, self._rows_of(request))
+                started = self._start(request)
             except OvspecError as error:
                 self._add(request, error_line(request, str(error)))
             else:
@@ -70,15 +71,13 @@ class BatchRun(Iterator[Row]):
         row, self._started[next(self._numbers)] = self._waiting.popleft()
         return row
 
-    def _rows_of(self, request: BatchRequest) -> list[Row]:
-        """Return a row for each text of a request; raises OvspecError if it is invalid or can't be met."""
+    def _start(self, request: BatchRequest) -> Started:
+        """Make a row for each text of a request; raises OvspecError if it is invalid or can't be met."""
         if request.error:
             raise OvspecError(request.error)
-        params = self._params(request)
-        return [row for prompt in request.asked.prompts for row in self._lm.runtime.rows.make(prompt, params)]
-
-    def _params(self, request: BatchRequest) -> Params:
-        return self._lm.runtime.rows.complete(request.asked.overrides.params(self._defaults, request.asked.kind))
+        asked, rows = request.asked, self._lm.runtime.rows
+        params = rows.complete(asked.overrides.params(self._defaults, asked.kind))
+        return Started(request, params, [row for prompt in asked.prompts for row in rows.make(prompt, params)])
 
     def _take(self, number: int, piece: Piece) -> None:
         """If a piece ends the last text of its request, add the request's line."""
@@ -98,7 +97,7 @@ class BatchRun(Iterator[Row]):
         request = started.request
         try:
             results = [row.result() for row in started.rows]
-            retried(self._lm.runtime, request.asked.prompts, self._params(request), results)
+            retried(self._lm.runtime, request.asked.prompts, started.params, results)
             return result_line(self._lm, request, results)
         except InferenceError:  # not the request's fault
             raise
