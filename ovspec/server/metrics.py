@@ -13,7 +13,6 @@ class Metrics:
     """What the server and its engine count and measure."""
 
     def __init__(self, engine: EngineThread) -> None:
-        models = engine.runtime.models.loaded
         self.registry = CollectorRegistry()
         self.requests = self._counter("requests", "Requests, by endpoint and status.", "endpoint", "status")
         self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.")
@@ -38,8 +37,8 @@ class Metrics:
         self.running.set_function(lambda: engine.running)
         self.waiting.set_function(lambda: engine.waiting)
         self.blocks_used.set_function(lambda: engine.cache_use()[0])
-        self.blocks_kept.set_function(lambda: sum(model.blocks_kept for model in models))
-        self.blocks_evicted.set_function(lambda: sum(model.blocks_evicted for model in models))
+        self.blocks_kept.set_function(lambda: sum(model.blocks_kept for model in engine.runtime.models.loaded))
+        self.blocks_evicted.set_function(lambda: sum(model.blocks_evicted for model in engine.runtime.models.loaded))
         self.blocks_free.set_function(lambda: engine.cache_use()[1])
 
     def note_round(self, pieces: list[tuple[int, Piece]], judged: list[tuple[Proposal, int]]) -> None:

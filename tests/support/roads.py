@@ -72,4 +72,4 @@ def codes_of_properties() -> set[CodeType]:
     attributes: list[Any] = [attribute for each in classes for attribute in vars(each).values()]
     getters = [each.fget for each in attributes if isinstance(each, property)]
     getters += [each.func for each in attributes if isinstance(each, functools.cached_property)]
-    return {getter.__code__ for getter in getters}
+    return {getter.__code__ for getter in getters if getter}
