@@ -74,10 +74,8 @@ def chat(
 
     given = {name: value for name, value in others.items() if value is not None}
     recommended = recommended_sampling(model_folder(folder), given)
-    loading, params = split_options(given | recommended)
+    loading, params = split_options({"max_tokens": CHAT_MAX_TOKENS} | given | recommended)
     refuse_no_tokens(params, "A chat")
-    if params.max_tokens is None:
-        params = replace(params, max_tokens=CHAT_MAX_TOKENS)
 
     from ovspec.cli import output
 

@@ -150,7 +150,7 @@ def generate(
             if prompt is not None:
                 opened.chat_template_kwargs = variables or opened.chat_template_kwargs
                 opened.append(prompt)
-            # Healing would be on by default in a session, which has rendered the chat already.
+            # The session has rendered the chat, and heals by default.
             params = replace(params, heal=bool(params.heal), chat_template_kwargs=None)
             ended, before, whole = end_on_signals() if session else EndSignal(), len(opened), False
             try:

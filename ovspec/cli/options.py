@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, get_origin
 
 import click
+from click.shell_completion import CompletionItem
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_text
@@ -61,6 +62,9 @@ class OptionValue(click.ParamType):
             flag = max(param.opts, key=len) if param else self._option.name
             raise click.UsageError(f"{flag} {wrong}.", ctx)
         return value
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:  # noqa: ARG002
+        return [CompletionItem(choice) for choice in choices_of(self._kind) if choice.startswith(incomplete)]
 
 
 def click_option(option: Option) -> Decorator:

@@ -1,4 +1,4 @@
-"""Decoders: made of the compiled target and draft, and lent to one session or batch at a time."""
+"""Decoders of the compiled target and draft: made, lent to a session or batch at a time, and bounded in memory."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ class DecoderPool:
             self._idle.clear()
 
     def learned_costs(self, sampled: bool) -> tuple[Costs, Costs] | None:
-        """Return the costs of verifying and of a draft step that an idle set's auto lookahead has learned, if any."""
+        """Return the costs of verifying and of a draft step by an idle set's auto lookahead, if any set is idle."""
         with self._lock:
             learned = [decoders.lookaheads[sampled] for _, decoders in self._idle]
         return (learned[0].target, learned[0].draft) if learned else None

@@ -107,8 +107,8 @@ class PromptEncoder:
     def encode_prompt(self, prompt: Prompt, params: Params, room: float = np.inf) -> EncodedPrompt:
         """Encode the prompt of a call; of one for infilling, as many chunks as ``room`` tokens hold.
 
-        Raises PromptError if ``params`` have options of chats and the prompt is none, or if the vocabulary has no FIM
-        tokens, which infilling needs.
+        Raises OvspecError if ``params`` have options of chats and the prompt is none, and PromptError if it can't be
+        encoded, as one for infilling without FIM tokens.
         """
         chat = is_chat(prompt)
         if not chat:

@@ -87,14 +87,14 @@ class RowMaker:
         ids, chat, healable, ends = self.prompts.encode_prompt(prompt, params, room)
         if ends and not params.ignore_eos:
             params = replace(params, stop_ids=[*params.stop_ids, *ends])
-        params = with_seed(params)
+        params = with_seed(params)  # the same for all of them
         rows = [self.row(Sequence(ids), params, Origin(chat, healable, None, sample)) for sample in range(params.n)]
         for row in rows if not reserved else ():
             self.reserve(row, params)
         return rows
 
     def row(self, sequence: Sequence, params: Params, origin: Origin = UNPLACED) -> Row:
-        """Return a row that continues ``sequence``; ``params`` are complete.
+        """Return a row that continues ``sequence``; ``params`` are complete, but may lack a seed.
 
         Raises:
             OvspecError: the text doesn't fit the context, or the grammar doesn't allow it.

@@ -171,7 +171,7 @@ class Scheduler:
         return pieces
 
     def _piece(self, active: Active, step: RowStep, outcome: RowOutcome, length: int) -> Piece:
-        """Return the piece that a row makes of its round; it is empty if its constraints fail or take too long."""
+        """Return the piece that a row makes of its round; its last one if its constraints fail or take too long."""
         error, seconds = outcome.error, step.sampler.stopwatch.lap()
         if seconds > SLOW_STEP * (1 + len(outcome.proposal.tokens)):
             active.slow += seconds

@@ -130,9 +130,9 @@ def run_file(
     ``params`` apply to all requests that don't set their own; ``note`` is called after each round. If the inference
     fails, the results so far are kept, and the same call continues from them.
     """
-    defaults = lm.runtime.rows.complete(params)
-    lm.runtime.rows.constraints.check(defaults)  # once, not for each text
-    depends_on = what_matters(lm, defaults)
+    complete = lm.runtime.rows.complete(params)
+    lm.runtime.rows.constraints.check(complete)  # once, not for each text
+    depends_on = what_matters(lm, complete)
     keys = [key_of(request, depends_on) for request in requests]
     done = Done(output)
     try:
@@ -143,7 +143,7 @@ def run_file(
             done.add(key_of(request, depends_on), line)
             progress.add(line)
 
-        for tokens in BatchRun(lm, defaults, todo, add).rounds():
+        for tokens in BatchRun(lm, params, todo, add).rounds():
             progress.tokens += tokens
             if note:
                 note(progress)

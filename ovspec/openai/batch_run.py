@@ -36,24 +36,26 @@ class Started:
 class BatchRun(Iterator[Row]):
     """Makes rows of ``requests``, and calls ``add`` with each request and its output line once that is complete.
 
-    ``requests`` may have no more for now, and some later while others are answered.
+    ``params`` are for what requests don't set. ``requests`` may have no more for now, and some later while others are
+    answered.
     """
 
     def __init__(
         self,
         lm: LanguageModel,
-        defaults: Params,
+        params: Params,
         requests: Iterable[BatchRequest],
         add: Callable[[BatchRequest, dict[str, Any]], None],
     ) -> None:
-        self._lm, self._defaults, self._requests, self._add = lm, defaults, iter(requests), add
+        self._lm, self._params, self._requests, self._add = lm, params, iter(requests), add
         self._numbers = itertools.count()  # the scheduler's numbers of the rows
         self._waiting = deque[tuple[Row, Started]]()
         self._started: dict[int, Started] = {}  # by row number
 
     def rounds(self) -> Iterator[int]:
         """Run all requests together; yield the number of tokens after each round."""
-        for pieces in self._lm.runtime.pool.run(self, self._defaults, fail_alone=True):
+        params = self._lm.runtime.rows.complete(self._params)
+        for pieces in self._lm.runtime.pool.run(self, params, fail_alone=True):
             for number, piece in pieces:
                 self._take(number, piece)
             yield sum(len(piece.token_ids) for _, piece in pieces)
@@ -76,7 +78,7 @@ class BatchRun(Iterator[Row]):
         if request.error:
             raise OvspecError(request.error)
         asked, rows = request.asked, self._lm.runtime.rows
-        params = rows.complete(asked.overrides.params(self._defaults, asked.kind))
+        params = rows.complete(asked.overrides.params(self._params, asked.kind))
         return Started(request, params, [row for prompt in asked.prompts for row in rows.make(prompt, params)])
 
     def _take(self, number: int, piece: Piece) -> None:
@@ -112,8 +114,8 @@ class BatchThread(Iterator[BatchRequest]):
     """
 
     def __init__(self, lm: LanguageModel, params: Params) -> None:
-        self._lm, self._defaults = lm, lm.runtime.rows.complete(params)
-        lm.runtime.rows.constraints.check(self._defaults)
+        self._lm, self._params = lm, params
+        lm.runtime.rows.constraints.check(lm.runtime.rows.complete(params))
         self._asked = deque[tuple[BatchRequest, Call]]()
         self._calls = dict[int, Call]()  # of the requests that are being answered, by identity
         self._came = threading.Condition()
@@ -137,7 +139,7 @@ class BatchThread(Iterator[BatchRequest]):
             with self._came:
                 self._came.wait_for(lambda: self._asked)
             try:
-                for _ in BatchRun(self._lm, self._defaults, self, self._give).rounds():
+                for _ in BatchRun(self._lm, self._params, self, self._give).rounds():
                     pass
             except Exception as error:
                 with self._came:  # so that nothing is asked meanwhile, and then forgotten

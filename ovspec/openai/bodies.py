@@ -152,7 +152,7 @@ class DetokenizeRequest(Fields):
 
 
 def checked_as(kind: Any, limits: Limits | None = None) -> PlainValidator:
-    """Return the validator of a field whose values are checked as those of options are; it may be null."""
+    """Return the validator of a field whose values are checked as those of options are."""
     return PlainValidator(partial(checked_value, kind, limits), json_schema_input_type=in_json(kind) | None)
 
 

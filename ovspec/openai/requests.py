@@ -28,9 +28,9 @@ MEDIA = ("image", "audio", "video", "document", "file")
 Ignored = dict[str, None]  # the names of what is left out; at most MOST_NAMED
 
 
-@dataclass(frozen=True)
+@dataclass
 class Overrides:
-    """The options that a request sets, by our names, and the client's name for each."""
+    """The options that a request sets, by our names, and the client's names for those that it calls otherwise."""
 
     values: dict[str, Any] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
@@ -38,14 +38,14 @@ class Overrides:
     def set(self, name: str, value: Any, field: str) -> None:
         """Set an option from a field; raises RequestError if another field has set it to something else."""
         if self.values.setdefault(name, value) != value:
-            told = f"`{self.names[name]}` and `{field}` ask for different things; leave one of them out."
+            told = f"`{self.names.get(name, name)}` and `{field}` ask for different things; leave one of them out."
             raise RequestError(told, field)
         self.names.setdefault(name, field)
 
     def set_schema(self, schema: Any, field: str) -> None:
         """Set the schema that a client gives in ``field``, which can't be combined with a grammar."""
         for name in GRAMMARS:
-            if name in self.values and self.names[name] == name:
+            if name in self.values and self.names.get(name, name) == name:
                 raise RequestError(f"`{field}` and `{name}` can't be combined; leave one of them out.", field)
         self.set("json_schema", schema, field)
 
@@ -60,7 +60,9 @@ class Overrides:
         grammar = any(name in values for name in GRAMMARS)
         unfit = [*GRAMMARS, "constrain_from"] if grammar else []
         if (values.get("json_schema") if grammar else defaults.json_schema) is None:
-            unfit += [name for name in OF_SCHEMAS if name != "json_schema_mode" or not values.get("tools")]
+            unfit += OF_SCHEMAS
+            if values.get("tools") and defaults.json_schema is None:  # the server's mode is for tools, too
+                unfit.remove("json_schema_mode")
         if values.get("temperature") == 0:
             unfit += TRUNCATING
         with self.client_names():
@@ -114,21 +116,17 @@ class TextRequest:
         return isinstance(self.prompts[0], Infill)
 
     @property
-    def size(self) -> int:
-        """The number of characters, and of ids, in all prompts together."""
-        if self.is_chat:
-            chats: Any = self.prompts
-            messages = [message for chat in chats for message in chat]
-            return sum(map(message_size, messages)) + written_size(self.overrides.values.get("tools"))
-        return sum(map(len, self.prompts))  # type: ignore[arg-type]
+    def chat_size(self) -> int:
+        """The number of characters in a chat, with its tools."""
+        chat: Any = self.prompts[0]
+        return sum(map(message_size, chat)) + written_size(self.overrides.values.get("tools"))
 
 
 def texts_asked(body: Any) -> int:
     """Return how many texts a body asks for."""
     prompt: Any = getattr(body, "prompt", None)
     n = getattr(body, "n", None) or getattr(body, "n_cmpl", None) or 1
-    several = isinstance(prompt, list) and not isinstance(next(iter(prompt), 0), int)
-    return n * (len(prompt) if several else 1)
+    return n * (len(prompt) if is_batch(prompt) else 1)
 
 
 def may_constrain(body: Any) -> bool:
@@ -137,7 +135,7 @@ def may_constrain(body: Any) -> bool:
     formats = [getattr(body, name, None) for name in ("response_format", "output_format")] + inner
     options = [name for name, ours in REQUESTED.items() if ours in (*GRAMMARS, "tools")]
     schema = any(format and format.get("type") != "text" for format in formats if isinstance(format, dict))
-    return schema or any(getattr(body, name, None) is not None for name in ("tools", *options))
+    return schema or any(getattr(body, name, None) is not None for name in options)
 
 
 def read_texts(body: Any, kind: Kind) -> TextRequest:

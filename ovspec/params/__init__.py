@@ -213,6 +213,7 @@ class Params(SamplingParams):
     )
     batch_size: int = option(
         "Maximum number of texts generated at a time; the others wait.",
+        # Up to about this many a step mostly reads weights; beyond, arithmetic dominates and more gain little.
         default=32,
         limits=AT_LEAST_1,
         commands=("batch",),
@@ -387,7 +388,7 @@ class Params(SamplingParams):
 
 @options_class
 class GenerateOptions(Params):
-    """The options of every generating call."""
+    """The keywords of every generating call: all options, and ``sampling``, which has several of them."""
 
     sampling: SamplingParams | None = option(
         "Sampling options in one object; options given one by one take precedence.",
@@ -423,14 +424,16 @@ def make_params(options: Mapping[str, Any]) -> Params:
     """
     sampling = options.get("sampling")
     if isinstance(sampling, Params) and len(options) == 1:
-        return sampling
+        return sampling  # as the command line hands it on
     check_names(options, GENERATE)
-    # In Python, None stands for the default.
+    # In Python, None stands for the default of other options.
     values: dict[str, Any] = {name: v for name, v in options.items() if v is not None or name in SAMPLING}
-    for name in values.keys() - CHECKED_WHERE_USED:
-        check(values[name], GENERATE[name])
+    for name, value in values.items():
+        if name not in CHECKED_WHERE_USED:
+            check(value, GENERATE[name])
     if values.pop("sampling", None):
-        values = vars(sampling) | values
+        names = GENERATE.keys() - {"sampling"} if isinstance(sampling, Params) else SAMPLING
+        values = {name: getattr(sampling, name) for name in names} | values
     return checked(Params(**values))
 
 

@@ -1,4 +1,4 @@
-"""How an option is declared: a field of a class that has all options of a kind."""
+"""How an option is declared: as a field of a class."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def takes(arguments: Callable[P, Any]) -> Callable[[Callable[..., R]], Callable[
 def method_takes(
     arguments: Callable[P, Any],
 ) -> Callable[[Callable[Concatenate[S, ...], R]], Callable[Concatenate[S, P], R]]:
-    """Return the same for a method."""
+    """Return the decorator ``takes`` for a method."""
     decorate: Any = takes(arguments)
     return decorate
 

@@ -21,7 +21,7 @@ from ovspec.engine.row import Row
 from ovspec.openai.apis import TextApi
 from ovspec.openai.bodies import RequestError
 from ovspec.openai.requests import TextRequest
-from ovspec.params import Params, make_params, refuse_retries
+from ovspec.params import Params, make_params
 from ovspec.params.serving import ServeParams
 from ovspec.server.errors import ApiError, ServerEnded, about_prompt, as_api_error, for_clients, too_long
 from ovspec.server.guard import IGNORED
@@ -54,6 +54,7 @@ class Service:
         self.recommended = recommended_sampling(lm.folder, given)
         self.sampling = (given if options.temperature else {}) | self.recommended  # of requests that set none
         defaults = make_params({"max_tokens": options.max_tokens, **self.sampling})
+        # Without a schema, for which the mode is, no check would let it pass; see ``Overrides.params``.
         self.defaults = replace(defaults, json_schema_mode=options.json_schema_mode)
         self._threads = {work: ThreadPoolExecutor(4, f"ovspec {work}") for work in get_args(Work)}
 
@@ -162,8 +163,6 @@ class Service:
         if request.infills and not self.lm.tokenizer.fim:
             raise ApiError(501, NO_FIM, "suffix" if request.kind == "completion" else None)
         params = request.overrides.params(self.defaults, request.kind)
-        if request.stream:
-            refuse_retries(params)
         with request.overrides.client_names():
             params = self.lm.runtime.rows.complete(params)
         stops, characters = len(params.stop_strings), sum(map(len, params.stop_strings))
@@ -177,7 +176,7 @@ class Service:
         context = self.lm.target.ir.context_length
         most = self.lm.tokenizer.most_characters(context) if context else math.inf
         for prompt in request.prompts:
-            size = len(prompt) if isinstance(prompt, str) else request.size if request.is_chat else 0
+            size = len(prompt) if isinstance(prompt, str) else request.chat_size if request.is_chat else 0
             size = prompt.needed if isinstance(prompt, Infill) else size
             if size > most:
                 told = f"The prompt has {size} characters, but the context is {context} tokens; shorten the prompt."

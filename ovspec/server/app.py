@@ -21,10 +21,9 @@ from ovspec.openai.models import Model, Models, Props, catalogue_entry, model_of
 from ovspec.openai.requests import Ignored
 from ovspec.server.admission import Service
 from ovspec.server.bodies import BoundedRoute
-from ovspec.server.endpoints import TextEndpoints
+from ovspec.server.endpoints import TextEndpoints, work_for
 from ovspec.server.errors import ApiError, error_answer, is_anthropics
 from ovspec.server.tokens import Text, Tokens, decode, tokens_of
-from ovspec.text.tokenizer import LONG_TEXT
 
 ERRORS: dict[int | str, str] = {
     400: "A field or the body is wrong.",
@@ -152,7 +151,7 @@ def add_endpoints(app: FastAPI, service: Service) -> None:
         """Return what a function makes of a body, in a thread."""
         service.check_model(body.model)
         with service.counted():
-            return await service.apart(function, body, work="long" if len(await http.body()) > LONG_TEXT else "texts")
+            return await service.apart(function, body, work=await work_for(http))
 
     @app.post("/tokenize", tags=["tokens"], summary="Return the tokens of a text or a chat.")
     async def tokenize(body: TokenizeRequest, http: Request) -> Tokens:

@@ -22,7 +22,7 @@ from ovspec.openai.errors import Failure
 from ovspec.openai.logprobs import SILENT, Echo, between_rounds, echo_of
 from ovspec.openai.requests import TextRequest, may_constrain, texts_asked
 from ovspec.openai.streams import Events, Writer
-from ovspec.params import Params
+from ovspec.params import Params, refuse_retries
 from ovspec.server.admission import Service, Work, unless_gone
 from ovspec.server.errors import ApiError, about_prompt, as_api_error, failure_of, too_long
 from ovspec.server.guard import OUTCOME, OWNER
@@ -98,6 +98,8 @@ class TextEndpoints:
         """Return a request's texts. May take long: grammars are compiled."""
         request, owner = self._service.read(api, body, http), getattr(http.state, OWNER, None)
         params = self._service.params(request)
+        if request.stream:
+            refuse_retries(params)
         limits = self._service.limits(request, params)
         try:
             with request.overrides.client_names():
@@ -207,7 +209,7 @@ async def work_for(http: Request) -> Work:
     return "long" if len(await http.body()) > LONG_TEXT else "texts"
 
 
-async def pieces_of(service: Any, rows: list[Row], began: float) -> AsyncGenerator[list[tuple[int, Piece]]]:
+async def pieces_of(service: Service, rows: list[Row], began: float) -> AsyncGenerator[list[tuple[int, Piece]]]:
     """Have the engine generate rows; yield lists of (index of the row, piece), an empty one after ``EVERY`` seconds."""
     if rows[0].finish_reason:  # only the prompts are wanted
         yield [(index, Piece("", [], row.finish_reason)) for index, row in enumerate(rows)]

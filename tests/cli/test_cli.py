@@ -341,6 +341,7 @@ def test_a_bare_draft_option_may_stand_before_the_prompt(ovspec, pair: Path) -> 
         (["generate", "PAIR", "hi", "-n", "-2"], 2, "--max-tokens is -2; it must be 0 or more, or -1 for"),
         (["generate", "PAIR", "hi", "-n", "0", "--compare"], 2, "--compare needs a --max-tokens of at least 1, or -1"),
         (["chat", "PAIR", "-n", "0"], 2, "A chat needs a --max-tokens of at least 1, or -1: 0 only reads a prompt."),
+        (["chat", "PAIR", "--min-tokens", "2000"], 2, "--min-tokens is 2000, which is more than --max-tokens, 1024."),
         (["batch", "PAIR", "EMPTY", "-o", "OUT", "-n", "0"], 2, "A batch needs a --max-tokens of at least 1"),
         (["serve", "PAIR", "--max-tokens", "0"], 2, "--max-tokens is 0; it must be at least 1, or -1"),
         (["generate", "PAIR", "-"], 2, "stdin: it is empty; give a prompt"),

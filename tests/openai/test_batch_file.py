@@ -62,6 +62,16 @@ def test_greedy_texts_of_a_prompt_are_all_the_same(lm: ovspec.LanguageModel, tmp
     assert [each["text"] for each in line["samples"]] == [lm.generate(PROMPTS[0], max_tokens=5).text] * 2
 
 
+def test_a_line_may_ask_for_fewer_tokens_than_the_model_recommends(
+    with_generation_config: Callable[[dict[str, Any]], Path], cache_dir: Path, tmp_path: Path
+) -> None:
+    """The minimum follows from the line's maximum, not from that of the whole file."""
+    folder = with_generation_config({"min_new_tokens": 20})
+    lm = ovspec.load(folder, "none", engine="stateful", arithmetic="fast", precision="f32", cache_dir=cache_dir)
+    short, long = run(lm, tmp_path, [{"prompt": PROMPTS[0], "max_tokens": 10}, {"prompt": PROMPTS[0]}], max_tokens=30)
+    assert (short["generated_tokens"], long["generated_tokens"] >= 20) == (10, True)
+
+
 def test_requests_of_openai(lm: ovspec.LanguageModel, tmp_path: Path) -> None:
     """OpenAI's own client can read the answers."""
     messages = [{"role": "user", "content": "Write a loop."}]

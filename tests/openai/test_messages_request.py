@@ -121,7 +121,7 @@ CHATS: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
 def test_messages_become_those_of_chat_templates(body: dict[str, Any], chat: list[dict[str, Any]]) -> None:
     request = read(**body)
     assert request.prompts == [chat] and request.kind == "message" and not request.ignored
-    assert request.size >= sum(len(message["content"]) for message in chat)
+    assert request.chat_size >= sum(len(message["content"]) for message in chat)
 
 
 def test_the_billing_header_is_left_out() -> None:
@@ -360,7 +360,7 @@ FIELDS = [
 )
 def test_whatever_is_sent_is_read_or_refused(messages: Any, more: dict[str, Any]) -> None:
     with contextlib.suppress(RequestError):
-        assert read(messages=messages, **more).size >= 0
+        assert read(messages=messages, **more).chat_size >= 0
 
 
 # ---------------------------------------------------------------- answers

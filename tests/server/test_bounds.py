@@ -132,7 +132,7 @@ def test_times_are_those_of_the_request_and_of_the_engine() -> None:
         times = [SimpleNamespace(observe=noted.append) for noted in (firsts, betweens)]
         metrics = SimpleNamespace(first=times[0], between=times[1])
         options = SimpleNamespace(queue_timeout=60.0, request_timeout=3600.0)
-        service = SimpleNamespace(engine=AtOnce(), metrics=metrics, options=options)
+        service: Any = SimpleNamespace(engine=AtOnce(), metrics=metrics, options=options)
         row: Any = SimpleNamespace(finish_reason=None)
         async for _ in pieces_of(service, [row], time.monotonic() - 100):
             time.sleep(0.2)
