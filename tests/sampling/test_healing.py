@@ -71,6 +71,11 @@ def test_what_is_taken_back(vocabulary: list[bytes | None], data: st.DataObject)
     assert healable(np.array(tokens, np.int64), first, ordered) == naive(tokens, first, vocabulary)
 
 
+def test_what_no_token_continues_stays() -> None:
+    ordered = ByteTokens([b"a", b"b", b"bc"])
+    assert [healable(np.array(tokens), 0, ordered) for tokens in ([0], [1], [1, 0], [0, 1])] == [0, 1, 0, 1]
+
+
 def test_a_character_is_taken_back_whole_or_not_at_all() -> None:
     first, second = "é".encode()[:1], "é".encode()[1:]
     vocabulary: list[bytes | None] = [b"x", first, second, second + b"!", first + second + b"!"]
