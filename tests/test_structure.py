@@ -19,8 +19,10 @@ from conftest import ROOT
 from roads import Road
 
 import ovspec
+import ovspec.params
 from ovspec.cli.generate import generate
 from ovspec.engine.engine_thread import EngineThread
+from ovspec.openai import requests
 from ovspec.params.serving import ServeParams
 from ovspec.server.admission import Service
 from ovspec.server.app import make_app
@@ -72,8 +74,10 @@ def test_the_road_of_a_command_is_the_one_in_the_docs(
     assert generate.callback
     road = Road(inspect.unwrap(generate.callback))
     arguments = [str(ROOT / "models" / "demo"), "def fib(", "--max-tokens", "8"]
-    for _ in range(2):
-        assert CliRunner().invoke(generate, arguments).exit_code == 0
+    assert CliRunner().invoke(generate, arguments).exit_code == 0
+    made = counted(monkeypatch, ovspec.params, "checked")
+    assert CliRunner().invoke(generate, arguments).exit_code == 0
+    assert len(made) == 1, "params are made once"
     sys.setprofile(road.note)
     try:
         CliRunner().invoke(generate, arguments)
@@ -83,7 +87,19 @@ def test_the_road_of_a_command_is_the_one_in_the_docs(
     assert len(road.stops) <= 82
 
 
-def test_the_road_of_a_request_is_the_one_in_the_docs() -> None:
+def counted(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[None]:
+    """Return a list that grows with each call of a function from now on."""
+    calls, function = list[None](), getattr(owner, name)
+
+    def counting(*arguments: Any, **options: Any) -> Any:
+        calls.append(None)
+        return function(*arguments, **options)
+
+    monkeypatch.setattr(owner, name, counting)
+    return calls
+
+
+def test_the_road_of_a_request_is_the_one_in_the_docs(monkeypatch: pytest.MonkeyPatch) -> None:
     """From the endpoint to the scheduler, whose own calls aren't followed, and back to the stream."""
     road = Road(TextEndpoints.answer, scheduled=False)
 
@@ -101,6 +117,10 @@ def test_the_road_of_a_request_is_the_one_in_the_docs() -> None:
         engine.start()
         app: Any = Guard(make_app(Service(lm, engine, ["demo"], ServeParams())), [], True, lambda *_: None)
         asyncio.run(ask())
+        with monkeypatch.context() as counting:
+            made, hops = counted(counting, requests, "checked"), counted(counting, Service, "apart")
+            asyncio.run(ask())
+        assert len(made) == len(hops) == 1, "params are made once, in one hop to a thread"
         tracing[0] = road.note
         sys.setprofile(road.note)
         try:

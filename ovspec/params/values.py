@@ -121,7 +121,7 @@ def item_kind(kind: Any) -> Any:
 
 
 def from_text(text: str, kind: Any) -> Any:
-    """Return the value of a number or a string; a text that is no number as it is, which no check lets pass."""
+    """Return the number or string in a text; text that should be a number but isn't stays, for the check to refuse."""
     try:
         return int(text) if int in alternatives(kind) else float(text) if float in alternatives(kind) else text
     except ValueError:
