@@ -1,0 +1,8 @@
+"""Names for data that came as JSON, whose shape is checked where it is read."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+JsonObject: TypeAlias = dict[str, Any]
+JsonValue: TypeAlias = Any  # an object, a list, a string, a number, a boolean or None; type checkers can't narrow more

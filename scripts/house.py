@@ -1,0 +1,158 @@
+"""Count what makes code hard to read: names that say nothing, crowded lines, types that are left open.
+
+    python3 scripts/house.py [FOLDER ...]      the table, by folder (by default the folders of ovspec and the exports)
+    python3 scripts/house.py --where COLUMN [FOLDER ...]   each place that a column counts
+    python3 scripts/house.py --shared [FOLDER ...]         functions and classes of one name in several files
+    python3 scripts/house.py --draw 40 [--seed 1]          names drawn at random, to be guessed before the file is opened
+
+Every figure is per 1,000 lines. `pronouns` counts the uses of ``found`` and ``each`` as names; `vague` those of eight
+more. Data in JSON is a ``JsonObject`` (``ovspec/base/json_types.py``); ``Any`` is for what has no type here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import random
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("ovspec", "export/ovspec_export")
+PRONOUNS = {"found", "each"}
+VAGUE = {"given", "made", "told", "wanted", "held", "take", "beside", "behind"}
+LIMITS = {"pronouns": 3.0, "unpacking": 6.0, "conditional": 15.0, "Any": 10.0}  # uses per 1,000 lines of ovspec
+COLUMNS = (*LIMITS, "vague", "nested", "long")
+
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+def name_of(node: ast.AST) -> str:
+    """Return the name that a node of the syntax tree uses or defines, or an empty string."""
+    match node:
+        case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name):
+            return name
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            return name
+        case _:
+            return ""
+
+
+def columns_of(node: ast.AST) -> Iterator[str]:
+    """Yield the columns of the table that count a node."""
+    name = name_of(node)
+    if name in PRONOUNS:
+        yield "pronouns"
+    if name in VAGUE:
+        yield "vague"
+    if name == "Any":
+        yield "Any"
+    if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple):
+        yield "unpacking"
+    if isinstance(node, ast.IfExp):
+        yield "conditional"
+        if any(isinstance(inner, ast.IfExp) for inner in ast.walk(node) if inner is not node):
+            yield "nested"
+        if node.end_lineno != node.lineno:
+            yield "long"
+
+
+def sources(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.py")) if folder.is_dir() else [folder]
+
+
+def places(folder: Path) -> Iterator[tuple[str, Path, int]]:
+    """Yield column, file and line of everything that a folder's table counts."""
+    for file in sources(folder):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            for column in columns_of(node):
+                yield column, file, getattr(node, "lineno", 0)
+
+
+def lines_of(folder: Path) -> int:
+    return sum(len(file.read_text(encoding="utf-8").splitlines()) for file in sources(folder))
+
+
+def print_table(folders: list[Path]) -> None:
+    print(f"{'per 1,000 lines':28}{'lines':>8}" + "".join(f"{column:>13}" for column in COLUMNS))
+    for folder in folders:
+        lines = lines_of(folder)
+        counts: dict[str, int] = defaultdict(int)
+        for column, _, _ in places(folder):
+            counts[column] += 1
+        rates = "".join(f"{counts[column] * 1000 / max(lines, 1):>13.1f}" for column in COLUMNS)
+        print(f"{folder.relative_to(ROOT).as_posix():28}{lines:>8}{rates}")
+    print(f"{'limits for ovspec':36}" + "".join(f"{LIMITS.get(column, ''):>13}" for column in COLUMNS))
+
+
+def definitions(folders: list[Path]) -> Iterator[tuple[str, Path]]:
+    """Yield each function and class with its file, except for the methods that Python calls."""
+    for folder in folders:
+        for file in sources(folder):
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                if isinstance(node, Definition) and not node.name.startswith("__"):
+                    yield node.name, file.relative_to(ROOT)
+
+
+def print_shared(folders: list[Path]) -> None:
+    files: dict[str, set[str]] = defaultdict(set)
+    for name, file in definitions(folders):
+        files[name].add(file.as_posix())
+    shared = {name: paths for name, paths in files.items() if len(paths) > 1}
+    for name in sorted(shared, key=lambda name: (-len(shared[name]), name)):
+        print(f"{len(shared[name]):3} {name:24} {' '.join(sorted(shared[name]))}")
+    print(f"{len(shared)} names in several files")
+
+
+def variables(folders: list[Path]) -> Iterator[tuple[str, Path]]:
+    """Yield each variable, argument and field of two characters or more once for each file that sets it."""
+    for folder in folders:
+        for file in sources(folder):
+            names: set[str] = set()
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                stored = isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store)
+                if stored or isinstance(node, ast.arg):
+                    names.add(name_of(node))
+            yield from ((name, file.relative_to(ROOT)) for name in names - {"self", "cls"} if len(name) > 1)
+
+
+def print_draw(count: int, seed: int, folders: list[Path]) -> None:
+    """Print names with their files: half functions and classes, half variables."""
+    draw = random.Random(seed)
+    drawn = draw.sample(sorted(set(definitions(folders))), count // 2)
+    drawn += draw.sample(sorted(set(variables(folders))), count - count // 2)
+    for number, (name, file) in enumerate(drawn, 1):
+        print(f"{number:3} {name:32} {file.as_posix()}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", nargs="*", type=Path)
+    parser.add_argument("--where", choices=COLUMNS)
+    parser.add_argument("--shared", action="store_true")
+    parser.add_argument("--draw", type=int)
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    packages = [ROOT / name for name in PACKAGES]
+    folders = [folder.resolve() for folder in args.folders]
+    if args.where:
+        for column, file, line in places_in(folders or packages):
+            if column == args.where:
+                print(f"{file.relative_to(ROOT).as_posix()}:{line}")
+    elif args.shared:
+        print_shared(folders or packages)
+    elif args.draw:
+        print_draw(args.draw, args.seed, folders or packages)
+    else:
+        rooms = [room for package in packages for room in sorted(package.iterdir()) if (room / "__init__.py").exists()]
+        print_table(folders or [*rooms, *packages])
+
+
+def places_in(folders: list[Path]) -> Iterator[tuple[str, Path, int]]:
+    for folder in folders:
+        yield from sorted(places(folder), key=lambda place: place[1:])
+
+
+if __name__ == "__main__":
+    main()
