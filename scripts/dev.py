@@ -34,7 +34,7 @@ VENV, GUIDANCE_VENV = ROOT / ".venv", ROOT / ".venv-guidance"
 BIN = "Scripts" if os.name == "nt" else "bin"
 LESSER = ("AVX2", "AVX2_VNNI")  # instruction sets of the processors that most users have
 EXACTNESS = ("tests/setup/test_exactness.py", "tests/engine/test_exact.py")
-UNDER_WINE = [f"tests/{name}" for name in ("windows", "base", "params", "text", "grammars", "openai")]
+UNDER_WINE = [f"tests/{name}" for name in ("windows", "base", "params", "text", "grammars", "protocols", "batch")]
 REAL = "smollm2"  # the folder of the real model in int8
 REAL_F32 = ".cache/smollm2-f32"  # the same in f32, for tests
 HEAD = "models/smollm2-head"  # which proposes tokens for it

@@ -3,7 +3,7 @@
     python3 scripts/house.py [FOLDER ...]      the table, by folder (by default the folders of ovspec and the exports)
     python3 scripts/house.py --where COLUMN [FOLDER ...]   each place that a column counts
     python3 scripts/house.py --shared [FOLDER ...]         functions and classes of one name in several files
-    python3 scripts/house.py --draw 40 [--seed 1]          names drawn at random, to be guessed before the file is opened
+    python3 scripts/house.py --draw 40 [--seed 1]          names drawn at random, to be guessed blind
 
 Every figure is per 1,000 lines. `pronouns` counts the uses of ``found`` and ``each`` as names; `vague` those of eight
 more. Data in JSON is a ``JsonObject`` (``ovspec/base/json_types.py``); ``Any`` is for what has no type here.

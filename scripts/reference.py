@@ -20,11 +20,11 @@ from ovspec.cli import cli
 from ovspec.compat import gpt_fast
 from ovspec.engine.row import TextStream
 from ovspec.engine.scoring import Perplexity
-from ovspec.openai.bodies import IDLE, UNMET
 from ovspec.params import GENERATE
 from ovspec.params.loading import LOAD
 from ovspec.params.option import Option
 from ovspec.params.serving import ServeParams
+from ovspec.protocols.bodies import IDLE, UNMET
 from ovspec.sampling.logprobs import TokenLogprob
 from ovspec.server.app import ERRORS, make_app
 

@@ -24,7 +24,7 @@ from ovspec.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from ovspec.openai.batch_file import BatchProgress
+    from ovspec.batch.file import BatchProgress
 
 EVERY = 10.0  # seconds between two lines of progress if stderr is not a terminal
 HERE = "local"  # the address of a cluster on this machine alone
@@ -117,8 +117,8 @@ def batch(
     loading, params = split_options(others)
     refuse_no_tokens(params, "A batch")
 
-    from ovspec.openai.batch_file import run_file
-    from ovspec.openai.batch_requests import as_chat, read_requests, requests_of
+    from ovspec.batch.file import run_file
+    from ovspec.batch.requests import as_chat, read_requests, requests_of
 
     change = partial(as_chat, system=system) if chat else lambda request: request
     source: Any = file
@@ -127,10 +127,10 @@ def batch(
     report = Report()
     try:
         if ray:
-            from ovspec.integrations.ray.cluster import connected
+            from ovspec.batch.ray.cluster import connected
 
             with contextlib.redirect_stdout(None), connected(ray):  # where Ray writes about workers that die
-                from ovspec.integrations.ray.batch import run_on_cluster
+                from ovspec.batch.ray.driver import run_on_cluster
 
                 draft = loading.pop("draft", None)
                 if isinstance(template := loading.get("chat_template"), Path):  # which isn't on other machines

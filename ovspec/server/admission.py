@@ -18,11 +18,11 @@ from ovspec.base.errors import OvspecError, PromptError, UnavailableError
 from ovspec.drafting.drafter import DraftLimits
 from ovspec.engine.engine_thread import EngineThread
 from ovspec.engine.row import Row
-from ovspec.openai.apis import TextApi
-from ovspec.openai.bodies import RequestError
-from ovspec.openai.requests import TextRequest
 from ovspec.params import Params, make_params
 from ovspec.params.serving import ServeParams
+from ovspec.protocols.apis import TextApi
+from ovspec.protocols.bodies import RequestError
+from ovspec.protocols.requests import TextRequest
 from ovspec.server.errors import ApiError, ServerEnded, about_prompt, as_api_error, for_clients, too_long
 from ovspec.server.guard import IGNORED
 from ovspec.server.metrics import Metrics

@@ -13,12 +13,19 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from ovspec import __version__
-from ovspec.openai.answers import Answer
-from ovspec.openai.apis import APIS, BODIES, COUNTS, TokenCount
-from ovspec.openai.bodies import NO_OBJECT, UNMET, DetokenizeRequest, StreamOptions, TokenizeRequest, fields_elsewhere
-from ovspec.openai.errors import ErrorAnswer, MessageError
-from ovspec.openai.models import Model, Models, Props, catalogue_entry, model_of, props_of
-from ovspec.openai.requests import Ignored
+from ovspec.protocols.apis import APIS, BODIES, COUNTS, TokenCount
+from ovspec.protocols.bodies import (
+    NO_OBJECT,
+    UNMET,
+    DetokenizeRequest,
+    StreamOptions,
+    TokenizeRequest,
+    fields_elsewhere,
+)
+from ovspec.protocols.chat.reply import Answer
+from ovspec.protocols.errors import ErrorAnswer, MessageError
+from ovspec.protocols.models import Model, Models, Props, catalogue_entry, model_of, props_of
+from ovspec.protocols.requests import Ignored
 from ovspec.server.admission import Service
 from ovspec.server.bodies import BoundedRoute
 from ovspec.server.endpoints import TextEndpoints, work_for

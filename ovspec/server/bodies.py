@@ -14,8 +14,8 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from ovspec.base.surrogates import without_halves
-from ovspec.openai.apis import BODIES
-from ovspec.openai.bodies import RequestError, read_body, without_unknown
+from ovspec.protocols.apis import BODIES
+from ovspec.protocols.bodies import RequestError, read_body, without_unknown
 from ovspec.server.errors import ApiError
 from ovspec.server.guard import IGNORED
 

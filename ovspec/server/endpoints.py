@@ -17,12 +17,12 @@ from ovspec.base.errors import OvspecError, PromptError
 from ovspec.engine.engine_thread import Job
 from ovspec.engine.results import Piece
 from ovspec.engine.row import Row
-from ovspec.openai.apis import TextApi, TokenCount
-from ovspec.openai.errors import Failure
-from ovspec.openai.logprobs import SILENT, Echo, between_rounds, echo_of
-from ovspec.openai.requests import TextRequest, may_constrain, texts_asked
-from ovspec.openai.streams import Events, Writer
 from ovspec.params import Params, refuse_retries
+from ovspec.protocols.apis import TextApi, TokenCount
+from ovspec.protocols.errors import Failure
+from ovspec.protocols.logprobs import SILENT, Echo, between_rounds, echo_of
+from ovspec.protocols.reply import Events, Writer
+from ovspec.protocols.requests import TextRequest, may_constrain, texts_asked
 from ovspec.server.admission import Service, Work, unless_gone
 from ovspec.server.errors import ApiError, about_prompt, as_api_error, failure_of, too_long
 from ovspec.server.guard import OUTCOME, OWNER

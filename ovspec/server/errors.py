@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 
 from ovspec.api.model import LanguageModel
 from ovspec.base.errors import InferenceError, OvspecError, PromptError, UnavailableError
-from ovspec.openai.errors import TOO_LONG, Failure, anthropic_error, openai_error
+from ovspec.protocols.errors import TOO_LONG, Failure, anthropic_error, openai_error
 
 ANTHROPICS_PATH = re.compile(r"(/v1)*/messages(/|$)")  # with a wrong base URL, too
 REQUEST_ID = "request_id"  # what a request's state has its id as

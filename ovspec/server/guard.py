@@ -13,7 +13,7 @@ from urllib.parse import quote
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ovspec.openai.bodies import LONGEST, MOST_NAMED
+from ovspec.protocols.bodies import LONGEST, MOST_NAMED
 from ovspec.server.errors import REQUEST_ID, ApiError, error_answer, is_anthropics
 
 OPEN = ("/health", "/ready")  # without a key

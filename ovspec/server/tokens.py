@@ -5,10 +5,10 @@ from pydantic import Field
 from ovspec.api.model import LanguageModel
 from ovspec.base.errors import PromptError
 from ovspec.engine.prompts import refuse_variables
-from ovspec.openai.answers import Answer
-from ovspec.openai.bodies import DetokenizeRequest, RequestError, TokenizeRequest
-from ovspec.openai.requests import Ignored, check_continued, template_chat
 from ovspec.params.tools import tools_of
+from ovspec.protocols.bodies import DetokenizeRequest, RequestError, TokenizeRequest
+from ovspec.protocols.chat.reply import Answer
+from ovspec.protocols.requests import Ignored, check_continued, template_chat
 from ovspec.server.admission import Service
 from ovspec.server.errors import about_prompt
 

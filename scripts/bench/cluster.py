@@ -22,10 +22,10 @@ from typing import Any
 import psutil
 from harness import Table, machine, mixed, options, ratios, shown, take_turns
 
-from ovspec.openai.batch_file import BatchProgress
-from ovspec.openai.batch_folder import BatchFile
-from ovspec.openai.batch_groups import MOST, Answers, groups_of
-from ovspec.openai.batch_requests import prompt_request
+from ovspec.batch.file import BatchProgress
+from ovspec.batch.folder import BatchFile
+from ovspec.batch.groups import MOST, Answers, groups_of
+from ovspec.batch.requests import prompt_request
 
 ANSWER = {"id": "1", "text": "An answer of some length. " * 10, "finish_reason": "length", "generated_tokens": 48}
 
@@ -73,7 +73,7 @@ class Nobody:
     """A worker that needs no time."""
 
     def load(self) -> Any:
-        from ovspec.integrations.ray.worker import Reference
+        from ovspec.batch.ray.worker import Reference
 
         return Reference("", "nobody", "", [])
 
@@ -85,7 +85,7 @@ def driving(count: int, actors: int) -> float:
     """Return the seconds that the driver takes for a group of lines, with workers that need no time."""
     import ray
 
-    from ovspec.integrations.ray.pool import TOGETHER, Pool
+    from ovspec.batch.ray.pool import TOGETHER, Pool
 
     asked = [prompt_request(str(number), f"prompt {number}", f"prompt {number}") for number in range(MOST * count)]
     groups = list(groups_of(0, asked, "", (), 1))
@@ -136,7 +136,7 @@ def main() -> None:
         table.row(
             way, f"{statistics.median(begun):.1f}", f"{statistics.median(lines):.1f}", shown(ratios(plain, lines))
         )
-    from ovspec.integrations.ray.cluster import connected
+    from ovspec.batch.ray.cluster import connected
 
     with connected("local"):
         figures = {

@@ -21,7 +21,7 @@ from typing import Any
 import simpy
 from harness import Table, options, several
 
-from ovspec.openai.batch_groups import GROUPS, MOST
+from ovspec.batch.groups import GROUPS, MOST
 
 TOGETHER = 4  # groups that a worker answers at a time
 

@@ -14,10 +14,10 @@ from click.testing import CliRunner
 import ovspec
 from ovspec.api.comparison import Parting
 from ovspec.api.verify import record_as_json, result_from_json
+from ovspec.batch.file import run_file
+from ovspec.batch.requests import requests_of
 from ovspec.cli import cli
 from ovspec.cli.compare import compare
-from ovspec.openai.batch_file import run_file
-from ovspec.openai.batch_requests import requests_of
 from ovspec.params import make_params
 from ovspec.text.chat_format import ChatFormat
 from ovspec.text.chat_template import ChatTemplate

@@ -16,10 +16,10 @@ import ovspec
 from ovspec.base.errors import FULL, OvspecError, WriteError
 from ovspec.base.files import fill_once, write_atomically
 from ovspec.base.progress import note
+from ovspec.batch.file import BatchProgress, run_file
+from ovspec.batch.requests import prompt_request
 from ovspec.cli import main
 from ovspec.cli.batch import Report
-from ovspec.openai.batch_file import BatchProgress, run_file
-from ovspec.openai.batch_requests import prompt_request
 from ovspec.params import make_params
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="limits files as POSIX systems do")

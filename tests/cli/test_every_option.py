@@ -360,7 +360,7 @@ TESTED: dict[str, set[str]] = {
         command: {*SHARED, *cases} - {name for name in SHARED if (command, name) in NOT_TAKEN}
         for command, cases in OF_EACH.items()
     },
-    "batch": {*SHARED, *BATCH, "ray", "cpus_per_worker", "mixed"},  # tests/integrations/test_ray.py
+    "batch": {*SHARED, *BATCH, "ray", "cpus_per_worker", "mixed"},  # tests/batch/test_ray.py
     "inspect": {*OF_TARGET, "verify", "as_json", "report"},  # tests/cli/test_options_of_tools.py
     "perplexity": {*OF_TARGET, "context", "as_json"},
     "verify": {*OF_TARGET, "folder", "as_json"},  # tests/cli/test_verify_command.py

@@ -25,7 +25,7 @@ from ovspec.engine.decoders import DecoderPool
 from ovspec.engine.engine_thread import EngineThread, Job
 from ovspec.ir.compile import CompiledIR
 from ovspec.ir.request import Request
-from ovspec.openai.logprobs import at_once, prompt_logprobs
+from ovspec.protocols.logprobs import at_once, prompt_logprobs
 
 MOST = 24
 FEWEST, FEWEST_LOGITS = 5, 7

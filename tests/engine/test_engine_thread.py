@@ -29,7 +29,7 @@ from ovspec.engine.round import RowOutcome
 from ovspec.engine.row import Row
 from ovspec.engine.scheduler import SLOW_STEP
 from ovspec.ir.memory import kv_bytes_per_token
-from ovspec.openai.logprobs import prompt_logprobs
+from ovspec.protocols.logprobs import prompt_logprobs
 from ovspec.sampling.constraint import Constraint
 
 OPTIONS: Any = {"max_tokens": 30, "ignore_eos": True}

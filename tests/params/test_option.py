@@ -34,10 +34,10 @@ import ovspec, ovspec.params
 from ovspec.cli import cli
 from ovspec.cli.generate import generate
 from ovspec.cli.options import split_options
-from ovspec.openai.batch_requests import read_request
-from ovspec.openai.bodies import CompletionBody
-from ovspec.openai.requests import read_texts
-from ovspec.openai.bodies import read_body
+from ovspec.batch.requests import read_request
+from ovspec.protocols.bodies import CompletionBody
+from ovspec.protocols.requests import read_texts
+from ovspec.protocols.bodies import read_body
 
 assert "TMP" in ovspec.__file__
 params = ovspec.SamplingParams(loudness=0.7)

@@ -18,9 +18,9 @@ from pydantic import BaseModel, Field, SecretStr
 
 import ovspec
 from ovspec.base.errors import OvspecError
+from ovspec.batch.file import run_file
+from ovspec.batch.requests import read_request
 from ovspec.grammars.conversion import converted
-from ovspec.openai.batch_file import run_file
-from ovspec.openai.batch_requests import read_request
 from ovspec.params import make_params
 from ovspec.sampling.judging import JUDGE, schema_errors
 

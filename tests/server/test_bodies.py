@@ -11,9 +11,9 @@ import pytest
 from pydantic import ValidationError
 from servers import Running
 
-from ovspec.openai.apis import BODIES
-from ovspec.openai.bodies import ChatRequest, CompletionRequest, DetokenizeRequest, Fields
-from ovspec.openai.messages.body import MessageRequest
+from ovspec.protocols.apis import BODIES
+from ovspec.protocols.bodies import ChatRequest, CompletionRequest, DetokenizeRequest, Fields
+from ovspec.protocols.messages.body import MessageRequest
 from ovspec.server.bodies import MOST_COMMAS, parse
 from ovspec.server.errors import ApiError
 

@@ -21,7 +21,7 @@ from ovspec.engine.engine_thread import EngineThread, Job
 from ovspec.engine.results import Piece
 from ovspec.engine.scheduler import BatchLimits
 from ovspec.ir.memory import kv_bytes_per_token
-from ovspec.openai.logprobs import NARROW, at_once, between_rounds, prompt_logprobs
+from ovspec.protocols.logprobs import NARROW, at_once, between_rounds, prompt_logprobs
 from ovspec.server.endpoints import pieces_of
 
 ENDLESS: dict[str, Any] = {"prompt": "def f(", "max_tokens": 1900, "ignore_eos": True, "stream": True}

@@ -19,7 +19,7 @@ import uvicorn
 from servers import wait_until
 from starlette.responses import Response
 
-from ovspec.openai.errors import openai_error
+from ovspec.protocols.errors import openai_error
 from ovspec.server import bodies, connections, errors
 from ovspec.server.bodies import BoundedRequest
 from ovspec.server.connections import allow_files, config_of

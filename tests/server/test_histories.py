@@ -15,9 +15,9 @@ import pytest
 from servers import DEMO, Running
 
 import ovspec
+from ovspec.batch.requests import read_request
+from ovspec.batch.run import BatchRun
 from ovspec.engine.engine_thread import EngineThread
-from ovspec.openai.batch_requests import read_request
-from ovspec.openai.batch_run import BatchRun
 from ovspec.params import make_params
 from ovspec.params.serving import ServeParams
 from ovspec.server.admission import Service

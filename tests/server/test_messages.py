@@ -21,8 +21,8 @@ from servers import DEMO, REAL, Running, StartHere
 
 import ovspec
 from ovspec.engine.engine_thread import EngineThread
-from ovspec.openai.messages.request import BILLING
 from ovspec.params.serving import ServeParams
+from ovspec.protocols.messages.request import BILLING
 from ovspec.server import endpoints
 from ovspec.server.admission import Service
 from ovspec.server.app import make_app

@@ -15,9 +15,9 @@ from conftest import ROOT
 from hypothesis import HealthCheck, given, settings
 from servers import DEMO, Running, StartHere
 
-from ovspec.openai.answers import ChatCompletion, Completion
-from ovspec.openai.apis import TokenCount
-from ovspec.openai.messages.answer import Message
+from ovspec.protocols.apis import TokenCount
+from ovspec.protocols.chat.reply import ChatCompletion, Completion
+from ovspec.protocols.messages.reply import Message
 
 PAGE, TOOLS_PAGE = (ROOT / "docs" / "how-to" / name for name in ("serve.md", "use-tools.md"))
 # Each with the JSON that it sends, which the page shows before.

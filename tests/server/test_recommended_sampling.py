@@ -11,9 +11,9 @@ import pytest
 from servers import StartHere
 
 import ovspec
-from ovspec.openai.bodies import BODIES, read_body
-from ovspec.openai.requests import Kind, read_texts
 from ovspec.params.serving import ServeParams
+from ovspec.protocols.bodies import BODIES, read_body
+from ovspec.protocols.requests import Kind, read_texts
 from ovspec.server.admission import Service
 
 RECOMMENDED = {"do_sample": True, "temperature": 1.5, "top_p": 0.9, "top_k": 20}

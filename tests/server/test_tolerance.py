@@ -11,8 +11,8 @@ import pytest
 from conftest import PROMPTS
 from servers import DEMO, Running, StartHere
 
-from ovspec.openai.apis import BODIES
-from ovspec.openai.bodies import (
+from ovspec.protocols.apis import BODIES
+from ovspec.protocols.bodies import (
     MOST_NAMED,
     ChatRequest,
     CompletionRequest,
@@ -21,7 +21,7 @@ from ovspec.openai.bodies import (
     TokenizeRequest,
     read_body,
 )
-from ovspec.openai.foreign import IGNORED_BY_SERVER, OF_PROMPTS, OF_TEXTS, OF_TOKENIZE, WITHOUT_EFFECT
+from ovspec.protocols.unsupported import IGNORED_BY_SERVER, OF_PROMPTS, OF_TEXTS, OF_TOKENIZE, WITHOUT_EFFECT
 from ovspec.server.guard import HEADER, MOST_TOLD
 
 CHAT: Any = [{"role": "user", "content": "Hi"}]

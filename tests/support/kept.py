@@ -21,7 +21,7 @@ SOURCES = Path(os.environ.get("OVSPEC_TESTS_SOURCES", ROOT))
 PLACE = SOURCES / ".cache" / "test-models"
 # Plugins in tests/support, which make no model.
 PLUGINS = ("compiling", "durations", "guardian", "limits", "places", "scheduling", "servers")
-UNUSED = ("cli", "integrations", "openai", "server")  # folders of ovspec that no export imports
+UNUSED = ("cli", "integrations", "protocols", "batch", "server")  # folders of ovspec that no export imports
 Make = Callable[[Path], Any]
 
 

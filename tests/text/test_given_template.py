@@ -12,7 +12,7 @@ from chat_templates import TEMPLATES
 
 import ovspec
 from ovspec.base.errors import OvspecError
-from ovspec.openai.batch_file import what_matters
+from ovspec.batch.file import what_matters
 from ovspec.text.chat_format import ChatFormat
 from ovspec.text.chat_template import ADDED_BOS, ChatTemplate, chat_template, templates_in
 from ovspec.text.given_template import TURNS, end_of_answer, given_source, known_template

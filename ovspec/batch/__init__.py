@@ -1,0 +1,1 @@
+"""Files of requests, for ``ovspec batch``: reading, running, writing and resuming them."""

@@ -1,0 +1,73 @@
+"""Actors that hold a loaded model and answer the rows of a dataset."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import numpy as np
+
+from ovspec.api.loading import load
+from ovspec.base.errors import OvspecError
+from ovspec.batch.ray.processors import claim
+from ovspec.batch.requests import request_in
+from ovspec.batch.run import COLUMNS, BatchThread, columns_of
+from ovspec.params import GENERATE, make_params
+
+
+class Predictor:
+    """Answers the rows of a dataset with a model that each actor loads once, for ``Dataset.map_batches``.
+
+    >>> ds.map_batches(Predictor, fn_constructor_kwargs={"model": "my-pair", "max_tokens": 64}, num_cpus=8, ...)
+
+    Each actor is pinned to as many processors as its ``num_cpus`` says. Batches that it gets at a time
+    (``max_concurrent_calls_per_actor``) are answered together.
+
+    Args:
+        model: a folder made by ``ovspec export``, which all machines find under this path.
+        draft: what proposes tokens, as for ``ovspec.load``.
+        column: holds what is answered: prompts, lists of chat messages, or requests like those in a batch file.
+        options: those of ``ovspec.load``, and of generating calls, for all rows that don't set their own.
+
+    Raises:
+        OvspecError: with the first batch: the model can't be loaded, an option is invalid, or the column is missing.
+    """
+
+    def __init__(self, model: str | Path | None = None, draft: Any = None, column: str = "prompt", **options: Any):
+        self._column = column
+        loading = {name: value for name, value in options.items() if name not in GENERATE}
+        generating = {name: value for name, value in options.items() if name in GENERATE}
+        self._thread = loaded_once(lambda: BatchThread(load(model, draft, **loading), make_params(generating)))
+
+    def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, Any]:
+        """Return ``batch`` with the columns text, finish_reason, error and result, the line of a batch file."""
+        if self._column not in batch:
+            raise OvspecError(f"There is no column {self._column!r}, only {', '.join(batch)}; name one as `column`.")
+        lines = self._thread().answer([request_in(value, str(i)) for i, value in enumerate(batch[self._column])])
+        columns = columns_of(lines)
+        return {**batch, **{name: columns[name] for name in COLUMNS[1:]}}
+
+
+def loaded_once(loading: Callable[[], Any]) -> Callable[[], Any]:
+    """Pin this actor to its processors; return a function that calls ``loading`` when it is first called.
+
+    Not in the constructor of the actor, which Ray would start again and again if that failed.
+    """
+    claim_share()
+    found, lock = cache(loading), Lock()
+
+    def load_or_wait() -> Any:
+        with lock:
+            return found()
+
+    return load_or_wait
+
+
+def claim_share() -> None:
+    """Pin this actor to as many processors as its ``num_cpus`` says, before any other thread begins."""
+    import ray
+
+    claim(max(1, int(ray.get_runtime_context().get_assigned_resources().get("CPU", 1))))

@@ -1,0 +1,1 @@
+"""OpenAI's chats and completions."""

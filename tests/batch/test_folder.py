@@ -1,0 +1,235 @@
+"""Batches of many files: what is found in folders, groups of lines, and answers that come in any order."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ovspec
+from ovspec.base.errors import OvspecError
+from ovspec.base.files import fill_once, pieces_of, scratch_folder
+from ovspec.batch.file import BatchProgress
+from ovspec.batch.groups import MOST, Answers, Group, groups_of
+from ovspec.batch.requests import BatchRequest, prompt_request, request_in, requests_of_rows
+from ovspec.batch.run import BatchThread, columns_of, row_of
+from ovspec.engine.decoders import DecoderPool
+from ovspec.params import make_params
+
+pytest.importorskip("pyarrow", reason="needs the extra ovspec[ray]")
+
+from ovspec.batch.folder import BatchFile, find_files, inside, read, write
+
+
+def prompts(count: int) -> list[BatchRequest]:
+    return [prompt_request(str(n), f"{n % 7} prompt {n}", f"{n % 7} prompt {n}") for n in range(count)]
+
+
+def answered(group: Group) -> Group:
+    group.lines = {place: {"id": request.id, "text": request.source} for place, request in group.requests.items()}
+    return group
+
+
+@pytest.mark.parametrize(("count", "workers", "size"), [(0, 2, 0), (1, 2, 1), (200, 2, 7), (5000, 4, MOST)])
+def test_groups_have_all_lines_and_common_beginnings(count: int, workers: int, size: int) -> None:
+    found = list(groups_of(3, prompts(count), "x", (), workers))
+    assert max(len(group.keys) for group in found) == size
+    assert sorted(place for group in found for place in group.requests) == list(range(count))
+    beginnings = [request.source[0] for group in found for request in group.requests.values()]
+    assert beginnings == sorted(beginnings)
+    assert {(group.file, group.total) for group in found} == {(3, count)}
+
+
+def test_answers_in_any_order_and_over_two_runs(tmp_path: Path) -> None:
+    requests, file = prompts(100), BatchFile("", str(tmp_path / "out.jsonl"))
+
+    def run(most: int) -> BatchProgress:
+        answers = Answers([file], "model", BatchProgress(0, 0))
+        groups = list(groups_of(0, requests, "model", answers.known[""], 2))
+        random.Random(most).shuffle(groups)
+        for group in groups[:most]:
+            answers.take(answered(group))
+        answers.close()
+        return answers.progress
+
+    first, second = run(9), run(100)
+    assert (first.done, first.total) == (36, 100)
+    assert (second.before, second.done, second.total) == (36, 64, 100)
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text("utf-8").splitlines()]
+    assert lines == [{"id": request.id, "text": request.source} for request in requests]
+    assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
+
+
+def test_a_group_line_by_line_is_the_same_file(tmp_path: Path) -> None:
+    """Also where an earlier run has answered some of its lines."""
+    requests, file = prompts(16), BatchFile("", str(tmp_path / "out.jsonl"))
+    for most in (3, 16):
+        answers = Answers([file], "model", BatchProgress(0, 0))
+        groups = groups_of(0, requests, "model", answers.known[""], 1)
+        whole = Group(0, 16, {}, {})
+        for group in groups:
+            whole.keys |= group.keys
+            whole.requests |= group.requests
+        for single in itertools.islice(whole.apart(), most):
+            assert len(single.requests) == 1
+            answers.take(answered(single))
+        answers.close()
+    assert (answers.progress.before, answers.progress.done) == (3, 13)
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text("utf-8").splitlines()]
+    assert [line["id"] for line in lines] == [request.id for request in requests]
+
+
+def test_a_file_of_a_folder_is_done_again_if_it_has_changed(tmp_path: Path) -> None:
+    file = BatchFile("a", str(tmp_path / "out" / "a.jsonl"), tmp_path / "out.partial" / "a.jsonl", "3 17")
+    answers = Answers([file], "model", BatchProgress(0, 0))
+    assert answers.left == {"a": 0}
+    for group in groups_of(0, prompts(3), "model", (), 1):
+        answers.take(answered(group))
+    again = BatchProgress(0, 0)
+    assert Answers([file], "model", again).left == {}
+    assert (again.total, again.before) == (3, 3)
+    for changed, model in ((BatchFile("a", file.target, file.part, "4 18"), "model"), (file, "other")):
+        assert Answers([changed], model, BatchProgress(0, 0)).left == {"a": 0}
+
+
+def test_what_is_read_of_a_folder(tmp_path: Path) -> None:
+    source = tmp_path / "in"
+    for name in ("a.jsonl", "b/c d.txt", "b/e.parquet", ".hidden/f.jsonl", "_temporary.jsonl", "notes.md"):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_text('"import os"\n', encoding="utf-8")
+    _, files = find_files(str(source), str(tmp_path / "out"), overwrite=False)
+    assert [Path(file.target).relative_to(tmp_path / "out").as_posix() for file in files] == [
+        "a.jsonl",
+        "b/c d.txt.jsonl",
+        "b/e.parquet",
+    ]
+    assert inside("s3://bucket/out/?region=x", "b/c d.jsonl") == "s3://bucket/out/b/c%20d.jsonl?region=x"
+    (tmp_path / "there").mkdir()
+    for given, output, sentence in (
+        (source / "notes.md", tmp_path / "out", "there is no file whose name ends in .jsonl, .parquet, .txt"),
+        (tmp_path / "nothing", tmp_path / "out", "nothing: there is no file"),
+        (source, source / "out", "is in the folder of the requests"),
+        (source, tmp_path / "there", "already exists; name another `output`"),
+        (source, "nosuch://bucket/out", "nosuch://bucket/out: "),
+    ):
+        with pytest.raises(OvspecError, match=sentence):
+            find_files(str(given), str(output), overwrite=False)
+    assert len(find_files(str(source), str(tmp_path / "there"), overwrite=True)[1]) == 3
+    (tmp_path / "there.partial").mkdir()
+    assert len(find_files(str(source), str(tmp_path / "there"), overwrite=False)[1]) == 3, "to be continued"
+    for name, data in (("x.parquet", b"no parquet"), ("x.jsonl", b"\xff\xff")):
+        with pytest.raises(OvspecError, match=name):
+            read(name, data)
+
+
+def test_parquet_has_texts_and_errors(tmp_path: Path) -> None:
+    from pyarrow import parquet
+
+    chat = {"message": {"role": "assistant", "content": "hi"}, "finish_reason": "stop"}
+    lines: list[dict[str, Any]] = [
+        {"id": "a", "text": "one", "finish_reason": "length"},
+        {"id": "b", "samples": [{"text": "two", "finish_reason": "stop"}, {"text": "three", "finish_reason": "stop"}]},
+        {"id": "c", "error": "wrong"},
+        {"id": "batch_req_d", "custom_id": "d", "response": {"body": {"choices": [chat]}}, "error": None},
+        {"id": "batch_req_e", "custom_id": "e", "response": None, "error": {"code": "x", "message": "bad"}},
+    ]
+    write(str(tmp_path / "out.parquet"), lines)
+    rows = parquet.read_table(tmp_path / "out.parquet").to_pylist()
+    assert [json.loads(row.pop("result")) for row in rows] == lines
+    assert [tuple(row.values()) for row in rows] == [
+        ("a", "one", "length", None),
+        ("b", "two", "stop", None),
+        ("c", None, None, "wrong"),
+        ("d", "hi", "stop", None),
+        ("e", None, None, "bad"),
+    ]
+    assert columns_of([])["text"] == []
+    assert row_of({"id": "x", "text": ""})["text"] == ""
+
+
+def test_rows_of_tables_are_requests() -> None:
+    rows = [
+        {"prompt": "a", "id": None},
+        {"prompt": "b", "temperature": 1.0},
+        {"id": "1", "prompt": "c"},
+        {"ask": 1},
+    ]
+    found = requests_of_rows(rows)
+    assert [request.id for request in found] == ["1", "2", "3", "4"]
+    assert [bool(request.error) for request in found] == [False, False, True, True]
+    assert request_in([{"role": "user", "content": "hi", "name": None}], "x").asked.kind == "own"
+    assert request_in("def f(", "x").asked.prompts == ["def f("]
+
+
+def test_threads_that_ask_share_a_batch(pair: Path) -> None:
+    lm, asked = ovspec.load(pair, engine="paged"), [prompts(3), prompts(5)[3:], [], prompts(9)[5:]]
+    thread, found = BatchThread(lm, make_params({"max_tokens": 6})), dict[int, Any]()
+    askers = [threading.Thread(target=lambda n=n: found.update({n: thread.answer(asked[n])})) for n in range(4)]
+    for asker in askers:
+        asker.start()
+    for asker in askers:
+        asker.join(60)
+    for n, requests in enumerate(asked):
+        texts = [line["text"] for line in found[n]]
+        assert texts == [lm.generate(request.source, max_tokens=6).text for request in requests]
+    with pytest.raises(OvspecError, match="max_tokens"):
+        BatchThread(lm, make_params({"max_tokens": -5}))
+
+
+def test_an_inference_that_fails_is_told_to_all_that_ask(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ovspec.base.errors import InferenceError
+
+    lm = ovspec.load(pair, engine="paged")
+    thread = BatchThread(lm, make_params({"max_tokens": 6}))
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise InferenceError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DecoderPool, "run", fail)
+        with pytest.raises(InferenceError, match="no memory"):
+            thread.answer(prompts(2))
+    assert len(thread.answer(prompts(2))) == 2, "it goes on"
+
+
+def test_scratch_folders_are_short_and_go(tmp_path: Path) -> None:
+    parent = tmp_path / "some" / "sessions"
+    with scratch_folder(parent, most=500) as folder:
+        assert folder.parent == parent
+        name = folder.name
+        (folder / "file").write_text("x", encoding="utf-8")
+        killed = parent / f"{name.rpartition('-')[0]}-4999999"
+        killed.mkdir()
+    with scratch_folder(parent, most=36) as folder:
+        assert len(str(folder)) <= 36
+        assert folder.resolve().parent == parent
+        (folder / "file").write_text("x", encoding="utf-8")
+    assert not list(parent.iterdir())
+    assert not folder.exists()
+
+
+def test_a_folder_in_pieces(tmp_path: Path) -> None:
+    source = tmp_path / "model"
+    (source / "draft").mkdir(parents=True)
+    (source / "a.bin").write_bytes(bytes(range(256)) * 5)
+    (source / "draft" / "empty").touch()
+    files = [file for file in source.rglob("*") if file.is_file()]
+    pieces = [(file.relative_to(source).as_posix(), piece) for file in files for piece in pieces_of(file, 300)]
+    assert len(pieces) == 6
+
+    def broken() -> Any:
+        yield pieces[0]
+        raise OSError("connection lost")
+
+    with pytest.raises(OSError, match="connection lost"):
+        fill_once(tmp_path / "copy", broken())
+    assert not (tmp_path / "copy").exists()
+    fill_once(tmp_path / "copy", pieces)
+    fill_once(tmp_path / "copy", broken())  # which is there already
+    for file in files:
+        assert (tmp_path / "copy" / file.relative_to(source)).read_bytes() == file.read_bytes()
