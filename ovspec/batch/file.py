@@ -19,7 +19,7 @@ from ovspec.base.files import check_name, write_atomically, writing
 from ovspec.batch.requests import BatchRequest
 from ovspec.batch.run import BatchRun, tokens_of
 from ovspec.params import GRAMMARS, ONLY_SPEED, Params
-from ovspec.sampling.constraint_maker import grammar_of
+from ovspec.sampling.grammar_options import grammar_of
 from ovspec.setup.engine_choice import CompiledModel
 from ovspec.setup.identity import cache_setting, model_identity, prompt_identity
 

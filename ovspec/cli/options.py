@@ -235,6 +235,6 @@ def refuse_no_tokens(params: Params, command: str) -> None:
 def check_grammar(params: Params) -> None:
     """Raise OvspecError for a grammar that no model could use."""
     if params.grammar_option:
-        from ovspec.sampling.constraint_maker import grammar_of
+        from ovspec.sampling.grammar_options import grammar_of
 
         grammar_of(params)

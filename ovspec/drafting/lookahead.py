@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ovspec.drafting.costs import FIRST_ACCEPTANCE, RECENT, RECENT_OF_MODELS, WIDEST, Costs, DrafterStats
+from ovspec.drafting.costs import WIDEST, Costs
+from ovspec.drafting.drafter_stats import FIRST_ACCEPTANCE, RECENT, RECENT_OF_MODELS, DrafterStats
 from ovspec.drafting.proposal import NOTHING, Proposal, shorten
 from ovspec.sampling.samplers import Guess
 

@@ -17,9 +17,9 @@ from ovspec.cache.decoder import Decoder
 from ovspec.drafting.choice import DraftChoice
 from ovspec.drafting.costs import Costs
 from ovspec.drafting.drafter import Drafter
+from ovspec.drafting.drafter_maker import make_drafter
 from ovspec.drafting.lookahead import Lookahead
 from ovspec.drafting.lookup import Index
-from ovspec.drafting.making import make_drafter
 from ovspec.engine.results import Piece
 from ovspec.engine.scheduler import BatchLimits, Schedulable, Scheduler, run_rows
 from ovspec.ir.compile import CompiledIR

@@ -5,26 +5,25 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Iterable, Sequence
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import present, read_json
 from ovspec.params import Params
+from ovspec.sampling.byte_vocabulary import ByteVocabulary
 from ovspec.sampling.constraint import Constraint, Constraints
-from ovspec.sampling.healing import ByteTokens, Healing, healable
-from ovspec.sampling.judging import schema_errors
+from ovspec.sampling.grammar_options import errors_of, grammar_of, grammar_of_answer
+from ovspec.sampling.healing import Healing, healable
 from ovspec.sampling.processors import PromptLength, processing
-from ovspec.text.answer import AnswerFormat, ToolCall
+from ovspec.text.answer import AnswerFormat
 from ovspec.text.tokenizer import Tokenizer
 from ovspec.text.tokenizer_files import TOKENIZER_FILE
 
 if TYPE_CHECKING:
-    from ovspec.sampling.answer_grammar import AnswerGrammar
+    from ovspec.sampling.answer_constraint import AnswerConstraint
     from ovspec.sampling.grammar_constraint import Grammar, Grammars
 
 
@@ -35,12 +34,12 @@ class ConstraintMaker:
         self._tokenizer = tokenizer
 
     @functools.cached_property
-    def tokens(self) -> ByteTokens:
+    def tokens(self) -> ByteVocabulary:
         """The tokens by their bytes; raises OvspecError if the vocabulary doesn't map tokens to bytes."""
         if not self._tokenizer.vocabulary:
             why = "its tokenizer does not map tokens to bytes one by one, which grammars and token healing need"
             raise OvspecError(f"{self._tokenizer.folder}: {why}.")
-        return ByteTokens(self._tokenizer.vocabulary)
+        return ByteVocabulary(self._tokenizer.vocabulary)
 
     @functools.cached_property
     def grammars(self) -> Grammars:
@@ -100,9 +99,9 @@ class ConstraintMaker:
 
     def _answer_grammar(
         self, start: int, params: Params, eos: frozenset[int], answer: AnswerFormat
-    ) -> AnswerGrammar | None:
+    ) -> AnswerConstraint | None:
         """Return the constraint of an answer after ``start`` tokens of prompt; None if nothing is constrained."""
-        from ovspec.sampling.answer_grammar import AnswerGrammar  # deferred, because it imports llguidance
+        from ovspec.sampling.answer_constraint import AnswerConstraint  # deferred, because it imports llguidance
 
         grammar, ends, make = grammar_of_answer(params, answer), self._ends(params, eos), None
         budget = params.thinking_budget if answer.thinking else None
@@ -112,7 +111,7 @@ class ConstraintMaker:
             return None
         closing = self._tokenizer.encode_more(answer.thinking.close).tolist() if answer.thinking else ()
         whole = grammar is not None and not answer.anywhere
-        return AnswerGrammar(start, answer, self.tokens, make, whole, ends, budget, closing)
+        return AnswerConstraint(start, answer, self.tokens, make, whole, ends, budget, closing)
 
     def _grammar_of_answer(self, grammar: str, ends: frozenset[int], start: int, begun: list[bytes | int]) -> Grammar:
         return self.grammars.constraint(grammar, start, ends, begun=begun, what="grammar of the tools")
@@ -146,109 +145,3 @@ class ConstraintMaker:
             if not 0 <= at <= len(text):
                 raise OvspecError(f"`constrain_from` is {where}, but the prompt has {len(text)} characters.")
         return spelt[len(text[:at].encode()) :]
-
-
-def grammar_of(params: Params) -> tuple[str | None, str]:
-    """Return (the requested grammar in llguidance's notation, its name in messages), or (None, "").
-
-    Raises:
-        OvspecError: it is wrong.
-    """
-    if not (name := params.grammar_option):
-        return None, ""
-    from ovspec.grammars.conversion import converted
-
-    given = getattr(params, name)
-    value = readable(name, given)
-    what = f"`{name}` {value}" if isinstance(value, Path) else f"`{name}`"
-    if name != "json_schema":
-        return converted(name, value, what), what
-    more = params.additional_properties
-    if more is None and not isinstance(given, (dict, bool, str, Path)):
-        more = False  # a Python type has the fields it has
-    reading = {
-        "lenient": params.json_schema_mode == "checked",
-        "close": None if more is None else not more,
-        "compact": bool(params.compact_json),
-    }
-    return converted(name, value, what, **reading), what
-
-
-def grammar_of_answer(params: Params, answer: AnswerFormat) -> str | None:
-    """Return the grammar of calls, or of all that follows thinking; None if it is the grammar of ``params`` or none.
-
-    Raises:
-        OvspecError: a tool's schema can't be used; the message names the tool.
-    """
-    use = params.tool_use
-    other = None if use.required else grammar_of(params)[0]
-    if not use.names and not (other and answer.thinking):
-        return None
-    from ovspec.grammars.conversion import converted
-
-    called = [tool["function"] for tool in params.tools if tool["function"]["name"] in use.names]
-    given = {
-        "format": answer.tools.name if answer.tools else "generic",
-        "tools": [{"name": tool["name"], "parameters": tool["parameters"]} for tool in called],
-        "parallel": params.parallel_tool_calls and not use.once,
-        "tokens": [*answer.tokens],
-        "header": answer.thinking.header if answer.thinking else None,
-        "text": answer.thinking.text if answer.thinking else "",
-        "other": other,
-        "reading": {
-            "lenient": params.json_schema_mode == "checked",
-            "close": params.additional_properties is not True,
-            "compact": params.compact_json,
-        },
-    }
-    return converted("tools", given, "`tools`")
-
-
-def errors_of(params: Params, before: str, text: str, calls: Sequence[ToolCall]) -> list[str]:
-    """Return how an answer, ``before + text`` with calls of tools, breaks its schemas; see ``schema_errors``."""
-    found, schemas = list[str](), {tool["function"]["name"]: tool["function"]["parameters"] for tool in params.tools}
-    if params.json_schema is not None and (text or not calls):
-        found += schema_errors(readable("json_schema", params.json_schema), before, text)
-    for call in calls:
-        found += (f"{call.name}: {error}" for error in schema_errors(schemas[call.name or ""], "", call.arguments))
-    return found
-
-
-def readable(name: str, value: Any) -> Any:
-    """Return the value of a grammar option as ``converted`` takes it; raises OvspecError if it is of another kind."""
-    if isinstance(value, Path):
-        if value.is_dir():
-            raise OvspecError(f"{value} is a folder; name a file.")
-        if name in ("json_schema", "grammar", "gbnf"):
-            return value
-    if name == "json_schema":
-        if value is not None and not isinstance(value, (dict, bool, str)):
-            return schema_of_type(value)
-        if isinstance(value, str) and not value.lstrip().startswith(("{", "[", '"', "true", "false")):
-            raise OvspecError(f"`{name}` {value[:80]!r} isn't JSON; give the schema's text, or a Path for a file.")
-        return value
-    if name == "choice":
-        listed: Any = value if isinstance(value, Iterable) and not isinstance(value, str) else ()
-        texts = list(listed)
-        if not texts or not all(isinstance(text, str) for text in texts):
-            raise OvspecError("`choice` must be a list of texts with at least one entry.")
-        return texts
-    if name == "regex" and isinstance(value, Path):
-        return str(value)
-    if not isinstance(value, str):
-        raise OvspecError(f"`{name}` must be a string or a Path, not {type(value).__name__}.")
-    if name != "regex" and ":" not in value:
-        raise OvspecError(f"`{name}` {value[:80]!r} isn't a grammar; give its text, or a Path for a file.")
-    return value
-
-
-def schema_of_type(value: Any) -> Any:
-    """Return the JSON schema of a pydantic model or of another type that pydantic knows, such as list[str]."""
-    from pydantic import PydanticUserError, TypeAdapter  # deferred, because few need it
-
-    try:
-        made = getattr(value, "model_json_schema", None)
-        return made() if made else TypeAdapter(value).json_schema()
-    except PydanticUserError as error:
-        why = str(error).splitlines()[0].rstrip(".")
-        raise OvspecError(f"`json_schema` {value!r:.80} has no JSON schema: {why}.") from None

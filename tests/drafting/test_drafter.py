@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 
 import ovspec
 from ovspec.cache.sequence import Sequence
+from ovspec.drafting.chain import Chain
 from ovspec.drafting.choice import DraftChoice, parse_draft
 from ovspec.drafting.drafter import Drafter, RowStep
 from ovspec.drafting.lookahead import Lookahead
 from ovspec.drafting.lookup import LEAST_MATCH, LONGEST_MATCH, MOST_ROLLED_BACK, Index, Lookup, corpus_of
-from ovspec.drafting.making import Chain
 from ovspec.sampling.samplers import GreedySampler
 from ovspec.setup.engine_choice import EngineName
 from ovspec.setup.folders import resolve_draft

@@ -21,10 +21,10 @@ from hostile_cases import deep
 from ovspec.base.errors import OvspecError
 from ovspec.grammars.conversion import TOOLS_SECONDS
 from ovspec.params import make_params
-from ovspec.sampling.answer_grammar import AnswerGrammar
-from ovspec.sampling.constraint_maker import grammar_of_answer
+from ovspec.sampling.answer_constraint import AnswerConstraint
+from ovspec.sampling.byte_vocabulary import ByteVocabulary
 from ovspec.sampling.grammar_constraint import Grammars
-from ovspec.sampling.healing import ByteTokens
+from ovspec.sampling.grammar_options import grammar_of_answer
 from ovspec.text.tokenizer import byte_vocabulary
 from ovspec.text.tokenizer_files import TokenizerFile
 from ovspec.text.tool_formats import FORMATS
@@ -35,12 +35,12 @@ NESTED = [each for each in FORMATS if not each.parameters]
 
 
 @functools.cache
-def real_vocabulary() -> tuple[ByteTokens, Grammars]:
+def real_vocabulary() -> tuple[ByteVocabulary, Grammars]:
     if not Path(REAL).exists():
         return PLAIN.tokens, PLAIN.grammars
     loaded = json.loads(REAL.read_text("utf-8"))
     spelt = byte_vocabulary(msgspec.convert(loaded, TokenizerFile)) or []
-    return ByteTokens(spelt), Grammars(loaded, spelt)
+    return ByteVocabulary(spelt), Grammars(loaded, spelt)
 
 
 def refusal(format: str, *tools: Any) -> str:
@@ -101,7 +101,7 @@ def test_large_sets_of_tools_are_quick(format: str) -> None:
         def make(start: int, begun: list[bytes | int]) -> Any:
             return grammars.constraint(grammar, start, frozenset({EOS}), begun=begun)
 
-        limits = AnswerGrammar(0, answer.format, vocabulary, make, False, {EOS})
+        limits = AnswerConstraint(0, answer.format, vocabulary, make, False, {EOS})
         trigger = answer.format.tools.triggers[0].replace("{NAME}", "tree")
         tokens = [next(i for i, t in enumerate(vocabulary.vocabulary) if t == bytes([b])) for b in trigger.encode()]
         text, numbers = np.array(tokens, dtype=np.int64), random.Random(3)

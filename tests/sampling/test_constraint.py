@@ -18,8 +18,8 @@ from llguidance import LLMatcher
 import ovspec
 from ovspec.params import GENERATE, GRAMMARS, make_params
 from ovspec.sampling.constraint import Constraint, Constraints
-from ovspec.sampling.constraint_maker import grammar_of
 from ovspec.sampling.grammar_constraint import Grammars, prefixed
+from ovspec.sampling.grammar_options import grammar_of
 from ovspec.sampling.masks import holds, masked, pack
 from ovspec.text.tokenizer import byte_vocabulary
 from ovspec.text.tokenizer_files import TokenizerFile

@@ -1,4 +1,4 @@
-"""Random answers that an ``AnswerGrammar`` allows, over the demo's vocabulary and more, and how they are read."""
+"""Random answers that an ``AnswerConstraint`` allows, over the demo's vocabulary and more, and how they are read."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import numpy as np
 from grammar_walks import CLOSERS, TOKENIZER
 
 from ovspec.params import make_params
-from ovspec.sampling.answer_grammar import AnswerGrammar
-from ovspec.sampling.constraint_maker import grammar_of_answer
+from ovspec.sampling.answer_constraint import AnswerConstraint
+from ovspec.sampling.byte_vocabulary import ByteVocabulary
 from ovspec.sampling.grammar_constraint import Grammars
-from ovspec.sampling.healing import ByteTokens
+from ovspec.sampling.grammar_options import grammar_of_answer
 from ovspec.text.answer import THINKING, AnswerFormat, AnswerReader, Phase, Said, Thinking
 from ovspec.text.tokenizer import ByteDetokenizer, byte_vocabulary
 from ovspec.text.tokenizer_files import TokenizerFile
@@ -61,8 +61,8 @@ class Vocabulary:
         return byte_vocabulary(msgspec.convert(self.json, TokenizerFile)) or []
 
     @functools.cached_property
-    def tokens(self) -> ByteTokens:
-        return ByteTokens(self.spelt)
+    def tokens(self) -> ByteVocabulary:
+        return ByteVocabulary(self.spelt)
 
     @functools.cached_property
     def grammars(self) -> Grammars:
@@ -115,10 +115,10 @@ class Answers:
         """What makes the grammar of calls, if there is one."""
         return self._made[0]
 
-    def constraint(self, budget: int | None = None) -> AnswerGrammar:
+    def constraint(self, budget: int | None = None) -> AnswerConstraint:
         whole = self._made[0] is not None and not self.format.anywhere
         tokens, closing = self.vocabulary.tokens, self.closing
-        return AnswerGrammar(len(PROMPT), self.format, tokens, self._made[0], whole, {EOS}, budget, closing)
+        return AnswerConstraint(len(PROMPT), self.format, tokens, self._made[0], whole, {EOS}, budget, closing)
 
     def read(self, tokens: Sequence[int], pieces: int = 1) -> tuple[Said, AnswerReader]:
         """Return what an answer says."""
@@ -155,7 +155,7 @@ def answers(
     return Answers(format, given, vocabulary, closing)
 
 
-def allowed(constraint: AnswerGrammar, tokens: np.ndarray, size: int) -> list[int]:
+def allowed(constraint: AnswerConstraint, tokens: np.ndarray, size: int) -> list[int]:
     """Return the ids that a constraint's mask has."""
     mask = constraint.mask(tokens)
     if mask is None:
@@ -164,7 +164,7 @@ def allowed(constraint: AnswerGrammar, tokens: np.ndarray, size: int) -> list[in
 
 
 def random_answer(
-    constraint: AnswerGrammar,
+    constraint: AnswerConstraint,
     vocabulary: Vocabulary,
     numbers: random.Random,
     begun: Sequence[int] = (),

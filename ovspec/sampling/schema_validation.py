@@ -20,7 +20,7 @@ SLOW = re.compile(r'"(?:pattern|\$|uniqueItems|unevaluated)')
 MOST_ERRORS = 20
 QUICK = 10_000_000  # characters of the schema times those of the text that are judged in this process
 
-JUDGE = Worker("ovspec.sampling.judging", "judges texts by schemas", MAX_SECONDS, MAX_BYTES)
+JUDGE = Worker("ovspec.sampling.schema_validation", "judges texts by schemas", MAX_SECONDS, MAX_BYTES)
 
 
 def schema_errors(schema: Any, before: str, text: str) -> list[str]:

@@ -26,7 +26,7 @@ from answers import (
 
 from ovspec.base.errors import OvspecError
 from ovspec.params import make_params
-from ovspec.sampling.answer_grammar import AnswerGrammar
+from ovspec.sampling.answer_constraint import AnswerConstraint
 from ovspec.sampling.masks import holds
 from ovspec.text.answer import HARMONY, Said
 from ovspec.text.tool_formats import FORMATS
@@ -460,7 +460,7 @@ SETUPS: dict[str, tuple[Answers, list[str], int | None]] = {
 }
 
 
-def steps(limits: AnswerGrammar, answer: Answers, numbers: random.Random, begun: str) -> list[np.ndarray]:
+def steps(limits: AnswerConstraint, answer: Answers, numbers: random.Random, begun: str) -> list[np.ndarray]:
     """Return the texts of a random answer, one token longer each."""
     tokens = followed(answer, begun)
     assert tokens is not None

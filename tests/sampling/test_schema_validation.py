@@ -22,7 +22,7 @@ from ovspec.batch.file import run_file
 from ovspec.batch.requests import read_request
 from ovspec.grammars.conversion import converted
 from ovspec.params import make_params
-from ovspec.sampling.judging import JUDGE, schema_errors
+from ovspec.sampling.schema_validation import JUDGE, schema_errors
 
 Load = Callable[..., ovspec.LanguageModel]
 

@@ -14,9 +14,9 @@ import numpy as np
 from ovspec.base.errors import OvspecError
 from ovspec.cache.sequence import Sequence as Tokens
 from ovspec.grammars.tools import CALLS, CALLS_AFTER, OTHER, OTHER_AFTER
+from ovspec.sampling.byte_vocabulary import ByteVocabulary
 from ovspec.sampling.constraint import Constraint
 from ovspec.sampling.grammar_constraint import Grammar
-from ovspec.sampling.healing import ByteTokens
 from ovspec.sampling.masks import pack
 from ovspec.text.answer import WHITE, AnswerFormat, State, Tag, advance, is_mark
 
@@ -38,7 +38,7 @@ class Place:
     grammars: tuple[Grammar, ...] = ()
 
 
-class AnswerGrammar(Constraint):
+class AnswerConstraint(Constraint):
     """Keeps within a grammar what isn't free in an answer.
 
     Args:
@@ -56,7 +56,7 @@ class AnswerGrammar(Constraint):
         self,
         start: int,
         format: AnswerFormat,
-        vocabulary: ByteTokens,
+        vocabulary: ByteVocabulary,
         make: MakeGrammar | None,
         whole: bool,
         ends: Collection[int] = (),
