@@ -24,7 +24,7 @@ import gradio as gr
 from gradio.themes import Default
 
 import ovspec
-from ovspec.api.comparison import Comparison, Pair, compare_turns, rotated, turns_within
+from ovspec.api.comparison import Comparison, ResultPair, compare_turns, rotate_modes, turns_within
 from ovspec.drafting.choice import parse_draft
 from ovspec.ir.device import available_devices
 from ovspec.ir.heads import is_head
@@ -98,11 +98,11 @@ def compare(
         for runs[place] in generate(lm, asked, way):
             yield results(shown, runs, notes)
         notes[place] = "timed in turns"
-    turns = list[Pair]()
+    turns = list[ResultPair]()
     for turn in turns_within():
         yield results(shown, runs, [f"{notes[0]}: turn {turn + 1}"] * 2)
         time.sleep(SETTLE)
-        timed = {place: lm.generate(asked, **ways[place]) for place in rotated([0, 1], turn)}
+        timed = {place: lm.generate(asked, **ways[place]) for place in rotate_modes([0, 1], turn)}
         turns.append((timed[0], timed[1]))
     plain, speculative = (run.result for run in runs)
     assert plain and speculative
@@ -146,7 +146,7 @@ def legend(run: Run) -> str:
 
 def table(found: Comparison) -> str:
     """Return the HTML of the verdict, times and acceptance."""
-    pair, stats = [result.stats for result in found.last], found.last[1].stats
+    pair, stats = [result.stats for result in found.last_pair], found.last_pair[1].stats
     accepted, conditional = "nothing was proposed", ""
     if stats.proposed:
         accepted = f"{stats.accepted} of {stats.proposed} ({100 * stats.accepted / stats.proposed:.0f} %)"

@@ -11,7 +11,7 @@ from ovspec.engine.engine_thread import EngineThread, Job
 from ovspec.engine.results import Piece, Result
 from ovspec.engine.row import Row
 
-Joining = tuple[EngineThread, list[Row]]  # rows, and the thread whose batch they join
+JoinedRows = tuple[EngineThread, list[Row]]  # rows, and the thread whose batch they join
 
 
 class AsyncTextStream:
@@ -20,9 +20,9 @@ class AsyncTextStream:
     Its prompt is read from the first piece on. A task that is cancelled, and ``aclose``, end the text.
     """
 
-    def __init__(self, join: Callable[[], Joining]) -> None:
+    def __init__(self, join: Callable[[], JoinedRows]) -> None:
         self._finished: list[Row] = []
-        self._pieces = pieces_of(join, self._finished)
+        self._pieces = stream_pieces(join, self._finished)
 
     def __aiter__(self) -> AsyncIterator[Piece]:
         return self._pieces
@@ -43,13 +43,13 @@ class AsyncTextStream:
         return await asyncio.to_thread(self._finished[0].result)
 
 
-async def pieces_of(join: Callable[[], Joining], finished: list[Row]) -> AsyncGenerator[Piece]:
+async def stream_pieces(join: Callable[[], JoinedRows], finished: list[Row]) -> AsyncGenerator[Piece]:
     """Generate the row that ``join`` returns; add it to ``finished`` at its end.
 
     A function of its own, so that a stream that nobody iterates over any more is closed at once.
     """
     engine, [row] = await asyncio.to_thread(join)
-    async with aclosing(generated(engine, [row])) as rounds:
+    async with aclosing(generate_rounds(engine, [row])) as rounds:
         async for pieces in rounds:
             for _, piece in pieces:
                 if piece.finish_reason:
@@ -57,15 +57,15 @@ async def pieces_of(join: Callable[[], Joining], finished: list[Row]) -> AsyncGe
                 yield piece
 
 
-async def finished_results(engine: EngineThread, rows: list[Row]) -> list[Result]:
+async def generate_results(engine: EngineThread, rows: list[Row]) -> list[Result]:
     """Generate rows whose pieces nobody waits for; return their results."""
-    async with aclosing(generated(engine, rows)) as rounds:
+    async with aclosing(generate_rounds(engine, rows)) as rounds:
         async for _ in rounds:
             pass
     return await asyncio.to_thread(lambda: [row.result() for row in rows])  # which may judge them for seconds
 
 
-async def generated(engine: EngineThread, rows: list[Row]) -> AsyncGenerator[list[tuple[int, Piece]]]:
+async def generate_rounds(engine: EngineThread, rows: list[Row]) -> AsyncGenerator[list[tuple[int, Piece]]]:
     """Have the engine generate rows; yield each round's list of (index of the row, piece).
 
     Rows that haven't ended leave the batch when the generator is closed or its task is cancelled.

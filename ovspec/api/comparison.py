@@ -19,7 +19,7 @@ from ovspec.engine.prompts import Prompt
 from ovspec.engine.results import Result, Stats
 
 T = TypeVar("T")
-Pair = tuple[Result, Result]  # (plain, speculative)
+ResultPair = tuple[Result, Result]  # (plain, speculative)
 LEAST_TURNS, MOST_TURNS, SECONDS = 4, 16, 5.0
 NOISE = 2.0  # a gain of more than this many times the saved rounds is the machine's, not speculation's
 
@@ -33,7 +33,7 @@ def turns_within(seconds: float = SECONDS) -> Iterator[int]:
         yield turn
 
 
-def rotated(ways: Sequence[T], turn: int) -> list[T]:
+def rotate_modes(ways: Sequence[T], turn: int) -> list[T]:
     """Return ``ways`` beginning with another one each turn."""
     first = turn % len(ways)
     return [*ways[first:], *ways[:first]]
@@ -69,29 +69,29 @@ class Speedup:
         return self.saves and self.ratio - 1 <= NOISE * (self.tokens_per_round - 1)
 
     @property
-    def claimed(self) -> float | None:
+    def claimed_ratio(self) -> float | None:
         """The ratio; None if it is a gain that speculation can't have caused."""
         return self.ratio if self.caused or self.ratio < 1 else None
 
     @property
-    def clear(self) -> bool:
+    def is_clear(self) -> bool:
         """Whether three quarters of the turns were faster with speculation, and saved rounds can be the reason."""
         return self.caused and self.ratios[len(self.ratios) // 4] > 1
 
-    def verdict(self, proposed: int, accepted: int, last: int | None = None) -> str:
+    def describe_gain(self, proposed: int, accepted: int, last_proposed: int | None = None) -> str:
         """Return what speculation brings, in a sentence; ``proposed`` and ``accepted`` are its tokens in all turns.
 
-        last: of one text in turns, the tokens that were proposed in the last turn.
+        last_proposed: of one text in turns, the tokens that were proposed in the last turn.
         """
         turns = len(self.ratios)
         spread = f"{self.ratios[0]:.2f} to {self.ratios[-1]:.2f}, {turns} turn{'s' * (turns > 1)}"
         loss = f"; {self.ratio:.2f} of plain speed ({spread})"
-        if self.clear:
+        if self.is_clear:
             return f"speed-up {self.ratio:.2f} ({spread})"
         if self.ratio >= 1 and self.saves:
             why = "" if self.caused else f", noise at {self.tokens_per_round:.2f} tokens per round"
             return f"no clear speed-up: {self.ratio:.2f} ({spread}){why}"
-        if last == 0:  # a difference isn't what drafting costs
+        if last_proposed == 0:  # a difference isn't what drafting costs
             why = "nothing was proposed" + " in the last turn" * (proposed > 0)
             return f"no speed-up: drafting doesn't pay for this text ({why})"
         if self.caused:
@@ -101,7 +101,7 @@ class Speedup:
         return f"no speed-up: drafting doesn't pay for this model here ({why}){loss if slower else ''}"
 
 
-def speedup_of(plain_ms: Sequence[float], ms: Sequence[float], stats: Sequence[Stats]) -> Speedup:
+def compute_speedup(plain_ms: Sequence[float], ms: Sequence[float], stats: Sequence[Stats]) -> Speedup:
     """Return the speed-up of turns from each one's milliseconds per token; ``stats``: of all speculative texts."""
     turns = sorted(zip(plain_ms, ms, strict=True), key=lambda turn: turn[0] / turn[1])
     median = turns[(len(turns) - 1) // 2]
@@ -109,7 +109,7 @@ def speedup_of(plain_ms: Sequence[float], ms: Sequence[float], stats: Sequence[S
     return Speedup(*median, tuple(plain / other for plain, other in turns), tokens / rounds if rounds else math.inf)
 
 
-def speedup_of_results(plain: Sequence[Result], other: Sequence[Result]) -> Speedup:
+def compare_result_times(plain: Sequence[Result], other: Sequence[Result]) -> Speedup:
     """Return the speed-up of texts that were generated in turns.
 
     If a text came in one round, of one token or all forced, whole texts are compared, with the time of their prompts.
@@ -121,14 +121,14 @@ def speedup_of_results(plain: Sequence[Result], other: Sequence[Result]) -> Spee
 
     whole = not all(result.stats.tpot_ms for result in (*plain, *other))
     times = [[ms_per_token(result.stats) for result in results] for results in (plain, other)]
-    return speedup_of(times[0], times[1], [result.stats for result in other])
+    return compute_speedup(times[0], times[1], [result.stats for result in other])
 
 
 # ---------------------------------------------------------------- equality
 
 
 @dataclass(frozen=True)
-class Parting:
+class Divergence:
     """Where two texts differ.
 
     after: generated tokens that both share.
@@ -157,9 +157,9 @@ class Parting:
         )
 
 
-def parting(
+def find_divergence(
     lm: LanguageModel, prompt: Prompt, plain: list[int], other: list[int], logits: bool = True
-) -> Parting | None:
+) -> Divergence | None:
     """Return where two continuations (token ids) of ``prompt`` differ; None if they are equal.
 
     ``logits``: compute the gaps, which takes one forward pass; not possible for a healed prompt.
@@ -170,11 +170,11 @@ def parting(
     after = next((place for place, (a, b) in pairs if a != b), min(len(plain), len(other)))
     first, second = (tokens[after] if after < len(tokens) else None for tokens in (plain, other))
     if not logits:
-        return Parting(after, first, second)
+        return Divergence(after, first, second)
     found = lm.next_logits([*lm.encode(prompt).tolist(), *plain[:after]])
     gap = None if first is None or second is None else abs(float(found[first] - found[second]))
     runner_up, best = np.partition(found, -2)[-2:]
-    return Parting(after, first, second, gap, float(best - runner_up))
+    return Divergence(after, first, second, gap, float(best - runner_up))
 
 
 # ---------------------------------------------------------------- both
@@ -191,21 +191,21 @@ class Comparison:
 
     speedup: Speedup
     verdict: str
-    parting: Parting | None
+    divergence: Divergence | None
     equality: str
-    last: Pair
-    shown: Pair
+    last_pair: ResultPair
+    shown_pair: ResultPair
 
 
 def compare_turns(
-    lm: LanguageModel, prompt: Prompt, first: Pair, turns: Sequence[Pair], logits: bool = True
+    lm: LanguageModel, prompt: Prompt, first: ResultPair, turns: Sequence[ResultPair], logits: bool = True
 ) -> Comparison:
-    """Compare the texts of all turns; those in ``first`` weren't timed. ``logits``: as for ``parting``."""
-    speedup = speedup_of_results(*zip(*turns, strict=True))
+    """Compare the texts of all turns; those in ``first`` weren't timed. ``logits``: as for ``find_divergence``."""
+    speedup = compare_result_times(*zip(*turns, strict=True))
     proposed, accepted = (sum(getattr(turn[1].stats, name) for turn in turns) for name in ("proposed", "accepted"))
     shown = next((pair for pair in (first, *turns) if pair[0].token_ids != pair[1].token_ids), turns[-1])
-    where = parting(lm, prompt, shown[0].token_ids, shown[1].token_ids, logits)
+    where = find_divergence(lm, prompt, shown[0].token_ids, shown[1].token_ids, logits)
     count = len(shown[0].token_ids)
     equality = where.sentence(lm) if where else f"both texts have the same {count} token{'s' * (count != 1)}"
-    verdict = speedup.verdict(proposed, accepted, turns[-1][1].stats.proposed)
+    verdict = speedup.describe_gain(proposed, accepted, turns[-1][1].stats.proposed)
     return Comparison(speedup, verdict, where, equality, turns[-1], shown)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ovspec import __version__
-from ovspec.api.comparison import parting
+from ovspec.api.comparison import find_divergence
 from ovspec.api.loading import load
 from ovspec.api.model import LanguageModel
 from ovspec.ir.device import available_devices, machine_key
@@ -76,7 +76,7 @@ def timings(lm: LanguageModel) -> dict[str, Any]:
 def compared(lm: LanguageModel) -> dict[str, Any]:
     """Return a greedy text without a draft and with lookup, and where they part."""
     plain, other = (lm.generate(PROMPT, max_tokens=TOKENS, lookahead=lookahead) for lookahead in (0, 4))
-    where = parting(lm, PROMPT, plain.token_ids, other.token_ids)
+    where = find_divergence(lm, PROMPT, plain.token_ids, other.token_ids)
     results = {"plain": plain, "lookup": other}
     texts = {
         name: {

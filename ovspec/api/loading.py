@@ -24,20 +24,20 @@ from ovspec.setup.manifest import read_manifest
 from ovspec.text.chat_template import templates_in
 from ovspec.text.given_template import given_source
 
-Draft = bool | str | Path | DraftChoice | Drafter | Callable[[], Drafter]
+DraftArgument = bool | str | Path | DraftChoice | Drafter | Callable[[], Drafter]
 
 
 @options_class
-class Arguments(LoadParams):
+class LoadArguments(LoadParams):
     """The arguments of ``load``, as editors show them."""
 
     model: str | Path | None = field(default=None, kw_only=False)
-    draft: Draft | Sequence[Draft] | None = field(default=None, kw_only=False)
+    draft: DraftArgument | Sequence[DraftArgument] | None = field(default=None, kw_only=False)
 
 
-@takes(Arguments)
+@takes(LoadArguments)
 def load(
-    model: str | Path | None = None, draft: Draft | Sequence[Draft] | None = None, **options: Any
+    model: str | Path | None = None, draft: DraftArgument | Sequence[DraftArgument] | None = None, **options: Any
 ) -> LanguageModel:
     """Load an exported model and return it as a ``LanguageModel``.
 
@@ -54,7 +54,7 @@ def load(
     for name in ("device", "draft_device"):  # before an export, which takes minutes
         if asked := getattr(given, name):
             check_device(asked, name)
-    device = device_options(given)
+    device = make_device_options(given)
     if given.export:
         model, draft = exported(model, draft)
     folder = model_folder(model)
@@ -92,7 +92,7 @@ load.__doc__ = f"""{load.__doc__}
     """
 
 
-def device_options(given: LoadParams) -> DeviceOptions:
+def make_device_options(given: LoadParams) -> DeviceOptions:
     """Return where and how models are compiled; raises OvspecError if threads are set and none is on the CPU."""
     check_threads(given.threads, [given.device, given.draft_device or given.device])
     cache_dir = Path(given.cache_dir) if given.cache_dir else None

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar, overload
 
 import numpy as np
 
-from ovspec.api.async_texts import AsyncTextStream, Joining, finished_results
+from ovspec.api.async_texts import AsyncTextStream, JoinedRows, generate_results
 from ovspec.api.session import Session
 from ovspec.api.verify import Verification, verify_result
 from ovspec.base.errors import InferenceError, OvspecError
@@ -32,7 +32,7 @@ P = TypeVar("P")
 
 
 @options_class
-class Arguments(GenerateOptions, Generic[P]):
+class GenerateArguments(GenerateOptions, Generic[P]):
     """The arguments of calls that continue a prompt, as editors show them."""
 
     prompt: P = field(kw_only=False)
@@ -95,12 +95,12 @@ class LanguageModel:
     # ------------------------------------------------------------ generating
 
     @overload
-    @method_takes(Arguments[Prompts])
+    @method_takes(GenerateArguments[Prompts])
     def generate(self, prompt: Any, **options: Any) -> list[Result]: ...
     @overload
-    @method_takes(Arguments[Prompt])
+    @method_takes(GenerateArguments[Prompt])
     def generate(self, prompt: Any, **options: Any) -> Result: ...
-    @method_takes(Arguments[Any])
+    @method_takes(GenerateArguments[Any])
     def generate(self, prompt: Any, **options: Any) -> Result | list[Result]:
         """Continue ``prompt``, or each of a list of prompts as one batch.
 
@@ -115,15 +115,15 @@ class LanguageModel:
             TypeError: an unknown option.
         """
         texts = self._generate(prompt, options, single=True)
-        return [text for [text] in texts] if are_prompts(prompt) else texts[0][0]
+        return [text for [text] in texts] if is_prompt_list(prompt) else texts[0][0]
 
     @overload
-    @method_takes(Arguments[Prompts])
+    @method_takes(GenerateArguments[Prompts])
     def samples(self, prompt: Any, **options: Any) -> list[list[Result]]: ...
     @overload
-    @method_takes(Arguments[Prompt])
+    @method_takes(GenerateArguments[Prompt])
     def samples(self, prompt: Any, **options: Any) -> list[Result]: ...
-    @method_takes(Arguments[Any])
+    @method_takes(GenerateArguments[Any])
     def samples(self, prompt: Any, **options: Any) -> list[Result] | list[list[Result]]:
         """Return ``n`` continuations of ``prompt``, or of each of a list of prompts. Each prompt is read once.
 
@@ -137,9 +137,9 @@ class LanguageModel:
             TypeError: an unknown option.
         """
         texts = self._generate(prompt, options)
-        return texts if are_prompts(prompt) else texts[0]
+        return texts if is_prompt_list(prompt) else texts[0]
 
-    @method_takes(Arguments[Prompt])
+    @method_takes(GenerateArguments[Prompt])
     def stream(self, prompt: Prompt, **options: Any) -> TextStream:
         """Continue one prompt piece by piece: ``for piece in lm.stream("def "): print(piece.text)``.
 
@@ -161,12 +161,12 @@ class LanguageModel:
     # ------------------------------------------------------------ for asyncio
 
     @overload
-    @method_takes(Arguments[Prompts])
+    @method_takes(GenerateArguments[Prompts])
     async def agenerate(self, prompt: Any, **options: Any) -> list[Result]: ...
     @overload
-    @method_takes(Arguments[Prompt])
+    @method_takes(GenerateArguments[Prompt])
     async def agenerate(self, prompt: Any, **options: Any) -> Result: ...
-    @method_takes(Arguments[Any])
+    @method_takes(GenerateArguments[Any])
     async def agenerate(self, prompt: Any, **options: Any) -> Result | list[Result]:
         """Continue ``prompt`` like ``generate``, in a thread that generates the texts of all such calls as one batch.
 
@@ -178,18 +178,18 @@ class LanguageModel:
         Raises:
             OvspecError: as ``generate``; the inference failed, or a function of the caller's; the model was closed.
         """
-        params, prompts = self._shared(options), prompt if are_prompts(prompt) else [prompt]
+        params, prompts = self._shared(options), prompt if is_prompt_list(prompt) else [prompt]
         engine, rows = await asyncio.to_thread(self._join, prompts, params)
-        results = await finished_results(engine, rows)
+        results = await generate_results(engine, rows)
         for _ in range(params.retries):
-            again = await asyncio.to_thread(rows_again, engine.runtime, prompts, params, results)
+            again = await asyncio.to_thread(make_retry_rows, engine.runtime, prompts, params, results)
             if not again:
                 break
-            for i, result in zip(again, await finished_results(engine, [*again.values()]), strict=True):
+            for i, result in zip(again, await generate_results(engine, [*again.values()]), strict=True):
                 results[i] = result
-        return results if are_prompts(prompt) else results[0]
+        return results if is_prompt_list(prompt) else results[0]
 
-    @method_takes(Arguments[Prompt])
+    @method_takes(GenerateArguments[Prompt])
     def astream(self, prompt: Prompt, **options: Any) -> AsyncTextStream:
         """Continue one prompt piece by piece: ``async for piece in lm.astream("def "): print(piece.text)``.
 
@@ -206,7 +206,7 @@ class LanguageModel:
             raise OvspecError("`batch_size` is the same for all texts of `agenerate` and `astream`; leave it out.")
         return params
 
-    def _join(self, prompts: Sequence[Any], params: Params) -> Joining:
+    def _join(self, prompts: Sequence[Any], params: Params) -> JoinedRows:
         """Return the engine's thread, which the first call starts, and a row for each prompt."""
         with self._lock:
             if not (engine := self._engine):
@@ -223,13 +223,13 @@ class LanguageModel:
 
     def _generate(self, prompt: Any, options: dict[str, Any], single: bool = False) -> list[list[Result]]:
         """Return the ``n`` results of each prompt, one if ``single``."""
-        prompts = prompt if are_prompts(prompt) else [prompt]
+        prompts = prompt if is_prompt_list(prompt) else [prompt]
         params = self._single(options) if single else self.runtime.rows.params(options)
         rows = [row for each in prompts for row in self.runtime.rows.make(each, params)]
         for _ in self.runtime.pool.run(rows, params, len(rows)):
             pass
         results = [row.result() for row in rows]
-        retried(self.runtime, prompts, params, results)
+        retry_invalid_results(self.runtime, prompts, params, results)
         return [results[start : start + params.n] for start in range(0, len(rows), params.n)]
 
     # ------------------------------------------------------------ sessions
@@ -319,12 +319,12 @@ class LanguageModel:
         return LanguageModel(self.runtime.with_drafters(choice))
 
 
-def are_prompts(prompt: Any) -> bool:
+def is_prompt_list(prompt: Any) -> bool:
     """Return whether ``prompt`` is a list of prompts, possibly without any."""
     return isinstance(prompt, list) and (not prompt or is_batch(prompt))
 
 
-def retried(runtime: Runtime, prompts: Sequence[Any], params: Params, results: list[Result]) -> None:
+def retry_invalid_results(runtime: Runtime, prompts: Sequence[Any], params: Params, results: list[Result]) -> None:
     """Generate results that break their schema again, with the next seeds, and replace them.
 
     Args:
@@ -332,7 +332,7 @@ def retried(runtime: Runtime, prompts: Sequence[Any], params: Params, results: l
         params: those of the results; ``retries`` is how often at most.
     """
     for _ in range(params.retries):
-        again = rows_again(runtime, prompts, params, results)
+        again = make_retry_rows(runtime, prompts, params, results)
         if not again:
             return
         for _ in runtime.pool.run(again.values(), params, len(again)):
@@ -341,10 +341,10 @@ def retried(runtime: Runtime, prompts: Sequence[Any], params: Params, results: l
             results[i] = row.result()
 
 
-def rows_again(
+def make_retry_rows(
     runtime: Runtime, prompts: Sequence[Any], params: Params, results: list[Result], reserved: bool = False
 ) -> dict[int, Row]:
-    """Return rows with the next seeds for the results that break their schema, by their index; see ``retried``."""
+    """Return rows with the next seeds for the results that break their schema, by the results' index."""
     again = dict[int, Row]()
     for i, result in enumerate(results):
         if result.schema_errors:

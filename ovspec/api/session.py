@@ -73,7 +73,7 @@ class Session:
             return list(self._messages)
         answer = self.sequence.tokens[self._answer_from :]
         prompts = self.runtime.prompts
-        text = prompts.tokenizer.decode(without_eos(answer, prompts.generation_config.eos_ids))
+        text = prompts.tokenizer.decode(strip_eos(answer, prompts.generation_config.eos_ids))
         if (begun := begun_answer(self._messages)) is not None:
             *before, last = self._messages
             return [*before, {**last, "content": begun + text}]
@@ -136,7 +136,7 @@ class Session:
     def stream(self, **options: Any) -> TextStream:
         """Continue this session's text like ``LanguageModel.stream``; ``heal`` is on by default for appended text."""
         params = self.runtime.rows.params(options)
-        refuse_in_session(params)
+        refuse_late_options(params)
         if params.heal is None:
             params = replace(params, heal=self._heals)
         decoders = self._ready()
@@ -290,7 +290,7 @@ class Session:
         check(self.chat_template_kwargs, GENERATE["chat_template_kwargs"])
         chat, tokenizer = [*self.messages, *messages], self.runtime.prompts.tokenizer
         text = self.runtime.prompts.chat_format.prompt(chat, variables=self.chat_template_kwargs)
-        kept = without_eos(self.sequence.tokens, self.runtime.prompts.generation_config.eos_ids)
+        kept = strip_eos(self.sequence.tokens, self.runtime.prompts.generation_config.eos_ids)
         spelt = tokenizer.spell(kept)
         if spelt and text.startswith(spelt):
             self._replace(np.concatenate((kept, tokenizer.encode_more(text[len(spelt) :]))))
@@ -350,12 +350,12 @@ class Session:
         self.close()
 
 
-def without_eos(tokens: np.ndarray, eos_ids: frozenset[int]) -> np.ndarray:
+def strip_eos(tokens: np.ndarray, eos_ids: frozenset[int]) -> np.ndarray:
     """Return ``tokens`` (n,) without an EOS at their end."""
     return tokens[:-1] if len(tokens) and int(tokens[-1]) in eos_ids else tokens
 
 
-def refuse_in_session(params: Params) -> None:
+def refuse_late_options(params: Params) -> None:
     """Raise OvspecError if ``params`` have an option that comes too late in a session."""
     if params.retries:
         raise OvspecError("`retries` can't be combined with a session, which continues from its text.")

@@ -27,7 +27,7 @@ from ovspec.setup.engine_choice import CompiledModel
 from ovspec.setup.identity import cache_setting, model_identity
 from ovspec.text.chat_template import Message
 
-FORMAT = 1
+FORMAT_VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -67,12 +67,12 @@ class SavedCache:
 
 
 @dataclass(frozen=True)
-class About:
+class SessionHeader:
     """The JSON part of a session file: a mark without its tokens, and the caches of "target" and "draft"."""
 
     text: dict[str, Any]
     caches: dict[str, SavedCache]
-    format: int = FORMAT
+    format: int = FORMAT_VERSION
 
 
 def save_session(path: Path, runtime: Runtime, decoders: Decoders, mark: Mark) -> None:
@@ -85,13 +85,13 @@ def save_session(path: Path, runtime: Runtime, decoders: Decoders, mark: Mark) -
         raise OvspecError(f"{path} is a folder; name a file for the session.")
     text = asdict(mark)
     arrays, layers = {"tokens": text.pop("tokens")}, dict[str, np.ndarray]()
-    about = About(text, {})
-    for name, loaded, decoder in parts(runtime, decoders):
+    about = SessionHeader(text, {})
+    for name, loaded, decoder in named_decoders(runtime, decoders):
         tokens = decoder.rows[0].tokens
         held = decoder.dump() if len(tokens) else {}
         if len(tokens) and not held:
             warnings.warn(f"{path}: the {name}'s KV cache is left out, because its precision isn't exact", stacklevel=3)
-        about.caches[name] = cache_of(loaded, tokens)
+        about.caches[name] = describe_cache(loaded, tokens)
         arrays[f"{name}/tokens"] = tokens
         layers |= {f"{name}/cache/{layer}": values for layer, values in held.items()}
     arrays["about"] = np.frombuffer(json.dumps(asdict(about)).encode(), dtype=np.uint8)
@@ -115,18 +115,18 @@ def load_session(path: Path, runtime: Runtime, decoders: Decoders, owner: int) -
     Raises:
         OvspecError: the file doesn't exist, is damaged, or belongs to another model.
     """
-    with opened(path) as arrays:
-        about = read_about(path, arrays, runtime.folder)
-        mark = msgspec.convert({**about.text, "tokens": ids_in(arrays["tokens"])}, Mark)
-        expect(all(0 <= at <= len(mark.tokens) for at in (mark.open_from, mark.healable, mark.answer_from)))
+    with open_session_file(path) as arrays:
+        about = read_header(path, arrays, runtime.folder)
+        mark = msgspec.convert({**about.text, "tokens": check_token_ids(arrays["tokens"])}, Mark)
+        require_valid(all(0 <= at <= len(mark.tokens) for at in (mark.open_from, mark.healable, mark.answer_from)))
         runtime.prompts.encode(mark.tokens, begins=False)  # refuses unknown ids
-        tokens = {name: ids_in(arrays[f"{name}/tokens"]) for name in about.caches}
+        tokens = {name: check_token_ids(arrays[f"{name}/tokens"]) for name in about.caches}
         layers = {name: arrays[name] for name in arrays if "/cache/" in name}
-    for name, loaded, decoder in parts(runtime, decoders):
+    for name, loaded, decoder in named_decoders(runtime, decoders):
         decoder.reset(1)
         begin = f"{name}/cache/"
         cache = {key.removeprefix(begin): values for key, values in layers.items() if key.startswith(begin)}
-        headed, same = FEATURES in loaded.ir.outputs, about.caches.get(name) == cache_of(loaded, tokens[name])
+        headed, same = FEATURES in loaded.ir.outputs, about.caches.get(name) == describe_cache(loaded, tokens[name])
         if not headed:  # the head that it was saved with isn't there now
             cache.pop(FEATURES, None)
         if cache and same:
@@ -147,12 +147,12 @@ def load_session(path: Path, runtime: Runtime, decoders: Decoders, owner: int) -
 
 def check_session(path: Path, folder: Path) -> None:
     """Raise OvspecError if ``path`` holds no session of the model in ``folder``; its KV caches are not read."""
-    with opened(path) as arrays:
-        read_about(path, arrays, folder)
+    with open_session_file(path) as arrays:
+        read_header(path, arrays, folder)
 
 
 @contextlib.contextmanager
-def opened(path: Path) -> Iterator[Mapping[str, np.ndarray]]:
+def open_session_file(path: Path) -> Iterator[Mapping[str, np.ndarray]]:
     """Open a session file, whose arrays are read on access.
 
     Raises OvspecError if the file can't be read, and for any error that reading a damaged one raises in the block.
@@ -170,35 +170,35 @@ def opened(path: Path) -> Iterator[Mapping[str, np.ndarray]]:
         raise OvspecError(f"{path}: not a session file of ovspec, or damaged.") from error
 
 
-def read_about(path: Path, arrays: Mapping[str, np.ndarray], folder: Path) -> About:
+def read_header(path: Path, arrays: Mapping[str, np.ndarray], folder: Path) -> SessionHeader:
     """Return the JSON part; raises OvspecError if the file is too new, or of another model than that in ``folder``."""
     found = json.loads(arrays["about"].tobytes())
-    if found["format"] != FORMAT:
+    if found["format"] != FORMAT_VERSION:
         raise OvspecError(f"{path}: format {str(found['format'])[:20]} is not known; update ovspec.")
-    about = msgspec.convert(found, About)
+    about = msgspec.convert(found, SessionHeader)
     if about.caches["target"].model != model_identity(folder):
         raise OvspecError(f"{path}: a session of another model than {folder}; load it with its own.")
     return about
 
 
-def ids_in(array: np.ndarray) -> np.ndarray:
+def check_token_ids(array: np.ndarray) -> np.ndarray:
     """Return ``array`` if it can be token ids, (n,) int64."""
-    expect(array.ndim == 1 and array.dtype == np.int64)
+    require_valid(array.ndim == 1 and array.dtype == np.int64)
     return array
 
 
-def expect(right: object) -> None:
+def require_valid(right: object) -> None:
     """Raise ValueError unless ``right``."""
     if not right:
         raise ValueError
 
 
-def cache_of(loaded: CompiledModel, tokens: np.ndarray) -> SavedCache:
+def describe_cache(loaded: CompiledModel, tokens: np.ndarray) -> SavedCache:
     """Describe a cache of ``tokens`` (n,); only a saved cache with an equal description can be restored."""
     return SavedCache(model_identity(loaded.ir.folder), cache_setting(loaded), len(tokens))
 
 
-def parts(runtime: Runtime, decoders: Decoders) -> list[tuple[str, CompiledModel, Decoder]]:
+def named_decoders(runtime: Runtime, decoders: Decoders) -> list[tuple[str, CompiledModel, Decoder]]:
     """Return (name, model, decoder) of the target and, if there is one, the draft."""
     target, draft = runtime.models.target, runtime.models.draft
     found = [("target", target, decoders.target)]

@@ -89,17 +89,17 @@ def verify_result(runtime: Runtime, result: Result) -> Verification:
     decoders = runtime.pool.take()
     try:
         decoders.reset(1)
-        difference = first_difference(decoders.target, row, tokens)
+        difference = find_first_difference(decoders.target, row, tokens)
     finally:
         runtime.pool.give_back(decoders)
     count = len(result.token_ids)
     if difference:
         index = max(0, difference.index - len(record.healed_ids))
         return Verification(count, index, difference)
-    return Verification(count, count, None, problem_of(row, result))
+    return Verification(count, count, None, find_problem(row, result))
 
 
-def first_difference(target: Decoder, row: Row, tokens: np.ndarray) -> Difference | None:
+def find_first_difference(target: Decoder, row: Row, tokens: np.ndarray) -> Difference | None:
     """Feed ``row``'s text and ``tokens`` (n,); return the first of these that the model wouldn't choose.
 
     ``row`` takes the tokens before it, as if they had just been generated.
@@ -128,7 +128,7 @@ def first_difference(target: Decoder, row: Row, tokens: np.ndarray) -> Differenc
     return None
 
 
-def problem_of(row: Row, result: Result) -> str | None:
+def find_problem(row: Row, result: Result) -> str | None:
     """Return what is wrong with a result whose tokens are all right."""
     if result.finish_reason == "cancelled":
         row.cancel()
@@ -192,10 +192,10 @@ def params_from_json(options: dict[str, Any]) -> Params:
     return replace(make_params(known), **functions)
 
 
-def text_of(data: Any) -> str:
+def read_result_text(data: Any) -> str:
     """Return the text of a result, a choice, a response or a message."""
     if "output" in data:  # whose field text is its format
-        return "".join(text_of(item) for item in data["output"] if item["type"] == "message")
+        return "".join(read_result_text(item) for item in data["output"] if item["type"] == "message")
     if "text" in data:
         return data["text"]
     content = data.get("message", data)["content"]
@@ -212,7 +212,7 @@ def result_from_json(data: Any) -> Result:
     """
     try:
         record = data["record"]
-        text = text_of(data)[record.get("echo", 0) :]
+        text = read_result_text(data)[record.get("echo", 0) :]
         model = dict(record["model"])
         made = Provenance(
             prompt_ids=np.array([int(token) for token in record["prompt_token_ids"]], dtype=np.int64),

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ovspec.api.model import LanguageModel, retried
+from ovspec.api.model import LanguageModel, retry_invalid_results
 from ovspec.base.errors import InferenceError, OvspecError
 from ovspec.batch.requests import BatchRequest
 from ovspec.engine.results import Piece, Result, said_as_json
@@ -99,7 +99,7 @@ class BatchRun(Iterator[Row]):
         request = started.request
         try:
             results = [row.result() for row in started.rows]
-            retried(self._lm.runtime, request.asked.prompts, started.params, results)
+            retry_invalid_results(self._lm.runtime, request.asked.prompts, started.params, results)
             return result_line(self._lm, request, results)
         except InferenceError:  # not the request's fault
             raise

@@ -13,7 +13,7 @@ from ovspec import __version__
 from ovspec.base.errors import FULL, OvspecError, WriteError
 
 # How a message that Python shows too names an option: `name`, or with a value `name=value`.
-OPTION = re.compile(r"`(\w+)(?:=([^`]*))?`")
+OPTION_PATTERN = re.compile(r"`(\w+)(?:=([^`]*))?`")
 # Name -> its line in 'ovspec --help', which is the beginning of the command's own help.
 COMMANDS = {
     "batch": "Generate a text for each line of FILE.",
@@ -31,7 +31,7 @@ COMMANDS = {
 }
 
 
-class Commands(click.Group):
+class LazyCommands(click.Group):
     """A group that imports a command only when it is used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
@@ -46,14 +46,14 @@ class Commands(click.Group):
         try:
             return super().invoke(ctx)
         except OvspecError as error:
-            raise OvspecError(in_flags(error, self.get_command(ctx, ctx.invoked_subcommand or ""))) from error
+            raise OvspecError(options_to_flags(error, self.get_command(ctx, ctx.invoked_subcommand or ""))) from error
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
 
 
-@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(cls=LazyCommands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name="ovspec")
 def cli() -> None:
     """Fast, lossless text generation on OpenVINO.
@@ -69,8 +69,8 @@ def cli() -> None:
 
 def main() -> None:
     """Run the command line and exit with 0, 1 (the work failed), 2 (wrong usage), 3 (no gain) or 130 (Ctrl-C)."""
-    prepare_output()
-    warnings.formatwarning = lambda message, *_, **__: f"Warning: {in_flags(message)}\n"
+    prepare_output_streams()
+    warnings.formatwarning = lambda message, *_, **__: f"Warning: {options_to_flags(message)}\n"
     try:
         cli.main(standalone_mode=False)
     except click.ClickException as error:
@@ -84,12 +84,12 @@ def main() -> None:
         click.echo(f"Error: {error}", err=True)
         sys.exit(1)
     except Exception as error:
-        if comes_from_ctrl_c(error):
+        if is_caused_by_ctrl_c(error):
             sys.exit(130)
         raise
 
 
-def prepare_output() -> None:
+def prepare_output_streams() -> None:
     """Let stdout and stderr take any text, the same bytes on all systems, and consoles erase a line."""
     if sys.platform == "win32":
         import colorama
@@ -100,7 +100,7 @@ def prepare_output() -> None:
             stream.reconfigure(encoding="utf-8", errors="replace", newline="\n")
 
 
-def in_flags(message: object, command: click.Command | None = None) -> str:
+def options_to_flags(message: object, command: click.Command | None = None) -> str:
     """Return ``message`` with the options of ``command``, by default the one that runs, as flags.
 
     `name` and `name=True` become --name, and `name='value'` --name value.
@@ -116,10 +116,10 @@ def in_flags(message: object, command: click.Command | None = None) -> str:
             return found[0]
         return flags[name] if value in (None, "True", "False") else f"{flags[name]} {value.strip(chr(39))}"
 
-    return OPTION.sub(flag, str(message))
+    return OPTION_PATTERN.sub(flag, str(message))
 
 
-def comes_from_ctrl_c(error: BaseException | None) -> bool:
+def is_caused_by_ctrl_c(error: BaseException | None) -> bool:
     """Return whether Ctrl-C caused ``error``: an import that it interrupts fails with an error of its own."""
     while error and not isinstance(error, KeyboardInterrupt):
         error = error.__cause__ or error.__context__

@@ -10,27 +10,27 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ovspec.cli.loading import load
+from ovspec.cli.loading import load_model
 from ovspec.cli.options import (
     chat_option,
-    check_chat,
+    check_chat_options,
     generate_options,
-    refuse,
+    read_text_or_stdin,
+    refuse_if,
     refuse_no_tokens,
     split_options,
     system_option,
-    text_in,
     with_value,
 )
 
 if TYPE_CHECKING:
     from ovspec.batch.file import BatchProgress
 
-EVERY = 10.0  # seconds between two lines of progress if stderr is not a terminal
-HERE = "local"  # the address of a cluster on this machine alone
+PROGRESS_INTERVAL = 10.0  # seconds between two lines of progress if stderr is not a terminal
+LOCAL_CLUSTER = "local"  # the address of a cluster on this machine alone
 
 
-def is_address(text: str) -> bool:
+def is_cluster_address(text: str) -> bool:
     """Return whether ``text`` is where a cluster of Ray runs, rather than a file."""
     return text == "auto" or bool(re.fullmatch(r"(ray://)?[\w.-]+:\d+", text))
 
@@ -39,7 +39,7 @@ class RayCommand(click.Command):
     """A command whose ``--ray`` takes only an address, not the argument that follows it."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, with_value(args, "--ray", HERE, is_address))
+        return super().parse_args(ctx, with_value(args, "--ray", LOCAL_CLUSTER, is_cluster_address))
 
 
 @click.command(cls=RayCommand)
@@ -51,7 +51,7 @@ class RayCommand(click.Command):
 @click.option(
     "--ray",
     is_flag=False,
-    flag_value=HERE,
+    flag_value=LOCAL_CLUSTER,
     metavar="[ADDRESS]",
     help="Let the workers of a Ray cluster answer: of one on this machine, or of the one at ADDRESS (HOST:PORT, or "
     "auto on a machine of the cluster).",
@@ -102,18 +102,20 @@ def batch(
       ovspec batch my-pair prompts.txt -o results.jsonl --draft --max-tokens 64 --batch-size 8
       ovspec batch my-pair s3://bucket/requests -o s3://bucket/results --ray 10.0.0.1:6379
     """
-    refuse(len(arguments) > 2, "Too many arguments; give FILE, or DIR and FILE.")
+    refuse_if(len(arguments) > 2, "Too many arguments; give FILE, or DIR and FILE.")
     file, folder = arguments[-1], Path(arguments[0]) if len(arguments) == 2 else None
-    check_chat(chat, system, others["heal"])
-    refuse(output == "-", "--output can't be stdout, because finished results must be kept; name a file.")
-    refuse(cpus_per_worker and not ray, "--cpus-per-worker needs --ray.")
-    refuse(mixed and not ray, "--mixed needs --ray.")
-    refuse(ray and ray.startswith("ray://"), f"--ray {ray}: Ray Client isn't supported; give the cluster's HOST:PORT.")
+    check_chat_options(chat, system, others["heal"])
+    refuse_if(output == "-", "--output can't be stdout, because finished results must be kept; name a file.")
+    refuse_if(cpus_per_worker and not ray, "--cpus-per-worker needs --ray.")
+    refuse_if(mixed and not ray, "--mixed needs --ray.")
+    refuse_if(
+        ray and ray.startswith("ray://"), f"--ray {ray}: Ray Client isn't supported; give the cluster's HOST:PORT."
+    )
     for name in (file, output):
-        refuse(not ray and needs_ray(name), f"{name} is a folder, Parquet or object storage, which needs --ray.")
+        refuse_if(not ray and needs_ray(name), f"{name} is a folder, Parquet or object storage, which needs --ray.")
     if Path(output).is_file():
-        refuse(Path(output).resolve() == Path(file).resolve(), f"{output} is the input file; name another --output.")
-        refuse(not overwrite, f"{output} already exists; name another --output, or add --overwrite.")
+        refuse_if(Path(output).resolve() == Path(file).resolve(), f"{output} is the input file; name another --output.")
+        refuse_if(not overwrite, f"{output} already exists; name another --output, or add --overwrite.")
     loading, params = split_options(others)
     refuse_no_tokens(params, "A batch")
 
@@ -123,8 +125,8 @@ def batch(
     change = partial(as_chat, system=system) if chat else lambda request: request
     source: Any = file
     if not needs_ray(file):
-        source = list(map(change, requests_of(text_in(file)) if file == "-" else read_requests(Path(file))))
-    report = Report()
+        source = list(map(change, requests_of(read_text_or_stdin(file)) if file == "-" else read_requests(Path(file))))
+    report = BatchReport()
     try:
         if ray:
             from ovspec.batch.ray.cluster import connected
@@ -134,18 +136,18 @@ def batch(
 
                 draft = loading.pop("draft", None)
                 if isinstance(template := loading.get("chat_template"), Path):  # which isn't on other machines
-                    loading["chat_template"] = text_in(template)
+                    loading["chat_template"] = read_text_or_stdin(template)
                 ways: Any = {"cpus": cpus_per_worker, "mixed": mixed, "overwrite": overwrite, "change": change}
-                found = run_on_cluster(source, output, folder, draft, loading, params, **ways, note=report.note)
+                found = run_on_cluster(source, output, folder, draft, loading, params, **ways, note=report.update)
         else:
-            found = run_file(load(folder, **loading), source, Path(output), params, report.note)
+            found = run_file(load_model(folder, **loading), source, Path(output), params, report.update)
     except KeyboardInterrupt:
-        report.clear()
+        report.erase_line()
         kept = "" if "://" in output else f" kept in {output}.partial"
         click.echo(f"stopped; the same command continues from the results{kept}", err=True)
         raise
-    report.clear()
-    click.echo(report.line(found), err=True)
+    report.erase_line()
+    click.echo(report.describe_progress(found), err=True)
     if found.failed:
         click.echo(f"{output}: {found.failed} of {found.total} lines have an error instead of a text", err=True)
         sys.exit(1)
@@ -156,7 +158,7 @@ def needs_ray(name: str) -> bool:
     return "://" in name or name.lower().endswith(".parquet") or Path(name).is_dir()
 
 
-class Report:
+class BatchReport:
     """Progress on stderr: a line that is updated on a terminal, a new line every few seconds elsewhere."""
 
     def __init__(self) -> None:
@@ -166,13 +168,13 @@ class Report:
         self._work = 0  # tokens, and requests that are done
         self._ends: float | None = None  # when all is done, as estimated when the work was this
 
-    def note(self, progress: BatchProgress) -> None:
+    def update(self, progress: BatchProgress) -> None:
         self._estimate(progress)
-        if time.monotonic() - self._shown >= (0.5 if self._live else EVERY):
+        if time.monotonic() - self._shown >= (0.5 if self._live else PROGRESS_INTERVAL):
             self._shown = time.monotonic()
             with contextlib.suppress(OSError):  # a full disk that stderr is written to stops nothing
-                self.clear()
-                click.echo(self.line(progress), nl=not self._live, err=True)
+                self.erase_line()
+                click.echo(self.describe_progress(progress), nl=not self._live, err=True)
 
     def _estimate(self, progress: BatchProgress) -> None:
         """Estimate the end: the requests that are left have as many tokens each as those that are done."""
@@ -188,7 +190,7 @@ class Report:
             left = progress.left * each - (progress.tokens - progress.done_tokens)
             self._ends = now + left * (now - began) / (work - before)
 
-    def line(self, progress: BatchProgress) -> str:
+    def describe_progress(self, progress: BatchProgress) -> str:
         if progress.loading and not progress.total:
             return f"{progress.loading} worker{'s' * (progress.loading > 1)}: loading …"
         elapsed = time.monotonic() - self._began
@@ -206,6 +208,6 @@ class Report:
             parts.append(f"about {seconds:.0f} s left")
         return ", ".join(parts)
 
-    def clear(self) -> None:
+    def erase_line(self) -> None:
         if self._live and self._shown > self._began:
             click.echo("\r\x1b[K", nl=False, err=True)

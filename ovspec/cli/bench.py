@@ -6,8 +6,8 @@ from typing import Any
 
 import click
 
-from ovspec.cli.loading import load
-from ovspec.cli.options import options_of, refuse, runtime_options, text_in
+from ovspec.cli.loading import load_model
+from ovspec.cli.options import add_options, read_text_or_stdin, refuse_if, runtime_options
 from ovspec.cli.path_type import PATH
 from ovspec.params import GENERATE
 
@@ -20,7 +20,7 @@ from ovspec.params import GENERATE
     "--prompt-file", "files", multiple=True, type=PATH, metavar="FILE", help="The same, in a file; - is stdin."
 )
 @click.option("-n", "--max-tokens", type=click.IntRange(2), default=128, show_default=True, help="Tokens per text.")
-@options_of({name: GENERATE[name] for name in ("lookahead", "temperature")})
+@add_options({name: GENERATE[name] for name in ("lookahead", "temperature")})
 @click.option("--repeats", type=click.IntRange(1), default=1, show_default=True, help="Texts per prompt and mode.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object for each mode.")
 @runtime_options
@@ -48,8 +48,8 @@ def bench(
       ovspec bench my-pair
       ovspec bench my-pair --prompt-file my-prompt.txt --temperature 0.7 --repeats 3
     """
-    refuse(draft and "lookup" in draft.split(","), "--draft names a draft model; lookup is timed in any case.")
-    from ovspec.api.timing import measure, row_of, table, usual_prompts
+    refuse_if(draft and "lookup" in draft.split(","), "--draft names a draft model; lookup is timed in any case.")
+    from ovspec.api.timing import default_prompts, format_mode_table, summarize_mode, time_modes
     from ovspec.drafting.choice import DraftChoice
     from ovspec.setup.folders import embedded_pair
     from ovspec.setup.manifest import DRAFT_FOLDER
@@ -57,8 +57,8 @@ def bench(
     folder = folder or embedded_pair()
     if draft is None and (folder / DRAFT_FOLDER).is_dir():
         draft = "draft"
-    texts = [*prompts, *map(text_in, files)] or usual_prompts()
-    lm = load(folder, ["lookup", draft or "none"], cache_memory=0, **runtime)  # each turn reads its prompt
+    texts = [*prompts, *map(read_text_or_stdin, files)] or default_prompts()
+    lm = load_model(folder, ["lookup", draft or "none"], cache_memory=0, **runtime)  # each turn reads its prompt
     models = {"plain": lm.with_drafters(None), "lookup": lm.with_drafters(DraftChoice(lookup=True))}
     if lm.draft:
         model = lm.draft.ir.folder
@@ -67,6 +67,6 @@ def bench(
         models[f"lookup,{name}"] = lm.with_drafters(DraftChoice(lookup=True, model=model))
     lookahead = "auto" if lookahead is None else lookahead
     options = {"lookahead": lookahead, "max_tokens": max_tokens, "temperature": temperature or 0.0, "ignore_eos": True}
-    results = measure(models, texts, options, repeats)
-    rows = [row_of(mode, lookahead, found, results["plain"]) for mode, found in results.items()]
-    click.echo("\n".join(json.dumps(row) for row in rows) if as_json else table(rows))
+    results = time_modes(models, texts, options, repeats)
+    rows = [summarize_mode(mode, lookahead, found, results["plain"]) for mode, found in results.items()]
+    click.echo("\n".join(json.dumps(row) for row in rows) if as_json else format_mode_table(rows))

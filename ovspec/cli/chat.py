@@ -11,15 +11,15 @@ import click
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.interrupts import EndSignal, end_on_signals, leave, undisturbed
-from ovspec.cli.loading import load as load_model
+from ovspec.cli.loading import load_model
 from ovspec.cli.options import (
     CHAT_MAX_TOKENS,
     STATS,
     StatsCommand,
-    check_grammar,
+    check_grammar_option,
     context_option,
     generate_options,
-    in_flags,
+    options_to_flags,
     refuse_no_tokens,
     session_option,
     split_options,
@@ -79,7 +79,7 @@ def chat(
 
     from ovspec.cli import output
 
-    check_grammar(params)
+    check_grammar_option(params)
     lm = load_model(folder, session=session, chat="continue a text with 'ovspec generate'", **loading)
     variables = params.chat_template_kwargs
     with lm.session(context, variables) as opened:
@@ -89,7 +89,7 @@ def chat(
             words = sampling_in_words(recommended)
             note(f"Sampling as the model recommends: {words}; --temperature 0 for greedy.")
         most = context or lm.target.ir.context_length
-        talk = Chat(opened, replace(params, chat_template_kwargs=None), stats, most, variables)
+        talk = Conversation(opened, replace(params, chat_template_kwargs=None), stats, most, variables)
         if session and session.exists():
             load(talk, session)
         if system is not None:
@@ -107,7 +107,7 @@ def chat(
 
 
 @dataclass
-class Chat:
+class Conversation:
     """A running chat."""
 
     session: Session
@@ -121,7 +121,7 @@ class Chat:
     ended: EndSignal = field(default_factory=EndSignal)  # whether a signal has ended it
 
 
-def run(talk: Chat, read: Callable[[], str]) -> bool:
+def run(talk: Conversation, read: Callable[[], str]) -> bool:
     """Read and answer messages until the input ends; return whether all of them succeeded."""
     whole = True
     while not talk.ended.code:
@@ -145,13 +145,13 @@ def run(talk: Chat, read: Callable[[], str]) -> bool:
                 say(talk)
         except OvspecError as error:
             whole = False
-            click.secho(f"Error: {in_flags(error)}", fg="red", err=True)
+            click.secho(f"Error: {options_to_flags(error)}", fg="red", err=True)
         except KeyboardInterrupt:  # while a message was read or a command ran
             whole = False
     return whole
 
 
-def answer(talk: Chat, text: str) -> None:
+def answer(talk: Conversation, text: str) -> None:
     """Send a message and stream the answer; take the message back if there is no answer."""
     before = talk.session.mark()
     try:
@@ -180,7 +180,7 @@ def unchanged_on_error(session: Session) -> Iterator[Mark]:
         raise
 
 
-def say(talk: Chat) -> None:
+def say(talk: Conversation) -> None:
     """Stream the answer, or more of it."""
     from ovspec.cli import output
 
@@ -203,7 +203,7 @@ def say(talk: Chat) -> None:
 # ---------------------------------------------------------------- commands
 
 
-def command(talk: Chat, name: str, argument: str) -> None:
+def command(talk: Conversation, name: str, argument: str) -> None:
     """Run the command of a line that begins with a slash."""
     if name not in COMMANDS:
         note(f"There is no command {name}; /help lists them. Put a space in front to send it as a message.")
@@ -219,13 +219,13 @@ def command(talk: Chat, name: str, argument: str) -> None:
         note("Name a file.")
 
 
-def reset(talk: Chat, _: str = "") -> None:
+def reset(talk: Conversation, _: str = "") -> None:
     talk.session.reset()
     talk.marks, talk.last = [], None
     note("The chat starts over.")
 
 
-def undo(talk: Chat, _: str = "") -> None:
+def undo(talk: Conversation, _: str = "") -> None:
     messages = talk.session.messages
     asked = [place for place, message in enumerate(messages) if message["role"] == "user"]
     if not asked:
@@ -239,7 +239,7 @@ def undo(talk: Chat, _: str = "") -> None:
     note(f"Taken back: {messages[asked[-1]]['content']}")
 
 
-def set_system(talk: Chat, text: str) -> None:
+def set_system(talk: Conversation, text: str) -> None:
     if not text:
         note(talk.system if talk.system is not None else "There is no system message.")
         return
@@ -247,12 +247,12 @@ def set_system(talk: Chat, text: str) -> None:
     talk.system = text
 
 
-def save(talk: Chat, path: Path) -> None:
+def save(talk: Conversation, path: Path) -> None:
     talk.session.save(path)
     note(f"Saved to {path}.")
 
 
-def load(talk: Chat, path: Path) -> None:
+def load(talk: Conversation, path: Path) -> None:
     with unchanged_on_error(talk.session):
         talk.session.load(path)
         talk.session.chat_template_kwargs = talk.variables or talk.session.chat_template_kwargs
@@ -265,7 +265,7 @@ def load(talk: Chat, path: Path) -> None:
     note(f"{len(messages)} messages, {len(talk.session)} tokens.")
 
 
-def show_stats(talk: Chat, level: str) -> None:
+def show_stats(talk: Conversation, level: str) -> None:
     from ovspec.cli import output
 
     if level not in ("", *STATS):
@@ -276,14 +276,14 @@ def show_stats(talk: Chat, level: str) -> None:
     note(f"The chat has {len(talk.session)} tokens{f' of {talk.context}' if talk.context else ''}.")
 
 
-def show_help(_: Chat, __: str = "") -> None:
+def show_help(_: Conversation, __: str = "") -> None:
     for name, (wanted, help, _does) in COMMANDS.items():
         click.echo(f"{f'{name} {wanted}':<16}{help}", err=True)
     click.echo(f"{'/exit':<16}End the chat, as Ctrl-D does.", err=True)
 
 
 # Name -> (its argument, help, function)
-COMMANDS: dict[str, tuple[str, str, Callable[[Chat, Any], None]]] = {
+COMMANDS: dict[str, tuple[str, str, Callable[[Conversation, Any], None]]] = {
     "/help": ("", "List the commands.", show_help),
     "/reset": ("", "Forget the chat, except the system message.", reset),
     "/undo": ("", "Take your last message and its answer back.", undo),
@@ -300,7 +300,7 @@ def with_system(system: str | None, messages: list[dict[str, Any]]) -> list[dict
     return rest if system is None else [{"role": "system", "content": system}, *rest]
 
 
-def begin_anew(talk: Chat, messages: list[dict[str, Any]]) -> None:
+def begin_anew(talk: Conversation, messages: list[dict[str, Any]]) -> None:
     """Replace the chat with ``messages``; the beginning that both share stays in the KV cache."""
     from ovspec.api.session import EMPTY_TEXT
 
@@ -321,14 +321,14 @@ def note(text: str) -> None:
 def reader() -> Callable[[], str]:
     """Return a function that reads the next message; it raises EOFError at the end and KeyboardInterrupt on Ctrl-C."""
     line = terminal() if at_terminal() else from_pipe
-    return lambda: message(line)
+    return lambda: read_message(line)
 
 
 def at_terminal() -> bool:
     return sys.stdin is not None and sys.stdin.isatty()
 
 
-def message(line: Callable[[bool], str]) -> str:
+def read_message(line: Callable[[bool], str]) -> str:
     """Return the next message. ``line`` reads a line; its argument is whether that continues a message."""
     text = line(False)
     if text.lstrip().startswith(QUOTES):

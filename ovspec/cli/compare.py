@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from ovspec.api.comparison import Comparison, Pair, compare_turns, rotated, turns_within
+from ovspec.api.comparison import Comparison, ResultPair, compare_turns, rotate_modes, turns_within
 from ovspec.api.model import LanguageModel
 from ovspec.base.progress import step
 from ovspec.cli import output
@@ -14,7 +14,7 @@ from ovspec.engine.row_maker import with_seed
 from ovspec.params import Params
 
 
-def compare(lm: LanguageModel, prompt: Any, params: Params, stats: str | None, as_json: bool) -> bool:
+def print_comparison(lm: LanguageModel, prompt: Any, params: Params, stats: str | None, as_json: bool) -> bool:
     """Print both texts, then time both ways in turns and print the speed-up; return whether the texts are equal.
 
     Ctrl-C while the turns run ends them; what was measured until then is shown.
@@ -28,15 +28,15 @@ def compare(lm: LanguageModel, prompt: Any, params: Params, stats: str | None, a
     turns, interrupted = timed(lm, prompt, ways)
     found = compare_turns(lm, prompt, first, turns, logits=not params.heal)
     if as_json:
-        print_object(lm, found, stats)
+        print_comparison_json(lm, found, stats)
     else:
-        print_text(found, stats)
+        print_comparison_text(found, stats)
     if interrupted:
         raise KeyboardInterrupt
-    return not found.parting
+    return not found.divergence
 
 
-def show_texts(lm: LanguageModel, prompt: Any, ways: dict[str, Params], as_json: bool) -> Pair:
+def show_texts(lm: LanguageModel, prompt: Any, ways: dict[str, Params], as_json: bool) -> ResultPair:
     """Print both texts as they come. They aren't timed: kernels are made, and the lookahead learns what pays."""
     results = []
     for name, params in ways.items():
@@ -51,13 +51,13 @@ def show_texts(lm: LanguageModel, prompt: Any, ways: dict[str, Params], as_json:
     return results[0], results[1]
 
 
-def timed(lm: LanguageModel, prompt: Any, ways: dict[str, Params]) -> tuple[list[Pair], bool]:
+def timed(lm: LanguageModel, prompt: Any, ways: dict[str, Params]) -> tuple[list[ResultPair], bool]:
     """Return (the results of each turn, whether Ctrl-C ended them)."""
-    pairs = list[Pair]()
+    pairs = list[ResultPair]()
     try:
         for turn in turns_within():
             with step(f"timing both in turns, turn {turn + 1}"):
-                results = {name: lm.generate(prompt, sampling=ways[name]) for name in rotated(list(ways), turn)}
+                results = {name: lm.generate(prompt, sampling=ways[name]) for name in rotate_modes(list(ways), turn)}
             pairs.append((results["plain"], results["speculative"]))
     except KeyboardInterrupt:
         if not pairs:
@@ -66,25 +66,25 @@ def timed(lm: LanguageModel, prompt: Any, ways: dict[str, Params]) -> tuple[list
     return pairs, False
 
 
-def print_text(found: Comparison, stats: str | None) -> None:
+def print_comparison_text(found: Comparison, stats: str | None) -> None:
     """Print speed and acceptance, whether the texts are equal, and the verdict."""
-    speculative = found.last[1]
+    speculative = found.last_pair[1]
     accepted = f"{output.acceptance(speculative)}, {speculative.stats.tokens_per_round:.2f} tokens per round"
     click.echo(f"plain        {1e3 / found.speedup.plain_ms:.1f} tokens/s", err=True)
     click.echo(f"speculative  {1e3 / found.speedup.ms:.1f} tokens/s; {accepted}", err=True)
-    for result in found.shown:
+    for result in found.shown_pair:
         output.show_stats(result, "full" if stats == "full" else None)
     click.echo(f"{found.equality}\n{found.verdict}", err=True)
 
 
-def print_object(lm: LanguageModel, found: Comparison, stats: str | None) -> None:
+def print_comparison_json(lm: LanguageModel, found: Comparison, stats: str | None) -> None:
     """Print all of it as one JSON object."""
-    speedup, where = found.speedup, found.parting
+    speedup, where = found.speedup, found.divergence
     report: dict[str, Any] = {
-        "plain": output.as_dict(lm, found.shown[0]),
-        "speculative": output.as_dict(lm, found.shown[1]),
+        "plain": output.as_dict(lm, found.shown_pair[0]),
+        "speculative": output.as_dict(lm, found.shown_pair[1]),
         "equal": where is None,
-        "speedup": round(speedup.claimed, 3) if speedup.claimed else None,
+        "speedup": round(speedup.claimed_ratio, 3) if speedup.claimed_ratio else None,
         "speedups": [round(ratio, 3) for ratio in speedup.ratios],
         "plain_ms_per_token": round(speedup.plain_ms, 4),
         "speculative_ms_per_token": round(speedup.ms, 4),
@@ -97,5 +97,5 @@ def print_object(lm: LanguageModel, found: Comparison, stats: str | None) -> Non
         report["part"] = {"after": where.after, "plain": plain, "speculative": speculative, "gap": where.gap}
         report["top2_gap"] = where.top2_gap
     click.echo(json.dumps(report, ensure_ascii=False))
-    for result in found.shown:
+    for result in found.shown_pair:
         output.show_stats(result, stats)

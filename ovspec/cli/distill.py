@@ -4,7 +4,7 @@ from typing import Any
 
 import click
 
-from ovspec.cli.options import refuse
+from ovspec.cli.options import refuse_if
 from ovspec.cli.path_type import PATH
 
 
@@ -85,7 +85,7 @@ def distill(model: str, trim_vocabulary: int | None, draft: str | None, **option
       ovspec distill my-model -o my-draft --draft org/small-model --trim-vocabulary 8000
       ovspec generate my-model "Once upon a time" --draft my-head --stats
     """
-    refuse(trim_vocabulary and not draft, "--trim-vocabulary needs --draft: it is for draft models.")
+    refuse_if(trim_vocabulary and not draft, "--trim-vocabulary needs --draft: it is for draft models.")
     from ovspec.setup.exporting import export_package
 
     ended = "Error: ended by SIGTERM; the same command goes on."

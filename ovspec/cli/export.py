@@ -6,7 +6,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from ovspec.cli.options import options_of, refuse
+from ovspec.cli.options import add_options, refuse_if
 from ovspec.cli.path_type import PATH
 from ovspec.params.loading import LOAD
 
@@ -72,7 +72,7 @@ BACKUPS = ("none", "int8_sym", "int8_asym")
     help="Compare the export with the checkpoint on this text file: perplexity, KL divergence, and how often the most "
     "likely token is the same.",
 )
-@options_of({"chat_template": LOAD["chat_template"]})
+@add_options({"chat_template": LOAD["chat_template"]})
 @click.option("--trust-remote-code", is_flag=True, help="Run the Python code that comes with a checkpoint.")
 def export(
     target: tuple[str, ...],
@@ -118,12 +118,12 @@ def export(
     context = click.get_current_context()
     given = {name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
     if list_families:
-        refuse(given - {"list_families"}, "--list-families only lists; leave out everything else.")
+        refuse_if(given - {"list_families"}, "--list-families only lists; leave out everything else.")
         click.echo("\n".join(export_package().family_list()))
         return
     if prepare:
-        refuse(not target, "Name the families to prepare for: ovspec export --prepare FAMILY...")
-        refuse(given - {"prepare", "target"}, "--prepare only downloads; leave out the options for an export.")
+        refuse_if(not target, "Name the families to prepare for: ovspec export --prepare FAMILY...")
+        refuse_if(given - {"prepare", "target"}, "--prepare only downloads; leave out the options for an export.")
         package = export_package()
         package.prepare_all(package.environments_of(target))
         return
@@ -133,15 +133,15 @@ def export(
     if model in pairs and not Path(model).exists():
         pair = pairs[model]
         if draft == HEAD:
-            refuse(not pair.eagle3, f"No public head is known for {model}; name a draft.")
+            refuse_if(not pair.eagle3, f"No public head is known for {model}; name a draft.")
             draft = pair.eagle3
         elif draft_layers is None:
             draft = draft or pair.draft
         model = pair.target
-    refuse(draft == HEAD, "--draft head is for the short names of known pairs (--list); name the head's checkpoint.")
+    refuse_if(draft == HEAD, "--draft head is for the short names of known pairs (--list); name the head's checkpoint.")
     draft = None if draft == "none" else draft
     alone = not draft and draft_layers is None
-    refuse(draft_weight_format and alone, "--draft-weight-format needs --draft or --draft-layers.")
+    refuse_if(draft_weight_format and alone, "--draft-weight-format needs --draft or --draft-layers.")
     ended = "Error: the export was ended by SIGTERM; nothing was changed."
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(ended))  # which cleans up, and no library catches it
     package = export_package()

@@ -12,15 +12,15 @@ import click
 from ovspec.base.errors import OvspecError
 from ovspec.base.interrupts import EndSignal, end_on_signals, leave, undisturbed
 from ovspec.base.progress import on_terminal
-from ovspec.cli.loading import load
+from ovspec.cli.loading import load_model
 from ovspec.cli.options import (
     StatsCommand,
     chat_option,
-    check_chat,
-    check_grammar,
+    check_chat_options,
+    check_grammar_option,
     context_option,
     generate_options,
-    refuse,
+    refuse_if,
     refuse_no_tokens,
     session_option,
     split_options,
@@ -96,35 +96,35 @@ def generate(
         draft = others["draft"] = DraftChoice(model=EXPORTED)
     folder, text = split_arguments(arguments, elsewhere)
     goes_on = session is not None and session.exists()
-    check_chat(chat, system, others["heal"])
-    refuse(system is not None and goes_on, "--system works only when a chat begins; name another --session.")
-    refuse(prefill is not None and not chat, "--prefill needs --chat.")
-    refuse(chat and token_ids is not None, "--chat needs a text, not --token-ids.")
+    check_chat_options(chat, system, others["heal"])
+    refuse_if(system is not None and goes_on, "--system works only when a chat begins; name another --session.")
+    refuse_if(prefill is not None and not chat, "--prefill needs --chat.")
+    refuse_if(chat and token_ids is not None, "--chat needs a text, not --token-ids.")
     loading, params = split_options(others)
-    refuse("chat_template" in loading and not chat, "--chat-template needs --chat.")
-    refuse(params.logprobs is not None and not as_json, "--logprobs needs --json.")
+    refuse_if("chat_template" in loading and not chat, "--chat-template needs --chat.")
+    refuse_if(params.logprobs is not None and not as_json, "--logprobs needs --json.")
     several = params.n > 1 or params.retries
     if compare:
-        refuse(not draft, "--compare needs a draft; leave --draft none out.")
+        refuse_if(not draft, "--compare needs a draft; leave --draft none out.")
         rejection = params.accept == "rejection"
-        refuse(rejection, "--compare needs the same text with and without a draft; leave --accept rejection out.")
-        refuse(params.lookahead == 0, "--compare needs a --lookahead of at least 1.")
-        refuse(several, "--compare needs a single text; leave --samples and --retries out.")
+        refuse_if(rejection, "--compare needs the same text with and without a draft; leave --accept rejection out.")
+        refuse_if(params.lookahead == 0, "--compare needs a --lookahead of at least 1.")
+        refuse_if(several, "--compare needs a single text; leave --samples and --retries out.")
         refuse_no_tokens(params, "--compare")
     lasting = "--session" if session else "--context"
-    refuse((session or context) and compare, f"{lasting} can't be combined with --compare.")
-    refuse((session or context) and several, f"{lasting} needs a single text; leave --samples and --retries out.")
+    refuse_if((session or context) and compare, f"{lasting} can't be combined with --compare.")
+    refuse_if((session or context) and several, f"{lasting} needs a single text; leave --samples and --retries out.")
 
     from ovspec.cli import output
-    from ovspec.cli.compare import compare as compare_both
+    from ovspec.cli.compare import print_comparison
     from ovspec.setup.folders import model_folder
 
     model_folder(folder)  # what isn't a model is refused before a prompt is read
-    check_grammar(params)
+    check_grammar_option(params)
     prompt = read_prompt(text, prompt_option, prompt_file, token_ids, needed=not goes_on)
-    refuse(prefill is not None and prompt is None, "--prefill needs a prompt to answer.")
+    refuse_if(prefill is not None and prompt is None, "--prefill needs a prompt to answer.")
     variables = params.chat_template_kwargs
-    refuse(variables is not None and prompt is None, "--chat-template-kwargs needs a prompt to render.")
+    refuse_if(variables is not None and prompt is None, "--chat-template-kwargs needs a prompt to render.")
     if chat and prompt is not None:
         messages = [{"role": "system", "content": system}] if system is not None else []
         prompt = [*messages, {"role": "user", "content": prompt}]
@@ -134,9 +134,9 @@ def generate(
     typed = (text or prompt_option) if folder and not (raw or as_json) else None
     if compare:
         loading.setdefault("cache_memory", 0)  # each turn reads its prompt
-    lm = load(folder, session=session, chat="leave --chat out" if chat else None, **loading)
+    lm = load_model(folder, session=session, chat="leave --chat out" if chat else None, **loading)
     if compare:
-        if not compare_both(lm, prompt, params, stats, as_json):
+        if not print_comparison(lm, prompt, params, stats, as_json):
             sys.exit(1)
     elif several:
         output.samples(lm, prompt, params, stats, as_json)
@@ -177,7 +177,7 @@ def suggest_chat(lm: LanguageModel, prompt: str | None) -> None:
 
 def split_arguments(arguments: tuple[str, ...], prompt_elsewhere: bool) -> tuple[Path | None, str | None]:
     """Return (DIR, PROMPT); a single argument that isn't a folder is the prompt, unless that was given elsewhere."""
-    refuse(len(arguments) > 2, "Too many arguments; put the prompt in quotes.")
+    refuse_if(len(arguments) > 2, "Too many arguments; put the prompt in quotes.")
     if len(arguments) == 2:
         return Path(arguments[0]), arguments[1]
     if arguments and (prompt_elsewhere or Path(arguments[0]).is_dir() or looks_like_path(arguments[0])):
@@ -190,7 +190,7 @@ def read_prompt(
 ) -> str | list[int] | None:
     """Return the prompt from where it was given, or else from stdin; None if there is none and none is ``needed``."""
     given = sum(value is not None for value in (text, option, file, ids))
-    refuse(given > 1, "Give one prompt: the argument, --prompt, --file or --token-ids.")
+    refuse_if(given > 1, "Give one prompt: the argument, --prompt, --file or --token-ids.")
     if ids is not None:
         try:
             return [int(part) for part in ids.replace(",", " ").split()]
@@ -201,7 +201,7 @@ def read_prompt(
         return option if text is None else text
     if not given and not needed and (sys.stdin.isatty() or sys.stdin.closed):
         return None
-    refuse(not given and sys.stdin.isatty(), "No prompt; give it as an argument, with --file, or on stdin.")
+    refuse_if(not given and sys.stdin.isatty(), "No prompt; give it as an argument, with --file, or on stdin.")
     try:
         data = sys.stdin.buffer.read() if file in (None, "-") else Path(file).read_bytes()
     except OSError as error:
@@ -214,7 +214,7 @@ def read_prompt(
     if file is None and not needed and not prompt:
         return None
     where = "stdin" if file in (None, "-") else f"--file {file}"
-    refuse(not prompt, f"{where}: it is empty; give a prompt, or --prompt '' to start from nothing.")
+    refuse_if(not prompt, f"{where}: it is empty; give a prompt, or --prompt '' to start from nothing.")
     return prompt
 
 

@@ -7,14 +7,14 @@ import click
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import write_atomically
 from ovspec.base.progress import step
-from ovspec.cli.options import options_of, target_options
+from ovspec.cli.options import add_options, target_options
 from ovspec.cli.path_type import FILE, PATH
 from ovspec.params.loading import LOAD, load_params
 
 
 @click.command()
 @click.argument("folder", required=False, type=PATH, metavar="[DIR]")
-@options_of({"verify": LOAD["verify"]})
+@add_options({"verify": LOAD["verify"]})
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option(
     "--report",
@@ -35,7 +35,7 @@ def inspect(folder: Path | None, verify: bool | None, as_json: bool, report: Pat
       ovspec inspect my-pair --verify --json
       ovspec inspect my-pair --device GPU --report report.json
     """
-    from ovspec.api.loading import device_options
+    from ovspec.api.loading import make_device_options
     from ovspec.setup import inspection
     from ovspec.setup.folders import model_folder
 
@@ -45,7 +45,7 @@ def inspect(folder: Path | None, verify: bool | None, as_json: bool, report: Pat
         raise OvspecError(f"{folder}: --verify needs the manifest that 'ovspec export' writes, which is missing.")
     if report and not report.absolute().parent.is_dir():  # before minutes of work
         raise OvspecError(f"{report.parent}: no such folder; --report needs one that exists.")
-    options, tuned = device_options(given), given.tune is not False
+    options, tuned = make_device_options(given), given.tune is not False
     with step(f"{folder}: compiling and probing"):
         found = inspection.inspect(folder, options, given.engine, given.arithmetic, tuned, bool(verify))
     if report:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ovspec.api.model import LanguageModel
 
 
-def load(
+def load_model(
     folder: Path | None, *draft: Any, session: Path | None = None, chat: str | None = None, **options: Any
 ) -> LanguageModel:
     """Return ``ovspec.load(folder, *draft, **options)``; refuse a wrong session or a missing chat template first.

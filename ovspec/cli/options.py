@@ -13,7 +13,7 @@ from click.shell_completion import CompletionItem
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_text
-from ovspec.cli import in_flags
+from ovspec.cli import options_to_flags
 from ovspec.cli.path_type import FILE
 from ovspec.drafting.choice import EXPORTED, DraftChoice, names_drafters, parse_draft
 from ovspec.params import FINITE, GENERATE, RECOMMENDED, Params, make_params
@@ -94,7 +94,7 @@ def merged(values: Sequence[Mapping[Any, Any]]) -> dict[Any, Any]:
     return {name: value for each in values for name, value in each.items()}
 
 
-def options_of(table: Mapping[str, Option]) -> Decorator:
+def add_options(table: Mapping[str, Option]) -> Decorator:
     """Return a decorator that adds the options of a table to a command."""
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -118,8 +118,8 @@ def in_a_folder(ctx: click.Context, param: click.Parameter, file: Path | None) -
     return file
 
 
-runtime_options = options_of(RUNTIME)
-target_options = options_of({name: entry for name, entry in RUNTIME.items() if name != "draft_device"})
+runtime_options = add_options(RUNTIME)
+target_options = add_options({name: entry for name, entry in RUNTIME.items() if name != "draft_device"})
 draft_option = click.option(
     "--draft",
     type=Parsed(draft_or_text, "draft"),
@@ -155,7 +155,7 @@ system_option = click.option("--system", metavar="TEXT", help="System message; n
 
 def generate_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options of a generating command: the draft, the text, and how the model runs."""
-    return draft_option(options_of(GENERATE)(options_of(LOAD)(command)))
+    return draft_option(add_options(GENERATE)(add_options(LOAD)(command)))
 
 
 STATS = ("short", "full")
@@ -184,13 +184,13 @@ def with_value(args: list[str], flag: str, usual: str, takes: Callable[[str], bo
     return [*whole, *args[len(options) :]]
 
 
-def refuse(wrong: Any, sentence: str) -> None:
+def refuse_if(wrong: Any, sentence: str) -> None:
     """Raise click.UsageError if something is ``wrong``."""
     if wrong:
         raise click.UsageError(sentence)
 
 
-def text_in(file: str | Path) -> str:
+def read_text_or_stdin(file: str | Path) -> str:
     """Return the text in a file, or on stdin for -; raise an error that names it for no text."""
     if str(file) != "-":
         return read_text(Path(file))
@@ -198,14 +198,14 @@ def text_in(file: str | Path) -> str:
         text = sys.stdin.buffer.read().decode("utf-8-sig")
     except UnicodeDecodeError:
         raise click.UsageError("stdin: not UTF-8 text.") from None
-    refuse(not text.strip(), "stdin: contains no text.")
+    refuse_if(not text.strip(), "stdin: contains no text.")
     return text
 
 
-def check_chat(chat: bool | None, system: str | None, heal: bool | None) -> None:
+def check_chat_options(chat: bool | None, system: str | None, heal: bool | None) -> None:
     """Raise click.UsageError for options that a chat or a raw prompt can't have."""
-    refuse(system is not None and not chat, "--system needs --chat.")
-    refuse(chat and heal, "--heal can't be combined with a chat: after a chat template there is nothing to heal.")
+    refuse_if(system is not None and not chat, "--system needs --chat.")
+    refuse_if(chat and heal, "--heal can't be combined with a chat: after a chat template there is nothing to heal.")
 
 
 def split_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], Params]:
@@ -219,20 +219,22 @@ def split_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], Params]:
     try:
         params = make_params({name: value for name, value in given.items() if name in GENERATE})
     except OvspecError as error:
-        raise click.UsageError(in_flags(error)) from None
-    refuse(params.accept == "rejection" and not params.temperature, "--accept rejection needs a --temperature above 0.")
+        raise click.UsageError(options_to_flags(error)) from None
+    refuse_if(
+        params.accept == "rejection" and not params.temperature, "--accept rejection needs a --temperature above 0."
+    )
     proposes = params.grammar_option or draft or (draft is None and given.get("arithmetic") != "fast")
     alone = params.lookahead is not None and not proposes
-    refuse(alone, "--lookahead needs --draft, or a grammar, whose forced tokens are proposed.")
+    refuse_if(alone, "--lookahead needs --draft, or a grammar, whose forced tokens are proposed.")
     return loading, params
 
 
 def refuse_no_tokens(params: Params, command: str) -> None:
     """Raise click.UsageError if only the prompt would be read, where that is of no use."""
-    refuse(params.max_tokens == 0, f"{command} needs a --max-tokens of at least 1, or -1: 0 only reads a prompt.")
+    refuse_if(params.max_tokens == 0, f"{command} needs a --max-tokens of at least 1, or -1: 0 only reads a prompt.")
 
 
-def check_grammar(params: Params) -> None:
+def check_grammar_option(params: Params) -> None:
     """Raise OvspecError for a grammar that no model could use."""
     if params.grammar_option:
         from ovspec.sampling.grammar_options import grammar_of

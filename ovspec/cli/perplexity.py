@@ -6,8 +6,8 @@ from typing import Any
 import click
 
 from ovspec.base.progress import step
-from ovspec.cli.loading import load
-from ovspec.cli.options import target_options, text_in
+from ovspec.cli.loading import load_model
+from ovspec.cli.options import read_text_or_stdin, target_options
 from ovspec.cli.path_type import PATH
 
 
@@ -29,8 +29,8 @@ def perplexity(folder: Path, file: Path, context: int | None, as_json: bool, **r
     Example:
       ovspec perplexity my-pair notes.txt
     """
-    text = text_in(file)
-    lm = load(folder, **runtime)
+    text = read_text_or_stdin(file)
+    lm = load_model(folder, **runtime)
     with step(f"{file}: reading"):
         found = lm.perplexity(text, context)
     if as_json:

@@ -4,8 +4,8 @@ from typing import Any
 import click
 
 from ovspec.base.errors import OvspecError
-from ovspec.cli.loading import load
-from ovspec.cli.options import draft_option, options_of, split_options
+from ovspec.cli.loading import load_model
+from ovspec.cli.options import add_options, draft_option, split_options
 from ovspec.cli.path_type import PATH
 from ovspec.params.loading import LOAD
 from ovspec.params.serving import SERVE, ServeParams
@@ -13,9 +13,9 @@ from ovspec.params.serving import SERVE, ServeParams
 
 @click.command()
 @click.argument("folder", required=False, type=PATH, metavar="[DIR]")
-@options_of(SERVE)
+@add_options(SERVE)
 @draft_option
-@options_of(LOAD)
+@add_options(LOAD)
 def serve(folder: Path | None, **others: Any) -> None:
     """Serve the model in DIR over OpenAI's API (by default the embedded demo pair).
 
@@ -41,5 +41,5 @@ def serve(folder: Path | None, **others: Any) -> None:
     keys = keys_of(options.api_key_file)
     check_options(options, keys)
     opened = open_socket(options.host, options.port)  # before the model is loaded, which takes long
-    lm = load(folder, loading.pop("draft", None), lookahead=options.lookahead, **loading)
+    lm = load_model(folder, loading.pop("draft", None), lookahead=options.lookahead, **loading)
     serve_model(lm, [*filter(None, options.model_name)] or [lm.folder.resolve().name], keys, opened, options)

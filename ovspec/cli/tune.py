@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ovspec.base.errors import OvspecError
-from ovspec.cli.options import options_of
+from ovspec.cli.options import add_options
 from ovspec.cli.path_type import FOLDER, PATH
 from ovspec.params.loading import LOAD
 
@@ -32,7 +32,7 @@ GOALS = ("decode", "prefill", "balanced", "accuracy")  # profile.GOALS, without 
     help="What to minimise: the time per generated token (decode), the time to read the prompt (prefill), or both "
     "(balanced); accuracy is balanced among the settings whose KL divergence from f32 is at most 1e-6 nats.",
 )
-@options_of({"device": LOAD["device"]})
+@add_options({"device": LOAD["device"]})
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option(
     "--cache-dir",
@@ -91,14 +91,14 @@ def tune(folder: Path | None, goal: Goal, device: str | None, as_json: bool, cac
         best = profile.choose(options, "auto")
         found[name] = asdict(profile) | {"chosen": best and asdict(best), "file": str(profile_file(part, options))}
         if not as_json:
-            click.echo("\n".join(report(name, part, profile)))
+            click.echo("\n".join(format_report(name, part, profile)))
     if as_json:
         click.echo(json.dumps(found))
     for place, profile in measured.items():  # where that failed, the figures have been shown
         write_atomically(place, json.dumps(asdict(profile), indent=1))
 
 
-def report(name: str, folder: Path, profile: Profile) -> list[str]:
+def format_report(name: str, folder: Path, profile: Profile) -> list[str]:
     """Return a table of the measurements, with the chosen setting marked."""
     from ovspec.ir.device import DeviceOptions
 
@@ -125,10 +125,10 @@ def report(name: str, folder: Path, profile: Profile) -> list[str]:
         lines.append(f"exact arithmetic, {with_threads}: {found.rule or 'no rule found'}; {differ}")
     if profile.price:
         lines.append(f"price of exact arithmetic: a token takes {profile.price:.2f}x the time of fast arithmetic")
-    return lines + advice(profile.formats_ms)
+    return lines + advise_weight_formats(profile.formats_ms)
 
 
-def advice(formats_ms: dict[str, float]) -> list[str]:
+def advise_weight_formats(formats_ms: dict[str, float]) -> list[str]:
     """Return what the weight formats cost here, and which one is worth an export; ``formats_ms``: the model's first."""
     from ovspec.setup.weight_formats import export_options
 

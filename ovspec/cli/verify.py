@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ovspec.base.progress import step
-from ovspec.cli.loading import load
-from ovspec.cli.options import refuse, target_options, text_in
+from ovspec.cli.loading import load_model
+from ovspec.cli.options import read_text_or_stdin, refuse_if, target_options
 from ovspec.cli.path_type import PATH
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def verify(file: Path, folder: str | None, as_json: bool, **runtime: Any) -> Non
     from ovspec.base.errors import OvspecError
 
     name = "stdin" if str(file) == "-" else str(file)
-    source = text_in(file)
+    source = read_text_or_stdin(file)
     models: dict[str, LanguageModel] = {}
     checked: dict[str, Verification] = {}
     lines: list[str] = []
@@ -53,15 +53,15 @@ def verify(file: Path, folder: str | None, as_json: bool, **runtime: Any) -> Non
             if key not in models:
                 place = Path(folder or str(made.get("folder", "")))
                 gone = f"{label}: its model {place} isn't here; name the model's folder with --model."
-                refuse(not folder and not place.is_dir(), gone)
-                models[key] = load(place, "none", **recorded_options(made, runtime))
+                refuse_if(not folder and not place.is_dir(), gone)
+                models[key] = load_model(place, "none", **recorded_options(made, runtime))
             with step(f"{label}: checking"):
                 found = checked[label] = models[key].verify(result)
         except OvspecError as error:
             raise OvspecError(f"{label}: {error}".rstrip(".") + ".") from None
         if not found.ok:
             lines += [f"{label}: {line}" for line in mistakes(models[key], found, made)]
-    refuse(not checked, f"{name}: no text in it, only errors.")
+    refuse_if(not checked, f"{name}: no text in it, only errors.")
     tokens, exact = (sum(getattr(found, count) for found in checked.values()) for count in ("tokens", "exact"))
     if as_json:
         about = {label: {**asdict(found), "ok": found.ok} for label, found in checked.items()}
@@ -87,7 +87,9 @@ def texts_of(source: str, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
             except ValueError:
                 raise click.UsageError(f"{label}: not JSON.") from None
     for label, entry in entries:
-        refuse(not isinstance(entry, dict), f"{label}: not a result; name a file that --json or a batch has written.")
+        refuse_if(
+            not isinstance(entry, dict), f"{label}: not a result; name a file that --json or a batch has written."
+        )
         if "record" not in entry and entry.get("error"):  # a failed request of a batch
             continue
         response = entry.get("response")
@@ -98,7 +100,7 @@ def texts_of(source: str, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def recorded_options(made: dict[str, Any], runtime: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings that a text was made with, as options of ``load``; the given ones take precedence."""
+    """Return the settings that a text was made with, as options of ``load_model``; the given ones take precedence."""
     given = {name: value for name, value in runtime.items() if value is not None}
     named = {name: made[name] for name in ("device", "engine", "arithmetic", "threads") if made.get(name)}
     recorded = made.get("properties")

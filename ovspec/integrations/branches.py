@@ -37,7 +37,7 @@ MOST_POSITIONS = 512
 
 
 @dataclass(kw_only=True)
-class Served(Proposals):
+class RequestCounts(Proposals):
     """Counts of the requests for logits, and of the work they took."""
 
     requests: int = 0
@@ -109,7 +109,7 @@ class Branches:
     """Up to ``MOST_BRANCHES`` branches of one model. Threads may share it."""
 
     def __init__(self, model: LanguageModel) -> None:
-        self.served, self._runtime = Served(), model.runtime
+        self.counts, self._runtime = RequestCounts(), model.runtime
         first = self._runtime.pool.take()
         drafter, self._lookahead = first.drafting(self._runtime.rows.params({}))
         self._drafts = drafter is not None
@@ -140,8 +140,8 @@ class Branches:
             cached = len(text)
             if common_prefix(branch.held, text) < len(text) or len(text) not in branch.known:
                 cached = self._read(branch, text, since, all_new)
-            self.served.requests += 1
-            self.served.answered += cached == len(text)
+            self.counts.requests += 1
+            self.counts.answered += cached == len(text)
             branch.sequence = text
             first = len(text)
             while all_new and first > since and first - 1 in branch.known:
@@ -168,7 +168,7 @@ class Branches:
             return self._add(self._runtime.pool.take())
         branch = self._add(self._runtime.models.fork(source.decoders), source.sequence.copy())
         branch.known = {length: row for length, row in source.known.items() if length <= shared}
-        self.served.forks += 1
+        self.counts.forks += 1
         return branch
 
     def _add(self, decoders: Decoders, sequence: Sequence | None = None) -> Branch:
@@ -221,14 +221,14 @@ class Branches:
         branch.known = {length: row for length, row in branch.known.items() if since <= length <= cached}
         branch.known |= dict(enumerate(outcome.logits.copy(), end - len(outcome.logits) + 1))
         if proposal.tokens.size:
-            self.served.count_proposal(proposal.source, len(proposal.tokens), 0)
+            self.counts.count_proposal(proposal.source, len(proposal.tokens), 0)
         if learnable := branch.scheduler.outcome:
             learnable = replace(learnable, forced=0 if long else outcome.read - 1, prefilled=long)
             self._guess = Guess(branch, proposal, len(text), learnable)
         return cached
 
     def _round(self, branch: Branch) -> None:
-        served, target, drafter = self.served, branch.decoders.target, branch.decoders.drafter
+        served, target, drafter = self.counts, branch.decoders.target, branch.decoders.drafter
         on_target, on_draft = target.seconds, drafter.seconds if drafter else 0.0
         branch.scheduler.step()
         served.inferences += 1
@@ -239,5 +239,5 @@ class Branches:
     def _compare(self, guess: Guess, text: Sequence) -> None:
         agreed = common_prefix(guess.branch.held, text) - guess.start
         if agreed > guess.stood:
-            self.served.count_accepted(guess.proposal.source, range(guess.stood, agreed), len(guess.proposal.tokens))
+            self.counts.count_accepted(guess.proposal.source, range(guess.stood, agreed), len(guess.proposal.tokens))
             guess.stood = agreed

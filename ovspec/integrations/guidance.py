@@ -11,8 +11,8 @@ from llguidance import LLTokenizer
 from ovspec.api.model import LanguageModel
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_as, read_json
-from ovspec.integrations.branches import Branches, Served
-from ovspec.integrations.roles import Roles, roles_of
+from ovspec.integrations.branches import Branches, RequestCounts
+from ovspec.integrations.roles import Roles, find_roles
 from ovspec.text.tokenizer_files import TOKENIZER_FILE, TokenizerFile, special_tokens
 
 try:
@@ -53,9 +53,9 @@ class OpenVINO(Model):
         super().__init__(interpreter=EngineInterpreter(engine), sampling_params=params, echo=echo)
 
     @property
-    def stats(self) -> Served:
+    def stats(self) -> RequestCounts:
         """Counts of the requests of all programs on this model, and of the work they took."""
-        return self._interpreter.engine.branches.served
+        return self._interpreter.engine.branches.counts
 
 
 class OpenVINOEngine(Engine):
@@ -109,7 +109,7 @@ def model_template(lm: LanguageModel) -> str | type[ChatTemplate] | None:
         return None
     if template.source in CHAT_TEMPLATE_CACHE:
         return template.source
-    roles = roles_of(template)
+    roles = find_roles(template)
     return template_class(template.source, roles) if roles else template.source
 
 

@@ -10,7 +10,7 @@ Roles = dict[str, tuple[str, str]]  # role -> (text before a message, text after
 SAID = ("Alpha7one", "Bravo7two", "Delta7three")  # contents that no template would write, trim or change
 
 
-def roles_of(template: ChatTemplate) -> Roles | None:
+def find_roles(template: ChatTemplate) -> Roles | None:
     """Return the texts around messages of "user", "assistant" and, where it is a message like the others, "system".
 
     They leave out a BOS. Return None if the template begins or ends messages differently at different positions.

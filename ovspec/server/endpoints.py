@@ -12,7 +12,7 @@ from fastapi import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from ovspec.api.model import rows_again
+from ovspec.api.model import make_retry_rows
 from ovspec.base.errors import OvspecError, PromptError
 from ovspec.engine.engine_thread import Job
 from ovspec.engine.results import Piece
@@ -150,7 +150,7 @@ class TextEndpoints:
             results = [row.result() for row in rows]
             asked = self._lm.runtime, texts.request.prompts, texts.params, results, True
             async with service.preparing(texts.began):
-                again: dict[int, Row] = await service.apart(rows_again, *asked, work="grammars")
+                again: dict[int, Row] = await service.apart(make_retry_rows, *asked, work="grammars")
             if not again:
                 break
             for index, row in again.items():

@@ -42,7 +42,7 @@ from harness import Chat, Table, Worker, cap, chats, machine, median_interval, o
 from peers.install import gguf_of, server_of_llamacpp
 
 import ovspec
-from ovspec.api.comparison import rotated
+from ovspec.api.comparison import rotate_modes
 from ovspec.base.errors import OvspecError
 from ovspec.drafting.choice import DraftChoice
 from ovspec.ir.compile import MODEL_FILE, read_model
@@ -239,7 +239,7 @@ class Bench:
                 self.lengths[key] = [len(result.token_ids) for result in found]
             most = self.lengths[key]
         first = case.turn + [chat.name for chat in chats()].index(case.chat)
-        texts = {way.name: self.text(way, case, prompts, most) for way in rotated(ways, first)}
+        texts = {way.name: self.text(way, case, prompts, most) for way in rotate_modes(ways, first)}
         return Turn(case, sum(map(len, prompts)), texts)
 
     def prompts(self, case: Case) -> list[list[int]]:

@@ -27,7 +27,7 @@ from harness import HERE, ROOT, Table, Worker, machine, options
 from llguidance import LLTokenizer
 from tokenizers import Tokenizer
 
-from ovspec.api.comparison import rotated
+from ovspec.api.comparison import rotate_modes
 
 TOKENIZER = ROOT / ".cache" / "bench" / "tokenizer-128k" / "tokenizer.json"
 GRAMMARS = ROOT / "demos" / "grammars"
@@ -93,7 +93,7 @@ def main() -> None:
             # As ordinary text, so that a grammar gets the tokens that a model would mostly choose.
             ids = [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
             task = {"kind": kind, "source": source, "texts": ids, "steps": args.steps}
-            for engine in rotated(list(workers), turn):
+            for engine in rotate_modes(list(workers), turn):
                 asked = task | ({"details": True} if engine == "default slices" else {})
                 if engine in PEERS and kind == "lark":
                     if gbnf is None:

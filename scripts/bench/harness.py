@@ -25,7 +25,7 @@ import numpy as np
 import openvino as ov
 from peers.install import python_of
 
-from ovspec.api.comparison import rotated, speedup_of, speedup_of_results
+from ovspec.api.comparison import compare_result_times, compute_speedup, rotate_modes
 from ovspec.engine.results import Result
 from ovspec.ir.compile import MODEL_FILE
 from ovspec.ir.device import available_devices
@@ -177,7 +177,7 @@ def take_turns(names: Iterable[K], run: Callable[[K, int], T], turns: int, warm_
     """
     found: dict[K, list[T]] = {name: [] for name in names}
     for turn in range(-warm_up, turns):
-        for name in rotated(list(found), turn):
+        for name in rotate_modes(list(found), turn):
             result = run(name, turn)
             if turn >= 0:
                 found[name].append(result)
@@ -253,12 +253,12 @@ def compared(
     names = ("proposed", "accepted", "reached", "rounds", "generated_tokens", "forced")
     proposed, accepted, reached, rounds, tokens, forced = totals(results, *names)
     stats = [result.stats for result in results]
-    speedup = speedup_of(*times, stats) if times else speedup_of_results(plain, results)
+    speedup = compute_speedup(*times, stats) if times else compare_result_times(plain, results)
     equal = sum(a.token_ids == b.token_ids for a, b in zip(results, plain, strict=True))
     return {
         "plain_tpot_ms": speedup.plain_ms,
         "tpot_ms": speedup.ms,
-        "speedup": 1.0 if results is plain else speedup.claimed,
+        "speedup": 1.0 if results is plain else speedup.claimed_ratio,
         "spread": (speedup.ratios[0], speedup.ratios[-1]),
         "proposed": proposed,
         "accepted": accepted,

@@ -12,12 +12,12 @@ import pytest
 from click.testing import CliRunner
 
 import ovspec
-from ovspec.api.comparison import Parting
+from ovspec.api.comparison import Divergence
 from ovspec.api.verify import record_as_json, result_from_json
 from ovspec.batch.file import run_file
 from ovspec.batch.requests import requests_of
 from ovspec.cli import cli
-from ovspec.cli.compare import compare
+from ovspec.cli.compare import print_comparison
 from ovspec.params import make_params
 from ovspec.text.chat_format import ChatFormat
 from ovspec.text.chat_template import ChatTemplate
@@ -129,12 +129,12 @@ def test_a_batch_takes_them_for_all_lines_and_for_one(lm: ovspec.LanguageModel, 
 def test_a_comparison_renders_with_them(lm: ovspec.LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[Any] = []
     monkeypatch.setattr("ovspec.cli.compare.turns_within", lambda: range(1))
-    monkeypatch.setattr("ovspec.cli.compare.print_object", lambda *_: shown.append(_))
+    monkeypatch.setattr("ovspec.cli.compare.print_comparison_json", lambda *_: shown.append(_))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert compare(lm, CHAT, make_params({"max_tokens": 2, "chat_template_kwargs": QUIET}), None, True)
+        assert print_comparison(lm, CHAT, make_params({"max_tokens": 2, "chat_template_kwargs": QUIET}), None, True)
     assert shown
-    assert not isinstance(shown[0][1].parting, Parting)
+    assert not isinstance(shown[0][1].divergence, Divergence)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 
 import ovspec
 from ovspec.api import comparison
-from ovspec.api.comparison import compare_turns, parting, rotated, speedup_of, speedup_of_results, turns_within
+from ovspec.api.comparison import (
+    compare_result_times,
+    compare_turns,
+    compute_speedup,
+    find_divergence,
+    rotate_modes,
+    turns_within,
+)
 from ovspec.engine.results import Result, Stats
 
 times = st.floats(0.01, 1000)
@@ -26,14 +33,14 @@ def stats(tokens: int = 100, rounds: int = 50) -> Stats:
 @given(st.lists(st.tuples(times, times), min_size=1, max_size=20))
 def test_the_speedup_is_that_of_a_turn_that_happened(turns: list[tuple[float, float]]) -> None:
     plain, other = zip(*turns, strict=True)
-    found = speedup_of(plain, other, [stats()])
+    found = compute_speedup(plain, other, [stats()])
     ratios = sorted(a / b for a, b in turns)
     assert (found.plain_ms, found.ms) in turns
     assert found.ratio == found.plain_ms / found.ms
     assert found.ratios == tuple(ratios)
     assert sum(ratio < found.ratio for ratio in ratios) < max(1, len(ratios) / 2)
     assert sum(ratio > found.ratio for ratio in ratios) <= len(ratios) / 2
-    assert found.claimed == (found.ratio if found.ratio <= 3 else None), "half of the rounds were saved"
+    assert found.claimed_ratio == (found.ratio if found.ratio <= 3 else None), "half of the rounds were saved"
 
 
 @pytest.mark.parametrize(
@@ -42,10 +49,12 @@ def test_the_speedup_is_that_of_a_turn_that_happened(turns: list[tuple[float, fl
 )
 def test_a_gain_needs_saved_rounds(ratio: float, rounds: int, claims: bool) -> None:
     """A thousand tokens in 980 rounds can't be a quarter faster: that is the machine's noise."""
-    found = speedup_of([ratio], [1.0], [stats(1000, rounds)])
-    assert (found.claimed is not None) is claims
-    assert found.clear is claims
-    assert speedup_of([1.0], [ratio], [stats(1000, rounds)]).claimed == pytest.approx(1 / ratio), "a loss is shown"
+    found = compute_speedup([ratio], [1.0], [stats(1000, rounds)])
+    assert (found.claimed_ratio is not None) is claims
+    assert found.is_clear is claims
+    assert compute_speedup([1.0], [ratio], [stats(1000, rounds)]).claimed_ratio == pytest.approx(1 / ratio), (
+        "a loss is shown"
+    )
 
 
 @pytest.mark.parametrize(
@@ -70,8 +79,8 @@ def test_a_gain_needs_saved_rounds(ratio: float, rounds: int, claims: bool) -> N
     ],
 )
 def test_verdicts(ratios: tuple[float, ...], rounds: float, proposed: int, accepted: int, sentence: str) -> None:
-    found = speedup_of(ratios, [1.0] * len(ratios), [stats(1000, int(10 * rounds))])
-    assert sentence in found.verdict(proposed, accepted)
+    found = compute_speedup(ratios, [1.0] * len(ratios), [stats(1000, int(10 * rounds))])
+    assert sentence in found.describe_gain(proposed, accepted)
 
 
 @pytest.mark.parametrize("rounds", [900, 1000])
@@ -80,32 +89,34 @@ def test_verdicts(ratios: tuple[float, ...], rounds: float, proposed: int, accep
 )
 def test_a_text_for_which_nothing_is_proposed(rounds: int, proposed: int, told: str) -> None:
     """The difference is then the machine's noise, or what the turns before the last one have lost."""
-    found = speedup_of([0.8, 0.9, 0.95], [1.0] * 3, [stats(1000, rounds)])
-    assert found.verdict(proposed, 5, last=0) == f"no speed-up: drafting doesn't pay for this text ({told})"
+    found = compute_speedup([0.8, 0.9, 0.95], [1.0] * 3, [stats(1000, rounds)])
+    assert (
+        found.describe_gain(proposed, 5, last_proposed=0) == f"no speed-up: drafting doesn't pay for this text ({told})"
+    )
 
 
 def test_a_text_of_one_token_counts_its_first() -> None:
     one = Result("", [1], "length", Stats(ttft_ms=8.0, generated_tokens=1, rounds=1))
     two = dataclasses.replace(one, stats=Stats(ttft_ms=4.0, generated_tokens=1, rounds=1))
-    assert speedup_of_results([one], [two]).ratio == 2
-    assert speedup_of_results([one], [two]).claimed is None
+    assert compare_result_times([one], [two]).ratio == 2
+    assert compare_result_times([one], [two]).claimed_ratio is None
 
 
 def test_a_text_that_came_in_one_round_is_compared_as_a_whole() -> None:
     """What a grammar forces takes no inference, so there is no time per later token to hold against the other's."""
     plain = Result("", [1] * 8, "stop", Stats(ttft_ms=4.0, tpot_ms=2.0, generated_tokens=8, rounds=8))
     forced = Result("", [1] * 8, "stop", Stats(ttft_ms=0.9, tpot_ms=0.0, generated_tokens=8, rounds=0, forced=8))
-    found = speedup_of_results([plain], [forced])
+    found = compare_result_times([plain], [forced])
     assert (found.plain_ms, found.ms) == (18 / 8, 0.9 / 8)
-    assert found.claimed == pytest.approx(20)
-    both = speedup_of_results([plain, plain], [forced, plain])
+    assert found.claimed_ratio == pytest.approx(20)
+    both = compare_result_times([plain, plain], [forced, plain])
     assert both.ratios == pytest.approx((1.0, 20.0)), "every turn in the same way"
 
 
 @given(st.integers(1, 6), st.integers(0, 40))
 def test_every_way_begins_as_often(count: int, turns: int) -> None:
     ways = list(range(count))
-    orders = [rotated(ways, turn) for turn in range(turns * count)]
+    orders = [rotate_modes(ways, turn) for turn in range(turns * count)]
     assert all(sorted(order) == ways for order in orders)
     assert [sum(order[0] == way for order in orders) for way in ways] == [turns] * count
 
@@ -133,7 +144,7 @@ def test_where_texts_part(load: Callable[..., ovspec.LanguageModel]) -> None:
     lm, plain = load(), load().generate(PROMPTS[0], max_tokens=12).token_ids
     logits = lm.next_logits([*lm.encode(PROMPTS[0]).tolist(), *plain[:5]])
     second = int(np.argsort(logits)[-2])
-    found = parting(lm, PROMPTS[0], plain, [*plain[:5], second, 9])
+    found = find_divergence(lm, PROMPTS[0], plain, [*plain[:5], second, 9])
     assert found
     assert (found.after, found.plain, found.other) == (5, plain[5], second)
     assert found.gap == pytest.approx(float(logits[plain[5]] - logits[second]))
@@ -151,13 +162,13 @@ def named(lm: ovspec.LanguageModel, token: int) -> str:
 
 def test_texts_of_different_length_and_equal_ones(load: Callable[..., ovspec.LanguageModel]) -> None:
     lm = load()
-    assert parting(lm, PROMPTS[0], [5, 6], [5, 6]) is None
-    found = parting(lm, PROMPTS[0], [5, 6], [5])
+    assert find_divergence(lm, PROMPTS[0], [5, 6], [5, 6]) is None
+    found = find_divergence(lm, PROMPTS[0], [5, 6], [5])
     assert found
     assert (found.after, found.plain, found.other, found.gap) == (1, 6, None, None)
     assert "after 1 token: " in found.sentence(lm)
     assert "speculation with the end" in found.sentence(lm)
-    without = parting(lm, PROMPTS[0], [5, 6], [5, 7], logits=False)
+    without = find_divergence(lm, PROMPTS[0], [5, 6], [5, 7], logits=False)
     assert without
     assert (without.gap, without.top2_gap) == (None, None)
 
@@ -170,9 +181,9 @@ def test_one_turn_that_differs_is_shown(load: Callable[..., ovspec.LanguageModel
     other = dataclasses.replace(result, token_ids=[*result.token_ids[:3], 7, *result.token_ids[4:]])
     pairs = {place: (result, other if place == turn else result) for place in (None, 0, 1)}
     found = compare_turns(lm, PROMPTS[0], pairs[None], [pairs[0], pairs[1]])
-    assert found.parting
-    assert (found.parting.after, found.shown[1].token_ids[3]) == (3, 7)
+    assert found.divergence
+    assert (found.divergence.after, found.shown_pair[1].token_ids[3]) == (3, 7)
     assert found.equality.startswith("the texts differ after 3 tokens: plain decoding continues with ")
-    assert found.last == pairs[1]
+    assert found.last_pair == pairs[1]
     equal = compare_turns(lm, PROMPTS[0], (result, result), [(result, result)])
-    assert (equal.parting, equal.equality) == (None, "both texts have the same 8 tokens")
+    assert (equal.divergence, equal.equality) == (None, "both texts have the same 8 tokens")

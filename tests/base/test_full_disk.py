@@ -19,7 +19,7 @@ from ovspec.base.progress import note
 from ovspec.batch.file import BatchProgress, run_file
 from ovspec.batch.requests import prompt_request
 from ovspec.cli import main
-from ovspec.cli.batch import Report
+from ovspec.cli.batch import BatchReport
 from ovspec.params import make_params
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="limits files as POSIX systems do")
@@ -96,8 +96,8 @@ def test_a_full_device_for_stdout_or_stderr(
         assert capsys.readouterr().err.startswith("Error: stdout: can't be written (No space left on device); make")
         patched.setattr(sys, "stderr", full)
         note("a line")
-        patched.setattr(sys.modules["ovspec.cli.batch"], "EVERY", -1.0)
-        Report().note(BatchProgress(2, 0, done=1))
+        patched.setattr(sys.modules["ovspec.cli.batch"], "PROGRESS_INTERVAL", -1.0)
+        BatchReport().update(BatchProgress(2, 0, done=1))
         try:
             full.close()
         except OSError as error:

@@ -28,7 +28,7 @@ import ovspec
 from ovspec.api.verify import result_from_json
 from ovspec.batch.file import Done, key_of, run_file, what_matters
 from ovspec.batch.requests import as_chat, prompt_request, read_request, read_requests
-from ovspec.cli.batch import Report
+from ovspec.cli.batch import BatchReport
 from ovspec.params import GENERATE, make_params
 
 DEMO = ROOT / "models" / "demo"
@@ -361,13 +361,13 @@ def test_the_time_left_falls_as_work_is_done(
     """On a clock by which a round takes a second. Of texts that differ, the short ones end first and mislead."""
     now, told = 0, list[int]()
     monkeypatch.setattr(sys.modules["ovspec.cli.batch"], "time", SimpleNamespace(monotonic=lambda: now))
-    report = Report()
+    report = BatchReport()
 
     def note(progress: Any) -> None:
         nonlocal now
         now += 1
-        report.note(progress)
-        seconds = re.search(r"about (\d+) s left", report.line(progress))
+        report.update(progress)
+        seconds = re.search(r"about (\d+) s left", report.describe_progress(progress))
         told.append(int(seconds[1]) if seconds else 0)
 
     lines = [{"prompt": PROMPTS[i], "max_tokens": most, "ignore_eos": True} for i, most in enumerate(lengths)]

@@ -351,12 +351,12 @@ def test_the_predictor_answers_the_rows_of_a_dataset(pair: Path) -> None:
 
 
 def test_progress_says_how_many_workers_are_loading() -> None:
-    from ovspec.cli.batch import Report
+    from ovspec.cli.batch import BatchReport
 
-    report = Report()
-    assert report.line(BatchProgress(0, 0, workers=2, loading=2)) == "2 workers: loading …"
-    assert report.line(BatchProgress(9, 0, done=4, workers=2, loading=1)).endswith("2 workers (1 loading)")
-    assert report.line(BatchProgress(9, 0, done=9, workers=2, loading=1)).endswith("2 workers")
+    report = BatchReport()
+    assert report.describe_progress(BatchProgress(0, 0, workers=2, loading=2)) == "2 workers: loading …"
+    assert report.describe_progress(BatchProgress(9, 0, done=4, workers=2, loading=1)).endswith("2 workers (1 loading)")
+    assert report.describe_progress(BatchProgress(9, 0, done=9, workers=2, loading=1)).endswith("2 workers")
 
 
 @pytest.mark.usefixtures("cluster")

@@ -16,7 +16,7 @@ from commands_here import Command, commands_here
 from conftest import PROMPTS, ROOT
 
 import ovspec
-from ovspec.api.timing import HEADS, measure, row_of, table
+from ovspec.api.timing import TABLE_COLUMNS, format_mode_table, summarize_mode, time_modes
 from ovspec.base.errors import OvspecError
 from ovspec.cli.bench import bench
 from ovspec.engine.results import Result, Stats
@@ -98,7 +98,7 @@ def test_the_table_without_a_draft(command: Command, pair: Path, tmp_path: Path)
     for given in ([tmp_path / "alone"], [pair, "--draft", "none"]):
         done = command("bench", *given, "--prompt", "def f():", "-n", "2")
         lines = [re.split(r" {2,}", line) for line in done.stdout.splitlines()]
-        assert lines[0] == list(HEADS)
+        assert lines[0] == list(TABLE_COLUMNS)
         assert [line[0] for line in lines[1:3]] == ["plain", "lookup"]
         assert lines[2][-3:] == ["nothing proposed", "1.00", "1 of 1"]
         speedup = lines[2][4]
@@ -165,7 +165,7 @@ def test_modes_take_turns_and_each_begins_with_another() -> None:
         return SimpleNamespace(generate=generate)
 
     options = {"lookahead": "auto", "max_tokens": 100, "temperature": 0.5}
-    found = measure({mode: fake(mode) for mode in ("plain", "lookup", "draft")}, ["a", "b"], options, 2)
+    found = time_modes({mode: fake(mode) for mode in ("plain", "lookup", "draft")}, ["a", "b"], options, 2)
     turns = [calls[first : first + 3] for first in range(0, len(calls), 3)]
     assert [[call[0] for call in turn] for turn in turns] == [
         ["plain", "lookup", "draft"],
@@ -185,11 +185,11 @@ def test_modes_take_turns_and_each_begins_with_another() -> None:
 
 def test_a_row_shows_the_median_turn() -> None:
     plain = [result(10.0), result(20.0), result(30.0)]
-    row = row_of("draft", 4, [result(5.0, 60, 80), result(19.0, 50, 80), result(10.0, 40, 80, (1, 3))], plain)
+    row = summarize_mode("draft", 4, [result(5.0, 60, 80), result(19.0, 50, 80), result(10.0, 40, 80, (1, 3))], plain)
     times = {"speedup": 2.0, "plain_tpot_ms": 10.0, "tpot_ms": 5.0, "tokens_per_s": 200.0}
     assert row | times | {"accepted": 150, "proposed": 240, "equal": 2, "texts": 3, "note": ""} == row
     assert row["spread"] == (pytest.approx(20 / 19, abs=1e-3), 3.0)
-    cells = re.split(r" {2,}", table([row]).splitlines()[1])
+    cells = re.split(r" {2,}", format_mode_table([row]).splitlines()[1])
     assert cells == ["draft", "10.00", "5.00", "200.0", "2.00", "1.05 to 3.00", "150 of 240", "2.00", "2 of 3"]
 
 
@@ -211,9 +211,9 @@ def test_a_row_shows_the_median_turn() -> None:
 def test_gains_need_a_cause_and_losses_are_shown(
     proposed: int, accepted: int, ms: float, speedup: float | None, note: str
 ) -> None:
-    row = row_of("lookup", "auto", [result(ms, accepted, proposed)], [result(10.0)])
+    row = summarize_mode("lookup", "auto", [result(ms, accepted, proposed)], [result(10.0)])
     assert row["speedup"] == speedup
     assert note in row["note"]
-    lines = table([row]).splitlines()
+    lines = format_mode_table([row]).splitlines()
     assert re.split(r" {2,}", lines[1])[4] == (f"{speedup:.2f}" if speedup else "none")
     assert lines[-1] == f"lookup: {row['note']}"

@@ -81,7 +81,9 @@ def test_ctrl_c_shows_what_was_measured(
 
     monkeypatch.setattr(comparing, "turns_within", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        comparing.compare(load(draft=True), PROMPTS[0], make_params({"max_tokens": 40, "lookahead": 4}), None, False)
+        comparing.print_comparison(
+            load(draft=True), PROMPTS[0], make_params({"max_tokens": 40, "lookahead": 4}), None, False
+        )
     shown = capsys.readouterr()
     assert shown.out.count("==>") == 2, "both texts were shown before"
     assert ("both texts have the same 40 tokens" in shown.err) is (turns > 0)
@@ -89,5 +91,7 @@ def test_ctrl_c_shows_what_was_measured(
 
 
 def test_statistics_beside_a_comparison(load: Callable[..., ovspec.LanguageModel], capsys: Any) -> None:
-    comparing.compare(load(draft=True), PROMPTS[0], make_params({"max_tokens": 20, "lookahead": 4}), "full", False)
+    comparing.print_comparison(
+        load(draft=True), PROMPTS[0], make_params({"max_tokens": 20, "lookahead": 4}), "full", False
+    )
     assert capsys.readouterr().err.count("prompt: ") == 2

@@ -46,6 +46,6 @@ def test_output_has_the_same_bytes_and_consoles_erase_lines(monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "colorama", colorama)
     monkeypatch.setattr(sys, "platform", "win32")
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="cp1252", newline="\r\n"))
-    cli.prepare_output()
+    cli.prepare_output_streams()
     print("größer 🦊", flush=True)
     assert (raw.getvalue(), told) == ("größer 🦊\n".encode(), ["fixed"])

@@ -19,7 +19,7 @@ import ovspec
 from ovspec.base.errors import OvspecError
 from ovspec.drafting.costs import Costs
 from ovspec.integrations.branches import MOST_BRANCHES, Branches
-from ovspec.integrations.roles import roles_of
+from ovspec.integrations.roles import find_roles
 from ovspec.text.chat_template import ChatTemplate
 
 Load = Callable[..., ovspec.LanguageModel]
@@ -67,7 +67,7 @@ def test_logits_of_texts_that_grow_part_and_shrink(load: Load, drafter: str, mon
     for text in texts:
         found, _ = branches.logits(text)
         np.testing.assert_allclose(found, lm.next_logits(text)[None], atol=1e-3)
-    served = branches.served
+    served = branches.counts
     assert served.requests == served.inferences + served.answered
     if drafter != "none":
         assert served.proposed > served.accepted > 0
@@ -89,7 +89,7 @@ def test_guesses_change_no_bit(draft: bool | str, cache_dir: Path, monkeypatch: 
         text.append(int(ours[-1].argmax()))
         for _ in range(3 if len(text) % 7 == 0 else 0):  # as if a grammar forced what the model would generate anyway
             text.append(int(lm.next_logits(text).argmax()))
-    assert drafted.served.answered > plain.served.answered == 0
+    assert drafted.counts.answered > plain.counts.answered == 0
 
 
 def test_branches_keep_their_caches_and_are_bounded(load: Load) -> None:
@@ -99,12 +99,12 @@ def test_branches_keep_their_caches_and_are_bounded(load: Load) -> None:
     texts = [[*begin, *ids_of(lm, number, 12)] for number in range(1, 4)]
     for text in texts:
         branches.logits(text)
-    assert branches.served.forks == 2  # the first text continues the branch of the shared prefix
-    read = branches.served.read
+    assert branches.counts.forks == 2  # the first text continues the branch of the shared prefix
+    read = branches.counts.read
     for _ in range(3):
         for text in texts:
             text.append(next_token(branches, text))
-    assert branches.served.read == read + 2 * len(texts)  # each new token is read once; the first round has none
+    assert branches.counts.read == read + 2 * len(texts)  # each new token is read once; the first round has none
     for number in range(3 * MOST_BRANCHES):
         branches.logits([*begin, *([number + 9] * 10)])
     assert len(branches._branches) == MOST_BRANCHES
@@ -156,7 +156,7 @@ def test_recurrent_states_are_taken_back(attention: str | None, tmp_path: Path, 
         text.append(next_token(branches, text))
         if step % 5 == 0:
             np.testing.assert_allclose(branches.logits(text)[0][0], model.logits(text)[-1], atol=1e-3)
-    assert branches.served.proposed > 0
+    assert branches.counts.proposed > 0
 
 
 def test_all_new_places(load: Load) -> None:
@@ -219,7 +219,7 @@ NUMBERED = "{% for m in messages %}{{ loop.index }}: {{ m.content }} {% endfor %
 @pytest.mark.parametrize("source", [CHATML, WITH_BOS, SYSTEM_BY_DEFAULT, INSTRUCTION])
 def test_roles_write_what_the_template_writes(source: str) -> None:
     template = ChatTemplate(source, {"bos_token": "<bos>"})
-    roles = roles_of(template)
+    roles = find_roles(template)
     assert roles
     chat = [(role, f"This is {role} {i}.") for i, role in enumerate(("user", "assistant", "user", "assistant", "user"))]
     if "system" in roles:
@@ -233,7 +233,7 @@ def test_roles_write_what_the_template_writes(source: str) -> None:
 
 @pytest.mark.parametrize("source", [NUMBERED, "{{ messages[0].content }}", "{{ 1 / 0 }}", "{{ messages | length }}"])
 def test_roles_that_a_template_does_not_have(source: str) -> None:
-    assert roles_of(ChatTemplate(source, {})) is None
+    assert find_roles(ChatTemplate(source, {})) is None
 
 
 # ---------------------------------------------------------------- the guidance library

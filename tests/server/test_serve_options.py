@@ -34,7 +34,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., dict[s
         seen.update(vars(options), lm=lm, names=names, keys=keys)
         opened.close()
 
-    monkeypatch.setattr(command_module, "load", load)
+    monkeypatch.setattr(command_module, "load_model", load)
     monkeypatch.setattr("ovspec.server.server.serve", serve)
 
     def run(*arguments: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from conftest import ROOT
 
 from ovspec.cli import cli
-from ovspec.cli.tune import advice
+from ovspec.cli.tune import advise_weight_formats
 from ovspec.setup import weight_formats
 from ovspec.setup.profile import weight_shapes
 from ovspec.setup.weight_formats import (
@@ -65,10 +65,10 @@ def test_options_make_the_format() -> None:
 
 
 def test_a_faster_format_is_named_and_a_slower_one_is_not() -> None:
-    told = advice({"int8": 1.0, "int8, symmetric": 0.8, "int4 in groups of 64": 0.95, "fp16": 2.0})
+    told = advise_weight_formats({"int8": 1.0, "int8, symmetric": 0.8, "int4 in groups of 64": 0.95, "fp16": 2.0})
     assert "  int8, symmetric: 0.80x the time" in told
     assert [line for line in told if line.startswith("an export")] == [
         "an export with --weight-format int8 --sym should generate faster here"
     ]
-    assert not any("export" in line for line in advice({"int8": 1.0, "fp16": 2.0}))
-    assert advice({}) == []
+    assert not any("export" in line for line in advise_weight_formats({"int8": 1.0, "fp16": 2.0}))
+    assert advise_weight_formats({}) == []

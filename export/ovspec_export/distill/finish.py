@@ -52,14 +52,14 @@ def is_finished(plan: Plan, work: Work) -> bool:
 
 def measured(plan: Plan, work: Work) -> list[dict[str, Any]]:
     """Return the rows of a benchmark of plain decoding, the old draft if there is one, and the result."""
-    from ovspec.api.timing import table
+    from ovspec.api.timing import format_mode_table
 
     old, output = old_draft(plan, work), work.scratch / "gain.json"
     seconds = max(plan.budget - work.spent.seconds_of(), LEAST_GAIN)
     with step(f"{plan.name}: measuring what it brings on texts that were held out", keep=True):
         stages.measure_gain(plan, work, old, output, seconds)
     rows = read_json(output)["rows"]
-    note(table(rows))
+    note(format_mode_table(rows))
     return rows
 
 

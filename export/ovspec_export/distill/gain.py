@@ -25,10 +25,10 @@ def measure_gain(model: str, new: str, old: str, documents: str, output: str, se
         output: the file for the rows, as ``ovspec bench --json`` prints them; the new draft's is the last one.
     """
     import ovspec
-    from ovspec.api.timing import measure, row_of, usual_prompts
+    from ovspec.api.timing import default_prompts, summarize_mode, time_modes
     from ovspec.ir.heads import is_head
 
-    began, prompts = time.monotonic(), prompts_in(Path(documents)) or usual_prompts()
+    began, prompts = time.monotonic(), prompts_in(Path(documents)) or default_prompts()
     lm = ovspec.load(model, new, cache_memory=0)
     models = {"plain": lm.with_drafters(None)}
     if old:
@@ -39,8 +39,8 @@ def measure_gain(model: str, new: str, old: str, documents: str, output: str, se
     tokens = (seconds - (time.monotonic() - began)) / (1e-3 * first.tpot_ms * len(models)) - FEWEST_TOKENS  # a warm-up
     prompts = prompts[: int(min(max(tokens / FEWEST_TOKENS, FEWEST), PROMPTS))]
     options["max_tokens"] = int(min(max(tokens / len(prompts), FEWEST_TOKENS), TOKENS))
-    results = measure(models, prompts, options, repeats=1)
-    rows = [row_of(mode, "auto", found, results["plain"]) for mode, found in results.items()]
+    results = time_modes(models, prompts, options, repeats=1)
+    rows = [summarize_mode(mode, "auto", found, results["plain"]) for mode, found in results.items()]
     Path(output).write_text(json.dumps({"rows": rows}), encoding="utf-8", newline="\n")
 
 

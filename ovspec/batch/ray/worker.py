@@ -6,7 +6,7 @@ import platform
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ovspec.api.loading import device_options, load
+from ovspec.api.loading import load, make_device_options
 from ovspec.base.errors import OvspecError
 from ovspec.batch.file import deciding, what_matters
 from ovspec.batch.ray.deaths import note_signals
@@ -62,7 +62,7 @@ class Worker:
         job, reference = self._job, self._reference
         model, *outside = [each.arrive() for each in job.folders]
         draft = replace(parse_draft(job.draft), model=outside[0]) if outside else job.draft  # type: ignore[type-var]
-        folders, options = folders_of(model, draft), device_options(load_params(job.loading))
+        folders, options = folders_of(model, draft), make_device_options(load_params(job.loading))
         if reference:
             options = adopt_profiles(dict(zip(folders, reference.profiles, strict=True)), options)
         loading: Any = job.loading | {"cache_dir": options.cache_dir}
