@@ -28,8 +28,8 @@ from ovspec.api.comparison import Comparison, ResultPair, compare_turns, rotate_
 from ovspec.drafting.choice import parse_draft
 from ovspec.ir.device import available_devices
 from ovspec.ir.heads import is_head
-from ovspec.setup.folders import embedded_pair
 from ovspec.setup.manifest import DRAFT_FOLDER
+from ovspec.setup.model_folders import embedded_pair
 from ovspec.text.chat_template import Message
 
 PROMPT = "import json\n\ndef read_config(path):\n    with open(path) as file:\n"

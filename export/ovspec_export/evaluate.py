@@ -12,7 +12,7 @@ from ovspec.engine.scoring import DEFAULT_CONTEXT, check_length, predictions, wi
 from ovspec.ir.compile import compile_ir
 from ovspec.ir.device import DeviceOptions
 from ovspec.sampling.logprobs import log_softmax
-from ovspec.setup.probing import probe_rollback
+from ovspec.setup.rollback_probing import probe_rollback
 from ovspec.text.tokenizer import Tokenizer
 from ovspec_export.quantised import load_model
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ovspec.base.errors import OvspecError
-from ovspec.setup.pairs import known_pairs
+from ovspec.setup.known_pairs import known_pairs
 from ovspec_export.environments import OPTIMUM_INTEL_2_2, OVERLAYS, TRANSFORMERS_4_57, TRANSFORMERS_5_2, Environment
 
 

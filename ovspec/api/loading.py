@@ -18,9 +18,9 @@ from ovspec.engine.runtime import Runtime
 from ovspec.ir.device import DeviceOptions, check_device, check_threads
 from ovspec.params.loading import LOAD, LoadParams, load_params
 from ovspec.params.option import documentation, options_class, takes
-from ovspec.setup.folders import check_draft, exported, model_folder, resolve_draft
-from ovspec.setup.loading import load_models
 from ovspec.setup.manifest import read_manifest
+from ovspec.setup.model_folders import check_draft, exported, model_folder, resolve_draft
+from ovspec.setup.pair_loading import load_models
 from ovspec.text.chat_template import templates_in
 from ovspec.text.given_template import given_source
 

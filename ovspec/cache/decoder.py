@@ -112,7 +112,7 @@ Copies = Literal["any", "run"] | None
 
 @dataclass(frozen=True)
 class Rollback:
-    """How a model's tokens are rolled back, found by probing (``setup/probing.py``).
+    """How a model's tokens are rolled back, found by probing (``setup/rollback_probing.py``).
 
     kv: "mask": attention skips dead slots. "trim": slots must be contiguous, so the state is cut. "blocks": the paged
         decoder passes a smaller length to the next inference. None: the model has no keys and values.

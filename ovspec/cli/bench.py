@@ -51,8 +51,8 @@ def bench(
     refuse_if(draft and "lookup" in draft.split(","), "--draft names a draft model; lookup is timed in any case.")
     from ovspec.api.timing import default_prompts, format_mode_table, summarize_mode, time_modes
     from ovspec.drafting.choice import DraftChoice
-    from ovspec.setup.folders import embedded_pair
     from ovspec.setup.manifest import DRAFT_FOLDER
+    from ovspec.setup.model_folders import embedded_pair
 
     folder = folder or embedded_pair()
     if draft is None and (folder / DRAFT_FOLDER).is_dir():

@@ -106,7 +106,7 @@ def export(
       ovspec export org/model --draft-layers 4 -o my-pair --evaluate notes.txt
     """
     from ovspec.drafting.choice import HEAD
-    from ovspec.setup.pairs import known_pairs
+    from ovspec.setup.known_pairs import known_pairs
 
     pairs = known_pairs()
     if list_pairs:

@@ -117,7 +117,7 @@ def generate(
 
     from ovspec.cli import output
     from ovspec.cli.compare import print_comparison
-    from ovspec.setup.folders import model_folder
+    from ovspec.setup.model_folders import model_folder
 
     model_folder(folder)  # what isn't a model is refused before a prompt is read
     check_grammar_option(params)

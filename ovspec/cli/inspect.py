@@ -37,7 +37,7 @@ def inspect(folder: Path | None, verify: bool | None, as_json: bool, report: Pat
     """
     from ovspec.api.loading import make_device_options
     from ovspec.setup import inspection
-    from ovspec.setup.folders import model_folder
+    from ovspec.setup.model_folders import model_folder
 
     folder = model_folder(folder)
     given = load_params(runtime)  # type: ignore[arg-type]

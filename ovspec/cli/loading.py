@@ -22,7 +22,7 @@ def load_model(
     with step(f"{folder or 'demo pair'}: loading"):
         import ovspec
         from ovspec.api.session_file import check_session
-        from ovspec.setup.folders import model_folder
+        from ovspec.setup.model_folders import model_folder
         from ovspec.text.chat_template import chat_template, templates_in
 
         if session and session.exists():

@@ -59,8 +59,8 @@ def tune(folder: Path | None, goal: Goal, device: str | None, as_json: bool, cac
     from ovspec.ir.compile import MODEL_FILE
     from ovspec.ir.device import DeviceOptions, check_device
     from ovspec.ir.heads import is_head
-    from ovspec.setup.folders import model_folder
     from ovspec.setup.manifest import DRAFT_FOLDER
+    from ovspec.setup.model_folders import model_folder
     from ovspec.setup.profile import profile_file
     from ovspec.setup.tuning import tune as measure
 

@@ -34,7 +34,7 @@ from ovspec.setup.exactness import (
     wait_for_kernels,
 )
 from ovspec.setup.paging import PagedCheck, check_paged, compile_paged
-from ovspec.setup.probing import find_probe
+from ovspec.setup.rollback_probing import find_probe
 from ovspec.text.vocabulary import ALL_IDS, KnownIds
 
 EngineName = Literal["stateful", "paged"]

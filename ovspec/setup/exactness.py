@@ -17,7 +17,7 @@ from ovspec.cache.decoder import Decoder, FeedRule
 from ovspec.ir.crashes import without_crash
 from ovspec.ir.device import DeviceOptions, compile_properties
 from ovspec.ir.gpu import wait_for_compilation
-from ovspec.setup.probing import memory_file
+from ovspec.setup.rollback_probing import memory_file
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from ovspec.ir.heads import is_head
 from ovspec.ir.memory import kv_bytes_per_token
 from ovspec.setup.engine_choice import CompiledModel, EngineChoice
 from ovspec.setup.manifest import DRAFT_FOLDER, ExportedModel, read_manifest
-from ovspec.setup.probing import find_probe
 from ovspec.setup.profile import known_profile, load_with, weight_shapes
 from ovspec.setup.proposers import load_head
+from ovspec.setup.rollback_probing import find_probe
 
 # OpenVINO's element types for weights -> the names that users know.
 WEIGHT_TYPES = {"f32": "fp32", "f16": "fp16", "bf16": "bf16", "i8": "int8", "u8": "int8", "i4": "int4", "u4": "int4"}

@@ -22,10 +22,10 @@ from ovspec.ir.crashes import fault_of
 from ovspec.ir.device import DeviceOptions, check_device, compile_properties, is_gpu
 from ovspec.ir.heads import give_features
 from ovspec.ir.instruction_set import instruction_set
+from ovspec.ir.matrix_products import CUTTING, cut_products, join_products
 from ovspec.ir.memory import room_for
 from ovspec.ir.paged_attention import NotPaged, attention_windows, pair_queries, to_paged
-from ovspec.ir.products import CUTTING, cut_products, join_products
-from ovspec.setup.probing import memory_file
+from ovspec.setup.rollback_probing import memory_file
 
 # If a model's attention window has at most this many slots, the text that compares the engines is longer than it.
 LONGEST_WINDOW = 256

@@ -17,11 +17,11 @@ from ovspec.ir.compile import compile_graph
 from ovspec.ir.crashes import without_crash
 from ovspec.ir.device import DeviceOptions, check_device, is_gpu
 from ovspec.ir.heads import HIDDEN, read_head
+from ovspec.ir.matrix_products import join_products
 from ovspec.ir.paged_attention import to_paged
-from ovspec.ir.products import join_products
 from ovspec.setup.engine_choice import CompiledModel, EngineChoice, fast_rule
-from ovspec.setup.probing import memory_file
 from ovspec.setup.profile import Profile, load_with
+from ovspec.setup.rollback_probing import memory_file
 
 # A head proposes, so that rounding matters less than speed: activations share a scale in larger groups than usual.
 HEAD_PROPERTIES = {"DYNAMIC_QUANTIZATION_GROUP_SIZE": "128"}

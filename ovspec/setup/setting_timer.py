@@ -21,8 +21,8 @@ from ovspec.setup.engine_choice import CompiledModel, fast_rule
 from ovspec.setup.exactness import FULL as FULL_TRIAL
 from ovspec.setup.exactness import Exactness, exactness_file
 from ovspec.setup.paging import EXACT, check_paged, compile_paged
-from ovspec.setup.probing import probe_rollback
 from ovspec.setup.profile import Measurement, Setting, completed
+from ovspec.setup.rollback_probing import probe_rollback
 
 SETTLED = 0.02  # seconds for which one inference is repeated
 LONG_PROMPT = 0.5  # seconds; a prefill that takes longer is timed once

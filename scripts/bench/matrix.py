@@ -28,8 +28,8 @@ from ovspec.base.errors import OvspecError
 from ovspec.cache.sequence import Sequence
 from ovspec.drafting.choice import DraftChoice
 from ovspec.drafting.costs import Costs
-from ovspec.setup.folders import embedded_pair
 from ovspec.setup.manifest import DRAFT_FOLDER
+from ovspec.setup.model_folders import embedded_pair
 
 # Mode: the drafters it has, lookup and the draft model; auto does without the draft model if there is none.
 MODES = {"plain": (False, False), "draft": (False, True), "lookup": (True, False)}

@@ -22,7 +22,7 @@ from harness import Table, cap, machine, options, take_turns
 
 from ovspec.cache.decoder import Decoder
 from ovspec.ir.device import DeviceOptions
-from ovspec.ir.products import join_products
+from ovspec.ir.matrix_products import join_products
 from ovspec.setup.engine_choice import load_ir
 from ovspec.setup.tuning import TEXT
 from ovspec.text.tokenizer import Tokenizer

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from harness import CODE, machine, milliseconds, options
 
-from ovspec.setup.folders import embedded_pair
+from ovspec.setup.model_folders import embedded_pair
 
 COMMAND = (sys.executable, "-m", "ovspec")
 

@@ -25,7 +25,7 @@ from ovspec.cache.stateful import RowByRow, StatefulDecoder
 from ovspec.ir.compile import compile_ir
 from ovspec.ir.device import EXACT_KV_PRECISIONS, DeviceOptions, compile_properties
 from ovspec.ir.request import Request
-from ovspec.setup.probing import probe_rollback
+from ovspec.setup.rollback_probing import probe_rollback
 
 TOKENS = st.lists(st.integers(3, 4095), max_size=6)
 OPERATIONS = st.lists(

@@ -25,7 +25,7 @@ from ovspec.drafting.lookahead import Lookahead
 from ovspec.drafting.lookup import LEAST_MATCH, LONGEST_MATCH, MOST_ROLLED_BACK, Index, Lookup, corpus_of
 from ovspec.sampling.samplers import GreedySampler
 from ovspec.setup.engine_choice import EngineName
-from ovspec.setup.folders import resolve_draft
+from ovspec.setup.model_folders import resolve_draft
 from ovspec.text.generation_config import GenerationFile
 
 Load = Callable[..., ovspec.LanguageModel]

@@ -16,7 +16,7 @@ from packaging.version import Version
 import ovspec
 from ovspec.ir.compile import compile_ir
 from ovspec.ir.device import DeviceOptions
-from ovspec.setup.probing import probe_rollback
+from ovspec.setup.rollback_probing import probe_rollback
 
 TASK = "text-generation-with-past"
 # Registered by optimum for this task, but no language models by themselves.

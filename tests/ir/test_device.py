@@ -26,7 +26,7 @@ from ovspec.ir.device import (
     machine_key,
     native_precisions,
 )
-from ovspec.setup.probing import memory_file
+from ovspec.setup.rollback_probing import memory_file
 
 DEMO = ROOT / "models" / "demo"
 SMALL = DEMO / "draft"  # which is compiled sooner

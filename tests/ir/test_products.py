@@ -8,7 +8,7 @@ import pytest
 from openvino import opset13 as ops
 
 from ovspec.ir.device import core
-from ovspec.ir.products import cut_products, join_products
+from ovspec.ir.matrix_products import cut_products, join_products
 
 ROWS, GROUP = 16, 64
 

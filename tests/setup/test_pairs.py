@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from ovspec.cli import cli
 from ovspec.setup import exporting
-from ovspec.setup.pairs import known_pairs
+from ovspec.setup.known_pairs import known_pairs
 
 
 def test_each_pair_names_hub_ids_and_a_dated_source() -> None:

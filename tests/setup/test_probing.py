@@ -15,7 +15,7 @@ from conftest import ROOT
 
 import ovspec
 import ovspec.cache.stateful
-import ovspec.setup.probing
+import ovspec.setup.rollback_probing
 from ovspec.cache.decoder import Rollback
 from ovspec.cache.slots import Slots
 from ovspec.cache.stateful import StatefulDecoder
@@ -25,7 +25,7 @@ from ovspec.ir.config import ModelConfig
 from ovspec.ir.device import DeviceOptions
 from ovspec.ir.request import Request
 from ovspec.setup.engine_choice import load_ir
-from ovspec.setup.probing import find_copies, probe_rollback
+from ovspec.setup.rollback_probing import find_copies, probe_rollback
 
 DEMO = ROOT / "models" / "demo"
 
@@ -75,14 +75,14 @@ def test_trim_where_a_mask_has_no_effect(target_ir: CompiledIR, monkeypatch: pyt
 
 def test_trim_where_the_bound_is_in_doubt(target_ir: CompiledIR, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trim if neither the config nor the attention mask shows the bound."""
-    monkeypatch.setattr(ovspec.setup.probing, "mask_bound", lambda _: None)
+    monkeypatch.setattr(ovspec.setup.rollback_probing, "mask_bound", lambda _: None)
     assert probe_rollback(target_ir).rollback == Rollback("mask"), "the config has no window"
     monkeypatch.setattr(target_ir, "config", ModelConfig())
     assert probe_rollback(target_ir).rollback == Rollback("trim")
 
 
 def test_neither_helps(target_ir: CompiledIR, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ovspec.setup.probing, "gives_back_the_clean_run", lambda *_: False)
+    monkeypatch.setattr(ovspec.setup.rollback_probing, "gives_back_the_clean_run", lambda *_: False)
     with pytest.raises(ovspec.OvspecError, match="cannot be rolled back"):
         probe_rollback(target_ir)
 
@@ -118,14 +118,14 @@ def test_remembered_by_model_and_setting(tmp_path: Path, monkeypatch: pytest.Mon
     shutil.copytree(DEMO / "draft", folder)
     probed = []
 
-    def counting(ir: CompiledIR) -> ovspec.setup.probing.Probe:
-        probed.append(ovspec.setup.probing.setting_of(ir.device, ir.properties))
+    def counting(ir: CompiledIR) -> ovspec.setup.rollback_probing.Probe:
+        probed.append(ovspec.setup.rollback_probing.setting_of(ir.device, ir.properties))
         return probe_rollback(ir)
 
     def load(**options: Any) -> None:
         load_ir(folder, DeviceOptions(cache_dir=cache, **options), "stateful")
 
-    monkeypatch.setattr(ovspec.setup.probing, "probe_rollback", counting)
+    monkeypatch.setattr(ovspec.setup.rollback_probing, "probe_rollback", counting)
     for _ in range(2):
         load(precision="f32")
     assert len(probed) == 1

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 import ovspec
 import ovspec.ir.compile
-import ovspec.setup.loading
+import ovspec.setup.pair_loading
 from ovspec.base import progress
 from ovspec.cli import cli
 from ovspec.engine.row import Row
@@ -90,7 +90,7 @@ def runs(
 
     monkeypatch.setattr(ovspec, "load", load_once, raising=False)
     monkeypatch.setattr(Row, "__init__", noted)
-    monkeypatch.setattr(ovspec.setup.loading, "tune_if_new", note_tuning)
+    monkeypatch.setattr(ovspec.setup.pair_loading, "tune_if_new", note_tuning)
     monkeypatch.setattr(ovspec.ir.compile, "compile_properties", note_compiling)
 
     def run(command: str, *arguments: Any, stdin: str = "") -> Outcome:

@@ -23,7 +23,7 @@ from ovspec.batch.ray.pool import ADVICE, TOGETHER, Pool
 from ovspec.batch.ray.worker import Job, Reference, Worker
 from ovspec.batch.requests import BatchRequest
 from ovspec.params import Params
-from ovspec.setup.folders import folders_of, model_folder
+from ovspec.setup.model_folders import folders_of, model_folder
 
 
 def run_on_cluster(

@@ -17,8 +17,8 @@ from ovspec.batch.run import BatchThread
 from ovspec.drafting.choice import parse_draft
 from ovspec.params import Params
 from ovspec.params.loading import load_params
-from ovspec.setup.folders import folders_of
 from ovspec.setup.identity import arithmetic_of
+from ovspec.setup.model_folders import folders_of
 from ovspec.setup.profile import adopt_profiles, profile_text
 
 
