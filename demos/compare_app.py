@@ -26,10 +26,10 @@ from gradio.themes import Default
 import ovspec
 from ovspec.api.comparison import Comparison, ResultPair, compare_turns, rotate_modes, turns_within
 from ovspec.drafting.choice import parse_draft
-from ovspec.ir.device import available_devices
-from ovspec.ir.heads import is_head
+from ovspec.ir.device import list_available_devices
+from ovspec.ir.heads import is_head_folder
 from ovspec.setup.manifest import DRAFT_FOLDER
-from ovspec.setup.model_folders import embedded_pair
+from ovspec.setup.model_folders import find_demo_folder
 from ovspec.text.chat_template import Message
 
 PROMPT = "import json\n\ndef read_config(path):\n    with open(path) as file:\n"
@@ -211,9 +211,9 @@ def loader(folder: Path, **loading: Any) -> ModelOf:
 def build(folder: Path, model: ModelOf, chat: bool) -> gr.Blocks:
     """Return the page for the models in ``folder``. chat: the prompt is first what a user says."""
     draft = folder / DRAFT_FOLDER
-    proposer = SOURCES["head" if draft.is_dir() and is_head(draft) else "draft"]
+    proposer = SOURCES["head" if draft.is_dir() and is_head_folder(draft) else "draft"]
     drafters = [(name.format(proposer), key) for key, name in DRAFTERS.items() if "draft" not in key or draft.is_dir()]
-    devices = [(f"{name} ({description})", name) for name, description in available_devices()]
+    devices = [(f"{name} ({description})", name) for name, description in list_available_devices()]
 
     def pressed(
         prompt: str,
@@ -284,7 +284,7 @@ def main() -> None:
     parser.add_argument("--precision", choices=("f32", "bf16", "f16"), help="arithmetic; by default the device's own")
     given = parser.parse_args()
     try:
-        folder = given.folder or embedded_pair()
+        folder = given.folder or find_demo_folder()
         model = loader(folder, precision=given.precision)
         page = build(folder, model, given.chat)
         model("CPU", "lookup")  # so that the first press of the button needn't wait

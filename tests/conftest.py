@@ -33,7 +33,7 @@ from ovspec.cache.decoder import FeedRule, Rollback
 from ovspec.cache.paged import PagedDecoder
 from ovspec.cache.stateful import StatefulDecoder
 from ovspec.ir.compile import CompiledIR, compile_ir
-from ovspec.ir.device import DeviceOptions, default_cache_dir, native_precisions
+from ovspec.ir.device import DeviceOptions, default_cache_dir, list_native_precisions
 from ovspec.ir.instruction_set import instruction_set
 from ovspec.setup.paging import compile_paged
 
@@ -41,7 +41,7 @@ pytest_plugins = ["compiling", "durations", "guardian", "limits", "servers"]
 pytest_plugins += ["scheduling"] if find_spec("xdist") else []
 ROOT = Path(__file__).resolve().parent.parent
 USERS_CACHE = default_cache_dir()  # holds the overlays for exports; most tests use another
-HAS_BF16 = "bf16" in native_precisions()  # elsewhere bf16 is emulated, and attention is computed in f32
+HAS_BF16 = "bf16" in list_native_precisions()  # elsewhere bf16 is emulated, and attention is computed in f32
 # The strictest rule that the paged engine was found to need, on any processor. What a test plants must break this one.
 STRICT_UNBOUND = FeedRule(queries=2, fewest=5, fewest_logits=5)
 STRICT = replace(STRICT_UNBOUND, most=64)

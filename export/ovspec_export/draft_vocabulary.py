@@ -17,7 +17,15 @@ from openvino import opset13 as ops
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_as, write_atomically
-from ovspec.ir.compile import MODEL_FILE, check_weights, give_ids, lm_head, proposes_only, read_model, target_ids
+from ovspec.ir.compile import (
+    MODEL_FILE,
+    add_target_ids,
+    check_weights,
+    find_lm_head,
+    has_trimmed_vocabulary,
+    read_model,
+    read_target_ids,
+)
 from ovspec_export.sources import HeadSource, Source
 
 VOCABULARY_FILE = "draft_vocabulary.json"
@@ -38,7 +46,7 @@ def write_ids(folder: Path, ids: np.ndarray) -> None:
 
 def is_trimmed(source: Source) -> bool:
     """Return whether a model proposes only some ids."""
-    return proposes_only(source.folder) if source.is_ir else (source.folder / VOCABULARY_FILE).is_file()
+    return has_trimmed_vocabulary(source.folder) if source.is_ir else (source.folder / VOCABULARY_FILE).is_file()
 
 
 def proposed_ids(draft: Source, target: Source) -> np.ndarray | None:
@@ -51,7 +59,7 @@ def proposed_ids(draft: Source, target: Source) -> np.ndarray | None:
         return None
     if draft.is_ir:
         check_weights(draft.folder / MODEL_FILE)
-        ids = target_ids(read_model(draft.folder))
+        ids = read_target_ids(read_model(draft.folder))
     else:
         ids = np.array(read_as(VocabularyFile, draft.folder / VOCABULARY_FILE).ids, dtype=np.int64)
     if ids is None or not len(ids):
@@ -76,7 +84,7 @@ def trim_ir(folder: Path, ids: np.ndarray, name: str) -> None:
         model = with_few_logits(folder, ids)
     except ValueError as error:
         raise OvspecError(f"{name}: its vocabulary can't be trimmed, because {error}; choose another draft.") from None
-    give_ids(model, ids)
+    add_target_ids(model, ids)
     ov.save_model(model, folder / "trimmed.xml", compress_to_fp16=False)
     del model  # it maps the file that is replaced next
     for suffix in (".bin", ".xml"):
@@ -103,7 +111,7 @@ def with_few_logits(folder: Path, ids: np.ndarray) -> ov.Model:
 
 def logits_path(model: ov.Model) -> list[ov.Node]:
     """Return the operations that make logits of hidden states, the lm_head's MatMul first; ValueError if unknown."""
-    node, path = lm_head(model), list[ov.Node]()
+    node, path = find_lm_head(model), list[ov.Node]()
     while node and node.get_type_name() != "Result":
         path.append(node)
         readers = node.output(0).get_target_inputs()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ovspec.base.errors import OvspecError
-from ovspec.setup.known_pairs import known_pairs
+from ovspec.setup.known_pairs import read_known_pairs
 from ovspec_export.environments import OPTIMUM_INTEL_2_2, OVERLAYS, TRANSFORMERS_4_57, TRANSFORMERS_5_2, Environment
 
 
@@ -149,7 +149,7 @@ def environments_of(names: Sequence[str]) -> dict[Environment, str]:
     Raises:
         OvspecError: a family is unknown, or a name is that of a model.
     """
-    families, pairs = {*FAMILIES, *TEXT_MODELS, *NOT_EXPORTED}, known_pairs()
+    families, pairs = {*FAMILIES, *TEXT_MODELS, *NOT_EXPORTED}, read_known_pairs()
     needed: dict[Environment, str] = {}
     for name in names:
         if name == "all":

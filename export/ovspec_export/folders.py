@@ -22,7 +22,7 @@ from filelock import FileLock, Timeout
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import check_name, read_json
 from ovspec.base.progress import in_bytes
-from ovspec.setup.manifest import MANIFEST_FILE, UNFINISHED, backup_of, is_ours, restore_backup
+from ovspec.setup.manifest import MANIFEST_FILE, UNFINISHED_MANIFEST, backup_path, has_manifest, restore_backup
 
 OF_THE_SYSTEM = (".DS_Store", "Thumbs.db", "desktop.ini")  # left by file managers in every folder
 
@@ -37,18 +37,18 @@ def check_output(output: Path, overwrite: bool) -> None:
             f"{output}: holds files that ovspec did not export ({foreign}); name another `output`, or move them away."
         )
     check_name(output)
-    if not overwrite and is_ours(output) and not manifest_in(output).get("unfinished"):
+    if not overwrite and has_manifest(output) and not manifest_in(output).get("unfinished"):
         raise OvspecError(f"{output} already exists; name another `output`, or add `overwrite=True`.")
-    backup = backup_of(output)
-    if backup.exists() and (not is_ours(backup) or foreign_file(backup)):
+    backup = backup_path(output)
+    if backup.exists() and (not has_manifest(backup) or foreign_file(backup)):
         raise OvspecError(f"{backup}: is in the way and holds what ovspec did not make; rename it.")
 
 
 def check_closed(output: Path) -> None:
     """Raise OvspecError if an export can't be replaced because its files are open, as Windows demands."""
-    if sys.platform == "win32" and is_ours(output):
+    if sys.platform == "win32" and has_manifest(output):
         try:
-            output.rename(backup_of(output))
+            output.rename(backup_path(output))
         except PermissionError:
             raise in_use(output) from None
         restore_backup(output)
@@ -71,7 +71,7 @@ def foreign_files(folder: Path) -> Iterator[str]:
     if manifest.get("unfinished"):
         return
     listed = manifest.get("files")
-    known = {*listed, MANIFEST_FILE} if is_ours(folder) and isinstance(listed, dict) else set()
+    known = {*listed, MANIFEST_FILE} if has_manifest(folder) and isinstance(listed, dict) else set()
     for path in folder.rglob("*"):
         name = path.relative_to(folder).as_posix()
         if (path.is_symlink() or not path.is_dir()) and name not in known and path.name not in OF_THE_SYSTEM:
@@ -111,7 +111,7 @@ def work_folder(output: Path, overwrite: bool) -> Iterator[Path]:
             remove(left)  # of an export that was killed, since we hold the lock
         work = partial_of(output)
         work.mkdir()
-        (work / MANIFEST_FILE).write_text(UNFINISHED, encoding="utf-8", newline="\n")
+        (work / MANIFEST_FILE).write_text(UNFINISHED_MANIFEST, encoding="utf-8", newline="\n")
         try:
             yield work
         finally:
@@ -126,7 +126,7 @@ def work_folder(output: Path, overwrite: bool) -> Iterator[Path]:
 
 def replace_folder(new: Path, output: Path) -> None:
     """Replace ``output`` by ``new`` with renames only, which also works on Windows."""
-    backup = backup_of(output)
+    backup = backup_path(output)
     discard(backup)  # of a replacement that was killed before it cleaned up
     with contextlib.suppress(OSError):
         output.rmdir()  # an empty folder need not be kept
@@ -144,7 +144,7 @@ def replace_folder(new: Path, output: Path) -> None:
                     raise in_use(output) from None
                 raise
             time.sleep(0.1)
-    if is_ours(backup):
+    if has_manifest(backup):
         for name in list(foreign_files(backup)):  # came while the export ran
             if not (output / name).exists():
                 (output / name).parent.mkdir(parents=True, exist_ok=True)
@@ -157,7 +157,7 @@ def discard(backup: Path) -> None:
 
     It is renamed first, so that it isn't taken for an export when half deleted.
     """
-    if is_ours(backup) and not foreign_file(backup):
+    if has_manifest(backup) and not foreign_file(backup):
         output = backup.with_name(backup.name.removeprefix(".").removesuffix(".old"))
         left = partial_of(output)
         backup.rename(left)
@@ -166,7 +166,7 @@ def discard(backup: Path) -> None:
 
 def remove(folder: Path) -> None:
     """Delete a folder that ovspec made; its manifest goes last, so that the folder is recognised until then."""
-    if is_ours(folder):
+    if has_manifest(folder):
         for path in folder.iterdir():
             if path.name != MANIFEST_FILE:
                 with contextlib.suppress(OSError):

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ovspec.base.errors import OvspecError
-from ovspec.setup.identity import files_of
+from ovspec.setup.identity import list_model_files
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 ALIGNMENT = 32  # of the tensors, where the metadata doesn't say otherwise
@@ -81,7 +81,7 @@ def read_gguf(path: Path) -> GgufFile:
     Raises:
         OvspecError: it isn't a GGUF file, is damaged or cut off, or a shard is missing.
     """
-    files = files_of(path)
+    files = list_model_files(path)
     metadata, tensors = read_header(files[0])
     if len(files) != (shards := metadata.get("split.count") or 1):
         raise OvspecError(

@@ -9,7 +9,7 @@ import openvino as ov
 import torch
 
 from ovspec.base.errors import OvspecError
-from ovspec.ir.device import DeviceOptions, compile_properties, core
+from ovspec.ir.device import DeviceOptions, make_compile_properties, openvino_core
 from ovspec_export.agreement import ADVICE
 from ovspec_export.heads import EagleHead
 
@@ -70,7 +70,7 @@ def reference(head: EagleHead, tokens: np.ndarray, states: np.ndarray, first: in
 def computed(model: ov.Model, tokens: np.ndarray, states: np.ndarray) -> dict[str, np.ndarray]:
     """Return the outputs of ``model`` for both rows, one after the other: (entries, width) by name."""
     options = DeviceOptions(precision="f32", properties={"CACHE_DIR": ""})
-    request = core().compile_model(model, "CPU", compile_properties(options)).create_infer_request()
+    request = openvino_core().compile_model(model, "CPU", make_compile_properties(options)).create_infer_request()
     name = next(port.get_any_name() for port in request.model_inputs if port.get_any_name().startswith("input"))
     alive = np.ones((2, len(tokens)), dtype=np.int64)
     alive[1, :SHORTER] = 0

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from ovspec.base.errors import OvspecError
-from ovspec.ir.compile import MODEL_FILE, check_weights, target_ids
-from ovspec.ir.device import core
-from ovspec.ir.heads import FUSED, FUSES, HIDDEN, LAYERS, target_layers
+from ovspec.ir.compile import MODEL_FILE, check_weights, read_target_ids
+from ovspec.ir.device import openvino_core
+from ovspec.ir.heads import FUSION_INPUT, FUSION_OUTPUT, HIDDEN_OUTPUT, TARGET_LAYERS_INFO, read_target_layers
 from ovspec_export.head_layout import usual_layers
 from ovspec_export.sources import HeadSource, Source
 
@@ -69,17 +69,17 @@ def sizes_in_ir(head: HeadSource) -> HeadSizes:
     """Return the sizes of a head that ovspec exported."""
     check_weights(head.folder / MODEL_FILE)
     try:
-        model = core().read_model(head.folder / MODEL_FILE)
+        model = openvino_core().read_model(head.folder / MODEL_FILE)
         inputs, outputs = (
             {port.get_any_name(): port for port in ports if port.get_names()} for ports in (model.inputs, model.outputs)
         )
-        ids = target_ids(model)
-        if FUSED not in outputs or ids is None or not model.has_rt_info(LAYERS):
+        ids = read_target_ids(model)
+        if FUSION_OUTPUT not in outputs or ids is None or not model.has_rt_info(TARGET_LAYERS_INFO):
             raise OvspecError(f"{head.name}: an IR of a head that ovspec can't use; {AGAIN}.")
-        layers = target_layers(model)
+        layers = read_target_layers(model)
         return HeadSizes(
-            hidden=outputs[HIDDEN].get_partial_shape()[2].get_length(),
-            width=inputs[FUSES].get_partial_shape()[2].get_length(),
+            hidden=outputs[HIDDEN_OUTPUT].get_partial_shape()[2].get_length(),
+            width=inputs[FUSION_INPUT].get_partial_shape()[2].get_length(),
             taps=len(layers),
             vocab=head.entry("vocab"),
             ids=ids,

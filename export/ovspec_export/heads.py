@@ -29,8 +29,8 @@ from transformers.models.llama.modeling_llama import (
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_json
-from ovspec.ir.compile import give_ids
-from ovspec.ir.heads import FUSED, FUSES, HIDDEN, LAYERS
+from ovspec.ir.compile import add_target_ids
+from ovspec.ir.heads import FUSION_INPUT, FUSION_OUTPUT, HIDDEN_OUTPUT, TARGET_LAYERS_INFO
 from ovspec_export.head_layout import HeadLayout, head_layout, our_name, rope_type
 from ovspec_export.pickled import pickled_tensors
 
@@ -271,7 +271,7 @@ def head_ir(head: EagleHead, tap_layers: list[int]) -> ov.Model:
         "hidden_states": [-1, -1, layout.hidden],
         "attention_mask": [-1, -1],
         "position_ids": [-1, -1],
-        FUSES: [-1, -1, layout.taps * layout.target_hidden],
+        FUSION_INPUT: [-1, -1, layout.taps * layout.target_hidden],
         "past_key_values.0.key": cache,
         "past_key_values.0.value": cache,
     }
@@ -279,12 +279,12 @@ def head_ir(head: EagleHead, tap_layers: list[int]) -> ov.Model:
         port.get_tensor().set_names({name})
         port.get_node().set_friendly_name(name)
         port.get_node().set_partial_shape(ov.PartialShape(shape))  # type: ignore[attr-defined]
-    outputs = ("logits", HIDDEN, FUSED, "present.0.key", "present.0.value")
+    outputs = ("logits", HIDDEN_OUTPUT, FUSION_OUTPUT, "present.0.key", "present.0.value")
     for port, name in zip(model.outputs, outputs, strict=True):
         port.get_tensor().set_names({name})
-    give_ids(model, head.d2t.numpy() + np.arange(len(head.d2t)))
+    add_target_ids(model, head.d2t.numpy() + np.arange(len(head.d2t)))
     model.validate_nodes_and_infer_types()
     patch_stateful_decoder(head.rotary.config, model)
-    model.set_rt_info(tap_layers, LAYERS)
+    model.set_rt_info(tap_layers, TARGET_LAYERS_INFO)
     model.set_rt_info(True, ["eagle3_mode"])
     return model

@@ -10,8 +10,8 @@ import ovspec
 from ovspec.base.errors import OvspecError
 from ovspec.base.progress import in_bytes, step
 from ovspec.ir.compile import read_ir
-from ovspec.ir.heads import give_features, read_head
-from ovspec.setup.manifest import MANIFEST_FILE, ExportedFile, ExportedModel, Manifest, sha256
+from ovspec.ir.heads import add_features_output, read_head
+from ovspec.setup.manifest import MANIFEST_FILE, ExportedFile, ExportedModel, Manifest, hash_file
 from ovspec_export.compression import Compression
 from ovspec_export.folders import replace_folder
 from ovspec_export.sources import HeadSource, Source
@@ -24,7 +24,7 @@ def complete(work: Path, output: Path, manifest: Manifest) -> None:
     with step(f"{output.name}: computing checksums", keep=True) as computing:
         files = sorted(path for path in work.rglob("*") if path.is_file() and path != work / MANIFEST_FILE)
         manifest.files = {
-            path.relative_to(work).as_posix(): ExportedFile(path.stat().st_size, sha256(path)) for path in files
+            path.relative_to(work).as_posix(): ExportedFile(path.stat().st_size, hash_file(path)) for path in files
         }
         size = sum(file.size for file in manifest.files.values())
         computing.result = f"{in_bytes(size)} in {len(files)} files"
@@ -45,7 +45,7 @@ def describe(source: Source, folder: Path, compression: Compression, target: Pat
     if isinstance(source, HeadSource):
         try:
             target = target or folder.parent
-            read_ir(target, lambda model: give_features(model, target, folder))
+            read_ir(target, lambda model: add_features_output(model, target, folder))
             states = read_head(folder, target).states
         except OvspecError as error:
             raise OvspecError(str(error).replace(str(folder), source.name)) from None

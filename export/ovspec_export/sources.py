@@ -18,8 +18,8 @@ import numpy as np
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_as, read_json
 from ovspec.ir.compile import MODEL_FILE
-from ovspec.ir.config import LAYERS
-from ovspec.setup.identity import files_of, files_revision
+from ovspec.ir.config import LAYER_KEYS
+from ovspec.setup.identity import compute_files_revision, list_model_files
 from ovspec.text.chat_template import MORE_TEMPLATES
 from ovspec.text.tokenizer_files import TOKENIZER_CONFIG_FILE
 from ovspec_export.families import FLAT, TEXT_MODELS, TEXT_ONLY, Family, TextOnly, family_of
@@ -53,7 +53,7 @@ OF_IMAGES = re.compile(r"(vision|image|video)_|(architectures|model_type|text_co
 
 # Numbers that families name differently in their config.
 ENTRIES = {
-    "layers": LAYERS,
+    "layers": LAYER_KEYS,
     "hidden": ("hidden_size", "n_embd", "d_model"),
     "vocab": ("vocab_size",),
 }
@@ -185,7 +185,7 @@ class GgufSource(Source):
     @property
     def size(self) -> int:
         """The size of its files in bytes."""
-        return sum(path.stat().st_size for path in files_of(self.folder))
+        return sum(path.stat().st_size for path in list_model_files(self.folder))
 
 
 @dataclass(frozen=True)
@@ -256,10 +256,10 @@ def find_source(name: str, trust_remote_code: bool = False) -> Source:
         raise OvspecError("The name of the model to export is empty; give a folder or a hub id.")
     folder = Path(name).expanduser()
     if folder.is_dir():
-        source = source_in(folder, folder.resolve().name, files_revision(folder))
+        source = source_in(folder, folder.resolve().name, compute_files_revision(folder))
     elif folder.is_file():
         stem = re.sub(r"-\d{5}-of-\d{5}$", "", folder.stem)
-        found = GgufSource(stem, folder, False, files_revision(folder), read_gguf(folder))
+        found = GgufSource(stem, folder, False, compute_files_revision(folder), read_gguf(folder))
         _ = found.family
         return found
     elif name.startswith((".", "/", "~")) or name.count("/") != 1 or "\\" in name or name[1:2] == ":":

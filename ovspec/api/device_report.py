@@ -13,9 +13,9 @@ from ovspec import __version__
 from ovspec.api.comparison import find_divergence
 from ovspec.api.loading import load
 from ovspec.api.model import LanguageModel
-from ovspec.ir.device import available_devices, machine_key
-from ovspec.ir.gpu import gpu_facts
-from ovspec.setup.exactness import random_text
+from ovspec.ir.device import identify_machine, list_available_devices
+from ovspec.ir.gpu import read_gpu_facts
+from ovspec.setup.exactness import draw_probe_text
 
 PROMPT = "def first(items):\n    return items[0]\n\n\ndef second(items):\n    return items[1]\n\n\ndef third(items):\n"
 TOKENS = 64
@@ -36,8 +36,10 @@ def device_report(folder: Path, inspected: dict[str, dict[str, Any]], options: d
     device = lm.target.ir.device
     return {
         "ovspec": __version__,
-        "machine": machine_key(device),
-        "devices": {name: gpu_facts(name) or {"name": description} for name, description in available_devices()},
+        "machine": identify_machine(device),
+        "devices": {
+            name: read_gpu_facts(name) or {"name": description} for name, description in list_available_devices()
+        },
         "models": models,
         "properties": {name: value for name, value in lm.target.ir.properties.items() if name != "CACHE_DIR"},
         "timings": timings(lm),
@@ -48,7 +50,7 @@ def device_report(folder: Path, inspected: dict[str, dict[str, Any]], options: d
 def timings(lm: LanguageModel) -> dict[str, Any]:
     """Return the milliseconds of a prompt's tokens and of inferences, the first of each width and the fastest."""
     decoder = lm.target.decoder()
-    text = random_text(decoder, lm.target.ir.logits_width)[: CONTEXT + max(WIDTHS)]
+    text = draw_probe_text(decoder, lm.target.ir.logits_width)[: CONTEXT + max(WIDTHS)]
     context = len(text) - max(WIDTHS)
 
     def milliseconds(tokens: np.ndarray) -> float:

@@ -19,8 +19,8 @@ from ovspec.ir.device import DeviceOptions, check_device, check_threads
 from ovspec.params.loading import LOAD, LoadParams, load_params
 from ovspec.params.option import documentation, options_class, takes
 from ovspec.setup.manifest import read_manifest
-from ovspec.setup.model_folders import check_draft, exported, model_folder, resolve_draft
-from ovspec.setup.pair_loading import load_models
+from ovspec.setup.model_folders import check_draft_folder, export_model_and_draft, resolve_draft, resolve_model_folder
+from ovspec.setup.pair_loading import load_target_and_draft
 from ovspec.text.chat_template import templates_in
 from ovspec.text.given_template import given_source
 
@@ -56,8 +56,8 @@ def load(
             check_device(asked, name)
     device = make_device_options(given)
     if given.export:
-        model, draft = exported(model, draft)
-    folder = model_folder(model)
+        model, draft = export_model_and_draft(model, draft)
+    folder = resolve_model_folder(model)
     manifest = read_manifest(folder, given.verify)
     if given.verify and not manifest:
         raise OvspecError(f"{folder}: `verify` needs the manifest that 'ovspec export' writes, which is missing.")
@@ -70,11 +70,13 @@ def load(
     corpus = [read_text(Path(file)) for file in given.lookup_corpus]
     draft_folder = Path(choice.model) if choice and choice.model else None
     if draft_folder:
-        check_draft(draft_folder, folder, manifest)
+        check_draft_folder(draft_folder, folder, manifest)
     tune = os.environ.get("OVSPEC_TUNE") != "0" if given.tune is None else given.tune
     draft_device = replace(device, device=given.draft_device or given.device)
     engines = given.engine, given.arithmetic
-    target, proposer = load_models(folder, device, *engines, draft=draft_folder, draft_options=draft_device, tune=tune)
+    target, proposer = load_target_and_draft(
+        folder, device, *engines, draft=draft_folder, draft_options=draft_device, tune=tune
+    )
     if draft is None and (target.guess_is_free or given.lookup_corpus):
         choice = DraftChoice(lookup=True)
     number = None if given.lookahead == "auto" else given.lookahead

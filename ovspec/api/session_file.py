@@ -22,9 +22,9 @@ from ovspec.cache.decoder import Decoder
 from ovspec.engine.decoders import Decoders
 from ovspec.engine.prompts import Variables
 from ovspec.engine.runtime import Runtime
-from ovspec.ir.heads import FEATURES
+from ovspec.ir.heads import FEATURES_OUTPUT
 from ovspec.setup.engine_choice import CompiledModel
-from ovspec.setup.identity import cache_setting, model_identity
+from ovspec.setup.identity import describe_cache_setting, hash_model
 from ovspec.text.chat_template import Message
 
 FORMAT_VERSION = 1
@@ -126,9 +126,10 @@ def load_session(path: Path, runtime: Runtime, decoders: Decoders, owner: int) -
         decoder.reset(1)
         begin = f"{name}/cache/"
         cache = {key.removeprefix(begin): values for key, values in layers.items() if key.startswith(begin)}
-        headed, same = FEATURES in loaded.ir.outputs, about.caches.get(name) == describe_cache(loaded, tokens[name])
+        headed = FEATURES_OUTPUT in loaded.ir.outputs
+        same = about.caches.get(name) == describe_cache(loaded, tokens[name])
         if not headed:  # the head that it was saved with isn't there now
-            cache.pop(FEATURES, None)
+            cache.pop(FEATURES_OUTPUT, None)
         if cache and same:
             try:
                 decoder.restore(tokens[name], cache)
@@ -138,7 +139,7 @@ def load_session(path: Path, runtime: Runtime, decoders: Decoders, owner: int) -
                 decoder.reset(1)
         if name == "target" and len(tokens[name]):
             why = f"with other settings ({about.caches[name].setting})" if cache else "without its KV cache"
-            if cache and same and headed and FEATURES not in cache:
+            if cache and same and headed and FEATURES_OUTPUT not in cache:
                 why = "without the head"
             text = f"{path}: saved {why}; the text is read again, and may continue differently at near-ties"
             warnings.warn(text, stacklevel=3)
@@ -176,7 +177,7 @@ def read_header(path: Path, arrays: Mapping[str, np.ndarray], folder: Path) -> S
     if found["format"] != FORMAT_VERSION:
         raise OvspecError(f"{path}: format {str(found['format'])[:20]} is not known; update ovspec.")
     about = msgspec.convert(found, SessionHeader)
-    if about.caches["target"].model != model_identity(folder):
+    if about.caches["target"].model != hash_model(folder):
         raise OvspecError(f"{path}: a session of another model than {folder}; load it with its own.")
     return about
 
@@ -195,7 +196,7 @@ def require_valid(right: object) -> None:
 
 def describe_cache(loaded: CompiledModel, tokens: np.ndarray) -> SavedCache:
     """Describe a cache of ``tokens`` (n,); only a saved cache with an equal description can be restored."""
-    return SavedCache(model_identity(loaded.ir.folder), cache_setting(loaded), len(tokens))
+    return SavedCache(hash_model(loaded.ir.folder), describe_cache_setting(loaded), len(tokens))
 
 
 def named_decoders(runtime: Runtime, decoders: Decoders) -> list[tuple[str, CompiledModel, Decoder]]:

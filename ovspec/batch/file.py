@@ -21,7 +21,7 @@ from ovspec.batch.run import BatchRun, tokens_of
 from ovspec.params import GRAMMARS, ONLY_SPEED, Params
 from ovspec.sampling.grammar_options import grammar_of
 from ovspec.setup.engine_choice import CompiledModel
-from ovspec.setup.identity import cache_setting, model_identity, prompt_identity
+from ovspec.setup.identity import describe_cache_setting, hash_model, hash_prompt_files
 
 
 @dataclass
@@ -161,10 +161,10 @@ def deciding(lm: LanguageModel, params: Params) -> list[CompiledModel]:
 
 def what_matters(lm: LanguageModel, params: Params) -> str:
     """Return a text that identifies the model and all options that change results, not only their speed."""
-    identities = [(model_identity(model.ir.folder), cache_setting(model)) for model in deciding(lm, params)]
+    identities = [(hash_model(model.ir.folder), describe_cache_setting(model)) for model in deciding(lm, params)]
     changed = params.changed(but=(*ONLY_SPEED, *GRAMMARS))
     texts = {name: option_as_json(name, changed[name]) for name in sorted(changed)}
-    written = prompt_identity(lm.folder), lm.runtime.prompts.template, lm.runtime.prompts.tool_format
+    written = hash_prompt_files(lm.folder), lm.runtime.prompts.template, lm.runtime.prompts.tool_format
     return repr((identities, written, texts, grammar_of(params)[0], proposing(lm, params)))
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import openvino as ov
 from numpy.typing import DTypeLike
 
-from ovspec.ir.device import core
+from ovspec.ir.device import openvino_core
 
 BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32}  # by the size of a value in bytes
 
@@ -85,7 +85,7 @@ class DeviceBlocks:
     def __init__(self, capacity: int, shape: list[int], kind: ov.Type, device: str) -> None:
         self.kind, self.device, self.shape = kind, device, shape
         self.dtype = np.dtype(BITS[kind.size])
-        self._context = core().get_default_context(device)
+        self._context = openvino_core().get_default_context(device)
         self._tensor = self._new(capacity)
 
     @property

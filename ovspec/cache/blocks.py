@@ -17,8 +17,8 @@ from ovspec.cache.block_pool import BlockPool
 from ovspec.cache.sequence import EMPTY
 from ovspec.ir.compile import CompiledIR
 from ovspec.ir.device import is_gpu
-from ovspec.ir.heads import FEATURES
-from ovspec.ir.paged_attention import CACHE
+from ovspec.ir.heads import FEATURES_OUTPUT
+from ovspec.ir.paged_attention import CACHE_INPUT
 
 FIRST_BLOCKS = 8
 
@@ -101,9 +101,9 @@ class BlockTensors:
     """
 
     def __init__(self, ir: CompiledIR, most_tokens: float = 0) -> None:
-        self.ports = {name: ir.compiled.input(name) for name in ir.inputs if CACHE.fullmatch(name)}
+        self.ports = {name: ir.compiled.input(name) for name in ir.inputs if CACHE_INPUT.fullmatch(name)}
         self._device = ir.device
-        self._features = ir.width_of(FEATURES)
+        self._features = ir.width_of(FEATURES_OUTPUT)
         # By name; a block's shape is (heads, block size, width) or, of features, (block size, width).
         self.arrays: dict[str, BlockArray] = {}
         self.lock = threading.RLock()
@@ -129,7 +129,7 @@ class BlockTensors:
     @property
     def features(self) -> np.ndarray:
         """The features of each block's tokens, (blocks, block size, width) float32."""
-        array = self.arrays[FEATURES]
+        array = self.arrays[FEATURES_OUTPUT]
         assert isinstance(array, HostBlocks)
         return array.values
 
@@ -157,7 +157,7 @@ class BlockTensors:
                 array.copy(source, target)
 
     def _new(self, name: str, capacity: int) -> BlockArray:
-        if name == FEATURES:
+        if name == FEATURES_OUTPUT:
             return HostBlocks(capacity, [self.block_size, self._features], ov.Type.f32, np.float32)
         port = self.ports[name]
         shape = [length.get_length() for length in list(port.get_partial_shape())[1:]]
@@ -168,7 +168,7 @@ class BlockTensors:
 
     def _allocate(self, capacity: int) -> None:
         """Enlarge the arrays one by one, keeping the blocks."""
-        for name in [*self.ports, *([FEATURES] if self._features else [])]:
+        for name in [*self.ports, *([FEATURES_OUTPUT] if self._features else [])]:
             array = self.arrays.get(name)
             self.arrays[name] = array.grown(capacity) if array else self._new(name, capacity)
         self.capacity = capacity

@@ -12,7 +12,7 @@ import numpy as np
 
 from ovspec.base.errors import InferenceError
 from ovspec.cache.sequence import EMPTY, Sequence
-from ovspec.ir.compile import last_line
+from ovspec.ir.compile import last_error_line
 
 # "exact": a token has the same bits however it was computed: alone, with others, or in one pass over its text.
 # "fast": whatever is fastest for plain decoding, without that promise.
@@ -279,5 +279,5 @@ def feed_error(error: BaseException, device: str) -> BaseException:
     if isinstance(error, MemoryError):
         return InferenceError("The KV cache doesn't fit into memory; shorten the prompt or lower `max_tokens`.")
     if isinstance(error, RuntimeError):
-        return InferenceError(f"{device}: the inference failed ({last_line(error)}).")
+        return InferenceError(f"{device}: the inference failed ({last_error_line(error)}).")
     return error

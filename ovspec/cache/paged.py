@@ -31,10 +31,10 @@ from ovspec.cache.decoder import (
 from ovspec.cache.prefill import WORTH_SHARING
 from ovspec.cache.sequence import EMPTY, Sequence, common_prefix
 from ovspec.ir.compile import CompiledIR
-from ovspec.ir.heads import FEATURES, HIDDEN
-from ovspec.ir.memory import WORTH_TRIMMING, trim_heap
-from ovspec.ir.paged_attention import INPUTS, PAIRS
-from ovspec.ir.request import Request
+from ovspec.ir.heads import FEATURES_OUTPUT, HIDDEN_OUTPUT
+from ovspec.ir.memory import LEAST_TRIMMED_BYTES, trim_heap
+from ovspec.ir.paged_attention import PAGED_INPUTS, QUERY_INPUTS
+from ovspec.ir.request import InferenceRequest
 from ovspec.text.vocabulary import ALL_IDS, KnownIds
 
 # The most tokens fed in one inference. The limit bounds the memory of activations and the time until Ctrl-C is heard.
@@ -67,13 +67,14 @@ class PagedDecoder:
         rule: FeedRule = FAST,
         tensors: BlockTensors | None = None,
     ) -> None:
-        if rule.queries > 1 and PAIRS[0] not in ir.inputs:
+        if rule.queries > 1 and QUERY_INPUTS[0] not in ir.inputs:
             raise ValueError("two queries for a token need a model rewritten by pair_queries")
         self.context_length, self.rule = ir.context_length, rule
         self._computed = [rule.computed(count) for count in range(PREFILL_CHUNK + 1)]
         self._computed_logits = [rule.computed_logits(count) for count in range(PREFILL_CHUNK + 1)]
         self._ir, self._vocabulary = ir, vocabulary
-        self._request, self._restricts = Request(ir, (*INPUTS, *PAIRS)), vocabulary.restricts(ir.logits_width)
+        self._request = InferenceRequest(ir, (*PAGED_INPUTS, *QUERY_INPUTS))
+        self._restricts = vocabulary.restricts(ir.logits_width)
         self._tensors = tensors or BlockTensors(ir)
         self.block_size = self._tensors.block_size  # in tokens
         self._bound = -1  # version of the tensors that the request is bound to
@@ -82,7 +83,7 @@ class PagedDecoder:
         self._kept_lengths: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._longest = np.zeros((), dtype=np.int32)
         self._feature_arrays: dict[int, np.ndarray] = {}
-        self._head_width, self._gives_features = ir.width_of(HIDDEN), FEATURES in ir.outputs
+        self._head_width, self._gives_features = ir.width_of(HIDDEN_OUTPUT), FEATURES_OUTPUT in ir.outputs
         self.hidden: list[np.ndarray] = []
         self._clear(1)
 
@@ -109,7 +110,7 @@ class PagedDecoder:
             self._blocks.reorder([EMPTY] * rows)
             freed = self._tensors.free()
             self._bind()  # to the small arrays, because the request keeps the arrays it is bound to alive
-        if freed > WORTH_TRIMMING:
+        if freed > LEAST_TRIMMED_BYTES:
             trim_heap()
 
     def adopt(self, sequences: list[Sequence]) -> None:
@@ -278,12 +279,12 @@ class PagedDecoder:
         arrays = (ids, positions, past, query_begins, blocks, block_begins, self._longest, logits_idx, beside, *paired)
         logits = self._request.infer(arrays, logits_idx)
         if self._gives_features:
-            computed_features = np.split(self._request.output(FEATURES), np.cumsum(counts)[:-1])
+            computed_features = np.split(self._request.output(FEATURES_OUTPUT), np.cumsum(counts)[:-1])
             for row, found in zip(fed, computed_features, strict=True):
                 begin = computed[row][0]
                 self._tensors.features[self._places(row, begin, begin + len(found))] = found
         if self._head_width:
-            hidden = split_by_row(self._request.output(HIDDEN), given)
+            hidden = split_by_row(self._request.output(HIDDEN_OUTPUT), given)
             self.hidden = [found[:want] for found, want in zip(hidden, wanted, strict=True)]
         for row in fed:  # a block that only a second query has begun
             self._blocks.truncate(row, len(self.rows[row]))

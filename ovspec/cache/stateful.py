@@ -31,11 +31,11 @@ from ovspec.cache.decoder import (
 from ovspec.cache.prefill import share_prefixes
 from ovspec.cache.sequence import EMPTY, Growing, Sequence
 from ovspec.cache.slots import Slots
-from ovspec.ir.compile import CompiledIR, State
+from ovspec.ir.compile import CompiledIR, ModelState
 from ovspec.ir.device import EXACT_KV_PRECISIONS, may_use_gpu
-from ovspec.ir.heads import FEATURES, HIDDEN
+from ovspec.ir.heads import FEATURES_OUTPUT, HIDDEN_OUTPUT
 from ovspec.ir.memory import trim_heap
-from ovspec.ir.request import Request
+from ovspec.ir.request import InferenceRequest
 from ovspec.text.vocabulary import ALL_IDS, KnownIds
 
 COMPACT_AT = 256  # dead slots, which cost attention time and memory, until a compaction, which copies the cache
@@ -80,8 +80,8 @@ class StatefulDecoder:
         # optimum's Mamba takes a whole text or a single token, and tells them apart by the length of cache_position.
         self._conv_kernel = ir.config.convolution_width if "cache_position" in ir.inputs else 0
         self._rope_switch = ir.config.rope_switch or sys.maxsize
-        self._request, self._scratch = Request(ir, INPUTS), None
-        self._head_width, self._feature_width = ir.width_of(HIDDEN), ir.width_of(FEATURES)
+        self._request, self._scratch = InferenceRequest(ir, INPUTS), None
+        self._head_width, self._feature_width = ir.width_of(HIDDEN_OUTPUT), ir.width_of(FEATURES_OUTPUT)
         self._no_features = np.empty((0, self._feature_width), dtype=np.float32)
         self.hidden: list[np.ndarray] = []
         self._token_arrays = TokenArrays()
@@ -184,7 +184,7 @@ class StatefulDecoder:
             return {}
         if self.rollback.kv:
             self.compact()
-        features = {FEATURES: self._features[0].values} if self._feature_width else {}
+        features = {FEATURES_OUTPUT: self._features[0].values} if self._feature_width else {}
         return read_states(self._request.raw, self._ir.states) | features
 
     def restore(self, tokens: np.ndarray, arrays: dict[str, np.ndarray]) -> None:
@@ -192,7 +192,7 @@ class StatefulDecoder:
         states = self._ir.states
         if self._feature_width:
             arrays = dict(arrays)
-            features = arrays.pop(FEATURES, self._features[0].values)
+            features = arrays.pop(FEATURES_OUTPUT, self._features[0].values)
             if features.shape != (len(tokens), self._feature_width) or features.dtype != np.float32:
                 raise ValueError("the features are of another model")
             self._features[0].commit(features)
@@ -229,7 +229,7 @@ class StatefulDecoder:
             self._infer_any(self._request)
         write_states(self._request.raw, values)
 
-    def _infer_any(self, request: Request, width: int = 1) -> None:
+    def _infer_any(self, request: InferenceRequest, width: int = 1) -> None:
         """Run an inference of any ``width`` tokens for its shapes alone; afterwards the states are worthless."""
         held = self._inferred[1] if request is self._request else 0
         tokens, first = np.zeros((len(self.rows), width), dtype=np.int64), np.zeros(1, dtype=np.int64)
@@ -245,7 +245,7 @@ class StatefulDecoder:
         if self.on_gpu:
             request, last_width = self._ir.last_run
             if request is not self._request and width == last_width:
-                self._scratch = self._scratch or Request(self._ir, INPUTS)
+                self._scratch = self._scratch or InferenceRequest(self._ir, INPUTS)
                 self._scratch.reset()
                 self._infer_any(self._scratch, 2 if width == 1 else 1)
             self._ir.last_run = self._request, width
@@ -374,11 +374,11 @@ class StatefulDecoder:
         logits = self._request.infer(arrays, logits_idx)
         self._beam = self._in_order  # the inference has gathered the rows
         if self._feature_width:
-            found = self._request.output(FEATURES).reshape(len(tokens), width, -1)
+            found = self._request.output(FEATURES_OUTPUT).reshape(len(tokens), width, -1)
             for row, (kept, count) in enumerate(zip(self._features, counts, strict=True)):
                 kept.commit(found[row, :count])
         if self._head_width:
-            self.hidden = split_by_row(self._request.output(HIDDEN), wanted)
+            self.hidden = split_by_row(self._request.output(HIDDEN_OUTPUT), wanted)
         return self._vocabulary.restrict(logits)
 
     def _beside(self, features: Features, width: int) -> np.ndarray:
@@ -511,7 +511,7 @@ def decoder_of(ir: CompiledIR, rollback: Rollback, vocabulary: KnownIds = ALL_ID
     return RowByRow(make) if rule.rows_apart or ir.rows_alone else make()
 
 
-def gather_states(request: ov.InferRequest, states: list[State], rows: np.ndarray, slots: np.ndarray) -> None:
+def gather_states(request: ov.InferRequest, states: list[ModelState], rows: np.ndarray, slots: np.ndarray) -> None:
     """Replace each of ``states`` by its ``slots`` (rows, width), taken from the batch rows ``rows`` (rows,).
 
     The copy is dequantised, which is exact for ``device.EXACT_KV_PRECISIONS``.
@@ -524,7 +524,7 @@ def gather_states(request: ov.InferRequest, states: list[State], rows: np.ndarra
             variable.state = ov.Tensor(np.ascontiguousarray(picked))
 
 
-def read_states(request: ov.InferRequest, states: list[State]) -> dict[str, np.ndarray]:
+def read_states(request: ov.InferRequest, states: list[ModelState]) -> dict[str, np.ndarray]:
     """Return dequantised copies of ``states`` by name."""
     names = {state.name for state in states}
     return {v.name: np.array(v.state.data) for v in request.query_state() if v.name in names}

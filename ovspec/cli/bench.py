@@ -52,9 +52,9 @@ def bench(
     from ovspec.api.timing import default_prompts, format_mode_table, summarize_mode, time_modes
     from ovspec.drafting.choice import DraftChoice
     from ovspec.setup.manifest import DRAFT_FOLDER
-    from ovspec.setup.model_folders import embedded_pair
+    from ovspec.setup.model_folders import find_demo_folder
 
-    folder = folder or embedded_pair()
+    folder = folder or find_demo_folder()
     if draft is None and (folder / DRAFT_FOLDER).is_dir():
         draft = "draft"
     texts = [*prompts, *map(read_text_or_stdin, files)] or default_prompts()

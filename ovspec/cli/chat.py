@@ -69,11 +69,11 @@ def chat(
     if folder is None and isinstance(named, Path) and (named / EXPORTED).is_dir():
         # '--draft DIR': the option took what was meant as DIR.
         folder, others["draft"] = named, DraftChoice(model=EXPORTED)
-    from ovspec.setup.model_folders import model_folder
+    from ovspec.setup.model_folders import resolve_model_folder
     from ovspec.text.generation_config import recommended_sampling, sampling_in_words
 
     given = {name: value for name, value in others.items() if value is not None}
-    recommended = recommended_sampling(model_folder(folder), given)
+    recommended = recommended_sampling(resolve_model_folder(folder), given)
     loading, params = split_options({"max_tokens": CHAT_MAX_TOKENS} | given | recommended)
     refuse_no_tokens(params, "A chat")
 

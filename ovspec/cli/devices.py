@@ -9,13 +9,13 @@ def devices() -> None:
     Example:
       ovspec devices
     """
-    from ovspec.ir.device import available_devices
-    from ovspec.ir.gpu import gpu_facts, gpu_summary
+    from ovspec.ir.device import list_available_devices
+    from ovspec.ir.gpu import format_gpu_facts, read_gpu_facts
 
-    listed = available_devices()
+    listed = list_available_devices()
     for name, description in listed:
-        facts = gpu_facts(name)
-        click.echo(f"{name}\t{description}" + (f"\t{gpu_summary(facts)}" if facts else ""))
+        facts = read_gpu_facts(name)
+        click.echo(f"{name}\t{description}" + (f"\t{format_gpu_facts(facts)}" if facts else ""))
     if not any(name.startswith("GPU") for name, _ in listed):
         click.echo(
             "No GPU: either there is none that OpenVINO can use, or its driver is missing "

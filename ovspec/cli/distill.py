@@ -86,11 +86,11 @@ def distill(model: str, trim_vocabulary: int | None, draft: str | None, **option
       ovspec generate my-model "Once upon a time" --draft my-head --stats
     """
     refuse_if(trim_vocabulary and not draft, "--trim-vocabulary needs --draft: it is for draft models.")
-    from ovspec.setup.exporting import export_package
+    from ovspec.setup.exporting import import_export_package
 
     ended = "Error: ended by SIGTERM; the same command goes on."
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(ended))  # which cleans up, and no library catches it
-    package = export_package("Distilling")
+    package = import_export_package("Distilling")
     given = package.DistillOptions(model, trim_vocabulary=trim_vocabulary, draft=draft, **options)
     if code := package.distill_model(given):
         sys.exit(code)

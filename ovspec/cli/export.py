@@ -106,25 +106,25 @@ def export(
       ovspec export org/model --draft-layers 4 -o my-pair --evaluate notes.txt
     """
     from ovspec.drafting.choice import HEAD
-    from ovspec.setup.known_pairs import known_pairs
+    from ovspec.setup.known_pairs import read_known_pairs
 
-    pairs = known_pairs()
+    pairs = read_known_pairs()
     if list_pairs:
         click.echo("\n".join(map(str, pairs.values())))
         click.echo("Not verified here: these models were not exported or run by this project's tests.", err=True)
         return
-    from ovspec.setup.exporting import export_package
+    from ovspec.setup.exporting import import_export_package
 
     context = click.get_current_context()
     given = {name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
     if list_families:
         refuse_if(given - {"list_families"}, "--list-families only lists; leave out everything else.")
-        click.echo("\n".join(export_package().family_list()))
+        click.echo("\n".join(import_export_package().family_list()))
         return
     if prepare:
         refuse_if(not target, "Name the families to prepare for: ovspec export --prepare FAMILY...")
         refuse_if(given - {"prepare", "target"}, "--prepare only downloads; leave out the options for an export.")
-        package = export_package()
+        package = import_export_package()
         package.prepare_all(package.environments_of(target))
         return
     if len(target) != 1 or output is None:
@@ -144,7 +144,7 @@ def export(
     refuse_if(draft_weight_format and alone, "--draft-weight-format needs --draft or --draft-layers.")
     ended = "Error: the export was ended by SIGTERM; nothing was changed."
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(ended))  # which cleans up, and no library catches it
-    package = export_package()
+    package = import_export_package()
     formats = [weight_format, draft_weight_format] if draft_weight_format else [weight_format]
     compressions = [package.Compression(name, **meant_for(name, formats, options)) for name in formats]
     package.export_pair(

@@ -117,9 +117,9 @@ def generate(
 
     from ovspec.cli import output
     from ovspec.cli.compare import print_comparison
-    from ovspec.setup.model_folders import model_folder
+    from ovspec.setup.model_folders import resolve_model_folder
 
-    model_folder(folder)  # what isn't a model is refused before a prompt is read
+    resolve_model_folder(folder)  # what isn't a model is refused before a prompt is read
     check_grammar_option(params)
     prompt = read_prompt(text, prompt_option, prompt_file, token_ids, needed=not goes_on)
     refuse_if(prefill is not None and prompt is None, "--prefill needs a prompt to answer.")

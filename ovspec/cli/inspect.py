@@ -37,9 +37,9 @@ def inspect(folder: Path | None, verify: bool | None, as_json: bool, report: Pat
     """
     from ovspec.api.loading import make_device_options
     from ovspec.setup import inspection
-    from ovspec.setup.model_folders import model_folder
+    from ovspec.setup.model_folders import resolve_model_folder
 
-    folder = model_folder(folder)
+    folder = resolve_model_folder(folder)
     given = load_params(runtime)  # type: ignore[arg-type]
     if verify and not (folder / "ovspec.json").is_file():
         raise OvspecError(f"{folder}: --verify needs the manifest that 'ovspec export' writes, which is missing.")
@@ -47,7 +47,7 @@ def inspect(folder: Path | None, verify: bool | None, as_json: bool, report: Pat
         raise OvspecError(f"{report.parent}: no such folder; --report needs one that exists.")
     options, tuned = make_device_options(given), given.tune is not False
     with step(f"{folder}: compiling and probing"):
-        found = inspection.inspect(folder, options, given.engine, given.arithmetic, tuned, bool(verify))
+        found = inspection.inspect_models(folder, options, given.engine, given.arithmetic, tuned, bool(verify))
     if report:
         from ovspec.api.device_report import device_report
 
@@ -57,6 +57,6 @@ def inspect(folder: Path | None, verify: bool | None, as_json: bool, report: Pat
     if as_json:
         click.echo(json.dumps(found, ensure_ascii=False))
         return
-    click.echo("\n".join(line for name, model in found.items() for line in inspection.summary(name, model)))
+    click.echo("\n".join(line for name, model in found.items() for line in inspection.format_inspection(name, model)))
     if verify:
         click.echo("All files have the checksums they were exported with.")

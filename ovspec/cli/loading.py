@@ -22,14 +22,14 @@ def load_model(
     with step(f"{folder or 'demo pair'}: loading"):
         import ovspec
         from ovspec.api.session_file import check_session
-        from ovspec.setup.model_folders import model_folder
+        from ovspec.setup.model_folders import resolve_model_folder
         from ovspec.text.chat_template import chat_template, templates_in
 
         if session and session.exists():
-            check_session(session, model_folder(folder))
+            check_session(session, resolve_model_folder(folder))
         if chat and "chat_template" not in options:
-            if not templates_in(model_folder(folder)):
+            if not templates_in(resolve_model_folder(folder)):
                 told = f"{folder}: a base model, which has no chat template; {chat}, or name a `chat_template`."
                 raise OvspecError(told)
-            chat_template(model_folder(folder))
+            chat_template(resolve_model_folder(folder))
         return ovspec.load(folder, *draft, **options)

@@ -58,15 +58,15 @@ def tune(folder: Path | None, goal: Goal, device: str | None, as_json: bool, cac
     from ovspec.base.files import remember, write_atomically
     from ovspec.ir.compile import MODEL_FILE
     from ovspec.ir.device import DeviceOptions, check_device
-    from ovspec.ir.heads import is_head
+    from ovspec.ir.heads import is_head_folder
     from ovspec.setup.manifest import DRAFT_FOLDER
-    from ovspec.setup.model_folders import model_folder
-    from ovspec.setup.profile import profile_file
-    from ovspec.setup.tuning import tune as measure
+    from ovspec.setup.model_folders import resolve_model_folder
+    from ovspec.setup.profile import find_profile_file
+    from ovspec.setup.tuning import tune_model as measure
 
-    folder = model_folder(folder)
+    folder = resolve_model_folder(folder)
     options = DeviceOptions(check_device(device or "CPU"), cache_dir=cache_dir)
-    file = profile_file(folder, options)
+    file = find_profile_file(folder, options)
     assert file  # no property switches the cache off here
     try:  # before minutes of measuring are lost
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -77,7 +77,7 @@ def tune(folder: Path | None, goal: Goal, device: str | None, as_json: bool, cac
     found: dict[str, Any] = {}
     measured: dict[Any, Profile] = {}
     for name, part in (("target", folder), ("draft", folder / DRAFT_FOLDER)):
-        if not (part / MODEL_FILE).is_file() or is_head(part):  # a head runs with its target's settings
+        if not (part / MODEL_FILE).is_file() or is_head_folder(part):  # a head runs with its target's settings
             continue
         shown: Any = click.progressbar(length=1000, label=name, file=sys.stderr, item_show_func=lambda s: str(s or ""))
         with shown as bar:
@@ -87,9 +87,9 @@ def tune(folder: Path | None, goal: Goal, device: str | None, as_json: bool, cac
 
             profile = measure(part, options, goal, tell=tell)
             tell("", 1.0)
-        measured[profile_file(part, options)] = remember(profile_file(part, options), profile)
+        measured[find_profile_file(part, options)] = remember(find_profile_file(part, options), profile)
         best = profile.choose(options, "auto")
-        found[name] = asdict(profile) | {"chosen": best and asdict(best), "file": str(profile_file(part, options))}
+        found[name] = asdict(profile) | {"chosen": best and asdict(best), "file": str(find_profile_file(part, options))}
         if not as_json:
             click.echo("\n".join(format_report(name, part, profile)))
     if as_json:
@@ -130,7 +130,7 @@ def format_report(name: str, folder: Path, profile: Profile) -> list[str]:
 
 def advise_weight_formats(formats_ms: dict[str, float]) -> list[str]:
     """Return what the weight formats cost here, and which one is worth an export; ``formats_ms``: the model's first."""
-    from ovspec.setup.weight_formats import export_options
+    from ovspec.setup.weight_formats import find_export_options
 
     if not formats_ms:
         return []
@@ -140,5 +140,5 @@ def advise_weight_formats(formats_ms: dict[str, float]) -> list[str]:
     lines += [f"  {name}: {share:.2f}x the time" for name, share in shares.items()]
     fastest = {name.split(",")[0]: name for name in sorted(others, key=lambda name: -shares[name])}
     worthwhile = [name for name in fastest.values() if shares[name] <= WORTHWHILE]
-    lines += [f"an export with {export_options(name)} should generate faster here" for name in worthwhile]
+    lines += [f"an export with {find_export_options(name)} should generate faster here" for name in worthwhile]
     return lines + ["  (--evaluate tells what each loses)"] * bool(worthwhile)

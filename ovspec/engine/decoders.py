@@ -23,7 +23,13 @@ from ovspec.drafting.lookup import Index
 from ovspec.engine.results import Piece
 from ovspec.engine.scheduler import BatchLimits, Schedulable, Scheduler, run_rows
 from ovspec.ir.compile import CompiledIR
-from ovspec.ir.memory import WORTH_CHECKING, check_memory, kv_bytes_per_token, recurrent_bytes, token_room
+from ovspec.ir.memory import (
+    LEAST_CHECKED_BYTES,
+    check_free_memory,
+    count_free_tokens,
+    kv_bytes_per_token,
+    recurrent_row_bytes,
+)
 from ovspec.params import Params
 from ovspec.setup.engine_choice import CompiledModel
 from ovspec.text.vocabulary import KnownIds
@@ -79,7 +85,7 @@ class Models:
     ) -> None:
         self.target, self.draft, self.choice, self.corpora = target, draft, choice, corpora
         self._known, self.cache_bytes = known, cache_bytes
-        self._token_bytes = sum(kv_bytes_per_token(ir) + recurrent_bytes(ir) for ir in self.irs())  # upper bound
+        self._token_bytes = sum(kv_bytes_per_token(ir) + recurrent_row_bytes(ir) for ir in self.irs())  # upper bound
         self.shares_greedy = not (cache_bytes is None and target.is_inexact and target.is_reproducible)
         most = psutil.virtual_memory().available / 4 if cache_bytes is None else cache_bytes
         self.loaded = [model for model in (target, draft) if model]  # also a draft that nothing proposes with
@@ -132,7 +138,7 @@ class Models:
 
     def bytes_for(self, tokens: int) -> float:
         """Estimate the memory, in bytes, of the KV caches of a text of ``tokens`` tokens."""
-        return sum(tokens * kv_bytes_per_token(ir) + recurrent_bytes(ir) for ir in self.irs())
+        return sum(tokens * kv_bytes_per_token(ir) + recurrent_row_bytes(ir) for ir in self.irs())
 
     @property
     def spare(self) -> float:
@@ -156,8 +162,8 @@ class Models:
 
     def check_memory(self, tokens: int, drafts: bool = True) -> None:
         """Raise OvspecError if the states for ``tokens`` more tokens can't fit into free memory."""
-        if tokens * self._token_bytes > WORTH_CHECKING:
-            check_memory(self.irs(drafts), tokens, self.spare)
+        if tokens * self._token_bytes > LEAST_CHECKED_BYTES:
+            check_free_memory(self.irs(drafts), tokens, self.spare)
             if tokens * self._token_bytes > psutil.virtual_memory().available:
                 self.give_way()
 
@@ -214,7 +220,7 @@ class DecoderPool:
         decoders, models, most = self.take(), self.models, params.batch_size
         try:
             drafter, lookahead = decoders.drafting(params)
-            room = math.inf if count == 1 else token_room(models.irs(drafter is not None), most, models.spare)
+            room = math.inf if count == 1 else count_free_tokens(models.irs(drafter is not None), most, models.spare)
             limits = BatchLimits(1 if count == 1 else most, room, fail_alone=(OvspecError,) if fail_alone else ())
             yield from run_rows(Scheduler(decoders.target, drafter, lookahead, rows, limits))
         finally:

@@ -21,7 +21,7 @@ from ovspec.engine.results import Piece
 from ovspec.engine.row import Row
 from ovspec.engine.runtime import Runtime
 from ovspec.engine.scheduler import BatchLimits, Scheduler
-from ovspec.ir.memory import tokens_in
+from ovspec.ir.memory import count_tokens_in_bytes
 
 FEWEST_TOKENS = 32  # that must fit into memory
 FREE_SHARE = 0.8  # of the free memory that KV caches may take
@@ -113,7 +113,7 @@ class EngineThread:
             self._warm_up()
             self.do(BackgroundTask(step for ir in used for step in ir.large_pages.steps()))
         room = self._cache_bytes or FREE_SHARE * psutil.virtual_memory().available
-        self.most_tokens = int(min(tokens_in(used, self._rows, room), 2**62))
+        self.most_tokens = int(min(count_tokens_in_bytes(used, self._rows, room), 2**62))
         if self.most_tokens < FEWEST_TOKENS:
             holds = f"The memory for KV caches holds {max(0, self.most_tokens)} tokens"
             raise OvspecError(f"{holds}; free some{', or raise `cache_size`' if self._cache_bytes else ''}.")

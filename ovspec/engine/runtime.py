@@ -22,7 +22,7 @@ from ovspec.ir.device import may_use_gpu
 from ovspec.ir.gpu import free_at_exit
 from ovspec.sampling.constraint_maker import ConstraintMaker
 from ovspec.setup.engine_choice import CompiledModel
-from ovspec.setup.identity import compiled_properties, fingerprint
+from ovspec.setup.identity import make_fingerprint, read_numeric_properties
 
 
 class Runtime:
@@ -84,7 +84,7 @@ class Runtime:
     @functools.cached_property
     def identity(self) -> dict[str, Any]:
         """The target's identity and settings, for records of texts."""
-        return fingerprint(self.models.target)
+        return make_fingerprint(self.models.target)
 
     @functools.cached_property
     def weights_size(self) -> int:
@@ -95,7 +95,7 @@ class Runtime:
     def settings(self) -> str:
         """How the target is run, and what proposes tokens, in words."""
         target = self.models.target
-        precision = compiled_properties(target).get("INFERENCE_PRECISION_HINT")
+        precision = read_numeric_properties(target).get("INFERENCE_PRECISION_HINT")
         settings = f"precision={precision!r}, device={target.ir.device!r}, engine={target.engine!r}"
         return f"{settings}, draft={str(self.models.choice or 'none')!r}"
 

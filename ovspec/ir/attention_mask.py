@@ -10,40 +10,40 @@ import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
-from ovspec.ir.compile import MODEL_FILE, CompiledIR, State, model_states
-from ovspec.ir.device import core
+from ovspec.ir.compile import MODEL_FILE, CompiledIR, ModelState, find_model_states
+from ovspec.ir.device import openvino_core
 
-LONGEST = 32768  # slots to test a mask at if the config doesn't give the context length
+LONGEST_TESTED_MASK = 32768  # slots to test a mask at if the config doesn't give the context length
 UNBOUNDED = sys.maxsize
 
 
-def narrowest_window(ir: CompiledIR) -> int:
+def find_narrowest_window(ir: CompiledIR) -> int:
     """Return how many slots the narrowest layer sees, by the config and by the IR's own attention mask."""
-    return min(bound for bound in (ir.config.attention_window, mask_bound(ir), UNBOUNDED) if bound)
+    return min(bound for bound in (ir.config.attention_window, find_mask_bound(ir), UNBOUNDED) if bound)
 
 
-def mask_bound(ir: CompiledIR) -> int | None:
+def find_mask_bound(ir: CompiledIR) -> int | None:
     """Return the number of slots up to which dead slots don't change what the live ones see.
 
     0 if they always do, UNBOUNDED if they never do, None if that can't be determined.
     """
     try:
-        mask = mask_model(core().read_model(ir.folder / MODEL_FILE))
+        mask = extract_mask_model(openvino_core().read_model(ir.folder / MODEL_FILE))
         if mask is None:
             return None
-        request = core().compile_model(mask, "CPU", {"INFERENCE_PRECISION_HINT": "f32"}).create_infer_request()
+        request = openvino_core().compile_model(mask, "CPU", {"INFERENCE_PRECISION_HINT": "f32"}).create_infer_request()
         axes = {state.name: state for state in ir.states}
-        low, high = 16, min(ir.context_length or LONGEST, 4 * LONGEST)
-        if not same_view(request, axes, low):
+        low, high = 16, min(ir.context_length or LONGEST_TESTED_MASK, 4 * LONGEST_TESTED_MASK)
+        if not hides_dead_slots(request, axes, low):
             return 0
-        if high <= low or same_view(request, axes, high):
+        if high <= low or hides_dead_slots(request, axes, high):
             return UNBOUNDED
-        return bisect_left(range(high), True, low, key=lambda slots: not same_view(request, axes, slots)) - 1
+        return bisect_left(range(high), True, low, key=lambda slots: not hides_dead_slots(request, axes, slots)) - 1
     except (RuntimeError, LookupError, ValueError):  # an unknown kind of attention mask
         return None
 
 
-def mask_model(model: ov.Model) -> ov.Model | None:
+def extract_mask_model(model: ov.Model) -> ov.Model | None:
     """Return the attention masks of ``model`` as a model of its own, or None if it has none. Takes ``model`` apart.
 
     States become inputs of the same name. Only their lengths are read, so heads may have size 1.
@@ -56,7 +56,7 @@ def mask_model(model: ov.Model) -> ov.Model | None:
     if not masks:
         return None
     parameters = list(model.get_parameters())
-    recurrent = {state.name for state in model_states(model) if state.sequence_axis is None}
+    recurrent = {state.name for state in find_model_states(model) if state.sequence_axis is None}
     shapes = {variable.info.variable_id: variable.info.data_shape for variable in model.get_variables()}
     for op in model.get_ops():
         if op.get_type_name() == "ReadValue":
@@ -68,11 +68,11 @@ def mask_model(model: ov.Model) -> ov.Model | None:
                 use.replace_source_output(state.output(0))
             parameters.append(state)
     results = [ops.result(source) for source in masks.values()]
-    reached = ancestors(results)
+    reached = collect_ancestors(results)
     return ov.Model(results, [p for p in parameters if p.get_friendly_name() in reached], "attention_mask")  # type: ignore[misc]
 
 
-def ancestors(nodes: list[Any]) -> set[str]:
+def collect_ancestors(nodes: list[Any]) -> set[str]:
     """Return the names of ``nodes`` and of all nodes that they are computed from."""
     seen, waiting = set(), list(nodes)
     while waiting:
@@ -83,13 +83,13 @@ def ancestors(nodes: list[Any]) -> set[str]:
     return seen
 
 
-def same_view(request: ov.InferRequest, axes: dict[str, State], slots: int) -> bool:
+def hides_dead_slots(request: ov.InferRequest, axes: dict[str, ModelState], slots: int) -> bool:
     """Return whether the last of ``slots`` slots sees the live ones alike with four dead slots and without them."""
     dead = slice(slots - 6, slots - 2)
     alive = np.ones((1, slots), dtype=np.int64)
     alive[:, dead] = 0
-    with_dead = masks_of(request, axes, alive)
-    clean = masks_of(request, axes, np.ones((1, slots - 4), dtype=np.int64))
+    with_dead = compute_masks(request, axes, alive)
+    clean = compute_masks(request, axes, np.ones((1, slots - 4), dtype=np.int64))
     for ours, theirs in zip(with_dead, clean, strict=True):
         ours = np.delete(ours, np.arange(slots)[dead], axis=-1)
         if not ((ours > -1e30) == (theirs > -1e30)).all():
@@ -101,7 +101,7 @@ def same_view(request: ov.InferRequest, axes: dict[str, State], slots: int) -> b
     return True
 
 
-def masks_of(request: ov.InferRequest, axes: dict[str, State], alive: np.ndarray) -> list[np.ndarray]:
+def compute_masks(request: ov.InferRequest, axes: dict[str, ModelState], alive: np.ndarray) -> list[np.ndarray]:
     """Return the masks of a token after ``slots - 1`` others: (1, heads or 1, 1, slots) float64, hidden < -1e30."""
     slots = alive.shape[1]
     inputs: dict[str, np.ndarray] = {

@@ -16,23 +16,23 @@ import openvino as ov
 from openvino import opset13 as ops
 
 from ovspec.base.errors import InferenceError, OvspecError
-from ovspec.ir.config import MODEL_FILE, ModelConfig, model_config
-from ovspec.ir.crashes import without_crash
-from ovspec.ir.device import DeviceOptions, check_device, compile_properties, core, may_use_gpu
+from ovspec.ir.config import MODEL_FILE, ModelConfig, read_model_config
+from ovspec.ir.crashes import avoid_crash
+from ovspec.ir.device import DeviceOptions, check_device, make_compile_properties, may_use_gpu, openvino_core
 from ovspec.ir.large_pages import LargePages
 
 # Operations that may follow the lm_head, because they don't mix positions (bias, scale, soft cap).
-ELEMENTWISE = {"Add", "Multiply", "Divide", "Subtract", "Tanh", "Convert", "Clamp"}
+ELEMENTWISE_OPERATIONS = {"Add", "Multiply", "Divide", "Subtract", "Tanh", "Convert", "Clamp"}
 # Two threads that read their first model at once may wait for each other for ever, inside OpenVINO's Python binding.
-READING = threading.Lock()
+READING_LOCK = threading.Lock()
 # Output of a head or a draft that proposes only some ids, a constant: what is added to the number of a logit for the
 # target's id.
-IDS = "d2t"
+TARGET_IDS_OUTPUT = "d2t"
 KNOWN_INPUTS = {"input_ids", "attention_mask", "position_ids", "beam_idx", "cache_position"}
 
 
 @dataclass(frozen=True)
-class State:
+class ModelState:
     """A variable of the model: the keys or values of a layer, or a recurrent state (convolution, SSM)."""
 
     name: str
@@ -42,7 +42,7 @@ class State:
 
 
 @dataclass(frozen=True)
-class Graph:
+class ModelGraph:
     """A language model or head, ready to be compiled.
 
     picks_logits: whether it has the input ``logits_idx``.
@@ -50,7 +50,7 @@ class Graph:
     """
 
     model: ov.Model
-    states: list[State]
+    states: list[ModelState]
     picks_logits: bool
     ids: np.ndarray | None
 
@@ -62,12 +62,12 @@ class CompiledIR:
     folder: Path
     opened: ov.CompiledModel | None  # None from when it is closed
     device: str
-    states: list[State]
+    states: list[ModelState]
     config: ModelConfig
     inputs: dict[str, int]  # name -> index, for the fast setters
     outputs: dict[str, int]  # the same of outputs, for the fast getters
-    picks_logits: bool  # as in ``Graph``
-    ids: np.ndarray | None  # as in ``Graph``
+    picks_logits: bool  # as in ``ModelGraph``
+    ids: np.ndarray | None  # as in ``ModelGraph``
     properties: dict[str, str]  # that it was compiled with
     large_pages: LargePages  # moves its weights into large pages
     last_run: tuple[object, int] = (None, 0)  # stateful engine on a GPU: the last request, and its tokens a row
@@ -84,11 +84,11 @@ class CompiledIR:
         self.opened, self.last_run = None, (None, 0)
 
     @property
-    def kv_states(self) -> list[State]:
+    def kv_states(self) -> list[ModelState]:
         return [state for state in self.states if state.sequence_axis is not None]
 
     @property
-    def recurrent_states(self) -> list[State]:
+    def recurrent_states(self) -> list[ModelState]:
         return [state for state in self.states if state.sequence_axis is None]
 
     @functools.cached_property
@@ -160,7 +160,7 @@ def check_weights(xml: Path) -> int:
     return size
 
 
-def model_states(model: ov.Model) -> list[State]:
+def find_model_states(model: ov.Model) -> list[ModelState]:
     """Return the model's variables with their axes. ``beam_idx`` gathers along the batch axis of each."""
     batch_axes = {}
     for op in model.get_ops():
@@ -176,14 +176,14 @@ def model_states(model: ov.Model) -> list[State]:
         dynamic = [i for i, d in enumerate(info.data_shape) if d.is_dynamic and i != batch_axis]
         cuttable = len(dynamic) == 1 and len(info.data_shape) == 4
         width = math.prod(d.get_length() for d in info.data_shape if d.is_static)
-        states.append(State(info.variable_id, batch_axis, dynamic[0] if cuttable else None, width))
+        states.append(ModelState(info.variable_id, batch_axis, dynamic[0] if cuttable else None, width))
     return sorted(states, key=lambda state: state.name)
 
 
-def lm_head(model: ov.Model) -> ov.Node | None:
+def find_lm_head(model: ov.Model) -> ov.Node | None:
     """Return the MatMul that makes logits of hidden states, or None if it isn't found."""
     node = model.output("logits").get_node().input_value(0).get_node()
-    while node.get_type_name() in ELEMENTWISE:
+    while node.get_type_name() in ELEMENTWISE_OPERATIONS:
         sources = [node.input_value(i).get_node() for i in range(node.get_input_size())]
         moving = [source for source in sources if source.get_type_name() not in ("Constant", "Convert")]
         if len(moving) != 1:
@@ -198,7 +198,7 @@ def pick_logits(model: ov.Model) -> bool:
     The hidden states are gathered before the lm_head, so ``logits`` becomes [1, n, vocab].
     Returns False, and leaves the model unchanged, if the lm_head is not found.
     """
-    node = lm_head(model)
+    node = find_lm_head(model)
     if node is None:
         return False
     hidden = node.input_value(0)
@@ -233,37 +233,39 @@ def add_output(model: ov.Model, value: ov.Output, name: str) -> None:
     model.add_results([result])  # type: ignore[list-item]
 
 
-def proposes_only(folder: Path) -> bool:
+def has_trimmed_vocabulary(folder: Path) -> bool:
     """Return whether the IR in ``folder`` has logits of only some ids, so that it can't be a target."""
     file = folder / MODEL_FILE
-    return file.is_file() and f'"{IDS}"'.encode() in file.read_bytes()
+    return file.is_file() and f'"{TARGET_IDS_OUTPUT}"'.encode() in file.read_bytes()
 
 
-def target_ids(model: ov.Model) -> np.ndarray | None:
+def read_target_ids(model: ov.Model) -> np.ndarray | None:
     """Return the target's id of each of a model's logits, (n,) int64; None if it has logits of all ids."""
-    found = [port for port in model.outputs if IDS in port.names]
+    found = [port for port in model.outputs if TARGET_IDS_OUTPUT in port.names]
     if not found:
         return None
     offsets = found[0].get_node().input_value(0).get_node().get_data()  # type: ignore[attr-defined]
     return np.arange(len(offsets)) + offsets.astype(np.int64)
 
 
-def give_ids(model: ov.Model, ids: np.ndarray) -> None:
+def add_target_ids(model: ov.Model, ids: np.ndarray) -> None:
     """Let a model say that its logits are those of ``ids`` (n,) of its target."""
-    add_output(model, ops.constant(ids - np.arange(len(ids)), dtype=ov.Type.i64).output(0), IDS)
+    add_output(model, ops.constant(ids - np.arange(len(ids)), dtype=ov.Type.i64).output(0), TARGET_IDS_OUTPUT)
 
 
 def read_model(folder: Path) -> ov.Model:
     try:
-        return core().read_model(folder / MODEL_FILE)
+        return openvino_core().read_model(folder / MODEL_FILE)
     except RuntimeError as error:
-        raise OvspecError(f"{folder / MODEL_FILE}: cannot be read ({last_line(error)}); export it again.") from None
+        raise OvspecError(
+            f"{folder / MODEL_FILE}: cannot be read ({last_error_line(error)}); export it again."
+        ) from None
 
 
-def read_ir(folder: Path, rewrite: Callable[[ov.Model], None] | None = None) -> Graph:
+def read_ir(folder: Path, rewrite: Callable[[ov.Model], None] | None = None) -> ModelGraph:
     """Read the language model in ``folder``, and apply ``pick_logits`` and ``rewrite``."""
     model = read_model(folder)
-    states = model_states(model)
+    states = find_model_states(model)
     names = {name for port in model.inputs for name in port.names}
     outputs = {name for port in model.outputs for name in port.names}
     if "logits" not in outputs or "input_ids" not in names:
@@ -275,14 +277,16 @@ def read_ir(folder: Path, rewrite: Callable[[ov.Model], None] | None = None) -> 
     for parameter in model.get_parameters():
         if parameter.get_friendly_name() == "cache_position" and not parameter.output(0).get_target_inputs():
             model.remove_parameter(parameter)
-    if (ids := target_ids(model)) is not None:
+    if (ids := read_target_ids(model)) is not None:
         if model.output("logits").get_partial_shape()[-1] != len(ids):
-            raise OvspecError(f"{folder}: its {IDS} doesn't name an id for each of its logits; export it again.")
-        model.remove_result(model.output(IDS).get_node())
+            raise OvspecError(
+                f"{folder}: its {TARGET_IDS_OUTPUT} doesn't name an id for each of its logits; export it again."
+            )
+        model.remove_result(model.output(TARGET_IDS_OUTPUT).get_node())
     picks = pick_logits(model)
     if rewrite:
         rewrite(model)
-    return Graph(model, states, picks, ids)
+    return ModelGraph(model, states, picks, ids)
 
 
 def compile_ir(folder: Path, options: DeviceOptions, rewrite: Callable[[ov.Model], None] | None = None) -> CompiledIR:
@@ -293,22 +297,22 @@ def compile_ir(folder: Path, options: DeviceOptions, rewrite: Callable[[ov.Model
     check_ir_folder(folder)
     check_device(options.device)
     check_weights(folder / MODEL_FILE)
-    with READING:
+    with READING_LOCK:
         graph = read_ir(folder, rewrite)
     return compile_graph(graph, folder, options)
 
 
-def compile_graph(graph: Graph, folder: Path, options: DeviceOptions) -> CompiledIR:
+def compile_graph(graph: ModelGraph, folder: Path, options: DeviceOptions) -> CompiledIR:
     """Compile ``graph``, which was read from ``folder``, in f32 where OpenVINO would crash otherwise.
 
     Raises OvspecError if the device can't compile it.
     """
     device = check_device(options.device)
-    properties, large_pages = compile_properties(without_crash(folder, options)), LargePages()
+    properties, large_pages = make_compile_properties(avoid_crash(folder, options)), LargePages()
     try:
-        made = core().compile_model(graph.model, device, properties)
+        made = openvino_core().compile_model(graph.model, device, properties)
     except RuntimeError as error:
-        raise OvspecError(f"{folder}: {device} cannot compile this model ({last_line(error)}).") from None
+        raise OvspecError(f"{folder}: {device} cannot compile this model ({last_error_line(error)}).") from None
     inputs = {port.get_any_name(): i for i, port in enumerate(made.inputs)}
     outputs = {name: i for i, port in enumerate(made.outputs) for name in port.names}
     return CompiledIR(
@@ -316,7 +320,7 @@ def compile_graph(graph: Graph, folder: Path, options: DeviceOptions) -> Compile
         made,
         device,
         graph.states,
-        model_config(folder),
+        read_model_config(folder),
         inputs,
         outputs,
         graph.picks_logits,
@@ -326,7 +330,7 @@ def compile_graph(graph: Graph, folder: Path, options: DeviceOptions) -> Compile
     )
 
 
-def last_line(error: Exception) -> str:
+def last_error_line(error: Exception) -> str:
     """Return the last line of an OpenVINO error. The other lines name OpenVINO's source files."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1].rstrip(".") if lines else type(error).__name__

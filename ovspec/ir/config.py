@@ -10,9 +10,9 @@ from typing import Any
 from ovspec.base.files import read_as, read_json
 
 MODEL_FILE = "openvino_model.xml"
-CONTEXTS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
-LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
-WINDOWS = ("sliding_window", "window_size", "attention_chunk_size")
+CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
+LAYER_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+WINDOW_KEYS = ("sliding_window", "window_size", "attention_chunk_size")
 
 
 @dataclass(frozen=True)
@@ -32,17 +32,17 @@ class ModelConfig:
     @property
     def context_length(self) -> int | None:
         """Number of positions that the model was made for; None if the config doesn't say."""
-        return next(self.text._lengths(CONTEXTS), None)
+        return next(self.text._lengths(CONTEXT_KEYS), None)
 
     @property
     def layers(self) -> int | None:
         """Number of layers; None if the config doesn't say."""
-        return next(self.text._lengths(LAYERS), None)
+        return next(self.text._lengths(LAYER_KEYS), None)
 
     @property
     def attention_window(self) -> int | None:
         """Number of slots that the narrowest attention layer sees; None for full attention."""
-        names = WINDOWS if self.text.whole.get("use_sliding_window") is not False else WINDOWS[1:]
+        names = WINDOW_KEYS if self.text.whole.get("use_sliding_window") is not False else WINDOW_KEYS[1:]
         return min(self.text._lengths(names), default=None)
 
     @property
@@ -70,7 +70,7 @@ class ModelConfig:
         return (length for length in found if type(length) is int and 0 < length < 2**31)
 
 
-def model_config(folder: Path) -> ModelConfig:
+def read_model_config(folder: Path) -> ModelConfig:
     """Return the config in ``folder``, empty if it has none; raises OvspecError if it is damaged."""
     config, whole = read_as(ModelConfig, folder / "config.json"), read_json(folder / "config.json")
     text = config.text_config and replace(config.text_config, whole=whole["text_config"])

@@ -13,24 +13,24 @@ import numpy as np  # noqa: E402
 import openvino as ov  # noqa: E402
 from openvino import opset13 as ops  # noqa: E402
 
-WIDTH = 64  # OpenVINO computes such a layer in one operation if its sizes are multiples of 32
+LAYER_WIDTH = 64  # OpenVINO computes such a layer in one operation if its sizes are multiples of 32
 
 
-def gated_layer() -> ov.Model:
+def make_gated_layer() -> ov.Model:
     """Return down(silu(gate(x)) * up(x)), as language models have it in each layer; its weights aren't compressed."""
     draws = np.random.default_rng(0)
 
     def product(values: ov.Node) -> ov.Node:
-        weights = draws.standard_normal((WIDTH, WIDTH)).astype(np.float16)
+        weights = draws.standard_normal((LAYER_WIDTH, LAYER_WIDTH)).astype(np.float16)
         return ops.matmul(values, ops.convert(ops.constant(weights), "f32"), False, True)
 
-    tokens = ops.parameter([-1, -1, WIDTH], np.float32)
+    tokens = ops.parameter([-1, -1, LAYER_WIDTH], np.float32)
     gate, up = product(tokens), product(tokens)
     silu = ops.multiply(gate, ops.sigmoid(gate))
     return ov.Model([ops.result(product(ops.multiply(silu, up)))], [tokens])  # type: ignore[misc]
 
 
-def leave_no_core() -> None:
+def disable_core_dumps() -> None:
     """Write no core dump when this process crashes, where the system can be told so."""
     with contextlib.suppress(ImportError, ValueError, OSError):
         import resource
@@ -39,5 +39,5 @@ def leave_no_core() -> None:
 
 
 if __name__ == "__main__":
-    leave_no_core()
-    ov.Core().compile_model(gated_layer(), sys.argv[1], json.loads(sys.argv[2]))
+    disable_core_dumps()
+    ov.Core().compile_model(make_gated_layer(), sys.argv[1], json.loads(sys.argv[2]))

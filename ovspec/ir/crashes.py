@@ -21,19 +21,31 @@ from ovspec.base.errors import OvspecError
 from ovspec.base.files import remember, remembered
 from ovspec.base.progress import note
 from ovspec.ir.config import MODEL_FILE
-from ovspec.ir.device import DeviceOptions, compile_properties, core_count, devices_of, machine_key, precision_of
+from ovspec.ir.device import (
+    DeviceOptions,
+    count_cores,
+    identify_machine,
+    list_possible_devices,
+    make_compile_properties,
+    resolve_precision,
+)
 
-TRIAL = ("-P", str(Path(__file__).with_name("crash_trial.py")))  # what Python runs; device and properties follow
-SECONDS = 60.0  # that a trial may take; it needs less than one
+TRIAL_COMMAND = (
+    "-P",
+    str(Path(__file__).with_name("crash_trial.py")),
+)  # what Python runs; device and properties follow
+TRIAL_SECONDS = 60.0  # that a trial may take; it needs less than one
 # Exit codes of processes that a fault in their own code has ended; other signals come from outside.
-NAMES = ("SIGFPE", "SIGILL", "SIGSEGV", "SIGBUS", "SIGABRT")
-FAULTS = {-int(getattr(signal, name)): name for name in NAMES if hasattr(signal, name)}
+FAULT_SIGNALS = ("SIGFPE", "SIGILL", "SIGSEGV", "SIGBUS", "SIGABRT")
+FAULTS_BY_EXIT_CODE = {-int(getattr(signal, name)): name for name in FAULT_SIGNALS if hasattr(signal, name)}
 WINDOWS_FAULTS = 0xC0000000  # Windows' exit codes of such processes begin here
-MATRIX = re.compile(rb'<data element_type="(?:f32|f16|bf16)" shape="(\d+), ?(\d+)"')
+MATRIX_SHAPE = re.compile(rb'<data element_type="(?:f32|f16|bf16)" shape="(\d+), ?(\d+)"')
 
-Setting = tuple[str, ...]
-known: dict[Setting, Crash] = {}  # what this process has found out or read, with or without a cache on the disk
-told = set[str]()
+TrialSetting = tuple[str, ...]
+known_crashes: dict[
+    TrialSetting, Crash
+] = {}  # what this process has found out or read, with or without a cache on the disk
+shown_notes = set[str]()
 
 
 @dataclass(frozen=True)
@@ -43,26 +55,26 @@ class Crash:
     fault: str
 
 
-def without_crash(folder: Path, options: DeviceOptions) -> DeviceOptions:
+def avoid_crash(folder: Path, options: DeviceOptions) -> DeviceOptions:
     """Return ``options``, in f32 where OpenVINO would crash on the model in ``folder``; a note says so once.
 
     Raises OvspecError if the user named the precision in which it crashes.
     """
-    precision = precision_of(options)
-    if precision == "f32" or "CPU" not in devices_of(options.device) or not has_gates(folder):
+    precision = resolve_precision(options)
+    if precision == "f32" or "CPU" not in list_possible_devices(options.device) or not has_gates(folder):
         return options
     fault = find_crash(options).fault
     if not fault:
         return options
-    cores = core_count()
+    cores = count_cores()
     threads = min(int(options.fixed.get("INFERENCE_NUM_THREADS", 0)) or cores, cores)
     what = f"when it compiles this model for {precision} with {threads} {'thread' if threads == 1 else 'threads'}"
     crashes = f"{folder}: OpenVINO crashes here ({fault}) {what}"
     if options.precision:
         raise OvspecError(f"{crashes}; use `precision='f32'`, more threads, or int8 weights.")
     sentence = f"{crashes}, so it is computed in f32; more threads or int8 weights avoid this."
-    if sentence not in told:
-        told.add(sentence)
+    if sentence not in shown_notes:
+        shown_notes.add(sentence)
         note(sentence)
     return replace(options, properties=options.properties | {"INFERENCE_PRECISION_HINT": "f32"})
 
@@ -73,7 +85,7 @@ def has_gates(folder: Path) -> bool:
     Such a layer has two matrices of one shape and one of that shape transposed; without a gate it has as many of each.
     """
     file = folder / MODEL_FILE
-    found = MATRIX.findall(file.read_bytes() if file.is_file() else b"")
+    found = MATRIX_SHAPE.findall(file.read_bytes() if file.is_file() else b"")
     counts = Counter((int(rows), int(columns)) for rows, columns in found)
 
     def gated(rows: int, columns: int) -> bool:
@@ -85,33 +97,33 @@ def has_gates(folder: Path) -> bool:
 
 def find_crash(options: DeviceOptions) -> Crash:
     """Return what this process or an earlier one found out, or try and remember it."""
-    properties = {name: value for name, value in compile_properties(options).items() if name != "CACHE_DIR"}
-    setting = (options.device.upper(), json.dumps(properties, sort_keys=True), *TRIAL)
-    if setting not in known:
-        key = repr((setting[:2], machine_key(options.device), __version__))
+    properties = {name: value for name, value in make_compile_properties(options).items() if name != "CACHE_DIR"}
+    setting = (options.device.upper(), json.dumps(properties, sort_keys=True), *TRIAL_COMMAND)
+    if setting not in known_crashes:
+        key = repr((setting[:2], identify_machine(options.device), __version__))
         name = f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
         file = options.cache_folder / "crashes" / name if options.cache_folder else None
         found = remembered(Crash, file)
-        if not found and (found := tried(*setting)):
+        if not found and (found := run_trial(*setting)):
             remember(file, found)
-        known[setting] = found or Crash("")
-    return known[setting]
+        known_crashes[setting] = found or Crash("")
+    return known_crashes[setting]
 
 
-def tried(device: str, properties: str, *trial: str) -> Crash | None:
+def run_trial(device: str, properties: str, *trial: str) -> Crash | None:
     """Run the trial; None if it took too long, or failed without a crash, so that nothing is known."""
     command = [sys.executable, *trial, device, properties]
     nowhere = subprocess.DEVNULL
     try:
-        ended = subprocess.run(command, stdin=nowhere, stdout=nowhere, stderr=nowhere, timeout=SECONDS).returncode
+        ended = subprocess.run(command, stdin=nowhere, stdout=nowhere, stderr=nowhere, timeout=TRIAL_SECONDS).returncode
     except (OSError, subprocess.TimeoutExpired):
         return None
     if ended == 0:
         return Crash("")
-    fault = fault_of(ended)
+    fault = name_fault(ended)
     return Crash(fault) if fault else None
 
 
-def fault_of(ended: int) -> str | None:
+def name_fault(ended: int) -> str | None:
     """Return which fault in its own code has ended a process with this exit code; None if none did."""
-    return f"{ended:#x}" if ended >= WINDOWS_FAULTS else FAULTS.get(ended)
+    return f"{ended:#x}" if ended >= WINDOWS_FAULTS else FAULTS_BY_EXIT_CODE.get(ended)

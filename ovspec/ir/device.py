@@ -21,7 +21,7 @@ from ovspec.ir.instruction_set import check_instruction_set, instruction_set
 # tests/cache); u8 caches don't.
 EXACT_KV_PRECISIONS = ("f32", "bf16", "f16")
 # Properties of a device that tell it from others; a plugin may lack some, and the driver's has a name by plugin.
-IDENTIFYING = ("FULL_DEVICE_NAME", "DEVICE_ARCHITECTURE", "GPU_UARCH_VERSION")
+IDENTIFYING_PROPERTIES = ("FULL_DEVICE_NAME", "DEVICE_ARCHITECTURE", "GPU_UARCH_VERSION")
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class DeviceOptions:
         named = {
             "INFERENCE_PRECISION_HINT": self.precision,
             "KV_CACHE_PRECISION": self.kv_precision,
-            "INFERENCE_NUM_THREADS": self.threads if "CPU" in devices_of(self.device) else None,
+            "INFERENCE_NUM_THREADS": self.threads if "CPU" in list_possible_devices(self.device) else None,
         }
         return {name: str(value) for name, value in named.items() if value is not None} | self.properties
 
@@ -55,7 +55,7 @@ class DeviceOptions:
 
 
 @functools.cache
-def core() -> ov.Core:
+def openvino_core() -> ov.Core:
     """Return the OpenVINO core, of which each process has one."""
     return ov.Core()
 
@@ -64,14 +64,21 @@ def default_cache_dir() -> Path:
     return Path(platformdirs.user_cache_dir("ovspec", appauthor=False))
 
 
-def machine_key(device: str = "CPU") -> tuple[str, ...]:
+def identify_machine(device: str = "CPU") -> tuple[str, ...]:
     """Return what tells machines apart for everything that is found out on one and kept.
 
     ``device``: what it was found out with. Devices other than the CPU add their names, architectures and drivers.
     """
-    processor = str(core().get_property("CPU", "FULL_DEVICE_NAME"))
-    others = [told for name in devices_of(device) if name != "CPU" for told in device_key(name)]
-    return processor, instruction_set(), f"{core_count()} cores", system_name(), f"OpenVINO {ov.get_version()}", *others
+    processor = str(openvino_core().get_property("CPU", "FULL_DEVICE_NAME"))
+    others = [told for name in list_possible_devices(device) if name != "CPU" for told in identify_device(name)]
+    return (
+        processor,
+        instruction_set(),
+        f"{count_cores()} cores",
+        system_name(),
+        f"OpenVINO {ov.get_version()}",
+        *others,
+    )
 
 
 def system_name() -> str:
@@ -79,34 +86,38 @@ def system_name() -> str:
     return f"{platform.system()} {platform.machine()}"
 
 
-def core_count() -> int:
+def count_cores() -> int:
     """Return the number of cores that this process may use."""
     process = psutil.Process()
     return len(process.cpu_affinity()) if hasattr(process, "cpu_affinity") else psutil.cpu_count() or 1
 
 
-def device_key(name: str) -> list[str]:
+def identify_device(name: str) -> list[str]:
     """Return the name of a device, and its model, architecture and driver as far as its plugin tells them."""
-    known = sorted(property_of(name, "SUPPORTED_PROPERTIES") or ())
-    values = {each: property_of(name, each) for each in known if each in IDENTIFYING or each.endswith("DRIVER_VERSION")}
+    known = sorted(read_device_property(name, "SUPPORTED_PROPERTIES") or ())
+    values = {
+        each: read_device_property(name, each)
+        for each in known
+        if each in IDENTIFYING_PROPERTIES or each.endswith("DRIVER_VERSION")
+    }
     return [name, *(f"{each}={value}" for each, value in values.items() if value is not None)]
 
 
-def property_of(device: str, name: str) -> Any:
+def read_device_property(device: str, name: str) -> Any:
     """Return a property of a device, None if its plugin lacks it."""
     with contextlib.suppress(RuntimeError):
-        return core().get_property(device, name)
+        return openvino_core().get_property(device, name)
     return None
 
 
-def devices_of(device: str) -> list[str]:
+def list_possible_devices(device: str) -> list[str]:
     """Return the devices that may compute what is compiled for ``device``, such as AUTO:GPU,CPU or AUTO:-GPU."""
     base, _, listed = device.upper().partition(":")
     if not is_virtual(device):
         return [base]
     parts = listed.split(",") if listed else []
     named = [part for part in parts if not part.startswith("-")]
-    return named or [name for name in core().available_devices if f"-{name}" not in parts]
+    return named or [name for name in openvino_core().available_devices if f"-{name}" not in parts]
 
 
 def is_virtual(device: str) -> bool:
@@ -121,25 +132,28 @@ def is_gpu(device: str) -> bool:
 
 def may_use_gpu(device: str) -> bool:
     """Return whether a GPU may compute what is compiled for ``device``."""
-    return any(map(is_gpu, devices_of(device)))
+    return any(map(is_gpu, list_possible_devices(device)))
 
 
 @functools.cache
-def in_main_memory(device: str) -> bool:
+def uses_main_memory(device: str) -> bool:
     """Return whether ``device`` computes in the memory of this machine: the CPU, or a GPU without its own."""
     if not is_gpu(device):
         return device == "CPU"
-    return str(property_of(device, "DEVICE_TYPE")).endswith("INTEGRATED")
+    return str(read_device_property(device, "DEVICE_TYPE")).endswith("INTEGRATED")
 
 
-def available_devices() -> list[tuple[str, str]]:
+def list_available_devices() -> list[tuple[str, str]]:
     """Return each device's (name, description)."""
-    return [(name, str(core().get_property(name, "FULL_DEVICE_NAME"))) for name in core().available_devices]
+    return [
+        (name, str(openvino_core().get_property(name, "FULL_DEVICE_NAME")))
+        for name in openvino_core().available_devices
+    ]
 
 
 def check_threads(threads: int | None, devices: list[str]) -> None:
     """Raise an OvspecError if ``threads`` is set and none of ``devices`` is the CPU."""
-    if threads and not any("CPU" in devices_of(device) for device in devices):
+    if threads and not any("CPU" in list_possible_devices(device) for device in devices):
         raise OvspecError(f"`threads={threads}`: only a CPU has threads, and the device is {devices[0]}; leave it out.")
 
 
@@ -154,7 +168,7 @@ def check_device(device: str, option: str = "device") -> str:
         return name
     if "CPU" in wanted:
         check_instruction_set()
-    present = core().available_devices
+    present = openvino_core().available_devices
     known = {*present, *(part.partition(".")[0] for part in present)}  # GPU for GPU.0 and the others
     if "GPU" in known:
         known.add("GPU.0")  # the only one is called GPU
@@ -167,7 +181,7 @@ def check_device(device: str, option: str = "device") -> str:
     return name
 
 
-def compile_properties(options: DeviceOptions) -> dict[str, str]:
+def make_compile_properties(options: DeviceOptions) -> dict[str, str]:
     """Return the properties for ``Core.compile_model``."""
     properties = {"PERFORMANCE_HINT": "LATENCY"}
     if options.device.upper().startswith("AUTO"):
@@ -185,22 +199,22 @@ def compile_properties(options: DeviceOptions) -> dict[str, str]:
     if options.cache_folder:
         # OpenVINO would load a model that was compiled with other properties, such as another precision, for another
         # instruction set or number of cores.
-        setting = repr((machine_key(options.device), sorted(properties.items())))
+        setting = repr((identify_machine(options.device), sorted(properties.items())))
         name = f"{ov.get_version()[:20]} {hashlib.sha256(setting.encode()).hexdigest()[:16]}"
         properties["CACHE_DIR"] = str(options.cache_folder / name)
     return properties
 
 
-def native_precisions() -> list[str]:
+def list_native_precisions() -> list[str]:
     """Return the 16-bit types that the CPU computes in natively; OpenVINO emulates bf16 and computes f16 in f32."""
-    capabilities = core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    capabilities = openvino_core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
     return [name for name, capability in (("bf16", "BF16"), ("f16", "FP16")) if capability in capabilities]
 
 
-def precision_of(options: DeviceOptions) -> str:
+def resolve_precision(options: DeviceOptions) -> str:
     """Return the type in which the CPU computes with these options."""
     named = options.fixed.get("INFERENCE_PRECISION_HINT")
-    return named or core().get_property("CPU", "INFERENCE_PRECISION_HINT").get_type_name()
+    return named or openvino_core().get_property("CPU", "INFERENCE_PRECISION_HINT").get_type_name()
 
 
 def default_kv_precisions(options: DeviceOptions) -> dict[str, str]:
@@ -209,10 +223,10 @@ def default_kv_precisions(options: DeviceOptions) -> dict[str, str]:
     It is the one that attention computes in, so that rolling back is exact. It isn't exact with u8, the CPU plugin's
     own default for compressed weights (see docs/explanation/engines.md), nor with i8, that of many GPUs.
     """
-    devices = devices_of(check_device(options.device))
+    devices = list_possible_devices(check_device(options.device))
     found = {device: "f16" for device in devices if is_gpu(device)}
     if "CPU" in devices:
-        precision = precision_of(options)
+        precision = resolve_precision(options)
         # With a 16-bit cache, attention refuses to run on a CPU without 16-bit instructions of that type.
-        found["CPU"] = precision if precision in native_precisions() else "f32"
+        found["CPU"] = precision if precision in list_native_precisions() else "f32"
     return found

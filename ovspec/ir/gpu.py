@@ -12,20 +12,23 @@ from typing import Any, Protocol
 import openvino as ov
 import psutil
 
-from ovspec.ir.device import in_main_memory, is_gpu, property_of
+from ovspec.ir.device import is_gpu, read_device_property, uses_main_memory
 
-HELD: weakref.WeakSet[Any] = weakref.WeakSet()  # what is freed at exit
-QUIET, LONGEST_WAIT = 0.25, 30.0  # seconds without work in the background, and the most to wait for them
+FREED_AT_EXIT: weakref.WeakSet[Any] = weakref.WeakSet()  # what is freed at exit
+QUIET_SECONDS, LONGEST_WAIT_SECONDS = (
+    0.25,
+    30.0,
+)  # seconds without work in the background, and the most to wait for them
 
 
-def gpu_facts(device: str) -> dict[str, Any]:
+def read_gpu_facts(device: str) -> dict[str, Any]:
     """Return a GPU's memory in bytes, driver, matrix unit (XMX) and default KV cache; {} for another device.
 
     A property that its plugin lacks is None.
     """
     if not is_gpu(device):
         return {}
-    told = functools.partial(property_of, device)
+    told = functools.partial(read_device_property, device)
     names = sorted(told("SUPPORTED_PROPERTIES") or ())
     drivers = [told(name) for name in names if name.endswith("DRIVER_VERSION")]
     capabilities, kv_precision = told("OPTIMIZATION_CAPABILITIES"), told("KV_CACHE_PRECISION")
@@ -33,15 +36,15 @@ def gpu_facts(device: str) -> dict[str, Any]:
         "name": told("FULL_DEVICE_NAME"),
         "architecture": told("DEVICE_ARCHITECTURE"),
         "memory": told("GPU_DEVICE_TOTAL_MEM_SIZE"),
-        "shares_memory": in_main_memory(device),
+        "shares_memory": uses_main_memory(device),
         "driver": str(drivers[0]) if drivers else None,
         "xmx": None if capabilities is None else "GPU_HW_MATMUL" in capabilities,
         "kv_precision": kv_precision.get_type_name() if isinstance(kv_precision, ov.Type) else kv_precision,
     }
 
 
-def gpu_summary(facts: dict[str, Any]) -> str:
-    """Return ``gpu_facts`` in words."""
+def format_gpu_facts(facts: dict[str, Any]) -> str:
+    """Return ``read_gpu_facts`` in words."""
     memory, kv_precision = facts["memory"], facts["kv_precision"]
     default = "chosen by the device, often i8" if kv_precision in (None, "dynamic") else kv_precision
     parts = [
@@ -55,11 +58,11 @@ def gpu_summary(facts: dict[str, Any]) -> str:
 
 def wait_for_compilation() -> None:
     """Wait until no thread of this process works, as those that compile kernels do; for half a minute at most."""
-    process, end = psutil.Process(), time.monotonic() + LONGEST_WAIT
+    process, end = psutil.Process(), time.monotonic() + LONGEST_WAIT_SECONDS
     worked = math.inf
-    while worked > QUIET / 10 and time.monotonic() < end:
+    while worked > QUIET_SECONDS / 10 and time.monotonic() < end:
         before = sum(process.cpu_times()[:2])
-        time.sleep(QUIET)
+        time.sleep(QUIET_SECONDS)
         worked = sum(process.cpu_times()[:2]) - before
 
 
@@ -74,15 +77,15 @@ def free_at_exit(held: Freeable) -> None:
 
     OpenVINO's GPU plugin would crash otherwise (2026.4.1): its tables are gone before its threads and models are.
     """
-    if not HELD:
-        atexit.unregister(free_all)
-        atexit.register(free_all)
-    HELD.add(held)
+    if not FREED_AT_EXIT:
+        atexit.unregister(free_registered_models)
+        atexit.register(free_registered_models)
+    FREED_AT_EXIT.add(held)
 
 
-def free_all() -> None:
-    if HELD:
+def free_registered_models() -> None:
+    if FREED_AT_EXIT:
         wait_for_compilation()
-    for held in list(HELD):
+    for held in list(FREED_AT_EXIT):
         held.free()
-    HELD.clear()
+    FREED_AT_EXIT.clear()

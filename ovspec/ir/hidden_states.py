@@ -12,12 +12,12 @@ import functools
 import openvino as ov
 
 from ovspec.base.errors import OvspecError
-from ovspec.ir.compile import State
+from ovspec.ir.compile import ModelState
 
-SHAPES = {"ShapeOf"}  # what follows of a value's shape doesn't follow of the value
+SHAPE_OPERATIONS = {"ShapeOf"}  # what follows of a value's shape doesn't follow of the value
 
 
-def embedding(model: ov.Model) -> ov.Node:
+def find_embedding(model: ov.Model) -> ov.Node:
     """Return the Gather that looks up the embeddings of ``input_ids``; raises OvspecError if there is none."""
     values = [model.input("input_ids")]
     while values:
@@ -30,7 +30,7 @@ def embedding(model: ov.Model) -> ov.Node:
     raise OvspecError("its embedding can't be found in the graph")
 
 
-def layer_inputs(model: ov.Model, states: list[State]) -> list[ov.Output]:
+def find_layer_inputs(model: ov.Model, states: list[ModelState]) -> list[ov.Output]:
     """Return the hidden states that each layer reads, in order; fewer than there are layers if some have no keys.
 
     Args:
@@ -42,14 +42,14 @@ def layer_inputs(model: ov.Model, states: list[State]) -> list[ov.Output]:
     """
     ordered = model.get_ordered_ops()
     place = {node.get_name(): index for index, node in enumerate(ordered)}
-    above = dominators(ordered, place, embedding(model))
+    above = find_dominators(ordered, place, find_embedding(model))
     found: dict[int, ov.Output] = {}
-    logits = set(chain(above, place[model.output("logits").get_node().get_name()]))
+    logits = set(list_dominators(above, place[model.output("logits").get_node().get_name()]))
     names = {state.name for state in states if state.sequence_axis is not None}
     for node in ordered:
         if node.get_type_name() == "Assign" and node.get_variable_id() in names:
             at = place[node.get_name()]
-            read = next((index for index in chain(above, at) if index in logits), None)
+            read = next((index for index in list_dominators(above, at) if index in logits), None)
             if read is not None:
                 found[read] = ordered[read].output(0)
     if not found:
@@ -57,27 +57,27 @@ def layer_inputs(model: ov.Model, states: list[State]) -> list[ov.Output]:
     return [found[index] for index in sorted(found)]
 
 
-def dominators(ordered: list[ov.Node], place: dict[str, int], start: ov.Node) -> dict[int, int]:
+def find_dominators(ordered: list[ov.Node], place: dict[str, int], start: ov.Node) -> dict[int, int]:
     """Return the immediate dominator of each node that values of ``start`` reach, by their places in ``ordered``."""
     begin = place[start.get_name()]
     above = {begin: begin}
     for index in range(begin + 1, len(ordered)):
-        if ordered[index].get_type_name() in SHAPES:
+        if ordered[index].get_type_name() in SHAPE_OPERATIONS:
             continue
         sources = {place[value.get_node().get_name()] for value in ordered[index].input_values()}
         if reached := sources & above.keys():
-            above[index] = functools.reduce(functools.partial(meet, above), reached)
+            above[index] = functools.reduce(functools.partial(find_common_dominator, above), reached)
     return above
 
 
-def meet(above: dict[int, int], a: int, b: int) -> int:
+def find_common_dominator(above: dict[int, int], a: int, b: int) -> int:
     """Return the last node that dominates both."""
     while a != b:
         a, b = above[max(a, b)], min(a, b)
     return a
 
 
-def chain(above: dict[int, int], index: int) -> list[int]:
+def list_dominators(above: dict[int, int], index: int) -> list[int]:
     """Return the node at ``index`` and all that dominate it, the nearest first; nothing if no value reaches it."""
     nodes = [index] if index in above else []
     while nodes and above[nodes[-1]] != nodes[-1]:

@@ -13,24 +13,24 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-PAGE = 1 << 21
-COLLAPSE = 25  # MADV_COLLAPSE
+PAGE_BYTES = 1 << 21
+MADV_COLLAPSE = 25  # MADV_COLLAPSE
 ENOMEM, EAGAIN = 12, 11
-PATIENCE = 5.0  # seconds of inference before copying starts: a process with less to do gains nothing
+PATIENCE_SECONDS = 5.0  # seconds of inference before copying starts: a process with less to do gains nothing
 # Copying slows inferences down, so it waits until there have been none for IDLE seconds, and copies for LONGEST
 # seconds before it looks again.
-IDLE, LONGEST = 0.5, 0.02
+LEAST_IDLE_SECONDS, STEP_SECONDS = 0.5, 0.02
 MOST_REFUSALS = 16  # in a row, after which the system is taken to have no large pages left
 
 
 class LargePages:
     """Moves a model's weights into large pages while nothing is computed. Create it just before the model is compiled.
 
-    The weights are taken to be the memory allocated from then until inferences have taken ``PATIENCE`` seconds.
+    The weights are taken to be the memory allocated from then until inferences have taken ``PATIENCE_SECONDS`` seconds.
     """
 
     def __init__(self) -> None:
-        self._before = set(pages(memory_ranges()))
+        self._before = set(list_large_pages(read_memory_ranges()))
         self.busy: set[int] = set()  # requests that are computing, by their ids
         self.seconds = 0.0  # of inference, until the mover starts
         self.since = time.monotonic()  # the end of the latest inference
@@ -50,12 +50,14 @@ class LargePages:
         until = time.perf_counter() + seconds
         with self._lock:
             if self._waiting is None:
-                self._waiting = iter([page for page in pages(memory_ranges()) if page not in self._before])
+                self._waiting = iter(
+                    [page for page in list_large_pages(read_memory_ranges()) if page not in self._before]
+                )
             while not self.done and time.perf_counter() < until:
                 page = next(self._waiting, None)
                 if page is None:
                     self.done = True
-                elif collapse(page) in (ENOMEM, EAGAIN):
+                elif collapse_page(page) in (ENOMEM, EAGAIN):
                     self._refused += 1
                     self.done = self._refused == MOST_REFUSALS
                 else:
@@ -64,18 +66,18 @@ class LargePages:
     def steps(self) -> Iterator[None]:
         """Move all weights, a part at each step, for a server that is never idle long enough."""
         while not self.done:
-            self.move(LONGEST)
+            self.move(STEP_SECONDS)
             yield
 
     def _move_when_idle(self) -> None:
         while not self.done:
-            if self.busy or time.monotonic() - self.since < IDLE:
-                time.sleep(IDLE)
+            if self.busy or time.monotonic() - self.since < LEAST_IDLE_SECONDS:
+                time.sleep(LEAST_IDLE_SECONDS)
             else:
-                self.move(LONGEST)
+                self.move(STEP_SECONDS)
 
 
-def memory_ranges() -> list[tuple[int, int]]:
+def read_memory_ranges() -> list[tuple[int, int]]:
     """Return the (start, end) of private memory that belongs to no file; [] if the system doesn't show it."""
     try:
         lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
@@ -90,13 +92,13 @@ def memory_ranges() -> list[tuple[int, int]]:
     return ranges
 
 
-def pages(ranges: Iterable[tuple[int, int]]) -> Iterator[int]:
+def list_large_pages(ranges: Iterable[tuple[int, int]]) -> Iterator[int]:
     """Yield the addresses of the large pages that lie within ``ranges``."""
     for start, end in ranges:
-        yield from range(-(-start // PAGE) * PAGE, end // PAGE * PAGE, PAGE)
+        yield from range(-(-start // PAGE_BYTES) * PAGE_BYTES, end // PAGE_BYTES * PAGE_BYTES, PAGE_BYTES)
 
 
-def collapse(page: int) -> int:
+def collapse_page(page: int) -> int:
     """Turn the memory at address ``page`` into one large page; return 0, or the errno if that fails."""
     madvise = ctypes.CDLL(None, use_errno=True).madvise
-    return ctypes.get_errno() if madvise(ctypes.c_void_p(page), ctypes.c_size_t(PAGE), COLLAPSE) else 0
+    return ctypes.get_errno() if madvise(ctypes.c_void_p(page), ctypes.c_size_t(PAGE_BYTES), MADV_COLLAPSE) else 0

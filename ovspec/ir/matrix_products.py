@@ -8,12 +8,17 @@ import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
-MADE_BY = {"Convert", "Multiply", "Subtract", "Reshape"}  # operations between a constant of integers and a product
+WEIGHT_OPERATIONS = {
+    "Convert",
+    "Multiply",
+    "Subtract",
+    "Reshape",
+}  # operations between a constant of integers and a product
 # On these instruction sets, products with integer weights over 7,168 values or more take another kernel for up to four
 # tokens.
-CUTTING = ("AVX2",)
-WIDEST = 6144
-INTEGERS = {"i8", "u8", "i4", "u4"}
+CUTTING_INSTRUCTION_SETS = ("AVX2",)
+WIDEST_PRODUCT = 6144
+INTEGER_TYPES = {"i8", "u8", "i4", "u4"}
 
 
 # ---------------------------------------------------------------- joining
@@ -27,18 +32,18 @@ def join_products(model: ov.Model) -> int:
     """
     groups: dict[tuple[Any, ...], list[ov.Node]] = {}
     for op in model.get_ordered_ops():
-        if op.get_type_name() == "MatMul" and is_plain(op) and integers_of(op.input_value(1)):
+        if op.get_type_name() == "MatMul" and is_plain_product(op) and find_integer_constant(op.input_value(1)):
             values = op.input_value(0)
             alike = (
                 values.get_node().get_friendly_name(),
                 values.get_index(),
-                *recipe(op.input_value(1), op.input_value(1).get_shape()[0]),
+                *describe_weights_recipe(op.input_value(1), op.input_value(1).get_shape()[0]),
             )
             groups.setdefault(alike, []).append(op)
     joined = [group for group in groups.values() if len(group) > 1]
     for products in joined:
         weights = [product.input_value(1) for product in products]
-        whole = ops.matmul(products[0].input_value(0), stacked(weights), False, True)
+        whole = ops.matmul(products[0].input_value(0), stack_weights(weights), False, True)
         parts = ops.variadic_split(whole, -1, [each.get_shape()[0] for each in weights])
         for product, part in zip(products, parts.outputs(), strict=True):
             product.output(0).replace(part)
@@ -46,15 +51,15 @@ def join_products(model: ov.Model) -> int:
     return sum(map(len, joined))
 
 
-def recipe(weights: ov.Output, rows: int) -> list[str]:
+def describe_weights_recipe(weights: ov.Output, rows: int) -> list[str]:
     """Return how ``weights`` are made, and of what types; as no others are if a part of them hasn't ``rows`` rows."""
     node, shape = weights.get_node(), list(weights.get_shape())
-    made = [step for value in node.input_values() for step in recipe(value, rows)]
+    made = [step for value in node.input_values() for step in describe_weights_recipe(value, rows)]
     alone = [node.get_friendly_name()] if len(shape) > 1 and shape[0] != rows else []
     return [node.get_type_name(), node.get_element_type().get_type_name(), str(shape[1:]), *alone, *made]
 
 
-def stacked(weights: list[ov.Output]) -> ov.Node:
+def stack_weights(weights: list[ov.Output]) -> ov.Node:
     """Return the rows of all ``weights``, made by the same operations."""
     nodes = [each.get_node() for each in weights]
     first, kind = nodes[0], nodes[0].get_element_type()
@@ -64,7 +69,7 @@ def stacked(weights: list[ov.Output]) -> ov.Node:
     if first.get_type_name() == "Constant":
         rows = np.concatenate([np.asarray(node.data).reshape(-1).view(np.uint8) for node in nodes])
         return ov.op.Constant(ov.Tensor(rows, shape, kind), shared_memory=False)
-    made = [stacked([node.input_value(place) for node in nodes]) for place in range(len(first.input_values()))]
+    made = [stack_weights([node.input_value(place) for node in nodes]) for place in range(len(first.input_values()))]
     match first.get_type_name():
         case "Convert":
             return ops.convert(*made, kind.get_type_name())
@@ -76,19 +81,21 @@ def stacked(weights: list[ov.Output]) -> ov.Node:
 # ---------------------------------------------------------------- cutting
 
 
-def cut_products(model: ov.Model, widest: int = WIDEST) -> int:
+def cut_products(model: ov.Model, widest: int = WIDEST_PRODUCT) -> int:
     """Cut products with integer weights over more than ``widest`` values into parts to add; return how many.
 
     OpenVINO multiplies few tokens by another kernel than many there, so that they have other bits.
     """
-    products = (op for op in model.get_ops() if op.get_type_name() == "MatMul" and is_plain(op))
-    found = [each for each in products if summed(each) > widest and integers_of(each.input_value(1))]
+    products = (op for op in model.get_ops() if op.get_type_name() == "MatMul" and is_plain_product(op))
+    found = [
+        each for each in products if count_summed_values(each) > widest and find_integer_constant(each.input_value(1))
+    ]
     for product in found:
-        parts = parts_of(product, widest)
+        parts = count_product_parts(product, widest)
         tokens = ops.split(product.input_value(0), ops.constant(-1, dtype=np.int64), parts)
         total: ov.Node | None = None
         for part, values in enumerate(tokens.outputs()):
-            one = ops.matmul(values, columns(product.input_value(1), part, parts), False, True)
+            one = ops.matmul(values, cut_weight_columns(product.input_value(1), part, parts), False, True)
             total = ops.add(total, one) if total else one
         assert total
         total.set_friendly_name(product.get_friendly_name())
@@ -97,48 +104,56 @@ def cut_products(model: ov.Model, widest: int = WIDEST) -> int:
     return len(found)
 
 
-def parts_of(product: ov.Node, widest: int) -> int:
+def count_product_parts(product: ov.Node, widest: int) -> int:
     """Return the least number of equal parts, none of which is too wide, divides a group or splits a byte."""
-    integers = integers_of(product.input_value(1))
+    integers = find_integer_constant(product.input_value(1))
     assert integers
     groups = integers.get_output_shape(0)[1]
-    return next(count for count in range(-(-summed(product) // widest), groups) if groups % (2 * count) == 0)
+    return next(
+        count for count in range(-(-count_summed_values(product) // widest), groups) if groups % (2 * count) == 0
+    )
 
 
-def is_plain(product: ov.Node) -> bool:
+def is_plain_product(product: ov.Node) -> bool:
     """Return whether values are multiplied by rows of weights."""
     attributes, weights = product.get_attributes(), product.input_value(1).get_partial_shape()
     return not attributes["transpose_a"] and attributes["transpose_b"] and not weights.is_dynamic and len(weights) == 2
 
 
-def summed(product: ov.Node) -> int:
+def count_summed_values(product: ov.Node) -> int:
     return product.input_value(1).get_shape()[1]
 
 
-def integers_of(weights: ov.Output) -> ov.Node | None:
+def find_integer_constant(weights: ov.Output) -> ov.Node | None:
     """Return the constant of integers that ``weights`` are made of; None if they are made otherwise."""
     node = weights.get_node()
-    while node.get_type_name() in MADE_BY:
+    while node.get_type_name() in WEIGHT_OPERATIONS:
         node = node.input_value(0).get_node()
-    return node if node.get_type_name() == "Constant" and node.get_element_type().get_type_name() in INTEGERS else None
+    return (
+        node
+        if node.get_type_name() == "Constant" and node.get_element_type().get_type_name() in INTEGER_TYPES
+        else None
+    )
 
 
-def columns(weights: ov.Output, part: int, parts: int) -> ov.Node:
+def cut_weight_columns(weights: ov.Output, part: int, parts: int) -> ov.Node:
     """Return one of ``parts`` equal shares of the columns of ``weights``, made by the same operations."""
     node = weights.get_node()
     match node.get_type_name():
         case "Constant":
-            return share(node, part, parts)
+            return cut_constant(node, part, parts)
         case "Convert":
-            return ops.convert(columns(node.input_value(0), part, parts), node.get_element_type().get_type_name())
+            return ops.convert(
+                cut_weight_columns(node.input_value(0), part, parts), node.get_element_type().get_type_name()
+            )
         case "Reshape":
             rows, width = node.get_output_shape(0)
-            return ops.reshape(columns(node.input_value(0), part, parts), [rows, width // parts], False)
+            return ops.reshape(cut_weight_columns(node.input_value(0), part, parts), [rows, width // parts], False)
     make = {"Multiply": ops.multiply, "Subtract": ops.subtract}[node.get_type_name()]
-    return make(*(columns(value, part, parts) for value in node.input_values()))
+    return make(*(cut_weight_columns(value, part, parts) for value in node.input_values()))
 
 
-def share(constant: ov.Node, part: int, parts: int) -> ov.Node:
+def cut_constant(constant: ov.Node, part: int, parts: int) -> ov.Node:
     """Return the part of a constant [rows, columns or groups, ...] along its second axis, if that is longer than 1."""
     shape, kind = constant.get_output_shape(0), constant.get_element_type()
     if len(shape) < 2 or shape[1] == 1:

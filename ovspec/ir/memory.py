@@ -12,57 +12,57 @@ import psutil
 
 from ovspec.base.errors import OvspecError
 from ovspec.ir.compile import MODEL_FILE, CompiledIR, check_weights
-from ovspec.ir.device import in_main_memory
-from ovspec.ir.heads import FEATURES
+from ovspec.ir.device import uses_main_memory
+from ovspec.ir.heads import FEATURES_OUTPUT
 
-BYTES = {"f32": 4.0, "bf16": 2.0, "f16": 2.0, "u8": 1.1}  # per value in the cache; u8 includes its scales
-WORTH_CHECKING = 100e6  # bytes; finding out how much is free takes a system call
-WORTH_TRIMMING = 8_000_000  # bytes; giving free memory back takes milliseconds
+BYTES_PER_VALUE = {"f32": 4.0, "bf16": 2.0, "f16": 2.0, "u8": 1.1}  # per value in the cache; u8 includes its scales
+LEAST_CHECKED_BYTES = 100e6  # bytes; finding out how much is free takes a system call
+LEAST_TRIMMED_BYTES = 8_000_000  # bytes; giving free memory back takes milliseconds
 
 
 def kv_bytes_per_token(ir: CompiledIR) -> float:
     """Return the bytes by which a row's KV cache grows with each token."""
-    value = BYTES.get(ir.kv_precision or "", 2.0)
-    return sum(state.width for state in ir.kv_states) * value + BYTES["f32"] * ir.width_of(FEATURES)
+    value = BYTES_PER_VALUE.get(ir.kv_precision or "", 2.0)
+    return sum(state.width for state in ir.kv_states) * value + BYTES_PER_VALUE["f32"] * ir.width_of(FEATURES_OUTPUT)
 
 
-def recurrent_bytes(ir: CompiledIR) -> float:
+def recurrent_row_bytes(ir: CompiledIR) -> float:
     """Return the bytes of a row's recurrent states, which don't grow, and of a snapshot of them."""
     return 2 * 4.0 * sum(state.width for state in ir.recurrent_states)
 
 
-def room_for(folder: Path, times: float) -> bool:
+def weights_fit_into_memory(folder: Path, times: float) -> bool:
     """Return whether the weights in ``folder``, multiplied by ``times``, fit into free memory."""
     return times * check_weights(folder / MODEL_FILE) <= psutil.virtual_memory().available
 
 
-def token_room(irs: list[CompiledIR], rows: int, spare: float = 0) -> float:
-    """Return how many tokens, summed over ``rows`` rows, fit into free memory; see ``tokens_in``.
+def count_free_tokens(irs: list[CompiledIR], rows: int, spare: float = 0) -> float:
+    """Return how many tokens, summed over ``rows`` rows, fit into free memory; see ``count_tokens_in_bytes``.
 
     ``spare``: bytes that are in use, but may be taken.
     """
-    return tokens_in(irs, rows, psutil.virtual_memory().available + spare)
+    return count_tokens_in_bytes(irs, rows, psutil.virtual_memory().available + spare)
 
 
-def tokens_in(irs: list[CompiledIR], rows: int, size: float) -> float:
+def count_tokens_in_bytes(irs: list[CompiledIR], rows: int, size: float) -> float:
     """Return how many tokens, summed over ``rows`` rows, fit into ``size`` bytes. Counts only models in main memory."""
-    irs = [ir for ir in irs if in_main_memory(ir.device)]
+    irs = [ir for ir in irs if uses_main_memory(ir.device)]
     per_token = sum(map(kv_bytes_per_token, irs))
     if not per_token:
         return math.inf
-    return (size - rows * sum(map(recurrent_bytes, irs))) / per_token
+    return (size - rows * sum(map(recurrent_row_bytes, irs))) / per_token
 
 
-def check_memory(irs: list[CompiledIR], tokens: int, spare: float = 0) -> None:
+def check_free_memory(irs: list[CompiledIR], tokens: int, spare: float = 0) -> None:
     """Raise an OvspecError if the states for ``tokens`` more tokens don't fit into free memory.
 
     Counts only models in main memory.
 
     ``spare``: bytes that are in use, but may be taken.
     """
-    irs = [ir for ir in irs if in_main_memory(ir.device)]
-    needed = sum(tokens * kv_bytes_per_token(ir) + recurrent_bytes(ir) for ir in irs)
-    if needed > WORTH_CHECKING and needed > (free := psutil.virtual_memory().available + spare):
+    irs = [ir for ir in irs if uses_main_memory(ir.device)]
+    needed = sum(tokens * kv_bytes_per_token(ir) + recurrent_row_bytes(ir) for ir in irs)
+    if needed > LEAST_CHECKED_BYTES and needed > (free := psutil.virtual_memory().available + spare):
         sizes = f"takes about {needed / 1e9:.1f} GB, but only {free / 1e9:.1f} GB of memory are free"
         advice = "shorten the prompt, lower `max_tokens`, or choose a smaller `kv_precision`"
         raise OvspecError(f"The KV cache of {tokens} tokens {sizes}; {advice}.")

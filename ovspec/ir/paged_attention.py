@@ -8,23 +8,23 @@ import openvino as ov
 from openvino import opset13 as ops
 
 from ovspec.base.errors import OvspecError
-from ovspec.ir.compile import last_line
-from ovspec.ir.device import core
+from ovspec.ir.compile import last_error_line
+from ovspec.ir.device import openvino_core
 
-INPUTS = (
+PAGED_INPUTS = (
     "input_ids", "position_ids", "past_lens", "subsequence_begins",
     "block_indices", "block_indices_begins", "max_context_len", "logits_idx", "hidden_states",
 )  # fmt: skip
-PAIRS = ("query_tokens", "token_queries")  # what ``pair_queries`` adds
-CACHE = re.compile(r"(key|value)_cache\.\d+")  # names of the inputs that hold the blocks
-SLIDING_WINDOW = 10  # index of this input of the attention operation
+QUERY_INPUTS = ("query_tokens", "token_queries")  # what ``pair_queries`` adds
+CACHE_INPUT = re.compile(r"(key|value)_cache\.\d+")  # names of the inputs that hold the blocks
+SLIDING_WINDOW_INPUT = 10  # index of this input of the attention operation
 
 
 class NotPaged(OvspecError):
     """The paged decoder can't run this model, on this device or with this OpenVINO; the message says why."""
 
 
-def to_paged(model: ov.Model) -> None:
+def rewrite_to_paged(model: ov.Model) -> None:
     """Rewrite a stateful model in place; raise NotPaged if that fails or the result has inputs or states left over."""
     try:
         # Private to OpenVINO: this is the only place that imports it.
@@ -34,11 +34,11 @@ def to_paged(model: ov.Model) -> None:
     try:
         paged_attention_transformation(model)
     except (RuntimeError, TypeError) as error:
-        raise NotPaged(f"OpenVINO's transformation fails ({last_line(error)})") from None
+        raise NotPaged(f"OpenVINO's transformation fails ({last_error_line(error)})") from None
     if any(op.get_type_name() == "ReadValue" for op in model.get_ops()):
         raise NotPaged("it has states other than keys and values")
     names = {name for port in model.inputs for name in port.names}
-    unknown = sorted(name for name in names if name not in INPUTS and not CACHE.fullmatch(name))
+    unknown = sorted(name for name in names if name not in PAGED_INPUTS and not CACHE_INPUT.fullmatch(name))
     if unknown or not {"past_lens", "block_indices", "key_cache.0", "value_cache.0"} <= names:
         raise NotPaged(f"OpenVINO's transformation gives wrong inputs ({', '.join(unknown) or 'some are missing'})")
 
@@ -49,11 +49,11 @@ def pair_queries(model: ov.Model) -> None:
     Adds the inputs ``query_tokens`` [queries] i32, the index of each query's token, and ``token_queries`` [tokens] i32,
     the index of the query whose result each token gets.
     """
-    query_tokens, token_queries = indices = [ops.parameter([-1], ov.Type.i32, name=name) for name in PAIRS]
-    for parameter, name in zip(indices, PAIRS, strict=True):
+    query_tokens, token_queries = indices = [ops.parameter([-1], ov.Type.i32, name=name) for name in QUERY_INPUTS]
+    for parameter, name in zip(indices, QUERY_INPUTS, strict=True):
         parameter.output(0).get_tensor().set_names({name})
     axis = ops.constant(0, dtype=ov.Type.i64)
-    for layer in attention_layers(model):
+    for layer in list_attention_layers(model):
         readers = list(layer.output(0).get_target_inputs())
         for place in range(3):  # queries, keys and values
             picked = ops.gather(layer.input_value(place), query_tokens, axis)
@@ -65,20 +65,20 @@ def pair_queries(model: ov.Model) -> None:
     model.validate_nodes_and_infer_types()
 
 
-def attention_layers(model: ov.Model) -> list[ov.Node]:
+def list_attention_layers(model: ov.Model) -> list[ov.Node]:
     """Return the attention operations of a rewritten model."""
     return [op for op in model.get_ops() if op.get_type_name() == "PagedAttentionExtension"]
 
 
-def attention_windows(model: ov.Model) -> set[int | None]:
+def read_attention_windows(model: ov.Model) -> set[int | None]:
     """Return the sliding windows of a rewritten model's layers, in slots; None for a layer that sees everything.
 
     Raises NotPaged if they are not constants.
     """
     try:
-        windows_of = [ops.result(layer.input_value(SLIDING_WINDOW)) for layer in attention_layers(model)]
+        windows_of = [ops.result(layer.input_value(SLIDING_WINDOW_INPUT)) for layer in list_attention_layers(model)]
         computed = ov.Model(windows_of, [])  # type: ignore[misc]
-        windows = core().compile_model(computed, "CPU")([])
+        windows = openvino_core().compile_model(computed, "CPU")([])
     except (RuntimeError, LookupError) as error:
-        raise NotPaged(f"its attention windows cannot be determined ({last_line(error)})") from None
+        raise NotPaged(f"its attention windows cannot be determined ({last_error_line(error)})") from None
     return {int(window.item()) or None for window in windows.values()}

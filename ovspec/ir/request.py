@@ -13,7 +13,7 @@ from ovspec.ir import large_pages
 from ovspec.ir.compile import CompiledIR
 
 
-class Request:
+class InferenceRequest:
     """Runs inferences of one model and counts them. Those of ``inputs`` that the model doesn't have are skipped."""
 
     def __init__(self, ir: CompiledIR, inputs: Sequence[str]) -> None:
@@ -71,9 +71,9 @@ class Request:
             pages.busy.discard(me)
             pages.since = time.monotonic()
         self.seconds += spent
-        if pages.seconds < large_pages.PATIENCE:
+        if pages.seconds < large_pages.PATIENCE_SECONDS:
             pages.seconds += spent
-            if pages.seconds >= large_pages.PATIENCE:
+            if pages.seconds >= large_pages.PATIENCE_SECONDS:
                 pages.start()
         self.inferences += 1
         self.has_run = True

@@ -18,31 +18,31 @@ from ovspec.cache.blocks import BlockTensors
 from ovspec.cache.decoder import FAST, FAST_ON_GPU, Arithmetic, Decoder, FeedRule, Rollback
 from ovspec.cache.paged import PagedDecoder
 from ovspec.cache.stateful import decoder_of, trimming
-from ovspec.ir.compile import MODEL_FILE, CompiledIR, check_weights, compile_ir, last_line
-from ovspec.ir.crashes import without_crash
-from ovspec.ir.device import EXACT_KV_PRECISIONS, DeviceOptions, check_device, is_gpu, may_use_gpu, precision_of
-from ovspec.ir.heads import HIDDEN, give_features
+from ovspec.ir.compile import MODEL_FILE, CompiledIR, check_weights, compile_ir, last_error_line
+from ovspec.ir.crashes import avoid_crash
+from ovspec.ir.device import EXACT_KV_PRECISIONS, DeviceOptions, check_device, is_gpu, may_use_gpu, resolve_precision
+from ovspec.ir.heads import HIDDEN_OUTPUT, add_features_output
 from ovspec.setup.exactness import (
-    SHORT,
+    SHORT_TRIAL,
     Exactness,
-    Trial,
-    exactness_file,
+    ExactnessTrial,
     find_exactness,
+    find_exactness_file,
     find_exactness_on_gpu,
-    known_exactness,
-    logits_bits,
-    wait_for_kernels,
+    hash_probe_logits,
+    read_exactness,
+    wait_for_gpu_kernels,
 )
 from ovspec.setup.paging import PagedCheck, check_paged, compile_paged
-from ovspec.setup.rollback_probing import find_probe
+from ovspec.setup.rollback_probing import load_rollback_probe
 from ovspec.text.vocabulary import ALL_IDS, KnownIds
 
 EngineName = Literal["stateful", "paged"]
 EngineChoice = Literal["auto", "stateful", "paged"]
 # Where an inference of two tokens takes at most this many times as long as the narrowest one, lookup is the default.
-FREE = 1.1
-NOT_PROBED = "fast, not exact on a GPU"  # the promise of a model that a GPU may compute
-LONG_PROBE = 1e8  # bytes of weights from which probing takes so long that it is told
+FREE_PROPOSAL_COST = 1.1
+GPU_PROMISE = "fast, not exact on a GPU"  # the promise of a model that a GPU may compute
+LONG_PROBE_BYTES = 1e8  # bytes of weights from which probing takes so long that it is told
 
 
 @dataclass
@@ -64,7 +64,7 @@ class CompiledModel:
 
     @property
     def is_head(self) -> bool:
-        return HIDDEN in self.ir.outputs
+        return HIDDEN_OUTPUT in self.ir.outputs
 
     @property
     def drafter(self) -> str:
@@ -137,7 +137,7 @@ class CompiledModel:
         self.ir.close()
         self.tensors = None
 
-    def find_exactness(self, trial: Trial = SHORT) -> Exactness:
+    def find_exactness(self, trial: ExactnessTrial = SHORT_TRIAL) -> Exactness:
         if is_gpu(self.ir.device):
             return find_exactness_on_gpu(lambda rule: self.decoder(rule=rule), self.ir.logits_width)
         exactness = find_exactness(lambda rule: self.decoder(rule=rule), self.engine, self.ir.logits_width, trial)
@@ -148,7 +148,7 @@ class CompiledModel:
 
     def bits(self) -> list[bytes]:
         """Return the bits of the logits after each token of a random text."""
-        return logits_bits(self.decoder(), self.ir.logits_width)
+        return hash_probe_logits(self.decoder(), self.ir.logits_width)
 
     def keep_to(self, found: Exactness) -> None:
         """Feed tokens by the rule that was found; without one, as fast arithmetic does."""
@@ -156,12 +156,12 @@ class CompiledModel:
             self.promise = f"fast, not exact here ({found.differing} of {found.positions} probed positions differ)"
             return
         self.rule, self.promise = found.rule, "exact"
-        self.guess_is_free = self.engine == "paged" and found.guess <= FREE
+        self.guess_is_free = self.engine == "paged" and found.guess <= FREE_PROPOSAL_COST
         if found.rule.rows_apart:
             self.rollback = trimming(self.rollback)
 
 
-def load_ir(
+def load_compiled_model(
     folder: Path,
     options: DeviceOptions,
     wanted: EngineChoice = "auto",
@@ -175,36 +175,38 @@ def load_ir(
 
     ``arithmetic``: None is exact on a CPU, and fast where a GPU may compute.
 
-    ``head``: the folder of a head that the model gives features to; see ``load_with_features``.
+    ``head``: the folder of a head that the model gives features to; see ``load_model_with_features``.
     """
     if arithmetic != "fast" and may_use_gpu(options.device):
-        loaded = load_ir(folder, options, wanted, "fast", head)
-        loaded.promise = NOT_PROBED
+        loaded = load_compiled_model(folder, options, wanted, "fast", head)
+        loaded.promise = GPU_PROMISE
         if arithmetic == "exact" and loaded.engine == "paged":
-            loaded.keep_to(known_exactness(folder, options, "paged") or probed(loaded, folder, options))
-            wait_for_kernels(loaded.decoder(), loaded.ir.logits_width)
+            loaded.keep_to(read_exactness(folder, options, "paged") or probe_exactness(loaded, folder, options))
+            wait_for_gpu_kernels(loaded.decoder(), loaded.ir.logits_width)
         return loaded
-    reason, options = "as requested", without_crash(folder, options)
+    reason, options = "as requested", avoid_crash(folder, options)
     if wanted != "stateful":
         paged = check_paged(folder, options)
         if paged.usable:
             try:
-                return load_paged(folder, options, reason if wanted == "paged" else paged.reason, arithmetic, head)
+                return load_paged_model(
+                    folder, options, reason if wanted == "paged" else paged.reason, arithmetic, head
+                )
             except OvspecError as error:  # not every cache type works with every precision
-                paged = PagedCheck(False, last_line(error))
+                paged = PagedCheck(False, last_error_line(error))
         if wanted == "paged":
             raise OvspecError(f"{folder}: `engine='paged'` is not possible: {paged.reason}.")
         reason = paged.reason
-    check_states(folder, options, reason)
+    check_stateful_kv_precision(folder, options, reason)
 
     def compiled(options: DeviceOptions, paired: bool = False) -> CompiledModel:  # noqa: ARG001
-        ir = compile_ir(folder, options, partial(give_features, target=folder, head=head) if head else None)
-        return CompiledModel(ir, "stateful", reason, find_probe(ir, options.cache_folder).rollback)
+        ir = compile_ir(folder, options, partial(add_features_output, target=folder, head=head) if head else None)
+        return CompiledModel(ir, "stateful", reason, load_rollback_probe(ir, options.cache_folder).rollback)
 
-    return compiled(options) if arithmetic == "fast" else load_exactly(folder, options, "stateful", compiled)
+    return compiled(options) if arithmetic == "fast" else load_exact_model(folder, options, "stateful", compiled)
 
 
-def check_states(folder: Path, options: DeviceOptions, reason: str) -> None:
+def check_stateful_kv_precision(folder: Path, options: DeviceOptions, reason: str) -> None:
     """Raise an OvspecError if a GPU would compress the stateful engine's KV cache, which can't be read then."""
     kind = options.fixed.get("KV_CACHE_PRECISION", "f16")
     if may_use_gpu(options.device) and kind not in EXACT_KV_PRECISIONS:
@@ -213,48 +215,48 @@ def check_states(folder: Path, options: DeviceOptions, reason: str) -> None:
         )
 
 
-def load_with_features(
+def load_model_with_features(
     folder: Path, options: DeviceOptions, wanted: EngineChoice, arithmetic: Arithmetic | None, head: Path
 ) -> CompiledModel:
-    """Load like ``load_ir`` a model that gives features to ``head``; it is exact only if that changes no bit.
+    """Load a model that gives features to ``head``; it is exact only if that changes no bit.
 
     A value that is also an output may be computed in other kernels. That is tried once, and remembered.
     """
     if arithmetic == "fast" or (not arithmetic and may_use_gpu(options.device)):
-        return load_ir(folder, options, wanted, arithmetic, head)
+        return load_compiled_model(folder, options, wanted, arithmetic, head)
     graph = hashlib.sha256((head / MODEL_FILE).read_bytes()).hexdigest()
-    file = exactness_file(folder, options, f"{wanted} with {graph}")
+    file = find_exactness_file(folder, options, f"{wanted} with {graph}")
     known = remembered(Exactness, file)
-    if not known and check_weights(folder / MODEL_FILE) > LONG_PROBE:
+    if not known and check_weights(folder / MODEL_FILE) > LONG_PROBE_BYTES:
         note(f"{folder}: finding out whether its head's features change a bit, once; this loads the model twice.")
-    without = [] if known else load_ir(folder, options, wanted, arithmetic).bits()
-    loaded = load_ir(folder, options, wanted, "fast" if known and known.differing else arithmetic, head)
+    without = [] if known else load_compiled_model(folder, options, wanted, arithmetic).bits()
+    loaded = load_compiled_model(folder, options, wanted, "fast" if known and known.differing else arithmetic, head)
     if not known:
         differing = sum(ours != theirs for ours, theirs in zip(loaded.bits(), without, strict=True))
         known = remember(file, Exactness(None, len(without), differing))
     if known.differing:
         told = f"features change {known.differing} of {known.positions} probed positions"
-        loaded.rule, loaded.guess_is_free = fast_rule(loaded.engine, loaded.ir.device), False
+        loaded.rule, loaded.guess_is_free = fast_feed_rule(loaded.engine, loaded.ir.device), False
         loaded.promise = f"fast, not exact here ({told})"
     return loaded
 
 
-def load_paged(
+def load_paged_model(
     folder: Path, options: DeviceOptions, reason: str, arithmetic: Arithmetic | None, head: Path | None = None
 ) -> CompiledModel:
     """Compile for the paged engine, rewritten for exact arithmetic only where that is what makes it exact."""
 
     def compiled(options: DeviceOptions, paired: bool = False) -> CompiledModel:
         ir = compile_paged(folder, options, paired, head)
-        loaded = CompiledModel(ir, "paged", reason, PagedDecoder.rollback, fast_rule("paged", ir.device))
+        loaded = CompiledModel(ir, "paged", reason, PagedDecoder.rollback, fast_feed_rule("paged", ir.device))
         if "KV_CACHE_PRECISION" in options.fixed:
             loaded.decoder().feed([np.zeros(1, dtype=np.int64)], [1])
         return loaded
 
-    return compiled(options) if arithmetic == "fast" else load_exactly(folder, options, "paged", compiled)
+    return compiled(options) if arithmetic == "fast" else load_exact_model(folder, options, "paged", compiled)
 
 
-def load_exactly(
+def load_exact_model(
     folder: Path, options: DeviceOptions, engine: EngineName, compiled: Callable[[DeviceOptions, bool], CompiledModel]
 ) -> CompiledModel:
     """Load by the rule of exact arithmetic: in the default precision or, if it has none, in f32.
@@ -264,11 +266,11 @@ def load_exactly(
     """
     inexact: Exactness | None = None  # in the default precision
     for setting in [options, replace(options, precision="f32")] if f32_may_help(options) else [options]:
-        known = known_exactness(folder, setting, engine)
+        known = read_exactness(folder, setting, engine)
         if not known or known.exact:
             paired = engine == "paged" and (not known or known.needs_pairs)
             loaded = compiled(setting, paired)
-            exactness = known or probed(loaded, folder, setting)
+            exactness = known or probe_exactness(loaded, folder, setting)
             if exactness.exact:
                 if paired != exactness.needs_pairs:
                     del loaded  # memory may hold the model only once
@@ -289,16 +291,16 @@ def f32_may_help(options: DeviceOptions) -> bool:
     named = {"INFERENCE_PRECISION_HINT", "KV_CACHE_PRECISION"} & options.fixed.keys()
     if named or check_device(options.device) != "CPU":
         return False
-    return precision_of(options) != "f32"
+    return resolve_precision(options) != "f32"
 
 
-def probed(loaded: CompiledModel, folder: Path, options: DeviceOptions) -> Exactness:
+def probe_exactness(loaded: CompiledModel, folder: Path, options: DeviceOptions) -> Exactness:
     """Find the rule of exact arithmetic, and remember it."""
-    if check_weights(folder / MODEL_FILE) > LONG_PROBE:
+    if check_weights(folder / MODEL_FILE) > LONG_PROBE_BYTES:
         note(f"{folder}: finding out how each token gets the same bits, once; `arithmetic='fast'` skips it.")
-    return remember(exactness_file(folder, options, loaded.engine), loaded.find_exactness())
+    return remember(find_exactness_file(folder, options, loaded.engine), loaded.find_exactness())
 
 
-def fast_rule(engine: EngineName, device: str) -> FeedRule:
+def fast_feed_rule(engine: EngineName, device: str) -> FeedRule:
     """Return how a model feeds tokens in fast arithmetic."""
     return FAST_ON_GPU if engine == "paged" and is_gpu(device) else FAST

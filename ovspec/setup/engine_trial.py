@@ -8,12 +8,12 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from ovspec.ir.crash_trial import leave_no_core
+from ovspec.ir.crash_trial import disable_core_dumps
 from ovspec.ir.device import DeviceOptions
 from ovspec.setup.paging import compare_engines
 
 if __name__ == "__main__":
-    leave_no_core()
+    disable_core_dumps()
     given = json.loads(sys.argv[2])
     cache_dir = Path(given.pop("cache_dir")) if given["cache_dir"] else None
     options = DeviceOptions(**given | {"cache_dir": cache_dir})

@@ -9,11 +9,11 @@ from types import ModuleType
 
 from ovspec.base.errors import OvspecError
 from ovspec.ir.device import default_cache_dir
-from ovspec.setup.identity import files_revision
+from ovspec.setup.identity import compute_files_revision
 from ovspec.setup.manifest import read_manifest
 
 
-def export_package(what: str = "Exporting") -> ModuleType:
+def import_export_package(what: str = "Exporting") -> ModuleType:
     """Import and return ``ovspec_export``; raises OvspecError, naming what to install, if ``what`` lacks a package."""
     try:
         import ovspec_export
@@ -37,8 +37,10 @@ def export_to_cache(target: str, draft: str | None) -> Path:
     except OvspecError:  # damaged
         manifest = None
     models = (manifest.target, manifest.draft) if manifest else ()
-    revisions = [files_revision(Path(name)) if name and Path(name).exists() else None for name in (target, draft)]
+    revisions = [
+        compute_files_revision(Path(name)) if name and Path(name).exists() else None for name in (target, draft)
+    ]
     changed = [now for now, model in zip(revisions, models, strict=False) if now and model and now != model.revision]
     if not manifest or changed:
-        export_package().export_pair(target, draft, folder, overwrite=True)
+        import_export_package().export_pair(target, draft, folder, overwrite=True)
     return folder

@@ -19,13 +19,13 @@ from ovspec.text.chat_template import CHAT_TEMPLATE_FILE, MORE_TEMPLATES
 from ovspec.text.tokenizer_files import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
 
 # To tell models apart, this many pieces of the weights are hashed, each of this many bytes.
-PIECES, PIECE_BYTES = 256, 4096
+HASHED_PIECES, HASHED_PIECE_BYTES = 256, 4096
 # The OpenVINO properties that a model's numbers depend on.
-SETTINGS = ("INFERENCE_PRECISION_HINT", "KV_CACHE_PRECISION", "DYNAMIC_QUANTIZATION_GROUP_SIZE")
-THREADS = "INFERENCE_NUM_THREADS"
+NUMERIC_PROPERTIES = ("INFERENCE_PRECISION_HINT", "KV_CACHE_PRECISION", "DYNAMIC_QUANTIZATION_GROUP_SIZE")
+THREADS_PROPERTY = "INFERENCE_NUM_THREADS"
 
 
-def model_identity(folder: Path) -> str:
+def hash_model(folder: Path) -> str:
     """Return a checksum that tells models with different graphs, weights or tokenizers apart."""
     weights = present((folder / MODEL_FILE).with_suffix(".bin"))
     found = hashlib.sha256()
@@ -35,13 +35,13 @@ def model_identity(folder: Path) -> str:
     size = weights.stat().st_size
     found.update(str(size).encode())
     with weights.open("rb") as file:
-        for offset in np.linspace(0, max(0, size - PIECE_BYTES), PIECES).astype(int).tolist():
+        for offset in np.linspace(0, max(0, size - HASHED_PIECE_BYTES), HASHED_PIECES).astype(int).tolist():
             file.seek(offset)
-            found.update(file.read(PIECE_BYTES))
+            found.update(file.read(HASHED_PIECE_BYTES))
     return found.hexdigest()
 
 
-def files_of(place: Path) -> list[Path]:
+def list_model_files(place: Path) -> list[Path]:
     """Return the files of a model, sorted: those in a folder, or a GGUF file and its other shards, there or not."""
     if place.is_dir():
         return sorted(path for path in place.iterdir() if path.is_file())
@@ -51,14 +51,14 @@ def files_of(place: Path) -> list[Path]:
     return [place.with_name(f"{shard[1]}{number:05}-of-{shard[2]}.gguf") for number in range(1, int(shard[2]) + 1)]
 
 
-def files_revision(place: Path) -> str:
+def compute_files_revision(place: Path) -> str:
     """Return a checksum that changes when a file of a model is added, removed or written, without reading them."""
-    files = [(path.name, path.stat()) for path in files_of(place) if path.exists()]
+    files = [(path.name, path.stat()) for path in list_model_files(place) if path.exists()]
     found = repr([(name, status.st_size, status.st_mtime_ns) for name, status in files])
     return hashlib.sha256(found.encode()).hexdigest()[:40]
 
 
-def prompt_identity(folder: Path) -> str:
+def hash_prompt_files(folder: Path) -> str:
     """Return a checksum of the files that decide how a prompt is written in tokens, and how a text ends."""
     found = hashlib.sha256()
     templates = sorted(f"{MORE_TEMPLATES}/{file.name}" for file in (folder / MORE_TEMPLATES).glob("*.jinja"))
@@ -68,48 +68,48 @@ def prompt_identity(folder: Path) -> str:
     return found.hexdigest()
 
 
-def folder_identity(folder: Path) -> str:
+def hash_model_folder(folder: Path) -> str:
     """Return a checksum of what a text depends on in a folder."""
-    return hashlib.sha256(f"{model_identity(folder)} {prompt_identity(folder)}".encode()).hexdigest()[:32]
+    return hashlib.sha256(f"{hash_model(folder)} {hash_prompt_files(folder)}".encode()).hexdigest()[:32]
 
 
-def compiled_properties(loaded: CompiledModel) -> dict[str, str]:
+def read_numeric_properties(loaded: CompiledModel) -> dict[str, str]:
     """Return those OpenVINO properties of a model that its numbers depend on."""
     compiled = loaded.ir.compiled
     known = set(compiled.get_property("SUPPORTED_PROPERTIES"))
-    found = {name: compiled.get_property(name) for name in SETTINGS if name in known}
+    found = {name: compiled.get_property(name) for name in NUMERIC_PROPERTIES if name in known}
     return {name: v.get_type_name() if isinstance(v, ov.Type) else str(v) for name, v in found.items()}
 
 
-def cache_setting(loaded: CompiledModel) -> str:
+def describe_cache_setting(loaded: CompiledModel) -> str:
     """Return the engine, device and settings that the values in a model's cache depend on."""
-    values = [f"{name}={value}" for name, value in compiled_properties(loaded).items()]
+    values = [f"{name}={value}" for name, value in read_numeric_properties(loaded).items()]
     used = f"{instruction_set()} OpenVINO {ov.get_version()}"
     return " ".join([loaded.engine, loaded.arithmetic, loaded.ir.device, *values, used])
 
 
-def arithmetic_of(loaded: CompiledModel) -> tuple[str, str]:
+def describe_arithmetic(loaded: CompiledModel) -> tuple[str, str]:
     """Return what a model's arithmetic depends on, in words, and a checksum, equal where the bits of its logits are.
 
     Where they differ from one inference to another, the checksum is that of the words.
     """
-    words = f"{cache_setting(loaded)}, {loaded.promise}"
+    words = f"{describe_cache_setting(loaded)}, {loaded.promise}"
     bits = b"".join(loaded.bits()) if loaded.promise == "exact" else words.encode()
     return words, hashlib.sha256(bits).hexdigest()
 
 
-def fingerprint(loaded: CompiledModel) -> dict[str, Any]:
+def make_fingerprint(loaded: CompiledModel) -> dict[str, Any]:
     """Return the model's folder and identity, and how it was run, as JSON values."""
     compiled = loaded.ir.compiled
-    tells_threads = THREADS in compiled.get_property("SUPPORTED_PROPERTIES")
+    tells_threads = THREADS_PROPERTY in compiled.get_property("SUPPORTED_PROPERTIES")
     return {
         "folder": str(loaded.ir.folder.resolve()),
-        "identity": model_identity(loaded.ir.folder),
+        "identity": hash_model(loaded.ir.folder),
         "device": loaded.ir.device,
         "engine": loaded.engine,
         "arithmetic": loaded.arithmetic,
-        "properties": compiled_properties(loaded),
-        "threads": int(compiled.get_property(THREADS)) if tells_threads else None,
+        "properties": read_numeric_properties(loaded),
+        "threads": int(compiled.get_property(THREADS_PROPERTY)) if tells_threads else None,
         "profile": loaded.profile,
         "instruction_set": instruction_set(),
         "system": system_name(),

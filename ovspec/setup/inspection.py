@@ -11,27 +11,35 @@ from typing import Any
 from ovspec.cache.decoder import Arithmetic
 from ovspec.ir.compile import MODEL_FILE, compile_ir
 from ovspec.ir.device import DeviceOptions
-from ovspec.ir.heads import is_head
+from ovspec.ir.heads import is_head_folder
 from ovspec.ir.memory import kv_bytes_per_token
 from ovspec.setup.engine_choice import CompiledModel, EngineChoice
 from ovspec.setup.manifest import DRAFT_FOLDER, ExportedModel, read_manifest
-from ovspec.setup.profile import known_profile, load_with, weight_shapes
-from ovspec.setup.proposers import load_head
-from ovspec.setup.rollback_probing import find_probe
+from ovspec.setup.profile import count_weight_shapes, load_model_with_profile, read_profile
+from ovspec.setup.proposers import load_compiled_head
+from ovspec.setup.rollback_probing import load_rollback_probe
 
 # OpenVINO's element types for weights -> the names that users know.
-WEIGHT_TYPES = {"f32": "fp32", "f16": "fp16", "bf16": "bf16", "i8": "int8", "u8": "int8", "i4": "int4", "u4": "int4"}
+WEIGHT_FORMAT_NAMES = {
+    "f32": "fp32",
+    "f16": "fp16",
+    "bf16": "bf16",
+    "i8": "int8",
+    "u8": "int8",
+    "i4": "int4",
+    "u4": "int4",
+}
 
 # How requests go on with copied states, which all CPUs do rightly.
-COPIES = {
+COPY_NOTES = {
     "any": "",
     "run": ", copied states only in a request that has run",
     None: ", texts read again because copied states differ",
 }
-NO_PROFILE = "none; a first load or 'ovspec tune' measures one"
+NO_PROFILE_NOTE = "none; a first load or 'ovspec tune' measures one"
 
 
-def inspect(
+def inspect_models(
     folder: Path,
     options: DeviceOptions,
     engine: EngineChoice = "auto",
@@ -46,27 +54,29 @@ def inspect(
     """
     manifest, draft = read_manifest(folder, verify), folder / DRAFT_FOLDER
 
-    head = draft if is_head(draft) else None
+    head = draft if is_head_folder(draft) else None
 
     def load(part: Path, arithmetic: Arithmetic | None, head: Path | None = None) -> CompiledModel:
-        return load_with(known_profile(part, options) if tuned else None, part, options, engine, arithmetic, head)
+        return load_model_with_profile(
+            read_profile(part, options) if tuned else None, part, options, engine, arithmetic, head
+        )
 
     target = load(folder, arithmetic, head)
-    found = {"target": inspected(target, options, manifest.target if manifest else None)}
+    found = {"target": inspect_model(target, options, manifest.target if manifest else None)}
     if (draft / MODEL_FILE).is_file():
-        loaded = load_head(draft, target, options) if head else load(draft, "fast")
-        found["draft"] = inspected(loaded, options, manifest.draft if manifest else None)
+        loaded = load_compiled_head(draft, target, options) if head else load(draft, "fast")
+        found["draft"] = inspect_model(loaded, options, manifest.draft if manifest else None)
     return found
 
 
-def inspected(loaded: CompiledModel, options: DeviceOptions, exported: ExportedModel | None) -> dict[str, Any]:
+def inspect_model(loaded: CompiledModel, options: DeviceOptions, exported: ExportedModel | None) -> dict[str, Any]:
     folder, ir, probe = loaded.ir.folder, loaded.ir, None
     if not loaded.is_head:
         if loaded.engine == "paged":
             used = {name: value for name, value in ir.properties.items() if name != "CACHE_DIR"}
             ir = compile_ir(folder, replace(options, properties=options.properties | used))
-        probe = find_probe(ir, options.cache_folder)
-    parameters, weights = weight_shares(folder)
+        probe = load_rollback_probe(ir, options.cache_folder)
+    parameters, weights = compute_weight_shares(folder)
     return {
         "folder": str(folder),
         "source": exported.source if exported else None,
@@ -92,18 +102,18 @@ def inspected(loaded: CompiledModel, options: DeviceOptions, exported: ExportedM
     }
 
 
-def weight_shares(folder: Path) -> tuple[int, dict[str, float]]:
+def compute_weight_shares(folder: Path) -> tuple[int, dict[str, float]]:
     """Return the number of weights and the share of each format; scales, zero points and norms are not counted."""
     counts: Counter[str] = Counter()
-    for (element_type, text), count in weight_shapes(folder).items():
-        kind, shape = WEIGHT_TYPES.get(element_type), [int(size) for size in text.split(",")]
+    for (element_type, text), count in count_weight_shapes(folder).items():
+        kind, shape = WEIGHT_FORMAT_NAMES.get(element_type), [int(size) for size in text.split(",")]
         if kind and len(shape) > 1 and min(shape) > 1:
             counts[kind] += count * math.prod(shape)
     total = sum(counts.values())
     return total, {kind: round(count / total, 4) for kind, count in counts.most_common()}
 
 
-def summary(name: str, found: dict[str, Any]) -> list[str]:
+def format_inspection(name: str, found: dict[str, Any]) -> list[str]:
     """Return the lines that ``ovspec inspect`` prints for one model."""
     shares = ", ".join(f"{kind} {share:.1%}" for kind, share in found["weights"].items())
     probe = found["probed"]
@@ -111,7 +121,7 @@ def summary(name: str, found: dict[str, Any]) -> list[str]:
     states = f"{len(found['states']) - fixed} for keys and values" + (f", {fixed} that can't be cut" if fixed else "")
     probed = ""
     if probe:
-        copies = COPIES[probe["rollback"]["copies"]]
+        copies = COPY_NOTES[probe["rollback"]["copies"]]
         probed = f" on the stateful engine{copies} (probed on {probe['setting']} in {probe['seconds']:.2f} s)"
     cache = f"{found['kv_bytes_per_1000_tokens'] / 1e6:,.1f} MB per 1000 tokens (KV cache: {found['kv_precision']})"
     lines = {
@@ -123,7 +133,7 @@ def summary(name: str, found: dict[str, Any]) -> list[str]:
         "states": states,
         "engine": f"{found['engine']} ({found['engine_reason']})",
         "arithmetic": found["arithmetic"] + (f": {found['rule']}" if found["arithmetic"] == "exact" else ""),
-        "profile": f"{found['profile']}; KL divergence {found['kl']:.1e} nats" if found["profile"] else NO_PROFILE,
+        "profile": f"{found['profile']}; KL divergence {found['kl']:.1e} nats" if found["profile"] else NO_PROFILE_NOTE,
         "rollback": found["rollback"] + probed,
         "memory": f"{cache}, {found['size'] / 1e6:,.1f} MB for the weights",
     }

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
-class Pair:
+class KnownPair:
     """Hub ids of a target, and of a draft with the same vocabulary or an EAGLE-3 head that was trained for it.
 
     source, date: the public text that names the ids, and when it did, as YYYY-MM-DD.
@@ -28,10 +28,10 @@ class Pair:
         return f"{self.name:20} {self.target}" + f"  +  {self.draft}" * bool(self.draft) + f"  ({notes})" * bool(notes)
 
 
-def known_pairs() -> dict[str, Pair]:
+def read_known_pairs() -> dict[str, KnownPair]:
     """Return the known pairs by short name, in the order of the file."""
     here = Path(__file__).resolve().parent.parent
     files = (here / "pairs.toml", here.parent / "models" / "pairs.toml")  # an installed package, or a clone
     file = next(file for file in files if file.is_file())
     entries = tomllib.loads(file.read_text(encoding="utf-8"))
-    return {name: Pair(name, **entry) for name, entry in entries.items()}
+    return {name: KnownPair(name, **entry) for name, entry in entries.items()}

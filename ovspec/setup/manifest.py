@@ -15,14 +15,14 @@ from ovspec.text.chat_template import MORE_TEMPLATES
 
 MANIFEST_FILE = "ovspec.json"
 DRAFT_FOLDER = "draft"
-FORMAT = 1
+MANIFEST_FORMAT = 1
 # The files that decide which text a folder generates; its draft decides how fast.
-READ = (
+TEXT_DECIDING_FILES = (
     "openvino_model.xml", "openvino_model.bin", "openvino_tokenizer.xml", "openvino_tokenizer.bin",
     "openvino_detokenizer.xml", "openvino_detokenizer.bin", "config.json", "generation_config.json", "tokenizer.json",
     "tokenizer_config.json", "chat_template.jinja",
 )  # fmt: skip
-UNFINISHED = '{"format": 1, "unfinished": true}\n'  # the manifest of a folder that is being written
+UNFINISHED_MANIFEST = '{"format": 1, "unfinished": true}\n'  # the manifest of a folder that is being written
 
 
 @dataclass(frozen=True)
@@ -54,23 +54,23 @@ class Manifest:
     versions: dict[str, str]  # of the installed packages that an export depends on
     files: dict[str, ExportedFile]  # by path within the folder
     tokenizer_differs_on: list[str] = field(default_factory=list)  # texts that Hugging Face's splits in another way
-    format: int = FORMAT
+    format: int = MANIFEST_FORMAT
 
     def write(self, folder: Path) -> None:
         write_atomically(folder / MANIFEST_FILE, json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n")
 
 
-def sha256(path: Path) -> str:
+def hash_file(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def is_ours(folder: Path) -> bool:
+def has_manifest(folder: Path) -> bool:
     """Return whether ovspec wrote ``folder``, completely or in part."""
     return (folder / MANIFEST_FILE).is_file()
 
 
-def backup_of(output: Path) -> Path:
+def backup_path(output: Path) -> Path:
     """Return where the old ``output`` is kept while it is being replaced."""
     output = output.resolve()
     return output.with_name(f".{output.name}.old") if output.name else output / ".old"  # the root has no name
@@ -78,8 +78,8 @@ def backup_of(output: Path) -> Path:
 
 def restore_backup(output: Path) -> None:
     """Undo a replacement that was killed between its two renames."""
-    backup = backup_of(output)
-    if not output.exists() and is_ours(backup):
+    backup = backup_path(output)
+    if not output.exists() and has_manifest(backup):
         with contextlib.suppress(OSError):  # another process was faster
             backup.rename(output)
 
@@ -98,12 +98,12 @@ def read_manifest(folder: Path, verify: bool = False) -> Manifest | None:
     Raises OvspecError if the export is unfinished, the manifest is damaged or newer, or a file is missing or has
     another size. ``verify`` also reads all files and compares their checksums.
     """
-    if not is_ours(folder):
+    if not has_manifest(folder):
         return None
     data = read_json(folder / MANIFEST_FILE)
     if data.get("unfinished"):
         raise OvspecError(f"{folder}: the export was not finished; export the model again.")
-    if data.get("format") != FORMAT:
+    if data.get("format") != MANIFEST_FORMAT:
         raise OvspecError(f"{folder / MANIFEST_FILE}: format {data.get('format')!r:.20} is not known; update ovspec.")
     manifest = read_as(Manifest, folder / MANIFEST_FILE)
     for name, file in manifest.files.items():
@@ -112,10 +112,12 @@ def read_manifest(folder: Path, verify: bool = False) -> Manifest | None:
             told = "its line ends were changed, as Git may do" if has_other_line_ends(path, file) else ""
             told = told or "missing, or not the size that was exported"
             raise OvspecError(f"{path}: {told}; export the model again.")
-        if verify and sha256(path) != file.sha256:
+        if verify and hash_file(path) != file.sha256:
             raise OvspecError(f"{path}: changed since it was exported; export the model again.")
     more = [f"{MORE_TEMPLATES}/{file.name}" for file in (folder / MORE_TEMPLATES).glob("*.jinja")]
-    for name in (*READ, *(f"{DRAFT_FOLDER}/{name}" for name in READ), *more) if verify else ():
+    for name in (
+        (*TEXT_DECIDING_FILES, *(f"{DRAFT_FOLDER}/{name}" for name in TEXT_DECIDING_FILES), *more) if verify else ()
+    ):
         if name not in manifest.files and (folder / name).is_file():
             raise OvspecError(f"{folder / name}: not a file of the export; move it away, or export the model again.")
     return manifest

@@ -9,13 +9,13 @@ from typing import Any
 
 from ovspec.base.errors import OvspecError
 from ovspec.drafting.choice import EXPORTED, HEAD, SELF, DraftChoice, parse_draft
-from ovspec.ir.compile import check_ir_folder, proposes_only
-from ovspec.ir.heads import is_head
+from ovspec.ir.compile import check_ir_folder, has_trimmed_vocabulary
+from ovspec.ir.heads import is_head_folder
 from ovspec.setup.manifest import DRAFT_FOLDER, Manifest, restore_backup
 from ovspec.text.pairing import check_same_vocabulary
 
 
-def embedded_pair() -> Path:
+def find_demo_folder() -> Path:
     """Return the folder of the demo pair in a source checkout; raises OvspecError elsewhere."""
     folder = Path(__file__).resolve().parent.parent.parent / "models" / "demo"
     if not folder.is_dir():
@@ -23,19 +23,19 @@ def embedded_pair() -> Path:
     return folder
 
 
-def model_folder(model: str | Path | None) -> Path:
+def resolve_model_folder(model: str | Path | None) -> Path:
     """Return ``model``, or the embedded pair's folder for None; raises OvspecError if it has no exported model."""
-    folder = embedded_pair() if model is None else Path(model)
+    folder = find_demo_folder() if model is None else Path(model)
     restore_backup(folder)
     check_ir_folder(folder)
-    if is_head(folder):
+    if is_head_folder(folder):
         raise OvspecError(f"{folder}: an EAGLE-3 head, not a model; name its target, and the head as the draft.")
-    if proposes_only(folder):
+    if has_trimmed_vocabulary(folder):
         raise OvspecError(f"{folder}: a draft with a trimmed vocabulary; name its target, and this as the draft.")
     return folder
 
 
-def exported(model: str | Path | None, draft: Any) -> tuple[Path, Any]:
+def export_model_and_draft(model: str | Path | None, draft: Any) -> tuple[Path, Any]:
     """Export ``model`` and ``draft`` to the cache unless they are there; return (that folder, the draft to load)."""
     if model is None:
         raise OvspecError("`export=True` needs the model to export: a checkpoint folder, a GGUF file or a hub id.")
@@ -64,19 +64,19 @@ def resolve_draft(choice: DraftChoice | None, folder: Path, manifest: Manifest |
         raise OvspecError(
             f"{beside}: not made of the target's own layers; run 'ovspec export --draft-layers N' for 'self'."
         )
-    if choice.model == HEAD and not is_head(beside):
+    if choice.model == HEAD and not is_head_folder(beside):
         raise OvspecError(f"{beside}: a draft model, not an EAGLE-3 head; name it 'draft', or export a head.")
     return replace(choice, model=beside)
 
 
-def check_draft(draft: Path, folder: Path, manifest: Manifest | None) -> None:
+def check_draft_folder(draft: Path, folder: Path, manifest: Manifest | None) -> None:
     """Raise OvspecError if there is no draft model or head in ``draft``, or one with another vocabulary."""
     check_ir_folder(draft)
-    if not is_head(draft) and not (manifest and manifest.draft and draft == folder / DRAFT_FOLDER):
+    if not is_head_folder(draft) and not (manifest and manifest.draft and draft == folder / DRAFT_FOLDER):
         check_same_vocabulary(folder, draft)
 
 
-def folders_of(folder: Path, draft: Any) -> list[Path]:
+def list_model_folders(folder: Path, draft: Any) -> list[Path]:
     """Return the folder of a model, and that of its draft if it has one."""
     choice = resolve_draft(parse_draft(draft), folder)
     return [folder, *([Path(choice.model)] if choice and choice.model else [])]

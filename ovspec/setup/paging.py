@@ -16,27 +16,27 @@ from ovspec.base.files import remember, remembered
 from ovspec.cache.decoder import FAST, FAST_ON_GPU, Rollback
 from ovspec.cache.paged import PagedDecoder
 from ovspec.cache.stateful import StatefulDecoder
-from ovspec.ir.attention_mask import UNBOUNDED, narrowest_window
-from ovspec.ir.compile import MODEL_FILE, CompiledIR, check_weights, compile_ir, last_line
-from ovspec.ir.crashes import fault_of
-from ovspec.ir.device import DeviceOptions, check_device, compile_properties, is_gpu
-from ovspec.ir.heads import give_features
+from ovspec.ir.attention_mask import UNBOUNDED, find_narrowest_window
+from ovspec.ir.compile import MODEL_FILE, CompiledIR, check_weights, compile_ir, last_error_line
+from ovspec.ir.crashes import name_fault
+from ovspec.ir.device import DeviceOptions, check_device, is_gpu, make_compile_properties
+from ovspec.ir.heads import add_features_output
 from ovspec.ir.instruction_set import instruction_set
-from ovspec.ir.matrix_products import CUTTING, cut_products, join_products
-from ovspec.ir.memory import room_for
-from ovspec.ir.paged_attention import NotPaged, attention_windows, pair_queries, to_paged
-from ovspec.setup.rollback_probing import memory_file
+from ovspec.ir.matrix_products import CUTTING_INSTRUCTION_SETS, cut_products, join_products
+from ovspec.ir.memory import weights_fit_into_memory
+from ovspec.ir.paged_attention import NotPaged, pair_queries, read_attention_windows, rewrite_to_paged
+from ovspec.setup.rollback_probing import find_findings_file
 
 # If a model's attention window has at most this many slots, the text that compares the engines is longer than it.
-LONGEST_WINDOW = 256
+LONGEST_TESTED_WINDOW = 256
 # Bytes of weights up to which products are joined: OpenVINO keeps the joined weights in memory beside its own form of
 # them, and the more a product has to read, the less it matters how many there are.
-JOINED = 5e8
+MOST_JOINED_BYTES = 5e8
 # A GPU computes in 16 bits, so that its logits differ from those in f32 by this share of their standard deviation: seen
 # are 0.045, and 0.5 and more where attention reads wrong keys.
 GPU_NOISE = 0.1
 # The properties that round least. Models compiled with them are needed only briefly, so they are not cached.
-EXACT = {
+EXACT_PROPERTIES = {
     "INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32",
     "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0", "CACHE_DIR": "",
 }  # fmt: skip
@@ -51,7 +51,7 @@ class PagedCheck:
 
 
 def compile_paged(folder: Path, options: DeviceOptions, paired: bool = True, head: Path | None = None) -> CompiledIR:
-    """Compile like ``compile_ir``, rewritten for the paged decoder by ``to_paged`` and ``join_products``.
+    """Compile like ``compile_ir``, rewritten for the paged decoder by ``rewrite_to_paged`` and ``join_products``.
 
     Raises NotPaged if that is impossible.
 
@@ -63,15 +63,15 @@ def compile_paged(folder: Path, options: DeviceOptions, paired: bool = True, hea
 
     def rewrite(model: ov.Model) -> None:
         if head:
-            give_features(model, folder, head)
-        to_paged(model)
+            add_features_output(model, folder, head)
+        rewrite_to_paged(model)
         if on_gpu:  # which joins products itself
             return
-        if check_weights(folder / MODEL_FILE) <= JOINED:
+        if check_weights(folder / MODEL_FILE) <= MOST_JOINED_BYTES:
             join_products(model)
         if paired:
             pair_queries(model)
-            if instruction_set() in CUTTING:
+            if instruction_set() in CUTTING_INSTRUCTION_SETS:
                 cut_products(model)
 
     if not on_gpu:
@@ -84,17 +84,17 @@ def check_paged(folder: Path, options: DeviceOptions) -> PagedCheck:
     """Return the result of ``compare_engines``, cached on disk; only a CPU and GPUs have a paged engine."""
     device, setting = check_device(options.device), f"OpenVINO {ov.get_version()}"
     if is_gpu(device):
-        properties = {name: value for name, value in compile_properties(options).items() if name != "CACHE_DIR"}
+        properties = {name: value for name, value in make_compile_properties(options).items() if name != "CACHE_DIR"}
         setting = f"{setting} {sorted(properties.items())}"
     elif device != "CPU":
         return PagedCheck(False, f"the paged engine runs on a CPU or a GPU only, and the device is {device}")
-    file = memory_file("engines", folder, setting, options.cache_folder, device)
-    may_crash = is_gpu(device) and compile_properties(options).get("KV_CACHE_PRECISION") != "f16"
-    compare = compare_in_a_process if may_crash else compare_engines
+    file = find_findings_file("engines", folder, setting, options.cache_folder, device)
+    may_crash = is_gpu(device) and make_compile_properties(options).get("KV_CACHE_PRECISION") != "f16"
+    compare = compare_engines_in_process if may_crash else compare_engines
     return remembered(PagedCheck, file) or remember(file, compare(folder, options))
 
 
-def compare_in_a_process(folder: Path, options: DeviceOptions) -> PagedCheck:
+def compare_engines_in_process(folder: Path, options: DeviceOptions) -> PagedCheck:
     """Return the result of ``compare_engines``; a GPU's compiler that crashes ends a process of its own only."""
     given = json.dumps(asdict(options) | {"cache_dir": options.cache_dir and str(options.cache_dir)})
     command = [sys.executable, "-P", "-m", "ovspec.setup.engine_trial", str(folder), given]
@@ -103,8 +103,8 @@ def compare_in_a_process(folder: Path, options: DeviceOptions) -> PagedCheck:
     )
     if done.returncode == 0:
         return PagedCheck(**json.loads(done.stdout.splitlines()[-1]))
-    fault = fault_of(done.returncode) or "an error"
-    kind = compile_properties(options).get("KV_CACHE_PRECISION")
+    fault = name_fault(done.returncode) or "an error"
+    kind = make_compile_properties(options).get("KV_CACHE_PRECISION")
     return PagedCheck(False, f"OpenVINO ends with {fault} when it runs it with a {kind} KV cache")
 
 
@@ -117,16 +117,16 @@ def compare_engines(folder: Path, options: DeviceOptions) -> PagedCheck:
     """
     on_gpu = is_gpu(check_device(options.device))
     # Properties of a GPU are none of the CPU's.
-    least = EXACT if on_gpu or room_for(folder, 3) else options.fixed | {"CACHE_DIR": ""}
+    least = EXACT_PROPERTIES if on_gpu or weights_fit_into_memory(folder, 3) else options.fixed | {"CACHE_DIR": ""}
     setting = DeviceOptions(properties=least)
     stateful = compile_ir(folder, setting)
     if stateful.recurrent_states or not stateful.kv_states:
         return PagedCheck(False, "it has states other than keys and values")
     if stateful.config.rope_switch:
         return PagedCheck(False, "its rotary frequencies change with the length of the text")
-    window = narrowest_window(stateful)
+    window = find_narrowest_window(stateful)
     # Random ids, more than the window holds unless the window is longer than LONGEST_WINDOW.
-    length = 45 + (window if window <= LONGEST_WINDOW else 0)
+    length = 45 + (window if window <= LONGEST_TESTED_WINDOW else 0)
     text, junk = np.split(np.random.default_rng(0).integers(0, stateful.logits_width, length + 40), [length])
     decoder = StatefulDecoder(stateful, Rollback(None))
     expected = decoder.feed([text], [8])[0].copy()
@@ -138,8 +138,8 @@ def compare_engines(folder: Path, options: DeviceOptions) -> PagedCheck:
     windows: set[int | None] = set()
 
     def rewrite(model: ov.Model) -> None:
-        to_paged(model)
-        windows.update(attention_windows(model))
+        rewrite_to_paged(model)
+        windows.update(read_attention_windows(model))
         if not on_gpu:
             pair_queries(model)
 
@@ -149,17 +149,17 @@ def compare_engines(folder: Path, options: DeviceOptions) -> PagedCheck:
         narrowest = min((found for found in windows if found is not None), default=UNBOUNDED)
         if narrowest != window:
             return PagedCheck(False, f"its attention window is {window} in the model and {narrowest} when paged")
-        seen = trial(paged, text, junk)
+        seen = compute_paged_logits(paged, text, junk)
     except NotPaged as error:
         return PagedCheck(False, str(error))
     except OvspecError as error:
-        return PagedCheck(False, f"OpenVINO cannot run it paged ({last_line(error)})")
+        return PagedCheck(False, f"OpenVINO cannot run it paged ({last_error_line(error)})")
     allowed = GPU_NOISE * expected.std() if on_gpu else 10 * rounding + 1e-4 * expected.std()
     equal = all(np.abs(logits - expected[-len(logits) :]).max() <= allowed for logits in seen)
     return PagedCheck(equal, "it agrees with the stateful decoder" if equal else "its logits differ when paged")
 
 
-def trial(decoder: PagedDecoder, text: np.ndarray, junk: np.ndarray) -> list[np.ndarray]:
+def compute_paged_logits(decoder: PagedDecoder, text: np.ndarray, junk: np.ndarray) -> list[np.ndarray]:
     """Return the last logits of ``text``: fed whole, beside a forked row with other text, and after rollbacks."""
     begin, nothing = len(text) - 8, text[:0]
     whole = decoder.feed([text], [8])[0].copy()

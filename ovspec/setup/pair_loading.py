@@ -7,14 +7,14 @@ from pathlib import Path
 from ovspec.base.progress import note
 from ovspec.cache.decoder import Arithmetic
 from ovspec.ir.device import DeviceOptions
-from ovspec.ir.heads import is_head
+from ovspec.ir.heads import is_head_folder
 from ovspec.setup.engine_choice import CompiledModel, EngineChoice
-from ovspec.setup.profile import load_with
-from ovspec.setup.proposers import load_draft, load_head
-from ovspec.setup.tuning import tune_if_new
+from ovspec.setup.profile import load_model_with_profile
+from ovspec.setup.proposers import load_compiled_draft, load_compiled_head
+from ovspec.setup.tuning import load_or_tune_profile
 
 
-def load_models(
+def load_target_and_draft(
     folder: Path,
     options: DeviceOptions,
     engine: EngineChoice,
@@ -28,13 +28,13 @@ def load_models(
 
     ``tune``: use their profiles, and measure those that are missing; a head has none.
     """
-    head = draft if draft and is_head(draft) else None
+    head = draft if draft and is_head_folder(draft) else None
     # Measuring takes memory, so all profiles are known before a model is loaded.
-    profile = tune_if_new(folder, options) if tune else None
-    draft_profile = tune_if_new(draft, draft_options) if tune and draft and not head else None
-    target = load_with(profile, folder, options, engine, arithmetic, head)
+    profile = load_or_tune_profile(folder, options) if tune else None
+    draft_profile = load_or_tune_profile(draft, draft_options) if tune and draft and not head else None
+    target = load_model_with_profile(profile, folder, options, engine, arithmetic, head)
     if target.is_inexact:
         note(f"{folder}: {target.promise}; a draft, a batch or a cached prompt may change a text at near-ties.")
     if head:
-        return target, load_head(head, target, draft_options)
-    return target, load_draft(draft, target, draft_options, engine, draft_profile) if draft else None
+        return target, load_compiled_head(head, target, draft_options)
+    return target, load_compiled_draft(draft, target, draft_options, engine, draft_profile) if draft else None

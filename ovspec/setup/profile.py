@@ -14,13 +14,19 @@ import numpy as np
 from ovspec.base.files import remembered, write_atomically
 from ovspec.cache.decoder import Arithmetic, FeedRule
 from ovspec.ir.compile import MODEL_FILE
-from ovspec.ir.device import DeviceOptions, check_device, default_cache_dir, is_virtual, machine_key
-from ovspec.setup.engine_choice import CompiledModel, EngineChoice, EngineName, load_ir, load_with_features
+from ovspec.ir.device import DeviceOptions, check_device, default_cache_dir, identify_machine, is_virtual
+from ovspec.setup.engine_choice import (
+    CompiledModel,
+    EngineChoice,
+    EngineName,
+    load_compiled_model,
+    load_model_with_features,
+)
 from ovspec.setup.exactness import Exactness
 
 Goal = Literal["decode", "prefill", "balanced", "accuracy"]
 GOALS = get_args(Goal)
-FORMAT = 9
+PROFILE_FORMAT = 9
 # A setting may be chosen if its KL divergence is at most this many times that of OpenVINO's own default, or at most
 # this many nats, which is of the size that quantising weights to int8 costs a model of a billion parameters ...
 KL_FACTOR, MOST_KL = 1.25, 3e-4
@@ -135,11 +141,11 @@ class Profile:
         return next(m for m in fit if least > CLEARLY_BETTER * m.cost(self.goal))
 
 
-def completed(options: DeviceOptions, setting: Setting) -> DeviceOptions:
+def complete_device_options(options: DeviceOptions, setting: Setting) -> DeviceOptions:
     return replace(options, properties=setting.properties | options.fixed)
 
 
-def load_with(
+def load_model_with_profile(
     profile: Profile | None,
     folder: Path,
     options: DeviceOptions,
@@ -147,49 +153,51 @@ def load_with(
     arithmetic: Arithmetic | None = "fast",
     head: Path | None = None,
 ) -> CompiledModel:
-    """Load like ``load_ir``, with the best setting of ``profile`` where the user has named nothing."""
+    """Load like ``load_compiled_model``, with the best setting of ``profile`` where the user has named nothing."""
     best = profile.choose(options, engine) if profile else None
-    options = completed(options, best.setting) if best else options
+    options = complete_device_options(options, best.setting) if best else options
     if head:
-        loaded = load_with_features(folder, options, engine, arithmetic, head)
+        loaded = load_model_with_features(folder, options, engine, arithmetic, head)
     else:
-        loaded = load_ir(folder, options, engine, arithmetic)
+        loaded = load_compiled_model(folder, options, engine, arithmetic)
     if profile and best:
         loaded.profile, loaded.kl, loaded.change_ms = str(best.setting), best.kl, best.change_ms
         loaded.verify_ms = {profile.tokens: best.prefill_ms * profile.tokens} | best.verify_ms
     return loaded
 
 
-def profile_file(folder: Path, options: DeviceOptions) -> Path | None:
+def find_profile_file(folder: Path, options: DeviceOptions) -> Path | None:
     """Return the profile's file for this machine and models with weights like those in ``folder``; None: no cache."""
     if not options.cache_folder:
         return None
-    key = repr((FORMAT, machine_key(options.device), sorted(weight_shapes(folder).items())))
+    key = repr((PROFILE_FORMAT, identify_machine(options.device), sorted(count_weight_shapes(folder).items())))
     return options.cache_folder / "profiles" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
 
 
-def weight_shapes(folder: Path) -> Counter[tuple[str, str]]:
+def count_weight_shapes(folder: Path) -> Counter[tuple[str, str]]:
     """Count the constants of the IR in ``folder`` by (type, shape)."""
     text = (folder / MODEL_FILE).read_text(encoding="utf-8")
     return Counter(re.findall(r'<data element_type="(\w+)" shape="([\d, ]+)"', text))
 
 
-def largest_group(folder: Path) -> int | None:
+def find_largest_group(folder: Path) -> int | None:
     """Return the upper limit for a group of activations: the weights' group or row length; None if uncompressed."""
-    integers = [shape for kind, shape in weight_shapes(folder) if kind in ("i8", "u8", "i4", "u4") and "," in shape]
+    integers = [
+        shape for kind, shape in count_weight_shapes(folder) if kind in ("i8", "u8", "i4", "u4") and "," in shape
+    ]
     lengths = [int(shape.split(",")[-1]) for shape in integers]
     return min((length for length in lengths if length > 1), default=None)  # scales and zero points end in 1
 
 
-def known_profile(folder: Path, options: DeviceOptions) -> Profile | None:
+def read_profile(folder: Path, options: DeviceOptions) -> Profile | None:
     """Return the profile measured for models like the one in ``folder``, or None."""
-    file = profile_file(folder, options) if not is_virtual(check_device(options.device)) else None
+    file = find_profile_file(folder, options) if not is_virtual(check_device(options.device)) else None
     return remembered(Profile, file)
 
 
-def profile_text(folder: Path, options: DeviceOptions) -> str | None:
+def read_profile_text(folder: Path, options: DeviceOptions) -> str | None:
     """Return the profile measured for models like the one in ``folder``, in JSON, or None."""
-    file = profile_file(folder, options)
+    file = find_profile_file(folder, options)
     return file.read_text(encoding="utf-8") if file and file.is_file() else None
 
 
@@ -198,11 +206,11 @@ def adopt_profiles(found: dict[Path, str | None], options: DeviceOptions) -> Dev
 
     If others were measured here, these are kept in a cache of their own.
     """
-    if all(text in (None, profile_text(folder, options)) for folder, text in found.items()):
+    if all(text in (None, read_profile_text(folder, options)) for folder, text in found.items()):
         return options
     name = hashlib.sha256(repr(sorted(map(str, found.values()))).encode()).hexdigest()[:16]
     options = replace(options, cache_dir=default_cache_dir() / "adopted" / name)
     for folder, text in found.items():
-        if text and (file := profile_file(folder, options)):
+        if text and (file := find_profile_file(folder, options)):
             write_atomically(file, text)
     return options

@@ -14,23 +14,23 @@ from ovspec.base.files import remember, remembered
 from ovspec.cache.decoder import FAST, FeedRule, Rollback
 from ovspec.cache.paged import PagedDecoder
 from ovspec.ir.compile import compile_graph
-from ovspec.ir.crashes import without_crash
+from ovspec.ir.crashes import avoid_crash
 from ovspec.ir.device import DeviceOptions, check_device, is_gpu
-from ovspec.ir.heads import HIDDEN, read_head
+from ovspec.ir.heads import HIDDEN_OUTPUT, read_head
 from ovspec.ir.matrix_products import join_products
-from ovspec.ir.paged_attention import to_paged
-from ovspec.setup.engine_choice import CompiledModel, EngineChoice, fast_rule
-from ovspec.setup.profile import Profile, load_with
-from ovspec.setup.rollback_probing import memory_file
+from ovspec.ir.paged_attention import rewrite_to_paged
+from ovspec.setup.engine_choice import CompiledModel, EngineChoice, fast_feed_rule
+from ovspec.setup.profile import Profile, load_model_with_profile
+from ovspec.setup.rollback_probing import find_findings_file
 
 # A head proposes, so that rounding matters less than speed: activations share a scale in larger groups than usual.
 HEAD_PROPERTIES = {"DYNAMIC_QUANTIZATION_GROUP_SIZE": "128"}
 # A draft computes a token and its logits twice where that takes at most this part of the time of once; timed so often.
 WORTH_PAIRING, TIMED_PAIRS, PAIR_CONTEXT = 0.97, 12, 16
-PAIRED = FeedRule(fewest=2, fewest_logits=2)
+PAIRED_RULE = FeedRule(fewest=2, fewest_logits=2)
 
 
-def load_head(folder: Path, target: CompiledModel, options: DeviceOptions) -> CompiledModel:
+def load_compiled_head(folder: Path, target: CompiledModel, options: DeviceOptions) -> CompiledModel:
     """Compile the head in ``folder`` as its ``target`` was, on the device of ``options``.
 
     Raises OvspecError if the device can't compile it, or it was made for another model.
@@ -42,33 +42,33 @@ def load_head(folder: Path, target: CompiledModel, options: DeviceOptions) -> Co
     properties |= HEAD_PROPERTIES if same and not on_gpu else {}
     properties |= options.fixed
     head = read_head(folder, target.ir.folder)
-    check_ids(head.ids, folder, target)
+    check_proposed_ids(head.ids, folder, target)
     paged = same and target.engine == "paged"
     if paged:
-        to_paged(head.model)
+        rewrite_to_paged(head.model)
     if not on_gpu:  # which joins products itself, and whose compiled models can be read back
         join_products(head.model)
         properties["CACHE_DIR"] = ""
-    ir = compile_graph(head, folder, without_crash(folder, replace(options, properties=properties)))
+    ir = compile_graph(head, folder, avoid_crash(folder, replace(options, properties=properties)))
     if not paged:
         return CompiledModel(ir, "stateful", "as its target", Rollback("mask"))
-    loaded = CompiledModel(ir, "paged", "as its target", PagedDecoder.rollback, fast_rule("paged", ir.device))
-    return in_pairs(loaded, options)
+    loaded = CompiledModel(ir, "paged", "as its target", PagedDecoder.rollback, fast_feed_rule("paged", ir.device))
+    return choose_pairing(loaded, options)
 
 
-def load_draft(
+def load_compiled_draft(
     folder: Path, target: CompiledModel, options: DeviceOptions, engine: EngineChoice, profile: Profile | None
 ) -> CompiledModel:
     """Load the draft model in ``folder``; its proposals are verified, so they needn't be exact.
 
     Raises OvspecError like ``load_ir``, or if it was made for another target.
     """
-    loaded = load_with(profile, folder, options, engine)
-    check_ids(loaded.ir.ids, folder, target)
-    return in_pairs(loaded, options)
+    loaded = load_model_with_profile(profile, folder, options, engine)
+    check_proposed_ids(loaded.ir.ids, folder, target)
+    return choose_pairing(loaded, options)
 
 
-def check_ids(ids: np.ndarray | None, folder: Path, target: CompiledModel) -> None:
+def check_proposed_ids(ids: np.ndarray | None, folder: Path, target: CompiledModel) -> None:
     """Raise OvspecError if the draft or head in ``folder`` proposes ``ids`` (n,) that its ``target`` lacks."""
     width = target.ir.logits_width
     if ids is not None and (len(wrong := ids[(ids < 0) | (ids >= width)])):
@@ -76,16 +76,16 @@ def check_ids(ids: np.ndarray | None, folder: Path, target: CompiledModel) -> No
         raise OvspecError(f"{folder}: it {told}; use it with the model that it was made for.")
 
 
-def in_pairs(proposer: CompiledModel, options: DeviceOptions) -> CompiledModel:
+def choose_pairing(proposer: CompiledModel, options: DeviceOptions) -> CompiledModel:
     """Let a draft model or head compute two tokens at least if that is faster: products of one row may be slower.
 
     Timed once, and remembered. On a GPU, counts of tokens are rounded in any case.
     """
     if proposer.engine == "paged" and not is_gpu(proposer.ir.device):
         setting = repr(("pairs", sorted(proposer.ir.properties.items())))
-        file = memory_file("pairs", proposer.ir.folder, setting, options.cache_folder)
-        found = remembered(PairCost, file) or remember(file, PairCost(pair_cost(proposer)))
-        proposer.rule = PAIRED if found.cost < WORTH_PAIRING else FAST
+        file = find_findings_file("pairs", proposer.ir.folder, setting, options.cache_folder)
+        found = remembered(PairCost, file) or remember(file, PairCost(measure_pair_cost(proposer)))
+        proposer.rule = PAIRED_RULE if found.cost < WORTH_PAIRING else FAST
     return proposer
 
 
@@ -96,10 +96,10 @@ class PairCost:
     cost: float
 
 
-def pair_cost(proposer: CompiledModel) -> float:
+def measure_pair_cost(proposer: CompiledModel) -> float:
     tokens = np.zeros(PAIR_CONTEXT, dtype=np.int64)
-    beside = np.ones((len(tokens), proposer.ir.width_of(HIDDEN)), dtype=np.float32)
-    decoders = {rule: proposer.decoder(rule=rule) for rule in (FAST, PAIRED)}
+    beside = np.ones((len(tokens), proposer.ir.width_of(HIDDEN_OUTPUT)), dtype=np.float32)
+    decoders = {rule: proposer.decoder(rule=rule) for rule in (FAST, PAIRED_RULE)}
     least = dict.fromkeys(decoders, math.inf)
     for decoder in decoders.values():
         decoder.feed([tokens], [1], 0, [beside])
@@ -109,4 +109,4 @@ def pair_cost(proposer: CompiledModel) -> float:
             began = time.perf_counter()
             decoder.feed([tokens[:1]], [1], 0, [beside[:1]])
             least[rule] = min(least[rule], time.perf_counter() - began)
-    return least[PAIRED] / least[FAST]
+    return least[PAIRED_RULE] / least[FAST]

@@ -15,16 +15,16 @@ from ovspec.base.errors import OvspecError
 from ovspec.base.files import remember, remembered
 from ovspec.cache.decoder import Copies, Rollback
 from ovspec.cache.stateful import StatefulDecoder
-from ovspec.ir.attention_mask import UNBOUNDED, mask_bound
+from ovspec.ir.attention_mask import UNBOUNDED, find_mask_bound
 from ovspec.ir.compile import MODEL_FILE, CompiledIR
-from ovspec.ir.device import machine_key
+from ovspec.ir.device import identify_machine
 
-AFFECTING = ("PRECISION", "PRECISION_HINT", "DEVICE_PROPERTIES")  # ends of the names of properties
-WAY = "3"  # of probing; another one makes what was found before worthless
+ROLLBACK_PROPERTIES = ("PRECISION", "PRECISION_HINT", "DEVICE_PROPERTIES")  # ends of the names of properties
+ROLLBACK_PROBE_VERSION = "3"  # of probing; another one makes what was found before worthless
 
 
 @dataclass(frozen=True)
-class Probe:
+class RollbackProbe:
     """The rollback that probing found."""
 
     rollback: Rollback
@@ -32,14 +32,14 @@ class Probe:
     seconds: float  # that probing took
 
 
-def setting_of(device: str, properties: dict[str, str]) -> str:
+def describe_rollback_setting(device: str, properties: dict[str, str]) -> str:
     """Return the device, the properties that may affect rollback and OpenVINO's version, as one string."""
-    ours = {name: value for name, value in properties.items() if name.endswith(AFFECTING)}
+    ours = {name: value for name, value in properties.items() if name.endswith(ROLLBACK_PROPERTIES)}
     version = ov.get_version().split("-")[0]
     return " ".join([device, *(f"{name}={value}" for name, value in sorted(ours.items())), f"OpenVINO {version}"])
 
 
-def probe_rollback(ir: CompiledIR) -> Probe:
+def probe_rollback(ir: CompiledIR) -> RollbackProbe:
     """Find the rollback that leaves no trace: feed junk after a prefill, roll back, continue, compare with a clean run.
 
     Tries masking first, then trimming. Raises OvspecError if neither restores the clean run's logits, or if these
@@ -47,17 +47,19 @@ def probe_rollback(ir: CompiledIR) -> Probe:
     """
     began = time.perf_counter()
     for kv in ("mask", "trim") if ir.kv_states else (None,):
-        rollback = Rollback(kv, replay=bool(ir.recurrent_states), copies=ways_to_copy(ir)[0])
-        if gives_back_the_clean_run(ir, rollback):
-            bound = safe_bound(ir) if kv == "mask" else None
+        rollback = Rollback(kv, replay=bool(ir.recurrent_states), copies=list_copy_modes(ir)[0])
+        if restores_clean_run(ir, rollback):
+            bound = find_safe_mask_bound(ir) if kv == "mask" else None
             if bound != 0:
                 rollback = replace(rollback, mask_until=bound)
-                rollback = replace(rollback, copies=find_copies(ir, rollback))
-                return Probe(rollback, setting_of(ir.device, ir.properties), time.perf_counter() - began)
+                rollback = replace(rollback, copies=find_working_copies(ir, rollback))
+                return RollbackProbe(
+                    rollback, describe_rollback_setting(ir.device, ir.properties), time.perf_counter() - began
+                )
     raise OvspecError(f"{ir.folder}: its KV cache cannot be rolled back, neither by masking nor by trimming.")
 
 
-def gives_back_the_clean_run(ir: CompiledIR, rollback: Rollback) -> bool:
+def restores_clean_run(ir: CompiledIR, rollback: Rollback) -> bool:
     """Return whether junk that was fed and rolled back leaves no trace in the logits."""
     text, junk = np.split(np.random.default_rng(0).integers(0, ir.logits_width, 22), [14])
     decoder = StatefulDecoder(ir, rollback)
@@ -83,12 +85,15 @@ def gives_back_the_clean_run(ir: CompiledIR, rollback: Rollback) -> bool:
     return bool(np.abs(after - clean).max() <= 10 * rounding + 1e-4 * clean.std())
 
 
-def find_copies(ir: CompiledIR, rollback: Rollback) -> Copies:
+def find_working_copies(ir: CompiledIR, rollback: Rollback) -> Copies:
     """Return which infer requests go on rightly with copied states; see ``Rollback``."""
-    return next((copies for copies in ways_to_copy(ir) if go_on_rightly(ir, replace(rollback, copies=copies))), None)
+    return next(
+        (copies for copies in list_copy_modes(ir) if continues_like_clean_run(ir, replace(rollback, copies=copies))),
+        None,
+    )
 
 
-def ways_to_copy(ir: CompiledIR) -> tuple[Copies, ...]:
+def list_copy_modes(ir: CompiledIR) -> tuple[Copies, ...]:
     """Return the ways to set states that may be tried.
 
     On a GPU, inferences fail if the request hasn't run, and then all others of the model do (OpenVINO 2026.4.1).
@@ -96,7 +101,7 @@ def ways_to_copy(ir: CompiledIR) -> tuple[Copies, ...]:
     return ("any", "run") if ir.device == "CPU" else ("run",)
 
 
-def go_on_rightly(ir: CompiledIR, rollback: Rollback) -> bool:
+def continues_like_clean_run(ir: CompiledIR, rollback: Rollback) -> bool:
     """Return whether compacted rows, and a new request with their states, go on like a clean run."""
     text, junk = np.split(np.random.default_rng(1).integers(0, ir.logits_width, 22), [14])
     last, nothing = text[10:], text[:0]
@@ -131,23 +136,25 @@ def go_on_rightly(ir: CompiledIR, rollback: Rollback) -> bool:
     return all(np.abs(logits - clean).max() <= allowed for logits in continued)
 
 
-def safe_bound(ir: CompiledIR) -> int | None:
+def find_safe_mask_bound(ir: CompiledIR) -> int | None:
     """Return the number of slots up to which masking is exact: None for no limit, 0 if in doubt."""
-    shown = mask_bound(ir)
+    shown = find_mask_bound(ir)
     if shown == 0 or (shown is None and not ir.config.model_type):
         return 0
     bound = min(ir.config.attention_window or UNBOUNDED, shown or UNBOUNDED)
     return bound if bound < UNBOUNDED else None
 
 
-def find_probe(ir: CompiledIR, cache_dir: Path | None) -> Probe:
+def load_rollback_probe(ir: CompiledIR, cache_dir: Path | None) -> RollbackProbe:
     """Return what an earlier run has found and remembered, or probe."""
-    setting = f"{WAY} {setting_of(ir.device, ir.properties)}"
-    file = memory_file("probes", ir.folder, setting, cache_dir, ir.device)
-    return remembered(Probe, file) or remember(file, probe_rollback(ir))
+    setting = f"{ROLLBACK_PROBE_VERSION} {describe_rollback_setting(ir.device, ir.properties)}"
+    file = find_findings_file("probes", ir.folder, setting, cache_dir, ir.device)
+    return remembered(RollbackProbe, file) or remember(file, probe_rollback(ir))
 
 
-def memory_file(kind: str, folder: Path, setting: str, cache_dir: Path | None, device: str = "CPU") -> Path | None:
+def find_findings_file(
+    kind: str, folder: Path, setting: str, cache_dir: Path | None, device: str = "CPU"
+) -> Path | None:
     """Return the file for findings about the model in ``folder`` in one ``setting`` on this machine; None: no cache.
 
     ``device``: what they were found with.
@@ -156,5 +163,5 @@ def memory_file(kind: str, folder: Path, setting: str, cache_dir: Path | None, d
         return None
     files = [folder / MODEL_FILE, (folder / MODEL_FILE).with_suffix(".bin"), folder / "config.json"]
     identity = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.is_file()]
-    key = repr((identity, setting, machine_key(device), __version__))
+    key = repr((identity, setting, identify_machine(device), __version__))
     return cache_dir / kind / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"

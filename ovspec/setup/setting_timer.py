@@ -17,19 +17,18 @@ from ovspec.cache.stateful import StatefulDecoder
 from ovspec.ir.compile import compile_ir
 from ovspec.ir.device import DeviceOptions, is_gpu
 from ovspec.sampling.logprobs import log_softmax
-from ovspec.setup.engine_choice import CompiledModel, fast_rule
-from ovspec.setup.exactness import FULL as FULL_TRIAL
-from ovspec.setup.exactness import Exactness, exactness_file
-from ovspec.setup.paging import EXACT, check_paged, compile_paged
-from ovspec.setup.profile import Measurement, Setting, completed
+from ovspec.setup.engine_choice import CompiledModel, fast_feed_rule
+from ovspec.setup.exactness import FULL_TRIAL, Exactness, find_exactness_file
+from ovspec.setup.paging import EXACT_PROPERTIES, check_paged, compile_paged
+from ovspec.setup.profile import Measurement, Setting, complete_device_options
 from ovspec.setup.rollback_probing import probe_rollback
 
-SETTLED = 0.02  # seconds for which one inference is repeated
-LONG_PROMPT = 0.5  # seconds; a prefill that takes longer is timed once
+REPEATED_SECONDS = 0.02  # seconds for which one inference is repeated
+LONG_PREFILL_SECONDS = 0.5  # seconds; a prefill that takes longer is timed once
 
 
 @dataclass(frozen=True)
-class Effort:
+class TuningEffort:
     """How much is measured."""
 
     tokens: int  # of the prompt that is timed, and before the timed inferences
@@ -45,10 +44,10 @@ class SettingTimer:
     ``options``: say where what probing finds is remembered.
     """
 
-    def __init__(self, folder: Path, text: np.ndarray, effort: Effort, options: DeviceOptions) -> None:
+    def __init__(self, folder: Path, text: np.ndarray, effort: TuningEffort, options: DeviceOptions) -> None:
         self.text, self.prompt, self.effort = text, text[: effort.tokens], effort
         self._folder, self._options = folder, options
-        ir = compile_ir(folder, DeviceOptions(properties=EXACT))
+        ir = compile_ir(folder, DeviceOptions(properties=EXACT_PROPERTIES))
         right = StatefulDecoder(ir, Rollback(None)).feed([text], [len(text)])[0]
         self._right = log_softmax(right).astype(np.float32)
 
@@ -71,7 +70,7 @@ class SettingTimer:
         ratios: list[dict[int, float]] = []  # one entry per round: time relative to the incumbent, by width
         prefills, changes = list[float](), list[float]()
         for repeat in range(self.effort.repeats):
-            if repeat == 0 or mine.prefill_ms * len(self.prompt) < LONG_PROMPT * 1e3:
+            if repeat == 0 or mine.prefill_ms * len(self.prompt) < LONG_PREFILL_SECONDS * 1e3:
                 prefills.append(self._prefill(decoder) / self._prefill(self._decoder))
             (theirs, change), (ours, _) = self._round(decoder), self._round(self._decoder)
             changes.append(change)
@@ -93,8 +92,10 @@ class SettingTimer:
     def _probe(self, setting: Setting) -> Exactness:
         """Find the rule of exact arithmetic, and remember it for loads."""
         uncached = {} if self._options.cache_folder else {"CACHE_DIR": ""}
-        options = completed(DeviceOptions(cache_dir=self._options.cache_folder, properties=uncached), setting)
-        file = exactness_file(self._folder, options, setting.engine)
+        options = complete_device_options(
+            DeviceOptions(cache_dir=self._options.cache_folder, properties=uncached), setting
+        )
+        file = find_exactness_file(self._folder, options, setting.engine)
         return remembered(Exactness, file) or remember(file, self._model(setting).find_exactness())
 
     def exactness(self, setting: Setting) -> dict[int, Exactness]:
@@ -138,7 +139,7 @@ class SettingTimer:
     def _decoder_of(self, model: CompiledModel) -> Decoder:
         # A second query for each token, as exact arithmetic has it on a CPU, and as many tokens and logits as are fed.
         paired = model.engine == "paged" and not is_gpu(model.ir.device)
-        return model.decoder(rule=FeedRule(queries=2) if paired else fast_rule(model.engine, model.ir.device))
+        return model.decoder(rule=FeedRule(queries=2) if paired else fast_feed_rule(model.engine, model.ir.device))
 
     def _judge(self, decoder: Decoder) -> np.ndarray:
         """Return the logits of every position of the text."""
@@ -169,7 +170,7 @@ class SettingTimer:
     def _time(self, decoder: Decoder, width: int) -> tuple[float, float]:
         """Return the milliseconds of an inference after one of another width, and after some of the same."""
         found, began = [], time.perf_counter()
-        while len(found) < 2 or (time.perf_counter() - began < SETTLED and len(found) < 20):
+        while len(found) < 2 or (time.perf_counter() - began < REPEATED_SECONDS and len(found) < 20):
             start = time.perf_counter()
             decoder.feed([self.text[:width]], [width])
             found.append((time.perf_counter() - start) * 1e3)

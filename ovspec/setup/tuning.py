@@ -17,29 +17,44 @@ from ovspec.base.errors import InferenceError, OvspecError
 from ovspec.base.files import read_text, remember
 from ovspec.base.progress import note
 from ovspec.ir.compile import MODEL_FILE, check_weights
-from ovspec.ir.config import model_config
-from ovspec.ir.device import DeviceOptions, check_device, default_kv_precisions, is_gpu, is_virtual, native_precisions
-from ovspec.ir.memory import room_for
+from ovspec.ir.config import read_model_config
+from ovspec.ir.device import (
+    DeviceOptions,
+    check_device,
+    default_kv_precisions,
+    is_gpu,
+    is_virtual,
+    list_native_precisions,
+)
+from ovspec.ir.memory import weights_fit_into_memory
 from ovspec.setup.engine_choice import EngineName
 from ovspec.setup.paging import check_paged
-from ovspec.setup.profile import Goal, Profile, Setting, known_profile, largest_group, profile_file, weight_shapes
-from ovspec.setup.setting_timer import Effort, SettingTimer
-from ovspec.setup.weight_formats import formats_of
+from ovspec.setup.profile import (
+    Goal,
+    Profile,
+    Setting,
+    count_weight_shapes,
+    find_largest_group,
+    find_profile_file,
+    read_profile,
+)
+from ovspec.setup.setting_timer import SettingTimer, TuningEffort
+from ovspec.setup.weight_formats import time_formats_for_model
 from ovspec.text.tokenizer import Tokenizer
 
-TEXT = Path(__file__).with_name("tuning_text.txt")
+TUNING_TEXT_FILE = Path(__file__).with_name("tuning_text.txt")
 # A first load does not tune a model with more bytes of weights than this, because it would take too long.
-LARGEST_UNASKED = 1.5e9
+LARGEST_AUTO_TUNED = 1.5e9
 USUAL_GROUP = 32  # OpenVINO's default on the CPU
-FULL = Effort(256, (1, 2, 4, 8, 16), 3, True)
-SHORT = Effort(64, (1, 2, 4, 8), 3, False)
+FULL_EFFORT = TuningEffort(256, (1, 2, 4, 8, 16), 3, True)
+SHORT_EFFORT = TuningEffort(64, (1, 2, 4, 8), 3, False)
 
 
-def tune(
+def tune_model(
     folder: Path,
     options: DeviceOptions,
     goal: Goal = "balanced",
-    effort: Effort = FULL,
+    effort: TuningEffort = FULL_EFFORT,
     tell: Callable[[str, float], None] = lambda *_: None,
 ) -> Profile:
     """Measure settings for the model in ``folder``.
@@ -50,16 +65,16 @@ def tune(
     if is_virtual(check_device(options.device)):
         raise OvspecError(f"`device={options.device!r}`: name a single device to tune, such as CPU or GPU.")
     on_gpu = is_gpu(options.device)
-    if not room_for(folder, 3):
+    if not weights_fit_into_memory(folder, 3):
         raise OvspecError(f"{folder}: not enough memory is free for tuning, which holds the model twice.")
     began = time.monotonic()
     tell("f32 without dynamic quantisation (reference for accuracy)", 0.0)
-    judged = min(effort.judged, model_config(folder).context_length or effort.judged)
-    text = np.resize(Tokenizer(folder).encode(read_text(TEXT)), max(effort.tokens, judged))
+    judged = min(effort.judged, read_model_config(folder).context_length or effort.judged)
+    text = np.resize(Tokenizer(folder).encode(read_text(TUNING_TEXT_FILE)), max(effort.tokens, judged))
     timer = SettingTimer(folder, text, effort, options)
     usual = Setting("paged" if check_paged(folder, options).usable else "stateful")
-    group = largest_group(folder)
-    others = settings_on_gpu(usual.engine, group) if on_gpu else settings_to_try(usual.engine, group, effort.full)
+    group = find_largest_group(folder)
+    others = list_gpu_settings(usual.engine, group) if on_gpu else list_cpu_settings(usual.engine, group, effort.full)
     total = 3 + len(others)
     tell(f"{usual} (used without a profile)", 1 / total)
     measured = [timer.set_incumbent(usual)]
@@ -87,11 +102,11 @@ def tune(
         found = replace(found, price=timer.price(best.setting, next(iter(found.exactness.values())).rule))
     if effort.full and not on_gpu:
         tell("weights in other formats", 1.0)
-        found = replace(found, formats_ms=formats_of(weight_shapes(folder)))
+        found = replace(found, formats_ms=time_formats_for_model(count_weight_shapes(folder)))
     return replace(found, seconds=time.monotonic() - began)
 
 
-def settings_to_try(engine: EngineName, most_group: int | None, full: bool) -> list[Setting]:
+def list_cpu_settings(engine: EngineName, most_group: int | None, full: bool) -> list[Setting]:
     """Return the settings to compare with the usual ones: precisions, and groups of dynamic quantisation.
 
     A first load (not ``full``) tries only what is most likely to be faster: f32 with the largest group.
@@ -100,7 +115,7 @@ def settings_to_try(engine: EngineName, most_group: int | None, full: bool) -> l
     if not full:
         largest = [group for group in (128, 64) if most_group and group <= most_group]
         return [Setting(engine, "f32", group) for group in largest[:1]]
-    precisions = ["f32", *native_precisions()]
+    precisions = ["f32", *list_native_precisions()]
     if not most_group:
         return [Setting(engine, precision) for precision in precisions if precision != usual]
     groups = [group for group in (USUAL_GROUP, 64, 128) if group <= most_group]
@@ -109,23 +124,23 @@ def settings_to_try(engine: EngineName, most_group: int | None, full: bool) -> l
     return [each for each in found if each != Setting(engine, usual, USUAL_GROUP)] + [Setting(engine, "f32", 0)]
 
 
-def settings_on_gpu(engine: EngineName, most_group: int | None) -> list[Setting]:
+def list_gpu_settings(engine: EngineName, most_group: int | None) -> list[Setting]:
     """Return the settings to compare with a GPU's usual ones: precisions, dynamic quantisation, and a u8 KV cache."""
     groups = [Setting(engine, group=group) for group in (0, 32, 128) if most_group and group <= most_group]
     return [*groups, Setting(engine, "f32"), *[Setting(engine, kv_precision="u8")] * (engine == "paged")]
 
 
-def tune_if_new(folder: Path, options: DeviceOptions) -> Profile | None:
+def load_or_tune_profile(folder: Path, options: DeviceOptions) -> Profile | None:
     """Return the known profile, or measure and keep a short one; None if that is not possible or takes too long."""
-    profile = known_profile(folder, options)
+    profile = read_profile(folder, options)
     if profile or options.device.upper() != "CPU" or not options.cache_folder:
         return profile
-    if check_weights(folder / MODEL_FILE) > LARGEST_UNASKED:
+    if check_weights(folder / MODEL_FILE) > LARGEST_AUTO_TUNED:
         note(f"{folder}: too large to tune automatically; run 'ovspec tune {folder}' to find the fastest settings.")
         return None
     note(f"{folder}: measuring the fastest settings, once; 'ovspec tune' measures more, OVSPEC_TUNE=0 skips this.")
     try:
-        return remember(profile_file(folder, options), tune(folder, options, effort=SHORT))
+        return remember(find_profile_file(folder, options), tune_model(folder, options, effort=SHORT_EFFORT))
     except OvspecError as error:
         note(str(error))
         return None

@@ -15,11 +15,11 @@ import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
-BYTES = 64e6  # of the weights in int8 that are multiplied, so that no cache of a core holds them
+MULTIPLIED_BYTES = 64e6  # of the weights in int8 that are multiplied, so that no cache of a core holds them
 MOST_COPIES = 64
-TURNS, REPEATS = 5, 4
-GROUPS = (128, 64, 32)  # weights that share a scale, the largest that fits
-TYPES = {(8, False): ov.Type.u8, (8, True): ov.Type.i8, (4, False): ov.Type.u4, (4, True): ov.Type.i4}
+TIMING_TURNS, TIMING_REPEATS = 5, 4
+GROUP_SIZES = (128, 64, 32)  # weights that share a scale, the largest that fits
+ELEMENT_TYPES = {(8, False): ov.Type.u8, (8, True): ov.Type.i8, (4, False): ov.Type.u4, (4, True): ov.Type.i4}
 
 
 @dataclass(frozen=True)
@@ -48,30 +48,30 @@ class WeightFormat:
         return f"--weight-format int{self.bits}{groups}{' --sym' if self.symmetric else ''}"
 
 
-def export_options(name: str) -> str:
-    """Return the options of ``ovspec export`` for a format of ``formats_for`` by its name."""
-    return next(each.options for size in GROUPS for each in formats_for(size) if str(each) == name)
+def find_export_options(name: str) -> str:
+    """Return the options of ``ovspec export`` for a format of ``list_formats`` by its name."""
+    return next(each.options for size in GROUP_SIZES for each in list_formats(size) if str(each) == name)
 
 
-def formats_of(shapes: Counter[tuple[str, str]]) -> dict[str, float]:
+def time_formats_for_model(shapes: Counter[tuple[str, str]]) -> dict[str, float]:
     """Return milliseconds of a model's commonest product for one token, by weight format, the model's own first.
 
     shapes: of the constants of its IR, by (type, shape). Returns {} if most are in a format that isn't known here.
     """
-    if not (found := own_format(shapes)):
+    if not (found := find_commonest_product(shapes)):
         return {}
     own, rows, columns = found
-    return format_times([own, *(each for each in formats_for(columns) if each != own)], rows, columns)
+    return time_formats([own, *(each for each in list_formats(columns) if each != own)], rows, columns)
 
 
-def formats_for(columns: int) -> list[WeightFormat]:
+def list_formats(columns: int) -> list[WeightFormat]:
     """Return the formats that rows of this length can have."""
-    groups = [size for size in GROUPS if columns % size == 0][:1]
+    groups = [size for size in GROUP_SIZES if columns % size == 0][:1]
     found = [WeightFormat(8), WeightFormat(8, symmetric=True)]
     return [*found, *(WeightFormat(4, size, sym) for size in groups for sym in (False, True)), WeightFormat(16)]
 
 
-def own_format(shapes: Counter[tuple[str, str]]) -> tuple[WeightFormat, int, int] | None:
+def find_commonest_product(shapes: Counter[tuple[str, str]]) -> tuple[WeightFormat, int, int] | None:
     """Return the format in which most weights of a model are, and rows and columns of its commonest product."""
     kinds = {"u8": (8, False), "i8": (8, True), "u4": (4, False), "i4": (4, True), "f16": (16, False)}
     sizes: Counter[tuple[str, tuple[int, ...]]] = Counter()
@@ -87,53 +87,55 @@ def own_format(shapes: Counter[tuple[str, str]]) -> tuple[WeightFormat, int, int
     return WeightFormat(bits, group, symmetric), shape[0], int(np.prod(shape[1:]))
 
 
-def format_times(formats: list[WeightFormat], rows: int, columns: int) -> dict[str, float]:
+def time_formats(formats: list[WeightFormat], rows: int, columns: int) -> dict[str, float]:
     """Return milliseconds for multiplying one token with weights [rows, columns] in each format, by its name."""
-    copies = min(max(1, round(BYTES / (rows * columns))), MOST_COPIES)
+    copies = min(max(1, round(MULTIPLIED_BYTES / (rows * columns))), MOST_COPIES)
     core = ov.Core()
     requests = {}
     for each in formats:
         properties = {"INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY"}
         properties["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = str(each.group or 128)
-        request = core.compile_model(products(each, rows, columns, copies), "CPU", properties).create_infer_request()
+        request = core.compile_model(
+            make_products_model(each, rows, columns, copies), "CPU", properties
+        ).create_infer_request()
         request.set_input_tensor(ov.Tensor(np.ones((1, columns), np.float32)))
         request.infer()
         requests[str(each)] = request
     times: dict[str, list[float]] = {name: [] for name in requests}
-    for _ in range(TURNS):
+    for _ in range(TIMING_TURNS):
         for name, request in requests.items():
-            for _ in range(REPEATS):
+            for _ in range(TIMING_REPEATS):
                 began = time.perf_counter()
                 request.infer()
                 times[name].append((time.perf_counter() - began) * 1e3 / copies)
     return {name: statistics.median(found) for name, found in times.items()}
 
 
-def products(weights: WeightFormat, rows: int, columns: int, copies: int) -> ov.Model:
+def make_products_model(weights: WeightFormat, rows: int, columns: int, copies: int) -> ov.Model:
     """Return a model that multiplies its input [tokens, columns] with ``copies`` matrices of random weights."""
     draws = np.random.default_rng(0)
     tokens = ops.parameter([-1, columns], np.float32)
-    found = [ops.matmul(tokens, matrix(weights, rows, columns, draws), False, True) for _ in range(copies)]
+    found = [ops.matmul(tokens, make_random_weights(weights, rows, columns, draws), False, True) for _ in range(copies)]
     sums = [ops.reduce_sum(each, ops.constant(-1), True) for each in found]
     return ov.Model([ops.result(ops.concat(sums, -1))], [tokens])  # type: ignore[misc]
 
 
-def matrix(weights: WeightFormat, rows: int, columns: int, draws: np.random.Generator) -> ov.Node:
+def make_random_weights(weights: WeightFormat, rows: int, columns: int, draws: np.random.Generator) -> ov.Node:
     """Return random weights [rows, columns] in a format, as nncf writes them."""
     if weights.bits == 16:
         return ops.convert(ops.constant(draws.standard_normal((rows, columns)).astype(np.float16)), "f32")
-    kind = TYPES[weights.bits, weights.symmetric]
+    kind = ELEMENT_TYPES[weights.bits, weights.symmetric]
     shape = [rows, columns // weights.group, weights.group] if weights.group else [rows, columns]
     scales = [*shape[:-1], 1]
-    value = ops.convert(packed(draws, shape, kind, weights.bits), "f16")
+    value = ops.convert(make_packed_constant(draws, shape, kind, weights.bits), "f16")
     if not weights.symmetric:
-        value = ops.subtract(value, ops.convert(packed(draws, scales, kind, weights.bits), "f16"))
+        value = ops.subtract(value, ops.convert(make_packed_constant(draws, scales, kind, weights.bits), "f16"))
     value = ops.multiply(value, ops.constant(draws.random(scales).astype(np.float16)))
     if weights.group:
         value = ops.reshape(value, [rows, columns], False)
     return ops.convert(value, "f32")
 
 
-def packed(draws: np.random.Generator, shape: list[int], kind: ov.Type, bits: int) -> ov.Node:
+def make_packed_constant(draws: np.random.Generator, shape: list[int], kind: ov.Type, bits: int) -> ov.Node:
     count = -(-int(np.prod(shape)) * bits // 8)
     return ov.op.Constant(ov.Tensor(draws.integers(0, 256, count, np.uint8), shape, kind), shared_memory=False)

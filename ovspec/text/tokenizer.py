@@ -15,8 +15,8 @@ import openvino_tokenizers
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import present, read_as
-from ovspec.ir.compile import check_weights, last_line
-from ovspec.ir.device import core
+from ovspec.ir.compile import check_weights, last_error_line
+from ovspec.ir.device import openvino_core
 from ovspec.text.infill import NAMES, find_fim
 from ovspec.text.tokenizer_files import TOKENIZER_FILE, DecodingStep, TokenizerFile
 from ovspec.text.vocabulary import known_ids
@@ -29,8 +29,8 @@ SPARE = 4
 @functools.cache
 def core_with_strings() -> ov.Core:
     """Return the OpenVINO core with the string operations that tokenizer IRs use."""
-    core().add_extension(str(openvino_tokenizers._ext_path))
-    return core()
+    openvino_core().add_extension(str(openvino_tokenizers._ext_path))
+    return openvino_core()
 
 
 def compiled(path: Path) -> ov.CompiledModel:
@@ -40,7 +40,7 @@ def compiled(path: Path) -> ov.CompiledModel:
     try:
         return core_with_strings().compile_model(path, "CPU")
     except RuntimeError as error:
-        raise OvspecError(f"{path}: cannot be compiled ({last_line(error)}); export it again.") from None
+        raise OvspecError(f"{path}: cannot be compiled ({last_error_line(error)}); export it again.") from None
 
 
 def byte_level_alphabet() -> dict[str, int]:

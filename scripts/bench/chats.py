@@ -46,7 +46,7 @@ from ovspec.api.comparison import rotate_modes
 from ovspec.base.errors import OvspecError
 from ovspec.drafting.choice import DraftChoice
 from ovspec.ir.compile import MODEL_FILE, read_model
-from ovspec.ir.heads import target_layers
+from ovspec.ir.heads import read_target_layers
 from ovspec.ir.instruction_set import instruction_set
 
 KINDS = tuple(dict.fromkeys(chat.kind for chat in chats()))
@@ -321,7 +321,7 @@ def with_its_layers(head: Path, ours: str | None, scratch: Path) -> Path:
     if not ours:
         raise RuntimeError("genai-head needs --draft head=PATH, which knows its layers")
     changed = read_model(head)
-    changed.set_rt_info([layer - 1 for layer in target_layers(read_model(Path(ours)))], ["hidden_layers_list"])
+    changed.set_rt_info([layer - 1 for layer in read_target_layers(read_model(Path(ours)))], ["hidden_layers_list"])
     copy = Path(tempfile.mkdtemp(dir=scratch))  # each process has its own
     shutil.copytree(head, copy, ignore=shutil.ignore_patterns("openvino_model.*"), dirs_exist_ok=True)
     ov.save_model(changed, copy / MODEL_FILE, compress_to_fp16=False)

@@ -43,7 +43,7 @@ from ovspec_export.sources import find_source
 from safetensors.torch import load_file
 
 from ovspec.base.files import read_json
-from ovspec.ir.config import model_config
+from ovspec.ir.config import read_model_config
 from ovspec.text.tokenizer import Tokenizer
 
 SHORTEST, LONGEST = 60, 480  # tokens of a document
@@ -105,7 +105,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--draft-vocabulary", type=int, default=16384)
     args = parser.parse_args()
-    documents, count = texts(args.model, args.documents), model_config(args.model).layers or 1
+    documents, count = texts(args.model, args.documents), read_model_config(args.model).layers or 1
     layers, tokens = new_head_layers(count), sum(map(len, documents))
     print(f"{machine()}. {len(documents)} documents, {tokens:,} tokens, layers {layers}.\n", flush=True)
 

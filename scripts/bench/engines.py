@@ -23,8 +23,8 @@ from ovspec.cache.stateful import StatefulDecoder
 from ovspec.ir.compile import compile_ir
 from ovspec.ir.device import DeviceOptions
 from ovspec.setup.paging import compile_paged
-from ovspec.setup.profile import Setting, known_profile
-from ovspec.setup.tuning import TEXT
+from ovspec.setup.profile import Setting, read_profile
+from ovspec.setup.tuning import TUNING_TEXT_FILE
 from ovspec.text.tokenizer import Tokenizer
 
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16)
@@ -122,13 +122,13 @@ def main() -> None:
     parser.add_argument("--cache-dir", type=Path, help="folder in which the profile is kept")
     parser.add_argument("--plot", type=Path, help="draw the verify curves to this file")
     args = parser.parse_args()
-    profile, settings = known_profile(args.folder, DeviceOptions(cache_dir=args.cache_dir)), dict(SETTINGS)
+    profile, settings = read_profile(args.folder, DeviceOptions(cache_dir=args.cache_dir)), dict(SETTINGS)
     print(f"{args.folder.name} of {args.folder.parent.name}, {machine()}; dynamic quantisation in groups of {GROUP}")
     if profile and (best := profile.choose(DeviceOptions(), "auto")):
         print(f"profile: {best.setting}; measured in {profile.seconds:.0f} s")
         if best.setting not in settings.values():
             settings["profile"] = best.setting
-    text = np.resize(Tokenizer(args.folder).encode(read_text(TEXT))[:512], max(args.contexts) + PROMPT)
+    text = np.resize(Tokenizer(args.folder).encode(read_text(TUNING_TEXT_FILE))[:512], max(args.contexts) + PROMPT)
     decoders = {name: decoder_for(args.folder, setting, CACHES.get(name)) for name, setting in settings.items()}
     read = prefills(decoders, text)
     print(f"\nSeconds to read a prompt of {PROMPT} tokens\n")

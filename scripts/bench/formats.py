@@ -19,8 +19,8 @@ from ovspec_export import Compression, export_pair
 from ovspec.cache.decoder import Decoder
 from ovspec.ir.device import DeviceOptions
 from ovspec.sampling.logprobs import log_softmax
-from ovspec.setup.engine_choice import load_ir
-from ovspec.setup.tuning import TEXT
+from ovspec.setup.engine_choice import load_compiled_model
+from ovspec.setup.tuning import TUNING_TEXT_FILE
 from ovspec.text.tokenizer import Tokenizer
 
 FORMATS = {
@@ -44,7 +44,7 @@ def main() -> None:
     cap(args.isa)
     folders = {name: exported(args.model, name, args.output) for name in {"fp32": None, **dict.fromkeys(args.formats)}}
     decoders = {name: decoder_of(folder, name) for name, folder in folders.items()}
-    text = Tokenizer(folders["fp32"]).encode(TEXT.read_text(encoding="utf-8"))[: CONTEXT + max(WIDTHS)]
+    text = Tokenizer(folders["fp32"]).encode(TUNING_TEXT_FILE.read_text(encoding="utf-8"))[: CONTEXT + max(WIDTHS)]
     logits = {name: read(decoder, text[:CONTEXT]) for name, decoder in decoders.items()}
     print(f"{machine()}{f', capped to {args.isa}' if args.isa else ''}\n", flush=True)
     table = Table("format", "size, MB", "KL, nats", "same top-1", *(f"{width} tokens, ms" for width in WIDTHS))
@@ -70,7 +70,7 @@ def exported(model: str, name: str, output: Path) -> Path:
 def decoder_of(folder: Path, name: str) -> Decoder:
     group = min(int(name.split()[0].partition("/")[2] or 128), 128)
     properties = {"CACHE_DIR": "", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0 if name == "fp32" else group}
-    loaded = load_ir(
+    loaded = load_compiled_model(
         folder, DeviceOptions(precision="f32", kv_precision="f32", properties=properties), arithmetic="fast"
     )
     return loaded.decoder()

@@ -28,9 +28,9 @@ from peers.install import python_of
 from ovspec.api.comparison import compare_result_times, compute_speedup, rotate_modes
 from ovspec.engine.results import Result
 from ovspec.ir.compile import MODEL_FILE
-from ovspec.ir.device import available_devices
+from ovspec.ir.device import list_available_devices
 from ovspec.params.loading import RUNTIME
-from ovspec.setup.tuning import TEXT
+from ovspec.setup.tuning import TUNING_TEXT_FILE
 from ovspec.text.chat_template import Message
 from ovspec.text.tokenizer import Tokenizer
 
@@ -109,7 +109,7 @@ def with_context(tokenizer: Tokenizer, ids: list[int], context: int) -> list[int
     """Return a prompt's ids after those of other text, ``context`` in all."""
     if len(ids) >= context:
         return ids
-    filler = tokenizer.encode(TEXT.read_text(encoding="utf-8") + "\n\n", special=False)
+    filler = tokenizer.encode(TUNING_TEXT_FILE.read_text(encoding="utf-8") + "\n\n", special=False)
     return [*np.resize(filler, context - len(ids)).tolist(), *ids]
 
 
@@ -220,7 +220,7 @@ def shown(values: Sequence[float], digits: int = 2) -> str:
 def machine() -> str:
     """Return what a table has to name: processor, system and OpenVINO's version."""
     version = ov.get_version().split("-")[0]
-    cpu = dict(available_devices()).get("CPU", "CPU")
+    cpu = dict(list_available_devices()).get("CPU", "CPU")
     return f"{cpu}, {os.cpu_count()} cores, {platform.system()}, OpenVINO {version}, {time.strftime('%B %Y')}"
 
 

@@ -29,7 +29,7 @@ from ovspec.cache.sequence import Sequence
 from ovspec.drafting.choice import DraftChoice
 from ovspec.drafting.costs import Costs
 from ovspec.setup.manifest import DRAFT_FOLDER
-from ovspec.setup.model_folders import embedded_pair
+from ovspec.setup.model_folders import find_demo_folder
 
 # Mode: the drafters it has, lookup and the draft model; auto does without the draft model if there is none.
 MODES = {"plain": (False, False), "draft": (False, True), "lookup": (True, False)}
@@ -197,7 +197,7 @@ def lookahead(text: str) -> int | str:
 
 def main() -> None:
     parser = harness.options(__doc__)
-    parser.add_argument("folder", nargs="?", type=Path, default=embedded_pair(), metavar="DIR")
+    parser.add_argument("folder", nargs="?", type=Path, default=find_demo_folder(), metavar="DIR")
     parser.add_argument(
         "--draft", metavar="PATH", help="the draft model  [default: the one beside DIR, if there is one]"
     )

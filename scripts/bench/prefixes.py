@@ -22,7 +22,7 @@ from peers.install import gguf_of
 
 import ovspec
 from ovspec.base.errors import OvspecError
-from ovspec.setup.tuning import TEXT
+from ovspec.setup.tuning import TUNING_TEXT_FILE
 
 ANSWER = 8
 Ask = Callable[[list[int]], tuple[list[int], float]]  # a prompt -> its answer, and ms until the first token
@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("--chat", type=int, default=50)
     args = parser.parse_args()
     lm = ovspec.load(args.model, "none")
-    text = np.resize(lm.encode(TEXT.read_text(encoding="utf-8")), 8 * args.prompt).tolist()
+    text = np.resize(lm.encode(TUNING_TEXT_FILE.read_text(encoding="utf-8")), 8 * args.prompt).tolist()
     random = np.random.default_rng(0)
 
     def prompt(count: int) -> list[int]:

@@ -21,9 +21,9 @@ from harness import Table, machine, milliseconds, options, ratios, several, show
 
 from ovspec.cache.decoder import FAST, Decoder
 from ovspec.ir.device import DeviceOptions
-from ovspec.ir.instruction_set import NEEDED, instruction_set, processor_levels
-from ovspec.setup.engine_choice import load_ir
-from ovspec.setup.exactness import FULL, find_exactness, probe_rule
+from ovspec.ir.instruction_set import LEAST_INSTRUCTION_SET, instruction_set, list_instruction_sets
+from ovspec.setup.engine_choice import load_compiled_model
+from ovspec.setup.exactness import FULL_TRIAL, find_exactness, probe_feed_rule
 from ovspec.setup.paging import compile_paged
 
 CONTEXT, PROMPT, STEPS, TURNS = 128, 1024, 12, 5
@@ -33,8 +33,8 @@ HEADS = ("instruction set", "model", "engine", "rule", "differ in fast", "differ
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("folders", type=Path, nargs="+")
-    levels = processor_levels()
-    usual = ",".join(levels[levels.index(NEEDED) :] if levels else ())
+    levels = list_instruction_sets()
+    usual = ",".join(levels[levels.index(LEAST_INSTRUCTION_SET) :] if levels else ())
     parser.add_argument("--isa", type=several(), default=usual, help="[default: those of this processor]")
     parser.add_argument("--engines", type=several(choices=("paged", "stateful")), default="paged")
     parser.add_argument("--precision", choices=("f32", "bf16", "f16"), help="[default: the processor's]")
@@ -55,13 +55,13 @@ def main() -> None:
 def found_of(folder: Path, engine: str, precision: str | None) -> list[str]:
     """Probe a model thoroughly; return the cells from the rule on."""
     device = DeviceOptions(precision=precision, properties={"CACHE_DIR": ""})
-    loaded = load_ir(folder, device, engine, arithmetic="fast")  # type: ignore[arg-type]
+    loaded = load_compiled_model(folder, device, engine, arithmetic="fast")  # type: ignore[arg-type]
     vocabulary = loaded.ir.logits_width
-    share = probe_rule(loaded.decoder(), vocabulary, FULL)
+    share = probe_feed_rule(loaded.decoder(), vocabulary, FULL_TRIAL)
     fast = loaded.decoder()
     if engine == "paged":
         loaded.ir = compile_paged(folder, device)
-    found = find_exactness(lambda rule: loaded.decoder(rule=rule), engine, vocabulary, FULL)
+    found = find_exactness(lambda rule: loaded.decoder(rule=rule), engine, vocabulary, FULL_TRIAL)
     cells = [str(found.rule or "none"), f"{1 - share.share:.0%}", f"{found.differing} of {found.positions}"]
     if not found.rule:
         return cells

@@ -23,8 +23,8 @@ from harness import Table, cap, machine, options, take_turns
 from ovspec.cache.decoder import Decoder
 from ovspec.ir.device import DeviceOptions
 from ovspec.ir.matrix_products import join_products
-from ovspec.setup.engine_choice import load_ir
-from ovspec.setup.tuning import TEXT
+from ovspec.setup.engine_choice import load_compiled_model
+from ovspec.setup.tuning import TUNING_TEXT_FILE
 from ovspec.text.tokenizer import Tokenizer
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -48,7 +48,7 @@ def main() -> None:
         decoders = {
             name: decoder_of(folder if name == "joined" else args.model, more) for name, more in SETTINGS.items()
         }
-        text = Tokenizer(args.model).encode(TEXT.read_text(encoding="utf-8"))[: CONTEXT + max(WIDTHS)]
+        text = Tokenizer(args.model).encode(TUNING_TEXT_FILE.read_text(encoding="utf-8"))[: CONTEXT + max(WIDTHS)]
         logits = {name: read(decoder, text[:CONTEXT]) for name, decoder in decoders.items()}
         print(f"{machine()}{f', capped to {args.isa}' if args.isa else ''}; {products} products joined\n", flush=True)
         table = Table("setting", *(f"{width} tokens, ms" for width in WIDTHS), "same bits")
@@ -61,7 +61,7 @@ def main() -> None:
 
 def decoder_of(folder: Path, properties: dict[str, Any]) -> Decoder:
     chosen = DeviceOptions(precision="f32", kv_precision="f32", properties={"CACHE_DIR": "", **properties})
-    return load_ir(folder, chosen, "stateful", "fast").decoder()
+    return load_compiled_model(folder, chosen, "stateful", "fast").decoder()
 
 
 def write_joined(source: Path, folder: Path) -> int:

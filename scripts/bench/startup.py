@@ -16,7 +16,7 @@ from pathlib import Path
 
 from harness import CODE, machine, milliseconds, options
 
-from ovspec.setup.model_folders import embedded_pair
+from ovspec.setup.model_folders import find_demo_folder
 
 COMMAND = (sys.executable, "-m", "ovspec")
 
@@ -46,7 +46,7 @@ def time_to_first_token(model: Path, cache: Path) -> float:
 
 def main() -> None:
     parser = options(__doc__)
-    parser.add_argument("model", nargs="?", type=Path, default=embedded_pair(), metavar="MODEL")
+    parser.add_argument("model", nargs="?", type=Path, default=find_demo_folder(), metavar="MODEL")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as cache:
         print(f"{args.model.name} on {machine()}")

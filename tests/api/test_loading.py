@@ -25,8 +25,8 @@ from ovspec.cli import cli
 from ovspec.ir import compile as compile_module
 from ovspec.ir.compile import compile_ir
 from ovspec.ir.device import DeviceOptions
-from ovspec.ir.memory import check_memory, kv_bytes_per_token
-from ovspec.setup.inspection import inspect, weight_shares
+from ovspec.ir.memory import check_free_memory, kv_bytes_per_token
+from ovspec.setup.inspection import compute_weight_shares, inspect_models
 from ovspec.setup.manifest import read_manifest
 
 DEMO = ROOT / "models" / "demo"
@@ -161,7 +161,7 @@ def test_checksums(tmp_path: Path) -> None:
     assert read_manifest(tmp_path / "pair"), "the sizes are unchanged"
     for verifying in (
         lambda: read_manifest(tmp_path / "pair", verify=True),
-        lambda: inspect(tmp_path / "pair", DeviceOptions(), verify=True),
+        lambda: inspect_models(tmp_path / "pair", DeviceOptions(), verify=True),
         lambda: ovspec.load(tmp_path / "pair", engine="stateful", verify=True),
     ):
         with pytest.raises(ovspec.OvspecError, match=r"openvino_model.bin: changed since it was exported"):
@@ -187,7 +187,7 @@ def test_a_draft_of_another_vocabulary(small: Path, tmp_path: Path) -> None:
 
 
 def test_inspect_tells_what_is_there(pair: Path, cache_dir: Path) -> None:
-    found = inspect(pair, DeviceOptions(precision="f32", cache_dir=cache_dir))
+    found = inspect_models(pair, DeviceOptions(precision="f32", cache_dir=cache_dir))
     target, draft = found["target"], found["draft"]
     assert (target["source"], target["model_type"], target["rollback"]) == (TARGET.name, "llama", "mask")
     assert target["parameters"] == pytest.approx(1_016_448, rel=0.001)
@@ -199,7 +199,7 @@ def test_inspect_tells_what_is_there(pair: Path, cache_dir: Path) -> None:
     assert per_slot == 2 * 2 * config["num_key_value_heads"] * config["head_dim"]
     assert target["kv_bytes_per_1000_tokens"] == 1000 * 4 * per_slot
     assert draft["parameters"] < target["parameters"]
-    assert weight_shares(DEMO)[1] == {"int8": 1.0}
+    assert compute_weight_shares(DEMO)[1] == {"int8": 1.0}
 
 
 def test_the_memory_estimate_is_what_the_cache_takes(pair: Path, cache_dir: Path) -> None:
@@ -224,9 +224,9 @@ def test_a_text_that_cannot_fit_into_memory_is_refused(
     load: Callable[..., ovspec.LanguageModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ir = load().target.ir
-    check_memory([ir], 1000)
+    check_free_memory([ir], 1000)
     with pytest.raises(ovspec.OvspecError, match=r"takes about \d+\.\d GB, but only \d+\.\d GB of memory are free"):
-        check_memory([ir], 10**9)
+        check_free_memory([ir], 10**9)
     monkeypatch.setattr(ovspec.ir.memory, "kv_bytes_per_token", lambda _: 1e12)
     monkeypatch.setattr(load().runtime.models, "_token_bytes", 1e12)
     with pytest.raises(ovspec.OvspecError, match="lower `max_tokens`"):
@@ -320,7 +320,7 @@ def test_target_and_draft_on_different_devices(
 def test_models_are_read_one_after_the_other(pair: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two threads that read their first models at once waited for each other for ever."""
     inside, threads = list[int](), set[int]()
-    states = compile_module.model_states
+    states = compile_module.find_model_states
 
     def noted(model: Any) -> Any:
         threads.add(threading.get_ident())
@@ -331,7 +331,7 @@ def test_models_are_read_one_after_the_other(pair: Path, cache_dir: Path, monkey
         inside.pop()
         return found
 
-    monkeypatch.setattr(compile_module, "model_states", noted)
+    monkeypatch.setattr(compile_module, "find_model_states", noted)
     options = DeviceOptions(precision="f32", cache_dir=cache_dir)
     with ThreadPoolExecutor(2) as executor:
         list(executor.map(compile_module.compile_ir, [pair, pair / "draft"], [options, options]))

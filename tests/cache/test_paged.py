@@ -18,13 +18,13 @@ import ovspec.cache.paged
 import ovspec.setup.paging
 from ovspec.cache.decoder import FAST, FAST_ON_GPU, FeedRule
 from ovspec.cache.paged import PagedDecoder
-from ovspec.ir.attention_mask import UNBOUNDED, narrowest_window
-from ovspec.ir.crashes import without_crash
+from ovspec.ir.attention_mask import UNBOUNDED, find_narrowest_window
+from ovspec.ir.crashes import avoid_crash
 from ovspec.ir.device import EXACT_KV_PRECISIONS, DeviceOptions
-from ovspec.ir.paged_attention import to_paged
-from ovspec.ir.request import Request
-from ovspec.setup.engine_choice import load_ir
-from ovspec.setup.exactness import Trial, probe_rule
+from ovspec.ir.paged_attention import rewrite_to_paged
+from ovspec.ir.request import InferenceRequest
+from ovspec.setup.engine_choice import load_compiled_model
+from ovspec.setup.exactness import ExactnessTrial, probe_feed_rule
 from ovspec.setup.paging import PagedCheck, check_paged, compare_engines, compile_paged
 
 DEMO = ROOT / "models" / "demo"
@@ -33,11 +33,11 @@ MakePaged = Callable[..., PagedDecoder]
 
 
 def test_the_private_transformation_is_where_it_was() -> None:
-    """Fails if a new OpenVINO moves it; then ``to_paged`` needs another import, or everything gets slower."""
+    """Fails if a new OpenVINO moves it; then ``rewrite_to_paged`` needs another import, or everything gets slower."""
     module = importlib.import_module("openvino._offline_transformations")
     assert callable(module.paged_attention_transformation)
     model = ov.Core().read_model(DEMO / "openvino_model.xml")
-    to_paged(model)
+    rewrite_to_paged(model)
     names = {port.get_any_name() for port in model.inputs}
     assert names >= {"input_ids", "position_ids", "past_lens", "subsequence_begins", "block_indices", "key_cache.0"}
 
@@ -134,10 +134,10 @@ def test_the_comparison_is_remembered(tmp_path: Path, monkeypatch: pytest.Monkey
     compile_once(monkeypatch)
     monkeypatch.setattr(ovspec.setup.paging, "compare_engines", lambda *a: compared.append(a) or AGREES)
     for precision in ("f32", "f32", "bf16"):
-        loaded = load_ir(SMALL, DeviceOptions(precision=precision, cache_dir=tmp_path))
+        loaded = load_compiled_model(SMALL, DeviceOptions(precision=precision, cache_dir=tmp_path))
         assert (loaded.engine, loaded.reason) == ("paged", AGREES.reason)
     assert len(compared) == 1
-    assert load_ir(SMALL, DeviceOptions(cache_dir=tmp_path), "stateful").engine == "stateful"
+    assert load_compiled_model(SMALL, DeviceOptions(cache_dir=tmp_path), "stateful").engine == "stateful"
     for file in (tmp_path / "engines").iterdir():
         file.write_text("{", encoding="utf-8")
     assert check_paged(SMALL, DeviceOptions(cache_dir=tmp_path)) == AGREES
@@ -157,17 +157,17 @@ def compiled_once() -> Iterator[None]:
 def test_a_paged_decoder_that_differs_is_not_used(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if mistake == "positions":
 
-        class Mistaken(Request):
+        class Mistaken(InferenceRequest):
             def infer(self, arrays: Any, logits_idx: np.ndarray) -> np.ndarray:
                 return super().infer((arrays[0], np.zeros_like(arrays[1]), *arrays[2:]), logits_idx)
 
-        monkeypatch.setattr(ovspec.cache.paged, "Request", Mistaken)
+        monkeypatch.setattr(ovspec.cache.paged, "InferenceRequest", Mistaken)
     elif mistake == "rollback":
         monkeypatch.setattr(PagedDecoder, "truncate", lambda *_: None)
     elif mistake == "sharing":
         monkeypatch.setattr(ovspec.cache.paged.Blocks, "extend", without_copies(ovspec.cache.paged.Blocks.extend))
     else:
-        monkeypatch.setattr(ovspec.setup.paging, "attention_windows", lambda _: {None, 77})
+        monkeypatch.setattr(ovspec.setup.paging, "read_attention_windows", lambda _: {None, 77})
     assert compare_engines(SMALL, DeviceOptions()) == PagedCheck(
         False,
         f"its attention window is {UNBOUNDED} in the model and 77 when paged"
@@ -193,7 +193,7 @@ def test_compared_in_its_own_arithmetic_where_memory_is_short(monkeypatch: pytes
 
     monkeypatch.setattr(ovspec.setup.paging, "compile_ir", noting)
     assert compare_engines(SMALL, DeviceOptions(precision="bf16")) == AGREES
-    monkeypatch.setattr(ovspec.setup.paging, "room_for", lambda *_: False)
+    monkeypatch.setattr(ovspec.setup.paging, "weights_fit_into_memory", lambda *_: False)
     assert compare_engines(SMALL, DeviceOptions(precision="bf16")) == AGREES
     assert compiled == ["f32", "f32", "bf16", "bf16"]
 
@@ -208,26 +208,26 @@ def test_the_compile_cache_is_not_filled_in_vain(tmp_path: Path, monkeypatch: py
 
 
 def test_other_devices_are_stateful(tmp_path: Path) -> None:
-    loaded = load_ir(SMALL, DeviceOptions(device="AUTO:CPU", cache_dir=tmp_path))
+    loaded = load_compiled_model(SMALL, DeviceOptions(device="AUTO:CPU", cache_dir=tmp_path))
     assert loaded.engine == "stateful"
     assert loaded.reason == "the paged engine runs on a CPU or a GPU only, and the device is AUTO:CPU"
     with pytest.raises(ovspec.OvspecError, match="is not possible: the paged engine runs on a CPU or a GPU only"):
-        load_ir(SMALL, DeviceOptions(device="AUTO:CPU", cache_dir=tmp_path), "paged")
+        load_compiled_model(SMALL, DeviceOptions(device="AUTO:CPU", cache_dir=tmp_path), "paged")
 
 
 def test_a_cache_that_openvino_refuses_when_paged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In f32, paged attention can't use a bf16 cache: "auto" falls back to the stateful engine, "paged" is refused."""
     trust_paged(monkeypatch)
     options = DeviceOptions(precision="f32", kv_precision="bf16", cache_dir=tmp_path)
-    loaded = load_ir(SMALL, options)
+    loaded = load_compiled_model(SMALL, options)
     assert loaded.engine == "stateful"
     assert loaded.reason
     with pytest.raises(ovspec.OvspecError, match="`engine='paged'` is not possible"):
-        load_ir(SMALL, options, "paged")
+        load_compiled_model(SMALL, options, "paged")
 
 
 def test_the_demo_pair_sees_everything(target_ir: Any) -> None:
-    assert narrowest_window(target_ir) == UNBOUNDED
+    assert find_narrowest_window(target_ir) == UNBOUNDED
 
 
 # ---------------------------------------------------------------- the cache
@@ -307,10 +307,10 @@ def test_which_block_caches_are_exact_after_a_rollback(precision: str, cache_dir
 def test_a_token_has_the_same_bits_however_its_text_was_fed(precision: str, cache_dir: Path) -> None:
     """With quantised activations, where a token alone rounds differently. A filling is never seen by later tokens."""
     ir = compile_paged(SMALL, DeviceOptions(precision=precision, cache_dir=cache_dir))
-    trial = Trial((1, 30, 64, 200), (1, 1, 2, 3, 1, 5, 1, 8, 16, 1), (2, 9))
-    found = probe_rule(PagedDecoder(ir, rule=STRICT), ir.logits_width, trial)
+    trial = ExactnessTrial((1, 30, 64, 200), (1, 1, 2, 3, 1, 5, 1, 8, 16, 1), (2, 9))
+    found = probe_feed_rule(PagedDecoder(ir, rule=STRICT), ir.logits_width, trial)
     assert found.positions > 4 * 4 * 39 and found.exact, found
-    assert not probe_rule(PagedDecoder(ir), ir.logits_width, trial).exact, "the probe is blind"
+    assert not probe_feed_rule(PagedDecoder(ir), ir.logits_width, trial).exact, "the probe is blind"
 
 
 def test_a_failed_inference_empties_the_cache(make_paged: MakePaged, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,7 +330,7 @@ def test_a_failed_inference_empties_the_cache(make_paged: MakePaged, monkeypatch
 def test_filling_up_changes_no_bit(pair: Path, cache_dir: Path, precision: Any) -> None:
     """Tokens computed once more, in a fork's shared blocks too, leave the logits of all rows as they are."""
     try:
-        without_crash(pair, DeviceOptions(precision=precision, cache_dir=cache_dir))
+        avoid_crash(pair, DeviceOptions(precision=precision, cache_dir=cache_dir))
     except ovspec.OvspecError as error:
         pytest.skip(str(error))
     lm = ovspec.load(pair, "none", precision=precision, cache_dir=cache_dir, engine="paged")

@@ -23,8 +23,8 @@ from ovspec.cache.prefill import share_prefixes
 from ovspec.cache.sequence import EMPTY, Sequence, catch_up
 from ovspec.cache.stateful import RowByRow, StatefulDecoder
 from ovspec.ir.compile import compile_ir
-from ovspec.ir.device import EXACT_KV_PRECISIONS, DeviceOptions, compile_properties
-from ovspec.ir.request import Request
+from ovspec.ir.device import EXACT_KV_PRECISIONS, DeviceOptions, make_compile_properties
+from ovspec.ir.request import InferenceRequest
 from ovspec.setup.rollback_probing import probe_rollback
 
 TOKENS = st.lists(st.integers(3, 4095), max_size=6)
@@ -176,13 +176,13 @@ def test_requests_of_the_same_width_are_parted_on_a_gpu(
     make_decoder: Callable[..., StatefulDecoder], reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its plugin would compute with the other request's states."""
-    ran, infer = list[tuple[Request, int]](), Request.infer
+    ran, infer = list[tuple[InferenceRequest, int]](), InferenceRequest.infer
 
-    def noting(self: Request, arrays: Any, logits_idx: np.ndarray) -> np.ndarray:
+    def noting(self: InferenceRequest, arrays: Any, logits_idx: np.ndarray) -> np.ndarray:
         ran.append((self, arrays[0].shape[1]))
         return infer(self, arrays, logits_idx)
 
-    monkeypatch.setattr(Request, "infer", noting)
+    monkeypatch.setattr(InferenceRequest, "infer", noting)
     decoders, texts = [make_decoder("mask") for _ in range(2)], [np.arange(20, 30), np.arange(60, 70)]
     for decoder in decoders:
         decoder.on_gpu = True
@@ -398,7 +398,7 @@ def test_which_kv_precisions_survive(precision: str, cache_dir: Path) -> None:
 
 @pytest.mark.parametrize("precision", ["f32", "bf16", "f16"])
 def test_the_default_kv_precision_is_an_exact_one(precision: str) -> None:
-    assert compile_properties(DeviceOptions(precision=precision))["KV_CACHE_PRECISION"] in EXACT_KV_PRECISIONS
+    assert make_compile_properties(DeviceOptions(precision=precision))["KV_CACHE_PRECISION"] in EXACT_KV_PRECISIONS
 
 
 def test_feeding_nothing_is_refused(make_decoder: Callable[..., StatefulDecoder]) -> None:

@@ -70,7 +70,7 @@ def test_a_chat_without_a_template_is_refused_before_anything_is_compiled(
 
 def test_load_checks_before_it_measures(pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[Any] = []
-    monkeypatch.setattr("ovspec.setup.pair_loading.tune_if_new", lambda *given: measured.append(given))
+    monkeypatch.setattr("ovspec.setup.pair_loading.load_or_tune_profile", lambda *given: measured.append(given))
     wrong: list[dict[str, Any]] = [{"draft": tmp_path}, {"lookup_corpus": [tmp_path / "nowhere.txt"]}]
     for options in wrong:
         with pytest.raises(ovspec.OvspecError):

@@ -96,8 +96,8 @@ def test_inspect_without_the_profile(run: Callable[..., Outcome], monkeypatch: p
     from ovspec.setup import inspection
 
     asked: list[bool] = []
-    known = inspection.known_profile
-    monkeypatch.setattr(inspection, "known_profile", lambda *each: asked.append(True) or known(*each))
+    known = inspection.read_profile
+    monkeypatch.setattr(inspection, "read_profile", lambda *each: asked.append(True) or known(*each))
     assert run("inspect", SMALL, "--no-tune").code == 0
     assert not asked
     assert run("inspect", SMALL).code == 0
@@ -111,7 +111,7 @@ def test_tune(run: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch) -> N
     def measured(folder: Path, options: Any, goal: str, **_: Any) -> Any:  # noqa: ARG001
         raise ovspec.OvspecError(f"would tune {options.device} for {goal} and keep it in {options.cache_dir}")
 
-    monkeypatch.setattr(tuning, "tune", measured)
+    monkeypatch.setattr(tuning, "tune_model", measured)
     found = run("tune", DEMO, "--for", "decode", "--cache-dir", "here", "--json")
     assert "would tune CPU for decode and keep it in here" in found.err
     assert "would tune AUTO:CPU for balanced" in run("tune", DEMO, "--device", "auto:cpu").err
@@ -214,7 +214,7 @@ def test_options_of_export(run: Callable[..., Outcome], monkeypatch: pytest.Monk
         Compression=lambda name, **options: {"format": name} | options,
         export_pair=lambda *arguments, **options: calls.append((arguments, options)),
     )
-    monkeypatch.setattr(exporting, "export_package", lambda: package)
+    monkeypatch.setattr(exporting, "import_export_package", lambda: package)
     given = [
         part for flag, value, _ in (*TO_COMPRESSION.values(), *TO_EXPORT.values()) for part in (flag, value) if part
     ]

@@ -26,9 +26,9 @@ from ovspec.base.errors import OvspecError
 from ovspec.drafting.draft_model import DraftModel
 from ovspec.drafting.drafter import RowStep
 from ovspec.drafting.lookahead import Lookahead
-from ovspec.ir.compile import give_ids
+from ovspec.ir.compile import add_target_ids
 from ovspec.ir.device import DeviceOptions
-from ovspec.setup.inspection import inspected
+from ovspec.setup.inspection import inspect_model
 from ovspec.setup.manifest import DRAFT_FOLDER
 
 COUNT = 300
@@ -131,7 +131,9 @@ def test_each_proposal_is_the_whole_drafts(
 ) -> None:
     """No bug changes the text: only the proposals show it."""
     if bug == "other ids":
-        monkeypatch.setattr(draft_vocabulary, "give_ids", lambda model, ids: give_ids(model, np.roll(ids, 1)))
+        monkeypatch.setattr(
+            draft_vocabulary, "add_target_ids", lambda model, ids: add_target_ids(model, np.roll(ids, 1))
+        )
     elif bug == "rows of the next ids":
         entries = draft_vocabulary.entries
         monkeypatch.setattr(draft_vocabulary, "entries", lambda rows, axis, ids: entries(rows, axis, ids + 1))
@@ -197,7 +199,9 @@ def test_what_cannot_be_is_refused_in_a_sentence(
     }
     for number, (told, wrong) in enumerate(cases.items()):
         shutil.copytree(pair / DRAFT_FOLDER, tmp_path / f"{number}")
-        monkeypatch.setattr(draft_vocabulary, "give_ids", lambda model, _, wrong=wrong: give_ids(model, wrong))
+        monkeypatch.setattr(
+            draft_vocabulary, "add_target_ids", lambda model, _, wrong=wrong: add_target_ids(model, wrong)
+        )
         trim_ir(tmp_path / f"{number}", ids, "draft")
         with pytest.raises(OvspecError, match=told):
             load_with(tmp_path / f"{number}")
@@ -206,5 +210,5 @@ def test_what_cannot_be_is_refused_in_a_sentence(
 def test_inspection_shows_how_many_ids_are_proposed(draft: Path, load_with: Load, cache_dir: Path) -> None:
     loaded = load_with(draft).draft
     assert loaded
-    found = inspected(loaded, DeviceOptions(cache_dir=cache_dir), None)
+    found = inspect_model(loaded, DeviceOptions(cache_dir=cache_dir), None)
     assert (found["model_type"], found["logits"]) == ("llama", COUNT)

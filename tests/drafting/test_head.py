@@ -38,7 +38,7 @@ from ovspec.drafting.lookahead import Lookahead
 from ovspec.ir import heads as head_graphs
 from ovspec.ir.compile import CompiledIR
 from ovspec.ir.device import DeviceOptions
-from ovspec.ir.heads import FEATURES
+from ovspec.ir.heads import FEATURES_OUTPUT
 from ovspec.setup import proposers
 from ovspec.setup.engine_choice import CompiledModel
 
@@ -206,9 +206,9 @@ def test_planted_bugs_are_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """No bug changes the text: only the proposals show it."""
-    features, truncate, inputs = PagedDecoder.features, PagedDecoder.truncate, head_graphs.layer_inputs
+    features, truncate, inputs = PagedDecoder.features, PagedDecoder.truncate, head_graphs.find_layer_inputs
     if bug == "wrong layer":
-        monkeypatch.setattr(head_graphs, "layer_inputs", lambda *given: inputs(*given)[::-1])
+        monkeypatch.setattr(head_graphs, "find_layer_inputs", lambda *given: inputs(*given)[::-1])
     elif bug == "off by one":
 
         def earlier(self: PagedDecoder, row: int, begin: int, end: int) -> np.ndarray:
@@ -219,7 +219,7 @@ def test_planted_bugs_are_found(
         rejected: dict[int, np.ndarray] = {}
 
         def noting(self: PagedDecoder, row: int, length: int) -> None:
-            if FEATURES in self._tensors.arrays:
+            if FEATURES_OUTPUT in self._tensors.arrays:
                 rejected.update({at: features(self, row, at, at + 1)[0] for at in range(length, len(self.rows[row]))})
             truncate(self, row, length)
 
@@ -278,7 +278,7 @@ def test_a_head_with_more_tokens_than_its_target_is_refused(
     beyond = read.ids + lm.target.ir.logits_width
     monkeypatch.setattr(proposers, "read_head", lambda *_: replace(read, ids=beyond))
     with pytest.raises(ovspec.OvspecError, match=r"proposes token .* but its target has"):
-        proposers.load_head(folder / "pair" / "draft", lm.target, DeviceOptions())
+        proposers.load_compiled_head(folder / "pair" / "draft", lm.target, DeviceOptions())
 
 
 def test_wrong_heads_are_refused_in_a_sentence(folder: Path, pair: Path) -> None:
@@ -304,7 +304,9 @@ def test_features_that_change_bits_are_told(
     compile_once(monkeypatch)
     trust_paged(monkeypatch)
     bits = CompiledModel.bits
-    monkeypatch.setattr(CompiledModel, "bits", lambda self: [bytes(FEATURES in self.ir.outputs), *bits(self)[1:]])
+    monkeypatch.setattr(
+        CompiledModel, "bits", lambda self: [bytes(FEATURES_OUTPUT in self.ir.outputs), *bits(self)[1:]]
+    )
     for _ in range(2):
         lm = ovspec.load(folder / "pair", "head", precision="f32", cache_dir=tmp_path)
         assert "features change 1 of" in lm.target.promise and lm.target.arithmetic == "fast"
@@ -317,7 +319,7 @@ def test_a_draft_computes_two_tokens_where_that_is_faster(
     compile_once(monkeypatch)
     trust_paged(monkeypatch)
     for cost, fewest in ((1.1, 1), (0.9, 2)):
-        monkeypatch.setattr(proposers, "pair_cost", lambda _, cost=cost: cost)
+        monkeypatch.setattr(proposers, "measure_pair_cost", lambda _, cost=cost: cost)
         cache = tmp_path / str(fewest)
         lm = ovspec.load(folder / "pair", "head", precision="f32", arithmetic="fast", cache_dir=cache)
         assert lm.draft and lm.draft.rule.fewest == fewest

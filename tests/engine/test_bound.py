@@ -24,7 +24,7 @@ from ovspec.drafting.costs import WIDEST, Costs
 from ovspec.engine.decoders import DecoderPool
 from ovspec.engine.engine_thread import EngineThread, Job
 from ovspec.ir.compile import CompiledIR
-from ovspec.ir.request import Request
+from ovspec.ir.request import InferenceRequest
 from ovspec.protocols.logprobs import at_once, prompt_logprobs
 
 MOST = 24
@@ -55,14 +55,14 @@ def keeping(pair: Path, cache_dir: Path, lm: ovspec.LanguageModel) -> ovspec.Lan
 def widths(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Return a list of the (tokens, logits) of each inference."""
     seen: list[tuple[int, int]] = []
-    infer = Request.infer
+    infer = InferenceRequest.infer
 
-    def noting(self: Request, arrays: Any, logits_idx: np.ndarray) -> np.ndarray:
+    def noting(self: InferenceRequest, arrays: Any, logits_idx: np.ndarray) -> np.ndarray:
         if "draft" not in self._ir.folder.parts:
             seen.append((arrays[0].size, len(logits_idx)))
         return infer(self, arrays, logits_idx)
 
-    monkeypatch.setattr(Request, "infer", noting)
+    monkeypatch.setattr(InferenceRequest, "infer", noting)
     return seen
 
 

@@ -12,7 +12,7 @@ from conftest import PROMPTS
 
 import ovspec
 from ovspec.base.errors import InferenceError
-from ovspec.ir.request import Request
+from ovspec.ir.request import InferenceRequest
 
 
 class Broken:
@@ -64,13 +64,13 @@ def test_a_sentence_instead_of_a_token(
     value: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    lm, renew = load(draft=draft), Request.renew
+    lm, renew = load(draft=draft), InferenceRequest.renew
 
-    def broken(request: Request) -> None:
+    def broken(request: InferenceRequest) -> None:
         renew(request)
         request.raw = Broken(request.raw, after, value)  # type: ignore[assignment]
 
-    monkeypatch.setattr(Request, "renew", broken)
+    monkeypatch.setattr(InferenceRequest, "renew", broken)
     monkeypatch.setattr(lm.runtime.pool, "_idle", [])
     lookahead: dict[str, Any] = {"lookahead": 2} if draft else {}
     with pytest.raises(InferenceError, match="the model's logits are not numbers here"):

@@ -196,7 +196,7 @@ def test_a_batch_waits_for_memory(load: Callable[..., ovspec.LanguageModel], mon
     expected = texts(lm.generate(PROMPTS[:5], max_tokens=20))
     longest = max(len(lm.encode(prompt)) for prompt in PROMPTS[:5]) + 20
     for room in (1, longest, 2 * longest):  # a row that doesn't fit runs alone
-        monkeypatch.setattr(decoders, "token_room", lambda *_, room=room: room)
+        monkeypatch.setattr(decoders, "count_free_tokens", lambda *_, room=room: room)
         rows = [row_of(lm, prompt, {"max_tokens": 20}) for prompt in PROMPTS[:5]]
         for _ in lm.runtime.pool.run(rows, lm.runtime.rows.params({})):
             held = sum(row.most for row in rows if row.stats.rounds and not row.finish_reason)

@@ -18,8 +18,8 @@ from ovspec_export.sources import Source
 from ovspec_export.worker import round_weights
 
 from ovspec.base.errors import OvspecError
-from ovspec.ir.compile import MODEL_FILE, give_ids, lm_head, target_ids
-from ovspec.ir.device import core
+from ovspec.ir.compile import MODEL_FILE, add_target_ids, find_lm_head, read_target_ids
+from ovspec.ir.device import openvino_core
 
 VOCAB, WIDTH = 301, 64  # an odd number of rows
 IDS = np.array([0, 3, 4, 77, 150, 299, 300])
@@ -58,18 +58,18 @@ def write_model(folder: Path, weight_format: str, kind: str) -> Path:
 
 def weights(folder: Path) -> np.ndarray:
     """Return what the lm_head's MatMul multiplies with, a row for each logit, in f32."""
-    product = lm_head(model := core().read_model(folder / MODEL_FILE))
+    product = find_lm_head(model := openvino_core().read_model(folder / MODEL_FILE))
     assert product
     by_row = product.get_attributes()["transpose_b"]
     alone = ov.Model([ops.result(product.input_value(1))], [])  # type: ignore[misc]
-    found = core().compile_model(alone, "CPU", EXACT)([])[0]
+    found = openvino_core().compile_model(alone, "CPU", EXACT)([])[0]
     del model
     return found if by_row else found.T
 
 
 def logits(folder: Path) -> np.ndarray:
     """Return the logits after each token of the whole vocabulary."""
-    made = core().compile_model(core().read_model(folder / MODEL_FILE), "CPU", EXACT)
+    made = openvino_core().compile_model(openvino_core().read_model(folder / MODEL_FILE), "CPU", EXACT)
     return made([np.arange(VOCAB)[None]])[made.output("logits")][0]
 
 
@@ -77,7 +77,7 @@ def check(folder: Path, rows: np.ndarray, whole: np.ndarray) -> None:
     """Check that the IR in ``folder`` has the rows of ``IDS``, gives their logits after any token, and names them."""
     assert np.array_equal(weights(folder), rows[IDS])
     np.testing.assert_allclose(logits(folder), whole[:, IDS], rtol=1e-5, atol=1e-5)
-    assert np.array_equal(np.asarray(target_ids(core().read_model(folder / MODEL_FILE))), IDS)
+    assert np.array_equal(np.asarray(read_target_ids(openvino_core().read_model(folder / MODEL_FILE))), IDS)
 
 
 CASES = [(each, "tied") for each in FORMATS] + [("f32", kind) for kind in KINDS[1:]]
@@ -94,7 +94,7 @@ REPEATED += [("f32", "transposed")]
 def test_rows_are_cut_in_every_format(weight_format: str, kind: str, tmp_path: Path) -> None:
     folder = write_model(tmp_path / "ir", weight_format, kind)
     rows, whole = weights(folder), logits(folder)
-    stored = {op.get_element_type().get_type_name() for op in core().read_model(folder / MODEL_FILE).get_ops()}
+    stored = {op.get_element_type().get_type_name() for op in openvino_core().read_model(folder / MODEL_FILE).get_ops()}
     expected = {"int8_sym": "i8", "int8_asym": "u8", "int4_sym": "i4"}.get(weight_format, weight_format)
     assert ("u4" if expected.startswith("int4") else expected) in stored, "the format is what is tested"
     trim_ir(folder, IDS, "draft")
@@ -116,7 +116,7 @@ ENTRIES = draft_vocabulary.entries
 BUGS: dict[str, tuple[str, Callable[..., Any]]] = {
     "next rows": ("entries", lambda constant, axis, ids: ENTRIES(constant, axis, np.minimum(ids + 1, VOCAB - 1))),
     "swapped halves": ("entries", swapped_halves),
-    "other ids": ("give_ids", lambda model, ids: give_ids(model, np.roll(ids, 1))),
+    "other ids": ("give_ids", lambda model, ids: add_target_ids(model, np.roll(ids, 1))),
     "bias of the first ids": (
         "entries",
         lambda constant, axis, ids: ENTRIES(constant, axis, np.arange(len(ids)) if axis == -1 else ids),
@@ -151,7 +151,7 @@ def test_an_unknown_lm_head_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
     told = "x: its vocabulary can't be trimmed, because its lm_head is made by Multiply; choose another draft"
     with pytest.raises(OvspecError, match=told):
         trim_ir(folder, IDS, "x")
-    monkeypatch.setattr(draft_vocabulary, "lm_head", lambda _: None)
+    monkeypatch.setattr(draft_vocabulary, "find_lm_head", lambda _: None)
     with pytest.raises(OvspecError, match="because its lm_head can't be found in the graph"):
         trim_ir(folder, IDS, "x")
     assert (folder / MODEL_FILE).read_bytes() == before and len([*folder.iterdir()]) == 2

@@ -21,7 +21,7 @@ from ovspec_export.folders import check_output, check_space, replace_folder, wor
 
 import ovspec
 from ovspec.base.errors import OvspecError
-from ovspec.setup.manifest import MANIFEST_FILE, UNFINISHED, backup_of, read_manifest, restore_backup
+from ovspec.setup.manifest import MANIFEST_FILE, UNFINISHED_MANIFEST, backup_path, read_manifest, restore_backup
 
 DRAFT = str(CHECKPOINTS / "draft")
 TURNS = 50  # exports that are killed at random moments
@@ -123,10 +123,10 @@ def test_folders_of_others_are_left_alone(tmp_path: Path) -> None:
 
 def test_a_replacement_killed_half_way_is_undone(tmp_path: Path) -> None:
     output, new = marked(tmp_path / "out", "old"), marked(tmp_path / "new", "new")
-    output.rename(backup_of(output))  # killed here
+    output.rename(backup_path(output))  # killed here
     restore_backup(output)
     assert (output / "text").read_text(encoding="utf-8") == "old"
-    output.rename(backup_of(output))
+    output.rename(backup_path(output))
     new.rename(output)  # or here, before the backup was deleted
     check_output(output, overwrite=True)
     replace_folder(marked(tmp_path / "newer", "newer"), output)
@@ -150,9 +150,9 @@ def test_odd_places(tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyP
     assert (tmp_path / "link" / "text").read_text(encoding="utf-8") == "new"
     (tmp_path / "empty").mkdir()
     replace_folder(marked(tmp_path / "new", "new"), tmp_path / "empty")
-    assert not backup_of(tmp_path / "empty").exists()
-    backup_of(tmp_path / "real").mkdir()
-    (backup_of(tmp_path / "real") / MANIFEST_FILE).write_text("", encoding="utf-8")  # as a power cut leaves it
+    assert not backup_path(tmp_path / "empty").exists()
+    backup_path(tmp_path / "real").mkdir()
+    (backup_path(tmp_path / "real") / MANIFEST_FILE).write_text("", encoding="utf-8")  # as a power cut leaves it
     assert ovspec.load(tmp_path / "real", **options)
 
 
@@ -168,17 +168,17 @@ def test_a_pair_is_replaced_only_on_request(tmp_path: Path) -> None:
             pass  # it came while another export held the lock
         assert contents(output) == before
         check_output(output, overwrite=True)
-    whole.rename(backup_of(whole))  # a replacement was killed half way: the old pair is still wanted
+    whole.rename(backup_path(whole))  # a replacement was killed half way: the old pair is still wanted
     with pytest.raises(ovspec.OvspecError, match="already exists"):
         check_output(whole, overwrite=False)
     (tmp_path / "empty").mkdir()
-    marked(tmp_path / "part", "part", UNFINISHED)
+    marked(tmp_path / "part", "part", UNFINISHED_MANIFEST)
     for name in ("empty", "part", "new"):
         check_output(tmp_path / name, overwrite=False)
 
 
 def test_an_unfinished_folder_is_not_loaded(tmp_path: Path) -> None:
-    marked(tmp_path / "part", "part", UNFINISHED)
+    marked(tmp_path / "part", "part", UNFINISHED_MANIFEST)
     with pytest.raises(ovspec.OvspecError, match="not finished"):
         read_manifest(tmp_path / "part")
 
@@ -186,7 +186,7 @@ def test_an_unfinished_folder_is_not_loaded(tmp_path: Path) -> None:
 def test_loading_finds_a_replacement_that_was_killed_half_way(tmp_path: Path, cache_dir: Path) -> None:
     output = tmp_path / "out"
     shutil.copytree(CHECKPOINTS.parent / "demo", output)
-    output.rename(backup_of(output))
+    output.rename(backup_path(output))
     assert ovspec.load(output, arithmetic="fast", cache_dir=cache_dir).generate("def f(", max_tokens=2).token_ids
 
 
@@ -339,7 +339,7 @@ def test_files_that_come_during_an_export_survive(tmp_path: Path) -> None:
     assert contents(output) | {MANIFEST_FILE: b""} == {
         MANIFEST_FILE: b"", "text": b"new", "more": b"new", "mine": b"mine", "notes/mine": b"mine"
     }  # fmt: skip
-    kept = backup_of(output)
+    kept = backup_path(output)
     assert contents(kept)["more"] == b"mine", "it stays where it doesn't get in the way"
     with pytest.raises(ovspec.OvspecError, match="rename it"):
         check_output(tmp_path / "out2" / ".." / "out", overwrite=True)

@@ -35,11 +35,11 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import ovspec
 from ovspec.base.errors import OvspecError
-from ovspec.ir.compile import model_states
-from ovspec.ir.config import model_config
-from ovspec.ir.device import core
+from ovspec.ir.compile import find_model_states
+from ovspec.ir.config import read_model_config
+from ovspec.ir.device import openvino_core
 from ovspec.ir.heads import read_head
-from ovspec.ir.paged_attention import to_paged
+from ovspec.ir.paged_attention import rewrite_to_paged
 from ovspec.setup.manifest import read_manifest
 
 TARGET_CONFIG: dict[str, Any] = json.loads((TARGET / "config.json").read_text(encoding="utf-8"))
@@ -138,7 +138,7 @@ class Plain:
 
 def ir_outputs(folder: Path, ids: torch.Tensor, states: torch.Tensor, embedding: torch.Tensor) -> dict[str, np.ndarray]:
     """Return the outputs of the IR in ``folder``, step by step."""
-    request = core().compile_model(folder / "openvino_model.xml", "CPU", F32).create_infer_request()
+    request = openvino_core().compile_model(folder / "openvino_model.xml", "CPU", F32).create_infer_request()
     own = "input_ids" in {port.get_any_name() for port in request.model_inputs}
 
     def infer(entries: slice, features: np.ndarray, known: torch.Tensor) -> dict[str, np.ndarray]:
@@ -247,7 +247,7 @@ def test_weight_formats(compression: Compression, types: set[str], tmp_path: Pat
     head = write_head(tmp_path / "head", target=TARGET_CONFIG)
     folder = converted(head, tmp_path / "ir", compression)
     matrices = {}
-    for op in core().read_model(folder / "openvino_model.xml").get_ops():
+    for op in openvino_core().read_model(folder / "openvino_model.xml").get_ops():
         shape = list(op.get_output_shape(0)) if op.get_type_name() == "Constant" else []
         if len(shape) > 1 and shape[-1] > 1 and np.prod(shape) > 1000:
             matrices[op.get_friendly_name()] = op.get_element_type().to_string()
@@ -259,7 +259,7 @@ def test_weight_formats(compression: Compression, types: set[str], tmp_path: Pat
 def test_the_interface(tmp_path: Path) -> None:
     """What the runtime relies on."""
     head = write_head(tmp_path / "head", target=TARGET_CONFIG, embedding=target_embedding())
-    model = core().read_model(converted(head, tmp_path / "ir") / "openvino_model.xml")
+    model = openvino_core().read_model(converted(head, tmp_path / "ir") / "openvino_model.xml")
     inputs, outputs = (
         {p.get_any_name(): f"{p.get_element_type().to_string()} {p.get_partial_shape()}" for p in ports}
         for ports in (model.inputs, model.outputs)
@@ -276,7 +276,9 @@ def test_the_interface(tmp_path: Path) -> None:
     assert outputs == floats | {"d2t": "i64 [256]"}
     d2t = model.output("d2t").get_node().input_value(0).get_node()
     assert (d2t.get_data() == load_file(head / "model.safetensors")["d2t"].numpy()).all()  # type: ignore[attr-defined]
-    assert [(state.batch_axis, state.sequence_axis, state.width) for state in model_states(model)] == [(0, 2, 32)] * 2
+    assert [(state.batch_axis, state.sequence_axis, state.width) for state in find_model_states(model)] == [
+        (0, 2, 32)
+    ] * 2
     assert model.get_rt_info(["ovspec", "target_layers"]).astype(str) == "0 1 1"
     assert model.has_rt_info("eagle3_mode")
 
@@ -284,8 +286,8 @@ def test_the_interface(tmp_path: Path) -> None:
 def test_what_drafts_can_be_paged(pair: Path, tmp_path: Path) -> None:
     checkpoint = write_head(tmp_path / "head", target=TARGET_CONFIG, embedding=False)
     model = read_head(converted(checkpoint, tmp_path / "ir"), pair).model
-    to_paged(model)
-    request = core().compile_model(model, "CPU", F32).create_infer_request()
+    rewrite_to_paged(model)
+    request = openvino_core().compile_model(model, "CPU", F32).create_infer_request()
     for port in request.model_inputs:
         if "cache" in port.get_any_name():
             shape = [1 if size.is_dynamic else size.get_length() for size in port.get_partial_shape()]
@@ -413,7 +415,7 @@ def test_a_head_for_an_ir(pair: Path, tmp_path: Path, cache_dir: Path) -> None:
     assert read_manifest(tmp_path / "out", verify=True)
     draft = tmp_path / "out" / "draft"
     assert {file.name for file in draft.iterdir()} == {"config.json", "openvino_model.xml", "openvino_model.bin"}
-    assert model_config(draft).context_length == 512
+    assert read_model_config(draft).context_length == 512
     assert max(differences(draft, head).values()) < 1e-4
     check_drafting(tmp_path / "out", cache_dir)
     # The IR of a head is copied as it is, and looks for the same target.
@@ -423,7 +425,7 @@ def test_a_head_for_an_ir(pair: Path, tmp_path: Path, cache_dir: Path) -> None:
     assert contents(tmp_path / "again" / "draft") == contents(draft)
     with pytest.raises(OvspecError, match=r"it reads 3 layers, 384 values in all, but the target is 64 wide"):
         export_pair(str(pair / "draft"), str(draft), tmp_path / "other")
-    model = core().read_model(draft / "openvino_model.xml")
+    model = openvino_core().read_model(draft / "openvino_model.xml")
     model.remove_result(model.output("fused").get_node())
     foreign = tmp_path / "foreign"
     foreign.mkdir()
@@ -514,7 +516,7 @@ def test_public_shapes(name: str, tmp_path: Path, cache_dir: Path) -> None:
     head = write_head(tmp_path / "head", target=config, **options)
     export_pair(str(tmp_path / "target"), str(head), tmp_path / "out", Compression("fp32"))
     draft = tmp_path / "out" / "draft"
-    model = core().read_model(draft / "openvino_model.xml")
+    model = openvino_core().read_model(draft / "openvino_model.xml")
     assert model.get_rt_info(["ovspec", "target_layers"]).astype(str) == " ".join(map(str, layers))
     assert max(differences(draft, head, tmp_path / "target").values()) < 1e-4
     check_drafting(tmp_path / "out", cache_dir)
@@ -532,7 +534,7 @@ def test_a_head_for_a_gguf_file(tmp_path: Path, cache_dir: Path) -> None:
     manifest = export_pair(str(file), str(head), tmp_path / "out", Compression("fp32"))
     assert manifest.draft
     draft = tmp_path / "out" / "draft"
-    inputs = {port.get_any_name() for port in core().read_model(draft / "openvino_model.xml").inputs}
+    inputs = {port.get_any_name() for port in openvino_core().read_model(draft / "openvino_model.xml").inputs}
     assert "inputs_embeds" in inputs, "the file's embedding is the same"
     assert max(differences(draft, head, tmp_path / "gguf" / "qwen3").values()) < 1e-4
     check_drafting(tmp_path / "out", cache_dir)

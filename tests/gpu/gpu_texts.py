@@ -11,7 +11,7 @@ import pytest
 
 import ovspec
 from ovspec.engine.results import Result
-from ovspec.ir.device import core
+from ovspec.ir.device import openvino_core
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DEMO = ROOT / "models" / "demo"
@@ -20,7 +20,7 @@ KERNELS = ROOT / ".cache" / "gpu"
 NOISE = 0.1  # between the logits of the two most likely tokens, up to which a text may go either way in 16 bits
 PROMPT = "import os\nimport sys\n\n\ndef main():\n    return os.path.join(sys.path[0], 'a')\n\n\ndef main2():\n"
 PROMPTS = [PROMPT, "class A:\n    def __init__(self, first, second):\n", "for line in open(path):\n    print("]
-HAS_GPU = any(name.startswith("GPU") for name in core().available_devices)
+HAS_GPU = any(name.startswith("GPU") for name in openvino_core().available_devices)
 MARKS = [
     pytest.mark.gpu,
     pytest.mark.limit(900),

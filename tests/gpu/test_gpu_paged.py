@@ -17,7 +17,7 @@ from servers import StartHere
 import ovspec
 from ovspec.cache.block_arrays import DeviceBlocks
 from ovspec.engine.results import Result
-from ovspec.ir.request import Request
+from ovspec.ir.request import InferenceRequest
 
 pytestmark = MARKS
 N = 32
@@ -104,9 +104,9 @@ def test_only_ids_lengths_and_logits_cross(monkeypatch: pytest.MonkeyPatch) -> N
     lm = on_gpu("lookup,draft")
     lm.generate(PROMPT, max_tokens=4)
     given: list[int] = []
-    infer = Request.infer
+    infer = InferenceRequest.infer
 
-    def noting(self: Request, arrays: Any, logits_idx: np.ndarray) -> np.ndarray:
+    def noting(self: InferenceRequest, arrays: Any, logits_idx: np.ndarray) -> np.ndarray:
         logits = infer(self, arrays, logits_idx)
         given.append(sum(array.nbytes for array in arrays) + logits.nbytes)
         return logits
@@ -114,7 +114,7 @@ def test_only_ids_lengths_and_logits_cross(monkeypatch: pytest.MonkeyPatch) -> N
     def refused(*_: Any) -> Any:
         raise AssertionError("blocks crossed")
 
-    monkeypatch.setattr(Request, "infer", noting)
+    monkeypatch.setattr(InferenceRequest, "infer", noting)
     monkeypatch.setattr(DeviceBlocks, "read", refused)
     monkeypatch.setattr(DeviceBlocks, "write", refused)
     texts = lm.samples(PROMPT * 3, n=3, max_tokens=N, lookahead=3, temperature=1.0, seed=1)

@@ -133,8 +133,8 @@ def test_branches_make_room_for_a_prompt(load: Load, monkeypatch: pytest.MonkeyP
         if len(branches._branches) > 2 or tokens > 200:
             raise OvspecError(f"no room for {tokens}")
 
-    monkeypatch.setattr("ovspec.engine.decoders.check_memory", check_memory)
-    monkeypatch.setattr("ovspec.engine.decoders.WORTH_CHECKING", 0)
+    monkeypatch.setattr("ovspec.engine.decoders.check_free_memory", check_memory)
+    monkeypatch.setattr("ovspec.engine.decoders.LEAST_CHECKED_BYTES", 0)
     branches.logits([*ids_of(lm, 2, 40), *ids_of(lm, 3, 40)])
     assert len(branches._branches) == 2
     with pytest.raises(OvspecError, match="no room"):

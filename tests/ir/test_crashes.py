@@ -15,11 +15,11 @@ from conftest import PROMPTS, ROOT, TARGET
 
 import ovspec
 from ovspec.ir import crashes
-from ovspec.ir.crashes import has_gates, tried, without_crash
-from ovspec.ir.device import DeviceOptions, compile_properties
-from ovspec.ir.instruction_set import processor_levels
-from ovspec.setup.exactness import exactness_file
-from ovspec.setup.inspection import inspect
+from ovspec.ir.crashes import avoid_crash, has_gates, run_trial
+from ovspec.ir.device import DeviceOptions, make_compile_properties
+from ovspec.ir.instruction_set import list_instruction_sets
+from ovspec.setup.exactness import find_exactness_file
+from ovspec.setup.inspection import inspect_models
 
 DEMO = ROOT / "models" / "demo"  # in int8
 FAULT = "os.kill(os.getpid(), signal.SIGFPE)"
@@ -45,11 +45,11 @@ def plant(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Ca
         log = tmp_path / "trials"
         log.write_text("")
         count = f"open({str(log)!r}, 'a').write('x')"
-        monkeypatch.setattr(crashes, "TRIAL", ("-c", f"import os, signal, time; {count}; {code}"))
-        monkeypatch.setattr(crashes, "known", {})
-        monkeypatch.setattr(crashes, "told", set())
+        monkeypatch.setattr(crashes, "TRIAL_COMMAND", ("-c", f"import os, signal, time; {count}; {code}"))
+        monkeypatch.setattr(crashes, "known_crashes", {})
+        monkeypatch.setattr(crashes, "shown_notes", set())
         named = "INFERENCE_PRECISION_HINT"
-        monkeypatch.setattr(crashes, "precision_of", lambda options: options.fixed.get(named, "bf16"))
+        monkeypatch.setattr(crashes, "resolve_precision", lambda options: options.fixed.get(named, "bf16"))
         return lambda: len(log.read_text())
 
     return plant
@@ -84,13 +84,13 @@ def test_where_openvino_crashes_f32_is_used_and_told(
     assert lm.generate(PROMPTS[0], max_tokens=16).text == expected
     assert trials() == 1, "both models are of a kind"
     # Another process finds the answer on the disk, and looks for the same memory of exactness.
-    monkeypatch.setattr(crashes, "known", {})
-    found = inspect(pair, DeviceOptions(threads=1, cache_dir=tmp_path), engine=engine)  # type: ignore[arg-type]
+    monkeypatch.setattr(crashes, "known_crashes", {})
+    found = inspect_models(pair, DeviceOptions(threads=1, cache_dir=tmp_path), engine=engine)  # type: ignore[arg-type]
     assert found["target"]["kv_precision"] == "f32"
     assert trials() == 1
     options = DeviceOptions(threads=1, cache_dir=tmp_path)
-    chosen = without_crash(pair, options)
-    assert exactness_file(pair, options, engine) == exactness_file(pair, chosen, engine)
+    chosen = avoid_crash(pair, options)
+    assert find_exactness_file(pair, options, engine) == find_exactness_file(pair, chosen, engine)
 
 
 @POSIX
@@ -115,13 +115,13 @@ def test_other_failures_of_the_trial_say_nothing(
     code: str,
 ) -> None:
     trials = plant(code)
-    monkeypatch.setattr(crashes, "SECONDS", 1.0)
+    monkeypatch.setattr(crashes, "TRIAL_SECONDS", 1.0)
     options = DeviceOptions(cache_dir=tmp_path / "cache")
-    assert without_crash(pair, options) is options
-    assert without_crash(pair, options) is options
+    assert avoid_crash(pair, options) is options
+    assert avoid_crash(pair, options) is options
     assert trials() == 1, "once in a process"
-    monkeypatch.setattr(crashes, "known", {})
-    without_crash(pair, options)
+    monkeypatch.setattr(crashes, "known_crashes", {})
+    avoid_crash(pair, options)
     assert trials() == 2, "but it isn't remembered"
 
 
@@ -134,11 +134,11 @@ def test_only_what_could_crash_is_tried(plant: Callable[[str], Callable[[], int]
         (pair, DeviceOptions(precision="f32", cache_dir=tmp_path)),
         (pair, DeviceOptions(device="GPU", cache_dir=tmp_path)),
     ]:
-        assert without_crash(folder, options) is options
+        assert avoid_crash(folder, options) is options
     assert trials() == 0
     assert has_gates(pair) and not has_gates(DEMO)
     for device, threads in (("CPU", 1), ("CPU", 2), ("AUTO:CPU", None)):
-        chosen = without_crash(pair, DeviceOptions(device, threads=threads, cache_dir=tmp_path))
+        chosen = avoid_crash(pair, DeviceOptions(device, threads=threads, cache_dir=tmp_path))
         assert chosen.fixed["INFERENCE_PRECISION_HINT"] == "f32"
     assert trials() == 3, "each setting has its own"
 
@@ -167,11 +167,11 @@ def test_layers_with_a_gate(tmp_path: Path, kind: str, shapes: list[str], expect
 def test_the_trial_ends_as_the_model_does(pair: Path, engine: str) -> None:
     """Whether they crash depends on the processor."""
     options = DeviceOptions(precision="bf16", threads=1, properties={"CACHE_DIR": ""})
-    properties = json.dumps(compile_properties(options))
+    properties = json.dumps(make_compile_properties(options))
     command = [sys.executable, "-c", COMPILES, str(pair / "openvino_model.xml"), properties, engine]
     ended = subprocess.run(command, check=False, capture_output=True, env=without_cores()).returncode
-    found = tried("CPU", properties, *crashes.TRIAL)
-    assert found == crashes.Crash(crashes.FAULTS.get(ended, ""))
+    found = run_trial("CPU", properties, *crashes.TRIAL_COMMAND)
+    assert found == crashes.Crash(crashes.FAULTS_BY_EXIT_CODE.get(ended, ""))
     assert found and (found.fault or ended == 0)
 
 
@@ -201,7 +201,7 @@ def test_one_thread_in_every_format(
     from conftest import made_once
     from ovspec_export import Compression, export_pair
 
-    if cap and cap not in processor_levels():
+    if cap and cap not in list_instruction_sets():
         pytest.skip(f"this processor has no {cap}")
     folder = made_once(
         tmp_path_factory,

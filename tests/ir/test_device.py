@@ -18,15 +18,15 @@ from ovspec.ir import device as device_module
 from ovspec.ir.compile import compile_ir
 from ovspec.ir.device import (
     DeviceOptions,
-    available_devices,
     check_device,
     check_threads,
-    compile_properties,
-    in_main_memory,
-    machine_key,
-    native_precisions,
+    identify_machine,
+    list_available_devices,
+    list_native_precisions,
+    make_compile_properties,
+    uses_main_memory,
 )
-from ovspec.setup.rollback_probing import memory_file
+from ovspec.setup.rollback_probing import find_findings_file
 
 DEMO = ROOT / "models" / "demo"
 SMALL = DEMO / "draft"  # which is compiled sooner
@@ -49,7 +49,7 @@ def test_missing_devices_are_named() -> None:
         check_device("TPU")
     with pytest.raises(ovspec.OvspecError, match="only AUTO and HETERO"):
         check_device("CPU:GPU")
-    if not any(name.startswith("GPU") for name, _ in available_devices()):
+    if not any(name.startswith("GPU") for name, _ in list_available_devices()):
         for name in ("GPU", "GPU.1", "AUTO:GPU,CPU"):
             with pytest.raises(ovspec.OvspecError, match="no GPU driver found"):
                 check_device(name)
@@ -66,7 +66,7 @@ def test_the_scheduling_hints_of_the_docs_are_accepted(
 
 def test_properties_win_over_options() -> None:
     options = DeviceOptions(precision="f32", threads=1, properties={"INFERENCE_NUM_THREADS": "2"})
-    properties = compile_properties(options)
+    properties = make_compile_properties(options)
     assert properties["INFERENCE_NUM_THREADS"] == "2"
     assert properties["KV_CACHE_PRECISION"] == "f32"
 
@@ -136,10 +136,10 @@ def test_what_is_remembered_is_told_apart_by_device(monkeypatch: pytest.MonkeyPa
 
     def keys(**more: str) -> list[Any]:
         plugins = Plugins(CPU={"FULL_DEVICE_NAME": "Xeon"}, GPU={**gpu, **more})
-        monkeypatch.setattr(device_module, "core", lambda: plugins)
+        monkeypatch.setattr(device_module, "openvino_core", lambda: plugins)
         return [
-            *(machine_key(device) for device in ("CPU", "GPU", "AUTO", "AUTO:GPU,CPU", "AUTO:-GPU", "NPU")),
-            *(memory_file("probes", DEMO, "", tmp_path, device) for device in ("CPU", "GPU")),
+            *(identify_machine(device) for device in ("CPU", "GPU", "AUTO", "AUTO:GPU,CPU", "AUTO:-GPU", "NPU")),
+            *(find_findings_file("probes", DEMO, "", tmp_path, device) for device in ("CPU", "GPU")),
         ]
 
     before = keys()
@@ -154,13 +154,13 @@ def test_what_is_remembered_is_told_apart_by_device(monkeypatch: pytest.MonkeyPa
 def test_a_gpu_gets_a_cache_that_can_be_read_and_no_threads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     gpu = {"FULL_DEVICE_NAME": "Arc", "DEVICE_TYPE": "Type.INTEGRATED"}
     plugins = Plugins(CPU={"FULL_DEVICE_NAME": "Xeon", "INFERENCE_PRECISION_HINT": "f32"}, GPU=gpu)
-    monkeypatch.setattr(device_module, "core", lambda: plugins)
+    monkeypatch.setattr(device_module, "openvino_core", lambda: plugins)
     options = DeviceOptions("GPU", threads=2, cache_dir=tmp_path)
-    properties = compile_properties(options)
+    properties = make_compile_properties(options)
     assert properties["KV_CACHE_PRECISION"] == "f16"
     assert "INFERENCE_NUM_THREADS" not in properties, "those are for a draft on the CPU"
-    assert compile_properties(replace(options, kv_precision="u8"))["KV_CACHE_PRECISION"] == "u8"
-    named = compile_properties(replace(options, kv_precision="u8"))["CACHE_DIR"]
+    assert make_compile_properties(replace(options, kv_precision="u8"))["KV_CACHE_PRECISION"] == "u8"
+    named = make_compile_properties(replace(options, kv_precision="u8"))["CACHE_DIR"]
     assert named != properties["CACHE_DIR"], "OpenVINO's own key leaves the KV cache out"
     with pytest.raises(ovspec.OvspecError, match="`threads=2`: only a CPU has threads, and the device is GPU"):
         check_threads(2, ["GPU", "GPU"])
@@ -172,10 +172,10 @@ def test_auto_and_hetero_tell_each_device_its_kv_cache(monkeypatch: pytest.Monke
     """Without that, a GPU compresses the cache, and its states can't be read."""
     gpu = {"FULL_DEVICE_NAME": "Arc", "DEVICE_TYPE": "Type.INTEGRATED"}
     cpu = {"FULL_DEVICE_NAME": "Xeon", "INFERENCE_PRECISION_HINT": "f32", "OPTIMIZATION_CAPABILITIES": "FP32 INT8"}
-    monkeypatch.setattr(device_module, "core", lambda: Plugins(CPU=cpu, GPU=gpu))
+    monkeypatch.setattr(device_module, "openvino_core", lambda: Plugins(CPU=cpu, GPU=gpu))
 
     def told(device: str, **options: Any) -> tuple[str | None, str | None]:
-        properties = compile_properties(DeviceOptions(device, precision="f32", **options))
+        properties = make_compile_properties(DeviceOptions(device, precision="f32", **options))
         return properties.get("DEVICE_PROPERTIES"), properties.get("KV_CACHE_PRECISION")
 
     both = "{GPU:{KV_CACHE_PRECISION:f16},CPU:{KV_CACHE_PRECISION:f32}}"
@@ -188,28 +188,28 @@ def test_auto_and_hetero_tell_each_device_its_kv_cache(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(("kind", "shared"), [("Type.INTEGRATED", True), ("Type.DISCRETE", False)])
 def test_memory_is_counted_where_it_is_the_machines(kind: str, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_module, "core", lambda: Plugins(CPU={}, GPU={"DEVICE_TYPE": kind}))
-    in_main_memory.cache_clear()
-    assert in_main_memory("GPU") == shared
-    assert in_main_memory("CPU")
-    assert not in_main_memory("AUTO")
-    in_main_memory.cache_clear()
+    monkeypatch.setattr(device_module, "openvino_core", lambda: Plugins(CPU={}, GPU={"DEVICE_TYPE": kind}))
+    uses_main_memory.cache_clear()
+    assert uses_main_memory("GPU") == shared
+    assert uses_main_memory("CPU")
+    assert not uses_main_memory("AUTO")
+    uses_main_memory.cache_clear()
 
 
 def test_what_is_compiled_is_told_apart_by_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """OpenVINO compiles for the cores that it sees, and would read that with fewer cores again."""
-    folder = compile_properties(DeviceOptions(cache_dir=tmp_path))["CACHE_DIR"]
-    monkeypatch.setattr(device_module, "core_count", lambda: 77)
-    assert compile_properties(DeviceOptions(cache_dir=tmp_path))["CACHE_DIR"] != folder
+    folder = make_compile_properties(DeviceOptions(cache_dir=tmp_path))["CACHE_DIR"]
+    monkeypatch.setattr(device_module, "count_cores", lambda: 77)
+    assert make_compile_properties(DeviceOptions(cache_dir=tmp_path))["CACHE_DIR"] != folder
 
 
 def test_what_is_compiled_is_told_apart_by_setting(tmp_path: Path) -> None:
     properties = {"DYNAMIC_QUANTIZATION_GROUP_SIZE": "64"}
     settings: list[dict[str, Any]] = [{}, {"precision": "f16"}, {"kv_precision": "u8"}, {"threads": 1}]
-    folders = [compile_properties(DeviceOptions(**each, cache_dir=tmp_path))["CACHE_DIR"] for each in settings]
+    folders = [make_compile_properties(DeviceOptions(**each, cache_dir=tmp_path))["CACHE_DIR"] for each in settings]
     for named in ({}, properties):
         options = DeviceOptions(properties={**named, "CACHE_DIR": str(tmp_path)})
-        folders.append(compile_properties(options)["CACHE_DIR"])
+        folders.append(make_compile_properties(options)["CACHE_DIR"])
     assert folders[4] == folders[0], "a folder that is named as a property is used in the same way"
     assert len(set(folders)) == 5
     assert {Path(folder).parent for folder in folders} == {tmp_path}
@@ -223,7 +223,7 @@ def test_a_precision_keeps_its_bits_after_another_was_compiled(pair: Path, tmp_p
         return StatefulDecoder(ir, Rollback(None)).feed([np.arange(5, 15)], [4])[0].copy()
 
     expected = logits("f32", properties={"CACHE_DIR": ""})
-    for precision in native_precisions():
+    for precision in list_native_precisions():
         with contextlib.suppress(OvspecError):  # OpenVINO crashes on this model in bf16 with AMX and one thread
             logits(precision, cache_dir=tmp_path)
     assert np.array_equal(logits("f32", cache_dir=tmp_path), expected)

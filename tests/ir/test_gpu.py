@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from ovspec.ir import gpu
-from ovspec.ir.gpu import free_all, free_at_exit, wait_for_compilation
+from ovspec.ir.gpu import free_at_exit, free_registered_models, wait_for_compilation
 
 
 def test_work_in_the_background_is_waited_for() -> None:
@@ -31,8 +31,8 @@ def test_work_in_the_background_is_waited_for() -> None:
 
 
 def test_the_wait_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "LONGEST_WAIT", 0.5)
-    monkeypatch.setattr(gpu, "QUIET", -1.0)  # work never counts as little
+    monkeypatch.setattr(gpu, "LONGEST_WAIT_SECONDS", 0.5)
+    monkeypatch.setattr(gpu, "QUIET_SECONDS", -1.0)  # work never counts as little
     monkeypatch.setattr(gpu.time, "sleep", lambda _: None)
     began = time.monotonic()
     wait_for_compilation()
@@ -55,8 +55,8 @@ def test_models_are_freed_when_the_process_ends(monkeypatch: pytest.MonkeyPatch)
     for each in held:
         free_at_exit(each)
     free_at_exit(Held(freed))  # which nobody keeps
-    assert registered == [free_all]
-    free_all()
+    assert registered == [free_registered_models]
+    free_registered_models()
     assert freed == ["waited", "model", "model"]
-    free_all()
+    free_registered_models()
     assert len(freed) == 3

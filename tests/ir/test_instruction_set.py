@@ -15,7 +15,7 @@ from conftest import ROOT
 
 from ovspec.base.errors import OvspecError
 from ovspec.ir import instruction_set as module
-from ovspec.ir.instruction_set import check_instruction_set, instruction_set, processor_levels
+from ovspec.ir.instruction_set import check_instruction_set, instruction_set, list_instruction_sets
 
 DEMO = ROOT / "models" / "demo"
 # Some processors, by the levels that they have.
@@ -27,7 +27,7 @@ ZEN5 = (*LAPTOP, "AVX512_CORE", "AVX512_CORE_VNNI", "AVX512_CORE_BF16")
 @pytest.fixture
 def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def pretend(levels: tuple[str, ...], onednn: str = "", openvino: str = "") -> None:
-        monkeypatch.setattr(module, "processor_levels", lambda: levels)
+        monkeypatch.setattr(module, "list_instruction_sets", lambda: levels)
         monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", onednn)
         monkeypatch.setenv("OV_CPU_MAX_ISA", openvino)
 
@@ -66,14 +66,14 @@ def test_a_processor_on_which_models_do_not_run(
 def test_this_processor_runs_models_and_is_what_the_system_says() -> None:
     check_instruction_set()
     cpuinfo = Path("/proc/cpuinfo")
-    if not cpuinfo.is_file() or not processor_levels():
+    if not cpuinfo.is_file() or not list_instruction_sets():
         pytest.skip("not Linux on x86")
     flags = set(re.search(r"(?m)^flags\s*:(.*)$", cpuinfo.read_text())[1].split())  # type: ignore[index]
-    assert ("AVX2" in processor_levels()) == ({"avx2", "fma"} <= flags)
-    assert ("AVX512_CORE_VNNI" in processor_levels()) == ("avx512_vnni" in flags)
+    assert ("AVX2" in list_instruction_sets()) == ({"avx2", "fma"} <= flags)
+    assert ("AVX512_CORE_VNNI" in list_instruction_sets()) == ("avx512_vnni" in flags)
 
 
-@pytest.mark.skipif(not processor_levels(), reason="not an x86 processor")
+@pytest.mark.skipif(not list_instruction_sets(), reason="not an x86 processor")
 def test_the_commands_say_so(cache_dir: Path) -> None:
     capped = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX", "OV_CPU_MAX_ISA": "AVX", "XDG_CACHE_HOME": str(cache_dir)}
     command = [sys.executable, "-m", "ovspec", "generate", str(DEMO), "a", "-n", "2"]

@@ -16,7 +16,7 @@ from conftest import PROMPTS
 
 import ovspec
 from ovspec.ir import large_pages
-from ovspec.ir.large_pages import ENOMEM, PAGE, LargePages, collapse, memory_ranges, pages
+from ovspec.ir.large_pages import ENOMEM, PAGE_BYTES, LargePages, collapse_page, list_large_pages, read_memory_ranges
 
 THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 PRIVATE = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
@@ -31,14 +31,16 @@ def huge_megabytes() -> int:
 
 
 def can_collapse() -> bool:
-    with mmap.mmap(-1, 4 * PAGE, PRIVATE) as memory:
-        memory.write(bytes(range(256)) * (4 * PAGE // 256))
+    with mmap.mmap(-1, 4 * PAGE_BYTES, PRIVATE) as memory:
+        memory.write(bytes(range(256)) * (4 * PAGE_BYTES // 256))
         start = np.frombuffer(memory, dtype=np.uint8).ctypes.data
-        return collapse(next(pages([(start, start + 4 * PAGE)]))) == 0
+        return collapse_page(next(list_large_pages([(start, start + 4 * PAGE_BYTES)]))) == 0
 
 
 def test_pages_lie_within_their_ranges() -> None:
-    assert list(pages([(0, PAGE), (PAGE + 1, 3 * PAGE), (5 * PAGE, 6 * PAGE - 1)])) == [0, 2 * PAGE]
+    assert list(
+        list_large_pages([(0, PAGE_BYTES), (PAGE_BYTES + 1, 3 * PAGE_BYTES), (5 * PAGE_BYTES, 6 * PAGE_BYTES - 1)])
+    ) == [0, 2 * PAGE_BYTES]
 
 
 def test_memory_is_moved_and_stays_the_same() -> None:
@@ -47,7 +49,7 @@ def test_memory_is_moved_and_stays_the_same() -> None:
     memory = mmap.mmap(-1, 1 << 24, PRIVATE)  # numpy's own arrays request large pages themselves
     memory.write(values)
     start = np.frombuffer(memory, dtype=np.uint8).ctypes.data
-    assert any(a <= start and start + len(values) <= b for a, b in memory_ranges())
+    assert any(a <= start and start + len(values) <= b for a, b in read_memory_ranges())
     large.move(60.0)
     assert memory[:] == values
     if not can_collapse():
@@ -64,9 +66,9 @@ def test_texts_stay_the_same(pair: Path, cache_dir: Path, monkeypatch: pytest.Mo
 
     def counted(page: int) -> int:
         asked.append(page)
-        return collapse(page)
+        return collapse_page(page)
 
-    monkeypatch.setattr(large_pages, "collapse", counted)
+    monkeypatch.setattr(large_pages, "collapse_page", counted)
     for loaded in (lm.target, lm.draft):
         assert loaded
         loaded.ir.large_pages._before.clear()  # a process that has run for a while reuses memory it had before
@@ -90,10 +92,10 @@ def used_up(monkeypatch: pytest.MonkeyPatch, answer: Callable[[int], int]) -> li
         asked.append(page)
         return answer(page)
 
-    monkeypatch.setattr(large_pages, "memory_ranges", list)
+    monkeypatch.setattr(large_pages, "read_memory_ranges", list)
     large = LargePages()
-    monkeypatch.setattr(large_pages, "memory_ranges", lambda: [(0, 100 * PAGE)])
-    monkeypatch.setattr(large_pages, "collapse", refusing)
+    monkeypatch.setattr(large_pages, "read_memory_ranges", lambda: [(0, 100 * PAGE_BYTES)])
+    monkeypatch.setattr(large_pages, "collapse_page", refusing)
     for _ in range(3):
         large.move(5.0)
     return asked
@@ -101,7 +103,7 @@ def used_up(monkeypatch: pytest.MonkeyPatch, answer: Callable[[int], int]) -> li
 
 def test_it_stops_where_no_large_pages_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(used_up(monkeypatch, lambda page: ENOMEM)) == large_pages.MOST_REFUSALS  # noqa: ARG005
-    assert len(used_up(monkeypatch, lambda page: ENOMEM if page % (2 * PAGE) else 0)) == 100
+    assert len(used_up(monkeypatch, lambda page: ENOMEM if page % (2 * PAGE_BYTES) else 0)) == 100
 
 
 def wait_until(reached: Callable[[], bool]) -> bool:
@@ -114,9 +116,9 @@ def wait_until(reached: Callable[[], bool]) -> bool:
 def test_pages_move_only_while_nothing_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     large = LargePages()
-    monkeypatch.setattr(large_pages, "memory_ranges", lambda: [(0, 60 * PAGE)])
-    monkeypatch.setattr(large_pages, "collapse", lambda page: asked.append(page) or time.sleep(0.01) or 0)
-    monkeypatch.setattr(large_pages, "IDLE", 0.05)
+    monkeypatch.setattr(large_pages, "read_memory_ranges", lambda: [(0, 60 * PAGE_BYTES)])
+    monkeypatch.setattr(large_pages, "collapse_page", lambda page: asked.append(page) or time.sleep(0.01) or 0)
+    monkeypatch.setattr(large_pages, "LEAST_IDLE_SECONDS", 0.05)
     large.busy.add(2)
     large.since = 0.0
     large.start()
@@ -125,13 +127,13 @@ def test_pages_move_only_while_nothing_is_computed(monkeypatch: pytest.MonkeyPat
     large.busy.discard(2)
     assert wait_until(lambda: len(asked) > 1)
     large.busy.add(1)
-    time.sleep(3 * large_pages.LONGEST)
+    time.sleep(3 * large_pages.STEP_SECONDS)
     count = len(asked)
     time.sleep(0.1)
     assert len(asked) == count < 60
     large.busy.discard(1)
     assert wait_until(lambda: large.done)
-    assert sorted(asked) == list(range(0, 60 * PAGE, PAGE)), "each page once"
+    assert sorted(asked) == list(range(0, 60 * PAGE_BYTES, PAGE_BYTES)), "each page once"
 
 
 @pytest.mark.usefixtures("compiled_anew")
@@ -141,7 +143,7 @@ def test_only_a_process_with_much_to_do_moves_them(
     lm = ovspec.load(pair, precision="f32", cache_dir=cache_dir)
     lm.generate(PROMPTS[0], max_tokens=5)
     assert not lm.target.ir.large_pages._mover
-    monkeypatch.setattr(large_pages, "PATIENCE", lm.target.ir.large_pages.seconds + 1e-6)
+    monkeypatch.setattr(large_pages, "PATIENCE_SECONDS", lm.target.ir.large_pages.seconds + 1e-6)
     lm.generate(PROMPTS[0], max_tokens=5)
     mover = lm.target.ir.large_pages._mover
     assert mover
@@ -153,11 +155,11 @@ def test_threads_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     large = LargePages()
     begin = 1 << 60  # where this process has no memory: what it had before isn't moved
-    monkeypatch.setattr(large_pages, "memory_ranges", lambda: [(begin, begin + 2000 * PAGE)])
-    monkeypatch.setattr(large_pages, "collapse", lambda page: asked.append(page) or 0)
+    monkeypatch.setattr(large_pages, "read_memory_ranges", lambda: [(begin, begin + 2000 * PAGE_BYTES)])
+    monkeypatch.setattr(large_pages, "collapse_page", lambda page: asked.append(page) or 0)
     threads = [threading.Thread(target=large.move, args=(5.0,)) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(asked) == list(range(begin, begin + 2000 * PAGE, PAGE))
+    assert sorted(asked) == list(range(begin, begin + 2000 * PAGE_BYTES, PAGE_BYTES))

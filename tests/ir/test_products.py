@@ -7,7 +7,7 @@ import openvino as ov
 import pytest
 from openvino import opset13 as ops
 
-from ovspec.ir.device import core
+from ovspec.ir.device import openvino_core
 from ovspec.ir.matrix_products import cut_products, join_products
 
 ROWS, GROUP = 16, 64
@@ -38,7 +38,7 @@ def model(kind: str, width: int) -> ov.Model:
 
 
 def computed(made: ov.Model, values: np.ndarray) -> np.ndarray:
-    request = core().compile_model(made, "CPU", {"INFERENCE_PRECISION_HINT": "f32"}).create_infer_request()
+    request = openvino_core().compile_model(made, "CPU", {"INFERENCE_PRECISION_HINT": "f32"}).create_infer_request()
     return request.infer([values])[0].copy()
 
 
@@ -77,7 +77,9 @@ def test_joining_changes_no_bit(kinds: str, joined: int) -> None:
     values = np.random.default_rng(1).standard_normal((5, 256)).astype(np.float32)
 
     def results() -> list[np.ndarray]:
-        request = core().compile_model(whole, "CPU", {"INFERENCE_PRECISION_HINT": "f32"}).create_infer_request()
+        request = (
+            openvino_core().compile_model(whole, "CPU", {"INFERENCE_PRECISION_HINT": "f32"}).create_infer_request()
+        )
         return [request.infer([values])[place].copy() for place in range(len(made))]
 
     before = results()

@@ -23,7 +23,7 @@ from ovspec_export.heads import load_head
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from ovspec.base.errors import OvspecError
-from ovspec.ir.compile import read_model, target_ids
+from ovspec.ir.compile import read_model, read_target_ids
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "vocab_size": 600}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512}
@@ -182,4 +182,4 @@ def test_an_ir_gives_back_its_checkpoint(tmp_path: Path) -> None:
     for name, expected in {"logits": logits, "hidden": hidden, "fused": fused}.items():
         found = torch.from_numpy(request.get_tensor(name).data.copy())
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
-    assert target_ids(model).tolist() == (torch.arange(len(head.d2t)) + head.d2t).tolist()  # type: ignore[union-attr]
+    assert read_target_ids(model).tolist() == (torch.arange(len(head.d2t)) + head.d2t).tolist()  # type: ignore[union-attr]

@@ -12,15 +12,15 @@ import ovspec
 import ovspec.setup.engine_choice
 import ovspec.setup.paging
 from ovspec.ir.device import DeviceOptions
-from ovspec.setup.engine_choice import check_states
-from ovspec.setup.paging import check_paged, compare_engines, compare_in_a_process
+from ovspec.setup.engine_choice import check_stateful_kv_precision
+from ovspec.setup.paging import check_paged, compare_engines, compare_engines_in_process
 
 SMALL = ROOT / "models" / "demo" / "draft"
 
 
 def test_it_finds_the_same(tmp_path: Path) -> None:
     options = DeviceOptions(precision="f32", cache_dir=tmp_path)
-    assert compare_in_a_process(SMALL, options) == compare_engines(SMALL, options)
+    assert compare_engines_in_process(SMALL, options) == compare_engines(SMALL, options)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a shell script stands in for Python")
@@ -41,7 +41,7 @@ def test_a_crash_is_told_and_remembered(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_cache_that_a_gpu_compresses_needs_the_paged_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ovspec.setup.engine_choice, "may_use_gpu", lambda _: True)
-    check_states(SMALL, DeviceOptions("GPU"), "why")
-    check_states(SMALL, DeviceOptions("AUTO", kv_precision="f32"), "why")
+    check_stateful_kv_precision(SMALL, DeviceOptions("GPU"), "why")
+    check_stateful_kv_precision(SMALL, DeviceOptions("AUTO", kv_precision="f32"), "why")
     with pytest.raises(ovspec.OvspecError, match=r"`kv_precision='u8'` needs the paged engine on a GPU.*\(why\)\.$"):
-        check_states(SMALL, DeviceOptions("GPU", kv_precision="u8"), "why")
+        check_stateful_kv_precision(SMALL, DeviceOptions("GPU", kv_precision="u8"), "why")

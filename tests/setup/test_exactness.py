@@ -19,18 +19,18 @@ from ovspec.cache.paged import PagedDecoder, pairs
 from ovspec.cache.stateful import StatefulDecoder, decoder_of
 from ovspec.ir.compile import CompiledIR, compile_ir
 from ovspec.ir.device import DeviceOptions
-from ovspec.ir.paged_attention import PAIRS
-from ovspec.ir.request import Request
-from ovspec.setup.engine_choice import load_ir
+from ovspec.ir.paged_attention import QUERY_INPUTS
+from ovspec.ir.request import InferenceRequest
+from ovspec.setup.engine_choice import load_compiled_model
 from ovspec.setup.exactness import (
-    FULL,
+    FULL_TRIAL,
     GPU_RULES,
-    SHORT,
+    SHORT_TRIAL,
     Exactness,
-    Trial,
+    ExactnessTrial,
     find_exactness,
     find_exactness_on_gpu,
-    probe_rule,
+    probe_feed_rule,
 )
 from ovspec.setup.paging import compile_paged
 
@@ -50,8 +50,8 @@ def make(ir: CompiledIR) -> Make:
     return lambda rule: PagedDecoder(ir, rule=rule)
 
 
-@pytest.mark.parametrize("trial", [SHORT, pytest.param(FULL, marks=SLOW)], ids=["short", "full"])
-def test_a_rule_is_found_for_the_paged_engine(make: Make, trial: Trial) -> None:
+@pytest.mark.parametrize("trial", [SHORT_TRIAL, pytest.param(FULL_TRIAL, marks=SLOW)], ids=["short", "full"])
+def test_a_rule_is_found_for_the_paged_engine(make: Make, trial: ExactnessTrial) -> None:
     found = find_exactness(make, "paged", 4096, trial)
     ways = 1 + len(trial.batches)  # the first one also compares the context
     assert found.rule and not found.differing, found
@@ -59,11 +59,11 @@ def test_a_rule_is_found_for_the_paged_engine(make: Make, trial: Trial) -> None:
     # Only what is needed here is demanded.
     for name in ("fewest", "fewest_logits"):
         if (count := getattr(found.rule, name)) > 1:
-            assert not probe_rule(make(replace(found.rule, **{name: count - 1})), 4096).exact
+            assert not probe_feed_rule(make(replace(found.rule, **{name: count - 1})), 4096).exact
     if found.rule.queries > 1:
-        assert not probe_rule(make(replace(found.rule, queries=1, fewest=1)), 4096).exact
+        assert not probe_feed_rule(make(replace(found.rule, queries=1, fewest=1)), 4096).exact
     if found.rule.most:
-        assert not probe_rule(make(replace(found.rule, most=None)), 4096, Trial((180,), (1, 2))).exact
+        assert not probe_feed_rule(make(replace(found.rule, most=None)), 4096, ExactnessTrial((180,), (1, 2))).exact
     assert find_exactness(make, "paged", 4096).rule == found.rule, "the same at each time"
 
 
@@ -76,14 +76,14 @@ def wider_than(width: int) -> Differs:
 
 def plant_kernels(monkeypatch: pytest.MonkeyPatch, differs: Differs) -> list[tuple[int, int]]:
     """Let inferences round differently where ``differs`` says so; return a list of their (tokens, logits)."""
-    infer, inferences = Request.infer, list[tuple[int, int]]()
+    infer, inferences = InferenceRequest.infer, list[tuple[int, int]]()
 
-    def rounded(self: Request, arrays: Any, logits_idx: np.ndarray) -> np.ndarray:
+    def rounded(self: InferenceRequest, arrays: Any, logits_idx: np.ndarray) -> np.ndarray:
         inferences.append((arrays[0].size, len(logits_idx)))
         logits = infer(self, arrays, logits_idx)
         return logits + 1e-3 if differs(*inferences[-1]) else logits
 
-    monkeypatch.setattr(Request, "infer", rounded)
+    monkeypatch.setattr(InferenceRequest, "infer", rounded)
     return inferences
 
 
@@ -139,11 +139,11 @@ def test_the_rule_for_kernels_that_round_differently(
     assert found.tried == {} or rule is None or found.tried[str(rule)] == 0
     if rule:
         inferences.clear()
-        assert probe_rule(make_paged(rule=rule), 4096).exact
+        assert probe_feed_rule(make_paged(rule=rule), 4096).exact
         assert not any(differs(*inference) for inference in inferences), "each keeps to the rule"
 
 
-ON_A_GPU = Trial((40,), SHORT.widths, (3,))
+ON_A_GPU = ExactnessTrial((40,), SHORT_TRIAL.widths, (3,))
 
 
 def plant_gpu_kernels(monkeypatch: pytest.MonkeyPatch, differs: Differs) -> None:
@@ -151,16 +151,16 @@ def plant_gpu_kernels(monkeypatch: pytest.MonkeyPatch, differs: Differs) -> None
 
     ``differs``: inferences of which numbers of tokens and rows round differently, too.
     """
-    infer = Request.infer
+    infer = InferenceRequest.infer
 
-    def rounded(self: Request, arrays: Any, logits_idx: np.ndarray) -> np.ndarray:
+    def rounded(self: InferenceRequest, arrays: Any, logits_idx: np.ndarray) -> np.ndarray:
         tokens, positions, past = arrays[:3]
         changed = positions[logits_idx] > 0 if not past.any() else np.full(len(logits_idx), False)
         if len(tokens) == len(past) or differs(len(tokens), len(past)):
             changed[:] = True
         return infer(self, arrays, logits_idx) + 1e-3 * changed[:, None]
 
-    monkeypatch.setattr(Request, "infer", rounded)
+    monkeypatch.setattr(InferenceRequest, "infer", rounded)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_kernels_that_a_gpu_compiles_in_the_background_are_waited_for(
 
     plant_gpu_kernels(monkeypatch, general)
     make: Make = lambda rule: make_paged(rule=replace(rule, queries=2))  # noqa: E731
-    assert not probe_rule(make(GPU_RULES[0]), 4096, ON_A_GPU).exact
+    assert not probe_feed_rule(make(GPU_RULES[0]), 4096, ON_A_GPU).exact
     seen.clear()
     assert find_exactness_on_gpu(make, 4096, ON_A_GPU).exact
     assert list(seen)[:7] == [1, 2, 4, 8, 16, 32, 64] or list(seen)[:6] == [2, 4, 8, 16, 32, 64]
@@ -234,7 +234,7 @@ def test_no_row_is_probed_beyond_the_context(make: Make, monkeypatch: pytest.Mon
         return decoder
 
     monkeypatch.setattr(PagedDecoder, "feed", feed)
-    found = find_exactness(shorter, "paged", 4096, Trial((70, 103), (1, 2, 1, 5, 8), (2, 9)))
+    found = find_exactness(shorter, "paged", 4096, ExactnessTrial((70, 103), (1, 2, 1, 5, 8), (2, 9)))
     assert found.exact and found.positions > 0
     assert longest <= context
 
@@ -279,7 +279,7 @@ def test_planted_differences_are_found(make: Make, monkeypatch: pytest.MonkeyPat
         return made
 
     monkeypatch.setattr(decoder, "fork", planted_fork)
-    assert not probe_rule(decoder, 4096).exact
+    assert not probe_feed_rule(decoder, 4096).exact
 
 
 @pytest.mark.parametrize(
@@ -293,9 +293,9 @@ def test_the_stateful_engine_by_its_rule(pair: Path, rollback: Rollback, rule: F
     found = find_exactness(lambda rule: decoder_of(ir, Rollback("mask"), rule=rule), "stateful", ir.logits_width)
     if not found.rule:
         pytest.skip(f"no rule for the stateful engine on this processor: {found}")
-    trial = Trial((40, 70), (1, 2, 1, 8), ())
-    assert probe_rule(decoder_of(ir, Rollback("mask"), rule=found.rule), ir.logits_width, trial).exact
-    assert not probe_rule(StatefulDecoder(ir, rollback, rule=rule), 4096, trial).exact
+    trial = ExactnessTrial((40, 70), (1, 2, 1, 8), ())
+    assert probe_feed_rule(decoder_of(ir, Rollback("mask"), rule=found.rule), ir.logits_width, trial).exact
+    assert not probe_feed_rule(StatefulDecoder(ir, rollback, rule=rule), 4096, trial).exact
 
 
 def test_remembered_by_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,7 +312,7 @@ def test_remembered_by_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     coarse: dict[str, Any] = {"properties": {"DYNAMIC_QUANTIZATION_GROUP_SIZE": "64"}}
 
     def load(arithmetic: Arithmetic = "exact", **options: Any) -> None:
-        load_ir(SMALL, DeviceOptions(cache_dir=tmp_path, **options), arithmetic=arithmetic)
+        load_compiled_model(SMALL, DeviceOptions(cache_dir=tmp_path, **options), arithmetic=arithmetic)
 
     for options, count in ((usual, 1), (usual, 1), (coarse, 2), (small, 3), (coarse, 3), (small, 3)):
         load(**options)
@@ -336,9 +336,9 @@ def test_without_a_rule_nothing_is_paid_for_one(cache_dir: Path, monkeypatch: py
         stats = lm.generate(PROMPTS[0], max_tokens=8).stats
         assert stats.arithmetic.startswith("fast, not exact here (") and not stats.rule, load
         assert "probed positions differ)" in stats.arithmetic
-        assert lm.target.rule == FAST and PAIRS[0] not in lm.target.ir.inputs
+        assert lm.target.rule == FAST and QUERY_INPUTS[0] not in lm.target.ir.inputs
         assert not lm.runtime.models.choice
-    monkeypatch.setattr(ovspec.setup.engine_choice, "known_exactness", lambda *_: Exactness(None, 51, 2))
+    monkeypatch.setattr(ovspec.setup.engine_choice, "read_exactness", lambda *_: Exactness(None, 51, 2))
     stateful = ovspec.load(SMALL, engine="stateful", cache_dir=cache_dir).generate("a", max_tokens=2).stats
     assert (stateful.arithmetic, stateful.rollback) == (
         "fast, not exact here (2 of 51 probed positions differ)",
@@ -347,7 +347,7 @@ def test_without_a_rule_nothing_is_paid_for_one(cache_dir: Path, monkeypatch: py
 
 
 def test_the_rule_is_told(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ovspec.setup.engine_choice, "known_exactness", lambda *_: Exactness(STRICT, 51, 0))
+    monkeypatch.setattr(ovspec.setup.engine_choice, "read_exactness", lambda *_: Exactness(STRICT, 51, 0))
     stats = ovspec.load(SMALL, cache_dir=cache_dir).generate("a", max_tokens=2).stats
     words = (
         "at least 5 tokens an inference, at least 5 logits an inference, at most 64 tokens an inference, "
@@ -359,14 +359,14 @@ def test_the_rule_is_told(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_default_is_lookup_where_a_guess_is_free(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts, guess = {}, 1.0
     compile_once(monkeypatch)
-    known = ovspec.setup.engine_choice.known_exactness
+    known = ovspec.setup.engine_choice.read_exactness
 
     def measured(*arguments: Any) -> Exactness | None:
         found = known(*arguments)
         return found and replace(found, guess=guess)
 
     ovspec.load(SMALL, cache_dir=cache_dir)
-    monkeypatch.setattr(ovspec.setup.engine_choice, "known_exactness", measured)
+    monkeypatch.setattr(ovspec.setup.engine_choice, "read_exactness", measured)
     ways: tuple[tuple[Any, dict[str, Any], float, bool], ...] = (
         (None, {}, 1.0, True),
         (None, {}, 1.2, False),
@@ -406,7 +406,7 @@ def test_a_long_probe_is_told_once(
 ) -> None:
     compile_once(monkeypatch)
     trust_paged(monkeypatch)
-    monkeypatch.setattr(ovspec.setup.engine_choice, "LONG_PROBE", 1e6)
+    monkeypatch.setattr(ovspec.setup.engine_choice, "LONG_PROBE_BYTES", 1e6)
     told = f"{SMALL}: finding out how each token gets the same bits, once; `arithmetic='fast'` skips it.\n"
     for expected in (told, ""):
         ovspec.load(SMALL, cache_dir=tmp_path)
@@ -417,9 +417,9 @@ def test_the_last_token_of_a_piece_is_compared(
     make_paged: Callable[..., PagedDecoder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The only one of pieces that are a single token, as in plain decoding."""
-    plain = probe_rule(make_paged(rule=FeedRule(2, 1)), 4096)
+    plain = probe_feed_rule(make_paged(rule=FeedRule(2, 1)), 4096)
     plant_kernels(monkeypatch, lambda _, logits: logits == 1)
-    assert probe_rule(make_paged(rule=FeedRule(2, 1)), 4096).differing > plain.differing
+    assert probe_feed_rule(make_paged(rule=FeedRule(2, 1)), 4096).differing > plain.differing
 
 
 def plant_rejections(monkeypatch: pytest.MonkeyPatch, differs: Differs) -> None:
@@ -437,9 +437,9 @@ def plant_rejections(monkeypatch: pytest.MonkeyPatch, differs: Differs) -> None:
 def test_what_a_rejection_leaves_in_the_cache_is_found(
     make_paged: Callable[..., PagedDecoder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = probe_rule(make_paged(rule=FeedRule(2, 1)), 4096)
+    plain = probe_feed_rule(make_paged(rule=FeedRule(2, 1)), 4096)
     plant_rejections(monkeypatch, lambda *_: True)
-    assert probe_rule(make_paged(rule=FeedRule(2, 1)), 4096).differing > plain.differing
+    assert probe_feed_rule(make_paged(rule=FeedRule(2, 1)), 4096).differing > plain.differing
 
 
 def test_a_rule_between_is_found_where_only_the_probe_sees_a_difference(

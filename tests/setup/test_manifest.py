@@ -12,12 +12,12 @@ import pytest
 from ovspec.base.errors import OvspecError
 from ovspec.setup.manifest import (
     MANIFEST_FILE,
-    UNFINISHED,
+    UNFINISHED_MANIFEST,
     ExportedFile,
     ExportedModel,
     Manifest,
+    hash_file,
     read_manifest,
-    sha256,
 )
 
 
@@ -27,7 +27,7 @@ def exported(tmp_path: Path) -> Path:
     weights = tmp_path / "openvino_model.bin"
     weights.write_bytes(b"weights")
     model = ExportedModel("source", "fp16", {}, [])
-    Manifest(model, None, {}, {weights.name: ExportedFile(7, sha256(weights))}).write(tmp_path)
+    Manifest(model, None, {}, {weights.name: ExportedFile(7, hash_file(weights))}).write(tmp_path)
     return tmp_path
 
 
@@ -76,7 +76,7 @@ def test_what_is_no_whole_export_of_this_format(exported: Path) -> None:
     manifest = exported / MANIFEST_FILE
     manifest.write_text(json.dumps(json.loads(manifest.read_bytes()) | {"format": 2}), encoding="utf-8")
     refused(exported, "format 2 is not known; update ovspec")
-    manifest.write_text(UNFINISHED, encoding="utf-8")
+    manifest.write_text(UNFINISHED_MANIFEST, encoding="utf-8")
     refused(exported, "the export was not finished")
     manifest.unlink()
     assert read_manifest(exported) is None, "ovspec did not export it"

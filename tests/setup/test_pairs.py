@@ -11,11 +11,11 @@ from click.testing import CliRunner
 
 from ovspec.cli import cli
 from ovspec.setup import exporting
-from ovspec.setup.known_pairs import known_pairs
+from ovspec.setup.known_pairs import read_known_pairs
 
 
 def test_each_pair_names_hub_ids_and_a_dated_source() -> None:
-    pairs = known_pairs()
+    pairs = read_known_pairs()
     assert len(pairs) > 20
     for pair in pairs.values():
         assert pair.draft or pair.eagle3, pair
@@ -27,7 +27,7 @@ def test_each_pair_names_hub_ids_and_a_dated_source() -> None:
 
 
 def test_a_pair_is_listed_in_a_line() -> None:
-    pairs = known_pairs()
+    pairs = read_known_pairs()
     assert str(pairs["qwen3-8b"]).startswith("qwen3-8b             Qwen/Qwen3-8B  +  Qwen/Qwen3-0.6B  (EAGLE-3 head ")
     assert "  +  " not in str(pairs["qwen3-14b"])
 
@@ -38,10 +38,10 @@ def test_a_short_name_gives_the_draft_or_the_head(monkeypatch: pytest.MonkeyPatc
     package = SimpleNamespace(
         Compression=lambda *_, **__: None, export_pair=lambda model, draft, *_, **__: asked.append((model, draft))
     )
-    monkeypatch.setattr(exporting, "export_package", lambda: package)
+    monkeypatch.setattr(exporting, "import_export_package", lambda: package)
     for draft in ([], ["--draft", "head"], ["--draft", "none"]):
         assert CliRunner().invoke(cli, ["export", "qwen3-8b", "-o", "x", *draft]).exit_code == 0
-    pair = known_pairs()["qwen3-8b"]
+    pair = read_known_pairs()["qwen3-8b"]
     assert asked == [(pair.target, pair.draft), (pair.target, pair.eagle3), (pair.target, None)]
     refused = CliRunner().invoke(cli, ["export", "qwen2.5-7b", "-o", "x", "--draft", "head"])
     assert refused.exit_code and "No public head is known for qwen2.5-7b" in refused.output

@@ -19,20 +19,20 @@ import ovspec.setup.rollback_probing
 from ovspec.cache.decoder import Rollback
 from ovspec.cache.slots import Slots
 from ovspec.cache.stateful import StatefulDecoder
-from ovspec.ir.attention_mask import UNBOUNDED, mask_bound
+from ovspec.ir.attention_mask import UNBOUNDED, find_mask_bound
 from ovspec.ir.compile import CompiledIR, compile_ir
 from ovspec.ir.config import ModelConfig
 from ovspec.ir.device import DeviceOptions
-from ovspec.ir.request import Request
-from ovspec.setup.engine_choice import load_ir
-from ovspec.setup.rollback_probing import find_copies, probe_rollback
+from ovspec.ir.request import InferenceRequest
+from ovspec.setup.engine_choice import load_compiled_model
+from ovspec.setup.rollback_probing import find_working_copies, probe_rollback
 
 DEMO = ROOT / "models" / "demo"
 
 
 def test_a_mask_suffices_for_the_demo_pair(target_ir: CompiledIR) -> None:
     assert probe_rollback(target_ir).rollback == Rollback("mask")
-    assert mask_bound(target_ir) == UNBOUNDED
+    assert find_mask_bound(target_ir) == UNBOUNDED
 
 
 @pytest.mark.parametrize(("folder", "precision"), [(DEMO, "bf16"), (DEMO / "draft", "f32")])
@@ -46,23 +46,23 @@ def test_probing_is_cheap_and_says_what_it_cost(folder: Path, precision: str) ->
 
 def test_which_requests_take_copied_states(target_ir: CompiledIR, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a GPU does, which ignores states of a request that hasn't run, and other values where it copies none."""
-    assert find_copies(target_ir, Rollback("mask")) == "any"
-    write, infer, ran = ovspec.cache.stateful.write_states, Request.infer, set[Any]()
+    assert find_working_copies(target_ir, Rollback("mask")) == "any"
+    write, infer, ran = ovspec.cache.stateful.write_states, InferenceRequest.infer, set[Any]()
 
-    def noting(self: Request, *given: Any) -> Any:
+    def noting(self: InferenceRequest, *given: Any) -> Any:
         ran.add(self.raw)
         return infer(self, *given)
 
-    monkeypatch.setattr(Request, "infer", noting)
+    monkeypatch.setattr(InferenceRequest, "infer", noting)
 
     def ignoring(request: Any, values: dict[str, np.ndarray]) -> None:
         if request in ran:
             write(request, values)
 
     monkeypatch.setattr(ovspec.cache.stateful, "write_states", ignoring)
-    assert find_copies(target_ir, Rollback("mask")) == "run"
+    assert find_working_copies(target_ir, Rollback("mask")) == "run"
     monkeypatch.setattr(ovspec.cache.stateful, "gather_states", lambda *_: None)
-    assert find_copies(target_ir, Rollback("mask")) is None
+    assert find_working_copies(target_ir, Rollback("mask")) is None
 
 
 def test_trim_where_a_mask_has_no_effect(target_ir: CompiledIR, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,14 +75,14 @@ def test_trim_where_a_mask_has_no_effect(target_ir: CompiledIR, monkeypatch: pyt
 
 def test_trim_where_the_bound_is_in_doubt(target_ir: CompiledIR, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trim if neither the config nor the attention mask shows the bound."""
-    monkeypatch.setattr(ovspec.setup.rollback_probing, "mask_bound", lambda _: None)
+    monkeypatch.setattr(ovspec.setup.rollback_probing, "find_mask_bound", lambda _: None)
     assert probe_rollback(target_ir).rollback == Rollback("mask"), "the config has no window"
     monkeypatch.setattr(target_ir, "config", ModelConfig())
     assert probe_rollback(target_ir).rollback == Rollback("trim")
 
 
 def test_neither_helps(target_ir: CompiledIR, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ovspec.setup.rollback_probing, "gives_back_the_clean_run", lambda *_: False)
+    monkeypatch.setattr(ovspec.setup.rollback_probing, "restores_clean_run", lambda *_: False)
     with pytest.raises(ovspec.OvspecError, match="cannot be rolled back"):
         probe_rollback(target_ir)
 
@@ -109,7 +109,7 @@ def test_a_window_is_found_in_the_mask_itself(
     folder = kept_model(tmp_path_factory, f"window-{window}-{told}", make)
     ir = compile_ir(folder / "ir", DeviceOptions(precision="f32"))
     assert ir.config.attention_window == (window if told else None)
-    assert mask_bound(ir) == window
+    assert find_mask_bound(ir) == window
     assert probe_rollback(ir).rollback == Rollback("mask", window)
 
 
@@ -118,12 +118,12 @@ def test_remembered_by_model_and_setting(tmp_path: Path, monkeypatch: pytest.Mon
     shutil.copytree(DEMO / "draft", folder)
     probed = []
 
-    def counting(ir: CompiledIR) -> ovspec.setup.rollback_probing.Probe:
-        probed.append(ovspec.setup.rollback_probing.setting_of(ir.device, ir.properties))
+    def counting(ir: CompiledIR) -> ovspec.setup.rollback_probing.RollbackProbe:
+        probed.append(ovspec.setup.rollback_probing.describe_rollback_setting(ir.device, ir.properties))
         return probe_rollback(ir)
 
     def load(**options: Any) -> None:
-        load_ir(folder, DeviceOptions(cache_dir=cache, **options), "stateful")
+        load_compiled_model(folder, DeviceOptions(cache_dir=cache, **options), "stateful")
 
     monkeypatch.setattr(ovspec.setup.rollback_probing, "probe_rollback", counting)
     for _ in range(2):

@@ -14,7 +14,7 @@ import ovspec.setup.profile
 from ovspec.base.files import remember
 from ovspec.cache.decoder import FeedRule
 from ovspec.cli.tune import format_report
-from ovspec.ir.device import DeviceOptions, compile_properties
+from ovspec.ir.device import DeviceOptions, make_compile_properties
 from ovspec.setup.exactness import Exactness
 from ovspec.setup.profile import (
     CLEARLY_BETTER,
@@ -28,11 +28,11 @@ from ovspec.setup.profile import (
     Profile,
     Setting,
     adopt_profiles,
-    completed,
-    known_profile,
-    largest_group,
-    profile_file,
-    profile_text,
+    complete_device_options,
+    find_largest_group,
+    find_profile_file,
+    read_profile,
+    read_profile_text,
 )
 
 DEMO = ROOT / "models" / "demo"
@@ -153,7 +153,7 @@ def test_what_the_user_names_wins() -> None:
     # The number of threads and the KV precision combine with any setting.
     options = DeviceOptions(threads=7, kv_precision="u8")
     assert chosen(found, options) == FAST
-    properties = compile_properties(completed(options, FAST))
+    properties = make_compile_properties(complete_device_options(options, FAST))
     assert properties["INFERENCE_NUM_THREADS"] == "7"
     assert properties["KV_CACHE_PRECISION"] == "u8"
     assert properties["DYNAMIC_QUANTIZATION_GROUP_SIZE"] == "128"
@@ -192,23 +192,23 @@ def test_an_inexact_cache_is_chosen_only_where_it_is_asked_for() -> None:
 
 
 def test_each_device_has_its_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ovspec.setup.profile, "machine_key", lambda device="CPU": ("machine", device))
-    files = {profile_file(DEMO, DeviceOptions(device, cache_dir=tmp_path)) for device in ("CPU", "GPU", "GPU.1")}
+    monkeypatch.setattr(ovspec.setup.profile, "identify_machine", lambda device="CPU": ("machine", device))
+    files = {find_profile_file(DEMO, DeviceOptions(device, cache_dir=tmp_path)) for device in ("CPU", "GPU", "GPU.1")}
     assert len(files) == 3
 
 
 def test_kept_and_read_again(tmp_path: Path) -> None:
     options = DeviceOptions(cache_dir=tmp_path)
     found = profile(measured(FAST, step=5))
-    remember(profile_file(DEMO, options), found)
-    file = profile_file(DEMO, options)
+    remember(find_profile_file(DEMO, options), found)
+    file = find_profile_file(DEMO, options)
     assert file
-    assert known_profile(DEMO, options) == found
-    assert known_profile(DEMO / "draft", options) is None, "the draft has another shape"
-    assert known_profile(DEMO, DeviceOptions(device="AUTO:CPU", cache_dir=tmp_path)) is None
+    assert read_profile(DEMO, options) == found
+    assert read_profile(DEMO / "draft", options) is None, "the draft has another shape"
+    assert read_profile(DEMO, DeviceOptions(device="AUTO:CPU", cache_dir=tmp_path)) is None
     file.write_text('{"goal": 1}', encoding="utf-8")
-    assert known_profile(DEMO, options) is None
-    assert profile_file(DEMO, DeviceOptions(properties={"CACHE_DIR": ""})) is None
+    assert read_profile(DEMO, options) is None
+    assert find_profile_file(DEMO, DeviceOptions(properties={"CACHE_DIR": ""})) is None
 
 
 def test_profiles_that_were_found_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,14 +216,14 @@ def test_profiles_that_were_found_elsewhere(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("ovspec.setup.profile.default_cache_dir", lambda: tmp_path / "cache")
     options, draft = DeviceOptions(cache_dir=tmp_path / "here"), DEMO / "draft"
     own, other = profile(measured(FAST, step=5)), profile(measured(FAST, step=7))
-    remember(profile_file(DEMO, options), own)
-    text = profile_text(DEMO, options)
+    remember(find_profile_file(DEMO, options), own)
+    text = read_profile_text(DEMO, options)
     assert adopt_profiles({DEMO: text, draft: None}, options) == options
-    remember(profile_file(DEMO, DeviceOptions(cache_dir=tmp_path / "elsewhere")), other)
-    found = profile_text(DEMO, DeviceOptions(cache_dir=tmp_path / "elsewhere"))
+    remember(find_profile_file(DEMO, DeviceOptions(cache_dir=tmp_path / "elsewhere")), other)
+    found = read_profile_text(DEMO, DeviceOptions(cache_dir=tmp_path / "elsewhere"))
     adopted = adopt_profiles({DEMO: found, draft: None}, options)
-    assert (known_profile(DEMO, adopted), known_profile(DEMO, options)) == (other, own)
-    assert known_profile(draft, adopted) is None
+    assert (read_profile(DEMO, adopted), read_profile(DEMO, options)) == (other, own)
+    assert read_profile(draft, adopted) is None
 
 
 def test_the_key_is_the_kind_of_model_not_its_weights(tmp_path: Path, pair: Path) -> None:
@@ -235,7 +235,7 @@ def test_the_key_is_the_kind_of_model_not_its_weights(tmp_path: Path, pair: Path
     weights = bytearray((copy / "openvino_model.bin").read_bytes())
     weights[1000:2000] = bytes(1000)
     (copy / "openvino_model.bin").write_bytes(weights)
-    assert profile_file(copy, options) == profile_file(DEMO, options)
-    assert profile_file(pair, options) != profile_file(DEMO, options), "another weight format"
-    assert largest_group(DEMO) == 384, "the hidden size"
-    assert largest_group(pair) is None
+    assert find_profile_file(copy, options) == find_profile_file(DEMO, options)
+    assert find_profile_file(pair, options) != find_profile_file(DEMO, options), "another weight format"
+    assert find_largest_group(DEMO) == 384, "the hidden size"
+    assert find_largest_group(pair) is None

@@ -22,13 +22,13 @@ from ovspec.cli import cli
 from ovspec.ir.device import DeviceOptions
 from ovspec.setup.engine_choice import CompiledModel
 from ovspec.setup.exactness import Exactness
-from ovspec.setup.profile import Measurement, Setting, known_profile
-from ovspec.setup.setting_timer import Effort, SettingTimer
-from ovspec.setup.tuning import SHORT, settings_on_gpu, tune
+from ovspec.setup.profile import Measurement, Setting, read_profile
+from ovspec.setup.setting_timer import SettingTimer, TuningEffort
+from ovspec.setup.tuning import SHORT_EFFORT, list_gpu_settings, tune_model
 
 DEMO = ROOT / "models" / "demo"
 SMALL = DEMO / "draft"  # what is told of all settings is told of a small model too
-LITTLE = Effort(16, (1, 2, 4, 8), 1, False)  # where no time matters
+LITTLE = TuningEffort(16, (1, 2, 4, 8), 1, False)  # where no time matters
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def tuned_by_default(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.slow
 def test_accuracy_is_measured_against_the_right_logits(tmp_path: Path) -> None:
-    profile = tune(SMALL, DeviceOptions(cache_dir=tmp_path), effort=Effort(64, (1, 2, 4, 8), 1, True))
+    profile = tune_model(SMALL, DeviceOptions(cache_dir=tmp_path), effort=TuningEffort(64, (1, 2, 4, 8), 1, True))
     by_setting = {m.setting: m for m in profile.measurements}
     exact = next(m for setting, m in by_setting.items() if (setting.precision, setting.group) == ("f32", 0))
     assert exact.kl < 1e-8  # what f32 itself rounds; without VNNI, other settings compute the same
@@ -65,7 +65,7 @@ def test_the_distance_is_the_kl_divergence(pair: Path, reference: Reference) -> 
     from scipy.special import log_softmax, rel_entr
 
     text = np.random.default_rng(0).integers(3, 4096, 40)
-    timer = SettingTimer(pair, text, SHORT, DeviceOptions(properties={"CACHE_DIR": ""}))
+    timer = SettingTimer(pair, text, SHORT_EFFORT, DeviceOptions(properties={"CACHE_DIR": ""}))
     right = reference.logits(text.tolist())
     wrong = right + np.random.default_rng(1).normal(size=right.shape).astype(np.float32)
     wrong[:10, 7] = 100.0
@@ -78,10 +78,10 @@ def test_the_distance_is_the_kl_divergence(pair: Path, reference: Reference) -> 
 
 def test_invariance_is_measured_on_the_exact_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
     uncached = DeviceOptions(properties={"CACHE_DIR": ""})
-    timer = SettingTimer(SMALL, np.arange(3, 43), Effort(40, (1, 2, 4), 1, True), uncached)
+    timer = SettingTimer(SMALL, np.arange(3, 43), TuningEffort(40, (1, 2, 4), 1, True), uncached)
     probed = timer.probed(timer.set_incumbent(Setting("paged", "f32", 32)))
     assert probed.invariance == 1 and probed.rule and probed.rule.fewest in probed.verify_ms
-    monkeypatch.setattr("ovspec.setup.exactness.STRICTEST", {"paged": FAST})
+    monkeypatch.setattr("ovspec.setup.exactness.STRICTEST_RULES", {"paged": FAST})
     probed = timer.probed(timer.set_incumbent(Setting("paged", "f32", 32)))
     assert probed.rule is None
     assert probed.invariance is not None and probed.invariance < 1, "a token alone is found"
@@ -91,7 +91,7 @@ def test_the_fewest_tokens_of_a_rule_are_timed(monkeypatch: pytest.MonkeyPatch) 
     rule = FeedRule(queries=2, fewest=5, fewest_logits=5)
     monkeypatch.setattr(CompiledModel, "find_exactness", lambda _: Exactness(rule, 77, 0))
     text, uncached = np.arange(3, 43), DeviceOptions(properties={"CACHE_DIR": ""})
-    timer = SettingTimer(SMALL, text, Effort(40, (1, 2, 4, 8), 1, False), uncached)
+    timer = SettingTimer(SMALL, text, TuningEffort(40, (1, 2, 4, 8), 1, False), uncached)
     measured = timer.set_incumbent(Setting("paged"))
     probed = timer.probed(measured)
     assert (probed.rule, probed.invariance) == (rule, 1.0)
@@ -114,7 +114,7 @@ def test_what_slows_the_machine_down_for_a_while_changes_no_ratio(
     trust_paged(monkeypatch)
     monkeypatch.setattr(SettingTimer, "_time", slowed)
     monkeypatch.setattr(SettingTimer, "_prefill", lambda self, d: 0.0 * len(d.feed([self.prompt], [1])) + 1.0)
-    profile = tune(SMALL, DeviceOptions(cache_dir=tmp_path), effort=SHORT)
+    profile = tune_model(SMALL, DeviceOptions(cache_dir=tmp_path), effort=SHORT_EFFORT)
     assert len(profile.measurements) > 1
     assert all(m.verify_ms == {width: width for width in m.verify_ms} for m in profile.measurements)
     assert all(m.verify_ms.keys() >= {1, 2, 4, 8} for m in profile.measurements)
@@ -128,12 +128,12 @@ def test_a_first_load_measures_once_and_keeps_it(
     assert tuned_by_default is None
     compile_once(monkeypatch)
     trust_paged(monkeypatch)
-    monkeypatch.setattr(ovspec.setup.tuning, "SHORT", LITTLE)
+    monkeypatch.setattr(ovspec.setup.tuning, "SHORT_EFFORT", LITTLE)
     lm = ovspec.load(SMALL, cache_dir=tmp_path)
     said = capsys.readouterr()
     assert "measuring the fastest settings, once" in said.err
     assert not said.out
-    profile = known_profile(SMALL, DeviceOptions(cache_dir=tmp_path))
+    profile = read_profile(SMALL, DeviceOptions(cache_dir=tmp_path))
     assert profile
     assert not profile.full
     best = profile.choose(DeviceOptions(), "auto")
@@ -141,7 +141,7 @@ def test_a_first_load_measures_once_and_keeps_it(
     stats = lm.generate("def f(", max_tokens=3).stats
     assert stats.profile == str(best.setting)
     assert stats.engine == best.setting.engine
-    monkeypatch.setattr(ovspec.setup.tuning, "tune", lambda *_, **__: pytest.fail("it was already measured"))
+    monkeypatch.setattr(ovspec.setup.tuning, "tune_model", lambda *_, **__: pytest.fail("it was already measured"))
     assert ovspec.load(SMALL, cache_dir=tmp_path).generate("def f(", max_tokens=3).stats.profile == stats.profile
     assert not capsys.readouterr().err
     # Options that the user names override the profile.
@@ -160,11 +160,11 @@ def test_not_measured_unasked_where_it_would_take_long(
     assert tuned_by_default is None
     compile_once(monkeypatch)
     trust_paged(monkeypatch)
-    monkeypatch.setattr(ovspec.setup.tuning, "LARGEST_UNASKED", 1e5)
+    monkeypatch.setattr(ovspec.setup.tuning, "LARGEST_AUTO_TUNED", 1e5)
     assert ovspec.load(SMALL, arithmetic="fast", cache_dir=tmp_path).target.profile is None
     assert "too large to tune automatically" in capsys.readouterr().err
-    monkeypatch.setattr(ovspec.setup.tuning, "LARGEST_UNASKED", 1e9)
-    monkeypatch.setattr(ovspec.setup.tuning, "room_for", lambda *_: False)
+    monkeypatch.setattr(ovspec.setup.tuning, "LARGEST_AUTO_TUNED", 1e9)
+    monkeypatch.setattr(ovspec.setup.tuning, "weights_fit_into_memory", lambda *_: False)
     assert ovspec.load(SMALL, arithmetic="fast", cache_dir=tmp_path).target.profile is None
     assert "not enough memory is free for tuning" in capsys.readouterr().err
 
@@ -179,15 +179,17 @@ def test_a_setting_whose_logits_are_not_numbers_is_left_out(tmp_path: Path, monk
 
     monkeypatch.setattr(SettingTimer, "measure", failing)
     trust_paged(monkeypatch)
-    profile = tune(SMALL, DeviceOptions(cache_dir=tmp_path), effort=LITTLE)
+    profile = tune_model(SMALL, DeviceOptions(cache_dir=tmp_path), effort=LITTLE)
     assert [m.setting for m in profile.measurements] == [Setting("paged")]
 
 
 @pytest.mark.slow
 def test_the_command_shows_a_table_and_the_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ovspec.setup.tuning, "FULL", Effort(32, (1, 2, 4, 8), 1, True))
+    monkeypatch.setattr(ovspec.setup.tuning, "FULL_EFFORT", TuningEffort(32, (1, 2, 4, 8), 1, True))
     monkeypatch.setattr(
-        ovspec.setup.tuning.tune, "__defaults__", ("balanced", Effort(32, (1, 2, 4, 8), 1, True), lambda *_: None)
+        ovspec.setup.tuning.tune_model,
+        "__defaults__",
+        ("balanced", TuningEffort(32, (1, 2, 4, 8), 1, True), lambda *_: None),
     )
     done = CliRunner().invoke(cli, ["tune", str(DEMO), "--for", "decode", "--cache-dir", str(tmp_path)])
     assert done.exit_code == 0, done.output
@@ -195,7 +197,7 @@ def test_the_command_shows_a_table_and_the_choice(tmp_path: Path, monkeypatch: p
     assert done.stdout.count("\n* ") == 2, "the target's choice and the draft's"
     assert done.stdout.count("chosen for decode") == 2
     assert done.stdout.count("its weights are int8; matrix products take") == 2
-    profile = known_profile(DEMO, DeviceOptions(cache_dir=tmp_path))
+    profile = read_profile(DEMO, DeviceOptions(cache_dir=tmp_path))
     assert profile
     assert profile.goal == "decode"
     assert profile.full
@@ -207,7 +209,7 @@ def test_the_command_shows_a_table_and_the_choice(tmp_path: Path, monkeypatch: p
 
 
 def test_a_profile_that_cannot_be_kept_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ovspec.setup.tuning, "tune", lambda *_, **__: pytest.fail("the profile can't be kept"))
+    monkeypatch.setattr(ovspec.setup.tuning, "tune_model", lambda *_, **__: pytest.fail("the profile can't be kept"))
     file = tmp_path / "file"
     file.write_text("x", encoding="utf-8")
     with pytest.raises(ovspec.OvspecError, match=r"cannot be created .* --cache-dir"):
@@ -217,12 +219,12 @@ def test_a_profile_that_cannot_be_kept_is_not_measured(tmp_path: Path, monkeypat
 
 
 def test_settings_on_a_gpu() -> None:
-    told = [str(setting).removeprefix("paged, ") for setting in settings_on_gpu("paged", 64)]
+    told = [str(setting).removeprefix("paged, ") for setting in list_gpu_settings("paged", 64)]
     quantised = [f"default precision, dynamic quantisation {group}" for group in ("off", 32)]
     assert told == [*quantised, "f32", "default precision, KV cache u8"]
-    assert settings_on_gpu("stateful", None) == [Setting("stateful", "f32")]
+    assert list_gpu_settings("stateful", None) == [Setting("stateful", "f32")]
 
 
 def test_a_single_device_is_tuned(tmp_path: Path) -> None:
     with pytest.raises(ovspec.OvspecError, match="name a single device to tune"):
-        tune(DEMO, DeviceOptions(device="AUTO:CPU", cache_dir=tmp_path))
+        tune_model(DEMO, DeviceOptions(device="AUTO:CPU", cache_dir=tmp_path))

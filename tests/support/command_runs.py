@@ -66,7 +66,7 @@ def runs(
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache_dir))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OVSPEC_TUNE", "1")
-    load, init, compile_properties = ovspec.load, Row.__init__, ovspec.ir.compile.compile_properties
+    load, init, compile_properties = ovspec.load, Row.__init__, ovspec.ir.compile.make_compile_properties
     found = Outcome(0, "", "")
 
     def load_once(*arguments: Any, **options: Any) -> Any:
@@ -90,8 +90,8 @@ def runs(
 
     monkeypatch.setattr(ovspec, "load", load_once, raising=False)
     monkeypatch.setattr(Row, "__init__", noted)
-    monkeypatch.setattr(ovspec.setup.pair_loading, "tune_if_new", note_tuning)
-    monkeypatch.setattr(ovspec.ir.compile, "compile_properties", note_compiling)
+    monkeypatch.setattr(ovspec.setup.pair_loading, "load_or_tune_profile", note_tuning)
+    monkeypatch.setattr(ovspec.ir.compile, "make_compile_properties", note_compiling)
 
     def run(command: str, *arguments: Any, stdin: str = "") -> Outcome:
         nonlocal found

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ovspec.setup.manifest import MANIFEST_FILE, sha256
+from ovspec.setup.manifest import MANIFEST_FILE, hash_file
 
 MEMORY = 3_000_000_000  # bytes of address space that a case may use beyond what the first use of the folder needs
 Case = tuple[str, list[str | int], str]  # a file, the keys that lead to a value, and the name of a damage
@@ -86,7 +86,7 @@ def use(folder: Path, inspected: bool = True) -> None:
     """Load ``folder`` and generate with all that depends on its files."""
     import ovspec
     from ovspec.ir.device import DeviceOptions
-    from ovspec.setup.inspection import inspect
+    from ovspec.setup.inspection import inspect_models
 
     cache = Path(os.environ["CASES_CACHE"])
     lm = ovspec.load(folder, engine="stateful", arithmetic="fast", cache_dir=cache)
@@ -95,7 +95,7 @@ def use(folder: Path, inspected: bool = True) -> None:
     lm.generate("def f(x):", max_tokens=4, regex="[0-9]+", temperature=1.0, seed=1)
     lm.generate([{"role": "user", "content": "Hello"}], max_tokens=2)
     if inspected:
-        inspect(folder, DeviceOptions(cache_dir=cache), verify=True)
+        inspect_models(folder, DeviceOptions(cache_dir=cache), verify=True)
 
 
 def outcome(folder: Path, inspected: bool) -> str:
@@ -121,7 +121,7 @@ def tried(work: Path, case: Case) -> str:
     path.write_bytes(damaged(whole, case))
     if path != manifest:
         data = json.loads(listed)
-        data["files"][path.name] = {"size": path.stat().st_size, "sha256": sha256(path)}
+        data["files"][path.name] = {"size": path.stat().st_size, "sha256": hash_file(path)}
         manifest.write_text(json.dumps(data), encoding="utf-8")
     result = outcome(work, inspected=path.name in ("config.json", MANIFEST_FILE))
     manifest.write_bytes(listed)

@@ -14,7 +14,7 @@ import pytest
 from chat_templates import CHATS, DOCUMENTS, SPECIAL, TEMPLATES, TOOLS, WAYS, answer, template_tokenizer, user
 
 from ovspec.base.errors import OvspecError
-from ovspec.setup.identity import prompt_identity
+from ovspec.setup.identity import hash_prompt_files
 from ovspec.setup.manifest import ExportedModel, Manifest, read_manifest
 from ovspec.text.chat_format import ChatFormat
 from ovspec.text.chat_template import MORE_TEMPLATES, RENDERER, ChatTemplate, chat_template
@@ -237,9 +237,9 @@ def test_files_of_more_templates_belong_to_the_model(tmp_path: Path) -> None:
     folder.mkdir()
     (source / MORE_TEMPLATES / "tool_use.jinja").write_text("tools", "utf-8")
     copy_ir(Source("a", source, True, "1"), folder)
-    assert prompt_identity(folder) == prompt_identity(source)
+    assert hash_prompt_files(folder) == hash_prompt_files(source)
     (folder / MORE_TEMPLATES / "tool_use.jinja").write_text("other tools", "utf-8")
-    assert prompt_identity(folder) != prompt_identity(source)
+    assert hash_prompt_files(folder) != hash_prompt_files(source)
     model = ExportedModel("a", "fp32", {}, [])
     Manifest(model, None, {}, {}).write(folder)
     with pytest.raises(OvspecError, match=r"tool_use\.jinja: not a file of the export"):

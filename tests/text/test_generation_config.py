@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ovspec.base.errors import OvspecError
-from ovspec.ir.config import model_config
+from ovspec.ir.config import read_model_config
 from ovspec.text.generation_config import GenerationConfig, recommended_sampling, sampling_in_words
 
 LLAMA = {"model_type": "llama"}
@@ -41,7 +41,7 @@ def test_eos_ids_are_those_of_hugging_face(
     else:
         expected = Theirs.from_model_config(config).eos_token_id  # type: ignore[arg-type]
     tokenizer: Any = None
-    ids = GenerationConfig(tmp_path, model_config(tmp_path), tokenizer).eos_ids
+    ids = GenerationConfig(tmp_path, read_model_config(tmp_path), tokenizer).eos_ids
     assert ids == frozenset(expected if isinstance(expected, list) else [] if expected is None else [expected])
 
 
@@ -50,7 +50,7 @@ def test_a_generation_config_without_eos_leaves_that_to_the_config(tmp_path: Pat
     (tmp_path / "config.json").write_text('{"text_config": {"eos_token_id": [3, 4]}}', "utf-8")
     (tmp_path / "generation_config.json").write_text('{"bos_token_id": 1}', "utf-8")
     tokenizer: Any = None
-    assert GenerationConfig(tmp_path, model_config(tmp_path), tokenizer).eos_ids == {3, 4}
+    assert GenerationConfig(tmp_path, read_model_config(tmp_path), tokenizer).eos_ids == {3, 4}
 
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p")

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 from ovspec.base.files import move
-from ovspec.setup.identity import files_revision
+from ovspec.setup.identity import compute_files_revision
 from ovspec_export.compression import INT8
 from ovspec_export.convert import check_ir, convert, convert_head
 from ovspec_export.distill.plan import Plan
@@ -44,4 +44,4 @@ def export_draft(plan: Plan, work: Work, draft: Source, folder: Path) -> None:
 
 def result_source(plan: Plan, work: Work) -> Source:
     """Return the result so far as a source, which has the result's name: a checkpoint, or a trimmed IR."""
-    return source_in(work.checkpoint, plan.name, files_revision(work.checkpoint))
+    return source_in(work.checkpoint, plan.name, compute_files_revision(work.checkpoint))

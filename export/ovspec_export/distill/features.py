@@ -24,9 +24,9 @@ from torch import Tensor
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import replaced
-from ovspec.ir.compile import add_output, compile_ir, lm_head, model_states, read_model
-from ovspec.ir.device import DeviceOptions, compile_properties, core
-from ovspec.ir.hidden_states import embedding, layer_inputs
+from ovspec.ir.compile import add_output, compile_ir, find_lm_head, find_model_states, read_model
+from ovspec.ir.device import DeviceOptions, make_compile_properties, openvino_core
+from ovspec.ir.hidden_states import find_embedding, find_layer_inputs
 from ovspec_export.channel import stopping, tell
 from ovspec_export.distill.documents import Document, read_documents
 from ovspec_export.distill.work import DOCUMENTS, FEATURES, TARGET
@@ -240,7 +240,7 @@ def add_outputs(model: ov.Model, layers: list[int]) -> None:
     likeliest = ops.topk(logprobs, ops.constant(TOP, dtype=ov.Type.i64), -1, "max", "value")
     outputs = {"logprobs": likeliest.output(0), "choices": likeliest.output(1)}
     if layers:
-        inputs = layer_inputs(model, model_states(model))
+        inputs = find_layer_inputs(model, find_model_states(model))
         outputs["features"] = ops.concat([inputs[layer] for layer in layers], -1).output(0)
         outputs["final"] = head_of(model).input_value(0)
     for name, value in outputs.items():
@@ -250,7 +250,7 @@ def add_outputs(model: ov.Model, layers: list[int]) -> None:
 
 def head_of(model: ov.Model) -> ov.Node:
     """Return the lm_head of a graph; raises OvspecError if it isn't found."""
-    found = lm_head(model)
+    found = find_lm_head(model)
     if found is None:
         raise OvspecError("its lm_head can't be found in the graph")
     return found
@@ -263,7 +263,7 @@ def write_target(folder: Path, file: Path) -> None:
     """
     model = read_model(folder)
     product = head_of(model)
-    table, weights = embedding(model).input_value(0), product.input_value(1)
+    table, weights = find_embedding(model).input_value(0), product.input_value(1)
     rows = 0 if product.get_attributes()["transpose_b"] else 1
     tensors = {"embedding": constant_rows(table, 0), "lm_head": constant_rows(weights, rows)}
     if torch.equal(*tensors.values()):
@@ -279,8 +279,8 @@ def constant_rows(matrix: ov.Output, axis: int) -> Tensor:
     if axis:
         picked = ops.transpose(picked, ops.constant([1, 0], dtype=ov.Type.i64))
     graph = ov.Model([ops.result(ops.convert(picked, "f32"))], [index])  # type: ignore[call-overload]
-    properties = compile_properties(DeviceOptions(precision="f32", properties={"CACHE_DIR": ""}))
-    request = core().compile_model(graph, "CPU", properties).create_infer_request()
+    properties = make_compile_properties(DeviceOptions(precision="f32", properties={"CACHE_DIR": ""}))
+    request = openvino_core().compile_model(graph, "CPU", properties).create_infer_request()
     count = matrix.get_partial_shape()[axis].get_length()
     parts = list[Tensor]()
     for start in range(0, count, ROWS):

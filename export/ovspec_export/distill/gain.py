@@ -26,14 +26,14 @@ def measure_gain(model: str, new: str, old: str, documents: str, output: str, se
     """
     import ovspec
     from ovspec.api.timing import default_prompts, summarize_mode, time_modes
-    from ovspec.ir.heads import is_head
+    from ovspec.ir.heads import is_head_folder
 
     began, prompts = time.monotonic(), prompts_in(Path(documents)) or default_prompts()
     lm = ovspec.load(model, new, cache_memory=0)
     models = {"plain": lm.with_drafters(None)}
     if old:
         models[OLD] = ovspec.load(model, old, cache_memory=0)
-    models["head" if is_head(Path(new)) else "draft"] = lm
+    models["head" if is_head_folder(Path(new)) else "draft"] = lm
     options: dict[str, Any] = {"lookahead": "auto", "max_tokens": TOKENS, "temperature": 0.0, "ignore_eos": True}
     first = lm.generate(prompts[0], max_tokens=FEWEST_TOKENS, lookahead=0, ignore_eos=True).stats
     tokens = (seconds - (time.monotonic() - began)) / (1e-3 * first.tpot_ms * len(models)) - FEWEST_TOKENS  # a warm-up

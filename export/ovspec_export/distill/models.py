@@ -10,8 +10,8 @@ import openvino as ov
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.progress import note
-from ovspec.ir.compile import MODEL_FILE, check_ir_folder, check_weights, lm_head, read_ir
-from ovspec.ir.heads import check_own_keys, read_by_heads
+from ovspec.ir.compile import MODEL_FILE, check_ir_folder, check_weights, find_lm_head, read_ir
+from ovspec.ir.heads import check_layers_have_keys, find_head_inputs
 from ovspec.setup.manifest import DRAFT_FOLDER, ExportedModel, read_manifest
 from ovspec_export.distill.trimming import check_trimmable, most_used
 from ovspec_export.head_fit import check_fits
@@ -71,8 +71,8 @@ def check_target(folder: Path, name: str, for_head: bool) -> None:
 
     def check(model: ov.Model) -> None:
         if for_head:
-            read_by_heads(model, folder, Path(name))
-            if lm_head(model) is None:
+            find_head_inputs(model, folder, Path(name))
+            if find_lm_head(model) is None:
                 raise OvspecError(f"{name}: a head can't be used with this target: its lm_head can't be found.")
 
     read_ir(folder, check)
@@ -87,7 +87,7 @@ def check_checkpoint(target: Source) -> None:
     kinds = config.get("layer_types")
     if layers and isinstance(kinds, list) and len(kinds) == layers:
         shared = int(config.get("num_kv_shared_layers") or 0)
-        check_own_keys(sum(kind in WITH_KEYS for kind in kinds) - shared, layers, target.name)
+        check_layers_have_keys(sum(kind in WITH_KEYS for kind in kinds) - shared, layers, target.name)
 
 
 def origin(target: Source) -> tuple[str, str | None]:

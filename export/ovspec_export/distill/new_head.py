@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ovspec.ir.config import CONTEXTS, LAYERS
+from ovspec.ir.config import CONTEXT_KEYS, LAYER_KEYS
 from ovspec_export.head_layout import LAYER_IDS, HeadLayout, layout_of, usual_layers
 
 
@@ -18,7 +18,7 @@ def new_config(
     wide = number(target, ("intermediate_size",)) or 0  # of a mixture of experts, perhaps that of one expert
     rope = target.get("rope_parameters") or {}
     base = target.get("rope_theta") or rope.get("rope_theta") or 10_000.0
-    count = number(target, LAYERS) or 0
+    count = number(target, LAYER_KEYS) or 0
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
@@ -30,7 +30,7 @@ def new_config(
         "head_dim": number(target, ("head_dim",)) or hidden // heads,
         "vocab_size": vocab,
         "draft_vocab_size": draft_vocabulary,
-        "max_position_embeddings": number(target, CONTEXTS) or 2048,
+        "max_position_embeddings": number(target, CONTEXT_KEYS) or 2048,
         "rms_norm_eps": target.get("rms_norm_eps") or 1e-6,
         "rope_theta": base,
         "hidden_act": "silu",

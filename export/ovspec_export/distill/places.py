@@ -8,7 +8,7 @@ from pathlib import Path
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_text
 from ovspec.base.progress import note
-from ovspec.setup.manifest import is_ours, restore_backup
+from ovspec.setup.manifest import has_manifest, restore_backup
 from ovspec_export.distill.card import made_in
 from ovspec_export.distill.documents import read_given
 from ovspec_export.folders import check_output, manifest_in
@@ -40,6 +40,6 @@ def check_place(output: Path, run: str | None, overwrite: bool) -> None:
     """
     restore_backup(output)
     made = made_in(output)
-    if is_ours(output) and not made and not manifest_in(output).get("unfinished"):
+    if has_manifest(output) and not made and not manifest_in(output).get("unfinished"):
         raise OvspecError(f"{output}: holds an exported model, not what was distilled; name another `output`.")
     check_output(output, overwrite or bool(made and made.run == run))

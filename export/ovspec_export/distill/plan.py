@@ -12,7 +12,7 @@ import psutil
 from ovspec.base.errors import OvspecError
 from ovspec.base.progress import in_bytes
 from ovspec.ir.compile import MODEL_FILE, check_weights
-from ovspec.setup.identity import model_identity
+from ovspec.setup.identity import hash_model
 from ovspec.setup.manifest import DRAFT_FOLDER
 from ovspec_export.compression import INT8, WEIGHT_FORMATS
 from ovspec_export.convert import needed_space, reason
@@ -127,7 +127,7 @@ def planned(options: DistillOptions) -> Plan:
     check_places(target, output, work)
     kind, draft, layers = asked_for(target, options.draft, options.trim_vocabulary, options.draft_vocabulary)
     settings = Settings(
-        model=model_identity(target.folder) if target.is_ir else target.revision,
+        model=hash_model(target.folder) if target.is_ir else target.revision,
         text=[str(place.expanduser().resolve()) for place in options.text],
         topics=str(options.topics.expanduser().resolve()) if options.topics else None,
         draft=f"{draft.name} {draft.revision}" if draft else None,

@@ -9,16 +9,16 @@ from pathlib import Path
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import PARTIAL
 from ovspec.base.progress import note
-from ovspec.ir.device import available_devices
+from ovspec.ir.device import list_available_devices
 from ovspec.setup.manifest import (
     DRAFT_FOLDER,
     MANIFEST_FILE,
     ExportedFile,
     ExportedModel,
     Manifest,
-    is_ours,
+    has_manifest,
+    hash_file,
     read_manifest,
-    sha256,
 )
 from ovspec_export.compression import INT8
 from ovspec_export.distill.card import Data, Made, write_made
@@ -54,7 +54,7 @@ def describe_made(plan: Plan, work: Work, finished: bool, rows: list[dict[str, o
         tokens=spent.tokens(TRAINING),
         data=data,
         held_out=held_out,
-        machine=dict(available_devices()).get("CPU", "an unknown processor"),
+        machine=dict(list_available_devices()).get("CPU", "an unknown processor"),
         agreement=spent.told.get(TRAINING, {}).get("agreement") or [],
         lost=spent.told.get("trimming", {}).get("lost"),
         rows=rows,
@@ -76,7 +76,7 @@ def write_result(plan: Plan, work: Work, made: Made) -> None:
 def put_beside(plan: Plan, ir: Path, entry: ExportedModel) -> None:
     """Put the exported result into an exported target that has no draft, and say so."""
     model = plan.target.folder.resolve()
-    if not plan.target.is_ir or not is_ours(model):
+    if not plan.target.is_ir or not has_manifest(model):
         return
     try:
         manifest, foreign = read_manifest(model), foreign_file(model)
@@ -106,7 +106,7 @@ def add_draft(model: Path, manifest: Manifest, ir: Path, entry: ExportedModel) -
         new = [path for path in (work / DRAFT_FOLDER).rglob("*") if path.is_file()]
         manifest.draft = entry
         manifest.files |= {
-            path.relative_to(work).as_posix(): ExportedFile(path.stat().st_size, sha256(path)) for path in new
+            path.relative_to(work).as_posix(): ExportedFile(path.stat().st_size, hash_file(path)) for path in new
         }
         manifest.write(work)
         replace_folder(work, model)

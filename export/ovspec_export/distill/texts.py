@@ -21,7 +21,7 @@ from ovspec.engine.results import Piece
 from ovspec.engine.row import Row
 from ovspec.engine.runtime import Runtime
 from ovspec.engine.scheduler import BatchLimits, Scheduler
-from ovspec.ir.memory import token_room
+from ovspec.ir.memory import count_free_tokens
 from ovspec.text.chat_format import ChatFormat
 from ovspec.text.chat_template import Message
 from ovspec_export.channel import stopping, tell
@@ -304,7 +304,7 @@ class Writer:
         """Yield documents every few seconds until it is ``over``, which should be after ``seconds``."""
         decoders = self._runtime.pool.take()
         models = self._runtime.models
-        limits = BatchLimits(batch, token_room(models.irs(), batch, models.spare))
+        limits = BatchLimits(batch, count_free_tokens(models.irs(), batch, models.spare))
         scheduler = Scheduler(decoders.target, None, PLAIN, (), limits)
         rows, costs, since = min(batch, FEWEST_ROWS), deque[float](maxlen=16), time.monotonic()
         try:

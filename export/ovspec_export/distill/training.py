@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import replaced
-from ovspec.ir.instruction_set import processor_levels
+from ovspec.ir.instruction_set import list_instruction_sets
 from ovspec_export.channel import stopping, tell
 from ovspec_export.distill.features import Example, Examples, read_examples
 from ovspec_export.distill.optimizer import Optimizer
@@ -147,7 +147,7 @@ def go_on(student: Student, work: Path, state: dict[str, Any], kept: dict[str, A
 
 def in_bf16(device: str) -> AbstractContextManager[Any]:
     """Return a context in which products are computed in bf16 where the device is made for it, and else in f32."""
-    slow = device == "cpu" and BF16 not in processor_levels()
+    slow = device == "cpu" and BF16 not in list_instruction_sets()
     return nullcontext() if slow else torch.autocast(torch.device(device).type, torch.bfloat16)
 
 

@@ -23,7 +23,7 @@ from ovspec.batch.ray.pool import ADVICE, TOGETHER, Pool
 from ovspec.batch.ray.worker import Job, Reference, Worker
 from ovspec.batch.requests import BatchRequest
 from ovspec.params import Params
-from ovspec.setup.model_folders import folders_of, model_folder
+from ovspec.setup.model_folders import list_model_folders, resolve_model_folder
 
 
 def run_on_cluster(
@@ -55,7 +55,7 @@ def run_on_cluster(
     all have died.
     """
     filesystem, files = find_files(source if isinstance(source, str) else None, output, overwrite)
-    folder, *others = folders_of(model_folder(model), draft)
+    folder, *others = list_model_folders(resolve_model_folder(model), draft)
     with told():
         shipped = [ship(each) for each in (folder, *others) if each == folder or not each.is_relative_to(folder)]
         job, (count, cpus) = Job(shipped, draft, loading, params, mixed), workers(cpus)

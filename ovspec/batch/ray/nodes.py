@@ -18,7 +18,7 @@ from ovspec.base.files import fill_once, pieces_of
 from ovspec.batch.ray.processors import processors
 from ovspec.ir.compile import MODEL_FILE
 from ovspec.ir.device import default_cache_dir
-from ovspec.setup.identity import folder_identity
+from ovspec.setup.identity import hash_model_folder
 
 PIECE = 1 << 26  # bytes
 
@@ -40,7 +40,7 @@ class Shipment:
         Raises OvspecError if another model is in its place, or if all machines had it when it was shipped.
         """
         if self.is_here():
-            if folder_identity(self.folder) != self.identity:
+            if hash_model_folder(self.folder) != self.identity:
                 raise OvspecError(f"{self.folder} has another model on {platform.node()}; remove it there.")
             return self.folder
         copy = default_cache_dir() / "ray" / "models" / self.identity
@@ -52,7 +52,7 @@ class Shipment:
 
 def ship(folder: Path) -> Shipment:
     """Return ``folder``, with its files put into the object store if a machine of the cluster doesn't have it."""
-    shipment = Shipment(folder.resolve(), folder_identity(folder), [])
+    shipment = Shipment(folder.resolve(), hash_model_folder(folder), [])
     if not all(on_each_node(shipment.is_here).values()):
         for file in filter(Path.is_file, folder.rglob("*")):
             name = file.relative_to(folder).as_posix()

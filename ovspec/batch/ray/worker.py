@@ -17,9 +17,9 @@ from ovspec.batch.run import BatchThread
 from ovspec.drafting.choice import parse_draft
 from ovspec.params import Params
 from ovspec.params.loading import load_params
-from ovspec.setup.identity import arithmetic_of
-from ovspec.setup.model_folders import folders_of
-from ovspec.setup.profile import adopt_profiles, profile_text
+from ovspec.setup.identity import describe_arithmetic
+from ovspec.setup.model_folders import list_model_folders
+from ovspec.setup.profile import adopt_profiles, read_profile_text
 
 
 @dataclass(frozen=True)
@@ -62,20 +62,22 @@ class Worker:
         job, reference = self._job, self._reference
         model, *outside = [each.arrive() for each in job.folders]
         draft = replace(parse_draft(job.draft), model=outside[0]) if outside else job.draft  # type: ignore[type-var]
-        folders, options = folders_of(model, draft), make_device_options(load_params(job.loading))
+        folders, options = list_model_folders(model, draft), make_device_options(load_params(job.loading))
         if reference:
             options = adopt_profiles(dict(zip(folders, reference.profiles, strict=True)), options)
         loading: Any = job.loading | {"cache_dir": options.cache_dir}
         lm = load(model, draft, **loading)
         lm.runtime.identity = lm.runtime.identity | {"folder": str(job.folders[0].folder)}
         self._thread, params = BatchThread(lm, job.params), lm.runtime.rows.complete(job.params)
-        kind, bits = (", draft: ".join(each) for each in zip(*map(arithmetic_of, deciding(lm, params)), strict=True))
+        kind, bits = (
+            ", draft: ".join(each) for each in zip(*map(describe_arithmetic, deciding(lm, params)), strict=True)
+        )
         if reference and bits != reference.bits and not job.mixed:
             raise OvspecError(
                 f"The worker on {platform.node()} computes other bits ({kind}) than the first one "
                 f"({reference.kind}). Leave it out, or let it take part with `mixed=True`."
             )
-        profiles = [profile_text(folder, options) for folder in folders]
+        profiles = [read_profile_text(folder, options) for folder in folders]
         return Reference(what_matters(lm, params), kind, bits, profiles)
 
     def answer(self, requests: list[BatchRequest]) -> list[dict[str, Any]]:

@@ -215,7 +215,7 @@ def test_products_in_bf16_are_close(head: EagleHead, embedding: torch.Tensor, mo
     batch = pack(random_examples(), STEPS, 1.0)
     exact, found = loss_without_distance(head, batch, embedding), list[float]()
     for levels in ((), (training.BF16,)):
-        monkeypatch.setattr(training, "processor_levels", lambda levels=levels: levels)
+        monkeypatch.setattr(training, "list_instruction_sets", lambda levels=levels: levels)
         with training.in_bf16("cpu"):
             found.append(loss_without_distance(head, batch, embedding))
     assert found[0] == exact
