@@ -20,7 +20,7 @@ from ovspec.cli import cli
 from ovspec.compat import gpt_fast
 from ovspec.engine.row import TextStream
 from ovspec.engine.scoring import Perplexity
-from ovspec.params import GENERATE
+from ovspec.params.generation import GENERATE
 from ovspec.params.loading import LOAD
 from ovspec.params.option import Option
 from ovspec.params.serving import ServeParams

@@ -19,9 +19,9 @@ from conftest import ROOT
 from roads import Road
 
 import ovspec
-import ovspec.params
 from ovspec.cli.generate import generate
 from ovspec.engine.engine_thread import EngineThread
+from ovspec.params import checks
 from ovspec.params.serving import ServeParams
 from ovspec.protocols import requests
 from ovspec.server.admission import Service
@@ -75,7 +75,7 @@ def test_the_road_of_a_command_is_the_one_in_the_docs(
     road = Road(inspect.unwrap(generate.callback))
     arguments = [str(ROOT / "models" / "demo"), "def fib(", "--max-tokens", "8"]
     assert CliRunner().invoke(generate, arguments).exit_code == 0
-    made = counted(monkeypatch, ovspec.params, "checked")
+    made = counted(monkeypatch, checks, "checked")
     assert CliRunner().invoke(generate, arguments).exit_code == 0
     assert len(made) == 1, "params are made once"
     sys.setprofile(road.note)

@@ -25,7 +25,9 @@ from ovspec.engine.results import Piece, Result
 from ovspec.engine.row import Row, TextStream
 from ovspec.engine.runtime import Runtime
 from ovspec.engine.scoring import DEFAULT_CONTEXT, Perplexity, measure
-from ovspec.params import UNSET, GenerateOptions, Params, refuse_retries
+from ovspec.params import Params
+from ovspec.params.checks import refuse_retries
+from ovspec.params.generation import UNSET, GenerateOptions
 from ovspec.params.option import method_takes, options_class
 
 P = TypeVar("P")

@@ -20,7 +20,8 @@ from ovspec.engine.row import Row, TextStream
 from ovspec.engine.runtime import Runtime
 from ovspec.engine.scheduler import Scheduler, run_rows
 from ovspec.engine.scoring import Score, Selection, check_choices, score_texts
-from ovspec.params import GENERATE, OF_CHATS, UNSET, GenerateOptions, Params
+from ovspec.params import Params
+from ovspec.params.generation import GENERATE, OF_CHATS, UNSET, GenerateOptions
 from ovspec.params.option import method_takes
 from ovspec.params.values import check
 from ovspec.text.chat_format import begun_answer

@@ -20,7 +20,8 @@ from ovspec.engine.results import FUNCTIONS, Origin, Provenance, Result
 from ovspec.engine.round import RowOutcome
 from ovspec.engine.row import Row
 from ovspec.engine.runtime import Runtime
-from ovspec.params import GENERATE, Params, make_params
+from ovspec.params import Params, make_params
+from ovspec.params.generation import GENERATE
 
 CHUNK = 128  # positions whose logits are held at a time
 

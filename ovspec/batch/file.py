@@ -18,7 +18,8 @@ from ovspec.base.errors import OvspecError
 from ovspec.base.files import check_name, write_atomically, writing
 from ovspec.batch.requests import BatchRequest
 from ovspec.batch.run import BatchRun, tokens_of
-from ovspec.params import GRAMMARS, ONLY_SPEED, Params
+from ovspec.params import Params
+from ovspec.params.generation import GRAMMARS, ONLY_SPEED
 from ovspec.sampling.grammar_options import grammar_of
 from ovspec.setup.engine_choice import CompiledModel
 from ovspec.setup.identity import describe_cache_setting, hash_model, hash_prompt_files

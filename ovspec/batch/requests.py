@@ -17,7 +17,7 @@ import numpy as np
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_text
 from ovspec.base.surrogates import without_halves
-from ovspec.params import GRAMMARS
+from ovspec.params.generation import GRAMMARS
 from ovspec.params.option import hint
 from ovspec.protocols.bodies import OF_SERVER, ChatBody, CompletionBody, OwnBody, read_body
 from ovspec.protocols.requests import Kind, TextRequest, read_texts

@@ -9,7 +9,7 @@ import click
 from ovspec.cli.loading import load_model
 from ovspec.cli.options import add_options, read_text_or_stdin, refuse_if, runtime_options
 from ovspec.cli.path_type import PATH
-from ovspec.params import GENERATE
+from ovspec.params.generation import GENERATE
 
 
 @click.command()

@@ -16,9 +16,12 @@ from ovspec.base.files import read_text
 from ovspec.cli import options_to_flags
 from ovspec.cli.path_type import FILE
 from ovspec.drafting.choice import EXPORTED, DraftChoice, names_drafters, parse_draft
-from ovspec.params import FINITE, GENERATE, RECOMMENDED, Params, make_params
+from ovspec.params import Params, make_params
+from ovspec.params.generation import GENERATE
+from ovspec.params.limits import FINITE
 from ovspec.params.loading import LOAD, RUNTIME
 from ovspec.params.option import Option, alternatives, choices_of, is_repeatable
+from ovspec.params.sampling import RECOMMENDED
 from ovspec.params.values import from_text, item_kind, problem
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]

@@ -12,7 +12,8 @@ import numpy as np
 from ovspec.base.errors import OvspecError, PromptError
 from ovspec.base.files import present
 from ovspec.ir.config import ModelConfig
-from ovspec.params import OF_CHATS, UNSET, Params
+from ovspec.params import Params
+from ovspec.params.generation import OF_CHATS, UNSET
 from ovspec.text.answer import AnswerFormat
 from ovspec.text.chat_format import ChatFormat
 from ovspec.text.chat_template import Message, chat_template

@@ -4,10 +4,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from ovspec.params import AT_LEAST_1, GENERATE, LOOKAHEAD, NOT_NEGATIVE, check_names
+from ovspec.params.generation import GENERATE
+from ovspec.params.limits import AT_LEAST_1, LOOKAHEAD, NOT_NEGATIVE
 from ovspec.params.option import declared, option, options_class
 from ovspec.params.tools import ToolFormatName
-from ovspec.params.values import check, file_or_name, folder, key_value
+from ovspec.params.values import check, check_names, file_or_name, folder, key_value
 
 
 @options_class

@@ -21,27 +21,13 @@ from typing import (
     get_type_hints,
 )
 
+from ovspec.params.limits import Limits
+
 P = ParamSpec("P")
 R = TypeVar("R")
 S = TypeVar("S")
 # What other programs call an option.
 OTHERWISE = {"temp": "temperature", "response_format": "json_schema", "drafts": "draft", "max_new_tokens": "max_tokens"}
-LARGEST = 3e38  # what a float32 can hold
-
-
-@dataclass(frozen=True)
-class Limits:
-    """The range of a number, and how messages describe it.
-
-    above: ``least`` itself is out of range.
-    special: a number outside of the range that is allowed, too.
-    """
-
-    least: float = -LARGEST
-    most: float = LARGEST
-    words: str = "a number from -3e38 to 3e38"
-    above: bool = False
-    special: float | None = None
 
 
 @dataclass(frozen=True)

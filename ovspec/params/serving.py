@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from ovspec.params import AT_LEAST_1, GREEDY_OR_MORE, LOOKAHEAD, NOT_NEGATIVE, POSITIVE, RECOMMENDED, SAMPLING
-from ovspec.params.option import Limits, declared, option, options_class
+from ovspec.params.limits import AT_LEAST_1, GREEDY_OR_MORE, LOOKAHEAD, NOT_NEGATIVE, POSITIVE, Limits
+from ovspec.params.option import declared, option, options_class
+from ovspec.params.sampling import RECOMMENDED, SAMPLING
 from ovspec.params.values import auto_or_number
 
 

@@ -12,7 +12,8 @@ from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from ovspec.base.errors import OvspecError
-from ovspec.params.option import LARGEST, Limits, Option, alternatives, choices_of, is_repeatable
+from ovspec.params.limits import LARGEST, Limits
+from ovspec.params.option import Option, alternatives, choices_of, hint, is_repeatable
 
 SEVERAL = {str: "strings", int: "whole numbers", float: "numbers"}
 NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a string", Path: "a path"}
@@ -63,6 +64,13 @@ def fits(value: Any, kind: Any) -> bool:
         listed = isinstance(value, Collection) and not isinstance(value, (str, bytes, Mapping))
         return listed and all(fits(item, inner[0]) for item in value)
     return isinstance(value, origin or kind)
+
+
+def check_names(options: Mapping[str, Any], table: Mapping[str, Option]) -> None:
+    """Raise TypeError if ``options`` has an unknown name."""
+    for name in sorted(options.keys() - table.keys()):
+        meant = hint(name, table) or f"the options are {', '.join(table)}"
+        raise TypeError(f"unknown option {name!r}; {meant}")
 
 
 # ---------------------------------------------------------------- in words

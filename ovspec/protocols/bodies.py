@@ -20,8 +20,10 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from ovspec.base.errors import OvspecError
-from ovspec.params import GENERATE, NOT_NEGATIVE, RECOMMENDED
-from ovspec.params.option import LARGEST, Limits, Option, hint
+from ovspec.params.generation import GENERATE
+from ovspec.params.limits import LARGEST, NOT_NEGATIVE, Limits
+from ovspec.params.option import Option, hint
+from ovspec.params.sampling import RECOMMENDED
 from ovspec.params.values import problem, type_in_words
 from ovspec.protocols.unsupported import (
     IGNORED_BY_SERVER,

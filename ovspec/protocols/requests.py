@@ -8,8 +8,11 @@ from typing import Any, Literal
 from ovspec.base.errors import OvspecError, PromptError, UnavailableError
 from ovspec.engine.prompts import Prompt, is_batch
 from ovspec.grammars.response_format import WRAPPING
-from ovspec.params import GRAMMARS, OF_SCHEMAS, TRUNCATING, UNSET, Params, checked
+from ovspec.params import Params
+from ovspec.params.checks import checked
+from ovspec.params.generation import GRAMMARS, OF_SCHEMAS, UNSET
 from ovspec.params.option import hint
+from ovspec.params.sampling import TRUNCATING
 from ovspec.protocols.bodies import MOST_NAMED, OF_MESSAGES, OF_PARTS, REQUESTED, Continued, Fields, RequestError
 from ovspec.text.chat_format import begun_answer
 from ovspec.text.chat_template import Message

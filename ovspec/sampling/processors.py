@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from ovspec.base.errors import OvspecError
-from ovspec.params import LogitsProcessor, SamplingParams
+from ovspec.params import SamplingParams
+from ovspec.params.generation import LogitsProcessor
 from ovspec.sampling.constraint import Constraint
 
 # tokens so far (n,) int64 -> how many of them were in the prompt

@@ -15,7 +15,8 @@ import numpy as np
 
 from ovspec.base.errors import OvspecError
 from ovspec.cache.sequence import Sequence
-from ovspec.params import Params, SampleFunction
+from ovspec.params import Params
+from ovspec.params.generation import SampleFunction
 from ovspec.sampling.constraint import UNCONSTRAINED, Constraints
 from ovspec.sampling.noise import ACCEPT, CHOICE, DRAFT, RESIDUAL, draw, draw_from, noise, residual, uniform
 from ovspec.sampling.warp import NOTHING_LEFT, WarpedLogits, certain, warp

@@ -17,7 +17,8 @@ from ovspec.base.errors import OvspecError, PromptError
 from ovspec.engine.engine_thread import Job
 from ovspec.engine.results import Piece
 from ovspec.engine.row import Row
-from ovspec.params import Params, refuse_retries
+from ovspec.params import Params
+from ovspec.params.checks import refuse_retries
 from ovspec.protocols.apis import TextApi, TokenCount
 from ovspec.protocols.errors import Failure
 from ovspec.protocols.logprobs import SILENT, Echo, between_rounds, echo_of

@@ -15,8 +15,9 @@ from msgspec import Meta
 from ovspec.base.errors import OvspecError, PromptError
 from ovspec.base.files import read_as, read_json
 from ovspec.ir.config import ModelConfig
-from ovspec.params import SAMPLES_WITH, SAMPLING, make_params
+from ovspec.params import make_params
 from ovspec.params.option import Option
+from ovspec.params.sampling import SAMPLES_WITH, SAMPLING
 from ovspec.params.values import check
 from ovspec.text.tokenizer import Tokenizer
 from ovspec.text.tokenizer_files import TokenId

@@ -29,7 +29,8 @@ from ovspec.api.verify import result_from_json
 from ovspec.batch.file import Done, key_of, run_file, what_matters
 from ovspec.batch.requests import as_chat, prompt_request, read_request, read_requests
 from ovspec.cli.batch import BatchReport
-from ovspec.params import GENERATE, make_params
+from ovspec.params import make_params
+from ovspec.params.generation import GENERATE
 
 DEMO = ROOT / "models" / "demo"
 COMPLETION, CHAT_COMPLETION = "openai.types:Completion", "openai.types.chat:ChatCompletion"

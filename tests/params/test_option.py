@@ -18,8 +18,10 @@ from conftest import ROOT
 import ovspec
 from ovspec.cli import COMMANDS, cli
 from ovspec.drafting.choice import DraftChoice, parse_draft
-from ovspec.params import GENERATE, SAMPLING, GenerateOptions, Params, SamplingParams, make_params
+from ovspec.params import Params, SamplingParams, make_params
+from ovspec.params.generation import GENERATE, GenerateOptions
 from ovspec.params.loading import LOAD
+from ovspec.params.sampling import SAMPLING
 from ovspec.params.values import json_object
 
 ENTRY = """
@@ -38,6 +40,7 @@ from ovspec.batch.requests import read_request
 from ovspec.protocols.bodies import CompletionBody
 from ovspec.protocols.requests import read_texts
 from ovspec.protocols.bodies import read_body
+from ovspec.params.generation import UNSET
 
 assert "TMP" in ovspec.__file__
 params = ovspec.SamplingParams(loudness=0.7)
@@ -54,12 +57,12 @@ assert split_options({"loudness": context.params["loudness"]})[1].recorded() == 
 assert CliRunner().invoke(cli, ["generate", "x", "--loudness", "2"]).exit_code == 2
 for name in ("loudness", "volume"):
     line = read_request(json.dumps({"prompt": "a", name: 0.7}), "1")
-    assert line.asked.overrides.params(ovspec.params.UNSET, "own").recorded() == {"loudness": 0.7}
+    assert line.asked.overrides.params(UNSET, "own").recorded() == {"loudness": 0.7}
     for wrong, told in (("loud", "loudness must be a number"), (2, "loudness is 2; it must be from 0 to 1")):
         error = read_request(json.dumps({"prompt": "a", name: wrong}), "1").error
         assert told.replace("loudness", name) in error
     body = read_body({"prompt": "a", name: 0.7}, CompletionBody)  # the server's
-    assert read_texts(body, "completion").overrides.params(ovspec.params.UNSET, "completion").loudness == 0.7
+    assert read_texts(body, "completion").overrides.params(UNSET, "completion").loudness == 0.7
     assert CompletionBody.model_json_schema()["properties"][name]["maximum"] == 1
 """
 
@@ -67,7 +70,7 @@ for name in ("loudness", "volume"):
 def test_a_new_option_is_one_entry(tmp_path: Path) -> None:
     """Add an entry to the options table in a copy of the package, and change nothing else."""
     shutil.copytree(ROOT / "ovspec", tmp_path / "ovspec", ignore=shutil.ignore_patterns("__pycache__"))
-    file = tmp_path / "ovspec" / "params" / "__init__.py"
+    file = tmp_path / "ovspec" / "params" / "sampling.py"
     text = file.read_text(encoding="utf-8")
     _, place, rest = text.partition("class SamplingParams:\n")
     place += rest.partition("\n")[0] + "\n"

@@ -19,7 +19,8 @@ from ovspec.drafting.drafter import Drafter, RowStep
 from ovspec.drafting.lookahead import Lookahead
 from ovspec.engine.round import run_round
 from ovspec.grammars.sources import regex
-from ovspec.params import AcceptRule, Params
+from ovspec.params import Params
+from ovspec.params.generation import AcceptRule
 from ovspec.sampling.constraint import Constraints
 from ovspec.sampling.grammar_constraint import Grammars
 from ovspec.sampling.samplers import DraftVocabulary, Guess, sampler_of

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher
 
 import ovspec
-from ovspec.params import GENERATE, GRAMMARS, make_params
+from ovspec.params import make_params
+from ovspec.params.generation import GENERATE, GRAMMARS
 from ovspec.sampling.constraint import Constraint, Constraints
 from ovspec.sampling.grammar_constraint import Grammars, prefixed
 from ovspec.sampling.grammar_options import grammar_of

@@ -24,7 +24,8 @@ from ovspec.drafting.drafter import Drafter, RowStep
 from ovspec.drafting.lookahead import Lookahead
 from ovspec.drafting.proposal import NO_TOKENS
 from ovspec.engine.round import run_round
-from ovspec.params import GENERATE, AcceptRule, Params, SamplingParams, make_params
+from ovspec.params import Params, SamplingParams, make_params
+from ovspec.params.generation import GENERATE, AcceptRule
 from ovspec.sampling import samplers as sampler_module
 from ovspec.sampling.constraint import UNCONSTRAINED, Constraints
 from ovspec.sampling.noise import ACCEPT, draw, noise

@@ -15,7 +15,8 @@ from ovspec.base.errors import OvspecError
 from ovspec.batch.ray.processors import claim
 from ovspec.batch.requests import request_in
 from ovspec.batch.run import COLUMNS, BatchThread, columns_of
-from ovspec.params import GENERATE, make_params
+from ovspec.params import make_params
+from ovspec.params.generation import GENERATE
 
 
 class Predictor:

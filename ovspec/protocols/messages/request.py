@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from ovspec.params.option import LARGEST
+from ovspec.params.limits import LARGEST
 from ovspec.protocols.bodies import RequestError, only_known
 from ovspec.protocols.messages.body import MessageRequest
 from ovspec.protocols.requests import (

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from ovspec.params import GENERATE
+from ovspec.params.generation import GENERATE
 from ovspec.params.option import choices_of
 from ovspec.protocols.bodies import RequestError
 from ovspec.protocols.requests import (

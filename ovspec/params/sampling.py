@@ -1,0 +1,181 @@
+"""``SamplingParams``: the options that decide which token comes next, and where a text ends."""
+
+import math
+from collections.abc import Collection, Mapping
+
+from ovspec.base.errors import OvspecError
+from ovspec.params.limits import (
+    FINITE,
+    GREEDY_OR_MORE,
+    LARGEST,
+    NOT_NEGATIVE,
+    POSITIVE,
+    PROBABILITY,
+    SHARE,
+    TEXTS,
+    TOKENS,
+    Limits,
+)
+from ovspec.params.option import declared, documentation, option, options_class
+from ovspec.params.values import check, token_bias
+
+
+@options_class
+class SamplingParams:
+    """Sampling options in one immutable object, for the option ``sampling``; checked when it is made."""
+
+    max_tokens: int | None = option(
+        "Maximum number of tokens to generate; -1 for as many as the context holds.",
+        default=None,
+        limits=TOKENS,
+        usual="from the model's generation config, or 256",
+        more="At the end of the context a text ends anyway. 0 only reads the prompt.",
+        flags=("-n", "--max-tokens"),
+        metavar="N",
+        aliases=("max_completion_tokens", "n_predict"),
+    )
+    min_tokens: int | None = option(
+        "Minimum number of tokens to generate; a grammar may end the text earlier.",
+        default=None,
+        limits=NOT_NEGATIVE,
+        usual="from the model's generation config, or 0",
+    )
+    stop: str | Collection[str] = option(
+        "End the text at this string, which is left out of it.", default_factory=list, metavar="TEXT"
+    )
+    stop_ids: Collection[int] = option(
+        "End the text at this token id; the token adds no text.",
+        default_factory=list,
+        flags=("--stop-id",),
+        metavar="ID",
+        aliases=("stop_token_ids",),
+    )
+    min_indent: int = option(
+        "End the text before the first line break that fewer than this many spaces and tabs follow; 0 for never.",
+        default=0,
+        limits=NOT_NEGATIVE,
+        metavar="N",
+        aliases=("n_indent",),
+    )
+    ignore_eos: bool = option("Continue after an end-of-sequence token.", default=False)
+    temperature: float = option(
+        "Sampling temperature: 0 always takes the most likely token (greedy), 1 samples from the model's own "
+        "distribution, and higher values make unlikely tokens more frequent.",
+        default=0.0,
+        limits=GREEDY_OR_MORE,
+        flags=("-t", "--temp", "--temperature"),
+    )
+    top_k: int = option(
+        "Sample only from the K most likely tokens; 0 for all. Needs a temperature.",
+        default=0,
+        limits=Limits(0, words="0 (all) or more"),
+        truncates=True,
+    )
+    top_p: float = option(
+        "Sample only from the most likely tokens that add up to this probability; 1 for all. Needs a temperature.",
+        default=1.0,
+        limits=PROBABILITY,
+        truncates=True,
+    )
+    min_p: float = option(
+        "Sample only from tokens at least this share as likely as the top one; 0 for all. Needs a temperature.",
+        default=0.0,
+        limits=SHARE,
+        truncates=True,
+    )
+    typical_p: float = option(
+        "Like top-p, but over the most typical tokens (arXiv 2202.00666); 1 for all. Needs a temperature.",
+        default=1.0,
+        limits=PROBABILITY,
+        truncates=True,
+    )
+    repetition_penalty: float | None = option(
+        "Divide positive logits of tokens in the prompt and the text by this, and multiply negative ones: 1 is "
+        "off, higher values discourage repetition.",
+        default=None,
+        limits=POSITIVE,
+        usual="from the model's generation config, or 1",
+    )
+    presence_penalty: float = option(
+        "Subtract this from the logit of each token generated so far; 0 is off.", default=0.0, limits=FINITE
+    )
+    frequency_penalty: float = option(
+        "Subtract this from a token's logit once for each time it was generated; 0 is off.", default=0.0, limits=FINITE
+    )
+    logit_bias: Mapping[int, float] = option(
+        "Add VALUE to the logit of token ID; -inf bans it.", default_factory=dict, metavar="ID=VALUE", parse=token_bias
+    )
+    seed: int | None = option(
+        "Random seed: the same seed gives the same text, with any draft or none. With the accept rule rejection, "
+        "only with the same draft and a fixed lookahead.",
+        default=None,
+        limits=Limits(0, 2**63 - 1, "from 0 to 2**63 - 1"),
+        usual="random",
+        more="``Stats.seed`` reports the seed of a sampled text.",
+    )
+    n: int = option(
+        "Number of texts for each prompt; greedy ones are all the same.",
+        default=1,
+        limits=TEXTS,
+        flags=("--samples",),
+        commands=("generate", "batch"),
+        aliases=("n_cmpl",),
+    )
+    logprobs: int | None = option(
+        "Report the natural log-probability of each token and of this many of the most likely ones, from the "
+        "model's own logits: before bias, penalties, grammars and temperature.",
+        default=None,
+        limits=NOT_NEGATIVE,
+        commands=("generate", "batch"),
+        request=False,
+    )
+
+    def __post_init__(self) -> None:
+        """Check the values; raises OvspecError for one of the wrong type or out of range."""
+        for name, declaration in SAMPLING.items():
+            if (value := getattr(self, name)) is not declaration.default:
+                check(value, declaration)
+        if self.conflict:
+            raise OvspecError(self.conflict)
+
+    @property
+    def conflict(self) -> str | None:
+        """The error message about values that no declaration can refuse; None if there are none."""
+        if not all(bias == -math.inf or abs(bias) <= LARGEST for bias in self.logit_bias.values()):
+            return f"`logit_bias` must be numbers up to {LARGEST}, or -inf to ban a token."
+        if not all(self.stop_strings):
+            return "`stop` has an empty string; leave it out."
+        if self.min_tokens and self.min_tokens > self.most_tokens:
+            return f"`min_tokens` is {self.min_tokens}, which is more than `max_tokens`, {self.max_tokens}."
+        return None
+
+    @property
+    def most_tokens(self) -> float:
+        """The requested maximum number of tokens; inf if there is none."""
+        return math.inf if self.max_tokens in (None, -1) else self.max_tokens
+
+    @property
+    def stop_strings(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop)
+
+    @property
+    def truncates(self) -> list[str]:
+        """The given options that limit sampling to likely tokens."""
+        return [name for name in TRUNCATING if getattr(self, name) != SAMPLING[name].default]
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether a penalty makes the logits depend on the tokens before them."""
+        repeats = self.repetition_penalty not in (None, 1.0)
+        return repeats or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+
+SAMPLING = declared(SamplingParams)
+TRUNCATING = tuple(name for name, declaration in SAMPLING.items() if declaration.truncates)
+SAMPLES_WITH = ("temperature", *TRUNCATING)  # they make the distribution that a token is drawn from
+# Their defaults in a chat and on a server, in words.
+RECOMMENDED = {
+    name: f"as the model's generation config recommends, or {SAMPLING[name].default_in_words}" for name in SAMPLES_WITH
+}
+
+SamplingParams.__doc__ = f"{SamplingParams.__doc__}\n\n{documentation(SAMPLING)}"
