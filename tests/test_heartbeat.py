@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import ovspec
-from ovspec.grammars.conversion import ask
+from ovspec.grammars.conversion import request_conversion
 
 LINE = "def f(x): return x\n"
 MEGABYTES = LINE * 100_000  # two
@@ -74,7 +74,7 @@ def test_other_threads_go_on(
     lm.generate("a", max_tokens=2, regex="[ab]+")
     waits = list[float]()
     while not waits or (len(waits) < 3 and min(waits) >= 0.5):  # other processes may delay one
-        ask.cache_clear()
+        request_conversion.cache_clear()
         longest_wait()
         try:
             if given in PROMPTS:

@@ -18,12 +18,12 @@ from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_text
 from ovspec.base.sandbox import Stopped, Worker, serve
 from ovspec.grammars import sources
-from ovspec.grammars.tools import MARKS, tools_grammar
-from ovspec.grammars.wording import in_words, worded
+from ovspec.grammars.tools import TOKEN_NAMES_KEY, write_tools_grammar
+from ovspec.grammars.wording import word_llguidance_error, word_placed_error
 
-MAX_SECONDS = 5.0
+CONVERSION_SECONDS = 5.0
 TOOLS_SECONDS = 2.0  # for the schemas of all tools of a request
-MAX_BYTES = 1_000_000_000
+CONVERSION_BYTES = 1_000_000_000
 MAX_SPECIAL = 50  # special tokens named in a grammar
 MAX_NUMBER = 300_000  # empty tokens added for a grammar that refers to tokens by id
 LONGEST_FORCED = 200_000  # bytes; llguidance finds them in one step that holds Python's lock, at 1.5 us each
@@ -31,20 +31,20 @@ WALKS, WALK_BYTES, WALK_SECONDS = 4, 100, 0.3
 DEAD_END = "NoExtension"  # begins llguidance's error where no byte may follow
 
 CHECKING = "ovspec.grammars.conversion", "checks grammars"
-CONVERTER = Worker(*CHECKING, MAX_SECONDS, MAX_BYTES)
-TOOLS_CONVERTER = Worker(*CHECKING, TOOLS_SECONDS, MAX_BYTES)
-TOOL_CONVERTER = Worker(*CHECKING, TOOLS_SECONDS / 2, MAX_BYTES)  # for the search for the slowest
+CONVERTER = Worker(*CHECKING, CONVERSION_SECONDS, CONVERSION_BYTES)
+TOOLS_CONVERTER = Worker(*CHECKING, TOOLS_SECONDS, CONVERSION_BYTES)
+TOOL_CONVERTER = Worker(*CHECKING, TOOLS_SECONDS / 2, CONVERSION_BYTES)  # for the search for the slowest
 
 
-def converted(kind: str, given: Any, what: str, **reading: bool) -> str:
+def convert_grammar(kind: str, given: Any, what: str, **reading: bool) -> str:
     """Return a grammar in llguidance's own notation, which is known to be valid and to have a finite text.
 
     Args:
         kind: json_schema, regex, choice, grammar (Lark), gbnf or tools.
         given: its text; a Path to a file with it; a schema as Python's values; a list of choices; or for tools, what
-            ``tools.tools_grammar`` takes.
+            ``tools.write_tools_grammar`` takes.
         what: the grammar's name in errors and warnings, such as "--grammar words.lark".
-        reading: fields of ``json_schema.Reading``.
+        reading: fields of ``json_schema.SchemaReading``.
 
     Raises:
         OvspecError: it is invalid, or takes too much time or memory.
@@ -57,14 +57,14 @@ def converted(kind: str, given: Any, what: str, **reading: bool) -> str:
         raise OvspecError(f"{what} can't be written as JSON: {error}.") from None
     if len(request) > 8 * sources.MAX_CHARACTERS:  # more than any escapes could make of what is allowed
         raise OvspecError(f"{what} has more than {sources.MAX_CHARACTERS} characters, the most that are allowed.")
-    grammar, warning = ask(request)
+    grammar, warning = request_conversion(request)
     if warning:
         warnings.warn(f"{what} {warning}", stacklevel=2)
     return grammar
 
 
 @functools.lru_cache(maxsize=64)
-def ask(request: str) -> tuple[str, str]:
+def request_conversion(request: str) -> tuple[str, str]:
     """Return (grammar, warning) for a request to the worker; a refusal is an exception, so it isn't remembered."""
     asked = json.loads(request)
     what, of_tools = asked["what"], asked["kind"] == "tools"
@@ -105,7 +105,7 @@ def alone(asked: dict[str, Any]) -> dict[str, dict[str, Any]]:
 # ---------------------------------------------------------------- in that process
 
 
-class Bytes:
+class ByteTokenizer:
     """A vocabulary of all bytes, an end token, the special tokens that a grammar names, and ``more`` empty tokens."""
 
     eos_token_id, bos_token_id, is_tokenizer_wrapper = 256, None, True
@@ -120,21 +120,21 @@ class Bytes:
 
 # How each kind of grammar is read.
 READERS: dict[str, Callable[..., str]] = {
-    "regex": sources.regex,
-    "choice": sources.choices,
-    "grammar": sources.lark,
-    "gbnf": sources.gbnf,
+    "regex": sources.convert_regex,
+    "choice": sources.convert_choices,
+    "grammar": sources.convert_lark,
+    "gbnf": sources.convert_gbnf,
 }
 
 
 def answer(request: dict[str, Any]) -> dict[str, str]:
-    """Return {"grammar": llguidance's notation, "warning"} or {"error": a sentence} for a request of ``ask``."""
+    """Return {"grammar": llguidance's notation, "warning"} or {"error": a sentence}; see ``request_conversion``."""
     kind, given, what = request["kind"], request["given"], request["what"]
     try:
         if kind == "json_schema":
-            grammar, warning = sources.json_schema(given, what, **request["reading"])
+            grammar, warning = sources.convert_json_schema(given, what, **request["reading"])
         elif kind == "tools":
-            grammar, warning = tools_grammar(given, what)
+            grammar, warning = write_tools_grammar(given, what)
         else:
             grammar, warning = READERS[kind](given, what), ""
     except OvspecError as error:
@@ -147,28 +147,28 @@ def answer(request: dict[str, Any]) -> dict[str, str]:
 def culprit(request: dict[str, Any], why: str) -> str:
     """Return what is wrong with the schema of a tool, if there is one; otherwise ``why``, which is wrong with all."""
     for name, one in alone(request).items():
-        if found := problem_with(tools_grammar(one["given"], one["what"])[0]):
+        if found := problem_with(write_tools_grammar(one["given"], one["what"])[0]):
             return name + found
     return f"{request['what']}: the schemas together{why}"
 
 
 def problem_with(grammar: str) -> str:
     """Return what follows a refused grammar's name in the error message; "" for a good grammar."""
-    special = [*json.loads(grammar).get(MARKS, ())]
+    special = [*json.loads(grammar).get(TOKEN_NAMES_KEY, ())]
     while True:
-        vocabulary = Bytes(special, MAX_NUMBER if "<[" in grammar else 0)
-        matcher = LLMatcher(LLTokenizer(vocabulary), grammar, log_level=0, limits=sources.LIMITS)  # type: ignore
+        vocabulary = ByteTokenizer(special, MAX_NUMBER if "<[" in grammar else 0)
+        matcher = LLMatcher(LLTokenizer(vocabulary), grammar, log_level=0, limits=sources.PARSER_LIMITS)  # type: ignore
         unknown = re.search(r'unknown special token: "(<[^"]*>)"', matcher.get_error())
         if not unknown or unknown[1] in special or len(special) >= MAX_SPECIAL:
             break
         special.append(unknown[1])
     if matcher.is_error():
         kind = json.loads(grammar)["grammars"][0]["name"]
-        return worded(matcher.get_error(), kind)
+        return word_placed_error(matcher.get_error(), kind)
     if len(matcher.compute_ff_bytes()) > LONGEST_FORCED:
         return f": every text begins with the same {LONGEST_FORCED} bytes or more; put them into the prompt."
     why = stuck(matcher, len(vocabulary.tokens))
-    return why and f": {in_words(why)}"
+    return why and f": {word_llguidance_error(why)}"
 
 
 def stuck(matcher: LLMatcher, size: int) -> str:
@@ -200,7 +200,7 @@ def stuck(matcher: LLMatcher, size: int) -> str:
 def allowed(matcher: LLMatcher, size: int) -> list[int]:
     """Return the tokens that may come next, except the end token."""
     bits = int.from_bytes(matcher.compute_bitmask(), "little")
-    return [i for i in range(size) if bits >> i & 1 and i != Bytes.eos_token_id]
+    return [i for i in range(size) if bits >> i & 1 and i != ByteTokenizer.eos_token_id]
 
 
 if __name__ == "__main__":

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-WRAPPING = {"name", "description", "strict", "schema"}
+WRAPPER_KEYS = {"name", "description", "strict", "schema"}
 
 
-def is_wrapped(schema: Any) -> bool:
+def is_response_format(schema: Any) -> bool:
     """Return whether ``schema`` is {"name", "schema", ...} or {"type": "json_schema", "json_schema": ...}.
 
     Or {"type": "json_schema", "schema": ...}, which is llama.cpp's form, and OpenAI's of the Responses API.
@@ -16,12 +16,12 @@ def is_wrapped(schema: Any) -> bool:
         return False
     if schema.get("type") == "json_schema":
         return isinstance(schema.get("json_schema", schema.get("schema")), dict)
-    return isinstance(schema.get("schema"), dict) and "name" in schema and schema.keys() <= WRAPPING
+    return isinstance(schema.get("schema"), dict) and "name" in schema and schema.keys() <= WRAPPER_KEYS
 
 
-def unwrapped(schema: Any) -> Any:
+def unwrap_response_format(schema: Any) -> Any:
     """Return the schema within a response format; any other schema as it is."""
-    while is_wrapped(schema):
+    while is_response_format(schema):
         wraps = schema.get("type") == "json_schema" and "json_schema" in schema
         schema = schema["json_schema" if wraps else "schema"]
     return {"type": "object"} if schema == {"type": "json_object"} else schema

@@ -14,25 +14,25 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits
 
 from ovspec.base.errors import OvspecError
-from ovspec.grammars.gbnf import to_lark
-from ovspec.grammars.json_schema import Reading, compiled
+from ovspec.grammars.gbnf import convert_gbnf_to_lark
+from ovspec.grammars.json_schema import SchemaReading, compile_schema
 from ovspec.grammars.json_schema.expressions import slashed
-from ovspec.grammars.response_format import is_wrapped, unwrapped
-from ovspec.grammars.wording import in_words
+from ovspec.grammars.response_format import is_response_format, unwrap_response_format
+from ovspec.grammars.wording import word_llguidance_error
 
 MAX_CHARACTERS = 2_000_000  # of a schema, a grammar, an expression or all choices together
-MAX_GBNF = 200_000  # lower, because GBNF is parsed in Python
+MAX_GBNF_CHARACTERS = 200_000  # lower, because GBNF is parsed in Python
 MAX_NESTING = 200
 # For checking grammars and for following them. C over 131,072 tokens takes 41,000 items for a mask on average; with
 # this limit of items, the most ambiguous grammars take a second or two for a step before they fail.
-LIMITS = LLParserLimits(
+PARSER_LIMITS = LLParserLimits(
     max_items_in_row=1000, step_max_items=100_000, max_lexer_states=50_000,
     precompute_large_lexemes=True, verbose_errors=False,
 )  # fmt: skip
-UNIQUE_ITEMS = "unique_items"  # beside llguidance's own keys: the tracks of constraints.unique_items
+UNIQUE_ITEMS_KEY = "unique_items"  # beside llguidance's own keys: the tracks of constraints.unique_items
 
 # First the tokens that may contain anything, then those that are searched for.
-LARK = re.compile(
+LARK_TOKEN = re.compile(
     r'"(?:\\.|[^"\\\n])*"?'
     r"|//[^\n]*|\#[^\n]*"
     r"|/(?:\\.|[^/\\\n])+/?"
@@ -43,11 +43,11 @@ LARK = re.compile(
 BRACKETS = re.compile(r'"(?:\\.|[^"\\])*"?|[\[{]|[\]}]')
 
 
-def json_schema(
+def convert_json_schema(
     schema: dict[str, Any] | bool | str,
     what: str = "The JSON schema",
     lenient: bool = False,
-    close: bool | None = None,
+    close_objects: bool | None = None,
     compact: bool = False,
 ) -> tuple[str, str]:
     """Return (the grammar of the JSON texts that a schema describes, what was ignored of it or "").
@@ -55,7 +55,7 @@ def json_schema(
     Args:
         schema: the schema itself or its JSON text. ``x-guidance`` at its top sets separators and white space.
         what: the schema's name in messages.
-        lenient, close, compact: see ``json_schema.Reading``; without ``close``, a response format is closed.
+        lenient, close_objects, compact: see ``json_schema.SchemaReading``; response formats are closed by default.
     """
     if isinstance(schema, str):
         schema = parsed(schema, what)
@@ -67,42 +67,44 @@ def json_schema(
     shallow(text, what)
     try:
         schema = json.loads(text)
-        reading = Reading(lenient, is_wrapped(schema) if close is None else close, compact)
-        found = compiled(unwrapped(schema), schema_problem, reading)
+        if close_objects is None:
+            close_objects = is_response_format(schema)
+        reading = SchemaReading(lenient, close_objects, compact)
+        found = compile_schema(unwrap_response_format(schema), find_schema_problem, reading)
     except OvspecError as error:
         raise OvspecError(f"{what}, at {error}") from None
-    text = grammar("json", lark_grammar=found.lark)
+    text = write_grammar_json("json", lark_grammar=found.lark)
     if found.tracks:
-        text = json.dumps({**json.loads(text), UNIQUE_ITEMS: found.tracks})
+        text = json.dumps({**json.loads(text), UNIQUE_ITEMS_KEY: found.tracks})
     return text, found.warning
 
 
-def schema_problem(schema: dict[str, Any]) -> str:
+def find_schema_problem(schema: dict[str, Any]) -> str:
     """Return why llguidance can't use a schema, as a sentence; "" if it can."""
     grammar = json.dumps({"grammars": [{"json_schema": schema}]})
-    return in_words(LLMatcher.validate_grammar(grammar, None, limits=LIMITS))
+    return word_llguidance_error(LLMatcher.validate_grammar(grammar, None, limits=PARSER_LIMITS))
 
 
-def regex(pattern: str, what: str = "The regular expression") -> str:
+def convert_regex(pattern: str, what: str = "The regular expression") -> str:
     """Return the grammar of texts that fully match ``pattern``, in Rust's ``regex`` syntax without look-around."""
     pattern = well_formed(pattern, what).removeprefix("^")
     pattern = re.sub(r"(?<!\\)((?:\\\\)*)\$\Z", r"\1", pattern)
     if re.search(r"(?<!\\)(?:\\\\)*\\\Z", pattern):
         raise OvspecError(f"{what} ends with a backslash; write \\\\ to match one.")
-    return grammar("regex", lark_grammar=f"start: /{slashed(pattern)}/")
+    return write_grammar_json("regex", lark_grammar=f"start: /{slashed(pattern)}/")
 
 
-def choices(texts: Sequence[str], what: str = "choice") -> str:
+def convert_choices(texts: Sequence[str], what: str = "choice") -> str:
     """Return the grammar that matches any one of ``texts`` and nothing else."""
     if isinstance(texts, str) or not texts:
         raise OvspecError(f"{what} must be a list of texts with at least one entry.")
     unique = dict.fromkeys(well_formed(text, f"Choice {i + 1}") for i, text in enumerate(texts))
     options = "|".join("".join(map(escaped, text)) for text in unique)
     bounded(options, "The list of choices")
-    return grammar("choices", lark_grammar=f"start: /(?:{options})/")
+    return write_grammar_json("choices", lark_grammar=f"start: /(?:{options})/")
 
 
-def lark(text: str, what: str = "The Lark grammar") -> str:
+def convert_lark(text: str, what: str = "The Lark grammar") -> str:
     """Return the grammar for a text in llguidance's dialect of Lark, whose start rule is ``start``.
 
     ``max_tokens=``, ``stop=`` and ``temperature=`` are refused.
@@ -114,7 +116,7 @@ def lark(text: str, what: str = "The Lark grammar") -> str:
     if re.search(r"^[\w-]+[^\S\n]*::=", text, re.MULTILINE):
         raise OvspecError(f"{what}: rules with ::= are GBNF; give it as gbnf.")
     parts, at, schemas = [], 0, []
-    while match := LARK.search(text, at):
+    while match := LARK_TOKEN.search(text, at):
         parts.append(text[at : match.end()])
         at = match.end()
         if option := match["option"]:
@@ -127,20 +129,20 @@ def lark(text: str, what: str = "The Lark grammar") -> str:
             parts[-1] = parts[-1][: -len(match["json"])]
             parts += [f"@{name}", "\n" * text.count("\n", match.start("json"), end)]  # later lines keep their numbers
             at = end
-    return grammar("lark", *schemas, lark_grammar="".join(parts) + text[at:])
+    return write_grammar_json("lark", *schemas, lark_grammar="".join(parts) + text[at:])
 
 
-def gbnf(text: str, what: str = "The GBNF grammar") -> str:
+def convert_gbnf(text: str, what: str = "The GBNF grammar") -> str:
     """Return the grammar for a text in llama.cpp's GBNF, whose start rule is ``root``."""
     text = well_formed(text, what)
-    bounded(text, what, MAX_GBNF)
+    bounded(text, what, MAX_GBNF_CHARACTERS)
     try:
-        return grammar("gbnf", lark_grammar=to_lark(text))
+        return write_grammar_json("gbnf", lark_grammar=convert_gbnf_to_lark(text))
     except OvspecError as error:
         raise OvspecError(f"{what}, {error}") from None
 
 
-def grammar(kind: str, *others: dict[str, str], **source: Any) -> str:
+def write_grammar_json(kind: str, *others: dict[str, str], **source: Any) -> str:
     """Return a grammar in llguidance's own notation, named after its kind so that errors can be worded for it.
 
     ``others``: grammars that it refers to by name.
@@ -153,7 +155,7 @@ def inline_schema(text: str, start: int, what: str) -> tuple[str, int]:
     shallow(text, what, start)
     try:
         schema, end = json.JSONDecoder().raw_decode(text, start)
-        found = compiled(schema, schema_problem)
+        found = compile_schema(schema, find_schema_problem)
         if found.tracks:
             raise OvspecError("#: uniqueItems can't be enforced within a grammar; leave it out.")
         return found.lark, end

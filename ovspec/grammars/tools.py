@@ -9,16 +9,16 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ovspec.base.errors import OvspecError
-from ovspec.grammars.json_schema import Around, Compiled, Reading, compiled
-from ovspec.grammars.sources import UNIQUE_ITEMS, bounded, schema_problem, shallow
+from ovspec.grammars.json_schema import Around, CompiledSchema, SchemaReading, compile_schema
+from ovspec.grammars.sources import UNIQUE_ITEMS_KEY, bounded, find_schema_problem, shallow
 from ovspec.text.tool_formats import BY_NAME
 from ovspec.text.tool_formats.layout import PATTERNS, ToolFormat
 
-MARKS = "marks"  # beside llguidance's own keys: names of tokens in the grammar -> those in the vocabulary
-STRINGS = "strings"  # and tool -> the parameters that are written as text without quotes
+TOKEN_NAMES_KEY = "marks"  # beside llguidance's own keys: names of tokens in the grammar -> those in the vocabulary
+TEXT_PARAMETERS_KEY = "strings"  # and tool -> the parameters that are written as text without quotes
 # The first character of the grammar's texts, which isn't generated, tells what they are: calls, calls behind thinking,
 # or the other answer, behind thinking or not.
-CALLS, CALLS_AFTER, OTHER, OTHER_AFTER = b"c", b"C", b"o", b"O"
+ANSWER_CALLS, ANSWER_CALLS_AFTER_THINKING, ANSWER_TEXT, ANSWER_TEXT_AFTER_THINKING = b"c", b"C", b"o", b"O"
 GAP = "/[ \\t\\n]{1,4}/"  # white space behind thinking
 # Keywords of a schema that say nothing of an object's properties, where there are none.
 SILENT = {"type", "properties", "required", "title", "description", "$schema", "$id", "$comment"}
@@ -26,13 +26,14 @@ SILENT = {"type", "properties", "required", "title", "description", "$schema", "
 WRAPPED = ("arguments", "parameters")
 
 
-def tools_grammar(given: dict[str, Any], what: str) -> tuple[str, str]:
+def write_tools_grammar(given: dict[str, Any], what: str) -> tuple[str, str]:
     """Return the grammar of answers that call tools, and what is ignored of their schemas or "".
 
     Args:
         given: "format": the name of the tool format; "tools": {"name", "parameters"} of those that may be called;
-            "parallel": whether there may be several calls; "reading": fields of ``json_schema.Reading``; "tokens": the
-            tags that are tokens; "header": what may come behind thinking, "" for white space and null if there is none;
+            "parallel": whether there may be several calls; "reading": fields of ``json_schema.SchemaReading``;
+            "tokens": the tags that are tokens; "header": the text that may follow thinking, "" for white space, null
+            without thinking;
             "other": the grammar of answers without calls, or null for none; "text": the tag in front of such an answer.
         what: the tools' name in messages.
 
@@ -46,11 +47,13 @@ def tools_grammar(given: dict[str, Any], what: str) -> tuple[str, str]:
         around = Around(
             literal(parts.open, marks), literal(parts.middle, marks), middle, *split_close(parts.close, marks)
         )
-    reading = Reading(**given["reading"])
+    reading = SchemaReading(**given["reading"])
     made = {tool["name"]: arguments(tool, reading, around, what) for tool in given["tools"]}
     names = {name: f"tool_{index}" for index, name in enumerate(made)}
-    answers = [(CALLS, CALLS_AFTER, "calls")] if made else []
-    answers += [(OTHER, OTHER_AFTER, f"{literal(given['text'], marks)} @other")] if given["other"] else []
+    answers = [(ANSWER_CALLS, ANSWER_CALLS_AFTER_THINKING, "calls")] if made else []
+    answers += (
+        [(ANSWER_TEXT, ANSWER_TEXT_AFTER_THINKING, f"{literal(given['text'], marks)} @other")] if given["other"] else []
+    )
     starts = [f'"{kind.decode()}" {answer}' for kind, _, answer in answers]
     if given["header"] is not None:
         header = literal(given["header"], marks) or GAP
@@ -63,16 +66,16 @@ def tools_grammar(given: dict[str, Any], what: str) -> tuple[str, str]:
     if given["other"]:
         other = json.loads(given["other"])
         grammars += [{**other["grammars"][0], "name": "other"}, *other["grammars"][1:]]
-        tracks += [other[UNIQUE_ITEMS]] if UNIQUE_ITEMS in other else []
-    whole: dict[str, Any] = {"grammars": grammars, MARKS: marks}
-    whole[STRINGS] = {name: each.strings for name, each in made.items() if each.strings}
+        tracks += [other[UNIQUE_ITEMS_KEY]] if UNIQUE_ITEMS_KEY in other else []
+    whole: dict[str, Any] = {"grammars": grammars, TOKEN_NAMES_KEY: marks}
+    whole[TEXT_PARAMETERS_KEY] = {name: each.strings for name, each in made.items() if each.strings}
     if tracks:
-        whole[UNIQUE_ITEMS] = merged(tracks)
+        whole[UNIQUE_ITEMS_KEY] = merged(tracks)
     warnings = (f"{name}: {each.warning}" for name, each in made.items() if each.warning)
     return json.dumps(whole), " ".join(warnings)
 
 
-def arguments(tool: dict[str, Any], reading: Reading, around: Around | None, what: str) -> Compiled:
+def arguments(tool: dict[str, Any], reading: SchemaReading, around: Around | None, what: str) -> CompiledSchema:
     """Return the grammar of a tool's arguments."""
     what = f"{what}: the schema of {tool['name']}"
     schema = dict(tool["parameters"] or {})
@@ -81,10 +84,11 @@ def arguments(tool: dict[str, Any], reading: Reading, around: Around | None, wha
     shallow(text, what)
     if schema.setdefault("type", "object") != "object":
         raise OvspecError(f"{what}, at #/type: arguments are an object; set the type to object.")
-    if reading.close and not schema.get("properties") and not schema.get("required") and not schema.keys() - SILENT:
+    silent = not schema.get("properties") and not schema.get("required") and not schema.keys() - SILENT
+    if reading.close_objects and silent:
         schema["additionalProperties"] = False  # a function without parameters
     try:
-        return compiled(schema, schema_problem, reading, around)
+        return compile_schema(schema, find_schema_problem, reading, around)
     except OvspecError as error:
         raise OvspecError(f"{what}, at {error}") from None
 

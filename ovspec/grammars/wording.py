@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 # (pattern in llguidance's error, what to report instead); the first match counts.
-WORDS = (
+ERROR_WORDINGS = (
     (r"regex(?:p)? parse error:.*error: (.*)", r"the regular expression is wrong: \1"),
     (r"^lookarounds not supported.*regex (/.*/)", r"anchors and \\b aren't supported inside the expression \1"),
     (r"NoExtension", "no token may follow here"),
@@ -23,7 +23,7 @@ WORDS = (
 )
 
 
-def worded(error: str, kind: str) -> str:
+def word_placed_error(error: str, kind: str) -> str:
     """Return llguidance's error as the rest of a sentence, beginning with the place if it is known."""
     first = re.match(r"(?:at )?(\d+)\((\d+)\): ", error)
     where = ""
@@ -31,10 +31,10 @@ def worded(error: str, kind: str) -> str:
         where = f", line {first[1]}, column {first[2]}"
     elif kind == "regex" and (caret := re.search(r"parse error:\n    .*\n    ( *)\^", error)):
         where = f", column {len(caret[1]) + 1}"
-    return f"{where}: {in_words(error[first.end() :] if first else error)}"
+    return f"{where}: {word_llguidance_error(error[first.end() :] if first else error)}"
 
 
-def in_words(error: str) -> str:
+def word_llguidance_error(error: str) -> str:
     """Return llguidance's error as one sentence, without its debugging details; "" stays ""."""
     if not error:
         return ""
@@ -43,7 +43,7 @@ def in_words(error: str) -> str:
     if error.strip().endswith("))") and (at := error.rfind('(at "')) >= 0:
         error = error[:at]
     flat = " ".join(error.split())
-    for pattern, words in WORDS:
+    for pattern, words in ERROR_WORDINGS:
         if match := re.search(pattern, flat):
             flat = match.expand(words)
             break

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from ovspec.base.errors import OvspecError, PromptError, UnavailableError
 from ovspec.engine.prompts import Prompt, is_batch
-from ovspec.grammars.response_format import WRAPPING
+from ovspec.grammars.response_format import WRAPPER_KEYS
 from ovspec.params import Params
 from ovspec.params.checks import checked
 from ovspec.params.generation import GRAMMARS, OF_SCHEMAS, UNSET
@@ -217,7 +217,7 @@ def schema_of(format: dict[str, Any]) -> Any:
     kind = str(given.get("type"))
     bare = kind == "json_schema" and "json_schema" not in given
     if kind in FORMATS:
-        known = {"type", *FORMATS[kind], *(WRAPPING if bare else ())}
+        known = {"type", *FORMATS[kind], *(WRAPPER_KEYS if bare else ())}
         refuse_unknown(given, known, "`response_format` has no {name}", "response_format")
     if kind == "text":
         return None
@@ -231,7 +231,7 @@ def schema_of(format: dict[str, Any]) -> Any:
             "response_format",
         )
     if inner is not given:
-        refuse_unknown(inner, WRAPPING, "`response_format` has no json_schema.{name}", "response_format")
+        refuse_unknown(inner, WRAPPER_KEYS, "`response_format` has no json_schema.{name}", "response_format")
     return {"name": str(inner.get("name")), "schema": inner["schema"]}
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from ovspec.base.errors import OvspecError
 from ovspec.cache.sequence import Sequence as Tokens
-from ovspec.grammars.tools import CALLS, CALLS_AFTER, OTHER, OTHER_AFTER
+from ovspec.grammars.tools import ANSWER_CALLS, ANSWER_CALLS_AFTER_THINKING, ANSWER_TEXT, ANSWER_TEXT_AFTER_THINKING
 from ovspec.sampling.byte_vocabulary import ByteVocabulary
 from ovspec.sampling.constraint import Constraint
 from ovspec.sampling.grammar_constraint import Grammar
@@ -70,7 +70,7 @@ class AnswerConstraint(Constraint):
         # Bytes as characters, because a token may end inside of a character.
         self._tags = [Tag(bytewise(tag.text), tag.at, tag.to) for tag in format.tags]
         self._path = Tokens()
-        begins, kinds = State(format.begins), (CALLS, OTHER)
+        begins, kinds = State(format.begins), (ANSWER_CALLS, ANSWER_TEXT)
         self._places = [Place(begins, 0, self._grammars(start, kinds) if whole and begins.phase == "start" else ())]
         self._wrong: dict[State, np.ndarray | None] = {}
 
@@ -162,9 +162,9 @@ class AnswerConstraint(Constraint):
         for at, character in enumerate(text):
             before, (state, parts) = state.phase, advance(self._tags, state, character)
             if state.phase == "calls":
-                return state, (CALLS,), parts[-1][1] + text[at + 1 :]
+                return state, (ANSWER_CALLS,), parts[-1][1] + text[at + 1 :]
             if self._whole and before == "thinking" != state.phase:
-                kinds, begun = (CALLS_AFTER, OTHER_AFTER), text[at + 1 :]
+                kinds, begun = (ANSWER_CALLS_AFTER_THINKING, ANSWER_TEXT_AFTER_THINKING), text[at + 1 :]
         return state, kinds, begun
 
     def _text(self, token: int) -> str:

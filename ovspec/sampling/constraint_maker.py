@@ -120,9 +120,9 @@ class ConstraintMaker:
         """Return for each tool the arguments that are written without quotes."""
         if not (answer.tools and answer.tools.parameters):
             return {}
-        from ovspec.grammars.tools import STRINGS  # deferred, because it imports llguidance
+        from ovspec.grammars.tools import TEXT_PARAMETERS_KEY  # deferred, because it imports llguidance
 
-        return json.loads(grammar_of_answer(params, answer) or "{}").get(STRINGS, {})
+        return json.loads(grammar_of_answer(params, answer) or "{}").get(TEXT_PARAMETERS_KEY, {})
 
     def check(self, params: Params) -> None:
         """Raise OvspecError if the grammar in ``params`` is invalid."""

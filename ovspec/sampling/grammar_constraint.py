@@ -19,9 +19,9 @@ from llguidance import LLMatcher, LLTokenizer
 
 from ovspec.base.errors import OvspecError
 from ovspec.cache.sequence import Sequence
-from ovspec.grammars.sources import LARK, LIMITS, UNIQUE_ITEMS
-from ovspec.grammars.tools import MARKS, STRINGS
-from ovspec.grammars.wording import in_words
+from ovspec.grammars.sources import LARK_TOKEN, PARSER_LIMITS, UNIQUE_ITEMS_KEY
+from ovspec.grammars.tools import TEXT_PARAMETERS_KEY, TOKEN_NAMES_KEY
+from ovspec.grammars.wording import word_llguidance_error
 from ovspec.sampling.constraint import Constraint
 from ovspec.sampling.masks import holds, pack
 from ovspec.sampling.unique_items import Following, JsonCursor, Tracks, UniqueItems
@@ -196,7 +196,7 @@ class Grammar(Constraint):
 def check_state(matcher: LLMatcher) -> None:
     """Raise OvspecError if the matcher has failed; it never recovers from that."""
     if matcher.is_error():
-        raise OvspecError(f"The grammar can't be followed any further: {in_words(matcher.get_error())}")
+        raise OvspecError(f"The grammar can't be followed any further: {word_llguidance_error(matcher.get_error())}")
 
 
 class Grammars:
@@ -259,9 +259,9 @@ class Grammars:
 
     def _compile(self, grammar: str, what: str) -> tuple[LLMatcher, UniqueItems | None]:
         text, tracks = with_numbers(grammar, self._special, self._added)
-        matcher = LLMatcher(self._tokens, text, log_level=0, limits=LIMITS)
+        matcher = LLMatcher(self._tokens, text, log_level=0, limits=PARSER_LIMITS)
         if matcher.is_error():
-            raise OvspecError(f"{what}: {in_words(matcher.get_error())}")
+            raise OvspecError(f"{what}: {word_llguidance_error(matcher.get_error())}")
         return matcher, UniqueItems(tracks, self._vocabulary) if tracks else None
 
     def _follow(self, matcher: LLMatcher, text: bytes) -> None:
@@ -338,10 +338,10 @@ def with_numbers(grammar: str, special: dict[str, int], added: dict[str, int]) -
         return f"<[{special[found[0]]}]>" if found[0] in special else found[0]
 
     whole = json.loads(grammar)
-    tracks = whole.pop(UNIQUE_ITEMS, None)
-    special = special | {name: added[text] for name, text in whole.pop(MARKS, {}).items()}
-    whole.pop(STRINGS, None)
+    tracks = whole.pop(UNIQUE_ITEMS_KEY, None)
+    special = special | {name: added[text] for name, text in whole.pop(TOKEN_NAMES_KEY, {}).items()}
+    whole.pop(TEXT_PARAMETERS_KEY, None)
     for part in whole["grammars"]:
         if part.get("lark_grammar"):
-            part["lark_grammar"] = LARK.sub(numbered, part["lark_grammar"])
+            part["lark_grammar"] = LARK_TOKEN.sub(numbered, part["lark_grammar"])
     return json.dumps(whole), tracks

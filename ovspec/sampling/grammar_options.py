@@ -20,22 +20,22 @@ def grammar_of(params: Params) -> tuple[str | None, str]:
     """
     if not (name := params.grammar_option):
         return None, ""
-    from ovspec.grammars.conversion import converted
+    from ovspec.grammars.conversion import convert_grammar
 
     given = getattr(params, name)
     value = readable(name, given)
     what = f"`{name}` {value}" if isinstance(value, Path) else f"`{name}`"
     if name != "json_schema":
-        return converted(name, value, what), what
+        return convert_grammar(name, value, what), what
     more = params.additional_properties
     if more is None and not isinstance(given, (dict, bool, str, Path)):
         more = False  # a Python type has the fields it has
     reading = {
         "lenient": params.json_schema_mode == "checked",
-        "close": None if more is None else not more,
+        "close_objects": None if more is None else not more,
         "compact": bool(params.compact_json),
     }
-    return converted(name, value, what, **reading), what
+    return convert_grammar(name, value, what, **reading), what
 
 
 def grammar_of_answer(params: Params, answer: AnswerFormat) -> str | None:
@@ -48,7 +48,7 @@ def grammar_of_answer(params: Params, answer: AnswerFormat) -> str | None:
     other = None if use.required else grammar_of(params)[0]
     if not use.names and not (other and answer.thinking):
         return None
-    from ovspec.grammars.conversion import converted
+    from ovspec.grammars.conversion import convert_grammar
 
     called = [tool["function"] for tool in params.tools if tool["function"]["name"] in use.names]
     given = {
@@ -61,11 +61,11 @@ def grammar_of_answer(params: Params, answer: AnswerFormat) -> str | None:
         "other": other,
         "reading": {
             "lenient": params.json_schema_mode == "checked",
-            "close": params.additional_properties is not True,
+            "close_objects": params.additional_properties is not True,
             "compact": params.compact_json,
         },
     }
-    return converted("tools", given, "`tools`")
+    return convert_grammar("tools", given, "`tools`")
 
 
 def errors_of(params: Params, before: str, text: str, calls: Sequence[ToolCall]) -> list[str]:
@@ -79,7 +79,7 @@ def errors_of(params: Params, before: str, text: str, calls: Sequence[ToolCall])
 
 
 def readable(name: str, value: Any) -> Any:
-    """Return the value of a grammar option as ``converted`` takes it; raises OvspecError if it is of another kind."""
+    """Return the value of a grammar option for ``convert_grammar``; raises OvspecError if it is of another kind."""
     if isinstance(value, Path):
         if value.is_dir():
             raise OvspecError(f"{value} is a folder; name a file.")

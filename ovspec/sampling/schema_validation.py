@@ -10,7 +10,7 @@ from typing import Any
 from ovspec.base.errors import OvspecError, UnavailableError
 from ovspec.base.files import read_text
 from ovspec.base.sandbox import Stopped, Worker, serve
-from ovspec.grammars.response_format import unwrapped
+from ovspec.grammars.response_format import unwrap_response_format
 
 MAX_SECONDS = 5.0
 MAX_BYTES = 1_000_000_000
@@ -37,7 +37,7 @@ def schema_errors(schema: Any, before: str, text: str) -> list[str]:
     """
     schema = read_text(schema) if isinstance(schema, Path) else schema
     try:
-        schema = unwrapped(json.loads(schema) if isinstance(schema, str) else schema)
+        schema = unwrap_response_format(json.loads(schema) if isinstance(schema, str) else schema)
         written = json.dumps(schema)
     except (TypeError, ValueError, RecursionError) as error:
         raise unusable(f"{error}") from None

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ovspec.grammars.json_schema.shapes import finds
+from ovspec.grammars.json_schema.shapes import search_pattern
 from ovspec.sampling.byte_vocabulary import ByteVocabulary
 
 # What may be where in a text: for each number, the alternatives of a value, see ``json_schema.writing.tracks_of``.
@@ -276,7 +276,7 @@ class Walk:
         inner = set[int]()
         for each in self._alternatives(self.opened[-1]):
             if "rest" in each:
-                matching = [number for pattern, number in each["patterns"] if finds(pattern, name)]
+                matching = [number for pattern, number in each["patterns"] if search_pattern(pattern, name)]
                 inner |= {each["properties"][name]} if name in each["properties"] else {*matching, each["rest"]}
         self.opened[-1] = replace(self.opened[-1], inner=tuple(sorted(inner)))
 

@@ -31,8 +31,8 @@ from llguidance import LLMatcher, LLTokenizer
 from schema_files import PACKAGES, SchemaFile, pydantic_schemas, schema_files
 
 from ovspec.base.errors import OvspecError
-from ovspec.grammars.conversion import Bytes, converted
-from ovspec.grammars.sources import LIMITS, UNIQUE_ITEMS
+from ovspec.grammars.conversion import ByteTokenizer, convert_grammar
+from ovspec.grammars.sources import PARSER_LIMITS, UNIQUE_ITEMS_KEY
 from ovspec.sampling.unique_items import JsonCursor, UniqueItems
 
 WALK_BYTES = 1500
@@ -53,7 +53,7 @@ class Measured:
     wrong: list[str] = field(default_factory=list)
 
 
-VOCABULARY = Bytes([], 0)  # all bytes, and an end token
+VOCABULARY = ByteTokenizer([], 0)  # all bytes, and an end token
 TOKENIZER = LLTokenizer(VOCABULARY)  # type: ignore[arg-type]
 
 
@@ -62,9 +62,9 @@ class Acceptor:
 
     def __init__(self, grammar: str) -> None:
         whole = json.loads(grammar)
-        tracks = whole.pop(UNIQUE_ITEMS, None)
+        tracks = whole.pop(UNIQUE_ITEMS_KEY, None)
         self._unique = UniqueItems(tracks, VOCABULARY.tokens) if tracks else None
-        self._matcher = LLMatcher(TOKENIZER, json.dumps(whole), log_level=0, limits=LIMITS)
+        self._matcher = LLMatcher(TOKENIZER, json.dumps(whole), log_level=0, limits=PARSER_LIMITS)
 
     def accepts(self, text: bytes) -> bool:
         matcher = self._matcher.deep_copy()
@@ -145,7 +145,7 @@ def measured(file: SchemaFile, seconds: float) -> Measured:
     grammar = ""
     for mode, reading in (("checked", {"lenient": True}), ("strict", {})):
         try:
-            grammar = converted("json_schema", file.schema, "schema", **reading)
+            grammar = convert_grammar("json_schema", file.schema, "schema", **reading)
         except OvspecError as error:
             setattr(found, mode, str(error))
     if found.strict:

@@ -13,7 +13,7 @@ import pytest
 from ovspec.base import sandbox
 from ovspec.base.errors import OvspecError, UnavailableError
 from ovspec.base.sandbox import Process, Worker, interpreter
-from ovspec.grammars.conversion import CONVERTER, converted
+from ovspec.grammars.conversion import CONVERTER, convert_grammar
 from ovspec.text.chat_template import RENDERER, ChatTemplate
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="sends POSIX signals")
@@ -83,7 +83,7 @@ def test_killed_each_time(end_next: End, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_crashed_each_time(end_next: End) -> None:
     end_next(CONVERTER, [signal.SIGSEGV, signal.SIGKILL, signal.SIGABRT, signal.SIGKILL])
     with pytest.raises(OvspecError, match=r"^--regex: the check ended without an answer; simplify it\.$") as found:
-        converted("regex", "[a-z]{17}", "--regex")
+        convert_grammar("regex", "[a-z]{17}", "--regex")
     assert not isinstance(found.value, UnavailableError)
 
 

@@ -18,9 +18,9 @@ from llguidance import LLMatcher
 
 from ovspec.base.errors import OvspecError
 from ovspec.grammars import sources
-from ovspec.grammars.conversion import CONVERTER, MAX_SECONDS, converted
-from ovspec.grammars.sources import LIMITS
-from ovspec.grammars.wording import in_words
+from ovspec.grammars.conversion import CONVERSION_SECONDS, CONVERTER, convert_grammar
+from ovspec.grammars.sources import PARSER_LIMITS
+from ovspec.grammars.wording import word_llguidance_error
 
 SOURCES = {"grammar": LARK, "gbnf": GBNF, "regex": REGEX, "choice": CHOICES, "json_schema": SCHEMAS}
 # Quick runs leave out what is large and accepted; test_sources.py and test_heartbeat.py have some of it.
@@ -51,7 +51,7 @@ def test_there_are_two_hundred_cases() -> None:
 def test_refused_in_a_sentence_or_followed(kind: str, given: Any, expected: str) -> None:
     began = time.monotonic()
     try:
-        grammar = converted(kind, given, "The grammar")
+        grammar = convert_grammar(kind, given, "The grammar")
     except OvspecError as error:
         message = str(error)
         assert expected == EITHER or any(part in message for part in expected.split("|")), message
@@ -62,12 +62,12 @@ def test_refused_in_a_sentence_or_followed(kind: str, given: Any, expected: str)
     else:
         assert expected == EITHER, "it should have been refused"
         follow(grammar)
-    assert time.monotonic() - began < MAX_SECONDS + 2
+    assert time.monotonic() - began < CONVERSION_SECONDS + 2
 
 
 def follow(grammar: str) -> None:
     """Check on random walks that every token that a mask allows is accepted."""
-    each = LLMatcher(demo_tokenizer(), grammar, log_level=0, limits=LIMITS)
+    each = LLMatcher(demo_tokenizer(), grammar, log_level=0, limits=PARSER_LIMITS)
     if "unknown special token" in each.get_error() or "range" in each.get_error():
         return  # whether it is wrong depends on the vocabulary
     assert not each.is_error(), each.get_error()
@@ -83,7 +83,7 @@ def follow(grammar: str) -> None:
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> Iterator[float]:
     """Allow a check fewer seconds than usual, so that the tests of this limit end sooner."""
-    assert CONVERTER.seconds == MAX_SECONDS == 5
+    assert CONVERTER.seconds == CONVERSION_SECONDS == 5
     monkeypatch.setattr(CONVERTER, "seconds", 1.5)
     before = [*CONVERTER.idle]
     yield CONVERTER.seconds
@@ -96,15 +96,15 @@ def test_a_stopped_check_leaves_the_next_one_unharmed(hurried: float) -> None:
     while not took or (len(took) < 3 and min(took) >= hurried + 1):  # other processes may delay one
         began = time.monotonic()
         with pytest.raises(OvspecError, match=r"^--schema x: the check ran longer than 1\.5 seconds; simplify it\.$"):
-            converted("json_schema", {"type": "integer", "multipleOf": 9999991}, "--schema x")
+            convert_grammar("json_schema", {"type": "integer", "multipleOf": 9999991}, "--schema x")
         took.append(time.monotonic() - began)
     assert min(took) < hurried + 1
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda length: converted("regex", f"[a-z]{{{length}}}", "--regex"), (5, 6)))
+        list(pool.map(lambda length: convert_grammar("regex", f"[a-z]{{{length}}}", "--regex"), (5, 6)))
     assert len(CONVERTER.idle) > 1
     for process in CONVERTER.idle:
         process.kill()
-    converted("regex", "[a-z]{7}", "--regex")
+    convert_grammar("regex", "[a-z]{7}", "--regex")
 
 
 # Each froze the process that calls ovspec for seconds, because it was parsed there.
@@ -141,7 +141,7 @@ def test_the_calling_process_goes_on_meanwhile(kind: str, given: Any) -> None:
     heart.start()
     began = time.process_time()
     with contextlib.suppress(OvspecError):
-        converted(kind, given, "the grammar")
+        convert_grammar(kind, given, "the grammar")
     took = time.process_time() - began
     stop.set()
     heart.join()
@@ -155,7 +155,7 @@ def test_one_that_takes_long_holds_up_no_other() -> None:
     slow.start()
     time.sleep(0.3)
     began = time.monotonic()
-    converted("regex", "[a-f]{3}", "regex")
+    convert_grammar("regex", "[a-f]{3}", "regex")
     assert time.monotonic() - began < 3  # another process starts
     assert slow.is_alive()
     slow.join()
@@ -163,7 +163,7 @@ def test_one_that_takes_long_holds_up_no_other() -> None:
 
 def refused(schema: Any) -> str:
     with pytest.raises(OvspecError) as error:
-        converted("json_schema", schema, "schema")
+        convert_grammar("json_schema", schema, "schema")
     return str(error.value)
 
 
@@ -172,31 +172,31 @@ def test_a_slow_moment_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CONVERTER, "seconds", 0.01)
     assert "ran longer than" in refused(schema)
     monkeypatch.undo()
-    assert converted("json_schema", schema, "schema")
+    assert convert_grammar("json_schema", schema, "schema")
 
 
 def test_a_grammar_sees_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("A_SECRET", "x")
     CONVERTER.stop()
-    converted("regex", "[a-g]{3}", "regex")
+    convert_grammar("regex", "[a-g]{3}", "regex")
     assert "A_SECRET" not in CONVERTER.idle[0].environ()
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CONVERTER, "size", 120_000_000)
     with pytest.raises(OvspecError, match="took more than 120 MB of memory"):
-        converted("json_schema", {"type": "integer", "multipleOf": 899981}, "schema")
+        convert_grammar("json_schema", {"type": "integer", "multipleOf": 899981}, "schema")
 
 
 def test_checking_is_quick() -> None:
-    converted("regex", "warm", "regex")
+    convert_grammar("regex", "warm", "regex")
     schema = {"type": "object", "properties": {f"p{i}": {"type": "string", "maxLength": 20} for i in range(20)}}
     began = time.perf_counter()
     for i in range(5):
-        converted("json_schema", {**schema, "title": str(i)}, "schema")
+        convert_grammar("json_schema", {**schema, "title": str(i)}, "schema")
     assert time.perf_counter() - began < 2.5
     began = time.perf_counter()
-    converted("json_schema", {**schema, "title": "0"}, "schema")
+    convert_grammar("json_schema", {**schema, "title": "0"}, "schema")
     assert time.perf_counter() - began < 0.02, "the result is remembered"
 
 
@@ -212,7 +212,7 @@ def test_checking_is_quick() -> None:
     ],
 )
 def test_a_step_never_takes_long(text: str, steps: int) -> None:
-    each, numbers = matcher(sources.lark(text)), random.Random(1)
+    each, numbers = matcher(sources.convert_lark(text)), random.Random(1)
     for _ in range(steps):
         began = time.process_time()
         each.compute_bitmask()
@@ -235,4 +235,4 @@ def test_a_step_never_takes_long(text: str, steps: int) -> None:
     ],
 )
 def test_messages_name_no_internals(error: str, said: str) -> None:
-    assert in_words(error) == said
+    assert word_llguidance_error(error) == said

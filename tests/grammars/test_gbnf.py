@@ -13,15 +13,15 @@ from grammar_walks import matcher, random_text
 from llguidance import LLMatcher, LLTokenizer
 
 from ovspec.grammars import gbnf as lexemes
-from ovspec.grammars.gbnf import Budget
-from ovspec.grammars.gbnf.parsing import parse
-from ovspec.grammars.sources import LIMITS, MAX_GBNF, gbnf
+from ovspec.grammars.gbnf import StepBudget
+from ovspec.grammars.gbnf.parsing import parse_gbnf
+from ovspec.grammars.sources import MAX_GBNF_CHARACTERS, PARSER_LIMITS, convert_gbnf
 
 SECONDS = 6  # a second or two on a quiet machine
 STACKED = "{2}{3}" * 4
 
 
-def filled(part: Callable[[int], str], around: str = "root ::= {}", size: int = MAX_GBNF - 100) -> str:
+def filled(part: Callable[[int], str], around: str = "root ::= {}", size: int = MAX_GBNF_CHARACTERS - 100) -> str:
     """Return a grammar with as many parts as fit into ``size`` characters."""
 
     def parts() -> Iterable[str]:
@@ -71,19 +71,21 @@ HARD = {
 
 # Quick runs have those that take longest in a shorter form.
 SHORTER = {
-    "many stacked repetitions": filled(lambda i: nested("(", f'"{i}"', ")" + STACKED), size=MAX_GBNF // 5),
-    "wide": filled(lambda i: f'"word{i}" | ', 'root ::= {}"x"', MAX_GBNF // 5),
-    "wide and recursive": filled(lambda i: f'"word{i}" root | ', 'root ::= {}"x"', MAX_GBNF // 5),
-    "wide and recursive on both sides": filled(lambda i: f'root "{i}" root | ', 'root ::= {}"x"', MAX_GBNF // 5),
-    "wide and optional": filled(lambda i: f'"a{i}"? ', 'root ::= {}"x"', MAX_GBNF // 5),
-    "names before keywords": filled(lambda i: f'[a-z]+ "{i}" root | ', 'root ::= {}"x"', MAX_GBNF // 5),
+    "many stacked repetitions": filled(lambda i: nested("(", f'"{i}"', ")" + STACKED), size=MAX_GBNF_CHARACTERS // 5),
+    "wide": filled(lambda i: f'"word{i}" | ', 'root ::= {}"x"', MAX_GBNF_CHARACTERS // 5),
+    "wide and recursive": filled(lambda i: f'"word{i}" root | ', 'root ::= {}"x"', MAX_GBNF_CHARACTERS // 5),
+    "wide and recursive on both sides": filled(
+        lambda i: f'root "{i}" root | ', 'root ::= {}"x"', MAX_GBNF_CHARACTERS // 5
+    ),
+    "wide and optional": filled(lambda i: f'"a{i}"? ', 'root ::= {}"x"', MAX_GBNF_CHARACTERS // 5),
+    "names before keywords": filled(lambda i: f'[a-z]+ "{i}" root | ', 'root ::= {}"x"', MAX_GBNF_CHARACTERS // 5),
     "many characters": f'root ::= "{"".join(chr(0x20000 + i) for i in range(20_000))}"',
-    "many classes": filled(lambda i: f"[a-{chr(98 + i % 20)}]*", size=MAX_GBNF // 5),
+    "many classes": filled(lambda i: f"[a-{chr(98 + i % 20)}]*", size=MAX_GBNF_CHARACTERS // 5),
     "large classes": filled(
-        lambda i: f"[^{''.join(chr(256 + 3 * j + i % 7) for j in range(300))}]* root | ", size=MAX_GBNF // 5
+        lambda i: f"[^{''.join(chr(256 + 3 * j + i % 7) for j in range(300))}]* root | ", size=MAX_GBNF_CHARACTERS // 5
     )
     + '"x"',
-    "one long text": filled(lambda _: "a", 'root ::= "{}"', MAX_GBNF // 5),
+    "one long text": filled(lambda _: "a", 'root ::= "{}"', MAX_GBNF_CHARACTERS // 5),
     "a chain in any order": 'root ::= x0\nx800 ::= "a"\n'
     + "\n".join(f"x{i} ::= x{i + 1}? root? [{'abcdef'[i % 6]}]" for i in shuffled(800)),
     "a large rule used often": filled(lambda i: f'y x "{i}" y | ', "root ::= {}", 30_000)
@@ -98,18 +100,18 @@ CASES = [
 
 @pytest.mark.parametrize(("text", "seconds"), CASES)
 def test_no_grammar_takes_long(text: str, seconds: float) -> None:
-    assert len(text) <= MAX_GBNF
+    assert len(text) <= MAX_GBNF_CHARACTERS
     began = time.perf_counter()
-    gbnf(text)
+    convert_gbnf(text)
     assert time.perf_counter() - began < seconds
 
 
 def test_single_characters_are_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """With no steps allowed for comparing lexemes, only single characters are lexemes, and the language is the same."""
     text = 'root ::= ("ab" | name) "=" name | "(" root ")"\nname ::= [a-b]+ ("." [0-9]{1,3})?'
-    large = gbnf(text)
-    monkeypatch.setattr(lexemes, "Budget", functools.partial(Budget, 0))
-    small = gbnf(text)
+    large = convert_gbnf(text)
+    monkeypatch.setattr(lexemes, "StepBudget", functools.partial(StepBudget, 0))
+    small = convert_gbnf(text)
     assert small.count("[") > large.count("T")
     for one, other in ((large, small), (small, large)):
         for seed in range(30):
@@ -118,12 +120,12 @@ def test_single_characters_are_the_way_out(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def accepts(grammar: str, text: bytes) -> bool:
-    each = LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=LIMITS)
+    each = LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=PARSER_LIMITS)
     return each.try_consume_tokens(list(text)) == len(text) and each.is_accepting()
 
 
 def test_equal_expressions_are_one() -> None:
-    rules = parse('root ::= ("a" [b]) | "ab" | x\nx ::= "ab"*+ | ("a" "b")*').rules
+    rules = parse_gbnf('root ::= ("a" [b]) | "ab" | x\nx ::= "ab"*+ | ("a" "b")*').rules
     first, second, _ = rules["root"].options  # type: ignore[union-attr]
     assert first is second
     one, other = rules["x"].options  # type: ignore[union-attr]
@@ -139,5 +141,5 @@ def test_equal_expressions_are_one() -> None:
     ],
 )
 def test_lexemes_are_as_large_as_they_may_be(text: str, count: int) -> None:
-    lines = lexemes.to_lark(text).splitlines()
+    lines = lexemes.convert_gbnf_to_lark(text).splitlines()
     assert sum(line.startswith("T") for line in lines) == count, lines

@@ -21,8 +21,8 @@ from schema_strategy import Schema, schemas
 
 from ovspec.base.errors import OvspecError
 from ovspec.grammars import json_schema as cleaning
-from ovspec.grammars.conversion import converted
-from ovspec.grammars.sources import json_schema
+from ovspec.grammars.conversion import convert_grammar
+from ovspec.grammars.sources import convert_json_schema
 
 SCHEMAS = sorted((Path(__file__).parent / "schemas").glob("*.json"))
 FORMATS = FormatChecker(formats=())
@@ -103,7 +103,7 @@ def texts(grammar: str, count: int) -> list[bytes]:
     [pytest.param(path, marks=[pytest.mark.slow] * (at % 3 > 0), id=path.stem) for at, path in enumerate(SCHEMAS)],
 )
 def test_texts_of_a_schema_are_valid(path: Path) -> None:
-    grammar = converted("json_schema", path, str(path))
+    grammar = convert_grammar("json_schema", path, str(path))
     found = texts(grammar, 12)
     assert len(found) >= 11, "nearly all texts end"
     prove(json.loads(path.read_text(encoding="utf-8")), found)
@@ -111,7 +111,7 @@ def test_texts_of_a_schema_are_valid(path: Path) -> None:
 
 def test_dates_are_those_that_there_are() -> None:
     """Dates at the start and the end of every month, in years of all kinds, are accepted exactly if they exist."""
-    start = matcher(json_schema({"format": "date", "type": "string"})[0])
+    start = matcher(convert_json_schema({"format": "date", "type": "string"})[0])
     for year in (0, 1, 4, 100, 400, 1900, 1996, 2000, 2023, 2024, 2100, 9999):
         for month in range(14):
             for day in (0, 1, 28, 29, 30, 31, 32):
@@ -136,7 +136,7 @@ def test_texts_of_any_schema_are_valid(examples: int) -> None:
     @given(schemas())
     def each(schema: Schema) -> None:
         try:
-            grammar = converted("json_schema", schema, "schema")
+            grammar = convert_grammar("json_schema", schema, "schema")
         except OvspecError as error:
             assert re.search("no JSON text satisfies|no text has|may overlap|can't be enforced", str(error)), error
             return
@@ -147,13 +147,13 @@ def test_texts_of_any_schema_are_valid(examples: int) -> None:
 
 def test_an_old_llguidance_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     for found, good in (("1.5.0", False), ("1.7.9", False), ("1.8.0", True), ("1.10.2", True), ("2.0.0rc1", True)):
-        cleaning.recent.cache_clear()
+        cleaning.is_llguidance_recent.cache_clear()
         monkeypatch.setattr(cleaning, "version", lambda _, found=found: found)
-        assert cleaning.recent() == good
+        assert cleaning.is_llguidance_recent() == good
         if not good:
             with pytest.raises(OvspecError, match=f"llguidance {found} doesn't enforce schemas strictly enough"):
-                cleaning.compiled({"type": "integer"}, lambda _: "")
-    cleaning.recent.cache_clear()
+                cleaning.compile_schema({"type": "integer"}, lambda _: "")
+    cleaning.is_llguidance_recent.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_an_old_llguidance_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_formats_end(form: str, kept: list[str], refused: str) -> None:
     """Digits without a bound would be written forever."""
     for text in (*kept, refused):
-        walk = matcher(json_schema({"type": "string", "format": form})[0])
+        walk = matcher(convert_json_schema({"type": "string", "format": form})[0])
         tokens = demo_tokenizer().tokenize_str(json.dumps(text))
         whole = walk.try_consume_tokens(tokens) == len(tokens) and walk.is_accepting()
         assert whole == (text in kept), text

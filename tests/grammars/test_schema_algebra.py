@@ -16,8 +16,8 @@ from jsonschema import Draft202012Validator
 from jsonschema.validators import validator_for
 
 from ovspec.base.errors import OvspecError
-from ovspec.grammars.json_schema import Reading, compiled
-from ovspec.grammars.sources import grammar, schema_problem
+from ovspec.grammars.json_schema import SchemaReading, compile_schema
+from ovspec.grammars.sources import find_schema_problem, write_grammar_json
 from ovspec.sampling.unique_items import JsonCursor, UniqueItems
 
 Schema = dict[str, Any]
@@ -72,8 +72,8 @@ VALUES: list[Any] = [
 
 class Acceptor:
     def __init__(self, schema: Schema, lenient: bool = False) -> None:
-        found = compiled(json.loads(json.dumps(schema)), schema_problem, Reading(lenient=lenient))
-        self._matcher = matcher(grammar("json", lark_grammar=found.lark))
+        found = compile_schema(json.loads(json.dumps(schema)), find_schema_problem, SchemaReading(lenient=lenient))
+        self._matcher = matcher(write_grammar_json("json", lark_grammar=found.lark))
         self._unique = UniqueItems(found.tracks, [None]) if found.tracks else None
 
     def accepts(self, value: Any) -> bool:
@@ -89,7 +89,7 @@ def test_accepts_what_jsonschema_finds_valid(schema: Schema) -> None:
     valid = [value for value in VALUES if judge.is_valid(value)]
     if not valid:
         with pytest.raises(OvspecError, match="no JSON text"):
-            compiled(json.loads(json.dumps(schema)), schema_problem)
+            compile_schema(json.loads(json.dumps(schema)), find_schema_problem)
         return
     acceptor = Acceptor(schema)
     assert valid != VALUES
@@ -145,7 +145,7 @@ def test_nothing_invalid_is_accepted(examples: int) -> None:
 
 def taken(schema: Schema, text: str) -> bool:
     """Return whether the grammar of ``schema`` takes ``text`` as a whole."""
-    each = matcher(grammar("json", lark_grammar=compiled(schema, schema_problem).lark))
+    each = matcher(write_grammar_json("json", lark_grammar=compile_schema(schema, find_schema_problem).lark))
     tokens = demo_tokenizer().tokenize_str(text)
     return each.try_consume_tokens(tokens) == len(tokens) and each.is_accepting()
 
@@ -182,12 +182,14 @@ def test_words_and_digits_are_those_of_ecmascript() -> None:
 def test_bounds_that_meet_leave_nothing_if_one_excludes_it(bounds: Schema) -> None:
     """A list of such numbers could only be empty; a model that began one would be stuck in it."""
     with pytest.raises(OvspecError, match="no JSON text"):
-        compiled({"type": "number", **bounds}, schema_problem)
+        compile_schema({"type": "number", **bounds}, find_schema_problem)
     assert Acceptor({"type": "number", "minimum": 2, "maximum": 2}).accepts(2)
 
 
 def test_no_string_has_control_characters() -> None:
-    each = matcher(grammar("json", lark_grammar=compiled({"type": "string"}, schema_problem).lark))
+    each = matcher(
+        write_grammar_json("json", lark_grammar=compile_schema({"type": "string"}, find_schema_problem).lark)
+    )
     for code in (0, 9, 10, 31, 32, 127):
         tokens = demo_tokenizer().tokenize_bytes(bytes([ord('"'), code]))
         assert (each.deep_copy().try_consume_tokens(tokens) == len(tokens)) == (code == 32), code

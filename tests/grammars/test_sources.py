@@ -16,15 +16,15 @@ from llguidance import LLMatcher, LLTokenizer
 
 from ovspec.base.errors import OvspecError
 from ovspec.grammars import sources
-from ovspec.grammars.conversion import converted
-from ovspec.grammars.sources import LIMITS
+from ovspec.grammars.conversion import convert_grammar
+from ovspec.grammars.sources import PARSER_LIMITS
 
 BYTES = LLTokenizer("byte")
 
 
 def matching(grammar: str, texts: list[str]) -> set[str]:
     """Return those of ``texts`` that the grammar matches."""
-    start = LLMatcher(BYTES, grammar, log_level=0, limits=LIMITS)
+    start = LLMatcher(BYTES, grammar, log_level=0, limits=PARSER_LIMITS)
     assert not start.is_error(), start.get_error()
     found = set()
     for text in texts:
@@ -108,7 +108,7 @@ def test_gbnf_means_what_its_operators_mean(seed: int) -> None:
         names = ["root", "x", "y", "z"][: numbers.randint(1, 4)]
         rules = {name: random_rule(numbers, numbers.randint(1, 3), names) for name in names}
         text = "\n".join(f"{name} ::= {line}" for name, (line, _) in rules.items())
-        assert matching(sources.gbnf(text), texts) == language(rules), text
+        assert matching(sources.convert_gbnf(text), texts) == language(rules), text
 
 
 JSON = r"""# JSON, as llama.cpp's users write it
@@ -155,7 +155,7 @@ def test_regular_gbnf_equals_an_expression(name: str) -> None:
     grammar, pattern, letters = REGULAR[name]
     texts = all_texts(letters, 5 if len(letters) < 6 else 4)
     texts += [random_chunk(letters, seed) for seed in range(500)]
-    assert matching(sources.gbnf(grammar), texts) == {text for text in texts if re.fullmatch(pattern, text)}
+    assert matching(sources.convert_gbnf(grammar), texts) == {text for text in texts if re.fullmatch(pattern, text)}
 
 
 def random_chunk(letters: str, seed: int) -> str:
@@ -181,12 +181,12 @@ RECURSIVE = {
 @pytest.mark.parametrize("name", RECURSIVE)
 def test_arithmetic_in_gbnf(name: str) -> None:
     texts = all_texts("a+()", 6)
-    assert matching(sources.gbnf(RECURSIVE[name]), texts) == {text for text in texts if balanced(text)}
+    assert matching(sources.convert_gbnf(RECURSIVE[name]), texts) == {text for text in texts if balanced(text)}
 
 
 def test_json_in_gbnf() -> None:
     start = time.perf_counter()
-    grammar = converted("gbnf", JSON, "json")
+    grammar = convert_grammar("gbnf", JSON, "json")
     for seed in range(20):
         text = random_text(matcher(grammar), random.Random(seed))
         assert text is not None
@@ -199,7 +199,7 @@ def test_json_in_gbnf() -> None:
 
 
 def test_masks_of_gbnf_are_quick() -> None:
-    each = matcher(sources.gbnf(JSON))
+    each = matcher(sources.convert_gbnf(JSON))
     took = []
     for token in demo_tokenizer().tokenize_str(json.dumps({"name": "word " * 40, "n": list(range(40))})):
         began = time.perf_counter()
@@ -228,13 +228,13 @@ def test_choices_match_themselves_and_nothing_else() -> None:
         "a",
     ]
     near = [text + "x" for text in texts] + [text[:-1] for text in texts]
-    assert matching(sources.choices(texts), texts + near) == set(texts) | (set(near) & set(texts))
+    assert matching(sources.convert_choices(texts), texts + near) == set(texts) | (set(near) & set(texts))
 
 
 def test_ten_thousand_choices_are_quick() -> None:
     texts = [f"choice {i * 7919} of {i}" for i in range(10_000)]
     began = time.perf_counter()
-    grammar = converted("choice", texts, "choices")
+    grammar = convert_grammar("choice", texts, "choices")
     each = matcher(grammar)
     assert random_text(each, random.Random(0)).decode() in set(texts)  # type: ignore[union-attr]
     assert time.perf_counter() - began < 3
@@ -242,7 +242,7 @@ def test_ten_thousand_choices_are_quick() -> None:
 
 
 def test_an_empty_choice_may_stand_beside_others() -> None:
-    assert matching(sources.choices(["", "a"]), ["", "a", "aa"]) == {"", "a"}
+    assert matching(sources.convert_choices(["", "a"]), ["", "a", "aa"]) == {"", "a"}
 
 
 PATTERNS = ["ab*", "^a|b$", "(ab|ba)+", "a/b", "[/]", r"\/", "a\nb", r"a\nb", r"[^a]",
@@ -255,53 +255,57 @@ def test_expressions_match_whole_texts(pattern: str) -> None:
     texts = [*all_texts("ab/\n", 4), *all_texts("a$^\\-", 3), "\0a", "éa", "é"]
     inner = pattern.removeprefix("^")
     inner = inner[:-1] if inner.endswith("$") and not inner.endswith("\\$") else inner
-    assert matching(sources.regex(pattern), texts) == {text for text in texts if re.fullmatch(inner, text)}
+    assert matching(sources.convert_regex(pattern), texts) == {text for text in texts if re.fullmatch(inner, text)}
 
 
 # Lark and schemas.
 
 
 def test_schemas_within_lark_are_held_to_the_same_rules() -> None:
-    grammar = sources.lark('start: "call " args\nargs: %json {\n"type": "array", "items": {"enum": [1, 2]}\n} // end\n')
+    grammar = sources.convert_lark(
+        'start: "call " args\nargs: %json {\n"type": "array", "items": {"enum": [1, 2]}\n} // end\n'
+    )
     texts = ["call []", "call [1,2]", "call [1, 2]", "call [1,  2]", "call [3]", "call"]
     assert matching(grammar, texts) == {"call []", "call [1,2]", "call [1, 2]"}
     with pytest.raises(OvspecError, match=r"line 2, column 10: the JSON schema, at #/items/not: this should"):
-        sources.lark('start: a\na: %json {"items": {"not": 3}}')
+        sources.convert_lark('start: a\na: %json {"items": {"not": 3}}')
 
 
 def test_places_in_lark_survive_a_schema() -> None:
     with pytest.raises(OvspecError, match=r"grammar, line 4, column 4: unknown name"):
-        converted("grammar", 'start: a b\na: %json {"type":\n"null"}\nb: c', "grammar")
+        convert_grammar("grammar", 'start: a b\na: %json {"type":\n"null"}\nb: c', "grammar")
 
 
 @pytest.mark.parametrize(
     "text", ['start: "max_tokens=1"', "start: /stop=/", '// stop=\nstart: "a"', '# temperature=\nstart: "a"']
 )
 def test_words_that_are_options_elsewhere(text: str) -> None:
-    converted("grammar", text, "grammar")
+    convert_grammar("grammar", text, "grammar")
 
 
 def test_a_schema_is_given_as_object_text_or_file(tmp_path: Path) -> None:
     schema = {"type": "integer", "minimum": 3}
     file = tmp_path / "schema.json"
     file.write_text(json.dumps(schema), encoding="utf-8")
-    grammar = sources.json_schema(schema)[0]
-    assert grammar == sources.json_schema(json.dumps(schema))[0] == converted("json_schema", file, "schema")
+    grammar = sources.convert_json_schema(schema)[0]
+    assert (
+        grammar == sources.convert_json_schema(json.dumps(schema))[0] == convert_grammar("json_schema", file, "schema")
+    )
     with pytest.raises(OvspecError, match="isn't JSON"):
-        converted("json_schema", str(file), "schema")  # a text is never taken for a file's name
+        convert_grammar("json_schema", str(file), "schema")  # a text is never taken for a file's name
     assert matching(grammar, ["2", "3", "30"]) == {"3", "30"}
     file.write_text('{"requird": [], "note": 3, "x-note": 3, "format": "iri", "title": "A"}', encoding="utf-8")
     ignored = "'requird' at #/requird (did you mean required?), 'note' at #/note, 'format iri' at #/format"
     with pytest.warns(UserWarning, match=re.escape(f"{file} ignores what JSON Schema doesn't define: {ignored}")):
-        converted("json_schema", file, str(file))
+        convert_grammar("json_schema", file, str(file))
     used = '{"$ref": "#/components/schemas/A", "components": {"schemas": {"A": {"type": "integer"}}}}'
     file.write_text(used, encoding="utf-8")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        converted("json_schema", file, str(file))
+        convert_grammar("json_schema", file, str(file))
     file.write_text('{"type": "intger"}', encoding="utf-8")
     with pytest.raises(OvspecError, match=re.escape("at #/type: 'intger' isn't a type; did you mean integer?")):
-        converted("json_schema", file, str(file))
+        convert_grammar("json_schema", file, str(file))
 
 
 def test_white_space_is_bounded_unless_the_schema_says_otherwise() -> None:
@@ -309,7 +313,7 @@ def test_white_space_is_bounded_unless_the_schema_says_otherwise() -> None:
 
     def matched(**guidance: object) -> set[str]:
         schema = {"type": "array", "items": {"type": "integer"}, "x-guidance": guidance}
-        return matching(sources.json_schema(schema)[0], texts)
+        return matching(sources.convert_json_schema(schema)[0], texts)
 
     assert matched() == {texts[i] for i in (0, 1, 3, 5)}
     assert matched(whitespace_flexible=False) == {texts[0]}
@@ -317,11 +321,11 @@ def test_white_space_is_bounded_unless_the_schema_says_otherwise() -> None:
 
 
 def test_a_key_in_other_letters_is_the_same_key() -> None:
-    grammar = sources.json_schema({"type": "object", "properties": {"a": {"type": "integer"}}})[0]
+    grammar = sources.convert_json_schema({"type": "object", "properties": {"a": {"type": "integer"}}})[0]
     assert matching(grammar, ['{"\\u0061":"x"}', '{"a":"x"}', '{"a":1}', '{"b":"x"}']) == {'{"a":1}', '{"b":"x"}'}
 
 
 def test_a_grammar_imports_no_files() -> None:
     with pytest.raises(OvspecError, match=r"it, line 2, column 1: a grammar can't import files"):
-        sources.lark("\n%import .a.x\nstart: x\n", "it")
-    sources.lark("%import common.INT\nstart: INT\n", "it")
+        sources.convert_lark("\n%import .a.x\nstart: x\n", "it")
+    sources.convert_lark("%import common.INT\nstart: INT\n", "it")

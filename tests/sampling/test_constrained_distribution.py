@@ -18,7 +18,7 @@ from ovspec.drafting.draft_model import DraftModel
 from ovspec.drafting.drafter import Drafter, RowStep
 from ovspec.drafting.lookahead import Lookahead
 from ovspec.engine.round import run_round
-from ovspec.grammars.sources import regex
+from ovspec.grammars.sources import convert_regex
 from ovspec.params import Params
 from ovspec.params.generation import AcceptRule
 from ovspec.sampling.constraint import Constraints
@@ -53,7 +53,7 @@ TOKENIZER: dict[str, Any] = {
     ],
 }
 # It has two spellings of the same letters, forced tokens, and ends that the model chooses or that are forced.
-GRAMMAR = regex("(ab|a|b){1,2}(cdc|d)?")
+GRAMMAR = convert_regex("(ab|a|b){1,2}(cdc|d)?")
 GRAMMARS = Grammars(TOKENIZER, VOCABULARY)
 RANDOM = np.random.default_rng(11)
 TARGET = (1.1 * RANDOM.standard_normal((6, 6))).astype(np.float32)

@@ -20,7 +20,7 @@ import ovspec
 from ovspec.base.errors import OvspecError
 from ovspec.batch.file import run_file
 from ovspec.batch.requests import read_request
-from ovspec.grammars.conversion import converted
+from ovspec.grammars.conversion import convert_grammar
 from ovspec.params import make_params
 from ovspec.sampling.schema_validation import JUDGE, schema_errors
 
@@ -171,18 +171,20 @@ def test_types_and_response_formats(load: Load, schema: Any, text: str) -> None:
 
 @pytest.mark.parametrize(("allowed", "ends"), [(None, False), (True, False), (False, True)])
 def test_additional_properties(allowed: bool | None, ends: bool) -> None:
-    grammar = converted("json_schema", OPEN, "schema", **({} if allowed is None else {"close": not allowed}))
+    grammar = convert_grammar(
+        "json_schema", OPEN, "schema", **({} if allowed is None else {"close_objects": not allowed})
+    )
     assert accepts(grammar, '{"a": 1}')
     assert accepts(grammar, '{"a": 1, "b": 2}') != ends
     said = {**OPEN, "additionalProperties": {"type": "null"}}
-    grammar = converted("json_schema", said, "schema", close=ends)
+    grammar = convert_grammar("json_schema", said, "schema", close_objects=ends)
     assert accepts(grammar, '{"a": 1, "b": null}'), "what the schema says counts"
-    free = converted("json_schema", {"type": "object"}, "schema", close=True)
+    free = convert_grammar("json_schema", {"type": "object"}, "schema", close_objects=True)
     assert accepts(free, '{"a": 1}'), "an object without any property isn't meant"
 
 
 def test_compact_json_has_no_white_space(load: Load) -> None:
-    grammar = converted("json_schema", OPEN, "schema", compact=True)
+    grammar = convert_grammar("json_schema", OPEN, "schema", compact=True)
     assert accepts(grammar, '{"a":1}')
     assert not accepts(grammar, '{"a": 1}')
     schema = {**OPEN, "additionalProperties": False, "properties": {"a": {"enum": [12]}}}
@@ -196,7 +198,7 @@ def test_compact_json_has_no_white_space(load: Load) -> None:
 
 def test_a_schema_without_a_type_says_what_it_allows() -> None:
     with pytest.warns(UserWarning, match='also allows numbers, texts and lists.*no "type": "object"'):
-        converted("json_schema", {"properties": {"a": {}}, "required": ["a"]}, "schema")
+        convert_grammar("json_schema", {"properties": {"a": {}}, "required": ["a"]}, "schema")
 
 
 def test_batches_judge_and_retry(load: Load, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from jsonschema import Draft202012Validator
 
 import ovspec
 from ovspec.base.errors import OvspecError
-from ovspec.grammars.conversion import converted
+from ovspec.grammars.conversion import convert_grammar
 from ovspec.sampling.grammar_constraint import Grammar, Grammars
 from ovspec.sampling.masks import holds
 
@@ -90,7 +90,7 @@ def test_items_differ(grammars: Grammars, schema: dict[str, Any], place: str, wa
             array |= {"minProperties": 1, "maxProperties": 1, "propertyNames": {"maxLength": 3}}
         case "item":
             array = {"type": "array", "prefixItems": [{"const": 1}, array], "items": False, "minItems": 2}
-    grammar, found = converted("json_schema", array, "schema"), []
+    grammar, found = convert_grammar("json_schema", array, "schema"), []
     for seed in range(walks):
         text = walk(grammars.constraint(grammar, 0, frozenset({END})), random.Random(seed))
         if text is not None:
@@ -103,7 +103,7 @@ def test_items_differ(grammars: Grammars, schema: dict[str, Any], place: str, wa
 def test_without_it_items_repeat(grammars: Grammars) -> None:
     """The walks would find repeated items if nothing kept them apart."""
     array = {"type": "array", "items": SCHEMAS[0]["items"], "minItems": 4}
-    grammar = converted("json_schema", array, "schema")
+    grammar = convert_grammar("json_schema", array, "schema")
     texts = [walk(grammars.constraint(grammar, 0, frozenset({END})), random.Random(seed)) for seed in range(6)]
     values = [json.loads(text) for text in texts if text]
     assert any(len(set(value)) < len(value) for value in values)
@@ -139,4 +139,4 @@ def test_the_same_with_any_draft(load: Callable[..., ovspec.LanguageModel], heal
 def test_files_of_other_schemas_are_left_alone(tmp_path: Path) -> None:
     file = tmp_path / "list.json"
     file.write_text('{"type": "array", "uniqueItems": true, "maxItems": 1}', encoding="utf-8")
-    assert "unique_items" not in json.loads(converted("json_schema", file, "schema"))
+    assert "unique_items" not in json.loads(convert_grammar("json_schema", file, "schema"))

@@ -11,7 +11,7 @@ import numpy as np
 from conftest import CHECKPOINTS
 from llguidance import LLMatcher, LLTokenizer
 
-from ovspec.grammars.sources import LIMITS
+from ovspec.grammars.sources import PARSER_LIMITS
 from ovspec.sampling.grammar_constraint import grammar_tokenizer
 from ovspec.text.tokenizer import byte_vocabulary
 from ovspec.text.tokenizer_files import TokenizerFile
@@ -33,7 +33,7 @@ def tokens() -> list[bytes]:
 
 def matcher(grammar: str) -> LLMatcher:
     """Return a matcher over the demo's vocabulary, after checking that it has no error."""
-    found = LLMatcher(demo_tokenizer(), grammar, log_level=0, limits=LIMITS)
+    found = LLMatcher(demo_tokenizer(), grammar, log_level=0, limits=PARSER_LIMITS)
     assert not found.is_error(), found.get_error()
     return found
 

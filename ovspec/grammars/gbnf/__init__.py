@@ -16,18 +16,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ovspec.grammars.gbnf.parsing import Alt, Chars, Expression, Gbnf, Name, Repeat, Seq, parse
+from ovspec.grammars.gbnf.parsing import Alt, Chars, Expression, Gbnf, Name, Repeat, Seq, parse_gbnf
 
 MAX_STEPS = 600_000  # takes about a second
 MAX_SIZE = 2000  # character positions in a lexeme
 MAX_DEPTH = 60  # nesting of a lexeme's expression
 
 
-def to_lark(text: str) -> str:
-    """Return a GBNF grammar as a Lark grammar for llguidance that matches the same texts; raises like ``parse``."""
-    grammar = parse(text)
+def convert_gbnf_to_lark(text: str) -> str:
+    """Return the Lark grammar, for llguidance, of a GBNF grammar's texts; raises like ``parse_gbnf``."""
+    grammar = parse_gbnf(text)
     facts = Analysis(grammar).facts
-    budget, split = Budget(), set[Expression]()
+    budget, split = StepBudget(), set[Expression]()
     try:
         automata = Automata(grammar.rules, facts, budget)
         while True:
@@ -126,7 +126,7 @@ class TooMuch(Exception):
 
 
 @dataclass
-class Budget:
+class StepBudget:
     """The number of steps left to the analysis; each takes one or two microseconds."""
 
     left: int = MAX_STEPS
@@ -150,7 +150,7 @@ class Plan:
     grammar: Gbnf
     facts: dict[Expression, Facts]
     split: set[Expression] | None
-    budget: Budget | None = None
+    budget: StepBudget | None = None
     symbols: dict[Expression, str] = field(default_factory=dict)
     lexemes: dict[str, Expression] = field(default_factory=dict)
     rules: dict[str, list[list[str]]] = field(default_factory=dict)
@@ -238,7 +238,7 @@ class Plan:
 
     # ------------------------------------------------------------ lexemes that are too greedy
 
-    def followers(self, budget: Budget) -> tuple[list[int], int]:
+    def followers(self, budget: StepBudget) -> tuple[list[int], int]:
         """Return the lexemes that may follow each lexeme and those that may begin a text; lexeme i is bit i."""
         budget.spend(len(self.lexemes) ** 2 // 500)
         lexemes = {symbol: 1 << i for i, symbol in enumerate(self.lexemes)}
@@ -267,7 +267,7 @@ class Plan:
                 changed |= before != (first[symbol], symbol in nullable)
         return [follow[symbol] for symbol in lexemes], first[self.start]
 
-    def too_greedy(self, automata: Automata, budget: Budget) -> set[Expression]:
+    def too_greedy(self, automata: Automata, budget: StepBudget) -> set[Expression]:
         """Return the lexemes that could continue with a character that belongs to the next lexeme.
 
         Two lexemes are compared if both may begin at the same place: at the start of a text, after the same lexeme,
@@ -338,7 +338,7 @@ class Automata:
     grammar) distinguishes share one bit.
     """
 
-    def __init__(self, rules: dict[str, Expression], nodes: Iterable[Expression], budget: Budget) -> None:
+    def __init__(self, rules: dict[str, Expression], nodes: Iterable[Expression], budget: StepBudget) -> None:
         self._rules, self._budget = rules, budget
         edges = {edge for node in nodes if isinstance(node, Chars) for a, b in node.ranges for edge in (a, b + 1)}
         self._bits = {edge: i for i, edge in enumerate(sorted(edges))}

@@ -68,7 +68,7 @@ class Gbnf:
     make: Callable[..., Expression]
 
 
-def parse(text: str) -> Gbnf:
+def parse_gbnf(text: str) -> Gbnf:
     """Return the rules of a GBNF grammar.
 
     Raises:

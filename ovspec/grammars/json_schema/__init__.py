@@ -24,7 +24,7 @@ SETTINGS = ("item_separator", "key_separator", "whitespace_flexible", "whitespac
 
 
 @dataclass(frozen=True)
-class Compiled:
+class CompiledSchema:
     """``lark``: the grammar. ``warning``: what is ignored, or "".
 
     ``tracks``: where the items of arrays must differ, which the grammar doesn't enforce; None: nowhere.
@@ -38,21 +38,24 @@ class Compiled:
 
 
 @dataclass(frozen=True)
-class Reading:
+class SchemaReading:
     """How a schema is read.
 
-    ``lenient``: leave out what can't be enforced, instead of refusing it. ``close``: objects have no properties beside
-    the listed ones, where the schema says nothing of them. ``compact``: no white space between tokens.
+    ``lenient``: leave out what can't be enforced, instead of refusing it. ``close_objects``: objects have only the
+    listed properties, where the schema says nothing of others. ``compact``: no white space between tokens.
     """
 
     lenient: bool = False
-    close: bool = False
+    close_objects: bool = False
     compact: bool = False
 
 
-def compiled(
-    schema: Any, problem: Callable[[Schema], str], reading: Reading = Reading(), around: Around | None = None
-) -> Compiled:
+def compile_schema(
+    schema: Any,
+    problem: Callable[[Schema], str],
+    reading: SchemaReading = SchemaReading(),
+    around: Around | None = None,
+) -> CompiledSchema:
     """Return the grammar of a schema, as parsed from JSON; the schema is changed.
 
     Args:
@@ -62,7 +65,7 @@ def compiled(
     Raises:
         OvspecError: the schema is invalid or can't be enforced; the message begins with the JSON pointer of the place.
     """
-    if not recent():
+    if not is_llguidance_recent():
         found = version("llguidance")
         raise OvspecError(f"the top: llguidance {found} doesn't enforce schemas strictly enough; use 1.8 or newer.")
     schema = {} if schema is True else schema
@@ -89,10 +92,10 @@ def compiled(
     try:
         rules = RuleWriter(Schemas(schema, reading.lenient, no_text), style, apart)
         if around:
-            lark, strings = grammar_of_parameters(rules, reading.close, around)
-            return Compiled(lark, checker.warning(), None, strings)
-        lark = grammar_of(rules, reading.close)
-        return Compiled(lark, checker.warning(), tracks_of(rules.schemas) if rules.repeats else None)
+            lark, strings = grammar_of_parameters(rules, reading.close_objects, around)
+            return CompiledSchema(lark, checker.warning(), None, strings)
+        lark = grammar_of(rules, reading.close_objects)
+        return CompiledSchema(lark, checker.warning(), tracks_of(rules.schemas) if rules.repeats else None)
     except Circular as error:
         raise OvspecError(f"{error}: this can never come to an end, because it refers to itself.") from None
     except RecursionError:
@@ -118,7 +121,7 @@ def styled(settings: Any, usual: dict[str, bool]) -> Style:
 
 
 @functools.cache
-def recent() -> bool:
+def is_llguidance_recent() -> bool:
     """Return whether llguidance is recent enough for schemas.
 
     The guidance library requires an older version, which is good enough for everything else.

@@ -31,7 +31,7 @@ class Around:
     token: bool
 
 
-def grammar_of_parameters(rules: RuleWriter, close: bool, around: Around) -> tuple[str, list[str]]:
+def grammar_of_parameters(rules: RuleWriter, close_objects: bool, around: Around) -> tuple[str, list[str]]:
     """Return (the whole grammar, the properties that are written as text without quotes).
 
     Args:
@@ -45,12 +45,12 @@ def grammar_of_parameters(rules: RuleWriter, close: bool, around: Around) -> tup
         if isinstance(each, Refused):
             raise OvspecError(f"{each.at}: {each.why}; rewrite it, or set `json_schema_mode='checked'`.")
         assert isinstance(each, Objects)
-        objects.append(parameters(rules, closed(each) if close else each, around, strings))
+        objects.append(parameters(rules, closed(each) if close_objects else each, around, strings))
     if not objects:
         raise OvspecError("#: no object satisfies this schema.")
     while rules.waiting:
         node, name = rules.waiting.pop()
-        rules.lines.append(f"{name}: {options_of(rules, node, close)}")
+        rules.lines.append(f"{name}: {options_of(rules, node, close_objects)}")
     if rules.repeats and not rules.schemas.lenient:
         raise OvspecError("#: uniqueItems can't be enforced in this tool format; leave it out.")
     return "\n".join([f"start: {' | '.join(objects)}", *rules.lines]), sorted(strings)

@@ -38,9 +38,9 @@ from ovspec.grammars.json_schema.shapes import (
     common,
     constants,
     decimal,
-    finds,
     meeting,
     only,
+    search_pattern,
     union,
 )
 
@@ -404,7 +404,7 @@ def objects_of(schema: Schema, at: str, nodes: Schemas) -> Objects:
     patterns = {key: nodes.node(each, f"{below}/{key}") for key, each in schema.get("patternProperties", {}).items()}
     listed = {}
     for name, each in schema.get("properties", {}).items():
-        matching = [node for pattern, node in patterns.items() if finds(pattern, name)]
+        matching = [node for pattern, node in patterns.items() if search_pattern(pattern, name)]
         listed[name] = both(nodes.node(each, f"{at}/properties/{name}"), *matching)
     return Objects(
         tuple(listed.items()),

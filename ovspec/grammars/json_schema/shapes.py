@@ -86,11 +86,11 @@ class Strings:
         """Return whether ``value`` meets everything but the formats."""
         right = self.least <= len(value) and (self.most is None or len(value) <= self.most)
         right = right and value not in self.excluded and (self.values is None or value in self.values)
-        right = right and all(finds(pattern, value) for pattern in self.patterns)
-        return right and not any(finds(pattern, value, False) for pattern in self.absent)
+        right = right and all(search_pattern(pattern, value) for pattern in self.patterns)
+        return right and not any(search_pattern(pattern, value, False) for pattern in self.absent)
 
 
-def finds(pattern: str, text: str, unknown: bool = True) -> bool:
+def search_pattern(pattern: str, text: str, unknown: bool = True) -> bool:
     """Return whether ``pattern`` is found in ``text``, or ``unknown`` if Python can't read it."""
     try:
         return re.search(pattern, text) is not None
@@ -134,7 +134,7 @@ class Objects:
         listed = dict(self.properties)
         if name in listed:
             return listed[name]
-        matching = [node for pattern, node in self.patterns if finds(pattern, name)]
+        matching = [node for pattern, node in self.patterns if search_pattern(pattern, name)]
         return both(*matching) if matching else self.rest
 
 

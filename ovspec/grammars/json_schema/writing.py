@@ -133,7 +133,7 @@ class RuleWriter:
             raise OvspecError(f"{at}: {why}; rewrite it, or set `json_schema_mode='checked'`.")
 
 
-def grammar_of(rules: RuleWriter, close: bool) -> str:
+def grammar_of(rules: RuleWriter, close_objects: bool) -> str:
     """Return the whole grammar.
 
     Args:
@@ -151,11 +151,11 @@ def grammar_of(rules: RuleWriter, close: bool) -> str:
     start = rules.value(root)
     while rules.waiting:
         node, name = rules.waiting.pop()
-        rules.lines.append(f"{name}: {options_of(rules, node, close)}")
+        rules.lines.append(f"{name}: {options_of(rules, node, close_objects)}")
     return "\n".join([*head, f"start: {start}", *rules.lines])
 
 
-def options_of(rules: RuleWriter, node: Node, close: bool) -> str:
+def options_of(rules: RuleWriter, node: Node, close_objects: bool) -> str:
     """Return the alternatives of a node; raises OvspecError if some can't be enforced and matter."""
     options: dict[str, None] = {}
     for alternatives in rules.schemas.shape(node).kinds.values():
@@ -163,11 +163,11 @@ def options_of(rules: RuleWriter, node: Node, close: bool) -> str:
         refused = [each for each in alternatives if isinstance(each, Refused) and not (usable and each.dispensable)]
         if refused:
             raise OvspecError(f"{refused[0].at}: {refused[0].why}; rewrite it, or set `json_schema_mode='checked'`.")
-        options.update((alternative(rules, each, close), None) for each in usable)
+        options.update((alternative(rules, each, close_objects), None) for each in usable)
     return " | ".join(options)
 
 
-def alternative(rules: RuleWriter, each: Alternative, close: bool) -> str:
+def alternative(rules: RuleWriter, each: Alternative, close_objects: bool) -> str:
     match each:
         case Nulls():
             return '"null"'
@@ -180,7 +180,7 @@ def alternative(rules: RuleWriter, each: Alternative, close: bool) -> str:
         case Arrays():
             return array(rules, each)
         case Objects():
-            return object_rule(rules, closed(each) if close else each)
+            return object_rule(rules, closed(each) if close_objects else each)
     raise AssertionError(each)
 
 

@@ -18,8 +18,8 @@ from grammar_protocol import Clock, Task, Vocabulary, logits_for, measured
 from llguidance import LLMatcher, LLTokenizer
 from protocol import Refusal
 
-from ovspec.grammars.json_schema import compiled
-from ovspec.grammars.sources import LIMITS, schema_problem
+from ovspec.grammars.json_schema import compile_schema
+from ovspec.grammars.sources import PARSER_LIMITS, find_schema_problem
 from ovspec.sampling.grammar_constraint import grammar_tokenizer as ovspec_tokenizer
 from ovspec.sampling.masks import masked
 
@@ -70,12 +70,12 @@ class Matcher:
 
     def __init__(self, tokenizer: LLTokenizer, apply: Apply, kind: str, source: str) -> None:
         if kind == "json":
-            grammar = LLMatcher.grammar_from_lark(compiled(json.loads(source), schema_problem).lark)
+            grammar = LLMatcher.grammar_from_lark(compile_schema(json.loads(source), find_schema_problem).lark)
         elif kind == "lark":
             grammar = LLMatcher.grammar_from_lark(source)
         else:
             raise Refusal(f"it doesn't read {kind}")
-        self.matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
+        self.matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=PARSER_LIMITS)
         if self.matcher.is_error():
             raise Refusal(self._error())
         self.bytes = np.zeros((tokenizer.vocab_size + 31) // 32 * 4, np.uint8)
