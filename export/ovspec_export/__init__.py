@@ -13,7 +13,7 @@ for _name in ("torch", "transformers", "optimum", "nncf"):
 from ovspec_export.compression import Compression as Compression  # noqa: E402
 from ovspec_export.distill.plan import DistillOptions as DistillOptions  # noqa: E402
 from ovspec_export.distill.run import distill_model as distill_model  # noqa: E402
-from ovspec_export.environments import prepare_all as prepare_all  # noqa: E402
+from ovspec_export.environments import prepare_environments as prepare_environments  # noqa: E402
 from ovspec_export.export import export_pair as export_pair  # noqa: E402
-from ovspec_export.families import environments_of as environments_of  # noqa: E402
-from ovspec_export.families import family_list as family_list  # noqa: E402
+from ovspec_export.families import describe_families as describe_families  # noqa: E402
+from ovspec_export.families import find_environments as find_environments  # noqa: E402

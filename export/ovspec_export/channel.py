@@ -12,30 +12,30 @@ import os
 import threading
 from typing import Any
 
-_stop = threading.Event()
-_out: int | None = None
+_stop_event = threading.Event()
+_progress_fd: int | None = None
 
 
 def open_channel() -> None:
     """Take the standard input and output of this process for the channel."""
-    global _out
-    _out = os.dup(1)
+    global _progress_fd
+    _progress_fd = os.dup(1)
     os.dup2(2, 1)
-    threading.Thread(target=_listen, daemon=True).start()
+    threading.Thread(target=_wait_for_stop, daemon=True).start()
 
 
-def tell(**figures: Any) -> None:
+def report_progress(**figures: Any) -> None:
     """Tell the parent how far the job is; without one, nothing happens."""
-    if _out is not None:
-        os.write(_out, (json.dumps(figures) + "\n").encode())
+    if _progress_fd is not None:
+        os.write(_progress_fd, (json.dumps(figures) + "\n").encode())
 
 
-def stopping() -> bool:
+def is_stop_requested() -> bool:
     """Return whether the parent wants the job to write what it has, and to end."""
-    return _stop.is_set()
+    return _stop_event.is_set()
 
 
-def _listen() -> None:
+def _wait_for_stop() -> None:
     while os.read(0, 1024):  # not through sys.stdin, whose lock would be held when the interpreter ends
-        _stop.set()
+        _stop_event.set()
     os._exit(1)

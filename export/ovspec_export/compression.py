@@ -38,11 +38,11 @@ class Compression:
     calibration: Path | None = None
     samples: int | None = None
 
-    def check(self) -> None:
+    def check_weight_options(self) -> None:
         """Raise OvspecError if the options don't fit together."""
         if self.weight_format not in WEIGHT_FORMATS:
             raise OvspecError(f"Weight format {self.weight_format!r} is not one of {', '.join(WEIGHT_FORMATS)}.")
-        given = [name for name in self.options() if name != "sym"]
+        given = [name for name in self.requested_options() if name != "sym"]
         if self.weight_format != "int4" and given:
             raise OvspecError(f"`{given[0]}` works only with `weight_format='int4'`.")
         if self.weight_format not in ("int4", "int8") and self.sym:
@@ -63,7 +63,7 @@ class Compression:
         if self.calibration:
             read_text(self.calibration)
 
-    def arguments(self) -> list[str]:
+    def optimum_arguments(self) -> list[str]:
         """Return optimum-cli's arguments. For calibration and bf16 these export fp32, which a later step compresses."""
         if self.calibration or self.weight_format == "bf16":
             return ["--weight-format", "fp32"]
@@ -75,15 +75,19 @@ class Compression:
         """Return the arguments of optimum-intel's OVWeightQuantizationConfig, except the texts and the tokenizer."""
         if self.weight_format == "int8":
             return {"bits": 8, "sym": self.sym}
-        named = {name: value for name, value in self.options().items() if name not in ("awq", "calibration", "samples")}
+        named = {
+            name: value
+            for name, value in self.requested_options().items()
+            if name not in ("awq", "calibration", "samples")
+        }
         return {"bits": 4, "sym": self.sym, "ratio": 1.0, "quant_method": "awq" if self.awq else "default"} | named
 
-    def without_text(self) -> Compression:
+    def without_calibration(self) -> Compression:
         """Return the same without the methods that need a text to calibrate on."""
         data_aware = {"scale_estimation": False, "gptq": False, "lora_correction": False}
         return replace(self, **data_aware, calibration=None, samples=None)
 
-    def options(self) -> dict[str, Any]:
+    def requested_options(self) -> dict[str, Any]:
         """Return the requested options for the manifest, without paths of this machine."""
         values = asdict(self) | {"calibration": self.calibration.name if self.calibration else None}
         return {name: value for name, value in values.items() if name != "weight_format" and value not in (None, False)}

@@ -22,15 +22,15 @@ from ovspec.ir.compile import MODEL_FILE
 from ovspec.setup.manifest import MANIFEST_FILE
 from ovspec.text.tokenizer import TOKENIZER_FILE
 from ovspec_export.compression import DEFAULT_GROUP_SIZE, WEIGHT_FORMATS, Compression
-from ovspec_export.environments import prepared_variables
-from ovspec_export.head_layout import flattened
-from ovspec_export.sources import TEXTS, GgufSource, HeadSource, Source, copy_files
+from ovspec_export.environments import prepare_environment_variables
+from ovspec_export.head_layout import flatten_head_config
+from ovspec_export.sources import TEXT_SUFFIXES, GgufSource, HeadSource, Source, copy_model_files
 from ovspec_export.tokenizers import load_tokenizer
 
-WORKER = "ovspec_export.worker"  # the module that runs jobs
-WAIT = 0.2 if sys.platform == "win32" else None  # seconds; Ctrl-C interrupts no longer wait there
-SMALLEST_GROUP = 16  # weights that share a scale
-FAILED = {
+WORKER_MODULE = "ovspec_export.worker"  # the module that runs jobs
+POLL_SECONDS = 0.2 if sys.platform == "win32" else None  # seconds; Ctrl-C interrupts no longer wait there
+SMALLEST_GROUP_SIZE = 16  # weights that share a scale
+JOB_FAILURES = {
     "optimum_cli": "optimum-cli could not export it",
     "eagle_head": "the head could not be converted",
     "gguf_weights": "its weights could not be unpacked",
@@ -46,7 +46,11 @@ FAILED = {
     "measure_costs": "it could not be timed",
     "measure_gain": "the gain could not be measured",
 }
-OURS = ("gguf_weights", "tokenizer", "to_bf16")  # jobs that don't load the model, and run without an overlay
+JOBS_WITHOUT_OVERLAY = (
+    "gguf_weights",
+    "tokenizer",
+    "to_bf16",
+)  # jobs that don't load the model, and run without an overlay
 # Text in the standard error of a failed step -> the reason that is reported instead.
 KNOWN_REASONS = {
     "No space left on device": "the disk of {place} is full",
@@ -58,13 +62,13 @@ KNOWN_REASONS = {
 }
 
 
-def convert(
+def convert_source(
     source: Source,
     folder: Path,
     compression: Compression,
     trust_remote_code: bool = False,
-    layers: list[int] | None = None,
-    states: Path | None = None,
+    tap_layers: list[int] | None = None,
+    states_file: Path | None = None,
 ) -> None:
     """Write the IR and the tokenizer of ``source`` into ``folder``.
 
@@ -75,15 +79,17 @@ def convert(
     """
     folder.mkdir(parents=True, exist_ok=True)
     if source.is_ir:
-        with step(f"{source.name}: copying the IR of {in_bytes(source.size)}", keep=True):
-            copy_ir(source, folder)
+        with step(f"{source.name}: copying the IR of {in_bytes(source.size_in_bytes)}", keep=True):
+            copy_ir_files(source, folder)
         return
     arguments = ["--model", str(source.folder), "--task", "text-generation-with-past"]
     runs_code = source.runs_code(trust_remote_code)
-    arguments += [*compression.arguments(), *["--trust-remote-code"] * runs_code]
+    arguments += [*compression.optimum_arguments(), *["--trust-remote-code"] * runs_code]
     first = arguments[arguments.index("--weight-format") + 1]
     groups = f" in groups of {compression.group_size}" if (compression.group_size or 0) > 0 and first == "int4" else ""
-    with step(f"{source.name}: converting {in_bytes(source.size)} to {first}{groups}", keep=True) as converting:
+    with step(
+        f"{source.name}: converting {in_bytes(source.size_in_bytes)} to {first}{groups}", keep=True
+    ) as converting:
         run_job(
             "optimum_cli",
             source,
@@ -92,16 +98,16 @@ def convert(
             source=str(source.folder),
             model_type=source.model_type,
             trust_remote_code=runs_code,
-            **({"layers": layers, "states": str(states)} if layers else {}),
+            **({"layers": tap_layers, "states": str(states_file)} if tap_layers else {}),
         )
         if not (folder / "openvino_tokenizer.xml").is_file():  # the overlay can't read what a newer transformers wrote
             where = {"source": str(source.folder), "folder": str(folder)}
             run_job("tokenizer", source, folder, **where, trust_remote_code=trust_remote_code)
         if not (folder / TOKENIZER_FILE).is_file():  # has the byte vocabulary; optimum-cli omits it for some
             load_tokenizer(source, trust_remote_code).save_pretrained(folder)
-        converting.result = written(folder)
+        converting.result = describe_folder_size(folder)
     if compression.calibration:
-        what = f"compressing {written(folder)} to int4 with {compression.calibration.name}"
+        what = f"compressing {describe_folder_size(folder)} to int4 with {compression.calibration.name}"
         with step(f"{source.name}: {what}", keep=True) as compressing:
             run_job(
                 "calibrate",
@@ -113,15 +119,15 @@ def convert(
                 config=compression.quantization_config(),
                 trust_remote_code=runs_code,
             )
-            compressing.result = written(folder)
+            compressing.result = describe_folder_size(folder)
     elif compression.weight_format == "bf16":
-        with step(f"{source.name}: rounding {written(folder)} to bf16", keep=True) as rounding:
+        with step(f"{source.name}: rounding {describe_folder_size(folder)} to bf16", keep=True) as rounding:
             run_job("to_bf16", source, folder, folder=str(folder))
-            rounding.result = written(folder)
+            rounding.result = describe_folder_size(folder)
 
 
 def convert_head(
-    source: HeadSource, folder: Path, compression: Compression, target: Source, layers: list[int], states: Path
+    source: HeadSource, folder: Path, compression: Compression, target: Source, tap_layers: list[int], states_file: Path
 ) -> None:
     """Write the IR of a head into ``folder``. layers: those of ``target`` whose inputs it reads; states: as they are.
 
@@ -130,7 +136,9 @@ def convert_head(
     """
     folder.mkdir(parents=True)
     format_ = compression.weight_format
-    with step(f"{source.name}: converting the head of {in_bytes(source.size)} to {format_}", keep=True) as converting:
+    with step(
+        f"{source.name}: converting the head of {in_bytes(source.size_in_bytes)} to {format_}", keep=True
+    ) as converting:
         where = {"source": source.folder, "folder": folder, "target": "" if target.is_ir else target.folder}
         run_job(
             "eagle_head",
@@ -138,49 +146,56 @@ def convert_head(
             folder,
             **{each: str(place) for each, place in where.items()},
             name=source.name,
-            layers=layers,
+            layers=tap_layers,
             weight_format=format_,
             quantization=compression.quantization_config() if format_.startswith("int") else {},
-            states=str(states),
+            states=str(states_file),
         )
         # Its attention has no window, whatever its config says of one.
-        config = flattened(source.config) | {"sliding_window": None}
+        config = flatten_head_config(source.config) | {"sliding_window": None}
         (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8", newline="\n")
-        converting.result = written(folder)
+        converting.result = describe_folder_size(folder)
 
 
-def first_layers(source: Source, layers: int, folder: Path, trust_remote_code: bool) -> Source:
+def make_first_layers(source: Source, layer_count: int, folder: Path, trust_remote_code: bool) -> Source:
     """Save the first ``layers`` layers of ``source`` as a checkpoint in ``folder`` and return it as a source."""
-    with step(f"{source.name}: making a draft from its first {layers} layers", keep=True):
-        options: dict[str, Any] = {"layers": layers, "folder": str(folder)}
+    with step(f"{source.name}: making a draft from its first {layer_count} layers", keep=True):
+        options: dict[str, Any] = {"layers": layer_count, "folder": str(folder)}
         options["trust_remote_code"] = source.runs_code(trust_remote_code)
         run_job("first_layers", source, folder.parent, source=str(source.folder), **options)
-    return Source(f"{source.name}, first {layers} layers", folder, is_ir=False, revision=source.revision)
+    return Source(f"{source.name}, first {layer_count} layers", folder, is_ir=False, revision=source.revision)
 
 
-def layers_of(source: Source, layers: int) -> float:
+def share_of_layers(source: Source, layer_count: int) -> float:
     """Return ``layers`` as a share of all layers; raises OvspecError for an IR or a number out of range."""
     if source.is_ir:
         raise OvspecError(f"{source.name}: `draft_layers` needs a checkpoint, but this is already an IR.")
-    total = source.entry("layers")
+    total = source.config_number("layers")
     if total is None:
         return 1.0  # not in the config by any of these names; transformers will know
-    if not 0 < layers < total:
-        raise OvspecError(f"`draft_layers` is {layers}; {source.name} has {total} layers, so take 1 to {total - 1}.")
-    return layers / total
+    if not 0 < layer_count < total:
+        raise OvspecError(
+            f"`draft_layers` is {layer_count}; {source.name} has {total} layers, so take 1 to {total - 1}."
+        )
+    return layer_count / total
 
 
-def copy_ir(source: Source, folder: Path) -> None:
+def copy_ir_files(source: Source, folder: Path) -> None:
     """Copy the files of an IR to ``folder``, without other files beside them."""
 
-    def wanted(file: Path) -> bool:
-        return file.name != MANIFEST_FILE and (file.suffix in TEXTS or file.name.startswith("openvino_"))
+    def is_ir_file(file: Path) -> bool:
+        return file.name != MANIFEST_FILE and (file.suffix in TEXT_SUFFIXES or file.name.startswith("openvino_"))
 
-    copy_files(source.folder, folder, wanted)
+    copy_model_files(source.folder, folder, is_ir_file)
 
 
 def run_job(
-    job: str, model: Source, scratch: Path, told: Callable[[dict[str, Any]], None] | None = None, /, **arguments: Any
+    job: str,
+    model: Source,
+    scratch: Path,
+    on_message: Callable[[dict[str, Any]], None] | None = None,
+    /,
+    **arguments: Any,
 ) -> bool:
     """Run a job of ``worker.py`` in the environment of the model's family, with temporary files in ``scratch``.
 
@@ -192,100 +207,104 @@ def run_job(
     Raises:
         OvspecError: the job fails, with the reason, or its environment can't be prepared.
     """
-    command = [sys.executable, "-P", "-m", WORKER, job, json.dumps(arguments)]
+    command = [sys.executable, "-P", "-m", WORKER_MODULE, job, json.dumps(arguments)]
     scratch.mkdir(parents=True, exist_ok=True)
-    overlay = {} if model.is_ir or job in OURS else prepared_variables(model.family.environment, model.model_type)
-    asked = False
+    overlay = (
+        {}
+        if model.is_ir or job in JOBS_WITHOUT_OVERLAY
+        else prepare_environment_variables(model.family.environment, model.model_type)
+    )
+    stop_requested = False
     with tempfile.TemporaryDirectory(dir=scratch, ignore_cleanup_errors=True) as temporary:
         # Everything needed is already downloaded, with weights as safetensors only; nothing else may be fetched now.
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "PYTHONUTF8": "1"}
         environment |= {"TMPDIR": temporary, "TEMP": temporary, "TMP": temporary} | overlay
-        errors = Path(temporary) / "errors"
+        error_file = Path(temporary) / "errors"
         # The worker ends when its input closes, even if this process is killed. Ctrl-C is for this process alone.
         with (
-            errors.open("wb") as noise,
+            error_file.open("wb") as error_stream,
             subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=noise,
+                stderr=error_stream,
                 env=environment,
-                **own_group(),
+                **process_group_options(),
             ) as process,
         ):
             assert process.stdin
-            listening = threading.Thread(target=listen, args=(process, told), daemon=True)
-            listening.start()
+            reader = threading.Thread(target=forward_messages, args=(process, on_message), daemon=True)
+            reader.start()
             try:
                 while process.poll() is None:
                     try:
                         with contextlib.suppress(subprocess.TimeoutExpired):
-                            process.wait(WAIT)
+                            process.wait(POLL_SECONDS)
                     except KeyboardInterrupt:
-                        if not told or asked:
+                        if not on_message or stop_requested:
                             raise
-                        asked = True
-                        told({"stopping": True})
+                        stop_requested = True
+                        on_message({"stopping": True})
                         with contextlib.suppress(OSError):  # it has just ended
                             process.stdin.write(b"stop\n")
                             process.stdin.flush()
             except BaseException:
                 process.kill()
                 raise
-            listening.join()
-        noisy = errors.read_text(encoding="utf-8", errors="replace")
+            reader.join()
+        error_text = error_file.read_text(encoding="utf-8", errors="replace")
     if process.returncode:
-        why = reason(noisy, process.returncode, scratch.absolute().parent)
-        raise OvspecError(f"{model.name}: {FAILED[job]} ({why}).")
-    return not asked
+        why = describe_failure(error_text, process.returncode, scratch.absolute().parent)
+        raise OvspecError(f"{model.name}: {JOB_FAILURES[job]} ({why}).")
+    return not stop_requested
 
 
-def own_group() -> dict[str, Any]:
+def process_group_options() -> dict[str, Any]:
     """Return the arguments of ``Popen`` that keep Ctrl-C from a process."""
     if sys.platform == "win32":
         return {"creationflags": getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0x200)}
     return {"start_new_session": True}
 
 
-def listen(process: subprocess.Popen[bytes], told: Callable[[dict[str, Any]], None] | None) -> None:
+def forward_messages(process: subprocess.Popen[bytes], on_message: Callable[[dict[str, Any]], None] | None) -> None:
     """Hand on what a worker tells, until it ends."""
     assert process.stdout
     for line in process.stdout:
-        if told:
-            told(json.loads(line))
+        if on_message:
+            on_message(json.loads(line))
 
 
-def reason(told: str, returncode: int, place: Path = Path()) -> str:
+def describe_failure(error_text: str, returncode: int, place: Path = Path()) -> str:
     """Return what went wrong, from the standard error of a failed process that wrote to ``place``."""
-    known = next((text.format(place=place) for sign, text in KNOWN_REASONS.items() if sign in told), None)
-    lines = [line.rstrip() for line in told.splitlines() if line.strip()]
-    if known or not lines or returncode < 0:
-        return known or (f"ended by signal {-returncode}" if returncode < 0 else f"exit code {returncode}")
+    known_reason = next((text.format(place=place) for sign, text in KNOWN_REASONS.items() if sign in error_text), None)
+    lines = [line.rstrip() for line in error_text.splitlines() if line.strip()]
+    if known_reason or not lines or returncode < 0:
+        return known_reason or (f"ended by signal {-returncode}" if returncode < 0 else f"exit code {returncode}")
     # A traceback ends with the exception, whose message may have several lines.
-    raised = [i for i, line in enumerate(lines) if re.match(r"[A-Za-z_][\w.]*(Error|Exception)\b", line)]
-    told = " ".join(line.strip() for line in lines[raised[-1] if raised else -1 :])
-    sentences = re.split(r"(?<=\.) ", re.sub(r"^[\w.]+: ", "", told))
+    exception_lines = [i for i, line in enumerate(lines) if re.match(r"[A-Za-z_][\w.]*(Error|Exception)\b", line)]
+    error_text = " ".join(line.strip() for line in lines[exception_lines[-1] if exception_lines else -1 :])
+    sentences = re.split(r"(?<=\.) ", re.sub(r"^[\w.]+: ", "", error_text))
     return " ".join(sentences[:2])[:300].rstrip(". ")
 
 
-def written(folder: Path) -> str:
+def describe_folder_size(folder: Path) -> str:
     """Return the size of the files in ``folder``."""
     return in_bytes(sum(path.stat().st_size for path in folder.iterdir() if path.is_file()))
 
 
-def needed_space(source: Source, compression: Compression) -> float:
+def estimate_space(source: Source, compression: Compression) -> float:
     """Return the disk space for exporting ``source``, in bytes: its IR and, if made first, the uncompressed one."""
     if source.is_ir:
-        return source.size
-    final = source.parameters * WEIGHT_FORMATS[compression.weight_format] / 8
+        return source.size_in_bytes
+    final = source.parameter_count * WEIGHT_FORMATS[compression.weight_format] / 8
     through_fp32 = compression.calibration or compression.weight_format not in ("fp32", "fp16")
-    copy = source.size if source.holds_text_model else 0  # made first
+    copy = source.size_in_bytes if source.holds_text_model else 0  # made first
     if isinstance(source, GgufSource):
-        copy = source.parameters * (4 if compression.weight_format == "fp32" else 2)
-    return 1.05 * (final + source.parameters * 4 * bool(through_fp32)) + copy + 20e6
+        copy = source.parameter_count * (4 if compression.weight_format == "fp32" else 2)
+    return 1.05 * (final + source.parameter_count * 4 * bool(through_fp32)) + copy + 20e6
 
 
-def fitted(source: Source, compression: Compression) -> Compression:
+def fit_group_size(source: Source, compression: Compression) -> Compression:
     """Return ``compression`` with groups that divide the rows of the weights, where int4 is asked for and nothing else.
 
     Raises:
@@ -293,13 +312,13 @@ def fitted(source: Source, compression: Compression) -> Compression:
     """
     if source.is_ir or compression.weight_format != "int4" or compression.ratio not in (None, 1.0):
         return compression  # with a ratio, nncf chooses the layers that are cut
-    widths, size = source.widths(), compression.group_size or DEFAULT_GROUP_SIZE
+    widths, size = source.weight_widths(), compression.group_size or DEFAULT_GROUP_SIZE
     wrong = next((name for name, width in widths.items() if size != -1 and width % size), None)
     if not wrong:
         return compression
     fits = math.gcd(*widths.values(), DEFAULT_GROUP_SIZE)
-    fits = fits if fits >= SMALLEST_GROUP else -1
-    if not compression.options():  # optimum's own choice for a model that it doesn't know has groups of 128
+    fits = fits if fits >= SMALLEST_GROUP_SIZE else -1
+    if not compression.requested_options():  # optimum's own choice for a model that it doesn't know has groups of 128
         return dataclasses.replace(compression, group_size=fits)
     raise OvspecError(
         f"{source.name}: `group_size` is {size}, but {wrong} has rows of {widths[wrong]} weights; take "
@@ -307,7 +326,7 @@ def fitted(source: Source, compression: Compression) -> Compression:
     )
 
 
-def check_ir(source: Source, folder: Path) -> None:
+def check_converted_files(source: Source, folder: Path) -> None:
     """Raise OvspecError if a step reported success but left no model."""
     for file in (folder / MODEL_FILE, (folder / MODEL_FILE).with_suffix(".bin")):
         if not file.is_file() or not file.stat().st_size:

@@ -28,28 +28,34 @@ from ovspec.ir.compile import (
 )
 from ovspec_export.sources import HeadSource, Source
 
-VOCABULARY_FILE = "draft_vocabulary.json"
-MADE_BY = {"Convert", "Multiply", "Subtract", "Add", "Divide"}  # operations that make weights of constants
+DRAFT_VOCABULARY_FILE = "draft_vocabulary.json"
+ELEMENTWISE_OPERATIONS = {
+    "Convert",
+    "Multiply",
+    "Subtract",
+    "Add",
+    "Divide",
+}  # operations that make weights of constants
 
 
 @dataclass(frozen=True)
-class VocabularyFile:
+class DraftVocabulary:
     """A ``VOCABULARY_FILE``. ids: those that the draft proposes, sorted."""
 
     ids: list[int]
 
 
-def write_ids(folder: Path, ids: np.ndarray) -> None:
+def write_draft_vocabulary(folder: Path, ids: np.ndarray) -> None:
     """Let the checkpoint in ``folder`` propose only ``ids`` (n,)."""
-    write_atomically(folder / VOCABULARY_FILE, json.dumps({"ids": ids.tolist()}) + "\n")
+    write_atomically(folder / DRAFT_VOCABULARY_FILE, json.dumps({"ids": ids.tolist()}) + "\n")
 
 
 def is_trimmed(source: Source) -> bool:
     """Return whether a model proposes only some ids."""
-    return has_trimmed_vocabulary(source.folder) if source.is_ir else (source.folder / VOCABULARY_FILE).is_file()
+    return has_trimmed_vocabulary(source.folder) if source.is_ir else (source.folder / DRAFT_VOCABULARY_FILE).is_file()
 
 
-def proposed_ids(draft: Source, target: Source) -> np.ndarray | None:
+def read_proposed_ids(draft: Source, target: Source) -> np.ndarray | None:
     """Return the ids that a draft model proposes, (n,) int64; None for a head, or if it proposes all.
 
     Raises:
@@ -61,10 +67,10 @@ def proposed_ids(draft: Source, target: Source) -> np.ndarray | None:
         check_weights(draft.folder / MODEL_FILE)
         ids = read_target_ids(read_model(draft.folder))
     else:
-        ids = np.array(read_as(VocabularyFile, draft.folder / VOCABULARY_FILE).ids, dtype=np.int64)
+        ids = np.array(read_as(DraftVocabulary, draft.folder / DRAFT_VOCABULARY_FILE).ids, dtype=np.int64)
     if ids is None or not len(ids):
         raise OvspecError(f"{draft.name}: its draft vocabulary is empty; trim the draft again.")
-    most = min(source.entry("vocab") or np.iinfo(np.int64).max for source in (draft, target))
+    most = min(source.config_number("vocab") or np.iinfo(np.int64).max for source in (draft, target))
     if len(wrong := ids[(ids < 0) | (ids >= most)]):
         raise OvspecError(f"{draft.name}: its draft vocabulary names the token {wrong[0]} of {most}.")
     if len(np.unique(ids)) < len(ids):
@@ -81,7 +87,7 @@ def trim_ir(folder: Path, ids: np.ndarray, name: str) -> None:
         OvspecError: the lm_head isn't found, or its weights are made in an unknown way.
     """
     try:
-        model = with_few_logits(folder, ids)
+        model = read_trimmed_model(folder, ids)
     except ValueError as error:
         raise OvspecError(f"{name}: its vocabulary can't be trimmed, because {error}; choose another draft.") from None
     add_target_ids(model, ids)
@@ -91,17 +97,17 @@ def trim_ir(folder: Path, ids: np.ndarray, name: str) -> None:
         (folder / f"trimmed{suffix}").replace((folder / MODEL_FILE).with_suffix(suffix))
 
 
-def with_few_logits(folder: Path, ids: np.ndarray) -> ov.Model:
+def read_trimmed_model(folder: Path, ids: np.ndarray) -> ov.Model:
     """Return the graph of the model in ``folder`` with logits of only ``ids`` (n,); ValueError if that can't be."""
     # The embedding may have the lm_head's weights, so those that are cut come from a second reading.
     model, copy = read_model(folder), read_model(folder)
-    path, same = logits_path(model), logits_path(copy)
+    path, same = find_logits_path(model), find_logits_path(copy)
     moving, axis = path[0].input_value(0).get_node(), -2 if path[0].get_attributes()["transpose_b"] else -1
     for node, twin in zip(path, same, strict=True):
         for port, value in zip(node.inputs(), twin.input_values(), strict=True):
             if port.get_source_output().get_node().get_name() != moving.get_name():
                 port.replace_source_output(value)
-                keep_entries(port, axis, ids)
+                select_port_entries(port, axis, ids)
         moving, axis = node, -1
     model.validate_nodes_and_infer_types()
     if model.output("logits").get_partial_shape()[-1] != len(ids):
@@ -109,7 +115,7 @@ def with_few_logits(folder: Path, ids: np.ndarray) -> ov.Model:
     return model
 
 
-def logits_path(model: ov.Model) -> list[ov.Node]:
+def find_logits_path(model: ov.Model) -> list[ov.Node]:
     """Return the operations that make logits of hidden states, the lm_head's MatMul first; ValueError if unknown."""
     node, path = find_lm_head(model), list[ov.Node]()
     while node and node.get_type_name() != "Result":
@@ -121,7 +127,7 @@ def logits_path(model: ov.Model) -> list[ov.Node]:
     return path
 
 
-def keep_entries(port: ov.Input, axis: int, ids: np.ndarray) -> None:
+def select_port_entries(port: ov.Input, axis: int, ids: np.ndarray) -> None:
     """Keep of what an operation reads at ``port`` only the entries ``ids`` along ``axis``, which counts from the end.
 
     Raises ValueError if that is made in an unknown way.
@@ -132,25 +138,25 @@ def keep_entries(port: ov.Input, axis: int, ids: np.ndarray) -> None:
         return
     match node.get_type_name():
         case "Constant":
-            port.replace_source_output(entries(node, axis, ids).output(0))
+            port.replace_source_output(select_constant_entries(node, axis, ids).output(0))
         case "Transpose":
             order = node.input_value(1).get_node().get_data()  # type: ignore[attr-defined]
-            keep_entries(node.input(0), int(order[axis]) - len(shape), ids)
+            select_port_entries(node.input(0), int(order[axis]) - len(shape), ids)
         case "Reshape":  # of groups, which follow the rows
             inner = list(node.input_value(0).get_shape())
             if axis != -len(shape) or inner[0] != shape[0]:
                 raise ValueError("the rows of its lm_head are reshaped")
-            keep_entries(node.input(0), -len(inner), ids)
+            select_port_entries(node.input(0), -len(inner), ids)
             pattern = ops.constant([len(ids), *shape[1:]], dtype=ov.Type.i64)
             node.input(1).replace_source_output(pattern.output(0))
-        case kind if kind in MADE_BY:
+        case kind if kind in ELEMENTWISE_OPERATIONS:
             for each in node.inputs():
-                keep_entries(each, axis, ids)
+                select_port_entries(each, axis, ids)
         case kind:
             raise ValueError(f"its lm_head is made by {kind}")
 
 
-def entries(constant: ov.Node, axis: int, ids: np.ndarray) -> ov.Node:
+def select_constant_entries(constant: ov.Node, axis: int, ids: np.ndarray) -> ov.Node:
     """Return the entries ``ids`` of a constant along ``axis``, which counts from the end."""
     shape, kind = list(constant.get_output_shape(0)), constant.get_element_type()
     stored = np.asarray(constant.data).reshape(-1).view(np.uint8)  # type: ignore[attr-defined]

@@ -24,13 +24,13 @@ from ovspec.base.errors import OvspecError
 from ovspec.base.files import move
 from ovspec.base.progress import in_bytes, note, step
 from ovspec.ir.device import default_cache_dir
-from ovspec_export.folders import check_space
+from ovspec_export.folders import check_disk_space
 
-NEEDED = 130_000_000  # bytes of disk while an overlay is made, wheels included
+NEEDED_BYTES = 130_000_000  # bytes of disk while an overlay is made, wheels included
 # Scripts are not used. Wheels may overwrite each other's, and pip lists them outside the folder.
-SCRIPTS = ("../", "/", "bin/", "Scripts/")
+SCRIPT_PREFIXES = ("../", "/", "bin/", "Scripts/")
 # Text in pip's or uv's output -> why the packages could not be had.
-REASONS = {
+INSTALL_FAILURES = {
     "No space left on device": "the disk is full",
     "No matching distribution": "the package index cannot be reached or doesn't have them",
     "NewConnectionError": "the package index cannot be reached",
@@ -55,7 +55,7 @@ class Environment:
         return default_cache_dir() / "environments" / versions
 
     @property
-    def partial(self) -> str:
+    def partial_prefix(self) -> str:
         """How names of folders begin in which it is being made: short, as Windows' paths end at 259 characters."""
         return f".{zlib.crc32(self.folder.name.encode()):08x}-"
 
@@ -63,7 +63,7 @@ class Environment:
     def is_prepared(self) -> bool:
         """Whether the overlay is there and whole; one that was copied by hand may not be."""
         names = (f"{name.replace('-', '_')}-{version}.dist-info" for name, version, _ in self.wheels)
-        return all(is_whole(self.folder / name) for name in names)
+        return all(is_wheel_whole(self.folder / name) for name in names)
 
 
 TRANSFORMERS_5_2 = Environment(
@@ -87,13 +87,13 @@ OPTIMUM_INTEL_2_2 = Environment(
 OVERLAYS = (TRANSFORMERS_5_2, TRANSFORMERS_4_57, OPTIMUM_INTEL_2_2)
 
 
-def is_whole(info: Path) -> bool:
+def is_wheel_whole(info: Path) -> bool:
     """Return whether every file that the RECORD in a wheel's ``.dist-info`` lists is there, in the size it lists."""
     folder, listed = str(info.parent), 0
     try:
         with (info / "RECORD").open(encoding="utf-8", newline="") as record:
             for name, _, size in csv.reader(record):
-                if name.startswith(SCRIPTS):
+                if name.startswith(SCRIPT_PREFIXES):
                     continue
                 listed += 1
                 actual = os.stat(f"{folder}/{name}").st_size  # noqa: PTH116, as pathlib takes twice as long
@@ -104,7 +104,7 @@ def is_whole(info: Path) -> bool:
     return listed > 0
 
 
-def prepare(environment: Environment, families: str) -> Path:
+def prepare_environment(environment: Environment, families: str) -> Path:
     """Make the overlay unless it is there, and return its folder.
 
     Args:
@@ -119,7 +119,7 @@ def prepare(environment: Environment, families: str) -> Path:
     lock = FileLock(folder.with_name(f".{folder.name}.lock"))
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        check_space(folder, NEEDED, f"the environment for {families}", "make room")
+        check_disk_space(folder, NEEDED_BYTES, f"the environment for {families}", "make room")
         try:
             lock.acquire(timeout=0)
         except Timeout:
@@ -127,12 +127,12 @@ def prepare(environment: Environment, families: str) -> Path:
             lock.acquire()
         try:
             if not environment.is_prepared:
-                for left in folder.parent.glob(f"{environment.partial}*"):  # of a process that was killed
+                for left in folder.parent.glob(f"{environment.partial_prefix}*"):  # of a process that was killed
                     shutil.rmtree(left, ignore_errors=True)
                 if folder.exists():
                     note(f"{folder}: incomplete, so it is made anew")
                 with step(f"{environment.name}: preparing it for {families}", keep=True) as preparing:
-                    preparing.result = in_bytes(install(environment, families))
+                    preparing.result = in_bytes(install_wheels(environment, families))
         finally:
             lock.release()
     except OSError as error:
@@ -140,16 +140,16 @@ def prepare(environment: Environment, families: str) -> Path:
     return folder
 
 
-def install(environment: Environment, families: str) -> int:
+def install_wheels(environment: Environment, families: str) -> int:
     """Install the wheels beside the overlay's place, and rename the whole in its stead; return its size in bytes."""
     folder = environment.folder
     with tempfile.TemporaryDirectory(
-        dir=folder.parent, prefix=environment.partial, ignore_cleanup_errors=True
+        dir=folder.parent, prefix=environment.partial_prefix, ignore_cleanup_errors=True
     ) as temporary:
         packages, wanted = Path(temporary) / "packages", Path(temporary) / "requirements.txt"
         lines = [f"{name}=={version} --hash=sha256:{checksum}\n" for name, version, checksum in environment.wheels]
         wanted.write_text("".join(lines), encoding="utf-8", newline="\n")
-        command = [*installer(), "--no-deps", "--target", str(packages), "--require-hashes", "-r", str(wanted)]
+        command = [*installer_command(), "--no-deps", "--target", str(packages), "--require-hashes", "-r", str(wanted)]
         # pip unpacks in the temporary folder first, which may be too small a disk.
         scratch = dict.fromkeys(("TMPDIR", "TEMP", "TMP"), temporary)
         settings = dict.fromkeys(("PIP_CONSTRAINT", "PIP_PREFIX", "PIP_ROOT", "UV_CONSTRAINT"), "")
@@ -166,7 +166,9 @@ def install(environment: Environment, families: str) -> int:
         if done.returncode:
             told = done.stdout + done.stderr
             last = (told.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-            why = next((reason for sign, reason in REASONS.items() if sign in told), last.removeprefix("ERROR: "))
+            why = next(
+                (reason for sign, reason in INSTALL_FAILURES.items() if sign in told), last.removeprefix("ERROR: ")
+            )
             wheels = " and ".join(f"{name} {version}" for name, version, _ in environment.wheels)
             incomplete = f"The folder {folder.name} there is incomplete. " if folder.exists() else ""
             raise OvspecError(
@@ -181,7 +183,7 @@ def install(environment: Environment, families: str) -> int:
     return size
 
 
-def installer() -> list[str]:
+def installer_command() -> list[str]:
     """Return the command that installs packages: this Python's pip, or uv."""
     if importlib.util.find_spec("pip"):
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile"]
@@ -191,17 +193,17 @@ def installer() -> list[str]:
     raise OvspecError("Preparing an environment needs pip or uv, but neither is installed; install one of them.")
 
 
-def prepare_all(needed: dict[Environment, str]) -> None:
+def prepare_environments(needed: dict[Environment, str]) -> None:
     """Make these overlays, each for the families that are named with it, and say where they are."""
     if not needed:
         note("nothing to prepare: these families need only what is installed")
     for environment, families in needed.items():
-        note(f"{environment.name}: {prepare(environment, families)}")
+        note(f"{environment.name}: {prepare_environment(environment, families)}")
 
 
-def prepared_variables(environment: Environment | None, families: str) -> dict[str, str]:
+def prepare_environment_variables(environment: Environment | None, families: str) -> dict[str, str]:
     """Return the variables that a process needs to see an environment, which is prepared first; {} for our own."""
     if environment is None:
         return {}
-    paths = [str(prepare(environment, families)), os.environ.get("PYTHONPATH", "")]
+    paths = [str(prepare_environment(environment, families)), os.environ.get("PYTHONPATH", "")]
     return {"PYTHONPATH": os.pathsep.join(filter(None, paths))}

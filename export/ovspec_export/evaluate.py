@@ -14,10 +14,12 @@ from ovspec.ir.device import DeviceOptions
 from ovspec.sampling.logprobs import log_softmax
 from ovspec.setup.rollback_probing import probe_rollback
 from ovspec.text.tokenizer import Tokenizer
-from ovspec_export.quantised import load_model
+from ovspec_export.quantised import load_checkpoint_model
 
 
-def compare(source: Path, folder: Path, text: str, context: int, trust_remote_code: bool) -> dict[str, float]:
+def compare_with_checkpoint(
+    source: Path, folder: Path, text: str, context: int, trust_remote_code: bool
+) -> dict[str, float]:
     """Return both perplexities, the mean KL divergence of the IR from the checkpoint (nats) and the top-1 agreement.
 
     Both compute in f32, so that only the weights differ. Raises OvspecError if the text has fewer than two tokens.
@@ -31,7 +33,7 @@ def compare(source: Path, folder: Path, text: str, context: int, trust_remote_co
     tokens = tokenizer.encode(text)
     context = min(context, DEFAULT_CONTEXT, ir.context_length or DEFAULT_CONTEXT)
     check_length(tokens, context)
-    model = load_model(str(source), trust_remote_code, dtype=torch.float32)
+    model = load_checkpoint_model(str(source), trust_remote_code, dtype=torch.float32)
     spans = windows(len(tokens), context)
     reference, start, end = np.empty((0, 0), np.float32), 0, 0
     ours = theirs = divergence = 0.0

@@ -9,16 +9,16 @@ from ovspec.base.progress import note, step
 from ovspec.setup.manifest import DRAFT_FOLDER, Manifest
 from ovspec.text.pairing import check_same_vocabulary
 from ovspec_export.compression import INT8, Compression
-from ovspec_export.convert import check_ir, convert, convert_head, first_layers
+from ovspec_export.convert import check_converted_files, convert_head, convert_source, make_first_layers
 from ovspec_export.draft_vocabulary import trim_ir
-from ovspec_export.export_plan import planned
-from ovspec_export.folders import work_folder
-from ovspec_export.gguf_checkpoint import checkpoint_of
-from ovspec_export.manifests import complete, describe, versions
-from ovspec_export.quality import evaluated, quality_table
+from ovspec_export.export_plan import plan_export
+from ovspec_export.folders import open_work_folder
+from ovspec_export.gguf_checkpoint import write_gguf_checkpoint
+from ovspec_export.manifests import complete_export, describe_model, installed_versions
+from ovspec_export.quality import evaluate_exports, format_quality_table
 from ovspec_export.sources import GgufSource, HeadSource, Source
-from ovspec_export.text_part import text_part
-from ovspec_export.tokenizers import differing_texts, load_tokenizer, put_template
+from ovspec_export.text_part import extract_text_model
+from ovspec_export.tokenizers import find_differing_texts, load_tokenizer, replace_chat_template
 
 
 def export_pair(
@@ -53,7 +53,7 @@ def export_pair(
             way, or the disk has too little space.
     """
     output = output.expanduser().resolve()
-    plan = planned(
+    plan = plan_export(
         target,
         draft,
         output,
@@ -65,15 +65,15 @@ def export_pair(
         chat_template=chat_template,
         trust_remote_code=trust_remote_code,
     )
-    template, ids, tapped = plan.template, plan.ids, plan.tapped
-    with work_folder(output, overwrite) as work:
+    template, ids, tapped = plan.chat_template, plan.draft_ids, plan.tap_layers
+    with open_work_folder(output, overwrite) as work:
         sources = [
-            as_checkpoint(source, work / f"checkpoint-{i}", wanted.weight_format)
+            make_checkpoint(source, work / f"checkpoint-{i}", wanted.weight_format)
             for i, (source, wanted) in enumerate(zip(plan.sources, plan.compressions, strict=False))
         ]
         if draft_layers is not None:
             layers = work / "first-layers"
-            sources.append(first_layers(sources[0], draft_layers, layers, trust_remote_code))
+            sources.append(make_first_layers(sources[0], draft_layers, layers, trust_remote_code))
         folders = [work, work / DRAFT_FOLDER]
         models = []
         states = work / "states.npy"
@@ -81,33 +81,35 @@ def export_pair(
             if tapped and isinstance(source, HeadSource) and not source.is_ir:
                 convert_head(source, folder, wanted, sources[0], tapped, states)
             else:
-                convert(source, folder, wanted, trust_remote_code, tapped, states)
-            check_ir(source, folder)
+                convert_source(source, folder, wanted, trust_remote_code, tapped, states)
+            check_converted_files(source, folder)
             if source.is_ir and folder != work and not isinstance(source, HeadSource):
                 check_same_vocabulary(work, folder)
-            models.append(describe(source, folder, wanted, work))
+            models.append(describe_model(source, folder, wanted, work))
         with step(f"{sources[0].name}: comparing the tokenizers"):
-            differing = [] if sources[0].is_ir else differing_texts(load_tokenizer(sources[0], trust_remote_code), work)
+            differing = (
+                [] if sources[0].is_ir else find_differing_texts(load_tokenizer(sources[0], trust_remote_code), work)
+            )
         for text in differing:
             note(f"warning: OpenVINO's tokenizer splits {text!r} differently from Hugging Face's")
-        quality = evaluated(sources, folders, evaluate, work, trust_remote_code) if evaluate else []
+        quality = evaluate_exports(sources, folders, evaluate, work, trust_remote_code) if evaluate else []
         if ids is not None and not sources[1].is_ir:
             with step(f"{sources[1].name}: keeping {len(ids):,} of its ids", keep=True):
                 trim_ir(folders[1], ids, sources[1].name)
         if template is not None:
-            put_template(template, work)
+            replace_chat_template(template, work)
         states.unlink(missing_ok=True)
         for folder in (work / "first-layers", work / "checkpoint-0", work / "checkpoint-1"):
             shutil.rmtree(folder, ignore_errors=True)
-        manifest = Manifest(models[0], models[1] if len(models) > 1 else None, versions(), {}, differing)
-        complete(work, output, manifest)
-    for line in quality_table(quality):
+        manifest = Manifest(models[0], models[1] if len(models) > 1 else None, installed_versions(), {}, differing)
+        complete_export(work, output, manifest)
+    for line in format_quality_table(quality):
         note(line)
     return manifest
 
 
-def as_checkpoint(source: Source, folder: Path, weight_format: str) -> Source:
+def make_checkpoint(source: Source, folder: Path, weight_format: str) -> Source:
     """Return a source that optimum can read: the same, or one that is written into ``folder``."""
     if isinstance(source, GgufSource):
-        return checkpoint_of(source, folder, weight_format)
-    return text_part(source, folder) if source.holds_text_model else source
+        return write_gguf_checkpoint(source, folder, weight_format)
+    return extract_text_model(source, folder) if source.holds_text_model else source

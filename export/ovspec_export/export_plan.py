@@ -12,13 +12,13 @@ from ovspec.base.files import read_text
 from ovspec.base.progress import in_bytes, note, step
 from ovspec.text.given_template import given_source
 from ovspec_export.compression import INT8, Compression
-from ovspec_export.convert import fitted, layers_of, needed_space
-from ovspec_export.draft_vocabulary import is_trimmed, proposed_ids
-from ovspec_export.environments import prepared_variables
-from ovspec_export.folders import check_output, check_space
-from ovspec_export.head_fit import check_fits
+from ovspec_export.convert import estimate_space, fit_group_size, share_of_layers
+from ovspec_export.draft_vocabulary import is_trimmed, read_proposed_ids
+from ovspec_export.environments import prepare_environment_variables
+from ovspec_export.folders import check_disk_space, check_output_folder
+from ovspec_export.head_fit import check_head_fits
 from ovspec_export.sources import HeadSource, Source, find_source
-from ovspec_export.tokenizers import check_pair, templates_of
+from ovspec_export.tokenizers import check_pair_vocabularies, read_source_templates
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,12 @@ class ExportPlan:
 
     sources: list[Source]
     compressions: list[Compression]
-    template: str | None
-    ids: np.ndarray | None
-    tapped: list[int] | None
+    chat_template: str | None
+    draft_ids: np.ndarray | None
+    tap_layers: list[int] | None
 
 
-def planned(
+def plan_export(
     target: str,
     draft: str | None,
     output: Path,
@@ -54,16 +54,16 @@ def planned(
 ) -> ExportPlan:
     """Return what ``export_pair``, which describes the arguments and errors, is to do."""
     for wanted in filter(None, (compression, draft_compression)):
-        wanted.check()
+        wanted.check_weight_options()
     if draft and draft_layers is not None:
         raise OvspecError("`draft_layers` makes the draft from the target; leave out either it or `draft`.")
     if evaluate:
         read_text(evaluate)
-    check_output(output, overwrite)
+    check_output_folder(output, overwrite)
     # Not in a progress step: a download shows its own progress.
     sources = [find_source(name, trust_remote_code) for name in (target, draft) if name is not None]
     for source in sources:
-        what = f"{in_bytes(source.size)}{', an IR, used as it is' if source.is_ir else ''}"
+        what = f"{in_bytes(source.size_in_bytes)}{', an IR, used as it is' if source.is_ir else ''}"
         note(f"{source.name}: {what}, revision {source.revision[:12]}")
         where = source.folder.resolve()
         if output == where or where in output.parents or output in where.parents:
@@ -73,30 +73,30 @@ def planned(
     if is_trimmed(sources[0]):
         told = "a draft with a trimmed vocabulary; name its target, and it as `draft`"
         raise OvspecError(f"{sources[0].name}: {told}.")
-    template = None if chat_template is None else given_source(chat_template, templates_of(sources[0]))
+    template = None if chat_template is None else given_source(chat_template, read_source_templates(sources[0]))
     head = sources[1] if len(sources) == 2 and isinstance(sources[1], HeadSource) else None
-    ids = proposed_ids(sources[1], sources[0]) if len(sources) == 2 else None
+    ids = read_proposed_ids(sources[1], sources[0]) if len(sources) == 2 else None
     if evaluate and any(source.is_ir for source in sources if source is not head):
         raise OvspecError("`evaluate` compares with a checkpoint, but an existing IR has none; leave it out.")
     for source, wanted in zip(sources, (compression, draft_compression), strict=False):
         if source.is_ir and wanted not in (None, INT8):
             raise OvspecError(f"{source.name}: an IR is used as it is; leave out the options for its weights.")
-    tapped = check_fits(sources[0], head) if head else None
+    tapped = check_head_fits(sources[0], head) if head else None
     for source in sources:
         if not source.is_ir:
             # Prepared before anything is converted, so that a missing version is noticed at once.
-            prepared_variables(source.family.environment, source.model_type)
+            prepare_environment_variables(source.family.environment, source.model_type)
     if head and (draft_compression or compression).calibration:
         note(f"{head.name}: a head is compressed without a text to calibrate on")
-        draft_compression = (draft_compression or compression).without_text()
+        draft_compression = (draft_compression or compression).without_calibration()
     # A draft of first layers has the target's rows.
     asked = zip([*sources, sources[0]], (compression, draft_compression or compression), strict=False)
-    compressions = [fitted(source, wanted) for source, wanted in asked]
-    needed = [needed_space(source, wanted) for source, wanted in zip(sources, compressions, strict=False)]
+    compressions = [fit_group_size(source, wanted) for source, wanted in asked]
+    needed = [estimate_space(source, wanted) for source, wanted in zip(sources, compressions, strict=False)]
     if draft_layers is not None:
-        needed.append(needed[0] * layers_of(sources[0], draft_layers))
-    check_space(output, sum(needed))
+        needed.append(needed[0] * share_of_layers(sources[0], draft_layers))
+    check_disk_space(output, sum(needed))
     if len(sources) == 2 and not head:
         with step(f"{sources[1].name}: comparing its vocabulary with that of {sources[0].name}"):
-            check_pair(sources[0], sources[1], trust_remote_code)
+            check_pair_vocabularies(sources[0], sources[1], trust_remote_code)
     return ExportPlan(sources, compressions, template, ids, tapped)

@@ -30,26 +30,30 @@ class Family:
     """
 
     environment: Environment | None = None
-    lifted: bool = False
+    ignores_version_limit: bool = False
     alias_of: str | None = None
-    experts: str | None = None
+    experts_implementation: str | None = None
     patches: tuple[str, ...] = ()
     remote_code: bool = False
     untested: bool = False
 
 
-OLD_CODE = Family(TRANSFORMERS_4_57, remote_code=True, untested=True)
+OLD_REMOTE_CODE_FAMILY = Family(TRANSFORMERS_4_57, remote_code=True, untested=True)
 
-UNCHANGED = (
+UNCHANGED_FAMILIES = (
     "arcee bloom cohere2 falcon glm4 gpt2 gpt_bigcode gpt_neox granite granitemoe hunyuan_v1_dense llama "
     "mistral mixtral mpt olmo2 opt phi3 qwen2 qwen2_moe qwen3 qwen3_moe smollm3 stablelm starcoder2"
 )
-UNTESTED = "afmoe biogpt codegen cohere gpt_neo gpt_neox_japanese gptj olmo persimmon phi phimoe xglm"
+UNTESTED_FAMILIES = "afmoe biogpt codegen cohere gpt_neo gpt_neox_japanese gptj olmo persimmon phi phimoe xglm"
 FAMILIES: dict[str, Family] = {
     # Written for transformers 5.0 and older in optimum, but the same in 5.5.
-    **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "gemma3n_text", "glm", "exaone4"), Family(lifted=True)),
+    **dict.fromkeys(
+        ("gemma", "gemma2", "gemma3_text", "gemma3n_text", "glm", "exaone4"), Family(ignores_version_limit=True)
+    ),
     # Inherits a limit of 5.0 beside its own of 5.5. Some have experts.
-    "gemma4_text": Family(lifted=True, experts="batched_mm", patches=("short_dummy_window",)),
+    "gemma4_text": Family(
+        ignores_version_limit=True, experts_implementation="batched_mm", patches=("shorten_dummy_window",)
+    ),
     # optimum knows by the model's name how it is compressed to int4; a snapshot of the hub has none.
     "gpt_oss": Family(patches=("compress_as_gpt_oss",)),
     # Unknown to optimum, but built like another family.
@@ -59,7 +63,7 @@ FAMILIES: dict[str, Family] = {
     "ernie4_5": Family(alias_of="mistral"),
     "apertus": Family(alias_of="mistral"),
     "olmo3": Family(alias_of="olmo2"),
-    "glm4_moe": Family(alias_of="qwen3_moe", experts="batched_mm"),
+    "glm4_moe": Family(alias_of="qwen3_moe", experts_implementation="batched_mm"),
     # optimum's patches import cache classes that transformers 5.5 no longer has.
     "qwen3_5_text": Family(TRANSFORMERS_5_2, patches=("pass_position_ids",)),
     "qwen3_5_moe_text": Family(TRANSFORMERS_5_2, patches=("pass_position_ids",)),
@@ -77,14 +81,15 @@ FAMILIES: dict[str, Family] = {
     **dict.fromkeys(("bitnet", "dbrx"), Family(TRANSFORMERS_4_57, untested=True)),
     # The code that their checkpoints bring was written for transformers 4.
     **dict.fromkeys(
-        ("aquila", "baichuan", "deci", "exaone", "internlm", "internlm2", "jais", "orion", "xverse"), OLD_CODE
+        ("aquila", "baichuan", "deci", "exaone", "internlm", "internlm2", "jais", "orion", "xverse"),
+        OLD_REMOTE_CODE_FAMILY,
     ),
     # Exported as optimum does it.
-    **dict.fromkeys(UNCHANGED.split(), Family()),
-    **dict.fromkeys(UNTESTED.split(), Family(untested=True)),
+    **dict.fromkeys(UNCHANGED_FAMILIES.split(), Family()),
+    **dict.fromkeys(UNTESTED_FAMILIES.split(), Family(untested=True)),
 }
 # The family of a checkpoint -> the classes of its text model, by the family of its ``text_config``.
-TEXT_MODELS = {
+TEXT_MODEL_CLASSES = {
     "gemma3": {"gemma3_text": "Gemma3ForCausalLM"},
     "gemma3n": {"gemma3n_text": "Gemma3nForCausalLM"},
     "gemma4": {"gemma4_text": "Gemma4ForCausalLM"},
@@ -97,11 +102,11 @@ TEXT_MODELS = {
     "qwen3_vl": {"qwen3": "Qwen3ForCausalLM"},
 }
 # Families of checkpoints whose config.json may have the text model's entries beside its own, without a ``text_config``.
-FLAT = ("qwen2_vl", "qwen2_5_vl")
+FLAT_CONFIG_FAMILIES = ("qwen2_vl", "qwen2_5_vl")
 
 
 @dataclass(frozen=True)
-class TextOnly:
+class TextOnlyFamily:
     """A family that is the same as ``family`` for text alone.
 
     A token of a text has the same position in time, height and width, so its three rotary embeddings are one.
@@ -110,46 +115,52 @@ class TextOnly:
     """
 
     family: str
-    defaults: dict[str, Any]
+    config_defaults: dict[str, Any]
 
 
-QWEN2_VL: dict[str, Any] = {"vocab_size": 152064, "hidden_size": 8192, "intermediate_size": 29568}
-QWEN2_VL |= {"num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8, "max_window_layers": 80}
-QWEN2_VL |= {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "bos_token_id": 151643, "eos_token_id": 151645}
-TEXT_ONLY = {
-    "qwen2_vl_text": TextOnly("qwen2", QWEN2_VL),
-    "qwen2_5_vl_text": TextOnly("qwen2", QWEN2_VL),
-    "qwen3_vl_text": TextOnly("qwen3", {"rope_theta": 5e5, "max_position_embeddings": 128000}),
+QWEN2_VL_DEFAULTS: dict[str, Any] = {"vocab_size": 152064, "hidden_size": 8192, "intermediate_size": 29568}
+QWEN2_VL_DEFAULTS |= {
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "max_window_layers": 80,
+}
+QWEN2_VL_DEFAULTS |= {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "bos_token_id": 151643, "eos_token_id": 151645}
+TEXT_ONLY_FAMILIES = {
+    "qwen2_vl_text": TextOnlyFamily("qwen2", QWEN2_VL_DEFAULTS),
+    "qwen2_5_vl_text": TextOnlyFamily("qwen2", QWEN2_VL_DEFAULTS),
+    "qwen3_vl_text": TextOnlyFamily("qwen3", {"rope_theta": 5e5, "max_position_embeddings": 128000}),
 }
 # Families that optimum registers, but whose export fails.
-TOO_OLD = "optimum exports it only with transformers 4.55 and older"
-NOT_EXPORTED = {
+NEEDS_OLD_TRANSFORMERS = "optimum exports it only with transformers 4.55 and older"
+UNSUPPORTED_FAMILIES = {
     "mamba2": "optimum does not know it",
     "nemotron": "optimum does not know it",
     "zamba2": "optimum cannot save its shared tensors",
     **dict.fromkeys(
-        ("arctic", "chatglm", "deepseek", "deepseek_v2", "deepseek_v3", "minicpm", "minicpm3", "qwen"), TOO_OLD
+        ("arctic", "chatglm", "deepseek", "deepseek_v2", "deepseek_v3", "minicpm", "minicpm3", "qwen"),
+        NEEDS_OLD_TRANSFORMERS,
     ),
 }
 
 
-def family_of(model_type: str, name: str) -> Family:
+def find_family(model_type: str, name: str) -> Family:
     """Return how checkpoints of this ``model_type`` are exported; raises OvspecError if they can't be."""
     if model_type in FAMILIES:
         return FAMILIES[model_type]
-    why = NOT_EXPORTED.get(model_type, "neither ovspec nor optimum-intel knows it")
+    why = UNSUPPORTED_FAMILIES.get(model_type, "neither ovspec nor optimum-intel knows it")
     raise OvspecError(
         f"{name}: models of the family {model_type} cannot be exported ({why}); see 'ovspec export --list-families'."
     )
 
 
-def environments_of(names: Sequence[str]) -> dict[Environment, str]:
+def find_environments(names: Sequence[str]) -> dict[Environment, str]:
     """Return the overlays that the families ``names``, or "all", need, each with the names of its families.
 
     Raises:
         OvspecError: a family is unknown, or a name is that of a model.
     """
-    families, pairs = {*FAMILIES, *TEXT_MODELS, *NOT_EXPORTED}, read_known_pairs()
+    families, pairs = {*FAMILIES, *TEXT_MODEL_CLASSES, *UNSUPPORTED_FAMILIES}, read_known_pairs()
     needed: dict[Environment, str] = {}
     for name in names:
         if name == "all":
@@ -159,15 +170,15 @@ def environments_of(names: Sequence[str]) -> dict[Environment, str]:
                 f"{name}: a model, but only families can be prepared for; name the model_type in its config.json, "
                 "and see 'ovspec export --list-families'."
             )
-        models = TEXT_MODELS.get(name, (name,))
-        for environment in filter(None, (family_of(model, name).environment for model in models)):
+        models = TEXT_MODEL_CLASSES.get(name, (name,))
+        for environment in filter(None, (find_family(model, name).environment for model in models)):
             needed[environment] = " ".join(filter(None, (needed.get(environment), name)))
     return dict.fromkeys(OVERLAYS, "all") if "all" in names else needed
 
 
-def family_list() -> list[str]:
+def describe_families() -> list[str]:
     """Return a line for each family: its name, its environment, whether that is prepared, and what else it needs."""
-    inside = {text: [outer for outer, texts in TEXT_MODELS.items() if text in texts] for text in FAMILIES}
+    inside = {text: [outer for outer, texts in TEXT_MODEL_CLASSES.items() if text in texts] for text in FAMILIES}
     lines = []
     needed = {family.environment for family in FAMILIES.values()}
     prepared = {environment for environment in needed if environment and environment.is_prepared}

@@ -24,61 +24,61 @@ from ovspec.base.files import check_name, read_json
 from ovspec.base.progress import in_bytes
 from ovspec.setup.manifest import MANIFEST_FILE, UNFINISHED_MANIFEST, backup_path, has_manifest, restore_backup
 
-OF_THE_SYSTEM = (".DS_Store", "Thumbs.db", "desktop.ini")  # left by file managers in every folder
+SYSTEM_FILES = (".DS_Store", "Thumbs.db", "desktop.ini")  # left by file managers in every folder
 
 
-def check_output(output: Path, overwrite: bool) -> None:
+def check_output_folder(output: Path, overwrite: bool) -> None:
     """Raise OvspecError if ``output`` holds something that ovspec did not make or, without ``overwrite``, a pair."""
     if output.exists() and not output.is_dir():
         raise OvspecError(f"{output}: is a file; name another `output`.")
     restore_backup(output)
-    if output.exists() and (foreign := foreign_file(output)):
+    if output.exists() and (foreign := find_foreign_file(output)):
         raise OvspecError(
             f"{output}: holds files that ovspec did not export ({foreign}); name another `output`, or move them away."
         )
     check_name(output)
-    if not overwrite and has_manifest(output) and not manifest_in(output).get("unfinished"):
+    if not overwrite and has_manifest(output) and not read_raw_manifest(output).get("unfinished"):
         raise OvspecError(f"{output} already exists; name another `output`, or add `overwrite=True`.")
     backup = backup_path(output)
-    if backup.exists() and (not has_manifest(backup) or foreign_file(backup)):
+    if backup.exists() and (not has_manifest(backup) or find_foreign_file(backup)):
         raise OvspecError(f"{backup}: is in the way and holds what ovspec did not make; rename it.")
 
 
-def check_closed(output: Path) -> None:
+def check_files_closed(output: Path) -> None:
     """Raise OvspecError if an export can't be replaced because its files are open, as Windows demands."""
     if sys.platform == "win32" and has_manifest(output):
         try:
             output.rename(backup_path(output))
         except PermissionError:
-            raise in_use(output) from None
+            raise open_files_error(output) from None
         restore_backup(output)
 
 
-def in_use(output: Path) -> OvspecError:
+def open_files_error(output: Path) -> OvspecError:
     """Return the error for an export whose files are open."""
     stop = "stop the program that has loaded it, such as 'ovspec serve'"
     return OvspecError(f"{output}: its files are open, so the old export stays; {stop}, and export again.")
 
 
-def foreign_file(folder: Path) -> str | None:
+def find_foreign_file(folder: Path) -> str | None:
     """Return a file in ``folder`` that its manifest doesn't list, or None."""
-    return next(foreign_files(folder), None)
+    return next(find_foreign_files(folder), None)
 
 
-def foreign_files(folder: Path) -> Iterator[str]:
+def find_foreign_files(folder: Path) -> Iterator[str]:
     """Yield the files in ``folder`` that its manifest doesn't list; in an unfinished export all files are ours."""
-    manifest = manifest_in(folder)
+    manifest = read_raw_manifest(folder)
     if manifest.get("unfinished"):
         return
     listed = manifest.get("files")
     known = {*listed, MANIFEST_FILE} if has_manifest(folder) and isinstance(listed, dict) else set()
     for path in folder.rglob("*"):
         name = path.relative_to(folder).as_posix()
-        if (path.is_symlink() or not path.is_dir()) and name not in known and path.name not in OF_THE_SYSTEM:
+        if (path.is_symlink() or not path.is_dir()) and name not in known and path.name not in SYSTEM_FILES:
             yield name
 
 
-def manifest_in(folder: Path) -> dict[str, Any]:
+def read_raw_manifest(folder: Path) -> dict[str, Any]:
     """Return the manifest in ``folder`` as JSON; {} if there is none, or none that can be read."""
     try:
         return read_json(folder / MANIFEST_FILE)
@@ -87,7 +87,7 @@ def manifest_in(folder: Path) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def work_folder(output: Path, overwrite: bool) -> Iterator[Path]:
+def open_work_folder(output: Path, overwrite: bool) -> Iterator[Path]:
     """Make a folder beside ``output`` that ``replace_folder`` can move into place; it is always gone afterwards.
 
     Raises:
@@ -95,8 +95,8 @@ def work_folder(output: Path, overwrite: bool) -> Iterator[Path]:
             written.
     """
     # Beside the output, where every process that could write the output sees it.
-    place = output.with_name(f".{output.name}.lock")
-    lock = FileLock(place)
+    lock_file = output.with_name(f".{output.name}.lock")
+    lock = FileLock(lock_file)
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)
@@ -105,29 +105,29 @@ def work_folder(output: Path, overwrite: bool) -> Iterator[Path]:
     except OSError as error:
         raise OvspecError(f"{output.parent}: cannot be written ({error.strerror}); name another `output`.") from None
     try:
-        check_output(output, overwrite)
-        check_closed(output)
+        check_output_folder(output, overwrite)
+        check_files_closed(output)
         for left in output.parent.glob(f".{glob.escape(output.name)}.partial-*"):
-            remove(left)  # of an export that was killed, since we hold the lock
-        work = partial_of(output)
+            remove_export_folder(left)  # of an export that was killed, since we hold the lock
+        work = name_partial_folder(output)
         work.mkdir()
         (work / MANIFEST_FILE).write_text(UNFINISHED_MANIFEST, encoding="utf-8", newline="\n")
         try:
             yield work
         finally:
-            remove(work)
+            remove_export_folder(work)
     finally:
         with contextlib.suppress(OSError):  # Windows can't delete an open file
-            place.unlink()
+            lock_file.unlink()
         lock.release()
         with contextlib.suppress(OSError):
-            place.unlink()
+            lock_file.unlink()
 
 
 def replace_folder(new: Path, output: Path) -> None:
     """Replace ``output`` by ``new`` with renames only, which also works on Windows."""
     backup = backup_path(output)
-    discard(backup)  # of a replacement that was killed before it cleaned up
+    discard_backup(backup)  # of a replacement that was killed before it cleaned up
     with contextlib.suppress(OSError):
         output.rmdir()  # an empty folder need not be kept
     for attempt in range(5):
@@ -141,30 +141,30 @@ def replace_folder(new: Path, output: Path) -> None:
             # Try again: a load may have restored the backup meanwhile, or a virus scanner may hold a file for a moment.
             if not isinstance(error, OSError) or not new.exists() or attempt == 4:
                 if sys.platform == "win32" and isinstance(error, PermissionError):
-                    raise in_use(output) from None
+                    raise open_files_error(output) from None
                 raise
             time.sleep(0.1)
     if has_manifest(backup):
-        for name in list(foreign_files(backup)):  # came while the export ran
+        for name in list(find_foreign_files(backup)):  # came while the export ran
             if not (output / name).exists():
                 (output / name).parent.mkdir(parents=True, exist_ok=True)
                 (backup / name).rename(output / name)
-    discard(backup)
+    discard_backup(backup)
 
 
-def discard(backup: Path) -> None:
+def discard_backup(backup: Path) -> None:
     """Delete a backup that holds nothing but an export.
 
     It is renamed first, so that it isn't taken for an export when half deleted.
     """
-    if has_manifest(backup) and not foreign_file(backup):
+    if has_manifest(backup) and not find_foreign_file(backup):
         output = backup.with_name(backup.name.removeprefix(".").removesuffix(".old"))
-        left = partial_of(output)
+        left = name_partial_folder(output)
         backup.rename(left)
-        remove(left)
+        remove_export_folder(left)
 
 
-def remove(folder: Path) -> None:
+def remove_export_folder(folder: Path) -> None:
     """Delete a folder that ovspec made; its manifest goes last, so that the folder is recognised until then."""
     if has_manifest(folder):
         for path in folder.iterdir():
@@ -177,13 +177,13 @@ def remove(folder: Path) -> None:
         folder.rmdir()
 
 
-def partial_of(output: Path) -> Path:
+def name_partial_folder(output: Path) -> Path:
     """Return a name for a folder that is not an export yet, or no longer one."""
     return output.with_name(f".{output.name}.partial-{secrets.token_hex(4)}")
 
 
-def check_space(
-    folder: Path, needed: float, what: str = "the export", advice: str = "make room, or name another `output`"
+def check_disk_space(
+    folder: Path, needed_bytes: float, purpose: str = "the export", advice: str = "make room, or name another `output`"
 ) -> None:
     """Raise OvspecError unless ``needed`` bytes are free on the disk of ``folder`` or its nearest existing parent.
 
@@ -191,6 +191,6 @@ def check_space(
     """
     place = next(parent for parent in (folder, *folder.parents) if parent.exists())
     free = shutil.disk_usage(place).free
-    if free < needed:
-        sizes = f"about {in_bytes(needed)} there, but only {in_bytes(free)} are free"
-        raise OvspecError(f"{folder}: {what} needs {sizes}; {advice}.")
+    if free < needed_bytes:
+        sizes = f"about {in_bytes(needed_bytes)} there, but only {in_bytes(free)} are free"
+        raise OvspecError(f"{folder}: {purpose} needs {sizes}; {advice}.")

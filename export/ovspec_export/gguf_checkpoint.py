@@ -16,21 +16,25 @@ from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_json
 from ovspec.base.progress import in_bytes, step
 from ovspec_export import convert
-from ovspec_export.gguf_config import generation_config
+from ovspec_export.gguf_config import build_generation_config
 from ovspec_export.gguf_file import GgufFile
-from ovspec_export.gguf_tokenizer import end_ids
+from ovspec_export.gguf_tokenizer import read_end_ids
 from ovspec_export.sources import GgufSource, Source
 from ovspec_export.tokenizers import load_tokenizer
 
 if TYPE_CHECKING:
     import torch
 
-BF16 = 30  # ggml's number of the type
-SHARD = 4_000_000_000  # bytes of weights that are held in memory before they are written
-IN_CONFIG = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")  # tensors that became config
+GGML_BF16 = 30  # ggml's number of the type
+SHARD_BYTES = 4_000_000_000  # bytes of weights that are held in memory before they are written
+CONFIG_TENSORS = (
+    "rope_freqs.weight",
+    "rope_factors_long.weight",
+    "rope_factors_short.weight",
+)  # tensors that became config
 
 
-def checkpoint_of(source: GgufSource, folder: Path, weight_format: str) -> Source:
+def write_gguf_checkpoint(source: GgufSource, folder: Path, weight_format: str) -> Source:
     """Write the model of a GGUF file as a checkpoint into ``folder`` and return it as a source.
 
     Its weights are written in f32 for an export in fp32, else in 16 bits.
@@ -38,29 +42,31 @@ def checkpoint_of(source: GgufSource, folder: Path, weight_format: str) -> Sourc
     Raises:
         OvspecError: the tokenizer or a tensor isn't understood, or the disk is full.
     """
-    dtype = dtype_of(source, weight_format)
-    with step(f"{source.name}: unpacking {in_bytes(source.size)} to {dtype}", keep=True):
+    dtype = choose_dtype(source, weight_format)
+    with step(f"{source.name}: unpacking {in_bytes(source.size_in_bytes)} to {dtype}", keep=True):
         folder.mkdir(parents=True)
         load_tokenizer(source).save_pretrained(folder)
-        write_json(folder / "config.json", source.config | {"dtype": dtype})
-        write_json(folder / "generation_config.json", generation_config(source.file, end_ids(source.file.metadata)))
+        write_json_file(folder / "config.json", source.config | {"dtype": dtype})
+        write_json_file(
+            folder / "generation_config.json", build_generation_config(source.file, read_end_ids(source.file.metadata))
+        )
         where = {"file": str(source.folder.absolute()), "folder": str(folder)}
-        convert.run_job("gguf_weights", source, folder, None, **where, dtype=dtype)
+        convert.run_job("unpack_gguf_weights", source, folder, None, **where, dtype=dtype)
     return Source(source.name, folder, is_ir=False, revision=source.revision)
 
 
-def dtype_of(source: GgufSource, weight_format: str) -> str:
+def choose_dtype(source: GgufSource, weight_format: str) -> str:
     """Return the type of the unpacked weights; f16 holds what quantised ones mean to a part in 2,000."""
     if weight_format == "fp32":
         return "float32"
-    return "bfloat16" if any(info.kind == BF16 for info in source.file.tensors.values()) else "float16"
+    return "bfloat16" if any(info.ggml_type == GGML_BF16 for info in source.file.tensors.values()) else "float16"
 
 
-def write_json(file: Path, entries: dict[str, Any]) -> None:
+def write_json_file(file: Path, entries: dict[str, Any]) -> None:
     file.write_text(json.dumps(entries, indent=2), encoding="utf-8", newline="\n")
 
 
-def write_weights(file: GgufFile, folder: Path, dtype: str) -> None:
+def write_gguf_weights(file: GgufFile, folder: Path, dtype: str) -> None:
     """Write the tensors of a GGUF file beside the config.json in ``folder``, and the class of its model into that.
 
     Raises:
@@ -74,27 +80,29 @@ def write_weights(file: GgufFile, folder: Path, dtype: str) -> None:
     config = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    write_json(folder / "config.json", read_json(folder / "config.json") | {"architectures": [type(model).__name__]})
+    write_json_file(
+        folder / "config.json", read_json(folder / "config.json") | {"architectures": [type(model).__name__]}
+    )
     processor = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)(config=config.to_dict())
     names = get_gguf_hf_weights_map(model, processor)
     shapes = {name: tuple(weights.shape) for name, weights in model.state_dict().items()}
     where: dict[str, str] = {}
     found: dict[str, torch.Tensor] = {}
 
-    def flush() -> None:
+    def write_weight_shard() -> None:
         name = f"model-{len(set(where.values())) + 1:05}.safetensors"
         save_file({each: weights.contiguous() for each, weights in found.items()}, folder / name, {"format": "pt"})
         where.update(dict.fromkeys(found, name))
         found.clear()
 
-    ordered = sorted((layer_of(name), name) for name in file.tensors if name not in IN_CONFIG)
+    ordered = sorted((parse_layer_number(name), name) for name in file.tensors if name not in CONFIG_TENSORS)
     for _, layer in groupby(ordered, key=lambda entry: entry[0]):
         for _, name in layer:
-            convert_tensor(file, name, processor, names, shapes, found)
+            convert_gguf_tensor(file, name, processor, names, shapes, found)
         found.update({name: weights.to(getattr(torch, dtype)) for name, weights in found.items()})
-        if sum(weights.nbytes for weights in found.values()) > SHARD:
-            flush()
-    flush()
+        if sum(weights.nbytes for weights in found.values()) > SHARD_BYTES:
+            write_weight_shard()
+    write_weight_shard()
     if len(shards := set(where.values())) == 1:
         (folder / shards.pop()).rename(folder / "model.safetensors")
         return
@@ -102,7 +110,7 @@ def write_weights(file: GgufFile, folder: Path, dtype: str) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8", newline="\n")
 
 
-def convert_tensor(
+def convert_gguf_tensor(
     file: GgufFile,
     name: str,
     processor: Any,
@@ -115,7 +123,7 @@ def convert_tensor(
 
     options = {"tensor_key_mapping": names, "parsed_parameters": {"tensors": found}}
     try:
-        done = processor.process(weights=file.tensors[name].read(), name=name, **options)
+        done = processor.process(weights=file.tensors[name].read_values(), name=name, **options)
     except (KeyError, ValueError) as error:
         raise OvspecError(f"{file.path}: its tensor {name} can't be converted ({error}).") from None
     if done.name is None:  # already in ``found``
@@ -129,7 +137,7 @@ def convert_tensor(
     found[names[done.name]] = torch.from_numpy(weights)
 
 
-def layer_of(name: str) -> int:
+def parse_layer_number(name: str) -> int:
     """Return the number of the layer that a tensor belongs to; -1 for one outside the layers."""
     parts = name.split(".")
     return int(parts[1]) if parts[0] == "blk" and parts[1].isdecimal() else -1

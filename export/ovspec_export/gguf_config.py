@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from ovspec.base.errors import OvspecError
-from ovspec_export.gguf_file import INSTEAD, GgufFile
+from ovspec_export.gguf_file import CHECKPOINT_ADVICE, GgufFile
 
 # Entry of the metadata, without the architecture's name -> entry of config.json.
-COMMON = {
+COMMON_KEYS = {
     "context_length": "max_position_embeddings",
     "block_count": "num_hidden_layers",
     "embedding_length": "hidden_size",
@@ -27,31 +27,31 @@ COMMON = {
     "attention.head_count_kv": "num_key_value_heads",
     "rope.freq_base": "rope_theta",
 }
-RMS = {"attention.layer_norm_rms_epsilon": "rms_norm_eps"}
-HEAD = {"attention.key_length": "head_dim"}
-EXPERTS = {
+RMS_NORM_KEYS = {"attention.layer_norm_rms_epsilon": "rms_norm_eps"}
+HEAD_SIZE_KEYS = {"attention.key_length": "head_dim"}
+EXPERT_KEYS = {
     "expert_count": "num_experts",
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
-GEMMA = {
+GEMMA_KEYS = {
     "attention.sliding_window": "sliding_window",
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
     "rope.freq_base_swa": "rope_local_base_freq",
 }
-TOKENS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
+TOKEN_ROLES = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
 # Read elsewhere in this file, or repeated by what is read.
-SEEN = re.compile(r"vocab_size|attention\.value_length|rope\.(dimension_count|scaling\..*)|pooling_type")
+OTHER_KEYS = re.compile(r"vocab_size|attention\.value_length|rope\.(dimension_count|scaling\..*)|pooling_type")
 # Kinds of files beside that of a whole model (general.type) -> what to do instead.
-PARTS = {
+PARTIAL_MODEL_KINDS = {
     "mmproj": "the part of a model that sees or hears; name the file with its text model",
     "adapter": "an adapter; merge it into its model and convert that",
     "imatrix": "an importance matrix; name the file with the model",
 }
 # Entries of general.sampling.* -> entries of generation_config.json.
-SAMPLING = {
+SAMPLING_KEYS = {
     "temp": "temperature",
     "top_k": "top_k",
     "top_p": "top_p",
@@ -61,7 +61,7 @@ SAMPLING = {
 
 
 @dataclass(frozen=True)
-class Architecture:
+class GgufArchitecture:
     """How the config of a family follows from ggml's metadata.
 
     model_type: transformers' name of the family.
@@ -71,21 +71,23 @@ class Architecture:
     """
 
     model_type: str
-    keys: dict[str, str] = field(default_factory=dict)
-    more: Callable[[GgufFile, dict[str, Any]], dict[str, Any]] = lambda *_: {}
-    rotary: bool = True
+    config_keys: dict[str, str] = field(default_factory=dict)
+    derive_entries: Callable[[GgufFile, dict[str, Any]], dict[str, Any]] = lambda *_: {}
+    rotates_whole_heads: bool = True
 
 
-def of_llama(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+def derive_llama_entries(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
     names = file.tensors
     return {
         "attention_bias": "blk.0.attn_q.bias" in names,
         "mlp_bias": "blk.0.ffn_up.bias" in names,
-        "head_dim": config.get("head_dim") or file.get("rope.dimension_count") or width_of_head(config),
+        "head_dim": config.get("head_dim")
+        or file.architecture_entry("rope.dimension_count")
+        or compute_head_width(config),
     }
 
 
-def of_qwen2_moe(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+def derive_qwen2_moe_entries(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
     shared = file.tensors["blk.0.ffn_gate_shexp.weight"].shape[0]
     return {
         "moe_intermediate_size": file.tensors["blk.0.ffn_gate_exps.weight"].shape[1],
@@ -94,15 +96,15 @@ def of_qwen2_moe(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def of_phi3(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+def derive_phi3_entries(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
     return {
-        "original_max_position_embeddings": file.get("rope.scaling.original_context_length"),
-        "partial_rotary_factor": file.get("rope.dimension_count") / width_of_head(config),
-        "sliding_window": file.get("attention.sliding_window") or None,
+        "original_max_position_embeddings": file.architecture_entry("rope.scaling.original_context_length"),
+        "partial_rotary_factor": file.architecture_entry("rope.dimension_count") / compute_head_width(config),
+        "sliding_window": file.architecture_entry("attention.sliding_window") or None,
     }
 
 
-def of_gemma(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+def derive_gemma_entries(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
     # Only the 27B models divide by another width than that of a head; llama.cpp knows them by their layers, too.
     largest = config["num_hidden_layers"] == {"gemma2": 46, "gemma3": 62}[file.architecture]
     scalar = config["hidden_size"] // config["num_attention_heads"] if largest else config["head_dim"]
@@ -110,16 +112,16 @@ def of_gemma(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
     return {"query_pre_attn_scalar": scalar, "rope_theta": config.get("rope_theta", base)}
 
 
-def of_stablelm(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+def derive_stablelm_entries(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
     return {
         "use_qkv_bias": "blk.0.attn_q.bias" in file.tensors,
         "qk_layernorm": "blk.0.attn_q_norm.weight" in file.tensors,
-        "partial_rotary_factor": file.get("rope.dimension_count") / width_of_head(config),
+        "partial_rotary_factor": file.architecture_entry("rope.dimension_count") / compute_head_width(config),
         "rope_theta": config.get("rope_theta", 1e4),
     }
 
 
-def of_lfm2(_file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+def derive_lfm2_entries(_file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
     heads = config["num_key_value_heads"]  # 0 in a layer with a convolution
     return {
         "num_key_value_heads": max(heads),
@@ -129,16 +131,23 @@ def of_lfm2(_file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-ARCHITECTURES = {
-    "llama": Architecture("llama", RMS | HEAD, of_llama),
-    "qwen2": Architecture("qwen2", RMS),
-    "qwen2moe": Architecture("qwen2_moe", RMS | EXPERTS, of_qwen2_moe),
-    "qwen3": Architecture("qwen3", RMS | HEAD),
-    "qwen3moe": Architecture("qwen3_moe", RMS | HEAD | EXPERTS, lambda *_: {"norm_topk_prob": True}),
-    "phi3": Architecture("phi3", RMS | {"attention.sliding_window": "sliding_window"}, of_phi3, rotary=False),
-    "gemma2": Architecture("gemma2", RMS | HEAD | GEMMA, of_gemma),
-    "gemma3": Architecture("gemma3_text", RMS | HEAD | GEMMA, of_gemma),
-    "gpt2": Architecture(
+GGUF_ARCHITECTURES = {
+    "llama": GgufArchitecture("llama", RMS_NORM_KEYS | HEAD_SIZE_KEYS, derive_llama_entries),
+    "qwen2": GgufArchitecture("qwen2", RMS_NORM_KEYS),
+    "qwen2moe": GgufArchitecture("qwen2_moe", RMS_NORM_KEYS | EXPERT_KEYS, derive_qwen2_moe_entries),
+    "qwen3": GgufArchitecture("qwen3", RMS_NORM_KEYS | HEAD_SIZE_KEYS),
+    "qwen3moe": GgufArchitecture(
+        "qwen3_moe", RMS_NORM_KEYS | HEAD_SIZE_KEYS | EXPERT_KEYS, lambda *_: {"norm_topk_prob": True}
+    ),
+    "phi3": GgufArchitecture(
+        "phi3",
+        RMS_NORM_KEYS | {"attention.sliding_window": "sliding_window"},
+        derive_phi3_entries,
+        rotates_whole_heads=False,
+    ),
+    "gemma2": GgufArchitecture("gemma2", RMS_NORM_KEYS | HEAD_SIZE_KEYS | GEMMA_KEYS, derive_gemma_entries),
+    "gemma3": GgufArchitecture("gemma3_text", RMS_NORM_KEYS | HEAD_SIZE_KEYS | GEMMA_KEYS, derive_gemma_entries),
+    "gpt2": GgufArchitecture(
         "gpt2",
         {
             "context_length": "n_ctx",
@@ -150,84 +159,95 @@ ARCHITECTURES = {
         },
         lambda _, config: {"n_positions": config["n_ctx"]},
     ),
-    "starcoder2": Architecture(
+    "starcoder2": GgufArchitecture(
         "starcoder2",
         {"attention.layer_norm_epsilon": "norm_epsilon", "attention.sliding_window": "sliding_window"},
         lambda file, _: {"use_bias": "blk.0.attn_q.bias" in file.tensors},
     ),
-    "stablelm": Architecture(
+    "stablelm": GgufArchitecture(
         "stablelm",
         {"attention.layer_norm_epsilon": "layer_norm_eps", "use_parallel_residual": "use_parallel_residual"},
-        of_stablelm,
-        rotary=False,
+        derive_stablelm_entries,
+        rotates_whole_heads=False,
     ),
-    "lfm2": Architecture(
-        "lfm2", {"attention.layer_norm_rms_epsilon": "norm_eps", "shortconv.l_cache": "conv_L_cache"}, of_lfm2
+    "lfm2": GgufArchitecture(
+        "lfm2",
+        {"attention.layer_norm_rms_epsilon": "norm_eps", "shortconv.l_cache": "conv_L_cache"},
+        derive_lfm2_entries,
     ),
 }
 
 
-def config_of(file: GgufFile) -> dict[str, Any]:
+def build_config(file: GgufFile) -> dict[str, Any]:
     """Return the entries of config.json for the model in a GGUF file.
 
     Raises:
         OvspecError: the family isn't known, the file holds something else than a language model, or its metadata has
             an entry that isn't understood.
     """
-    check_kind(file)
-    name, known = file.architecture, ARCHITECTURES[file.architecture]
-    keys = COMMON | known.keys
+    check_model_kind(file)
+    name, known = file.architecture, GGUF_ARCHITECTURES[file.architecture]
+    keys = COMMON_KEYS | known.config_keys
     given = {key.removeprefix(f"{name}."): value for key, value in file.metadata.items() if key.startswith(f"{name}.")}
-    unknown = sorted(key for key in given if key not in keys and not SEEN.fullmatch(key))
+    unknown = sorted(key for key in given if key not in keys and not OTHER_KEYS.fullmatch(key))
     if unknown:
         told = f"{name}.{unknown[0]}, which ovspec doesn't understand, so the model could come out wrong"
-        raise OvspecError(f"{file.path}: its metadata has {told}; {INSTEAD}.")
+        raise OvspecError(f"{file.path}: its metadata has {told}; {CHECKPOINT_ADVICE}.")
     try:
         config = {keys[key]: value for key, value in given.items() if key in keys}
-        config |= known.more(file, config)
-        if known.rotary and (rotated := given.get("rope.dimension_count")) not in (None, width_of_head(config)):
+        config |= known.derive_entries(file, config)
+        if known.rotates_whole_heads and (rotated := given.get("rope.dimension_count")) not in (
+            None,
+            compute_head_width(config),
+        ):
             raise ValueError(f"{rotated} values of a head are rotated")
         config |= {"vocab_size": file.tensors["token_embd.weight"].shape[0]}
         if (tokens := len(file.metadata.get("tokenizer.ggml.tokens", []))) > config["vocab_size"]:
             raise ValueError(f"{tokens} tokens, but weights for {config['vocab_size']}")
         config |= {"tie_word_embeddings": "output.weight" not in file.tensors}
-        config |= scaled_rope(file, config)
-        ids = {name: file.metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in TOKENS.items()}
+        config |= read_rope_scaling(file, config)
+        ids = {name: file.metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in TOKEN_ROLES.items()}
     except (KeyError, TypeError, ValueError, ZeroDivisionError, IndexError) as error:
-        raise OvspecError(f"{file.path}: its metadata is incomplete or not understood ({error}); {INSTEAD}.") from None
+        raise OvspecError(
+            f"{file.path}: its metadata is incomplete or not understood ({error}); {CHECKPOINT_ADVICE}."
+        ) from None
     said = {entry: value for entry, value in config.items() if value is not None}
     return said | ids | {"model_type": known.model_type}  # a family's default for a token would be another's
 
 
-def check_kind(file: GgufFile) -> None:
+def check_model_kind(file: GgufFile) -> None:
     """Raise OvspecError if the file holds no language model, or one of a family that isn't known."""
     kind = str(file.metadata.get("general.type") or "model")
-    part = PARTS.get("mmproj" if file.architecture == "clip" else kind)
+    part = PARTIAL_MODEL_KINDS.get("mmproj" if file.architecture == "clip" else kind)
     if part:
         raise OvspecError(f"{file.path}: holds {part}.")
-    pooled = file.get("pooling_type") or file.get("attention.causal") is False
+    pooled = file.architecture_entry("pooling_type") or file.architecture_entry("attention.causal") is False
     if pooled or re.search("bert|embedding|encoder", file.architecture):
         raise OvspecError(f"{file.path}: holds an embedding model; only models that generate text can be exported.")
-    if file.architecture not in ARCHITECTURES:
-        told = f"{file.architecture!r}, and ovspec reads only {', '.join(ARCHITECTURES)} from GGUF files"
-        raise OvspecError(f"{file.path}: its architecture is {told}; {INSTEAD}.")
+    if file.architecture not in GGUF_ARCHITECTURES:
+        told = f"{file.architecture!r}, and ovspec reads only {', '.join(GGUF_ARCHITECTURES)} from GGUF files"
+        raise OvspecError(f"{file.path}: its architecture is {told}; {CHECKPOINT_ADVICE}.")
 
 
-def width_of_head(config: dict[str, Any]) -> int:
+def compute_head_width(config: dict[str, Any]) -> int:
     """Return how many values a head of attention has."""
     width: int = config["n_embd"] if "n_embd" in config else config["hidden_size"]
     heads: int = config["n_head"] if "n_head" in config else config["num_attention_heads"]
     return config.get("head_dim") or width // heads
 
 
-def scaled_rope(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+def read_rope_scaling(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
     """Return ``rope_scaling`` if the rotary embedding is scaled; raises ValueError for a kind that isn't known."""
-    given = {key: file.get(f"rope.scaling.{key}") for key in ("type", "factor", "original_context_length")}
+    given = {
+        key: file.architecture_entry(f"rope.scaling.{key}") for key in ("type", "factor", "original_context_length")
+    }
     kind = given["type"] or "none"
     if "rope_freqs.weight" in file.tensors:
-        return {"rope_scaling": llama3_rope(file, config)}
+        return {"rope_scaling": read_llama3_scaling(file, config)}
     if "rope_factors_long.weight" in file.tensors:
-        factors = {f"{name}_factor": file.tensors[f"rope_factors_{name}.weight"].read() for name in ("long", "short")}
+        factors = {
+            f"{name}_factor": file.tensors[f"rope_factors_{name}.weight"].read_values() for name in ("long", "short")
+        }
         return {"rope_scaling": {"rope_type": "longrope"} | {name: each.tolist() for name, each in factors.items()}}
     if kind == "none":
         return {}
@@ -235,7 +255,7 @@ def scaled_rope(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
     if kind == "yarn":
         scaling |= {"original_max_position_embeddings": given["original_context_length"]}
         names = {"attn_factor": "attention_factor", "yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
-        found = {name: file.get(f"rope.scaling.{key}") for key, name in names.items()}
+        found = {name: file.architecture_entry(f"rope.scaling.{key}") for key, name in names.items()}
         scaling |= {name: value for name, value in found.items() if value is not None}
     elif kind != "linear":
         raise ValueError(f"rotary embeddings are scaled by the method {kind!r}")
@@ -246,12 +266,12 @@ def scaled_rope(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
     return {"rope_scaling": scaling}
 
 
-def llama3_rope(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+def read_llama3_scaling(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
     """Return the scaling of Llama 3.1 and later, of which the file holds only the resulting factor of each frequency.
 
     The factors are computed from the parameters that all these models share, and must be the same.
     """
-    stored = file.tensors["rope_freqs.weight"].read()
+    stored = file.tensors["rope_freqs.weight"].read_values()
     scaling = {
         "rope_type": "llama3",
         "factor": float(stored.max()),
@@ -259,7 +279,7 @@ def llama3_rope(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
-    width = width_of_head(config)
+    width = compute_head_width(config)
     lengths = 2 * math.pi * config["rope_theta"] ** (np.arange(0, width, 2) / width)
     smooth = np.clip((8192 / lengths - 1.0) / 3.0, 0, 1)
     if not np.allclose(stored, 1 / ((1 - smooth) / scaling["factor"] + smooth), rtol=1e-3):
@@ -267,9 +287,9 @@ def llama3_rope(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
     return scaling
 
 
-def generation_config(file: GgufFile, eos: list[int]) -> dict[str, Any]:
+def build_generation_config(file: GgufFile, eos: list[int]) -> dict[str, Any]:
     """Return the entries of generation_config.json: the EOS and BOS tokens, and the sampling that is recommended."""
     found = {"eos_token_id": eos, "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id")}
-    asked = {new: file.metadata.get(f"general.sampling.{key}") for key, new in SAMPLING.items()}
+    asked = {new: file.metadata.get(f"general.sampling.{key}") for key, new in SAMPLING_KEYS.items()}
     found |= asked | {"do_sample": True if any(value is not None for value in asked.values()) else None}
     return {name: value for name, value in found.items() if value is not None}

@@ -19,10 +19,22 @@ from ovspec.base.errors import OvspecError
 from ovspec.setup.identity import list_model_files
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
-ALIGNMENT = 32  # of the tensors, where the metadata doesn't say otherwise
-SCALARS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
-FLOAT, STRING, ARRAY = 6, 8, 9
-INSTEAD = "export the checkpoint that the file was made from"  # what to do if a file can't be read
+DEFAULT_ALIGNMENT = 32  # of the tensors, where the metadata doesn't say otherwise
+SCALAR_DTYPES = {
+    0: "u1",
+    1: "i1",
+    2: "<u2",
+    3: "<i2",
+    4: "<u4",
+    5: "<i4",
+    6: "<f4",
+    7: "?",
+    10: "<u8",
+    11: "<i8",
+    12: "<f8",
+}
+FLOAT_TYPE, STRING_TYPE, ARRAY_TYPE = 6, 8, 9
+CHECKPOINT_ADVICE = "export the checkpoint that the file was made from"  # what to do if a file can't be read
 
 
 @dataclass(frozen=True)
@@ -34,27 +46,27 @@ class TensorInfo:
     """
 
     file: Path
-    start: int
+    offset: int
     shape: tuple[int, ...]
-    kind: int
+    ggml_type: int
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
         """The shape of its data in bytes."""
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
-        elements, size = GGML_QUANT_SIZES[GGMLQuantizationType(self.kind)]
+        elements, size = GGML_QUANT_SIZES[GGMLQuantizationType(self.ggml_type)]
         if not self.shape or self.shape[-1] % elements:
             raise ValueError(f"rows of {self.shape[-1:]} values cannot be stored in blocks of {elements}")
         return *self.shape[:-1], self.shape[-1] // elements * size
 
-    def read(self) -> np.ndarray:
+    def read_values(self) -> np.ndarray:
         """Return its values in f32."""
         from gguf.constants import GGMLQuantizationType
         from gguf.quants import dequantize
 
-        data = np.memmap(self.file, np.uint8, "r", self.start, self.stored_shape)
-        return dequantize(data, GGMLQuantizationType(self.kind))
+        data = np.memmap(self.file, np.uint8, "r", self.offset, self.stored_shape)
+        return dequantize(data, GGMLQuantizationType(self.ggml_type))
 
 
 @dataclass(frozen=True)
@@ -70,7 +82,7 @@ class GgufFile:
         """ggml's name of the model's family."""
         return str(self.metadata.get("general.architecture"))
 
-    def get(self, key: str) -> Any:
+    def architecture_entry(self, key: str) -> Any:
         """Return the metadata of the architecture under ``key``; None if there is none."""
         return self.metadata.get(f"{self.architecture}.{key}")
 
@@ -82,7 +94,7 @@ def read_gguf(path: Path) -> GgufFile:
         OvspecError: it isn't a GGUF file, is damaged or cut off, or a shard is missing.
     """
     files = list_model_files(path)
-    metadata, tensors = read_header(files[0])
+    metadata, tensors = read_gguf_header(files[0])
     if len(files) != (shards := metadata.get("split.count") or 1):
         raise OvspecError(
             f"{path}: is one of {shards} files of a model; give them the names they had, which end in "
@@ -91,7 +103,7 @@ def read_gguf(path: Path) -> GgufFile:
     for file in files[1:]:
         if not file.is_file():
             raise OvspecError(f"{file}: is missing; download all {len(files)} files of the model.")
-        tensors |= read_header(file)[1]
+        tensors |= read_gguf_header(file)[1]
     if not tensors:
         raise OvspecError(f"{path}: holds no weights; name the file with the whole model.")
     if len(tensors) != (count := metadata.get("split.tensors.count") or len(tensors)):
@@ -99,7 +111,7 @@ def read_gguf(path: Path) -> GgufFile:
     return GgufFile(path, metadata, tensors)
 
 
-def read_header(file: Path) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
+def read_gguf_header(file: Path) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
     """Return the metadata and the tensors of one file; raises OvspecError like ``read_gguf``."""
     with file.open("rb") as stream:
         if stream.read(4) != MAGIC:
@@ -107,91 +119,92 @@ def read_header(file: Path) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
         data = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
     try:
         with data:
-            return Header(data, file).read()
+            return HeaderReader(data, file).read_header()
     except (struct.error, ValueError, OverflowError, MemoryError) as error:
         told = " ".join(str(error).split())[:150]
         raise OvspecError(f"{file}: damaged or cut off ({told}); download it again.") from None
 
 
-class Header:
+class HeaderReader:
     """Reads the header from its beginning on; ValueError or struct.error where the file ends too early."""
 
     def __init__(self, data: mmap.mmap, file: Path) -> None:
-        self._data, self._file, self._at = data, file, 4
+        self._data, self._file, self._position = data, file, 4
 
-    def read(self) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
-        (version,) = self._unpack("<I")
+    def read_header(self) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
+        (version,) = self._read_struct("<I")
         if version not in VERSIONS:
             raise ValueError(f"version {version} of the format is not known")
-        tensors, entries = self._unpack("<QQ")
+        tensors, entries = self._read_struct("<QQ")
         metadata = {}
         for _ in range(entries):
-            key = self._string()
-            metadata[key] = self._value(*self._unpack("<I"))
-        infos = [self._tensor() for _ in range(tensors)]
-        alignment = metadata.get("general.alignment", ALIGNMENT)
+            key = self._read_string()
+            metadata[key] = self._read_value(*self._read_struct("<I"))
+        infos = [self._read_tensor() for _ in range(tensors)]
+        alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1:
             raise ValueError(f"general.alignment is {alignment}")
-        start = -(-self._at // alignment) * alignment
+        start = -(-self._position // alignment) * alignment
         found = {name: TensorInfo(self._file, start + at, shape, kind) for name, shape, kind, at in infos}
-        check_types(found)
-        end = max((info.start + math.prod(info.stored_shape) for info in found.values()), default=0)
+        check_tensor_types(found)
+        end = max((info.offset + math.prod(info.stored_shape) for info in found.values()), default=0)
         if end > len(self._data):
             raise ValueError(f"has {len(self._data)} of {end} bytes")
         return metadata, found
 
-    def _unpack(self, form: str) -> tuple[Any, ...]:
-        found = struct.unpack_from(form, self._data, self._at)
-        self._at += struct.calcsize(form)
+    def _read_struct(self, form: str) -> tuple[Any, ...]:
+        found = struct.unpack_from(form, self._data, self._position)
+        self._position += struct.calcsize(form)
         return found
 
-    def _bytes(self, count: int) -> bytes:
-        if count > len(self._data) - self._at:
+    def _read_bytes(self, count: int) -> bytes:
+        if count > len(self._data) - self._position:
             raise ValueError(f"an entry of {count} bytes exceeds the file")
-        self._at += count
-        return self._data[self._at - count : self._at]
+        self._position += count
+        return self._data[self._position - count : self._position]
 
-    def _string(self) -> str:
-        return self._bytes(*self._unpack("<Q")).decode()
+    def _read_string(self) -> str:
+        return self._read_bytes(*self._read_struct("<Q")).decode()
 
-    def _value(self, kind: int) -> Any:
-        if kind == STRING:
-            return self._string()
-        if kind != ARRAY:
-            value = self._array(kind, 1)[0]
-            return float(str(np.float32(value))) if kind == FLOAT else value  # 1e-05, not 9.99999974e-06
-        inner, count = self._unpack("<IQ")
-        if inner == ARRAY:
+    def _read_value(self, kind: int) -> Any:
+        if kind == STRING_TYPE:
+            return self._read_string()
+        if kind != ARRAY_TYPE:
+            value = self._read_array(kind, 1)[0]
+            return float(str(np.float32(value))) if kind == FLOAT_TYPE else value  # 1e-05, not 9.99999974e-06
+        inner, count = self._read_struct("<IQ")
+        if inner == ARRAY_TYPE:
             raise ValueError("an array of arrays")
-        return [self._string() for _ in range(count)] if inner == STRING else self._array(inner, count)
+        return [self._read_string() for _ in range(count)] if inner == STRING_TYPE else self._read_array(inner, count)
 
-    def _array(self, kind: int, count: int) -> list[Any]:
-        if kind not in SCALARS:
+    def _read_array(self, kind: int, count: int) -> list[Any]:
+        if kind not in SCALAR_DTYPES:
             raise ValueError(f"an entry of the unknown type {kind}")
-        dtype = np.dtype(SCALARS[kind])
-        return np.frombuffer(self._bytes(count * dtype.itemsize), dtype).tolist()
+        dtype = np.dtype(SCALAR_DTYPES[kind])
+        return np.frombuffer(self._read_bytes(count * dtype.itemsize), dtype).tolist()
 
-    def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
-        name = self._string()
-        (axes,) = self._unpack("<I")
+    def _read_tensor(self) -> tuple[str, tuple[int, ...], int, int]:
+        name = self._read_string()
+        (axes,) = self._read_struct("<I")
         if not 0 < axes <= 4:
             raise ValueError(f"the tensor {name} has {axes} axes")
-        shape = self._unpack(f"<{axes}Q")
-        return name, tuple(reversed(shape)), *self._unpack("<IQ")
+        shape = self._read_struct(f"<{axes}Q")
+        return name, tuple(reversed(shape)), *self._read_struct("<IQ")
 
 
-def check_types(tensors: dict[str, TensorInfo]) -> None:
+def check_tensor_types(tensors: dict[str, TensorInfo]) -> None:
     """Raise OvspecError if weights are stored in a type that can't be converted."""
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
     from gguf.quants import dequantize
 
-    for info in {info.kind: info for info in tensors.values()}.values():
+    for info in {info.ggml_type: info for info in tensors.values()}.values():
         try:
-            kind = GGMLQuantizationType(info.kind)
+            kind = GGMLQuantizationType(info.ggml_type)
             dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
         except (ValueError, KeyError, NotImplementedError):
-            known = {kind.value: kind.name for kind in GGMLQuantizationType}
+            names = {kind.value: kind.name for kind in GGMLQuantizationType}
+            name = names.get(info.ggml_type, str(info.ggml_type))
             raise OvspecError(
-                f"{info.file}: has weights of the type {known.get(info.kind, info.kind)}, which can't be read; "
-                "use a file of another one, such as Q8_0."
+                f"{info.file}: has weights of the type {name}, which can't be read; use a file of another one, such as "
+                "Q8_0."
             ) from None

@@ -17,12 +17,12 @@ from ovspec.base.errors import OvspecError
 MOST_TOKENS = 2**20  # four times the largest vocabulary
 LONGEST_TOKEN = 2**12  # characters
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # types of tokens
-SPECIAL = (UNKNOWN, CONTROL)  # add nothing to the text
+SPECIAL_TYPES = (UNKNOWN, CONTROL)  # add nothing to the text
 # Ids that llama.cpp assumes where the metadata names none; here only if that token is a special one.
-ASSUMED = {"gpt2": {"bos": 11, "eos": 11}, "llama": {"bos": 1, "eos": 2, "unknown": 0}}
+ASSUMED_ROLE_IDS = {"gpt2": {"bos": 11, "eos": 11}, "llama": {"bos": 1, "eos": 2, "unknown": 0}}
 ROLES = ("bos", "eos", "unknown", "padding")
 # The tokens, separated by spaces, that have a role which the metadata leaves out. They are special tokens.
-NAMES = {
+ROLE_TOKENS = {
     "eot": "<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> <|end_of_text|> <EOT> _<EOT> [EOT] "
     "<｜end▁of▁sentence｜> <end_of_utterance>",
     "eom": "<|eom_id|>",
@@ -35,14 +35,14 @@ NAMES = {
 }
 ENDING_ROLES = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 # Tokens that end a text in every vocabulary that has them. They are special tokens, too.
-ENDS = (
+ENDING_TOKENS = (
     "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> </s> <|eom_id|> "
     "<EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response> <｜end▁of▁sentence｜> "
     "[e~["
 )
-SHOWN = ["<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"]  # of gpt-oss; they are part of the text
+VISIBLE_TOKENS = ["<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"]  # of gpt-oss; they are part of the text
 # Where a vocabulary has all tokens of a row, its last one doesn't end a text, and gets this type.
-EXCEPTIONS = {
+NOT_ENDING_TOKENS = {
     ("<|return|>", "<|call|>", "<|end|>"): USER_DEFINED,
     ("<|call|>", "<|flush|>", "<|end|>"): USER_DEFINED,
     ("<|calls|>", "<|flush|>", "<|end|>"): USER_DEFINED,
@@ -50,7 +50,7 @@ EXCEPTIONS = {
 }
 
 
-class Metadata(Struct, rename=lambda name: f"tokenizer.ggml.{name}"):
+class TokenizerMetadata(Struct, rename=lambda name: f"tokenizer.ggml.{name}"):
     """What is read of a file's metadata, except chat templates and the ids of roles."""
 
     model: str
@@ -66,76 +66,76 @@ class Metadata(Struct, rename=lambda name: f"tokenizer.ggml.{name}"):
 
 
 @dataclass
-class Vocabulary:
+class GgufVocabulary:
     """Tokens and their types by id; ``roles`` holds the ids of ROLES that the vocabulary has."""
 
     tokens: list[str]
-    types: list[int]
-    ids: dict[str, int]
-    roles: dict[str, int]
-    ends: list[int]
+    token_types: list[int]
+    token_ids: dict[str, int]
+    role_ids: dict[str, int]
+    end_ids: list[int]
 
 
-def read_metadata(metadata: Mapping[str, Any], name: str) -> Metadata:
+def read_tokenizer_metadata(entries: Mapping[str, Any], name: str) -> TokenizerMetadata:
     """Return the metadata of the file ``name``; raise OvspecError if something is missing or of another type."""
-    keys = [entry.encode_name for entry in fields(Metadata)]
+    keys = [entry.encode_name for entry in fields(TokenizerMetadata)]
     try:
-        return convert({key: metadata[key] for key in keys if key in metadata}, Metadata)
+        return convert({key: entries[key] for key in keys if key in entries}, TokenizerMetadata)
     except ValidationError as error:
         problem = str(error).replace("`", "").replace(" - at $.", ": ")
-        raise damaged(name, problem[:200]) from None
+        raise damaged_tokenizer_error(name, problem[:200]) from None
 
 
-def read_vocabulary(read: Metadata, metadata: Mapping[str, Any], name: str) -> Vocabulary:
+def read_vocabulary(metadata: TokenizerMetadata, entries: Mapping[str, Any], name: str) -> GgufVocabulary:
     """Return the tokens; raise OvspecError if two are equal, one is too long, or lists or ids don't fit them."""
-    tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(read.tokens)]
+    tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(metadata.tokens)]
     ids = {token: index for index, token in enumerate(tokens)}
     if len(ids) < len(tokens):
         twice = next(token for index, token in enumerate(tokens) if ids[token] != index)
-        raise damaged(name, f"the token {shown(twice)} is there twice")
+        raise damaged_tokenizer_error(name, f"the token {quote_shortened(twice)} is there twice")
     longest = max(tokens, key=len)
     if len(longest) > LONGEST_TOKEN:
-        raise damaged(name, f"the token {shown(longest)} has {len(longest)} characters")
-    types = list(read.token_type or [NORMAL] * len(tokens))
+        raise damaged_tokenizer_error(name, f"the token {quote_shortened(longest)} has {len(longest)} characters")
+    types = list(metadata.token_type or [NORMAL] * len(tokens))
     if len(types) < len(tokens):
-        raise damaged(name, f"{len(tokens)} tokens have {len(types)} types")
-    found = {role: role_id(role, metadata, len(tokens), name) for role in (*ROLES, *NAMES)}
+        raise damaged_tokenizer_error(name, f"{len(tokens)} tokens have {len(types)} types")
+    found = {role: read_role_id(role, entries, len(tokens), name) for role in (*ROLES, *ROLE_TOKENS)}
     roles = {role: index for role, index in found.items() if index is not None}
-    for role, index in ASSUMED.get(read.model, {}).items():
-        if index < len(tokens) and types[index] in SPECIAL:
+    for role, index in ASSUMED_ROLE_IDS.get(metadata.model, {}).items():
+        if index < len(tokens) and types[index] in SPECIAL_TYPES:
             roles.setdefault(role, index)
-    for role, names in NAMES.items():
+    for role, names in ROLE_TOKENS.items():
         index = next((ids[text] for text in names.split() if text in ids), None)
         if role not in roles and index is not None:
             roles[role], types[index] = index, CONTROL
     ends = dict.fromkeys(roles[role] for role in ENDING_ROLES if role in roles)  # in this order
-    for text in ENDS.split():
+    for text in ENDING_TOKENS.split():
         if text in ids:
             ends[ids[text]], types[ids[text]] = None, CONTROL
-    for text in SHOWN:
+    for text in VISIBLE_TOKENS:
         if text in ids:
             types[ids[text]] = USER_DEFINED
-    for texts, kind in EXCEPTIONS.items():
+    for texts, kind in NOT_ENDING_TOKENS.items():
         if ids.keys() >= set(texts):
             ends.pop(ids[texts[-1]], None)
             types[ids[texts[-1]]] = kind
-    return Vocabulary(tokens, types, ids, roles, list(ends))
+    return GgufVocabulary(tokens, types, ids, roles, list(ends))
 
 
-def role_id(role: str, metadata: Mapping[str, Any], size: int, name: str) -> int | None:
+def read_role_id(role: str, entries: Mapping[str, Any], token_count: int, name: str) -> int | None:
     key = f"tokenizer.ggml.{role}_token_id"
-    index = metadata.get(key)
-    if index is None or (type(index) is int and 0 <= index < size):
+    index = entries.get(key)
+    if index is None or (type(index) is int and 0 <= index < token_count):
         return index
     if type(index) is int and role not in ("bos", "eos"):
         return None  # such as 2**32 - 1 for padding, in real files
-    raise damaged(name, f"{key} is {str(index)[:50]}, and there are {size} tokens")
+    raise damaged_tokenizer_error(name, f"{key} is {str(index)[:50]}, and there are {token_count} tokens")
 
 
-def damaged(name: str, problem: str) -> OvspecError:
+def damaged_tokenizer_error(name: str, problem: str) -> OvspecError:
     return OvspecError(f"{name}: its tokenizer is damaged ({problem}); download the file again or take another.")
 
 
-def shown(text: str) -> str:
+def quote_shortened(text: str) -> str:
     """Return the text as it may stand in a message."""
     return repr(text if len(text) <= 50 else text[:50] + "…")

@@ -11,10 +11,10 @@ from ovspec.base.errors import OvspecError
 from ovspec.ir.compile import MODEL_FILE, check_weights, read_target_ids
 from ovspec.ir.device import openvino_core
 from ovspec.ir.heads import FUSION_INPUT, FUSION_OUTPUT, HIDDEN_OUTPUT, TARGET_LAYERS_INFO, read_target_layers
-from ovspec_export.head_layout import usual_layers
+from ovspec_export.head_layout import default_tap_layers
 from ovspec_export.sources import HeadSource, Source
 
-AGAIN = "name the head's checkpoint instead, which ovspec exports itself"
+NAME_CHECKPOINT_ADVICE = "name the head's checkpoint instead, which ovspec exports itself"
 
 
 @dataclass(frozen=True)
@@ -26,46 +26,47 @@ class HeadSizes:
     own_embedding, own_lm_head: whether it has them; else they are made of the target's embedding.
     """
 
-    hidden: int
-    width: int
-    taps: int
-    vocab: int | None
-    ids: np.ndarray
-    layers: Sequence[int] | None = None
-    known: np.ndarray | None = None
+    hidden_size: int
+    states_width: int
+    tap_count: int
+    vocab_size: int | None
+    proposed_ids: np.ndarray
+    tap_layers: Sequence[int] | None = None
+    proposable: np.ndarray | None = None
     own_embedding: bool = True
     own_lm_head: bool = True
 
 
-def sizes_of(head: HeadSource) -> HeadSizes:
+def read_head_sizes(head: HeadSource) -> HeadSizes:
     """Return the sizes of a head; raises OvspecError if it can't be used."""
     if head.is_ir:
-        return sizes_in_ir(head)
+        return read_head_ir_sizes(head)
     layout = head.layout
-    offsets = head.integers("d2t")
-    ids = np.arange(layout.draft_vocab)
+    offsets = head.read_integers("d2t")
+    ids = np.arange(layout.draft_vocab_size)
     if offsets is not None:
         if offsets.shape != ids.shape:
             raise OvspecError(f"{head.name}: its d2t has {len(offsets)} entries for {len(ids)} tokens.")
         ids = ids + offsets
-    elif layout.draft_vocab != layout.vocab:
+    elif layout.draft_vocab_size != layout.vocab_size:
         raise OvspecError(
-            f"{head.name}: it proposes {layout.draft_vocab} of {layout.vocab} tokens, but has no d2t that says which."
+            f"{head.name}: it proposes {layout.draft_vocab_size} of {layout.vocab_size} tokens, but has no d2t that "
+            "says which."
         )
     return HeadSizes(
-        hidden=layout.hidden,
-        width=layout.tensors()["fc.weight"][1],
-        taps=layout.taps,
-        vocab=layout.vocab,
-        ids=ids,
-        layers=layout.tap_layers,
-        known=head.integers("t2d"),
+        hidden_size=layout.hidden_size,
+        states_width=layout.tensor_shapes()["fc.weight"][1],
+        tap_count=layout.tap_count,
+        vocab_size=layout.vocab_size,
+        proposed_ids=ids,
+        tap_layers=layout.tap_layers,
+        proposable=head.read_integers("t2d"),
         own_embedding=layout.own_embedding,
         own_lm_head=layout.own_lm_head,
     )
 
 
-def sizes_in_ir(head: HeadSource) -> HeadSizes:
+def read_head_ir_sizes(head: HeadSource) -> HeadSizes:
     """Return the sizes of a head that ovspec exported."""
     check_weights(head.folder / MODEL_FILE)
     try:
@@ -75,45 +76,47 @@ def sizes_in_ir(head: HeadSource) -> HeadSizes:
         )
         ids = read_target_ids(model)
         if FUSION_OUTPUT not in outputs or ids is None or not model.has_rt_info(TARGET_LAYERS_INFO):
-            raise OvspecError(f"{head.name}: an IR of a head that ovspec can't use; {AGAIN}.")
+            raise OvspecError(f"{head.name}: an IR of a head that ovspec can't use; {NAME_CHECKPOINT_ADVICE}.")
         layers = read_target_layers(model)
         return HeadSizes(
-            hidden=outputs[HIDDEN_OUTPUT].get_partial_shape()[2].get_length(),
-            width=inputs[FUSION_INPUT].get_partial_shape()[2].get_length(),
-            taps=len(layers),
-            vocab=head.entry("vocab"),
-            ids=ids,
-            layers=layers,
+            hidden_size=outputs[HIDDEN_OUTPUT].get_partial_shape()[2].get_length(),
+            states_width=inputs[FUSION_INPUT].get_partial_shape()[2].get_length(),
+            tap_count=len(layers),
+            vocab_size=head.config_number("vocab"),
+            proposed_ids=ids,
+            tap_layers=layers,
             own_embedding="input_ids" in inputs,
         )
     except (RuntimeError, KeyError, ValueError):
-        raise OvspecError(f"{head.name}: the head's IR cannot be read; {AGAIN}.") from None
+        raise OvspecError(f"{head.name}: the head's IR cannot be read; {NAME_CHECKPOINT_ADVICE}.") from None
 
 
-def check_fits(target: Source, head: HeadSource) -> list[int]:
+def check_head_fits(target: Source, head: HeadSource) -> list[int]:
     """Return the target's layers whose inputs the head reads.
 
     Raises:
         OvspecError: the head was made for a target of another width, vocabulary or number of layers.
     """
-    sizes, refused = sizes_of(head), f"{head.name} cannot draft for {target.name}:"
-    hidden, vocab, layers = (target.entry(what) for what in ("hidden", "vocab", "layers"))
+    sizes, refused = read_head_sizes(head), f"{head.name} cannot draft for {target.name}:"
+    hidden, vocab, layers = (target.config_number(what) for what in ("hidden", "vocab", "layers"))
     if hidden is None or vocab is None or layers is None:
         raise OvspecError(f"{refused} the target's config.json doesn't say its width, vocabulary and layers.")
-    if sizes.width != sizes.taps * hidden:
+    if sizes.states_width != sizes.tap_count * hidden:
         raise OvspecError(
-            f"{refused} it reads {sizes.taps} layers, {sizes.width} values in all, but the target is {hidden} wide."
+            f"{refused} it reads {sizes.tap_count} layers, {sizes.states_width} values in all, but the target is "
+            f"{hidden} wide."
         )
-    if not sizes.own_embedding and sizes.hidden != hidden:
+    if not sizes.own_embedding and sizes.hidden_size != hidden:
         raise OvspecError(
-            f"{refused} it has no embedding of its own and is {sizes.hidden} wide, but the target's embedding {hidden}."
+            f"{refused} it has no embedding of its own and is {sizes.hidden_size} wide, but the target's embedding "
+            f"{hidden}."
         )
     if not sizes.own_embedding and not sizes.own_lm_head and target.is_ir:
         raise OvspecError(f"{refused} its lm_head is made of the target's embedding; name the target's checkpoint.")
-    if sizes.vocab != vocab:
-        raise OvspecError(f"{refused} it was made for {sizes.vocab} tokens, but the target has {vocab}.")
-    check_ids(sizes, vocab, head.name)
-    found = list(sizes.layers or usual_layers(layers))
+    if sizes.vocab_size != vocab:
+        raise OvspecError(f"{refused} it was made for {sizes.vocab_size} tokens, but the target has {vocab}.")
+    check_proposed_ids(sizes, vocab, head.name)
+    found = list(sizes.tap_layers or default_tap_layers(layers))
     wrong = next((layer for layer in found if not 0 <= layer < layers), None)
     if wrong is not None:
         raise OvspecError(
@@ -123,12 +126,12 @@ def check_fits(target: Source, head: HeadSource) -> list[int]:
     return found
 
 
-def check_ids(sizes: HeadSizes, vocab: int, name: str) -> None:
+def check_proposed_ids(sizes: HeadSizes, vocab: int, name: str) -> None:
     """Raise OvspecError if the tokens that a head can propose aren't different tokens of the target."""
-    ids = sizes.ids
+    ids = sizes.proposed_ids
     if ids.min() < 0 or ids.max() >= vocab:
         raise OvspecError(f"{name}: its d2t names the token {ids.min() if ids.min() < 0 else ids.max()} of {vocab}.")
     if len(np.unique(ids)) < len(ids):
         raise OvspecError(f"{name}: its d2t names a token twice.")
-    if sizes.known is not None and not np.array_equal(np.flatnonzero(sizes.known), np.sort(ids)):
+    if sizes.proposable is not None and not np.array_equal(np.flatnonzero(sizes.proposable), np.sort(ids)):
         raise OvspecError(f"{name}: its t2d and its d2t name different tokens.")

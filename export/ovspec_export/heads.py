@@ -31,30 +31,32 @@ from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_json
 from ovspec.ir.compile import add_target_ids
 from ovspec.ir.heads import FUSION_INPUT, FUSION_OUTPUT, HIDDEN_OUTPUT, TARGET_LAYERS_INFO
-from ovspec_export.head_layout import HeadLayout, head_layout, our_name, rope_type
-from ovspec_export.pickled import pickled_tensors
+from ovspec_export.head_layout import HeadLayout, map_tensor_name, read_head_layout, rope_type
+from ovspec_export.pickled import read_pickled_tensors
 
 # Ends of the name that families have for the embedding of tokens.
-EMBEDDINGS = [[name, "weight"] for name in ("embed_tokens", "wte", "word_embeddings", "embed_in")]
-Cache = tuple[Tensor, Tensor]  # keys and values, each [batch, KV heads, slots, head_dim]
+EMBEDDING_NAMES = [[name, "weight"] for name in ("embed_tokens", "wte", "word_embeddings", "embed_in")]
+KeyValueCache = tuple[Tensor, Tensor]  # keys and values, each [batch, KV heads, slots, head_dim]
 
 
-class Attention(nn.Module):
+class HeadAttention(nn.Module):
     """Attention whose queries, keys and values are made of an embedding and a feature, side by side."""
 
     def __init__(self, layout: HeadLayout) -> None:
         super().__init__()
         self.layout = layout
-        queries, keys = layout.heads * layout.head_dim, layout.kv_heads * layout.head_dim
-        self.q_proj = linear(layout, "layer.self_attn.q_proj", 2 * layout.hidden, queries)
-        self.k_proj = linear(layout, "layer.self_attn.k_proj", 2 * layout.hidden, keys)
-        self.v_proj = linear(layout, "layer.self_attn.v_proj", 2 * layout.hidden, keys)
-        self.o_proj = linear(layout, "layer.self_attn.o_proj", queries, layout.hidden)
+        queries, keys = layout.head_count * layout.head_dim, layout.kv_head_count * layout.head_dim
+        self.q_proj = make_linear(layout, "layer.self_attn.q_proj", 2 * layout.hidden_size, queries)
+        self.k_proj = make_linear(layout, "layer.self_attn.k_proj", 2 * layout.hidden_size, keys)
+        self.v_proj = make_linear(layout, "layer.self_attn.v_proj", 2 * layout.hidden_size, keys)
+        self.o_proj = make_linear(layout, "layer.self_attn.o_proj", queries, layout.hidden_size)
         self.q_norm, self.k_norm = (
-            LlamaRMSNorm(layout.head_dim, layout.eps) if layout.qk_norm else nn.Identity() for _ in "qk"
+            LlamaRMSNorm(layout.head_dim, layout.norm_epsilon) if layout.qk_norm else nn.Identity() for _ in "qk"
         )
 
-    def forward(self, states: Tensor, mask: Tensor, rotary: Cache, past: Cache) -> tuple[Tensor, Cache]:
+    def forward(
+        self, states: Tensor, mask: Tensor, rotary: KeyValueCache, past: KeyValueCache
+    ) -> tuple[Tensor, KeyValueCache]:
         """Return what each entry sees, and the cache with its keys and values. rotary: cosines and sines."""
         shape = (*states.shape[:2], -1, self.layout.head_dim)
         queries = self.q_norm(self.q_proj(states).view(shape)).transpose(1, 2)
@@ -62,7 +64,7 @@ class Attention(nn.Module):
         values = self.v_proj(states).view(shape).transpose(1, 2)
         queries, keys = apply_rotary_pos_emb(queries, keys, *rotary)
         keys, values = torch.cat((past[0], keys), 2), torch.cat((past[1], values), 2)
-        groups = self.layout.heads // self.layout.kv_heads
+        groups = self.layout.head_count // self.layout.kv_head_count
         seen = scaled_dot_product_attention(queries, repeat_kv(keys, groups), repeat_kv(values, groups), mask)
         return self.o_proj(seen.transpose(1, 2).reshape(*states.shape[:2], -1)), (keys, values)
 
@@ -72,9 +74,9 @@ class GatedMLP(nn.Module):
 
     def __init__(self, layout: HeadLayout) -> None:
         super().__init__()
-        self.gate_proj = linear(layout, "layer.mlp.gate_proj", layout.hidden, layout.intermediate)
-        self.up_proj = linear(layout, "layer.mlp.up_proj", layout.hidden, layout.intermediate)
-        self.down_proj = linear(layout, "layer.mlp.down_proj", layout.intermediate, layout.hidden)
+        self.gate_proj = make_linear(layout, "layer.mlp.gate_proj", layout.hidden_size, layout.intermediate_size)
+        self.up_proj = make_linear(layout, "layer.mlp.up_proj", layout.hidden_size, layout.intermediate_size)
+        self.down_proj = make_linear(layout, "layer.mlp.down_proj", layout.intermediate_size, layout.hidden_size)
         self.activation = ACT2FN[layout.activation]
 
     def forward(self, states: Tensor) -> Tensor:
@@ -88,14 +90,14 @@ class HeadLayer(nn.Module):
         super().__init__()
         self.layout = layout
         self.input_layernorm, self.hidden_norm, self.post_attention_layernorm = (
-            LlamaRMSNorm(layout.hidden, layout.eps) for _ in range(3)
+            LlamaRMSNorm(layout.hidden_size, layout.norm_epsilon) for _ in range(3)
         )
-        self.self_attn = Attention(layout)
+        self.self_attn = HeadAttention(layout)
         self.mlp = GatedMLP(layout)
 
     def forward(
-        self, embedded: Tensor, features: Tensor, mask: Tensor, rotary: Cache, past: Cache
-    ) -> tuple[Tensor, Cache]:
+        self, embedded: Tensor, features: Tensor, mask: Tensor, rotary: KeyValueCache, past: KeyValueCache
+    ) -> tuple[Tensor, KeyValueCache]:
         normed = self.hidden_norm(features)
         residual = normed if self.layout.norm_before_residual else features
         seen, cache = self.self_attn(torch.cat((self.input_layernorm(embedded), normed), -1), mask, rotary, past)
@@ -109,46 +111,49 @@ class EagleHead(nn.Module):
     def __init__(self, layout: HeadLayout) -> None:
         super().__init__()
         self.layout = layout
-        fused = layout.taps * layout.target_hidden
-        self.embed_tokens = nn.Embedding(layout.vocab, layout.hidden) if layout.own_embedding else None
-        self.input_norm = LlamaRMSNorm(fused, layout.eps) if layout.norms == "before_fc" else None
-        each = [LlamaRMSNorm(layout.target_hidden, layout.eps) for _ in range(layout.taps * (layout.norms == "fc"))]
+        fused = layout.tap_count * layout.target_hidden_size
+        self.embed_tokens = nn.Embedding(layout.vocab_size, layout.hidden_size) if layout.own_embedding else None
+        self.input_norm = LlamaRMSNorm(fused, layout.norm_epsilon) if layout.fused_norm == "before_fc" else None
+        each = [
+            LlamaRMSNorm(layout.target_hidden_size, layout.norm_epsilon)
+            for _ in range(layout.tap_count * (layout.fused_norm == "fc"))
+        ]
         self.fc_norm = nn.ModuleList(each)
-        self.fc = linear(layout, "fc", fused, layout.hidden)
+        self.fc = make_linear(layout, "fc", fused, layout.hidden_size)
         self.layer = HeadLayer(layout)
-        self.norm = LlamaRMSNorm(layout.hidden, layout.eps)
-        self.lm_head = linear(layout, "lm_head", layout.hidden, layout.draft_vocab)
-        self.rotary = LlamaRotaryEmbedding(rotary_config(layout))
+        self.norm = LlamaRMSNorm(layout.hidden_size, layout.norm_epsilon)
+        self.lm_head = make_linear(layout, "lm_head", layout.hidden_size, layout.draft_vocab_size)
+        self.rotary = LlamaRotaryEmbedding(make_rotary_config(layout))
         self.d2t: Tensor
-        self.register_buffer("d2t", torch.zeros(layout.draft_vocab, dtype=torch.int64), persistent=False)
+        self.register_buffer("d2t", torch.zeros(layout.draft_vocab_size, dtype=torch.int64), persistent=False)
 
-    def fuse(self, target_hidden_states: Tensor) -> Tensor:
+    def fuse_states(self, target_hidden_states: Tensor) -> Tensor:
         """Return features [batch, new, hidden] of the inputs of the target's layers, side by side."""
         states = target_hidden_states if self.input_norm is None else self.input_norm(target_hidden_states)
         if self.fc_norm:
-            parts = states.chunk(self.layout.taps, -1)
+            parts = states.chunk(self.layout.tap_count, -1)
             states = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
         return self.fc(states)
 
-    def step(
-        self, embedded: Tensor, features: Tensor, mask: Tensor, position_ids: Tensor, past: Cache
-    ) -> tuple[Tensor, Cache]:
+    def run_layer(
+        self, embedded: Tensor, features: Tensor, mask: Tensor, position_ids: Tensor, past: KeyValueCache
+    ) -> tuple[Tensor, KeyValueCache]:
         """Return the layer's output [batch, new, hidden] and the longer cache.
 
         mask: added to the attention's scores, [batch, 1, new, past + new].
         """
         return self.layer(embedded, features, mask, self.rotary(embedded, position_ids), past)
 
-    def next_features(self, states: Tensor) -> Tensor:
+    def compute_next_features(self, states: Tensor) -> Tensor:
         """Return what the next entries have in place of features of the target."""
         return self.norm(states) if self.layout.norm_output else states
 
-    def logits(self, states: Tensor) -> Tensor:
+    def compute_logits(self, states: Tensor) -> Tensor:
         """Return the logits [batch, new, draft vocabulary] of the layer's output."""
         return self.lm_head(self.norm(states) if self.layout.norm_before_head else states)
 
-    def no_cache(self, batch: int = 1, slots: int = 0) -> Cache:
-        shape = (batch, self.layout.kv_heads, slots, self.layout.head_dim)
+    def make_empty_cache(self, batch: int = 1, slots: int = 0) -> KeyValueCache:
+        shape = (batch, self.layout.kv_head_count, slots, self.layout.head_dim)
         return torch.zeros(shape), torch.zeros(shape)
 
     def forward(
@@ -166,16 +171,21 @@ class EagleHead(nn.Module):
         tokens: ids, or embeddings if it has none itself.
         """
         embedded = tokens if self.embed_tokens is None else self.embed_tokens(tokens)
-        mask = causal_mask(attention_mask, position_ids.shape[1])
-        states, cache = self.step(embedded, features, mask, position_ids, (key, value))
-        return self.logits(states), self.next_features(states), self.fuse(target_hidden_states), *cache
+        mask = make_causal_mask(attention_mask, position_ids.shape[1])
+        states, cache = self.run_layer(embedded, features, mask, position_ids, (key, value))
+        return (
+            self.compute_logits(states),
+            self.compute_next_features(states),
+            self.fuse_states(target_hidden_states),
+            *cache,
+        )
 
 
-def linear(layout: HeadLayout, name: str, inputs: int, outputs: int) -> nn.Linear:
-    return nn.Linear(inputs, outputs, bias=name in layout.biases)
+def make_linear(layout: HeadLayout, name: str, inputs: int, outputs: int) -> nn.Linear:
+    return nn.Linear(inputs, outputs, bias=name in layout.biased_layers)
 
 
-def causal_mask(attention_mask: Tensor, new: int) -> Tensor:
+def make_causal_mask(attention_mask: Tensor, new: int) -> Tensor:
     """Return what is added to the scores of the last ``new`` slots, [batch, 1, new, slots]; dead slots have a 0."""
     slots = torch.arange(attention_mask.shape[1])
     before = slots[None] <= slots[-new:, None]
@@ -183,65 +193,65 @@ def causal_mask(attention_mask: Tensor, new: int) -> Tensor:
     return torch.where(seen, torch.zeros(()), torch.full((), torch.finfo(torch.float32).min))
 
 
-def rotary_config(layout: HeadLayout) -> LlamaConfig:
+def make_rotary_config(layout: HeadLayout) -> LlamaConfig:
     """Return a config with what transformers' rotary embedding reads: of the sizes, only head_dim."""
-    found: dict[str, Any] = dict(layout.rope)
+    found: dict[str, Any] = dict(layout.rope_config)
     for name in ("rope_scaling", "rope_parameters"):
         if name in found:
             found[name] = {**found[name], "rope_type": rope_type(found[name])}
-    found |= {"hidden_size": layout.heads * layout.head_dim, "num_attention_heads": layout.heads}
+    found |= {"hidden_size": layout.head_count * layout.head_dim, "num_attention_heads": layout.head_count}
     found |= {"head_dim": layout.head_dim}
     return LlamaConfig(**found)
 
 
-def load_head(folder: Path, name: str = "", embedding: Tensor | None = None) -> EagleHead:
+def load_head_checkpoint(folder: Path, name: str = "", embedding: Tensor | None = None) -> EagleHead:
     """Return the head of a checkpoint, with weights in f32. embedding: the target's.
 
     An embedding that equals the target's to the bit is left out. A head without an lm_head gets the rows of its tokens
     in the embedding.
     """
-    tensors = read_tensors(folder)
+    tensors = read_checkpoint_tensors(folder)
     shapes = {each: list(tensor.shape) for each, tensor in tensors.items()}
-    layout = head_layout(read_json(folder / "config.json"), shapes, name or folder.name)
-    ours = {our_name(each): tensor for each, tensor in tensors.items()}
+    layout = read_head_layout(read_json(folder / "config.json"), shapes, name or folder.name)
+    ours = {map_tensor_name(each): tensor for each, tensor in tensors.items()}
     own = ours.get("embed_tokens.weight")
-    if own is not None and embedding is not None and same(own, embedding):
+    if own is not None and embedding is not None and have_equal_values(own, embedding):
         layout, own = dataclasses.replace(layout, own_embedding=False), None
     with torch.device("meta"):
         head = EagleHead(layout)
-    head.rotary = LlamaRotaryEmbedding(rotary_config(layout))
+    head.rotary = LlamaRotaryEmbedding(make_rotary_config(layout))
     d2t = ours.get("d2t")
-    head.d2t = torch.zeros(layout.draft_vocab, dtype=torch.int64) if d2t is None else d2t.long()
+    head.d2t = torch.zeros(layout.draft_vocab_size, dtype=torch.int64) if d2t is None else d2t.long()
     if not layout.own_lm_head:
         rows = embedding if own is None else own
         if rows is None:
             raise OvspecError(f"{name}: the head has no lm_head, and no embedding to take its rows from.")
-        ours["lm_head.weight"] = rows[torch.arange(layout.draft_vocab) + head.d2t]
-    weights = {each: ours[each].float() for each in (*layout.tensors(), "lm_head.weight")}
+        ours["lm_head.weight"] = rows[torch.arange(layout.draft_vocab_size) + head.d2t]
+    weights = {each: ours[each].float() for each in (*layout.tensor_shapes(), "lm_head.weight")}
     head.load_state_dict(weights, assign=True)
     return head.eval().requires_grad_(False)
 
 
-def same(ours: Tensor, theirs: Tensor) -> bool:
+def have_equal_values(ours: Tensor, theirs: Tensor) -> bool:
     """Return whether two matrices have the same values, whatever their types."""
     if ours.shape != theirs.shape:
         return False
     return all(torch.equal(a.float(), b.float()) for a, b in zip(ours.split(4096), theirs.split(4096), strict=True))
 
 
-def target_embedding(folder: Path) -> Tensor | None:
+def read_target_embedding(folder: Path) -> Tensor | None:
     """Return the embedding of a checkpoint's tokens, or None if it has none of a usual name."""
     from safetensors import safe_open
 
     for file in sorted(folder.glob("model*.safetensors")):
         with safe_open(file, "pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118
-                if name.split(".")[-2:] in EMBEDDINGS:
+                if name.split(".")[-2:] in EMBEDDING_NAMES:
                     return tensors.get_tensor(name)
     return None
 
 
-def read_tensors(folder: Path) -> dict[str, Tensor]:
+def read_checkpoint_tensors(folder: Path) -> dict[str, Tensor]:
     """Return the tensors of a checkpoint: safetensors, or else pickled ones, of which only tensors are read."""
     from safetensors.torch import load_file
 
@@ -249,29 +259,33 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     if files:
         return {name: tensor for file in files for name, tensor in load_file(file).items()}
     pickled = sorted(folder.glob("pytorch_model*.bin"))
-    return {name: tensor for file in pickled for name, tensor in pickled_tensors(file).items()}
+    return {name: tensor for file in pickled for name, tensor in read_pickled_tensors(file).items()}
 
 
-def head_ir(head: EagleHead, tap_layers: list[int]) -> ov.Model:
+def convert_head_to_ir(head: EagleHead, tap_layers: list[int]) -> ov.Model:
     """Return a head as a stateful model. tap_layers: the target's layers whose inputs it reads."""
     from optimum.exporters.openvino.stateful import patch_stateful_decoder
 
     layout, batch, new, past = head.layout, 2, 3, 2
     ids = torch.zeros((batch, new), dtype=torch.int64)
-    features = torch.zeros((batch, new, layout.hidden))
-    taps = torch.zeros((batch, new, layout.taps * layout.target_hidden))
+    features = torch.zeros((batch, new, layout.hidden_size))
+    taps = torch.zeros((batch, new, layout.tap_count * layout.target_hidden_size))
     tokens = ids if head.embed_tokens is not None else features
     mask = torch.ones((batch, past + new), dtype=torch.int64)
-    example = (tokens, features, mask, ids, taps, *head.no_cache(batch, past))
+    example = (tokens, features, mask, ids, taps, *head.make_empty_cache(batch, past))
     with torch.no_grad():
         model = ov.convert_model(head, example_input=example)
-    cache = [-1, layout.kv_heads, -1, layout.head_dim]
+    cache = [-1, layout.kv_head_count, -1, layout.head_dim]
     inputs = {
-        **({"input_ids": [-1, -1]} if head.embed_tokens is not None else {"inputs_embeds": [-1, -1, layout.hidden]}),
-        "hidden_states": [-1, -1, layout.hidden],
+        **(
+            {"input_ids": [-1, -1]}
+            if head.embed_tokens is not None
+            else {"inputs_embeds": [-1, -1, layout.hidden_size]}
+        ),
+        "hidden_states": [-1, -1, layout.hidden_size],
         "attention_mask": [-1, -1],
         "position_ids": [-1, -1],
-        FUSION_INPUT: [-1, -1, layout.taps * layout.target_hidden],
+        FUSION_INPUT: [-1, -1, layout.tap_count * layout.target_hidden_size],
         "past_key_values.0.key": cache,
         "past_key_values.0.value": cache,
     }

@@ -16,7 +16,7 @@ import torch
 from openvino import opset14 as ops
 
 
-class Scan(torch.nn.Module):
+class SelectiveScan(torch.nn.Module):
     """state[t] = state[t - 1] * decay[t] + drive[t]; out[t] = sum over N of state[t] * read[t].
 
     decay, drive: (B, T, D, N). read: (B, T, N). state: (B, D, N). Returns all of out (B, T, D) and the last state,
@@ -54,7 +54,7 @@ def convert_scan(context: Any) -> list[Any]:
     return [ops.concat(flat, 0).output(0)]
 
 
-def mixer(self: Any, input_states: torch.Tensor, cache_params: Any, *_: Any, **__: Any) -> torch.Tensor:
+def run_mixer(self: Any, input_states: torch.Tensor, cache_params: Any, *_: Any, **__: Any) -> torch.Tensor:
     """Compute a mixer of Mamba or Falcon Mamba with its states in ``cache_params``; rows have no padding.
 
     Source: Gu and Dao, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces", arXiv:2312.00752.
@@ -80,7 +80,7 @@ def mixer(self: Any, input_states: torch.Tensor, cache_params: Any, *_: Any, **_
     return self.out_proj(out.transpose(1, 2).to(input_states.dtype))
 
 
-def scan_in_a_loop() -> None:
+def replace_mixer() -> None:
     """Replace optimum's mixer of Mamba and Falcon Mamba by ours."""
     from openvino.frontend.pytorch import ConversionExtension, ModuleExtension
     from optimum.exporters.openvino.model_patcher import MambaPatcher as Patcher
@@ -90,15 +90,15 @@ def scan_in_a_loop() -> None:
     @functools.wraps(begin)
     def begin_with_scan(self: Any, *args: Any, **kwargs: Any) -> None:
         begin(self, *args, **kwargs)
-        self.module_extensions = {Scan: ModuleExtension(Scan, "ovspec_scan")}
+        self.module_extensions = {SelectiveScan: ModuleExtension(SelectiveScan, "ovspec_scan")}
         self.conversion_extensions = [ConversionExtension("ovspec_scan", convert_scan)]
 
     @functools.wraps(enter)
     def enter_with_mixer(self: Any) -> Any:
         entered = enter(self)
         for layer in self._model.backbone.layers:
-            layer.mixer.scan = Scan()
-            layer.mixer.forward = types.MethodType(mixer, layer.mixer)
+            layer.mixer.scan = SelectiveScan()
+            layer.mixer.forward = types.MethodType(run_mixer, layer.mixer)
         return entered
 
     Patcher.__init__, Patcher.__enter__ = begin_with_scan, enter_with_mixer

@@ -16,10 +16,10 @@ from ovspec_export.compression import Compression
 from ovspec_export.folders import replace_folder
 from ovspec_export.sources import HeadSource, Source
 
-VERSIONED = ("openvino", "openvino-tokenizers", "nncf", "optimum-intel", "transformers", "torch")
+VERSIONED_PACKAGES = ("openvino", "openvino-tokenizers", "nncf", "optimum-intel", "transformers", "torch")
 
 
-def complete(work: Path, output: Path, manifest: Manifest) -> None:
+def complete_export(work: Path, output: Path, manifest: Manifest) -> None:
     """Complete what was written into ``work`` by its manifest, with checksums, and move it to ``output``."""
     with step(f"{output.name}: computing checksums", keep=True) as computing:
         files = sorted(path for path in work.rglob("*") if path.is_file() and path != work / MANIFEST_FILE)
@@ -32,12 +32,12 @@ def complete(work: Path, output: Path, manifest: Manifest) -> None:
     replace_folder(work, output)
 
 
-def versions() -> dict[str, str]:
+def installed_versions() -> dict[str, str]:
     """Return the versions of the installed packages that an export depends on."""
-    return {name: importlib.metadata.version(name) for name in VERSIONED} | {"ovspec": ovspec.__version__}
+    return {name: importlib.metadata.version(name) for name in VERSIONED_PACKAGES} | {"ovspec": ovspec.__version__}
 
 
-def describe(source: Source, folder: Path, compression: Compression, target: Path | None = None) -> ExportedModel:
+def describe_model(source: Source, folder: Path, compression: Compression, target: Path | None = None) -> ExportedModel:
     """Return the manifest entry of the model in ``folder``, which is read to see that it is supported.
 
     A head is read with its ``target``, by default the model above it.
@@ -55,13 +55,15 @@ def describe(source: Source, folder: Path, compression: Compression, target: Pat
         source=source.name,
         revision=source.revision,
         weight_format="as it was" if source.is_ir else compression.weight_format,
-        options={} if source.is_ir else compression.options(),
+        options={} if source.is_ir else compression.requested_options(),
         states=[dataclasses.asdict(state) for state in states],
-        versions=overlaid_versions(source),
+        versions=environment_versions(source),
     )
 
 
-def overlaid_versions(source: Source) -> dict[str, str]:
+def environment_versions(source: Source) -> dict[str, str]:
     """Return the versions that the family's environment has in place of the installed ones."""
     environment = None if source.is_ir else source.family.environment
-    return {name: version for name, version, _ in environment.wheels if name in VERSIONED} if environment else {}
+    return (
+        {name: version for name, version, _ in environment.wheels if name in VERSIONED_PACKAGES} if environment else {}
+    )

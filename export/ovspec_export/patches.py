@@ -11,7 +11,7 @@ from ovspec.base.errors import OvspecError
 from ovspec_export.families import FAMILIES
 
 # Names of tensors without which quantised weights mean nothing.
-QUANTISED = re.compile(r"scale|qweight|qzeros|zero_point|absmax")
+QUANTISED_TENSORS = re.compile(r"scale|qweight|qzeros|zero_point|absmax")
 
 
 def hide_torchvision() -> None:
@@ -75,7 +75,7 @@ def find_the_same_tokens() -> None:
     BPETokenizationStep.get_ov_subgraph = without_unmerged
 
 
-def adapt(model_type: str) -> dict[str, Any]:
+def adapt_optimum(model_type: str) -> dict[str, Any]:
     """Change optimum as the family needs it; return further arguments for loading the checkpoint."""
     from optimum.exporters.openvino import model_configs  # noqa: F401  (fills the registry)
     from optimum.exporters.tasks import TasksManager
@@ -84,15 +84,15 @@ def adapt(model_type: str) -> dict[str, Any]:
     family = FAMILIES[model_type]
     if family.alias_of:
         registry.setdefault(model_type, registry[family.alias_of])
-    if family.lifted:
+    if family.ignores_version_limit:
         for constructor in registry[model_type]["openvino"].values():
             constructor.func.MIN_TRANSFORMERS_VERSION = constructor.func.MAX_TRANSFORMERS_VERSION = None
     for patch in family.patches:
         globals()[patch]()
-    return {"experts_implementation": family.experts} if family.experts else {}
+    return {"experts_implementation": family.experts_implementation} if family.experts_implementation else {}
 
 
-def check_tensors() -> None:
+def refuse_missing_tensors() -> None:
     """Make ``from_pretrained`` refuse a checkpoint that lacks a tensor, which transformers would fill at random."""
     from transformers import PreTrainedModel
 
@@ -106,7 +106,7 @@ def check_tensors() -> None:
             raise OvspecError(
                 f"the checkpoint lacks the tensor {missing[0]}, or has another shape of it ({len(missing)} in all)"
             )
-        unread = sorted(key for key in found["unexpected_keys"] if QUANTISED.search(key))
+        unread = sorted(key for key in found["unexpected_keys"] if QUANTISED_TENSORS.search(key))
         if unread:
             raise OvspecError(f"the checkpoint is quantised in a way that isn't understood ({unread[0]})")
         return (model, found) if output_loading_info else model
@@ -114,7 +114,7 @@ def check_tensors() -> None:
     PreTrainedModel.from_pretrained = classmethod(load_all)  # type: ignore[assignment]
 
 
-def short_dummy_window() -> None:
+def shorten_dummy_window() -> None:
     """Trace Gemma 4 with as many slots in its windows as elsewhere, not with full ones, whose mask is another."""
     from optimum.exporters.openvino.input_generators import Gemma4DummyPastKeyValuesGenerator as Generator
 
@@ -156,7 +156,7 @@ def scan_in_a_loop() -> None:
     """Let Mamba read any number of tokens after any past."""
     from ovspec_export import mamba
 
-    mamba.scan_in_a_loop()
+    mamba.replace_mixer()
 
 
 def compress_as_gpt_oss() -> None:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def pickled_tensors(file: Path) -> dict[str, Tensor]:
+def read_pickled_tensors(file: Path) -> dict[str, Tensor]:
     """Return the tensors in a file by name; their elements stay on the disk until they are needed.
 
     Raises:

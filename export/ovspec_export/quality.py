@@ -12,7 +12,7 @@ from ovspec_export.convert import run_job
 from ovspec_export.sources import HeadSource, Source
 
 
-def evaluated(
+def evaluate_exports(
     sources: list[Source], folders: list[Path], text: Path, work: Path, trust_remote_code: bool
 ) -> list[tuple[str, dict[str, float]]]:
     """Compare each model with its checkpoint, by name; a draft of first layers is compared with those layers."""
@@ -20,13 +20,16 @@ def evaluated(
     for source, folder in zip(sources, folders, strict=False):
         if isinstance(source, HeadSource):  # says nothing without the target
             continue
-        with step(f"{source.name}: comparing with the checkpoint of {in_bytes(source.size)} on {text.name}", keep=True):
+        with step(
+            f"{source.name}: comparing with the checkpoint of {in_bytes(source.size_in_bytes)} on {text.name}",
+            keep=True,
+        ):
             result = work / "evaluation.json"
             where = {"source": str(source.folder), "folder": str(folder), "text": str(text.absolute())}
             runs_code = source.runs_code(trust_remote_code)
             options = {"context": DEFAULT_CONTEXT, "output": str(result), "trust_remote_code": runs_code}
             try:
-                run_job("evaluate", source, work, **where, **options)
+                run_job("evaluate_ir", source, work, **where, **options)
             except OvspecError as error:
                 note(f"warning: {error}")  # no reason to discard a finished export
                 continue
@@ -35,7 +38,7 @@ def evaluated(
     return found
 
 
-def quality_table(quality: list[tuple[str, dict[str, float]]]) -> list[str]:
+def format_quality_table(quality: list[tuple[str, dict[str, float]]]) -> list[str]:
     """Return the table of ``quality`` as lines for a terminal."""
     if not quality:
         return []

@@ -8,7 +8,7 @@ from ovspec.base.errors import OvspecError
 
 # transformers reads the other kinds only with packages that need a GPU, or that this project doesn't test (gptqmodel,
 # accelerate, triton, compressed-tensors).
-DEQUANTISED = {"mxfp4": "gpt_oss"}  # kind -> the family in which transformers knows it
+DEQUANTISED_FAMILIES = {"mxfp4": "gpt_oss"}  # kind -> the family in which transformers knows it
 
 
 def check_quantisation(config: dict[str, Any], name: str) -> None:
@@ -24,14 +24,14 @@ def check_quantisation(config: dict[str, Any], name: str) -> None:
     if not found:
         return
     kind = str(found[0].get("quant_method")) if isinstance(found[0], dict) else "unknown"
-    if len(configs) > 1 or DEQUANTISED.get(kind) != config.get("model_type"):
+    if len(configs) > 1 or DEQUANTISED_FAMILIES.get(kind) != config.get("model_type"):
         raise OvspecError(
             f"{name}: its weights are quantised ({kind}), which can't be exported; name the checkpoint that isn't, "
             "and compress that."
         )
 
 
-def load_model(source: str, trust_remote_code: bool, **options: Any) -> Any:
+def load_checkpoint_model(source: str, trust_remote_code: bool, **options: Any) -> Any:
     """Return the checkpoint's model, by default with weights in its own type; MXFP4 becomes bf16, as in optimum."""
     from transformers import AutoConfig, AutoModelForCausalLM
 

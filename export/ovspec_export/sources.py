@@ -22,37 +22,58 @@ from ovspec.ir.config import LAYER_KEYS
 from ovspec.setup.identity import compute_files_revision, list_model_files
 from ovspec.text.chat_template import MORE_TEMPLATES
 from ovspec.text.tokenizer_files import TOKENIZER_CONFIG_FILE
-from ovspec_export.families import FLAT, TEXT_MODELS, TEXT_ONLY, Family, TextOnly, family_of
-from ovspec_export.gguf_config import config_of
+from ovspec_export.families import (
+    FLAT_CONFIG_FAMILIES,
+    TEXT_MODEL_CLASSES,
+    TEXT_ONLY_FAMILIES,
+    Family,
+    TextOnlyFamily,
+    find_family,
+)
+from ovspec_export.gguf_config import build_config
 from ovspec_export.gguf_file import GgufFile, read_gguf
-from ovspec_export.head_layout import HeadLayout, check_supported, flattened, head_layout, is_head, our_name
-from ovspec_export.pickled import pickled_tensors
+from ovspec_export.head_layout import (
+    HeadLayout,
+    check_head_supported,
+    flatten_head_config,
+    is_head_config,
+    map_tensor_name,
+    read_head_layout,
+)
+from ovspec_export.pickled import read_pickled_tensors
 from ovspec_export.quantised import check_quantisation
 
 # Every file that an export reads. Pickled weights are not among them, because loading them could run code.
-PATTERNS = ["model*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "openvino_*"]
-CODE = ["*.py"]
+EXPORT_PATTERNS = ["model*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "openvino_*"]
+CODE_PATTERNS = ["*.py"]
 # Of heads alone, of which only tensors are read.
-PICKLED = ["pytorch_model*.bin", "pytorch_model*.json"]
-ADAPTER = "adapter_config.json"
+PICKLED_PATTERNS = ["pytorch_model*.bin", "pytorch_model*.json"]
+ADAPTER_FILE = "adapter_config.json"
 # Small files that tell whether the rest is worth downloading. A graph without weights beside it belongs to an IR.
-TELLING = ["config.json", TOKENIZER_CONFIG_FILE, ADAPTER, MODEL_FILE]
-TEMPLATES = [f"{MORE_TEMPLATES}/*.jinja"]
+CONFIG_PATTERNS = ["config.json", TOKENIZER_CONFIG_FILE, ADAPTER_FILE, MODEL_FILE]
+TEMPLATE_PATTERNS = [f"{MORE_TEMPLATES}/*.jinja"]
 # What is left out. The hub's ``*`` matches slashes, too, so that ``*.json`` alone would take other folders' files.
-FOLDERS, DEEPER_FOLDERS = "*/*", "*/*/*"
-WEIGHTS = ("model.safetensors", "model.safetensors.index.json")  # what transformers loads first
-TEXTS = (".json", ".jinja", ".model", ".txt")  # ends of the names of files beside the weights
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
+SUBFOLDERS, DEEPER_SUBFOLDERS = "*/*", "*/*/*"
+WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")  # what transformers loads first
+TEXT_SUFFIXES = (".json", ".jinja", ".model", ".txt")  # ends of the names of files beside the weights
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+)
 
 # Beginnings of the names of what the text model doesn't need: images, sound, and heads that predict further tokens.
-LEFT_OUT = re.compile(
+NON_TEXT_TENSORS = re.compile(
     r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|audio_tower|embed_vision|embed_audio)\.|mtp\."
 )
 # Entries of a config that has those of the text model beside them.
-OF_IMAGES = re.compile(r"(vision|image|video)_|(architectures|model_type|text_config|transformers_version)$")
+NON_TEXT_ENTRIES = re.compile(r"(vision|image|video)_|(architectures|model_type|text_config|transformers_version)$")
 
 # Numbers that families name differently in their config.
-ENTRIES = {
+CONFIG_NUMBERS = {
     "layers": LAYER_KEYS,
     "hidden": ("hidden_size", "n_embd", "d_model"),
     "vocab": ("vocab_size",),
@@ -79,15 +100,17 @@ class Source:
     is_ir: bool
     revision: str
 
-    def headers(self) -> dict[str, dict[str, Any]]:
+    def tensor_headers(self) -> dict[str, dict[str, Any]]:
         """Return what the safetensors files of a checkpoint say of each tensor."""
         files = sorted(self.folder.glob("model*.safetensors"))
-        headers = {name: tensor for file in files for name, tensor in safetensors_header(file).items()}
+        headers = {name: tensor for file in files for name, tensor in read_safetensors_header(file).items()}
         return {name: tensor for name, tensor in headers.items() if name != "__metadata__"}
 
-    def shapes(self) -> dict[str, list[int]]:
+    def tensor_shapes(self) -> dict[str, list[int]]:
         """Return the shapes of a checkpoint's tensors, without those of parts that are left out."""
-        return {name: tensor["shape"] for name, tensor in self.headers().items() if not LEFT_OUT.match(name)}
+        return {
+            name: tensor["shape"] for name, tensor in self.tensor_headers().items() if not NON_TEXT_TENSORS.match(name)
+        }
 
     @functools.cached_property
     def config(self) -> dict[str, Any]:
@@ -103,16 +126,16 @@ class Source:
         config, outer = self.config, str(self.config.get("model_type"))
         if self.is_ir:
             return None
-        if outer in FLAT and not config.get("text_config"):
-            entries = {name: value for name, value in config.items() if not OF_IMAGES.match(name)}
+        if outer in FLAT_CONFIG_FAMILIES and not config.get("text_config"):
+            entries = {name: value for name, value in config.items() if not NON_TEXT_ENTRIES.match(name)}
             return entries | {"model_type": f"{outer}_text"}
         return config["text_config"] if isinstance(config.get("text_config"), dict) else None
 
-    def entry(self, what: str) -> int | None:
+    def config_number(self, what: str) -> int | None:
         """Return a number of ``ENTRIES`` for the text model, or None if the config doesn't say."""
         config = self.text_config or self.config.get("text_config") or self.config
-        config = (self.text_only.defaults if self.text_only else {}) | config
-        return next((config[name] for name in ENTRIES[what] if type(config.get(name)) is int), None)
+        config = (self.text_only.config_defaults if self.text_only else {}) | config
+        return next((config[name] for name in CONFIG_NUMBERS[what] if type(config.get(name)) is int), None)
 
     @property
     def holds_text_model(self) -> bool:
@@ -120,9 +143,9 @@ class Source:
         return self.text_config is not None
 
     @property
-    def text_only(self) -> TextOnly | None:
+    def text_only(self) -> TextOnlyFamily | None:
         """The family that its text model equals, if it has another one's name."""
-        return TEXT_ONLY.get(str((self.text_config or {}).get("model_type")))
+        return TEXT_ONLY_FAMILIES.get(str((self.text_config or {}).get("model_type")))
 
     @property
     def model_type(self) -> str:
@@ -135,29 +158,29 @@ class Source:
     def family(self) -> Family:
         """How its family is exported; raises OvspecError if it can't be."""
         outer = self.config.get("model_type")
-        if self.holds_text_model and self.model_type not in TEXT_MODELS.get(str(outer), ()):
+        if self.holds_text_model and self.model_type not in TEXT_MODEL_CLASSES.get(str(outer), ()):
             raise OvspecError(
                 f"{self.name}: holds a text model among others, but ovspec cannot take it out of the family {outer}; "
-                f"that works with {', '.join(TEXT_MODELS)}."
+                f"that works with {', '.join(TEXT_MODEL_CLASSES)}."
             )
-        return family_of(self.model_type, self.name)
+        return find_family(self.model_type, self.name)
 
     def runs_code(self, trusted: bool) -> bool:
         """Return whether its own Python code is run: if it is trusted, and transformers has none for the family."""
         return trusted and self.family.remote_code
 
     @property
-    def parameters(self) -> int:
+    def parameter_count(self) -> int:
         """The number of a checkpoint's parameters; MXFP4 has two in each byte of its blocks."""
-        return sum(math.prod(shape) * (1 + name.endswith("_blocks")) for name, shape in self.shapes().items())
+        return sum(math.prod(shape) * (1 + name.endswith("_blocks")) for name, shape in self.tensor_shapes().items())
 
-    def widths(self) -> dict[str, int]:
+    def weight_widths(self) -> dict[str, int]:
         """Return the number of weights that are multiplied with one vector, by layer, for layers of the usual names."""
-        shapes = self.shapes().items()
+        shapes = self.tensor_shapes().items()
         return {name: shape[-1] for name, shape in shapes if name.endswith("proj.weight") and len(shape) == 2}
 
     @property
-    def size(self) -> int:
+    def size_in_bytes(self) -> int:
         """The size of its files in bytes."""
         return sum(path.stat().st_size for path in self.folder.iterdir() if path.is_file())
 
@@ -168,22 +191,22 @@ class GgufSource(Source):
 
     file: GgufFile
 
-    def shapes(self) -> dict[str, list[int]]:
+    def tensor_shapes(self) -> dict[str, list[int]]:
         """Return the shapes of its tensors, by ggml's names."""
         return {name: list(info.shape) for name, info in self.file.tensors.items()}
 
     @functools.cached_property
     def config(self) -> dict[str, Any]:
         """The config.json of the checkpoint that the file was made from."""
-        return config_of(self.file)
+        return build_config(self.file)
 
-    def widths(self) -> dict[str, int]:
+    def weight_widths(self) -> dict[str, int]:
         """Return the number of weights that are multiplied with one vector, by layer."""
-        shapes = self.shapes().items()
+        shapes = self.tensor_shapes().items()
         return {name: shape[-1] for name, shape in shapes if name.startswith("blk.") and len(shape) > 1}
 
     @property
-    def size(self) -> int:
+    def size_in_bytes(self) -> int:
         """The size of its files in bytes."""
         return sum(path.stat().st_size for path in list_model_files(self.folder))
 
@@ -195,7 +218,7 @@ class HeadSource(Source):
     @functools.cached_property
     def layout(self) -> HeadLayout:
         """What a checkpoint holds; raises OvspecError if it can't be exported."""
-        return head_layout(self.config, self.shapes(), self.name)
+        return read_head_layout(self.config, self.tensor_shapes(), self.name)
 
     @functools.cached_property
     def text_config(self) -> dict[str, Any] | None:
@@ -205,43 +228,43 @@ class HeadSource(Source):
     @property
     def model_type(self) -> str:
         """The family of its layer."""
-        return str(flattened(self.config).get("model_type", "llama"))
+        return str(flatten_head_config(self.config).get("model_type", "llama"))
 
     @property
     def family(self) -> Family:
         """How it is exported: as this package does it."""
         return Family()
 
-    def pickled(self) -> list[Path]:
+    def pickled_files(self) -> list[Path]:
         """Return the files of a checkpoint without safetensors."""
-        return [] if super().headers() else sorted(self.folder.glob(PICKLED[0]))
+        return [] if super().tensor_headers() else sorted(self.folder.glob(PICKLED_PATTERNS[0]))
 
-    def headers(self) -> dict[str, dict[str, Any]]:
+    def tensor_headers(self) -> dict[str, dict[str, Any]]:
         """Return the shapes of a checkpoint's tensors."""
-        found = {name: tensor for file in self.pickled() for name, tensor in pickled_tensors(file).items()}
-        return super().headers() or {name: {"shape": list(tensor.shape)} for name, tensor in found.items()}
+        found = {name: tensor for file in self.pickled_files() for name, tensor in read_pickled_tensors(file).items()}
+        return super().tensor_headers() or {name: {"shape": list(tensor.shape)} for name, tensor in found.items()}
 
-    def integers(self, name: str) -> np.ndarray | None:
+    def read_integers(self, name: str) -> np.ndarray | None:
         """Return the tensor ``d2t`` or ``t2d`` of a checkpoint, or None if it has none."""
         from safetensors import safe_open
 
-        for file in self.pickled():
-            for stored, tensor in pickled_tensors(file).items():
-                if our_name(stored) == name and tensor.is_floating_point():
+        for file in self.pickled_files():
+            for stored, tensor in read_pickled_tensors(file).items():
+                if map_tensor_name(stored) == name and tensor.is_floating_point():
                     raise OvspecError(f"{file}: its {name} holds no integers ({tensor.dtype}).")
-                if our_name(stored) == name:
+                if map_tensor_name(stored) == name:
                     return tensor.numpy()
         for file in self.folder.glob("model*.safetensors"):
-            for stored in safetensors_header(file):
-                if our_name(stored) == name:
+            for stored in read_safetensors_header(file):
+                if map_tensor_name(stored) == name:
                     with safe_open(file, "np") as tensors:
                         return tensors.get_tensor(stored)
         return None
 
-    def widths(self) -> dict[str, int]:
+    def weight_widths(self) -> dict[str, int]:
         """Return the number of weights that are multiplied with one vector, by layer."""
-        fused = {name: shape[1] for name, shape in self.shapes().items() if our_name(name) == "fc.weight"}
-        return super().widths() | fused
+        fused = {name: shape[1] for name, shape in self.tensor_shapes().items() if map_tensor_name(name) == "fc.weight"}
+        return super().weight_widths() | fused
 
 
 def find_source(name: str, trust_remote_code: bool = False) -> Source:
@@ -256,7 +279,7 @@ def find_source(name: str, trust_remote_code: bool = False) -> Source:
         raise OvspecError("The name of the model to export is empty; give a folder or a hub id.")
     folder = Path(name).expanduser()
     if folder.is_dir():
-        source = source_in(folder, folder.resolve().name, compute_files_revision(folder))
+        source = make_source(folder, folder.resolve().name, compute_files_revision(folder))
     elif folder.is_file():
         stem = re.sub(r"-\d{5}-of-\d{5}$", "", folder.stem)
         found = GgufSource(stem, folder, False, compute_files_revision(folder), read_gguf(folder))
@@ -265,49 +288,51 @@ def find_source(name: str, trust_remote_code: bool = False) -> Source:
     elif name.startswith((".", "/", "~")) or name.count("/") != 1 or "\\" in name or name[1:2] == ":":
         raise OvspecError(f"{name}: no such file or folder, and not a hub id like 'org/model'.")
     else:
-        source = download(name, trust_remote_code)
+        source = download_model(name, trust_remote_code)
     check_source(source, name, trust_remote_code)
     return source
 
 
-def source_in(folder: Path, name: str, revision: str) -> Source:
+def make_source(folder: Path, name: str, revision: str) -> Source:
     """Return the model in a folder."""
-    if is_head(read_json(folder / "config.json")):
-        return HeadSource(name, folder, holds_only_ir(folder) and not list(folder.glob(PICKLED[0])), revision)
+    if is_head_config(read_json(folder / "config.json")):
+        return HeadSource(name, folder, holds_only_ir(folder) and not list(folder.glob(PICKLED_PATTERNS[0])), revision)
     return Source(name, folder, holds_only_ir(folder), revision)
 
 
 def check_source(source: Source, name: str, trust_remote_code: bool) -> None:
     """Raise OvspecError if the folder holds no model that can be exported."""
     folder = source.folder
-    check_config(source, name)
+    check_source_config(source, name)
     if source.is_ir:
         return
     if isinstance(source, HeadSource):
         check_head_files(source, name)
         return
-    if not any((folder / weights).is_file() for weights in WEIGHTS):  # or transformers would look for pickled ones
+    if not any((folder / weights).is_file() for weights in WEIGHT_FILES):  # or transformers would look for pickled ones
         raise OvspecError(
-            f"{name}: no {' and no '.join(WEIGHTS)} in it, and other formats are not loaded because they can run code; "
-            "save the model with save_pretrained(..., safe_serialization=True) first."
+            f"{name}: no {' and no '.join(WEIGHT_FILES)} in it, and other formats are not loaded because they can run "
+            "code; save the model with save_pretrained(..., safe_serialization=True) first."
         )
     for file in folder.glob("model*.safetensors"):
-        safetensors_header(file)
-    if not any((folder / tokenizer).is_file() for tokenizer in TOKENIZERS) and not trust_remote_code:
-        raise OvspecError(f"{name}: no tokenizer in it (none of {', '.join(TOKENIZERS[:4])} ...); add one of them.")
-    shards = set(read_as(WeightIndex, folder / WEIGHTS[1]).weight_map.values())
+        read_safetensors_header(file)
+    if not any((folder / tokenizer).is_file() for tokenizer in TOKENIZER_FILES) and not trust_remote_code:
+        raise OvspecError(
+            f"{name}: no tokenizer in it (none of {', '.join(TOKENIZER_FILES[:4])} ...); add one of them."
+        )
+    shards = set(read_as(WeightIndex, folder / WEIGHT_FILES[1]).weight_map.values())
     if pickled := next((shard for shard in shards if not shard.endswith(".safetensors")), None):
-        raise OvspecError(f"{name}: {WEIGHTS[1]} names {pickled}, which is not a safetensors file.")
-    check_shards(folder, WEIGHTS[1], name)
-    check_code(source, name, trust_remote_code)
+        raise OvspecError(f"{name}: {WEIGHT_FILES[1]} names {pickled}, which is not a safetensors file.")
+    check_shards(folder, WEIGHT_FILES[1], name)
+    check_trusted_code(source, name, trust_remote_code)
 
 
 def check_head_files(source: HeadSource, name: str) -> None:
     """Raise OvspecError if a head's checkpoint has no weights, or a file of them is damaged or missing."""
-    files = [*source.folder.glob("model*.safetensors"), *source.pickled()]
+    files = [*source.folder.glob("model*.safetensors"), *source.pickled_files()]
     if not files:
         raise OvspecError(f"{name}: no model.safetensors and no pytorch_model.bin in it; download the head again.")
-    index = f"{'pytorch_model.bin' if source.pickled() else 'model.safetensors'}.index.json"
+    index = f"{'pytorch_model.bin' if source.pickled_files() else 'model.safetensors'}.index.json"
     check_shards(source.folder, index, name)
     _ = source.layout
 
@@ -320,23 +345,23 @@ def check_shards(folder: Path, index: str, name: str) -> None:
         raise OvspecError(f"{name}: {missing[0]} is missing ({len(missing)} missing in all); download the model again.")
 
 
-def check_config(source: Source, name: str) -> None:
+def check_source_config(source: Source, name: str) -> None:
     """Raise OvspecError if a model of this kind can't be exported; its weights need not be there yet."""
     if not (source.folder / "config.json").is_file():
         raise OvspecError(f"{name}: no config.json in it; name a folder with a Hugging Face checkpoint.")
     if source.is_ir:
         return
-    if (source.folder / ADAPTER).is_file():
+    if (source.folder / ADAPTER_FILE).is_file():
         raise OvspecError(f"{name}: an adapter; merge it into its model (merge_and_unload) and export that.")
     check_quantisation(source.config, name)
     if isinstance(source, HeadSource):
-        check_supported(flattened(source.config), {}, name)
+        check_head_supported(flatten_head_config(source.config), {}, name)
     if source.config.get("is_encoder_decoder"):
         raise OvspecError(f"{name}: an encoder-decoder model; only decoder-only language models can be exported.")
     _ = source.family
 
 
-def check_code(source: Source, name: str, trust_remote_code: bool) -> None:
+def check_trusted_code(source: Source, name: str, trust_remote_code: bool) -> None:
     """Raise OvspecError if the model needs Python code that isn't trusted, or that lies elsewhere."""
     for file in ("config.json", TOKENIZER_CONFIG_FILE):
         classes = str(read_json(source.folder / file).get("auto_map", ""))
@@ -352,7 +377,7 @@ def check_code(source: Source, name: str, trust_remote_code: bool) -> None:
             )
 
 
-def safetensors_header(file: Path) -> dict[str, Any]:
+def read_safetensors_header(file: Path) -> dict[str, Any]:
     """Return a safetensors file's header: the names, types and shapes of its tensors.
 
     Raises:
@@ -373,7 +398,7 @@ def safetensors_header(file: Path) -> dict[str, Any]:
     return header
 
 
-def download(name: str, trust_remote_code: bool) -> Source:
+def download_model(name: str, trust_remote_code: bool) -> Source:
     """Download a hub model, named ``org/model`` or ``org/model@revision``, or find it in the hub's cache.
 
     Raises:
@@ -382,19 +407,21 @@ def download(name: str, trust_remote_code: bool) -> Source:
     model, at, revision = name.partition("@")
     if at and not revision:
         raise OvspecError(f"{name}: no revision after the @; write org/model@REVISION, or leave the @ out.")
-    folder = snapshot(name, model, revision or None, TELLING + TEMPLATES, DEEPER_FOLDERS)
-    source = source_in(folder, name, folder.name)  # the snapshot's folder is named by its commit
-    check_config(source, name)
+    folder = download_snapshot(name, model, revision or None, CONFIG_PATTERNS + TEMPLATE_PATTERNS, DEEPER_SUBFOLDERS)
+    source = make_source(folder, name, folder.name)  # the snapshot's folder is named by its commit
+    check_source_config(source, name)
     is_head = isinstance(source, HeadSource)
     if not source.is_ir and not is_head:
-        check_code(source, name, trust_remote_code)
-    snapshot(name, model, source.revision, PATTERNS + CODE * (trust_remote_code and not is_head), FOLDERS)
+        check_trusted_code(source, name, trust_remote_code)
+    download_snapshot(
+        name, model, source.revision, EXPORT_PATTERNS + CODE_PATTERNS * (trust_remote_code and not is_head), SUBFOLDERS
+    )
     if is_head and not list(folder.glob("model*.safetensors")):
-        snapshot(name, model, source.revision, PICKLED, FOLDERS)
-    return source_in(folder, name, source.revision)
+        download_snapshot(name, model, source.revision, PICKLED_PATTERNS, SUBFOLDERS)
+    return make_source(folder, name, source.revision)
 
 
-def snapshot(name: str, model: str, revision: str | None, patterns: list[str], but: str) -> Path:
+def download_snapshot(name: str, model: str, revision: str | None, patterns: list[str], but: str) -> Path:
     """Download a hub model's files that match ``patterns`` but not ``but``; return their folder.
 
     ``name`` is for messages.
@@ -425,12 +452,14 @@ def snapshot(name: str, model: str, revision: str | None, patterns: list[str], b
         ) from None
 
 
-def copy_what_is_missing(checkpoint: Path, folder: Path) -> None:
+def copy_missing_files(checkpoint: Path, folder: Path) -> None:
     """Copy to ``folder`` the files of a checkpoint beside its weights, such as its tokenizer, that aren't there."""
-    copy_files(checkpoint, folder, lambda file: file.suffix in (*TEXTS, ".py") and not file.name.startswith("model"))
+    copy_model_files(
+        checkpoint, folder, lambda file: file.suffix in (*TEXT_SUFFIXES, ".py") and not file.name.startswith("model")
+    )
 
 
-def copy_files(model: Path, folder: Path, wanted: Callable[[Path], bool]) -> None:
+def copy_model_files(model: Path, folder: Path, wanted: Callable[[Path], bool]) -> None:
     """Copy to ``folder`` the wanted files of a model, and its further chat templates, where they aren't there."""
     for file in [*filter(wanted, model.iterdir()), *model.glob(f"{MORE_TEMPLATES}/*.jinja")]:
         copy = folder / file.relative_to(model)

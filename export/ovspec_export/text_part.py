@@ -14,11 +14,11 @@ from typing import Any, BinaryIO
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.progress import in_bytes, step
-from ovspec_export.families import TEXT_MODELS
-from ovspec_export.sources import LEFT_OUT, TEXTS, Source, copy_files, safetensors_header
+from ovspec_export.families import TEXT_MODEL_CLASSES
+from ovspec_export.sources import NON_TEXT_TENSORS, TEXT_SUFFIXES, Source, copy_model_files, read_safetensors_header
 
 # Beginnings of the text model's tensor names, in the order in which they are tried, and what they become.
-RENAMED = {
+TEXT_TENSOR_PREFIXES = {
     "model.language_model.model.": "model.",  # transformers 5.5 writes Gemma 3 so
     "model.language_model.": "model.",
     "language_model.model.": "model.",
@@ -28,12 +28,12 @@ RENAMED = {
     **{f"model.{part}.": f"model.{part}." for part in ("embed_tokens", "layers", "norm")},
 }
 # What a text model's config takes from the outer one, if it has none itself.
-SHARED = ("dtype", "torch_dtype", "eos_token_id", "bos_token_id", "pad_token_id")
-OTHERS = re.compile("^model|processor")  # in names of files about weights, or about images and sound
-CHUNK = 1 << 24  # bytes that are copied at a time
+SHARED_ENTRIES = ("dtype", "torch_dtype", "eos_token_id", "bos_token_id", "pad_token_id")
+NON_TEXT_FILES = re.compile("^model|processor")  # in names of files about weights, or about images and sound
+CHUNK_BYTES = 1 << 24  # bytes that are copied at a time
 
 
-def text_part(source: Source, folder: Path) -> Source:
+def extract_text_model(source: Source, folder: Path) -> Source:
     """Write the text model of ``source`` into ``folder`` and return it as a source.
 
     Raises:
@@ -41,32 +41,34 @@ def text_part(source: Source, folder: Path) -> Source:
     """
     with step(f"{source.name}: taking the text model out of it", keep=True) as taking:
         folder.mkdir(parents=True)
-        names = text_names(source)
-        config = text_config(source, set(names.values()))
+        names = map_text_tensors(source)
+        config = build_text_config(source, set(names.values()))
         (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8", newline="\n")
         where, size = {}, 0
         for file in sorted(source.folder.glob("model*.safetensors")):
-            kept = {name: names[name] for name in safetensors_header(file) if name in names}
+            kept = {name: names[name] for name in read_safetensors_header(file) if name in names}
             if kept:
                 size += copy_tensors(file, kept, folder / file.name)
                 where |= dict.fromkeys(kept.values(), file.name)
         if set(where.values()) != {"model.safetensors"}:
             index = {"metadata": {"total_size": size}, "weight_map": where}
             (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8", newline="\n")
-        copy_files(source.folder, folder, lambda file: file.suffix in TEXTS and not OTHERS.search(file.name))
+        copy_model_files(
+            source.folder, folder, lambda file: file.suffix in TEXT_SUFFIXES and not NON_TEXT_FILES.search(file.name)
+        )
         taking.result = in_bytes(size)
     return dataclasses.replace(source, folder=folder)
 
 
-def text_config(source: Source, names: set[str]) -> dict[str, Any]:
+def build_text_config(source: Source, names: set[str]) -> dict[str, Any]:
     """Return the config of the text model, which has tensors of these names."""
     config = source.config
     inner = source.text_config or {}
-    known = TEXT_MODELS[config["model_type"]][source.model_type]
+    known = TEXT_MODEL_CLASSES[config["model_type"]][source.model_type]
     if source.text_only:
-        inner = source.text_only.defaults | {name: value for name, value in inner.items() if value is not None}
-        inner = rope_of_text(inner) | {"model_type": source.model_type}
-    shared = {name: config[name] for name in SHARED if name in config}
+        inner = source.text_only.config_defaults | {name: value for name, value in inner.items() if value is not None}
+        inner = merge_rope_config(inner) | {"model_type": source.model_type}
+    shared = {name: config[name] for name in SHARED_ENTRIES if name in config}
     text = shared | {name: value for name, value in inner.items() if value is not None} | {"architectures": [known]}
     key = "tie_word_embeddings"
     tied = [part[key] for part in (config, inner) if part.get(key) is not None]
@@ -75,7 +77,7 @@ def text_config(source: Source, names: set[str]) -> dict[str, Any]:
     return text
 
 
-def rope_of_text(config: dict[str, Any]) -> dict[str, Any]:
+def merge_rope_config(config: dict[str, Any]) -> dict[str, Any]:
     """Return the config of a text model with one rotary embedding instead of three, which are the same for text."""
     given = [config.get(name) for name in ("rope_scaling", "rope_parameters")]  # the first one counts
     found: dict[str, Any] = next((rope for rope in given if rope and isinstance(rope, dict)), {})
@@ -87,18 +89,18 @@ def rope_of_text(config: dict[str, Any]) -> dict[str, Any]:
     return text
 
 
-def text_names(source: Source) -> dict[str, str]:
+def map_text_tensors(source: Source) -> dict[str, str]:
     """Return the text model's tensors by name, with the names that they have in a model of its own.
 
     Raises:
         OvspecError: some tensor is neither one of them nor belongs to a part that is left out.
     """
     names = {}
-    for name in source.headers():
-        prefix = next((prefix for prefix in RENAMED if name.startswith(prefix)), None)
+    for name in source.tensor_headers():
+        prefix = next((prefix for prefix in TEXT_TENSOR_PREFIXES if name.startswith(prefix)), None)
         if prefix:
-            names[name] = RENAMED[prefix] + name.removeprefix(prefix)
-        elif not LEFT_OUT.match(name):
+            names[name] = TEXT_TENSOR_PREFIXES[prefix] + name.removeprefix(prefix)
+        elif not NON_TEXT_TENSORS.match(name):
             raise OvspecError(f"{source.name}: cannot tell whether its tensor {name} belongs to the text model.")
     if len(set(names.values())) < len(names) or not names:
         raise OvspecError(f"{source.name}: its tensors cannot be told apart as those of a text model.")
@@ -107,7 +109,7 @@ def text_names(source: Source) -> dict[str, str]:
 
 def copy_tensors(file: Path, names: dict[str, str], output: Path) -> int:
     """Copy the tensors ``names`` of a safetensors file to ``output``, under new names; return their size in bytes."""
-    header = safetensors_header(file)
+    header = read_safetensors_header(file)
     ranges, end = [], 0
     written: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     for name, new in sorted(names.items(), key=lambda pair: header[pair[0]]["data_offsets"]):
@@ -128,7 +130,7 @@ def copy_tensors(file: Path, names: dict[str, str], output: Path) -> int:
 
 def copy_bytes(original: BinaryIO, copy: BinaryIO, count: int) -> None:
     while count:
-        piece = original.read(min(count, CHUNK))
+        piece = original.read(min(count, CHUNK_BYTES))
         if not piece:
             raise OvspecError(f"{original.name}: became shorter while it was read; download the model again.")
         copy.write(piece)

@@ -13,7 +13,7 @@ from ovspec.text.pairing import TEXTS, check_same_vocabulary
 from ovspec.text.tokenizer import Tokenizer
 from ovspec.text.tokenizer_files import TOKENIZER_FILE
 from ovspec.text.vocabulary import differing_ids
-from ovspec_export.gguf_tokenizer import build_tokenizer, chat_templates
+from ovspec_export.gguf_tokenizer import build_gguf_tokenizer, read_gguf_templates
 from ovspec_export.sources import GgufSource, Source
 
 
@@ -24,7 +24,7 @@ def load_tokenizer(source: Source, trust_remote_code: bool = False) -> Any:
         OvspecError: it has none, or a broken one.
     """
     if isinstance(source, GgufSource):
-        return build_tokenizer(source.file.metadata, source.name)
+        return build_gguf_tokenizer(source.file.metadata, source.name)
     from transformers import AutoTokenizer
 
     try:
@@ -34,14 +34,14 @@ def load_tokenizer(source: Source, trust_remote_code: bool = False) -> Any:
         raise OvspecError(f"{source.name}: its tokenizer cannot be loaded ({why}).") from None
 
 
-def templates_of(source: Source) -> dict[str, str]:
+def read_source_templates(source: Source) -> dict[str, str]:
     """Return the chat templates of a source by their names."""
     if isinstance(source, GgufSource):
-        return chat_templates(source.file.metadata, source.name)
+        return read_gguf_templates(source.file.metadata, source.name)
     return templates_in(source.folder)
 
 
-def put_template(template: str, folder: Path) -> None:
+def replace_chat_template(template: str, folder: Path) -> None:
     """Make a template the only one of the exported model in ``folder``."""
     tokenizer = Tokenizer(folder)
     bos = "".join(map(tokenizer.token_text, tokenizer.bos))
@@ -50,13 +50,13 @@ def put_template(template: str, folder: Path) -> None:
     (folder / CHAT_TEMPLATE_FILE).write_text(source, encoding="utf-8", newline="\n")
 
 
-def differing_texts(reference: Any, folder: Path) -> list[str]:
+def find_differing_texts(reference: Any, folder: Path) -> list[str]:
     """Return the ``TEXTS`` that the exported tokenizer in ``folder`` encodes differently from ``reference``."""
     tokenizer = Tokenizer(folder)
     return [text for text in TEXTS if tokenizer.encode(text).tolist() != reference(text)["input_ids"]]
 
 
-def check_pair(target: Source, draft: Source, trust_remote_code: bool) -> None:
+def check_pair_vocabularies(target: Source, draft: Source, trust_remote_code: bool) -> None:
     """Raise OvspecError if the vocabularies are not the same, id by id."""
     if target.is_ir and draft.is_ir:
         check_same_vocabulary(target.folder, draft.folder)

@@ -23,10 +23,10 @@ import psutil
 from ovspec_export.channel import open_channel
 from ovspec_export.patches import find_the_same_tokens, hide_torchvision, keep_splits_apart
 
-MODEL = "openvino_model"
+IR_NAME = "openvino_model"
 
 
-def optimum_cli(
+def export_with_optimum(
     arguments: list[str],
     source: str,
     model_type: str,
@@ -41,14 +41,14 @@ def optimum_cli(
     """
     import argparse
 
-    from ovspec_export.agreement import check_agreement, save_states
-    from ovspec_export.patches import adapt, check_tensors
-    from ovspec_export.quantised import load_model
+    from ovspec_export.agreement import check_agreement, save_hidden_states
+    from ovspec_export.patches import adapt_optimum, refuse_missing_tensors
+    from ovspec_export.quantised import load_checkpoint_model
 
-    loading = adapt(model_type)
+    loading = adapt_optimum(model_type)
     keep_splits_apart()
     find_the_same_tokens()
-    check_tensors()
+    refuse_missing_tensors()
     from optimum.commands.export.openvino import OVExportCommand, parse_args_openvino
     from optimum.exporters.openvino import __main__ as exporter
 
@@ -57,10 +57,10 @@ def optimum_cli(
 
     def export_and_compare(*, output: Path, **options: Any) -> None:
         export(output=output, model_loading_kwargs=loading, **options)
-        model = load_model(source, trust_remote_code, **loading)
+        model = load_checkpoint_model(source, trust_remote_code, **loading)
         check_agreement(model, output)
         if layers:
-            save_states(model, layers, Path(states))
+            save_hidden_states(model, layers, Path(states))
         del model
         for call in put_off:
             compress(*call)
@@ -74,7 +74,7 @@ def optimum_cli(
     OVExportCommand.run(argparse.Namespace(args=parser.parse_args(arguments)))  # type: ignore[arg-type]
 
 
-def eagle_head(
+def convert_eagle_head(
     source: str,
     name: str,
     folder: str,
@@ -92,12 +92,12 @@ def eagle_head(
     import numpy as np
     import openvino as ov
 
-    from ovspec_export.head_agreement import check_head
-    from ovspec_export.heads import head_ir, load_head, target_embedding
+    from ovspec_export.head_agreement import check_head_ir
+    from ovspec_export.heads import convert_head_to_ir, load_head_checkpoint, read_target_embedding
 
-    head = load_head(Path(source), name, target_embedding(Path(target)) if target else None)
-    model = head_ir(head, layers)
-    check_head(head, model, np.load(states) if Path(states).is_file() else None)
+    head = load_head_checkpoint(Path(source), name, read_target_embedding(Path(target)) if target else None)
+    model = convert_head_to_ir(head, layers)
+    check_head_ir(head, model, np.load(states) if Path(states).is_file() else None)
     if quantization:
         from optimum.intel import OVWeightQuantizationConfig
         from optimum.intel.openvino.quantization import _weight_only_quantization
@@ -105,36 +105,36 @@ def eagle_head(
         model = _weight_only_quantization(model, OVWeightQuantizationConfig(**quantization))
     if weight_format == "bf16" or quantization.get("backup_precision") == "none":
         round_weights(model)
-    ov.save_model(model, Path(folder) / f"{MODEL}.xml", compress_to_fp16=weight_format == "fp16")
+    ov.save_model(model, Path(folder) / f"{IR_NAME}.xml", compress_to_fp16=weight_format == "fp16")
 
 
-def first_layers(source: str, layers: int, folder: str, trust_remote_code: bool) -> None:
+def save_first_layers(source: str, layers: int, folder: str, trust_remote_code: bool) -> None:
     """Save the checkpoint ``source`` with only its first ``layers`` layers in ``folder``."""
     from transformers import AutoConfig
 
-    from ovspec_export.quantised import load_model
-    from ovspec_export.sources import copy_what_is_missing
+    from ovspec_export.quantised import load_checkpoint_model
+    from ovspec_export.sources import copy_missing_files
 
     config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
     config.num_hidden_layers = layers
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:layers]
-    model = load_model(source, trust_remote_code, config=config)
+    model = load_checkpoint_model(source, trust_remote_code, config=config)
     # transformers can't quantise again what it has dequantised, and would leave it out.
     dequantised = {"save_original_format": False} if "quantization_config" in config else {}
     model.save_pretrained(folder, **dequantised)
-    copy_what_is_missing(Path(source), Path(folder))
+    copy_missing_files(Path(source), Path(folder))
 
 
-def gguf_weights(file: str, folder: str, dtype: str) -> None:
+def unpack_gguf_weights(file: str, folder: str, dtype: str) -> None:
     """Write the weights of a GGUF file beside the config.json in ``folder``."""
-    from ovspec_export.gguf_checkpoint import write_weights
+    from ovspec_export.gguf_checkpoint import write_gguf_weights
     from ovspec_export.gguf_file import read_gguf
 
-    write_weights(read_gguf(Path(file)), Path(folder), dtype)
+    write_gguf_weights(read_gguf(Path(file)), Path(folder), dtype)
 
 
-def tokenizer(source: str, folder: str, trust_remote_code: bool) -> None:
+def convert_tokenizer(source: str, folder: str, trust_remote_code: bool) -> None:
     """Convert the tokenizer of ``source`` to OpenVINO's, into ``folder``."""
     from optimum.exporters.openvino.convert import export_tokenizer
     from transformers import AutoTokenizer
@@ -144,7 +144,7 @@ def tokenizer(source: str, folder: str, trust_remote_code: bool) -> None:
     export_tokenizer(AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code), Path(folder))
 
 
-def calibrate(
+def calibrate_weights(
     folder: str, calibration: str, samples: int | None, config: dict[str, Any], trust_remote_code: bool
 ) -> None:
     """Compress the fp32 IR in ``folder`` with nncf, calibrated on the text file ``calibration``."""
@@ -152,7 +152,7 @@ def calibrate(
 
     from ovspec.base.files import read_text
 
-    texts = pieces(read_text(Path(calibration)), samples or 128)
+    texts = split_text(read_text(Path(calibration)), samples or 128)
     quantization = OVWeightQuantizationConfig(dataset=texts, tokenizer=folder, num_samples=len(texts), **config)
     model = OVModelForCausalLM.from_pretrained(
         folder, quantization_config=quantization, compile=False, trust_remote_code=trust_remote_code
@@ -160,23 +160,23 @@ def calibrate(
     model.save_pretrained(Path(folder) / "compressed")
     del model
     for file in (Path(folder) / "compressed").iterdir():
-        if file.stem in (MODEL, "openvino_config"):
+        if file.stem in (IR_NAME, "openvino_config"):
             file.replace(Path(folder) / file.name)
     shutil.rmtree(Path(folder) / "compressed")
 
 
-def pieces(text: str, count: int, length: int = 2000) -> list[str]:
+def split_text(text: str, count: int, length: int = 2000) -> list[str]:
     """Return up to ``count`` pieces of about ``length`` characters, spread over the whole text."""
     starts = range(0, max(len(text) - length // 4, 1), length)
     chosen = starts if len(starts) <= count else [starts[i * len(starts) // count] for i in range(count)]
     return [text[start : start + length] for start in chosen]
 
 
-def to_bf16(folder: str) -> None:
+def round_to_bf16(folder: str) -> None:
     """Round the fp32 weights of the IR in ``folder`` to bf16; OpenVINO itself can only write fp16."""
     import openvino as ov
 
-    file = Path(folder) / f"{MODEL}.xml"
+    file = Path(folder) / f"{IR_NAME}.xml"
     model = ov.Core().read_model(file)
     round_weights(model)
     ov.save_model(model, Path(folder) / "bf16.xml", compress_to_fp16=False)
@@ -204,36 +204,45 @@ def round_weights(model: Any) -> None:
             use.replace_source_output(ops.convert(constant, "f32").output(0))
 
 
-def evaluate(source: str, folder: str, text: str, context: int, output: str, trust_remote_code: bool) -> None:
+def evaluate_ir(source: str, folder: str, text: str, context: int, output: str, trust_remote_code: bool) -> None:
     """Compare the IR in ``folder`` with the checkpoint on a text and write the result as JSON to ``output``."""
     from ovspec.base.files import read_text
-    from ovspec_export.evaluate import compare
+    from ovspec_export.evaluate import compare_with_checkpoint
 
-    result = compare(Path(source), Path(folder), read_text(Path(text)), context, trust_remote_code)
+    result = compare_with_checkpoint(Path(source), Path(folder), read_text(Path(text)), context, trust_remote_code)
     Path(output).write_text(json.dumps(result), encoding="utf-8", newline="\n")
 
 
-def distill(job: str, **arguments: Any) -> None:
+def run_distillation_job(job: str, **arguments: Any) -> None:
     """Run a job of a distillation."""
     # Before torch is imported: threads that wait sleep, so that a night's training doesn't slow down other programs.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    module = importlib.import_module(f"ovspec_export.distill.{DISTILL[job]}")
-    getattr(module, job)(**in_time(arguments))
+    module = importlib.import_module(f"ovspec_export.distill.{DISTILL_MODULES[job]}")
+    getattr(module, job)(**subtract_startup_time(arguments))
 
 
-def in_time(arguments: dict[str, Any]) -> dict[str, Any]:
+def subtract_startup_time(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return a job's arguments with the ``seconds`` that are left of those for its process, imports included."""
     spent = max(0.0, time.time() - psutil.Process().create_time())
     return arguments | ({"seconds": arguments["seconds"] - spent} if "seconds" in arguments else {})
 
 
 # Jobs of distillations, and the file that has each.
-DISTILL = {"write_texts": "texts", "write_features": "features", "train_head": "head", "train_draft": "draft"}
-DISTILL |= {"measure_costs": "expected", "measure_gain": "gain"}
+DISTILL_MODULES = {"write_texts": "texts", "write_features": "features", "train_head": "head", "train_draft": "draft"}
+DISTILL_MODULES |= {"measure_costs": "expected", "measure_gain": "gain"}
 JOBS: dict[str, Callable[..., None]] = {
     job.__name__: job
-    for job in (optimum_cli, eagle_head, gguf_weights, tokenizer, first_layers, calibrate, to_bf16, evaluate)
-} | {job: functools.partial(distill, job) for job in DISTILL}
+    for job in (
+        export_with_optimum,
+        convert_eagle_head,
+        unpack_gguf_weights,
+        convert_tokenizer,
+        save_first_layers,
+        calibrate_weights,
+        round_to_bf16,
+        evaluate_ir,
+    )
+} | {job: functools.partial(run_distillation_job, job) for job in DISTILL_MODULES}
 
 
 if __name__ == "__main__":

@@ -119,13 +119,13 @@ def export(
     given = {name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
     if list_families:
         refuse_if(given - {"list_families"}, "--list-families only lists; leave out everything else.")
-        click.echo("\n".join(import_export_package().family_list()))
+        click.echo("\n".join(import_export_package().describe_families()))
         return
     if prepare:
         refuse_if(not target, "Name the families to prepare for: ovspec export --prepare FAMILY...")
         refuse_if(given - {"prepare", "target"}, "--prepare only downloads; leave out the options for an export.")
         package = import_export_package()
-        package.prepare_all(package.environments_of(target))
+        package.prepare_environments(package.find_environments(target))
         return
     if len(target) != 1 or output is None:
         raise click.UsageError("Name the model to export and the folder to write: ovspec export TARGET -o DIR.")

@@ -36,8 +36,8 @@ from ovspec_export.distill.packing import Batch, pack
 from ovspec_export.distill.start import begin
 from ovspec_export.distill.training import BETAS, keep_heap
 from ovspec_export.distill.work import TARGET
-from ovspec_export.export import as_checkpoint
-from ovspec_export.head_layout import new_head_layers
+from ovspec_export.export import make_checkpoint
+from ovspec_export.head_layout import new_head_tap_layers
 from ovspec_export.heads import EagleHead
 from ovspec_export.sources import find_source
 from safetensors.torch import load_file
@@ -106,12 +106,12 @@ def main() -> None:
     parser.add_argument("--draft-vocabulary", type=int, default=16384)
     args = parser.parse_args()
     documents, count = texts(args.model, args.documents), read_model_config(args.model).layers or 1
-    layers, tokens = new_head_layers(count), sum(map(len, documents))
+    layers, tokens = new_head_tap_layers(count), sum(map(len, documents))
     print(f"{machine()}. {len(documents)} documents, {tokens:,} tokens, layers {layers}.\n", flush=True)
 
     source = find_source(args.checkpoint)
     with tempfile.TemporaryDirectory() as folder:
-        checkpoint = as_checkpoint(source, Path(folder) / "checkpoint", "fp32").folder
+        checkpoint = make_checkpoint(source, Path(folder) / "checkpoint", "fp32").folder
         ways = {
             "OpenVINO": computing(args.model, layers),
             "torch": computing_in_torch(str(checkpoint), source.model_type, layers, "cpu", False),

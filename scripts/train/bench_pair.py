@@ -235,7 +235,7 @@ def make_head(source: Path, folder: Path, repeat: int, copies: int) -> float:
 
     As with models, the change is that of widening, from the weights rounded to bf16.
     """
-    from ovspec_export.heads import EagleHead, load_head
+    from ovspec_export.heads import EagleHead, load_head_checkpoint
 
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     weights, wide = widen_head(load_file(source / "model.safetensors"), config, repeat, copies)
@@ -250,12 +250,19 @@ def make_head(source: Path, folder: Path, repeat: int, copies: int) -> float:
         parts = [part.repeat(1, 1, copies) for part in states.split(hidden, dim=2)]
         ones = torch.ones((1, tokens), dtype=torch.int64)
         taps = torch.cat(parts, 2)
-        read = embedded.repeat(1, 1, copies), head.fuse(taps), ones, ones.cumsum(1) - 1, taps, *head.no_cache()
+        read = (
+            embedded.repeat(1, 1, copies),
+            head.fuse_states(taps),
+            ones,
+            ones.cumsum(1) - 1,
+            taps,
+            *head.make_empty_cache(),
+        )
         return head(*read)[0]
 
-    rounded = load_head(source)
+    rounded = load_head_checkpoint(source)
     rounded.load_state_dict({name: weight.bfloat16().float() for name, weight in rounded.state_dict().items()})
-    before, after = logits_of_head(rounded, 1), logits_of_head(load_head(folder), repeat)
+    before, after = logits_of_head(rounded, 1), logits_of_head(load_head_checkpoint(folder), repeat)
     return float((after - before).abs().max() / before.std())
 
 

@@ -21,7 +21,7 @@ from ovspec_export.distill import draft, training
 from ovspec_export.distill.documents import Document, create_documents, read_documents
 from ovspec_export.distill.features import write_shard
 from ovspec_export.distill.work import CHECKPOINT, DOCUMENTS, FEATURES
-from ovspec_export.export import as_checkpoint
+from ovspec_export.export import make_checkpoint
 from ovspec_export.sources import find_source
 from transformers import AutoTokenizer
 
@@ -61,7 +61,7 @@ def main() -> None:
     source = find_source(args.checkpoint)
     with tempfile.TemporaryDirectory() as scratch:
         work = Path(scratch)
-        checkpoint = as_checkpoint(source, work / "source", "bf16").folder
+        checkpoint = make_checkpoint(source, work / "source", "bf16").folder
         tokenizer = AutoTokenizer.from_pretrained(checkpoint)
         chats = [each for each in read_documents(args.documents) if each.source == "own" and each.answer]
         documents = [rewritten(each, tokenizer) for each in chats]

@@ -135,8 +135,10 @@ def test_each_proposal_is_the_whole_drafts(
             draft_vocabulary, "add_target_ids", lambda model, ids: add_target_ids(model, np.roll(ids, 1))
         )
     elif bug == "rows of the next ids":
-        entries = draft_vocabulary.entries
-        monkeypatch.setattr(draft_vocabulary, "entries", lambda rows, axis, ids: entries(rows, axis, ids + 1))
+        entries = draft_vocabulary.select_constant_entries
+        monkeypatch.setattr(
+            draft_vocabulary, "select_constant_entries", lambda rows, axis, ids: entries(rows, axis, ids + 1)
+        )
     shutil.copytree(pair / DRAFT_FOLDER, tmp_path / "draft")
     trim_ir(tmp_path / "draft", ids, "draft")
     lm = load_with(tmp_path / "draft")

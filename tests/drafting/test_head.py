@@ -22,7 +22,7 @@ from heads import write_head
 from kept import kept_model
 from moves import moving_texts
 from ovspec_export import Compression, export_pair
-from ovspec_export.heads import EagleHead, load_head
+from ovspec_export.heads import EagleHead, load_head_checkpoint
 
 import ovspec
 from ovspec.base.errors import OvspecError
@@ -107,7 +107,7 @@ class TorchHead:
             if np.array_equal(known[: len(text)], text):
                 return features[:, : len(text)]
         states = self.target(torch.from_numpy(text[None]), output_hidden_states=True).hidden_states
-        self.fused.append((text, self.head.fuse(torch.cat([states[layer] for layer in LAYERS], -1))))
+        self.fused.append((text, self.head.fuse_states(torch.cat([states[layer] for layer in LAYERS], -1))))
         return self.fused[-1][1]
 
     @torch.no_grad()
@@ -119,7 +119,7 @@ class TorchHead:
         for entries in range(proposed.known, len(text) - 1):
             ones = torch.ones((1, entries), dtype=torch.int64)
             taps = torch.zeros((1, 0, len(LAYERS) * embedded.shape[-1]))  # fused above
-            read = embedded[:, :entries], features, ones, ones.cumsum(1) - 1, taps, *self.head.no_cache()
+            read = embedded[:, :entries], features, ones, ones.cumsum(1) - 1, taps, *self.head.make_empty_cache()
             logits, hidden, *_ = self.head(*read)
             features = torch.cat((features, hidden[:, -1:]), 1)
             likely = self.ids[(logits[0, -1] >= logits[0, -1].max() - CLEAR).numpy()]
@@ -131,7 +131,7 @@ class TorchHead:
 @pytest.fixture(scope="module")
 def torch_head(folder: Path, reference: Reference) -> TorchHead:
     embedding = reference.model.get_input_embeddings().weight
-    return TorchHead(reference.model, load_head(folder / "checkpoint", embedding=embedding))
+    return TorchHead(reference.model, load_head_checkpoint(folder / "checkpoint", embedding=embedding))
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import TARGET
-from ovspec_export.agreement import TOLERANCE, check_agreement, compute_in_f32, difference
+from ovspec_export.agreement import LOGITS_TOLERANCE, check_agreement, compute_in_f32, measure_difference
 from transformers import AutoModelForCausalLM
 
 from ovspec.base.errors import OvspecError
@@ -22,7 +22,7 @@ def model(**options: Any) -> Any:
 
 
 def test_a_right_export_agrees(pair: Path) -> None:
-    check_agreement(model(), pair, TOLERANCE / 100)
+    check_agreement(model(), pair, LOGITS_TOLERANCE / 100)
 
 
 def test_layers_are_converted_while_they_are_computed() -> None:
@@ -78,12 +78,12 @@ def test_all_but_a_tenth_of_the_positions_must_agree() -> None:
     right = np.random.default_rng(0).normal(size=(30, 50)).astype(np.float32)
     wrong = right.copy()
     wrong[:2] += np.arange(50)  # where two experts tie, a rounding error may choose another
-    assert difference([wrong], [right]) == 0
+    assert measure_difference([wrong], [right]) == 0
     wrong[:5] += np.arange(50)
-    assert difference([wrong], [right]) > 1
+    assert measure_difference([wrong], [right]) > 1
     later = np.tile(right, (6, 1))[:176]
     wrong_at_the_end = later.copy()
     wrong_at_the_end[-8:] += np.arange(50)  # the tokens that are read one by one
-    assert difference([wrong_at_the_end], [later]) > 1
+    assert measure_difference([wrong_at_the_end], [later]) > 1
     wrong[:20] = np.nan
-    assert difference([wrong, right], [right, right]) == np.inf
+    assert measure_difference([wrong, right], [right, right]) == np.inf

@@ -13,7 +13,7 @@ import openvino as ov
 import pytest
 from openvino import opset13 as ops
 from ovspec_export import draft_vocabulary
-from ovspec_export.draft_vocabulary import VOCABULARY_FILE, proposed_ids, trim_ir, write_ids
+from ovspec_export.draft_vocabulary import DRAFT_VOCABULARY_FILE, read_proposed_ids, trim_ir, write_draft_vocabulary
 from ovspec_export.sources import Source
 from ovspec_export.worker import round_weights
 
@@ -112,13 +112,16 @@ def swapped_halves(constant: ov.Node, axis: int, ids: np.ndarray) -> ov.Node:
     return ov.op.Constant(turned, shared_memory=False)
 
 
-ENTRIES = draft_vocabulary.entries
+ENTRIES = draft_vocabulary.select_constant_entries
 BUGS: dict[str, tuple[str, Callable[..., Any]]] = {
-    "next rows": ("entries", lambda constant, axis, ids: ENTRIES(constant, axis, np.minimum(ids + 1, VOCAB - 1))),
-    "swapped halves": ("entries", swapped_halves),
+    "next rows": (
+        "select_constant_entries",
+        lambda constant, axis, ids: ENTRIES(constant, axis, np.minimum(ids + 1, VOCAB - 1)),
+    ),
+    "swapped halves": ("select_constant_entries", swapped_halves),
     "other ids": ("give_ids", lambda model, ids: add_target_ids(model, np.roll(ids, 1))),
     "bias of the first ids": (
-        "entries",
+        "select_constant_entries",
         lambda constant, axis, ids: ENTRIES(constant, axis, np.arange(len(ids)) if axis == -1 else ids),
     ),
 }
@@ -147,7 +150,7 @@ def test_an_unknown_lm_head_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
     """Nothing is written then."""
     folder = write_model(tmp_path / "ir", "int8_asym", "own")
     before = (folder / MODEL_FILE).read_bytes()
-    monkeypatch.setattr(draft_vocabulary, "MADE_BY", {"Convert"})
+    monkeypatch.setattr(draft_vocabulary, "ELEMENTWISE_OPERATIONS", {"Convert"})
     told = "x: its vocabulary can't be trimmed, because its lm_head is made by Multiply; choose another draft"
     with pytest.raises(OvspecError, match=told):
         trim_ir(folder, IDS, "x")
@@ -173,9 +176,9 @@ def test_wrong_ids_are_refused(wrong: str, tmp_path: Path) -> None:
     for source, vocabulary in ((target, 4096), (draft, 5000)):
         source.folder.mkdir()
         (source.folder / "config.json").write_text(json.dumps({"vocab_size": vocabulary}), encoding="utf-8")
-    assert proposed_ids(draft, target) is None
-    (draft.folder / VOCABULARY_FILE).write_text(json.dumps({"ids": ids}), encoding="utf-8")
+    assert read_proposed_ids(draft, target) is None
+    (draft.folder / DRAFT_VOCABULARY_FILE).write_text(json.dumps({"ids": ids}), encoding="utf-8")
     with pytest.raises(OvspecError, match=told):
-        proposed_ids(draft, target)
-    write_ids(draft.folder, IDS)
-    assert np.array_equal(np.asarray(proposed_ids(draft, target)), IDS)
+        read_proposed_ids(draft, target)
+    write_draft_vocabulary(draft.folder, IDS)
+    assert np.array_equal(np.asarray(read_proposed_ids(draft, target)), IDS)

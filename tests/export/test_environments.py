@@ -22,8 +22,8 @@ import pytest
 from conftest import ROOT
 from ovspec_export import environments, families
 from ovspec_export.compression import INT8
-from ovspec_export.environments import OVERLAYS, Environment, prepare, prepared_variables
-from ovspec_export.manifests import describe
+from ovspec_export.environments import OVERLAYS, Environment, prepare_environment, prepare_environment_variables
+from ovspec_export.manifests import describe_model
 from ovspec_export.sources import Source
 
 from ovspec.base.errors import OvspecError
@@ -68,7 +68,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the toy's overlay, made once."""
     place = tmp_path_factory.mktemp("whole")
     with pytest.MonkeyPatch.context() as patched:
-        return prepare(toy_in(place, patched), "toys")
+        return prepare_environment(toy_in(place, patched), "toys")
 
 
 def prepared(environment: Environment, whole: Path) -> Path:
@@ -87,11 +87,11 @@ def left_in(environment: Environment) -> list[str]:
 
 def test_an_overlay_is_made_once_and_seen_by_a_child_only(toy: Environment, capsys: pytest.CaptureFixture[str]) -> None:
     assert not toy.is_prepared
-    variables = {**os.environ, **prepared_variables(toy, "toys")}
+    variables = {**os.environ, **prepare_environment_variables(toy, "toys")}
     assert toy.is_prepared and left_in(toy) == [toy.folder.name] == ["ovspec-toy-1.0"]
     assert len(capsys.readouterr().err.splitlines()) in (1, 2)  # one line, or two if it took more than a second
     os.environ["PIP_FIND_LINKS"] = ""  # from now on, making it again would fail
-    assert prepare(toy, "toys") == toy.folder
+    assert prepare_environment(toy, "toys") == toy.folder
     assert not capsys.readouterr().err
     code = "import ovspec_toy; print(ovspec_toy.PLACE)"
     found = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True)
@@ -102,20 +102,20 @@ def test_an_overlay_is_made_once_and_seen_by_a_child_only(toy: Environment, caps
 def test_without_a_network_a_sentence_says_what_to_do(toy: Environment, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_FIND_LINKS", "")
     with pytest.raises(OvspecError, match=r"needs ovspec-toy 1\.0.*cannot be reached.*'ovspec export --prepare toys'"):
-        prepare(toy, "toys")
+        prepare_environment(toy, "toys")
     assert left_in(toy) == []
     monkeypatch.delenv("PIP_NO_INDEX")
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")  # nothing listens there
     monkeypatch.setenv("PIP_RETRIES", "0")
     with pytest.raises(OvspecError, match="cannot be reached"):
-        prepare(toy, "toys")
+        prepare_environment(toy, "toys")
     assert left_in(toy) == []
 
 
 def test_a_wheel_with_another_checksum_is_refused(toy: Environment) -> None:
     forged = Environment("toy", (("ovspec-toy", "1.0", "0" * 64),))
     with pytest.raises(OvspecError, match="another checksum"):
-        prepare(forged, "toys")
+        prepare_environment(forged, "toys")
     assert left_in(toy) == []
 
 
@@ -123,15 +123,15 @@ def test_a_full_disk_leaves_nothing(toy: Environment, monkeypatch: pytest.Monkey
     code = "import resource as r, runpy; r.setrlimit(r.RLIMIT_FSIZE, (50, 50)); runpy.run_module('pip', {}, '__main__')"
     limited = [sys.executable, "-c", code, "install"]
     with monkeypatch.context() as patched:
-        patched.setattr(environments, "installer", lambda: limited)
+        patched.setattr(environments, "installer_command", lambda: limited)
         with pytest.raises(OvspecError, match=r"could not be installed into .* \(.*File too large"):
-            prepare(toy, "toys")
+            prepare_environment(toy, "toys")
     assert left_in(toy) == []
     with monkeypatch.context() as patched:
-        patched.setattr(environments, "NEEDED", 10**18)
+        patched.setattr(environments, "NEEDED_BYTES", 10**18)
         with pytest.raises(OvspecError, match="are free; make room"):
-            prepare(toy, "toys")
-    prepare(toy, "toys")
+            prepare_environment(toy, "toys")
+    prepare_environment(toy, "toys")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="os.kill ends processes otherwise there")
@@ -151,9 +151,9 @@ def test_a_killed_preparation_leaves_no_overlay_and_the_next_one_cleans_up(
     assert not toy.is_prepared or (toy.folder / "ovspec_toy" / "__init__.py").is_file()
     parent = toy.folder.parent
     parent.mkdir(parents=True, exist_ok=True)
-    (parent / f"{toy.partial}killed").mkdir()
+    (parent / f"{toy.partial_prefix}killed").mkdir()
     if not toy.is_prepared:
-        prepare(toy, "toys")
+        prepare_environment(toy, "toys")
         assert left_in(toy) == [toy.folder.name]
     assert (toy.folder / "ovspec_toy" / "__init__.py").is_file()
 
@@ -171,15 +171,15 @@ def test_two_processes_at_once_make_it_once(toy: Environment) -> None:
 
 def test_two_at_once_make_it_once(toy: Environment, monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads, whose locks are as those of processes."""
-    installed, install = list[str](), environments.install
+    installed, install = list[str](), environments.install_wheels
 
     def counted(environment: Environment, families: str) -> int:
         installed.append(families)
         return install(environment, families)
 
-    monkeypatch.setattr(environments, "install", counted)
+    monkeypatch.setattr(environments, "install_wheels", counted)
     with ThreadPoolExecutor(2) as executor:
-        assert [*executor.map(lambda _: prepare(toy, "toys"), range(2))] == [toy.folder] * 2
+        assert [*executor.map(lambda _: prepare_environment(toy, "toys"), range(2))] == [toy.folder] * 2
     assert installed == ["toys"]
     assert left_in(toy) == [toy.folder.name]
 
@@ -217,10 +217,10 @@ def test_an_incomplete_copy_is_made_anew(
     with monkeypatch.context() as patched:
         patched.setenv("PIP_FIND_LINKS", "")
         with pytest.raises(OvspecError, match=r"The folder ovspec-toy-1\.0 there is incomplete\. Without a network"):
-            prepare(toy, "toys")
+            prepare_environment(toy, "toys")
     assert left_in(toy) == [toy.folder.name]  # it may still be completed by hand
     capsys.readouterr()
-    prepare(toy, "toys")
+    prepare_environment(toy, "toys")
     assert f"{toy.folder}: incomplete" in capsys.readouterr().err
     assert toy.is_prepared and left_in(toy) == [toy.folder.name]
     assert module.read_text() == "PLACE = __file__\n" and not (toy.folder / "more").exists()
@@ -228,29 +228,29 @@ def test_an_incomplete_copy_is_made_anew(
 
 def test_each_overlay_is_looked_at_once_for_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
     looked_at: list[Path] = []
-    monkeypatch.setattr(environments, "is_whole", lambda info: not looked_at.append(info))
-    assert not [line for line in families.family_list() if "not prepared" in line]
+    monkeypatch.setattr(environments, "is_wheel_whole", lambda info: not looked_at.append(info))
+    assert not [line for line in families.describe_families() if "not prepared" in line]
     assert len(looked_at) == len({*looked_at}) == sum(len(environment.wheels) for environment in OVERLAYS)
 
 
 def test_what_is_prepared_is_listed(toy: Environment, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(families.FAMILIES, "toy", families.Family(toy, remote_code=True))
-    line = next(line for line in families.family_list() if line.startswith("toy "))
+    line = next(line for line in families.describe_families() if line.startswith("toy "))
     assert "not prepared" in line and "needs --trust-remote-code" in line
     prepared(toy, whole)
-    line = next(line for line in families.family_list() if line.startswith("toy "))
+    line = next(line for line in families.describe_families() if line.startswith("toy "))
     assert "prepared" in line and "not prepared" not in line
 
 
 def test_families_are_prepared_by_name() -> None:
-    assert families.environments_of(["llama"]) == {}
+    assert families.find_environments(["llama"]) == {}
     with pytest.raises(OvspecError, match="typo"):
-        families.environments_of(["all", "typo"])
-    needed = families.environments_of(["qwen3_5", "lfm2", "llama4"])
+        families.find_environments(["all", "typo"])
+    needed = families.find_environments(["qwen3_5", "lfm2", "llama4"])
     assert sorted(needed.values()) == ["llama4", "qwen3_5 lfm2"]
-    assert list(families.environments_of(["all"])) == list(OVERLAYS)
+    assert list(families.find_environments(["all"])) == list(OVERLAYS)
     with pytest.raises(OvspecError, match=r"foo: .*neither ovspec nor optimum-intel knows it.*--list-families"):
-        families.environments_of(["foo"])
+        families.find_environments(["foo"])
 
 
 def test_models_are_not_taken_for_families(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,10 +259,10 @@ def test_models_are_not_taken_for_families(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "lfm2").mkdir()
     for model in ("org/model", "org/model@main", str(tmp_path), r"C:\models\one", "my-model", "qwen3-8b"):
         with pytest.raises(OvspecError) as error:
-            families.environments_of(["lfm2", model])
+            families.find_environments(["lfm2", model])
         assert str(error.value).startswith(f"{model}: a model, but only families can be prepared for; name the model_t")
         assert str(error.value).endswith("see 'ovspec export --list-families'.")
-    assert list(families.environments_of(["lfm2"]).values()) == ["lfm2"]
+    assert list(families.find_environments(["lfm2"]).values()) == ["lfm2"]
 
 
 def test_each_model_has_the_versions_of_its_own_environment(tmp_path: Path) -> None:
@@ -272,9 +272,9 @@ def test_each_model_has_the_versions_of_its_own_environment(tmp_path: Path) -> N
     for family in ("lfm2", "granitemoehybrid", "llama"):
         (tmp_path / family).mkdir()
         (tmp_path / family / "config.json").write_text(json.dumps({"model_type": family}), encoding="utf-8")
-        models.append(describe(Source(family, tmp_path / family, False, "1"), demo, INT8))
+        models.append(describe_model(Source(family, tmp_path / family, False, "1"), demo, INT8))
     assert [model.versions for model in models] == [{"transformers": "5.2.0"}, {"optimum-intel": "2.2.0"}, {}]
-    assert not describe(Source("demo", demo, True, "1"), demo, INT8).versions
+    assert not describe_model(Source("demo", demo, True, "1"), demo, INT8).versions
     written = Manifest(models[0], models[1], {"transformers": "5.5.0"}, {})
     written.write(tmp_path)
     assert read_manifest(tmp_path) == written

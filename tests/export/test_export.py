@@ -89,7 +89,9 @@ INT4 = {"weight_format": "int4", "group_size": 64}
         (Compression(**INT4, lora_correction=True, calibration=CALIBRATION, samples=8), 3.0, 6),
         (Compression(**INT4, ratio=0.7, calibration=CALIBRATION, samples=8), 3.0, 6),
     ],
-    ids=lambda value: "-".join([value.weight_format, *value.options()]) if isinstance(value, Compression) else "",
+    ids=lambda value: (
+        "-".join([value.weight_format, *value.requested_options()]) if isinstance(value, Compression) else ""
+    ),
 )
 @pytest.mark.slow
 def test_weight_formats(
@@ -97,7 +99,7 @@ def test_weight_formats(
 ) -> None:
     """Each format loads, stays near the checkpoint, and is as small as it should be."""
     manifest = export_pair(TARGET, None, tmp_path / "out", compression)
-    assert manifest.target.options == compression.options()
+    assert manifest.target.options == compression.requested_options()
     assert manifest.files["openvino_model.bin"].size <= 9_441_408 * (bits + 1) / 8
     assert not [name for name in manifest.files if "/" in name], "something was left in the folder"
     lm = ovspec.load(tmp_path / "out", precision="f32", cache_dir=cache_dir)
@@ -322,7 +324,7 @@ def test_options_that_do_not_combine(tmp_path: Path, compression: Compression, m
 def test_a_group_size_that_does_not_fit_is_refused_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str, draft: str | None
 ) -> None:
-    monkeypatch.setattr("ovspec_export.export.convert", None)
+    monkeypatch.setattr("ovspec_export.export.convert_source", None)
     message = r"`group_size` is 48, but \S+proj\.weight has rows of \d+ weights; take \d+, or -1 for"
     with pytest.raises(ovspec.OvspecError, match=message):
         export_pair(target, draft, tmp_path / "out", Compression("int4", group_size=48))
@@ -384,7 +386,7 @@ def test_code_that_transformers_has_itself_is_not_taken_from_the_checkpoint(tmp_
 
 def test_ctrl_c_is_kept_from_the_worker_on_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which has no sessions of processes: ``start_new_session`` is ignored there."""
-    assert convert.own_group() == {"start_new_session": True} or sys.platform == "win32"
+    assert convert.process_group_options() == {"start_new_session": True} or sys.platform == "win32"
     monkeypatch.setattr(convert, "sys", SimpleNamespace(platform="win32"))
     monkeypatch.setattr(convert.subprocess, "CREATE_NEW_PROCESS_GROUP", 0x200, raising=False)
-    assert convert.own_group() == {"creationflags": 0x200}
+    assert convert.process_group_options() == {"creationflags": 0x200}

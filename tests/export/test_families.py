@@ -22,7 +22,7 @@ import pytest
 from conftest import PROMPTS, ROOT
 from families import FAMILIES, VOCAB
 from family_models import Mistaken, export_as_the_worker_does, make
-from ovspec_export.environments import OVERLAYS, TRANSFORMERS_5_2, Environment, prepared_variables
+from ovspec_export.environments import OVERLAYS, TRANSFORMERS_5_2, Environment, prepare_environment_variables
 from ovspec_export.families import FAMILIES as REGISTRY
 
 import ovspec
@@ -211,7 +211,7 @@ def test_each_environment_has_its_versions_and_the_classes_of_its_families(envir
         "print(json.dumps([found, sorted({*json.loads(configs)} - {*dir(transformers)})]))"
     )
     wanted = json.dumps(versions), json.dumps([family.config for family in families.values()])
-    variables = {**os.environ, **prepared_variables(environment, "tests")}
+    variables = {**os.environ, **prepare_environment_variables(environment, "tests")}
     done = subprocess.run([sys.executable, "-P", "-c", code, *wanted], env=variables, capture_output=True, check=True)
     assert json.loads(done.stdout) == [versions, []]
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from conftest import CHECKPOINTS
 from ovspec_export import Compression, export_pair, folders
-from ovspec_export.folders import check_output, check_space, replace_folder, work_folder
+from ovspec_export.folders import check_disk_space, check_output_folder, open_work_folder, replace_folder
 
 import ovspec
 from ovspec.base.errors import OvspecError
@@ -61,11 +61,14 @@ def open_files(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 def test_a_loaded_export_stays_and_the_error_says_what_to_stop(tmp_path: Path, open_files: set[str]) -> None:
     output = marked(tmp_path / "pair", "old")
     open_files.add("pair")
-    with pytest.raises(OvspecError, match="old export stays; stop the program"), work_folder(output, overwrite=True):
+    with (
+        pytest.raises(OvspecError, match="old export stays; stop the program"),
+        open_work_folder(output, overwrite=True),
+    ):
         raise AssertionError("the work has begun")
     assert (output / "text").read_text(encoding="utf-8") == "old"
     open_files.clear()
-    with work_folder(output, overwrite=True) as work:
+    with open_work_folder(output, overwrite=True) as work:
         (work / "text").write_text("new", encoding="utf-8")
         (work / MANIFEST_FILE).write_text(MANIFEST, encoding="utf-8")
         open_files.add("pair")  # loaded meanwhile
@@ -109,14 +112,14 @@ def test_folders_of_others_are_left_alone(tmp_path: Path) -> None:
     assert contents(tmp_path) == {"thesis.txt": b"precious", ".out.old/mine": b"mine"}
     # Files that somebody has put into an export are left alone, too.
     ours = marked(tmp_path / "ours", "whole")
-    check_output(ours, overwrite=True)
+    check_output_folder(ours, overwrite=True)
     (ours / "notes.txt").write_text("mine", encoding="utf-8")
     with pytest.raises(ovspec.OvspecError, match=r"\(notes.txt\)"):
         export_pair(DRAFT, None, ours, overwrite=True)
     # So is a folder that looks like a leftover but has no manifest.
     (tmp_path / ".new.partial-1234").mkdir()
     (tmp_path / ".new.partial-1234" / "mine").write_text("mine", encoding="utf-8")
-    with work_folder(tmp_path / "new", overwrite=False):
+    with open_work_folder(tmp_path / "new", overwrite=False):
         pass
     assert (tmp_path / ".new.partial-1234" / "mine").is_file()
 
@@ -128,7 +131,7 @@ def test_a_replacement_killed_half_way_is_undone(tmp_path: Path) -> None:
     assert (output / "text").read_text(encoding="utf-8") == "old"
     output.rename(backup_path(output))
     new.rename(output)  # or here, before the backup was deleted
-    check_output(output, overwrite=True)
+    check_output_folder(output, overwrite=True)
     replace_folder(marked(tmp_path / "newer", "newer"), output)
     assert contents(tmp_path) == {"out/ovspec.json": MANIFEST.encode(), "out/text": b"newer"}
     with pytest.raises(FileNotFoundError):
@@ -164,17 +167,17 @@ def test_a_pair_is_replaced_only_on_request(tmp_path: Path) -> None:
         before = contents(output)
         with pytest.raises(ovspec.OvspecError, match=r"already exists; .* add `overwrite=True`\.$"):
             export_pair(DRAFT, None, output)
-        with pytest.raises(ovspec.OvspecError, match="already exists"), work_folder(output, overwrite=False):
+        with pytest.raises(ovspec.OvspecError, match="already exists"), open_work_folder(output, overwrite=False):
             pass  # it came while another export held the lock
         assert contents(output) == before
-        check_output(output, overwrite=True)
+        check_output_folder(output, overwrite=True)
     whole.rename(backup_path(whole))  # a replacement was killed half way: the old pair is still wanted
     with pytest.raises(ovspec.OvspecError, match="already exists"):
-        check_output(whole, overwrite=False)
+        check_output_folder(whole, overwrite=False)
     (tmp_path / "empty").mkdir()
     marked(tmp_path / "part", "part", UNFINISHED_MANIFEST)
     for name in ("empty", "part", "new"):
-        check_output(tmp_path / name, overwrite=False)
+        check_output_folder(tmp_path / name, overwrite=False)
 
 
 def test_an_unfinished_folder_is_not_loaded(tmp_path: Path) -> None:
@@ -192,17 +195,17 @@ def test_loading_finds_a_replacement_that_was_killed_half_way(tmp_path: Path, ca
 
 def test_one_export_at_a_time(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with work_folder(out, overwrite=True) as work:
-        with pytest.raises(ovspec.OvspecError, match="another export is writing it"), work_folder(out, True):
+    with open_work_folder(out, overwrite=True) as work:
+        with pytest.raises(ovspec.OvspecError, match="another export is writing it"), open_work_folder(out, True):
             pass
-        with work_folder(tmp_path / "other", overwrite=False):
+        with open_work_folder(tmp_path / "other", overwrite=False):
             pass
         assert work.is_dir()
     assert not list(tmp_path.iterdir())
 
 
 def test_free_space_is_checked_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_space(tmp_path / "not" / "yet" / "there", 1000)
+    check_disk_space(tmp_path / "not" / "yet" / "there", 1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(100, 90, 10e6))  # type: ignore[attr-defined]
     with pytest.raises(ovspec.OvspecError, match=r"needs about \d+\.\d MB there, but only 10\.0 MB are free"):
         export_pair(DRAFT, None, tmp_path / "out")
@@ -328,7 +331,7 @@ def test_killed_while_folders_are_renamed(tmp_path: Path, times: int) -> None:
 def test_files_that_come_during_an_export_survive(tmp_path: Path) -> None:
     """A user's file in the old folder, in a subfolder, and under a name that the new export has, too."""
     output = marked(tmp_path / "out", "old")
-    with work_folder(output, overwrite=True) as work:
+    with open_work_folder(output, overwrite=True) as work:
         (work / MANIFEST_FILE).write_text('{"files": {"text": {}, "more": {}}}', encoding="utf-8")
         (work / "text").write_text("new", encoding="utf-8")
         (work / "more").write_text("new", encoding="utf-8")
@@ -342,7 +345,7 @@ def test_files_that_come_during_an_export_survive(tmp_path: Path) -> None:
     kept = backup_path(output)
     assert contents(kept)["more"] == b"mine", "it stays where it doesn't get in the way"
     with pytest.raises(ovspec.OvspecError, match="rename it"):
-        check_output(tmp_path / "out2" / ".." / "out", overwrite=True)
+        check_output_folder(tmp_path / "out2" / ".." / "out", overwrite=True)
 
 
 def test_what_lies_in_a_backup_is_not_deleted(tmp_path: Path) -> None:
@@ -350,7 +353,7 @@ def test_what_lies_in_a_backup_is_not_deleted(tmp_path: Path) -> None:
     backup = marked(tmp_path / ".out.old", "old")
     (backup / "mine").write_text("mine", encoding="utf-8")
     with pytest.raises(ovspec.OvspecError, match=r"\.out\.old: is in the way and holds what ovspec did not make"):
-        check_output(output, overwrite=True)
+        check_output_folder(output, overwrite=True)
     assert (backup / "mine").read_text(encoding="utf-8") == "mine"
 
 

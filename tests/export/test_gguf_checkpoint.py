@@ -22,10 +22,10 @@ from families import FAMILIES, GROUPED, HEADED
 from family_models import warm_jobs
 from kept import kept_model
 from ovspec_export import Compression, export_pair, gguf_checkpoint
-from ovspec_export.convert import fitted
-from ovspec_export.evaluate import compare
-from ovspec_export.gguf_checkpoint import checkpoint_of, write_json, write_weights
-from ovspec_export.gguf_file import read_header
+from ovspec_export.convert import fit_group_size
+from ovspec_export.evaluate import compare_with_checkpoint
+from ovspec_export.gguf_checkpoint import write_gguf_checkpoint, write_gguf_weights, write_json_file
+from ovspec_export.gguf_file import read_gguf_header
 from ovspec_export.sources import GgufSource, find_source
 from peers.install import python_of
 
@@ -86,7 +86,7 @@ def make(name: str, folder: Path) -> None:
     for file in TOKENIZER.glob("tok*.json"):
         shutil.copy(file, folder)
     config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-    write_json(folder / "tokenizer_config.json", config | {"tokenizer_class": "GPT2Tokenizer"})
+    write_json_file(folder / "tokenizer_config.json", config | {"tokenizer_class": "GPT2Tokenizer"})
 
 
 def converted(folder: Path, names: tuple[str, ...], *options: str) -> None:
@@ -123,8 +123,8 @@ def unpack(file: Path, folder: Path) -> None:
     source = find_source(str(file))
     assert isinstance(source, GgufSource)
     folder.mkdir()
-    write_json(folder / "config.json", source.config | {"dtype": "float32"})
-    write_weights(source.file, folder, "float32")
+    write_json_file(folder / "config.json", source.config | {"dtype": "float32"})
+    write_gguf_weights(source.file, folder, "float32")
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -134,7 +134,7 @@ def test_checkpoint_computes_what_the_original_does(name: str, files: Path, tmp_
 
 
 def test_weights_in_several_files_are_the_same(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gguf_checkpoint, "SHARD", 100_000)
+    monkeypatch.setattr(gguf_checkpoint, "SHARD_BYTES", 100_000)
     unpack(files / "llama.gguf", tmp_path / "made")
     assert len(list((tmp_path / "made").glob("*.safetensors"))) > 1
     assert torch.equal(logits(tmp_path / "made"), logits(files / "llama"))
@@ -144,7 +144,7 @@ def test_left_out_scaling_would_be_noticed(files: Path, tmp_path: Path) -> None:
     unpack(files / "llama-3.gguf", tmp_path / "made")
     config = json.loads((tmp_path / "made" / "config.json").read_text(encoding="utf-8"))
     del config["rope_scaling"]
-    write_json(tmp_path / "made" / "config.json", config)
+    write_json_file(tmp_path / "made" / "config.json", config)
     assert not torch.allclose(logits(tmp_path / "made"), logits(files / "llama-3"), atol=1e-3)
 
 
@@ -296,13 +296,13 @@ def test_quantised_files_hold_what_llama_cpp_computes_with(tmp_path: Path) -> No
         pytest.skip("llama.cpp isn't installed (scripts/bench/peers/install.py llamacpp), or the model not fetched")
     source = find_source(str(file))
     assert isinstance(source, GgufSource)
-    checkpoint_of(source, tmp_path / "hf", "fp32")
+    write_gguf_checkpoint(source, tmp_path / "hf", "fp32")
     support, types = ROOT / "tests" / "support", ("F16", "Q8_0", "Q6_K", "Q4_K_M")
     command = [sys.executable, str(support / "to_gguf.py"), str(LLAMA_CPP), str(tmp_path / "hf")]
     subprocess.run([*command, str(tmp_path / "f32.gguf")], check=True, capture_output=True)
     text = ROOT / "docs" / "explanation" / "lossless.md"
     tokens = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")(text.read_text(encoding="utf-8"))["input_ids"]
-    write_json(tmp_path / "ids.json", tokens[:256])
+    write_json_file(tmp_path / "ids.json", tokens[:256])
     places = [tmp_path / "f32.gguf", tmp_path, tmp_path / "ids.json"]
     subprocess.run([peer, support / "llama_cpp_logits.py", *places, *types], check=True, capture_output=True)
     for kind in types:
@@ -318,17 +318,19 @@ def test_quantised_files_hold_what_llama_cpp_computes_with(tmp_path: Path) -> No
     export_pair(str(tmp_path / "Q4_K_M.gguf"), None, tmp_path / "ir")
     for file in (tmp_path / "hf").glob("tok*.json"):
         shutil.copy(file, tmp_path / "Q4_K_M")
-    lost = compare(tmp_path / "Q4_K_M", tmp_path / "ir", text.read_text(encoding="utf-8")[:3000], 256, False)
+    lost = compare_with_checkpoint(
+        tmp_path / "Q4_K_M", tmp_path / "ir", text.read_text(encoding="utf-8")[:3000], 256, False
+    )
     assert lost["kl"] < 0.02, lost
 
 
 def test_int4_has_groups_that_fit(files: Path) -> None:
     source = find_source(str(files / "llama.gguf"))  # has rows of 64 and 128 weights
-    assert fitted(source, Compression("int4")) == Compression("int4", group_size=64)
-    assert fitted(source, Compression("int8")) == Compression("int8")
-    assert fitted(source, Compression("int4", group_size=32)).group_size == 32
+    assert fit_group_size(source, Compression("int4")) == Compression("int4", group_size=64)
+    assert fit_group_size(source, Compression("int8")) == Compression("int8")
+    assert fit_group_size(source, Compression("int4", group_size=32)).group_size == 32
     with pytest.raises(OvspecError, match=r"`group_size` is 128, but blk\.\S+ has rows of 64 weights; take 64, or -1"):
-        fitted(source, Compression("int4", awq=True))
+        fit_group_size(source, Compression("int4", awq=True))
 
 
 def test_gguf_is_to_be_exported_first(tmp_path: Path) -> None:
@@ -339,7 +341,7 @@ def test_gguf_is_to_be_exported_first(tmp_path: Path) -> None:
 def test_weights_have_16_bits_unless_f32_is_asked_for(files: Path) -> None:
     source = find_source(str(files / "llama.gguf"))
     assert isinstance(source, GgufSource)
-    assert [gguf_checkpoint.dtype_of(source, each) for each in ("fp32", "int8", "fp16")] == [
+    assert [gguf_checkpoint.choose_dtype(source, each) for each in ("fp32", "int8", "fp16")] == [
         "float32",
         "float16",
         "float16",
@@ -349,8 +351,8 @@ def test_weights_have_16_bits_unless_f32_is_asked_for(files: Path) -> None:
 def test_where_tensors_are(tmp_path: Path) -> None:
     """A file's axes come in the other order than a checkpoint's, and without its last byte it is refused."""
     file = written(tmp_path / "model.gguf")
-    [info] = read_header(file)[1].values()
-    assert info.shape == (32, 64) and info.start + 4 * 32 * 64 == file.stat().st_size
+    [info] = read_gguf_header(file)[1].values()
+    assert info.shape == (32, 64) and info.offset + 4 * 32 * 64 == file.stat().st_size
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(OvspecError, match="damaged or cut off"):
-        read_header(file)
+        read_gguf_header(file)

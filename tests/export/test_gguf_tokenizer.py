@@ -14,9 +14,9 @@ from conftest import USERS_CACHE
 from install import python_of
 from openvino_tokenizers.tokenizer_pipeline import BPETokenizationStep, TokenizerPipeline
 from ovspec_export import gguf_tokenizer, worker
-from ovspec_export.gguf_file import read_header
-from ovspec_export.gguf_pretokenizers import TABLE
-from ovspec_export.gguf_tokenizer import end_ids
+from ovspec_export.gguf_file import read_gguf_header
+from ovspec_export.gguf_pretokenizers import PRETOKENIZERS_BY_NAMES
+from ovspec_export.gguf_tokenizer import read_end_ids
 from transformers import AutoTokenizer
 
 from ovspec.base.errors import OvspecError
@@ -39,7 +39,7 @@ SLOW = [
 ]
 SLOW += ["gemma-4", "gpt-2"]
 OWN_PRE = [(name, None) for name in ("llama-spm", "baichuan", "gemma-4", "aquila", "deepseek-llm", "llama-bpe")]
-OTHER_PRE = [("gpt-2", names.split()[0]) for names, row in TABLE.items() if row.spelt_in_bytes]
+OTHER_PRE = [("gpt-2", names.split()[0]) for names, row in PRETOKENIZERS_BY_NAMES.items() if row.spelt_in_bytes]
 LLAMA_CPP = """
 import json, sys
 from llama_cpp import Llama, llama_vocab_is_eog
@@ -85,11 +85,11 @@ def metadata(name: str) -> dict[str, Any]:
     file = MODELS / f"ggml-vocab-{name}.gguf"
     if not file.is_file():
         pytest.skip(f"{file} isn't there: llama.cpp's vocabularies")
-    return read_header(file)[0]
+    return read_gguf_header(file)[0]
 
 
 def build_tokenizer(read: dict[str, Any], name: str) -> Any:
-    return gguf_tokenizer.build_tokenizer(read, name)
+    return gguf_tokenizer.build_gguf_tokenizer(read, name)
 
 
 def vectors(name: str) -> list[tuple[str, list[int]]]:
@@ -106,7 +106,7 @@ def converted(tokenizer: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
     for kind, names in PATCHED.items():
         for name in names:  # restored after the worker's changes
             monkeypatch.setattr(kind, name, vars(kind)[name])
-    worker.tokenizer(str(folder), str(folder), False)
+    worker.convert_tokenizer(str(folder), str(folder), False)
     return Tokenizer(folder)
 
 
@@ -168,7 +168,7 @@ def test_random_texts(name: str, pre: str | None, tmp_path: Path, monkeypatch: p
     told = subprocess.run(command, input=json.dumps(texts), capture_output=True, text=True, check=True).stdout
     ends, expected = json.loads(told)
     made = build_tokenizer(read, name)
-    assert sorted(end_ids(read)) == ends
+    assert sorted(read_end_ids(read)) == ends
     assert [text for text, ids in zip(texts, expected, strict=True) if made(text)["input_ids"] != ids] == []
     ours = converted(made, tmp_path / "made", monkeypatch)
     assert [text for text, ids in zip(texts, expected, strict=True) if ours.encode(text).tolist() != ids] == []
@@ -253,7 +253,7 @@ def test_ids_of_roles_out_of_range() -> None:
     """llama.cpp's own test model has a padding id of 2**32 - 1."""
     made = build_tokenizer(BYTE_LEVEL | {"tokenizer.ggml.padding_token_id": 2**32 - 1}, "small")
     assert made.pad_token is None
-    assert end_ids(BYTE_LEVEL | {"tokenizer.ggml.eot_token_id": 5000}) == [259]
+    assert read_end_ids(BYTE_LEVEL | {"tokenizer.ggml.eot_token_id": 5000}) == [259]
 
 
 def test_merges_replace_scores_that_say_nothing() -> None:
@@ -291,7 +291,7 @@ def with_tokens(*tokens: str) -> dict[str, Any]:
 )
 def test_ends(tokens: list[str], ends: list[str]) -> None:
     read = with_tokens(*tokens)
-    found = [read["tokenizer.ggml.tokens"][index] for index in end_ids(read)]
+    found = [read["tokenizer.ggml.tokens"][index] for index in read_end_ids(read)]
     assert found[0] == "<|im_end|>"
     assert set(found[1:]) == set(ends)
     special = set(build_tokenizer(read, "small").all_special_tokens) | {

@@ -20,11 +20,11 @@ from heads import write_head
 from ovspec_export import Compression, convert, export_pair
 from ovspec_export import export as exporting
 from ovspec_export import heads as torch_heads
-from ovspec_export.head_agreement import check_head
-from ovspec_export.head_layout import is_head
-from ovspec_export.heads import EagleHead, head_ir, load_head
+from ovspec_export.head_agreement import check_head_ir
+from ovspec_export.head_layout import is_head_config
+from ovspec_export.heads import EagleHead, convert_head_to_ir, load_head_checkpoint
 from ovspec_export.sources import Source, find_source
-from ovspec_export.worker import eagle_head
+from ovspec_export.worker import convert_eagle_head
 from safetensors.torch import load_file, save_file
 from test_gguf_checkpoint import LLAMA_CPP
 from test_gguf_checkpoint import converted as gguf_files
@@ -186,7 +186,7 @@ def converted(head: Path, folder: Path, compression: Compression | None = None) 
     quantised = chosen.quantization_config() if chosen.weight_format.startswith("int") else {}
     options: dict[str, Any] = {"weight_format": chosen.weight_format, "quantization": quantised, "states": ""}
     folder.mkdir()
-    eagle_head(str(head), head.name, str(folder), LAYERS, target=str(TARGET), **options)
+    convert_eagle_head(str(head), head.name, str(folder), LAYERS, target=str(TARGET), **options)
     return folder
 
 
@@ -241,7 +241,9 @@ def test_heads_compute_what_their_checkpoints_say(name: str, tmp_path: Path) -> 
             marks=pytest.mark.slow,
         ),
     ],
-    ids=lambda value: "-".join([value.weight_format, *value.options()]) if isinstance(value, Compression) else "",
+    ids=lambda value: (
+        "-".join([value.weight_format, *value.requested_options()]) if isinstance(value, Compression) else ""
+    ),
 )
 def test_weight_formats(compression: Compression, types: set[str], tmp_path: Path) -> None:
     head = write_head(tmp_path / "head", target=TARGET_CONFIG)
@@ -311,10 +313,10 @@ def test_what_drafts_can_be_paged(pair: Path, tmp_path: Path) -> None:
             request.set_tensor(name, ov.Tensor(value.copy()))
         request.infer()
         found.append({name: request.get_tensor(name).data[0].copy() for name in ("logits", "hidden")})
-    head, embedded = load_head(checkpoint), target_embedding().float()[ids][None]
+    head, embedded = load_head_checkpoint(checkpoint), target_embedding().float()[ids][None]
     ones = torch.ones((1, 9), dtype=torch.int64)
     taps = torch.zeros(1, 9, head.fc.in_features)
-    expected = head(embedded, features[None], ones, ones.cumsum(1) - 1, taps, *head.no_cache())
+    expected = head(embedded, features[None], ones, ones.cumsum(1) - 1, taps, *head.make_empty_cache())
     for name, theirs in zip(("logits", "hidden"), expected, strict=False):
         assert np.allclose(np.concatenate([each[name] for each in found]), theirs[0], atol=1e-4)
 
@@ -342,29 +344,29 @@ def one_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def its_ir(one_head: Path) -> ov.Model:
-    return head_ir(load_head(one_head), LAYERS)
+    return convert_head_to_ir(load_head_checkpoint(one_head), LAYERS)
 
 
 @pytest.mark.parametrize("spoil", [None, other_frequencies, no_residual, other_fc, other_norm])
 def test_a_wrong_ir_is_found(spoil: Callable[[EagleHead], None] | None, one_head: Path, its_ir: ov.Model) -> None:
-    head = load_head(one_head)
+    head = load_head_checkpoint(one_head)
     if spoil is None:
-        check_head(head, its_ir)
+        check_head_ir(head, its_ir)
         return
     spoil(head)
     with pytest.raises(
         OvspecError, match=r"the IR of the head computes other (fused|logits|hidden) than the checkpoint"
     ):
-        check_head(head, its_ir)
+        check_head_ir(head, its_ir)
 
 
 def test_padding_that_is_seen_is_found(one_head: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mask = torch_heads.causal_mask
-    monkeypatch.setattr(torch_heads, "causal_mask", lambda given, new: mask(torch.ones_like(given), new))
-    model = head_ir(load_head(one_head), LAYERS)
+    mask = torch_heads.make_causal_mask
+    monkeypatch.setattr(torch_heads, "make_causal_mask", lambda given, new: mask(torch.ones_like(given), new))
+    model = convert_head_to_ir(load_head_checkpoint(one_head), LAYERS)
     monkeypatch.undo()
     with pytest.raises(OvspecError, match="computes other logits"):
-        check_head(load_head(one_head), model)
+        check_head_ir(load_head_checkpoint(one_head), model)
 
 
 @pytest.fixture
@@ -397,9 +399,9 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Convert heads in this process."""
 
     def run_job(job: str, _model: Source, scratch: Path, _told: Any = None, **arguments: Any) -> bool:
-        assert job == "eagle_head"
+        assert job == "convert_eagle_head"
         scratch.mkdir(parents=True, exist_ok=True)
-        eagle_head(**arguments)
+        convert_eagle_head(**arguments)
         return True
 
     monkeypatch.setattr(convert, "run_job", run_job)
@@ -670,8 +672,8 @@ def test_what_a_head_needs_of_an_ir(pair: Path, tmp_path: Path) -> None:
 
 def test_formats_are_told_apart() -> None:
     llama = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
-    assert not is_head(llama)
-    assert is_head(llama | {"draft_vocab_size": 32000}), "as EAGLE's authors write theirs"
-    assert is_head({"speculators_model_type": "eagle3"})
-    assert not is_head({"speculators_model_type": "dflash", "architectures": ["DFlashDraftModel"]})
-    assert not is_head({})
+    assert not is_head_config(llama)
+    assert is_head_config(llama | {"draft_vocab_size": 32000}), "as EAGLE's authors write theirs"
+    assert is_head_config({"speculators_model_type": "eagle3"})
+    assert not is_head_config({"speculators_model_type": "dflash", "architectures": ["DFlashDraftModel"]})
+    assert not is_head_config({})

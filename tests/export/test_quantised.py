@@ -15,7 +15,7 @@ from family_models import run
 from mxfp4 import make_gpt_oss
 from ovspec_export import Compression, export_pair
 from ovspec_export import export as exporting
-from ovspec_export.quantised import check_quantisation, load_model
+from ovspec_export.quantised import check_quantisation, load_checkpoint_model
 from ovspec_export.sources import find_source
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -44,13 +44,13 @@ def generated(folder: Path) -> list[int]:
 
 
 def test_mxfp4_is_read_as_its_specification_says(gpt_oss: tuple[Path, Path]) -> None:
-    packed, plain = (load_model(str(folder), False).state_dict() for folder in gpt_oss)
+    packed, plain = (load_checkpoint_model(str(folder), False).state_dict() for folder in gpt_oss)
     assert packed.keys() == plain.keys()
     assert all(torch.equal(packed[name], plain[name]) for name in plain)
     experts = packed["model.layers.0.mlp.experts.down_proj"]
     assert experts.dtype == torch.bfloat16
     assert len(experts.unique()) > 20
-    counted = [find_source(str(folder)).parameters for folder in gpt_oss]
+    counted = [find_source(str(folder)).parameter_count for folder in gpt_oss]
     assert counted[1] <= counted[0] < 1.05 * counted[1]  # the first counts its scales, too
 
 
@@ -87,7 +87,7 @@ def test_gpt_oss_in_mxfp4_is_exported(gpt_oss: tuple[Path, Path], tmp_path: Path
 def test_other_quantised_checkpoints_are_refused_at_once(
     kind: str, found: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exporting, "convert", lambda *_: pytest.fail("it was converted"))
+    monkeypatch.setattr(exporting, "convert_source", lambda *_: pytest.fail("it was converted"))
     shutil.copytree(TARGET, tmp_path / "its")
     config = json.loads((TARGET / "config.json").read_text(encoding="utf-8")) | found
     (tmp_path / "its" / "config.json").write_text(json.dumps(config), encoding="utf-8")
@@ -117,7 +117,7 @@ def test_gpt_oss_is_compared_before_optimum_compresses_it(gpt_oss: tuple[Path, P
         arguments = ["--model", str(right), "--task", "text-generation-with-past", "--weight-format", "int4"]
         arguments += ["--disable-convert-tokenizer", str(tmp_path / "ir" / source.name)]
         options = {"source": str(source), "model_type": "gpt_oss", "trust_remote_code": False}
-        told[source.name] = run(None, "optimum_cli", arguments=arguments, **options)
+        told[source.name] = run(None, "export_with_optimum", arguments=arguments, **options)
     assert not told["any-name"]
     found = re.search(r"computes other logits than the checkpoint: they differ by ([0-9.]+)", told["other"])
     assert found, told["other"]

@@ -20,9 +20,9 @@ from kept import kept_model
 from ovspec_export import Compression, export_pair, patches, worker
 from ovspec_export.environments import Environment
 from ovspec_export.families import FAMILIES as REGISTRY
-from ovspec_export.families import TEXT_MODELS, TEXT_ONLY
+from ovspec_export.families import TEXT_MODEL_CLASSES, TEXT_ONLY_FAMILIES
 from ovspec_export.sources import find_source
-from ovspec_export.text_part import text_part
+from ovspec_export.text_part import extract_text_model
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
@@ -144,7 +144,7 @@ def warm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def environment_of(family: str) -> Environment | None:
-    return next(REGISTRY[text].environment for text in TEXT_MODELS[family.partition(",")[0]])
+    return next(REGISTRY[text].environment for text in TEXT_MODEL_CLASSES[family.partition(",")[0]])
 
 
 def make(family: str, folder: Path) -> list[int]:
@@ -245,7 +245,7 @@ def test_a_flat_config_gives_the_same_text_model(tmp_path: Path, cache_dir: Path
     says_the_same(folder, told, tmp_path / "pair", cache_dir)
 
 
-@pytest.mark.parametrize("name", TEXT_ONLY)
+@pytest.mark.parametrize("name", TEXT_ONLY_FAMILIES)
 def test_what_a_config_leaves_out_is_what_the_whole_model_takes(name: str) -> None:
     """The defaults in ``families.py`` are those in which the two config classes differ."""
 
@@ -253,17 +253,17 @@ def test_what_a_config_leaves_out_is_what_the_whole_model_takes(name: str) -> No
         config = CONFIG_MAPPING[model_type]()
         return config.to_dict() | {"rope_theta": config.rope_parameters["rope_theta"]}
 
-    whole, alone = defaults(name), defaults(TEXT_ONLY[name].family)
+    whole, alone = defaults(name), defaults(TEXT_ONLY_FAMILIES[name].family)
     differ = {entry: value for entry, value in whole.items() if entry in alone and alone[entry] != value}
     for entry in ("model_type", "rope_parameters", "layer_types"):
         differ.pop(entry, None)
-    assert differ == TEXT_ONLY[name].defaults
+    assert differ == TEXT_ONLY_FAMILIES[name].config_defaults
 
 
 def text_of(folder: Path, output: Path) -> Path:
     source = find_source(str(folder))
     assert source.holds_text_model
-    return text_part(source, output).folder
+    return extract_text_model(source, output).folder
 
 
 def test_the_older_names_of_tensors_give_the_same_text_model(gemma: tuple[Path, list[int]], tmp_path: Path) -> None:
@@ -382,7 +382,7 @@ def test_scales_that_nobody_knows_are_not_left_out(tmp_path: Path) -> None:
 def test_tensors_are_checked_when_they_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PreTrainedModel, "from_pretrained", vars(PreTrainedModel)["from_pretrained"])  # restored
     assert AutoModelForCausalLM.from_pretrained(without_tensor("model.norm.weight", tmp_path / "less"))
-    patches.check_tensors()
+    patches.refuse_missing_tensors()
     with pytest.raises(OvspecError, match=r"lacks the tensor model\.norm\.weight"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "less")
     with pytest.raises(OvspecError, match=UNKNOWN_SCALES):
@@ -395,12 +395,12 @@ def test_exports_check_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     def check() -> None:
         raise Checked
 
-    monkeypatch.setattr(patches, "adapt", lambda _: {})
-    monkeypatch.setattr(patches, "check_tensors", check)
+    monkeypatch.setattr(patches, "adapt_optimum", lambda _: {})
+    monkeypatch.setattr(patches, "refuse_missing_tensors", check)
     for change in ("keep_splits_apart", "find_the_same_tokens"):  # of the libraries
         monkeypatch.setattr(worker, change, lambda: None)
     with pytest.raises(Checked):
-        worker.optimum_cli([], "", "llama", False)
+        worker.export_with_optimum([], "", "llama", False)
 
 
 def test_a_family_that_nobody_knows_is_refused(tmp_path: Path) -> None:

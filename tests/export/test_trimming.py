@@ -14,7 +14,7 @@ from family_models import warm_jobs
 from ovspec_export import Compression, export_pair
 from ovspec_export.distill import trimming
 from ovspec_export.distill.trimming import most_used, share_without, trim
-from ovspec_export.draft_vocabulary import VOCABULARY_FILE
+from ovspec_export.draft_vocabulary import DRAFT_VOCABULARY_FILE
 from ovspec_export.sources import GgufSource, HeadSource, find_source
 
 import ovspec
@@ -68,10 +68,10 @@ def test_what_is_written(trimmed: Trimmed) -> None:
     for folder, before in ((trimmed.ir, DEMO / DRAFT_FOLDER), (trimmed.checkpoint, CHECKPOINTS / "draft")):
         manifest = read_manifest(folder, verify=True)
         assert manifest and manifest.target.source == "draft"
-        more = {"ovspec.json", VOCABULARY_FILE} if folder == trimmed.checkpoint else {"ovspec.json"}
+        more = {"ovspec.json", DRAFT_VOCABULARY_FILE} if folder == trimmed.checkpoint else {"ovspec.json"}
         assert {file.name for file in folder.iterdir()} == {file.name for file in before.iterdir()} | more
         assert [file.name for file in folder.parent.glob(".*")] == []
-    assert json.loads((trimmed.checkpoint / VOCABULARY_FILE).read_text("utf-8"))["ids"] == trimmed.ids.tolist()
+    assert json.loads((trimmed.checkpoint / DRAFT_VOCABULARY_FILE).read_text("utf-8"))["ids"] == trimmed.ids.tolist()
 
 
 @pytest.mark.slow  # distill/test_result.py loads an export of a trimmed draft in quick runs
@@ -82,7 +82,7 @@ def test_exported_it_drafts(
     warm_jobs(monkeypatch)
     export_pair(str(DEMO), str(getattr(trimmed, form)), tmp_path / "pair", draft_compression=Compression("int8"))
     manifest = read_manifest(tmp_path / "pair", verify=True)
-    assert manifest and manifest.draft and f"draft/{VOCABULARY_FILE}" not in manifest.files
+    assert manifest and manifest.draft and f"draft/{DRAFT_VOCABULARY_FILE}" not in manifest.files
     lm = ovspec.load(DEMO, tmp_path / "pair" / DRAFT_FOLDER, cache_dir=cache_dir)
     assert lm.draft and lm.draft.ir.logits_width == COUNT
     assert np.array_equal(np.asarray(lm.draft.ir.ids), trimmed.ids)
@@ -117,4 +117,4 @@ def test_it_replaces_what_it_made(trimmed: Trimmed, tmp_path: Path) -> None:
     shutil.copytree(trimmed.checkpoint, tmp_path / "out")
     draft = find_source(str(CHECKPOINTS / "draft"))
     trim(draft, np.arange(64), tmp_path / "out", overwrite=True)
-    assert json.loads((tmp_path / "out" / VOCABULARY_FILE).read_text("utf-8"))["ids"] == [*range(64)]
+    assert json.loads((tmp_path / "out" / DRAFT_VOCABULARY_FILE).read_text("utf-8"))["ids"] == [*range(64)]

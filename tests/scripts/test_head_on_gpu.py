@@ -19,7 +19,7 @@ from head_on_gpu import Head, encode, lists_in, losses, prepared, train, varied,
 from heads import write_head
 from ovspec_export.distill.packing import Batch
 from ovspec_export.distill.unroll import unrolled
-from ovspec_export.heads import load_head
+from ovspec_export.heads import load_head_checkpoint
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from ovspec.base.errors import OvspecError
@@ -72,7 +72,7 @@ def test_loops_are_known() -> None:
 
 
 def test_a_head_guesses_as_ours(model: Any, tmp_path: Path) -> None:
-    ours = load_head(head_for(model, tmp_path / "head"))
+    ours = load_head_checkpoint(head_for(model, tmp_path / "head"))
     ids = torch.arange(len(ours.d2t)) + ours.d2t
     head = Head(model.config, ids)
     usual = torch.linspace(0.5, 2, 192)
@@ -128,13 +128,13 @@ def test_a_head_learns_and_goes_on(
         lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("a {")]
         judged.append(json.loads(lines[-1][2:])["overlap"])
     assert judged[1][0] > judged[0][0]
-    made = load_head(tmp_path / "heads" / "a")
+    made = load_head_checkpoint(tmp_path / "heads" / "a")
     assert made.lm_head.weight.shape == (200, 64)
     args.variants, args.minutes, args.draft_vocabulary = "less:3:0", 0, 50
     with pytest.raises(ValueError, match="propose 200 ids, not 50"):
         train(tmp_path / "model", tmp_path / "rows", start, tmp_path / "heads", args)
     train(tmp_path / "model", tmp_path / "rows", tmp_path / "heads" / "a", tmp_path / "trimmed", args)
-    less = load_head(tmp_path / "trimmed" / "less")
+    less = load_head_checkpoint(tmp_path / "trimmed" / "less")
     kept = torch.isin(torch.arange(200) + made.d2t, torch.arange(50) + less.d2t)
     assert kept.sum() == 50
     assert torch.equal(less.lm_head.weight, made.lm_head.weight[kept])
@@ -170,7 +170,7 @@ def test_an_ir_gives_back_its_checkpoint(tmp_path: Path) -> None:
     """The head in torch computes what the IR computes in f32."""
     shipped = ROOT / "models" / "smollm2-head"
     write_checkpoint(shipped, tmp_path / "head")
-    head, model = load_head(tmp_path / "head"), read_model(shipped)
+    head, model = load_head_checkpoint(tmp_path / "head"), read_model(shipped)
     exact = {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0", "KV_CACHE_PRECISION": "f32"}
     request = ov.Core().compile_model(model, "CPU", exact).create_infer_request()
     tokens, states, taps = torch.randn(1, 5, 576), torch.randn(1, 5, 576), torch.randn(1, 5, 3 * 576)
@@ -178,7 +178,7 @@ def test_an_ir_gives_back_its_checkpoint(tmp_path: Path) -> None:
     given = {"inputs_embeds": tokens, "hidden_states": states, "target_hidden_states": taps, "attention_mask": ones}
     given |= {"position_ids": ones.cumsum(1) - 1, "beam_idx": torch.zeros(1, dtype=torch.int32)}
     request.infer({name: value.numpy() for name, value in given.items()})
-    logits, hidden, fused, *_ = head(tokens, states, ones, ones.cumsum(1) - 1, taps, *head.no_cache())
+    logits, hidden, fused, *_ = head(tokens, states, ones, ones.cumsum(1) - 1, taps, *head.make_empty_cache())
     for name, expected in {"logits": logits, "hidden": hidden, "fused": fused}.items():
         found = torch.from_numpy(request.get_tensor(name).data.copy())
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)

@@ -39,11 +39,11 @@ def write_texts(work: str, **_: Any) -> None:
             ids = [5 + (i + place) % 50 for place in range(TOKENS)]
             document = {"ids": ids, "answer": 10, "source": ("own", "text")[i % 2], "greedy": True}
             documents.write(json.dumps(document | {"held_out": i % 10 == 0}) + "\n")
-    channel.tell(tokens=(first + DOCUMENTS) * TOKENS, per_second=1234.0)
+    channel.report_progress(tokens=(first + DOCUMENTS) * TOKENS, per_second=1234.0)
 
 
 def measure_costs(**_: Any) -> None:
-    channel.tell(costs=[0.01, 0.011, 0.012, 0.013])
+    channel.report_progress(costs=[0.01, 0.011, 0.012, 0.013])
 
 
 def write_features(work: str, **_: Any) -> None:
@@ -51,7 +51,7 @@ def write_features(work: str, **_: Any) -> None:
     folder.mkdir(exist_ok=True)
     count = len(list(folder.iterdir())) + 1
     (folder / f"{count:07}.safetensors").write_bytes(bytes(1000))
-    channel.tell(tokens=count * DOCUMENTS * TOKENS, per_second=2345.0)
+    channel.report_progress(tokens=count * DOCUMENTS * TOKENS, per_second=2345.0)
 
 
 def train(work: str, tokens: int, **_: Any) -> None:
@@ -60,14 +60,14 @@ def train(work: str, tokens: int, **_: Any) -> None:
     place.write_text(str(seen))
     without = shutil.ignore_patterns("tokenizer*")
     shutil.copytree(GIVEN["checkpoint"], Path(work) / "checkpoint", dirs_exist_ok=True, ignore=without)
-    channel.tell(tokens=seen, per_second=345.0, accepted=[0.2, 0.3, 0.34], agreement=[0.5, 0.25, 0.125])
+    channel.report_progress(tokens=seen, per_second=345.0, accepted=[0.2, 0.3, 0.34], agreement=[0.5, 0.25, 0.125])
 
 
-def eagle_head(folder: str, **_: Any) -> None:
+def convert_eagle_head(folder: str, **_: Any) -> None:
     shutil.copytree(GIVEN["ir"], folder, dirs_exist_ok=True)
 
 
-def optimum_cli(arguments: list[str], **_: Any) -> None:
+def export_with_optimum(arguments: list[str], **_: Any) -> None:
     shutil.copytree(GIVEN["exported"], arguments[-1], dirs_exist_ok=True)
 
 
@@ -77,8 +77,8 @@ def measure_gain(output: str, **_: Any) -> None:
 
 STAND_INS: dict[str, Callable[..., None]] = {job.__name__: job for job in (write_texts, measure_costs, write_features)}
 STAND_INS |= {"train_head": train, "train_draft": train}
-STAND_INS |= {"eagle_head": eagle_head} if "ir" in GIVEN else {}
-STAND_INS |= {"optimum_cli": optimum_cli} if "exported" in GIVEN else {}
+STAND_INS |= {"convert_eagle_head": convert_eagle_head} if "ir" in GIVEN else {}
+STAND_INS |= {"export_with_optimum": export_with_optimum} if "exported" in GIVEN else {}
 STAND_INS |= {"measure_gain": measure_gain} if "rows" in GIVEN else {}
 
 
@@ -93,7 +93,7 @@ def main(name: str, arguments: dict[str, Any]) -> None:
     if "began" in GIVEN:
         with (Path(GIVEN["began"]) / name).open("a", encoding="utf-8") as file:
             file.write(json.dumps(arguments) + "\n")
-    while GIVEN.get("stall") == name and not channel.stopping():
+    while GIVEN.get("stall") == name and not channel.is_stop_requested():
         time.sleep(0.02)
 
 

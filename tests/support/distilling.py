@@ -41,13 +41,13 @@ def made_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     def make(folder: Path) -> None:
         from heads import write_head
-        from ovspec_export.worker import eagle_head
+        from ovspec_export.worker import convert_eagle_head
 
         head = write_head(folder / "checkpoint", target=TARGET_CONFIG, layer_ids=LAYERS, embedding=False)
         (folder / "ir").mkdir()
         shutil.copy(head / "config.json", folder / "ir")
         options: dict[str, Any] = {"weight_format": "fp32", "quantization": {}, "target": "", "states": ""}
-        eagle_head(str(head), "head", str(folder / "ir"), [1, 1, 1], **options)
+        convert_eagle_head(str(head), "head", str(folder / "ir"), [1, 1, 1], **options)
 
     return kept_model(tmp_path_factory, "distilled-head", make)
 
@@ -90,7 +90,7 @@ class Distilling:
     def stand_in(self, monkeypatch: pytest.MonkeyPatch, **given: Any) -> None:
         """Let the jobs of this process be stand-ins; ``given`` is for them."""
         self.given |= given
-        monkeypatch.setattr(convert, "WORKER", "distill_worker")
+        monkeypatch.setattr(convert, "WORKER_MODULE", "distill_worker")
         for name, value in self.environment().items():
             monkeypatch.setenv(name, value)
 

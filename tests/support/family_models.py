@@ -16,7 +16,7 @@ import pytest
 from conftest import ROOT
 from families import VOCAB, Family
 from ovspec_export import convert
-from ovspec_export.environments import Environment, prepared_variables
+from ovspec_export.environments import Environment, prepare_environment_variables
 from ovspec_export.families import FAMILIES as REGISTRY
 from ovspec_export.sources import Source
 
@@ -78,7 +78,7 @@ def export(family: Family, folder: Path, spread_of_padding: float | None = None)
 def worker(environment: Environment | None) -> subprocess.Popen[str]:
     """Return a process that has imported everything in this environment; it ends with this one."""
     command = [sys.executable, str(ROOT / "tests" / "support" / "warm_worker.py")]
-    variables = {**os.environ, **prepared_variables(environment, "tests"), "OMP_NUM_THREADS": "1"}
+    variables = {**os.environ, **prepare_environment_variables(environment, "tests"), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
@@ -101,9 +101,9 @@ def warm_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def run_job(job: str, model: Source, scratch: Path, _told: Any = None, **arguments: Any) -> None:
         scratch.mkdir(parents=True, exist_ok=True)
-        told = run(None if job in convert.OURS else model.family.environment, job, **arguments)
+        told = run(None if job in convert.JOBS_WITHOUT_OVERLAY else model.family.environment, job, **arguments)
         if told:
-            raise OvspecError(f"{model.name}: {convert.FAILED[job]} ({convert.reason(told, 1)}).")
+            raise OvspecError(f"{model.name}: {convert.JOB_FAILURES[job]} ({convert.describe_failure(told, 1)}).")
 
     monkeypatch.setattr(convert, "run_job", run_job)
 
@@ -132,7 +132,7 @@ def export_as_the_worker_does(
     arguments = ["--model", str(folder), "--task", "text-generation-with-past", "--weight-format", weight_format]
     arguments += ["--group-size", "-1"] * (weight_format == "int4") + ["--disable-convert-tokenizer", str(output)]
     options: dict[str, Any] = {"source": str(folder), "model_type": model_type, "trust_remote_code": False}
-    job, more = ("without", {"change": without}) if without else ("optimum_cli", {})
+    job, more = ("without", {"change": without}) if without else ("export_with_optimum", {})
     failure = run(REGISTRY[model_type].environment, job, arguments=arguments, **options, **more)
     if not failure:
         hybrid.copy_tokenizer(ROOT / "models" / "demo", output)

@@ -63,7 +63,7 @@ def without(change: str, model_type: str, **arguments: Any) -> None:
     """Export as ``ovspec export`` does it, but without one of the changes that ``families.py`` asks for."""
     usual = families.FAMILIES[model_type]
     families.FAMILIES[model_type] = replace(usual, **{change: getattr(families.Family(), change)})
-    worker.optimum_cli(model_type=model_type, **arguments)
+    worker.export_with_optimum(model_type=model_type, **arguments)
 
 
 def run(job: str, arguments: dict[str, Any]) -> str:

@@ -229,14 +229,14 @@ def test_the_date_is_that_of_the_users_time_zone(monkeypatch: pytest.MonkeyPatch
 
 
 def test_files_of_more_templates_belong_to_the_model(tmp_path: Path) -> None:
-    from ovspec_export.convert import copy_ir
+    from ovspec_export.convert import copy_ir_files
     from ovspec_export.sources import Source
 
     source, folder = tmp_path / "source", tmp_path / "copied"
     (source / MORE_TEMPLATES).mkdir(parents=True)
     folder.mkdir()
     (source / MORE_TEMPLATES / "tool_use.jinja").write_text("tools", "utf-8")
-    copy_ir(Source("a", source, True, "1"), folder)
+    copy_ir_files(Source("a", source, True, "1"), folder)
     assert hash_prompt_files(folder) == hash_prompt_files(source)
     (folder / MORE_TEMPLATES / "tool_use.jinja").write_text("other tools", "utf-8")
     assert hash_prompt_files(folder) != hash_prompt_files(source)

@@ -88,11 +88,11 @@ def train_draft(
     torch_device: str = "cpu",
 ) -> None:
     """Teach the draft model of the checkpoint ``source`` for about ``seconds``, or until it has seen ``tokens``."""
-    from ovspec_export.patches import adapt
-    from ovspec_export.quantised import load_model
+    from ovspec_export.patches import adapt_optimum
+    from ovspec_export.quantised import load_checkpoint_model
 
     began, folder = time.monotonic(), Path(work)
-    model = load_model(source, trust_remote_code, dtype=torch.float32, **adapt(model_type))
+    model = load_checkpoint_model(source, trust_remote_code, dtype=torch.float32, **adapt_optimum(model_type))
     state: dict[str, Any] = {}
     if (folder / STATE).is_file():
         state = torch.load(folder / STATE, "cpu", weights_only=True)

@@ -12,7 +12,7 @@ import numpy as np
 
 import ovspec
 from ovspec.ir.compile import MODEL_FILE
-from ovspec_export.channel import tell
+from ovspec_export.channel import report_progress
 
 MOST = 3  # proposed tokens
 CONTEXT, TIMED = 128, 7  # tokens before them, and inferences of each width
@@ -35,7 +35,7 @@ def measure_costs(model: str) -> None:
         turns.append([after - before for before, after in pairwise(moments)])
     turns = turns[1:]  # the first inference of a width takes longer
     plain = median(turn[0] for turn in turns)
-    tell(costs=[plain * median(turn[k] / turn[0] for turn in turns) for k in range(MOST + 1)])
+    report_progress(costs=[plain * median(turn[k] / turn[0] for turn in turns) for k in range(MOST + 1)])
 
 
 def expected_speedup(accepted: Sequence[float], costs: Sequence[float], share: float) -> float:

@@ -8,19 +8,19 @@ from pathlib import Path
 from ovspec.base.files import move
 from ovspec.setup.identity import compute_files_revision
 from ovspec_export.compression import INT8
-from ovspec_export.convert import check_ir, convert, convert_head
+from ovspec_export.convert import check_converted_files, convert_head, convert_source
 from ovspec_export.distill.plan import Plan
 from ovspec_export.distill.stages import draft_checkpoint, exported_target
 from ovspec_export.distill.work import EXPORTING, Work
-from ovspec_export.draft_vocabulary import proposed_ids, trim_ir
-from ovspec_export.head_fit import check_fits
-from ovspec_export.sources import HeadSource, Source, copy_what_is_missing, source_in
+from ovspec_export.draft_vocabulary import read_proposed_ids, trim_ir
+from ovspec_export.head_fit import check_head_fits
+from ovspec_export.sources import HeadSource, Source, copy_missing_files, make_source
 
 
 def export_result(plan: Plan, work: Work) -> None:
     """Export the result so far into ``work.ir``."""
     if plan.kind == "draft":
-        copy_what_is_missing(draft_checkpoint(plan, work).folder, work.checkpoint)
+        copy_missing_files(draft_checkpoint(plan, work).folder, work.checkpoint)
     with work.timed(EXPORTING):
         export_draft(plan, work, result_source(plan, work), work.ir)
 
@@ -32,16 +32,16 @@ def export_draft(plan: Plan, work: Work, draft: Source, folder: Path) -> None:
     partial, target = work.scratch / folder.name, exported_target(plan, work)
     shutil.rmtree(partial, ignore_errors=True)
     if isinstance(draft, HeadSource):
-        convert_head(draft, partial, INT8, target, check_fits(target, draft), work.scratch / "no states")
+        convert_head(draft, partial, INT8, target, check_head_fits(target, draft), work.scratch / "no states")
     else:
-        convert(draft, partial, INT8)
-        ids = proposed_ids(draft, target)
+        convert_source(draft, partial, INT8)
+        ids = read_proposed_ids(draft, target)
         if ids is not None and not draft.is_ir:
             trim_ir(partial, ids, draft.name)
-    check_ir(draft, partial)
+    check_converted_files(draft, partial)
     move(partial, folder)
 
 
 def result_source(plan: Plan, work: Work) -> Source:
     """Return the result so far as a source, which has the result's name: a checkpoint, or a trimmed IR."""
-    return source_in(work.checkpoint, plan.name, compute_files_revision(work.checkpoint))
+    return make_source(work.checkpoint, plan.name, compute_files_revision(work.checkpoint))

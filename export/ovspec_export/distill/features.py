@@ -27,7 +27,7 @@ from ovspec.base.files import replaced
 from ovspec.ir.compile import add_output, compile_ir, find_lm_head, find_model_states, read_model
 from ovspec.ir.device import DeviceOptions, make_compile_properties, openvino_core
 from ovspec.ir.hidden_states import find_embedding, find_layer_inputs
-from ovspec_export.channel import stopping, tell
+from ovspec_export.channel import is_stop_requested, report_progress
 from ovspec_export.distill.documents import Document, read_documents
 from ovspec_export.distill.work import DOCUMENTS, FEATURES, TARGET
 
@@ -100,15 +100,15 @@ def write_features(
             taken += sum(part.nbytes for part in parts[-1].values())
             tokens += len(parts[-1]["ids"])
             if (now := time.monotonic()) - told > REPORT:
-                tell(tokens=tokens, per_second=(tokens - before) / (now - since))
+                report_progress(tokens=tokens, per_second=(tokens - before) / (now - since))
                 told = now
         write_shard(folder / f"{done:07}.safetensors", done, parts)
         done, size = done + len(parts), size + taken
-    tell(tokens=tokens)
+    report_progress(tokens=tokens)
 
 
 def over(began: float, seconds: float) -> bool:
-    return stopping() or time.monotonic() - began > seconds
+    return is_stop_requested() or time.monotonic() - began > seconds
 
 
 def write_shard(file: Path, first: int, parts: list[dict[str, Tensor]]) -> None:
@@ -205,11 +205,11 @@ def computing_in_torch(
     checkpoint: str, model_type: str, layers: list[int], device: str, trust_remote_code: bool
 ) -> Callable[[list[int]], dict[str, Tensor]]:
     """Return a function that computes what a shard keeps of a document's ids, with the checkpoint in torch."""
-    from ovspec_export.patches import adapt
-    from ovspec_export.quantised import load_model
+    from ovspec_export.patches import adapt_optimum
+    from ovspec_export.quantised import load_checkpoint_model
 
     own = {"dtype": torch.float32} if device == "cpu" else {}  # a GPU computes in the checkpoint's own type
-    model = load_model(checkpoint, trust_remote_code, **own, **adapt(model_type)).to(device)
+    model = load_checkpoint_model(checkpoint, trust_remote_code, **own, **adapt_optimum(model_type)).to(device)
 
     @torch.no_grad()
     def compute(ids: list[int]) -> dict[str, Tensor]:

@@ -21,8 +21,8 @@ from ovspec_export.distill.start import begin, usual_size
 from ovspec_export.distill.training import Effort, in_a_row, moved, train
 from ovspec_export.distill.unroll import agreement, loss_of
 from ovspec_export.distill.work import STATE, TARGET
-from ovspec_export.head_layout import head_layout
-from ovspec_export.heads import EagleHead, load_head
+from ovspec_export.head_layout import read_head_layout
+from ovspec_export.heads import EagleHead, load_head_checkpoint
 
 STEPS = 3  # of the unroll
 SHARE = 0.25  # of the entries, for which the unroll goes beyond its first step
@@ -131,18 +131,18 @@ def train_head(
         state = torch.load(folder / STATE, "cpu", weights_only=True)
         change_vocabulary(state, ids, rows)
         shapes = {name: list(weight.shape) for name, weight in state["weights"].items()}
-        head = EagleHead(head_layout(state["config"], shapes, "the head"))
+        head = EagleHead(read_head_layout(state["config"], shapes, "the head"))
         head.load_state_dict(state["weights"])
         divisor, config = state["divisor"], state["config"]
     elif start:
-        head, config = load_head(Path(start), embedding=embedding), read_json(Path(start) / "config.json")
+        head, config = load_head_checkpoint(Path(start), embedding=embedding), read_json(Path(start) / "config.json")
         config |= {"draft_vocab_size": len(ids)}
         old = torch.arange(len(head.d2t)) + head.d2t
         head.lm_head.weight = nn.Parameter(moved(head.lm_head.weight, old, ids, rows[ids].float()))
         if head.lm_head.bias is not None:
             head.lm_head.bias = nn.Parameter(moved(head.lm_head.bias, old, ids, torch.zeros(len(ids))))
         divisor = torch.ones(head.fc.in_features)
-        if not head.layout.norms:  # as in a new one
+        if not head.layout.fused_norm:  # as in a new one
             divisor = usual_size(examples, "features")
             head.fc.weight.mul_(divisor)
     else:

@@ -14,10 +14,10 @@ from ovspec.ir.compile import MODEL_FILE, check_ir_folder, check_weights, find_l
 from ovspec.ir.heads import check_layers_have_keys, find_head_inputs
 from ovspec.setup.manifest import DRAFT_FOLDER, ExportedModel, read_manifest
 from ovspec_export.distill.trimming import check_trimmable, most_used
-from ovspec_export.head_fit import check_fits
-from ovspec_export.head_layout import new_head_layers
+from ovspec_export.head_fit import check_head_fits
+from ovspec_export.head_layout import new_head_tap_layers
 from ovspec_export.sources import GgufSource, HeadSource, Source, find_source
-from ovspec_export.tokenizers import check_pair
+from ovspec_export.tokenizers import check_pair_vocabularies
 
 Kind = Literal["head", "draft", "trimmed draft"]
 WITH_KEYS = ("full_attention", "sliding_attention", "chunked_attention", "attention")  # kinds of layers in configs
@@ -45,19 +45,19 @@ def asked_for(
     elif for_head:
         check_checkpoint(target)
     if isinstance(draft, HeadSource) and not trimmed:
-        return "head", draft, check_fits(target, draft)
+        return "head", draft, check_head_fits(target, draft)
     if draft is None:
-        return "head", None, new_head_layers(number_of(target, "layers"))
+        return "head", None, new_head_tap_layers(number_of(target, "layers"))
     if trimmed:
         check_trimmable(draft)
         most_used([], trimmed, number_of(draft, "vocab"))  # which refuses a wrong number
-    check_pair(target, draft, trust_remote_code=False)
+    check_pair_vocabularies(target, draft, trust_remote_code=False)
     return "trimmed draft" if trimmed else "draft", draft, []
 
 
 def number_of(source: Source, what: str) -> int:
     """Return a number in a config; raises OvspecError if it isn't there."""
-    number = source.entry(what)
+    number = source.config_number(what)
     if number is None:
         told = {"layers": "layers", "vocab": "ids"}[what]
         raise OvspecError(f"{source.name}: its config.json doesn't say how many {told} it has; add that.")
@@ -83,7 +83,7 @@ def check_checkpoint(target: Source) -> None:
 
     It need not say so: the exported model is checked again.
     """
-    config, layers = target.text_config or target.config, target.entry("layers")
+    config, layers = target.text_config or target.config, target.config_number("layers")
     kinds = config.get("layer_types")
     if layers and isinstance(kinds, list) and len(kinds) == layers:
         shared = int(config.get("num_kv_shared_layers") or 0)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ovspec.ir.config import CONTEXT_KEYS, LAYER_KEYS
-from ovspec_export.head_layout import LAYER_IDS, HeadLayout, layout_of, usual_layers
+from ovspec_export.head_layout import LAYER_IDS_ENTRY, HeadLayout, build_head_layout, default_tap_layers
 
 
 def new_config(
@@ -38,7 +38,7 @@ def new_config(
         "torch_dtype": "bfloat16",
         **{name: target[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in target},
     }
-    return config if layers == usual_layers(count) else config | {LAYER_IDS: layers}
+    return config if layers == default_tap_layers(count) else config | {LAYER_IDS_ENTRY: layers}
 
 
 def number(config: dict[str, Any], names: Sequence[str]) -> int | None:
@@ -49,4 +49,4 @@ def number(config: dict[str, Any], names: Sequence[str]) -> int | None:
 def new_layout(config: dict[str, Any], layers: list[int]) -> HeadLayout:
     """Return the layout of a new head, by its config. It has no embedding of its own."""
     hidden = config["hidden_size"]
-    return layout_of(config, {"fc.weight": [hidden, len(layers) * hidden], "lm_head.weight": []}, nested=False)
+    return build_head_layout(config, {"fc.weight": [hidden, len(layers) * hidden], "lm_head.weight": []}, nested=False)

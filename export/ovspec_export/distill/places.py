@@ -11,7 +11,7 @@ from ovspec.base.progress import note
 from ovspec.setup.manifest import has_manifest, restore_backup
 from ovspec_export.distill.card import made_in
 from ovspec_export.distill.documents import read_given
-from ovspec_export.folders import check_output, manifest_in
+from ovspec_export.folders import check_output_folder, read_raw_manifest
 from ovspec_export.sources import Source
 
 
@@ -40,6 +40,6 @@ def check_place(output: Path, run: str | None, overwrite: bool) -> None:
     """
     restore_backup(output)
     made = made_in(output)
-    if has_manifest(output) and not made and not manifest_in(output).get("unfinished"):
+    if has_manifest(output) and not made and not read_raw_manifest(output).get("unfinished"):
         raise OvspecError(f"{output}: holds an exported model, not what was distilled; name another `output`.")
-    check_output(output, overwrite or bool(made and made.run == run))
+    check_output_folder(output, overwrite or bool(made and made.run == run))

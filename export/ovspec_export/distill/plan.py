@@ -15,12 +15,12 @@ from ovspec.ir.compile import MODEL_FILE, check_weights
 from ovspec.setup.identity import hash_model
 from ovspec.setup.manifest import DRAFT_FOLDER
 from ovspec_export.compression import INT8, WEIGHT_FORMATS
-from ovspec_export.convert import needed_space, reason
+from ovspec_export.convert import describe_failure, estimate_space
 from ovspec_export.distill.models import Kind, asked_for, for_torch, origin
 from ovspec_export.distill.new_head import new_config, new_layout
 from ovspec_export.distill.places import check_files, check_place, check_places
 from ovspec_export.distill.work import Settings, begun_in, check_settings
-from ovspec_export.folders import check_space
+from ovspec_export.folders import check_disk_space
 from ovspec_export.sources import HeadSource, Source, find_source
 
 DRAFT_VOCABULARY = 16384
@@ -105,7 +105,7 @@ class Plan:
     @property
     def vocabulary(self) -> int:
         """How many ids a head can propose; one that is trained further keeps their number."""
-        usual = self.draft.layout.draft_vocab if isinstance(self.draft, HeadSource) else DRAFT_VOCABULARY
+        usual = self.draft.layout.draft_vocab_size if isinstance(self.draft, HeadSource) else DRAFT_VOCABULARY
         return self.options.draft_vocabulary or usual
 
 
@@ -148,7 +148,7 @@ def check_torch_device(name: str) -> None:
     command = [sys.executable, "-P", "-c", "import sys, torch; torch.empty(1, device=sys.argv[1])", name]
     done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=False)
     if done.returncode:
-        why = reason(done.stderr, done.returncode)
+        why = describe_failure(done.stderr, done.returncode)
         raise OvspecError(f"`torch_device={name!r}`: torch can't use it ({why}).")
 
 
@@ -159,11 +159,11 @@ def check_room(plan: Plan) -> None:
     """Raise OvspecError if the disk or the memory is too small."""
     trained = trained_weights(plan)
     in_training = STORED * trained + 4 * embedding_weights(plan.target)
-    export = 0.0 if plan.target.is_ir else needed_space(plan.target, INT8)
+    export = 0.0 if plan.target.is_ir else estimate_space(plan.target, INT8)
     held = sum(file.stat().st_size for file in plan.work.rglob("*") if file.is_file())
     features = 0 if plan.kind == "trimmed draft" else plan.options.size_limit * 1e9
-    check_space(plan.work, features + in_training + export - held, "distilling with this `size_limit`")
-    check_space(plan.output, 4 * trained, "the result")
+    check_disk_space(plan.work, features + in_training + export - held, "distilling with this `size_limit`")
+    check_disk_space(plan.output, 4 * trained, "the result")
     needed, free = needed_memory(plan), psutil.virtual_memory().available
     if needed > free:
         raise OvspecError(
@@ -183,7 +183,7 @@ def needed_memory(plan: Plan) -> float:
     if plan.target.is_ir:
         generating = float(check_weights(plan.target.folder / MODEL_FILE))
     else:
-        generating = plan.target.parameters * WEIGHT_FORMATS["int8"] / 8
+        generating = plan.target.parameter_count * WEIGHT_FORMATS["int8"] / 8
     training = PER_WEIGHT * trained_weights(plan) + (4 * embedding_weights(plan.target) if plan.of_head else 0)
     return max(copies * generating, 0 if plan.kind == "trimmed draft" else training) + WORKING
 
@@ -191,12 +191,12 @@ def needed_memory(plan: Plan) -> float:
 def trained_weights(plan: Plan) -> float:
     """Return the number of weights of the result."""
     if isinstance(plan.draft, HeadSource):
-        return float(sum(map(size_of, plan.draft.layout.tensors().values())))
+        return float(sum(map(size_of, plan.draft.layout.tensor_shapes().values())))
     if plan.draft:
-        return float(plan.draft.parameters)
-    hidden, vocab = plan.target.entry("hidden") or 0, plan.target.entry("vocab") or 0
+        return float(plan.draft.parameter_count)
+    hidden, vocab = plan.target.config_number("hidden") or 0, plan.target.config_number("vocab") or 0
     config = new_config(plan.target.config, vocab, hidden, plan.layers, min(plan.vocabulary, vocab))
-    return float(sum(map(size_of, new_layout(config, plan.layers).tensors().values())))
+    return float(sum(map(size_of, new_layout(config, plan.layers).tensor_shapes().values())))
 
 
 def size_of(shape: list[int]) -> int:
@@ -205,4 +205,4 @@ def size_of(shape: list[int]) -> int:
 
 def embedding_weights(target: Source) -> float:
     """Return the number of weights of the target's embedding, and as many again for an lm_head of its own."""
-    return float((target.entry("hidden") or 0) * (target.entry("vocab") or 0))
+    return float((target.config_number("hidden") or 0) * (target.config_number("vocab") or 0))

@@ -28,8 +28,8 @@ from ovspec_export.distill.places import check_place
 from ovspec_export.distill.plan import Plan
 from ovspec_export.distill.stages import exported_target
 from ovspec_export.distill.work import TRAINING, Work
-from ovspec_export.folders import foreign_file, replace_folder, work_folder
-from ovspec_export.manifests import complete, describe, versions
+from ovspec_export.folders import find_foreign_file, open_work_folder, replace_folder
+from ovspec_export.manifests import complete_export, describe_model, installed_versions
 
 
 def describe_made(plan: Plan, work: Work, finished: bool, rows: list[dict[str, object]]) -> Made:
@@ -65,12 +65,12 @@ def write_result(plan: Plan, work: Work, made: Made) -> None:
     """Write the result into the output, completely or not at all."""
     check_place(plan.output, work.run, plan.options.overwrite)
     unwanted = shutil.ignore_patterns(MANIFEST_FILE, f"*{PARTIAL}")
-    with work_folder(plan.output, overwrite=True) as partial:
+    with open_work_folder(plan.output, overwrite=True) as partial:
         for folder in (work.checkpoint, work.ir):  # whose config says more
             shutil.copytree(folder, partial, dirs_exist_ok=True, ignore=unwanted)
         write_made(made, plan.name, partial)
-        entry = describe(result_source(plan, work), partial, INT8, exported_target(plan, work).folder)
-        complete(partial, plan.output, Manifest(entry, None, versions(), {}))
+        entry = describe_model(result_source(plan, work), partial, INT8, exported_target(plan, work).folder)
+        complete_export(partial, plan.output, Manifest(entry, None, installed_versions(), {}))
 
 
 def put_beside(plan: Plan, ir: Path, entry: ExportedModel) -> None:
@@ -79,7 +79,7 @@ def put_beside(plan: Plan, ir: Path, entry: ExportedModel) -> None:
     if not plan.target.is_ir or not has_manifest(model):
         return
     try:
-        manifest, foreign = read_manifest(model), foreign_file(model)
+        manifest, foreign = read_manifest(model), find_foreign_file(model)
         if manifest and manifest.draft == entry:
             return
         if not manifest or manifest.draft or (model / DRAFT_FOLDER).exists():
@@ -98,7 +98,7 @@ def add_draft(model: Path, manifest: Manifest, ir: Path, entry: ExportedModel) -
 
     The new folder's files are links to the old one's, where the disk has links.
     """
-    with work_folder(model, overwrite=True) as work:
+    with open_work_folder(model, overwrite=True) as work:
         for name in manifest.files:
             (work / name).parent.mkdir(parents=True, exist_ok=True)
             link_or_copy((model / name).resolve(), work / name)

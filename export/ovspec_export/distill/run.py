@@ -25,7 +25,7 @@ from ovspec_export.distill.models import check_target, number_of
 from ovspec_export.distill.plan import DistillOptions, Plan, planned, trained_weights
 from ovspec_export.distill.trimming import most_used, share_without, trim
 from ovspec_export.distill.work import COSTS, DATA, EXPORTING, READING, TEXTS, TRAINING, Work, delete_work, open_work
-from ovspec_export.export import as_checkpoint, export_pair
+from ovspec_export.export import export_pair, make_checkpoint
 
 FIRST, GROWTH = 360.0, 1.6  # seconds of the first round, and how much longer than the one before each later one takes
 SHORT = 240.0  # seconds that are one round: each loads models anew
@@ -70,7 +70,7 @@ def prepare(plan: Plan, work: Work) -> None:
             raise
     if plan.draft and plan.kind == "draft" and not work.draft.is_dir():
         partial = work.scratch / "draft"
-        if as_checkpoint(plan.draft, partial, "bf16") is not plan.draft:
+        if make_checkpoint(plan.draft, partial, "bf16") is not plan.draft:
             move(partial, work.draft)
 
 

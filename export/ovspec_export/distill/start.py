@@ -29,7 +29,7 @@ def begin(head: EagleHead, examples: Sequence[Example], embedding: Tensor, rows:
         rows: the target's lm_head of the tokens that the head can propose.
     """
     layout = head.layout
-    hidden, kv_heads, width = layout.hidden, layout.kv_heads, layout.head_dim
+    hidden, kv_heads, width = layout.hidden_size, layout.kv_head_count, layout.head_dim
     usual, final = usual_size(examples, "features"), usual_size(examples, "final")
     of_features, of_token, directions = linear_guess(examples, usual, final, embedding, kv_heads * width)
     for weight in head.parameters():
@@ -43,7 +43,7 @@ def begin(head: EagleHead, examples: Sequence[Example], embedding: Tensor, rows:
         weight.normal_(std=0.01)
     own = torch.randn(kv_heads, width, hidden) / math.sqrt(hidden)
     attention.k_proj.weight[:, :hidden] = own.flatten(0, 1)
-    groups = (kv_heads, layout.heads // kv_heads, width)
+    groups = (kv_heads, layout.head_count // kv_heads, width)
     attention.q_proj.weight.view(*groups, -1)[:, 0, :, :hidden] = own
     known = directions.shape[1]  # fewer than the values are wide if the target is narrow
     attention.v_proj.weight[:known, :hidden] = directions.T @ of_token

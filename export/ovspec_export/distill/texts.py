@@ -24,7 +24,7 @@ from ovspec.engine.scheduler import BatchLimits, Scheduler
 from ovspec.ir.memory import count_free_tokens
 from ovspec.text.chat_format import ChatFormat
 from ovspec.text.chat_template import Message
-from ovspec_export.channel import stopping, tell
+from ovspec_export.channel import is_stop_requested, report_progress
 from ovspec_export.distill.documents import (
     MOST_TOKENS,
     Document,
@@ -106,7 +106,7 @@ def write_texts(
         documents = given_documents(given, runtime.prompts, seen)
         create_documents(file, documents)
     count, total = len(documents), sum(len(document.ids) for document in documents)
-    tell(tokens=total, per_second=0, documents=count, skipped=given.skipped)
+    report_progress(tokens=total, per_second=0, documents=count, skipped=given.skipped)
     prompts = unanswered(given_prompts(given, runtime.prompts), documents, runtime)
     asking = asker(runtime.prompts, topics, seen, question)
     writer = Writer(runtime, asking, seen, documents, prompts, seed + total, answer)
@@ -115,14 +115,14 @@ def write_texts(
     def over() -> bool:
         late = time.monotonic() - began
         # A job that ends with nothing to learn from is lost time.
-        return stopping() or total >= tokens or late > seconds * (1 if learnt or writer.has_text else 2)
+        return is_stop_requested() or total >= tokens or late > seconds * (1 if learnt or writer.has_text else 2)
 
     for written in writer.write(over, batch, seconds - (time.monotonic() - began)):
         append_documents(file, written)
         learnt = learnt or not all(document.held_out for document in written)
         count, total = count + len(written), total + sum(len(document.ids) for document in written)
         speed = (total - before) / (time.monotonic() - since)
-        tell(tokens=total, per_second=speed, documents=count, begun=writer.begun)
+        report_progress(tokens=total, per_second=speed, documents=count, begun=writer.begun)
 
 
 # ---------------------------------------------------------------- what is answered or continued

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import replaced
 from ovspec.ir.instruction_set import list_instruction_sets
-from ovspec_export.channel import stopping, tell
+from ovspec_export.channel import is_stop_requested, report_progress
 from ovspec_export.distill.features import Example, Examples, read_examples
 from ovspec_export.distill.optimizer import Optimizer
 from ovspec_export.distill.work import CHECKPOINT, STATE
@@ -113,7 +113,7 @@ def go_on(student: Student, work: Path, state: dict[str, Any], kept: dict[str, A
     judged_at = began - JUDGE + min(JUDGE, effort.seconds / 4)
     for batch in student.batches(examples):
         now = time.monotonic()
-        if stopping() or now - began > effort.seconds - closing or seen >= effort.tokens:
+        if is_stop_requested() or now - began > effort.seconds - closing or seen >= effort.tokens:
             break
         rate = min((step + 1) / WARM_UP, 1.0, (STEADY / (step + 1)) ** 0.5)
         for group in optimizer.param_groups:
@@ -134,7 +134,7 @@ def go_on(student: Student, work: Path, state: dict[str, Any], kept: dict[str, A
             closing = (judged_at - now) * len(held_out) / max(len(judged), 1)
         if now - reported > REPORT:
             speed = (seen - at_report) / (now - reported)
-            tell(tokens=seen, per_second=speed, loss=loss.item(), steps=step, **shown)
+            report_progress(tokens=seen, per_second=speed, loss=loss.item(), steps=step, **shown)
             reported, at_report = now, seen
         if now - saved > SAVE:
             save()
@@ -142,7 +142,7 @@ def go_on(student: Student, work: Path, state: dict[str, Any], kept: dict[str, A
     save()
     with_average(lambda: student.write(work / CHECKPOINT))
     shown = with_average(lambda: student.judge(held_out))
-    tell(tokens=seen, steps=step, **shown)
+    report_progress(tokens=seen, steps=step, **shown)
 
 
 def in_bf16(device: str) -> AbstractContextManager[Any]:

@@ -14,11 +14,11 @@ import numpy as np
 from ovspec.base.errors import OvspecError
 from ovspec.setup.manifest import MANIFEST_FILE, ExportedModel, Manifest
 from ovspec_export.compression import INT8
-from ovspec_export.convert import copy_ir
-from ovspec_export.draft_vocabulary import is_trimmed, trim_ir, write_ids
-from ovspec_export.folders import check_output, check_space, work_folder
-from ovspec_export.manifests import complete, describe, versions
-from ovspec_export.sources import GgufSource, HeadSource, Source, copy_files
+from ovspec_export.convert import copy_ir_files
+from ovspec_export.draft_vocabulary import is_trimmed, trim_ir, write_draft_vocabulary
+from ovspec_export.folders import check_disk_space, check_output_folder, open_work_folder
+from ovspec_export.manifests import complete_export, describe_model, installed_versions
+from ovspec_export.sources import GgufSource, HeadSource, Source, copy_model_files
 
 FEWEST = 64  # ids; with fewer, hardly anything can be proposed
 
@@ -76,15 +76,15 @@ def trim(draft: Source, ids: np.ndarray, output: Path, overwrite: bool = False) 
     """
     check_trimmable(draft)
     output = output.expanduser().resolve()
-    check_output(output, overwrite)
-    check_space(output, draft.size)
-    with work_folder(output, overwrite) as work:
+    check_output_folder(output, overwrite)
+    check_disk_space(output, draft.size_in_bytes)
+    with open_work_folder(output, overwrite) as work:
         if draft.is_ir:
-            copy_ir(draft, work)
+            copy_ir_files(draft, work)
             trim_ir(work, ids, draft.name)
-            described = describe(draft, work, INT8)
+            described = describe_model(draft, work, INT8)
         else:
-            copy_files(draft.folder, work, lambda file: file.name != MANIFEST_FILE)
-            write_ids(work, ids)
+            copy_model_files(draft.folder, work, lambda file: file.name != MANIFEST_FILE)
+            write_draft_vocabulary(work, ids)
             described = ExportedModel(draft.name, "as it was", {}, [], draft.revision)
-        complete(work, output, Manifest(described, None, versions(), {}))
+        complete_export(work, output, Manifest(described, None, installed_versions(), {}))

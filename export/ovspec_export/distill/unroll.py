@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ovspec_export.distill.packing import Batch
-from ovspec_export.heads import Cache, EagleHead
+from ovspec_export.heads import EagleHead, KeyValueCache
 
 SAMPLE = 1024  # of the unlikely tokens, for which a step computes logits
 LIKELY = 1e-3  # what is less likely is left out of the goal
@@ -28,13 +28,15 @@ def unrolled(head: EagleHead, batch: Batch, embedding: Tensor, steps: int) -> li
     deep, seen = batch.deep, batch.seen(torch.arange(len(batch)))
     mask = hidden_where(~seen)
 
-    def step(entries: Tensor, depth: int, features: Tensor, mask: Tensor, past: Cache) -> tuple[Tensor, Cache]:
+    def step(
+        entries: Tensor, depth: int, features: Tensor, mask: Tensor, past: KeyValueCache
+    ) -> tuple[Tensor, KeyValueCache]:
         embedded = rows[batch.ids[entries + depth]].float()
         places = batch.positions[entries] + depth
-        states, cache = head.step(embedded[None], features[None], mask[None, None], places[None], past)
+        states, cache = head.run_layer(embedded[None], features[None], mask[None, None], places[None], past)
         return states[0], cache
 
-    states, cache = step(torch.arange(len(batch)), 0, head.fuse(batch.features), mask, head.no_cache())
+    states, cache = step(torch.arange(len(batch)), 0, head.fuse_states(batch.features), mask, head.make_empty_cache())
     outputs, own = [states], hidden_where(~torch.eye(len(deep), dtype=torch.bool))
     states, mask = states[deep], mask[deep]
     if not len(deep):
@@ -42,7 +44,7 @@ def unrolled(head: EagleHead, batch: Batch, embedding: Tensor, steps: int) -> li
     for depth in range(1, steps):
         # Of what was guessed, an entry sees only what came of itself.
         mask = torch.cat((mask, own), 1)
-        states, cache = step(deep, depth, head.next_features(states), mask, cache)
+        states, cache = step(deep, depth, head.compute_next_features(states), mask, cache)
         outputs.append(states)
     return outputs
 
@@ -102,6 +104,6 @@ def agreement(head: EagleHead, batch: Batch, embedding: Tensor, ids: Tensor, ste
     """
     agree = list[Tensor]()
     for step, output in enumerate(unrolled(head, batch, embedding, steps)):
-        guesses = ids[head.logits(output[batch.deep] if step == 0 else output).argmax(-1)]
+        guesses = ids[head.compute_logits(output[batch.deep] if step == 0 else output).argmax(-1)]
         agree.append(guesses == batch.choices[batch.deep + step, 0])
     return torch.stack(agree, 1)[batch.answers[batch.deep]]

@@ -17,8 +17,8 @@ from ovspec_export.distill.features import write_features
 from ovspec_export.distill.head import train_head
 from ovspec_export.distill.plan import DistillOptions, planned
 from ovspec_export.distill.work import CHECKPOINT, DOCUMENTS
-from ovspec_export.head_fit import check_fits
-from ovspec_export.sources import HeadSource, Source, source_in
+from ovspec_export.head_fit import check_head_fits
+from ovspec_export.sources import HeadSource, Source, make_source
 
 import ovspec
 from ovspec.base.errors import OvspecError
@@ -45,14 +45,14 @@ def test_a_head_is_trained_and_used(name: str, tmp_path: Path, monkeypatch: pyte
     create_documents(work / DOCUMENTS, [Document(ids, 0, "own", True, i % 10 == 0) for i, ids in enumerate(texts)])
     layers = planned(DistillOptions(str(ir), tmp_path / "head", size_limit=0.5)).layers
     write_features(str(ir), str(work), layers, 60, 1e9)
-    monkeypatch.setattr(training, "tell", lambda **figures: told.append(figures))
+    monkeypatch.setattr(training, "report_progress", lambda **figures: told.append(figures))
     monkeypatch.setattr(training, "REPORT", 0)
     train_head(str(ir), str(work), layers, 60, TOKENS, VOCAB)
     losses = [figures["loss"] for figures in told if "loss" in figures]
     assert np.mean(losses[-10:]) < 0.98 * np.mean(losses[:10])
-    target, head = Source(name, ir, True, ""), source_in(work / CHECKPOINT, "head", "")
+    target, head = Source(name, ir, True, ""), make_source(work / CHECKPOINT, "head", "")
     assert isinstance(head, HeadSource)
-    convert_head(head, tmp_path / "head", INT8, target, check_fits(target, head), work / "no states")
+    convert_head(head, tmp_path / "head", INT8, target, check_head_fits(target, head), work / "no states")
     plain, drafted = (ovspec.load(ir, draft, precision="f32", tune=False) for draft in ("none", tmp_path / "head"))
     for text in texts[:3]:
         expected, found = (

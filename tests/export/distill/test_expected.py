@@ -27,7 +27,7 @@ def test_nothing_but_accepted_tokens_gains() -> None:
 
 def test_a_machine_that_slows_down_does_not_change_what_more_tokens_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     told, moments = dict[str, list[float]](), iter(1.05**n for n in range(1000))
-    monkeypatch.setattr(expected, "tell", lambda **figures: told.update(figures))
+    monkeypatch.setattr(expected, "report_progress", lambda **figures: told.update(figures))
     monkeypatch.setattr(expected, "time", SimpleNamespace(perf_counter=lambda: next(moments)))
     measure_costs(str(ROOT / "models" / "demo" / "draft"))
     assert max(told["costs"]) < 1.25 * told["costs"][0]
@@ -35,7 +35,7 @@ def test_a_machine_that_slows_down_does_not_change_what_more_tokens_cost(monkeyp
 
 def test_inferences_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     told = dict[str, list[float]]()
-    monkeypatch.setattr(expected, "tell", lambda **figures: told.update(figures))
+    monkeypatch.setattr(expected, "report_progress", lambda **figures: told.update(figures))
     measure_costs(str(ROOT / "models" / "demo" / "draft"))
     assert len(told["costs"]) == MOST + 1 and all(0 < seconds < 1 for seconds in told["costs"])
 

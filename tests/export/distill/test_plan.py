@@ -150,7 +150,7 @@ def test_the_memory_of_larger_models(distil: Distilling, monkeypatch: pytest.Mon
     for billions, size in sizes.items():
         entries = {"vocab_size": 128256, "num_hidden_layers": 16, "head_dim": 2048 // 32, **size}
         folder = copied(TARGET, distil.folder / f"{billions}b", **entries)
-        monkeypatch.setattr("ovspec_export.sources.Source.parameters", billions * 10**9)
+        monkeypatch.setattr("ovspec_export.sources.Source.parameter_count", billions * 10**9)
         needed[billions] = needed_memory(planned(DistillOptions(str(folder), distil.output)))
     assert 4e9 < needed[1] < 8e9
     assert needed[1] < needed[3] < 16e9
@@ -164,7 +164,7 @@ def test_layers_that_a_head_reads(distil: Distilling) -> None:
     for layers, read in ((2, [0, 1]), (6, [1, 3, 5]), (7, [2, 3, 4]), (30, [2, 15, 27])):
         folder = copied(TARGET, distil.folder / f"of {layers}", num_hidden_layers=layers)
         assert planned(DistillOptions(str(folder), distil.output)).layers == read
-        assert find_source(str(folder)).entry("layers") == layers
+        assert find_source(str(folder)).config_number("layers") == layers
 
 
 def test_the_demo_pair_can_be_distilled(tmp_path: Path) -> None:

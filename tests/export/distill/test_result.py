@@ -73,7 +73,9 @@ def test_a_vocabulary_is_trimmed(
     assert distil.run(draft=str(pair / "draft" if exported else DRAFT), trim_vocabulary=500, minutes=None) == 0
     assert distil.began("write_texts")[0]["seconds"] == pytest.approx(420, abs=1), "and the rest for what follows"
     assert not distil.began("write_features") and not distil.began("train_draft")
-    assert len(distil.began("optimum_cli")) == (0 if exported else 2), "the old draft is exported, too, to be compared"
+    assert len(distil.began("export_with_optimum")) == (0 if exported else 2), (
+        "the old draft is exported, too, to be compared"
+    )
     told = "out: 500 ids, without which are 0.0% of the tokens in the texts that were held out"
     assert told in capsys.readouterr().err
     made = made_in(distil.output)
@@ -92,7 +94,7 @@ def test_a_head_is_trained_further(distil: Distilling, monkeypatch: pytest.Monke
     distil.stand_in(monkeypatch, rows=rows)
     assert distil.run(draft=distil.given["checkpoint"]) == 0
     assert distil.began("train_head")[0]["start"] == distil.given["checkpoint"]
-    assert len(distil.began("eagle_head")) == 2, "the old head is exported, too, to be compared"
+    assert len(distil.began("convert_eagle_head")) == 2, "the old head is exported, too, to be compared"
     again = distil.output.with_name("again")
     options: dict[str, Any] = {"draft": str(distil.output), "output": again, "model": str(distil.model)}
     assert distill_model(DistillOptions(**options, tokens=1000, minutes=1)) == 0
@@ -110,7 +112,7 @@ def test_a_checkpoint_is_exported_first(distil: Distilling, monkeypatch: pytest.
     assert read_manifest(distil.folder / "work" / "target", verify=True)
     assert sorted(path.name for path in distil.model.iterdir()) == before
     assert distil.run(work=distil.folder / "work", tokens=1500) == 0
-    assert len(distil.began("optimum_cli")) == 1, "it is exported once"
+    assert len(distil.began("export_with_optimum")) == 1, "it is exported once"
     # What can't have a head is found out in the export at the latest; then nothing is left.
     config = distil.folder / "exported" / "config.json"
     entries = json.loads(config.read_text(encoding="utf-8"))

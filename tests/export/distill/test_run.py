@@ -25,14 +25,14 @@ from ovspec_export.distill.card import made_in
 from ovspec_export.distill.run import round_ends, seconds_for_texts
 from ovspec_export.distill.work import Spent, Work
 from ovspec_export.sources import HeadSource, find_source
-from ovspec_export.worker import in_time
+from ovspec_export.worker import subtract_startup_time
 
 import ovspec
 from ovspec.base.errors import OvspecError
 from ovspec.setup.manifest import read_manifest
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="sends POSIX signals")
-STAGES = ("write_texts", "write_features", "train_head", "eagle_head", "measure_gain")
+STAGES = ("write_texts", "write_features", "train_head", "convert_eagle_head", "measure_gain")
 
 
 @pytest.fixture
@@ -129,8 +129,11 @@ def test_texts_get_the_time_that_leaves_enough_for_their_features() -> None:
 def test_the_start_of_a_process_counts() -> None:
     """Of a job's seconds; this process has started long ago."""
     age = time.time() - psutil.Process().create_time()
-    assert in_time({"seconds": 500.0, "work": "x"}) == {"seconds": pytest.approx(500 - age, abs=0.5), "work": "x"}
-    assert in_time({"model": "x"}) == {"model": "x"}
+    assert subtract_startup_time({"seconds": 500.0, "work": "x"}) == {
+        "seconds": pytest.approx(500 - age, abs=0.5),
+        "work": "x",
+    }
+    assert subtract_startup_time({"model": "x"}) == {"model": "x"}
 
 
 # ---------------------------------------------------------------- stopping and going on
@@ -159,8 +162,8 @@ def test_ctrl_c_keeps_what_there_is(
 ) -> None:
     distil.stand_in(monkeypatch, stall=job)
     # Stopped while the result is exported, it exports the result so far, and is stopped again.
-    interrupt(distil, job, 1 + (job == "eagle_head"))
-    if job == "eagle_head":
+    interrupt(distil, job, 1 + (job == "convert_eagle_head"))
+    if job == "convert_eagle_head":
         with pytest.raises(KeyboardInterrupt):
             distil.run()
     else:
@@ -363,7 +366,7 @@ def test_a_kill_leaves_the_model_with_or_without_its_draft(distil: Distilling, m
         with monkeypatch.context() as patched:
             patched.setattr(Path, "rename", counted)
             # A killed process cleans nothing up.
-            patched.setattr("ovspec_export.folders.remove", lambda _: None)
+            patched.setattr("ovspec_export.folders.remove_export_folder", lambda _: None)
             patched.setattr("ovspec_export.folders.restore_backup", lambda _: None)
             with contextlib.suppress(Killed):
                 results.add_draft(distil.model, read_manifest(distil.model), ir, entry)  # type: ignore[arg-type]

@@ -65,7 +65,7 @@ def lm(model: Path, cache_dir: Path) -> ovspec.LanguageModel:
 def told(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """What jobs tell."""
     messages = list[dict[str, Any]]()
-    monkeypatch.setattr(texts, "tell", lambda **figures: messages.append(figures))
+    monkeypatch.setattr(texts, "report_progress", lambda **figures: messages.append(figures))
     return messages
 
 
@@ -258,7 +258,7 @@ def test_what_is_asked_is_what_is_held_out(lm: ovspec.LanguageModel, write: Writ
 
 def test_what_has_been_written_is_kept_when_it_is_to_stop(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = list[float]()
-    monkeypatch.setattr(texts, "stopping", lambda: bool(asked.append(time.monotonic())) or len(asked) > 90)
+    monkeypatch.setattr(texts, "is_stop_requested", lambda: bool(asked.append(time.monotonic())) or len(asked) > 90)
     monkeypatch.setattr(texts, "EVERY", 60)
     began = time.monotonic()
     found = write(10**9)

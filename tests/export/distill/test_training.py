@@ -28,7 +28,7 @@ from ovspec_export.distill.start import begin
 from ovspec_export.distill.training import moved
 from ovspec_export.distill.unroll import agreement, loss_of, unrolled
 from ovspec_export.distill.work import DOCUMENTS, FEATURES
-from ovspec_export.head_layout import new_head_layers, usual_layers
+from ovspec_export.head_layout import default_tap_layers, new_head_tap_layers
 from ovspec_export.heads import EagleHead
 from safetensors.torch import load_file
 
@@ -128,13 +128,13 @@ def head(embedding: torch.Tensor) -> EagleHead:
 @torch.no_grad()
 def proposed(head: EagleHead, example: Example, embedding: torch.Tensor, position: int) -> list[torch.Tensor]:
     """Return the logits of each step as a runtime gets them that knows features up to ``position``."""
-    features = head.fuse(example.features[None, : position + 1].float())
+    features = head.fuse_states(example.features[None, : position + 1].float())
     found = []
     for step in range(min(STEPS, len(example.ids) - 1 - position)):
         tokens = embedding[example.ids[1 : position + 2 + step].long()][None]
         ones = torch.ones(tokens.shape[:2], dtype=torch.int64)
         taps = torch.zeros(1, 1, head.fc.in_features)
-        logits, hidden, *_ = head(tokens, features, ones, ones.cumsum(1) - 1, taps, *head.no_cache())
+        logits, hidden, *_ = head(tokens, features, ones, ones.cumsum(1) - 1, taps, *head.make_empty_cache())
         found.append(logits[0, -1])
         features = torch.cat((features, hidden[:, -1:]), 1)
     return found
@@ -231,7 +231,7 @@ def test_each_step_of_the_unroll_is_what_the_runtime_drafts(head: EagleHead, emb
     for row, entry in enumerate(batch.deep.tolist()):
         document = int(batch.document[entry])
         expected = proposed(head, examples[document], embedding, entry - begins[document])
-        ours = [head.logits(outputs[0][entry]), *(head.logits(output[row]) for output in outputs[1:])]
+        ours = [head.compute_logits(outputs[0][entry]), *(head.compute_logits(output[row]) for output in outputs[1:])]
         for mine, theirs in zip(ours, expected, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
 
@@ -324,9 +324,9 @@ def test_an_lm_head_gets_other_ids_with_all_that_belongs_to_it() -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 6, 7, 12, 30])
 def test_layers_are_different_ones_of_the_target(count: int) -> None:
-    layers = new_head_layers(count)
+    layers = new_head_tap_layers(count)
     assert layers == sorted(set(layers)) and layers[0] >= 0 and layers[-1] < count
-    assert count < 7 or layers == usual_layers(count)
+    assert count < 7 or layers == default_tap_layers(count)
 
 
 def test_begin_is_the_best_linear_guess() -> None:
