@@ -28,7 +28,7 @@ def complete_export(work: Path, output: Path, manifest: Manifest) -> None:
         }
         size = sum(file.size for file in manifest.files.values())
         computing.result = f"{in_bytes(size)} in {len(files)} files"
-    manifest.write(work)
+    manifest.write_to_folder(work)
     replace_folder(work, output)
 
 

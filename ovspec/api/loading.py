@@ -77,7 +77,7 @@ def load(
     target, proposer = load_target_and_draft(
         folder, device, *engines, draft=draft_folder, draft_options=draft_device, tune=tune
     )
-    if draft is None and (target.guess_is_free or given.lookup_corpus):
+    if draft is None and (target.proposals_are_free or given.lookup_corpus):
         choice = DraftChoice(lookup=True)
     number = None if given.lookahead == "auto" else given.lookahead
     most = None if given.cache_memory is None else 1e9 * given.cache_memory

@@ -77,7 +77,7 @@ class LanguageModel:
             self.runtime.close()
 
     def __repr__(self) -> str:
-        if self.target.ir.opened is None:
+        if self.target.ir.open_model is None:
             return f"LanguageModel({str(self.folder)!r}, closed)"
         return f"LanguageModel({str(self.folder)!r}, {self.runtime.settings})"
 
@@ -309,7 +309,7 @@ class LanguageModel:
         Without this call they are moved after some seconds of inference, while nothing is generated.
         """
         for ir in self.runtime.models.irs():
-            ir.large_pages.move(math.inf)
+            ir.large_pages.move_pages(math.inf)
 
     def with_drafters(self, choice: DraftChoice | None) -> LanguageModel:
         """Return a model that shares this one's compiled models and uses other drafters.

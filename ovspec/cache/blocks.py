@@ -101,9 +101,9 @@ class BlockTensors:
     """
 
     def __init__(self, ir: CompiledIR, most_tokens: float = 0) -> None:
-        self.ports = {name: ir.compiled.input(name) for name in ir.inputs if CACHE_INPUT.fullmatch(name)}
+        self.ports = {name: ir.compiled_model.input(name) for name in ir.inputs if CACHE_INPUT.fullmatch(name)}
         self._device = ir.device
-        self._features = ir.width_of(FEATURES_OUTPUT)
+        self._features = ir.output_width(FEATURES_OUTPUT)
         # By name; a block's shape is (heads, block size, width) or, of features, (block size, width).
         self.arrays: dict[str, BlockArray] = {}
         self.lock = threading.RLock()

@@ -83,7 +83,7 @@ class PagedDecoder:
         self._kept_lengths: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._longest = np.zeros((), dtype=np.int32)
         self._feature_arrays: dict[int, np.ndarray] = {}
-        self._head_width, self._gives_features = ir.width_of(HIDDEN_OUTPUT), FEATURES_OUTPUT in ir.outputs
+        self._head_width, self._gives_features = ir.output_width(HIDDEN_OUTPUT), FEATURES_OUTPUT in ir.outputs
         self.hidden: list[np.ndarray] = []
         self._clear(1)
 
@@ -279,12 +279,12 @@ class PagedDecoder:
         arrays = (ids, positions, past, query_begins, blocks, block_begins, self._longest, logits_idx, beside, *paired)
         logits = self._request.infer(arrays, logits_idx)
         if self._gives_features:
-            computed_features = np.split(self._request.output(FEATURES_OUTPUT), np.cumsum(counts)[:-1])
+            computed_features = np.split(self._request.read_output(FEATURES_OUTPUT), np.cumsum(counts)[:-1])
             for row, found in zip(fed, computed_features, strict=True):
                 begin = computed[row][0]
                 self._tensors.features[self._places(row, begin, begin + len(found))] = found
         if self._head_width:
-            hidden = split_by_row(self._request.output(HIDDEN_OUTPUT), given)
+            hidden = split_by_row(self._request.read_output(HIDDEN_OUTPUT), given)
             self.hidden = [found[:want] for found, want in zip(hidden, wanted, strict=True)]
         for row in fed:  # a block that only a second query has begun
             self._blocks.truncate(row, len(self.rows[row]))
@@ -353,7 +353,7 @@ class PagedDecoder:
     def _bind(self) -> None:
         if self._bound != self._tensors.version:
             for name in self._tensors.ports if self._tensors.arrays else ():
-                self._request.raw.set_tensor(name, self._tensors.arrays[name].tensor)
+                self._request.openvino_request.set_tensor(name, self._tensors.arrays[name].tensor)
             self._bound = self._tensors.version
 
 

@@ -79,9 +79,9 @@ class StatefulDecoder:
         self._mask_until = min(bounds, default=None) if rollback.kv == "mask" else 0
         # optimum's Mamba takes a whole text or a single token, and tells them apart by the length of cache_position.
         self._conv_kernel = ir.config.convolution_width if "cache_position" in ir.inputs else 0
-        self._rope_switch = ir.config.rope_switch or sys.maxsize
+        self._rope_switch = ir.config.rope_switch_length or sys.maxsize
         self._request, self._scratch = InferenceRequest(ir, INPUTS), None
-        self._head_width, self._feature_width = ir.width_of(HIDDEN_OUTPUT), ir.width_of(FEATURES_OUTPUT)
+        self._head_width, self._feature_width = ir.output_width(HIDDEN_OUTPUT), ir.output_width(FEATURES_OUTPUT)
         self._no_features = np.empty((0, self._feature_width), dtype=np.float32)
         self.hidden: list[np.ndarray] = []
         self._token_arrays = TokenArrays()
@@ -102,7 +102,7 @@ class StatefulDecoder:
         return sum(map(len, self.rows))
 
     def reset(self, rows: int) -> None:
-        if not rows and self._slots.used > KEPT_SLOTS and self._ir.opened:
+        if not rows and self._slots.used > KEPT_SLOTS and self._ir.open_model:
             self._give_memory_back()
         # With a u8 cache, which AUTO and HETERO also use, OpenVINO 2026.4 computes wrong logits for another number of
         # rows than before.
@@ -169,7 +169,7 @@ class StatefulDecoder:
         if not any(self._slots.lengths):
             self.reset(len(self.rows))
             return
-        gather_states(self._request.raw, self._ir.kv_states, self._beam, self._slots.compact())
+        gather_states(self._request.openvino_request, self._ir.kv_states, self._beam, self._slots.compact())
         self._beam = self._in_order
         self.compactions += 1
 
@@ -185,7 +185,7 @@ class StatefulDecoder:
         if self.rollback.kv:
             self.compact()
         features = {FEATURES_OUTPUT: self._features[0].values} if self._feature_width else {}
-        return read_states(self._request.raw, self._ir.states) | features
+        return read_states(self._request.openvino_request, self._ir.states) | features
 
     def restore(self, tokens: np.ndarray, arrays: dict[str, np.ndarray]) -> None:
         self.reset(1)
@@ -217,17 +217,17 @@ class StatefulDecoder:
         other._snapshot, other._snapshot_length = self._snapshot, self._snapshot_length
         other._returns_here = self._returns_here
         if self._slots.used:
-            other.set_states(read_states(self._request.raw, self._ir.states))
+            other.set_states(read_states(self._request.openvino_request, self._ir.states))
         else:
             other._request.reset()
 
     def set_states(self, values: dict[str, np.ndarray]) -> None:
         """Set the states named in ``values``, also of a request that hasn't run since it was reset."""
-        self._request.reset_now()
+        self._request.apply_reset()
         if self.rollback.copies == "run" and not self._request.has_run:
             self._part_requests(1)
             self._infer_any(self._request)
-        write_states(self._request.raw, values)
+        write_states(self._request.openvino_request, values)
 
     def _infer_any(self, request: InferenceRequest, width: int = 1) -> None:
         """Run an inference of any ``width`` tokens for its shapes alone; afterwards the states are worthless."""
@@ -257,9 +257,9 @@ class StatefulDecoder:
         """
         slots = max(self._slots.lengths)
         if self.rollback.replay and self.rollback.copies == "run" and self._inferred == (slots, slots + width):
-            recurrent = read_states(self._request.raw, self._ir.recurrent_states)
+            recurrent = read_states(self._request.openvino_request, self._ir.recurrent_states)
             self._infer_any(self._request)
-            write_states(self._request.raw, recurrent)
+            write_states(self._request.openvino_request, recurrent)
 
     def _give_memory_back(self) -> None:
         """Release the memory of the cache, which OpenVINO frees only when another request has run."""
@@ -321,7 +321,7 @@ class StatefulDecoder:
         held = len(self.rows[0])
         since = held - self._snapshot_length
         if since and (wanted > 1 or self._returns_here or since >= SNAPSHOT_EVERY):
-            self._snapshot = read_states(self._request.raw, self._ir.recurrent_states)
+            self._snapshot = read_states(self._request.openvino_request, self._ir.recurrent_states)
             self._snapshot_length = held
         # A draft first feeds the committed tokens, after a rejection or several at once, then its guesses one by one.
         self._returns_here = restored or several
@@ -334,7 +334,7 @@ class StatefulDecoder:
         if self._snapshot_length > length or not self._snapshot:
             self.reset(1)
             return 0
-        write_states(self._request.raw, self._snapshot)
+        write_states(self._request.openvino_request, self._snapshot)
         return self._snapshot_length
 
     def features(self, row: int, begin: int, end: int) -> np.ndarray:
@@ -374,11 +374,11 @@ class StatefulDecoder:
         logits = self._request.infer(arrays, logits_idx)
         self._beam = self._in_order  # the inference has gathered the rows
         if self._feature_width:
-            found = self._request.output(FEATURES_OUTPUT).reshape(len(tokens), width, -1)
+            found = self._request.read_output(FEATURES_OUTPUT).reshape(len(tokens), width, -1)
             for row, (kept, count) in enumerate(zip(self._features, counts, strict=True)):
                 kept.commit(found[row, :count])
         if self._head_width:
-            self.hidden = split_by_row(self._request.output(HIDDEN_OUTPUT), wanted)
+            self.hidden = split_by_row(self._request.read_output(HIDDEN_OUTPUT), wanted)
         return self._vocabulary.restrict(logits)
 
     def _beside(self, features: Features, width: int) -> np.ndarray:
@@ -508,7 +508,7 @@ def decoder_of(ir: CompiledIR, rollback: Rollback, vocabulary: KnownIds = ALL_ID
     def make() -> StatefulDecoder:
         return StatefulDecoder(ir, rollback, vocabulary, rule=rule)
 
-    return RowByRow(make) if rule.rows_apart or ir.rows_alone else make()
+    return RowByRow(make) if rule.rows_apart or ir.needs_single_rows else make()
 
 
 def gather_states(request: ov.InferRequest, states: list[ModelState], rows: np.ndarray, slots: np.ndarray) -> None:

@@ -62,7 +62,7 @@ def bench(
     models = {"plain": lm.with_drafters(None), "lookup": lm.with_drafters(DraftChoice(lookup=True))}
     if lm.draft:
         model = lm.draft.ir.folder
-        name = lm.draft.drafter
+        name = lm.draft.proposer_name
         models[name] = lm.with_drafters(DraftChoice(model=model))
         models[f"lookup,{name}"] = lm.with_drafters(DraftChoice(lookup=True, model=model))
     lookahead = "auto" if lookahead is None else lookahead

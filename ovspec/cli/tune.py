@@ -88,7 +88,7 @@ def tune(folder: Path | None, goal: Goal, device: str | None, as_json: bool, cac
             profile = measure(part, options, goal, tell=tell)
             tell("", 1.0)
         measured[find_profile_file(part, options)] = remember(find_profile_file(part, options), profile)
-        best = profile.choose(options, "auto")
+        best = profile.choose_measurement(options, "auto")
         found[name] = asdict(profile) | {"chosen": best and asdict(best), "file": str(find_profile_file(part, options))}
         if not as_json:
             click.echo("\n".join(format_report(name, part, profile)))
@@ -102,7 +102,7 @@ def format_report(name: str, folder: Path, profile: Profile) -> list[str]:
     """Return a table of the measurements, with the chosen setting marked."""
     from ovspec.ir.device import DeviceOptions
 
-    best, reference = profile.choose(DeviceOptions(), "auto"), profile.reference
+    best, reference = profile.choose_measurement(DeviceOptions(), "auto"), profile.reference
     heads = "".join(f"{f'm={width}':>8}" for width in reference.verify_ms)
     lines = [
         f"{name}: {folder}, {profile.seconds:.0f} s",
@@ -110,7 +110,7 @@ def format_report(name: str, folder: Path, profile: Profile) -> list[str]:
     ]
     for m in profile.measurements:
         label = f"{m.setting} (OpenVINO's own default)" if m == reference and profile.full else str(m.setting)
-        times = "".join(f"{m.ms_computing(width):8.2f}" for width in reference.verify_ms)
+        times = "".join(f"{m.computation_ms(width):8.2f}" for width in reference.verify_ms)
         same = "" if m.invariance is None else f"{m.invariance:.0%}"
         accuracy = f"{m.kl:9.1e}{m.top1:8.1%}{same:>12}  {m.rule or ''}".rstrip()
         lines.append(f"{'*' if m is best else ' '} {label:55}{times}{m.prefill_ms:19.3f}{accuracy}")

@@ -134,7 +134,7 @@ def mistakes(lm: LanguageModel, found: Verification, made: dict[str, Any]) -> li
             top = ", ".join(f"{shown(token)} {logit:.4f}" for token, logit in wrong.top)
             lines.append(f"  most likely there: {top}")
         if lm.target.arithmetic != "exact":
-            promise = lm.target.promise
+            promise = lm.target.arithmetic_note
             lines.append(
                 f"  arithmetic is {promise}: where two logits are nearly equal, neither token can be certified"
             )

@@ -119,12 +119,12 @@ class Models:
 
     def _decoder(self, model: CompiledModel) -> Decoder:
         known = self._known
-        if model.ir.ids is not None:
-            known = KnownIds(gaps=np.flatnonzero(known.unknown(model.ir.ids)))
+        if model.ir.target_ids is not None:
+            known = KnownIds(gaps=np.flatnonzero(known.unknown(model.ir.target_ids)))
         return model.decoder(known, shares=True)
 
     def _drafter(self, target: Decoder, draft: Decoder | None) -> Drafter | None:
-        ids = self.draft.ir.ids if self.draft else None
+        ids = self.draft.ir.target_ids if self.draft else None
         features_of = target if self.draft and self.draft.is_head else None
         width = self.target.ir.logits_width
         return make_drafter(self.choice, draft, features_of, ids, width, self.corpora, self._known)

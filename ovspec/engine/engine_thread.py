@@ -111,7 +111,7 @@ class EngineThread:
         used = runtime.models.irs(self._drafter is not None)
         if prepare:
             self._warm_up()
-            self.do(BackgroundTask(step for ir in used for step in ir.large_pages.steps()))
+            self.do(BackgroundTask(step for ir in used for step in ir.large_pages.move_in_steps()))
         room = self._cache_bytes or FREE_SHARE * psutil.virtual_memory().available
         self.most_tokens = int(min(count_tokens_in_bytes(used, self._rows, room), 2**62))
         if self.most_tokens < FEWEST_TOKENS:

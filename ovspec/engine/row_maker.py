@@ -158,11 +158,11 @@ class RowMaker:
             device=target.ir.device,
             draft_device=draft.ir.device if draft else None,
             engine=target.engine,
-            engine_reason=target.reason,
+            engine_reason=target.engine_reason,
             draft_engine=draft.engine if draft else None,
             profile=target.profile,
-            arithmetic=target.promise,
-            rule=target.rule.label if target.promise == "exact" else "",
+            arithmetic=target.arithmetic_note,
+            rule=target.rule.label if target.arithmetic_note == "exact" else "",
         )
 
 

@@ -52,7 +52,7 @@ class ModelGraph:
     model: ov.Model
     states: list[ModelState]
     picks_logits: bool
-    ids: np.ndarray | None
+    target_ids: np.ndarray | None
 
 
 @dataclass
@@ -60,28 +60,28 @@ class CompiledIR:
     """A language model compiled by OpenVINO, with its inputs and states. ``Request`` runs it."""
 
     folder: Path
-    opened: ov.CompiledModel | None  # None from when it is closed
+    open_model: ov.CompiledModel | None  # None from when it is closed
     device: str
     states: list[ModelState]
     config: ModelConfig
     inputs: dict[str, int]  # name -> index, for the fast setters
     outputs: dict[str, int]  # the same of outputs, for the fast getters
     picks_logits: bool  # as in ``ModelGraph``
-    ids: np.ndarray | None  # as in ``ModelGraph``
+    target_ids: np.ndarray | None  # as in ``ModelGraph``
     properties: dict[str, str]  # that it was compiled with
     large_pages: LargePages  # moves its weights into large pages
     last_run: tuple[object, int] = (None, 0)  # stateful engine on a GPU: the last request, and its tokens a row
 
     @property
-    def compiled(self) -> ov.CompiledModel:
+    def compiled_model(self) -> ov.CompiledModel:
         """OpenVINO's model; raises InferenceError if it was closed."""
-        if self.opened is None:
+        if self.open_model is None:
             raise InferenceError(f"{self.folder}: this model was closed; load it again.")
-        return self.opened
+        return self.open_model
 
     def close(self) -> None:
         """Free OpenVINO's model as soon as no request of it is left."""
-        self.opened, self.last_run = None, (None, 0)
+        self.open_model, self.last_run = None, (None, 0)
 
     @property
     def kv_states(self) -> list[ModelState]:
@@ -97,32 +97,36 @@ class CompiledIR:
         if named := self.properties.get("KV_CACHE_PRECISION"):
             return named
         with contextlib.suppress(RuntimeError):
-            used = self.compiled.get_property("DEVICE_PROPERTIES").values()
+            used = self.compiled_model.get_property("DEVICE_PROPERTIES").values()
             types = {properties.get("KV_CACHE_PRECISION") for properties in used}
             if len(types) == 1 and (kind := types.pop()):
                 return kind.get_type_name() if isinstance(kind, ov.Type) else str(kind)
         return None
 
     @property
-    def rows_alone(self) -> bool:
+    def needs_single_rows(self) -> bool:
         """Whether rows can't share an inference.
 
         Padding would enter a convolution or an SSM, or shift a chunk, and a long row changes the others' frequencies.
         A GPU crashes where an inference has fewer rows than the one before (OpenVINO 2026.4.1).
         """
-        apart = bool(self.recurrent_states) or self.config.is_chunked or self.config.rope_switch is not None
+        apart = (
+            bool(self.recurrent_states)
+            or self.config.has_chunked_attention
+            or self.config.rope_switch_length is not None
+        )
         return apart or may_use_gpu(self.device)
 
     @property
     def logits_width(self) -> int:
         """Width of the logits, which may exceed the tokenizer's vocabulary."""
-        return self.width_of("logits")
+        return self.output_width("logits")
 
-    def width_of(self, output: str) -> int:
+    def output_width(self, output: str) -> int:
         """Return how many values the output ``output`` has for each token; 0 if the model doesn't have it."""
         if output not in self.outputs:
             return 0
-        return self.compiled.output(self.outputs[output]).get_partial_shape()[-1].get_length()
+        return self.compiled_model.output(self.outputs[output]).get_partial_shape()[-1].get_length()
 
     @functools.cached_property
     def context_length(self) -> int | None:
@@ -324,7 +328,7 @@ def compile_graph(graph: ModelGraph, folder: Path, options: DeviceOptions) -> Co
         inputs,
         outputs,
         graph.picks_logits,
-        graph.ids,
+        graph.target_ids,
         properties,
         large_pages,
     )

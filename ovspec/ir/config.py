@@ -22,38 +22,40 @@ class ModelConfig:
     model_type: str | None = None
     eos_token_id: int | list[int] | None = None
     text_config: ModelConfig | None = None
-    whole: dict[str, Any] = field(default_factory=dict)
+    json_object: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def text(self) -> ModelConfig:
+    def language_config(self) -> ModelConfig:
         """The part that describes the language model."""
         return self.text_config or self
 
     @property
     def context_length(self) -> int | None:
         """Number of positions that the model was made for; None if the config doesn't say."""
-        return next(self.text._lengths(CONTEXT_KEYS), None)
+        return next(self.language_config._lengths(CONTEXT_KEYS), None)
 
     @property
-    def layers(self) -> int | None:
+    def layer_count(self) -> int | None:
         """Number of layers; None if the config doesn't say."""
-        return next(self.text._lengths(LAYER_KEYS), None)
+        return next(self.language_config._lengths(LAYER_KEYS), None)
 
     @property
     def attention_window(self) -> int | None:
         """Number of slots that the narrowest attention layer sees; None for full attention."""
-        names = WINDOW_KEYS if self.text.whole.get("use_sliding_window") is not False else WINDOW_KEYS[1:]
-        return min(self.text._lengths(names), default=None)
+        names = (
+            WINDOW_KEYS if self.language_config.json_object.get("use_sliding_window") is not False else WINDOW_KEYS[1:]
+        )
+        return min(self.language_config._lengths(names), default=None)
 
     @property
-    def is_chunked(self) -> bool:
+    def has_chunked_attention(self) -> bool:
         """Whether some layers see only their chunk of the text. The IR counts chunks in slots, from the first one."""
-        return any(True for _ in self.text._lengths(("attention_chunk_size",)))
+        return any(True for _ in self.language_config._lengths(("attention_chunk_size",)))
 
     @property
-    def rope_switch(self) -> int | None:
+    def rope_switch_length(self) -> int | None:
         """Length of the text beyond which all its tokens get other rotary frequencies (LongRoPE); None for never."""
-        whole = self.text.whole
+        whole = self.language_config.json_object
         for rope in (whole.get("rope_parameters"), whole.get("rope_scaling")):
             if isinstance(rope, dict) and "longrope" in (rope.get("rope_type"), rope.get("type")):
                 lengths = (part.get("original_max_position_embeddings") for part in (rope, whole))
@@ -63,15 +65,15 @@ class ModelConfig:
     @property
     def convolution_width(self) -> int:
         """Number of inputs that Mamba's convolution sees."""
-        return next(self.text._lengths(("conv_kernel",)), 4)
+        return next(self.language_config._lengths(("conv_kernel",)), 4)
 
     def _lengths(self, names: tuple[str, ...]) -> Iterator[int]:
-        found = (self.whole.get(name) for name in names)
+        found = (self.json_object.get(name) for name in names)
         return (length for length in found if type(length) is int and 0 < length < 2**31)
 
 
 def read_model_config(folder: Path) -> ModelConfig:
     """Return the config in ``folder``, empty if it has none; raises OvspecError if it is damaged."""
     config, whole = read_as(ModelConfig, folder / "config.json"), read_json(folder / "config.json")
-    text = config.text_config and replace(config.text_config, whole=whole["text_config"])
-    return replace(config, text_config=text, whole=whole)
+    text = config.text_config and replace(config.text_config, json_object=whole["text_config"])
+    return replace(config, text_config=text, json_object=whole)

@@ -67,7 +67,7 @@ def avoid_crash(folder: Path, options: DeviceOptions) -> DeviceOptions:
     if not fault:
         return options
     cores = count_cores()
-    threads = min(int(options.fixed.get("INFERENCE_NUM_THREADS", 0)) or cores, cores)
+    threads = min(int(options.fixed_properties.get("INFERENCE_NUM_THREADS", 0)) or cores, cores)
     what = f"when it compiles this model for {precision} with {threads} {'thread' if threads == 1 else 'threads'}"
     crashes = f"{folder}: OpenVINO crashes here ({fault}) {what}"
     if options.precision:

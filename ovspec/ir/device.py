@@ -36,7 +36,7 @@ class DeviceOptions:
     cache_dir: Path | None = None
 
     @property
-    def fixed(self) -> dict[str, str]:
+    def fixed_properties(self) -> dict[str, str]:
         """The properties set by these options, under OpenVINO's names."""
         named = {
             "INFERENCE_PRECISION_HINT": self.precision,
@@ -187,7 +187,7 @@ def make_compile_properties(options: DeviceOptions) -> dict[str, str]:
     if options.device.upper().startswith("AUTO"):
         # The KV cache lives in the request, which must not start on the CPU and then move to another device.
         properties["ENABLE_STARTUP_FALLBACK"] = "NO"
-    fixed, usual = options.fixed, default_kv_precisions(options)
+    fixed, usual = options.fixed_properties, default_kv_precisions(options)
     if is_virtual(options.device):  # these don't know the property themselves
         named = fixed.pop("KV_CACHE_PRECISION", None)
         each = [f"{name}:{{KV_CACHE_PRECISION:{named or kv_precision}}}" for name, kv_precision in usual.items()]
@@ -213,7 +213,7 @@ def list_native_precisions() -> list[str]:
 
 def resolve_precision(options: DeviceOptions) -> str:
     """Return the type in which the CPU computes with these options."""
-    named = options.fixed.get("INFERENCE_PRECISION_HINT")
+    named = options.fixed_properties.get("INFERENCE_PRECISION_HINT")
     return named or openvino_core().get_property("CPU", "INFERENCE_PRECISION_HINT").get_type_name()
 
 

@@ -84,7 +84,7 @@ def find_head_inputs(model: ov.Model, target: Path, named: Path) -> list[ov.Outp
         found = find_layer_inputs(model, find_model_states(model))
     except OvspecError as error:
         raise OvspecError(f"{named}: a head can't be used with this target: {error}.") from None
-    check_layers_have_keys(len(found), read_model_config(target).layers or len(found), str(named))
+    check_layers_have_keys(len(found), read_model_config(target).layer_count or len(found), str(named))
     return found
 
 

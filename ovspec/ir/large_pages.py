@@ -31,21 +31,21 @@ class LargePages:
 
     def __init__(self) -> None:
         self._before = set(list_large_pages(read_memory_ranges()))
-        self.busy: set[int] = set()  # requests that are computing, by their ids
-        self.seconds = 0.0  # of inference, until the mover starts
-        self.since = time.monotonic()  # the end of the latest inference
-        self.done = not sys.platform.startswith("linux")
+        self.busy_requests: set[int] = set()  # requests that are computing, by their ids
+        self.inference_seconds = 0.0  # of inference, until the mover starts
+        self.last_inference_end = time.monotonic()  # the end of the latest inference
+        self.is_done = not sys.platform.startswith("linux")
         self._refused = 0
         self._waiting: Iterator[int] | None = None
         self._mover: threading.Thread | None = None
         self._lock = threading.Lock()  # held while a thread moves pages
 
-    def start(self) -> None:
-        if not self._mover and not self.done:
+    def start_mover(self) -> None:
+        if not self._mover and not self.is_done:
             self._mover = threading.Thread(target=self._move_when_idle, name="large pages", daemon=True)
             self._mover.start()
 
-    def move(self, seconds: float) -> None:
+    def move_pages(self, seconds: float) -> None:
         """Move weights for ``seconds``, or until all are moved."""
         until = time.perf_counter() + seconds
         with self._lock:
@@ -53,28 +53,28 @@ class LargePages:
                 self._waiting = iter(
                     [page for page in list_large_pages(read_memory_ranges()) if page not in self._before]
                 )
-            while not self.done and time.perf_counter() < until:
+            while not self.is_done and time.perf_counter() < until:
                 page = next(self._waiting, None)
                 if page is None:
-                    self.done = True
+                    self.is_done = True
                 elif collapse_page(page) in (ENOMEM, EAGAIN):
                     self._refused += 1
-                    self.done = self._refused == MOST_REFUSALS
+                    self.is_done = self._refused == MOST_REFUSALS
                 else:
                     self._refused = 0
 
-    def steps(self) -> Iterator[None]:
+    def move_in_steps(self) -> Iterator[None]:
         """Move all weights, a part at each step, for a server that is never idle long enough."""
-        while not self.done:
-            self.move(STEP_SECONDS)
+        while not self.is_done:
+            self.move_pages(STEP_SECONDS)
             yield
 
     def _move_when_idle(self) -> None:
-        while not self.done:
-            if self.busy or time.monotonic() - self.since < LEAST_IDLE_SECONDS:
+        while not self.is_done:
+            if self.busy_requests or time.monotonic() - self.last_inference_end < LEAST_IDLE_SECONDS:
                 time.sleep(LEAST_IDLE_SECONDS)
             else:
-                self.move(STEP_SECONDS)
+                self.move_pages(STEP_SECONDS)
 
 
 def read_memory_ranges() -> list[tuple[int, int]]:

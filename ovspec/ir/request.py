@@ -26,7 +26,7 @@ class InferenceRequest:
 
     def renew(self) -> None:
         """Replace the OpenVINO request with a new one."""
-        self.raw = self._ir.compiled.create_infer_request()
+        self.openvino_request = self._ir.compiled_model.create_infer_request()
         self.has_run, self._resets = False, False
         self._bound: dict[int, np.ndarray] = {}  # input index -> the array that the request reads it from
 
@@ -37,10 +37,10 @@ class InferenceRequest:
         """
         self.has_run, self._resets = False, True
 
-    def reset_now(self) -> None:
+    def apply_reset(self) -> None:
         """Empty the states if ``reset`` has asked for it."""
         if self._resets:
-            self.raw.reset_state()
+            self.openvino_request.reset_state()
             self._resets = False
 
     def infer(self, arrays: Sequence[np.ndarray], logits_idx: np.ndarray) -> np.ndarray:
@@ -52,29 +52,29 @@ class InferenceRequest:
         Raises:
             InferenceError: the logits are not numbers, or the model was closed.
         """
-        request, bound = self.raw, self._bound
-        if self._ir.opened is None:
-            _ = self._ir.compiled  # which raises
-        self.reset_now()
+        request, bound = self.openvino_request, self._bound
+        if self._ir.open_model is None:
+            _ = self._ir.compiled_model  # which raises
+        self.apply_reset()
         for index, array in zip(self._inputs, arrays, strict=True):
             if index is not None and bound.get(index) is not array:
                 request.set_input_tensor(index, ov.Tensor(array, shared_memory=True))
                 bound[index] = array
         pages, me = self._large_pages, id(self)
-        pages.busy.add(me)
+        pages.busy_requests.add(me)
         began = time.perf_counter()
         try:
             request.start_async()
             request.wait()
         finally:
             spent = time.perf_counter() - began
-            pages.busy.discard(me)
-            pages.since = time.monotonic()
+            pages.busy_requests.discard(me)
+            pages.last_inference_end = time.monotonic()
         self.seconds += spent
-        if pages.seconds < large_pages.PATIENCE_SECONDS:
-            pages.seconds += spent
-            if pages.seconds >= large_pages.PATIENCE_SECONDS:
-                pages.start()
+        if pages.inference_seconds < large_pages.PATIENCE_SECONDS:
+            pages.inference_seconds += spent
+            if pages.inference_seconds >= large_pages.PATIENCE_SECONDS:
+                pages.start_mover()
         self.inferences += 1
         self.has_run = True
         logits = request.get_output_tensor(self._logits).data
@@ -85,7 +85,7 @@ class InferenceRequest:
             raise InferenceError(f"{self._ir.folder}: the model's logits are not numbers here; {advice}.")
         return logits
 
-    def output(self, name: str) -> np.ndarray:
+    def read_output(self, name: str) -> np.ndarray:
         """Return another output of the last inference, (tokens, width) float32, valid until the next one."""
-        found = self.raw.get_output_tensor(self._outputs[name]).data
+        found = self.openvino_request.get_output_tensor(self._outputs[name]).data
         return found.reshape(-1, found.shape[-1])

@@ -141,7 +141,7 @@ def add_endpoints(app: FastAPI, service: Service) -> None:
 
     @app.get("/ready", tags=["server"], summary="Readiness check, and what is promised.", responses=READY)
     async def ready(response: Response) -> Ready:
-        promise, reason = lm.target.promise, "ready"
+        promise, reason = lm.target.arithmetic_note, "ready"
         try:
             service.check_open()
         except ApiError as error:

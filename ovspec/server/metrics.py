@@ -37,8 +37,10 @@ class Metrics:
         self.running.set_function(lambda: engine.running)
         self.waiting.set_function(lambda: engine.waiting)
         self.blocks_used.set_function(lambda: engine.cache_use()[0])
-        self.blocks_kept.set_function(lambda: sum(model.blocks_kept for model in engine.runtime.models.loaded))
-        self.blocks_evicted.set_function(lambda: sum(model.blocks_evicted for model in engine.runtime.models.loaded))
+        self.blocks_kept.set_function(lambda: sum(model.idle_block_count for model in engine.runtime.models.loaded))
+        self.blocks_evicted.set_function(
+            lambda: sum(model.evicted_block_count for model in engine.runtime.models.loaded)
+        )
         self.blocks_free.set_function(lambda: engine.cache_use()[1])
 
     def note_round(self, pieces: list[tuple[int, Piece]], judged: list[tuple[Proposal, int]]) -> None:

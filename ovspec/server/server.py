@@ -100,7 +100,7 @@ class Draining(uvicorn.Server):
 
 def serve(lm: LanguageModel, names: list[str], keys: list[str], opened: socket.socket, options: ServeParams) -> None:
     """Serve ``lm`` under ``names`` on the socket ``opened`` until a signal ends it."""
-    promise = lm.target.promise
+    promise = lm.target.arithmetic_note
     if options.deterministic and promise != "exact":
         raise OvspecError(f"`deterministic`: on this machine the arithmetic is {promise}; leave it out.")
     sys.setswitchinterval(SWITCH_SECONDS)

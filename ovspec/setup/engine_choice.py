@@ -51,13 +51,15 @@ class CompiledModel:
 
     ir: CompiledIR
     engine: EngineName
-    reason: str  # why this engine was chosen
+    engine_reason: str  # why this engine was chosen
     rollback: Rollback
     rule: FeedRule = FAST  # how tokens are fed
-    promise: str = "fast"  # or "exact", or that no rule was found for exact arithmetic, in words
-    guess_is_free: bool = False  # whether verifying a token proposed for one text takes little time and changes no bit
+    arithmetic_note: str = "fast"  # or "exact", or that no rule was found for exact arithmetic, in words
+    proposals_are_free: bool = (
+        False  # whether verifying a token proposed for one text takes little time and changes no bit
+    )
     profile: str | None = None  # the setting that a profile chose
-    kl: float | None = None  # its KL divergence from f32 without dynamic quantisation, in nats
+    kl_divergence: float | None = None  # its KL divergence from f32 without dynamic quantisation, in nats
     verify_ms: dict[int, float] | None = None  # measured, per inference, by width in tokens; the widest is a prompt
     change_ms: float | None = None  # measured, added to an inference of another width than the one before
     tensors: BlockTensors | None = field(default=None, init=False, repr=False)  # that decoders share
@@ -67,23 +69,23 @@ class CompiledModel:
         return HIDDEN_OUTPUT in self.ir.outputs
 
     @property
-    def drafter(self) -> str:
+    def proposer_name(self) -> str:
         """The name under which it proposes for another model."""
         return "head" if self.is_head else "draft"
 
     @property
     def arithmetic(self) -> Arithmetic:
-        return "exact" if self.promise == "exact" else "fast"
+        return "exact" if self.arithmetic_note == "exact" else "fast"
 
     @property
     def is_inexact(self) -> bool:
         """Whether exact arithmetic was asked for, and can't be had."""
-        return self.promise not in ("exact", "fast")
+        return self.arithmetic_note not in ("exact", "fast")
 
     @property
     def is_reproducible(self) -> bool:
         """Whether the same inferences give the same bits; a GPU replaces kernels in the background."""
-        return self.promise == "exact" or not may_use_gpu(self.ir.device)
+        return self.arithmetic_note == "exact" or not may_use_gpu(self.ir.device)
 
     def decoder(self, vocabulary: KnownIds = ALL_IDS, rule: FeedRule | None = None, shares: bool = False) -> Decoder:
         """Return a decoder with its own infer request and KV cache; ``rule`` replaces the model's.
@@ -113,12 +115,12 @@ class CompiledModel:
         return self.tensors is not None
 
     @property
-    def blocks_kept(self) -> int:
+    def idle_block_count(self) -> int:
         """The number of blocks that are kept though no text needs them."""
         return self.tensors.pool.idle if self.tensors else 0
 
     @property
-    def blocks_evicted(self) -> int:
+    def evicted_block_count(self) -> int:
         """The number of blocks so far that were kept and have given way."""
         return self.tensors.pool.evicted if self.tensors else 0
 
@@ -141,22 +143,24 @@ class CompiledModel:
         if is_gpu(self.ir.device):
             return find_exactness_on_gpu(lambda rule: self.decoder(rule=rule), self.ir.logits_width)
         exactness = find_exactness(lambda rule: self.decoder(rule=rule), self.engine, self.ir.logits_width, trial)
-        if self.ir.config.rope_switch and exactness.rule and exactness.rule.most:
+        if self.ir.config.rope_switch_length and exactness.rule and exactness.rule.most:
             # A text is computed anew where its frequencies change, in a single inference.
             return replace(exactness, rule=None, differing=exactness.positions)
         return exactness
 
-    def bits(self) -> list[bytes]:
+    def hash_logits(self) -> list[bytes]:
         """Return the bits of the logits after each token of a random text."""
         return hash_probe_logits(self.decoder(), self.ir.logits_width)
 
-    def keep_to(self, found: Exactness) -> None:
+    def adopt_exactness(self, found: Exactness) -> None:
         """Feed tokens by the rule that was found; without one, as fast arithmetic does."""
         if not found.rule:
-            self.promise = f"fast, not exact here ({found.differing} of {found.positions} probed positions differ)"
+            self.arithmetic_note = (
+                f"fast, not exact here ({found.differing} of {found.positions} probed positions differ)"
+            )
             return
-        self.rule, self.promise = found.rule, "exact"
-        self.guess_is_free = self.engine == "paged" and found.guess <= FREE_PROPOSAL_COST
+        self.rule, self.arithmetic_note = found.rule, "exact"
+        self.proposals_are_free = self.engine == "paged" and found.guess <= FREE_PROPOSAL_COST
         if found.rule.rows_apart:
             self.rollback = trimming(self.rollback)
 
@@ -179,9 +183,9 @@ def load_compiled_model(
     """
     if arithmetic != "fast" and may_use_gpu(options.device):
         loaded = load_compiled_model(folder, options, wanted, "fast", head)
-        loaded.promise = GPU_PROMISE
+        loaded.arithmetic_note = GPU_PROMISE
         if arithmetic == "exact" and loaded.engine == "paged":
-            loaded.keep_to(read_exactness(folder, options, "paged") or probe_exactness(loaded, folder, options))
+            loaded.adopt_exactness(read_exactness(folder, options, "paged") or probe_exactness(loaded, folder, options))
             wait_for_gpu_kernels(loaded.decoder(), loaded.ir.logits_width)
         return loaded
     reason, options = "as requested", avoid_crash(folder, options)
@@ -208,7 +212,7 @@ def load_compiled_model(
 
 def check_stateful_kv_precision(folder: Path, options: DeviceOptions, reason: str) -> None:
     """Raise an OvspecError if a GPU would compress the stateful engine's KV cache, which can't be read then."""
-    kind = options.fixed.get("KV_CACHE_PRECISION", "f16")
+    kind = options.fixed_properties.get("KV_CACHE_PRECISION", "f16")
     if may_use_gpu(options.device) and kind not in EXACT_KV_PRECISIONS:
         raise OvspecError(
             f"{folder}: `kv_precision={kind!r}` needs the paged engine on a GPU, which is not possible here ({reason})."
@@ -229,15 +233,15 @@ def load_model_with_features(
     known = remembered(Exactness, file)
     if not known and check_weights(folder / MODEL_FILE) > LONG_PROBE_BYTES:
         note(f"{folder}: finding out whether its head's features change a bit, once; this loads the model twice.")
-    without = [] if known else load_compiled_model(folder, options, wanted, arithmetic).bits()
+    without = [] if known else load_compiled_model(folder, options, wanted, arithmetic).hash_logits()
     loaded = load_compiled_model(folder, options, wanted, "fast" if known and known.differing else arithmetic, head)
     if not known:
-        differing = sum(ours != theirs for ours, theirs in zip(loaded.bits(), without, strict=True))
+        differing = sum(ours != theirs for ours, theirs in zip(loaded.hash_logits(), without, strict=True))
         known = remember(file, Exactness(None, len(without), differing))
     if known.differing:
         told = f"features change {known.differing} of {known.positions} probed positions"
-        loaded.rule, loaded.guess_is_free = fast_feed_rule(loaded.engine, loaded.ir.device), False
-        loaded.promise = f"fast, not exact here ({told})"
+        loaded.rule, loaded.proposals_are_free = fast_feed_rule(loaded.engine, loaded.ir.device), False
+        loaded.arithmetic_note = f"fast, not exact here ({told})"
     return loaded
 
 
@@ -249,7 +253,7 @@ def load_paged_model(
     def compiled(options: DeviceOptions, paired: bool = False) -> CompiledModel:
         ir = compile_paged(folder, options, paired, head)
         loaded = CompiledModel(ir, "paged", reason, PagedDecoder.rollback, fast_feed_rule("paged", ir.device))
-        if "KV_CACHE_PRECISION" in options.fixed:
+        if "KV_CACHE_PRECISION" in options.fixed_properties:
             loaded.decoder().feed([np.zeros(1, dtype=np.int64)], [1])
         return loaded
 
@@ -267,28 +271,28 @@ def load_exact_model(
     inexact: Exactness | None = None  # in the default precision
     for setting in [options, replace(options, precision="f32")] if f32_may_help(options) else [options]:
         known = read_exactness(folder, setting, engine)
-        if not known or known.exact:
-            paired = engine == "paged" and (not known or known.needs_pairs)
+        if not known or known.is_exact:
+            paired = engine == "paged" and (not known or known.needs_paired_queries)
             loaded = compiled(setting, paired)
             exactness = known or probe_exactness(loaded, folder, setting)
-            if exactness.exact:
-                if paired != exactness.needs_pairs:
+            if exactness.is_exact:
+                if paired != exactness.needs_paired_queries:
                     del loaded  # memory may hold the model only once
                     loaded = compiled(setting, False)
-                loaded.keep_to(exactness)
+                loaded.adopt_exactness(exactness)
                 return loaded
             del loaded
             known = exactness
         inexact = inexact or known
     assert inexact
     loaded = compiled(options, False)
-    loaded.keep_to(inexact)
+    loaded.adopt_exactness(inexact)
     return loaded
 
 
 def f32_may_help(options: DeviceOptions) -> bool:
     """Return whether the CPU computes in 16 bits only because nobody has named a precision, or a type of the cache."""
-    named = {"INFERENCE_PRECISION_HINT", "KV_CACHE_PRECISION"} & options.fixed.keys()
+    named = {"INFERENCE_PRECISION_HINT", "KV_CACHE_PRECISION"} & options.fixed_properties.keys()
     if named or check_device(options.device) != "CPU":
         return False
     return resolve_precision(options) != "f32"

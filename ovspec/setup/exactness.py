@@ -31,16 +31,16 @@ class Exactness:
     tried: dict[str, int] = field(default_factory=dict)  # rules that were probed -> positions with other bits
 
     @property
-    def exact(self) -> bool:
+    def is_exact(self) -> bool:
         return self.rule is not None
 
     @property
-    def needs_pairs(self) -> bool:
+    def needs_paired_queries(self) -> bool:
         """Whether attention must compute a second query for a token."""
         return self.rule is not None and self.rule.queries > 1
 
     @property
-    def share(self) -> float:
+    def invariance(self) -> float:
         """Share of the positions whose logits were the same, to the bit."""
         return 1 - self.differing / self.positions
 
@@ -105,10 +105,10 @@ def find_exactness(make: MakeDecoder, engine: str, vocabulary: int, trial: Exact
 
     rule = find_least_rule(make, strictest, text)
     exactness = probe(rule)
-    if not exactness.exact and rule != strictest:
+    if not exactness.is_exact and rule != strictest:
         exactness = probe(strictest)  # if it isn't exact, no lesser rule is
-        rules = list_stricter_rules(rule, strictest) if exactness.exact else ()
-        exactness = next(filter(lambda lesser: lesser.exact, map(probe, rules)), exactness)
+        rules = list_stricter_rules(rule, strictest) if exactness.is_exact else ()
+        exactness = next(filter(lambda lesser: lesser.is_exact, map(probe, rules)), exactness)
     # More tokens are computed in any case where the rule says so; on the stateful engine nothing is proposed unasked.
     if engine == "paged" and exactness.rule and exactness.rule.fewest < 2:
         exactness = replace(exactness, guess=measure_proposal_cost(make(exactness.rule), text))
@@ -127,7 +127,7 @@ def find_exactness_on_gpu(make: MakeDecoder, vocabulary: int, trial: ExactnessTr
 
     cheapest, *others = GPU_RULES
     exactness = probe(cheapest)
-    while not exactness.exact and others:
+    while not exactness.is_exact and others:
         exactness = probe(others.pop(0))
     return replace(exactness, tried=tried)
 

@@ -75,7 +75,7 @@ def hash_model_folder(folder: Path) -> str:
 
 def read_numeric_properties(loaded: CompiledModel) -> dict[str, str]:
     """Return those OpenVINO properties of a model that its numbers depend on."""
-    compiled = loaded.ir.compiled
+    compiled = loaded.ir.compiled_model
     known = set(compiled.get_property("SUPPORTED_PROPERTIES"))
     found = {name: compiled.get_property(name) for name in NUMERIC_PROPERTIES if name in known}
     return {name: v.get_type_name() if isinstance(v, ov.Type) else str(v) for name, v in found.items()}
@@ -93,14 +93,14 @@ def describe_arithmetic(loaded: CompiledModel) -> tuple[str, str]:
 
     Where they differ from one inference to another, the checksum is that of the words.
     """
-    words = f"{describe_cache_setting(loaded)}, {loaded.promise}"
-    bits = b"".join(loaded.bits()) if loaded.promise == "exact" else words.encode()
+    words = f"{describe_cache_setting(loaded)}, {loaded.arithmetic_note}"
+    bits = b"".join(loaded.hash_logits()) if loaded.arithmetic_note == "exact" else words.encode()
     return words, hashlib.sha256(bits).hexdigest()
 
 
 def make_fingerprint(loaded: CompiledModel) -> dict[str, Any]:
     """Return the model's folder and identity, and how it was run, as JSON values."""
-    compiled = loaded.ir.compiled
+    compiled = loaded.ir.compiled_model
     tells_threads = THREADS_PROPERTY in compiled.get_property("SUPPORTED_PROPERTIES")
     return {
         "folder": str(loaded.ir.folder.resolve()),

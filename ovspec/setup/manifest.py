@@ -56,7 +56,7 @@ class Manifest:
     tokenizer_differs_on: list[str] = field(default_factory=list)  # texts that Hugging Face's splits in another way
     format: int = MANIFEST_FORMAT
 
-    def write(self, folder: Path) -> None:
+    def write_to_folder(self, folder: Path) -> None:
         write_atomically(folder / MANIFEST_FILE, json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n")
 
 

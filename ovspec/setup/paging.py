@@ -117,12 +117,16 @@ def compare_engines(folder: Path, options: DeviceOptions) -> PagedCheck:
     """
     on_gpu = is_gpu(check_device(options.device))
     # Properties of a GPU are none of the CPU's.
-    least = EXACT_PROPERTIES if on_gpu or weights_fit_into_memory(folder, 3) else options.fixed | {"CACHE_DIR": ""}
+    least = (
+        EXACT_PROPERTIES
+        if on_gpu or weights_fit_into_memory(folder, 3)
+        else options.fixed_properties | {"CACHE_DIR": ""}
+    )
     setting = DeviceOptions(properties=least)
     stateful = compile_ir(folder, setting)
     if stateful.recurrent_states or not stateful.kv_states:
         return PagedCheck(False, "it has states other than keys and values")
-    if stateful.config.rope_switch:
+    if stateful.config.rope_switch_length:
         return PagedCheck(False, "its rotary frequencies change with the length of the text")
     window = find_narrowest_window(stateful)
     # Random ids, more than the window holds unless the window is longer than LONGEST_WINDOW.

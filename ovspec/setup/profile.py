@@ -79,26 +79,26 @@ class Measurement:
     invariance: float | None = None
     rule: FeedRule | None = None  # of exact arithmetic, if it was probed and found
 
-    def ms(self, width: int) -> float:
+    def inference_ms(self, width: int) -> float:
         """Return the milliseconds of an inference that is fed ``width`` tokens, by the rule of exact arithmetic."""
-        return self.ms_computing(max(width, self.rule.fewest) if self.rule else width)
+        return self.computation_ms(max(width, self.rule.fewest) if self.rule else width)
 
-    def ms_computing(self, width: int) -> float:
+    def computation_ms(self, width: int) -> float:
         """Return the milliseconds of an inference that computes ``width`` tokens, whether they were timed or not."""
         widths = sorted(self.verify_ms)
         return float(np.interp(width, widths, [self.verify_ms[width] for width in widths]))
 
     @property
     def token_ms(self) -> float:
-        return self.ms(1)
+        return self.inference_ms(1)
 
-    def cost(self, goal: Goal) -> float:
+    def goal_cost(self, goal: Goal) -> float:
         """Return what ``goal`` minimises, in ms; by default a prompt of 256 tokens and 128 inferences of 2, 4 and 8."""
         if goal == "decode":
             return self.token_ms
         if goal == "prefill":
             return self.prefill_ms
-        return 256 * self.prefill_ms + 128 / 3 * sum(map(self.ms, (2, 4, 8)))
+        return 256 * self.prefill_ms + 128 / 3 * sum(map(self.inference_ms, (2, 4, 8)))
 
     def is_accurate(self, goal: Goal, default: Measurement) -> bool:
         """Return whether ``goal`` allows this setting, compared with OpenVINO's ``default``."""
@@ -121,9 +121,9 @@ class Profile:
     price: float | None = None  # of a token in exact arithmetic, in the time that it takes in fast arithmetic
     formats_ms: dict[str, float] = field(default_factory=dict)  # of a product, by weight format; the model's is first
 
-    def choose(self, options: DeviceOptions, engine: EngineChoice) -> Measurement | None:
+    def choose_measurement(self, options: DeviceOptions, engine: EngineChoice) -> Measurement | None:
         """Return the best measurement that agrees with what the user has fixed; None if none does."""
-        usual, fixed = self.measurements[0], options.fixed
+        usual, fixed = self.measurements[0], options.fixed_properties
         engine = usual.setting.engine if engine == "auto" else engine
         agreeing = [
             m
@@ -137,12 +137,12 @@ class Profile:
             fit = [m for m in fit if m.invariance is None or m.invariance >= (usual.invariance or 0)]
         if not fit:
             return agreeing[0] if agreeing else None
-        least = min(m.cost(self.goal) for m in fit)
-        return next(m for m in fit if least > CLEARLY_BETTER * m.cost(self.goal))
+        least = min(m.goal_cost(self.goal) for m in fit)
+        return next(m for m in fit if least > CLEARLY_BETTER * m.goal_cost(self.goal))
 
 
 def complete_device_options(options: DeviceOptions, setting: Setting) -> DeviceOptions:
-    return replace(options, properties=setting.properties | options.fixed)
+    return replace(options, properties=setting.properties | options.fixed_properties)
 
 
 def load_model_with_profile(
@@ -154,14 +154,14 @@ def load_model_with_profile(
     head: Path | None = None,
 ) -> CompiledModel:
     """Load like ``load_compiled_model``, with the best setting of ``profile`` where the user has named nothing."""
-    best = profile.choose(options, engine) if profile else None
+    best = profile.choose_measurement(options, engine) if profile else None
     options = complete_device_options(options, best.setting) if best else options
     if head:
         loaded = load_model_with_features(folder, options, engine, arithmetic, head)
     else:
         loaded = load_compiled_model(folder, options, engine, arithmetic)
     if profile and best:
-        loaded.profile, loaded.kl, loaded.change_ms = str(best.setting), best.kl, best.change_ms
+        loaded.profile, loaded.kl_divergence, loaded.change_ms = str(best.setting), best.kl, best.change_ms
         loaded.verify_ms = {profile.tokens: best.prefill_ms * profile.tokens} | best.verify_ms
     return loaded
 

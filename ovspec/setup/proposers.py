@@ -40,9 +40,9 @@ def load_compiled_head(folder: Path, target: CompiledModel, options: DeviceOptio
     own = ("KV_CACHE_PRECISION", "CACHE_DIR")  # the head's precision decides, and its cache is another one
     properties = {name: value for name, value in target.ir.properties.items() if same and name not in own}
     properties |= HEAD_PROPERTIES if same and not on_gpu else {}
-    properties |= options.fixed
+    properties |= options.fixed_properties
     head = read_head(folder, target.ir.folder)
-    check_proposed_ids(head.ids, folder, target)
+    check_proposed_ids(head.target_ids, folder, target)
     paged = same and target.engine == "paged"
     if paged:
         rewrite_to_paged(head.model)
@@ -64,7 +64,7 @@ def load_compiled_draft(
     Raises OvspecError like ``load_ir``, or if it was made for another target.
     """
     loaded = load_model_with_profile(profile, folder, options, engine)
-    check_proposed_ids(loaded.ir.ids, folder, target)
+    check_proposed_ids(loaded.ir.target_ids, folder, target)
     return choose_pairing(loaded, options)
 
 
@@ -98,7 +98,7 @@ class PairCost:
 
 def measure_pair_cost(proposer: CompiledModel) -> float:
     tokens = np.zeros(PAIR_CONTEXT, dtype=np.int64)
-    beside = np.ones((len(tokens), proposer.ir.width_of(HIDDEN_OUTPUT)), dtype=np.float32)
+    beside = np.ones((len(tokens), proposer.ir.output_width(HIDDEN_OUTPUT)), dtype=np.float32)
     decoders = {rule: proposer.decoder(rule=rule) for rule in (FAST, PAIRED_RULE)}
     least = dict.fromkeys(decoders, math.inf)
     for decoder in decoders.values():

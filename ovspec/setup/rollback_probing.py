@@ -117,7 +117,7 @@ def continues_like_clean_run(ir: CompiledIR, rollback: Rollback) -> bool:
     try:
         decoder.feed([text[:10]], [0])
         if ir.kv_states and not ir.recurrent_states:
-            if not ir.rows_alone:
+            if not ir.needs_single_rows:
                 decoder.reorder([0, 0])
                 decoder.feed([nothing, junk], [0, 1])
                 decoder.truncate(1, 5)

@@ -31,11 +31,11 @@ LONG_PREFILL_SECONDS = 0.5  # seconds; a prefill that takes longer is timed once
 class TuningEffort:
     """How much is measured."""
 
-    tokens: int  # of the prompt that is timed, and before the timed inferences
+    prompt_tokens: int  # of the prompt that is timed, and before the timed inferences
     widths: tuple[int, ...]  # of the timed inferences, in tokens
     repeats: int  # how often each setting is timed
-    full: bool  # whether all settings are tried, and exact arithmetic is probed thoroughly
-    judged: int = 256  # tokens by which accuracy is judged
+    is_full: bool  # whether all settings are tried, and exact arithmetic is probed thoroughly
+    accuracy_tokens: int = 256  # tokens by which accuracy is judged
 
 
 class SettingTimer:
@@ -45,7 +45,7 @@ class SettingTimer:
     """
 
     def __init__(self, folder: Path, text: np.ndarray, effort: TuningEffort, options: DeviceOptions) -> None:
-        self.text, self.prompt, self.effort = text, text[: effort.tokens], effort
+        self.text, self.prompt, self.effort = text, text[: effort.prompt_tokens], effort
         self._folder, self._options = folder, options
         ir = compile_ir(folder, DeviceOptions(properties=EXACT_PROPERTIES))
         right = StatefulDecoder(ir, Rollback(None)).feed([text], [len(text)])[0]
@@ -63,7 +63,7 @@ class SettingTimer:
         self.incumbent = Measurement(setting, times, prefill, kl, top1, change)
         return self.incumbent
 
-    def measure(self, setting: Setting) -> Measurement:
+    def measure_setting(self, setting: Setting) -> Measurement:
         decoder, mine = self._decoder_of(self._model(setting)), self.incumbent
         kl, top1 = self._distance(self._judge(decoder))
         self._prefill(decoder)  # the first one is slower
@@ -79,7 +79,7 @@ class SettingTimer:
         prefill, change = statistics.median(prefills) * mine.prefill_ms, statistics.median(changes)
         return Measurement(setting, verify, prefill, kl, top1, change)
 
-    def probed(self, measurement: Measurement) -> Measurement:
+    def probe_measurement(self, measurement: Measurement) -> Measurement:
         """Return ``measurement`` with the rule of exact arithmetic, and the time of its fewest tokens."""
         exactness, verify = self._probe(measurement.setting), measurement.verify_ms
         if exactness.rule and (fewest := exactness.rule.fewest) not in verify:
@@ -87,7 +87,7 @@ class SettingTimer:
             self._prefill(decoder)
             times, _ = self._round(decoder, 2, (fewest, widest))
             verify = verify | {fewest: verify[widest] * times[fewest] / times[widest]}
-        return replace(measurement, verify_ms=verify, invariance=exactness.share, rule=exactness.rule)
+        return replace(measurement, verify_ms=verify, invariance=exactness.invariance, rule=exactness.rule)
 
     def _probe(self, setting: Setting) -> Exactness:
         """Find the rule of exact arithmetic, and remember it for loads."""
@@ -98,17 +98,17 @@ class SettingTimer:
         file = find_exactness_file(self._folder, options, setting.engine)
         return remembered(Exactness, file) or remember(file, self._model(setting).find_exactness())
 
-    def exactness(self, setting: Setting) -> dict[int, Exactness]:
+    def probe_by_threads(self, setting: Setting) -> dict[int, Exactness]:
         """Find the rule thoroughly, with the usual number of threads and with one; by number of threads."""
         found: dict[int, Exactness] = {}
         for wanted in (None, 1):
             model = self._compile(setting, threads=wanted)
-            threads = int(model.ir.compiled.get_property("INFERENCE_NUM_THREADS"))
+            threads = int(model.ir.compiled_model.get_property("INFERENCE_NUM_THREADS"))
             if threads not in found:
                 found[threads] = model.find_exactness(FULL_TRIAL)
         return found
 
-    def price(self, setting: Setting, rule: FeedRule | None) -> float | None:
+    def measure_exact_price(self, setting: Setting, rule: FeedRule | None) -> float | None:
         """Return how many times as long as in fast arithmetic a token takes by ``rule``, after the prompt."""
         if not rule:
             return None

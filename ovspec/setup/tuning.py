@@ -69,38 +69,40 @@ def tune_model(
         raise OvspecError(f"{folder}: not enough memory is free for tuning, which holds the model twice.")
     began = time.monotonic()
     tell("f32 without dynamic quantisation (reference for accuracy)", 0.0)
-    judged = min(effort.judged, read_model_config(folder).context_length or effort.judged)
-    text = np.resize(Tokenizer(folder).encode(read_text(TUNING_TEXT_FILE)), max(effort.tokens, judged))
+    judged = min(effort.accuracy_tokens, read_model_config(folder).context_length or effort.accuracy_tokens)
+    text = np.resize(Tokenizer(folder).encode(read_text(TUNING_TEXT_FILE)), max(effort.prompt_tokens, judged))
     timer = SettingTimer(folder, text, effort, options)
     usual = Setting("paged" if check_paged(folder, options).usable else "stateful")
     group = find_largest_group(folder)
-    others = list_gpu_settings(usual.engine, group) if on_gpu else list_cpu_settings(usual.engine, group, effort.full)
+    others = (
+        list_gpu_settings(usual.engine, group) if on_gpu else list_cpu_settings(usual.engine, group, effort.is_full)
+    )
     total = 3 + len(others)
     tell(f"{usual} (used without a profile)", 1 / total)
     measured = [timer.set_incumbent(usual)]
-    if effort.full and usual.engine != "stateful" and not on_gpu:
+    if effort.is_full and usual.engine != "stateful" and not on_gpu:
         tell(f"{Setting('stateful')} (OpenVINO's default)", 2 / total)
-        measured.append(timer.measure(Setting("stateful")))
-    found = Profile(goal, effort.full, effort.tokens, 0.0, measured[-1], measured)
+        measured.append(timer.measure_setting(Setting("stateful")))
+    found = Profile(goal, effort.is_full, effort.prompt_tokens, 0.0, measured[-1], measured)
     for number, setting in enumerate(others, 3):
         tell(str(setting), number / total)
         # Its logits may not be numbers, as those of some models in f16; a GPU may have no kernels for it.
         with suppress(OvspecError if on_gpu else InferenceError):
-            measured.append(timer.measure(setting))
+            measured.append(timer.measure_setting(setting))
     # A probe takes longer than measuring: only settings that may be chosen are probed, and the usual one only where
     # another might be less exact.
-    while (best := found.choose(DeviceOptions(), "auto")) and not on_gpu:
+    while (best := found.choose_measurement(DeviceOptions(), "auto")) and not on_gpu:
         unprobed = best if best.invariance is None else measured[0]
         if unprobed.invariance is not None or best.invariance == 1:
             break
         tell(f"{unprobed.setting}: bits of every way of feeding", 1.0)
-        measured[measured.index(unprobed)] = timer.probed(unprobed)
-    if effort.full and best and not on_gpu:
+        measured[measured.index(unprobed)] = timer.probe_measurement(unprobed)
+    if effort.is_full and best and not on_gpu:
         tell(f"{best.setting}: bits of long contexts, and of one thread", 1.0)
-        found = replace(found, exactness=timer.exactness(best.setting))
+        found = replace(found, exactness=timer.probe_by_threads(best.setting))
         tell(f"{best.setting}: the price of exact arithmetic", 1.0)
-        found = replace(found, price=timer.price(best.setting, next(iter(found.exactness.values())).rule))
-    if effort.full and not on_gpu:
+        found = replace(found, price=timer.measure_exact_price(best.setting, next(iter(found.exactness.values())).rule))
+    if effort.is_full and not on_gpu:
         tell("weights in other formats", 1.0)
         found = replace(found, formats_ms=time_formats_for_model(count_weight_shapes(folder)))
     return replace(found, seconds=time.monotonic() - began)

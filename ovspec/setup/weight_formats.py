@@ -40,7 +40,7 @@ class WeightFormat:
         return f"int{self.bits}{groups}{', symmetric' if self.symmetric else ''}"
 
     @property
-    def options(self) -> str:
+    def export_options(self) -> str:
         """The options of ``ovspec export`` that make it."""
         if self.bits == 16:
             return "--weight-format fp16"
@@ -50,7 +50,7 @@ class WeightFormat:
 
 def find_export_options(name: str) -> str:
     """Return the options of ``ovspec export`` for a format of ``list_formats`` by its name."""
-    return next(each.options for size in GROUP_SIZES for each in list_formats(size) if str(each) == name)
+    return next(each.export_options for size in GROUP_SIZES for each in list_formats(size) if str(each) == name)
 
 
 def time_formats_for_model(shapes: Counter[tuple[str, str]]) -> dict[str, float]:

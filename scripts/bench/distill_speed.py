@@ -105,7 +105,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--draft-vocabulary", type=int, default=16384)
     args = parser.parse_args()
-    documents, count = texts(args.model, args.documents), read_model_config(args.model).layers or 1
+    documents, count = texts(args.model, args.documents), read_model_config(args.model).layer_count or 1
     layers, tokens = new_head_tap_layers(count), sum(map(len, documents))
     print(f"{machine()}. {len(documents)} documents, {tokens:,} tokens, layers {layers}.\n", flush=True)
 

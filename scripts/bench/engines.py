@@ -95,7 +95,7 @@ def where_time_goes(folder: Path, setting: Setting, text: np.ndarray) -> str:
         decoder.feed([text[:1]], [1])
     spent: dict[str, float] = defaultdict(float)
     counts: Counter[str] = Counter()
-    for node in decoder._request.raw.profiling_info:  # type: ignore[attr-defined]
+    for node in decoder._request.openvino_request.profiling_info:  # type: ignore[attr-defined]
         spent[node.node_type] += node.real_time.total_seconds()
         counts[node.node_type] += node.real_time.total_seconds() > 0
     most = sorted(spent, key=lambda kind: -spent[kind])[:5]
@@ -124,7 +124,7 @@ def main() -> None:
     args = parser.parse_args()
     profile, settings = read_profile(args.folder, DeviceOptions(cache_dir=args.cache_dir)), dict(SETTINGS)
     print(f"{args.folder.name} of {args.folder.parent.name}, {machine()}; dynamic quantisation in groups of {GROUP}")
-    if profile and (best := profile.choose(DeviceOptions(), "auto")):
+    if profile and (best := profile.choose_measurement(DeviceOptions(), "auto")):
         print(f"profile: {best.setting}; measured in {profile.seconds:.0f} s")
         if best.setting not in settings.values():
             settings["profile"] = best.setting

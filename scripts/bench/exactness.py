@@ -37,7 +37,7 @@ def main() -> None:
             differ = sum(a.token_ids != b.token_ids for a, b in zip(plain, drafted, strict=True))
             checked = [lm.verify(result) for result in plain + drafted]
             wrong = sum(not each.ok for each in checked)
-            tokens = wrong + sum(each.exact for each in checked)
+            tokens = wrong + sum(each.is_exact for each in checked)
             proposed, accepted = totals(drafted, "proposed", "accepted")
             counts = (f"{differ} of {len(prompts)}", f"{wrong} of {tokens}", f"{accepted} of {proposed}")
             table.row(folder.name, arithmetic, *counts)

@@ -38,7 +38,7 @@ def main() -> None:
 
     ways = list(itertools.product(WIDTHS, decoders))
     take_turns(ways, inference, 1)  # weights are packed when they are first used
-    moving = milliseconds(lambda: models["large"].ir.large_pages.move(600.0))
+    moving = milliseconds(lambda: models["large"].ir.large_pages.move_pages(600.0))
     print(f"{machine()}\nmoved in {moving / 1e3:.1f} s\n")
     times = take_turns(ways, inference, args.turns, warm_up=0)
     table = Table("tokens in an inference", "small pages, ms", "large pages, ms", "speed-up")

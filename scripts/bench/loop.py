@@ -28,7 +28,7 @@ def bare_loop(loaded: CompiledModel, ids: np.ndarray, tokens: int) -> tuple[floa
     said = [int(decoder.feed([ids], [1])[0][0].argmax())]
     decoder._blocks.extend(0, len(ids), tokens)  # get all blocks now, so that nothing is bound again
     said.append(int(decoder.feed([np.array(said)], [1])[0][0].argmax()))
-    request, (token_ids, positions) = decoder._request.raw, decoder._token_arrays[(1,)]
+    request, (token_ids, positions) = decoder._request.openvino_request, decoder._token_arrays[(1,)]
     past, _ = decoder._kept_lengths[1]
     times = []
     for length in range(len(ids) + 1, len(ids) + tokens - 1):

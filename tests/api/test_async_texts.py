@@ -287,7 +287,7 @@ def test_closing_frees_the_model(loaded: ovspec.LanguageModel, load: Load) -> No
     with loaded as lm:
         result = lm.generate("a", max_tokens=2)
         engine = weakref.ref(run(engine_of(lm)))
-        irs = [(weakref.ref(ir), weakref.ref(ir.compiled)) for ir in lm.runtime.models.irs()]
+        irs = [(weakref.ref(ir), weakref.ref(ir.compiled_model)) for ir in lm.runtime.models.irs()]
     gc.collect()
     assert [compiled() for _, compiled in irs] == [None, None]
     assert all(ir() for ir, _ in irs) and engine() is None

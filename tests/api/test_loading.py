@@ -204,7 +204,7 @@ def test_inspect_tells_what_is_there(pair: Path, cache_dir: Path) -> None:
 
 def test_the_memory_estimate_is_what_the_cache_takes(pair: Path, cache_dir: Path) -> None:
     ir = compile_ir(pair, DeviceOptions(precision="f32", cache_dir=cache_dir))
-    request = ir.compiled.create_infer_request()
+    request = ir.compiled_model.create_infer_request()
     import numpy as np
 
     tokens = 64

@@ -98,7 +98,7 @@ def test_a_failed_inference_is_fed_again(load: Load, monkeypatch: pytest.MonkeyP
         done = session.generate(max_tokens=10, ignore_eos=True).token_ids
         assert session._decoders
         target = session._decoders.target
-        working = target._request.raw  # type: ignore[attr-defined]
+        working = target._request.openvino_request  # type: ignore[attr-defined]
 
         class Broken:
             def __getattr__(self, name: str) -> object:
@@ -108,7 +108,7 @@ def test_a_failed_inference_is_fed_again(load: Load, monkeypatch: pytest.MonkeyP
                 working.wait()
                 raise RuntimeError("Check 'memory' failed at x.cpp:1:\nOut of memory\n")
 
-        monkeypatch.setattr(target._request, "raw", Broken())  # type: ignore[attr-defined]
+        monkeypatch.setattr(target._request, "openvino_request", Broken())  # type: ignore[attr-defined]
         with pytest.raises(ovspec.OvspecError, match=r"the inference failed .*Out of memory"):
             session.generate(max_tokens=5, ignore_eos=True)
         monkeypatch.undo()

@@ -68,7 +68,7 @@ def longrope(tmp_path_factory: pytest.TempPathFactory, cache_dir: Path) -> LongR
     )
     model = AutoModelForCausalLM.from_pretrained(folder / "hf", attn_implementation="eager").eval()
     ir = compile_ir(folder / "ir", DeviceOptions(precision="f32", cache_dir=cache_dir))
-    assert ir.config.rope_switch == SWITCH
+    assert ir.config.rope_switch_length == SWITCH
     return LongRope(model, folder / "ir", ir)
 
 

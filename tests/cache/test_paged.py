@@ -135,7 +135,7 @@ def test_the_comparison_is_remembered(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(ovspec.setup.paging, "compare_engines", lambda *a: compared.append(a) or AGREES)
     for precision in ("f32", "f32", "bf16"):
         loaded = load_compiled_model(SMALL, DeviceOptions(precision=precision, cache_dir=tmp_path))
-        assert (loaded.engine, loaded.reason) == ("paged", AGREES.reason)
+        assert (loaded.engine, loaded.engine_reason) == ("paged", AGREES.reason)
     assert len(compared) == 1
     assert load_compiled_model(SMALL, DeviceOptions(cache_dir=tmp_path), "stateful").engine == "stateful"
     for file in (tmp_path / "engines").iterdir():
@@ -188,7 +188,7 @@ def test_compared_in_its_own_arithmetic_where_memory_is_short(monkeypatch: pytes
     compile_ir = ovspec.setup.paging.compile_ir
 
     def noting(folder: Path, options: DeviceOptions, *rest: Any) -> Any:
-        compiled.append(options.fixed.get("INFERENCE_PRECISION_HINT"))
+        compiled.append(options.fixed_properties.get("INFERENCE_PRECISION_HINT"))
         return compile_ir(folder, options, *rest)
 
     monkeypatch.setattr(ovspec.setup.paging, "compile_ir", noting)
@@ -210,7 +210,7 @@ def test_the_compile_cache_is_not_filled_in_vain(tmp_path: Path, monkeypatch: py
 def test_other_devices_are_stateful(tmp_path: Path) -> None:
     loaded = load_compiled_model(SMALL, DeviceOptions(device="AUTO:CPU", cache_dir=tmp_path))
     assert loaded.engine == "stateful"
-    assert loaded.reason == "the paged engine runs on a CPU or a GPU only, and the device is AUTO:CPU"
+    assert loaded.engine_reason == "the paged engine runs on a CPU or a GPU only, and the device is AUTO:CPU"
     with pytest.raises(ovspec.OvspecError, match="is not possible: the paged engine runs on a CPU or a GPU only"):
         load_compiled_model(SMALL, DeviceOptions(device="AUTO:CPU", cache_dir=tmp_path), "paged")
 
@@ -221,7 +221,7 @@ def test_a_cache_that_openvino_refuses_when_paged(tmp_path: Path, monkeypatch: p
     options = DeviceOptions(precision="f32", kv_precision="bf16", cache_dir=tmp_path)
     loaded = load_compiled_model(SMALL, options)
     assert loaded.engine == "stateful"
-    assert loaded.reason
+    assert loaded.engine_reason
     with pytest.raises(ovspec.OvspecError, match="`engine='paged'` is not possible"):
         load_compiled_model(SMALL, options, "paged")
 
@@ -309,8 +309,8 @@ def test_a_token_has_the_same_bits_however_its_text_was_fed(precision: str, cach
     ir = compile_paged(SMALL, DeviceOptions(precision=precision, cache_dir=cache_dir))
     trial = ExactnessTrial((1, 30, 64, 200), (1, 1, 2, 3, 1, 5, 1, 8, 16, 1), (2, 9))
     found = probe_feed_rule(PagedDecoder(ir, rule=STRICT), ir.logits_width, trial)
-    assert found.positions > 4 * 4 * 39 and found.exact, found
-    assert not probe_feed_rule(PagedDecoder(ir), ir.logits_width, trial).exact, "the probe is blind"
+    assert found.positions > 4 * 4 * 39 and found.is_exact, found
+    assert not probe_feed_rule(PagedDecoder(ir), ir.logits_width, trial).is_exact, "the probe is blind"
 
 
 def test_a_failed_inference_empties_the_cache(make_paged: MakePaged, monkeypatch: pytest.MonkeyPatch) -> None:

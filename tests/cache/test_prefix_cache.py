@@ -92,7 +92,7 @@ def test_greedy_texts_of_an_inexact_model_share_nothing_unasked(
     asked = ovspec.load(ROOT / "models" / "demo" / "draft", "none", cache_memory=0.1, **inexact)
     assert [asked.generate(PROMPT, max_tokens=8).stats.cached_tokens > 0 for _ in range(2)] == [False, True]
     exact = ovspec.load(ROOT / "models" / "demo" / "draft", "none", precision="f32", cache_dir=cache_dir)
-    if exact.target.promise == "exact":
+    if exact.target.arithmetic_note == "exact":
         assert [exact.generate(PROMPT, max_tokens=8).stats.cached_tokens > 0 for _ in range(2)] == [False, True]
         assert "not exact" not in capsys.readouterr().err.replace(line, "")
 

@@ -130,7 +130,7 @@ def test_rows_that_are_compacted_when_they_are_empty(
 
 def test_a_request_is_reset_just_before_it_runs(make_decoder: Callable[..., StatefulDecoder]) -> None:
     decoder, told = make_decoder("mask"), list[str]()
-    raw = decoder._request.raw
+    raw = decoder._request.openvino_request
 
     class Noting:
         def __getattr__(self, name: str) -> Any:
@@ -138,7 +138,7 @@ def test_a_request_is_reset_just_before_it_runs(make_decoder: Callable[..., Stat
                 told.append(name)
             return getattr(raw, name)
 
-    decoder._request.raw = Noting()  # type: ignore[assignment]
+    decoder._request.openvino_request = Noting()  # type: ignore[assignment]
     for _ in range(2):
         decoder.reset(1)
         decoder.reset(1)

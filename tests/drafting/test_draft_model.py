@@ -142,7 +142,7 @@ def test_each_proposal_is_the_whole_drafts(
     shutil.copytree(pair / DRAFT_FOLDER, tmp_path / "draft")
     trim_ir(tmp_path / "draft", ids, "draft")
     lm = load_with(tmp_path / "draft")
-    assert lm.draft and (lm.draft.engine, lm.draft.drafter, lm.draft.ir.logits_width) == ("paged", "draft", COUNT)
+    assert lm.draft and (lm.draft.engine, lm.draft.proposer_name, lm.draft.ir.logits_width) == ("paged", "draft", COUNT)
     found = moving_texts(lm, PROMPTS, max_tokens=TOKENS, lookahead=3)
     assert len(proposals) > 20
     assert all(agrees(proposed, whole_draft, ids) for proposed in proposals[::5]) == (bug == "none")

@@ -178,7 +178,7 @@ def test_rows_with_requests_of_their_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As on a GPU's stateful engine."""
-    monkeypatch.setattr(CompiledIR, "rows_alone", True)
+    monkeypatch.setattr(CompiledIR, "needs_single_rows", True)
     headed = load_headed("stateful")
     assert headed.draft and isinstance(headed.draft.decoder(), RowByRow)
     found = [text.token_ids for text in headed.generate(PROMPTS[:2], max_tokens=12, lookahead=LOOKAHEAD)]
@@ -231,8 +231,8 @@ def test_planted_bugs_are_found(
         monkeypatch.setattr(PagedDecoder, "features", stale)
     lm = load_headed()
     if bug == "no d2t":
-        assert lm.draft and lm.draft.ir.ids is not None
-        lm.draft.ir.ids = np.arange(len(lm.draft.ir.ids))
+        assert lm.draft and lm.draft.ir.target_ids is not None
+        lm.draft.ir.target_ids = np.arange(len(lm.draft.ir.target_ids))
     options: dict[str, Any] = {"lookahead": LOOKAHEAD, "max_tokens": TOKENS, "ignore_eos": True}
     assert lm.generate(PROMPTS[0], **options).token_ids == plain
     assert proposals and not torch_head.agree(proposals)
@@ -274,8 +274,8 @@ def test_a_head_with_more_tokens_than_its_target_is_refused(
 ) -> None:
     lm = headed
     read = proposers.read_head(folder / "pair" / "draft", folder / "pair")
-    assert read.ids is not None
-    beyond = read.ids + lm.target.ir.logits_width
+    assert read.target_ids is not None
+    beyond = read.target_ids + lm.target.ir.logits_width
     monkeypatch.setattr(proposers, "read_head", lambda *_: replace(read, ids=beyond))
     with pytest.raises(ovspec.OvspecError, match=r"proposes token .* but its target has"):
         proposers.load_compiled_head(folder / "pair" / "draft", lm.target, DeviceOptions())
@@ -300,17 +300,17 @@ def test_features_that_change_bits_are_told(
     folder: Path, headed: ovspec.LanguageModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Then texts may differ from those without a head, and arithmetic isn't called exact; the answer is remembered."""
-    assert headed.target.promise == "exact"
+    assert headed.target.arithmetic_note == "exact"
     compile_once(monkeypatch)
     trust_paged(monkeypatch)
-    bits = CompiledModel.bits
+    bits = CompiledModel.hash_logits
     monkeypatch.setattr(
-        CompiledModel, "bits", lambda self: [bytes(FEATURES_OUTPUT in self.ir.outputs), *bits(self)[1:]]
+        CompiledModel, "hash_logits", lambda self: [bytes(FEATURES_OUTPUT in self.ir.outputs), *bits(self)[1:]]
     )
     for _ in range(2):
         lm = ovspec.load(folder / "pair", "head", precision="f32", cache_dir=tmp_path)
-        assert "features change 1 of" in lm.target.promise and lm.target.arithmetic == "fast"
-        monkeypatch.setattr(CompiledModel, "bits", bits)
+        assert "features change 1 of" in lm.target.arithmetic_note and lm.target.arithmetic == "fast"
+        monkeypatch.setattr(CompiledModel, "hash_logits", bits)
 
 
 def test_a_draft_computes_two_tokens_where_that_is_faster(

@@ -37,8 +37,8 @@ OPTIONS: Any = {"max_tokens": 24, "ignore_eos": True}
 @pytest.fixture(scope="module")
 def lm(pair: Path, cache_dir: Path) -> ovspec.LanguageModel:
     lm = ovspec.load(pair, "lookup", precision="f32", cache_dir=cache_dir, cache_memory=0)
-    if lm.target.promise != "exact":
-        pytest.skip(f"on this processor the arithmetic is {lm.target.promise}")
+    if lm.target.arithmetic_note != "exact":
+        pytest.skip(f"on this processor the arithmetic is {lm.target.arithmetic_note}")
     lm.target.rule = replace(lm.target.rule, fewest=FEWEST, most=MOST, fewest_logits=FEWEST_LOGITS)
     return lm
 

@@ -134,7 +134,7 @@ def test_weights_are_moved_into_large_pages_between_rounds(engine: EngineThread)
     first.result()
     irs = engine.runtime.models.irs()
     ends = time.monotonic() + 30
-    while not all(ir.large_pages.done for ir in irs):
+    while not all(ir.large_pages.is_done for ir in irs):
         assert time.monotonic() < ends
         time.sleep(0.01)
 

@@ -37,8 +37,8 @@ class Headed:
         with pytest.MonkeyPatch.context() as patched:
             trust_paged(patched)
             self.cache, self.lm = cache, ovspec.load(folder, ["lookup", head], cache_dir=cache)
-        assert self.lm.target.promise == "exact" and self.lm.draft
-        self.prompts, self.tokens, self.name = prompts, tokens, self.lm.draft.drafter
+        assert self.lm.target.arithmetic_note == "exact" and self.lm.draft
+        self.prompts, self.tokens, self.name = prompts, tokens, self.lm.draft.proposer_name
         self.head = self.lm.with_drafters(DraftChoice(model=head))
 
     def texts(self, lm: ovspec.LanguageModel, prompts: list[Any], **options: Any) -> list[ovspec.Result]:

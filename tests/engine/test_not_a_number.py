@@ -68,7 +68,7 @@ def test_a_sentence_instead_of_a_token(
 
     def broken(request: InferenceRequest) -> None:
         renew(request)
-        request.raw = Broken(request.raw, after, value)  # type: ignore[assignment]
+        request.openvino_request = Broken(request.openvino_request, after, value)  # type: ignore[assignment]
 
     monkeypatch.setattr(InferenceRequest, "renew", broken)
     monkeypatch.setattr(lm.runtime.pool, "_idle", [])

@@ -100,7 +100,7 @@ def check(
             assert 0 < result.stats.accepted < result.stats.proposed
             first_alone = int(cuts)  # a text's first token has an inference of its own
             needed = result.stats.rounds + first_alone
-            if lm.target.ir.config.rope_switch:  # there the text is computed anew
+            if lm.target.ir.config.rope_switch_length:  # there the text is computed anew
                 assert needed <= decoders.target.inferences - before <= needed + 5
             else:
                 assert decoders.target.inferences - before == needed

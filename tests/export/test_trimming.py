@@ -85,7 +85,7 @@ def test_exported_it_drafts(
     assert manifest and manifest.draft and f"draft/{DRAFT_VOCABULARY_FILE}" not in manifest.files
     lm = ovspec.load(DEMO, tmp_path / "pair" / DRAFT_FOLDER, cache_dir=cache_dir)
     assert lm.draft and lm.draft.ir.logits_width == COUNT
-    assert np.array_equal(np.asarray(lm.draft.ir.ids), trimmed.ids)
+    assert np.array_equal(np.asarray(lm.draft.ir.target_ids), trimmed.ids)
     found = texts(lm)
     assert [result.token_ids for result in found] == [result.token_ids for result in trimmed.expected]
     # The texts' ids are kept, so the draft is right about as often as the whole one.

@@ -26,7 +26,7 @@ Load = Callable[..., ovspec.LanguageModel]
 @pytest.fixture(scope="module")
 def load() -> Load:
     load = partial(on_gpu, arithmetic="exact")
-    if (promise := load().target.promise) != "exact":
+    if (promise := load().target.arithmetic_note) != "exact":
         pytest.skip(f"this GPU is {promise}")
     return load
 

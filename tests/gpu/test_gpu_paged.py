@@ -30,7 +30,7 @@ def plain() -> Result:
 
 def test_the_default_is_paged_and_says_what_it_promises(plain: Result) -> None:
     lm = on_gpu()
-    assert lm.target.engine == "paged", lm.target.reason
+    assert lm.target.engine == "paged", lm.target.engine_reason
     assert plain.stats.device == "GPU"
     assert lm.target.ir.properties["KV_CACHE_PRECISION"] == "f16"
     assert plain.stats.arithmetic.startswith("fast, not exact")

@@ -49,14 +49,14 @@ def plant(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Ca
         monkeypatch.setattr(crashes, "known_crashes", {})
         monkeypatch.setattr(crashes, "shown_notes", set())
         named = "INFERENCE_PRECISION_HINT"
-        monkeypatch.setattr(crashes, "resolve_precision", lambda options: options.fixed.get(named, "bf16"))
+        monkeypatch.setattr(crashes, "resolve_precision", lambda options: options.fixed_properties.get(named, "bf16"))
         return lambda: len(log.read_text())
 
     return plant
 
 
 def precision(lm: ovspec.LanguageModel) -> str:
-    return lm.target.ir.compiled.get_property("INFERENCE_PRECISION_HINT").get_type_name()
+    return lm.target.ir.compiled_model.get_property("INFERENCE_PRECISION_HINT").get_type_name()
 
 
 @POSIX
@@ -139,7 +139,7 @@ def test_only_what_could_crash_is_tried(plant: Callable[[str], Callable[[], int]
     assert has_gates(pair) and not has_gates(DEMO)
     for device, threads in (("CPU", 1), ("CPU", 2), ("AUTO:CPU", None)):
         chosen = avoid_crash(pair, DeviceOptions(device, threads=threads, cache_dir=tmp_path))
-        assert chosen.fixed["INFERENCE_PRECISION_HINT"] == "f32"
+        assert chosen.fixed_properties["INFERENCE_PRECISION_HINT"] == "f32"
     assert trials() == 3, "each setting has its own"
 
 

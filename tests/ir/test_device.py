@@ -72,7 +72,7 @@ def test_properties_win_over_options() -> None:
 
 
 def test_options_reach_the_compiled_model(load: Callable[..., ovspec.LanguageModel]) -> None:
-    compiled = load(threads=1, kv_precision="u8", arithmetic="fast").target.ir.compiled
+    compiled = load(threads=1, kv_precision="u8", arithmetic="fast").target.ir.compiled_model
     assert compiled.get_property("INFERENCE_NUM_THREADS") == 1
     assert compiled.get_property("KV_CACHE_PRECISION").get_type_name() == "u8"
     assert compiled.get_property("INFERENCE_PRECISION_HINT").get_type_name() == "f32"

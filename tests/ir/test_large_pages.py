@@ -50,7 +50,7 @@ def test_memory_is_moved_and_stays_the_same() -> None:
     memory.write(values)
     start = np.frombuffer(memory, dtype=np.uint8).ctypes.data
     assert any(a <= start and start + len(values) <= b for a, b in read_memory_ranges())
-    large.move(60.0)
+    large.move_pages(60.0)
     assert memory[:] == values
     if not can_collapse():
         pytest.skip(f"no large pages here ({THP.read_text() if THP.exists() else 'none'})")
@@ -97,7 +97,7 @@ def used_up(monkeypatch: pytest.MonkeyPatch, answer: Callable[[int], int]) -> li
     monkeypatch.setattr(large_pages, "read_memory_ranges", lambda: [(0, 100 * PAGE_BYTES)])
     monkeypatch.setattr(large_pages, "collapse_page", refusing)
     for _ in range(3):
-        large.move(5.0)
+        large.move_pages(5.0)
     return asked
 
 
@@ -119,20 +119,20 @@ def test_pages_move_only_while_nothing_is_computed(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(large_pages, "read_memory_ranges", lambda: [(0, 60 * PAGE_BYTES)])
     monkeypatch.setattr(large_pages, "collapse_page", lambda page: asked.append(page) or time.sleep(0.01) or 0)
     monkeypatch.setattr(large_pages, "LEAST_IDLE_SECONDS", 0.05)
-    large.busy.add(2)
-    large.since = 0.0
-    large.start()
+    large.busy_requests.add(2)
+    large.last_inference_end = 0.0
+    large.start_mover()
     time.sleep(0.2)
     assert not asked, "a request is computing"
-    large.busy.discard(2)
+    large.busy_requests.discard(2)
     assert wait_until(lambda: len(asked) > 1)
-    large.busy.add(1)
+    large.busy_requests.add(1)
     time.sleep(3 * large_pages.STEP_SECONDS)
     count = len(asked)
     time.sleep(0.1)
     assert len(asked) == count < 60
-    large.busy.discard(1)
-    assert wait_until(lambda: large.done)
+    large.busy_requests.discard(1)
+    assert wait_until(lambda: large.is_done)
     assert sorted(asked) == list(range(0, 60 * PAGE_BYTES, PAGE_BYTES)), "each page once"
 
 
@@ -143,12 +143,12 @@ def test_only_a_process_with_much_to_do_moves_them(
     lm = ovspec.load(pair, precision="f32", cache_dir=cache_dir)
     lm.generate(PROMPTS[0], max_tokens=5)
     assert not lm.target.ir.large_pages._mover
-    monkeypatch.setattr(large_pages, "PATIENCE_SECONDS", lm.target.ir.large_pages.seconds + 1e-6)
+    monkeypatch.setattr(large_pages, "PATIENCE_SECONDS", lm.target.ir.large_pages.inference_seconds + 1e-6)
     lm.generate(PROMPTS[0], max_tokens=5)
     mover = lm.target.ir.large_pages._mover
     assert mover
     mover.join(20)
-    assert lm.target.ir.large_pages.done
+    assert lm.target.ir.large_pages.is_done
 
 
 def test_threads_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +157,7 @@ def test_threads_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     begin = 1 << 60  # where this process has no memory: what it had before isn't moved
     monkeypatch.setattr(large_pages, "read_memory_ranges", lambda: [(begin, begin + 2000 * PAGE_BYTES)])
     monkeypatch.setattr(large_pages, "collapse_page", lambda page: asked.append(page) or 0)
-    threads = [threading.Thread(target=large.move, args=(5.0,)) for _ in range(4)]
+    threads = [threading.Thread(target=large.move_pages, args=(5.0,)) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -203,7 +203,7 @@ def test_no_request_changes_another(
         body |= {"draft": model} if body.get("draft") == "draft" else {}
     answers, most = asyncio.run(send_all(server, bodies, chance))
     lm = ovspec.load(folder, cache_dir=cache_dir)
-    assert lm.target.promise == "exact"
+    assert lm.target.arithmetic_note == "exact"
     calls = thoughts = 0
     paths = dict[str, int]()
     for number, (body, answer) in enumerate(zip(bodies, answers, strict=True)):

@@ -59,11 +59,11 @@ def test_a_rule_is_found_for_the_paged_engine(make: Make, trial: ExactnessTrial)
     # Only what is needed here is demanded.
     for name in ("fewest", "fewest_logits"):
         if (count := getattr(found.rule, name)) > 1:
-            assert not probe_feed_rule(make(replace(found.rule, **{name: count - 1})), 4096).exact
+            assert not probe_feed_rule(make(replace(found.rule, **{name: count - 1})), 4096).is_exact
     if found.rule.queries > 1:
-        assert not probe_feed_rule(make(replace(found.rule, queries=1, fewest=1)), 4096).exact
+        assert not probe_feed_rule(make(replace(found.rule, queries=1, fewest=1)), 4096).is_exact
     if found.rule.most:
-        assert not probe_feed_rule(make(replace(found.rule, most=None)), 4096, ExactnessTrial((180,), (1, 2))).exact
+        assert not probe_feed_rule(make(replace(found.rule, most=None)), 4096, ExactnessTrial((180,), (1, 2))).is_exact
     assert find_exactness(make, "paged", 4096).rule == found.rule, "the same at each time"
 
 
@@ -139,7 +139,7 @@ def test_the_rule_for_kernels_that_round_differently(
     assert found.tried == {} or rule is None or found.tried[str(rule)] == 0
     if rule:
         inferences.clear()
-        assert probe_feed_rule(make_paged(rule=rule), 4096).exact
+        assert probe_feed_rule(make_paged(rule=rule), 4096).is_exact
         assert not any(differs(*inference) for inference in inferences), "each keeps to the rule"
 
 
@@ -194,9 +194,9 @@ def test_kernels_that_a_gpu_compiles_in_the_background_are_waited_for(
 
     plant_gpu_kernels(monkeypatch, general)
     make: Make = lambda rule: make_paged(rule=replace(rule, queries=2))  # noqa: E731
-    assert not probe_feed_rule(make(GPU_RULES[0]), 4096, ON_A_GPU).exact
+    assert not probe_feed_rule(make(GPU_RULES[0]), 4096, ON_A_GPU).is_exact
     seen.clear()
-    assert find_exactness_on_gpu(make, 4096, ON_A_GPU).exact
+    assert find_exactness_on_gpu(make, 4096, ON_A_GPU).is_exact
     assert list(seen)[:7] == [1, 2, 4, 8, 16, 32, 64] or list(seen)[:6] == [2, 4, 8, 16, 32, 64]
 
 
@@ -235,7 +235,7 @@ def test_no_row_is_probed_beyond_the_context(make: Make, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(PagedDecoder, "feed", feed)
     found = find_exactness(shorter, "paged", 4096, ExactnessTrial((70, 103), (1, 2, 1, 5, 8), (2, 9)))
-    assert found.exact and found.positions > 0
+    assert found.is_exact and found.positions > 0
     assert longest <= context
 
 
@@ -279,7 +279,7 @@ def test_planted_differences_are_found(make: Make, monkeypatch: pytest.MonkeyPat
         return made
 
     monkeypatch.setattr(decoder, "fork", planted_fork)
-    assert not probe_feed_rule(decoder, 4096).exact
+    assert not probe_feed_rule(decoder, 4096).is_exact
 
 
 @pytest.mark.parametrize(
@@ -294,8 +294,8 @@ def test_the_stateful_engine_by_its_rule(pair: Path, rollback: Rollback, rule: F
     if not found.rule:
         pytest.skip(f"no rule for the stateful engine on this processor: {found}")
     trial = ExactnessTrial((40, 70), (1, 2, 1, 8), ())
-    assert probe_feed_rule(decoder_of(ir, Rollback("mask"), rule=found.rule), ir.logits_width, trial).exact
-    assert not probe_feed_rule(StatefulDecoder(ir, rollback, rule=rule), 4096, trial).exact
+    assert probe_feed_rule(decoder_of(ir, Rollback("mask"), rule=found.rule), ir.logits_width, trial).is_exact
+    assert not probe_feed_rule(StatefulDecoder(ir, rollback, rule=rule), 4096, trial).is_exact
 
 
 def test_remembered_by_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -389,8 +389,8 @@ def test_the_default_is_lookup_where_a_guess_is_free(cache_dir: Path, monkeypatc
 
 def test_stateful_batches_and_drafts_are_exact_where_the_probe_says_so(pair: Path, cache_dir: Path) -> None:
     lm = ovspec.load(pair, "lookup,draft", engine="stateful", precision="f32", threads=1, cache_dir=cache_dir)
-    if lm.target.promise != "exact":
-        pytest.skip(f"on this processor, the stateful engine is {lm.target.promise}")
+    if lm.target.arithmetic_note != "exact":
+        pytest.skip(f"on this processor, the stateful engine is {lm.target.arithmetic_note}")
     prompts = PROMPTS[:2]
     plain = [lm.generate(prompt, max_tokens=40, ignore_eos=True, lookahead=0) for prompt in prompts]
     drafted = [lm.generate(prompt, max_tokens=40, ignore_eos=True, lookahead=4) for prompt in prompts]

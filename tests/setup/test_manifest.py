@@ -27,7 +27,7 @@ def exported(tmp_path: Path) -> Path:
     weights = tmp_path / "openvino_model.bin"
     weights.write_bytes(b"weights")
     model = ExportedModel("source", "fp16", {}, [])
-    Manifest(model, None, {}, {weights.name: ExportedFile(7, hash_file(weights))}).write(tmp_path)
+    Manifest(model, None, {}, {weights.name: ExportedFile(7, hash_file(weights))}).write_to_folder(tmp_path)
     return tmp_path
 
 

@@ -50,7 +50,7 @@ def test_which_requests_take_copied_states(target_ir: CompiledIR, monkeypatch: p
     write, infer, ran = ovspec.cache.stateful.write_states, InferenceRequest.infer, set[Any]()
 
     def noting(self: InferenceRequest, *given: Any) -> Any:
-        ran.add(self.raw)
+        ran.add(self.openvino_request)
         return infer(self, *given)
 
     monkeypatch.setattr(InferenceRequest, "infer", noting)

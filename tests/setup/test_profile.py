@@ -52,7 +52,7 @@ def profile(*measurements: Measurement, goal: Goal = "balanced") -> Profile:
 
 
 def chosen(found: Profile, options: DeviceOptions | None = None, engine: str = "auto") -> Setting | None:
-    best = found.choose(options or DeviceOptions(), engine)  # type: ignore[arg-type]
+    best = found.choose_measurement(options or DeviceOptions(), engine)  # type: ignore[arg-type]
     return best and best.setting
 
 
@@ -99,12 +99,12 @@ def test_the_cost_is_that_of_the_rule() -> None:
     five = replace(measured(FAST, step=5), rule=FeedRule(queries=2, fewest=5, fewest_logits=5))
     four, eight = five.verify_ms[4], five.verify_ms[8]
     assert five.token_ms == pytest.approx(four + (eight - four) / 4)
-    assert [five.ms(width) for width in (1, 2, 4, 5)] == [five.token_ms] * 4
-    assert five.ms(8) == eight
-    assert five.cost("balanced") == pytest.approx(256 + 128 / 3 * (2 * five.token_ms + eight))
-    assert five.cost("decode") == five.token_ms
+    assert [five.inference_ms(width) for width in (1, 2, 4, 5)] == [five.token_ms] * 4
+    assert five.inference_ms(8) == eight
+    assert five.goal_cost("balanced") == pytest.approx(256 + 128 / 3 * (2 * five.token_ms + eight))
+    assert five.goal_cost("decode") == five.token_ms
     slower = measured(USUAL, step=7.5)
-    assert replace(five, rule=None).cost("decode") < slower.cost("decode") < five.cost("decode")
+    assert replace(five, rule=None).goal_cost("decode") < slower.goal_cost("decode") < five.goal_cost("decode")
 
 
 @pytest.mark.parametrize("invariance", [0.0, 0.99])
@@ -138,7 +138,7 @@ def test_goals() -> None:
     assert found["decode"] == decoder.setting
     assert found["prefill"] == reader.setting
     assert found["accuracy"] == exact.setting
-    balanced = min((measured(USUAL), decoder, reader), key=lambda m: m.cost("balanced"))
+    balanced = min((measured(USUAL), decoder, reader), key=lambda m: m.goal_cost("balanced"))
     assert found["balanced"] == balanced.setting
 
 
@@ -172,7 +172,7 @@ MEASUREMENTS = st.builds(measured, SETTINGS, TIMES, TIMES, st.sampled_from([0.0,
 
 @given(st.lists(MEASUREMENTS, max_size=8), st.sampled_from(GOALS))
 def test_the_choice_is_allowed_and_nothing_allowed_is_clearly_better(found: list[Measurement], goal: Goal) -> None:
-    best = profile(*found, goal=goal).choose(DeviceOptions(), "auto")
+    best = profile(*found, goal=goal).choose_measurement(DeviceOptions(), "auto")
     most = MOST_KL_FOR_ACCURACY if goal == "accuracy" else KL_FACTOR * KL
     paged = [m for m in (measured(USUAL), *found) if m.setting.engine == "paged"]  # as without a profile
     allowed = [m for m in paged if m.kl <= most]
@@ -180,7 +180,7 @@ def test_the_choice_is_allowed_and_nothing_allowed_is_clearly_better(found: list
         assert best == measured(USUAL), "the setting used without a profile"
         return
     assert best in allowed
-    assert all(m.cost(goal) > CLEARLY_BETTER * best.cost(goal) for m in allowed)
+    assert all(m.goal_cost(goal) > CLEARLY_BETTER * best.goal_cost(goal) for m in allowed)
 
 
 def test_an_inexact_cache_is_chosen_only_where_it_is_asked_for() -> None:

@@ -53,9 +53,9 @@ def test_accuracy_is_measured_against_the_right_logits(tmp_path: Path) -> None:
     assert profile.reference is by_setting[Setting("stateful")]
     paged = [m for setting, m in by_setting.items() if setting.engine == "paged"]
     assert all(m.invariance in (None, 1.0) for m in paged)
-    assert all(found.exact and found.positions > 1000 for found in profile.exactness.values())
+    assert all(found.is_exact and found.positions > 1000 for found in profile.exactness.values())
     assert 1 in profile.exactness
-    accurate = replace(profile, goal="accuracy").choose(DeviceOptions(), "auto")
+    accurate = replace(profile, goal="accuracy").choose_measurement(DeviceOptions(), "auto")
     assert accurate
     assert accurate.kl < 1e-6
 
@@ -79,10 +79,10 @@ def test_the_distance_is_the_kl_divergence(pair: Path, reference: Reference) -> 
 def test_invariance_is_measured_on_the_exact_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
     uncached = DeviceOptions(properties={"CACHE_DIR": ""})
     timer = SettingTimer(SMALL, np.arange(3, 43), TuningEffort(40, (1, 2, 4), 1, True), uncached)
-    probed = timer.probed(timer.set_incumbent(Setting("paged", "f32", 32)))
+    probed = timer.probe_measurement(timer.set_incumbent(Setting("paged", "f32", 32)))
     assert probed.invariance == 1 and probed.rule and probed.rule.fewest in probed.verify_ms
     monkeypatch.setattr("ovspec.setup.exactness.STRICTEST_RULES", {"paged": FAST})
-    probed = timer.probed(timer.set_incumbent(Setting("paged", "f32", 32)))
+    probed = timer.probe_measurement(timer.set_incumbent(Setting("paged", "f32", 32)))
     assert probed.rule is None
     assert probed.invariance is not None and probed.invariance < 1, "a token alone is found"
 
@@ -93,7 +93,7 @@ def test_the_fewest_tokens_of_a_rule_are_timed(monkeypatch: pytest.MonkeyPatch) 
     text, uncached = np.arange(3, 43), DeviceOptions(properties={"CACHE_DIR": ""})
     timer = SettingTimer(SMALL, text, TuningEffort(40, (1, 2, 4, 8), 1, False), uncached)
     measured = timer.set_incumbent(Setting("paged"))
-    probed = timer.probed(measured)
+    probed = timer.probe_measurement(measured)
     assert (probed.rule, probed.invariance) == (rule, 1.0)
     assert probed.verify_ms.keys() == {1, 2, 4, 5, 8} and probed.token_ms == probed.verify_ms[5] > 0
     assert {width: probed.verify_ms[width] for width in measured.verify_ms} == measured.verify_ms
@@ -118,7 +118,7 @@ def test_what_slows_the_machine_down_for_a_while_changes_no_ratio(
     assert len(profile.measurements) > 1
     assert all(m.verify_ms == {width: width for width in m.verify_ms} for m in profile.measurements)
     assert all(m.verify_ms.keys() >= {1, 2, 4, 8} for m in profile.measurements)
-    best = profile.choose(DeviceOptions(), "auto")
+    best = profile.choose_measurement(DeviceOptions(), "auto")
     assert best is profile.measurements[0], "nothing is clearly better"
 
 
@@ -136,7 +136,7 @@ def test_a_first_load_measures_once_and_keeps_it(
     profile = read_profile(SMALL, DeviceOptions(cache_dir=tmp_path))
     assert profile
     assert not profile.full
-    best = profile.choose(DeviceOptions(), "auto")
+    best = profile.choose_measurement(DeviceOptions(), "auto")
     assert best
     stats = lm.generate("def f(", max_tokens=3).stats
     assert stats.profile == str(best.setting)
@@ -170,14 +170,14 @@ def test_not_measured_unasked_where_it_would_take_long(
 
 
 def test_a_setting_whose_logits_are_not_numbers_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    measure = SettingTimer.measure
+    measure = SettingTimer.measure_setting
 
     def failing(self: SettingTimer, setting: Setting) -> Measurement:
         if setting.precision == "f32":
             raise InferenceError("the model's logits are not numbers")
         return measure(self, setting)
 
-    monkeypatch.setattr(SettingTimer, "measure", failing)
+    monkeypatch.setattr(SettingTimer, "measure_setting", failing)
     trust_paged(monkeypatch)
     profile = tune_model(SMALL, DeviceOptions(cache_dir=tmp_path), effort=LITTLE)
     assert [m.setting for m in profile.measurements] == [Setting("paged")]

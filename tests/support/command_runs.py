@@ -49,7 +49,7 @@ class Outcome:
         return self.rows[0].stats
 
     def property(self, name: str) -> str:
-        return str(self.lm.target.ir.compiled.get_property(name))
+        return str(self.lm.target.ir.compiled_model.get_property(name))
 
 
 LOADED: dict[str, tuple[Any, bool]] = {}

@@ -58,7 +58,7 @@ def without_draft(pair: Path, folder: Path) -> Path:
     manifest = read_manifest(pair)
     assert manifest
     files = {name: file for name, file in manifest.files.items() if not name.startswith("draft/")}
-    Manifest(manifest.target, None, manifest.versions, files).write(folder)
+    Manifest(manifest.target, None, manifest.versions, files).write_to_folder(folder)
     return folder
 
 

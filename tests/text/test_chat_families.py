@@ -241,6 +241,6 @@ def test_files_of_more_templates_belong_to_the_model(tmp_path: Path) -> None:
     (folder / MORE_TEMPLATES / "tool_use.jinja").write_text("other tools", "utf-8")
     assert hash_prompt_files(folder) != hash_prompt_files(source)
     model = ExportedModel("a", "fp32", {}, [])
-    Manifest(model, None, {}, {}).write(folder)
+    Manifest(model, None, {}, {}).write_to_folder(folder)
     with pytest.raises(OvspecError, match=r"tool_use\.jinja: not a file of the export"):
         read_manifest(folder, verify=True)

@@ -182,7 +182,7 @@ def read_examples(work: Path, held_out: bool) -> Examples:
 def computing(model: Path, layers: list[int]) -> Callable[[list[int]], dict[str, Tensor]]:
     """Return a function that computes what a shard keeps of a document's ids."""
     options = DeviceOptions(precision="f32", properties=PROPERTIES)
-    compiled = compile_ir(model, options, lambda graph: add_outputs(graph, layers)).compiled
+    compiled = compile_ir(model, options, lambda graph: add_outputs(graph, layers)).compiled_model
     request, names = compiled.create_infer_request(), {port.get_any_name() for port in compiled.outputs}
 
     def compute(ids: list[int]) -> dict[str, Tensor]:

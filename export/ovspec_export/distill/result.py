@@ -108,7 +108,7 @@ def add_draft(model: Path, manifest: Manifest, ir: Path, entry: ExportedModel) -
         manifest.files |= {
             path.relative_to(work).as_posix(): ExportedFile(path.stat().st_size, hash_file(path)) for path in new
         }
-        manifest.write(work)
+        manifest.write_to_folder(work)
         replace_folder(work, model)
 
 

@@ -28,7 +28,7 @@ def model(tmp_path: Path) -> Path:
     manifest = read_manifest(DEMO)
     assert manifest
     files = {name: file for name, file in manifest.files.items() if not name.startswith("draft/")}
-    Manifest(manifest.target, None, manifest.versions, files).write(tmp_path / "model")
+    Manifest(manifest.target, None, manifest.versions, files).write_to_folder(tmp_path / "model")
     return tmp_path / "model"
 
 
