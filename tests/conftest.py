@@ -165,7 +165,7 @@ def load(pair: Path, cache_dir: Path) -> Callable[..., ovspec.LanguageModel]:
         for loaded in filter(None, (lm.target, lm.draft)):
             loaded.rollback = Rollback(rollback) if rollback else loaded.rollback
             if compact_at and loaded.engine == "stateful":
-                make = functools.partial(StatefulDecoder, loaded.ir, loaded.rollback, compact_at=compact_at)
+                make = functools.partial(StatefulDecoder, loaded.ir, loaded.rollback, compaction_threshold=compact_at)
                 loaded.decoder = lambda *given, make=make, shares=False: make(*given)  # type: ignore  # noqa: ARG005
         return lm
 
@@ -180,7 +180,7 @@ def target_ir(pair: Path, cache_dir: Path) -> CompiledIR:
 @pytest.fixture(scope="session")
 def make_decoder(target_ir: CompiledIR) -> Callable[..., StatefulDecoder]:
     def make_decoder(rollback: Any, compact_at: int = 256) -> StatefulDecoder:
-        return StatefulDecoder(target_ir, Rollback(rollback), compact_at=compact_at)
+        return StatefulDecoder(target_ir, Rollback(rollback), compaction_threshold=compact_at)
 
     return make_decoder
 

@@ -56,7 +56,7 @@ def ask(lm: ovspec.LanguageModel, number: int) -> list[int]:
 @pytest.fixture
 def lm(load: Load, monkeypatch: pytest.MonkeyPatch) -> ovspec.LanguageModel:
     lm = load(draft=True, cache_memory=0.005)  # soon full
-    monkeypatch.setattr(lm.runtime.pool, "_idle", [])
+    monkeypatch.setattr(lm.runtime.decoder_pool, "_idle_sets", [])
     lm.use_large_pages()  # or a thread moves the weights at some moment
     return lm
 
@@ -112,15 +112,15 @@ def test_threads_with_grammars_and_refused_prompts(
     after = work_in_threads()
     print("memory in MB:", [round(held.memory / 1e6, 1) for held in (single, before, after)])
     assert len(made) <= threads
-    assert len(lm.runtime.pool) == len(made), "decoders were thrown away"
+    assert len(lm.runtime.decoder_pool) == len(made), "decoders were thrown away"
     assert after.children - single.children <= 3, "at most four convert grammars"
     assert after.handles <= before.handles + 2 * (after.children - before.children)
     assert after.threads <= before.threads
     assert after.memory < before.memory + 50e6
-    monkeypatch.setattr(decoders, "KEPT_IDLE", 0.0)
+    monkeypatch.setattr(decoders, "MAX_IDLE_SECONDS", 0.0)
     ask(lm, 0)
     gc.collect()
-    assert len(lm.runtime.pool) == len(made) == 1, "idle decoders are dropped"
+    assert len(lm.runtime.decoder_pool) == len(made) == 1, "idle decoders are dropped"
 
 
 def calls_of(lm: ovspec.LanguageModel, session: ovspec.Session) -> list[Callable[[int], Any]]:

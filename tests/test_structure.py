@@ -113,7 +113,7 @@ def test_the_road_of_a_request_is_the_one_in_the_docs(monkeypatch: pytest.Monkey
     tracing: list[Any] = [lambda *_: None]
     try:
         lm = ovspec.load(ROOT / "models" / "demo", "none", engine="paged")
-        engine = EngineThread(lm.runtime, rows=4)
+        engine = EngineThread(lm.runtime, max_rows=4)
         engine.start()
         app: Any = Guard(make_app(Service(lm, engine, ["demo"], ServeParams())), [], True, lambda *_: None)
         asyncio.run(ask())
@@ -129,7 +129,7 @@ def test_the_road_of_a_request_is_the_one_in_the_docs(monkeypatch: pytest.Monkey
             sys.setprofile(None)
     finally:
         threading.setprofile(None)  # type: ignore[arg-type]
-    engine.end()
+    engine.stop()
     assert {*road.files} == {*listed_under("The road of a request")}  # threads take turns as they like
     assert len(road.files) <= 21
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from ovspec.base.errors import OvspecError
 from ovspec.cache.decoder import Rollback
-from ovspec.cache.stateful import RowByRow, StatefulDecoder
+from ovspec.cache.stateful import RowByRowDecoder, StatefulDecoder
 from ovspec.ir.compile import CompiledIR, compile_ir
 from ovspec.ir.device import DeviceOptions
 
@@ -55,7 +55,7 @@ def compute_ir_logits(ir: CompiledIR, rows: list[np.ndarray]) -> list[np.ndarray
     def make_decoder() -> StatefulDecoder:
         return StatefulDecoder(ir, Rollback("trim" if ir.kv_states else None, replay=bool(ir.recurrent_states)))
 
-    decoder = RowByRow(make_decoder) if ir.needs_single_rows else make_decoder()
+    decoder = RowByRowDecoder(make_decoder) if ir.needs_single_rows else make_decoder()
     decoder.reset(len(rows))
     steps = count_single_steps(rows[-1])
     pieces = [[row[:-steps] for row in rows]] + [[row[n : n + 1 or None] for row in rows] for n in range(-steps, 0)]

@@ -7,8 +7,13 @@ from pathlib import Path
 
 import numpy as np
 
-from ovspec.cache.stateful import decoder_of
-from ovspec.engine.scoring import DEFAULT_CONTEXT, check_length, predictions, windows
+from ovspec.cache.stateful import make_stateful_decoder
+from ovspec.engine.scoring import (
+    DEFAULT_PERPLEXITY_CONTEXT,
+    check_perplexity_length,
+    overlapping_windows,
+    predict_tokens,
+)
 from ovspec.ir.compile import compile_ir
 from ovspec.ir.device import DeviceOptions
 from ovspec.sampling.logprobs import log_softmax
@@ -29,16 +34,16 @@ def compare_with_checkpoint(
     options = DeviceOptions(precision="f32", properties={"CACHE_DIR": ""})
     ir = compile_ir(folder, options)
     tokenizer = Tokenizer(folder)
-    decoder = decoder_of(ir, probe_rollback(ir).rollback, tokenizer.known)
+    decoder = make_stateful_decoder(ir, probe_rollback(ir).rollback, tokenizer.known)
     tokens = tokenizer.encode(text)
-    context = min(context, DEFAULT_CONTEXT, ir.context_length or DEFAULT_CONTEXT)
-    check_length(tokens, context)
+    context = min(context, DEFAULT_PERPLEXITY_CONTEXT, ir.context_length or DEFAULT_PERPLEXITY_CONTEXT)
+    check_perplexity_length(tokens, context)
     model = load_checkpoint_model(str(source), trust_remote_code, dtype=torch.float32)
-    spans = windows(len(tokens), context)
+    spans = overlapping_windows(len(tokens), context)
     reference, start, end = np.empty((0, 0), np.float32), 0, 0
     ours = theirs = divergence = 0.0
     agreed = scored = 0
-    for place, logits in predictions(decoder, tokens, context):
+    for place, logits in predict_tokens(decoder, tokens, context):
         if place >= end:
             start, end, _ = next(spans)
             with torch.no_grad():

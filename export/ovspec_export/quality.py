@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.progress import in_bytes, note, step
-from ovspec.engine.scoring import DEFAULT_CONTEXT
+from ovspec.engine.scoring import DEFAULT_PERPLEXITY_CONTEXT
 from ovspec_export.convert import run_job
 from ovspec_export.sources import HeadSource, Source
 
@@ -27,7 +27,7 @@ def evaluate_exports(
             result = work / "evaluation.json"
             where = {"source": str(source.folder), "folder": str(folder), "text": str(text.absolute())}
             runs_code = source.runs_code(trust_remote_code)
-            options = {"context": DEFAULT_CONTEXT, "output": str(result), "trust_remote_code": runs_code}
+            options = {"context": DEFAULT_PERPLEXITY_CONTEXT, "output": str(result), "trust_remote_code": runs_code}
             try:
                 run_job("evaluate_ir", source, work, **where, **options)
             except OvspecError as error:

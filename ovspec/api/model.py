@@ -24,7 +24,7 @@ from ovspec.engine.prompts import Prompt, Prompts, is_batch
 from ovspec.engine.results import Piece, Result
 from ovspec.engine.row import Row, TextStream
 from ovspec.engine.runtime import Runtime
-from ovspec.engine.scoring import DEFAULT_CONTEXT, Perplexity, measure
+from ovspec.engine.scoring import DEFAULT_PERPLEXITY_CONTEXT, Perplexity, measure_perplexity
 from ovspec.params import Params
 from ovspec.params.checks import refuse_retries
 from ovspec.params.generation import UNSET, GenerateOptions
@@ -71,7 +71,7 @@ class LanguageModel:
         """
         with self._lock:
             if self._engine and self._end_engine:
-                self._engine.give_up(InferenceError(f"{self.folder}: this model was closed; load it again."))
+                self._engine.fail_all(InferenceError(f"{self.folder}: this model was closed; load it again."))
                 self._end_engine()
                 self._engine = self._end_engine = None
             self.runtime.close()
@@ -79,7 +79,7 @@ class LanguageModel:
     def __repr__(self) -> str:
         if self.target.ir.open_model is None:
             return f"LanguageModel({str(self.folder)!r}, closed)"
-        return f"LanguageModel({str(self.folder)!r}, {self.runtime.settings})"
+        return f"LanguageModel({str(self.folder)!r}, {self.runtime.settings_label})"
 
     def encode(self, prompt: Prompt) -> np.ndarray:
         """Return the token ids of ``prompt``, (n,) int64.
@@ -149,8 +149,8 @@ class LanguageModel:
         """
         params = self._single(options)
         refuse_retries(params)
-        [row] = rows = self.runtime.rows.make(prompt, params)
-        run = self.runtime.pool.run(rows, params, 1)
+        [row] = rows = self.runtime.row_maker.make_rows(prompt, params)
+        run = self.runtime.decoder_pool.run_batch(rows, params, 1)
 
         def pieces() -> Generator[Piece]:
             with closing(run):
@@ -214,11 +214,11 @@ class LanguageModel:
             if not (engine := self._engine):
                 engine = EngineThread(self.runtime, UNSET.batch_size)
                 engine.start(prepare=False)
-                self._engine, self._end_engine = engine, weakref.finalize(self, engine.end)
-        return engine, [row for prompt in prompts for row in engine.runtime.rows.make(prompt, params)]
+                self._engine, self._end_engine = engine, weakref.finalize(self, engine.stop)
+        return engine, [row for prompt in prompts for row in engine.runtime.row_maker.make_rows(prompt, params)]
 
     def _single(self, options: dict[str, Any]) -> Params:
-        params = self.runtime.rows.params(options)
+        params = self.runtime.row_maker.make_complete_params(options)
         if params.n != 1:
             raise OvspecError(f"`n` is {params.n}; call samples() for several texts of a prompt.")
         return params
@@ -226,9 +226,9 @@ class LanguageModel:
     def _generate(self, prompt: Any, options: dict[str, Any], single: bool = False) -> list[list[Result]]:
         """Return the ``n`` results of each prompt, one if ``single``."""
         prompts = prompt if is_prompt_list(prompt) else [prompt]
-        params = self._single(options) if single else self.runtime.rows.params(options)
-        rows = [row for each in prompts for row in self.runtime.rows.make(each, params)]
-        for _ in self.runtime.pool.run(rows, params, len(rows)):
+        params = self._single(options) if single else self.runtime.row_maker.make_complete_params(options)
+        rows = [row for each in prompts for row in self.runtime.row_maker.make_rows(each, params)]
+        for _ in self.runtime.decoder_pool.run_batch(rows, params, len(rows)):
             pass
         results = [row.result() for row in rows]
         retry_invalid_results(self.runtime, prompts, params, results)
@@ -250,14 +250,14 @@ class LanguageModel:
         if context is not None and (context < 1 or (most and context > most)):
             raise OvspecError(f"`context` is {context}; it must be at least 1{f' and at most {most}' if most else ''}.")
         if context:
-            self.runtime.models.check_memory(context)
-        decoders = self.runtime.pool.take()
+            self.runtime.models.ensure_memory(context)
+        decoders = self.runtime.decoder_pool.acquire()
         decoders.reset(1)
         return Session(self.runtime, decoders, context, chat_template_kwargs)
 
     def cache_bytes(self, tokens: int) -> float:
         """Estimate the memory, in bytes, of the KV caches of a text of ``tokens`` tokens, target and draft together."""
-        return self.runtime.models.bytes_for(tokens)
+        return self.runtime.models.estimate_cache_bytes(tokens)
 
     # ------------------------------------------------------------ checking and measuring
 
@@ -287,28 +287,28 @@ class LanguageModel:
         most = self.target.ir.context_length
         if context and most and context > most:
             raise OvspecError(f"A window of {context} tokens is longer than the model's context of {most}.")
-        context = context or min(DEFAULT_CONTEXT, most or DEFAULT_CONTEXT)
-        decoders = self.runtime.pool.take()
+        context = context or min(DEFAULT_PERPLEXITY_CONTEXT, most or DEFAULT_PERPLEXITY_CONTEXT)
+        decoders = self.runtime.decoder_pool.acquire()
         try:
-            return measure(decoders.target, self.tokenizer.encode(text), context)
+            return measure_perplexity(decoders.target, self.tokenizer.encode(text), context)
         finally:
-            self.runtime.pool.give_back(decoders)
+            self.runtime.decoder_pool.release(decoders)
 
     def next_logits(self, prompt: Prompt) -> np.ndarray:
         """Return the target's logits (vocab,) float32 for the token after ``prompt``; errors as for ``encode``."""
-        tokens, decoders = self.encode(prompt), self.runtime.pool.take()
+        tokens, decoders = self.encode(prompt), self.runtime.decoder_pool.acquire()
         try:
             decoders.reset(1)
             return decoders.target.feed([tokens], [1])[0][0].copy()
         finally:
-            self.runtime.pool.give_back(decoders)
+            self.runtime.decoder_pool.release(decoders)
 
     def use_large_pages(self) -> None:
         """Move the weights into large memory pages now (Linux), which takes about two seconds per gigabyte.
 
         Without this call they are moved after some seconds of inference, while nothing is generated.
         """
-        for ir in self.runtime.models.irs():
+        for ir in self.runtime.models.compiled_irs():
             ir.large_pages.move_pages(math.inf)
 
     def with_drafters(self, choice: DraftChoice | None) -> LanguageModel:
@@ -337,7 +337,7 @@ def retry_invalid_results(runtime: Runtime, prompts: Sequence[Any], params: Para
         again = make_retry_rows(runtime, prompts, params, results)
         if not again:
             return
-        for _ in runtime.pool.run(again.values(), params, len(again)):
+        for _ in runtime.decoder_pool.run_batch(again.values(), params, len(again)):
             pass
         for i, row in again.items():
             results[i] = row.result()
@@ -352,5 +352,5 @@ def make_retry_rows(
         if result.schema_errors:
             prompt, sample = divmod(i, params.n)
             seed = ((result.stats.seed or 0) + 1) % 2**63
-            again[i] = runtime.rows.make(prompts[prompt], replace(params, seed=seed), reserved)[sample]
+            again[i] = runtime.row_maker.make_rows(prompts[prompt], replace(params, seed=seed), reserved)[sample]
     return again

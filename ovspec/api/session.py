@@ -13,13 +13,13 @@ import numpy as np
 from ovspec.api.session_file import EMPTY_TEXT, Mark, load_session, save_session
 from ovspec.base.errors import OvspecError
 from ovspec.cache.sequence import Sequence, common_prefix
-from ovspec.engine.decoders import Decoders
-from ovspec.engine.prompts import Prompt, Variables, is_chat, refuse_variables
+from ovspec.engine.decoders import DecoderSet
+from ovspec.engine.prompts import Prompt, TemplateVariables, is_chat, refuse_template_variables
 from ovspec.engine.results import Origin, Piece, Result
 from ovspec.engine.row import Row, TextStream
 from ovspec.engine.runtime import Runtime
 from ovspec.engine.scheduler import Scheduler, run_rows
-from ovspec.engine.scoring import Score, Selection, check_choices, score_texts
+from ovspec.engine.scoring import Score, Selection, check_select_options, score_texts
 from ovspec.params import Params
 from ovspec.params.generation import GENERATE, OF_CHATS, UNSET, GenerateOptions
 from ovspec.params.option import method_takes
@@ -42,11 +42,15 @@ class Session:
     """
 
     def __init__(
-        self, runtime: Runtime, decoders: Decoders, context: int | None = None, variables: Variables | None = None
+        self,
+        runtime: Runtime,
+        decoders: DecoderSet,
+        context: int | None = None,
+        variables: TemplateVariables | None = None,
     ) -> None:
         self.sequence, self.chat_template_kwargs = Sequence(), variables
         self.runtime, self._context = runtime, context
-        self._decoders: Decoders | None = decoders
+        self._decoders: DecoderSet | None = decoders
         self._shares = False  # whether it shares its cache with a fork
         self._stream: TextStream | None = None
         self._go_to(EMPTY_TEXT)
@@ -96,14 +100,14 @@ class Session:
             self._append_messages([prompt] if isinstance(prompt, dict) else prompt)  # type: ignore[arg-type]
             return
         if not self._messages:
-            refuse_variables(self.chat_template_kwargs)
+            refuse_template_variables(self.chat_template_kwargs)
         if isinstance(prompt, str):
             tokens = self._continued(prompt)
             self._open_text += prompt
             self._replace(tokens)
             self._heals = self.runtime.prompts.tokenizer.vocabulary is not None
         else:
-            self.sequence.commit(self.runtime.prompts.encode(prompt, begins=not len(self.sequence)))
+            self.sequence.commit(self.runtime.prompts.encode(prompt, at_start=not len(self.sequence)))
             self._open_from, self._open_text, self._heals = len(self.sequence), "", False  # ids are meant
 
     def mark(self) -> Mark:
@@ -121,7 +125,7 @@ class Session:
         if not isinstance(mark, Mark):
             raise OvspecError(f"rewind needs a mark made by mark(), not {type(mark).__name__}.")
         self._ready()
-        self.runtime.prompts.encode(mark.tokens, begins=False)  # refuses a mark of another vocabulary
+        self.runtime.prompts.encode(mark.tokens, at_start=False)  # refuses a mark of another vocabulary
         self._go_to(mark)
 
     def reset(self) -> None:
@@ -136,16 +140,16 @@ class Session:
     @method_takes(GenerateOptions)
     def stream(self, **options: Any) -> TextStream:
         """Continue this session's text like ``LanguageModel.stream``; ``heal`` is on by default for appended text."""
-        params = self.runtime.rows.params(options)
+        params = self.runtime.row_maker.make_complete_params(options)
         refuse_late_options(params)
         if params.heal is None:
             params = replace(params, heal=self._heals)
         decoders = self._ready()
         before, held = self.mark(), len(decoders.target.rows[0])
         try:
-            row = self.runtime.rows.row(self.sequence, params, Origin(False, self._healable, self._context))
-            self.runtime.rows.reserve(row, params, held)
-            drafter, lookahead = decoders.drafting(params)
+            row = self.runtime.row_maker.make_row(self.sequence, params, Origin(False, self._healable, self._context))
+            self.runtime.row_maker.check_row_memory(row, params, held)
+            drafter, lookahead = decoders.select_drafting(params)
         except BaseException:
             self._go_to(before)
             raise
@@ -189,7 +193,7 @@ class Session:
             OvspecError: no options, equal ones, an empty one without a terminator, or an empty session of a model
                 without a BOS.
         """
-        check_choices(options, terminator)
+        check_select_options(options, terminator)
         logprobs = [score.logprob for score in self._score([option + (terminator or "") for option in options])]
         best = max(range(len(options)), key=logprobs.__getitem__)
         self.append(options[best])
@@ -215,7 +219,7 @@ class Session:
         Both share the blocks of a paged cache. If a cache can't be copied exactly (a stateful one in u8), the fork
         reads the text again.
         """
-        decoders = self.runtime.models.fork(self._ready())
+        decoders = self.runtime.models.fork_decoders(self._ready())
         other = Session(self.runtime, decoders, self._context, self.chat_template_kwargs)
         other._go_to(self.mark())
         self._shares = other._shares = True
@@ -255,9 +259,9 @@ class Session:
             if self._shares:
                 decoders.reset(0)
             else:
-                self.runtime.pool.give_back(decoders)
+                self.runtime.decoder_pool.release(decoders)
 
-    def _ready(self) -> Decoders:
+    def _ready(self) -> DecoderSet:
         """Cancel a stream that hasn't ended, and return the decoders; raises OvspecError for a closed session."""
         self._cancel_stream()
         if not self._decoders:
@@ -278,7 +282,7 @@ class Session:
 
     def _continued(self, text: str) -> np.ndarray:
         """Return all tokens of the session's text followed by ``text``, (n,) int64."""
-        more = self.runtime.prompts.encode(self._open_text + text, begins=self._open_from == 0)
+        more = self.runtime.prompts.encode(self._open_text + text, at_start=self._open_from == 0)
         return np.concatenate((self.sequence.tokens[: self._open_from], more))
 
     def _append_messages(self, messages: list[Message]) -> None:
@@ -308,13 +312,13 @@ class Session:
     def _score(self, texts: list[str]) -> list[Score]:
         decoders = self._ready()
         before = self.sequence.tokens if len(self.sequence) else self.runtime.prompts.generation_config.beginning
-        self.runtime.models.check_room(len(before) + 1, self._context)
+        self.runtime.models.check_context(len(before) + 1, self._context)
         candidates = [self._continued(text) for text in texts]
         begin = min(common_prefix(Sequence(before), Sequence(tokens)) for tokens in candidates)
         if not begin:  # every token of a short text would merge with what follows
             candidates = [np.concatenate((before, self.runtime.prompts.tokenizer.encode_more(text))) for text in texts]
             begin = len(before)
-        self.runtime.models.check_room(max(map(len, candidates)), self._context)
+        self.runtime.models.check_context(max(map(len, candidates)), self._context)
         return score_texts(decoders.target, candidates, begin)
 
     def _cancel_stream(self) -> None:
@@ -333,13 +337,13 @@ class Session:
         self._settle()
         if row.finish_reason != "stop":
             return
-        decode, generated = self.runtime.prompts.tokenizer.decode, self.sequence.tokens[row.start :]
+        decode, generated = self.runtime.prompts.tokenizer.decode, self.sequence.tokens[row.prompt_length :]
         healed = row.healing.text.decode("utf-8", "replace") if row.healing else ""
         text, kept = healed + row.text, len(generated)
         while not text.startswith(decode(generated[:kept])):
             kept -= 1
         rest = text[len(decode(generated[:kept])) :]
-        self.sequence.rewind(row.start + kept)
+        self.sequence.rewind(row.prompt_length + kept)
         self._settle()
         self._open_text, self._heals = rest, bool(rest) and self.runtime.prompts.tokenizer.vocabulary is not None
         self.sequence.commit(self.runtime.prompts.tokenizer.encode_more(rest))

@@ -19,8 +19,8 @@ import numpy as np
 from ovspec.base.errors import FULL, OvspecError, WriteError
 from ovspec.base.files import replaced
 from ovspec.cache.decoder import Decoder
-from ovspec.engine.decoders import Decoders
-from ovspec.engine.prompts import Variables
+from ovspec.engine.decoders import DecoderSet
+from ovspec.engine.prompts import TemplateVariables
 from ovspec.engine.runtime import Runtime
 from ovspec.ir.heads import FEATURES_OUTPUT
 from ovspec.setup.engine_choice import CompiledModel
@@ -51,7 +51,7 @@ class Mark:
     heals: bool = False
     messages: tuple[Message, ...] = ()
     answer_from: int = 0
-    chat_template_kwargs: Variables | None = None
+    chat_template_kwargs: TemplateVariables | None = None
 
 
 EMPTY_TEXT = Mark(np.empty(0, dtype=np.int64))
@@ -75,7 +75,7 @@ class SessionHeader:
     format: int = FORMAT_VERSION
 
 
-def save_session(path: Path, runtime: Runtime, decoders: Decoders, mark: Mark) -> None:
+def save_session(path: Path, runtime: Runtime, decoders: DecoderSet, mark: Mark) -> None:
     """Write ``mark`` and the KV caches of ``decoders`` to the file ``path``.
 
     Raises:
@@ -109,7 +109,7 @@ def write_arrays(path: Path, arrays: dict[str, Any]) -> None:
         np.savez(file, **arrays)
 
 
-def load_session(path: Path, runtime: Runtime, decoders: Decoders, owner: int) -> Mark:
+def load_session(path: Path, runtime: Runtime, decoders: DecoderSet, owner: int) -> Mark:
     """Fill ``decoders`` with the saved caches of ``owner``, as far as they fit, and return the text.
 
     Raises:
@@ -119,7 +119,7 @@ def load_session(path: Path, runtime: Runtime, decoders: Decoders, owner: int) -
         about = read_header(path, arrays, runtime.folder)
         mark = msgspec.convert({**about.text, "tokens": check_token_ids(arrays["tokens"])}, Mark)
         require_valid(all(0 <= at <= len(mark.tokens) for at in (mark.open_from, mark.healable, mark.answer_from)))
-        runtime.prompts.encode(mark.tokens, begins=False)  # refuses unknown ids
+        runtime.prompts.encode(mark.tokens, at_start=False)  # refuses unknown ids
         tokens = {name: check_token_ids(arrays[f"{name}/tokens"]) for name in about.caches}
         layers = {name: arrays[name] for name in arrays if "/cache/" in name}
     for name, loaded, decoder in named_decoders(runtime, decoders):
@@ -199,7 +199,7 @@ def describe_cache(loaded: CompiledModel, tokens: np.ndarray) -> SavedCache:
     return SavedCache(hash_model(loaded.ir.folder), describe_cache_setting(loaded), len(tokens))
 
 
-def named_decoders(runtime: Runtime, decoders: Decoders) -> list[tuple[str, CompiledModel, Decoder]]:
+def named_decoders(runtime: Runtime, decoders: DecoderSet) -> list[tuple[str, CompiledModel, Decoder]]:
     """Return (name, model, decoder) of the target and, if there is one, the draft."""
     target, draft = runtime.models.target, runtime.models.draft
     found = [("target", target, decoders.target)]

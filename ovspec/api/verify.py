@@ -16,7 +16,7 @@ from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_json, read_text
 from ovspec.cache.decoder import Decoder
 from ovspec.cache.sequence import Sequence
-from ovspec.engine.results import FUNCTIONS, Origin, Provenance, Result
+from ovspec.engine.results import CALLABLE_OPTIONS, Origin, Provenance, Result
 from ovspec.engine.round import RowOutcome
 from ovspec.engine.row import Row
 from ovspec.engine.runtime import Runtime
@@ -78,21 +78,21 @@ def verify_result(runtime: Runtime, result: Result) -> Verification:
         raise OvspecError(f"The text was made by another model than {runtime.folder}; load that one.")
     if record.params.accept == "rejection":
         raise OvspecError("A text made with `accept='rejection'` can't be checked: it depends on what was proposed.")
-    for name in FUNCTIONS:
+    for name in CALLABLE_OPTIONS:
         if getattr(record.params, name):
             raise OvspecError(f"A text made with `{name}` can't be checked: your own functions aren't part of it.")
-    params = runtime.rows.complete(record.params)
+    params = runtime.row_maker.complete_params(record.params)
     tokens = np.array([*record.healed_ids, *result.token_ids], dtype=np.int64)
     for ids in (record.prompt_ids, tokens):
-        runtime.prompts.encode(np.array(ids, dtype=np.int64), begins=False)  # refuses unknown ids
-    runtime.models.check_room(len(record.prompt_ids) + len(tokens))
-    row = runtime.rows.row(Sequence(record.prompt_ids), params, record.origin)
-    decoders = runtime.pool.take()
+        runtime.prompts.encode(np.array(ids, dtype=np.int64), at_start=False)  # refuses unknown ids
+    runtime.models.check_context(len(record.prompt_ids) + len(tokens))
+    row = runtime.row_maker.make_row(Sequence(record.prompt_ids), params, record.origin)
+    decoders = runtime.decoder_pool.acquire()
     try:
         decoders.reset(1)
         difference = find_first_difference(decoders.target, row, tokens)
     finally:
-        runtime.pool.give_back(decoders)
+        runtime.decoder_pool.release(decoders)
     count = len(result.token_ids)
     if difference:
         index = max(0, difference.index - len(record.healed_ids))
@@ -117,7 +117,9 @@ def find_first_difference(target: Decoder, row: Row, tokens: np.ndarray) -> Diff
         right = int(wrong.argmax()) if wrong.any() else len(chosen)
         if right:
             row.sequence.commit(chosen[:right])
-            row.take(RowOutcome(chosen[:right], logits=logits[:right]))  # takes tokens after the end of the text back
+            row.add_outcome(
+                RowOutcome(chosen[:right], logits=logits[:right])
+            )  # takes tokens after the end of the text back
         index = len(row.sequence)
         if row.finish_reason and index < len(text):
             return Difference(index - begin, int(text[index]), None, [])
@@ -133,7 +135,7 @@ def find_problem(row: Row, result: Result) -> str | None:
     """Return what is wrong with a result whose tokens are all right."""
     if result.finish_reason == "cancelled":
         row.cancel()
-    if row.only_reads:
+    if row.prefill_only:
         row.finish_reason = "length"
     if row.finish_reason is None:
         return f"the text ends with {result.finish_reason!r}, but the model goes on here"
@@ -173,7 +175,7 @@ def option_as_json(name: str, value: Any) -> Any:
         return read_text(value)
     if name == "logit_bias":
         return {str(token): "-inf" if bias == -math.inf else float(bias) for token, bias in value.items()}
-    if name in FUNCTIONS:
+    if name in CALLABLE_OPTIONS:
         return repr(value)
     if isinstance(value, (np.ndarray, np.generic)):
         return value.tolist()
@@ -186,8 +188,10 @@ def option_as_json(name: str, value: Any) -> Any:
 
 def params_from_json(options: dict[str, Any]) -> Params:
     """Return the params in a record's ``options``; those of later versions are left out."""
-    functions = {name: options[name] for name in FUNCTIONS if options.get(name)}  # their names, which nobody calls
-    known = {name: value for name, value in options.items() if name in GENERATE and name not in FUNCTIONS}
+    functions = {
+        name: options[name] for name in CALLABLE_OPTIONS if options.get(name)
+    }  # their names, which nobody calls
+    known = {name: value for name, value in options.items() if name in GENERATE and name not in CALLABLE_OPTIONS}
     if "logit_bias" in known:
         known["logit_bias"] = {int(token): float(bias) for token, bias in known["logit_bias"].items()}
     return replace(make_params(known), **functions)

@@ -131,8 +131,8 @@ def run_file(
     ``params`` apply to all requests that don't set their own; ``note`` is called after each round. If the inference
     fails, the results so far are kept, and the same call continues from them.
     """
-    complete = lm.runtime.rows.complete(params)
-    lm.runtime.rows.constraints.check(complete)  # once, not for each text
+    complete = lm.runtime.row_maker.complete_params(params)
+    lm.runtime.row_maker.constraints.check(complete)  # once, not for each text
     depends_on = what_matters(lm, complete)
     keys = [key_of(request, depends_on) for request in requests]
     done = Done(output)

@@ -13,7 +13,7 @@ from typing import Any
 from ovspec.api.model import LanguageModel, retry_invalid_results
 from ovspec.base.errors import InferenceError, OvspecError
 from ovspec.batch.requests import BatchRequest
-from ovspec.engine.results import Piece, Result, said_as_json
+from ovspec.engine.results import Piece, Result, answer_extras_json
 from ovspec.engine.row import Row
 from ovspec.params import Params
 from ovspec.protocols.chat.reply import head_of, record_of, tops_of, whole
@@ -54,8 +54,8 @@ class BatchRun(Iterator[Row]):
 
     def rounds(self) -> Iterator[int]:
         """Run all requests together; yield the number of tokens after each round."""
-        params = self._lm.runtime.rows.complete(self._params)
-        for pieces in self._lm.runtime.pool.run(self, params, fail_alone=True):
+        params = self._lm.runtime.row_maker.complete_params(self._params)
+        for pieces in self._lm.runtime.decoder_pool.run_batch(self, params, isolate_errors=True):
             for number, piece in pieces:
                 self._take(number, piece)
             yield sum(len(piece.token_ids) for _, piece in pieces)
@@ -77,9 +77,9 @@ class BatchRun(Iterator[Row]):
         """Make a row for each text of a request; raises OvspecError if it is invalid or can't be met."""
         if request.error:
             raise OvspecError(request.error)
-        asked, rows = request.asked, self._lm.runtime.rows
-        params = rows.complete(asked.overrides.params(self._params, asked.kind))
-        return Started(request, params, [row for prompt in asked.prompts for row in rows.make(prompt, params)])
+        asked, rows = request.asked, self._lm.runtime.row_maker
+        params = rows.complete_params(asked.overrides.params(self._params, asked.kind))
+        return Started(request, params, [row for prompt in asked.prompts for row in rows.make_rows(prompt, params)])
 
     def _take(self, number: int, piece: Piece) -> None:
         """If a piece ends the last text of its request, add the request's line."""
@@ -115,7 +115,7 @@ class BatchThread(Iterator[BatchRequest]):
 
     def __init__(self, lm: LanguageModel, params: Params) -> None:
         self._lm, self._params = lm, params
-        lm.runtime.rows.constraints.check(lm.runtime.rows.complete(params))
+        lm.runtime.row_maker.constraints.check(lm.runtime.row_maker.complete_params(params))
         self._asked = deque[tuple[BatchRequest, Call]]()
         self._calls = dict[int, Call]()  # of the requests that are being answered, by identity
         self._came = threading.Condition()
@@ -237,7 +237,7 @@ def own_choice(lm: LanguageModel, result: Result, prompt: Any, echo: bool) -> di
     """Return one text of a request in ovspec's own format."""
     before = echo_in(lm, prompt, result, logprobs=False).text if echo else ""
     found: dict[str, Any] = {"text": before + result.text, "finish_reason": result.finish_reason}
-    found |= said_as_json(result)
+    found |= answer_extras_json(result)
     if result.logprobs is not None:
         found["logprobs"] = [each.as_json(lm.tokenizer.token_text) for each in result.logprobs]
     if result.schema_errors is not None:

@@ -14,7 +14,7 @@ from numpy.typing import DTypeLike
 
 from ovspec.ir.device import openvino_core
 
-BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32}  # by the size of a value in bytes
+RAW_DTYPES = {1: np.uint8, 2: np.uint16, 4: np.uint32}  # by the size of a value in bytes
 
 
 class BlockArray(Protocol):
@@ -31,29 +31,29 @@ class BlockArray(Protocol):
         """All blocks, as an infer request takes them."""
         ...
 
-    def read(self, blocks: list[int]) -> np.ndarray:
+    def read_blocks(self, blocks: list[int]) -> np.ndarray:
         """Return the bits of ``blocks``, (len(blocks), *shape)."""
         ...
 
-    def write(self, blocks: list[int], values: np.ndarray) -> None:
+    def write_blocks(self, blocks: list[int], values: np.ndarray) -> None:
         """Set the bits of ``blocks`` to ``values``, as from ``read``."""
         ...
 
-    def copy(self, source: int, target: int) -> None:
+    def copy_block(self, source: int, target: int) -> None:
         """Copy block ``source`` over block ``target``."""
         ...
 
-    def grown(self, capacity: int) -> BlockArray:
+    def with_capacity(self, capacity: int) -> BlockArray:
         """Return room for ``capacity`` blocks, the first of which are these."""
         ...
 
 
-class HostBlocks:
+class HostBlockArray:
     """Blocks in this process's memory. Memory that no block has used is only reserved."""
 
-    def __init__(self, capacity: int, shape: list[int], kind: ov.Type, dtype: DTypeLike | None = None) -> None:
-        self.kind, self.shape = kind, shape
-        self.dtype = np.dtype(dtype or BITS[kind.size])
+    def __init__(self, capacity: int, shape: list[int], element_type: ov.Type, dtype: DTypeLike | None = None) -> None:
+        self.element_type, self.shape = element_type, shape
+        self.dtype = np.dtype(dtype or RAW_DTYPES[element_type.size])
         self.values = np.zeros((capacity, *shape), self.dtype)
 
     @property
@@ -62,31 +62,31 @@ class HostBlocks:
 
     @property
     def tensor(self) -> ov.Tensor:
-        return ov.Tensor(self.values, ov.Shape(list(self.values.shape)), self.kind)
+        return ov.Tensor(self.values, ov.Shape(list(self.values.shape)), self.element_type)
 
-    def read(self, blocks: list[int]) -> np.ndarray:
+    def read_blocks(self, blocks: list[int]) -> np.ndarray:
         return self.values[blocks]
 
-    def write(self, blocks: list[int], values: np.ndarray) -> None:
+    def write_blocks(self, blocks: list[int], values: np.ndarray) -> None:
         self.values[blocks] = values
 
-    def copy(self, source: int, target: int) -> None:
+    def copy_block(self, source: int, target: int) -> None:
         self.values[target] = self.values[source]
 
-    def grown(self, capacity: int) -> HostBlocks:
-        larger = HostBlocks(capacity, self.shape, self.kind, self.dtype)
+    def with_capacity(self, capacity: int) -> HostBlockArray:
+        larger = HostBlockArray(capacity, self.shape, self.element_type, self.dtype)
         larger.values[: len(self.values)] = self.values
         return larger
 
 
-class DeviceBlocks:
+class DeviceBlockArray:
     """Blocks in the memory of a device such as a GPU, which copies them without the host."""
 
-    def __init__(self, capacity: int, shape: list[int], kind: ov.Type, device: str) -> None:
-        self.kind, self.device, self.shape = kind, device, shape
-        self.dtype = np.dtype(BITS[kind.size])
+    def __init__(self, capacity: int, shape: list[int], element_type: ov.Type, device: str) -> None:
+        self.element_type, self.device, self.shape = element_type, device, shape
+        self.dtype = np.dtype(RAW_DTYPES[element_type.size])
         self._context = openvino_core().get_default_context(device)
-        self._tensor = self._new(capacity)
+        self._tensor = self._create_tensor(capacity)
 
     @property
     def nbytes(self) -> int:
@@ -96,41 +96,41 @@ class DeviceBlocks:
     def tensor(self) -> ov.RemoteTensor:
         return self._tensor
 
-    def read(self, blocks: list[int]) -> np.ndarray:
+    def read_blocks(self, blocks: list[int]) -> np.ndarray:
         values = np.zeros((len(blocks), *self.shape), self.dtype)
-        for begin, end, first in runs(blocks):
-            part = ov.Tensor(self.kind, ov.Shape([end - begin, *self.shape]))
-            self._part(self._tensor, first, end - begin).copy_to(part)
-            values[begin:end] = part.data.view(self.dtype)
+        for begin, end, first in consecutive_runs(blocks):
+            view = ov.Tensor(self.element_type, ov.Shape([end - begin, *self.shape]))
+            self._view_blocks(self._tensor, first, end - begin).copy_to(view)
+            values[begin:end] = view.data.view(self.dtype)
         return values
 
-    def write(self, blocks: list[int], values: np.ndarray) -> None:
+    def write_blocks(self, blocks: list[int], values: np.ndarray) -> None:
         # A part of a tensor takes values only from another tensor on the device.
-        staging = self._new(len(blocks))
-        staging.copy_from(ov.Tensor(np.ascontiguousarray(values), ov.Shape(list(values.shape)), self.kind))
-        for begin, end, first in runs(blocks):
-            source = self._part(staging, begin, end - begin)
-            self._part(self._tensor, first, end - begin).copy_from(source)
+        staging = self._create_tensor(len(blocks))
+        staging.copy_from(ov.Tensor(np.ascontiguousarray(values), ov.Shape(list(values.shape)), self.element_type))
+        for begin, end, first in consecutive_runs(blocks):
+            source = self._view_blocks(staging, begin, end - begin)
+            self._view_blocks(self._tensor, first, end - begin).copy_from(source)
 
-    def copy(self, source: int, target: int) -> None:
-        self._part(self._tensor, target, 1).copy_from(self._part(self._tensor, source, 1))
+    def copy_block(self, source: int, target: int) -> None:
+        self._view_blocks(self._tensor, target, 1).copy_from(self._view_blocks(self._tensor, source, 1))
 
-    def grown(self, capacity: int) -> DeviceBlocks:
-        larger = DeviceBlocks(capacity, self.shape, self.kind, self.device)
+    def with_capacity(self, capacity: int) -> DeviceBlockArray:
+        larger = DeviceBlockArray(capacity, self.shape, self.element_type, self.device)
         count = self._tensor.get_shape()[0]
-        self._part(larger._tensor, 0, count).copy_from(self._part(self._tensor, 0, count))
+        self._view_blocks(larger._tensor, 0, count).copy_from(self._view_blocks(self._tensor, 0, count))
         return larger
 
-    def _new(self, capacity: int) -> ov.RemoteTensor:
-        return self._context.create_tensor(self.kind, ov.Shape([capacity, *self.shape]), {})
+    def _create_tensor(self, capacity: int) -> ov.RemoteTensor:
+        return self._context.create_tensor(self.element_type, ov.Shape([capacity, *self.shape]), {})
 
-    def _part(self, tensor: ov.RemoteTensor, first: int, count: int) -> ov.RemoteTensor:
+    def _view_blocks(self, tensor: ov.RemoteTensor, first: int, count: int) -> ov.RemoteTensor:
         """Return ``count`` blocks of ``tensor`` from ``first`` on, which share its memory."""
         begin = [first, *[0] * len(self.shape)]
         return ov.RemoteTensor(tensor, ov.Coordinate(begin), ov.Coordinate([first + count, *self.shape]))
 
 
-def runs(blocks: list[int]) -> Iterator[tuple[int, int, int]]:
+def consecutive_runs(blocks: list[int]) -> Iterator[tuple[int, int, int]]:
     """Yield (begin, end, first block) for each run of consecutive numbers in ``blocks``."""
     begin = 0
     for end in range(1, len(blocks) + 1):

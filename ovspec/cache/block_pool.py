@@ -16,32 +16,32 @@ import numpy as np
 
 from ovspec.cache.sequence import UNSHARED
 
-TOKEN_BYTES = 4
+BYTES_PER_TOKEN = 4
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class PrefixNode:
     """A block and the tokens in it, as big-endian bytes, which sort as the tokens do. Roots have no block."""
 
-    tokens: bytes
+    token_bytes: bytes
     block: int
-    parent: Entry | None
-    followers: list[Entry] = field(default_factory=list)  # by their tokens
+    parent: PrefixNode | None
+    children: list[PrefixNode] = field(default_factory=list)  # by their tokens
 
-    def place(self, tokens: bytes) -> int:
-        return bisect_left(self.followers, tokens, key=lambda entry: entry.tokens)
+    def child_position(self, token_bytes: bytes) -> int:
+        return bisect_left(self.children, token_bytes, key=lambda entry: entry.token_bytes)
 
-    def follower(self, tokens: bytes) -> Entry | None:
+    def find_child(self, token_bytes: bytes) -> PrefixNode | None:
         """Return the entry that follows with exactly these tokens."""
-        place = self.place(tokens)
-        found = self.followers[place] if place < len(self.followers) else None
-        return found if found and found.tokens == tokens else None
+        place = self.child_position(token_bytes)
+        found = self.children[place] if place < len(self.children) else None
+        return found if found and found.token_bytes == token_bytes else None
 
-    def nearest(self, tokens: bytes) -> tuple[Entry | None, int]:
+    def find_longest_match(self, token_bytes: bytes) -> tuple[PrefixNode | None, int]:
         """Return the follower that shares the longest beginning with ``tokens``, and how many tokens that is."""
-        place, best, longest = self.place(tokens), None, 0
-        for entry in self.followers[max(0, place - 1) : place + 1]:
-            shared = shared_tokens(entry.tokens, tokens)
+        place, best, longest = self.child_position(token_bytes), None, 0
+        for entry in self.children[max(0, place - 1) : place + 1]:
+            shared = common_prefix_length(entry.token_bytes, token_bytes)
             if shared > longest:
                 best, longest = entry, shared
         return best, longest
@@ -59,129 +59,129 @@ class BlockPool:
         most: number of blocks in use from which idle ones give way; rows may use more.
     """
 
-    def __init__(self, size: int, most: int = 0) -> None:
-        self.size, self.most = size, most
-        self._holders: Counter[int] = Counter()  # block -> number of rows that hold it
-        self._free: list[int] = []  # free blocks, all below ``needed``
-        self._kept: dict[int, Entry] = {}
-        self._idle: OrderedDict[int, None] = OrderedDict()
-        self._roots: dict[Hashable, Entry] = {}
-        self.needed = 0  # number of blocks that the tensors must have room for; higher ones were never used
-        self.evicted = 0  # blocks so far
+    def __init__(self, block_size: int, used_limit: int = 0) -> None:
+        self.block_size, self.used_limit = block_size, used_limit
+        self._reference_counts: Counter[int] = Counter()  # block -> number of rows that hold it
+        self._free_blocks: list[int] = []  # free blocks, all below ``needed``
+        self._kept_nodes: dict[int, PrefixNode] = {}
+        self._idle_blocks: OrderedDict[int, None] = OrderedDict()
+        self._roots: dict[Hashable, PrefixNode] = {}
+        self.needed_capacity = 0  # number of blocks that the tensors must have room for; higher ones were never used
+        self.evicted_count = 0  # blocks so far
 
     @property
-    def used(self) -> int:
+    def used_count(self) -> int:
         """The number of blocks that rows hold or that are kept."""
-        return self.needed - len(self._free)
+        return self.needed_capacity - len(self._free_blocks)
 
     @property
-    def idle(self) -> int:
+    def idle_count(self) -> int:
         """The number of blocks that are kept though no row holds them."""
-        return len(self._idle)
+        return len(self._idle_blocks)
 
     # ------------------------------------------------------------ rows
 
-    def take(self) -> int:
+    def allocate(self) -> int:
         """Return a free block, held by one row from now on."""
-        if self._idle and self.used >= self.most:
-            self._evict()
-        if self._free:
-            block = self._free.pop()
+        if self._idle_blocks and self.used_count >= self.used_limit:
+            self._evict_block()
+        if self._free_blocks:
+            block = self._free_blocks.pop()
         else:
-            block, self.needed = self.needed, self.needed + 1
-        self._holders[block] = 1
+            block, self.needed_capacity = self.needed_capacity, self.needed_capacity + 1
+        self._reference_counts[block] = 1
         return block
 
-    def hold(self, blocks: list[int]) -> None:
+    def add_references(self, blocks: list[int]) -> None:
         for block in blocks:
-            self._holders[block] += 1
-            self._idle.pop(block, None)
+            self._reference_counts[block] += 1
+            self._idle_blocks.pop(block, None)
 
     def release(self, blocks: list[int]) -> None:
         for block in reversed(blocks):  # so that the last of a text becomes idle first
-            self._holders[block] -= 1
-            if not self._holders[block]:
-                del self._holders[block]
-                if block in self._kept:
-                    self._idle[block] = None
+            self._reference_counts[block] -= 1
+            if not self._reference_counts[block]:
+                del self._reference_counts[block]
+                if block in self._kept_nodes:
+                    self._idle_blocks[block] = None
                 else:
-                    self._free.append(block)
-        while self._idle and self.used > self.most:
-            self._evict()
+                    self._free_blocks.append(block)
+        while self._idle_blocks and self.used_count > self.used_limit:
+            self._evict_block()
 
-    def shared(self, block: int) -> bool:
+    def is_shared(self, block: int) -> bool:
         """Return whether others than one row need what the block holds."""
-        return self._holders[block] > 1 or block in self._kept
+        return self._reference_counts[block] > 1 or block in self._kept_nodes
 
     # ------------------------------------------------------------ beginnings of texts
 
-    def find(self, tokens: np.ndarray, owner: Hashable) -> tuple[list[int], int]:
+    def find_prefix(self, tokens: np.ndarray, owner: Hashable) -> tuple[list[int], int]:
         """Return the blocks of the longest known beginning of ``tokens`` (n,), and how many tokens that is."""
-        text, blocks, entry = encoded(tokens), list[int](), self._roots.get(owner)
-        found, shared, width = 0, self.size, self.size * TOKEN_BYTES
-        while entry and shared == self.size and found < len(tokens):
-            at = found * TOKEN_BYTES
-            entry, shared = entry.nearest(text[at : at + width])
+        text, blocks, entry = encode_tokens(tokens), list[int](), self._roots.get(owner)
+        found, shared, width = 0, self.block_size, self.block_size * BYTES_PER_TOKEN
+        while entry and shared == self.block_size and found < len(tokens):
+            at = found * BYTES_PER_TOKEN
+            entry, shared = entry.find_longest_match(text[at : at + width])
             if entry:
                 blocks.append(entry.block)
                 found += shared
         return blocks, found
 
-    def keep(self, tokens: np.ndarray, owner: Hashable, table: list[int]) -> None:
+    def keep_prefix(self, tokens: np.ndarray, owner: Hashable, table: list[int]) -> None:
         """Keep the blocks ``table`` of a row with ``tokens`` (n,); those that are known already replace the row's."""
         if owner is UNSHARED:
             return
-        text, width = encoded(tokens), self.size * TOKEN_BYTES
-        entry = self._roots.setdefault(owner, Entry(b"", -1, None))
+        text, width = encode_tokens(tokens), self.block_size * BYTES_PER_TOKEN
+        entry = self._roots.setdefault(owner, PrefixNode(b"", -1, None))
         for index, begin in enumerate(range(0, len(text), width)):
             part, block = text[begin : begin + width], table[index]
-            known = entry.follower(part)
+            known = entry.find_child(part)
             if known and known.block != block:
-                self.hold([known.block])
+                self.add_references([known.block])
                 table[index] = known.block
                 self.release([block])
             elif not known:
-                if block in self._kept:  # as the beginning of another text: this row has not written it
+                if block in self._kept_nodes:  # as the beginning of another text: this row has not written it
                     return
-                place = entry.place(part)
-                known = Entry(part, block, entry)
-                entry.followers.insert(place, known)
-                self._kept[block] = known
-                before = entry.followers[place - 1] if place else None
-                if before and before.block in self._idle and part.startswith(before.tokens):
-                    self._drop(before.block)  # all of it is in the new one
+                place = entry.child_position(part)
+                known = PrefixNode(part, block, entry)
+                entry.children.insert(place, known)
+                self._kept_nodes[block] = known
+                before = entry.children[place - 1] if place else None
+                if before and before.block in self._idle_blocks and part.startswith(before.token_bytes):
+                    self._free_idle_block(before.block)  # all of it is in the new one
             entry = known
 
-    def forget(self) -> None:
+    def free_idle_blocks(self) -> None:
         """Free all idle blocks."""
-        while self._idle:
-            self._drop(next(iter(self._idle)))
-        self._roots = {owner: root for owner, root in self._roots.items() if root.followers}
+        while self._idle_blocks:
+            self._free_idle_block(next(iter(self._idle_blocks)))
+        self._roots = {owner: root for owner, root in self._roots.items() if root.children}
 
-    def reset(self) -> None:
+    def restart_numbering(self) -> None:
         """Number the blocks anew, when none is in use."""
-        self._free, self.needed = [], 0
+        self._free_blocks, self.needed_capacity = [], 0
 
-    def _evict(self) -> None:
-        self._drop(next(iter(self._idle)))
-        self.evicted += 1
+    def _evict_block(self) -> None:
+        self._free_idle_block(next(iter(self._idle_blocks)))
+        self.evicted_count += 1
 
-    def _drop(self, block: int) -> None:
-        del self._idle[block]
-        entry = self._kept.pop(block)
-        assert entry.parent and not entry.followers, "the last blocks of a text come first"
-        del entry.parent.followers[entry.parent.place(entry.tokens)]
-        self._free.append(block)
+    def _free_idle_block(self, block: int) -> None:
+        del self._idle_blocks[block]
+        entry = self._kept_nodes.pop(block)
+        assert entry.parent and not entry.children, "the last blocks of a text come first"
+        del entry.parent.children[entry.parent.child_position(entry.token_bytes)]
+        self._free_blocks.append(block)
 
 
-def encoded(tokens: np.ndarray) -> bytes:
+def encode_tokens(tokens: np.ndarray) -> bytes:
     return tokens.astype(">u4").tobytes()
 
 
-def shared_tokens(a: bytes, b: bytes) -> int:
+def common_prefix_length(a: bytes, b: bytes) -> int:
     """Return how many tokens two encoded texts begin with in common."""
     if a == b:
-        return len(a) // TOKEN_BYTES
+        return len(a) // BYTES_PER_TOKEN
     length = min(len(a), len(b))
     differ = np.frombuffer(a, np.uint8, length) != np.frombuffer(b, np.uint8, length)
-    return (int(differ.argmax()) if differ.any() else length) // TOKEN_BYTES
+    return (int(differ.argmax()) if differ.any() else length) // BYTES_PER_TOKEN

@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 from ovspec.base.errors import InferenceError
-from ovspec.cache.sequence import EMPTY, Sequence
+from ovspec.cache.sequence import EMPTY_ROW, Sequence
 from ovspec.ir.compile import last_error_line
 
 # "exact": a token has the same bits however it was computed: alone, with others, or in one pass over its text.
@@ -46,23 +46,23 @@ class FeedRule:
     fewest_logits: int = 1
     rounded: bool = False
 
-    def computed(self, count: int) -> int:
+    def computed_tokens(self, count: int) -> int:
         """Return how many tokens an inference computes that is fed ``count`` tokens."""
-        return max(self.fewest, power_of_two(count) if self.rounded else count)
+        return max(self.fewest, next_power_of_two(count) if self.rounded else count)
 
     def computed_logits(self, count: int) -> int:
         """Return of how many tokens an inference computes logits if those of ``count`` are wanted."""
-        return max(self.fewest_logits, power_of_two(count) if self.rounded else count)
+        return max(self.fewest_logits, next_power_of_two(count) if self.rounded else count)
 
-    def room_beside(self, width: int, wanted: int) -> int:
+    def fit_into_inferences(self, width: int, count: int) -> int:
         """Return how many of ``wanted`` tokens to feed beside ``width`` others.
 
         That is fewer where the last ones would begin another inference, which takes time for any number of tokens.
         """
         if not self.most:
-            return wanted
+            return count
         left = self.most - width % self.most
-        return min(wanted, left if left >= min(self.most // 4, wanted) else left + self.most)
+        return min(count, left if left >= min(self.most // 4, count) else left + self.most)
 
     @functools.cached_property
     def label(self) -> str:
@@ -81,33 +81,33 @@ class FeedRule:
         return self.label
 
 
-def power_of_two(count: int) -> int:
+def next_power_of_two(count: int) -> int:
     """Return the smallest power of two that is at least ``count``."""
     return 1 << max(count - 1, 0).bit_length()
 
 
-FAST = FeedRule()
-FAST_ON_GPU = FeedRule(rounded=True)
+FAST_RULE = FeedRule()
+FAST_GPU_RULE = FeedRule(rounded=True)
 Features = list[np.ndarray] | None  # of each row (tokens, width) float32; None for a model that isn't a head
 
 
-def inferences(counts: list[int], most: int) -> Iterator[list[tuple[int, int]]]:
+def split_into_inferences(counts: list[int], max_tokens: int) -> Iterator[list[tuple[int, int]]]:
     """Yield, for each inference of at most ``most`` tokens, every row's (begin, end) among its ``counts`` tokens."""
     begins = [0, *itertools.accumulate(counts)]
-    for first in range(0, begins[-1], most):
+    for first in range(0, begins[-1], max_tokens):
         yield [
-            (min(max(first - begin, 0), count), min(max(first + most - begin, 0), count))
+            (min(max(first - begin, 0), count), min(max(first + max_tokens - begin, 0), count))
             for begin, count in zip(begins, counts, strict=False)
         ]
 
 
 # Tokens that a joining row reads per inference if that doesn't widen the other rows: enough to make good use of the
 # weights, which the inference reads in any case.
-JOINING_CHUNK = 64
-KEPT_WIDTH = 16  # token arrays up to this width are kept and reused
+PREFILL_CHUNK_SIZE = 64
+MAX_REUSED_WIDTH = 16  # token arrays up to this width are kept and reused
 
 
-Copies = Literal["any", "run"] | None
+StateCopies = Literal["any", "run"] | None
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class Rollback:
     kv: Literal["mask", "trim", "blocks"] | None
     mask_until: int | None = None
     replay: bool = False
-    copies: Copies = "any"
+    copies: StateCopies = "any"
 
     @functools.cached_property
     def label(self) -> str:
@@ -138,12 +138,12 @@ class Rollback:
         return self.label
 
 
-class Reader(Protocol):
+class BaseDecoder(Protocol):
     """What reads the tokens of a batch of rows and gives logits; see ``sequence.catch_up``."""
 
     context_length: int | None
     rule: FeedRule
-    fills: bool  # whether an inference can be filled up to a width, see ``feed``
+    fills_width: bool  # whether an inference can be filled up to a width, see ``feed``
 
     @property
     def rows(self) -> list[Sequence]:
@@ -161,7 +161,7 @@ class Reader(Protocol):
     def reset(self, rows: int) -> None:
         """Empty the cache and start over with ``rows`` empty rows; with 0 rows, release its memory."""
 
-    def feed(self, tokens: list[np.ndarray], wanted: list[int], width: int = 0) -> list[np.ndarray]:
+    def feed(self, tokens: list[np.ndarray], logits_counts: list[int], width: int = 0) -> list[np.ndarray]:
         """Append ``tokens[row]`` (n,) int64 to each row, in one inference or in as many as the rule demands.
 
         Returns, for each row, the logits after its last ``wanted[row]`` new tokens: (wanted[row], vocab) float32,
@@ -172,7 +172,7 @@ class Reader(Protocol):
         """
         ...
 
-    def adopt(self, sequences: list[Sequence]) -> None:
+    def reuse_prefixes(self, sequences: list[Sequence]) -> None:
         """Let each row with much to read of its text in ``sequences`` start from what other rows or texts have read."""
 
     def truncate(self, row: int, length: int) -> None:
@@ -182,7 +182,7 @@ class Reader(Protocol):
         """Make new row i a copy of old row ``rows[i]``, or an empty row if ``rows[i]`` is EMPTY."""
 
 
-class Decoder(Reader, Protocol):
+class Decoder(BaseDecoder, Protocol):
     """A language model with its KV cache, for a batch of rows."""
 
     rollback: Rollback
@@ -194,7 +194,7 @@ class Decoder(Reader, Protocol):
         ...
 
     def feed(
-        self, tokens: list[np.ndarray], wanted: list[int], width: int = 0, features: Features = None
+        self, tokens: list[np.ndarray], logits_counts: list[int], width: int = 0, features: Features = None
     ) -> list[np.ndarray]:
         """The same as in ``Reader``. ``features``: what the model reads beside each token, if it is a head."""
         ...
@@ -211,7 +211,7 @@ class Decoder(Reader, Protocol):
         """What a head reads in place of features: for each row (wanted, width) float32, of its last inference."""
         ...
 
-    def joining_chunk(self, counts: list[int]) -> int:
+    def prefill_chunk_size(self, counts: list[int]) -> int:
         """Return how many tokens a joining row may read beside other rows' ``counts`` without delaying them much."""
         ...
 
@@ -231,7 +231,9 @@ class Decoder(Reader, Protocol):
 
 
 @functools.lru_cache(maxsize=256)
-def logit_positions(counts: tuple[int, ...], wanted: tuple[int, ...], fewest: int, packed: bool = False) -> np.ndarray:
+def find_logits_positions(
+    counts: tuple[int, ...], logits_counts: tuple[int, ...], min_positions: int, packed: bool = False
+) -> np.ndarray:
     """Return the flat indices of each row's last ``wanted`` of ``counts`` tokens.
 
     Rows are padded to the longest, or, if ``packed``, follow each other without a gap. The last index is repeated until
@@ -239,29 +241,29 @@ def logit_positions(counts: tuple[int, ...], wanted: tuple[int, ...], fewest: in
     """
     if not any(counts):
         raise ValueError("feed needs at least one token")
-    if any(want > count for want, count in zip(wanted, counts, strict=True)):
+    if any(want > count for want, count in zip(logits_counts, counts, strict=True)):
         raise ValueError("logits can be requested for new tokens only")
     ends = list(itertools.accumulate(counts)) if packed else [row * max(counts) + n for row, n in enumerate(counts)]
-    indices = [np.arange(end - want, end) for end, want in zip(ends, wanted, strict=True)]
-    filling = np.full(max(0, fewest - sum(wanted)), ends[-1] - 1)
+    indices = [np.arange(end - want, end) for end, want in zip(ends, logits_counts, strict=True)]
+    filling = np.full(max(0, min_positions - sum(logits_counts)), ends[-1] - 1)
     return np.concatenate([*indices, filling])
 
 
-def needed_width(decoder: Reader, tokens: list[np.ndarray]) -> int:
+def count_computed_tokens(decoder: BaseDecoder, tokens: list[np.ndarray]) -> int:
     """Return how many tokens ``decoder`` computes if it is fed ``tokens`` and not filled up."""
     count = sum(map(len, tokens))
-    return count and decoder.rule.computed(count)
+    return count and decoder.rule.computed_tokens(count)
 
 
-def split_by_row(logits: np.ndarray, wanted: list[int]) -> list[np.ndarray]:
+def split_logits_by_row(logits: np.ndarray, logits_counts: list[int]) -> list[np.ndarray]:
     """Split ``logits`` (tokens, vocab) into one array (wanted[row], vocab) per row."""
-    ends = itertools.accumulate(wanted)
-    return [logits[end - want : end] for end, want in zip(ends, wanted, strict=True)]
+    ends = itertools.accumulate(logits_counts)
+    return [logits[end - want : end] for end, want in zip(ends, logits_counts, strict=True)]
 
 
-def reordered(old: list[Sequence], rows: list[int]) -> list[Sequence]:
+def reorder_sequences(old: list[Sequence], rows: list[int]) -> list[Sequence]:
     """Return copies of ``old`` in the new order; see ``Decoder.reorder``."""
-    return [Sequence() if row == EMPTY else old[row].copy() for row in rows]
+    return [Sequence() if row == EMPTY_ROW else old[row].copy() for row in rows]
 
 
 class TokenArrays(dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]]):
@@ -269,12 +271,12 @@ class TokenArrays(dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]]):
 
     def __missing__(self, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
         arrays = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
-        if shape[-1] <= KEPT_WIDTH:
+        if shape[-1] <= MAX_REUSED_WIDTH:
             self[shape] = arrays
         return arrays
 
 
-def feed_error(error: BaseException, device: str) -> BaseException:
+def explain_feed_error(error: BaseException, device: str) -> BaseException:
     """Return what ``feed`` raises for ``error``: an InferenceError if the inference failed, else ``error`` itself."""
     if isinstance(error, MemoryError):
         return InferenceError("The KV cache doesn't fit into memory; shorten the prompt or lower `max_tokens`.")

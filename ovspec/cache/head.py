@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ovspec.cache.decoder import FAST, Decoder, reordered
-from ovspec.cache.prefill import WORTH_SHARING
+from ovspec.cache.decoder import FAST_RULE, Decoder, reorder_sequences
+from ovspec.cache.prefill import MIN_SHARED_TOKENS
 from ovspec.cache.sequence import Sequence
 
 NO_LOGITS = np.empty((0, 0), dtype=np.float32)
@@ -24,13 +24,13 @@ class HeadDecoder:
         target: the decoder that has the features.
     """
 
-    fills = False
-    rule = FAST
+    fills_width = False
+    rule = FAST_RULE
 
     def __init__(self, entries: Decoder, target: Decoder) -> None:
         self._entries, self._target = entries, target
         self.context_length = entries.context_length
-        self._forget(len(entries.rows))
+        self._reset_rows(len(entries.rows))
 
     @property
     def seconds(self) -> float:
@@ -40,64 +40,68 @@ class HeadDecoder:
     def inferences(self) -> int:
         return self._entries.inferences
 
-    def known(self, row: int, sequence: Sequence) -> int:
+    def count_known_features(self, row: int, sequence: Sequence) -> int:
         """Return how many of the tokens before the last one of ``sequence`` have features."""
-        return max(0, min(self._target.rows[row].shared(sequence.tokens), len(sequence) - 1))
+        return max(0, min(self._target.rows[row].common_prefix_length(sequence.tokens), len(sequence) - 1))
 
     def reset(self, rows: int) -> None:
         self._entries.reset(rows)
-        self._forget(rows)
+        self._reset_rows(rows)
 
-    def adopt(self, sequences: list[Sequence]) -> None:
+    def reuse_prefixes(self, sequences: list[Sequence]) -> None:
         """Keep of each row the entries that fit its text, or take those that another text has left."""
         texts: list[Sequence] = []
         for row, sequence in enumerate(sequences):
-            tokens, held, known = sequence.tokens, self._entries.rows[row], self.known(row, sequence)
+            tokens, held, known = sequence.tokens, self._entries.rows[row], self.count_known_features(row, sequence)
             # Entries are also computed from the first token, which none of them holds.
             owner = (sequence.owner, int(tokens[0])) if len(tokens) else None
-            shared = held.shared(tokens[1:known]) if held.owner == owner else 0  # the last one is read again
+            shared = (
+                held.common_prefix_length(tokens[1:known]) if held.owner == owner else 0
+            )  # the last one is read again
             if shared < len(held):
                 self._entries.truncate(row, shared)
-            text = Sequence(tokens[1 : known + 1]) if known - shared > WORTH_SHARING else held
+            text = Sequence(tokens[1 : known + 1]) if known - shared > MIN_SHARED_TOKENS else held
             text.owner = owner
             texts.append(text)
-            self._known[row], self._last[row] = known, None
-        self._entries.adopt(texts)
+            self._known_counts[row], self._last_hidden[row] = known, None
+        self._entries.reuse_prefixes(texts)
         for row, (text, sequence) in enumerate(zip(self.rows, sequences, strict=True)):
             entries = self._entries.rows[row]
             entries.owner = texts[row].owner
             tokens = sequence.tokens[: len(entries) + 1 if len(entries) else 0]
-            shared = text.shared(tokens)
+            shared = text.common_prefix_length(tokens)
             text.rewind(shared)
             text.commit(tokens[shared:])
 
-    def feed(self, tokens: list[np.ndarray], wanted: list[int], width: int = 0) -> list[np.ndarray]:  # noqa: ARG002
+    def feed(self, tokens: list[np.ndarray], logits_counts: list[int], width: int = 0) -> list[np.ndarray]:  # noqa: ARG002
         """Append tokens as ``Decoder.feed`` does; of each row at most the logits after its last token are wanted.
 
         Tokens with features are read in one inference, those behind them one by one.
         """
         logits = [NO_LOGITS] * len(tokens)
-        left = [self._begun(row, new) for row, new in enumerate(tokens)]
+        left = [self._skip_first_token(row, new) for row, new in enumerate(tokens)]
         while any(map(len, left)):
-            together = [max(1, known - len(text) + 1) for known, text in zip(self._known, self.rows, strict=True)]
+            together = [
+                max(1, known - len(text) + 1) for known, text in zip(self._known_counts, self.rows, strict=True)
+            ]
             parts = [new[:count] for new, count in zip(left, together, strict=True)]
             left = [new[len(part) :] for new, part in zip(left, parts, strict=True)]
             wants = [
                 int(len(part) > 0 and bool(want or len(rest)))
-                for part, want, rest in zip(parts, wanted, left, strict=True)
+                for part, want, rest in zip(parts, logits_counts, left, strict=True)
             ]
-            features = [self._features(row, len(part)) for row, part in enumerate(parts)]
+            features = [self._next_features(row, len(part)) for row, part in enumerate(parts)]
             found, more = self._entries.feed(parts, wants, 0, features), any(map(len, left))
             for row, (part, want) in enumerate(zip(parts, wants, strict=True)):
                 self.rows[row].commit(part)
                 if want:
                     logits[row] = found[row].copy() if more else found[row]
-                    self._last[row] = self._entries.hidden[row].copy()
+                    self._last_hidden[row] = self._entries.hidden[row].copy()
         return logits
 
-    def settle(self) -> None:
+    def drop_guessed_entries(self) -> None:
         """Drop the entries that were made without features."""
-        for row, (known, held) in enumerate(zip(self._known, self._entries.rows, strict=True)):
+        for row, (known, held) in enumerate(zip(self._known_counts, self._entries.rows, strict=True)):
             if len(held) > known:
                 held.rewind(known)  # first, so that no other text finds them
                 self._entries.truncate(row, known)
@@ -108,30 +112,32 @@ class HeadDecoder:
 
     def reorder(self, rows: list[int]) -> None:
         self._entries.reorder(rows)
-        texts = reordered(self.rows, rows)
-        self._forget(len(rows))
+        texts = reorder_sequences(self.rows, rows)
+        self._reset_rows(len(rows))
         self.rows = texts
 
-    def _forget(self, rows: int) -> None:
+    def _reset_rows(self, rows: int) -> None:
         self.rows = [Sequence() for _ in range(rows)]  # the text that each row has read, its first token included
         # Tokens of the text with features: at least those of the entries that remain.
-        self._known = [len(held) for held in self._entries.rows]
-        self._last: list[np.ndarray | None] = [None] * rows  # what the head computed for the last entry, (1, width)
+        self._known_counts = [len(held) for held in self._entries.rows]
+        self._last_hidden: list[np.ndarray | None] = [
+            None
+        ] * rows  # what the head computed for the last entry, (1, width)
 
-    def _begun(self, row: int, new: np.ndarray) -> np.ndarray:
+    def _skip_first_token(self, row: int, new_tokens: np.ndarray) -> np.ndarray:
         """Begin a text, whose first token has no entry; return the ``new`` tokens that have one."""
-        if len(self.rows[row]) or not len(new):
-            return new
-        self.rows[row].commit(new[:1])
-        return new[1:]
+        if len(self.rows[row]) or not len(new_tokens):
+            return new_tokens
+        self.rows[row].commit(new_tokens[:1])
+        return new_tokens[1:]
 
-    def _features(self, row: int, count: int) -> np.ndarray:
+    def _next_features(self, row: int, count: int) -> np.ndarray:
         """Return what is read beside the next ``count`` tokens of ``row``, (count, width)."""
         begin = len(self.rows[row]) - 1
         if not count:
             return self._target.features(row, 0, 0)
-        if begin < self._known[row]:
+        if begin < self._known_counts[row]:
             return self._target.features(row, begin, begin + count)
-        last = self._last[row]
+        last = self._last_hidden[row]
         assert last is not None, "the entry before was read, and its logits were wanted"
         return last

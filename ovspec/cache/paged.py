@@ -13,23 +13,23 @@ from collections.abc import Iterable
 import numpy as np
 
 from ovspec.base.interrupts import check_interrupts
-from ovspec.cache.blocks import Blocks, BlockTensors
+from ovspec.cache.blocks import BlockTables, BlockTensors
 from ovspec.cache.decoder import (
-    FAST,
-    JOINING_CHUNK,
-    KEPT_WIDTH,
+    FAST_RULE,
+    MAX_REUSED_WIDTH,
+    PREFILL_CHUNK_SIZE,
     Features,
     FeedRule,
     Rollback,
     TokenArrays,
-    feed_error,
-    inferences,
-    logit_positions,
-    reordered,
-    split_by_row,
+    explain_feed_error,
+    find_logits_positions,
+    reorder_sequences,
+    split_into_inferences,
+    split_logits_by_row,
 )
-from ovspec.cache.prefill import WORTH_SHARING
-from ovspec.cache.sequence import EMPTY, Sequence, common_prefix
+from ovspec.cache.prefill import MIN_SHARED_TOKENS
+from ovspec.cache.sequence import EMPTY_ROW, Sequence, common_prefix
 from ovspec.ir.compile import CompiledIR
 from ovspec.ir.heads import FEATURES_OUTPUT, HIDDEN_OUTPUT
 from ovspec.ir.memory import LEAST_TRIMMED_BYTES, trim_heap
@@ -38,8 +38,8 @@ from ovspec.ir.request import InferenceRequest
 from ovspec.text.vocabulary import ALL_IDS, KnownIds
 
 # The most tokens fed in one inference. The limit bounds the memory of activations and the time until Ctrl-C is heard.
-PREFILL_CHUNK = 256
-NOTHING_BESIDE = np.empty((0, 1, 0), dtype=np.float32)
+MAX_INFERENCE_TOKENS = 256
+NO_FEATURES = np.empty((0, 1, 0), dtype=np.float32)
 
 
 class PagedDecoder:
@@ -58,34 +58,34 @@ class PagedDecoder:
     """
 
     rollback = Rollback("blocks")
-    fills = True
+    fills_width = True
 
     def __init__(
         self,
         ir: CompiledIR,
         vocabulary: KnownIds = ALL_IDS,
-        rule: FeedRule = FAST,
+        rule: FeedRule = FAST_RULE,
         tensors: BlockTensors | None = None,
     ) -> None:
         if rule.queries > 1 and QUERY_INPUTS[0] not in ir.inputs:
             raise ValueError("two queries for a token need a model rewritten by pair_queries")
         self.context_length, self.rule = ir.context_length, rule
-        self._computed = [rule.computed(count) for count in range(PREFILL_CHUNK + 1)]
-        self._computed_logits = [rule.computed_logits(count) for count in range(PREFILL_CHUNK + 1)]
+        self._computed_tokens = [rule.computed_tokens(count) for count in range(MAX_INFERENCE_TOKENS + 1)]
+        self._computed_logits = [rule.computed_logits(count) for count in range(MAX_INFERENCE_TOKENS + 1)]
         self._ir, self._vocabulary = ir, vocabulary
         self._request = InferenceRequest(ir, (*PAGED_INPUTS, *QUERY_INPUTS))
-        self._restricts = vocabulary.restricts(ir.logits_width)
+        self._restricts_ids = vocabulary.restricts(ir.logits_width)
         self._tensors = tensors or BlockTensors(ir)
         self.block_size = self._tensors.block_size  # in tokens
-        self._bound = -1  # version of the tensors that the request is bound to
-        self._blocks = Blocks(0, self._tensors.pool)
+        self._bound_version = -1  # version of the tensors that the request is bound to
+        self._tables = BlockTables(0, self._tensors.pool)
         self._token_arrays = TokenArrays()
         self._kept_lengths: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._longest = np.zeros((), dtype=np.int32)
         self._feature_arrays: dict[int, np.ndarray] = {}
-        self._head_width, self._gives_features = ir.output_width(HIDDEN_OUTPUT), FEATURES_OUTPUT in ir.outputs
+        self._head_width, self._has_features = ir.output_width(HIDDEN_OUTPUT), FEATURES_OUTPUT in ir.outputs
         self.hidden: list[np.ndarray] = []
-        self._clear(1)
+        self._reset_rows(1)
 
     @property
     def seconds(self) -> float:
@@ -97,23 +97,23 @@ class PagedDecoder:
 
     @property
     def blocks_used(self) -> int:
-        return self._tensors.pool.used - self._tensors.pool.idle
+        return self._tensors.pool.used_count - self._tensors.pool.idle_count
 
     def reset(self, rows: int) -> None:
-        self._keep(range(len(self.rows)))
-        self._clear(rows)
+        self._keep_prefixes(range(len(self.rows)))
+        self._reset_rows(rows)
 
-    def _clear(self, rows: int) -> None:
+    def _reset_rows(self, rows: int) -> None:
         self.rows = [Sequence() for _ in range(rows)]
-        self._listed: tuple[list[int], int] | None = None  # rows and block version of the current lists
+        self._listed_tables: tuple[list[int], int] | None = None  # rows and block version of the current lists
         with self._tensors.lock:
-            self._blocks.reorder([EMPTY] * rows)
-            freed = self._tensors.free()
-            self._bind()  # to the small arrays, because the request keeps the arrays it is bound to alive
+            self._tables.reorder([EMPTY_ROW] * rows)
+            freed = self._tensors.shrink_if_unused()
+            self._bind_arrays()  # to the small arrays, because the request keeps the arrays it is bound to alive
         if freed > LEAST_TRIMMED_BYTES:
             trim_heap()
 
-    def adopt(self, sequences: list[Sequence]) -> None:
+    def reuse_prefixes(self, sequences: list[Sequence]) -> None:
         with self._tensors.lock:
             for held, sequence in zip(self.rows, sequences, strict=True):
                 held.owner = sequence.owner
@@ -121,126 +121,130 @@ class PagedDecoder:
             wanting = [
                 (row, common)
                 for row, (held, sequence) in enumerate(zip(self.rows, sequences, strict=True))
-                if len(sequence) - (common := common_prefix(held, sequence)) > WORTH_SHARING
+                if len(sequence) - (common := common_prefix(held, sequence)) > MIN_SHARED_TOKENS
                 and (alone or common < len(held) or not common)  # not while it reads its prompt, round by round
             ]
             if not wanting:
                 return
             if not alone:
-                self._keep(range(len(self.rows)), for_now=True)
+                self._keep_prefixes(range(len(self.rows)), temporarily=True)
             for row, common in wanting:
                 sequence = sequences[row]
-                blocks, count = self._tensors.pool.find(sequence.tokens[:-1], sequence.owner)
-                if count >= common + WORTH_SHARING:
-                    self._blocks.adopt(row, blocks)
+                blocks, count = self._tensors.pool.find_prefix(sequence.tokens[:-1], sequence.owner)
+                if count >= common + MIN_SHARED_TOKENS:
+                    self._tables.replace_blocks(row, blocks)
                     self.rows[row] = Sequence(sequence.tokens[:count])
 
     def feed(
-        self, tokens: list[np.ndarray], wanted: list[int], width: int = 0, features: Features = None
+        self, tokens: list[np.ndarray], logits_counts: list[int], width: int = 0, features: Features = None
     ) -> list[np.ndarray]:
         try:
-            if sum(map(len, tokens)) > self._most or (self.rule.first_apart and self._begins_with_more(tokens)):
-                return self._feed_in_parts(tokens, wanted, features)
+            if sum(map(len, tokens)) > self._max_tokens or (
+                self.rule.first_apart and self._begins_with_several(tokens)
+            ):
+                return self._feed_in_parts(tokens, logits_counts, features)
             with self._tensors.lock:
-                return self._append(tokens, wanted, min(width, self._most), features)
+                return self._append_tokens(tokens, logits_counts, min(width, self._max_tokens), features)
         except BaseException as error:
-            self._clear(len(self.rows))  # what rows hold is unknown now; an empty cache fits any text
-            raise feed_error(error, self._ir.device) from None
+            self._reset_rows(len(self.rows))  # what rows hold is unknown now; an empty cache fits any text
+            raise explain_feed_error(error, self._ir.device) from None
 
     def features(self, row: int, begin: int, end: int) -> np.ndarray:
         with self._tensors.lock:
-            blocks, places = self._places(row, begin, end)
-            return self._tensors.features[blocks, places]
+            blocks, places = self._locate_positions(row, begin, end)
+            return self._tensors.feature_blocks[blocks, places]
 
     def truncate(self, row: int, length: int) -> None:
         with self._tensors.lock:
-            if len(self.rows[row]) - length >= WORTH_SHARING:  # more than a rejected proposal
-                self._keep([row])
+            if len(self.rows[row]) - length >= MIN_SHARED_TOKENS:  # more than a rejected proposal
+                self._keep_prefixes([row])
             self.rows[row].rewind(length)
-            self._blocks.truncate(row, length)
+            self._tables.truncate(row, length)
 
     def reorder(self, rows: list[int]) -> None:
         with self._tensors.lock:
-            self._keep({*range(len(self.rows))}.difference(rows))
-            self.rows = reordered(self.rows, rows)
-            self._blocks.reorder(rows)
+            self._keep_prefixes({*range(len(self.rows))}.difference(rows))
+            self.rows = reorder_sequences(self.rows, rows)
+            self._tables.reorder(rows)
 
     def fork(self) -> PagedDecoder:
         with self._tensors.lock:
             other = PagedDecoder(self._ir, self._vocabulary, self.rule, self._tensors)
-            other.rows, other._blocks = [row.copy() for row in self.rows], self._blocks.fork()
+            other.rows, other._tables = [row.copy() for row in self.rows], self._tables.fork()
         return other
 
     def dump(self) -> dict[str, np.ndarray]:
         with self._tensors.lock:
-            return {name: array.read(self._blocks.tables[0]) for name, array in self._tensors.arrays.items()}
+            return {name: array.read_blocks(self._tables.tables[0]) for name, array in self._tensors.arrays.items()}
 
     def restore(self, tokens: np.ndarray, arrays: dict[str, np.ndarray]) -> None:
         self.reset(1)
         with self._tensors.lock:
-            self._blocks.extend(0, 0, len(tokens))
-            self._tensors.make_room()
-            self._bind()
-            table, ours = self._blocks.tables[0], self._tensors.arrays
+            self._tables.extend(0, 0, len(tokens))
+            self._tensors.grow()
+            self._bind_arrays()
+            table, ours = self._tables.tables[0], self._tensors.arrays
             expected = {name: ((len(table), *array.shape), array.dtype) for name, array in ours.items()}
             if {name: (array.shape, array.dtype) for name, array in arrays.items()} != expected:
                 self.reset(1)
                 raise ValueError("the cache is of another model or another type")
             for name, array in arrays.items():
-                ours[name].write(table, array)
+                ours[name].write_blocks(table, array)
         self.rows[0].commit(tokens)
 
-    def joining_chunk(self, counts: list[int]) -> int:
-        return self.rule.room_beside(sum(counts), max(JOINING_CHUNK, sum(counts)))
+    def prefill_chunk_size(self, counts: list[int]) -> int:
+        return self.rule.fit_into_inferences(sum(counts), max(PREFILL_CHUNK_SIZE, sum(counts)))
 
-    def _keep(self, rows: Iterable[int], for_now: bool = False) -> None:
+    def _keep_prefixes(self, rows: Iterable[int], temporarily: bool = False) -> None:
         """Let other texts find what ``rows`` hold; ``for_now``: even if nothing is kept once no row holds it."""
         with self._tensors.lock:
-            for row in rows if for_now or self._tensors.pool.most else ():
+            for row in rows if temporarily or self._tensors.pool.used_limit else ():
                 if len(self.rows[row]):
-                    self._blocks.keep(row, self.rows[row].tokens, self.rows[row].owner)
+                    self._tables.keep_prefix(row, self.rows[row].tokens, self.rows[row].owner)
 
     @property
-    def _most(self) -> int:
-        most = min(PREFILL_CHUNK, self.rule.most or PREFILL_CHUNK)
+    def _max_tokens(self) -> int:
+        most = min(MAX_INFERENCE_TOKENS, self.rule.most or MAX_INFERENCE_TOKENS)
         return most - 1 if self.rule.first_apart else most  # room for a token more than rows
 
-    def _places(self, row: int, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+    def _locate_positions(self, row: int, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the block of each position from ``begin`` to ``end``, and its place there."""
         first, positions = begin // self.block_size, np.arange(begin, end)
-        table = np.array(self._blocks.tables[row][first : -(-end // self.block_size)], dtype=np.int64)
+        table = np.array(self._tables.tables[row][first : -(-end // self.block_size)], dtype=np.int64)
         return table[positions // self.block_size - first], positions % self.block_size
 
-    def _begins_with_more(self, tokens: list[np.ndarray]) -> bool:
+    def _begins_with_several(self, tokens: list[np.ndarray]) -> bool:
         """Return whether some of ``tokens`` begin a text, and go on with it."""
         return any(len(new) > 1 and not len(held) for held, new in zip(self.rows, tokens, strict=True))
 
-    def _feed_in_parts(self, tokens: list[np.ndarray], wanted: list[int], features: Features) -> list[np.ndarray]:
+    def _feed_in_parts(
+        self, tokens: list[np.ndarray], logits_counts: list[int], features: Features
+    ) -> list[np.ndarray]:
         """Feed tokens in several inferences, row after row: they are more than one may have, or begin a text."""
         logits: list[list[np.ndarray]] = [[] for _ in tokens]
         hidden: list[list[np.ndarray]] = [[] for _ in tokens]
-        firsts = [len(new) - want for new, want in zip(tokens, wanted, strict=True)]
+        firsts = [len(new) - want for new, want in zip(tokens, logits_counts, strict=True)]
         alone = self.rule.first_apart
         ones = [int(alone and len(new) > 0 and not len(held)) for held, new in zip(self.rows, tokens, strict=True)]
         lefts = [len(new) - one for new, one in zip(tokens, ones, strict=True)]
-        later = inferences(lefts, self._most)
+        later = split_into_inferences(lefts, self._max_tokens)
         shifted = ([(begin + one, end + one) for (begin, end), one in zip(part, ones, strict=True)] for part in later)
-        for parts in itertools.chain(inferences(ones, self._most), shifted):
+        for parts in itertools.chain(split_into_inferences(ones, self._max_tokens), shifted):
             check_interrupts()
             fed = [new[begin:end] for new, (begin, end) in zip(tokens, parts, strict=True)]
             wants = [max(0, end - max(begin, first)) for first, (begin, end) in zip(firsts, parts, strict=True)]
             beside = features and [new[begin:end] for new, (begin, end) in zip(features, parts, strict=True)]
             with self._tensors.lock:
-                found = self._append(fed, wants, features=beside)
+                found = self._append_tokens(fed, wants, features=beside)
             for row, want in enumerate(wants):
                 if want:
                     logits[row].append(found[row].copy())
                     hidden[row] += [self.hidden[row].copy()] if self._head_width else []
-        self.hidden = joined(hidden, self._head_width)
-        return joined(logits, self._ir.logits_width)
+        self.hidden = join_row_parts(hidden, self._head_width)
+        return join_row_parts(logits, self._ir.logits_width)
 
-    def _append(
-        self, tokens: list[np.ndarray], wanted: list[int], width: int = 0, features: Features = None
+    def _append_tokens(
+        self, tokens: list[np.ndarray], logits_counts: list[int], width: int = 0, features: Features = None
     ) -> list[np.ndarray]:
         """Run an inference that appends ``tokens`` to the rows; the arguments and the result are those of ``feed``."""
         computed = self._fill_up([(len(held), new) for held, new in zip(self.rows, tokens, strict=True)], width)
@@ -257,83 +261,83 @@ class PagedDecoder:
             ids[start:end] = new
             positions[start:end] = np.arange(begin, begin + len(new))
             past[i], query_begins[i + 1] = begin, query_begins[i] + queries[i]
-            copies += self._blocks.extend(row, begin, queries[i])
+            copies += self._tables.extend(row, begin, queries[i])
             start, longest = end, max(longest, begin + queries[i])
             self.rows[row].commit(tokens[row])
             if (filling := begin + len(new) - len(self.rows[row])) > 0:  # the context may end here
                 positions[end - filling : end] = len(self.rows[row]) - 1
         self._longest[...] = longest
-        if self._tensors.pool.needed > self._tensors.capacity:
-            self._tensors.make_room()
-        self._bind()
-        self._tensors.copy(copies)
+        if self._tensors.pool.needed_capacity > self._tensors.capacity:
+            self._tensors.grow()
+        self._bind_arrays()
+        self._tensors.copy_blocks(copies)
         # Tokens that fill an inference up behind a text's end have logits, too, which are left out of the result. The
         # rows hold the new tokens by now, so these are the tokens beyond them.
         behind = [begin + len(new) - len(held) for held, (begin, new) in zip(self.rows, computed, strict=True)]
-        given = [want + more for want, more in zip(wanted, behind, strict=True)]
+        given = [want + more for want, more in zip(logits_counts, behind, strict=True)]
         lengths = tuple([len(new) for _, new in computed])
-        logits_idx = logit_positions(lengths, tuple(given), self._computed_logits[sum(given)], packed=True)
-        blocks, block_begins = self._block_lists(fed)
-        paired = pairs(counts, queries)
-        beside = self._beside(features, start)
+        logits_idx = find_logits_positions(lengths, tuple(given), self._computed_logits[sum(given)], packed=True)
+        blocks, block_begins = self._flatten_tables(fed)
+        paired = pair_query_inputs(counts, queries)
+        beside = self._make_head_input(features, start)
         arrays = (ids, positions, past, query_begins, blocks, block_begins, self._longest, logits_idx, beside, *paired)
         logits = self._request.infer(arrays, logits_idx)
-        if self._gives_features:
+        if self._has_features:
             computed_features = np.split(self._request.read_output(FEATURES_OUTPUT), np.cumsum(counts)[:-1])
             for row, found in zip(fed, computed_features, strict=True):
                 begin = computed[row][0]
-                self._tensors.features[self._places(row, begin, begin + len(found))] = found
+                self._tensors.feature_blocks[self._locate_positions(row, begin, begin + len(found))] = found
         if self._head_width:
-            hidden = split_by_row(self._request.read_output(HIDDEN_OUTPUT), given)
-            self.hidden = [found[:want] for found, want in zip(hidden, wanted, strict=True)]
+            hidden = split_logits_by_row(self._request.read_output(HIDDEN_OUTPUT), given)
+            self.hidden = [found[:want] for found, want in zip(hidden, logits_counts, strict=True)]
         for row in fed:  # a block that only a second query has begun
-            self._blocks.truncate(row, len(self.rows[row]))
-        logits = self._vocabulary.restrict(logits) if self._restricts else logits
-        if len(wanted) == 1:
-            return [logits[: wanted[0]]]
-        return [found[:want] for found, want in zip(split_by_row(logits, given), wanted, strict=True)]
+            self._tables.truncate(row, len(self.rows[row]))
+        logits = self._vocabulary.restrict(logits) if self._restricts_ids else logits
+        if len(logits_counts) == 1:
+            return [logits[: logits_counts[0]]]
+        return [found[:want] for found, want in zip(split_logits_by_row(logits, given), logits_counts, strict=True)]
 
-    def _beside(self, features: Features, count: int) -> np.ndarray:
+    def _make_head_input(self, features: Features, count: int) -> np.ndarray:
         """Return the input of a head that holds each token's features, (tokens, 1, width) float32."""
         if features is None:
-            return NOTHING_BESIDE
+            return NO_FEATURES
         array = self._feature_arrays.get(count)
         if array is None:
             array = np.zeros((count, 1, self._head_width), dtype=np.float32)
-            if count <= KEPT_WIDTH:
+            if count <= MAX_REUSED_WIDTH:
                 self._feature_arrays[count] = array
         read = np.concatenate(features)
         array[: len(read), 0] = read
         array[len(read) :, 0] = read[-1]  # of the tokens that fill up
         return array
 
-    def _fill_up(self, computed: list[tuple[int, np.ndarray]], width: int) -> list[tuple[int, np.ndarray]]:
+    def _fill_up(self, row_inputs: list[tuple[int, np.ndarray]], width: int) -> list[tuple[int, np.ndarray]]:
         """Return ``computed``, each row's (position, new tokens (n,)), with more tokens, up to ``width`` or the rule's.
 
         Rows compute the last tokens of their cache once more. If these are too few for the rule, the last new token
         comes several times, and the next tokens are written over its copies. A head's always does, because the features
         of earlier tokens aren't kept.
         """
-        reading = [row for row, (_, new) in enumerate(computed) if len(new)]
-        count = sum([len(computed[row][1]) for row in reading])
+        reading = [row for row, (_, new) in enumerate(row_inputs) if len(new)]
+        count = sum([len(row_inputs[row][1]) for row in reading])
         first = int(self.rule.first_apart)  # the first token isn't computed beside later ones
         least = count + (first if count == len(reading) else 0)
-        missing = self._computed[max(width, least)] - count
+        missing = self._computed_tokens[max(width, least)] - count
         if missing <= 0 or not reading:
-            return computed
-        cached = 0 if self._head_width else sum([max(0, computed[row][0] - first) for row in reading])
+            return row_inputs
+        cached = 0 if self._head_width else sum([max(0, row_inputs[row][0] - first) for row in reading])
         if cached < missing:  # too few for the width
-            missing = self._computed[least] - count
+            missing = self._computed_tokens[least] - count
         for row in reading if cached else ():
             if missing > 0:
-                begin, new = computed[row]
+                begin, new = row_inputs[row]
                 again = min(max(0, begin - first), missing)
-                computed[row] = begin - again, np.concatenate((self.rows[row].tokens[begin - again :], new))
+                row_inputs[row] = begin - again, np.concatenate((self.rows[row].tokens[begin - again :], new))
                 missing -= again
         if missing > 0:
-            begin, new = computed[reading[-1]]
-            computed[reading[-1]] = begin, np.concatenate((new, np.repeat(new[-1:], missing)))
-        return computed
+            begin, new = row_inputs[reading[-1]]
+            row_inputs[reading[-1]] = begin, np.concatenate((new, np.repeat(new[-1:], missing)))
+        return row_inputs
 
     def _length_arrays(self, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Return int32 arrays to fill in: tokens cached before each row (count,), its first query (count + 1,)."""
@@ -341,30 +345,30 @@ class PagedDecoder:
             self._kept_lengths[count] = np.zeros(count, dtype=np.int32), np.zeros(count + 1, dtype=np.int32)
         return self._kept_lengths[count]
 
-    def _block_lists(self, rows: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    def _flatten_tables(self, rows: list[int]) -> tuple[np.ndarray, np.ndarray]:
         """Return the blocks of ``rows`` and where each row begins (rows + 1,), int32."""
-        if self._listed != (rows, self._blocks.version):
-            tables = [self._blocks.tables[row] for row in rows]
+        if self._listed_tables != (rows, self._tables.version):
+            tables = [self._tables.tables[row] for row in rows]
             self._indices = np.array([block for table in tables for block in table], dtype=np.int32)
             self._index_begins = np.cumsum([0, *map(len, tables)], dtype=np.int32)
-            self._listed = rows, self._blocks.version
+            self._listed_tables = rows, self._tables.version
         return self._indices, self._index_begins
 
-    def _bind(self) -> None:
-        if self._bound != self._tensors.version:
-            for name in self._tensors.ports if self._tensors.arrays else ():
+    def _bind_arrays(self) -> None:
+        if self._bound_version != self._tensors.version:
+            for name in self._tensors.cache_inputs if self._tensors.arrays else ():
                 self._request.openvino_request.set_tensor(name, self._tensors.arrays[name].tensor)
-            self._bound = self._tensors.version
+            self._bound_version = self._tensors.version
 
 
-def joined(parts: list[list[np.ndarray]], width: int) -> list[np.ndarray]:
+def join_row_parts(parts: list[list[np.ndarray]], width: int) -> list[np.ndarray]:
     """Return the parts of each row as one array (n, width) float32."""
     nothing = np.empty((0, width), dtype=np.float32)
     return [np.concatenate(each) if each else nothing for each in parts]
 
 
 @functools.lru_cache(maxsize=256)
-def pairs(counts: tuple[int, ...], queries: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+def pair_query_inputs(counts: tuple[int, ...], queries: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
     """Return the inputs of ``pair_queries``, int32: each query's token, and each token's first query.
 
     A row of ``counts`` tokens has as many ``queries``, or several for its only token.

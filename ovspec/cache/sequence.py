@@ -7,10 +7,10 @@ from typing import Protocol
 
 import numpy as np
 
-EMPTY = -1  # in a reordering of rows: a new, empty row
+EMPTY_ROW = -1  # in a reordering of rows: a new, empty row
 
 
-class Unshared:
+class UnsharedOwner:
     """The owner of texts that share no prefix with any other; it equals no owner, not even itself."""
 
     __hash__ = object.__hash__
@@ -19,10 +19,10 @@ class Unshared:
         return False
 
 
-UNSHARED = Unshared()
+UNSHARED = UnsharedOwner()
 
 
-class Growing:
+class GrowingArray:
     """An array (n, ...) that grows at its end, and is cut there: a row's tokens, or their features."""
 
     __slots__ = ("_buffer", "_length")
@@ -56,7 +56,7 @@ class Growing:
         self._length = length
 
 
-class Sequence(Growing):
+class Sequence(GrowingArray):
     """The token ids of a row: commits append to it, rewinds shorten it.
 
     What keeps state for a row, such as a KV cache, holds a Sequence of the tokens it has processed, and catches up from
@@ -77,7 +77,7 @@ class Sequence(Growing):
         """The tokens (length,) int64, as a view that is valid until the next commit."""
         return self._buffer[: self._length]
 
-    def shared(self, tokens: np.ndarray) -> int:
+    def common_prefix_length(self, tokens: np.ndarray) -> int:
         """Return the number of leading tokens that are the same in ``tokens``, (n,) int64."""
         n = min(self._length, len(tokens))
         if not n:
@@ -103,7 +103,7 @@ class Follower(Protocol):
 
 def common_prefix(a: Sequence, b: Sequence) -> int:
     """Return the number of leading tokens that ``a`` and ``b`` share."""
-    return a.shared(b.tokens)
+    return a.common_prefix_length(b.tokens)
 
 
 def catch_up(follower: Follower, row: int, sequence: Sequence) -> np.ndarray:

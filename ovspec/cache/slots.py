@@ -4,70 +4,72 @@ from __future__ import annotations
 
 import numpy as np
 
-from ovspec.cache.sequence import EMPTY
+from ovspec.cache.sequence import EMPTY_ROW
 
 
 class Slots:
     """Maps positions to slots for each row of a batch. All rows share the slot axis."""
 
     def __init__(self, rows: int) -> None:
-        self.used = 0  # slots in the physical cache
-        self.lengths = [0] * rows
+        self.slot_count = 0  # slots in the physical cache
+        self.row_lengths = [0] * rows
         self._alive = np.zeros((rows, 256), dtype=np.int64)  # (rows, slots) 1 = attended to
         self._slot_of = np.zeros((rows, 256), dtype=np.int64)  # (rows, positions) -> slot
 
     @property
-    def mask(self) -> np.ndarray:
+    def attention_mask(self) -> np.ndarray:
         """The model's attention mask: (rows, used) int64, contiguous in memory."""
-        return np.ascontiguousarray(self._alive[:, : self.used])
+        return np.ascontiguousarray(self._alive[:, : self.slot_count])
 
     @property
-    def dead(self) -> int:
+    def dead_count(self) -> int:
         """The number of slots that compaction would free."""
-        return self.used - max(self.lengths, default=0)
+        return self.slot_count - max(self.row_lengths, default=0)
 
     @property
-    def contiguous(self) -> bool:
+    def is_contiguous(self) -> bool:
         """Whether every row's positions are the last slots, in order, as attention by slot index requires."""
-        return all(self._alive[row, self.used - n : self.used].all() for row, n in enumerate(self.lengths))
+        return all(
+            self._alive[row, self.slot_count - n : self.slot_count].all() for row, n in enumerate(self.row_lengths)
+        )
 
     def extend(self, counts: list[int]) -> None:
         """Append max(counts) slots; in each row the first ``counts[row]`` of them are alive."""
-        start, end = self.used, self.used + max(counts)
+        start, end = self.slot_count, self.slot_count + max(counts)
         if end > self._alive.shape[1]:
             more = ((0, 0), (0, 2 * end - self._alive.shape[1]))
             self._alive, self._slot_of = np.pad(self._alive, more), np.pad(self._slot_of, more)
         for row, count in enumerate(counts):
-            length = self.lengths[row]
+            length = self.row_lengths[row]
             self._alive[row, start : start + count] = 1
             if start + count < end:
                 self._alive[row, start + count : end] = 0
             self._slot_of[row, length : length + count] = np.arange(start, start + count)
-            self.lengths[row] = length + count
-        self.used = end
+            self.row_lengths[row] = length + count
+        self.slot_count = end
 
     def truncate(self, row: int, length: int) -> None:
         """Mark the slots of positions ``length`` and later dead."""
-        self._alive[row, self._slot_of[row, length : self.lengths[row]]] = 0
-        self.lengths[row] = length
+        self._alive[row, self._slot_of[row, length : self.row_lengths[row]]] = 0
+        self.row_lengths[row] = length
 
     def reorder(self, rows: list[int]) -> None:
         """Make new row i old row ``rows[i]``, or EMPTY; an index may occur twice (fork) or not at all (drop)."""
         self._alive, self._slot_of = self._alive[rows], self._slot_of[rows]
-        self._alive[np.array(rows) == EMPTY] = 0
-        self.lengths = [0 if row == EMPTY else self.lengths[row] for row in rows]
+        self._alive[np.array(rows) == EMPTY_ROW] = 0
+        self.row_lengths = [0 if row == EMPTY_ROW else self.row_lengths[row] for row in rows]
 
     def compact(self) -> np.ndarray:
         """Make every row contiguous; return the old slot of each new one, (rows, used) int64.
 
         Shorter rows get dead slots on the left, for which slot 0 is returned.
         """
-        width = max(self.lengths, default=0)
-        old = np.zeros((len(self.lengths), width), dtype=np.int64)
+        width = max(self.row_lengths, default=0)
+        old = np.zeros((len(self.row_lengths), width), dtype=np.int64)
         self._alive[:] = 0
-        for row, length in enumerate(self.lengths):
+        for row, length in enumerate(self.row_lengths):
             old[row, width - length :] = self._slot_of[row, :length]
             self._slot_of[row, :length] = np.arange(width - length, width)
             self._alive[row, width - length : width] = 1
-        self.used = width
+        self.slot_count = width
         return old

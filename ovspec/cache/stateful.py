@@ -16,20 +16,20 @@ import numpy as np
 import openvino as ov
 
 from ovspec.cache.decoder import (
-    FAST,
-    JOINING_CHUNK,
+    FAST_RULE,
+    PREFILL_CHUNK_SIZE,
     Decoder,
     Features,
     FeedRule,
     Rollback,
     TokenArrays,
-    feed_error,
-    logit_positions,
-    reordered,
-    split_by_row,
+    explain_feed_error,
+    find_logits_positions,
+    reorder_sequences,
+    split_logits_by_row,
 )
-from ovspec.cache.prefill import share_prefixes
-from ovspec.cache.sequence import EMPTY, Growing, Sequence
+from ovspec.cache.prefill import copy_shared_prefixes
+from ovspec.cache.sequence import EMPTY_ROW, GrowingArray, Sequence
 from ovspec.cache.slots import Slots
 from ovspec.ir.compile import CompiledIR, ModelState
 from ovspec.ir.device import EXACT_KV_PRECISIONS, may_use_gpu
@@ -38,11 +38,13 @@ from ovspec.ir.memory import trim_heap
 from ovspec.ir.request import InferenceRequest
 from ovspec.text.vocabulary import ALL_IDS, KnownIds
 
-COMPACT_AT = 256  # dead slots, which cost attention time and memory, until a compaction, which copies the cache
-REPLAY_AT = 8  # maximum tokens that each replay feeds again; for more, an inference renews the snapshot
-KEPT_SLOTS = 256  # whose memory a decoder without rows may keep for its next text
-SNAPSHOT_EVERY = 64  # tokens of plain decoding
-INPUTS = (
+COMPACTION_THRESHOLD = (
+    256  # dead slots, which cost attention time and memory, until a compaction, which copies the cache
+)
+MAX_REPLAY_TOKENS = 8  # maximum tokens that each replay feeds again; for more, an inference renews the snapshot
+MAX_KEPT_SLOTS = 256  # whose memory a decoder without rows may keep for its next text
+SNAPSHOT_INTERVAL = 64  # tokens of plain decoding
+STATEFUL_INPUTS = (
     "input_ids", "attention_mask", "position_ids", "beam_idx", "logits_idx", "cache_position", "hidden_states",
 )  # fmt: skip
 
@@ -59,7 +61,7 @@ class StatefulDecoder:
             computes a prompt without a past in another attention kernel, which rounds differently.
     """
 
-    fills = False
+    fills_width = False
     block_size = 1
 
     def __init__(
@@ -67,20 +69,20 @@ class StatefulDecoder:
         ir: CompiledIR,
         rollback: Rollback,
         vocabulary: KnownIds = ALL_IDS,
-        compact_at: int = COMPACT_AT,
-        rule: FeedRule = FAST,
+        compaction_threshold: int = COMPACTION_THRESHOLD,
+        rule: FeedRule = FAST_RULE,
     ) -> None:
         self.rollback, self.rule = rollback, rule
         self.context_length, self.on_gpu = ir.context_length, may_use_gpu(ir.device)
         self.compactions = 0
-        self._ir, self._vocabulary, self._compact_at = ir, vocabulary, compact_at
+        self._ir, self._vocabulary, self._compaction_threshold = ir, vocabulary, compaction_threshold
         # Attention by slot index can't skip dead slots past the sliding window or the table of positions.
         bounds = [bound for bound in (rollback.mask_until, ir.context_length) if bound]
         self._mask_until = min(bounds, default=None) if rollback.kv == "mask" else 0
         # optimum's Mamba takes a whole text or a single token, and tells them apart by the length of cache_position.
-        self._conv_kernel = ir.config.convolution_width if "cache_position" in ir.inputs else 0
+        self._conv_width = ir.config.convolution_width if "cache_position" in ir.inputs else 0
         self._rope_switch = ir.config.rope_switch_length or sys.maxsize
-        self._request, self._scratch = InferenceRequest(ir, INPUTS), None
+        self._request, self._scratch_request = InferenceRequest(ir, STATEFUL_INPUTS), None
         self._head_width, self._feature_width = ir.output_width(HIDDEN_OUTPUT), ir.output_width(FEATURES_OUTPUT)
         self._no_features = np.empty((0, self._feature_width), dtype=np.float32)
         self.hidden: list[np.ndarray] = []
@@ -102,44 +104,44 @@ class StatefulDecoder:
         return sum(map(len, self.rows))
 
     def reset(self, rows: int) -> None:
-        if not rows and self._slots.used > KEPT_SLOTS and self._ir.open_model:
-            self._give_memory_back()
+        if not rows and self._slots.slot_count > MAX_KEPT_SLOTS and self._ir.open_model:
+            self._release_memory()
         # With a u8 cache, which AUTO and HETERO also use, OpenVINO 2026.4 computes wrong logits for another number of
         # rows than before.
-        if rows not in (0, len(self.rows)) and not self.copies_exactly:
+        if rows not in (0, len(self.rows)) and not self.copies_are_exact:
             self._request.renew()
         self.rows = [Sequence() for _ in range(rows)]
-        self._features = [Growing(self._no_features) for _ in range(rows)]  # (tokens, width) of each row
+        self._features = [GrowingArray(self._no_features) for _ in range(rows)]  # (tokens, width) of each row
         self._slots = Slots(rows)
-        self._in_order = np.arange(rows, dtype=np.int32)
-        self._beam = self._in_order  # rows of the physical cache that the next inference gathers
+        self._row_order = np.arange(rows, dtype=np.int32)
+        self._beam_rows = self._row_order  # rows of the physical cache that the next inference gathers
         self._snapshot, self._snapshot_length = {}, 0  # of the recurrent states; empty for their initial values
-        self._returns_here = False  # whether rollbacks to the end of the last feed are likely
-        self._inferred = (0, 0)  # slots before and after the last inference
+        self._expects_rollback = False  # whether rollbacks to the end of the last feed are likely
+        self._inference_slots = (0, 0)  # slots before and after the last inference
         self._request.reset()
 
     def feed(
         self,
         tokens: list[np.ndarray],
-        wanted: list[int],
+        logits_counts: list[int],
         width: int = 0,  # noqa: ARG002
         features: Features = None,
     ) -> list[np.ndarray]:
         count = len(tokens[0])
-        if len(self.rows) == 1 and count > self._first_part(count):
-            return [self._feed_in_parts(tokens[0], wanted[0])]
+        if len(self.rows) == 1 and count > self._next_part_length(count):
+            return [self._feed_in_parts(tokens[0], logits_counts[0])]
         try:
             if len(self.rows[0]) <= self._rope_switch < len(self.rows[0]) + count:
-                return [self._feed_across_the_switch(tokens[0], wanted[0])]
+                return [self._feed_across_rope_switch(tokens[0], logits_counts[0])]
             if self.rollback.replay:
-                tokens = [self._prepare_replay(tokens[0], wanted[0])]
-            return split_by_row(self._append(tokens, wanted, features), wanted)
+                tokens = [self._prepare_replay(tokens[0], logits_counts[0])]
+            return split_logits_by_row(self._append_tokens(tokens, logits_counts, features), logits_counts)
         except BaseException as error:
             self.reset(len(self.rows))  # the cache's contents are unknown now; an empty cache fits any text
-            raise feed_error(error, self._ir.device) from None
+            raise explain_feed_error(error, self._ir.device) from None
 
-    def adopt(self, sequences: list[Sequence]) -> None:
-        share_prefixes(self, sequences)
+    def reuse_prefixes(self, sequences: list[Sequence]) -> None:
+        copy_shared_prefixes(self, sequences)
 
     def truncate(self, row: int, length: int) -> None:
         if length <= self._rope_switch < len(self.rows[row]):
@@ -152,35 +154,35 @@ class StatefulDecoder:
         self._slots.truncate(row, length)
 
     def reorder(self, rows: list[int]) -> None:
-        if not self._slots.used or all(row == EMPTY for row in rows):
+        if not self._slots.slot_count or all(row == EMPTY_ROW for row in rows):
             self.reset(len(rows))  # an empty state has no rows to gather
             return
-        self.rows = reordered(self.rows, rows)
+        self.rows = reorder_sequences(self.rows, rows)
         kept = self._features
-        self._features = [Growing(self._no_features if row == EMPTY else kept[row].values) for row in rows]
+        self._features = [GrowingArray(self._no_features if row == EMPTY_ROW else kept[row].values) for row in rows]
         self._slots.reorder(rows)
-        self._beam = self._beam[rows]  # for an empty row any other will do, because all its slots are dead
-        self._in_order = np.arange(len(rows), dtype=np.int32)
+        self._beam_rows = self._beam_rows[rows]  # for an empty row any other will do, because all its slots are dead
+        self._row_order = np.arange(len(rows), dtype=np.int32)
 
-    def joining_chunk(self, counts: list[int]) -> int:
+    def prefill_chunk_size(self, counts: list[int]) -> int:
         return 2 * max(counts)  # every row is computed at the width of the widest
 
     def compact(self) -> None:
-        if not any(self._slots.lengths):
+        if not any(self._slots.row_lengths):
             self.reset(len(self.rows))
             return
-        gather_states(self._request.openvino_request, self._ir.kv_states, self._beam, self._slots.compact())
-        self._beam = self._in_order
+        gather_states(self._request.openvino_request, self._ir.kv_states, self._beam_rows, self._slots.compact())
+        self._beam_rows = self._row_order
         self.compactions += 1
 
     def fork(self) -> StatefulDecoder:
-        other = StatefulDecoder(self._ir, self.rollback, self._vocabulary, self._compact_at, self.rule)
-        if self.copies_exactly:
-            self.copy_to(other)
+        other = StatefulDecoder(self._ir, self.rollback, self._vocabulary, self._compaction_threshold, self.rule)
+        if self.copies_are_exact:
+            self.copy_into(other)
         return other
 
     def dump(self) -> dict[str, np.ndarray]:
-        if not self.copies_exactly or not len(self.rows[0]):
+        if not self.copies_are_exact or not len(self.rows[0]):
             return {}
         if self.rollback.kv:
             self.compact()
@@ -208,15 +210,15 @@ class StatefulDecoder:
         self.rows[0].commit(tokens)
         self._slots.extend([len(tokens)])
 
-    def copy_to(self, other: StatefulDecoder) -> None:
+    def copy_into(self, other: StatefulDecoder) -> None:
         """Copy this decoder's rows and states to ``other``, of the same model; exact only if ``copies_exactly``."""
         other.rows = [row.copy() for row in self.rows]
-        other._features = [Growing(row.values) for row in self._features]
+        other._features = [GrowingArray(row.values) for row in self._features]
         other._slots = copy.deepcopy(self._slots)
-        other._in_order, other._beam = self._in_order, self._beam
+        other._row_order, other._beam_rows = self._row_order, self._beam_rows
         other._snapshot, other._snapshot_length = self._snapshot, self._snapshot_length
-        other._returns_here = self._returns_here
-        if self._slots.used:
+        other._expects_rollback = self._expects_rollback
+        if self._slots.slot_count:
             other.set_states(read_states(self._request.openvino_request, self._ir.states))
         else:
             other._request.reset()
@@ -225,19 +227,19 @@ class StatefulDecoder:
         """Set the states named in ``values``, also of a request that hasn't run since it was reset."""
         self._request.apply_reset()
         if self.rollback.copies == "run" and not self._request.has_run:
-            self._part_requests(1)
-            self._infer_any(self._request)
+            self._separate_requests(1)
+            self._run_dummy_inference(self._request)
         write_states(self._request.openvino_request, values)
 
-    def _infer_any(self, request: InferenceRequest, width: int = 1) -> None:
+    def _run_dummy_inference(self, request: InferenceRequest, width: int = 1) -> None:
         """Run an inference of any ``width`` tokens for its shapes alone; afterwards the states are worthless."""
-        held = self._inferred[1] if request is self._request else 0
+        held = self._inference_slots[1] if request is self._request else 0
         tokens, first = np.zeros((len(self.rows), width), dtype=np.int64), np.zeros(1, dtype=np.int64)
         mask = np.ones((len(self.rows), held + width), dtype=np.int64)
-        window, beside = np.arange(self._conv_kernel or width), self._beside(None, width)
-        request.infer((tokens, mask, tokens, self._in_order, first, window, beside), first)
+        window, beside = np.arange(self._conv_width or width), self._make_head_input(None, width)
+        request.infer((tokens, mask, tokens, self._row_order, first, window, beside), first)
 
-    def _part_requests(self, width: int) -> None:
+    def _separate_requests(self, width: int) -> None:
         """On a GPU: run another inference if the last one was another request's, and of as many tokens.
 
         Otherwise OpenVINO's plugin (2026.4.1) computes with that request's states, or crashes.
@@ -245,23 +247,23 @@ class StatefulDecoder:
         if self.on_gpu:
             request, last_width = self._ir.last_run
             if request is not self._request and width == last_width:
-                self._scratch = self._scratch or InferenceRequest(self._ir, INPUTS)
-                self._scratch.reset()
-                self._infer_any(self._scratch, 2 if width == 1 else 1)
+                self._scratch_request = self._scratch_request or InferenceRequest(self._ir, STATEFUL_INPUTS)
+                self._scratch_request.reset()
+                self._run_dummy_inference(self._scratch_request, 2 if width == 1 else 1)
             self._ir.last_run = self._request, width
 
-    def _avoid_the_last_shapes(self, width: int) -> None:
+    def _avoid_repeated_shapes(self, width: int) -> None:
         """Before a compaction: run another inference if the next one, of ``width`` tokens, has the last one's shapes.
 
         OpenVINO's GPU plugin (2026.4.1) computes it with the states of before otherwise, if they are concatenated only.
         """
-        slots = max(self._slots.lengths)
-        if self.rollback.replay and self.rollback.copies == "run" and self._inferred == (slots, slots + width):
+        slots = max(self._slots.row_lengths)
+        if self.rollback.replay and self.rollback.copies == "run" and self._inference_slots == (slots, slots + width):
             recurrent = read_states(self._request.openvino_request, self._ir.recurrent_states)
-            self._infer_any(self._request)
+            self._run_dummy_inference(self._request)
             write_states(self._request.openvino_request, recurrent)
 
-    def _give_memory_back(self) -> None:
+    def _release_memory(self) -> None:
         """Release the memory of the cache, which OpenVINO frees only when another request has run."""
         self._request.renew()
         self.reset(1)
@@ -269,28 +271,28 @@ class StatefulDecoder:
         trim_heap()
 
     @property
-    def copies_exactly(self) -> bool:
+    def copies_are_exact(self) -> bool:
         """Whether copies of the states are known to be exact."""
         exact = not self._ir.kv_states or self._ir.kv_precision in EXACT_KV_PRECISIONS
         return exact and self.rollback.copies is not None
 
-    def _first_part(self, count: int) -> int:
+    def _next_part_length(self, count: int) -> int:
         """Return how many of ``count`` tokens the next inference may have."""
         alone = self.rule.first_apart and not len(self.rows[0])
         return 1 if alone else min(count, self.rule.most or count)
 
-    def _feed_in_parts(self, tokens: np.ndarray, wanted: int) -> np.ndarray:
+    def _feed_in_parts(self, tokens: np.ndarray, logits_count: int) -> np.ndarray:
         """Feed a single row in several inferences; return the logits after the last ``wanted`` tokens."""
         logits = [np.empty((0, self._ir.logits_width), dtype=np.float32)]
         while len(tokens):
-            cut = self._first_part(len(tokens))
+            cut = self._next_part_length(len(tokens))
             left = len(tokens) - cut
-            want = max(0, wanted - left)
+            want = max(0, logits_count - left)
             logits.append(self.feed([tokens[:cut]], [want])[0].copy())
-            tokens, wanted = tokens[cut:], min(wanted, left)
+            tokens, logits_count = tokens[cut:], min(logits_count, left)
         return np.concatenate(logits)
 
-    def _feed_across_the_switch(self, tokens: np.ndarray, wanted: int) -> np.ndarray:
+    def _feed_across_rope_switch(self, tokens: np.ndarray, logits_count: int) -> np.ndarray:
         """Feed tokens at which the text becomes longer than ``_rope_switch``, so that it is computed anew.
 
         The model chooses the frequencies of all tokens by the last position of an inference, as in transformers.
@@ -298,33 +300,33 @@ class StatefulDecoder:
         text = np.concatenate((self.rows[0].tokens, tokens))
         before, beyond = self._rope_switch - len(self.rows[0]), len(text) - self._rope_switch
         logits = [np.empty((0, self._ir.logits_width), dtype=np.float32)]
-        if wanted > beyond:
-            logits.append(self.feed([tokens[:before]], [wanted - beyond])[0].copy())
+        if logits_count > beyond:
+            logits.append(self.feed([tokens[:before]], [logits_count - beyond])[0].copy())
         self.reset(1)
         begin = int(self.rule.first_apart)  # position 0 is not rotated at all
         if begin:
-            self._append([text[:1]], [0])
-        last = min(wanted, beyond)
-        logits.append(self._append([text[begin:]], [last])[:last])
+            self._append_tokens([text[:1]], [0])
+        last = min(logits_count, beyond)
+        logits.append(self._append_tokens([text[begin:]], [last])[:last])
         return np.concatenate(logits)
 
-    def _prepare_replay(self, tokens: np.ndarray, wanted: int) -> np.ndarray:
+    def _prepare_replay(self, tokens: np.ndarray, logits_count: int) -> np.ndarray:
         """Take a snapshot if the new tokens may be rolled back; return those of them that are still to be fed.
 
         Tokens whose logits aren't wanted stay. If they are more than ``REPLAY_AT``, they are fed before the snapshot.
         """
         restored = len(self.rows[0]) == self._snapshot_length
         several = len(tokens) > 1
-        if restored and wanted > 1 and len(tokens) - wanted > REPLAY_AT:
-            self._append([tokens[:-wanted]], [0])
-            tokens = tokens[-wanted:]
+        if restored and logits_count > 1 and len(tokens) - logits_count > MAX_REPLAY_TOKENS:
+            self._append_tokens([tokens[:-logits_count]], [0])
+            tokens = tokens[-logits_count:]
         held = len(self.rows[0])
         since = held - self._snapshot_length
-        if since and (wanted > 1 or self._returns_here or since >= SNAPSHOT_EVERY):
+        if since and (logits_count > 1 or self._expects_rollback or since >= SNAPSHOT_INTERVAL):
             self._snapshot = read_states(self._request.openvino_request, self._ir.recurrent_states)
             self._snapshot_length = held
         # A draft first feeds the committed tokens, after a rejection or several at once, then its guesses one by one.
-        self._returns_here = restored or several
+        self._expects_rollback = restored or several
         return tokens
 
     def _restore_snapshot(self, length: int) -> int:
@@ -340,21 +342,23 @@ class StatefulDecoder:
     def features(self, row: int, begin: int, end: int) -> np.ndarray:
         return self._features[row].values[begin:end]
 
-    def _append(self, tokens: list[np.ndarray], wanted: list[int], features: Features = None) -> np.ndarray:
+    def _append_tokens(
+        self, tokens: list[np.ndarray], logits_counts: list[int], features: Features = None
+    ) -> np.ndarray:
         """Run one inference; return at least the ``wanted`` logits, all rows' in one array."""
         counts = [len(new) for new in tokens]
-        logits_idx = logit_positions(tuple(counts), tuple(wanted), self.rule.fewest_logits)
-        if self._conv_kernel and len(self.rows[0]) and counts[0] > 1:
-            alone = [self._append([token], [1])[:1].copy() for token in np.split(tokens[0], counts[0])]
+        logits_idx = find_logits_positions(tuple(counts), tuple(logits_counts), self.rule.fewest_logits)
+        if self._conv_width and len(self.rows[0]) and counts[0] > 1:
+            alone = [self._append_tokens([token], [1])[:1].copy() for token in np.split(tokens[0], counts[0])]
             return np.concatenate(alone)[logits_idx]
         width, slots = max(counts), self._slots
-        by_index = self._mask_until is not None and slots.used + width > self._mask_until
-        if slots.dead >= self._compact_at or (by_index and not slots.contiguous):
+        by_index = self._mask_until is not None and slots.slot_count + width > self._mask_until
+        if slots.dead_count >= self._compaction_threshold or (by_index and not slots.is_contiguous):
             if not self.rollback.copies and not self._head_width:  # what a head has read isn't kept
                 texts = [np.concatenate((held.tokens, new)) for held, new in zip(self.rows, tokens, strict=True)]
                 self.reset(len(self.rows))
-                return self._append(texts, wanted)
-            self._avoid_the_last_shapes(width)
+                return self._append_tokens(texts, logits_counts)
+            self._avoid_repeated_shapes(width)
             self.compact()
         ids, positions = self._token_arrays[len(tokens), width]
         for row, (new, held) in enumerate(zip(tokens, self.rows, strict=True)):
@@ -363,25 +367,33 @@ class StatefulDecoder:
             held.commit(new)
         slots = self._slots  # new ones where empty rows were compacted
         slots.extend(counts)
-        self._inferred = slots.used - width, slots.used
-        mask, cache_position = slots.mask, positions[0]
-        if self._conv_kernel:
+        self._inference_slots = slots.slot_count - width, slots.slot_count
+        mask, cache_position = slots.attention_mask, positions[0]
+        if self._conv_width:
             # A single token's input goes to the place of its position in the window, where the first ones stand wrong.
-            last = np.maximum(positions[0], self._conv_kernel - 1)
-            mask, cache_position = np.ones_like(ids), last if positions[0, 0] else np.arange(self._conv_kernel)
-        self._part_requests(width)
-        arrays = (ids, mask, positions, self._beam, logits_idx, cache_position, self._beside(features, width))
+            last = np.maximum(positions[0], self._conv_width - 1)
+            mask, cache_position = np.ones_like(ids), last if positions[0, 0] else np.arange(self._conv_width)
+        self._separate_requests(width)
+        arrays = (
+            ids,
+            mask,
+            positions,
+            self._beam_rows,
+            logits_idx,
+            cache_position,
+            self._make_head_input(features, width),
+        )
         logits = self._request.infer(arrays, logits_idx)
-        self._beam = self._in_order  # the inference has gathered the rows
+        self._beam_rows = self._row_order  # the inference has gathered the rows
         if self._feature_width:
             found = self._request.read_output(FEATURES_OUTPUT).reshape(len(tokens), width, -1)
             for row, (kept, count) in enumerate(zip(self._features, counts, strict=True)):
                 kept.commit(found[row, :count])
         if self._head_width:
-            self.hidden = split_by_row(self._request.read_output(HIDDEN_OUTPUT), wanted)
+            self.hidden = split_logits_by_row(self._request.read_output(HIDDEN_OUTPUT), logits_counts)
         return self._vocabulary.restrict(logits)
 
-    def _beside(self, features: Features, width: int) -> np.ndarray:
+    def _make_head_input(self, features: Features, width: int) -> np.ndarray:
         """Return the input of a head that holds each token's features, (rows, width, values) float32."""
         found = np.zeros((len(self.rows) if self._head_width else 0, width, self._head_width), dtype=np.float32)
         for row, values in enumerate(features or ()):
@@ -389,20 +401,20 @@ class StatefulDecoder:
         return found
 
 
-class RowByRow:
+class RowByRowDecoder:
     """A ``Decoder`` in which every row has an infer request of its own.
 
     Rows that share an inference are padded, which changes the last bits of attention, and which a convolution or an SSM
     would process.
     """
 
-    fills = False
+    fills_width = False
     block_size = 1
 
-    def __init__(self, make: Callable[[], StatefulDecoder]) -> None:
-        self._make = make
-        self._decoders = [make()]
-        self._spare: list[StatefulDecoder] = []
+    def __init__(self, make_decoder: Callable[[], StatefulDecoder]) -> None:
+        self._make_decoder = make_decoder
+        self._decoders = [make_decoder()]
+        self._unused_decoders: list[StatefulDecoder] = []
         first = self._decoders[0]
         self.rule, self.rollback, self.context_length = first.rule, first.rollback, first.context_length
         self.hidden: list[np.ndarray] = []
@@ -414,35 +426,35 @@ class RowByRow:
 
     @property
     def seconds(self) -> float:
-        return sum(decoder.seconds for decoder in self._decoders + self._spare)
+        return sum(decoder.seconds for decoder in self._decoders + self._unused_decoders)
 
     @property
     def inferences(self) -> int:
-        return sum(decoder.inferences for decoder in self._decoders + self._spare)
+        return sum(decoder.inferences for decoder in self._decoders + self._unused_decoders)
 
     @property
     def blocks_used(self) -> int:
         return sum(map(len, self.rows))
 
     def reset(self, rows: int) -> None:
-        decoders = self._decoders + self._spare
-        decoders += [self._make() for _ in range(rows - len(decoders))]
-        self._decoders, self._spare = decoders[:rows], decoders[rows:]
+        decoders = self._decoders + self._unused_decoders
+        decoders += [self._make_decoder() for _ in range(rows - len(decoders))]
+        self._decoders, self._unused_decoders = decoders[:rows], decoders[rows:]
         for decoder in self._decoders:
             decoder.reset(1)
-        for decoder in self._spare:
+        for decoder in self._unused_decoders:
             decoder.reset(0)
 
     def feed(
         self,
         tokens: list[np.ndarray],
-        wanted: list[int],
+        logits_counts: list[int],
         width: int = 0,  # noqa: ARG002
         features: Features = None,
     ) -> list[np.ndarray]:
         logits = [np.empty((0, 0), dtype=np.float32)] * len(tokens)
         self.hidden = [np.empty((0, 0), dtype=np.float32)] * len(tokens)
-        for row, (decoder, new, want) in enumerate(zip(self._decoders, tokens, wanted, strict=True)):
+        for row, (decoder, new, want) in enumerate(zip(self._decoders, tokens, logits_counts, strict=True)):
             if len(new):
                 found = decoder.feed([new], [want], 0, features and [features[row]])[0]
                 logits[row] = found.copy() if self._shares_outputs else found
@@ -453,8 +465,8 @@ class RowByRow:
     def features(self, row: int, begin: int, end: int) -> np.ndarray:
         return self._decoders[row].features(0, begin, end)
 
-    def adopt(self, sequences: list[Sequence]) -> None:
-        share_prefixes(self, sequences)
+    def reuse_prefixes(self, sequences: list[Sequence]) -> None:
+        copy_shared_prefixes(self, sequences)
 
     def truncate(self, row: int, length: int) -> None:
         # A copy of a row is empty where states can't be copied.
@@ -463,25 +475,25 @@ class RowByRow:
     def reorder(self, rows: list[int]) -> None:
         old = self._decoders
         kept: dict[int, StatefulDecoder] = {}
-        self._spare += [decoder for row, decoder in enumerate(old) if row not in rows]
+        self._unused_decoders += [decoder for row, decoder in enumerate(old) if row not in rows]
         self._decoders = []
         for row in rows:
-            if row != EMPTY and row not in kept:
+            if row != EMPTY_ROW and row not in kept:
                 kept[row] = old[row]
                 self._decoders.append(old[row])
                 continue
-            another = self._spare.pop() if self._spare else self._make()
-            if row == EMPTY or not another.rollback.copies:
+            another = self._unused_decoders.pop() if self._unused_decoders else self._make_decoder()
+            if row == EMPTY_ROW or not another.rollback.copies:
                 another.reset(1)
             else:
-                kept[row].copy_to(another)
+                kept[row].copy_into(another)
             self._decoders.append(another)
 
-    def joining_chunk(self, counts: list[int]) -> int:  # noqa: ARG002
-        return JOINING_CHUNK
+    def prefill_chunk_size(self, counts: list[int]) -> int:  # noqa: ARG002
+        return PREFILL_CHUNK_SIZE
 
-    def fork(self) -> RowByRow:
-        other = RowByRow(self._make)
+    def fork(self) -> RowByRowDecoder:
+        other = RowByRowDecoder(self._make_decoder)
         other._decoders = [decoder.fork() for decoder in self._decoders]
         return other
 
@@ -493,22 +505,24 @@ class RowByRow:
         self._decoders[0].restore(tokens, arrays)
 
 
-def trimming(rollback: Rollback) -> Rollback:
+def with_trimming(rollback: Rollback) -> Rollback:
     """Return ``rollback`` with rejected tokens cut off instead of masked."""
     return replace(rollback, kv="trim", mask_until=None) if rollback.kv else rollback
 
 
-def decoder_of(ir: CompiledIR, rollback: Rollback, vocabulary: KnownIds = ALL_IDS, rule: FeedRule = FAST) -> Decoder:
+def make_stateful_decoder(
+    ir: CompiledIR, rollback: Rollback, vocabulary: KnownIds = ALL_IDS, rule: FeedRule = FAST_RULE
+) -> Decoder:
     """Return the stateful decoder that fits the model's states and the rule.
 
     Where the rule keeps rows apart, rejected tokens are cut off, because masked slots change bits as padding does.
     """
-    rollback = trimming(rollback) if rule.rows_apart else rollback
+    rollback = with_trimming(rollback) if rule.rows_apart else rollback
 
-    def make() -> StatefulDecoder:
+    def make_decoder() -> StatefulDecoder:
         return StatefulDecoder(ir, rollback, vocabulary, rule=rule)
 
-    return RowByRow(make) if rule.rows_apart or ir.needs_single_rows else make()
+    return RowByRowDecoder(make_decoder) if rule.rows_apart or ir.needs_single_rows else make_decoder()
 
 
 def gather_states(request: ov.InferRequest, states: list[ModelState], rows: np.ndarray, slots: np.ndarray) -> None:

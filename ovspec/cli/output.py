@@ -13,7 +13,7 @@ from ovspec.api.session import TextStream
 from ovspec.api.verify import record_as_json
 from ovspec.base.interrupts import HeldInterrupts
 from ovspec.base.progress import step
-from ovspec.engine.results import Piece, Result, said_as_json
+from ovspec.engine.results import Piece, Result, answer_extras_json
 from ovspec.params import Params
 
 
@@ -94,7 +94,7 @@ def as_dict(lm: LanguageModel, result: Result) -> dict[str, Any]:
     rates = {name: getattr(result.stats, name) for name in ("acceptance_rate", "conditional_acceptance")}
     stats = {name: round(v, 4) if isinstance(v, float) else v for name, v in (asdict(result.stats) | rates).items()}
     found = {"text": result.text, "token_ids": result.token_ids, "finish_reason": result.finish_reason}
-    found |= said_as_json(result)
+    found |= answer_extras_json(result)
     if result.logprobs is not None:
         found["logprobs"] = [logprob.as_json(lm.tokenizer.token_text) for logprob in result.logprobs]
     if result.schema_errors is not None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from ovspec.cache.decoder import FAST, FeedRule
+from ovspec.cache.decoder import FAST_RULE, FeedRule
 
 WIDEST = 64  # largest width whose cost is learned; beyond it, the cost is extrapolated linearly
 FIRST_CHANGE = 0.2  # share of an inference that a change of width costs until it is known
@@ -46,7 +46,7 @@ class Costs:
         measured: Mapping[int, float] | None = None,
         change: float | None = None,
         fills: bool = False,
-        rule: FeedRule = FAST,
+        rule: FeedRule = FAST_RULE,
     ) -> None:
         widths, most = np.arange(WIDEST + 1), rule.most
         if measured and len(measured) > 1:
@@ -63,7 +63,7 @@ class Costs:
         self.change = FIRST_CHANGE * float(costs[1]) if change is None else change  # added by a change of width
         self._rule = rule
         # The width that an inference of each width is computed at, and costs as much as.
-        self._computed = np.array([min(rule.computed(max(1, width)), WIDEST) for width in range(WIDEST + 1)])
+        self._computed = np.array([min(rule.computed_tokens(max(1, width)), WIDEST) for width in range(WIDEST + 1)])
         self.ms = costs = costs[self._computed]
         self._changes = 0 if change is None else MEASURED_CHANGES  # from which ``change`` is learned
         self._fills = fills
@@ -120,7 +120,7 @@ class Costs:
 
         ``drafted``: whether it is an inference of a draft model, or of a target that has one.
         """
-        width = self._rule.computed(width)
+        width = self._rule.computed_tokens(width)
         changed, self._last = width != self._last, width
         self._in_a_row = 0 if changed else self._in_a_row + 1
         if width > WIDEST:

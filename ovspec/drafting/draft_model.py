@@ -6,8 +6,8 @@ import time
 
 import numpy as np
 
-from ovspec.cache.decoder import Reader, needed_width
-from ovspec.cache.prefill import PREFILL_ABOVE
+from ovspec.cache.decoder import BaseDecoder, count_computed_tokens
+from ovspec.cache.prefill import PREFILL_THRESHOLD
 from ovspec.cache.sequence import catch_up, common_prefix
 from ovspec.drafting.costs import WIDEST
 from ovspec.drafting.drafter import Drafter, RowStep
@@ -25,7 +25,7 @@ class DraftModel(Drafter):
 
     name = "draft"
 
-    def __init__(self, decoder: Reader, vocabulary: DraftVocabulary | None = None) -> None:
+    def __init__(self, decoder: BaseDecoder, vocabulary: DraftVocabulary | None = None) -> None:
         self.decoder, self._vocabulary = decoder, vocabulary
 
     @property
@@ -37,7 +37,7 @@ class DraftModel(Drafter):
         going = [index for index, budget in enumerate(budgets) if budget]
         if not going or not lookahead.affords(self.name, len(going)):
             return [NOTHING] * len(rows)
-        self.decoder.adopt([row.sequence for row in rows])
+        self.decoder.reuse_prefixes([row.sequence for row in rows])
         # The draft may hold tokens of another text: after a rewind, or of a text before this one.
         seen = {index: common_prefix(rows[index].sequence, self.decoder.rows[index]) for index in going}
         unseen = sum(max(1, len(rows[index].sequence) - count) for index, count in seen.items())
@@ -50,7 +50,7 @@ class DraftModel(Drafter):
         feed = [NO_TOKENS] * len(rows)
         for index in going:
             feed[index] = catch_up(self.decoder, index, rows[index].sequence)
-        late = [index for index in going if len(feed[index]) > PREFILL_ABOVE]
+        late = [index for index in going if len(feed[index]) > PREFILL_THRESHOLD]
         # The others must not wait until a prompt is read; with a prefill budget, not even if they read one, too.
         if lookahead.fixed is None and len(going) > 1 and (lookahead.paced or len(late) < len(going)):
             room = lookahead.prompt_room()
@@ -60,7 +60,7 @@ class DraftModel(Drafter):
                     feed[index] = feed[index][:room]
                 room -= len(feed[index])
         while any(map(len, feed)):
-            began, width = time.perf_counter(), lookahead.draft.fill(needed_width(self.decoder, feed))
+            began, width = time.perf_counter(), lookahead.draft.fill(count_computed_tokens(self.decoder, feed))
             logits = self.decoder.feed(feed, [int(index in going) for index in range(len(rows))], width)
             extended = [index for index in going if drafts[index].extend(logits[index][0])]
             lookahead.note_draft(width, time.perf_counter() - began, missed)

@@ -29,10 +29,10 @@ class Head(DraftModel):
         try:
             return super().propose(rows, lookahead)
         finally:
-            self._head.settle()
+            self._head.drop_guessed_entries()
 
     def _budget(self, index: int, row: RowStep, lookahead: Lookahead) -> int:
-        known = self._head.known(index, row.sequence)
+        known = self._head.count_known_features(index, row.sequence)
         if not known or len(row.sequence) - 1 - known > MOST_WITHOUT_FEATURES:
             return 0
         return super()._budget(index, row, lookahead)

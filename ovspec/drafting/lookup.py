@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from ovspec.cache.sequence import EMPTY, Sequence, common_prefix
+from ovspec.cache.sequence import EMPTY_ROW, Sequence, common_prefix
 from ovspec.drafting.drafter import Drafter, RowStep
 from ovspec.drafting.lookahead import Lookahead
 from ovspec.drafting.proposal import NOTHING, Proposal
@@ -131,7 +131,7 @@ class Lookup(Drafter):
     def reorder(self, rows: list[int]) -> None:
         old, self._rows = self._rows, []
         for i, row in enumerate(rows):
-            if row == EMPTY:
+            if row == EMPTY_ROW:
                 self._rows.append(Index())
             else:
                 self._rows.append(copy.deepcopy(old[row]) if row in rows[:i] else old[row])

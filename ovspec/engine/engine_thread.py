@@ -15,7 +15,7 @@ from ovspec.drafting.drafter import Drafter
 from ovspec.drafting.lookahead import Lookahead
 from ovspec.drafting.lookup import Index
 from ovspec.drafting.proposal import Proposal
-from ovspec.engine.decoders import PLAIN
+from ovspec.engine.decoders import NO_LOOKAHEAD
 from ovspec.engine.prefill_budget import PrefillBudget
 from ovspec.engine.results import Piece
 from ovspec.engine.row import Row
@@ -23,10 +23,10 @@ from ovspec.engine.runtime import Runtime
 from ovspec.engine.scheduler import BatchLimits, Scheduler
 from ovspec.ir.memory import count_tokens_in_bytes
 
-FEWEST_TOKENS = 32  # that must fit into memory
-FREE_SHARE = 0.8  # of the free memory that KV caches may take
-CONSTRAINT_SECONDS = 2.0  # that slow steps of a text's grammar may take together, because all others wait for them
-WARM_UP = "The quick brown fox jumps over the lazy dog. " * 8
+MIN_CACHE_TOKENS = 32  # that must fit into memory
+FREE_MEMORY_SHARE = 0.8  # of the free memory that KV caches may take
+MAX_CONSTRAINT_SECONDS = 2.0  # that slow steps of a text's grammar may take together, because all others wait for them
+WARM_UP_TEXT = "The quick brown fox jumps over the lazy dog. " * 8
 
 
 @dataclass(eq=False)
@@ -75,31 +75,31 @@ class EngineThread:
     def __init__(
         self,
         runtime: Runtime,
-        rows: int,
+        max_rows: int,
         cache_bytes: float | None = None,
         lookup_tokens: int = 0,
-        chunk: int | None = None,
+        prefill_tokens: int | None = None,
     ) -> None:
         self.runtime = runtime
         # Called in the engine's thread after each round with its pieces and the proposals that it judged.
         self.on_round: Callable[[list[tuple[int, Piece]], list[tuple[Proposal, int]]], object] = lambda *_: None
-        self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         # The scheduler's number of each row that hasn't ended -> its job, and its index there.
         self._jobs: dict[int, tuple[Job, int]] = {}
         self._tasks: list[BackgroundTask] = []
-        self._given_up: OvspecError | None = None  # what all requests are told, from when they are given up
-        self._ending = self._ended = False
-        self._last = threading.Lock()  # held while orders are carried out that the thread's loop doesn't see
-        self._rows, self._cache_bytes = rows, cache_bytes
-        self._lookup_tokens, self._earlier = lookup_tokens, Index()
+        self._fatal_error: OvspecError | None = None  # what all requests are told, from when they are given up
+        self._stopping = self._stopped = False
+        self._command_lock = threading.Lock()  # held while orders are carried out that the thread's loop doesn't see
+        self._max_rows, self._cache_bytes = max_rows, cache_bytes
+        self._lookup_tokens, self._earlier_texts = lookup_tokens, Index()
         if lookup_tokens:
-            runtime.models.corpora.append(self._earlier)
-        self._decoders = runtime.pool.take()
-        self._drafter, self._lookahead = self._decoders.drafting(runtime.rows.params({}))
+            runtime.models.corpora.append(self._earlier_texts)
+        self._decoders = runtime.decoder_pool.acquire()
+        self._drafter, self._lookahead = self._decoders.select_drafting(runtime.row_maker.make_complete_params({}))
         rule = self._decoders.target.rule
         costs = self._lookahead.target if self._drafter else Costs(rule=rule)
-        self._prefill_budget = PrefillBudget(costs, rule, not self._drafter, chunk)
-        self._thread = threading.Thread(target=self._run, name="ovspec engine", daemon=True)
+        self._prefill_budget = PrefillBudget(costs, rule, not self._drafter, prefill_tokens)
+        self._thread = threading.Thread(target=self._run_loop, name="ovspec engine", daemon=True)
 
     def start(self, prepare: bool = True) -> None:
         """Find out how many tokens fit into memory, and start the thread.
@@ -108,25 +108,25 @@ class EngineThread:
             ended texts take all the memory of the KV caches.
         """
         runtime = self.runtime
-        used = runtime.models.irs(self._drafter is not None)
+        used = runtime.models.compiled_irs(self._drafter is not None)
         if prepare:
             self._warm_up()
-            self.do(BackgroundTask(step for ir in used for step in ir.large_pages.move_in_steps()))
-        room = self._cache_bytes or FREE_SHARE * psutil.virtual_memory().available
-        self.most_tokens = int(min(count_tokens_in_bytes(used, self._rows, room), 2**62))
-        if self.most_tokens < FEWEST_TOKENS:
+            self.add_task(BackgroundTask(step for ir in used for step in ir.large_pages.move_in_steps()))
+        room = self._cache_bytes or FREE_MEMORY_SHARE * psutil.virtual_memory().available
+        self.most_tokens = int(min(count_tokens_in_bytes(used, self._max_rows, room), 2**62))
+        if self.most_tokens < MIN_CACHE_TOKENS:
             holds = f"The memory for KV caches holds {max(0, self.most_tokens)} tokens"
             raise OvspecError(f"{holds}; free some{', or raise `cache_size`' if self._cache_bytes else ''}.")
         if prepare:
-            runtime.models.give_way()  # what the warm-up has left
+            runtime.models.free_idle_blocks()  # what the warm-up has left
         if prepare and runtime.models.cache_bytes is None:
-            runtime.models.limit_blocks(self.most_tokens)
+            runtime.models.limit_cached_tokens(self.most_tokens)
         limits = BatchLimits(
-            self._rows,
+            self._max_rows,
             self.most_tokens,
             self._prefill_budget,
-            fail_alone=(Exception,),
-            constraint_seconds=CONSTRAINT_SECONDS,
+            isolated_errors=(Exception,),
+            max_constraint_seconds=MAX_CONSTRAINT_SECONDS,
         )
         self._scheduler = Scheduler(self._decoders.target, self._drafter, self._lookahead, (), limits)
         self._thread.start()
@@ -134,73 +134,81 @@ class EngineThread:
     def _warm_up(self) -> None:
         """Generate some short texts, so that kernels are made, and times known, before the first request comes."""
         runtime, target = self.runtime, self._decoders.target
-        ids = runtime.prompts.encode(WARM_UP)[: (runtime.models.target.ir.context_length or len(WARM_UP)) // 2]
+        ids = runtime.prompts.encode(WARM_UP_TEXT)[
+            : (runtime.models.target.ir.context_length or len(WARM_UP_TEXT)) // 2
+        ]
         ways: list[tuple[int, Drafter | None, Lookahead]] = [(1, self._drafter, self._lookahead)]
         if self._drafter:  # so that the draft is used, too
-            ways.append((1, self._drafter, self._decoders.drafting(runtime.rows.params({"lookahead": 2}))[1]))
-        ways += [(count, None, PLAIN) for count in (2, 8) if count <= self._rows]
+            ways.append(
+                (
+                    1,
+                    self._drafter,
+                    self._decoders.select_drafting(runtime.row_maker.make_complete_params({"lookahead": 2}))[1],
+                )
+            )
+        ways += [(count, None, NO_LOOKAHEAD) for count in (2, 8) if count <= self._max_rows]
         for count, drafter, lookahead in ways:
-            params = runtime.rows.params({"max_tokens": 8, "ignore_eos": True, "n": count})
-            rows = runtime.rows.make(ids, params, reserved=True)
+            params = runtime.row_maker.make_complete_params({"max_tokens": 8, "ignore_eos": True, "n": count})
+            rows = runtime.row_maker.make_rows(ids, params, memory_reserved=True)
             scheduler = Scheduler(
                 target, drafter, lookahead, rows, BatchLimits(count, prefill_budget=self._prefill_budget)
             )
             while scheduler.step():
                 pass
-            scheduler.reset()
+            scheduler.reset_decoders()
 
     # ------------------------------------------------------------ called from any thread
 
     def submit(self, job: Job) -> None:
         """Let a job wait for its turn; none of its rows may need more than ``most_tokens``."""
-        self._orders.put(lambda: self._add(job))
-        if self._ended:  # the thread may not have seen it
-            self._obey_last()
+        self._commands.put(lambda: self._add_job(job))
+        if self._stopped:  # the thread may not have seen it
+            self._run_last_commands()
 
     def cancel(self, job: Job) -> None:
         """End a job's texts where they are, before the next round; the job hears of nothing more."""
-        self._orders.put(lambda: self._remove(job))
+        self._commands.put(lambda: self._remove_job(job))
 
-    def do(self, task: BackgroundTask) -> Future[Any]:
+    def add_task(self, task: BackgroundTask) -> Future[Any]:
         """Do a task after those that wait: one at a time, because each may need a whole prompt's KV cache."""
-        self._orders.put(lambda: task.fail(self._given_up) if self._given_up else self._tasks.append(task))
+        self._commands.put(lambda: task.fail(self._fatal_error) if self._fatal_error else self._tasks.append(task))
         return task.future
 
-    def give_up(self, why: OvspecError) -> None:
+    def fail_all(self, error: OvspecError) -> None:
         """End all requests, which are told ``why``: those that wait and those that have yet to come, too."""
 
-        def giving_up() -> None:
-            self._given_up = why
-            self._fail({job for job, _ in self._jobs.values()}, why)
+        def fail_everything() -> None:
+            self._fatal_error = error
+            self._fail_jobs({job for job, _ in self._jobs.values()}, error)
             for task in self._tasks:
-                task.fail(why)
+                task.fail(error)
             self._tasks.clear()
-            self._scheduler.queue.reserved = 0
+            self._scheduler.queue.reserved_tokens = 0
 
-        self._orders.put(giving_up)
+        self._commands.put(fail_everything)
 
-    def end(self, wait: float = 10.0) -> None:
+    def stop(self, timeout_s: float = 10.0) -> None:
         """End the thread; texts that run go no further."""
-        self._ending = True
-        self._orders.put(lambda: None)  # wakes the thread
+        self._stopping = True
+        self._commands.put(lambda: None)  # wakes the thread
         if threading.current_thread() is not self._thread:
-            self._thread.join(wait)
+            self._thread.join(timeout_s)
 
     @property
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         return self._thread.is_alive()
 
     @property
-    def running(self) -> int:
+    def running_count(self) -> int:
         """Number of rows in the batch."""
-        return len(self._scheduler.running)
+        return len(self._scheduler.running_numbers)
 
     @property
-    def waiting(self) -> int:
+    def waiting_count(self) -> int:
         """Number of rows that wait for the batch."""
         return len(self._scheduler.queue)
 
-    def cache_use(self) -> tuple[int, int]:
+    def cache_usage(self) -> tuple[int, int]:
         """Return (blocks of the target's KV cache in use, blocks that are free); of one token where there are none."""
         target = self._decoders.target
         used = target.blocks_used
@@ -208,37 +216,37 @@ class EngineThread:
 
     # ------------------------------------------------------------ in the engine's thread
 
-    def _run(self) -> None:
-        while not self._ending:
+    def _run_loop(self) -> None:
+        while not self._stopping:
             try:
-                self._obey(wait=not self._jobs and not self._tasks)
+                self._run_commands(wait=not self._jobs and not self._tasks)
                 if self._tasks:
-                    self._advance(self._tasks[0])
+                    self._advance_task(self._tasks[0])
                 if self._jobs:
-                    self._round()
+                    self._step_batch()
             except BaseException as error:  # whatever it is, the thread lives; a panic in Rust is no Exception
-                running = [self._jobs[number][0] for number in self._scheduler.running if number in self._jobs]
-                self._fail({*running}, failure(error))
-        self._ended = True
-        self._obey_last()
+                running = [self._jobs[number][0] for number in self._scheduler.running_numbers if number in self._jobs]
+                self._fail_jobs({*running}, as_inference_error(error))
+        self._stopped = True
+        self._run_last_commands()
 
-    def _obey_last(self) -> None:
+    def _run_last_commands(self) -> None:
         """Carry out orders when the thread ends, or has ended."""
-        with self._last:
-            self._obey(wait=False)
+        with self._command_lock:
+            self._run_commands(wait=False)
 
-    def _obey(self, wait: bool) -> None:
+    def _run_commands(self, wait: bool) -> None:
         """Carry out the orders of other threads; wait for the first one if there is nothing else to do."""
         try:
-            self._orders.get(block=wait)()
+            self._commands.get(block=wait)()
             while True:
-                self._orders.get(block=False)()
+                self._commands.get(block=False)()
         except queue.Empty:
             pass
 
-    def _advance(self, task: BackgroundTask) -> None:
-        self._scheduler.queue.reserved = min(task.tokens, self.most_tokens)
-        if self._scheduler.room < 0:
+    def _advance_task(self, task: BackgroundTask) -> None:
+        self._scheduler.queue.reserved_tokens = min(task.tokens, self.most_tokens)
+        if self._scheduler.free_tokens < 0:
             return  # until texts have ended
         try:
             if not task.future.cancelled():
@@ -249,57 +257,57 @@ class EngineThread:
             if task.future.set_running_or_notify_cancel():
                 task.future.set_result(ended.value)
         except BaseException as error:
-            task.fail(failure(error))
+            task.fail(as_inference_error(error))
         self._tasks.remove(task)
-        self._scheduler.queue.reserved = 0
+        self._scheduler.queue.reserved_tokens = 0
 
-    def _round(self) -> None:
+    def _step_batch(self) -> None:
         pieces = self._scheduler.step() or []
-        self.on_round(pieces, self._scheduler.outcome.judged if self._scheduler.outcome else [])
+        self.on_round(pieces, self._scheduler.last_outcome.judged if self._scheduler.last_outcome else [])
         found, failed = dict[Job, list[tuple[int, Piece]]](), dict[Job, OvspecError]()
         for number, piece in pieces:
             job, index = self._jobs[number]
             job.started = True
             row = job.rows[index]
             if row.error:
-                failed[job] = row.error if isinstance(row.error, OvspecError) else failure(row.error)
+                failed[job] = row.error if isinstance(row.error, OvspecError) else as_inference_error(row.error)
             if row.finish_reason:
                 del self._jobs[number]
                 if self._lookup_tokens and not row.error:
-                    self._earlier.remember(row.sequence.tokens, self._lookup_tokens)
+                    self._earlier_texts.remember(row.sequence.tokens, self._lookup_tokens)
             if piece.token_ids or piece.text or piece.finish_reason:
                 found.setdefault(job, []).append((index, piece))
         for job, error in failed.items():
             found.pop(job, None)
-            self._fail({job}, error)
+            self._fail_jobs({job}, error)
         if not self._jobs:
-            self._scheduler.reset()  # which frees memory
+            self._scheduler.reset_decoders()  # which frees memory
         for job, grown in found.items():
             job.deliver(grown)
 
-    def _add(self, job: Job) -> None:
-        if self._given_up:
-            job.deliver(self._given_up)
+    def _add_job(self, job: Job) -> None:
+        if self._fatal_error:
+            job.deliver(self._fatal_error)
             return
         for index, row in enumerate(job.rows):
-            self._jobs[self._scheduler.queue.add(row)] = job, index
+            self._jobs[self._scheduler.queue.add_row(row)] = job, index
 
-    def _remove(self, job: Job) -> None:
+    def _remove_job(self, job: Job) -> None:
         numbers = [number for number, (each, _) in self._jobs.items() if each is job]
         for number in numbers:
             del self._jobs[number]
-        self._scheduler.remove(numbers)
-        if not self._scheduler.running:
-            self._scheduler.reset()
+        self._scheduler.remove_rows(numbers)
+        if not self._scheduler.running_numbers:
+            self._scheduler.reset_decoders()
 
-    def _fail(self, jobs: set[Job], error: OvspecError) -> None:
+    def _fail_jobs(self, jobs: set[Job], error: OvspecError) -> None:
         for job in jobs:
-            self._remove(job)
+            self._remove_job(job)
         for job in jobs:
             job.deliver(error)
 
 
-def failure(error: BaseException) -> InferenceError:
+def as_inference_error(error: BaseException) -> InferenceError:
     """Return what clients are told of an error that isn't theirs."""
     told = str(error) if isinstance(error, OvspecError) else f"The inference failed ({type(error).__name__}: {error})."
     found = InferenceError(told)

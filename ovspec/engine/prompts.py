@@ -26,8 +26,8 @@ from ovspec.text.tokenizer_files import special_tokens
 # A text, token ids, chat messages for the model's chat template, or what is around the text.
 Prompt = str | list[int] | np.ndarray | list[Message] | Message | Infill
 Prompts = list[str] | list[list[int]] | list[np.ndarray] | list[list[Message]]
-Variables = Mapping[str, Any]  # of the chat template
-LONGEST_TAG = 32  # tokens
+TemplateVariables = Mapping[str, Any]  # of the chat template
+MAX_TAG_TOKENS = 32  # tokens
 
 
 class EncodedPrompt(NamedTuple):
@@ -39,9 +39,9 @@ class EncodedPrompt(NamedTuple):
     """
 
     ids: np.ndarray
-    chat: bool
-    healable: int
-    ends: tuple[int, ...] = ()
+    is_chat: bool
+    first_healable: int
+    end_ids: tuple[int, ...] = ()
 
 
 class PromptEncoder:
@@ -74,8 +74,8 @@ class PromptEncoder:
     def encode(
         self,
         prompt: Prompt,
-        begins: bool = True,
-        variables: Variables | None = None,
+        at_start: bool = True,
+        variables: TemplateVariables | None = None,
         tools: Sequence[Any] = (),
         effort: str | None = None,
     ) -> np.ndarray:
@@ -88,11 +88,11 @@ class PromptEncoder:
             return self.tokenizer.encode(self.chat_format.prompt(messages, tools, effort, variables), special=False)
         if not isinstance(prompt, (str, list, tuple, np.ndarray)):
             raise PromptError(f"A prompt must be a string, token ids or chat messages, not {prompt!r:.80}.")
-        refuse_variables(variables)
-        if begins and not len(prompt):
+        refuse_template_variables(variables)
+        if at_start and not len(prompt):
             return self.generation_config.beginning
         if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt) if begins else self.tokenizer.encode_more(prompt)
+            return self.tokenizer.encode(prompt) if at_start else self.tokenizer.encode_more(prompt)
         try:
             ids = np.asarray(prompt, dtype=np.int64)
         except OverflowError:
@@ -105,7 +105,7 @@ class PromptEncoder:
             raise PromptError(f"Token id {unknown} is not in the vocabulary{upto}.")
         return ids
 
-    def encode_prompt(self, prompt: Prompt, params: Params, room: float = np.inf) -> EncodedPrompt:
+    def encode_prompt(self, prompt: Prompt, params: Params, max_tokens: float = np.inf) -> EncodedPrompt:
         """Encode the prompt of a call; of one for infilling, as many chunks as ``room`` tokens hold.
 
         Raises OvspecError if ``params`` have options of chats and the prompt is none, and PromptError if it can't be
@@ -113,12 +113,12 @@ class PromptEncoder:
         """
         chat = is_chat(prompt)
         if not chat:
-            refuse_without_chat(params)
+            refuse_chat_options(params)
         if isinstance(prompt, Infill):
             fim, tokenizer = self.tokenizer.fim, self.tokenizer
-            if room < np.inf:  # chunks that can't fit aren't encoded, which would take long
-                prompt = within(prompt, tokenizer.most_characters(int(room)))
-            ids, begins = infill_tokens(prompt, fim, tokenizer.encode_spelt, tokenizer.bos, room)
+            if max_tokens < np.inf:  # chunks that can't fit aren't encoded, which would take long
+                prompt = within(prompt, tokenizer.most_characters(int(max_tokens)))
+            ids, begins = infill_tokens(prompt, fim, tokenizer.encode_spelt, tokenizer.bos, max_tokens)
             return EncodedPrompt(ids, chat, begins, fim.ends if fim else ())
         ids = self.encode(
             prompt, variables=params.chat_template_kwargs, tools=params.tools, effort=params.reasoning_effort
@@ -126,7 +126,7 @@ class PromptEncoder:
         return EncodedPrompt(ids, chat, len(ids) if chat else 0)
 
     @functools.cached_property
-    def answer_ends(self) -> list[int]:
+    def answer_end_ids(self) -> list[int]:
         """The id that a chat template in place of the model's writes after an answer, if it is one token."""
         end, added = end_of_answer(self.chat_format.template), self.tokenizer.added
         names = [name for name in added if end.startswith(name)]
@@ -137,7 +137,7 @@ class PromptEncoder:
         format, tokenizer, use = self.chat_format, self.tokenizer, params.tool_use
         if not (format.thinking or params.tools):
             return None
-        end = (tokenizer.spell(prompt[-LONGEST_TAG:]) or "").rstrip()
+        end = (tokenizer.spell(prompt[-MAX_TAG_TOKENS:]) or "").rstrip()
         opened = format.thinking is not None and end.endswith(format.thinking.open.rstrip())
         return AnswerFormat(
             format.tools if params.tools else None,
@@ -149,13 +149,13 @@ class PromptEncoder:
         )
 
 
-def refuse_variables(variables: Variables | None) -> None:
+def refuse_template_variables(variables: TemplateVariables | None) -> None:
     """Raise OvspecError for variables of a chat template if there are any, because the prompt isn't a chat."""
     if variables:
         raise OvspecError("`chat_template_kwargs` needs chat messages, and the prompt is a text or ids; leave it out.")
 
 
-def refuse_without_chat(params: Params) -> None:
+def refuse_chat_options(params: Params) -> None:
     """Raise OvspecError if ``params`` have an option that only chats can meet, for a prompt that isn't one."""
     for name in OF_CHATS:
         if getattr(params, name) != getattr(UNSET, name):

@@ -12,7 +12,7 @@ from ovspec.params import Params
 from ovspec.sampling.logprobs import TokenLogprob
 from ovspec.text.answer import ToolCall
 
-FUNCTIONS = ("sampler", "logits_processors")  # options that no record can repeat
+CALLABLE_OPTIONS = ("sampler", "logits_processors")  # options that no record can repeat
 FinishReason = Literal["stop", "length", "eos", "cancelled"]
 
 
@@ -41,7 +41,7 @@ class Piece:
 
 
 @dataclass(kw_only=True)
-class Proposals:
+class ProposalStats:
     """Counts of proposed and accepted tokens, and milliseconds of inference."""
 
     proposed: int = 0
@@ -80,7 +80,7 @@ class Proposals:
 
 
 @dataclass(kw_only=True)
-class Stats(Proposals):
+class Stats(ProposalStats):
     """Statistics of one text. Counts are tokens, times are milliseconds of wall clock.
 
     ``ttft_ms`` runs from the prompt's token ids to the first token; ``tpot_ms`` is the mean time of each later one.
@@ -146,7 +146,7 @@ class Provenance:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what is pickled: functions and classes, which other processes may not have, as in JSON records."""
-        named: dict[str, Any] = {name: repr(each) for name in FUNCTIONS if (each := getattr(self.params, name))}
+        named: dict[str, Any] = {name: repr(each) for name in CALLABLE_OPTIONS if (each := getattr(self.params, name))}
         if as_json := getattr(self.params.json_schema, "model_json_schema", None):
             named["json_schema"] = as_json()
         return {**vars(self), "params": replace(self.params, **named), "model": self.model()}
@@ -187,15 +187,15 @@ class Result:
         if self.thinking:
             message["reasoning_content"] = self.thinking
         if self.tool_calls:
-            message["tool_calls"] = [call_as_json(call) for call in self.tool_calls]
+            message["tool_calls"] = [tool_call_json(call) for call in self.tool_calls]
         return message
 
 
-def said_as_json(result: Result) -> dict[str, Any]:
+def answer_extras_json(result: Result) -> dict[str, Any]:
     """Return what an answer says beside its text, as in its message."""
     return {name: value for name, value in result.message.items() if name not in ("role", "content")}
 
 
-def call_as_json(call: ToolCall) -> dict[str, Any]:
+def tool_call_json(call: ToolCall) -> dict[str, Any]:
     """Return a call as OpenAI's API has it."""
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

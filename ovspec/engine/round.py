@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ovspec.base.errors import InferenceError
-from ovspec.cache.decoder import Decoder, needed_width
-from ovspec.cache.prefill import PREFILL_ABOVE, prefill_chunks
+from ovspec.cache.decoder import Decoder, count_computed_tokens
+from ovspec.cache.prefill import PREFILL_THRESHOLD, choose_prefill_chunks
 from ovspec.cache.sequence import catch_up
 from ovspec.drafting.drafter import Drafter, RowStep
 from ovspec.drafting.lookahead import Lookahead, RoundOutcome
 from ovspec.drafting.proposal import NO_TOKENS, NOTHING, Proposal
-from ovspec.engine.prefill_budget import Load, PrefillBudget
+from ovspec.engine.prefill_budget import PrefillBudget, RoundLoad
 
 NO_LOGITS = np.empty((0, 0), dtype=np.float32)
 
@@ -27,27 +27,27 @@ class RowFeed(NamedTuple):
     """What a row feeds the target in a round."""
 
     tokens: np.ndarray  # (n,): tokens that the target has not read, then the proposal
-    read: int  # how many are no proposal
+    unseen_count: int  # how many are no proposal
     proposal: Proposal = NOTHING
-    logits: int = 0  # number of tokens, the last ones, after which logits are computed
+    logits_count: int = 0  # number of tokens, the last ones, after which logits are computed
 
 
 class RowOutcome(NamedTuple):
     """What came of a row in a round, or so far, of the forced tokens alone."""
 
     tokens: np.ndarray = NO_TOKENS  # (n,), all committed: forced, accepted, the target's own
-    forced: int = 0  # how many of these were forced; they come first
+    forced_count: int = 0  # how many of these were forced; they come first
     ended: bool = False  # whether the text has ended with forced tokens or an error, so that the model isn't run for it
     proposal: Proposal = NOTHING
-    accepted: int = 0  # how many proposed tokens were accepted
-    read: int = 0  # how many tokens the target read, without the proposal
+    accepted_count: int = 0  # how many proposed tokens were accepted
+    read_count: int = 0  # how many tokens the target read, without the proposal
     # (n, vocab), for each committed token that wasn't forced, or all computed ones if the sampler chose none; valid
     # until the next round.
     logits: np.ndarray = NO_LOGITS
     error: Exception | None = None  # why the text can't go on, if its constraints failed
 
 
-UNFORCED = RowOutcome()
+NOTHING_FORCED = RowOutcome()
 
 
 def run_round(
@@ -69,42 +69,48 @@ def run_round(
         lookahead: decides how many tokens to propose. If it is fixed at 0, constraints don't force tokens, either.
         prefill_budget: decides how much of the prompts is read, if rows that generate must not wait long.
     """
-    rows, outcomes = rows[:], [UNFORCED] * len(rows)
+    rows, outcomes = rows[:], [NOTHING_FORCED] * len(rows)
     for index, row in enumerate(rows):
         if row.sampler.constraints.forces and 0 not in (lookahead.fixed, row.limits.lookahead):
-            outcomes[index] = attempt(commit_forced, row)
-            rows[index] = rest_of(row, outcomes[index])
+            outcomes[index] = run_row_step(commit_forced_tokens, row)
+            rows[index] = continue_after_forced(row, outcomes[index])
     if drafter:
         begin_lookahead(lookahead, rows, target, prefill_budget)
     began = time.perf_counter()
-    proposals = propose(rows, outcomes, drafter, lookahead)
+    proposals = collect_proposals(rows, outcomes, drafter, lookahead)
     proposed = time.perf_counter()
-    unseen = find_unseen(rows, outcomes, target)
-    load = load_of(unseen, proposals) if prefill_budget else None
+    unseen = find_unseen_tokens(rows, outcomes, target)
+    load = measure_load(unseen, proposals) if prefill_budget else None
     chunks = unseen
     if prefill_budget and load:
-        chunks = prefill_chunks(target, unseen, prefill_budget.room(load, 1e3 * (proposed - began)))
+        chunks = choose_prefill_chunks(target, unseen, prefill_budget.prompt_tokens(load, 1e3 * (proposed - began)))
     elif len(rows) > 1:
-        chunks = prefill_chunks(target, unseen)
-    feeds = row_feeds(rows, unseen, chunks, proposals)
+        chunks = choose_prefill_chunks(target, unseen)
+    feeds = make_row_feeds(rows, unseen, chunks, proposals)
     fed, before = [feed.tokens for feed in feeds], target.seconds
-    width = lookahead.target.fill(needed_width(target, fed)) if drafter else 0
+    width = lookahead.target.fill(count_computed_tokens(target, fed)) if drafter else 0
     if any(map(len, fed)):
-        logits = target.feed(fed, [feed.logits for feed in feeds], width)
+        logits = target.feed(fed, [feed.logits_count for feed in feeds], width)
         if prefill_budget and load:
-            prompts = sum([feed.read for feed, new in zip(feeds, unseen, strict=True) if len(new) > PREFILL_ABOVE])
+            prompts = sum(
+                [feed.unseen_count for feed, new in zip(feeds, unseen, strict=True) if len(new) > PREFILL_THRESHOLD]
+            )
             prefill_budget.learn(load, prompts, 1e3 * (target.seconds - before))
         for index, (row, feed) in enumerate(zip(rows, feeds, strict=True)):
-            if feed.logits:
-                outcomes[index] = attempt(commit, row, outcomes[index], feed, logits[index], target, index)
-            elif feed.read:
-                outcomes[index] = outcomes[index]._replace(read=feed.read)
+            if feed.logits_count:
+                outcomes[index] = run_row_step(
+                    commit_verified, row, outcomes[index], feed, logits[index], target, index
+                )
+            elif feed.unseen_count:
+                outcomes[index] = outcomes[index]._replace(read=feed.unseen_count)
     if not drafter:
         return outcomes, None
-    return outcomes, round_outcome(outcomes, unseen, proposals, width, proposed - began, time.perf_counter() - proposed)
+    return outcomes, summarize_round(
+        outcomes, unseen, proposals, width, proposed - began, time.perf_counter() - proposed
+    )
 
 
-def attempt(step: Callable[..., RowOutcome], row: RowStep, *arguments: Any) -> RowOutcome:
+def run_row_step(step: Callable[..., RowOutcome], row: RowStep, *arguments: Any) -> RowOutcome:
     """Run a step of a row; if its constraints or a user's function fail, the row has ended, and the others go on."""
     with row.sampler.stopwatch:
         try:
@@ -115,21 +121,21 @@ def attempt(step: Callable[..., RowOutcome], row: RowStep, *arguments: Any) -> R
             return RowOutcome(ended=True, error=error)
 
 
-def commit_forced(row: RowStep) -> RowOutcome:
+def commit_forced_tokens(row: RowStep) -> RowOutcome:
     """Commit the row's forced tokens. They need not be verified, because the target could choose nothing else."""
     constraints = row.sampler.constraints
     forced = constraints.forced(row.sequence.tokens)[: row.budget]
     if not forced:
-        return UNFORCED
+        return NOTHING_FORCED
     tokens = np.array(forced, dtype=np.int64)
     row.sequence.commit(tokens)
     ended = len(tokens) == row.budget or constraints.complete(row.sequence.tokens)
     return RowOutcome(tokens, len(tokens), ended)
 
 
-def rest_of(row: RowStep, outcome: RowOutcome) -> RowStep:
+def continue_after_forced(row: RowStep, outcome: RowOutcome) -> RowStep:
     """Return what the row goes on with after its forced tokens."""
-    return row._replace(budget=row.budget - outcome.forced, drafts=row.drafts and not outcome.ended)
+    return row._replace(budget=row.budget - outcome.forced_count, drafts=row.drafts and not outcome.ended)
 
 
 def begin_lookahead(lookahead: Lookahead, rows: list[RowStep], target: Decoder, budget: PrefillBudget | None) -> None:
@@ -138,11 +144,11 @@ def begin_lookahead(lookahead: Lookahead, rows: list[RowStep], target: Decoder, 
         lookahead.begin()
         return
     unread = [len(row.sequence) - len(cached) for row, cached in zip(rows, target.rows, strict=True)]
-    prompts = [count for count in unread if count > PREFILL_ABOVE]
-    lookahead.begin(budget.most_ms(Load(len(rows) - len(prompts), len(prompts)), sum(prompts)), paced=True)
+    prompts = [count for count in unread if count > PREFILL_THRESHOLD]
+    lookahead.begin(budget.proposal_ms(RoundLoad(len(rows) - len(prompts), len(prompts)), sum(prompts)), paced=True)
 
 
-def propose(
+def collect_proposals(
     rows: list[RowStep], outcomes: list[RowOutcome], drafter: Drafter | None, lookahead: Lookahead
 ) -> list[Proposal]:
     """Collect proposals from the drafter. A row without one tries the tokens that healing took back from its prompt."""
@@ -158,31 +164,31 @@ def propose(
     return proposals
 
 
-def find_unseen(rows: list[RowStep], outcomes: list[RowOutcome], target: Decoder) -> list[np.ndarray]:
+def find_unseen_tokens(rows: list[RowStep], outcomes: list[RowOutcome], target: Decoder) -> list[np.ndarray]:
     """Return the tokens of each row that the target has not read, after rolling it back; none of ended rows."""
-    target.adopt([row.sequence for row in rows])
+    target.reuse_prefixes([row.sequence for row in rows])
     return [
         NO_TOKENS if outcome.ended else catch_up(target, index, row.sequence)
         for index, (row, outcome) in enumerate(zip(rows, outcomes, strict=True))
     ]
 
 
-def load_of(unseen: list[np.ndarray], proposals: list[Proposal]) -> Load:
+def measure_load(unseen: list[np.ndarray], proposals: list[Proposal]) -> RoundLoad:
     """Return what the round does besides reading prompts."""
     generating = [
         (len(new) - 1, len(proposal.tokens))
         for new, proposal in zip(unseen, proposals, strict=True)
-        if 0 < len(new) <= PREFILL_ABOVE
+        if 0 < len(new) <= PREFILL_THRESHOLD
     ]
-    return Load(
-        generating=len(generating),
-        reading=sum([len(new) > PREFILL_ABOVE for new in unseen]),
-        rest=sum([rest for rest, _ in generating]),
-        proposed=sum([proposed for _, proposed in generating]),
+    return RoundLoad(
+        generating_rows=len(generating),
+        prefilling_rows=sum([len(new) > PREFILL_THRESHOLD for new in unseen]),
+        extra_tokens=sum([rest for rest, _ in generating]),
+        proposed_tokens=sum([proposed for _, proposed in generating]),
     )
 
 
-def row_feeds(
+def make_row_feeds(
     rows: list[RowStep], unseen: list[np.ndarray], chunks: list[np.ndarray], proposals: list[Proposal]
 ) -> list[RowFeed]:
     """Return what each row feeds: its chunk of unseen tokens and, if these are all, the proposal."""
@@ -197,7 +203,7 @@ def row_feeds(
     return feeds
 
 
-def commit(
+def commit_verified(
     row: RowStep, begun: RowOutcome, feed: RowFeed, logits: np.ndarray, target: Decoder, index: int
 ) -> RowOutcome:
     """Commit the accepted part of the proposal and one token of the target's own, after the forced ones of ``begun``.
@@ -216,12 +222,12 @@ def commit(
             target.truncate(index, len(row.sequence) - 1)
     if proposal.healed:
         proposal, accepted = NOTHING, 0
-    tokens = np.concatenate((begun.tokens, chosen)) if begun.forced else chosen
+    tokens = np.concatenate((begun.tokens, chosen)) if begun.forced_count else chosen
     logits = own[: len(chosen)] if len(chosen) else logits
-    return RowOutcome(tokens, begun.forced, False, proposal, accepted, feed.read, logits)
+    return RowOutcome(tokens, begun.forced_count, False, proposal, accepted, feed.unseen_count, logits)
 
 
-def round_outcome(
+def summarize_round(
     outcomes: list[RowOutcome],
     unseen: list[np.ndarray],
     proposals: list[Proposal],
@@ -229,7 +235,9 @@ def round_outcome(
     drafted: float,
     verified: float,
 ) -> RoundOutcome:
-    forced = sum([outcome.forced for outcome in outcomes if not outcome.ended])  # the last ones are never computed
+    forced = sum(
+        [outcome.forced_count for outcome in outcomes if not outcome.ended]
+    )  # the last ones are never computed
     prefilled = any(proposal.healed for proposal in proposals) or sum(map(len, unseen)) > len(outcomes) + forced
-    judged = [(outcome.proposal, outcome.accepted) for outcome in outcomes]
+    judged = [(outcome.proposal, outcome.accepted_count) for outcome in outcomes]
     return RoundOutcome(judged, width, forced, prefilled, drafted, verified)

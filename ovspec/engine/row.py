@@ -19,27 +19,27 @@ from ovspec.sampling.samplers import Sampler
 from ovspec.text.answer import AnswerReader, Said, ToolCall
 from ovspec.text.tokenizer import Detokenizer
 
-UNDRAFTED = DraftLimits(frozenset(), 0)
+NO_DRAFTING = DraftLimits(frozenset(), 0)
 
 
-class StopStrings:
+class StopStringFilter:
     """Holds back text that may be the beginning of a stop string."""
 
     def __init__(self, stops: list[str]) -> None:
-        self._stops, self._firsts, self._held = stops, {stop[0] for stop in stops}, ""
+        self._stops, self._firsts, self._pending = stops, {stop[0] for stop in stops}, ""
 
     def push(self, text: str) -> tuple[str, str | None]:
         """Add ``text``; return (text that may be shown, the stop string that follows it, if any)."""
         if not self._stops:
             return text, None
-        held = self._held + text
+        held = self._pending + text
         places = [(at, stop) for stop in self._stops if (at := held.find(stop)) >= 0]
         end, stop = min(places) if places else (self._unfinished(held), None)
-        self._held = "" if places else held[end:]
+        self._pending = "" if places else held[end:]
         return held[:end], stop
 
     def flush(self) -> str:
-        shown, self._held = self._held, ""
+        shown, self._pending = self._pending, ""
         return shown
 
     def _unfinished(self, text: str) -> int:
@@ -50,27 +50,27 @@ class StopStrings:
         return len(text)
 
 
-class Indentation:
+class IndentationFilter:
     """Holds back the beginning of a line, and ends the text before one that is indented less than ``least``."""
 
     def __init__(self, least: int) -> None:
-        self._least, self._held = least, ""
+        self._least, self._pending = least, ""
 
     def push(self, text: str) -> tuple[str, bool]:
         """Add ``text``; return (text that may be shown, whether the text ends behind it)."""
         if not self._least:
             return text, False
-        held, self._held = self._held + text, ""
+        held, self._pending = self._pending + text, ""
         for line in re.finditer(r"\n([ \t]*)", held):
             if line.end() == len(held):
-                self._held = line[0]
+                self._pending = line[0]
                 return held[: line.start()], False
             if len(line[1]) < self._least:
                 return held[: line.start()], True
         return held, False
 
     def flush(self) -> str:
-        shown, self._held = self._held, ""
+        shown, self._pending = self._pending, ""
         return shown
 
 
@@ -102,9 +102,9 @@ class Row:
         reader: AnswerReader | None = None,
     ) -> None:
         self.params, self.record = params, record
-        self.limits = DraftLimits(None, params.most_proposed)  # of what is proposed
+        self.draft_limits = DraftLimits(None, params.most_proposed)  # of what is proposed
         # Whether the text ends before its first token, when its prompt is in the KV cache.
-        self.only_reads = params.max_tokens == 0
+        self.prefill_only = params.max_tokens == 0
         self.error: Exception | None = None  # why the text couldn't go on; its finish reason is then "cancelled"
         self.sequence, self.sampler, self.stats, self.healing = sequence, sampler, stats, healing
         self.text, self.thinking, self._reader = "", "", reader
@@ -113,39 +113,39 @@ class Row:
         self.finish_reason: FinishReason | None = None
         self.stop_string: str | None = None  # that ended the text
         self._schema_errors: list[str] | None = None
-        self.start = len(sequence)
-        stats.cached_tokens, self._read = self.start, 0  # corrected as the prompt is read
+        self.prompt_length = len(sequence)
+        stats.cached_tokens, self._read_count = self.prompt_length, 0  # corrected as the prompt is read
         # The maximum number of tokens of the text, prompt included; reading alone needs room for one, too.
-        self.most, self._context = int(min(self.start + max(params.most_tokens, 1), context)), context
+        self.max_length, self._context = int(min(self.prompt_length + max(params.most_tokens, 1), context)), context
         self._min_tokens = params.min_tokens or 0
         self._eos, self._stop_ids = eos, frozenset(params.stop_ids)
-        self._detokenizer, self._stops = detokenizer, StopStrings(params.stop_strings)
-        self._indentation, self._outdented = Indentation(params.min_indent), False
-        self._began: float | None = None  # when the first token came
+        self._detokenizer, self._stop_filter = detokenizer, StopStringFilter(params.stop_strings)
+        self._indentation_filter, self._outdented = IndentationFilter(params.min_indent), False
+        self._started_at: float | None = None  # when the first token came
         self._may_complete = sampler.constraints.may_complete
 
-    def limit(self, most: int) -> None:
+    def limit_length(self, max_length: int) -> None:
         """Let the text have at most so many tokens, prompt included, as if its params said so."""
-        if most < self.most:
-            self.most, self._context = most, min(self._context, most)
-            self._record_tokens(most - self.start)
+        if max_length < self.max_length:
+            self.max_length, self._context = max_length, min(self._context, max_length)
+            self._record_max_tokens(max_length - self.prompt_length)
 
     def row_step(self) -> RowStep:
         """Return the row for the next round. Drafters aren't asked before the first token, which must not wait."""
-        budget = self.most - len(self.sequence)
-        limits = UNDRAFTED if self.only_reads else self.limits
+        budget = self.max_length - len(self.sequence)
+        limits = NO_DRAFTING if self.prefill_only else self.draft_limits
         return RowStep(self.sequence, self.sampler, budget, self.stats.rounds > 0, limits)
 
-    def take(self, outcome: RowOutcome) -> Piece:
+    def add_outcome(self, outcome: RowOutcome) -> Piece:
         """Turn the tokens that a round committed into a piece of text; roll back those after the end of the text."""
         tokens = outcome.tokens.tolist()
         begin = len(self.sequence) - len(tokens)
-        if self.only_reads and tokens:
+        if self.prefill_only and tokens:
             self.finish_reason = "length"
-            self._count(outcome, 0)
+            self._count_outcome(outcome, 0)
             self.sequence.rewind(begin)
             return Piece("", [], "length")
-        late = self._is_late() if tokens else False
+        late = self._is_out_of_time() if tokens else False
         said = Said()
         first = used = 0  # tokens[first:used] are in the text; those before spell only its prompt
         for used, token in enumerate(tokens, 1):
@@ -156,8 +156,8 @@ class Row:
                     first = used
                     if self.record:
                         self.record.healed_ids.append(token)
-                    self.most = int(min(self.most + 1, self._context))
-                    if length >= self.most:  # the context is full before anything new was generated
+                    self.max_length = int(min(self.max_length + 1, self._context))
+                    if length >= self.max_length:  # the context is full before anything new was generated
                         self.finish_reason = "length"
                         break
                     continue
@@ -166,12 +166,12 @@ class Row:
                 break
             text, timed_out = self._detokenizer.push(token, healed), False
             if self._reader and self._reader.phase == "calls":  # a call isn't stopped in its middle
-                text = self._indentation.flush() + self._stops.flush() + text
+                text = self._indentation_filter.flush() + self._stop_filter.flush() + text
             elif len(self.token_ids) + used - first > self._min_tokens:
                 timed_out = late and "\n" in text
-                text = self._cut(text)
+                text = self._filter_text(text)
             self.stats.thinking_tokens += bool(self._reader and self._reader.phase == "thinking")
-            self._say(text, said)
+            self._parse_text(text, said)
             if self.stop_string is not None:
                 self.finish_reason = "stop"
             elif self._outdented:
@@ -180,18 +180,18 @@ class Row:
                 self.finish_reason = "eos"
             elif self._may_complete and self.sampler.constraints.complete(self.sequence.tokens[:length]):
                 self.finish_reason = "stop"
-            elif length >= self.most:
+            elif length >= self.max_length:
                 self.finish_reason = "length"
             elif timed_out:
                 self.finish_reason = "length"
-                self._record_tokens(len(self.token_ids) + used - first)  # the same text is made without a clock
+                self._record_max_tokens(len(self.token_ids) + used - first)  # the same text is made without a clock
             if self.finish_reason:
                 break
-        self._count(outcome, used)
+        self._count_outcome(outcome, used)
         self.sequence.rewind(begin + used)
         if self.finish_reason and self.stop_string is None and not self._outdented:
-            self._say(self._rest(), said)
-        self._add(said)
+            self._parse_text(self._flush_text(), said)
+        self._append_parts(said)
         self.token_ids += tokens[first:used]
         self.stats.generated_tokens = len(self.token_ids)
         logprobs = None
@@ -199,7 +199,7 @@ class Row:
             tops = self.params.logprobs or 0
             logprobs = [token_logprob(outcome.logits[index], tokens[index], tops) for index in range(first, used)]
             self.logprobs += logprobs
-        sources = ["forced"] * outcome.forced + [outcome.proposal.source] * outcome.accepted
+        sources = ["forced"] * outcome.forced_count + [outcome.proposal.source] * outcome.accepted_count
         sources += ["target"] * (len(tokens) - len(sources))
         parts = tokens[first:used], self.finish_reason, logprobs, sources[first:used]
         return Piece(said.text, *parts, said.thinking, said.calls)
@@ -215,14 +215,14 @@ class Row:
             return Piece("", [], self.finish_reason)
         self.finish_reason = "cancelled"
         said = Said()
-        self._say(self._rest(), said)
-        self._add(said)
+        self._parse_text(self._flush_text(), said)
+        self._append_parts(said)
         return Piece(said.text, [], "cancelled", thinking=said.thinking, tool_calls=said.calls)
 
     def result(self) -> Result:
         """Return the result of a text that has ended; its first call judges the text, which may take seconds."""
         assert self.finish_reason
-        judge = None if self.only_reads else self.sampler.constraints.judge
+        judge = None if self.prefill_only else self.sampler.constraints.judge
         if judge and self._schema_errors is None:
             self._schema_errors = judge(self.text, self.tool_calls)
         said = self.thinking, self.tool_calls, self.stop_string
@@ -230,7 +230,7 @@ class Row:
         return Result(self.text, self.token_ids, self.finish_reason, *parts)
 
     @property
-    def reads(self) -> bool:
+    def parses_answer(self) -> bool:
         """Whether the text is read as an answer, which may have parts that aren't text."""
         return self._reader is not None
 
@@ -239,61 +239,61 @@ class Row:
         """The calls in the text so far."""
         return self._reader.calls if self._reader else []
 
-    def _say(self, text: str, said: Said) -> None:
+    def _parse_text(self, text: str, said: Said) -> None:
         """Add to ``said`` what ``text`` says."""
         if self._reader:
             self._reader.push(text, said)
         else:
             said.text += text
 
-    def _add(self, said: Said) -> None:
+    def _append_parts(self, said: Said) -> None:
         """Add to the text what was said since the last piece."""
         if self._reader and self.finish_reason:
             self._reader.flush(said)
         self.text += said.text
         self.thinking += said.thinking
 
-    def _count(self, outcome: RowOutcome, used: int) -> None:
-        stats, forced = self.stats, outcome.forced
+    def _count_outcome(self, outcome: RowOutcome, used: int) -> None:
+        stats, forced = self.stats, outcome.forced_count
         if not stats.rounds:  # a grammar may force tokens before the prompt has been read
-            self._read += outcome.read - forced
-            stats.cached_tokens = min(self.start, self.start - self._read)
+            self._read_count += outcome.read_count - forced
+            stats.cached_tokens = min(self.prompt_length, self.prompt_length - self._read_count)
         stats.forced += min(forced, used)
         stats.rounds += len(outcome.tokens) > forced
         if self.finish_reason and not stats.rounds:
             stats.cached_tokens = 0  # the prompt was never needed
-        accepted = max(0, min(outcome.accepted, used - forced))
+        accepted = max(0, min(outcome.accepted_count, used - forced))
         proposed = accepted if used < len(outcome.tokens) else len(outcome.proposal.tokens)
         if proposed:
             stats.count_proposal(outcome.proposal.source, proposed, accepted)
 
-    def _rest(self) -> str:
-        shown, stop = self._stops.push(self._detokenizer.flush())
-        shown, outdented = self._indentation.push(shown if stop else shown + self._stops.flush())
-        return shown if outdented else shown + self._indentation.flush()
+    def _flush_text(self) -> str:
+        shown, stop = self._stop_filter.push(self._detokenizer.flush())
+        shown, outdented = self._indentation_filter.push(shown if stop else shown + self._stop_filter.flush())
+        return shown if outdented else shown + self._indentation_filter.flush()
 
-    def _cut(self, text: str) -> str:
+    def _filter_text(self, text: str) -> str:
         """Return what may be shown once ``text`` has come, and note what has ended the text."""
-        shown, self.stop_string = self._stops.push(text)
-        shown, self._outdented = self._indentation.push(shown)
+        shown, self.stop_string = self._stop_filter.push(text)
+        shown, self._outdented = self._indentation_filter.push(shown)
         if self._outdented:  # before any stop string
             self.stop_string = None
         elif self.stop_string is not None:
-            shown += self._indentation.flush()
+            shown += self._indentation_filter.flush()
         return shown
 
-    def _record_tokens(self, count: int) -> None:
+    def _record_max_tokens(self, count: int) -> None:
         """Record that the text may have so many tokens."""
         if self.record:
             self.record = replace(self.record, params=replace(self.record.params, max_tokens=count))
 
-    def _is_late(self) -> bool:
+    def _is_out_of_time(self) -> bool:
         """Return whether the time is over that the text may take; its first call begins to count."""
         if self.params.max_predict_ms <= 0:
             return False
         now = time.monotonic()
-        self._began = now if self._began is None else self._began
-        return self.params.max_predict_ms < 1e3 * (now - self._began)
+        self._started_at = now if self._started_at is None else self._started_at
+        return self.params.max_predict_ms < 1e3 * (now - self._started_at)
 
 
 class TextStream:
@@ -302,8 +302,8 @@ class TextStream:
     Ctrl-C during a round ends the text with a piece "cancelled" and then raises KeyboardInterrupt.
     """
 
-    def __init__(self, pieces: Generator[Piece], row: Row, ended: Callable[[], None] = lambda: None) -> None:
-        self._pieces, self._row, self._ended = pieces, row, ended
+    def __init__(self, pieces: Generator[Piece], row: Row, on_end: Callable[[], None] = lambda: None) -> None:
+        self._pieces, self._row, self._on_end = pieces, row, on_end
 
     def __iter__(self) -> Iterator[Piece]:
         return self._pieces
@@ -312,7 +312,7 @@ class TextStream:
         """End the text here."""
         self._pieces.close()
         self._row.cancel()
-        self._ended()
+        self._on_end()
 
     def result(self) -> Result:
         """Return the whole text and its statistics; generate first what is still missing."""

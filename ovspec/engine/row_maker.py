@@ -14,7 +14,7 @@ import numpy as np
 
 from ovspec.base.errors import OvspecError, PromptError
 from ovspec.cache.sequence import UNSHARED, Sequence
-from ovspec.engine.decoders import Models
+from ovspec.engine.decoders import ModelPair
 from ovspec.engine.prompts import Prompt, PromptEncoder
 from ovspec.engine.results import Origin, Provenance, Stats
 from ovspec.engine.row import Row
@@ -25,7 +25,7 @@ from ovspec.sampling.samplers import sampler_of
 from ovspec.text.answer import AnswerReader
 from ovspec.text.generation_config import DEFAULT_MAX_TOKENS
 
-UNPLACED = Origin()
+DEFAULT_ORIGIN = Origin()
 
 
 @dataclass(frozen=True)
@@ -37,16 +37,16 @@ class RowMaker:
     """
 
     prompts: PromptEncoder
-    models: Models
+    models: ModelPair
     constraints: ConstraintMaker
     lookahead: int | None
     identity: Callable[[], dict[str, Any]]
 
-    def params(self, options: Mapping[str, Any]) -> Params:
+    def make_complete_params(self, options: Mapping[str, Any]) -> Params:
         """Return the params of a call from Python's keywords, complete; see ``complete``."""
-        return self.complete(make_params(options))
+        return self.complete_params(make_params(options))
 
-    def complete(self, params: Params) -> Params:
+    def complete_params(self, params: Params) -> Params:
         """Return ``params`` with the defaults of this model, its generation config and its lookahead.
 
         Raises:
@@ -69,12 +69,12 @@ class RowMaker:
             defaults["logit_bias"] = dict.fromkeys(config.suppress_tokens, -np.inf) | dict(params.logit_bias)
         return replace(params, **defaults)
 
-    def most_tokens(self, params: Params) -> float:
+    def token_limit(self, params: Params) -> float:
         """Return the maximum number of tokens of a text; inf if only the context limits it."""
         most = self.prompts.generation_config.values.max_new_tokens or DEFAULT_MAX_TOKENS
         return most if params.max_tokens is None else params.most_tokens
 
-    def make(self, prompt: Prompt, params: Params, reserved: bool = False) -> list[Row]:
+    def make_rows(self, prompt: Prompt, params: Params, memory_reserved: bool = False) -> list[Row]:
         """Return a row for each of the ``n`` texts of a prompt.
 
         ``params`` are complete, but may lack a seed. ``reserved``: the caller has reserved the memory.
@@ -83,17 +83,19 @@ class RowMaker:
             OvspecError: the prompt can't be encoded or doesn't fit, or the grammar is wrong.
         """
         context = self.models.target.ir.context_length or math.inf
-        room = context - min(self.most_tokens(params), DEFAULT_MAX_TOKENS)
+        room = context - min(self.token_limit(params), DEFAULT_MAX_TOKENS)
         ids, chat, healable, ends = self.prompts.encode_prompt(prompt, params, room)
         if ends and not params.ignore_eos:
             params = replace(params, stop_ids=[*params.stop_ids, *ends])
         params = with_seed(params)  # the same for all of them
-        rows = [self.row(Sequence(ids), params, Origin(chat, healable, None, sample)) for sample in range(params.n)]
-        for row in rows if not reserved else ():
-            self.reserve(row, params)
+        rows = [
+            self.make_row(Sequence(ids), params, Origin(chat, healable, None, sample)) for sample in range(params.n)
+        ]
+        for row in rows if not memory_reserved else ():
+            self.check_row_memory(row, params)
         return rows
 
-    def row(self, sequence: Sequence, params: Params, origin: Origin = UNPLACED) -> Row:
+    def make_row(self, sequence: Sequence, params: Params, origin: Origin = DEFAULT_ORIGIN) -> Row:
         """Return a row that continues ``sequence``; ``params`` are complete, but may lack a seed.
 
         Raises:
@@ -105,15 +107,15 @@ class RowMaker:
         if (left := context - max(prompt_tokens, 1)) < 1:
             told = f"The prompt has {prompt_tokens} tokens, but the context is {context}; shorten the prompt."
             raise PromptError(told, too_long=True)
-        params = replace(with_seed(params), max_tokens=int(min(self.most_tokens(params), left, sys.maxsize)))
+        params = replace(with_seed(params), max_tokens=int(min(self.token_limit(params), left, sys.maxsize)))
         eos = frozenset() if params.ignore_eos else config.eos_ids
         if prompts.template and not params.ignore_eos:
-            params = replace(params, stop_ids=[*params.stop_ids, *prompts.answer_ends])
+            params = replace(params, stop_ids=[*params.stop_ids, *prompts.answer_end_ids])
         if not prompt_tokens:
             sequence.commit(config.beginning)
-        if not (self.models.shares_greedy or params.sampled):
+        if not (self.models.shares_greedy_prefixes or params.sampled):
             sequence.owner = UNSHARED
-        constraints, healing = unconstrained(eos | frozenset(params.stop_ids)), None
+        constraints, healing = make_unconstrained(eos | frozenset(params.stop_ids)), None
         answer = prompts.answer_format(sequence.tokens, params) if origin.chat else None
         if params.constrains:
             made = self.constraints.make(sequence.tokens, params, eos, config.bos, origin.healable, answer)
@@ -133,7 +135,7 @@ class RowMaker:
             params,
             sampler,
             prompts.tokenizer.detokenizer(answer.marks if answer else None),
-            self._stats(params, prompt_tokens),
+            self._make_stats(params, prompt_tokens),
             eos=eos,
             context=context,
             record=record,
@@ -141,15 +143,19 @@ class RowMaker:
             reader=reader,
         )
 
-    def reserve(self, row: Row, params: Params, cached: int = 0) -> None:
+    def check_row_memory(self, row: Row, params: Params, cached: int = 0) -> None:
         """Raise OvspecError if there is no memory for a row, of which ``cached`` tokens are in the KV cache.
 
         Where ``params`` don't limit the text, memory for the default number of tokens is enough.
         """
-        most = row.most if params.max_tokens == row.params.max_tokens else min(row.most, row.start + DEFAULT_MAX_TOKENS)
-        self.models.check_memory(most - cached, drafts=params.lookahead != 0)
+        most = (
+            row.max_length
+            if params.max_tokens == row.params.max_tokens
+            else min(row.max_length, row.prompt_length + DEFAULT_MAX_TOKENS)
+        )
+        self.models.ensure_memory(most - cached, drafts=params.lookahead != 0)
 
-    def _stats(self, params: Params, prompt_tokens: int) -> Stats:
+    def _make_stats(self, params: Params, prompt_tokens: int) -> Stats:
         target, draft = self.models.target, None if params.lookahead == 0 else self.models.draft
         return Stats(
             prompt_tokens=prompt_tokens,
@@ -167,7 +173,7 @@ class RowMaker:
 
 
 @functools.lru_cache(64)
-def unconstrained(ends: frozenset[int]) -> Constraints:
+def make_unconstrained(ends: frozenset[int]) -> Constraints:
     """Return the constraints of a text that nothing constrains, and that these ids end."""
     return Constraints((), ends)
 

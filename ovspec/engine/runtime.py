@@ -14,7 +14,7 @@ from ovspec.base.errors import OvspecError
 from ovspec.base.files import present
 from ovspec.drafting.choice import DraftChoice
 from ovspec.drafting.lookup import corpus_of
-from ovspec.engine.decoders import DecoderPool, Models
+from ovspec.engine.decoders import DecoderPool, ModelPair
 from ovspec.engine.prompts import PromptEncoder
 from ovspec.engine.row_maker import RowMaker
 from ovspec.ir.compile import MODEL_FILE
@@ -52,23 +52,23 @@ class Runtime:
         self.folder, self.prompts = folder, PromptEncoder(folder, target.ir.config, tool_format, template)
         tokenizer = self.prompts.tokenizer
         corpora = [corpus_of(tokenizer.encode(text.rstrip("\0"), False) for text in corpus)]
-        self.models = Models(target, draft, choice, tokenizer.known, corpora, cache_bytes)
-        self.pool = DecoderPool(self.models)
+        self.models = ModelPair(target, draft, choice, tokenizer.known, corpora, cache_bytes)
+        self.decoder_pool = DecoderPool(self.models)
         constraints = ConstraintMaker(tokenizer)
-        self.rows = RowMaker(self.prompts, self.models, constraints, lookahead, lambda: self.identity)
+        self.row_maker = RowMaker(self.prompts, self.models, constraints, lookahead, lambda: self.identity)
         self._free_at_exit()
 
     def with_drafters(self, choice: DraftChoice | None) -> Runtime:
         """Return a runtime of the same compiled models with other drafters; a draft model must be the loaded one."""
         other = copy.copy(self)
         other.models = self.models.with_drafters(choice)
-        other.pool = DecoderPool(other.models)
-        other.rows = replace(self.rows, models=other.models, identity=lambda: other.identity)
+        other.decoder_pool = DecoderPool(other.models)
+        other.row_maker = replace(self.row_maker, models=other.models, identity=lambda: other.identity)
         other._free_at_exit()
         return other
 
     def _free_at_exit(self) -> None:
-        if any(may_use_gpu(ir.device) for ir in self.models.irs()):
+        if any(may_use_gpu(ir.device) for ir in self.models.compiled_irs()):
             free_at_exit(self)
 
     def close(self) -> None:
@@ -79,7 +79,7 @@ class Runtime:
 
     def free(self) -> None:
         self.models.close()
-        self.pool.close()
+        self.decoder_pool.close()
 
     @functools.cached_property
     def identity(self) -> dict[str, Any]:
@@ -92,14 +92,14 @@ class Runtime:
         return present((self.folder / MODEL_FILE).with_suffix(".bin")).stat().st_size
 
     @property
-    def settings(self) -> str:
+    def settings_label(self) -> str:
         """How the target is run, and what proposes tokens, in words."""
         target = self.models.target
         precision = read_numeric_properties(target).get("INFERENCE_PRECISION_HINT")
         settings = f"precision={precision!r}, device={target.ir.device!r}, engine={target.engine!r}"
         return f"{settings}, draft={str(self.models.choice or 'none')!r}"
 
-    def read_ahead(self) -> None:
+    def preload_files(self) -> None:
         """Read the small files that are otherwise read when they are needed, so that they may be deleted."""
         for owner, name in (
             (self.prompts, "chat_format"),

@@ -12,14 +12,14 @@ import numpy as np
 
 from ovspec.base.errors import OvspecError
 from ovspec.cache.decoder import Decoder
-from ovspec.cache.prefill import PREFILL_ABOVE
+from ovspec.cache.prefill import PREFILL_THRESHOLD
 from ovspec.cache.sequence import Sequence, catch_up
 from ovspec.sampling.logprobs import log_softmax
 
-DEFAULT_CONTEXT = 1024  # of a perplexity
-CHUNK = 128  # positions whose logits are held at a time
+DEFAULT_PERPLEXITY_CONTEXT = 1024  # of a perplexity
+LOGITS_CHUNK = 128  # positions whose logits are held at a time
 # Maximum texts and logits per inference: a stateful cache is copied for each text; logits are as wide as a vocabulary.
-MOST_TEXTS, MOST_LOGITS = 32, 256
+MAX_TEXTS, MAX_LOGITS = 32, 256
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Selection:
     logprobs: list[float]
 
 
-def check_choices(options: Any, terminator: Any) -> None:
+def check_select_options(options: Any, terminator: Any) -> None:
     """Raise OvspecError for ``options`` among which a session can't select."""
     if not isinstance(options, (list, tuple)) or not options or not all(isinstance(o, str) for o in options):
         raise OvspecError("select needs a list of at least one string.")
@@ -61,16 +61,16 @@ def score_texts(decoder: Decoder, texts: list[np.ndarray], begin: int) -> list[S
     scores: list[Score] = []
     best = 0
     try:
-        for group in groups(texts, begin):
+        for group in group_texts(texts, begin):
             unseen = catch_up(decoder, 0, Sequence(texts[0][:begin]))
-            if len(unseen) > PREFILL_ABOVE:
+            if len(unseen) > PREFILL_THRESHOLD:
                 decoder.feed([unseen[:-1]], [0])
                 unseen = unseen[-1:]
             if len(group) > 1:
                 decoder.reorder([0] * len(group))
             fed = [np.concatenate((unseen, text[begin:-1])) for text in group]
             logits = decoder.feed(fed, [len(text) - begin for text in group])
-            found = [score(*each) for each in zip(logits, (text[begin:] for text in group), strict=True)]
+            found = [score_tokens(*each) for each in zip(logits, (text[begin:] for text in group), strict=True)]
             best = max(range(len(group)), key=lambda row: found[row].logprob)
             scores += found
             decoder.reorder([best])
@@ -80,17 +80,15 @@ def score_texts(decoder: Decoder, texts: list[np.ndarray], begin: int) -> list[S
     return scores
 
 
-def score(logits: np.ndarray, tokens: np.ndarray) -> Score:
+def score_tokens(logits: np.ndarray, tokens: np.ndarray) -> Score:
     logprobs = [float(log_softmax(row)[token]) for row, token in zip(logits, tokens, strict=True)]
     return Score(math.fsum(logprobs), tokens.tolist(), logprobs)
 
 
-def groups(texts: list[np.ndarray], begin: int) -> Iterator[list[np.ndarray]]:
+def group_texts(texts: list[np.ndarray], begin: int) -> Iterator[list[np.ndarray]]:
     group: list[np.ndarray] = []
     for text in texts:
-        if group and (
-            len(group) == MOST_TEXTS or sum(map(len, [*group, text])) - begin * (len(group) + 1) > MOST_LOGITS
-        ):
+        if group and (len(group) == MAX_TEXTS or sum(map(len, [*group, text])) - begin * (len(group) + 1) > MAX_LOGITS):
             yield group
             group = []
         group.append(text)
@@ -108,7 +106,7 @@ class Perplexity:
     seconds: float
 
 
-def windows(length: int, context: int) -> Iterator[tuple[int, int, int]]:
+def overlapping_windows(length: int, context: int) -> Iterator[tuple[int, int, int]]:
     """Yield (start, end, first scored position) of windows that overlap by half.
 
     Every token except the first is scored once, after at least ``context // 2`` tokens unless in the first window.
@@ -121,11 +119,11 @@ def windows(length: int, context: int) -> Iterator[tuple[int, int, int]]:
         yield start, end, scored
 
 
-def predictions(
-    decoder: Decoder, tokens: np.ndarray, context: int, chunk: Callable[[], int] = lambda: CHUNK
+def predict_tokens(
+    decoder: Decoder, tokens: np.ndarray, context: int, chunk: Callable[[], int] = lambda: LOGITS_CHUNK
 ) -> Iterator[tuple[int, np.ndarray]]:
     """Yield (position of a token, logits (n, vocab) that predict it and the tokens after it), at most ``chunk()``."""
-    for start, end, scored in windows(len(tokens), context):
+    for start, end, scored in overlapping_windows(len(tokens), context):
         decoder.reset(1)
         if scored - 1 > start:
             decoder.feed([tokens[start : scored - 1]], [0])
@@ -135,19 +133,19 @@ def predictions(
             scored += len(fed)
 
 
-def check_length(tokens: np.ndarray, context: int) -> None:
+def check_perplexity_length(tokens: np.ndarray, context: int) -> None:
     if context < 2:
         raise OvspecError(f"A context of {context} tokens is too short to predict anything; take at least 2.")
     if len(tokens) < 2:
         raise OvspecError("The text has fewer than two tokens, so there is nothing to predict.")
 
 
-def measure(decoder: Decoder, tokens: np.ndarray, context: int) -> Perplexity:
+def measure_perplexity(decoder: Decoder, tokens: np.ndarray, context: int) -> Perplexity:
     """Measure the perplexity of ``tokens`` (n,) int64, read in windows of ``context`` tokens; both at least two."""
-    check_length(tokens, context)
+    check_perplexity_length(tokens, context)
     began = time.perf_counter()
     total, scored = 0.0, 0
-    for position, logits in predictions(decoder, tokens, context):
+    for position, logits in predict_tokens(decoder, tokens, context):
         wanted = tokens[position : position + len(logits)]
         total -= float(log_softmax(logits)[np.arange(len(wanted)), wanted].sum())
         scored += len(wanted)

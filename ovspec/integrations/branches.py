@@ -14,13 +14,13 @@ import numpy as np
 
 from ovspec.api.model import LanguageModel
 from ovspec.base.errors import OvspecError
-from ovspec.cache.prefill import PREFILL_ABOVE
+from ovspec.cache.prefill import PREFILL_THRESHOLD
 from ovspec.cache.sequence import Sequence, common_prefix
 from ovspec.drafting.drafter import RowStep
 from ovspec.drafting.lookahead import Lookahead, RoundOutcome
 from ovspec.drafting.proposal import NO_TOKENS, Proposal, shorten
-from ovspec.engine.decoders import Decoders
-from ovspec.engine.results import FinishReason, Piece, Proposals, Stats
+from ovspec.engine.decoders import DecoderSet
+from ovspec.engine.results import FinishReason, Piece, ProposalStats, Stats
 from ovspec.engine.round import RowOutcome
 from ovspec.engine.scheduler import Scheduler
 from ovspec.sampling.samplers import GreedySampler
@@ -37,7 +37,7 @@ MOST_POSITIONS = 512
 
 
 @dataclass(kw_only=True)
-class RequestCounts(Proposals):
+class RequestCounts(ProposalStats):
     """Counts of the requests for logits, and of the work they took."""
 
     requests: int = 0
@@ -62,9 +62,9 @@ class Branch:
     """
 
     finish_reason: FinishReason | None = None
-    most = 0
+    max_length = 0
 
-    def __init__(self, decoders: Decoders, drafts: bool, lookahead: Lookahead, sequence: Sequence) -> None:
+    def __init__(self, decoders: DecoderSet, drafts: bool, lookahead: Lookahead, sequence: Sequence) -> None:
         self.decoders, self.sequence = decoders, sequence
         self.known: dict[int, np.ndarray] = {}
         self.stats, self.step = Stats(), RowStep(sequence, Observer(), 1)  # of the next round
@@ -80,7 +80,7 @@ class Branch:
     def row_step(self) -> RowStep:
         return self.step
 
-    def take(self, outcome: RowOutcome) -> Piece:
+    def add_outcome(self, outcome: RowOutcome) -> Piece:
         self.outcome = outcome
         return Piece("", [])
 
@@ -110,8 +110,8 @@ class Branches:
 
     def __init__(self, model: LanguageModel) -> None:
         self.counts, self._runtime = RequestCounts(), model.runtime
-        first = self._runtime.pool.take()
-        drafter, self._lookahead = first.drafting(self._runtime.rows.params({}))
+        first = self._runtime.decoder_pool.acquire()
+        drafter, self._lookahead = first.select_drafting(self._runtime.row_maker.make_complete_params({}))
         self._drafts = drafter is not None
         self._branches: list[Branch] = []  # the least recently used one first
         self._add(first)
@@ -130,7 +130,7 @@ class Branches:
         """
         if not tokens:
             raise OvspecError("The text is empty, and this model has no BOS token to start from.")
-        self._runtime.models.check_room(len(tokens))
+        self._runtime.models.check_context(len(tokens))
         text = Sequence(tokens)
         with self._lock:
             branch = self._branch(text)
@@ -165,13 +165,13 @@ class Branches:
         if len(self._branches) == MOST_BRANCHES:
             self._drop(self._branches[0])
         if shared * MOST_COPIED < len(source.held) or not shared:
-            return self._add(self._runtime.pool.take())
-        branch = self._add(self._runtime.models.fork(source.decoders), source.sequence.copy())
+            return self._add(self._runtime.decoder_pool.acquire())
+        branch = self._add(self._runtime.models.fork_decoders(source.decoders), source.sequence.copy())
         branch.known = {length: row for length, row in source.known.items() if length <= shared}
         self.counts.forks += 1
         return branch
 
-    def _add(self, decoders: Decoders, sequence: Sequence | None = None) -> Branch:
+    def _add(self, decoders: DecoderSet, sequence: Sequence | None = None) -> Branch:
         """Add a branch with the text that ``decoders`` hold, or with an empty one."""
         if sequence is None:
             decoders.reset(1)
@@ -183,7 +183,7 @@ class Branches:
         """Drop the least recently used branches until ``tokens`` more tokens fit into memory."""
         while True:
             try:
-                return self._runtime.models.check_memory(tokens, self._drafts)
+                return self._runtime.models.ensure_memory(tokens, self._drafts)
             except OvspecError:
                 if len(self._branches) == 1:
                     raise
@@ -207,7 +207,7 @@ class Branches:
             judged = shorten(guess.proposal, reached), guess.stood
             self._lookahead.learn(replace(guess.outcome, judged=[judged]))
             self._guess = None
-        long = len(unread) > PREFILL_ABOVE  # no drafter is asked while a prompt is read
+        long = len(unread) > PREFILL_THRESHOLD  # no drafter is asked while a prompt is read
         if long:
             self._make_room(len(unread) + TO_COME)
         context = self._runtime.models.target.ir.context_length
@@ -217,13 +217,13 @@ class Branches:
         branch.step = RowStep(text, Observer(), budget, not long, positions=positions)
         self._round(branch)
         outcome, proposal = branch.outcome, branch.outcome.proposal
-        cached, end = len(text) - outcome.read, len(text) + len(proposal.tokens)
+        cached, end = len(text) - outcome.read_count, len(text) + len(proposal.tokens)
         branch.known = {length: row for length, row in branch.known.items() if since <= length <= cached}
         branch.known |= dict(enumerate(outcome.logits.copy(), end - len(outcome.logits) + 1))
         if proposal.tokens.size:
             self.counts.count_proposal(proposal.source, len(proposal.tokens), 0)
-        if learnable := branch.scheduler.outcome:
-            learnable = replace(learnable, forced=0 if long else outcome.read - 1, prefilled=long)
+        if learnable := branch.scheduler.last_outcome:
+            learnable = replace(learnable, forced=0 if long else outcome.read_count - 1, prefilled=long)
             self._guess = Guess(branch, proposal, len(text), learnable)
         return cached
 
@@ -232,7 +232,7 @@ class Branches:
         on_target, on_draft = target.seconds, drafter.seconds if drafter else 0.0
         branch.scheduler.step()
         served.inferences += 1
-        served.read += branch.outcome.read
+        served.read += branch.outcome.read_count
         served.target_ms += 1e3 * (target.seconds - on_target)
         served.draft_ms += 1e3 * (drafter.seconds - on_draft) if drafter else 0.0
 

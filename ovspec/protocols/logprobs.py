@@ -9,7 +9,7 @@ from ovspec.api.model import LanguageModel
 from ovspec.engine.engine_thread import BackgroundTask, EngineThread
 from ovspec.engine.prompts import Prompt
 from ovspec.engine.results import Piece
-from ovspec.engine.scoring import CHUNK, predictions
+from ovspec.engine.scoring import LOGITS_CHUNK, predict_tokens
 from ovspec.sampling.logprobs import TokenLogprob, token_logprob
 from ovspec.text.tokenizer import Tokenizer
 
@@ -85,21 +85,21 @@ def echo_of(tokenizer: Tokenizer, prompt: Prompt, ids: list[int], logprobs: list
 
 
 def prompt_logprobs(
-    lm: LanguageModel, ids: list[int], tops: int, chunk: Callable[[], int] = lambda: CHUNK
+    lm: LanguageModel, ids: list[int], tops: int, chunk: Callable[[], int] = lambda: LOGITS_CHUNK
 ) -> Generator[None, None, list[TokenLogprob | None]]:
     """Compute the log-probabilities of a prompt's tokens, an inference at a time; return them at the end.
 
     ``chunk`` is asked before each inference for the most tokens that it may read.
     """
     logprobs: list[TokenLogprob | None] = [None]
-    decoders, tokens = lm.runtime.pool.take(), lm.encode(ids)
+    decoders, tokens = lm.runtime.decoder_pool.acquire(), lm.encode(ids)
     try:
-        for position, logits in predictions(decoders.target, tokens, len(ids), chunk):
+        for position, logits in predict_tokens(decoders.target, tokens, len(ids), chunk):
             pairs = zip(logits, ids[position : position + len(logits)], strict=True)
             logprobs += [token_logprob(row, token, tops) for row, token in pairs]
             yield
     finally:
-        lm.runtime.pool.give_back(decoders)
+        lm.runtime.decoder_pool.release(decoders)
     return logprobs
 
 
@@ -107,8 +107,8 @@ def between_rounds(
     lm: LanguageModel, engine: EngineThread, ids: list[int], tops: int
 ) -> Future[list[TokenLogprob | None]]:
     """Let the engine compute the log-probabilities of a prompt's tokens, without holding up texts."""
-    steps = prompt_logprobs(lm, ids, tops, lambda: NARROW if engine.running else CHUNK)
-    return engine.do(BackgroundTask(steps, len(ids)))
+    steps = prompt_logprobs(lm, ids, tops, lambda: NARROW if engine.running_count else LOGITS_CHUNK)
+    return engine.add_task(BackgroundTask(steps, len(ids)))
 
 
 def at_once(steps: Generator[None, None, T]) -> T:

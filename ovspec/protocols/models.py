@@ -128,9 +128,9 @@ def props_of(lm: LanguageModel, name: str, defaults: Params, rows: int) -> Props
         template = lm.runtime.prompts.chat_format.template.source
     except OvspecError:
         template = ""
-    settings = settings_of(lm.runtime.rows.complete(defaults))
+    settings = settings_of(lm.runtime.row_maker.complete_params(defaults))
     if defaults.max_tokens is None:
-        settings |= dict.fromkeys(("n_predict", "max_tokens"), int(lm.runtime.rows.most_tokens(defaults)))
+        settings |= dict.fromkeys(("n_predict", "max_tokens"), int(lm.runtime.row_maker.token_limit(defaults)))
     return Props(
         default_generation_settings=DefaultSettings(n_ctx=lm.target.ir.context_length, params=settings),
         total_slots=rows,

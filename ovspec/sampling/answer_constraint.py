@@ -117,7 +117,7 @@ class AnswerConstraint(Constraint):
     def _place(self, tokens: np.ndarray) -> Place:
         """Follow ``tokens``, and return where the answer is."""
         text = tokens[self._start :]
-        shared = self._path.shared(text)
+        shared = self._path.common_prefix_length(text)
         if shared < len(text):
             self._path.rewind(shared)
             del self._places[shared + 1 :]

@@ -162,7 +162,7 @@ class Grammar(Constraint):
     def _seek(self, tokens: np.ndarray) -> int:
         """Follow ``tokens``; return how many of them come after the prompt."""
         text = tokens[self._start :]
-        shared = self._path.shared(text)
+        shared = self._path.common_prefix_length(text)
         if shared < len(text):
             self._path.rewind(shared)
             self._path.commit(text[shared:])

@@ -64,7 +64,7 @@ class Service:
         """Raise ApiError if no further request for this many texts can be taken."""
         if self.draining:
             raise ApiError(503, "The server is shutting down.", code="shutting_down", retry_after=10)
-        if not self.engine.alive:
+        if not self.engine.is_alive:
             raise ApiError(503, "The server's engine has stopped; start the server again.")
         most = self.options.batch_size + self.options.queue_size
         if self._texts + min(texts, most) > most:  # a request for more than that is taken if there is no other
@@ -86,7 +86,7 @@ class Service:
         self.given_up = True
         for task in [*self._preparations]:
             task.cancel()
-        self.engine.give_up(ServerEnded())
+        self.engine.fail_all(ServerEnded())
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError if a request names another model, and the server is strict about it."""
@@ -164,7 +164,7 @@ class Service:
             raise ApiError(501, NO_FIM, "suffix" if request.kind == "completion" else None)
         params = request.overrides.params(self.defaults, request.kind)
         with request.overrides.client_names():
-            params = self.lm.runtime.rows.complete(params)
+            params = self.lm.runtime.row_maker.complete_params(params)
         stops, characters = len(params.stop_strings), sum(map(len, params.stop_strings))
         if stops > MOST_STOPS or characters > MOST_STOP_CHARACTERS:
             limit = f"at most {MOST_STOPS} with {MOST_STOP_CHARACTERS:,} are allowed"
@@ -204,13 +204,15 @@ class Service:
         """
         most = self.engine.most_tokens
         for row in rows:
-            if row.start >= most:
-                told = f"The prompt has {row.start} tokens, but this server has room for {most}; shorten the prompt."
-                raise about_prompt(PromptError(told, too_long=True), self.lm, request.prompt_field)
-            row.limit(most)
+            if row.prompt_length >= most:
+                tokens = f"The prompt has {row.prompt_length} tokens, but this server has room for {most}"
+                raise about_prompt(
+                    PromptError(f"{tokens}; shorten the prompt.", too_long=True), self.lm, request.prompt_field
+                )
+            row.limit_length(most)
         if (tops := rows[0].params.logprobs) is None:
             return
-        tokens = sum(row.most - (0 if request.echo else row.start) for row in rows)
+        tokens = sum(row.max_length - (0 if request.echo else row.prompt_length) for row in rows)
         if (count := tokens * (1 + tops)) > MOST_LOGPROBS:
             told = f"The answer could have {count:,} log-probabilities; at most {MOST_LOGPROBS:,} are allowed"
             name = "top_logprobs" if request.is_chat else "logprobs"

@@ -104,12 +104,15 @@ class TextEndpoints:
         limits = self._service.limits(request, params)
         try:
             with request.overrides.client_names():
-                found = [self._lm.runtime.rows.make(prompt, params, reserved=True) for prompt in request.prompts]
+                found = [
+                    self._lm.runtime.row_maker.make_rows(prompt, params, memory_reserved=True)
+                    for prompt in request.prompts
+                ]
         except PromptError as error:
             raise about_prompt(error, self._lm, request.prompt_field) from None
         rows = [row for each in found for row in each]
         for row in rows:
-            row.limits = limits
+            row.draft_limits = limits
             if row.sequence.owner is None and not self._service.options.share_prefixes:
                 row.sequence.owner = owner
             if request.echo and request.only_prompts:
@@ -155,7 +158,7 @@ class TextEndpoints:
             if not again:
                 break
             for index, row in again.items():
-                row.limits, row.sequence.owner = rows[index].limits, rows[index].sequence.owner
+                row.draft_limits, row.sequence.owner = rows[index].draft_limits, rows[index].sequence.owner
                 rows[index] = row
             await self._finish([*again.values()], texts.began)
         self._note(texts)
@@ -240,7 +243,7 @@ async def pieces_of(service: Service, rows: list[Row], began: float) -> AsyncGen
                 async with asyncio.timeout(min(EVERY, limit - now + 0.01)):
                     at, found = await events.get()
             except TimeoutError:
-                if not engine.alive:
+                if not engine.is_alive:
                     raise ApiError(500, "The server's engine has stopped; start the server again.") from None
                 yield []
                 continue

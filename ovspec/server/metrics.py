@@ -34,14 +34,16 @@ class Metrics:
             "time_between_tokens", "between two pieces of a text; a piece has the tokens of one round"
         )
         self.whole = self._seconds("request_duration", "from a request to its last token")
-        self.running.set_function(lambda: engine.running)
-        self.waiting.set_function(lambda: engine.waiting)
-        self.blocks_used.set_function(lambda: engine.cache_use()[0])
-        self.blocks_kept.set_function(lambda: sum(model.idle_block_count for model in engine.runtime.models.loaded))
-        self.blocks_evicted.set_function(
-            lambda: sum(model.evicted_block_count for model in engine.runtime.models.loaded)
+        self.running.set_function(lambda: engine.running_count)
+        self.waiting.set_function(lambda: engine.waiting_count)
+        self.blocks_used.set_function(lambda: engine.cache_usage()[0])
+        self.blocks_kept.set_function(
+            lambda: sum(model.idle_block_count for model in engine.runtime.models.loaded_models)
         )
-        self.blocks_free.set_function(lambda: engine.cache_use()[1])
+        self.blocks_evicted.set_function(
+            lambda: sum(model.evicted_block_count for model in engine.runtime.models.loaded_models)
+        )
+        self.blocks_free.set_function(lambda: engine.cache_usage()[1])
 
     def note_round(self, pieces: list[tuple[int, Piece]], judged: list[tuple[Proposal, int]]) -> None:
         """Count the pieces of a round, and the proposals that it judged, each with its number of accepted tokens."""

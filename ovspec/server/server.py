@@ -105,7 +105,7 @@ def serve(lm: LanguageModel, names: list[str], keys: list[str], opened: socket.s
         raise OvspecError(f"`deterministic`: on this machine the arithmetic is {promise}; leave it out.")
     sys.setswitchinterval(SWITCH_SECONDS)
     size = None if options.cache_size is None else 1e9 * options.cache_size
-    lm.runtime.read_ahead()
+    lm.runtime.preload_files()
     engine = EngineThread(lm.runtime, options.batch_size, size, options.lookup_memory, options.prefill_chunk)
     service = Service(lm, engine, names, options)
     engine.start()
@@ -128,7 +128,7 @@ def serve(lm: LanguageModel, names: list[str], keys: list[str], opened: socket.s
     try:
         asyncio.run(Draining(config_of(app), service, greeting).serve(sockets=[opened]))
     finally:
-        engine.end(wait=2.0)
+        engine.stop(timeout_s=2.0)
         if service.given_up:
             end_process(0)
 

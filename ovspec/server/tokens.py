@@ -4,7 +4,7 @@ from pydantic import Field
 
 from ovspec.api.model import LanguageModel
 from ovspec.base.errors import PromptError
-from ovspec.engine.prompts import refuse_variables
+from ovspec.engine.prompts import refuse_template_variables
 from ovspec.params.tools import tools_of
 from ovspec.protocols.bodies import DetokenizeRequest, RequestError, TokenizeRequest
 from ovspec.protocols.chat.reply import Answer
@@ -55,7 +55,7 @@ def encode(service: Service, ignored: Ignored, body: TokenizeRequest) -> list[in
         raise RequestError("Give one of prompt, content and messages.")
     if body.messages is None:
         check_continued(body, [])
-        refuse_variables(body.chat_template_kwargs)
+        refuse_template_variables(body.chat_template_kwargs)
         if body.tools:
             raise RequestError("tools need messages; leave them out.", "tools")
         return lm.tokenizer.encode(texts[0], False not in given.values()).tolist()
@@ -73,7 +73,7 @@ def encode(service: Service, ignored: Ignored, body: TokenizeRequest) -> list[in
 def decode(lm: LanguageModel, body: DetokenizeRequest) -> str:
     """Return the text of tokens; raises ApiError for ids that aren't in the vocabulary."""
     try:
-        ids = lm.runtime.prompts.encode(body.tokens, begins=False)
+        ids = lm.runtime.prompts.encode(body.tokens, at_start=False)
     except PromptError as error:
         raise about_prompt(error, lm, "tokens") from None
     return lm.tokenizer.spell(ids) or lm.tokenizer.decode(ids)

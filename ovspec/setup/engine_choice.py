@@ -15,9 +15,9 @@ from ovspec.base.errors import OvspecError
 from ovspec.base.files import remember, remembered
 from ovspec.base.progress import note
 from ovspec.cache.blocks import BlockTensors
-from ovspec.cache.decoder import FAST, FAST_ON_GPU, Arithmetic, Decoder, FeedRule, Rollback
+from ovspec.cache.decoder import FAST_GPU_RULE, FAST_RULE, Arithmetic, Decoder, FeedRule, Rollback
 from ovspec.cache.paged import PagedDecoder
-from ovspec.cache.stateful import decoder_of, trimming
+from ovspec.cache.stateful import make_stateful_decoder, with_trimming
 from ovspec.ir.compile import MODEL_FILE, CompiledIR, check_weights, compile_ir, last_error_line
 from ovspec.ir.crashes import avoid_crash
 from ovspec.ir.device import EXACT_KV_PRECISIONS, DeviceOptions, check_device, is_gpu, may_use_gpu, resolve_precision
@@ -53,7 +53,7 @@ class CompiledModel:
     engine: EngineName
     engine_reason: str  # why this engine was chosen
     rollback: Rollback
-    rule: FeedRule = FAST  # how tokens are fed
+    rule: FeedRule = FAST_RULE  # how tokens are fed
     arithmetic_note: str = "fast"  # or "exact", or that no rule was found for exact arithmetic, in words
     proposals_are_free: bool = (
         False  # whether verifying a token proposed for one text takes little time and changes no bit
@@ -95,7 +95,7 @@ class CompiledModel:
         rule = rule or self.rule
         if self.engine == "paged":
             return PagedDecoder(self.ir, vocabulary, rule, self.tensors if shares else None)
-        return decoder_of(self.ir, self.rollback, vocabulary, rule)
+        return make_stateful_decoder(self.ir, self.rollback, vocabulary, rule)
 
     def share_blocks(self, most_tokens: float) -> None:
         """Make blocks for decoders to share, if the engine has any; those of ended texts are kept for their prefixes.
@@ -105,10 +105,10 @@ class CompiledModel:
         if self.engine == "paged":
             self.tensors = BlockTensors(self.ir, most_tokens)
 
-    def limit_blocks(self, most_tokens: float) -> None:
+    def limit_cached_tokens(self, most_tokens: float) -> None:
         """Let kept blocks give way once ``most_tokens`` are cached."""
         if self.tensors:
-            self.tensors.limit(most_tokens)
+            self.tensors.limit_tokens(most_tokens)
 
     @property
     def keeps_prefixes(self) -> bool:
@@ -117,22 +117,22 @@ class CompiledModel:
     @property
     def idle_block_count(self) -> int:
         """The number of blocks that are kept though no text needs them."""
-        return self.tensors.pool.idle if self.tensors else 0
+        return self.tensors.pool.idle_count if self.tensors else 0
 
     @property
     def evicted_block_count(self) -> int:
         """The number of blocks so far that were kept and have given way."""
-        return self.tensors.pool.evicted if self.tensors else 0
+        return self.tensors.pool.evicted_count if self.tensors else 0
 
     @property
-    def spare(self) -> float:
+    def idle_bytes(self) -> float:
         """The bytes of kept blocks."""
-        return self.tensors.spare if self.tensors else 0.0
+        return self.tensors.idle_bytes if self.tensors else 0.0
 
-    def give_way(self) -> None:
+    def free_idle_blocks(self) -> None:
         """Free the kept blocks."""
         if self.tensors:
-            self.tensors.give_way()
+            self.tensors.free_idle_blocks()
 
     def close(self) -> None:
         """Free the model and the blocks that decoders share."""
@@ -162,7 +162,7 @@ class CompiledModel:
         self.rule, self.arithmetic_note = found.rule, "exact"
         self.proposals_are_free = self.engine == "paged" and found.guess <= FREE_PROPOSAL_COST
         if found.rule.rows_apart:
-            self.rollback = trimming(self.rollback)
+            self.rollback = with_trimming(self.rollback)
 
 
 def load_compiled_model(
@@ -307,4 +307,4 @@ def probe_exactness(loaded: CompiledModel, folder: Path, options: DeviceOptions)
 
 def fast_feed_rule(engine: EngineName, device: str) -> FeedRule:
     """Return how a model feeds tokens in fast arithmetic."""
-    return FAST_ON_GPU if engine == "paged" and is_gpu(device) else FAST
+    return FAST_GPU_RULE if engine == "paged" and is_gpu(device) else FAST_RULE

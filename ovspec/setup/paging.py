@@ -13,7 +13,7 @@ import openvino as ov
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import remember, remembered
-from ovspec.cache.decoder import FAST, FAST_ON_GPU, Rollback
+from ovspec.cache.decoder import FAST_GPU_RULE, FAST_RULE, Rollback
 from ovspec.cache.paged import PagedDecoder
 from ovspec.cache.stateful import StatefulDecoder
 from ovspec.ir.attention_mask import UNBOUNDED, find_narrowest_window
@@ -149,7 +149,7 @@ def compare_engines(folder: Path, options: DeviceOptions) -> PagedCheck:
 
     try:
         ir = compile_ir(folder, options if on_gpu else setting, rewrite)
-        paged = PagedDecoder(ir, rule=FAST_ON_GPU if on_gpu else FAST)
+        paged = PagedDecoder(ir, rule=FAST_GPU_RULE if on_gpu else FAST_RULE)
         narrowest = min((found for found in windows if found is not None), default=UNBOUNDED)
         if narrowest != window:
             return PagedCheck(False, f"its attention window is {window} in the model and {narrowest} when paged")

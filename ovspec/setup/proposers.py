@@ -11,7 +11,7 @@ import numpy as np
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import remember, remembered
-from ovspec.cache.decoder import FAST, FeedRule, Rollback
+from ovspec.cache.decoder import FAST_RULE, FeedRule, Rollback
 from ovspec.cache.paged import PagedDecoder
 from ovspec.ir.compile import compile_graph
 from ovspec.ir.crashes import avoid_crash
@@ -85,7 +85,7 @@ def choose_pairing(proposer: CompiledModel, options: DeviceOptions) -> CompiledM
         setting = repr(("pairs", sorted(proposer.ir.properties.items())))
         file = find_findings_file("pairs", proposer.ir.folder, setting, options.cache_folder)
         found = remembered(PairCost, file) or remember(file, PairCost(measure_pair_cost(proposer)))
-        proposer.rule = PAIRED_RULE if found.cost < WORTH_PAIRING else FAST
+        proposer.rule = PAIRED_RULE if found.cost < WORTH_PAIRING else FAST_RULE
     return proposer
 
 
@@ -99,7 +99,7 @@ class PairCost:
 def measure_pair_cost(proposer: CompiledModel) -> float:
     tokens = np.zeros(PAIR_CONTEXT, dtype=np.int64)
     beside = np.ones((len(tokens), proposer.ir.output_width(HIDDEN_OUTPUT)), dtype=np.float32)
-    decoders = {rule: proposer.decoder(rule=rule) for rule in (FAST, PAIRED_RULE)}
+    decoders = {rule: proposer.decoder(rule=rule) for rule in (FAST_RULE, PAIRED_RULE)}
     least = dict.fromkeys(decoders, math.inf)
     for decoder in decoders.values():
         decoder.feed([tokens], [1], 0, [beside])
@@ -109,4 +109,4 @@ def measure_pair_cost(proposer: CompiledModel) -> float:
             began = time.perf_counter()
             decoder.feed([tokens[:1]], [1], 0, [beside[:1]])
             least[rule] = min(least[rule], time.perf_counter() - began)
-    return least[PAIRED_RULE] / least[FAST]
+    return least[PAIRED_RULE] / least[FAST_RULE]

@@ -13,7 +13,7 @@ import openvino as ov
 from ovspec import __version__
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import remember, remembered
-from ovspec.cache.decoder import Copies, Rollback
+from ovspec.cache.decoder import Rollback, StateCopies
 from ovspec.cache.stateful import StatefulDecoder
 from ovspec.ir.attention_mask import UNBOUNDED, find_mask_bound
 from ovspec.ir.compile import MODEL_FILE, CompiledIR
@@ -85,7 +85,7 @@ def restores_clean_run(ir: CompiledIR, rollback: Rollback) -> bool:
     return bool(np.abs(after - clean).max() <= 10 * rounding + 1e-4 * clean.std())
 
 
-def find_working_copies(ir: CompiledIR, rollback: Rollback) -> Copies:
+def find_working_copies(ir: CompiledIR, rollback: Rollback) -> StateCopies:
     """Return which infer requests go on rightly with copied states; see ``Rollback``."""
     return next(
         (copies for copies in list_copy_modes(ir) if continues_like_clean_run(ir, replace(rollback, copies=copies))),
@@ -93,7 +93,7 @@ def find_working_copies(ir: CompiledIR, rollback: Rollback) -> Copies:
     )
 
 
-def list_copy_modes(ir: CompiledIR) -> tuple[Copies, ...]:
+def list_copy_modes(ir: CompiledIR) -> tuple[StateCopies, ...]:
     """Return the ways to set states that may be tried.
 
     On a GPU, inferences fail if the request hasn't run, and then all others of the model do (OpenVINO 2026.4.1).
@@ -125,7 +125,7 @@ def continues_like_clean_run(ir: CompiledIR, rollback: Rollback) -> bool:
             decoder.feed([junk, *[nothing] * (len(decoder.rows) - 1)], [1, *[0] * (len(decoder.rows) - 1)])
             decoder.truncate(0, 10)
             decoder.compact()
-        decoder.copy_to(other)
+        decoder.copy_into(other)
         for each in (decoder, other):
             beside = [nothing] * (len(each.rows) - 1)
             continued.append(each.feed([last, *beside], [4, *map(len, beside)])[0].copy())

@@ -48,7 +48,7 @@ def decoder_for(folder: Path, setting: Setting, kv_precision: str | None = None,
     device = DeviceOptions(kv_precision=kv_precision, properties=given)
     if setting.engine == "paged":
         return PagedDecoder(compile_paged(folder, device, paired=False))  # the widths as they are
-    return StatefulDecoder(compile_ir(folder, device), Rollback("mask"), compact_at=10**9)
+    return StatefulDecoder(compile_ir(folder, device), Rollback("mask"), compaction_threshold=10**9)
 
 
 def verify_curves(decoders: dict[str, Decoder], text: np.ndarray, context: int) -> dict[str, list[float]]:

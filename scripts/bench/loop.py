@@ -26,7 +26,7 @@ def bare_loop(loaded: CompiledModel, ids: np.ndarray, tokens: int) -> tuple[floa
     """Return the median milliseconds per token after the second, and the generated tokens."""
     decoder = PagedDecoder(loaded.ir)
     said = [int(decoder.feed([ids], [1])[0][0].argmax())]
-    decoder._blocks.extend(0, len(ids), tokens)  # get all blocks now, so that nothing is bound again
+    decoder._tables.extend(0, len(ids), tokens)  # get all blocks now, so that nothing is bound again
     said.append(int(decoder.feed([np.array(said)], [1])[0][0].argmax()))
     request, (token_ids, positions) = decoder._request.openvino_request, decoder._token_arrays[(1,)]
     past, _ = decoder._kept_lengths[1]

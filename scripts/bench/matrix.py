@@ -120,10 +120,10 @@ class Bench:
                 given["sampler"] = dictation(len(ids), lm.tokenizer.encode_more(task.answer))
             else:
                 given |= {"temperature": cell.temperature, "seed": number % len(tasks) + place, "accept": cell.accept}
-            rows.append(lm.runtime.rows.row(Sequence(ids), lm.runtime.rows.params(given)))
+            rows.append(lm.runtime.row_maker.make_row(Sequence(ids), lm.runtime.row_maker.make_complete_params(given)))
         together: Any = {"lookahead": cell.lookahead, "batch_size": cell.batch, "temperature": cell.temperature}
         gaps, last = list[float](), None
-        for pieces in lm.runtime.pool.run(rows, lm.runtime.rows.params(together)):
+        for pieces in lm.runtime.decoder_pool.run_batch(rows, lm.runtime.row_maker.make_complete_params(together)):
             now = time.perf_counter()
             if last is not None and pieces:
                 gaps.append((now - last) * 1e3)
@@ -144,7 +144,7 @@ def dictation(start: int, answer: np.ndarray) -> Any:
 def learned_costs(models: dict[str, ovspec.LanguageModel], temperature: float) -> tuple[Costs, Costs] | None:
     """Return the costs of verifying and of drafting that an auto lookahead has learned."""
     order = ("auto", "chain", "draft", "lookup")
-    found = (models[mode].runtime.pool.learned_costs(temperature > 0) for mode in order if mode in models)
+    found = (models[mode].runtime.decoder_pool.learned_costs(temperature > 0) for mode in order if mode in models)
     return next((costs for costs in found if costs), None)
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from harness import Table, machine, milliseconds, options, ratios, several, shown, take_turns
 
-from ovspec.cache.decoder import FAST, Decoder
+from ovspec.cache.decoder import FAST_RULE, Decoder
 from ovspec.ir.device import DeviceOptions
 from ovspec.ir.instruction_set import LEAST_INSTRUCTION_SET, instruction_set, list_instruction_sets
 from ovspec.setup.engine_choice import load_compiled_model
@@ -65,7 +65,7 @@ def found_of(folder: Path, engine: str, precision: str | None) -> list[str]:
     cells = [str(found.rule or "none"), f"{1 - share.share:.0%}", f"{found.differing} of {found.positions}"]
     if not found.rule:
         return cells
-    decoders = {"exact": loaded.decoder(rule=found.rule or FAST), "fast": fast}
+    decoders = {"exact": loaded.decoder(rule=found.rule or FAST_RULE), "fast": fast}
     text = np.random.default_rng(1).integers(0, vocabulary, PROMPT)
     for decoder in decoders.values():
         decoder.reset(1)

@@ -24,14 +24,14 @@ import numpy as np
 from harness import CODE, ROOT, chats, milliseconds, options, several
 
 import ovspec
-from ovspec.cache.decoder import Reader
+from ovspec.cache.decoder import BaseDecoder
 from ovspec.cache.sequence import Sequence
 from ovspec.drafting.draft_model import DraftModel
 from ovspec.drafting.drafter import Drafter, RowStep
 from ovspec.drafting.head import Head
 from ovspec.drafting.lookahead import Lookahead
 from ovspec.drafting.lookup import Lookup
-from ovspec.engine.decoders import Decoders
+from ovspec.engine.decoders import DecoderSet
 from ovspec.params import Params
 from ovspec.sampling.constraint import Constraints
 from ovspec.sampling.processors import processing
@@ -52,14 +52,14 @@ TEXTS: dict[str, list[Any]] = {
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 13)
 
 
-def times_by_width(decoder: Reader, text: np.ndarray) -> tuple[dict[int, float], dict[int, float]]:
+def times_by_width(decoder: BaseDecoder, text: np.ndarray) -> tuple[dict[int, float], dict[int, float]]:
     """Return the milliseconds of an inference by its width, at a context of half of ``text``.
 
     The first are those of inferences as wide as the one before them; the second, of those after one of another width,
     for which the engine has to prepare.
     """
     decoder.reset(1)
-    decoder.adopt([Sequence(text)])
+    decoder.reuse_prefixes([Sequence(text)])
     half = len(text) // 2
     decoder.feed([text[:half]], [1])
     same: dict[int, list[float]] = {width: [] for width in WIDTHS}
@@ -92,7 +92,7 @@ def trace(drafter: Drafter, text: list[int], start: int, params: Params, most: i
     return found
 
 
-def reading(decoders: Decoders, text: np.ndarray) -> Reader:
+def reading(decoders: DecoderSet, text: np.ndarray) -> BaseDecoder:
     """Return what a draft's steps are timed on; a head reads with the target's features of ``text``."""
     if not isinstance(decoders.drafter, Head):
         assert decoders.draft
@@ -104,7 +104,7 @@ def reading(decoders: Decoders, text: np.ndarray) -> Reader:
 
 def record(folder: Path, temperature: float, prompts: list[Any], args: argparse.Namespace) -> dict[str, Any]:
     lm = ovspec.load(folder, args.draft or (folder / DRAFT_FOLDER).is_dir() or "lookup", precision=args.precision)
-    decoders = lm.runtime.pool.take()
+    decoders = lm.runtime.decoder_pool.acquire()
     drafters: dict[str, Drafter] = {"lookup": Lookup()}
     if isinstance(decoders.drafter, DraftModel):
         drafters["draft"] = decoders.drafter

@@ -132,12 +132,12 @@ def test_who_leaves_frees_the_row(lm: ovspec.LanguageModel, way: str) -> None:
                 await asyncio.wait_for(asking, 0.2)
         else:
             task = asyncio.create_task(lm.agenerate(PROMPTS[0], **LONG))
-            await until(lambda: engine.running == 2)
+            await until(lambda: engine.running_count == 2)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
         found = await other
-        await until(lambda: not engine._jobs and not engine.cache_use()[0])
+        await until(lambda: not engine._jobs and not engine.cache_usage()[0])
         reasons = sorted(row.finish_reason or "" for job in jobs for row in job.rows)
         engine.on_round = lambda *_: None
         assert reasons == ["cancelled"] * (2 if way == "timed out" else 1) + ["length"]
@@ -151,7 +151,7 @@ def test_a_loop_that_is_closed_leaves_no_row_behind(lm: ovspec.LanguageModel) ->
     loop = asyncio.new_event_loop()
     engine = loop.run_until_complete(engine_of(lm))
     task = loop.create_task(lm.agenerate(PROMPTS[0], **LONG))
-    loop.run_until_complete(until(lambda: engine.running))
+    loop.run_until_complete(until(lambda: engine.running_count))
     loop.run_until_complete(loop.shutdown_default_executor())
     loop.close()
     ends = time.monotonic() + 30
@@ -258,11 +258,11 @@ def test_closing_ends_what_runs(loaded: ovspec.LanguageModel) -> None:
         engine, thread = await engine_of(loaded), threading.Thread(target=generate)
         thread.start()
         asked = [asyncio.create_task(loaded.agenerate(prompt, **LONG)) for prompt in PROMPTS[:3]]
-        await until(lambda: engine.running)
+        await until(lambda: engine.running_count)
         with loaded:
             pass
         thread.join(60)
-        assert not engine.alive
+        assert not engine.is_alive
         return await asyncio.gather(*asked, loaded.agenerate("a"), return_exceptions=True)
 
     ended = [*run(close()), *sync]
@@ -287,7 +287,7 @@ def test_closing_frees_the_model(loaded: ovspec.LanguageModel, load: Load) -> No
     with loaded as lm:
         result = lm.generate("a", max_tokens=2)
         engine = weakref.ref(run(engine_of(lm)))
-        irs = [(weakref.ref(ir), weakref.ref(ir.compiled_model)) for ir in lm.runtime.models.irs()]
+        irs = [(weakref.ref(ir), weakref.ref(ir.compiled_model)) for ir in lm.runtime.models.compiled_irs()]
     gc.collect()
     assert [compiled() for _, compiled in irs] == [None, None]
     assert all(ir() for ir, _ in irs) and engine() is None

@@ -150,16 +150,18 @@ def judge(lm: ovspec.LanguageModel, tool_format: str, count: int, number: int) -
         else:
             options["logits_processors"] = [process]
         try:
-            row = lm.runtime.rows.make(CHATS[at % 4], lm.runtime.rows.params(options))[0]  # type: ignore[arg-type]
+            row = lm.runtime.row_maker.make_rows(CHATS[at % 4], lm.runtime.row_maker.make_complete_params(options))[0]  # type: ignore[arg-type]
         except ovspec.OvspecError as refused:  # before anything was generated
             assert f"the schema of {name}, at " in str(refused) or f"the schema of {name}: " in str(refused), refused
             counts["refused"] += 1
             continue
-        process.start = row.start  # type: ignore[attr-defined]
+        process.start = row.prompt_length  # type: ignore[attr-defined]
         tools[name] = each["function"]["parameters"]
         rows.append(row)
     pieces = [list[Piece]() for _ in rows]
-    for batch in lm.runtime.pool.run(rows, lm.runtime.rows.params({"batch_size": 16}), len(rows)):
+    for batch in lm.runtime.decoder_pool.run_batch(
+        rows, lm.runtime.row_maker.make_complete_params({"batch_size": 16}), len(rows)
+    ):
         for at, piece in batch:
             pieces[at].append(piece)
     for row, told in zip(rows, pieces, strict=True):

@@ -13,7 +13,7 @@ from conftest import PROMPTS
 
 import ovspec
 from ovspec.base.interrupts import HELD, HeldInterrupts
-from ovspec.cache.paged import PREFILL_CHUNK, PagedDecoder
+from ovspec.cache.paged import MAX_INFERENCE_TOKENS, PagedDecoder
 
 
 def test_ctrl_c_waits_while_held() -> None:
@@ -84,9 +84,9 @@ def test_a_long_prompt_is_read_no_further(
     load: Callable[..., ovspec.LanguageModel], draft: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lm = load(draft=draft, cache_memory=0)
-    tokens = (lm.encode("".join(PROMPTS)).tolist() * 10)[: 5 * PREFILL_CHUNK]
+    tokens = (lm.encode("".join(PROMPTS)).tolist() * 10)[: 5 * MAX_INFERENCE_TOKENS]
     expected = lm.generate(tokens, max_tokens=8).token_ids
-    append, calls = PagedDecoder._append, []
+    append, calls = PagedDecoder._append_tokens, []
 
     def pressing(decoder: PagedDecoder, *arguments: Any, **named: Any) -> Any:
         calls.append(decoder)
@@ -98,7 +98,7 @@ def test_a_long_prompt_is_read_no_further(
     with lm.session() as session:
         session.append(tokens)
         with monkeypatch.context() as patched:
-            patched.setattr(PagedDecoder, "_append", pressing)
+            patched.setattr(PagedDecoder, "_append_tokens", pressing)
             pieces = []
             with pytest.raises(KeyboardInterrupt):
                 for piece in session.stream(max_tokens=8):

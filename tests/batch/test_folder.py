@@ -191,7 +191,7 @@ def test_an_inference_that_fails_is_told_to_all_that_ask(pair: Path, monkeypatch
         raise InferenceError("no memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(DecoderPool, "run", fail)
+        patch.setattr(DecoderPool, "run_batch", fail)
         with pytest.raises(InferenceError, match="no memory"):
             thread.answer(prompts(2))
     assert len(thread.answer(prompts(2))) == 2, "it goes on"

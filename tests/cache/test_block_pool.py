@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ovspec.cache.block_pool import BlockPool
-from ovspec.cache.blocks import Blocks
-from ovspec.cache.sequence import EMPTY
+from ovspec.cache.blocks import BlockTables
+from ovspec.cache.sequence import EMPTY_ROW
 
 SIZE = 4
 TEXT = st.lists(st.integers(0, 2), min_size=1, max_size=18)
@@ -25,16 +25,16 @@ class Cache:
 
     def __init__(self, most: int) -> None:
         self.pool = BlockPool(SIZE, most)
-        self.blocks = Blocks(0, self.pool)
+        self.blocks = BlockTables(0, self.pool)
         self.written: dict[int, list[Any]] = {}
         self.texts: list[list[int]] = []
 
     def begin(self, text: list[int], owner: int | None = None) -> int:
         """Add a row with ``text`` but for its last token; return how much of it was found."""
         row = len(self.texts)
-        self.blocks.reorder([*range(row), EMPTY])
-        found, count = self.pool.find(np.array(text[:-1]), owner)
-        self.blocks.adopt(row, found)
+        self.blocks.reorder([*range(row), EMPTY_ROW])
+        found, count = self.pool.find_prefix(np.array(text[:-1]), owner)
+        self.blocks.replace_blocks(row, found)
         self.texts.append(text[:count])
         assert self.read(row) == text[:count], "what is found is what was written"
         self.write(row, count, text[count:-1])
@@ -46,7 +46,7 @@ class Cache:
             self.written[target] = list(self.written[source])
         for position, token in enumerate(tokens, begin):
             block = self.blocks.tables[row][position // SIZE]
-            assert not self.pool.shared(block), "a shared block is written"
+            assert not self.pool.is_shared(block), "a shared block is written"
             self.written.setdefault(block, [None] * SIZE)[position % SIZE] = token
         self.texts[row] = [*self.texts[row][:begin], *tokens]
 
@@ -55,7 +55,7 @@ class Cache:
         return [self.written[table[at // SIZE]][at % SIZE] for at in range(len(self.texts[row]))]
 
     def end(self, row: int, owner: int | None = None) -> None:
-        self.blocks.keep(row, np.array(self.texts[row]), owner)
+        self.blocks.keep_prefix(row, np.array(self.texts[row]), owner)
         rows = [other for other in range(len(self.texts)) if other != row]
         self.blocks.reorder(rows)
         del self.texts[row]
@@ -81,19 +81,19 @@ def test_what_is_found_was_written_and_nobody_writes_there(most: int, data: st.D
             cache.blocks.truncate(row, kept)
             cache.texts[row] = cache.texts[row][:kept]
         elif action == "keep":
-            cache.blocks.keep(row, np.array(cache.texts[row], dtype=np.int64), None)
+            cache.blocks.keep_prefix(row, np.array(cache.texts[row], dtype=np.int64), None)
         elif action == "end":
             cache.end(row)
         for other in range(len(cache.texts)):
             assert cache.read(other) == cache.texts[other]
         held = {block for table in cache.blocks.tables for block in table}
-        assert cache.pool.used - cache.pool.idle == len(held)
-        assert cache.pool.used <= max(most, len(held))
+        assert cache.pool.used_count - cache.pool.idle_count == len(held)
+        assert cache.pool.used_count <= max(most, len(held))
     for row in range(len(cache.texts))[::-1]:
         cache.end(row)
-    assert cache.pool.used == cache.pool.idle <= most
-    cache.pool.forget()
-    assert not cache.pool.used
+    assert cache.pool.used_count == cache.pool.idle_count <= most
+    cache.pool.free_idle_blocks()
+    assert not cache.pool.used_count
 
 
 def test_a_text_continues_in_a_block_that_is_half_full() -> None:
@@ -112,7 +112,7 @@ def test_owners_share_nothing() -> None:
     text = [1, 2, 3, 4, 5, 6, 7]
     cache.begin(text, owner=1)
     cache.end(0, owner=1)
-    assert [cache.pool.find(np.array(text), owner)[1] for owner in (None, 0, 1)] == [0, 0, 6]
+    assert [cache.pool.find_prefix(np.array(text), owner)[1] for owner in (None, 0, 1)] == [0, 0, 6]
 
 
 def test_the_longest_idle_give_way_and_of_a_text_the_last() -> None:
@@ -121,28 +121,28 @@ def test_the_longest_idle_give_way_and_of_a_text_the_last() -> None:
         cache.begin([first] * 8 + [0])
         cache.end(0)
     cache.begin([3] * 4 + [0])
-    assert [cache.pool.find(np.array([first] * 8), None)[1] for first in (1, 2)] == [4, 8]
+    assert [cache.pool.find_prefix(np.array([first] * 8), None)[1] for first in (1, 2)] == [4, 8]
     cache.begin([4] * 12 + [0])
-    assert [cache.pool.find(np.array([first] * 8), None)[1] for first in (1, 2)] == [0, 0], "rows come first"
-    assert cache.pool.evicted == 4
+    assert [cache.pool.find_prefix(np.array([first] * 8), None)[1] for first in (1, 2)] == [0, 0], "rows come first"
+    assert cache.pool.evicted_count == 4
 
 
 def test_nothing_is_kept_without_room() -> None:
     cache = Cache(0)
     cache.begin([1, 2, 3, 4, 5])
     cache.end(0)
-    assert not cache.pool.used and not cache.pool.find(np.array([1, 2, 3, 4]), None)[1]
+    assert not cache.pool.used_count and not cache.pool.find_prefix(np.array([1, 2, 3, 4]), None)[1]
 
 
 def fill(pool: BlockPool, system: np.ndarray, count: int, random: np.random.Generator) -> None:
     """Let ``count`` texts begin with ``system`` and part within one block."""
-    blocks = Blocks(1, pool)
+    blocks = BlockTables(1, pool)
     for _ in range(count):
         text = np.concatenate((system, random.integers(0, 50_000, 20)))
-        found, cached = pool.find(text, None)
-        blocks.adopt(0, found)
+        found, cached = pool.find_prefix(text, None)
+        blocks.replace_blocks(0, found)
         blocks.extend(0, cached, len(text) - cached)
-        blocks.keep(0, text, None)
+        blocks.keep_prefix(0, text, None)
         blocks.truncate(0, 0)
 
 
@@ -154,7 +154,7 @@ def test_ten_thousand_texts_are_found_fast(shared: int) -> None:
     for _ in range(200):
         text = np.concatenate((system, random.integers(0, 50_000, 20)))
         began = time.perf_counter()
-        assert pool.find(text, None)[1] >= shared
+        assert pool.find_prefix(text, None)[1] >= shared
         times.append(time.perf_counter() - began)
     assert np.median(times) < 5e-4
 
@@ -166,7 +166,7 @@ def test_memory_stays_flat() -> None:
         for _ in range(20):  # systems that come and go
             fill(pool, random.integers(0, 50_000, 500), 500, random)
         held.append(psutil.Process().memory_info().rss)
-        assert pool.needed <= 4_000 and len(pool._kept) <= 4_000
+        assert pool.needed_capacity <= 4_000 and len(pool._kept_nodes) <= 4_000
     assert max(held[3:]) < held[2] + 10e6
 
 
@@ -196,12 +196,12 @@ def traffic(seed: int) -> Iterator[np.ndarray]:
 
 def read(pool: BlockPool, seed: int) -> float:
     """Return which share of all prompts' tokens had to be read."""
-    blocks, new, total = Blocks(1, pool), 0, 0
+    blocks, new, total = BlockTables(1, pool), 0, 0
     for text in traffic(seed):
-        found, count = pool.find(text[:-1], None)
-        blocks.adopt(0, found)
+        found, count = pool.find_prefix(text[:-1], None)
+        blocks.replace_blocks(0, found)
         blocks.extend(0, count, len(text) - count)
-        blocks.keep(0, text, None)
+        blocks.keep_prefix(0, text, None)
         blocks.truncate(0, 0)
         new, total = new + len(text) - count, total + len(text)
     return new / total
@@ -214,9 +214,9 @@ class ByBlock(BlockPool):
         super().release(blocks[::-1])
 
     def _drop(self, block: int) -> None:
-        for follower in list(self._kept[block].followers):
+        for follower in list(self._kept_nodes[block].children):
             self._drop(follower.block)
-        super()._drop(block)
+        super()._free_idle_block(block)
 
 
 @pytest.mark.parametrize(

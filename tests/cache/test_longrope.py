@@ -24,8 +24,8 @@ from transformers import AutoModelForCausalLM
 
 import ovspec
 from ovspec.cache.decoder import FeedRule, Rollback
-from ovspec.cache.sequence import EMPTY, Sequence, catch_up
-from ovspec.cache.stateful import RowByRow, decoder_of
+from ovspec.cache.sequence import EMPTY_ROW, Sequence, catch_up
+from ovspec.cache.stateful import RowByRowDecoder, make_stateful_decoder
 from ovspec.ir.compile import CompiledIR, compile_ir
 from ovspec.ir.device import DeviceOptions
 
@@ -73,13 +73,15 @@ def longrope(tmp_path_factory: pytest.TempPathFactory, cache_dir: Path) -> LongR
 
 
 @pytest.fixture(params=["exact", pytest.param("fast", marks=pytest.mark.slow)])
-def make(request: pytest.FixtureRequest, longrope: LongRope) -> Callable[[], RowByRow]:
+def make(request: pytest.FixtureRequest, longrope: LongRope) -> Callable[[], RowByRowDecoder]:
     """Return what makes an empty decoder, in either arithmetic."""
 
-    def make_decoder() -> RowByRow:
+    def make_decoder() -> RowByRowDecoder:
         exact = request.param == "exact"
-        decoder = decoder_of(longrope.ir, Rollback("mask"), rule=FeedRule(first_apart=exact, rows_apart=exact))
-        assert isinstance(decoder, RowByRow)  # a long row would change the frequencies of the others
+        decoder = make_stateful_decoder(
+            longrope.ir, Rollback("mask"), rule=FeedRule(first_apart=exact, rows_apart=exact)
+        )
+        assert isinstance(decoder, RowByRowDecoder)  # a long row would change the frequencies of the others
         return decoder
 
     return make_decoder
@@ -95,7 +97,7 @@ def test_the_switch_is_seen(longrope: LongRope) -> None:
 
 
 @pytest.mark.parametrize("end", NEAR)
-def test_a_prompt_that_ends_at_the_switch(longrope: LongRope, make: Callable[[], RowByRow], end: int) -> None:
+def test_a_prompt_that_ends_at_the_switch(longrope: LongRope, make: Callable[[], RowByRowDecoder], end: int) -> None:
     """Token by token from there, and several at once."""
     alone, together = make(), make()
     for decoder in (alone, together):
@@ -106,7 +108,7 @@ def test_a_prompt_that_ends_at_the_switch(longrope: LongRope, make: Callable[[],
 
 
 @pytest.mark.parametrize("wanted", [0, 1, SWITCH, 2 * SWITCH])
-def test_one_feed_across_the_switch(longrope: LongRope, make: Callable[[], RowByRow], wanted: int) -> None:
+def test_one_feed_across_the_switch(longrope: LongRope, make: Callable[[], RowByRowDecoder], wanted: int) -> None:
     decoder = make()
     logits = decoder.feed([TEXT[: 2 * SWITCH]], [wanted])[0]
     assert len(logits) == wanted
@@ -117,7 +119,9 @@ def test_one_feed_across_the_switch(longrope: LongRope, make: Callable[[], RowBy
 
 @pytest.mark.parametrize("end", [SWITCH - 3, *NEAR, SWITCH + 5])
 @pytest.mark.parametrize("how", ["reorder", "fork"])
-def test_a_row_is_forked_and_both_go_on(longrope: LongRope, make: Callable[[], RowByRow], how: str, end: int) -> None:
+def test_a_row_is_forked_and_both_go_on(
+    longrope: LongRope, make: Callable[[], RowByRowDecoder], how: str, end: int
+) -> None:
     """One with the text, at once, and one with other tokens, one by one."""
     decoder = make()
     decoder.feed([TEXT[:end]], [0])
@@ -138,7 +142,9 @@ def test_a_row_is_forked_and_both_go_on(longrope: LongRope, make: Callable[[], R
 
 
 @pytest.mark.parametrize("end", [SWITCH - 3, *NEAR, SWITCH + 5])
-def test_a_cache_is_restored_in_another_decoder(longrope: LongRope, make: Callable[[], RowByRow], end: int) -> None:
+def test_a_cache_is_restored_in_another_decoder(
+    longrope: LongRope, make: Callable[[], RowByRowDecoder], end: int
+) -> None:
     decoder, other = make(), make()
     other.feed([TEXT[::-1][: SWITCH + 2]], [0])  # what it held, on either side, is forgotten
     decoder.feed([TEXT[: end + 2]], [2])
@@ -156,7 +162,7 @@ def test_a_cache_is_restored_in_another_decoder(longrope: LongRope, make: Callab
 
 
 @pytest.mark.parametrize("length", [0, 1, SWITCH - 3, *NEAR])
-def test_a_text_is_cut_after_it_crossed(longrope: LongRope, make: Callable[[], RowByRow], length: int) -> None:
+def test_a_text_is_cut_after_it_crossed(longrope: LongRope, make: Callable[[], RowByRowDecoder], length: int) -> None:
     """The next text is another one, and crosses again."""
     decoder = make()
     decoder.feed([TEXT[: SWITCH + 6]], [1])
@@ -190,7 +196,7 @@ OPERATIONS = st.lists(
     st.one_of(
         st.tuples(st.just("feed"), st.lists(st.integers(0, SWITCH + 2), min_size=3, max_size=3)),
         st.tuples(st.just("truncate"), st.tuples(st.integers(0, 2), st.integers(0, 9))),
-        st.tuples(st.just("reorder"), st.lists(st.integers(EMPTY, 2), min_size=1, max_size=3)),
+        st.tuples(st.just("reorder"), st.lists(st.integers(EMPTY_ROW, 2), min_size=1, max_size=3)),
         st.tuples(st.just("restore"), st.none()),
     ),
     min_size=2,
@@ -200,7 +206,7 @@ OPERATIONS = st.lists(
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(operations=OPERATIONS)
-def test_random_use(longrope: LongRope, make: Callable[[], RowByRow], operations: list[tuple[str, Any]]) -> None:
+def test_random_use(longrope: LongRope, make: Callable[[], RowByRowDecoder], operations: list[tuple[str, Any]]) -> None:
     decoder, tokens = make(), np.random.default_rng(1)
     for kind, argument in operations:
         held = [row.tokens.copy() for row in decoder.rows]
@@ -224,9 +230,9 @@ def test_random_use(longrope: LongRope, make: Callable[[], RowByRow], operations
             assert left in (0, length)  # all of a text that crossed back
             held[row] = held[row][:left]
         elif kind == "reorder":
-            picks = [pick if pick == EMPTY else pick % len(held) for pick in argument]
+            picks = [pick if pick == EMPTY_ROW else pick % len(held) for pick in argument]
             decoder.reorder(picks)
-            held = [TEXT[:0] if pick == EMPTY else held[pick] for pick in picks]
+            held = [TEXT[:0] if pick == EMPTY_ROW else held[pick] for pick in picks]
         elif arrays := decoder.dump():
             decoder.restore(held[0], arrays)
             held = held[:1]

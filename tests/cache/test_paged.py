@@ -16,7 +16,7 @@ from conftest import HAS_BF16, ROOT, STRICT, Reference
 import ovspec
 import ovspec.cache.paged
 import ovspec.setup.paging
-from ovspec.cache.decoder import FAST, FAST_ON_GPU, FeedRule
+from ovspec.cache.decoder import FAST_GPU_RULE, FAST_RULE, FeedRule
 from ovspec.cache.paged import PagedDecoder
 from ovspec.ir.attention_mask import UNBOUNDED, find_narrowest_window
 from ovspec.ir.crashes import avoid_crash
@@ -83,7 +83,7 @@ def test_a_texts_first_token_has_an_inference_of_its_own(
         begun.append(sum(bool(held) and not past for held, past in zip(holding, arrays[2], strict=False)))
         return infer(arrays, logits_idx)
 
-    append = decoder._append
+    append = decoder._append_tokens
 
     def appending(tokens: list[np.ndarray], *rest: Any, **named: Any) -> list[np.ndarray]:
         holding[:] = [len(held) for held, new in zip(decoder.rows, tokens, strict=True) if len(new)]
@@ -92,7 +92,7 @@ def test_a_texts_first_token_has_an_inference_of_its_own(
 
     holding: list[int] = []
     monkeypatch.setattr(decoder._request, "infer", noting)
-    monkeypatch.setattr(decoder, "_append", appending)
+    monkeypatch.setattr(decoder, "_append_tokens", appending)
     assert np.abs(decoder.feed([text], [40])[0] - expected).max() < 1e-3
     decoder.reset(3)
     for begin, end in ((0, 1), (1, 2), (2, 5), (5, 20)):
@@ -165,7 +165,9 @@ def test_a_paged_decoder_that_differs_is_not_used(mistake: str, monkeypatch: pyt
     elif mistake == "rollback":
         monkeypatch.setattr(PagedDecoder, "truncate", lambda *_: None)
     elif mistake == "sharing":
-        monkeypatch.setattr(ovspec.cache.paged.Blocks, "extend", without_copies(ovspec.cache.paged.Blocks.extend))
+        monkeypatch.setattr(
+            ovspec.cache.paged.BlockTables, "extend", without_copies(ovspec.cache.paged.BlockTables.extend)
+        )
     else:
         monkeypatch.setattr(ovspec.setup.paging, "read_attention_windows", lambda _: {None, 77})
     assert compare_engines(SMALL, DeviceOptions()) == PagedCheck(
@@ -240,7 +242,7 @@ def test_chunks_give_the_same_logits(
     whole = make_paged()
     expected = whole.feed([text], [3])[0].copy()
     assert whole.inferences == 1
-    monkeypatch.setattr("ovspec.cache.paged.PREFILL_CHUNK", 40)
+    monkeypatch.setattr("ovspec.cache.paged.MAX_INFERENCE_TOKENS", 40)
     chunked = make_paged()
     logits = chunked.feed([text], [3])[0]
     assert chunked.inferences == 4
@@ -358,7 +360,7 @@ def test_filling_up_changes_no_bit(pair: Path, cache_dir: Path, precision: Any) 
 
 def test_few_shapes_in_many_rounds(make_paged: MakePaged, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU makes kernels for each number of tokens and of logits; what fills them up changes no text."""
-    decoder, plain = make_paged(FAST_ON_GPU), make_paged(FAST)
+    decoder, plain = make_paged(FAST_GPU_RULE), make_paged(FAST_RULE)
     text = np.random.default_rng(2).integers(5, 1000, 600)
     random, shapes = np.random.default_rng(3), set[tuple[int, int]]()
     infer = decoder._request.infer

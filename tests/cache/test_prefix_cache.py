@@ -81,7 +81,7 @@ def test_greedy_texts_of_an_inexact_model_share_nothing_unasked(
     greedy = [lm.generate(PROMPT, max_tokens=8) for _ in range(2)]
     together = lm.generate([PROMPT + "# ", PROMPT + "x"], max_tokens=4)
     assert [result.stats.cached_tokens for result in [*greedy, *together]] == [0] * 4
-    assert pool_of(lm).idle == 0, "nothing is kept that nobody may find"
+    assert pool_of(lm).idle_count == 0, "nothing is kept that nobody may find"
     sampled = [lm.generate(PROMPT, max_tokens=8, temperature=1.0, seed=1) for _ in range(2)]
     assert sampled[1].stats.cached_tokens > 0
     assert lm.generate(PROMPT, max_tokens=8).stats.cached_tokens == 0, "nor of sampled texts"
@@ -119,7 +119,7 @@ def test_what_a_file_holds_is_shared_with_nobody(load: Load, tmp_path: Path) -> 
         session.append(PROMPT)
         session.generate(max_tokens=4, heal=False)
         session.save(tmp_path / "saved")
-    lm.runtime.models.give_way()
+    lm.runtime.models.free_idle_blocks()
     with lm.session() as session:
         session.load(tmp_path / "saved")
         session.append(TEXT)
@@ -132,10 +132,10 @@ def test_memory_is_bounded_and_given_back(load: Load) -> None:
     pool = pool_of(lm)
     for i in range(40):
         lm.generate(f"# {i}\n" + PROMPT, max_tokens=4)
-        assert pool.used <= pool.most
-    assert pool.evicted
-    lm.runtime.models.give_way()
-    assert not pool.used
+        assert pool.used_count <= pool.used_limit
+    assert pool.evicted_count
+    lm.runtime.models.free_idle_blocks()
+    assert not pool.used_count
     off = load(draft="none", cache_memory=0)
     assert not off.runtime.models.keeps_prefixes
     off.generate(PROMPT, max_tokens=4)
@@ -185,7 +185,7 @@ def text_of(lm: ovspec.LanguageModel, prompt: list[int]) -> Any:
 def test_a_write_into_a_kept_block_is_found(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     cold = load(draft="none", cache_memory=0)
     assert not differs(load(draft="lookup", cache_memory=0.11), cold)
-    monkeypatch.setattr(BlockPool, "shared", lambda pool, block: pool._holders[block] > 1)
+    monkeypatch.setattr(BlockPool, "is_shared", lambda pool, block: pool._reference_counts[block] > 1)
     assert differs(load(draft="lookup", cache_memory=0.12), cold)
 
 
@@ -193,7 +193,7 @@ def test_a_write_into_a_kept_block_is_found(load: Load, monkeypatch: pytest.Monk
 def test_a_block_that_is_freed_while_it_is_kept_is_found(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     def release(pool: BlockPool, blocks: list[int]) -> None:
         RELEASE(pool, blocks)
-        pool._free += [block for block in blocks if block in pool._idle]
+        pool._free_blocks += [block for block in blocks if block in pool._idle_blocks]
 
     monkeypatch.setattr(BlockPool, "release", release)
     assert differs(load(draft="lookup", cache_memory=0.14), load(draft="none", cache_memory=0))

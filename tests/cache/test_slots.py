@@ -44,13 +44,13 @@ def test_every_row_reads_back_what_it_holds(rows: int, operations: list) -> None
             picks = [pick % len(held) for pick in argument]
             slots.reorder(picks)
             held, cache = [list(held[p]) for p in picks], [list(cache[p]) for p in picks]
-        elif slots.used:
+        elif slots.slot_count:
             old = slots.compact()
             cache = [[row[i] for i in index] for row, index in zip(cache, old, strict=True)]
-            assert slots.contiguous
-            assert slots.dead == 0
-        mask = slots.mask
-        assert mask.shape == (len(held), slots.used)
-        assert slots.lengths == [len(row) for row in held]
+            assert slots.is_contiguous
+            assert slots.dead_count == 0
+        mask = slots.attention_mask
+        assert mask.shape == (len(held), slots.slot_count)
+        assert slots.row_lengths == [len(row) for row in held]
         for row, alive in enumerate(mask):
             assert [cache[row][i] for i in np.flatnonzero(alive)] == held[row]

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 import ovspec.cache.stateful
 from ovspec.cache.decoder import FeedRule, Rollback
 from ovspec.cache.paged import PagedDecoder
-from ovspec.cache.prefill import share_prefixes
-from ovspec.cache.sequence import EMPTY, Sequence, catch_up
-from ovspec.cache.stateful import RowByRow, StatefulDecoder
+from ovspec.cache.prefill import copy_shared_prefixes
+from ovspec.cache.sequence import EMPTY_ROW, Sequence, catch_up
+from ovspec.cache.stateful import RowByRowDecoder, StatefulDecoder
 from ovspec.ir.compile import compile_ir
 from ovspec.ir.device import EXACT_KV_PRECISIONS, DeviceOptions, make_compile_properties
 from ovspec.ir.request import InferenceRequest
@@ -32,7 +32,7 @@ OPERATIONS = st.lists(
     st.one_of(
         st.tuples(st.just("feed"), st.lists(TOKENS, min_size=4, max_size=4)),
         st.tuples(st.just("truncate"), st.tuples(st.integers(0, 3), st.integers(0, 9))),
-        st.tuples(st.just("reorder"), st.lists(st.integers(EMPTY, 3), min_size=1, max_size=4)),
+        st.tuples(st.just("reorder"), st.lists(st.integers(EMPTY_ROW, 3), min_size=1, max_size=4)),
         st.tuples(st.just("compact"), st.none()),
     ),
     min_size=2,
@@ -87,10 +87,10 @@ def test_random_use_gives_the_logits_of_a_fresh_run(
                 decoder.truncate(row, length)
             held[row] = held[row][:length]
         elif kind == "reorder":
-            picks = [pick if pick == EMPTY else pick % len(held) for pick in argument]
+            picks = [pick if pick == EMPTY_ROW else pick % len(held) for pick in argument]
             for decoder in driven:
                 decoder.reorder(picks)
-            held = [[] if pick == EMPTY else list(held[pick]) for pick in picks]
+            held = [[] if pick == EMPTY_ROW else list(held[pick]) for pick in picks]
         else:
             for decoder in driven:
                 if isinstance(decoder, StatefulDecoder):
@@ -168,7 +168,7 @@ def test_states_are_set_once_a_request_has_run(
     for choice, right in ((other.rollback, False), (rollback, True)):
         other.rollback = choice
         other.reset(1)
-        decoder.copy_to(other)
+        decoder.copy_into(other)
         assert np.allclose(other.feed([text[19:]], [1])[0], expected, atol=2e-3) == right
 
 
@@ -258,7 +258,7 @@ def test_rows_that_move_twice(make_decoder: Callable[..., StatefulDecoder], refe
 @given(rows=st.integers(1, 3), operations=OPERATIONS.map(lambda ops: [op for op in ops if op[0] != "compact"]))
 @pytest.mark.parametrize("attention", ["mask", pytest.param("alibi", marks=pytest.mark.slow), None])
 def test_random_use_with_recurrent_states(
-    hybrids: Callable[..., tuple[hybrid.Hybrid, RowByRow]],
+    hybrids: Callable[..., tuple[hybrid.Hybrid, RowByRowDecoder]],
     attention: str | None,
     rows: int,
     operations: list[tuple[str, Any]],
@@ -286,24 +286,24 @@ def test_random_use_with_recurrent_states(
             assert len(left) <= length
             assert left == held[row][: len(left)]
         else:
-            picks = [pick if pick == EMPTY else pick % len(held) for pick in argument]
+            picks = [pick if pick == EMPTY_ROW else pick % len(held) for pick in argument]
             decoder.reorder(picks)
-            expected = [[] if pick == EMPTY else held[pick] for pick in picks]
+            expected = [[] if pick == EMPTY_ROW else held[pick] for pick in picks]
             assert [row.tokens.tolist() for row in decoder.rows] == expected
 
 
-def test_recurrent_states_are_not_shared(hybrids: Callable[..., tuple[hybrid.Hybrid, RowByRow]]) -> None:
+def test_recurrent_states_are_not_shared(hybrids: Callable[..., tuple[hybrid.Hybrid, RowByRowDecoder]]) -> None:
     """They can't be rolled back to every position, so a copy might be thrown away in every round."""
     _, decoder = hybrids("mask")
     decoder.reset(2)
     text = list(range(10, 110))
     decoder.feed([np.array(text), np.empty(0, dtype=np.int64)], [1, 0])
-    share_prefixes(decoder, [Sequence([*text, 5]), Sequence([*text[:90], 6])])
+    copy_shared_prefixes(decoder, [Sequence([*text, 5]), Sequence([*text[:90], 6])])
     assert [len(row) for row in decoder.rows] == [100, 0]
 
 
 def test_no_inference_after_a_compaction_has_the_shapes_of_the_last_one(
-    hybrids: Callable[..., tuple[hybrid.Hybrid, RowByRow]], monkeypatch: pytest.MonkeyPatch
+    hybrids: Callable[..., tuple[hybrid.Hybrid, RowByRowDecoder]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a GPU demands, which then computes with the states of before."""
     model, rows = hybrids("alibi")
@@ -336,15 +336,15 @@ def test_no_inference_after_a_compaction_has_the_shapes_of_the_last_one(
 
 
 @pytest.fixture(scope="module")
-def hybrids(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[hybrid.Hybrid, RowByRow]]:
+def hybrids(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[hybrid.Hybrid, RowByRowDecoder]]:
     @functools.cache
-    def make(attention: str | None) -> tuple[hybrid.Hybrid, RowByRow]:
+    def make(attention: str | None) -> tuple[hybrid.Hybrid, RowByRowDecoder]:
         model = hybrid.Hybrid(4096, attention)
         folder = hybrid.export(model, tmp_path_factory.mktemp("hybrid") / "ir", ROOT / "models" / "demo")
         ir = compile_ir(folder, DeviceOptions(precision="f32"))
         rollback = probe_rollback(ir).rollback
         assert rollback.replay
-        return model, RowByRow(lambda: StatefulDecoder(ir, rollback))
+        return model, RowByRowDecoder(lambda: StatefulDecoder(ir, rollback))
 
     return make
 
@@ -384,7 +384,7 @@ def test_which_kv_precisions_survive(precision: str, cache_dir: Path) -> None:
         decoder.reset(1)
         decoder.feed([text[:100]], [0])
         decoder.feed([text[100:150]], [0])
-        decoder.copy_to(other)
+        decoder.copy_into(other)
         seen["copy, which save will use"] = last(other)
         decoder.reset(1)
         decoder.feed([text[:100]], [0])

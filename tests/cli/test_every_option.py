@@ -223,7 +223,9 @@ SHARED: dict[str, Case] = {
     "gbnf": Case(("--gbnf", "grammar.gbnf"), text_is("yes", "no")),
     "choice": Case(("--choice", "yes", "--choice", "no"), text_is("yes", "no")),
     "constrain_from": Case(("--regex", "[(]12[0-9]{2}[)]", "--constrain-from", "("), goes_on_inside),
-    "heal": Case(("--heal",), lambda f, b: f.rows[0].start < b.rows[0].start, prompt="def f(self):\n    retur"),
+    "heal": Case(
+        ("--heal",), lambda f, b: f.rows[0].prompt_length < b.rows[0].prompt_length, prompt="def f(self):\n    retur"
+    ),
     "batch_size": Case(("--batch-size", "1"), lambda f, b: f.together < b.together),
     "device": Case(("--device", "AUTO:CPU"), lambda f, _: f.lm.target.ir.device == "AUTO:CPU"),
     "draft_device": Case((*DRAFT, "--draft-device", "AUTO:CPU"), lambda f, _: f.stats.draft_device == "AUTO:CPU"),
@@ -287,12 +289,12 @@ def test_options_of_generating_commands(run: Callable[..., Outcome], command: st
 # ---------------------------------------------------------------- what each command has of its own
 
 GENERATE: dict[str, tuple[tuple[Any, ...], str, Callable[[Outcome], bool]]] = {
-    "prompt_option": (("--prompt", "import"), "", lambda f: f.rows[0].start == 1),
-    "prompt_file": (("--file", "prompt.txt"), "", lambda f: f.rows[0].start == 1),
+    "prompt_option": (("--prompt", "import"), "", lambda f: f.rows[0].prompt_length == 1),
+    "prompt_file": (("--file", "prompt.txt"), "", lambda f: f.rows[0].prompt_length == 1),
     "token_ids": (("--token-ids", "5 6 7"), "", lambda f: f.rows[0].sequence.tokens[:3].tolist() == [5, 6, 7]),
-    "chat": (("--chat",), "import", lambda f: f.rows[0].start > 3),
-    "system": (("--chat", "--system", "Be brief."), "import", lambda f: f.rows[0].start > 8),
-    "prefill": (("--chat", "--prefill", "Be brief."), "import", lambda f: f.rows[0].start > 8),
+    "chat": (("--chat",), "import", lambda f: f.rows[0].prompt_length > 3),
+    "system": (("--chat", "--system", "Be brief."), "import", lambda f: f.rows[0].prompt_length > 8),
+    "prefill": (("--chat", "--prefill", "Be brief."), "import", lambda f: f.rows[0].prompt_length > 8),
     "stats": (("--stats",), "import", lambda f: "tokens/s" in f.err),
     "as_json": (("--json",), "import", lambda f: len(json.loads(f.out)["token_ids"]) == 6),
     "compare": (("--compare",), "import", lambda f: "speed-up" in f.err and "the same 6 tokens" in f.err),
@@ -308,8 +310,8 @@ CHAT: dict[str, tuple[tuple[Any, ...], str, Callable[[Outcome], bool]]] = {
 BATCH: dict[str, tuple[tuple[Any, ...], str, Callable[[Outcome], bool]]] = {
     "output": (("-o", "elsewhere"), "", lambda _: Path("elsewhere").is_file()),
     "overwrite": (("-o", "there", "--overwrite"), "", lambda _: "text" in Path("there").read_text(encoding="utf-8")),
-    "chat": (("-o", "out", "--chat"), "", lambda f: f.rows[0].start > 3),
-    "system": (("-o", "out", "--chat", "--system", "Be brief."), "", lambda f: f.rows[0].start > 8),
+    "chat": (("-o", "out", "--chat"), "", lambda f: f.rows[0].prompt_length > 3),
+    "system": (("-o", "out", "--chat", "--system", "Be brief."), "", lambda f: f.rows[0].prompt_length > 8),
 }
 OF_EACH = {"generate": GENERATE, "chat": CHAT, "batch": BATCH}
 

@@ -158,7 +158,7 @@ def test_a_base_model_is_for_generate(
         assert (found.code, found.err) == (1, f"{told}{instead}, or name a --chat-template.")
         given = run(*command, *SHORT, "--chat-template", "chatml", stdin="hi\n")
         assert given.code == 0, given.err
-        prompt = given.rows[0].sequence.tokens[: given.rows[0].start]
+        prompt = given.rows[0].sequence.tokens[: given.rows[0].prompt_length]
         assert given.lm.tokenizer.spell(prompt) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 
 

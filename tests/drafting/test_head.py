@@ -30,8 +30,8 @@ from ovspec.cache.blocks import BlockTensors
 from ovspec.cache.decoder import FeedRule
 from ovspec.cache.head import HeadDecoder
 from ovspec.cache.paged import PagedDecoder
-from ovspec.cache.sequence import EMPTY, Sequence, catch_up
-from ovspec.cache.stateful import RowByRow
+from ovspec.cache.sequence import EMPTY_ROW, Sequence, catch_up
+from ovspec.cache.stateful import RowByRowDecoder
 from ovspec.drafting.drafter import RowStep
 from ovspec.drafting.head import Head
 from ovspec.drafting.lookahead import Lookahead
@@ -144,7 +144,7 @@ def proposals(monkeypatch: pytest.MonkeyPatch) -> list[Proposed]:
         made = propose(self, rows, lookahead)
         for index, (row, proposal) in enumerate(zip(rows, made, strict=True)):
             if len(proposal.tokens):
-                known = self._head.known(index, row.sequence)
+                known = self._head.count_known_features(index, row.sequence)
                 found.append(Proposed(row.sequence.tokens.copy(), known, proposal.tokens))
         return made
 
@@ -180,7 +180,7 @@ def test_rows_with_requests_of_their_own(
     """As on a GPU's stateful engine."""
     monkeypatch.setattr(CompiledIR, "needs_single_rows", True)
     headed = load_headed("stateful")
-    assert headed.draft and isinstance(headed.draft.decoder(), RowByRow)
+    assert headed.draft and isinstance(headed.draft.decoder(), RowByRowDecoder)
     found = [text.token_ids for text in headed.generate(PROMPTS[:2], max_tokens=12, lookahead=LOOKAHEAD)]
     assert len(proposals) > 12 and torch_head.agree(proposals)
     assert found == [text.token_ids for text in headed.generate(PROMPTS[:2], max_tokens=12, lookahead=0)]
@@ -245,12 +245,12 @@ def test_entries_outlast_a_pause(headed: ovspec.LanguageModel) -> None:
     target, entries = lm.target.decoder(), lm.draft.decoder()
     head = HeadDecoder(entries, target)
     target.feed([text.tokens[:-1]], [0])
-    head.adopt([text])
+    head.reuse_prefixes([text])
     head.feed([catch_up(head, 0, text)], [1])
-    head.settle()
-    head.reorder([0, EMPTY])
-    head.settle()
-    HeadDecoder(other := entries.fork(), target.fork()).settle()
+    head.drop_guessed_entries()
+    head.reorder([0, EMPTY_ROW])
+    head.drop_guessed_entries()
+    HeadDecoder(other := entries.fork(), target.fork()).drop_guessed_entries()
     assert [len(row) for row in entries.rows] == [len(row) for row in other.rows] == [len(text) - 1, 0]
 
 
@@ -261,12 +261,12 @@ def test_no_text_finds_entries_without_features(headed: ovspec.LanguageModel) ->
     target, entries = lm.target.decoder(), PagedDecoder(lm.draft.ir, rule=lm.draft.rule, tensors=tensors)
     head = HeadDecoder(entries, target)
     target.feed([text.tokens[:9]], [0])
-    head.adopt([text])
+    head.reuse_prefixes([text])
     head.feed([catch_up(head, 0, text)], [1])
     owner = entries.rows[0].owner
-    head.settle()
+    head.drop_guessed_entries()
     head.reset(1)
-    assert tensors.pool.find(text.tokens[1:], owner)[1] == 9
+    assert tensors.pool.find_prefix(text.tokens[1:], owner)[1] == 9
 
 
 def test_a_head_with_more_tokens_than_its_target_is_refused(

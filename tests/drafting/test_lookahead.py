@@ -12,7 +12,7 @@ import pytest
 from bigrams import Bigrams
 from known_misses import KINDS_SLOWER_THAN_BEST, LOWEST_CHAT, SLOWER_THAN_BEST, SLOWEST_48, SLOWEST_500
 
-from ovspec.cache.decoder import FAST_ON_GPU, FeedRule
+from ovspec.cache.decoder import FAST_GPU_RULE, FeedRule
 from ovspec.cache.sequence import Sequence
 from ovspec.drafting.costs import WIDEST, Costs
 from ovspec.drafting.draft_model import DraftModel
@@ -501,7 +501,7 @@ def test_an_inference_is_filled_up_while_that_costs_less_than_a_change() -> None
 
 def test_what_is_rounded_up_costs_as_much() -> None:
     """On a GPU an inference of three tokens computes four, so the fourth is free, whatever is learned."""
-    costs = Costs({1: 10.0, 2: 12.0, 3: 20.0, 4: 20.0, 8: 40.0}, 5.0, rule=FAST_ON_GPU)
+    costs = Costs({1: 10.0, 2: 12.0, 3: 20.0, 4: 20.0, 8: 40.0}, 5.0, rule=FAST_GPU_RULE)
     for width, ms in ((3, 20.0), (4, 30.0), (1, 9.0), (5, 44.0), (3, 22.0)):
         costs.learn(width, ms)
     assert costs(3) == costs(4) > costs(2) > costs(1)

@@ -17,8 +17,8 @@ from conftest import PROMPTS
 from moves import moving_texts
 
 import ovspec
-from ovspec.cache.decoder import FAST, FeedRule, Rollback, inferences, logit_positions
-from ovspec.cache.paged import PREFILL_CHUNK, PagedDecoder
+from ovspec.cache.decoder import FAST_RULE, FeedRule, Rollback, find_logits_positions, split_into_inferences
+from ovspec.cache.paged import MAX_INFERENCE_TOKENS, PagedDecoder
 from ovspec.cache.stateful import StatefulDecoder
 from ovspec.drafting.costs import WIDEST, Costs
 from ovspec.engine.decoders import DecoderPool
@@ -117,17 +117,22 @@ def certificates(lm: ovspec.LanguageModel) -> Any:
 
 def a_server(lm: ovspec.LanguageModel) -> Any:
     """Rows that generate, some of which read prompts beside the others."""
-    engine = EngineThread(lm.runtime, rows=6)
+    engine = EngineThread(lm.runtime, max_rows=6)
     engine.start()
     told: queue.SimpleQueue[Any] = queue.SimpleQueue()
     texts = [*PROMPTS[:6], LONG_TEXT, LONG_TEXT[5:]]
-    rows = [lm.runtime.rows.make(text, lm.runtime.rows.params(OPTIONS), reserved=True)[0] for text in texts]
+    rows = [
+        lm.runtime.row_maker.make_rows(text, lm.runtime.row_maker.make_complete_params(OPTIONS), memory_reserved=True)[
+            0
+        ]
+        for text in texts
+    ]
     for row in rows:
         engine.submit(Job([row], told.put))
     left = len(rows)
     while left:
         left -= sum(piece.finish_reason is not None for _, piece in told.get(timeout=60))
-    engine.end()
+    engine.stop()
     return [row.token_ids for row in rows]
 
 
@@ -183,9 +188,9 @@ def test_the_bounds_hold_wherever_the_target_is_fed(
     assert widths and max(map(max, widths)) <= MOST
     assert not is_narrow(widths)
     widths.clear()
-    monkeypatch.setattr(PagedDecoder, "_most", PREFILL_CHUNK)
+    monkeypatch.setattr(PagedDecoder, "_max_tokens", MAX_INFERENCE_TOKENS)
     monkeypatch.setattr(lm.target, "rule", replace(lm.target.rule, fewest=1, fewest_logits=1))
-    monkeypatch.setattr(lm.runtime, "pool", DecoderPool(lm.runtime.models))
+    monkeypatch.setattr(lm.runtime, "decoder_pool", DecoderPool(lm.runtime.models))
     assert place(lm) == bounded, "the bound changes a bit"
     narrow = place in (short_texts, rewinds_and_forks, prefix_hits, forced_tokens)
     exceeds = is_narrow(widths) if narrow else max(map(max, widths)) > MOST
@@ -228,7 +233,7 @@ def a_fork_without_the_rule(decoder: type[PagedDecoder], monkeypatch: pytest.Mon
 
     def forked(self: PagedDecoder) -> PagedDecoder:
         other = fork(self)
-        other.rule, other._computed = replace(other.rule, fewest=1), list(range(len(other._computed)))
+        other.rule, other._computed_tokens = replace(other.rule, fewest=1), list(range(len(other._computed_tokens)))
         return other
 
     monkeypatch.setattr(decoder, "fork", forked)
@@ -238,9 +243,9 @@ def no_more_logits(decoder: type[PagedDecoder], monkeypatch: pytest.MonkeyPatch)
     del decoder
 
     def positions(counts: Any, wanted: Any, fewest: int, packed: bool = False) -> np.ndarray:
-        return logit_positions(counts, wanted, min(fewest, 2), packed)
+        return find_logits_positions(counts, wanted, min(fewest, 2), packed)
 
-    monkeypatch.setattr("ovspec.cache.paged.logit_positions", positions)
+    monkeypatch.setattr("ovspec.cache.paged.find_logits_positions", positions)
 
 
 @pytest.mark.parametrize(
@@ -268,7 +273,7 @@ def test_a_place_that_ignores_the_rule_is_found(
 def test_the_stateful_engine_keeps_to_it(target_ir: CompiledIR, widths: list[tuple[int, int]], rule: FeedRule) -> None:
     text = np.random.default_rng(0).integers(3, 4096, 60)
     for wanted in (1, 8, 50, 60):
-        whole, bounded = (StatefulDecoder(target_ir, Rollback("trim"), rule=each) for each in (FAST, rule))
+        whole, bounded = (StatefulDecoder(target_ir, Rollback("trim"), rule=each) for each in (FAST_RULE, rule))
         expected = whole.feed([text], [wanted])[0].copy()
         widths.clear()
         found = bounded.feed([text], [wanted])[0]
@@ -278,12 +283,12 @@ def test_the_stateful_engine_keeps_to_it(target_ir: CompiledIR, widths: list[tup
 
 
 def test_inferences_take_the_rows_in_order() -> None:
-    assert list(inferences([3, 0, 4], 5)) == [[(0, 3), (0, 0), (0, 2)], [(3, 3), (0, 0), (2, 4)]]
-    assert list(inferences([5], 5)) == [[(0, 5)]]
+    assert list(split_into_inferences([3, 0, 4], 5)) == [[(0, 3), (0, 0), (0, 2)], [(3, 3), (0, 0), (2, 4)]]
+    assert list(split_into_inferences([5], 5)) == [[(0, 5)]]
     random = np.random.default_rng(0)
     for _ in range(50):
         counts, most = random.integers(0, 9, 4).tolist(), int(random.integers(1, 12))
-        parts = list(inferences(counts, most))
+        parts = list(split_into_inferences(counts, most))
         assert all(0 < sum(end - begin for begin, end in each) <= most for each in parts)
         for row, count in enumerate(counts):
             assert [i for each in parts for i in range(*each[row])] == list(range(count))
@@ -299,8 +304,8 @@ def test_the_lookahead_knows_what_a_second_inference_costs() -> None:
 
 
 def test_prompts_fill_inferences_beside_others() -> None:
-    assert FAST.room_beside(40, 100) == 100
+    assert FAST_RULE.fit_into_inferences(40, 100) == 100
     rule = FeedRule(most=64)
     for width, wanted, room in ((8, 100, 56), (8, 40, 40), (60, 3, 3), (100, 64, 28)):
-        assert rule.room_beside(width, wanted) == room
-    assert rule.room_beside(60, 100) == 68, "four tokens are too few to read a prompt by"
+        assert rule.fit_into_inferences(width, wanted) == room
+    assert rule.fit_into_inferences(60, 100) == 68, "four tokens are too few to read a prompt by"

@@ -17,17 +17,25 @@ from conftest import PROMPTS, STRICT_UNBOUND
 
 import ovspec
 from ovspec.base.errors import InferenceError, OvspecError
-from ovspec.cache.prefill import PREFILL_ABOVE, shares_prefix
+from ovspec.cache.prefill import PREFILL_THRESHOLD, should_wait_for_prefix
 from ovspec.cache.sequence import Sequence
 from ovspec.drafting.costs import Costs
 from ovspec.drafting.lookahead import CATCHING_UP, Lookahead
 from ovspec.drafting.proposal import Proposal
 from ovspec.engine.engine_thread import BackgroundTask, EngineThread, Job
-from ovspec.engine.prefill_budget import FEWEST, LEAST, LIMIT, MOST, STEADY, Load, PrefillBudget
+from ovspec.engine.prefill_budget import (
+    MAX_PROMPT_TOKENS,
+    MAX_SLOWDOWN,
+    MIN_JOINING_TOKENS,
+    MIN_PROMPT_TOKENS,
+    WIDTH_SLACK,
+    PrefillBudget,
+    RoundLoad,
+)
 from ovspec.engine.results import Piece
 from ovspec.engine.round import RowOutcome
 from ovspec.engine.row import Row
-from ovspec.engine.scheduler import SLOW_STEP
+from ovspec.engine.scheduler import SLOW_STEP_SECONDS
 from ovspec.ir.memory import kv_bytes_per_token
 from ovspec.protocols.logprobs import prompt_logprobs
 from ovspec.sampling.constraint import Constraint
@@ -37,11 +45,11 @@ OPTIONS: Any = {"max_tokens": 30, "ignore_eos": True}
 
 @pytest.fixture
 def engine(load: Callable[..., ovspec.LanguageModel]) -> Iterator[EngineThread]:
-    made = EngineThread(load(draft="lookup,draft", lookahead=3).runtime, rows=4)
+    made = EngineThread(load(draft="lookup,draft", lookahead=3).runtime, max_rows=4)
     made.start()
     yield made
-    made.end()
-    assert not made.alive
+    made.stop()
+    assert not made.is_alive
 
 
 class Asked:
@@ -50,7 +58,9 @@ class Asked:
     def __init__(self, engine: EngineThread, prompt: str, **options: Any) -> None:
         self._told: queue.SimpleQueue[Any] = queue.SimpleQueue()
         whole: Any = {**OPTIONS, **options}
-        self.rows = engine.runtime.rows.make(prompt, engine.runtime.rows.params(whole), reserved=True)
+        self.rows = engine.runtime.row_maker.make_rows(
+            prompt, engine.runtime.row_maker.make_complete_params(whole), memory_reserved=True
+        )
         self.times: list[float] = []
         self.blocks, self._engine = 0, engine  # the most that all texts took while this one grew
         self.job = Job(self.rows, self._deliver)
@@ -58,7 +68,7 @@ class Asked:
 
     def _deliver(self, found: Any) -> None:
         self.times.append(time.perf_counter())
-        self.blocks = max(self.blocks, self._engine.cache_use()[0])
+        self.blocks = max(self.blocks, self._engine.cache_usage()[0])
         self._told.put(found)
 
     def result(self, seconds: float = 60.0) -> Any:
@@ -102,7 +112,7 @@ def test_a_failed_inference_fails_those_in_it_only(engine: EngineThread, monkeyp
 
     def feed_or_fail(*arguments: Any, **options: Any) -> Any:
         all_asked.wait(30)
-        if engine.running == 4 and failures:
+        if engine.running_count == 4 and failures:
             raise failures.pop()
         return feed(*arguments, **options)
 
@@ -113,11 +123,11 @@ def test_a_failed_inference_fails_those_in_it_only(engine: EngineThread, monkeyp
     assert all(isinstance(each.result(), InferenceError) for each in running)
     assert waiting.result() == [lm_of(engine).generate(PROMPTS[5], **OPTIONS).token_ids]
     assert Asked(engine, PROMPTS[0]).result() == [lm_of(engine).generate(PROMPTS[0], **OPTIONS).token_ids]
-    assert engine.cache_use()[0] == 0
+    assert engine.cache_usage()[0] == 0
 
 
 def test_blocks_of_the_cache_are_counted(engine: EngineThread) -> None:
-    used, free = engine.cache_use()
+    used, free = engine.cache_usage()
     assert used == 0 and free > 100
     size = engine._decoders.target.block_size  # type: ignore[attr-defined]
     asked = [Asked(engine, prompt, max_tokens=150) for prompt in PROMPTS[:3]]
@@ -126,13 +136,13 @@ def test_blocks_of_the_cache_are_counted(engine: EngineThread) -> None:
     most, fewest = max(each.blocks for each in asked), min(each.blocks for each in asked)
     tokens = [len(row.sequence) for each in asked for row in each.rows]
     assert fewest > 0 and max(tokens) // size <= most <= sum(tokens) // size + 2 * len(tokens)
-    assert engine.cache_use() == (0, free)
+    assert engine.cache_usage() == (0, free)
 
 
 def test_weights_are_moved_into_large_pages_between_rounds(engine: EngineThread) -> None:
     first = Asked(engine, PROMPTS[0], max_tokens=200)
     first.result()
-    irs = engine.runtime.models.irs()
+    irs = engine.runtime.models.compiled_irs()
     ends = time.monotonic() + 30
     while not all(ir.large_pages.is_done for ir in irs):
         assert time.monotonic() < ends
@@ -164,7 +174,7 @@ def test_background_tasks_run_one_after_the_other(engine: EngineThread) -> None:
         yield
 
     for each in (task("a"), task("b"), last()):
-        engine.do(BackgroundTask(each))
+        engine.add_task(BackgroundTask(each))
     assert ended.wait(60)
     assert steps == [*"aaabbb"]
 
@@ -175,7 +185,7 @@ def test_a_background_task_that_fails_leaves_the_server_alive(engine: EngineThre
         raise ValueError("planted")
 
     failing = BackgroundTask(task())
-    engine.do(failing)
+    engine.add_task(failing)
     assert "planted" in str(failing.future.exception(60))
     assert Asked(engine, PROMPTS[0], max_tokens=1).result() == [[lm_of(engine).generate(PROMPTS[0]).token_ids[0]]]
 
@@ -187,11 +197,11 @@ def endless() -> Generator[None]:
 
 def test_giving_up_ends_what_is_yet_to_come(engine: EngineThread) -> None:
     running, tasks = Asked(engine, PROMPTS[0], max_tokens=1000), [BackgroundTask(endless()), BackgroundTask(endless())]
-    engine.do(tasks[0])
-    engine.give_up(OvspecError("The end."))
+    engine.add_task(tasks[0])
+    engine.fail_all(OvspecError("The end."))
     later = Asked(engine, PROMPTS[1])
-    engine.do(tasks[1])
-    engine.end()
+    engine.add_task(tasks[1])
+    engine.stop()
     last = Asked(engine, PROMPTS[2])
     assert {str(each.result(10)) for each in (running, later, last)} == {"The end."}
     assert {str(each.future.exception(60)) for each in tasks} == {"The end."}
@@ -199,9 +209,9 @@ def test_giving_up_ends_what_is_yet_to_come(engine: EngineThread) -> None:
 
 def test_a_cancelled_background_task_makes_room_for_the_next(engine: EngineThread) -> None:
     cancelled = BackgroundTask(endless())
-    engine.do(cancelled)
+    engine.add_task(cancelled)
     next_one = BackgroundTask(prompt_logprobs(lm_of(engine), [100] * 40, 0), 40)
-    engine.do(next_one)
+    engine.add_task(next_one)
     assert cancelled.future.cancel()
     assert len(next_one.future.result(60)) == 40
 
@@ -212,7 +222,7 @@ def test_a_row_waits_only_for_what_nobody_has_read() -> None:
     def waits(reading: list[list[int]], read: list[list[int]], owner: int | None = None) -> bool:
         new = Sequence(text)
         new.owner = owner
-        return shares_prefix(new, map(Sequence, reading), map(Sequence, read))
+        return should_wait_for_prefix(new, map(Sequence, reading), map(Sequence, read))
 
     assert waits([text], []) and waits([text], [other]) and waits([other], [])
     assert not waits([], []) and not waits([text], [text]) and not waits([other], [other])
@@ -253,16 +263,16 @@ def test_a_panic_leaves_the_server_alive(engine: EngineThread) -> None:
 
 def test_a_text_whose_end_cannot_be_judged_fails_alone(engine: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:
     """A grammar may fail when it is asked whether it is complete, after the round."""
-    take = Row.take
+    take = Row.add_outcome
 
     def taking(row: Row, outcome: RowOutcome) -> Piece:
-        if row.start == marked and len(row.token_ids) > 5:
+        if row.prompt_length == marked and len(row.token_ids) > 5:
             raise OvspecError("The grammar fails.")
         return take(row, outcome)
 
     marked = len(engine.runtime.prompts.encode(PROMPTS[3]))
     assert marked not in [len(engine.runtime.prompts.encode(prompt)) for prompt in PROMPTS[:2]]
-    monkeypatch.setattr(Row, "take", taking)
+    monkeypatch.setattr(Row, "add_outcome", taking)
     others, failing = [Asked(engine, prompt) for prompt in PROMPTS[:2]], Asked(engine, PROMPTS[3])
     assert "The grammar fails" in str(failing.result())
     assert len(failing.rows[0].token_ids) > 5
@@ -274,8 +284,8 @@ def test_a_text_whose_end_cannot_be_judged_fails_alone(engine: EngineThread, mon
 def test_a_slow_grammar_ends_before_others_have_waited_long(
     load: Callable[..., ovspec.LanguageModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps below ``SLOW_STEP`` don't count, however many there are."""
-    monkeypatch.setattr("ovspec.engine.engine_thread.CONSTRAINT_SECONDS", 0.3)
+    """Steps below ``SLOW_STEP_SECONDS`` don't count, however many there are."""
+    monkeypatch.setattr("ovspec.engine.engine_thread.MAX_CONSTRAINT_SECONDS", 0.3)
 
     def burning(seconds: float) -> Any:
         def burn(_: Any, logits: np.ndarray) -> np.ndarray:
@@ -286,40 +296,40 @@ def test_a_slow_grammar_ends_before_others_have_waited_long(
 
         return burn
 
-    engine = EngineThread(load(draft="lookup,draft").runtime, rows=4)
+    engine = EngineThread(load(draft="lookup,draft").runtime, max_rows=4)
     engine.start()
-    slow = Asked(engine, PROMPTS[3], logits_processors=[burning(1.1 * SLOW_STEP)])
+    slow = Asked(engine, PROMPTS[3], logits_processors=[burning(1.1 * SLOW_STEP_SECONDS)])
     steady = Asked(engine, PROMPTS[1], logits_processors=[burning(0.02)], max_tokens=40)
     assert "takes too long" in str(slow.result())
     assert 0 < len(slow.rows[0].token_ids) < 8
     assert steady.result() == [lm_of(engine).generate(PROMPTS[1], max_tokens=40, ignore_eos=True).token_ids]
-    engine.end()
+    engine.stop()
 
 
 def test_a_background_task_waits_for_memory_and_rows_wait_for_it(load: Callable[..., ovspec.LanguageModel]) -> None:
     lm = load(draft="none")
-    engine = EngineThread(lm.runtime, rows=4, cache_bytes=700 * kv_bytes_per_token(lm.target.ir))
+    engine = EngineThread(lm.runtime, max_rows=4, cache_bytes=700 * kv_bytes_per_token(lm.target.ir))
     engine.start()
     assert 600 <= engine.most_tokens <= 700
     order = list[str]()
 
     def task() -> Generator[None]:
-        assert engine.running == 0
+        assert engine.running_count == 0
         order.append("background task")
         yield
-        assert engine.running == 0
+        assert engine.running_count == 0
         order.append("background task")
 
     first = Asked(engine, PROMPTS[0], max_tokens=300)
     while not first.job.started:
         time.sleep(0.005)
-    engine.do(BackgroundTask(task(), tokens=600))
+    engine.add_task(BackgroundTask(task(), tokens=600))
     second = Asked(engine, PROMPTS[1], max_tokens=60)
     first.result()
     second.result()
     assert order == ["background task", "background task"] and second.times[0] > first.times[-1]
     assert second.rows[0].token_ids == lm.generate(PROMPTS[1], max_tokens=60, ignore_eos=True).token_ids
-    engine.end()
+    engine.stop()
 
 
 def test_cancelled_rows_leave(engine: EngineThread) -> None:
@@ -330,7 +340,7 @@ def test_cancelled_rows_leave(engine: EngineThread) -> None:
         engine.cancel(each.job)
     assert jobs[5].result() == [lm_of(engine).generate(PROMPTS[5], max_tokens=150, ignore_eos=True).token_ids]
     assert all(row.finish_reason == "cancelled" for each in jobs[:5] for row in each.rows)
-    assert engine.running == engine.waiting == 0
+    assert engine.running_count == engine.waiting_count == 0
 
 
 def test_earlier_texts_are_proposed_from(load: Callable[..., ovspec.LanguageModel]) -> None:
@@ -339,13 +349,13 @@ def test_earlier_texts_are_proposed_from(load: Callable[..., ovspec.LanguageMode
     for memory in (0, 5000):
         lm = load(draft="lookup", lookahead=4)
         lm.runtime.models.corpora.clear()
-        engine = EngineThread(lm.runtime, rows=2, lookup_tokens=memory)
+        engine = EngineThread(lm.runtime, max_rows=2, lookup_tokens=memory)
         engine.start()
         counts = counted(engine)
         texts = [Asked(engine, PROMPTS[1], temperature=1.0, seed=3).result() for _ in range(2)]
         assert texts[0] == texts[1]
         found.append((texts[0], counts["accepted", "lookup"]))
-        engine.end()
+        engine.stop()
         lm.runtime.models.corpora.clear()
     assert found[0][0] == found[1][0]
     assert found[1][1] > found[0][1] + 10
@@ -353,57 +363,76 @@ def test_earlier_texts_are_proposed_from(load: Callable[..., ovspec.LanguageMode
 
 @pytest.mark.parametrize("per_token", [0.05, 0.5, 2.0])
 def test_the_pace_keeps_rounds_short(per_token: float) -> None:
-    """A round that reads a prompt may take ``LIMIT`` times as long as a plain one of all rows.
+    """A round that reads a prompt may take ``MAX_SLOWDOWN`` times as long as a plain one of all rows.
 
     Whatever a token or a row costs, and whatever the costs of widths say.
     """
 
-    def ms(load: Load, read: int) -> float:
-        return 20 + 3 * load.generating + per_token * (load.rest + load.proposed + read)
+    def ms(load: RoundLoad, read: int) -> float:
+        return 20 + 3 * load.generating_rows + per_token * (load.extra_tokens + load.proposed_tokens + read)
 
-    prefill_budget = PrefillBudget(Costs({2: 20.0, 32: 50.0}, 0.0), STRICT_UNBOUND, learns=False)
-    assert prefill_budget.room(Load(0, 8)) == MOST
+    prefill_budget = PrefillBudget(Costs({2: 20.0, 32: 50.0}, 0.0), STRICT_UNBOUND, teaches_costs=False)
+    assert prefill_budget.prompt_tokens(RoundLoad(0, 8)) == MAX_PROMPT_TOKENS
     for rows in range(1, 9):
         for _ in range(20):
-            prefill_budget.learn(Load(rows), 0, ms(Load(rows), 0))
+            prefill_budget.learn(RoundLoad(rows), 0, ms(RoundLoad(rows), 0))
     for generating in range(1, 9):
-        load, most, read = Load(generating, 8 - generating), LIMIT * ms(Load(8), 0), 0
+        load, most, read = RoundLoad(generating, 8 - generating), MAX_SLOWDOWN * ms(RoundLoad(8), 0), 0
         for _ in range(80):
-            read = prefill_budget.room(load)
+            read = prefill_budget.prompt_tokens(load)
             prefill_budget.learn(load, read, ms(load, read))
-        assert read in (FEWEST, MOST) or ms(load, read) > most - (STEADY + 1) * per_token - 1
-        assert read == FEWEST or ms(load, read) <= most + 1
+        assert (
+            read in (MIN_PROMPT_TOKENS, MAX_PROMPT_TOKENS) or ms(load, read) > most - (WIDTH_SLACK + 1) * per_token - 1
+        )
+        assert read == MIN_PROMPT_TOKENS or ms(load, read) <= most + 1
         busy = replace(load, proposed=8)
-        assert prefill_budget.room(busy, drafted=5.0) < read or read in (FEWEST, MOST)
+        assert prefill_budget.prompt_tokens(busy, drafting_ms=5.0) < read or read in (
+            MIN_PROMPT_TOKENS,
+            MAX_PROMPT_TOKENS,
+        )
 
 
 def test_the_width_of_rounds_stays_while_it_nearly_fits() -> None:
-    prefill_budget = PrefillBudget(Costs({2: 20.0, 32: 50.0}, 0.0), STRICT_UNBOUND, learns=False)
+    prefill_budget = PrefillBudget(Costs({2: 20.0, 32: 50.0}, 0.0), STRICT_UNBOUND, teaches_costs=False)
     widths = set()
     for number in range(40):
-        load = Load(4 + number % 2, 4 - number % 2)
-        read = prefill_budget.room(load, drafted=0.1 * (number % 3))
-        prefill_budget.learn(load, read, 20 + load.generating + read + 0.1 * (number % 5))
+        load = RoundLoad(4 + number % 2, 4 - number % 2)
+        read = prefill_budget.prompt_tokens(load, drafting_ms=0.1 * (number % 3))
+        prefill_budget.learn(load, read, 20 + load.generating_rows + read + 0.1 * (number % 5))
         widths.add(load.width + read)
     assert len(widths) < 5
 
 
 def test_the_ends_of_prompts_count_as_reading() -> None:
-    prefill_budget = PrefillBudget(Costs({2: 20.0, 32: 110.0}, 0.0), STRICT_UNBOUND, learns=False)
-    assert prefill_budget.room(Load(2, 1)) == FEWEST > prefill_budget.room(Load(2, 1, rest=FEWEST - 3)) == 3
-    assert prefill_budget.room(Load(2, 1, rest=30)) == LEAST
+    prefill_budget = PrefillBudget(Costs({2: 20.0, 32: 110.0}, 0.0), STRICT_UNBOUND, teaches_costs=False)
+    assert (
+        prefill_budget.prompt_tokens(RoundLoad(2, 1))
+        == MIN_PROMPT_TOKENS
+        > prefill_budget.prompt_tokens(RoundLoad(2, 1, extra_tokens=MIN_PROMPT_TOKENS - 3))
+        == 3
+    )
+    assert prefill_budget.prompt_tokens(RoundLoad(2, 1, extra_tokens=30)) == MIN_JOINING_TOKENS
 
 
 def test_proposals_give_way_to_prompts() -> None:
-    prefill_budget = PrefillBudget(Costs({2: 20.0, 32: 26.0}, 0.0), STRICT_UNBOUND, learns=False)
-    assert prefill_budget.most_ms(Load(1), 0) == math.inf, "a row that is alone keeps nobody waiting"
-    left = [prefill_budget.most_ms(Load(4, 1), unread) for unread in (0, 20, 40, 400)]
+    prefill_budget = PrefillBudget(Costs({2: 20.0, 32: 26.0}, 0.0), STRICT_UNBOUND, teaches_costs=False)
+    assert prefill_budget.proposal_ms(RoundLoad(1), 0) == math.inf, "a row that is alone keeps nobody waiting"
+    left = [prefill_budget.proposal_ms(RoundLoad(4, 1), unread) for unread in (0, 20, 40, 400)]
     assert left[0] > left[1] > left[2] > left[3] == 0
-    assert prefill_budget.most_ms(Load(5), 0) < (LIMIT - 1) * 21 + 1
-    assert PrefillBudget(Costs({2: 20.0}), STRICT_UNBOUND, learns=False, chunk=256).most_ms(Load(4, 4), 900) == math.inf
-    assert PrefillBudget(Costs(), STRICT_UNBOUND, learns=True).most_ms(Load(4), 1) == 0, "costs aren't known yet"
+    assert prefill_budget.proposal_ms(RoundLoad(5), 0) < (MAX_SLOWDOWN - 1) * 21 + 1
+    assert (
+        PrefillBudget(Costs({2: 20.0}), STRICT_UNBOUND, teaches_costs=False, fixed_tokens=256).proposal_ms(
+            RoundLoad(4, 4), 900
+        )
+        == math.inf
+    )
+    assert PrefillBudget(Costs(), STRICT_UNBOUND, teaches_costs=True).proposal_ms(RoundLoad(4), 1) == 0, (
+        "costs aren't known yet"
+    )
     rooms = [
-        PrefillBudget(Costs({2: 20.0, 32: 26.0}, 0.0), STRICT_UNBOUND, learns=False).room(Load(4, 1, 0, proposed))
+        PrefillBudget(Costs({2: 20.0, 32: 26.0}, 0.0), STRICT_UNBOUND, teaches_costs=False).prompt_tokens(
+            RoundLoad(4, 1, 0, proposed)
+        )
         for proposed in (0, 20, 40)
     ]
     assert rooms[0] > rooms[1] > rooms[2], "what is proposed takes time that prompts could have"
@@ -417,7 +446,7 @@ def test_a_chosen_chunk_is_what_rounds_read(
     lm = load(draft="lookup,draft")
     prompts = [f"# {number}\n{' '.join(PROMPTS)[: 200 + 700 * number]}" for number in range(3)]
     alone = [lm.generate(prompt, max_tokens=12, ignore_eos=True).token_ids for prompt in prompts]
-    engine = EngineThread(lm.runtime, rows=3, chunk=chunk)
+    engine = EngineThread(lm.runtime, max_rows=3, prefill_tokens=chunk)
     engine.start()
     target, fed = engine._decoders.target, list[list[int]]()
     feed = target.feed
@@ -429,12 +458,12 @@ def test_a_chosen_chunk_is_what_rounds_read(
     monkeypatch.setattr(target, "feed", noting)
     asked = [Asked(engine, prompt, max_tokens=12) for prompt in prompts]
     assert [each.result()[0] for each in asked] == alone
-    engine.end()
+    engine.stop()
     most = max(row.stats.prompt_tokens for each in asked for row in each.rows)
-    read = [sum(count for count in counts if count > PREFILL_ABOVE) for counts in fed]
+    read = [sum(count for count in counts if count > PREFILL_THRESHOLD) for counts in fed]
     assert most > 400
-    assert max(read) == (chunk if chunk > PREFILL_ABOVE else 0)
-    assert len(fed) > (most - PREFILL_ABOVE) // chunk
+    assert max(read) == (chunk if chunk > PREFILL_THRESHOLD else 0)
+    assert len(fed) > (most - PREFILL_THRESHOLD) // chunk
 
 
 @pytest.mark.slow  # tests/drafting/test_lookahead.py says how much a draft may read at a time
@@ -447,7 +476,7 @@ def test_a_draft_reads_prompts_in_parts(
     alone = [lm.generate(prompt, max_tokens=200, ignore_eos=True).token_ids for prompt in prompts]
     monkeypatch.setattr(Lookahead, "affords", lambda *_: True)
     monkeypatch.setattr(Lookahead, "starts", lambda *_: True)
-    engine = EngineThread(lm.runtime, rows=4)
+    engine = EngineThread(lm.runtime, max_rows=4)
     engine.start()
     draft = engine._decoders.draft
     assert draft
@@ -462,7 +491,7 @@ def test_a_draft_reads_prompts_in_parts(
     asked = [Asked(engine, prompt, max_tokens=200) for prompt in prompts]
     assert [each.result()[0] for each in asked] == alone
     assert counts["proposed", "draft"] > 0
-    engine.end()
+    engine.stop()
     together = [counts for counts in fed if sum(count > 0 for count in counts) > 1]
     read = [sum(count for count in counts if count >= CATCHING_UP // 4) for counts in together]
     assert 0 < max(read) <= CATCHING_UP and sum(read) > 500

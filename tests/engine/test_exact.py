@@ -71,7 +71,7 @@ def test_near_ties_are_common(load: Make, request: pytest.FixtureRequest, monkey
     """With logits that are rounded in another way, texts part: the tests below can fail."""
     if request.node.callspec.params["load"] not in PAIRS:
         pytest.skip("the demo pair has few near-ties")
-    lm, random, append = load("lookup,draft", "fast"), np.random.default_rng(0), PagedDecoder._append
+    lm, random, append = load("lookup,draft", "fast"), np.random.default_rng(0), PagedDecoder._append_tokens
     options: dict[str, Any] = {"max_tokens": TOKENS, "ignore_eos": True}
 
     def rounded(self: PagedDecoder, *arguments: Any) -> list[np.ndarray]:
@@ -81,7 +81,7 @@ def test_near_ties_are_common(load: Make, request: pytest.FixtureRequest, monkey
     def parts(prompt: str) -> bool:
         alone = lm.generate(prompt, lookahead=0, **options).token_ids
         with monkeypatch.context() as patched:
-            patched.setattr(PagedDecoder, "_append", rounded)
+            patched.setattr(PagedDecoder, "_append_tokens", rounded)
             return lm.generate(prompt, lookahead=0, **options).token_ids != alone
 
     assert any(map(parts, PROMPTS))
@@ -112,7 +112,7 @@ def test_a_draft_that_computes_two_tokens_at_least(
     assert lm.draft
     monkeypatch.setattr(lm.draft, "rule", FeedRule(fewest=2))
     check(lm, texts(lm, lookahead=3), plain)
-    draft = lm.runtime.pool.take().draft
+    draft = lm.runtime.decoder_pool.acquire().draft
     assert draft and draft.rule.fewest == 2
 
 

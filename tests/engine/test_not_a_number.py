@@ -71,7 +71,7 @@ def test_a_sentence_instead_of_a_token(
         request.openvino_request = Broken(request.openvino_request, after, value)  # type: ignore[assignment]
 
     monkeypatch.setattr(InferenceRequest, "renew", broken)
-    monkeypatch.setattr(lm.runtime.pool, "_idle", [])
+    monkeypatch.setattr(lm.runtime.decoder_pool, "_idle_sets", [])
     lookahead: dict[str, Any] = {"lookahead": 2} if draft else {}
     with pytest.raises(InferenceError, match="the model's logits are not numbers here"):
         lm.generate(PROMPTS[:batch], max_tokens=20, temperature=temperature, seed=1, ignore_eos=True, **lookahead)

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ovspec.cache.decoder import FAST, Rollback
+from ovspec.cache.decoder import FAST_RULE, Rollback
 from ovspec.cache.sequence import Sequence
 from ovspec.drafting.drafter import Drafter, RowStep
 from ovspec.drafting.lookahead import Lookahead
@@ -24,8 +24,8 @@ class Counting:
 
     rollback = Rollback("mask")
     context_length: int | None = None
-    rule = FAST
-    fills = False
+    rule = FAST_RULE
+    fills_width = False
 
     def __init__(self) -> None:
         self.reset(1)
@@ -38,13 +38,13 @@ class Counting:
     def reset(self, rows: int) -> None:
         self.rows = [Sequence() for _ in range(rows)]
 
-    def adopt(self, sequences: list[Sequence]) -> None:
+    def reuse_prefixes(self, sequences: list[Sequence]) -> None:
         pass
 
-    def feed(self, tokens: list[np.ndarray], wanted: list[int], width: int = 0) -> list[np.ndarray]:  # noqa: ARG002
+    def feed(self, tokens: list[np.ndarray], logits_counts: list[int], width: int = 0) -> list[np.ndarray]:  # noqa: ARG002
         self.inferences += 1
         logits = []
-        for row, new, want in zip(self.rows, tokens, wanted, strict=True):
+        for row, new, want in zip(self.rows, tokens, logits_counts, strict=True):
             row.commit(new)
             held = row.tokens.tolist()
             ends = range(len(held) - want + 1, len(held) + 1)
@@ -55,7 +55,7 @@ class Counting:
     def truncate(self, row: int, length: int) -> None:
         self.rows[row].rewind(length)
 
-    def joining_chunk(self, counts: list[int]) -> int:  # noqa: ARG002
+    def prefill_chunk_size(self, counts: list[int]) -> int:  # noqa: ARG002
         return 1
 
     def reorder(self, rows: list[int]) -> None:
@@ -119,6 +119,6 @@ def test_counts_of_a_round(prompt: list[int], right: int, wrong: int) -> None:
     proposal = text[len(prompt) :] + [(truth + 1) % VOCAB] * wrong
     sequence = Sequence(prompt)
     outcome = a_round(Counting(), [proposal], sequence, 10)
-    assert outcome.accepted == right
+    assert outcome.accepted_count == right
     assert len(outcome.proposal.tokens) == right + wrong
     assert sequence.tokens.tolist() == [*text, truth]

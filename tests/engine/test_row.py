@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import ovspec
 from ovspec.api.model import LanguageModel
 from ovspec.api.verify import record_as_json, result_from_json
-from ovspec.engine.row import Indentation, StopStrings
+from ovspec.engine.row import IndentationFilter, StopStringFilter
 from ovspec.text.generation_config import GenerationFile
 
 Load = Callable[..., LanguageModel]
@@ -33,7 +33,7 @@ def load(load: Load, request: pytest.FixtureRequest) -> Load:
 
 @given(st.text("ab\n", max_size=30), st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3), st.data())
 def test_stop_strings_in_any_pieces(text: str, stops: list[str], data: st.DataObject) -> None:
-    finder, shown, rest = StopStrings(stops), "", text
+    finder, shown, rest = StopStringFilter(stops), "", text
     found = None
     while rest and found is None:
         size = data.draw(st.integers(1, len(rest)))
@@ -55,12 +55,12 @@ def test_stop_strings_in_any_pieces(text: str, stops: list[str], data: st.DataOb
 
 def test_the_first_of_two_stop_strings_in_a_piece_ends_the_text() -> None:
     for stops in (["bc", "aa"], ["aa", "bc"], ["a", "aa"]):
-        assert StopStrings(stops).push("xaabc")[0] == "x"
+        assert StopStringFilter(stops).push("xaabc")[0] == "x"
 
 
 @given(st.text("a \t\n", max_size=30), st.integers(0, 4), st.data())
 def test_indentation_in_any_pieces(text: str, least: int, data: st.DataObject) -> None:
-    finder, shown, rest, ended = Indentation(least), "", text, False
+    finder, shown, rest, ended = IndentationFilter(least), "", text, False
     while rest and not ended:
         size = data.draw(st.integers(1, len(rest)))
         piece, rest = rest[:size], rest[size:]
@@ -123,7 +123,7 @@ def test_a_text_ends_at_a_line_break_when_its_time_is_over(load: Load) -> None:
 )
 def test_no_tokens_only_read_the_prompt(load: Load, options: dict[str, Any]) -> None:
     lm = load(draft="lookup", cache_memory=1)
-    lm.runtime.models.give_way()
+    lm.runtime.models.free_idle_blocks()
     prompt = PROMPTS[0] * 4
     read = lm.generate(prompt, max_tokens=0, **options)
     assert (read.text, read.token_ids, read.finish_reason, read.schema_errors) == ("", [], "length", None)
@@ -218,7 +218,7 @@ def test_where_tokens_came_from_is_in_order(load: Load) -> None:
     pieces = list(lm.stream(PROMPTS[3], max_tokens=61, lookahead=4, ignore_eos=True))
     assert pieces[0].sources == ["target"]
     assert {tuple(piece.sources) for piece in pieces[:-1]} <= {("draft",) * n + ("target",) for n in range(5)}
-    assert lm.runtime.rows.make("a", lm.runtime.rows.params({}))[0].cancel().sources == []
+    assert lm.runtime.row_maker.make_rows("a", lm.runtime.row_maker.make_complete_params({}))[0].cancel().sources == []
 
 
 @pytest.mark.parametrize("draft", [False, True])

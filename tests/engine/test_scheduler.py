@@ -14,7 +14,7 @@ from ovspec.cache import stateful as decoder
 from ovspec.cache.paged import PagedDecoder
 from ovspec.engine import decoders
 from ovspec.engine.row import Row
-from ovspec.engine.scheduler import BatchLimits, Queue
+from ovspec.engine.scheduler import BatchLimits, WaitingQueue
 
 ENGINES = ("stateful", "paged")
 # Short and long prompts; the long ones are read in chunks when they join.
@@ -27,12 +27,12 @@ QUICK = [*((engine, True, 4) for engine in ENGINES), ("paged", True, "auto")]
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shrink the prefill chunk of joining rows, so that reading a prompt takes several rounds."""
-    monkeypatch.setattr("ovspec.cache.stateful.JOINING_CHUNK", 24)
-    monkeypatch.setattr("ovspec.cache.paged.JOINING_CHUNK", 24)
+    monkeypatch.setattr("ovspec.cache.stateful.PREFILL_CHUNK_SIZE", 24)
+    monkeypatch.setattr("ovspec.cache.paged.PREFILL_CHUNK_SIZE", 24)
 
 
 def row_of(lm: ovspec.LanguageModel, prompt: str, options: Any) -> Row:
-    return lm.runtime.rows.make(prompt, lm.runtime.rows.params(options))[0]
+    return lm.runtime.row_maker.make_rows(prompt, lm.runtime.row_maker.make_complete_params(options))[0]
 
 
 def texts(results: list[ovspec.Result]) -> list[list[int]]:
@@ -61,12 +61,14 @@ def test_rows_that_join_give_what_hugging_face_gives(
     del reference
     lm = load(draft=drafter, engine=engine, cache_memory=0)
     # Whether auto proposes anything must not depend on how busy this machine is.
-    monkeypatch.setattr(lm.runtime.pool, "_idle", [])
+    monkeypatch.setattr(lm.runtime.decoder_pool, "_idle_sets", [])
     monkeypatch.setattr(lm.target, "verify_ms", {1: 10.0, 16: 11.0})
     lengths = [30 + 7 * (i % 4) for i in range(len(MIXED))]  # they end at different times, so others join
     rows = [row_of(lm, p, {"max_tokens": n}) for p, n in zip(MIXED, lengths, strict=True)]
     most, reading_beside = 0, 0
-    for pieces in lm.runtime.pool.run(rows, lm.runtime.rows.params({"batch_size": 3, "lookahead": lookahead})):
+    for pieces in lm.runtime.decoder_pool.run_batch(
+        rows, lm.runtime.row_maker.make_complete_params({"batch_size": 3, "lookahead": lookahead})
+    ):
         begun = [row for row in rows if row.stats.cached_tokens < row.stats.prompt_tokens and not row.finish_reason]
         most = max(most, len(begun))
         reading_beside += bool(pieces) and any(not row.stats.rounds for row in begun)
@@ -147,9 +149,9 @@ def test_samples_read_their_prompt_once(
     lm = load(draft=drafted, engine=engine, cache_memory=0)
     prompt = MIXED[0]
     options: Any = {"n": 4, "temperature": 1.0, "seed": 3, "max_tokens": 12}
-    alone = lm.runtime.rows.make(prompt, lm.runtime.rows.params(options))
+    alone = lm.runtime.row_maker.make_rows(prompt, lm.runtime.row_maker.make_complete_params(options))
     for row in alone:
-        for _ in lm.runtime.pool.run([row], lm.runtime.rows.params({})):
+        for _ in lm.runtime.decoder_pool.run_batch([row], lm.runtime.row_maker.make_complete_params({})):
             pass
     fed: dict[int, int] = {}
     for kind in (decoder.StatefulDecoder, ovspec.cache.paged.PagedDecoder):
@@ -187,7 +189,7 @@ def test_a_new_batch_reads_all_prompts_at_once(load: Callable[..., ovspec.Langua
     """All rows begin in the same round, even if a short prompt could begin sooner."""
     lm = load(engine=engine)
     rows = [row_of(lm, prompt, {"max_tokens": 3}) for prompt in ("def", MIXED[0], MIXED[3])]
-    first_round = next(lm.runtime.pool.run(rows, lm.runtime.rows.params({})))
+    first_round = next(lm.runtime.decoder_pool.run_batch(rows, lm.runtime.row_maker.make_complete_params({})))
     assert sorted(number for number, _ in first_round) == [0, 1, 2]
 
 
@@ -198,8 +200,8 @@ def test_a_batch_waits_for_memory(load: Callable[..., ovspec.LanguageModel], mon
     for room in (1, longest, 2 * longest):  # a row that doesn't fit runs alone
         monkeypatch.setattr(decoders, "count_free_tokens", lambda *_, room=room: room)
         rows = [row_of(lm, prompt, {"max_tokens": 20}) for prompt in PROMPTS[:5]]
-        for _ in lm.runtime.pool.run(rows, lm.runtime.rows.params({})):
-            held = sum(row.most for row in rows if row.stats.rounds and not row.finish_reason)
+        for _ in lm.runtime.decoder_pool.run_batch(rows, lm.runtime.row_maker.make_complete_params({})):
+            held = sum(row.max_length for row in rows if row.stats.rounds and not row.finish_reason)
             assert held <= max(room, longest)
         assert [row.token_ids for row in rows] == expected
 
@@ -212,7 +214,7 @@ def test_rows_are_taken_when_there_is_room(load: Callable[..., ovspec.LanguageMo
             taken.append(number)
             yield row_of(lm, prompt, {"max_tokens": 8})
 
-    run = lm.runtime.pool.run(rows(), lm.runtime.rows.params({"batch_size": 2}))
+    run = lm.runtime.decoder_pool.run_batch(rows(), lm.runtime.row_maker.make_complete_params({"batch_size": 2}))
     next(run)
     assert len(taken) == 2
     run.close()  # type: ignore[attr-defined]
@@ -221,12 +223,12 @@ def test_rows_are_taken_when_there_is_room(load: Callable[..., ovspec.LanguageMo
 
 def test_a_batch_has_no_more_rows_than_it_may(load: Callable[..., ovspec.LanguageModel]) -> None:
     lm = load(engine="paged")
-    waiting = Queue([row_of(lm, prompt, {"max_tokens": 4}) for prompt in PROMPTS[:5]], BatchLimits(2))
-    running = [row for _, row in waiting.take([])]
+    waiting = WaitingQueue([row_of(lm, prompt, {"max_tokens": 4}) for prompt in PROMPTS[:5]], BatchLimits(2))
+    running = [row for _, row in waiting.admit_rows([])]
     assert len(running) == 2
     for row in running:
         row.stats.rounds = 1
-    assert len(waiting.take(running[:1])) == 1, "one has ended, and several wait"
+    assert len(waiting.admit_rows(running[:1])) == 1, "one has ended, and several wait"
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -235,16 +237,16 @@ def test_rows_that_stay_read_nothing_again(
 ) -> None:
     lm, fed = load(engine=engine), list[int]()
     kind = PagedDecoder if engine == "paged" else decoder.StatefulDecoder
-    append = kind._append
+    append = kind._append_tokens
 
     def noting(self: Any, tokens: list[np.ndarray], *more: Any, **named: Any) -> Any:
         fed.append(sum(map(len, tokens)))
         return append(self, tokens, *more, **named)
 
-    monkeypatch.setattr(kind, "_append", noting)
+    monkeypatch.setattr(kind, "_append_tokens", noting)
     lengths = (2, 9, 5, 9)
     rows = [row_of(lm, prompt, {"max_tokens": length}) for prompt, length in zip(PROMPTS, lengths, strict=False)]
-    for _ in lm.runtime.pool.run(rows, lm.runtime.rows.params({})):
+    for _ in lm.runtime.decoder_pool.run_batch(rows, lm.runtime.row_maker.make_complete_params({})):
         pass
     unread = sum(row.stats.prompt_tokens - row.stats.cached_tokens for row in rows)
     assert sum(fed) == unread + sum(len(row.token_ids) - 1 for row in rows), "the last token of each is never read"
@@ -253,12 +255,12 @@ def test_rows_that_stay_read_nothing_again(
 def test_a_row_that_cannot_wait_overtakes_one_that_does(load: Callable[..., ovspec.LanguageModel]) -> None:
     lm = load(engine="paged")
     prompts = [MIXED[0], MIXED[0] + "#", MIXED[3]]
-    waiting = Queue([row_of(lm, prompt, {"max_tokens": 4}) for prompt in prompts], BatchLimits(3))
-    first = waiting.take([])
+    waiting = WaitingQueue([row_of(lm, prompt, {"max_tokens": 4}) for prompt in prompts], BatchLimits(3))
+    first = waiting.admit_rows([])
     assert [number for number, _ in first] == [0, 2]
-    assert waiting.take([row for _, row in first]) == [], "the shared prefix has not been read yet"
+    assert waiting.admit_rows([row for _, row in first]) == [], "the shared prefix has not been read yet"
     first[0][1].stats.rounds = 1
-    assert [number for number, _ in waiting.take([row for _, row in first])] == [1]
+    assert [number for number, _ in waiting.admit_rows([row for _, row in first])] == [1]
 
 
 @pytest.mark.parametrize("size", [0, -1, 2.5, "8"])

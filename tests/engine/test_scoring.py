@@ -11,7 +11,7 @@ from conftest import PROMPTS, Reference
 
 import ovspec
 from ovspec.api.model import LanguageModel
-from ovspec.engine.scoring import MOST_LOGITS, MOST_TEXTS, groups
+from ovspec.engine.scoring import MAX_LOGITS, MAX_TEXTS, group_texts
 from ovspec.text.generation_config import GenerationFile
 
 Load = Callable[..., LanguageModel]
@@ -124,10 +124,10 @@ def test_many_options(load: Load, reference: Reference) -> None:
 
 def test_groups_are_bounded() -> None:
     texts = [np.zeros(10 + length, dtype=np.int64) for length in (300, 5, 250, 1, 3, *[1] * 40)]
-    found = list(groups(texts, 10))
+    found = list(group_texts(texts, 10))
     assert [len(text) for group in found for text in group] == [len(text) for text in texts]
-    assert all(len(group) <= MOST_TEXTS for group in found)
-    assert all(sum(len(text) - 10 for text in group) <= MOST_LOGITS or len(group) == 1 for group in found)
+    assert all(len(group) <= MAX_TEXTS for group in found)
+    assert all(sum(len(text) - 10 for text in group) <= MAX_LOGITS or len(group) == 1 for group in found)
     assert len(found) == 4
 
 
@@ -152,7 +152,7 @@ def test_a_failure_leaves_a_usable_session(load: Load, monkeypatch: pytest.Monke
         session.append(PROMPTS[0])
         session.generate(max_tokens=3, ignore_eos=True)
         before = session.tokens
-        monkeypatch.setattr("ovspec.engine.scoring.score", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        monkeypatch.setattr("ovspec.engine.scoring.score_tokens", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             session.select(["one", "two"])
         monkeypatch.undo()

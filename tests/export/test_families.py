@@ -28,7 +28,7 @@ from ovspec_export.families import FAMILIES as REGISTRY
 import ovspec
 from ovspec.cache.decoder import Arithmetic, Rollback
 from ovspec.cache.stateful import StatefulDecoder
-from ovspec.engine.decoders import Decoders
+from ovspec.engine.decoders import DecoderSet
 from ovspec.ir.compile import compile_ir
 from ovspec.ir.device import DeviceOptions
 from ovspec.setup.engine_choice import EngineChoice
@@ -152,12 +152,12 @@ def check_u8_cache(name: str, folder: Path, cache_dir: Path, expected: list[int]
         assert gap <= 2 * np.abs(seen - exact).max()
 
 
-def with_mistakes(lm: ovspec.LanguageModel) -> Decoders:
+def with_mistakes(lm: ovspec.LanguageModel) -> DecoderSet:
     """Make the draft of ``lm`` err; return its decoders."""
-    decoders = lm.runtime.pool.take()
+    decoders = lm.runtime.decoder_pool.acquire()
     assert decoders.drafter
     decoders.drafter = Mistaken(decoders.drafter)
-    lm.runtime.pool.give_back(decoders)
+    lm.runtime.decoder_pool.release(decoders)
     return decoders
 
 

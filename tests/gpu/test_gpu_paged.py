@@ -15,7 +15,7 @@ from gpu_texts import DEMO, KERNELS, MARKS, PROMPT, PROMPTS, after, assert_same_
 from servers import StartHere
 
 import ovspec
-from ovspec.cache.block_arrays import DeviceBlocks
+from ovspec.cache.block_arrays import DeviceBlockArray
 from ovspec.engine.results import Result
 from ovspec.ir.request import InferenceRequest
 
@@ -115,8 +115,8 @@ def test_only_ids_lengths_and_logits_cross(monkeypatch: pytest.MonkeyPatch) -> N
         raise AssertionError("blocks crossed")
 
     monkeypatch.setattr(InferenceRequest, "infer", noting)
-    monkeypatch.setattr(DeviceBlocks, "read", refused)
-    monkeypatch.setattr(DeviceBlocks, "write", refused)
+    monkeypatch.setattr(DeviceBlockArray, "read_blocks", refused)
+    monkeypatch.setattr(DeviceBlockArray, "write_blocks", refused)
     texts = lm.samples(PROMPT * 3, n=3, max_tokens=N, lookahead=3, temperature=1.0, seed=1)
     assert sum(text.stats.accepted for text in texts)
     width = lm.target.ir.logits_width

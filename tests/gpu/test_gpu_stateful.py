@@ -14,7 +14,7 @@ from gpu_texts import MARKS, PROMPT, PROMPTS, after, assert_same_where_decided, 
 import ovspec
 from ovspec.cache import stateful
 from ovspec.cache.stateful import StatefulDecoder
-from ovspec.engine.engine_thread import WARM_UP
+from ovspec.engine.engine_thread import WARM_UP_TEXT
 from ovspec.engine.results import Result
 
 Load = Callable[..., ovspec.LanguageModel]
@@ -88,8 +88,8 @@ def test_requests_in_turn_dont_disturb_each_other(load: Load) -> None:
 def test_rows_leave_a_batch_one_by_one(load: Load) -> None:
     """Equal prompts are read by one row first, which ends first."""
     lm = load()
-    plain = lm.generate(WARM_UP, max_tokens=8, ignore_eos=True, logprobs=2)
-    for text in lm.generate([WARM_UP] * 3, max_tokens=8, ignore_eos=True):
+    plain = lm.generate(WARM_UP_TEXT, max_tokens=8, ignore_eos=True, logprobs=2)
+    for text in lm.generate([WARM_UP_TEXT] * 3, max_tokens=8, ignore_eos=True):
         assert_same_where_decided(plain, text)
 
 
@@ -97,16 +97,16 @@ def test_compaction_keeps_the_text(load: Load, plain: Result, monkeypatch: pytes
     lm, decoders = load("lookup"), list[StatefulDecoder]()
 
     def make(vocabulary: Any, rule: Any = None, shares: bool = False) -> StatefulDecoder:  # noqa: ARG001
-        decoders.append(StatefulDecoder(lm.target.ir, lm.target.rollback, vocabulary, compact_at=2))
+        decoders.append(StatefulDecoder(lm.target.ir, lm.target.rollback, vocabulary, compaction_threshold=2))
         return decoders[-1]
 
     monkeypatch.setattr(lm.target, "decoder", make)
-    monkeypatch.setattr(lm.runtime.pool, "_idle", [])
+    monkeypatch.setattr(lm.runtime.decoder_pool, "_idle_sets", [])
     text = lm.generate(PROMPT, max_tokens=N, lookahead=3)
     assert decoders, "made for this text"
     assert lm.target.rollback.copies is None or sum(decoder.compactions for decoder in decoders)
     assert_same_where_decided(plain, text)
-    monkeypatch.setattr(lm.runtime.pool, "_idle", [])
+    monkeypatch.setattr(lm.runtime.decoder_pool, "_idle_sets", [])
 
 
 def test_a_session_forks_and_is_kept_in_a_file(load: Load, plain: Result, tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def next_token(branches: Branches, text: list[int]) -> int:
 def test_logits_of_texts_that_grow_part_and_shrink(load: Load, drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lm = load(**DRAFTERS[drafter])
     # Whether the automatic lookahead proposes anything must not depend on how busy this machine is.
-    monkeypatch.setattr(lm.runtime.pool, "_idle", [])
+    monkeypatch.setattr(lm.runtime.decoder_pool, "_idle_sets", [])
     monkeypatch.setattr(lm.target, "verify_ms", {2: 10.0, 16: 11.0})
     if lm.draft:
         monkeypatch.setattr(lm.draft, "verify_ms", {1: 1.0, 16: 1.0})
@@ -79,8 +79,8 @@ def test_guesses_change_no_bit(draft: bool | str, cache_dir: Path, monkeypatch: 
     """A token alone would round differently from several."""
     drafting = ovspec.load(ROOT / "models" / "demo", draft, precision="bf16", cache_dir=cache_dir, lookahead=4)
     lm = drafting.with_drafters(None)
-    monkeypatch.setattr(lm.runtime, "rows", replace(lm.runtime.rows, lookahead=None))
-    assert drafting.runtime.rows.lookahead == 4
+    monkeypatch.setattr(lm.runtime, "row_maker", replace(lm.runtime.row_maker, lookahead=None))
+    assert drafting.runtime.row_maker.lookahead == 4
     plain, drafted = Branches(lm), Branches(drafting)
     text = lm.encode(PROMPTS[0]).tolist()[:50]
     for _ in range(60):

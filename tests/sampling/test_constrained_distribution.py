@@ -109,9 +109,9 @@ def draw_texts(accept: AcceptRule, drafter: str, params: Params, draws: int) -> 
         sampler = sampler_of(replace(params, seed=seed, accept=accept), 0, constraints)
         while len(sequence) == 1 or not constraints.ended(sequence.tokens):
             outcomes, _ = run_round(target, drafters[drafter], Lookahead(3), [RowStep(sequence, sampler, 9)])
-            done["forced"] += outcomes[0].forced
+            done["forced"] += outcomes[0].forced_count
             done["proposed"] += len(outcomes[0].proposal.tokens)
-            done["accepted"] += outcomes[0].accepted
+            done["accepted"] += outcomes[0].accepted_count
         counts[tuple(sequence.tokens[1:].tolist())] += 1
     return counts, done
 

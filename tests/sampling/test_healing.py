@@ -252,7 +252,7 @@ def test_a_context_that_is_full_while_the_prompt_is_said_again() -> None:
     for letter in letters:
         assert row.finish_reason is None
         sequence.commit([letter])
-        row.take(RowOutcome(np.array([letter])))
+        row.add_outcome(RowOutcome(np.array([letter])))
     assert (row.finish_reason, row.token_ids, row.text) == ("length", [], "")
 
 

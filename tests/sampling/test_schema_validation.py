@@ -158,7 +158,9 @@ def test_errors_name_their_places() -> None:
 )
 def test_types_and_response_formats(load: Load, schema: Any, text: str) -> None:
     lm = load()
-    [row] = lm.runtime.rows.make("x = ", lm.runtime.rows.params({"json_schema": schema, "max_tokens": 400}))
+    [row] = lm.runtime.row_maker.make_rows(
+        "x = ", lm.runtime.row_maker.make_complete_params({"json_schema": schema, "max_tokens": 400})
+    )
     tokens = [*row.sequence.tokens, *lm.tokenizer.encode_more(text)]
     made = row.sampler.constraints
     for count in range(len(row.sequence.tokens), len(tokens)):

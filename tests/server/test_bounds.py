@@ -146,10 +146,10 @@ def test_times_are_those_of_the_request_and_of_the_engine() -> None:
 
 @pytest.fixture
 def engine(load: Callable[..., ovspec.LanguageModel]) -> Iterator[EngineThread]:
-    made = EngineThread(load().runtime, rows=2)
+    made = EngineThread(load().runtime, max_rows=2)
     made.start()
     yield made
-    made.end()
+    made.stop()
 
 
 def echo(engine: EngineThread, ids: list[int]) -> Any:
@@ -158,8 +158,8 @@ def echo(engine: EngineThread, ids: list[int]) -> Any:
 
 def generating(engine: EngineThread) -> threading.Event:
     """Let the engine generate a text; return an event that is set when it has ended."""
-    params = engine.runtime.rows.params({"max_tokens": 400, "ignore_eos": True})
-    rows = engine.runtime.rows.make(PROMPTS[0], params, reserved=True)
+    params = engine.runtime.row_maker.make_complete_params({"max_tokens": 400, "ignore_eos": True})
+    rows = engine.runtime.row_maker.make_rows(PROMPTS[0], params, memory_reserved=True)
     started, ended = threading.Event(), threading.Event()
 
     def deliver(pieces: Any) -> None:
@@ -179,7 +179,7 @@ def read(engine: EngineThread, monkeypatch: pytest.MonkeyPatch) -> list[tuple[in
 
     def noting(self: PagedDecoder, tokens: Any, positions: Any, *rest: Any) -> Any:
         if len(tokens[0]) == positions[0] > 1:
-            read.append((len(tokens[0]), engine.running > 0))
+            read.append((len(tokens[0]), engine.running_count > 0))
         return feed(self, tokens, positions, *rest)
 
     monkeypatch.setattr(PagedDecoder, "feed", noting)

@@ -170,7 +170,7 @@ class Served:
     """A model, asked through the app of a server without a socket, and by batches."""
 
     def __init__(self, lm: ovspec.LanguageModel) -> None:
-        self.lm, self.engine = lm, EngineThread(lm.runtime, rows=2)
+        self.lm, self.engine = lm, EngineThread(lm.runtime, max_rows=2)
         self.engine.start()
         service = Service(lm, self.engine, ["demo"], ServeParams())
         self._app: Any = Guard(make_app(service), [], True, lambda *_: None)
@@ -215,7 +215,7 @@ def served(cache_dir: Path) -> Iterator[Served]:
     lm = ovspec.load(DEMO / "draft", "none", engine="paged", precision="f32", cache_dir=cache_dir)
     served = Served(lm)
     yield served
-    served.engine.end()
+    served.engine.stop()
 
 
 each_api = pytest.mark.parametrize("api", APIS)

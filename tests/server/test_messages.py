@@ -467,7 +467,7 @@ def test_a_text_that_takes_too_long(strict: Running) -> None:
 def test_pings_while_a_prompt_is_read(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoints, "EVERY", 0.002)
     lm = ovspec.load(DEMO / "draft", "none", engine="paged", precision="f32", cache_dir=cache_dir)
-    engine = EngineThread(lm.runtime, rows=2)
+    engine = EngineThread(lm.runtime, max_rows=2)
     engine.start()
     app: Any = Guard(make_app(Service(lm, engine, ["demo"], ServeParams())), [], True, lambda *_: None)
     body = {"messages": [{"role": "user", "content": "def f(x): " * 150}], "max_tokens": 2, "stream": True}
@@ -477,6 +477,6 @@ def test_pings_while_a_prompt_is_read(cache_dir: Path, monkeypatch: pytest.Monke
             return (await client.post("/v1/messages", json=body)).text
 
     events = re.findall("(?m)^event: (.*)$", asyncio.run(ask()))
-    engine.end()
+    engine.stop()
     assert events[:2] == ["message_start", "ping"] and events[-1] == "message_stop"
     assert events.count("message_start") == 1

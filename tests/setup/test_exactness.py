@@ -14,9 +14,9 @@ from conftest import PROMPTS, ROOT, STRICT
 
 import ovspec
 import ovspec.setup.engine_choice
-from ovspec.cache.decoder import FAST, Arithmetic, FeedRule, Rollback
-from ovspec.cache.paged import PagedDecoder, pairs
-from ovspec.cache.stateful import StatefulDecoder, decoder_of
+from ovspec.cache.decoder import FAST_RULE, Arithmetic, FeedRule, Rollback
+from ovspec.cache.paged import PagedDecoder, pair_query_inputs
+from ovspec.cache.stateful import StatefulDecoder, make_stateful_decoder
 from ovspec.ir.compile import CompiledIR, compile_ir
 from ovspec.ir.device import DeviceOptions
 from ovspec.ir.paged_attention import QUERY_INPUTS
@@ -204,14 +204,14 @@ def test_differences_that_rounding_mostly_hides_are_found(make: Make, monkeypatc
     """In 16 bits, a token that is computed alone may have other bits at a few positions only: here at none of a text
     as short as those of a first load's probe.
     """
-    inner = PagedDecoder._append
+    inner = PagedDecoder._append_tokens
 
     def append(self: PagedDecoder, tokens: list[np.ndarray], wanted: list[int], *more: Any, **named: Any) -> Any:
         single = max(self.rule.fewest, sum(map(len, tokens))) == 1  # alone, and late enough to be missed at first
         found = inner(self, tokens, wanted, *more, **named)
         return [logits + 1e-3 for logits in found] if single and len(self.rows[0]) == 70 else found
 
-    monkeypatch.setattr(PagedDecoder, "_append", append)
+    monkeypatch.setattr(PagedDecoder, "_append_tokens", append)
     found = find_exactness(make, "paged", 4096)
     assert found.rule and found.rule.fewest == 2
 
@@ -261,10 +261,10 @@ def second(decoder: PagedDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
     del decoder
 
     def wrong(counts: tuple[int, ...], queries: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-        query_tokens, token_queries = pairs(counts, queries)
+        query_tokens, token_queries = pair_query_inputs(counts, queries)
         return query_tokens, np.append(token_queries[1:], len(query_tokens)).astype(np.int32) - 1
 
-    monkeypatch.setattr("ovspec.cache.paged.pairs", wrong)
+    monkeypatch.setattr("ovspec.cache.paged.pair_query_inputs", wrong)
 
 
 @pytest.mark.parametrize("plant", [alone, stale, second])
@@ -284,17 +284,21 @@ def test_planted_differences_are_found(make: Make, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize(
     ("rollback", "rule"),
-    [(Rollback("mask"), FeedRule(first_apart=True, rows_apart=True)), (Rollback("trim"), FAST)],
+    [(Rollback("mask"), FeedRule(first_apart=True, rows_apart=True)), (Rollback("trim"), FAST_RULE)],
     ids=["masked", "together"],
 )
 def test_the_stateful_engine_by_its_rule(pair: Path, rollback: Rollback, rule: FeedRule) -> None:
     """Only with a first token of its own, and with rejected tokens cut off. One thread: more may split attention."""
     ir = compile_ir(pair, DeviceOptions(precision="f32", threads=1))
-    found = find_exactness(lambda rule: decoder_of(ir, Rollback("mask"), rule=rule), "stateful", ir.logits_width)
+    found = find_exactness(
+        lambda rule: make_stateful_decoder(ir, Rollback("mask"), rule=rule), "stateful", ir.logits_width
+    )
     if not found.rule:
         pytest.skip(f"no rule for the stateful engine on this processor: {found}")
     trial = ExactnessTrial((40, 70), (1, 2, 1, 8), ())
-    assert probe_feed_rule(decoder_of(ir, Rollback("mask"), rule=found.rule), ir.logits_width, trial).is_exact
+    assert probe_feed_rule(
+        make_stateful_decoder(ir, Rollback("mask"), rule=found.rule), ir.logits_width, trial
+    ).is_exact
     assert not probe_feed_rule(StatefulDecoder(ir, rollback, rule=rule), 4096, trial).is_exact
 
 
@@ -336,7 +340,7 @@ def test_without_a_rule_nothing_is_paid_for_one(cache_dir: Path, monkeypatch: py
         stats = lm.generate(PROMPTS[0], max_tokens=8).stats
         assert stats.arithmetic.startswith("fast, not exact here (") and not stats.rule, load
         assert "probed positions differ)" in stats.arithmetic
-        assert lm.target.rule == FAST and QUERY_INPUTS[0] not in lm.target.ir.inputs
+        assert lm.target.rule == FAST_RULE and QUERY_INPUTS[0] not in lm.target.ir.inputs
         assert not lm.runtime.models.choice
     monkeypatch.setattr(ovspec.setup.engine_choice, "read_exactness", lambda *_: Exactness(None, 51, 2))
     stateful = ovspec.load(SMALL, engine="stateful", cache_dir=cache_dir).generate("a", max_tokens=2).stats

@@ -67,9 +67,9 @@ def test_which_requests_take_copied_states(target_ir: CompiledIR, monkeypatch: p
 
 def test_trim_where_a_mask_has_no_effect(target_ir: CompiledIR, monkeypatch: pytest.MonkeyPatch) -> None:
     def all_alive(self: Slots) -> np.ndarray:
-        return np.ones((len(self.lengths), self.used), dtype=np.int64)
+        return np.ones((len(self.row_lengths), self.slot_count), dtype=np.int64)
 
-    monkeypatch.setattr(Slots, "mask", property(all_alive))
+    monkeypatch.setattr(Slots, "attention_mask", property(all_alive))
     assert probe_rollback(target_ir).rollback == Rollback("trim")
 
 
@@ -162,11 +162,11 @@ def test_snapshots_are_where_they_are_needed(tmp_path: Path, monkeypatch: pytest
 
     folder = hybrid.export(hybrid.Hybrid(4096, "mask"), tmp_path / "ir", DEMO)
     lm = ovspec.load(folder, folder, precision="f32", cache_dir=tmp_path / "cache")
-    engine = lm.runtime.pool.take()
+    engine = lm.runtime.decoder_pool.acquire()
     engine.reset(1)
     draft = engine.drafter.decoder._decoders[0]  # type: ignore[union-attr]
     engine.drafter = Mistaken(engine.drafter)  # type: ignore[arg-type]
-    lm.runtime.pool.give_back(engine)
+    lm.runtime.decoder_pool.release(engine)
     widths, snapshots, infer = [], [], draft._request.infer
 
     def recording(arrays: tuple[np.ndarray, ...], logits_idx: np.ndarray) -> np.ndarray:
@@ -189,7 +189,7 @@ def test_snapshots_are_where_they_are_needed(tmp_path: Path, monkeypatch: pytest
 def test_replay_is_bounded(tmp_path: Path) -> None:
     """However often proposals are rejected, at most REPLAY_AT committed tokens are fed again."""
     from ovspec.cache.sequence import Sequence, catch_up
-    from ovspec.cache.stateful import REPLAY_AT
+    from ovspec.cache.stateful import MAX_REPLAY_TOKENS
 
     model = hybrid.Hybrid(4096, "mask")
     ir = compile_ir(hybrid.export(model, tmp_path / "ir", DEMO), DeviceOptions(precision="f32"))
@@ -209,5 +209,5 @@ def test_replay_is_bounded(tmp_path: Path) -> None:
         logits = decoder.feed([np.concatenate((new, [7, 8, 9]))], [4])[0]
         np.testing.assert_allclose(logits[0], model.logits(text.tokens.tolist())[-1], atol=2e-3)
         decoder.truncate(0, len(text))
-    assert max(fed[1:]) <= REPLAY_AT + 1 + 4
-    assert len(fed) - 1 <= 40 + 40 / (REPLAY_AT - 1) + 1
+    assert max(fed[1:]) <= MAX_REPLAY_TOKENS + 1 + 4
+    assert len(fed) - 1 <= 40 + 40 / (MAX_REPLAY_TOKENS - 1) + 1

@@ -17,7 +17,7 @@ import ovspec
 import ovspec.api.model
 import ovspec.setup.tuning
 from ovspec.base.errors import InferenceError
-from ovspec.cache.decoder import FAST, Decoder, FeedRule
+from ovspec.cache.decoder import FAST_RULE, Decoder, FeedRule
 from ovspec.cli import cli
 from ovspec.ir.device import DeviceOptions
 from ovspec.setup.engine_choice import CompiledModel
@@ -81,7 +81,7 @@ def test_invariance_is_measured_on_the_exact_decoder(monkeypatch: pytest.MonkeyP
     timer = SettingTimer(SMALL, np.arange(3, 43), TuningEffort(40, (1, 2, 4), 1, True), uncached)
     probed = timer.probe_measurement(timer.set_incumbent(Setting("paged", "f32", 32)))
     assert probed.invariance == 1 and probed.rule and probed.rule.fewest in probed.verify_ms
-    monkeypatch.setattr("ovspec.setup.exactness.STRICTEST_RULES", {"paged": FAST})
+    monkeypatch.setattr("ovspec.setup.exactness.STRICTEST_RULES", {"paged": FAST_RULE})
     probed = timer.probe_measurement(timer.set_incumbent(Setting("paged", "f32", 32)))
     assert probed.rule is None
     assert probed.invariance is not None and probed.invariance < 1, "a token alone is found"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ovspec.cache.decoder import FAST, Decoder, Features, Rollback
+from ovspec.cache.decoder import FAST_RULE, Decoder, Features, Rollback
 from ovspec.cache.sequence import Sequence
 
 
@@ -13,8 +13,8 @@ class Bigrams:
 
     rollback = Rollback("mask")
     context_length: int | None = None
-    rule = FAST
-    fills = False
+    rule = FAST_RULE
+    fills_width = False
     block_size, blocks_used = 1, 0
     seconds, inferences = 0.0, 0
     block_size, blocks_used = 1, 0
@@ -26,12 +26,12 @@ class Bigrams:
     def feed(
         self,
         tokens: list[np.ndarray],
-        wanted: list[int],
+        logits_counts: list[int],
         width: int = 0,  # noqa: ARG002
         features: Features = None,  # noqa: ARG002
     ) -> list[np.ndarray]:
         self.rows[0].commit(tokens[0])
-        return [self.table[tokens[0][len(tokens[0]) - wanted[0] :]]]
+        return [self.table[tokens[0][len(tokens[0]) - logits_counts[0] :]]]
 
     def features(self, row: int, begin: int, end: int) -> np.ndarray:
         raise NotImplementedError
@@ -40,7 +40,7 @@ class Bigrams:
     def hidden(self) -> list[np.ndarray]:
         raise NotImplementedError
 
-    def adopt(self, sequences: list[Sequence]) -> None:
+    def reuse_prefixes(self, sequences: list[Sequence]) -> None:
         pass
 
     def truncate(self, row: int, length: int) -> None:
@@ -51,7 +51,7 @@ class Bigrams:
 
     def reorder(self, rows: list[int]) -> None: ...
 
-    def joining_chunk(self, counts: list[int]) -> int:  # noqa: ARG002
+    def prefill_chunk_size(self, counts: list[int]) -> int:  # noqa: ARG002
         return 1
 
     def fork(self) -> Decoder:

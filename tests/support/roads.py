@@ -62,7 +62,7 @@ class Road:
         return named and code not in self._values and not (self._rounds and code in self._called)
 
 
-SCHEDULING = {function.__code__ for function in (Scheduler.step, Scheduler.remove, Scheduler.reset)}
+SCHEDULING = {function.__code__ for function in (Scheduler.step, Scheduler.remove_rows, Scheduler.reset_decoders)}
 
 
 def codes_of_properties() -> set[CodeType]:

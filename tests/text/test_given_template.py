@@ -136,7 +136,7 @@ def test_a_model_speaks_in_a_given_template(load: Callable[..., ovspec.LanguageM
     result = lm.generate(ASK, **forced)
     assert (result.token_ids, result.text, result.finish_reason) == ([end], "", "stop")
     assert own.verify(result).ok, "which needs no template"
-    params = lm.runtime.rows.params({})
+    params = lm.runtime.row_maker.make_complete_params({})
     assert what_matters(lm, params) != what_matters(own, params), "a batch doesn't go on with the other's answers"
     assert len(own.generate(ASK, **forced).token_ids) == len(lm.generate(ASK, **forced, ignore_eos=True).token_ids) == 4
     with lm.session() as session:

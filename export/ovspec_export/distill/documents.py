@@ -364,14 +364,14 @@ def chat_tokens(chat: Chat, prompts: PromptEncoder) -> tuple[list[int], int]:
     if whole.startswith(prompt):
         return [*before, *prompts.tokenizer.encode_more(whole[len(prompt) :]).tolist()], len(before)
     ids = encode(whole, special=False).tolist()
-    return ids, Tokens(before).shared(np.array(ids))
+    return ids, Tokens(before).common_prefix_length(np.array(ids))
 
 
 def content_start(chat: Chat, ids: list[int], prompts: PromptEncoder) -> int:
     """Return at which token of a chat the first message of the user begins, which no other chat need have."""
     first = next(index for index, message in enumerate(chat.messages) if message["role"] == "user")
     other = [*chat.messages[:first], {"role": "user", "content": "?"}]
-    return Tokens(ids).shared(prompts.encode(other, tools=chat.tools))
+    return Tokens(ids).common_prefix_length(prompts.encode(other, tools=chat.tools))
 
 
 def given_prompts(given: Given, prompts: PromptEncoder) -> list[list[int]]:

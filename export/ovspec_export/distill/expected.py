@@ -21,7 +21,7 @@ CONTEXT, TIMED = 128, 7  # tokens before them, and inferences of each width
 def measure_costs(model: str) -> None:
     """Tell what an inference of 1, 2, … tokens takes, in seconds; a job."""
     lm = ovspec.load(model, "none", cache_memory=0)
-    decoders = lm.runtime.pool.take()
+    decoders = lm.runtime.decoder_pool.acquire()
     text = np.random.default_rng(0).integers(0, lm.target.ir.logits_width, CONTEXT)
     decoders.reset(1)
     decoders.target.feed([text], [1])

@@ -15,7 +15,7 @@ import numpy as np
 
 import ovspec
 from ovspec.base.errors import OvspecError
-from ovspec.engine.decoders import PLAIN
+from ovspec.engine.decoders import NO_LOOKAHEAD
 from ovspec.engine.prompts import PromptEncoder
 from ovspec.engine.results import Piece
 from ovspec.engine.row import Row
@@ -302,22 +302,22 @@ class Writer:
 
     def write(self, over: Callable[[], bool], batch: int, seconds: float) -> Iterator[list[Document]]:
         """Yield documents every few seconds until it is ``over``, which should be after ``seconds``."""
-        decoders = self._runtime.pool.take()
+        decoders = self._runtime.decoder_pool.acquire()
         models = self._runtime.models
-        limits = BatchLimits(batch, count_free_tokens(models.irs(), batch, models.spare))
-        scheduler = Scheduler(decoders.target, None, PLAIN, (), limits)
+        limits = BatchLimits(batch, count_free_tokens(models.compiled_irs(), batch, models.idle_bytes))
+        scheduler = Scheduler(decoders.target, None, NO_LOOKAHEAD, (), limits)
         rows, costs, since = min(batch, FEWEST_ROWS), deque[float](maxlen=16), time.monotonic()
         try:
             while not over():
                 while len(self._running) < rows:
                     writing = self._next()
-                    self._running[scheduler.queue.add(writing.row)] = writing
+                    self._running[scheduler.queue.add_row(writing.row)] = writing
                 began = time.monotonic()
                 pieces = scheduler.step() or []
                 now = time.monotonic()
                 costs.append((now - began) / max(1, len(pieces)))
                 rows = int(min(batch, max(FEWEST_ROWS, seconds / ROUNDS / median(costs))))
-                scheduler.remove(self._ended(pieces))
+                scheduler.remove_rows(self._ended(pieces))
                 if now - since > EVERY:
                     yield self._take()
                     since = now
@@ -327,7 +327,7 @@ class Writer:
             self._running = {}
             yield self._take()
         finally:
-            self._runtime.pool.give_back(decoders)
+            self._runtime.decoder_pool.release(decoders)
 
     @property
     def begun(self) -> int:
@@ -368,7 +368,7 @@ class Writer:
         return Prompt([*bos, *body[start : start + length]], document.held_out)
 
     def _row(self, ids: list[int], **options: Any) -> Row:
-        [row] = self._runtime.rows.make(ids, self._runtime.rows.params(options))  # type: ignore[arg-type]
+        [row] = self._runtime.row_maker.make_rows(ids, self._runtime.row_maker.make_complete_params(options))  # type: ignore[arg-type]
         return row
 
     def _ended(self, pieces: Iterable[tuple[int, Piece]]) -> list[int]:

@@ -68,7 +68,7 @@ class Worker:
         loading: Any = job.loading | {"cache_dir": options.cache_dir}
         lm = load(model, draft, **loading)
         lm.runtime.identity = lm.runtime.identity | {"folder": str(job.folders[0].folder)}
-        self._thread, params = BatchThread(lm, job.params), lm.runtime.rows.complete(job.params)
+        self._thread, params = BatchThread(lm, job.params), lm.runtime.row_maker.complete_params(job.params)
         kind, bits = (
             ", draft: ".join(each) for each in zip(*map(describe_arithmetic, deciding(lm, params)), strict=True)
         )

@@ -295,7 +295,7 @@ class ChunkWriter(Writer):
         """Return the chunks for a piece of a text; there are none if it has nothing to tell yet."""
         places, chunks = None, list[Chunk]()
         if self._places:
-            places = places_of(piece) if self._rows[index].reads else self._places[index].push(piece)
+            places = places_of(piece) if self._rows[index].parses_answer else self._places[index].push(piece)
         deltas = [Delta(reasoning_content=piece.thinking)] if piece.thinking else []
         deltas += [Delta(content=piece.text)] if piece.text else []
         deltas += [Delta(tool_calls=[call_of(call)]) for call in piece.tool_calls]

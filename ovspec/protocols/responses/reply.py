@@ -181,7 +181,7 @@ class ResponseWriter:
         [self._row] = rows
         self._tokenizer, self._request = tokenizer, request
         self._answer = Output(head, request, self._row.params)
-        self._places = None if self._row.logprobs is None or self._row.reads else PlaceStream(tokenizer, 0)
+        self._places = None if self._row.logprobs is None or self._row.parses_answer else PlaceStream(tokenizer, 0)
 
     def first(self) -> Events:
         return self._answer.begin()

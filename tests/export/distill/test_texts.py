@@ -201,13 +201,13 @@ def test_what_comes_first_ends_the_turn(added: dict[str, int], after: str) -> No
 
 def greedy_share(lm: ovspec.LanguageModel, document: Document) -> float:
     """Return in how many places of the answer the token is the model's first choice, by one pass."""
-    decoders = lm.runtime.pool.take()
+    decoders = lm.runtime.decoder_pool.acquire()
     try:
         decoders.reset(1)
         count = len(document.ids) - document.answer
         logits = decoders.target.feed([np.array(document.ids)], [count + 1])[0]
     finally:
-        lm.runtime.pool.give_back(decoders)
+        lm.runtime.decoder_pool.release(decoders)
     return float(np.mean(logits[:-1].argmax(-1) == document.ids[document.answer :]))
 
 
