@@ -4,21 +4,22 @@
         [--draft NAME=PATH]... [--prompts 2] [--turns 3] [--contexts 0] [--batches 1] [--temperatures 0,1]
 
 MODEL is an exported model with a chat template, such as SmolLM2, or SmolLM2 widened by 'bench_pair.py --of'; its text
-is real, unlike the demo pair's. The chats are those of chats.json, the ones for judging first.
+is real, unlike the demo pair's. The chats are those of chats.json, the ones for judging first. The kinds completion
+(code) and prose have no chats, but texts to go on with, in which no token ends an answer.
 
 A way is "plain", drafters as ovspec's --draft takes them, or a peer: genai or llamacpp, alone or with -lookup or -head,
-optimum, torch, or "ovspec", a control in a process of its own. "@K" fixes the lookahead, as in "lookup@4" or
-"genai-head@2"; of peers, only genai's drafters and llamacpp-head take one, and genai's need it. --draft names what a
-way loads: a head or draft model of ovspec's, "genai-head" the same head by 'optimum-cli export openvino --task
-text-generation-with-past --trust-remote-code', and "llamacpp-head" its GGUF file, by 'convert_hf_to_gguf.py HEAD
---target-model-dir CHECKPOINT'.
+optimum, torch, or ovspec in a process of its own: "ovspec", "ovspec-fast" with fast arithmetic, and "ovspec-before",
+which is the checkout that --against names. "@K" fixes the lookahead, as in "lookup@4" or "genai-head@2"; of peers, only
+genai's drafters and llamacpp-head take one, and genai's need it. --draft names what a way loads: a head or draft model
+of ovspec's, "genai-head" the same head by 'optimum-cli export openvino --task text-generation-with-past
+--trust-remote-code', and "llamacpp-head" its GGUF file, by 'convert_hf_to_gguf.py HEAD --target-model-dir CHECKPOINT'.
 
 Every turn of a chat is a line of FILE as soon as it is measured: stop the bench when you like, and the same command
 goes on; with more ways, kinds, prompts, turns, contexts or batches it adds what is missing, each time beside plain
 decoding. At the end the tables of all that FILE has are printed. Use an idle machine.
 
 Each answer ends where the model ends it, after --tokens tokens at most; peers generate as many tokens as ovspec, and
-only greedily. A batch has chats of one kind, over again if there are fewer.
+all but ovspec only greedily. A batch has chats of one kind, over again if there are fewer.
 """
 
 from __future__ import annotations
@@ -26,19 +27,34 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import openvino as ov
 import psutil
-from harness import Chat, Table, Worker, cap, chats, machine, median_interval, options, several, with_context
+from harness import (
+    ROOT,
+    Option,
+    Prompt,
+    Table,
+    Worker,
+    arguments,
+    cap,
+    isa_option,
+    machine,
+    median,
+    median_interval,
+    prompts,
+    totals,
+    with_context,
+)
 from peers.install import gguf_of, server_of_llamacpp
 
 import ovspec
@@ -49,7 +65,8 @@ from ovspec.ir.compile import MODEL_FILE, read_model
 from ovspec.ir.heads import read_target_layers
 from ovspec.ir.instruction_set import instruction_set
 
-KINDS = tuple(dict.fromkeys(chat.kind for chat in chats()))
+KINDS = tuple(dict.fromkeys(prompt.kind for prompt in prompts()))
+CHAT_KINDS = [kind for kind in KINDS if kind not in ("completion", "prose")]
 PLAIN, LOOKUP = "plain", "lookup"
 WARM_UP = 32  # tokens, at most, in which kernels are made for each width
 
@@ -71,6 +88,8 @@ class Peer:
 
 PEERS = {
     "ovspec": Peer("ovspec", "plain"),
+    "ovspec-fast": Peer("ovspec", "plain", options={"arithmetic": "fast"}),
+    "ovspec-before": Peer("ovspec", "plain", options={"settle": False}),
     "genai": Peer("genai", "plain"),
     "genai-lookup": Peer("genai", "lookup", lookahead="must"),
     "genai-head": Peer("genai", "draft", lookahead="must"),
@@ -84,13 +103,13 @@ PEERS = {
 
 @dataclass(frozen=True)
 class Case:
-    """What a turn answers: a chat, or ``batch`` chats of its kind that begin with it.
+    """The prompts of a turn, one or ``batch`` of its kind that begin with it, and how they are answered.
 
     context: tokens of other text come before a shorter prompt until it has so many.
     accept: the rule for sampled tokens.
     """
 
-    chat: str
+    prompt: str  # its name
     context: int
     batch: int
     temperature: float
@@ -99,7 +118,7 @@ class Case:
 
     @property
     def group(self) -> tuple[int, int, float, str]:
-        """What a table is of."""
+        """The cases of one table are equal in these."""
         return self.batch, self.context, self.temperature, self.accept
 
 
@@ -118,6 +137,7 @@ class Text:
     rounds: int = 0
     proposed: int = 0
     accepted: int = 0
+    reached: int = 0  # proposed tokens that were compared with the model's choice
 
 
 @dataclass(frozen=True)
@@ -185,9 +205,11 @@ class Way:
         return self.runner in PEERS
 
     def takes(self, case: Case) -> bool:
-        if self.is_peer:
-            return case.temperature == 0 and (case.batch == 1 or self.runner.startswith("genai"))
-        return True
+        if not self.is_peer:
+            return True
+        if PEERS[self.runner].worker == "ovspec":  # the texts of its batches have the same length
+            return case.batch == 1 or not prompt_named(case.prompt).is_chat
+        return case.temperature == 0 and (case.batch == 1 or self.runner.startswith("genai"))
 
 
 def way_of(text: str) -> Way:
@@ -209,110 +231,133 @@ def way_of(text: str) -> Way:
 
 @dataclass(frozen=True)
 class Bench:
-    """What runs each way: models by their drafters, and peers' processes by name and whether they take batches.
+    """Runs each way: models by their drafters, and peers' processes by name and whether they take batches.
 
-    lengths: tokens of the greedy answers of a case, which peers have to know.
+    lengths: tokens of the plain answers of a case, which peers have to know.
     """
 
     models: dict[str, ovspec.LanguageModel]
     workers: dict[tuple[str, bool], Worker]
     tokens: int
-    lengths: dict[tuple[str, int, int], list[int]] = field(default_factory=dict)
+    lengths: dict[Case, list[int]] = field(default_factory=dict)
 
-    def warm_up(self, chat: Chat, ways: list[Way], batches: set[int]) -> None:
-        prompt = self.models[PLAIN].encode(chat.messages).tolist()
+    def warm_up(self, prompt: Prompt, ways: list[Way], batches: set[int]) -> None:
+        ids = self.models[PLAIN].encode(prompt.content).tolist()
         for way, batch, temperature in product(ways, batches, (0.0, 1.0)):
-            case = Case(chat.name, 0, batch, temperature, "compare", 0)
+            case = Case(prompt.name, 0, batch, temperature, "compare", 0)
             if way.takes(case):
-                self.text(way, case, [prompt] * batch, [min(WARM_UP, self.tokens)] * batch)
+                self.text(way, case, [ids] * batch, [min(WARM_UP, self.tokens)] * batch)
         for model in self.models.values():
             model.use_large_pages()
 
     def turn(self, case: Case, ways: list[Way]) -> Turn:
         """Generate the texts of a case in each of ``ways``, which take turns."""
-        prompts = self.prompts(case)
-        most = [self.tokens] * case.batch
+        ids = self.prompt_ids(case)
+        lengths = [self.tokens] * case.batch
         if any(way.is_peer for way in ways):
-            key = case.chat, case.context, case.batch
-            if key not in self.lengths:
-                found = self.models[PLAIN].generate(prompts, max_tokens=self.tokens, batch_size=case.batch)
-                self.lengths[key] = [len(result.token_ids) for result in found]
-            most = self.lengths[key]
-        first = case.turn + [chat.name for chat in chats()].index(case.chat)
-        texts = {way.name: self.text(way, case, prompts, most) for way in rotate_modes(ways, first)}
-        return Turn(case, sum(map(len, prompts)), texts)
+            alike = case if case.temperature else replace(case, turn=0)  # greedy turns have the same texts
+            if alike not in self.lengths:
+                answers = self.models[PLAIN].generate(ids, **self.sampling(case, self.tokens))
+                self.lengths[alike] = [len(answer.token_ids) for answer in answers]
+            lengths = self.lengths[alike]
+        first = case.turn + [prompt.name for prompt in prompts()].index(case.prompt)
+        texts = {way.name: self.text(way, case, ids, lengths) for way in rotate_modes(ways, first)}
+        return Turn(case, sum(map(len, ids)), texts)
 
-    def prompts(self, case: Case) -> list[list[int]]:
-        model, every = self.models[PLAIN], chats()
-        first = next(chat for chat in every if chat.name == case.chat)
-        same = [chat for chat in every if chat.kind == first.kind]
+    def prompt_ids(self, case: Case) -> list[list[int]]:
+        model = self.models[PLAIN]
+        first = prompt_named(case.prompt)
+        same = [prompt for prompt in prompts() if prompt.kind == first.kind]
         rows = [same[(same.index(first) + i) % len(same)] for i in range(case.batch)]
-        return [with_context(model.tokenizer, model.encode(row.messages).tolist(), case.context) for row in rows]
+        return [with_context(model.tokenizer, model.encode(row.content).tolist(), case.context) for row in rows]
 
-    def text(self, way: Way, case: Case, prompts: list[list[int]], most: list[int]) -> Text:
+    def sampling(self, case: Case, tokens: int) -> dict[str, Any]:
+        return {
+            "temperature": case.temperature,
+            "seed": case.turn + 1,
+            "top_k": 0,
+            "accept": case.accept,
+            "max_tokens": tokens,
+            "batch_size": case.batch,
+            "ignore_eos": not prompt_named(case.prompt).is_chat,
+        }
+
+    def text(self, way: Way, case: Case, ids: list[list[int]], lengths: list[int]) -> Text:
         if way.is_peer:
-            worker = self.workers[way.runner, case.batch > 1]
-            return asked_of(worker, way, prompts, most)
-        asked: dict[str, Any] = {"temperature": case.temperature, "seed": case.turn + 1, "top_k": 0}
-        asked |= {"accept": case.accept, "max_tokens": max(most), "batch_size": case.batch}
+            return text_of_peer(self.workers[way.runner, case.batch > 1], way, case, ids, lengths)
+        options = self.sampling(case, max(lengths))
         if way.lookahead is not None:
-            asked["lookahead"] = way.lookahead
-        return text_of(self.models[way.runner].generate(prompts, **asked))
+            options["lookahead"] = way.lookahead
+        return text_of(self.models[way.runner].generate(ids, **options))
 
 
-def asked_of(worker: Worker, way: Way, prompts: list[list[int]], lengths: list[int]) -> Text:
-    answer = worker.answer({"prompts": prompts, "max_tokens": max(lengths), "lengths": lengths, "k": way.lookahead})
+@cache
+def prompt_named(name: str) -> Prompt:
+    return next(prompt for prompt in prompts() if prompt.name == name)
+
+
+def text_of_peer(worker: Worker, way: Way, case: Case, ids: list[list[int]], lengths: list[int]) -> Text:
+    request = {"prompts": ids, "max_tokens": max(lengths), "lengths": lengths, "k": way.lookahead}
+    answer = worker.answer(request | {"temperature": case.temperature, "seed": case.turn + 1})
     return Text(answer["tokens"], answer["seconds"], answer["ttft_ms"], answer["tpot_ms"])
 
 
 def text_of(results: list[ovspec.Result]) -> Text:
     stats = [result.stats for result in results]
-    later = sum(each.generated_tokens - 1 for each in stats)
-    decoding = max(each.tpot_ms * (each.generated_tokens - 1) for each in stats)
-    seconds = max(each.ttft_ms + each.tpot_ms * (each.generated_tokens - 1) for each in stats) / 1e3
-    first = max(each.ttft_ms for each in stats)
-    counts = (sum(getattr(each, name) for each in stats) for name in ("rounds", "proposed", "accepted"))
-    tokens = [result.token_ids for result in results]
-    return Text(tokens, seconds, first, decoding / later if later else None, *counts)
+    later_tokens = sum(text.generated_tokens - 1 for text in stats)
+    decoding_ms = max(text.tpot_ms * (text.generated_tokens - 1) for text in stats)
+    seconds = max(text.ttft_ms + text.tpot_ms * (text.generated_tokens - 1) for text in stats) / 1e3
+    return Text(
+        [result.token_ids for result in results],
+        seconds,
+        max(text.ttft_ms for text in stats),
+        decoding_ms / later_tokens if later_tokens else None,
+        *totals(results, "rounds", "proposed", "accepted", "reached"),
+    )
 
 
 def load_models(folder: Path, ways: Iterable[Way], drafts: dict[str, str], arithmetic: Any) -> dict[str, Any]:
     """Load the model for each way but peers'. With a head it has further outputs, so the others don't share that."""
-    loaded = dict[str | None, ovspec.LanguageModel]()
-    found = dict[str, ovspec.LanguageModel]()
+    by_draft = dict[str | None, ovspec.LanguageModel]()
+    by_way = dict[str, ovspec.LanguageModel]()
     for runner in dict.fromkeys([PLAIN, *(way.runner for way in ways if not way.is_peer)]):
-        parts = [] if runner == PLAIN else runner.split(",")
-        named = next((part for part in parts if part != LOOKUP), None)
-        draft = drafts.get(named, named) if named else None
-        if draft not in loaded:
-            loaded[draft] = ovspec.load(
-                folder, [LOOKUP, *([draft] if draft else ())], arithmetic=arithmetic, cache_memory=0
-            )
-        model = loaded[draft]
-        chosen = model.runtime.models.choice.model if draft and model.runtime.models.choice else None
-        found[runner] = model.with_drafters(DraftChoice(lookup=LOOKUP in parts, model=chosen) or None)
-    return found
+        drafters = [] if runner == PLAIN else runner.split(",")
+        named = next((name for name in drafters if name != LOOKUP), None)
+        draft = named and drafts.get(named, named)
+        if draft not in by_draft:
+            load = [LOOKUP, *([draft] if draft else ())]
+            by_draft[draft] = ovspec.load(folder, load, arithmetic=arithmetic, cache_memory=0)
+        model = by_draft[draft]
+        choice = model.runtime.models.choice
+        chosen = choice.model if draft and choice else None
+        by_way[runner] = model.with_drafters(DraftChoice(lookup=LOOKUP in drafters, model=chosen) or None)
+    return by_way
 
 
-def start(peer: str, together: bool, args: Any, drafts: dict[str, str], scratch: Path) -> Worker:
+def start_peer(name: str, together: bool, args: Any, drafts: dict[str, str], scratch: Path) -> Worker:
     """Start a peer's process; raises RuntimeError if it can't be used here."""
-    kind = PEERS[peer]
-    target, draft, given = args.model, drafts.get(peer), dict(kind.options)
-    if peer.endswith("-head") and not draft:
-        raise RuntimeError(f"{peer} needs --draft {peer}=PATH")
-    if kind.files != "ir" and not args.checkpoint:
-        raise RuntimeError(f"{peer} needs --checkpoint, what MODEL was exported from")
-    if kind.files != "ir":
-        target = gguf_of(args.checkpoint, args.gguf) if kind.files == "gguf" else args.checkpoint
-    if kind.worker == "llamacpp":
-        given |= {"threads": psutil.cpu_count(logical=False), "server": str(server_of_llamacpp())}
-    if together:
-        given["batches"] = True
-    if peer == "genai-head":
+    peer = PEERS[name]
+    target = args.model
+    draft = drafts.get(name)
+    options = dict(peer.options)
+    if name.endswith("-head") and not draft:
+        raise RuntimeError(f"{name} needs --draft {name}=PATH")
+    if name == "ovspec-before" and not args.against:
+        raise RuntimeError(f"{name} needs --against CHECKOUT")
+    if peer.files != "ir" and not args.checkpoint:
+        raise RuntimeError(f"{name} needs --checkpoint, what MODEL was exported from")
+    if peer.files != "ir":
+        target = gguf_of(args.checkpoint, args.gguf) if peer.files == "gguf" else args.checkpoint
+    if peer.worker == "llamacpp":
+        options |= {"threads": psutil.cpu_count(logical=False), "server": str(server_of_llamacpp())}
+    if together and peer.worker == "genai":
+        options["batches"] = True
+    if name == "genai-head":
         draft = str(with_its_layers(Path(str(draft)), drafts.get("head"), scratch))
-    worker = Worker(kind.worker, {"target": str(target), "draft": draft, "mode": kind.mode, "options": given})
+    setup = {"target": str(target), "draft": draft, "mode": peer.mode, "options": options}
+    worker = Worker(peer.worker, setup, checkout=args.against.resolve() if name == "ovspec-before" else ROOT)
     if "error" in worker.ready:
-        raise RuntimeError(f"{peer}: {worker.ready['error']}")
+        raise RuntimeError(f"{name}: {worker.ready['error']}")
     return worker
 
 
@@ -320,11 +365,11 @@ def with_its_layers(head: Path, ours: str | None, scratch: Path) -> Path:
     """Tell openvino-genai which layers a head was trained on; its own are the outputs of 2, N/2 and N-3."""
     if not ours:
         raise RuntimeError("genai-head needs --draft head=PATH, which knows its layers")
-    changed = read_model(head)
-    changed.set_rt_info([layer - 1 for layer in read_target_layers(read_model(Path(ours)))], ["hidden_layers_list"])
+    model = read_model(head)
+    model.set_rt_info([layer - 1 for layer in read_target_layers(read_model(Path(ours)))], ["hidden_layers_list"])
     copy = Path(tempfile.mkdtemp(dir=scratch))  # each process has its own
     shutil.copytree(head, copy, ignore=shutil.ignore_patterns("openvino_model.*"), dirs_exist_ok=True)
-    ov.save_model(changed, copy / MODEL_FILE, compress_to_fp16=False)
+    ov.save_model(model, copy / MODEL_FILE, compress_to_fp16=False)
     return copy
 
 
@@ -333,65 +378,71 @@ def with_its_layers(head: Path, ours: str | None, scratch: Path) -> Path:
 
 @dataclass(frozen=True)
 class Figures:
-    """What tables show of some turns."""
+    """The figures of some turns, as tables show them."""
 
     turns: list[Turn]
 
-    def of(self, chosen: Callable[[Chat], bool]) -> Figures:
-        names = {chat.name for chat in chats() if chosen(chat)}
-        return Figures([turn for turn in self.turns if turn.case.chat in names])
-
-    def middle(self, way: str, figure: Callable[[Turn, Text], float | None], digits: int = 1) -> str | None:
-        values = [figure(turn, turn.texts[way]) for turn in self.turns if way in turn.texts]
-        known = [value for value in values if value is not None]
-        return f"{statistics.median(known):.{digits}f}" if known else None
-
-    def ms(self, way: str) -> str | None:
-        return self.middle(way, lambda _, text: text.tpot_ms)
-
-    def prompt_ms(self, way: str) -> str | None:
-        return self.middle(way, lambda turn, text: text.ttft_ms and text.ttft_ms / turn.prompt_tokens, 2)
-
-    def speeds(self, way: str) -> list[float]:
-        """Return the speed of ``way`` as a multiple of plain decoding's in each turn: of batches with their prompts."""
-        found = []
-        for turn in (turn for turn in self.turns if way in turn.texts):
-            text, plain = turn.texts[way], turn.texts[PLAIN]
-            if turn.case.batch > 1:
-                found.append(plain.seconds / text.seconds)
-            elif text.tpot_ms and plain.tpot_ms:
-                found.append(plain.tpot_ms / text.tpot_ms)
-        return found
-
-    def speed(self, way: str) -> str | None:
-        """Return the median of these with its interval."""
-        values = self.speeds(way)
-        if not values:
-            return None
-        return "{:.2f} ({:.2f} to {:.2f})".format(statistics.median(values), *median_interval(values))
+    def of(self, chosen: Callable[[Prompt], bool]) -> Figures:
+        return Figures([turn for turn in self.turns if chosen(prompt_named(turn.case.prompt))])
 
     def texts(self, way: str) -> list[Text]:
         return [turn.texts[way] for turn in self.turns if way in turn.texts]
 
+    def ms(self, way: str) -> str | None:
+        times = [text.tpot_ms for text in self.texts(way) if text.tpot_ms is not None]
+        return median(times) if times else None
+
+    def prompt_tokens(self) -> str:
+        return median((turn.prompt_tokens for turn in self.turns if PLAIN in turn.texts), 0)
+
+    def prompt_ms(self, way: str) -> str | None:
+        """Return the milliseconds per token of the prompt."""
+        turns = [turn for turn in self.turns if way in turn.texts]
+        times = [text.ttft_ms / turn.prompt_tokens for turn in turns if (text := turn.texts[way]).ttft_ms]
+        return median(times, 2) if times else None
+
+    def speeds(self, way: str) -> list[float]:
+        """Return the speed of ``way`` as a multiple of plain decoding's in each turn: of batches with their prompts."""
+        speeds = []
+        for turn in (turn for turn in self.turns if way in turn.texts):
+            text = turn.texts[way]
+            plain = turn.texts[PLAIN]
+            if turn.case.batch > 1:
+                speeds.append(plain.seconds / text.seconds)
+            elif text.tpot_ms and plain.tpot_ms:
+                speeds.append(plain.tpot_ms / text.tpot_ms)
+        return speeds
+
+    def speed(self, way: str) -> str | None:
+        """Return the median of these with its interval."""
+        speeds = self.speeds(way)
+        if not speeds:
+            return None
+        return "{} ({:.2f} to {:.2f})".format(median(speeds, 2), *median_interval(speeds))
+
+    def count(self, way: str, name: str) -> int:
+        return sum(getattr(text, name) for text in self.texts(way))
+
     def tokens_per_round(self, way: str) -> str | None:
-        rounds = sum(text.rounds for text in self.texts(way))
-        tokens = sum(len(each) for text in self.texts(way) for each in text.tokens)
+        rounds = self.count(way, "rounds")
+        tokens = sum(len(ids) for text in self.texts(way) for ids in text.tokens)
         return f"{tokens / rounds:.2f}" if rounds else None
 
     def accepted(self, way: str) -> str | None:
         """Return accepted of proposed tokens; None for peers."""
-        proposed, accepted = (sum(getattr(text, name) for text in self.texts(way)) for name in ("proposed", "accepted"))
-        return f"{accepted} of {proposed}" if proposed else None
+        proposed = self.count(way, "proposed")
+        return f"{self.count(way, 'accepted')} of {proposed}" if proposed else None
+
+    def acceptance(self, way: str) -> str | None:
+        """Return the conditional acceptance: of the tokens that were compared, how many were accepted."""
+        reached = self.count(way, "reached")
+        return f"{self.count(way, 'accepted') / reached:.2f}" if reached else None
 
     def equal(self, way: str) -> str:
         """Return how many texts are those of plain decoding."""
-        pairs = [
-            pair
-            for turn in self.turns
-            if way in turn.texts
-            for pair in zip(turn.texts[way].tokens, turn.texts[PLAIN].tokens, strict=True)
-        ]
-        return f"{sum(ours == plain for ours, plain in pairs)} of {len(pairs)}"
+        turns = [turn.texts for turn in self.turns if way in turn.texts]
+        pairs = [pair for texts in turns for pair in zip(texts[way].tokens, texts[PLAIN].tokens, strict=True)]
+        return f"{sum(text == plain for text, plain in pairs)} of {len(pairs)}"
 
 
 def groups(log: Log) -> Iterator[tuple[str, Figures]]:
@@ -407,40 +458,39 @@ def groups(log: Log) -> Iterator[tuple[str, Figures]]:
 def print_tables(log: Log) -> None:
     print("Speeds are multiples of plain decoding's in the same turn: medians with their 95 % intervals.")
     print("Those of batches are with reading the prompts.")
-    for title, every in groups(log):
-        parts = {kind: every.of(lambda chat, kind=kind: chat.kind == kind) for kind in KINDS}
-        parts |= {"for judging": every.of(lambda chat: chat.judge), "others": every.of(lambda chat: not chat.judge)}
-        parts = {name: figures for name, figures in parts.items() if figures.turns}
-        ways = list(dict.fromkeys(way for turn in every.turns for way in turn.texts))
-        print(f"\n{title}:\n")
+    for title, figures in groups(log):
+        columns = {kind: figures.of(lambda prompt, kind=kind: prompt.kind == kind) for kind in KINDS}
+        columns["for judging"] = figures.of(lambda prompt: prompt.judge)
+        columns["others"] = figures.of(lambda prompt: not prompt.judge)
+        columns = {name: column for name, column in columns.items() if column.turns}
+        ways = list(dict.fromkeys(way for turn in figures.turns for way in turn.texts))
         ways.sort(key=lambda way: (way != PLAIN, way.partition("@")[0] in PEERS))
-        table = Table("way", "ms a token", *parts, "accepted", "equal texts")
-        for way in ways:
-            speeds = (None if way == PLAIN else figures.speed(way) for figures in parts.values())
-            counts = (None, None) if way == PLAIN else (every.accepted(way), every.equal(way))
-            table.row(way, every.ms(way), *speeds, *counts)
-        drafting = [way for way in ways if every.accepted(way)]
-        if drafting:
-            print("\nTokens a round:\n")
-            table = Table("way", *parts)
+        print(f"\n{title}:\n")
+        table = Table("way", "ms a token", *columns, "accepted", "equal texts")
+        table.row(PLAIN, figures.ms(PLAIN))
+        for way in ways[1:]:
+            speeds = (column.speed(way) for column in columns.values())
+            table.row(way, figures.ms(way), *speeds, figures.accepted(way), figures.equal(way))
+        if drafting := [way for way in ways if figures.accepted(way)]:
+            print("\nTokens a round, and the conditional acceptance:\n")
+            table = Table("way", *columns, "acceptance")
             for way in drafting:
-                table.row(way, *(figures.tokens_per_round(way) for figures in parts.values()))
+                rounds = (column.tokens_per_round(way) for column in columns.values())
+                table.row(way, *rounds, figures.acceptance(way))
     print("\nMilliseconds per token of the prompt, until the first token:\n")
     alone = Figures([turn for turn in log.turns if turn.case.batch == 1 and not turn.case.temperature])
     peers = [peer for peer in PEERS if any(peer in turn.texts for turn in alone.turns)]
     table = Table("kind", "tokens", "plain", *peers)
     for kind in KINDS:
-        figures = alone.of(lambda chat, kind=kind: chat.kind == kind)
-        if not figures.turns:
-            continue
-        tokens = figures.middle(PLAIN, lambda turn, _: turn.prompt_tokens, 0)
-        table.row(kind, tokens, *(figures.prompt_ms(way) for way in (PLAIN, *peers)))
+        figures = alone.of(lambda prompt, kind=kind: prompt.kind == kind)
+        if figures.turns:
+            table.row(kind, figures.prompt_tokens(), *(figures.prompt_ms(way) for way in (PLAIN, *peers)))
 
 
 # ---------------------------------------------------------------- the command
 
 
-def named(text: str) -> tuple[str, str]:
+def named_path(text: str) -> tuple[str, str]:
     name, equals, path = text.partition("=")
     if not equals:
         raise ValueError
@@ -448,61 +498,79 @@ def named(text: str) -> tuple[str, str]:
 
 
 def cases_of(args: Any) -> Iterator[Case]:
-    """Yield what is asked for, turn by turn. Batches begin with the first chat of a kind."""
-    chosen = [chat for chat in chats() if chat.kind in args.kinds and chat.number <= args.prompts]
-    for turn, chat in product(range(args.turns), chosen):
-        for context, batch in product(args.contexts, args.batches):
-            if batch > 1 and chat.number > 1:
-                continue
-            for temperature in args.temperatures:
-                for accept in args.accept if temperature else ["compare"]:
-                    yield Case(chat.name, context, batch, temperature, accept, turn)
+    """Yield the requested cases, turn by turn. Batches begin with the first prompt of a kind."""
+    chosen = [prompt for prompt in prompts() if prompt.kind in args.kinds and prompt.number <= args.prompts]
+    for turn, prompt, context, batch in product(range(args.turns), chosen, args.contexts, args.batches):
+        if batch > 1 and prompt.number > 1:
+            continue
+        for temperature in args.temperatures:
+            for accept in args.accept if temperature else ["compare"]:
+                yield Case(prompt.name, context, batch, temperature, accept, turn)
+
+
+def unmeasured(log: Log, cases: Iterable[Case], ways: list[Way]) -> dict[Case, list[Way]]:
+    """Return the ways in which each case is still to be measured, beside plain decoding, which is the first way."""
+    plain, *others = ways
+    missing = dict[Case, list[Way]]()
+    for case in cases:
+        measured = log.has(case)
+        new = [way for way in others if way.takes(case) and way.name not in measured]
+        if new or not measured:
+            missing[case] = [plain, *new]
+    return missing
+
+
+def measure(log: Log, missing: dict[Case, list[Way]], args: Any, drafts: dict[str, str]) -> None:
+    with ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        ways = dict.fromkeys(way for each_ways in missing.values() for way in each_ways)
+        peers = {(way.runner, case.batch > 1) for case, ways in missing.items() for way in ways if way.is_peer}
+        workers = {peer: stack.enter_context(start_peer(*peer, args, drafts, scratch)) for peer in sorted(peers)}
+        bench = Bench(load_models(args.model, ways, drafts, args.arithmetic), workers, args.tokens)
+        first = prompt_named(next(iter(missing)).prompt)
+        bench.warm_up(first, list(ways), {case.batch for case in missing})
+        for place, (case, case_ways) in enumerate(missing.items(), 1):
+            title = f"turn {case.turn + 1}, {case.prompt}, {', '.join(map(str, case.group))}"
+            print(f"{place} of {len(missing)}: {title}", file=sys.stderr, flush=True)
+            log.add(bench.turn(case, case_ways))
 
 
 def main() -> None:
-    parser = options(__doc__)
-    parser.add_argument("model", type=Path, metavar="MODEL")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE")
-    parser.add_argument("--ways", type=way_of, nargs="+", default=[way_of(LOOKUP)], metavar="WAY")
-    parser.add_argument("--draft", type=named, action="append", default=[], metavar="NAME=PATH")
-    parser.add_argument("--checkpoint", type=Path, metavar="DIR", help="what MODEL was exported from, for llamacpp")
-    parser.add_argument("--gguf", choices=("q8_0", "q4_0"), default="q8_0", help="its weights in llama.cpp")
-    parser.add_argument("--kinds", type=several(choices=KINDS), default=",".join(KINDS))
-    parser.add_argument("--prompts", type=int, default=2, help="of each kind")
-    parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=64, help="of an answer, at most")
-    parser.add_argument("--contexts", type=several(int), default="0", help="least tokens of a prompt")
-    parser.add_argument("--batches", type=several(int), default="1", help="chats that are answered together")
-    parser.add_argument("--temperatures", type=several(float), default="0,1")
-    parser.add_argument("--accept", type=several(choices=("compare", "rejection")), default="compare")
-    parser.add_argument("--arithmetic", choices=("exact", "fast"), default="exact")
-    parser.add_argument("--isa", help="cap OpenVINO to this instruction set, such as AVX2")
-    args = parser.parse_args()
+    args = arguments(
+        __doc__,
+        "model",
+        out=Option(Path, "the file of the turns", required=True),
+        ways=Option([way_of(LOOKUP)], kind=way_of, separator=" "),
+        draft=Option([], "NAME=PATH", kind=named_path, separator=" "),
+        checkpoint=Option(Path, "what MODEL was exported from, for llamacpp"),
+        gguf=Option("q8_0", "its weights in llama.cpp", ("q8_0", "q4_0")),
+        against=Option(Path, "the checkout of ovspec-before"),
+        kinds=Option(CHAT_KINDS, choices=KINDS),
+        prompts=Option(2, "of each kind"),
+        turns=3,
+        tokens=Option(64, "of an answer, at most"),
+        contexts=Option([0], "least tokens of a prompt"),
+        batches=Option([1], "chats that are answered together"),
+        temperatures=[0.0, 1.0],
+        accept=Option(["compare"], choices=("compare", "rejection")),
+        arithmetic=Option("exact", choices=("exact", "fast")),
+        isa=isa_option(),
+    )
     cap(args.isa)
     ways = [way_of(PLAIN), *(way for way in args.ways if way.name != PLAIN)]
     drafts = {name: str(Path(path).resolve()) for name, path in args.draft}
-    here = machine().rpartition(", ")[0]  # without the month
-    about = {"model": str(args.model.resolve()), "tokens": args.tokens, "machine": here, "isa": instruction_set()}
-    log = Log(args.out, about | {"arithmetic": args.arithmetic, "gguf": args.gguf, "draft": drafts})
-    plain, *others = ways
-    missing = dict[Case, list[Way]]()
-    for case in cases_of(args):
-        has = log.has(case)
-        new = [way for way in others if way.takes(case) and way.name not in has]
-        if new or not has:
-            missing[case] = [plain, *new]
-    if missing:
-        with ExitStack() as stack:
-            scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            needed = dict.fromkeys(way for each in missing.values() for way in each)
-            peers = {(way.runner, case.batch > 1): 0 for case, each in missing.items() for way in each if way.is_peer}
-            workers = {each: stack.enter_context(start(*each, args, drafts, scratch)) for each in peers}
-            bench = Bench(load_models(args.model, needed, drafts, args.arithmetic), workers, args.tokens)
-            bench.warm_up(chats()[0], list(needed), {case.batch for case in missing})
-            for place, (case, each) in enumerate(missing.items(), 1):
-                what = f"turn {case.turn + 1}, {case.chat}, {', '.join(map(str, case.group))}"
-                print(f"{place} of {len(missing)}: {what}", file=sys.stderr, flush=True)
-                log.add(bench.turn(case, each))
+    about = {
+        "model": str(args.model.resolve()),
+        "tokens": args.tokens,
+        "machine": machine().rpartition(", ")[0],  # without the month
+        "isa": instruction_set(),
+        "arithmetic": args.arithmetic,
+        "gguf": args.gguf,
+        "draft": drafts,
+    }
+    log = Log(args.out, about)
+    if missing := unmeasured(log, cases_of(args), ways):
+        measure(log, missing, args, drafts)
     print(f"{args.model.name} on {machine()}, {instruction_set()}\n")
     print_tables(log)
 

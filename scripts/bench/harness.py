@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import itertools
 import json
 import math
@@ -25,11 +26,10 @@ import numpy as np
 import openvino as ov
 from peers.install import python_of
 
-from ovspec.api.comparison import compare_result_times, compute_speedup, rotate_modes
+from ovspec.api.comparison import rotate_modes
 from ovspec.engine.results import Result
 from ovspec.ir.compile import MODEL_FILE
 from ovspec.ir.device import list_available_devices
-from ovspec.params.loading import RUNTIME
 from ovspec.setup.tuning import TUNING_TEXT_FILE
 from ovspec.text.chat_template import Message
 from ovspec.text.tokenizer import Tokenizer
@@ -38,10 +38,9 @@ K = TypeVar("K")
 T = TypeVar("T")
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-WORKLOADS: dict[str, Any] = json.loads((HERE / "workloads.json").read_text("utf-8"))
 # Held-out files: the demo pair was trained on none of these texts.
 CODE: list[str] = [entry["text"] for entry in json.loads((ROOT / "models/prompts.json").read_text("utf-8"))["prompts"]]
-PROSE: list[str] = WORKLOADS["prose"]
+PROSE: list[str] = json.loads((HERE / "prose.json").read_text("utf-8"))
 
 
 def mixed(count: int) -> list[str]:
@@ -51,58 +50,47 @@ def mixed(count: int) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Task:
-    """A prompt and, for an edit, the right answer."""
+class Prompt:
+    """A text to go on with, or the messages of a chat of ours that end with a user's.
 
-    prompt: str
-    answer: str | None = None
-
-
-def tasks_of(workload: str, count: int) -> list[Task]:
-    """Return the first ``count`` tasks of a workload: completion, edit or prose."""
-    if workload == "edit":
-        return [edit_of(entry) for entry in WORKLOADS["edit"][:count]]
-    return [Task(text) for text in {"completion": CODE, "prose": PROSE}[workload][:count]]
-
-
-def edit_of(entry: dict[str, Any]) -> Task:
-    """Return a task: a file, the change to make, and the beginning of the changed file."""
-    edited = entry["file"]
-    for old, new in entry["replace"].items():
-        edited = edited.replace(old, new)
-    first, rest = edited.split("\n", 1)
-    return Task(f"{entry['file']}\n\n# The same file, {entry['task']}:\n\n{first}\n", rest)
-
-
-@dataclass(frozen=True)
-class Chat:
-    """Messages of ours that end with a user's. ``judge``: only for judging, so nothing is trained or tuned on it.
-
+    judge: only for judging, so nothing is trained or tuned on it.
     schema: of the JSON that is asked for in chats of the kind "extract". Their messages only name its keys: told the
         whole schema, small models repeat it.
     """
 
     kind: str
     number: int  # in its kind, from 1
-    messages: list[Message]
-    judge: bool
+    content: str | list[Message]
+    judge: bool = True
     schema: dict[str, Any] | None = None
 
     @property
     def name(self) -> str:
         return f"{self.kind} {self.number}"
 
+    @property
+    def is_chat(self) -> bool:
+        return not isinstance(self.content, str)
 
-def chats() -> list[Chat]:
+
+@functools.cache
+def chats() -> list[Prompt]:
     """Return the chats of ``chats.json``: kind by kind, those for judging first."""
     by_kind: dict[str, list[dict[str, Any]]] = {}
     for entry in json.loads((HERE / "chats.json").read_text("utf-8")):
         by_kind.setdefault(entry["kind"], []).append(entry)
     return [
-        Chat(number=number, **entry)
-        for entries in by_kind.values()
+        Prompt(kind, number, entry["messages"], entry["judge"], entry.get("schema"))
+        for kind, entries in by_kind.items()
         for number, entry in enumerate(sorted(entries, key=lambda entry: not entry["judge"]), 1)
     ]
+
+
+@functools.cache
+def prompts() -> list[Prompt]:
+    """Return the chats, code to complete and prose to go on with."""
+    texts = {"completion": CODE, "prose": PROSE}
+    return [*chats(), *(Prompt(kind, number, text) for kind in texts for number, text in enumerate(texts[kind], 1))]
 
 
 def with_context(tokenizer: Tokenizer, ids: list[int], context: int) -> list[int]:
@@ -116,41 +104,72 @@ def with_context(tokenizer: Tokenizer, ids: list[int], context: int) -> list[int
 # ---------------------------------------------------------------- options
 
 
-def options(doc: str | None) -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+@dataclass(frozen=True)
+class Option:
+    """An option of a benchmark.
+
+    default: a list takes values with ``separator`` between them; a type is that of an option without a default, and
+        bool that of a flag.
+    choices: names that a value is one of.
+    kind: converts a value; by default the type of the default.
+    """
+
+    default: Any
+    help: str | None = None
+    choices: Collection[str] = ()
+    kind: Callable[[str], Any] | None = None
+    separator: str = ","
+    required: bool = False
+
+    def add_to(self, parser: argparse.ArgumentParser, flag: str) -> None:
+        if self.default is bool:
+            parser.add_argument(flag, action="store_true", help=self.help)
+        elif isinstance(self.default, type):
+            parser.add_argument(flag, type=self.default, required=self.required, help=self.help)
+        elif not isinstance(self.default, list):
+            kind = self.kind or type(self.default)
+            parser.add_argument(flag, type=kind, default=self.default, choices=self.choices or None, help=self.help)
+        elif self.separator == " ":
+            parser.add_argument(flag, type=self.kind, nargs="+", action="extend", help=self.help)
+        else:
+            kind = several(self.kind or type(self.default[0]), self.choices, self.separator)
+            parser.add_argument(flag, type=kind, default=self.default, help=self.help)
 
 
-def several(
-    kind: Callable[[str], Any] = str, choices: Collection[str] = (), separator: str = ","
-) -> Callable[[str], list[Any]]:
-    """Return the argparse type of values with commas between them."""
+def arguments(doc: str | None, *paths: str, **options: Any) -> argparse.Namespace:
+    """Parse the command line of a benchmark.
+
+    Args:
+        paths: names of arguments that are files or folders; one that ends with "+" takes several.
+        options: an ``Option``, or only its default.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in paths:
+        parser.add_argument(name.rstrip("+"), type=Path, nargs="+" if name.endswith("+") else None)
+    declared = {name: value if isinstance(value, Option) else Option(value) for name, value in options.items()}
+    for name, option in declared.items():
+        option.add_to(parser, f"--{name.replace('_', '-')}")
+    args = parser.parse_args()
+    for name, option in declared.items():
+        if option.separator == " " and getattr(args, name) is None:
+            setattr(args, name, option.default)
+    return args
+
+
+def several(kind: Callable[[str], Any], choices: Collection[str], separator: str) -> Callable[[str], list[Any]]:
+    """Return the argparse type of values with ``separator`` between them."""
 
     def convert(text: str) -> list[Any]:
-        parts = [part.strip() for part in text.split(separator)]
-        if unknown := [part for part in parts if choices and part not in choices]:
+        values = [part.strip() for part in text.split(separator)]
+        if unknown := [value for value in values if choices and value not in choices]:
             raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not one of {f'{separator} '.join(choices)}")
-        return [kind(part) for part in parts]
+        return [kind(value) for value in values]
 
     return convert
 
 
-def add_runtime_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ovspec's commands that decide where and how models are compiled."""
-    for name, option in RUNTIME.items():
-        flag = option.flags[0] if option.flags else f"--{name.replace('_', '-')}"
-        more: dict[str, Any] = {"type": int if name == "threads" else option.parse or str}
-        if flag.startswith("--no-"):
-            more = {"action": "store_const", "const": False}
-        elif name == "properties":
-            more["action"] = "append"
-        parser.add_argument(flag, dest=name, help=option.help, **more)
-
-
-def runtime_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Return these options as ``ovspec.load`` takes them."""
-    given = {name: getattr(args, name) for name in RUNTIME}
-    properties = {name: value for each in given["properties"] or () for name, value in each.items()}
-    return given | {"properties": properties or None}
+def isa_option() -> Option:
+    return Option(str, "cap OpenVINO to this instruction set, such as AVX2")
 
 
 # ---------------------------------------------------------------- times
@@ -170,24 +189,24 @@ def milliseconds(work: Callable[[], object]) -> float:
 
 
 def take_turns(names: Iterable[K], run: Callable[[K, int], T], turns: int, warm_up: int = 1) -> dict[K, list[T]]:
-    """Run each name in each turn, and return what ``run(name, turn)`` gave, in the order of the turns.
+    """Run each name in each turn, and return the figures that ``run(name, turn)`` gave, in the order of the turns.
 
     Each turn begins with another name, because a machine's speed drifts while it is measured. The first ``warm_up``
     turns, in which kernels are made, have negative numbers and are left out.
     """
-    found: dict[K, list[T]] = {name: [] for name in names}
+    figures: dict[K, list[T]] = {name: [] for name in names}
     for turn in range(-warm_up, turns):
-        for name in rotate_modes(list(found), turn):
-            result = run(name, turn)
+        for name in rotate_modes(list(figures), turn):
+            figure = run(name, turn)
             if turn >= 0:
-                found[name].append(result)
-    return found
+                figures[name].append(figure)
+    return figures
 
 
 def totals(results: Iterable[Result], *names: str) -> list[int]:
     """Return the sums of some fields of the results' stats."""
     stats = [result.stats for result in results]
-    return [sum(getattr(each, name) for each in stats) for name in names]
+    return [sum(getattr(text, name) for text in stats) for name in names]
 
 
 def ratios(over: Iterable[float], under: Iterable[float]) -> list[float]:
@@ -208,20 +227,24 @@ def median_interval(values: Iterable[float], confidence: float = 0.95) -> tuple[
     return ordered[place], ordered[-1 - place]
 
 
-def shown(values: Sequence[float], digits: int = 2) -> str:
-    """Return the median and the range of values."""
-    middle, least, most = (f"{f(values):.{digits}f}" for f in (statistics.median, min, max))
-    return f"{middle} ({least} to {most})"
+def median(values: Iterable[float], digits: int = 1) -> str:
+    """Return the median as tables show it."""
+    return f"{statistics.median(values):.{digits}f}"
+
+
+def median_and_range(values: Sequence[float], digits: int = 2) -> str:
+    return f"{median(values, digits)} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
 
 # ---------------------------------------------------------------- output
 
 
-def machine() -> str:
-    """Return what a table has to name: processor, system and OpenVINO's version."""
+def machine(isa: str | None = None) -> str:
+    """Return the machine that a table has to name: processor, its cap, system and OpenVINO's version."""
     version = ov.get_version().split("-")[0]
     cpu = dict(list_available_devices()).get("CPU", "CPU")
-    return f"{cpu}, {os.cpu_count()} cores, {platform.system()}, OpenVINO {version}, {time.strftime('%B %Y')}"
+    capped = f"capped to {isa}, " if isa else ""
+    return f"{cpu}, {capped}{os.cpu_count()} cores, {platform.system()}, OpenVINO {version}, {time.strftime('%B %Y')}"
 
 
 class Table:
@@ -238,46 +261,6 @@ class Table:
         print(f"| {' | '.join('' if cell is None else str(cell) for cell in filled)} |", flush=True)
 
 
-def compared(
-    results: Sequence[Result], plain: Sequence[Result], times: tuple[Sequence[float], Sequence[float]] | None = None
-) -> dict[str, Any]:
-    """Return the figures of texts beside those of plain decoding, by the names that JSON has.
-
-    ``plain_tpot_ms`` and ``tpot_ms`` are milliseconds per token in the median turn; their ratio is ``speedup`` (see
-    ``ovspec.api.comparison``), None if it would be a gain that drafting can't have caused. ``spread`` is the least and
-    the greatest ratio of a turn, ``acceptance`` the conditional one. ``equal`` counts the texts that are the same.
-
-    Args:
-        times: plain milliseconds per token of each turn, and the others, if not those of the results.
-    """
-    names = ("proposed", "accepted", "reached", "rounds", "generated_tokens", "forced")
-    proposed, accepted, reached, rounds, tokens, forced = totals(results, *names)
-    stats = [result.stats for result in results]
-    speedup = compute_speedup(*times, stats) if times else compare_result_times(plain, results)
-    equal = sum(a.token_ids == b.token_ids for a, b in zip(results, plain, strict=True))
-    return {
-        "plain_tpot_ms": speedup.plain_ms,
-        "tpot_ms": speedup.ms,
-        "speedup": 1.0 if results is plain else speedup.claimed_ratio,
-        "spread": (speedup.ratios[0], speedup.ratios[-1]),
-        "proposed": proposed,
-        "accepted": accepted,
-        "acceptance": accepted / reached if reached else None,
-        "forced": forced / tokens,
-        "tokens_per_round": tokens / max(1, rounds),
-        "equal": f"{equal} of {len(results)}",
-    }
-
-
-def speedup_cells(figures: Mapping[str, Any], plain: bool) -> tuple[str | None, ...]:
-    """Return plain time, time, speed-up and its range; the row of plain decoding has only its time."""
-    if plain:
-        return None, f"{figures['tpot_ms']:.2f}", None, None
-    spread = "{:.2f} to {:.2f}".format(*figures["spread"]) if figures["speedup"] else None
-    claimed = f"{figures['speedup']:.2f}" if figures["speedup"] else "none"
-    return f"{figures['plain_tpot_ms']:.2f}", f"{figures['tpot_ms']:.2f}", claimed, spread
-
-
 @contextlib.contextmanager
 def picture(file: Path, columns: int = 1, size: tuple[float, float] = (4, 3.6)) -> Iterator[list[Any]]:
     """Yield the axes of a picture, and write it to ``file`` at the end. ``size``: inches of each column."""
@@ -291,10 +274,6 @@ def picture(file: Path, columns: int = 1, size: tuple[float, float] = (4, 3.6)) 
     )
     yield list(axes[0])
     figure.savefig(file, dpi=110)
-
-
-def as_json(figures: Mapping[str, Any]) -> str:
-    return json.dumps({name: round(each, 4) if isinstance(each, float) else each for name, each in figures.items()})
 
 
 # ---------------------------------------------------------------- memory
@@ -335,7 +314,6 @@ def weight_bytes(model: ov.Model) -> int:
 # Worker: the peer whose interpreter runs it. All other workers run in this interpreter.
 INTERPRETERS = {
     "genai": "genai",
-    "genai_serving": "genai",
     "optimum": "optimum",
     "llamacpp": "llamacpp",
     "llamacpp_grammar": "llamacpp",

@@ -1,9 +1,13 @@
 """JSON lines between a benchmark and a worker, the same for every peer; run by the peer's own interpreter.
 
-The first line sets a worker up, which answers ``{"ready": true, "versions": {...}, "load_s": x}``. Every further line
-is a request. An error is answered as ``{"error": "one sentence"}``; after a failed set-up the worker ends. An empty
-line or the end of stdin also ends it. What a request asks for depends on the worker: texts (``Setup``, ``Request``),
-requests that arrive over time (``arrivals.py``) or walks through grammars (``grammar_protocol.py``).
+The first line is the set-up. Its ``task`` says which requests follow, and the worker has a loader for each task:
+
+- "texts": each ``Request`` for texts is answered with their ids and times. The set-up is a ``Setup``.
+- "loads": a ``Load`` of requests that several clients send is answered with their timelines. The same set-up.
+- "grammars": a walk through a grammar, a ``GrammarTask``, is answered with its times. The set-up is a ``Vocabulary``.
+
+The worker answers the set-up with ``{"ready": true, "versions": {...}, "load_s": x}``. An error is answered as
+``{"error": "one sentence"}``; after a failed set-up the worker ends. An empty line or the end of stdin also ends it.
 
 All timing happens here: a call is timed from the token ids of its prompts to those of its texts, and a token counts
 when the peer's streamer is called.
@@ -17,14 +21,66 @@ import re
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+
+class Refusal(Exception):
+    """A sentence that says what a peer can't do."""
+
+
+Answer = Callable[[dict[str, Any]], dict[str, Any]]  # from a request to its answer
+
+
+def serve(packages: list[str], **loaders: Any) -> None:
+    """Answer the requests on stdin until there are no more.
+
+    Args:
+        packages: names of packages whose versions are reported.
+        loaders: for each task that the worker has, the function that takes the set-up, a ``LoadGenerate``,
+            ``LoadRunner`` or ``LoadGrammars``; it raises if the set-up can't be used.
+    """
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8", newline="\n")
+    os.dup2(2, 1)  # what libraries print goes to stderr
+
+    def reply(answer: dict[str, Any]) -> None:
+        replies.write(json.dumps(answer) + "\n")
+        replies.flush()
+
+    try:
+        began = time.perf_counter()
+        setup = json.loads(sys.stdin.readline())
+        task = setup.pop("task", "texts")
+        if task not in loaders:
+            raise Refusal(f"it has no {task}")
+        answer = ANSWERS[task](loaders[task], setup)
+        seconds = time.perf_counter() - began
+        versions = {package: version(package) for package in packages}
+        reply({"ready": True, "versions": versions, "load_s": round(seconds, 3)})
+    except Exception as error:
+        reply({"error": sentence(error)})
+        return
+    while line := sys.stdin.readline().strip():
+        try:
+            reply(answer(json.loads(line)))
+        except Exception as error:
+            reply({"error": sentence(error)})
+
+
+def sentence(error: Exception) -> str:
+    """Return ``error`` as one line, without the C++ source locations that OpenVINO names."""
+    text = " ".join(re.sub(r"Exception from \S+| at /\S+", "", str(error)).split())
+    name = "" if isinstance(error, Refusal) else f"{type(error).__name__}: "
+    return f"{name}{text}"[:600]
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What to load. ``properties`` are OpenVINO's; ``options`` depend on the worker."""
+    """The model to load. ``properties`` are OpenVINO's; ``options`` depend on the worker."""
 
     target: str
     draft: str | None = None
@@ -38,6 +94,9 @@ class Setup:
         if self.draft is None:
             raise Refusal(f"the mode {self.mode} needs a draft")
         return self.draft
+
+
+# ---------------------------------------------------------------- texts
 
 
 @dataclass(frozen=True)
@@ -87,85 +146,199 @@ class Watch:
         self.times += [time.perf_counter() - self.began] * count
 
 
-@dataclass
-class Texts:
-    """The generated ids of each prompt, and the conditional acceptance if the peer reports it."""
-
-    tokens: list[list[int]]
-    acceptance: float | None = None
+TokenLists = list[list[int]]  # the generated ids of each prompt
+Generate = Callable[[Request, Watch], TokenLists]
+LoadGenerate = Callable[[Setup], Generate]
 
 
-class Refusal(Exception):
-    """A sentence that says what a peer can't do."""
+def answer_texts(load: LoadGenerate, setup: dict[str, Any]) -> Answer:
+    generate = load(Setup(**setup))
+    return lambda request: timed_texts(generate, Request(**request))
 
 
-Generate = Callable[[Request, Watch], Texts]
-Answer = Callable[[dict[str, Any]], dict[str, Any]]
-
-
-def serve_texts(load: Callable[[Setup], Generate], packages: list[str]) -> None:
-    """Answer requests for texts with the function that ``load`` returns."""
-
-    def loaded(setup: dict[str, Any]) -> Answer:
-        generate = load(Setup(**setup))
-        return lambda asked: timed(generate, Request(**asked))
-
-    serve(loaded, packages)
-
-
-def serve(load: Callable[[dict[str, Any]], Answer], packages: list[str]) -> None:
-    """Answer each line with what the function that ``load`` returns makes of it, until there are no more.
-
-    Args:
-        load: takes the first line, and raises if it can't be used.
-        packages: names of packages whose versions are reported.
-    """
-    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what libraries print goes to stderr
-
-    def reply(answer: dict[str, Any]) -> None:
-        replies.write(json.dumps(answer) + "\n")
-        replies.flush()
-
-    try:
-        began = time.perf_counter()
-        work = load(json.loads(sys.stdin.readline()))
-        loaded = time.perf_counter() - began
-        versions = {package: version(package) for package in packages}
-        reply({"ready": True, "versions": versions, "load_s": round(loaded, 3)})
-    except Exception as error:
-        reply({"error": sentence(error)})
-        return
-    while line := sys.stdin.readline().strip():
-        try:
-            answer = work(json.loads(line))
-        except Exception as error:
-            answer = {"error": sentence(error)}
-        reply(answer)
-
-
-def timed(generate: Generate, request: Request) -> dict[str, Any]:
+def timed_texts(generate: Generate, request: Request) -> dict[str, Any]:
     """Return the texts and their times; ``times``: seconds until each token, for peers that stream."""
     watch = Watch()
-    texts = generate(request, watch)
+    tokens = generate(request, watch)
     seconds = time.perf_counter() - watch.began
-    lengths = [len(tokens) for tokens in texts.tokens]
+    lengths = [len(ids) for ids in tokens]
     if lengths != request.each_length:
         raise Refusal(f"it should have generated texts of {request.each_length} tokens, but generated {lengths}")
-    first = watch.times[0] if watch.times else None
-    alone = first is not None and len(request.prompts) == 1 and request.max_tokens > 1
-    return {
-        "tokens": texts.tokens,
-        "times": watch.times,
-        "ttft_ms": first and first * 1e3,
-        "seconds": seconds,
-        "tpot_ms": (seconds - first) * 1e3 / (request.max_tokens - 1) if alone and first is not None else None,
-        "acceptance": texts.acceptance,
-    }
+    answer: dict[str, Any] = {"tokens": tokens, "times": watch.times, "seconds": seconds}
+    answer |= {"ttft_ms": None, "tpot_ms": None}
+    if watch.times:
+        answer["ttft_ms"] = watch.times[0] * 1e3
+        if len(request.prompts) == 1 and request.max_tokens > 1:
+            answer["tpot_ms"] = (seconds - watch.times[0]) * 1e3 / (request.max_tokens - 1)
+    return answer
 
 
-def sentence(error: Exception) -> str:
-    """Return ``error`` as one line, without the C++ source locations that OpenVINO names."""
-    text = " ".join(re.sub(r"Exception from \S+| at /\S+", "", str(error)).split())
-    name = "" if isinstance(error, Refusal) else f"{type(error).__name__}: "
-    return f"{name}{text}"[:600]
+# ---------------------------------------------------------------- loads
+
+
+@dataclass
+class Timeline:
+    """When a request was sent, and when the pieces of its text came, in seconds since the load began.
+
+    A piece has the tokens of one inference.
+    """
+
+    sent: float
+    pieces: list[float] = field(default_factory=list)
+
+
+@dataclass
+class Load:
+    """Requests, all for greedy texts that end at no token. Each client sends its next one when it has its answer.
+
+    Args:
+        prompts: token ids of each request, in order.
+        tokens: the number of tokens that each asks for.
+    """
+
+    prompts: list[list[int]]
+    tokens: list[int]
+    clients: int = 1
+
+    def __post_init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin now."""
+        self.began = time.perf_counter()
+        self._next = self._running = 0
+
+    @property
+    def now(self) -> float:
+        return time.perf_counter() - self.began
+
+    @property
+    def sent_all(self) -> bool:
+        return self._next == len(self.prompts)
+
+    def due(self) -> list[int]:
+        """Return the numbers of the requests that are to be sent now."""
+        count = min(self.clients - self._running, len(self.prompts) - self._next)
+        self._next += count
+        self._running += count
+        return list(range(self._next - count, self._next))
+
+    def answered(self) -> None:
+        """Note that a request has been answered."""
+        self._running -= 1
+
+
+RunLoad = Callable[[Load], list[Timeline]]
+LoadRunner = Callable[[Setup], RunLoad]
+
+
+def answer_loads(load: LoadRunner, setup: dict[str, Any]) -> Answer:
+    run = load(Setup(**setup))
+    return lambda request: {"timelines": [asdict(timeline) for timeline in run(Load(**request))]}
+
+
+# ---------------------------------------------------------------- grammars
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """A vocabulary. ``file``: a byte-level BPE tokenizer.json; ``size``: number of ids, including unused ones."""
+
+    file: str
+    size: int
+    end: int
+
+    def spelled(self) -> list[str]:
+        """Return the tokens by id, as the file spells them; "" if an id has none."""
+        tokens = [""] * self.size
+        for token, i in json.loads(Path(self.file).read_text(encoding="utf-8"))["model"]["vocab"].items():
+            tokens[i] = token
+        return tokens
+
+
+@dataclass(frozen=True)
+class GrammarTask:
+    """A grammar and texts that it allows, as token ids. ``kind``: json (a schema), lark or gbnf."""
+
+    kind: str
+    source: str
+    texts: list[list[int]]
+    steps: int = 1_000_000  # maximum number of tokens per text
+
+
+class Walk(Protocol):
+    """The state of a grammar within a text. ``mask``, ``apply``, ``check`` and ``accept`` are timed.
+
+    prepare: put the logits where the engine needs them, which every engine must do without a grammar too.
+    mask: compute which tokens are allowed; return whether the mask still has to be applied.
+    check: return whether a token is allowed, without a mask; None if the engine can't check a single token.
+    allows: return whether the applied mask allows a token.
+    """
+
+    def prepare(self, logits: np.ndarray) -> None: ...
+    def mask(self) -> bool: ...
+    def apply(self) -> None: ...
+    def check(self, token: int) -> bool | None: ...
+    def allows(self, token: int) -> bool: ...
+    def accept(self, token: int) -> bool: ...
+
+
+# From a grammar's kind and source to the function that constructs it, which is timed.
+Grammars = Callable[[str, str], Callable[[], Walk]]
+LoadGrammars = Callable[[Vocabulary], Grammars]
+
+
+class Clock:
+    """Milliseconds of operations, by their names."""
+
+    def __init__(self) -> None:
+        self.times: dict[str, list[float]] = {}
+
+    def timed(self, name: str, work: Callable[[], Any]) -> Any:
+        began = time.perf_counter()
+        outcome = work()
+        self.times.setdefault(name, []).append(round((time.perf_counter() - began) * 1e3, 5))
+        return outcome
+
+
+def answer_grammars(load: LoadGrammars, setup: dict[str, Any]) -> Answer:
+    vocabulary = Vocabulary(**setup)
+    grammars = load(vocabulary)
+    return lambda request: timed_walks(grammars, GrammarTask(**request), vocabulary)
+
+
+def timed_walks(grammars: Grammars, task: GrammarTask, vocabulary: Vocabulary) -> dict[str, Any]:
+    """Return the milliseconds of every step by operation, and how many tokens of the texts masks forbid.
+
+    The grammar is constructed again for each text, so that nothing is known from the last one.
+
+    Raises:
+        Refusal: the grammar isn't supported, or it doesn't accept one of the texts.
+    """
+    clock, outside = Clock(), 0
+    logits = np.random.default_rng(0).normal(size=vocabulary.size).astype(np.float32)
+    construct = grammars(task.kind, task.source)
+    for text in task.texts:
+        walk: Walk = clock.timed("construct", construct)
+        for place, token in enumerate(text[: task.steps]):
+            walk.prepare(logits)
+            applies = clock.timed("mask", walk.mask)
+            clock.timed("apply", walk.apply if applies else lambda: None)
+            if clock.timed("check", lambda walk=walk, token=token: walk.check(token)) is None:
+                del clock.times["check"]
+            outside += not walk.allows(token)
+            if not clock.timed("accept", lambda walk=walk, token=token: walk.accept(token)):
+                raise Refusal(f"it refuses token {place + 1} of {len(text)} of a text that its grammar allows")
+        walk.prepare(logits)
+        walk.mask()
+        walk.apply()
+        if len(text) <= task.steps and not walk.allows(vocabulary.end):
+            raise Refusal("it doesn't let a text end that its grammar allows to end")
+    return {"times": clock.times, "outside": outside}
+
+
+ANSWERS: dict[str, Callable[[Any, dict[str, Any]], Answer]] = {
+    "texts": answer_texts,
+    "loads": answer_loads,
+    "grammars": answer_grammars,
+}

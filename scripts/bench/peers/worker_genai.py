@@ -1,8 +1,7 @@
-"""openvino-genai as a worker that generates texts.
+"""openvino-genai as a worker: texts, and loads in its continuous batching pipeline, without HTTP and drafters.
 
-Modes: plain, draft, lookup. Options: batches, True for several prompts at a time; backend, PA (its own default), SDPA,
-or None to leave everything to its defaults; max_ngram_size, for lookup; prefix_caching and batched_tokens, for its
-scheduler. With a draft model, k=None selects its dynamic mode.
+Modes of texts: plain, draft, lookup. Their options: batches, True for several prompts at a time; backend, PA (its own
+default), SDPA, or None to leave everything to its defaults; prefix_caching.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import openvino as ov
 import openvino_genai as genai  # type: ignore[import-not-found]
 import protocol
 
-DYNAMIC_THRESHOLD = 0.4  # of the draft's confidence, as in its documentation
 LOOKUP_NGRAM = 3
 
 
@@ -28,7 +26,7 @@ def scheduler(options: dict[str, Any]) -> Any:
     """
     config = genai.SchedulerConfig()
     config.enable_prefix_caching = options.get("prefix_caching", False)
-    config.max_num_batched_tokens = options.get("batched_tokens", 2**64 - 1)
+    config.max_num_batched_tokens = 2**64 - 1
     return config
 
 
@@ -47,23 +45,25 @@ class FirstToken(genai.StreamerBase):
         pass
 
 
-def config_of(setup: protocol.Setup, request: protocol.Request, length: int) -> Any:
+def generation_config(length: int) -> Any:
     config = genai.GenerationConfig()
     config.max_new_tokens, config.ignore_eos, config.apply_chat_template = length, True, False
+    return config
+
+
+def config_of(setup: protocol.Setup, request: protocol.Request, length: int) -> Any:
+    config = generation_config(length)
     if request.temperature > 0:
         config.do_sample, config.temperature, config.rng_seed = True, request.temperature, request.seed
         config.top_p = 1.0
         if request.top_k:
             config.top_k = request.top_k
     if setup.mode == "lookup":
-        config.max_ngram_size = setup.options.get("max_ngram_size", LOOKUP_NGRAM)
-    if setup.mode in ("draft", "lookup"):
-        if request.k is not None:
-            config.num_assistant_tokens = request.k
-        elif setup.mode == "draft":
-            config.assistant_confidence_threshold = DYNAMIC_THRESHOLD
-        else:
-            raise protocol.Refusal("its lookup has no dynamic mode")
+        config.max_ngram_size = LOOKUP_NGRAM
+    if setup.mode != "plain":
+        if request.k is None:
+            raise protocol.Refusal("its drafters need a number of tokens to propose")
+        config.num_assistant_tokens = request.k
     return config
 
 
@@ -71,7 +71,7 @@ def tensor(ids: list[int]) -> ov.Tensor:
     return ov.Tensor(np.array([ids], dtype=np.int64))
 
 
-def drafting(setup: protocol.Setup) -> dict[str, Any]:
+def pipeline_properties(setup: protocol.Setup) -> dict[str, Any]:
     """Return the properties of a pipeline with the drafter of a mode."""
     if setup.mode == "draft":
         draft = genai.draft_model(setup.draft_folder, "CPU", **setup.draft_properties)
@@ -79,18 +79,18 @@ def drafting(setup: protocol.Setup) -> dict[str, Any]:
     return setup.properties | ({"prompt_lookup": True} if setup.mode == "lookup" else {})
 
 
-def load(setup: protocol.Setup) -> protocol.Generate:
-    properties: dict[str, Any] = drafting(setup)
+def load_texts(setup: protocol.Setup) -> protocol.Generate:
+    properties: dict[str, Any] = pipeline_properties(setup)
     if setup.options.get("batches"):
         several = genai.ContinuousBatchingPipeline(setup.target, scheduler(setup.options), "CPU", properties)
 
-        def batch(request: protocol.Request, watch: protocol.Watch) -> protocol.Texts:
+        def generate_batch(request: protocol.Request, watch: protocol.Watch) -> protocol.TokenLists:
             del watch  # it streams single texts only
             configs = [config_of(setup, request, length) for length in request.each_length]
-            results = several.generate([tensor(ids) for ids in request.prompts], configs)
-            return protocol.Texts([list(result.m_generation_ids[0]) for result in results])
+            texts = several.generate([tensor(ids) for ids in request.prompts], configs)
+            return [list(text.m_generation_ids[0]) for text in texts]
 
-        return batch
+        return generate_batch
     backend = setup.options.get("backend", "PA")
     if backend:
         properties["ATTENTION_BACKEND"] = backend
@@ -98,14 +98,40 @@ def load(setup: protocol.Setup) -> protocol.Generate:
         properties["scheduler_config"] = scheduler(setup.options)
     pipeline = genai.LLMPipeline(setup.target, "CPU", **properties)
 
-    def generate(request: protocol.Request, watch: protocol.Watch) -> protocol.Texts:
-        result = pipeline.generate(
-            tensor(request.prompt), config_of(setup, request, request.max_tokens), FirstToken(watch)
-        )
-        return protocol.Texts([list(result.tokens[0])])
+    def generate(request: protocol.Request, watch: protocol.Watch) -> protocol.TokenLists:
+        config = config_of(setup, request, request.max_tokens)
+        return [list(pipeline.generate(tensor(request.prompt), config, FirstToken(watch)).tokens[0])]
 
     return generate
 
 
+def load_serving(setup: protocol.Setup) -> protocol.RunLoad:
+    """Load the pipeline with the scheduler's defaults, which read prompts in chunks of at most 256 tokens a step.
+
+    Prefix caching is off, as in the other benchmarks.
+    """
+    pipeline = genai.ContinuousBatchingPipeline(setup.target, genai.SchedulerConfig(), "CPU", setup.properties)
+
+    def run(load: protocol.Load) -> list[protocol.Timeline]:
+        running: dict[int, Any] = {}
+        timelines: dict[int, protocol.Timeline] = {}
+        while running or not load.sent_all:
+            for number in load.due():
+                timelines[number] = protocol.Timeline(load.now)
+                config = generation_config(load.tokens[number])
+                running[number] = pipeline.add_request(number, tensor(load.prompts[number]), config)
+            pipeline.step()
+            for number, handle in list(running.items()):
+                if handle.can_read():
+                    handle.read()
+                    timelines[number].pieces.append(load.now)
+                if handle.get_status() != genai.GenerationStatus.RUNNING and not handle.can_read():
+                    del running[number]
+                    load.answered()
+        return [timelines[number] for number in sorted(timelines)]
+
+    return run
+
+
 if __name__ == "__main__":
-    protocol.serve_texts(load, ["openvino-genai", "openvino"])
+    protocol.serve(["openvino-genai", "openvino"], texts=load_texts, loads=load_serving)

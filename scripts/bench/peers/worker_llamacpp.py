@@ -1,4 +1,4 @@
-"""llama.cpp as a worker that generates texts.
+"""llama.cpp as a worker: texts.
 
 Modes: plain runs in llama-cpp-python; lookup, which looks n-grams up, and head, an EAGLE-3 head, run in llama-server.
 Options: server, the path of llama-server; threads; context, the maximum number of tokens of a prompt and its text;
@@ -17,23 +17,23 @@ from http_server import Server
 KINDS = {"lookup": "ngram-simple", "head": "draft-eagle3"}  # of its --spec-type
 
 
-def load(setup: protocol.Setup) -> protocol.Generate:
+def load_texts(setup: protocol.Setup) -> protocol.Generate:
     # Its own default is half of the processors, because of hyper-threading.
     threads = int(setup.options.get("threads") or os.cpu_count() or 1)
     context = int(setup.options.get("context") or 4096)
-    begin = by_server if setup.mode in KINDS else by_library
-    return begin(setup, threads, context)
+    generate_with = server_generate if setup.mode in KINDS else library_generate
+    return generate_with(setup, threads, context)
 
 
 # ---------------------------------------------------------------- in this process
 
 
-def by_library(setup: protocol.Setup, threads: int, context: int) -> protocol.Generate:
+def library_generate(setup: protocol.Setup, threads: int, context: int) -> protocol.Generate:
     from llama_cpp import Llama  # type: ignore[import-not-found]
 
     llama = Llama(setup.target, n_ctx=context, n_threads=threads, n_threads_batch=threads, verbose=False)
 
-    def generate(request: protocol.Request, watch: protocol.Watch) -> protocol.Texts:
+    def generate(request: protocol.Request, watch: protocol.Watch) -> protocol.TokenLists:
         prompt = request.prompt
         if not setup.options.get("prefix_caching"):
             llama.reset()  # otherwise it would reuse what the last prompt and this one share
@@ -45,7 +45,7 @@ def by_library(setup: protocol.Setup, threads: int, context: int) -> protocol.Ge
             tokens.append(int(token))
             if len(tokens) == request.max_tokens:
                 break
-        return protocol.Texts([tokens])
+        return [tokens]
 
     return generate
 
@@ -53,31 +53,31 @@ def by_library(setup: protocol.Setup, threads: int, context: int) -> protocol.Ge
 # ---------------------------------------------------------------- llama-server
 
 
-def by_server(setup: protocol.Setup, threads: int, context: int) -> protocol.Generate:
-    running: dict[int | None, Server] = {None: start(setup, threads, context, None)}
+def server_generate(setup: protocol.Setup, threads: int, context: int) -> protocol.Generate:
+    running: dict[int | None, Server] = {None: start_server(setup, threads, context, None)}
 
-    def generate(request: protocol.Request, watch: protocol.Watch) -> protocol.Texts:
+    def generate(request: protocol.Request, watch: protocol.Watch) -> protocol.TokenLists:
         prompt, k = request.prompt, request.k if setup.mode == "head" else None
         if k not in running:  # a server's lookahead is fixed when it starts
             running.popitem()[1].stop()
-            running[k] = start(setup, threads, context, k)
+            running[k] = start_server(setup, threads, context, k)
         watch.restart()
-        asked: dict[str, Any] = {"prompt": prompt, "n_predict": request.max_tokens, "ignore_eos": True}
-        asked |= {"cache_prompt": False, "stream": True, "return_tokens": True, "seed": request.seed}
-        asked |= {"temperature": request.temperature, "top_k": request.top_k or 0, "top_p": 1.0, "min_p": 0.0}
+        body: dict[str, Any] = {"prompt": prompt, "n_predict": request.max_tokens, "ignore_eos": True}
+        body |= {"cache_prompt": False, "stream": True, "return_tokens": True, "seed": request.seed}
+        body |= {"temperature": request.temperature, "top_k": request.top_k or 0, "top_p": 1.0, "min_p": 0.0}
         tokens: list[int] = []
-        with running[k].post("/completion", asked) as lines:
+        with running[k].post("/completion", body) as lines:
             for line in lines:
                 if line.startswith(b"data: "):
                     new = json.loads(line.removeprefix(b"data: ")).get("tokens", [])
                     watch.tokens(len(new))
                     tokens += new
-        return protocol.Texts([tokens])  # it reports accepted / proposed, not the conditional acceptance
+        return [tokens]
 
     return generate
 
 
-def start(setup: protocol.Setup, threads: int, context: int, k: int | None) -> Server:
+def start_server(setup: protocol.Setup, threads: int, context: int, k: int | None) -> Server:
     program = setup.options.get("server")
     if not program:
         raise protocol.Refusal("llama-server is not installed")
@@ -93,4 +93,4 @@ def start(setup: protocol.Setup, threads: int, context: int, k: int | None) -> S
 
 
 if __name__ == "__main__":
-    protocol.serve_texts(load, ["llama-cpp-python"])
+    protocol.serve(["llama-cpp-python"], texts=load_texts)

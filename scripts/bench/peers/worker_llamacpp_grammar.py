@@ -1,4 +1,4 @@
-"""llama.cpp's own grammar engine as a worker of ``grammars.py``.
+"""llama.cpp's own grammar engine as a worker: grammars.
 
 It has no separate masks: one pass over all candidates computes and applies a mask. Before that pass, llama.cpp checks
 the one token that it would choose without a grammar (``check`` here), and mostly needs no more. llama-server converts
@@ -13,7 +13,8 @@ import functools
 import hashlib
 import json
 import urllib.error
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ import llama_cpp  # type: ignore[import-not-found]
 import numpy as np
 import protocol
 import worker_llamacpp
-from grammar_protocol import Task, Vocabulary, measured
 from http_server import Server
 from install import server_of_llamacpp
 
@@ -48,13 +48,14 @@ class Candidates:
 
 
 class Grammar:
-    """The state of a grammar within a text, a ``grammar_protocol.Walk``."""
+    """The state of a grammar within a text, a ``protocol.Walk``."""
 
-    def __init__(self, vocab: Any, gbnf: str, everything: Candidates, one: Candidates) -> None:
+    def __init__(self, vocab: Any, gbnf: str, everything: Candidates, single: Candidates) -> None:
         self._sampler = llama_cpp.llama_sampler_init_grammar(vocab, gbnf.encode(), b"root")
         if not self._sampler:
             raise protocol.Refusal("it doesn't take the grammar")
-        self._all, self._one = everything, one
+        self._all = everything
+        self._single = single
 
     def __del__(self) -> None:
         if self._sampler:
@@ -70,9 +71,9 @@ class Grammar:
     def apply(self) -> None: ...
 
     def check(self, token: int) -> bool:
-        self._one.values[0] = (token, 1, 0)
-        self._one.go_through(self._sampler)
-        return bool(np.isfinite(self._one.values["logit"][0]))
+        self._single.values[0] = (token, 1, 0)
+        self._single.go_through(self._sampler)
+        return bool(np.isfinite(self._single.values["logit"][0]))
 
     def allows(self, token: int) -> bool:
         return bool(np.isfinite(self._all.values["logit"][token]))
@@ -85,7 +86,7 @@ class Grammar:
         return True
 
 
-def vocabulary_file(vocabulary: Vocabulary) -> Path:
+def vocabulary_file(vocabulary: protocol.Vocabulary) -> Path:
     """Return a GGUF file without weights, written once for each tokenizer."""
     source = Path(vocabulary.file)
     digest = hashlib.sha256(source.read_bytes() + f"{vocabulary.size} {vocabulary.end}".encode()).hexdigest()[:8]
@@ -98,8 +99,7 @@ def vocabulary_file(vocabulary: Vocabulary) -> Path:
     return out
 
 
-def load(setup: dict[str, Any]) -> protocol.Answer:
-    vocabulary = Vocabulary(**setup)
+def load_grammars(vocabulary: protocol.Vocabulary) -> protocol.Grammars:
     file = vocabulary_file(vocabulary)
     llama_cpp.llama_backend_init()
     params = llama_cpp.llama_model_default_params()
@@ -110,42 +110,37 @@ def load(setup: dict[str, Any]) -> protocol.Answer:
     vocab = llama_cpp.llama_model_get_vocab(model)
     values = np.zeros(vocabulary.size, CANDIDATE)
     values["id"] = np.arange(vocabulary.size)
-    everything, one = Candidates(values), Candidates(np.zeros(1, CANDIDATE))
+    everything = Candidates(values)
+    single = Candidates(np.zeros(1, CANDIDATE))
 
-    def begin(kind: str, source: str) -> Grammar:
-        if kind != "gbnf":
+    def grammar(kind: str, source: str) -> Callable[[], Grammar]:
+        if kind not in ("json", "gbnf"):
             raise protocol.Refusal(f"it doesn't read {kind}")
-        return Grammar(vocab, source, everything, one)
+        gbnf = gbnf_of_schema(source) if kind == "json" else source
+        return lambda: Grammar(vocab, gbnf, everything, single)
 
-    return lambda asked: measured(begin, converted(Task(**asked)), vocabulary)
-
-
-# ---------------------------------------------------------------- JSON schemas
+    return grammar
 
 
-def converted(task: Task) -> Task:
-    """Return the task with a GBNF grammar instead of a JSON schema."""
-    if task.kind != "json":
-        return task
+def gbnf_of_schema(schema: str) -> str:
+    body = {"prompt": "a", "n_predict": 0, "json_schema": json.loads(schema)}
     try:
-        body = {"prompt": "a", "n_predict": 0, "json_schema": json.loads(task.source)}
-        with converter().post("/completion", body) as answer:
-            gbnf = json.load(answer)["generation_settings"]["grammar"]
+        with schema_converter().post("/completion", body) as answer:
+            return json.load(answer)["generation_settings"]["grammar"]
     except urllib.error.HTTPError as error:
         raise protocol.Refusal(f"it doesn't convert the schema: {json.load(error)['error']['message']}") from error
-    return replace(task, kind="gbnf", source=gbnf)
 
 
 @functools.cache
-def converter() -> Server:
+def schema_converter() -> Server:
     """Start llama-server with the demo target."""
     model = PEERS / "gguf" / "demo-for-schemas.gguf"
     if not model.exists():
         gguf_writer.write(DEMO, model, "q8_0")
     program = server_of_llamacpp()
-    setup = protocol.Setup(str(model), options={"server": str(program) if program.exists() else None})
-    return worker_llamacpp.start(setup, threads=1, context=256, k=None)
+    setup = protocol.Setup(str(model), mode="lookup", options={"server": str(program) if program.exists() else None})
+    return worker_llamacpp.start_server(setup, threads=1, context=256, k=None)
 
 
 if __name__ == "__main__":
-    protocol.serve(load, ["llama-cpp-python"])
+    protocol.serve(["llama-cpp-python"], grammars=load_grammars)

@@ -1,7 +1,6 @@
-"""Hugging Face's ``generate`` as a worker that generates texts.
+"""Hugging Face's ``generate`` as a worker: texts.
 
-Options: runtime, torch (eager PyTorch on a checkpoint) or openvino (optimum-intel on an exported folder); dtype, bf16
-or f32, for torch.
+Options: runtime, torch (eager PyTorch on a checkpoint, in bf16) or openvino (optimum-intel on an exported folder).
 """
 
 from __future__ import annotations
@@ -12,8 +11,6 @@ import protocol
 import torch
 from transformers import AutoModelForCausalLM, set_seed
 from transformers.generation.streamers import BaseStreamer
-
-DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
 
 
 class FirstToken(BaseStreamer):
@@ -38,27 +35,27 @@ def model_of(folder: str, properties: dict[str, str], options: dict[str, Any]) -
 
         model: Any = OVModelForCausalLM.from_pretrained(folder, ov_config=dict(properties))
     else:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[options.get("dtype", "bf16")]).eval()
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
     # Texts have the requested length: no id ends one.
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
     return model
 
 
-def load(setup: protocol.Setup) -> protocol.Generate:
+def load_texts(setup: protocol.Setup) -> protocol.Generate:
     target = model_of(setup.target, setup.properties, setup.options)
 
     @torch.inference_mode()
-    def generate(request: protocol.Request, watch: protocol.Watch) -> protocol.Texts:
+    def generate(request: protocol.Request, watch: protocol.Watch) -> protocol.TokenLists:
         ids = torch.tensor([request.prompt])
         options: dict[str, Any] = {"max_new_tokens": request.max_tokens, "do_sample": request.temperature > 0}
         if request.temperature > 0:
             options |= {"temperature": request.temperature, "top_k": request.top_k or 0, "top_p": 1.0}
             set_seed(request.seed)
-        made = target.generate(ids, attention_mask=torch.ones_like(ids), streamer=FirstToken(watch), **options)
-        return protocol.Texts([made[0, ids.shape[1] :].tolist()])
+        text = target.generate(ids, attention_mask=torch.ones_like(ids), streamer=FirstToken(watch), **options)
+        return [text[0, ids.shape[1] :].tolist()]
 
     return generate
 
 
 if __name__ == "__main__":
-    protocol.serve_texts(load, ["torch", "transformers", "optimum-intel", "openvino"])
+    protocol.serve(["torch", "transformers", "optimum-intel", "openvino"], texts=load_texts)

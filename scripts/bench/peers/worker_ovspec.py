@@ -1,4 +1,4 @@
-"""ovspec as a worker that generates texts.
+"""ovspec as a worker: texts, and loads of one client by ``lm.stream``.
 
 Modes: plain, default (ovspec's own choice), draft, lookup, or any other value for the draft of ``ovspec.load``, such as
 "lookup,draft". Options: those of ``ovspec.load``, and settle=False to leave weights in small pages.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import protocol
 
 import ovspec
@@ -26,24 +27,41 @@ def load_model(setup: protocol.Setup) -> ovspec.LanguageModel:
     return lm
 
 
-def load(setup: protocol.Setup) -> protocol.Generate:
+def load_texts(setup: protocol.Setup) -> protocol.Generate:
     lm = load_model(setup)
 
-    def generate(request: protocol.Request, watch: protocol.Watch) -> protocol.Texts:
+    def generate(request: protocol.Request, watch: protocol.Watch) -> protocol.TokenLists:
         lookahead: Any = "auto" if request.k is None else request.k
         options: dict[str, Any] = {"max_tokens": request.max_tokens, "ignore_eos": True, "lookahead": lookahead}
         options |= {"temperature": request.temperature, "seed": request.seed, "top_k": request.top_k or 0}
         if len(request.prompts) > 1:
-            results = lm.generate(request.prompts, **options)
-            return protocol.Texts([result.token_ids for result in results])
+            return [text.token_ids for text in lm.generate(request.prompts, batch_size=len(request.prompts), **options)]
         stream = lm.stream(request.prompt, **options)
         for piece in stream:
             watch.tokens(len(piece.token_ids))
-        result = stream.result()
-        return protocol.Texts([result.token_ids], result.stats.conditional_acceptance)
+        return [stream.result().token_ids]
 
     return generate
 
 
+def load_stream(setup: protocol.Setup) -> protocol.RunLoad:
+    lm = load_model(setup)
+
+    def run(load: protocol.Load) -> list[protocol.Timeline]:
+        if load.clients != 1:
+            raise protocol.Refusal("it has one client")
+        timelines = []
+        while numbers := load.due():
+            timelines.append(protocol.Timeline(load.now))
+            prompt = np.array(load.prompts[numbers[0]])
+            for piece in lm.stream(prompt, max_tokens=load.tokens[numbers[0]], ignore_eos=True):
+                if piece.token_ids:
+                    timelines[-1].pieces.append(load.now)
+            load.answered()
+        return timelines
+
+    return run
+
+
 if __name__ == "__main__":
-    protocol.serve_texts(load, ["openvino"])
+    protocol.serve(["openvino"], texts=load_texts, loads=load_stream)

@@ -1,8 +1,9 @@
-"""xgrammar as a worker of ``grammars.py``."""
+"""xgrammar as a worker: grammars."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,12 +11,11 @@ import numpy as np
 import protocol
 import torch
 import xgrammar  # type: ignore[import-not-found]
-from grammar_protocol import Task, Vocabulary, measured
 
 
 @dataclass
 class Matcher:
-    """The state of a grammar within a text, a ``grammar_protocol.Walk``."""
+    """The state of a grammar within a text, a ``protocol.Walk``."""
 
     matcher: Any
     bits: torch.Tensor  # (1, 32-bit words)
@@ -40,8 +40,7 @@ class Matcher:
         return self.matcher.accept_token(token)
 
 
-def load(setup: dict[str, Any]) -> protocol.Answer:
-    vocabulary = Vocabulary(**setup)
+def load_grammars(vocabulary: protocol.Vocabulary) -> protocol.Grammars:
     tokenizer = xgrammar.TokenizerInfo(
         vocabulary.spelled(),
         xgrammar.VocabType.BYTE_LEVEL,
@@ -50,20 +49,17 @@ def load(setup: dict[str, Any]) -> protocol.Answer:
     )
     # With its own cache, every construction except the first would look free.
     compiler = xgrammar.GrammarCompiler(tokenizer, max_threads=os.cpu_count() or 1, cache_enabled=False)
+    compilers = {"json": compiler.compile_json_schema, "gbnf": compiler.compile_grammar}
     bits = xgrammar.allocate_token_bitmask(1, vocabulary.size)
     row = torch.empty(1, vocabulary.size)
 
-    def begin(kind: str, source: str) -> Matcher:
-        if kind == "json":
-            compiled = compiler.compile_json_schema(source)
-        elif kind == "gbnf":
-            compiled = compiler.compile_grammar(source)
-        else:
+    def grammar(kind: str, source: str) -> Callable[[], Matcher]:
+        if kind not in compilers:
             raise protocol.Refusal(f"it doesn't read {kind}")
-        return Matcher(xgrammar.GrammarMatcher(compiled), bits, row)
+        return lambda: Matcher(xgrammar.GrammarMatcher(compilers[kind](source)), bits, row)
 
-    return lambda asked: measured(begin, Task(**asked), vocabulary)
+    return grammar
 
 
 if __name__ == "__main__":
-    protocol.serve(load, ["xgrammar"])
+    protocol.serve(["xgrammar"], grammars=load_grammars)
