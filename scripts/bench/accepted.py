@@ -13,7 +13,7 @@ from __future__ import annotations
 from itertools import pairwise, zip_longest
 from pathlib import Path
 
-from harness import Table, chats, machine, options, totals
+from harness import Option, Table, arguments, chats, machine, totals
 from ovspec_export.distill.gain import prompts_in
 
 import ovspec
@@ -21,37 +21,38 @@ from ovspec import Result
 
 
 def main() -> None:
-    parser = options(__doc__)
-    parser.add_argument("model", type=Path, metavar="MODEL")
-    parser.add_argument("drafts", type=Path, nargs="+", metavar="DRAFT")
-    parser.add_argument("--documents", type=Path, metavar="FILE")
-    parser.add_argument("--prompts", type=int, default=24, help="documents, and chats, at most (default 24)")
-    parser.add_argument("--lookahead", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=128)
-    args = parser.parse_args()
+    args = arguments(
+        __doc__,
+        "model",
+        "drafts+",
+        documents=Path,
+        prompts=Option(24, "documents, and chats, at most"),
+        lookahead=3,
+        tokens=128,
+    )
     print(f"{machine()}. {args.model.name}, {args.lookahead} tokens proposed a round.\n", flush=True)
     table = Table("draft", "texts", "prompts", "T", "accepted a round", "accepted of proposed", "by position")
     for draft in args.drafts:
         lm = ovspec.load(args.model, draft, tune=False)
-        prompts = {"chats": [lm.encode(chat.messages).tolist() for chat in chats() if chat.judge][: args.prompts]}
-        if args.documents:
-            found = {source: prompts_in(args.documents, args.prompts, source) for source in ("own", "chats", "text")}
-            prompts |= {f"held out, {source}": given for source, given in found.items() if given}
-        for name, given in prompts.items():
-            for temperature in (0.0, 1.0):
-                fixed = {"lookahead": args.lookahead, "max_tokens": args.tokens}
-                results = [lm.generate(prompt, temperature=temperature, **fixed) for prompt in given]
+        prompts = {"chats": [lm.encode(chat.content).tolist() for chat in chats() if chat.judge][: args.prompts]}
+        for source in ("own", "chats", "text") if args.documents else ():
+            prompts[f"held out, {source}"] = prompts_in(args.documents, args.prompts, source)
+        for name, texts in prompts.items():
+            for temperature in (0.0, 1.0) if texts else ():
+                options = {"temperature": temperature, "lookahead": args.lookahead, "max_tokens": args.tokens}
+                results = [lm.generate(text, **options) for text in texts]
                 proposed, accepted, rounds = totals(results, "proposed", "accepted", "rounds")
                 shares = f"{accepted / max(rounds, 1):.3f}", f"{accepted / max(proposed, 1):.3f}"
-                table.row(draft.name, name, len(given), temperature, *shares, by_position(results, args.lookahead))
+                table.row(draft.name, name, len(texts), temperature, *shares, by_position(results, args.lookahead))
 
 
 def by_position(results: list[Result], proposed: int) -> str:
     """Return the conditional acceptance of each of ``proposed`` tokens; proposals at the end of a text are shorter."""
     counts = (result.stats.accepted_by_position for result in results)
-    accepted = [sum(each) for each in zip_longest([0] * proposed, *counts, fillvalue=0)]
-    first = sum(result.stats.reached for result in results) - sum(accepted[:-1])
-    return " ".join(f"{stood / max(reached, 1):.2f}" for reached, stood in pairwise([first, *accepted]))
+    accepted = [sum(texts) for texts in zip_longest([0] * proposed, *counts, fillvalue=0)]
+    [reached] = totals(results, "reached")
+    first = reached - sum(accepted[:-1])
+    return " ".join(f"{right / max(compared, 1):.2f}" for compared, right in pairwise([first, *accepted]))
 
 
 if __name__ == "__main__":

@@ -5,21 +5,23 @@
 
 MODEL is an exported model with a chat template, such as SmolLM2, or SmolLM2 widened by 'bench_pair.py --of'; its text
 is real, unlike the demo pair's. The chats are those of chats.json, the ones for judging first. The kinds completion
-(code) and prose have no chats, but texts to go on with, in which no token ends an answer.
+(code), prose and JSON have texts to go on with: without an end, or a JSON text by a schema after another one of it.
 
 A way is "plain", drafters as ovspec's --draft takes them, or a peer: genai or llamacpp, alone or with -lookup or -head,
 optimum, torch, or ovspec in a process of its own: "ovspec", "ovspec-fast" with fast arithmetic, and "ovspec-before",
 which is the checkout that --against names. "@K" fixes the lookahead, as in "lookup@4" or "genai-head@2"; of peers, only
-genai's drafters and llamacpp-head take one, and genai's need it. --draft names what a way loads: a head or draft model
-of ovspec's, "genai-head" the same head by 'optimum-cli export openvino --task text-generation-with-past
---trust-remote-code', and "llamacpp-head" its GGUF file, by 'convert_hf_to_gguf.py HEAD --target-model-dir CHECKPOINT'.
+genai's drafters and llamacpp-head take one, and genai's need it. Of JSON, "plain" chooses each token, "forced" takes
+several at a time where the schema leaves no choice, and "free" is as long without the schema. --draft names what a way
+loads: a head or draft model of ovspec's, "genai-head" the same head by 'optimum-cli export openvino --task
+text-generation-with-past --trust-remote-code', and "llamacpp-head" its GGUF file, by 'convert_hf_to_gguf.py HEAD
+--target-model-dir CHECKPOINT'.
 
-Every turn of a chat is a line of FILE as soon as it is measured: stop the bench when you like, and the same command
+Every turn of a prompt is a line of FILE as soon as it is measured: stop the bench when you like, and the same command
 goes on; with more ways, kinds, prompts, turns, contexts or batches it adds what is missing, each time beside plain
 decoding. At the end the tables of all that FILE has are printed. Use an idle machine.
 
 Each answer ends where the model ends it, after --tokens tokens at most; peers generate as many tokens as ovspec, and
-all but ovspec only greedily. A batch has chats of one kind, over again if there are fewer.
+all but ovspec only greedily. A batch has prompts of one kind, over again if there are fewer.
 """
 
 from __future__ import annotations
@@ -66,8 +68,8 @@ from ovspec.ir.heads import read_target_layers
 from ovspec.ir.instruction_set import instruction_set
 
 KINDS = tuple(dict.fromkeys(prompt.kind for prompt in prompts()))
-CHAT_KINDS = [kind for kind in KINDS if kind not in ("completion", "prose")]
-PLAIN, LOOKUP = "plain", "lookup"
+CHAT_KINDS = [kind for kind in KINDS if kind not in ("completion", "prose", "JSON")]
+PLAIN, FORCED, FREE, LOOKUP = "plain", "forced", "free", "lookup"
 WARM_UP = 32  # tokens, at most, in which kernels are made for each width
 
 
@@ -138,6 +140,7 @@ class Text:
     proposed: int = 0
     accepted: int = 0
     reached: int = 0  # proposed tokens that were compared with the model's choice
+    forced: int = 0  # tokens without a choice
 
 
 @dataclass(frozen=True)
@@ -205,10 +208,13 @@ class Way:
         return self.runner in PEERS
 
     def takes(self, case: Case) -> bool:
+        kind = prompt_named(case.prompt).kind
         if not self.is_peer:
-            return True
+            return kind == "JSON" or self.runner not in (FORCED, FREE)
+        if kind == "JSON":
+            return False
         if PEERS[self.runner].worker == "ovspec":  # the texts of its batches have the same length
-            return case.batch == 1 or not prompt_named(case.prompt).is_chat
+            return case.batch == 1 or kind not in CHAT_KINDS
         return case.temperature == 0 and (case.batch == 1 or self.runner.startswith("genai"))
 
 
@@ -220,13 +226,15 @@ def way_of(text: str) -> Way:
     """
     runner, fixed, lookahead = text.partition("@")
     takes = PEERS[runner].lookahead if runner in PEERS else "may"
-    if fixed and (takes == "no" or not lookahead.isdecimal()):
-        raise argparse.ArgumentTypeError(
-            f"{runner} takes {'no' if takes == 'no' else 'a whole'} number after @: {text}"
-        )
+    if fixed and takes == "no":
+        raise argparse.ArgumentTypeError(f"{runner} takes no number after @: {text}")
+    if fixed and not lookahead.isdecimal():
+        raise argparse.ArgumentTypeError(f"{runner} takes a whole number after @: {text}")
     if takes == "must" and not fixed:
         raise argparse.ArgumentTypeError(f"{runner} needs the number of tokens to propose, as in {runner}@4")
-    return Way(text, runner, int(lookahead) if fixed else None)
+    if runner in (PLAIN, FREE):
+        lookahead = "0"
+    return Way(text, runner, int(lookahead) if lookahead else None)
 
 
 @dataclass(frozen=True)
@@ -254,10 +262,10 @@ class Bench:
         """Generate the texts of a case in each of ``ways``, which take turns."""
         ids = self.prompt_ids(case)
         lengths = [self.tokens] * case.batch
-        if any(way.is_peer for way in ways):
+        if any(way.is_peer or way.runner == FREE for way in ways):
             alike = case if case.temperature else replace(case, turn=0)  # greedy turns have the same texts
             if alike not in self.lengths:
-                answers = self.models[PLAIN].generate(ids, **self.sampling(case, self.tokens))
+                answers = self.models[PLAIN].generate(ids, **self.options(case, self.tokens))
                 self.lengths[alike] = [len(answer.token_ids) for answer in answers]
             lengths = self.lengths[alike]
         first = case.turn + [prompt.name for prompt in prompts()].index(case.prompt)
@@ -271,21 +279,20 @@ class Bench:
         rows = [same[(same.index(first) + i) % len(same)] for i in range(case.batch)]
         return [with_context(model.tokenizer, model.encode(row.content).tolist(), case.context) for row in rows]
 
-    def sampling(self, case: Case, tokens: int) -> dict[str, Any]:
-        return {
-            "temperature": case.temperature,
-            "seed": case.turn + 1,
-            "top_k": 0,
-            "accept": case.accept,
-            "max_tokens": tokens,
-            "batch_size": case.batch,
-            "ignore_eos": not prompt_named(case.prompt).is_chat,
-        }
+    def options(self, case: Case, tokens: int) -> dict[str, Any]:
+        prompt = prompt_named(case.prompt)
+        options: dict[str, Any] = {"temperature": case.temperature, "seed": case.turn + 1, "top_k": 0}
+        options |= {"accept": case.accept, "max_tokens": tokens, "batch_size": case.batch}
+        if prompt.kind == "JSON":
+            return options | {"json_schema": prompt.schema}
+        return options | {"ignore_eos": prompt.kind not in CHAT_KINDS}
 
     def text(self, way: Way, case: Case, ids: list[list[int]], lengths: list[int]) -> Text:
         if way.is_peer:
             return text_of_peer(self.workers[way.runner, case.batch > 1], way, case, ids, lengths)
-        options = self.sampling(case, max(lengths))
+        options = self.options(case, max(lengths))
+        if way.runner == FREE:
+            options |= {"json_schema": None, "ignore_eos": True, "max_tokens": max(2, *lengths)}
         if way.lookahead is not None:
             options["lookahead"] = way.lookahead
         return text_of(self.models[way.runner].generate(ids, **options))
@@ -312,7 +319,7 @@ def text_of(results: list[ovspec.Result]) -> Text:
         seconds,
         max(text.ttft_ms for text in stats),
         decoding_ms / later_tokens if later_tokens else None,
-        *totals(results, "rounds", "proposed", "accepted", "reached"),
+        *totals(results, "rounds", "proposed", "accepted", "reached", "forced"),
     )
 
 
@@ -321,7 +328,7 @@ def load_models(folder: Path, ways: Iterable[Way], drafts: dict[str, str], arith
     by_draft = dict[str | None, ovspec.LanguageModel]()
     by_way = dict[str, ovspec.LanguageModel]()
     for runner in dict.fromkeys([PLAIN, *(way.runner for way in ways if not way.is_peer)]):
-        drafters = [] if runner == PLAIN else runner.split(",")
+        drafters = [] if runner in (PLAIN, FORCED, FREE) else runner.split(",")
         named = next((name for name in drafters if name != LOOKUP), None)
         draft = named and drafts.get(named, named)
         if draft not in by_draft:
@@ -423,10 +430,16 @@ class Figures:
     def count(self, way: str, name: str) -> int:
         return sum(getattr(text, name) for text in self.texts(way))
 
+    def tokens(self, way: str) -> int:
+        return sum(len(ids) for text in self.texts(way) for ids in text.tokens)
+
     def tokens_per_round(self, way: str) -> str | None:
         rounds = self.count(way, "rounds")
-        tokens = sum(len(ids) for text in self.texts(way) for ids in text.tokens)
-        return f"{tokens / rounds:.2f}" if rounds else None
+        return f"{self.tokens(way) / rounds:.2f}" if rounds else None
+
+    def forced_share(self, way: str) -> str | None:
+        forced = self.count(way, "forced")
+        return f"{forced / self.tokens(way):.0%}" if forced else None
 
     def accepted(self, way: str) -> str | None:
         """Return accepted of proposed tokens; None for peers."""
@@ -445,7 +458,7 @@ class Figures:
         return f"{sum(text == plain for text, plain in pairs)} of {len(pairs)}"
 
 
-def groups(log: Log) -> Iterator[tuple[str, Figures]]:
+def tables_of(log: Log) -> Iterator[tuple[str, Figures]]:
     """Yield the title and the figures of each table."""
     for group in sorted({turn.case.group for turn in log.turns}):
         batch, context, temperature, accept = group
@@ -455,10 +468,17 @@ def groups(log: Log) -> Iterator[tuple[str, Figures]]:
         yield f"{size}, {length}, {rule}", Figures([turn for turn in log.turns if turn.case.group == group])
 
 
+RATES = {
+    "Tokens a round": Figures.tokens_per_round,
+    "Conditional acceptance": Figures.acceptance,
+    "Forced tokens": Figures.forced_share,
+}
+
+
 def print_tables(log: Log) -> None:
     print("Speeds are multiples of plain decoding's in the same turn: medians with their 95 % intervals.")
     print("Those of batches are with reading the prompts.")
-    for title, figures in groups(log):
+    for title, figures in tables_of(log):
         columns = {kind: figures.of(lambda prompt, kind=kind: prompt.kind == kind) for kind in KINDS}
         columns["for judging"] = figures.of(lambda prompt: prompt.judge)
         columns["others"] = figures.of(lambda prompt: not prompt.judge)
@@ -471,12 +491,13 @@ def print_tables(log: Log) -> None:
         for way in ways[1:]:
             speeds = (column.speed(way) for column in columns.values())
             table.row(way, figures.ms(way), *speeds, figures.accepted(way), figures.equal(way))
-        if drafting := [way for way in ways if figures.accepted(way)]:
-            print("\nTokens a round, and the conditional acceptance:\n")
-            table = Table("way", *columns, "acceptance")
-            for way in drafting:
-                rounds = (column.tokens_per_round(way) for column in columns.values())
-                table.row(way, *rounds, figures.acceptance(way))
+        for heading, figure in RATES.items():
+            rows = {way: [figure(column, way) for column in columns.values()] for way in ways[1:]}
+            if any(cell for cells in rows.values() for cell in cells):
+                print(f"\n{heading}:\n")
+                table = Table("way", *columns)
+                for way, cells in rows.items():
+                    table.row(way, *cells)
     print("\nMilliseconds per token of the prompt, until the first token:\n")
     alone = Figures([turn for turn in log.turns if turn.case.batch == 1 and not turn.case.temperature])
     peers = [peer for peer in PEERS if any(peer in turn.texts for turn in alone.turns)]

@@ -16,11 +16,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
 import psutil
-from harness import Table, machine, mixed, options, ratios, shown, take_turns
+from harness import CODE, PROSE, Option, Table, arguments, machine, median, median_and_range, ratios, take_turns
 
 from ovspec.batch.file import BatchProgress
 from ovspec.batch.folder import BatchFile
@@ -30,27 +31,27 @@ from ovspec.batch.requests import prompt_request
 ANSWER = {"id": "1", "text": "An answer of some length. " * 10, "finish_reason": "length", "generated_tokens": 48}
 
 
-def seconds(arguments: list[str], processors: list[int]) -> float:
+def run_batch(options: list[str], processors: list[int]) -> float:
     """Return the seconds that a batch takes that has only these processors."""
     began = time.perf_counter()
-    with subprocess.Popen([sys.executable, "-m", "ovspec", "batch", *arguments], stderr=subprocess.PIPE) as run:
+    with subprocess.Popen([sys.executable, "-m", "ovspec", "batch", *options], stderr=subprocess.PIPE) as run:
         psutil.Process(run.pid).cpu_affinity(processors)
-        _, told = run.communicate()
-    assert run.returncode == 0, told.decode()
+        _, error = run.communicate()
+    assert run.returncode == 0, error.decode()
     return time.perf_counter() - began
 
 
-def requests(file: Path, count: int, tokens: int) -> Path:
+def write_prompts(file: Path, count: int, tokens: int) -> Path:
     """Write prompts, no two alike, whose answers have different lengths, half of ``tokens`` to one and a half."""
     lines = [
         {"prompt": f"{number}. {prompt}", "max_tokens": tokens // 2 + number * 37 % (tokens + 1), "ignore_eos": True}
-        for number, prompt in enumerate(mixed(count))
+        for number, prompt in enumerate(islice(cycle(PROSE + CODE), count))
     ]
     file.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8", newline="\n")
     return file
 
 
-def shipping(folder: Path) -> float:
+def shipping_speed(folder: Path) -> float:
     """Return the bytes per second at which a model comes from the object store, of one machine."""
     import ray
 
@@ -60,11 +61,7 @@ def shipping(folder: Path) -> float:
     with tempfile.TemporaryDirectory() as scratch:
         began = time.perf_counter()
         files = filter(Path.is_file, folder.iterdir())
-        pieces = [
-            (file.relative_to(folder).as_posix(), ray.put(piece))
-            for file in files
-            for piece in pieces_of(file, 1 << 26)
-        ]
+        pieces = [(file.name, ray.put(piece)) for file in files for piece in pieces_of(file, 1 << 26)]
         fill_once(Path(scratch) / "copy", ((name, ray.get(piece)) for name, piece in pieces))
         return size / (time.perf_counter() - began)
 
@@ -81,7 +78,7 @@ class Nobody:
         return [ANSWER | {"id": request.id} for request in requests]
 
 
-def driving(count: int, actors: int) -> float:
+def driver_seconds(count: int, actors: int) -> float:
     """Return the seconds that the driver takes for a group of lines, with workers that need no time."""
     import ray
 
@@ -105,48 +102,47 @@ def driving(count: int, actors: int) -> float:
 
 
 def main() -> None:
-    parser = options(__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--lines", type=int, default=200)
-    parser.add_argument("--tokens", type=int, default=48)
-    parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--groups", type=int, default=2000, help="that the driver takes")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    args = arguments(
+        __doc__,
+        "folder",
+        lines=200,
+        tokens=48,
+        turns=3,
+        groups=Option(2000, "that the driver takes"),
+        json=Option(Path, "write the figures to this file"),
+    )
     processors = psutil.Process().cpu_affinity()
-    cores = len(processors)
-    halves = ["--ray", "--cpus-per-worker", str(max(1, cores // 2))]
-    whole = ["--ray", "--cpus-per-worker", str(cores)]
+    half = max(1, len(processors) // 2)
+    halves = ["--ray", "--cpus-per-worker", str(half)]
+    whole = ["--ray", "--cpus-per-worker", str(len(processors))]
     ways = {"one machine": [], "1 worker": whole, "2 workers": halves, "half": halves}
     print(f"{machine()}\n")
     with tempfile.TemporaryDirectory() as scratch:
-        one, all_lines = (requests(Path(scratch) / f"{n}.jsonl", n, args.tokens) for n in (1, args.lines))
+        single, all_lines = (write_prompts(Path(scratch) / f"{n}.jsonl", n, args.tokens) for n in (1, args.lines))
 
-        def timed(way: str, _: int) -> tuple[float, float]:
-            more = ["-o", str(Path(scratch) / "out"), "--overwrite", *ways[way]]
-            own = processors[: max(1, cores // 2)] if way == "half" else processors
-            began = seconds([str(args.folder), str(one), *more], own)
-            return began, seconds([str(args.folder), str(all_lines), *more], own) - began
+        def time_way(way: str, _: int) -> tuple[float, float]:
+            options = ["-o", str(Path(scratch) / "out"), "--overwrite", *ways[way]]
+            own = processors[:half] if way == "half" else processors
+            start = run_batch([str(args.folder), str(single), *options], own)
+            return start, run_batch([str(args.folder), str(all_lines), *options], own) - start
 
-        found = take_turns(ways, timed, args.turns, warm_up=int(args.turns > 1))
+        by_way = take_turns(ways, time_way, args.turns, warm_up=int(args.turns > 1))
+    starts, lines = ({way: [turn[i] for turn in turns] for way, turns in by_way.items()} for i in (0, 1))
     table = Table("way", "start-up, s", f"{args.lines} lines, s", "of one machine's speed")
-    for way, times in found.items():
-        begun, lines = zip(*times, strict=True)
-        plain = [lines for _, lines in found["one machine"]]
-        table.row(
-            way, f"{statistics.median(begun):.1f}", f"{statistics.median(lines):.1f}", shown(ratios(plain, lines))
-        )
+    for way in ways:
+        speed = median_and_range(ratios(lines["one machine"], lines[way]))
+        table.row(way, median(starts[way]), median(lines[way]), speed)
     from ovspec.batch.ray.cluster import connected
 
     with connected("local"):
         figures = {
             "lines": args.lines,
-            "cores": cores,
-            "startup_s": statistics.median(begun for begun, _ in found["1 worker"]),
-            "lines_s": {way: statistics.median(lines for _, lines in times) for way, times in found.items()},
+            "cores": len(processors),
+            "startup_s": statistics.median(starts["1 worker"]),
+            "lines_s": {way: statistics.median(times) for way, times in lines.items()},
             "model_bytes": sum(file.stat().st_size for file in args.folder.iterdir() if file.is_file()),
-            "shipping_bytes_per_s": shipping(args.folder),
-            "driver_s_per_group": driving(args.groups, 2),
+            "shipping_bytes_per_s": shipping_speed(args.folder),
+            "driver_s_per_group": driver_seconds(args.groups, 2),
         }
     print(f"\nshipping: {figures['shipping_bytes_per_s'] / 1e6:.0f} MB/s")
     print(f"driver: {figures['driver_s_per_group'] * 1e3:.2f} ms for a group of {MOST} lines")

@@ -1,6 +1,6 @@
 """Compare both engines, OpenVINO's default and the profile, and show where a step's time goes.
 
-    python scripts/bench/engines.py DIR [--plot FILE] [--cache-dir DIR] [--contexts 128 1024 4096]
+    python scripts/bench/engines.py DIR [--plot FILE] [--cache-dir DIR] [--contexts 128,1024,4096]
 
 DIR is an exported model of real size, such as scripts/train/bench_pair.py makes; its profile is the one that
 'ovspec tune' has kept. The settings take turns in one run, and times are medians. Use an idle machine.
@@ -14,7 +14,17 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 import numpy as np
-from harness import Table, bytes_a_step, machine, milliseconds, options, picture, read_bandwidth, take_turns
+from harness import (
+    Option,
+    Table,
+    arguments,
+    bytes_a_step,
+    machine,
+    milliseconds,
+    picture,
+    read_bandwidth,
+    take_turns,
+)
 
 from ovspec.base.files import read_text
 from ovspec.cache.decoder import Decoder, Rollback
@@ -36,16 +46,13 @@ SETTINGS = {
     "OpenVINO's default": Setting("stateful"),
     "stateful f32": Setting("stateful", "f32", GROUP),
     "paged f32": Setting("paged", "f32", GROUP),
-    "paged f32, KV f16": Setting("paged", "f32", GROUP),
     "paged bf16": Setting("paged", "bf16", GROUP),
 }
-# Types of the KV cache, where it isn't the arithmetic's. OpenVINO's own choice is u8.
-CACHES = {"OpenVINO's default": "u8", "paged f32, KV f16": "f16"}
+CACHES = {"OpenVINO's default": "u8"}  # types of the KV cache, where it isn't the arithmetic's
 
 
 def decoder_for(folder: Path, setting: Setting, kv_precision: str | None = None, **properties: str) -> Decoder:
-    given = setting.properties | {"CACHE_DIR": ""} | properties
-    device = DeviceOptions(kv_precision=kv_precision, properties=given)
+    device = DeviceOptions(kv_precision=kv_precision, properties=setting.properties | {"CACHE_DIR": ""} | properties)
     if setting.engine == "paged":
         return PagedDecoder(compile_paged(folder, device, paired=False))  # the widths as they are
     return StatefulDecoder(compile_ir(folder, device), Rollback("mask"), compaction_threshold=10**9)
@@ -58,7 +65,8 @@ def verify_curves(decoders: dict[str, Decoder], text: np.ndarray, context: int) 
         decoder.feed([text[:context]], [1])
 
     def curve(name: str, _: int) -> list[float]:
-        decoder, times = decoders[name], []
+        decoder = decoders[name]
+        times = []
         for width in (1, *WIDTHS):  # the first inference after another model's is slower
             times.append(milliseconds(lambda: decoder.feed([text[:width]], [width])))  # noqa: B023
             decoder.truncate(0, context)
@@ -74,14 +82,15 @@ def prefills(decoders: dict[str, Decoder], text: np.ndarray) -> dict[tuple[str, 
     """Return the seconds to read a prompt, for each decoder and size of its chunks."""
 
     def read(way: tuple[str, int], _: int) -> float:
-        (name, chunk), began = way, time.perf_counter()
+        name, chunk = way
+        began = time.perf_counter()
         decoders[name].reset(1)
         for start in range(0, PROMPT, chunk):
             decoders[name].feed([text[start : start + chunk]], [1])
         return time.perf_counter() - began
 
     times = take_turns([(name, chunk) for name in decoders for chunk in (PROMPT, CHUNK)], read, 2)
-    return {way: statistics.median(each) for way, each in times.items()}
+    return {way: statistics.median(seconds) for way, seconds in times.items()}
 
 
 def where_time_goes(folder: Path, setting: Setting, text: np.ndarray) -> str:
@@ -102,7 +111,7 @@ def where_time_goes(folder: Path, setting: Setting, text: np.ndarray) -> str:
     return ", ".join(f"{kind} {spent[kind] / sum(spent.values()):.1%} ({counts[kind]})" for kind in most)
 
 
-def draw(curves: dict[int, dict[str, list[float]]], file: Path) -> None:
+def draw_curves(curves: dict[int, dict[str, list[float]]], file: Path) -> None:
     with picture(file, len(curves)) as axes:
         for axis, (context, by_name) in zip(axes, curves.items(), strict=True):
             for name, curve in by_name.items():
@@ -116,25 +125,27 @@ def draw(curves: dict[int, dict[str, list[float]]], file: Path) -> None:
 
 
 def main() -> None:
-    parser = options(__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--contexts", type=int, nargs="+", default=[128, 1024, 4096])
-    parser.add_argument("--cache-dir", type=Path, help="folder in which the profile is kept")
-    parser.add_argument("--plot", type=Path, help="draw the verify curves to this file")
-    args = parser.parse_args()
-    profile, settings = read_profile(args.folder, DeviceOptions(cache_dir=args.cache_dir)), dict(SETTINGS)
+    args = arguments(
+        __doc__,
+        "folder",
+        contexts=[128, 1024, 4096],
+        cache_dir=Option(Path, "folder in which the profile is kept"),
+        plot=Option(Path, "draw the verify curves to this file"),
+    )
+    settings = dict(SETTINGS)
     print(f"{args.folder.name} of {args.folder.parent.name}, {machine()}; dynamic quantisation in groups of {GROUP}")
+    profile = read_profile(args.folder, DeviceOptions(cache_dir=args.cache_dir))
     if profile and (best := profile.choose_measurement(DeviceOptions(), "auto")):
         print(f"profile: {best.setting}; measured in {profile.seconds:.0f} s")
         if best.setting not in settings.values():
             settings["profile"] = best.setting
     text = np.resize(Tokenizer(args.folder).encode(read_text(TUNING_TEXT_FILE))[:512], max(args.contexts) + PROMPT)
     decoders = {name: decoder_for(args.folder, setting, CACHES.get(name)) for name, setting in settings.items()}
-    read = prefills(decoders, text)
+    seconds = prefills(decoders, text)
     print(f"\nSeconds to read a prompt of {PROMPT} tokens\n")
     table = Table("setting", "whole prompt at once", f"in chunks of {CHUNK}")
     for name in settings:
-        table.row(name, f"{read[name, PROMPT]:.2f}", f"{read[name, CHUNK]:.2f}")
+        table.row(name, f"{seconds[name, PROMPT]:.2f}", f"{seconds[name, CHUNK]:.2f}")
     curves = {}
     for context in args.contexts:
         curves[context] = verify_curves(decoders, text, context)
@@ -143,16 +154,17 @@ def main() -> None:
         for name, curve in curves[context].items():
             table.row(name, *(f"{ms:.1f}" for ms in curve), f"{curve[WIDTHS.index(8)] / curve[0]:.2f}")
     if args.plot:
-        draw(curves, args.plot)
-    weights, bandwidth = bytes_a_step(args.folder), read_bandwidth(1 << 30)
-    del decoders
+        draw_curves(curves, args.plot)
+    weights = bytes_a_step(args.folder)
+    bandwidth = read_bandwidth(1 << 30)
+    decoders.clear()
     print(f"\nA step reads {weights / 1e6:.0f} MB of weights; memory is read at {bandwidth / 1e9:.1f} GB/s\n")
     table = Table("setting", "context", "weights read, GB/s", "share of the bandwidth")
     for name in settings:
         for context in args.contexts[:2]:
             speed = weights / (curves[context][name][0] / 1e3)
             table.row(name, context, f"{speed / 1e9:.1f}", f"{speed / bandwidth:.0%}")
-    for name in ("stateful f32", "paged f32", *(["profile"] if "profile" in settings else [])):
+    for name in [name for name in ("stateful f32", "paged f32", "profile") if name in settings]:
         print(f"\n{name}: time of a step by operation type: {where_time_goes(args.folder, settings[name], text)}")
 
 

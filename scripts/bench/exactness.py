@@ -8,36 +8,27 @@ token of both by one forward pass.
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
-from harness import CODE, Table, machine, options, totals
+from harness import CODE, Table, arguments, machine, totals
 
 import ovspec
 
 
 def main() -> None:
-    parser = options(__doc__)
-    parser.add_argument("folders", type=Path, nargs="+")
-    parser.add_argument("--prompts", type=int, default=len(CODE))
-    parser.add_argument("--tokens", type=int, default=200)
-    parser.add_argument("--lookahead", type=int, default=4)
-    args = parser.parse_args()
+    args = arguments(__doc__, "folders+", prompts=len(CODE), tokens=200, lookahead=4)
     print(f"{machine()}\n")
-    heads = ("model", "arithmetic", "texts that differ", "tokens that one pass would not choose", "accepted")
-    table = Table(*heads)
+    table = Table("model", "arithmetic", "texts that differ", "tokens that one pass would not choose", "accepted")
+    prompts = CODE[: args.prompts]
     for folder in args.folders:
         for arithmetic in ("fast", "exact"):
             lm = ovspec.load(folder, "lookup,draft", arithmetic=arithmetic)
-            given: dict[str, Any] = {"max_tokens": args.tokens, "ignore_eos": True}
-            prompts = CODE[: args.prompts]
             plain, drafted = (
-                [lm.generate(prompt, lookahead=k, **given) for prompt in prompts] for k in (0, args.lookahead)
+                [lm.generate(prompt, lookahead=k, max_tokens=args.tokens, ignore_eos=True) for prompt in prompts]
+                for k in (0, args.lookahead)
             )
             differ = sum(a.token_ids != b.token_ids for a, b in zip(plain, drafted, strict=True))
-            checked = [lm.verify(result) for result in plain + drafted]
-            wrong = sum(not each.ok for each in checked)
-            tokens = wrong + sum(each.is_exact for each in checked)
+            checks = [lm.verify(result) for result in plain + drafted]
+            wrong = sum(not check.ok for check in checks)
+            tokens = wrong + sum(check.is_exact for check in checks)
             proposed, accepted = totals(drafted, "proposed", "accepted")
             counts = (f"{differ} of {len(prompts)}", f"{wrong} of {tokens}", f"{accepted} of {proposed}")
             table.row(folder.name, arithmetic, *counts)

@@ -54,8 +54,8 @@ class Prompt:
     """A text to go on with, or the messages of a chat of ours that end with a user's.
 
     judge: only for judging, so nothing is trained or tuned on it.
-    schema: of the JSON that is asked for in chats of the kind "extract". Their messages only name its keys: told the
-        whole schema, small models repeat it.
+    schema: of the JSON that is asked for, in chats of the kind "extract" and in texts of the kind "JSON". The messages
+        only name its keys: told the whole schema, small models repeat it.
     """
 
     kind: str
@@ -88,9 +88,16 @@ def chats() -> list[Prompt]:
 
 @functools.cache
 def prompts() -> list[Prompt]:
-    """Return the chats, code to complete and prose to go on with."""
+    """Return the chats, code to complete, prose to go on with, and code whose next token begins a JSON text."""
     texts = {"completion": CODE, "prose": PROSE}
-    return [*chats(), *(Prompt(kind, number, text) for kind in texts for number, text in enumerate(texts[kind], 1))]
+    plain = [Prompt(kind, number, text) for kind in texts for number, text in enumerate(texts[kind], 1)]
+    constrained = []
+    for number, entry in enumerate(json.loads((HERE / "grammars.json").read_text("utf-8")), 1):
+        example = json.dumps(entry["values"][0], indent=2, ensure_ascii=False)
+        name = entry["name"].replace(" ", "_")
+        text = f"import json\n\n# Two examples of a {entry['name']}:\n{name}_1 = json.loads('''{example}''')\n"
+        constrained.append(Prompt("JSON", number, f"{text}{name}_2 = json.loads('''", schema=entry["schema"]))
+    return [*chats(), *plain, *constrained]
 
 
 def with_context(tokenizer: Tokenizer, ids: list[int], context: int) -> list[int]:
@@ -136,16 +143,20 @@ class Option:
             parser.add_argument(flag, type=kind, default=self.default, help=self.help)
 
 
-def arguments(doc: str | None, *paths: str, **options: Any) -> argparse.Namespace:
+def arguments(doc: str | None, *positional: str | tuple[str, ...], **options: Any) -> argparse.Namespace:
     """Parse the command line of a benchmark.
 
     Args:
-        paths: names of arguments that are files or folders; one that ends with "+" takes several.
+        positional: names of arguments that are files or folders; one that ends with "+" takes several. A tuple are the
+            choices of the argument ``what``.
         options: an ``Option``, or only its default.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in paths:
-        parser.add_argument(name.rstrip("+"), type=Path, nargs="+" if name.endswith("+") else None)
+    for name in positional:
+        if isinstance(name, tuple):
+            parser.add_argument("what", choices=name)
+        else:
+            parser.add_argument(name.rstrip("+"), type=Path, nargs="+" if name.endswith("+") else None)
     declared = {name: value if isinstance(value, Option) else Option(value) for name, value in options.items()}
     for name, option in declared.items():
         option.add_to(parser, f"--{name.replace('_', '-')}")

@@ -11,10 +11,11 @@ machine's speed doesn't matter.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from harness import CODE, Table, options
+from harness import CODE, Table, arguments
 
 from ovspec.cache.decoder import Rollback
 from ovspec.cache.stateful import StatefulDecoder
@@ -23,15 +24,13 @@ from ovspec.ir.device import DeviceOptions
 from ovspec.text.tokenizer import Tokenizer
 
 
-def drifts(model: Path, precision: str, kv_precision: str) -> list[float]:
-    """Return the changes after rolling back, after compacting too, and after feeding in other groups."""
+def drifts(model: Path, precision: str, kv_precision: str) -> Iterator[float]:
+    """Yield the changes after rolling back, after compacting too, and after feeding in other groups."""
     text = Tokenizer(model).encode("".join(CODE))[:204]
-    decoder = StatefulDecoder(
-        compile_ir(model, DeviceOptions(precision=precision, kv_precision=kv_precision)), Rollback("mask")
-    )
+    ir = compile_ir(model, DeviceOptions(precision=precision, kv_precision=kv_precision))
+    decoder = StatefulDecoder(ir, Rollback("mask"))
     decoder.feed([text[:200]], [0])
     first = decoder.feed([text[200:]], [4])[0].copy()
-    found = []
     for way in ("again", "compacted", "regrouped"):
         decoder.truncate(0, 200)
         if way == "compacted":
@@ -39,17 +38,14 @@ def drifts(model: Path, precision: str, kv_precision: str) -> list[float]:
         elif way == "regrouped":
             decoder.truncate(0, 100)
             decoder.feed([text[100:200]], [0])
-        found.append(float(np.abs(decoder.feed([text[200:]], [4])[0] - first).max() / first.std()))
-    return found
+        yield float(np.abs(decoder.feed([text[200:]], [4])[0] - first).max() / first.std())
 
 
 def main() -> None:
-    parser = options(__doc__)
-    parser.add_argument("model", type=Path, metavar="MODEL")
-    args = parser.parse_args()
+    args = arguments(__doc__, "model")
     table = Table("arithmetic", "KV cache", "rolled back", "and compacted", "and fed in other groups")
     for precision, kv_precision in itertools.product(("f32", "bf16"), ("f32", "f16", "bf16", "u8")):
-        table.row(precision, kv_precision, *(f"{each:.0e}" for each in drifts(args.model, precision, kv_precision)))
+        table.row(precision, kv_precision, *(f"{drift:.0e}" for drift in drifts(args.model, precision, kv_precision)))
 
 
 if __name__ == "__main__":

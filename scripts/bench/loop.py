@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from pathlib import Path
 
 import numpy as np
-from harness import machine, options, ratios, shown, take_turns
+from harness import arguments, machine, median, median_and_range, milliseconds, ratios, take_turns
 
 import ovspec
 from ovspec.cache.paged import PagedDecoder
@@ -25,47 +24,44 @@ PROMPT = "import os\nimport sys\n\n\ndef find_executable(name, path=None):\n    
 def bare_loop(loaded: CompiledModel, ids: np.ndarray, tokens: int) -> tuple[float, list[int]]:
     """Return the median milliseconds per token after the second, and the generated tokens."""
     decoder = PagedDecoder(loaded.ir)
-    said = [int(decoder.feed([ids], [1])[0][0].argmax())]
+    text = [int(decoder.feed([ids], [1])[0][0].argmax())]
     decoder._tables.extend(0, len(ids), tokens)  # get all blocks now, so that nothing is bound again
-    said.append(int(decoder.feed([np.array(said)], [1])[0][0].argmax()))
+    text.append(int(decoder.feed([np.array(text)], [1])[0][0].argmax()))
     request, (token_ids, positions) = decoder._request.openvino_request, decoder._token_arrays[(1,)]
     past, _ = decoder._kept_lengths[1]
-    times = []
-    for length in range(len(ids) + 1, len(ids) + tokens - 1):
-        began = time.perf_counter()
-        token_ids[0], positions[0], past[0] = said[-1], length, length
+
+    def infer_next(length: int) -> None:
+        token_ids[0], positions[0], past[0] = text[-1], length, length
         decoder._longest[...] = length + 1
         request.start_async()
         request.wait()
-        said.append(int(request.get_output_tensor(0).data.reshape(-1).argmax()))
-        times.append((time.perf_counter() - began) * 1e3)
-    return statistics.median(times), said
+        text.append(int(request.get_output_tensor(0).data.reshape(-1).argmax()))
+
+    lengths = range(len(ids) + 1, len(ids) + tokens - 1)
+    return statistics.median(milliseconds(lambda length=length: infer_next(length)) for length in lengths), text
 
 
-def streamed(lm: ovspec.LanguageModel, ids: np.ndarray, tokens: int) -> tuple[float, list[int]]:
+def stream_loop(lm: ovspec.LanguageModel, ids: np.ndarray, tokens: int) -> tuple[float, list[int]]:
     """Return the same for ``stream``, which includes the text."""
-    came, said = [], []
+    moments = list[float]()
+    text = list[int]()
     for piece in lm.stream(ids, max_tokens=tokens, ignore_eos=True):
-        came.append(time.perf_counter())
-        said += piece.token_ids
-    return statistics.median(np.diff(came[1:])) * 1e3, said
+        moments.append(time.perf_counter())
+        text += piece.token_ids
+    return statistics.median(np.diff(moments[1:])) * 1e3, text
 
 
 def main() -> None:
-    parser = options(__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--tokens", type=int, default=96)
-    parser.add_argument("--rounds", type=int, default=8)
-    args = parser.parse_args()
+    args = arguments(__doc__, "folder", tokens=96, rounds=8)
     lm = ovspec.load(args.folder, "none", arithmetic="fast")  # the bare loop keeps to no rule
     assert lm.target.engine == "paged", "the bare loop needs the paged engine"
     ids = lm.encode(PROMPT)
-    ways = {"ovspec": lambda: streamed(lm, ids, args.tokens), "bare": lambda: bare_loop(lm.target, ids, args.tokens)}
-    found = take_turns(ways, lambda way, _: ways[way](), args.rounds)
-    assert all(a[1] == b[1] for a, b in zip(*found.values(), strict=True)), "both must generate the same text"
-    ours, bare = ([ms for ms, _ in each] for each in found.values())
-    print(f"{machine()}\nmedian ms per token: ovspec {statistics.median(ours):.3f}, ", end="")
-    print(f"bare loop {statistics.median(bare):.3f}; {shown(ratios(bare, ours), 3)} of its speed in {len(ours)} turns")
+    ways = {"ovspec": lambda: stream_loop(lm, ids, args.tokens), "bare": lambda: bare_loop(lm.target, ids, args.tokens)}
+    by_way = take_turns(ways, lambda way, _: ways[way](), args.rounds)
+    assert all(a[1] == b[1] for a, b in zip(*by_way.values(), strict=True)), "both must generate the same text"
+    ours, bare = ([ms for ms, _ in turns] for turns in by_way.values())
+    print(f"{machine()}\nmedian ms per token: ovspec {median(ours, 3)}, bare loop {median(bare, 3)}; ", end="")
+    print(f"{median_and_range(ratios(bare, ours), 3)} of its speed in {len(ours)} turns")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ The share is that of the next turn's time in that of the whole prompt's. Use an 
 
 from __future__ import annotations
 
-import statistics
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -17,21 +16,21 @@ from pathlib import Path
 
 import numpy as np
 import psutil
-from harness import Table, Worker, machine, options, ratios, several, shown, take_turns
+from harness import Option, Table, Worker, arguments, machine, median, median_and_range, ratios, take_turns
 from peers.install import gguf_of
 
 import ovspec
 from ovspec.base.errors import OvspecError
 from ovspec.setup.tuning import TUNING_TEXT_FILE
 
-ANSWER = 8
+ANSWER = 8  # tokens
 Ask = Callable[[list[int]], tuple[list[int], float]]  # a prompt -> its answer, and ms until the first token
 
 
 def ask_ovspec(lm: ovspec.LanguageModel) -> Ask:
     def ask(prompt: list[int]) -> tuple[list[int], float]:
-        result = lm.generate(prompt, max_tokens=ANSWER, ignore_eos=True, lookahead=0)
-        return result.token_ids, result.stats.ttft_ms
+        answer = lm.generate(prompt, max_tokens=ANSWER, ignore_eos=True, lookahead=0)
+        return answer.token_ids, answer.stats.ttft_ms
 
     return ask
 
@@ -44,7 +43,7 @@ def ask_peer(worker: Worker) -> Ask:
     return ask
 
 
-def start(peer: str, model: Path, checkpoint: Path | None) -> Worker:
+def start_peer(peer: str, model: Path, checkpoint: Path | None) -> Worker:
     """Start a peer's process; raises RuntimeError if it can't be used here."""
     setup = {"target": str(model), "options": {"prefix_caching": True}}
     if peer == "llamacpp":
@@ -59,47 +58,49 @@ def start(peer: str, model: Path, checkpoint: Path | None) -> Worker:
 
 
 def main() -> None:
-    parser = options(__doc__)
-    parser.add_argument("model", type=Path, metavar="MODEL")
-    parser.add_argument("--checkpoint", type=Path, metavar="DIR", help="what MODEL was exported from, for llamacpp")
-    parser.add_argument("--peers", type=several(choices=("genai", "llamacpp", "none")), default="genai,llamacpp")
-    parser.add_argument("--prompt", type=int, default=1000)
-    parser.add_argument("--new", type=int, default=20)
-    parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--chat", type=int, default=50)
-    args = parser.parse_args()
+    args = arguments(
+        __doc__,
+        "model",
+        checkpoint=Option(Path, "what MODEL was exported from, for llamacpp"),
+        peers=Option(["genai", "llamacpp"], choices=("genai", "llamacpp", "none")),
+        prompt=Option(1000, "tokens of a prompt"),
+        new=Option(20, "tokens of the next turn"),
+        turns=5,
+        chat=Option(50, "turns of the chat"),
+    )
     lm = ovspec.load(args.model, "none")
     text = np.resize(lm.encode(TUNING_TEXT_FILE.read_text(encoding="utf-8")), 8 * args.prompt).tolist()
     random = np.random.default_rng(0)
 
-    def prompt(count: int) -> list[int]:
+    def new_text(count: int) -> list[int]:
         begin = int(random.integers(0, len(text) - count))
         return random.integers(100, 1000, 4).tolist() + text[begin : begin + count - 4]
 
     with ExitStack() as stack:
-        peers = {peer: start(peer, args.model, args.checkpoint) for peer in args.peers if peer != "none"}
         ways: dict[str, Ask] = {"ovspec": ask_ovspec(lm)}
-        ways |= {name: ask_peer(stack.enter_context(worker)) for name, worker in peers.items()}
+        for peer in args.peers:
+            if peer != "none":
+                ways[peer] = ask_peer(stack.enter_context(start_peer(peer, args.model, args.checkpoint)))
 
-        def both(way: str, _: int) -> tuple[float, float]:
-            begin = prompt(args.prompt)
-            answer, whole = ways[way](begin)
-            return whole, ways[way]([*begin, *answer, *prompt(args.new)])[1]
+        def time_both(way: str, _: int) -> tuple[float, float]:
+            prompt = new_text(args.prompt)
+            answer, whole_ms = ways[way](prompt)
+            return whole_ms, ways[way]([*prompt, *answer, *new_text(args.new)])[1]
 
-        found = take_turns(ways, both, args.turns)
-        print(f"{args.model.name} on {machine()}\n")
-        table = Table("system", f"{args.prompt} tokens, ms", f"{args.new} more, ms", "share")
-        for way, times in found.items():
-            whole, more = zip(*times, strict=True)
-            table.row(way, *(f"{statistics.median(ms):.0f}" for ms in (whole, more)), shown(ratios(more, whole)))
+        by_way = take_turns(ways, time_both, args.turns)
+    print(f"{args.model.name} on {machine()}\n")
+    table = Table("system", f"{args.prompt} tokens, ms", f"{args.new} more, ms", "share")
+    for way, times in by_way.items():
+        whole, more = zip(*times, strict=True)
+        table.row(way, median(whole, 0), median(more, 0), median_and_range(ratios(more, whole)))
     print("\nA chat:\n")
     table = Table("turn", "tokens", "cached", "first token, ms")
-    chat = prompt(args.new)
+    chat = new_text(args.new)
     for turn in range(1, args.chat + 1):
-        result = lm.generate(chat, max_tokens=ANSWER, ignore_eos=True, lookahead=0)
-        if turn == 1 or turn % 10 == 0 or turn == args.chat:
-            table.row(turn, len(chat), result.stats.cached_tokens, f"{result.stats.ttft_ms:.0f}")
-        chat += [*result.token_ids, *prompt(args.new)]
+        answer = lm.generate(chat, max_tokens=ANSWER, ignore_eos=True, lookahead=0)
+        if turn in (1, args.chat) or turn % 10 == 0:
+            table.row(turn, len(chat), answer.stats.cached_tokens, f"{answer.stats.ttft_ms:.0f}")
+        chat += [*answer.token_ids, *new_text(args.new)]
 
 
 if __name__ == "__main__":

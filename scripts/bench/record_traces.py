@@ -1,6 +1,6 @@
 """Record the traces that tests/drafting/test_lookahead.py replays: costs of drafting and verifying, and acceptance.
 
-    python scripts/bench/record_traces.py NAME=DIR [NAME=DIR ...] [-o tests/drafting/traces] [--texts code,prose]
+    python scripts/bench/record_traces.py NAME=DIR [NAME=DIR ...] [--output tests/drafting/traces] [--texts code,prose]
 
 For each model in DIR, at temperatures 0 and 1, texts are generated without a draft: code, prose, or answers to chats
 that aren't for judging, in turn. At every position of a text, lookup and the draft model or head, if there is one, then
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import CODE, ROOT, chats, milliseconds, options, several
+from harness import CODE, ROOT, Option, arguments, chats, milliseconds
 
 import ovspec
 from ovspec.cache.decoder import BaseDecoder
@@ -47,7 +47,7 @@ PROSE = [
 TEXTS: dict[str, list[Any]] = {
     "code": CODE,
     "prose": PROSE,
-    "chats": [chat.messages for chat in chats() if not chat.judge],
+    "chats": [chat.content for chat in chats() if not chat.judge],
 }
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 13)
 
@@ -81,15 +81,15 @@ def trace(drafter: Drafter, text: list[int], start: int, params: Params, most: i
     """Return (confidence of each proposed token, how many match ``text``) for each position from ``start`` on."""
     drafter.reset(1)
     sampler = sampler_of(params, 0, Constraints(processing(params, lambda _: start, frozenset())))
-    found = []
+    steps = []
     for place in range(start, len(text)):
         proposal = drafter.propose([RowStep(Sequence(text[:place]), sampler, most + 1)], Lookahead(most))[0]
         truth = text[place : place + len(proposal.tokens)]
         same = [int(a) == b for a, b in zip(proposal.tokens, truth, strict=False)]
         right = same.index(False) if False in same else len(same)
         confidence = [] if proposal.confidence is None else proposal.confidence.tolist()
-        found.append(([round(each, 3 if each > 0.9 else 2) for each in confidence], right))
-    return found
+        steps.append(([round(share, 3 if share > 0.9 else 2) for share in confidence], right))
+    return steps
 
 
 def reading(decoders: DecoderSet, text: np.ndarray) -> BaseDecoder:
@@ -112,11 +112,12 @@ def record(folder: Path, temperature: float, prompts: list[Any], args: argparse.
     for seed, prompt in enumerate(prompts):
         params = Params(temperature=temperature, seed=seed)
         ids = lm.encode(prompt).tolist()
-        given: dict[str, Any] = {"temperature": temperature, "seed": seed, "top_k": 0, "lookahead": 0}
-        whole = ids + lm.generate(ids, max_tokens=args.tokens, ignore_eos=isinstance(prompt, str), **given).token_ids
+        options: dict[str, Any] = {"temperature": temperature, "seed": seed, "top_k": 0, "lookahead": 0}
+        options |= {"max_tokens": args.tokens, "ignore_eos": isinstance(prompt, str)}
+        whole = ids + lm.generate(ids, **options).token_ids
         decoders.target.reset(1)
         decoders.target.feed([np.array(whole)], [1])  # which has the features that a head reads
-        texts.append({name: trace(each, whole, len(ids), params, args.most) for name, each in drafters.items()})
+        texts.append({name: trace(drafter, whole, len(ids), params, args.most) for name, drafter in drafters.items()})
     times = {"verify": times_by_width(decoders.target, np.array(whole))}
     if decoders.draft:
         times["draft"] = times_by_width(reading(decoders, np.array(whole)), np.array(whole))
@@ -129,25 +130,26 @@ def record(folder: Path, temperature: float, prompts: list[Any], args: argparse.
 
 
 def main() -> None:
-    parser = options(__doc__)
-    parser.add_argument("models", nargs="+", metavar="NAME=DIR")
-    parser.add_argument("-o", "--output", type=Path, default=ROOT / "tests" / "drafting" / "traces")
-    parser.add_argument("--precision")
-    parser.add_argument("--draft", help="what proposes besides lookup; by default the draft in DIR")
-    parser.add_argument("--texts", type=several(choices=TEXTS), default="code", help="kinds of text, which take turns")
-    parser.add_argument("--prompts", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--most", type=int, default=12, help="tokens proposed at each position")
-    args = parser.parse_args()
+    args = arguments(
+        __doc__,
+        "models+",
+        output=Option(ROOT / "tests" / "drafting" / "traces"),
+        precision=str,
+        draft=Option(str, "proposes besides lookup; by default the draft in DIR"),
+        texts=Option(["code"], "kinds of text, which take turns", TEXTS),
+        prompts=3,
+        tokens=128,
+        most=Option(12, "tokens proposed at each position"),
+    )
     prompts = [prompt for group in zip(*(TEXTS[kind] for kind in args.texts), strict=False) for prompt in group]
     args.output.mkdir(parents=True, exist_ok=True)
     for pair in args.models:
-        name, _, folder = pair.partition("=")
+        name, _, folder = str(pair).partition("=")
         for temperature in (0.0, 1.0):
-            found = record(Path(folder), temperature, prompts[: args.prompts], args)
+            recorded = record(Path(folder), temperature, prompts[: args.prompts], args)
             file = args.output / f"{name}-T{temperature:.0f}.json"
-            file.write_text(json.dumps(found, separators=(",", ":")) + "\n", encoding="utf-8", newline="\n")
-            print(f"{file.name}: { ({name: ms for name, ms in found.items() if name.endswith('_ms')}) }", flush=True)
+            file.write_text(json.dumps(recorded, separators=(",", ":")) + "\n", encoding="utf-8", newline="\n")
+            print(f"{file.name}: { ({name: ms for name, ms in recorded.items() if name.endswith('_ms')}) }", flush=True)
 
 
 if __name__ == "__main__":

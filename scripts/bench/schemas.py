@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from harness import HERE, Table, options
+from harness import HERE, Option, Table, arguments
 from jsonschema import Draft202012Validator
 from jsonschema.validators import validator_for
 from llguidance import LLMatcher, LLTokenizer
@@ -40,8 +40,8 @@ DRAWING_SECONDS = 5.0
 
 
 @dataclass
-class Measured:
-    """What was found of a schema. ``strict``, ``checked``: "" or why it is refused; ``wrong``: invalid but accepted."""
+class Finding:
+    """What a schema gave. ``strict``, ``checked``: "" or why it is refused; ``wrong``: invalid but accepted."""
 
     name: str
     held_out: bool
@@ -88,16 +88,17 @@ class Acceptor:
         return None
 
 
-def mutated(value: Any, numbers: random.Random) -> Any:
+def mutate(value: Any, numbers: random.Random) -> Any:
     """Return ``value`` with one change somewhere."""
     value = copy.deepcopy(value)
-    places: list[tuple[Any, Any]] = []
+    places: list[tuple[Any, Any]] = []  # objects and arrays with the keys of their parts
     waiting = [value]
     while waiting:
-        each = waiting.pop()
-        keys = list(each) if isinstance(each, dict) else range(len(each)) if isinstance(each, list) else ()
-        places += [(each, key) for key in keys]
-        waiting += [each[key] for key in keys]
+        part = waiting.pop()
+        if isinstance(part, dict | list):
+            keys = list(part) if isinstance(part, dict) else range(len(part))
+            places += [(part, key) for key in keys]
+            waiting += [part[key] for key in keys]
     if not places:
         return numbers.choice([None, True, 0, -1, 1.5, "", "x", [], {}])
     where, key = numbers.choice(places)
@@ -123,7 +124,7 @@ def mutated(value: Any, numbers: random.Random) -> Any:
     return value
 
 
-def drawn(schema: dict[str, Any], count: int) -> list[Any]:
+def draw_values(schema: dict[str, Any], count: int) -> list[Any]:
     """Return values that hypothesis-jsonschema draws from ``schema``; fewer where it can't or takes long."""
     with tempfile.TemporaryFile("w+", encoding="utf-8") as out:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -140,20 +141,20 @@ def drawn(schema: dict[str, Any], count: int) -> list[Any]:
     return [json.loads(line) for line in lines]
 
 
-def measured(file: SchemaFile, seconds: float) -> Measured:
-    found = Measured(file.name, file.held_out)
+def try_schema(file: SchemaFile, seconds: float) -> Finding:
+    finding = Finding(file.name, file.held_out)
     grammar = ""
     for mode, reading in (("checked", {"lenient": True}), ("strict", {})):
         try:
             grammar = convert_grammar("json_schema", file.schema, "schema", **reading)
         except OvspecError as error:
-            setattr(found, mode, str(error))
-    if found.strict:
-        return found
+            setattr(finding, mode, str(error))
+    if finding.strict:
+        return finding
     judge = validator_for(file.schema, Draft202012Validator)
     validator = judge(file.schema, format_checker=judge.FORMAT_CHECKER)
-    acceptor, numbers = Acceptor(grammar), random.Random(file.name)
-    for text in candidates(acceptor, file.schema, numbers, seconds):
+    acceptor = Acceptor(grammar)
+    for text in candidates(acceptor, file.schema, random.Random(file.name), seconds):
         try:
             value = json.loads(text)
             valid = validator.is_valid(value)
@@ -162,70 +163,71 @@ def measured(file: SchemaFile, seconds: float) -> Measured:
         except Exception:
             break
         accepted = acceptor.accepts(text)
-        found.valid += valid
-        found.accepted += valid and accepted
-        found.invalid += not valid
+        finding.valid += valid
+        finding.accepted += valid and accepted
+        finding.invalid += not valid
         if accepted and not valid:
             why = next(iter(validator.iter_errors(value))).message
-            found.wrong.append(f"{text.decode(errors='replace')[:200]}: {why[:200]}")
-    return found
+            finding.wrong.append(f"{text.decode(errors='replace')[:200]}: {why[:200]}")
+    return finding
 
 
 def candidates(acceptor: Acceptor, schema: Any, numbers: random.Random, seconds: float) -> Iterator[bytes]:
     """Yield texts of random walks, of drawn values, and of mutations of both."""
-    values = drawn(schema, 10)
+    values = draw_values(schema, 10)
     until = time.monotonic() + seconds
-    yield from (written(value) for value in values)
+    yield from (as_bytes(value) for value in values)
     while time.monotonic() < until:
         text = acceptor.walk(numbers, until)
         if text is not None:
             yield text
             values = [*values[-30:], json.loads(text)]
         for _ in range(10 if values else 0):
-            yield written(mutated(numbers.choice(values), numbers))
+            yield as_bytes(mutate(numbers.choice(values), numbers))
 
 
-def written(value: Any) -> bytes:
+def as_bytes(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=False).encode(errors="replace")
 
 
-def print_findings(title: str, found: list[Measured]) -> None:
+def print_findings(title: str, findings: list[Finding]) -> None:
     print(f"\n{title}:\n")
     table = Table("package", "schemas", "strict", "checked")
     for package in (*PACKAGES, "pydantic", ""):
-        if ours := [each for each in found if each.name.startswith(f"{package}/") or not package]:
-            counts = (sum(not getattr(each, mode) for each in ours) for mode in ("strict", "checked"))
+        if ours := [finding for finding in findings if finding.name.startswith(f"{package}/") or not package]:
+            counts = (sum(not getattr(finding, mode) for finding in ours) for mode in ("strict", "checked"))
             shares = (f"{count} ({100 * count / len(ours):.0f} %)" for count in counts)
             table.row(package or "all", len(ours), *shares)
-    wrong = [(each.name, text) for each in found for text in each.wrong]
-    valid, accepted, invalid = (sum(getattr(each, name) for each in found) for name in ("valid", "accepted", "invalid"))
+    wrong = [f"- {finding.name}: {text}" for finding in findings for text in finding.wrong]
+    names = ("invalid", "valid", "accepted")
+    invalid, valid, accepted = (sum(getattr(finding, name) for finding in findings) for name in names)
     print(f"\n{invalid} invalid texts: {len(wrong)} accepted. {valid} valid texts: {accepted} accepted.")
-    for name, text in wrong:
-        print(f"- {name}: {text}")
+    print(*wrong, sep="\n")
 
 
 def main() -> None:
-    parser = options(__doc__)
-    parser.add_argument("--part", choices=["dev", "held-out", "all", "pydantic"], default="all")
-    parser.add_argument("--seconds", type=float, default=3.0, help="of instances for each schema")
-    parser.add_argument("--names", default="", help="only schemas whose names contain this")
-    parser.add_argument("--out", type=Path, help="write what was found as JSON lines")
-    args = parser.parse_args()
+    args = arguments(
+        __doc__,
+        part=Option("all", choices=("dev", "held-out", "all", "pydantic")),
+        seconds=Option(3.0, "of instances for each schema"),
+        names=Option("", "only schemas whose names contain this"),
+        out=Option(Path, "write the findings as JSON lines"),
+    )
     warnings.simplefilter("ignore")
     files = pydantic_schemas() if args.part == "pydantic" else schema_files()
     files = [file for file in files if args.names in file.name]
     if args.part in ("dev", "held-out"):
         files = [file for file in files if file.held_out == (args.part == "held-out")]
-    found = []
+    findings = []
     for file in files:
-        found.append(measured(file, args.seconds))
+        findings.append(try_schema(file, args.seconds))
         if args.out:
-            with args.out.open("a", encoding="utf-8") as out:
-                out.write(json.dumps(asdict(found[-1]), ensure_ascii=False) + "\n")
-        print(f"{file.name}: {found[-1].strict or 'ok'}", file=sys.stderr, flush=True)
-    for title, part in (("Used while writing", False), ("Held out", True)):
-        if ours := [each for each in found if each.held_out == part]:
-            print_findings(title, ours)
+            with args.out.open("a", encoding="utf-8", newline="\n") as out:
+                out.write(json.dumps(asdict(findings[-1]), ensure_ascii=False) + "\n")
+        print(f"{file.name}: {findings[-1].strict or 'ok'}", file=sys.stderr, flush=True)
+    for title, held_out in (("Used while writing", False), ("Held out", True)):
+        if part := [finding for finding in findings if finding.held_out == held_out]:
+            print_findings(title, part)
 
 
 if __name__ == "__main__":

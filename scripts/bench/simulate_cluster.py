@@ -15,11 +15,10 @@ import math
 import random
 from collections.abc import Generator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import simpy
-from harness import Table, options, several
+from harness import Option, Table, arguments
 
 from ovspec.batch.groups import GROUPS, MOST
 
@@ -94,36 +93,37 @@ class Cluster:
 
 
 def main() -> None:
-    parser = options(__doc__)
-    parser.add_argument("figures", type=Path)
-    parser.add_argument("--workers", type=several(int), default="1,10,100,1000")
-    parser.add_argument("--hours", type=float, default=1.0, help="of lines for each worker")
-    parser.add_argument("--lines-per-hour", type=float, help="of one worker; by default as measured")
-    parser.add_argument("--gigabytes", type=float, help="of the model; by default as measured")
-    parser.add_argument("--network", type=float, default=1.0, help="gigabits per second of each machine")
-    parser.add_argument("--spread", type=float, default=0.05, help="standard deviation of the workers' speeds")
-    parser.add_argument("--slow", type=float, default=0.02, help="share of workers with half the speed")
-    parser.add_argument("--lost", type=float, default=5.0, help="workers of a hundred that are taken away in an hour")
-    args = parser.parse_args()
-    found = json.loads(args.figures.read_text(encoding="utf-8"))
-    lines, driver = found["lines"], found["driver_s_per_group"]
-    halves, measured = Cluster(2, lines, found["lines_s"]["half"] / lines, 0.0, driver), found["lines_s"]["2 workers"]
-    print(f"two workers of half a machine: simulated {halves.run():.1f} s, measured {measured:.1f} s")
-    hourly = args.lines_per_hour or 3600 * lines / found["lines_s"]["1 worker"]
-    size = 1e9 * args.gigabytes if args.gigabytes else found["model_bytes"]
-    copy = size / min(found["shipping_bytes_per_s"], args.network / 8 * 1e9)
-    print(f"one worker: {hourly:.0f} lines an hour, {hourly / found['cores']:.0f} for each core")
+    args = arguments(
+        __doc__,
+        "figures",
+        workers=[1, 10, 100, 1000],
+        hours=Option(1.0, "of lines for each worker"),
+        lines_per_hour=Option(float, "of one worker; by default as measured"),
+        gigabytes=Option(float, "of the model; by default as measured"),
+        network=Option(1.0, "gigabits per second of each machine"),
+        spread=Option(0.05, "standard deviation of the workers' speeds"),
+        slow=Option(0.02, "share of workers with half the speed"),
+        lost=Option(5.0, "workers of a hundred that are taken away in an hour"),
+    )
+    figures = json.loads(args.figures.read_text(encoding="utf-8"))
+    lines, seconds, driver = (figures[name] for name in ("lines", "lines_s", "driver_s_per_group"))
+    halves = Cluster(2, lines, seconds["half"] / lines, 0.0, driver)
+    print(f"two workers of half a machine: simulated {halves.run():.1f} s, measured {seconds['2 workers']:.1f} s")
+    hourly = args.lines_per_hour or 3600 * lines / seconds["1 worker"]
+    size = 1e9 * args.gigabytes if args.gigabytes else figures["model_bytes"]
+    copy = size / min(figures["shipping_bytes_per_s"], args.network / 8 * 1e9)
+    print(f"one worker: {hourly:.0f} lines an hour, {hourly / figures['cores']:.0f} for each core")
     print(f"the model: {copy:.1f} s from one machine to another\n")
     table = Table("workers", "lines an hour", "of as many single ones", "start, s", "last lines, s", "driver busy")
     for workers in args.workers:
         # Whoever has the model hands it on, so the number of copies doubles.
-        start = found["startup_s"] + copy * math.ceil(math.log2(workers + 1))
-        more: dict[str, Any] = {"spread": args.spread, "slow": args.slow, "lost": args.lost} if workers > 1 else {}
-        cluster = Cluster(workers, int(hourly * args.hours * workers), 3600 / hourly, start, driver, **more)
+        start = figures["startup_s"] + copy * math.ceil(math.log2(workers + 1))
+        luck = {"spread": args.spread, "slow": args.slow, "lost": args.lost} if workers > 1 else {}
+        cluster = Cluster(workers, int(hourly * args.hours * workers), 3600 / hourly, start, driver, **luck)
         took = cluster.run()
         rate = 3600 * cluster.lines / took
-        share, busy = rate / (hourly * workers), cluster.driving / took
-        table.row(workers, f"{rate:.0f}", f"{share:.2f}", f"{start:.0f}", f"{took - cluster.empty:.0f}", f"{busy:.0%}")
+        shares = (f"{rate / (hourly * workers):.2f}", f"{start:.0f}", f"{took - cluster.empty:.0f}")
+        table.row(workers, f"{rate:.0f}", *shares, f"{cluster.driving / took:.0%}")
 
 
 if __name__ == "__main__":

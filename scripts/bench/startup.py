@@ -1,57 +1,145 @@
-"""Time a process of the command line, the compile cache warm: until the help, and until a text's first piece.
+"""Time fresh processes: of the command line, of loading a model, and beside openvino-genai up to some tokens.
 
-    python scripts/bench/startup.py [MODEL]
+    python scripts/bench/startup.py command MODEL
+    python scripts/bench/startup.py load MODEL
+    python scripts/bench/peers/install.py genai
+    python scripts/bench/startup.py tokens MODEL [--turns 9] [--tokens 32,400] [--ways "ovspec; openvino-genai"]
 
-Times are medians in seconds. Use an idle machine.
+command: seconds until the help, and until a text's first piece, the compile cache warm; medians.
+load: seconds to import ovspec, then to load the model, then to generate a token; peak resident memory, and resident
+    memory after more tokens; with a cold and a warm compile cache.
+tokens: greedy and without a draft, the processes in turns; "default" is ovspec with lookup, as it is without any
+    option. Every process imports, loads and reads the prompt anew; the first turn, which fills compile caches and the
+    page cache, is left out. Prints the median seconds until each token, and openvino-genai's time as a multiple, turn
+    by turn.
+
+Use an idle machine.
 """
 
 from __future__ import annotations
 
+import json
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
-from harness import CODE, machine, milliseconds, options
+from harness import (
+    CODE,
+    Option,
+    Table,
+    Worker,
+    arguments,
+    machine,
+    median,
+    median_and_range,
+    milliseconds,
+    ratios,
+    take_turns,
+)
 
-from ovspec.setup.model_folders import find_demo_folder
+from ovspec.text.tokenizer import Tokenizer
 
 COMMAND = (sys.executable, "-m", "ovspec")
+LOADING = """
+import json, sys, time
+import psutil
+began = time.perf_counter()
+import ovspec
+imported = time.perf_counter()
+lm = ovspec.load(sys.argv[1], cache_dir=sys.argv[2])
+loaded = time.perf_counter()
+lm.generate([5, 6, 7, 8], max_tokens=1, ignore_eos=True)
+first = time.perf_counter()
+lm.generate([5, 6, 7, 8], max_tokens=33, ignore_eos=True)
+memory = psutil.Process().memory_info()
+try:
+    import resource
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+except ImportError:
+    peak = memory.peak_wset
+print(json.dumps({"import_s": imported - began, "load_s": loaded - imported, "first_token_s": first - loaded,
+                  "peak_mb": peak / 1e6, "rss_mb": memory.rss / 1e6}))
+"""
+PROMPT = "It was late in the evening when she came home, and"
+GENAI = "openvino-genai"
+SMALL = {"settle": False}  # a fresh process has no time to move weights into large pages
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "ovspec": ("ovspec", {"mode": "plain", "options": SMALL}),
+    "ovspec, fast": ("ovspec", {"mode": "plain", "options": SMALL | {"arithmetic": "fast"}}),
+    "ovspec, default": ("ovspec", {"mode": "default", "options": SMALL}),
+    GENAI: ("genai", {"options": {"backend": None}}),
+}
 
 
-def time_to_help() -> float:
-    once = lambda: subprocess.run([*COMMAND, "--help"], capture_output=True, check=True)  # noqa: E731
-    return statistics.median(milliseconds(once) for _ in range(10)) / 1e3
-
-
-def time_to_first_token(model: Path, cache: Path) -> float:
+def time_first_piece(model: Path, cache: str) -> float:
     """Return the seconds from process start to the first byte of text."""
-    command = [*COMMAND, "generate", str(model), CODE[0], "-n", "16", "--cache-dir", str(cache)]
+    command = [*COMMAND, "generate", str(model), CODE[0], "-n", "16", "--cache-dir", cache]
+    began = time.perf_counter()
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as running:
+        assert running.stdout
+        if not running.stdout.read(1):
+            sys.exit(f"Error: {' '.join(command[2:])} wrote nothing")
+        seconds = time.perf_counter() - began
+        running.communicate()
+    return seconds
 
-    def once() -> float:
+
+def time_command(model: Path, cache: str) -> None:
+    show_help = lambda: subprocess.run([*COMMAND, "--help"], capture_output=True, check=True)  # noqa: E731
+    print(f"ovspec --help: {statistics.median(milliseconds(show_help) for _ in range(10)) / 1e3:.3f} s")
+    time_first_piece(model, cache)  # fills the cache
+    print(f"first token: {median((time_first_piece(model, cache) for _ in range(5)), 2)} s")
+
+
+def time_loading(model: Path, cache: str) -> None:
+    for state in ("cold", "warm", "warm"):
+        command = [sys.executable, "-c", LOADING, str(model), cache]
+        figures = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+        print(f"{state} cache: {', '.join(f'{name} {figure:.2f}' for name, figure in figures.items())}", flush=True)
+
+
+def time_tokens(model: Path, ways: list[str], tokens: list[int], turns: int) -> None:
+    request = {"prompts": [Tokenizer(model).encode(PROMPT).tolist()], "max_tokens": max(tokens)}
+
+    def seconds(way: str, _: int) -> list[float]:
+        name, setup = WAYS[way]
         began = time.perf_counter()
-        with subprocess.Popen(command, stdout=subprocess.PIPE) as running:
-            assert running.stdout
-            if not running.stdout.read(1):
-                sys.exit(f"Error: {' '.join(command[2:])} wrote nothing")
-            seconds = time.perf_counter() - began
-            running.communicate()
-        return seconds
+        with Worker(name, setup | {"target": str(model)}) as worker:
+            loaded = time.perf_counter() - began
+            times = worker.answer(request)["times"]
+        return [loaded + times[count - 1] for count in tokens]
 
-    once()  # fills the cache
-    return statistics.median(once() for _ in range(5))
+    by_way = take_turns(ways, seconds, turns)
+    table = Table("", *(head for count in tokens for head in (f"{count} tokens, s", "genai as a multiple")))
+    for way, own_turns in by_way.items():
+        cells = []
+        for index, times in enumerate(zip(*own_turns, strict=True)):
+            genai = [turn[index] for turn in by_way.get(GENAI, ())]
+            cells += [median(times), median_and_range(ratios(genai, times)) if genai else None]
+        table.row(way, *cells)
 
 
 def main() -> None:
-    parser = options(__doc__)
-    parser.add_argument("model", nargs="?", type=Path, default=find_demo_folder(), metavar="MODEL")
-    args = parser.parse_args()
+    args = arguments(
+        __doc__,
+        ("command", "load", "tokens"),
+        "model",
+        turns=9,
+        tokens=[32, 400],
+        ways=Option(list(WAYS), choices=WAYS, separator=";"),
+    )
+    print(f"{args.model.name} on {machine()}\n")
     with tempfile.TemporaryDirectory() as cache:
-        print(f"{args.model.name} on {machine()}")
-        print(f"ovspec --help: {time_to_help():.3f} s")
-        print(f"first token: {time_to_first_token(args.model, Path(cache)):.2f} s")
+        if args.what == "command":
+            time_command(args.model, cache)
+        elif args.what == "load":
+            time_loading(args.model, cache)
+        else:
+            time_tokens(args.model, args.ways, args.tokens, args.turns)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Test whether text that a peer samples with a draft has the target's distribution.
 
-    python scripts/bench/peers/distribution.py [--texts 3000] [--peer genai] [--k 2]
+    python scripts/bench/peers/distribution.py [--texts 3000] [--k 2,4]
 
 On the demo pair, three tokens are sampled at temperature 1; their exact probabilities come from the target's logits
 after every prefix. With top_k 3 there are 27 outcomes, and any other text is impossible. Without top_k, all tokens
@@ -22,7 +22,7 @@ from scipy.stats import chisquare
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from harness import CODE, ROOT, Table, Worker, options
+from harness import CODE, ROOT, Table, Worker, arguments
 
 import ovspec
 
@@ -59,7 +59,7 @@ def outcome_of(tokens: list[int], exact: Exact) -> Outcome | None:
     """Return the outcome that ``tokens`` count as; None if they are impossible."""
     for end, token in enumerate(tokens):
         begin = tuple(tokens[:end])
-        possible = {each[end] for each in exact if len(each) > end and each[:end] == begin}
+        possible = {outcome[end] for outcome in exact if len(outcome) > end and outcome[:end] == begin}
         if token not in possible:
             return (*begin, OTHER) if OTHER in possible else None
     return tuple(tokens)
@@ -73,49 +73,43 @@ def even_prompt(lm: ovspec.LanguageModel, top_k: int | None) -> list[int]:
 
 
 def p_value(counts: Counter[Outcome | None], exact: Exact, texts: int) -> float:
-    expected = {outcome: probability * texts for outcome, probability in exact.items()}
-    common = [outcome for outcome, number in expected.items() if number >= LEAST_EXPECTED]
+    common = [outcome for outcome, probability in exact.items() if probability * texts >= LEAST_EXPECTED]
     seen = [counts[outcome] for outcome in common]
-    wanted = [expected[outcome] for outcome in common]
-    if texts - sum(wanted) >= 1:
+    expected = [exact[outcome] * texts for outcome in common]
+    if texts - sum(expected) >= 1:  # the rarer outcomes together
         seen.append(sum(counts[outcome] for outcome in exact) - sum(seen))
-        wanted.append(texts - sum(wanted))
-    scale = sum(seen) / sum(wanted)
-    return float(chisquare(seen, [number * scale for number in wanted]).pvalue)
+        expected.append(texts - sum(expected))
+    scale = sum(seen) / sum(expected)
+    return float(chisquare(seen, [number * scale for number in expected]).pvalue)
 
 
-def judged(worker: str, setup: dict[str, Any], request: dict[str, Any], exact: Exact, texts: int) -> tuple[Any, ...]:
+def test_texts(worker: str, setup: dict[str, Any], request: dict[str, Any], exact: Exact, texts: int) -> list[Any]:
     """Sample ``texts`` texts from a worker and return their number, the impossible ones, the p-value and an error."""
     counts: Counter[Outcome | None] = Counter()
     with Worker(worker, setup) as running:
         for seed in range(1, texts + 1):
             answer = running.ask(request | {"seed": seed})
             if "error" in answer:
-                return counts.total(), None, None, answer["error"]
+                return [counts.total(), None, None, answer["error"]]
             counts[outcome_of(answer["tokens"][0], exact)] += 1
-    return texts, counts[None], f"{p_value(counts, exact, texts):.2g}"
+    return [texts, counts[None], f"{p_value(counts, exact, texts):.2g}"]
 
 
 def main() -> None:
-    parser = options(__doc__)
-    parser.add_argument("--texts", type=int, default=3000)
-    parser.add_argument("--peer", choices=("genai",), default="genai")
-    parser.add_argument("--k", type=int, nargs="+", default=[2, 4])
-    args = parser.parse_args()
+    args = arguments(__doc__, texts=3000, k=[2, 4])
     lm = ovspec.load(PAIR, precision="f32", properties=EXACT, tune=False)
     for top_k in (TOP, None):
         prompt = even_prompt(lm, top_k)
         exact = exact_probabilities(lm, prompt, top_k)
-        likely = sorted(exact.values())
-        print(f"\ntop_k {top_k}: {len(exact)} outcomes, from {likely[0]:.4f} to {likely[-1]:.4f}\n")
+        print(f"\ntop_k {top_k}: {len(exact)} outcomes, from {min(exact.values()):.4f} to {max(exact.values()):.4f}\n")
         table = Table("peer and mode", "texts", "impossible", "p-value", "error")
         request = {"prompts": [prompt], "max_tokens": LENGTH, "temperature": 1.0, "top_k": top_k}
-        for worker, given in (("ovspec", {"tune": False}), (args.peer, {})):
-            setup = {"target": str(PAIR), "properties": EXACT, "draft_properties": EXACT, "options": given}
-            table.row(f"{worker}, plain", *judged(worker, setup, request, exact, args.texts))
+        for worker, options in (("ovspec", {"tune": False}), ("genai", {})):
+            setup = {"target": str(PAIR), "properties": EXACT, "draft_properties": EXACT, "options": options}
+            table.row(f"{worker}, plain", *test_texts(worker, setup, request, exact, args.texts))
             setup |= {"mode": "draft", "draft": str(PAIR / "draft")}
             for k in args.k:
-                row = judged(worker, setup, request | {"k": k}, exact, args.texts)
+                row = test_texts(worker, setup, request | {"k": k}, exact, args.texts)
                 table.row(f"{worker}, draft, k={k}", *row)
 
 
