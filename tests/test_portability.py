@@ -16,8 +16,6 @@ NAMES = {
     "socket": {"AF_UNIX"},
 }
 GUARDS = ("hasattr", "platform", "os.name", "ImportError", "suppress")
-# What runs on POSIX alone, which its documentation says.
-POSIX_ONLY = {"scripts/bench/distill_speed.py", "scripts/bench/load_cost.py"}
 
 
 def unguarded(source: str) -> Iterator[tuple[int, str]]:
@@ -115,10 +113,9 @@ def test_the_check_finds_them(source: str, found: list[str]) -> None:
 
 def test_nothing_is_used_that_some_systems_lack() -> None:
     wrong = [
-        f"{name}:{line}: {used}"
+        f"{file.relative_to(ROOT).as_posix()}:{line}: {used}"
         for folder in ("ovspec", "export", "scripts", "demos")
         for file in sorted((ROOT / folder).rglob("*.py"))
-        if (name := file.relative_to(ROOT).as_posix()) not in POSIX_ONLY
         for line, used in unguarded(file.read_text(encoding="utf-8"))
     ]
     assert not wrong

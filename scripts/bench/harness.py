@@ -100,6 +100,11 @@ def prompts() -> list[Prompt]:
     return [*chats(), *plain, *constrained]
 
 
+@functools.cache
+def prompt_named(name: str) -> Prompt:
+    return next(prompt for prompt in prompts() if prompt.name == name)
+
+
 def with_context(tokenizer: Tokenizer, ids: list[int], context: int) -> list[int]:
     """Return a prompt's ids after those of other text, ``context`` in all."""
     if len(ids) >= context:

@@ -1,0 +1,176 @@
+"""The turns that ``chats.py`` has measured: their file, and the figures that its tables show."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from harness import Prompt, median, median_interval, prompt_named
+
+from ovspec.base.errors import OvspecError
+
+PLAIN = "plain"  # the way that all others are compared with
+
+
+@dataclass(frozen=True)
+class Case:
+    """The prompts of a turn, one or ``batch`` of its kind that begin with it, and how they are answered.
+
+    context: tokens of other text come before a shorter prompt until it has so many.
+    accept: the rule for sampled tokens.
+    """
+
+    prompt: str  # its name
+    context: int
+    batch: int
+    temperature: float
+    accept: str
+    turn: int
+
+    @property
+    def group(self) -> tuple[int, int, float, str]:
+        """The cases of one table are equal in these."""
+        return self.batch, self.context, self.temperature, self.accept
+
+
+@dataclass(frozen=True)
+class Text:
+    """The texts that were generated together in one way.
+
+    tpot_ms: milliseconds per token after the first of each text; None if there is none, and for peers' batches.
+    seconds: with reading the prompts. Peers count no rounds.
+    """
+
+    tokens: list[list[int]]
+    seconds: float
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    rounds: int = 0
+    proposed: int = 0
+    accepted: int = 0
+    reached: int = 0  # proposed tokens that were compared with the model's choice
+    forced: int = 0  # tokens without a choice
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The texts of a case, by the way in which they were generated. ``prompt_tokens``: of all prompts."""
+
+    case: Case
+    prompt_tokens: int
+    texts: dict[str, Text]
+
+
+@dataclass
+class Log:
+    """The turns that were measured, and their file. Its first line is ``about``: what was measured, and where."""
+
+    file: Path
+    about: dict[str, Any]
+    turns: list[Turn] = field(default_factory=list)  # several of a case, if ways were added
+
+    def __post_init__(self) -> None:
+        written = self.file.read_bytes() if self.file.exists() else b""
+        whole = written[: written.rfind(b"\n") + 1]
+        if whole != written:  # the bench was killed while it wrote
+            self.file.write_bytes(whole)
+        if not whole:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            self._append(self.about)
+        about, *turns = [json.loads(line) for line in whole.splitlines()] or [self.about]
+        for name, value in self.about.items():
+            if about.get(name) != value:
+                raise OvspecError(f"{self.file}: its {name} is {about.get(name)}, not {value}; give another --out.")
+        for line in turns:
+            texts = {way: Text(**text) for way, text in line["texts"].items()}
+            self.turns.append(Turn(Case(**line["case"]), line["prompt_tokens"], texts))
+
+    def add(self, turn: Turn) -> None:
+        self._append(asdict(turn))
+        self.turns.append(turn)
+
+    def has(self, case: Case) -> set[str]:
+        """Return the ways in which a case was measured."""
+        return {way for turn in self.turns if turn.case == case for way in turn.texts}
+
+    def _append(self, line: dict[str, Any]) -> None:
+        with self.file.open("a", encoding="utf-8") as out:
+            out.write(json.dumps(line) + "\n")
+
+
+@dataclass(frozen=True)
+class Figures:
+    """The figures of some turns, as tables show them."""
+
+    turns: list[Turn]
+
+    def of(self, chosen: Callable[[Prompt], bool]) -> Figures:
+        return Figures([turn for turn in self.turns if chosen(prompt_named(turn.case.prompt))])
+
+    def texts(self, way: str) -> list[Text]:
+        return [turn.texts[way] for turn in self.turns if way in turn.texts]
+
+    def ms(self, way: str) -> str | None:
+        times = [text.tpot_ms for text in self.texts(way) if text.tpot_ms is not None]
+        return median(times) if times else None
+
+    def prompt_tokens(self) -> str:
+        return median((turn.prompt_tokens for turn in self.turns if PLAIN in turn.texts), 0)
+
+    def prompt_ms(self, way: str) -> str | None:
+        """Return the milliseconds per token of the prompt."""
+        turns = [turn for turn in self.turns if way in turn.texts]
+        times = [text.ttft_ms / turn.prompt_tokens for turn in turns if (text := turn.texts[way]).ttft_ms]
+        return median(times, 2) if times else None
+
+    def speeds(self, way: str) -> list[float]:
+        """Return the speed of ``way`` as a multiple of plain decoding's in each turn: of batches with their prompts."""
+        speeds = []
+        for turn in (turn for turn in self.turns if way in turn.texts):
+            text = turn.texts[way]
+            plain = turn.texts[PLAIN]
+            if turn.case.batch > 1:
+                speeds.append(plain.seconds / text.seconds)
+            elif text.tpot_ms and plain.tpot_ms:
+                speeds.append(plain.tpot_ms / text.tpot_ms)
+        return speeds
+
+    def speed(self, way: str) -> str | None:
+        """Return the median of these with its interval."""
+        speeds = self.speeds(way)
+        if not speeds:
+            return None
+        return "{} ({:.2f} to {:.2f})".format(median(speeds, 2), *median_interval(speeds))
+
+    def count(self, way: str, name: str) -> int:
+        return sum(getattr(text, name) for text in self.texts(way))
+
+    def tokens(self, way: str) -> int:
+        return sum(len(ids) for text in self.texts(way) for ids in text.tokens)
+
+    def tokens_per_round(self, way: str) -> str | None:
+        rounds = self.count(way, "rounds")
+        return f"{self.tokens(way) / rounds:.2f}" if rounds else None
+
+    def forced_share(self, way: str) -> str | None:
+        forced = self.count(way, "forced")
+        return f"{forced / self.tokens(way):.0%}" if forced else None
+
+    def accepted(self, way: str) -> str | None:
+        """Return accepted of proposed tokens; None for peers."""
+        proposed = self.count(way, "proposed")
+        return f"{self.count(way, 'accepted')} of {proposed}" if proposed else None
+
+    def acceptance(self, way: str) -> str | None:
+        """Return the conditional acceptance: of the tokens that were compared, how many were accepted."""
+        reached = self.count(way, "reached")
+        return f"{self.count(way, 'accepted') / reached:.2f}" if reached else None
+
+    def equal(self, way: str) -> str:
+        """Return how many texts are those of plain decoding."""
+        turns = [turn.texts for turn in self.turns if way in turn.texts]
+        pairs = [pair for texts in turns for pair in zip(texts[way].tokens, texts[PLAIN].tokens, strict=True)]
+        return f"{sum(text == plain for text, plain in pairs)} of {len(pairs)}"
