@@ -173,14 +173,14 @@ def test_under_wine(folder: Path, arguments: list[str]) -> NoReturn:
 
 
 def test_capped() -> None:
-    levels = processor_levels()
+    levels = list_instruction_sets()
     for name in [name for name in LESSER if name in levels]:
         test([*EXACTNESS, "--isa", name])
 
 
-def processor_levels() -> list[str]:
+def list_instruction_sets() -> list[str]:
     """Return the names of the instruction sets that this processor has."""
-    levels = "from ovspec.ir.instruction_set import processor_levels; print(*processor_levels())"
+    levels = "from ovspec.ir.instruction_set import list_instruction_sets; print(*list_instruction_sets())"
     return subprocess.run(
         [python(), "-c", levels], cwd=ROOT, stdout=subprocess.PIPE, encoding="utf-8", check=True
     ).stdout.split()
@@ -188,7 +188,7 @@ def processor_levels() -> list[str]:
 
 def cap_instruction_set(name: str = "") -> None:
     """Let OpenVINO use no better instruction set than ``name``; exit if this processor lacks it."""
-    if name not in (known := processor_levels()):
+    if name not in (known := list_instruction_sets()):
         sys.exit(f"--isa: this processor has no {name!r}; name one of {', '.join(known) or 'none (not x86)'}.")
     # The first is for OpenVINO's matrix products, the second for its own kernels; without both it contradicts itself.
     os.environ["ONEDNN_MAX_CPU_ISA"] = os.environ["OV_CPU_MAX_ISA"] = name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_left
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import openvino as ov
@@ -32,13 +32,16 @@ def find_mask_bound(ir: CompiledIR) -> int | None:
         if mask is None:
             return None
         request = openvino_core().compile_model(mask, "CPU", {"INFERENCE_PRECISION_HINT": "f32"}).create_infer_request()
-        axes = {state.name: state for state in ir.states}
-        low, high = 16, min(ir.context_length or LONGEST_TESTED_MASK, 4 * LONGEST_TESTED_MASK)
-        if not hides_dead_slots(request, axes, low):
+        states = {state.name: state for state in ir.states}
+        fewest = 16
+        most = min(ir.context_length or LONGEST_TESTED_MASK, 4 * LONGEST_TESTED_MASK)
+        if not hides_dead_slots(request, states, fewest):
             return 0
-        if high <= low or hides_dead_slots(request, axes, high):
+        if most <= fewest or hides_dead_slots(request, states, most):
             return UNBOUNDED
-        return bisect_left(range(high), True, low, key=lambda slots: not hides_dead_slots(request, axes, slots)) - 1
+        return (
+            bisect_left(range(most), True, fewest, key=lambda slots: not hides_dead_slots(request, states, slots)) - 1
+        )
     except (RuntimeError, LookupError, ValueError):  # an unknown kind of attention mask
         return None
 
@@ -61,47 +64,53 @@ def extract_mask_model(model: ov.Model) -> ov.Model | None:
     for op in model.get_ops():
         if op.get_type_name() == "ReadValue":
             name = op.get_variable_id()  # type: ignore[attr-defined]
-            shape = shapes[name] if name in recurrent else ov.PartialShape([-1] * len(shapes[name]))
+            shape = shapes[name]
+            if name not in recurrent:
+                shape = ov.PartialShape([-1] * len(shape))
             state = ops.parameter(shape, op.output(0).get_element_type(), name=name)
             state.output(0).get_tensor().set_names({name})
             for use in op.output(0).get_target_inputs():
                 use.replace_source_output(state.output(0))
             parameters.append(state)
     results = [ops.result(source) for source in masks.values()]
-    reached = collect_ancestors(results)
-    return ov.Model(results, [p for p in parameters if p.get_friendly_name() in reached], "attention_mask")  # type: ignore[misc]
+    sources = collect_ancestors(results)
+    inputs = [parameter for parameter in parameters if parameter.get_friendly_name() in sources]
+    return ov.Model(results, inputs, "attention_mask")  # type: ignore[misc]
 
 
-def collect_ancestors(nodes: list[Any]) -> set[str]:
+def collect_ancestors(nodes: Sequence[ov.Node]) -> set[str]:
     """Return the names of ``nodes`` and of all nodes that they are computed from."""
-    seen, waiting = set(), list(nodes)
+    names = set[str]()
+    waiting = list(nodes)
     while waiting:
         node = waiting.pop()
-        if node.get_friendly_name() not in seen:
-            seen.add(node.get_friendly_name())
+        if node.get_friendly_name() not in names:
+            names.add(node.get_friendly_name())
             waiting += [node.input_value(i).get_node() for i in range(node.get_input_size())]
-    return seen
+    return names
 
 
-def hides_dead_slots(request: ov.InferRequest, axes: dict[str, ModelState], slots: int) -> bool:
+def hides_dead_slots(request: ov.InferRequest, states: dict[str, ModelState], slots: int) -> bool:
     """Return whether the last of ``slots`` slots sees the live ones alike with four dead slots and without them."""
     dead = slice(slots - 6, slots - 2)
     alive = np.ones((1, slots), dtype=np.int64)
     alive[:, dead] = 0
-    with_dead = compute_masks(request, axes, alive)
-    clean = compute_masks(request, axes, np.ones((1, slots - 4), dtype=np.int64))
-    for ours, theirs in zip(with_dead, clean, strict=True):
-        ours = np.delete(ours, np.arange(slots)[dead], axis=-1)
-        if not ((ours > -1e30) == (theirs > -1e30)).all():
+    masks_with_dead = compute_masks(request, states, alive)
+    clean_masks = compute_masks(request, states, np.ones((1, slots - 4), dtype=np.int64))
+    for mask, clean_mask in zip(masks_with_dead, clean_masks, strict=True):
+        mask = np.delete(mask, np.arange(slots)[dead], axis=-1)
+        visible = clean_mask > -1e30
+        if not ((mask > -1e30) == visible).all():
             return False
         # Softmax ignores a constant added to a whole row.
-        shown, expected = ours - ours[..., -1:], theirs - theirs[..., -1:]
-        if not np.allclose(shown[theirs > -1e30], expected[theirs > -1e30], atol=1e-3):
+        shifted = mask - mask[..., -1:]
+        expected = clean_mask - clean_mask[..., -1:]
+        if not np.allclose(shifted[visible], expected[visible], atol=1e-3):
             return False
     return True
 
 
-def compute_masks(request: ov.InferRequest, axes: dict[str, ModelState], alive: np.ndarray) -> list[np.ndarray]:
+def compute_masks(request: ov.InferRequest, states: dict[str, ModelState], alive: np.ndarray) -> list[np.ndarray]:
     """Return the masks of a token after ``slots - 1`` others: (1, heads or 1, 1, slots) float64, hidden < -1e30."""
     slots = alive.shape[1]
     inputs: dict[str, np.ndarray] = {
@@ -110,14 +119,19 @@ def compute_masks(request: ov.InferRequest, axes: dict[str, ModelState], alive: 
         "position_ids": np.array([[alive.sum() - 1]], dtype=np.int64),
         "beam_idx": np.zeros(1, dtype=np.int32),
     }
-    feed = {}
+    feed: dict[str, np.ndarray] = {}
     for port in request.model_inputs:
         name = port.get_any_name()
         if name not in inputs:
             shape = [1 if length.is_dynamic else length.get_length() for length in port.get_partial_shape()]
-            if (axis := axes[name].sequence_axis) is not None:
+            if (axis := states[name].sequence_axis) is not None:
                 shape[axis] = slots - 1
             inputs[name] = np.zeros(shape, dtype=port.get_element_type().to_dtype())
         feed[name] = inputs[name]
     masks = [np.asarray(mask) for mask in request.infer(feed).values()]
-    return [np.where(mask, 0.0, -np.inf) if mask.dtype == np.bool_ else mask.astype(np.float64) for mask in masks]
+    return [as_additive_mask(mask) for mask in masks]
+
+
+def as_additive_mask(mask: np.ndarray) -> np.ndarray:
+    """Return a mask as float64 to be added to the attention scores; a boolean mask hides where it is false."""
+    return np.where(mask, 0.0, -np.inf) if mask.dtype == np.bool_ else mask.astype(np.float64)

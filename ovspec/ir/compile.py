@@ -18,7 +18,14 @@ from openvino import opset13 as ops
 from ovspec.base.errors import InferenceError, OvspecError
 from ovspec.ir.config import MODEL_FILE, ModelConfig, read_model_config
 from ovspec.ir.crashes import avoid_crash
-from ovspec.ir.device import DeviceOptions, check_device, make_compile_properties, may_use_gpu, openvino_core
+from ovspec.ir.device import (
+    DeviceOptions,
+    check_device,
+    format_property,
+    make_compile_properties,
+    may_use_gpu,
+    openvino_core,
+)
 from ovspec.ir.large_pages import LargePages
 
 # Operations that may follow the lm_head, because they don't mix positions (bias, scale, soft cap).
@@ -81,7 +88,8 @@ class CompiledIR:
 
     def close(self) -> None:
         """Free OpenVINO's model as soon as no request of it is left."""
-        self.open_model, self.last_run = None, (None, 0)
+        self.open_model = None
+        self.last_run = (None, 0)
 
     @property
     def kv_states(self) -> list[ModelState]:
@@ -93,14 +101,14 @@ class CompiledIR:
 
     @functools.cached_property
     def kv_precision(self) -> str | None:
-        """The type of the KV cache; None if the device doesn't tell."""
-        if named := self.properties.get("KV_CACHE_PRECISION"):
-            return named
+        """The type of the KV cache; None if the device doesn't report it."""
+        if precision := self.properties.get("KV_CACHE_PRECISION"):
+            return precision
         with contextlib.suppress(RuntimeError):
-            used = self.compiled_model.get_property("DEVICE_PROPERTIES").values()
-            types = {properties.get("KV_CACHE_PRECISION") for properties in used}
-            if len(types) == 1 and (kind := types.pop()):
-                return kind.get_type_name() if isinstance(kind, ov.Type) else str(kind)
+            device_properties = self.compiled_model.get_property("DEVICE_PROPERTIES").values()
+            precisions = {properties.get("KV_CACHE_PRECISION") for properties in device_properties}
+            if len(precisions) == 1 and (precision := precisions.pop()):
+                return format_property(precision)
         return None
 
     @property
@@ -110,12 +118,9 @@ class CompiledIR:
         Padding would enter a convolution or an SSM, or shift a chunk, and a long row changes the others' frequencies.
         A GPU crashes where an inference has fewer rows than the one before (OpenVINO 2026.4.1).
         """
-        apart = (
-            bool(self.recurrent_states)
-            or self.config.has_chunked_attention
-            or self.config.rope_switch_length is not None
-        )
-        return apart or may_use_gpu(self.device)
+        if self.recurrent_states or self.config.has_chunked_attention or self.config.rope_switch_length is not None:
+            return True
+        return may_use_gpu(self.device)
 
     @property
     def logits_width(self) -> int:
@@ -138,8 +143,8 @@ def check_ir_folder(folder: Path) -> None:
     if folder.is_file() and folder.suffix == ".gguf":
         raise OvspecError(f"{folder}: a GGUF file, not an IR; run 'ovspec export {folder} -o DIR' first.")
     if not folder.is_dir():
-        what = "is a file" if folder.is_file() else "no such folder"
-        raise OvspecError(f"{folder}: {what}; name a folder made by 'ovspec export' or optimum-cli.")
+        problem = "is a file" if folder.is_file() else "no such folder"
+        raise OvspecError(f"{folder}: {problem}; name a folder made by 'ovspec export' or optimum-cli.")
     if (folder / MODEL_FILE).is_file():
         return
     if list(folder.glob("*.safetensors")) or list(folder.glob("pytorch_model*.bin")):
@@ -155,10 +160,11 @@ def check_weights(xml: Path) -> int:
     """
     weights = xml.with_suffix(".bin")
     try:
-        text, size = xml.read_bytes(), weights.stat().st_size
+        graph = xml.read_bytes()
+        size = weights.stat().st_size
     except FileNotFoundError as error:
         raise OvspecError(f"{error.filename}: missing; export the model again.") from None
-    ends = [int(offset) + int(length) for offset, length in re.findall(rb'offset="(\d+)" size="(\d+)"', text)]
+    ends = [int(offset) + int(length) for offset, length in re.findall(rb'offset="(\d+)" size="(\d+)"', graph)]
     if size < max(ends, default=0):
         raise OvspecError(f"{weights}: cut off ({size} of {max(ends)} bytes); export the model again.")
     return size
@@ -166,21 +172,25 @@ def check_weights(xml: Path) -> int:
 
 def find_model_states(model: ov.Model) -> list[ModelState]:
     """Return the model's variables with their axes. ``beam_idx`` gathers along the batch axis of each."""
-    batch_axes = {}
+    batch_axes: dict[str, int] = {}
     for op in model.get_ops():
-        for use in op.output(0).get_target_inputs() if op.get_type_name() == "ReadValue" else ():
+        if op.get_type_name() != "ReadValue":
+            continue
+        for use in op.output(0).get_target_inputs():
             if use.get_node().get_type_name() == "Gather" and use.get_index() == 0:
                 axis = use.get_node().input_value(2).get_node()
                 if axis.get_type_name() == "Constant":
                     batch_axes[op.get_variable_id()] = int(axis.get_data().item())  # type: ignore[attr-defined]
-    states = []
+    states: list[ModelState] = []
     for variable in model.get_variables():
         info = variable.info
         batch_axis = batch_axes.get(info.variable_id, 0)
-        dynamic = [i for i, d in enumerate(info.data_shape) if d.is_dynamic and i != batch_axis]
-        cuttable = len(dynamic) == 1 and len(info.data_shape) == 4
-        width = math.prod(d.get_length() for d in info.data_shape if d.is_static)
-        states.append(ModelState(info.variable_id, batch_axis, dynamic[0] if cuttable else None, width))
+        dynamic_axes = [i for i, size in enumerate(info.data_shape) if size.is_dynamic and i != batch_axis]
+        sequence_axis = None
+        if len(dynamic_axes) == 1 and len(info.data_shape) == 4:
+            sequence_axis = dynamic_axes[0]
+        width = math.prod(size.get_length() for size in info.data_shape if size.is_static)
+        states.append(ModelState(info.variable_id, batch_axis, sequence_axis, width))
     return sorted(states, key=lambda state: state.name)
 
 
@@ -189,10 +199,10 @@ def find_lm_head(model: ov.Model) -> ov.Node | None:
     node = model.output("logits").get_node().input_value(0).get_node()
     while node.get_type_name() in ELEMENTWISE_OPERATIONS:
         sources = [node.input_value(i).get_node() for i in range(node.get_input_size())]
-        moving = [source for source in sources if source.get_type_name() not in ("Constant", "Convert")]
-        if len(moving) != 1:
+        computed = [source for source in sources if source.get_type_name() not in ("Constant", "Convert")]
+        if len(computed) != 1:
             return None
-        node = moving[0]
+        node = computed[0]
     return node if node.get_type_name() == "MatMul" else None
 
 
@@ -219,7 +229,8 @@ def pick_rows(model: ov.Model, hidden: ov.Output, readers: list[ov.Input]) -> ov
 
     Returns the picked ones, [1, n, width].
     """
-    index, zero = ops.parameter([-1], ov.Type.i64, name="logits_idx"), ops.constant(0, dtype=ov.Type.i64)
+    zero = ops.constant(0, dtype=ov.Type.i64)
+    index = ops.parameter([-1], ov.Type.i64, name="logits_idx")
     index.output(0).get_tensor().set_names({"logits_idx"})
     width = hidden.get_partial_shape()[-1].get_length()
     flat = ops.reshape(hidden, ops.constant([-1, width], dtype=ov.Type.i64), special_zero=False)
@@ -245,10 +256,10 @@ def has_trimmed_vocabulary(folder: Path) -> bool:
 
 def read_target_ids(model: ov.Model) -> np.ndarray | None:
     """Return the target's id of each of a model's logits, (n,) int64; None if it has logits of all ids."""
-    found = [port for port in model.outputs if TARGET_IDS_OUTPUT in port.names]
-    if not found:
+    outputs = [port for port in model.outputs if TARGET_IDS_OUTPUT in port.names]
+    if not outputs:
         return None
-    offsets = found[0].get_node().input_value(0).get_node().get_data()  # type: ignore[attr-defined]
+    offsets = outputs[0].get_node().input_value(0).get_node().get_data()  # type: ignore[attr-defined]
     return np.arange(len(offsets)) + offsets.astype(np.int64)
 
 
@@ -287,14 +298,14 @@ def read_ir(folder: Path, rewrite: Callable[[ov.Model], None] | None = None) -> 
                 f"{folder}: its {TARGET_IDS_OUTPUT} doesn't name an id for each of its logits; export it again."
             )
         model.remove_result(model.output(TARGET_IDS_OUTPUT).get_node())
-    picks = pick_logits(model)
+    picks_logits = pick_logits(model)
     if rewrite:
         rewrite(model)
-    return ModelGraph(model, states, picks, ids)
+    return ModelGraph(model, states, picks_logits, ids)
 
 
 def compile_ir(folder: Path, options: DeviceOptions, rewrite: Callable[[ov.Model], None] | None = None) -> CompiledIR:
-    """Read the language model in ``folder``, apply ``rewrite`` if given, and compile it.
+    """Read the language model in ``folder``, apply ``rewrite`` if there is one, and compile it.
 
     Raises OvspecError if the folder holds no stateful text model, or the device is missing or can't compile it.
     """
@@ -312,16 +323,17 @@ def compile_graph(graph: ModelGraph, folder: Path, options: DeviceOptions) -> Co
     Raises OvspecError if the device can't compile it.
     """
     device = check_device(options.device)
-    properties, large_pages = make_compile_properties(avoid_crash(folder, options)), LargePages()
+    properties = make_compile_properties(avoid_crash(folder, options))
+    large_pages = LargePages()
     try:
-        made = openvino_core().compile_model(graph.model, device, properties)
+        compiled_model = openvino_core().compile_model(graph.model, device, properties)
     except RuntimeError as error:
         raise OvspecError(f"{folder}: {device} cannot compile this model ({last_error_line(error)}).") from None
-    inputs = {port.get_any_name(): i for i, port in enumerate(made.inputs)}
-    outputs = {name: i for i, port in enumerate(made.outputs) for name in port.names}
+    inputs = {port.get_any_name(): i for i, port in enumerate(compiled_model.inputs)}
+    outputs = {name: i for i, port in enumerate(compiled_model.outputs) for name in port.names}
     return CompiledIR(
         folder,
-        made,
+        compiled_model,
         device,
         graph.states,
         read_model_config(folder),

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from ovspec.base.files import read_as, read_json
+from ovspec.base.json_types import JsonObject
 
 MODEL_FILE = "openvino_model.xml"
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
@@ -17,12 +17,12 @@ WINDOW_KEYS = ("sliding_window", "window_size", "attention_chunk_size")
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A ``config.json``, and its ``whole`` content. Models differ in how they write lengths: only ints count."""
+    """A ``config.json``, and its content as JSON. Models differ in how they write lengths: only ints count."""
 
     model_type: str | None = None
     eos_token_id: int | list[int] | None = None
     text_config: ModelConfig | None = None
-    json_object: dict[str, Any] = field(default_factory=dict)
+    json_object: JsonObject = field(default_factory=dict)
 
     @property
     def language_config(self) -> ModelConfig:
@@ -32,48 +32,49 @@ class ModelConfig:
     @property
     def context_length(self) -> int | None:
         """Number of positions that the model was made for; None if the config doesn't say."""
-        return next(self.language_config._lengths(CONTEXT_KEYS), None)
+        return next(self.language_config._read_lengths(CONTEXT_KEYS), None)
 
     @property
     def layer_count(self) -> int | None:
         """Number of layers; None if the config doesn't say."""
-        return next(self.language_config._lengths(LAYER_KEYS), None)
+        return next(self.language_config._read_lengths(LAYER_KEYS), None)
 
     @property
     def attention_window(self) -> int | None:
         """Number of slots that the narrowest attention layer sees; None for full attention."""
-        names = (
-            WINDOW_KEYS if self.language_config.json_object.get("use_sliding_window") is not False else WINDOW_KEYS[1:]
-        )
-        return min(self.language_config._lengths(names), default=None)
+        keys = WINDOW_KEYS
+        if self.language_config.json_object.get("use_sliding_window") is False:
+            keys = keys[1:]
+        return min(self.language_config._read_lengths(keys), default=None)
 
     @property
     def has_chunked_attention(self) -> bool:
         """Whether some layers see only their chunk of the text. The IR counts chunks in slots, from the first one."""
-        return any(True for _ in self.language_config._lengths(("attention_chunk_size",)))
+        return any(True for _ in self.language_config._read_lengths(("attention_chunk_size",)))
 
     @property
     def rope_switch_length(self) -> int | None:
         """Length of the text beyond which all its tokens get other rotary frequencies (LongRoPE); None for never."""
-        whole = self.language_config.json_object
-        for rope in (whole.get("rope_parameters"), whole.get("rope_scaling")):
+        config = self.language_config.json_object
+        for rope in (config.get("rope_parameters"), config.get("rope_scaling")):
             if isinstance(rope, dict) and "longrope" in (rope.get("rope_type"), rope.get("type")):
-                lengths = (part.get("original_max_position_embeddings") for part in (rope, whole))
+                lengths = (part.get("original_max_position_embeddings") for part in (rope, config))
                 return next((length for length in lengths if type(length) is int and length > 0), None)
         return None
 
     @property
     def convolution_width(self) -> int:
         """Number of inputs that Mamba's convolution sees."""
-        return next(self.language_config._lengths(("conv_kernel",)), 4)
+        return next(self.language_config._read_lengths(("conv_kernel",)), 4)
 
-    def _lengths(self, names: tuple[str, ...]) -> Iterator[int]:
-        found = (self.json_object.get(name) for name in names)
-        return (length for length in found if type(length) is int and 0 < length < 2**31)
+    def _read_lengths(self, keys: tuple[str, ...]) -> Iterator[int]:
+        values = (self.json_object.get(key) for key in keys)
+        return (length for length in values if type(length) is int and 0 < length < 2**31)
 
 
 def read_model_config(folder: Path) -> ModelConfig:
     """Return the config in ``folder``, empty if it has none; raises OvspecError if it is damaged."""
-    config, whole = read_as(ModelConfig, folder / "config.json"), read_json(folder / "config.json")
-    text = config.text_config and replace(config.text_config, json_object=whole["text_config"])
-    return replace(config, text_config=text, json_object=whole)
+    config = read_as(ModelConfig, folder / "config.json")
+    json_object = read_json(folder / "config.json")
+    text_config = config.text_config and replace(config.text_config, json_object=json_object["text_config"])
+    return replace(config, text_config=text_config, json_object=json_object)

@@ -18,16 +18,17 @@ LAYER_WIDTH = 64  # OpenVINO computes such a layer in one operation if its sizes
 
 def make_gated_layer() -> ov.Model:
     """Return down(silu(gate(x)) * up(x)), as language models have it in each layer; its weights aren't compressed."""
-    draws = np.random.default_rng(0)
+    generator = np.random.default_rng(0)
 
-    def product(values: ov.Node) -> ov.Node:
-        weights = draws.standard_normal((LAYER_WIDTH, LAYER_WIDTH)).astype(np.float16)
+    def multiply(values: ov.Node) -> ov.Node:
+        weights = generator.standard_normal((LAYER_WIDTH, LAYER_WIDTH)).astype(np.float16)
         return ops.matmul(values, ops.convert(ops.constant(weights), "f32"), False, True)
 
     tokens = ops.parameter([-1, -1, LAYER_WIDTH], np.float32)
-    gate, up = product(tokens), product(tokens)
+    gate = multiply(tokens)
+    up = multiply(tokens)
     silu = ops.multiply(gate, ops.sigmoid(gate))
-    return ov.Model([ops.result(product(ops.multiply(silu, up)))], [tokens])  # type: ignore[misc]
+    return ov.Model([ops.result(multiply(ops.multiply(silu, up)))], [tokens])  # type: ignore[misc]
 
 
 def disable_core_dumps() -> None:

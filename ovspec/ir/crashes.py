@@ -68,11 +68,13 @@ def avoid_crash(folder: Path, options: DeviceOptions) -> DeviceOptions:
         return options
     cores = count_cores()
     threads = min(int(options.fixed_properties.get("INFERENCE_NUM_THREADS", 0)) or cores, cores)
-    what = f"when it compiles this model for {precision} with {threads} {'thread' if threads == 1 else 'threads'}"
-    crashes = f"{folder}: OpenVINO crashes here ({fault}) {what}"
+    counted_threads = f"{threads} thread{'s' * (threads != 1)}"
+    crash = (
+        f"{folder}: OpenVINO crashes here ({fault}) when it compiles this model for {precision} with {counted_threads}"
+    )
     if options.precision:
-        raise OvspecError(f"{crashes}; use `precision='f32'`, more threads, or int8 weights.")
-    sentence = f"{crashes}, so it is computed in f32; more threads or int8 weights avoid this."
+        raise OvspecError(f"{crash}; use `precision='f32'`, more threads, or int8 weights.")
+    sentence = f"{crash}, so it is computed in f32; more threads or int8 weights avoid this."
     if sentence not in shown_notes:
         shown_notes.add(sentence)
         note(sentence)
@@ -85,14 +87,16 @@ def has_gates(folder: Path) -> bool:
     Such a layer has two matrices of one shape and one of that shape transposed; without a gate it has as many of each.
     """
     file = folder / MODEL_FILE
-    found = MATRIX_SHAPE.findall(file.read_bytes() if file.is_file() else b"")
-    counts = Counter((int(rows), int(columns)) for rows, columns in found)
+    if not file.is_file():
+        return False
+    shapes = MATRIX_SHAPE.findall(file.read_bytes())
+    counts = Counter((int(rows), int(columns)) for rows, columns in shapes)
 
-    def gated(rows: int, columns: int) -> bool:
+    def is_gated(rows: int, columns: int) -> bool:
         transposed = 2 if rows == columns else counts[columns, rows]
         return counts[rows, columns] > transposed > 0
 
-    return any(gated(*shape) for shape in list(counts))
+    return any(is_gated(*shape) for shape in list(counts))
 
 
 def find_crash(options: DeviceOptions) -> Crash:
@@ -102,28 +106,30 @@ def find_crash(options: DeviceOptions) -> Crash:
     if setting not in known_crashes:
         key = repr((setting[:2], identify_machine(options.device), __version__))
         name = f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
-        file = options.cache_folder / "crashes" / name if options.cache_folder else None
-        found = remembered(Crash, file)
-        if not found and (found := run_trial(*setting)):
-            remember(file, found)
-        known_crashes[setting] = found or Crash("")
+        file = options.cache_folder and options.cache_folder / "crashes" / name
+        crash = remembered(Crash, file)
+        if not crash and (crash := run_trial(*setting)):
+            remember(file, crash)
+        known_crashes[setting] = crash or Crash("")
     return known_crashes[setting]
 
 
 def run_trial(device: str, properties: str, *trial: str) -> Crash | None:
     """Run the trial; None if it took too long, or failed without a crash, so that nothing is known."""
     command = [sys.executable, *trial, device, properties]
-    nowhere = subprocess.DEVNULL
+    null = subprocess.DEVNULL
     try:
-        ended = subprocess.run(command, stdin=nowhere, stdout=nowhere, stderr=nowhere, timeout=TRIAL_SECONDS).returncode
+        exit_code = subprocess.run(command, stdin=null, stdout=null, stderr=null, timeout=TRIAL_SECONDS).returncode
     except (OSError, subprocess.TimeoutExpired):
         return None
-    if ended == 0:
+    if exit_code == 0:
         return Crash("")
-    fault = name_fault(ended)
+    fault = name_fault(exit_code)
     return Crash(fault) if fault else None
 
 
-def name_fault(ended: int) -> str | None:
+def name_fault(exit_code: int) -> str | None:
     """Return which fault in its own code has ended a process with this exit code; None if none did."""
-    return f"{ended:#x}" if ended >= WINDOWS_FAULTS else FAULTS_BY_EXIT_CODE.get(ended)
+    if exit_code >= WINDOWS_FAULTS:
+        return f"{exit_code:#x}"
+    return FAULTS_BY_EXIT_CODE.get(exit_code)

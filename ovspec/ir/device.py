@@ -38,20 +38,18 @@ class DeviceOptions:
     @property
     def fixed_properties(self) -> dict[str, str]:
         """The properties set by these options, under OpenVINO's names."""
-        named = {
-            "INFERENCE_PRECISION_HINT": self.precision,
-            "KV_CACHE_PRECISION": self.kv_precision,
-            "INFERENCE_NUM_THREADS": self.threads if "CPU" in list_possible_devices(self.device) else None,
-        }
-        return {name: str(value) for name, value in named.items() if value is not None} | self.properties
+        properties = {"INFERENCE_PRECISION_HINT": self.precision, "KV_CACHE_PRECISION": self.kv_precision}
+        if self.threads is not None and "CPU" in list_possible_devices(self.device):
+            properties["INFERENCE_NUM_THREADS"] = str(self.threads)
+        return {name: setting for name, setting in properties.items() if setting is not None} | self.properties
 
     @property
     def cache_folder(self) -> Path | None:
         """The folder for compiled models and probes; None if the properties switch the cache off."""
-        named = self.properties.get("CACHE_DIR")
-        if named is None:
+        cache_dir = self.properties.get("CACHE_DIR")
+        if cache_dir is None:
             return self.cache_dir or default_cache_dir() / "compiled"
-        return Path(named) if named else None
+        return Path(cache_dir) if cache_dir else None
 
 
 @functools.cache
@@ -65,12 +63,12 @@ def default_cache_dir() -> Path:
 
 
 def identify_machine(device: str = "CPU") -> tuple[str, ...]:
-    """Return what tells machines apart for everything that is found out on one and kept.
+    """Return the properties of this machine that decide whether kept findings about it are valid.
 
-    ``device``: what it was found out with. Devices other than the CPU add their names, architectures and drivers.
+    ``device``: the device of the findings. Devices other than the CPU add their names, architectures and drivers.
     """
     processor = str(openvino_core().get_property("CPU", "FULL_DEVICE_NAME"))
-    others = [told for name in list_possible_devices(device) if name != "CPU" for told in identify_device(name)]
+    others = [text for name in list_possible_devices(device) if name != "CPU" for text in identify_device(name)]
     return (
         processor,
         instruction_set(),
@@ -89,25 +87,29 @@ def system_name() -> str:
 def count_cores() -> int:
     """Return the number of cores that this process may use."""
     process = psutil.Process()
-    return len(process.cpu_affinity()) if hasattr(process, "cpu_affinity") else psutil.cpu_count() or 1
+    if hasattr(process, "cpu_affinity"):
+        return len(process.cpu_affinity())
+    return psutil.cpu_count() or 1
 
 
 def identify_device(name: str) -> list[str]:
     """Return the name of a device, and its model, architecture and driver as far as its plugin tells them."""
-    known = sorted(read_device_property(name, "SUPPORTED_PROPERTIES") or ())
-    values = {
-        each: read_device_property(name, each)
-        for each in known
-        if each in IDENTIFYING_PROPERTIES or each.endswith("DRIVER_VERSION")
-    }
-    return [name, *(f"{each}={value}" for each, value in values.items() if value is not None)]
+    supported = sorted(read_device_property(name, "SUPPORTED_PROPERTIES") or ())
+    identifying = [key for key in supported if key in IDENTIFYING_PROPERTIES or key.endswith("DRIVER_VERSION")]
+    values = {key: read_device_property(name, key) for key in identifying}
+    return [name, *(f"{key}={value}" for key, value in values.items() if value is not None)]
 
 
 def read_device_property(device: str, name: str) -> Any:
-    """Return a property of a device, None if its plugin lacks it."""
+    """Return a property of a device; None if its plugin lacks it."""
     with contextlib.suppress(RuntimeError):
         return openvino_core().get_property(device, name)
     return None
+
+
+def format_property(value: Any) -> str:
+    """Return a property of a device or a compiled model as a string, element types as f16 and the like."""
+    return value.get_type_name() if isinstance(value, ov.Type) else str(value)
 
 
 def list_possible_devices(device: str) -> list[str]:
@@ -115,9 +117,11 @@ def list_possible_devices(device: str) -> list[str]:
     base, _, listed = device.upper().partition(":")
     if not is_virtual(device):
         return [base]
-    parts = listed.split(",") if listed else []
-    named = [part for part in parts if not part.startswith("-")]
-    return named or [name for name in openvino_core().available_devices if f"-{name}" not in parts]
+    if not listed:
+        return list(openvino_core().available_devices)
+    names = listed.split(",")
+    included = [name for name in names if not name.startswith("-")]
+    return included or [name for name in openvino_core().available_devices if f"-{name}" not in names]
 
 
 def is_virtual(device: str) -> bool:
@@ -161,18 +165,18 @@ def check_device(device: str, option: str = "device") -> str:
     """Return the OpenVINO name of ``option`` in capitals; raise an OvspecError that lists the devices if it is none."""
     name = device.upper()
     base, _, listed = name.partition(":")
-    wanted = [part.lstrip("-") for part in listed.split(",")] if listed else [base]
     if listed and not is_virtual(name):
         raise OvspecError(f"`{option}={device!r}`: only AUTO and HETERO take a list of devices, as in AUTO:GPU,CPU.")
-    if wanted == ["AUTO"]:
+    named = [part.lstrip("-") for part in listed.split(",")] if listed else [base]
+    if named == ["AUTO"]:
         return name
-    if "CPU" in wanted:
+    if "CPU" in named:
         check_instruction_set()
     present = openvino_core().available_devices
     known = {*present, *(part.partition(".")[0] for part in present)}  # GPU for GPU.0 and the others
     if "GPU" in known:
         known.add("GPU.0")  # the only one is called GPU
-    if missing := [part for part in wanted if part not in known]:
+    if missing := [part for part in named if part not in known]:
         reason = "no such device"
         if missing[0].startswith("GPU") and "GPU" not in known:
             packages = "on Linux, install the package intel-opencl-icd; on Windows, Intel's graphics driver"
@@ -187,12 +191,16 @@ def make_compile_properties(options: DeviceOptions) -> dict[str, str]:
     if options.device.upper().startswith("AUTO"):
         # The KV cache lives in the request, which must not start on the CPU and then move to another device.
         properties["ENABLE_STARTUP_FALLBACK"] = "NO"
-    fixed, usual = options.fixed_properties, default_kv_precisions(options)
+    fixed = options.fixed_properties
+    default_precisions = default_kv_precisions(options)
     if is_virtual(options.device):  # these don't know the property themselves
-        named = fixed.pop("KV_CACHE_PRECISION", None)
-        each = [f"{name}:{{KV_CACHE_PRECISION:{named or kv_precision}}}" for name, kv_precision in usual.items()]
-        properties["DEVICE_PROPERTIES"] = f"{{{','.join(each)}}}"
-    elif kv_precision := usual.get(options.device.upper()):
+        fixed_precision = fixed.pop("KV_CACHE_PRECISION", None)
+        by_device = [
+            f"{name}:{{KV_CACHE_PRECISION:{fixed_precision or precision}}}"
+            for name, precision in default_precisions.items()
+        ]
+        properties["DEVICE_PROPERTIES"] = f"{{{','.join(by_device)}}}"
+    elif kv_precision := default_precisions.get(options.device.upper()):
         properties["KV_CACHE_PRECISION"] = kv_precision
     properties |= fixed
     properties["CACHE_DIR"] = ""
@@ -213,8 +221,8 @@ def list_native_precisions() -> list[str]:
 
 def resolve_precision(options: DeviceOptions) -> str:
     """Return the type in which the CPU computes with these options."""
-    named = options.fixed_properties.get("INFERENCE_PRECISION_HINT")
-    return named or openvino_core().get_property("CPU", "INFERENCE_PRECISION_HINT").get_type_name()
+    fixed_precision = options.fixed_properties.get("INFERENCE_PRECISION_HINT")
+    return fixed_precision or openvino_core().get_property("CPU", "INFERENCE_PRECISION_HINT").get_type_name()
 
 
 def default_kv_precisions(options: DeviceOptions) -> dict[str, str]:
@@ -224,9 +232,9 @@ def default_kv_precisions(options: DeviceOptions) -> dict[str, str]:
     own default for compressed weights (see docs/explanation/engines.md), nor with i8, that of many GPUs.
     """
     devices = list_possible_devices(check_device(options.device))
-    found = {device: "f16" for device in devices if is_gpu(device)}
+    kv_precisions = {device: "f16" for device in devices if is_gpu(device)}
     if "CPU" in devices:
         precision = resolve_precision(options)
         # With a 16-bit cache, attention refuses to run on a CPU without 16-bit instructions of that type.
-        found["CPU"] = precision if precision in list_native_precisions() else "f32"
-    return found
+        kv_precisions["CPU"] = precision if precision in list_native_precisions() else "f32"
+    return kv_precisions

@@ -27,10 +27,10 @@ from ovspec.ir.compile import (
 from ovspec.ir.config import read_model_config
 from ovspec.ir.hidden_states import find_embedding, find_layer_inputs
 
-FEATURES_OUTPUT = "features"  # output that a target gets: what the head reads beside each token
+FEATURES_OUTPUT = "features"  # output added to a target, which the head reads with each token
 FUSION_INPUT = "target_hidden_states"  # input of the part that is moved into the target, whose output is FUSED
 FUSION_OUTPUT = "fused"
-HIDDEN_OUTPUT = "hidden"  # output of the head: what it reads beside a token of which the target has no features yet
+HIDDEN_OUTPUT = "hidden"  # output of the head, which it reads with a token that has no features of the target yet
 TARGET_LAYERS_INFO = ["ovspec", "target_layers"]  # in the IR's rt_info: the layers of the target whose inputs are fused
 
 
@@ -50,49 +50,50 @@ def add_features_output(model: ov.Model, target: Path, head: Path) -> None:
     Raises:
         OvspecError: the head was made for another model.
     """
-    fusing = read_model(head)
-    layers = read_target_layers(fusing)
-    found = find_head_inputs(model, target, head)
-    count = len(found)
-    if max(layers) >= count:
-        told = f"reads layer {max(layers)}, but its target has {count} layers"
-        raise OvspecError(f"{head}: the head {told}; use it with the model that it was trained for.")
-    hidden = ops.concat([found[layer] for layer in layers], -1)
-    parameter = fusing.input(FUSION_INPUT).get_node()
-    ours, theirs = hidden.get_output_partial_shape(0)[-1], parameter.get_output_partial_shape(0)[-1]
-    if ours != theirs:
-        told = f"reads {theirs} hidden states a token, but its target has {ours}"
-        raise OvspecError(f"{head}: the head {told}; use it with the model that it was trained for.")
+    head_model = read_model(head)
+    layers = read_target_layers(head_model)
+    layer_inputs = find_head_inputs(model, target, head)
+    if max(layers) >= len(layer_inputs):
+        problem = f"reads layer {max(layers)}, but its target has {len(layer_inputs)} layers"
+        raise OvspecError(f"{head}: the head {problem}; use it with the model that it was trained for.")
+    hidden = ops.concat([layer_inputs[layer] for layer in layers], -1)
+    parameter = head_model.input(FUSION_INPUT).get_node()
+    target_width = hidden.get_output_partial_shape(0)[-1]
+    head_width = parameter.get_output_partial_shape(0)[-1]
+    if target_width != head_width:
+        problem = f"reads {head_width} hidden states a token, but its target has {target_width}"
+        raise OvspecError(f"{head}: the head {problem}; use it with the model that it was trained for.")
     parameter.output(0).replace(hidden.output(0))
-    fused = fusing.output(FUSION_OUTPUT).get_node().input_value(0)
-    add_output(model, fused, FEATURES_OUTPUT)
+    features = head_model.output(FUSION_OUTPUT).get_node().input_value(0)
+    add_output(model, features, FEATURES_OUTPUT)
     model.validate_nodes_and_infer_types()
 
 
-def find_head_inputs(model: ov.Model, target: Path, named: Path) -> list[ov.Output]:
-    """Return what each layer of a target reads, in order: some of these hidden states are what a head reads.
+def find_head_inputs(model: ov.Model, target: Path, blamed: Path) -> list[ov.Output]:
+    """Return the input of each layer of a target, in order; a head reads some of these hidden states.
 
     Args:
         model: the target, as exported.
         target: its folder.
-        named: the folder that an error names first.
+        blamed: the folder that an error names first.
 
     Raises:
         OvspecError: a head can't be used with this target, because some layers have no keys and values of their own.
     """
     try:
-        found = find_layer_inputs(model, find_model_states(model))
+        layer_inputs = find_layer_inputs(model, find_model_states(model))
     except OvspecError as error:
-        raise OvspecError(f"{named}: a head can't be used with this target: {error}.") from None
-    check_layers_have_keys(len(found), read_model_config(target).layer_count or len(found), str(named))
-    return found
+        raise OvspecError(f"{blamed}: a head can't be used with this target: {error}.") from None
+    layer_count = read_model_config(target).layer_count or len(layer_inputs)
+    check_layers_have_keys(len(layer_inputs), layer_count, str(blamed))
+    return layer_inputs
 
 
-def check_layers_have_keys(found: int, layers: int, named: str) -> None:
+def check_layers_have_keys(layers_with_keys: int, layers: int, blamed: str) -> None:
     """Raise OvspecError if fewer than all ``layers`` of a target have keys and values of their own."""
-    if found != layers:
-        told = f"only {found} of its {layers} layers have keys and values of their own"
-        raise OvspecError(f"{named}: a head can't be used with this target: {told}.")
+    if layers_with_keys != layers:
+        problem = f"only {layers_with_keys} of its {layers} layers have keys and values of their own"
+        raise OvspecError(f"{blamed}: a head can't be used with this target: {problem}.")
 
 
 def read_target_layers(head: ov.Model) -> list[int]:
@@ -103,7 +104,7 @@ def read_target_layers(head: ov.Model) -> list[int]:
 def read_head(folder: Path, target: Path) -> ModelGraph:
     """Return the part of the head in ``folder`` that proposes, with the embedding of ``target`` if it has none.
 
-    It has the input ``logits_idx`` like other models, which also picks what is in ``HIDDEN_OUTPUT``.
+    It has the input ``logits_idx`` like other models, which also picks rows of ``HIDDEN_OUTPUT``.
 
     Raises:
         OvspecError: the IR can't be read, or the head was made for another model.
@@ -129,15 +130,16 @@ def share_embedding(model: ov.Model, folder: Path, target: Path) -> None:
     """Replace the input ``inputs_embeds`` of a head by ``input_ids`` and the embedding of ``target``."""
     parameter = model.input("inputs_embeds").get_node()
     table = find_embedding(read_model(target)).input_value(0)
-    ours, theirs = table.get_partial_shape()[-1], parameter.get_output_partial_shape(0)[-1]
-    if ours != theirs:
-        told = f"embeds tokens in {theirs} values, but its target in {ours}"
-        raise OvspecError(f"{folder}: the head {told}; use it with the model that it was trained for.")
+    target_width = table.get_partial_shape()[-1]
+    head_width = parameter.get_output_partial_shape(0)[-1]
+    if target_width != head_width:
+        problem = f"embeds tokens in {head_width} values, but its target in {target_width}"
+        raise OvspecError(f"{folder}: the head {problem}; use it with the model that it was trained for.")
     ids = ops.parameter([-1, -1], ov.Type.i64, name="input_ids")
     ids.output(0).get_tensor().set_names({"input_ids"})
-    found: ov.Node = ops.gather(table, ids, ops.constant(0, dtype=ov.Type.i64))
+    embedded: ov.Node = ops.gather(table, ids, ops.constant(0, dtype=ov.Type.i64))
     if table.get_element_type() != ov.Type.f32:
-        found = ops.convert(found, "f32")
-    parameter.output(0).replace(found.output(0))
+        embedded = ops.convert(embedded, "f32")
+    parameter.output(0).replace(embedded.output(0))
     model.remove_parameter(parameter)
     model.add_parameters([ids])

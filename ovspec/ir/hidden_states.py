@@ -1,7 +1,7 @@
 """Find the hidden states that each layer of a language model reads, whatever its family and the names in its graph.
 
-Layers are joined by residual connections, so all paths from the embedding to the logits pass through what a layer reads
-and what it leaves to the next one, but go around what is inside. In terms of graphs, these values dominate the logits.
+Layers are joined by residual connections, so all paths from the embedding to the logits pass through a layer's input
+and its output, but go around the operations inside. In terms of graphs, these values dominate the logits.
 A layer is known by the keys and values that it appends to the cache.
 """
 
@@ -14,7 +14,7 @@ import openvino as ov
 from ovspec.base.errors import OvspecError
 from ovspec.ir.compile import ModelState
 
-SHAPE_OPERATIONS = {"ShapeOf"}  # what follows of a value's shape doesn't follow of the value
+SHAPE_OPERATIONS = {"ShapeOf"}  # their results depend on a value's shape, not on the value
 
 
 def find_embedding(model: ov.Model) -> ov.Node:
@@ -41,45 +41,47 @@ def find_layer_inputs(model: ov.Model, states: list[ModelState]) -> list[ov.Outp
         OvspecError: the graph has no embedding, or no such values.
     """
     ordered = model.get_ordered_ops()
-    place = {node.get_name(): index for index, node in enumerate(ordered)}
-    above = find_dominators(ordered, place, find_embedding(model))
-    found: dict[int, ov.Output] = {}
-    logits = set(list_dominators(above, place[model.output("logits").get_node().get_name()]))
-    names = {state.name for state in states if state.sequence_axis is not None}
+    indices = {node.get_name(): index for index, node in enumerate(ordered)}
+    dominators = find_dominators(ordered, indices, find_embedding(model))
+    logits_dominators = set(list_dominators(dominators, indices[model.output("logits").get_node().get_name()]))
+    kv_names = {state.name for state in states if state.sequence_axis is not None}
+    inputs = set[int]()
     for node in ordered:
-        if node.get_type_name() == "Assign" and node.get_variable_id() in names:
-            at = place[node.get_name()]
-            read = next((index for index in list_dominators(above, at) if index in logits), None)
-            if read is not None:
-                found[read] = ordered[read].output(0)
-    if not found:
+        if node.get_type_name() == "Assign" and node.get_variable_id() in kv_names:
+            layer_dominators = list_dominators(dominators, indices[node.get_name()])
+            nearest = next((index for index in layer_dominators if index in logits_dominators), None)
+            if nearest is not None:
+                inputs.add(nearest)
+    if not inputs:
         raise OvspecError("its layers can't be found in the graph")
-    return [found[index] for index in sorted(found)]
+    return [ordered[index].output(0) for index in sorted(inputs)]
 
 
-def find_dominators(ordered: list[ov.Node], place: dict[str, int], start: ov.Node) -> dict[int, int]:
-    """Return the immediate dominator of each node that values of ``start`` reach, by their places in ``ordered``."""
-    begin = place[start.get_name()]
-    above = {begin: begin}
+def find_dominators(ordered: list[ov.Node], indices: dict[str, int], start: ov.Node) -> dict[int, int]:
+    """Return the immediate dominator of each node that values of ``start`` reach, by their indices in ``ordered``."""
+    begin = indices[start.get_name()]
+    dominators = {begin: begin}
     for index in range(begin + 1, len(ordered)):
         if ordered[index].get_type_name() in SHAPE_OPERATIONS:
             continue
-        sources = {place[value.get_node().get_name()] for value in ordered[index].input_values()}
-        if reached := sources & above.keys():
-            above[index] = functools.reduce(functools.partial(find_common_dominator, above), reached)
-    return above
+        sources = {indices[value.get_node().get_name()] for value in ordered[index].input_values()}
+        if reached := sources & dominators.keys():
+            dominators[index] = functools.reduce(functools.partial(find_common_dominator, dominators), reached)
+    return dominators
 
 
-def find_common_dominator(above: dict[int, int], a: int, b: int) -> int:
+def find_common_dominator(dominators: dict[int, int], a: int, b: int) -> int:
     """Return the last node that dominates both."""
     while a != b:
-        a, b = above[max(a, b)], min(a, b)
+        a, b = dominators[max(a, b)], min(a, b)
     return a
 
 
-def list_dominators(above: dict[int, int], index: int) -> list[int]:
+def list_dominators(dominators: dict[int, int], index: int) -> list[int]:
     """Return the node at ``index`` and all that dominate it, the nearest first; nothing if no value reaches it."""
-    nodes = [index] if index in above else []
-    while nodes and above[nodes[-1]] != nodes[-1]:
-        nodes.append(above[nodes[-1]])
+    if index not in dominators:
+        return []
+    nodes = [index]
+    while dominators[nodes[-1]] != nodes[-1]:
+        nodes.append(dominators[nodes[-1]])
     return nodes

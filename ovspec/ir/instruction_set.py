@@ -40,17 +40,18 @@ def list_instruction_sets() -> tuple[str, ...]:
         return ()
     from archspec.cpu.detect import detected_info  # deferred, because it takes 50 ms
 
-    has = detected_info().features
-    return tuple(name for name, needed in INSTRUCTION_SETS.items() if needed <= has)
+    features = detected_info().features
+    return tuple(name for name, needed in INSTRUCTION_SETS.items() if needed <= features)
 
 
 def instruction_set() -> str:
     """Return the name of the instruction set in use, or both names if OpenVINO's own kernels use another one."""
     if not list_instruction_sets():
         return platform.machine()  # not x86
-    onednn = next(filter(None, map(os.environ.get, ONEDNN_CAPS)), "")
-    products, others = find_best_level(onednn), find_best_level(os.environ.get(OPENVINO_CAP, ""))
-    return products if products == others else f"{products} and {others}"
+    onednn_cap = next(filter(None, map(os.environ.get, ONEDNN_CAPS)), "")
+    onednn_level = find_best_level(onednn_cap)
+    openvino_level = find_best_level(os.environ.get(OPENVINO_CAP, ""))
+    return onednn_level if onednn_level == openvino_level else f"{onednn_level} and {openvino_level}"
 
 
 def find_best_level(cap: str) -> str:
@@ -63,9 +64,9 @@ def find_best_level(cap: str) -> str:
 def check_instruction_set() -> None:
     """Raise OvspecError if OpenVINO can't run language models with the instruction set in use."""
     too_old = list(INSTRUCTION_SETS)[: list(INSTRUCTION_SETS).index(LEAST_INSTRUCTION_SET)]
-    for used in instruction_set().split(" and "):
-        if used in too_old:
+    for level in instruction_set().split(" and "):
+        if level in too_old:
             raise OvspecError(
                 f"OpenVINO needs a processor with {LEAST_INSTRUCTION_SET} to run language models, and this one "
-                f"has {used} (or {ONEDNN_CAPS[0]} or {OPENVINO_CAP} say so)."
+                f"has {level} (or {ONEDNN_CAPS[0]} or {OPENVINO_CAP} say so)."
             )

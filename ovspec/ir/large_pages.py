@@ -14,29 +14,31 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 PAGE_BYTES = 1 << 21
-MADV_COLLAPSE = 25  # MADV_COLLAPSE
-ENOMEM, EAGAIN = 12, 11
-PATIENCE_SECONDS = 5.0  # seconds of inference before copying starts: a process with less to do gains nothing
-# Copying slows inferences down, so it waits until there have been none for IDLE seconds, and copies for LONGEST
-# seconds before it looks again.
-LEAST_IDLE_SECONDS, STEP_SECONDS = 0.5, 0.02
+MADV_COLLAPSE = 25
+ENOMEM = 12
+EAGAIN = 11
+PATIENCE_SECONDS = 5.0  # of inference before copying starts: a process with less to do gains nothing
+# Copying slows inferences down, so it waits until there have been none for LEAST_IDLE_SECONDS, and copies for
+# STEP_SECONDS before it looks again.
+LEAST_IDLE_SECONDS = 0.5
+STEP_SECONDS = 0.02
 MOST_REFUSALS = 16  # in a row, after which the system is taken to have no large pages left
 
 
 class LargePages:
     """Moves a model's weights into large pages while nothing is computed. Create it just before the model is compiled.
 
-    The weights are taken to be the memory allocated from then until inferences have taken ``PATIENCE_SECONDS`` seconds.
+    The weights are taken to be the memory allocated from then until inferences have taken ``PATIENCE_SECONDS``.
     """
 
     def __init__(self) -> None:
-        self._before = set(list_large_pages(read_memory_ranges()))
+        self._older_pages = set(list_large_pages(read_memory_ranges()))
         self.busy_requests: set[int] = set()  # requests that are computing, by their ids
         self.inference_seconds = 0.0  # of inference, until the mover starts
         self.last_inference_end = time.monotonic()  # the end of the latest inference
         self.is_done = not sys.platform.startswith("linux")
-        self._refused = 0
-        self._waiting: Iterator[int] | None = None
+        self._refusals = 0  # in a row
+        self._pages_to_move: Iterator[int] | None = None
         self._mover: threading.Thread | None = None
         self._lock = threading.Lock()  # held while a thread moves pages
 
@@ -47,21 +49,20 @@ class LargePages:
 
     def move_pages(self, seconds: float) -> None:
         """Move weights for ``seconds``, or until all are moved."""
-        until = time.perf_counter() + seconds
+        deadline = time.perf_counter() + seconds
         with self._lock:
-            if self._waiting is None:
-                self._waiting = iter(
-                    [page for page in list_large_pages(read_memory_ranges()) if page not in self._before]
-                )
-            while not self.is_done and time.perf_counter() < until:
-                page = next(self._waiting, None)
+            if self._pages_to_move is None:
+                pages = [page for page in list_large_pages(read_memory_ranges()) if page not in self._older_pages]
+                self._pages_to_move = iter(pages)
+            while not self.is_done and time.perf_counter() < deadline:
+                page = next(self._pages_to_move, None)
                 if page is None:
                     self.is_done = True
                 elif collapse_page(page) in (ENOMEM, EAGAIN):
-                    self._refused += 1
-                    self.is_done = self._refused == MOST_REFUSALS
+                    self._refusals += 1
+                    self.is_done = self._refusals == MOST_REFUSALS
                 else:
-                    self._refused = 0
+                    self._refusals = 0
 
     def move_in_steps(self) -> Iterator[None]:
         """Move all weights, a part at each step, for a server that is never idle long enough."""
@@ -101,4 +102,5 @@ def list_large_pages(ranges: Iterable[tuple[int, int]]) -> Iterator[int]:
 def collapse_page(page: int) -> int:
     """Turn the memory at address ``page`` into one large page; return 0, or the errno if that fails."""
     madvise = ctypes.CDLL(None, use_errno=True).madvise
-    return ctypes.get_errno() if madvise(ctypes.c_void_p(page), ctypes.c_size_t(PAGE_BYTES), MADV_COLLAPSE) else 0
+    failed = madvise(ctypes.c_void_p(page), ctypes.c_size_t(PAGE_BYTES), MADV_COLLAPSE)
+    return ctypes.get_errno() if failed else 0

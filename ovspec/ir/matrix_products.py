@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
 
 import numpy as np
 import openvino as ov
@@ -19,6 +19,7 @@ WEIGHT_OPERATIONS = {
 CUTTING_INSTRUCTION_SETS = ("AVX2",)
 WIDEST_PRODUCT = 6144
 INTEGER_TYPES = {"i8", "u8", "i4", "u4"}
+ELEMENTWISE = {"Multiply": ops.multiply, "Subtract": ops.subtract}
 
 
 # ---------------------------------------------------------------- joining
@@ -30,52 +31,55 @@ def join_products(model: ov.Model) -> int:
     Their weights are put one behind the other, so each value is computed as before; one large product takes less time
     than several small ones.
     """
-    groups: dict[tuple[Any, ...], list[ov.Node]] = {}
+    groups: dict[tuple[str | int, ...], list[ov.Node]] = {}
     for op in model.get_ordered_ops():
         if op.get_type_name() == "MatMul" and is_plain_product(op) and find_integer_constant(op.input_value(1)):
             values = op.input_value(0)
-            alike = (
+            key = (
                 values.get_node().get_friendly_name(),
                 values.get_index(),
                 *describe_weights_recipe(op.input_value(1), op.input_value(1).get_shape()[0]),
             )
-            groups.setdefault(alike, []).append(op)
-    joined = [group for group in groups.values() if len(group) > 1]
-    for products in joined:
+            groups.setdefault(key, []).append(op)
+    joined_groups = [group for group in groups.values() if len(group) > 1]
+    for products in joined_groups:
         weights = [product.input_value(1) for product in products]
-        whole = ops.matmul(products[0].input_value(0), stack_weights(weights), False, True)
-        parts = ops.variadic_split(whole, -1, [each.get_shape()[0] for each in weights])
+        joined_product = ops.matmul(products[0].input_value(0), stack_weights(weights), False, True)
+        parts = ops.variadic_split(joined_product, -1, [output.get_shape()[0] for output in weights])
         for product, part in zip(products, parts.outputs(), strict=True):
             product.output(0).replace(part)
     model.validate_nodes_and_infer_types()
-    return sum(map(len, joined))
+    return sum(map(len, joined_groups))
 
 
 def describe_weights_recipe(weights: ov.Output, rows: int) -> list[str]:
-    """Return how ``weights`` are made, and of what types; as no others are if a part of them hasn't ``rows`` rows."""
-    node, shape = weights.get_node(), list(weights.get_shape())
-    made = [step for value in node.input_values() for step in describe_weights_recipe(value, rows)]
-    alone = [node.get_friendly_name()] if len(shape) > 1 and shape[0] != rows else []
-    return [node.get_type_name(), node.get_element_type().get_type_name(), str(shape[1:]), *alone, *made]
+    """Return the operations and types behind ``weights``; unique if a constant among them hasn't ``rows`` rows."""
+    node = weights.get_node()
+    shape = list(weights.get_shape())
+    recipe = [node.get_type_name(), node.get_element_type().get_type_name(), str(shape[1:])]
+    if len(shape) > 1 and shape[0] != rows:
+        recipe.append(node.get_friendly_name())
+    return recipe + [step for value in node.input_values() for step in describe_weights_recipe(value, rows)]
 
 
 def stack_weights(weights: list[ov.Output]) -> ov.Node:
-    """Return the rows of all ``weights``, made by the same operations."""
-    nodes = [each.get_node() for each in weights]
-    first, kind = nodes[0], nodes[0].get_element_type()
+    """Return the rows of all ``weights``, computed by the same operations."""
+    nodes = [output.get_node() for output in weights]
+    first = nodes[0]
+    element_type = first.get_element_type()
     if first.get_type_name() == "Constant" and len(weights[0].get_shape()) < 2:
         return first
-    shape = [sum(each.get_shape()[0] for each in weights), *list(weights[0].get_shape())[1:]]
+    shape = [sum(output.get_shape()[0] for output in weights), *list(weights[0].get_shape())[1:]]
     if first.get_type_name() == "Constant":
         rows = np.concatenate([np.asarray(node.data).reshape(-1).view(np.uint8) for node in nodes])
-        return ov.op.Constant(ov.Tensor(rows, shape, kind), shared_memory=False)
-    made = [stack_weights([node.input_value(place) for node in nodes]) for place in range(len(first.input_values()))]
+        return ov.op.Constant(ov.Tensor(rows, shape, element_type), shared_memory=False)
+    inputs = [stack_weights([node.input_value(index) for node in nodes]) for index in range(first.get_input_size())]
     match first.get_type_name():
         case "Convert":
-            return ops.convert(*made, kind.get_type_name())
+            return ops.convert(*inputs, element_type.get_type_name())
         case "Reshape":
-            return ops.reshape(made[0], shape, False)
-    return {"Multiply": ops.multiply, "Subtract": ops.subtract}[first.get_type_name()](*made)
+            return ops.reshape(inputs[0], shape, False)
+    return ELEMENTWISE[first.get_type_name()](*inputs)
 
 
 # ---------------------------------------------------------------- cutting
@@ -87,21 +91,19 @@ def cut_products(model: ov.Model, widest: int = WIDEST_PRODUCT) -> int:
     OpenVINO multiplies few tokens by another kernel than many there, so that they have other bits.
     """
     products = (op for op in model.get_ops() if op.get_type_name() == "MatMul" and is_plain_product(op))
-    found = [
-        each for each in products if count_summed_values(each) > widest and find_integer_constant(each.input_value(1))
+    wide_products = [
+        op for op in products if count_summed_values(op) > widest and find_integer_constant(op.input_value(1))
     ]
-    for product in found:
+    for product in wide_products:
         parts = count_product_parts(product, widest)
-        tokens = ops.split(product.input_value(0), ops.constant(-1, dtype=np.int64), parts)
-        total: ov.Node | None = None
-        for part, values in enumerate(tokens.outputs()):
-            one = ops.matmul(values, cut_weight_columns(product.input_value(1), part, parts), False, True)
-            total = ops.add(total, one) if total else one
-        assert total
+        values = ops.split(product.input_value(0), ops.constant(-1, dtype=np.int64), parts)
+        weights = [cut_weight_columns(product.input_value(1), part, parts) for part in range(parts)]
+        summands = [ops.matmul(*pair, False, True) for pair in zip(values.outputs(), weights, strict=True)]
+        total = functools.reduce(ops.add, summands)
         total.set_friendly_name(product.get_friendly_name())
         product.output(0).replace(total.output(0))
     model.validate_nodes_and_infer_types()
-    return len(found)
+    return len(wide_products)
 
 
 def count_product_parts(product: ov.Node, widest: int) -> int:
@@ -109,15 +111,15 @@ def count_product_parts(product: ov.Node, widest: int) -> int:
     integers = find_integer_constant(product.input_value(1))
     assert integers
     groups = integers.get_output_shape(0)[1]
-    return next(
-        count for count in range(-(-count_summed_values(product) // widest), groups) if groups % (2 * count) == 0
-    )
+    fewest = -(-count_summed_values(product) // widest)
+    return next(count for count in range(fewest, groups) if groups % (2 * count) == 0)
 
 
 def is_plain_product(product: ov.Node) -> bool:
     """Return whether values are multiplied by rows of weights."""
-    attributes, weights = product.get_attributes(), product.input_value(1).get_partial_shape()
-    return not attributes["transpose_a"] and attributes["transpose_b"] and not weights.is_dynamic and len(weights) == 2
+    attributes = product.get_attributes()
+    shape = product.input_value(1).get_partial_shape()
+    return not attributes["transpose_a"] and attributes["transpose_b"] and not shape.is_dynamic and len(shape) == 2
 
 
 def count_summed_values(product: ov.Node) -> int:
@@ -125,19 +127,16 @@ def count_summed_values(product: ov.Node) -> int:
 
 
 def find_integer_constant(weights: ov.Output) -> ov.Node | None:
-    """Return the constant of integers that ``weights`` are made of; None if they are made otherwise."""
+    """Return the constant of integers that ``weights`` are computed from; None if they are computed otherwise."""
     node = weights.get_node()
     while node.get_type_name() in WEIGHT_OPERATIONS:
         node = node.input_value(0).get_node()
-    return (
-        node
-        if node.get_type_name() == "Constant" and node.get_element_type().get_type_name() in INTEGER_TYPES
-        else None
-    )
+    is_integer = node.get_type_name() == "Constant" and node.get_element_type().get_type_name() in INTEGER_TYPES
+    return node if is_integer else None
 
 
 def cut_weight_columns(weights: ov.Output, part: int, parts: int) -> ov.Node:
-    """Return one of ``parts`` equal shares of the columns of ``weights``, made by the same operations."""
+    """Return one of ``parts`` equal shares of the columns of ``weights``, computed by the same operations."""
     node = weights.get_node()
     match node.get_type_name():
         case "Constant":
@@ -149,16 +148,16 @@ def cut_weight_columns(weights: ov.Output, part: int, parts: int) -> ov.Node:
         case "Reshape":
             rows, width = node.get_output_shape(0)
             return ops.reshape(cut_weight_columns(node.input_value(0), part, parts), [rows, width // parts], False)
-    make = {"Multiply": ops.multiply, "Subtract": ops.subtract}[node.get_type_name()]
-    return make(*(cut_weight_columns(value, part, parts) for value in node.input_values()))
+    return ELEMENTWISE[node.get_type_name()](*(cut_weight_columns(value, part, parts) for value in node.input_values()))
 
 
 def cut_constant(constant: ov.Node, part: int, parts: int) -> ov.Node:
     """Return the part of a constant [rows, columns or groups, ...] along its second axis, if that is longer than 1."""
-    shape, kind = constant.get_output_shape(0), constant.get_element_type()
+    shape = constant.get_output_shape(0)
     if len(shape) < 2 or shape[1] == 1:
         return constant
     stored = np.asarray(constant.data).reshape(shape[0], -1)  # two values of four bits share a byte
     size = stored.shape[1] // parts
-    taken = np.ascontiguousarray(stored[:, part * size : (part + 1) * size])
-    return ov.op.Constant(ov.Tensor(taken, [shape[0], shape[1] // parts, *shape[2:]], kind), shared_memory=False)
+    cut = np.ascontiguousarray(stored[:, part * size : (part + 1) * size])
+    cut_shape = [shape[0], shape[1] // parts, *shape[2:]]
+    return ov.op.Constant(ov.Tensor(cut, cut_shape, constant.get_element_type()), shared_memory=False)

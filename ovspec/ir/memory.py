@@ -22,8 +22,8 @@ LEAST_TRIMMED_BYTES = 8_000_000  # bytes; giving free memory back takes millisec
 
 def kv_bytes_per_token(ir: CompiledIR) -> float:
     """Return the bytes by which a row's KV cache grows with each token."""
-    value = BYTES_PER_VALUE.get(ir.kv_precision or "", 2.0)
-    return sum(state.width for state in ir.kv_states) * value + BYTES_PER_VALUE["f32"] * ir.output_width(
+    value_bytes = BYTES_PER_VALUE.get(ir.kv_precision or "", 2.0)
+    return sum(state.width for state in ir.kv_states) * value_bytes + BYTES_PER_VALUE["f32"] * ir.output_width(
         FEATURES_OUTPUT
     )
 
@@ -33,45 +33,45 @@ def recurrent_row_bytes(ir: CompiledIR) -> float:
     return 2 * 4.0 * sum(state.width for state in ir.recurrent_states)
 
 
-def weights_fit_into_memory(folder: Path, times: float) -> bool:
-    """Return whether the weights in ``folder``, multiplied by ``times``, fit into free memory."""
-    return times * check_weights(folder / MODEL_FILE) <= psutil.virtual_memory().available
+def weights_fit_into_memory(folder: Path, factor: float) -> bool:
+    """Return whether the weights in ``folder``, multiplied by ``factor``, fit into free memory."""
+    return factor * check_weights(folder / MODEL_FILE) <= psutil.virtual_memory().available
 
 
-def count_free_tokens(irs: list[CompiledIR], rows: int, spare: float = 0) -> float:
+def count_free_tokens(irs: list[CompiledIR], rows: int, idle_bytes: float = 0) -> float:
     """Return how many tokens, summed over ``rows`` rows, fit into free memory; see ``count_tokens_in_bytes``.
 
-    ``spare``: bytes that are in use, but may be taken.
+    ``idle_bytes``: bytes that are in use, but may be taken.
     """
-    return count_tokens_in_bytes(irs, rows, psutil.virtual_memory().available + spare)
+    return count_tokens_in_bytes(irs, rows, psutil.virtual_memory().available + idle_bytes)
 
 
-def count_tokens_in_bytes(irs: list[CompiledIR], rows: int, size: float) -> float:
-    """Return how many tokens, summed over ``rows`` rows, fit into ``size`` bytes. Counts only models in main memory."""
+def count_tokens_in_bytes(irs: list[CompiledIR], rows: int, memory_bytes: float) -> float:
+    """Return how many tokens, summed over ``rows`` rows, fit into memory. Counts only models in main memory."""
     irs = [ir for ir in irs if uses_main_memory(ir.device)]
-    per_token = sum(map(kv_bytes_per_token, irs))
-    if not per_token:
+    token_bytes = sum(map(kv_bytes_per_token, irs))
+    if not token_bytes:
         return math.inf
-    return (size - rows * sum(map(recurrent_row_bytes, irs))) / per_token
+    return (memory_bytes - rows * sum(map(recurrent_row_bytes, irs))) / token_bytes
 
 
-def check_free_memory(irs: list[CompiledIR], tokens: int, spare: float = 0) -> None:
+def check_free_memory(irs: list[CompiledIR], tokens: int, idle_bytes: float = 0) -> None:
     """Raise an OvspecError if the states for ``tokens`` more tokens don't fit into free memory.
 
     Counts only models in main memory.
 
-    ``spare``: bytes that are in use, but may be taken.
+    ``idle_bytes``: bytes that are in use, but may be taken.
     """
     irs = [ir for ir in irs if uses_main_memory(ir.device)]
     needed = sum(tokens * kv_bytes_per_token(ir) + recurrent_row_bytes(ir) for ir in irs)
-    if needed > LEAST_CHECKED_BYTES and needed > (free := psutil.virtual_memory().available + spare):
+    if needed > LEAST_CHECKED_BYTES and needed > (free := psutil.virtual_memory().available + idle_bytes):
         sizes = f"takes about {needed / 1e9:.1f} GB, but only {free / 1e9:.1f} GB of memory are free"
         advice = "shorten the prompt, lower `max_tokens`, or choose a smaller `kv_precision`"
         raise OvspecError(f"The KV cache of {tokens} tokens {sizes}; {advice}.")
 
 
 def trim_heap() -> None:
-    """Tell the C library to give free memory back to the system (glibc only)."""
+    """Let the C library give free memory back to the system (glibc only)."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).malloc_trim(0)

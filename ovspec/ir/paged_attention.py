@@ -15,7 +15,7 @@ PAGED_INPUTS = (
     "input_ids", "position_ids", "past_lens", "subsequence_begins",
     "block_indices", "block_indices_begins", "max_context_len", "logits_idx", "hidden_states",
 )  # fmt: skip
-QUERY_INPUTS = ("query_tokens", "token_queries")  # what ``pair_queries`` adds
+QUERY_INPUTS = ("query_tokens", "token_queries")  # added by ``pair_queries``
 CACHE_INPUT = re.compile(r"(key|value)_cache\.\d+")  # names of the inputs that hold the blocks
 SLIDING_WINDOW_INPUT = 10  # index of this input of the attention operation
 
@@ -49,18 +49,19 @@ def pair_queries(model: ov.Model) -> None:
     Adds the inputs ``query_tokens`` [queries] i32, the index of each query's token, and ``token_queries`` [tokens] i32,
     the index of the query whose result each token gets.
     """
-    query_tokens, token_queries = indices = [ops.parameter([-1], ov.Type.i32, name=name) for name in QUERY_INPUTS]
+    indices = [ops.parameter([-1], ov.Type.i32, name=name) for name in QUERY_INPUTS]
+    query_tokens, token_queries = indices
     for parameter, name in zip(indices, QUERY_INPUTS, strict=True):
         parameter.output(0).get_tensor().set_names({name})
     axis = ops.constant(0, dtype=ov.Type.i64)
     for layer in list_attention_layers(model):
         readers = list(layer.output(0).get_target_inputs())
-        for place in range(3):  # queries, keys and values
-            picked = ops.gather(layer.input_value(place), query_tokens, axis)
-            layer.input(place).replace_source_output(picked.output(0))
-        found = ops.gather(layer.output(0), token_queries, axis)
+        for index in range(3):  # queries, keys and values
+            repeated = ops.gather(layer.input_value(index), query_tokens, axis)
+            layer.input(index).replace_source_output(repeated.output(0))
+        attended = ops.gather(layer.output(0), token_queries, axis)
         for reader in readers:
-            reader.replace_source_output(found.output(0))
+            reader.replace_source_output(attended.output(0))
     model.add_parameters(indices)
     model.validate_nodes_and_infer_types()
 
@@ -76,9 +77,9 @@ def read_attention_windows(model: ov.Model) -> set[int | None]:
     Raises NotPaged if they are not constants.
     """
     try:
-        windows_of = [ops.result(layer.input_value(SLIDING_WINDOW_INPUT)) for layer in list_attention_layers(model)]
-        computed = ov.Model(windows_of, [])  # type: ignore[misc]
-        windows = openvino_core().compile_model(computed, "CPU")([])
+        results = [ops.result(layer.input_value(SLIDING_WINDOW_INPUT)) for layer in list_attention_layers(model)]
+        window_model = ov.Model(results, [])  # type: ignore[misc]
+        windows = openvino_core().compile_model(window_model, "CPU")([])
     except (RuntimeError, LookupError) as error:
         raise NotPaged(f"its attention windows cannot be determined ({last_error_line(error)})") from None
     return {int(window.item()) or None for window in windows.values()}

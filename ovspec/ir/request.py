@@ -14,20 +14,23 @@ from ovspec.ir.compile import CompiledIR
 
 
 class InferenceRequest:
-    """Runs inferences of one model and counts them. Those of ``inputs`` that the model doesn't have are skipped."""
+    """Runs inferences of one model and counts them. Inputs that the model doesn't have are skipped."""
 
     def __init__(self, ir: CompiledIR, inputs: Sequence[str]) -> None:
-        self.seconds, self.inferences = 0.0, 0
+        self.seconds = 0.0
+        self.inferences = 0
         self._ir = ir
-        self._picks_logits, self._large_pages = ir.picks_logits, ir.large_pages
-        self._outputs, self._logits = ir.outputs, ir.outputs["logits"]
+        self._picks_logits = ir.picks_logits
+        self._large_pages = ir.large_pages
+        self._outputs = ir.outputs
+        self._logits_output = ir.outputs["logits"]
         self._inputs = [ir.inputs.get(name) for name in inputs]
         self.renew()
 
     def renew(self) -> None:
         """Replace the OpenVINO request with a new one."""
         self.openvino_request = self._ir.compiled_model.create_infer_request()
-        self.has_run, self._resets = False, False
+        self.has_run, self._must_reset = False, False
         self._bound: dict[int, np.ndarray] = {}  # input index -> the array that the request reads it from
 
     def reset(self) -> None:
@@ -35,13 +38,13 @@ class InferenceRequest:
 
         Not at once: a GPU's request that is reset long before it runs disturbs other requests that run meanwhile.
         """
-        self.has_run, self._resets = False, True
+        self.has_run, self._must_reset = False, True
 
     def apply_reset(self) -> None:
-        """Empty the states if ``reset`` has asked for it."""
-        if self._resets:
+        """Empty the states if ``reset`` was called."""
+        if self._must_reset:
             self.openvino_request.reset_state()
-            self._resets = False
+            self._must_reset = False
 
     def infer(self, arrays: Sequence[np.ndarray], logits_idx: np.ndarray) -> np.ndarray:
         """Return the logits at these flat token indices: (len(logits_idx), vocab) float32, valid until the next call.
@@ -52,32 +55,33 @@ class InferenceRequest:
         Raises:
             InferenceError: the logits are not numbers, or the model was closed.
         """
-        request, bound = self.openvino_request, self._bound
+        request = self.openvino_request
+        bound = self._bound
         if self._ir.open_model is None:
-            _ = self._ir.compiled_model  # which raises
+            _ = self._ir.compiled_model  # raises
         self.apply_reset()
         for index, array in zip(self._inputs, arrays, strict=True):
             if index is not None and bound.get(index) is not array:
                 request.set_input_tensor(index, ov.Tensor(array, shared_memory=True))
                 bound[index] = array
-        pages, me = self._large_pages, id(self)
-        pages.busy_requests.add(me)
+        pages = self._large_pages
+        pages.busy_requests.add(id(self))
         began = time.perf_counter()
         try:
             request.start_async()
             request.wait()
         finally:
-            spent = time.perf_counter() - began
-            pages.busy_requests.discard(me)
+            seconds = time.perf_counter() - began
+            pages.busy_requests.discard(id(self))
             pages.last_inference_end = time.monotonic()
-        self.seconds += spent
+        self.seconds += seconds
         if pages.inference_seconds < large_pages.PATIENCE_SECONDS:
-            pages.inference_seconds += spent
+            pages.inference_seconds += seconds
             if pages.inference_seconds >= large_pages.PATIENCE_SECONDS:
                 pages.start_mover()
         self.inferences += 1
         self.has_run = True
-        logits = request.get_output_tensor(self._logits).data
+        logits = request.get_output_tensor(self._logits_output).data
         logits = logits[0] if self._picks_logits else logits.reshape(-1, logits.shape[-1])[logits_idx]
         if not np.isfinite(logits.max()):  # NaN if any of them is
             in_f32 = self._ir.properties.get("INFERENCE_PRECISION_HINT") == "f32"
@@ -87,5 +91,5 @@ class InferenceRequest:
 
     def read_output(self, name: str) -> np.ndarray:
         """Return another output of the last inference, (tokens, width) float32, valid until the next one."""
-        found = self.openvino_request.get_output_tensor(self._outputs[name]).data
-        return found.reshape(-1, found.shape[-1])
+        values = self.openvino_request.get_output_tensor(self._outputs[name]).data
+        return values.reshape(-1, values.shape[-1])

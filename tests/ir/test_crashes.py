@@ -28,11 +28,11 @@ POSIX = pytest.mark.skipif(sys.platform == "win32", reason="a process can't send
 COMPILES = """
 import json, sys
 import openvino as ov
-from ovspec.ir.paged_attention import to_paged
+from ovspec.ir.paged_attention import rewrite_to_paged
 core = ov.Core()
 model = core.read_model(sys.argv[1])
 if sys.argv[3] == "paged":
-    to_paged(model)
+    rewrite_to_paged(model)
 core.compile_model(model, "CPU", json.loads(sys.argv[2]))
 """
 

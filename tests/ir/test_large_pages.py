@@ -71,7 +71,7 @@ def test_texts_stay_the_same(pair: Path, cache_dir: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(large_pages, "collapse_page", counted)
     for loaded in (lm.target, lm.draft):
         assert loaded
-        loaded.ir.large_pages._before.clear()  # a process that has run for a while reuses memory it had before
+        loaded.ir.large_pages._older_pages.clear()  # a process that has run for a while reuses memory it had before
     lm.use_large_pages()
     again = lm.generate(PROMPTS[0], max_tokens=20, lookahead=3)
     assert again.token_ids == expected.token_ids
