@@ -102,7 +102,7 @@ def run_round(
                     commit_verified, row, outcomes[index], feed, logits[index], target, index
                 )
             elif feed.unseen_count:
-                outcomes[index] = outcomes[index]._replace(read=feed.unseen_count)
+                outcomes[index] = outcomes[index]._replace(read_count=feed.unseen_count)
     if not drafter:
         return outcomes, None
     return outcomes, summarize_round(

@@ -385,7 +385,7 @@ def test_the_pace_keeps_rounds_short(per_token: float) -> None:
             read in (MIN_PROMPT_TOKENS, MAX_PROMPT_TOKENS) or ms(load, read) > most - (WIDTH_SLACK + 1) * per_token - 1
         )
         assert read == MIN_PROMPT_TOKENS or ms(load, read) <= most + 1
-        busy = replace(load, proposed=8)
+        busy = replace(load, proposed_tokens=8)
         assert prefill_budget.prompt_tokens(busy, drafting_ms=5.0) < read or read in (
             MIN_PROMPT_TOKENS,
             MAX_PROMPT_TOKENS,
