@@ -20,7 +20,7 @@ from ovspec.batch.requests import BatchRequest
 from ovspec.batch.run import BatchRun, tokens_of
 from ovspec.params import Params
 from ovspec.params.generation import GRAMMARS, ONLY_SPEED
-from ovspec.sampling.grammar_options import grammar_of
+from ovspec.sampling.grammar_options import convert_requested_grammar
 from ovspec.setup.engine_choice import CompiledModel
 from ovspec.setup.identity import describe_cache_setting, hash_model, hash_prompt_files
 
@@ -132,7 +132,7 @@ def run_file(
     fails, the results so far are kept, and the same call continues from them.
     """
     complete = lm.runtime.row_maker.complete_params(params)
-    lm.runtime.row_maker.constraints.check(complete)  # once, not for each text
+    lm.runtime.row_maker.constraints.check_grammar(complete)  # once, not for each text
     depends_on = what_matters(lm, complete)
     keys = [key_of(request, depends_on) for request in requests]
     done = Done(output)
@@ -166,7 +166,7 @@ def what_matters(lm: LanguageModel, params: Params) -> str:
     changed = params.changed(but=(*ONLY_SPEED, *GRAMMARS))
     texts = {name: option_as_json(name, changed[name]) for name in sorted(changed)}
     written = hash_prompt_files(lm.folder), lm.runtime.prompts.template, lm.runtime.prompts.tool_format
-    return repr((identities, written, texts, grammar_of(params)[0], proposing(lm, params)))
+    return repr((identities, written, texts, convert_requested_grammar(params)[0], proposing(lm, params)))
 
 
 def proposing(lm: LanguageModel, params: Params) -> Any:

@@ -26,7 +26,7 @@ from ovspec.cli.options import (
     stats_option,
 )
 from ovspec.cli.path_type import PATH
-from ovspec.drafting.choice import EXPORTED, DraftChoice
+from ovspec.drafting.choice import EXPORTED_DRAFT, DraftChoice
 
 if TYPE_CHECKING:
     from ovspec.api.session import Mark, Session
@@ -66,9 +66,9 @@ def chat(
     """
     draft = others["draft"]
     named = draft.model if isinstance(draft, DraftChoice) and not draft.lookup else None
-    if folder is None and isinstance(named, Path) and (named / EXPORTED).is_dir():
+    if folder is None and isinstance(named, Path) and (named / EXPORTED_DRAFT).is_dir():
         # '--draft DIR': the option took what was meant as DIR.
-        folder, others["draft"] = named, DraftChoice(model=EXPORTED)
+        folder, others["draft"] = named, DraftChoice(model=EXPORTED_DRAFT)
     from ovspec.setup.model_folders import resolve_model_folder
     from ovspec.text.generation_config import recommended_sampling, sampling_in_words
 

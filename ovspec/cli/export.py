@@ -105,7 +105,7 @@ def export(
       ovspec export llama-3.2-3b.Q8_0.gguf --draft llama-3.2-1b.Q4_K_M.gguf -o llama
       ovspec export org/model --draft-layers 4 -o my-pair --evaluate notes.txt
     """
-    from ovspec.drafting.choice import HEAD
+    from ovspec.drafting.choice import HEAD_DRAFT
     from ovspec.setup.known_pairs import read_known_pairs
 
     pairs = read_known_pairs()
@@ -132,13 +132,15 @@ def export(
     model = target[0]
     if model in pairs and not Path(model).exists():
         pair = pairs[model]
-        if draft == HEAD:
+        if draft == HEAD_DRAFT:
             refuse_if(not pair.eagle3, f"No public head is known for {model}; name a draft.")
             draft = pair.eagle3
         elif draft_layers is None:
             draft = draft or pair.draft
         model = pair.target
-    refuse_if(draft == HEAD, "--draft head is for the short names of known pairs (--list); name the head's checkpoint.")
+    refuse_if(
+        draft == HEAD_DRAFT, "--draft head is for the short names of known pairs (--list); name the head's checkpoint."
+    )
     draft = None if draft == "none" else draft
     alone = not draft and draft_layers is None
     refuse_if(draft_weight_format and alone, "--draft-weight-format needs --draft or --draft-layers.")

@@ -27,7 +27,7 @@ from ovspec.cli.options import (
     stats_option,
     system_option,
 )
-from ovspec.drafting.choice import EXPORTED, DraftChoice
+from ovspec.drafting.choice import EXPORTED_DRAFT, DraftChoice
 
 if TYPE_CHECKING:
     from ovspec.api.model import LanguageModel
@@ -93,7 +93,7 @@ def generate(
     if taken:  # '--draft "def f("': the option took the text that was meant as the prompt
         arguments = (*arguments, draft)
     if taken or (compare and draft is None):
-        draft = others["draft"] = DraftChoice(model=EXPORTED)
+        draft = others["draft"] = DraftChoice(model=EXPORTED_DRAFT)
     folder, text = split_arguments(arguments, elsewhere)
     goes_on = session is not None and session.exists()
     check_chat_options(chat, system, others["heal"])

@@ -15,7 +15,7 @@ from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_text
 from ovspec.cli import options_to_flags
 from ovspec.cli.path_type import FILE
-from ovspec.drafting.choice import EXPORTED, DraftChoice, names_drafters, parse_draft
+from ovspec.drafting.choice import EXPORTED_DRAFT, DraftChoice, names_known_drafters, parse_draft
 from ovspec.params import Params, make_params
 from ovspec.params.generation import GENERATE
 from ovspec.params.limits import FINITE
@@ -112,7 +112,7 @@ def add_options(table: Mapping[str, Option]) -> Decorator:
 
 def draft_or_text(text: str) -> DraftChoice | str:
     """Parse ``--draft``. A text that names no drafters is returned as it is: it was meant as the next argument."""
-    return parse_draft(text) or DraftChoice() if names_drafters(text) else text
+    return parse_draft(text) or DraftChoice() if names_known_drafters(text) else text
 
 
 def in_a_folder(ctx: click.Context, param: click.Parameter, file: Path | None) -> Path | None:  # noqa: ARG001
@@ -127,7 +127,7 @@ draft_option = click.option(
     "--draft",
     type=Parsed(draft_or_text, "draft"),
     is_flag=False,
-    flag_value=EXPORTED,
+    flag_value=EXPORTED_DRAFT,
     metavar="[DRAFT]",
     help="Speculate with the draft in DIR, or with DRAFT: the folder of a draft model or of an EAGLE-3 head; head (a "
     "head in DIR); self (a draft in DIR that --draft-layers made); lookup (what followed the last tokens earlier in "
@@ -240,6 +240,6 @@ def refuse_no_tokens(params: Params, command: str) -> None:
 def check_grammar_option(params: Params) -> None:
     """Raise OvspecError for a grammar that no model could use."""
     if params.grammar_option:
-        from ovspec.sampling.grammar_options import grammar_of
+        from ovspec.sampling.grammar_options import convert_requested_grammar
 
-        grammar_of(params)
+        convert_requested_grammar(params)

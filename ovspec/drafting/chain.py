@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ovspec.drafting.drafter import Drafter, RowStep
 from ovspec.drafting.lookahead import Lookahead
-from ovspec.drafting.proposal import NOTHING, Proposal
+from ovspec.drafting.proposal import NO_PROPOSAL, Proposal
 
 
 class Chain(Drafter):
@@ -13,23 +13,29 @@ class Chain(Drafter):
     name = "chain"
 
     def __init__(self, first: Drafter, second: Drafter) -> None:
-        self._first, self._second = first, second
+        self._first = first
+        self._second = second
 
     @property
     def seconds(self) -> float:  # type: ignore[override]
         return self._first.seconds + self._second.seconds
 
     def propose(self, rows: list[RowStep], lookahead: Lookahead) -> list[Proposal]:
-        second, proposals, left = self._second.name, list[Proposal](), list[RowStep]()
-        for row, found in zip(rows, self._first.propose(rows, lookahead), strict=True):
-            if len(found.tokens) and row.draftable(second) and lookahead.prefers(second, found, len(rows)):
-                found = NOTHING
-            proposals.append(found)
-            left.append(row._replace(drafts=False) if len(found.tokens) else row)
-        if not any(row.draftable(second) for row in left):
+        name = self._second.name
+        proposals: list[Proposal] = []
+        second_rows: list[RowStep] = []  # as the second drafter sees them: rows with a good proposal don't ask it
+        for row, proposal in zip(rows, self._first.propose(rows, lookahead), strict=True):
+            proposals.append(proposal)
+            second_rows.append(row)
+            if len(proposal.tokens):
+                if row.draft_budget(name) and lookahead.prefers_drafter(name, proposal, len(rows)):
+                    proposals[-1] = NO_PROPOSAL
+                else:
+                    second_rows[-1] = row._replace(asks_drafters=False)
+        if not any(row.draft_budget(name) for row in second_rows):
             return proposals
-        others = self._second.propose(left, lookahead)
-        return [found if len(found.tokens) else other for found, other in zip(proposals, others, strict=True)]
+        fallbacks = self._second.propose(second_rows, lookahead)
+        return [first if len(first.tokens) else second for first, second in zip(proposals, fallbacks, strict=True)]
 
     def reset(self, rows: int) -> None:
         self._first.reset(rows)

@@ -13,28 +13,34 @@ if TYPE_CHECKING:
     from ovspec.drafting.drafter import Drafter
 
 # The draft exported with the target: any, one made of the target's layers, or an EAGLE-3 head.
-EXPORTED, SELF, HEAD = "draft", "self", "head"
+EXPORTED_DRAFT, SELF_DRAFT, HEAD_DRAFT = "draft", "self", "head"
 
 
 @dataclass(frozen=True)
 class DraftChoice:
-    """Up to two drafters, asked in the order lookup, own, model. A choice without any is false.
+    """Up to two drafters, asked in the order lookup, user's drafter, model. A choice without any is false.
 
-    own: a user's drafter, or what makes one for each session or batch.
-    model: the folder of the draft model or head; ``EXPORTED``, ``SELF`` or ``HEAD`` until the target's is known.
+    user_drafter: a user's drafter, or a function that makes one for each session or batch.
+    model: the folder of the draft model or head; until the target's folder is known, ``EXPORTED_DRAFT``, ``SELF_DRAFT``
+        or ``HEAD_DRAFT``.
     """
 
     lookup: bool = False
-    own: Drafter | Callable[[], Drafter] | None = None
+    user_drafter: Drafter | Callable[[], Drafter] | None = None
     model: Path | str | None = None
 
     def __str__(self) -> str:
-        own = getattr(self.own, "__name__", type(self.own).__name__)
-        parts = {"lookup": self.lookup, own: self.own is not None, str(self.model): self.model is not None}
-        return ",".join(name for name, there in parts.items() if there)
+        names: list[str] = []
+        if self.lookup:
+            names.append("lookup")
+        if self.user_drafter is not None:
+            names.append(getattr(self.user_drafter, "__name__", type(self.user_drafter).__name__))
+        if self.model is not None:
+            names.append(str(self.model))
+        return ",".join(names)
 
     def __bool__(self) -> bool:
-        return self.lookup or self.own is not None or self.model is not None
+        return self.lookup or self.user_drafter is not None or self.model is not None
 
 
 def parse_draft(draft: Any) -> DraftChoice | None:
@@ -45,7 +51,8 @@ def parse_draft(draft: Any) -> DraftChoice | None:
     """
     if isinstance(draft, DraftChoice):
         return draft or None
-    choice, parts = DraftChoice(), split_draft(draft)
+    choice = DraftChoice()
+    parts = split_draft(draft)
     for part in parts:
         if choice and part == "lookup":
             raise OvspecError("lookup costs nothing, so it must come first in a chain: write 'lookup,DRAFT'.")
@@ -54,16 +61,16 @@ def parse_draft(draft: Any) -> DraftChoice | None:
         if part == "lookup":
             choice = replace(choice, lookup=True)
         elif part is True:
-            choice = replace(choice, model=EXPORTED)
+            choice = replace(choice, model=EXPORTED_DRAFT)
         elif isinstance(part, (str, Path)) and str(part):
-            choice = replace(choice, model=part if part in (EXPORTED, SELF, HEAD) else Path(part))
+            choice = replace(choice, model=part if part in (EXPORTED_DRAFT, SELF_DRAFT, HEAD_DRAFT) else Path(part))
         elif hasattr(part, "propose") or callable(part):
-            choice = replace(choice, own=part)
+            choice = replace(choice, user_drafter=part)
         else:
             raise OvspecError(
                 f"`draft={part!r}` is not a draft: give a folder, lookup, head, self or none, or a Drafter."
             )
-    if choice.lookup + (choice.own is not None) + (choice.model is not None) < len(parts) or len(parts) > 2:
+    if choice.lookup + (choice.user_drafter is not None) + (choice.model is not None) < len(parts) or len(parts) > 2:
         raise OvspecError("A chain has at most two drafters, which must differ, such as 'lookup,DRAFT'.")
     return choice or None
 
@@ -75,12 +82,12 @@ def split_draft(draft: Any) -> list[Any]:
     if isinstance(draft, str) and not Path(draft).is_dir():
         return [part.strip() for part in draft.split(",")]
     if isinstance(draft, (list, tuple)):
-        return [part for one in draft for part in split_draft(one)]
+        return [part for drafter in draft for part in split_draft(drafter)]
     return [draft]  # type: ignore[list-item]
 
 
-def names_drafters(text: str) -> bool:
+def names_known_drafters(draft: str) -> bool:
     """Return whether each part of a chain is the name of a drafter or an existing folder."""
-    parts = [part for part in split_draft(text) if isinstance(part, str)]
-    names = ("lookup", EXPORTED, SELF, HEAD, "none")
-    return Path(text).is_dir() or all(part in names or Path(part).is_dir() for part in parts)
+    parts = [part for part in split_draft(draft) if isinstance(part, str)]
+    names = ("lookup", EXPORTED_DRAFT, SELF_DRAFT, HEAD_DRAFT, "none")
+    return Path(draft).is_dir() or all(part in names or Path(part).is_dir() for part in parts)

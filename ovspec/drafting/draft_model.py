@@ -1,4 +1,4 @@
-"""Drafting with a small model that guesses the target's tokens (Leviathan et al., arXiv 2211.17192)."""
+"""Drafting with a small model that proposes the target's tokens (Leviathan et al., arXiv 2211.17192)."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import numpy as np
 from ovspec.cache.decoder import BaseDecoder, count_computed_tokens
 from ovspec.cache.prefill import PREFILL_THRESHOLD
 from ovspec.cache.sequence import catch_up, common_prefix
-from ovspec.drafting.costs import WIDEST
+from ovspec.drafting.costs import WIDEST_INFERENCE
 from ovspec.drafting.drafter import Drafter, RowStep
 from ovspec.drafting.lookahead import Lookahead
-from ovspec.drafting.proposal import NO_TOKENS, NOTHING, Proposal
-from ovspec.sampling.samplers import DraftVocabulary, Guess
-from ovspec.sampling.warp import certain
+from ovspec.drafting.proposal import NO_PROPOSAL, NO_TOKENS, Proposal
+from ovspec.sampling.samplers import DraftedToken, DraftVocabulary
+from ovspec.sampling.warp import certain_token
 
 
 class DraftModel(Drafter):
@@ -26,48 +26,42 @@ class DraftModel(Drafter):
     name = "draft"
 
     def __init__(self, decoder: BaseDecoder, vocabulary: DraftVocabulary | None = None) -> None:
-        self.decoder, self._vocabulary = decoder, vocabulary
+        self.decoder = decoder
+        self._vocabulary = vocabulary
 
     @property
     def seconds(self) -> float:  # type: ignore[override]
         return self.decoder.seconds
 
     def propose(self, rows: list[RowStep], lookahead: Lookahead) -> list[Proposal]:
-        budgets = [self._budget(index, row, lookahead) for index, row in enumerate(rows)]
-        going = [index for index, budget in enumerate(budgets) if budget]
-        if not going or not lookahead.affords(self.name, len(going)):
-            return [NOTHING] * len(rows)
+        budgets = [self._row_budget(index, row, lookahead) for index, row in enumerate(rows)]
+        drafting = [index for index, budget in enumerate(budgets) if budget]  # rows that draft in the next step
+        if not drafting or not lookahead.can_afford(self.name, len(drafting)):
+            return [NO_PROPOSAL] * len(rows)
         self.decoder.reuse_prefixes([row.sequence for row in rows])
         # The draft may hold tokens of another text: after a rewind, or of a text before this one.
-        seen = {index: common_prefix(rows[index].sequence, self.decoder.rows[index]) for index in going}
-        unseen = sum(max(1, len(rows[index].sequence) - count) for index, count in seen.items())
-        missed = unseen > WIDEST or not all(seen.values())
-        left = [row.draftable(self.name) if budget else 0 for row, budget in zip(rows, budgets, strict=True)]
-        if not lookahead.starts(self.name, unseen, left, missed):
-            return [NOTHING] * len(rows)
-        drafts = [Drafting(row, budget, self._vocabulary) for row, budget in zip(rows, budgets, strict=True)]
-        # First feed the tokens that the draft has not read yet, then its own guesses; the last guess is never fed.
+        read = {index: common_prefix(rows[index].sequence, self.decoder.rows[index]) for index in drafting}
+        unread = sum(max(1, len(rows[index].sequence) - count) for index, count in read.items())
+        reads_prompt = unread > WIDEST_INFERENCE or not all(read.values())
+        remaining = [budget and row.draft_budget(self.name) for row, budget in zip(rows, budgets, strict=True)]
+        if not lookahead.should_draft(self.name, unread, remaining, reads_prompt):
+            return [NO_PROPOSAL] * len(rows)
+        drafts = [RowDraft(row, budget, self._vocabulary) for row, budget in zip(rows, budgets, strict=True)]
+        # First feed the tokens that the draft has not read yet, then its own tokens; the last one is never fed.
         feed = [NO_TOKENS] * len(rows)
-        for index in going:
+        for index in drafting:
             feed[index] = catch_up(self.decoder, index, rows[index].sequence)
-        late = [index for index in going if len(feed[index]) > PREFILL_THRESHOLD]
-        # The others must not wait until a prompt is read; with a prefill budget, not even if they read one, too.
-        if lookahead.fixed is None and len(going) > 1 and (lookahead.paced or len(late) < len(going)):
-            room = lookahead.prompt_room()
-            for index in late:
-                if len(feed[index]) > room:
-                    going.remove(index)
-                    feed[index] = feed[index][:room]
-                room -= len(feed[index])
+        self._postpone_prompts(feed, drafting, lookahead)
         while any(map(len, feed)):
-            began, width = time.perf_counter(), lookahead.draft.fill(count_computed_tokens(self.decoder, feed))
-            logits = self.decoder.feed(feed, [int(index in going) for index in range(len(rows))], width)
-            extended = [index for index in going if drafts[index].extend(logits[index][0])]
-            lookahead.note_draft(width, time.perf_counter() - began, missed)
-            missed = False
-            going = lookahead.going_on(self.name, extended, [draft.guesses for draft in drafts])
-            feed = [draft.unfed if index in going else NO_TOKENS for index, draft in enumerate(drafts)]
-        return [draft.proposal(self.name) for draft in drafts]
+            start = time.perf_counter()
+            width = lookahead.draft_costs.fill_width(count_computed_tokens(self.decoder, feed))
+            logits = self.decoder.feed(feed, [int(index in drafting) for index in range(len(rows))], width)
+            extended = [index for index in drafting if drafts[index].extend_draft(logits[index][0])]
+            lookahead.learn_draft_step(width, time.perf_counter() - start, reads_prompt)
+            reads_prompt = False
+            drafting = lookahead.rows_to_extend(self.name, extended, [draft.drafted for draft in drafts])
+            feed = [draft.unfed_tokens if index in drafting else NO_TOKENS for index, draft in enumerate(drafts)]
+        return [draft.make_proposal(self.name) for draft in drafts]
 
     def reset(self, rows: int) -> None:
         self.decoder.reset(rows)
@@ -75,58 +69,80 @@ class DraftModel(Drafter):
     def reorder(self, rows: list[int]) -> None:
         self.decoder.reorder(rows)
 
-    def _budget(self, index: int, row: RowStep, lookahead: Lookahead) -> int:  # noqa: ARG002
-        """Return the maximum number of tokens to guess; 0 if the draft's own context is full."""
+    def _row_budget(self, index: int, row: RowStep, lookahead: Lookahead) -> int:  # noqa: ARG002
+        """Return the maximum number of tokens to draft; 0 if the draft's own context is full."""
+        budget = min(row.draft_budget(self.name), lookahead.max_proposed)
         limit = self.decoder.context_length
-        room = row.budget if limit is None else max(0, limit - len(row.sequence))
-        return min(row.draftable(self.name), lookahead.most, room)
+        if limit is None:
+            return min(budget, row.budget)
+        return min(budget, max(0, limit - len(row.sequence)))
+
+    def _postpone_prompts(self, feed: list[np.ndarray], drafting: list[int], lookahead: Lookahead) -> None:
+        """Cut prompts in ``feed`` that are too long, and take their rows out of ``drafting``, both in place.
+
+        The other rows must not wait until a prompt is read; with a prefill budget, not even if they read one, too.
+        """
+        prompts = [index for index in drafting if len(feed[index]) > PREFILL_THRESHOLD]
+        if lookahead.fixed_length is not None or len(drafting) <= 1:
+            return
+        if not lookahead.paced and len(prompts) == len(drafting):
+            return
+        room = lookahead.max_prompt_tokens()
+        for index in prompts:
+            if len(feed[index]) > room:
+                drafting.remove(index)
+                feed[index] = feed[index][:room]
+            room -= len(feed[index])
 
 
-class Drafting:
-    """The guesses for one row, at most ``budget`` of them, from logits of ``vocabulary``."""
+class RowDraft:
+    """The drafted tokens of one row, at most ``budget`` of them, from logits of ``vocabulary``."""
 
     def __init__(self, row: RowStep, budget: int, vocabulary: DraftVocabulary | None) -> None:
-        self.guesses: list[Guess] = []
-        self._row, self._budget, self._vocabulary = row, budget, vocabulary
+        self.drafted: list[DraftedToken] = []
+        self._row = row
+        self._budget = budget
+        self._vocabulary = vocabulary
         self._text = np.concatenate((row.sequence.tokens, np.empty(budget, dtype=np.int64)))
-        self._end = self._fed = len(row.sequence)
+        self._length = self._fed_length = len(row.sequence)
 
     @property
-    def unfed(self) -> np.ndarray:
-        return self._text[self._fed : self._end]
+    def unfed_tokens(self) -> np.ndarray:
+        return self._text[self._fed_length : self._length]
 
-    def extend(self, logits: np.ndarray) -> bool:
-        """Add the guess from ``logits`` (vocab,) and the tokens forced after it, which cost no step.
+    def extend_draft(self, logits: np.ndarray) -> bool:
+        """Add the token chosen from ``logits`` (vocab,) and the tokens forced after it, which cost no step.
 
         Returns whether to continue; not if a constraint or a user's function fails, which the target will find out for
         this row alone.
         """
         sampler = self._row.sampler
-        self._fed = self._end
+        self._fed_length = self._length
         with sampler.stopwatch:
             try:
-                guess = sampler.guess(logits, self._text[: self._end], self._vocabulary)
-                if not guess:
+                choice = sampler.choose_draft_token(logits, self._text[: self._length], self._vocabulary)
+                if not choice:
                     return False
-                self._add(guess)
-                text = self._text[: self._end]
-                if sampler.constraints.ended(text):
+                self._add_token(choice)
+                text = self._text[: self._length]
+                if sampler.constraints.has_ended(text):
                     return False
-                for token in sampler.constraints.forced(text)[: self._budget - len(self.guesses)]:
-                    self._add(Guess(token, 1.0, certain(token)))
-                return len(self.guesses) < self._budget
+                for forced in sampler.constraints.forced_tokens(text)[: self._budget - len(self.drafted)]:
+                    self._add_token(DraftedToken(forced, 1.0, certain_token(forced)))
+                return len(self.drafted) < self._budget
             except Exception:
                 return False
 
-    def proposal(self, source: str) -> Proposal:
-        if not self.guesses:
-            return NOTHING
-        tokens = np.array([guess.token for guess in self.guesses], dtype=np.int64)
-        confidence = np.array([guess.confidence for guess in self.guesses])
-        drawn = [guess.q for guess in self.guesses if guess.q is not None]  # forced guesses always have one
-        return Proposal(tokens, confidence, drawn if len(drawn) == len(tokens) else None, source)
+    def make_proposal(self, source: str) -> Proposal:
+        if not self.drafted:
+            return NO_PROPOSAL
+        tokens = np.array([drafted.token for drafted in self.drafted], dtype=np.int64)
+        confidence = np.array([drafted.confidence for drafted in self.drafted])
+        # Forced tokens always have a distribution.
+        distributions = [drafted.distribution for drafted in self.drafted if drafted.distribution is not None]
+        return Proposal(tokens, confidence, distributions if len(distributions) == len(tokens) else None, source)
 
-    def _add(self, guess: Guess) -> None:
-        self._text[self._end] = guess.token
-        self.guesses.append(guess)
-        self._end += 1
+    def _add_token(self, drafted: DraftedToken) -> None:
+        self._text[self._length] = drafted.token
+        self.drafted.append(drafted)
+        self._length += 1

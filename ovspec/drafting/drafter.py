@@ -11,20 +11,20 @@ import numpy as np
 
 from ovspec.cache.sequence import Sequence
 from ovspec.drafting.lookahead import Lookahead
-from ovspec.drafting.proposal import NOTHING, Proposal, shorten
+from ovspec.drafting.proposal import NO_PROPOSAL, Proposal, shorten_proposal
 from ovspec.sampling.samplers import Sampler
 from ovspec.text.vocabulary import ALL_IDS, KnownIds
 
 
 @dataclass(frozen=True)
 class DraftLimits:
-    """What a row allows to be proposed; None for no limit."""
+    """Limits of a row on proposals; None for no limit."""
 
-    drafters: frozenset[str] | None = None  # names of those that may propose
+    drafter_names: frozenset[str] | None = None  # names of the drafters that may propose
     lookahead: int | None = None  # maximum number of tokens in a round; with 0, none are forced, either
 
 
-ANYTHING = DraftLimits()
+NO_DRAFT_LIMITS = DraftLimits()
 
 
 class RowStep(NamedTuple):
@@ -33,28 +33,33 @@ class RowStep(NamedTuple):
     sequence: Sequence  # the tokens so far; the round commits to it
     sampler: Sampler
     budget: int  # maximum number of tokens that may still be committed, forced and proposed ones included
-    drafts: bool = True  # whether drafters are asked; not before the first token, which must not wait for them
-    limits: DraftLimits = ANYTHING
-    positions: int = 1  # at the end of the text, that need logits
+    asks_drafters: bool = True  # whether drafters are asked; not before the first token, which must not wait for them
+    draft_limits: DraftLimits = NO_DRAFT_LIMITS
+    logits_rows: int = 1  # at the end of the text, that need logits
 
-    def draftable(self, source: str | None = None) -> int:
+    def draft_budget(self, source: str | None = None) -> int:
         """Return how many tokens the drafter ``source``, or any, may propose; one of the budget is the target's own."""
-        limits = self.limits
-        if not self.drafts or (source and limits.drafters is not None and source not in limits.drafters):
+        limits = self.draft_limits
+        if not self.asks_drafters:
             return 0
-        most = max(0, self.budget - 1)
-        return most if limits.lookahead is None else min(most, limits.lookahead)
+        if source and limits.drafter_names is not None and source not in limits.drafter_names:
+            return 0
+        budget = max(0, self.budget - 1)
+        if limits.lookahead is not None:
+            budget = min(budget, limits.lookahead)
+        return budget
 
-    def permitted(self, proposal: Proposal) -> Proposal:
+    def cut_to_allowed(self, proposal: Proposal) -> Proposal:
         """Return ``proposal`` up to the first token that a constraint forbids, or up to the end of the text.
 
         Nothing of it if a constraint or a user's function fails, which the target will find out for this row alone.
         """
         with self.sampler.stopwatch:
             try:
-                return shorten(proposal, self.sampler.constraints.permitted(self.sequence.tokens, proposal.tokens))
+                allowed = self.sampler.constraints.count_allowed(self.sequence.tokens, proposal.tokens)
+                return shorten_proposal(proposal, allowed)
             except Exception:
-                return NOTHING
+                return NO_PROPOSAL
 
 
 class Drafter:
@@ -74,11 +79,11 @@ class Drafter:
 
     def propose(self, rows: list[RowStep], lookahead: Lookahead) -> list[Proposal]:
         """Return a proposal for every row, cut to the length that the lookahead finds worthwhile."""
-        budgets = [row.draftable(self.name) for row in rows]
-        if not lookahead.starts(self.name, 0, budgets):
-            return [NOTHING] * len(rows)
+        budgets = [row.draft_budget(self.name) for row in rows]
+        if not lookahead.should_draft(self.name, 0, budgets):
+            return [NO_PROPOSAL] * len(rows)
         return [
-            lookahead.cut(self._proposal(row, min(budget, lookahead.most)), len(rows))
+            lookahead.cut_proposal(self._guess_for_row(row, min(budget, lookahead.max_proposed)), len(rows))
             for row, budget in zip(rows, budgets, strict=True)
         ]
 
@@ -88,12 +93,12 @@ class Drafter:
     def reorder(self, rows: list[int]) -> None:
         """Make new row i a copy of old row ``rows[i]``, or an empty one, as ``Decoder.reorder`` does."""
 
-    def _proposal(self, row: RowStep, budget: int) -> Proposal:
+    def _guess_for_row(self, row: RowStep, budget: int) -> Proposal:
         if not budget:
-            return NOTHING
+            return NO_PROPOSAL
         guesses = itertools.islice(self.guess(row.sequence.tokens, budget), budget)
         tokens = np.array([int(guess) for guess in guesses], dtype=np.int64)
         unknown = self.vocabulary.first_unknown(tokens)
         if unknown is not None:
             tokens = tokens[: int((tokens == unknown).argmax())]
-        return row.permitted(Proposal(tokens, source=self.name))
+        return row.cut_to_allowed(Proposal(tokens, source=self.name))

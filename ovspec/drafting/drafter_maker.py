@@ -11,7 +11,7 @@ from ovspec.drafting.choice import DraftChoice
 from ovspec.drafting.draft_model import DraftModel
 from ovspec.drafting.drafter import Drafter
 from ovspec.drafting.head import Head
-from ovspec.drafting.lookup import Index, Lookup
+from ovspec.drafting.lookup import Lookup, NgramIndex
 from ovspec.drafting.user_drafter import UserDrafter
 from ovspec.sampling.samplers import DraftVocabulary
 from ovspec.text.vocabulary import KnownIds
@@ -20,32 +20,35 @@ from ovspec.text.vocabulary import KnownIds
 def make_drafter(
     choice: DraftChoice | None,
     draft: Decoder | None,
-    features_of: Decoder | None,
-    ids: np.ndarray | None,
-    width: int,
-    corpora: list[Index],
-    known: KnownIds,
+    target: Decoder | None,
+    draft_ids: np.ndarray | None,
+    target_width: int,
+    corpora: list[NgramIndex],
+    known_ids: KnownIds,
 ) -> Drafter | None:
     """Return the drafter that ``choice`` names, a chain if there are two; None for plain decoding.
 
     Args:
-        choice: what the call names.
         draft: the decoder of the draft model or head, if ``choice`` names one.
-        features_of: the target's decoder, if the draft is a head, which reads features.
-        ids: the ids that it proposes, in the order of its logits; None for all.
-        width: of the target's logits.
+        target: the target's decoder, if the draft is a head, which reads its features.
+        draft_ids: the ids that the draft proposes, in the order of its logits; None for all.
+        target_width: width of the target's logits.
         corpora: lookup may propose from these, too.
-        known: the ids that may be proposed.
+        known_ids: the ids that may be proposed.
     """
     if not choice:
         return None
-    drafters: list[Drafter] = [Lookup(corpora)] if choice.lookup else []
-    if choice.own is not None:
-        drafters.append(UserDrafter(choice.own, known))
+    drafters: list[Drafter] = []
+    if choice.lookup:
+        drafters.append(Lookup(corpora))
+    if choice.user_drafter is not None:
+        drafters.append(UserDrafter(choice.user_drafter, known_ids))
     if draft:
-        vocabulary = None if ids is None else DraftVocabulary(ids, width)
-        head = HeadDecoder(draft, features_of) if features_of else None
-        drafters.append(Head(head, vocabulary) if head else DraftModel(draft, vocabulary))
+        vocabulary = None if draft_ids is None else DraftVocabulary(draft_ids, target_width)
+        if target:
+            drafters.append(Head(HeadDecoder(draft, target), vocabulary))
+        else:
+            drafters.append(DraftModel(draft, vocabulary))
     for drafter in drafters:
-        drafter.vocabulary = known
+        drafter.vocabulary = known_ids
     return Chain(*drafters) if len(drafters) > 1 else drafters[0]

@@ -9,12 +9,12 @@ from ovspec.drafting.lookahead import Lookahead
 from ovspec.drafting.proposal import Proposal
 from ovspec.sampling.samplers import DraftVocabulary
 
-# The most tokens, forced or not read yet, that the head reads one by one because they have no features.
-MOST_WITHOUT_FEATURES = 8
+# The maximum number of tokens, forced or not read yet, that the head reads one by one because they have no features.
+MAX_WITHOUT_FEATURES = 8
 
 
 class Head(DraftModel):
-    """Proposes the head's tokens, which are some of the target's, chosen as those of a draft model are.
+    """Proposes the head's tokens, which are some of the target's, chosen like the tokens of a draft model.
 
     It needs the features of the text, so it doesn't propose where the target has much to read first.
     """
@@ -31,8 +31,8 @@ class Head(DraftModel):
         finally:
             self._head.drop_guessed_entries()
 
-    def _budget(self, index: int, row: RowStep, lookahead: Lookahead) -> int:
-        known = self._head.count_known_features(index, row.sequence)
-        if not known or len(row.sequence) - 1 - known > MOST_WITHOUT_FEATURES:
+    def _row_budget(self, index: int, row: RowStep, lookahead: Lookahead) -> int:
+        with_features = self._head.count_known_features(index, row.sequence)
+        if not with_features or len(row.sequence) - 1 - with_features > MAX_WITHOUT_FEATURES:
             return 0
-        return super()._budget(index, row, lookahead)
+        return super()._row_budget(index, row, lookahead)

@@ -14,262 +14,291 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ovspec.drafting.costs import WIDEST, Costs
-from ovspec.drafting.drafter_stats import FIRST_ACCEPTANCE, RECENT, RECENT_OF_MODELS, DrafterStats
-from ovspec.drafting.proposal import NOTHING, Proposal, shorten
-from ovspec.sampling.samplers import Guess
+from ovspec.drafting.costs import WIDEST_INFERENCE, InferenceCosts
+from ovspec.drafting.drafter_stats import FIRST_ACCEPTANCE, DrafterStats
+from ovspec.drafting.proposal import NO_PROPOSAL, Proposal, shorten_proposal
+from ovspec.sampling.samplers import DraftedToken
 
-MOST = 16  # tokens proposed for a row in a round, at most, unless the lookahead is fixed
+MAX_PROPOSED = 16  # tokens proposed for a row in a round, at most, unless the lookahead is fixed
 # Tokens of prompts that a step of the draft reads while other rows draft; the rows that read them get no proposal.
-CATCHING_UP = 64
-POOR = 0.3  # with a fixed lookahead, a lookup with a lower acceptance is passed over
-AHEAD = 4  # further steps of the draft that are looked at together: the first alone may not be worth its time
+CATCH_UP_TOKENS = 64
+POOR_ACCEPTANCE = 0.3  # with a fixed lookahead, a lookup with a lower acceptance is passed over
+MAX_FURTHER_STEPS = 4  # steps of the draft that are weighed together: the first alone may not be worth its time
 # A draft proposes in most rounds, so a new width stays for some: the first has to earn this part of the change's cost.
 # Lookup proposes here and there, so it has to earn all of it.
-ROUND_SHARE = 0.5
-FEW = 4  # rounds or tokens, up to which a mean over them isn't trusted
+CHANGE_SHARE_OF_ROUND = 0.5
+MIN_OBSERVATIONS = 4  # rounds or tokens, up to which a mean over them isn't trusted
 
 
 @dataclass(frozen=True)
 class RoundOutcome:
     """What a round proposed, how much of it was accepted, and what it cost."""
 
-    judged: list[tuple[Proposal, int]]  # each row's proposal, and how many of its tokens were accepted
+    proposals: list[tuple[Proposal, int]]  # each row's proposal, and the number of its accepted tokens
     width: int  # tokens that the inference computed for all rows, including those that filled it up
-    forced: int  # how many of these were forced
+    forced_tokens: int  # how many of these were forced
     prefilled: bool  # whether others, such as a prompt, were also fed: then the times say nothing about proposals
-    drafted: float  # seconds spent on drafting
-    verified: float  # seconds spent on verifying
+    draft_seconds: float
+    verify_seconds: float
 
 
 class Lookahead:
     """Decides how many tokens a round proposes: before, during and after drafting.
 
     Args:
-        fixed: number of tokens to propose in every round; None for as many as pay.
-        target: the cost of verifying.
-        draft: the cost of a step of the draft model.
+        fixed_length: number of tokens to propose in every round; None for as many as pay.
+        target_costs: the cost of verifying.
+        draft_costs: the cost of a step of the draft model.
     """
 
     def __init__(
         self,
-        fixed: int | None = None,
-        target: Costs | None = None,
-        draft: Costs | None = None,
+        fixed_length: int | None = None,
+        target_costs: InferenceCosts | None = None,
+        draft_costs: InferenceCosts | None = None,
     ) -> None:
-        self.fixed = fixed
-        self.most = MOST if fixed is None else fixed
-        self.target, self.draft = target or Costs(), draft or Costs()
-        self.begin()
+        self.fixed_length = fixed_length
+        self.max_proposed = MAX_PROPOSED if fixed_length is None else fixed_length
+        self.target_costs = target_costs or InferenceCosts()
+        self.draft_costs = draft_costs or InferenceCosts()
+        self.begin_round()
         self._drafter_stats: dict[str, DrafterStats] = {}
-        self._together = DrafterStats()  # of all rounds and drafters, without acceptance
+        self._all_stats = DrafterStats()  # of all rounds and drafters, without acceptance
         self._steps_ms: float | None = None  # usual time of the draft's steps in this round
         self._asked: set[str] = set()  # drafters asked in this round: that takes time even if they propose nothing
 
-    def begin(self, most_ms: float = math.inf, paced: bool = False) -> None:
-        """Begin a round, to which proposals may add ``most_ms``; ``paced``: no row may wait long while others read."""
-        self.most_ms, self.paced = most_ms, paced
-        self._decided_tokens = self._decided_rows = 0  # tokens and rows of this round that ``cut`` has decided on
+    def begin_round(self, max_added_ms: float = math.inf, paced: bool = False) -> None:
+        """Begin a round, to which proposals may add ``max_added_ms``.
 
-    # ------------------------------------------------------------ asked by drafters
-
-    def affords(self, source: str, rows: int, missed_ms: float = 0.0) -> bool:
-        """Return whether a drafter may draft for ``rows``, after ``missed_ms`` of reading, given what it may lose."""
-        if self.fixed is not None:
-            return True
-        if not self.target.known:  # this round will measure plain decoding
-            return False
-        width, costs = 2 * rows, self.target.next()
-        if width > WIDEST:
-            return False
-        wider = float(costs[width] - costs[rows])
-        return self._draft_ms(rows) + missed_ms + wider <= self._allowance(source, rows)
-
-    def starts(self, source: str, unseen: int, remaining: Sequence[int], missed: bool = False) -> bool:
-        """Return whether to ask a drafter that must read ``unseen`` tokens; each row has ``remaining`` to generate.
-
-        ``missed``: whether a prompt, or as much, is among the unseen: it is read once, so its time doesn't count.
+        ``paced``: no row may wait long while others read.
         """
-        if self.fixed is not None:
+        self.max_added_ms = max_added_ms
+        self.paced = paced
+        # Tokens and rows of this round that ``cut_proposal`` has decided on.
+        self._decided_tokens = 0
+        self._decided_rows = 0
+
+    # ------------------------------------------------------------ questions of drafters
+
+    def can_afford(self, source: str, rows: int, reading_ms: float = 0.0) -> bool:
+        """Return whether a drafter may draft for ``rows``, after ``reading_ms`` of reading, by what it may lose."""
+        if self.fixed_length is not None:
             return True
-        stats, rows = self._stats_of(source), sum(left > 0 for left in remaining)
-        catch_up = self._draft_ms(unseen) - self._draft_ms(rows)
-        if not self.affords(source, rows, 0.0 if missed else catch_up):
+        if not self.target_costs.is_known:  # this round will measure plain decoding
+            return False
+        width = 2 * rows
+        if width > WIDEST_INFERENCE:
+            return False
+        costs = self.target_costs.next_costs()
+        widening_ms = float(costs[width] - costs[rows])
+        return self._draft_ms(rows) + reading_ms + widening_ms <= self._allowed_loss_ms(source, rows)
+
+    def should_draft(self, source: str, unread: int, remaining: Sequence[int], reads_prompt: bool = False) -> bool:
+        """Return whether to ask a drafter that must read ``unread`` tokens; each row has ``remaining`` to generate.
+
+        ``reads_prompt``: whether a prompt, or as much, is unread: it is read once, so its time doesn't count.
+        """
+        if self.fixed_length is not None:
+            return True
+        stats = self._stats_of(source)
+        rows = sum(count > 0 for count in remaining)
+        reading_ms = self._draft_ms(unread) - self._draft_ms(rows)
+        if not self.can_afford(source, rows, 0.0 if reads_prompt else reading_ms):
             return False
         # Assume at least the initial acceptance, so that a drafter gets another chance after a while.
-        gain = self._expected(max(stats.acceptance.mean, FIRST_ACCEPTANCE), rows)
+        gain = self._expected_gain(max(stats.acceptance.mean, FIRST_ACCEPTANCE), rows)
         # Costs that were measured beside other work may be wrong: a trial that has been saved for corrects them.
-        due = self._draft_ms(rows) <= stats.balance.trials * rows * self._plain(rows)
-        if gain * max(remaining) <= catch_up and not due:  # reading costs more than the remaining tokens can gain
+        is_trial_due = self._draft_ms(rows) <= stats.balance.trials * rows * self._plain_token_ms(rows)
+        if gain * max(remaining) <= reading_ms and not is_trial_due:  # reading costs more than drafting can gain
             return False
         self._asked.add(source)
         return True
 
-    def going_on(self, source: str, rows: list[int], guesses: list[list[Guess]]) -> list[int]:
-        """Return those of ``rows`` for which the draft model should take another step."""
-        if self.fixed is not None or not rows:
+    def rows_to_extend(self, source: str, rows: list[int], drafted: list[list[DraftedToken]]) -> list[int]:
+        """Return the ``rows`` for which the draft model should take another step, after the tokens that it drafted."""
+        if self.fixed_length is not None or not rows:
             return rows
-        if not self.draft.known:
+        if not self.draft_costs.is_known:
             return []
         acceptance = self._stats_of(source).acceptance
-        width = self._width([len(each) for each in guesses]) + self._decided_tokens
-        price, mean = self._price(len(guesses)), acceptance.mean
-        step = self._draft_ms(len(rows)) / len(rows)
-        most = min(WIDEST - width, AHEAD)
-        if most < 1:
+        width = len(drafted) + sum(map(len, drafted)) + self._decided_tokens  # of the target's inference so far
+        max_steps = min(WIDEST_INFERENCE - width, MAX_FURTHER_STEPS)
+        if max_steps < 1:
             return []
         # For 1, 2, ... further steps: the tokens gained on average if all so far are accepted, and the cost.
-        gained = np.cumsum(mean ** np.arange(1, most + 1))
-        steps, wider = step * np.arange(1, most + 1), slice(width + 1, width + most + 1)
-        costs, now = self.target.next(ROUND_SHARE), self.target.next()
-        cost = steps + costs[wider] - costs[width]
-        lost = (self._steps_ms or 0.0) + steps * len(rows) + now[wider] - now[self._width([0] * len(guesses))]
-        cost[lost > self._allowance(source, len(guesses))] = math.inf
-        going = []
+        steps = np.arange(1, max_steps + 1)
+        gained_tokens = np.cumsum(acceptance.mean**steps)
+        step_ms = self._draft_ms(len(rows)) / len(rows)
+        steps_ms = step_ms * steps
+        wider = slice(width + 1, width + max_steps + 1)
+        usual_costs = self.target_costs.next_costs(CHANGE_SHARE_OF_ROUND)
+        cost_ms = steps_ms + usual_costs[wider] - usual_costs[width]
+        costs = self.target_costs.next_costs()
+        lost_ms = (self._steps_ms or 0.0) + steps_ms * len(rows) + costs[wider] - costs[len(drafted)]
+        cost_ms[lost_ms > self._allowed_loss_ms(source, len(drafted))] = math.inf
+        token_ms = self._token_ms(len(drafted))
+        extended = []
         for row in rows:
-            chance = math.prod(acceptance.rate(guess.confidence) for guess in guesses[row])
-            if bool((chance * price * gained > cost).any()):
-                going.append(row)
-        return going
+            all_accepted = math.prod(acceptance.rate_at(token.confidence) for token in drafted[row])
+            if bool((all_accepted * token_ms * gained_tokens > cost_ms).any()):
+                extended.append(row)
+        return extended
 
-    def cut(self, proposal: Proposal, rows: int) -> Proposal:
-        """Return as much of ``proposal``, which cost nothing, as is worth verifying; asked once for each row."""
+    def cut_proposal(self, proposal: Proposal, rows: int) -> Proposal:
+        """Return as much of ``proposal``, which cost nothing, as is worth verifying; called once for each row."""
         self._decided_rows += 1
         if not len(proposal.tokens):
-            return NOTHING
-        if self.fixed is not None:
-            return shorten(proposal, self.fixed)
+            return NO_PROPOSAL
+        if self.fixed_length is not None:
+            return shorten_proposal(proposal, self.fixed_length)
         length, _ = self._worth_verifying(proposal, rows, self._decided_tokens)
         self._decided_tokens += length
         if not length:
-            self._stats_of(proposal.source).acceptance.fade(proposal)
-            return NOTHING
-        return shorten(proposal, length)
+            self._stats_of(proposal.source).acceptance.fade_rates(proposal)
+            return NO_PROPOSAL
+        return shorten_proposal(proposal, length)
 
-    def prefers(self, source: str, proposal: Proposal, rows: int) -> bool:
+    def prefers_drafter(self, source: str, proposal: Proposal, rows: int) -> bool:
         """Return whether the drafter ``source`` is likely to do better than ``proposal``, which cost nothing."""
-        own = self._stats_of(proposal.source).acceptance
-        if self.fixed is not None:
-            poor = own.mean < min(POOR, self._stats_of(source).acceptance.mean)
-            if poor:
-                own.fade(proposal)
-            return poor
-        if not self.affords(source, rows):
+        acceptance = self._stats_of(proposal.source).acceptance
+        if self.fixed_length is not None:
+            is_poor = acceptance.mean < min(POOR_ACCEPTANCE, self._stats_of(source).acceptance.mean)
+            if is_poor:
+                acceptance.fade_rates(proposal)
+            return is_poor
+        if not self.can_afford(source, rows):
             return False
-        others = self._decided_tokens - len(proposal.tokens)
-        better = self._plain(rows) - self.gain(source, rows) < self._worth_verifying(proposal, rows, others)[1]
-        self._decided_tokens = others if better else self._decided_tokens
-        return better
+        other_tokens = self._decided_tokens - len(proposal.tokens)
+        drafter_token_ms = self._plain_token_ms(rows) - self.estimate_gain(source, rows)
+        is_better = drafter_token_ms < self._worth_verifying(proposal, rows, other_tokens)[1]
+        if is_better:
+            self._decided_tokens = other_tokens
+        return is_better
 
-    def gain(self, source: str, rows: int) -> float:
+    def estimate_gain(self, source: str, rows: int) -> float:
         """Return the milliseconds per token that drafting with ``source`` saves; negative if it loses."""
         stats = self._stats_of(source)
-        if stats.rounds > FEW:
-            return self._plain(rows) - stats.ms / stats.tokens
-        return self._expected(stats.acceptance.mean, rows)
+        if stats.rounds > MIN_OBSERVATIONS:
+            return self._plain_token_ms(rows) - stats.ms / stats.tokens
+        return self._expected_gain(stats.acceptance.mean, rows)
 
-    def prompt_room(self) -> int:
+    def max_prompt_tokens(self) -> int:
         """Return how many tokens of prompts the draft may read in a step while other rows draft."""
-        if math.isinf(self.most_ms) or not self.draft.known:
-            return CATCHING_UP
-        token_ms = (self.draft(CATCHING_UP) - self.draft(1)) / (CATCHING_UP - 1)
-        return min(max(CATCHING_UP // 4, int(self.most_ms / 2 / max(token_ms, 1e-3))), CATCHING_UP)
+        if math.isinf(self.max_added_ms) or not self.draft_costs.is_known:
+            return CATCH_UP_TOKENS
+        token_ms = (self.draft_costs(CATCH_UP_TOKENS) - self.draft_costs(1)) / (CATCH_UP_TOKENS - 1)
+        return min(max(CATCH_UP_TOKENS // 4, int(self.max_added_ms / 2 / max(token_ms, 1e-3))), CATCH_UP_TOKENS)
 
     # ------------------------------------------------------------ learning from rounds
 
-    def note_draft(self, width: int, seconds: float, missed: bool = False) -> None:
-        """Learn from a step of the draft, which also read a prompt if ``missed``, see ``starts``."""
-        usual = self.draft.learn(width, seconds * 1e3)
-        self.most_ms -= usual if missed else 0.0
-        self._steps_ms = (self._steps_ms or 0.0) + (0.0 if missed else usual)
+    def learn_draft_step(self, width: int, seconds: float, reads_prompt: bool = False) -> None:
+        """Learn from a step of the draft, which also read a prompt if ``reads_prompt``, see ``should_draft``."""
+        usual_ms = self.draft_costs.learn_inference(width, seconds * 1e3)
+        steps_ms = self._steps_ms or 0.0
+        if reads_prompt:
+            self.max_added_ms -= usual_ms
+        else:
+            steps_ms += usual_ms
+        self._steps_ms = steps_ms
 
-    def learn(self, outcome: RoundOutcome) -> None:
+    def learn_round(self, outcome: RoundOutcome) -> None:
+        """Learn the costs, the acceptance and the savings from a round."""
         sources, self._asked = self._asked, set()
         steps_ms, self._steps_ms = self._steps_ms, None
-        for proposal, accepted in outcome.judged:
+        for proposal, accepted in outcome.proposals:
             if len(proposal.tokens):
                 sources.add(proposal.source)
-                self._stats_of(proposal.source).acceptance.learn(proposal, accepted)
-        rows, width, forced = len(outcome.judged), outcome.width, outcome.forced
-        if outcome.prefilled or width > WIDEST:
-            self.target.skip(width, outcome.prefilled)
+                self._stats_of(proposal.source).acceptance.learn_proposal(proposal, accepted)
+        rows = len(outcome.proposals)
+        width = outcome.width
+        forced = outcome.forced_tokens
+        if outcome.prefilled or width > WIDEST_INFERENCE:
+            self.target_costs.note_untimed(width, outcome.prefilled)
             return
-        known, plain = self.target.known, self._plain(rows)
-        verified = self.target.learn(width, outcome.verified * 1e3, self.draft.known)
-        if self.fixed is not None or not known:
+        was_known = self.target_costs.is_known
+        plain_token_ms = self._plain_token_ms(rows)
+        verify_ms = self.target_costs.learn_inference(width, outcome.verify_seconds * 1e3, self.draft_costs.is_known)
+        if self.fixed_length is not None or not was_known:
             return
-        drafted = outcome.drafted * 1e3 if steps_ms is None else steps_ms
-        tokens = sum(accepted for _, accepted in outcome.judged) + rows
-        self._together.learn(tokens + forced, verified + drafted)
+        draft_ms = outcome.draft_seconds * 1e3 if steps_ms is None else steps_ms
+        tokens = sum(accepted for _, accepted in outcome.proposals) + rows
+        self._all_stats.learn_round(tokens + forced, verify_ms + draft_ms)
         # Forced tokens count neither as a drafter's gain nor as its cost.
-        ms = verified + drafted - (self.target(width) - self.target(width - forced) if forced else 0.0)
-        for stats in (self._together, *self._drafter_stats.values()):
-            stats.balance.wait((tokens + forced) / rows)
+        ms = verify_ms + draft_ms
+        if forced:
+            ms -= self.target_costs(width) - self.target_costs(width - forced)
+        for stats in (self._all_stats, *self._drafter_stats.values()):
+            stats.balance.count_tokens((tokens + forced) / rows)
+        saved_rounds = (tokens - ms / plain_token_ms) / rows
         if sources:
-            self._together.balance.add((tokens - ms / plain) / rows)
+            self._all_stats.balance.add_round(saved_rounds)
         for stats in [self._stats_of(source) for source in sources]:
-            stats.learn(tokens, ms)
-            stats.balance.add((tokens - ms / plain) / rows)
+            stats.learn_round(tokens, ms)
+            stats.balance.add_round(saved_rounds)
 
     # ------------------------------------------------------------ internals
 
     def _stats_of(self, source: str) -> DrafterStats:
         if source not in self._drafter_stats:
-            self._drafter_stats[source] = DrafterStats(RECENT if source == "lookup" else RECENT_OF_MODELS)
+            self._drafter_stats[source] = DrafterStats(source)
         return self._drafter_stats[source]
 
-    def _width(self, proposed: list[int]) -> int:
-        """Return the tokens that the target computes for rows with this many proposed tokens each."""
-        return len(proposed) + sum(proposed)
-
-    def _plain(self, rows: int) -> float:
+    def _plain_token_ms(self, rows: int) -> float:
         """Return plain decoding's milliseconds per token."""
-        return self.target(rows) / rows
+        return self.target_costs(rows) / rows
 
     def _draft_ms(self, width: int) -> float:
         """Return the milliseconds of a step of the draft, 0.0 if they aren't known."""
-        return self.draft(width) if self.draft.known else 0.0
+        return self.draft_costs(width) if self.draft_costs.is_known else 0.0
 
-    def _allowance(self, source: str, rows: int) -> float:
+    def _allowed_loss_ms(self, source: str, rows: int) -> float:
         """Return how many milliseconds a round with a proposal of ``source`` may lose."""
-        allowance = min(self._stats_of(source).balance.allowance, self._together.balance.allowance)
-        return min(allowance * rows * self._plain(rows), self.most_ms)
+        allowance = min(self._stats_of(source).balance.allowance, self._all_stats.balance.allowance)
+        return min(allowance * rows * self._plain_token_ms(rows), self.max_added_ms)
 
-    def _expected(self, acceptance: float, rows: int) -> float:
-        """Return ``gain`` if the conditional acceptance is ``acceptance`` and the best number of tokens is drafted."""
-        step, plain = self._draft_ms(rows), self._plain(rows)
-        least, won, chance = math.inf, float(rows), 1.0  # with too many rows, even one token each exceeds WIDEST
-        for steps in range(1, min(MOST, WIDEST // rows - 1) + 1):
-            chance *= acceptance
-            won += rows * chance
-            least = min(least, (self.target(rows * (steps + 1)) + steps * step) / won)
-        return plain - least
+    def _expected_gain(self, acceptance: float, rows: int) -> float:
+        """Return the gain if the conditional acceptance is ``acceptance`` and the best number of tokens is drafted."""
+        step_ms = self._draft_ms(rows)
+        least_token_ms = math.inf  # stays so with too many rows: even one token each exceeds WIDEST_INFERENCE
+        tokens = float(rows)
+        all_accepted = 1.0
+        for steps in range(1, min(MAX_PROPOSED, WIDEST_INFERENCE // rows - 1) + 1):
+            all_accepted *= acceptance
+            tokens += rows * all_accepted
+            least_token_ms = min(least_token_ms, (self.target_costs(rows * (steps + 1)) + steps * step_ms) / tokens)
+        return self._plain_token_ms(rows) - least_token_ms
 
-    def _price(self, rows: int) -> float:
+    def _token_ms(self, rows: int) -> float:
         """Return the current cost of a token in milliseconds, which is what an accepted token saves."""
-        plain, recent = self._plain(rows), self._together
-        return min(plain, recent.ms / recent.tokens) if recent.tokens > FEW else plain
+        plain_token_ms = self._plain_token_ms(rows)
+        recent = self._all_stats
+        if recent.tokens <= MIN_OBSERVATIONS:
+            return plain_token_ms
+        return min(plain_token_ms, recent.ms / recent.tokens)
 
-    def _worth_verifying(self, proposal: Proposal, rows: int, others: int) -> tuple[int, float]:
-        """Return (tokens worth verifying beside ``others`` of other rows, milliseconds that a token then costs)."""
-        if not self.target.known:
+    def _worth_verifying(self, proposal: Proposal, rows: int, other_tokens: int) -> tuple[int, float]:
+        """Return (tokens worth verifying with ``other_tokens`` of other rows, milliseconds that a token then costs)."""
+        if not self.target_costs.is_known:
             return len(proposal.tokens), 0.0
-        plain, width = self._plain(rows), rows + others  # the width of the inference without this proposal
-        rates = self._stats_of(proposal.source).acceptance.rates(proposal)[: max(0, WIDEST - width)]
+        plain_token_ms = self._plain_token_ms(rows)
+        width = rows + other_tokens  # the width of the inference without this proposal
+        rates = self._stats_of(proposal.source).acceptance.token_rates(proposal)[: max(0, WIDEST_INFERENCE - width)]
         if not len(rates):
-            return 0, plain
-        wider = slice(width + 1, width + 1 + len(rates))
-        # For 1, 2, ... tokens: those gained on average, and what they cost.
-        gained, costs = np.cumprod(rates).cumsum(), self.target.next()
-        cost = costs[wider] - costs[width]
-        saved = gained * self._price(rows) - cost
+            return 0, plain_token_ms
+        # For 1, 2, ... tokens: the tokens gained on average, and their cost.
+        gained_tokens = np.cumprod(rates).cumsum()
+        costs = self.target_costs.next_costs()
+        wider_costs = costs[width + 1 : width + 1 + len(rates)]
+        added_ms = wider_costs - costs[width]
+        saved_ms = gained_tokens * self._token_ms(rows) - added_ms
         # Of what this round may lose, each row not decided on yet gets its part of the rest.
-        without = costs[rows]
-        spent = float(costs[width] - without)
-        part = (self._allowance(proposal.source, rows) - spent) / max(1, rows - self._decided_rows + 1)
-        most = max(spent, spent + part, 0.0)  # what is free is always allowed
-        saved[costs[wider] - without > most] = -math.inf
-        best = int(saved.argmax())
-        if saved[best] <= 0:
-            return 0, plain
-        return best + 1, float((plain + cost[best]) / (1 + gained[best]))
+        unproposed_ms = costs[rows]
+        spent_ms = float(costs[width] - unproposed_ms)
+        undecided_rows = max(1, rows - self._decided_rows + 1)
+        part_ms = (self._allowed_loss_ms(proposal.source, rows) - spent_ms) / undecided_rows
+        max_spent_ms = max(spent_ms, spent_ms + part_ms, 0.0)  # what is free is always allowed
+        saved_ms[wider_costs - unproposed_ms > max_spent_ms] = -math.inf
+        best = int(saved_ms.argmax())
+        if saved_ms[best] <= 0:
+            return 0, plain_token_ms
+        return best + 1, float((plain_token_ms + added_ms[best]) / (1 + gained_tokens[best]))

@@ -14,15 +14,16 @@ import numpy as np
 from ovspec.cache.sequence import EMPTY_ROW, Sequence, common_prefix
 from ovspec.drafting.drafter import Drafter, RowStep
 from ovspec.drafting.lookahead import Lookahead
-from ovspec.drafting.proposal import NOTHING, Proposal
+from ovspec.drafting.proposal import NO_PROPOSAL, Proposal
 
-LEAST_MATCH, LONGEST_MATCH = 2, 16  # tokens that must match, and that are compared
-MOST_POSITIONS = 32  # earlier occurrences that are compared, latest first
-MOST_ROLLED_BACK = 32_768  # tokens in an index, which keeps half of them once it is full
+LEAST_MATCH = 2  # tokens that must match
+LONGEST_MATCH = 16  # tokens that are compared
+MAX_POSITIONS = 32  # earlier occurrences that are compared, latest first
+MAX_ROLLED_BACK = 32_768  # tokens in an index, which keeps half of them once it is full
 SEPARATOR = -1  # not a token: matches end there
 
 
-class Index:
+class NgramIndex:
     """An index of one or more growing texts: where each pair of adjacent tokens occurs."""
 
     def __init__(self) -> None:
@@ -35,131 +36,136 @@ class Index:
         """All texts, (n,) int64, with separators."""
         return self._text.tokens
 
-    def add(self, tokens: np.ndarray) -> None:
+    def add_tokens(self, tokens: np.ndarray) -> None:
         start = len(self._text)
         self._text.commit(tokens)
         text = self._text.tokens[start - 2 :].tolist()
         for i in range(len(tokens)):
             self._positions.setdefault(text[i] << 32 | text[i + 1] & 0xFFFFFFFF, []).append(start + i)
 
-    def separate(self) -> None:
-        """Separate what is added next from what came before, so that no match spans both."""
+    def add_separator(self) -> None:
+        """Separate the tokens added next from the earlier ones, so that no match spans both."""
         self._text.commit([SEPARATOR] * 2)
 
-    def follow(self, sequence: Sequence) -> None:
+    def follow_sequence(self, sequence: Sequence) -> None:
         """Catch up with ``sequence``. Tokens that were rolled back stay in the index: they may be generated again."""
-        if len(self._text) - len(self._followed) > MOST_ROLLED_BACK:
-            self._forget()
+        if len(self._text) - len(self._followed) > MAX_ROLLED_BACK:
+            self._keep_last()
         shared = common_prefix(self._followed, sequence)
         if shared < len(self._followed):
-            self.separate()
+            self.add_separator()
             self._text.commit(sequence.tokens[max(0, shared - LONGEST_MATCH) : shared])
             self._followed.rewind(shared)
         new = sequence.tokens[shared:]
-        self.add(new)
+        self.add_tokens(new)
         self._followed.commit(new)
 
-    def remember(self, tokens: np.ndarray, most: int) -> None:
-        """Add a text, and forget the oldest ones if there are more than ``most`` tokens."""
-        self.separate()
-        self.add(tokens[-most:])
-        if len(self._text) > most:
-            self._forget(most // 2)
+    def remember_text(self, tokens: np.ndarray, max_tokens: int) -> None:
+        """Add a text, and forget the oldest ones if there are more than ``max_tokens``."""
+        self.add_separator()
+        self.add_tokens(tokens[-max_tokens:])
+        if len(self._text) > max_tokens:
+            self._keep_last(max_tokens // 2)
 
-    def _forget(self, left: int = MOST_ROLLED_BACK // 2) -> None:
-        """Start again with the last ``left`` tokens only."""
-        recent = self._text.tokens[-left:].copy()
+    def _keep_last(self, count: int = MAX_ROLLED_BACK // 2) -> None:
+        """Start again with the last ``count`` tokens only."""
+        recent = self._text.tokens[-count:].copy()
         self.__init__()
-        self.add(recent)
-        self.separate()
+        self.add_tokens(recent)
+        self.add_separator()
 
-    def matches(self, tail: np.ndarray) -> tuple[int, list[int]]:
+    def find_matches(self, tail: np.ndarray) -> tuple[int, list[int]]:
         """Return (length of the longest match with ``tail``'s end, positions after each such match, latest first)."""
         positions = self._positions.get(int(tail[-2]) << 32 | int(tail[-1]))
         if not positions:
             return 0, []
-        latest = np.array(positions[-MOST_POSITIONS:])
+        latest = np.array(positions[-MAX_POSITIONS:])
         back = np.arange(1, min(len(tail), LONGEST_MATCH) + 1)
         same = self._text.tokens[latest[:, None] - back] == tail[::-1][: len(back)]
         lengths = np.where(same.all(1), len(back), same.argmin(1))
         longest = int(lengths.max())
         return longest, latest[lengths == longest][::-1].tolist()
 
-    def continuation(self, positions: list[int], length: int) -> tuple[list[int], list[float]]:
+    def find_continuation(self, positions: list[int], length: int) -> tuple[list[int], list[float]]:
         """Return (tokens that most often followed at ``positions``, share of the positions that agree on each).
 
         A tie goes to the latest position. Past the end of the text, it reads on in the tokens found.
         """
-        end, tokens, shares = len(self._text), list[int](), list[float]()
+        tokens: list[int] = []
+        shares: list[float] = []
         text = self._text.tokens
         for step in range(length):
-            found: dict[int, list[int]] = {}
+            positions_by_token: dict[int, list[int]] = {}
             for position in positions:
-                at = position + step
-                found.setdefault(int(text[at]) if at < end else tokens[at - end], []).append(position)
-            token = max(found, key=lambda token: len(found[token]))
-            if token == SEPARATOR:
+                index = position + step
+                token = int(text[index]) if index < len(text) else tokens[index - len(text)]
+                positions_by_token.setdefault(token, []).append(position)
+            most_frequent = max(positions_by_token, key=lambda token: len(positions_by_token[token]))
+            if most_frequent == SEPARATOR:
                 break
-            tokens.append(token)
-            shares.append(len(found[token]) / len(positions))
-            positions = found[token]
+            tokens.append(most_frequent)
+            shares.append(len(positions_by_token[most_frequent]) / len(positions))
+            positions = positions_by_token[most_frequent]
         return tokens, shares
 
 
 class Lookup(Drafter):
-    """Proposes tokens from the text so far, from what the session held earlier, and from ``corpora``."""
+    """Proposes tokens from the text so far, from earlier tokens of the session, and from ``corpora``."""
 
     name = "lookup"
 
-    def __init__(self, corpora: list[Index] | None = None) -> None:
+    def __init__(self, corpora: list[NgramIndex] | None = None) -> None:
         self._corpora = corpora or []
-        self._rows = [Index()]
+        self._rows = [NgramIndex()]
 
     def propose(self, rows: list[RowStep], lookahead: Lookahead) -> list[Proposal]:
-        proposals = []
+        proposals: list[Proposal] = []
         for row, index in zip(rows, self._rows, strict=True):
-            budget, found = min(row.draftable(self.name), lookahead.most), NOTHING
+            budget = min(row.draft_budget(self.name), lookahead.max_proposed)
             if budget:
-                index.follow(row.sequence)
-                found = lookahead.cut(row.permitted(self._find(index, row.sequence, budget)), len(rows))
-            proposals.append(found)
+                index.follow_sequence(row.sequence)
+                proposal = row.cut_to_allowed(self._look_up(index, row.sequence, budget))
+                proposals.append(lookahead.cut_proposal(proposal, len(rows)))
+            else:
+                proposals.append(NO_PROPOSAL)
         return proposals
 
     def reset(self, rows: int) -> None:
-        self._rows = [Index() for _ in range(rows)]
+        self._rows = [NgramIndex() for _ in range(rows)]
 
     def reorder(self, rows: list[int]) -> None:
-        old, self._rows = self._rows, []
+        old_rows = self._rows
+        self._rows = []
         for i, row in enumerate(rows):
             if row == EMPTY_ROW:
-                self._rows.append(Index())
+                self._rows.append(NgramIndex())
             else:
-                self._rows.append(copy.deepcopy(old[row]) if row in rows[:i] else old[row])
+                self._rows.append(copy.deepcopy(old_rows[row]) if row in rows[:i] else old_rows[row])
 
-    def _find(self, index: Index, sequence: Sequence, budget: int) -> Proposal:
+    def _look_up(self, index: NgramIndex, sequence: Sequence, budget: int) -> Proposal:
         tail = sequence.tokens[-LONGEST_MATCH:]
         if len(tail) < LEAST_MATCH:
-            return NOTHING
-        match, positions = index.matches(tail)
+            return NO_PROPOSAL
+        length, positions = index.find_matches(tail)
         for corpus in self._corpora:
-            if match < len(tail):
-                elsewhere, other = corpus.matches(tail)
-                if elsewhere > match:
-                    index, match, positions = corpus, elsewhere, other
-        if match < LEAST_MATCH:
-            return NOTHING
+            if length < len(tail):
+                corpus_length, corpus_positions = corpus.find_matches(tail)
+                if corpus_length > length:
+                    index, length, positions = corpus, corpus_length, corpus_positions
+        if length < LEAST_MATCH:
+            return NO_PROPOSAL
         # The more tokens match, the longer the text is likely to continue as it did before.
-        tokens, shares = index.continuation(positions, min(budget, 2 * match))
+        tokens, shares = index.find_continuation(positions, min(budget, 2 * length))
         if not tokens:
-            return NOTHING
-        confidence = (1 - 1 / match) * np.array(shares)
+            return NO_PROPOSAL
+        confidence = (1 - 1 / length) * np.array(shares)
         return Proposal(np.array(tokens, dtype=np.int64), confidence, source=self.name)
 
 
-def corpus_of(texts: Iterable[np.ndarray]) -> Index:
+def index_texts(texts: Iterable[np.ndarray]) -> NgramIndex:
     """Return an index of ``texts``, each an array of token ids (n,)."""
-    index = Index()
+    index = NgramIndex()
     for tokens in texts:
-        index.separate()
-        index.add(tokens)
+        index.add_separator()
+        index.add_tokens(tokens)
     return index

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 from ovspec.base.errors import OvspecError
 from ovspec.drafting.drafter import Drafter, RowStep
@@ -11,17 +11,20 @@ from ovspec.drafting.lookahead import Lookahead
 from ovspec.drafting.proposal import Proposal
 from ovspec.text.vocabulary import KnownIds
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 
 class UserDrafter(Drafter):
-    """Calls a user's drafter ``own``, or what makes it; an exception in it becomes an OvspecError that names it."""
+    """Calls a user's drafter, or the one that ``source`` makes; its exceptions become OvspecErrors that name it."""
 
-    def __init__(self, own: Drafter | Callable[[], Drafter], known: KnownIds) -> None:
-        self.name = getattr(own, "__name__", type(own).__name__)
+    def __init__(self, source: Drafter | Callable[[], Drafter], known: KnownIds) -> None:
+        self.name = getattr(source, "__name__", type(source).__name__)
         self._drafter: Drafter
-        if hasattr(own, "propose") and not isinstance(own, type):
-            self._drafter = own  # type: ignore[assignment]
+        if hasattr(source, "propose") and not isinstance(source, type):
+            self._drafter = source  # type: ignore[assignment]
         else:
-            self._drafter = self._call(own)  # type: ignore[arg-type]
+            self._drafter = self._call(source)  # type: ignore[arg-type]
         if not isinstance(self._drafter, Drafter):
             raise OvspecError(f"The drafter {self.name} isn't an `ovspec.Drafter`; make its class a subclass of it.")
         self._drafter.name = self.name = getattr(self._drafter, "name", "") or type(self._drafter).__name__
@@ -40,11 +43,12 @@ class UserDrafter(Drafter):
     def reorder(self, rows: list[int]) -> None:
         self._call(self._drafter.reorder, rows)
 
-    def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    def _call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call a user's function; raises OvspecError if it fails."""
         try:
-            return function(*arguments)
+            return function(*args, **kwargs)
         except OvspecError:
             raise
         except Exception as error:
-            told = f"{type(error).__name__}: {error}".rstrip(".: ")
-            raise OvspecError(f"The drafter {self.name} raised {told}; correct it, or leave it out.") from error
+            message = f"{type(error).__name__}: {error}".rstrip(".: ")
+            raise OvspecError(f"The drafter {self.name} raised {message}; correct it, or leave it out.") from error

@@ -15,11 +15,11 @@ import psutil
 from ovspec.base.errors import OvspecError
 from ovspec.cache.decoder import Decoder
 from ovspec.drafting.choice import DraftChoice
-from ovspec.drafting.costs import Costs
+from ovspec.drafting.costs import InferenceCosts
 from ovspec.drafting.drafter import Drafter
 from ovspec.drafting.drafter_maker import make_drafter
 from ovspec.drafting.lookahead import Lookahead
-from ovspec.drafting.lookup import Index
+from ovspec.drafting.lookup import NgramIndex
 from ovspec.engine.results import Piece
 from ovspec.engine.scheduler import BatchLimits, Schedulable, Scheduler, run_rows
 from ovspec.ir.compile import CompiledIR
@@ -53,7 +53,7 @@ class DecoderSet:
             return None, NO_LOOKAHEAD
         lookahead = self.lookaheads[params.sampled]
         if params.lookahead is not None:
-            lookahead = Lookahead(params.most_proposed, lookahead.target, lookahead.draft)
+            lookahead = Lookahead(params.most_proposed, lookahead.target_costs, lookahead.draft_costs)
         return self.drafter, lookahead
 
     def reset(self, rows: int) -> None:
@@ -80,7 +80,7 @@ class ModelPair:
         draft: CompiledModel | None,
         choice: DraftChoice | None,
         known_ids: KnownIds,
-        corpora: list[Index],
+        corpora: list[NgramIndex],
         cache_bytes: float | None = None,
     ) -> None:
         self.target, self.draft, self.choice, self.corpora = target, draft, choice, corpora
@@ -107,10 +107,10 @@ class ModelPair:
     def make_decoders(self) -> DecoderSet:
         """Return new decoders, which know the costs that a profile has measured."""
         target, draft = self._make_decoder(self.target), self._make_decoder(self.draft) if self.draft else None
-        costs = Costs(self.target.verify_ms, self.target.change_ms, target.fills_width, target.rule)
-        steps = Costs()
+        costs = InferenceCosts(self.target.verify_ms, self.target.change_ms, target.fills_width, target.rule)
+        steps = InferenceCosts()
         if self.draft and draft:
-            steps = Costs(self.draft.verify_ms, self.draft.change_ms, draft.fills_width, draft.rule)
+            steps = InferenceCosts(self.draft.verify_ms, self.draft.change_ms, draft.fills_width, draft.rule)
         lookaheads = {sampled: Lookahead(None, costs, steps) for sampled in (False, True)}
         return DecoderSet(target, self._make_drafter(target, draft), draft, lookaheads)
 
@@ -240,8 +240,8 @@ class DecoderPool:
             self._closed = True
             self._idle_sets.clear()
 
-    def learned_costs(self, sampled: bool) -> tuple[Costs, Costs] | None:
+    def learned_costs(self, sampled: bool) -> tuple[InferenceCosts, InferenceCosts] | None:
         """Return the costs of verifying and of a draft step by an idle set's auto lookahead, if any set is idle."""
         with self._lock:
             learned = [decoders.lookaheads[sampled] for _, decoders in self._idle_sets]
-        return (learned[0].target, learned[0].draft) if learned else None
+        return (learned[0].target_costs, learned[0].draft_costs) if learned else None

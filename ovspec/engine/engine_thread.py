@@ -10,10 +10,10 @@ from typing import Any
 import psutil
 
 from ovspec.base.errors import InferenceError, OvspecError
-from ovspec.drafting.costs import Costs
+from ovspec.drafting.costs import InferenceCosts
 from ovspec.drafting.drafter import Drafter
 from ovspec.drafting.lookahead import Lookahead
-from ovspec.drafting.lookup import Index
+from ovspec.drafting.lookup import NgramIndex
 from ovspec.drafting.proposal import Proposal
 from ovspec.engine.decoders import NO_LOOKAHEAD
 from ovspec.engine.prefill_budget import PrefillBudget
@@ -91,13 +91,13 @@ class EngineThread:
         self._stopping = self._stopped = False
         self._command_lock = threading.Lock()  # held while orders are carried out that the thread's loop doesn't see
         self._max_rows, self._cache_bytes = max_rows, cache_bytes
-        self._lookup_tokens, self._earlier_texts = lookup_tokens, Index()
+        self._lookup_tokens, self._earlier_texts = lookup_tokens, NgramIndex()
         if lookup_tokens:
             runtime.models.corpora.append(self._earlier_texts)
         self._decoders = runtime.decoder_pool.acquire()
         self._drafter, self._lookahead = self._decoders.select_drafting(runtime.row_maker.make_complete_params({}))
         rule = self._decoders.target.rule
-        costs = self._lookahead.target if self._drafter else Costs(rule=rule)
+        costs = self._lookahead.target_costs if self._drafter else InferenceCosts(rule=rule)
         self._prefill_budget = PrefillBudget(costs, rule, not self._drafter, prefill_tokens)
         self._thread = threading.Thread(target=self._run_loop, name="ovspec engine", daemon=True)
 
@@ -263,7 +263,7 @@ class EngineThread:
 
     def _step_batch(self) -> None:
         pieces = self._scheduler.step() or []
-        self.on_round(pieces, self._scheduler.last_outcome.judged if self._scheduler.last_outcome else [])
+        self.on_round(pieces, self._scheduler.last_outcome.proposals if self._scheduler.last_outcome else [])
         found, failed = dict[Job, list[tuple[int, Piece]]](), dict[Job, OvspecError]()
         for number, piece in pieces:
             job, index = self._jobs[number]
@@ -274,7 +274,7 @@ class EngineThread:
             if row.finish_reason:
                 del self._jobs[number]
                 if self._lookup_tokens and not row.error:
-                    self._earlier_texts.remember(row.sequence.tokens, self._lookup_tokens)
+                    self._earlier_texts.remember_text(row.sequence.tokens, self._lookup_tokens)
             if piece.token_ids or piece.text or piece.finish_reason:
                 found.setdefault(job, []).append((index, piece))
         for job, error in failed.items():

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from ovspec.cache.decoder import FeedRule
-from ovspec.drafting.costs import Costs
+from ovspec.drafting.costs import InferenceCosts
 
 # A round may take this many times as long as a plain round of all rows. The aim is 2; the rest is for what an inference
 # takes longer than expected.
@@ -46,7 +46,9 @@ class PrefillBudget:
     for as many as it has time for.
     """
 
-    def __init__(self, costs: Costs, rule: FeedRule, teaches_costs: bool, fixed_tokens: int | None = None) -> None:
+    def __init__(
+        self, costs: InferenceCosts, rule: FeedRule, teaches_costs: bool, fixed_tokens: int | None = None
+    ) -> None:
         self._costs, self._rule, self._teaches_costs, self._fixed_tokens = costs, rule, teaches_costs, fixed_tokens
         self._round_ms: dict[int, float] = {}  # milliseconds of a plain round by its number of rows
         self._learned_token_ms: float | None = None  # milliseconds of a further token
@@ -56,14 +58,14 @@ class PrefillBudget:
         """Return how many milliseconds proposals may add to the next round; ``unread`` tokens of prompts come first."""
         if self._fixed_tokens or load.rows < 2:
             return math.inf
-        return max(0.0, self._remaining_ms(load) - unread_tokens * self._token_ms) if self._costs.known else 0.0
+        return max(0.0, self._remaining_ms(load) - unread_tokens * self._token_ms) if self._costs.is_known else 0.0
 
     def prompt_tokens(self, load: RoundLoad, drafting_ms: float = 0.0) -> int:
         """Return how many tokens of prompts the next round reads, if proposing took ``drafted`` milliseconds."""
         if self._fixed_tokens or not load.generating_rows:
             return self._fixed_tokens or MAX_PROMPT_TOKENS
         least = max(MIN_PROMPT_TOKENS - load.extra_tokens, MIN_JOINING_TOKENS)
-        if not self._costs.known:
+        if not self._costs.is_known:
             return least
         most = load.width + min(
             max(least, int((self._remaining_ms(load) - drafting_ms) / self._token_ms)), MAX_PROMPT_TOKENS
@@ -76,7 +78,7 @@ class PrefillBudget:
         """Learn from an inference that took ``ms`` and also read ``read`` tokens of prompts."""
         if not load.generating_rows:
             return
-        if prompt_tokens + load.extra_tokens >= MIN_PROMPT_TOKENS and self._costs.known:
+        if prompt_tokens + load.extra_tokens >= MIN_PROMPT_TOKENS and self._costs.is_known:
             known = self._plain_round_ms(load.generating_rows) + load.proposed_tokens * self._token_ms
             found = max((elapsed_ms - known) / (prompt_tokens + load.extra_tokens), 1e-3)
             self._learned_token_ms = (
@@ -91,7 +93,7 @@ class PrefillBudget:
                 elapsed_ms - known
             )
             if self._teaches_costs:
-                self._costs.learn(load.generating_rows, elapsed_ms)
+                self._costs.learn_inference(load.generating_rows, elapsed_ms)
 
     @property
     def _token_ms(self) -> float:

@@ -17,7 +17,7 @@ from ovspec.cache.prefill import PREFILL_THRESHOLD, choose_prefill_chunks
 from ovspec.cache.sequence import catch_up
 from ovspec.drafting.drafter import Drafter, RowStep
 from ovspec.drafting.lookahead import Lookahead, RoundOutcome
-from ovspec.drafting.proposal import NO_TOKENS, NOTHING, Proposal
+from ovspec.drafting.proposal import NO_PROPOSAL, NO_TOKENS, Proposal
 from ovspec.engine.prefill_budget import PrefillBudget, RoundLoad
 
 NO_LOGITS = np.empty((0, 0), dtype=np.float32)
@@ -28,7 +28,7 @@ class RowFeed(NamedTuple):
 
     tokens: np.ndarray  # (n,): tokens that the target has not read, then the proposal
     unseen_count: int  # how many are no proposal
-    proposal: Proposal = NOTHING
+    proposal: Proposal = NO_PROPOSAL
     logits_count: int = 0  # number of tokens, the last ones, after which logits are computed
 
 
@@ -38,7 +38,7 @@ class RowOutcome(NamedTuple):
     tokens: np.ndarray = NO_TOKENS  # (n,), all committed: forced, accepted, the target's own
     forced_count: int = 0  # how many of these were forced; they come first
     ended: bool = False  # whether the text has ended with forced tokens or an error, so that the model isn't run for it
-    proposal: Proposal = NOTHING
+    proposal: Proposal = NO_PROPOSAL
     accepted_count: int = 0  # how many proposed tokens were accepted
     read_count: int = 0  # how many tokens the target read, without the proposal
     # (n, vocab), for each committed token that wasn't forced, or all computed ones if the sampler chose none; valid
@@ -71,7 +71,7 @@ def run_round(
     """
     rows, outcomes = rows[:], [NOTHING_FORCED] * len(rows)
     for index, row in enumerate(rows):
-        if row.sampler.constraints.forces and 0 not in (lookahead.fixed, row.limits.lookahead):
+        if row.sampler.constraints.commits_forced and 0 not in (lookahead.fixed_length, row.draft_limits.lookahead):
             outcomes[index] = run_row_step(commit_forced_tokens, row)
             rows[index] = continue_after_forced(row, outcomes[index])
     if drafter:
@@ -88,7 +88,7 @@ def run_round(
         chunks = choose_prefill_chunks(target, unseen)
     feeds = make_row_feeds(rows, unseen, chunks, proposals)
     fed, before = [feed.tokens for feed in feeds], target.seconds
-    width = lookahead.target.fill(count_computed_tokens(target, fed)) if drafter else 0
+    width = lookahead.target_costs.fill_width(count_computed_tokens(target, fed)) if drafter else 0
     if any(map(len, fed)):
         logits = target.feed(fed, [feed.logits_count for feed in feeds], width)
         if prefill_budget and load:
@@ -124,43 +124,45 @@ def run_row_step(step: Callable[..., RowOutcome], row: RowStep, *arguments: Any)
 def commit_forced_tokens(row: RowStep) -> RowOutcome:
     """Commit the row's forced tokens. They need not be verified, because the target could choose nothing else."""
     constraints = row.sampler.constraints
-    forced = constraints.forced(row.sequence.tokens)[: row.budget]
+    forced = constraints.forced_tokens(row.sequence.tokens)[: row.budget]
     if not forced:
         return NOTHING_FORCED
     tokens = np.array(forced, dtype=np.int64)
     row.sequence.commit(tokens)
-    ended = len(tokens) == row.budget or constraints.complete(row.sequence.tokens)
+    ended = len(tokens) == row.budget or constraints.is_complete(row.sequence.tokens)
     return RowOutcome(tokens, len(tokens), ended)
 
 
 def continue_after_forced(row: RowStep, outcome: RowOutcome) -> RowStep:
     """Return what the row goes on with after its forced tokens."""
-    return row._replace(budget=row.budget - outcome.forced_count, drafts=row.drafts and not outcome.ended)
+    return row._replace(budget=row.budget - outcome.forced_count, asks_drafters=row.asks_drafters and not outcome.ended)
 
 
 def begin_lookahead(lookahead: Lookahead, rows: list[RowStep], target: Decoder, budget: PrefillBudget | None) -> None:
     """Begin a round of the lookahead, with as much time as the prompts leave that the target has not read."""
     if not budget:
-        lookahead.begin()
+        lookahead.begin_round()
         return
     unread = [len(row.sequence) - len(cached) for row, cached in zip(rows, target.rows, strict=True)]
     prompts = [count for count in unread if count > PREFILL_THRESHOLD]
-    lookahead.begin(budget.proposal_ms(RoundLoad(len(rows) - len(prompts), len(prompts)), sum(prompts)), paced=True)
+    lookahead.begin_round(
+        budget.proposal_ms(RoundLoad(len(rows) - len(prompts), len(prompts)), sum(prompts)), paced=True
+    )
 
 
 def collect_proposals(
     rows: list[RowStep], outcomes: list[RowOutcome], drafter: Drafter | None, lookahead: Lookahead
 ) -> list[Proposal]:
     """Collect proposals from the drafter. A row without one tries the tokens that healing took back from its prompt."""
-    proposals = [NOTHING] * len(rows)
-    if drafter and any(row.draftable() for row in rows):
+    proposals = [NO_PROPOSAL] * len(rows)
+    if drafter and any(row.draft_budget() for row in rows):
         proposals = list(drafter.propose(rows, lookahead))
     for index, row in enumerate(rows):
         constraints = row.sampler.constraints
-        if constraints.guesses and not outcomes[index].ended and not len(proposals[index].tokens):
-            likely = constraints.likely(row.sequence.tokens)
+        if constraints.suggests and not outcomes[index].ended and not len(proposals[index].tokens):
+            likely = constraints.suggest_tokens(row.sequence.tokens)
             if likely is not None:
-                proposals[index] = row.permitted(Proposal(likely, healed=True))
+                proposals[index] = row.cut_to_allowed(Proposal(likely, from_healing=True))
     return proposals
 
 
@@ -199,7 +201,7 @@ def make_row_feeds(
             feeds.append(RowFeed(chunk, read))
         else:
             tokens = np.concatenate((chunk, proposal.tokens)) if proposed else chunk
-            feeds.append(RowFeed(tokens, read, proposal, min(row.positions, read) + proposed))
+            feeds.append(RowFeed(tokens, read, proposal, min(row.logits_rows, read) + proposed))
     return feeds
 
 
@@ -214,14 +216,14 @@ def commit_verified(
     proposal, accepted = feed.proposal, 0
     proposed = len(proposal.tokens)
     own = logits[len(logits) - proposed - 1 :]
-    chosen = row.sampler.verify(own, row.sequence, proposal.tokens, proposal.q)
+    chosen = row.sampler.verify(own, row.sequence, proposal.tokens, proposal.distributions)
     row.sequence.commit(chosen)
     if proposed and len(chosen):
         accepted = int((chosen[:proposed] == proposal.tokens[: len(chosen)]).sum())
         if accepted < proposed:
             target.truncate(index, len(row.sequence) - 1)
-    if proposal.healed:
-        proposal, accepted = NOTHING, 0
+    if proposal.from_healing:
+        proposal, accepted = NO_PROPOSAL, 0
     tokens = np.concatenate((begun.tokens, chosen)) if begun.forced_count else chosen
     logits = own[: len(chosen)] if len(chosen) else logits
     return RowOutcome(tokens, begun.forced_count, False, proposal, accepted, feed.unseen_count, logits)
@@ -238,6 +240,6 @@ def summarize_round(
     forced = sum(
         [outcome.forced_count for outcome in outcomes if not outcome.ended]
     )  # the last ones are never computed
-    prefilled = any(proposal.healed for proposal in proposals) or sum(map(len, unseen)) > len(outcomes) + forced
+    prefilled = any(proposal.from_healing for proposal in proposals) or sum(map(len, unseen)) > len(outcomes) + forced
     judged = [(outcome.proposal, outcome.accepted_count) for outcome in outcomes]
     return RoundOutcome(judged, width, forced, prefilled, drafted, verified)

@@ -14,7 +14,7 @@ from ovspec.engine.results import FinishReason, Piece, Provenance, Result, Stats
 from ovspec.engine.round import RowOutcome
 from ovspec.params import Params
 from ovspec.sampling.healing import Healing
-from ovspec.sampling.logprobs import TokenLogprob, token_logprob
+from ovspec.sampling.logprobs import TokenLogprob, make_token_logprob
 from ovspec.sampling.samplers import Sampler
 from ovspec.text.answer import AnswerReader, Said, ToolCall
 from ovspec.text.tokenizer import Detokenizer
@@ -151,7 +151,7 @@ class Row:
         for used, token in enumerate(tokens, 1):
             length, healed = begin + used, 0
             if self.healing and not self.token_ids and first == used - 1:
-                healed = self.healing.healed(self.sequence.tokens[:length])
+                healed = self.healing.healed_bytes(self.sequence.tokens[:length])
                 if healed is None:
                     first = used
                     if self.record:
@@ -178,7 +178,7 @@ class Row:
                 self.finish_reason = "length"
             elif token in self._eos:
                 self.finish_reason = "eos"
-            elif self._may_complete and self.sampler.constraints.complete(self.sequence.tokens[:length]):
+            elif self._may_complete and self.sampler.constraints.is_complete(self.sequence.tokens[:length]):
                 self.finish_reason = "stop"
             elif length >= self.max_length:
                 self.finish_reason = "length"
@@ -197,7 +197,7 @@ class Row:
         logprobs = None
         if self.logprobs is not None:
             tops = self.params.logprobs or 0
-            logprobs = [token_logprob(outcome.logits[index], tokens[index], tops) for index in range(first, used)]
+            logprobs = [make_token_logprob(outcome.logits[index], tokens[index], tops) for index in range(first, used)]
             self.logprobs += logprobs
         sources = ["forced"] * outcome.forced_count + [outcome.proposal.source] * outcome.accepted_count
         sources += ["target"] * (len(tokens) - len(sources))
@@ -222,7 +222,7 @@ class Row:
     def result(self) -> Result:
         """Return the result of a text that has ended; its first call judges the text, which may take seconds."""
         assert self.finish_reason
-        judge = None if self.prefill_only else self.sampler.constraints.judge
+        judge = None if self.prefill_only else self.sampler.constraints.find_errors
         if judge and self._schema_errors is None:
             self._schema_errors = judge(self.text, self.tool_calls)
         said = self.thinking, self.tool_calls, self.stop_string

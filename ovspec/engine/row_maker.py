@@ -21,7 +21,7 @@ from ovspec.engine.row import Row
 from ovspec.params import Params, make_params
 from ovspec.sampling.constraint import Constraints
 from ovspec.sampling.constraint_maker import ConstraintMaker
-from ovspec.sampling.samplers import sampler_of
+from ovspec.sampling.samplers import make_sampler
 from ovspec.text.answer import AnswerReader
 from ovspec.text.generation_config import DEFAULT_MAX_TOKENS
 
@@ -118,18 +118,18 @@ class RowMaker:
         constraints, healing = make_unconstrained(eos | frozenset(params.stop_ids)), None
         answer = prompts.answer_format(sequence.tokens, params) if origin.chat else None
         if params.constrains:
-            made = self.constraints.make(sequence.tokens, params, eos, config.bos, origin.healable, answer)
+            made = self.constraints.make_constraints(sequence.tokens, params, eos, config.bos, origin.healable, answer)
             constraints, healing = made
         recorded = replace(params, max_predict_ms=0.0)  # a verification takes another time
         record = Provenance(sequence.tokens.copy(), recorded, origin, self.identity)
-        sampler = sampler_of(params, origin.sample, constraints)
+        sampler = make_sampler(params, origin.sample, constraints)
         if healing:  # nothing can fail from here on
-            healing.take_back(sequence)
+            healing.take_back_tokens(sequence)
         reader = None
         if answer:
             answer = replace(answer, tools=answer.tools if params.tool_use.names else None)
             key = sequence.tokens.tobytes() + origin.sample.to_bytes(4)
-            reader = AnswerReader(answer, self.constraints.strings(params, answer), key)
+            reader = AnswerReader(answer, self.constraints.unquoted_arguments(params, answer), key)
         return Row(
             sequence,
             params,

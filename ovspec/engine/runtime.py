@@ -13,7 +13,7 @@ from typing import Any
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import present
 from ovspec.drafting.choice import DraftChoice
-from ovspec.drafting.lookup import corpus_of
+from ovspec.drafting.lookup import index_texts
 from ovspec.engine.decoders import DecoderPool, ModelPair
 from ovspec.engine.prompts import PromptEncoder
 from ovspec.engine.row_maker import RowMaker
@@ -51,7 +51,7 @@ class Runtime:
     ) -> None:
         self.folder, self.prompts = folder, PromptEncoder(folder, target.ir.config, tool_format, template)
         tokenizer = self.prompts.tokenizer
-        corpora = [corpus_of(tokenizer.encode(text.rstrip("\0"), False) for text in corpus)]
+        corpora = [index_texts(tokenizer.encode(text.rstrip("\0"), False) for text in corpus)]
         self.models = ModelPair(target, draft, choice, tokenizer.known, corpora, cache_bytes)
         self.decoder_pool = DecoderPool(self.models)
         constraints = ConstraintMaker(tokenizer)

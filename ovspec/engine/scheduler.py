@@ -124,7 +124,7 @@ class Scheduler:
     Args:
         target, drafter: either without rows, or with one row, which the first of ``rows`` takes over.
         rows: consumed as the batch has room for more.
-        learn: called with the outcome of each round that has a drafter; ``lookahead.learn`` by default.
+        learn: called with the outcome of each round that has a drafter; ``lookahead.learn_round`` by default.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Scheduler:
     ) -> None:
         self._target, self._drafter, self._lookahead = target, drafter, lookahead
         self._followers = [target, drafter] if drafter else [target]
-        self._learn = learn or lookahead.learn
+        self._learn = learn or lookahead.learn_round
         self.queue, self._limits = WaitingQueue(rows, limits), limits
         self.last_outcome: RoundOutcome | None = None  # of the last round
         self._running_rows: list[RunningRow] = []
@@ -180,7 +180,7 @@ class Scheduler:
 
     def _make_piece(self, active: RunningRow, step: RowStep, outcome: RowOutcome, length: int) -> Piece:
         """Return the piece that a row makes of its round; its last one if its constraints fail or take too long."""
-        error, seconds = outcome.error, step.sampler.stopwatch.lap()
+        error, seconds = outcome.error, step.sampler.stopwatch.restart()
         if seconds > SLOW_STEP_SECONDS * (1 + len(outcome.proposal.tokens)):
             active.slow_seconds += seconds
             if active.slow_seconds > self._limits.max_constraint_seconds and not error:

@@ -18,7 +18,7 @@ from ovspec.cache.prefill import PREFILL_THRESHOLD
 from ovspec.cache.sequence import Sequence, common_prefix
 from ovspec.drafting.drafter import RowStep
 from ovspec.drafting.lookahead import Lookahead, RoundOutcome
-from ovspec.drafting.proposal import NO_TOKENS, Proposal, shorten
+from ovspec.drafting.proposal import NO_TOKENS, Proposal, shorten_proposal
 from ovspec.engine.decoders import DecoderSet
 from ovspec.engine.results import FinishReason, Piece, ProposalStats, Stats
 from ovspec.engine.round import RowOutcome
@@ -204,8 +204,8 @@ class Branches:
         branch.sequence = text
         if guess := self._guess:
             reached = max(guess.stood, len(guess.branch.sequence) - guess.start)
-            judged = shorten(guess.proposal, reached), guess.stood
-            self._lookahead.learn(replace(guess.outcome, judged=[judged]))
+            judged = shorten_proposal(guess.proposal, reached), guess.stood
+            self._lookahead.learn_round(replace(guess.outcome, proposals=[judged]))
             self._guess = None
         long = len(unread) > PREFILL_THRESHOLD  # no drafter is asked while a prompt is read
         if long:
@@ -214,7 +214,7 @@ class Branches:
         budget = 1 + min(TO_COME, context - len(text) if context else TO_COME)
         # With all logits requested, a decoder feeds any number of tokens in the same way: proposals change no bit.
         positions = MOST_POSITIONS if all_new or not long else 1
-        branch.step = RowStep(text, Observer(), budget, not long, positions=positions)
+        branch.step = RowStep(text, Observer(), budget, not long, logits_rows=positions)
         self._round(branch)
         outcome, proposal = branch.outcome, branch.outcome.proposal
         cached, end = len(text) - outcome.read_count, len(text) + len(proposal.tokens)
@@ -223,7 +223,7 @@ class Branches:
         if proposal.tokens.size:
             self.counts.count_proposal(proposal.source, len(proposal.tokens), 0)
         if learnable := branch.scheduler.last_outcome:
-            learnable = replace(learnable, forced=0 if long else outcome.read_count - 1, prefilled=long)
+            learnable = replace(learnable, forced_tokens=0 if long else outcome.read_count - 1, prefilled=long)
             self._guess = Guess(branch, proposal, len(text), learnable)
         return cached
 

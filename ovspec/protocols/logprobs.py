@@ -10,7 +10,7 @@ from ovspec.engine.engine_thread import BackgroundTask, EngineThread
 from ovspec.engine.prompts import Prompt
 from ovspec.engine.results import Piece
 from ovspec.engine.scoring import LOGITS_CHUNK, predict_tokens
-from ovspec.sampling.logprobs import TokenLogprob, token_logprob
+from ovspec.sampling.logprobs import TokenLogprob, make_token_logprob
 from ovspec.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -96,7 +96,7 @@ def prompt_logprobs(
     try:
         for position, logits in predict_tokens(decoders.target, tokens, len(ids), chunk):
             pairs = zip(logits, ids[position : position + len(logits)], strict=True)
-            logprobs += [token_logprob(row, token, tops) for row, token in pairs]
+            logprobs += [make_token_logprob(row, token, tops) for row, token in pairs]
             yield
     finally:
         lm.runtime.decoder_pool.release(decoders)

@@ -1,6 +1,6 @@
-"""Constrains an assistant's answer part by part: thinking and text are free, calls of tools and formats are not.
+"""Constrains an assistant's answer part by part: thinking and text are free, tool calls and formats are not.
 
-A call that has begun can only go on validly. Until then no token is masked but one that would begin an invalid call.
+A call that has begun can only go on validly. Before it, only tokens that would begin an invalid call are masked.
 """
 
 from __future__ import annotations
@@ -12,253 +12,279 @@ from dataclasses import dataclass
 import numpy as np
 
 from ovspec.base.errors import OvspecError
-from ovspec.cache.sequence import Sequence as Tokens
+from ovspec.cache.sequence import Sequence as TokenSequence
 from ovspec.grammars.tools import ANSWER_CALLS, ANSWER_CALLS_AFTER_THINKING, ANSWER_TEXT, ANSWER_TEXT_AFTER_THINKING
 from ovspec.sampling.byte_vocabulary import ByteVocabulary
 from ovspec.sampling.constraint import Constraint
-from ovspec.sampling.grammar_constraint import Grammar
-from ovspec.sampling.masks import pack
+from ovspec.sampling.grammar_constraint import GrammarConstraint
+from ovspec.sampling.masks import pack_mask
 from ovspec.text.answer import WHITE, AnswerFormat, State, Tag, advance, is_mark
 
-# (tokens before the grammar, what of its text is there already: bytes, and ids of tags) -> the grammar of the rest.
-# The first bytes tell which texts of the grammar: see grammars/tools.py. Raises OvspecError if it doesn't allow that.
-MakeGrammar = Callable[[int, list[bytes | int]], Grammar]
+# (tokens before the grammar, the part of its text that is there already: bytes, and ids of tags) -> the grammar of the
+# rest. The first bytes select the grammar's texts: see grammars/tools.py. Raises OvspecError if it doesn't allow them.
+MakeGrammar = Callable[[int, list[bytes | int]], GrammarConstraint]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where an answer is after some tokens.
+class AnswerPosition:
+    """The state of an answer after some tokens.
 
-    thought: tokens of thinking so far; behind it, no more than the budget.
-    grammars: of what follows; one of them allows it.
+    thinking_tokens: number of tokens of thinking so far; after it, at most the budget.
+    grammars: of the following text; one of them allows it.
     """
 
     state: State
-    thought: int = 0
-    grammars: tuple[Grammar, ...] = ()
+    thinking_tokens: int = 0
+    grammars: tuple[GrammarConstraint, ...] = ()
 
 
 class AnswerConstraint(Constraint):
-    """Keeps within a grammar what isn't free in an answer.
+    """Keeps the parts of an answer that aren't free within a grammar.
 
     Args:
-        start: number of tokens of the prompt.
+        prompt_length: number of tokens of the prompt.
         format: how answers are written.
         vocabulary: the tokens by their bytes.
-        make: makes the grammar; None if no call may begin.
-        whole: whether all that isn't thinking is in the grammar; otherwise it begins with the tag of a call.
-        ends: ids that end the text, which must not end in thinking if it must go on.
-        budget: maximum number of tokens of thinking; None for no limit.
-        closing: ids that end thinking.
+        make_grammar: makes the grammar; None if no call may begin.
+        covers_text: whether the grammar has all text except thinking; otherwise it begins with the tag of a call.
+        end_ids: ids that end the text, which must not end in thinking if it must go on.
+        thinking_budget: maximum number of tokens of thinking; None for no limit.
+        thinking_end: ids that end thinking.
     """
 
     def __init__(
         self,
-        start: int,
+        prompt_length: int,
         format: AnswerFormat,
         vocabulary: ByteVocabulary,
-        make: MakeGrammar | None,
-        whole: bool,
-        ends: Collection[int] = (),
-        budget: int | None = None,
-        closing: Sequence[int] = (),
+        make_grammar: MakeGrammar | None,
+        covers_text: bool,
+        end_ids: Collection[int] = (),
+        thinking_budget: int | None = None,
+        thinking_end: Sequence[int] = (),
     ) -> None:
-        self._start, self._vocabulary, self._make, self._whole = start, vocabulary, make, whole
-        self._marks, self._ids = format.marks, {mark: token for token, mark in format.marks.items()}
-        self._budget, self._closing = budget, list(closing)
-        self._ends = [token for token in ends if token < vocabulary.size]
+        self._prompt_length = prompt_length
+        self._vocabulary = vocabulary
+        self._make_grammar = make_grammar
+        self._covers_text = covers_text
+        self._marks = format.marks
+        self._id_of_mark = {mark: token for token, mark in format.marks.items()}
+        self._thinking_budget = thinking_budget
+        self._thinking_end = list(thinking_end)
+        self._end_ids = [token for token in end_ids if token < vocabulary.size]
         # Bytes as characters, because a token may end inside of a character.
-        self._tags = [Tag(bytewise(tag.text), tag.at, tag.to) for tag in format.tags]
-        self._path = Tokens()
-        begins, kinds = State(format.begins), (ANSWER_CALLS, ANSWER_TEXT)
-        self._places = [Place(begins, 0, self._grammars(start, kinds) if whole and begins.phase == "start" else ())]
-        self._wrong: dict[State, np.ndarray | None] = {}
+        self._tags = [Tag(bytes_as_characters(tag.text), tag.at, tag.to) for tag in format.tags]
+        self._followed = TokenSequence()
+        state = State(format.begins)
+        grammars: tuple[GrammarConstraint, ...] = ()
+        if covers_text and state.phase == "start":
+            grammars = self._make_grammars(prompt_length, (ANSWER_CALLS, ANSWER_TEXT))
+        self._positions = [AnswerPosition(state, 0, grammars)]  # one more than there are tokens
+        self._free_masks: dict[State, np.ndarray | None] = {}
 
-    def mask(self, tokens: np.ndarray) -> np.ndarray | None:
-        place = self._place(tokens)
-        if closing := self._closing_at(place):
-            return pack(closing[:1], self._vocabulary.size)
-        if self._within(place):
-            return place.grammars[0].mask(tokens)
-        wrong = self._wrong_after(place.state)
-        if not self._whole or place.state.phase == "thinking":
-            return None if wrong is None else ~wrong
-        mask = pack(self._opening(place.state), self._vocabulary.size)
-        for grammar in place.grammars:
-            mask |= grammar.mask(tokens)
-        mask = mask if wrong is None else mask & ~wrong
-        if not mask.any() and not self.complete(tokens):
+    def token_mask(self, tokens: np.ndarray) -> np.ndarray | None:
+        position = self._seek(tokens)
+        if thinking_end := self._due_thinking_end(position):
+            return pack_mask(thinking_end[:1], self._vocabulary.size)
+        if self._is_in_grammar(position):
+            return position.grammars[0].token_mask(tokens)
+        free_mask = self._free_mask(position.state)
+        if not self._covers_text or position.state.phase == "thinking":
+            return free_mask
+        mask = pack_mask(self._thinking_start_ids(position.state), self._vocabulary.size)
+        for grammar in position.grammars:
+            mask |= grammar.token_mask(tokens)
+        if free_mask is not None:
+            mask &= free_mask
+        if not mask.any() and not self.is_complete(tokens):
             raise OvspecError("No token of this model can continue the answer within its format.")
         return mask
 
-    def allows(self, token: int, tokens: np.ndarray) -> bool:
-        place = self._place(tokens)
-        if self._within(place):
-            return place.grammars[0].allows(token, tokens)
-        return super().allows(token, tokens)
+    def allows_token(self, token: int, tokens: np.ndarray) -> bool:
+        position = self._seek(tokens)
+        if self._is_in_grammar(position):
+            return position.grammars[0].allows_token(token, tokens)
+        return super().allows_token(token, tokens)
 
-    def forced(self, tokens: np.ndarray) -> list[int]:
-        place = self._place(tokens)
-        if closing := self._closing_at(place):
-            return closing
-        found, state = place.grammars[0].forced(tokens) if self._one(place) else [], place.state
-        for count, token in enumerate(found if not self._within(place) else ()):
-            after, kinds, _ = self._follow(state, token)
+    def forced_tokens(self, tokens: np.ndarray) -> list[int]:
+        position = self._seek(tokens)
+        if thinking_end := self._due_thinking_end(position):
+            return thinking_end
+        if self._is_in_grammar(position):
+            return position.grammars[0].forced_tokens(tokens)
+        state = position.state
+        if len(position.grammars) != 1 or self._thinking_start_ids(state):
+            return []
+        forced = position.grammars[0].forced_tokens(tokens)
+        for count, token in enumerate(forced):
+            next_state, kinds, _ = self._follow_token(state, token)
             if kinds:  # another grammar goes on
-                return found[: count + self._may_follow(state, token)]
-            state = after
-        return found
+                return forced[: count + self._may_follow(state, token)]
+            state = next_state
+        return forced
 
-    def complete(self, tokens: np.ndarray) -> bool:
-        return any(grammar.complete(tokens) for grammar in self._place(tokens).grammars)
+    def is_complete(self, tokens: np.ndarray) -> bool:
+        return any(grammar.is_complete(tokens) for grammar in self._seek(tokens).grammars)
 
-    # ------------------------------------------------------------ where an answer is
+    # ------------------------------------------------------------ the position in an answer
 
-    def _place(self, tokens: np.ndarray) -> Place:
-        """Follow ``tokens``, and return where the answer is."""
-        text = tokens[self._start :]
-        shared = self._path.common_prefix_length(text)
+    def _seek(self, tokens: np.ndarray) -> AnswerPosition:
+        """Follow ``tokens``, and return the position after them."""
+        text = tokens[self._prompt_length :]
+        shared = self._followed.common_prefix_length(text)
         if shared < len(text):
-            self._path.rewind(shared)
-            del self._places[shared + 1 :]
-            for at in range(shared, len(text)):
-                self._places.append(self._after(self._places[at], tokens[: self._start + at], int(text[at])))
-                self._path.commit(text[at : at + 1])
-        return self._places[len(text)]
+            self._followed.rewind(shared)
+            del self._positions[shared + 1 :]
+            for index in range(shared, len(text)):
+                before = tokens[: self._prompt_length + index]
+                self._positions.append(self._next_position(self._positions[index], before, int(text[index])))
+                self._followed.commit(text[index : index + 1])
+        return self._positions[len(text)]
 
-    def _after(self, place: Place, tokens: np.ndarray, token: int) -> Place:
-        """Return the place after ``token``, which follows ``tokens``."""
-        if self._within(place):
-            return place
-        before, grammars = place.state.phase, place.grammars
-        state, kinds, begun = self._follow(place.state, token)
-        thought = place.thought + (before == "thinking")
-        if self._budget is not None and state.phase != "thinking":
-            thought = min(thought, self._budget)
+    def _next_position(self, position: AnswerPosition, tokens: np.ndarray, token: int) -> AnswerPosition:
+        """Return the position after ``token``, which follows ``tokens``."""
+        if self._is_in_grammar(position):
+            return position
+        state, kinds, grammar_text = self._follow_token(position.state, token)
+        thinking_tokens = position.thinking_tokens + (position.state.phase == "thinking")
+        if self._thinking_budget is not None and state.phase != "thinking":
+            thinking_tokens = min(thinking_tokens, self._thinking_budget)
         if kinds:
-            grammars = self._grammars(len(tokens) + 1, kinds, begun)
+            grammars = self._make_grammars(len(tokens) + 1, kinds, grammar_text)
         else:
-            grammars = tuple(each for each in grammars if each.allows(token, tokens))
-        after = Place(state, thought, grammars if state.phase != "thinking" else ())
-        if self._within(after) and not grammars:
+            grammars = tuple(grammar for grammar in position.grammars if grammar.allows_token(token, tokens))
+        if state.phase == "thinking":
+            grammars = ()
+        following = AnswerPosition(state, thinking_tokens, grammars)
+        if self._is_in_grammar(following) and not grammars:
             raise OvspecError("The format of the answer doesn't allow what was generated.")
-        return after
+        return following
 
-    def _within(self, place: Place) -> bool:
+    def _is_in_grammar(self, position: AnswerPosition) -> bool:
         """Return whether the rest of the answer is in its grammar, so that no tag matters any more."""
-        return place.state.phase == "calls" or (self._whole and place.state.phase == "text")
+        return position.state.phase == "calls" or (self._covers_text and position.state.phase == "text")
 
-    def _one(self, place: Place) -> bool:
-        """Return whether all that may follow is in one grammar."""
-        return self._within(place) or (len(place.grammars) == 1 and not self._opening(place.state))
-
-    def _follow(self, state: State, token: int) -> tuple[State, tuple[bytes, ...], str]:
-        """Return the state after ``token``; if grammars begin with it, also their kinds, and what they have of it."""
-        text = self._text(token)
+    def _follow_token(self, state: State, token: int) -> tuple[State, tuple[bytes, ...], str]:
+        """Return the state after ``token``; if it begins grammars, also their kinds, and their text in the token."""
+        text = self._token_text(token)
         after = advance(self._tags, state, text)[0]
         if after.phase == state.phase:
             return after, (), ""
-        kinds, begun = (), ""
-        for at, character in enumerate(text):
-            before, (state, parts) = state.phase, advance(self._tags, state, character)
+        kinds: tuple[bytes, ...] = ()
+        grammar_text = ""
+        for index, character in enumerate(text):
+            phase = state.phase
+            state, parts = advance(self._tags, state, character)
             if state.phase == "calls":
-                return state, (ANSWER_CALLS,), parts[-1][1] + text[at + 1 :]
-            if self._whole and before == "thinking" != state.phase:
-                kinds, begun = (ANSWER_CALLS_AFTER_THINKING, ANSWER_TEXT_AFTER_THINKING), text[at + 1 :]
-        return state, kinds, begun
+                return state, (ANSWER_CALLS,), parts[-1][1] + text[index + 1 :]
+            if self._covers_text and phase == "thinking" != state.phase:
+                kinds = (ANSWER_CALLS_AFTER_THINKING, ANSWER_TEXT_AFTER_THINKING)
+                grammar_text = text[index + 1 :]
+        return state, kinds, grammar_text
 
-    def _text(self, token: int) -> str:
-        """Return the bytes of a token as characters, or the one that stands for it."""
-        spelt = self._vocabulary.vocabulary[token] if token < self._vocabulary.size else None
-        return self._marks.get(token) or (spelt or b"").decode("latin-1")
+    def _token_text(self, token: int) -> str:
+        """Return the bytes of a token as characters, or the mark that stands for it."""
+        return self._marks.get(token) or self._vocabulary.token_bytes(token).decode("latin-1")
 
-    def _grammars(self, start: int, kinds: Sequence[bytes], text: str = "") -> tuple[Grammar, ...]:
+    def _make_grammars(self, start: int, kinds: Sequence[bytes], text: str = "") -> tuple[GrammarConstraint, ...]:
         """Return the grammars of some kinds after ``start`` tokens, which already have ``text`` of them."""
-        parts, found = list[bytes | int](), list[Grammar]()
-        for marks, group in itertools.groupby(text, is_mark):
-            characters = "".join(group)
-            parts += [self._ids[mark] for mark in characters] if marks else [characters.encode("latin-1")]
-        if not self._make:
+        parts: list[bytes | int] = []
+        for are_marks, characters in itertools.groupby(text, is_mark):
+            if are_marks:
+                parts += [self._id_of_mark[mark] for mark in characters]
+            else:
+                parts.append("".join(characters).encode("latin-1"))
+        if not self._make_grammar:
             raise OvspecError("No tool may be called.")
-        why = None
+        grammars: list[GrammarConstraint] = []
+        last_error = None
         for kind in kinds:
             try:
-                found.append(self._make(start, [kind, *parts]))
+                grammars.append(self._make_grammar(start, [kind, *parts]))
             except OvspecError as error:
-                why = error
-        if why and not found:
-            raise why
-        return tuple(found)
+                last_error = error
+        if last_error and not grammars:
+            raise last_error
+        return tuple(grammars)
 
     # ------------------------------------------------------------ thinking
 
-    def _closing_at(self, place: Place) -> list[int]:
-        """Return the ids that must follow because there was enough thinking."""
-        if self._budget is None or place.state.phase != "thinking" or place.thought < self._budget:
+    def _due_thinking_end(self, position: AnswerPosition) -> list[int]:
+        """Return the ids that must follow because thinking has used up its budget."""
+        budget = self._thinking_budget
+        if budget is None or position.state.phase != "thinking" or position.thinking_tokens < budget:
             return []
-        return self._closing[place.thought - self._budget :]
+        return self._thinking_end[position.thinking_tokens - budget :]
 
-    def _opening(self, state: State) -> list[int]:
+    def _thinking_start_ids(self, state: State) -> list[int]:
         """Return the ids that may begin thinking, or go on with its tag, where the grammar doesn't."""
-        found, begun = list[int](), state.held.lstrip(WHITE)
+        ids: list[int] = []
+        begun = state.held.lstrip(WHITE)
         for tag in self._tags:
-            if self._whole and tag.to == "thinking" and state.phase in tag.at and tag.text.startswith(begun):
+            if self._covers_text and tag.to == "thinking" and state.phase in tag.at and tag.text.startswith(begun):
                 text, mark = split_at_mark(tag.text[len(begun) :])
-                ids = self._vocabulary.along(text.encode("latin-1")) if text else [self._ids[mark]]
-                found += [each for each in ids if self._opens(tag, state, each)]
-        return found
+                if text:
+                    candidates = self._vocabulary.ids_compatible_with(text.encode("latin-1"))
+                else:
+                    candidates = [self._id_of_mark[mark]]
+                ids += [token for token in candidates if self._continues_tag(tag, state, token)]
+        return ids
 
-    def _opens(self, tag: Tag, state: State, token: int) -> bool:
-        after = self._follow(state, token)[0]
+    def _continues_tag(self, tag: Tag, state: State, token: int) -> bool:
+        """Return whether ``token`` ends a tag of thinking, or goes on with it."""
+        after = self._follow_token(state, token)[0]
         return after.phase == "thinking" or (
             after.phase == state.phase and tag.text.startswith(after.held.lstrip(WHITE))
         )
 
-    # ------------------------------------------------------------ what is free
+    # ------------------------------------------------------------ free text
 
-    def _wrong_after(self, state: State) -> np.ndarray | None:
-        """Return the set of tokens that would begin what the grammar doesn't allow, as a mask; None if there are none.
+    def _free_mask(self, state: State) -> np.ndarray | None:
+        """Return the tokens that may follow in free text, as a mask; None for all.
 
-        So would the end of an answer that must go on after thinking.
+        It leaves out tokens that would begin a text that the grammar doesn't allow, and the end of an answer that must
+        go on after thinking.
         """
-        if state not in self._wrong:
-            wrong = [token for token in self._beginning(state) if not self._may_follow(state, token)]
-            wrong += self._ends if self._whole and state.phase == "thinking" else []
-            self._wrong[state] = pack(wrong, self._vocabulary.size) if wrong else None
-        return self._wrong[state]
+        if state not in self._free_masks:
+            wrong = [token for token in self._possible_starts(state) if not self._may_follow(state, token)]
+            if self._covers_text and state.phase == "thinking":
+                wrong += self._end_ids
+            self._free_masks[state] = ~pack_mask(wrong, self._vocabulary.size) if wrong else None
+        return self._free_masks[state]
 
     def _may_follow(self, state: State, token: int) -> bool:
+        """Return whether no grammar begins with ``token``, or one that allows it."""
         try:
-            _, kinds, begun = self._follow(state, token)
+            _, kinds, grammar_text = self._follow_token(state, token)
             if kinds:
-                self._grammars(0, kinds, begun)
+                self._make_grammars(0, kinds, grammar_text)
             return True
         except OvspecError:
             return False
 
-    def _beginning(self, state: State) -> Iterator[int]:
+    def _possible_starts(self, state: State) -> Iterator[int]:
         """Yield the ids after which the grammar may begin, and some others."""
         for tag in self._tags:
-            if tag.to != "calls" and not (self._whole and "thinking" in tag.at):
+            if tag.to != "calls" and not (self._covers_text and "thinking" in tag.at):
                 continue
             for length in range(len(tag.text)):
                 text, mark = split_at_mark(tag.text[length:])
                 if not state.held.endswith(tag.text[:length]) or (mark and text):
                     continue
                 if mark:
-                    yield self._ids[mark]
+                    yield self._id_of_mark[mark]
                 elif length:
-                    yield from self._vocabulary.beginning(text.encode("latin-1"))
+                    yield from self._vocabulary.ids_with_prefix(text.encode("latin-1"))
                 else:
-                    yield from self._vocabulary.containing(text.encode("latin-1"))
+                    yield from self._vocabulary.ids_containing(text.encode("latin-1"))
 
 
-def bytewise(text: str) -> str:
+def bytes_as_characters(text: str) -> str:
     """Return ``text`` with its bytes as characters; characters that stand for tokens stay."""
-    return "".join(each if is_mark(each) else each.encode().decode("latin-1") for each in text)
+    return "".join(char if is_mark(char) else char.encode().decode("latin-1") for char in text)
 
 
 def split_at_mark(text: str) -> tuple[str, str]:
     """Return (``text`` before the first character that stands for a token, that character or "")."""
-    at = next((at for at, each in enumerate(text) if is_mark(each)), len(text))
-    return text[:at], text[at : at + 1]
+    index = next((index for index, character in enumerate(text) if is_mark(character)), len(text))
+    return text[:index], text[index : index + 1]

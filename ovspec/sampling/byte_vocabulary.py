@@ -16,54 +16,59 @@ class ByteVocabulary:
     def __init__(self, vocabulary: Sequence[bytes | None]) -> None:
         self.vocabulary = vocabulary
         self.size = len(vocabulary)
-        spelt = sorted((token, index) for index, token in enumerate(vocabulary) if token)
-        self._bytes = [token for token, _ in spelt]
-        self._ids = [index for _, index in spelt]
+        by_bytes = sorted((token, token_id) for token_id, token in enumerate(vocabulary) if token)
+        self._bytes = [token for token, _ in by_bytes]
+        self._ids = [token_id for _, token_id in by_bytes]
         self.longest = max(map(len, self._bytes), default=0)
 
-    def extend(self, prefix: bytes) -> bool:
+    def has_longer(self, prefix: bytes) -> bool:
         """Return whether a token is longer than ``prefix`` and begins with it."""
-        after = bisect.bisect_right(self._bytes, prefix)
-        return after < len(self._bytes) and self._bytes[after].startswith(prefix)
+        index = bisect.bisect_right(self._bytes, prefix)
+        return index < len(self._bytes) and self._bytes[index].startswith(prefix)
 
-    def along(self, text: bytes) -> list[int]:
-        """Return the ids of the tokens that ``text`` begins with, and of those that begin with ``text``."""
-        return self.before(text[:-1]) + self.beginning(text)
+    def ids_compatible_with(self, text: bytes) -> list[int]:
+        """Return the ids of the tokens that ``text`` begins with, and of the tokens that begin with ``text``."""
+        return self.ids_of_prefixes(text[:-1]) + self.ids_with_prefix(text)
 
-    def before(self, text: bytes) -> list[int]:
+    def ids_of_prefixes(self, text: bytes) -> list[int]:
         """Return the ids of the tokens that ``text`` begins with."""
-        found = []
+        ids: list[int] = []
         for length in range(1, len(text) + 1):
             first = bisect.bisect_left(self._bytes, text[:length])
             if first == len(self._bytes) or not self._bytes[first].startswith(text[:length]):
-                break  # no token begins with more of it
-            found += self._ids[first : bisect.bisect_right(self._bytes, text[:length])]
-        return found
+                break  # no token begins with this or more
+            ids += self._ids[first : bisect.bisect_right(self._bytes, text[:length])]
+        return ids
 
-    def beginning(self, text: bytes) -> list[int]:
+    def ids_with_prefix(self, text: bytes) -> list[int]:
         """Return the ids of the tokens that begin with ``text``."""
         first = bisect.bisect_left(self._bytes, text)
         # They are adjacent, and all of them are shorter than this many 0xFF.
         last = bisect.bisect_left(self._bytes, text + b"\xff" * (self.longest + 1))
         return self._ids[first:last]
 
-    def containing(self, text: bytes) -> list[int]:
-        """Return the ids of the tokens that have ``text``, of UTF-8, in them."""
-        whole, starts = self._joined
-        found, at = list[int](), whole.find(text)
-        while at >= 0:
-            index = bisect.bisect_right(starts, at) - 1
-            found.append(self._ids[index])
-            at = whole.find(text, starts[index + 1])
-        return found
+    def ids_containing(self, text: bytes) -> list[int]:
+        """Return the ids of the tokens that contain ``text``, which is UTF-8."""
+        joined, starts = self._joined_tokens
+        ids: list[int] = []
+        position = joined.find(text)
+        while position >= 0:
+            index = bisect.bisect_right(starts, position) - 1
+            ids.append(self._ids[index])
+            position = joined.find(text, starts[index + 1])
+        return ids
 
     @functools.cached_property
-    def _joined(self) -> tuple[bytes, list[int]]:
-        """All tokens with 0xFF between them, which UTF-8 never has, and where each begins; at last, the length."""
+    def _joined_tokens(self) -> tuple[bytes, list[int]]:
+        """All tokens with 0xFF between them, which UTF-8 never has, and their starts; the last entry is the length."""
         lengths = (len(token) + 1 for token in self._bytes)
         return b"\xff".join([*self._bytes, b""]), list(itertools.accumulate(lengths, initial=0))
 
-    def spell(self, tokens: np.ndarray) -> bytes:
+    def token_bytes(self, token: int) -> bytes:
+        """Return the bytes that ``token`` adds to a text; empty if it adds none."""
+        return (token < self.size and self.vocabulary[token]) or b""
+
+    def join_bytes(self, tokens: np.ndarray) -> bytes:
         """Return the bytes that ``tokens``, (n,), add to a text."""
         known = (int(token) for token in tokens if token < self.size)
         return b"".join([self.vocabulary[token] or b"" for token in known])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,16 +14,16 @@ from ovspec.base.files import present, read_json
 from ovspec.params import Params
 from ovspec.sampling.byte_vocabulary import ByteVocabulary
 from ovspec.sampling.constraint import Constraint, Constraints
-from ovspec.sampling.grammar_options import errors_of, grammar_of, grammar_of_answer
-from ovspec.sampling.healing import Healing, healable
-from ovspec.sampling.processors import PromptLength, processing
+from ovspec.sampling.grammar_options import convert_answer_grammar, convert_requested_grammar, find_answer_errors
+from ovspec.sampling.healing import Healing, count_healable
+from ovspec.sampling.processors import PromptLength, make_processors
 from ovspec.text.answer import AnswerFormat
 from ovspec.text.tokenizer import Tokenizer
 from ovspec.text.tokenizer_files import TOKENIZER_FILE
 
 if TYPE_CHECKING:
     from ovspec.sampling.answer_constraint import AnswerConstraint
-    from ovspec.sampling.grammar_constraint import Grammar, Grammars
+    from ovspec.sampling.grammar_constraint import GrammarCompiler, GrammarConstraint
 
 
 class ConstraintMaker:
@@ -34,114 +33,145 @@ class ConstraintMaker:
         self._tokenizer = tokenizer
 
     @functools.cached_property
-    def tokens(self) -> ByteVocabulary:
+    def byte_vocabulary(self) -> ByteVocabulary:
         """The tokens by their bytes; raises OvspecError if the vocabulary doesn't map tokens to bytes."""
         if not self._tokenizer.vocabulary:
-            why = "its tokenizer does not map tokens to bytes one by one, which grammars and token healing need"
-            raise OvspecError(f"{self._tokenizer.folder}: {why}.")
+            reason = "its tokenizer does not map tokens to bytes one by one, which grammars and token healing need"
+            raise OvspecError(f"{self._tokenizer.folder}: {reason}.")
         return ByteVocabulary(self._tokenizer.vocabulary)
 
     @functools.cached_property
-    def grammars(self) -> Grammars:
-        from ovspec.sampling.grammar_constraint import Grammars  # deferred, because it imports llguidance
+    def grammar_compiler(self) -> GrammarCompiler:
+        from ovspec.sampling.grammar_constraint import GrammarCompiler  # deferred, because it imports llguidance
 
-        return Grammars(read_json(present(self._tokenizer.folder / TOKENIZER_FILE)), list(self.tokens.vocabulary))
+        tokenizer_json = read_json(present(self._tokenizer.folder / TOKENIZER_FILE))
+        return GrammarCompiler(tokenizer_json, list(self.byte_vocabulary.vocabulary))
 
-    def make(
+    def make_constraints(
         self,
-        tokens: np.ndarray,
+        prompt: np.ndarray,
         params: Params,
-        eos: frozenset[int],
-        bos: np.ndarray,
+        eos_ids: frozenset[int],
+        bos_ids: np.ndarray,
         healable_from: int = 0,
-        answer: AnswerFormat | None = None,
+        answer_format: AnswerFormat | None = None,
     ) -> tuple[Constraints, Healing | None]:
         """Return the constraints of the text after a prompt, and the healing of the prompt's end, if there is any.
 
         Args:
-            tokens: (n,) int64, the prompt's.
-            eos: ids that end the text, besides ``params.stop_ids``.
-            bos: (n,) int64, replaces a prompt that is taken back entirely; empty if that isn't possible.
+            prompt: token ids, (n,) int64.
+            eos_ids: ids that end the text, besides ``params.stop_ids``.
+            bos_ids: (n,) int64, replaces a prompt that is taken back entirely; empty if that isn't possible.
             healable_from: position of the first token that healing may take back.
-            answer: how the model writes the answer, if the prompt is a chat and it has thinking or tools.
+            answer_format: how the model writes the answer, if the prompt is a chat and it has thinking or tools.
 
         Raises:
             OvspecError: the grammar is wrong, or doesn't allow the prompt.
         """
-        grammar, name = grammar_of(params)
-        ends = eos | frozenset(params.stop_ids)
-        tail = b"" if params.constrain_from is None else self._tail(tokens, params.constrain_from)
-        masks: list[Constraint] = []
-        healing, healed, start = None, b"", len(tokens)
+        grammar, grammar_name = convert_requested_grammar(params)
+        grammar_prompt = b""  # the end of the prompt that belongs to the grammar's text
+        if params.constrain_from is not None:
+            grammar_prompt = self._prompt_from(prompt, params.constrain_from)
+        masking: list[Constraint] = []
+        healing = None
+        healed = b""
+        start = len(prompt)
         if params.heal:
-            first = max(healable_from, 0 if len(bos) else 1)
-            whole = grammar is not None and not tail  # a grammar begins with a whole character
-            if count := healable(tokens, first, self.tokens, len(tail) or math.inf, whole):
-                healing = Healing(tokens, count, self.tokens, bos)
-                masks.append(healing)
-                healed, start = healing.text, healing.start
-        if answer and not tail and (limits := self._answer_grammar(start, params, eos, answer)):
-            masks.append(limits)
+            first = max(healable_from, int(not len(bos_ids)))  # at least one token must be left
+            whole_characters = grammar is not None and not grammar_prompt  # a grammar begins with a whole character
+            max_bytes = len(grammar_prompt) or math.inf
+            if count := count_healable(prompt, first, self.byte_vocabulary, max_bytes, whole_characters):
+                healing = Healing(prompt, count, self.byte_vocabulary, bos_ids)
+                masking.append(healing)
+                healed = healing.text
+                start = healing.start
+        answer_constraint = None
+        if answer_format and not grammar_prompt:
+            answer_constraint = self._make_answer_constraint(start, params, eos_ids, answer_format)
+        if answer_constraint:
+            masking.append(answer_constraint)
         elif grammar is not None:
-            masks.append(self.grammars.constraint(grammar, start, self._ends(params, eos), tail, healed, name))
+            end_ids = self._grammar_end_ids(params, eos_ids)
+            masking.append(
+                self.grammar_compiler.make_constraint(grammar, start, end_ids, grammar_prompt, healed, grammar_name)
+            )
         prompt_length: PromptLength = healing.prompt_length if healing else lambda _: start
-        processors = processing(params, prompt_length, ends, params.logits_processors)
-        excludes = bool(params.logits_processors) or -math.inf in params.logit_bias.values()
-        made = Constraints([*processors, *masks], ends, params.logprobs is not None or excludes)
+        end_ids = eos_ids | frozenset(params.stop_ids)
+        processors = make_processors(params, prompt_length, end_ids, params.logits_processors)
+        may_exclude = bool(params.logits_processors) or -math.inf in params.logit_bias.values()
+        constraints = Constraints([*processors, *masking], end_ids, params.logprobs is not None or may_exclude)
         if params.json_schema_mode == "checked":
-            made.judge = functools.partial(errors_of, params, tail.decode())
-        return made, healing
+            constraints.find_errors = functools.partial(find_answer_errors, params, grammar_prompt.decode())
+        return constraints, healing
 
-    def _ends(self, params: Params, eos: frozenset[int]) -> frozenset[int]:
+    def _grammar_end_ids(self, params: Params, eos_ids: frozenset[int]) -> frozenset[int]:
         """Return the ids that end a grammar's text. A stop id that spells text is an ordinary token to the grammar."""
-        spelt = self.tokens.vocabulary
-        return eos | {token for token in params.stop_ids if not (token < len(spelt) and spelt[token])}
+        return eos_ids | {token for token in params.stop_ids if not self.byte_vocabulary.token_bytes(token)}
 
-    def _answer_grammar(
-        self, start: int, params: Params, eos: frozenset[int], answer: AnswerFormat
+    def _make_answer_constraint(
+        self, start: int, params: Params, eos_ids: frozenset[int], answer_format: AnswerFormat
     ) -> AnswerConstraint | None:
         """Return the constraint of an answer after ``start`` tokens of prompt; None if nothing is constrained."""
         from ovspec.sampling.answer_constraint import AnswerConstraint  # deferred, because it imports llguidance
 
-        grammar, ends, make = grammar_of_answer(params, answer), self._ends(params, eos), None
-        budget = params.thinking_budget if answer.thinking else None
+        grammar = convert_answer_grammar(params, answer_format)
+        end_ids = self._grammar_end_ids(params, eos_ids)
+        thinking = answer_format.thinking
+        thinking_budget = params.thinking_budget if thinking else None
+        make_grammar = None
         if grammar is not None:
-            make = partial(self._grammar_of_answer, grammar, ends)
-        elif params.grammar_option or (budget is None and not params.tools):
+            make_grammar = functools.partial(self._make_grammar, grammar, end_ids)
+        elif params.grammar_option or (thinking_budget is None and not params.tools):
             return None
-        closing = self._tokenizer.encode_more(answer.thinking.close).tolist() if answer.thinking else ()
-        whole = grammar is not None and not answer.anywhere
-        return AnswerConstraint(start, answer, self.tokens, make, whole, ends, budget, closing)
+        return AnswerConstraint(
+            start,
+            answer_format,
+            self.byte_vocabulary,
+            make_grammar,
+            covers_text=grammar is not None and not answer_format.anywhere,
+            end_ids=end_ids,
+            thinking_budget=thinking_budget,
+            thinking_end=self._tokenizer.encode_more(thinking.close).tolist() if thinking else (),
+        )
 
-    def _grammar_of_answer(self, grammar: str, ends: frozenset[int], start: int, begun: list[bytes | int]) -> Grammar:
-        return self.grammars.constraint(grammar, start, ends, begun=begun, what="grammar of the tools")
+    def _make_grammar(
+        self, grammar: str, end_ids: frozenset[int], start: int, generated: list[bytes | int]
+    ) -> GrammarConstraint:
+        return self.grammar_compiler.make_constraint(
+            grammar, start, end_ids, generated=generated, name="grammar of the tools"
+        )
 
-    def strings(self, params: Params, answer: AnswerFormat) -> dict[str, list[str]]:
+    def unquoted_arguments(self, params: Params, answer_format: AnswerFormat) -> dict[str, list[str]]:
         """Return for each tool the arguments that are written without quotes."""
-        if not (answer.tools and answer.tools.parameters):
+        if not (answer_format.tools and answer_format.tools.parameters):
             return {}
         from ovspec.grammars.tools import TEXT_PARAMETERS_KEY  # deferred, because it imports llguidance
 
-        return json.loads(grammar_of_answer(params, answer) or "{}").get(TEXT_PARAMETERS_KEY, {})
+        return json.loads(convert_answer_grammar(params, answer_format) or "{}").get(TEXT_PARAMETERS_KEY, {})
 
-    def check(self, params: Params) -> None:
+    def check_grammar(self, params: Params) -> None:
         """Raise OvspecError if the grammar in ``params`` is invalid."""
-        grammar, name = grammar_of(params)
+        grammar, name = convert_requested_grammar(params)
         if grammar is not None:
-            self.grammars.constraint(grammar, 0, frozenset(), what=name)
+            self.grammar_compiler.make_constraint(grammar, 0, frozenset(), name=name)
 
-    def _tail(self, tokens: np.ndarray, where: int | str) -> bytes:
-        """Return the bytes of the prompt that belong to the grammar's text."""
-        spelt = self.tokens.spell(tokens)
-        text = spelt.decode("utf-8", "replace")
-        if not isinstance(where, (int, str)):
-            raise OvspecError(f"`constrain_from` is {where!r}; it must be a string, or a number of characters.")
-        if isinstance(where, str):
-            at = text.rfind(where) if where else -1
-            if at < 0:
-                raise OvspecError(f"`constrain_from`: {where!r} is not in the prompt.")
-        else:
-            at = where if where >= 0 else len(text) + where
-            if not 0 <= at <= len(text):
-                raise OvspecError(f"`constrain_from` is {where}, but the prompt has {len(text)} characters.")
-        return spelt[len(text[:at].encode()) :]
+    def _prompt_from(self, prompt: np.ndarray, constrain_from: int | str) -> bytes:
+        """Return the bytes of the prompt from ``constrain_from`` on, which belong to the grammar's text."""
+        prompt_bytes = self.byte_vocabulary.join_bytes(prompt)
+        text = prompt_bytes.decode("utf-8", "replace")
+        match constrain_from:
+            case str():
+                if not constrain_from or constrain_from not in text:
+                    raise OvspecError(f"`constrain_from`: {constrain_from!r} is not in the prompt.")
+                index = text.rfind(constrain_from)
+            case int():
+                index = constrain_from if constrain_from >= 0 else len(text) + constrain_from
+                if not 0 <= index <= len(text):
+                    raise OvspecError(
+                        f"`constrain_from` is {constrain_from}, but the prompt has {len(text)} characters."
+                    )
+            case _:
+                raise OvspecError(
+                    f"`constrain_from` is {constrain_from!r}; it must be a string, or a number of characters."
+                )
+        return prompt_bytes[len(text[:index].encode()) :]

@@ -12,18 +12,18 @@ import re
 import secrets
 from collections import abc
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
 from ovspec.base.errors import OvspecError
+from ovspec.base.json_types import JsonObject, JsonValue
 from ovspec.cache.sequence import Sequence
 from ovspec.grammars.sources import LARK_TOKEN, PARSER_LIMITS, UNIQUE_ITEMS_KEY
 from ovspec.grammars.tools import TEXT_PARAMETERS_KEY, TOKEN_NAMES_KEY
 from ovspec.grammars.wording import word_llguidance_error
 from ovspec.sampling.constraint import Constraint
-from ovspec.sampling.masks import holds, pack
+from ovspec.sampling.masks import mask_contains, pack_mask
 from ovspec.sampling.unique_items import Following, JsonCursor, Tracks, UniqueItems
 from ovspec.text.tokenizer_files import TOKENIZER_FILE
 
@@ -34,8 +34,8 @@ CACHED_POSITIONS = 32
 
 
 @dataclass(slots=True)
-class Position:
-    """What is known about a position in the text; ``matcher`` has consumed all tokens before it."""
+class PositionCache:
+    """Cached facts about a position in the text; ``matcher`` has consumed all tokens before it."""
 
     matcher: LLMatcher | None = None
     mask: np.ndarray | None = None
@@ -43,7 +43,7 @@ class Position:
     cursor: JsonCursor | None = None  # kept for all positions, if items must differ
 
 
-class Grammar(Constraint):
+class GrammarConstraint(Constraint):
     """Keeps the text after the prompt within a grammar.
 
     Matchers are copied, which takes a few microseconds, and never rolled back: after a ``rollback``, llguidance 1.9.1
@@ -51,7 +51,7 @@ class Grammar(Constraint):
 
     Args:
         matcher: a matcher in the state in which the generated text begins, after ``start`` tokens of prompt.
-        ends: ids that end the text when the grammar is satisfied; the matcher's own end id is ``own_end``.
+        end_ids: ids that end the text when the grammar is satisfied; the matcher's own end id is ``matcher_end_id``.
         size: size of the vocabulary.
         unique: keeps items of arrays different, where they must be, from the given place on.
     """
@@ -60,56 +60,61 @@ class Grammar(Constraint):
         self,
         matcher: LLMatcher,
         start: int,
-        ends: frozenset[int],
-        own_end: int,
+        end_ids: frozenset[int],
+        matcher_end_id: int,
         size: int,
         unique: tuple[UniqueItems, JsonCursor] | None = None,
     ) -> None:
-        self._start, self._ends, self._size = start, ends, size
+        self._start = start
+        self._end_ids = end_ids
+        self._size = size
         self._unique = unique[0] if unique else None
-        self._no_end = ~pack([own_end], size)
-        self._end = pack([token for token in ends if token < size], size)
-        self._path = Sequence()  # tokens that the grammar is known to allow
-        first = Position(matcher, cursor=unique[1] if unique else None)
+        self._without_matcher_end = ~pack_mask([matcher_end_id], size)
+        self._end_mask = pack_mask([token for token in end_ids if token < size], size)
+        self._followed = Sequence()  # tokens that the grammar is known to allow
+        first = PositionCache(matcher, cursor=unique[1] if unique else None)
         self._positions = [first]  # one more than there are tokens
 
-    def mask(self, tokens: np.ndarray) -> np.ndarray:
-        at = self._seek(tokens)
-        position = self._positions[at]
+    def token_mask(self, tokens: np.ndarray) -> np.ndarray:
+        index = self._seek(tokens)
+        position = self._positions[index]
         if position.mask is None:
-            forced = self._forced(at)
-            position.mask = pack(forced[:1], self._size) if forced else self._computed(self._matcher(at), position)
+            if forced := self._forced_at(index):
+                position.mask = pack_mask(forced[:1], self._size)
+            else:
+                position.mask = self._compute_mask(self._matcher_at(index), position)
         return position.mask
 
-    def allows(self, token: int, tokens: np.ndarray) -> bool:
-        at = self._seek(tokens)
-        if at < len(self._path) and token == self._path.tokens[at]:
+    def allows_token(self, token: int, tokens: np.ndarray) -> bool:
+        index = self._seek(tokens)
+        if index < len(self._followed) and token == self._followed.tokens[index]:
             return True
-        if self._repeats(at, token):
+        if self._repeats(index, token):
             return False
-        if self._positions[at].mask is None:
-            if forced := self._forced(at):
+        if self._positions[index].mask is None:
+            if forced := self._forced_at(index):
                 return token == forced[0]
-            matcher = self._matcher(at)
-            if token in self._ends:
+            matcher = self._matcher_at(index)
+            if token in self._end_ids:
                 return matcher.is_accepting()
             # If bytes are forced but their spelling in tokens isn't, the mask is stricter than this.
             if not matcher.compute_ff_bytes():
                 return matcher.validate_tokens([token]) == 1
-        return holds(self.mask(tokens), token)
+        return mask_contains(self.token_mask(tokens), token)
 
-    def forced(self, tokens: np.ndarray) -> list[int]:
-        return self._forced(self._seek(tokens))
+    def forced_tokens(self, tokens: np.ndarray) -> list[int]:
+        return self._forced_at(self._seek(tokens))
 
-    def complete(self, tokens: np.ndarray) -> bool:
-        return self._matcher(self._seek(tokens)).is_stopped()
+    def is_complete(self, tokens: np.ndarray) -> bool:
+        return self._matcher_at(self._seek(tokens)).is_stopped()
 
-    def _forced(self, at: int) -> list[int]:
-        position = self._positions[at]
+    def _forced_at(self, index: int) -> list[int]:
+        """Return the ids that must follow at a position."""
+        position = self._positions[index]
         if position.forced is None:
-            position.forced = self._matcher(at).compute_ff_tokens()
+            position.forced = self._matcher_at(index).compute_ff_tokens()
             if self._unique and position.forced:
-                position.forced = self._different(at, position.forced)
+                position.forced = self._different(index, position.forced)
         return position.forced
 
     def _repeats(self, at: int, token: int) -> bool:
@@ -117,14 +122,14 @@ class Grammar(Constraint):
         cursor = self._positions[at].cursor
         if not (self._unique and cursor) or not any(each.seen for each in cursor.opened):
             return False
-        return bool(self._unique.forbidden(cursor, [token], self._following(self._matcher(at))))
+        return bool(self._unique.forbidden(cursor, [token], self._following(self._matcher_at(at))))
 
     def _following(self, matcher: LLMatcher) -> Following:
         def following(token: int) -> tuple[list[int], Following]:
             after = matcher.deep_copy()
             if not after.consume_token(token):
                 return [], following
-            bits = np.unpackbits(self._allowed(after), bitorder="little")
+            bits = np.unpackbits(self._allowed_mask(after), bitorder="little")
             return np.flatnonzero(bits).tolist(), self._following(after)
 
         return following
@@ -139,36 +144,37 @@ class Grammar(Constraint):
                 return tokens[:count]
         return tokens
 
-    def _computed(self, matcher: LLMatcher, position: Position) -> np.ndarray:
-        mask = self._allowed(matcher)
+    def _compute_mask(self, matcher: LLMatcher, position: PositionCache) -> np.ndarray:
+        mask = self._allowed_mask(matcher)
         if self._unique and position.cursor and any(each.seen for each in position.cursor.opened):
             allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
             suspects = self._unique.suspects(position.cursor, allowed)
             forbidden = self._unique.forbidden(position.cursor, suspects, self._following(matcher))
-            mask = mask & ~pack(forbidden, self._size)
+            mask = mask & ~pack_mask(forbidden, self._size)
         if not mask.any() and not matcher.is_stopped():
             raise OvspecError("No token of this model can continue the text within the grammar.")
         return mask
 
-    def _allowed(self, matcher: LLMatcher) -> np.ndarray:
+    def _allowed_mask(self, matcher: LLMatcher) -> np.ndarray:
+        """Return the mask of a matcher, with the end ids in place of its own."""
         words = np.empty(-(-self._size // 32), dtype=np.uint32)
         matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-        check_state(matcher)
-        mask = words.view(np.uint8)[: len(self._end)] & self._no_end
+        check_matcher(matcher)
+        mask = words.view(np.uint8)[: len(self._end_mask)] & self._without_matcher_end
         if matcher.is_accepting():
-            mask |= self._end
+            mask |= self._end_mask
         return mask
 
     def _seek(self, tokens: np.ndarray) -> int:
-        """Follow ``tokens``; return how many of them come after the prompt."""
+        """Follow ``tokens``; return the index of the position after them, which is their number after the prompt."""
         text = tokens[self._start :]
-        shared = self._path.common_prefix_length(text)
+        shared = self._followed.common_prefix_length(text)
         if shared < len(text):
-            self._path.rewind(shared)
-            self._path.commit(text[shared:])
+            self._followed.rewind(shared)
+            self._followed.commit(text[shared:])
             del self._positions[shared + 1 :]
-            self._positions += [Position() for _ in text[shared:]]
-            self._matcher(len(text))  # raises if the grammar doesn't allow them
+            self._positions += [PositionCache() for _ in text[shared:]]
+            self._matcher_at(len(text))  # raises if the grammar doesn't allow the text
             for at in range(shared, len(text) if self._unique else 0):
                 cursor = self._positions[at].cursor
                 after = self._unique.after(cursor, int(text[at])) if self._unique and cursor else None
@@ -177,136 +183,142 @@ class Grammar(Constraint):
                 self._positions[at + 1].cursor = after
         return len(text)
 
-    def _matcher(self, at: int) -> LLMatcher:
+    def _matcher_at(self, index: int) -> LLMatcher:
         """Return the matcher at a position, copied from the nearest one before it; the first and last are cached."""
-        position = self._positions[at]
+        position = self._positions[index]
         if position.matcher is None:
-            before = next(i for i in range(at - 1, -1, -1) if self._positions[i].matcher)
-            known = self._positions[before].matcher
-            assert known
-            matcher = known.deep_copy()
-            if not matcher.consume_tokens(self._path.tokens[before:at].tolist()):
-                check_state(matcher)
+            nearest = next(i for i in range(index - 1, -1, -1) if self._positions[i].matcher)
+            nearest_matcher = self._positions[nearest].matcher
+            assert nearest_matcher
+            matcher = nearest_matcher.deep_copy()
+            if not matcher.consume_tokens(self._followed.tokens[nearest:index].tolist()):
+                check_matcher(matcher)
             position.matcher = matcher
-            for old in self._positions[max(1, at - 2 * CACHED_POSITIONS) : max(1, at - CACHED_POSITIONS)]:
-                old.matcher = old.mask = None
+            oldest_cached = index - CACHED_POSITIONS
+            for old in self._positions[max(1, oldest_cached - CACHED_POSITIONS) : max(1, oldest_cached)]:
+                old.matcher = None
+                old.mask = None
         return position.matcher
 
 
-def check_state(matcher: LLMatcher) -> None:
+def check_matcher(matcher: LLMatcher) -> None:
     """Raise OvspecError if the matcher has failed; it never recovers from that."""
     if matcher.is_error():
         raise OvspecError(f"The grammar can't be followed any further: {word_llguidance_error(matcher.get_error())}")
 
 
-class Grammars:
+class GrammarCompiler:
     """Compiles grammars for a model's ``tokenizer.json``; ``vocabulary`` has the bytes that each id adds to a text."""
 
-    def __init__(self, tokenizer_json: dict[str, Any], vocabulary: list[bytes | None]) -> None:
+    def __init__(self, tokenizer_json: JsonObject, vocabulary: list[bytes | None]) -> None:
         self._size = len(vocabulary)
+        self._added_ids = {token["content"]: token["id"] for token in tokenizer_json.get("added_tokens", [])}
         # As Lark writes them, such as <|im_end|>. <[INST]> can't be written, because brackets hold token ids.
-        names = ((token["content"], token["id"]) for token in special_tokens(tokenizer_json))
-        self._added = {token["content"]: token["id"] for token in tokenizer_json.get("added_tokens", [])}
-        self._special = {f"<{name.removeprefix('<').removesuffix('>')}>": number for name, number in names}
-        self._own_end, self._tokens = grammar_tokenizer(tokenizer_json, self._size)
+        self._ids_by_lark_name = {
+            f"<{token['content'].removeprefix('<').removesuffix('>')}>": token["id"]
+            for token in find_textless_tokens(tokenizer_json)
+        }
+        self._matcher_end_id, self._tokenizer = make_grammar_tokenizer(tokenizer_json, self._size)
         self._vocabulary = vocabulary
-        # Threads share what it returns, so a matcher is copied before it moves.
-        self._compiled = functools.lru_cache(CACHED_GRAMMARS)(self._compile)
+        # Threads share the compiled matchers, so a matcher is copied before it moves.
+        self._compile_cached = functools.lru_cache(CACHED_GRAMMARS)(self._compile)
 
-    def constraint(
+    def make_constraint(
         self,
         grammar: str,
         start: int,
-        ends: frozenset[int],
-        inside: bytes = b"",
+        end_ids: frozenset[int],
+        prompt_part: bytes = b"",
         healed: bytes = b"",
-        what: str = "grammar",
-        begun: abc.Sequence[bytes | int] = (),
-    ) -> Grammar:
+        name: str = "grammar",
+        generated: abc.Sequence[bytes | int] = (),
+    ) -> GrammarConstraint:
         """Return the constraint that keeps the text after ``start`` tokens of prompt within ``grammar``.
 
         Args:
             grammar: a grammar made by ``grammars.conversion``.
-            ends: ids that end the text.
-            inside: bytes of the prompt that belong to the grammar's text.
-            healed: bytes of the tokens that were taken back from the prompt. They are the end of ``inside`` if that is
-                given; otherwise the text begins with them, and the grammar's text follows.
-            what: the grammar's name in errors.
-            begun: what of the grammar's text was generated before ``start``: bytes, and ids of tokens.
+            end_ids: ids that end the text.
+            prompt_part: bytes of the prompt that belong to the grammar's text.
+            healed: bytes of the tokens that were taken back from the prompt. They are the end of ``prompt_part`` unless
+                that is empty; then the text begins with them, and the grammar's text follows.
+            name: the grammar's name in errors.
+            generated: the part of the grammar's text that was generated before ``start``: bytes, and ids of tokens.
         """
-        matcher, unique = self._compiled(grammar, what)
+        matcher, unique = self._compile_cached(grammar, name)
         cursor: JsonCursor | None = JsonCursor()
-        if begun:
+        if generated:
             matcher = matcher.deep_copy()
-            for part in begun:
-                tokens = self._tokens.tokenize_bytes(part) if isinstance(part, bytes) else [part]
+            for part in generated:
+                tokens = self._tokenizer.tokenize_bytes(part) if isinstance(part, bytes) else [part]
                 if matcher.try_consume_tokens(tokens) < len(tokens):
-                    raise OvspecError(f"The {what} doesn't allow what was generated.")
+                    raise OvspecError(f"The {name} doesn't allow what was generated.")
                 if unique and cursor and isinstance(part, bytes):
                     cursor = unique.follow(cursor, part)
-        if inside:
-            self._follow(matcher.deep_copy(), inside)  # all of it must fit
-            matcher, before = matcher.deep_copy(), inside[: len(inside) - len(healed)]
-            self._follow(matcher, before)
-            cursor = unique.follow(JsonCursor(), before) if unique else None
+        if prompt_part:
+            self._follow_prompt(matcher.deep_copy(), prompt_part)  # all of it must fit
+            matcher = matcher.deep_copy()
+            unhealed = prompt_part[: len(prompt_part) - len(healed)]
+            self._follow_prompt(matcher, unhealed)
+            cursor = unique.follow(JsonCursor(), unhealed) if unique else None
         elif healed:
-            matcher, _ = self._compiled(prefixed(grammar, healed), what)
+            matcher, _ = self._compile_cached(prefix_grammar(grammar, healed), name)
             cursor = JsonCursor(skip=len(healed))
         if unique and not cursor:
             raise OvspecError("The prompt repeats an item of an array whose items must differ.")
         pair = (unique, cursor) if unique and cursor else None
-        return Grammar(matcher.deep_copy(), start, ends, self._own_end, self._size, pair)
+        return GrammarConstraint(matcher.deep_copy(), start, end_ids, self._matcher_end_id, self._size, pair)
 
-    def _compile(self, grammar: str, what: str) -> tuple[LLMatcher, UniqueItems | None]:
-        text, tracks = with_numbers(grammar, self._special, self._added)
-        matcher = LLMatcher(self._tokens, text, log_level=0, limits=PARSER_LIMITS)
+    def _compile(self, grammar: str, name: str) -> tuple[LLMatcher, UniqueItems | None]:
+        text, tracks = replace_names_by_ids(grammar, self._ids_by_lark_name, self._added_ids)
+        matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=PARSER_LIMITS)
         if matcher.is_error():
-            raise OvspecError(f"{what}: {word_llguidance_error(matcher.get_error())}")
+            raise OvspecError(f"{name}: {word_llguidance_error(matcher.get_error())}")
         return matcher, UniqueItems(tracks, self._vocabulary) if tracks else None
 
-    def _follow(self, matcher: LLMatcher, text: bytes) -> None:
+    def _follow_prompt(self, matcher: LLMatcher, text: bytes) -> None:
         """Consume the grammar's text that is in the prompt; raise OvspecError if the grammar doesn't allow it."""
-        tokens = self._tokens.tokenize_bytes(text)
+        tokens = self._tokenizer.tokenize_bytes(text)
         count = matcher.try_consume_tokens(tokens)
         if count < len(tokens):
-            before, rest = (self._tokens.decode_str(part) for part in (tokens[:count], tokens[count:]))
-            where = f"after {before[-40:]!r}" if before else "where the grammar begins"
-            raise OvspecError(f"The grammar doesn't allow this part of the prompt: {rest[:20]!r} {where}.")
+            allowed = self._tokenizer.decode_str(tokens[:count])
+            wrong = self._tokenizer.decode_str(tokens[count:])
+            place = f"after {allowed[-40:]!r}" if allowed else "where the grammar begins"
+            raise OvspecError(f"The grammar doesn't allow this part of the prompt: {wrong[:20]!r} {place}.")
         if matcher.is_stopped():
             raise OvspecError("The prompt already contains the grammar's whole text, so nothing can follow it.")
 
 
-def prefixed(grammar: str, prefix: bytes) -> str:
+def prefix_grammar(grammar: str, prefix: bytes) -> str:
     """Return the grammar of ``prefix``, which must be UTF-8, followed by a text of ``grammar``."""
-    whole = json.loads(grammar)
-    first, *others = whole["grammars"]
-    outer = {"lark_grammar": f"start: PREFIX @after_prefix\nPREFIX: {json.dumps(prefix.decode())}"}
-    return json.dumps({**whole, "grammars": [outer, {**first, "name": "after_prefix"}, *others]})
+    combined = json.loads(grammar)
+    first, *others = combined["grammars"]
+    prefixed = {"lark_grammar": f"start: PREFIX @after_prefix\nPREFIX: {json.dumps(prefix.decode())}"}
+    return json.dumps({**combined, "grammars": [prefixed, {**first, "name": "after_prefix"}, *others]})
 
 
-def grammar_tokenizer(tokenizer_json: dict[str, Any], size: int) -> tuple[int, LLTokenizer]:
+def make_grammar_tokenizer(tokenizer_json: JsonObject, size: int) -> tuple[int, LLTokenizer]:
     """Return (the matcher's end id, llguidance's tokenizer) for a model's ``tokenizer.json``.
 
     Special tokens get names that no grammar can spell, so a text that looks like one is spelt in ordinary tokens.
     """
     mark = secrets.token_hex(8)
-    names = {token["content"]: f"\0{mark} {token['id']}\0" for token in special_tokens(tokenizer_json)}
-    added: list[dict[str, Any]] = tokenizer_json.get("added_tokens", [])
-    own_end = next((token["id"] for token in added if token.get("special")), None)
-    if own_end is None:
+    names = {token["content"]: f"\0{mark} {token['id']}\0" for token in find_textless_tokens(tokenizer_json)}
+    added: list[JsonObject] = tokenizer_json.get("added_tokens", [])
+    end_id = next((token["id"] for token in added if token.get("special")), None)
+    if end_id is None:
         raise OvspecError("This model's tokenizer has no special token that could end a text, which a grammar needs.")
-    model: Any = tokenizer_json.get("model")
+    model: JsonValue = tokenizer_json.get("model")
     vocab = model.get("vocab") if isinstance(model, dict) else None
     if not isinstance(vocab, dict):
         raise OvspecError(f"{UNUSABLE}: its {TOKENIZER_FILE} doesn't map tokens to ids; export the model again.")
     renamed = {
         **tokenizer_json,
-        "added_tokens": [renamed_token(token, names) for token in added],
-        "model": {**model, "vocab": {names.get(piece, piece): index for piece, index in vocab.items()}},
+        "added_tokens": [rename_token(token, names) for token in added],
+        "model": {**model, "vocab": {names.get(piece, piece): token_id for piece, token_id in vocab.items()}},
         "post_processor": None,
     }
     try:
-        return own_end, LLTokenizer(json.dumps(renamed), n_vocab=size, eos_token=own_end)
+        return end_id, LLTokenizer(json.dumps(renamed), n_vocab=size, eos_token=end_id)
     except BaseException as error:
         # A panic in Rust isn't an Exception, and its type can't be imported.
         if isinstance(error, ValueError) or type(error).__name__ == "PanicException":
@@ -314,34 +326,38 @@ def grammar_tokenizer(tokenizer_json: dict[str, Any], size: int) -> tuple[int, L
         raise
 
 
-def renamed_token(token: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
+def rename_token(token: JsonObject, names: dict[str, str]) -> JsonObject:
+    """Return an added token under its name in ``names``, as a special token; unchanged if it has none."""
     name = names.get(token["content"])
     return {**token, "content": name, "special": True} if name else token
 
 
-def special_tokens(tokenizer_json: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the tokens that are no text to llguidance: the special ones, and added ones that look like <tags>."""
+def find_textless_tokens(tokenizer_json: JsonObject) -> list[JsonObject]:
+    """Return the tokens that are no text to llguidance: special tokens, and added ones that look like <tags>."""
     added = tokenizer_json.get("added_tokens", [])
     return [token for token in added if token.get("special") or re.fullmatch("(?s)<.*>", token["content"])]
 
 
-def with_numbers(grammar: str, special: dict[str, int], added: dict[str, int]) -> tuple[str, Tracks | None]:
-    """Return a grammar that refers to special tokens by id, because ``grammar_tokenizer`` has renamed them.
+def replace_names_by_ids(
+    grammar: str, ids_by_lark_name: dict[str, int], added_ids: dict[str, int]
+) -> tuple[str, Tracks | None]:
+    """Return a grammar that refers to special tokens by id, because ``make_grammar_tokenizer`` has renamed them.
 
-    What it says of different items comes apart from it.
+    Also returns the tracks of arrays with different items, which aren't part of llguidance's notation.
 
     Args:
-        special, added: ids of special tokens by their names in Lark, and of all added tokens by their texts.
+        ids_by_lark_name: ids of special tokens by their names in Lark.
+        added_ids: ids of all added tokens by their texts.
     """
+    combined = json.loads(grammar)
+    tracks = combined.pop(UNIQUE_ITEMS_KEY, None)
+    ids = ids_by_lark_name | {name: added_ids[text] for name, text in combined.pop(TOKEN_NAMES_KEY, {}).items()}
+    combined.pop(TEXT_PARAMETERS_KEY, None)
 
-    def numbered(found: re.Match[str]) -> str:
-        return f"<[{special[found[0]]}]>" if found[0] in special else found[0]
+    def id_reference(name: re.Match[str]) -> str:
+        return f"<[{ids[name[0]]}]>" if name[0] in ids else name[0]
 
-    whole = json.loads(grammar)
-    tracks = whole.pop(UNIQUE_ITEMS_KEY, None)
-    special = special | {name: added[text] for name, text in whole.pop(TOKEN_NAMES_KEY, {}).items()}
-    whole.pop(TEXT_PARAMETERS_KEY, None)
-    for part in whole["grammars"]:
+    for part in combined["grammars"]:
         if part.get("lark_grammar"):
-            part["lark_grammar"] = LARK_TOKEN.sub(numbered, part["lark_grammar"])
-    return json.dumps(whole), tracks
+            part["lark_grammar"] = LARK_TOKEN.sub(id_reference, part["lark_grammar"])
+    return json.dumps(combined), tracks

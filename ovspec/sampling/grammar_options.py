@@ -7,112 +7,120 @@ from pathlib import Path
 from typing import Any
 
 from ovspec.base.errors import OvspecError
+from ovspec.base.json_types import JsonValue
 from ovspec.params import Params
-from ovspec.sampling.schema_validation import schema_errors
+from ovspec.sampling.schema_validation import find_schema_errors
 from ovspec.text.answer import AnswerFormat, ToolCall
 
 
-def grammar_of(params: Params) -> tuple[str | None, str]:
+def convert_requested_grammar(params: Params) -> tuple[str | None, str]:
     """Return (the requested grammar in llguidance's notation, its name in messages), or (None, "").
 
     Raises:
-        OvspecError: it is wrong.
+        OvspecError: the grammar is wrong.
     """
-    if not (name := params.grammar_option):
+    if not (option := params.grammar_option):
         return None, ""
     from ovspec.grammars.conversion import convert_grammar
 
-    given = getattr(params, name)
-    value = readable(name, given)
-    what = f"`{name}` {value}" if isinstance(value, Path) else f"`{name}`"
-    if name != "json_schema":
-        return convert_grammar(name, value, what), what
-    more = params.additional_properties
-    if more is None and not isinstance(given, (dict, bool, str, Path)):
-        more = False  # a Python type has the fields it has
-    reading = {
+    requested = getattr(params, option)
+    source = normalize_grammar_option(option, requested)
+    name = f"`{option}`"
+    if isinstance(source, Path):
+        name += f" {source}"
+    if option != "json_schema":
+        return convert_grammar(option, source, name), name
+    additional_properties = params.additional_properties
+    if additional_properties is None and not isinstance(requested, (dict, bool, str, Path)):
+        additional_properties = False  # a Python type has no other fields
+    schema_reading = {
         "lenient": params.json_schema_mode == "checked",
-        "close_objects": None if more is None else not more,
+        "close_objects": None if additional_properties is None else not additional_properties,
         "compact": bool(params.compact_json),
     }
-    return convert_grammar(name, value, what, **reading), what
+    return convert_grammar(option, source, name, **schema_reading), name
 
 
-def grammar_of_answer(params: Params, answer: AnswerFormat) -> str | None:
+def convert_answer_grammar(params: Params, answer_format: AnswerFormat) -> str | None:
     """Return the grammar of calls, or of all that follows thinking; None if it is the grammar of ``params`` or none.
 
     Raises:
         OvspecError: a tool's schema can't be used; the message names the tool.
     """
-    use = params.tool_use
-    other = None if use.required else grammar_of(params)[0]
-    if not use.names and not (other and answer.thinking):
+    tool_use = params.tool_use
+    thinking = answer_format.thinking
+    text_grammar = None
+    if not tool_use.required:
+        text_grammar, _ = convert_requested_grammar(params)
+    if not tool_use.names and not (text_grammar and thinking):
         return None
     from ovspec.grammars.conversion import convert_grammar
 
-    called = [tool["function"] for tool in params.tools if tool["function"]["name"] in use.names]
-    given = {
-        "format": answer.tools.name if answer.tools else "generic",
-        "tools": [{"name": tool["name"], "parameters": tool["parameters"]} for tool in called],
-        "parallel": params.parallel_tool_calls and not use.once,
-        "tokens": [*answer.tokens],
-        "header": answer.thinking.header if answer.thinking else None,
-        "text": answer.thinking.text if answer.thinking else "",
-        "other": other,
+    functions = [tool["function"] for tool in params.tools if tool["function"]["name"] in tool_use.names]
+    request = {
+        "format": answer_format.tools.name if answer_format.tools else "generic",
+        "tools": [{"name": function["name"], "parameters": function["parameters"]} for function in functions],
+        "parallel": params.parallel_tool_calls and not tool_use.once,
+        "tokens": [*answer_format.tokens],
+        "header": thinking and thinking.header,
+        "text": thinking.text if thinking else "",
+        "other": text_grammar,
         "reading": {
             "lenient": params.json_schema_mode == "checked",
             "close_objects": params.additional_properties is not True,
             "compact": params.compact_json,
         },
     }
-    return convert_grammar("tools", given, "`tools`")
+    return convert_grammar("tools", request, "`tools`")
 
 
-def errors_of(params: Params, before: str, text: str, calls: Sequence[ToolCall]) -> list[str]:
-    """Return how an answer, ``before + text`` with calls of tools, breaks its schemas; see ``schema_errors``."""
-    found, schemas = list[str](), {tool["function"]["name"]: tool["function"]["parameters"] for tool in params.tools}
+def find_answer_errors(params: Params, prompt_part: str, text: str, calls: Sequence[ToolCall]) -> list[str]:
+    """Return how an answer, ``prompt_part + text`` with tool calls, breaks its schemas; see ``find_schema_errors``."""
+    errors: list[str] = []
+    schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in params.tools}
     if params.json_schema is not None and (text or not calls):
-        found += schema_errors(readable("json_schema", params.json_schema), before, text)
+        errors += find_schema_errors(normalize_grammar_option("json_schema", params.json_schema), prompt_part, text)
     for call in calls:
-        found += (f"{call.name}: {error}" for error in schema_errors(schemas[call.name or ""], "", call.arguments))
-    return found
+        call_errors = find_schema_errors(schemas[call.name or ""], "", call.arguments)
+        errors += (f"{call.name}: {error}" for error in call_errors)
+    return errors
 
 
-def readable(name: str, value: Any) -> Any:
+def normalize_grammar_option(option: str, source: Any) -> JsonValue | Path:
     """Return the value of a grammar option for ``convert_grammar``; raises OvspecError if it is of another kind."""
-    if isinstance(value, Path):
-        if value.is_dir():
-            raise OvspecError(f"{value} is a folder; name a file.")
-        if name in ("json_schema", "grammar", "gbnf"):
-            return value
-    if name == "json_schema":
-        if value is not None and not isinstance(value, (dict, bool, str)):
-            return schema_of_type(value)
-        if isinstance(value, str) and not value.lstrip().startswith(("{", "[", '"', "true", "false")):
-            raise OvspecError(f"`{name}` {value[:80]!r} isn't JSON; give the schema's text, or a Path for a file.")
-        return value
-    if name == "choice":
-        listed: Any = value if isinstance(value, Iterable) and not isinstance(value, str) else ()
-        texts = list(listed)
-        if not texts or not all(isinstance(text, str) for text in texts):
+    if isinstance(source, Path):
+        if source.is_dir():
+            raise OvspecError(f"{source} is a folder; name a file.")
+        if option in ("json_schema", "grammar", "gbnf"):
+            return source
+    if option == "json_schema":
+        if source is not None and not isinstance(source, (dict, bool, str)):
+            return make_type_schema(source)
+        if isinstance(source, str) and not source.lstrip().startswith(("{", "[", '"', "true", "false")):
+            raise OvspecError(f"`{option}` {source[:80]!r} isn't JSON; give the schema's text, or a Path for a file.")
+        return source
+    if option == "choice":
+        choices = list(source) if isinstance(source, Iterable) and not isinstance(source, str) else []
+        if not choices or not all(isinstance(text, str) for text in choices):
             raise OvspecError("`choice` must be a list of texts with at least one entry.")
-        return texts
-    if name == "regex" and isinstance(value, Path):
-        return str(value)
-    if not isinstance(value, str):
-        raise OvspecError(f"`{name}` must be a string or a Path, not {type(value).__name__}.")
-    if name != "regex" and ":" not in value:
-        raise OvspecError(f"`{name}` {value[:80]!r} isn't a grammar; give its text, or a Path for a file.")
-    return value
+        return choices
+    if option == "regex" and isinstance(source, Path):
+        return str(source)
+    if not isinstance(source, str):
+        raise OvspecError(f"`{option}` must be a string or a Path, not {type(source).__name__}.")
+    if option != "regex" and ":" not in source:
+        raise OvspecError(f"`{option}` {source[:80]!r} isn't a grammar; give its text, or a Path for a file.")
+    return source
 
 
-def schema_of_type(value: Any) -> Any:
+def make_type_schema(python_type: Any) -> JsonValue:
     """Return the JSON schema of a pydantic model or of another type that pydantic knows, such as list[str]."""
     from pydantic import PydanticUserError, TypeAdapter  # deferred, because few need it
 
     try:
-        made = getattr(value, "model_json_schema", None)
-        return made() if made else TypeAdapter(value).json_schema()
+        if hasattr(python_type, "model_json_schema"):
+            return python_type.model_json_schema()
+        return TypeAdapter(python_type).json_schema()
     except PydanticUserError as error:
-        why = str(error).splitlines()[0].rstrip(".")
-        raise OvspecError(f"`json_schema` {value!r:.80} has no JSON schema: {why}.") from None
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise OvspecError(f"`json_schema` {python_type!r:.80} has no JSON schema: {reason}.") from None

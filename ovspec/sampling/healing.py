@@ -1,7 +1,7 @@
 """Token healing: the end of a prompt is generated again, so that a token may extend past it.
 
 A model that always saw ``://`` as one token rarely continues with ``//`` after the token ``:``. So the last tokens are
-taken back, and what is generated must begin with their bytes. The idea is Lundberg's (Guidance, 2023).
+taken back, and the generated text must begin with their bytes. The idea is Lundberg's (Guidance, 2023).
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import numpy as np
 from ovspec.cache.sequence import Sequence
 from ovspec.sampling.byte_vocabulary import ByteVocabulary
 from ovspec.sampling.constraint import Constraint
-from ovspec.sampling.masks import pack
+from ovspec.sampling.masks import pack_mask
 
 
-def healable(
+def count_healable(
     prompt: np.ndarray,
     first: int,
     vocabulary: ByteVocabulary,
@@ -29,61 +29,68 @@ def healable(
     before ``first`` or one that adds nothing to the text, and must not have more than ``most_bytes``. With
     ``whole_characters``, they must not begin inside a character.
     """
-    found, text = 0, b""
+    healable = 0
+    text = b""
     for count, token in enumerate(reversed(prompt[first:].tolist()), 1):
-        spelt = vocabulary.vocabulary[token] if token < vocabulary.size else None
-        text = (spelt or b"") + text
-        if not spelt or len(text) >= vocabulary.longest or len(text) > most_bytes:
+        token_bytes = vocabulary.token_bytes(token)
+        text = token_bytes + text
+        if not token_bytes or len(text) >= vocabulary.longest or len(text) > most_bytes:
             break
-        if vocabulary.extend(text) and (not whole_characters or text.decode(errors="ignore").encode() == text):
-            found = count
-    return found
+        if vocabulary.has_longer(text) and (not whole_characters or text.decode(errors="ignore").encode() == text):
+            healable = count
+    return healable
 
 
 class Healing(Constraint):
-    """Takes back the last ``count`` tokens of a prompt, (n,); what is generated must begin with their bytes.
+    """Takes back the last ``count`` tokens of a prompt, (n,); the generated text must begin with their bytes.
 
     If no token is left, the text begins with ``bos``, (n,) int64.
     """
 
     def __init__(self, prompt: np.ndarray, count: int, vocabulary: ByteVocabulary, bos: np.ndarray) -> None:
-        self._taken, self._bos, self._vocabulary = prompt[len(prompt) - count :].copy(), bos, vocabulary
+        self._removed = prompt[len(prompt) - count :].copy()
+        self._bos = bos
+        self._vocabulary = vocabulary
         self._masks: dict[bytes, np.ndarray] = {}
-        self.text = vocabulary.spell(self._taken)  # their bytes
+        self.text = vocabulary.join_bytes(self._removed)  # their bytes
         self.start = len(prompt) - count or len(bos)  # tokens of the prompt that are left
 
-    def take_back(self, sequence: Sequence) -> None:
+    def take_back_tokens(self, sequence: Sequence) -> None:
         """Remove from ``sequence``, the prompt, the tokens that are generated again."""
-        sequence.rewind(len(sequence) - len(self._taken))
+        sequence.rewind(len(sequence) - len(self._removed))
         if not len(sequence):
             sequence.commit(self._bos)
 
-    def mask(self, tokens: np.ndarray) -> np.ndarray | None:
+    def token_mask(self, tokens: np.ndarray) -> np.ndarray | None:
         # Each token has at least one byte, so no more tokens than bytes can matter.
-        left = self.text[len(self._vocabulary.spell(tokens[self.start : self.start + len(self.text)])) :]
-        if not left:
+        generated = self._vocabulary.join_bytes(tokens[self.start : self.start + len(self.text)])
+        rest = self.text[len(generated) :]
+        if not rest:
             return None
-        if left not in self._masks:
-            self._masks[left] = pack(self._vocabulary.along(left), self._vocabulary.size)
-        return self._masks[left]
+        if rest not in self._masks:
+            self._masks[rest] = pack_mask(self._vocabulary.ids_compatible_with(rest), self._vocabulary.size)
+        return self._masks[rest]
 
-    def likely(self, tokens: np.ndarray) -> np.ndarray | None:
+    def suggest_tokens(self, tokens: np.ndarray) -> np.ndarray | None:
         """Return the remaining tokens taken back: usually none extends past them, and proposing them is free."""
-        again = tokens[self.start :]
-        if len(again) >= len(self._taken) or not (again == self._taken[: len(again)]).all():
+        generated = tokens[self.start :]
+        count = len(generated)
+        if count >= len(self._removed) or not (generated == self._removed[:count]).all():
             return None
-        return self._taken[len(again) :]
+        return self._removed[count:]
 
-    def healed(self, tokens: np.ndarray) -> int | None:
-        """Return how many bytes of the last of ``tokens`` were in the prompt; None if it has no others."""
-        left = len(self.text) - len(self._vocabulary.spell(tokens[self.start : -1]))
-        if left <= 0:
+    def healed_bytes(self, tokens: np.ndarray) -> int | None:
+        """Return how many bytes of the last of ``tokens`` were in the prompt; None if it has no other bytes."""
+        rest = len(self.text) - len(self._vocabulary.join_bytes(tokens[self.start : -1]))
+        if rest <= 0:
             return 0
-        return left if len(self._vocabulary.spell(tokens[-1:])) > left else None
+        if len(self._vocabulary.join_bytes(tokens[-1:])) <= rest:
+            return None
+        return rest
 
     def prompt_length(self, tokens: np.ndarray) -> int:
         """Return how many of the tokens so far have only bytes of the prompt."""
         length = self.start
-        while length < len(tokens) and self.healed(tokens[: length + 1]) is None:
+        while length < len(tokens) and self.healed_bytes(tokens[: length + 1]) is None:
             length += 1
         return length

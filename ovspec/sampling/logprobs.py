@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from ovspec.sampling.warp import largest
+from ovspec.base.json_types import JsonObject
+from ovspec.sampling.warp import largest_ids
 
 
 @dataclass(frozen=True)
@@ -19,10 +19,10 @@ class TokenLogprob:
     logprob: float
     top: list[tuple[int, float]]
 
-    def as_json(self, text_of: Callable[[int], str]) -> dict[str, Any]:
-        """Return it as JSON values, with the text of each token."""
-        top = [[token, logprob, text_of(token)] for token, logprob in self.top]
-        return {"token_id": self.token_id, "text": text_of(self.token_id), "logprob": self.logprob, "top": top}
+    def as_json(self, token_text: Callable[[int], str]) -> JsonObject:
+        """Return the fields for JSON, with the text of each token."""
+        top = [[token_id, logprob, token_text(token_id)] for token_id, logprob in self.top]
+        return {"token_id": self.token_id, "text": token_text(self.token_id), "logprob": self.logprob, "top": top}
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
@@ -33,11 +33,12 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
     return shifted
 
 
-def token_logprob(logits: np.ndarray, token: int, count: int) -> TokenLogprob:
-    """Return the log-probability of ``token``, and of the ``count`` most likely ones, from ``logits`` (vocab,)."""
-    logprobs, top = log_softmax(logits), list[tuple[int, float]]()
-    if count:
-        ids = largest(logits, min(count, len(logits)))
-        ids = ids[np.argsort(-logits[ids], kind="stable")][:count]
-        top = [(int(index), float(logprobs[index])) for index in ids]
-    return TokenLogprob(token, float(logprobs[token]), top)
+def make_token_logprob(logits: np.ndarray, token_id: int, top_count: int) -> TokenLogprob:
+    """Return the log-probability of ``token_id``, and of the ``top_count`` most likely ids, by ``logits`` (vocab,)."""
+    logprobs = log_softmax(logits)
+    top: list[tuple[int, float]] = []
+    if top_count:
+        ids = largest_ids(logits, min(top_count, len(logits)))
+        ids = ids[np.argsort(-logits[ids], kind="stable")][:top_count]
+        top = [(int(token_id), float(logprobs[token_id])) for token_id in ids]
+    return TokenLogprob(token_id, float(logprobs[token_id]), top)

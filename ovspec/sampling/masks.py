@@ -6,28 +6,27 @@ from collections.abc import Iterable
 
 import numpy as np
 
-# What eight packed bits add to eight logits.
+# For each byte of a mask, the numbers that its eight bits add to eight logits.
 _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
-_ADDED = np.where(_BITS, np.float32(0), np.float32(-np.inf))
+_ADDED_BY_BYTE = np.where(_BITS, np.float32(0), np.float32(-np.inf))
 
 
-def pack(ids: Iterable[int], size: int) -> np.ndarray:
+def pack_mask(ids: Iterable[int], size: int) -> np.ndarray:
     """Return a mask, (ceil(size / 8),) uint8, with the bits of ``ids`` set; bit i of byte j is the id 8 j + i."""
     bits = np.zeros(size, dtype=np.uint8)
     bits[np.fromiter(ids, dtype=np.int64)] = 1
     return np.packbits(bits, bitorder="little")
 
 
-def holds(mask: np.ndarray, token: int) -> bool:
+def mask_contains(mask: np.ndarray, token: int) -> bool:
     """Return whether a packed mask has ``token``."""
     return token >> 3 < len(mask) and bool(mask[token >> 3] >> (token & 7) & 1)
 
 
-def masked(logits: np.ndarray, mask: np.ndarray) -> np.ndarray:
+def apply_mask(logits: np.ndarray, mask: np.ndarray) -> np.ndarray:
     """Return a copy of ``logits``, (vocab,) float32, with -inf where ``mask`` has no bit, cut to its length."""
-    width, covered = len(logits), 8 * len(mask)
-    if width > covered:
-        logits, width = logits[:covered], covered
+    logits = logits[: 8 * len(mask)]
+    width = len(logits)
     # 'clip' saves a buffer; every byte is a valid row anyway.
-    found = np.take(_ADDED, mask[: -(-width // 8)], axis=0, mode="clip").reshape(-1)[:width]
-    return np.add(logits, found, out=found)
+    added = np.take(_ADDED_BY_BYTE, mask[: -(-width // 8)], axis=0, mode="clip").reshape(-1)[:width]
+    return np.add(logits, added, out=added)

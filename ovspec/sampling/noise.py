@@ -9,46 +9,47 @@ import numpy as np
 from ovspec.sampling.warp import WarpedLogits
 
 # Purposes of noise: independent draws at the same position need different noise.
-CHOICE, DRAFT, ACCEPT, RESIDUAL = range(4)
+CHOICE_NOISE, DRAFT_NOISE, ACCEPT_NOISE, RESIDUAL_NOISE = range(4)
 
 
-def noise(seed: int, sample: int, position: int, vocab: int, purpose: int = CHOICE) -> np.ndarray:
+def make_noise(seed: int, sample: int, position: int, vocab: int, purpose: int = CHOICE_NOISE) -> np.ndarray:
     """Return uniform noise, (vocab,) uint32, a function of its arguments. A smaller ``vocab`` gives a prefix of it."""
-    source = np.random.PCG64DXSM(np.random.SeedSequence((seed, sample, position, purpose)))
-    return source.random_raw((vocab + 1) // 2).view(np.uint32)[:vocab]
+    generator = np.random.PCG64DXSM(np.random.SeedSequence((seed, sample, position, purpose)))
+    return generator.random_raw((vocab + 1) // 2).view(np.uint32)[:vocab]
 
 
-def uniform(seed: int, sample: int, position: int, purpose: int) -> float:
+def draw_uniform(seed: int, sample: int, position: int, purpose: int) -> float:
     """Return a uniform number in (0, 1), with the 53 bits of a float."""
     raw = np.random.PCG64DXSM(np.random.SeedSequence((seed, sample, position, purpose))).random_raw()
     return ((int(raw) >> 11) + 0.5) * 2.0**-53
 
 
-def draw(kept: WarpedLogits, bits: np.ndarray) -> tuple[int, float]:
+def draw_token(warped: WarpedLogits, bits: np.ndarray) -> tuple[int, float]:
     """Draw a token; return (token, its probability).
 
     This is the Gumbel-max trick, as a race in which the smallest E / exp(logit) wins. E = -log(1 - u) is exponential
     for uniform u, which is made of ``bits`` (vocab,). Because u < E, only tokens whose u / exp(logit) is less than the
     time of the most likely token can win, so only these few are computed in double precision.
     """
-    bits = bits if kept.ids is None else bits[kept.ids]
-    top = int(kept.logits.argmax())
-    weights = np.exp(kept.logits - kept.logits[top])
+    if warped.ids is not None:
+        bits = bits[warped.ids]
+    top = int(warped.logits.argmax())
+    weights = np.exp(warped.logits - warped.logits[top])
     time_of_top = -math.log1p(-(float(bits[top]) + 0.5) * 2.0**-32)
     near = np.flatnonzero(bits.astype(np.float32) < weights * np.float32(time_of_top * 2.0**32 * 1.0001))
     times = -np.log1p(-(bits[near] + 0.5) * 2.0**-32) / weights[near]
     index = int(near[times.argmin()])
-    token = index if kept.ids is None else int(kept.ids[index])
+    token = index if warped.ids is None else int(warped.ids[index])
     return token, float(weights[index] / weights.sum())
 
 
-def residual(p: np.ndarray, q: np.ndarray) -> np.ndarray:
+def residual_probabilities(p: np.ndarray, q: np.ndarray) -> np.ndarray:
     """Return max(p - q, 0), (vocab,), not normalised, to draw from after a draw from ``q`` was rejected."""
-    rest = np.maximum(p - q, 0)
-    return rest if rest.any() else p  # p = q, and the rejection was a rounding error
+    residual = np.maximum(p - q, 0)
+    return residual if residual.any() else p  # p = q, and the rejection was a rounding error
 
 
-def draw_from(probabilities: np.ndarray, bits: np.ndarray) -> int:
-    """Draw a token, given probabilities (vocab,) float64, which need not sum to 1, and ``noise`` of the same width."""
+def draw_from_probabilities(probabilities: np.ndarray, bits: np.ndarray) -> int:
+    """Draw a token, given probabilities (vocab,) float64, which need not sum to 1, and noise of the same width."""
     ids = np.flatnonzero(probabilities)
     return int(ids[(-np.log1p(-(bits[ids] + 0.5) * 2.0**-32) / probabilities[ids]).argmin()])

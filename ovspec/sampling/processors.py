@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,7 +13,10 @@ from ovspec.params import SamplingParams
 from ovspec.params.generation import LogitsProcessor
 from ovspec.sampling.constraint import Constraint
 
-# tokens so far (n,) int64 -> how many of them were in the prompt
+if TYPE_CHECKING:
+    import torch
+
+# tokens so far (n,) int64 -> number of them that were in the prompt
 PromptLength = Callable[[np.ndarray], int]
 
 
@@ -22,27 +25,30 @@ class LogitBias(Constraint):
 
     def __init__(self, biases: Mapping[int, float]) -> None:
         self._ids = np.array(list(biases), dtype=np.int64)
-        self._added = np.array(list(biases.values()), dtype=np.float32)
+        self._biases = np.array(list(biases.values()), dtype=np.float32)
 
-    def process(self, logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:  # noqa: ARG002
+    def process_logits(self, logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:  # noqa: ARG002
         logits = logits.copy()
         known = self._ids < len(logits)  # a draft's vocabulary may be smaller
-        logits[self._ids[known]] += self._added[known]
+        logits[self._ids[known]] += self._biases[known]
         return logits
 
 
 class Penalties(Constraint):
     """Applies the repetition, presence and frequency penalties."""
 
-    def __init__(self, params: SamplingParams, prompt: PromptLength) -> None:
-        self._params, self._prompt = params, prompt
+    def __init__(self, params: SamplingParams, prompt_length: PromptLength) -> None:
+        self._params = params
+        self._prompt_length = prompt_length
 
-    def process(self, logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        params, generated, logits = self._params, tokens[self._prompt(tokens) :], logits.copy()
+    def process_logits(self, logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        params = self._params
+        generated = tokens[self._prompt_length(tokens) :]
+        logits = logits.copy()
         penalty = params.repetition_penalty
         if penalty is not None and penalty != 1.0:
-            held = logits[tokens]
-            logits[tokens] = np.where(held < 0, held * penalty, held / penalty)
+            token_logits = logits[tokens]
+            logits[tokens] = np.where(token_logits < 0, token_logits * penalty, token_logits / penalty)
         if (params.presence_penalty or params.frequency_penalty) and len(generated):
             ids, counts = np.unique(generated, return_counts=True)
             logits[ids] -= (params.presence_penalty + float(params.frequency_penalty) * counts).astype(np.float32)
@@ -54,25 +60,27 @@ class UserProcessor(Constraint):
 
     def __init__(self, function: LogitsProcessor) -> None:
         self._name = getattr(function, "__name__", type(function).__name__)
-        self._function = on_arrays(function) if is_of_transformers(function) else function
+        self._function = adapt_torch_processor(function) if takes_tensors(function) else function
 
-    def process(self, logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    def process_logits(self, logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         # Copies, because a user's function may keep or change its arguments.
-        given = self._function(tokens.copy(), logits[None].copy())
+        answer = self._function(tokens.copy(), logits[None].copy())
         try:
-            found = np.asarray(given)
+            processed = np.asarray(answer)
         except (TypeError, ValueError):
-            found = np.empty(0)
-        if found.size != logits.size or found.dtype.kind not in "fiu":
-            what, wanted = f"{type(given).__name__} of shape {found.shape}", f"logits of shape (1, {len(logits)})"
-            raise OvspecError(f"The logits processor {self._name} returned {what}; it must return {wanted}.")
-        found = found.reshape(-1).astype(np.float32)
-        if np.isnan(found).any() or found.max() == np.inf:
+            processed = np.empty(0)
+        if processed.size != logits.size or processed.dtype.kind not in "fiu":
+            raise OvspecError(
+                f"The logits processor {self._name} returned {type(answer).__name__} of shape {processed.shape}; "
+                f"it must return logits of shape (1, {len(logits)})."
+            )
+        processed = processed.reshape(-1).astype(np.float32)
+        if np.isnan(processed).any() or processed.max() == np.inf:
             raise OvspecError(f"The logits processor {self._name} returned nan or inf; use -inf to exclude a token.")
-        return found
+        return processed
 
 
-def is_of_transformers(function: LogitsProcessor) -> bool:
+def takes_tensors(function: LogitsProcessor) -> bool:
     """Return whether ``function`` takes tensors, as the logits processors of transformers and lists of them do."""
     bases = inspect.getmro(type(function))
     return any(
@@ -82,49 +90,50 @@ def is_of_transformers(function: LogitsProcessor) -> bool:
     )
 
 
-def on_arrays(function: Callable[..., Any]) -> LogitsProcessor:
+def adapt_torch_processor(function: Callable[..., torch.Tensor]) -> LogitsProcessor:
     """Return a logits processor of transformers as a function of arrays."""
-    import torch  # which whoever has such a processor has installed
+    import torch  # installed, because the processor takes tensors
 
-    def process(tokens: np.ndarray, logits: np.ndarray) -> np.ndarray:
+    def process_arrays(tokens: np.ndarray, logits: np.ndarray) -> np.ndarray:
         return function(torch.from_numpy(tokens)[None], torch.from_numpy(logits)).detach().cpu().float().numpy()
 
-    return process
+    return process_arrays
 
 
 class MinTokens(Constraint):
     """Excludes the ids that end the text until ``count`` tokens are generated."""
 
-    def __init__(self, count: int, prompt: PromptLength, ends: frozenset[int]) -> None:
-        self._count, self._prompt = count, prompt
-        self._ends = np.array(sorted(ends), dtype=np.int64)
+    def __init__(self, count: int, prompt_length: PromptLength, end_ids: frozenset[int]) -> None:
+        self._count = count
+        self._prompt_length = prompt_length
+        self._end_ids = np.array(sorted(end_ids), dtype=np.int64)
 
-    def process(self, logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        if len(tokens) - self._prompt(tokens) >= self._count:
+    def process_logits(self, logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        if len(tokens) - self._prompt_length(tokens) >= self._count:
             return logits
         logits = logits.copy()
-        logits[self._ends[self._ends < len(logits)]] = -np.inf
+        logits[self._end_ids[self._end_ids < len(logits)]] = -np.inf
         return logits
 
 
-def processing(
+def make_processors(
     params: SamplingParams,
-    prompt: PromptLength,
-    ends: frozenset[int],
+    prompt_length: PromptLength,
+    end_ids: frozenset[int],
     functions: Iterable[LogitsProcessor] | None = None,
 ) -> list[Constraint]:
     """Return constraints that apply ``params`` and a user's functions to logits, in Hugging Face's order."""
     if functions is not None and not isinstance(functions, Iterable):
         raise OvspecError("`logits_processors` must be a list of functions; put the function into a list.")
-    found: list[Constraint] = []
+    processors: list[Constraint] = []
     if params.logit_bias:
-        found.append(LogitBias(params.logit_bias))
+        processors.append(LogitBias(params.logit_bias))
     if params.penalizes:
-        found.append(Penalties(params, prompt))
+        processors.append(Penalties(params, prompt_length))
     if params.min_tokens:
-        found.append(MinTokens(params.min_tokens, prompt, ends))
+        processors.append(MinTokens(params.min_tokens, prompt_length, end_ids))
     for function in functions or []:
         if not callable(function):
             raise OvspecError(f"`logits_processors` has {function!r}, which isn't a function.")
-        found.append(UserProcessor(function))
-    return found
+        processors.append(UserProcessor(function))
+    return processors

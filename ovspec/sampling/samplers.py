@@ -2,7 +2,7 @@
 
 Proposals are verified by comparison: at each position in order, the target's own choice is taken, and the walk
 continues while that equals the proposed token. The choice doesn't depend on the proposal, so the text is the same with
-any drafter. ``RejectionSampler`` uses the other rule, rejection sampling.
+any drafter. ``RejectionSampler`` uses rejection sampling instead.
 """
 
 from __future__ import annotations
@@ -18,52 +18,69 @@ from ovspec.cache.sequence import Sequence
 from ovspec.params import Params
 from ovspec.params.generation import SampleFunction
 from ovspec.sampling.constraint import UNCONSTRAINED, Constraints
-from ovspec.sampling.noise import ACCEPT, CHOICE, DRAFT, RESIDUAL, draw, draw_from, noise, residual, uniform
-from ovspec.sampling.warp import NOTHING_LEFT, WarpedLogits, certain, warp
+from ovspec.sampling.noise import (
+    ACCEPT_NOISE,
+    CHOICE_NOISE,
+    DRAFT_NOISE,
+    RESIDUAL_NOISE,
+    draw_from_probabilities,
+    draw_token,
+    draw_uniform,
+    make_noise,
+    residual_probabilities,
+)
+from ovspec.sampling.warp import NO_TOKEN_LEFT, WarpedLogits, certain_token, warp_logits
 
 
-class Guess(NamedTuple):
-    """A draft model's guess: token, how likely the model finds it, and what it was drawn from (for rejection)."""
+class DraftedToken(NamedTuple):
+    """A token that a draft model proposes.
+
+    confidence: its probability by the draft model. distribution: what it was drawn from, for rejection sampling.
+    """
 
     token: int
     confidence: float
-    q: WarpedLogits | None = None
+    distribution: WarpedLogits | None = None
 
 
 @dataclass(frozen=True)
 class DraftVocabulary:
-    """The ids that a draft proposes, if they aren't all of the target's.
+    """The ids that a draft proposes, if they are only some of the target's.
 
-    ids: the target's id of each of the draft's logits, (n,) int64. width: of the target's logits.
+    target_ids: the target's id of each of the draft's logits, (n,) int64. target_width: width of the target's logits.
     """
 
-    ids: np.ndarray
-    width: int
-
-    def spread(self, logits: np.ndarray) -> np.ndarray:
-        """Return ``logits`` (n,) as logits of the target, (width,), in which all other ids are impossible."""
-        found = np.full(self.width, -np.inf, dtype=np.float32)
-        found[self.ids] = logits
-        return found
+    target_ids: np.ndarray
+    target_width: int
 
 
-class Stopwatch:
-    """Counts this thread's processor time, because what other threads do meanwhile is not the row's fault."""
+def spread_logits(logits: np.ndarray, vocabulary: DraftVocabulary | None) -> np.ndarray:
+    """Return a draft's ``logits`` (n,) as logits of the target, (target_width,), with -inf for all other ids."""
+    if not vocabulary:
+        return logits
+    target_logits = np.full(vocabulary.target_width, -np.inf, dtype=np.float32)
+    target_logits[vocabulary.target_ids] = logits
+    return target_logits
 
-    __slots__ = ("_began", "_seconds")
+
+class ThreadStopwatch:
+    """Counts this thread's processor time, because the work of other threads is not the row's fault."""
+
+    __slots__ = ("_seconds", "_start")
 
     def __init__(self) -> None:
-        self._seconds = self._began = 0.0
+        self._seconds = self._start = 0.0
 
     def __enter__(self) -> None:
-        self._began = time.thread_time()
+        self._start = time.thread_time()
 
     def __exit__(self, *_: object) -> None:
-        self._seconds += time.thread_time() - self._began
+        self._seconds += time.thread_time() - self._start
 
-    def lap(self) -> float:
-        """Return the seconds counted since the last lap."""
-        seconds, self._seconds = self._seconds, 0.0
+    def restart(self) -> float:
+        """Return the seconds counted since the last call."""
+        seconds = self._seconds
+        self._seconds = 0.0
         return seconds
 
 
@@ -75,21 +92,23 @@ class Sampler(Protocol):
     """Chooses the tokens of one row."""
 
     constraints: Constraints
-    stopwatch: Stopwatch  # runs while the row's tokens are forced, guessed and chosen
+    stopwatch: ThreadStopwatch  # runs while the row's tokens are forced, drafted and chosen
 
     def verify(
-        self, logits: np.ndarray, sequence: Sequence, proposed: np.ndarray, q: Distributions = None
+        self, logits: np.ndarray, sequence: Sequence, proposed: np.ndarray, distributions: Distributions = None
     ) -> np.ndarray:
-        """Return what to commit, (n,) int64: the accepted tokens and, unless the last of them ends the text, one more.
+        """Return the tokens to commit, (n,) int64: the accepted ones and, unless the last one ends the text, one more.
 
         ``logits`` (n + 1, vocab) float32 are the target's after ``sequence`` and after each of ``proposed`` (n,) int64.
         """
         ...
 
-    def guess(self, logits: np.ndarray, tokens: np.ndarray, vocabulary: DraftVocabulary | None = None) -> Guess | None:
-        """Return a guess from a draft's ``logits`` after ``tokens`` (n,); None if no token may follow.
+    def choose_draft_token(
+        self, logits: np.ndarray, tokens: np.ndarray, vocabulary: DraftVocabulary | None = None
+    ) -> DraftedToken | None:
+        """Return the token to propose after ``tokens`` (n,), by a draft's ``logits``; None if no token may follow.
 
-        ``logits`` (vocab,) are of the target's ids, or of those of ``vocabulary``.
+        ``logits`` (vocab,) are of the target's ids, or of the ids of ``vocabulary``.
         """
         ...
 
@@ -98,9 +117,10 @@ class ComparingSampler:
     """Verifies proposals by comparing them with its own choices."""
 
     def __init__(self, constraints: Constraints = UNCONSTRAINED) -> None:
-        self.constraints, self.stopwatch = constraints, Stopwatch()
+        self.constraints = constraints
+        self.stopwatch = ThreadStopwatch()
 
-    def choose(self, logits: np.ndarray, tokens: np.ndarray) -> int:
+    def choose_token(self, logits: np.ndarray, tokens: np.ndarray) -> int:
         """Return the token that follows ``tokens`` (n,), chosen from the target's ``logits`` (vocab,)."""
         raise NotImplementedError
 
@@ -109,17 +129,17 @@ class ComparingSampler:
         logits: np.ndarray,
         sequence: Sequence,
         proposed: np.ndarray,
-        q: Distributions = None,  # noqa: ARG002
+        distributions: Distributions = None,  # noqa: ARG002
     ) -> np.ndarray:
         """Return its own choices up to the first that differs from the proposal or ends the text."""
         tokens = np.concatenate((sequence.tokens, proposed))
         chosen: list[int] = []
         for position in range(len(logits)):
             before = tokens[: len(sequence) + position]
-            if position and self.constraints.ended(before):
+            if position and self.constraints.has_ended(before):
                 break
-            forced = self.constraints.only(before)
-            chosen.append(self.choose(logits[position], before) if forced is None else forced)
+            forced = self.constraints.forced_token(before)
+            chosen.append(self.choose_token(logits[position], before) if forced is None else forced)
             if position < len(proposed) and chosen[-1] != proposed[position]:
                 break
         return np.array(chosen, dtype=np.int64)
@@ -129,49 +149,52 @@ class GreedySampler(ComparingSampler):
     """Chooses the most likely of the tokens that may follow."""
 
     def verify(
-        self, logits: np.ndarray, sequence: Sequence, proposed: np.ndarray, q: Distributions = None
+        self, logits: np.ndarray, sequence: Sequence, proposed: np.ndarray, distributions: Distributions = None
     ) -> np.ndarray:
         if self.constraints.active:
-            return super().verify(logits, sequence, proposed, q)
+            return super().verify(logits, sequence, proposed, distributions)
         choices = logits.argmax(axis=-1)
         if len(proposed):
-            wrong = choices[:-1] != proposed
-            first = int(wrong.argmax())
-            if wrong[first]:
+            differs = choices[:-1] != proposed
+            first = int(differs.argmax())
+            if differs[first]:
                 return choices[: first + 1]
         return choices
 
-    def guess(self, logits: np.ndarray, tokens: np.ndarray, vocabulary: DraftVocabulary | None = None) -> Guess | None:
+    def choose_draft_token(
+        self, logits: np.ndarray, tokens: np.ndarray, vocabulary: DraftVocabulary | None = None
+    ) -> DraftedToken | None:
         if not self.constraints.active:
-            return most_likely(logits, vocabulary)
-        logits = vocabulary.spread(logits) if vocabulary else logits
-        logits = self.constraints.process(logits, tokens)
+            return most_likely_token(logits, vocabulary)
+        logits = self.constraints.process_logits(spread_logits(logits, vocabulary), tokens)
         # If the most likely token of all may follow, it is the choice, and the mask isn't needed.
-        if not self.constraints.allow(int(logits.argmax()), tokens):
-            logits = self.constraints.mask(logits, tokens)
-        return most_likely(logits)
+        if not self.constraints.allows_token(int(logits.argmax()), tokens):
+            logits = self.constraints.mask_logits(logits, tokens)
+        return most_likely_token(logits)
 
-    def choose(self, logits: np.ndarray, tokens: np.ndarray) -> int:
-        logits = self.constraints.process(logits, tokens)
+    def choose_token(self, logits: np.ndarray, tokens: np.ndarray) -> int:
+        logits = self.constraints.process_logits(logits, tokens)
         token = int(logits.argmax())
-        if self.constraints.allow(token, tokens) and logits[token] > -np.inf:
+        if self.constraints.allows_token(token, tokens) and logits[token] > -np.inf:
             return token
-        return required(most_likely(self.constraints.mask(logits, tokens)))
+        return require_token(most_likely_token(self.constraints.mask_logits(logits, tokens)))
 
 
-def most_likely(logits: np.ndarray, vocabulary: DraftVocabulary | None = None) -> Guess | None:
+def most_likely_token(logits: np.ndarray, vocabulary: DraftVocabulary | None = None) -> DraftedToken | None:
     token = int(logits.argmax())
     if not logits[token] > -np.inf:  # NaN isn't, either
         return None
     confidence = 1 / float(np.exp(logits - logits[token]).sum())
-    return Guess(int(vocabulary.ids[token]) if vocabulary else token, confidence)
+    if vocabulary:
+        token = int(vocabulary.target_ids[token])
+    return DraftedToken(token, confidence)
 
 
-def required(guess: Guess | None) -> int:
-    """Return the token of ``guess``; raise OvspecError if it is None, because no token may follow."""
-    if not guess:
-        raise OvspecError(NOTHING_LEFT)
-    return guess.token
+def require_token(choice: DraftedToken | None) -> int:
+    """Return the token of ``choice``; raise OvspecError if it is None, because no token may follow."""
+    if not choice:
+        raise OvspecError(NO_TOKEN_LEFT)
+    return choice.token
 
 
 class SharedNoiseSampler(ComparingSampler):
@@ -180,38 +203,48 @@ class SharedNoiseSampler(ComparingSampler):
     def __init__(self, constraints: Constraints, params: Params, sample: int) -> None:
         super().__init__(constraints)
         assert params.seed is not None
-        self._params, self._seed, self._sample = params, params.seed, sample
-        self._noise: dict[int, np.ndarray] = {}  # by position: what the draft drew with, kept until the target has, too
+        self._params = params
+        self._seed = params.seed
+        self._sample = sample
+        self._noise: dict[int, np.ndarray] = {}  # by position: noise that the draft drew with and the target hasn't yet
 
     def verify(
-        self, logits: np.ndarray, sequence: Sequence, proposed: np.ndarray, q: Distributions = None
+        self, logits: np.ndarray, sequence: Sequence, proposed: np.ndarray, distributions: Distributions = None
     ) -> np.ndarray:
-        chosen = super().verify(logits, sequence, proposed, q)
-        passed = len(sequence) + len(chosen)
-        self._noise = {position: bits for position, bits in self._noise.items() if position >= passed}
+        chosen = super().verify(logits, sequence, proposed, distributions)
+        end = len(sequence) + len(chosen)
+        self._noise = {position: bits for position, bits in self._noise.items() if position >= end}
         return chosen
 
-    def guess(self, logits: np.ndarray, tokens: np.ndarray, vocabulary: DraftVocabulary | None = None) -> Guess | None:
+    def choose_draft_token(
+        self, logits: np.ndarray, tokens: np.ndarray, vocabulary: DraftVocabulary | None = None
+    ) -> DraftedToken | None:
         if vocabulary and not self.constraints.active:
-            return self._draw(logits, len(tokens), vocabulary) if logits.max() > -np.inf else None
-        logits = self.constraints.process(vocabulary.spread(logits) if vocabulary else logits, tokens)
+            return self._draw(logits, len(tokens), vocabulary)
+        logits = self.constraints.process_logits(spread_logits(logits, vocabulary), tokens)
         # If the token drawn from all may follow, it also wins among those that may, and the mask isn't needed.
-        if self.constraints.active and not self._params.truncates and logits.max() > -np.inf:
-            guess = self._draw(logits, len(tokens))
-            if self.constraints.allow(guess.token, tokens):
-                return guess
-        logits = self.constraints.mask(logits, tokens)
-        return self._draw(logits, len(tokens)) if logits.max() > -np.inf else None
+        if self.constraints.active and not self._params.truncates:
+            drawn = self._draw(logits, len(tokens))
+            if drawn and self.constraints.allows_token(drawn.token, tokens):
+                return drawn
+        logits = self.constraints.mask_logits(logits, tokens)
+        return self._draw(logits, len(tokens))
 
-    def choose(self, logits: np.ndarray, tokens: np.ndarray) -> int:
-        return required(self.guess(logits, tokens))
+    def choose_token(self, logits: np.ndarray, tokens: np.ndarray) -> int:
+        return require_token(self.choose_draft_token(logits, tokens))
 
-    def _draw(self, logits: np.ndarray, position: int, vocabulary: DraftVocabulary | None = None) -> Guess:
-        width, bits = vocabulary.width if vocabulary else len(logits), self._noise.get(position)
+    def _draw(
+        self, logits: np.ndarray, position: int, vocabulary: DraftVocabulary | None = None
+    ) -> DraftedToken | None:
+        if not logits.max() > -np.inf:
+            return None
+        width = vocabulary.target_width if vocabulary else len(logits)
+        bits = self._noise.get(position)
         if bits is None or len(bits) < width:
-            bits = noise(self._seed, self._sample, position, width, CHOICE)
+            bits = make_noise(self._seed, self._sample, position, width, CHOICE_NOISE)
             self._noise[position] = bits
-        return Guess(*draw(warp(logits, self._params, vocabulary and vocabulary.ids), bits[:width]))
+        warped = warp_logits(logits, self._params, vocabulary and vocabulary.target_ids)
+        return DraftedToken(*draw_token(warped, bits[:width]))
 
 
 class RejectionSampler:
@@ -224,38 +257,47 @@ class RejectionSampler:
 
     def __init__(self, constraints: Constraints, params: Params, sample: int) -> None:
         assert params.seed is not None
-        self.constraints, self.stopwatch = constraints, Stopwatch()
-        self._params, self._seed, self._sample = params, params.seed, sample
+        self.constraints = constraints
+        self.stopwatch = ThreadStopwatch()
+        self._params = params
+        self._seed = params.seed
+        self._sample = sample
 
     def verify(
-        self, logits: np.ndarray, sequence: Sequence, proposed: np.ndarray, q: Distributions = None
+        self, logits: np.ndarray, sequence: Sequence, proposed: np.ndarray, distributions: Distributions = None
     ) -> np.ndarray:
         tokens = np.concatenate((sequence.tokens, proposed))
-        seed, sample, vocab = self._seed, self._sample, logits.shape[1]
+        vocab = logits.shape[1]
         chosen: list[int] = []
         for index, token in enumerate(proposed.tolist()):
             position = len(sequence) + index
-            p = self._warped(logits[index], tokens[:position]).probabilities(vocab)
-            drawn = (q[index] if q else certain(token)).probabilities(vocab)
-            if uniform(seed, sample, position, ACCEPT) * drawn[token] >= p[token]:
-                bits = noise(seed, sample, position, vocab, RESIDUAL)
-                return np.array([*chosen, draw_from(residual(p, drawn), bits)], dtype=np.int64)
+            p = self._warp(logits[index], tokens[:position]).probabilities(vocab)
+            q = (distributions[index] if distributions else certain_token(token)).probabilities(vocab)
+            if draw_uniform(self._seed, self._sample, position, ACCEPT_NOISE) * q[token] >= p[token]:
+                bits = make_noise(self._seed, self._sample, position, vocab, RESIDUAL_NOISE)
+                chosen.append(draw_from_probabilities(residual_probabilities(p, q), bits))
+                break
             chosen.append(token)
-            if self.constraints.ended(tokens[: position + 1]):
-                return np.array(chosen, dtype=np.int64)
-        last = self._warped(logits[-1], tokens)
-        return np.array([*chosen, draw(last, noise(seed, sample, len(tokens), vocab, CHOICE))[0]], dtype=np.int64)
+            if self.constraints.has_ended(tokens[: position + 1]):
+                break
+        else:
+            bits = make_noise(self._seed, self._sample, len(tokens), vocab, CHOICE_NOISE)
+            chosen.append(draw_token(self._warp(logits[-1], tokens), bits)[0])
+        return np.array(chosen, dtype=np.int64)
 
-    def guess(self, logits: np.ndarray, tokens: np.ndarray, vocabulary: DraftVocabulary | None = None) -> Guess | None:
-        logits = self.constraints(vocabulary.spread(logits) if vocabulary else logits, tokens)
+    def choose_draft_token(
+        self, logits: np.ndarray, tokens: np.ndarray, vocabulary: DraftVocabulary | None = None
+    ) -> DraftedToken | None:
+        logits = self.constraints(spread_logits(logits, vocabulary), tokens)
         if logits.max() == -np.inf:
             return None
-        q = warp(logits, self._params)
+        warped = warp_logits(logits, self._params)
         # Different noise, because the target's choice at this position must not depend on the draft's.
-        return Guess(*draw(q, noise(self._seed, self._sample, len(tokens), len(logits), DRAFT)), q)
+        bits = make_noise(self._seed, self._sample, len(tokens), len(logits), DRAFT_NOISE)
+        return DraftedToken(*draw_token(warped, bits), warped)
 
-    def _warped(self, logits: np.ndarray, tokens: np.ndarray) -> WarpedLogits:
-        return warp(self.constraints(logits, tokens), self._params)
+    def _warp(self, logits: np.ndarray, tokens: np.ndarray) -> WarpedLogits:
+        return warp_logits(self.constraints(logits, tokens), self._params)
 
 
 class UserSampler(ComparingSampler):
@@ -266,26 +308,29 @@ class UserSampler(ComparingSampler):
 
     def __init__(self, constraints: Constraints, function: SampleFunction, params: Params) -> None:
         super().__init__(constraints)
-        self._function, self._keywords = function, params.sampler_options or {}
+        self._function = function
+        self._options = params.sampler_options or {}
 
-    def guess(self, logits: np.ndarray, tokens: np.ndarray, vocabulary: DraftVocabulary | None = None) -> Guess | None:
-        return most_likely(self.constraints(vocabulary.spread(logits) if vocabulary else logits, tokens))
+    def choose_draft_token(
+        self, logits: np.ndarray, tokens: np.ndarray, vocabulary: DraftVocabulary | None = None
+    ) -> DraftedToken | None:
+        return most_likely_token(self.constraints(spread_logits(logits, vocabulary), tokens))
 
-    def choose(self, logits: np.ndarray, tokens: np.ndarray) -> int:
+    def choose_token(self, logits: np.ndarray, tokens: np.ndarray) -> int:
         # Copies, because the function may keep or modify its arguments.
-        chosen = self._function(self.constraints(logits, tokens)[None].copy(), tokens.copy(), **self._keywords)
+        answer = self._function(self.constraints(logits, tokens)[None].copy(), tokens.copy(), **self._options)
         try:
-            token = int(np.asarray(chosen).item())
+            token = int(np.asarray(answer).item())
         except (TypeError, ValueError):
-            raise OvspecError(f"The sampler returned {chosen!r}; it must return one token id.") from None
+            raise OvspecError(f"The sampler returned {answer!r}; it must return one token id.") from None
         if not 0 <= token < len(logits):
             raise OvspecError(f"The sampler returned {token}, which is not a token id (0 to {len(logits) - 1}).")
-        if not self.constraints.allow(token, tokens):
+        if not self.constraints.allows_token(token, tokens):
             raise OvspecError(f"The sampler returned token {token}, which must not follow: its logit is -inf.")
         return token
 
 
-def sampler_of(params: Params, sample: int, constraints: Constraints) -> Sampler:
+def make_sampler(params: Params, sample: int, constraints: Constraints) -> Sampler:
     """Return the sampler of a row. ``params`` have a seed if tokens are drawn; see ``SharedNoiseSampler``."""
     if params.sampler:
         return UserSampler(constraints, params.sampler, params)

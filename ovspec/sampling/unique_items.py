@@ -166,7 +166,7 @@ class UniqueItems:
             found.update(self._zeros)
             for text in each.texts:
                 if item.begins(text):
-                    found.update(self._tokens.before(text[len(item.whole) + len(item.tail) :].encode()))
+                    found.update(self._tokens.ids_of_prefixes(text[len(item.whole) + len(item.tail) :].encode()))
         return [token for token in allowed.tolist() if token in found]
 
     def _leads_nowhere(self, cursor: JsonCursor, token: int, following: Following, search: Search) -> bool:

@@ -14,107 +14,109 @@ import numpy as np
 from ovspec.base.errors import OvspecError
 from ovspec.params import SamplingParams
 
-FEW = 1e-3  # tokens less likely than this part of the most likely one's probability rarely matter for top-p
-BLOCK = 128  # size of blocks in the search for the largest logits
-NOTHING_LEFT = "No token may follow: all are banned, or the model's logits are not numbers."
+TOP_P_RARE = 1e-3  # tokens less likely than this part of the most likely token's probability rarely matter for top-p
+PEAK_BLOCK = 128  # size of blocks in the search for the largest logits
+NO_TOKEN_LEFT = "No token may follow: all are banned, or the model's logits are not numbers."
 
 
 class WarpedLogits(NamedTuple):
-    """What warping leaves: ``logits`` (n,) float32 of ``ids`` (n,), or of the whole vocabulary if ``ids`` is None."""
+    """Logits after warping, (n,) float32, of the remaining ``ids`` (n,); None for the whole vocabulary."""
 
     ids: np.ndarray | None
     logits: np.ndarray
 
     def probabilities(self, vocab: int) -> np.ndarray:
         """Return the probabilities, (vocab,) float64."""
-        kept = softmax(self.logits.astype(np.float64))
-        if self.ids is None and len(kept) == vocab:
-            return kept
-        ids = np.arange(len(kept)) if self.ids is None else self.ids
-        found = np.zeros(vocab)
-        found[ids[ids < vocab]] = kept[ids < vocab]
-        return found
+        remaining = softmax(self.logits.astype(np.float64))
+        if self.ids is None and len(remaining) == vocab:
+            return remaining
+        ids = np.arange(len(remaining)) if self.ids is None else self.ids
+        probabilities = np.zeros(vocab)
+        probabilities[ids[ids < vocab]] = remaining[ids < vocab]
+        return probabilities
 
 
-def certain(token: int) -> WarpedLogits:
+def certain_token(token: int) -> WarpedLogits:
     """Return a distribution in which ``token`` has probability 1."""
     return WarpedLogits(np.array([token]), np.zeros(1, dtype=np.float32))
 
 
-def warp(logits: np.ndarray, params: SamplingParams, ids: np.ndarray | None = None) -> WarpedLogits:
+def warp_logits(logits: np.ndarray, params: SamplingParams, ids: np.ndarray | None = None) -> WarpedLogits:
     """Apply temperature, top-k, top-p, min-p and typical-p, in this order, to ``logits`` (vocab,), or of ``ids`` (n,).
 
     The vocabulary is never sorted as a whole. Raises OvspecError if no token is left.
     """
-    most = logits.max()
-    if not np.isfinite(most):
-        raise OvspecError(NOTHING_LEFT)
-    logits = (logits - most) * np.float32(1 / max(params.temperature, 1e-30))  # the largest is 0
+    largest = logits.max()
+    if not np.isfinite(largest):
+        raise OvspecError(NO_TOKEN_LEFT)
+    logits = (logits - largest) * np.float32(1 / max(params.temperature, 1e-30))  # the largest is 0
     if not params.truncates:
         return WarpedLogits(ids, logits)
     if 0 < params.top_k < len(logits):
-        ids, logits = narrow(ids, logits, largest(logits, params.top_k))
+        ids, logits = keep_positions(ids, logits, largest_ids(logits, params.top_k))
     if params.top_p < 1:
         weights = np.exp(logits)
         total = float(weights.sum(dtype=np.float64))
-        likely = np.flatnonzero(weights >= FEW)
+        likely = np.flatnonzero(weights >= TOP_P_RARE)
         if weights[likely].sum(dtype=np.float64) < params.top_p * total:
             # All tokens below this threshold together have no more than the share 1 - top_p.
             likely = np.flatnonzero(weights >= (1 - params.top_p) * total / len(weights))
-        ids, logits = narrow(ids, logits, likely)
-        ids, logits = narrow(ids, logits, leading(-logits, weights[likely], params.top_p * total))
+        ids, logits = keep_positions(ids, logits, likely)
+        ids, logits = keep_positions(ids, logits, smallest_up_to_weight(-logits, weights[likely], params.top_p * total))
     if params.min_p > 0:
-        ids, logits = narrow(ids, logits, np.flatnonzero(logits >= np.float32(math.log(params.min_p))))
+        ids, logits = keep_positions(ids, logits, np.flatnonzero(logits >= np.float32(math.log(params.min_p))))
     if params.typical_p < 1:
         weights = np.exp(logits)
         possible = np.flatnonzero(weights)  # a banned token's information would be infinite
-        ids, logits = narrow(ids, logits, possible)
+        ids, logits = keep_positions(ids, logits, possible)
         weights = weights[possible]
         total = float(weights.sum(dtype=np.float64))
         information = np.float32(math.log(total)) - logits  # in nats
         entropy = float((weights * information).sum(dtype=np.float64)) / total
         surprise = np.abs(information - np.float32(entropy))
-        ids, logits = narrow(ids, logits, leading(surprise, weights, params.typical_p * total))
+        ids, logits = keep_positions(ids, logits, smallest_up_to_weight(surprise, weights, params.typical_p * total))
     return WarpedLogits(ids, logits)
 
 
-def narrow(ids: np.ndarray | None, logits: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def keep_positions(ids: np.ndarray | None, logits: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the ids and logits at ``positions``; ``ids`` is None for the whole vocabulary."""
     return positions if ids is None else ids[positions], logits[positions]
 
 
-def leading(keys: np.ndarray, weights: np.ndarray, limit: float) -> np.ndarray:
+def smallest_up_to_weight(keys: np.ndarray, weights: np.ndarray, limit: float) -> np.ndarray:
     """Return indices of the smallest ``keys`` (n,) whose ``weights`` (n,) sum to ``limit``; equal keys stay together.
 
     If there are many keys, only those in the bucket where the limit is reached are sorted.
     """
-    inside, before = np.arange(len(keys)), 0.0
+    inside = np.arange(len(keys))
+    weight_before = 0.0
     if len(keys) > 2048:
-        low, high = float(keys.min()), float(keys.max())
+        low = float(keys.min())
+        high = float(keys.max())
         buckets = ((keys - np.float32(low)) * np.float32(2047 / max(high - low, 1e-9))).astype(np.int32)
         sums = np.cumsum(np.bincount(buckets, weights, 2049))
         reached = min(int(np.searchsorted(sums, limit)), int(buckets.max()))
         inside = np.flatnonzero(buckets == reached)
-        before = float(sums[reached - 1]) if reached else 0.0
+        weight_before = float(sums[reached - 1]) if reached else 0.0
         if not len(inside):  # by rounding, the limit is the sum of all weights
             return np.arange(len(keys))
     order = inside[np.argsort(keys[inside], kind="stable")]
-    sums = before + np.cumsum(weights[order], dtype=np.float64)
+    sums = weight_before + np.cumsum(weights[order], dtype=np.float64)
     last = min(int(np.searchsorted(sums, limit)), len(order) - 1)
     return np.flatnonzero(keys <= keys[order[last]])
 
 
-def largest(logits: np.ndarray, count: int) -> np.ndarray:
+def largest_ids(logits: np.ndarray, count: int) -> np.ndarray:
     """Return the ids of the ``count`` largest ``logits`` (vocab,), and of any that tie with the smallest of these."""
-    whole = len(logits) // BLOCK * BLOCK
-    if whole // BLOCK > 2 * count:
+    whole = len(logits) // PEAK_BLOCK * PEAK_BLOCK
+    if whole // PEAK_BLOCK > 2 * count:
         # The count-th largest block maximum is at most the count-th largest logit.
-        peaks = logits[:whole].reshape(-1, BLOCK).max(axis=1)
+        peaks = logits[:whole].reshape(-1, PEAK_BLOCK).max(axis=1)
         ids = np.flatnonzero(logits >= np.partition(peaks, len(peaks) - count)[-count])
     else:
         ids = np.arange(len(logits))
-    found = logits[ids]
-    return ids[found >= np.partition(found, len(found) - count)[-count]]
+    candidates = logits[ids]
+    return ids[candidates >= np.partition(candidates, len(candidates) - count)[-count]]
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:

@@ -173,7 +173,7 @@ class TextEndpoints:
 
     async def _judge(self, row: Row) -> None:
         """Judge an ended text in a thread, so that other requests go on; ``row.result`` is quick after it."""
-        if row.sampler.constraints.judge:
+        if row.sampler.constraints.find_errors:
             await self._service.apart(row.result, work="grammars")
 
     def _whole(self, texts: PieceStream) -> Response:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ovspec.base.errors import OvspecError
-from ovspec.drafting.choice import EXPORTED, HEAD, SELF, DraftChoice, parse_draft
+from ovspec.drafting.choice import EXPORTED_DRAFT, HEAD_DRAFT, SELF_DRAFT, DraftChoice, parse_draft
 from ovspec.ir.compile import check_ir_folder, has_trimmed_vocabulary
 from ovspec.ir.heads import is_head_folder
 from ovspec.setup.manifest import DRAFT_FOLDER, Manifest, restore_backup
@@ -53,18 +53,18 @@ def resolve_draft(choice: DraftChoice | None, folder: Path, manifest: Manifest |
     Raises OvspecError if there is no such draft, or if it isn't made of the target's own layers, as "self" says, or not
     a head, as "head" does.
     """
-    if not choice or choice.model not in (EXPORTED, SELF, HEAD):
+    if not choice or choice.model not in (EXPORTED_DRAFT, SELF_DRAFT, HEAD_DRAFT):
         return choice
     beside = folder / DRAFT_FOLDER
     if not beside.is_dir():
-        what = "head" if choice.model == HEAD else "draft"
+        what = "head" if choice.model == HEAD_DRAFT else "draft"
         raise OvspecError(f"{folder}: it was exported without a {what}; name one, or export it again with one.")
     source = manifest.draft.source if manifest and manifest.draft else ""
-    if choice.model == SELF and not re.fullmatch(r".*, first \d+ layers", source):
+    if choice.model == SELF_DRAFT and not re.fullmatch(r".*, first \d+ layers", source):
         raise OvspecError(
             f"{beside}: not made of the target's own layers; run 'ovspec export --draft-layers N' for 'self'."
         )
-    if choice.model == HEAD and not is_head_folder(beside):
+    if choice.model == HEAD_DRAFT and not is_head_folder(beside):
         raise OvspecError(f"{beside}: a draft model, not an EAGLE-3 head; name it 'draft', or export a head.")
     return replace(choice, model=beside)
 

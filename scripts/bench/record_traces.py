@@ -34,8 +34,8 @@ from ovspec.drafting.lookup import Lookup
 from ovspec.engine.decoders import DecoderSet
 from ovspec.params import Params
 from ovspec.sampling.constraint import Constraints
-from ovspec.sampling.processors import processing
-from ovspec.sampling.samplers import sampler_of
+from ovspec.sampling.processors import make_processors
+from ovspec.sampling.samplers import make_sampler
 from ovspec.setup.manifest import DRAFT_FOLDER
 
 PROSE = [
@@ -80,7 +80,7 @@ def times_by_width(decoder: BaseDecoder, text: np.ndarray) -> tuple[dict[int, fl
 def trace(drafter: Drafter, text: list[int], start: int, params: Params, most: int) -> list[tuple[list[float], int]]:
     """Return (confidence of each proposed token, how many match ``text``) for each position from ``start`` on."""
     drafter.reset(1)
-    sampler = sampler_of(params, 0, Constraints(processing(params, lambda _: start, frozenset())))
+    sampler = make_sampler(params, 0, Constraints(make_processors(params, lambda _: start, frozenset())))
     steps = []
     for place in range(start, len(text)):
         proposal = drafter.propose([RowStep(Sequence(text[:place]), sampler, most + 1)], Lookahead(most))[0]

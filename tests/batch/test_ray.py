@@ -61,7 +61,7 @@ from ovspec.batch.ray.pool import RESTARTS, TOGETHER, Pool
 from ovspec.batch.ray.worker import Reference, Worker
 from ovspec.batch.requests import BatchRequest, prompt_request, read_requests
 from ovspec.drafting.choice import parse_draft
-from ovspec.drafting.proposal import NOTHING
+from ovspec.drafting.proposal import NO_PROPOSAL
 from ovspec.ray import Predictor
 
 
@@ -265,7 +265,7 @@ def test_a_line_that_kills_workers_has_an_error_and_a_run_without_workers_goes_o
             if any(row.sequence.tokens[: len(deadly)].tolist() == deadly for row in rows):
                 os.kill(os.getpid(), signal.SIGFPE)
                 time.sleep(60)
-            return [NOTHING] * len(rows)
+            return [NO_PROPOSAL] * len(rows)
 
     requests = requests_of_all_kinds(40)
     requests[17] = {"id": "deadly", "prompt": "Once upon a killer"}

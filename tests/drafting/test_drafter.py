@@ -22,7 +22,7 @@ from ovspec.drafting.chain import Chain
 from ovspec.drafting.choice import DraftChoice, parse_draft
 from ovspec.drafting.drafter import Drafter, RowStep
 from ovspec.drafting.lookahead import Lookahead
-from ovspec.drafting.lookup import LEAST_MATCH, LONGEST_MATCH, MOST_ROLLED_BACK, Index, Lookup, corpus_of
+from ovspec.drafting.lookup import LEAST_MATCH, LONGEST_MATCH, MAX_ROLLED_BACK, Lookup, NgramIndex, index_texts
 from ovspec.sampling.samplers import GreedySampler
 from ovspec.setup.engine_choice import EngineName
 from ovspec.setup.model_folders import resolve_draft
@@ -495,10 +495,10 @@ def naive(texts: list[list[int]]) -> tuple[int, list[list[int]]]:
 
 @given(st.lists(st.integers(0, 3), min_size=3, max_size=30))
 def test_the_longest_match_is_found(tokens: list[int]) -> None:
-    index = Index()
+    index = NgramIndex()
     for end in range(1, len(tokens) + 1):  # as the text grows
-        index.follow(Sequence(tokens[:end]))
-    match, places = index.matches(np.array(tokens[-LONGEST_MATCH:]))
+        index.follow_sequence(Sequence(tokens[:end]))
+    match, places = index.find_matches(np.array(tokens[-LONGEST_MATCH:]))
     expected, followed = naive([tokens])
     assert match == expected
     text = index._text.tokens.tolist()
@@ -509,62 +509,62 @@ def test_the_longest_match_is_found(tokens: list[int]) -> None:
     st.lists(st.integers(0, 2), min_size=2, max_size=20), st.integers(0, 20), st.lists(st.integers(0, 2), max_size=9)
 )
 def test_a_rewound_text_is_still_known(first: list[int], keep: int, more: list[int]) -> None:
-    index, sequence = Index(), Sequence(first)
-    index.follow(sequence)
+    index, sequence = NgramIndex(), Sequence(first)
+    index.follow_sequence(sequence)
     sequence.rewind(min(keep, len(first)))
     sequence.commit(more)
-    index.follow(sequence)
+    index.follow_sequence(sequence)
     now = sequence.tokens.tolist()
     if len(now) >= LEAST_MATCH:
-        match, places = index.matches(np.array(now[-LONGEST_MATCH:]))
+        match, places = index.find_matches(np.array(now[-LONGEST_MATCH:]))
         assert match >= naive([now])[0] if len(now) > LONGEST_MATCH else True
         text = index._text.tokens.tolist()
         assert all(text[place - match : place] == now[len(now) - match :] for place in places)
 
 
 def test_rewinding_again_and_again_takes_no_more_memory() -> None:
-    index, sequence = Index(), Sequence(range(100))
+    index, sequence = NgramIndex(), Sequence(range(100))
     for turn in range(5000):
         sequence.commit([10_000 + turn, 20_000 + turn, 30_000 + turn, *range(2000, 2020)])
-        index.follow(sequence)
-        assert len(index._text) <= 2 * MOST_ROLLED_BACK
+        index.follow_sequence(sequence)
+        assert len(index._text) <= 2 * MAX_ROLLED_BACK
         earlier = np.array([10_000, 20_000, 30_000]) + turn - 300
-        assert turn < 300 or index.matches(earlier)[0] == 3, "what was rolled back lately is known"
-        assert index.matches(np.arange(50))[0] == LONGEST_MATCH, "so is the text itself"
+        assert turn < 300 or index.find_matches(earlier)[0] == 3, "what was rolled back lately is known"
+        assert index.find_matches(np.arange(50))[0] == LONGEST_MATCH, "so is the text itself"
         sequence.rewind(100)
 
 
 def test_the_most_frequent_and_then_the_latest_goes_on() -> None:
-    index = Index()
-    index.follow(Sequence([1, 2, 3, 9, 1, 2, 4, 9, 1, 2, 3, 8, 1, 2]))
-    match, places = index.matches(np.array([9, 1, 2])[-2:])
+    index = NgramIndex()
+    index.follow_sequence(Sequence([1, 2, 3, 9, 1, 2, 4, 9, 1, 2, 3, 8, 1, 2]))
+    match, places = index.find_matches(np.array([9, 1, 2])[-2:])
     assert match == 2
-    assert index.continuation(places, 2)[0] == [3, 8], "3 followed twice; then 9 and 8 tie, and 8 is the latest"
-    tie = Index()
-    tie.follow(Sequence([1, 2, 3, 9, 1, 2, 4, 8, 1, 2]))
-    assert tie.continuation(tie.matches(np.array([1, 2]))[1], 2) == ([4, 8], [0.5, 1.0])
+    assert index.find_continuation(places, 2)[0] == [3, 8], "3 followed twice; then 9 and 8 tie, and 8 is the latest"
+    tie = NgramIndex()
+    tie.follow_sequence(Sequence([1, 2, 3, 9, 1, 2, 4, 8, 1, 2]))
+    assert tie.find_continuation(tie.find_matches(np.array([1, 2]))[1], 2) == ([4, 8], [0.5, 1.0])
 
 
 def test_a_text_that_repeats_goes_on_repeating() -> None:
-    index = Index()
-    index.follow(Sequence([7, 1, 2, 3, 1, 2, 3]))
-    match, places = index.matches(np.array([1, 2, 3]))
+    index = NgramIndex()
+    index.follow_sequence(Sequence([7, 1, 2, 3, 1, 2, 3]))
+    match, places = index.find_matches(np.array([1, 2, 3]))
     assert match == 3
-    assert index.continuation(places, 8)[0] == [1, 2, 3, 1, 2, 3, 1, 2]
+    assert index.find_continuation(places, 8)[0] == [1, 2, 3, 1, 2, 3, 1, 2]
 
 
 def test_a_corpus_does_not_run_into_the_next_text() -> None:
-    index = corpus_of([np.array([1, 2, 3]), np.array([4, 5, 6])])
-    assert index.continuation(index.matches(np.array([1, 2]))[1], 5)[0] == [3]
-    assert index.matches(np.array([3, 4])) == (0, [])
+    index = index_texts([np.array([1, 2, 3]), np.array([4, 5, 6])])
+    assert index.find_continuation(index.find_matches(np.array([1, 2]))[1], 5)[0] == [3]
+    assert index.find_matches(np.array([3, 4])) == (0, [])
 
 
 def test_lookup_copies_its_rows() -> None:
     lookup = Lookup()
     lookup.reset(1)
-    lookup._rows[0].follow(Sequence([1, 2, 3]))
+    lookup._rows[0].follow_sequence(Sequence([1, 2, 3]))
     lookup.reorder([0, 0])
-    lookup._rows[0].follow(Sequence([1, 2, 3, 4]))
+    lookup._rows[0].follow_sequence(Sequence([1, 2, 3, 4]))
     assert len(lookup._rows[1]._followed) == 3
     assert copy.deepcopy(lookup)._rows[0]._followed.tokens.tolist() == [1, 2, 3, 4]
 

@@ -14,12 +14,12 @@ from known_misses import KINDS_SLOWER_THAN_BEST, LOWEST_CHAT, SLOWER_THAN_BEST, 
 
 from ovspec.cache.decoder import FAST_GPU_RULE, FeedRule
 from ovspec.cache.sequence import Sequence
-from ovspec.drafting.costs import WIDEST, Costs
+from ovspec.drafting.costs import WIDEST_INFERENCE, InferenceCosts
 from ovspec.drafting.draft_model import DraftModel
 from ovspec.drafting.drafter import RowStep
-from ovspec.drafting.lookahead import CATCHING_UP, Lookahead, RoundOutcome
-from ovspec.drafting.proposal import NOTHING, Proposal
-from ovspec.sampling.samplers import GreedySampler, Guess
+from ovspec.drafting.lookahead import CATCH_UP_TOKENS, Lookahead, RoundOutcome
+from ovspec.drafting.proposal import NO_PROPOSAL, Proposal
+from ovspec.sampling.samplers import DraftedToken, GreedySampler
 
 FOUND = sorted((Path(__file__).parent / "traces").glob("*.json"))
 CHATS = [file for file in FOUND if file.stem.startswith("chats")]  # real text: six kinds of four chats, without a draft
@@ -89,40 +89,40 @@ def replay(lookahead: Lookahead, mode: str, text: dict[str, Any], machine: Machi
     end, place, seen, rounds = len(text["lookup"]), 1, 0, []
     while place < end:
         remaining = end - place - 1
-        proposal, drafting_ms, noted_ms, right = NOTHING, 0.0, 0.0, 0
-        lookahead.begin()
+        proposal, drafting_ms, noted_ms, right = NO_PROPOSAL, 0.0, 0.0, 0
+        lookahead.begin_round()
         if mode != "draft" and remaining > 0:
             confidence, right = text["lookup"][place]
-            confidence = confidence[: min(remaining, lookahead.most)]
+            confidence = confidence[: min(remaining, lookahead.max_proposed)]
             found = Proposal(np.zeros(len(confidence), np.int64), np.array(confidence), source="lookup")
-            proposal = lookahead.cut(found, 1)
-            if len(proposal.tokens) and mode == "chain" and lookahead.prefers("draft", proposal, 1):
-                proposal = NOTHING
+            proposal = lookahead.cut_proposal(found, 1)
+            if len(proposal.tokens) and mode == "chain" and lookahead.prefers_drafter("draft", proposal, 1):
+                proposal = NO_PROPOSAL
         if mode != "lookup" and not len(proposal.tokens) and remaining > 0:
             confidence, right = text["draft"][place]
-            most = min(remaining, lookahead.most, len(confidence))
-            guesses: list[Guess] = []
+            most = min(remaining, lookahead.max_proposed, len(confidence))
+            guesses: list[DraftedToken] = []
             needed = PROMPT + place - seen
-            if most and lookahead.starts("draft", needed, [remaining], needed > WIDEST):
+            if most and lookahead.should_draft("draft", needed, [remaining], needed > WIDEST_INFERENCE):
                 while True:
-                    width = lookahead.draft.fill(needed)
+                    width = lookahead.draft_costs.fill_width(needed)
                     ms = machine.time(machine.draft_ms, width)
                     noted = machine.seen(ms)
                     noted_ms += noted
                     drafting_ms += ms if needed < PROMPT else machine.draft_ms[1]
-                    lookahead.note_draft(width, noted / 1e3, needed > WIDEST)
-                    guesses.append(Guess(0, confidence[len(guesses)]))
+                    lookahead.learn_draft_step(width, noted / 1e3, needed > WIDEST_INFERENCE)
+                    guesses.append(DraftedToken(0, confidence[len(guesses)]))
                     needed = 1
-                    if len(guesses) == most or not lookahead.going_on("draft", [0], [guesses]):
+                    if len(guesses) == most or not lookahead.rows_to_extend("draft", [0], [guesses]):
                         break
                 proposal = Proposal(
                     np.zeros(len(guesses), np.int64), np.array([g.confidence for g in guesses]), source="draft"
                 )
                 seen = PROMPT + place + min(right, len(guesses) - 1)
         accepted = min(right, len(proposal.tokens))
-        width = lookahead.target.fill(max(machine.narrowest, len(proposal.tokens) + 1))
+        width = lookahead.target_costs.fill_width(max(machine.narrowest, len(proposal.tokens) + 1))
         verify_ms = machine.time(machine.verify_ms, width)
-        lookahead.learn(
+        lookahead.learn_round(
             RoundOutcome([(proposal, accepted)], width, 0, False, noted_ms / 1e3, machine.seen(verify_ms) / 1e3)
         )
         place += accepted + 1
@@ -147,8 +147,8 @@ def lookahead_of(machine: Machine, mode: str, fixed: int | None, profile: bool) 
         for times, fewest in ((machine.verify_ms, machine.narrowest), (draft_ms, 1))
     ]
     changes = [machine.change(same) if profile and same else None for same in (machine.verify_ms, draft_ms)]
-    target = Costs(measured[0], changes[0], True, rule=FeedRule(fewest=machine.narrowest))
-    return Lookahead(fixed, target, Costs(measured[1], changes[1], True))
+    target = InferenceCosts(measured[0], changes[0], True, rule=FeedRule(fewest=machine.narrowest))
+    return Lookahead(fixed, target, InferenceCosts(measured[1], changes[1], True))
 
 
 def ms_a_token(rounds: list[tuple[int, float]]) -> float:
@@ -317,41 +317,41 @@ def test_a_draft_that_is_good_again_is_used_again() -> None:
 
 
 def test_costs_are_learned() -> None:
-    costs = Costs()
-    assert not costs.known
-    costs.learn(1, 90.0)
-    assert not costs.known, "the first inference makes kernels"
-    costs.learn(1, 50.0)
-    assert costs.known
+    costs = InferenceCosts()
+    assert not costs.is_known
+    costs.learn_inference(1, 90.0)
+    assert not costs.is_known, "the first inference makes kernels"
+    costs.learn_inference(1, 50.0)
+    assert costs.is_known
     assert costs(1) == pytest.approx(50.0)
     random = np.random.default_rng(0)
     truth = {1: 40.0, 2: 44.0, 5: 70.0}
     for i in range(200):
         width = (1, 2, 5)[i % 3]
-        costs.learn(width, truth[width] * float(np.exp(0.1 * random.standard_normal())))
+        costs.learn_inference(width, truth[width] * float(np.exp(0.1 * random.standard_normal())))
     for width, ms in truth.items():
-        assert abs((costs(width) + costs.change) / ms - 1) < 0.1, "each inference is of another width"
+        assert abs((costs(width) + costs.change_ms) / ms - 1) < 0.1, "each inference is of another width"
     before = costs(1)
-    costs.learn(100, 1e6)  # a prompt, which must not change the costs of rounds
-    costs.learn(1, 1e4)  # a hiccup
+    costs.learn_inference(100, 1e6)  # a prompt, which must not change the costs of rounds
+    costs.learn_inference(1, 1e4)  # a hiccup
     assert costs(1) < 1.2 * before
-    costs.learn(1064, costs(64) + 400.0)
+    costs.learn_inference(1064, costs(64) + 400.0)
     assert costs(564) == pytest.approx(costs(64) + 200.0), "but it shows what reading a prompt costs"
 
 
 def test_making_kernels_makes_no_step_expensive() -> None:
     """A head reads the prompt first, then a token, then those that were accepted: each first width makes kernels."""
-    costs = Costs()
+    costs = InferenceCosts()
     for width, ms in ((51, 21.0), (1, 3.8), (6, 4.5)):
-        assert costs.learn(width, ms) == 0.0
-        assert not costs.known
-    costs.learn(1, 0.8)
-    assert costs.known
+        assert costs.learn_inference(width, ms) == 0.0
+        assert not costs.is_known
+    costs.learn_inference(1, 0.8)
+    assert costs.is_known
     assert costs(1) < 1.2
 
 
 def test_costs_from_a_profile_and_beyond_it() -> None:
-    costs = Costs({1: 10.0, 2: 12.0, 4: 14.0, 8: 22.0})
+    costs = InferenceCosts({1: 10.0, 2: 12.0, 4: 14.0, 8: 22.0})
     assert (costs(1), costs(3), costs(8)) == (10.0, 13.0, 22.0)
     assert costs(10) == pytest.approx(26.0)
     assert costs(100) > costs(64) > costs(10)
@@ -360,153 +360,162 @@ def test_costs_from_a_profile_and_beyond_it() -> None:
 def test_a_fixed_lookahead_proposes_just_that() -> None:
     lookahead = Lookahead(3)
     proposal = Proposal(np.arange(9), np.full(9, 0.01), source="lookup")
-    assert len(lookahead.cut(proposal, 1).tokens) == 3
-    assert lookahead.starts("draft", 10_000, [5])
-    assert lookahead.going_on("draft", [0], [[Guess(0, 0.0)]]) == [0]
+    assert len(lookahead.cut_proposal(proposal, 1).tokens) == 3
+    assert lookahead.should_draft("draft", 10_000, [5])
+    assert lookahead.rows_to_extend("draft", [0], [[DraftedToken(0, 0.0)]]) == [0]
 
 
 def test_nothing_is_cut_off_that_is_sure() -> None:
-    lookahead = Lookahead(None, Costs({1: 10.0, 2: 10.5, 16: 14.0}))
+    lookahead = Lookahead(None, InferenceCosts({1: 10.0, 2: 10.5, 16: 14.0}))
     sure = Proposal(np.arange(12), np.full(12, 0.999), source="lookup")
-    assert len(lookahead.cut(sure, 1).tokens) == 12
+    assert len(lookahead.cut_proposal(sure, 1).tokens) == 12
     unsure = Proposal(np.arange(12), np.full(12, 0.01), source="lookup")
-    lookahead.begin()
-    assert len(lookahead.cut(unsure, 1).tokens) == 0
+    lookahead.begin_round()
+    assert len(lookahead.cut_proposal(unsure, 1).tokens) == 0
 
 
 def test_rows_share_what_proposals_may_add_to_a_round() -> None:
     """Each gets its part, and what one leaves goes to the others."""
-    costs = Costs({1: 10.0, 8: 17.0, 64: 73.0}, 0.0)
+    costs = InferenceCosts({1: 10.0, 8: 17.0, 64: 73.0}, 0.0)
     sure = Proposal(np.arange(12), np.full(12, 0.999), source="lookup")
     shares = {math.inf: [12] * 4, 16.0: [4] * 4, 0.0: [0] * 4}
     for most_ms, expected in shares.items():
         lookahead = Lookahead(None, costs)
-        lookahead._together.balance.add(1e3)
-        lookahead._stats_of("lookup").balance.add(1e3)
-        lookahead.begin(most_ms, paced=True)
-        assert [len(lookahead.cut(sure, 4).tokens) for _ in range(4)] == expected
+        lookahead._all_stats.balance.add_round(1e3)
+        lookahead._stats_of("lookup").balance.add_round(1e3)
+        lookahead.begin_round(most_ms, paced=True)
+        assert [len(lookahead.cut_proposal(sure, 4).tokens) for _ in range(4)] == expected
         if most_ms == 16.0:
-            lookahead.begin(16.0, paced=True)
-            assert [len(lookahead.cut(each, 4).tokens) for each in (NOTHING, NOTHING, sure, sure)] == [0, 0, 8, 8]
+            lookahead.begin_round(16.0, paced=True)
+            assert [len(lookahead.cut_proposal(each, 4).tokens) for each in (NO_PROPOSAL, NO_PROPOSAL, sure, sure)] == [
+                0,
+                0,
+                8,
+                8,
+            ]
 
 
 def test_a_draft_reads_as_much_of_prompts_as_a_round_has_time_for() -> None:
-    lookahead = Lookahead(None, Costs({1: 40.0, 64: 100.0}, 0.0), Costs({1: 4.0, 64: 67.0}, 0.0))
-    assert lookahead.prompt_room() == CATCHING_UP
-    lookahead.begin(40.0, paced=True)
-    assert lookahead.prompt_room() == 20
-    lookahead.note_draft(20, 0.023, missed=True)
-    assert lookahead.most_ms < 20, "reading counts in its round"
-    lookahead.begin(0.0, paced=True)
-    assert lookahead.prompt_room() == CATCHING_UP // 4 and not lookahead.affords("draft", 2)
+    lookahead = Lookahead(None, InferenceCosts({1: 40.0, 64: 100.0}, 0.0), InferenceCosts({1: 4.0, 64: 67.0}, 0.0))
+    assert lookahead.max_prompt_tokens() == CATCH_UP_TOKENS
+    lookahead.begin_round(40.0, paced=True)
+    assert lookahead.max_prompt_tokens() == 20
+    lookahead.learn_draft_step(20, 0.023, reads_prompt=True)
+    assert lookahead.max_added_ms < 20, "reading counts in its round"
+    lookahead.begin_round(0.0, paced=True)
+    assert lookahead.max_prompt_tokens() == CATCH_UP_TOKENS // 4 and not lookahead.can_afford("draft", 2)
 
 
 def test_reading_a_long_prompt_does_not_count_against_the_draft() -> None:
-    lookahead = Lookahead(None, Costs({1: 40.0, 2: 44.0, 16: 80.0}, 0.0), Costs({1: 4.0, 2: 4.1, 16: 8.0}, 0.0))
+    lookahead = Lookahead(
+        None, InferenceCosts({1: 40.0, 2: 44.0, 16: 80.0}, 0.0), InferenceCosts({1: 4.0, 2: 4.1, 16: 8.0}, 0.0)
+    )
     guesses = [Proposal(np.arange(2), np.array([0.9, 0.9]), source="draft")]
-    assert lookahead.starts("draft", 2000, [200], missed=True)
-    lookahead.note_draft(2000, 0.5, missed=True)
-    lookahead.note_draft(1, 0.004)
-    lookahead.learn(RoundOutcome([(guesses[0], 2)], 3, 0, False, 0.504, 0.0468))
-    assert lookahead.gain("draft", 1) > 0
+    assert lookahead.should_draft("draft", 2000, [200], reads_prompt=True)
+    lookahead.learn_draft_step(2000, 0.5, reads_prompt=True)
+    lookahead.learn_draft_step(1, 0.004)
+    lookahead.learn_round(RoundOutcome([(guesses[0], 2)], 3, 0, False, 0.504, 0.0468))
+    assert lookahead.estimate_gain("draft", 1) > 0
     assert lookahead._drafter_stats["draft"].ms == pytest.approx(4 + 46.8, rel=0.03)
-    fresh = Lookahead(None, lookahead.target, lookahead.draft)
+    fresh = Lookahead(None, lookahead.target_costs, lookahead.draft_costs)
     for _ in range(20):
-        assert not fresh.starts("draft", 2000, [3], missed=True), "reading isn't worth it for three tokens"
-    assert fresh.starts("draft", 2000, [200], missed=True), "but it is for a longer text"
+        assert not fresh.should_draft("draft", 2000, [3], reads_prompt=True), "reading isn't worth it for three tokens"
+    assert fresh.should_draft("draft", 2000, [200], reads_prompt=True), "but it is for a longer text"
 
 
 def test_another_context_changes_all_costs_alike() -> None:
     """After a long document, plain rounds of a short text tell what several tokens cost there, too."""
-    costs = Costs({1: 16.0, 2: 20.0, 8: 32.0}, 0.0)
-    costs.skip(40, prompt=True)
+    costs = InferenceCosts({1: 16.0, 2: 20.0, 8: 32.0}, 0.0)
+    costs.note_untimed(40, read_prompt=True)
     for _ in range(100):
-        costs.learn(1, 10.0)
+        costs.learn_inference(1, 10.0)
     assert costs(1) == pytest.approx(10.0, rel=0.01)
     assert costs(2) == pytest.approx(12.5, rel=0.1) and costs(8) == pytest.approx(20.0, rel=0.1)
 
 
 def test_a_short_prompt_is_not_held_against_a_draft() -> None:
     """Its reading costs more than a draft may lose at first, but happens once."""
-    lookahead = Lookahead(None, Costs({1: 10.0, 2: 11.0}, 0.0), Costs({1: 1.0, 60: 20.0}, 0.0))
-    assert lookahead.starts("draft", 50, [64], missed=True)
-    assert not lookahead.starts("draft", 50, [64])
+    lookahead = Lookahead(None, InferenceCosts({1: 10.0, 2: 11.0}, 0.0), InferenceCosts({1: 1.0, 60: 20.0}, 0.0))
+    assert lookahead.should_draft("draft", 50, [64], reads_prompt=True)
+    assert not lookahead.should_draft("draft", 50, [64])
 
 
 def test_a_prompt_says_nothing_about_rounds() -> None:
     lookahead = Lookahead()
-    lookahead.learn(RoundOutcome([(NOTHING, 0)], 20, 0, True, 0.0, 1.0))
-    assert not lookahead.target.known
-    assert not lookahead.starts("draft", 5, [100]), "first, a plain round must show what it costs"
+    lookahead.learn_round(RoundOutcome([(NO_PROPOSAL, 0)], 20, 0, True, 0.0, 1.0))
+    assert not lookahead.target_costs.is_known
+    assert not lookahead.should_draft("draft", 5, [100]), "first, a plain round must show what it costs"
     for ms in (56, 40):  # the first inference after a prompt is of another width
-        lookahead.learn(RoundOutcome([(NOTHING, 0)], 1, 0, False, 0.0, ms / 1e3))
-    assert lookahead.target(1) == pytest.approx(40.0)
-    assert lookahead.starts("draft", 5, [100])
+        lookahead.learn_round(RoundOutcome([(NO_PROPOSAL, 0)], 1, 0, False, 0.0, ms / 1e3))
+    assert lookahead.target_costs(1) == pytest.approx(40.0)
+    assert lookahead.should_draft("draft", 5, [100])
     for _ in range(3):
-        lookahead.learn(RoundOutcome([(NOTHING, 0)], 20, 0, True, 0.0, 9.0))
-    assert lookahead.target(1) == pytest.approx(40.0)
+        lookahead.learn_round(RoundOutcome([(NO_PROPOSAL, 0)], 20, 0, True, 0.0, 9.0))
+    assert lookahead.target_costs(1) == pytest.approx(40.0)
 
 
 def test_what_is_free_is_proposed_whatever_was_lost() -> None:
     """Two tokens cost what a plain round does: a draft that lost doesn't keep lookup from proposing one."""
-    lookahead = Lookahead(None, Costs({2: 10.0, 3: 20.0}, 5.0, rule=FeedRule(fewest=2)), Costs({1: 50.0, 2: 50.0}, 0.0))
+    lookahead = Lookahead(
+        None, InferenceCosts({2: 10.0, 3: 20.0}, 5.0, rule=FeedRule(fewest=2)), InferenceCosts({1: 50.0, 2: 50.0}, 0.0)
+    )
     lost = Proposal(np.arange(1), np.array([0.9]), source="draft")
-    lookahead.note_draft(1, 0.05)
-    lookahead.learn(RoundOutcome([(lost, 0)], 2, 0, False, 0.05, 0.01))
-    assert not lookahead.affords("draft", 1)
-    assert len(lookahead.cut(Proposal(np.arange(4), np.full(4, 0.6), source="lookup"), 1).tokens) == 1
+    lookahead.learn_draft_step(1, 0.05)
+    lookahead.learn_round(RoundOutcome([(lost, 0)], 2, 0, False, 0.05, 0.01))
+    assert not lookahead.can_afford("draft", 1)
+    assert len(lookahead.cut_proposal(Proposal(np.arange(4), np.full(4, 0.6), source="lookup"), 1).tokens) == 1
 
 
 def test_what_the_rule_computes_anyway_is_filled_with_proposals() -> None:
     """With five tokens an inference, four of them cost nothing, whatever has been learned; a fifth does."""
-    target = Costs({1: 5.0, 2: 6.0, 4: 9.0, 5: 20.0, 8: 40.0}, 2.0, rule=FeedRule(fewest=5))
-    lookahead = Lookahead(None, target, Costs({1: 0.5, 8: 1.0}, 0.0))
+    target = InferenceCosts({1: 5.0, 2: 6.0, 4: 9.0, 5: 20.0, 8: 40.0}, 2.0, rule=FeedRule(fewest=5))
+    lookahead = Lookahead(None, target, InferenceCosts({1: 0.5, 8: 1.0}, 0.0))
     for width, ms in ((5, 20.0), (5, 22.0), (1, 19.0), (5, 20.0)):
-        target.learn(width, ms)
-        assert set(target.ms[:6]) == {target(5)} and set(target.next()[:6]) == {target.next()[5]}
+        target.learn_inference(width, ms)
+        assert set(target.ms_by_width[:6]) == {target(5)} and set(target.next_costs()[:6]) == {target.next_costs()[5]}
     unlikely = Proposal(np.arange(8), np.full(8, 0.1), source="lookup")
-    assert len(lookahead.cut(unlikely, 1).tokens) == 4
-    lookahead.begin()
-    cuts = [len(lookahead.cut(unlikely, 2).tokens) for _ in range(2)]
+    assert len(lookahead.cut_proposal(unlikely, 1).tokens) == 4
+    lookahead.begin_round()
+    cuts = [len(lookahead.cut_proposal(unlikely, 2).tokens) for _ in range(2)]
     assert sum(cuts) == 3, "two rows, and three tokens more"
-    lookahead.begin()
-    guesses = [Guess(0, 0.5)] * 3
-    assert lookahead.going_on("draft", [0], [guesses]) == [0], "a draft's fourth token costs its step alone"
-    assert lookahead.going_on("draft", [0], [[*guesses, Guess(0, 0.5)]]) == []
+    lookahead.begin_round()
+    guesses = [DraftedToken(0, 0.5)] * 3
+    assert lookahead.rows_to_extend("draft", [0], [guesses]) == [0], "a draft's fourth token costs its step alone"
+    assert lookahead.rows_to_extend("draft", [0], [[*guesses, DraftedToken(0, 0.5)]]) == []
 
 
 def test_a_change_that_costs_less_than_expected_is_no_faster_inference() -> None:
-    costs = Costs()
+    costs = InferenceCosts()
     for ms in (12.0, 10.0, 10.0):
-        costs.learn(2, ms)
-    costs.learn(4, 10.0)
-    assert costs.change == pytest.approx(0.0, abs=0.5)
+        costs.learn_inference(2, ms)
+    costs.learn_inference(4, 10.0)
+    assert costs.change_ms == pytest.approx(0.0, abs=0.5)
     assert costs(2) == pytest.approx(10.0, rel=0.03)
 
 
 def test_an_inference_is_filled_up_while_that_costs_less_than_a_change() -> None:
-    costs = Costs({1: 10.0, 2: 10.0, 3: 11.0, 8: 16.0}, 10.0, True)
-    costs.skip(8)
-    assert [costs.fill(needed) for needed in (8, 9, 0)] == [8, 9, 0]
-    assert costs.next()[[2, 7, 8, 9]].tolist() == pytest.approx([16.0, 16.0, 16.0, 27.0])
-    assert costs.fill(2) == 8, "6 ms of filling cost less than 10"
-    assert costs.fill(2) == 2, "but 12 don't"
-    costs.skip(2)
-    assert [costs.fill(2) for _ in range(3)] == [2, 2, 2]
-    never = Costs({1: 10.0, 2: 10.0, 3: 11.0, 8: 16.0}, 10.0)
-    never.skip(8)
-    assert never.fill(2) == 2, "a stateful decoder can't be filled up"
-    assert never.next()[2] == pytest.approx(20.0)
+    costs = InferenceCosts({1: 10.0, 2: 10.0, 3: 11.0, 8: 16.0}, 10.0, True)
+    costs.note_untimed(8)
+    assert [costs.fill_width(needed) for needed in (8, 9, 0)] == [8, 9, 0]
+    assert costs.next_costs()[[2, 7, 8, 9]].tolist() == pytest.approx([16.0, 16.0, 16.0, 27.0])
+    assert costs.fill_width(2) == 8, "6 ms of filling cost less than 10"
+    assert costs.fill_width(2) == 2, "but 12 don't"
+    costs.note_untimed(2)
+    assert [costs.fill_width(2) for _ in range(3)] == [2, 2, 2]
+    never = InferenceCosts({1: 10.0, 2: 10.0, 3: 11.0, 8: 16.0}, 10.0)
+    never.note_untimed(8)
+    assert never.fill_width(2) == 2, "a stateful decoder can't be filled up"
+    assert never.next_costs()[2] == pytest.approx(20.0)
 
 
 def test_what_is_rounded_up_costs_as_much() -> None:
     """On a GPU an inference of three tokens computes four, so the fourth is free, whatever is learned."""
-    costs = Costs({1: 10.0, 2: 12.0, 3: 20.0, 4: 20.0, 8: 40.0}, 5.0, rule=FAST_GPU_RULE)
+    costs = InferenceCosts({1: 10.0, 2: 12.0, 3: 20.0, 4: 20.0, 8: 40.0}, 5.0, rule=FAST_GPU_RULE)
     for width, ms in ((3, 20.0), (4, 30.0), (1, 9.0), (5, 44.0), (3, 22.0)):
-        costs.learn(width, ms)
+        costs.learn_inference(width, ms)
     assert costs(3) == costs(4) > costs(2) > costs(1)
-    assert len(set(costs.ms[5:9])) == 1
-    assert len(set(costs.next()[9:17])) == 1
+    assert len(set(costs.ms_by_width[5:9])) == 1
+    assert len(set(costs.next_costs()[9:17])) == 1
 
 
 def test_a_profile_measured_on_a_busy_machine_is_corrected() -> None:
@@ -514,7 +523,9 @@ def test_a_profile_measured_on_a_busy_machine_is_corrected() -> None:
     found = load(TRACES[0].with_name("demo-f32-T0.json"))
     machine = Machine(found, 0, 2)
     wrong = {width: 10 * ms for width, ms in machine.draft_ms.items()}
-    lookahead = Lookahead(None, Costs(machine.verify_ms, 0.0, True, rule=FeedRule(fewest=2)), Costs(wrong, 0.0, True))
+    lookahead = Lookahead(
+        None, InferenceCosts(machine.verify_ms, 0.0, True, rule=FeedRule(fewest=2)), InferenceCosts(wrong, 0.0, True)
+    )
     texts = found["texts"] * 4
     last = [replay(lookahead, "draft", text, machine) for text in texts][-1]
     assert ms_a_token(last) < 0.6 * machine.plain
@@ -524,15 +535,15 @@ def test_a_draft_that_holds_more_than_the_text_has_a_whole_text_to_read() -> Non
     """A row that was rewound, or that another text had before: the cost of what it has to read is never negative."""
     decoder = Bigrams(np.eye(20, dtype=np.float32))
     decoder.rows = [Sequence(np.arange(100) % 20)]
-    lookahead = Lookahead(None, Costs({1: 10.0, 2: 10.0}), Costs({1: 1.0, 2: 1.0}))
+    lookahead = Lookahead(None, InferenceCosts({1: 10.0, 2: 10.0}), InferenceCosts({1: 1.0, 2: 1.0}))
     asked: list[int] = []
-    inner = lookahead.starts
+    inner = lookahead.should_draft
 
     def starts(source: str, unseen: int, *given: Any, **named: Any) -> bool:
         asked.append(unseen)
         return inner(source, unseen, *given, **named)
 
-    lookahead.starts = starts
+    lookahead.should_draft = starts
     row = RowStep(Sequence([0, 1, 2, 7, 8]), GreedySampler(), 9)
     proposal = DraftModel(decoder).propose([row], lookahead)[0]
     assert asked == [2], "it shares three tokens with the text"

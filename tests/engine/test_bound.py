@@ -20,7 +20,7 @@ import ovspec
 from ovspec.cache.decoder import FAST_RULE, FeedRule, Rollback, find_logits_positions, split_into_inferences
 from ovspec.cache.paged import MAX_INFERENCE_TOKENS, PagedDecoder
 from ovspec.cache.stateful import StatefulDecoder
-from ovspec.drafting.costs import WIDEST, Costs
+from ovspec.drafting.costs import WIDEST_INFERENCE, InferenceCosts
 from ovspec.engine.decoders import DecoderPool
 from ovspec.engine.engine_thread import EngineThread, Job
 from ovspec.ir.compile import CompiledIR
@@ -296,11 +296,11 @@ def test_inferences_take_the_rows_in_order() -> None:
 
 def test_the_lookahead_knows_what_a_second_inference_costs() -> None:
     free, bounded = (
-        Costs({1: 10.0, 2: 10.0, 16: 12.0, 256: 60.0}, 0.0, rule=FeedRule(most=most)) for most in (None, 32)
+        InferenceCosts({1: 10.0, 2: 10.0, 16: 12.0, 256: 60.0}, 0.0, rule=FeedRule(most=most)) for most in (None, 32)
     )
-    assert (free.ms[:33] == bounded.ms[:33]).all()
+    assert (free.ms_by_width[:33] == bounded.ms_by_width[:33]).all()
     assert bounded(33) == bounded(32) + bounded(1) > free(33) + 9
-    assert bounded(WIDEST) == 2 * bounded(32)
+    assert bounded(WIDEST_INFERENCE) == 2 * bounded(32)
 
 
 def test_prompts_fill_inferences_beside_others() -> None:

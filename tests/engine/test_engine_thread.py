@@ -19,8 +19,8 @@ import ovspec
 from ovspec.base.errors import InferenceError, OvspecError
 from ovspec.cache.prefill import PREFILL_THRESHOLD, should_wait_for_prefix
 from ovspec.cache.sequence import Sequence
-from ovspec.drafting.costs import Costs
-from ovspec.drafting.lookahead import CATCHING_UP, Lookahead
+from ovspec.drafting.costs import InferenceCosts
+from ovspec.drafting.lookahead import CATCH_UP_TOKENS, Lookahead
 from ovspec.drafting.proposal import Proposal
 from ovspec.engine.engine_thread import BackgroundTask, EngineThread, Job
 from ovspec.engine.prefill_budget import (
@@ -155,7 +155,7 @@ class Breaks(Constraint):
     def __init__(self, at: int, error: Exception) -> None:
         self._at, self._error = at, error
 
-    def process(self, logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    def process_logits(self, logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         if len(tokens) >= self._at:
             raise self._error
         return logits
@@ -236,7 +236,9 @@ def test_a_text_that_cannot_go_on_fails_alone(engine: EngineThread, monkeypatch:
     others = [Asked(engine, prompt) for prompt in PROMPTS[:2]]
     start = len(engine.runtime.prompts.encode(PROMPTS[3]))
     broken = Breaks(start + 9, OvspecError("No token may follow."))
-    failing = Asked(engine, PROMPTS[3], logits_processors=[lambda tokens, logits: broken.process(logits, tokens)])
+    failing = Asked(
+        engine, PROMPTS[3], logits_processors=[lambda tokens, logits: broken.process_logits(logits, tokens)]
+    )
     assert "No token may follow" in str(failing.result())
     for other, prompt in zip(others, PROMPTS[:2], strict=True):
         assert other.result() == [lm_of(engine).generate(prompt, **OPTIONS).token_ids]
@@ -244,7 +246,9 @@ def test_a_text_that_cannot_go_on_fails_alone(engine: EngineThread, monkeypatch:
 
 def test_any_other_error_leaves_the_server_alive(engine: EngineThread) -> None:
     broken = Breaks(0, RuntimeError("a defect"))
-    failing = Asked(engine, PROMPTS[3], logits_processors=[lambda tokens, logits: broken.process(logits, tokens)])
+    failing = Asked(
+        engine, PROMPTS[3], logits_processors=[lambda tokens, logits: broken.process_logits(logits, tokens)]
+    )
     found = failing.result()
     assert isinstance(found, InferenceError) and "RuntimeError: a defect" in str(found)
     assert Asked(engine, PROMPTS[0]).result() == [lm_of(engine).generate(PROMPTS[0], **OPTIONS).token_ids]
@@ -256,7 +260,9 @@ class Panic(BaseException):
 
 def test_a_panic_leaves_the_server_alive(engine: EngineThread) -> None:
     broken = Breaks(0, Panic("a defect"))  # type: ignore[arg-type]
-    failing = Asked(engine, PROMPTS[3], logits_processors=[lambda tokens, logits: broken.process(logits, tokens)])
+    failing = Asked(
+        engine, PROMPTS[3], logits_processors=[lambda tokens, logits: broken.process_logits(logits, tokens)]
+    )
     assert "Panic: a defect" in str(failing.result())
     assert Asked(engine, PROMPTS[0]).result() == [lm_of(engine).generate(PROMPTS[0], **OPTIONS).token_ids]
 
@@ -371,7 +377,7 @@ def test_the_pace_keeps_rounds_short(per_token: float) -> None:
     def ms(load: RoundLoad, read: int) -> float:
         return 20 + 3 * load.generating_rows + per_token * (load.extra_tokens + load.proposed_tokens + read)
 
-    prefill_budget = PrefillBudget(Costs({2: 20.0, 32: 50.0}, 0.0), STRICT_UNBOUND, teaches_costs=False)
+    prefill_budget = PrefillBudget(InferenceCosts({2: 20.0, 32: 50.0}, 0.0), STRICT_UNBOUND, teaches_costs=False)
     assert prefill_budget.prompt_tokens(RoundLoad(0, 8)) == MAX_PROMPT_TOKENS
     for rows in range(1, 9):
         for _ in range(20):
@@ -393,7 +399,7 @@ def test_the_pace_keeps_rounds_short(per_token: float) -> None:
 
 
 def test_the_width_of_rounds_stays_while_it_nearly_fits() -> None:
-    prefill_budget = PrefillBudget(Costs({2: 20.0, 32: 50.0}, 0.0), STRICT_UNBOUND, teaches_costs=False)
+    prefill_budget = PrefillBudget(InferenceCosts({2: 20.0, 32: 50.0}, 0.0), STRICT_UNBOUND, teaches_costs=False)
     widths = set()
     for number in range(40):
         load = RoundLoad(4 + number % 2, 4 - number % 2)
@@ -404,7 +410,7 @@ def test_the_width_of_rounds_stays_while_it_nearly_fits() -> None:
 
 
 def test_the_ends_of_prompts_count_as_reading() -> None:
-    prefill_budget = PrefillBudget(Costs({2: 20.0, 32: 110.0}, 0.0), STRICT_UNBOUND, teaches_costs=False)
+    prefill_budget = PrefillBudget(InferenceCosts({2: 20.0, 32: 110.0}, 0.0), STRICT_UNBOUND, teaches_costs=False)
     assert (
         prefill_budget.prompt_tokens(RoundLoad(2, 1))
         == MIN_PROMPT_TOKENS
@@ -415,22 +421,22 @@ def test_the_ends_of_prompts_count_as_reading() -> None:
 
 
 def test_proposals_give_way_to_prompts() -> None:
-    prefill_budget = PrefillBudget(Costs({2: 20.0, 32: 26.0}, 0.0), STRICT_UNBOUND, teaches_costs=False)
+    prefill_budget = PrefillBudget(InferenceCosts({2: 20.0, 32: 26.0}, 0.0), STRICT_UNBOUND, teaches_costs=False)
     assert prefill_budget.proposal_ms(RoundLoad(1), 0) == math.inf, "a row that is alone keeps nobody waiting"
     left = [prefill_budget.proposal_ms(RoundLoad(4, 1), unread) for unread in (0, 20, 40, 400)]
     assert left[0] > left[1] > left[2] > left[3] == 0
     assert prefill_budget.proposal_ms(RoundLoad(5), 0) < (MAX_SLOWDOWN - 1) * 21 + 1
     assert (
-        PrefillBudget(Costs({2: 20.0}), STRICT_UNBOUND, teaches_costs=False, fixed_tokens=256).proposal_ms(
+        PrefillBudget(InferenceCosts({2: 20.0}), STRICT_UNBOUND, teaches_costs=False, fixed_tokens=256).proposal_ms(
             RoundLoad(4, 4), 900
         )
         == math.inf
     )
-    assert PrefillBudget(Costs(), STRICT_UNBOUND, teaches_costs=True).proposal_ms(RoundLoad(4), 1) == 0, (
+    assert PrefillBudget(InferenceCosts(), STRICT_UNBOUND, teaches_costs=True).proposal_ms(RoundLoad(4), 1) == 0, (
         "costs aren't known yet"
     )
     rooms = [
-        PrefillBudget(Costs({2: 20.0, 32: 26.0}, 0.0), STRICT_UNBOUND, teaches_costs=False).prompt_tokens(
+        PrefillBudget(InferenceCosts({2: 20.0, 32: 26.0}, 0.0), STRICT_UNBOUND, teaches_costs=False).prompt_tokens(
             RoundLoad(4, 1, 0, proposed)
         )
         for proposed in (0, 20, 40)
@@ -493,8 +499,8 @@ def test_a_draft_reads_prompts_in_parts(
     assert counts["proposed", "draft"] > 0
     engine.stop()
     together = [counts for counts in fed if sum(count > 0 for count in counts) > 1]
-    read = [sum(count for count in counts if count >= CATCHING_UP // 4) for counts in together]
-    assert 0 < max(read) <= CATCHING_UP and sum(read) > 500
+    read = [sum(count for count in counts if count >= CATCH_UP_TOKENS // 4) for counts in together]
+    assert 0 < max(read) <= CATCH_UP_TOKENS and sum(read) > 500
 
 
 def test_generating_goes_on_while_prompts_are_read(engine: EngineThread) -> None:

@@ -98,7 +98,7 @@ def test_any_proposals_give_the_plain_text(prompt: list[int], proposals: list[li
 class Forcing(Constraint):
     """Lets only threes follow."""
 
-    def forced(self, tokens: np.ndarray) -> list[int]:  # noqa: ARG002
+    def forced_tokens(self, tokens: np.ndarray) -> list[int]:  # noqa: ARG002
         return [3] * 4
 
 

@@ -23,8 +23,8 @@ from ovspec.grammars.conversion import TOOLS_SECONDS
 from ovspec.params import make_params
 from ovspec.sampling.answer_constraint import AnswerConstraint
 from ovspec.sampling.byte_vocabulary import ByteVocabulary
-from ovspec.sampling.grammar_constraint import Grammars
-from ovspec.sampling.grammar_options import grammar_of_answer
+from ovspec.sampling.grammar_constraint import GrammarCompiler
+from ovspec.sampling.grammar_options import convert_answer_grammar
 from ovspec.text.tokenizer import byte_vocabulary
 from ovspec.text.tokenizer_files import TokenizerFile
 from ovspec.text.tool_formats import FORMATS
@@ -35,12 +35,12 @@ NESTED = [each for each in FORMATS if not each.parameters]
 
 
 @functools.cache
-def real_vocabulary() -> tuple[ByteVocabulary, Grammars]:
+def real_vocabulary() -> tuple[ByteVocabulary, GrammarCompiler]:
     if not Path(REAL).exists():
         return PLAIN.tokens, PLAIN.grammars
     loaded = json.loads(REAL.read_text("utf-8"))
     spelt = byte_vocabulary(msgspec.convert(loaded, TokenizerFile)) or []
-    return ByteVocabulary(spelt), Grammars(loaded, spelt)
+    return ByteVocabulary(spelt), GrammarCompiler(loaded, spelt)
 
 
 def refusal(format: str, *tools: Any) -> str:
@@ -95,21 +95,21 @@ def test_large_sets_of_tools_are_quick(format: str) -> None:
         """
         began = time.process_time()
         answer = answers(format, LARGE)
-        grammar = grammar_of_answer(make_params(answer.options), answer.format)  # type: ignore[arg-type]
+        grammar = convert_answer_grammar(make_params(answer.options), answer.format)  # type: ignore[arg-type]
         assert grammar and answer.format.tools
 
         def make(start: int, begun: list[bytes | int]) -> Any:
-            return grammars.constraint(grammar, start, frozenset({EOS}), begun=begun)
+            return grammars.make_constraint(grammar, start, frozenset({EOS}), generated=begun)
 
         limits = AnswerConstraint(0, answer.format, vocabulary, make, False, {EOS})
         trigger = answer.format.tools.triggers[0].replace("{NAME}", "tree")
         tokens = [next(i for i, t in enumerate(vocabulary.vocabulary) if t == bytes([b])) for b in trigger.encode()]
         text, numbers = np.array(tokens, dtype=np.int64), random.Random(3)
         for at in range(len(text)):
-            limits.mask(text[:at])
-        limits.mask(text)
+            limits.token_mask(text[:at])
+        limits.token_mask(text)
         seconds = time.process_time() - began
-        while len(text) < 200 and not limits.complete(text):
+        while len(text) < 200 and not limits.is_complete(text):
             began = time.process_time()
             options = allowed(limits, text, vocabulary.size)
             steps.append(time.process_time() - began)
@@ -346,4 +346,4 @@ def follows(answer: Answers, tokens: list[int]) -> bool:
         made = make(0, [b"c", *(each for each in spelt if each is not None)])
     except OvspecError:
         return False
-    return made.complete(text[:0]) or made.allows(EOS, text[:0])
+    return made.is_complete(text[:0]) or made.allows_token(EOS, text[:0])

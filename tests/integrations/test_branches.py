@@ -17,7 +17,7 @@ from conftest import PROMPTS, ROOT
 
 import ovspec
 from ovspec.base.errors import OvspecError
-from ovspec.drafting.costs import Costs
+from ovspec.drafting.costs import InferenceCosts
 from ovspec.integrations.branches import MOST_BRANCHES, Branches
 from ovspec.integrations.roles import find_roles
 from ovspec.text.chat_template import ChatTemplate
@@ -49,7 +49,7 @@ def test_logits_of_texts_that_grow_part_and_shrink(load: Load, drafter: str, mon
     monkeypatch.setattr(lm.target, "verify_ms", {2: 10.0, 16: 11.0})
     if lm.draft:
         monkeypatch.setattr(lm.draft, "verify_ms", {1: 1.0, 16: 1.0})
-    monkeypatch.setattr(Costs, "learn", lambda costs, width, *_: costs(width))
+    monkeypatch.setattr(InferenceCosts, "learn_inference", lambda costs, width, *_: costs(width))
     branches, rng = Branches(lm), np.random.default_rng(0)
     texts = [ids_of(lm, number, 40) for number in range(3)]
     for _ in range(120):

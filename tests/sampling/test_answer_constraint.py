@@ -27,7 +27,7 @@ from answers import (
 from ovspec.base.errors import OvspecError
 from ovspec.params import make_params
 from ovspec.sampling.answer_constraint import AnswerConstraint
-from ovspec.sampling.masks import holds
+from ovspec.sampling.masks import mask_contains
 from ovspec.text.answer import HARMONY, Said
 from ovspec.text.tool_formats import FORMATS
 
@@ -50,7 +50,7 @@ def after(answer: Answers, text: str) -> np.ndarray:
 def allows_text(answer: Answers, text: str, begun: str = "", ends: bool = False) -> bool:
     """Return whether ``text`` may follow ``begun``, in some tokens, and ``ends`` the answer."""
     limits, tokens = answer.constraint(), followed(answer, text, after(answer, begun))
-    return tokens is not None and (not ends or limits.complete(tokens) or limits.allows(EOS, tokens))
+    return tokens is not None and (not ends or limits.is_complete(tokens) or limits.allows_token(EOS, tokens))
 
 
 def followed(answer: Answers, text: str, tokens: np.ndarray = PROMPT) -> np.ndarray | None:
@@ -61,17 +61,17 @@ def followed(answer: Answers, text: str, tokens: np.ndarray = PROMPT) -> np.ndar
         name = next((name for name in names if text.startswith(name)), None)
         if name:
             token, text = vocabulary.ids[name], text[len(name) :]
-            if not limits.allows(token, tokens):
+            if not limits.allows_token(token, tokens):
                 return None
             tokens = np.append(tokens, token)
             continue
         end = min([text.find(name) for name in names if name in text], default=len(text))
         rest, text = text[:end].encode(), text[end:]
         while rest:
-            forced = limits.forced(tokens)[:1]
+            forced = limits.forced_tokens(tokens)[:1]
             options = [i for i, spelt in enumerate(PLAIN.spelt) if spelt and rest.startswith(spelt)]
             options = forced or sorted(options, key=lambda i: -len(PLAIN.spelt[i] or b""))
-            token = next((token for token in options if limits.allows(token, tokens)), None)
+            token = next((token for token in options if limits.allows_token(token, tokens)), None)
             spelt = vocabulary.spelt[token] if token is not None else None
             if token is None or not spelt or not rest.startswith(spelt):
                 return None
@@ -80,7 +80,7 @@ def followed(answer: Answers, text: str, tokens: np.ndarray = PROMPT) -> np.ndar
 
 
 def free(answer: Answers, text: str) -> bool:
-    return answer.constraint().mask(after(answer, text)) is None
+    return answer.constraint().token_mask(after(answer, text)) is None
 
 
 def check_calls(said: Said, tools: Iterable[Any] = TOOLS, ended: bool = True) -> None:
@@ -103,19 +103,19 @@ def test_text_is_free() -> None:
     answer = answers("hermes", TOOLS)
     for text in ("", "Hello", " <", "a <tool", "<tool_", "<tools>{", "</tool_call>", '{"name": "get"', "<think>"):
         assert free(answer, text), text
-    assert answer.constraint().forced(after(answer, "Hello <tool")) == []
+    assert answer.constraint().forced_tokens(after(answer, "Hello <tool")) == []
 
 
 @pytest.mark.parametrize("begun", ["<tool_call", "Well,\n\n<tool_call", "<tool_<tool_call", "<tool_c"])
 def test_a_tag_that_ends_within_a_token_is_only_masked_where_its_rest_is_wrong(begun: str) -> None:
     answer, tail = answers("hermes", TOOLS), "<tool_call>".removeprefix(begun[begun.rindex("<") :])
     rest = CALL.removeprefix("<tool_call>")
-    mask = answer.constraint().mask(after(answer, begun))
+    mask = answer.constraint().token_mask(after(answer, begun))
     masked = 0
     for token, spelt in enumerate(PLAIN.spelt):
         text = (spelt or b"").decode("latin-1")
         wrong = text.startswith(tail) and not rest.startswith(text[len(tail) :])
-        assert (mask is None or holds(mask, token)) is not wrong, text
+        assert (mask is None or mask_contains(mask, token)) is not wrong, text
         masked += wrong
     assert masked > 5 if tail == ">" else not masked
 
@@ -126,11 +126,11 @@ def test_a_tag_that_is_a_token_begins_a_call_alone() -> None:
         assert free(answer, "Well <tool")
         begun = after(answer, "Well <tool_call>")
         limits = answer.constraint()
-        assert limits.mask(begun) is not None
+        assert limits.token_mask(begun) is not None
         start = PLAIN.ids_of('\n{"name": "')
-        assert limits.forced(begun)[: len(start) - 1] == start[:-1]
+        assert limits.forced_tokens(begun)[: len(start) - 1] == start[:-1]
         spelt = np.concatenate((PROMPT, np.array(PLAIN.ids_of(f"Well {CALL}"), dtype=np.int64)))
-        assert limits.mask(spelt) is None, "what was spelt out is text"
+        assert limits.token_mask(spelt) is None, "what was spelt out is text"
         said, _ = answer.read(spelt[len(PROMPT) :].tolist())
         assert (said.text, said.calls) == (f"Well {CALL}", [])
 
@@ -246,9 +246,9 @@ def test_the_end_of_thinking_within_a_token() -> None:
     for token, spelt in enumerate(PLAIN.spelt):
         if spelt and spelt.startswith(b">"):
             rest = spelt[1:].decode("latin-1")
-            assert limits.allows(token, begun) is bool(re.fullmatch(r"[ \t\n]{0,4}(<t?o?)?", rest)), spelt
+            assert limits.allows_token(token, begun) is bool(re.fullmatch(r"[ \t\n]{0,4}(<t?o?)?", rest)), spelt
         elif token != EOS:
-            assert limits.allows(token, begun)
+            assert limits.allows_token(token, begun)
 
 
 @pytest.mark.parametrize("options", [{}, {"tool_choice": "required"}, {"regex": "[0-9]{3}"}])
@@ -263,21 +263,21 @@ def test_budgets_of_thinking(vocabulary: Vocabulary, options: dict[str, Any]) ->
             found = list(begun)
             for count in range(budget):
                 tokens = np.concatenate((PROMPT, np.array(found, dtype=np.int64)))
-                assert limits.forced(tokens) == [], count
+                assert limits.forced_tokens(tokens) == [], count
                 found.append(numbers.choice(PLAIN.ids_of("I am thinking of it")))
             tokens = np.concatenate((PROMPT, np.array(found, dtype=np.int64)))
-            assert limits.forced(tokens) == close
+            assert limits.forced_tokens(tokens) == close
             for token in close:
                 assert allowed(limits, tokens, len(vocabulary.spelt)) == [token]
                 tokens = np.append(tokens, token)
-            assert limits.forced(tokens) != close
+            assert limits.forced_tokens(tokens) != close
             said, _ = answer.read(tokens[len(PROMPT) :].tolist())
             assert said.text == ""
             if not options:  # it may think again, but not longer
                 again = np.concatenate((tokens, np.array(vocabulary.ids_of("<think>"), dtype=np.int64)))
-                assert limits.forced(again) == close
+                assert limits.forced_tokens(again) == close
     unlimited = answers("hermes", TOOLS, THINK, vocabulary, "thinking").constraint()
-    assert unlimited.mask(after(answer, "I am thinking of it" * 20)) is None
+    assert unlimited.token_mask(after(answer, "I am thinking of it" * 20)) is None
 
 
 def test_budgets_of_params() -> None:
@@ -295,8 +295,8 @@ def test_thinking_that_closes_by_itself_before_its_budget() -> None:
     limits = answer.constraint(12)
     tokens = after(answer, "Hm.</think>")
     assert len(tokens) - len(PROMPT) < 12
-    assert limits.forced(tokens) == []
-    assert not limits.allows(PLAIN.ids_of("x")[0], tokens)
+    assert limits.forced_tokens(tokens) == []
+    assert not limits.allows_token(PLAIN.ids_of("x")[0], tokens)
 
 
 # ---------------------------------------------------------------- Harmony
@@ -488,13 +488,13 @@ def test_what_is_said_depends_on_the_tokens_alone(setup: str) -> None:
     numbers.shuffle(texts)
     for text in texts[:40]:
         fresh = answer.constraint(budget)
-        ended, token = fresh.complete(text), numbers.choice(answer.vocabulary.ids_of(CALL))
-        for ask in numbers.sample(("forced", "complete", "allows"), 3):
-            if not (ask == "allows" and ended):
-                arguments = (token, text) if ask == "allows" else (text,)
+        ended, token = fresh.is_complete(text), numbers.choice(answer.vocabulary.ids_of(CALL))
+        for ask in numbers.sample(("forced_tokens", "is_complete", "allows_token"), 3):
+            if not (ask == "allows_token" and ended):
+                arguments = (token, text) if ask == "allows_token" else (text,)
                 assert getattr(used, ask)(*arguments) == getattr(fresh, ask)(*arguments)
         if not ended:
-            assert same(used.mask(text), fresh.mask(text))
+            assert same(used.token_mask(text), fresh.token_mask(text))
 
 
 @pytest.mark.parametrize("setup", ASKED_EACH)
@@ -504,14 +504,14 @@ def test_single_tokens_and_forced_ones_agree_with_masks(setup: str) -> None:
     texts = [text for each in begun for text in steps(answer.constraint(budget), answer, numbers, each)]
     for text in numbers.sample(texts, 4):
         fresh, masking = answer.constraint(budget), answer.constraint(budget)
-        if fresh.complete(text):
+        if fresh.is_complete(text):
             continue
         right = set(allowed(masking, text, size))
         for token in numbers.sample(range(size), 200) + numbers.sample(sorted(right), min(len(right), 50)):
-            assert fresh.allows(token, text) is (token in right), token  # before it has a mask
+            assert fresh.allows_token(token, text) is (token in right), token  # before it has a mask
         for token in range(size):
-            assert masking.allows(token, text) is (token in right), token
-        for token in fresh.forced(text):
+            assert masking.allows_token(token, text) is (token in right), token
+        for token in fresh.forced_tokens(text):
             assert allowed(masking, text, size) == [token]
             text = np.append(text, token)
 
@@ -521,9 +521,9 @@ def test_a_constraint_that_fails_can_be_asked_again() -> None:
     limits, wrong = answer.constraint(), after(answer, "<tool_call>x")
     for _ in range(2):
         with pytest.raises(OvspecError):
-            limits.mask(wrong)
-    assert limits.mask(after(answer, "Hi")) is None
-    assert limits.forced(after(answer, "<tool_call>"))
+            limits.token_mask(wrong)
+    assert limits.token_mask(after(answer, "Hi")) is None
+    assert limits.forced_tokens(after(answer, "<tool_call>"))
 
 
 # ---------------------------------------------------------------- all formats

@@ -22,9 +22,9 @@ from ovspec.grammars.sources import convert_regex
 from ovspec.params import Params
 from ovspec.params.generation import AcceptRule
 from ovspec.sampling.constraint import Constraints
-from ovspec.sampling.grammar_constraint import Grammars
-from ovspec.sampling.samplers import DraftVocabulary, Guess, sampler_of
-from ovspec.sampling.warp import softmax, warp
+from ovspec.sampling.grammar_constraint import GrammarCompiler
+from ovspec.sampling.samplers import DraftedToken, DraftVocabulary, make_sampler
+from ovspec.sampling.warp import softmax, warp_logits
 
 UNLIKELY = 1e-4
 DRAWS = 1200  # which find each planted bug, below
@@ -54,7 +54,7 @@ TOKENIZER: dict[str, Any] = {
 }
 # It has two spellings of the same letters, forced tokens, and ends that the model chooses or that are forced.
 GRAMMAR = convert_regex("(ab|a|b){1,2}(cdc|d)?")
-GRAMMARS = Grammars(TOKENIZER, VOCABULARY)
+GRAMMARS = GrammarCompiler(TOKENIZER, VOCABULARY)
 RANDOM = np.random.default_rng(11)
 TARGET = (1.1 * RANDOM.standard_normal((6, 6))).astype(np.float32)
 DRAFT = (TARGET + 0.7 * RANDOM.standard_normal((6, 6))).astype(np.float32)
@@ -73,14 +73,14 @@ def exact(params: Params) -> dict[tuple[int, ...], float]:
     found: dict[tuple[int, ...], float] = {}
 
     def go(text: tuple[int, ...], probability: float) -> None:
-        matcher = LLMatcher(GRAMMARS._tokens, GRAMMAR)
+        matcher = LLMatcher(GRAMMARS._tokenizer, GRAMMAR)
         assert matcher.consume_tokens(list(text))
         if matcher.is_stopped():
             found[text] = probability
             return
         mask = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")[:6]
         logits = np.where(mask, TARGET[text[-1] if text else 0], -np.inf).astype(np.float32)
-        p = warp(logits, params).probabilities(6)
+        p = warp_logits(logits, params).probabilities(6)
         if not params.truncates:
             np.testing.assert_allclose(p, softmax(logits.astype(float) / params.temperature), rtol=1e-4)
         for token in np.flatnonzero(p).tolist():
@@ -97,17 +97,17 @@ def draw_texts(accept: AcceptRule, drafter: str, params: Params, draws: int) -> 
     """Return how often each text was drawn, and how many tokens were forced, proposed and accepted."""
     target = Bigrams(TARGET)
     drafters: dict[str, Any] = {"model": DraftModel(Bigrams(DRAFT)), "cyclic": Cyclic(), "none": None}
-    drafters["head"] = DraftModel(Bigrams(DRAFT, HEAD.ids), HEAD)  # type: ignore[arg-type]
+    drafters["head"] = DraftModel(Bigrams(DRAFT, HEAD.target_ids), HEAD)  # type: ignore[arg-type]
     counts, done = Counter[Any](), Counter[str]()
     ends = frozenset({END})
-    constraints = Constraints([GRAMMARS.constraint(GRAMMAR, 1, ends)], ends)  # whose state is the text alone
+    constraints = Constraints([GRAMMARS.make_constraint(GRAMMAR, 1, ends)], ends)  # whose state is the text alone
     for seed in range(draws):
         sequence = Sequence([0])
         target.reset(1)
         if drafters[drafter]:
             drafters[drafter].reset(1)
-        sampler = sampler_of(replace(params, seed=seed, accept=accept), 0, constraints)
-        while len(sequence) == 1 or not constraints.ended(sequence.tokens):
+        sampler = make_sampler(replace(params, seed=seed, accept=accept), 0, constraints)
+        while len(sequence) == 1 or not constraints.has_ended(sequence.tokens):
             outcomes, _ = run_round(target, drafters[drafter], Lookahead(3), [RowStep(sequence, sampler, 9)])
             done["forced"] += outcomes[0].forced_count
             done["proposed"] += len(outcomes[0].proposal.tokens)
@@ -169,21 +169,21 @@ def test_planted_bugs_are_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> No
     if bug.startswith("a masked"):
         accept: AcceptRule = "compare"
 
-        def choose(self: Any, logits: np.ndarray, tokens: np.ndarray, _: Any = None) -> Guess:
+        def choose(self: Any, logits: np.ndarray, tokens: np.ndarray, _: Any = None) -> DraftedToken:
             guess = self._draw(logits, len(tokens))
-            if self.constraints.allow(guess.token, tokens):
+            if self.constraints.allows_token(guess.token, tokens):
                 return guess
-            return Guess(int(self.constraints.mask(logits, tokens).argmax()), 1.0)
+            return DraftedToken(int(self.constraints.mask_logits(logits, tokens).argmax()), 1.0)
 
-        monkeypatch.setattr(sampler_module.SharedNoiseSampler, "guess", choose)
+        monkeypatch.setattr(sampler_module.SharedNoiseSampler, "choose_draft_token", choose)
     else:
         accept = "rejection"
-        real = sampler_module.RejectionSampler.guess
+        real = sampler_module.RejectionSampler.choose_draft_token
 
-        def guess(self: Any, logits: np.ndarray, tokens: np.ndarray, vocabulary: Any) -> Guess | None:
+        def guess(self: Any, logits: np.ndarray, tokens: np.ndarray, vocabulary: Any) -> DraftedToken | None:
             found = real(self, logits, tokens, vocabulary)
-            return found and found._replace(q=warp(logits, self._params))
+            return found and found._replace(distribution=warp_logits(logits, self._params))
 
-        monkeypatch.setattr(sampler_module.RejectionSampler, "guess", guess)
+        monkeypatch.setattr(sampler_module.RejectionSampler, "choose_draft_token", guess)
     counts, _ = draw_texts(accept, "model", PLAIN, DRAWS)
     assert fits(counts, PLAIN) < UNLIKELY

@@ -19,9 +19,9 @@ import ovspec
 from ovspec.params import make_params
 from ovspec.params.generation import GENERATE, GRAMMARS
 from ovspec.sampling.constraint import Constraint, Constraints
-from ovspec.sampling.grammar_constraint import Grammars, prefixed
-from ovspec.sampling.grammar_options import grammar_of
-from ovspec.sampling.masks import holds, masked, pack
+from ovspec.sampling.grammar_constraint import GrammarCompiler, prefix_grammar
+from ovspec.sampling.grammar_options import convert_requested_grammar
+from ovspec.sampling.masks import apply_mask, mask_contains, pack_mask
 from ovspec.text.tokenizer import byte_vocabulary
 from ovspec.text.tokenizer_files import TokenizerFile
 
@@ -205,16 +205,16 @@ def test_hugging_face_with_the_same_masks(
     """The oracle is Hugging Face's ``generate``, with a new matcher per token that reads the text from the start."""
     import torch
 
-    grammars = Grammars(TOKENIZER, list(VOCABULARY or []))
-    source, _ = grammar_of(make_params(CASES[case]))  # type: ignore[arg-type]
+    grammars = GrammarCompiler(TOKENIZER, list(VOCABULARY or []))
+    source, _ = convert_requested_grammar(make_params(CASES[case]))  # type: ignore[arg-type]
     assert source
     tokens = reference.tokenizer(prompt_of(case), return_tensors="pt")
     start = tokens["input_ids"].shape[1]
     behind = b"import os.pa" if case == "constrain_from" else b""
 
     def process(ids: Any, scores: Any) -> Any:
-        matcher = LLMatcher(grammars._tokens, source)
-        assert matcher.consume_tokens(grammars._tokens.tokenize_bytes(behind))
+        matcher = LLMatcher(grammars._tokenizer, source)
+        assert matcher.consume_tokens(grammars._tokenizer.tokenize_bytes(behind))
         assert matcher.consume_tokens(ids[0, start:].tolist())
         allowed = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")[
             : scores.shape[1]
@@ -233,36 +233,36 @@ def test_hugging_face_with_the_same_masks(
 
 
 @pytest.fixture(scope="module")
-def grammars() -> Grammars:
-    return Grammars(TOKENIZER, list(VOCABULARY or []))
+def grammars() -> GrammarCompiler:
+    return GrammarCompiler(TOKENIZER, list(VOCABULARY or []))
 
 
 @pytest.mark.parametrize("case", ["json", "gbnf", *[pytest.param(each, marks=SLOW) for each in ("lark", "choice")]])
 @given(st.data())
 @settings(deadline=None, max_examples=10)
-def test_answers_depend_on_the_text_alone(grammars: Grammars, case: str, data: st.DataObject) -> None:
+def test_answers_depend_on_the_text_alone(grammars: GrammarCompiler, case: str, data: st.DataObject) -> None:
     """Whatever was asked before, the answers are those of a matcher that reads the text from the start."""
-    source, _ = grammar_of(make_params(CASES[case]))  # type: ignore[arg-type]
+    source, _ = convert_requested_grammar(make_params(CASES[case]))  # type: ignore[arg-type]
     assert source
-    constraint = grammars.constraint(source, 2, EOS)
+    constraint = grammars.make_constraint(source, 2, EOS)
     random = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     text = [7, 8]
     for _ in range(25):
-        fresh = LLMatcher(grammars._tokens, source)
+        fresh = LLMatcher(grammars._tokenizer, source)
         assert fresh.consume_tokens(text[2:])
         expected = np.frombuffer(fresh.compute_bitmask(), np.uint8)[: SIZE // 8]
         tokens = np.array(text)
         for question in random.permutation(4):
             if question == 0:
-                assert np.array_equal(constraint.mask(tokens), expected)
+                assert np.array_equal(constraint.token_mask(tokens), expected)
             elif question == 1:
-                assert constraint.forced(tokens) == fresh.compute_ff_tokens()
+                assert constraint.forced_tokens(tokens) == fresh.compute_ff_tokens()
             elif question == 2:
-                assert constraint.complete(tokens) == fresh.is_stopped()
+                assert constraint.is_complete(tokens) == fresh.is_stopped()
             else:
                 some = [*random.integers(0, SIZE, 5).tolist(), *np.flatnonzero(bits(expected))[:5].tolist()]
                 for token in some:
-                    assert constraint.allows(token, tokens) == holds(expected, token)
+                    assert constraint.allows_token(token, tokens) == mask_contains(expected, token)
         allowed = [token for token in np.flatnonzero(bits(expected)).tolist() if token not in EOS]
         if not allowed or random.random() < 0.3:  # roll back, and grow again later
             text = text[: int(random.integers(2, len(text) + 1))]
@@ -276,12 +276,12 @@ def bits(mask: np.ndarray) -> np.ndarray:
 
 @given(st.sets(st.integers(0, 99)), st.integers(1, 130))
 def test_masks(ids: set[int], width: int) -> None:
-    mask = pack(ids, 100)
+    mask = pack_mask(ids, 100)
     logits = np.arange(width, dtype=np.float32)
     expected = [float(i) if i in ids else -np.inf for i in range(min(width, 104))]
-    assert masked(logits, mask).tolist() == expected
+    assert apply_mask(logits, mask).tolist() == expected
     assert logits.tolist() == list(range(width))
-    assert [holds(mask, i) for i in range(130)] == [i in ids for i in range(130)]
+    assert [mask_contains(mask, i) for i in range(130)] == [i in ids for i in range(130)]
 
 
 def test_special_tokens_that_a_grammar_spells(load: Callable[..., ovspec.LanguageModel]) -> None:
@@ -319,33 +319,38 @@ def test_sentencepiece_tokenizers() -> None:
     tokenizer["added_tokens"] = [token for token in tokenizer["added_tokens"] if token["id"] < 3]
     vocabulary = byte_vocabulary(msgspec.convert(tokenizer, TokenizerFile))
     assert vocabulary
-    grammars = Grammars(tokenizer, vocabulary)
+    grammars = GrammarCompiler(tokenizer, vocabulary)
     for i, token in enumerate(vocabulary):
         if token and token != b"\xff":  # a byte that no text has
-            assert grammars._tokens.decode_bytes([i]) == token
+            assert grammars._tokenizer.decode_bytes([i]) == token
     start = np.array([], dtype=np.int64)
-    source, _ = grammar_of(make_params({"regex": " self[0-9] \u00e9"}))
+    source, _ = convert_requested_grammar(make_params({"regex": " self[0-9] \u00e9"}))
     assert source
-    constraint = grammars.constraint(source, 0, frozenset({2}))
-    forced = constraint.forced(start)
+    constraint = grammars.make_constraint(source, 0, frozenset({2}))
+    forced = constraint.forced_tokens(start)
     assert b" self".startswith(b"".join(vocabulary[token] or b"" for token in forced))
     assert forced
-    source, _ = grammar_of(make_params({"regex": "(\u00e9|ab)+"}))
+    source, _ = convert_requested_grammar(make_params({"regex": "(\u00e9|ab)+"}))
     assert source
-    found = np.flatnonzero(np.unpackbits(grammars.constraint(source, 0, frozenset()).mask(start), bitorder="little"))
+    found = np.flatnonzero(
+        np.unpackbits(grammars.make_constraint(source, 0, frozenset()).token_mask(start), bitorder="little")
+    )
     assert {vocabulary[token] for token in found} >= {b"a", b"\xc3"}
 
 
-def test_prefixes_of_grammars(grammars: Grammars) -> None:
-    """``prefixed`` puts a text before a grammar of any kind, and the grammar's own masks stay the same."""
+def test_prefixes_of_grammars(grammars: GrammarCompiler) -> None:
+    """``prefix_grammar`` puts a text before a grammar of any kind, and the grammar's own masks stay the same."""
     for case, options in CASES.items():
-        source, _ = grammar_of(make_params(options))  # type: ignore[arg-type]
+        source, _ = convert_requested_grammar(make_params(options))  # type: ignore[arg-type]
         assert source
         for said in (b" ", b"x = ", "\u00e9".encode(), b'"\\\n'):
-            plain = grammars.constraint(source, 0, EOS)
-            longer = grammars.constraint(prefixed(source, said), 0, EOS)
-            spelt = np.array(grammars._tokens.tokenize_bytes(said))
-            assert np.array_equal(longer.mask(spelt), plain.mask(np.array([], dtype=np.int64))), (case, said)
+            plain = grammars.make_constraint(source, 0, EOS)
+            longer = grammars.make_constraint(prefix_grammar(source, said), 0, EOS)
+            spelt = np.array(grammars._tokenizer.tokenize_bytes(said))
+            assert np.array_equal(longer.token_mask(spelt), plain.token_mask(np.array([], dtype=np.int64))), (
+                case,
+                said,
+            )
 
 
 # ---------------------------------------------------------------- ends
@@ -482,7 +487,7 @@ DAMAGED: dict[str, tuple[dict[str, Any], str]] = {
 def test_damaged_tokenizers_are_refused_in_a_sentence(damage: str) -> None:
     tokenizer, message = DAMAGED[damage]
     with pytest.raises(ovspec.OvspecError, match=rf"^This model's tokenizer .*{message}.*\.$"):
-        Grammars(tokenizer, VOCABULARY or [])
+        GrammarCompiler(tokenizer, VOCABULARY or [])
 
 
 @pytest.mark.parametrize("wrong", WRONG)
@@ -525,16 +530,16 @@ def test_the_stack() -> None:
 
     class Only(Constraint):
         def __init__(self, *ids: int) -> None:
-            self._mask = pack(ids, 8)
+            self._mask = pack_mask(ids, 8)
 
-        def mask(self, tokens: np.ndarray) -> np.ndarray | None:  # noqa: ARG002
+        def token_mask(self, tokens: np.ndarray) -> np.ndarray | None:  # noqa: ARG002
             return self._mask
 
     stack = Constraints([Only(1, 2, 3), Only(2, 3, 4)], frozenset({3}))
     tokens, logits = np.array([0]), np.zeros(8, dtype=np.float32)
     assert np.flatnonzero(np.isfinite(stack(logits, tokens))).tolist() == [2, 3]
-    assert [stack.allow(token, tokens) for token in range(5)] == [False, False, True, True, False]
-    assert stack.permitted(tokens, [2, 2, 3, 2]) == 3, "up to and including the end token"
-    assert stack.permitted(tokens, [2, 4, 2]) == 1, "up to the first masked token"
+    assert [stack.allows_token(token, tokens) for token in range(5)] == [False, False, True, True, False]
+    assert stack.count_allowed(tokens, [2, 2, 3, 2]) == 3, "up to and including the end token"
+    assert stack.count_allowed(tokens, [2, 4, 2]) == 1, "up to the first masked token"
     assert not logits.any()
     assert set(GRAMMARS) <= GENERATE.keys()

@@ -20,7 +20,7 @@ from ovspec.engine.round import RowOutcome
 from ovspec.engine.row import Row
 from ovspec.params import Params
 from ovspec.sampling.byte_vocabulary import ByteVocabulary
-from ovspec.sampling.healing import Healing, healable
+from ovspec.sampling.healing import Healing, count_healable
 from ovspec.sampling.samplers import GreedySampler
 from ovspec.text.tokenizer import ByteDetokenizer, byte_vocabulary
 from ovspec.text.tokenizer_files import TokenizerFile
@@ -48,7 +48,7 @@ def lm(load: Callable[..., ovspec.LanguageModel]) -> ovspec.LanguageModel:
 
 
 def naive(tokens: list[int], first: int, vocabulary: list[bytes | None]) -> int:
-    """Return what ``healable`` returns, computed from its definition."""
+    """Return what ``count_healable`` returns, computed from its definition."""
     found = 0
     for count in range(1, len(tokens) - first + 1):
         spelt = [vocabulary[token] for token in tokens[len(tokens) - count :]]
@@ -69,29 +69,29 @@ def test_what_is_taken_back(vocabulary: list[bytes | None], data: st.DataObject)
     tokens = data.draw(st.lists(st.integers(0, len(vocabulary) - 1), max_size=6))
     first = data.draw(st.integers(0, len(tokens)))
     ordered = ByteVocabulary(vocabulary)
-    assert healable(np.array(tokens, np.int64), first, ordered) == naive(tokens, first, vocabulary)
+    assert count_healable(np.array(tokens, np.int64), first, ordered) == naive(tokens, first, vocabulary)
 
 
 def test_what_no_token_continues_stays() -> None:
     ordered = ByteVocabulary([b"a", b"b", b"bc"])
-    assert [healable(np.array(tokens), 0, ordered) for tokens in ([0], [1], [1, 0], [0, 1])] == [0, 1, 0, 1]
+    assert [count_healable(np.array(tokens), 0, ordered) for tokens in ([0], [1], [1, 0], [0, 1])] == [0, 1, 0, 1]
 
 
 def test_a_character_is_taken_back_whole_or_not_at_all() -> None:
     first, second = "é".encode()[:1], "é".encode()[1:]
     vocabulary: list[bytes | None] = [b"x", first, second, second + b"!", first + second + b"!"]
     prompt, ordered = np.array([0, 1, 2]), ByteVocabulary(vocabulary)
-    assert healable(prompt, 0, ordered) == 2
-    assert healable(prompt, 0, ordered, whole_characters=True) == 2
+    assert count_healable(prompt, 0, ordered) == 2
+    assert count_healable(prompt, 0, ordered, whole_characters=True) == 2
     without = ByteVocabulary(vocabulary[:4])
-    assert healable(prompt, 0, without) == 1
-    assert healable(prompt, 0, without, whole_characters=True) == 0
+    assert count_healable(prompt, 0, without) == 1
+    assert count_healable(prompt, 0, without, whole_characters=True) == 0
 
 
 @given(small, st.binary(min_size=1, max_size=4).map(lambda b: bytes(x % 3 + 97 for x in b)))
 def test_what_may_be_said_instead(vocabulary: list[bytes | None], said: bytes) -> None:
     expected = {i for i, t in enumerate(vocabulary) if t and (t.startswith(said) or said.startswith(t))}
-    found = ByteVocabulary(vocabulary).along(said)
+    found = ByteVocabulary(vocabulary).ids_compatible_with(said)
     assert len(found) == len(set(found))
     assert set(found) == expected
 
@@ -112,17 +112,17 @@ def test_examples() -> None:
     ordered = ByteVocabulary(vocabulary)
     cases = [([0, 1], 1), ([3], 1), ([6, 3], 1), ([0], 0), ([5, 1], 1), ([1, 5], 0), ([0, 7], 1), ([0, 8], 0), ([], 0)]
     for tokens, count in cases:
-        assert healable(np.array(tokens, np.int64), 0, ordered) == count, tokens
-    assert healable(np.array([0, 1], np.int64), 2, ordered) == 0, "tokens before ``first`` stay"
-    assert healable(np.array([0, 1], np.int64), 0, ordered, 0) == 0
+        assert count_healable(np.array(tokens, np.int64), 0, ordered) == count, tokens
+    assert count_healable(np.array([0, 1], np.int64), 2, ordered) == 0, "tokens before ``first`` stay"
+    assert count_healable(np.array([0, 1], np.int64), 0, ordered, 0) == 0
     healing = Healing(np.array([6, 0, 1]), 2, ByteVocabulary([*vocabulary, b"h", b"ttp", b"http:/"]), np.array([]))
     prompt = [6]
     for said, over in (([], 1), ([10], 2), ([10, 11], 3), ([10, 11, 1], 4), ([12], 1), ([10, 11, 2], 3)):
         assert healing.prompt_length(np.array([*prompt, *said])) == over
     for said, likely in (([], [0, 1]), ([0], [1]), ([0, 1], None), ([10], None), ([12], None)):
-        found = healing.likely(np.array([*prompt, *said], np.int64))
+        found = healing.suggest_tokens(np.array([*prompt, *said], np.int64))
         assert (found if found is None else found.tolist()) == likely
-    assert healing.mask(np.array([6, 12])) is None
+    assert healing.token_mask(np.array([6, 12])) is None
 
 
 @pytest.mark.parametrize("prompt", ENDS)
@@ -265,7 +265,7 @@ def test_half_a_character(lm: ovspec.LanguageModel) -> None:
         with lm.session() as session:
             session.append(prompt)
             session.generate(max_tokens=6, ignore_eos=True, heal=True)
-            said = DEMO.spell(session.sequence.tokens)
+            said = DEMO.join_bytes(session.sequence.tokens)
         assert said.startswith(b"x = '" + emoji[:count])
 
 
@@ -299,7 +299,7 @@ def test_hugging_face_heals_alike(lm: ovspec.LanguageModel, reference: Reference
     for prompt in ("import os.pa", "http:", "x = self.na", "def __in", "raise Val", "class Test(unittest.Test"):
         ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
         healed = reference.model.heal_tokens(ids, tokenizer=tokenizer)[0].tolist()
-        if healable(ids[0].numpy(), 0, DEMO) == 1 and healed[-1] != int(ids[0, -1]):
+        if count_healable(ids[0].numpy(), 0, DEMO) == 1 and healed[-1] != int(ids[0, -1]):
             assert lm.generate(prompt, max_tokens=1, heal=True).token_ids[0] == healed[-1]
             same += 1
     assert same >= 2

@@ -28,10 +28,10 @@ from ovspec.params import Params, SamplingParams, make_params
 from ovspec.params.generation import GENERATE, AcceptRule
 from ovspec.sampling import samplers as sampler_module
 from ovspec.sampling.constraint import UNCONSTRAINED, Constraints
-from ovspec.sampling.noise import ACCEPT, draw, noise
-from ovspec.sampling.processors import processing
-from ovspec.sampling.samplers import DraftVocabulary, Sampler, sampler_of
-from ovspec.sampling.warp import WarpedLogits, largest, leading, softmax, warp
+from ovspec.sampling.noise import ACCEPT_NOISE, draw_token, make_noise
+from ovspec.sampling.processors import make_processors
+from ovspec.sampling.samplers import DraftVocabulary, Sampler, make_sampler
+from ovspec.sampling.warp import WarpedLogits, largest_ids, smallest_up_to_weight, softmax, warp_logits
 
 VOCAB = 300
 
@@ -83,7 +83,7 @@ def test_warped_as_by_hugging_face(reference: Reference, seed: int, spread: floa
     ours: dict[str, Any] = {"temperature": 1.0} | options
     params = Params(min_tokens=ours.pop("min_new_tokens", None), logit_bias=ours.pop("bias", {}), max_tokens=20, **ours)
     process = constrained(params, start, frozenset({1, 2}))
-    got = warp(process(logits, np.array(tokens)), params).probabilities(VOCAB)
+    got = warp_logits(process(logits, np.array(tokens)), params).probabilities(VOCAB)
     # Sums in single precision decide which token is the last to stay, so one borderline token may differ.
     assert np.abs((got > 0).astype(int) - (expected > 0)).sum() <= (1 if params.truncates else 0)
     if ((got > 0) == (expected > 0)).all():
@@ -124,7 +124,7 @@ def test_the_largest(seed: int, count: int, width: int) -> None:
     logits = np.random.default_rng(seed).integers(-1000, 1000, width).astype(np.float32)
     count = min(count, width)
     expected = np.flatnonzero(logits >= np.sort(logits)[-count])
-    assert np.array_equal(np.sort(largest(logits, count)), expected)
+    assert np.array_equal(np.sort(largest_ids(logits, count)), expected)
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from([10, 3000, 20000]), st.floats(0.0, 1.0))
@@ -137,7 +137,7 @@ def test_leading_needs_no_full_sort(seed: int, width: int, share: float) -> None
     order = np.argsort(keys)
     sums = np.cumsum(weights[order], dtype=np.float64)
     count = min(int(np.searchsorted(sums, limit)) + 1, width)
-    assert abs(len(leading(keys, weights, limit)) - count) <= 1
+    assert abs(len(smallest_up_to_weight(keys, weights, limit)) - count) <= 1
 
 
 @pytest.mark.parametrize(
@@ -173,14 +173,14 @@ def test_every_parameter_is_an_option() -> None:
 
 def test_all_tokens_banned() -> None:
     with pytest.raises(ovspec.OvspecError, match="No token may follow"):
-        warp(np.full(5, -np.inf, dtype=np.float32), SamplingParams(temperature=1.0))
+        warp_logits(np.full(5, -np.inf, dtype=np.float32), SamplingParams(temperature=1.0))
 
 
 def test_temperatures_as_small_and_large_as_there_are() -> None:
     logits = np.array([1.0, 30.0, -np.inf, 29.0], dtype=np.float32)
     for temperature in (1e-300, 1e-20, 1e-3):
-        assert warp(logits, SamplingParams(temperature=temperature)).probabilities(4).tolist() == [0, 1, 0, 0]
-    hot = warp(logits, SamplingParams(temperature=1e30)).probabilities(4)
+        assert warp_logits(logits, SamplingParams(temperature=temperature)).probabilities(4).tolist() == [0, 1, 0, 0]
+    hot = warp_logits(logits, SamplingParams(temperature=1e30)).probabilities(4)
     assert hot[2] == 0
     assert hot[0] == pytest.approx(1 / 3)
 
@@ -190,12 +190,12 @@ def test_a_draft_with_a_smaller_vocabulary() -> None:
     params = Params(temperature=1.0, min_tokens=3, logit_bias={8: 2.0, 1: 1.0}, max_tokens=9)
     for accept in ("compare", "rejection"):
         for width in (6, 12):
-            choose = sampler_of(
+            choose = make_sampler(
                 dataclasses.replace(params, seed=1, accept=accept), 0, constrained(params, 1, frozenset({9}))
             )
-            guess = choose.guess(np.zeros(width, dtype=np.float32), np.array([0]))
+            guess = choose.choose_draft_token(np.zeros(width, dtype=np.float32), np.array([0]))
             assert guess
-            proposed, q = np.array([guess.token]), [guess.q] if guess.q else None
+            proposed, q = np.array([guess.token]), [guess.distribution] if guess.distribution else None
             if guess.token < 10:
                 tokens = choose.verify(np.zeros((2, 10), dtype=np.float32), Sequence([0]), proposed, q)
                 assert (tokens < 10).all()
@@ -225,7 +225,7 @@ UNLIKELY = 1e-4
 @pytest.mark.parametrize("spread", [0.5, pytest.param(2.0, marks=pytest.mark.slow), 5.0])
 def test_draws_follow_the_softmax(spread: float) -> None:
     logits = (spread * np.random.default_rng(1).standard_normal(40)).astype(np.float32)
-    drawn = [draw(WarpedLogits(None, logits), noise(3, 0, i, 40))[0] for i in range(DRAWS)]
+    drawn = [draw_token(WarpedLogits(None, logits), make_noise(3, 0, i, 40))[0] for i in range(DRAWS)]
     counts = np.bincount(drawn, minlength=40)
     assert fits(counts, softmax(logits.astype(float))) > UNLIKELY
 
@@ -235,15 +235,20 @@ def test_rare_tokens_are_drawn_as_often_as_they_should() -> None:
     vocab, draws = 100_000, 2500
     logits = np.full(vocab, math.log(4e-8), dtype=np.float32)
     logits[0] = 0.0
-    drawn = [draw(WarpedLogits(None, logits), noise(1, 0, i, vocab))[0] for i in range(draws)]
+    drawn = [draw_token(WarpedLogits(None, logits), make_noise(1, 0, i, vocab))[0] for i in range(draws)]
     expected = draws * 4e-8 * vocab / (1 + 4e-8 * vocab)
     assert abs(sum(token != 0 for token in drawn) - expected) < 3 * math.sqrt(expected) < expected, "none would be seen"
 
 
 def test_noise_of_a_smaller_vocabulary_is_the_same() -> None:
-    assert np.array_equal(noise(1, 2, 3, 1001)[:500], noise(1, 2, 3, 500))
-    others = [noise(1, 2, 4, 500), noise(1, 3, 3, 500), noise(2, 2, 3, 500), noise(1, 2, 3, 500, ACCEPT)]
-    assert not any(np.array_equal(noise(1, 2, 3, 500), other) for other in others), "each argument matters"
+    assert np.array_equal(make_noise(1, 2, 3, 1001)[:500], make_noise(1, 2, 3, 500))
+    others = [
+        make_noise(1, 2, 4, 500),
+        make_noise(1, 3, 3, 500),
+        make_noise(2, 2, 3, 500),
+        make_noise(1, 2, 3, 500, ACCEPT_NOISE),
+    ]
+    assert not any(np.array_equal(make_noise(1, 2, 3, 500), other) for other in others), "each argument matters"
 
 
 # Two models with a vocabulary of five, in which each token depends only on the one before it.
@@ -265,14 +270,14 @@ def texts(accept: AcceptRule, drafter: str, params: Params, draws: int, k: int =
     """Return how often each text of three tokens was generated, (125,)."""
     counts = np.zeros(5**LENGTH, dtype=int)
     target = Bigrams(TARGET)
-    head = DraftModel(Bigrams(DRAFT, HEAD.ids), HEAD)  # type: ignore[arg-type]
+    head = DraftModel(Bigrams(DRAFT, HEAD.target_ids), HEAD)  # type: ignore[arg-type]
     drafters = {"model": DraftModel(Bigrams(DRAFT)), "head": head, "cyclic": Cyclic(), "none": None}  # type: ignore[dict-item]
     for seed in range(draws):
         sequence = Sequence([0])
         target.reset(1)
         if drafters[drafter]:
             drafters[drafter].reset(1)
-        choose: Sampler = sampler_of(dataclasses.replace(params, seed=seed, accept=accept), 0, constrained(params, 1))
+        choose: Sampler = make_sampler(dataclasses.replace(params, seed=seed, accept=accept), 0, constrained(params, 1))
         while len(sequence) < LENGTH + 1:
             run_round(target, drafters[drafter], Lookahead(k), [RowStep(sequence, choose, k + 1)])
         a, b, c = sequence.tokens[1 : LENGTH + 1].tolist()
@@ -281,7 +286,7 @@ def texts(accept: AcceptRule, drafter: str, params: Params, draws: int, k: int =
 
 
 def exact(params: SamplingParams) -> np.ndarray:
-    rows = [warp(TARGET[last], params).probabilities(5) for last in range(5)]
+    rows = [warp_logits(TARGET[last], params).probabilities(5) for last in range(5)]
     return np.array([rows[0][a] * rows[a][b] * rows[b][c] for a, b, c in itertools.product(range(5), repeat=3)])
 
 
@@ -302,7 +307,7 @@ def test_speculation_keeps_the_distribution(accept: AcceptRule, drafter: str, pa
 
 def constrained(params: Params, start: int, ends: frozenset[int] = frozenset()) -> Constraints:
     """Return the constraints that ``params`` put on logits after a prompt of ``start`` tokens."""
-    return Constraints(processing(params, lambda _: start, ends), ends)
+    return Constraints(make_processors(params, lambda _: start, ends), ends)
 
 
 def test_the_coupled_rule_gives_the_very_same_texts() -> None:
@@ -318,22 +323,22 @@ def no_residual(p: np.ndarray, q: np.ndarray) -> np.ndarray:
 
 
 def warps_in_another_order(logits: np.ndarray, params: SamplingParams, _: Any = None) -> WarpedLogits:
-    first = warp(logits, dataclasses.replace(params, temperature=1.0))
+    first = warp_logits(logits, dataclasses.replace(params, temperature=1.0))
     return WarpedLogits(first.ids, first.logits / np.float32(params.temperature))
 
 
 def noise_of_one_place(seed: int, row: int, position: int, vocab: int, purpose: int = 0) -> np.ndarray:
     assert position
-    return noise(seed, row, 1, vocab, purpose)
+    return make_noise(seed, row, 1, vocab, purpose)
 
 
 PLANTED: dict[str, tuple[str, Any, AcceptRule, Params]] = {
-    "the residual left out": ("residual", no_residual, "rejection", PLAIN),
-    "warps in another order": ("warp", warps_in_another_order, "compare", NARROW),
-    "the draft not warped": ("warp", None, "rejection", NARROW),
-    "noise of the draft reused for accepting": ("ACCEPT", sampler_module.DRAFT, "rejection", PLAIN),
-    "noise reused at other places": ("noise", noise_of_one_place, "compare", PLAIN),
-    "always accepted": ("uniform", lambda *_: 0.0, "rejection", PLAIN),
+    "the residual left out": ("residual_probabilities", no_residual, "rejection", PLAIN),
+    "warps in another order": ("warp_logits", warps_in_another_order, "compare", NARROW),
+    "the draft not warped": ("warp_logits", None, "rejection", NARROW),
+    "noise of the draft reused for accepting": ("ACCEPT_NOISE", sampler_module.DRAFT_NOISE, "rejection", PLAIN),
+    "noise reused at other places": ("make_noise", noise_of_one_place, "compare", PLAIN),
+    "always accepted": ("draw_uniform", lambda *_: 0.0, "rejection", PLAIN),
 }
 
 
@@ -342,13 +347,13 @@ PLANTED: dict[str, tuple[str, Any, AcceptRule, Params]] = {
 def test_planted_bugs_are_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name, replacement, accept, params = PLANTED[bug]
     if bug == "the draft not warped":
-        real = sampler_module.RejectionSampler.guess
+        real = sampler_module.RejectionSampler.choose_draft_token
 
         def guess(self: Any, logits: np.ndarray, tokens: np.ndarray, vocabulary: Any) -> Any:
             guess = real(self, logits, tokens, vocabulary)
-            return guess and guess._replace(q=WarpedLogits(None, logits))
+            return guess and guess._replace(distribution=WarpedLogits(None, logits))
 
-        monkeypatch.setattr(sampler_module.RejectionSampler, "guess", guess)
+        monkeypatch.setattr(sampler_module.RejectionSampler, "choose_draft_token", guess)
     else:
         monkeypatch.setattr(sampler_module, name, replacement)
     draws = FEW if bug == "always accepted" else DRAWS
@@ -364,10 +369,10 @@ def test_acceptance_of_both_rules() -> None:
     for accept in ("compare", "rejection"):
         accepted = 0
         for seed in range(FEW):
-            choose = sampler_of(dataclasses.replace(PLAIN, seed=seed, accept=accept), 0, UNCONSTRAINED)
-            guess = choose.guess(DRAFT[last], np.array([last]))
+            choose = make_sampler(dataclasses.replace(PLAIN, seed=seed, accept=accept), 0, UNCONSTRAINED)
+            guess = choose.choose_draft_token(DRAFT[last], np.array([last]))
             assert guess
-            proposed, q = np.array([guess.token]), [guess.q] if guess.q else None
+            proposed, q = np.array([guess.token]), [guess.distribution] if guess.distribution else None
             logits = np.stack((TARGET[last], TARGET[guess.token]))
             accepted += len(choose.verify(logits, Sequence([last]), proposed, q)) - 1
         rates[accept] = accepted / FEW
@@ -385,11 +390,13 @@ AFTER = [("rejection", last) for last in range(5)] + [("compare", 0)]
 def test_a_token_after_a_guess_is_distributed_as_without(last: int, accept: AcceptRule) -> None:
     counts = np.zeros(5, dtype=int)
     for seed in range(DRAWS // 5):
-        choose = sampler_of(dataclasses.replace(PLAIN, seed=seed, accept=accept), 0, UNCONSTRAINED)
-        guess = choose.guess(DRAFT[last], np.array([last]))
+        choose = make_sampler(dataclasses.replace(PLAIN, seed=seed, accept=accept), 0, UNCONSTRAINED)
+        guess = choose.choose_draft_token(DRAFT[last], np.array([last]))
         assert guess
         logits = np.stack((TARGET[last], TARGET[guess.token]))
-        chosen = choose.verify(logits, Sequence([last]), np.array([guess.token]), [guess.q] if guess.q else None)
+        chosen = choose.verify(
+            logits, Sequence([last]), np.array([guess.token]), [guess.distribution] if guess.distribution else None
+        )
         counts[chosen[0]] += 1
     assert fits(counts, softmax(TARGET[last].astype(float))) > UNLIKELY
 
@@ -414,7 +421,7 @@ def test_time_of_a_choice(options: dict[str, Any], most: float) -> None:
         began = time.perf_counter()
         np.sort(logits)
         sorts.append(time.perf_counter() - began)
-        choose: Sampler = sampler_of(dataclasses.replace(params, seed=seed), 0, constrained(params, 3))
+        choose: Sampler = make_sampler(dataclasses.replace(params, seed=seed), 0, constrained(params, 3))
         began = time.perf_counter()
         choose.verify(logits, sequence, NO_TOKENS)
         times.append(time.perf_counter() - began)
@@ -433,7 +440,7 @@ def test_a_user_sampler_is_called_as_in_plain_decoding() -> None:
             return np.array([[(int(tokens.sum()) * power + int(logits.argmax())) % 5]])
 
         sequence, target = Sequence([0]), Bigrams(TARGET)
-        choose = sampler_of(make_params({"sampler": sample, "sampler_options": {"power": 3}}), 0, UNCONSTRAINED)
+        choose = make_sampler(make_params({"sampler": sample, "sampler_options": {"power": 3}}), 0, UNCONSTRAINED)
         while len(sequence) < 30:
             run_round(target, drafter, Lookahead(4), [RowStep(sequence, choose, 30 - len(sequence))])
         return seen[:29], sequence.tokens[:30].tolist()
@@ -444,7 +451,7 @@ def test_a_user_sampler_is_called_as_in_plain_decoding() -> None:
 
 @pytest.mark.parametrize("returned", [None, "x", 7, -1, [1, 2]])
 def test_a_user_sampler_that_returns_no_token(returned: Any) -> None:
-    choose = sampler_of(make_params({"sampler": lambda *_: returned}), 0, UNCONSTRAINED)
+    choose = make_sampler(make_params({"sampler": lambda *_: returned}), 0, UNCONSTRAINED)
     with pytest.raises(ovspec.OvspecError, match="The sampler returned"):
         choose.verify(TARGET[:1], Sequence([0]), NO_TOKENS)
 

@@ -22,7 +22,7 @@ from ovspec.batch.file import run_file
 from ovspec.batch.requests import read_request
 from ovspec.grammars.conversion import convert_grammar
 from ovspec.params import make_params
-from ovspec.sampling.schema_validation import JUDGE, schema_errors
+from ovspec.sampling.schema_validation import VALIDATOR, find_schema_errors
 
 Load = Callable[..., ovspec.LanguageModel]
 
@@ -134,9 +134,9 @@ def test_a_type_without_a_schema_is_refused(load: Load) -> None:
 
 def test_errors_name_their_places() -> None:
     schema = {"properties": {"a/b": {"items": {"type": "string"}}}}
-    assert schema_errors(schema, "", '{"a/b": ["x", 3]}') == ["#/a~1b/1: 3 is not of type 'string'"]
-    assert schema_errors(json.dumps(schema), '{"a/b": ', '["x"]}') == []
-    assert schema_errors(schema, "", "{")[0].startswith("#: it isn't JSON")
+    assert find_schema_errors(schema, "", '{"a/b": ["x", 3]}') == ["#/a~1b/1: 3 is not of type 'string'"]
+    assert find_schema_errors(json.dumps(schema), '{"a/b": ', '["x"]}') == []
+    assert find_schema_errors(schema, "", "{")[0].startswith("#: it isn't JSON")
 
 
 @pytest.mark.parametrize(
@@ -164,11 +164,11 @@ def test_types_and_response_formats(load: Load, schema: Any, text: str) -> None:
     tokens = [*row.sequence.tokens, *lm.tokenizer.encode_more(text)]
     made = row.sampler.constraints
     for count in range(len(row.sequence.tokens), len(tokens)):
-        assert made.allow(int(tokens[count]), np.array(tokens[:count])), text[:count]
+        assert made.allows_token(int(tokens[count]), np.array(tokens[:count])), text[:count]
     wrong = [*tokens[:-1], *lm.tokenizer.encode_more(', "more": 1}')]
     if text.endswith("}") and "any" not in text:
         count = len(tokens) - 1
-        assert not made.allow(int(wrong[count]), np.array(wrong[:count])), "objects have no other properties"
+        assert not made.allows_token(int(wrong[count]), np.array(wrong[:count])), "objects have no other properties"
 
 
 @pytest.mark.parametrize(("allowed", "ends"), [(None, False), (True, False), (False, True)])
@@ -236,9 +236,9 @@ ENDLESS = [
 
 @pytest.mark.parametrize(("schema", "text"), ENDLESS)
 def test_judging_is_given_up_and_holds_up_nobody(schema: Any, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(JUDGE, "seconds", 1.0)
+    monkeypatch.setattr(VALIDATOR, "seconds", 1.0)
     found, waits = list[str](), list[float]()
-    judging = threading.Thread(target=lambda: found.extend(schema_errors(schema, "", text)))
+    judging = threading.Thread(target=lambda: found.extend(find_schema_errors(schema, "", text)))
     judging.start()
     while judging.is_alive() and len(waits) < 6000:
         began = time.monotonic()
@@ -246,20 +246,20 @@ def test_judging_is_given_up_and_holds_up_nobody(schema: Any, text: str, monkeyp
         waits.append(time.monotonic() - began)
     assert found == ["#: the check ran longer than 1 seconds, so whether the text is valid is unknown"]
     assert max(waits) < 1
-    assert schema_errors(HOSTILE, "", '{"x": "abb"}') == []
-    assert schema_errors(HOSTILE, '{"x": ', '"ab"}') == ["#/x: 'ab' does not match '^(a|a)+(b)\\\\2$'"]
+    assert find_schema_errors(HOSTILE, "", '{"x": "abb"}') == []
+    assert find_schema_errors(HOSTILE, '{"x": ', '"ab"}') == ["#/x: 'ab' does not match '^(a|a)+(b)\\\\2$'"]
 
 
 def test_judging_takes_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(JUDGE, "size", 10_000_000)  # less than Python itself
-    (found,) = schema_errors(HOSTILE, "", json.dumps({"x": "a" * 40 + "!"}))
+    monkeypatch.setattr(VALIDATOR, "size", 10_000_000)  # less than Python itself
+    (found,) = find_schema_errors(HOSTILE, "", json.dumps({"x": "a" * 40 + "!"}))
     assert found == "#: the check took more than 10 MB of memory, so whether the text is valid is unknown"
 
 
 def test_only_what_may_take_long_is_judged_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = list[str]()
-    monkeypatch.setattr(JUDGE, "ask", lambda request: asked.append(request) or {"errors": []})
-    assert schema_errors(OPEN, "", "{}") == ["#: 'a' is a required property"]
+    monkeypatch.setattr(VALIDATOR, "ask", lambda request: asked.append(request) or {"errors": []})
+    assert find_schema_errors(OPEN, "", "{}") == ["#: 'a' is a required property"]
     assert not asked
     many = {"enum": [f"choice {i}" for i in range(10_000)]}
     slow: list[tuple[Any, str]] = [
@@ -267,7 +267,7 @@ def test_only_what_may_take_long_is_judged_elsewhere(monkeypatch: pytest.MonkeyP
         ({"allOf": [{"$ref": "#/$defs/a"}]}, "1"), ({"unevaluatedItems": False}, "[]"), (many, "[" + "1," * 99 + "1]"),
     ]  # fmt: skip
     for schema, text in slow:
-        schema_errors(schema, "", text)
+        find_schema_errors(schema, "", text)
     assert len(asked) == len(slow)
 
 
@@ -283,8 +283,8 @@ def test_only_what_may_take_long_is_judged_elsewhere(monkeypatch: pytest.MonkeyP
 )
 def test_schemas_that_judge_nothing(schema: Any, why: str) -> None:
     with pytest.raises(OvspecError, match=rf"^`json_schema` can't be used to judge a text: .*({why}).*\.$"):
-        schema_errors(schema, "", '"a text"')
+        find_schema_errors(schema, "", '"a text"')
 
 
 def test_a_text_nested_too_deeply_is_no_json() -> None:
-    assert schema_errors({}, "", "[" * 100_000)[0].startswith("#: it isn't JSON")
+    assert find_schema_errors({}, "", "[" * 100_000)[0].startswith("#: it isn't JSON")

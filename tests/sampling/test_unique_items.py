@@ -17,8 +17,8 @@ from jsonschema import Draft202012Validator
 import ovspec
 from ovspec.base.errors import OvspecError
 from ovspec.grammars.conversion import convert_grammar
-from ovspec.sampling.grammar_constraint import Grammar, Grammars
-from ovspec.sampling.masks import holds
+from ovspec.sampling.grammar_constraint import GrammarCompiler, GrammarConstraint
+from ovspec.sampling.masks import mask_contains
 
 END = 0
 SCHEMAS: list[dict[str, Any]] = [
@@ -45,23 +45,23 @@ QUICK = {(2, "property"), (3, "pattern"), (2, "item")}  # beside all that are a 
 
 
 @pytest.fixture(scope="module")
-def grammars() -> Grammars:
+def grammars() -> GrammarCompiler:
     tokenizer = json.loads((CHECKPOINTS / "target" / "tokenizer.json").read_text(encoding="utf-8"))
-    return Grammars(tokenizer, [text or None for text in tokens()])
+    return GrammarCompiler(tokenizer, [text or None for text in tokens()])
 
 
-def walk(grammar: Grammar, numbers: random.Random, limit: int = 300) -> bytes | None:
+def walk(grammar: GrammarConstraint, numbers: random.Random, limit: int = 300) -> bytes | None:
     """Return a random text that the masks allow; None if it has no end within ``limit`` tokens."""
     path: list[int] = []
     for _ in range(limit):
         text = np.array(path, dtype=np.int64)
-        if grammar.complete(text):
+        if grammar.is_complete(text):
             return b"".join(tokens()[token] for token in path)
-        options = np.flatnonzero(np.unpackbits(grammar.mask(text), bitorder="little"))
+        options = np.flatnonzero(np.unpackbits(grammar.token_mask(text), bitorder="little"))
         token = int(numbers.choice(options))
-        assert grammar.allows(token, text)
+        assert grammar.allows_token(token, text)
         for other in numbers.sample(range(len(tokens())), 5):
-            assert grammar.allows(other, text) == holds(grammar.mask(text), other)
+            assert grammar.allows_token(other, text) == mask_contains(grammar.token_mask(text), other)
         if token == END:
             return b"".join(tokens()[token] for token in path)
         path.append(token)
@@ -79,7 +79,7 @@ def walk(grammar: Grammar, numbers: random.Random, limit: int = 300) -> bytes | 
     ],
     ids=lambda value: json.dumps(value["items"])[:30] if isinstance(value, dict) else value,
 )
-def test_items_differ(grammars: Grammars, schema: dict[str, Any], place: str, walks: int) -> None:
+def test_items_differ(grammars: GrammarCompiler, schema: dict[str, Any], place: str, walks: int) -> None:
     array = {"type": "array", "uniqueItems": True, **schema}
     match place:
         case "property":
@@ -92,7 +92,7 @@ def test_items_differ(grammars: Grammars, schema: dict[str, Any], place: str, wa
             array = {"type": "array", "prefixItems": [{"const": 1}, array], "items": False, "minItems": 2}
     grammar, found = convert_grammar("json_schema", array, "schema"), []
     for seed in range(walks):
-        text = walk(grammars.constraint(grammar, 0, frozenset({END})), random.Random(seed))
+        text = walk(grammars.make_constraint(grammar, 0, frozenset({END})), random.Random(seed))
         if text is not None:
             found.append(json.loads(text))
     assert found
@@ -100,11 +100,11 @@ def test_items_differ(grammars: Grammars, schema: dict[str, Any], place: str, wa
         assert not list(Draft202012Validator(array).iter_errors(value)), value
 
 
-def test_without_it_items_repeat(grammars: Grammars) -> None:
+def test_without_it_items_repeat(grammars: GrammarCompiler) -> None:
     """The walks would find repeated items if nothing kept them apart."""
     array = {"type": "array", "items": SCHEMAS[0]["items"], "minItems": 4}
     grammar = convert_grammar("json_schema", array, "schema")
-    texts = [walk(grammars.constraint(grammar, 0, frozenset({END})), random.Random(seed)) for seed in range(6)]
+    texts = [walk(grammars.make_constraint(grammar, 0, frozenset({END})), random.Random(seed)) for seed in range(6)]
     values = [json.loads(text) for text in texts if text]
     assert any(len(set(value)) < len(value) for value in values)
 

@@ -17,8 +17,8 @@ from grammar_walks import CLOSERS, TOKENIZER
 from ovspec.params import make_params
 from ovspec.sampling.answer_constraint import AnswerConstraint
 from ovspec.sampling.byte_vocabulary import ByteVocabulary
-from ovspec.sampling.grammar_constraint import Grammars
-from ovspec.sampling.grammar_options import grammar_of_answer
+from ovspec.sampling.grammar_constraint import GrammarCompiler
+from ovspec.sampling.grammar_options import convert_answer_grammar
 from ovspec.text.answer import THINKING, AnswerFormat, AnswerReader, Phase, Said, Thinking
 from ovspec.text.tokenizer import ByteDetokenizer, byte_vocabulary
 from ovspec.text.tokenizer_files import TokenizerFile
@@ -65,8 +65,8 @@ class Vocabulary:
         return ByteVocabulary(self.spelt)
 
     @functools.cached_property
-    def grammars(self) -> Grammars:
-        return Grammars(self.json, self.spelt)
+    def grammars(self) -> GrammarCompiler:
+        return GrammarCompiler(self.json, self.spelt)
 
     def ids_of(self, text: str) -> list[int]:
         """Return ``text`` in the longest tokens, each from the left."""
@@ -101,12 +101,12 @@ class Answers:
     @functools.cached_property
     def _made(self) -> tuple[Callable[..., Any] | None, dict[str, list[str]]]:
         params = make_params(self.options)  # type: ignore[arg-type]
-        grammar = grammar_of_answer(params, self.format)
+        grammar = convert_answer_grammar(params, self.format)
         if grammar is None:
             return None, {}
 
         def make(start: int, begun: list[bytes | int]) -> Any:
-            return self.vocabulary.grammars.constraint(grammar, start, frozenset({EOS}), begun=begun)
+            return self.vocabulary.grammars.make_constraint(grammar, start, frozenset({EOS}), generated=begun)
 
         return make, json.loads(grammar)["strings"]
 
@@ -157,7 +157,7 @@ def answers(
 
 def allowed(constraint: AnswerConstraint, tokens: np.ndarray, size: int) -> list[int]:
     """Return the ids that a constraint's mask has."""
-    mask = constraint.mask(tokens)
+    mask = constraint.token_mask(tokens)
     if mask is None:
         return list(range(size))
     return np.flatnonzero(np.unpackbits(mask, count=size, bitorder="little")).tolist()
@@ -178,7 +178,7 @@ def random_answer(
     found, known = list(begun), vocabulary.spelt
     for step in range(limit):
         tokens = np.concatenate((PROMPT, np.array(found, dtype=np.int64)))
-        if constraint.complete(tokens):
+        if constraint.is_complete(tokens):
             return found, True
         options = allowed(constraint, tokens, len(known))
         assert options, "nothing may follow"

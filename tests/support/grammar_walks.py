@@ -12,7 +12,7 @@ from conftest import CHECKPOINTS
 from llguidance import LLMatcher, LLTokenizer
 
 from ovspec.grammars.sources import PARSER_LIMITS
-from ovspec.sampling.grammar_constraint import grammar_tokenizer
+from ovspec.sampling.grammar_constraint import make_grammar_tokenizer
 from ovspec.text.tokenizer import byte_vocabulary
 from ovspec.text.tokenizer_files import TokenizerFile
 
@@ -22,7 +22,7 @@ CLOSERS = (b'"', b"}", b"]", b'"}', b'"]', b"}}", b",", b":", b")", b";")
 
 @functools.cache
 def demo_tokenizer() -> LLTokenizer:
-    return grammar_tokenizer(TOKENIZER, len(tokens()))[1]
+    return make_grammar_tokenizer(TOKENIZER, len(tokens()))[1]
 
 
 @functools.cache

@@ -12,8 +12,8 @@ from llguidance import LLMatcher, LLTokenizer
 
 from ovspec.grammars.json_schema import compile_schema
 from ovspec.grammars.sources import PARSER_LIMITS, find_schema_problem
-from ovspec.sampling.grammar_constraint import grammar_tokenizer
-from ovspec.sampling.masks import masked
+from ovspec.sampling.grammar_constraint import make_grammar_tokenizer
+from ovspec.sampling.masks import apply_mask
 
 
 class Matcher:
@@ -38,7 +38,7 @@ class Matcher:
         return True
 
     def apply(self) -> None:
-        self._row = masked(self._logits, self.bytes)
+        self._row = apply_mask(self._logits, self.bytes)
 
     def check(self, token: int) -> bool:
         return self.matcher.validate_tokens([token]) == 1
@@ -58,7 +58,7 @@ class Matcher:
 
 def load_grammars(vocabulary: protocol.Vocabulary) -> protocol.Grammars:
     tokenizer_json = json.loads(Path(vocabulary.file).read_text(encoding="utf-8"))
-    _, tokenizer = grammar_tokenizer(tokenizer_json, vocabulary.size)
+    _, tokenizer = make_grammar_tokenizer(tokenizer_json, vocabulary.size)
 
     def grammar(kind: str, source: str) -> Callable[[], Matcher]:
         return lambda: Matcher(tokenizer, kind, source)
