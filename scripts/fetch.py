@@ -20,7 +20,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from ovspec.base.files import move
+from ovspec.base.files import rename_with_retries
 from ovspec.ir.device import default_cache_dir
 
 DOWNLOADS = default_cache_dir() / "downloads"
@@ -81,7 +81,7 @@ def fetch(name: str) -> Path:
         else:
             fetch_package(PACKAGES[name], Path(temporary))
         if not folder.is_dir():
-            move(Path(temporary) / "kept", folder)
+            rename_with_retries(Path(temporary) / "kept", folder)
     return folder
 
 

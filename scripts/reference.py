@@ -20,8 +20,8 @@ from ovspec.cli import cli
 from ovspec.compat import gpt_fast
 from ovspec.engine.row import TextStream
 from ovspec.engine.scoring import Perplexity
-from ovspec.params.generation import GENERATE
-from ovspec.params.loading import LOAD
+from ovspec.params.generation import GENERATE_OPTIONS
+from ovspec.params.loading import LOAD_OPTIONS
 from ovspec.params.option import Option
 from ovspec.params.serving import ServeParams
 from ovspec.protocols.bodies import IDLE, UNMET
@@ -54,10 +54,10 @@ def python_reference() -> str:
         f"# Python\n\n{MADE}\nImport names from `ovspec`; `TextStream`, `AsyncTextStream`, `TokenLogprob` and "
         "`Perplexity` are only returned. Shapes of arrays are written in parentheses, such as (1, vocab). A prompt is "
         "a string, a list of token ids, or chat messages: a dict with `role` and `content`, or a list of them.\n",
-        f"## load\n\n{signature('ovspec.load', ovspec.load)}\n\n{prose(ovspec.load, leave_out=LOAD)}\n",
-        f"Options:\n\n{option_table(LOAD)}\n",
+        f"## load\n\n{signature('ovspec.load', ovspec.load)}\n\n{prose(ovspec.load, leave_out=LOAD_OPTIONS)}\n",
+        f"Options:\n\n{option_table(LOAD_OPTIONS)}\n",
         "## Options of generating calls\n\n`generate`, `stream`, `samples`, `agenerate` and `astream` of a model, and "
-        f"`generate` and `stream` of a session, take these as keywords.\n\n{option_table(GENERATE)}\n",
+        f"`generate` and `stream` of a session, take these as keywords.\n\n{option_table(GENERATE_OPTIONS)}\n",
         "## SamplingParams\n\nThe sampling options in one object: those of the table above from `max_tokens` to "
         "`logprobs`.\n",
     ]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ovspec.base.errors import OvspecError
-from ovspec.base.progress import in_bytes, step
+from ovspec.base.progress import format_size, show_step
 from ovspec.ir.compile import MODEL_FILE
 from ovspec.setup.manifest import MANIFEST_FILE
 from ovspec.text.tokenizer import TOKENIZER_FILE
@@ -79,7 +79,7 @@ def convert_source(
     """
     folder.mkdir(parents=True, exist_ok=True)
     if source.is_ir:
-        with step(f"{source.name}: copying the IR of {in_bytes(source.size_in_bytes)}", keep=True):
+        with show_step(f"{source.name}: copying the IR of {format_size(source.size_in_bytes)}", keep=True):
             copy_ir_files(source, folder)
         return
     arguments = ["--model", str(source.folder), "--task", "text-generation-with-past"]
@@ -87,8 +87,8 @@ def convert_source(
     arguments += [*compression.optimum_arguments(), *["--trust-remote-code"] * runs_code]
     first = arguments[arguments.index("--weight-format") + 1]
     groups = f" in groups of {compression.group_size}" if (compression.group_size or 0) > 0 and first == "int4" else ""
-    with step(
-        f"{source.name}: converting {in_bytes(source.size_in_bytes)} to {first}{groups}", keep=True
+    with show_step(
+        f"{source.name}: converting {format_size(source.size_in_bytes)} to {first}{groups}", keep=True
     ) as converting:
         run_job(
             "optimum_cli",
@@ -108,7 +108,7 @@ def convert_source(
         converting.result = describe_folder_size(folder)
     if compression.calibration:
         what = f"compressing {describe_folder_size(folder)} to int4 with {compression.calibration.name}"
-        with step(f"{source.name}: {what}", keep=True) as compressing:
+        with show_step(f"{source.name}: {what}", keep=True) as compressing:
             run_job(
                 "calibrate",
                 source,
@@ -121,7 +121,7 @@ def convert_source(
             )
             compressing.result = describe_folder_size(folder)
     elif compression.weight_format == "bf16":
-        with step(f"{source.name}: rounding {describe_folder_size(folder)} to bf16", keep=True) as rounding:
+        with show_step(f"{source.name}: rounding {describe_folder_size(folder)} to bf16", keep=True) as rounding:
             run_job("to_bf16", source, folder, folder=str(folder))
             rounding.result = describe_folder_size(folder)
 
@@ -136,8 +136,8 @@ def convert_head(
     """
     folder.mkdir(parents=True)
     format_ = compression.weight_format
-    with step(
-        f"{source.name}: converting the head of {in_bytes(source.size_in_bytes)} to {format_}", keep=True
+    with show_step(
+        f"{source.name}: converting the head of {format_size(source.size_in_bytes)} to {format_}", keep=True
     ) as converting:
         where = {"source": source.folder, "folder": folder, "target": "" if target.is_ir else target.folder}
         run_job(
@@ -159,7 +159,7 @@ def convert_head(
 
 def make_first_layers(source: Source, layer_count: int, folder: Path, trust_remote_code: bool) -> Source:
     """Save the first ``layers`` layers of ``source`` as a checkpoint in ``folder`` and return it as a source."""
-    with step(f"{source.name}: making a draft from its first {layer_count} layers", keep=True):
+    with show_step(f"{source.name}: making a draft from its first {layer_count} layers", keep=True):
         options: dict[str, Any] = {"layers": layer_count, "folder": str(folder)}
         options["trust_remote_code"] = source.runs_code(trust_remote_code)
         run_job("first_layers", source, folder.parent, source=str(source.folder), **options)
@@ -289,7 +289,7 @@ def describe_failure(error_text: str, returncode: int, place: Path = Path()) -> 
 
 def describe_folder_size(folder: Path) -> str:
     """Return the size of the files in ``folder``."""
-    return in_bytes(sum(path.stat().st_size for path in folder.iterdir() if path.is_file()))
+    return format_size(sum(path.stat().st_size for path in folder.iterdir() if path.is_file()))
 
 
 def estimate_space(source: Source, compression: Compression) -> float:

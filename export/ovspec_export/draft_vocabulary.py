@@ -16,7 +16,7 @@ import openvino as ov
 from openvino import opset13 as ops
 
 from ovspec.base.errors import OvspecError
-from ovspec.base.files import read_as, write_atomically
+from ovspec.base.files import read_dataclass, write_atomically
 from ovspec.ir.compile import (
     MODEL_FILE,
     add_target_ids,
@@ -67,7 +67,7 @@ def read_proposed_ids(draft: Source, target: Source) -> np.ndarray | None:
         check_weights(draft.folder / MODEL_FILE)
         ids = read_target_ids(read_model(draft.folder))
     else:
-        ids = np.array(read_as(DraftVocabulary, draft.folder / DRAFT_VOCABULARY_FILE).ids, dtype=np.int64)
+        ids = np.array(read_dataclass(DraftVocabulary, draft.folder / DRAFT_VOCABULARY_FILE).ids, dtype=np.int64)
     if ids is None or not len(ids):
         raise OvspecError(f"{draft.name}: its draft vocabulary is empty; trim the draft again.")
     most = min(source.config_number("vocab") or np.iinfo(np.int64).max for source in (draft, target))

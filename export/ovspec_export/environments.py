@@ -21,8 +21,8 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from ovspec.base.errors import OvspecError
-from ovspec.base.files import move
-from ovspec.base.progress import in_bytes, note, step
+from ovspec.base.files import rename_with_retries
+from ovspec.base.progress import format_size, print_note, show_step
 from ovspec.ir.device import default_cache_dir
 from ovspec_export.folders import check_disk_space
 
@@ -123,16 +123,16 @@ def prepare_environment(environment: Environment, families: str) -> Path:
         try:
             lock.acquire(timeout=0)
         except Timeout:
-            note(f"{environment.name}: waiting for another export, which is preparing it")
+            print_note(f"{environment.name}: waiting for another export, which is preparing it")
             lock.acquire()
         try:
             if not environment.is_prepared:
                 for left in folder.parent.glob(f"{environment.partial_prefix}*"):  # of a process that was killed
                     shutil.rmtree(left, ignore_errors=True)
                 if folder.exists():
-                    note(f"{folder}: incomplete, so it is made anew")
-                with step(f"{environment.name}: preparing it for {families}", keep=True) as preparing:
-                    preparing.result = in_bytes(install_wheels(environment, families))
+                    print_note(f"{folder}: incomplete, so it is made anew")
+                with show_step(f"{environment.name}: preparing it for {families}", keep=True) as preparing:
+                    preparing.result = format_size(install_wheels(environment, families))
         finally:
             lock.release()
     except OSError as error:
@@ -178,8 +178,8 @@ def install_wheels(environment: Environment, families: str) -> int:
             )
         size = sum(path.stat().st_size for path in packages.rglob("*") if path.is_file())
         if folder.exists():  # incomplete; it is deleted with the temporary folder
-            move(folder, Path(temporary) / "incomplete")
-        move(packages, folder)
+            rename_with_retries(folder, Path(temporary) / "incomplete")
+        rename_with_retries(packages, folder)
     return size
 
 
@@ -196,9 +196,9 @@ def installer_command() -> list[str]:
 def prepare_environments(needed: dict[Environment, str]) -> None:
     """Make these overlays, each for the families that are named with it, and say where they are."""
     if not needed:
-        note("nothing to prepare: these families need only what is installed")
+        print_note("nothing to prepare: these families need only what is installed")
     for environment, families in needed.items():
-        note(f"{environment.name}: {prepare_environment(environment, families)}")
+        print_note(f"{environment.name}: {prepare_environment(environment, families)}")
 
 
 def prepare_environment_variables(environment: Environment | None, families: str) -> dict[str, str]:

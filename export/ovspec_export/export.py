@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from ovspec.base.progress import note, step
+from ovspec.base.progress import print_note, show_step
 from ovspec.setup.manifest import DRAFT_FOLDER, Manifest
 from ovspec.text.pairing import check_same_vocabulary
 from ovspec_export.compression import INT8, Compression
@@ -86,15 +86,15 @@ def export_pair(
             if source.is_ir and folder != work and not isinstance(source, HeadSource):
                 check_same_vocabulary(work, folder)
             models.append(describe_model(source, folder, wanted, work))
-        with step(f"{sources[0].name}: comparing the tokenizers"):
+        with show_step(f"{sources[0].name}: comparing the tokenizers"):
             differing = (
                 [] if sources[0].is_ir else find_differing_texts(load_tokenizer(sources[0], trust_remote_code), work)
             )
         for text in differing:
-            note(f"warning: OpenVINO's tokenizer splits {text!r} differently from Hugging Face's")
+            print_note(f"warning: OpenVINO's tokenizer splits {text!r} differently from Hugging Face's")
         quality = evaluate_exports(sources, folders, evaluate, work, trust_remote_code) if evaluate else []
         if ids is not None and not sources[1].is_ir:
-            with step(f"{sources[1].name}: keeping {len(ids):,} of its ids", keep=True):
+            with show_step(f"{sources[1].name}: keeping {len(ids):,} of its ids", keep=True):
                 trim_ir(folders[1], ids, sources[1].name)
         if template is not None:
             replace_chat_template(template, work)
@@ -104,7 +104,7 @@ def export_pair(
         manifest = Manifest(models[0], models[1] if len(models) > 1 else None, installed_versions(), {}, differing)
         complete_export(work, output, manifest)
     for line in format_quality_table(quality):
-        note(line)
+        print_note(line)
     return manifest
 
 

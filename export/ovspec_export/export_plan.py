@@ -9,8 +9,8 @@ import numpy as np
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_text
-from ovspec.base.progress import in_bytes, note, step
-from ovspec.text.given_template import given_source
+from ovspec.base.progress import format_size, print_note, show_step
+from ovspec.text.given_template import resolve_custom_template
 from ovspec_export.compression import INT8, Compression
 from ovspec_export.convert import estimate_space, fit_group_size, share_of_layers
 from ovspec_export.draft_vocabulary import is_trimmed, read_proposed_ids
@@ -63,8 +63,8 @@ def plan_export(
     # Not in a progress step: a download shows its own progress.
     sources = [find_source(name, trust_remote_code) for name in (target, draft) if name is not None]
     for source in sources:
-        what = f"{in_bytes(source.size_in_bytes)}{', an IR, used as it is' if source.is_ir else ''}"
-        note(f"{source.name}: {what}, revision {source.revision[:12]}")
+        what = f"{format_size(source.size_in_bytes)}{', an IR, used as it is' if source.is_ir else ''}"
+        print_note(f"{source.name}: {what}, revision {source.revision[:12]}")
         where = source.folder.resolve()
         if output == where or where in output.parents or output in where.parents:
             raise OvspecError(f"{output}: is, contains or is inside the source {source.name}; name another `output`.")
@@ -73,7 +73,9 @@ def plan_export(
     if is_trimmed(sources[0]):
         told = "a draft with a trimmed vocabulary; name its target, and it as `draft`"
         raise OvspecError(f"{sources[0].name}: {told}.")
-    template = None if chat_template is None else given_source(chat_template, read_source_templates(sources[0]))
+    template = (
+        None if chat_template is None else resolve_custom_template(chat_template, read_source_templates(sources[0]))
+    )
     head = sources[1] if len(sources) == 2 and isinstance(sources[1], HeadSource) else None
     ids = read_proposed_ids(sources[1], sources[0]) if len(sources) == 2 else None
     if evaluate and any(source.is_ir for source in sources if source is not head):
@@ -87,7 +89,7 @@ def plan_export(
             # Prepared before anything is converted, so that a missing version is noticed at once.
             prepare_environment_variables(source.family.environment, source.model_type)
     if head and (draft_compression or compression).calibration:
-        note(f"{head.name}: a head is compressed without a text to calibrate on")
+        print_note(f"{head.name}: a head is compressed without a text to calibrate on")
         draft_compression = (draft_compression or compression).without_calibration()
     # A draft of first layers has the target's rows.
     asked = zip([*sources, sources[0]], (compression, draft_compression or compression), strict=False)
@@ -97,6 +99,6 @@ def plan_export(
         needed.append(needed[0] * share_of_layers(sources[0], draft_layers))
     check_disk_space(output, sum(needed))
     if len(sources) == 2 and not head:
-        with step(f"{sources[1].name}: comparing its vocabulary with that of {sources[0].name}"):
+        with show_step(f"{sources[1].name}: comparing its vocabulary with that of {sources[0].name}"):
             check_pair_vocabularies(sources[0], sources[1], trust_remote_code)
     return ExportPlan(sources, compressions, template, ids, tapped)

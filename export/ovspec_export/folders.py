@@ -20,8 +20,8 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from ovspec.base.errors import OvspecError
-from ovspec.base.files import check_name, read_json
-from ovspec.base.progress import in_bytes
+from ovspec.base.files import check_file_name, read_json
+from ovspec.base.progress import format_size
 from ovspec.setup.manifest import MANIFEST_FILE, UNFINISHED_MANIFEST, backup_path, has_manifest, restore_backup
 
 SYSTEM_FILES = (".DS_Store", "Thumbs.db", "desktop.ini")  # left by file managers in every folder
@@ -36,7 +36,7 @@ def check_output_folder(output: Path, overwrite: bool) -> None:
         raise OvspecError(
             f"{output}: holds files that ovspec did not export ({foreign}); name another `output`, or move them away."
         )
-    check_name(output)
+    check_file_name(output)
     if not overwrite and has_manifest(output) and not read_raw_manifest(output).get("unfinished"):
         raise OvspecError(f"{output} already exists; name another `output`, or add `overwrite=True`.")
     backup = backup_path(output)
@@ -192,5 +192,5 @@ def check_disk_space(
     place = next(parent for parent in (folder, *folder.parents) if parent.exists())
     free = shutil.disk_usage(place).free
     if free < needed_bytes:
-        sizes = f"about {in_bytes(needed_bytes)} there, but only {in_bytes(free)} are free"
+        sizes = f"about {format_size(needed_bytes)} there, but only {format_size(free)} are free"
         raise OvspecError(f"{folder}: {purpose} needs {sizes}; {advice}.")

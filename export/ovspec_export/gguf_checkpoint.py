@@ -14,7 +14,7 @@ import numpy as np
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_json
-from ovspec.base.progress import in_bytes, step
+from ovspec.base.progress import format_size, show_step
 from ovspec_export import convert
 from ovspec_export.gguf_config import build_generation_config
 from ovspec_export.gguf_file import GgufFile
@@ -43,7 +43,7 @@ def write_gguf_checkpoint(source: GgufSource, folder: Path, weight_format: str) 
         OvspecError: the tokenizer or a tensor isn't understood, or the disk is full.
     """
     dtype = choose_dtype(source, weight_format)
-    with step(f"{source.name}: unpacking {in_bytes(source.size_in_bytes)} to {dtype}", keep=True):
+    with show_step(f"{source.name}: unpacking {format_size(source.size_in_bytes)} to {dtype}", keep=True):
         folder.mkdir(parents=True)
         load_tokenizer(source).save_pretrained(folder)
         write_json_file(folder / "config.json", source.config | {"dtype": dtype})

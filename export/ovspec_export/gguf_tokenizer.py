@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ovspec.base.errors import OvspecError
-from ovspec.base.progress import note
+from ovspec.base.progress import print_note
 from ovspec_export.gguf_file import CHECKPOINT_ADVICE
 from ovspec_export.gguf_pretokenizers import PRETOKENIZERS, PreTokenizer
 from ovspec_export.gguf_vocabulary import (
@@ -85,7 +85,9 @@ def choose_pre_tokenizer(metadata: TokenizerMetadata, name: str) -> PreTokenizer
         )
     pre = "gemma4" if metadata.model == "gemma4" else metadata.pre
     if not pre:
-        note(f"{name} doesn't say how its tokenizer cuts texts into words; some may get other tokens than in training.")
+        print_note(
+            f"{name} doesn't say how its tokenizer cuts texts into words; some may get other tokens than in training."
+        )
         pre = "default"
     if pre not in PRETOKENIZERS:
         raise OvspecError(f"{name}: its pre-tokenizer {quote_shortened(pre)} is unknown; {CHECKPOINT_ADVICE}.")

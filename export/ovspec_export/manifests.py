@@ -8,7 +8,7 @@ from pathlib import Path
 
 import ovspec
 from ovspec.base.errors import OvspecError
-from ovspec.base.progress import in_bytes, step
+from ovspec.base.progress import format_size, show_step
 from ovspec.ir.compile import read_ir
 from ovspec.ir.heads import add_features_output, read_head
 from ovspec.setup.manifest import MANIFEST_FILE, ExportedFile, ExportedModel, Manifest, hash_file
@@ -21,13 +21,13 @@ VERSIONED_PACKAGES = ("openvino", "openvino-tokenizers", "nncf", "optimum-intel"
 
 def complete_export(work: Path, output: Path, manifest: Manifest) -> None:
     """Complete what was written into ``work`` by its manifest, with checksums, and move it to ``output``."""
-    with step(f"{output.name}: computing checksums", keep=True) as computing:
+    with show_step(f"{output.name}: computing checksums", keep=True) as computing:
         files = sorted(path for path in work.rglob("*") if path.is_file() and path != work / MANIFEST_FILE)
         manifest.files = {
             path.relative_to(work).as_posix(): ExportedFile(path.stat().st_size, hash_file(path)) for path in files
         }
         size = sum(file.size for file in manifest.files.values())
-        computing.result = f"{in_bytes(size)} in {len(files)} files"
+        computing.result = f"{format_size(size)} in {len(files)} files"
     manifest.write_to_folder(work)
     replace_folder(work, output)
 

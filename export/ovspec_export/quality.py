@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from ovspec.base.errors import OvspecError
-from ovspec.base.progress import in_bytes, note, step
+from ovspec.base.progress import format_size, print_note, show_step
 from ovspec.engine.scoring import DEFAULT_PERPLEXITY_CONTEXT
 from ovspec_export.convert import run_job
 from ovspec_export.sources import HeadSource, Source
@@ -20,8 +20,8 @@ def evaluate_exports(
     for source, folder in zip(sources, folders, strict=False):
         if isinstance(source, HeadSource):  # says nothing without the target
             continue
-        with step(
-            f"{source.name}: comparing with the checkpoint of {in_bytes(source.size_in_bytes)} on {text.name}",
+        with show_step(
+            f"{source.name}: comparing with the checkpoint of {format_size(source.size_in_bytes)} on {text.name}",
             keep=True,
         ):
             result = work / "evaluation.json"
@@ -31,7 +31,7 @@ def evaluate_exports(
             try:
                 run_job("evaluate_ir", source, work, **where, **options)
             except OvspecError as error:
-                note(f"warning: {error}")  # no reason to discard a finished export
+                print_note(f"warning: {error}")  # no reason to discard a finished export
                 continue
             found.append((source.name, json.loads(result.read_text(encoding="utf-8"))))
             result.unlink()

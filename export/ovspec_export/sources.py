@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 
 from ovspec.base.errors import OvspecError
-from ovspec.base.files import read_as, read_json
+from ovspec.base.files import read_dataclass, read_json
 from ovspec.ir.compile import MODEL_FILE
 from ovspec.ir.config import LAYER_KEYS
 from ovspec.setup.identity import compute_files_revision, list_model_files
-from ovspec.text.chat_template import MORE_TEMPLATES
+from ovspec.text.chat_template import TEMPLATES_FOLDER
 from ovspec.text.tokenizer_files import TOKENIZER_CONFIG_FILE
 from ovspec_export.families import (
     FLAT_CONFIG_FAMILIES,
@@ -51,7 +51,7 @@ PICKLED_PATTERNS = ["pytorch_model*.bin", "pytorch_model*.json"]
 ADAPTER_FILE = "adapter_config.json"
 # Small files that tell whether the rest is worth downloading. A graph without weights beside it belongs to an IR.
 CONFIG_PATTERNS = ["config.json", TOKENIZER_CONFIG_FILE, ADAPTER_FILE, MODEL_FILE]
-TEMPLATE_PATTERNS = [f"{MORE_TEMPLATES}/*.jinja"]
+TEMPLATE_PATTERNS = [f"{TEMPLATES_FOLDER}/*.jinja"]
 # What is left out. The hub's ``*`` matches slashes, too, so that ``*.json`` alone would take other folders' files.
 SUBFOLDERS, DEEPER_SUBFOLDERS = "*/*", "*/*/*"
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")  # what transformers loads first
@@ -320,7 +320,7 @@ def check_source(source: Source, name: str, trust_remote_code: bool) -> None:
         raise OvspecError(
             f"{name}: no tokenizer in it (none of {', '.join(TOKENIZER_FILES[:4])} ...); add one of them."
         )
-    shards = set(read_as(WeightIndex, folder / WEIGHT_FILES[1]).weight_map.values())
+    shards = set(read_dataclass(WeightIndex, folder / WEIGHT_FILES[1]).weight_map.values())
     if pickled := next((shard for shard in shards if not shard.endswith(".safetensors")), None):
         raise OvspecError(f"{name}: {WEIGHT_FILES[1]} names {pickled}, which is not a safetensors file.")
     check_shards(folder, WEIGHT_FILES[1], name)
@@ -339,7 +339,7 @@ def check_head_files(source: HeadSource, name: str) -> None:
 
 def check_shards(folder: Path, index: str, name: str) -> None:
     """Raise OvspecError if a file that the index names is missing."""
-    shards = set(read_as(WeightIndex, folder / index).weight_map.values())
+    shards = set(read_dataclass(WeightIndex, folder / index).weight_map.values())
     missing = sorted(shard for shard in shards if not (folder / shard).is_file())
     if missing:
         raise OvspecError(f"{name}: {missing[0]} is missing ({len(missing)} missing in all); download the model again.")
@@ -461,7 +461,7 @@ def copy_missing_files(checkpoint: Path, folder: Path) -> None:
 
 def copy_model_files(model: Path, folder: Path, wanted: Callable[[Path], bool]) -> None:
     """Copy to ``folder`` the wanted files of a model, and its further chat templates, where they aren't there."""
-    for file in [*filter(wanted, model.iterdir()), *model.glob(f"{MORE_TEMPLATES}/*.jinja")]:
+    for file in [*filter(wanted, model.iterdir()), *model.glob(f"{TEMPLATES_FOLDER}/*.jinja")]:
         copy = folder / file.relative_to(model)
         if file.is_file() and not copy.exists():
             copy.parent.mkdir(exist_ok=True)

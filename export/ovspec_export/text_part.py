@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ovspec.base.errors import OvspecError
-from ovspec.base.progress import in_bytes, step
+from ovspec.base.progress import format_size, show_step
 from ovspec_export.families import TEXT_MODEL_CLASSES
 from ovspec_export.sources import NON_TEXT_TENSORS, TEXT_SUFFIXES, Source, copy_model_files, read_safetensors_header
 
@@ -39,7 +39,7 @@ def extract_text_model(source: Source, folder: Path) -> Source:
     Raises:
         OvspecError: a tensor belongs neither to it nor to a part that is left out.
     """
-    with step(f"{source.name}: taking the text model out of it", keep=True) as taking:
+    with show_step(f"{source.name}: taking the text model out of it", keep=True) as taking:
         folder.mkdir(parents=True)
         names = map_text_tensors(source)
         config = build_text_config(source, set(names.values()))
@@ -56,7 +56,7 @@ def extract_text_model(source: Source, folder: Path) -> Source:
         copy_model_files(
             source.folder, folder, lambda file: file.suffix in TEXT_SUFFIXES and not NON_TEXT_FILES.search(file.name)
         )
-        taking.result = in_bytes(size)
+        taking.result = format_size(size)
     return dataclasses.replace(source, folder=folder)
 
 

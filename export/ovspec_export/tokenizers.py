@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from ovspec.base.errors import OvspecError
-from ovspec.text.chat_template import ADDED_BOS, CHAT_TEMPLATE_FILE, MORE_TEMPLATES, templates_in
-from ovspec.text.pairing import TEXTS, check_same_vocabulary
+from ovspec.text.chat_template import ADDED_BOS, CHAT_TEMPLATE_FILE, TEMPLATES_FOLDER, read_chat_templates
+from ovspec.text.pairing import SAMPLE_TEXTS, check_same_vocabulary
 from ovspec.text.tokenizer import Tokenizer
 from ovspec.text.tokenizer_files import TOKENIZER_FILE
-from ovspec.text.vocabulary import differing_ids
+from ovspec.text.vocabulary import describe_id_differences
 from ovspec_export.gguf_tokenizer import build_gguf_tokenizer, read_gguf_templates
 from ovspec_export.sources import GgufSource, Source
 
@@ -38,7 +38,7 @@ def read_source_templates(source: Source) -> dict[str, str]:
     """Return the chat templates of a source by their names."""
     if isinstance(source, GgufSource):
         return read_gguf_templates(source.file.metadata, source.name)
-    return templates_in(source.folder)
+    return read_chat_templates(source.folder)
 
 
 def replace_chat_template(template: str, folder: Path) -> None:
@@ -46,14 +46,14 @@ def replace_chat_template(template: str, folder: Path) -> None:
     tokenizer = Tokenizer(folder)
     bos = "".join(map(tokenizer.token_text, tokenizer.bos))
     source = template.replace(f"{{{{ {ADDED_BOS} }}}}", f"{{{{ {json.dumps(bos, ensure_ascii=False)} }}}}")
-    shutil.rmtree(folder / MORE_TEMPLATES, ignore_errors=True)
+    shutil.rmtree(folder / TEMPLATES_FOLDER, ignore_errors=True)
     (folder / CHAT_TEMPLATE_FILE).write_text(source, encoding="utf-8", newline="\n")
 
 
 def find_differing_texts(reference: Any, folder: Path) -> list[str]:
-    """Return the ``TEXTS`` that the exported tokenizer in ``folder`` encodes differently from ``reference``."""
+    """Return the ``SAMPLE_TEXTS`` that the exported tokenizer in ``folder`` encodes differently from ``reference``."""
     tokenizer = Tokenizer(folder)
-    return [text for text in TEXTS if tokenizer.encode(text).tolist() != reference(text)["input_ids"]]
+    return [text for text in SAMPLE_TEXTS if tokenizer.encode(text).tolist() != reference(text)["input_ids"]]
 
 
 def check_pair_vocabularies(target: Source, draft: Source, trust_remote_code: bool) -> None:
@@ -64,7 +64,7 @@ def check_pair_vocabularies(target: Source, draft: Source, trust_remote_code: bo
     if draft.is_ir and not (draft.folder / TOKENIZER_FILE).is_file():
         return  # compared after the target is converted: only then does it have an OpenVINO tokenizer
     ours, theirs = (load_tokenizer(source, trust_remote_code).get_vocab() for source in (target, draft))
-    message = differing_ids({i: t for t, i in ours.items()}, {i: t for t, i in theirs.items()})
+    message = describe_id_differences({i: t for t, i in ours.items()}, {i: t for t, i in theirs.items()})
     if message:
         raise OvspecError(
             f"{draft.name} cannot draft for {target.name}: {message}; choose a draft with the same tokenizer."

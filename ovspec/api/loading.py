@@ -16,13 +16,13 @@ from ovspec.drafting.choice import DraftChoice, parse_draft
 from ovspec.drafting.drafter import Drafter
 from ovspec.engine.runtime import Runtime
 from ovspec.ir.device import DeviceOptions, check_device, check_threads
-from ovspec.params.loading import LOAD, LoadParams, load_params
-from ovspec.params.option import documentation, options_class, takes
+from ovspec.params.loading import LOAD_OPTIONS, LoadParams, make_load_params
+from ovspec.params.option import accepts_options, format_documentation, options_class
 from ovspec.setup.manifest import read_manifest
 from ovspec.setup.model_folders import check_draft_folder, export_model_and_draft, resolve_draft, resolve_model_folder
 from ovspec.setup.pair_loading import load_target_and_draft
-from ovspec.text.chat_template import templates_in
-from ovspec.text.given_template import given_source
+from ovspec.text.chat_template import read_chat_templates
+from ovspec.text.given_template import resolve_custom_template
 
 DraftArgument = bool | str | Path | DraftChoice | Drafter | Callable[[], Drafter]
 
@@ -35,7 +35,7 @@ class LoadArguments(LoadParams):
     draft: DraftArgument | Sequence[DraftArgument] | None = field(default=None, kw_only=False)
 
 
-@takes(LoadArguments)
+@accepts_options(LoadArguments)
 def load(
     model: str | Path | None = None, draft: DraftArgument | Sequence[DraftArgument] | None = None, **options: Any
 ) -> LanguageModel:
@@ -50,7 +50,7 @@ def load(
         a ``Drafter``: a class or function that makes one for each session or batch, or an instance, which all share.
         Two of these, as "lookup,draft" or in a list, make a chain: the second proposes if the first finds nothing good.
     """
-    given = load_params(options)
+    given = make_load_params(options)
     for name in ("device", "draft_device"):  # before an export, which takes minutes
         if asked := getattr(given, name):
             check_device(asked, name)
@@ -61,7 +61,11 @@ def load(
     manifest = read_manifest(folder, given.verify)
     if given.verify and not manifest:
         raise OvspecError(f"{folder}: `verify` needs the manifest that 'ovspec export' writes, which is missing.")
-    template = None if given.chat_template is None else given_source(given.chat_template, templates_in(folder))
+    template = (
+        None
+        if given.chat_template is None
+        else resolve_custom_template(given.chat_template, read_chat_templates(folder))
+    )
     choice = resolve_draft(parse_draft(draft), folder, manifest)
     if given.draft_device and not (choice and choice.model):
         raise OvspecError("`draft_device` needs a draft model.")
@@ -86,7 +90,7 @@ def load(
 
 
 load.__doc__ = f"""{load.__doc__}
-{textwrap.indent(documentation(LOAD), "    ")}
+{textwrap.indent(format_documentation(LOAD_OPTIONS), "    ")}
 
     Raises:
         OvspecError: a file is missing or damaged, or an option is invalid here; the message says what to do.

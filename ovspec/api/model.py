@@ -26,9 +26,9 @@ from ovspec.engine.row import Row, TextStream
 from ovspec.engine.runtime import Runtime
 from ovspec.engine.scoring import DEFAULT_PERPLEXITY_CONTEXT, Perplexity, measure_perplexity
 from ovspec.params import Params
-from ovspec.params.checks import refuse_retries
-from ovspec.params.generation import UNSET, GenerateOptions
-from ovspec.params.option import method_takes, options_class
+from ovspec.params.checks import refuse_retries_in_stream
+from ovspec.params.generation import DEFAULT_PARAMS, GenerateOptions
+from ovspec.params.option import method_accepts_options, options_class
 
 P = TypeVar("P")
 
@@ -97,12 +97,12 @@ class LanguageModel:
     # ------------------------------------------------------------ generating
 
     @overload
-    @method_takes(GenerateArguments[Prompts])
+    @method_accepts_options(GenerateArguments[Prompts])
     def generate(self, prompt: Any, **options: Any) -> list[Result]: ...
     @overload
-    @method_takes(GenerateArguments[Prompt])
+    @method_accepts_options(GenerateArguments[Prompt])
     def generate(self, prompt: Any, **options: Any) -> Result: ...
-    @method_takes(GenerateArguments[Any])
+    @method_accepts_options(GenerateArguments[Any])
     def generate(self, prompt: Any, **options: Any) -> Result | list[Result]:
         """Continue ``prompt``, or each of a list of prompts as one batch.
 
@@ -120,12 +120,12 @@ class LanguageModel:
         return [text for [text] in texts] if is_prompt_list(prompt) else texts[0][0]
 
     @overload
-    @method_takes(GenerateArguments[Prompts])
+    @method_accepts_options(GenerateArguments[Prompts])
     def samples(self, prompt: Any, **options: Any) -> list[list[Result]]: ...
     @overload
-    @method_takes(GenerateArguments[Prompt])
+    @method_accepts_options(GenerateArguments[Prompt])
     def samples(self, prompt: Any, **options: Any) -> list[Result]: ...
-    @method_takes(GenerateArguments[Any])
+    @method_accepts_options(GenerateArguments[Any])
     def samples(self, prompt: Any, **options: Any) -> list[Result] | list[list[Result]]:
         """Return ``n`` continuations of ``prompt``, or of each of a list of prompts. Each prompt is read once.
 
@@ -141,14 +141,14 @@ class LanguageModel:
         texts = self._generate(prompt, options)
         return texts if is_prompt_list(prompt) else texts[0]
 
-    @method_takes(GenerateArguments[Prompt])
+    @method_accepts_options(GenerateArguments[Prompt])
     def stream(self, prompt: Prompt, **options: Any) -> TextStream:
         """Continue one prompt piece by piece: ``for piece in lm.stream("def "): print(piece.text)``.
 
         Arguments and errors are those of ``generate``.
         """
         params = self._single(options)
-        refuse_retries(params)
+        refuse_retries_in_stream(params)
         [row] = rows = self.runtime.row_maker.make_rows(prompt, params)
         run = self.runtime.decoder_pool.run_batch(rows, params, 1)
 
@@ -163,12 +163,12 @@ class LanguageModel:
     # ------------------------------------------------------------ for asyncio
 
     @overload
-    @method_takes(GenerateArguments[Prompts])
+    @method_accepts_options(GenerateArguments[Prompts])
     async def agenerate(self, prompt: Any, **options: Any) -> list[Result]: ...
     @overload
-    @method_takes(GenerateArguments[Prompt])
+    @method_accepts_options(GenerateArguments[Prompt])
     async def agenerate(self, prompt: Any, **options: Any) -> Result: ...
-    @method_takes(GenerateArguments[Any])
+    @method_accepts_options(GenerateArguments[Any])
     async def agenerate(self, prompt: Any, **options: Any) -> Result | list[Result]:
         """Continue ``prompt`` like ``generate``, in a thread that generates the texts of all such calls as one batch.
 
@@ -191,20 +191,20 @@ class LanguageModel:
                 results[i] = result
         return results if is_prompt_list(prompt) else results[0]
 
-    @method_takes(GenerateArguments[Prompt])
+    @method_accepts_options(GenerateArguments[Prompt])
     def astream(self, prompt: Prompt, **options: Any) -> AsyncTextStream:
         """Continue one prompt piece by piece: ``async for piece in lm.astream("def "): print(piece.text)``.
 
         Arguments and errors are those of ``agenerate``.
         """
         params = self._shared(options)
-        refuse_retries(params)
+        refuse_retries_in_stream(params)
         return AsyncTextStream(functools.partial(self._join, [prompt], params))
 
     def _shared(self, options: dict[str, Any]) -> Params:
         """Return the params of a call whose texts share a batch with others."""
         params = self._single(options)
-        if params.batch_size != UNSET.batch_size:
+        if params.batch_size != DEFAULT_PARAMS.batch_size:
             raise OvspecError("`batch_size` is the same for all texts of `agenerate` and `astream`; leave it out.")
         return params
 
@@ -212,7 +212,7 @@ class LanguageModel:
         """Return the engine's thread, which the first call starts, and a row for each prompt."""
         with self._lock:
             if not (engine := self._engine):
-                engine = EngineThread(self.runtime, UNSET.batch_size)
+                engine = EngineThread(self.runtime, DEFAULT_PARAMS.batch_size)
                 engine.start(prepare=False)
                 self._engine, self._end_engine = engine, weakref.finalize(self, engine.stop)
         return engine, [row for prompt in prompts for row in engine.runtime.row_maker.make_rows(prompt, params)]

@@ -20,11 +20,10 @@ from ovspec.engine.row import Row, TextStream
 from ovspec.engine.runtime import Runtime
 from ovspec.engine.scheduler import Scheduler, run_rows
 from ovspec.engine.scoring import Score, Selection, check_select_options, score_texts
-from ovspec.params import Params
-from ovspec.params.generation import GENERATE, OF_CHATS, UNSET, GenerateOptions
-from ovspec.params.option import method_takes
-from ovspec.params.values import check
-from ovspec.text.chat_format import begun_answer
+from ovspec.params.generation import CHAT_OPTIONS, DEFAULT_PARAMS, GENERATE_OPTIONS, GenerateOptions, Params
+from ovspec.params.option import method_accepts_options
+from ovspec.params.values import check_value
+from ovspec.text.chat_format import find_begun_answer
 from ovspec.text.chat_template import Message
 
 OWNERS = itertools.count(-1, -1)  # of texts from files; API keys count from 0
@@ -79,7 +78,7 @@ class Session:
         answer = self.sequence.tokens[self._answer_from :]
         prompts = self.runtime.prompts
         text = prompts.tokenizer.decode(strip_eos(answer, prompts.generation_config.eos_ids))
-        if (begun := begun_answer(self._messages)) is not None:
+        if (begun := find_begun_answer(self._messages)) is not None:
             *before, last = self._messages
             return [*before, {**last, "content": begun + text}]
         return [*self._messages, {"role": "assistant", "content": text}]
@@ -137,7 +136,7 @@ class Session:
 
     # ------------------------------------------------------------ generating
 
-    @method_takes(GenerateOptions)
+    @method_accepts_options(GenerateOptions)
     def stream(self, **options: Any) -> TextStream:
         """Continue this session's text like ``LanguageModel.stream``; ``heal`` is on by default for appended text."""
         params = self.runtime.row_maker.make_complete_params(options)
@@ -174,7 +173,7 @@ class Session:
         self._stream = TextStream(pieces(), row, end)
         return self._stream
 
-    @method_takes(GenerateOptions)
+    @method_accepts_options(GenerateOptions)
     def generate(self, **options: Any) -> Result:
         """Continue this session's text like ``LanguageModel.generate``; the text grows by what is generated."""
         return self.stream(**options).result()
@@ -292,7 +291,7 @@ class Session:
         """
         if len(self.sequence) and not self._messages:
             raise OvspecError("Chat messages can't follow a text that isn't a chat; start another session.")
-        check(self.chat_template_kwargs, GENERATE["chat_template_kwargs"])
+        check_value(self.chat_template_kwargs, GENERATE_OPTIONS["chat_template_kwargs"])
         chat, tokenizer = [*self.messages, *messages], self.runtime.prompts.tokenizer
         text = self.runtime.prompts.chat_format.prompt(chat, variables=self.chat_template_kwargs)
         kept = strip_eos(self.sequence.tokens, self.runtime.prompts.generation_config.eos_ids)
@@ -364,8 +363,8 @@ def refuse_late_options(params: Params) -> None:
     """Raise OvspecError if ``params`` have an option that comes too late in a session."""
     if params.retries:
         raise OvspecError("`retries` can't be combined with a session, which continues from its text.")
-    for name in OF_CHATS:
-        if getattr(params, name) != getattr(UNSET, name):
+    for name in CHAT_OPTIONS:
+        if getattr(params, name) != getattr(DEFAULT_PARAMS, name):
             remedy = "call `generate` of the model with the messages"
             if name == "chat_template_kwargs":
                 remedy = "set `chat_template_kwargs` of the session before you append them"

@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ovspec.base.errors import FULL, OvspecError, WriteError
-from ovspec.base.files import replaced
+from ovspec.base.errors import DISK_FULL_ERRNOS, OvspecError, WriteError
+from ovspec.base.files import open_replacement
 from ovspec.cache.decoder import Decoder
 from ovspec.engine.decoders import DecoderSet
 from ovspec.engine.prompts import TemplateVariables
@@ -98,14 +98,14 @@ def save_session(path: Path, runtime: Runtime, decoders: DecoderSet, mark: Mark)
     try:
         write_arrays(path, arrays | layers)
     except WriteError as error:
-        if error.errno not in FULL:
+        if error.errno not in DISK_FULL_ERRNOS:
             raise
         write_arrays(path, arrays)
         warnings.warn(f"{path}: the disk is full, so the text is saved without its KV caches", stacklevel=3)
 
 
 def write_arrays(path: Path, arrays: dict[str, Any]) -> None:
-    with replaced(path) as partial, partial.open("wb") as file:
+    with open_replacement(path) as partial, partial.open("wb") as file:
         np.savez(file, **arrays)
 
 

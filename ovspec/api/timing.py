@@ -9,7 +9,7 @@ from typing import Any
 
 from ovspec.api.comparison import compare_result_times, rotate_modes
 from ovspec.api.model import LanguageModel
-from ovspec.base.progress import step
+from ovspec.base.progress import show_step
 from ovspec.engine.prompts import Prompt
 from ovspec.engine.results import Result
 
@@ -31,7 +31,7 @@ def time_modes(
     results: dict[str, list[Result]] = {mode: [] for mode in models}
     for turn in range(-1, repeats * len(prompts)):
         warm_up = {"max_tokens": min(options["max_tokens"], WARM_UP_TOKENS)} if turn < 0 else {}
-        with step("warm-up" if turn < 0 else f"text {turn + 1} of {repeats * len(prompts)}", keep=True):
+        with show_step("warm-up" if turn < 0 else f"text {turn + 1} of {repeats * len(prompts)}", keep=True):
             for mode in rotate_modes(list(models), max(turn, 0)):
                 given: dict[str, Any] = options | warm_up | ({"lookahead": 0} if mode == "plain" else {})
                 result = models[mode].generate(prompts[turn % len(prompts)], seed=turn + 1, **given)

@@ -21,7 +21,7 @@ from ovspec.engine.round import RowOutcome
 from ovspec.engine.row import Row
 from ovspec.engine.runtime import Runtime
 from ovspec.params import Params, make_params
-from ovspec.params.generation import GENERATE
+from ovspec.params.generation import GENERATE_OPTIONS
 
 CHUNK = 128  # positions whose logits are held at a time
 
@@ -191,7 +191,9 @@ def params_from_json(options: dict[str, Any]) -> Params:
     functions = {
         name: options[name] for name in CALLABLE_OPTIONS if options.get(name)
     }  # their names, which nobody calls
-    known = {name: value for name, value in options.items() if name in GENERATE and name not in CALLABLE_OPTIONS}
+    known = {
+        name: value for name, value in options.items() if name in GENERATE_OPTIONS and name not in CALLABLE_OPTIONS
+    }
     if "logit_bias" in known:
         known["logit_bias"] = {int(token): float(bias) for token, bias in known["logit_bias"].items()}
     return replace(make_params(known), **functions)

@@ -22,7 +22,7 @@ class UnavailableError(OvspecError):
     """Something that was needed is missing for now, through no fault of what was asked."""
 
 
-FULL = (errno.ENOSPC, errno.EDQUOT)  # of an OSError: a disk or a quota is full
+DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)  # of an OSError: a disk or a quota is full
 
 
 class WriteError(OvspecError, OSError):

@@ -25,12 +25,15 @@ from ovspec.base.errors import OvspecError, UnavailableError, WriteError
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-ATTEMPTS, PAUSE = 10, 0.1  # to rename a file that another process has open for a moment, and seconds between them
-DEVICES = {"CON", "PRN", "AUX", "NUL", *(f"{name}{digit}" for name in ("COM", "LPT") for digit in range(10))}
-PARTIAL = ".partial"  # ends the names of files that are being written
+RENAME_ATTEMPTS, RENAME_PAUSE = (
+    10,
+    0.1,
+)  # to rename a file that another process has open for a moment, and seconds between them
+WINDOWS_DEVICES = {"CON", "PRN", "AUX", "NUL", *(f"{name}{digit}" for name in ("COM", "LPT") for digit in range(10))}
+PARTIAL_SUFFIX = ".partial"  # ends the names of files that are being written
 T = TypeVar("T")
 D = TypeVar("D", bound="DataclassInstance")
-HOST = f"{zlib.crc32(platform.node().encode()):x}"  # in their names, because machines may share a folder
+HOST_CODE = f"{zlib.crc32(platform.node().encode()):x}"  # in their names, because machines may share a folder
 
 
 def read_text(path: Path) -> str:
@@ -46,7 +49,7 @@ def read_text(path: Path) -> str:
     return text
 
 
-def present(path: Path) -> Path:
+def require_present(path: Path) -> Path:
     """Return ``path``, of a model that is loaded; raise UnavailableError if it has been deleted since."""
     if not path.exists():
         raise UnavailableError(f"{path}: deleted since the model was loaded; put it back, or load the model again.")
@@ -54,7 +57,7 @@ def present(path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def writing(file: object) -> Iterator[None]:
+def name_write_errors(file: object) -> Iterator[None]:
     """Name ``file`` in the error if it can't be written: the system's own names no file where a disk is full."""
     try:
         yield
@@ -66,9 +69,9 @@ def writing(file: object) -> Iterator[None]:
 
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write ``content``, text in UTF-8, to ``path``, creating its folder. Readers see the old file or the new one."""
-    with writing(path):
+    with name_write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-    with replaced(path) as partial:
+    with open_replacement(path) as partial:
         if isinstance(content, str):
             partial.write_text(content, encoding="utf-8", newline="\n")
         else:
@@ -76,26 +79,26 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 @contextlib.contextmanager
-def replaced(path: Path) -> Iterator[Path]:
+def open_replacement(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside ``path``; on success its file replaces ``path``, else it is deleted.
 
     The new file keeps the old one's permissions and symbolic link. Even a power failure leaves one of the two.
     """
-    check_name(path)
+    check_file_name(path)
     path = path.resolve()
-    for left in path.parent.glob(f".{glob.escape(path.name)}.*{PARTIAL}"):
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*{PARTIAL_SUFFIX}"):
         host, _, process = left.name.split(".")[-3].partition("-")
-        if host == HOST and process.isdecimal() and not psutil.pid_exists(int(process)):
+        if host == HOST_CODE and process.isdecimal() and not psutil.pid_exists(int(process)):
             left.unlink(missing_ok=True)  # of a process that was killed
-    partial = path.with_name(f".{path.name}.{HOST}-{os.getpid()}.{secrets.token_hex(4)}{PARTIAL}")
+    partial = path.with_name(f".{path.name}.{HOST_CODE}-{os.getpid()}.{secrets.token_hex(4)}{PARTIAL_SUFFIX}")
     try:
-        with writing(path):
+        with name_write_errors(path):
             yield partial
             with contextlib.suppress(FileNotFoundError):
                 shutil.copymode(path, partial)
-            on_disk(partial)
-            move(partial, path)
-            on_disk(path.parent)
+            flush_to_disk(partial)
+            rename_with_retries(partial, path)
+            flush_to_disk(path.parent)
     finally:
         partial.unlink(missing_ok=True)
 
@@ -107,10 +110,10 @@ def scratch_folder(parent: Path, most: int) -> Iterator[Path]:
     If its own path is longer, that is one of a link among the temporary files. Folders of processes that were killed
     are deleted, too.
     """
-    for left in parent.glob(f"{HOST}-*"):
+    for left in parent.glob(f"{HOST_CODE}-*"):
         if not psutil.pid_exists(int(left.name.rpartition("-")[2])):
             shutil.rmtree(left, ignore_errors=True)
-    folder = parent / f"{HOST}-{os.getpid()}"
+    folder = parent / f"{HOST_CODE}-{os.getpid()}"
     folder.mkdir(parents=True, exist_ok=True)
     try:
         if sys.platform == "win32" or len(os.fsencode(folder)) <= most:  # no sockets have paths there
@@ -125,7 +128,7 @@ def scratch_folder(parent: Path, most: int) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def pieces_of(path: Path, size: int) -> Iterator[bytes]:
+def read_blocks(path: Path, size: int) -> Iterator[bytes]:
     """Yield the content of a file in pieces of ``size`` bytes; at least one, which is empty if the file is."""
     with path.open("rb") as file:
         yield file.read(size)
@@ -133,7 +136,7 @@ def pieces_of(path: Path, size: int) -> Iterator[bytes]:
             yield piece
 
 
-def fill_once(folder: Path, pieces: Iterable[tuple[str, bytes]]) -> None:
+def create_folder_once(folder: Path, pieces: Iterable[tuple[str, bytes]]) -> None:
     """Create ``folder``, whole or not at all, from pieces of its files, each with its name, unless it exists."""
     from filelock import FileLock  # it imports slowly
 
@@ -141,41 +144,41 @@ def fill_once(folder: Path, pieces: Iterable[tuple[str, bytes]]) -> None:
     with FileLock(f"{folder}.lock"):
         if folder.is_dir():
             return
-        partial = folder.with_name(f"{folder.name}{PARTIAL}")
+        partial = folder.with_name(f"{folder.name}{PARTIAL_SUFFIX}")
         shutil.rmtree(partial, ignore_errors=True)
         for name, piece in pieces:
-            with writing(folder / name):
+            with name_write_errors(folder / name):
                 (partial / name).parent.mkdir(parents=True, exist_ok=True)
                 with (partial / name).open("ab") as file:
                     file.write(piece)
-        move(partial, folder)
+        rename_with_retries(partial, folder)
 
 
-def check_name(path: Path) -> None:
+def check_file_name(path: Path) -> None:
     """Raise an OvspecError if a file or folder of this name can't be made on Windows, and this is Windows.
 
     Such a file would be another one, a device or a stream of another file, and what is written to it lost.
     """
     stem = path.name.partition(".")[0].rstrip().upper()
-    wrong = set('<>:"|?*').intersection(path.name) or path.name.endswith((".", " ")) or stem in DEVICES
+    wrong = set('<>:"|?*').intersection(path.name) or path.name.endswith((".", " ")) or stem in WINDOWS_DEVICES
     if sys.platform == "win32" and wrong:
         raise OvspecError(f"{path}: Windows has no files of this name; choose another.")
 
 
-def move(old: Path, new: Path) -> None:
+def rename_with_retries(old: Path, new: Path) -> None:
     """Rename ``old`` to ``new``, which it replaces; Windows refuses that while another process has one of them open."""
-    for _ in range(ATTEMPTS - 1):
+    for _ in range(RENAME_ATTEMPTS - 1):
         try:
             old.replace(new)
             return
         except PermissionError:
             if sys.platform != "win32":
                 raise
-            time.sleep(PAUSE)
+            time.sleep(RENAME_PAUSE)
     old.replace(new)
 
 
-def on_disk(path: Path) -> None:
+def flush_to_disk(path: Path) -> None:
     """Wait until a file or folder is on the disk, where the system can tell."""
     with contextlib.suppress(OSError):
         # Windows writes only files to the disk that are open for writing, and no folders.
@@ -202,7 +205,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
-def read_as(kind: type[T], path: Path) -> T:
+def read_dataclass(kind: type[T], path: Path) -> T:
     """Return the object in a JSON file, or {} if there is no such file, as the dataclass ``kind``.
 
     Entries that ``kind`` doesn't declare are ignored. Raises OvspecError like ``read_json``, or if a value doesn't fit.
@@ -216,15 +219,15 @@ def read_as(kind: type[T], path: Path) -> T:
         raise OvspecError(f"{path}: not as expected ({problem[:200]}); export the model again.") from None
 
 
-def remembered(kind: type[T], path: Path | None) -> T | None:
-    """Return the dataclass that ``remember`` wrote to ``path``; None if the file is missing, damaged or outdated."""
+def read_cached(kind: type[T], path: Path | None) -> T | None:
+    """Return the dataclass that ``write_cached`` wrote to ``path``; None if it is missing, damaged or outdated."""
     try:
-        return read_as(kind, path) if path and path.is_file() else None
+        return read_dataclass(kind, path) if path and path.is_file() else None
     except (OvspecError, OSError):
         return None
 
 
-def remember(path: Path | None, data: D) -> D:
+def write_cached(path: Path | None, data: D) -> D:
     """Write a dataclass to a cache file and return it. Failure is not an error."""
     if path:
         with contextlib.suppress(OSError):

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 # SIGBREAK is Windows': a closed console, or Ctrl-Break.
-ENDING = [getattr(signal, name) for name in ("SIGHUP", "SIGTERM", "SIGBREAK") if hasattr(signal, name)]
+END_SIGNALS = [getattr(signal, name) for name in ("SIGHUP", "SIGTERM", "SIGBREAK") if hasattr(signal, name)]
 
 
-class HeldInterrupts:
+class DelayedInterrupts:
     """Delays Ctrl-C until the end of a round, so that KV cache and text stay consistent.
 
     While ``holding`` is set, Ctrl-C only sets ``pressed``, and a prompt is read no further; otherwise it goes to the
@@ -30,17 +30,17 @@ class HeldInterrupts:
         if threading.current_thread() is threading.main_thread() and callable(handler):
             self._previous = handler
             signal.signal(signal.SIGINT, self._note)
-            HELD.append(self)
+            ACTIVE_DELAYS.append(self)
 
     def stop(self) -> None:
         """Restore the previous handler, skipping those that have stopped: streams may end in any order."""
         self._stopped = True
-        if self in HELD:
-            HELD.remove(self)
+        if self in ACTIVE_DELAYS:
+            ACTIVE_DELAYS.remove(self)
         if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) != self._note:
             return
         previous = self._previous
-        while isinstance(owner := getattr(previous, "__self__", None), HeldInterrupts) and owner._stopped:
+        while isinstance(owner := getattr(previous, "__self__", None), DelayedInterrupts) and owner._stopped:
             previous = owner._previous
         signal.signal(signal.SIGINT, previous)
 
@@ -51,7 +51,7 @@ class HeldInterrupts:
             self._previous(*arguments)
 
 
-HELD: list[HeldInterrupts] = []  # of the main thread, the only one that Python tells of Ctrl-C
+ACTIVE_DELAYS: list[DelayedInterrupts] = []  # of the main thread, the only one that Python tells of Ctrl-C
 
 
 def check_interrupts() -> None:
@@ -60,7 +60,7 @@ def check_interrupts() -> None:
     Called between inferences. Ending one early would be unsafe: after ``InferRequest.cancel``, OpenVINO 2026.4 may
     compute with shapes of the cancelled inference.
     """
-    if threading.current_thread() is threading.main_thread() and any(held.pressed for held in HELD):
+    if threading.current_thread() is threading.main_thread() and any(held.pressed for held in ACTIVE_DELAYS):
         raise KeyboardInterrupt
 
 
@@ -84,24 +84,24 @@ def end_on_signals() -> EndSignal:
             raise KeyboardInterrupt
         signal.raise_signal(signal.SIGINT)
 
-    for number in ENDING:
+    for number in END_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, end)
     return ended
 
 
-def leave(ended: EndSignal) -> None:
+def exit_if_ended(ended: EndSignal) -> None:
     """Exit if a signal has ended the command, undisturbed by further ones."""
     if ended.code:
-        for number in (*ENDING, signal.SIGINT):
+        for number in (*END_SIGNALS, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
         sys.exit(ended.code)
 
 
 @contextlib.contextmanager
-def undisturbed() -> Iterator[None]:
+def ignore_signals() -> Iterator[None]:
     """Ignore the signals that could end the process, so that a file is saved whole."""
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (*ENDING, signal.SIGINT)}
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (*END_SIGNALS, signal.SIGINT)}
     try:
         yield
     finally:

@@ -18,36 +18,38 @@ import psutil
 
 from ovspec.base.errors import UnavailableError
 
-MOST = 4  # processes of a kind, so that a request that takes long doesn't hold up all others
-STARTING = 60.0  # seconds that a process may take to start
+MAX_PROCESSES = 4  # processes of a kind, so that a request that takes long doesn't hold up all others
+START_SECONDS = 60.0  # seconds that a process may take to start
 # A request fails when the deaths of its processes count this much. The more likely it is at fault, the more they do.
-MOST_DEATHS = 30
-CRASHED, KILLED, NOT_STARTED = 15, 5, 1
+MAX_DEATH_WEIGHT = 30
+CRASHED_WEIGHT, KILLED_WEIGHT, NOT_STARTED_WEIGHT = 15, 5, 1
 # Exit codes of a process that crashed, rather than being killed by the system or by somebody.
-CRASHES = {-getattr(signal, name, 0) for name in ("SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV", "SIGTRAP")}
-STACK = 8 << 20  # bytes, of the thread that answers on Windows
-PATIENCE = 6  # a request may wait this many times its limit of computing time, because the machine may be busy
+CRASH_EXIT_CODES = {
+    -getattr(signal, name, 0) for name in ("SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV", "SIGTRAP")
+}
+STACK_BYTES = 8 << 20  # bytes, of the thread that answers on Windows
+WAIT_FACTOR = 6  # a request may wait this many times its limit of computing time, because the machine may be busy
 # What Python and the system's loader need, on Windows also to find packages that a user has installed for himself. A
 # template or a grammar can't leak the rest.
-ENVIRONMENT = (
+PASSED_VARIABLES = (
     "PATH", "TZ", "PYTHONPATH", "PYTHONHOME", "PYTHONUSERBASE", "LD_LIBRARY_PATH", "TMPDIR", "TEMP", "TMP",
     "SYSTEMROOT", "APPDATA", "USERPROFILE", "HOME",
 )  # fmt: skip
 
 
-class Stopped(Exception):
+class LimitExceeded(Exception):
     """A request failed through its own fault; the message says how, as in "ran longer than 2 seconds"."""
 
 
-class Died(Exception):
+class ProcessDied(Exception):
     """A process has ended without an answer; the message says how, and ``counts`` is one of the numbers above."""
 
-    def __init__(self, how: str, counts: int = KILLED) -> None:
+    def __init__(self, how: str, counts: int = KILLED_WEIGHT) -> None:
         super().__init__(how)
         self.counts = counts
 
 
-class Process(psutil.Popen):
+class SandboxProcess(psutil.Popen):
     """A process that serves requests. ``ready``: it has started to."""
 
     ready = False
@@ -57,12 +59,12 @@ class Process(psutil.Popen):
             self.kill()
         self.communicate()
 
-    def death(self) -> Died:
+    def death(self) -> ProcessDied:
         """Return how this process, which has ended, did so."""
         if not self.ready:
-            return Died("did not start", NOT_STARTED)
-        crashed = self.returncode >= 0 or self.returncode in CRASHES
-        return Died("ended without an answer", CRASHED) if crashed else Died("was killed")
+            return ProcessDied("did not start", NOT_STARTED_WEIGHT)
+        crashed = self.returncode >= 0 or self.returncode in CRASH_EXIT_CODES
+        return ProcessDied("ended without an answer", CRASHED_WEIGHT) if crashed else ProcessDied("was killed")
 
     def used(self) -> tuple[float, int]:
         """Return the seconds of computing and the bytes of memory that it has used; zeros if it has just ended."""
@@ -73,7 +75,7 @@ class Process(psutil.Popen):
             return 0.0, 0
 
 
-class Worker:
+class SandboxPool:
     """Runs ``module``, which serves requests, in a few processes that are started when they are needed and then kept.
 
     An operation in compiled code can run for hours or fill the memory, and only a process can be stopped in the middle
@@ -83,8 +85,8 @@ class Worker:
 
     def __init__(self, module: str, does: str, seconds: float, size: int) -> None:
         self.module, self.does, self.seconds, self.size = module, does, seconds, size
-        self.idle: list[Process] = []
-        self._free = threading.BoundedSemaphore(MOST)
+        self.idle: list[SandboxProcess] = []
+        self._free = threading.BoundedSemaphore(MAX_PROCESSES)
         atexit.register(self.stop)
 
     def ask(self, request: str) -> dict[str, Any]:
@@ -93,23 +95,23 @@ class Worker:
         A process that dies is replaced by a new one: the system kills processes where memory runs out.
 
         Raises:
-            Stopped: the request made its process exceed a limit, or made processes crash.
+            LimitExceeded: the request made its process exceed a limit, or made processes crash.
             UnavailableError: processes were killed, or didn't start, too often.
         """
-        deaths = list[Died]()
+        deaths = list[ProcessDied]()
         with self._free:
-            while sum(death.counts for death in deaths) < MOST_DEATHS:
+            while sum(death.counts for death in deaths) < MAX_DEATH_WEIGHT:
                 try:
                     return self._ask(request)
-                except Died as death:
+                except ProcessDied as death:
                     deaths.append(death)
-        if sum(death.counts for death in deaths if death.counts == CRASHED) >= MOST_DEATHS:
-            raise Stopped("ended without an answer")
+        if sum(death.counts for death in deaths if death.counts == CRASHED_WEIGHT) >= MAX_DEATH_WEIGHT:
+            raise LimitExceeded("ended without an answer")
         times = f"{deaths[-1]}, {len(deaths)} times"
         raise UnavailableError(f"The process that {self.does} {times}; see that memory is free, and try again.")
 
     def _ask(self, request: str) -> dict[str, Any]:
-        """Return the answer of one process; raises Stopped or Died if there is none."""
+        """Return the answer of one process; raises LimitExceeded or ProcessDied if there is none."""
         process = self._idle() or self._start()
         try:
             answer = json.loads(self._talk(process, request))
@@ -124,7 +126,7 @@ class Worker:
             process.end()
         return answer
 
-    def _idle(self) -> Process | None:
+    def _idle(self) -> SandboxProcess | None:
         """Take a process that is alive from the idle ones; None if there is none."""
         while True:
             try:
@@ -135,7 +137,7 @@ class Worker:
                 return process
             process.end()
 
-    def _talk(self, process: Process, request: str) -> str:
+    def _talk(self, process: SandboxProcess, request: str) -> str:
         """Send a request and return the answer; keep to the limits meanwhile."""
         answers: list[str] = []
 
@@ -159,30 +161,30 @@ class Worker:
             waited, (seconds, size) = time.monotonic() - began, process.used()
             if not process.ready:
                 before = seconds  # starting doesn't count
-                if waited > STARTING:
-                    raise Died("did not start in time")
+                if waited > START_SECONDS:
+                    raise ProcessDied("did not start in time")
             elif seconds - before > self.seconds:
-                raise Stopped(f"ran longer than {self.seconds:g} seconds")
-            elif waited > STARTING + PATIENCE * self.seconds:  # the machine was busy
-                raise Died("got no time to answer")
+                raise LimitExceeded(f"ran longer than {self.seconds:g} seconds")
+            elif waited > START_SECONDS + WAIT_FACTOR * self.seconds:  # the machine was busy
+                raise ProcessDied("got no time to answer")
             if size > self.size:
-                raise Stopped(f"took more than {self.size // 1_000_000} MB of memory")
+                raise LimitExceeded(f"took more than {self.size // 1_000_000} MB of memory")
         return answers[0]
 
-    def _start(self) -> Process:
+    def _start(self) -> SandboxProcess:
         """Start a process. It ends when its standard input closes, so it doesn't outlive this one."""
-        python, more = interpreter()
+        python, more = find_interpreter()
         try:
-            return Process(
+            return SandboxProcess(
                 [python, "-P", "-m", self.module, str(self.seconds), str(self.size)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 encoding="utf-8",
-                env={name: os.environ[name] for name in ENVIRONMENT if name in os.environ} | more,
+                env={name: os.environ[name] for name in PASSED_VARIABLES if name in os.environ} | more,
             )
         except (OSError, psutil.Error) as error:
-            raise Died(f"could not be started ({error})", NOT_STARTED) from None
+            raise ProcessDied(f"could not be started ({error})", NOT_STARTED_WEIGHT) from None
 
     def stop(self) -> None:
         """Stop the idle processes; the next request starts another one."""
@@ -190,7 +192,7 @@ class Worker:
             process.end()
 
 
-def interpreter() -> tuple[str, dict[str, str]]:
+def find_interpreter() -> tuple[str, dict[str, str]]:
     """Return the program that runs Python, and variables with which it finds the packages of this process.
 
     On Windows, the ``python.exe`` of a virtual environment only starts another one, whose time and memory nobody would
@@ -202,8 +204,8 @@ def interpreter() -> tuple[str, dict[str, str]]:
     return sys.executable, {}
 
 
-def serve(answer: Callable[[Any], dict[str, Any]]) -> None:
-    """Answer each request on standard input. Called by a module that a ``Worker`` runs."""
+def serve_requests(answer: Callable[[Any], dict[str, Any]]) -> None:
+    """Answer each request on standard input. Called by a module that a ``SandboxPool`` runs."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is meant for the parent process
     seconds, size = float(sys.argv[1]), int(sys.argv[2])
     limit_memory(2 * size)
@@ -213,14 +215,14 @@ def serve(answer: Callable[[Any], dict[str, Any]]) -> None:
     def answer_all() -> None:
         print("ready", flush=True)
         for line in sys.stdin:
-            alarm(2 * PATIENCE * seconds)  # if the parent process is gone, nobody else stops this one
+            set_alarm(2 * WAIT_FACTOR * seconds)  # if the parent process is gone, nobody else stops this one
             answered = json.dumps(answer(json.loads(line)))
-            alarm(0)
+            set_alarm(0)
             print(answered, flush=True)
 
     if sys.platform != "win32":
         return answer_all()
-    threading.stack_size(STACK)  # that of the main thread is eight times smaller there than elsewhere
+    threading.stack_size(STACK_BYTES)  # that of the main thread is eight times smaller there than elsewhere
     answering = threading.Thread(target=answer_all)
     answering.start()
     return answering.join()
@@ -236,7 +238,7 @@ def limit_memory(size: int) -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def alarm(seconds: float) -> None:
+def set_alarm(seconds: float) -> None:
     """End this process after ``seconds``, where the system can do that; 0 takes it back."""
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_REAL, seconds)

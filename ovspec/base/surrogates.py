@@ -3,11 +3,11 @@
 import re
 
 # Escapes in JSON: backslashes, a whole pair, half of one. The first two are matched so that the third is in neither.
-ESCAPES = re.compile(
+JSON_ESCAPES = re.compile(
     r"(?:\\\\)+|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})"
 )
 
 
-def without_halves(json: str) -> str:
+def replace_half_surrogates(json: str) -> str:
     """Return JSON with U+FFFD instead of each half of a surrogate pair, which isn't valid Unicode."""
-    return ESCAPES.sub(lambda found: r"\ufffd" if found[1] else found[0], json)
+    return JSON_ESCAPES.sub(lambda found: r"\ufffd" if found[1] else found[0], json)

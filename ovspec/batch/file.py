@@ -15,11 +15,11 @@ from filelock import FileLock, Timeout
 from ovspec.api.model import LanguageModel
 from ovspec.api.verify import option_as_json
 from ovspec.base.errors import OvspecError
-from ovspec.base.files import check_name, write_atomically, writing
+from ovspec.base.files import check_file_name, name_write_errors, write_atomically
 from ovspec.batch.requests import BatchRequest
 from ovspec.batch.run import BatchRun, tokens_of
 from ovspec.params import Params
-from ovspec.params.generation import GRAMMARS, ONLY_SPEED
+from ovspec.params.generation import GRAMMAR_OPTIONS, SPEED_OPTIONS
 from ovspec.sampling.grammar_options import convert_requested_grammar
 from ovspec.setup.engine_choice import CompiledModel
 from ovspec.setup.identity import describe_cache_setting, hash_model, hash_prompt_files
@@ -61,7 +61,7 @@ class Done:
     """
 
     def __init__(self, output: Path) -> None:
-        check_name(output)
+        check_file_name(output)
         self.file = output.with_name(output.name + ".partial")
         self.file.parent.mkdir(parents=True, exist_ok=True)
         self._lock = FileLock(output.with_name(f".{output.name}.lock"))
@@ -87,7 +87,7 @@ class Done:
 
     def add(self, key: str, line: dict[str, Any]) -> None:
         self._lines[key] = line
-        with writing(self.file):
+        with name_write_errors(self.file):
             self._open.write(json.dumps({"key": key, "line": line}, ensure_ascii=False) + "\n")
             self._open.flush()
 
@@ -163,7 +163,7 @@ def deciding(lm: LanguageModel, params: Params) -> list[CompiledModel]:
 def what_matters(lm: LanguageModel, params: Params) -> str:
     """Return a text that identifies the model and all options that change results, not only their speed."""
     identities = [(hash_model(model.ir.folder), describe_cache_setting(model)) for model in deciding(lm, params)]
-    changed = params.changed(but=(*ONLY_SPEED, *GRAMMARS))
+    changed = params.changed(but=(*SPEED_OPTIONS, *GRAMMAR_OPTIONS))
     texts = {name: option_as_json(name, changed[name]) for name in sorted(changed)}
     written = hash_prompt_files(lm.folder), lm.runtime.prompts.template, lm.runtime.prompts.tool_format
     return repr((identities, written, texts, convert_requested_grammar(params)[0], proposing(lm, params)))

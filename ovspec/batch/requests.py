@@ -16,9 +16,9 @@ import numpy as np
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_text
-from ovspec.base.surrogates import without_halves
-from ovspec.params.generation import GRAMMARS
-from ovspec.params.option import hint
+from ovspec.base.surrogates import replace_half_surrogates
+from ovspec.params.generation import GRAMMAR_OPTIONS
+from ovspec.params.option import suggest_name
 from ovspec.protocols.bodies import OF_SERVER, ChatBody, CompletionBody, OwnBody, read_body
 from ovspec.protocols.requests import Kind, TextRequest, read_texts
 
@@ -101,7 +101,7 @@ def read_request(line: str, default_id: str) -> BatchRequest:
     """Parse one line of JSON; an invalid line gives a request with an ``error``."""
     identity, kind = default_id, "own"
     try:
-        entry = json.loads(without_halves(line))
+        entry = json.loads(replace_half_surrogates(line))
         json.dumps(entry, ensure_ascii=False).encode("utf-8")
         if isinstance(entry, str):
             return prompt_request(identity, line, entry)
@@ -135,7 +135,7 @@ def asked_in(body: dict[str, Any], kind: Kind) -> TextRequest:
     asked = replace(read_texts(read_body(body, BODIES[kind]), kind), return_record=True)
     if asked.only_prompts:
         raise OvspecError("max_tokens can't be 0 in a batch request; it must be at least 1, or -1.")
-    if any(name in body and body[name] is None for name in (*GRAMMARS, "response_format")):
+    if any(name in body and body[name] is None for name in (*GRAMMAR_OPTIONS, "response_format")):
         asked.overrides.values.setdefault("json_schema", None)  # lifts the grammar of the whole file
     return asked
 
@@ -155,7 +155,7 @@ def as_chat(request: BatchRequest, system: str | None) -> BatchRequest:
 def kind_of(entry: dict[str, Any]) -> Kind:
     """Return the kind of a request of OpenAI's batch API; raises OvspecError for an unknown url, method or field."""
     for name in entry.keys() - ENVELOPE:
-        raise OvspecError(f"{name} must be inside of body; {hint(name, ENVELOPE) or 'move it there.'}")
+        raise OvspecError(f"{name} must be inside of body; {suggest_name(name, ENVELOPE) or 'move it there.'}")
     url = str(entry.get("url", "")).rstrip("/")
     if url not in URLS:
         raise OvspecError(f"The url is {entry.get('url')!r}; it must be one of {', '.join(URLS)}.")

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from ovspec import __version__
-from ovspec.base.errors import FULL, OvspecError, WriteError
+from ovspec.base.errors import DISK_FULL_ERRNOS, OvspecError, WriteError
 
 # How a message that Python shows too names an option: `name`, or with a value `name=value`.
 OPTION_PATTERN = re.compile(r"`(\w+)(?:=([^`]*))?`")
@@ -79,7 +79,7 @@ def main() -> None:
     except (KeyboardInterrupt, click.Abort):
         sys.exit(130)
     except (OvspecError, OSError) as error:
-        if isinstance(error, OSError) and error.errno in FULL and not isinstance(error, WriteError):
+        if isinstance(error, OSError) and error.errno in DISK_FULL_ERRNOS and not isinstance(error, WriteError):
             error = WriteError(error.filename or "stdout", error)
         click.echo(f"Error: {error}", err=True)
         sys.exit(1)

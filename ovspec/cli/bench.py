@@ -9,7 +9,7 @@ import click
 from ovspec.cli.loading import load_model
 from ovspec.cli.options import add_options, read_text_or_stdin, refuse_if, runtime_options
 from ovspec.cli.path_type import PATH
-from ovspec.params.generation import GENERATE
+from ovspec.params.generation import GENERATE_OPTIONS
 
 
 @click.command()
@@ -20,7 +20,7 @@ from ovspec.params.generation import GENERATE
     "--prompt-file", "files", multiple=True, type=PATH, metavar="FILE", help="The same, in a file; - is stdin."
 )
 @click.option("-n", "--max-tokens", type=click.IntRange(2), default=128, show_default=True, help="Tokens per text.")
-@add_options({name: GENERATE[name] for name in ("lookahead", "temperature")})
+@add_options({name: GENERATE_OPTIONS[name] for name in ("lookahead", "temperature")})
 @click.option("--repeats", type=click.IntRange(1), default=1, show_default=True, help="Texts per prompt and mode.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object for each mode.")
 @runtime_options

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ovspec.base.errors import OvspecError
-from ovspec.base.interrupts import EndSignal, end_on_signals, leave, undisturbed
+from ovspec.base.interrupts import EndSignal, end_on_signals, exit_if_ended, ignore_signals
 from ovspec.cli.loading import load_model
 from ovspec.cli.options import (
     CHAT_MAX_TOKENS,
@@ -70,10 +70,10 @@ def chat(
         # '--draft DIR': the option took what was meant as DIR.
         folder, others["draft"] = named, DraftChoice(model=EXPORTED_DRAFT)
     from ovspec.setup.model_folders import resolve_model_folder
-    from ovspec.text.generation_config import recommended_sampling, sampling_in_words
+    from ovspec.text.generation_config import format_sampling, read_recommended_sampling
 
     given = {name: value for name, value in others.items() if value is not None}
-    recommended = recommended_sampling(resolve_model_folder(folder), given)
+    recommended = read_recommended_sampling(resolve_model_folder(folder), given)
     loading, params = split_options({"max_tokens": CHAT_MAX_TOKENS} | given | recommended)
     refuse_no_tokens(params, "A chat")
 
@@ -86,7 +86,7 @@ def chat(
         if context:
             output.show_context(lm, context)
         if recommended:
-            words = sampling_in_words(recommended)
+            words = format_sampling(recommended)
             note(f"Sampling as the model recommends: {words}; --temperature 0 for greedy.")
         most = context or lm.target.ir.context_length
         talk = Conversation(opened, replace(params, chat_template_kwargs=None), stats, most, variables)
@@ -99,9 +99,9 @@ def chat(
             whole = run(talk, reader())
         finally:
             if session:
-                with undisturbed():
+                with ignore_signals():
                     opened.save(session)
-    leave(talk.ended)
+    exit_if_ended(talk.ended)
     if not whole and not at_terminal():
         sys.exit(1)
 

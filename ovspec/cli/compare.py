@@ -8,7 +8,7 @@ import click
 
 from ovspec.api.comparison import Comparison, ResultPair, compare_turns, rotate_modes, turns_within
 from ovspec.api.model import LanguageModel
-from ovspec.base.progress import step
+from ovspec.base.progress import show_step
 from ovspec.cli import output
 from ovspec.engine.row_maker import with_seed
 from ovspec.params import Params
@@ -56,7 +56,7 @@ def timed(lm: LanguageModel, prompt: Any, ways: dict[str, Params]) -> tuple[list
     pairs = list[ResultPair]()
     try:
         for turn in turns_within():
-            with step(f"timing both in turns, turn {turn + 1}"):
+            with show_step(f"timing both in turns, turn {turn + 1}"):
                 results = {name: lm.generate(prompt, sampling=ways[name]) for name in rotate_modes(list(ways), turn)}
             pairs.append((results["plain"], results["speculative"]))
     except KeyboardInterrupt:

@@ -8,7 +8,7 @@ from click.core import ParameterSource
 
 from ovspec.cli.options import add_options, refuse_if
 from ovspec.cli.path_type import PATH
-from ovspec.params.loading import LOAD
+from ovspec.params.loading import LOAD_OPTIONS
 
 FORMATS = ("fp32", "fp16", "bf16", "int8", "int4")
 BACKUPS = ("none", "int8_sym", "int8_asym")
@@ -72,7 +72,7 @@ BACKUPS = ("none", "int8_sym", "int8_asym")
     help="Compare the export with the checkpoint on this text file: perplexity, KL divergence, and how often the most "
     "likely token is the same.",
 )
-@add_options({"chat_template": LOAD["chat_template"]})
+@add_options({"chat_template": LOAD_OPTIONS["chat_template"]})
 @click.option("--trust-remote-code", is_flag=True, help="Run the Python code that comes with a checkpoint.")
 def export(
     target: tuple[str, ...],

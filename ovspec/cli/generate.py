@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ovspec.base.errors import OvspecError
-from ovspec.base.interrupts import EndSignal, end_on_signals, leave, undisturbed
+from ovspec.base.interrupts import EndSignal, end_on_signals, exit_if_ended, ignore_signals
 from ovspec.base.progress import on_terminal
 from ovspec.cli.loading import load_model
 from ovspec.cli.options import (
@@ -158,10 +158,10 @@ def generate(
                 whole = True
             finally:
                 if session and (whole or len(opened) > before):
-                    with undisturbed():
+                    with ignore_signals():
                         opened.save(session)
         suggest_chat(lm, typed)
-        leave(ended)
+        exit_if_ended(ended)
         if interrupted:
             raise KeyboardInterrupt
 

@@ -6,15 +6,15 @@ import click
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import write_atomically
-from ovspec.base.progress import step
+from ovspec.base.progress import show_step
 from ovspec.cli.options import add_options, target_options
 from ovspec.cli.path_type import FILE, PATH
-from ovspec.params.loading import LOAD, load_params
+from ovspec.params.loading import LOAD_OPTIONS, make_load_params
 
 
 @click.command()
 @click.argument("folder", required=False, type=PATH, metavar="[DIR]")
-@add_options({"verify": LOAD["verify"]})
+@add_options({"verify": LOAD_OPTIONS["verify"]})
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option(
     "--report",
@@ -40,18 +40,18 @@ def inspect(folder: Path | None, verify: bool | None, as_json: bool, report: Pat
     from ovspec.setup.model_folders import resolve_model_folder
 
     folder = resolve_model_folder(folder)
-    given = load_params(runtime)  # type: ignore[arg-type]
+    given = make_load_params(runtime)  # type: ignore[arg-type]
     if verify and not (folder / "ovspec.json").is_file():
         raise OvspecError(f"{folder}: --verify needs the manifest that 'ovspec export' writes, which is missing.")
     if report and not report.absolute().parent.is_dir():  # before minutes of work
         raise OvspecError(f"{report.parent}: no such folder; --report needs one that exists.")
     options, tuned = make_device_options(given), given.tune is not False
-    with step(f"{folder}: compiling and probing"):
+    with show_step(f"{folder}: compiling and probing"):
         found = inspection.inspect_models(folder, options, given.engine, given.arithmetic, tuned, bool(verify))
     if report:
         from ovspec.api.device_report import device_report
 
-        with step(f"{report}: measuring"):
+        with show_step(f"{report}: measuring"):
             content = device_report(folder, found, runtime)  # type: ignore[arg-type]
         write_atomically(report, json.dumps(content, ensure_ascii=False, indent=1))
     if as_json:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ovspec.base.errors import OvspecError
-from ovspec.base.progress import step
+from ovspec.base.progress import show_step
 
 if TYPE_CHECKING:
     from ovspec.api.model import LanguageModel
@@ -19,17 +19,17 @@ def load_model(
 
     chat: what to do for a model without a template, if there is to be a chat.
     """
-    with step(f"{folder or 'demo pair'}: loading"):
+    with show_step(f"{folder or 'demo pair'}: loading"):
         import ovspec
         from ovspec.api.session_file import check_session
         from ovspec.setup.model_folders import resolve_model_folder
-        from ovspec.text.chat_template import chat_template, templates_in
+        from ovspec.text.chat_template import load_chat_template, read_chat_templates
 
         if session and session.exists():
             check_session(session, resolve_model_folder(folder))
         if chat and "chat_template" not in options:
-            if not templates_in(resolve_model_folder(folder)):
+            if not read_chat_templates(resolve_model_folder(folder)):
                 told = f"{folder}: a base model, which has no chat template; {chat}, or name a `chat_template`."
                 raise OvspecError(told)
-            chat_template(resolve_model_folder(folder))
+            load_chat_template(resolve_model_folder(folder))
         return ovspec.load(folder, *draft, **options)

@@ -17,19 +17,21 @@ from ovspec.cli import options_to_flags
 from ovspec.cli.path_type import FILE
 from ovspec.drafting.choice import EXPORTED_DRAFT, DraftChoice, names_known_drafters, parse_draft
 from ovspec.params import Params, make_params
-from ovspec.params.generation import GENERATE
-from ovspec.params.limits import FINITE
-from ovspec.params.loading import LOAD, RUNTIME
-from ovspec.params.option import Option, alternatives, choices_of, is_repeatable
-from ovspec.params.sampling import RECOMMENDED
-from ovspec.params.values import from_text, item_kind, problem
+from ovspec.params.generation import GENERATE_OPTIONS
+from ovspec.params.limits import ANY_NUMBER
+from ovspec.params.loading import LOAD_OPTIONS, RUNTIME_OPTIONS
+from ovspec.params.option import Option, is_collection_type, literal_values, union_members
+from ovspec.params.sampling import RECOMMENDED_DEFAULT_TEXTS
+from ovspec.params.values import describe_problem, element_type, parse_number_or_text
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 NUMBERS = {int: "integer", float: "float"}  # click's names
 # (command, option) -> the default that a command sets itself, in words.
 CHAT_MAX_TOKENS = 1024
-DEFAULTS = {("chat", name): usual for name, usual in {"max_tokens": str(CHAT_MAX_TOKENS), **RECOMMENDED}.items()}
+DEFAULTS = {
+    ("chat", name): usual for name, usual in {"max_tokens": str(CHAT_MAX_TOKENS), **RECOMMENDED_DEFAULT_TEXTS}.items()
+}
 
 
 class Parsed(click.ParamType):
@@ -51,23 +53,23 @@ class OptionValue(click.ParamType):
     """One value of a declared option, which is checked as in Python."""
 
     def __init__(self, option: Option) -> None:
-        self._option, self._kind = option, item_kind(option.kind)
-        self.name = next((name for number, name in NUMBERS.items() if number in alternatives(self._kind)), "text")
+        self._option, self._kind = option, element_type(option.kind)
+        self.name = next((name for number, name in NUMBERS.items() if number in union_members(self._kind)), "text")
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if not isinstance(value, str):
             return value
         try:
-            value = self._option.parse(value) if self._option.parse else from_text(value, self._kind)
+            value = self._option.parse(value) if self._option.parse else parse_number_or_text(value, self._kind)
         except ValueError as error:
             self.fail(str(error), param, ctx)
-        if wrong := problem(value, self._kind, self._option.limits):
+        if wrong := describe_problem(value, self._kind, self._option.limits):
             flag = max(param.opts, key=len) if param else self._option.name
             raise click.UsageError(f"{flag} {wrong}.", ctx)
         return value
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:  # noqa: ARG002
-        return [CompletionItem(choice) for choice in choices_of(self._kind) if choice.startswith(incomplete)]
+        return [CompletionItem(choice) for choice in literal_values(self._kind) if choice.startswith(incomplete)]
 
 
 def click_option(option: Option) -> Decorator:
@@ -75,19 +77,19 @@ def click_option(option: Option) -> Decorator:
     name, kind = option.name, option.kind
     flags = option.flags or (f"--{name.replace('_', '-')}",)
     notes = [f"default: {option.default_in_words}"] if option.default_in_words else []
-    notes += [option.limits.words] if option.limits and option.limits != FINITE else []
+    notes += [option.limits.words] if option.limits and option.limits != ANY_NUMBER else []
     help = "  ".join([option.help, *(f"[{note}]" for note in notes)])
     if "/" in flags[0]:  # --yes/--no
         return click.option(*flags, name, default=None, help=help)
-    if bool in alternatives(kind) and not option.parse:
+    if bool in union_members(kind) and not option.parse:
         negated = flags[0].startswith("--no-")
         return click.option(*flags, name, is_flag=True, flag_value=not negated, default=None, help=help)
     more: dict[str, Any] = {}
-    if is_repeatable(kind):
-        collect = merged if any(get_origin(member) is Mapping for member in alternatives(kind)) else list
+    if is_collection_type(kind):
+        collect = merged if any(get_origin(member) is Mapping for member in union_members(kind)) else list
         more = {"multiple": True, "callback": lambda ctx, param, values: collect(values) or None}  # noqa: ARG005
         help += " May be repeated."
-    choices = choices_of(kind)
+    choices = literal_values(kind)
     metavar = option.metavar or (f"[{'|'.join(choices)}]" if choices else None)
     return click.option(*flags, name, type=OptionValue(option), metavar=metavar, help=help, **more)
 
@@ -121,8 +123,8 @@ def in_a_folder(ctx: click.Context, param: click.Parameter, file: Path | None) -
     return file
 
 
-runtime_options = add_options(RUNTIME)
-target_options = add_options({name: entry for name, entry in RUNTIME.items() if name != "draft_device"})
+runtime_options = add_options(RUNTIME_OPTIONS)
+target_options = add_options({name: entry for name, entry in RUNTIME_OPTIONS.items() if name != "draft_device"})
 draft_option = click.option(
     "--draft",
     type=Parsed(draft_or_text, "draft"),
@@ -158,7 +160,7 @@ system_option = click.option("--system", metavar="TEXT", help="System message; n
 
 def generate_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options of a generating command: the draft, the text, and how the model runs."""
-    return draft_option(add_options(GENERATE)(add_options(LOAD)(command)))
+    return draft_option(add_options(GENERATE_OPTIONS)(add_options(LOAD_OPTIONS)(command)))
 
 
 STATS = ("short", "full")
@@ -218,9 +220,9 @@ def split_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], Params]:
         raise click.UsageError(
             f"--draft {draft}: no such folder; name the folder of a draft, lookup, head, self or none."
         )
-    loading = {name: value for name, value in given.items() if name not in GENERATE}
+    loading = {name: value for name, value in given.items() if name not in GENERATE_OPTIONS}
     try:
-        params = make_params({name: value for name, value in given.items() if name in GENERATE})
+        params = make_params({name: value for name, value in given.items() if name in GENERATE_OPTIONS})
     except OvspecError as error:
         raise click.UsageError(options_to_flags(error)) from None
     refuse_if(

@@ -11,15 +11,15 @@ import click
 from ovspec.api.model import LanguageModel
 from ovspec.api.session import TextStream
 from ovspec.api.verify import record_as_json
-from ovspec.base.interrupts import HeldInterrupts
-from ovspec.base.progress import step
+from ovspec.base.interrupts import DelayedInterrupts
+from ovspec.base.progress import show_step
 from ovspec.engine.results import Piece, Result, answer_extras_json
 from ovspec.params import Params
 
 
 def generate(lm: LanguageModel, stream: TextStream, stats: str | None, as_json: bool) -> bool:
     """Print a text as it comes, and its statistics; return whether Ctrl-C ended it."""
-    with step("generating") if as_json else contextlib.nullcontext():
+    with show_step("generating") if as_json else contextlib.nullcontext():
         result, interrupted = run(stream, show=not as_json)
     click.echo(json.dumps(as_dict(lm, result), ensure_ascii=False) if as_json else "")
     show_stats(result, stats)
@@ -33,7 +33,7 @@ def show_context(lm: LanguageModel, context: int) -> None:
 
 def samples(lm: LanguageModel, prompt: Any, params: Params, stats: str | None, as_json: bool) -> None:
     """Print whole texts for one prompt, if there are several each under a heading."""
-    with step("generating"):
+    with show_step("generating"):
         results = lm.samples(prompt, sampling=params)
     several = len(results) > 1
     if as_json:
@@ -57,7 +57,7 @@ def heading(text: str) -> None:
 def run(stream: TextStream, show: bool) -> tuple[Result, bool]:
     """Run a stream to its end and return (result, whether Ctrl-C ended it); print the text if ``show``."""
     printed, interrupted = 0, False
-    interrupts = HeldInterrupts()  # so that no Ctrl-C comes between printing and counting
+    interrupts = DelayedInterrupts()  # so that no Ctrl-C comes between printing and counting
     try:
         try:
             for piece in waited_for(stream) if show else stream:
@@ -82,7 +82,7 @@ def run(stream: TextStream, show: bool) -> tuple[Result, bool]:
 def waited_for(stream: TextStream) -> Iterator[Piece]:
     """Yield the pieces of a stream, and say so while the first one takes long."""
     pieces = iter(stream)
-    with step("reading the prompt"):
+    with show_step("reading the prompt"):
         first = next(pieces, None)
     if first:
         yield first

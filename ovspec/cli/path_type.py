@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from ovspec.base.files import check_name
+from ovspec.base.files import check_file_name
 
 
 class PathType(click.Path):
@@ -17,7 +17,7 @@ class PathType(click.Path):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
         path = super().convert(value, param, ctx)
         assert isinstance(path, Path)
-        check_name(path)
+        check_file_name(path)
         return path
 
 

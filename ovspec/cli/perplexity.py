@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from ovspec.base.progress import step
+from ovspec.base.progress import show_step
 from ovspec.cli.loading import load_model
 from ovspec.cli.options import read_text_or_stdin, target_options
 from ovspec.cli.path_type import PATH
@@ -31,7 +31,7 @@ def perplexity(folder: Path, file: Path, context: int | None, as_json: bool, **r
     """
     text = read_text_or_stdin(file)
     lm = load_model(folder, **runtime)
-    with step(f"{file}: reading"):
+    with show_step(f"{file}: reading"):
         found = lm.perplexity(text, context)
     if as_json:
         click.echo(json.dumps(asdict(found)))

@@ -7,15 +7,15 @@ from ovspec.base.errors import OvspecError
 from ovspec.cli.loading import load_model
 from ovspec.cli.options import add_options, draft_option, split_options
 from ovspec.cli.path_type import PATH
-from ovspec.params.loading import LOAD
-from ovspec.params.serving import SERVE, ServeParams
+from ovspec.params.loading import LOAD_OPTIONS
+from ovspec.params.serving import SERVE_OPTIONS, ServeParams
 
 
 @click.command()
 @click.argument("folder", required=False, type=PATH, metavar="[DIR]")
-@add_options(SERVE)
+@add_options(SERVE_OPTIONS)
 @draft_option
-@add_options(LOAD)
+@add_options(LOAD_OPTIONS)
 def serve(folder: Path | None, **others: Any) -> None:
     """Serve the model in DIR over OpenAI's API (by default the embedded demo pair).
 
@@ -31,8 +31,10 @@ def serve(folder: Path | None, **others: Any) -> None:
       ovspec serve my-pair
       ovspec serve my-pair --draft lookup,draft --api-key-file keys.txt --host 0.0.0.0
     """
-    options = ServeParams(**{name: value for name, value in others.items() if name in SERVE and value is not None})
-    loading, _ = split_options({name: value for name, value in others.items() if name not in SERVE})
+    options = ServeParams(
+        **{name: value for name, value in others.items() if name in SERVE_OPTIONS and value is not None}
+    )
+    loading, _ = split_options({name: value for name, value in others.items() if name not in SERVE_OPTIONS})
     try:
         from ovspec.server.server import check_options, keys_of, open_socket
         from ovspec.server.server import serve as serve_model

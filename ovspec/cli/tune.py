@@ -12,7 +12,7 @@ import click
 from ovspec.base.errors import OvspecError
 from ovspec.cli.options import add_options
 from ovspec.cli.path_type import FOLDER, PATH
-from ovspec.params.loading import LOAD
+from ovspec.params.loading import LOAD_OPTIONS
 
 if TYPE_CHECKING:
     from ovspec.setup.profile import Goal, Profile
@@ -32,7 +32,7 @@ GOALS = ("decode", "prefill", "balanced", "accuracy")  # profile.GOALS, without 
     help="What to minimise: the time per generated token (decode), the time to read the prompt (prefill), or both "
     "(balanced); accuracy is balanced among the settings whose KL divergence from f32 is at most 1e-6 nats.",
 )
-@add_options({"device": LOAD["device"]})
+@add_options({"device": LOAD_OPTIONS["device"]})
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option(
     "--cache-dir",
@@ -55,7 +55,7 @@ def tune(folder: Path | None, goal: Goal, device: str | None, as_json: bool, cac
       ovspec tune my-pair --for decode
       ovspec tune my-pair --device GPU
     """
-    from ovspec.base.files import remember, write_atomically
+    from ovspec.base.files import write_atomically, write_cached
     from ovspec.ir.compile import MODEL_FILE
     from ovspec.ir.device import DeviceOptions, check_device
     from ovspec.ir.heads import is_head_folder
@@ -87,7 +87,7 @@ def tune(folder: Path | None, goal: Goal, device: str | None, as_json: bool, cac
 
             profile = measure(part, options, goal, tell=tell)
             tell("", 1.0)
-        measured[find_profile_file(part, options)] = remember(find_profile_file(part, options), profile)
+        measured[find_profile_file(part, options)] = write_cached(find_profile_file(part, options), profile)
         best = profile.choose_measurement(options, "auto")
         found[name] = asdict(profile) | {"chosen": best and asdict(best), "file": str(find_profile_file(part, options))}
         if not as_json:

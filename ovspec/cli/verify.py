@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ovspec.base.progress import step
+from ovspec.base.progress import show_step
 from ovspec.cli.loading import load_model
 from ovspec.cli.options import read_text_or_stdin, refuse_if, target_options
 from ovspec.cli.path_type import PATH
@@ -55,7 +55,7 @@ def verify(file: Path, folder: str | None, as_json: bool, **runtime: Any) -> Non
                 gone = f"{label}: its model {place} isn't here; name the model's folder with --model."
                 refuse_if(not folder and not place.is_dir(), gone)
                 models[key] = load_model(place, "none", **recorded_options(made, runtime))
-            with step(f"{label}: checking"):
+            with show_step(f"{label}: checking"):
                 found = checked[label] = models[key].verify(result)
         except OvspecError as error:
             raise OvspecError(f"{label}: {error}".rstrip(".") + ".") from None

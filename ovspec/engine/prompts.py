@@ -10,18 +10,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ovspec.base.errors import OvspecError, PromptError
-from ovspec.base.files import present
+from ovspec.base.files import require_present
 from ovspec.ir.config import ModelConfig
 from ovspec.params import Params
-from ovspec.params.generation import OF_CHATS, UNSET
+from ovspec.params.generation import CHAT_OPTIONS, DEFAULT_PARAMS
 from ovspec.text.answer import AnswerFormat
 from ovspec.text.chat_format import ChatFormat
-from ovspec.text.chat_template import Message, chat_template
+from ovspec.text.chat_template import Message, load_chat_template
 from ovspec.text.generation_config import GenerationConfig
-from ovspec.text.given_template import end_of_answer
-from ovspec.text.infill import Infill, infill_tokens, within
+from ovspec.text.given_template import find_answer_end
+from ovspec.text.infill import Infill, encode_infill, trim_chunks
 from ovspec.text.tokenizer import Tokenizer
-from ovspec.text.tokenizer_files import special_tokens
+from ovspec.text.tokenizer_files import read_special_tokens
 
 # A text, token ids, chat messages for the model's chat template, or what is around the text.
 Prompt = str | list[int] | np.ndarray | list[Message] | Message | Infill
@@ -64,12 +64,12 @@ class PromptEncoder:
     def chat_format(self) -> ChatFormat:
         """How the model's chats are written; raises OvspecError if it has no chat template."""
         bos = "".join(map(self.tokenizer.token_text, self.tokenizer.bos))
-        return ChatFormat(chat_template(present(self.folder), self.template, bos), self.tool_format)
+        return ChatFormat(load_chat_template(require_present(self.folder), self.template, bos), self.tool_format)
 
     @functools.cached_property
     def special_tokens(self) -> dict[str, str]:
         """The special tokens that have a role, by role."""
-        return special_tokens(present(self.folder))
+        return read_special_tokens(require_present(self.folder))
 
     def encode(
         self,
@@ -117,8 +117,8 @@ class PromptEncoder:
         if isinstance(prompt, Infill):
             fim, tokenizer = self.tokenizer.fim, self.tokenizer
             if max_tokens < np.inf:  # chunks that can't fit aren't encoded, which would take long
-                prompt = within(prompt, tokenizer.most_characters(int(max_tokens)))
-            ids, begins = infill_tokens(prompt, fim, tokenizer.encode_spelt, tokenizer.bos, max_tokens)
+                prompt = trim_chunks(prompt, tokenizer.most_characters(int(max_tokens)))
+            ids, begins = encode_infill(prompt, fim, tokenizer.encode_spelt, tokenizer.bos, max_tokens)
             return EncodedPrompt(ids, chat, begins, fim.ends if fim else ())
         ids = self.encode(
             prompt, variables=params.chat_template_kwargs, tools=params.tools, effort=params.reasoning_effort
@@ -128,7 +128,7 @@ class PromptEncoder:
     @functools.cached_property
     def answer_end_ids(self) -> list[int]:
         """The id that a chat template in place of the model's writes after an answer, if it is one token."""
-        end, added = end_of_answer(self.chat_format.template), self.tokenizer.added
+        end, added = find_answer_end(self.chat_format.template), self.tokenizer.added
         names = [name for name in added if end.startswith(name)]
         return [added[max(names, key=len)]] if names else []
 
@@ -157,8 +157,8 @@ def refuse_template_variables(variables: TemplateVariables | None) -> None:
 
 def refuse_chat_options(params: Params) -> None:
     """Raise OvspecError if ``params`` have an option that only chats can meet, for a prompt that isn't one."""
-    for name in OF_CHATS:
-        if getattr(params, name) != getattr(UNSET, name):
+    for name in CHAT_OPTIONS:
+        if getattr(params, name) != getattr(DEFAULT_PARAMS, name):
             raise OvspecError(f"`{name}` needs chat messages, and the prompt is a text or ids; leave it out.")
 
 

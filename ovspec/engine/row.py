@@ -16,7 +16,7 @@ from ovspec.params import Params
 from ovspec.sampling.healing import Healing
 from ovspec.sampling.logprobs import TokenLogprob, make_token_logprob
 from ovspec.sampling.samplers import Sampler
-from ovspec.text.answer import AnswerReader, Said, ToolCall
+from ovspec.text.answer import AnswerContent, AnswerReader, ToolCall
 from ovspec.text.tokenizer import Detokenizer
 
 NO_DRAFTING = DraftLimits(frozenset(), 0)
@@ -146,7 +146,7 @@ class Row:
             self.sequence.rewind(begin)
             return Piece("", [], "length")
         late = self._is_out_of_time() if tokens else False
-        said = Said()
+        said = AnswerContent()
         first = used = 0  # tokens[first:used] are in the text; those before spell only its prompt
         for used, token in enumerate(tokens, 1):
             length, healed = begin + used, 0
@@ -214,7 +214,7 @@ class Row:
         if self.finish_reason:
             return Piece("", [], self.finish_reason)
         self.finish_reason = "cancelled"
-        said = Said()
+        said = AnswerContent()
         self._parse_text(self._flush_text(), said)
         self._append_parts(said)
         return Piece(said.text, [], "cancelled", thinking=said.thinking, tool_calls=said.calls)
@@ -239,14 +239,14 @@ class Row:
         """The calls in the text so far."""
         return self._reader.calls if self._reader else []
 
-    def _parse_text(self, text: str, said: Said) -> None:
+    def _parse_text(self, text: str, said: AnswerContent) -> None:
         """Add to ``said`` what ``text`` says."""
         if self._reader:
             self._reader.push(text, said)
         else:
             said.text += text
 
-    def _append_parts(self, said: Said) -> None:
+    def _append_parts(self, said: AnswerContent) -> None:
         """Add to the text what was said since the last piece."""
         if self._reader and self.finish_reason:
             self._reader.flush(said)

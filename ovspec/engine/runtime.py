@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ovspec.base.errors import OvspecError
-from ovspec.base.files import present
+from ovspec.base.files import require_present
 from ovspec.drafting.choice import DraftChoice
 from ovspec.drafting.lookup import index_texts
 from ovspec.engine.decoders import DecoderPool, ModelPair
@@ -89,7 +89,7 @@ class Runtime:
     @functools.cached_property
     def weights_size(self) -> int:
         """The size of the target's weights on disk, in bytes."""
-        return present((self.folder / MODEL_FILE).with_suffix(".bin")).stat().st_size
+        return require_present((self.folder / MODEL_FILE).with_suffix(".bin")).stat().st_size
 
     @property
     def settings_label(self) -> str:

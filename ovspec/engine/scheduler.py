@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ovspec.base.errors import InferenceError, OvspecError
-from ovspec.base.interrupts import HeldInterrupts
+from ovspec.base.interrupts import DelayedInterrupts
 from ovspec.cache.decoder import Decoder
 from ovspec.cache.prefill import should_wait_for_prefix
 from ovspec.cache.sequence import EMPTY_ROW, Sequence
@@ -263,7 +263,7 @@ def run_rows(scheduler: Scheduler) -> Iterator[list[tuple[int, Piece]]]:
     On Ctrl-C, finish the round, or the inference if the round reads a prompt, yield its pieces, then a last piece
     "cancelled" for each row, and raise KeyboardInterrupt.
     """
-    interrupts = HeldInterrupts()
+    interrupts = DelayedInterrupts()
     try:
         while True:
             interrupts.holding = True

@@ -16,7 +16,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_text
-from ovspec.base.sandbox import Stopped, Worker, serve
+from ovspec.base.sandbox import LimitExceeded, SandboxPool, serve_requests
 from ovspec.grammars import sources
 from ovspec.grammars.tools import TOKEN_NAMES_KEY, write_tools_grammar
 from ovspec.grammars.wording import word_llguidance_error, word_placed_error
@@ -31,9 +31,9 @@ WALKS, WALK_BYTES, WALK_SECONDS = 4, 100, 0.3
 DEAD_END = "NoExtension"  # begins llguidance's error where no byte may follow
 
 CHECKING = "ovspec.grammars.conversion", "checks grammars"
-CONVERTER = Worker(*CHECKING, CONVERSION_SECONDS, CONVERSION_BYTES)
-TOOLS_CONVERTER = Worker(*CHECKING, TOOLS_SECONDS, CONVERSION_BYTES)
-TOOL_CONVERTER = Worker(*CHECKING, TOOLS_SECONDS / 2, CONVERSION_BYTES)  # for the search for the slowest
+CONVERTER = SandboxPool(*CHECKING, CONVERSION_SECONDS, CONVERSION_BYTES)
+TOOLS_CONVERTER = SandboxPool(*CHECKING, TOOLS_SECONDS, CONVERSION_BYTES)
+TOOL_CONVERTER = SandboxPool(*CHECKING, TOOLS_SECONDS / 2, CONVERSION_BYTES)  # for the search for the slowest
 
 
 def convert_grammar(kind: str, given: Any, what: str, **reading: bool) -> str:
@@ -70,7 +70,7 @@ def request_conversion(request: str) -> tuple[str, str]:
     what, of_tools = asked["what"], asked["kind"] == "tools"
     try:
         found = (TOOLS_CONVERTER if of_tools else CONVERTER).ask(request)
-    except Stopped as why:
+    except LimitExceeded as why:
         raise OvspecError(f"{slowest(asked) if of_tools else what}: the check {why}; simplify it.") from None
     if "error" in found:
         raise OvspecError(found["error"])
@@ -88,7 +88,7 @@ def slowest(asked: dict[str, Any]) -> str:
             break
         try:
             TOOL_CONVERTER.ask(json.dumps(request))
-        except Stopped:
+        except LimitExceeded:
             return name
     return f"{asked['what']}: the schemas together"
 
@@ -204,4 +204,4 @@ def allowed(matcher: LLMatcher, size: int) -> list[int]:
 
 
 if __name__ == "__main__":
-    serve(answer)
+    serve_requests(answer)

@@ -11,8 +11,8 @@ from typing import Any
 from ovspec.base.errors import OvspecError
 from ovspec.grammars.json_schema import Around, CompiledSchema, SchemaReading, compile_schema
 from ovspec.grammars.sources import UNIQUE_ITEMS_KEY, bounded, find_schema_problem, shallow
-from ovspec.text.tool_formats import BY_NAME
-from ovspec.text.tool_formats.layout import PATTERNS, ToolFormat
+from ovspec.text.tool_formats import FORMATS_BY_NAME
+from ovspec.text.tool_formats.layout import SLOT_PATTERNS, ToolFormat
 
 TOKEN_NAMES_KEY = "marks"  # beside llguidance's own keys: names of tokens in the grammar -> those in the vocabulary
 TEXT_PARAMETERS_KEY = "strings"  # and tool -> the parameters that are written as text without quotes
@@ -40,7 +40,10 @@ def write_tools_grammar(given: dict[str, Any], what: str) -> tuple[str, str]:
     Raises:
         OvspecError: a schema is invalid or can't be enforced; the message names the tool.
     """
-    format, marks = BY_NAME[given["format"]], {f"<mark{index}>": name for index, name in enumerate(given["tokens"])}
+    format, marks = (
+        FORMATS_BY_NAME[given["format"]],
+        {f"<mark{index}>": name for index, name in enumerate(given["tokens"])},
+    )
     around = None
     if parts := format.parameters:
         middle = "" if any(token in parts.middle for token in given["tokens"]) else parts.middle
@@ -100,13 +103,16 @@ def rules_of(format: ToolFormat, names: dict[str, str], parallel: bool, marks: d
     lines = [f"calls: {literal(format.begin, marks)} call {between} {literal(format.end, marks)}"]
     options = [way_of(way, name, rule, marks) for name, rule in names.items() for way in format.calls]
     lines.append(f"call: {' | '.join(options)}")
-    return [*lines, *(f"{slot}: /{pattern}/" for slot, pattern in PATTERNS.items() if slot in sum(format.calls, ()))]
+    return [
+        *lines,
+        *(f"{slot}: /{pattern}/" for slot, pattern in SLOT_PATTERNS.items() if slot in sum(format.calls, ())),
+    ]
 
 
 def way_of(way: Sequence[str], name: str, rule: str, marks: dict[str, str]) -> str:
     """Return a call of the tool ``name``."""
     parts = list[str]()
-    for slot, texts in itertools.groupby(way, lambda part: part if part in (*PATTERNS, "ARGUMENTS") else ""):
+    for slot, texts in itertools.groupby(way, lambda part: part if part in (*SLOT_PATTERNS, "ARGUMENTS") else ""):
         text = "".join(name if part == "NAME" else part for part in texts)
         parts.append(f"@{rule}" if slot == "ARGUMENTS" else slot or literal(text, marks))
     return " ".join(parts)

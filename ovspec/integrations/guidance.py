@@ -10,10 +10,10 @@ from llguidance import LLTokenizer
 
 from ovspec.api.model import LanguageModel
 from ovspec.base.errors import OvspecError
-from ovspec.base.files import read_as, read_json
+from ovspec.base.files import read_dataclass, read_json
 from ovspec.integrations.branches import Branches, RequestCounts
 from ovspec.integrations.roles import Roles, find_roles
-from ovspec.text.tokenizer_files import TOKENIZER_FILE, TokenizerFile, special_tokens
+from ovspec.text.tokenizer_files import TOKENIZER_FILE, TokenizerFile, read_special_tokens
 
 try:
     from guidance._schema import SamplingParams  # type: ignore
@@ -83,8 +83,10 @@ class OpenVINOTokenizer(Tokenizer):
 
     def __init__(self, lm: LanguageModel, chat_template: str | type[ChatTemplate] | None = None) -> None:
         whole = read_json(lm.folder / TOKENIZER_FILE)
-        ids = {token.content: token.id for token in read_as(TokenizerFile, lm.folder / TOKENIZER_FILE).added_tokens}
-        special = special_tokens(lm.folder)
+        ids = {
+            token.content: token.id for token in read_dataclass(TokenizerFile, lm.folder / TOKENIZER_FILE).added_tokens
+        }
+        special = read_special_tokens(lm.folder)
         bos, eos = (ids.get(special.get(role, "")) for role in ("bos_token", "eos_token"))
         eos = min(lm.generation_config.eos_ids, default=None) if eos is None else eos
         if eos is None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ovspec.base.files import read_as, read_json
+from ovspec.base.files import read_dataclass, read_json
 from ovspec.base.json_types import JsonObject
 
 MODEL_FILE = "openvino_model.xml"
@@ -74,7 +74,7 @@ class ModelConfig:
 
 def read_model_config(folder: Path) -> ModelConfig:
     """Return the config in ``folder``, empty if it has none; raises OvspecError if it is damaged."""
-    config = read_as(ModelConfig, folder / "config.json")
+    config = read_dataclass(ModelConfig, folder / "config.json")
     json_object = read_json(folder / "config.json")
     text_config = config.text_config and replace(config.text_config, json_object=json_object["text_config"])
     return replace(config, text_config=text_config, json_object=json_object)

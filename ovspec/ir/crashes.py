@@ -18,8 +18,8 @@ from pathlib import Path
 
 from ovspec import __version__
 from ovspec.base.errors import OvspecError
-from ovspec.base.files import remember, remembered
-from ovspec.base.progress import note
+from ovspec.base.files import read_cached, write_cached
+from ovspec.base.progress import print_note
 from ovspec.ir.config import MODEL_FILE
 from ovspec.ir.device import (
     DeviceOptions,
@@ -77,7 +77,7 @@ def avoid_crash(folder: Path, options: DeviceOptions) -> DeviceOptions:
     sentence = f"{crash}, so it is computed in f32; more threads or int8 weights avoid this."
     if sentence not in shown_notes:
         shown_notes.add(sentence)
-        note(sentence)
+        print_note(sentence)
     return replace(options, properties=options.properties | {"INFERENCE_PRECISION_HINT": "f32"})
 
 
@@ -107,9 +107,9 @@ def find_crash(options: DeviceOptions) -> Crash:
         key = repr((setting[:2], identify_machine(options.device), __version__))
         name = f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
         file = options.cache_folder and options.cache_folder / "crashes" / name
-        crash = remembered(Crash, file)
+        crash = read_cached(Crash, file)
         if not crash and (crash := run_trial(*setting)):
-            remember(file, crash)
+            write_cached(file, crash)
         known_crashes[setting] = crash or Crash("")
     return known_crashes[setting]
 

@@ -4,8 +4,8 @@ To add an option, add one field ``name: type = option(help, default=..., ...)`` 
 or ``Params`` (generation.py).
 """
 
-from ovspec.params.checks import make_params
+from ovspec.params.checks import make_params, refuse_retries_in_stream
 from ovspec.params.generation import Params
 from ovspec.params.sampling import SamplingParams
 
-__all__ = ["Params", "SamplingParams", "make_params"]
+__all__ = ["Params", "SamplingParams", "make_params", "refuse_retries_in_stream"]

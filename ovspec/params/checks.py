@@ -5,12 +5,12 @@ from dataclasses import replace
 from typing import Any
 
 from ovspec.base.errors import OvspecError
-from ovspec.params.generation import GENERATE, GRAMMARS, OF_SCHEMAS, Params
-from ovspec.params.sampling import SAMPLES_WITH, SAMPLING
-from ovspec.params.tools import tool_use, tools_of
-from ovspec.params.values import check, check_names
+from ovspec.params.generation import GENERATE_OPTIONS, GRAMMAR_OPTIONS, SCHEMA_OPTIONS, Params
+from ovspec.params.sampling import DISTRIBUTION_OPTIONS, SAMPLING_OPTIONS
+from ovspec.params.tools import parse_tool_choice, parse_tools
+from ovspec.params.values import check_option_names, check_value
 
-CHECKED_WHERE_USED = {*GRAMMARS, "constrain_from", "logits_processors"}
+OPTIONS_CHECKED_LATER = {*GRAMMAR_OPTIONS, "constrain_from", "logits_processors"}
 
 
 def make_params(options: Mapping[str, Any]) -> Params:
@@ -21,26 +21,26 @@ def make_params(options: Mapping[str, Any]) -> Params:
     sampling = options.get("sampling")
     if isinstance(sampling, Params) and len(options) == 1:
         return sampling  # as the command line hands it on
-    check_names(options, GENERATE)
+    check_option_names(options, GENERATE_OPTIONS)
     # In Python, None stands for the default of other options.
-    values: dict[str, Any] = {name: v for name, v in options.items() if v is not None or name in SAMPLING}
+    values: dict[str, Any] = {name: v for name, v in options.items() if v is not None or name in SAMPLING_OPTIONS}
     for name, value in values.items():
-        if name not in CHECKED_WHERE_USED:
-            check(value, GENERATE[name])
+        if name not in OPTIONS_CHECKED_LATER:
+            check_value(value, GENERATE_OPTIONS[name])
     if values.pop("sampling", None):
-        names = GENERATE.keys() - {"sampling"} if isinstance(sampling, Params) else SAMPLING
+        names = GENERATE_OPTIONS.keys() - {"sampling"} if isinstance(sampling, Params) else SAMPLING_OPTIONS
         values = {name: getattr(sampling, name) for name in names} | values
-    return checked(Params(**values))
+    return check_combinations(Params(**values))
 
 
-def checked(params: Params) -> Params:
+def check_combinations(params: Params) -> Params:
     """Return ``params``, whose values are valid one by one; raises OvspecError for those that exclude each other."""
     if params.conflict:
         raise OvspecError(params.conflict)
-    check_grammar(params)
-    params = check_tools(params)
+    check_grammar_options(params)
+    params = check_tool_options(params)
     if params.sampler and (params.temperature or params.truncates):
-        others = ", ".join(f"`{name}`" for name in SAMPLES_WITH)
+        others = ", ".join(f"`{name}`" for name in DISTRIBUTION_OPTIONS)
         raise OvspecError(f"The sampler draws the tokens; leave out {others}.")
     if params.sampler and params.accept == "rejection":
         raise OvspecError("Leave out `accept='rejection'`: it needs probabilities, which a sampler does not return.")
@@ -50,24 +50,24 @@ def checked(params: Params) -> Params:
     return params
 
 
-def check_tools(params: Params) -> Params:
+def check_tool_options(params: Params) -> Params:
     """Return ``params`` with the tools as OpenAI's; raises OvspecError for what can't be called."""
     if "tools" in (params.chat_template_kwargs or {}) and params.tools:
         raise OvspecError("`tools` and `chat_template_kwargs` both have tools; give them once.")
     if not params.tools:
         if params.tool_choice is not None:
-            tool_use((), params.tool_choice)
+            parse_tool_choice((), params.tool_choice)
         return params
     if params.ignore_eos:
         raise OvspecError("`tools` can't be combined with `ignore_eos`: a call decides where the text ends.")
-    params = replace(params, tools=tools_of(params.tools))
-    tool_use(params.tools, params.tool_choice)
+    params = replace(params, tools=parse_tools(params.tools))
+    parse_tool_choice(params.tools, params.tool_choice)
     return params
 
 
-def check_grammar(params: Params) -> None:
+def check_grammar_options(params: Params) -> None:
     """Raise OvspecError for options of grammars that exclude or need each other."""
-    given = [name for name in GRAMMARS if getattr(params, name) is not None]
+    given = [name for name in GRAMMAR_OPTIONS if getattr(params, name) is not None]
     if len(given) > 1:
         both = " and ".join(f"`{name}`" for name in given)
         raise OvspecError(f"{both} can't be combined; give one grammar that covers both.")
@@ -75,7 +75,7 @@ def check_grammar(params: Params) -> None:
         raise OvspecError(f"`{given[0]}` decides where the text ends, so `ignore_eos` can't be combined with it.")
     if not given and params.constrain_from is not None:
         raise OvspecError("`constrain_from` sets where a grammar begins; give a grammar too.")
-    more = [name for name in OF_SCHEMAS if getattr(params, name) != GENERATE[name].default]
+    more = [name for name in SCHEMA_OPTIONS if getattr(params, name) != GENERATE_OPTIONS[name].default]
     if more and params.json_schema is None and (more[0] == "retries" or not params.tools):
         raise OvspecError(f"`{more[0]}` is for JSON schemas; give `json_schema` too.")
     if params.retries and params.json_schema_mode != "checked":
@@ -84,7 +84,7 @@ def check_grammar(params: Params) -> None:
         raise OvspecError("`retries` needs a `temperature` above 0: a greedy text would be the same again.")
 
 
-def refuse_retries(params: Params) -> None:
+def refuse_retries_in_stream(params: Params) -> None:
     """Raise OvspecError if ``params`` ask for retries, which a stream can't have."""
     if params.retries:
         raise OvspecError("`retries` can't be combined with a stream, whose text is seen before it ends.")

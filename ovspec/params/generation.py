@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ovspec.params.limits import AT_LEAST_1, LOOKAHEAD, NOT_NEGATIVE, Limits
-from ovspec.params.option import declared, documentation, option, options_class
+from ovspec.params.option import collect_options, format_documentation, option, options_class
 from ovspec.params.sampling import SamplingParams
-from ovspec.params.tools import NO_TOOLS, ToolUse, tool_use
-from ovspec.params.values import auto_or_number, json_object, place_or_text, schema_or_file
+from ovspec.params.tools import NO_TOOLS, AllowedCalls, parse_tool_choice
+from ovspec.params.values import parse_json_object, parse_lookahead, parse_position_or_text, parse_schema_or_file
 
 AcceptRule = Literal["compare", "rejection"]
 # (logits (1, vocab) float32, all tokens so far (n,) int64, **keywords) -> token id
@@ -16,7 +16,7 @@ SampleFunction = Callable[..., Any]
 # (all tokens so far (n,) int64, logits (1, vocab) float32) -> logits of the same shape
 LogitsProcessor = Callable[[Any, Any], Any]
 
-PATH_OR_TEXT = "A string, or the ``Path`` of a file."
+PATH_OR_TEXT_HELP = "A string, or the ``Path`` of a file."
 
 
 @options_class
@@ -47,7 +47,7 @@ class Params(SamplingParams):
         usual="auto",
         more="In Python the default is what was given to ``load``.",
         metavar="auto|K",
-        parse=auto_or_number,
+        parse=parse_lookahead,
         request=False,
     )
     batch_size: int = option(
@@ -64,7 +64,7 @@ class Params(SamplingParams):
         default=None,
         more="A session takes them before its messages: ``lm.session(chat_template_kwargs=...)``.",
         metavar="JSON",
-        parse=json_object,
+        parse=parse_json_object,
     )
     tools: Sequence[Any] = option(
         "The functions that the model may call: a list of OpenAI's tools. Needs chat messages. Arguments always fit "
@@ -106,7 +106,7 @@ class Params(SamplingParams):
         default=None,
         more="A dict, a JSON string, the ``Path`` of a file, a pydantic model or another type that pydantic knows.",
         metavar="FILE|TEXT",
-        parse=schema_or_file,
+        parse=parse_schema_or_file,
         request_type=dict[str, Any] | bool | str,
     )
     json_schema_mode: Literal["strict", "checked"] = option(
@@ -135,7 +135,7 @@ class Params(SamplingParams):
     grammar: str | Path | None = option(
         "The text must match the rule start of this grammar in Lark's syntax.",
         default=None,
-        more=PATH_OR_TEXT,
+        more=PATH_OR_TEXT_HELP,
         metavar="FILE",
         parse=Path,
         request_type=str,
@@ -143,7 +143,7 @@ class Params(SamplingParams):
     gbnf: str | Path | None = option(
         "The text must match this grammar in GBNF, llama.cpp's syntax.",
         default=None,
-        more=PATH_OR_TEXT,
+        more=PATH_OR_TEXT_HELP,
         metavar="FILE",
         parse=Path,
         request_type=str,
@@ -156,7 +156,7 @@ class Params(SamplingParams):
         usual="after the prompt",
         more="A string is a text, an int a character.",
         metavar="TEXT|@N",
-        parse=place_or_text,
+        parse=parse_position_or_text,
     )
     max_predict_ms: float = option(
         "Milliseconds since its first token after which the text ends at its next line break; 0 or -1 for no limit.",
@@ -200,14 +200,14 @@ class Params(SamplingParams):
         return None if self.max_thinking_tokens < 0 else self.max_thinking_tokens
 
     @property
-    def tool_use(self) -> ToolUse:
+    def tool_use(self) -> AllowedCalls:
         """What may be called."""
-        return tool_use(self.tools, self.tool_choice) if self.tools else NO_TOOLS
+        return parse_tool_choice(self.tools, self.tool_choice) if self.tools else NO_TOOLS
 
     @property
     def grammar_option(self) -> str | None:
         """The name of the option that sets the grammar, if one does."""
-        return next((name for name in GRAMMARS if getattr(self, name) is not None), None)
+        return next((name for name in GRAMMAR_OPTIONS if getattr(self, name) is not None), None)
 
     @property
     def constrains(self) -> bool:
@@ -217,12 +217,12 @@ class Params(SamplingParams):
 
     def recorded(self) -> dict[str, Any]:
         """Return what decides the text: the options that change it and aren't at their defaults."""
-        return self.changed(but=UNRECORDED)
+        return self.changed(but=UNRECORDED_OPTIONS)
 
     def changed(self, but: Collection[str]) -> dict[str, Any]:
         """Return the options that aren't at their defaults, without those named in ``but``."""
-        values = {name: getattr(self, name) for name in GENERATE if name not in ("sampling", *but)}
-        return {name: v for name, v in values.items() if hasattr(v, "dtype") or v != GENERATE[name].default}
+        values = {name: getattr(self, name) for name in GENERATE_OPTIONS if name not in ("sampling", *but)}
+        return {name: v for name, v in values.items() if hasattr(v, "dtype") or v != GENERATE_OPTIONS[name].default}
 
 
 @options_class
@@ -237,16 +237,16 @@ class GenerateOptions(Params):
     )
 
 
-GENERATE = declared(GenerateOptions)
+GENERATE_OPTIONS = collect_options(GenerateOptions)
 # The options that set a grammar; only one of them may be given.
-GRAMMARS = ("json_schema", "regex", "grammar", "gbnf", "choice")
-OF_SCHEMAS = ("json_schema_mode", "retries", "additional_properties", "compact_json")  # they need a schema
+GRAMMAR_OPTIONS = ("json_schema", "regex", "grammar", "gbnf", "choice")
+SCHEMA_OPTIONS = ("json_schema_mode", "retries", "additional_properties", "compact_json")  # they need a schema
 # They need chat messages.
-OF_CHATS = (
+CHAT_OPTIONS = (
     "chat_template_kwargs", "tools", "tool_choice", "parallel_tool_calls", "reasoning_effort", "max_thinking_tokens",
 )  # fmt: skip
-ONLY_SPEED = ("lookahead", "batch_size")
+SPEED_OPTIONS = ("lookahead", "batch_size")
 # They don't change the text that a seed gives; where time ends it, its number of tokens is recorded.
-UNRECORDED = (*ONLY_SPEED, "retries", "max_predict_ms")
-UNSET = Params()  # all options at their defaults
-GenerateOptions.__doc__ = f"{GenerateOptions.__doc__}\n\n{documentation(GENERATE)}"
+UNRECORDED_OPTIONS = (*SPEED_OPTIONS, "retries", "max_predict_ms")
+DEFAULT_PARAMS = Params()  # all options at their defaults
+GenerateOptions.__doc__ = f"{GenerateOptions.__doc__}\n\n{format_documentation(GENERATE_OPTIONS)}"

@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from ovspec.params.generation import GENERATE
+from ovspec.params.generation import GENERATE_OPTIONS
 from ovspec.params.limits import AT_LEAST_1, LOOKAHEAD, NOT_NEGATIVE
-from ovspec.params.option import declared, option, options_class
+from ovspec.params.option import collect_options, option, options_class
 from ovspec.params.tools import ToolFormatName
-from ovspec.params.values import check, check_names, file_or_name, folder, key_value
+from ovspec.params.values import check_option_names, check_value, parse_file_or_name, parse_folder, parse_key_value
 
 
 @options_class
@@ -46,7 +46,7 @@ class RuntimeParams:
         default=None,
         flags=("--property",),
         metavar="KEY=VALUE",
-        parse=key_value,
+        parse=parse_key_value,
     )
     tune: bool | None = option(
         "Use OpenVINO's own settings: ignore the profile of this machine, and don't measure one at the first load. "
@@ -60,15 +60,17 @@ class RuntimeParams:
         default=None,
         usual="the user's cache",
         metavar="DIRECTORY",
-        parse=folder,
+        parse=parse_folder,
     )
 
 
 @options_class
 class LoadParams(RuntimeParams):
-    """The options of ``ovspec.load``, besides the model and its draft; checked by ``load_params``."""
+    """The options of ``ovspec.load``, besides the model and its draft; checked by ``make_load_params``."""
 
-    lookahead: int | Literal["auto"] = option(GENERATE["lookahead"].help, default="auto", limits=LOOKAHEAD, flags=())
+    lookahead: int | Literal["auto"] = option(
+        GENERATE_OPTIONS["lookahead"].help, default="auto", limits=LOOKAHEAD, flags=()
+    )
     lookup_corpus: Sequence[str | Path] = option(
         "Text file that lookup may also propose from.", default_factory=tuple, metavar="FILE"
     )
@@ -93,7 +95,7 @@ class LoadParams(RuntimeParams):
         more="Also the template itself.",
         usual="the model's",
         metavar="FILE|NAME",
-        parse=file_or_name,
+        parse=parse_file_or_name,
         commands=("generate", "chat", "batch", "serve", "export"),
     )
     verify: bool = option("First check the model's files against the checksums of its export by ovspec.", default=False)
@@ -105,14 +107,14 @@ class LoadParams(RuntimeParams):
     )
 
 
-RUNTIME = declared(RuntimeParams)
-LOAD = declared(LoadParams)
+RUNTIME_OPTIONS = collect_options(RuntimeParams)
+LOAD_OPTIONS = collect_options(LoadParams)
 
 
-def load_params(options: Mapping[str, Any]) -> LoadParams:
+def make_load_params(options: Mapping[str, Any]) -> LoadParams:
     """Return the params of ``load``; raises TypeError for an unknown option and OvspecError for an invalid value."""
-    check_names(options, LOAD)
+    check_option_names(options, LOAD_OPTIONS)
     values = {name: value for name, value in options.items() if value is not None}
     for name, value in values.items():
-        check(value, LOAD[name])
+        check_value(value, LOAD_OPTIONS[name])
     return LoadParams(**values)

@@ -27,7 +27,12 @@ P = ParamSpec("P")
 R = TypeVar("R")
 S = TypeVar("S")
 # What other programs call an option.
-OTHERWISE = {"temp": "temperature", "response_format": "json_schema", "drafts": "draft", "max_new_tokens": "max_tokens"}
+FOREIGN_NAMES = {
+    "temp": "temperature",
+    "response_format": "json_schema",
+    "drafts": "draft",
+    "max_new_tokens": "max_tokens",
+}
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,7 @@ class Option:
     request_type: its type in a request, if not the one in Python.
     aliases: its other names in a request.
     truncates: whether it limits sampling to likely tokens, which needs a temperature; see ``sampling/warp.py``.
-    name, kind, default: those of the field; set by ``declared``.
+    name, kind, default: those of the field; set by ``collect_options``.
     """
 
     help: str
@@ -86,7 +91,7 @@ def options_class(cls: type[S]) -> type[S]:
     return dataclass(frozen=True, kw_only=True)(cls)
 
 
-def declared(cls: Any) -> dict[str, Option]:
+def collect_options(cls: Any) -> dict[str, Option]:
     """Return name -> declaration for each option of a class."""
     cls = get_origin(cls) or cls
     kinds, options = get_type_hints(cls), dict[str, Option]()
@@ -97,14 +102,14 @@ def declared(cls: Any) -> dict[str, Option]:
     return options
 
 
-def takes(arguments: Callable[P, Any]) -> Callable[[Callable[..., R]], Callable[P, R]]:
+def accepts_options(arguments: Callable[P, Any]) -> Callable[[Callable[..., R]], Callable[P, R]]:
     """Return a decorator that shows the options of a class in the signature of a function that takes them.
 
     ``arguments``: the class; type checkers and editors show its fields as the function's arguments.
     """
     named = [
         Parameter(each.name, Parameter.KEYWORD_ONLY, default=each.default, annotation=each.kind)
-        for each in declared(arguments).values()
+        for each in collect_options(arguments).values()
     ]
 
     def decorate(function: Any) -> Any:
@@ -116,15 +121,15 @@ def takes(arguments: Callable[P, Any]) -> Callable[[Callable[..., R]], Callable[
     return decorate
 
 
-def method_takes(
+def method_accepts_options(
     arguments: Callable[P, Any],
 ) -> Callable[[Callable[Concatenate[S, ...], R]], Callable[Concatenate[S, P], R]]:
-    """Return the decorator ``takes`` for a method."""
-    decorate: Any = takes(arguments)
+    """Return the decorator ``accepts_options`` for a method."""
+    decorate: Any = accepts_options(arguments)
     return decorate
 
 
-def documentation(options: Mapping[str, Option]) -> str:
+def format_documentation(options: Mapping[str, Option]) -> str:
     """Return a docstring paragraph for each option."""
     lines = []
     for name, declaration in options.items():
@@ -134,24 +139,24 @@ def documentation(options: Mapping[str, Option]) -> str:
     return "\n".join(lines)
 
 
-def hint(name: str, known: Iterable[str]) -> str:
+def suggest_name(name: str, known: Iterable[str]) -> str:
     """Return a question that names the one of ``known`` that ``name`` resembles, or an empty string."""
-    close = difflib.get_close_matches(OTHERWISE.get(name, name), sorted(known), 1, cutoff=0.75)
+    close = difflib.get_close_matches(FOREIGN_NAMES.get(name, name), sorted(known), 1, cutoff=0.75)
     return f"did you mean {close[0]}?" if close else ""
 
 
-def alternatives(kind: Any) -> tuple[Any, ...]:
+def union_members(kind: Any) -> tuple[Any, ...]:
     """Return the members of a union type, or the type itself, without None."""
     members = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
     return tuple(member for member in members if member is not NoneType)
 
 
-def choices_of(kind: Any) -> tuple[Any, ...]:
+def literal_values(kind: Any) -> tuple[Any, ...]:
     """Return the values that the literals in a type allow."""
-    return tuple(value for one in alternatives(kind) if get_origin(one) is Literal for value in get_args(one))
+    return tuple(value for one in union_members(kind) if get_origin(one) is Literal for value in get_args(one))
 
 
-def is_repeatable(kind: Any) -> bool:
+def is_collection_type(kind: Any) -> bool:
     """Return whether the type is a collection, so that an option of it may be repeated."""
-    origins: list[Any] = [get_origin(member) for member in alternatives(kind)]
+    origins: list[Any] = [get_origin(member) for member in union_members(kind)]
     return any(isinstance(origin, type) and issubclass(origin, Collection) for origin in origins)

@@ -5,19 +5,19 @@ from collections.abc import Collection, Mapping
 
 from ovspec.base.errors import OvspecError
 from ovspec.params.limits import (
-    FINITE,
-    GREEDY_OR_MORE,
-    LARGEST,
+    ANY_NUMBER,
+    FRACTION,
+    LARGEST_NUMBER,
     NOT_NEGATIVE,
     POSITIVE,
     PROBABILITY,
-    SHARE,
-    TEXTS,
-    TOKENS,
+    TEMPERATURE,
+    TEXT_COUNT,
+    TOKEN_COUNT,
     Limits,
 )
-from ovspec.params.option import declared, documentation, option, options_class
-from ovspec.params.values import check, token_bias
+from ovspec.params.option import collect_options, format_documentation, option, options_class
+from ovspec.params.values import check_value, parse_token_bias
 
 
 @options_class
@@ -27,7 +27,7 @@ class SamplingParams:
     max_tokens: int | None = option(
         "Maximum number of tokens to generate; -1 for as many as the context holds.",
         default=None,
-        limits=TOKENS,
+        limits=TOKEN_COUNT,
         usual="from the model's generation config, or 256",
         more="At the end of the context a text ends anyway. 0 only reads the prompt.",
         flags=("-n", "--max-tokens"),
@@ -62,7 +62,7 @@ class SamplingParams:
         "Sampling temperature: 0 always takes the most likely token (greedy), 1 samples from the model's own "
         "distribution, and higher values make unlikely tokens more frequent.",
         default=0.0,
-        limits=GREEDY_OR_MORE,
+        limits=TEMPERATURE,
         flags=("-t", "--temp", "--temperature"),
     )
     top_k: int = option(
@@ -80,7 +80,7 @@ class SamplingParams:
     min_p: float = option(
         "Sample only from tokens at least this share as likely as the top one; 0 for all. Needs a temperature.",
         default=0.0,
-        limits=SHARE,
+        limits=FRACTION,
         truncates=True,
     )
     typical_p: float = option(
@@ -97,13 +97,18 @@ class SamplingParams:
         usual="from the model's generation config, or 1",
     )
     presence_penalty: float = option(
-        "Subtract this from the logit of each token generated so far; 0 is off.", default=0.0, limits=FINITE
+        "Subtract this from the logit of each token generated so far; 0 is off.", default=0.0, limits=ANY_NUMBER
     )
     frequency_penalty: float = option(
-        "Subtract this from a token's logit once for each time it was generated; 0 is off.", default=0.0, limits=FINITE
+        "Subtract this from a token's logit once for each time it was generated; 0 is off.",
+        default=0.0,
+        limits=ANY_NUMBER,
     )
     logit_bias: Mapping[int, float] = option(
-        "Add VALUE to the logit of token ID; -inf bans it.", default_factory=dict, metavar="ID=VALUE", parse=token_bias
+        "Add VALUE to the logit of token ID; -inf bans it.",
+        default_factory=dict,
+        metavar="ID=VALUE",
+        parse=parse_token_bias,
     )
     seed: int | None = option(
         "Random seed: the same seed gives the same text, with any draft or none. With the accept rule rejection, "
@@ -116,7 +121,7 @@ class SamplingParams:
     n: int = option(
         "Number of texts for each prompt; greedy ones are all the same.",
         default=1,
-        limits=TEXTS,
+        limits=TEXT_COUNT,
         flags=("--samples",),
         commands=("generate", "batch"),
         aliases=("n_cmpl",),
@@ -132,17 +137,17 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         """Check the values; raises OvspecError for one of the wrong type or out of range."""
-        for name, declaration in SAMPLING.items():
+        for name, declaration in SAMPLING_OPTIONS.items():
             if (value := getattr(self, name)) is not declaration.default:
-                check(value, declaration)
+                check_value(value, declaration)
         if self.conflict:
             raise OvspecError(self.conflict)
 
     @property
     def conflict(self) -> str | None:
         """The error message about values that no declaration can refuse; None if there are none."""
-        if not all(bias == -math.inf or abs(bias) <= LARGEST for bias in self.logit_bias.values()):
-            return f"`logit_bias` must be numbers up to {LARGEST}, or -inf to ban a token."
+        if not all(bias == -math.inf or abs(bias) <= LARGEST_NUMBER for bias in self.logit_bias.values()):
+            return f"`logit_bias` must be numbers up to {LARGEST_NUMBER}, or -inf to ban a token."
         if not all(self.stop_strings):
             return "`stop` has an empty string; leave it out."
         if self.min_tokens and self.min_tokens > self.most_tokens:
@@ -161,7 +166,7 @@ class SamplingParams:
     @property
     def truncates(self) -> list[str]:
         """The given options that limit sampling to likely tokens."""
-        return [name for name in TRUNCATING if getattr(self, name) != SAMPLING[name].default]
+        return [name for name in TRUNCATING_OPTIONS if getattr(self, name) != SAMPLING_OPTIONS[name].default]
 
     @property
     def penalizes(self) -> bool:
@@ -170,12 +175,13 @@ class SamplingParams:
         return repeats or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
-SAMPLING = declared(SamplingParams)
-TRUNCATING = tuple(name for name, declaration in SAMPLING.items() if declaration.truncates)
-SAMPLES_WITH = ("temperature", *TRUNCATING)  # they make the distribution that a token is drawn from
+SAMPLING_OPTIONS = collect_options(SamplingParams)
+TRUNCATING_OPTIONS = tuple(name for name, declaration in SAMPLING_OPTIONS.items() if declaration.truncates)
+DISTRIBUTION_OPTIONS = ("temperature", *TRUNCATING_OPTIONS)  # they make the distribution that a token is drawn from
 # Their defaults in a chat and on a server, in words.
-RECOMMENDED = {
-    name: f"as the model's generation config recommends, or {SAMPLING[name].default_in_words}" for name in SAMPLES_WITH
+RECOMMENDED_DEFAULT_TEXTS = {
+    name: f"as the model's generation config recommends, or {SAMPLING_OPTIONS[name].default_in_words}"
+    for name in DISTRIBUTION_OPTIONS
 }
 
-SamplingParams.__doc__ = f"{SamplingParams.__doc__}\n\n{documentation(SAMPLING)}"
+SamplingParams.__doc__ = f"{SamplingParams.__doc__}\n\n{format_documentation(SAMPLING_OPTIONS)}"

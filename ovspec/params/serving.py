@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from ovspec.params.limits import AT_LEAST_1, GREEDY_OR_MORE, LOOKAHEAD, NOT_NEGATIVE, POSITIVE, Limits
-from ovspec.params.option import declared, option, options_class
-from ovspec.params.sampling import RECOMMENDED, SAMPLING
-from ovspec.params.values import auto_or_number
+from ovspec.params.limits import AT_LEAST_1, LOOKAHEAD, NOT_NEGATIVE, POSITIVE, TEMPERATURE, Limits
+from ovspec.params.option import collect_options, option, options_class
+from ovspec.params.sampling import RECOMMENDED_DEFAULT_TEXTS, SAMPLING_OPTIONS
+from ovspec.params.values import parse_lookahead
 
 
 @options_class
@@ -76,7 +76,7 @@ class ServeParams:
         limits=LOOKAHEAD,
         usual="auto",
         metavar="auto|K",
-        parse=auto_or_number,
+        parse=parse_lookahead,
     )
     lookup_memory: int = option(
         "Number of tokens of earlier requests that lookup may also propose from; 0 for none. Its speed would tell "
@@ -88,8 +88,8 @@ class ServeParams:
         "Maximum number of tokens of a request that sets none; -1 for as many as the context holds.",
         default=None,
         limits=Limits(1, words="at least 1, or -1", special=-1),
-        usual=SAMPLING["max_tokens"].usual,
-        flags=SAMPLING["max_tokens"].flags,
+        usual=SAMPLING_OPTIONS["max_tokens"].usual,
+        flags=SAMPLING_OPTIONS["max_tokens"].flags,
         metavar="N",
     )
     json_schema_mode: Literal["strict", "checked"] = option(
@@ -100,10 +100,10 @@ class ServeParams:
     temperature: float | None = option(
         "Sampling temperature of a request that sets none; 0 for greedy.",
         default=None,
-        limits=GREEDY_OR_MORE,
-        usual=RECOMMENDED["temperature"],
-        flags=SAMPLING["temperature"].flags,
+        limits=TEMPERATURE,
+        usual=RECOMMENDED_DEFAULT_TEXTS["temperature"],
+        flags=SAMPLING_OPTIONS["temperature"].flags,
     )
 
 
-SERVE = declared(ServeParams)
+SERVE_OPTIONS = collect_options(ServeParams)

@@ -16,14 +16,16 @@ ToolFormatName = Literal[
     "mistral-v3", "harmony", "deepseek", "deepseek-r1", "kimi", "glm", "glm-dense", "ling", "seed-oss", "granite3",
     "nemotron", "minimax", "command-r7b", "functionary", "apriel", "gigachat", "generic",
 ]  # fmt: skip
-MOST = 1000  # tools
-NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
-CHOICES = ("auto", "none", "required")
-CHOICE = '"auto", "none", "required", {"type": "function", "function": {"name": …}} or {"type": "allowed_tools", …}'
+MAX_TOOLS = 1000  # tools
+TOOL_NAME_PATTERN = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+TOOL_CHOICE_MODES = ("auto", "none", "required")
+TOOL_CHOICE_FORMS = (
+    '"auto", "none", "required", {"type": "function", "function": {"name": …}} or {"type": "allowed_tools", …}'
+)
 
 
 @dataclass(frozen=True)
-class ToolUse:
+class AllowedCalls:
     """What an answer may call.
 
     names: the tools that it may call.
@@ -36,18 +38,18 @@ class ToolUse:
     once: bool = False
 
 
-NO_TOOLS = ToolUse((), False)
+NO_TOOLS = AllowedCalls((), False)
 
 
-def tools_of(given: Sequence[Any]) -> list[dict[str, Any]]:
+def parse_tools(given: Sequence[Any]) -> list[dict[str, Any]]:
     """Return tools as OpenAI's API has them; each given so, as the function within, or as a Python function.
 
     Raises:
         OvspecError: one isn't a function with a name and a schema, or two have the same name.
     """
-    if len(given) > MOST:
-        raise OvspecError(f"`tools` has {len(given)} tools; at most {MOST} are allowed.")
-    tools, names = list(map(tool_of, given)), set[str]()
+    if len(given) > MAX_TOOLS:
+        raise OvspecError(f"`tools` has {len(given)} tools; at most {MAX_TOOLS} are allowed.")
+    tools, names = list(map(parse_tool, given)), set[str]()
     for name in (tool["function"]["name"] for tool in tools):
         if name in names:
             raise OvspecError(f"`tools` has {name} twice; give each tool another name.")
@@ -55,16 +57,16 @@ def tools_of(given: Sequence[Any]) -> list[dict[str, Any]]:
     return tools
 
 
-def tool_of(given: Any) -> dict[str, Any]:
+def parse_tool(given: Any) -> dict[str, Any]:
     if callable(given):
-        given = described(given)
+        given = describe_function(given)
     if not isinstance(given, Mapping):
         raise OvspecError(f"`tools` has {given!r:.80}; each must be a function, or an object that describes one.")
     kind, function = given.get("type", "function"), given.get("function", given)
     if kind != "function" or not isinstance(function, Mapping):
         raise OvspecError(f"`tools` has a tool of the type {kind!s:.40}; only functions can be called here.")
     name, parameters = function.get("name"), function.get("parameters")
-    if not isinstance(name, str) or not NAME.fullmatch(name):
+    if not isinstance(name, str) or not TOOL_NAME_PATTERN.fullmatch(name):
         raise OvspecError(f"`tools`: a name is {name!r:.80}; it must have 1 to 128 letters, digits, _, . or -.")
     for other in ("input_schema", "inputSchema"):  # Anthropic's and MCP's
         if other in function:
@@ -76,13 +78,13 @@ def tool_of(given: Any) -> dict[str, Any]:
     if not isinstance(function.get("description") or "", str):
         raise OvspecError(f"`tools`: the description of {name} must be a string.")
     kept = {key: value for key, value in function.items() if key != "type" and value is not None}
-    return {"type": "function", "function": {**kept, "parameters": dict(parameters or EMPTY)}}
+    return {"type": "function", "function": {**kept, "parameters": dict(parameters or EMPTY_SCHEMA)}}
 
 
-EMPTY = {"type": "object", "properties": {}}
+EMPTY_SCHEMA = {"type": "object", "properties": {}}
 
 
-def described(function: Callable[..., Any]) -> dict[str, Any]:
+def describe_function(function: Callable[..., Any]) -> dict[str, Any]:
     """Return name, description and parameters of a Python function, from its type hints and its docstring.
 
     The docstring is one of Google's style: "Args:" with a line "name: what it is" for each parameter.
@@ -124,34 +126,34 @@ def described(function: Callable[..., Any]) -> dict[str, Any]:
     return {
         "name": called,
         "description": about.split("\nReturns:")[0].strip(),
-        "parameters": {key: untitled(value) for key, value in schema.items() if key != "title"},
+        "parameters": {key: remove_titles(value) for key, value in schema.items() if key != "title"},
     }
 
 
-def untitled(schema: Any) -> Any:
+def remove_titles(schema: Any) -> Any:
     """Return a schema without the titles that pydantic makes of names."""
     if isinstance(schema, list):
-        return [untitled(each) for each in schema]
+        return [remove_titles(each) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    return {key: untitled(each) for key, each in schema.items() if not (key == "title" and isinstance(each, str))}
+    return {key: remove_titles(each) for key, each in schema.items() if not (key == "title" and isinstance(each, str))}
 
 
-def tool_use(tools: Sequence[Any], choice: Any) -> ToolUse:
+def parse_tool_choice(tools: Sequence[Any], choice: Any) -> AllowedCalls:
     """Return what an answer may call; ``tools`` are OpenAI's, ``choice`` is the option ``tool_choice``.
 
     Raises:
         OvspecError: the choice isn't one, or names a tool that isn't there.
     """
     names = dict.fromkeys(tool["function"]["name"] for tool in tools)
-    if choice is None or choice in CHOICES:
+    if choice is None or choice in TOOL_CHOICE_MODES:
         if choice == "required" and not names:
             raise OvspecError("`tool_choice` is required, which needs `tools`.")
-        return ToolUse(() if choice == "none" else (*names,), choice == "required")
+        return AllowedCalls(() if choice == "none" else (*names,), choice == "required")
     kind = choice.get("type") if isinstance(choice, Mapping) else None
     inner = choice.get(kind, choice) if kind in ("function", "allowed_tools") else None
     if kind == "function" and isinstance(inner, Mapping):
-        return ToolUse(known([inner.get("name")], names), True, True)
+        return AllowedCalls(check_tool_names([inner.get("name")], names), True, True)
     if isinstance(inner, Mapping) and inner.get("mode", "auto") in ("auto", "required"):
         listed = inner.get("tools")
         if isinstance(listed, list) and all(isinstance(each, Mapping) for each in listed):
@@ -159,11 +161,11 @@ def tool_use(tools: Sequence[Any], choice: Any) -> ToolUse:
             wanted = [each.get("name") if isinstance(each, Mapping) else None for each in given]
             if not wanted and inner.get("mode") == "required":
                 raise OvspecError("`tool_choice` is required, but allows no tool; name some.")
-            return ToolUse(known(wanted, names), inner.get("mode") == "required")
-    raise OvspecError(f"`tool_choice` is {choice!r:.80}; it must be {CHOICE}.")
+            return AllowedCalls(check_tool_names(wanted, names), inner.get("mode") == "required")
+    raise OvspecError(f"`tool_choice` is {choice!r:.80}; it must be {TOOL_CHOICE_FORMS}.")
 
 
-def known(wanted: Sequence[Any], names: Mapping[str, Any]) -> tuple[str, ...]:
+def check_tool_names(wanted: Sequence[Any], names: Mapping[str, Any]) -> tuple[str, ...]:
     """Return ``wanted`` names, each once; raises OvspecError for one that no tool has."""
     for name in wanted:
         if not isinstance(name, str) or name not in names:

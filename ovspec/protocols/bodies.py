@@ -20,11 +20,11 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from ovspec.base.errors import OvspecError
-from ovspec.params.generation import GENERATE
-from ovspec.params.limits import LARGEST, NOT_NEGATIVE, Limits
-from ovspec.params.option import Option, hint
-from ovspec.params.sampling import RECOMMENDED
-from ovspec.params.values import problem, type_in_words
+from ovspec.params.generation import GENERATE_OPTIONS
+from ovspec.params.limits import LARGEST_NUMBER, NOT_NEGATIVE, Limits
+from ovspec.params.option import Option, suggest_name
+from ovspec.params.sampling import RECOMMENDED_DEFAULT_TEXTS
+from ovspec.params.values import describe_problem, describe_type
 from ovspec.protocols.unsupported import (
     IGNORED_BY_SERVER,
     INSTEAD,
@@ -55,7 +55,7 @@ OF_SERVER = ("accept", "lookahead")
 # Our names and OpenAI's for the options that a request may set, and our name for each.
 REQUESTED = {
     spelling: name
-    for name, option in GENERATE.items()
+    for name, option in GENERATE_OPTIONS.items()
     if option.request or name in OF_SERVER
     for spelling in (name, *option.aliases)
 }
@@ -162,7 +162,7 @@ def checked_value(kind: Any, limits: Limits | None, value: Any) -> Any:
     """Return a value; raises PydanticCustomError if it isn't of the type ``kind`` or is out of range."""
     if get_origin(kind) is Mapping and get_args(kind)[0] is int:
         value = with_whole_keys(value)
-    if wrong := problem(value, kind, limits):
+    if wrong := describe_problem(value, kind, limits):
         raise PydanticCustomError("problem", "{wrong}", {"wrong": wrong})
     return value
 
@@ -192,11 +192,11 @@ def field_of(option: Option) -> tuple[Any, Any]:
     """Return the type and the field of an option."""
     limits = option.limits or Limits()
     bounds: dict[str, Any] = {}
-    if limits.special is None and limits.least > -LARGEST:
+    if limits.special is None and limits.least > -LARGEST_NUMBER:
         bounds["exclusiveMinimum" if limits.above else "minimum"] = limits.least
-    if limits.most < LARGEST:
+    if limits.most < LARGEST_NUMBER:
         bounds["maximum"] = limits.most
-    usual = RECOMMENDED.get(option.name, option.default_in_words)
+    usual = RECOMMENDED_DEFAULT_TEXTS.get(option.name, option.default_in_words)
     description = option.help + f" Default: {usual}." * bool(usual)
     validator = checked_as(option.request_type or option.kind, option.limits)
     return Annotated[Any, validator], Field(None, description=description, json_schema_extra=bounds)
@@ -206,7 +206,7 @@ TOPS = Annotated[
     Any, checked_as(int, Limits(0, 100, "from 0 to 100")), Field(json_schema_extra={"minimum": 0, "maximum": 100})
 ]
 PROMPT = str | Annotated[list[str], FIRST] | IDS | Annotated[list[IDS], FIRST]
-OPTIONS: dict[str, Any] = {spelling: field_of(GENERATE[name]) for spelling, name in REQUESTED.items()}
+OPTIONS: dict[str, Any] = {spelling: field_of(GENERATE_OPTIONS[name]) for spelling, name in REQUESTED.items()}
 
 
 def options_but(*names: str) -> dict[str, Any]:
@@ -375,7 +375,7 @@ def wrong_field(error: Any, request: type[BaseModel]) -> tuple[str, str | None]:
         return f"{shown} must not be empty.", name
     if error["type"] in ("problem", "unmet"):
         return f"{shown} {error['msg']}.", name
-    return f"{shown} must be {type_in_words(inside.model_fields[own].annotation)}.", name
+    return f"{shown} must be {describe_type(inside.model_fields[own].annotation)}.", name
 
 
 def elsewhere(name: str, request: type[BaseModel]) -> str:
@@ -384,4 +384,4 @@ def elsewhere(name: str, request: type[BaseModel]) -> str:
         instead = getattr(request, "instead", {}).get(name)
         return f", but of {path}; {f'give {instead}' if instead else 'leave it out'}."
     known = [each for each, field in request.model_fields.items() if field.description != UNMET]
-    return f"; {hint(name, known) or 'leave it out.'}"
+    return f"; {suggest_name(name, known) or 'leave it out.'}"

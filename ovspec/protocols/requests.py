@@ -9,12 +9,12 @@ from ovspec.base.errors import OvspecError, PromptError, UnavailableError
 from ovspec.engine.prompts import Prompt, is_batch
 from ovspec.grammars.response_format import WRAPPER_KEYS
 from ovspec.params import Params
-from ovspec.params.checks import checked
-from ovspec.params.generation import GRAMMARS, OF_SCHEMAS, UNSET
-from ovspec.params.option import hint
-from ovspec.params.sampling import TRUNCATING
+from ovspec.params.checks import check_combinations
+from ovspec.params.generation import DEFAULT_PARAMS, GRAMMAR_OPTIONS, SCHEMA_OPTIONS
+from ovspec.params.option import suggest_name
+from ovspec.params.sampling import TRUNCATING_OPTIONS
 from ovspec.protocols.bodies import MOST_NAMED, OF_MESSAGES, OF_PARTS, REQUESTED, Continued, Fields, RequestError
-from ovspec.text.chat_format import begun_answer
+from ovspec.text.chat_format import find_begun_answer
 from ovspec.text.chat_template import Message
 from ovspec.text.infill import Infill
 
@@ -47,7 +47,7 @@ class Overrides:
 
     def set_schema(self, schema: Any, field: str) -> None:
         """Set the schema that a client gives in ``field``, which can't be combined with a grammar."""
-        for name in GRAMMARS:
+        for name in GRAMMAR_OPTIONS:
             if name in self.values and self.names.get(name, name) == name:
                 raise RequestError(f"`{field}` and `{name}` can't be combined; leave one of them out.", field)
         self.set("json_schema", schema, field)
@@ -58,18 +58,20 @@ class Overrides:
         greedy = not values.get("temperature", defaults.temperature)
         if greedy and kind != "own":
             # Clients send these to greedy requests, whose text they can't change, and editors ask for several texts.
-            idle = (*TRUNCATING, "n") if kind == "infill" else TRUNCATING
+            idle = (*TRUNCATING_OPTIONS, "n") if kind == "infill" else TRUNCATING_OPTIONS
             values = {name: value for name, value in values.items() if name not in idle}
-        grammar = any(name in values for name in GRAMMARS)
-        unfit = [*GRAMMARS, "constrain_from"] if grammar else []
+        grammar = any(name in values for name in GRAMMAR_OPTIONS)
+        unfit = [*GRAMMAR_OPTIONS, "constrain_from"] if grammar else []
         if (values.get("json_schema") if grammar else defaults.json_schema) is None:
-            unfit += OF_SCHEMAS
+            unfit += SCHEMA_OPTIONS
             if values.get("tools") and defaults.json_schema is None:  # the server's mode is for tools, too
                 unfit.remove("json_schema_mode")
         if values.get("temperature") == 0:
-            unfit += TRUNCATING
+            unfit += TRUNCATING_OPTIONS
         with self.client_names():
-            return checked(replace(defaults, **({name: getattr(UNSET, name) for name in unfit} | values)))
+            return check_combinations(
+                replace(defaults, **({name: getattr(DEFAULT_PARAMS, name) for name in unfit} | values))
+            )
 
     @contextmanager
     def client_names(self) -> Iterator[None]:
@@ -136,7 +138,7 @@ def may_constrain(body: Any) -> bool:
     """Return whether a body has a grammar or tools, which may take long to compile."""
     inner = [(getattr(body, name, None) or {}).get("format") for name in ("text", "output_config")]
     formats = [getattr(body, name, None) for name in ("response_format", "output_format")] + inner
-    options = [name for name, ours in REQUESTED.items() if ours in (*GRAMMARS, "tools")]
+    options = [name for name, ours in REQUESTED.items() if ours in (*GRAMMAR_OPTIONS, "tools")]
     schema = any(format and format.get("type") != "text" for format in formats if isinstance(format, dict))
     return schema or any(getattr(body, name, None) is not None for name in options)
 
@@ -239,7 +241,7 @@ def refuse_unknown(given: Iterable[str], known: Collection[str], told: str, para
     """Raise RequestError for the first field that isn't known; ``told``: the message, with ``{name}`` for its name."""
     for name in given:
         if name not in known:
-            raise RequestError(f"{told.format(name=name[:80])}; {hint(name, known) or 'leave it out.'}", param)
+            raise RequestError(f"{told.format(name=name[:80])}; {suggest_name(name, known) or 'leave it out.'}", param)
 
 
 # ---------------------------------------------------------------- messages
@@ -247,7 +249,11 @@ def refuse_unknown(given: Iterable[str], known: Collection[str], told: str, para
 
 def check_continued(body: Continued, chat: list[Message]) -> None:
     """Raise RequestError if a body asks that the last message of its chat is continued, or not, and it isn't, or is."""
-    wanted, opens, continues = body.continue_final_message, body.add_generation_prompt, begun_answer(chat) is not None
+    wanted, opens, continues = (
+        body.continue_final_message,
+        body.add_generation_prompt,
+        find_begun_answer(chat) is not None,
+    )
     if wanted and opens:
         told = "`continue_final_message` and `add_generation_prompt` can't both be true; leave one of them out."
         raise RequestError(told, "continue_final_message")

@@ -18,7 +18,7 @@ from ovspec.sampling.byte_vocabulary import ByteVocabulary
 from ovspec.sampling.constraint import Constraint
 from ovspec.sampling.grammar_constraint import GrammarConstraint
 from ovspec.sampling.masks import pack_mask
-from ovspec.text.answer import WHITE, AnswerFormat, State, Tag, advance, is_mark
+from ovspec.text.answer import WHITESPACE, AnswerFormat, ReadingState, Tag, is_mark, split_by_phase
 
 # (tokens before the grammar, the part of its text that is there already: bytes, and ids of tags) -> the grammar of the
 # rest. The first bytes select the grammar's texts: see grammars/tools.py. Raises OvspecError if it doesn't allow them.
@@ -33,7 +33,7 @@ class AnswerPosition:
     grammars: of the following text; one of them allows it.
     """
 
-    state: State
+    state: ReadingState
     thinking_tokens: int = 0
     grammars: tuple[GrammarConstraint, ...] = ()
 
@@ -75,12 +75,12 @@ class AnswerConstraint(Constraint):
         # Bytes as characters, because a token may end inside of a character.
         self._tags = [Tag(bytes_as_characters(tag.text), tag.at, tag.to) for tag in format.tags]
         self._followed = TokenSequence()
-        state = State(format.begins)
+        state = ReadingState(format.begins)
         grammars: tuple[GrammarConstraint, ...] = ()
         if covers_text and state.phase == "start":
             grammars = self._make_grammars(prompt_length, (ANSWER_CALLS, ANSWER_TEXT))
         self._positions = [AnswerPosition(state, 0, grammars)]  # one more than there are tokens
-        self._free_masks: dict[State, np.ndarray | None] = {}
+        self._free_masks: dict[ReadingState, np.ndarray | None] = {}
 
     def token_mask(self, tokens: np.ndarray) -> np.ndarray | None:
         position = self._seek(tokens)
@@ -164,17 +164,17 @@ class AnswerConstraint(Constraint):
         """Return whether the rest of the answer is in its grammar, so that no tag matters any more."""
         return position.state.phase == "calls" or (self._covers_text and position.state.phase == "text")
 
-    def _follow_token(self, state: State, token: int) -> tuple[State, tuple[bytes, ...], str]:
+    def _follow_token(self, state: ReadingState, token: int) -> tuple[ReadingState, tuple[bytes, ...], str]:
         """Return the state after ``token``; if it begins grammars, also their kinds, and their text in the token."""
         text = self._token_text(token)
-        after = advance(self._tags, state, text)[0]
+        after = split_by_phase(self._tags, state, text)[0]
         if after.phase == state.phase:
             return after, (), ""
         kinds: tuple[bytes, ...] = ()
         grammar_text = ""
         for index, character in enumerate(text):
             phase = state.phase
-            state, parts = advance(self._tags, state, character)
+            state, parts = split_by_phase(self._tags, state, character)
             if state.phase == "calls":
                 return state, (ANSWER_CALLS,), parts[-1][1] + text[index + 1 :]
             if self._covers_text and phase == "thinking" != state.phase:
@@ -216,10 +216,10 @@ class AnswerConstraint(Constraint):
             return []
         return self._thinking_end[position.thinking_tokens - budget :]
 
-    def _thinking_start_ids(self, state: State) -> list[int]:
+    def _thinking_start_ids(self, state: ReadingState) -> list[int]:
         """Return the ids that may begin thinking, or go on with its tag, where the grammar doesn't."""
         ids: list[int] = []
-        begun = state.held.lstrip(WHITE)
+        begun = state.held.lstrip(WHITESPACE)
         for tag in self._tags:
             if self._covers_text and tag.to == "thinking" and state.phase in tag.at and tag.text.startswith(begun):
                 text, mark = split_at_mark(tag.text[len(begun) :])
@@ -230,16 +230,16 @@ class AnswerConstraint(Constraint):
                 ids += [token for token in candidates if self._continues_tag(tag, state, token)]
         return ids
 
-    def _continues_tag(self, tag: Tag, state: State, token: int) -> bool:
+    def _continues_tag(self, tag: Tag, state: ReadingState, token: int) -> bool:
         """Return whether ``token`` ends a tag of thinking, or goes on with it."""
         after = self._follow_token(state, token)[0]
         return after.phase == "thinking" or (
-            after.phase == state.phase and tag.text.startswith(after.held.lstrip(WHITE))
+            after.phase == state.phase and tag.text.startswith(after.held.lstrip(WHITESPACE))
         )
 
     # ------------------------------------------------------------ free text
 
-    def _free_mask(self, state: State) -> np.ndarray | None:
+    def _free_mask(self, state: ReadingState) -> np.ndarray | None:
         """Return the tokens that may follow in free text, as a mask; None for all.
 
         It leaves out tokens that would begin a text that the grammar doesn't allow, and the end of an answer that must
@@ -252,7 +252,7 @@ class AnswerConstraint(Constraint):
             self._free_masks[state] = ~pack_mask(wrong, self._vocabulary.size) if wrong else None
         return self._free_masks[state]
 
-    def _may_follow(self, state: State, token: int) -> bool:
+    def _may_follow(self, state: ReadingState, token: int) -> bool:
         """Return whether no grammar begins with ``token``, or one that allows it."""
         try:
             _, kinds, grammar_text = self._follow_token(state, token)
@@ -262,7 +262,7 @@ class AnswerConstraint(Constraint):
         except OvspecError:
             return False
 
-    def _possible_starts(self, state: State) -> Iterator[int]:
+    def _possible_starts(self, state: ReadingState) -> Iterator[int]:
         """Yield the ids after which the grammar may begin, and some others."""
         for tag in self._tags:
             if tag.to != "calls" and not (self._covers_text and "thinking" in tag.at):

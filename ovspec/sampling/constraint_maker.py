@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ovspec.base.errors import OvspecError
-from ovspec.base.files import present, read_json
+from ovspec.base.files import read_json, require_present
 from ovspec.params import Params
 from ovspec.sampling.byte_vocabulary import ByteVocabulary
 from ovspec.sampling.constraint import Constraint, Constraints
@@ -44,7 +44,7 @@ class ConstraintMaker:
     def grammar_compiler(self) -> GrammarCompiler:
         from ovspec.sampling.grammar_constraint import GrammarCompiler  # deferred, because it imports llguidance
 
-        tokenizer_json = read_json(present(self._tokenizer.folder / TOKENIZER_FILE))
+        tokenizer_json = read_json(require_present(self._tokenizer.folder / TOKENIZER_FILE))
         return GrammarCompiler(tokenizer_json, list(self.byte_vocabulary.vocabulary))
 
     def make_constraints(

@@ -10,7 +10,7 @@ from pathlib import Path
 from ovspec.base.errors import OvspecError, UnavailableError
 from ovspec.base.files import read_text
 from ovspec.base.json_types import JsonObject, JsonValue
-from ovspec.base.sandbox import Stopped, Worker, serve
+from ovspec.base.sandbox import LimitExceeded, SandboxPool, serve_requests
 from ovspec.grammars.response_format import unwrap_response_format
 
 MAX_SECONDS = 5.0
@@ -21,7 +21,7 @@ SLOW_KEYWORDS = re.compile(r'"(?:pattern|\$|uniqueItems|unevaluated)')
 MAX_ERRORS = 20
 MAX_DIRECT_SIZE = 10_000_000  # characters of the schema times characters of the text that this process checks itself
 
-VALIDATOR = Worker("ovspec.sampling.schema_validation", "judges texts by schemas", MAX_SECONDS, MAX_BYTES)
+VALIDATOR = SandboxPool("ovspec.sampling.schema_validation", "judges texts by schemas", MAX_SECONDS, MAX_BYTES)
 
 
 def find_schema_errors(schema: JsonValue | Path, prompt_part: str, text: str) -> list[str]:
@@ -49,7 +49,7 @@ def find_schema_errors(schema: JsonValue | Path, prompt_part: str, text: str) ->
     is_slow = SLOW_KEYWORDS.search(schema_text) or len(schema_text) * len(request["text"]) > MAX_DIRECT_SIZE
     try:
         reply = VALIDATOR.ask(json.dumps(request)) if is_slow else validate_text(request)
-    except Stopped as reason:
+    except LimitExceeded as reason:
         return [f"#: the check {reason}, so whether the text is valid is unknown"]
     except UnavailableError:
         return ["#: the process that checks it ended without an answer, so whether the text is valid is unknown"]
@@ -88,4 +88,4 @@ def json_pointer(path: Iterable[str | int]) -> str:
 
 
 if __name__ == "__main__":
-    serve(validate_text)
+    serve_requests(validate_text)

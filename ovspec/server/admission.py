@@ -26,8 +26,8 @@ from ovspec.protocols.requests import TextRequest
 from ovspec.server.errors import ApiError, ServerEnded, about_prompt, as_api_error, for_clients, too_long
 from ovspec.server.guard import IGNORED
 from ovspec.server.metrics import Metrics
-from ovspec.text.generation_config import recommended_sampling
-from ovspec.text.infill import NO_FIM, Infill
+from ovspec.text.generation_config import read_recommended_sampling
+from ovspec.text.infill import NO_FIM_ERROR, Infill
 
 T = TypeVar("T")
 
@@ -51,7 +51,7 @@ class Service:
         self._preparations = set[asyncio.Task[Any]]()  # those whose requests the engine doesn't have yet
         self.began = int(time.time())
         given = {} if options.temperature is None else {"temperature": options.temperature}
-        self.recommended = recommended_sampling(lm.folder, given)
+        self.recommended = read_recommended_sampling(lm.folder, given)
         self.sampling = (given if options.temperature else {}) | self.recommended  # of requests that set none
         defaults = make_params({"max_tokens": options.max_tokens, **self.sampling})
         # Without a schema, for which the mode is, no check would let it pass; see ``Overrides.params``.
@@ -161,7 +161,7 @@ class Service:
     def params(self, request: TextRequest) -> Params:
         """Return the params of a request, complete; raises OvspecError for what can't be met or is too much."""
         if request.infills and not self.lm.tokenizer.fim:
-            raise ApiError(501, NO_FIM, "suffix" if request.kind == "completion" else None)
+            raise ApiError(501, NO_FIM_ERROR, "suffix" if request.kind == "completion" else None)
         params = request.overrides.params(self.defaults, request.kind)
         with request.overrides.client_names():
             params = self.lm.runtime.row_maker.complete_params(params)

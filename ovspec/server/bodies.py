@@ -13,7 +13,7 @@ from pydantic_core import from_json
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from ovspec.base.surrogates import without_halves
+from ovspec.base.surrogates import replace_half_surrogates
 from ovspec.protocols.apis import BODIES
 from ovspec.protocols.bodies import RequestError, read_body, without_unknown
 from ovspec.server.errors import ApiError
@@ -84,7 +84,9 @@ def json_in(raw: bytes) -> Any:
     try:
         return from_json(raw, allow_inf_nan=False)
     except ValueError:
-        whole = without_halves(raw.decode("latin-1")).encode("latin-1")  # which leaves all other bytes as they are
+        whole = replace_half_surrogates(raw.decode("latin-1")).encode(
+            "latin-1"
+        )  # which leaves all other bytes as they are
         if whole == raw:
             raise
         return from_json(whole, allow_inf_nan=False)

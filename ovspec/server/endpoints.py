@@ -17,8 +17,7 @@ from ovspec.base.errors import OvspecError, PromptError
 from ovspec.engine.engine_thread import Job
 from ovspec.engine.results import Piece
 from ovspec.engine.row import Row
-from ovspec.params import Params
-from ovspec.params.checks import refuse_retries
+from ovspec.params import Params, refuse_retries_in_stream
 from ovspec.protocols.apis import TextApi, TokenCount
 from ovspec.protocols.errors import Failure
 from ovspec.protocols.logprobs import SILENT, Echo, between_rounds, echo_of
@@ -27,7 +26,7 @@ from ovspec.protocols.requests import TextRequest, may_constrain, texts_asked
 from ovspec.server.admission import Service, Work, unless_gone
 from ovspec.server.errors import ApiError, about_prompt, as_api_error, failure_of, too_long
 from ovspec.server.guard import OUTCOME, OWNER
-from ovspec.text.tokenizer import LONG_TEXT
+from ovspec.text.tokenizer import LONG_TEXT_CHARACTERS
 
 T = TypeVar("T")
 EVERY = 15.0  # seconds after which a silent stream tells that it is alive
@@ -100,7 +99,7 @@ class TextEndpoints:
         request, owner = self._service.read(api, body, http), getattr(http.state, OWNER, None)
         params = self._service.params(request)
         if request.stream:
-            refuse_retries(params)
+            refuse_retries_in_stream(params)
         limits = self._service.limits(request, params)
         try:
             with request.overrides.client_names():
@@ -210,7 +209,7 @@ class TextEndpoints:
 
 async def work_for(http: Request) -> Work:
     """Return the work that a request without a grammar is."""
-    return "long" if len(await http.body()) > LONG_TEXT else "texts"
+    return "long" if len(await http.body()) > LONG_TEXT_CHARACTERS else "texts"
 
 
 async def pieces_of(service: Service, rows: list[Row], began: float) -> AsyncGenerator[list[tuple[int, Piece]]]:

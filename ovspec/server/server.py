@@ -19,14 +19,14 @@ from starlette.types import Scope
 from ovspec.api.model import LanguageModel
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_text
-from ovspec.base.progress import note
+from ovspec.base.progress import print_note
 from ovspec.engine.engine_thread import EngineThread
 from ovspec.params.serving import ServeParams
 from ovspec.server.admission import Service
 from ovspec.server.app import make_app
 from ovspec.server.connections import allow_files, config_of
 from ovspec.server.guard import LOG, Guard, is_here
-from ovspec.text.generation_config import sampling_in_words
+from ovspec.text.generation_config import format_sampling
 
 # The engine's thread must not wait for the 5 ms that Python grants other threads.
 SWITCH_SECONDS = 0.0005
@@ -79,14 +79,14 @@ class Draining(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        note(self._greeting)
+        print_note(self._greeting)
 
     def handle_exit(self, sig: int, frame: Any) -> None:  # noqa: ARG002
         self._signals += 1
         self._service.draining = True
         count = self._service.requests
         if self._signals == 1 and count:
-            note(f"waiting for {count} request{'s' * (count > 1)} to end; another signal ends them")
+            print_note(f"waiting for {count} request{'s' * (count > 1)} to end; another signal ends them")
         elif self._signals == 2:
             self._service.give_up()
         elif self._signals > 2:
@@ -120,7 +120,7 @@ def serve(lm: LanguageModel, names: list[str], keys: list[str], opened: socket.s
     how = f"{lm.target.engine} engine, {promise} arithmetic, draft: {lm.runtime.models.choice or 'none'}"
     greeting = f"{names[0]} on {where} ({how})"
     if service.recommended:
-        words = sampling_in_words(service.recommended)
+        words = format_sampling(service.recommended)
         told = f"sampling that a request leaves out is as the model recommends: {words}; --temperature 0 for greedy"
         greeting += f"\n{told}"
     log_to_stderr()

@@ -5,7 +5,7 @@ from pydantic import Field
 from ovspec.api.model import LanguageModel
 from ovspec.base.errors import PromptError
 from ovspec.engine.prompts import refuse_template_variables
-from ovspec.params.tools import tools_of
+from ovspec.params.tools import parse_tools
 from ovspec.protocols.bodies import DetokenizeRequest, RequestError, TokenizeRequest
 from ovspec.protocols.chat.reply import Answer
 from ovspec.protocols.requests import Ignored, check_continued, template_chat
@@ -61,7 +61,7 @@ def encode(service: Service, ignored: Ignored, body: TokenizeRequest) -> list[in
         return lm.tokenizer.encode(texts[0], False not in given.values()).tolist()
     if name := next(iter(given), None):
         raise RequestError(f"{name} can't be combined with messages; leave it out.", name)
-    messages, tools = template_chat(body.messages, ignored), tools_of(body.tools or ())
+    messages, tools = template_chat(body.messages, ignored), parse_tools(body.tools or ())
     check_continued(body, messages)
     variables = service.read_variables(body.chat_template_kwargs or {}, bool(tools), ignored)
     try:

@@ -12,8 +12,8 @@ from typing import Literal
 import numpy as np
 
 from ovspec.base.errors import OvspecError
-from ovspec.base.files import remember, remembered
-from ovspec.base.progress import note
+from ovspec.base.files import read_cached, write_cached
+from ovspec.base.progress import print_note
 from ovspec.cache.blocks import BlockTensors
 from ovspec.cache.decoder import FAST_GPU_RULE, FAST_RULE, Arithmetic, Decoder, FeedRule, Rollback
 from ovspec.cache.paged import PagedDecoder
@@ -230,14 +230,14 @@ def load_model_with_features(
         return load_compiled_model(folder, options, wanted, arithmetic, head)
     graph = hashlib.sha256((head / MODEL_FILE).read_bytes()).hexdigest()
     file = find_exactness_file(folder, options, f"{wanted} with {graph}")
-    known = remembered(Exactness, file)
+    known = read_cached(Exactness, file)
     if not known and check_weights(folder / MODEL_FILE) > LONG_PROBE_BYTES:
-        note(f"{folder}: finding out whether its head's features change a bit, once; this loads the model twice.")
+        print_note(f"{folder}: finding out whether its head's features change a bit, once; this loads the model twice.")
     without = [] if known else load_compiled_model(folder, options, wanted, arithmetic).hash_logits()
     loaded = load_compiled_model(folder, options, wanted, "fast" if known and known.differing else arithmetic, head)
     if not known:
         differing = sum(ours != theirs for ours, theirs in zip(loaded.hash_logits(), without, strict=True))
-        known = remember(file, Exactness(None, len(without), differing))
+        known = write_cached(file, Exactness(None, len(without), differing))
     if known.differing:
         told = f"features change {known.differing} of {known.positions} probed positions"
         loaded.rule, loaded.proposals_are_free = fast_feed_rule(loaded.engine, loaded.ir.device), False
@@ -301,8 +301,8 @@ def f32_may_help(options: DeviceOptions) -> bool:
 def probe_exactness(loaded: CompiledModel, folder: Path, options: DeviceOptions) -> Exactness:
     """Find the rule of exact arithmetic, and remember it."""
     if check_weights(folder / MODEL_FILE) > LONG_PROBE_BYTES:
-        note(f"{folder}: finding out how each token gets the same bits, once; `arithmetic='fast'` skips it.")
-    return remember(find_exactness_file(folder, options, loaded.engine), loaded.find_exactness())
+        print_note(f"{folder}: finding out how each token gets the same bits, once; `arithmetic='fast'` skips it.")
+    return write_cached(find_exactness_file(folder, options, loaded.engine), loaded.find_exactness())
 
 
 def fast_feed_rule(engine: EngineName, device: str) -> FeedRule:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ovspec.base.files import remembered
+from ovspec.base.files import read_cached
 from ovspec.cache.decoder import Decoder, FeedRule
 from ovspec.ir.crashes import avoid_crash
 from ovspec.ir.device import DeviceOptions, make_compile_properties
@@ -153,7 +153,7 @@ def wait_for_gpu_kernels(decoder: Decoder, vocabulary: int) -> None:
 
 def read_exactness(folder: Path, options: DeviceOptions, engine: str) -> Exactness | None:
     """Return what an earlier run found, if any."""
-    return remembered(Exactness, find_exactness_file(folder, options, engine))
+    return read_cached(Exactness, find_exactness_file(folder, options, engine))
 
 
 def find_exactness_file(folder: Path, options: DeviceOptions, engine: str) -> Path | None:

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import openvino as ov
 
-from ovspec.base.files import present
+from ovspec.base.files import require_present
 from ovspec.ir.compile import MODEL_FILE
 from ovspec.ir.device import system_name
 from ovspec.ir.instruction_set import instruction_set
 from ovspec.setup.engine_choice import CompiledModel
-from ovspec.text.chat_template import CHAT_TEMPLATE_FILE, MORE_TEMPLATES
+from ovspec.text.chat_template import CHAT_TEMPLATE_FILE, TEMPLATES_FOLDER
 from ovspec.text.tokenizer_files import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
 
 # To tell models apart, this many pieces of the weights are hashed, each of this many bytes.
@@ -27,7 +27,7 @@ THREADS_PROPERTY = "INFERENCE_NUM_THREADS"
 
 def hash_model(folder: Path) -> str:
     """Return a checksum that tells models with different graphs, weights or tokenizers apart."""
-    weights = present((folder / MODEL_FILE).with_suffix(".bin"))
+    weights = require_present((folder / MODEL_FILE).with_suffix(".bin"))
     found = hashlib.sha256()
     for name in (MODEL_FILE, TOKENIZER_FILE):
         file = folder / name
@@ -61,7 +61,7 @@ def compute_files_revision(place: Path) -> str:
 def hash_prompt_files(folder: Path) -> str:
     """Return a checksum of the files that decide how a prompt is written in tokens, and how a text ends."""
     found = hashlib.sha256()
-    templates = sorted(f"{MORE_TEMPLATES}/{file.name}" for file in (folder / MORE_TEMPLATES).glob("*.jinja"))
+    templates = sorted(f"{TEMPLATES_FOLDER}/{file.name}" for file in (folder / TEMPLATES_FOLDER).glob("*.jinja"))
     for name in (CHAT_TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, "generation_config.json", "config.json", *templates):
         file = folder / name
         found.update(name.encode() + (file.read_bytes() if file.is_file() else b""))

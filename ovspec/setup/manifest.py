@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ovspec.base.errors import OvspecError
-from ovspec.base.files import read_as, read_json, write_atomically
-from ovspec.text.chat_template import MORE_TEMPLATES
+from ovspec.base.files import read_dataclass, read_json, write_atomically
+from ovspec.text.chat_template import TEMPLATES_FOLDER
 
 MANIFEST_FILE = "ovspec.json"
 DRAFT_FOLDER = "draft"
@@ -105,7 +105,7 @@ def read_manifest(folder: Path, verify: bool = False) -> Manifest | None:
         raise OvspecError(f"{folder}: the export was not finished; export the model again.")
     if data.get("format") != MANIFEST_FORMAT:
         raise OvspecError(f"{folder / MANIFEST_FILE}: format {data.get('format')!r:.20} is not known; update ovspec.")
-    manifest = read_as(Manifest, folder / MANIFEST_FILE)
+    manifest = read_dataclass(Manifest, folder / MANIFEST_FILE)
     for name, file in manifest.files.items():
         path = folder / name
         if not path.is_file() or path.stat().st_size != file.size:
@@ -114,7 +114,7 @@ def read_manifest(folder: Path, verify: bool = False) -> Manifest | None:
             raise OvspecError(f"{path}: {told}; export the model again.")
         if verify and hash_file(path) != file.sha256:
             raise OvspecError(f"{path}: changed since it was exported; export the model again.")
-    more = [f"{MORE_TEMPLATES}/{file.name}" for file in (folder / MORE_TEMPLATES).glob("*.jinja")]
+    more = [f"{TEMPLATES_FOLDER}/{file.name}" for file in (folder / TEMPLATES_FOLDER).glob("*.jinja")]
     for name in (
         (*TEXT_DECIDING_FILES, *(f"{DRAFT_FOLDER}/{name}" for name in TEXT_DECIDING_FILES), *more) if verify else ()
     ):

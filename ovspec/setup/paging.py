@@ -12,7 +12,7 @@ import numpy as np
 import openvino as ov
 
 from ovspec.base.errors import OvspecError
-from ovspec.base.files import remember, remembered
+from ovspec.base.files import read_cached, write_cached
 from ovspec.cache.decoder import FAST_GPU_RULE, FAST_RULE, Rollback
 from ovspec.cache.paged import PagedDecoder
 from ovspec.cache.stateful import StatefulDecoder
@@ -91,7 +91,7 @@ def check_paged(folder: Path, options: DeviceOptions) -> PagedCheck:
     file = find_findings_file("engines", folder, setting, options.cache_folder, device)
     may_crash = is_gpu(device) and make_compile_properties(options).get("KV_CACHE_PRECISION") != "f16"
     compare = compare_engines_in_process if may_crash else compare_engines
-    return remembered(PagedCheck, file) or remember(file, compare(folder, options))
+    return read_cached(PagedCheck, file) or write_cached(file, compare(folder, options))
 
 
 def compare_engines_in_process(folder: Path, options: DeviceOptions) -> PagedCheck:

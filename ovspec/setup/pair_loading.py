@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ovspec.base.progress import note
+from ovspec.base.progress import print_note
 from ovspec.cache.decoder import Arithmetic
 from ovspec.ir.device import DeviceOptions
 from ovspec.ir.heads import is_head_folder
@@ -34,7 +34,9 @@ def load_target_and_draft(
     draft_profile = load_or_tune_profile(draft, draft_options) if tune and draft and not head else None
     target = load_model_with_profile(profile, folder, options, engine, arithmetic, head)
     if target.is_inexact:
-        note(f"{folder}: {target.arithmetic_note}; a draft, a batch or a cached prompt may change a text at near-ties.")
+        print_note(
+            f"{folder}: {target.arithmetic_note}; a draft, a batch or a cached prompt may change a text at near-ties."
+        )
     if head:
         return target, load_compiled_head(head, target, draft_options)
     return target, load_compiled_draft(draft, target, draft_options, engine, draft_profile) if draft else None

@@ -11,7 +11,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from ovspec.base.files import remembered, write_atomically
+from ovspec.base.files import read_cached, write_atomically
 from ovspec.cache.decoder import Arithmetic, FeedRule
 from ovspec.ir.compile import MODEL_FILE
 from ovspec.ir.device import DeviceOptions, check_device, default_cache_dir, identify_machine, is_virtual
@@ -192,7 +192,7 @@ def find_largest_group(folder: Path) -> int | None:
 def read_profile(folder: Path, options: DeviceOptions) -> Profile | None:
     """Return the profile measured for models like the one in ``folder``, or None."""
     file = find_profile_file(folder, options) if not is_virtual(check_device(options.device)) else None
-    return remembered(Profile, file)
+    return read_cached(Profile, file)
 
 
 def read_profile_text(folder: Path, options: DeviceOptions) -> str | None:

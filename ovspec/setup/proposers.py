@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from ovspec.base.errors import OvspecError
-from ovspec.base.files import remember, remembered
+from ovspec.base.files import read_cached, write_cached
 from ovspec.cache.decoder import FAST_RULE, FeedRule, Rollback
 from ovspec.cache.paged import PagedDecoder
 from ovspec.ir.compile import compile_graph
@@ -84,7 +84,7 @@ def choose_pairing(proposer: CompiledModel, options: DeviceOptions) -> CompiledM
     if proposer.engine == "paged" and not is_gpu(proposer.ir.device):
         setting = repr(("pairs", sorted(proposer.ir.properties.items())))
         file = find_findings_file("pairs", proposer.ir.folder, setting, options.cache_folder)
-        found = remembered(PairCost, file) or remember(file, PairCost(measure_pair_cost(proposer)))
+        found = read_cached(PairCost, file) or write_cached(file, PairCost(measure_pair_cost(proposer)))
         proposer.rule = PAIRED_RULE if found.cost < WORTH_PAIRING else FAST_RULE
     return proposer
 

@@ -12,7 +12,7 @@ import openvino as ov
 
 from ovspec import __version__
 from ovspec.base.errors import OvspecError
-from ovspec.base.files import remember, remembered
+from ovspec.base.files import read_cached, write_cached
 from ovspec.cache.decoder import Rollback, StateCopies
 from ovspec.cache.stateful import StatefulDecoder
 from ovspec.ir.attention_mask import UNBOUNDED, find_mask_bound
@@ -149,7 +149,7 @@ def load_rollback_probe(ir: CompiledIR, cache_dir: Path | None) -> RollbackProbe
     """Return what an earlier run has found and remembered, or probe."""
     setting = f"{ROLLBACK_PROBE_VERSION} {describe_rollback_setting(ir.device, ir.properties)}"
     file = find_findings_file("probes", ir.folder, setting, cache_dir, ir.device)
-    return remembered(RollbackProbe, file) or remember(file, probe_rollback(ir))
+    return read_cached(RollbackProbe, file) or write_cached(file, probe_rollback(ir))
 
 
 def find_findings_file(

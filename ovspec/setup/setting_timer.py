@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from ovspec.base.errors import OvspecError
-from ovspec.base.files import remember, remembered
+from ovspec.base.files import read_cached, write_cached
 from ovspec.cache.decoder import Decoder, FeedRule, Rollback
 from ovspec.cache.paged import PagedDecoder
 from ovspec.cache.stateful import StatefulDecoder
@@ -96,7 +96,7 @@ class SettingTimer:
             DeviceOptions(cache_dir=self._options.cache_folder, properties=uncached), setting
         )
         file = find_exactness_file(self._folder, options, setting.engine)
-        return remembered(Exactness, file) or remember(file, self._model(setting).find_exactness())
+        return read_cached(Exactness, file) or write_cached(file, self._model(setting).find_exactness())
 
     def probe_by_threads(self, setting: Setting) -> dict[int, Exactness]:
         """Find the rule thoroughly, with the usual number of threads and with one; by number of threads."""

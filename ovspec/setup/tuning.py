@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from ovspec.base.errors import InferenceError, OvspecError
-from ovspec.base.files import read_text, remember
-from ovspec.base.progress import note
+from ovspec.base.files import read_text, write_cached
+from ovspec.base.progress import print_note
 from ovspec.ir.compile import MODEL_FILE, check_weights
 from ovspec.ir.config import read_model_config
 from ovspec.ir.device import (
@@ -138,11 +138,15 @@ def load_or_tune_profile(folder: Path, options: DeviceOptions) -> Profile | None
     if profile or options.device.upper() != "CPU" or not options.cache_folder:
         return profile
     if check_weights(folder / MODEL_FILE) > LARGEST_AUTO_TUNED:
-        note(f"{folder}: too large to tune automatically; run 'ovspec tune {folder}' to find the fastest settings.")
+        print_note(
+            f"{folder}: too large to tune automatically; run 'ovspec tune {folder}' to find the fastest settings."
+        )
         return None
-    note(f"{folder}: measuring the fastest settings, once; 'ovspec tune' measures more, OVSPEC_TUNE=0 skips this.")
+    print_note(
+        f"{folder}: measuring the fastest settings, once; 'ovspec tune' measures more, OVSPEC_TUNE=0 skips this."
+    )
     try:
-        return remember(find_profile_file(folder, options), tune_model(folder, options, effort=SHORT_EFFORT))
+        return write_cached(find_profile_file(folder, options), tune_model(folder, options, effort=SHORT_EFFORT))
     except OvspecError as error:
-        note(str(error))
+        print_note(str(error))
         return None

@@ -15,13 +15,13 @@ from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from ovspec.text.tool_formats.layout import PATTERNS, ToolFormat
+from ovspec.text.tool_formats.layout import SLOT_PATTERNS, ToolFormat
 
 # start: nothing but white space yet; after: the same behind thinking; between: the header of a message (harmony).
 Phase = Literal["start", "thinking", "after", "text", "between", "calls"]
-WHITE = " \t\r\n"  # only ASCII, so that it is the same in bytes
-FIRST_MARK, MOST_MARKS = 0xD800, 0x800
-NAME = r"(?P<name>[A-Za-z0-9_.-]+)(?=[^A-Za-z0-9_.-])"  # of a tool
+WHITESPACE = " \t\r\n"  # only ASCII, so that it is the same in bytes
+FIRST_MARK, MARK_COUNT = 0xD800, 0x800
+TOOL_NAME = r"(?P<name>[A-Za-z0-9_.-]+)(?=[^A-Za-z0-9_.-])"  # of a tool
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Tag:
 
 
 @dataclass(frozen=True)
-class Thinking:
+class ThinkingFormat:
     """How a model marks its thinking.
 
     open, close: the tags around it.
@@ -58,46 +58,48 @@ class Thinking:
         )
 
 
-HEADERS: tuple[Phase, ...] = ("start", "between")
-HARMONY = Thinking(
+HEADER_PHASES: tuple[Phase, ...] = ("start", "between")
+HARMONY_THINKING = ThinkingFormat(
     "<|channel|>analysis<|message|>",
     "<|end|>",
     (
-        Tag("<|channel|>final<|message|>", HEADERS, "text"),
-        Tag("<|channel|>commentary<|message|>", HEADERS, "text"),
+        Tag("<|channel|>final<|message|>", HEADER_PHASES, "text"),
+        Tag("<|channel|>commentary<|message|>", HEADER_PHASES, "text"),
         Tag("<|end|>", ("text",), "between"),
         Tag("<|start|>assistant", ("start",), "between"),
     ),
     header="<|start|>assistant",
     text="<|channel|>final<|message|>",
 )
-THINKING = (
-    HARMONY,
-    Thinking("<think>", "</think>"),
-    Thinking("[THINK]", "[/THINK]"),
-    Thinking("<seed:think>", "</seed:think>"),
-    Thinking("<|START_THINKING|>", "<|END_THINKING|>"),
-    Thinking("<|inner_prefix|>", "<|inner_suffix|>"),
-    Thinking("<|channel>thought\n", "<channel|>"),
+THINKING_FORMATS = (
+    HARMONY_THINKING,
+    ThinkingFormat("<think>", "</think>"),
+    ThinkingFormat("[THINK]", "[/THINK]"),
+    ThinkingFormat("<seed:think>", "</seed:think>"),
+    ThinkingFormat("<|START_THINKING|>", "<|END_THINKING|>"),
+    ThinkingFormat("<|inner_prefix|>", "<|inner_suffix|>"),
+    ThinkingFormat("<|channel>thought\n", "<channel|>"),
 )
 
 
-def find_thinking(source: str) -> Thinking | None:
+def detect_thinking_format(source: str) -> ThinkingFormat | None:
     """Return the tags of thinking in a chat template."""
-    return next((each for each in THINKING if each.close in source and each.open in source.replace("\\n", "\n")), None)
+    return next(
+        (each for each in THINKING_FORMATS if each.close in source and each.open in source.replace("\\n", "\n")), None
+    )
 
 
 # ---------------------------------------------------------------- phases
 
 
-class State(NamedTuple):
+class ReadingState(NamedTuple):
     """Where an answer is. ``held``: text at its end that may be the beginning of a tag, or white space before one."""
 
     phase: Phase = "start"
     held: str = ""
 
 
-def advance(tags: Sequence[Tag], state: State, text: str) -> tuple[State, list[tuple[Phase, str]]]:
+def split_by_phase(tags: Sequence[Tag], state: ReadingState, text: str) -> tuple[ReadingState, list[tuple[Phase, str]]]:
     """Return the state after ``text``, and what is now known of it: (phase, text) pairs.
 
     White space around tags is gone.
@@ -107,7 +109,7 @@ def advance(tags: Sequence[Tag], state: State, text: str) -> tuple[State, list[t
         usable = [tag for tag in tags if phase in tag.at]
         if phase in ("start", "after"):
             fits = any(tag.text.startswith(held) or held.startswith(tag.text) for tag in usable)
-            begun = held if fits else held.lstrip(WHITE)  # some tags begin with white space themselves
+            begun = held if fits else held.lstrip(WHITESPACE)  # some tags begin with white space themselves
             fitting = [tag for tag in usable if begun.startswith(tag.text)]
             if tag := max(fitting, key=lambda tag: len(tag.text), default=None):
                 held, phase = begun if tag.to == "calls" else begun[len(tag.text) :], tag.to
@@ -119,22 +121,24 @@ def advance(tags: Sequence[Tag], state: State, text: str) -> tuple[State, list[t
         places = [(at, -len(tag.text), tag) for tag in usable if (at := held.find(tag.text)) >= 0]
         if places:
             at, _, tag = min(places, key=lambda place: place[:2])
-            found.append((phase, held[:at].rstrip(WHITE)))
+            found.append((phase, held[:at].rstrip(WHITESPACE)))
             held, phase = held[at if tag.to == "calls" else at + len(tag.text) :], tag.to
             continue
-        end = unfinished(held, usable)
+        end = find_unfinished_tag(held, usable)
         found.append((phase, held[:end]))
         held = held[end:]
         break
     if phase == "calls":
         found.append((phase, held))
         held = ""
-    return State(phase, held), [(each, part) for each, part in found if part and each != "between"]
+    return ReadingState(phase, held), [(each, part) for each, part in found if part and each != "between"]
 
 
-def unfinished(text: str, tags: Collection[Tag]) -> int:
+def find_unfinished_tag(text: str, tags: Collection[Tag]) -> int:
     """Return where the end of ``text`` begins that may turn out to be a tag with white space before it."""
-    return len(text[: min(cut(text, tag.text) for tag in tags)].rstrip(WHITE)) if tags else len(text)
+    return (
+        len(text[: min(find_unfinished_end(text, tag.text) for tag in tags)].rstrip(WHITESPACE)) if tags else len(text)
+    )
 
 
 # ---------------------------------------------------------------- a model's answers
@@ -153,7 +157,7 @@ class AnswerFormat:
     """
 
     tools: ToolFormat | None = None
-    thinking: Thinking | None = None
+    thinking: ThinkingFormat | None = None
     names: tuple[str, ...] = ()
     begins: Phase = "start"
     anywhere: bool = True
@@ -199,7 +203,7 @@ class AnswerFormat:
 
 def is_mark(character: str) -> bool:
     """Return whether a character stands for a token."""
-    return FIRST_MARK <= ord(character) < FIRST_MARK + MOST_MARKS
+    return FIRST_MARK <= ord(character) < FIRST_MARK + MARK_COUNT
 
 
 # ---------------------------------------------------------------- what an answer says
@@ -219,7 +223,7 @@ class ToolCall:
 
 
 @dataclass(slots=True)
-class Said:
+class AnswerContent:
     """What an answer says, or a part of it."""
 
     text: str = ""
@@ -238,7 +242,7 @@ class AnswerReader:
     def __init__(
         self, format: AnswerFormat, strings: Mapping[str, Collection[str]] | None = None, key: bytes = b""
     ) -> None:
-        self._format, self._tags, self._state, self._key = format, format.tags, State(format.begins), key
+        self._format, self._tags, self._state, self._key = format, format.tags, ReadingState(format.begins), key
         self._thought = False  # whether thinking has begun: white space before it is gone
         self._calls = CallReader(format, strings or {}) if format.tools else None
         self.calls: list[ToolCall] = []  # whole ones, or cut off where the text was
@@ -247,24 +251,24 @@ class AnswerReader:
     def phase(self) -> Phase:
         return self._state.phase
 
-    def push(self, text: str, said: Said) -> None:
+    def push(self, text: str, said: AnswerContent) -> None:
         """Add to ``said`` what ``text`` says."""
-        self._state, parts = advance(self._tags, self._state, text)
+        self._state, parts = split_by_phase(self._tags, self._state, text)
         self._add(parts, said)
 
-    def flush(self, said: Said) -> None:
+    def flush(self, said: AnswerContent) -> None:
         """Add to ``said`` what was held back at the end of the answer, because a tag might have come."""
         phase, held = self._state
-        self._state = State(phase)
+        self._state = ReadingState(phase)
         if phase == "thinking":
-            self._add([(phase, held.rstrip(WHITE))], said)
+            self._add([(phase, held.rstrip(WHITESPACE))], said)
         elif phase in ("start", "text"):
             self._add([("text", held)], said)
 
-    def _add(self, parts: list[tuple[Phase, str]], said: Said) -> None:
+    def _add(self, parts: list[tuple[Phase, str]], said: AnswerContent) -> None:
         for phase, part in parts:
             if phase == "thinking":
-                part = part if self._thought else part.lstrip(WHITE)
+                part = part if self._thought else part.lstrip(WHITESPACE)
                 self._thought = self._thought or bool(part)
                 said.thinking += self._format.plain(part)
             elif phase == "calls":
@@ -292,7 +296,7 @@ class CallReader:
     def __init__(self, format: AnswerFormat, strings: Mapping[str, Collection[str]]) -> None:
         layout = format.tools
         assert layout
-        patterns = {"NAME": NAME, **PATTERNS}
+        patterns = {"NAME": TOOL_NAME, **SLOT_PATTERNS}
         heads = (itertools.takewhile("ARGUMENTS".__ne__, way) for way in layout.calls)
         texts = ["".join(patterns.get(part) or re.escape(format.marked(part)) for part in head) for head in heads]
         self._heads = [re.compile(text) for text in texts]
@@ -371,9 +375,9 @@ class CallReader:
                 continue
             self._tell(index, '"')
             while (at := self._rest.find(close)) < 0:
-                self._tell(index, quoted_part(self._take(cut(self._rest, close))))
+                self._tell(index, escape_json_text(self._take(find_unfinished_end(self._rest, close))))
                 yield
-            self._tell(index, quoted_part(self._take(at)) + '"')
+            self._tell(index, escape_json_text(self._take(at)) + '"')
             self._take(len(close))
 
     def _until(self, end: str) -> Generator[None, None, str]:
@@ -393,12 +397,12 @@ class CallReader:
             self._parts.append(ToolCall(index, None, self._plain(arguments)))
 
 
-def quoted_part(text: str) -> str:
+def escape_json_text(text: str) -> str:
     """Return ``text`` as it is written within a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-def cut(text: str, end: str) -> int:
+def find_unfinished_end(text: str, end: str) -> int:
     """Return where the end of ``text`` begins that may turn out to be ``end``."""
     for at in range(max(0, len(text) - len(end) + 1), len(text)):
         if end.startswith(text[at:]):

@@ -11,20 +11,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from ovspec.base.errors import PromptError
-from ovspec.base.surrogates import without_halves
-from ovspec.text.answer import find_thinking
+from ovspec.base.surrogates import replace_half_surrogates
+from ovspec.text.answer import detect_thinking_format
 from ovspec.text.chat_template import ChatTemplate, Message, TemplateError
-from ovspec.text.tool_formats import BY_NAME, FORMATS
+from ovspec.text.tool_formats import FORMATS, FORMATS_BY_NAME
 from ovspec.text.tool_formats.generic import GENERIC
 from ovspec.text.tool_formats.layout import (
     ToolFormat,
-    described,
-    one_call_each,
-    short_id,
-    with_one_system,
-    with_system,
-    with_turns,
-    with_users_in_results,
+    add_to_system,
+    describe_tools,
+    join_system_messages,
+    join_turns,
+    join_users_to_results,
+    shorten_id,
+    split_calls,
 )
 
 # A chat with a tool and two calls of it, whose rendering shows the format.
@@ -61,11 +61,11 @@ PROBE_SYSTEMS: list[Message] = [
     {"role": role, "content": f"You {role} {index}."}
     for index, role in enumerate(("system", "system", "user", "assistant", "system", "user"))
 ]
-CUT_OFF = '{"probe": "'  # arguments that are no object
-MARK = "\uf8fe\uf8ff"  # where an answer that is continued ends; private characters, which no text has
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+CUT_OFF_ARGUMENTS = '{"probe": "'  # arguments that are no object
+ANSWER_END_MARK = "\uf8fe\uf8ff"  # where an answer that is continued ends; private characters, which no text has
+REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 # Variables of templates that switch thinking on or off.
-SWITCHES = ("enable_thinking", "thinking")
+THINKING_SWITCHES = ("enable_thinking", "thinking")
 
 
 @dataclass(frozen=True)
@@ -89,34 +89,34 @@ class CallStyle:
                         made.append({"role": message["role"], "content": text})
                     message = {**message, "content": None}
                 if self.arguments_as_text:
-                    message = {**message, "tool_calls": list(map(with_text, calls))}
+                    message = {**message, "tool_calls": list(map(write_arguments_as_text, calls))}
             made.append(message)
         return made
 
 
-def with_text(call: dict[str, Any]) -> dict[str, Any]:
+def write_arguments_as_text(call: dict[str, Any]) -> dict[str, Any]:
     """Return a call with its arguments as a JSON text."""
     arguments = call["function"]["arguments"]
-    return call if isinstance(arguments, str) else with_arguments(call, json.dumps(arguments, ensure_ascii=False))
+    return call if isinstance(arguments, str) else replace_arguments(call, json.dumps(arguments, ensure_ascii=False))
 
 
-def with_arguments(call: dict[str, Any], arguments: Any) -> dict[str, Any]:
+def replace_arguments(call: dict[str, Any], arguments: Any) -> dict[str, Any]:
     return {**call, "function": {**call["function"], "arguments": arguments}}
 
 
-def is_unread(call: dict[str, Any]) -> bool:
+def has_unparsed_arguments(call: dict[str, Any]) -> bool:
     """Return whether the arguments of a call are a text that is no object."""
     return isinstance(call["function"]["arguments"], str)
 
 
-STYLES = [CallStyle(*flags) for flags in itertools.product((False, True), repeat=2)]
+CALL_STYLES = [CallStyle(*flags) for flags in itertools.product((False, True), repeat=2)]
 
 
 class ChatFormat:
     """How a model's chats are written; ``tool_format`` is the name of its tool format, if it isn't to be found."""
 
     def __init__(self, template: ChatTemplate, tool_format: str | None = None) -> None:
-        self.template, self.thinking, self._given = template, find_thinking(template.source), tool_format
+        self.template, self.thinking, self._given = template, detect_thinking_format(template.source), tool_format
 
     @property
     def tools(self) -> ToolFormat:
@@ -126,8 +126,8 @@ class ChatFormat:
     @functools.cached_property
     def _found(self) -> tuple[ToolFormat, CallStyle]:
         """The tool format, and how the template wants messages with calls."""
-        found, style = found_format(self.template)
-        return (BY_NAME[self._given], style) if self._given else (found, style)
+        found, style = detect_tool_format(self.template)
+        return (FORMATS_BY_NAME[self._given], style) if self._given else (found, style)
 
     @functools.cached_property
     def takes_system(self) -> bool:
@@ -143,19 +143,21 @@ class ChatFormat:
     def _takes_text(self) -> bool:
         """Whether the template renders arguments that are a text as they are."""
         format, style = self._found
-        calls = [with_arguments(call, CUT_OFF) for call in PROBE_CHAT[1]["tool_calls"]]
+        calls = [replace_arguments(call, CUT_OFF_ARGUMENTS) for call in PROBE_CHAT[1]["tool_calls"]]
         chat = [PROBE_CHAT[0], {**PROBE_CHAT[1], "tool_calls": calls}, *PROBE_CHAT[2:]]
-        return CUT_OFF in rendered(self.template, style.styled(format.history(chat)))
+        return CUT_OFF_ARGUMENTS in render_or_empty(self.template, style.styled(format.history(chat)))
 
     @functools.cached_property
     def _opens_after_thinking(self) -> bool:
         """Whether the template begins an answer after one that only thinks."""
         chat = [PROBE_CHAT[0], {"role": "assistant", "content": "", "reasoning_content": "?"}]
-        return rendered(self.template, chat, tools=False) != rendered(self.template, chat, tools=False, open=False)
+        return render_or_empty(self.template, chat, tools=False) != render_or_empty(
+            self.template, chat, tools=False, open=False
+        )
 
     def _shows_systems(self, chat: list[Message]) -> bool:
         """Return whether the template renders all of a chat, be it with tools or without."""
-        samples = (rendered(self.template, chat, tools) for tools in (False, True))
+        samples = (render_or_empty(self.template, chat, tools) for tools in (False, True))
         return any(all(message["content"] in sample for message in chat) for sample in samples)
 
     def prompt(
@@ -181,7 +183,7 @@ class ChatFormat:
         """
         if others := [each for each in messages if not isinstance(each, Mapping)]:
             raise PromptError(f"A chat has {others[0]!r:.60}; append messages, such as the `message` of a result.")
-        if open and begun_answer(messages) is not None:
+        if open and find_begun_answer(messages) is not None:
             return self._continued(messages, tools, effort, variables)
         if open and messages and only_thinks(messages[-1]) and not self._opens_after_thinking:
             return self.prompt(messages[:-1], tools, effort, variables)
@@ -192,29 +194,29 @@ class ChatFormat:
         if not tools and not any(message.get("tool_calls") or message.get("role") == "tool" for message in messages):
             return self._rendered(messages, given, open)
         format, style = self._found
-        messages = with_names(in_order(list(map(with_objects, messages))), format.id_length)
+        messages = add_names_and_ids(order_results(list(map(normalize_message, messages))), format.id_length)
         calls = [call for message in messages for call in message.get("tool_calls", ())]
-        if any(map(is_unread, calls)) and not self._takes_text:
-            messages = list(map(with_wrapped, messages))
+        if any(map(has_unparsed_arguments, calls)) and not self._takes_text:
+            messages = list(map(wrap_unparsed_arguments, messages))
         messages = style.styled(format.history(messages))
         if tools and format.native and format.tools_variable in self.template.variables:
             given[format.tools_variable] = list(tools)
             try:
                 return self._rendered(messages, given, open)
             except TemplateError:
-                given[format.tools_variable] = [*map(completed, tools)]
+                given[format.tools_variable] = [*map(add_missing_fields, tools)]
         elif tools:
-            messages = with_system(messages, described(format, tools), self.takes_system)
+            messages = add_to_system(messages, describe_tools(format, tools), self.takes_system)
         return self._rendered(messages, given, open)
 
     def _continued(self, messages: list[Message], *more: Any) -> str:
         """Return the prompt that ends with the last message; ``more``: other arguments of ``prompt``."""
         *before, last = messages
-        if not (text := begun_answer([last])):
+        if not (text := find_begun_answer([last])):
             return self.prompt(before, *more)
         with contextlib.suppress(TemplateError):
-            whole = self.prompt([*before, {**last, "content": text + MARK}], *more, open=False)
-            begun, mark, _ = whole.rpartition(MARK)
+            whole = self.prompt([*before, {**last, "content": text + ANSWER_END_MARK}], *more, open=False)
+            begun, mark, _ = whole.rpartition(ANSWER_END_MARK)
             if mark:  # what the template writes before an answer's text, such as a header
                 return begun
         opened = self.prompt(before, *more)
@@ -229,7 +231,7 @@ class ChatFormat:
         def shown(role: str, content: Any) -> str:
             question = {"role": "user", "content": "?"}
             chat = [question, {"role": role, "content": content}, question]
-            return rendered(self.template, {"system": chat[1:], "user": chat[1:2]}.get(role, chat), tools=False)
+            return render_or_empty(self.template, {"system": chat[1:], "user": chat[1:2]}.get(role, chat), tools=False)
 
         texts, found = [part["text"] for part in PROBE_PARTS], set[str]()
         for role in ("system", "user", "assistant"):
@@ -245,9 +247,9 @@ class ChatFormat:
         """
         content: Any = message["content"]
         native = message.get("role") in self._takes_parts
-        others = [part for part in content if not is_text(part)]
+        others = [part for part in content if not is_text_part(part)]
         if not others and not (native and all(part.get("type") == "text" for part in content)):
-            return {**message, "content": joined(content)}
+            return {**message, "content": join_text_parts(content)}
         if others and not native:
             kind = others[0].get("type") if isinstance(others[0], Mapping) else others[0]
             raise PromptError(f"messages: content of the type {kind!r:.40} can't be read; only text can.")
@@ -262,12 +264,12 @@ class ChatFormat:
         first, more = (any(each.get("role") == "system" for each in part) for part in (messages[:1], messages[1:]))
         plain = all(isinstance(each.get("content") or "", str) for each in messages)
         if plain and ((first and not self.takes_system) or (more and not self._takes_systems)):
-            messages = with_one_system(messages, self.takes_system)
+            messages = join_system_messages(messages, self.takes_system)
         try:
             return self.template.render(messages, open, variables)
         except TemplateError:
             tried = [messages]
-            for joined in (with_turns, with_users_in_results) if plain else ():
+            for joined in (join_turns, join_users_to_results) if plain else ():
                 tried.append(joined(tried[-1]))
                 if tried[-1] != tried[-2]:
                     with contextlib.suppress(TemplateError):  # the first error is about what was given
@@ -279,10 +281,10 @@ class ChatFormat:
         reads = self.template.variables
         if "reasoning_effort" in reads:
             return {"reasoning_effort": {"none": "low", "minimal": "low", "xhigh": "high"}.get(effort, effort)}
-        return {name: effort != "none" for name in SWITCHES if name in reads}
+        return {name: effort != "none" for name in THINKING_SWITCHES if name in reads}
 
 
-def found_format(template: ChatTemplate) -> tuple[ToolFormat, CallStyle]:
+def detect_tool_format(template: ChatTemplate) -> tuple[ToolFormat, CallStyle]:
     """Return the tool format of a template, and the style in which it takes calls.
 
     The template renders two calls; what comes out shows how the model writes them.
@@ -291,24 +293,24 @@ def found_format(template: ChatTemplate) -> tuple[ToolFormat, CallStyle]:
         if format.marks and all(mark in template.source for mark in format.marks):
             return format, CallStyle()
     # Two calls in a message show what is between them; but a template may take one at a time.
-    for chat, parts in ((PROBE_CHAT, [PROBE_CALLS]), (one_call_each(PROBE_CHAT), [[call] for call in PROBE_CALLS])):
-        samples = {style: rendered(template, style.styled(chat)) for style in STYLES}
+    for chat, parts in ((PROBE_CHAT, [PROBE_CALLS]), (split_calls(PROBE_CHAT), [[call] for call in PROBE_CALLS])):
+        samples = {style: render_or_empty(template, style.styled(chat)) for style in CALL_STYLES}
         for format in FORMATS:
             if format.marks or not format.native or (len(parts) == 1 and format.between is None):
                 continue
-            if fitting := [style for style in STYLES if shows_calls(samples[style], format, parts)]:
+            if fitting := [style for style in CALL_STYLES if contains_calls(samples[style], format, parts)]:
                 # What is longer has a "None", or an empty text of its own.
                 return format, min(fitting, key=lambda style: len(samples[style]))
     return GENERIC, CallStyle()
 
 
-def completed(tool: dict[str, Any]) -> dict[str, Any]:
+def add_missing_fields(tool: dict[str, Any]) -> dict[str, Any]:
     """Return a tool with a description and properties, which some templates take for granted."""
     function = {"description": "", **tool["function"]}
     return {**tool, "function": {**function, "parameters": {"properties": {}, **function["parameters"]}}}
 
 
-def rendered(template: ChatTemplate, messages: list[Message], tools: bool = True, open: bool = True) -> str:
+def render_or_empty(template: ChatTemplate, messages: list[Message], tools: bool = True, open: bool = True) -> str:
     """Return what a template makes of a chat, with the tool or without ``tools``; "" if it can't."""
     try:
         return template.render(messages, open, {"tools": [PROBE_TOOL]} if tools else {}, strict=False)
@@ -316,31 +318,31 @@ def rendered(template: ChatTemplate, messages: list[Message], tools: bool = True
         return ""
 
 
-def shows_calls(sample: str, format: ToolFormat, parts: list[list[tuple[str, Any]]]) -> bool:
+def contains_calls(sample: str, format: ToolFormat, parts: list[list[tuple[str, Any]]]) -> bool:
     """Return whether each part of the calls is in ``sample`` as ``format`` writes it."""
     ways = range(len(format.calls))
     return any(all(format.written(calls, way) in sample for calls in parts) for way in ways)
 
 
-def is_text(part: Any) -> bool:
+def is_text_part(part: Any) -> bool:
     """Return whether a part of a message's content is a text."""
     return isinstance(part, Mapping) and isinstance(part.get("text"), str)
 
 
-def joined(content: Any) -> Any:
+def join_text_parts(content: Any) -> Any:
     """Return content whose parts are all texts as one text, other content as it is."""
-    if isinstance(content, list) and all(map(is_text, content)):
+    if isinstance(content, list) and all(map(is_text_part, content)):
         return "\n".join(part["text"] for part in content)
     return content
 
 
-def with_objects(message: Message) -> Message:
+def normalize_message(message: Message) -> Message:
     """Return a message with text as its content, and the arguments of its calls as objects where they are.
 
     Raises:
         PromptError: it isn't such a message.
     """
-    role, content, calls = message.get("role"), joined(message.get("content")), message.get("tool_calls") or ()
+    role, content, calls = message.get("role"), join_text_parts(message.get("content")), message.get("tool_calls") or ()
     if not isinstance(role, str) or not isinstance(content if content is not None or not calls else "", str):
         raise PromptError(
             f"In a chat with tools each message needs a role, and a text as content, not {message!r:.80}."
@@ -348,10 +350,10 @@ def with_objects(message: Message) -> Message:
     if not isinstance(calls, (list, tuple)):
         raise PromptError("messages: tool_calls must be a list, such as that of a result's `message`.")
     message = {**message, "content": content or ""}
-    return {**message, "tool_calls": list(map(with_object, calls))} if calls else message
+    return {**message, "tool_calls": list(map(normalize_call, calls))} if calls else message
 
 
-def with_object(call: Any) -> dict[str, Any]:
+def normalize_call(call: Any) -> dict[str, Any]:
     """Return a call with its arguments as an object where they are one; raises PromptError for what isn't a call."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
@@ -359,30 +361,32 @@ def with_object(call: Any) -> dict[str, Any]:
     if not isinstance(call.get("id", ""), str):
         told = f"messages: the id of a call of {function['name']:.80} must be a string"
         raise PromptError(f"{told}; append the `message` of a result.")
-    return with_arguments({**call, "type": "function", "function": function}, arguments_in(function.get("arguments")))
+    return replace_arguments(
+        {**call, "type": "function", "function": function}, parse_arguments(function.get("arguments"))
+    )
 
 
-def arguments_in(value: Any) -> Any:
+def parse_arguments(value: Any) -> Any:
     """Return arguments as an object, or as a text where they are none: a call that was cut off has such ones."""
     read = value
     with contextlib.suppress(ValueError, RecursionError):
         while isinstance(read, str):  # some clients quote them twice
-            read = json.loads(without_halves(read)) if read.strip() else None
+            read = json.loads(replace_half_surrogates(read)) if read.strip() else None
     if isinstance(read, Mapping) or not read:
         return dict(read or {})
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
-def with_wrapped(message: Message) -> Message:
+def wrap_unparsed_arguments(message: Message) -> Message:
     """Return a message whose calls have objects as arguments, around those that are none."""
     calls = [
-        with_arguments(call, {"arguments": call["function"]["arguments"]}) if is_unread(call) else call
+        replace_arguments(call, {"arguments": call["function"]["arguments"]}) if has_unparsed_arguments(call) else call
         for call in message.get("tool_calls", ())
     ]
     return {**message, "tool_calls": calls} if calls else message
 
 
-def begun_answer(messages: Sequence[Message]) -> str | None:
+def find_begun_answer(messages: Sequence[Message]) -> str | None:
     """Return the text of the last message if it begins an answer, which an assistant's without calls does; else None.
 
     One that only thinks doesn't: another answer begins after it.
@@ -390,17 +394,17 @@ def begun_answer(messages: Sequence[Message]) -> str | None:
     last = messages[-1] if messages else {}
     if last.get("role") != "assistant" or last.get("tool_calls") or only_thinks(last):
         return None
-    content = joined(last.get("content"))
+    content = join_text_parts(last.get("content"))
     return content if isinstance(content, str) else None
 
 
 def only_thinks(message: Message) -> bool:
     """Return whether an answer was cut off before it said or called anything."""
-    said = joined(message.get("content")) or message.get("tool_calls")
+    said = join_text_parts(message.get("content")) or message.get("tool_calls")
     return message.get("role") == "assistant" and not said and bool(message.get("reasoning_content"))
 
 
-def in_order(messages: list[Message]) -> list[Message]:
+def order_results(messages: list[Message]) -> list[Message]:
     """Put the results of tools in the order of their calls: most templates don't render to which call they belong."""
     made, order = list[Message](), dict[str, int]()
     for results, group in itertools.groupby(messages, lambda message: message["role"] == "tool"):
@@ -410,7 +414,7 @@ def in_order(messages: list[Message]) -> list[Message]:
     return made
 
 
-def with_names(messages: list[Message], id_length: int | None) -> list[Message]:
+def add_names_and_ids(messages: list[Message], id_length: int | None) -> list[Message]:
     """Give tool results the names of their tools, and calls ids of the length that the template demands."""
     names, made = dict[str, str](), list[Message]()
     for message in messages:
@@ -418,11 +422,11 @@ def with_names(messages: list[Message], id_length: int | None) -> list[Message]:
         if calls := message.get("tool_calls"):
             calls = [{"id": f"call_{len(made)}_{index}", **call} for index, call in enumerate(calls)]
             names |= {call["id"]: call["function"]["name"] for call in calls}
-            message["tool_calls"] = [{**call, "id": short_id(call["id"], id_length)} for call in calls]
+            message["tool_calls"] = [{**call, "id": shorten_id(call["id"], id_length)} for call in calls]
         if message["role"] == "tool":
             id = message.get("tool_call_id") or next(reversed(names), "")
             if name := names.get(id):
                 message = {"name": name, **message}
-            message["tool_call_id"] = short_id(id, id_length)
+            message["tool_call_id"] = shorten_id(id, id_length)
         made.append(message)
     return made

@@ -13,19 +13,19 @@ from pathlib import Path
 from typing import Any
 
 from ovspec.base.errors import OvspecError
-from ovspec.base.files import read_as, read_text
-from ovspec.base.sandbox import Stopped, Worker
-from ovspec.text.tokenizer_files import TOKENIZER_CONFIG_FILE, TokenizerConfig, special_tokens
+from ovspec.base.files import read_dataclass, read_text
+from ovspec.base.sandbox import LimitExceeded, SandboxPool
+from ovspec.text.tokenizer_files import TOKENIZER_CONFIG_FILE, TokenizerConfig, read_special_tokens
 
 Message = dict[str, Any]  # {"role": ..., "content": ...}
 
 MAX_SECONDS = 2.0
 MAX_BYTES = 1_000_000_000  # memory that the rendering process may use
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
-MORE_TEMPLATES = "additional_chat_templates"  # the folder of those that aren't the default
+TEMPLATES_FOLDER = "additional_chat_templates"  # the folder of those that aren't the default
 ADDED_BOS = "added_bos_token"  # the variable of well-known templates that has what the tokenizer puts before each text
 # What Hugging Face's apply_chat_template takes as arguments of its own, so that no template reads it.
-NOT_VARIABLES = ("messages", "conversation", "add_generation_prompt", "continue_final_message", "chat_template")
+RESERVED_ARGUMENTS = ("messages", "conversation", "add_generation_prompt", "continue_final_message", "chat_template")
 
 
 class TemplateError(OvspecError):
@@ -40,7 +40,7 @@ class ChatTemplate:
     """
 
     source: str
-    special_tokens: dict[str, str]
+    read_special_tokens: dict[str, str]
     tool_use: str | None = None
 
     @functools.cached_property
@@ -55,7 +55,7 @@ class ChatTemplate:
     def unread(self, variables: Mapping[str, Any], tools: bool) -> list[str]:
         """Return the names of variables that the template doesn't read, for chats with ``tools`` or without."""
         reads = self.variables if tools else self._variables_without_tools
-        return [name for name in variables if name not in reads and name not in NOT_VARIABLES]
+        return [name for name in variables if name not in reads and name not in RESERVED_ARGUMENTS]
 
     def _reads(self, source: str) -> frozenset[str]:
         return frozenset(self._ask({"source": source}).get("reads", ()))
@@ -80,7 +80,7 @@ class ChatTemplate:
             OvspecError: a variable can't be set, or messages aren't JSON.
         """
         given = {"tools": None, "documents": None, **(variables or {})}
-        for name in given.keys() & NOT_VARIABLES:
+        for name in given.keys() & RESERVED_ARGUMENTS:
             raise OvspecError(f"`chat_template_kwargs` can't set {name}, which isn't a variable of templates.")
         for name in ("tools", "documents"):
             values = [] if given[name] is None else given[name]
@@ -108,30 +108,30 @@ class ChatTemplate:
             raise OvspecError(f"The chat messages cannot be passed to the chat template as JSON: {error}.") from None
         try:
             return RENDERER.ask(request)
-        except Stopped as why:
+        except LimitExceeded as why:
             raise TemplateError(f"The model's chat template {why}; give plain text, not chat messages.") from None
 
 
 # Templates come from the internet. Jinja's sandbox keeps them from reaching anything, but not from running for hours.
-RENDERER = Worker("ovspec.text.chat_template_worker", "renders chat templates", MAX_SECONDS, MAX_BYTES)
+RENDERER = SandboxPool("ovspec.text.chat_template_worker", "renders chat templates", MAX_SECONDS, MAX_BYTES)
 
 
-def templates_in(folder: Path) -> dict[str, str]:
+def read_chat_templates(folder: Path) -> dict[str, str]:
     """Return the chat templates of an exported folder or a checkpoint, by their names."""
     file = folder / CHAT_TEMPLATE_FILE
     found = {"default": read_text(file)} if file.is_file() else {}
-    found |= {file.stem: read_text(file) for file in sorted((folder / MORE_TEMPLATES).glob("*.jinja"))}
-    return found or read_as(TokenizerConfig, folder / TOKENIZER_CONFIG_FILE).chat_templates
+    found |= {file.stem: read_text(file) for file in sorted((folder / TEMPLATES_FOLDER).glob("*.jinja"))}
+    return found or read_dataclass(TokenizerConfig, folder / TOKENIZER_CONFIG_FILE).chat_templates
 
 
-def chat_template(folder: Path, given: str | None = None, bos: str = "") -> ChatTemplate:
+def load_chat_template(folder: Path, given: str | None = None, bos: str = "") -> ChatTemplate:
     """Return the chat template of an exported folder; raises OvspecError if it has none.
 
     given: the source of the one to take instead. bos: what the tokenizer puts before each text.
     """
     if given is not None:
-        return ChatTemplate(given, special_tokens(folder) | {ADDED_BOS: bos})
-    found = templates_in(folder)
+        return ChatTemplate(given, read_special_tokens(folder) | {ADDED_BOS: bos})
+    found = read_chat_templates(folder)
     source = found.get("default")
     if not source and found:
         names = ", ".join(sorted(found))
@@ -140,4 +140,4 @@ def chat_template(folder: Path, given: str | None = None, bos: str = "") -> Chat
     if not source:
         instead = "give plain text, not chat messages, or a `chat_template`"
         raise OvspecError(f"{folder}: this model has no chat template; {instead}.")
-    return ChatTemplate(source, special_tokens(folder), found.get("tool_use"))
+    return ChatTemplate(source, read_special_tokens(folder), found.get("tool_use"))

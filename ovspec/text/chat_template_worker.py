@@ -12,12 +12,12 @@ from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from ovspec.base.sandbox import serve
+from ovspec.base.sandbox import serve_requests
 
 MAX_CHARACTERS = 50_000_000
 
 
-class Generation(Extension):
+class GenerationTag(Extension):
     """Support for ``{% generation %}``, which marks the assistant's text for training and has no effect on a prompt."""
 
     tags = {"generation"}  # noqa: RUF012
@@ -38,32 +38,32 @@ def tojson(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def refuse(message: str) -> None:
+def raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
 @functools.cache
-def environment() -> jinja2.Environment:
+def jinja_environment() -> jinja2.Environment:
     """Return an environment with the functions that Hugging Face provides."""
-    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation])
-    made.globals["raise_exception"] = refuse
+    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationTag])
+    made.globals["raise_exception"] = raise_exception
     made.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     made.filters["tojson"] = tojson
     return made
 
 
 @functools.lru_cache(maxsize=8)
-def compiled(source: str) -> jinja2.Template:
-    return environment().from_string(source)
+def compile_template(source: str) -> jinja2.Template:
+    return jinja_environment().from_string(source)
 
 
 @functools.lru_cache(maxsize=8)
-def variables_of(source: str) -> frozenset[str]:
+def find_variables(source: str) -> frozenset[str]:
     """Return the variables that a template reads."""
-    return frozenset(meta.find_undeclared_variables(environment().parse(source)))
+    return frozenset(meta.find_undeclared_variables(jinja_environment().parse(source)))
 
 
-def answer(request: dict[str, Any]) -> dict[str, Any]:
+def render_request(request: dict[str, Any]) -> dict[str, Any]:
     """Return {"text": ...} or {"error": one line} for a request {"source", "variables", "needed"}.
 
     If the template doesn't read a variable that is "needed", return {"unread": its name, "reads": others}. Without
@@ -72,13 +72,13 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     source, variables = request["source"], request.get("variables")
     try:
         if variables is None:
-            return {"reads": sorted(variables_of(source))}
+            return {"reads": sorted(find_variables(source))}
         for name in request["needed"]:
-            if name not in (reads := variables_of(source)):
+            if name not in (reads := find_variables(source)):
                 own = {"messages", "add_generation_prompt", *(name for name in reads if name.endswith("_token"))}
                 return {"unread": name, "reads": sorted(reads - own)}
         parts, size = [], 0
-        for part in compiled(source).generate(**variables):
+        for part in compile_template(source).generate(**variables):
             size += len(part)
             if size > MAX_CHARACTERS:
                 return {"error": f"the output is longer than {MAX_CHARACTERS // 1_000_000} million characters"}
@@ -89,4 +89,4 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    serve(answer)
+    serve_requests(render_request)

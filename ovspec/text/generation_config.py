@@ -13,21 +13,21 @@ import numpy as np
 from msgspec import Meta
 
 from ovspec.base.errors import OvspecError, PromptError
-from ovspec.base.files import read_as, read_json
+from ovspec.base.files import read_dataclass, read_json
 from ovspec.ir.config import ModelConfig
 from ovspec.params import make_params
 from ovspec.params.option import Option
-from ovspec.params.sampling import SAMPLES_WITH, SAMPLING
-from ovspec.params.values import check
+from ovspec.params.sampling import DISTRIBUTION_OPTIONS, SAMPLING_OPTIONS
+from ovspec.params.values import check_value
 from ovspec.text.tokenizer import Tokenizer
 from ovspec.text.tokenizer_files import TokenId
 
 DEFAULT_MAX_TOKENS = 256
 GENERATION_CONFIG_FILE = "generation_config.json"
-DO_SAMPLE = Option("Whether texts are sampled.", name="do_sample", kind=bool)
+DO_SAMPLE_OPTION = Option("Whether texts are sampled.", name="do_sample", kind=bool)
 
 # Settings of a generation config that Hugging Face's greedy generate applies and ovspec doesn't; their neutral values.
-NOT_APPLIED = {"no_repeat_ngram_size": 0, "min_length": 0} | dict.fromkeys(
+UNSUPPORTED_SETTINGS = {"no_repeat_ngram_size": 0, "min_length": 0} | dict.fromkeys(
     ("bad_words_ids", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "sequence_bias")
 )
 
@@ -49,10 +49,10 @@ class GenerationConfig:
 
     def __init__(self, folder: Path, config: ModelConfig, tokenizer: Tokenizer) -> None:
         self._file = folder / GENERATION_CONFIG_FILE
-        self.values = read_as(GenerationFile, self._file)
+        self.values = read_dataclass(GenerationFile, self._file)
         self._config, self._tokenizer = config, tokenizer
         asked = read_json(self._file)
-        if names := [name for name, neutral in NOT_APPLIED.items() if asked.get(name) not in (None, neutral)]:
+        if names := [name for name, neutral in UNSUPPORTED_SETTINGS.items() if asked.get(name) not in (None, neutral)]:
             warning = f"{folder}: its generation config sets {', '.join(names)}, which ovspec does not apply"
             warnings.warn(warning, stacklevel=5)
 
@@ -81,7 +81,7 @@ class GenerationConfig:
         raise PromptError("The prompt is empty, and this model has no BOS token to start from; give a prompt.")
 
 
-def recommended_sampling(folder: Path, given: Mapping[str, Any]) -> dict[str, Any]:
+def read_recommended_sampling(folder: Path, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the generation config in ``folder`` recommends for the sampling options that aren't ``given``.
 
     What it leaves out is off, as it is if not given; nothing is recommended for a ``given`` temperature of 0.
@@ -94,8 +94,8 @@ def recommended_sampling(folder: Path, given: Mapping[str, Any]) -> dict[str, An
     file = folder / GENERATION_CONFIG_FILE
     asked = {name: value for name, value in read_json(file).items() if value is not None}
     try:
-        check(asked.get("do_sample", False), DO_SAMPLE)
-        found = {"temperature": 1.0} | {name: asked[name] for name in SAMPLES_WITH if name in asked}
+        check_value(asked.get("do_sample", False), DO_SAMPLE_OPTION)
+        found = {"temperature": 1.0} | {name: asked[name] for name in DISTRIBUTION_OPTIONS if name in asked}
         if not asked.get("do_sample") or found["temperature"] == 0:
             return {}
         taken = {name: value for name, value in found.items() if name not in given}
@@ -104,9 +104,9 @@ def recommended_sampling(folder: Path, given: Mapping[str, Any]) -> dict[str, An
         told = str(error).replace("`", "").rstrip(".")  # it is about no option of the caller
         remedy = "correct it in the checkpoint and export that again, or give `temperature=0`"
         raise OvspecError(f"{file}: {told}; {remedy}.") from None
-    return {name: value for name, value in taken.items() if value != SAMPLING[name].default}
+    return {name: value for name, value in taken.items() if value != SAMPLING_OPTIONS[name].default}
 
 
-def sampling_in_words(sampling: Mapping[str, Any]) -> str:
+def format_sampling(sampling: Mapping[str, Any]) -> str:
     """Return sampling options as in "temperature 0.6, top-p 0.95"."""
     return ", ".join(f"{name.replace('_', '-')} {value:g}" for name, value in sampling.items())

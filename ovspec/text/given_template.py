@@ -11,11 +11,11 @@ from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_text
 from ovspec.text.chat_template import ADDED_BOS, ChatTemplate, TemplateError
 
-SAID = "Xq7zv"  # stands for what is said
-ROLES = ("user", "assistant", "system")
+PROBE_TEXT = "Xq7zv"  # stands for what is said
+TURN_ROLES = ("user", "assistant", "system")
 # How a turn of each role is written, by llama.cpp's names; {} is what is said. Without a turn for the system, the user
 # says what it would (see ``ChatFormat``).
-TURNS: dict[str, str | tuple[str, ...]] = {
+KNOWN_TURNS: dict[str, str | tuple[str, ...]] = {
     "chatml": "<|im_start|>{role}\n{}<|im_end|>\n",
     "deepseek": ("### Instruction:\n{}\n", "### Response:\n{}\n<|EOT|>\n", "{}"),
     "deepseek2": ("User: {}\n\n", "Assistant: {}<｜end▁of▁sentence｜>", "{}\n\n"),
@@ -38,16 +38,20 @@ TURNS: dict[str, str | tuple[str, ...]] = {
     "vicuna-orca": ("USER: {}\n", "ASSISTANT: {}</s>\n", "SYSTEM: {}\n"),
     "zephyr": "<|{role}|>\n{}<|endoftext|>\n",
 }
-TRIMMED = ("exaone3", "gemma", "llama3", "llama4")  # without the white space around what is said
+TRIMMED_TEMPLATES = ("exaone3", "gemma", "llama3", "llama4")  # without the white space around what is said
 
 
-def known_template(name: str) -> str:
+def make_known_template(name: str) -> str:
     """Return the Jinja source of a well-known template; it begins with the BOS that the tokenizer adds."""
-    turns, content = TURNS[name], " ~ (message['content'] | trim) ~ " if name in TRIMMED else " ~ message['content'] ~ "
-    roles = [turns.replace("{role}", role) for role in ROLES] if isinstance(turns, str) else turns
+    turns, content = (
+        KNOWN_TURNS[name],
+        " ~ (message['content'] | trim) ~ " if name in TRIMMED_TEMPLATES else " ~ message['content'] ~ ",
+    )
+    roles = [turns.replace("{role}", role) for role in TURN_ROLES] if isinstance(turns, str) else turns
     said = [content.join(json.dumps(part, ensure_ascii=False) for part in turn.split("{}")) for turn in roles]
     turn = "".join(
-        f"{{% elif message['role'] == '{role}' %}}{{{{ {text} }}}}" for role, text in zip(ROLES, said, strict=False)
+        f"{{% elif message['role'] == '{role}' %}}{{{{ {text} }}}}"
+        for role, text in zip(TURN_ROLES, said, strict=False)
     )
     opening = json.dumps(roles[1].partition("{}")[0].rstrip(" "), ensure_ascii=False)
     return (
@@ -57,7 +61,7 @@ def known_template(name: str) -> str:
     )
 
 
-def given_source(given: str | Path, named: Mapping[str, str]) -> str:
+def resolve_custom_template(given: str | Path, named: Mapping[str, str]) -> str:
     """Return the Jinja source of a chat template that the user gives, which can render a chat.
 
     Args:
@@ -69,28 +73,28 @@ def given_source(given: str | Path, named: Mapping[str, str]) -> str:
     name, source = str(given), ""
     if isinstance(given, str):
         is_source = "{{" in given or "{%" in given
-        source = named.get(given) or (known_template(given) if given in TURNS else given * is_source)
+        source = named.get(given) or (make_known_template(given) if given in KNOWN_TURNS else given * is_source)
         name = "the given text" if is_source else name
     with contextlib.suppress(OSError, ValueError):  # what can't be a path isn't one
         source = source or (read_text(Path(given)) if Path(given).is_file() else "")
     if not source:
-        names = ", ".join(dict.fromkeys((*named, *TURNS)))
+        names = ", ".join(dict.fromkeys((*named, *KNOWN_TURNS)))
         shown = f"'{name}'" if isinstance(given, Path) else repr(name)  # which would double Windows' backslashes
         raise OvspecError(f"`chat_template` is {shown:.80}, neither a file nor one of {names}.")
     try:
-        shown = ChatTemplate(source, {}).render([{"role": "user", "content": SAID}])
+        shown = ChatTemplate(source, {}).render([{"role": "user", "content": PROBE_TEXT}])
     except TemplateError as error:
         told = str(error).removeprefix("The model's chat template ")
         raise OvspecError(f"`chat_template`: {name:.80} {told}") from None
-    if SAID not in shown:
+    if PROBE_TEXT not in shown:
         raise OvspecError(f"`chat_template`: {name:.80} doesn't show what the user says; is it a chat template?")
     return source
 
 
-def end_of_answer(template: ChatTemplate) -> str:
+def find_answer_end(template: ChatTemplate) -> str:
     """Return what a template writes after an answer, without the white space around it."""
-    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": SAID}]
+    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE_TEXT}]
     try:
-        return template.render(chat, open=False).partition(SAID)[2].strip()
+        return template.render(chat, open=False).partition(PROBE_TEXT)[2].strip()
     except TemplateError:
         return ""

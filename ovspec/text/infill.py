@@ -13,7 +13,7 @@ from ovspec.base.errors import PromptError
 
 
 @dataclass(frozen=True)
-class FimNames:
+class FimFamily:
     """How a family of models calls its tokens.
 
     prefix, suffix, middle: what comes before each part; a family whose prompt ends with the prefix has no ``middle``.
@@ -40,43 +40,48 @@ class FimNames:
         return [*self.parts, *(each for each in (self.repository, self.file) if each), *self.others]
 
 
-FAMILIES = (
+FIM_FAMILIES = (
     # Qwen2.5-Coder and later, CodeGemma
-    FimNames(
+    FimFamily(
         "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|repo_name|>", "<|file_sep|>",
         ("<|fim_pad|>", "<|file_separator|>"),
     ),
     # StarCoder 2
-    FimNames("<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<repo_name>", "<file_sep>", ("<fim_pad>",)),
+    FimFamily("<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<repo_name>", "<file_sep>", ("<fim_pad>",)),
     # StarCoder, Granite
-    FimNames("<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<reponame>", "<filename>", ("<fim_pad>",)),
+    FimFamily("<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<reponame>", "<filename>", ("<fim_pad>",)),
     # SantaCoder
-    FimNames("<fim-prefix>", "<fim-suffix>", "<fim-middle>", others=("<fim-pad>",)),
+    FimFamily("<fim-prefix>", "<fim-suffix>", "<fim-middle>", others=("<fim-pad>",)),
     # Code Llama, in both spellings
-    FimNames("▁<PRE>", "▁<SUF>", "▁<MID>", others=("▁<EOT>",)),
-    FimNames("<PRE>", "<SUF>", "<MID>", others=("<EOT>",)),
+    FimFamily("▁<PRE>", "▁<SUF>", "▁<MID>", others=("▁<EOT>",)),
+    FimFamily("<PRE>", "<SUF>", "<MID>", others=("<EOT>",)),
     # DeepSeek Coder
-    FimNames("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
+    FimFamily("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
     # Codestral
-    FimNames("[PREFIX]", "[SUFFIX]", None, others=("[MIDDLE]",), suffix_first=True),
+    FimFamily("[PREFIX]", "[SUFFIX]", None, others=("[MIDDLE]",), suffix_first=True),
     # GLM 4
-    FimNames("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),
+    FimFamily("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),
     # Seed-Coder
-    FimNames("<[fim-prefix]>", "<[fim-suffix]>", "<[fim-middle]>", suffix_first=True),
+    FimFamily("<[fim-prefix]>", "<[fim-suffix]>", "<[fim-middle]>", suffix_first=True),
     # Falcon-H1 Coder
-    FimNames("<|prefix|>", "<|suffix|>", "<|middle|>"),
+    FimFamily("<|prefix|>", "<|suffix|>", "<|middle|>"),
 )  # fmt: skip
 # Further tokens that end a middle, in models whose configs may name only one of them.
-ENDS = ("<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "<end_of_turn>")
-NAMES = {name for family in FAMILIES for name in family.all} | {*ENDS}
-NO_FIM = "This model's vocabulary has no fill-in-the-middle tokens; serve one that has, such as Qwen2.5-Coder."
+COMMON_END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "<end_of_turn>")
+FIM_TOKEN_NAMES = {name for family in FIM_FAMILIES for name in family.all} | {*COMMON_END_NAMES}
+NO_FIM_ERROR = "This model's vocabulary has no fill-in-the-middle tokens; serve one that has, such as Qwen2.5-Coder."
 # What llama.cpp writes where editors give no names, and between chunks where there is no token for that.
-REPOSITORY, FILE, UNNAMED, SNIPPET = "myproject\n", "filename\n", "tmp", "\n\n--- snippet ---\n\n"
+DEFAULT_REPOSITORY, DEFAULT_FILE, DEFAULT_CHUNK_FILE, CHUNK_SEPARATOR = (
+    "myproject\n",
+    "filename\n",
+    "tmp",
+    "\n\n--- snippet ---\n\n",
+)
 
 
 @dataclass(frozen=True)
 class FimTokens:
-    """The ids of a vocabulary's FIM tokens, and of all that ``end`` a text; see ``FimNames``."""
+    """The ids of a vocabulary's FIM tokens, and of all that ``end`` a text; see ``FimFamily``."""
 
     prefix: int
     suffix: int
@@ -88,24 +93,24 @@ class FimTokens:
     names: tuple[str, ...]  # of the tokens that only infilling uses
 
 
-def find_fim(ids: Mapping[str, int]) -> FimTokens | None:
+def find_fim_tokens(ids: Mapping[str, int]) -> FimTokens | None:
     """Return the FIM tokens among ``ids``, name -> id, or None; of several families, the one with the most of them."""
-    found = [family for family in FAMILIES if all(name in ids for name in family.parts)]
+    found = [family for family in FIM_FAMILIES if all(name in ids for name in family.parts)]
     if not found:
         return None
     best = max(found, key=lambda family: sum(name in ids for name in family.all))
     names = [name for name in best.all if name in ids]
     repository, file = ids.get(best.repository or ""), ids.get(best.file or "")
-    ends = tuple(sorted({ids[name] for name in (*names, *ENDS) if name in ids}))
+    ends = tuple(sorted({ids[name] for name in (*names, *COMMON_END_NAMES) if name in ids}))
     parts = ids[best.prefix], ids[best.suffix], ids[best.middle] if best.middle else None
     return FimTokens(*parts, repository, file, ends, best.suffix_first, tuple(names))
 
 
-class Chunk(NamedTuple):
+class FileChunk(NamedTuple):
     """A part of another file."""
 
     text: str
-    filename: str = UNNAMED
+    filename: str = DEFAULT_CHUNK_FILE
 
 
 @dataclass(frozen=True)
@@ -118,7 +123,7 @@ class Infill:
 
     prefix: str
     suffix: str
-    extra: tuple[Chunk, ...] = ()
+    extra: tuple[FileChunk, ...] = ()
     beginning: str = ""
 
     def __len__(self) -> int:
@@ -131,7 +136,7 @@ class Infill:
         return len(self.prefix) + len(self.suffix) + len(self.beginning)
 
 
-class Encode(Protocol):
+class EncodePart(Protocol):
     """Encodes a part of a prompt without special tokens; ``first``: as the beginning of a text."""
 
     def __call__(self, text: str, first: bool = False) -> np.ndarray: ...
@@ -144,8 +149,8 @@ class InfillTokens(NamedTuple):
     begins: int
 
 
-def infill_tokens(
-    infill: Infill, fim: FimTokens | None, encode: Encode, bos: Sequence[int], room: float
+def encode_infill(
+    infill: Infill, fim: FimTokens | None, encode: EncodePart, bos: Sequence[int], room: float
 ) -> InfillTokens:
     """Return the prompt in llama.cpp's layout; raises PromptError if the vocabulary has no FIM tokens.
 
@@ -154,15 +159,15 @@ def infill_tokens(
         room: number of tokens that the prompt may have; chunks are left out until it fits.
     """
     if not fim:
-        raise PromptError(NO_FIM)
+        raise PromptError(NO_FIM_ERROR)
     before, name, chunks = [*bos], list[int](), list[list[int]]()
     if fim.repository is not None:
-        before += [fim.repository, *encode(REPOSITORY)]
+        before += [fim.repository, *encode(DEFAULT_REPOSITORY)]
     for chunk in infill.extra:
-        begin = [*encode(SNIPPET)] if fim.file is None else [fim.file, *encode(f"{chunk.filename}\n")]
+        begin = [*encode(CHUNK_SEPARATOR)] if fim.file is None else [fim.file, *encode(f"{chunk.filename}\n")]
         chunks.append([*begin, *encode(chunk.text)])
     if fim.file is not None:
-        name = [fim.file, *encode(FILE)]
+        name = [fim.file, *encode(DEFAULT_FILE)]
     # Some tokenizers put a space in front of a text; models have learned the prefix with it.
     prefix, suffix = [fim.prefix, *encode(infill.prefix, first=True)], [fim.suffix, *encode(infill.suffix)]
     parts = [*suffix, *prefix] if fim.suffix_first else [*prefix, *suffix]
@@ -175,7 +180,7 @@ def infill_tokens(
     return InfillTokens(np.array([*ids, *beginning], dtype=np.int64), len(ids))
 
 
-def within(infill: Infill, characters: float) -> Infill:
+def trim_chunks(infill: Infill, characters: float) -> Infill:
     """Return a prompt without the first chunks that make it longer than so many characters."""
     # What separates chunks takes at least a token.
     sizes = itertools.accumulate(len(chunk.text) + 1 for chunk in reversed(infill.extra))

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from ovspec.base.errors import OvspecError
-from ovspec.base.files import read_as
+from ovspec.base.files import read_dataclass
 from ovspec.text.tokenizer import Tokenizer
 from ovspec.text.tokenizer_files import TOKENIZER_FILE, TokenizerFile
-from ovspec.text.vocabulary import differing_ids
+from ovspec.text.vocabulary import describe_id_differences
 
 # Code, several scripts, emoji with joiners, odd whitespace, digits, text that looks like special tokens.
-TEXTS = (
+SAMPLE_TEXTS = (
     "def fib(n: int) -> int:\n    return n if n < 2 else fib(n - 1) + fib(n - 2)\n",
     "if x:\n\tfor y in z:\n\t\tprint(f'{y!r:>10}', end=\"\\n\")\r\n",
     "SELECT * FROM t WHERE a <> 'b' AND c >= 1e-9; -- done",
@@ -34,19 +34,19 @@ TEXTS = (
 def check_same_vocabulary(target: Path, draft: Path) -> None:
     """Raise OvspecError, naming the first differences, if two folders' vocabularies differ or can't be compared.
 
-    Compares ``tokenizer.json`` id by id. If a folder has none, as with some published drafts, compares how ``TEXTS``
-    are split.
+    Compares ``tokenizer.json`` id by id. If a folder has none, as with some published drafts, compares how
+    ``SAMPLE_TEXTS`` are split.
     """
-    vocabularies = [read_as(TokenizerFile, folder / TOKENIZER_FILE).tokens_by_id() for folder in (target, draft)]
-    message = differing_ids(*vocabularies) if all(vocabularies) else differing_split(target, draft)
+    vocabularies = [read_dataclass(TokenizerFile, folder / TOKENIZER_FILE).tokens_by_id() for folder in (target, draft)]
+    message = describe_id_differences(*vocabularies) if all(vocabularies) else describe_split_difference(target, draft)
     if message:
         raise OvspecError(f"{draft} cannot draft for {target}: {message}; choose a draft with the same tokenizer.")
 
 
-def differing_split(target: Path, draft: Path) -> str | None:
-    """Describe how two folders' OpenVINO tokenizers differ on ``TEXTS``; None if they agree."""
+def describe_split_difference(target: Path, draft: Path) -> str | None:
+    """Describe how two folders' OpenVINO tokenizers differ on ``SAMPLE_TEXTS``; None if they agree."""
     ours, theirs = Tokenizer(target), Tokenizer(draft)
-    for text in TEXTS:
+    for text in SAMPLE_TEXTS:
         a, b = ours.encode(text), theirs.encode(text)
         if a.tolist() != b.tolist():
             return f"they split {text!r} differently ({a.tolist()[:6]} and {b.tolist()[:6]})"

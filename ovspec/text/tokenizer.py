@@ -14,16 +14,16 @@ import openvino as ov
 import openvino_tokenizers
 
 from ovspec.base.errors import OvspecError
-from ovspec.base.files import present, read_as
+from ovspec.base.files import read_dataclass, require_present
 from ovspec.ir.compile import check_weights, last_error_line
 from ovspec.ir.device import openvino_core
-from ovspec.text.infill import NAMES, find_fim
+from ovspec.text.infill import FIM_TOKEN_NAMES, find_fim_tokens
 from ovspec.text.tokenizer_files import TOKENIZER_FILE, DecodingStep, TokenizerFile
-from ovspec.text.vocabulary import known_ids
+from ovspec.text.vocabulary import make_known_ids
 
-LONG_TEXT = 100_000  # characters of a text that takes more than some milliseconds to encode
+LONG_TEXT_CHARACTERS = 100_000  # characters of a text that takes more than some milliseconds to encode
 # A text may have this many times the characters that its tokens spell, because a normaliser may shorten it.
-SPARE = 4
+NORMALIZER_MARGIN = 4
 
 
 @functools.cache
@@ -33,7 +33,7 @@ def core_with_strings() -> ov.Core:
     return openvino_core()
 
 
-def compiled(path: Path) -> ov.CompiledModel:
+def compile_tokenizer(path: Path) -> ov.CompiledModel:
     if not path.is_file():
         raise OvspecError(f"{path.parent}: no {path.name} in it; export the model again with openvino-tokenizers.")
     check_weights(path)
@@ -43,14 +43,14 @@ def compiled(path: Path) -> ov.CompiledModel:
         raise OvspecError(f"{path}: cannot be compiled ({last_error_line(error)}); export it again.") from None
 
 
-def byte_level_alphabet() -> dict[str, int]:
+def make_byte_level_alphabet() -> dict[str, int]:
     """Return character -> byte of byte-level BPE (GPT-2): printable bytes are themselves, the others start at 256."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-def byte_vocabulary(tokenizer: TokenizerFile) -> list[bytes | None] | None:
+def make_byte_vocabulary(tokenizer: TokenizerFile) -> list[bytes | None] | None:
     """Return the bytes that each id adds to the text, none for special tokens; None for ids without a token.
 
     Returns None if the decoder doesn't map each token to bytes by itself.
@@ -60,7 +60,7 @@ def byte_vocabulary(tokenizer: TokenizerFile) -> list[bytes | None] | None:
     if not isinstance(pieces, dict):
         return None
     if kinds == {"ByteLevel"}:
-        alphabet = byte_level_alphabet()
+        alphabet = make_byte_level_alphabet()
 
         def to_bytes(piece: str) -> bytes:
             return bytes(alphabet[c] for c in piece) if alphabet.keys() >= set(piece) else piece.encode()
@@ -80,7 +80,7 @@ def byte_vocabulary(tokenizer: TokenizerFile) -> list[bytes | None] | None:
     return [spelt.get(index) for index in range(max(spelt, default=-1) + 1)]
 
 
-def bytes_of(vocabulary: list[bytes | None], token: int) -> bytes:
+def look_up_bytes(vocabulary: list[bytes | None], token: int) -> bytes:
     """Return the bytes that ``token`` adds to the text; empty for an id without a token."""
     return (vocabulary[token] if token < len(vocabulary) else None) or b""
 
@@ -93,15 +93,15 @@ class Tokenizer:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._encoder = compiled(folder / "openvino_tokenizer.xml")
+        self._encoder = compile_tokenizer(folder / "openvino_tokenizer.xml")
         self._idle: list[ov.InferRequest] = []  # one for each thread that encodes at the same time
-        file = read_as(TokenizerFile, folder / TOKENIZER_FILE)
+        file = read_dataclass(TokenizerFile, folder / TOKENIZER_FILE)
         self._special = {token.id: token.content.encode() for token in file.special_tokens}
         self.added = {token.content: token.id for token in file.added_tokens}
-        self.vocabulary = byte_vocabulary(file)
+        self.vocabulary = make_byte_vocabulary(file)
         tokens = file.tokens_by_id()
-        self.known = known_ids(tokens)
-        self.fim = find_fim({name: index for index, name in tokens.items() if name in NAMES})
+        self.known = make_known_ids(tokens)
+        self.fim = find_fim_tokens({name: index for index, name in tokens.items() if name in FIM_TOKEN_NAMES})
         self._longest = max(map(len, tokens.values()), default=1)
         empty, one = self._encode(""), self._encode("a")
         # Tokens that encoding puts around every text: BOS before it for some models, EOS after it for a few.
@@ -112,7 +112,7 @@ class Tokenizer:
 
     def most_characters(self, tokens: int) -> int:
         """Return more characters than ``tokens`` tokens can spell."""
-        return SPARE * self._longest * tokens
+        return NORMALIZER_MARGIN * self._longest * tokens
 
     def encode(self, text: str, special: bool = True) -> np.ndarray:
         """Return the token ids of ``text``, (n,) int64; ``special`` keeps the BOS and EOS that the tokenizer adds.
@@ -178,7 +178,7 @@ class Tokenizer:
         """Return the bytes of a token; those of a special token are its name."""
         if token in self._special:
             return self._special[token]
-        return bytes_of(self.vocabulary, token) if self.vocabulary else self.decode([token]).encode()
+        return look_up_bytes(self.vocabulary, token) if self.vocabulary else self.decode([token]).encode()
 
     def token_text(self, token: int) -> str:
         """Return the text of a token; a special token is written out, and part of a character as ``\\xe2``."""
@@ -196,7 +196,7 @@ class Tokenizer:
 
     @functools.cached_property
     def _window_model(self) -> ov.CompiledModel:
-        return compiled(present(self.folder) / "openvino_detokenizer.xml")
+        return compile_tokenizer(require_present(self.folder) / "openvino_detokenizer.xml")
 
     def _encode(self, text: str) -> np.ndarray:
         try:
@@ -206,7 +206,7 @@ class Tokenizer:
         request.set_input_tensor(0, ov.Tensor([text]))
         request.infer()
         ids = request.get_tensor("input_ids").data[0].astype(np.int64)
-        if len(text) <= LONG_TEXT:  # else it would keep the text's memory
+        if len(text) <= LONG_TEXT_CHARACTERS:  # else it would keep the text's memory
             self._idle.append(request)
         return ids
 
@@ -222,7 +222,7 @@ class ByteDetokenizer:
         """Return the text that ``token`` completes, possibly empty; skips the first ``without`` bytes of the token."""
         if token in self._marks:
             return self.flush() + self._marks[token]
-        return self._utf8.decode(bytes_of(self._vocabulary, token)[without:])
+        return self._utf8.decode(look_up_bytes(self._vocabulary, token)[without:])
 
     def flush(self) -> str:
         """Return the remaining text at the end; a character that was cut off becomes a replacement character."""

@@ -25,7 +25,7 @@ class AddedToken:
 
 
 @dataclass(frozen=True)
-class Vocabulary:
+class ModelVocabulary:
     """The tokens of a BPE or WordPiece model with their ids, or, by id, those of a Unigram model with their scores."""
 
     vocab: dict[str, TokenId] | list[tuple[str, float]] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class DecodingStep:
 class TokenizerFile:
     """A ``tokenizer.json`` of Hugging Face's tokenizers."""
 
-    model: Vocabulary = Vocabulary()
+    model: ModelVocabulary = ModelVocabulary()
     decoder: DecodingStep | None = None
     added_tokens: list[AddedToken] = field(default_factory=list)
 
@@ -82,7 +82,7 @@ class TokenizerConfig:
         return found if isinstance(found, dict) else {"default": found} if found else {}
 
 
-def special_tokens(folder: Path) -> dict[str, str]:
+def read_special_tokens(folder: Path) -> dict[str, str]:
     """Return the text of each special token that ``tokenizer_config.json`` names, by its role, as in "bos_token".
 
     Models may have roles of their own, such as "image_token", beside the others or in an object.

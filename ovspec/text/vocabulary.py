@@ -45,7 +45,7 @@ class KnownIds:
 ALL_IDS = KnownIds()
 
 
-def known_ids(ids: Iterable[int]) -> KnownIds:
+def make_known_ids(ids: Iterable[int]) -> KnownIds:
     """Return the KnownIds for the ids that have a token; with none given, nothing is known and every id is allowed."""
     present = np.unique(np.fromiter(ids, dtype=np.int64))
     if not len(present):
@@ -54,7 +54,7 @@ def known_ids(ids: Iterable[int]) -> KnownIds:
     return KnownIds(size, np.setdiff1d(np.arange(size), present))
 
 
-def differing_ids(ours: dict[int, str], theirs: dict[int, str]) -> str | None:
+def describe_id_differences(ours: dict[int, str], theirs: dict[int, str]) -> str | None:
     """Describe how two vocabularies differ, naming the first differences; None if they are the same."""
     ids = [index for index in sorted({*ours, *theirs}) if ours.get(index) != theirs.get(index)]
     if not ids:

@@ -55,14 +55,14 @@ def shipping_speed(folder: Path) -> float:
     """Return the bytes per second at which a model comes from the object store, of one machine."""
     import ray
 
-    from ovspec.base.files import fill_once, pieces_of
+    from ovspec.base.files import create_folder_once, read_blocks
 
     size = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
     with tempfile.TemporaryDirectory() as scratch:
         began = time.perf_counter()
         files = filter(Path.is_file, folder.iterdir())
-        pieces = [(file.name, ray.put(piece)) for file in files for piece in pieces_of(file, 1 << 26)]
-        fill_once(Path(scratch) / "copy", ((name, ray.get(piece)) for name, piece in pieces))
+        pieces = [(file.name, ray.put(piece)) for file in files for piece in read_blocks(file, 1 << 26)]
+        create_folder_once(Path(scratch) / "copy", ((name, ray.get(piece)) for name, piece in pieces))
         return size / (time.perf_counter() - began)
 
 

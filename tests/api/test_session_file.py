@@ -18,7 +18,7 @@ from conftest import PROMPTS, ROOT
 
 import ovspec
 from ovspec.api.model import LanguageModel
-from ovspec.base.files import HOST
+from ovspec.base.files import HOST_CODE
 
 Load = Callable[..., LanguageModel]
 DEMO = ROOT / "models" / "demo"
@@ -228,7 +228,7 @@ def test_a_saved_file_keeps_its_permissions_and_its_link(load: Load, tmp_path: P
         session.save(real)
         real.chmod(0o600)
         link.symlink_to(real)
-        (tmp_path / f".real.ov.{HOST}-999999999.0000.partial").touch()  # of a process that was killed
+        (tmp_path / f".real.ov.{HOST_CODE}-999999999.0000.partial").touch()  # of a process that was killed
         session.append("more")
         session.save(link)
         assert link.is_symlink() and real.stat().st_mode & 0o777 == 0o600

@@ -25,7 +25,7 @@ from ovspec.engine.results import Piece
 from ovspec.engine.row import Row
 from ovspec.text.chat_format import ChatFormat
 from ovspec.text.chat_template import ChatTemplate
-from ovspec.text.tool_formats import BY_NAME
+from ovspec.text.tool_formats import FORMATS_BY_NAME
 
 Load = Callable[..., ovspec.LanguageModel]
 SOURCE = (
@@ -35,7 +35,10 @@ SOURCE = (
 CHATS = [
     [{"role": "user", "content": text}] for text in ("def test_get(self):", "import os", "class A:\n", "x = [1, 2, 3]")
 ]
-TAGS = ("<think>", *(trigger.replace("{NAME}", "tool_") for each in BY_NAME.values() for trigger in each.triggers))
+TAGS = (
+    "<think>",
+    *(trigger.replace("{NAME}", "tool_") for each in FORMATS_BY_NAME.values() for trigger in each.triggers),
+)
 QUICK = ("qwen-xml", "harmony")  # of each kind one; the slow test judges all
 
 
@@ -138,7 +141,7 @@ def check(row: Row, pieces: list[Piece], tools: dict[str, Any], counts: Counter[
 def judge(lm: ovspec.LanguageModel, tool_format: str, count: int, number: int) -> Counter[str]:
     """Generate ``count`` random answers with a random tool each, and check them."""
     numbers, counts, rows, tools = random.Random(number), Counter[str](), list[Row](), dict[str, Any]()
-    layout = BY_NAME[tool_format]
+    layout = FORMATS_BY_NAME[tool_format]
     for at, each in enumerate(random_tools(count, number)):
         name = each["function"]["name"]
         trigger = lm.tokenizer.encode_more(layout.triggers[0].replace("{NAME}", name)).tolist()
@@ -178,7 +181,7 @@ def test_no_call_is_invalid(load: Load, templates: Any, tool_format: str) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tool_format", BY_NAME)
+@pytest.mark.parametrize("tool_format", FORMATS_BY_NAME)
 def test_no_call_is_invalid_of_many(load: Load, templates: Any, tool_format: str) -> None:
     counts = judge(templates(load(), tool_format), tool_format, 40, 100 + len(tool_format))
     assert counts["whole"] >= 8, counts

@@ -11,13 +11,13 @@ import pytest
 
 from ovspec.base import files
 from ovspec.base.errors import OvspecError
-from ovspec.base.files import move, on_disk, write_atomically
+from ovspec.base.files import flush_to_disk, rename_with_retries, write_atomically
 
 
 @pytest.fixture
 def on_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "sys", SimpleNamespace(platform="win32"))
-    monkeypatch.setattr(files, "PAUSE", 0.0)
+    monkeypatch.setattr(files, "RENAME_PAUSE", 0.0)
 
 
 def refuse(monkeypatch: pytest.MonkeyPatch, times: int) -> list[Path]:
@@ -47,15 +47,15 @@ def test_a_file_that_stays_open_is_an_error(tmp_path: Path, monkeypatch: pytest.
     renamed = refuse(monkeypatch, 99)
     (tmp_path / "old").write_text("", encoding="utf-8")
     with pytest.raises(PermissionError):
-        move(tmp_path / "old", tmp_path / "new")
-    assert len(renamed) == files.ATTEMPTS
+        rename_with_retries(tmp_path / "old", tmp_path / "new")
+    assert len(renamed) == files.RENAME_ATTEMPTS
 
 
 def test_elsewhere_permission_is_not_asked_for_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "sys", SimpleNamespace(platform="linux"))
     renamed = refuse(monkeypatch, 99)
     with pytest.raises(PermissionError):
-        move(tmp_path / "old", tmp_path / "new")
+        rename_with_retries(tmp_path / "old", tmp_path / "new")
     assert len(renamed) == 1
 
 
@@ -68,8 +68,8 @@ def test_files_are_open_for_writing_where_only_those_reach_the_disk(
     monkeypatch.setattr(os, "open", lambda path, how: flags.append(how) or opened(path, how))
     monkeypatch.setattr(os, "fsync", synced.append)
     (tmp_path / "file").write_text("", encoding="utf-8")
-    on_disk(tmp_path / "file")
-    on_disk(tmp_path)  # a folder can't be opened so, which is no error
+    flush_to_disk(tmp_path / "file")
+    flush_to_disk(tmp_path)  # a folder can't be opened so, which is no error
     assert flags == [os.O_RDWR] * 2 and len(synced) == 1
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 import ovspec
-from ovspec.base.errors import FULL, OvspecError, WriteError
-from ovspec.base.files import fill_once, write_atomically
-from ovspec.base.progress import note
+from ovspec.base.errors import DISK_FULL_ERRNOS, OvspecError, WriteError
+from ovspec.base.files import create_folder_once, write_atomically
+from ovspec.base.progress import print_note
 from ovspec.batch.file import BatchProgress, run_file
 from ovspec.batch.requests import prompt_request
 from ovspec.cli import main
@@ -50,7 +50,7 @@ def save_session(lm: ovspec.LanguageModel, file: Path) -> None:
     [
         lambda _, file: write_atomically(file, "x" * 1000),
         save_session,
-        lambda _, file: fill_once(file.parent / "folder", [("file", b"x" * 1000)]),
+        lambda _, file: create_folder_once(file.parent / "folder", [("file", b"x" * 1000)]),
     ],
     ids=["file", "session", "folder"],
 )
@@ -95,10 +95,10 @@ def test_a_full_device_for_stdout_or_stderr(
         assert ended.value.code == 1
         assert capsys.readouterr().err.startswith("Error: stdout: can't be written (No space left on device); make")
         patched.setattr(sys, "stderr", full)
-        note("a line")
+        print_note("a line")
         patched.setattr(sys.modules["ovspec.cli.batch"], "PROGRESS_INTERVAL", -1.0)
         BatchReport().update(BatchProgress(2, 0, done=1))
         try:
             full.close()
         except OSError as error:
-            assert error.errno in FULL
+            assert error.errno in DISK_FULL_ERRNOS

@@ -12,13 +12,13 @@ import pytest
 from conftest import PROMPTS
 
 import ovspec
-from ovspec.base.interrupts import HELD, HeldInterrupts
+from ovspec.base.interrupts import ACTIVE_DELAYS, DelayedInterrupts
 from ovspec.cache.paged import MAX_INFERENCE_TOKENS, PagedDecoder
 
 
 def test_ctrl_c_waits_while_held() -> None:
     before = signal.getsignal(signal.SIGINT)
-    interrupts = HeldInterrupts()
+    interrupts = DelayedInterrupts()
     interrupts.holding = True
     signal.raise_signal(signal.SIGINT)
     assert interrupts.pressed
@@ -51,7 +51,7 @@ leave(ended)
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (0, 2, 1)])
 def test_the_handler_comes_back_in_any_order(order: tuple[int, ...]) -> None:
     before = signal.getsignal(signal.SIGINT)
-    held = [HeldInterrupts() for _ in range(3)]
+    held = [DelayedInterrupts() for _ in range(3)]
     for place in order:
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
@@ -61,7 +61,7 @@ def test_the_handler_comes_back_in_any_order(order: tuple[int, ...]) -> None:
 
 def test_a_handler_set_meanwhile_is_kept() -> None:
     before = signal.getsignal(signal.SIGINT)
-    interrupts = HeldInterrupts()
+    interrupts = DelayedInterrupts()
 
     def own(*_: object) -> None: ...
 
@@ -73,7 +73,7 @@ def test_a_handler_set_meanwhile_is_kept() -> None:
 
 def test_other_threads_do_nothing() -> None:
     before = signal.getsignal(signal.SIGINT)
-    thread = threading.Thread(target=lambda: HeldInterrupts().stop())
+    thread = threading.Thread(target=lambda: DelayedInterrupts().stop())
     thread.start()
     thread.join()
     assert signal.getsignal(signal.SIGINT) is before
@@ -106,7 +106,7 @@ def test_a_long_prompt_is_read_no_further(
         assert len(calls) == 2, "the third chunk is not read"
         assert [piece.finish_reason for piece in pieces] == ["cancelled"]
         assert signal.getsignal(signal.SIGINT) is before
-        assert not HELD
+        assert not ACTIVE_DELAYS
         assert session.tokens == tokens
         assert session.generate(max_tokens=8).token_ids == expected
 
@@ -126,4 +126,4 @@ def test_ctrl_c_in_a_users_function_ends_the_text(load: Callable[..., ovspec.Lan
             pieces.append(piece)
     assert len(calls) == 3
     assert pieces[-1].finish_reason == "cancelled"
-    assert not HELD
+    assert not ACTIVE_DELAYS

@@ -12,21 +12,21 @@ import pytest
 
 from ovspec.base import sandbox
 from ovspec.base.errors import OvspecError, UnavailableError
-from ovspec.base.sandbox import Process, Worker, interpreter
+from ovspec.base.sandbox import SandboxPool, SandboxProcess, find_interpreter
 from ovspec.grammars.conversion import CONVERTER, convert_grammar
 from ovspec.text.chat_template import RENDERER, ChatTemplate
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="sends POSIX signals")
 TEMPLATE = ChatTemplate("{{ messages | length }}", {})
-End = Callable[[Worker, list[signal.Signals]], None]
+End = Callable[[SandboxPool, list[signal.Signals]], None]
 
 
 @pytest.fixture
 def end_next(monkeypatch: pytest.MonkeyPatch) -> End:
     """Return a function that lets the next processes of a worker end by signals, when they have got a request."""
 
-    def end_next(worker: Worker, signals: list[signal.Signals]) -> None:
-        def talk(process: Process, request: str) -> str:
+    def end_next(worker: SandboxPool, signals: list[signal.Signals]) -> None:
+        def talk(process: SandboxProcess, request: str) -> str:
             process.ready = process.ready or bool(process.stdout.readline())
             if signals:
                 process.send_signal(signals.pop(0))
@@ -48,12 +48,12 @@ def test_another_process_answers(end_next: End, names: str) -> None:
 
 def test_on_windows_the_process_is_the_one_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
     """There, a virtual environment's ``python.exe`` only starts another process, which no limit would hold."""
-    assert interpreter() == (sys.executable, {})
+    assert find_interpreter() == (sys.executable, {})
     windows = SimpleNamespace(platform="win32", executable=r"C:\venv\python.exe", _base_executable=r"C:\py\python.exe")
     monkeypatch.setattr(sandbox, "sys", windows)
-    assert interpreter() == (r"C:\py\python.exe", {"__PYVENV_LAUNCHER__": r"C:\venv\python.exe"})
+    assert find_interpreter() == (r"C:\py\python.exe", {"__PYVENV_LAUNCHER__": r"C:\venv\python.exe"})
     windows._base_executable = windows.executable  # no virtual environment
-    assert interpreter() == (r"C:\venv\python.exe", {})
+    assert find_interpreter() == (r"C:\venv\python.exe", {})
 
 
 def test_packages_that_a_user_installed_for_himself_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,13 +61,13 @@ def test_packages_that_a_user_installed_for_himself_are_found(monkeypatch: pytes
         monkeypatch.setenv(name, "a folder")
     monkeypatch.setenv("SECRET", "1")
     given: list[dict[str, str]] = []
-    monkeypatch.setattr(sandbox, "Process", lambda *_, env, **__: given.append(env))
+    monkeypatch.setattr(sandbox, "SandboxProcess", lambda *_, env, **__: given.append(env))
     RENDERER._start()
     assert {"APPDATA", "USERPROFILE", "PYTHONUSERBASE"} <= set(given[0]) and "SECRET" not in given[0]
 
 
 def test_killed_each_time(end_next: End, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "MOST_DEATHS", 2 * sandbox.KILLED)
+    monkeypatch.setattr(sandbox, "MAX_DEATH_WEIGHT", 2 * sandbox.KILLED_WEIGHT)
     signals = [signal.SIGKILL] * 3
     end_next(RENDERER, signals)
     told = r"^The process that renders chat templates was killed, 2 times; see that memory is free, and try again\.$"

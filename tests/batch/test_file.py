@@ -30,7 +30,7 @@ from ovspec.batch.file import Done, key_of, run_file, what_matters
 from ovspec.batch.requests import as_chat, prompt_request, read_request, read_requests
 from ovspec.cli.batch import BatchReport
 from ovspec.params import make_params
-from ovspec.params.generation import GENERATE
+from ovspec.params.generation import GENERATE_OPTIONS
 
 DEMO = ROOT / "models" / "demo"
 COMPLETION, CHAT_COMPLETION = "openai.types:Completion", "openai.types.chat:ChatCompletion"
@@ -542,7 +542,7 @@ HOSTILE = [
 
 
 def test_a_hostile_value_of_any_option_costs_only_its_line(lm: ovspec.LanguageModel, tmp_path: Path) -> None:
-    options = [*GENERATE, "response_format", "messages", "custom_id", "body", "url", "method", "model"]
+    options = [*GENERATE_OPTIONS, "response_format", "messages", "custom_id", "body", "url", "method", "model"]
     lines = [
         f'{{"prompt": "A", "max_tokens": 2, "{name}": {value}}}'
         for name in options

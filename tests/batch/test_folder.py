@@ -13,7 +13,7 @@ import pytest
 
 import ovspec
 from ovspec.base.errors import OvspecError
-from ovspec.base.files import fill_once, pieces_of, scratch_folder
+from ovspec.base.files import create_folder_once, read_blocks, scratch_folder
 from ovspec.batch.file import BatchProgress
 from ovspec.batch.groups import MOST, Answers, Group, groups_of
 from ovspec.batch.requests import BatchRequest, prompt_request, request_in, requests_of_rows
@@ -219,7 +219,7 @@ def test_a_folder_in_pieces(tmp_path: Path) -> None:
     (source / "a.bin").write_bytes(bytes(range(256)) * 5)
     (source / "draft" / "empty").touch()
     files = [file for file in source.rglob("*") if file.is_file()]
-    pieces = [(file.relative_to(source).as_posix(), piece) for file in files for piece in pieces_of(file, 300)]
+    pieces = [(file.relative_to(source).as_posix(), piece) for file in files for piece in read_blocks(file, 300)]
     assert len(pieces) == 6
 
     def broken() -> Any:
@@ -227,9 +227,9 @@ def test_a_folder_in_pieces(tmp_path: Path) -> None:
         raise OSError("connection lost")
 
     with pytest.raises(OSError, match="connection lost"):
-        fill_once(tmp_path / "copy", broken())
+        create_folder_once(tmp_path / "copy", broken())
     assert not (tmp_path / "copy").exists()
-    fill_once(tmp_path / "copy", pieces)
-    fill_once(tmp_path / "copy", broken())  # which is there already
+    create_folder_once(tmp_path / "copy", pieces)
+    create_folder_once(tmp_path / "copy", broken())  # which is there already
     for file in files:
         assert (tmp_path / "copy" / file.relative_to(source)).read_bytes() == file.read_bytes()

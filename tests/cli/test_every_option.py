@@ -23,7 +23,7 @@ from serving_options import LOADING, SERVING
 from test_options_of_tools import OTHERS_OF_EXPORT, TO_COMPRESSION, TO_DISTILL, TO_EXPORT
 
 from ovspec.cli import COMMANDS, cli
-from ovspec.params.loading import RUNTIME
+from ovspec.params.loading import RUNTIME_OPTIONS
 
 FOLDER = Path()  # of the small pair, which loads sooner than the demo pair; ``run`` sets it
 PROMPT = "import os\n\ndef f(12"
@@ -356,7 +356,7 @@ def test_code_of_a_checkpoint_is_not_run_unasked(run: Callable[..., Outcome]) ->
 
 # ---------------------------------------------------------------- all of them
 
-OF_TARGET = RUNTIME.keys() - {"draft_device"}
+OF_TARGET = RUNTIME_OPTIONS.keys() - {"draft_device"}
 TESTED: dict[str, set[str]] = {
     **{
         command: {*SHARED, *cases} - {name for name in SHARED if (command, name) in NOT_TAKEN}
@@ -374,7 +374,7 @@ TESTED: dict[str, set[str]] = {
     # tests/cli/test_bench.py runs these.
     "bench": {
         *("draft", "prompts", "files", "lookahead", "max_tokens", "temperature", "repeats", "as_json"),
-        *RUNTIME,
+        *RUNTIME_OPTIONS,
     },
 }
 

@@ -19,7 +19,7 @@ from ovspec_export import Compression, convert, export_pair
 
 import ovspec
 from ovspec.setup.manifest import read_manifest
-from ovspec.text.chat_template import chat_template
+from ovspec.text.chat_template import load_chat_template
 from ovspec.text.pairing import check_same_vocabulary
 
 TARGET, DRAFT = str(CHECKPOINTS / "target"), str(CHECKPOINTS / "draft")
@@ -162,7 +162,7 @@ def test_a_chat_template_is_put_in_place_of_all_others(pair: Path, tmp_path: Pat
         manifest = export_pair(str(source), None, out, chat_template=given, overwrite=True)
         assert "chat_template.jinja" in manifest.files
         assert not (out / "additional_chat_templates").exists()
-        assert chat_template(out).render([{"role": "user", "content": "hi"}]) == prompt
+        assert load_chat_template(out).render([{"role": "user", "content": "hi"}]) == prompt
         assert "bos" not in (out / "chat_template.jinja").read_text("utf-8"), "this model adds none"
 
 

@@ -20,7 +20,7 @@ from ovspec_export.gguf_tokenizer import read_end_ids
 from transformers import AutoTokenizer
 
 from ovspec.base.errors import OvspecError
-from ovspec.text.tokenizer import Tokenizer, byte_level_alphabet
+from ovspec.text.tokenizer import Tokenizer, make_byte_level_alphabet
 
 MODELS = USERS_CACHE / "downloads" / "llama.cpp" / "models"
 QUICK = ["deepseek-coder"]
@@ -57,7 +57,7 @@ SPACES = [" ", " ", " ", "  ", "    ", "\n", "\n\n", "\r\n", "\t", "\x85", "\xa0
 # Words that are tokens which no merges make; OpenVINO's BPE doesn't take such words whole (588 of Llama 3's 128,000).
 NOT_IN_OPENVINO = {"llama-bpe": ["Cửa Việt"]}
 
-BYTES = list(byte_level_alphabet())
+BYTES = list(make_byte_level_alphabet())
 BYTE_LEVEL: dict[str, Any] = {
     "tokenizer.ggml.model": "gpt2",
     "tokenizer.ggml.pre": "smollm",

@@ -25,7 +25,7 @@ from ovspec.sampling.answer_constraint import AnswerConstraint
 from ovspec.sampling.byte_vocabulary import ByteVocabulary
 from ovspec.sampling.grammar_constraint import GrammarCompiler
 from ovspec.sampling.grammar_options import convert_answer_grammar
-from ovspec.text.tokenizer import byte_vocabulary
+from ovspec.text.tokenizer import make_byte_vocabulary
 from ovspec.text.tokenizer_files import TokenizerFile
 from ovspec.text.tool_formats import FORMATS
 
@@ -39,7 +39,7 @@ def real_vocabulary() -> tuple[ByteVocabulary, GrammarCompiler]:
     if not Path(REAL).exists():
         return PLAIN.tokens, PLAIN.grammars
     loaded = json.loads(REAL.read_text("utf-8"))
-    spelt = byte_vocabulary(msgspec.convert(loaded, TokenizerFile)) or []
+    spelt = make_byte_vocabulary(msgspec.convert(loaded, TokenizerFile)) or []
     return ByteVocabulary(spelt), GrammarCompiler(loaded, spelt)
 
 

@@ -19,10 +19,10 @@ import ovspec
 from ovspec.cli import COMMANDS, cli
 from ovspec.drafting.choice import DraftChoice, parse_draft
 from ovspec.params import Params, SamplingParams, make_params
-from ovspec.params.generation import GENERATE, GenerateOptions
-from ovspec.params.loading import LOAD
-from ovspec.params.sampling import SAMPLING
-from ovspec.params.values import json_object
+from ovspec.params.generation import GENERATE_OPTIONS, GenerateOptions
+from ovspec.params.loading import LOAD_OPTIONS
+from ovspec.params.sampling import SAMPLING_OPTIONS
+from ovspec.params.values import parse_json_object
 
 ENTRY = """
     loudness: float = option(
@@ -118,12 +118,12 @@ def test_options_that_there_are_not() -> None:
 def test_python_shows_its_names_and_options() -> None:
     assert dir(ovspec) == sorted(ovspec.__all__)
     for function, table in (
-        (ovspec.LanguageModel.generate, GENERATE),
-        (ovspec.LanguageModel.samples, GENERATE),
-        (ovspec.LanguageModel.stream, GENERATE),
-        (ovspec.Session.generate, GENERATE),
-        (ovspec.Session.stream, GENERATE),
-        (ovspec.load, LOAD),
+        (ovspec.LanguageModel.generate, GENERATE_OPTIONS),
+        (ovspec.LanguageModel.samples, GENERATE_OPTIONS),
+        (ovspec.LanguageModel.stream, GENERATE_OPTIONS),
+        (ovspec.Session.generate, GENERATE_OPTIONS),
+        (ovspec.Session.stream, GENERATE_OPTIONS),
+        (ovspec.load, LOAD_OPTIONS),
     ):
         shown = inspect.signature(function).parameters
         for name, option in table.items():
@@ -145,7 +145,11 @@ def test_a_model_says_what_it_is(load: Callable[..., ovspec.LanguageModel], pair
 
 
 def test_every_option_is_documented() -> None:
-    for made, table in ((SamplingParams, SAMPLING), (GenerateOptions, GENERATE), (ovspec.load, LOAD)):
+    for made, table in (
+        (SamplingParams, SAMPLING_OPTIONS),
+        (GenerateOptions, GENERATE_OPTIONS),
+        (ovspec.load, LOAD_OPTIONS),
+    ):
         for name, option in table.items():
             assert f"{name}: " in str(made.__doc__)
             assert option.help.endswith(".")
@@ -204,7 +208,7 @@ def test_the_ends_of_ranges_are_in_them() -> None:
 def test_objects_come_from_files_too(tmp_path: Path) -> None:
     """Shells differ in their quotes."""
     (tmp_path / "given.json").write_text('{"a": 1}\r\n', encoding="utf-8-sig")
-    assert json_object(str(tmp_path / "given.json")) == json_object('{"a": 1}') == {"a": 1}
+    assert parse_json_object(str(tmp_path / "given.json")) == parse_json_object('{"a": 1}') == {"a": 1}
     for wrong in ("[1]", str(tmp_path / "nowhere.json"), "{'a': 1}"):
         with pytest.raises(ValueError, match="neither a file nor a JSON object"):
-            json_object(wrong)
+            parse_json_object(wrong)

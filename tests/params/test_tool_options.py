@@ -10,7 +10,7 @@ import pydantic
 import pytest
 
 from ovspec.base.errors import OvspecError
-from ovspec.params.tools import tool_use, tools_of
+from ovspec.params.tools import parse_tool_choice, parse_tools
 
 
 class Place:
@@ -53,7 +53,7 @@ SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "intege
 
 
 def test_functions_are_described_by_their_hints_and_docstrings() -> None:
-    assert [tool["function"] for tool in tools_of([weather, Weather])] == [
+    assert [tool["function"] for tool in parse_tools([weather, Weather])] == [
         {
             "name": "weather",
             "description": "Tell the weather.",
@@ -87,7 +87,7 @@ def test_tools_may_be_given_without_what_is_around_them() -> None:
     function = {"name": "f", "parameters": SCHEMA}
     whole = {"type": "function", "function": function}
     for given in (whole, function, {"type": "function", **function}):
-        assert tools_of([given]) == [whole]
+        assert parse_tools([given]) == [whole]
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_tools_may_be_given_without_what_is_around_them() -> None:
 )
 def test_what_is_no_tool(tool: Any, message: str) -> None:
     with pytest.raises(OvspecError, match=f"^`tools`.*{message}") as found:
-        tools_of([tool])
+        parse_tools([tool])
     assert "\n" not in str(found.value) and len(str(found.value)) < 300
 
 
@@ -120,7 +120,7 @@ def test_names_of_functions_and_of_their_parameters() -> None:
             and more
         """
 
-    [made] = tools_of([copy])
+    [made] = parse_tools([copy])
     properties = made["function"]["parameters"]["properties"]
     assert [*properties] == ["schema", "model_config"] and properties["schema"]["description"] == "first, and more"
 
@@ -128,21 +128,21 @@ def test_names_of_functions_and_of_their_parameters() -> None:
 
     for function, told in ((prüfe, "a name is 'prüfe'"), (lambda: 1, "a name is '<lambda>'")):
         with pytest.raises(OvspecError, match=told):
-            tools_of([function])
+            parse_tools([function])
     with pytest.raises(OvspecError, match="which has no name; give a function made with def"):
-        tools_of([functools.partial(copy, 1)])
+        parse_tools([functools.partial(copy, 1)])
 
 
 def test_many_tools_and_many_names_take_no_time() -> None:
     began = time.perf_counter()
     with pytest.raises(OvspecError, match="`tools` has 100000 tools; at most 1000 are allowed"):
-        tools_of([{"name": f"f{number}"} for number in range(100_000)])
-    tools = tools_of([{"name": "f"}, {"name": "g"}])
+        parse_tools([{"name": f"f{number}"} for number in range(100_000)])
+    tools = parse_tools([{"name": "f"}, {"name": "g"}])
     names = [{"name": "f"}] * 100_000
     allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": names}}
-    assert tool_use(tools, allowed).names == ("f",)
+    assert parse_tool_choice(tools, allowed).names == ("f",)
     assert time.perf_counter() - began < 1
     with pytest.raises(OvspecError, match="allows no tool"):
-        tool_use(tools, {"type": "allowed_tools", "mode": "required", "tools": []})
+        parse_tool_choice(tools, {"type": "allowed_tools", "mode": "required", "tools": []})
     with pytest.raises(OvspecError, match="strict of f must be true or false"):
-        tools_of([{"name": "f", "strict": "yes"}])
+        parse_tools([{"name": "f", "strict": "yes"}])

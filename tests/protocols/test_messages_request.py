@@ -24,8 +24,8 @@ from ovspec.protocols.messages.reply import MessageWriter, input_of, whole_messa
 from ovspec.protocols.messages.request import BILLING, read_messages
 from ovspec.protocols.requests import TextRequest
 from ovspec.server.endpoints import event
-from ovspec.text.answer import HARMONY, THINKING, AnswerFormat, AnswerReader, Said
-from ovspec.text.tool_formats import BY_NAME
+from ovspec.text.answer import HARMONY_THINKING, THINKING_FORMATS, AnswerContent, AnswerFormat, AnswerReader
+from ovspec.text.tool_formats import FORMATS_BY_NAME
 
 HI: dict[str, Any] = {"role": "user", "content": "Hi"}
 TOOL: dict[str, Any] = {"name": "f", "description": "A tool.", "input_schema": {"type": "object"}}
@@ -365,8 +365,8 @@ def test_whatever_is_sent_is_read_or_refused(messages: Any, more: dict[str, Any]
 
 # ---------------------------------------------------------------- answers
 
-TOOLS = BY_NAME["hermes"]
-THINK = next(each for each in THINKING if each.open == "<think>")
+TOOLS = FORMATS_BY_NAME["hermes"]
+THINK = next(each for each in THINKING_FORMATS if each.open == "<think>")
 EVENT = "anthropic.types:RawMessageStreamEvent"
 HEAD = {"id": "msg_1", "created": 1, "model": "demo"}
 STATS = Stats(prompt_tokens=9, cached_tokens=4, generated_tokens=7)
@@ -384,7 +384,7 @@ def answered(format: AnswerFormat, raw: str, cuts: list[int], cut_off: bool) -> 
     places = [0, *sorted({cut % (len(raw) + 1) for cut in cuts}), len(raw)]
     reader, pieces, ended = AnswerReader(format, {}), list[Piece](), "length" if cut_off else "eos"
     for begin, end in itertools.pairwise(places):
-        said = Said()
+        said = AnswerContent()
         reader.push(raw[begin:end], said)
         if end == len(raw):
             reader.flush(said)
@@ -463,7 +463,7 @@ def test_thinking_after_text_is_a_block_of_its_own(cuts: list[int]) -> None:
         ["<|channel|>analysis<|message|>ab", "<|channel|>final<|message|>cd", "<|channel|>analysis<|message|>ef"]
     )
     alone = list(range(1, len(raw)))
-    format = AnswerFormat(None, HARMONY)
+    format = AnswerFormat(None, HARMONY_THINKING)
     blocks = message_of(streamed(*answered(format, raw, alone, False)))["content"]
     assert [block["type"] for block in blocks] == ["thinking", "text", "thinking"]
     said = message_of(streamed(*answered(format, raw, cuts, False)))["content"]

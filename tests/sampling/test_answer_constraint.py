@@ -28,7 +28,7 @@ from ovspec.base.errors import OvspecError
 from ovspec.params import make_params
 from ovspec.sampling.answer_constraint import AnswerConstraint
 from ovspec.sampling.masks import mask_contains
-from ovspec.text.answer import HARMONY, Said
+from ovspec.text.answer import HARMONY_THINKING, AnswerContent
 from ovspec.text.tool_formats import FORMATS
 
 GET = tool("get", x={"type": "integer", "minimum": 0, "maximum": 99})
@@ -83,7 +83,7 @@ def free(answer: Answers, text: str) -> bool:
     return answer.constraint().token_mask(after(answer, text)) is None
 
 
-def check_calls(said: Said, tools: Iterable[Any] = TOOLS, ended: bool = True) -> None:
+def check_calls(said: AnswerContent, tools: Iterable[Any] = TOOLS, ended: bool = True) -> None:
     import jsonschema
 
     schemas = {each["function"]["name"]: each["function"]["parameters"] for each in tools}
@@ -305,7 +305,7 @@ def test_thinking_that_closes_by_itself_before_its_budget() -> None:
 @pytest.mark.parametrize("vocabulary", [pytest.param(PLAIN, marks=SLOW), CHANNELS])
 def test_harmony(vocabulary: Vocabulary) -> None:
     def made(**options: Any) -> Answers:
-        return answers("harmony", TOOLS, HARMONY, vocabulary, **options)
+        return answers("harmony", TOOLS, HARMONY_THINKING, vocabulary, **options)
 
     auto, required, format = made(), made(tool_choice="required"), made(regex="[0-9]{3}")
     thought = "<|channel|>analysis<|message|>Hm.<|end|>"
@@ -449,7 +449,11 @@ SETUPS: dict[str, tuple[Answers, list[str], int | None]] = {
     "tokens": (answers("hermes", TOOLS, THINK, TAGS), ["Hi <tool_call>", "<think>a</think>", CALL], None),
     "required": (answers("hermes", TOOLS, THINK, tool_choice="required"), ["", "<th", "<think>x", "<tool"], 9),
     "opened": (answers("hermes", TOOLS, THINK, TAGS, "thinking", tool_choice="required"), ["", "x</think>"], 4),
-    "harmony": (answers("harmony", TOOLS, HARMONY, CHANNELS, tool_choice="required"), ["", "<|channel|>", " to"], 5),
+    "harmony": (
+        answers("harmony", TOOLS, HARMONY_THINKING, CHANNELS, tool_choice="required"),
+        ["", "<|channel|>", " to"],
+        5,
+    ),
     "format": (
         answers("llama3", [GET, GETS], THINK, json_schema=OBJECT),
         ["", '{"name": "get"', "<think>a</thi"],

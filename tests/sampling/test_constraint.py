@@ -17,16 +17,16 @@ from llguidance import LLMatcher
 
 import ovspec
 from ovspec.params import make_params
-from ovspec.params.generation import GENERATE, GRAMMARS
+from ovspec.params.generation import GENERATE_OPTIONS, GRAMMAR_OPTIONS
 from ovspec.sampling.constraint import Constraint, Constraints
 from ovspec.sampling.grammar_constraint import GrammarCompiler, prefix_grammar
 from ovspec.sampling.grammar_options import convert_requested_grammar
 from ovspec.sampling.masks import apply_mask, mask_contains, pack_mask
-from ovspec.text.tokenizer import byte_vocabulary
+from ovspec.text.tokenizer import make_byte_vocabulary
 from ovspec.text.tokenizer_files import TokenizerFile
 
 TOKENIZER = json.loads((CHECKPOINTS / "target" / "tokenizer.json").read_text(encoding="utf-8"))
-VOCABULARY = byte_vocabulary(msgspec.convert(TOKENIZER, TokenizerFile))
+VOCABULARY = make_byte_vocabulary(msgspec.convert(TOKENIZER, TokenizerFile))
 assert VOCABULARY
 SIZE = len(VOCABULARY)
 EOS = frozenset({0})
@@ -317,7 +317,7 @@ def test_sentencepiece_tokenizers() -> None:
     made.train_from_iterator(PROMPTS, trainers.BpeTrainer(vocab_size=600, special_tokens=special, show_progress=False))
     tokenizer = json.loads(made.to_str())
     tokenizer["added_tokens"] = [token for token in tokenizer["added_tokens"] if token["id"] < 3]
-    vocabulary = byte_vocabulary(msgspec.convert(tokenizer, TokenizerFile))
+    vocabulary = make_byte_vocabulary(msgspec.convert(tokenizer, TokenizerFile))
     assert vocabulary
     grammars = GrammarCompiler(tokenizer, vocabulary)
     for i, token in enumerate(vocabulary):
@@ -542,4 +542,4 @@ def test_the_stack() -> None:
     assert stack.count_allowed(tokens, [2, 2, 3, 2]) == 3, "up to and including the end token"
     assert stack.count_allowed(tokens, [2, 4, 2]) == 1, "up to the first masked token"
     assert not logits.any()
-    assert set(GRAMMARS) <= GENERATE.keys()
+    assert set(GRAMMAR_OPTIONS) <= GENERATE_OPTIONS.keys()

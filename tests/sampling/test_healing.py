@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ovspec
-from ovspec.base.files import read_as
+from ovspec.base.files import read_dataclass
 from ovspec.cache.sequence import Sequence
 from ovspec.engine.results import Stats
 from ovspec.engine.round import RowOutcome
@@ -22,10 +22,10 @@ from ovspec.params import Params
 from ovspec.sampling.byte_vocabulary import ByteVocabulary
 from ovspec.sampling.healing import Healing, count_healable
 from ovspec.sampling.samplers import GreedySampler
-from ovspec.text.tokenizer import ByteDetokenizer, byte_vocabulary
+from ovspec.text.tokenizer import ByteDetokenizer, make_byte_vocabulary
 from ovspec.text.tokenizer_files import TokenizerFile
 
-VOCABULARY = byte_vocabulary(read_as(TokenizerFile, CHECKPOINTS / "target" / "tokenizer.json"))
+VOCABULARY = make_byte_vocabulary(read_dataclass(TokenizerFile, CHECKPOINTS / "target" / "tokenizer.json"))
 assert VOCABULARY
 DEMO = ByteVocabulary(VOCABULARY)
 # Prompts that end in a word, a colon, a space, an open call, a prefix of hundreds of tokens, half a keyword, an emoji.

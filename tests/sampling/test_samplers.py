@@ -25,7 +25,7 @@ from ovspec.drafting.lookahead import Lookahead
 from ovspec.drafting.proposal import NO_TOKENS
 from ovspec.engine.round import run_round
 from ovspec.params import Params, SamplingParams, make_params
-from ovspec.params.generation import GENERATE, AcceptRule
+from ovspec.params.generation import GENERATE_OPTIONS, AcceptRule
 from ovspec.sampling import samplers as sampler_module
 from ovspec.sampling.constraint import UNCONSTRAINED, Constraints
 from ovspec.sampling.noise import ACCEPT_NOISE, draw_token, make_noise
@@ -168,7 +168,7 @@ def test_values_out_of_range(options: dict[str, Any], message: str) -> None:
 
 
 def test_every_parameter_is_an_option() -> None:
-    assert {field.name for field in dataclasses.fields(SamplingParams)} <= GENERATE.keys()
+    assert {field.name for field in dataclasses.fields(SamplingParams)} <= GENERATE_OPTIONS.keys()
 
 
 def test_all_tokens_banned() -> None:

@@ -14,8 +14,8 @@ from serving_options import LOADING, SERVING
 
 from ovspec.cli import cli
 from ovspec.cli import serve as command_module
-from ovspec.params.loading import LOAD, load_params
-from ovspec.params.serving import SERVE
+from ovspec.params.loading import LOAD_OPTIONS, make_load_params
+from ovspec.params.serving import SERVE_OPTIONS
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_option(run: Callable[..., dict[str, Any]], name: str) -> None:
 def test_defaults(run: Callable[..., dict[str, Any]]) -> None:
     seen = run()
     assert seen["names"] == ["my-pair"] and seen["keys"] == [] and seen["draft"] is None
-    assert load_params(seen["loaded"]).lookahead == "auto" and run("--lookahead", "0")["loaded"]["lookahead"] == 0
+    assert make_load_params(seen["loaded"]).lookahead == "auto" and run("--lookahead", "0")["loaded"]["lookahead"] == 0
     assert (seen["host"], seen["batch_size"], seen["queue_size"]) == ("127.0.0.1", 16, 256)
 
 
@@ -70,5 +70,5 @@ def test_a_key_of_the_environment(run: Callable[..., dict[str, Any]], monkeypatc
 
 
 def test_no_option_is_left_out() -> None:
-    assert SERVING.keys() == SERVE.keys()
-    assert LOADING.keys() - {"draft"} == {name for name, option in LOAD.items() if option.flags != ()}
+    assert SERVING.keys() == SERVE_OPTIONS.keys()
+    assert LOADING.keys() - {"draft"} == {name for name, option in LOAD_OPTIONS.items() if option.flags != ()}

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ovspec.setup.profile
-from ovspec.base.files import remember
+from ovspec.base.files import write_cached
 from ovspec.cache.decoder import FeedRule
 from ovspec.cli.tune import format_report
 from ovspec.ir.device import DeviceOptions, make_compile_properties
@@ -200,7 +200,7 @@ def test_each_device_has_its_profile(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_kept_and_read_again(tmp_path: Path) -> None:
     options = DeviceOptions(cache_dir=tmp_path)
     found = profile(measured(FAST, step=5))
-    remember(find_profile_file(DEMO, options), found)
+    write_cached(find_profile_file(DEMO, options), found)
     file = find_profile_file(DEMO, options)
     assert file
     assert read_profile(DEMO, options) == found
@@ -216,10 +216,10 @@ def test_profiles_that_were_found_elsewhere(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("ovspec.setup.profile.default_cache_dir", lambda: tmp_path / "cache")
     options, draft = DeviceOptions(cache_dir=tmp_path / "here"), DEMO / "draft"
     own, other = profile(measured(FAST, step=5)), profile(measured(FAST, step=7))
-    remember(find_profile_file(DEMO, options), own)
+    write_cached(find_profile_file(DEMO, options), own)
     text = read_profile_text(DEMO, options)
     assert adopt_profiles({DEMO: text, draft: None}, options) == options
-    remember(find_profile_file(DEMO, DeviceOptions(cache_dir=tmp_path / "elsewhere")), other)
+    write_cached(find_profile_file(DEMO, DeviceOptions(cache_dir=tmp_path / "elsewhere")), other)
     found = read_profile_text(DEMO, DeviceOptions(cache_dir=tmp_path / "elsewhere"))
     adopted = adopt_profiles({DEMO: found, draft: None}, options)
     assert (read_profile(DEMO, adopted), read_profile(DEMO, options)) == (other, own)

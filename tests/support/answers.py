@@ -19,13 +19,13 @@ from ovspec.sampling.answer_constraint import AnswerConstraint
 from ovspec.sampling.byte_vocabulary import ByteVocabulary
 from ovspec.sampling.grammar_constraint import GrammarCompiler
 from ovspec.sampling.grammar_options import convert_answer_grammar
-from ovspec.text.answer import THINKING, AnswerFormat, AnswerReader, Phase, Said, Thinking
-from ovspec.text.tokenizer import ByteDetokenizer, byte_vocabulary
+from ovspec.text.answer import THINKING_FORMATS, AnswerContent, AnswerFormat, AnswerReader, Phase, ThinkingFormat
+from ovspec.text.tokenizer import ByteDetokenizer, make_byte_vocabulary
 from ovspec.text.tokenizer_files import TokenizerFile
-from ovspec.text.tool_formats import BY_NAME
+from ovspec.text.tool_formats import FORMATS_BY_NAME
 
 EOS = 0
-THINK = next(each for each in THINKING if each.open == "<think>")
+THINK = next(each for each in THINKING_FORMATS if each.open == "<think>")
 PROMPT = np.array([5, 6, 7], dtype=np.int64)
 
 
@@ -58,7 +58,7 @@ class Vocabulary:
 
     @functools.cached_property
     def spelt(self) -> list[bytes | None]:
-        return byte_vocabulary(msgspec.convert(self.json, TokenizerFile)) or []
+        return make_byte_vocabulary(msgspec.convert(self.json, TokenizerFile)) or []
 
     @functools.cached_property
     def tokens(self) -> ByteVocabulary:
@@ -120,9 +120,9 @@ class Answers:
         tokens, closing = self.vocabulary.tokens, self.closing
         return AnswerConstraint(len(PROMPT), self.format, tokens, self._made[0], whole, {EOS}, budget, closing)
 
-    def read(self, tokens: Sequence[int], pieces: int = 1) -> tuple[Said, AnswerReader]:
+    def read(self, tokens: Sequence[int], pieces: int = 1) -> tuple[AnswerContent, AnswerReader]:
         """Return what an answer says."""
-        said, reader = Said(), AnswerReader(self.format, self._made[1])
+        said, reader = AnswerContent(), AnswerReader(self.format, self._made[1])
         detokenizer = ByteDetokenizer(self.vocabulary.spelt, self.format.marks)
         text = "".join(map(detokenizer.push, tokens)) + detokenizer.flush()
         for at in range(0, len(text), pieces):
@@ -134,7 +134,7 @@ class Answers:
 def answers(
     tool_format: str,
     tools: Sequence[Any] = (),
-    thinking: Thinking | None = None,
+    thinking: ThinkingFormat | None = None,
     vocabulary: Vocabulary = PLAIN,
     begins: Phase = "start",
     **options: Any,
@@ -144,7 +144,7 @@ def answers(
     params = make_params(given)  # type: ignore[arg-type]
     use = params.tool_use
     format = AnswerFormat(
-        BY_NAME[tool_format] if tools else None,
+        FORMATS_BY_NAME[tool_format] if tools else None,
         thinking,
         use.names or tuple(each["function"]["name"] for each in params.tools),
         begins,

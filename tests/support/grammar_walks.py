@@ -13,7 +13,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from ovspec.grammars.sources import PARSER_LIMITS
 from ovspec.sampling.grammar_constraint import make_grammar_tokenizer
-from ovspec.text.tokenizer import byte_vocabulary
+from ovspec.text.tokenizer import make_byte_vocabulary
 from ovspec.text.tokenizer_files import TokenizerFile
 
 TOKENIZER = json.loads((CHECKPOINTS / "target" / "tokenizer.json").read_text(encoding="utf-8"))
@@ -28,7 +28,7 @@ def demo_tokenizer() -> LLTokenizer:
 @functools.cache
 def tokens() -> list[bytes]:
     """Return the bytes that each id adds to a text."""
-    return [token or b"" for token in byte_vocabulary(msgspec.convert(TOKENIZER, TokenizerFile)) or []]
+    return [token or b"" for token in make_byte_vocabulary(msgspec.convert(TOKENIZER, TokenizerFile)) or []]
 
 
 def matcher(grammar: str) -> LLMatcher:

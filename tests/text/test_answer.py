@@ -12,7 +12,15 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from ovspec.text.answer import HARMONY, THINKING, AnswerFormat, AnswerReader, Said, Thinking, ToolCall
+from ovspec.text.answer import (
+    HARMONY_THINKING,
+    THINKING_FORMATS,
+    AnswerContent,
+    AnswerFormat,
+    AnswerReader,
+    ThinkingFormat,
+    ToolCall,
+)
 from ovspec.text.tool_formats import FORMATS
 from ovspec.text.tool_formats.layout import ToolFormat
 
@@ -42,9 +50,9 @@ class Answer:
     text: str
     calls: list[tuple[str, Any]]
 
-    def read(self, pieces: list[str]) -> tuple[Said, list[ToolCall]]:
+    def read(self, pieces: list[str]) -> tuple[AnswerContent, list[ToolCall]]:
         """Return what the pieces say, and the calls, which are also those of the stream."""
-        reader, said = AnswerReader(self.format, self.strings), Said()
+        reader, said = AnswerReader(self.format, self.strings), AnswerContent()
         for piece in pieces:
             reader.push(piece, said)
         reader.flush(said)
@@ -61,11 +69,11 @@ class Answer:
 @st.composite
 def answers(draw: st.DrawFn, format: ToolFormat) -> Answer:
     as_tokens = draw(st.booleans())
-    thinking = HARMONY if format.name == "harmony" else draw(st.sampled_from((None, *THINKING[1:])))
+    thinking = HARMONY_THINKING if format.name == "harmony" else draw(st.sampled_from((None, *THINKING_FORMATS[1:])))
     tags = all_tags(format, thinking)
     numbers = {tag: number for number, tag in enumerate(tags)} if as_tokens else {}
     thought = draw(TEXTS).strip() if thinking else ""
-    text = draw(TEXTS).strip() if format.anywhere or thinking is HARMONY else ""
+    text = draw(TEXTS).strip() if format.anywhere or thinking is HARMONY_THINKING else ""
     calls = draw(CALLS)[: None if format.between is not None else 1]
     free = json.dumps([thought, text, calls], ensure_ascii=False)
     assume(not as_tokens or not any(tag in free for tag in tags))  # which would become tokens
@@ -93,16 +101,16 @@ def answers(draw: st.DrawFn, format: ToolFormat) -> Answer:
     return Answer(answer_format, strings, answer_format.marked(raw).replace(SPELT, spelt), thought, text, calls)
 
 
-def all_tags(format: ToolFormat, thinking: Thinking | None) -> list[str]:
+def all_tags(format: ToolFormat, thinking: ThinkingFormat | None) -> list[str]:
     texts = [*format.texts(), *(tag.text for tag in (thinking.tags if thinking else ()))]
     return sorted({tag for text in texts for tag in TAG.findall(text)}) or ["<|python_tag|>"]
 
 
-def in_order(thinking: Thinking | None, began: bool, thought: str, text: str, calls: str, gap: str) -> str:
+def in_order(thinking: ThinkingFormat | None, began: bool, thought: str, text: str, calls: str, gap: str) -> str:
     """Return the text of an answer."""
     if thinking is None:
         return f"{text}{gap if text else ''}{calls}"
-    if thinking is not HARMONY:
+    if thinking is not HARMONY_THINKING:
         return f"{'' if began else thinking.open}{gap}{thought}{gap}{thinking.close}{gap}{text}{gap}{calls}"
     messages = [f"{'' if began else thinking.open}{thought}"] if began or thought else []
     messages += [f"<|channel|>commentary<|message|>{text}"] if text else []

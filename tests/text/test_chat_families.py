@@ -17,8 +17,8 @@ from ovspec.base.errors import OvspecError
 from ovspec.setup.identity import hash_prompt_files
 from ovspec.setup.manifest import ExportedModel, Manifest, read_manifest
 from ovspec.text.chat_format import ChatFormat
-from ovspec.text.chat_template import MORE_TEMPLATES, RENDERER, ChatTemplate, chat_template
-from ovspec.text.chat_template_worker import variables_of
+from ovspec.text.chat_template import RENDERER, TEMPLATES_FOLDER, ChatTemplate, load_chat_template
+from ovspec.text.chat_template_worker import find_variables
 
 MESSAGES = CHATS["system"]
 Ways = dict[str, Any]
@@ -63,7 +63,7 @@ def ours(template: ChatTemplate, messages: list[Any], ways: Ways) -> str | None:
 def test_families_are_rendered_like_hugging_face(tokenizer: Any, name: str, every: bool) -> None:
     """All chats without more than messages; in other ways, quick runs have a third of them each, in turns."""
     source, rendered, done = TEMPLATES[name], set[str](), list[Ways]()
-    template, reads = ChatTemplate(source, SPECIAL), variables_of(source)
+    template, reads = ChatTemplate(source, SPECIAL), find_variables(source)
     assert {"messages", "add_generation_prompt"} & reads
     for way, given in WAYS.items():
         if any(value and key in ("tools", "documents") and key not in reads for key, value in given.items()):
@@ -113,7 +113,7 @@ ADDED = {"__type": "AddedToken", "content": "<own>", "special": True}
 def test_special_tokens_are_those_of_hugging_face(tokenizer: Any, tmp_path: Path, changes: dict[str, Any]) -> None:
     source = "".join(f"{{{{ {role}_token is defined }}}}{{{{ {role}_token }}}}," for role in ROLES)
     theirs = saved(tokenizer, tmp_path, chat_template=source, **changes)
-    template = chat_template(tmp_path)
+    template = load_chat_template(tmp_path)
     assert template.special_tokens == theirs.special_tokens_map
     assert template.render(MESSAGES) == hugging_face(theirs, MESSAGES, None, {})
     own = {"variables": {"bos_token": "<mine>"}}
@@ -141,7 +141,7 @@ def test_the_template_of_several_is_that_of_hugging_face(tokenizer: Any, tmp_pat
     theirs = saved(tokenizer, tmp_path, **entries)
     if how == "only in the folder":
         with pytest.raises(OvspecError, match=r"of its chat templates \(rag, tool_use\) none is the default; name one"):
-            chat_template(tmp_path)
+            load_chat_template(tmp_path)
         with pytest.raises(ValueError, match="no default"):
             theirs.apply_chat_template(MESSAGES)
         return
@@ -149,7 +149,7 @@ def test_the_template_of_several_is_that_of_hugging_face(tokenizer: Any, tmp_pat
     for ways in asked:
         expected = hugging_face(theirs, MESSAGES, None, ways)
         assert expected in ("default", "default2", "tools2", "tools0")
-        assert ours(chat_template(tmp_path), MESSAGES, ways) == expected
+        assert ours(load_chat_template(tmp_path), MESSAGES, ways) == expected
 
 
 def test_nothing_that_is_given_is_left_out_silently() -> None:
@@ -233,12 +233,12 @@ def test_files_of_more_templates_belong_to_the_model(tmp_path: Path) -> None:
     from ovspec_export.sources import Source
 
     source, folder = tmp_path / "source", tmp_path / "copied"
-    (source / MORE_TEMPLATES).mkdir(parents=True)
+    (source / TEMPLATES_FOLDER).mkdir(parents=True)
     folder.mkdir()
-    (source / MORE_TEMPLATES / "tool_use.jinja").write_text("tools", "utf-8")
+    (source / TEMPLATES_FOLDER / "tool_use.jinja").write_text("tools", "utf-8")
     copy_ir_files(Source("a", source, True, "1"), folder)
     assert hash_prompt_files(folder) == hash_prompt_files(source)
-    (folder / MORE_TEMPLATES / "tool_use.jinja").write_text("other tools", "utf-8")
+    (folder / TEMPLATES_FOLDER / "tool_use.jinja").write_text("other tools", "utf-8")
     assert hash_prompt_files(folder) != hash_prompt_files(source)
     model = ExportedModel("a", "fp32", {}, [])
     Manifest(model, None, {}, {}).write_to_folder(folder)

@@ -13,8 +13,8 @@ from conftest import Reference
 
 from ovspec.base.errors import OvspecError, UnavailableError
 from ovspec.text.chat_format import ChatFormat
-from ovspec.text.chat_template import MAX_BYTES, MAX_SECONDS, RENDERER, ChatTemplate, chat_template
-from ovspec.text.given_template import end_of_answer
+from ovspec.text.chat_template import MAX_BYTES, MAX_SECONDS, RENDERER, ChatTemplate, load_chat_template
+from ovspec.text.given_template import find_answer_end
 
 MESSAGES = [
     {"role": "system", "content": "You write Python."},
@@ -42,7 +42,7 @@ def test_templates_render_like_hugging_face(pair: Path, reference: Reference) ->
             MESSAGES, tokenize=False, add_generation_prompt=True, chat_template=template
         )
 
-    ours = chat_template(pair)
+    ours = load_chat_template(pair)
     assert ours.render(MESSAGES) == expected(None)
     assert ChatTemplate(FEATURES, ours.special_tokens).render(MESSAGES) == expected(FEATURES)
 
@@ -125,12 +125,12 @@ def test_a_process_that_was_killed_says_nothing_about_the_template(monkeypatch: 
 
     monkeypatch.setattr(RENDERER, "ask", killed_once)
     begun = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Beca"}]
-    for render in (lambda: ChatFormat(template).prompt(begun), lambda: end_of_answer(template)):
+    for render in (lambda: ChatFormat(template).prompt(begun), lambda: find_answer_end(template)):
         turns.clear()
         with pytest.raises(UnavailableError):
             render()
     assert ChatFormat(template).prompt(begun) == "user: Why?;assistant: Beca"
-    assert end_of_answer(template) == ";"
+    assert find_answer_end(template) == ";"
 
 
 @pytest.fixture
@@ -169,7 +169,7 @@ def test_bounded_by_the_usual_limits(source: str) -> None:
 
 
 def test_rendering_is_quick(pair: Path) -> None:
-    template = chat_template(pair)
+    template = load_chat_template(pair)
     template.render(MESSAGES)
     long = [{"role": "user", "content": "word " * 200_000}]
     many = [{"role": ("user", "assistant")[i % 2], "content": f"turn {i}"} for i in range(500)]
@@ -203,4 +203,4 @@ def test_renderings_from_several_threads() -> None:
 
 def test_a_model_without_chat_template_says_so(tmp_path: Path) -> None:
     with pytest.raises(OvspecError, match="no chat template"):
-        chat_template(tmp_path)
+        load_chat_template(tmp_path)

@@ -15,13 +15,13 @@ from chat_templates import answer, user
 from conftest import USERS_CACHE
 from test_tool_formats import CALLS, TOOLS, chat_of, needs_templates, template_of
 
-from ovspec.base.files import read_as
-from ovspec.text.answer import HARMONY, AnswerFormat, AnswerReader, Said, Thinking
+from ovspec.base.files import read_dataclass
+from ovspec.text.answer import HARMONY_THINKING, AnswerContent, AnswerFormat, AnswerReader, ThinkingFormat
 from ovspec.text.chat_format import ChatFormat
-from ovspec.text.chat_template import ChatTemplate, chat_template
-from ovspec.text.tokenizer import ByteDetokenizer, byte_level_alphabet, byte_vocabulary
+from ovspec.text.chat_template import ChatTemplate, load_chat_template
+from ovspec.text.tokenizer import ByteDetokenizer, make_byte_level_alphabet, make_byte_vocabulary
 from ovspec.text.tokenizer_files import TOKENIZER_FILE, TokenizerFile
-from ovspec.text.tool_formats import BY_NAME
+from ovspec.text.tool_formats import FORMATS_BY_NAME
 
 TOKENIZERS = USERS_CACHE / "downloads" / "tokenizers"
 needs_tokenizers = pytest.mark.skipif(not TOKENIZERS.is_dir(), reason="the real tokenizers could not be fetched")
@@ -90,7 +90,7 @@ def harmony(tmp_path_factory: pytest.TempPathFactory) -> Any:
     library = openai_harmony()
     if not TOKENIZERS.is_dir():
         pytest.skip("the real tokenizers could not be fetched")
-    alphabet = byte_level_alphabet()
+    alphabet = make_byte_level_alphabet()
     vocabulary: Any = vocabulary_of("gptoss")[0].model.vocab
     folder = tmp_path_factory.mktemp("harmony")
     with (folder / "o200k_base.tiktoken").open("wb") as file:  # whose sha256 the library checks
@@ -145,7 +145,7 @@ def test_answers_mean_to_openai_harmony_what_they_mean_here(harmony: Any, way: i
     (name, arguments), spelt = CALLS[0], "<|end|> isn't an end"
     parts = [("<|channel|>analysis<|message|>", spelt), ("<|end|><|start|>assistant", "")]
     parts += [("<|channel|>commentary<|message|>", text), ("<|end|><|start|>assistant", "")] if text else []
-    parts += [(BY_NAME["harmony"].written([(name, arguments | {"days": spelt})], way), "")]
+    parts += [(FORMATS_BY_NAME["harmony"].written([(name, arguments | {"days": spelt})], way), "")]
     ids = list[int]()
     for tags, free in parts:
         ids += harmony.encode(tags.replace(spelt, "SPELT"), allowed_special="all")
@@ -160,7 +160,7 @@ def test_answers_mean_to_openai_harmony_what_they_mean_here(harmony: Any, way: i
     assert [(each.channel, each.content[0].text) for each in said] == ([("commentary", text)] if text else [])
     assert (call.channel, call.recipient) == ("commentary", f"functions.{name}")
 
-    read, calls = read_tokens("gptoss", ids, "harmony", HARMONY)
+    read, calls = read_tokens("gptoss", ids, "harmony", HARMONY_THINKING)
     assert (read.thinking, read.text) == (spelt, text)
     assert calls == [(name, json.loads(call.content[0].text))] == [(name, arguments | {"days": spelt})]
 
@@ -174,20 +174,20 @@ def find(tokens: list[int], part: list[int]) -> int:
 
 @functools.cache
 def vocabulary_of(model: str) -> tuple[TokenizerFile, list[bytes | None]]:
-    file = read_as(TokenizerFile, TOKENIZERS / model / TOKENIZER_FILE)
-    return file, byte_vocabulary(file) or []
+    file = read_dataclass(TokenizerFile, TOKENIZERS / model / TOKENIZER_FILE)
+    return file, make_byte_vocabulary(file) or []
 
 
 def read_tokens(
-    model: str, tokens: list[int], format: str, thinking: Thinking | None
-) -> tuple[Said, list[tuple[str | None, Any]]]:
+    model: str, tokens: list[int], format: str, thinking: ThinkingFormat | None
+) -> tuple[AnswerContent, list[tuple[str | None, Any]]]:
     """Return what tokens of a real vocabulary say, and the calls."""
     file, vocabulary = vocabulary_of(model)
     added = {token.content: token.id for token in file.added_tokens}
     names = tuple(name for name, _ in CALLS)
-    answer_format = AnswerFormat(BY_NAME[format], thinking, names, added=added)
+    answer_format = AnswerFormat(FORMATS_BY_NAME[format], thinking, names, added=added)
     detokenizer = ByteDetokenizer(vocabulary, answer_format.marks)
-    reader, said = AnswerReader(answer_format, key=b"1"), Said()
+    reader, said = AnswerReader(answer_format, key=b"1"), AnswerContent()
     for token in tokens:
         reader.push(detokenizer.push(token), said)
     reader.push(detokenizer.flush(), said)
@@ -201,8 +201,8 @@ def test_tokens_of_qwen3() -> None:
     from tokenizers import Tokenizer
 
     tokenizer: Any = Tokenizer.from_file(str(TOKENIZERS / "qwen3" / TOKENIZER_FILE))
-    format, thinking = BY_NAME["hermes"], ChatFormat(chat_template(TOKENIZERS / "qwen3")).thinking
-    assert ChatFormat(chat_template(TOKENIZERS / "qwen3")).tools is format
+    format, thinking = FORMATS_BY_NAME["hermes"], ChatFormat(load_chat_template(TOKENIZERS / "qwen3")).thinking
+    assert ChatFormat(load_chat_template(TOKENIZERS / "qwen3")).tools is format
     spelt = [id for part in ("a <tool", "_call> {} </", "think> b") for id in tokenizer.encode(part).ids]
     tokens = [tokenizer.token_to_id("<think>"), *tokenizer.encode("\n").ids, *spelt, tokenizer.token_to_id("</think>")]
     tokens += [*tokenizer.encode("\n\n").ids, *spelt, *tokenizer.encode(f"\n{format.written(CALLS)}").ids]
@@ -217,7 +217,7 @@ def test_tokens_of_llama(tag: str) -> None:
     from tokenizers import Tokenizer
 
     tokenizer: Any = Tokenizer.from_file(str(TOKENIZERS / "llama3_1" / TOKENIZER_FILE))
-    written = tag + BY_NAME["llama3"].written(CALLS[:1])
+    written = tag + FORMATS_BY_NAME["llama3"].written(CALLS[:1])
     said, calls = read_tokens("llama3_1", tokenizer.encode(written, add_special_tokens=False).ids, "llama3", None)
     assert (said.text, calls) == ("", CALLS[:1])
     later = tokenizer.encode(f"So: {written}", add_special_tokens=False).ids

@@ -10,7 +10,7 @@ import pytest
 
 from ovspec.base.errors import OvspecError
 from ovspec.ir.config import read_model_config
-from ovspec.text.generation_config import GenerationConfig, recommended_sampling, sampling_in_words
+from ovspec.text.generation_config import GenerationConfig, format_sampling, read_recommended_sampling
 
 LLAMA = {"model_type": "llama"}
 
@@ -88,8 +88,8 @@ def test_recommended_sampling_is_that_of_hugging_face(
     if theirs.do_sample and given.get("temperature") != 0:
         says = {name: value for name in SAMPLING if (value := getattr(theirs, name, None)) is not None}
         expected = {"temperature": Theirs._get_default_generation_params()["temperature"]} | says | given
-    found = {**given, **recommended_sampling(tmp_path, given)}
-    assert not recommended_sampling(tmp_path, given).keys() & given.keys()
+    found = {**given, **read_recommended_sampling(tmp_path, given)}
+    assert not read_recommended_sampling(tmp_path, given).keys() & given.keys()
     assert OFF | found == OFF | expected
 
 
@@ -107,23 +107,23 @@ def test_recommended_sampling_is_that_of_hugging_face(
 def test_a_wrong_recommendation_is_refused_where_it_is_used(tmp_path: Path, wrong: dict[str, Any], told: str) -> None:
     saved(tmp_path, {"do_sample": True} | wrong)
     with pytest.raises(OvspecError, match=f"generation_config.json: {told}.*again, or give `temperature=0`"):
-        recommended_sampling(tmp_path, {"typical_p": 0.5})
-    assert recommended_sampling(tmp_path, {"temperature": 0.0}) == {}
+        read_recommended_sampling(tmp_path, {"typical_p": 0.5})
+    assert read_recommended_sampling(tmp_path, {"temperature": 0.0}) == {}
 
 
 def test_a_wrong_recommendation_is_no_matter_where_another_value_is_given(tmp_path: Path) -> None:
     saved(tmp_path, {"do_sample": True, "temperature": 0.6, "top_p": 1.5})
-    assert recommended_sampling(tmp_path, {"top_p": 0.5}) == {"temperature": 0.6}
+    assert read_recommended_sampling(tmp_path, {"top_p": 0.5}) == {"temperature": 0.6}
     saved(tmp_path, {"do_sample": True, "temperature": -1, "top_p": 0.9})
-    assert recommended_sampling(tmp_path, {"temperature": 0.7}) == {"top_p": 0.9}
+    assert read_recommended_sampling(tmp_path, {"temperature": 0.7}) == {"top_p": 0.9}
 
 
 def test_greedy_is_recommended_by_a_temperature_of_0(tmp_path: Path) -> None:
-    assert recommended_sampling(saved(tmp_path, {"do_sample": True, "temperature": 0.0, "top_p": 0.9}), {}) == {}
-    assert recommended_sampling(saved(tmp_path, {"do_sample": False, "temperature": 7, "top_p": 9}), {}) == {}
+    assert read_recommended_sampling(saved(tmp_path, {"do_sample": True, "temperature": 0.0, "top_p": 0.9}), {}) == {}
+    assert read_recommended_sampling(saved(tmp_path, {"do_sample": False, "temperature": 7, "top_p": 9}), {}) == {}
     (tmp_path / "generation_config.json").unlink()
-    assert recommended_sampling(tmp_path, {}) == {}
+    assert read_recommended_sampling(tmp_path, {}) == {}
 
 
 def test_sampling_in_words() -> None:
-    assert sampling_in_words({"temperature": 1.0, "top_k": 20, "min_p": 0.05}) == "temperature 1, top-k 20, min-p 0.05"
+    assert format_sampling({"temperature": 1.0, "top_k": 20, "min_p": 0.05}) == "temperature 1, top-k 20, min-p 0.05"

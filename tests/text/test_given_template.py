@@ -14,8 +14,8 @@ import ovspec
 from ovspec.base.errors import OvspecError
 from ovspec.batch.file import what_matters
 from ovspec.text.chat_format import ChatFormat
-from ovspec.text.chat_template import ADDED_BOS, ChatTemplate, chat_template, templates_in
-from ovspec.text.given_template import TURNS, end_of_answer, given_source, known_template
+from ovspec.text.chat_template import ADDED_BOS, ChatTemplate, load_chat_template, read_chat_templates
+from ovspec.text.given_template import KNOWN_TURNS, find_answer_end, make_known_template, resolve_custom_template
 
 CHAT = [
     {"role": "system", "content": "You are a helpful assistant"},
@@ -66,16 +66,16 @@ ASK = [{"role": "user", "content": "hi"}]
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_names_give_what_llama_cpp_gives(name: str) -> None:
-    format = ChatFormat(ChatTemplate(known_template(name), {ADDED_BOS: ""}))
+    format = ChatFormat(ChatTemplate(make_known_template(name), {ADDED_BOS: ""}))
     assert format.prompt(CHAT) == EXPECTED[name]
 
 
-@pytest.mark.parametrize("name", TURNS)
+@pytest.mark.parametrize("name", KNOWN_TURNS)
 def test_every_well_known_template_says_everything_and_ends_its_turns(name: str) -> None:
-    template = ChatTemplate(known_template(name), {ADDED_BOS: "<s>"})
+    template = ChatTemplate(make_known_template(name), {ADDED_BOS: "<s>"})
     said = ChatFormat(template).prompt(CHAT)
     assert said.startswith("<s>") and all(message["content"].strip() in said for message in CHAT)
-    end = end_of_answer(template)
+    end = find_answer_end(template)
     assert (end and said.count(end) >= 2) or name == "falcon3", "whose turns end with a line break"
     with pytest.raises(OvspecError, match="it has no role robot"):
         template.render([{"role": "robot", "content": "?"}])
@@ -93,9 +93,9 @@ def test_what_can_be_given(tmp_path: Path) -> None:
         (str(file), source),
         ("tool_use", named["tool_use"]),
         ("chatml", named["chatml"]),  # the model's own goes first
-        ("gemma", known_template("gemma")),
+        ("gemma", make_known_template("gemma")),
     ):
-        assert given_source(given, named) == expected
+        assert resolve_custom_template(given, named) == expected
 
 
 @pytest.mark.parametrize(
@@ -113,15 +113,17 @@ def test_what_can_be_given(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_rendered_is_refused(given: str | Path, told: str) -> None:
     with pytest.raises(OvspecError, match=told):
-        given_source(given, {"tool_use": "x"})
+        resolve_custom_template(given, {"tool_use": "x"})
 
 
 def test_a_template_has_its_own_tool_format(pair: Path) -> None:
     for name in ("qwen3", "llama31"):
         own = ChatFormat(ChatTemplate(TEMPLATES[name], {}))
-        given = ChatFormat(chat_template(pair, given_source(TEMPLATES[name], templates_in(pair))))
+        given = ChatFormat(
+            load_chat_template(pair, resolve_custom_template(TEMPLATES[name], read_chat_templates(pair)))
+        )
         assert given.tools is own.tools and given.thinking == own.thinking
-    assert ChatFormat(chat_template(pair, known_template("chatml"))).tools.name == "generic"
+    assert ChatFormat(load_chat_template(pair, make_known_template("chatml"))).tools.name == "generic"
 
 
 def test_a_model_speaks_in_a_given_template(load: Callable[..., ovspec.LanguageModel]) -> None:

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from ovspec.base.errors import PromptError
-from ovspec.text.infill import Chunk, FimTokens, Infill, find_fim, infill_tokens, within
+from ovspec.text.infill import FileChunk, FimTokens, Infill, encode_infill, find_fim_tokens, trim_chunks
 from ovspec.text.tokenizer import Tokenizer
 
 FIRST = 0x200000  # above all characters, whose own ids are their numbers
 BOS = FIRST - 1
-INFILL = Infill("def f():\n", "\nend", (Chunk("x = 1\n", "a.py"), Chunk("y\n")), "  ret")
+INFILL = Infill("def f():\n", "\nend", (FileChunk("x = 1\n", "a.py"), FileChunk("y\n")), "  ret")
 EXTRA = "--- snippet ---"
 
 
@@ -32,7 +32,7 @@ def encode(text: str, first: bool = False) -> np.ndarray:
 def written(ids: dict[str, int], infill: Infill = INFILL, room: float = 1e9) -> str:
     """Return the prompt that a vocabulary makes, spelt."""
     names = {number: name for name, number in ids.items()} | {BOS: "<s>"}
-    made = infill_tokens(infill, find_fim(ids), encode, [BOS], room)
+    made = encode_infill(infill, find_fim_tokens(ids), encode, [BOS], room)
     assert "".join(map(chr, made.ids[made.begins :].tolist())) == infill.beginning
     return "".join(names.get(token) or chr(token) for token in made.ids.tolist())
 
@@ -91,7 +91,7 @@ def test_each_familys_layout(family: str) -> None:
     names, expected = FAMILIES[family]
     ids = vocabulary(*names)
     assert written(ids) == expected
-    found = find_fim(ids)
+    found = find_fim_tokens(ids)
     assert found and {*found.ends} == {*ids.values()}, "each of these tokens ends a text"
 
 
@@ -111,7 +111,7 @@ def test_chunks_are_left_out_from_the_front() -> None:
     ids = vocabulary(*QWEN)
     whole = written(ids)
     lengths = {room: written(ids, room=room) for room in range(200)}
-    size = len(infill_tokens(INFILL, find_fim(ids), encode, [BOS], 1e9).ids)
+    size = len(encode_infill(INFILL, find_fim_tokens(ids), encode, [BOS], 1e9).ids)
     assert lengths[size] == whole and lengths[size - 1] == whole.replace("<|file_sep|>a.py\nx = 1\n", "")
     assert lengths[0] == lengths[1] and "tmp" not in lengths[0] and "filename" in lengths[0]
     assert len(set(lengths.values())) == 3
@@ -119,7 +119,7 @@ def test_chunks_are_left_out_from_the_front() -> None:
 
 @pytest.mark.parametrize(("characters", "kept"), [(1e9, 2), (28, 2), (27, 1), (20, 0), (0, 0)])
 def test_chunks_that_can_never_fit_are_not_encoded(characters: float, kept: int) -> None:
-    assert INFILL.needed == 18 and within(INFILL, characters).extra == INFILL.extra[2 - kept :]
+    assert INFILL.needed == 18 and trim_chunks(INFILL, characters).extra == INFILL.extra[2 - kept :]
 
 
 def test_names_that_a_text_spells_are_no_tokens(pair: Path) -> None:
@@ -153,7 +153,7 @@ def test_the_tokens_are_found_in_the_whole_vocabulary(pair: Path, tmp_path: Path
 def test_many_chunks_are_left_out_at_once() -> None:
     """A square would take minutes."""
     began = time.monotonic()
-    many = replace(INFILL, extra=tuple(Chunk("x") for _ in range(100_000)))
-    assert len(infill_tokens(many, find_fim(vocabulary(*QWEN)), encode, [BOS], 100).ids) <= 100
+    many = replace(INFILL, extra=tuple(FileChunk("x") for _ in range(100_000)))
+    assert len(encode_infill(many, find_fim_tokens(vocabulary(*QWEN)), encode, [BOS], 100).ids) <= 100
     assert time.monotonic() - began < 20
-    assert len(within(replace(INFILL, extra=(Chunk(""),) * 9), INFILL.needed + 8).extra) == 8
+    assert len(trim_chunks(replace(INFILL, extra=(FileChunk(""),) * 9), INFILL.needed + 8).extra) == 8

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ovspec.base.errors import OvspecError
-from ovspec.text.pairing import TEXTS
-from ovspec.text.tokenizer import Tokenizer, WindowDetokenizer, byte_vocabulary, compiled
-from ovspec.text.tokenizer_files import DecodingStep, TokenizerFile, Vocabulary
+from ovspec.text.pairing import SAMPLE_TEXTS
+from ovspec.text.tokenizer import Tokenizer, WindowDetokenizer, compile_tokenizer, make_byte_vocabulary
+from ovspec.text.tokenizer_files import DecodingStep, ModelVocabulary, TokenizerFile
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def tokenizer(pair: Path) -> Tokenizer:
 
 
 def test_encodes_like_hugging_face(tokenizer: Tokenizer, reference: Reference) -> None:
-    for text in [*TEXTS, *PROMPTS]:
+    for text in [*SAMPLE_TEXTS, *PROMPTS]:
         assert tokenizer.encode(text).tolist() == reference.tokenizer(text)["input_ids"]
 
 
@@ -69,9 +69,9 @@ def test_the_text_of_each_token(tokenizer: Tokenizer, reference: Reference, pair
 
 def test_window_detokenizer_agrees(tokenizer: Tokenizer, pair: Path) -> None:
     """The window detokenizer is used if the bytes of a vocabulary's tokens aren't known."""
-    for text in [*TEXTS[:11], *PROMPTS[:3]]:
+    for text in [*SAMPLE_TEXTS[:11], *PROMPTS[:3]]:
         ids = tokenizer.encode(text).tolist()
-        window = WindowDetokenizer(compiled(pair / "openvino_detokenizer.xml").create_infer_request())
+        window = WindowDetokenizer(compile_tokenizer(pair / "openvino_detokenizer.xml").create_infer_request())
         pieces = [window.push(token) for token in ids]
         assert "".join(pieces) + window.flush() == tokenizer.decode(ids) == text
 
@@ -85,8 +85,8 @@ def test_sentencepiece_vocabulary_is_bytes() -> None:
             "decoders": [{"type": "Replace"}, {"type": "ByteFallback"}, {"type": "Fuse"}, {"type": "Strip"}],
         },
     }
-    assert byte_vocabulary(msgspec.convert(data, TokenizerFile)) == [b"<unk>", b"", b"\xe2", b" the", "é".encode()]
-    assert byte_vocabulary(TokenizerFile(Vocabulary({"a": 0}), DecodingStep("WordPiece"))) is None
+    assert make_byte_vocabulary(msgspec.convert(data, TokenizerFile)) == [b"<unk>", b"", b"\xe2", b" the", "é".encode()]
+    assert make_byte_vocabulary(TokenizerFile(ModelVocabulary({"a": 0}), DecodingStep("WordPiece"))) is None
 
 
 def test_byte_vocabulary_covers_every_byte(tokenizer: Tokenizer) -> None:
@@ -98,7 +98,7 @@ def test_byte_vocabulary_covers_every_byte(tokenizer: Tokenizer) -> None:
 def test_no_text_is_longer_than_its_tokens_can_spell(tokenizer: Tokenizer) -> None:
     assert tokenizer.vocabulary
     longest = max(filter(None, tokenizer.vocabulary), key=len).decode()
-    for text in [*TEXTS, *PROMPTS, 100 * longest]:
+    for text in [*SAMPLE_TEXTS, *PROMPTS, 100 * longest]:
         assert len(text) <= tokenizer.most_characters(len(tokenizer.encode(text)))
 
 

@@ -12,11 +12,11 @@ from conftest import USERS_CACHE
 from jinja2.exceptions import SecurityError
 
 from ovspec.base.errors import OvspecError
-from ovspec.params.tools import tools_of
+from ovspec.params.tools import parse_tools
 from ovspec.text.chat_format import ChatFormat
 from ovspec.text.chat_template import ChatTemplate
-from ovspec.text.tool_formats import BY_NAME
-from ovspec.text.tool_formats.layout import described, short_id
+from ovspec.text.tool_formats import FORMATS_BY_NAME
+from ovspec.text.tool_formats.layout import describe_tools, shorten_id
 
 FOLDER = USERS_CACHE / "downloads" / "llama.cpp" / "models" / "templates"
 needs_templates = pytest.mark.skipif(not FOLDER.is_dir(), reason="llama.cpp's templates could not be fetched")
@@ -101,7 +101,7 @@ FOUND = {
 OWN = {"smollm3": "smollm3", "mistral_v3": "mistral-v3"}
 KNOWN = {name: format for name, format in (FOUND | OWN).items() if not format.startswith("generic")}
 
-TOOLS = tools_of(
+TOOLS = parse_tools(
     [
         {
             "name": "get_weather",
@@ -171,7 +171,7 @@ def chat_for_template(
         first = answer(text, tool_calls=one_each[0], **more)
         return [*begin, first, results[0], answer("", tool_calls=one_each[1]), results[1]]
     if format in ("granite3", "smollm3"):
-        written = "\n".join(filter(None, (text, BY_NAME[format].written(calls))))
+        written = "\n".join(filter(None, (text, FORMATS_BY_NAME[format].written(calls))))
         return [*begin, answer(written, **more), *results]
     if format == "deepseek-r1":  # text before calls would be lost
         apart = [answer(text)] if text else []
@@ -210,7 +210,7 @@ def test_prompts_with_calls_are_those_of_hugging_face(name: str) -> None:
         theirs = chat_for_template(format.tools.name, arguments, calls, text, thought)
         given: dict[str, Any] = {"xml_tools" if name == "smollm3" else "tools": TOOLS}
         if "tools" not in template.variables:
-            theirs[0] = system(f"{theirs[0]['content']}\n\n{described(format.tools, TOOLS)}")
+            theirs[0] = system(f"{theirs[0]['content']}\n\n{describe_tools(format.tools, TOOLS)}")
             given = {}
         for more in ([], [answer("Rain."), user("Oh")]):
             prompt = format.prompt([*chat, *more], TOOLS)
@@ -238,7 +238,7 @@ def test_other_templates_are_told_of_tools_and_calls(name: str) -> None:
             format.prompt(chat, TOOLS)  # they have no chats without tools of their own kind
         return
     prompt = format.prompt(chat, TOOLS)
-    assert described(format.tools, TOOLS) in prompt
+    assert describe_tools(format.tools, TOOLS) in prompt
     assert format.tools.written(CALLS) in prompt
     assert "I look." in prompt
     assert "<tool_response>\n10\n</tool_response>\n<tool_response>\n20\n</tool_response>" in prompt
@@ -282,7 +282,7 @@ def test_ids_have_the_length_that_templates_demand() -> None:
         call["id"] = message["tool_call_id"] = id
     for name in ("mistralai-Mistral-Nemo-Instruct-2407", "Mistral-Small-3.2-24B-Instruct-2506"):
         prompt = ChatFormat(template_of(name)).prompt(chat, TOOLS)
-        assert [prompt.count(short_id(id, 9)) for id in ("call_a", "call_b")] == [2, 2]
+        assert [prompt.count(shorten_id(id, 9)) for id in ("call_a", "call_b")] == [2, 2]
 
 
 @needs_templates

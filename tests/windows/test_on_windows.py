@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from ovspec.base.sandbox import Worker
+from ovspec.base.sandbox import SandboxPool
 from ovspec.text.chat_template import RENDERER
 
 pytestmark = [
@@ -104,7 +104,7 @@ print(answer, process.children(), process.memory_info().rss > 10_000_000)
 
 
 def test_memory_is_limited() -> None:
-    worker = Worker(RENDERER.module, "renders", 60.0, 300_000_000)
+    worker = SandboxPool(RENDERER.module, "renders", 60.0, 300_000_000)
     source = "{% set ns = namespace(a='x' * 1000) %}{% for i in range(40) %}{% set ns.a = ns.a + ns.a %}{% endfor %}"
     with pytest.raises(Exception, match="MB of memory"):
         worker.ask(json.dumps({"source": source, "variables": {"messages": []}, "needed": []}))

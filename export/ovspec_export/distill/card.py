@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ovspec.base.errors import OvspecError
-from ovspec.base.files import read_as
+from ovspec.base.files import read_dataclass
 
 MADE_FILE, CARD = "distill.json", "README.md"
 KINDS = {
@@ -60,7 +60,7 @@ class Made:
 def made_in(folder: Path) -> Made | None:
     """Return what ``distill.json`` in a folder says, or None if it isn't a result."""
     try:
-        return read_as(Made, folder / MADE_FILE) if (folder / MADE_FILE).is_file() else None
+        return read_dataclass(Made, folder / MADE_FILE) if (folder / MADE_FILE).is_file() else None
     except OvspecError:
         return None
 

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from ovspec.base.errors import OvspecError
-from ovspec.base.files import on_disk, replaced
+from ovspec.base.files import flush_to_disk, open_replacement
 from ovspec.cache.sequence import Sequence as Tokens
 from ovspec.engine.prompts import PromptEncoder
 from ovspec.text.chat_template import Message
@@ -71,7 +71,7 @@ def read_documents(file: Path) -> list[Document]:
 
 def create_documents(file: Path, documents: Iterable[Document]) -> None:
     """Write ``file`` with its first documents, completely or not at all."""
-    with replaced(file) as partial:
+    with open_replacement(file) as partial:
         partial.write_bytes(msgspec.json.Encoder().encode_lines(documents))
 
 
@@ -80,7 +80,7 @@ def append_documents(file: Path, documents: Iterable[Document]) -> None:
     with file.open("ab+") as opened:
         opened.truncate(end_of_lines(opened))
         opened.write(msgspec.json.Encoder().encode_lines(documents))
-    on_disk(file)
+    flush_to_disk(file)
 
 
 def end_of_lines(opened: BinaryIO) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ovspec.base.files import move
+from ovspec.base.files import rename_with_retries
 from ovspec_export.distill.features import Example, read_examples
 from ovspec_export.distill.packing import Batch, batches, pack
 from ovspec_export.distill.training import Effort, in_a_row, train
@@ -70,7 +70,7 @@ class DraftStudent:
         shutil.rmtree(partial, ignore_errors=True)
         self.module.save_pretrained(partial, state_dict=weights)  # type: ignore[operator]
         shutil.rmtree(folder, ignore_errors=True)
-        move(partial, folder)
+        rename_with_retries(partial, folder)
 
 
 def logits_of(model: nn.Module, batch: Batch) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from ovspec.base.files import move
+from ovspec.base.files import rename_with_retries
 from ovspec.setup.identity import compute_files_revision
 from ovspec_export.compression import INT8
 from ovspec_export.convert import check_converted_files, convert_head, convert_source
@@ -39,7 +39,7 @@ def export_draft(plan: Plan, work: Work, draft: Source, folder: Path) -> None:
         if ids is not None and not draft.is_ir:
             trim_ir(partial, ids, draft.name)
     check_converted_files(draft, partial)
-    move(partial, folder)
+    rename_with_retries(partial, folder)
 
 
 def result_source(plan: Plan, work: Work) -> Source:

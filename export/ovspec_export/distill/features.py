@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ovspec.base.errors import OvspecError
-from ovspec.base.files import replaced
+from ovspec.base.files import open_replacement
 from ovspec.ir.compile import add_output, compile_ir, find_lm_head, find_model_states, read_model
 from ovspec.ir.device import DeviceOptions, make_compile_properties, openvino_core
 from ovspec.ir.hidden_states import find_embedding, find_layer_inputs
@@ -115,7 +115,7 @@ def write_shard(file: Path, first: int, parts: list[dict[str, Tensor]]) -> None:
     """Write what was computed on documents from number ``first`` on, and where each begins."""
     tensors = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     tensors["starts"] = torch.tensor([0, *(len(part["ids"]) for part in parts)]).cumsum(0)
-    with replaced(file) as partial:
+    with open_replacement(file) as partial:
         save_file(tensors, partial, {"first": str(first), "count": str(len(parts))})
 
 
@@ -268,7 +268,7 @@ def write_target(folder: Path, file: Path) -> None:
     tensors = {"embedding": constant_rows(table, 0), "lm_head": constant_rows(weights, rows)}
     if torch.equal(*tensors.values()):
         del tensors["lm_head"]
-    with replaced(file) as partial:
+    with open_replacement(file) as partial:
         save_file(tensors, partial)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ovspec.base.files import read_json
-from ovspec.base.progress import note, step
+from ovspec.base.progress import print_note, show_step
 from ovspec.ir.compile import MODEL_FILE
 from ovspec.setup.manifest import DRAFT_FOLDER, read_manifest
 from ovspec_export.distill import stages
@@ -37,9 +37,9 @@ def finish(plan: Plan, work: Work) -> Ended:
     finished, manifest = made_in(plan.output), read_manifest(plan.output)
     assert finished and manifest
     if not gained(finished.rows):
-        note(no_gain(plan.name, finished.rows))
+        print_note(no_gain(plan.name, finished.rows))
         return Ended.NOTHING_GAINED
-    note(f"{plan.output}: finished")
+    print_note(f"{plan.output}: finished")
     put_beside(plan, work.ir, manifest.target)
     return Ended.GAINED
 
@@ -56,10 +56,10 @@ def measured(plan: Plan, work: Work) -> list[dict[str, Any]]:
 
     old, output = old_draft(plan, work), work.scratch / "gain.json"
     seconds = max(plan.budget - work.spent.seconds_of(), LEAST_GAIN)
-    with step(f"{plan.name}: measuring what it brings on texts that were held out", keep=True):
+    with show_step(f"{plan.name}: measuring what it brings on texts that were held out", keep=True):
         stages.measure_gain(plan, work, old, output, seconds)
     rows = read_json(output)["rows"]
-    note(format_mode_table(rows))
+    print_note(format_mode_table(rows))
     return rows
 
 
@@ -78,10 +78,10 @@ def old_draft(plan: Plan, work: Work) -> Path | None:
 def keep(plan: Plan, work: Work) -> None:
     """Write the result so far, if there is one, and say how to go on."""
     if is_finished(plan, work):
-        note(f"{plan.output}: finished, but perhaps not put beside its target; the same command does that")
+        print_note(f"{plan.output}: finished, but perhaps not put beside its target; the same command does that")
     elif work.has_result:
         export_result(plan, work)
         write_result(plan, work, describe_made(plan, work, False, []))
-        note(f"{plan.output}: the result so far; the same command goes on")
+        print_note(f"{plan.output}: the result so far; the same command goes on")
     else:
-        note(f"{plan.name}: stopped before anything was trained; the same command goes on")
+        print_note(f"{plan.name}: stopped before anything was trained; the same command goes on")

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from ovspec.base.files import read_json, replaced, write_atomically
+from ovspec.base.files import open_replacement, read_json, write_atomically
 from ovspec_export.distill.features import Example, Examples, read_examples
 from ovspec_export.distill.new_head import new_config, new_layout
 from ovspec_export.distill.packing import Batch, batches, pack
@@ -92,7 +92,7 @@ class HeadStudent:
         tensors = {their_name(name): weight.bfloat16().contiguous() for name, weight in weights.items()}
         tensors["d2t"] = self.ids - torch.arange(len(self.ids), device=self.device)
         tensors["t2d"] = self.draft_ids >= 0
-        with replaced(folder / WEIGHTS) as partial:
+        with open_replacement(folder / WEIGHTS) as partial:
             save_file(tensors, partial, {"format": "pt"})
         write_atomically(folder / "config.json", json.dumps(self.config, indent=2) + "\n")
 

@@ -9,7 +9,7 @@ from typing import Literal
 import openvino as ov
 
 from ovspec.base.errors import OvspecError
-from ovspec.base.progress import note
+from ovspec.base.progress import print_note
 from ovspec.ir.compile import MODEL_FILE, check_ir_folder, check_weights, find_lm_head, read_ir
 from ovspec.ir.heads import check_layers_have_keys, find_head_inputs
 from ovspec.setup.manifest import DRAFT_FOLDER, ExportedModel, read_manifest
@@ -100,7 +100,7 @@ def for_torch(target: Source) -> Source | None:
     """Return the checkpoint of which torch can compute hidden states; None if there is none."""
     found = exported_from(target) if target.is_ir else target
     if found is None or isinstance(found, GgufSource) or found.holds_text_model:
-        note(f"{target.name}: its checkpoint can't be used, so OpenVINO computes the hidden states, on the CPU")
+        print_note(f"{target.name}: its checkpoint can't be used, so OpenVINO computes the hidden states, on the CPU")
         return None
     return found
 
@@ -123,7 +123,7 @@ def find_draft(name: str) -> Source:
         raise OvspecError(
             f"{name}: its checkpoint, {entry.source}, is needed and isn't here; name its folder or hub id."
         )
-    note(f"{name}: taught from its checkpoint {found.folder}")
+    print_note(f"{name}: taught from its checkpoint {found.folder}")
     return found
 
 

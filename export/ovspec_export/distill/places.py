@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_text
-from ovspec.base.progress import note
+from ovspec.base.progress import print_note
 from ovspec.setup.manifest import has_manifest, restore_backup
 from ovspec_export.distill.card import made_in
 from ovspec_export.distill.documents import read_given
@@ -28,7 +28,7 @@ def check_places(target: Source, output: Path, work: Path) -> None:
 def check_files(texts: Iterable[Path], topics: Path | None) -> None:
     """Raise OvspecError if a file isn't there, or holds something else than texts, chats or topics."""
     if skipped := read_given(place.expanduser() for place in texts).skipped:
-        note(f"{skipped} file{'s' * (skipped > 1)} in the folders hold no text, and are left out")
+        print_note(f"{skipped} file{'s' * (skipped > 1)} in the folders hold no text, and are left out")
     if topics:
         read_text(topics.expanduser())
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 
 from ovspec.base.errors import OvspecError
-from ovspec.base.progress import in_bytes
+from ovspec.base.progress import format_size
 from ovspec.ir.compile import MODEL_FILE, check_weights
 from ovspec.setup.identity import hash_model
 from ovspec.setup.manifest import DRAFT_FOLDER
@@ -167,8 +167,8 @@ def check_room(plan: Plan) -> None:
     needed, free = needed_memory(plan), psutil.virtual_memory().available
     if needed > free:
         raise OvspecError(
-            f"{plan.target.name}: distilling needs about {in_bytes(needed)} of memory, but only {in_bytes(free)} are "
-            "free; close other programs, or take a machine with more."
+            f"{plan.target.name}: distilling needs about {format_size(needed)} of memory, but only {format_size(free)} "
+            "are free; close other programs, or take a machine with more."
         )
 
 

@@ -7,8 +7,8 @@ import shutil
 from pathlib import Path
 
 from ovspec.base.errors import OvspecError
-from ovspec.base.files import PARTIAL
-from ovspec.base.progress import note
+from ovspec.base.files import PARTIAL_SUFFIX
+from ovspec.base.progress import print_note
 from ovspec.ir.device import list_available_devices
 from ovspec.setup.manifest import (
     DRAFT_FOLDER,
@@ -64,7 +64,7 @@ def describe_made(plan: Plan, work: Work, finished: bool, rows: list[dict[str, o
 def write_result(plan: Plan, work: Work, made: Made) -> None:
     """Write the result into the output, completely or not at all."""
     check_place(plan.output, work.run, plan.options.overwrite)
-    unwanted = shutil.ignore_patterns(MANIFEST_FILE, f"*{PARTIAL}")
+    unwanted = shutil.ignore_patterns(MANIFEST_FILE, f"*{PARTIAL_SUFFIX}")
     with open_work_folder(plan.output, overwrite=True) as partial:
         for folder in (work.checkpoint, work.ir):  # whose config says more
             shutil.copytree(folder, partial, dirs_exist_ok=True, ignore=unwanted)
@@ -83,14 +83,16 @@ def put_beside(plan: Plan, ir: Path, entry: ExportedModel) -> None:
         if manifest and manifest.draft == entry:
             return
         if not manifest or manifest.draft or (model / DRAFT_FOLDER).exists():
-            note(f"{model.name}: has a draft, which stays there; name {plan.name} to use the new one")
+            print_note(f"{model.name}: has a draft, which stays there; name {plan.name} to use the new one")
         elif foreign:
-            note(f"{model.name}: holds a file that ovspec did not export ({foreign}), so {plan.name} isn't put into it")
+            print_note(
+                f"{model.name}: holds a file that ovspec did not export ({foreign}), so {plan.name} isn't put into it"
+            )
         else:
             add_draft(model, manifest, ir, entry)
-            note(f"{model.name}: {plan.name} is its draft now")
+            print_note(f"{model.name}: {plan.name} is its draft now")
     except (OvspecError, OSError) as error:
-        note(f"warning: {plan.name} could not be put into {model.name} ({error})")
+        print_note(f"warning: {plan.name} could not be put into {model.name} ({error})")
 
 
 def add_draft(model: Path, manifest: Manifest, ir: Path, entry: ExportedModel) -> None:

@@ -12,8 +12,8 @@ import shutil
 from typing import Any
 
 from ovspec.base.errors import OvspecError
-from ovspec.base.files import move
-from ovspec.base.progress import note, step
+from ovspec.base.files import rename_with_retries
+from ovspec.base.progress import print_note, show_step
 from ovspec.text.tokenizer import Tokenizer
 from ovspec_export.compression import INT8
 from ovspec_export.distill import stages
@@ -71,7 +71,7 @@ def prepare(plan: Plan, work: Work) -> None:
     if plan.draft and plan.kind == "draft" and not work.draft.is_dir():
         partial = work.scratch / "draft"
         if make_checkpoint(plan.draft, partial, "bf16") is not plan.draft:
-            move(partial, work.draft)
+            rename_with_retries(partial, work.draft)
 
 
 # ---------------------------------------------------------------- rounds
@@ -119,7 +119,7 @@ def run(plan: Plan, work: Work) -> bool:
 
 def measure_costs(plan: Plan, work: Work) -> bool:
     """Time what an inference of the target takes, so that it can be said what to expect."""
-    with step(f"{plan.name}: timing {plan.target.name}", keep=True), work.timed(COSTS) as watch:
+    with show_step(f"{plan.name}: timing {plan.target.name}", keep=True), work.timed(COSTS) as watch:
         return stages.measure_costs(plan, work, watch.tell)
 
 
@@ -141,7 +141,9 @@ def trim_draft(plan: Plan, work: Work) -> None:
     learnt = [document.ids for document in documents if not document.held_out]
     ids = most_used(learnt, count, number_of(draft, "vocab"), tokenizer.added.values())
     lost = share_without([document.ids[document.answer :] for document in documents if document.held_out], ids)
-    note(f"{plan.name}: {count:,} ids, without which are {lost:.1%} of the tokens in the texts that were held out")
+    print_note(
+        f"{plan.name}: {count:,} ids, without which are {lost:.1%} of the tokens in the texts that were held out"
+    )
     trim(draft, ids, work.checkpoint)
     work.spent.told["trimming"] = {"lost": lost}
     work.save_spent()
@@ -184,7 +186,7 @@ def run_stage(plan: Plan, work: Work, number: int, stage: str, seconds: float) -
     if seconds < LEAST or (plan.options.tokens and work.spent.tokens(TRAINING) >= plan.options.tokens):
         return True
     what = f"{plan.name}: round {number}, {stage}"
-    with step(what, keep=True) as shown, work.timed(stage) as watch:
+    with show_step(what, keep=True) as shown, work.timed(stage) as watch:
 
         def told(figures: dict[str, Any]) -> None:
             stopping = figures.pop("stopping", False)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ovspec.base.errors import OvspecError
-from ovspec.base.files import replaced
+from ovspec.base.files import open_replacement
 from ovspec.ir.instruction_set import list_instruction_sets
 from ovspec_export.channel import is_stop_requested, report_progress
 from ovspec_export.distill.features import Example, Examples, read_examples
@@ -92,7 +92,7 @@ def go_on(student: Student, work: Path, state: dict[str, Any], kept: dict[str, A
     def save() -> None:
         optimized = {name: optimizer.state[weight] for name, weight in named.items()}
         weights = student.module.state_dict()
-        with replaced(work / STATE) as partial:
+        with open_replacement(work / STATE) as partial:
             figures = {"step": step, "seen": seen, "averaged": averaged, "optimizer": optimized, "weights": weights}
             torch.save(kept | figures, partial)
 

@@ -17,7 +17,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from ovspec.base.errors import OvspecError
-from ovspec.base.files import read_as, write_atomically
+from ovspec.base.files import read_dataclass, write_atomically
 from ovspec.ir.compile import MODEL_FILE
 
 SETTINGS, SPENT, LOCK = "settings.json", "spent.json", "lock"
@@ -138,7 +138,7 @@ def begun_in(folder: Path) -> Begun | None:
         OvspecError: it holds something else.
     """
     if (folder / SETTINGS).is_file():
-        return read_as(Begun, folder / SETTINGS)
+        return read_dataclass(Begun, folder / SETTINGS)
     if folder.exists() and not folder.is_dir():
         raise OvspecError(f"{folder}: is a file; name another `work`.")
     other = next((path.name for path in folder.iterdir() if path.name != LOCK), None) if folder.exists() else None
@@ -178,7 +178,7 @@ def open_work(folder: Path, run: str, settings: Settings) -> Iterator[Work]:
         check_settings(folder, begun, settings)
         if not begun:
             write_atomically(folder / SETTINGS, json.dumps(asdict(begun := Begun(run, settings)), indent=1))
-        work = Work(folder, begun.run, read_as(Spent, folder / SPENT))
+        work = Work(folder, begun.run, read_dataclass(Spent, folder / SPENT))
         shutil.rmtree(work.scratch, ignore_errors=True)  # of a run that was killed
         try:
             yield work

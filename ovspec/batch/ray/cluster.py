@@ -12,7 +12,7 @@ from typing import Any
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import scratch_folder
-from ovspec.base.progress import only_python_on_stderr, step
+from ovspec.base.progress import drop_native_stderr, show_step
 from ovspec.batch.ray.processors import processors
 from ovspec.ir.device import default_cache_dir
 
@@ -42,7 +42,7 @@ def connected(address: str) -> Iterator[None]:
         try:
             if place := re.search(r"([\w.-]+):(\d+)$", address):  # because Ray would try for minutes
                 socket.create_connection((place[1], int(place[2])), timeout=10).close()
-            with step("Ray: connecting"), only_python_on_stderr():
+            with show_step("Ray: connecting"), drop_native_stderr():
                 ray.init(address, **ways)
         except (OSError, ValueError) as error:
             raise OvspecError(f"No cluster of Ray answers at {address} ({str(error).splitlines()[0]}).") from None

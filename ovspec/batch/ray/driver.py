@@ -13,7 +13,7 @@ from pyarrow.fs import LocalFileSystem
 from ray.exceptions import RayError, RayTaskError
 
 from ovspec.base.errors import OvspecError
-from ovspec.base.progress import step
+from ovspec.base.progress import show_step
 from ovspec.batch.file import BatchProgress
 from ovspec.batch.folder import find_files, forget, read
 from ovspec.batch.groups import Answers, Group, groups_of
@@ -100,7 +100,7 @@ def first_of(job: Job, cpus: int) -> Reference:
     """Return what a first worker finds, whose processors are then free."""
     worker = start(job, None, cpus, 0)
     try:
-        with step(f"{job.folders[0].folder}: loading on a first worker"):
+        with show_step(f"{job.folders[0].folder}: loading on a first worker"):
             return ray.get(worker.load.remote())
     except RayTaskError:  # what it raised
         raise

@@ -14,7 +14,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ovspec.base.errors import OvspecError
-from ovspec.base.files import fill_once, pieces_of
+from ovspec.base.files import create_folder_once, read_blocks
 from ovspec.batch.ray.processors import processors
 from ovspec.ir.compile import MODEL_FILE
 from ovspec.ir.device import default_cache_dir
@@ -46,7 +46,7 @@ class Shipment:
         copy = default_cache_dir() / "ray" / "models" / self.identity
         if not self.pieces and not copy.is_dir():
             raise OvspecError(f"{self.folder} is missing on {platform.node()}, which joined late; start again.")
-        fill_once(copy, ((name, ray.get(piece)) for name, piece in self.pieces))
+        create_folder_once(copy, ((name, ray.get(piece)) for name, piece in self.pieces))
         return copy
 
 
@@ -56,7 +56,7 @@ def ship(folder: Path) -> Shipment:
     if not all(on_each_node(shipment.is_here).values()):
         for file in filter(Path.is_file, folder.rglob("*")):
             name = file.relative_to(folder).as_posix()
-            shipment.pieces.extend((name, ray.put(piece)) for piece in pieces_of(file, PIECE))
+            shipment.pieces.extend((name, ray.put(piece)) for piece in read_blocks(file, PIECE))
     return shipment
 
 

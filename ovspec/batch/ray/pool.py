@@ -12,7 +12,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from ovspec.base.errors import OvspecError
-from ovspec.base.progress import note
+from ovspec.base.progress import print_note
 from ovspec.batch.groups import Group
 from ovspec.batch.ray.deaths import how_it_died
 from ovspec.batch.run import error_line
@@ -163,7 +163,7 @@ class Pool:
                 message = f"The worker that answered this line {death}; others answered the lines beside it."
                 self._finish(group, [error_line(request, message) for request in group.requests.values()], hired.kind)
         again = bool(hired.kind) and self._restarts >= 1
-        note(f"worker {hired.number} {death}; {'another one starts' if again else 'it is left out'}")
+        print_note(f"worker {hired.number} {death}; {'another one starts' if again else 'it is left out'}")
         if again:
             self._restarts -= 1
             self._hire(hired.number)

@@ -16,7 +16,7 @@ from ovspec.batch.ray.processors import claim
 from ovspec.batch.requests import request_in
 from ovspec.batch.run import COLUMNS, BatchThread, columns_of
 from ovspec.params import make_params
-from ovspec.params.generation import GENERATE
+from ovspec.params.generation import GENERATE_OPTIONS
 
 
 class Predictor:
@@ -39,8 +39,8 @@ class Predictor:
 
     def __init__(self, model: str | Path | None = None, draft: Any = None, column: str = "prompt", **options: Any):
         self._column = column
-        loading = {name: value for name, value in options.items() if name not in GENERATE}
-        generating = {name: value for name, value in options.items() if name in GENERATE}
+        loading = {name: value for name, value in options.items() if name not in GENERATE_OPTIONS}
+        generating = {name: value for name, value in options.items() if name in GENERATE_OPTIONS}
         self._thread = loaded_once(lambda: BatchThread(load(model, draft, **loading), make_params(generating)))
 
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, Any]:

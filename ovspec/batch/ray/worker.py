@@ -16,7 +16,7 @@ from ovspec.batch.requests import BatchRequest
 from ovspec.batch.run import BatchThread
 from ovspec.drafting.choice import parse_draft
 from ovspec.params import Params
-from ovspec.params.loading import load_params
+from ovspec.params.loading import make_load_params
 from ovspec.setup.identity import describe_arithmetic
 from ovspec.setup.model_folders import list_model_folders
 from ovspec.setup.profile import adopt_profiles, read_profile_text
@@ -62,7 +62,7 @@ class Worker:
         job, reference = self._job, self._reference
         model, *outside = [each.arrive() for each in job.folders]
         draft = replace(parse_draft(job.draft), model=outside[0]) if outside else job.draft  # type: ignore[type-var]
-        folders, options = list_model_folders(model, draft), make_device_options(load_params(job.loading))
+        folders, options = list_model_folders(model, draft), make_device_options(make_load_params(job.loading))
         if reference:
             options = adopt_profiles(dict(zip(folders, reference.profiles, strict=True)), options)
         loading: Any = job.loading | {"cache_dir": options.cache_dir}

@@ -15,7 +15,7 @@ from ovspec.protocols.logprobs import Echo
 from ovspec.protocols.models import settings_of
 from ovspec.protocols.reply import Events, Writer
 from ovspec.protocols.requests import TextRequest, asked_for
-from ovspec.text.infill import UNNAMED, Chunk, Infill
+from ovspec.text.infill import DEFAULT_CHUNK_FILE, FileChunk, Infill
 from ovspec.text.tokenizer import Tokenizer
 
 StopType = Literal["eos", "limit", "word"]
@@ -23,10 +23,10 @@ StopType = Literal["eos", "limit", "word"]
 STOP_TYPES: dict[str, StopType] = {"eos": "eos", "stop": "eos", "length": "limit", "cancelled": "limit"}
 
 
-def chunks_of(value: Any) -> tuple[Chunk, ...]:
+def chunks_of(value: Any) -> tuple[FileChunk, ...]:
     """Return ``input_extra``; fields that editors add for themselves are left out."""
     if isinstance(value, list) and all(isinstance(each, Mapping) for each in value):
-        made = [Chunk(each.get("text"), each.get("filename", UNNAMED)) for each in value]
+        made = [FileChunk(each.get("text"), each.get("filename", DEFAULT_CHUNK_FILE)) for each in value]
         if all(isinstance(part, str) for chunk in made for part in chunk):
             return tuple(made)
     raise PydanticCustomError("problem", "must be a list of objects with a text and a filename, which are strings")

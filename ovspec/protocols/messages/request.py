@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from ovspec.params.limits import LARGEST
+from ovspec.params.limits import LARGEST_NUMBER
 from ovspec.protocols.bodies import RequestError, only_known
 from ovspec.protocols.messages.body import MessageRequest
 from ovspec.protocols.requests import (
@@ -122,7 +122,7 @@ def read_thinking(body: MessageRequest, overrides: Overrides, ignored: Ignored) 
             told = '{"type": "enabled", "budget_tokens": …}, {"type": "adaptive"} or {"type": "disabled"}'
             raise RequestError(f"`thinking` must be {told}.", "thinking")
         if kind == "enabled" and budget is not None:
-            if type(budget) is not int or not 0 < budget <= LARGEST:
+            if type(budget) is not int or not 0 < budget <= LARGEST_NUMBER:
                 raise RequestError("`thinking`: budget_tokens must be a whole number of 1 or more.", "thinking")
             overrides.set("max_thinking_tokens", budget, "thinking")
     if kind == "disabled":

@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from typing import Any
 
-from ovspec.params.generation import GENERATE
-from ovspec.params.option import choices_of
+from ovspec.params.generation import GENERATE_OPTIONS
+from ovspec.params.option import literal_values
 from ovspec.protocols.bodies import RequestError
 from ovspec.protocols.requests import (
     FORMATS,
@@ -28,7 +28,7 @@ OF_FUNCTIONS = ("type", "name", "description", "parameters", "strict")
 TOLD = ("computer_call", "file_search_call", "image_generation_call")
 LOGPROBS = "message.output_text.logprobs"
 INCLUDED = (LOGPROBS, "reasoning.encrypted_content")  # thinking is never encrypted, so there is nothing to include
-EFFORTS: tuple[str, ...] = choices_of(GENERATE["reasoning_effort"].kind)
+EFFORTS: tuple[str, ...] = literal_values(GENERATE_OPTIONS["reasoning_effort"].kind)
 SHAPE = '{"type": "text"}, {"type": "json_object"} or {"type": "json_schema", "name": …, "schema": …}'
 
 

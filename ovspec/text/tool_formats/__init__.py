@@ -18,5 +18,5 @@ def formats_by_name() -> dict[str, ToolFormat]:
     return {name: formats[name] for name in get_args(ToolFormatName)}
 
 
-BY_NAME = formats_by_name()
-FORMATS = tuple(BY_NAME.values())
+FORMATS_BY_NAME = formats_by_name()
+FORMATS = tuple(FORMATS_BY_NAME.values())

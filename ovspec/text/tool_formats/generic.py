@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 from ovspec.text.tool_formats.hermes import HERMES
-from ovspec.text.tool_formats.layout import Message, in_content, results_as_user
+from ovspec.text.tool_formats.layout import Message, make_calls_writer, results_to_user
 
 
-def history(messages: list[Message]) -> list[Message]:
+def write_history_as_text(messages: list[Message]) -> list[Message]:
     """Write calls and their results as text."""
-    return results_as_user(in_content(HERMES)(messages))
+    return results_to_user(make_calls_writer(HERMES)(messages))
 
 
-GENERIC = replace(HERMES, name="generic", history=history, native=False)
+GENERIC = replace(HERMES, name="generic", history=write_history_as_text, native=False)

@@ -1,10 +1,10 @@
 """GigaChat 3.1: one call as a JSON object after a special token."""
 
-from ovspec.text.tool_formats.layout import ToolFormat, one_call_each
+from ovspec.text.tool_formats.layout import ToolFormat, split_calls
 
 GIGACHAT = ToolFormat(
     name="gigachat",
     calls=(('<|function_call|>{"name": "', "NAME", '", "arguments": ', "ARGUMENTS", "}"),),
     triggers=("<|function_call|>",),
-    history=one_call_each,
+    history=split_calls,
 )

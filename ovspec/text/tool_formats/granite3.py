@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from ovspec.text.tool_formats.layout import ToolFormat, in_content
+from ovspec.text.tool_formats.layout import ToolFormat, make_calls_writer
 
 CALLS = ToolFormat(
     name="granite3",
@@ -13,4 +13,4 @@ CALLS = ToolFormat(
     between=", ",
     end="]",
 )
-GRANITE3 = replace(CALLS, history=in_content(CALLS))
+GRANITE3 = replace(CALLS, history=make_calls_writer(CALLS))

@@ -3,13 +3,13 @@
 https://github.com/openai/harmony describes it.
 """
 
-from ovspec.text.tool_formats.layout import Message, ToolFormat, one_call_each
+from ovspec.text.tool_formats.layout import Message, ToolFormat, split_calls
 
 
-def history(messages: list[Message]) -> list[Message]:
+def move_text_into_thinking(messages: list[Message]) -> list[Message]:
     """Put what comes before a call into "thinking", from where the template takes it."""
     made = list[Message]()
-    for message in one_call_each(messages):
+    for message in split_calls(messages):
         if message.get("tool_calls") and (reasoning := message.get("reasoning_content")):
             thought = "\n\n".join(filter(None, (reasoning, message["content"])))
             message = {**message, "thinking": thought, "content": ""}
@@ -26,5 +26,5 @@ HARMONY = ToolFormat(
     ),
     triggers=("<|channel|>commentary to=functions.", " to=functions."),
     anywhere=False,  # after a text, a call begins another message
-    history=history,
+    history=move_text_into_thinking,
 )

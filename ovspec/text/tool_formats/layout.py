@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 from ovspec.params.tools import ToolFormatName
 
 Message = dict[str, Any]
-SLOTS = ("NAME", "ID", "INDEX", "ARGUMENTS")  # the parts of a call that aren't the same in every call
-PATTERNS = {"ID": "[a-zA-Z0-9]{9}", "INDEX": "[0-9]{1,3}"}  # of slots whose text nothing depends on
+CALL_SLOTS = ("NAME", "ID", "INDEX", "ARGUMENTS")  # the parts of a call that aren't the same in every call
+SLOT_PATTERNS = {"ID": "[a-zA-Z0-9]{9}", "INDEX": "[0-9]{1,3}"}  # of slots whose text nothing depends on
 
 
-class Parameters(NamedTuple):
+class ParameterLayout(NamedTuple):
     """Arguments that are written one by one, strings without quotes: what surrounds each name and value."""
 
     open: str
@@ -49,7 +49,7 @@ class ToolFormat:
     between: str | None = None
     end: str = ""
     anywhere: bool = True
-    parameters: Parameters | None = None
+    parameters: ParameterLayout | None = None
     tools_variable: str = "tools"
     history: Callable[[list[Message]], list[Message]] = list
     native: bool = True
@@ -59,7 +59,7 @@ class ToolFormat:
     def texts(self) -> Iterable[str]:
         """Yield all texts that surround what calls say."""
         yield from (self.begin, self.between or "", self.end, *self.triggers)
-        yield from (part for call in self.calls for part in call if part not in SLOTS)
+        yield from (part for call in self.calls for part in call if part not in CALL_SLOTS)
         yield from self.parameters or ()
 
     def written(self, calls: Iterable[tuple[str, Any]], way: int = 0) -> str:
@@ -80,7 +80,7 @@ class ToolFormat:
         return "".join(f"{around.open}{name}{around.middle}{value}{around.close}" for name, value in values.items())
 
 
-SYSTEM = """You may call functions to help with the user's request. These are their signatures:
+TOOLS_PROMPT = """You may call functions to help with the user's request. These are their signatures:
 <tools>
 {tools}
 </tools>
@@ -89,17 +89,17 @@ To call functions, write their names and arguments in this format, and nothing a
 {example}"""
 
 
-def described(format: ToolFormat, tools: Sequence[Any]) -> str:
+def describe_tools(format: ToolFormat, tools: Sequence[Any]) -> str:
     """Return what the system prompt says of tools, where the chat template doesn't."""
     example = format.written([("function-name", {"argument-name": "value"})])
     signatures = (json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    return SYSTEM.format(tools="\n".join(signatures), example=example)
+    return TOOLS_PROMPT.format(tools="\n".join(signatures), example=example)
 
 
 # ---------------------------------------------------------------- messages
 
 
-def with_system(messages: list[Message], text: str, own_message: bool = True) -> list[Message]:
+def add_to_system(messages: list[Message], text: str, own_message: bool = True) -> list[Message]:
     """Add ``text`` to the system prompt of a chat; to the user's first message if ``own_message`` is false."""
     if messages and messages[0]["role"] == "system":
         return [{**messages[0], "content": f"{messages[0]['content']}\n\n{text}"}, *messages[1:]]
@@ -108,7 +108,7 @@ def with_system(messages: list[Message], text: str, own_message: bool = True) ->
     return [{"role": "system", "content": text}, *messages]
 
 
-def with_one_system(messages: list[Message], own_message: bool) -> list[Message]:
+def join_system_messages(messages: list[Message], own_message: bool) -> list[Message]:
     """Join the system messages that a chat begins with, and let the user say the later ones.
 
     If ``own_message`` is false, the user says all of them.
@@ -119,10 +119,10 @@ def with_one_system(messages: list[Message], own_message: bool) -> list[Message]
     text = "\n\n".join(message["content"] for message in first)
     if not own_message and not (rest and rest[0]["role"] == "user"):
         return [{"role": "user", "content": text}, *rest]
-    return with_system(rest, text, own_message) if first else rest
+    return add_to_system(rest, text, own_message) if first else rest
 
 
-def with_turns(messages: list[Message]) -> list[Message]:
+def join_turns(messages: list[Message]) -> list[Message]:
     """Join messages of the user, and of the assistant, that follow each other; leave out answers that say nothing."""
     turns = list[list[Message]]()
     for message in messages:
@@ -133,10 +133,10 @@ def with_turns(messages: list[Message]) -> list[Message]:
             turns[-1].append(message)
         else:
             turns.append([message])
-    return [turn[0] if len(turn) == 1 else one_message(turn) for turn in turns]
+    return [turn[0] if len(turn) == 1 else join_messages(turn) for turn in turns]
 
 
-def one_message(turn: list[Message]) -> Message:
+def join_messages(turn: list[Message]) -> Message:
     """Return one message that says what several say; only the last of them may call."""
     texts = {
         name: "\n\n".join(message[name] for message in turn if message.get(name))
@@ -145,7 +145,7 @@ def one_message(turn: list[Message]) -> Message:
     return {**turn[-1], **{name: text for name, text in texts.items() if text or name == "content"}}
 
 
-def with_users_in_results(messages: list[Message]) -> list[Message]:
+def join_users_to_results(messages: list[Message]) -> list[Message]:
     """Add what the user says right after the results of tools to the last of them."""
     made = list[Message]()
     for message in messages:
@@ -156,13 +156,13 @@ def with_users_in_results(messages: list[Message]) -> list[Message]:
     return made
 
 
-def call_of(call: Mapping[str, Any]) -> tuple[str, Any]:
+def name_and_arguments(call: Mapping[str, Any]) -> tuple[str, Any]:
     """Return (name, arguments) of a call in a message."""
     function = call.get("function", call)
     return function["name"], function["arguments"]
 
 
-def one_call_each(messages: list[Message]) -> list[Message]:
+def split_calls(messages: list[Message]) -> list[Message]:
     """Split messages with several calls, each call followed by its result: for templates that take one at a time."""
     made, waiting = list[Message](), list[Message]()  # the calls whose results haven't come
     for message in messages:
@@ -180,14 +180,14 @@ def one_call_each(messages: list[Message]) -> list[Message]:
     return made
 
 
-def in_content(format: ToolFormat) -> Callable[[list[Message]], list[Message]]:
+def make_calls_writer(format: ToolFormat) -> Callable[[list[Message]], list[Message]]:
     """Return a function that writes calls into the text of messages: for templates that don't render them."""
 
     def write(messages: list[Message]) -> list[Message]:
         made = list[Message]()
         for message in messages:
             if calls := message.get("tool_calls"):
-                text = "\n".join(filter(None, (message["content"], format.written(map(call_of, calls)))))
+                text = "\n".join(filter(None, (message["content"], format.written(map(name_and_arguments, calls)))))
                 message = {name: value for name, value in message.items() if name != "tool_calls"} | {"content": text}
             made.append(message)
         return made
@@ -195,7 +195,7 @@ def in_content(format: ToolFormat) -> Callable[[list[Message]], list[Message]]:
     return write
 
 
-def results_as_user(messages: list[Message]) -> list[Message]:
+def results_to_user(messages: list[Message]) -> list[Message]:
     """Turn tool results into messages of the user, those that follow each other into one."""
     made = list[Message]()
     for results, group in itertools.groupby(messages, lambda message: message["role"] == "tool"):
@@ -207,7 +207,7 @@ def results_as_user(messages: list[Message]) -> list[Message]:
     return made
 
 
-def short_id(id: str, length: int | None) -> str:
+def shorten_id(id: str, length: int | None) -> str:
     """Return ``id``, or one made of it, with ``length`` letters and digits; None for any length."""
     if not length or (len(id) == length and id.isascii() and id.isalnum()):
         return id

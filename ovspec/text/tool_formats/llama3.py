@@ -1,6 +1,6 @@
 """Llama 3.1 to 3.3: an answer that is one call as a JSON object."""
 
-from ovspec.text.tool_formats.layout import ToolFormat, one_call_each
+from ovspec.text.tool_formats.layout import ToolFormat, split_calls
 
 CALL = ('{"name": "', "NAME", '", "parameters": ', "ARGUMENTS", "}")
 LLAMA3 = ToolFormat(
@@ -8,5 +8,5 @@ LLAMA3 = ToolFormat(
     calls=(CALL, ("<|python_tag|>" + CALL[0], *CALL[1:])),
     triggers=('{"name": "{NAME}"', '<|python_tag|>{"name": "{NAME}"'),
     anywhere=False,  # elsewhere it would be JSON that the user asked for
-    history=one_call_each,
+    history=split_calls,
 )

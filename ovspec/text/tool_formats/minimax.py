@@ -1,6 +1,6 @@
 """MiniMax M2: the arguments as XML elements, strings without quotes, all calls within one tag."""
 
-from ovspec.text.tool_formats.layout import Parameters, ToolFormat
+from ovspec.text.tool_formats.layout import ParameterLayout, ToolFormat
 
 MINIMAX = ToolFormat(
     name="minimax",
@@ -9,5 +9,5 @@ MINIMAX = ToolFormat(
     begin="<minimax:tool_call>\n",
     between="",
     end="</minimax:tool_call>",
-    parameters=Parameters('<parameter name="', '">', "</parameter>\n"),
+    parameters=ParameterLayout('<parameter name="', '">', "</parameter>\n"),
 )

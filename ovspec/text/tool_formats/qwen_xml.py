@@ -2,13 +2,13 @@
 
 from dataclasses import replace
 
-from ovspec.text.tool_formats.layout import Parameters, ToolFormat
+from ovspec.text.tool_formats.layout import ParameterLayout, ToolFormat
 
 QWEN_XML = ToolFormat(
     name="qwen-xml",
     calls=(("<tool_call>\n<function=", "NAME", ">\n", "ARGUMENTS", "</function>\n</tool_call>"),),
     triggers=("<tool_call>",),
     between="\n",
-    parameters=Parameters("<parameter=", ">\n", "\n</parameter>\n"),
+    parameters=ParameterLayout("<parameter=", ">\n", "\n</parameter>\n"),
 )
 QWEN_XML_DENSE = replace(QWEN_XML, name="qwen-xml-dense", between="")  # Step 3.5

@@ -3,8 +3,12 @@
 from dataclasses import replace
 
 from ovspec.text.tool_formats.hermes import HERMES
-from ovspec.text.tool_formats.layout import in_content
+from ovspec.text.tool_formats.layout import make_calls_writer
 
 SMOLLM3 = replace(
-    HERMES, name="smollm3", tools_variable="xml_tools", history=in_content(HERMES), marks=("xml_tools", "<tool_call>")
+    HERMES,
+    name="smollm3",
+    tools_variable="xml_tools",
+    history=make_calls_writer(HERMES),
+    marks=("xml_tools", "<tool_call>"),
 )

@@ -31,7 +31,7 @@ from real_families import TEMPLATES as PUBLISHED
 
 import ovspec
 from ovspec.base.errors import OvspecError
-from ovspec.base.files import read_as
+from ovspec.base.files import read_dataclass
 from ovspec.text.chat_format import ChatFormat
 from ovspec.text.chat_template import ChatTemplate
 from ovspec.text.tokenizer_files import TOKENIZER_FILE, TokenizerFile
@@ -173,7 +173,7 @@ def test_the_turn_of_a_user_is_found_in_published_templates(file: Path) -> None:
 @pytest.mark.parametrize("name", ["llama", *(pytest.param(n, marks=pytest.mark.slow) for n in ("qwen3.5", "gpt-oss"))])
 def test_a_token_of_the_vocabulary_ends_the_turn(name: str) -> None:
     family = FAMILIES[name]
-    file = read_as(TokenizerFile, DOWNLOADS / "tokenizers" / family.tokenizer / TOKENIZER_FILE)
+    file = read_dataclass(TokenizerFile, DOWNLOADS / "tokenizers" / family.tokenizer / TOKENIZER_FILE)
     _, after = around_user(format_of((PUBLISHED / f"{family.template}.jinja").read_text("utf-8")), None)
     expected = {"qwen3.5": 151645, "gpt-oss": 200007, "llama": 128009}[name]
     assert ending(after, {token.content: token.id for token in file.added_tokens}) == ([expected], [])
