@@ -337,7 +337,7 @@ class Session:
         if row.finish_reason != "stop":
             return
         decode, generated = self.runtime.prompts.tokenizer.decode, self.sequence.tokens[row.prompt_length :]
-        healed = row.healing.text.decode("utf-8", "replace") if row.healing else ""
+        healed = row.healing.removed_bytes.decode("utf-8", "replace") if row.healing else ""
         text, kept = healed + row.text, len(generated)
         while not text.startswith(decode(generated[:kept])):
             kept -= 1

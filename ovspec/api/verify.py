@@ -112,7 +112,7 @@ def find_first_difference(target: Decoder, row: Row, tokens: np.ndarray) -> Diff
     for at in range(begin, len(text), CHUNK):
         own = text[at : at + CHUNK]
         logits = target.feed([text[at - 1 : at - 1 + len(own)]], [len(own)])[0]
-        chosen = row.sampler.verify(logits, row.sequence, own[:-1])
+        chosen = row.sampler.verify_proposal(logits, row.sequence, own[:-1])
         wrong = chosen != own[: len(chosen)]
         right = int(wrong.argmax()) if wrong.any() else len(chosen)
         if right:

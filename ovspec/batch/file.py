@@ -132,7 +132,7 @@ def run_file(
     fails, the results so far are kept, and the same call continues from them.
     """
     complete = lm.runtime.row_maker.complete_params(params)
-    lm.runtime.row_maker.constraints.check_grammar(complete)  # once, not for each text
+    lm.runtime.row_maker.constraints.check_requested_grammar(complete)  # once, not for each text
     depends_on = what_matters(lm, complete)
     keys = [key_of(request, depends_on) for request in requests]
     done = Done(output)

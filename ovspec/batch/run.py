@@ -115,7 +115,7 @@ class BatchThread(Iterator[BatchRequest]):
 
     def __init__(self, lm: LanguageModel, params: Params) -> None:
         self._lm, self._params = lm, params
-        lm.runtime.row_maker.constraints.check_grammar(lm.runtime.row_maker.complete_params(params))
+        lm.runtime.row_maker.constraints.check_requested_grammar(lm.runtime.row_maker.complete_params(params))
         self._asked = deque[tuple[BatchRequest, Call]]()
         self._calls = dict[int, Call]()  # of the requests that are being answered, by identity
         self._came = threading.Condition()

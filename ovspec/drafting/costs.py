@@ -20,18 +20,18 @@ FIRST_SLOWEST_FACTOR = 1.1
 # are larger at first: FIRST_... divided by the inferences of its width, or by all inferences since a prompt was read,
 # including that one. An inference may take longer for many reasons, but hardly ever less time than it needs, so costs
 # fall faster than they rise.
-ALL_FOLLOW = 0.03
-OWN_FOLLOWS = 0.06
-FIRST_RISE = 0.5
-FIRST_FALL = 1.0
-FIRST_OWN = 0.3
+EXPONENT_OF_ALL = 0.03
+EXPONENT_OF_OWN = 0.06
+FIRST_EXPONENT_RISING = 0.5
+FIRST_EXPONENT_FALLING = 1.0
+FIRST_EXPONENT_OF_OWN = 0.3
 # With a draft, the same width comes many times in a row. After this many, if a profile has measured the costs of
 # widths, an inference shows how fast the machine is now, by its clock or by other work: all costs follow more, the cost
 # of its own width less.
 STEADY_INFERENCES = 3
-ALL_FOLLOW_STEADY = 0.1
-OWN_FOLLOWS_STEADY = 0.02
-CHANGE_FOLLOWS = 0.1  # share by which the cost of a change of width follows a measured one, 1 / their number at first
+STEADY_EXPONENT_OF_ALL = 0.1
+STEADY_EXPONENT_OF_OWN = 0.02
+CHANGE_LEARNING_RATE = 0.1  # share by which the cost of a change of width follows a measured one; more at first
 
 
 class InferenceCosts:
@@ -59,10 +59,10 @@ class InferenceCosts:
         self.is_known = self._was_measured = bool(measured_ms)
         if change_ms is None:
             self.change_ms = FIRST_CHANGE_SHARE * float(costs[1])  # added by a change of width
-            self._changes = 0  # from which ``change_ms`` is learned
+            self._change_count = 0  # from which ``change_ms`` is learned
         else:
             self.change_ms = change_ms
-            self._changes = MEASURED_CHANGES
+            self._change_count = MEASURED_CHANGES
         self._rule = rule
         # The width that an inference of each width is computed at, and costs as much as.
         widths = range(WIDEST_INFERENCE + 1)
@@ -72,12 +72,12 @@ class InferenceCosts:
         self.ms_by_width = costs = costs[self._computed_widths]
         self._can_fill = can_fill
         self._last_width = 0
-        self._in_a_row = 0  # inferences of that width just before it
+        self._same_width_count = 0  # inferences of that width just before it
         self._filling_ms = 0.0  # spent on filling since an inference last needed its width
-        half = WIDEST_INFERENCE // 2
-        self._further_token_ms = float(costs[WIDEST_INFERENCE] - costs[half]) / half  # beyond the widest
-        self._since_prompt = 0  # inferences since a prompt was read
-        self._inferences: Counter[int] = Counter()  # of each width
+        half_width = WIDEST_INFERENCE // 2
+        self._further_token_ms = float(costs[WIDEST_INFERENCE] - costs[half_width]) / half_width  # beyond the widest
+        self._count_since_prompt = 0  # inferences since a prompt was read
+        self._inference_counts: Counter[int] = Counter()  # of each width
 
     def __call__(self, width: int) -> float:
         if width <= WIDEST_INFERENCE:
@@ -118,7 +118,7 @@ class InferenceCosts:
         """
         self._last_width = width
         if read_prompt:
-            self._since_prompt = 1
+            self._count_since_prompt = 1
 
     def learn_inference(self, width: int, ms: float, drafted: bool = True) -> float:
         """Learn from an inference of ``width`` tokens: adjust that width's cost most, and all others.
@@ -131,20 +131,20 @@ class InferenceCosts:
         width = self._rule.computed_tokens(width)
         changed = width != self._last_width
         self._last_width = width
-        self._in_a_row += 1
+        self._same_width_count += 1
         if changed:
-            self._in_a_row = 0
+            self._same_width_count = 0
         if width > WIDEST_INFERENCE:
             if self.is_known:
                 self.ms_by_width = np.minimum(self.ms_by_width, ms)  # a narrower one can't take longer
                 excess_ms = ms - float(self.ms_by_width[WIDEST_INFERENCE])
                 self._further_token_ms = max(0.0, excess_ms / (width - WIDEST_INFERENCE))
             return ms
-        self._since_prompt += 1
-        self._inferences[width] += 1
+        self._count_since_prompt += 1
+        self._inference_counts[width] += 1
         same_width_ms = float(self.ms_by_width[width])
         usual_ms = same_width_ms + changed * self.change_ms
-        is_first = self._inferences[width] == 1  # it may include the time to make kernels
+        is_first = self._inference_counts[width] == 1  # it may include the time to make kernels
         if not self.is_known:  # the first that makes none counts
             self.is_known = not is_first
             scale = ms / usual_ms
@@ -152,9 +152,9 @@ class InferenceCosts:
             self.change_ms *= scale
             return ms if self.is_known else 0.0
         if changed and (ms < usual_ms or not is_first):
-            self._changes += 1
+            self._change_count += 1
             measured_change = max(0.0, min(ms, SLOWEST_FACTOR * usual_ms) - same_width_ms)
-            self.change_ms += max(CHANGE_FOLLOWS, 1 / self._changes) * (measured_change - self.change_ms)
+            self.change_ms += max(CHANGE_LEARNING_RATE, 1 / self._change_count) * (measured_change - self.change_ms)
             usual_ms = same_width_ms + self.change_ms
         factor = min(max(ms / usual_ms, FASTEST_FACTOR), FIRST_SLOWEST_FACTOR if is_first else SLOWEST_FACTOR)
         self._follow(factor, width, changed, drafted)
@@ -162,25 +162,23 @@ class InferenceCosts:
 
     def _follow(self, factor: float, width: int, changed: bool, drafted: bool) -> None:
         """Let all costs follow an inference that took ``factor`` times its usual time."""
-        all_follow, own_follows = ALL_FOLLOW, OWN_FOLLOWS
-        if self._was_measured and drafted and self._in_a_row >= STEADY_INFERENCES:
-            all_follow, own_follows = ALL_FOLLOW_STEADY, OWN_FOLLOWS_STEADY
-        first_follow = FIRST_RISE if factor > 1 else FIRST_FALL
-        self.ms_by_width *= factor ** max(all_follow, first_follow / self._since_prompt)
+        exponent_of_all, exponent_of_own = EXPONENT_OF_ALL, EXPONENT_OF_OWN
+        if self._was_measured and drafted and self._same_width_count >= STEADY_INFERENCES:
+            exponent_of_all, exponent_of_own = STEADY_EXPONENT_OF_ALL, STEADY_EXPONENT_OF_OWN
+        first_exponent = FIRST_EXPONENT_RISING if factor > 1 else FIRST_EXPONENT_FALLING
+        self.ms_by_width *= factor ** max(exponent_of_all, first_exponent / self._count_since_prompt)
         if not changed:
-            own_follows = max(own_follows, FIRST_OWN / self._inferences[width])
-        own_factor = factor**own_follows
+            exponent_of_own = max(exponent_of_own, FIRST_EXPONENT_OF_OWN / self._inference_counts[width])
+        own_factor = factor**exponent_of_own
         self.ms_by_width[max(1, width - 1) :] *= own_factor  # its neighbour and all wider ones
         self.ms_by_width[width] *= own_factor
         self.ms_by_width = self.ms_by_width[self._computed_widths]
 
 
-def initial_costs(measured_ms: Mapping[int, float] | None, most: int | None) -> np.ndarray:
-    """Return the ms by width, (WIDEST_INFERENCE + 1,), before anything is learned.
+def initial_costs(measured_ms: Mapping[int, float] | None, max_width: int | None) -> np.ndarray:
+    """Return the ms by width, (WIDEST_INFERENCE + 1,), before anything is learned; relative if none was measured.
 
-    Args:
-        measured_ms: the costs of some widths; without any, the result is a multiple of plain decoding's.
-        most: number of tokens of the widest inference; more are several inferences.
+    ``max_width``: number of tokens of the widest inference; more are several inferences.
     """
     widths = np.arange(WIDEST_INFERENCE + 1)
     if measured_ms and len(measured_ms) > 1:
@@ -190,7 +188,9 @@ def initial_costs(measured_ms: Mapping[int, float] | None, most: int | None) -> 
         costs = np.interp(widths, known_widths, times) + slope * np.maximum(0, widths - known_widths[-1])
     else:
         costs = 1 + 0.05 * np.maximum(0, widths - 1.0)
-    if most and most < WIDEST_INFERENCE:
-        split = costs[most] * (widths // most) + np.where(widths % most, costs[widths % most], 0.0)
-        costs = np.where(widths <= most, costs, split)
+    if max_width and max_width < WIDEST_INFERENCE:
+        split_costs = costs[max_width] * (widths // max_width) + np.where(
+            widths % max_width, costs[widths % max_width], 0.0
+        )
+        costs = np.where(widths <= max_width, costs, split_costs)
     return costs

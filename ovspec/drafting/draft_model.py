@@ -13,7 +13,7 @@ from ovspec.drafting.costs import WIDEST_INFERENCE
 from ovspec.drafting.drafter import Drafter, RowStep
 from ovspec.drafting.lookahead import Lookahead
 from ovspec.drafting.proposal import NO_PROPOSAL, NO_TOKENS, Proposal
-from ovspec.sampling.samplers import DraftedToken, DraftVocabulary
+from ovspec.sampling.samplers import DraftedToken, DraftIds
 from ovspec.sampling.warp import certain_token
 
 
@@ -25,9 +25,9 @@ class DraftModel(Drafter):
 
     name = "draft"
 
-    def __init__(self, decoder: BaseDecoder, vocabulary: DraftVocabulary | None = None) -> None:
+    def __init__(self, decoder: BaseDecoder, draft_ids: DraftIds | None = None) -> None:
         self.decoder = decoder
-        self._vocabulary = vocabulary
+        self._draft_ids = draft_ids
 
     @property
     def seconds(self) -> float:  # type: ignore[override]
@@ -35,32 +35,32 @@ class DraftModel(Drafter):
 
     def propose(self, rows: list[RowStep], lookahead: Lookahead) -> list[Proposal]:
         budgets = [self._row_budget(index, row, lookahead) for index, row in enumerate(rows)]
-        drafting = [index for index, budget in enumerate(budgets) if budget]  # rows that draft in the next step
-        if not drafting or not lookahead.can_afford(self.name, len(drafting)):
+        drafting_rows = [index for index, budget in enumerate(budgets) if budget]  # rows that draft in the next step
+        if not drafting_rows or not lookahead.can_afford(self.name, len(drafting_rows)):
             return [NO_PROPOSAL] * len(rows)
         self.decoder.reuse_prefixes([row.sequence for row in rows])
         # The draft may hold tokens of another text: after a rewind, or of a text before this one.
-        read = {index: common_prefix(rows[index].sequence, self.decoder.rows[index]) for index in drafting}
-        unread = sum(max(1, len(rows[index].sequence) - count) for index, count in read.items())
-        reads_prompt = unread > WIDEST_INFERENCE or not all(read.values())
+        read_counts = {index: common_prefix(rows[index].sequence, self.decoder.rows[index]) for index in drafting_rows}
+        unread = sum(max(1, len(rows[index].sequence) - count) for index, count in read_counts.items())
+        reads_prompt = unread > WIDEST_INFERENCE or not all(read_counts.values())
         remaining = [budget and row.draft_budget(self.name) for row, budget in zip(rows, budgets, strict=True)]
         if not lookahead.should_draft(self.name, unread, remaining, reads_prompt):
             return [NO_PROPOSAL] * len(rows)
-        drafts = [RowDraft(row, budget, self._vocabulary) for row, budget in zip(rows, budgets, strict=True)]
+        drafts = [RowDraft(row, budget, self._draft_ids) for row, budget in zip(rows, budgets, strict=True)]
         # First feed the tokens that the draft has not read yet, then its own tokens; the last one is never fed.
         feed = [NO_TOKENS] * len(rows)
-        for index in drafting:
+        for index in drafting_rows:
             feed[index] = catch_up(self.decoder, index, rows[index].sequence)
-        self._postpone_prompts(feed, drafting, lookahead)
+        self._postpone_prompts(feed, drafting_rows, lookahead)
         while any(map(len, feed)):
             start = time.perf_counter()
             width = lookahead.draft_costs.fill_width(count_computed_tokens(self.decoder, feed))
-            logits = self.decoder.feed(feed, [int(index in drafting) for index in range(len(rows))], width)
-            extended = [index for index in drafting if drafts[index].extend_draft(logits[index][0])]
+            logits = self.decoder.feed(feed, [int(index in drafting_rows) for index in range(len(rows))], width)
+            extended_rows = [index for index in drafting_rows if drafts[index].extend_draft(logits[index][0])]
             lookahead.learn_draft_step(width, time.perf_counter() - start, reads_prompt)
             reads_prompt = False
-            drafting = lookahead.rows_to_extend(self.name, extended, [draft.drafted for draft in drafts])
-            feed = [draft.unfed_tokens if index in drafting else NO_TOKENS for index, draft in enumerate(drafts)]
+            drafting_rows = lookahead.rows_to_extend(self.name, extended_rows, [draft.drafted for draft in drafts])
+            feed = [draft.unfed_tokens if index in drafting_rows else NO_TOKENS for index, draft in enumerate(drafts)]
         return [draft.make_proposal(self.name) for draft in drafts]
 
     def reset(self, rows: int) -> None:
@@ -77,32 +77,31 @@ class DraftModel(Drafter):
             return min(budget, row.budget)
         return min(budget, max(0, limit - len(row.sequence)))
 
-    def _postpone_prompts(self, feed: list[np.ndarray], drafting: list[int], lookahead: Lookahead) -> None:
-        """Cut prompts in ``feed`` that are too long, and take their rows out of ``drafting``, both in place.
+    def _postpone_prompts(self, feed: list[np.ndarray], drafting_rows: list[int], lookahead: Lookahead) -> None:
+        """Cut prompts in ``feed`` that are too long, and take their rows out of ``drafting_rows``, both in place.
 
         The other rows must not wait until a prompt is read; with a prefill budget, not even if they read one, too.
         """
-        prompts = [index for index in drafting if len(feed[index]) > PREFILL_THRESHOLD]
-        if lookahead.fixed_length is not None or len(drafting) <= 1:
-            return
-        if not lookahead.paced and len(prompts) == len(drafting):
+        prompt_rows = [index for index in drafting_rows if len(feed[index]) > PREFILL_THRESHOLD]
+        others_wait = lookahead.paced or len(prompt_rows) < len(drafting_rows)
+        if lookahead.fixed_length is not None or len(drafting_rows) <= 1 or not others_wait:
             return
         room = lookahead.max_prompt_tokens()
-        for index in prompts:
+        for index in prompt_rows:
             if len(feed[index]) > room:
-                drafting.remove(index)
+                drafting_rows.remove(index)
                 feed[index] = feed[index][:room]
             room -= len(feed[index])
 
 
 class RowDraft:
-    """The drafted tokens of one row, at most ``budget`` of them, from logits of ``vocabulary``."""
+    """The drafted tokens of one row, at most ``budget`` of them, from logits of ``draft_ids``."""
 
-    def __init__(self, row: RowStep, budget: int, vocabulary: DraftVocabulary | None) -> None:
+    def __init__(self, row: RowStep, budget: int, draft_ids: DraftIds | None) -> None:
         self.drafted: list[DraftedToken] = []
         self._row = row
         self._budget = budget
-        self._vocabulary = vocabulary
+        self._draft_ids = draft_ids
         self._text = np.concatenate((row.sequence.tokens, np.empty(budget, dtype=np.int64)))
         self._length = self._fed_length = len(row.sequence)
 
@@ -120,7 +119,7 @@ class RowDraft:
         self._fed_length = self._length
         with sampler.stopwatch:
             try:
-                choice = sampler.choose_draft_token(logits, self._text[: self._length], self._vocabulary)
+                choice = sampler.choose_draft_token(logits, self._text[: self._length], self._draft_ids)
                 if not choice:
                     return False
                 self._add_token(choice)

@@ -13,7 +13,7 @@ from ovspec.drafting.drafter import Drafter
 from ovspec.drafting.head import Head
 from ovspec.drafting.lookup import Lookup, NgramIndex
 from ovspec.drafting.user_drafter import UserDrafter
-from ovspec.sampling.samplers import DraftVocabulary
+from ovspec.sampling.samplers import DraftIds
 from ovspec.text.vocabulary import KnownIds
 
 
@@ -21,7 +21,7 @@ def make_drafter(
     choice: DraftChoice | None,
     draft: Decoder | None,
     target: Decoder | None,
-    draft_ids: np.ndarray | None,
+    target_ids: np.ndarray | None,
     target_width: int,
     corpora: list[NgramIndex],
     known_ids: KnownIds,
@@ -31,7 +31,7 @@ def make_drafter(
     Args:
         draft: the decoder of the draft model or head, if ``choice`` names one.
         target: the target's decoder, if the draft is a head, which reads its features.
-        draft_ids: the ids that the draft proposes, in the order of its logits; None for all.
+        target_ids: the target's id of each of the draft's logits; None if they are all of the target's.
         target_width: width of the target's logits.
         corpora: lookup may propose from these, too.
         known_ids: the ids that may be proposed.
@@ -44,11 +44,11 @@ def make_drafter(
     if choice.user_drafter is not None:
         drafters.append(UserDrafter(choice.user_drafter, known_ids))
     if draft:
-        vocabulary = None if draft_ids is None else DraftVocabulary(draft_ids, target_width)
+        draft_ids = None if target_ids is None else DraftIds(target_ids, target_width)
         if target:
-            drafters.append(Head(HeadDecoder(draft, target), vocabulary))
+            drafters.append(Head(HeadDecoder(draft, target), draft_ids))
         else:
-            drafters.append(DraftModel(draft, vocabulary))
+            drafters.append(DraftModel(draft, draft_ids))
     for drafter in drafters:
         drafter.vocabulary = known_ids
     return Chain(*drafters) if len(drafters) > 1 else drafters[0]

@@ -87,29 +87,29 @@ class SavingsBalance:
 
     def __init__(self, recent_tokens: float) -> None:
         self._recent_tokens = recent_tokens
-        self._saved = 0.0
+        self._saved_rounds = 0.0
         self._tokens_since_round = 0.0  # since the last round with a proposal
 
     @property
     def allowance(self) -> float:
-        return BASE_ALLOWANCE + self._saved + self.trials
+        return BASE_ALLOWANCE + self._saved_rounds + self.trial_allowance
 
     @property
-    def trials(self) -> float:
+    def trial_allowance(self) -> float:
         """How many plain rounds a trial may cost by now, whatever is expected of it."""
         return TRIAL_SHARE * self._tokens_since_round
 
     def count_tokens(self, tokens: float) -> None:
         """Note that ``tokens`` were generated for each row, by whichever means."""
         self._tokens_since_round += tokens
-        if self._saved > 0:
-            self._saved *= math.exp(-tokens / self._recent_tokens)
+        if self._saved_rounds > 0:
+            self._saved_rounds *= math.exp(-tokens / self._recent_tokens)
 
-    def add_round(self, saved: float) -> None:
-        """Note that a round saved the time of ``saved`` plain rounds, or lost it."""
-        if self._saved < 0:
-            self._saved = min(0.0, self._saved + self.trials)
-        self._saved = min(self._saved + saved, MAX_SAVED_ROUNDS)
+    def add_round(self, saved_rounds: float) -> None:
+        """Note that a round saved the time of ``saved_rounds`` plain rounds, or lost it."""
+        if self._saved_rounds < 0:
+            self._saved_rounds = min(0.0, self._saved_rounds + self.trial_allowance)
+        self._saved_rounds = min(self._saved_rounds + saved_rounds, MAX_SAVED_ROUNDS)
         self._tokens_since_round = 0.0
 
 
@@ -124,7 +124,7 @@ class DrafterStats:
         self.ms = 0.0
         self.rounds = 0.0
 
-    def learn_round(self, tokens: int, ms: float) -> None:
+    def learn_savings(self, tokens: int, ms: float) -> None:
         """Learn that a round generated ``tokens`` in ``ms``."""
         self.tokens = self.tokens * RETENTION + tokens
         self.ms = self.ms * RETENTION + ms

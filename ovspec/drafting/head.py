@@ -7,7 +7,7 @@ from ovspec.drafting.draft_model import DraftModel
 from ovspec.drafting.drafter import RowStep
 from ovspec.drafting.lookahead import Lookahead
 from ovspec.drafting.proposal import Proposal
-from ovspec.sampling.samplers import DraftVocabulary
+from ovspec.sampling.samplers import DraftIds
 
 # The maximum number of tokens, forced or not read yet, that the head reads one by one because they have no features.
 MAX_WITHOUT_FEATURES = 8
@@ -21,8 +21,8 @@ class Head(DraftModel):
 
     name = "head"
 
-    def __init__(self, decoder: HeadDecoder, vocabulary: DraftVocabulary | None) -> None:
-        super().__init__(decoder, vocabulary)
+    def __init__(self, decoder: HeadDecoder, draft_ids: DraftIds | None) -> None:
+        super().__init__(decoder, draft_ids)
         self._head = decoder
 
     def propose(self, rows: list[RowStep], lookahead: Lookahead) -> list[Proposal]:

@@ -65,7 +65,7 @@ class Lookahead:
         self._drafter_stats: dict[str, DrafterStats] = {}
         self._all_stats = DrafterStats()  # of all rounds and drafters, without acceptance
         self._steps_ms: float | None = None  # usual time of the draft's steps in this round
-        self._asked: set[str] = set()  # drafters asked in this round: that takes time even if they propose nothing
+        self._asked_drafters: set[str] = set()  # in this round: asking takes time even if they propose nothing
 
     def begin_round(self, max_added_ms: float = math.inf, paced: bool = False) -> None:
         """Begin a round, to which proposals may add ``max_added_ms``.
@@ -80,18 +80,18 @@ class Lookahead:
 
     # ------------------------------------------------------------ questions of drafters
 
-    def can_afford(self, source: str, rows: int, reading_ms: float = 0.0) -> bool:
-        """Return whether a drafter may draft for ``rows``, after ``reading_ms`` of reading, by what it may lose."""
+    def can_afford(self, source: str, row_count: int, reading_ms: float = 0.0) -> bool:
+        """Return whether a drafter may draft for some rows, after ``reading_ms`` of reading, by what it may lose."""
         if self.fixed_length is not None:
             return True
         if not self.target_costs.is_known:  # this round will measure plain decoding
             return False
-        width = 2 * rows
+        width = 2 * row_count
         if width > WIDEST_INFERENCE:
             return False
         costs = self.target_costs.next_costs()
-        widening_ms = float(costs[width] - costs[rows])
-        return self._draft_ms(rows) + reading_ms + widening_ms <= self._allowed_loss_ms(source, rows)
+        widening_ms = float(costs[width] - costs[row_count])
+        return self._draft_ms(row_count) + reading_ms + widening_ms <= self._allowed_loss_ms(source, row_count)
 
     def should_draft(self, source: str, unread: int, remaining: Sequence[int], reads_prompt: bool = False) -> bool:
         """Return whether to ask a drafter that must read ``unread`` tokens; each row has ``remaining`` to generate.
@@ -101,17 +101,18 @@ class Lookahead:
         if self.fixed_length is not None:
             return True
         stats = self._stats_of(source)
-        rows = sum(count > 0 for count in remaining)
-        reading_ms = self._draft_ms(unread) - self._draft_ms(rows)
-        if not self.can_afford(source, rows, 0.0 if reads_prompt else reading_ms):
+        row_count = sum(count > 0 for count in remaining)
+        reading_ms = self._draft_ms(unread) - self._draft_ms(row_count)
+        if not self.can_afford(source, row_count, 0.0 if reads_prompt else reading_ms):
             return False
         # Assume at least the initial acceptance, so that a drafter gets another chance after a while.
-        gain = self._expected_gain(max(stats.acceptance.mean, FIRST_ACCEPTANCE), rows)
+        gain = self._expected_gain(max(stats.acceptance.mean, FIRST_ACCEPTANCE), row_count)
         # Costs that were measured beside other work may be wrong: a trial that has been saved for corrects them.
-        is_trial_due = self._draft_ms(rows) <= stats.balance.trials * rows * self._plain_token_ms(rows)
+        trial_ms = stats.balance.trial_allowance * row_count * self._plain_token_ms(row_count)
+        is_trial_due = self._draft_ms(row_count) <= trial_ms
         if gain * max(remaining) <= reading_ms and not is_trial_due:  # reading costs more than drafting can gain
             return False
-        self._asked.add(source)
+        self._asked_drafters.add(source)
         return True
 
     def rows_to_extend(self, source: str, rows: list[int], drafted: list[list[DraftedToken]]) -> list[int]:
@@ -136,29 +137,29 @@ class Lookahead:
         costs = self.target_costs.next_costs()
         lost_ms = (self._steps_ms or 0.0) + steps_ms * len(rows) + costs[wider] - costs[len(drafted)]
         cost_ms[lost_ms > self._allowed_loss_ms(source, len(drafted))] = math.inf
-        token_ms = self._token_ms(len(drafted))
-        extended = []
+        token_ms = self._current_token_ms(len(drafted))
+        extended_rows = []
         for row in rows:
             all_accepted = math.prod(acceptance.rate_at(token.confidence) for token in drafted[row])
             if bool((all_accepted * token_ms * gained_tokens > cost_ms).any()):
-                extended.append(row)
-        return extended
+                extended_rows.append(row)
+        return extended_rows
 
-    def cut_proposal(self, proposal: Proposal, rows: int) -> Proposal:
+    def cut_proposal(self, proposal: Proposal, row_count: int) -> Proposal:
         """Return as much of ``proposal``, which cost nothing, as is worth verifying; called once for each row."""
         self._decided_rows += 1
         if not len(proposal.tokens):
             return NO_PROPOSAL
         if self.fixed_length is not None:
             return shorten_proposal(proposal, self.fixed_length)
-        length, _ = self._worth_verifying(proposal, rows, self._decided_tokens)
+        length, _ = self._find_best_length(proposal, row_count, self._decided_tokens)
         self._decided_tokens += length
         if not length:
             self._stats_of(proposal.source).acceptance.fade_rates(proposal)
             return NO_PROPOSAL
         return shorten_proposal(proposal, length)
 
-    def prefers_drafter(self, source: str, proposal: Proposal, rows: int) -> bool:
+    def prefers_drafter(self, source: str, proposal: Proposal, row_count: int) -> bool:
         """Return whether the drafter ``source`` is likely to do better than ``proposal``, which cost nothing."""
         acceptance = self._stats_of(proposal.source).acceptance
         if self.fixed_length is not None:
@@ -166,21 +167,21 @@ class Lookahead:
             if is_poor:
                 acceptance.fade_rates(proposal)
             return is_poor
-        if not self.can_afford(source, rows):
+        if not self.can_afford(source, row_count):
             return False
         other_tokens = self._decided_tokens - len(proposal.tokens)
-        drafter_token_ms = self._plain_token_ms(rows) - self.estimate_gain(source, rows)
-        is_better = drafter_token_ms < self._worth_verifying(proposal, rows, other_tokens)[1]
+        drafter_token_ms = self._plain_token_ms(row_count) - self.estimate_gain(source, row_count)
+        is_better = drafter_token_ms < self._find_best_length(proposal, row_count, other_tokens)[1]
         if is_better:
             self._decided_tokens = other_tokens
         return is_better
 
-    def estimate_gain(self, source: str, rows: int) -> float:
+    def estimate_gain(self, source: str, row_count: int) -> float:
         """Return the milliseconds per token that drafting with ``source`` saves; negative if it loses."""
         stats = self._stats_of(source)
         if stats.rounds > MIN_OBSERVATIONS:
-            return self._plain_token_ms(rows) - stats.ms / stats.tokens
-        return self._expected_gain(stats.acceptance.mean, rows)
+            return self._plain_token_ms(row_count) - stats.ms / stats.tokens
+        return self._expected_gain(stats.acceptance.mean, row_count)
 
     def max_prompt_tokens(self) -> int:
         """Return how many tokens of prompts the draft may read in a step while other rows draft."""
@@ -203,37 +204,37 @@ class Lookahead:
 
     def learn_round(self, outcome: RoundOutcome) -> None:
         """Learn the costs, the acceptance and the savings from a round."""
-        sources, self._asked = self._asked, set()
+        sources, self._asked_drafters = self._asked_drafters, set()
         steps_ms, self._steps_ms = self._steps_ms, None
         for proposal, accepted in outcome.proposals:
             if len(proposal.tokens):
                 sources.add(proposal.source)
                 self._stats_of(proposal.source).acceptance.learn_proposal(proposal, accepted)
-        rows = len(outcome.proposals)
+        row_count = len(outcome.proposals)
         width = outcome.width
         forced = outcome.forced_tokens
         if outcome.prefilled or width > WIDEST_INFERENCE:
             self.target_costs.note_untimed(width, outcome.prefilled)
             return
         was_known = self.target_costs.is_known
-        plain_token_ms = self._plain_token_ms(rows)
+        plain_token_ms = self._plain_token_ms(row_count)
         verify_ms = self.target_costs.learn_inference(width, outcome.verify_seconds * 1e3, self.draft_costs.is_known)
         if self.fixed_length is not None or not was_known:
             return
         draft_ms = outcome.draft_seconds * 1e3 if steps_ms is None else steps_ms
-        tokens = sum(accepted for _, accepted in outcome.proposals) + rows
-        self._all_stats.learn_round(tokens + forced, verify_ms + draft_ms)
+        tokens = sum(accepted for _, accepted in outcome.proposals) + row_count
+        self._all_stats.learn_savings(tokens + forced, verify_ms + draft_ms)
         # Forced tokens count neither as a drafter's gain nor as its cost.
         ms = verify_ms + draft_ms
         if forced:
             ms -= self.target_costs(width) - self.target_costs(width - forced)
         for stats in (self._all_stats, *self._drafter_stats.values()):
-            stats.balance.count_tokens((tokens + forced) / rows)
-        saved_rounds = (tokens - ms / plain_token_ms) / rows
+            stats.balance.count_tokens((tokens + forced) / row_count)
+        saved_rounds = (tokens - ms / plain_token_ms) / row_count
         if sources:
             self._all_stats.balance.add_round(saved_rounds)
         for stats in [self._stats_of(source) for source in sources]:
-            stats.learn_round(tokens, ms)
+            stats.learn_savings(tokens, ms)
             stats.balance.add_round(saved_rounds)
 
     # ------------------------------------------------------------ internals
@@ -243,45 +244,46 @@ class Lookahead:
             self._drafter_stats[source] = DrafterStats(source)
         return self._drafter_stats[source]
 
-    def _plain_token_ms(self, rows: int) -> float:
+    def _plain_token_ms(self, row_count: int) -> float:
         """Return plain decoding's milliseconds per token."""
-        return self.target_costs(rows) / rows
+        return self.target_costs(row_count) / row_count
 
     def _draft_ms(self, width: int) -> float:
         """Return the milliseconds of a step of the draft, 0.0 if they aren't known."""
         return self.draft_costs(width) if self.draft_costs.is_known else 0.0
 
-    def _allowed_loss_ms(self, source: str, rows: int) -> float:
+    def _allowed_loss_ms(self, source: str, row_count: int) -> float:
         """Return how many milliseconds a round with a proposal of ``source`` may lose."""
         allowance = min(self._stats_of(source).balance.allowance, self._all_stats.balance.allowance)
-        return min(allowance * rows * self._plain_token_ms(rows), self.max_added_ms)
+        return min(allowance * row_count * self._plain_token_ms(row_count), self.max_added_ms)
 
-    def _expected_gain(self, acceptance: float, rows: int) -> float:
+    def _expected_gain(self, acceptance: float, row_count: int) -> float:
         """Return the gain if the conditional acceptance is ``acceptance`` and the best number of tokens is drafted."""
-        step_ms = self._draft_ms(rows)
+        step_ms = self._draft_ms(row_count)
         least_token_ms = math.inf  # stays so with too many rows: even one token each exceeds WIDEST_INFERENCE
-        tokens = float(rows)
+        tokens = float(row_count)
         all_accepted = 1.0
-        for steps in range(1, min(MAX_PROPOSED, WIDEST_INFERENCE // rows - 1) + 1):
+        for steps in range(1, min(MAX_PROPOSED, WIDEST_INFERENCE // row_count - 1) + 1):
             all_accepted *= acceptance
-            tokens += rows * all_accepted
-            least_token_ms = min(least_token_ms, (self.target_costs(rows * (steps + 1)) + steps * step_ms) / tokens)
-        return self._plain_token_ms(rows) - least_token_ms
+            tokens += row_count * all_accepted
+            round_ms = self.target_costs(row_count * (steps + 1)) + steps * step_ms
+            least_token_ms = min(least_token_ms, round_ms / tokens)
+        return self._plain_token_ms(row_count) - least_token_ms
 
-    def _token_ms(self, rows: int) -> float:
+    def _current_token_ms(self, row_count: int) -> float:
         """Return the current cost of a token in milliseconds, which is what an accepted token saves."""
-        plain_token_ms = self._plain_token_ms(rows)
+        plain_token_ms = self._plain_token_ms(row_count)
         recent = self._all_stats
         if recent.tokens <= MIN_OBSERVATIONS:
             return plain_token_ms
         return min(plain_token_ms, recent.ms / recent.tokens)
 
-    def _worth_verifying(self, proposal: Proposal, rows: int, other_tokens: int) -> tuple[int, float]:
+    def _find_best_length(self, proposal: Proposal, row_count: int, other_tokens: int) -> tuple[int, float]:
         """Return (tokens worth verifying with ``other_tokens`` of other rows, milliseconds that a token then costs)."""
         if not self.target_costs.is_known:
             return len(proposal.tokens), 0.0
-        plain_token_ms = self._plain_token_ms(rows)
-        width = rows + other_tokens  # the width of the inference without this proposal
+        plain_token_ms = self._plain_token_ms(row_count)
+        width = row_count + other_tokens  # the width of the inference without this proposal
         rates = self._stats_of(proposal.source).acceptance.token_rates(proposal)[: max(0, WIDEST_INFERENCE - width)]
         if not len(rates):
             return 0, plain_token_ms
@@ -290,15 +292,15 @@ class Lookahead:
         costs = self.target_costs.next_costs()
         wider_costs = costs[width + 1 : width + 1 + len(rates)]
         added_ms = wider_costs - costs[width]
-        saved_ms = gained_tokens * self._token_ms(rows) - added_ms
+        saved_ms = gained_tokens * self._current_token_ms(row_count) - added_ms
         # Of what this round may lose, each row not decided on yet gets its part of the rest.
-        unproposed_ms = costs[rows]
+        unproposed_ms = costs[row_count]
         spent_ms = float(costs[width] - unproposed_ms)
-        undecided_rows = max(1, rows - self._decided_rows + 1)
-        part_ms = (self._allowed_loss_ms(proposal.source, rows) - spent_ms) / undecided_rows
-        max_spent_ms = max(spent_ms, spent_ms + part_ms, 0.0)  # what is free is always allowed
+        undecided_rows = max(1, row_count - self._decided_rows + 1)
+        row_share_ms = (self._allowed_loss_ms(proposal.source, row_count) - spent_ms) / undecided_rows
+        max_spent_ms = max(spent_ms, spent_ms + row_share_ms, 0.0)  # what is free is always allowed
         saved_ms[wider_costs - unproposed_ms > max_spent_ms] = -math.inf
-        best = int(saved_ms.argmax())
-        if saved_ms[best] <= 0:
+        best_index = int(saved_ms.argmax())
+        if saved_ms[best_index] <= 0:
             return 0, plain_token_ms
-        return best + 1, float((plain_token_ms + added_ms[best]) / (1 + gained_tokens[best]))
+        return best_index + 1, float((plain_token_ms + added_ms[best_index]) / (1 + gained_tokens[best_index]))

@@ -16,8 +16,8 @@ from ovspec.drafting.drafter import Drafter, RowStep
 from ovspec.drafting.lookahead import Lookahead
 from ovspec.drafting.proposal import NO_PROPOSAL, Proposal
 
-LEAST_MATCH = 2  # tokens that must match
-LONGEST_MATCH = 16  # tokens that are compared
+MIN_MATCH = 2  # tokens that must match
+MAX_MATCH = 16  # tokens that are compared
 MAX_POSITIONS = 32  # earlier occurrences that are compared, latest first
 MAX_ROLLED_BACK = 32_768  # tokens in an index, which keeps half of them once it is full
 SEPARATOR = -1  # not a token: matches end there
@@ -27,7 +27,7 @@ class NgramIndex:
     """An index of one or more growing texts: where each pair of adjacent tokens occurs."""
 
     def __init__(self) -> None:
-        self._text = Sequence([SEPARATOR] * LONGEST_MATCH)
+        self._text = Sequence([SEPARATOR] * MAX_MATCH)
         self._positions: dict[int, list[int]] = {}  # pair of tokens -> positions after it
         self._followed = Sequence()
 
@@ -51,14 +51,14 @@ class NgramIndex:
         """Catch up with ``sequence``. Tokens that were rolled back stay in the index: they may be generated again."""
         if len(self._text) - len(self._followed) > MAX_ROLLED_BACK:
             self._keep_last()
-        shared = common_prefix(self._followed, sequence)
-        if shared < len(self._followed):
+        shared_length = common_prefix(self._followed, sequence)
+        if shared_length < len(self._followed):
             self.add_separator()
-            self._text.commit(sequence.tokens[max(0, shared - LONGEST_MATCH) : shared])
-            self._followed.rewind(shared)
-        new = sequence.tokens[shared:]
-        self.add_tokens(new)
-        self._followed.commit(new)
+            self._text.commit(sequence.tokens[max(0, shared_length - MAX_MATCH) : shared_length])
+            self._followed.rewind(shared_length)
+        new_tokens = sequence.tokens[shared_length:]
+        self.add_tokens(new_tokens)
+        self._followed.commit(new_tokens)
 
     def remember_text(self, tokens: np.ndarray, max_tokens: int) -> None:
         """Add a text, and forget the oldest ones if there are more than ``max_tokens``."""
@@ -79,12 +79,12 @@ class NgramIndex:
         positions = self._positions.get(int(tail[-2]) << 32 | int(tail[-1]))
         if not positions:
             return 0, []
-        latest = np.array(positions[-MAX_POSITIONS:])
-        back = np.arange(1, min(len(tail), LONGEST_MATCH) + 1)
-        same = self._text.tokens[latest[:, None] - back] == tail[::-1][: len(back)]
-        lengths = np.where(same.all(1), len(back), same.argmin(1))
+        latest_positions = np.array(positions[-MAX_POSITIONS:])
+        offsets = np.arange(1, min(len(tail), MAX_MATCH) + 1)
+        equal = self._text.tokens[latest_positions[:, None] - offsets] == tail[::-1][: len(offsets)]
+        lengths = np.where(equal.all(1), len(offsets), equal.argmin(1))
         longest = int(lengths.max())
-        return longest, latest[lengths == longest][::-1].tolist()
+        return longest, latest_positions[lengths == longest][::-1].tolist()
 
     def find_continuation(self, positions: list[int], length: int) -> tuple[list[int], list[float]]:
         """Return (tokens that most often followed at ``positions``, share of the positions that agree on each).
@@ -143,8 +143,8 @@ class Lookup(Drafter):
                 self._rows.append(copy.deepcopy(old_rows[row]) if row in rows[:i] else old_rows[row])
 
     def _look_up(self, index: NgramIndex, sequence: Sequence, budget: int) -> Proposal:
-        tail = sequence.tokens[-LONGEST_MATCH:]
-        if len(tail) < LEAST_MATCH:
+        tail = sequence.tokens[-MAX_MATCH:]
+        if len(tail) < MIN_MATCH:
             return NO_PROPOSAL
         length, positions = index.find_matches(tail)
         for corpus in self._corpora:
@@ -152,7 +152,7 @@ class Lookup(Drafter):
                 corpus_length, corpus_positions = corpus.find_matches(tail)
                 if corpus_length > length:
                     index, length, positions = corpus, corpus_length, corpus_positions
-        if length < LEAST_MATCH:
+        if length < MIN_MATCH:
             return NO_PROPOSAL
         # The more tokens match, the longer the text is likely to continue as it did before.
         tokens, shares = index.find_continuation(positions, min(budget, 2 * length))

@@ -18,32 +18,32 @@ T = TypeVar("T")
 class UserDrafter(Drafter):
     """Calls a user's drafter, or the one that ``source`` makes; its exceptions become OvspecErrors that name it."""
 
-    def __init__(self, source: Drafter | Callable[[], Drafter], known: KnownIds) -> None:
+    def __init__(self, source: Drafter | Callable[[], Drafter], known_ids: KnownIds) -> None:
         self.name = getattr(source, "__name__", type(source).__name__)
         self._drafter: Drafter
         if hasattr(source, "propose") and not isinstance(source, type):
             self._drafter = source  # type: ignore[assignment]
         else:
-            self._drafter = self._call(source)  # type: ignore[arg-type]
+            self._drafter = self._call_user_code(source)  # type: ignore[arg-type]
         if not isinstance(self._drafter, Drafter):
             raise OvspecError(f"The drafter {self.name} isn't an `ovspec.Drafter`; make its class a subclass of it.")
         self._drafter.name = self.name = getattr(self._drafter, "name", "") or type(self._drafter).__name__
-        self._drafter.vocabulary = known
+        self._drafter.vocabulary = known_ids
 
     @property
     def seconds(self) -> float:  # type: ignore[override]
         return self._drafter.seconds
 
     def propose(self, rows: list[RowStep], lookahead: Lookahead) -> list[Proposal]:
-        return self._call(self._drafter.propose, rows, lookahead)
+        return self._call_user_code(self._drafter.propose, rows, lookahead)
 
     def reset(self, rows: int) -> None:
-        self._call(self._drafter.reset, rows)
+        self._call_user_code(self._drafter.reset, rows)
 
     def reorder(self, rows: list[int]) -> None:
-        self._call(self._drafter.reorder, rows)
+        self._call_user_code(self._drafter.reorder, rows)
 
-    def _call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    def _call_user_code(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call a user's function; raises OvspecError if it fails."""
         try:
             return function(*args, **kwargs)

@@ -216,7 +216,7 @@ def commit_verified(
     proposal, accepted = feed.proposal, 0
     proposed = len(proposal.tokens)
     own = logits[len(logits) - proposed - 1 :]
-    chosen = row.sampler.verify(own, row.sequence, proposal.tokens, proposal.distributions)
+    chosen = row.sampler.verify_proposal(own, row.sequence, proposal.tokens, proposal.distributions)
     row.sequence.commit(chosen)
     if proposed and len(chosen):
         accepted = int((chosen[:proposed] == proposal.tokens[: len(chosen)]).sum())

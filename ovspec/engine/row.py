@@ -151,7 +151,7 @@ class Row:
         for used, token in enumerate(tokens, 1):
             length, healed = begin + used, 0
             if self.healing and not self.token_ids and first == used - 1:
-                healed = self.healing.healed_bytes(self.sequence.tokens[:length])
+                healed = self.healing.count_healed_bytes(self.sequence.tokens[:length])
                 if healed is None:
                     first = used
                     if self.record:

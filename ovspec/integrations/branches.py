@@ -50,7 +50,7 @@ class RequestCounts(ProposalStats):
 class Observer(GreedySampler):
     """A sampler that chooses nothing, because the caller does. A draft proposes its most likely tokens."""
 
-    def verify(self, *_: Any, **__: Any) -> np.ndarray:
+    def verify_proposal(self, *_: Any, **__: Any) -> np.ndarray:
         return NO_TOKENS
 
 

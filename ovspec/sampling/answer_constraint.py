@@ -14,10 +14,10 @@ import numpy as np
 from ovspec.base.errors import OvspecError
 from ovspec.cache.sequence import Sequence as TokenSequence
 from ovspec.grammars.tools import ANSWER_CALLS, ANSWER_CALLS_AFTER_THINKING, ANSWER_TEXT, ANSWER_TEXT_AFTER_THINKING
-from ovspec.sampling.byte_vocabulary import ByteVocabulary
 from ovspec.sampling.constraint import Constraint
 from ovspec.sampling.grammar_constraint import GrammarConstraint
 from ovspec.sampling.masks import pack_mask
+from ovspec.sampling.vocabulary_index import VocabularyIndex
 from ovspec.text.answer import WHITESPACE, AnswerFormat, ReadingState, Tag, is_mark, split_by_phase
 
 # (tokens before the grammar, the part of its text that is there already: bytes, and ids of tags) -> the grammar of the
@@ -56,7 +56,7 @@ class AnswerConstraint(Constraint):
         self,
         prompt_length: int,
         format: AnswerFormat,
-        vocabulary: ByteVocabulary,
+        vocabulary: VocabularyIndex,
         make_grammar: MakeGrammar | None,
         covers_text: bool,
         end_ids: Collection[int] = (),
@@ -136,8 +136,8 @@ class AnswerConstraint(Constraint):
             self._followed.rewind(shared)
             del self._positions[shared + 1 :]
             for index in range(shared, len(text)):
-                before = tokens[: self._prompt_length + index]
-                self._positions.append(self._next_position(self._positions[index], before, int(text[index])))
+                tokens_before = tokens[: self._prompt_length + index]
+                self._positions.append(self._next_position(self._positions[index], tokens_before, int(text[index])))
                 self._followed.commit(text[index : index + 1])
         return self._positions[len(text)]
 
@@ -155,10 +155,10 @@ class AnswerConstraint(Constraint):
             grammars = tuple(grammar for grammar in position.grammars if grammar.allows_token(token, tokens))
         if state.phase == "thinking":
             grammars = ()
-        following = AnswerPosition(state, thinking_tokens, grammars)
-        if self._is_in_grammar(following) and not grammars:
+        next_position = AnswerPosition(state, thinking_tokens, grammars)
+        if self._is_in_grammar(next_position) and not grammars:
             raise OvspecError("The format of the answer doesn't allow what was generated.")
-        return following
+        return next_position
 
     def _is_in_grammar(self, position: AnswerPosition) -> bool:
         """Return whether the rest of the answer is in its grammar, so that no tag matters any more."""
@@ -184,7 +184,7 @@ class AnswerConstraint(Constraint):
 
     def _token_text(self, token: int) -> str:
         """Return the bytes of a token as characters, or the mark that stands for it."""
-        return self._marks.get(token) or self._vocabulary.token_bytes(token).decode("latin-1")
+        return self._marks.get(token) or self._vocabulary.added_bytes(token).decode("latin-1")
 
     def _make_grammars(self, start: int, kinds: Sequence[bytes], text: str = "") -> tuple[GrammarConstraint, ...]:
         """Return the grammars of some kinds after ``start`` tokens, which already have ``text`` of them."""
@@ -219,10 +219,10 @@ class AnswerConstraint(Constraint):
     def _thinking_start_ids(self, state: ReadingState) -> list[int]:
         """Return the ids that may begin thinking, or go on with its tag, where the grammar doesn't."""
         ids: list[int] = []
-        begun = state.held.lstrip(WHITESPACE)
+        begun_tag = state.held.lstrip(WHITESPACE)
         for tag in self._tags:
-            if self._covers_text and tag.to == "thinking" and state.phase in tag.at and tag.text.startswith(begun):
-                text, mark = split_at_mark(tag.text[len(begun) :])
+            if self._covers_text and tag.to == "thinking" and state.phase in tag.at and tag.text.startswith(begun_tag):
+                text, mark = split_at_mark(tag.text[len(begun_tag) :])
                 if text:
                     candidates = self._vocabulary.ids_compatible_with(text.encode("latin-1"))
                 else:
@@ -246,10 +246,10 @@ class AnswerConstraint(Constraint):
         go on after thinking.
         """
         if state not in self._free_masks:
-            wrong = [token for token in self._possible_starts(state) if not self._may_follow(state, token)]
+            wrong_ids = [token for token in self._possible_starts(state) if not self._may_follow(state, token)]
             if self._covers_text and state.phase == "thinking":
-                wrong += self._end_ids
-            self._free_masks[state] = ~pack_mask(wrong, self._vocabulary.size) if wrong else None
+                wrong_ids += self._end_ids
+            self._free_masks[state] = ~pack_mask(wrong_ids, self._vocabulary.size) if wrong_ids else None
         return self._free_masks[state]
 
     def _may_follow(self, state: ReadingState, token: int) -> bool:

@@ -12,11 +12,11 @@ import numpy as np
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_json, require_present
 from ovspec.params import Params
-from ovspec.sampling.byte_vocabulary import ByteVocabulary
 from ovspec.sampling.constraint import Constraint, Constraints
 from ovspec.sampling.grammar_options import convert_answer_grammar, convert_requested_grammar, find_answer_errors
 from ovspec.sampling.healing import Healing, count_healable
 from ovspec.sampling.processors import PromptLength, make_processors
+from ovspec.sampling.vocabulary_index import VocabularyIndex
 from ovspec.text.answer import AnswerFormat
 from ovspec.text.tokenizer import Tokenizer
 from ovspec.text.tokenizer_files import TOKENIZER_FILE
@@ -33,19 +33,19 @@ class ConstraintMaker:
         self._tokenizer = tokenizer
 
     @functools.cached_property
-    def byte_vocabulary(self) -> ByteVocabulary:
+    def vocabulary_index(self) -> VocabularyIndex:
         """The tokens by their bytes; raises OvspecError if the vocabulary doesn't map tokens to bytes."""
         if not self._tokenizer.vocabulary:
             reason = "its tokenizer does not map tokens to bytes one by one, which grammars and token healing need"
             raise OvspecError(f"{self._tokenizer.folder}: {reason}.")
-        return ByteVocabulary(self._tokenizer.vocabulary)
+        return VocabularyIndex(self._tokenizer.vocabulary)
 
     @functools.cached_property
     def grammar_compiler(self) -> GrammarCompiler:
         from ovspec.sampling.grammar_constraint import GrammarCompiler  # deferred, because it imports llguidance
 
         tokenizer_json = read_json(require_present(self._tokenizer.folder / TOKENIZER_FILE))
-        return GrammarCompiler(tokenizer_json, list(self.byte_vocabulary.vocabulary))
+        return GrammarCompiler(tokenizer_json, list(self.vocabulary_index.vocabulary))
 
     def make_constraints(
         self,
@@ -72,41 +72,43 @@ class ConstraintMaker:
         grammar_prompt = b""  # the end of the prompt that belongs to the grammar's text
         if params.constrain_from is not None:
             grammar_prompt = self._prompt_from(prompt, params.constrain_from)
-        masking: list[Constraint] = []
+        masking_constraints: list[Constraint] = []
         healing = None
-        healed = b""
+        healed_bytes = b""
         start = len(prompt)
         if params.heal:
-            first = max(healable_from, int(not len(bos_ids)))  # at least one token must be left
+            first_healable = max(healable_from, int(not len(bos_ids)))  # at least one token must be left
             whole_characters = grammar is not None and not grammar_prompt  # a grammar begins with a whole character
             max_bytes = len(grammar_prompt) or math.inf
-            if count := count_healable(prompt, first, self.byte_vocabulary, max_bytes, whole_characters):
-                healing = Healing(prompt, count, self.byte_vocabulary, bos_ids)
-                masking.append(healing)
-                healed = healing.text
+            if count := count_healable(prompt, first_healable, self.vocabulary_index, max_bytes, whole_characters):
+                healing = Healing(prompt, count, self.vocabulary_index, bos_ids)
+                masking_constraints.append(healing)
+                healed_bytes = healing.removed_bytes
                 start = healing.start
         answer_constraint = None
         if answer_format and not grammar_prompt:
             answer_constraint = self._make_answer_constraint(start, params, eos_ids, answer_format)
         if answer_constraint:
-            masking.append(answer_constraint)
+            masking_constraints.append(answer_constraint)
         elif grammar is not None:
             end_ids = self._grammar_end_ids(params, eos_ids)
-            masking.append(
-                self.grammar_compiler.make_constraint(grammar, start, end_ids, grammar_prompt, healed, grammar_name)
+            compiler = self.grammar_compiler
+            masking_constraints.append(
+                compiler.make_constraint(grammar, start, end_ids, grammar_prompt, healed_bytes, grammar_name)
             )
-        prompt_length: PromptLength = healing.prompt_length if healing else lambda _: start
+        prompt_length: PromptLength = healing.count_prompt_tokens if healing else lambda _: start
         end_ids = eos_ids | frozenset(params.stop_ids)
         processors = make_processors(params, prompt_length, end_ids, params.logits_processors)
         may_exclude = bool(params.logits_processors) or -math.inf in params.logit_bias.values()
-        constraints = Constraints([*processors, *masking], end_ids, params.logprobs is not None or may_exclude)
+        run_always = may_exclude or params.logprobs is not None
+        constraints = Constraints([*processors, *masking_constraints], end_ids, run_always)
         if params.json_schema_mode == "checked":
             constraints.find_errors = functools.partial(find_answer_errors, params, grammar_prompt.decode())
         return constraints, healing
 
     def _grammar_end_ids(self, params: Params, eos_ids: frozenset[int]) -> frozenset[int]:
         """Return the ids that end a grammar's text. A stop id that spells text is an ordinary token to the grammar."""
-        return eos_ids | {token for token in params.stop_ids if not self.byte_vocabulary.token_bytes(token)}
+        return eos_ids | {token for token in params.stop_ids if not self.vocabulary_index.added_bytes(token)}
 
     def _make_answer_constraint(
         self, start: int, params: Params, eos_ids: frozenset[int], answer_format: AnswerFormat
@@ -126,7 +128,7 @@ class ConstraintMaker:
         return AnswerConstraint(
             start,
             answer_format,
-            self.byte_vocabulary,
+            self.vocabulary_index,
             make_grammar,
             covers_text=grammar is not None and not answer_format.anywhere,
             end_ids=end_ids,
@@ -149,7 +151,7 @@ class ConstraintMaker:
 
         return json.loads(convert_answer_grammar(params, answer_format) or "{}").get(TEXT_PARAMETERS_KEY, {})
 
-    def check_grammar(self, params: Params) -> None:
+    def check_requested_grammar(self, params: Params) -> None:
         """Raise OvspecError if the grammar in ``params`` is invalid."""
         grammar, name = convert_requested_grammar(params)
         if grammar is not None:
@@ -157,7 +159,7 @@ class ConstraintMaker:
 
     def _prompt_from(self, prompt: np.ndarray, constrain_from: int | str) -> bytes:
         """Return the bytes of the prompt from ``constrain_from`` on, which belong to the grammar's text."""
-        prompt_bytes = self.byte_vocabulary.join_bytes(prompt)
+        prompt_bytes = self.vocabulary_index.join_bytes(prompt)
         text = prompt_bytes.decode("utf-8", "replace")
         match constrain_from:
             case str():

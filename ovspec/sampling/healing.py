@@ -11,30 +11,30 @@ import math
 import numpy as np
 
 from ovspec.cache.sequence import Sequence
-from ovspec.sampling.byte_vocabulary import ByteVocabulary
 from ovspec.sampling.constraint import Constraint
 from ovspec.sampling.masks import pack_mask
+from ovspec.sampling.vocabulary_index import VocabularyIndex
 
 
 def count_healable(
     prompt: np.ndarray,
-    first: int,
-    vocabulary: ByteVocabulary,
-    most_bytes: float = math.inf,
+    first_healable: int,
+    vocabulary: VocabularyIndex,
+    max_bytes: float = math.inf,
     whole_characters: bool = False,
 ) -> int:
     """Return how many tokens at the end of ``prompt``, (n,) int64, to generate again.
 
     This is the largest number for which a longer token begins with all their bytes. They must not include a token
-    before ``first`` or one that adds nothing to the text, and must not have more than ``most_bytes``. With
+    before ``first_healable`` or one that adds nothing to the text, and must not have more than ``max_bytes``. With
     ``whole_characters``, they must not begin inside a character.
     """
     healable = 0
     text = b""
-    for count, token in enumerate(reversed(prompt[first:].tolist()), 1):
-        token_bytes = vocabulary.token_bytes(token)
-        text = token_bytes + text
-        if not token_bytes or len(text) >= vocabulary.longest or len(text) > most_bytes:
+    for count, token in enumerate(reversed(prompt[first_healable:].tolist()), 1):
+        added_bytes = vocabulary.added_bytes(token)
+        text = added_bytes + text
+        if not added_bytes or len(text) >= vocabulary.max_length or len(text) > max_bytes:
             break
         if vocabulary.has_longer(text) and (not whole_characters or text.decode(errors="ignore").encode() == text):
             healable = count
@@ -47,24 +47,24 @@ class Healing(Constraint):
     If no token is left, the text begins with ``bos``, (n,) int64.
     """
 
-    def __init__(self, prompt: np.ndarray, count: int, vocabulary: ByteVocabulary, bos: np.ndarray) -> None:
-        self._removed = prompt[len(prompt) - count :].copy()
+    def __init__(self, prompt: np.ndarray, count: int, vocabulary: VocabularyIndex, bos: np.ndarray) -> None:
+        self._removed_tokens = prompt[len(prompt) - count :].copy()
         self._bos = bos
         self._vocabulary = vocabulary
         self._masks: dict[bytes, np.ndarray] = {}
-        self.text = vocabulary.join_bytes(self._removed)  # their bytes
+        self.removed_bytes = vocabulary.join_bytes(self._removed_tokens)  # their bytes
         self.start = len(prompt) - count or len(bos)  # tokens of the prompt that are left
 
     def take_back_tokens(self, sequence: Sequence) -> None:
         """Remove from ``sequence``, the prompt, the tokens that are generated again."""
-        sequence.rewind(len(sequence) - len(self._removed))
+        sequence.rewind(len(sequence) - len(self._removed_tokens))
         if not len(sequence):
             sequence.commit(self._bos)
 
     def token_mask(self, tokens: np.ndarray) -> np.ndarray | None:
         # Each token has at least one byte, so no more tokens than bytes can matter.
-        generated = self._vocabulary.join_bytes(tokens[self.start : self.start + len(self.text)])
-        rest = self.text[len(generated) :]
+        generated = self._vocabulary.join_bytes(tokens[self.start : self.start + len(self.removed_bytes)])
+        rest = self.removed_bytes[len(generated) :]
         if not rest:
             return None
         if rest not in self._masks:
@@ -75,22 +75,22 @@ class Healing(Constraint):
         """Return the remaining tokens taken back: usually none extends past them, and proposing them is free."""
         generated = tokens[self.start :]
         count = len(generated)
-        if count >= len(self._removed) or not (generated == self._removed[:count]).all():
+        if count >= len(self._removed_tokens) or not (generated == self._removed_tokens[:count]).all():
             return None
-        return self._removed[count:]
+        return self._removed_tokens[count:]
 
-    def healed_bytes(self, tokens: np.ndarray) -> int | None:
+    def count_healed_bytes(self, tokens: np.ndarray) -> int | None:
         """Return how many bytes of the last of ``tokens`` were in the prompt; None if it has no other bytes."""
-        rest = len(self.text) - len(self._vocabulary.join_bytes(tokens[self.start : -1]))
+        rest = len(self.removed_bytes) - len(self._vocabulary.join_bytes(tokens[self.start : -1]))
         if rest <= 0:
             return 0
         if len(self._vocabulary.join_bytes(tokens[-1:])) <= rest:
             return None
         return rest
 
-    def prompt_length(self, tokens: np.ndarray) -> int:
+    def count_prompt_tokens(self, tokens: np.ndarray) -> int:
         """Return how many of the tokens so far have only bytes of the prompt."""
         length = self.start
-        while length < len(tokens) and self.healed_bytes(tokens[: length + 1]) is None:
+        while length < len(tokens) and self.count_healed_bytes(tokens[: length + 1]) is None:
             length += 1
         return length

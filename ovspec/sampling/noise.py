@@ -20,8 +20,8 @@ def make_noise(seed: int, sample: int, position: int, vocab: int, purpose: int =
 
 def draw_uniform(seed: int, sample: int, position: int, purpose: int) -> float:
     """Return a uniform number in (0, 1), with the 53 bits of a float."""
-    raw = np.random.PCG64DXSM(np.random.SeedSequence((seed, sample, position, purpose))).random_raw()
-    return ((int(raw) >> 11) + 0.5) * 2.0**-53
+    random_bits = np.random.PCG64DXSM(np.random.SeedSequence((seed, sample, position, purpose))).random_raw()
+    return ((int(random_bits) >> 11) + 0.5) * 2.0**-53
 
 
 def draw_token(warped: WarpedLogits, bits: np.ndarray) -> tuple[int, float]:
@@ -36,9 +36,9 @@ def draw_token(warped: WarpedLogits, bits: np.ndarray) -> tuple[int, float]:
     top = int(warped.logits.argmax())
     weights = np.exp(warped.logits - warped.logits[top])
     time_of_top = -math.log1p(-(float(bits[top]) + 0.5) * 2.0**-32)
-    near = np.flatnonzero(bits.astype(np.float32) < weights * np.float32(time_of_top * 2.0**32 * 1.0001))
-    times = -np.log1p(-(bits[near] + 0.5) * 2.0**-32) / weights[near]
-    index = int(near[times.argmin()])
+    candidates = np.flatnonzero(bits.astype(np.float32) < weights * np.float32(time_of_top * 2.0**32 * 1.0001))
+    times = -np.log1p(-(bits[candidates] + 0.5) * 2.0**-32) / weights[candidates]
+    index = int(candidates[times.argmin()])
     token = index if warped.ids is None else int(warped.ids[index])
     return token, float(weights[index] / weights.sum())
 

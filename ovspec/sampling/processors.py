@@ -29,8 +29,8 @@ class LogitBias(Constraint):
 
     def process_logits(self, logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:  # noqa: ARG002
         logits = logits.copy()
-        known = self._ids < len(logits)  # a draft's vocabulary may be smaller
-        logits[self._ids[known]] += self._biases[known]
+        in_vocabulary = self._ids < len(logits)  # a draft's vocabulary may be smaller
+        logits[self._ids[in_vocabulary]] += self._biases[in_vocabulary]
         return logits
 
 

@@ -44,7 +44,7 @@ class DraftedToken(NamedTuple):
 
 
 @dataclass(frozen=True)
-class DraftVocabulary:
+class DraftIds:
     """The ids that a draft proposes, if they are only some of the target's.
 
     target_ids: the target's id of each of the draft's logits, (n,) int64. target_width: width of the target's logits.
@@ -54,12 +54,12 @@ class DraftVocabulary:
     target_width: int
 
 
-def spread_logits(logits: np.ndarray, vocabulary: DraftVocabulary | None) -> np.ndarray:
+def spread_logits(logits: np.ndarray, draft_ids: DraftIds | None) -> np.ndarray:
     """Return a draft's ``logits`` (n,) as logits of the target, (target_width,), with -inf for all other ids."""
-    if not vocabulary:
+    if not draft_ids:
         return logits
-    target_logits = np.full(vocabulary.target_width, -np.inf, dtype=np.float32)
-    target_logits[vocabulary.target_ids] = logits
+    target_logits = np.full(draft_ids.target_width, -np.inf, dtype=np.float32)
+    target_logits[draft_ids.target_ids] = logits
     return target_logits
 
 
@@ -94,7 +94,7 @@ class Sampler(Protocol):
     constraints: Constraints
     stopwatch: ThreadStopwatch  # runs while the row's tokens are forced, drafted and chosen
 
-    def verify(
+    def verify_proposal(
         self, logits: np.ndarray, sequence: Sequence, proposed: np.ndarray, distributions: Distributions = None
     ) -> np.ndarray:
         """Return the tokens to commit, (n,) int64: the accepted ones and, unless the last one ends the text, one more.
@@ -104,11 +104,11 @@ class Sampler(Protocol):
         ...
 
     def choose_draft_token(
-        self, logits: np.ndarray, tokens: np.ndarray, vocabulary: DraftVocabulary | None = None
+        self, logits: np.ndarray, tokens: np.ndarray, draft_ids: DraftIds | None = None
     ) -> DraftedToken | None:
         """Return the token to propose after ``tokens`` (n,), by a draft's ``logits``; None if no token may follow.
 
-        ``logits`` (vocab,) are of the target's ids, or of the ids of ``vocabulary``.
+        ``logits`` (vocab,) are of the target's ids, or of the ids of ``draft_ids``.
         """
         ...
 
@@ -124,7 +124,7 @@ class ComparingSampler:
         """Return the token that follows ``tokens`` (n,), chosen from the target's ``logits`` (vocab,)."""
         raise NotImplementedError
 
-    def verify(
+    def verify_proposal(
         self,
         logits: np.ndarray,
         sequence: Sequence,
@@ -148,11 +148,11 @@ class ComparingSampler:
 class GreedySampler(ComparingSampler):
     """Chooses the most likely of the tokens that may follow."""
 
-    def verify(
+    def verify_proposal(
         self, logits: np.ndarray, sequence: Sequence, proposed: np.ndarray, distributions: Distributions = None
     ) -> np.ndarray:
         if self.constraints.active:
-            return super().verify(logits, sequence, proposed, distributions)
+            return super().verify_proposal(logits, sequence, proposed, distributions)
         choices = logits.argmax(axis=-1)
         if len(proposed):
             differs = choices[:-1] != proposed
@@ -162,11 +162,11 @@ class GreedySampler(ComparingSampler):
         return choices
 
     def choose_draft_token(
-        self, logits: np.ndarray, tokens: np.ndarray, vocabulary: DraftVocabulary | None = None
+        self, logits: np.ndarray, tokens: np.ndarray, draft_ids: DraftIds | None = None
     ) -> DraftedToken | None:
         if not self.constraints.active:
-            return most_likely_token(logits, vocabulary)
-        logits = self.constraints.process_logits(spread_logits(logits, vocabulary), tokens)
+            return most_likely_token(logits, draft_ids)
+        logits = self.constraints.process_logits(spread_logits(logits, draft_ids), tokens)
         # If the most likely token of all may follow, it is the choice, and the mask isn't needed.
         if not self.constraints.allows_token(int(logits.argmax()), tokens):
             logits = self.constraints.mask_logits(logits, tokens)
@@ -180,13 +180,13 @@ class GreedySampler(ComparingSampler):
         return require_token(most_likely_token(self.constraints.mask_logits(logits, tokens)))
 
 
-def most_likely_token(logits: np.ndarray, vocabulary: DraftVocabulary | None = None) -> DraftedToken | None:
+def most_likely_token(logits: np.ndarray, draft_ids: DraftIds | None = None) -> DraftedToken | None:
     token = int(logits.argmax())
     if not logits[token] > -np.inf:  # NaN isn't, either
         return None
     confidence = 1 / float(np.exp(logits - logits[token]).sum())
-    if vocabulary:
-        token = int(vocabulary.target_ids[token])
+    if draft_ids:
+        token = int(draft_ids.target_ids[token])
     return DraftedToken(token, confidence)
 
 
@@ -208,42 +208,40 @@ class SharedNoiseSampler(ComparingSampler):
         self._sample = sample
         self._noise: dict[int, np.ndarray] = {}  # by position: noise that the draft drew with and the target hasn't yet
 
-    def verify(
+    def verify_proposal(
         self, logits: np.ndarray, sequence: Sequence, proposed: np.ndarray, distributions: Distributions = None
     ) -> np.ndarray:
-        chosen = super().verify(logits, sequence, proposed, distributions)
+        chosen = super().verify_proposal(logits, sequence, proposed, distributions)
         end = len(sequence) + len(chosen)
         self._noise = {position: bits for position, bits in self._noise.items() if position >= end}
         return chosen
 
     def choose_draft_token(
-        self, logits: np.ndarray, tokens: np.ndarray, vocabulary: DraftVocabulary | None = None
+        self, logits: np.ndarray, tokens: np.ndarray, draft_ids: DraftIds | None = None
     ) -> DraftedToken | None:
-        if vocabulary and not self.constraints.active:
-            return self._draw(logits, len(tokens), vocabulary)
-        logits = self.constraints.process_logits(spread_logits(logits, vocabulary), tokens)
+        if draft_ids and not self.constraints.active:
+            return self._draw_token(logits, len(tokens), draft_ids)
+        logits = self.constraints.process_logits(spread_logits(logits, draft_ids), tokens)
         # If the token drawn from all may follow, it also wins among those that may, and the mask isn't needed.
         if self.constraints.active and not self._params.truncates:
-            drawn = self._draw(logits, len(tokens))
+            drawn = self._draw_token(logits, len(tokens))
             if drawn and self.constraints.allows_token(drawn.token, tokens):
                 return drawn
         logits = self.constraints.mask_logits(logits, tokens)
-        return self._draw(logits, len(tokens))
+        return self._draw_token(logits, len(tokens))
 
     def choose_token(self, logits: np.ndarray, tokens: np.ndarray) -> int:
         return require_token(self.choose_draft_token(logits, tokens))
 
-    def _draw(
-        self, logits: np.ndarray, position: int, vocabulary: DraftVocabulary | None = None
-    ) -> DraftedToken | None:
+    def _draw_token(self, logits: np.ndarray, position: int, draft_ids: DraftIds | None = None) -> DraftedToken | None:
         if not logits.max() > -np.inf:
             return None
-        width = vocabulary.target_width if vocabulary else len(logits)
+        width = draft_ids.target_width if draft_ids else len(logits)
         bits = self._noise.get(position)
         if bits is None or len(bits) < width:
             bits = make_noise(self._seed, self._sample, position, width, CHOICE_NOISE)
             self._noise[position] = bits
-        warped = warp_logits(logits, self._params, vocabulary and vocabulary.target_ids)
+        warped = warp_logits(logits, self._params, draft_ids and draft_ids.target_ids)
         return DraftedToken(*draw_token(warped, bits[:width]))
 
 
@@ -263,7 +261,7 @@ class RejectionSampler:
         self._seed = params.seed
         self._sample = sample
 
-    def verify(
+    def verify_proposal(
         self, logits: np.ndarray, sequence: Sequence, proposed: np.ndarray, distributions: Distributions = None
     ) -> np.ndarray:
         tokens = np.concatenate((sequence.tokens, proposed))
@@ -271,7 +269,7 @@ class RejectionSampler:
         chosen: list[int] = []
         for index, token in enumerate(proposed.tolist()):
             position = len(sequence) + index
-            p = self._warp(logits[index], tokens[:position]).probabilities(vocab)
+            p = self._warp_logits(logits[index], tokens[:position]).probabilities(vocab)
             q = (distributions[index] if distributions else certain_token(token)).probabilities(vocab)
             if draw_uniform(self._seed, self._sample, position, ACCEPT_NOISE) * q[token] >= p[token]:
                 bits = make_noise(self._seed, self._sample, position, vocab, RESIDUAL_NOISE)
@@ -282,13 +280,13 @@ class RejectionSampler:
                 break
         else:
             bits = make_noise(self._seed, self._sample, len(tokens), vocab, CHOICE_NOISE)
-            chosen.append(draw_token(self._warp(logits[-1], tokens), bits)[0])
+            chosen.append(draw_token(self._warp_logits(logits[-1], tokens), bits)[0])
         return np.array(chosen, dtype=np.int64)
 
     def choose_draft_token(
-        self, logits: np.ndarray, tokens: np.ndarray, vocabulary: DraftVocabulary | None = None
+        self, logits: np.ndarray, tokens: np.ndarray, draft_ids: DraftIds | None = None
     ) -> DraftedToken | None:
-        logits = self.constraints(spread_logits(logits, vocabulary), tokens)
+        logits = self.constraints(spread_logits(logits, draft_ids), tokens)
         if logits.max() == -np.inf:
             return None
         warped = warp_logits(logits, self._params)
@@ -296,7 +294,7 @@ class RejectionSampler:
         bits = make_noise(self._seed, self._sample, len(tokens), len(logits), DRAFT_NOISE)
         return DraftedToken(*draw_token(warped, bits), warped)
 
-    def _warp(self, logits: np.ndarray, tokens: np.ndarray) -> WarpedLogits:
+    def _warp_logits(self, logits: np.ndarray, tokens: np.ndarray) -> WarpedLogits:
         return warp_logits(self.constraints(logits, tokens), self._params)
 
 
@@ -312,9 +310,9 @@ class UserSampler(ComparingSampler):
         self._options = params.sampler_options or {}
 
     def choose_draft_token(
-        self, logits: np.ndarray, tokens: np.ndarray, vocabulary: DraftVocabulary | None = None
+        self, logits: np.ndarray, tokens: np.ndarray, draft_ids: DraftIds | None = None
     ) -> DraftedToken | None:
-        return most_likely_token(self.constraints(spread_logits(logits, vocabulary), tokens))
+        return most_likely_token(self.constraints(spread_logits(logits, draft_ids), tokens))
 
     def choose_token(self, logits: np.ndarray, tokens: np.ndarray) -> int:
         # Copies, because the function may keep or modify its arguments.
@@ -336,5 +334,5 @@ def make_sampler(params: Params, sample: int, constraints: Constraints) -> Sampl
         return UserSampler(constraints, params.sampler, params)
     if not params.temperature:
         return GreedySampler(constraints)
-    kind = RejectionSampler if params.accept == "rejection" else SharedNoiseSampler
-    return kind(constraints, params, sample)
+    sampler_class = RejectionSampler if params.accept == "rejection" else SharedNoiseSampler
+    return sampler_class(constraints, params, sample)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ovspec.grammars.json_schema.shapes import search_pattern
-from ovspec.sampling.byte_vocabulary import ByteVocabulary
+from ovspec.sampling.vocabulary_index import VocabularyIndex
 
 # What may be where in a text: for each number, the alternatives of a value, see ``json_schema.writing.tracks_of``.
 Tracks = list[list[dict[str, Any]]]
@@ -126,7 +126,7 @@ class UniqueItems:
     """
 
     def __init__(self, tracks: Tracks, vocabulary: Sequence[bytes | None]) -> None:
-        self._tracks, self._vocabulary, self._tokens = tracks, vocabulary, ByteVocabulary(vocabulary)
+        self._tracks, self._vocabulary, self._tokens = tracks, vocabulary, VocabularyIndex(vocabulary)
         known = [(text, i) for i, text in enumerate(vocabulary) if text]
         self._closing = [i for text, i in known if CLOSERS.search(text) or text.count(b'"') > 1]
         self._quoting = [i for text, i in known if b'"' in text]

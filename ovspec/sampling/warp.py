@@ -27,12 +27,12 @@ class WarpedLogits(NamedTuple):
 
     def probabilities(self, vocab: int) -> np.ndarray:
         """Return the probabilities, (vocab,) float64."""
-        remaining = softmax(self.logits.astype(np.float64))
-        if self.ids is None and len(remaining) == vocab:
-            return remaining
-        ids = np.arange(len(remaining)) if self.ids is None else self.ids
+        remaining_probabilities = softmax(self.logits.astype(np.float64))
+        if self.ids is None and len(remaining_probabilities) == vocab:
+            return remaining_probabilities
+        ids = np.arange(len(remaining_probabilities)) if self.ids is None else self.ids
         probabilities = np.zeros(vocab)
-        probabilities[ids[ids < vocab]] = remaining[ids < vocab]
+        probabilities[ids[ids < vocab]] = remaining_probabilities[ids < vocab]
         return probabilities
 
 
@@ -56,25 +56,27 @@ def warp_logits(logits: np.ndarray, params: SamplingParams, ids: np.ndarray | No
         ids, logits = keep_positions(ids, logits, largest_ids(logits, params.top_k))
     if params.top_p < 1:
         weights = np.exp(logits)
-        total = float(weights.sum(dtype=np.float64))
-        likely = np.flatnonzero(weights >= TOP_P_RARE)
-        if weights[likely].sum(dtype=np.float64) < params.top_p * total:
+        total_weight = float(weights.sum(dtype=np.float64))
+        likely_positions = np.flatnonzero(weights >= TOP_P_RARE)
+        if weights[likely_positions].sum(dtype=np.float64) < params.top_p * total_weight:
             # All tokens below this threshold together have no more than the share 1 - top_p.
-            likely = np.flatnonzero(weights >= (1 - params.top_p) * total / len(weights))
-        ids, logits = keep_positions(ids, logits, likely)
-        ids, logits = keep_positions(ids, logits, smallest_up_to_weight(-logits, weights[likely], params.top_p * total))
+            likely_positions = np.flatnonzero(weights >= (1 - params.top_p) * total_weight / len(weights))
+        ids, logits = keep_positions(ids, logits, likely_positions)
+        likeliest = smallest_up_to_weight(-logits, weights[likely_positions], params.top_p * total_weight)
+        ids, logits = keep_positions(ids, logits, likeliest)
     if params.min_p > 0:
         ids, logits = keep_positions(ids, logits, np.flatnonzero(logits >= np.float32(math.log(params.min_p))))
     if params.typical_p < 1:
         weights = np.exp(logits)
-        possible = np.flatnonzero(weights)  # a banned token's information would be infinite
-        ids, logits = keep_positions(ids, logits, possible)
-        weights = weights[possible]
-        total = float(weights.sum(dtype=np.float64))
-        information = np.float32(math.log(total)) - logits  # in nats
-        entropy = float((weights * information).sum(dtype=np.float64)) / total
+        possible_positions = np.flatnonzero(weights)  # a banned token's information would be infinite
+        ids, logits = keep_positions(ids, logits, possible_positions)
+        weights = weights[possible_positions]
+        total_weight = float(weights.sum(dtype=np.float64))
+        information = np.float32(math.log(total_weight)) - logits  # in nats
+        entropy = float((weights * information).sum(dtype=np.float64)) / total_weight
         surprise = np.abs(information - np.float32(entropy))
-        ids, logits = keep_positions(ids, logits, smallest_up_to_weight(surprise, weights, params.typical_p * total))
+        typical = smallest_up_to_weight(surprise, weights, params.typical_p * total_weight)
+        ids, logits = keep_positions(ids, logits, typical)
     return WarpedLogits(ids, logits)
 
 
@@ -88,19 +90,19 @@ def smallest_up_to_weight(keys: np.ndarray, weights: np.ndarray, limit: float) -
 
     If there are many keys, only those in the bucket where the limit is reached are sorted.
     """
-    inside = np.arange(len(keys))
+    members = np.arange(len(keys))
     weight_before = 0.0
     if len(keys) > 2048:
         low = float(keys.min())
         high = float(keys.max())
         buckets = ((keys - np.float32(low)) * np.float32(2047 / max(high - low, 1e-9))).astype(np.int32)
         sums = np.cumsum(np.bincount(buckets, weights, 2049))
-        reached = min(int(np.searchsorted(sums, limit)), int(buckets.max()))
-        inside = np.flatnonzero(buckets == reached)
-        weight_before = float(sums[reached - 1]) if reached else 0.0
-        if not len(inside):  # by rounding, the limit is the sum of all weights
+        reached_bucket = min(int(np.searchsorted(sums, limit)), int(buckets.max()))
+        members = np.flatnonzero(buckets == reached_bucket)
+        weight_before = float(sums[reached_bucket - 1]) if reached_bucket else 0.0
+        if not len(members):  # by rounding, the limit is the sum of all weights
             return np.arange(len(keys))
-    order = inside[np.argsort(keys[inside], kind="stable")]
+    order = members[np.argsort(keys[members], kind="stable")]
     sums = weight_before + np.cumsum(weights[order], dtype=np.float64)
     last = min(int(np.searchsorted(sums, limit)), len(order) - 1)
     return np.flatnonzero(keys <= keys[order[last]])
@@ -108,11 +110,11 @@ def smallest_up_to_weight(keys: np.ndarray, weights: np.ndarray, limit: float) -
 
 def largest_ids(logits: np.ndarray, count: int) -> np.ndarray:
     """Return the ids of the ``count`` largest ``logits`` (vocab,), and of any that tie with the smallest of these."""
-    whole = len(logits) // PEAK_BLOCK * PEAK_BLOCK
-    if whole // PEAK_BLOCK > 2 * count:
+    blocked_length = len(logits) // PEAK_BLOCK * PEAK_BLOCK
+    if blocked_length // PEAK_BLOCK > 2 * count:
         # The count-th largest block maximum is at most the count-th largest logit.
-        peaks = logits[:whole].reshape(-1, PEAK_BLOCK).max(axis=1)
-        ids = np.flatnonzero(logits >= np.partition(peaks, len(peaks) - count)[-count])
+        block_maxima = logits[:blocked_length].reshape(-1, PEAK_BLOCK).max(axis=1)
+        ids = np.flatnonzero(logits >= np.partition(block_maxima, len(block_maxima) - count)[-count])
     else:
         ids = np.arange(len(logits))
     candidates = logits[ids]

@@ -22,7 +22,7 @@ from ovspec.drafting.chain import Chain
 from ovspec.drafting.choice import DraftChoice, parse_draft
 from ovspec.drafting.drafter import Drafter, RowStep
 from ovspec.drafting.lookahead import Lookahead
-from ovspec.drafting.lookup import LEAST_MATCH, LONGEST_MATCH, MAX_ROLLED_BACK, Lookup, NgramIndex, index_texts
+from ovspec.drafting.lookup import MAX_MATCH, MAX_ROLLED_BACK, MIN_MATCH, Lookup, NgramIndex, index_texts
 from ovspec.sampling.samplers import GreedySampler
 from ovspec.setup.engine_choice import EngineName
 from ovspec.setup.model_folders import resolve_draft
@@ -480,9 +480,9 @@ def test_self(tmp_path: Path, cache_dir: Path, load: Load) -> None:
 
 def naive(texts: list[list[int]]) -> tuple[int, list[list[int]]]:
     """Return (length of the longest match with the end of the last text, what followed each match), by full search."""
-    tail, best, followed = texts[-1][-LONGEST_MATCH:], 0, []
+    tail, best, followed = texts[-1][-MAX_MATCH:], 0, []
     for text in texts:
-        for end in range(LEAST_MATCH, len(text)):
+        for end in range(MIN_MATCH, len(text)):
             match = 0
             while match < min(end, len(tail)) and text[end - 1 - match] == tail[-1 - match]:
                 match += 1
@@ -490,7 +490,7 @@ def naive(texts: list[list[int]]) -> tuple[int, list[list[int]]]:
                 best, followed = match, []
             if match == best:
                 followed.append(text[end:])
-    return (best, followed) if best >= LEAST_MATCH else (0, [])
+    return (best, followed) if best >= MIN_MATCH else (0, [])
 
 
 @given(st.lists(st.integers(0, 3), min_size=3, max_size=30))
@@ -498,7 +498,7 @@ def test_the_longest_match_is_found(tokens: list[int]) -> None:
     index = NgramIndex()
     for end in range(1, len(tokens) + 1):  # as the text grows
         index.follow_sequence(Sequence(tokens[:end]))
-    match, places = index.find_matches(np.array(tokens[-LONGEST_MATCH:]))
+    match, places = index.find_matches(np.array(tokens[-MAX_MATCH:]))
     expected, followed = naive([tokens])
     assert match == expected
     text = index._text.tokens.tolist()
@@ -515,9 +515,9 @@ def test_a_rewound_text_is_still_known(first: list[int], keep: int, more: list[i
     sequence.commit(more)
     index.follow_sequence(sequence)
     now = sequence.tokens.tolist()
-    if len(now) >= LEAST_MATCH:
-        match, places = index.find_matches(np.array(now[-LONGEST_MATCH:]))
-        assert match >= naive([now])[0] if len(now) > LONGEST_MATCH else True
+    if len(now) >= MIN_MATCH:
+        match, places = index.find_matches(np.array(now[-MAX_MATCH:]))
+        assert match >= naive([now])[0] if len(now) > MAX_MATCH else True
         text = index._text.tokens.tolist()
         assert all(text[place - match : place] == now[len(now) - match :] for place in places)
 
@@ -530,7 +530,7 @@ def test_rewinding_again_and_again_takes_no_more_memory() -> None:
         assert len(index._text) <= 2 * MAX_ROLLED_BACK
         earlier = np.array([10_000, 20_000, 30_000]) + turn - 300
         assert turn < 300 or index.find_matches(earlier)[0] == 3, "what was rolled back lately is known"
-        assert index.find_matches(np.arange(50))[0] == LONGEST_MATCH, "so is the text itself"
+        assert index.find_matches(np.arange(50))[0] == MAX_MATCH, "so is the text itself"
         sequence.rewind(100)
 
 

@@ -22,9 +22,9 @@ from ovspec.base.errors import OvspecError
 from ovspec.grammars.conversion import TOOLS_SECONDS
 from ovspec.params import make_params
 from ovspec.sampling.answer_constraint import AnswerConstraint
-from ovspec.sampling.byte_vocabulary import ByteVocabulary
 from ovspec.sampling.grammar_constraint import GrammarCompiler
 from ovspec.sampling.grammar_options import convert_answer_grammar
+from ovspec.sampling.vocabulary_index import VocabularyIndex
 from ovspec.text.tokenizer import make_byte_vocabulary
 from ovspec.text.tokenizer_files import TokenizerFile
 from ovspec.text.tool_formats import FORMATS
@@ -35,12 +35,12 @@ NESTED = [each for each in FORMATS if not each.parameters]
 
 
 @functools.cache
-def real_vocabulary() -> tuple[ByteVocabulary, GrammarCompiler]:
+def real_vocabulary() -> tuple[VocabularyIndex, GrammarCompiler]:
     if not Path(REAL).exists():
         return PLAIN.tokens, PLAIN.grammars
     loaded = json.loads(REAL.read_text("utf-8"))
     spelt = make_byte_vocabulary(msgspec.convert(loaded, TokenizerFile)) or []
-    return ByteVocabulary(spelt), GrammarCompiler(loaded, spelt)
+    return VocabularyIndex(spelt), GrammarCompiler(loaded, spelt)
 
 
 def refusal(format: str, *tools: Any) -> str:

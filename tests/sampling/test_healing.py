@@ -19,15 +19,15 @@ from ovspec.engine.results import Stats
 from ovspec.engine.round import RowOutcome
 from ovspec.engine.row import Row
 from ovspec.params import Params
-from ovspec.sampling.byte_vocabulary import ByteVocabulary
 from ovspec.sampling.healing import Healing, count_healable
 from ovspec.sampling.samplers import GreedySampler
+from ovspec.sampling.vocabulary_index import VocabularyIndex
 from ovspec.text.tokenizer import ByteDetokenizer, make_byte_vocabulary
 from ovspec.text.tokenizer_files import TokenizerFile
 
 VOCABULARY = make_byte_vocabulary(read_dataclass(TokenizerFile, CHECKPOINTS / "target" / "tokenizer.json"))
 assert VOCABULARY
-DEMO = ByteVocabulary(VOCABULARY)
+DEMO = VocabularyIndex(VOCABULARY)
 # Prompts that end in a word, a colon, a space, an open call, a prefix of hundreds of tokens, half a keyword, an emoji.
 ENDS = [
     "import os.pa",
@@ -68,22 +68,22 @@ small = st.lists(st.one_of(st.none(), st.binary(max_size=4).map(lambda b: bytes(
 def test_what_is_taken_back(vocabulary: list[bytes | None], data: st.DataObject) -> None:
     tokens = data.draw(st.lists(st.integers(0, len(vocabulary) - 1), max_size=6))
     first = data.draw(st.integers(0, len(tokens)))
-    ordered = ByteVocabulary(vocabulary)
+    ordered = VocabularyIndex(vocabulary)
     assert count_healable(np.array(tokens, np.int64), first, ordered) == naive(tokens, first, vocabulary)
 
 
 def test_what_no_token_continues_stays() -> None:
-    ordered = ByteVocabulary([b"a", b"b", b"bc"])
+    ordered = VocabularyIndex([b"a", b"b", b"bc"])
     assert [count_healable(np.array(tokens), 0, ordered) for tokens in ([0], [1], [1, 0], [0, 1])] == [0, 1, 0, 1]
 
 
 def test_a_character_is_taken_back_whole_or_not_at_all() -> None:
     first, second = "é".encode()[:1], "é".encode()[1:]
     vocabulary: list[bytes | None] = [b"x", first, second, second + b"!", first + second + b"!"]
-    prompt, ordered = np.array([0, 1, 2]), ByteVocabulary(vocabulary)
+    prompt, ordered = np.array([0, 1, 2]), VocabularyIndex(vocabulary)
     assert count_healable(prompt, 0, ordered) == 2
     assert count_healable(prompt, 0, ordered, whole_characters=True) == 2
-    without = ByteVocabulary(vocabulary[:4])
+    without = VocabularyIndex(vocabulary[:4])
     assert count_healable(prompt, 0, without) == 1
     assert count_healable(prompt, 0, without, whole_characters=True) == 0
 
@@ -91,7 +91,7 @@ def test_a_character_is_taken_back_whole_or_not_at_all() -> None:
 @given(small, st.binary(min_size=1, max_size=4).map(lambda b: bytes(x % 3 + 97 for x in b)))
 def test_what_may_be_said_instead(vocabulary: list[bytes | None], said: bytes) -> None:
     expected = {i for i, t in enumerate(vocabulary) if t and (t.startswith(said) or said.startswith(t))}
-    found = ByteVocabulary(vocabulary).ids_compatible_with(said)
+    found = VocabularyIndex(vocabulary).ids_compatible_with(said)
     assert len(found) == len(set(found))
     assert set(found) == expected
 
@@ -109,16 +109,16 @@ def test_examples() -> None:
         b"\xe2\x82\xac",
         b"tp:x",
     ]
-    ordered = ByteVocabulary(vocabulary)
+    ordered = VocabularyIndex(vocabulary)
     cases = [([0, 1], 1), ([3], 1), ([6, 3], 1), ([0], 0), ([5, 1], 1), ([1, 5], 0), ([0, 7], 1), ([0, 8], 0), ([], 0)]
     for tokens, count in cases:
         assert count_healable(np.array(tokens, np.int64), 0, ordered) == count, tokens
     assert count_healable(np.array([0, 1], np.int64), 2, ordered) == 0, "tokens before ``first`` stay"
     assert count_healable(np.array([0, 1], np.int64), 0, ordered, 0) == 0
-    healing = Healing(np.array([6, 0, 1]), 2, ByteVocabulary([*vocabulary, b"h", b"ttp", b"http:/"]), np.array([]))
+    healing = Healing(np.array([6, 0, 1]), 2, VocabularyIndex([*vocabulary, b"h", b"ttp", b"http:/"]), np.array([]))
     prompt = [6]
     for said, over in (([], 1), ([10], 2), ([10, 11], 3), ([10, 11, 1], 4), ([12], 1), ([10, 11, 2], 3)):
-        assert healing.prompt_length(np.array([*prompt, *said])) == over
+        assert healing.count_prompt_tokens(np.array([*prompt, *said])) == over
     for said, likely in (([], [0, 1]), ([0], [1]), ([0, 1], None), ([10], None), ([12], None)):
         found = healing.suggest_tokens(np.array([*prompt, *said], np.int64))
         assert (found if found is None else found.tolist()) == likely

@@ -30,7 +30,7 @@ from ovspec.sampling import samplers as sampler_module
 from ovspec.sampling.constraint import UNCONSTRAINED, Constraints
 from ovspec.sampling.noise import ACCEPT_NOISE, draw_token, make_noise
 from ovspec.sampling.processors import make_processors
-from ovspec.sampling.samplers import DraftVocabulary, Sampler, make_sampler
+from ovspec.sampling.samplers import DraftIds, Sampler, make_sampler
 from ovspec.sampling.warp import WarpedLogits, largest_ids, smallest_up_to_weight, softmax, warp_logits
 
 VOCAB = 300
@@ -197,7 +197,7 @@ def test_a_draft_with_a_smaller_vocabulary() -> None:
             assert guess
             proposed, q = np.array([guess.token]), [guess.distribution] if guess.distribution else None
             if guess.token < 10:
-                tokens = choose.verify(np.zeros((2, 10), dtype=np.float32), Sequence([0]), proposed, q)
+                tokens = choose.verify_proposal(np.zeros((2, 10), dtype=np.float32), Sequence([0]), proposed, q)
                 assert (tokens < 10).all()
 
 
@@ -255,7 +255,7 @@ def test_noise_of_a_smaller_vocabulary_is_the_same() -> None:
 RANDOM = np.random.default_rng(7)
 TARGET = (1.2 * RANDOM.standard_normal((5, 5))).astype(np.float32)
 DRAFT = (TARGET + 0.8 * RANDOM.standard_normal((5, 5))).astype(np.float32)
-HEAD = DraftVocabulary(np.array([4, 1, 0]), 5)  # a head's: it can't propose every token
+HEAD = DraftIds(np.array([4, 1, 0]), 5)  # a head's: it can't propose every token
 LENGTH = 3
 
 
@@ -374,7 +374,7 @@ def test_acceptance_of_both_rules() -> None:
             assert guess
             proposed, q = np.array([guess.token]), [guess.distribution] if guess.distribution else None
             logits = np.stack((TARGET[last], TARGET[guess.token]))
-            accepted += len(choose.verify(logits, Sequence([last]), proposed, q)) - 1
+            accepted += len(choose.verify_proposal(logits, Sequence([last]), proposed, q)) - 1
         rates[accept] = accepted / FEW
     assert abs(rates["rejection"] - best) < 0.03
     assert (1 - (1 - best)) / (2 - best) - 0.03 < rates["compare"] <= best + 0.03  # Daliri et al., theorem 3
@@ -394,7 +394,7 @@ def test_a_token_after_a_guess_is_distributed_as_without(last: int, accept: Acce
         guess = choose.choose_draft_token(DRAFT[last], np.array([last]))
         assert guess
         logits = np.stack((TARGET[last], TARGET[guess.token]))
-        chosen = choose.verify(
+        chosen = choose.verify_proposal(
             logits, Sequence([last]), np.array([guess.token]), [guess.distribution] if guess.distribution else None
         )
         counts[chosen[0]] += 1
@@ -423,7 +423,7 @@ def test_time_of_a_choice(options: dict[str, Any], most: float) -> None:
         sorts.append(time.perf_counter() - began)
         choose: Sampler = make_sampler(dataclasses.replace(params, seed=seed), 0, constrained(params, 3))
         began = time.perf_counter()
-        choose.verify(logits, sequence, NO_TOKENS)
+        choose.verify_proposal(logits, sequence, NO_TOKENS)
         times.append(time.perf_counter() - began)
     assert statistics.median(times) <= most * statistics.median(sorts)
 
@@ -453,7 +453,7 @@ def test_a_user_sampler_is_called_as_in_plain_decoding() -> None:
 def test_a_user_sampler_that_returns_no_token(returned: Any) -> None:
     choose = make_sampler(make_params({"sampler": lambda *_: returned}), 0, UNCONSTRAINED)
     with pytest.raises(ovspec.OvspecError, match="The sampler returned"):
-        choose.verify(TARGET[:1], Sequence([0]), NO_TOKENS)
+        choose.verify_proposal(TARGET[:1], Sequence([0]), NO_TOKENS)
 
 
 def test_what_cannot_be_combined_with_a_user_sampler() -> None:

@@ -16,9 +16,9 @@ from grammar_walks import CLOSERS, TOKENIZER
 
 from ovspec.params import make_params
 from ovspec.sampling.answer_constraint import AnswerConstraint
-from ovspec.sampling.byte_vocabulary import ByteVocabulary
 from ovspec.sampling.grammar_constraint import GrammarCompiler
 from ovspec.sampling.grammar_options import convert_answer_grammar
+from ovspec.sampling.vocabulary_index import VocabularyIndex
 from ovspec.text.answer import THINKING_FORMATS, AnswerContent, AnswerFormat, AnswerReader, Phase, ThinkingFormat
 from ovspec.text.tokenizer import ByteDetokenizer, make_byte_vocabulary
 from ovspec.text.tokenizer_files import TokenizerFile
@@ -61,8 +61,8 @@ class Vocabulary:
         return make_byte_vocabulary(msgspec.convert(self.json, TokenizerFile)) or []
 
     @functools.cached_property
-    def tokens(self) -> ByteVocabulary:
-        return ByteVocabulary(self.spelt)
+    def tokens(self) -> VocabularyIndex:
+        return VocabularyIndex(self.spelt)
 
     @functools.cached_property
     def grammars(self) -> GrammarCompiler:

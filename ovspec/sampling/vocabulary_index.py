@@ -10,16 +10,16 @@ from collections.abc import Sequence
 import numpy as np
 
 
-class ByteVocabulary:
+class VocabularyIndex:
     """The tokens of a vocabulary sorted by their bytes, without ids that add nothing to a text."""
 
     def __init__(self, vocabulary: Sequence[bytes | None]) -> None:
         self.vocabulary = vocabulary
         self.size = len(vocabulary)
-        by_bytes = sorted((token, token_id) for token_id, token in enumerate(vocabulary) if token)
-        self._bytes = [token for token, _ in by_bytes]
-        self._ids = [token_id for _, token_id in by_bytes]
-        self.longest = max(map(len, self._bytes), default=0)
+        sorted_tokens = sorted((token, token_id) for token_id, token in enumerate(vocabulary) if token)
+        self._bytes = [token for token, _ in sorted_tokens]
+        self._ids = [token_id for _, token_id in sorted_tokens]
+        self.max_length = max(map(len, self._bytes), default=0)
 
     def has_longer(self, prefix: bytes) -> bool:
         """Return whether a token is longer than ``prefix`` and begins with it."""
@@ -44,7 +44,7 @@ class ByteVocabulary:
         """Return the ids of the tokens that begin with ``text``."""
         first = bisect.bisect_left(self._bytes, text)
         # They are adjacent, and all of them are shorter than this many 0xFF.
-        last = bisect.bisect_left(self._bytes, text + b"\xff" * (self.longest + 1))
+        last = bisect.bisect_left(self._bytes, text + b"\xff" * (self.max_length + 1))
         return self._ids[first:last]
 
     def ids_containing(self, text: bytes) -> list[int]:
@@ -64,7 +64,7 @@ class ByteVocabulary:
         lengths = (len(token) + 1 for token in self._bytes)
         return b"\xff".join([*self._bytes, b""]), list(itertools.accumulate(lengths, initial=0))
 
-    def token_bytes(self, token: int) -> bytes:
+    def added_bytes(self, token: int) -> bytes:
         """Return the bytes that ``token`` adds to a text; empty if it adds none."""
         return (token < self.size and self.vocabulary[token]) or b""
 
