@@ -53,7 +53,8 @@ class GrammarConstraint(Constraint):
         matcher: a matcher in the state in which the generated text begins, after ``start`` tokens of prompt.
         end_ids: ids that end the text when the grammar is satisfied; the matcher's own end id is ``matcher_end_id``.
         size: size of the vocabulary.
-        unique: keeps items of arrays different, where they must be, from the given place on.
+        unique_items: keeps items of arrays different, where they must be.
+        cursor: the position in the JSON text, if ``unique_items`` is given.
     """
 
     def __init__(
@@ -63,17 +64,17 @@ class GrammarConstraint(Constraint):
         end_ids: frozenset[int],
         matcher_end_id: int,
         size: int,
-        unique: tuple[UniqueItems, JsonCursor] | None = None,
+        unique_items: UniqueItems | None = None,
+        cursor: JsonCursor | None = None,
     ) -> None:
         self._start = start
         self._end_ids = end_ids
         self._size = size
-        self._unique = unique[0] if unique else None
+        self._unique_items = unique_items
         self._without_matcher_end = ~pack_mask([matcher_end_id], size)
         self._end_mask = pack_mask([token for token in end_ids if token < size], size)
         self._followed = Sequence()  # tokens that the grammar is known to allow
-        first = PositionCache(matcher, cursor=unique[1] if unique else None)
-        self._positions = [first]  # one more than there are tokens
+        self._positions = [PositionCache(matcher, cursor=cursor)]  # one more than there are tokens
 
     def token_mask(self, tokens: np.ndarray) -> np.ndarray:
         index = self._seek(tokens)
@@ -89,7 +90,7 @@ class GrammarConstraint(Constraint):
         index = self._seek(tokens)
         if index < len(self._followed) and token == self._followed.tokens[index]:
             return True
-        if self._repeats(index, token):
+        if self._leads_to_repeat(index, token):
             return False
         if self._positions[index].mask is None:
             if forced := self._forced_at(index):
@@ -113,43 +114,46 @@ class GrammarConstraint(Constraint):
         position = self._positions[index]
         if position.forced is None:
             position.forced = self._matcher_at(index).compute_ff_tokens()
-            if self._unique and position.forced:
-                position.forced = self._different(index, position.forced)
+            if position.forced:
+                position.forced = self._cut_before_repeat(index, position.forced)
         return position.forced
 
-    def _repeats(self, at: int, token: int) -> bool:
-        """Return whether ``token`` leads to nothing but an item again that must differ."""
-        cursor = self._positions[at].cursor
-        if not (self._unique and cursor) or not any(each.seen for each in cursor.opened):
+    def _leads_to_repeat(self, index: int, token: int) -> bool:
+        """Return whether ``token`` can only lead to an item that an array has already and must not have again."""
+        cursor = self._positions[index].cursor
+        if not (self._unique_items and cursor) or not has_items(cursor):
             return False
-        return bool(self._unique.forbidden(cursor, [token], self._following(self._matcher_at(at))))
+        return bool(self._unique_items.forbidden(cursor, [token], self._allowed_after(self._matcher_at(index))))
 
-    def _following(self, matcher: LLMatcher) -> Following:
-        def following(token: int) -> tuple[list[int], Following]:
+    def _allowed_after(self, matcher: LLMatcher) -> Following:
+        """Return a function of a token that returns the tokens allowed after it, and this function for that place."""
+
+        def allowed_after(token: int) -> tuple[list[int], Following]:
             after = matcher.deep_copy()
             if not after.consume_token(token):
-                return [], following
+                return [], allowed_after
             bits = np.unpackbits(self._allowed_mask(after), bitorder="little")
-            return np.flatnonzero(bits).tolist(), self._following(after)
+            return np.flatnonzero(bits).tolist(), self._allowed_after(after)
 
-        return following
+        return allowed_after
 
-    def _different(self, at: int, tokens: list[int]) -> list[int]:
+    def _cut_before_repeat(self, index: int, tokens: list[int]) -> list[int]:
         """Return ``tokens`` up to the first that would write an item again."""
-        assert self._unique
-        cursor = self._positions[at].cursor
+        if not self._unique_items:
+            return tokens
+        cursor = self._positions[index].cursor
         for count, token in enumerate(tokens):
-            cursor = self._unique.after(cursor, token) if cursor else None
+            cursor = cursor and self._unique_items.after(cursor, token)
             if not cursor:
                 return tokens[:count]
         return tokens
 
     def _compute_mask(self, matcher: LLMatcher, position: PositionCache) -> np.ndarray:
         mask = self._allowed_mask(matcher)
-        if self._unique and position.cursor and any(each.seen for each in position.cursor.opened):
+        if self._unique_items and position.cursor and has_items(position.cursor):
             allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
-            suspects = self._unique.suspects(position.cursor, allowed)
-            forbidden = self._unique.forbidden(position.cursor, suspects, self._following(matcher))
+            suspects = self._unique_items.suspects(position.cursor, allowed)
+            forbidden = self._unique_items.forbidden(position.cursor, suspects, self._allowed_after(matcher))
             mask = mask & ~pack_mask(forbidden, self._size)
         if not mask.any() and not matcher.is_stopped():
             raise OvspecError("No token of this model can continue the text within the grammar.")
@@ -175,13 +179,19 @@ class GrammarConstraint(Constraint):
             del self._positions[shared + 1 :]
             self._positions += [PositionCache() for _ in text[shared:]]
             self._matcher_at(len(text))  # raises if the grammar doesn't allow the text
-            for at in range(shared, len(text) if self._unique else 0):
-                cursor = self._positions[at].cursor
-                after = self._unique.after(cursor, int(text[at])) if self._unique and cursor else None
-                if cursor and not after:
-                    raise OvspecError("The text repeats an item of an array whose items must differ.")
-                self._positions[at + 1].cursor = after
+            if self._unique_items:
+                self._move_cursors(self._unique_items, text, shared)
         return len(text)
+
+    def _move_cursors(self, unique_items: UniqueItems, text: np.ndarray, begin: int) -> None:
+        """Set the cursors of the positions after ``begin``."""
+        for index in range(begin, len(text)):
+            cursor = self._positions[index].cursor
+            if cursor:
+                next_cursor = unique_items.after(cursor, int(text[index]))
+                if not next_cursor:
+                    raise OvspecError("The text repeats an item of an array whose items must differ.")
+                self._positions[index + 1].cursor = next_cursor
 
     def _matcher_at(self, index: int) -> LLMatcher:
         """Return the matcher at a position, copied from the nearest one before it; the first and last are cached."""
@@ -199,6 +209,11 @@ class GrammarConstraint(Constraint):
                 old.matcher = None
                 old.mask = None
         return position.matcher
+
+
+def has_items(cursor: JsonCursor) -> bool:
+    """Return whether an array whose items must differ is open and has items already."""
+    return any(container.seen for container in cursor.opened)
 
 
 def check_matcher(matcher: LLMatcher) -> None:
@@ -244,7 +259,7 @@ class GrammarCompiler:
             name: the grammar's name in errors.
             generated: the part of the grammar's text that was generated before ``start``: bytes, and ids of tokens.
         """
-        matcher, unique = self._compile_cached(grammar, name)
+        matcher, unique_items = self._compile_cached(grammar, name)
         cursor: JsonCursor | None = JsonCursor()
         if generated:
             matcher = matcher.deep_copy()
@@ -252,21 +267,22 @@ class GrammarCompiler:
                 tokens = self._tokenizer.tokenize_bytes(part) if isinstance(part, bytes) else [part]
                 if matcher.try_consume_tokens(tokens) < len(tokens):
                     raise OvspecError(f"The {name} doesn't allow what was generated.")
-                if unique and cursor and isinstance(part, bytes):
-                    cursor = unique.follow(cursor, part)
+                if unique_items and cursor and isinstance(part, bytes):
+                    cursor = unique_items.follow(cursor, part)
         if prompt_part:
             self._follow_prompt(matcher.deep_copy(), prompt_part)  # all of it must fit
             matcher = matcher.deep_copy()
             unhealed = prompt_part[: len(prompt_part) - len(healed)]
             self._follow_prompt(matcher, unhealed)
-            cursor = unique.follow(JsonCursor(), unhealed) if unique else None
+            cursor = unique_items and unique_items.follow(JsonCursor(), unhealed)
         elif healed:
             matcher, _ = self._compile_cached(prefix_grammar(grammar, healed), name)
             cursor = JsonCursor(skip=len(healed))
-        if unique and not cursor:
+        if unique_items and not cursor:
             raise OvspecError("The prompt repeats an item of an array whose items must differ.")
-        pair = (unique, cursor) if unique and cursor else None
-        return GrammarConstraint(matcher.deep_copy(), start, end_ids, self._matcher_end_id, self._size, pair)
+        return GrammarConstraint(
+            matcher.deep_copy(), start, end_ids, self._matcher_end_id, self._size, unique_items, cursor
+        )
 
     def _compile(self, grammar: str, name: str) -> tuple[LLMatcher, UniqueItems | None]:
         text, tracks = replace_names_by_ids(grammar, self._ids_by_lark_name, self._added_ids)
