@@ -10,12 +10,12 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_text
+from ovspec.base.json_types import JsonObject, JsonValue
 from ovspec.base.sandbox import LimitExceeded, SandboxPool, serve_requests
 from ovspec.grammars import sources
 from ovspec.grammars.tools import TOKEN_NAMES_KEY, write_tools_grammar
@@ -24,81 +24,83 @@ from ovspec.grammars.wording import word_llguidance_error, word_placed_error
 CONVERSION_SECONDS = 5.0
 TOOLS_SECONDS = 2.0  # for the schemas of all tools of a request
 CONVERSION_BYTES = 1_000_000_000
-MAX_SPECIAL = 50  # special tokens named in a grammar
-MAX_NUMBER = 300_000  # empty tokens added for a grammar that refers to tokens by id
-LONGEST_FORCED = 200_000  # bytes; llguidance finds them in one step that holds Python's lock, at 1.5 us each
+MAX_SPECIAL_TOKENS = 50  # named in a grammar
+NUMBERED_TOKENS = 300_000  # empty tokens added for a grammar that refers to tokens by id
+MAX_FORCED_BYTES = 200_000  # llguidance finds them in one step that holds Python's lock, at 1.5 us each
 WALKS, WALK_BYTES, WALK_SECONDS = 4, 100, 0.3
-DEAD_END = "NoExtension"  # begins llguidance's error where no byte may follow
+DEAD_END_ERROR = "NoExtension"  # begins llguidance's error where no byte may follow
 
-CHECKING = "ovspec.grammars.conversion", "checks grammars"
-CONVERTER = SandboxPool(*CHECKING, CONVERSION_SECONDS, CONVERSION_BYTES)
-TOOLS_CONVERTER = SandboxPool(*CHECKING, TOOLS_SECONDS, CONVERSION_BYTES)
-TOOL_CONVERTER = SandboxPool(*CHECKING, TOOLS_SECONDS / 2, CONVERSION_BYTES)  # for the search for the slowest
+CONVERSION_PROCESS = "ovspec.grammars.conversion", "checks grammars"
+CONVERTER = SandboxPool(*CONVERSION_PROCESS, CONVERSION_SECONDS, CONVERSION_BYTES)
+TOOLS_CONVERTER = SandboxPool(*CONVERSION_PROCESS, TOOLS_SECONDS, CONVERSION_BYTES)
+SLOWEST_TOOL_CONVERTER = SandboxPool(*CONVERSION_PROCESS, TOOLS_SECONDS / 2, CONVERSION_BYTES)
 
 
-def convert_grammar(kind: str, given: Any, what: str, **reading: bool) -> str:
+def convert_grammar(kind: str, source: JsonValue, label: str, **reading: bool | None) -> str:
     """Return a grammar in llguidance's own notation, which is known to be valid and to have a finite text.
 
     Args:
         kind: json_schema, regex, choice, grammar (Lark), gbnf or tools.
-        given: its text; a Path to a file with it; a schema as Python's values; a list of choices; or for tools, what
-            ``tools.write_tools_grammar`` takes.
-        what: the grammar's name in errors and warnings, such as "--grammar words.lark".
+        source: its text; a Path to a file with it; a schema as Python's values; a list of choices; or for tools,
+            the source of ``tools.write_tools_grammar``.
+        label: the grammar's name in errors and warnings, such as "--grammar words.lark".
         reading: fields of ``json_schema.SchemaReading``.
 
     Raises:
         OvspecError: it is invalid, or takes too much time or memory.
     """
-    if isinstance(given, Path):
-        given = read_text(given)
+    if isinstance(source, Path):
+        source = read_text(source)
+    request = {"kind": kind, "source": source, "label": label, "reading": reading}
     try:
-        request = json.dumps({"kind": kind, "given": given, "what": what, "reading": reading}, allow_nan=False)
+        request_text = json.dumps(request, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise OvspecError(f"{what} can't be written as JSON: {error}.") from None
-    if len(request) > 8 * sources.MAX_CHARACTERS:  # more than any escapes could make of what is allowed
-        raise OvspecError(f"{what} has more than {sources.MAX_CHARACTERS} characters, the most that are allowed.")
-    grammar, warning = request_conversion(request)
+        raise OvspecError(f"{label} can't be written as JSON: {error}.") from None
+    if len(request_text) > 8 * sources.MAX_CHARACTERS:  # more than any escapes could make of an allowed source
+        raise OvspecError(f"{label} has more than {sources.MAX_CHARACTERS} characters, the most that are allowed.")
+    grammar, warning = request_conversion(request_text)
     if warning:
-        warnings.warn(f"{what} {warning}", stacklevel=2)
+        warnings.warn(f"{label} {warning}", stacklevel=2)
     return grammar
 
 
 @functools.lru_cache(maxsize=64)
-def request_conversion(request: str) -> tuple[str, str]:
+def request_conversion(request_text: str) -> tuple[str, str]:
     """Return (grammar, warning) for a request to the worker; a refusal is an exception, so it isn't remembered."""
-    asked = json.loads(request)
-    what, of_tools = asked["what"], asked["kind"] == "tools"
+    request: JsonObject = json.loads(request_text)
+    of_tools = request["kind"] == "tools"
     try:
-        found = (TOOLS_CONVERTER if of_tools else CONVERTER).ask(request)
+        reply = (TOOLS_CONVERTER if of_tools else CONVERTER).ask(request_text)
     except LimitExceeded as why:
-        raise OvspecError(f"{slowest(asked) if of_tools else what}: the check {why}; simplify it.") from None
-    if "error" in found:
-        raise OvspecError(found["error"])
-    return found["grammar"], found["warning"]
+        label = find_slowest_tool(request) if of_tools else request["label"]
+        raise OvspecError(f"{label}: the check {why}; simplify it.") from None
+    if "error" in reply:
+        raise OvspecError(reply["error"])
+    return reply["grammar"], reply["warning"]
 
 
-def slowest(asked: dict[str, Any]) -> str:
+def find_slowest_tool(request: JsonObject) -> str:
     """Return the tool whose schema takes too long, as messages name it; all of them if none does alone."""
-    until = time.monotonic() + TOOLS_SECONDS
-    each_alone = alone(asked)
-    if len(each_alone) == 1:
-        return next(iter(each_alone))
-    for name, request in each_alone.items():
-        if time.monotonic() > until:
+    deadline = time.monotonic() + TOOLS_SECONDS
+    tool_requests = split_by_tool(request)
+    if len(tool_requests) == 1:
+        return next(iter(tool_requests))
+    for label, tool_request in tool_requests.items():
+        if time.monotonic() > deadline:
             break
         try:
-            TOOL_CONVERTER.ask(json.dumps(request))
+            SLOWEST_TOOL_CONVERTER.ask(json.dumps(tool_request))
         except LimitExceeded:
-            return name
-    return f"{asked['what']}: the schemas together"
+            return label
+    return f"{request['label']}: the schemas together"
 
 
-def alone(asked: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def split_by_tool(request: JsonObject) -> dict[str, JsonObject]:
     """Return a request for each tool alone, by the name that messages give to its schema."""
-    given = asked["given"]
+    source, label = request["source"], request["label"]
     return {
-        f"{asked['what']}: the schema of {tool['name']}": {**asked, "given": {**given, "tools": [tool], "other": None}}
-        for tool in given["tools"]
+        f"{label}: the schema of {tool['name']}": {**request, "source": {**source, "tools": [tool], "other": None}}
+        for tool in source["tools"]
     }
 
 
@@ -106,20 +108,20 @@ def alone(asked: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 class ByteTokenizer:
-    """A vocabulary of all bytes, an end token, the special tokens that a grammar names, and ``more`` empty tokens."""
+    """A tokenizer of bytes, with an end token, the special tokens that a grammar names, and empty tokens."""
 
     eos_token_id, bos_token_id, is_tokenizer_wrapper = 256, None, True
 
-    def __init__(self, special: list[str], more: int) -> None:
-        self.tokens = [bytes([i]) for i in range(256)] + [text.encode() for text in ("<eos>", *special)] + [b""] * more
-        self.special_token_ids = list(range(256, 257 + len(special)))
+    def __init__(self, special_tokens: list[str], empty_tokens: int) -> None:
+        named = [text.encode() for text in ("<eos>", *special_tokens)]
+        self.tokens = [*(bytes([byte]) for byte in range(256)), *named] + [b""] * empty_tokens
+        self.special_token_ids = list(range(256, 257 + len(special_tokens)))
 
     def __call__(self, text: str | bytes) -> list[int]:
-        return list(text if isinstance(text, bytes) else text.encode())
+        return list(text.encode() if isinstance(text, str) else text)
 
 
-# How each kind of grammar is read.
-READERS: dict[str, Callable[..., str]] = {
+CONVERTERS: dict[str, Callable[..., str]] = {
     "regex": sources.convert_regex,
     "choice": sources.convert_choices,
     "grammar": sources.convert_lark,
@@ -127,81 +129,86 @@ READERS: dict[str, Callable[..., str]] = {
 }
 
 
-def answer(request: dict[str, Any]) -> dict[str, str]:
+def answer_conversion(request: JsonObject) -> dict[str, str]:
     """Return {"grammar": llguidance's notation, "warning"} or {"error": a sentence}; see ``request_conversion``."""
-    kind, given, what = request["kind"], request["given"], request["what"]
+    kind, source, label = request["kind"], request["source"], request["label"]
+    warning = ""
     try:
         if kind == "json_schema":
-            grammar, warning = sources.convert_json_schema(given, what, **request["reading"])
+            grammar, warning = sources.convert_json_schema(source, label, **request["reading"])
         elif kind == "tools":
-            grammar, warning = write_tools_grammar(given, what)
+            grammar, warning = write_tools_grammar(source, label)
         else:
-            grammar, warning = READERS[kind](given, what), ""
+            grammar = CONVERTERS[kind](source, label)
     except OvspecError as error:
         return {"error": str(error)}
-    if why := problem_with(grammar):
-        return {"error": culprit(request, why) if kind == "tools" else what + why}
+    if problem := find_grammar_problem(grammar):
+        if kind == "tools":
+            return {"error": find_faulty_tool(request, problem)}
+        return {"error": label + problem}
     return {"grammar": grammar, "warning": warning}
 
 
-def culprit(request: dict[str, Any], why: str) -> str:
-    """Return what is wrong with the schema of a tool, if there is one; otherwise ``why``, which is wrong with all."""
-    for name, one in alone(request).items():
-        if found := problem_with(write_tools_grammar(one["given"], one["what"])[0]):
-            return name + found
-    return f"{request['what']}: the schemas together{why}"
+def find_faulty_tool(request: JsonObject, problem: str) -> str:
+    """Return a tool with what is wrong with its schema, if there is one; otherwise all tools with ``problem``."""
+    for label, tool_request in split_by_tool(request).items():
+        if tool_problem := find_grammar_problem(write_tools_grammar(tool_request["source"], tool_request["label"])[0]):
+            return label + tool_problem
+    return f"{request['label']}: the schemas together{problem}"
 
 
-def problem_with(grammar: str) -> str:
+def find_grammar_problem(grammar: str) -> str:
     """Return what follows a refused grammar's name in the error message; "" for a good grammar."""
-    special = [*json.loads(grammar).get(TOKEN_NAMES_KEY, ())]
+    special_tokens = [*json.loads(grammar).get(TOKEN_NAMES_KEY, ())]
     while True:
-        vocabulary = ByteTokenizer(special, MAX_NUMBER if "<[" in grammar else 0)
-        matcher = LLMatcher(LLTokenizer(vocabulary), grammar, log_level=0, limits=sources.PARSER_LIMITS)  # type: ignore
+        tokenizer = ByteTokenizer(special_tokens, NUMBERED_TOKENS if "<[" in grammar else 0)
+        ll_tokenizer = LLTokenizer(tokenizer)  # type: ignore[arg-type]
+        matcher = LLMatcher(ll_tokenizer, grammar, log_level=0, limits=sources.PARSER_LIMITS)
         unknown = re.search(r'unknown special token: "(<[^"]*>)"', matcher.get_error())
-        if not unknown or unknown[1] in special or len(special) >= MAX_SPECIAL:
+        if not unknown or unknown[1] in special_tokens or len(special_tokens) >= MAX_SPECIAL_TOKENS:
             break
-        special.append(unknown[1])
+        special_tokens.append(unknown[1])
     if matcher.is_error():
         kind = json.loads(grammar)["grammars"][0]["name"]
         return word_placed_error(matcher.get_error(), kind)
-    if len(matcher.compute_ff_bytes()) > LONGEST_FORCED:
-        return f": every text begins with the same {LONGEST_FORCED} bytes or more; put them into the prompt."
-    why = stuck(matcher, len(vocabulary.tokens))
-    return why and f": {word_llguidance_error(why)}"
+    if len(matcher.compute_ff_bytes()) > MAX_FORCED_BYTES:
+        return f": every text begins with the same {MAX_FORCED_BYTES} bytes or more; put them into the prompt."
+    problem = find_walk_problem(matcher, len(tokenizer.tokens))
+    return problem and f": {word_llguidance_error(problem)}"
 
 
-def stuck(matcher: LLMatcher, size: int) -> str:
+def find_walk_problem(matcher: LLMatcher, vocabulary_size: int) -> str:
     """Follow a few random texts byte by byte; return why the grammar is unusable, or "".
 
     It is unusable if it allows no text, has a dead end, or exceeds the limits.
     """
-    if matcher.is_accepting() and not allowed(matcher, size):
+    if matcher.is_accepting() and not list_allowed_tokens(matcher, vocabulary_size):
         return "it matches only the empty text; add another option"
-    if size > MAX_NUMBER:
+    if vocabulary_size > NUMBERED_TOKENS:
         return ""  # the bytes of the model's numbered tokens aren't known here
-    numbers, until = random.Random(0), time.monotonic() + WALK_SECONDS
+    draw = random.Random(0)
+    deadline = time.monotonic() + WALK_SECONDS
     for walk in range(WALKS):
-        each = matcher.deep_copy()
+        walker = matcher.deep_copy()
         for step in range(WALK_BYTES):
-            tokens = allowed(each, size)
-            if each.is_error() and DEAD_END not in each.get_error():
-                return f"{each.get_error().splitlines()[0]} (after {step} bytes)"
+            tokens = list_allowed_tokens(walker, vocabulary_size)
+            if walker.is_error() and DEAD_END_ERROR not in walker.get_error():
+                return f"{walker.get_error().splitlines()[0]} (after {step} bytes)"
             if not tokens:
-                if not each.is_accepting():
+                if not walker.is_accepting():
                     return "it has a dead end, where nothing may follow" if step else "it matches no text at all"
                 break
-            if time.monotonic() > until and walk + step:
+            if time.monotonic() > deadline and walk + step:
                 return ""
-            each.consume_token(numbers.choice(tokens))
+            walker.consume_token(draw.choice(tokens))
     return ""
 
 
-def allowed(matcher: LLMatcher, size: int) -> list[int]:
+def list_allowed_tokens(matcher: LLMatcher, vocabulary_size: int) -> list[int]:
     """Return the tokens that may come next, except the end token."""
-    bits = int.from_bytes(matcher.compute_bitmask(), "little")
-    return [i for i in range(size) if bits >> i & 1 and i != ByteTokenizer.eos_token_id]
+    mask = int.from_bytes(matcher.compute_bitmask(), "little")
+    return [i for i in range(vocabulary_size) if mask >> i & 1 and i != ByteTokenizer.eos_token_id]
 
 
 if __name__ == "__main__":
-    serve_requests(answer)
+    serve_requests(answer_conversion)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from ovspec.base.json_types import JsonValue
 
 WRAPPER_KEYS = {"name", "description", "strict", "schema"}
 
 
-def is_response_format(schema: Any) -> bool:
+def is_response_format(schema: JsonValue) -> bool:
     """Return whether ``schema`` is {"name", "schema", ...} or {"type": "json_schema", "json_schema": ...}.
 
     Or {"type": "json_schema", "schema": ...}, which is llama.cpp's form, and OpenAI's of the Responses API.
@@ -19,9 +19,9 @@ def is_response_format(schema: Any) -> bool:
     return isinstance(schema.get("schema"), dict) and "name" in schema and schema.keys() <= WRAPPER_KEYS
 
 
-def unwrap_response_format(schema: Any) -> Any:
+def unwrap_response_format(schema: JsonValue) -> JsonValue:
     """Return the schema within a response format; any other schema as it is."""
     while is_response_format(schema):
-        wraps = schema.get("type") == "json_schema" and "json_schema" in schema
-        schema = schema["json_schema" if wraps else "schema"]
+        is_wrapped_twice = schema.get("type") == "json_schema" and "json_schema" in schema
+        schema = schema["json_schema" if is_wrapped_twice else "schema"]
     return {"type": "object"} if schema == {"type": "json_object"} else schema

@@ -9,14 +9,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits
 
 from ovspec.base.errors import OvspecError
+from ovspec.base.json_types import JsonObject, JsonValue
 from ovspec.grammars.gbnf import convert_gbnf_to_lark
 from ovspec.grammars.json_schema import SchemaReading, compile_schema
-from ovspec.grammars.json_schema.expressions import slashed
+from ovspec.grammars.json_schema.expressions import escape_slashes
 from ovspec.grammars.response_format import is_response_format, unwrap_response_format
 from ovspec.grammars.wording import word_llguidance_error
 
@@ -29,7 +29,7 @@ PARSER_LIMITS = LLParserLimits(
     max_items_in_row=1000, step_max_items=100_000, max_lexer_states=50_000,
     precompute_large_lexemes=True, verbose_errors=False,
 )  # fmt: skip
-UNIQUE_ITEMS_KEY = "unique_items"  # beside llguidance's own keys: the tracks of constraints.unique_items
+UNIQUE_ITEMS_KEY = "unique_items"  # next to llguidance's own keys: ``json_schema.item_tracks``
 
 # First the tokens that may contain anything, then those that are searched for.
 LARK_TOKEN = re.compile(
@@ -40,12 +40,12 @@ LARK_TOKEN = re.compile(
     r"|(?P<json>%json\b\s*)"
     r"|\b(?P<option>max_tokens|stop|temperature)\s*="
 )
-BRACKETS = re.compile(r'"(?:\\.|[^"\\])*"?|[\[{]|[\]}]')
+BRACKET = re.compile(r'"(?:\\.|[^"\\])*"?|[\[{]|[\]}]')
 
 
 def convert_json_schema(
-    schema: dict[str, Any] | bool | str,
-    what: str = "The JSON schema",
+    schema: JsonObject | bool | str,
+    label: str = "The JSON schema",
     lenient: bool = False,
     close_objects: bool | None = None,
     compact: bool = False,
@@ -54,167 +54,174 @@ def convert_json_schema(
 
     Args:
         schema: the schema itself or its JSON text. ``x-guidance`` at its top sets separators and white space.
-        what: the schema's name in messages.
+        label: the schema's name in messages.
         lenient, close_objects, compact: see ``json_schema.SchemaReading``; response formats are closed by default.
     """
     if isinstance(schema, str):
-        schema = parsed(schema, what)
+        schema = parse_json(schema, label)
     try:
         text = json.dumps(schema, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise OvspecError(f"{what} can't be written as JSON: {error}.") from None
-    bounded(text, what)
-    shallow(text, what)
+        raise OvspecError(f"{label} can't be written as JSON: {error}.") from None
+    check_character_count(text, label)
+    check_nesting(text, label)
     try:
         schema = json.loads(text)
         if close_objects is None:
             close_objects = is_response_format(schema)
         reading = SchemaReading(lenient, close_objects, compact)
-        found = compile_schema(unwrap_response_format(schema), find_schema_problem, reading)
+        compiled_schema = compile_schema(unwrap_response_format(schema), find_schema_problem, reading)
     except OvspecError as error:
-        raise OvspecError(f"{what}, at {error}") from None
-    text = write_grammar_json("json", lark_grammar=found.lark)
-    if found.tracks:
-        text = json.dumps({**json.loads(text), UNIQUE_ITEMS_KEY: found.tracks})
-    return text, found.warning
+        raise OvspecError(f"{label}, at {error}") from None
+    grammar = write_grammar_json("json", lark_grammar=compiled_schema.lark)
+    if compiled_schema.item_tracks:
+        grammar = json.dumps({**json.loads(grammar), UNIQUE_ITEMS_KEY: compiled_schema.item_tracks})
+    return grammar, compiled_schema.warning
 
 
-def find_schema_problem(schema: dict[str, Any]) -> str:
+def find_schema_problem(schema: JsonObject) -> str:
     """Return why llguidance can't use a schema, as a sentence; "" if it can."""
     grammar = json.dumps({"grammars": [{"json_schema": schema}]})
     return word_llguidance_error(LLMatcher.validate_grammar(grammar, None, limits=PARSER_LIMITS))
 
 
-def convert_regex(pattern: str, what: str = "The regular expression") -> str:
+def convert_regex(pattern: str, label: str = "The regular expression") -> str:
     """Return the grammar of texts that fully match ``pattern``, in Rust's ``regex`` syntax without look-around."""
-    pattern = well_formed(pattern, what).removeprefix("^")
-    pattern = re.sub(r"(?<!\\)((?:\\\\)*)\$\Z", r"\1", pattern)
+    check_text(pattern, label)
+    pattern = re.sub(r"(?<!\\)((?:\\\\)*)\$\Z", r"\1", pattern.removeprefix("^"))
     if re.search(r"(?<!\\)(?:\\\\)*\\\Z", pattern):
-        raise OvspecError(f"{what} ends with a backslash; write \\\\ to match one.")
-    return write_grammar_json("regex", lark_grammar=f"start: /{slashed(pattern)}/")
+        raise OvspecError(f"{label} ends with a backslash; write \\\\ to match one.")
+    return write_grammar_json("regex", lark_grammar=f"start: /{escape_slashes(pattern)}/")
 
 
-def convert_choices(texts: Sequence[str], what: str = "choice") -> str:
-    """Return the grammar that matches any one of ``texts`` and nothing else."""
-    if isinstance(texts, str) or not texts:
-        raise OvspecError(f"{what} must be a list of texts with at least one entry.")
-    unique = dict.fromkeys(well_formed(text, f"Choice {i + 1}") for i, text in enumerate(texts))
-    options = "|".join("".join(map(escaped, text)) for text in unique)
-    bounded(options, "The list of choices")
+def convert_choices(choices: Sequence[str], label: str = "choice") -> str:
+    """Return the grammar that matches any one of ``choices`` and nothing else."""
+    if isinstance(choices, str) or not choices:
+        raise OvspecError(f"{label} must be a list of texts with at least one entry.")
+    for i, choice in enumerate(choices):
+        check_text(choice, f"Choice {i + 1}")
+    options = "|".join("".join(map(escape_choice_character, choice)) for choice in dict.fromkeys(choices))
+    check_character_count(options, "The list of choices")
     return write_grammar_json("choices", lark_grammar=f"start: /(?:{options})/")
 
 
-def convert_lark(text: str, what: str = "The Lark grammar") -> str:
+def convert_lark(text: str, label: str = "The Lark grammar") -> str:
     """Return the grammar for a text in llguidance's dialect of Lark, whose start rule is ``start``.
 
     ``max_tokens=``, ``stop=`` and ``temperature=`` are refused.
     """
-    text = well_formed(text, what)
-    bounded(text, what)
+    check_text(text, label)
+    check_character_count(text, label)
     if match := re.search(r"^[^\S\n]*%import[^\S\n]+\.", text, re.MULTILINE):
-        raise OvspecError(f"{what}, {place(text, match.start())}: a grammar can't import files; put all rules into it.")
+        why = "a grammar can't import files; put all rules into it."
+        raise OvspecError(f"{label}, {line_and_column(text, match.start())}: {why}")
     if re.search(r"^[\w-]+[^\S\n]*::=", text, re.MULTILINE):
-        raise OvspecError(f"{what}: rules with ::= are GBNF; give it as gbnf.")
-    parts, at, schemas = [], 0, []
-    while match := LARK_TOKEN.search(text, at):
-        parts.append(text[at : match.end()])
-        at = match.end()
+        raise OvspecError(f"{label}: rules with ::= are GBNF; give it as gbnf.")
+    parts: list[str] = []
+    schema_grammars: list[dict[str, str]] = []
+    position = 0
+    while match := LARK_TOKEN.search(text, position):
+        parts.append(text[position : match.end()])
+        position = match.end()
         if option := match["option"]:
             why = f"{option}= isn't supported, because it can't be rolled back; leave it out."
-            raise OvspecError(f"{what}, {place(text, match.start())}: {why}")
+            raise OvspecError(f"{label}, {line_and_column(text, match.start())}: {why}")
         if match["json"]:
-            inline, end = inline_schema(text, at, what)
-            name = f"json_schema_{len(schemas)}"
-            schemas.append({"name": name, "lark_grammar": inline})
+            schema_lark, end = convert_inline_schema(text, position, label)
+            name = f"json_schema_{len(schema_grammars)}"
+            schema_grammars.append({"name": name, "lark_grammar": schema_lark})
             parts[-1] = parts[-1][: -len(match["json"])]
             parts += [f"@{name}", "\n" * text.count("\n", match.start("json"), end)]  # later lines keep their numbers
-            at = end
-    return write_grammar_json("lark", *schemas, lark_grammar="".join(parts) + text[at:])
+            position = end
+    return write_grammar_json("lark", *schema_grammars, lark_grammar="".join(parts) + text[position:])
 
 
-def convert_gbnf(text: str, what: str = "The GBNF grammar") -> str:
+def convert_gbnf(text: str, label: str = "The GBNF grammar") -> str:
     """Return the grammar for a text in llama.cpp's GBNF, whose start rule is ``root``."""
-    text = well_formed(text, what)
-    bounded(text, what, MAX_GBNF_CHARACTERS)
+    check_text(text, label)
+    check_character_count(text, label, MAX_GBNF_CHARACTERS)
     try:
         return write_grammar_json("gbnf", lark_grammar=convert_gbnf_to_lark(text))
     except OvspecError as error:
-        raise OvspecError(f"{what}, {error}") from None
+        raise OvspecError(f"{label}, {error}") from None
 
 
-def write_grammar_json(kind: str, *others: dict[str, str], **source: Any) -> str:
+def write_grammar_json(kind: str, *others: dict[str, str], lark_grammar: str) -> str:
     """Return a grammar in llguidance's own notation, named after its kind so that errors can be worded for it.
 
     ``others``: grammars that it refers to by name.
     """
-    return json.dumps({"grammars": [{"name": kind, **source}, *others]})
+    return json.dumps({"grammars": [{"name": kind, "lark_grammar": lark_grammar}, *others]})
 
 
-def inline_schema(text: str, start: int, what: str) -> tuple[str, int]:
+def convert_inline_schema(text: str, start: int, label: str) -> tuple[str, int]:
     """Return the grammar of the schema after ``%json``, and where the schema ends in ``text``."""
-    shallow(text, what, start)
+    check_nesting(text, label, start)
     try:
         schema, end = json.JSONDecoder().raw_decode(text, start)
-        found = compile_schema(schema, find_schema_problem)
-        if found.tracks:
+        compiled_schema = compile_schema(schema, find_schema_problem)
+        if compiled_schema.item_tracks:
             raise OvspecError("#: uniqueItems can't be enforced within a grammar; leave it out.")
-        return found.lark, end
+        return compiled_schema.lark, end
     except (ValueError, RecursionError):
         why = "this should be a JSON schema, but isn't JSON."
     except OvspecError as error:
         why = f"the JSON schema, at {error}"
-    raise OvspecError(f"{what}, {place(text, start)}: {why}")
+    raise OvspecError(f"{label}, {line_and_column(text, start)}: {why}")
 
 
-def parsed(text: str, what: str) -> Any:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for key, value in pairs:
-            if key in found:
-                raise OvspecError(f'{what} has the key "{key}" twice in one object.')
-            found[key] = value
-        return found
+def parse_json(text: str, label: str) -> JsonValue:
+    def make_object(members: list[tuple[str, JsonValue]]) -> JsonObject:
+        parsed: JsonObject = {}
+        for key, value in members:
+            if key in parsed:
+                raise OvspecError(f'{label} has the key "{key}" twice in one object.')
+            parsed[key] = value
+        return parsed
 
-    bounded(text, what)
-    shallow(text, what)
+    check_character_count(text, label)
+    check_nesting(text, label)
     try:
-        return json.loads(text, object_pairs_hook=unique)
+        return json.loads(text, object_pairs_hook=make_object)
     except json.JSONDecodeError as error:
-        raise OvspecError(f"{what} isn't JSON: line {error.lineno}, column {error.colno}: {error.msg}.") from None
+        raise OvspecError(f"{label} isn't JSON: line {error.lineno}, column {error.colno}: {error.msg}.") from None
     except (ValueError, RecursionError) as error:
-        raise OvspecError(f"{what} isn't JSON: {error}.") from None
+        raise OvspecError(f"{label} isn't JSON: {error}.") from None
 
 
-def bounded(text: str, what: str, most: int = MAX_CHARACTERS) -> None:
+def check_character_count(text: str, label: str, max_characters: int = MAX_CHARACTERS) -> None:
     """Refuse a text that is too long."""
-    if len(text) > most:
-        raise OvspecError(f"{what} has {len(text)} characters; at most {most} are allowed.")
+    if len(text) > max_characters:
+        raise OvspecError(f"{label} has {len(text)} characters; at most {max_characters} are allowed.")
 
 
-def shallow(text: str, what: str, start: int = 0) -> None:
+def check_nesting(text: str, label: str, start: int = 0) -> None:
     """Refuse JSON that is nested too deeply, without recursion; the text after it is ignored."""
     depth = 0
-    for match in BRACKETS.finditer(text, start):
+    for match in BRACKET.finditer(text, start):
         depth += (match.group() in "[{") - (match.group() in "]}")
         if depth > MAX_NESTING:
-            raise OvspecError(f"{what} is nested deeper than {MAX_NESTING} at {place(text, match.start())}.")
+            where = line_and_column(text, match.start())
+            raise OvspecError(f"{label} is nested deeper than {MAX_NESTING} at {where}.")
         if depth <= 0:
             return
 
 
-def well_formed(text: str, what: str) -> str:
+def check_text(text: str, label: str) -> None:
+    """Refuse a value that isn't text, or can't be encoded."""
     if not isinstance(text, str):
-        raise OvspecError(f"{what} should be text, not {type(text).__name__}.")
+        raise OvspecError(f"{label} should be text, not {type(text).__name__}.")
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise OvspecError(f"{what} contains half a character (a surrogate) at {place(text, error.start)}.") from None
-    return text
+        where = line_and_column(text, error.start)
+        raise OvspecError(f"{label} contains half a character (a surrogate) at {where}.") from None
 
 
-def place(text: str, at: int) -> str:
-    return f"line {text.count(chr(10), 0, at) + 1}, column {at - text.rfind(chr(10), 0, at)}"
+def line_and_column(text: str, index: int) -> str:
+    return f"line {text.count(chr(10), 0, index) + 1}, column {index - text.rfind(chr(10), 0, index)}"
 
 
-def escaped(character: str) -> str:
+def escape_choice_character(character: str) -> str:
+    """Return the expression of a character."""
     return character if character.isascii() and character.isalnum() else f"\\x{{{ord(character):x}}}"

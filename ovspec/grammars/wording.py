@@ -25,13 +25,15 @@ ERROR_WORDINGS = (
 
 def word_placed_error(error: str, kind: str) -> str:
     """Return llguidance's error as the rest of a sentence, beginning with the place if it is known."""
-    first = re.match(r"(?:at )?(\d+)\((\d+)\): ", error)
-    where = ""
-    if kind == "lark" and first:
-        where = f", line {first[1]}, column {first[2]}"
+    position = re.match(r"(?:at )?(\d+)\((\d+)\): ", error)
+    place = ""
+    if kind == "lark" and position:
+        place = f", line {position[1]}, column {position[2]}"
     elif kind == "regex" and (caret := re.search(r"parse error:\n    .*\n    ( *)\^", error)):
-        where = f", column {len(caret[1]) + 1}"
-    return f"{where}: {word_llguidance_error(error[first.end() :] if first else error)}"
+        place = f", column {len(caret[1]) + 1}"
+    if position:
+        error = error[position.end() :]
+    return f"{place}: {word_llguidance_error(error)}"
 
 
 def word_llguidance_error(error: str) -> str:
@@ -40,12 +42,14 @@ def word_llguidance_error(error: str) -> str:
         return ""
     error = re.sub(r"<non-verbose/>|\n +\d+ \|.*(\n +\^)?", "", error).replace("failed to compile JSON schema: ", "")
     error = re.sub(r"^invalid regex .*? \(in regex\): ", "", error, flags=re.DOTALL)
-    if error.strip().endswith("))") and (at := error.rfind('(at "')) >= 0:
-        error = error[:at]
-    flat = " ".join(error.split())
-    for pattern, words in ERROR_WORDINGS:
-        if match := re.search(pattern, flat):
-            flat = match.expand(words)
+    if error.strip().endswith("))") and (details := error.rfind('(at "')) >= 0:
+        error = error[:details]
+    sentence = " ".join(error.split())
+    for pattern, wording in ERROR_WORDINGS:
+        if match := re.search(pattern, sentence):
+            sentence = match.expand(wording)
             break
-    flat = (flat if len(flat) < 300 else flat[:300] + "…").rstrip(" .;:")
-    return flat if flat.endswith("?") else f"{flat}."
+    if len(sentence) >= 300:
+        sentence = sentence[:300] + "…"
+    sentence = sentence.rstrip(" .;:")
+    return sentence if sentence.endswith("?") else f"{sentence}."

@@ -16,7 +16,7 @@ import numpy as np
 from ovspec.grammars.json_schema.shapes import search_pattern
 from ovspec.sampling.vocabulary_index import VocabularyIndex
 
-# What may be where in a text: for each number, the alternatives of a value, see ``json_schema.writing.tracks_of``.
+# What may be where in a text: for each number, the alternatives of a value, see ``json_schema.item_tracks``.
 Tracks = list[list[dict[str, Any]]]
 # A token -> (the tokens that a grammar allows after it, the same function for that place).
 Following = Callable[[int], tuple[list[int], "Following"]]

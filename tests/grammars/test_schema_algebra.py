@@ -74,7 +74,7 @@ class Acceptor:
     def __init__(self, schema: Schema, lenient: bool = False) -> None:
         found = compile_schema(json.loads(json.dumps(schema)), find_schema_problem, SchemaReading(lenient=lenient))
         self._matcher = matcher(write_grammar_json("json", lark_grammar=found.lark))
-        self._unique = UniqueItems(found.tracks, [None]) if found.tracks else None
+        self._unique = UniqueItems(found.item_tracks, [None]) if found.item_tracks else None
 
     def accepts(self, value: Any) -> bool:
         text, each = json.dumps(value), self._matcher.deep_copy()

@@ -12,238 +12,261 @@ from ovspec.base.errors import OvspecError
 
 Ranges = tuple[tuple[int, int], ...]  # ranges of code points, sorted and disjoint, both ends included
 
-LAST = 0x10FFFF
+LAST_CODE_POINT = 0x10FFFF
 SURROGATES = (0xD800, 0xDFFF)
-MAX_DEPTH = 100  # nested parentheses
-MAX_STACKED = 8  # repetition operators in a row
-MAX_REPEAT = 100_000
-SPACE, SPACE_AND_LINES = re.compile(r"(?:[ \t]|#[^\n]*)*"), re.compile(r"(?:[ \t\r\n]|#[^\n]*)*")
-NAME = frozenset(string.ascii_letters + string.digits + "-_")
+MAX_PARENTHESES = 100  # nested parentheses
+MAX_STACKED_REPETITIONS = 8  # repetition operators in a row
+MAX_REPETITIONS = 100_000
+SPACES, SPACES_AND_LINES = re.compile(r"(?:[ \t]|#[^\n]*)*"), re.compile(r"(?:[ \t\r\n]|#[^\n]*)*")
+NAME_CHARACTERS = frozenset(string.ascii_letters + string.digits + "-_")
 ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\", '"': '"', "[": "[", "]": "]", "-": "-", "^": "^"}
 HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 
 
 @dataclass(eq=False, slots=True)
-class Chars:
+class CharacterClass:
     """One character from any of the ranges."""
 
     ranges: Ranges
 
 
 @dataclass(eq=False, slots=True)
-class Seq:
+class Concatenation:
     parts: tuple[Expression, ...]
 
 
 @dataclass(eq=False, slots=True)
-class Alt:
+class Alternation:
     options: tuple[Expression, ...]
 
 
 @dataclass(eq=False, slots=True)
-class Repeat:
+class Repetition:
     part: Expression
     least: int
     most: int | None  # None: any number
 
 
 @dataclass(eq=False, slots=True)
-class Name:
+class RuleReference:
     """A reference to a rule."""
 
-    text: str
+    name: str
 
 
-Expression = Chars | Seq | Alt | Repeat | Name
+Expression = CharacterClass | Concatenation | Alternation | Repetition | RuleReference
 
 
 @dataclass(frozen=True)
-class Gbnf:
+class GbnfGrammar:
     """The rules of a grammar by name.
 
-    ``make`` makes an expression; equal expressions are one object, so they are compared and hashed by identity.
+    ``make_expression``: equal expressions are one object, so they are compared and hashed by identity.
     """
 
     rules: dict[str, Expression]
-    make: Callable[..., Expression]
+    make_expression: Callable[..., Expression]
 
 
-def parse_gbnf(text: str) -> Gbnf:
+def parse_gbnf(text: str) -> GbnfGrammar:
     """Return the rules of a GBNF grammar.
 
     Raises:
         OvspecError: it isn't GBNF or lacks a rule; the message names the line and column.
     """
-    return Reader(text).grammar()
+    return GbnfParser(text).parse_grammar()
 
 
-class Reader:
-    """Parses the text in one pass; ``at`` is the index of the next character."""
+class GbnfParser:
+    """Parses the text in one pass; ``position`` is the index of the next character."""
 
     def __init__(self, text: str) -> None:
-        self.text, self.at, self.depth = text, 0, 0
-        self.make = functools.cache(lambda kind, *fields: kind(*fields))
-        self.used: dict[str, int] = {}  # name -> where it is first used
+        self.text = text
+        self.position = 0
+        self.depth = 0  # of open parentheses
+        self.make_expression = functools.cache(lambda kind, *fields: kind(*fields))
+        self.first_uses: dict[str, int] = {}  # name -> where it is first used
 
-    def fail(self, why: str, at: int | None = None) -> OvspecError:
-        at = self.at if at is None else at
-        line, column = self.text.count("\n", 0, at) + 1, at - self.text.rfind("\n", 0, at)
+    def error_at(self, why: str, index: int | None = None) -> OvspecError:
+        if index is None:
+            index = self.position
+        line = self.text.count("\n", 0, index) + 1
+        column = index - self.text.rfind("\n", 0, index)
         return OvspecError(f"line {line}, column {column}: {why}.")
 
-    def next(self) -> str:
-        return self.text[self.at] if self.at < len(self.text) else ""
+    def peek(self) -> str:
+        return self.text[self.position : self.position + 1]
 
-    def space(self, lines: bool) -> None:
+    def skip_spaces(self, lines: bool) -> None:
         """Skip spaces and comments, and line ends if ``lines``."""
-        if found := (SPACE_AND_LINES if lines else SPACE).match(self.text, self.at):
-            self.at = found.end()
+        pattern = SPACES_AND_LINES if lines else SPACES
+        if match := pattern.match(self.text, self.position):
+            self.position = match.end()
 
-    def grammar(self) -> Gbnf:
+    def parse_grammar(self) -> GbnfGrammar:
         rules: dict[str, Expression] = {}
-        self.space(lines=True)
-        while self.next():
-            start, name = self.at, self.name()
-            self.space(lines=False)
-            if not self.text.startswith("::=", self.at):
-                raise self.fail(f'"::=" should follow the name {name}')
+        self.skip_spaces(lines=True)
+        while self.peek():
+            start = self.position
+            name = self.parse_name()
+            self.skip_spaces(lines=False)
+            if not self.text.startswith("::=", self.position):
+                raise self.error_at(f'"::=" should follow the name {name}')
             if name in rules:
-                raise self.fail(f"the rule {name} is defined twice", start)
-            self.at += 3
-            self.space(lines=True)
-            rules[name] = self.options(nested=False)
-            if self.next() not in ("", "\r", "\n"):
-                raise self.fail(f"{self.next()!r} doesn't belong here")
-            self.space(lines=True)
-        for name, at in self.used.items():
+                raise self.error_at(f"the rule {name} is defined twice", start)
+            self.position += 3
+            self.skip_spaces(lines=True)
+            rules[name] = self.parse_options(nested=False)
+            if self.peek() not in ("", "\r", "\n"):
+                raise self.error_at(f"{self.peek()!r} doesn't belong here")
+            self.skip_spaces(lines=True)
+        for name, position in self.first_uses.items():
             if name not in rules:
-                raise self.fail(f"there is no rule {name}", at)
+                raise self.error_at(f"there is no rule {name}", position)
         if "root" not in rules:
             raise OvspecError("line 1, column 1: the grammar has no rule root; add one that matches the whole text.")
-        return Gbnf(rules, self.make)
+        return GbnfGrammar(rules, self.make_expression)
 
-    def name(self) -> str:
-        start = self.at
-        while self.next() in NAME and self.next():
-            self.at += 1
-        if start == self.at:
-            raise self.fail(f"a name is expected here, not {self.next()!r}")
-        return self.text[start : self.at]
+    def parse_name(self) -> str:
+        start = self.position
+        while self.peek() in NAME_CHARACTERS and self.peek():
+            self.position += 1
+        if start == self.position:
+            raise self.error_at(f"a name is expected here, not {self.peek()!r}")
+        return self.text[start : self.position]
 
-    def options(self, nested: bool) -> Expression:
-        options = [self.sequence(nested)]
-        while self.next() == "|":
-            self.at += 1
-            self.space(lines=True)
-            options.append(self.sequence(nested))
-        return options[0] if len(options) == 1 else self.make(Alt, tuple(options))
+    def parse_options(self, nested: bool) -> Expression:
+        options = [self.parse_concatenation(nested)]
+        while self.peek() == "|":
+            self.position += 1
+            self.skip_spaces(lines=True)
+            options.append(self.parse_concatenation(nested))
+        return self.join_expressions(Alternation, options)
 
-    def sequence(self, nested: bool) -> Expression:
+    def parse_concatenation(self, nested: bool) -> Expression:
         parts: list[Expression] = []
-        while (found := self.next()) and (found in '"[(.' or found in NAME):
-            part = self.element()
-            self.space(nested)
-            times = 0
-            while self.next() and self.next() in "*+?{":
-                times += 1
-                if times > MAX_STACKED:
-                    raise self.fail(f"no more than {MAX_STACKED} repetitions may follow one another")
-                part = self.repeated(part)
-                self.space(nested)
+        while self.peek() and (self.peek() in '"[(.' or self.peek() in NAME_CHARACTERS):
+            part = self.parse_element()
+            self.skip_spaces(nested)
+            repetitions = 0
+            while self.peek() and self.peek() in "*+?{":
+                repetitions += 1
+                if repetitions > MAX_STACKED_REPETITIONS:
+                    raise self.error_at(f"no more than {MAX_STACKED_REPETITIONS} repetitions may follow one another")
+                part = self.parse_repetition(part)
+                self.skip_spaces(nested)
             parts.append(part)
-        return self.joined(parts)
+        return self.join_expressions(Concatenation, parts)
 
-    def joined(self, parts: list[Expression]) -> Expression:
-        return parts[0] if len(parts) == 1 else self.make(Seq, tuple(parts))
+    def join_expressions(self, kind: type[Expression], parts: list[Expression]) -> Expression:
+        return parts[0] if len(parts) == 1 else self.make_expression(kind, tuple(parts))
 
-    def element(self) -> Expression:
-        start, found = self.at, self.next()
-        if found in NAME:
-            name = self.name()
-            self.used.setdefault(name, start)
-            return self.make(Name, name)
-        self.at += 1
-        if found == ".":
-            return self.make(Chars, negated(()))
-        if found == "[":
-            return self.chars(start)
-        if found == '"':
+    def parse_element(self) -> Expression:
+        start = self.position
+        character = self.peek()
+        if character in NAME_CHARACTERS:
+            name = self.parse_name()
+            self.first_uses.setdefault(name, start)
+            return self.make_expression(RuleReference, name)
+        self.position += 1
+        if character == ".":
+            return self.make_expression(CharacterClass, complement_ranges(()))
+        if character == "[":
+            return self.parse_class(start)
+        if character == '"':
             parts: list[Expression] = []
-            while self.next() != '"':
-                parts.append(self.make(Chars, ((code := self.character(start, "text"), code),)))
-            self.at += 1
-            return self.joined(parts)
+            while self.peek() != '"':
+                code = self.parse_character(start, "text")
+                parts.append(self.make_expression(CharacterClass, ((code, code),)))
+            self.position += 1
+            return self.join_expressions(Concatenation, parts)
         self.depth += 1
-        if self.depth > MAX_DEPTH:
-            raise self.fail(f"parentheses are nested deeper than {MAX_DEPTH}")
-        self.space(lines=True)
-        inner = self.options(nested=True)
-        if self.next() != ")":
-            raise self.fail("this parenthesis is not closed", start)
-        self.at, self.depth = self.at + 1, self.depth - 1
+        if self.depth > MAX_PARENTHESES:
+            raise self.error_at(f"parentheses are nested deeper than {MAX_PARENTHESES}")
+        self.skip_spaces(lines=True)
+        inner = self.parse_options(nested=True)
+        if self.peek() != ")":
+            raise self.error_at("this parenthesis is not closed", start)
+        self.position += 1
+        self.depth -= 1
         return inner
 
-    def character(self, start: int, what: str) -> int:
-        """Read a character of a literal or a class, perhaps escaped; return its code point."""
-        found = self.next()
-        if found in ("", "\n", "\r"):
-            raise self.fail(f"this {what} is not closed", start)
-        self.at += 1
-        code = ord(found)
-        if found == "\\":
-            kind = self.next()
-            self.at += 1
-            if kind in ESCAPES:
-                return ord(ESCAPES[kind])
-            digits = self.text[self.at : self.at + HEX_DIGITS.get(kind, 0)]
-            if not digits or len(digits) < HEX_DIGITS[kind] or not set(digits) <= set(string.hexdigits):
-                raise self.fail(f"\\{kind}{digits} isn't a valid escape", self.at - 2)
-            self.at, code = self.at + len(digits), int(digits, 16)
-        if code > LAST or SURROGATES[0] <= code <= SURROGATES[1]:
-            raise self.fail(f"U+{code:04X} isn't a character", self.at - 1)
+    def parse_character(self, start: int, container: str) -> int:
+        """Read a character of a literal or a class, perhaps escaped; return its code point.
+
+        ``container``: its name in errors; it begins at ``start``.
+        """
+        character = self.peek()
+        if character in ("", "\n", "\r"):
+            raise self.error_at(f"this {container} is not closed", start)
+        self.position += 1
+        code = ord(character)
+        if character == "\\":
+            letter = self.peek()
+            self.position += 1
+            if letter in ESCAPES:
+                return ord(ESCAPES[letter])
+            digits = self.text[self.position : self.position + HEX_DIGITS.get(letter, 0)]
+            if not digits or len(digits) < HEX_DIGITS[letter] or not set(digits) <= set(string.hexdigits):
+                raise self.error_at(f"\\{letter}{digits} isn't a valid escape", self.position - 2)
+            self.position += len(digits)
+            code = int(digits, 16)
+        if code > LAST_CODE_POINT or SURROGATES[0] <= code <= SURROGATES[1]:
+            raise self.error_at(f"U+{code:04X} isn't a character", self.position - 1)
         return code
 
-    def chars(self, start: int) -> Expression:
-        negate = self.next() == "^"
-        self.at += negate
+    def parse_class(self, start: int) -> Expression:
+        negate = self.peek() == "^"
+        self.position += negate
         ranges: list[tuple[int, int]] = []
-        while self.next() != "]":
-            first = last = self.character(start, "class")
-            if self.next() == "-" and self.text[self.at + 1 : self.at + 2] != "]":
-                self.at += 1
-                last = self.character(start, "class")
+        while self.peek() != "]":
+            first = last = self.parse_character(start, "class")
+            if self.peek() == "-" and self.text[self.position + 1 : self.position + 2] != "]":
+                self.position += 1
+                last = self.parse_character(start, "class")
             if last < first:
-                raise self.fail("this range ends before it begins", start)
+                raise self.error_at("this range ends before it begins", start)
             ranges.append((first, last))
-        self.at += 1
+        self.position += 1
         if not ranges and not negate:
-            raise self.fail("this class has no characters", start)
-        return self.make(Chars, negated(ranges) if negate else negated(negated(ranges)))
+            raise self.error_at("this class has no characters", start)
+        complement = complement_ranges(ranges)
+        return self.make_expression(CharacterClass, complement if negate else complement_ranges(complement))
 
-    def repeated(self, part: Expression) -> Expression:
-        start, found = self.at, self.next()
-        self.at += 1
-        if found != "{":
-            least = int(found == "+")
-            if isinstance(part, Repeat) and part.least < 2 and part.most is None:  # x** is x*
-                return self.make(Repeat, part.part, min(least, part.least), None)
-            return self.make(Repeat, part, least, 1 if found == "?" else None)
+    def parse_repetition(self, part: Expression) -> Expression:
+        start = self.position
+        operator = self.peek()
+        self.position += 1
+        if operator != "{":
+            least = int(operator == "+")
+            if isinstance(part, Repetition) and part.least < 2 and part.most is None:  # x** is x*
+                return self.make_expression(Repetition, part.part, min(least, part.least), None)
+            return self.make_expression(Repetition, part, least, 1 if operator == "?" else None)
         end = self.text.find("}", start)
-        least, comma, most = (side.strip() for side in self.text[start + 1 : end].partition(","))
-        if end < 0 or not (least + most).isascii() or not least.isdigit() or not (most or "0").isdigit():
-            raise self.fail("a repetition is written {3}, {3,} or {3,5}", start)
-        if max(len(least), len(most)) > 6 or max(int(least), int(most or 0)) > MAX_REPEAT:
-            raise self.fail(f"nothing may be repeated more than {MAX_REPEAT} times", start)
-        if most and int(most) < int(least):
-            raise self.fail("this repetition ends before it begins", start)
-        self.at = end + 1
-        return self.make(Repeat, part, int(least), int(most) if most else None if comma else int(least))
+        least_text, comma, most_text = (side.strip() for side in self.text[start + 1 : end].partition(","))
+        digits = least_text + most_text
+        if end < 0 or not digits.isascii() or not least_text.isdigit() or not digits.isdigit():
+            raise self.error_at("a repetition is written {3}, {3,} or {3,5}", start)
+        # Longer numbers might take long to read.
+        if max(len(least_text), len(most_text)) > 6 or max(int(least_text), int(most_text or 0)) > MAX_REPETITIONS:
+            raise self.error_at(f"nothing may be repeated more than {MAX_REPETITIONS} times", start)
+        least = int(least_text)
+        most = int(most_text or least_text)
+        if most < least:
+            raise self.error_at("this repetition ends before it begins", start)
+        self.position = end + 1
+        is_open = comma and not most_text
+        return self.make_expression(Repetition, part, least, None if is_open else most)
 
 
-def negated(ranges: list[tuple[int, int]] | Ranges) -> Ranges:
+def complement_ranges(ranges: list[tuple[int, int]] | Ranges) -> Ranges:
     """Return all characters except these and the surrogates; applied twice, it sorts and merges the ranges."""
-    found, free = [], 0
+    complement: list[tuple[int, int]] = []
+    free = 0
     for first, last in sorted([*ranges, SURROGATES]):
         if first > free:
-            found.append((free, first - 1))
+            complement.append((free, first - 1))
         free = max(free, last + 1)
-    return (*found, (free, LAST)) if free <= LAST else tuple(found)
+    if free <= LAST_CODE_POINT:
+        complement.append((free, LAST_CODE_POINT))
+    return tuple(complement)

@@ -6,35 +6,37 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from typing import Any
+from math import inf
 
 from ovspec.base.errors import OvspecError
-from ovspec.grammars.json_schema.checking import Checker, Schema, listed, need
-from ovspec.grammars.json_schema.parameters import Around, grammar_of_parameters
-from ovspec.grammars.json_schema.schemas import Circular, Schemas
+from ovspec.base.json_types import JsonObject, JsonValue
+from ovspec.grammars.json_schema.checking import SchemaChecker, join_with_and, require
+from ovspec.grammars.json_schema.item_tracks import ItemTracks, make_item_tracks
+from ovspec.grammars.json_schema.parameters import ParameterLayout, write_parameter_grammar
+from ovspec.grammars.json_schema.schemas import CircularSchema, SchemaGraph
 from ovspec.grammars.json_schema.shapes import Strings
-from ovspec.grammars.json_schema.writing import RuleWriter, Style, grammar_of, string_schema, tracks_of
+from ovspec.grammars.json_schema.writing import JsonStyle, RuleWriter, make_string_schema, write_schema_grammar
 
 # One space, or a newline and at most 20 spaces or tabs: without a bound a model may write white space forever.
 WHITE_SPACE = r" |\n[ \t]{0,20}"
 # Older versions of llguidance bound neither white space nor escapes.
-OLDEST = (1, 8)
-DUMPED = Style(None, ", ", ": ")  # as json.dumps and chat templates lay out values
-SETTINGS = ("item_separator", "key_separator", "whitespace_flexible", "whitespace_pattern")
+OLDEST_LLGUIDANCE = (1, 8)
+JSON_DUMPS_STYLE = JsonStyle(None, ", ", ": ")  # also of chat templates
+STYLE_SETTINGS = ("item_separator", "key_separator", "whitespace_flexible", "whitespace_pattern")
 
 
 @dataclass(frozen=True)
 class CompiledSchema:
     """``lark``: the grammar. ``warning``: what is ignored, or "".
 
-    ``tracks``: where the items of arrays must differ, which the grammar doesn't enforce; None: nowhere.
-    ``strings``: with ``Around``, the properties that are written as text without quotes.
+    ``item_tracks``: where the items of arrays must differ, which the grammar doesn't enforce; None: nowhere.
+    ``text_parameters``: with a ``ParameterLayout``, the properties that are written as text without quotes.
     """
 
     lark: str
     warning: str
-    tracks: list[list[dict[str, Any]]] | None = None
-    strings: list[str] = field(default_factory=list)
+    item_tracks: ItemTracks | None = None
+    text_parameters: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -51,73 +53,79 @@ class SchemaReading:
 
 
 def compile_schema(
-    schema: Any,
-    problem: Callable[[Schema], str],
+    schema: JsonValue,
+    find_problem: Callable[[JsonObject], str],
     reading: SchemaReading = SchemaReading(),
-    around: Around | None = None,
+    layout: ParameterLayout | None = None,
 ) -> CompiledSchema:
     """Return the grammar of a schema, as parsed from JSON; the schema is changed.
 
     Args:
-        problem: returns why llguidance can't use a schema of a string, as a sentence; "" if it can.
-        around: for an object whose properties are written one by one, not as JSON: what is around them.
+        find_problem: returns why llguidance can't use a schema of a string, as a sentence; "" if it can.
+        layout: for an object whose properties are written one by one, not as JSON: the texts around them.
 
     Raises:
         OvspecError: the schema is invalid or can't be enforced; the message begins with the JSON pointer of the place.
     """
     if not is_llguidance_recent():
-        found = version("llguidance")
-        raise OvspecError(f"the top: llguidance {found} doesn't enforce schemas strictly enough; use 1.8 or newer.")
-    schema = {} if schema is True else schema
+        installed = version("llguidance")
+        raise OvspecError(f"the top: llguidance {installed} doesn't enforce schemas strictly enough; use 1.8 or newer.")
+    if schema is True:
+        schema = {}
     if schema is False:
         raise OvspecError('the top: "false" allows no text at all.')
     if not isinstance(schema, dict):
         raise OvspecError("the top: a schema must be an object.")
 
     @functools.cache
-    def no_text(each: Strings) -> bool:
-        """Return whether no string has the patterns, formats and length of ``each``."""
-        few = len(each.patterns) + len(each.formats) + bool(each.least or each.most is not None or each.excluded) < 2
-        return not few and unsatisfiable(problem(string_schema(each)))
+    def has_no_text(strings: Strings) -> bool:
+        """Return whether no string has the patterns, formats and length of ``strings``."""
+        has_size = bool(strings.min_size or strings.max_size < inf or strings.excluded)
+        demands = len(strings.patterns) + len(strings.formats) + has_size
+        return demands >= 2 and is_unsatisfiable(find_problem(make_string_schema(strings)))
 
     @functools.cache
-    def apart(one: str, other: str) -> bool:
+    def are_disjoint_patterns(one: str, other: str) -> bool:
         """Return whether no string has both patterns, as far as that can be told."""
-        return unsatisfiable(problem({"type": "string", "allOf": [{"pattern": one}, {"pattern": other}]}))
+        return is_unsatisfiable(find_problem({"type": "string", "allOf": [{"pattern": one}, {"pattern": other}]}))
 
-    compact = {"whitespace_flexible": False} if reading.compact else {}
-    style = styled(schema.pop("x-guidance", {}), compact) if around is None else DUMPED
-    checker = Checker(schema, problem, reading.lenient)
-    checker.check()
+    style = JSON_DUMPS_STYLE
+    if layout is None:
+        style = read_style(schema.pop("x-guidance", {}), reading.compact)
+    checker = SchemaChecker(schema, find_problem, reading.lenient)
+    checker.check_schema()
     try:
-        rules = RuleWriter(Schemas(schema, reading.lenient, no_text), style, apart)
-        if around:
-            lark, strings = grammar_of_parameters(rules, reading.close_objects, around)
-            return CompiledSchema(lark, checker.warning(), None, strings)
-        lark = grammar_of(rules, reading.close_objects)
-        return CompiledSchema(lark, checker.warning(), tracks_of(rules.schemas) if rules.repeats else None)
-    except Circular as error:
+        rules = RuleWriter(SchemaGraph(schema, reading.lenient, has_no_text), style, are_disjoint_patterns)
+        if layout:
+            lark, text_parameters = write_parameter_grammar(rules, reading.close_objects, layout)
+            return CompiledSchema(lark, checker.warning(), None, text_parameters)
+        lark = write_schema_grammar(rules, reading.close_objects)
+        item_tracks = make_item_tracks(rules.graph) if rules.allows_repeats else None
+        return CompiledSchema(lark, checker.warning(), item_tracks)
+    except CircularSchema as error:
         raise OvspecError(f"{error}: this can never come to an end, because it refers to itself.") from None
     except RecursionError:
         raise OvspecError("#: it is nested too deeply; split it into named parts.") from None
 
 
-def unsatisfiable(problem: str) -> bool:
+def is_unsatisfiable(problem: str) -> bool:
     return problem.startswith(("no JSON text satisfies", "no text has this pattern"))
 
 
-def styled(settings: Any, usual: dict[str, bool]) -> Style:
-    """Return the layout of texts that ``x-guidance`` asks for; ``usual`` has settings that it may leave out."""
-    need(isinstance(settings, dict), "#/x-guidance", "an object")
-    if others := [name for name in settings if name not in SETTINGS]:
-        raise OvspecError(f"#/x-guidance/{others[0]}: only {listed(SETTINGS)} can be set here.")
+def read_style(settings: JsonValue, compact: bool) -> JsonStyle:
+    """Return the layout of texts that ``x-guidance`` asks for; ``compact``: without white space by default."""
+    require(isinstance(settings, dict), "#/x-guidance", "an object")
+    for name in settings:
+        if name not in STYLE_SETTINGS:
+            raise OvspecError(f"#/x-guidance/{name}: only {join_with_and(STYLE_SETTINGS)} can be set here.")
     for name, value in settings.items():
-        kind, what = (bool, "true or false") if name == "whitespace_flexible" else (str, "a regular expression")
-        need(isinstance(value, kind), f"#/x-guidance/{name}", what)
-    settings = {**usual, **settings}
-    flexible = settings.get("whitespace_flexible", True)
+        if name == "whitespace_flexible":
+            require(isinstance(value, bool), f"#/x-guidance/{name}", "true or false")
+        else:
+            require(isinstance(value, str), f"#/x-guidance/{name}", "a regular expression")
+    flexible = settings.get("whitespace_flexible", not compact)
     white_space = settings.get("whitespace_pattern", WHITE_SPACE if flexible else None)
-    return Style(white_space, settings.get("item_separator", ","), settings.get("key_separator", ":"))
+    return JsonStyle(white_space, settings.get("item_separator", ","), settings.get("key_separator", ":"))
 
 
 @functools.cache
@@ -126,4 +134,4 @@ def is_llguidance_recent() -> bool:
 
     The guidance library requires an older version, which is good enough for everything else.
     """
-    return tuple(map(int, version("llguidance").split(".")[:2])) >= OLDEST
+    return tuple(map(int, version("llguidance").split(".")[:2])) >= OLDEST_LLGUIDANCE

@@ -5,103 +5,115 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ovspec.base.errors import OvspecError
-from ovspec.grammars.json_schema.expressions import escaped, found_in, in_ascii, slashed
-from ovspec.grammars.json_schema.shapes import Node, Objects, Refused, Strings, closed
-from ovspec.grammars.json_schema.writing import RuleWriter, in_order, lengths, options_of, quoted_text
 
-# llguidance 1.9 fails where a token follows what has no way on but by the negation in its expression.
-SPACE = "/ ?/"
+from ovspec.grammars.json_schema.expressions import (  # isort: skip
+    escape_expression, escape_slashes, match_whole_text, use_ascii_classes,
+)  # fmt: skip
+from ovspec.grammars.json_schema.shapes import Objects, SchemaNode, Strings, Unenforceable, close_object
+from ovspec.grammars.json_schema.writing import RuleWriter, quote_literal, refusal, size_range, write_in_order
+
+# llguidance 1.9 fails where a token follows an expression whose negation alone leaves a way on.
+OPTIONAL_SPACE = "/ ?/"
 
 
 @dataclass(frozen=True)
-class Around:
-    """What is around names and values.
+class ParameterLayout:
+    """The texts around names and values.
 
-    open, middle, after: expressions of Lark in front of a name, between name and value, and behind ``close``.
+    before_name, after_name, after_value: expressions of Lark in front of a name, between name and value, and behind
+        ``value_end``.
     name_end: the text that ends a name; "" if there is a token in it.
-    close: text behind a value.
-    token: whether ``after`` begins with a token; otherwise no string may have ``close`` in it.
+    value_end: text behind a value.
+    token_follows: whether ``after_value`` begins with a token; otherwise no string may have ``value_end`` in it.
     """
 
-    open: str
-    middle: str
+    before_name: str
+    after_name: str
     name_end: str
-    close: str
-    after: str
-    token: bool
+    value_end: str
+    after_value: str
+    token_follows: bool
 
 
-def grammar_of_parameters(rules: RuleWriter, close_objects: bool, around: Around) -> tuple[str, list[str]]:
+def write_parameter_grammar(rules: RuleWriter, close_objects: bool, layout: ParameterLayout) -> tuple[str, list[str]]:
     """Return (the whole grammar, the properties that are written as text without quotes).
 
     Args:
-        close: as for ``writing.grammar_of``.
+        close_objects: as for ``writing.write_schema_grammar``.
 
     Raises:
         OvspecError: no object matches, or something can't be enforced.
     """
-    objects, strings, alternatives = list[str](), set[str](), rules.schemas.shape(rules.schemas.root).kinds
-    for each in alternatives.get("object", ()):
-        if isinstance(each, Refused):
-            raise OvspecError(f"{each.at}: {each.why}; rewrite it, or set `json_schema_mode='checked'`.")
-        assert isinstance(each, Objects)
-        objects.append(parameters(rules, closed(each) if close_objects else each, around, strings))
-    if not objects:
+    options: list[str] = []
+    text_names = set[str]()
+    for objects in rules.graph.find_shape(rules.graph.root).by_type.get("object", ()):
+        if isinstance(objects, Unenforceable):
+            raise refusal(objects.pointer, objects.reason)
+        assert isinstance(objects, Objects)
+        if close_objects:
+            objects = close_object(objects)
+        options.append(write_parameters(rules, objects, layout, text_names))
+    if not options:
         raise OvspecError("#: no object satisfies this schema.")
-    while rules.waiting:
-        node, name = rules.waiting.pop()
-        rules.lines.append(f"{name}: {options_of(rules, node, close_objects)}")
-    if rules.repeats and not rules.schemas.lenient:
+    rules.write_node_rules(close_objects)
+    if rules.allows_repeats and not rules.graph.lenient:
         raise OvspecError("#: uniqueItems can't be enforced in this tool format; leave it out.")
-    return "\n".join([f"start: {' | '.join(objects)}", *rules.lines]), sorted(strings)
+    return "\n".join([f"start: {' | '.join(options)}", *rules.lines]), sorted(text_names)
 
 
-def parameters(rules: RuleWriter, each: Objects, around: Around, strings: set[str]) -> str:
-    """Return the properties of an object; add those that are texts to ``strings``."""
-    if not each.properties and (each.patterns or not rules.schemas.empty(each.rest)):
+def write_parameters(rules: RuleWriter, objects: Objects, layout: ParameterLayout, text_names: set[str]) -> str:
+    """Write the rule of an object's properties; add the names of those that are texts to ``text_names``."""
+    if not objects.properties and (objects.patterns or not rules.graph.is_empty(objects.rest)):
         rules.refuse("#", "properties that aren't listed can't be written in this tool format")
-    items = list[tuple[str, bool]]()
-    for name, node in each.properties:
-        if rules.schemas.empty(node):
+    items: list[tuple[str, bool]] = []
+    for name, node in objects.properties:
+        if rules.graph.is_empty(node):
             continue
-        if around.name_end and (name + around.name_end).find(around.name_end) < len(name):
+        if layout.name_end and (name + layout.name_end).find(layout.name_end) < len(name):
             raise OvspecError(f"#: in this tool format no parameter can be called {name!r:.80}; rename it.")
-        text = text_of(rules, node, around)
-        if text:
-            strings.add(name)
-        elif name in strings:
+        value = write_text_values(rules, node, layout)
+        if value:
+            text_names.add(name)
+        elif name in text_names:
             raise OvspecError(f"#: in this tool format {name} can't be both a string and another value.")
-        value = text or f"{rules.value(node)} {quoted_text(around.close) if around.close else SPACE}"
-        head = f"{around.open} {quoted_text(name)} {around.middle}"
-        items.append((rules.rule(f"{head} {value} {around.after}"), name in each.required))
-    return in_order(rules, items, (each.least, each.most), None, "")
+        else:
+            ending = quote_literal(layout.value_end) if layout.value_end else OPTIONAL_SPACE
+            value = f"{rules.node_rule(node)} {ending}"
+        head = f"{layout.before_name} {quote_literal(name)} {layout.after_name}"
+        items.append((rules.write_rule(f"{head} {value} {layout.after_value}"), name in objects.required))
+    return write_in_order(rules, items, (objects.min_size, objects.max_size), None, "")
 
 
-def text_of(rules: RuleWriter, node: Node, around: Around) -> str | None:
-    """Return the terminals of a node's texts with ``around.close`` behind them; None if some values are no texts."""
-    kinds = {kind: alternatives for kind, alternatives in rules.schemas.shape(node).kinds.items() if alternatives}
-    found = list[str]()
-    if kinds.keys() != {"string"}:
+def write_text_values(rules: RuleWriter, node: SchemaNode, layout: ParameterLayout) -> str | None:
+    """Return the terminals of a node's texts with ``value_end`` behind them; None if some values are no texts."""
+    by_type = rules.graph.find_shape(node).by_type
+    if [json_type for json_type, alternatives in by_type.items() if alternatives] != ["string"]:
         return None
-    for each in kinds["string"]:
-        if not isinstance(each, Strings) or each.formats or each.absent:
+    terminals: list[str] = []
+    for strings in by_type["string"]:
+        if not isinstance(strings, Strings) or strings.formats or strings.absent_patterns:
             return None
-        patterns = [found_in(in_ascii(pattern), "(?s:.*)") for pattern in sorted(each.patterns)]
+        patterns = [match_whole_text(use_ascii_classes(pattern), "(?s:.*)") for pattern in sorted(strings.patterns)]
         if None in patterns:
             return None
-        if each.excluded and around.token:  # see SPACE
+        if strings.excluded and layout.token_follows:  # see OPTIONAL_SPACE
             return None
-        found.append(terminal(rules, each, [*filter(None, patterns)], around))
-    return f"({' | '.join(found)})"
+        terminals.append(write_text_terminal(rules, strings, [*filter(None, patterns)], layout))
+    return f"({' | '.join(terminals)})"
 
 
-def terminal(rules: RuleWriter, each: Strings, patterns: list[str], around: Around) -> str:
-    end = slashed(escaped(around.close))
-    parts = [f"/(?s:.){lengths(each)}{end}/", *(f"/{slashed(pattern)}{end}/" for pattern in patterns)]
-    if each.values is not None:
-        parts.append(f"({' | '.join(quoted_text(value + around.close) for value in each.values)})")
-    if each.excluded:
-        parts.append(f"~({' | '.join(quoted_text(value + around.close) for value in sorted(each.excluded))})")
-    if not around.token:
+def write_text_terminal(rules: RuleWriter, strings: Strings, patterns: list[str], layout: ParameterLayout) -> str:
+    """Write the terminal of some strings; ``patterns``: those of whole texts."""
+
+    def quote_values(values: list[str] | tuple[str, ...]) -> str:
+        return " | ".join(quote_literal(value + layout.value_end) for value in values)
+
+    end = escape_slashes(escape_expression(layout.value_end))
+    parts = [f"/(?s:.){size_range(strings)}{end}/", *(f"/{escape_slashes(pattern)}{end}/" for pattern in patterns)]
+    if strings.values is not None:
+        parts.append(f"({quote_values(strings.values)})")
+    if strings.excluded:
+        parts.append(f"~({quote_values(sorted(strings.excluded))})")
+    if not layout.token_follows:
         parts.append(f"~/(?s:.*){end}(?s:.+)/")
-    return rules.terminal(" & ".join(parts))
+    return rules.write_terminal(" & ".join(parts))

@@ -10,548 +10,528 @@ import contextlib
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from math import inf
 
 from ovspec.base.errors import OvspecError
-from ovspec.grammars.json_schema.checking import ANNOTATIONS, REFERENCES, Schema, is_number, resolved
-from ovspec.grammars.json_schema.expressions import split
-from ovspec.grammars.json_schema.formats import FORMATS
-from ovspec.grammars.json_schema.numbers import none_fits
-from ovspec.grammars.json_schema.shapes import (
-    ANYTHING,
-    KINDS,
-    NOTHING,
-    Alternative,
-    Arrays,
-    Booleans,
-    Bound,
-    Node,
-    Numbers,
-    Objects,
-    Refused,
-    Shape,
-    Strings,
-    both,
-    but,
-    common,
-    constants,
-    decimal,
-    meeting,
-    only,
-    search_pattern,
-    union,
-)
+from ovspec.base.json_types import JsonObject, JsonValue
+from ovspec.grammars.json_schema.checking import ANNOTATIONS, REFERENCE_KEYWORDS, resolve_reference
+from ovspec.grammars.json_schema.expressions import split_lookaheads
+from ovspec.grammars.json_schema.formats import ENFORCED_FORMATS
 
-# Keywords that may be beside a $ref, or alone, without saying anything of a value.
-ANNOTATING = {*ANNOTATIONS, "$defs", "definitions"}
-REFERRING = {"$ref", *ANNOTATING}
-MOST_ALTERNATIVES = 400  # of one type
+from ovspec.grammars.json_schema.keywords import (  # isort: skip
+    allowed_types, dependencies, item_schemas, number_limits, read_numbers, read_strings, unevaluated_keywords,
+)  # fmt: skip
+from ovspec.grammars.json_schema.numbers import has_no_number
+
+from ovspec.grammars.json_schema.shapes import (  # isort: skip
+    ANY_SHAPE, JSON_TYPES, NO_VALUE, Alternative, Arrays, Booleans, Bound, Numbers, Objects, SchemaNode, Strings,
+    Unenforceable, ValueShape, decimals_of, intersect_alternatives, intersect_shapes, join_nodes, search_pattern,
+    shape_if_type, shape_of_enum, shape_of_type, unite_shapes,
+)  # fmt: skip
+
+# Keywords that may stand next to a $ref, or alone, without restricting a value.
+UNRESTRICTING_KEYWORDS = {*ANNOTATIONS, "$defs", "definitions"}
+MAX_ALTERNATIVES = 400  # of one type
 
 
-class TooMany(Exception):
+class TooManyAlternatives(Exception):
     """Merging gave too many alternatives."""
 
 
-def bounded(shape: Shape) -> Shape:
-    """Return ``shape``; raises TooMany if it has too many alternatives."""
-    if any(len(some) > MOST_ALTERNATIVES for some in shape.kinds.values()):
-        raise TooMany
+def check_alternatives(shape: ValueShape) -> ValueShape:
+    """Return ``shape``; raises TooManyAlternatives if it has too many."""
+    if any(len(alternatives) > MAX_ALTERNATIVES for alternatives in shape.by_type.values()):
+        raise TooManyAlternatives
     return shape
 
 
-class Circular(Exception):
-    """A schema was needed to say what itself means."""
+class CircularSchema(Exception):
+    """A schema refers to itself before any value has begun."""
 
 
 @dataclass
-class Gathered:
-    """What a value must match at the same place: ``shape``, one option of each of ``unions``, and so on."""
+class Requirements:
+    """What a value must match: ``shape``, one option of each of ``unions``, exactly one of each of ``one_ofs``.
 
-    shape: Shape = ANYTHING
-    unions: list[tuple[str, list[Shape | Node]]] = field(default_factory=list)
-    exclusive: list[tuple[str, list[Node]]] = field(default_factory=list)
+    Unions have the JSON pointers of their keywords.
+    """
+
+    shape: ValueShape = ANY_SHAPE
+    unions: list[tuple[str, list[ValueShape | SchemaNode]]] = field(default_factory=list)
+    one_ofs: list[tuple[str, list[SchemaNode]]] = field(default_factory=list)
 
 
-class Schemas:
+class SchemaGraph:
     """All schemas within one schema, by number.
 
     Args:
         root: the whole schema; it has been checked.
-        lenient: leave out what can't be enforced, instead of marking it as ``Refused``.
-        no_text: returns whether no string fits an alternative.
+        lenient: leave out what can't be enforced, instead of marking it as ``Unenforceable``.
+        has_no_text: returns whether no string fits an alternative.
     """
 
-    def __init__(self, root: Schema | bool, lenient: bool, no_text: Callable[[Strings], bool]) -> None:
-        self._root, self.lenient, self.no_text = root, lenient, no_text
-        dialect = str(root.get("$schema")) if isinstance(root, dict) else ""
-        self.old = re.search(r"draft-0[3-7]", dialect) is not None
+    def __init__(self, root: JsonObject, lenient: bool, has_no_text: Callable[[Strings], bool]) -> None:
+        self._root = root
+        self.lenient = lenient
+        self.has_no_text = has_no_text
+        self.old_dialect = re.search(r"draft-0[3-7]", str(root.get("$schema"))) is not None
         self._numbers: dict[str, int] = {}
-        self._schemas: list[tuple[Schema | bool, str]] = []  # with JSON pointers
-        self._shapes: dict[Node, Shape] = {}
-        self._running: set[Node] = set()
-        self.node(False, "#")  # number 0, as in NOTHING
-        self.root = self.node(root, "#")
+        self._schemas: list[tuple[JsonObject | bool, str]] = []  # with JSON pointers
+        self._shapes: dict[SchemaNode, ValueShape] = {}
+        self._evaluating: set[SchemaNode] = set()
+        self.make_node(False, "#")  # number 0, as in NO_VALUE
+        self.root = self.make_node(root, "#")
 
-    def node(self, schema: Schema | bool, at: str) -> Node:
-        """Return the node of the values that match ``schema``, which is at JSON pointer ``at``."""
-        passed = set[int]()
-        # Until draft 7, what is beside a $ref has no meaning.
-        while isinstance(schema, dict) and "$ref" in schema and (self.old or not schema.keys() - REFERRING):
-            if id(schema) in passed:
-                raise Circular(at)
-            passed.add(id(schema))
-            schema, at = resolved(self._root, schema["$ref"], f"{at}/$ref")
-        if schema is True or (isinstance(schema, dict) and not schema.keys() - ANNOTATING):
+    def make_node(self, schema: JsonObject | bool, pointer: str) -> SchemaNode:
+        """Return the node of the values that match ``schema``, which is at this JSON pointer."""
+        passed_ids = set[int]()
+        while isinstance(schema, dict) and "$ref" in schema:
+            # Until draft 7, keywords next to a $ref have no meaning.
+            if not self.old_dialect and schema.keys() - {"$ref", *UNRESTRICTING_KEYWORDS}:
+                break
+            if id(schema) in passed_ids:
+                raise CircularSchema(pointer)
+            passed_ids.add(id(schema))
+            schema, pointer = resolve_reference(self._root, schema["$ref"], f"{pointer}/$ref")
+        if schema is True or (isinstance(schema, dict) and not schema.keys() - UNRESTRICTING_KEYWORDS):
             return frozenset()
-        key = json.dumps(schema)
-        if key not in self._numbers:
-            self._numbers[key] = len(self._schemas)
-            self._schemas.append((schema, at))
-        return frozenset({(self._numbers[key], True)})
+        text = json.dumps(schema)
+        if text not in self._numbers:
+            self._numbers[text] = len(self._schemas)
+            self._schemas.append((schema, pointer))
+        return frozenset({(self._numbers[text], True)})
 
-    def shape(self, node: Node) -> Shape:
+    def make_reference_node(self, reference: str, pointer: str) -> SchemaNode:
+        """Return the node of the schema that a reference at this JSON pointer refers to."""
+        return self.make_node(*resolve_reference(self._root, reference, pointer))
+
+    def make_list_nodes(self, schema: JsonObject, keyword: str, pointer: str) -> list[SchemaNode]:
+        """Return the nodes of the schemas that a keyword lists, if it is there."""
+        return [self.make_node(option, f"{pointer}/{keyword}/{i}") for i, option in enumerate(schema.get(keyword, ()))]
+
+    def make_named_nodes(self, schema: JsonObject, keyword: str, pointer: str) -> dict[str, SchemaNode]:
+        """Return the nodes of the schemas that a keyword has for names, if it is there."""
+        subschemas = schema.get(keyword, {}).items()
+        return {name: self.make_node(subschema, f"{pointer}/{keyword}/{name}") for name, subschema in subschemas}
+
+    def negate_node(self, node: SchemaNode) -> SchemaNode:
+        """Return the node of the values that don't match a node made by ``make_node``."""
+        return frozenset((number, not positive) for number, positive in node) if node else NO_VALUE
+
+    def find_shape(self, node: SchemaNode) -> ValueShape:
         """Return the alternatives of the values of ``node``, without those that no value fits."""
         if node not in self._shapes:
-            if node in self._running:
-                raise Circular(min((self._schemas[number][1] for number, _ in node if number), default="#"))
-            self._running.add(node)
+            if node in self._evaluating:
+                raise CircularSchema(min((self._schemas[number][1] for number, _ in node if number), default="#"))
+            self._evaluating.add(node)
             try:
-                self._shapes[node] = self._evaluated(node)
+                self._shapes[node] = self._evaluate_shape(node)
             finally:
-                self._running.remove(node)
+                self._evaluating.remove(node)
         return self._shapes[node]
 
-    def empty(self, node: Node) -> bool:
+    def is_empty(self, node: SchemaNode) -> bool:
         """Return whether no value fits ``node``, as far as that is easy to see."""
         try:
-            return node == NOTHING or not self.shape(node)
-        except Circular:  # only through values within values
+            return node == NO_VALUE or not self.find_shape(node)
+        except CircularSchema:  # only through values within values
             return False
 
-    def hopeless(self, node: Node) -> Refused | None:
-        """Return why no value of ``node`` can be generated, if all that there are are dispensable."""
+    def find_unenforceable(self, node: SchemaNode) -> Unenforceable | None:
+        """Return why no value of ``node`` can be generated, if all alternatives are dispensable."""
         try:
-            found = [each for some in self.shape(node).kinds.values() for each in some]
-        except Circular:
+            shape = self.find_shape(node)
+        except CircularSchema:
             return None
-        refused = [each for each in found if isinstance(each, Refused) and each.dispensable]
-        return refused[0] if refused and len(refused) == len(found) else None
+        first: Unenforceable | None = None
+        for alternative in itertools.chain.from_iterable(shape.by_type.values()):
+            if not (isinstance(alternative, Unenforceable) and alternative.dispensable):
+                return None
+            first = first or alternative
+        return first
 
-    def refused(self, at: str, why: str, *kinds: str) -> Shape:
+    def refuse_keyword(self, pointer: str, reason: str, *json_types: str) -> ValueShape:
         """Return the shape for a keyword that can't be enforced, which concerns values of these types (all if none)."""
         if self.lenient:
-            return ANYTHING
-        kinds = kinds or tuple(KINDS)
-        refused = Refused(at, why, "negated" in why)
-        return Shape({kind: (refused,) if kind in kinds else (make(),) for kind, make in KINDS.items()})
+            return ANY_SHAPE
+        unenforceable = Unenforceable(pointer, reason, "negated" in reason)
+        refused = dict.fromkeys(json_types or JSON_TYPES, (unenforceable,))
+        return ValueShape({**ANY_SHAPE.by_type, **refused})
 
-    def _evaluated(self, node: Node) -> Shape:
-        """Work out ``shape``: what holds in any case, one option of each union, exactly one of each oneOf."""
-        gathered = self._gathered(node)
-        shape = self._settled(gathered.shape)
-        for at, options in gathered.unions:
-            either = union(*(option if isinstance(option, Shape) else self.shape(option) for option in options))
-            with self._bounded(at):
-                shape = self._meet(shape, either)
-        for at, nodes in gathered.exclusive:
-            with self._bounded(at):
-                shape = self._one_of(shape, nodes, at)
+    def _evaluate_shape(self, node: SchemaNode) -> ValueShape:
+        requirements = self._gather_requirements(node)
+        shape = self._settle_shape(requirements.shape)
+        for pointer, options in requirements.unions:
+            shapes = (option if isinstance(option, ValueShape) else self.find_shape(option) for option in options)
+            union = unite_shapes(*shapes)
+            with self._limit_alternatives(pointer):
+                shape = self._intersect(shape, union)
+        for pointer, nodes in requirements.one_ofs:
+            with self._limit_alternatives(pointer):
+                shape = self._intersect_one_of(shape, nodes, pointer)
         return shape
 
     @contextlib.contextmanager
-    def _bounded(self, at: str) -> Iterator[None]:
+    def _limit_alternatives(self, pointer: str) -> Iterator[None]:
         """Refuse a keyword that gives too many alternatives, or leave it out if the reading is lenient."""
         try:
             yield
-        except TooMany:
+        except TooManyAlternatives:
             if not self.lenient:
-                why = f"this gives more than {MOST_ALTERNATIVES} alternatives; simplify it."
-                raise OvspecError(f"{at}: {why}") from None
+                why = f"this gives more than {MAX_ALTERNATIVES} alternatives; simplify it."
+                raise OvspecError(f"{pointer}: {why}") from None
 
-    def _gathered(self, node: Node) -> Gathered:
-        found, seen = Gathered(), set[tuple[int, bool]]()
-        waiting: list[tuple[tuple[int, bool], tuple[int, ...]]] = [(each, ()) for each in sorted(node)]
-        while waiting:
-            (number, positive), above = waiting.pop(0)
-            schema, at = self._schemas[number]
-            if number in above:
-                raise Circular(at)
-            if (number, positive) in seen:
+    def _gather_requirements(self, node: SchemaNode) -> Requirements:
+        requirements = Requirements()
+        gathered = set[tuple[int, bool]]()
+        # Conditions with the numbers of the schemas that they come from.
+        pending: list[tuple[tuple[int, bool], tuple[int, ...]]] = [(condition, ()) for condition in sorted(node)]
+        while pending:
+            (number, positive), ancestors = pending.pop(0)
+            schema, pointer = self._schemas[number]
+            if number in ancestors:
+                raise CircularSchema(pointer)
+            if (number, positive) in gathered:
                 continue
-            seen.add((number, positive))
+            gathered.add((number, positive))
+            nodes: list[SchemaNode] = []
             if not isinstance(schema, dict):
-                found.shape = Shape() if schema != positive else found.shape
+                if schema != positive:
+                    requirements.shape = ValueShape()
             elif positive:
-                found.shape = self._meet(found.shape, own(schema, at, self))
-                more = self._gather_positive(schema, at, found)
-                waiting += [(each, (*above, number)) for each in itertools.chain.from_iterable(more)]
+                requirements.shape = self._intersect(requirements.shape, read_type_keywords(schema, pointer, self))
+                nodes = self._gather_unions(schema, pointer, requirements)
             else:
-                options = list(negated(schema, at, self))
-                if len(options) == 1 and not isinstance(options[0], Shape):
-                    waiting += [(each, (*above, number)) for each in options[0]]
+                options = list(negate_schema(schema, pointer, self))
+                if len(options) == 1 and not isinstance(options[0], ValueShape):
+                    nodes = [options[0]]
                 else:
-                    found.unions.append((at, options))
-        return found
+                    requirements.unions.append((pointer, options))
+            pending += [(condition, (*ancestors, number)) for condition in itertools.chain.from_iterable(nodes)]
+        return requirements
 
-    def _gather_positive(self, schema: Schema, at: str, found: Gathered) -> list[Node]:
-        """Add the unions of a schema to ``found``; return the nodes that must match in any case."""
-        more = listed_nodes(schema, "allOf", at, self)
-        more += [self.target(schema[key], f"{at}/{key}") for key in REFERENCES if key in schema]
+    def _gather_unions(self, schema: JsonObject, pointer: str, requirements: Requirements) -> list[SchemaNode]:
+        """Add the unions of a schema to ``requirements``; return the nodes that must match in any case."""
+        nodes = self.make_list_nodes(schema, "allOf", pointer)
+        for keyword in REFERENCE_KEYWORDS:
+            if keyword in schema:
+                nodes.append(self.make_reference_node(schema[keyword], f"{pointer}/{keyword}"))
         if "not" in schema:
-            more.append(self.opposite(self.node(schema["not"], f"{at}/not")))
+            nodes.append(self.negate_node(self.make_node(schema["not"], f"{pointer}/not")))
         if "anyOf" in schema:
-            found.unions.append((f"{at}/anyOf", [*listed_nodes(schema, "anyOf", at, self)]))
+            requirements.unions.append((f"{pointer}/anyOf", [*self.make_list_nodes(schema, "anyOf", pointer)]))
         if "oneOf" in schema:
-            found.exclusive.append((f"{at}/oneOf", listed_nodes(schema, "oneOf", at, self)))
+            requirements.one_ofs.append((f"{pointer}/oneOf", self.make_list_nodes(schema, "oneOf", pointer)))
         if "if" in schema:
-            found.unions.append((f"{at}/if", [both(*case) for case in cases_of(schema, at, self)]))
-        for name, needed, below in dependencies(schema, at):
-            absent = but("object", Objects(((name, NOTHING),), open=True))
-            if isinstance(needed, list):
-                present: list[Shape | Node] = [only("object", Objects(required=frozenset((name, *needed))))]
+            cases = make_if_cases(schema, pointer, self)
+            requirements.unions.append((f"{pointer}/if", [join_nodes(*case) for case in cases]))
+        for name, required, below in dependencies(schema, pointer):
+            present: ValueShape | SchemaNode
+            absent = shape_if_type("object", Objects(((name, NO_VALUE),), open=True))
+            if isinstance(required, list):
+                present = shape_of_type("object", Objects(required=frozenset((name, *required))))
             else:
-                present = [both(self.node({"type": "object", "required": [name]}, below), self.node(needed, below))]
-            found.unions.append((below, [absent, *present]))
-        return more
+                present = join_nodes(self.make_presence_node(name, below), self.make_node(required, below))
+            requirements.unions.append((below, [absent, present]))
+        return nodes
 
-    def opposite(self, node: Node) -> Node:
-        """Return the node of the values that don't match a node made by ``node``."""
-        return frozenset((number, not positive) for number, positive in node) if node else NOTHING
+    def make_presence_node(self, name: str, pointer: str) -> SchemaNode:
+        """Return the node of the objects that have the property ``name``."""
+        return self.make_node({"type": "object", "required": [name]}, pointer)
 
-    def target(self, reference: str, at: str) -> Node:
-        """Return the node of what a reference at JSON pointer ``at`` refers to."""
-        return self.node(*resolved(self._root, reference, at))
-
-    def all_apart(self, nodes: list[Node]) -> bool:
+    def are_disjoint_nodes(self, nodes: list[SchemaNode]) -> bool:
         """Return whether no value matches two of ``nodes``, as far as that can be told."""
-        shapes = [self.shape(node).kinds for node in nodes]
+        shapes = [self.find_shape(node).by_type for node in nodes]
         pairs = itertools.combinations(shapes, 2)
-        both_have = ((kind, one, two) for one, two in pairs for kind in one.keys() & two.keys())
-        return all(self._apart(a, b) for kind, one, two in both_have for a in one[kind] for b in two[kind])
+        shared_types = ((json_type, one, other) for one, other in pairs for json_type in one.keys() & other.keys())
+        alternatives = ((a, b) for name, one, other in shared_types for a in one[name] for b in other[name])
+        return all(self._are_disjoint(a, b) for a, b in alternatives)
 
     # ------------------------------------------------------------ shapes
 
-    def _meet(self, one: Shape, other: Shape) -> Shape:
+    def _intersect(self, one: ValueShape, other: ValueShape) -> ValueShape:
         """Return what two shapes have in common, without alternatives that no value fits."""
-        return bounded(meeting(one, other, self._settle))
+        return check_alternatives(intersect_shapes(one, other, self._settle_alternative))
 
-    def _settled(self, shape: Shape) -> Shape:
-        settled = {k: tuple(each for a in some if (each := self._settle(a))) for k, some in shape.kinds.items()}
-        return Shape({kind: some for kind, some in settled.items() if some})
+    def _settle_shape(self, shape: ValueShape) -> ValueShape:
+        settled = {
+            name: tuple(filter(None, map(self._settle_alternative, some))) for name, some in shape.by_type.items()
+        }
+        return ValueShape({name: alternatives for name, alternatives in settled.items() if alternatives})
 
-    def _settle(self, each: Alternative | None) -> Alternative | None:
+    def _settle_alternative(self, alternative: Alternative | None) -> Alternative | None:
         """Return an alternative with its required properties listed; None if no value fits it."""
-        match each:
-            case Strings() if each.values is None and self.no_text(each):
+        match alternative:
+            case Strings() if alternative.values is None and self.has_no_text(alternative):
                 return None
-            case Numbers() if none_fits(each):
+            case Numbers() if has_no_number(alternative):
                 return None
             case Arrays():
-                usable = next((i for i, node in enumerate(each.prefix) if self.empty(node)), None)
-                if usable is None and self.empty(each.items):
-                    usable = len(each.prefix)
-                most = usable if each.most is None else each.most if usable is None else min(each.most, usable)
-                return None if most is not None and each.least > most else replace(each, most=most)
+                return self._settle_array(alternative)
             case Objects():
-                return self._settled_object(each)
-        return each
+                return self._settle_object(alternative)
+        return alternative
 
-    def _settled_object(self, each: Objects) -> Alternative | None:
-        listed = dict(each.properties)
-        missing = {name: each.node(name) for name in sorted(each.required) if name not in listed}
-        if any(self.empty(node) for name, node in {**listed, **missing}.items() if name in each.required):
+    def _settle_array(self, arrays: Arrays) -> Arrays | None:
+        empty = (i for i, node in enumerate((*arrays.prefix, arrays.items)) if self.is_empty(node))
+        max_size = min(arrays.max_size, next(empty, inf))
+        return replace(arrays, max_size=max_size) if arrays.min_size <= max_size else None
+
+    def _settle_object(self, objects: Objects) -> Alternative | None:
+        listed = dict(objects.properties)
+        missing = {name: objects.property_node(name) for name in sorted(objects.required) if name not in listed}
+        if any(self.is_empty(node) for name, node in {**listed, **missing}.items() if name in objects.required):
             return None
-        namable = self._namable(each.names)
-        if (each.most is not None and len(each.required) > each.most) or not all(map(namable, each.required)):
+        is_possible_name = self._make_name_test(objects.names)
+        if len(objects.required) > objects.max_size or not all(map(is_possible_name, objects.required)):
             return None
-        for name in each.required:
-            if why := self.hopeless(each.node(name)):
-                return why
-        each = replace(each, properties=(*each.properties, *missing.items()))
-        if each.least <= len(each.required):
-            return each
+        for name in objects.required:
+            if unenforceable := self.find_unenforceable(objects.property_node(name)):
+                return unenforceable
+        objects = replace(objects, properties=(*objects.properties, *missing.items()))
+        if objects.min_size <= len(objects.required):
+            return objects
         # All properties that aren't listed count as one, because they may have the same name.
-        possible = sum(namable(name) and not self.empty(node) for name, node in each.properties)
-        free = not all(self.empty(node) for node in (each.rest, *(node for _, node in each.patterns)))
-        if each.least <= possible + free:
-            return each
+        possible = sum(is_possible_name(name) and not self.is_empty(node) for name, node in objects.properties)
+        unlisted_nodes = (objects.rest, *(node for _, node in objects.patterns))
+        has_unlisted = not all(map(self.is_empty, unlisted_nodes))
+        if objects.min_size <= possible + has_unlisted:
+            return objects
         if self.lenient:
-            return replace(each, least=possible + free)
-        why = f"minProperties {each.least} can't be enforced for names that aren't listed"
-        return Refused("#", why) if free else None
+            return replace(objects, min_size=possible + has_unlisted)
+        reason = f"minProperties {objects.min_size} can't be enforced for names that aren't listed"
+        return Unenforceable("#", reason) if has_unlisted else None
 
-    def _namable(self, names: Node) -> Callable[[str], bool]:
+    def _make_name_test(self, names: SchemaNode) -> Callable[[str], bool]:
         """Return a function that tells whether a name may match ``names``."""
-        some = self.shape(names).kinds.get("string", ()) if names else (Strings(),)
-        return lambda name: any(not isinstance(each, Strings) or each.fits(name) for each in some)
+        alternatives = self.find_shape(names).by_type.get("string", ()) if names else (Strings(),)
+        return lambda name: any(
+            not isinstance(strings, Strings) or strings.accepts_text(name) for strings in alternatives
+        )
 
-    def _one_of(self, shape: Shape, nodes: list[Node], at: str) -> Shape:
-        shapes = [self._meet(shape, self.shape(node)) for node in nodes]
-        kept: list[Shape] = []
-        for i, mine in enumerate(shapes):
-            for kind, alternatives in mine.kinds.items():
-                for each in alternatives:
-                    candidate = only(kind, each)
-                    for j, other in enumerate(shapes):
-                        if j != i and not all(self._apart(each, rival) for rival in other.kinds.get(kind, ())):
-                            candidate = self._meet(candidate, self._without(nodes[j], at))
-                    kept.append(candidate)
-        return bounded(union(*kept))
+    def _intersect_one_of(self, shape: ValueShape, nodes: list[SchemaNode], pointer: str) -> ValueShape:
+        """Return the values of ``shape`` that match exactly one of ``nodes``, the options of a oneOf."""
+        shapes = [self._intersect(shape, self.find_shape(node)) for node in nodes]
+        exclusive: list[ValueShape] = []
+        for i, option in enumerate(shapes):
+            for json_type, alternatives in option.by_type.items():
+                for alternative in alternatives:
+                    candidate = shape_of_type(json_type, alternative)
+                    for j, rival_option in enumerate(shapes):
+                        rivals = rival_option.by_type.get(json_type, ())
+                        if j != i and not all(self._are_disjoint(alternative, rival) for rival in rivals):
+                            candidate = self._intersect(candidate, self._complement_option(nodes[j], pointer))
+                    exclusive.append(candidate)
+        return check_alternatives(unite_shapes(*exclusive))
 
-    def _without(self, node: Node, at: str) -> Shape:
+    def _complement_option(self, node: SchemaNode, pointer: str) -> ValueShape:
         """Return the shape of values that don't match ``node``, an option of a oneOf."""
-        kinds = dict(self.shape(self.opposite(node)).kinds)
-        for kind, some in kinds.items():
-            usable = tuple(each for each in some if not isinstance(each, Refused))
-            kinds[kind] = usable or (Refused(at, "its options may overlap, which can't be enforced"),)
-        return Shape(kinds)
+        by_type = dict(self.find_shape(self.negate_node(node)).by_type)
+        for json_type, alternatives in by_type.items():
+            usable = tuple(option for option in alternatives if not isinstance(option, Unenforceable))
+            reason = "its options may overlap, which can't be enforced"
+            by_type[json_type] = usable or (Unenforceable(pointer, reason),)
+        return ValueShape(by_type)
 
-    def _apart(self, one: Alternative, other: Alternative) -> bool:
-        if isinstance(one, Refused) or isinstance(other, Refused):
+    def _are_disjoint(self, one: Alternative, other: Alternative) -> bool:
+        if isinstance(one, Unenforceable) or isinstance(other, Unenforceable):
             return False
-        return self._settle(common(one, other)) is None
+        return self._settle_alternative(intersect_alternatives(one, other)) is None
 
 
 # ---------------------------------------------------------------- keywords
 
 
-def own(schema: Schema, at: str, nodes: Schemas) -> Shape:
+def read_type_keywords(schema: JsonObject, pointer: str, graph: SchemaGraph) -> ValueShape:
     """Return the shape that the keywords for single types describe."""
-    types = types_of(schema)
-    makers: dict[str, Callable[[], Alternative | None]] = {
-        **KINDS,
-        "number": lambda: numbers_of(schema),
-        "string": lambda: strings_of(schema),
-        "array": lambda: arrays_of(schema, at, nodes),
-        "object": lambda: objects_of(schema, at, nodes),
+    readers: dict[str, Callable[[], Alternative | None]] = {
+        **JSON_TYPES,
+        "number": lambda: read_numbers(schema),
+        "string": lambda: read_strings(schema),
+        "array": lambda: read_arrays(schema, pointer, graph),
+        "object": lambda: read_objects(schema, pointer, graph),
     }
-    allowed = types | ({"number"} if "integer" in types else set())
-    made = {kind: make() for kind, make in makers.items() if kind in allowed}
-    shape = Shape({kind: (each,) for kind, each in made.items() if each})
-    for key in ("const", "enum"):
-        if key in schema:
-            values = schema[key] if key == "enum" else [schema[key]]
-            shape = meeting(shape, constants(values, lambda value: nodes.node({"const": value}, at)))
-    unenforced = {**unevaluated(schema), **({"contains": "array"} if "contains" in schema else {})}
-    for key, kind in unenforced.items():
-        shape = meeting(shape, nodes.refused(f"{at}/{key}", f"{key} can't be enforced", kind))
+    json_types = allowed_types(schema)
+    if "integer" in json_types:
+        json_types.add("number")
+    alternatives = {json_type: read() for json_type, read in readers.items() if json_type in json_types}
+    shape = ValueShape({json_type: (alternative,) for json_type, alternative in alternatives.items() if alternative})
+
+    def node_of_value(value: JsonValue) -> SchemaNode:
+        return graph.make_node({"const": value}, pointer)
+
+    if "const" in schema:
+        shape = intersect_shapes(shape, shape_of_enum([schema["const"]], node_of_value))
+    if "enum" in schema:
+        shape = intersect_shapes(shape, shape_of_enum(schema["enum"], node_of_value))
+    unenforced = unevaluated_keywords(schema)
+    if "contains" in schema:
+        unenforced["contains"] = "array"
+    for keyword, json_type in unenforced.items():
+        refused = graph.refuse_keyword(f"{pointer}/{keyword}", f"{keyword} can't be enforced", json_type)
+        shape = intersect_shapes(shape, refused)
     return shape
 
 
-def types_of(schema: Schema) -> set[str]:
-    """Return the types that a schema allows, as its keyword type names them."""
-    if "type" not in schema:
-        return {*KINDS, "integer"}
-    given = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
-    return {*given, *(["null"] if schema.get("nullable") is True else [])}
+def read_arrays(schema: JsonObject, pointer: str, graph: SchemaGraph) -> Arrays:
+    prefix, rest = item_schemas(schema, pointer, graph.old_dialect)
+    nodes = tuple(graph.make_node(*item) for item in prefix)
+    min_size, max_size = schema.get("minItems", 0), schema.get("maxItems", inf)
+    return Arrays(nodes, graph.make_node(*rest), min_size, max_size, schema.get("uniqueItems") is True)
 
 
-def numbers_of(schema: Schema) -> Numbers | None:
-    whole: Alternative | None = Numbers(integer="number" not in types_of(schema))
-    for each in numeric(schema):
-        whole = common(whole, each) if whole else None
-    return whole if isinstance(whole, Numbers) else None
-
-
-def numeric(schema: Schema) -> Iterator[Numbers]:
-    """Yield what each keyword for numbers demands."""
-    for key in ("minimum", "maximum"):
-        exclusive = schema.get(f"exclusive{key.capitalize()}")
-        strict = [(key, exclusive is True)] if key in schema else []  # true in draft 4
-        if exclusive is not None and not isinstance(exclusive, bool):
-            strict.append((f"exclusive{key.capitalize()}", True))
-        for name, excluded in strict:
-            bound = Bound(decimal(schema[name]), excluded)
-            yield Numbers(low=bound) if key == "minimum" else Numbers(high=bound)
-    if "multipleOf" in schema:
-        yield Numbers(multiple=decimal(schema["multipleOf"]))
-
-
-def strings_of(schema: Schema) -> Strings | None:
-    least, most = schema.get("minLength", 0), schema.get("maxLength")
-    if most is not None and least > most:
-        return None
-    patterns, absent = split(schema["pattern"]) if "pattern" in schema else ((), ())
-    formats = frozenset({schema["format"]} if schema.get("format") in FORMATS else ())
-    return Strings(least, most, frozenset(patterns), formats, absent=frozenset(absent))
-
-
-def items_of(schema: Schema, at: str, nodes: Schemas) -> tuple[list[tuple[Any, str]], tuple[Any, str]]:
-    """Return the schemas of the first items and that of the others, in any draft's notation, with JSON pointers."""
-    old = nodes.old or isinstance(schema.get("items"), list)
-    if old and not isinstance(schema.get("items"), list):
-        return [], (schema.get("items", True), f"{at}/items")
-    first, rest = ("items", "additionalItems") if old else ("prefixItems", "items")
-    prefix = [(each, f"{at}/{first}/{i}") for i, each in enumerate(schema.get(first, ()))]
-    return prefix, (schema.get(rest, True), f"{at}/{rest}")
-
-
-def arrays_of(schema: Schema, at: str, nodes: Schemas) -> Arrays:
-    prefix, rest = items_of(schema, at, nodes)
-    return Arrays(
-        tuple(nodes.node(*each) for each in prefix),
-        nodes.node(*rest),
-        schema.get("minItems", 0),
-        schema.get("maxItems"),
-        schema.get("uniqueItems") is True,
-    )
-
-
-def objects_of(schema: Schema, at: str, nodes: Schemas) -> Objects:
-    below = f"{at}/patternProperties"
-    patterns = {key: nodes.node(each, f"{below}/{key}") for key, each in schema.get("patternProperties", {}).items()}
-    listed = {}
-    for name, each in schema.get("properties", {}).items():
-        matching = [node for pattern, node in patterns.items() if search_pattern(pattern, name)]
-        listed[name] = both(nodes.node(each, f"{at}/properties/{name}"), *matching)
+def read_objects(schema: JsonObject, pointer: str, graph: SchemaGraph) -> Objects:
+    patterns = graph.make_named_nodes(schema, "patternProperties", pointer)
+    listed = graph.make_named_nodes(schema, "properties", pointer)
+    for name, node in listed.items():
+        matching = [pattern_node for pattern, pattern_node in patterns.items() if search_pattern(pattern, name)]
+        listed[name] = join_nodes(node, *matching)
     return Objects(
         tuple(listed.items()),
         tuple(patterns.items()),
-        nodes.node(schema.get("additionalProperties", True), f"{at}/additionalProperties"),
+        graph.make_node(schema.get("additionalProperties", True), f"{pointer}/additionalProperties"),
         frozenset(schema.get("required", ())),
         schema.get("minProperties", 0),
-        schema.get("maxProperties"),
-        nodes.node(schema.get("propertyNames", True), f"{at}/propertyNames"),
+        schema.get("maxProperties", inf),
+        graph.make_node(schema.get("propertyNames", True), f"{pointer}/propertyNames"),
         open="additionalProperties" not in schema,
     )
 
 
-def dependencies(schema: Schema, at: str) -> Iterable[tuple[str, Any, str]]:
-    """Yield (property, the names or the schema that it requires, JSON pointer)."""
-    for key in ("dependentRequired", "dependentSchemas", "dependencies"):
-        for name, needed in schema.get(key, {}).items():
-            yield name, [needed] if isinstance(needed, str) else needed, f"{at}/{key}/{name}"
-
-
-def cases_of(schema: Schema, at: str, nodes: Schemas) -> list[tuple[Node, Node]]:
+def make_if_cases(schema: JsonObject, pointer: str, graph: SchemaGraph) -> list[tuple[SchemaNode, SchemaNode]]:
     """Return (condition, what must match then) for if, then and else."""
-    condition = nodes.node(schema["if"], f"{at}/if")
-    then, otherwise = (nodes.node(schema.get(key, True), f"{at}/{key}") for key in ("then", "else"))
-    return [(condition, then), (nodes.opposite(condition), otherwise)]
-
-
-def listed_nodes(schema: Schema, key: str, at: str, nodes: Schemas) -> list[Node]:
-    return [nodes.node(each, f"{at}/{key}/{i}") for i, each in enumerate(schema.get(key, ()))]
-
-
-def unevaluated(schema: Schema) -> dict[str, str]:
-    """Return the type of value that each keyword for what isn't mentioned concerns, of those that forbid something."""
-    kinds = {"unevaluatedProperties": "object", "unevaluatedItems": "array"}
-    return {key: kind for key, kind in kinds.items() if schema.get(key, True) is not True}
+    condition = graph.make_node(schema["if"], f"{pointer}/if")
+    then_node = graph.make_node(schema.get("then", True), f"{pointer}/then")
+    else_node = graph.make_node(schema.get("else", True), f"{pointer}/else")
+    return [(condition, then_node), (graph.negate_node(condition), else_node)]
 
 
 # ---------------------------------------------------------------- broken keywords
 
 
-def negated(schema: Schema, at: str, nodes: Schemas) -> Iterator[Shape | Node]:
+def negate_schema(schema: JsonObject, pointer: str, graph: SchemaGraph) -> Iterator[ValueShape | SchemaNode]:
     """Yield the options of a value that doesn't match ``schema``: one for each way to break it."""
     if "type" in schema:
-        yield other_types(types_of(schema), f"{at}/type", nodes)
-    for key in ("const", "enum"):
-        if key in schema:
-            yield unequal(schema[key] if key == "enum" else [schema[key]], f"{at}/{key}", nodes)
-    for each in numeric(schema):
-        if bound := each.low or each.high:
-            other = Bound(bound.value, not bound.strict)
-            yield only("number", Numbers(high=other) if each.low else Numbers(low=other))
+        yield negate_types(allowed_types(schema), f"{pointer}/type", graph)
+    if "const" in schema:
+        yield negate_values([schema["const"]], f"{pointer}/const", graph)
+    if "enum" in schema:
+        yield negate_values(schema["enum"], f"{pointer}/enum", graph)
+    for limit in number_limits(schema):
+        if limit.low:
+            yield shape_of_type("number", Numbers(high=Bound(limit.low.value, not limit.low.exclusive)))
+        elif limit.high:
+            yield shape_of_type("number", Numbers(low=Bound(limit.high.value, not limit.high.exclusive)))
         else:
-            yield refusal(f"{at}/multipleOf", "number", nodes)
+            yield refuse_negation(f"{pointer}/multipleOf", "number", graph)
     sized = ("Length", "string", Strings), ("Items", "array", Arrays), ("Properties", "object", Objects)
-    for name, kind, make in sized:
-        if schema.get(f"min{name}", 0) > 0:
-            yield only(kind, make(most=schema[f"min{name}"] - 1))
-        if f"max{name}" in schema:
-            yield only(kind, make(least=schema[f"max{name}"] + 1))
-    yield from negated_string(schema, at, nodes)
-    yield from negated_array(schema, at, nodes)
-    yield from negated_object(schema, at, nodes)
-    yield from map(nodes.opposite, listed_nodes(schema, "allOf", at, nodes))
-    for key in REFERENCES:
-        if key in schema:
-            yield nodes.opposite(nodes.target(schema[key], f"{at}/{key}"))
+    for keyword_end, json_type, make_sized in sized:
+        if schema.get(f"min{keyword_end}", 0) > 0:
+            yield shape_of_type(json_type, make_sized(max_size=schema[f"min{keyword_end}"] - 1))
+        if f"max{keyword_end}" in schema:
+            yield shape_of_type(json_type, make_sized(min_size=schema[f"max{keyword_end}"] + 1))
+    yield from negate_string_keywords(schema, pointer, graph)
+    yield from negate_array_keywords(schema, pointer, graph)
+    yield from negate_object_keywords(schema, pointer, graph)
+    yield from map(graph.negate_node, graph.make_list_nodes(schema, "allOf", pointer))
+    for keyword in REFERENCE_KEYWORDS:
+        if keyword in schema:
+            yield graph.negate_node(graph.make_reference_node(schema[keyword], f"{pointer}/{keyword}"))
     if "not" in schema:
-        yield nodes.node(schema["not"], f"{at}/not")
+        yield graph.make_node(schema["not"], f"{pointer}/not")
     if "anyOf" in schema:
-        yield both(*map(nodes.opposite, listed_nodes(schema, "anyOf", at, nodes)))
+        yield join_nodes(*map(graph.negate_node, graph.make_list_nodes(schema, "anyOf", pointer)))
     if "oneOf" in schema:
-        options = listed_nodes(schema, "oneOf", at, nodes)
-        if not nodes.all_apart(options):
-            yield nodes.refused(f"{at}/oneOf", "a oneOf whose options overlap can't be negated")
-        yield both(*map(nodes.opposite, options))
+        options = graph.make_list_nodes(schema, "oneOf", pointer)
+        if not graph.are_disjoint_nodes(options):
+            yield graph.refuse_keyword(f"{pointer}/oneOf", "a oneOf whose options overlap can't be negated")
+        yield join_nodes(*map(graph.negate_node, options))
     if "if" in schema:
-        yield from (both(condition, nodes.opposite(result)) for condition, result in cases_of(schema, at, nodes))
-    for name, needed, below in dependencies(schema, at):
-        if isinstance(needed, list):
-            present = Objects(required=frozenset({name}))
-            yield from (only("object", replace(present, properties=((each, NOTHING),))) for each in needed)
+        for condition, consequence in make_if_cases(schema, pointer, graph):
+            yield join_nodes(condition, graph.negate_node(consequence))
+    for name, required, below in dependencies(schema, pointer):
+        if isinstance(required, list):
+            for other in required:
+                objects = Objects(((other, NO_VALUE),), required=frozenset({name}))
+                yield shape_of_type("object", objects)
         else:
-            without = nodes.opposite(nodes.node(needed, below))
-            yield both(nodes.node({"type": "object", "required": [name]}, below), without)
-    yield from (refusal(f"{at}/{key}", kind, nodes) for key, kind in unevaluated(schema).items())
+            without = graph.negate_node(graph.make_node(required, below))
+            yield join_nodes(graph.make_presence_node(name, below), without)
+    for keyword, json_type in unevaluated_keywords(schema).items():
+        yield refuse_negation(f"{pointer}/{keyword}", json_type, graph)
 
 
-def refusal(at: str, kind: str, nodes: Schemas) -> Shape:
-    refused = nodes.refused(at, f"{at.rpartition('/')[2]} can't be negated", kind)
-    return Shape({kind: refused.kinds[kind]})
+def refuse_negation(pointer: str, json_type: str, graph: SchemaGraph) -> ValueShape:
+    """Return the shape of the values of one type that break the keyword at ``pointer``, which can't be enforced."""
+    refused = graph.refuse_keyword(pointer, f"{pointer.rpartition('/')[2]} can't be negated", json_type)
+    return ValueShape({json_type: refused.by_type[json_type]})
 
 
-def other_types(types: set[str], at: str, nodes: Schemas) -> Shape:
-    kinds: dict[str, tuple[Alternative, ...]] = {kind: (make(),) for kind, make in KINDS.items() if kind not in types}
-    if "integer" in types and "number" not in types:
-        others = nodes.refused(at, "numbers that aren't integers can't be told apart", "number").kinds["number"]
-        kinds["number"] = tuple(replace(each, fractions=True) if isinstance(each, Refused) else each for each in others)
-    return Shape(kinds)
+def negate_types(type_names: set[str], pointer: str, graph: SchemaGraph) -> ValueShape:
+    """Return the shape of the values that have none of these types."""
+    by_type = {name: alternatives for name, alternatives in ANY_SHAPE.by_type.items() if name not in type_names}
+    if "integer" in type_names and "number" not in type_names:
+        reason = "numbers that aren't integers can't be told apart"
+        (numbers,) = graph.refuse_keyword(pointer, reason, "number").by_type["number"]
+        if isinstance(numbers, Unenforceable):
+            numbers = replace(numbers, non_integers=True)
+        by_type["number"] = (numbers,)
+    return ValueShape(by_type)
 
 
-def unequal(values: list[Any], at: str, nodes: Schemas) -> Shape:
+def negate_values(values: list[JsonValue], pointer: str, graph: SchemaGraph) -> ValueShape:
     """Return the shape of the values that equal none of ``values``."""
     texts = frozenset(value for value in values if isinstance(value, str))
-    digits = filter(is_number, values)
-    truths = frozenset({False, True}) - {value for value in values if isinstance(value, bool)}
-    kinds: dict[str, tuple[Alternative, ...]] = {
-        **ANYTHING.kinds,
+    by_type: dict[str, tuple[Alternative, ...]] = {
+        **ANY_SHAPE.by_type,
         "string": (Strings(excluded=texts),),
-        "number": (Numbers(excluded=frozenset(map(decimal, digits))),),
-        "boolean": (Booleans(truths),) if truths else (),
-        "null": () if None in values else ANYTHING.kinds["null"],
+        "number": (Numbers(excluded=decimals_of(values)),),
+        "boolean": (Booleans(frozenset({False, True}) - {value for value in values if isinstance(value, bool)}),),
     }
-    for kind, made in (("array", list), ("object", dict)):
-        if any(isinstance(value, made) for value in values):
-            kinds |= refusal(at, kind, nodes).kinds
-    return Shape({kind: some for kind, some in kinds.items() if some})
+    if by_type["boolean"] == (Booleans(frozenset()),):
+        del by_type["boolean"]
+    if None in values:
+        del by_type["null"]
+    for json_type, python_type in (("array", list), ("object", dict)):
+        if any(isinstance(value, python_type) for value in values):
+            by_type |= refuse_negation(pointer, json_type, graph).by_type
+    return ValueShape(by_type)
 
 
-def negated_string(schema: Schema, at: str, nodes: Schemas) -> Iterator[Shape]:
+def negate_string_keywords(schema: JsonObject, pointer: str, graph: SchemaGraph) -> Iterator[ValueShape]:
     if "pattern" in schema:
-        present, absent = split(schema["pattern"])
-        yield from (only("string", Strings(absent=frozenset({each}))) for each in present)
-        yield from (only("string", Strings(patterns=frozenset({each}))) for each in absent)
-    if schema.get("format") in FORMATS:
-        yield refusal(f"{at}/format", "string", nodes)
+        present, absent = split_lookaheads(schema["pattern"])
+        for pattern in present:
+            yield shape_of_type("string", Strings(absent_patterns=frozenset({pattern})))
+        for pattern in absent:
+            yield shape_of_type("string", Strings(patterns=frozenset({pattern})))
+    if schema.get("format") in ENFORCED_FORMATS:
+        yield refuse_negation(f"{pointer}/format", "string", graph)
 
 
-def negated_array(schema: Schema, at: str, nodes: Schemas) -> Iterator[Shape]:
+def negate_array_keywords(schema: JsonObject, pointer: str, graph: SchemaGraph) -> Iterator[ValueShape]:
     if schema.get("uniqueItems") is True:
-        yield refusal(f"{at}/uniqueItems", "array", nodes)
-    prefix, (rest, place) = items_of(schema, at, nodes)
+        yield refuse_negation(f"{pointer}/uniqueItems", "array", graph)
+    prefix, (rest, rest_pointer) = item_schemas(schema, pointer, graph.old_dialect)
     if prefix:
-        yield refusal(prefix[0][1].rpartition("/")[0], "array", nodes)
-    elif nodes.node(rest, place):
-        yield refusal(place, "array", nodes)
+        yield refuse_negation(prefix[0][1].rpartition("/")[0], "array", graph)
+    elif graph.make_node(rest, rest_pointer):
+        yield refuse_negation(rest_pointer, "array", graph)
     if "contains" in schema:
         if schema.get("minContains", 1) != 1 or "maxContains" in schema:
-            yield refusal(f"{at}/contains", "array", nodes)
+            yield refuse_negation(f"{pointer}/contains", "array", graph)
         else:
-            yield only("array", Arrays(items=nodes.opposite(nodes.node(schema["contains"], f"{at}/contains"))))
+            contained = graph.make_node(schema["contains"], f"{pointer}/contains")
+            yield shape_of_type("array", Arrays(items=graph.negate_node(contained)))
 
 
-def negated_object(schema: Schema, at: str, nodes: Schemas) -> Iterator[Shape]:
-    for name, each in schema.get("properties", {}).items():
-        wrong = nodes.opposite(nodes.node(each, f"{at}/properties/{name}"))
-        yield only("object", Objects(((name, wrong),), required=frozenset({name})))
-    yield from (only("object", Objects(((name, NOTHING),))) for name in schema.get("required", ()))
-    for key in ("patternProperties", "additionalProperties", "propertyNames"):
-        if schema.get(key) not in (None, True, {}):
-            yield refusal(f"{at}/{key}", "object", nodes)
+def negate_object_keywords(schema: JsonObject, pointer: str, graph: SchemaGraph) -> Iterator[ValueShape]:
+    for name, node in graph.make_named_nodes(schema, "properties", pointer).items():
+        yield shape_of_type("object", Objects(((name, graph.negate_node(node)),), required=frozenset({name})))
+    for name in schema.get("required", ()):
+        yield shape_of_type("object", Objects(((name, NO_VALUE),)))
+    for keyword in ("patternProperties", "additionalProperties", "propertyNames"):
+        if schema.get(keyword) not in (None, True, {}):
+            yield refuse_negation(f"{pointer}/{keyword}", "object", graph)

@@ -1,32 +1,34 @@
-"""What a JSON value may look like: alternatives for each JSON type, and what two of them have in common."""
+"""Sets of JSON values: alternatives for each JSON type, and what two of them have in common."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
-from math import lcm
-from typing import Any
+from math import inf, lcm
 
-# The numbers of schemas (see ``Schemas``) that a value must match (True) or must not match (False).
-Node = frozenset[tuple[int, bool]]
-EVERYTHING: Node = frozenset()
-NOTHING: Node = frozenset({(0, True)})
+from ovspec.base.json_types import JsonValue
+from ovspec.grammars.json_schema.checking import is_number
+
+# The numbers of schemas (see ``SchemaGraph``) that a value must match (True) or must not match (False).
+SchemaNode = frozenset[tuple[int, bool]]
+ANY_VALUE: SchemaNode = frozenset()
+NO_VALUE: SchemaNode = frozenset({(0, True)})
 
 
 @dataclass(frozen=True)
-class Refused:
+class Unenforceable:
     """Values that can't be told apart from forbidden ones while a text is generated.
 
-    ``dispensable``: leaving them out forbids only values that break a schema which needn't match. ``fractions``: they
-    are numbers, but no integers.
+    ``dispensable``: leaving them out forbids only values that break a schema which needn't match. ``non_integers``:
+    they are numbers, but no integers.
     """
 
-    at: str  # JSON pointer of the keyword
-    why: str
+    pointer: str  # JSON pointer of the keyword
+    reason: str
     dispensable: bool = False
-    fractions: bool = False
+    non_integers: bool = False
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Booleans:
 @dataclass(frozen=True)
 class Bound:
     value: Decimal
-    strict: bool  # the bound itself is excluded
+    exclusive: bool
 
 
 @dataclass(frozen=True)
@@ -56,57 +58,66 @@ class Numbers:
     values: frozenset[Decimal] | None = None
     excluded: frozenset[Decimal] = frozenset()
 
-    def fits(self, value: Decimal) -> bool:
-        low, high, step = self.low, self.high, self.multiple
-        above = not low or value > low.value or (value == low.value and not low.strict)
-        below = not high or value < high.value or (value == high.value and not high.strict)
-        whole = not self.integer or value == value.to_integral_value()
-        return above and below and whole and value not in self.excluded and (not step or not remainder(value, step))
+    def accepts_number(self, value: Decimal) -> bool:
+        if self.low and (value < self.low.value or (value == self.low.value and self.low.exclusive)):
+            return False
+        if self.high and (value > self.high.value or (value == self.high.value and self.high.exclusive)):
+            return False
+        if value in self.excluded or (self.integer and value != value.to_integral_value()):
+            return False
+        return not self.multiple or not exact_remainder(value, self.multiple)
 
 
-def remainder(value: Decimal, step: Decimal) -> int:
-    """Return the rest of a division, exactly."""
+def exact_remainder(value: Decimal, step: Decimal) -> int:
+    """Return the remainder of ``value / step``, in units of the smaller one's last digit."""
     shift = 10 ** max(0, -int(value.as_tuple().exponent), -int(step.as_tuple().exponent))
     return int(value * shift) % int(step * shift)
 
 
 @dataclass(frozen=True)
 class Strings:
-    """``patterns``, ``absent``: expressions that must or must not be found. ``values``: the only ones, if not None."""
+    """Strings by their lengths and contents.
 
-    least: int = 0
-    most: int | None = None
+    ``patterns``, ``absent_patterns``: expressions that must or must not be found. ``values``: the only strings, if not
+    None.
+    """
+
+    min_size: int = 0
+    max_size: float = inf
     patterns: frozenset[str] = frozenset()
     formats: frozenset[str] = frozenset()
     values: tuple[str, ...] | None = None
     excluded: frozenset[str] = frozenset()
-    absent: frozenset[str] = frozenset()
+    absent_patterns: frozenset[str] = frozenset()
 
-    def fits(self, value: str) -> bool:
-        """Return whether ``value`` meets everything but the formats."""
-        right = self.least <= len(value) and (self.most is None or len(value) <= self.most)
-        right = right and value not in self.excluded and (self.values is None or value in self.values)
-        right = right and all(search_pattern(pattern, value) for pattern in self.patterns)
-        return right and not any(search_pattern(pattern, value, False) for pattern in self.absent)
+    def accepts_text(self, text: str) -> bool:
+        """Return whether ``text`` meets everything but the formats."""
+        if not self.min_size <= len(text) <= self.max_size:
+            return False
+        if text in self.excluded or (self.values is not None and text not in self.values):
+            return False
+        if not all(search_pattern(pattern, text) for pattern in self.patterns):
+            return False
+        return not any(search_pattern(pattern, text, False) for pattern in self.absent_patterns)
 
 
-def search_pattern(pattern: str, text: str, unknown: bool = True) -> bool:
-    """Return whether ``pattern`` is found in ``text``, or ``unknown`` if Python can't read it."""
+def search_pattern(pattern: str, text: str, if_unreadable: bool = True) -> bool:
+    """Return whether ``pattern`` is found in ``text``, or ``if_unreadable`` if Python can't read the pattern."""
     try:
         return re.search(pattern, text) is not None
     except re.error:
-        return unknown
+        return if_unreadable
 
 
 @dataclass(frozen=True)
 class Arrays:
-    prefix: tuple[Node, ...] = ()
-    items: Node = EVERYTHING
-    least: int = 0
-    most: int | None = None
+    prefix: tuple[SchemaNode, ...] = ()
+    items: SchemaNode = ANY_VALUE
+    min_size: int = 0
+    max_size: float = inf
     unique: bool = False
 
-    def item(self, index: int) -> Node:
+    def item_node(self, index: int) -> SchemaNode:
         return self.prefix[index] if index < len(self.prefix) else self.items
 
 
@@ -119,224 +130,224 @@ class Objects:
     ``any_order``: the properties may come in any order.
     """
 
-    properties: tuple[tuple[str, Node], ...] = ()
-    patterns: tuple[tuple[str, Node], ...] = ()
-    rest: Node = EVERYTHING
+    properties: tuple[tuple[str, SchemaNode], ...] = ()
+    patterns: tuple[tuple[str, SchemaNode], ...] = ()
+    rest: SchemaNode = ANY_VALUE
     required: frozenset[str] = frozenset()
-    least: int = 0
-    most: int | None = None
-    names: Node = EVERYTHING
+    min_size: int = 0
+    max_size: float = inf
+    names: SchemaNode = ANY_VALUE
     any_order: bool = False
     open: bool = True
 
-    def node(self, name: str) -> Node:
-        """Return what applies to the property ``name``."""
+    def property_node(self, name: str) -> SchemaNode:
+        """Return the node of the values that the property ``name`` may have."""
         listed = dict(self.properties)
         if name in listed:
             return listed[name]
         matching = [node for pattern, node in self.patterns if search_pattern(pattern, name)]
-        return both(*matching) if matching else self.rest
+        return join_nodes(*matching) if matching else self.rest
 
 
-Alternative = Refused | Nulls | Booleans | Numbers | Strings | Arrays | Objects
-KINDS: dict[str, Callable[[], Alternative]] = {
-    "null": Nulls,
-    "boolean": Booleans,
-    "number": Numbers,
-    "string": Strings,
-    "array": Arrays,
-    "object": Objects,
-}
+Alternative = Unenforceable | Nulls | Booleans | Numbers | Strings | Arrays | Objects
+# JSON type -> the alternative with all of its values.
+JSON_TYPES: dict[str, Callable[[], Alternative]] = {
+    "null": Nulls, "boolean": Booleans, "number": Numbers, "string": Strings, "array": Arrays, "object": Objects,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Shape:
+class ValueShape:
     """The alternatives for each JSON type; a type that is missing isn't allowed."""
 
-    kinds: dict[str, tuple[Alternative, ...]] = field(default_factory=dict)
+    by_type: dict[str, tuple[Alternative, ...]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return any(self.kinds.values())
+        return any(self.by_type.values())
 
 
-ANYTHING = Shape({kind: (make(),) for kind, make in KINDS.items()})
+ANY_SHAPE = ValueShape({json_type: (make_all(),) for json_type, make_all in JSON_TYPES.items()})
 
 
-def only(kind: str, *alternatives: Alternative) -> Shape:
+def shape_of_type(json_type: str, *alternatives: Alternative) -> ValueShape:
     """Return the shape of values of one type."""
-    return Shape({kind: alternatives})
+    return ValueShape({json_type: alternatives})
 
 
-def but(kind: str, *alternatives: Alternative) -> Shape:
-    """Return the shape of values that may have any other type, or these alternatives."""
-    return Shape({**ANYTHING.kinds, kind: alternatives})
+def shape_if_type(json_type: str, *alternatives: Alternative) -> ValueShape:
+    """Return the shape of values that have one of ``alternatives`` if they are of this type; others are free."""
+    return ValueShape({**ANY_SHAPE.by_type, json_type: alternatives})
 
 
-def union(*shapes: Shape) -> Shape:
-    kinds: dict[str, dict[Alternative, None]] = {}
+def unite_shapes(*shapes: ValueShape) -> ValueShape:
+    united: dict[str, dict[Alternative, None]] = {}
     for shape in shapes:
-        for kind, alternatives in shape.kinds.items():
-            kinds.setdefault(kind, {}).update(dict.fromkeys(alternatives))
-    return Shape({kind: tuple(found) for kind, found in kinds.items() if found})
+        for json_type, alternatives in shape.by_type.items():
+            united.setdefault(json_type, {}).update(dict.fromkeys(alternatives))
+    return ValueShape({json_type: tuple(alternatives) for json_type, alternatives in united.items() if alternatives})
 
 
-def both(*nodes: Node) -> Node:
+def join_nodes(*nodes: SchemaNode) -> SchemaNode:
     """Return the node of values that match all ``nodes``."""
     joined = frozenset().union(*nodes)
-    contradiction = any((number, not sign) in joined for number, sign in joined)
-    return NOTHING if contradiction or joined >= NOTHING else joined
+    contradiction = any((number, not positive) in joined for number, positive in joined)
+    return NO_VALUE if contradiction or joined >= NO_VALUE else joined
 
 
-def common(one: Alternative, other: Alternative) -> Alternative | None:
+def intersect_alternatives(one: Alternative, other: Alternative) -> Alternative | None:
     """Return what two alternatives of one type have in common; None if that is nothing."""
     if one == other:
         return one
     match one, other:
-        case (Refused(fractions=True), Numbers(integer=True)) | (Numbers(integer=True), Refused(fractions=True)):
+        case (Unenforceable(non_integers=True), Numbers(integer=True)):
             return None
-        case Refused(), _:
+        case (Numbers(integer=True), Unenforceable(non_integers=True)):
+            return None
+        case Unenforceable(), _:
             return one
-        case _, Refused():
+        case _, Unenforceable():
             return other
         case Booleans(), Booleans():
             values = one.values & other.values
             return Booleans(values) if values else None
         case Numbers(), Numbers():
-            return common_numbers(one, other)
+            return intersect_numbers(one, other)
         case Strings(), Strings():
-            return common_strings(one, other)
+            return intersect_strings(one, other)
         case Arrays(), Arrays():
-            return common_arrays(one, other)
+            return intersect_arrays(one, other)
         case Objects(), Objects():
-            return common_objects(one, other)
+            return intersect_objects(one, other)
     return None
 
 
-def meeting(
-    one: Shape, other: Shape, settle: Callable[[Alternative | None], Alternative | None] = lambda a: a
-) -> Shape:
+def intersect_shapes(
+    one: ValueShape,
+    other: ValueShape,
+    settle: Callable[[Alternative | None], Alternative | None] = lambda alternative: alternative,
+) -> ValueShape:
     """Return what two shapes have in common; ``settle`` may drop or change an alternative."""
-    kinds: dict[str, tuple[Alternative, ...]] = {}
-    for kind, mine in one.kinds.items():
-        pairs = ((a, b) for a in mine for b in other.kinds.get(kind, ()))
-        if joined := dict.fromkeys(each for a, b in pairs if (each := settle(common(a, b)))):
-            kinds[kind] = tuple(joined)
-    return Shape(kinds)
+    by_type: dict[str, tuple[Alternative, ...]] = {}
+    for json_type, alternatives in one.by_type.items():
+        pairs = ((a, b) for a in alternatives for b in other.by_type.get(json_type, ()))
+        settled = (settle(intersect_alternatives(a, b)) for a, b in pairs)
+        if shared := dict.fromkeys(alternative for alternative in settled if alternative):
+            by_type[json_type] = tuple(shared)
+    return ValueShape(by_type)
 
 
-def common_numbers(one: Numbers, other: Numbers) -> Numbers | None:
-    lows = [each.low for each in (one, other) if each.low]
-    highs = [each.high for each in (one, other) if each.high]
-    steps = [each.multiple for each in (one, other) if each.multiple]
-    low = max(lows, key=lambda bound: (bound.value, bound.strict), default=None)
-    high = min(highs, key=lambda bound: (bound.value, not bound.strict), default=None)
-    if low and high and (low.value > high.value or (low.value == high.value and (low.strict or high.strict))):
+def intersect_numbers(one: Numbers, other: Numbers) -> Numbers | None:
+    lows = [numbers.low for numbers in (one, other) if numbers.low]
+    highs = [numbers.high for numbers in (one, other) if numbers.high]
+    low = max(lows, key=lambda bound: (bound.value, bound.exclusive), default=None)
+    high = min(highs, key=lambda bound: (bound.value, not bound.exclusive), default=None)
+    if low and high and (low.value > high.value or (low.value == high.value and (low.exclusive or high.exclusive))):
         return None
-    multiple = steps[0] if steps else None
-    if len(steps) == 2:
-        shift = 10 ** max(0, *(-int(step.as_tuple().exponent) for step in steps))
-        multiple = Decimal(lcm(*(int(step * shift) for step in steps))) / shift
-    found = Numbers(one.integer or other.integer, low, high, multiple, None, one.excluded | other.excluded)
-    given = [each.values for each in (one, other) if each.values is not None]
-    if not given:
-        return found
-    values = frozenset(value for value in frozenset.intersection(*given) if found.fits(value))
+    multiple = one.multiple or other.multiple
+    if one.multiple and other.multiple:
+        multiple = common_multiple(one.multiple, other.multiple)
+    shared = Numbers(one.integer or other.integer, low, high, multiple, None, one.excluded | other.excluded)
+    value_sets = [numbers.values for numbers in (one, other) if numbers.values is not None]
+    if not value_sets:
+        return shared
+    values = frozenset(value for value in frozenset.intersection(*value_sets) if shared.accepts_number(value))
     return Numbers(values=values) if values else None
 
 
-def common_sizes(one: Strings | Arrays | Objects, other: Strings | Arrays | Objects) -> tuple[int, int | None]:
-    mosts = [each.most for each in (one, other) if each.most is not None]
-    return max(one.least, other.least), min(mosts, default=None)
+def common_multiple(*steps: Decimal) -> Decimal:
+    shift = 10 ** max(0, *(-int(step.as_tuple().exponent) for step in steps))
+    return Decimal(lcm(*(int(step * shift) for step in steps))) / shift
 
 
-def common_strings(one: Strings, other: Strings) -> Strings | None:
-    least, most = common_sizes(one, other)
-    if most is not None and least > most:
+def intersect_sizes(one: Strings | Arrays | Objects, other: Strings | Arrays | Objects) -> tuple[int, float]:
+    """Return the smallest and largest size that both allow."""
+    return max(one.min_size, other.min_size), min(one.max_size, other.max_size)
+
+
+def intersect_strings(one: Strings, other: Strings) -> Strings | None:
+    min_size, max_size = intersect_sizes(one, other)
+    if min_size > max_size:
         return None
-    found = Strings(
-        least,
-        most,
-        one.patterns | other.patterns,
-        one.formats | other.formats,
-        None,
-        one.excluded | other.excluded,
-        one.absent | other.absent,
-    )
-    given = [each.values for each in (one, other) if each.values is not None]
-    if not given:
-        return found
-    both_have = set(given[0]).intersection(given[-1])
-    values = tuple(value for value in given[0] if value in both_have and found.fits(value))
-    return Strings(formats=found.formats, values=values) if values else None
+    patterns, absent_patterns = one.patterns | other.patterns, one.absent_patterns | other.absent_patterns
+    formats, excluded = one.formats | other.formats, one.excluded | other.excluded
+    shared = Strings(min_size, max_size, patterns, formats, None, excluded, absent_patterns)
+    value_lists = [strings.values for strings in (one, other) if strings.values is not None]
+    if not value_lists:
+        return shared
+    in_both = set(value_lists[0]).intersection(value_lists[-1])
+    values = tuple(value for value in value_lists[0] if value in in_both and shared.accepts_text(value))
+    return Strings(formats=shared.formats, values=values) if values else None
 
 
-def common_arrays(one: Arrays, other: Arrays) -> Arrays | None:
-    least, most = common_sizes(one, other)
-    if most is not None and least > most:
+def intersect_arrays(one: Arrays, other: Arrays) -> Arrays | None:
+    min_size, max_size = intersect_sizes(one, other)
+    if min_size > max_size:
         return None
     length = max(len(one.prefix), len(other.prefix))
-    prefix = tuple(both(one.item(i), other.item(i)) for i in range(length))
-    return Arrays(prefix, both(one.items, other.items), least, most, one.unique or other.unique)
+    prefix = tuple(join_nodes(one.item_node(i), other.item_node(i)) for i in range(length))
+    return Arrays(prefix, join_nodes(one.items, other.items), min_size, max_size, one.unique or other.unique)
 
 
-def common_objects(one: Objects, other: Objects) -> Objects | None:
-    (least, most), required = common_sizes(one, other), one.required | other.required
-    if most is not None and max(least, len(required)) > most:
+def intersect_objects(one: Objects, other: Objects) -> Objects | None:
+    min_size, max_size = intersect_sizes(one, other)
+    required = one.required | other.required
+    if max(min_size, len(required)) > max_size:
         return None
-    names = dict.fromkeys(name for each in (one, other) for name, _ in each.properties)
-    properties = tuple((name, both(one.node(name), other.node(name))) for name in names)
-    mine, theirs = dict(one.patterns), dict(other.patterns)
+    names = dict.fromkeys(name for objects in (one, other) for name, _ in objects.properties)
+    properties = tuple((name, join_nodes(one.property_node(name), other.property_node(name))) for name in names)
+    own_patterns, other_patterns = dict(one.patterns), dict(other.patterns)
     # A name that has a pattern of one side only belongs to the rest of the other; if it has a pattern there too, this
     # is stricter than necessary.
     patterns = tuple(
-        (pattern, both(mine.get(pattern, one.rest), theirs.get(pattern, other.rest)))
-        for pattern in dict.fromkeys((*mine, *theirs))
+        (pattern, join_nodes(own_patterns.get(pattern, one.rest), other_patterns.get(pattern, other.rest)))
+        for pattern in dict.fromkeys((*own_patterns, *other_patterns))
     )
-    return Objects(
-        properties,
-        patterns,
-        both(one.rest, other.rest),
-        required,
-        least,
-        most,
-        both(one.names, other.names),
-        one.any_order or other.any_order,
-        one.open and other.open,
-    )
+    rest, names_node = join_nodes(one.rest, other.rest), join_nodes(one.names, other.names)
+    any_order, is_open = one.any_order or other.any_order, one.open and other.open
+    return Objects(properties, patterns, rest, required, min_size, max_size, names_node, any_order, is_open)
 
 
-def constant(value: Any, number_of: Callable[[Any], Node]) -> Shape:
+def shape_of_constant(value: list | dict | None, node_of_value: Callable[[JsonValue], SchemaNode]) -> ValueShape:
     """Return the shape of null, a list or an object."""
     if value is None:
-        return only("null", Nulls())
+        return shape_of_type("null", Nulls())
     if isinstance(value, list):
-        return only("array", Arrays(tuple(map(number_of, value)), NOTHING, len(value), len(value)))
-    properties = tuple((name, number_of(each)) for name, each in value.items())
-    required = frozenset(value)
-    return only("object", Objects(properties, rest=NOTHING, required=required, any_order=True, open=False))
+        return shape_of_type("array", Arrays(tuple(map(node_of_value, value)), NO_VALUE, len(value), len(value)))
+    properties = tuple((name, node_of_value(member)) for name, member in value.items())
+    objects = Objects(properties, rest=NO_VALUE, required=frozenset(value), any_order=True, open=False)
+    return shape_of_type("object", objects)
 
 
-def constants(values: list[Any], number_of: Callable[[Any], Node]) -> Shape:
+def shape_of_enum(values: list[JsonValue], node_of_value: Callable[[JsonValue], SchemaNode]) -> ValueShape:
     """Return the shape of the values in an enum; all of its strings are one alternative, and all of its numbers.
 
-    ``number_of`` returns the node of the values that equal its argument.
+    ``node_of_value`` returns the node of the values that equal its argument.
     """
     texts = tuple(dict.fromkeys(value for value in values if isinstance(value, str)))
-    digits = [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
-    truths = frozenset(value for value in values if isinstance(value, bool))
-    others = [constant(value, number_of) for value in values if value is None or isinstance(value, list | dict)]
-    grouped = {
-        "string": (Strings(values=texts),) if texts else (),
-        "number": (Numbers(values=frozenset(map(decimal, digits))),) if digits else (),
-        "boolean": (Booleans(truths),) if truths else (),
-    }
-    return union(Shape(grouped), *others)
+    numbers = decimals_of(values)
+    booleans = frozenset(value for value in values if isinstance(value, bool))
+    containers = [value for value in values if value is None or isinstance(value, list | dict)]
+    grouped: dict[str, tuple[Alternative, ...]] = {}
+    if texts:
+        grouped["string"] = (Strings(values=texts),)
+    if numbers:
+        grouped["number"] = (Numbers(values=numbers),)
+    if booleans:
+        grouped["boolean"] = (Booleans(booleans),)
+    return unite_shapes(ValueShape(grouped), *(shape_of_constant(value, node_of_value) for value in containers))
 
 
-def decimal(value: int | float) -> Decimal:
+def decimals_of(values: Iterable[JsonValue]) -> frozenset[Decimal]:
+    """Return the numbers among some JSON values."""
+    return frozenset(to_decimal(value) for value in values if is_number(value))
+
+
+def to_decimal(value: int | float) -> Decimal:
     return Decimal(repr(value or 0))  # without -0
 
 
-def closed(shape: Objects) -> Objects:
-    """Return the object without names that its schema doesn't mention, if it lists any."""
-    return replace(shape, rest=NOTHING, open=False) if shape.open and shape.properties else shape
+def close_object(objects: Objects) -> Objects:
+    """Return the objects without names that their schema doesn't mention, if it lists any."""
+    if objects.open and objects.properties:
+        return replace(objects, rest=NO_VALUE, open=False)
+    return objects

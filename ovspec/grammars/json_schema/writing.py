@@ -5,39 +5,35 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from decimal import Decimal
+from math import inf
 
 from ovspec.base.errors import OvspecError
+from ovspec.base.json_types import JsonObject
 from ovspec.grammars.json_schema import numbers
-from ovspec.grammars.json_schema.expressions import in_ascii, none_of, slashed, sought, split
-from ovspec.grammars.json_schema.formats import STRICTER
-from ovspec.grammars.json_schema.schemas import Schemas
-from ovspec.grammars.json_schema.shapes import (
-    NOTHING,
-    Alternative,
-    Arrays,
-    Booleans,
-    Node,
-    Nulls,
-    Numbers,
-    Objects,
-    Refused,
-    Strings,
-    both,
-    closed,
+
+from ovspec.grammars.json_schema.expressions import (  # isort: skip
+    escape_slashes, match_json_string, match_other_texts, split_lookaheads, use_ascii_classes,
+)  # fmt: skip
+from ovspec.grammars.json_schema.formats import STRICTER_PATTERNS
+from ovspec.grammars.json_schema.schemas import SchemaGraph
+
+from ovspec.grammars.json_schema.shapes import (  # isort: skip
+    NO_VALUE, Alternative, Arrays, Booleans, Nulls, Numbers, Objects, SchemaNode, Strings, Unenforceable, close_object,
+    join_nodes,
 )  # fmt: skip
 
-MOST_STATES = 20_000  # of one object or array
-MOST_ORDERED = 5  # values or properties that may come in any order
+MAX_STATES = 20_000  # of one object or array
+MAX_UNORDERED = 5  # values or properties that may come in any order
 # Without \uXXXX: a key would have several spellings.
-ESCAPES = 'nrbtf\\"'
-UNESCAPED = r'[^"\\\x00-\x1f\x7f]'
-MOST_BOUNDED = 1000
-CHARACTER = r'([^"\\\x00-\x1f\x7f]|\\["\\bfnrt])'
+ALLOWED_ESCAPES = 'nrbtf\\"'
+UNESCAPED_CHARACTER = r'[^"\\\x00-\x1f\x7f]'
+STRING_CHARACTER = r'([^"\\\x00-\x1f\x7f]|\\["\\bfnrt])'
+MAX_BOUNDED_MULTIPLE = 1000
 
 
 @dataclass(frozen=True)
-class Style:
+class JsonStyle:
     """How texts are laid out: expressions of the white space between tokens, and of the separators."""
 
     white_space: str | None
@@ -49,396 +45,418 @@ class Style:
 class RuleWriter:
     """Writes rules and terminals; those of equal content are written once.
 
-    ``waiting``: nodes whose rules have names and aren't written yet.
+    ``are_disjoint_patterns``: returns whether no string has both patterns. ``allows_repeats``: whether the grammar
+    allows arrays to repeat items that must differ, see ``item_tracks``. ``pending_nodes``: nodes whose rules have names
+    and aren't written yet.
     """
 
-    schemas: Schemas
-    style: Style
-    patterns_apart: Callable[[str, str], bool]
-    repeats: bool = False  # whether the grammar allows arrays to repeat items that must differ: see ``tracks_of``
+    graph: SchemaGraph
+    style: JsonStyle
+    are_disjoint_patterns: Callable[[str, str], bool]
+    allows_repeats: bool = False
     lines: list[str] = field(default_factory=list)
-    names: dict[str, str] = field(default_factory=dict)  # content -> name of a rule or terminal
-    _nodes: dict[Node, str] = field(default_factory=dict)
-    waiting: list[tuple[Node, str]] = field(default_factory=list)
+    names_by_content: dict[str, str] = field(default_factory=dict)  # of rules and terminals
+    _node_rules: dict[SchemaNode, str] = field(default_factory=dict)
+    pending_nodes: list[tuple[SchemaNode, str]] = field(default_factory=list)
 
     # ------------------------------------------------------------ names
 
-    def terminal(self, content: str) -> str:
-        return self.rule(content, "T")
+    def write_terminal(self, content: str) -> str:
+        return self.write_rule(content, "T")
 
-    def rule(self, content: str, letter: str = "r") -> str:
-        if content not in self.names:
-            self.names[content] = f"{letter}{len(self.names)}"
-            self.lines.append(f"{self.names[content]}: {content}")
-        return self.names[content]
+    def write_rule(self, content: str, prefix: str = "r") -> str:
+        """Write a rule, if there is none of this content; return its name."""
+        if content not in self.names_by_content:
+            self.names_by_content[content] = f"{prefix}{len(self.names_by_content)}"
+            self.lines.append(f"{self.names_by_content[content]}: {content}")
+        return self.names_by_content[content]
 
-    def value(self, node: Node) -> str:
-        """Return the rule of a node, which is written later."""
-        if node not in self._nodes:
-            name = self._nodes[node] = f"v{len(self._nodes)}"
-            self.waiting.append((node, name))
-        return self._nodes[node]
+    def write_options(self, options: list[str]) -> str | None:
+        return self.write_rule(" | ".join(options)) if options else None
 
-    # ------------------------------------------------------------ values
+    def node_rule(self, node: SchemaNode) -> str:
+        """Return the name of a node's rule, which is written later."""
+        if node not in self._node_rules:
+            self._node_rules[node] = f"v{len(self._node_rules)}"
+            self.pending_nodes.append((node, self._node_rules[node]))
+        return self._node_rules[node]
 
-    def number(self, each: Numbers) -> str:
-        if each.multiple:
-            exact = all(bound is None or abs(bound.value) <= numbers.EXACT for bound in (each.low, each.high))
-            if each.excluded or not exact:
+    def write_node_rules(self, close_objects: bool) -> None:
+        """Write the rules of all nodes that rules refer to; raises OvspecError if something can't be enforced."""
+        while self.pending_nodes:
+            node, name = self.pending_nodes.pop()
+            self.lines.append(f"{name}: {write_node_options(self, node, close_objects)}")
+
+    # ------------------------------------------------------------ numbers and strings
+
+    def write_numbers(self, allowed: Numbers) -> str:
+        if allowed.multiple:
+            bounds = [bound for bound in (allowed.low, allowed.high) if bound]
+            if allowed.excluded or any(abs(bound.value) > numbers.LARGEST_EXACT for bound in bounds):
                 self.refuse("#", "multipleOf can't be enforced beside excluded numbers or bounds beyond 2**53")
-            return self._leaf(multiple_schema(each))
-        right, wrong = numbers.expressions(each)
-        return self.terminal(" & ".join([*(f"/{slashed(part)}/" for part in right), *(f"~/{part}/" for part in wrong)]))
+            return self._write_json_rule(make_multiple_schema(allowed))
+        present, absent = numbers.number_expressions(allowed)
+        parts = [f"/{escape_slashes(expression)}/" for expression in present]
+        parts += [f"~/{expression}/" for expression in absent]
+        return self.write_terminal(" & ".join(parts))
 
-    def string(self, each: Strings) -> str:
-        if each.values is not None and not each.formats:
-            return self.terminal(" | ".join(map(quoted, each.values)))
-        if each.absent:
-            return self._unescaped(each)
-        if not each.patterns and not each.formats:
-            return self._without_excluded([f'/"{CHARACTER}{lengths(each)}"/'], each)
-        return self._leaf(string_schema(each))
+    def write_strings(self, strings: Strings) -> str:
+        if strings.values is not None and not strings.formats:
+            return self.write_terminal(" | ".join(map(quote_json_string, strings.values)))
+        if strings.absent_patterns:
+            return self._write_unescaped_strings(strings)
+        if not strings.patterns and not strings.formats:
+            return self._write_without_excluded([f'/"{STRING_CHARACTER}{size_range(strings)}"/'], strings)
+        return self._write_json_rule(make_string_schema(strings))
 
-    def _unescaped(self, each: Strings) -> str:
-        """Return the texts without any escape that fit ``each``: only they can be compared with ``absent``."""
-        present = [sought(in_ascii(pattern)) for pattern in sorted(each.patterns)]
-        absent = [sought(pattern) for pattern in sorted(each.absent)]
-        if each.formats or None in present or None in absent:
-            self.refuse(f"the pattern {min(each.absent)!r}", "it can't be negated here")
-            return self.string(replace(each, absent=frozenset()))
-        parts = [
-            f'/"{UNESCAPED}{lengths(each)}"/',
-            *(f"/{part}/" for part in present),
-            *(f"~/{part}/" for part in absent),
-        ]
-        return self._without_excluded(parts, each)
+    def _write_unescaped_strings(self, strings: Strings) -> str:
+        """Write the strings without any escape: only they can be compared with ``absent_patterns``."""
+        present = [match_json_string(use_ascii_classes(pattern)) for pattern in sorted(strings.patterns)]
+        absent = [match_json_string(pattern) for pattern in sorted(strings.absent_patterns)]
+        if strings.formats or None in present or None in absent:
+            self.refuse(f"the pattern {min(strings.absent_patterns)!r}", "it can't be negated here")
+            return self.write_strings(replace(strings, absent_patterns=frozenset()))
+        parts = [f'/"{UNESCAPED_CHARACTER}{size_range(strings)}"/']
+        parts += [f"/{expression}/" for expression in present]
+        parts += [f"~/{expression}/" for expression in absent]
+        return self._write_without_excluded(parts, strings)
 
-    def _without_excluded(self, parts: list[str], each: Strings) -> str:
-        excluded = " | ".join(map(quoted, sorted(each.excluded)))
-        return self.terminal(" & ".join([*parts, f"~({excluded})"] if excluded else parts))
+    def _write_without_excluded(self, parts: list[str], strings: Strings) -> str:
+        if strings.excluded:
+            parts = [*parts, f"~({' | '.join(map(quote_json_string, sorted(strings.excluded)))})"]
+        return self.write_terminal(" & ".join(parts))
 
-    def _leaf(self, schema: dict[str, Any]) -> str:
-        """Return the rule of a number or string that llguidance's own JSON schemas describe."""
-        white_space = self.style.white_space
-        style = {"whitespace_pattern": white_space} if white_space else {"whitespace_flexible": False}
-        guided = {**schema, "x-guidance": {**style, "json_allowed_escapes": ESCAPES}}
-        return self.rule(f"%json {json.dumps(guided)}")
+    def _write_json_rule(self, schema: JsonObject) -> str:
+        """Write the rule of a number or string that llguidance's own JSON schemas describe."""
+        guidance: JsonObject = {"whitespace_flexible": False}
+        if self.style.white_space:
+            guidance = {"whitespace_pattern": self.style.white_space}
+        guided = {**schema, "x-guidance": {**guidance, "json_allowed_escapes": ALLOWED_ESCAPES}}
+        return self.write_rule(f"%json {json.dumps(guided)}")
 
-    def separator(self, expression: str) -> str:
-        return quoted_text(expression) if expression in (",", ":") else self.terminal(f"/{slashed(expression)}/")
+    def write_separator(self, expression: str) -> str:
+        if expression in (",", ":"):
+            return quote_literal(expression)
+        return self.write_terminal(f"/{escape_slashes(expression)}/")
 
-    def refuse(self, at: str, why: str) -> None:
-        """Raise OvspecError, unless what can't be enforced is to be left out."""
-        if not self.schemas.lenient:
-            raise OvspecError(f"{at}: {why}; rewrite it, or set `json_schema_mode='checked'`.")
+    def refuse(self, pointer: str, reason: str) -> None:
+        """Raise OvspecError, unless parts that can't be enforced are to be left out."""
+        if not self.graph.lenient:
+            raise refusal(pointer, reason)
 
 
-def grammar_of(rules: RuleWriter, close_objects: bool) -> str:
+def refusal(pointer: str, reason: str) -> OvspecError:
+    return OvspecError(f"{pointer}: {reason}; rewrite it, or set `json_schema_mode='checked'`.")
+
+
+def write_schema_grammar(rules: RuleWriter, close_objects: bool) -> str:
     """Return the whole grammar.
 
     Args:
-        close: objects have only the listed properties, where the schema says nothing.
+        close_objects: objects have only the listed properties, where the schema says nothing.
 
     Raises:
         OvspecError: no text matches, or something can't be enforced.
     """
-    root = rules.schemas.root
-    if rules.schemas.empty(root):
+    root = rules.graph.root
+    if rules.graph.is_empty(root):
         raise OvspecError("#: no JSON text satisfies this schema.")
-    head = []
+    header: list[str] = []
     if rules.style.white_space:
-        head = ['%llguidance {"ignore_once": true}', f"%ignore /{slashed(rules.style.white_space)}/"]
-    start = rules.value(root)
-    while rules.waiting:
-        node, name = rules.waiting.pop()
-        rules.lines.append(f"{name}: {options_of(rules, node, close_objects)}")
-    return "\n".join([*head, f"start: {start}", *rules.lines])
+        header = ['%llguidance {"ignore_once": true}', f"%ignore /{escape_slashes(rules.style.white_space)}/"]
+    start = rules.node_rule(root)
+    rules.write_node_rules(close_objects)
+    return "\n".join([*header, f"start: {start}", *rules.lines])
 
 
-def options_of(rules: RuleWriter, node: Node, close_objects: bool) -> str:
+def write_node_options(rules: RuleWriter, node: SchemaNode, close_objects: bool) -> str:
     """Return the alternatives of a node; raises OvspecError if some can't be enforced and matter."""
     options: dict[str, None] = {}
-    for alternatives in rules.schemas.shape(node).kinds.values():
-        usable = [each for each in alternatives if not isinstance(each, Refused)]
-        refused = [each for each in alternatives if isinstance(each, Refused) and not (usable and each.dispensable)]
-        if refused:
-            raise OvspecError(f"{refused[0].at}: {refused[0].why}; rewrite it, or set `json_schema_mode='checked'`.")
-        options.update((alternative(rules, each, close_objects), None) for each in usable)
+    for alternatives in rules.graph.find_shape(node).by_type.values():
+        usable = [alternative for alternative in alternatives if not isinstance(alternative, Unenforceable)]
+        for alternative in alternatives:
+            if isinstance(alternative, Unenforceable) and not (usable and alternative.dispensable):
+                raise refusal(alternative.pointer, alternative.reason)
+        options.update((write_alternative(rules, alternative, close_objects), None) for alternative in usable)
     return " | ".join(options)
 
 
-def alternative(rules: RuleWriter, each: Alternative, close_objects: bool) -> str:
-    match each:
-        case Nulls():
-            return '"null"'
-        case Booleans():
-            return " | ".join(json.dumps(json.dumps(value)) for value in sorted(each.values))
+def write_alternative(rules: RuleWriter, alternative: Alternative, close_objects: bool) -> str:
+    match alternative:
+        case Nulls() | Booleans():
+            return " | ".join(list_literals(alternative))
         case Numbers():
-            return rules.number(each)
+            return rules.write_numbers(alternative)
         case Strings():
-            return rules.string(each)
+            return rules.write_strings(alternative)
         case Arrays():
-            return array(rules, each)
+            return write_array(rules, alternative)
+        case Objects() if close_objects:
+            return write_object(rules, close_object(alternative))
         case Objects():
-            return object_rule(rules, closed(each) if close_objects else each)
-    raise AssertionError(each)
+            return write_object(rules, alternative)
+    raise AssertionError(alternative)
 
 
-def tracks_of(schemas: Schemas) -> list[list[dict[str, Any]]]:
-    """Return where arrays are whose items must differ: for each node, by its number, the alternatives of a value.
-
-    Arrays: {"unique", "prefix", "items"}; objects: {"properties", "patterns", "rest"}, with the numbers of nodes.
-    """
-    numbers = {schemas.root: 0}
-    waiting, found = [schemas.root], list[list[dict[str, Any]]]()
-
-    def number(node: Node) -> int:
-        if node not in numbers:
-            numbers[node] = len(numbers)
-            waiting.append(node)
-        return numbers[node]
-
-    while waiting:
-        found.append([])
-        for alternatives in schemas.shape(waiting.pop(0)).kinds.values():
-            for each in alternatives:
-                if isinstance(each, Arrays):
-                    prefix = [number(item) for item in each.prefix]
-                    found[-1].append({"unique": each.unique, "prefix": prefix, "items": number(each.items)})
-                elif isinstance(each, Objects):
-                    properties = {name: number(value) for name, value in each.properties}
-                    patterns = [(pattern, number(value)) for pattern, value in each.patterns]
-                    found[-1].append({"properties": properties, "patterns": patterns, "rest": number(each.rest)})
-    return found
+def list_literals(alternative: Nulls | Booleans) -> list[str]:
+    """Return the expressions of null, or of booleans."""
+    if isinstance(alternative, Nulls):
+        return ['"null"']
+    return [quote_literal(json.dumps(value)) for value in sorted(alternative.values)]
 
 
 # ---------------------------------------------------------------- objects
 
 
-def object_rule(rules: RuleWriter, each: Objects) -> str:
-    names = rules.schemas.shape(each.names).kinds.get("string", ())
-    for refused in names:
-        if isinstance(refused, Refused):
-            rules.refuse(refused.at, refused.why)
-    allowed = [alternative for alternative in names if isinstance(alternative, Strings)]
-    each = with_names(each, allowed)
+def write_object(rules: RuleWriter, objects: Objects) -> str:
+    name_alternatives = rules.graph.find_shape(objects.names).by_type.get("string", ())
+    for alternative in name_alternatives:
+        if isinstance(alternative, Unenforceable):
+            rules.refuse(alternative.pointer, alternative.reason)
+    names = [strings for strings in name_alternatives if isinstance(strings, Strings)]
+    objects = list_allowed_names(objects, names)
+    colon = rules.write_separator(rules.style.key_separator)
+    comma = rules.write_separator(rules.style.item_separator)
     pairs: list[tuple[str, bool]] = []
-    colon, comma = (rules.separator(text) for text in (rules.style.key_separator, rules.style.item_separator))
-    for name, node in each.properties:
-        fits = any(alternative.fits(name) for alternative in allowed)
-        if fits and not rules.schemas.empty(node):
-            pairs.append((f"{quoted(name)} {colon} {rules.value(node)}", name in each.required))
-    if each.any_order and len(pairs) <= MOST_ORDERED and all(required for _, required in pairs):
-        items = [rules.rule(pair) for pair, _ in pairs]
-        return f'"{{" {any_order(rules, items, len(items), len(items), comma)} "}}"'
-    others = extra(rules, each, allowed, colon)
-    items = [(rules.rule(pair), required) for pair, required in pairs]
-    return f'"{{" {in_order(rules, items, (each.least, each.most), others, comma)} "}}"'
+    for name, node in objects.properties:
+        is_allowed = any(strings.accepts_text(name) for strings in names)
+        if is_allowed and not rules.graph.is_empty(node):
+            pair = f"{quote_json_string(name)} {colon} {rules.node_rule(node)}"
+            pairs.append((pair, name in objects.required))
+    if objects.any_order and len(pairs) <= MAX_UNORDERED and all(required for _, required in pairs):
+        items = [rules.write_rule(pair) for pair, _ in pairs]
+        return f'"{{" {write_in_any_order(rules, items, len(items), len(items), comma)} "}}"'
+    unlisted = write_unlisted_property(rules, objects, names, colon)
+    ordered = [(rules.write_rule(pair), required) for pair, required in pairs]
+    sizes = (objects.min_size, objects.max_size)
+    return f'"{{" {write_in_order(rules, ordered, sizes, unlisted, comma)} "}}"'
 
 
-def with_names(each: Objects, allowed: list[Strings]) -> Objects:
-    """Return the object with its names listed, if only some are allowed."""
-    if not allowed or any(alternative.values is None for alternative in allowed):
-        return each if allowed else replace(each, rest=NOTHING, patterns=())
-    listed = dict(each.properties)
-    names = dict.fromkeys(name for alternative in allowed for name in alternative.values or ())
-    more = tuple((name, each.node(name)) for name in names if name not in listed)
-    return replace(each, properties=(*each.properties, *more), rest=NOTHING, patterns=())
+def list_allowed_names(objects: Objects, names: list[Strings]) -> Objects:
+    """Return the objects with all of ``names`` as listed properties, if they are certain values."""
+    if any(strings.values is None for strings in names):
+        return objects
+    listed = dict(objects.properties)
+    allowed = dict.fromkeys(name for strings in names for name in strings.values or ())
+    unlisted = tuple((name, objects.property_node(name)) for name in allowed if name not in listed)
+    return replace(objects, properties=(*objects.properties, *unlisted), rest=NO_VALUE, patterns=())
 
 
-def extra(rules: RuleWriter, each: Objects, allowed: list[Strings], colon: str) -> str | None:
-    """Return the properties that aren't listed; None if there are none."""
-    taken = frozenset(name for name, _ in each.properties)
-    options = []
-    for pattern, node in each.patterns:
-        near = [other for text, other in each.patterns if text == pattern or not rules.patterns_apart(text, pattern)]
-        value = both(node, *near)
-        if not rules.schemas.empty(value):
-            for names in allowed:
-                present, absent = split(pattern)
-                patterns, without = names.patterns.union(present), names.absent.union(absent)
-                key = replace(names, patterns=patterns, absent=without, excluded=names.excluded | taken)
-                if not rules.schemas.no_text(key):
-                    options.append(f"{rules.string(key)} {colon} {rules.value(value)}")
-    if not rules.schemas.empty(each.rest):
-        value = rules.value(each.rest)
-        without = frozenset(pattern for pattern, _ in each.patterns)
-        for names in allowed:
-            key = replace(names, excluded=names.excluded | taken, absent=names.absent | without)
+def write_unlisted_property(rules: RuleWriter, objects: Objects, names: list[Strings], colon: str) -> str | None:
+    """Write the rule of a property that isn't listed; None if there is none."""
+    listed = frozenset(name for name, _ in objects.properties)
+    options: list[str] = []
+    for pattern, node in objects.patterns:
+        others = ((text, other) for text, other in objects.patterns if text != pattern)
+        overlapping = (other for text, other in others if not rules.are_disjoint_patterns(text, pattern))
+        value_node = join_nodes(node, *overlapping)
+        if rules.graph.is_empty(value_node):
+            continue
+        present, absent = split_lookaheads(pattern)
+        for strings in names:
+            patterns, absent_patterns = strings.patterns.union(present), strings.absent_patterns.union(absent)
+            excluded = strings.excluded | listed
+            key = replace(strings, patterns=patterns, absent_patterns=absent_patterns, excluded=excluded)
+            if not rules.graph.has_no_text(key):
+                options.append(f"{rules.write_strings(key)} {colon} {rules.node_rule(value_node)}")
+    if not rules.graph.is_empty(objects.rest):
+        rest_rule = rules.node_rule(objects.rest)
+        other_patterns = frozenset(pattern for pattern, _ in objects.patterns)
+        for strings in names:
+            absent_patterns = strings.absent_patterns | other_patterns
+            key = replace(strings, excluded=strings.excluded | listed, absent_patterns=absent_patterns)
             # Where it can't be said which names have none of the patterns, there are no others.
-            if not any(sought(pattern) is None for pattern in (*key.absent, *(key.patterns if without else ()))):
-                options.append(f"{rules.string(key)} {colon} {value}")
-    return rules.rule(" | ".join(options)) if options else None
+            compared = [*key.absent_patterns, *key.patterns] if other_patterns else key.absent_patterns
+            if None not in map(match_json_string, compared):
+                options.append(f"{rules.write_strings(key)} {colon} {rest_rule}")
+    return rules.write_options(options)
 
 
 # ---------------------------------------------------------------- arrays, and lists of properties
 
 
-def array(rules: RuleWriter, each: Arrays) -> str:
-    if each.unique and (each.most is None or each.most > 1):
-        values = few(rules, each)
+def write_array(rules: RuleWriter, arrays: Arrays) -> str:
+    if arrays.unique and arrays.max_size > 1:
+        values = list_item_values(rules, arrays)
         if values is not None:
-            return unique(rules, each, values)
-        rules.repeats = True
-    comma = rules.separator(rules.style.item_separator)
-    body = tail(rules, each, comma)
-    for i in range(len(each.prefix) - 1, -1, -1):
-        if each.most is not None and i >= each.most:
-            continue
-        item = rules.value(each.prefix[i])
-        body = f"{comma + ' ' if i else ''}{item} {body}"
-        body = body if i < each.least else f"({body})?"
+            return write_unique_array(rules, arrays, values)
+        rules.allows_repeats = True
+    comma = rules.write_separator(rules.style.item_separator)
+    body = write_array_rest(rules, arrays, comma)
+    for i, node in reversed([*enumerate(arrays.prefix)]):
+        if i < arrays.max_size:
+            body = make_optional(f"{comma} " * (i > 0) + f"{rules.node_rule(node)} {body}", i >= arrays.min_size)
     return f'"[" {body} "]"'
 
 
-def tail(rules: RuleWriter, each: Arrays, comma: str) -> str:
-    """Return what may follow the items of the prefix."""
-    length = len(each.prefix)
-    least, most = max(each.least - length, 0), None if each.most is None else each.most - length
-    if (most is not None and most <= 0) or rules.schemas.empty(each.items):
+def write_array_rest(rules: RuleWriter, arrays: Arrays, comma: str) -> str:
+    """Return the expression of the items after the prefix."""
+    length = len(arrays.prefix)
+    least = max(arrays.min_size - length, 0)
+    most = arrays.max_size - length
+    if most <= 0 or rules.graph.is_empty(arrays.items):
         return ""
-    item = rules.value(each.items)
+    item = rules.node_rule(arrays.items)
     if length:
-        return repeated(f"{comma} {item}", least, most)
-    more = f"{item} {repeated(f'{comma} {item}', max(least - 1, 0), None if most is None else most - 1)}"
-    return more if least else f"({more})?"
+        return repeat_expression(f"{comma} {item}", least, most)
+    return make_optional(separate_expression(item, comma, least - 1, most), not least)
 
 
-def few(rules: RuleWriter, each: Arrays) -> list[str] | None:
+def list_item_values(rules: RuleWriter, arrays: Arrays) -> list[str] | None:
     """Return the expressions of all items that may be in an array; None if they aren't few."""
-    if each.prefix or rules.schemas.empty(each.items):
+    if arrays.prefix or rules.graph.is_empty(arrays.items):
         return None
-    found: list[str] = []
-    for alternatives in rules.schemas.shape(each.items).kinds.values():
-        for one in alternatives:
-            match one:
-                case Nulls():
-                    found.append('"null"')
-                case Booleans():
-                    found += [json.dumps(json.dumps(value)) for value in sorted(one.values)]
-                case Numbers() if one.values is not None:
-                    found += [f"/{numbers.spelt(value)}/" for value in sorted(one.values)]
-                case Strings() if one.values is not None and not one.formats:
-                    found += map(quoted, one.values)
+    values: list[str] = []
+    for alternatives in rules.graph.find_shape(arrays.items).by_type.values():
+        for alternative in alternatives:
+            match alternative:
+                case Nulls() | Booleans():
+                    values += list_literals(alternative)
+                case Numbers() if alternative.values is not None:
+                    values += [f"/{numbers.spell_number(value)}/" for value in sorted(alternative.values)]
+                case Strings() if alternative.values is not None and not alternative.formats:
+                    values += map(quote_json_string, alternative.values)
                 case _:
                     return None
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(values))
 
 
-def unique(rules: RuleWriter, each: Arrays, values: list[str]) -> str:
+def write_unique_array(rules: RuleWriter, arrays: Arrays, values: list[str]) -> str:
     """Return an array of different values: in any order if they are few, else in the order of the schema."""
-    most = None if each.most is None or each.most >= len(values) else each.most
-    comma = rules.separator(rules.style.item_separator)
-    if len(values) <= MOST_ORDERED:
-        body = any_order(rules, values, each.least, len(values) if most is None else most, comma)
+    most = min(arrays.max_size, len(values))
+    comma = rules.write_separator(rules.style.item_separator)
+    if len(values) <= MAX_UNORDERED:
+        body = write_in_any_order(rules, values, arrays.min_size, most, comma)
     else:
-        body = in_order(rules, [(value, False) for value in values], (each.least, most), None, comma)
+        sizes = (arrays.min_size, most if most < len(values) else inf)
+        body = write_in_order(rules, [(value, False) for value in values], sizes, None, comma)
     return f'"[" {body} "]"'
 
 
-def any_order(rules: RuleWriter, items: list[str], least: int, most: int, comma: str) -> str:
-    """Return ``least`` to ``most`` different ones of ``items``, in any order."""
+def write_in_any_order(rules: RuleWriter, items: list[str], least: int, most: float, comma: str) -> str:
+    """Write the rule of ``least`` to ``most`` different ones of ``items``, in any order."""
 
-    def state(left: tuple[str, ...]) -> str:
-        count = len(items) - len(left)
-        options = ['""'] if count >= least else []
-        if count < most:
-            sep = f"{comma} " if count else ""
-            options += [f"{sep}{one} {state(tuple(x for x in left if x != one))}" for one in left]
-        return rules.rule(" | ".join(options))
+    def write_rest(unused: tuple[str, ...]) -> str:
+        count = len(items) - len(unused)
+        options = ['""'] * (count >= least)
+        for item in unused if count < most else ():
+            rest = write_rest(tuple(other for other in unused if other != item))
+            options.append(f"{comma} " * (count > 0) + f"{item} {rest}")
+        return rules.write_rule(" | ".join(options))
 
-    return state(tuple(items))
+    return write_rest(tuple(items))
 
 
-def in_order(
-    rules: RuleWriter, items: list[tuple[str, bool]], counts: tuple[int, int | None], extra: str | None, comma: str
+def write_in_order(
+    rules: RuleWriter, items: list[tuple[str, bool]], sizes: tuple[int, float], extra: str | None, comma: str
 ) -> str:
-    """Return some of ``items``, (expression, whether required), in their order, and then any number of ``extra``.
+    """Write the rule of some of ``items``, (expression, whether required), in their order, and any number of ``extra``.
 
-    counts: minimum and maximum of all together; all of ``extra`` count as one for the minimum, because they may
-        be the same.
+    sizes: minimum and maximum of all together; all of ``extra`` count as one for the minimum, because they may be the
+        same.
     """
-    least, most = counts
-    cap = max(least, 1) if most is None else max(most, 1)
-    if len(items) * cap > MOST_STATES:
+    least, most = sizes
+    max_counted = max(least if most == inf else int(most), 1)  # more aren't told apart
+    if len(items) * max_counted > MAX_STATES:
         rules.refuse("#", "the number of properties or items can't be enforced for so many")
-        return in_order(rules, items, (0, None), extra, comma)
-    made: dict[int, str | None] = {}
-    for count in range(cap + 1):  # how many were written
-        made[count] = extras(rules, count, least, None if most is None else most - count, extra, comma)
+        return write_in_order(rules, items, (0, inf), extra, comma)
+    # By the number of items before: the rule of the rest of the list; None if no rest is possible.
+    counts = range(max_counted + 1)
+    rests = [write_extras(rules, least - count, most - count, count > 0, extra, comma) for count in counts]
     for item, required in reversed(items):
-        after = dict(made)
-        for count in range(cap, -1, -1):
-            following = after[min(count + 1, cap)] if most is None or count < most else None
-            written = None if following is None else f"{comma + ' ' if count else ''}{item} {following}"
-            skipped = None if required else after[count]
-            options = [option for option in (written, skipped) if option is not None]
-            made[count] = rules.rule(" | ".join(options)) if options else None
-    if made[0] is None:
+        later_rests = [*rests]
+        for count in reversed(counts):
+            options: list[str] = []
+            rest_after_item = later_rests[min(count + 1, max_counted)]
+            if rest_after_item is not None and count < most:
+                options.append(f"{comma} " * (count > 0) + f"{item} {rest_after_item}")
+            rest_without_item = later_rests[count]
+            if rest_without_item is not None and not required:
+                options.append(rest_without_item)
+            rests[count] = rules.write_options(options)
+    if rests[0] is None:
         raise OvspecError("#: no JSON text has so many properties or items; ask for fewer.")
-    return made[0]
+    return rests[0]
 
 
-def extras(rules: RuleWriter, count: int, least: int, left: int | None, extra: str | None, comma: str) -> str | None:
-    lacking = least - count
+def write_extras(
+    rules: RuleWriter, lacking: int, left: float, follows_items: bool, extra: str | None, comma: str
+) -> str | None:
+    """Write the rule of the extra items at the end of a list, at most ``left``; None if too many items are lacking."""
     if lacking > 1 or (lacking == 1 and (extra is None or left == 0)):
         return None
     if extra is None or left == 0:
         return '""'
-    if count:
-        return rules.rule(repeated(f"{comma} {extra}", max(lacking, 0), left))
-    more = f"{extra} {repeated(f'{comma} {extra}', 0, None if left is None else left - 1)}"
-    return rules.rule(more if lacking > 0 else f"({more})?")
+    if follows_items:
+        return rules.write_rule(repeat_expression(f"{comma} {extra}", max(lacking, 0), left))
+    return rules.write_rule(make_optional(separate_expression(extra, comma, 0, left), lacking <= 0))
 
 
-def repeated(item: str, least: int, most: int | None) -> str:
-    """Return the expression of ``item``, repeated."""
-    if most is None:
-        return f"({item}){'*' if not least else f'{{{least},}}'}"
+def separate_expression(item: str, comma: str, least_more: int, most: float) -> str:
+    """Return the expression of an item and ``least_more`` or more others, at most ``most`` together."""
+    return f"{item} {repeat_expression(f'{comma} {item}', max(least_more, 0), most - 1)}"
+
+
+def repeat_expression(item: str, least: int, most: float) -> str:
+    if most == inf:
+        return f"({item}){{{least},}}" if least else f"({item})*"
     return f"({item}){{{least},{most}}}" if most else ""
+
+
+def make_optional(expression: str, optional: bool) -> str:
+    return f"({expression})?" if optional else expression
 
 
 # ---------------------------------------------------------------- numbers and strings
 
 
-def multiple_schema(each: Numbers) -> dict[str, Any]:
+def make_multiple_schema(allowed: Numbers) -> JsonObject:
     """Return llguidance's own schema of the multiples of a number, with a bounded number of digits."""
-    assert each.multiple
-    schema = {"type": "integer" if each.integer else "number", "multipleOf": as_number(each.multiple)}
-    bounded = each.multiple < MOST_BOUNDED  # else the bounds would take llguidance too long
-    for bound, key, usual in ((each.low, "minimum", -numbers.EXACT), (each.high, "maximum", numbers.EXACT)):
-        if bound or bounded:
-            name = f"exclusive{key.capitalize()}" if bound and bound.strict else key
-            schema[name] = as_number(bound.value) if bound else usual
+    assert allowed.multiple
+    json_type = "integer" if allowed.integer else "number"
+    schema: JsonObject = {"type": json_type, "multipleOf": to_json_number(allowed.multiple)}
+    needs_bounds = allowed.multiple < MAX_BOUNDED_MULTIPLE  # else the bounds would take llguidance too long
+    usual_bounds = (allowed.low, "Minimum", -numbers.LARGEST_EXACT), (allowed.high, "Maximum", numbers.LARGEST_EXACT)
+    for bound, keyword, usual in usual_bounds:
+        if bound:
+            name = f"exclusive{keyword}" if bound.exclusive else keyword.lower()
+            schema[name] = to_json_number(bound.value)
+        elif needs_bounds:
+            schema[keyword.lower()] = usual
     return schema
 
 
-def lengths(each: Strings) -> str:
-    return "*" if not each.least and each.most is None else f"{{{each.least},{'' if each.most is None else each.most}}}"
+def size_range(strings: Strings) -> str:
+    """Return the repetition of a character with which an expression has the right lengths."""
+    if strings.max_size < inf:
+        return f"{{{strings.min_size},{strings.max_size}}}"
+    return f"{{{strings.min_size},}}" if strings.min_size else "*"
 
 
-def string_schema(each: Strings) -> dict[str, Any]:
+def make_string_schema(strings: Strings) -> JsonObject:
     """Return llguidance's own schema of a string."""
-    schema: dict[str, Any] = {"type": "string", "minLength": each.least}
-    if each.values is not None:
-        schema["enum"] = list(each.values)
-    if each.most is not None:
-        schema["maxLength"] = each.most
-    patterns = [*sorted(each.patterns), *(STRICTER[form] for form in sorted(each.formats) if form in STRICTER)]
-    parts = [{"pattern": pattern} for pattern in patterns] + [{"format": form} for form in sorted(each.formats)]
-    if each.excluded:
-        parts.append({"pattern": none_of(each.excluded)})
+    schema: JsonObject = {"type": "string", "minLength": strings.min_size}
+    if strings.values is not None:
+        schema["enum"] = list(strings.values)
+    if strings.max_size < inf:
+        schema["maxLength"] = strings.max_size
+    formats = sorted(strings.formats)
+    patterns = [*sorted(strings.patterns), *(STRICTER_PATTERNS[name] for name in formats if name in STRICTER_PATTERNS)]
+    parts = [{"pattern": pattern} for pattern in patterns] + [{"format": name} for name in formats]
+    if strings.excluded:
+        parts.append({"pattern": match_other_texts(strings.excluded)})
     return {**schema, "allOf": parts}
 
 
-def quoted(value: str) -> str:
+def quote_json_string(value: str) -> str:
     """Return a literal of Lark that is the JSON string of ``value``."""
-    return quoted_text(json.dumps(value, ensure_ascii=False))
+    return quote_literal(json.dumps(value, ensure_ascii=False))
 
 
-def quoted_text(text: str) -> str:
+def quote_literal(text: str) -> str:
+    """Return a literal of Lark that is ``text``."""
     return json.dumps(text, ensure_ascii=False)
 
 
-def as_number(value: Any) -> int | float:
+def to_json_number(value: Decimal) -> int | float:
     return int(value) if value == value.to_integral_value() else float(value)

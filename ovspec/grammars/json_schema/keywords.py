@@ -1,0 +1,83 @@
+"""Reads the keywords of a JSON schema that refer to no other schema, and lists those that do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import inf
+
+from ovspec.base.json_types import JsonObject, JsonValue
+from ovspec.grammars.json_schema.checking import as_list
+from ovspec.grammars.json_schema.expressions import split_lookaheads
+from ovspec.grammars.json_schema.formats import ENFORCED_FORMATS
+
+from ovspec.grammars.json_schema.shapes import (  # isort: skip
+    JSON_TYPES, Bound, Numbers, Strings, intersect_numbers, to_decimal,
+)  # fmt: skip
+
+
+def allowed_types(schema: JsonObject) -> set[str]:
+    """Return the types that a schema allows, as its keyword type names them."""
+    names = set(as_list(schema.get("type", [*JSON_TYPES, "integer"])))
+    if schema.get("nullable") is True:
+        names.add("null")
+    return names
+
+
+def read_numbers(schema: JsonObject) -> Numbers | None:
+    """Return the numbers that a schema allows; None if there are none."""
+    numbers: Numbers | None = Numbers(integer="number" not in allowed_types(schema))
+    for limit in number_limits(schema):
+        numbers = numbers and intersect_numbers(numbers, limit)
+    return numbers
+
+
+def number_limits(schema: JsonObject) -> Iterator[Numbers]:
+    """Yield the numbers that each keyword for numbers allows."""
+    for keyword in ("minimum", "maximum"):
+        exclusive = schema.get(f"exclusive{keyword.capitalize()}")
+        bounds: list[Bound] = []
+        if keyword in schema:
+            bounds.append(Bound(to_decimal(schema[keyword]), exclusive is True))  # true in draft 4
+        if exclusive is not None and not isinstance(exclusive, bool):
+            bounds.append(Bound(to_decimal(exclusive), True))
+        for bound in bounds:
+            yield Numbers(low=bound) if keyword == "minimum" else Numbers(high=bound)
+    if "multipleOf" in schema:
+        yield Numbers(multiple=to_decimal(schema["multipleOf"]))
+
+
+def read_strings(schema: JsonObject) -> Strings | None:
+    """Return the strings that a schema allows; None if there are none."""
+    min_size, max_size = schema.get("minLength", 0), schema.get("maxLength", inf)
+    if min_size > max_size:
+        return None
+    formats = frozenset({schema.get("format")}).intersection(ENFORCED_FORMATS)
+    if "pattern" not in schema:
+        return Strings(min_size, max_size, formats=formats)
+    present, absent = map(frozenset, split_lookaheads(schema["pattern"]))
+    return Strings(min_size, max_size, present, formats, absent_patterns=absent)
+
+
+def item_schemas(
+    schema: JsonObject, pointer: str, old_dialect: bool
+) -> tuple[list[tuple[JsonValue, str]], tuple[JsonValue, str]]:
+    """Return the schemas of the first items and that of the others, in any draft's notation, with JSON pointers."""
+    has_item_list = isinstance(schema.get("items"), list)
+    if old_dialect and not has_item_list:
+        return [], (schema.get("items", True), f"{pointer}/items")
+    prefix_keyword, rest_keyword = ("items", "additionalItems") if has_item_list else ("prefixItems", "items")
+    prefix = [(item, f"{pointer}/{prefix_keyword}/{i}") for i, item in enumerate(schema.get(prefix_keyword, ()))]
+    return prefix, (schema.get(rest_keyword, True), f"{pointer}/{rest_keyword}")
+
+
+def dependencies(schema: JsonObject, pointer: str) -> Iterator[tuple[str, JsonValue, str]]:
+    """Yield (property, the names or the schema that it requires, JSON pointer)."""
+    for keyword in ("dependentRequired", "dependentSchemas", "dependencies"):
+        for name, required in schema.get(keyword, {}).items():
+            yield name, [required] if isinstance(required, str) else required, f"{pointer}/{keyword}/{name}"
+
+
+def unevaluated_keywords(schema: JsonObject) -> dict[str, str]:
+    """Return the JSON type of each keyword that forbids properties or items which other keywords don't mention."""
+    json_types = {"unevaluatedProperties": "object", "unevaluatedItems": "array"}
+    return {keyword: kind for keyword, kind in json_types.items() if schema.get(keyword, True) is not True}
