@@ -132,14 +132,14 @@ class RowDraft:
             except Exception:
                 return False
 
-    def make_proposal(self, source: str) -> Proposal:
+    def make_proposal(self, drafter_name: str) -> Proposal:
         if not self.drafted:
             return NO_PROPOSAL
         tokens = np.array([drafted.token for drafted in self.drafted], dtype=np.int64)
         confidence = np.array([drafted.confidence for drafted in self.drafted])
         # Forced tokens always have a distribution.
         distributions = [drafted.distribution for drafted in self.drafted if drafted.distribution is not None]
-        return Proposal(tokens, confidence, distributions if len(distributions) == len(tokens) else None, source)
+        return Proposal(tokens, confidence, distributions if len(distributions) == len(tokens) else None, drafter_name)
 
     def _add_token(self, drafted: DraftedToken) -> None:
         self._text[self._length] = drafted.token

@@ -37,12 +37,12 @@ class RowStep(NamedTuple):
     draft_limits: DraftLimits = NO_DRAFT_LIMITS
     logits_rows: int = 1  # at the end of the text, that need logits
 
-    def draft_budget(self, source: str | None = None) -> int:
-        """Return how many tokens the drafter ``source``, or any, may propose; one of the budget is the target's own."""
+    def draft_budget(self, drafter_name: str | None = None) -> int:
+        """Return how many tokens that drafter, or any, may propose; one of the budget is the target's own."""
         limits = self.draft_limits
         if not self.asks_drafters:
             return 0
-        if source and limits.drafter_names is not None and source not in limits.drafter_names:
+        if drafter_name and limits.drafter_names is not None and drafter_name not in limits.drafter_names:
             return 0
         budget = max(0, self.budget - 1)
         if limits.lookahead is not None:

@@ -1,4 +1,4 @@
-"""How often a drafter's tokens are accepted, and what drafting has saved, learned while generating."""
+"""How often a drafter's tokens are accepted, and how much drafting has saved, learned while generating."""
 
 from __future__ import annotations
 
@@ -114,11 +114,11 @@ class SavingsBalance:
 
 
 class DrafterStats:
-    """How often the drafter ``source`` is right, and what its recent rounds have saved."""
+    """How often a drafter is right, and the savings of its recent rounds."""
 
-    def __init__(self, source: str = "") -> None:
+    def __init__(self, drafter_name: str = "") -> None:
         self.acceptance = Acceptance()
-        self.balance = SavingsBalance(RECENT_TOKENS.get(source, RECENT_TOKENS_OF_MODELS))
+        self.balance = SavingsBalance(RECENT_TOKENS.get(drafter_name, RECENT_TOKENS_OF_MODELS))
         # Sums over its recent rounds.
         self.tokens = 0.0
         self.ms = 0.0

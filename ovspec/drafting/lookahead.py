@@ -1,9 +1,10 @@
-"""The lookahead: how many tokens to propose, given what a token costs and how likely it is to be accepted.
+"""The lookahead: how many tokens to propose, by the cost of a token and the chance that it is accepted.
 
 Times are milliseconds of wall clock. A round of k proposed tokens costs k draft steps and an inference of k + 1 tokens,
 and yields 1 + a1 + a1 a2 + ... tokens on average, where ai is the conditional acceptance of the i-th. The rule is that
 of a renewal process: propose one more token while its chance of being accepted, times the current cost of a token,
-exceeds what it costs. As acceptance is never known for sure, a drafter may also lose only so much: see ``Balance``.
+exceeds its own cost. As acceptance is never known for sure, a drafter may also lose only so much: see
+``SavingsBalance``.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ MIN_OBSERVATIONS = 4  # rounds or tokens, up to which a mean over them isn't tru
 
 @dataclass(frozen=True)
 class RoundOutcome:
-    """What a round proposed, how much of it was accepted, and what it cost."""
+    """The proposals of a round, the number of tokens accepted, and the cost."""
 
     proposals: list[tuple[Proposal, int]]  # each row's proposal, and the number of its accepted tokens
     width: int  # tokens that the inference computed for all rows, including those that filled it up
@@ -80,8 +81,8 @@ class Lookahead:
 
     # ------------------------------------------------------------ questions of drafters
 
-    def can_afford(self, source: str, row_count: int, reading_ms: float = 0.0) -> bool:
-        """Return whether a drafter may draft for some rows, after ``reading_ms`` of reading, by what it may lose."""
+    def can_afford(self, drafter_name: str, row_count: int, reading_ms: float = 0.0) -> bool:
+        """Return whether a drafter may draft for some rows, after ``reading_ms`` of reading, by its allowed loss."""
         if self.fixed_length is not None:
             return True
         if not self.target_costs.is_known:  # this round will measure plain decoding
@@ -91,37 +92,39 @@ class Lookahead:
             return False
         costs = self.target_costs.next_costs()
         widening_ms = float(costs[width] - costs[row_count])
-        return self._draft_ms(row_count) + reading_ms + widening_ms <= self._allowed_loss_ms(source, row_count)
+        return self._draft_ms(row_count) + reading_ms + widening_ms <= self._allowed_loss_ms(drafter_name, row_count)
 
-    def should_draft(self, source: str, unread: int, remaining: Sequence[int], reads_prompt: bool = False) -> bool:
+    def should_draft(
+        self, drafter_name: str, unread: int, remaining: Sequence[int], reads_prompt: bool = False
+    ) -> bool:
         """Return whether to ask a drafter that must read ``unread`` tokens; each row has ``remaining`` to generate.
 
         ``reads_prompt``: whether a prompt, or as much, is unread: it is read once, so its time doesn't count.
         """
         if self.fixed_length is not None:
             return True
-        stats = self._stats_of(source)
+        stats = self._stats_of(drafter_name)
         row_count = sum(count > 0 for count in remaining)
         reading_ms = self._draft_ms(unread) - self._draft_ms(row_count)
-        if not self.can_afford(source, row_count, 0.0 if reads_prompt else reading_ms):
+        if not self.can_afford(drafter_name, row_count, 0.0 if reads_prompt else reading_ms):
             return False
         # Assume at least the initial acceptance, so that a drafter gets another chance after a while.
         gain = self._expected_gain(max(stats.acceptance.mean, FIRST_ACCEPTANCE), row_count)
-        # Costs that were measured beside other work may be wrong: a trial that has been saved for corrects them.
+        # Costs measured while other work ran may be wrong: a trial that has been saved for corrects them.
         trial_ms = stats.balance.trial_allowance * row_count * self._plain_token_ms(row_count)
         is_trial_due = self._draft_ms(row_count) <= trial_ms
         if gain * max(remaining) <= reading_ms and not is_trial_due:  # reading costs more than drafting can gain
             return False
-        self._asked_drafters.add(source)
+        self._asked_drafters.add(drafter_name)
         return True
 
-    def rows_to_extend(self, source: str, rows: list[int], drafted: list[list[DraftedToken]]) -> list[int]:
+    def rows_to_extend(self, drafter_name: str, rows: list[int], drafted: list[list[DraftedToken]]) -> list[int]:
         """Return the ``rows`` for which the draft model should take another step, after the tokens that it drafted."""
         if self.fixed_length is not None or not rows:
             return rows
         if not self.draft_costs.is_known:
             return []
-        acceptance = self._stats_of(source).acceptance
+        acceptance = self._stats_of(drafter_name).acceptance
         width = len(drafted) + sum(map(len, drafted)) + self._decided_tokens  # of the target's inference so far
         max_steps = min(WIDEST_INFERENCE - width, MAX_FURTHER_STEPS)
         if max_steps < 1:
@@ -136,7 +139,7 @@ class Lookahead:
         cost_ms = steps_ms + usual_costs[wider] - usual_costs[width]
         costs = self.target_costs.next_costs()
         lost_ms = (self._steps_ms or 0.0) + steps_ms * len(rows) + costs[wider] - costs[len(drafted)]
-        cost_ms[lost_ms > self._allowed_loss_ms(source, len(drafted))] = math.inf
+        cost_ms[lost_ms > self._allowed_loss_ms(drafter_name, len(drafted))] = math.inf
         token_ms = self._current_token_ms(len(drafted))
         extended_rows = []
         for row in rows:
@@ -159,26 +162,26 @@ class Lookahead:
             return NO_PROPOSAL
         return shorten_proposal(proposal, length)
 
-    def prefers_drafter(self, source: str, proposal: Proposal, row_count: int) -> bool:
-        """Return whether the drafter ``source`` is likely to do better than ``proposal``, which cost nothing."""
+    def prefers_drafter(self, drafter_name: str, proposal: Proposal, row_count: int) -> bool:
+        """Return whether ``drafter_name`` is likely to do better than ``proposal``, which cost nothing."""
         acceptance = self._stats_of(proposal.source).acceptance
         if self.fixed_length is not None:
-            is_poor = acceptance.mean < min(POOR_ACCEPTANCE, self._stats_of(source).acceptance.mean)
+            is_poor = acceptance.mean < min(POOR_ACCEPTANCE, self._stats_of(drafter_name).acceptance.mean)
             if is_poor:
                 acceptance.fade_rates(proposal)
             return is_poor
-        if not self.can_afford(source, row_count):
+        if not self.can_afford(drafter_name, row_count):
             return False
         other_tokens = self._decided_tokens - len(proposal.tokens)
-        drafter_token_ms = self._plain_token_ms(row_count) - self.estimate_gain(source, row_count)
+        drafter_token_ms = self._plain_token_ms(row_count) - self.estimate_gain(drafter_name, row_count)
         is_better = drafter_token_ms < self._find_best_length(proposal, row_count, other_tokens)[1]
         if is_better:
             self._decided_tokens = other_tokens
         return is_better
 
-    def estimate_gain(self, source: str, row_count: int) -> float:
-        """Return the milliseconds per token that drafting with ``source`` saves; negative if it loses."""
-        stats = self._stats_of(source)
+    def estimate_gain(self, drafter_name: str, row_count: int) -> float:
+        """Return the milliseconds per token that drafting with ``drafter_name`` saves; negative if it loses."""
+        stats = self._stats_of(drafter_name)
         if stats.rounds > MIN_OBSERVATIONS:
             return self._plain_token_ms(row_count) - stats.ms / stats.tokens
         return self._expected_gain(stats.acceptance.mean, row_count)
@@ -204,11 +207,11 @@ class Lookahead:
 
     def learn_round(self, outcome: RoundOutcome) -> None:
         """Learn the costs, the acceptance and the savings from a round."""
-        sources, self._asked_drafters = self._asked_drafters, set()
+        drafter_names, self._asked_drafters = self._asked_drafters, set()
         steps_ms, self._steps_ms = self._steps_ms, None
         for proposal, accepted in outcome.proposals:
             if len(proposal.tokens):
-                sources.add(proposal.source)
+                drafter_names.add(proposal.source)
                 self._stats_of(proposal.source).acceptance.learn_proposal(proposal, accepted)
         row_count = len(outcome.proposals)
         width = outcome.width
@@ -231,18 +234,18 @@ class Lookahead:
         for stats in (self._all_stats, *self._drafter_stats.values()):
             stats.balance.count_tokens((tokens + forced) / row_count)
         saved_rounds = (tokens - ms / plain_token_ms) / row_count
-        if sources:
+        if drafter_names:
             self._all_stats.balance.add_round(saved_rounds)
-        for stats in [self._stats_of(source) for source in sources]:
+        for stats in [self._stats_of(drafter_name) for drafter_name in drafter_names]:
             stats.learn_savings(tokens, ms)
             stats.balance.add_round(saved_rounds)
 
     # ------------------------------------------------------------ internals
 
-    def _stats_of(self, source: str) -> DrafterStats:
-        if source not in self._drafter_stats:
-            self._drafter_stats[source] = DrafterStats(source)
-        return self._drafter_stats[source]
+    def _stats_of(self, drafter_name: str) -> DrafterStats:
+        if drafter_name not in self._drafter_stats:
+            self._drafter_stats[drafter_name] = DrafterStats(drafter_name)
+        return self._drafter_stats[drafter_name]
 
     def _plain_token_ms(self, row_count: int) -> float:
         """Return plain decoding's milliseconds per token."""
@@ -252,9 +255,9 @@ class Lookahead:
         """Return the milliseconds of a step of the draft, 0.0 if they aren't known."""
         return self.draft_costs(width) if self.draft_costs.is_known else 0.0
 
-    def _allowed_loss_ms(self, source: str, row_count: int) -> float:
-        """Return how many milliseconds a round with a proposal of ``source`` may lose."""
-        allowance = min(self._stats_of(source).balance.allowance, self._all_stats.balance.allowance)
+    def _allowed_loss_ms(self, drafter_name: str, row_count: int) -> float:
+        """Return how many milliseconds a round with a proposal of ``drafter_name`` may lose."""
+        allowance = min(self._stats_of(drafter_name).balance.allowance, self._all_stats.balance.allowance)
         return min(allowance * row_count * self._plain_token_ms(row_count), self.max_added_ms)
 
     def _expected_gain(self, acceptance: float, row_count: int) -> float:
@@ -271,7 +274,7 @@ class Lookahead:
         return self._plain_token_ms(row_count) - least_token_ms
 
     def _current_token_ms(self, row_count: int) -> float:
-        """Return the current cost of a token in milliseconds, which is what an accepted token saves."""
+        """Return the current cost of a token in milliseconds, which an accepted token saves."""
         plain_token_ms = self._plain_token_ms(row_count)
         recent = self._all_stats
         if recent.tokens <= MIN_OBSERVATIONS:
@@ -293,12 +296,12 @@ class Lookahead:
         wider_costs = costs[width + 1 : width + 1 + len(rates)]
         added_ms = wider_costs - costs[width]
         saved_ms = gained_tokens * self._current_token_ms(row_count) - added_ms
-        # Of what this round may lose, each row not decided on yet gets its part of the rest.
+        # Each row not decided on yet gets its share of the rest of this round's allowed loss.
         unproposed_ms = costs[row_count]
         spent_ms = float(costs[width] - unproposed_ms)
         undecided_rows = max(1, row_count - self._decided_rows + 1)
         row_share_ms = (self._allowed_loss_ms(proposal.source, row_count) - spent_ms) / undecided_rows
-        max_spent_ms = max(spent_ms, spent_ms + row_share_ms, 0.0)  # what is free is always allowed
+        max_spent_ms = max(spent_ms, spent_ms + row_share_ms, 0.0)  # free tokens are always allowed
         saved_ms[wider_costs - unproposed_ms > max_spent_ms] = -math.inf
         best_index = int(saved_ms.argmax())
         if saved_ms[best_index] <= 0:

@@ -1,4 +1,4 @@
-"""Prompt lookup: propose what followed the last few tokens where they occurred before.
+"""Prompt lookup: propose the tokens that followed earlier occurrences of the last few tokens.
 
 Based on Saxena's prompt lookup decoding (2023) and Fu et al.'s n-gram pools (arXiv 2402.02057), with an index that
 grows with the text instead of a search through all of it.

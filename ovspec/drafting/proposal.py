@@ -13,10 +13,10 @@ from ovspec.sampling.warp import WarpedLogits
 class Proposal:
     """Tokens (n,) int64 that may come next.
 
-    ``confidence`` (n,), 0 to 1: how sure the drafter is of each, on a scale of its own; the lookahead learns what
-    acceptance it means. ``distributions``: the distribution that each token was drawn from, for rejection sampling.
-    ``source``: the drafter's name. ``from_healing``: whether healing took the tokens back from the prompt; statistics
-    leave them out.
+    ``confidence`` (n,), 0 to 1: how sure the drafter is of each, on a scale of its own; the lookahead learns the
+    acceptance that belongs to it. ``distributions``: for rejection sampling, the distribution that each token was drawn
+    from. ``source``: the drafter's name. ``from_healing``: whether healing took the tokens back from the prompt;
+    statistics leave them out.
     """
 
     tokens: np.ndarray

@@ -16,15 +16,15 @@ T = TypeVar("T")
 
 
 class UserDrafter(Drafter):
-    """Calls a user's drafter, or the one that ``source`` makes; its exceptions become OvspecErrors that name it."""
+    """Calls a user's drafter, or the drafter that a user's function makes; its errors become OvspecErrors."""
 
-    def __init__(self, source: Drafter | Callable[[], Drafter], known_ids: KnownIds) -> None:
-        self.name = getattr(source, "__name__", type(source).__name__)
+    def __init__(self, drafter_or_maker: Drafter | Callable[[], Drafter], known_ids: KnownIds) -> None:
+        self.name = getattr(drafter_or_maker, "__name__", type(drafter_or_maker).__name__)
         self._drafter: Drafter
-        if hasattr(source, "propose") and not isinstance(source, type):
-            self._drafter = source  # type: ignore[assignment]
+        if hasattr(drafter_or_maker, "propose") and not isinstance(drafter_or_maker, type):
+            self._drafter = drafter_or_maker  # type: ignore[assignment]
         else:
-            self._drafter = self._call_user_code(source)  # type: ignore[arg-type]
+            self._drafter = self._call_user_code(drafter_or_maker)  # type: ignore[arg-type]
         if not isinstance(self._drafter, Drafter):
             raise OvspecError(f"The drafter {self.name} isn't an `ovspec.Drafter`; make its class a subclass of it.")
         self._drafter.name = self.name = getattr(self._drafter, "name", "") or type(self._drafter).__name__

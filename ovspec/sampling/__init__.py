@@ -1,1 +1,1 @@
-"""From logits to tokens: warping, samplers, noise, and the constraints on what may follow."""
+"""From logits to tokens: warping, samplers, noise, and constraints on the next tokens."""

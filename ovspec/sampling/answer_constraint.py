@@ -253,7 +253,7 @@ class AnswerConstraint(Constraint):
         return self._free_masks[state]
 
     def _may_follow(self, state: ReadingState, token: int) -> bool:
-        """Return whether no grammar begins with ``token``, or one that allows it."""
+        """Return whether ``token`` begins no grammar, or a grammar that allows it."""
         try:
             _, kinds, grammar_text = self._follow_token(state, token)
             if kinds:

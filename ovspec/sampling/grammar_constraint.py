@@ -47,7 +47,7 @@ class GrammarConstraint(Constraint):
     """Keeps the text after the prompt within a grammar.
 
     Matchers are copied, which takes a few microseconds, and never rolled back: after a ``rollback``, llguidance 1.9.1
-    may use what it cached for the removed tokens, and then allow what the grammar doesn't.
+    may use cached facts about the removed tokens, and then allow tokens that the grammar doesn't.
 
     Args:
         matcher: a matcher in the state in which the generated text begins, after ``start`` tokens of prompt.

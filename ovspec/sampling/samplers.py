@@ -35,7 +35,7 @@ from ovspec.sampling.warp import NO_TOKEN_LEFT, WarpedLogits, certain_token, war
 class DraftedToken(NamedTuple):
     """A token that a draft model proposes.
 
-    confidence: its probability by the draft model. distribution: what it was drawn from, for rejection sampling.
+    confidence: its probability by the draft model. distribution: that it was drawn from, for rejection sampling.
     """
 
     token: int
