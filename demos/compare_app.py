@@ -151,9 +151,10 @@ def table(found: Comparison) -> str:
     if stats.proposed:
         accepted = f"{stats.accepted} of {stats.proposed} ({100 * stats.accepted / stats.proposed:.0f} %)"
         conditional = f"{stats.conditional_acceptance:.2f}"
+    speedup = found.speedup
     rows = [
         ("time to first token", *(f"{each.ttft_ms:.1f} ms" for each in pair)),
-        ("tokens per second after it", *(f"{1e3 / ms:.0f}" for ms in (found.speedup.plain_ms, found.speedup.ms))),
+        ("tokens per second after it", *(f"{1e3 / ms:.0f}" for ms in (speedup.plain_ms, speedup.speculative_ms))),
         ("accepted of proposed tokens", "", accepted),
         ("conditional acceptance (given that those before were accepted)", "", conditional),
         ("tokens per round", "1.00", f"{stats.tokens_per_round:.2f}"),
@@ -161,7 +162,7 @@ def table(found: Comparison) -> str:
     if stats.seed is not None:
         rows.append(("seed", *(str(each.seed) for each in pair)))
     cells = "".join(f"<tr><th>{name}</th><td>{one}</td><td>{two}</td></tr>" for name, one, two in rows)
-    sentences = escape(f"{capitalised(found.verdict)}. {capitalised(found.equality)}.")
+    sentences = escape(f"{capitalised(found.speedup_sentence)}. {capitalised(found.equality_sentence)}.")
     return (
         f'<p class="verdict">{sentences}</p>'
         f'<table class="numbers"><thead><tr><th></th><th>plain</th><th>speculative</th></tr></thead>{cells}</table>'

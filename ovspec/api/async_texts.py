@@ -70,24 +70,26 @@ async def generate_rounds(engine: EngineThread, rows: list[Row]) -> AsyncGenerat
 
     Rows that haven't ended leave the batch when the generator is closed or its task is cancelled.
     """
-    loop, events = asyncio.get_running_loop(), asyncio.Queue[list[tuple[int, Piece]] | OvspecError]()
+    loop = asyncio.get_running_loop()
+    events = asyncio.Queue[list[tuple[int, Piece]] | OvspecError]()
 
-    def deliver(found: list[tuple[int, Piece]] | OvspecError) -> None:
+    def deliver(event: list[tuple[int, Piece]] | OvspecError) -> None:
         try:
-            loop.call_soon_threadsafe(events.put_nowait, found)
+            loop.call_soon_threadsafe(events.put_nowait, event)
         except RuntimeError:  # the loop was closed, so nobody waits
             engine.cancel(job)
 
-    job, left = Job(rows, deliver), len(rows)
+    job = Job(rows, deliver)
+    rows_left = len(rows)
     engine.submit(job)
     try:
-        while left:
-            found = await events.get()
-            if isinstance(found, OvspecError):
-                left = 0
-                raise found
-            left -= sum(piece.finish_reason is not None for _, piece in found)
-            yield found
+        while rows_left:
+            event = await events.get()
+            if isinstance(event, OvspecError):
+                rows_left = 0
+                raise event
+            rows_left -= sum(piece.finish_reason is not None for _, piece in event)
+            yield event
     finally:
-        if left:
+        if rows_left:
             engine.cancel(job)

@@ -1,8 +1,8 @@
 """Compare speculation with plain decoding: how much faster it is, and where two texts differ.
 
-There is one definition of a speed-up. Both ways generate the same text in turns, warm, and each turn begins with
+There is one definition of a speed-up. Both modes generate the same text in turns, warm, and each turn begins with
 another one, because a machine's speed drifts while it is measured. The speed-up is that of the median turn, so the
-times printed beside it were really measured one after the other. A gain is claimed only if speculation saved enough
+times printed with it were really measured one after the other. A gain is claimed only if speculation saved enough
 rounds to have caused it; a loss is always shown.
 """
 
@@ -18,68 +18,70 @@ from ovspec.api.model import LanguageModel
 from ovspec.engine.prompts import Prompt
 from ovspec.engine.results import Result, Stats
 
-T = TypeVar("T")
+Mode = TypeVar("Mode")
 ResultPair = tuple[Result, Result]  # (plain, speculative)
-LEAST_TURNS, MOST_TURNS, SECONDS = 4, 16, 5.0
-NOISE = 2.0  # a gain of more than this many times the saved rounds is the machine's, not speculation's
+MIN_TURNS = 4
+MAX_TURNS = 16
+TIMING_SECONDS = 5.0
+NOISE_FACTOR = 2.0  # a gain of more than this many times the saved rounds is the machine's, not speculation's
 
 
-def turns_within(seconds: float = SECONDS) -> Iterator[int]:
-    """Yield 0, 1, ... until the turns have taken ``seconds``: an even number, so that each way begins as often."""
-    began = time.perf_counter()
-    for turn in range(MOST_TURNS):
-        if turn >= LEAST_TURNS and turn % 2 == 0 and time.perf_counter() - began > seconds:
+def turns_within(seconds: float = TIMING_SECONDS) -> Iterator[int]:
+    """Yield 0, 1, ... until the turns have taken ``seconds``: an even number, so that each mode begins as often."""
+    start_time = time.perf_counter()
+    for turn in range(MAX_TURNS):
+        if turn >= MIN_TURNS and turn % 2 == 0 and time.perf_counter() - start_time > seconds:
             return
         yield turn
 
 
-def rotate_modes(ways: Sequence[T], turn: int) -> list[T]:
-    """Return ``ways`` beginning with another one each turn."""
-    first = turn % len(ways)
-    return [*ways[first:], *ways[:first]]
+def rotate_modes(modes: Sequence[Mode], turn: int) -> list[Mode]:
+    """Return ``modes`` beginning with another one each turn."""
+    first = turn % len(modes)
+    return [*modes[first:], *modes[:first]]
 
 
 @dataclass(frozen=True)
 class Speedup:
     """How much faster speculation is than plain decoding of the same texts.
 
-    plain_ms, ms: milliseconds per token in the median turn, without and with speculation.
+    plain_ms, speculative_ms: milliseconds per token in the median turn, without and with speculation.
     ratios: plain over speculative time of every turn, ascending.
     tokens_per_round: with speculation, infinite if all tokens were forced; 1 without.
     """
 
     plain_ms: float
-    ms: float
+    speculative_ms: float
     ratios: tuple[float, ...]
     tokens_per_round: float
 
     @property
     def ratio(self) -> float:
         """Plain over speculative time in the median turn."""
-        return self.plain_ms / self.ms
+        return self.plain_ms / self.speculative_ms
 
     @property
-    def saves(self) -> bool:
+    def saves_rounds(self) -> bool:
         """Whether rounds were saved: more tokens per round than what is printed as 1.00."""
         return round(self.tokens_per_round, 2) > 1
 
     @property
-    def caused(self) -> bool:
+    def is_explained(self) -> bool:
         """Whether saved rounds can have caused the gain: t tokens per round save at most a factor of t."""
-        return self.saves and self.ratio - 1 <= NOISE * (self.tokens_per_round - 1)
+        return self.saves_rounds and self.ratio - 1 <= NOISE_FACTOR * (self.tokens_per_round - 1)
 
     @property
     def claimed_ratio(self) -> float | None:
         """The ratio; None if it is a gain that speculation can't have caused."""
-        return self.ratio if self.caused or self.ratio < 1 else None
+        return self.ratio if self.is_explained or self.ratio < 1 else None
 
     @property
     def is_clear(self) -> bool:
         """Whether three quarters of the turns were faster with speculation, and saved rounds can be the reason."""
-        return self.caused and self.ratios[len(self.ratios) // 4] > 1
+        return self.is_explained and self.ratios[len(self.ratios) // 4] > 1
 
     def describe_gain(self, proposed: int, accepted: int, last_proposed: int | None = None) -> str:
-        """Return what speculation brings, in a sentence; ``proposed`` and ``accepted`` are its tokens in all turns.
+        """Return the effect of speculation in a sentence; ``proposed`` and ``accepted`` are its tokens in all turns.
 
         last_proposed: of one text in turns, the tokens that were proposed in the last turn.
         """
@@ -88,40 +90,48 @@ class Speedup:
         loss = f"; {self.ratio:.2f} of plain speed ({spread})"
         if self.is_clear:
             return f"speed-up {self.ratio:.2f} ({spread})"
-        if self.ratio >= 1 and self.saves:
-            why = "" if self.caused else f", noise at {self.tokens_per_round:.2f} tokens per round"
-            return f"no clear speed-up: {self.ratio:.2f} ({spread}){why}"
+        if self.ratio >= 1 and self.saves_rounds:
+            noise = "" if self.is_explained else f", noise at {self.tokens_per_round:.2f} tokens per round"
+            return f"no clear speed-up: {self.ratio:.2f} ({spread}){noise}"
         if last_proposed == 0:  # a difference isn't what drafting costs
-            why = "nothing was proposed" + " in the last turn" * (proposed > 0)
-            return f"no speed-up: drafting doesn't pay for this text ({why})"
-        if self.caused:
+            reason = "nothing was proposed" + " in the last turn" * (proposed > 0)
+            return f"no speed-up: drafting doesn't pay for this text ({reason})"
+        if self.is_explained:
             return f"no speed-up: drafting costs more than it brings here{loss}"
-        why = f"{accepted} of {proposed} proposed tokens accepted in all turns" if proposed else "nothing was proposed"
-        slower = self.ratios[-1 - turns // 4] < 1
-        return f"no speed-up: drafting doesn't pay for this model here ({why}){loss if slower else ''}"
+        reason = "nothing was proposed"
+        if proposed:
+            reason = f"{accepted} of {proposed} proposed tokens accepted in all turns"
+        is_slower = self.ratios[-1 - turns // 4] < 1
+        return f"no speed-up: drafting doesn't pay for this model here ({reason}){loss * is_slower}"
 
 
-def compute_speedup(plain_ms: Sequence[float], ms: Sequence[float], stats: Sequence[Stats]) -> Speedup:
-    """Return the speed-up of turns from each one's milliseconds per token; ``stats``: of all speculative texts."""
-    turns = sorted(zip(plain_ms, ms, strict=True), key=lambda turn: turn[0] / turn[1])
+def compute_speedup(plain_ms: Sequence[float], speculative_ms: Sequence[float], stats: Sequence[Stats]) -> Speedup:
+    """Return the speed-up of turns from the milliseconds per token of each; ``stats``: of all speculative texts."""
+    turns = sorted(zip(plain_ms, speculative_ms, strict=True), key=lambda turn: turn[0] / turn[1])
     median = turns[(len(turns) - 1) // 2]
-    tokens, rounds = sum(s.generated_tokens for s in stats), sum(s.rounds for s in stats)
-    return Speedup(*median, tuple(plain / other for plain, other in turns), tokens / rounds if rounds else math.inf)
+    tokens = sum(text_stats.generated_tokens for text_stats in stats)
+    rounds = sum(text_stats.rounds for text_stats in stats)
+    tokens_per_round = tokens / rounds if rounds else math.inf
+    return Speedup(*median, tuple(plain / speculative for plain, speculative in turns), tokens_per_round)
 
 
-def compare_result_times(plain: Sequence[Result], other: Sequence[Result]) -> Speedup:
+def compare_result_times(plain: Sequence[Result], speculative: Sequence[Result]) -> Speedup:
     """Return the speed-up of texts that were generated in turns.
 
     If a text came in one round, of one token or all forced, whole texts are compared, with the time of their prompts.
     """
+    has_rounds = all(result.stats.tpot_ms for result in (*plain, *speculative))
 
-    def ms_per_token(stats: Stats) -> float:
+    def ms_per_token(result: Result) -> float:
+        stats = result.stats
+        if has_rounds:
+            return stats.tpot_ms
         count = max(stats.generated_tokens, 1)
-        return (stats.ttft_ms + stats.tpot_ms * (count - 1)) / count if whole else stats.tpot_ms
+        return (stats.ttft_ms + stats.tpot_ms * (count - 1)) / count
 
-    whole = not all(result.stats.tpot_ms for result in (*plain, *other))
-    times = [[ms_per_token(result.stats) for result in results] for results in (plain, other)]
-    return compute_speedup(times[0], times[1], [result.stats for result in other])
+    plain_ms = list(map(ms_per_token, plain))
+    speculative_ms = list(map(ms_per_token, speculative))
+    return compute_speedup(plain_ms, speculative_ms, [result.stats for result in speculative])
 
 
 # ---------------------------------------------------------------- equality
@@ -143,18 +153,19 @@ class Divergence:
     gap: float | None = None
     top2_gap: float | None = None
 
-    def sentence(self, lm: LanguageModel) -> str:
-        """Return this in words."""
+    def describe(self, lm: LanguageModel) -> str:
+        """Return the difference in a sentence."""
 
-        def named(token: int | None) -> str:
+        def describe_token(token: int | None) -> str:
             return "the end" if token is None else f"{lm.tokenizer.decode([token])!r} (id {token})"
 
-        gap = "" if self.gap is None else f"; their logits are {self.gap:.4f} apart"
-        plural = "s" * (self.after != 1)
-        return (
-            f"the texts differ after {self.after} token{plural}: plain decoding continues with {named(self.plain)}, "
-            f"speculation with {named(self.other)}{gap}"
+        sentence = (
+            f"the texts differ after {self.after} token{'s' * (self.after != 1)}: plain decoding continues with "
+            f"{describe_token(self.plain)}, speculation with {describe_token(self.other)}"
         )
+        if self.gap is not None:
+            sentence += f"; their logits are {self.gap:.4f} apart"
+        return sentence
 
 
 def find_divergence(
@@ -167,14 +178,16 @@ def find_divergence(
     if plain == other:
         return None
     pairs = enumerate(zip(plain, other, strict=False))
-    after = next((place for place, (a, b) in pairs if a != b), min(len(plain), len(other)))
-    first, second = (tokens[after] if after < len(tokens) else None for tokens in (plain, other))
+    after = next((index for index, (a, b) in pairs if a != b), min(len(plain), len(other)))
+    plain_token, other_token = (tokens[after] if after < len(tokens) else None for tokens in (plain, other))
     if not logits:
-        return Divergence(after, first, second)
-    found = lm.next_logits([*lm.encode(prompt).tolist(), *plain[:after]])
-    gap = None if first is None or second is None else abs(float(found[first] - found[second]))
-    runner_up, best = np.partition(found, -2)[-2:]
-    return Divergence(after, first, second, gap, float(best - runner_up))
+        return Divergence(after, plain_token, other_token)
+    next_logits = lm.next_logits([*lm.encode(prompt).tolist(), *plain[:after]])
+    gap = None
+    if plain_token is not None and other_token is not None:
+        gap = abs(float(next_logits[plain_token] - next_logits[other_token]))
+    second_logit, best_logit = np.partition(next_logits, -2)[-2:]
+    return Divergence(after, plain_token, other_token, gap, float(best_logit - second_logit))
 
 
 # ---------------------------------------------------------------- both
@@ -184,28 +197,36 @@ def find_divergence(
 class Comparison:
     """Plain decoding and speculation of one prompt, over several turns.
 
-    speedup, verdict: how much faster speculation is, and that in a sentence.
-    parting, equality: where the first texts that differ part, None if all are equal, and that in a sentence.
-    last: the texts of the last turn. shown: the texts that differ, or else those of the last turn.
+    speedup, speedup_sentence: how much faster speculation is, and that in a sentence.
+    divergence, equality_sentence: where the first texts that differ diverge, None if all are equal, and that in a
+        sentence.
+    last_pair: the texts of the last turn.
+    shown_pair: the texts that differ, or else those of the last turn.
     """
 
     speedup: Speedup
-    verdict: str
+    speedup_sentence: str
     divergence: Divergence | None
-    equality: str
+    equality_sentence: str
     last_pair: ResultPair
     shown_pair: ResultPair
 
 
 def compare_turns(
-    lm: LanguageModel, prompt: Prompt, first: ResultPair, turns: Sequence[ResultPair], logits: bool = True
+    lm: LanguageModel, prompt: Prompt, first_pair: ResultPair, turns: Sequence[ResultPair], logits: bool = True
 ) -> Comparison:
-    """Compare the texts of all turns; those in ``first`` weren't timed. ``logits``: as for ``find_divergence``."""
+    """Compare the texts of all turns; ``first_pair`` wasn't timed. ``logits``: as for ``find_divergence``."""
     speedup = compare_result_times(*zip(*turns, strict=True))
-    proposed, accepted = (sum(getattr(turn[1].stats, name) for turn in turns) for name in ("proposed", "accepted"))
-    shown = next((pair for pair in (first, *turns) if pair[0].token_ids != pair[1].token_ids), turns[-1])
-    where = find_divergence(lm, prompt, shown[0].token_ids, shown[1].token_ids, logits)
-    count = len(shown[0].token_ids)
-    equality = where.sentence(lm) if where else f"both texts have the same {count} token{'s' * (count != 1)}"
-    verdict = speedup.describe_gain(proposed, accepted, turns[-1][1].stats.proposed)
-    return Comparison(speedup, verdict, where, equality, turns[-1], shown)
+    proposed = sum(speculative.stats.proposed for _, speculative in turns)
+    accepted = sum(speculative.stats.accepted for _, speculative in turns)
+    last_pair = turns[-1]
+    speedup_sentence = speedup.describe_gain(proposed, accepted, last_pair[1].stats.proposed)
+    pairs = (first_pair, *turns)
+    shown_pair = next((pair for pair in pairs if pair[0].token_ids != pair[1].token_ids), last_pair)
+    plain, speculative = shown_pair
+    divergence = find_divergence(lm, prompt, plain.token_ids, speculative.token_ids, logits)
+    count = len(plain.token_ids)
+    equality_sentence = f"both texts have the same {count} token{'s' * (count != 1)}"
+    if divergence:
+        equality_sentence = divergence.describe(lm)
+    return Comparison(speedup, speedup_sentence, divergence, equality_sentence, last_pair, shown_pair)

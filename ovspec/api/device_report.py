@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -13,25 +12,30 @@ from ovspec import __version__
 from ovspec.api.comparison import find_divergence
 from ovspec.api.loading import load
 from ovspec.api.model import LanguageModel
+from ovspec.base.json_types import JsonObject
 from ovspec.ir.device import identify_machine, list_available_devices
 from ovspec.ir.gpu import read_gpu_facts
 from ovspec.setup.exactness import draw_probe_text
 
-PROMPT = "def first(items):\n    return items[0]\n\n\ndef second(items):\n    return items[1]\n\n\ndef third(items):\n"
-TOKENS = 64
-WIDTHS, REPEATS, CONTEXT = (1, 2, 4, 8, 16), 5, 128
+REPORT_PROMPT = (
+    "def first(items):\n    return items[0]\n\n\ndef second(items):\n    return items[1]\n\n\ndef third(items):\n"
+)
+REPORT_TOKENS = 64
+INFERENCE_WIDTHS = (1, 2, 4, 8, 16)
+INFERENCE_REPEATS = 5
+CONTEXT_TOKENS = 128
 
 
-def device_report(folder: Path, inspected: dict[str, dict[str, Any]], options: dict[str, Any]) -> dict[str, Any]:
-    """Return the machine, its devices, the models in ``folder`` as ``inspected``, timings and a text, as JSON values.
+def device_report(folder: Path, descriptions: dict[str, JsonObject], options: JsonObject) -> JsonObject:
+    """Return the machine, its devices, the ``descriptions`` of the models in ``folder``, timings and a text, as JSON.
 
     The report names no files and no users.
     """
     lm = load(folder, "lookup", **options)
     models = {
-        name: {key: value for key, value in model.items() if key not in ("folder", "source", "options")}
-        | {"engine_reason": model["engine_reason"].replace(str(folder), "the model")}
-        for name, model in inspected.items()
+        name: {key: value for key, value in description.items() if key not in ("folder", "source", "options")}
+        | {"engine_reason": description["engine_reason"].replace(str(folder), "the model")}
+        for name, description in descriptions.items()
     }
     device = lm.target.ir.device
     return {
@@ -42,44 +46,47 @@ def device_report(folder: Path, inspected: dict[str, dict[str, Any]], options: d
         },
         "models": models,
         "properties": {name: value for name, value in lm.target.ir.properties.items() if name != "CACHE_DIR"},
-        "timings": timings(lm),
-        "text": compared(lm),
+        "timings": time_inferences(lm),
+        "text": compare_with_lookup(lm),
     }
 
 
-def timings(lm: LanguageModel) -> dict[str, Any]:
+def time_inferences(lm: LanguageModel) -> JsonObject:
     """Return the milliseconds of a prompt's tokens and of inferences, the first of each width and the fastest."""
     decoder = lm.target.decoder()
-    text = draw_probe_text(decoder, lm.target.ir.logits_width)[: CONTEXT + max(WIDTHS)]
-    context = len(text) - max(WIDTHS)
+    most_width = max(INFERENCE_WIDTHS)
+    text = draw_probe_text(decoder, lm.target.ir.logits_width)[: CONTEXT_TOKENS + most_width]
+    context = len(text) - most_width
 
-    def milliseconds(tokens: np.ndarray) -> float:
-        began = time.perf_counter()
+    def time_feed(tokens: np.ndarray) -> float:
+        start_time = time.perf_counter()
         decoder.feed([tokens], [1])
-        return 1e3 * (time.perf_counter() - began)
+        return 1e3 * (time.perf_counter() - start_time)
 
-    prompts = []
+    prompt_times = []
     for _ in range(2):
         decoder.reset(1)
-        prompts.append(milliseconds(text[:context]) / context)
-    widths: dict[str, Any] = {}
-    for width in WIDTHS:
+        prompt_times.append(time_feed(text[:context]) / context)
+    inference_times: JsonObject = {}
+    for width in INFERENCE_WIDTHS:
         times = []
-        for _ in range(REPEATS + 1):
+        for _ in range(INFERENCE_REPEATS + 1):
             decoder.truncate(0, context)
             unread = text[len(decoder.rows[0]) : context]
             if len(unread):
                 decoder.feed([unread], [0])
-            times.append(milliseconds(text[context : context + width]))
-        widths[str(width)] = {"first": times[0], "fastest": min(times[1:])}
-    return {"prompt_ms_per_token": {"first": prompts[0], "again": prompts[1]}, "inference_ms": widths}
+            times.append(time_feed(text[context : context + width]))
+        inference_times[str(width)] = {"first": times[0], "fastest": min(times[1:])}
+    return {
+        "prompt_ms_per_token": {"first": prompt_times[0], "again": prompt_times[1]},
+        "inference_ms": inference_times,
+    }
 
 
-def compared(lm: LanguageModel) -> dict[str, Any]:
-    """Return a greedy text without a draft and with lookup, and where they part."""
-    plain, other = (lm.generate(PROMPT, max_tokens=TOKENS, lookahead=lookahead) for lookahead in (0, 4))
-    where = find_divergence(lm, PROMPT, plain.token_ids, other.token_ids)
-    results = {"plain": plain, "lookup": other}
+def compare_with_lookup(lm: LanguageModel) -> JsonObject:
+    """Return a greedy text without a draft and with lookup, and where they diverge."""
+    plain, lookup = (lm.generate(REPORT_PROMPT, max_tokens=REPORT_TOKENS, lookahead=lookahead) for lookahead in (0, 4))
+    divergence = find_divergence(lm, REPORT_PROMPT, plain.token_ids, lookup.token_ids)
     texts = {
         name: {
             "text": result.text,
@@ -88,6 +95,6 @@ def compared(lm: LanguageModel) -> dict[str, Any]:
             "tokens_per_round": result.stats.generated_tokens / max(result.stats.rounds, 1),
             "accepted": result.stats.accepted,
         }
-        for name, result in results.items()
+        for name, result in (("plain", plain), ("lookup", lookup))
     }
-    return {**texts, "equal": where is None, "parting": where and asdict(where)}
+    return {**texts, "equal": divergence is None, "parting": divergence and asdict(divergence)}

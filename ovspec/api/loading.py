@@ -39,7 +39,7 @@ class LoadArguments(LoadParams):
 def load(
     model: str | Path | None = None, draft: DraftArgument | Sequence[DraftArgument] | None = None, **options: Any
 ) -> LanguageModel:
-    """Load an exported model and return it as a ``LanguageModel``.
+    """Load an export_model_and_draft model and return it as a ``LanguageModel``.
 
     model: a folder made by ``ovspec export`` or plain optimum-cli; by default the embedded pair. With ``export=True``
         also a Hugging Face checkpoint (folder or hub id).
@@ -50,43 +50,48 @@ def load(
         a ``Drafter``: a class or function that makes one for each session or batch, or an instance, which all share.
         Two of these, as "lookup,draft" or in a list, make a chain: the second proposes if the first finds nothing good.
     """
-    given = make_load_params(options)
-    for name in ("device", "draft_device"):  # before an export, which takes minutes
-        if asked := getattr(given, name):
-            check_device(asked, name)
-    device = make_device_options(given)
-    if given.export:
+    params = make_load_params(options)
+    for option in ("device", "draft_device"):  # before an export, which takes minutes
+        if device := getattr(params, option):
+            check_device(device, option)
+    device_options = make_device_options(params)
+    if params.export:
         model, draft = export_model_and_draft(model, draft)
     folder = resolve_model_folder(model)
-    manifest = read_manifest(folder, given.verify)
-    if given.verify and not manifest:
+    manifest = read_manifest(folder, params.verify)
+    if params.verify and not manifest:
         raise OvspecError(f"{folder}: `verify` needs the manifest that 'ovspec export' writes, which is missing.")
-    template = (
-        None
-        if given.chat_template is None
-        else resolve_custom_template(given.chat_template, read_chat_templates(folder))
-    )
+    template = None
+    if params.chat_template is not None:
+        template = resolve_custom_template(params.chat_template, read_chat_templates(folder))
     choice = resolve_draft(parse_draft(draft), folder, manifest)
-    if given.draft_device and not (choice and choice.model):
+    if params.draft_device and not (choice and choice.model):
         raise OvspecError("`draft_device` needs a draft model.")
-    if given.lookup_corpus and draft is not None and not (choice and choice.lookup):
+    if params.lookup_corpus and draft is not None and not (choice and choice.lookup):
         raise OvspecError("`lookup_corpus` needs lookup as a draft; add `draft='lookup'`.")
-    corpus = [read_text(Path(file)) for file in given.lookup_corpus]
+    corpus = [read_text(Path(file)) for file in params.lookup_corpus]
     draft_folder = Path(choice.model) if choice and choice.model else None
     if draft_folder:
         check_draft_folder(draft_folder, folder, manifest)
-    tune = os.environ.get("OVSPEC_TUNE") != "0" if given.tune is None else given.tune
-    draft_device = replace(device, device=given.draft_device or given.device)
-    engines = given.engine, given.arithmetic
-    target, proposer = load_target_and_draft(
-        folder, device, *engines, draft=draft_folder, draft_options=draft_device, tune=tune
+    tune = params.tune
+    if tune is None:
+        tune = os.environ.get("OVSPEC_TUNE") != "0"
+    target, draft_model = load_target_and_draft(
+        folder,
+        device_options,
+        params.engine,
+        params.arithmetic,
+        draft=draft_folder,
+        draft_options=replace(device_options, device=params.draft_device or params.device),
+        tune=tune,
     )
-    if draft is None and (target.proposals_are_free or given.lookup_corpus):
+    if draft is None and (target.proposals_are_free or params.lookup_corpus):
         choice = DraftChoice(lookup=True)
-    number = None if given.lookahead == "auto" else given.lookahead
-    most = None if given.cache_memory is None else 1e9 * given.cache_memory
-    format = given.tool_format
-    return LanguageModel(Runtime(folder, target, proposer, choice, number, corpus, most, format, template))
+    lookahead = None if params.lookahead == "auto" else params.lookahead
+    cache_bytes = None if params.cache_memory is None else 1e9 * params.cache_memory
+    tool_format = params.tool_format
+    runtime = Runtime(folder, target, draft_model, choice, lookahead, corpus, cache_bytes, tool_format, template)
+    return LanguageModel(runtime)
 
 
 load.__doc__ = f"""{load.__doc__}
@@ -98,10 +103,10 @@ load.__doc__ = f"""{load.__doc__}
     """
 
 
-def make_device_options(given: LoadParams) -> DeviceOptions:
+def make_device_options(params: LoadParams) -> DeviceOptions:
     """Return where and how models are compiled; raises OvspecError if threads are set and none is on the CPU."""
-    check_threads(given.threads, [given.device, given.draft_device or given.device])
-    cache_dir = Path(given.cache_dir) if given.cache_dir else None
-    properties = dict(given.properties or {})
-    precision = properties.get("INFERENCE_PRECISION_HINT", given.precision)
-    return DeviceOptions(given.device, precision, given.kv_precision, given.threads, properties, cache_dir)
+    check_threads(params.threads, [params.device, params.draft_device or params.device])
+    cache_dir = Path(params.cache_dir) if params.cache_dir else None
+    properties = dict(params.properties or {})
+    precision = properties.get("INFERENCE_PRECISION_HINT", params.precision)
+    return DeviceOptions(params.device, precision, params.kv_precision, params.threads, properties, cache_dir)

@@ -28,16 +28,16 @@ from ovspec.engine.scoring import DEFAULT_PERPLEXITY_CONTEXT, Perplexity, measur
 from ovspec.params import Params
 from ovspec.params.checks import refuse_retries_in_stream
 from ovspec.params.generation import DEFAULT_PARAMS, GenerateOptions
-from ovspec.params.option import method_accepts_options, options_class
+from ovspec.params.option import OptionValue, method_accepts_options, options_class
 
-P = TypeVar("P")
+PromptT = TypeVar("PromptT")
 
 
 @options_class
-class GenerateArguments(GenerateOptions, Generic[P]):
+class GenerateArguments(GenerateOptions, Generic[PromptT]):
     """The arguments of calls that continue a prompt, as editors show them."""
 
-    prompt: P = field(kw_only=False)
+    prompt: PromptT = field(kw_only=False)
 
 
 class LanguageModel:
@@ -51,9 +51,12 @@ class LanguageModel:
     """
 
     def __init__(self, runtime: Runtime) -> None:
-        self.runtime, self.folder, self.tokenizer = runtime, runtime.folder, runtime.prompts.tokenizer
+        self.runtime = runtime
+        self.folder = runtime.folder
+        self.tokenizer = runtime.prompts.tokenizer
         self.generation_config = runtime.prompts.generation_config
-        self.target, self.draft = runtime.models.target, runtime.models.draft
+        self.target = runtime.models.target
+        self.draft = runtime.models.draft
         self._engine: EngineThread | None = None  # of ``agenerate`` and ``astream``
         self._end_engine: weakref.finalize[Any, Any] | None = None  # ends it also when the model is dropped
         self._lock = threading.Lock()  # held while the engine is started or taken away
@@ -98,12 +101,12 @@ class LanguageModel:
 
     @overload
     @method_accepts_options(GenerateArguments[Prompts])
-    def generate(self, prompt: Any, **options: Any) -> list[Result]: ...
+    def generate(self, prompt: Prompts, **options: OptionValue) -> list[Result]: ...
     @overload
     @method_accepts_options(GenerateArguments[Prompt])
-    def generate(self, prompt: Any, **options: Any) -> Result: ...
-    @method_accepts_options(GenerateArguments[Any])
-    def generate(self, prompt: Any, **options: Any) -> Result | list[Result]:
+    def generate(self, prompt: Prompt, **options: OptionValue) -> Result: ...
+    @method_accepts_options(GenerateArguments[Prompt | Prompts])
+    def generate(self, prompt: Prompt | Prompts, **options: OptionValue) -> Result | list[Result]:
         """Continue ``prompt``, or each of a list of prompts as one batch.
 
         Args:
@@ -116,17 +119,17 @@ class LanguageModel:
                 option that is out of range.
             TypeError: an unknown option.
         """
-        texts = self._generate(prompt, options, single=True)
-        return [text for [text] in texts] if is_prompt_list(prompt) else texts[0][0]
+        results = [result for [result] in self._generate_samples(prompt, self._single_text_params(options))]
+        return results if is_prompt_list(prompt) else results[0]
 
     @overload
     @method_accepts_options(GenerateArguments[Prompts])
-    def samples(self, prompt: Any, **options: Any) -> list[list[Result]]: ...
+    def samples(self, prompt: Prompts, **options: OptionValue) -> list[list[Result]]: ...
     @overload
     @method_accepts_options(GenerateArguments[Prompt])
-    def samples(self, prompt: Any, **options: Any) -> list[Result]: ...
-    @method_accepts_options(GenerateArguments[Any])
-    def samples(self, prompt: Any, **options: Any) -> list[Result] | list[list[Result]]:
+    def samples(self, prompt: Prompt, **options: OptionValue) -> list[Result]: ...
+    @method_accepts_options(GenerateArguments[Prompt | Prompts])
+    def samples(self, prompt: Prompt | Prompts, **options: OptionValue) -> list[Result] | list[list[Result]]:
         """Return ``n`` continuations of ``prompt``, or of each of a list of prompts. Each prompt is read once.
 
         Greedy continuations are all the same; they differ with a temperature or a sampler.
@@ -138,38 +141,38 @@ class LanguageModel:
             OvspecError: as ``generate``.
             TypeError: an unknown option.
         """
-        texts = self._generate(prompt, options)
-        return texts if is_prompt_list(prompt) else texts[0]
+        samples = self._generate_samples(prompt, self.runtime.row_maker.make_complete_params(options))
+        return samples if is_prompt_list(prompt) else samples[0]
 
     @method_accepts_options(GenerateArguments[Prompt])
-    def stream(self, prompt: Prompt, **options: Any) -> TextStream:
+    def stream(self, prompt: Prompt, **options: OptionValue) -> TextStream:
         """Continue one prompt piece by piece: ``for piece in lm.stream("def "): print(piece.text)``.
 
         Arguments and errors are those of ``generate``.
         """
-        params = self._single(options)
+        params = self._single_text_params(options)
         refuse_retries_in_stream(params)
         [row] = rows = self.runtime.row_maker.make_rows(prompt, params)
-        run = self.runtime.decoder_pool.run_batch(rows, params, 1)
+        rounds = self.runtime.decoder_pool.run_batch(rows, params, 1)
 
-        def pieces() -> Generator[Piece]:
-            with closing(run):
-                for round_pieces in run:
+        def iterate_pieces() -> Generator[Piece]:
+            with closing(rounds):
+                for round_pieces in rounds:
                     for _, piece in round_pieces:
                         yield piece
 
-        return TextStream(pieces(), row)
+        return TextStream(iterate_pieces(), row)
 
     # ------------------------------------------------------------ for asyncio
 
     @overload
     @method_accepts_options(GenerateArguments[Prompts])
-    async def agenerate(self, prompt: Any, **options: Any) -> list[Result]: ...
+    async def agenerate(self, prompt: Prompts, **options: OptionValue) -> list[Result]: ...
     @overload
     @method_accepts_options(GenerateArguments[Prompt])
-    async def agenerate(self, prompt: Any, **options: Any) -> Result: ...
-    @method_accepts_options(GenerateArguments[Any])
-    async def agenerate(self, prompt: Any, **options: Any) -> Result | list[Result]:
+    async def agenerate(self, prompt: Prompt, **options: OptionValue) -> Result: ...
+    @method_accepts_options(GenerateArguments[Prompt | Prompts])
+    async def agenerate(self, prompt: Prompt | Prompts, **options: OptionValue) -> Result | list[Result]:
         """Continue ``prompt`` like ``generate``, in a thread that generates the texts of all such calls as one batch.
 
         The texts are those of ``generate``. A call that is cancelled leaves the batch.
@@ -180,54 +183,57 @@ class LanguageModel:
         Raises:
             OvspecError: as ``generate``; the inference failed, or a function of the caller's; the model was closed.
         """
-        params, prompts = self._shared(options), prompt if is_prompt_list(prompt) else [prompt]
-        engine, rows = await asyncio.to_thread(self._join, prompts, params)
+        params = self._shared_batch_params(options)
+        prompts = as_prompt_list(prompt)
+        engine, rows = await asyncio.to_thread(self._join_batch, prompts, params)
         results = await generate_results(engine, rows)
         for _ in range(params.retries):
-            again = await asyncio.to_thread(make_retry_rows, engine.runtime, prompts, params, results)
-            if not again:
+            retry_rows = await asyncio.to_thread(make_retry_rows, engine.runtime, prompts, params, results)
+            if not retry_rows:
                 break
-            for i, result in zip(again, await generate_results(engine, [*again.values()]), strict=True):
-                results[i] = result
+            new_results = await generate_results(engine, [*retry_rows.values()])
+            for index, result in zip(retry_rows, new_results, strict=True):
+                results[index] = result
         return results if is_prompt_list(prompt) else results[0]
 
     @method_accepts_options(GenerateArguments[Prompt])
-    def astream(self, prompt: Prompt, **options: Any) -> AsyncTextStream:
+    def astream(self, prompt: Prompt, **options: OptionValue) -> AsyncTextStream:
         """Continue one prompt piece by piece: ``async for piece in lm.astream("def "): print(piece.text)``.
 
         Arguments and errors are those of ``agenerate``.
         """
-        params = self._shared(options)
+        params = self._shared_batch_params(options)
         refuse_retries_in_stream(params)
-        return AsyncTextStream(functools.partial(self._join, [prompt], params))
+        return AsyncTextStream(functools.partial(self._join_batch, [prompt], params))
 
-    def _shared(self, options: dict[str, Any]) -> Params:
+    def _shared_batch_params(self, options: dict[str, OptionValue]) -> Params:
         """Return the params of a call whose texts share a batch with others."""
-        params = self._single(options)
+        params = self._single_text_params(options)
         if params.batch_size != DEFAULT_PARAMS.batch_size:
             raise OvspecError("`batch_size` is the same for all texts of `agenerate` and `astream`; leave it out.")
         return params
 
-    def _join(self, prompts: Sequence[Any], params: Params) -> JoinedRows:
+    def _join_batch(self, prompts: Sequence[Prompt], params: Params) -> JoinedRows:
         """Return the engine's thread, which the first call starts, and a row for each prompt."""
         with self._lock:
             if not (engine := self._engine):
                 engine = EngineThread(self.runtime, DEFAULT_PARAMS.batch_size)
                 engine.start(prepare=False)
-                self._engine, self._end_engine = engine, weakref.finalize(self, engine.stop)
+                self._engine = engine
+                self._end_engine = weakref.finalize(self, engine.stop)
         return engine, [row for prompt in prompts for row in engine.runtime.row_maker.make_rows(prompt, params)]
 
-    def _single(self, options: dict[str, Any]) -> Params:
+    def _single_text_params(self, options: dict[str, OptionValue]) -> Params:
+        """Return the params of a call for one text of each prompt."""
         params = self.runtime.row_maker.make_complete_params(options)
         if params.n != 1:
             raise OvspecError(f"`n` is {params.n}; call samples() for several texts of a prompt.")
         return params
 
-    def _generate(self, prompt: Any, options: dict[str, Any], single: bool = False) -> list[list[Result]]:
-        """Return the ``n`` results of each prompt, one if ``single``."""
-        prompts = prompt if is_prompt_list(prompt) else [prompt]
-        params = self._single(options) if single else self.runtime.row_maker.make_complete_params(options)
-        rows = [row for each in prompts for row in self.runtime.row_maker.make_rows(each, params)]
+    def _generate_samples(self, prompt: Prompt | Prompts, params: Params) -> list[list[Result]]:
+        """Return the ``n`` results of each prompt."""
+        prompts = as_prompt_list(prompt)
+        rows = [row for prompt in prompts for row in self.runtime.row_maker.make_rows(prompt, params)]
         for _ in self.runtime.decoder_pool.run_batch(rows, params, len(rows)):
             pass
         results = [row.result() for row in rows]
@@ -246,9 +252,12 @@ class LanguageModel:
         Raises:
             OvspecError: ``context`` is below 1 or longer than the model's, or its KV caches don't fit into memory.
         """
-        most = self.target.ir.context_length
-        if context is not None and (context < 1 or (most and context > most)):
-            raise OvspecError(f"`context` is {context}; it must be at least 1{f' and at most {most}' if most else ''}.")
+        context_length = self.target.ir.context_length
+        if context is not None and (context < 1 or (context_length and context > context_length)):
+            range_in_words = "at least 1"
+            if context_length:
+                range_in_words += f" and at most {context_length}"
+            raise OvspecError(f"`context` is {context}; it must be {range_in_words}.")
         if context:
             self.runtime.models.ensure_memory(context)
         decoders = self.runtime.decoder_pool.acquire()
@@ -284,10 +293,10 @@ class LanguageModel:
         Raises:
             OvspecError: ``text`` or the window has fewer than two tokens, or the window exceeds the model's context.
         """
-        most = self.target.ir.context_length
-        if context and most and context > most:
-            raise OvspecError(f"A window of {context} tokens is longer than the model's context of {most}.")
-        context = context or min(DEFAULT_PERPLEXITY_CONTEXT, most or DEFAULT_PERPLEXITY_CONTEXT)
+        context_length = self.target.ir.context_length
+        if context and context_length and context > context_length:
+            raise OvspecError(f"A window of {context} tokens is longer than the model's context of {context_length}.")
+        context = context or min(DEFAULT_PERPLEXITY_CONTEXT, context_length or DEFAULT_PERPLEXITY_CONTEXT)
         decoders = self.runtime.decoder_pool.acquire()
         try:
             return measure_perplexity(decoders.target, self.tokenizer.encode(text), context)
@@ -296,7 +305,8 @@ class LanguageModel:
 
     def next_logits(self, prompt: Prompt) -> np.ndarray:
         """Return the target's logits (vocab,) float32 for the token after ``prompt``; errors as for ``encode``."""
-        tokens, decoders = self.encode(prompt), self.runtime.decoder_pool.acquire()
+        tokens = self.encode(prompt)
+        decoders = self.runtime.decoder_pool.acquire()
         try:
             decoders.reset(1)
             return decoders.target.feed([tokens], [1])[0][0].copy()
@@ -321,36 +331,42 @@ class LanguageModel:
         return LanguageModel(self.runtime.with_drafters(choice))
 
 
-def is_prompt_list(prompt: Any) -> bool:
+def as_prompt_list(prompt: Any) -> Sequence[Prompt]:
+    """Return ``prompt`` if it is a list of prompts, or else a list of it."""
+    return prompt if is_prompt_list(prompt) else [prompt]
+
+
+def is_prompt_list(prompt: Prompt | Prompts) -> bool:
     """Return whether ``prompt`` is a list of prompts, possibly without any."""
     return isinstance(prompt, list) and (not prompt or is_batch(prompt))
 
 
-def retry_invalid_results(runtime: Runtime, prompts: Sequence[Any], params: Params, results: list[Result]) -> None:
+def retry_invalid_results(runtime: Runtime, prompts: Sequence[Prompt], params: Params, results: list[Result]) -> None:
     """Generate results that break their schema again, with the next seeds, and replace them.
 
     Args:
         prompts: each has ``n`` results; those of the first come first.
-        params: those of the results; ``retries`` is how often at most.
+        params: those of the results; ``retries`` is the maximum number of attempts.
     """
     for _ in range(params.retries):
-        again = make_retry_rows(runtime, prompts, params, results)
-        if not again:
+        retry_rows = make_retry_rows(runtime, prompts, params, results)
+        if not retry_rows:
             return
-        for _ in runtime.decoder_pool.run_batch(again.values(), params, len(again)):
+        for _ in runtime.decoder_pool.run_batch(retry_rows.values(), params, len(retry_rows)):
             pass
-        for i, row in again.items():
-            results[i] = row.result()
+        for index, row in retry_rows.items():
+            results[index] = row.result()
 
 
 def make_retry_rows(
-    runtime: Runtime, prompts: Sequence[Any], params: Params, results: list[Result], reserved: bool = False
+    runtime: Runtime, prompts: Sequence[Prompt], params: Params, results: list[Result], reserved: bool = False
 ) -> dict[int, Row]:
     """Return rows with the next seeds for the results that break their schema, by the results' index."""
-    again = dict[int, Row]()
-    for i, result in enumerate(results):
+    retry_rows = dict[int, Row]()
+    for index, result in enumerate(results):
         if result.schema_errors:
-            prompt, sample = divmod(i, params.n)
+            prompt_index, sample = divmod(index, params.n)
             seed = ((result.stats.seed or 0) + 1) % 2**63
-            again[i] = runtime.row_maker.make_rows(prompts[prompt], replace(params, seed=seed), reserved)[sample]
-    return again
+            rows = runtime.row_maker.make_rows(prompts[prompt_index], replace(params, seed=seed), reserved)
+            retry_rows[index] = rows[sample]
+    return retry_rows

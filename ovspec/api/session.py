@@ -6,7 +6,6 @@ import itertools
 from collections import abc
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -20,13 +19,14 @@ from ovspec.engine.row import Row, TextStream
 from ovspec.engine.runtime import Runtime
 from ovspec.engine.scheduler import Scheduler, run_rows
 from ovspec.engine.scoring import Score, Selection, check_select_options, score_texts
-from ovspec.params.generation import CHAT_OPTIONS, DEFAULT_PARAMS, GENERATE_OPTIONS, GenerateOptions, Params
-from ovspec.params.option import method_accepts_options
+from ovspec.params import Params
+from ovspec.params.generation import CHAT_OPTIONS, DEFAULT_PARAMS, GENERATE_OPTIONS, GenerateOptions
+from ovspec.params.option import OptionValue, method_accepts_options
 from ovspec.params.values import check_value
 from ovspec.text.chat_format import find_begun_answer
 from ovspec.text.chat_template import Message
 
-OWNERS = itertools.count(-1, -1)  # of texts from files; API keys count from 0
+SESSION_FILE_OWNERS = itertools.count(-1, -1)  # of texts from files; API keys count from 0
 
 
 class Session:
@@ -47,12 +47,14 @@ class Session:
         context: int | None = None,
         variables: TemplateVariables | None = None,
     ) -> None:
-        self.sequence, self.chat_template_kwargs = Sequence(), variables
-        self.runtime, self._context = runtime, context
+        self.sequence = Sequence()
+        self.chat_template_kwargs = variables
+        self.runtime = runtime
+        self._context = context
         self._decoders: DecoderSet | None = decoders
-        self._shares = False  # whether it shares its cache with a fork
+        self._shares_cache = False  # whether it shares its cache with a fork
         self._stream: TextStream | None = None
-        self._go_to(EMPTY_TEXT)
+        self._restore_mark(EMPTY_TEXT)
 
     # ------------------------------------------------------------ the text
 
@@ -78,9 +80,9 @@ class Session:
         answer = self.sequence.tokens[self._answer_from :]
         prompts = self.runtime.prompts
         text = prompts.tokenizer.decode(strip_eos(answer, prompts.generation_config.eos_ids))
-        if (begun := find_begun_answer(self._messages)) is not None:
-            *before, last = self._messages
-            return [*before, {**last, "content": begun + text}]
+        if (beginning := find_begun_answer(self._messages)) is not None:
+            *earlier, last = self._messages
+            return [*earlier, {**last, "content": beginning + text}]
         return [*self._messages, {"role": "assistant", "content": text}]
 
     def append(self, prompt: Prompt | Message) -> None:
@@ -94,20 +96,22 @@ class Session:
         Raises:
             OvspecError: messages after a text that isn't a chat, or a text or ids that can't be encoded.
         """
-        self._ready()
+        self._idle_decoders()
         if is_chat(prompt):
             self._append_messages([prompt] if isinstance(prompt, dict) else prompt)  # type: ignore[arg-type]
             return
         if not self._messages:
             refuse_template_variables(self.chat_template_kwargs)
         if isinstance(prompt, str):
-            tokens = self._continued(prompt)
+            tokens = self._encode_continuation(prompt)
             self._open_text += prompt
-            self._replace(tokens)
+            self._set_tokens(tokens)
             self._heals = self.runtime.prompts.tokenizer.vocabulary is not None
         else:
             self.sequence.commit(self.runtime.prompts.encode(prompt, at_start=not len(self.sequence)))
-            self._open_from, self._open_text, self._heals = len(self.sequence), "", False  # ids are meant
+            self._open_from = len(self.sequence)
+            self._open_text = ""
+            self._heals = False  # the ids are final
 
     def mark(self) -> Mark:
         """Return a mark of the text as it is now, for ``rewind``."""
@@ -123,58 +127,59 @@ class Session:
         """
         if not isinstance(mark, Mark):
             raise OvspecError(f"rewind needs a mark made by mark(), not {type(mark).__name__}.")
-        self._ready()
+        self._idle_decoders()
         self.runtime.prompts.encode(mark.tokens, at_start=False)  # refuses a mark of another vocabulary
-        self._go_to(mark)
+        self._restore_mark(mark)
 
     def reset(self) -> None:
         """Empty the text, and free the memory of its KV caches."""
-        decoders = self._ready()
-        self._go_to(EMPTY_TEXT)
+        decoders = self._idle_decoders()
+        self._restore_mark(EMPTY_TEXT)
         decoders.reset(0)
         decoders.reset(1)
 
     # ------------------------------------------------------------ generating
 
     @method_accepts_options(GenerateOptions)
-    def stream(self, **options: Any) -> TextStream:
+    def stream(self, **options: OptionValue) -> TextStream:
         """Continue this session's text like ``LanguageModel.stream``; ``heal`` is on by default for appended text."""
         params = self.runtime.row_maker.make_complete_params(options)
         refuse_late_options(params)
         if params.heal is None:
             params = replace(params, heal=self._heals)
-        decoders = self._ready()
-        before, held = self.mark(), len(decoders.target.rows[0])
+        decoders = self._idle_decoders()
+        mark_before = self.mark()
+        cached_tokens = len(decoders.target.rows[0])
         try:
             row = self.runtime.row_maker.make_row(self.sequence, params, Origin(False, self._healable, self._context))
-            self.runtime.row_maker.check_row_memory(row, params, held)
+            self.runtime.row_maker.check_row_memory(row, params, cached_tokens)
             drafter, lookahead = decoders.select_drafting(params)
         except BaseException:
-            self._go_to(before)
+            self._restore_mark(mark_before)
             raise
         running = True
 
-        def end() -> None:
+        def end_once() -> None:
             nonlocal running
             if running:
                 running = False
-                self._end(row, before)
+                self._end_stream(row, mark_before)
 
-        def pieces() -> abc.Generator[Piece]:
+        def iterate_pieces() -> abc.Generator[Piece]:
             try:
                 for round_pieces in run_rows(Scheduler(decoders.target, drafter, lookahead, [row])):
                     for _, piece in round_pieces:
                         if piece.finish_reason:
-                            end()
+                            end_once()
                         yield piece
             finally:
-                end()
+                end_once()
 
-        self._stream = TextStream(pieces(), row, end)
+        self._stream = TextStream(iterate_pieces(), row, end_once)
         return self._stream
 
     @method_accepts_options(GenerateOptions)
-    def generate(self, **options: Any) -> Result:
+    def generate(self, **options: OptionValue) -> Result:
         """Continue this session's text like ``LanguageModel.generate``; the text grows by what is generated."""
         return self.stream(**options).result()
 
@@ -193,10 +198,11 @@ class Session:
                 without a BOS.
         """
         check_select_options(options, terminator)
-        logprobs = [score.logprob for score in self._score([option + (terminator or "") for option in options])]
+        texts = [option + (terminator or "") for option in options]
+        logprobs = [score.logprob for score in self._score_candidates(texts)]
         best = max(range(len(options)), key=logprobs.__getitem__)
         self.append(options[best])
-        self._settle()
+        self._fix_tokens()
         return Selection(options[best], best, logprobs)
 
     def score(self, text: str) -> Score:
@@ -210,7 +216,7 @@ class Session:
         """
         if not isinstance(text, str) or not text:
             raise OvspecError("score needs a non-empty string.")
-        return self._score([text])[0]
+        return self._score_candidates([text])[0]
 
     def fork(self) -> Session:
         """Return another session with the same text, which can be continued independently.
@@ -218,10 +224,10 @@ class Session:
         Both share the blocks of a paged cache. If a cache can't be copied exactly (a stateful one in u8), the fork
         reads the text again.
         """
-        decoders = self.runtime.models.fork_decoders(self._ready())
+        decoders = self.runtime.models.fork_decoders(self._idle_decoders())
         other = Session(self.runtime, decoders, self._context, self.chat_template_kwargs)
-        other._go_to(self.mark())
-        self._shares = other._shares = True
+        other._restore_mark(self.mark())
+        self._shares_cache = other._shares_cache = True
         return other
 
     def save(self, path: str | Path) -> None:
@@ -232,7 +238,7 @@ class Session:
         Raises:
             OvspecError: the file can't be written.
         """
-        save_session(Path(path), self.runtime, self._ready(), self.mark())
+        save_session(Path(path), self.runtime, self._idle_decoders(), self.mark())
 
     def load(self, path: str | Path) -> None:
         """Replace this session's text and ``chat_template_kwargs`` by those that ``save`` wrote.
@@ -244,45 +250,48 @@ class Session:
         Raises:
             OvspecError: the file doesn't exist, is damaged, or belongs to another model.
         """
-        owner = next(OWNERS)  # a file's caches may be anything, so no other text starts from them
-        mark = load_session(Path(path), self.runtime, self._ready(), owner)
-        self._go_to(mark)
+        owner = next(SESSION_FILE_OWNERS)  # a file's caches may be anything, so no other text starts from them
+        mark = load_session(Path(path), self.runtime, self._idle_decoders(), owner)
+        self._restore_mark(mark)
         self.sequence.owner = owner
         self.chat_template_kwargs = mark.chat_template_kwargs
 
     def close(self) -> None:
         """Free the memory of the KV caches; the session can't generate any more."""
         self._cancel_stream()
-        if self._decoders:
-            decoders, self._decoders = self._decoders, None
-            if self._shares:
-                decoders.reset(0)
-            else:
-                self.runtime.decoder_pool.release(decoders)
+        decoders = self._decoders
+        self._decoders = None
+        if decoders and self._shares_cache:
+            decoders.reset(0)
+        elif decoders:
+            self.runtime.decoder_pool.release(decoders)
 
-    def _ready(self) -> DecoderSet:
+    def _idle_decoders(self) -> DecoderSet:
         """Cancel a stream that hasn't ended, and return the decoders; raises OvspecError for a closed session."""
         self._cancel_stream()
         if not self._decoders:
             raise OvspecError("This session is closed; make a new one with session().")
         return self._decoders
 
-    def _go_to(self, mark: Mark) -> None:
-        self._replace(mark.tokens)
-        self._open_from, self._open_text = mark.open_from, mark.open_text
-        self._healable, self._heals = mark.healable, mark.heals
-        self._messages, self._answer_from = list(mark.messages), mark.answer_from
+    def _restore_mark(self, mark: Mark) -> None:
+        self._set_tokens(mark.tokens)
+        self._open_from = mark.open_from
+        self._open_text = mark.open_text
+        self._healable = mark.healable
+        self._heals = mark.heals
+        self._messages = list(mark.messages)
+        self._answer_from = mark.answer_from
 
-    def _replace(self, tokens: np.ndarray) -> None:
+    def _set_tokens(self, tokens: np.ndarray) -> None:
         """Make ``tokens`` the session's text."""
         shared = common_prefix(self.sequence, Sequence(tokens))
         self.sequence.rewind(shared)
         self.sequence.commit(tokens[shared:])
 
-    def _continued(self, text: str) -> np.ndarray:
+    def _encode_continuation(self, text: str) -> np.ndarray:
         """Return all tokens of the session's text followed by ``text``, (n,) int64."""
-        more = self.runtime.prompts.encode(self._open_text + text, at_start=self._open_from == 0)
-        return np.concatenate((self.sequence.tokens[: self._open_from], more))
+        new_tokens = self.runtime.prompts.encode(self._open_text + text, at_start=self._open_from == 0)
+        return np.concatenate((self.sequence.tokens[: self._open_from], new_tokens))
 
     def _append_messages(self, messages: list[Message]) -> None:
         """Render the whole chat, and keep the tokens of the text so far if the rendered chat begins with that text.
@@ -292,27 +301,32 @@ class Session:
         if len(self.sequence) and not self._messages:
             raise OvspecError("Chat messages can't follow a text that isn't a chat; start another session.")
         check_value(self.chat_template_kwargs, GENERATE_OPTIONS["chat_template_kwargs"])
-        chat, tokenizer = [*self.messages, *messages], self.runtime.prompts.tokenizer
-        text = self.runtime.prompts.chat_format.prompt(chat, variables=self.chat_template_kwargs)
-        kept = strip_eos(self.sequence.tokens, self.runtime.prompts.generation_config.eos_ids)
-        spelt = tokenizer.spell(kept)
-        if spelt and text.startswith(spelt):
-            self._replace(np.concatenate((kept, tokenizer.encode_more(text[len(spelt) :]))))
-        else:
-            self._replace(tokenizer.encode(text, special=False))  # the template spells out the special tokens itself
-        self._messages, self._answer_from = chat, len(self.sequence)
-        self._settle()
+        chat = [*self.messages, *messages]
+        tokenizer = self.runtime.prompts.tokenizer
+        rendered = self.runtime.prompts.chat_format.prompt(chat, variables=self.chat_template_kwargs)
+        tokens = strip_eos(self.sequence.tokens, self.runtime.prompts.generation_config.eos_ids)
+        spelled = tokenizer.spell(tokens)
+        if spelled and rendered.startswith(spelled):
+            self._set_tokens(np.concatenate((tokens, tokenizer.encode_more(rendered[len(spelled) :]))))
+        else:  # the template spells out the special tokens itself
+            self._set_tokens(tokenizer.encode(rendered, special=False))
+        self._messages = chat
+        self._answer_from = len(self.sequence)
+        self._fix_tokens()
 
-    def _settle(self) -> None:
+    def _fix_tokens(self) -> None:
         """Fix the tokens so far: they are neither healed nor tokenised again."""
         self._open_from = self._healable = len(self.sequence)
-        self._open_text, self._heals = "", False
+        self._open_text = ""
+        self._heals = False
 
-    def _score(self, texts: list[str]) -> list[Score]:
-        decoders = self._ready()
-        before = self.sequence.tokens if len(self.sequence) else self.runtime.prompts.generation_config.beginning
+    def _score_candidates(self, texts: list[str]) -> list[Score]:
+        decoders = self._idle_decoders()
+        before = self.sequence.tokens
+        if not len(before):
+            before = self.runtime.prompts.generation_config.beginning
         self.runtime.models.check_context(len(before) + 1, self._context)
-        candidates = [self._continued(text) for text in texts]
+        candidates = [self._encode_continuation(text) for text in texts]
         begin = min(common_prefix(Sequence(before), Sequence(tokens)) for tokens in candidates)
         if not begin:  # every token of a short text would merge with what follows
             candidates = [np.concatenate((before, self.runtime.prompts.tokenizer.encode_more(text))) for text in texts]
@@ -321,31 +335,35 @@ class Session:
         return score_texts(decoders.target, candidates, begin)
 
     def _cancel_stream(self) -> None:
-        if self._stream:
-            stream, self._stream = self._stream, None
+        stream = self._stream
+        self._stream = None
+        if stream:
             stream.cancel()
 
-    def _end(self, row: Row, before: Mark) -> None:
-        """Make the session hold what the user saw of a stream that has ended.
+    def _end_stream(self, row: Row, mark_before: Mark) -> None:
+        """Cut the session's text to the text that the user saw of a stream that has ended.
 
         A stop string may begin inside a token: the text before it is encoded, and again when more is appended.
         """
         if not row.token_ids:
-            self._go_to(before)  # healing may have taken back tokens that were not generated again
+            self._restore_mark(mark_before)  # healing may have taken back tokens that were not generated again
             return
-        self._settle()
+        self._fix_tokens()
         if row.finish_reason != "stop":
             return
-        decode, generated = self.runtime.prompts.tokenizer.decode, self.sequence.tokens[row.prompt_length :]
-        healed = row.healing.removed_bytes.decode("utf-8", "replace") if row.healing else ""
-        text, kept = healed + row.text, len(generated)
-        while not text.startswith(decode(generated[:kept])):
-            kept -= 1
-        rest = text[len(decode(generated[:kept])) :]
-        self.sequence.rewind(row.prompt_length + kept)
-        self._settle()
-        self._open_text, self._heals = rest, bool(rest) and self.runtime.prompts.tokenizer.vocabulary is not None
-        self.sequence.commit(self.runtime.prompts.tokenizer.encode_more(rest))
+        tokenizer = self.runtime.prompts.tokenizer
+        generated = self.sequence.tokens[row.prompt_length :]
+        healed_text = row.healing.removed_bytes.decode("utf-8", "replace") if row.healing else ""
+        seen_text = healed_text + row.text
+        count = len(generated)
+        while not seen_text.startswith(tokenizer.decode(generated[:count])):
+            count -= 1
+        rest = seen_text[len(tokenizer.decode(generated[:count])) :]
+        self.sequence.rewind(row.prompt_length + count)
+        self._fix_tokens()
+        self._open_text = rest
+        self._heals = bool(rest) and tokenizer.vocabulary is not None
+        self.sequence.commit(tokenizer.encode_more(rest))
 
     def __enter__(self) -> Session:
         return self
@@ -368,5 +386,6 @@ def refuse_late_options(params: Params) -> None:
             remedy = "call `generate` of the model with the messages"
             if name == "chat_template_kwargs":
                 remedy = "set `chat_template_kwargs` of the session before you append them"
-            told = f"`{name}` can't be given when a session generates: the messages are in the text already; {remedy}."
-            raise OvspecError(told)
+            raise OvspecError(
+                f"`{name}` can't be given when a session generates: the messages are in the text already; {remedy}."
+            )

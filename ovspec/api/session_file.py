@@ -18,6 +18,7 @@ import numpy as np
 
 from ovspec.base.errors import DISK_FULL_ERRNOS, OvspecError, WriteError
 from ovspec.base.files import open_replacement
+from ovspec.base.json_types import JsonObject
 from ovspec.cache.decoder import Decoder
 from ovspec.engine.decoders import DecoderSet
 from ovspec.engine.prompts import TemplateVariables
@@ -70,7 +71,7 @@ class SavedCache:
 class SessionHeader:
     """The JSON part of a session file: a mark without its tokens, and the caches of "target" and "draft"."""
 
-    text: dict[str, Any]
+    text: JsonObject
     caches: dict[str, SavedCache]
     format: int = FORMAT_VERSION
 
@@ -84,19 +85,20 @@ def save_session(path: Path, runtime: Runtime, decoders: DecoderSet, mark: Mark)
     if path.is_dir():
         raise OvspecError(f"{path} is a folder; name a file for the session.")
     text = asdict(mark)
-    arrays, layers = {"tokens": text.pop("tokens")}, dict[str, np.ndarray]()
-    about = SessionHeader(text, {})
-    for name, loaded, decoder in named_decoders(runtime, decoders):
+    arrays: dict[str, np.ndarray] = {"tokens": text.pop("tokens")}
+    cache_arrays: dict[str, np.ndarray] = {}
+    header = SessionHeader(text, {})
+    for name, model, decoder in named_decoders(runtime, decoders):
         tokens = decoder.rows[0].tokens
-        held = decoder.dump() if len(tokens) else {}
-        if len(tokens) and not held:
+        layers = decoder.dump() if len(tokens) else {}
+        if len(tokens) and not layers:
             warnings.warn(f"{path}: the {name}'s KV cache is left out, because its precision isn't exact", stacklevel=3)
-        about.caches[name] = describe_cache(loaded, tokens)
+        header.caches[name] = describe_cache(model, tokens)
         arrays[f"{name}/tokens"] = tokens
-        layers |= {f"{name}/cache/{layer}": values for layer, values in held.items()}
-    arrays["about"] = np.frombuffer(json.dumps(asdict(about)).encode(), dtype=np.uint8)
+        cache_arrays |= {f"{name}/cache/{layer}": array for layer, array in layers.items()}
+    arrays["about"] = np.frombuffer(json.dumps(asdict(header)).encode(), dtype=np.uint8)
     try:
-        write_arrays(path, arrays | layers)
+        write_arrays(path, arrays | cache_arrays)
     except WriteError as error:
         if error.errno not in DISK_FULL_ERRNOS:
             raise
@@ -116,21 +118,22 @@ def load_session(path: Path, runtime: Runtime, decoders: DecoderSet, owner: int)
         OvspecError: the file doesn't exist, is damaged, or belongs to another model.
     """
     with open_session_file(path) as arrays:
-        about = read_header(path, arrays, runtime.folder)
-        mark = msgspec.convert({**about.text, "tokens": check_token_ids(arrays["tokens"])}, Mark)
-        require_valid(all(0 <= at <= len(mark.tokens) for at in (mark.open_from, mark.healable, mark.answer_from)))
+        header = read_session_header(path, arrays, runtime.folder)
+        mark = msgspec.convert({**header.text, "tokens": check_token_ids(arrays["tokens"])}, Mark)
+        positions = (mark.open_from, mark.healable, mark.answer_from)
+        require_valid(all(0 <= position <= len(mark.tokens) for position in positions))
         runtime.prompts.encode(mark.tokens, at_start=False)  # refuses unknown ids
-        tokens = {name: check_token_ids(arrays[f"{name}/tokens"]) for name in about.caches}
-        layers = {name: arrays[name] for name in arrays if "/cache/" in name}
-    for name, loaded, decoder in named_decoders(runtime, decoders):
+        tokens = {name: check_token_ids(arrays[f"{name}/tokens"]) for name in header.caches}
+        cache_arrays = {key: arrays[key] for key in arrays if "/cache/" in key}
+    for name, model, decoder in named_decoders(runtime, decoders):
         decoder.reset(1)
-        begin = f"{name}/cache/"
-        cache = {key.removeprefix(begin): values for key, values in layers.items() if key.startswith(begin)}
-        headed = FEATURES_OUTPUT in loaded.ir.outputs
-        same = about.caches.get(name) == describe_cache(loaded, tokens[name])
-        if not headed:  # the head that it was saved with isn't there now
+        prefix = f"{name}/cache/"
+        cache = {key.removeprefix(prefix): array for key, array in cache_arrays.items() if key.startswith(prefix)}
+        has_features = FEATURES_OUTPUT in model.ir.outputs
+        same_settings = header.caches.get(name) == describe_cache(model, tokens[name])
+        if not has_features:  # the head that it was saved with isn't there now
             cache.pop(FEATURES_OUTPUT, None)
-        if cache and same:
+        if cache and same_settings:
             try:
                 decoder.restore(tokens[name], cache)
                 decoder.rows[0].owner = owner
@@ -138,18 +141,22 @@ def load_session(path: Path, runtime: Runtime, decoders: DecoderSet, owner: int)
             except ValueError:
                 decoder.reset(1)
         if name == "target" and len(tokens[name]):
-            why = f"with other settings ({about.caches[name].setting})" if cache else "without its KV cache"
-            if cache and same and headed and FEATURES_OUTPUT not in cache:
-                why = "without the head"
-            text = f"{path}: saved {why}; the text is read again, and may continue differently at near-ties"
-            warnings.warn(text, stacklevel=3)
+            difference = "without its KV cache"
+            if cache and same_settings and has_features and FEATURES_OUTPUT not in cache:
+                difference = "without the head"
+            elif cache:
+                difference = f"with other settings ({header.caches[name].setting})"
+            warnings.warn(
+                f"{path}: saved {difference}; the text is read again, and may continue differently at near-ties",
+                stacklevel=3,
+            )
     return mark
 
 
 def check_session(path: Path, folder: Path) -> None:
     """Raise OvspecError if ``path`` holds no session of the model in ``folder``; its KV caches are not read."""
     with open_session_file(path) as arrays:
-        read_header(path, arrays, folder)
+        read_session_header(path, arrays, folder)
 
 
 @contextlib.contextmanager
@@ -171,15 +178,15 @@ def open_session_file(path: Path) -> Iterator[Mapping[str, np.ndarray]]:
         raise OvspecError(f"{path}: not a session file of ovspec, or damaged.") from error
 
 
-def read_header(path: Path, arrays: Mapping[str, np.ndarray], folder: Path) -> SessionHeader:
+def read_session_header(path: Path, arrays: Mapping[str, np.ndarray], folder: Path) -> SessionHeader:
     """Return the JSON part; raises OvspecError if the file is too new, or of another model than that in ``folder``."""
-    found = json.loads(arrays["about"].tobytes())
-    if found["format"] != FORMAT_VERSION:
-        raise OvspecError(f"{path}: format {str(found['format'])[:20]} is not known; update ovspec.")
-    about = msgspec.convert(found, SessionHeader)
-    if about.caches["target"].model != hash_model(folder):
+    header_json = json.loads(arrays["about"].tobytes())
+    if header_json["format"] != FORMAT_VERSION:
+        raise OvspecError(f"{path}: format {str(header_json['format'])[:20]} is not known; update ovspec.")
+    header = msgspec.convert(header_json, SessionHeader)
+    if header.caches["target"].model != hash_model(folder):
         raise OvspecError(f"{path}: a session of another model than {folder}; load it with its own.")
-    return about
+    return header
 
 
 def check_token_ids(array: np.ndarray) -> np.ndarray:
@@ -188,21 +195,21 @@ def check_token_ids(array: np.ndarray) -> np.ndarray:
     return array
 
 
-def require_valid(right: object) -> None:
-    """Raise ValueError unless ``right``."""
-    if not right:
+def require_valid(condition: bool) -> None:
+    """Raise ValueError unless ``condition``."""
+    if not condition:
         raise ValueError
 
 
-def describe_cache(loaded: CompiledModel, tokens: np.ndarray) -> SavedCache:
+def describe_cache(model: CompiledModel, tokens: np.ndarray) -> SavedCache:
     """Describe a cache of ``tokens`` (n,); only a saved cache with an equal description can be restored."""
-    return SavedCache(hash_model(loaded.ir.folder), describe_cache_setting(loaded), len(tokens))
+    return SavedCache(hash_model(model.ir.folder), describe_cache_setting(model), len(tokens))
 
 
 def named_decoders(runtime: Runtime, decoders: DecoderSet) -> list[tuple[str, CompiledModel, Decoder]]:
     """Return (name, model, decoder) of the target and, if there is one, the draft."""
-    target, draft = runtime.models.target, runtime.models.draft
-    found = [("target", target, decoders.target)]
-    if not (draft and decoders.draft) or draft.is_head:  # a head reads the target's features
-        return found
-    return [*found, ("draft", draft, decoders.draft)]
+    draft = runtime.models.draft
+    named = [("target", runtime.models.target, decoders.target)]
+    if draft and decoders.draft and not draft.is_head:  # a head reads the target's features
+        named.append(("draft", draft, decoders.draft))
+    return named

@@ -5,79 +5,101 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from ovspec.api.comparison import compare_result_times, rotate_modes
 from ovspec.api.model import LanguageModel
+from ovspec.base.json_types import JsonObject
 from ovspec.base.progress import show_step
 from ovspec.engine.prompts import Prompt
 from ovspec.engine.results import Result
 
 TIME_COLUMNS = ("plain ms/token", "ms/token", "tokens/s")
 TABLE_COLUMNS = ("mode", *TIME_COLUMNS, "speed-up", "range", "accepted of proposed", "tokens/round", "same text")
-WARM_UP_TOKENS = 32  # tokens
+WARM_UP_TOKENS = 32
 PROMPTS_FILE = Path(__file__).with_name("bench_prompts.json")
 
 
 def default_prompts() -> list[str]:
-    """Return the prompts that are timed unless others are given: code, an edit and prose."""
+    """Return the prompts that are timed unless the user names others: code, an edit and prose."""
     return json.loads(PROMPTS_FILE.read_text("utf-8"))
 
 
 def time_modes(
-    models: dict[str, LanguageModel], prompts: Sequence[Prompt], options: dict[str, Any], repeats: int
+    models: dict[str, LanguageModel], prompts: Sequence[Prompt], options: JsonObject, repeats: int
 ) -> dict[str, list[Result]]:
     """Generate the texts in turns and return the results of each mode; a short warm-up is not counted."""
     results: dict[str, list[Result]] = {mode: [] for mode in models}
-    for turn in range(-1, repeats * len(prompts)):
-        warm_up = {"max_tokens": min(options["max_tokens"], WARM_UP_TOKENS)} if turn < 0 else {}
-        with show_step("warm-up" if turn < 0 else f"text {turn + 1} of {repeats * len(prompts)}", keep=True):
-            for mode in rotate_modes(list(models), max(turn, 0)):
-                given: dict[str, Any] = options | warm_up | ({"lookahead": 0} if mode == "plain" else {})
-                result = models[mode].generate(prompts[turn % len(prompts)], seed=turn + 1, **given)
-                results[mode] += [result] if turn >= 0 else []
+    turns = repeats * len(prompts)
+    with show_step("warm-up", keep=True):
+        warm_up_options = options | {"max_tokens": min(options["max_tokens"], WARM_UP_TOKENS)}
+        for mode in models:
+            generate_in_mode(models, mode, prompts[-1], 0, warm_up_options)
+    for turn in range(turns):
+        with show_step(f"text {turn + 1} of {turns}", keep=True):
+            for mode in rotate_modes(list(models), turn):
+                prompt = prompts[turn % len(prompts)]
+                results[mode].append(generate_in_mode(models, mode, prompt, turn + 1, options))
     return results
 
 
-def summarize_mode(mode: str, lookahead: int | str, results: list[Result], plain: list[Result]) -> dict[str, Any]:
+def generate_in_mode(
+    models: dict[str, LanguageModel], mode: str, prompt: Prompt, seed: int, options: JsonObject
+) -> Result:
+    """Continue ``prompt`` with the model of ``mode``."""
+    if mode == "plain":
+        options = options | {"lookahead": 0}
+    return models[mode].generate(prompt, seed=seed, **options)
+
+
+def summarize_mode(mode: str, lookahead: int | str, results: list[Result], plain: list[Result]) -> JsonObject:
     """Return the measurements of a mode, compared with ``plain`` as in ``ovspec.api.comparison``."""
     proposed, accepted, tokens, rounds = (
         sum(getattr(result.stats, name) for result in results)
         for name in ("proposed", "accepted", "generated_tokens", "rounds")
     )
-    speedup, alone = compare_result_times(plain, results), mode == "plain"
-    return {
+    speedup = compare_result_times(plain, results)
+    summary = {
         "mode": mode,
-        "lookahead": 0 if alone else lookahead,
+        "lookahead": lookahead,
         "plain_tpot_ms": round(speedup.plain_ms, 4),
-        "tpot_ms": round(speedup.ms, 4),
-        "tokens_per_s": round(1e3 / speedup.ms, 2),
-        "speedup": 1.0 if alone else round(speedup.claimed_ratio, 4) if speedup.claimed_ratio else None,
+        "tpot_ms": round(speedup.speculative_ms, 4),
+        "tokens_per_s": round(1e3 / speedup.speculative_ms, 2),
+        "speedup": round(speedup.claimed_ratio, 4) if speedup.claimed_ratio else None,
         "spread": (round(speedup.ratios[0], 4), round(speedup.ratios[-1], 4)),
         "proposed": proposed,
         "accepted": accepted,
         "tokens_per_round": round(tokens / max(rounds, 1), 4),
         "equal": sum(a.token_ids == b.token_ids for a, b in zip(results, plain, strict=True)),
         "texts": len(results),
-        "note": "" if alone or speedup.is_clear else speedup.describe_gain(proposed, accepted),
+        "note": "" if speedup.is_clear else speedup.describe_gain(proposed, accepted),
     }
+    if mode == "plain":
+        summary |= {"lookahead": 0, "speedup": 1.0, "note": ""}
+    return summary
 
 
-def format_mode_table(rows: list[dict[str, Any]]) -> str:
-    """Return the rows aligned in columns, and below them why a mode has no clear speed-up."""
-    cells: list[tuple[str, ...]] = [TABLE_COLUMNS]
-    for row in rows:
-        plain, speedup, spread, accepted = f"{row['plain_tpot_ms']:.2f}", "none", "", "nothing proposed"
-        if row["speedup"]:
-            speedup, spread = f"{row['speedup']:.2f}", f"{row['spread'][0]:.2f} to {row['spread'][1]:.2f}"
-        if row["proposed"]:
-            accepted = f"{row['accepted']} of {row['proposed']}"
-        if row["mode"] == "plain":
-            plain = speedup = spread = accepted = ""
-        times = f"{row['tpot_ms']:.2f}", f"{row['tokens_per_s']:.1f}"
-        equal = f"{row['equal']} of {row['texts']}"
-        rate = f"{row['tokens_per_round']:.2f}"
-        cells.append((row["mode"], plain, *times, speedup, spread, accepted, rate, equal))
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
-    return "\n".join([*lines, *(f"{row['mode']}: {row['note']}" for row in rows if row["note"])])
+def format_mode_table(summaries: list[JsonObject]) -> str:
+    """Return the summaries aligned in columns, and below them why a mode has no clear speed-up."""
+    lines = [TABLE_COLUMNS, *map(format_cells, summaries)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    rows = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    notes = [f"{summary['mode']}: {summary['note']}" for summary in summaries if summary["note"]]
+    return "\n".join([*rows, *notes])
+
+
+def format_cells(summary: JsonObject) -> tuple[str, ...]:
+    """Return a summary as the cells of ``TABLE_COLUMNS``."""
+    plain_ms = speedup = spread = accepted = ""
+    if summary["mode"] != "plain":
+        plain_ms = f"{summary['plain_tpot_ms']:.2f}"
+        speedup = "none"
+        accepted = "nothing proposed"
+        if summary["speedup"]:
+            speedup = f"{summary['speedup']:.2f}"
+            spread = f"{summary['spread'][0]:.2f} to {summary['spread'][1]:.2f}"
+        if summary["proposed"]:
+            accepted = f"{summary['accepted']} of {summary['proposed']}"
+    times = (f"{summary['tpot_ms']:.2f}", f"{summary['tokens_per_s']:.1f}")
+    rate = f"{summary['tokens_per_round']:.2f}"
+    equal = f"{summary['equal']} of {summary['texts']}"
+    return (summary["mode"], plain_ms, *times, speedup, spread, accepted, rate, equal)

@@ -8,12 +8,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_json, read_text
+from ovspec.base.json_types import JsonObject, JsonValue
 from ovspec.cache.decoder import Decoder
 from ovspec.cache.sequence import Sequence
 from ovspec.engine.results import CALLABLE_OPTIONS, Origin, Provenance, Result
@@ -22,8 +22,9 @@ from ovspec.engine.row import Row
 from ovspec.engine.runtime import Runtime
 from ovspec.params import Params, make_params
 from ovspec.params.generation import GENERATE_OPTIONS
+from ovspec.params.option import OptionValue
 
-CHUNK = 128  # positions whose logits are held at a time
+CHUNK_POSITIONS = 128  # whose logits are in memory at a time
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Verification:
         return self.exact == self.tokens and not self.problem
 
     def __str__(self) -> str:
-        return f"exact: {self.exact} of {self.tokens}" + (f"; {self.problem}" if self.problem else "")
+        return "; ".join(filter(None, (f"exact: {self.exact} of {self.tokens}", self.problem)))
 
 
 def verify_result(runtime: Runtime, result: Result) -> Verification:
@@ -78,13 +79,13 @@ def verify_result(runtime: Runtime, result: Result) -> Verification:
         raise OvspecError(f"The text was made by another model than {runtime.folder}; load that one.")
     if record.params.accept == "rejection":
         raise OvspecError("A text made with `accept='rejection'` can't be checked: it depends on what was proposed.")
-    for name in CALLABLE_OPTIONS:
-        if getattr(record.params, name):
-            raise OvspecError(f"A text made with `{name}` can't be checked: your own functions aren't part of it.")
+    for option in CALLABLE_OPTIONS:
+        if getattr(record.params, option):
+            raise OvspecError(f"A text made with `{option}` can't be checked: your own functions aren't part of it.")
     params = runtime.row_maker.complete_params(record.params)
     tokens = np.array([*record.healed_ids, *result.token_ids], dtype=np.int64)
-    for ids in (record.prompt_ids, tokens):
-        runtime.prompts.encode(np.array(ids, dtype=np.int64), at_start=False)  # refuses unknown ids
+    for token_ids in (record.prompt_ids, tokens):
+        runtime.prompts.encode(np.array(token_ids, dtype=np.int64), at_start=False)  # refuses unknown ids
     runtime.models.check_context(len(record.prompt_ids) + len(tokens))
     row = runtime.row_maker.make_row(Sequence(record.prompt_ids), params, record.origin)
     decoders = runtime.decoder_pool.acquire()
@@ -109,30 +110,31 @@ def find_first_difference(target: Decoder, row: Row, tokens: np.ndarray) -> Diff
     text = np.concatenate((row.sequence.tokens, tokens))
     if begin > 1:
         target.feed([text[: begin - 1]], [0])
-    for at in range(begin, len(text), CHUNK):
-        own = text[at : at + CHUNK]
-        logits = target.feed([text[at - 1 : at - 1 + len(own)]], [len(own)])[0]
-        chosen = row.sampler.verify_proposal(logits, row.sequence, own[:-1])
-        wrong = chosen != own[: len(chosen)]
-        right = int(wrong.argmax()) if wrong.any() else len(chosen)
-        if right:
-            row.sequence.commit(chosen[:right])
-            row.add_outcome(
-                RowOutcome(chosen[:right], logits=logits[:right])
-            )  # takes tokens after the end of the text back
+    for start in range(begin, len(text), CHUNK_POSITIONS):
+        chunk = text[start : start + CHUNK_POSITIONS]
+        logits = target.feed([text[start - 1 : start - 1 + len(chunk)]], [len(chunk)])[0]
+        chosen = row.sampler.verify_proposal(logits, row.sequence, chunk[:-1])
+        wrong = chosen != chunk[: len(chosen)]
+        right_count = int(wrong.argmax()) if wrong.any() else len(chosen)
+        if right_count:
+            row.sequence.commit(chosen[:right_count])
+            # takes tokens after the end of the text back
+            row.add_outcome(RowOutcome(chosen[:right_count], logits=logits[:right_count]))
         index = len(row.sequence)
         if row.finish_reason and index < len(text):
             return Difference(index - begin, int(text[index]), None, [])
-        if index < at + len(own):
-            place = index - at
-            constrained = row.sampler.constraints(logits[place], text[:index])
-            top = [(int(token), float(constrained[token])) for token in np.argsort(-constrained, kind="stable")[:2]]
-            return Difference(index - begin, int(text[index]), int(chosen[place]) if place < len(chosen) else None, top)
+        if index < start + len(chunk):
+            position = index - start
+            constrained = row.sampler.constraints(logits[position], text[:index])
+            best_tokens = np.argsort(-constrained, kind="stable")[:2]
+            top = [(int(token), float(constrained[token])) for token in best_tokens]
+            choice = int(chosen[position]) if position < len(chosen) else None
+            return Difference(index - begin, int(text[index]), choice, top)
     return None
 
 
 def find_problem(row: Row, result: Result) -> str | None:
-    """Return what is wrong with a result whose tokens are all right."""
+    """Return the mistake in a result whose tokens are all right; None if there is none."""
     if result.finish_reason == "cancelled":
         row.cancel()
     if row.prefill_only:
@@ -147,7 +149,7 @@ def find_problem(row: Row, result: Result) -> str | None:
 # ---------------------------------------------------------------- as JSON
 
 
-def record_as_json(result: Result) -> dict[str, Any] | None:
+def record_as_json(result: Result) -> JsonObject | None:
     """Return the record of ``result`` as JSON values, for ``result_from_json``."""
     record = result.record
     if not record:
@@ -165,12 +167,14 @@ def record_as_json(result: Result) -> dict[str, Any] | None:
     }
 
 
-def option_as_json(name: str, value: Any) -> Any:
+def option_as_json(name: str, value: OptionValue) -> JsonValue:
     """Return an option's value as JSON. Files are replaced by their contents, and functions by their names."""
+    if name == "json_schema" and isinstance(value, Path):
+        return read_json(value)
+    if name == "json_schema" and hasattr(value, "model_json_schema"):  # a pydantic model
+        return value.model_json_schema()
     if name == "json_schema":
-        value = read_json(value) if isinstance(value, Path) else value
-        schema = getattr(value, "model_json_schema", None)  # a pydantic model
-        return schema() if schema else value
+        return value
     if isinstance(value, Path):
         return read_text(value)
     if name == "logit_bias":
@@ -183,10 +187,10 @@ def option_as_json(name: str, value: Any) -> Any:
         return dict(value)
     if isinstance(value, (str, int, float)) or not hasattr(value, "__iter__"):
         return value
-    return [each.item() if isinstance(each, np.generic) else each for each in value]
+    return [member.item() if isinstance(member, np.generic) else member for member in value]
 
 
-def params_from_json(options: dict[str, Any]) -> Params:
+def params_from_json(options: JsonObject) -> Params:
     """Return the params in a record's ``options``; those of later versions are left out."""
     functions = {
         name: options[name] for name in CALLABLE_OPTIONS if options.get(name)
@@ -199,17 +203,19 @@ def params_from_json(options: dict[str, Any]) -> Params:
     return replace(make_params(known), **functions)
 
 
-def read_result_text(data: Any) -> str:
+def text_from_json(entry: JsonObject) -> str:
     """Return the text of a result, a choice, a response or a message."""
-    if "output" in data:  # whose field text is its format
-        return "".join(read_result_text(item) for item in data["output"] if item["type"] == "message")
-    if "text" in data:
-        return data["text"]
-    content = data.get("message", data)["content"]
-    return "".join(block.get("text", "") for block in content) if isinstance(content, list) else content or ""
+    if "output" in entry:  # whose field text is its format
+        return "".join(text_from_json(item) for item in entry["output"] if item["type"] == "message")
+    if "text" in entry:
+        return entry["text"]
+    content = entry.get("message", entry)["content"]
+    if isinstance(content, list):
+        return "".join(block.get("text", "") for block in content)
+    return content or ""
 
 
-def result_from_json(data: Any) -> Result:
+def result_from_json(data: JsonObject) -> Result:
     """Return the result that ``ovspec generate --json`` printed, or that an answer of the server has.
 
     That is a choice of OpenAI's older APIs, a response, or a message of Anthropic's API.
@@ -219,9 +225,9 @@ def result_from_json(data: Any) -> Result:
     """
     try:
         record = data["record"]
-        text = read_result_text(data)[record.get("echo", 0) :]
+        text = text_from_json(data)[record.get("echo", 0) :]
         model = dict(record["model"])
-        made = Provenance(
+        provenance = Provenance(
             prompt_ids=np.array([int(token) for token in record["prompt_token_ids"]], dtype=np.int64),
             params=params_from_json(dict(record["options"])),
             origin=Origin(
@@ -233,11 +239,11 @@ def result_from_json(data: Any) -> Result:
             model=lambda: model,
             healed_ids=[int(token) for token in record["healed_token_ids"]],
         )
-        ids = [int(token) for token in record.get("token_ids", data.get("token_ids"))]
-        reason = record.get("finish_reason", data.get("finish_reason"))
-        np.array([*made.healed_ids, *ids], dtype=np.int64)  # refuses numbers that no id can be
-        if int(record["n"]) != made.params.n:
+        token_ids = [int(token) for token in record.get("token_ids", data.get("token_ids"))]
+        finish_reason = record.get("finish_reason", data.get("finish_reason"))
+        np.array([*provenance.healed_ids, *token_ids], dtype=np.int64)  # refuses numbers that no id can be
+        if int(record["n"]) != provenance.params.n:
             raise ValueError
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         raise OvspecError("not a result with a record, as 'ovspec generate --json' writes it.") from None
-    return Result(text, ids, reason, record=made)
+    return Result(text, token_ids, finish_reason, record=provenance)

@@ -12,9 +12,9 @@ import click
 from ovspec import __version__
 from ovspec.base.errors import DISK_FULL_ERRNOS, OvspecError, WriteError
 
-# How a message that Python shows too names an option: `name`, or with a value `name=value`.
+# An option in a message that Python shows, too: `name`, or with a value `name=value`.
 OPTION_PATTERN = re.compile(r"`(\w+)(?:=([^`]*))?`")
-# Name -> its line in 'ovspec --help', which is the beginning of the command's own help.
+# Name of a command -> its line in 'ovspec --help', which is the beginning of the command's own help.
 COMMANDS = {
     "batch": "Generate a text for each line of FILE.",
     "bench": "Time the model in DIR without and with each way of proposing tokens.",
@@ -107,16 +107,18 @@ def options_to_flags(message: object, command: click.Command | None = None) -> s
     """
     context = click.get_current_context(silent=True)
     command = command or (context and context.command)
-    options = [param for param in command.params if isinstance(param, click.Option)] if command else []
-    flags = {option.name: max(option.opts, key=len) for option in options}
+    params = command.params if command else []
+    flags = {param.name: max(param.opts, key=len) for param in params if isinstance(param, click.Option)}
 
-    def flag(found: re.Match[str]) -> str:
-        name, value = found.groups()
+    def replace_option(match: re.Match[str]) -> str:
+        name, value = match.groups()
         if name not in flags:
-            return found[0]
-        return flags[name] if value in (None, "True", "False") else f"{flags[name]} {value.strip(chr(39))}"
+            return match[0]
+        if value in (None, "True", "False"):
+            return flags[name]
+        return f"{flags[name]} {value.strip(chr(39))}"
 
-    return OPTION_PATTERN.sub(flag, str(message))
+    return OPTION_PATTERN.sub(replace_option, str(message))
 
 
 def is_caused_by_ctrl_c(error: BaseException | None) -> bool:

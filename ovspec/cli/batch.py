@@ -6,7 +6,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -14,17 +14,19 @@ from ovspec.cli.loading import load_model
 from ovspec.cli.options import (
     chat_option,
     check_chat_options,
+    fill_flag_value,
     generate_options,
     read_text_or_stdin,
     refuse_if,
     refuse_no_tokens,
     split_options,
     system_option,
-    with_value,
 )
+from ovspec.params.option import OptionValue
 
 if TYPE_CHECKING:
     from ovspec.batch.file import BatchProgress
+    from ovspec.batch.requests import BatchRequest
 
 PROGRESS_INTERVAL = 10.0  # seconds between two lines of progress if stderr is not a terminal
 LOCAL_CLUSTER = "local"  # the address of a cluster on this machine alone
@@ -39,7 +41,7 @@ class RayCommand(click.Command):
     """A command whose ``--ray`` takes only an address, not the argument that follows it."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, with_value(args, "--ray", LOCAL_CLUSTER, is_cluster_address))
+        return super().parse_args(ctx, fill_flag_value(args, "--ray", LOCAL_CLUSTER, is_cluster_address))
 
 
 @click.command(cls=RayCommand)
@@ -80,7 +82,7 @@ def batch(
     mixed: bool,
     chat: bool | None,
     system: str | None,
-    **others: Any,
+    **options: OptionValue,
 ) -> None:
     """Generate a text for each line of FILE with the model in DIR (by default the embedded demo pair).
 
@@ -103,29 +105,30 @@ def batch(
       ovspec batch my-pair s3://bucket/requests -o s3://bucket/results --ray 10.0.0.1:6379
     """
     refuse_if(len(arguments) > 2, "Too many arguments; give FILE, or DIR and FILE.")
-    file, folder = arguments[-1], Path(arguments[0]) if len(arguments) == 2 else None
-    check_chat_options(chat, system, others["heal"])
+    file = arguments[-1]
+    folder = Path(arguments[0]) if len(arguments) == 2 else None
+    check_chat_options(chat, system, options["heal"])
     refuse_if(output == "-", "--output can't be stdout, because finished results must be kept; name a file.")
     refuse_if(cpus_per_worker and not ray, "--cpus-per-worker needs --ray.")
     refuse_if(mixed and not ray, "--mixed needs --ray.")
-    refuse_if(
-        ray and ray.startswith("ray://"), f"--ray {ray}: Ray Client isn't supported; give the cluster's HOST:PORT."
-    )
-    for name in (file, output):
-        refuse_if(not ray and needs_ray(name), f"{name} is a folder, Parquet or object storage, which needs --ray.")
+    is_client = ray and ray.startswith("ray://")
+    refuse_if(is_client, f"--ray {ray}: Ray Client isn't supported; give the cluster's HOST:PORT.")
+    for path in (file, output):
+        refuse_if(not ray and needs_ray(path), f"{path} is a folder, Parquet or object storage, which needs --ray.")
     if Path(output).is_file():
         refuse_if(Path(output).resolve() == Path(file).resolve(), f"{output} is the input file; name another --output.")
         refuse_if(not overwrite, f"{output} already exists; name another --output, or add --overwrite.")
-    loading, params = split_options(others)
+    load_options, params = split_options(options)
     refuse_no_tokens(params, "A batch")
 
     from ovspec.batch.file import run_file
     from ovspec.batch.requests import as_chat, read_requests, requests_of
 
-    change = partial(as_chat, system=system) if chat else lambda request: request
-    source: Any = file
+    prepare = partial(as_chat, system=system) if chat else lambda request: request
+    requests: list[BatchRequest] = []
     if not needs_ray(file):
-        source = list(map(change, requests_of(read_text_or_stdin(file)) if file == "-" else read_requests(Path(file))))
+        read = requests_of(read_text_or_stdin(file)) if file == "-" else read_requests(Path(file))
+        requests = list(map(prepare, read))
     report = BatchReport()
     try:
         if ray:
@@ -134,80 +137,96 @@ def batch(
             with contextlib.redirect_stdout(None), connected(ray):  # where Ray writes about workers that die
                 from ovspec.batch.ray.driver import run_on_cluster
 
-                draft = loading.pop("draft", None)
-                if isinstance(template := loading.get("chat_template"), Path):  # which isn't on other machines
-                    loading["chat_template"] = read_text_or_stdin(template)
-                ways: Any = {"cpus": cpus_per_worker, "mixed": mixed, "overwrite": overwrite, "change": change}
-                found = run_on_cluster(source, output, folder, draft, loading, params, **ways, note=report.update)
+                draft = load_options.pop("draft", None)
+                if isinstance(template := load_options.get("chat_template"), Path):  # which isn't on other machines
+                    load_options["chat_template"] = read_text_or_stdin(template)
+                progress = run_on_cluster(
+                    file if needs_ray(file) else requests,
+                    output,
+                    folder,
+                    draft,
+                    load_options,
+                    params,
+                    cpus=cpus_per_worker,
+                    mixed=mixed,
+                    overwrite=overwrite,
+                    change=prepare,
+                    note=report.update,
+                )
         else:
-            found = run_file(load_model(folder, **loading), source, Path(output), params, report.update)
+            progress = run_file(load_model(folder, **load_options), requests, Path(output), params, report.update)
     except KeyboardInterrupt:
         report.erase_line()
-        kept = "" if "://" in output else f" kept in {output}.partial"
-        click.echo(f"stopped; the same command continues from the results{kept}", err=True)
+        location = "" if "://" in output else f" kept in {output}.partial"
+        click.echo(f"stopped; the same command continues from the results{location}", err=True)
         raise
     report.erase_line()
-    click.echo(report.describe_progress(found), err=True)
-    if found.failed:
-        click.echo(f"{output}: {found.failed} of {found.total} lines have an error instead of a text", err=True)
+    click.echo(report.describe_progress(progress), err=True)
+    if progress.failed:
+        click.echo(f"{output}: {progress.failed} of {progress.total} lines have an error instead of a text", err=True)
         sys.exit(1)
 
 
-def needs_ray(name: str) -> bool:
-    """Return whether ``name`` is a folder, Parquet, or in object storage."""
-    return "://" in name or name.lower().endswith(".parquet") or Path(name).is_dir()
+def needs_ray(path: str) -> bool:
+    """Return whether ``path`` is a folder, Parquet, or in object storage."""
+    return "://" in path or path.lower().endswith(".parquet") or Path(path).is_dir()
 
 
 class BatchReport:
     """Progress on stderr: a line that is updated on a terminal, a new line every few seconds elsewhere."""
 
     def __init__(self) -> None:
-        self._live = sys.stderr.isatty()
-        self._began = self._shown = time.monotonic()
-        self._first: tuple[float, int] | None = None  # when something was done first, and how much: loading apart
+        self._on_terminal = sys.stderr.isatty()
+        self._start_time = time.monotonic()
+        self._last_update = self._start_time
         self._work = 0  # tokens, and requests that are done
-        self._ends: float | None = None  # when all is done, as estimated when the work was this
+        self._first_work: tuple[float, int] | None = None  # time and amount of the first work, after loading
+        self._end_time: float | None = None  # as estimated at the last change of the work
 
     def update(self, progress: BatchProgress) -> None:
-        self._estimate(progress)
-        if time.monotonic() - self._shown >= (0.5 if self._live else PROGRESS_INTERVAL):
-            self._shown = time.monotonic()
+        """Show the progress, unless it was shown a moment ago."""
+        self._estimate_end(progress)
+        if time.monotonic() - self._last_update >= (0.5 if self._on_terminal else PROGRESS_INTERVAL):
+            self._last_update = time.monotonic()
             with contextlib.suppress(OSError):  # a full disk that stderr is written to stops nothing
                 self.erase_line()
-                click.echo(self.describe_progress(progress), nl=not self._live, err=True)
+                click.echo(self.describe_progress(progress), nl=not self._on_terminal, err=True)
 
-    def _estimate(self, progress: BatchProgress) -> None:
+    def _estimate_end(self, progress: BatchProgress) -> None:
         """Estimate the end: the requests that are left have as many tokens each as those that are done."""
-        work, now = progress.tokens + progress.done, time.monotonic()
+        now = time.monotonic()
+        work = progress.tokens + progress.done
         if work == self._work:
             return
         self._work = work
-        if not self._first:
-            self._first = now, work
+        if not self._first_work:
+            self._first_work = (now, work)
         elif progress.done:
-            began, before = self._first
-            each = (progress.done_tokens + progress.done) / progress.done
-            left = progress.left * each - (progress.tokens - progress.done_tokens)
-            self._ends = now + left * (now - began) / (work - before)
+            first_time, first_work = self._first_work
+            work_per_request = (progress.done_tokens + progress.done) / progress.done
+            work_left = progress.left * work_per_request - (progress.tokens - progress.done_tokens)
+            self._end_time = now + work_left * (now - first_time) / (work - first_work)
 
     def describe_progress(self, progress: BatchProgress) -> str:
+        """Return the counts, the speed and the estimated time in a line."""
         if progress.loading and not progress.total:
             return f"{progress.loading} worker{'s' * (progress.loading > 1)}: loading …"
-        elapsed = time.monotonic() - self._began
-        parts = [f"{progress.before + progress.done} of {progress.total} done"]
+        elapsed = time.monotonic() - self._start_time
+        phrases = [f"{progress.before + progress.done} of {progress.total} done"]
         if progress.before:
-            parts.append(f"{progress.before} of them by an earlier run")
+            phrases.append(f"{progress.before} of them by an earlier run")
         if progress.failed:
-            parts.append(f"{progress.failed} with an error")
+            phrases.append(f"{progress.failed} with an error")
         rate = progress.tokens / max(elapsed, 1e-9)
-        parts.append(f"{progress.tokens} tokens in {elapsed:.0f} s ({rate:.0f} tokens/s)")
+        phrases.append(f"{progress.tokens} tokens in {elapsed:.0f} s ({rate:.0f} tokens/s)")
         if progress.workers:
             loading = f" ({progress.loading} loading)" * (progress.loading > 0 and progress.left > 0)
-            parts.append(f"{progress.workers} worker{'s' * (progress.workers > 1)}{loading}")
-        if self._ends and progress.left and (seconds := self._ends - time.monotonic()) > 0:
-            parts.append(f"about {seconds:.0f} s left")
-        return ", ".join(parts)
+            phrases.append(f"{progress.workers} worker{'s' * (progress.workers > 1)}{loading}")
+        if self._end_time and progress.left and (seconds := self._end_time - time.monotonic()) > 0:
+            phrases.append(f"about {seconds:.0f} s left")
+        return ", ".join(phrases)
 
     def erase_line(self) -> None:
-        if self._live and self._shown > self._began:
+        """Erase the line of progress on a terminal."""
+        if self._on_terminal and self._last_update > self._start_time:
             click.echo("\r\x1b[K", nl=False, err=True)

@@ -2,22 +2,22 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import click
 
 from ovspec.cli.loading import load_model
 from ovspec.cli.options import add_options, read_text_or_stdin, refuse_if, runtime_options
-from ovspec.cli.path_type import PATH
+from ovspec.cli.path_type import PATH_TYPE
 from ovspec.params.generation import GENERATE_OPTIONS
+from ovspec.params.option import OptionValue
 
 
 @click.command()
-@click.argument("folder", required=False, type=PATH, metavar="[DIR]")
+@click.argument("folder", required=False, type=PATH_TYPE, metavar="[DIR]")
 @click.option("--draft", metavar="PATH", help="Folder of a draft model or head, or none.  [default: that in DIR]")
 @click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="Your own prompt. May be repeated.")
 @click.option(
-    "--prompt-file", "files", multiple=True, type=PATH, metavar="FILE", help="The same, in a file; - is stdin."
+    "--prompt-file", "files", multiple=True, type=PATH_TYPE, metavar="FILE", help="The same, in a file; - is stdin."
 )
 @click.option("-n", "--max-tokens", type=click.IntRange(2), default=128, show_default=True, help="Tokens per text.")
 @add_options({name: GENERATE_OPTIONS[name] for name in ("lookahead", "temperature")})
@@ -34,7 +34,7 @@ def bench(
     temperature: float | None,
     repeats: int,
     as_json: bool,
-    **runtime: Any,
+    **runtime: OptionValue,
 ) -> None:
     """Time the model in DIR (by default the embedded demo pair) without and with each way of proposing tokens.
 
@@ -58,15 +58,19 @@ def bench(
     if draft is None and (folder / DRAFT_FOLDER).is_dir():
         draft = "draft"
     texts = [*prompts, *map(read_text_or_stdin, files)] or default_prompts()
-    lm = load_model(folder, ["lookup", draft or "none"], cache_memory=0, **runtime)  # each turn reads its prompt
+    lm = load_model(folder, draft=["lookup", draft or "none"], cache_memory=0, **runtime)  # each turn reads its prompt
     models = {"plain": lm.with_drafters(None), "lookup": lm.with_drafters(DraftChoice(lookup=True))}
     if lm.draft:
-        model = lm.draft.ir.folder
-        name = lm.draft.proposer_name
-        models[name] = lm.with_drafters(DraftChoice(model=model))
-        models[f"lookup,{name}"] = lm.with_drafters(DraftChoice(lookup=True, model=model))
-    lookahead = "auto" if lookahead is None else lookahead
+        draft_folder = lm.draft.ir.folder
+        drafter = lm.draft.proposer_name
+        models[drafter] = lm.with_drafters(DraftChoice(model=draft_folder))
+        models[f"lookup,{drafter}"] = lm.with_drafters(DraftChoice(lookup=True, model=draft_folder))
+    if lookahead is None:
+        lookahead = "auto"
     options = {"lookahead": lookahead, "max_tokens": max_tokens, "temperature": temperature or 0.0, "ignore_eos": True}
     results = time_modes(models, texts, options, repeats)
-    rows = [summarize_mode(mode, lookahead, found, results["plain"]) for mode, found in results.items()]
-    click.echo("\n".join(json.dumps(row) for row in rows) if as_json else format_mode_table(rows))
+    summaries = [summarize_mode(mode, lookahead, results[mode], results["plain"]) for mode in results]
+    if as_json:
+        click.echo("\n".join(map(json.dumps, summaries)))
+    else:
+        click.echo(format_mode_table(summaries))

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -14,7 +14,7 @@ from ovspec.base.interrupts import EndSignal, end_on_signals, exit_if_ended, ign
 from ovspec.cli.loading import load_model
 from ovspec.cli.options import (
     CHAT_MAX_TOKENS,
-    STATS,
+    STATS_LEVELS,
     StatsCommand,
     check_grammar_option,
     context_option,
@@ -25,19 +25,22 @@ from ovspec.cli.options import (
     split_options,
     stats_option,
 )
-from ovspec.cli.path_type import PATH
+from ovspec.cli.path_type import PATH_TYPE
 from ovspec.drafting.choice import EXPORTED_DRAFT, DraftChoice
+from ovspec.params.option import OptionValue
 
 if TYPE_CHECKING:
     from ovspec.api.session import Mark, Session
+    from ovspec.engine.prompts import TemplateVariables
     from ovspec.engine.results import Result
     from ovspec.params import Params
+    from ovspec.text.chat_template import Message
 
-QUOTES = '"""'  # around a message of several lines
+MULTILINE_QUOTES = '"""'  # around a message of several lines
 
 
 @click.command(cls=StatsCommand)
-@click.argument("folder", required=False, type=PATH, metavar="[DIR]")
+@click.argument("folder", required=False, type=PATH_TYPE, metavar="[DIR]")
 @click.option("--system", metavar="TEXT", help="System message.")
 @stats_option(
     "Print statistics on stderr after each answer: tokens, speed and acceptance, or everything with --stats full."
@@ -46,7 +49,12 @@ QUOTES = '"""'  # around a message of several lines
 @context_option
 @generate_options
 def chat(
-    folder: Path | None, system: str | None, stats: str | None, session: Path | None, context: int | None, **others: Any
+    folder: Path | None,
+    system: str | None,
+    stats: str | None,
+    session: Path | None,
+    context: int | None,
+    **options: OptionValue,
 ) -> None:
     """Chat with the model in DIR (by default the embedded demo pair).
 
@@ -64,45 +72,48 @@ def chat(
       ovspec chat my-pair --draft lookup,draft --system "Be brief." --temperature 0.7
       ovspec chat my-pair --session monads.chat --context 2000
     """
-    draft = others["draft"]
-    named = draft.model if isinstance(draft, DraftChoice) and not draft.lookup else None
-    if folder is None and isinstance(named, Path) and (named / EXPORTED_DRAFT).is_dir():
+    draft = options["draft"]
+    draft_folder = draft.model if isinstance(draft, DraftChoice) and not draft.lookup else None
+    if folder is None and isinstance(draft_folder, Path) and (draft_folder / EXPORTED_DRAFT).is_dir():
         # '--draft DIR': the option took what was meant as DIR.
-        folder, others["draft"] = named, DraftChoice(model=EXPORTED_DRAFT)
+        folder = draft_folder
+        options["draft"] = DraftChoice(model=EXPORTED_DRAFT)
     from ovspec.setup.model_folders import resolve_model_folder
     from ovspec.text.generation_config import format_sampling, read_recommended_sampling
 
-    given = {name: value for name, value in others.items() if value is not None}
-    recommended = read_recommended_sampling(resolve_model_folder(folder), given)
-    loading, params = split_options({"max_tokens": CHAT_MAX_TOKENS} | given | recommended)
+    passed = {name: value for name, value in options.items() if value is not None}
+    recommended = read_recommended_sampling(resolve_model_folder(folder), passed)
+    load_options, params = split_options({"max_tokens": CHAT_MAX_TOKENS} | passed | recommended)
     refuse_no_tokens(params, "A chat")
 
     from ovspec.cli import output
 
     check_grammar_option(params)
-    lm = load_model(folder, session=session, chat="continue a text with 'ovspec generate'", **loading)
+    remedy = "continue a text with 'ovspec generate'"
+    lm = load_model(folder, session=session, chat_remedy=remedy, **load_options)
     variables = params.chat_template_kwargs
-    with lm.session(context, variables) as opened:
+    with lm.session(context, variables) as lm_session:
         if context:
-            output.show_context(lm, context)
+            output.print_context_memory(lm, context)
         if recommended:
             words = format_sampling(recommended)
-            note(f"Sampling as the model recommends: {words}; --temperature 0 for greedy.")
-        most = context or lm.target.ir.context_length
-        talk = Conversation(opened, replace(params, chat_template_kwargs=None), stats, most, variables)
+            print_note(f"Sampling as the model recommends: {words}; --temperature 0 for greedy.")
+        context_length = context or lm.target.ir.context_length
+        params = replace(params, chat_template_kwargs=None)
+        conversation = Conversation(lm_session, params, stats, context_length, variables)
         if session and session.exists():
-            load(talk, session)
+            load_chat_file(conversation, session)
         if system is not None:
-            set_system(talk, system)
-        talk.ended = end_on_signals()
+            set_system_message(conversation, system)
+        conversation.end_signal = end_on_signals()
         try:
-            whole = run(talk, reader())
+            succeeded = run_conversation(conversation, make_message_reader())
         finally:
             if session:
                 with ignore_signals():
-                    opened.save(session)
-    exit_if_ended(talk.ended)
-    if not whole and not at_terminal():
+                    lm_session.save(session)
+    exit_if_ended(conversation.end_signal)
+    if not succeeded and not stdin_is_terminal():
         sys.exit(1)
 
 
@@ -112,64 +123,67 @@ class Conversation:
 
     session: Session
     params: Params
-    stats: str | None
+    stats_level: str | None
     context: int | None  # tokens that it may grow to
-    variables: Mapping[str, Any] | None  # those of the chat template that were given, not loaded with a chat
+    variables: TemplateVariables | None  # of the chat template, from the command line, not from a saved chat
     system: str | None = None  # sent with the user's first message, because templates may refuse it alone
-    marks: list[Mark] = field(default_factory=list)  # the text before each of the messages that can be taken back
-    last: Result | None = None
-    ended: EndSignal = field(default_factory=EndSignal)  # whether a signal has ended it
+    undo_marks: list[Mark] = field(default_factory=list)  # the text before each of the messages that can be taken back
+    last_result: Result | None = None
+    end_signal: EndSignal = field(default_factory=EndSignal)  # whether a signal has ended it
 
 
-def run(talk: Conversation, read: Callable[[], str]) -> bool:
+def run_conversation(conversation: Conversation, read_input: Callable[[], str]) -> bool:
     """Read and answer messages until the input ends; return whether all of them succeeded."""
-    whole = True
-    while not talk.ended.code:
+    succeeded = True
+    while not conversation.end_signal.code:
         try:
-            text = read()
+            text = read_input()
         except EOFError:
-            return whole
+            return succeeded
         except KeyboardInterrupt:
-            if not talk.ended.code:
-                note("Ctrl-D or /exit ends the chat.")
+            if not conversation.end_signal.code:
+                print_note("Ctrl-D or /exit ends the chat.")
             continue
         name, _, argument = text.strip().partition(" ")
         try:
             if name in ("/exit", "/quit", "/bye"):
-                return whole
+                return succeeded
             if text.startswith("/"):
-                command(talk, name, argument.strip())
+                run_chat_command(conversation, name, argument.strip())
             elif text.strip():
-                answer(talk, text)
-            elif talk.last and talk.last.finish_reason in ("length", "cancelled"):
-                say(talk)
+                answer_message(conversation, text)
+            elif conversation.last_result and conversation.last_result.finish_reason in ("length", "cancelled"):
+                stream_answer(conversation)
         except OvspecError as error:
-            whole = False
+            succeeded = False
             click.secho(f"Error: {options_to_flags(error)}", fg="red", err=True)
         except KeyboardInterrupt:  # while a message was read or a command ran
-            whole = False
-    return whole
+            succeeded = False
+    return succeeded
 
 
-def answer(talk: Conversation, text: str) -> None:
+def answer_message(conversation: Conversation, text: str) -> None:
     """Send a message and stream the answer; take the message back if there is no answer."""
-    before = talk.session.mark()
+    before = conversation.session.mark()
     try:
-        system = [] if talk.session.messages else with_system(talk.system, [])
-        talk.session.append([*system, {"role": "user", "content": text}])
-        say(talk)
+        messages: list[Message] = [{"role": "user", "content": text}]
+        if not conversation.session.messages:
+            messages = replace_system_message(messages, conversation.system)
+        conversation.session.append(messages)
+        stream_answer(conversation)
     finally:
-        answered = talk.session.messages[-1:] and talk.session.messages[-1]["role"] == "assistant"
+        messages = conversation.session.messages
+        answered = messages and messages[-1]["role"] == "assistant"
         if answered:
-            talk.marks.append(before)
+            conversation.undo_marks.append(before)
         else:
-            talk.session.rewind(before)
+            conversation.session.rewind(before)
     if not answered:
-        note("There is no answer yet; your message was taken back.")
+        print_note("There is no answer yet; your message was taken back.")
 
 
 @contextlib.contextmanager
-def unchanged_on_error(session: Session) -> Iterator[Mark]:
+def restore_on_error(session: Session) -> Iterator[Mark]:
     """Yield a mark of the session's text, and restore that text if an exception is raised."""
     before = session.mark()
     try:
@@ -180,176 +194,195 @@ def unchanged_on_error(session: Session) -> Iterator[Mark]:
         raise
 
 
-def say(talk: Conversation) -> None:
+def stream_answer(conversation: Conversation) -> None:
     """Stream the answer, or more of it."""
     from ovspec.cli import output
 
-    if talk.context and len(talk.session) >= talk.context:
-        raise OvspecError(f"The context of {talk.context} tokens is full; use /undo or /reset to make room.")
-    stream = talk.session.stream(sampling=talk.params)
+    if conversation.context and len(conversation.session) >= conversation.context:
+        raise OvspecError(f"The context of {conversation.context} tokens is full; use /undo or /reset to make room.")
+    stream = conversation.session.stream(sampling=conversation.params)
     try:
-        talk.last, _ = output.run(stream, show=True)
+        conversation.last_result, _ = output.run_stream(stream, show=True)
         click.echo()
     except OSError:  # the terminal is gone
         stream.cancel()
-        talk.last, talk.ended.code = stream.result(), talk.ended.code or 1
+        conversation.last_result = stream.result()
+        conversation.end_signal.code = conversation.end_signal.code or 1
         return
-    if talk.last.finish_reason == "length":
-        note(f"Cut off after {talk.last.stats.generated_tokens} tokens; send an empty line to continue.")
-    if talk.stats:
-        show_stats(talk, talk.stats)
+    if conversation.last_result.finish_reason == "length":
+        print_note(
+            f"Cut off after {conversation.last_result.stats.generated_tokens} tokens; send an empty line to continue."
+        )
+    if conversation.stats_level:
+        show_chat_stats(conversation, conversation.stats_level)
 
 
 # ---------------------------------------------------------------- commands
 
 
-def command(talk: Conversation, name: str, argument: str) -> None:
+def run_chat_command(conversation: Conversation, name: str, argument: str) -> None:
     """Run the command of a line that begins with a slash."""
-    if name not in COMMANDS:
-        note(f"There is no command {name}; /help lists them. Put a space in front to send it as a message.")
+    if name not in CHAT_COMMANDS:
+        print_note(f"There is no command {name}; /help lists them. Put a space in front to send it as a message.")
         return
-    wanted, _, does = COMMANDS[name]
-    if argument and not wanted:
-        note(f"{name} takes no argument.")
-    elif wanted != "FILE":
-        does(talk, argument)
-    elif argument:
-        does(talk, Path(argument.strip("\"'")).expanduser())  # the name may be in quotes
+    metavar, _, run = CHAT_COMMANDS[name]
+    if argument and not metavar:
+        print_note(f"{name} takes no argument.")
+    elif metavar == "FILE" and not argument:
+        print_note("Name a file.")
     else:
-        note("Name a file.")
+        run(conversation, argument)
 
 
-def reset(talk: Conversation, _: str = "") -> None:
-    talk.session.reset()
-    talk.marks, talk.last = [], None
-    note("The chat starts over.")
+def reset_chat(conversation: Conversation, _: str = "") -> None:
+    conversation.session.reset()
+    conversation.undo_marks = []
+    conversation.last_result = None
+    print_note("The chat starts over.")
 
 
-def undo(talk: Conversation, _: str = "") -> None:
-    messages = talk.session.messages
-    asked = [place for place, message in enumerate(messages) if message["role"] == "user"]
-    if not asked:
-        note("There is nothing to take back.")
+def undo_message(conversation: Conversation, _: str = "") -> None:
+    messages = conversation.session.messages
+    user_indices = [index for index, message in enumerate(messages) if message["role"] == "user"]
+    if not user_indices:
+        print_note("There is nothing to take back.")
         return
-    if talk.marks:
-        talk.session.rewind(talk.marks.pop())
+    last_index = user_indices[-1]
+    if conversation.undo_marks:
+        conversation.session.rewind(conversation.undo_marks.pop())
     else:
-        begin_anew(talk, messages[: asked[-1]])
-    talk.last = None
-    note(f"Taken back: {messages[asked[-1]]['content']}")
+        restart_chat(conversation, messages[:last_index])
+    conversation.last_result = None
+    print_note(f"Taken back: {messages[last_index]['content']}")
 
 
-def set_system(talk: Conversation, text: str) -> None:
+def set_system_message(conversation: Conversation, text: str) -> None:
     if not text:
-        note(talk.system if talk.system is not None else "There is no system message.")
+        print_note("There is no system message." if conversation.system is None else conversation.system)
         return
-    begin_anew(talk, with_system(text, talk.session.messages))
-    talk.system = text
+    restart_chat(conversation, replace_system_message(conversation.session.messages, text))
+    conversation.system = text
 
 
-def save(talk: Conversation, path: Path) -> None:
-    talk.session.save(path)
-    note(f"Saved to {path}.")
+def save_chat(conversation: Conversation, name: str) -> None:
+    path = parse_path(name)
+    conversation.session.save(path)
+    print_note(f"Saved to {path}.")
 
 
-def load(talk: Conversation, path: Path) -> None:
-    with unchanged_on_error(talk.session):
-        talk.session.load(path)
-        talk.session.chat_template_kwargs = talk.variables or talk.session.chat_template_kwargs
-        messages = talk.session.messages
-        if len(talk.session) and not messages:
+def parse_path(name: str) -> Path:
+    """Return the path in a command, where it may be in quotes."""
+    return Path(name.strip("\"'")).expanduser()
+
+
+def load_chat(conversation: Conversation, name: str) -> None:
+    load_chat_file(conversation, parse_path(name))
+
+
+def load_chat_file(conversation: Conversation, path: Path) -> None:
+    """Continue the chat in a session file."""
+    with restore_on_error(conversation.session):
+        conversation.session.load(path)
+        conversation.session.chat_template_kwargs = conversation.variables or conversation.session.chat_template_kwargs
+        messages = conversation.session.messages
+        if len(conversation.session) and not messages:
             raise OvspecError(f"{path}: not a chat; continue this text with 'ovspec generate --session'.")
-    first = messages[0] if messages else {"role": "user"}
-    talk.system = first["content"] if first["role"] == "system" else None
-    talk.marks, talk.last = [], None
-    note(f"{len(messages)} messages, {len(talk.session)} tokens.")
+    conversation.system = None
+    if messages and messages[0]["role"] == "system":
+        conversation.system = messages[0]["content"]
+    conversation.undo_marks = []
+    conversation.last_result = None
+    print_note(f"{len(messages)} messages, {len(conversation.session)} tokens.")
 
 
-def show_stats(talk: Conversation, level: str) -> None:
+def show_chat_stats(conversation: Conversation, level: str) -> None:
     from ovspec.cli import output
 
-    if level not in ("", *STATS):
-        note("Use /stats or /stats full.")
+    if level not in ("", *STATS_LEVELS):
+        print_note("Use /stats or /stats full.")
         return
-    if talk.last:
-        output.show_stats(talk.last, level or "short")
-    note(f"The chat has {len(talk.session)} tokens{f' of {talk.context}' if talk.context else ''}.")
+    if conversation.last_result:
+        output.print_stats(conversation.last_result, level or "short")
+    limit = f" of {conversation.context}" if conversation.context else ""
+    print_note(f"The chat has {len(conversation.session)} tokens{limit}.")
 
 
 def show_help(_: Conversation, __: str = "") -> None:
-    for name, (wanted, help, _does) in COMMANDS.items():
-        click.echo(f"{f'{name} {wanted}':<16}{help}", err=True)
+    for name, (metavar, help_text, _run) in CHAT_COMMANDS.items():
+        click.echo(f"{f'{name} {metavar}':<16}{help_text}", err=True)
     click.echo(f"{'/exit':<16}End the chat, as Ctrl-D does.", err=True)
 
 
 # Name -> (its argument, help, function)
-COMMANDS: dict[str, tuple[str, str, Callable[[Conversation, Any], None]]] = {
+CHAT_COMMANDS: dict[str, tuple[str, str, Callable[[Conversation, str], None]]] = {
     "/help": ("", "List the commands.", show_help),
-    "/reset": ("", "Forget the chat, except the system message.", reset),
-    "/undo": ("", "Take your last message and its answer back.", undo),
-    "/system": ("[TEXT]", "Set the system message of the whole chat, or show it.", set_system),
-    "/save": ("FILE", "Save the chat and its KV cache to a file.", save),
-    "/load": ("FILE", "Continue a chat that was saved.", load),
-    "/stats": ("[full]", "Show the statistics of the last answer.", show_stats),
+    "/reset": ("", "Forget the chat, except the system message.", reset_chat),
+    "/undo": ("", "Take your last message and its answer back.", undo_message),
+    "/system": ("[TEXT]", "Set the system message of the whole chat, or show it.", set_system_message),
+    "/save": ("FILE", "Save the chat and its KV cache to a file.", save_chat),
+    "/load": ("FILE", "Continue a chat that was saved.", load_chat),
+    "/stats": ("[full]", "Show the statistics of the last answer.", show_chat_stats),
 }
 
 
-def with_system(system: str | None, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def replace_system_message(messages: list[Message], system: str | None) -> list[Message]:
     """Return ``messages`` with ``system`` as their system message, or without one if it is None."""
-    rest = messages[1:] if messages and messages[0]["role"] == "system" else messages
-    return rest if system is None else [{"role": "system", "content": system}, *rest]
+    if messages and messages[0]["role"] == "system":
+        messages = messages[1:]
+    return messages if system is None else [{"role": "system", "content": system}, *messages]
 
 
-def begin_anew(talk: Conversation, messages: list[dict[str, Any]]) -> None:
+def restart_chat(conversation: Conversation, messages: list[Message]) -> None:
     """Replace the chat with ``messages``; the beginning that both share stays in the KV cache."""
     from ovspec.api.session import EMPTY_TEXT
 
-    with unchanged_on_error(talk.session):
-        talk.session.rewind(EMPTY_TEXT)
+    with restore_on_error(conversation.session):
+        conversation.session.rewind(EMPTY_TEXT)
         if any(message["role"] != "system" for message in messages):
-            talk.session.append(messages)
-    talk.marks, talk.last = [], None
+            conversation.session.append(messages)
+    conversation.undo_marks = []
+    conversation.last_result = None
 
 
-def note(text: str) -> None:
+def print_note(text: str) -> None:
     click.secho(text, dim=True, err=True)
 
 
 # ---------------------------------------------------------------- what the user types
 
 
-def reader() -> Callable[[], str]:
+def make_message_reader() -> Callable[[], str]:
     """Return a function that reads the next message; it raises EOFError at the end and KeyboardInterrupt on Ctrl-C."""
-    line = terminal() if at_terminal() else from_pipe
-    return lambda: read_message(line)
+    read_line = make_terminal_reader() if stdin_is_terminal() else read_piped_line
+    return lambda: read_user_message(read_line)
 
 
-def at_terminal() -> bool:
+def stdin_is_terminal() -> bool:
     return sys.stdin is not None and sys.stdin.isatty()
 
 
-def read_message(line: Callable[[bool], str]) -> str:
-    """Return the next message. ``line`` reads a line; its argument is whether that continues a message."""
-    text = line(False)
-    if text.lstrip().startswith(QUOTES):
-        text = text.lstrip().removeprefix(QUOTES)
-        while QUOTES not in text:
-            text += "\n" + line(True)
-        return text.partition(QUOTES)[0].strip("\n")
+def read_user_message(read_line: Callable[[bool], str]) -> str:
+    """Return the next message. The argument of ``read_line`` is whether the line continues a message."""
+    text = read_line(False)
+    if text.lstrip().startswith(MULTILINE_QUOTES):
+        text = text.lstrip().removeprefix(MULTILINE_QUOTES)
+        while MULTILINE_QUOTES not in text:
+            text += "\n" + read_line(True)
+        return text.partition(MULTILINE_QUOTES)[0].strip("\n")
     while text.endswith("\\"):
-        text = text[:-1] + "\n" + line(True)
+        text = text[:-1] + "\n" + read_line(True)
     return text
 
 
-def from_pipe(_: bool) -> str:
+def read_piped_line(_: bool) -> str:
     # Not input(), which fails at the first character that the locale's encoding lacks.
-    text = sys.stdin.buffer.readline() if sys.stdin is not None else b""
-    if not text:
+    line = sys.stdin and sys.stdin.buffer.readline()
+    if not line:
         raise EOFError
-    return text.decode("utf-8-sig", "replace").rstrip("\r\n")
+    return line.decode("utf-8-sig", "replace").rstrip("\r\n")
 
 
-def terminal() -> Callable[[bool], str]:
+def make_terminal_reader() -> Callable[[bool], str]:
     """Return a function that reads a line with editing, and a history kept in the user's state folder."""
     import platformdirs
     from prompt_toolkit import PromptSession
@@ -380,4 +413,4 @@ def terminal() -> Callable[[bool], str]:
     session: PromptSession[str] = PromptSession(
         history=history, key_bindings=keys, output=create_output(always_prefer_tty=True)
     )
-    return lambda goes_on: session.prompt("... " if goes_on else ">>> ")
+    return lambda continues: session.prompt("... " if continues else ">>> ")

@@ -12,11 +12,13 @@ def devices() -> None:
     from ovspec.ir.device import list_available_devices
     from ovspec.ir.gpu import format_gpu_facts, read_gpu_facts
 
-    listed = list_available_devices()
-    for name, description in listed:
-        facts = read_gpu_facts(name)
-        click.echo(f"{name}\t{description}" + (f"\t{format_gpu_facts(facts)}" if facts else ""))
-    if not any(name.startswith("GPU") for name, _ in listed):
+    devices = list_available_devices()
+    for name, description in devices:
+        columns = [name, description]
+        if facts := read_gpu_facts(name):
+            columns.append(format_gpu_facts(facts))
+        click.echo("\t".join(columns))
+    if not any(name.startswith("GPU") for name, _ in devices):
         click.echo(
             "No GPU: either there is none that OpenVINO can use, or its driver is missing "
             "(Linux: intel-opencl-icd; Windows: Intel's graphics driver).",

@@ -1,24 +1,24 @@
 import signal
 import sys
-from typing import Any
 
 import click
 
 from ovspec.cli.options import refuse_if
-from ovspec.cli.path_type import PATH
+from ovspec.cli.path_type import PATH_TYPE
+from ovspec.params.option import OptionValue
 
 
 @click.command()
 @click.argument("model", metavar="MODEL")
-@click.option("-o", "--output", type=PATH, required=True, help="Folder to write.")
+@click.option("-o", "--output", type=PATH_TYPE, required=True, help="Folder to write.")
 @click.option(
     "--text",
     multiple=True,
-    type=PATH,
+    type=PATH_TYPE,
     metavar="PATH",
     help="Learn from this text file, chats in JSONL, or folder of such files, too. May be repeated.",
 )
-@click.option("--topics", type=PATH, metavar="FILE", help="What the model asks itself about: a topic a line.")
+@click.option("--topics", type=PATH_TYPE, metavar="FILE", help="What the model asks itself about: a topic a line.")
 @click.option(
     "--draft",
     metavar="DRAFT",
@@ -59,12 +59,12 @@ from ovspec.cli.path_type import PATH
 )
 @click.option(
     "--work",
-    type=PATH,
+    type=PATH_TYPE,
     metavar="DIR",
     help="Folder for everything but the result; it is kept.  [default: a folder beside the output, deleted at the end]",
 )
 @click.option("--overwrite", is_flag=True, help="Replace the output folder if it holds an earlier result.")
-def distill(model: str, trim_vocabulary: int | None, draft: str | None, **options: Any) -> None:
+def distill(model: str, trim_vocabulary: int | None, draft: str | None, **options: OptionValue) -> None:
     """Make a head for MODEL, or teach it a draft, on this machine: it then generates faster.
 
     MODEL is a folder made by 'ovspec export', a checkpoint folder, a GGUF file or a hub id. It writes texts itself, so
@@ -88,9 +88,9 @@ def distill(model: str, trim_vocabulary: int | None, draft: str | None, **option
     refuse_if(trim_vocabulary and not draft, "--trim-vocabulary needs --draft: it is for draft models.")
     from ovspec.setup.exporting import import_export_package
 
-    ended = "Error: ended by SIGTERM; the same command goes on."
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(ended))  # which cleans up, and no library catches it
+    message = "Error: ended by SIGTERM; the same command goes on."
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(message))  # which cleans up, and no library catches it
     package = import_export_package("Distilling")
-    given = package.DistillOptions(model, trim_vocabulary=trim_vocabulary, draft=draft, **options)
-    if code := package.distill_model(given):
-        sys.exit(code)
+    distill_options = package.DistillOptions(model, trim_vocabulary=trim_vocabulary, draft=draft, **options)
+    if exit_code := package.distill_model(distill_options):
+        sys.exit(exit_code)

@@ -7,11 +7,12 @@ import click
 from click.core import ParameterSource
 
 from ovspec.cli.options import add_options, refuse_if
-from ovspec.cli.path_type import PATH
+from ovspec.cli.path_type import PATH_TYPE
 from ovspec.params.loading import LOAD_OPTIONS
+from ovspec.params.option import OptionValue
 
-FORMATS = ("fp32", "fp16", "bf16", "int8", "int4")
-BACKUPS = ("none", "int8_sym", "int8_asym")
+WEIGHT_FORMATS = ("fp32", "fp16", "bf16", "int8", "int4")
+BACKUP_PRECISIONS = ("none", "int8_sym", "int8_asym")
 
 
 @click.command()
@@ -24,7 +25,7 @@ BACKUPS = ("none", "int8_sym", "int8_asym")
 @click.option(
     "--draft-layers", type=click.IntRange(1), metavar="N", help="Make the draft of the target's first N layers."
 )
-@click.option("-o", "--output", type=PATH, help="Folder to write.")
+@click.option("-o", "--output", type=PATH_TYPE, help="Folder to write.")
 @click.option("--overwrite", is_flag=True, help="Replace the output folder if it holds an exported pair.")
 @click.option("--list", "list_pairs", is_flag=True, help="List the short names of known pairs, and exit.")
 @click.option("--list-families", is_flag=True, help="List the families of models that can be exported, and exit.")
@@ -33,13 +34,15 @@ BACKUPS = ("none", "int8_sym", "int8_asym")
 )
 @click.option(
     "--weight-format",
-    type=click.Choice(FORMATS),
+    type=click.Choice(WEIGHT_FORMATS),
     default="int8",
     show_default=True,
     help="Format of the target's weights; int8 and int4 quantise them.",
 )
 @click.option(
-    "--draft-weight-format", type=click.Choice(FORMATS), help="Format of the draft's weights.  [default: the target's]"
+    "--draft-weight-format",
+    type=click.Choice(WEIGHT_FORMATS),
+    help="Format of the draft's weights.  [default: the target's]",
 )
 @click.option(
     "--group-size",
@@ -52,7 +55,7 @@ BACKUPS = ("none", "int8_sym", "int8_asym")
 @click.option("--sym", is_flag=True, help="int8 and int4: quantise symmetrically, without zero points.")
 @click.option(
     "--backup-precision",
-    type=click.Choice(BACKUPS),
+    type=click.Choice(BACKUP_PRECISIONS),
     help="int4: format of the layers that stay above 4 bits; none leaves them unquantised.",
 )
 @click.option("--awq", is_flag=True, help="int4: activation-aware scaling; better with --calibration.")
@@ -63,11 +66,13 @@ BACKUPS = ("none", "int8_sym", "int8_asym")
 @click.option(
     "--lora-correction", is_flag=True, help="int4: add low-rank corrections; costs some speed, needs --calibration."
 )
-@click.option("--calibration", type=PATH, metavar="FILE", help="int4: text file to calibrate the methods above on.")
+@click.option(
+    "--calibration", type=PATH_TYPE, metavar="FILE", help="int4: text file to calibrate the methods above on."
+)
 @click.option("--samples", type=int, help="int4: number of pieces of the calibration text to use.  [default: 128]")
 @click.option(
     "--evaluate",
-    type=PATH,
+    type=PATH_TYPE,
     metavar="FILE",
     help="Compare the export with the checkpoint on this text file: perplexity, KL divergence, and how often the most "
     "likely token is the same.",
@@ -88,7 +93,7 @@ def export(
     evaluate: Path | None,
     chat_template: str | Path | None,
     trust_remote_code: bool,
-    **options: Any,
+    **options: OptionValue,
 ) -> None:
     """Export TARGET, a Hugging Face checkpoint or a GGUF file, to OpenVINO IR.
 
@@ -116,14 +121,14 @@ def export(
     from ovspec.setup.exporting import import_export_package
 
     context = click.get_current_context()
-    given = {name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+    passed = {name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
     if list_families:
-        refuse_if(given - {"list_families"}, "--list-families only lists; leave out everything else.")
+        refuse_if(passed - {"list_families"}, "--list-families only lists; leave out everything else.")
         click.echo("\n".join(import_export_package().describe_families()))
         return
     if prepare:
         refuse_if(not target, "Name the families to prepare for: ovspec export --prepare FAMILY...")
-        refuse_if(given - {"prepare", "target"}, "--prepare only downloads; leave out the options for an export.")
+        refuse_if(passed - {"prepare", "target"}, "--prepare only downloads; leave out the options for an export.")
         package = import_export_package()
         package.prepare_environments(package.find_environments(target))
         return
@@ -138,17 +143,17 @@ def export(
         elif draft_layers is None:
             draft = draft or pair.draft
         model = pair.target
-    refuse_if(
-        draft == HEAD_DRAFT, "--draft head is for the short names of known pairs (--list); name the head's checkpoint."
-    )
-    draft = None if draft == "none" else draft
-    alone = not draft and draft_layers is None
-    refuse_if(draft_weight_format and alone, "--draft-weight-format needs --draft or --draft-layers.")
-    ended = "Error: the export was ended by SIGTERM; nothing was changed."
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(ended))  # which cleans up, and no library catches it
+    message = "--draft head is for the short names of known pairs (--list); name the head's checkpoint."
+    refuse_if(draft == HEAD_DRAFT, message)
+    if draft == "none":
+        draft = None
+    has_draft = draft or draft_layers is not None
+    refuse_if(draft_weight_format and not has_draft, "--draft-weight-format needs --draft or --draft-layers.")
+    message = "Error: the export was ended by SIGTERM; nothing was changed."
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(message))  # which cleans up, and no library catches it
     package = import_export_package()
-    formats = [weight_format, draft_weight_format] if draft_weight_format else [weight_format]
-    compressions = [package.Compression(name, **meant_for(name, formats, options)) for name in formats]
+    formats = list(filter(None, (weight_format, draft_weight_format)))
+    compressions = [package.Compression(name, **select_options(options, name, formats)) for name in formats]
     package.export_pair(
         model,
         draft,
@@ -162,8 +167,8 @@ def export(
     )
 
 
-def meant_for(name: str, formats: list[str], options: dict[str, Any]) -> dict[str, Any]:
+def select_options(options: dict[str, Any], weight_format: str, formats: list[str]) -> dict[str, Any]:
     """Return the options for one of the formats; without int4 all of them, so that wrong ones are refused later."""
-    if name == "int4" or "int4" not in formats:
+    if weight_format == "int4" or "int4" not in formats:
         return options
-    return {"sym": options["sym"] and name == "int8"}
+    return {"sym": options["sym"] and weight_format == "int8"}

@@ -5,7 +5,7 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -28,9 +28,11 @@ from ovspec.cli.options import (
     system_option,
 )
 from ovspec.drafting.choice import EXPORTED_DRAFT, DraftChoice
+from ovspec.params.option import OptionValue
 
 if TYPE_CHECKING:
     from ovspec.api.model import LanguageModel
+    from ovspec.params import Params
 
 
 @click.command(cls=StatsCommand)
@@ -71,7 +73,7 @@ def generate(
     compare: bool,
     session: Path | None,
     context: int | None,
-    **others: Any,
+    **options: OptionValue,
 ) -> None:
     """Continue PROMPT with the model in DIR (by default the embedded demo pair).
 
@@ -88,82 +90,91 @@ def generate(
       git diff | ovspec generate my-pair - --draft --compare
       ovspec generate my-pair "It was" --session story.ov && ovspec generate my-pair --session story.ov
     """
-    draft, elsewhere = others["draft"], bool(prompt_option or prompt_file or token_ids)
-    taken = isinstance(draft, str) and not (elsewhere or len(arguments) > 1 or looks_like_path(draft))
-    if taken:  # '--draft "def f("': the option took the text that was meant as the prompt
+    draft = options["draft"]
+    has_prompt_option = bool(prompt_option or prompt_file or token_ids)
+    draft_is_prompt = isinstance(draft, str) and not (has_prompt_option or len(arguments) > 1 or looks_like_path(draft))
+    if draft_is_prompt:  # '--draft "def f("': the option took the text that was meant as the prompt
         arguments = (*arguments, draft)
-    if taken or (compare and draft is None):
-        draft = others["draft"] = DraftChoice(model=EXPORTED_DRAFT)
-    folder, text = split_arguments(arguments, elsewhere)
-    goes_on = session is not None and session.exists()
-    check_chat_options(chat, system, others["heal"])
-    refuse_if(system is not None and goes_on, "--system works only when a chat begins; name another --session.")
+    if draft_is_prompt or (compare and draft is None):
+        draft = options["draft"] = DraftChoice(model=EXPORTED_DRAFT)
+    folder, text = split_arguments(arguments, has_prompt_option)
+    continues = session is not None and session.exists()
+    check_chat_options(chat, system, options["heal"])
+    refuse_if(system is not None and continues, "--system works only when a chat begins; name another --session.")
     refuse_if(prefill is not None and not chat, "--prefill needs --chat.")
     refuse_if(chat and token_ids is not None, "--chat needs a text, not --token-ids.")
-    loading, params = split_options(others)
-    refuse_if("chat_template" in loading and not chat, "--chat-template needs --chat.")
+    load_options, params = split_options(options)
+    refuse_if("chat_template" in load_options and not chat, "--chat-template needs --chat.")
     refuse_if(params.logprobs is not None and not as_json, "--logprobs needs --json.")
-    several = params.n > 1 or params.retries
+    several_texts = params.n > 1 or params.retries
     if compare:
         refuse_if(not draft, "--compare needs a draft; leave --draft none out.")
-        rejection = params.accept == "rejection"
-        refuse_if(rejection, "--compare needs the same text with and without a draft; leave --accept rejection out.")
-        refuse_if(params.lookahead == 0, "--compare needs a --lookahead of at least 1.")
-        refuse_if(several, "--compare needs a single text; leave --samples and --retries out.")
-        refuse_no_tokens(params, "--compare")
-    lasting = "--session" if session else "--context"
-    refuse_if((session or context) and compare, f"{lasting} can't be combined with --compare.")
-    refuse_if((session or context) and several, f"{lasting} needs a single text; leave --samples and --retries out.")
+        check_comparable(params)
+    flag = "--session" if session else "--context"
+    refuse_if((session or context) and compare, f"{flag} can't be combined with --compare.")
+    refuse_if((session or context) and several_texts, f"{flag} needs a single text; leave --samples and --retries out.")
 
     from ovspec.cli import output
     from ovspec.cli.compare import print_comparison
     from ovspec.setup.model_folders import resolve_model_folder
 
-    resolve_model_folder(folder)  # what isn't a model is refused before a prompt is read
+    resolve_model_folder(folder)  # a folder without a model is refused before a prompt is read
     check_grammar_option(params)
-    prompt = read_prompt(text, prompt_option, prompt_file, token_ids, needed=not goes_on)
+    prompt = read_prompt(text, prompt_option, prompt_file, token_ids, needed=not continues)
     refuse_if(prefill is not None and prompt is None, "--prefill needs a prompt to answer.")
     variables = params.chat_template_kwargs
     refuse_if(variables is not None and prompt is None, "--chat-template-kwargs needs a prompt to render.")
     if chat and prompt is not None:
-        messages = [{"role": "system", "content": system}] if system is not None else []
-        prompt = [*messages, {"role": "user", "content": prompt}]
-        prompt += [{"role": "assistant", "content": prefill}] if prefill is not None else []
+        turns = (("system", system), ("user", prompt), ("assistant", prefill))
+        prompt = [{"role": role, "content": content} for role, content in turns if content is not None]
     # For somebody who types a question: the demo pair continues code, and some options only suit a raw prompt.
-    raw = chat is not None or goes_on or others["heal"] or others["constrain_from"] is not None
-    typed = (text or prompt_option) if folder and not (raw or as_json) else None
+    is_raw = chat is not None or continues or options["heal"] or options["constrain_from"] is not None
+    typed_prompt = (text or prompt_option) if folder and not (is_raw or as_json) else None
     if compare:
-        loading.setdefault("cache_memory", 0)  # each turn reads its prompt
-    lm = load_model(folder, session=session, chat="leave --chat out" if chat else None, **loading)
+        load_options.setdefault("cache_memory", 0)  # each turn reads its prompt
+    lm = load_model(folder, session=session, chat_remedy="leave --chat out" if chat else None, **load_options)
     if compare:
+        assert prompt is not None  # which only --session allows
         if not print_comparison(lm, prompt, params, stats, as_json):
             sys.exit(1)
-    elif several:
-        output.samples(lm, prompt, params, stats, as_json)
-        suggest_chat(lm, typed)
+    elif several_texts:
+        assert prompt is not None
+        output.print_samples(lm, prompt, params, stats, as_json)
+        suggest_chat(lm, typed_prompt)
     else:
-        with lm.session(context) as opened:
+        with lm.session(context) as lm_session:
             if context:
-                output.show_context(lm, context)
-            if session and goes_on:
-                opened.load(session)
+                output.print_context_memory(lm, context)
+            if session and continues:
+                lm_session.load(session)
             if prompt is not None:
-                opened.chat_template_kwargs = variables or opened.chat_template_kwargs
-                opened.append(prompt)
+                lm_session.chat_template_kwargs = variables or lm_session.chat_template_kwargs
+                lm_session.append(prompt)
             # The session has rendered the chat, and heals by default.
             params = replace(params, heal=bool(params.heal), chat_template_kwargs=None)
-            ended, before, whole = end_on_signals() if session else EndSignal(), len(opened), False
+            end_signal = end_on_signals() if session else EndSignal()
+            length_before = len(lm_session)
+            completed = False
             try:
-                interrupted = output.generate(lm, opened.stream(sampling=params), stats, as_json)
-                whole = True
+                interrupted = output.print_stream(lm, lm_session.stream(sampling=params), stats, as_json)
+                completed = True
             finally:
-                if session and (whole or len(opened) > before):
+                if session and (completed or len(lm_session) > length_before):
                     with ignore_signals():
-                        opened.save(session)
-        suggest_chat(lm, typed)
-        exit_if_ended(ended)
+                        lm_session.save(session)
+        suggest_chat(lm, typed_prompt)
+        exit_if_ended(end_signal)
         if interrupted:
             raise KeyboardInterrupt
+
+
+def check_comparable(params: Params) -> None:
+    """Raise click.UsageError for options that ``--compare`` can't have."""
+    is_rejection = params.accept == "rejection"
+    refuse_if(is_rejection, "--compare needs the same text with and without a draft; leave --accept rejection out.")
+    refuse_if(params.lookahead == 0, "--compare needs a --lookahead of at least 1.")
+    refuse_if(params.n > 1 or params.retries, "--compare needs a single text; leave --samples and --retries out.")
+    refuse_no_tokens(params, "--compare")
 
 
 def suggest_chat(lm: LanguageModel, prompt: str | None) -> None:
@@ -171,52 +182,61 @@ def suggest_chat(lm: LanguageModel, prompt: str | None) -> None:
     if prompt and on_terminal() and not lm.tokenizer.has_special(prompt):
         with contextlib.suppress(OvspecError):  # there is no chat template
             _ = lm.runtime.prompts.chat_format
-            told = "The prompt was continued as plain text: --chat asks it as a chat, --raw leaves this line out."
-            click.secho(told, dim=True, err=True)
+            note = "The prompt was continued as plain text: --chat asks it as a chat, --raw leaves this line out."
+            click.secho(note, dim=True, err=True)
 
 
-def split_arguments(arguments: tuple[str, ...], prompt_elsewhere: bool) -> tuple[Path | None, str | None]:
-    """Return (DIR, PROMPT); a single argument that isn't a folder is the prompt, unless that was given elsewhere."""
+def split_arguments(arguments: tuple[str, ...], has_prompt_option: bool) -> tuple[Path | None, str | None]:
+    """Return (DIR, PROMPT); a single argument that isn't a folder is the prompt, unless an option is."""
     refuse_if(len(arguments) > 2, "Too many arguments; put the prompt in quotes.")
+    if not arguments:
+        return None, None
     if len(arguments) == 2:
         return Path(arguments[0]), arguments[1]
-    if arguments and (prompt_elsewhere or Path(arguments[0]).is_dir() or looks_like_path(arguments[0])):
-        return Path(arguments[0]), None
-    return None, arguments[0] if arguments else None
+    [argument] = arguments
+    if has_prompt_option or Path(argument).is_dir() or looks_like_path(argument):
+        return Path(argument), None
+    return None, argument
 
 
 def read_prompt(
     text: str | None, option: str | None, file: str | None, ids: str | None, needed: bool
 ) -> str | list[int] | None:
-    """Return the prompt from where it was given, or else from stdin; None if there is none and none is ``needed``."""
-    given = sum(value is not None for value in (text, option, file, ids))
-    refuse_if(given > 1, "Give one prompt: the argument, --prompt, --file or --token-ids.")
+    """Return the prompt from its argument or option, or else from stdin; None if there is none and none is ``needed``.
+
+    text: the argument PROMPT.
+    option, file, ids: the values of ``--prompt``, ``--file`` and ``--token-ids``.
+    """
+    sources = sum(source is not None for source in (text, option, file, ids))
+    refuse_if(sources > 1, "Give one prompt: the argument, --prompt, --file or --token-ids.")
     if ids is not None:
         try:
-            return [int(part) for part in ids.replace(",", " ").split()]
+            return [int(number) for number in ids.replace(",", " ").split()]
         except ValueError:
             raise click.UsageError(f"--token-ids {ids}: not a list of numbers.") from None
-    file = "-" if text == "-" else file
-    if given and file is None:
+    if text == "-":
+        file = "-"
+    if sources and file is None:
         return option if text is None else text
-    if not given and not needed and (sys.stdin.isatty() or sys.stdin.closed):
+    if not sources and not needed and (sys.stdin.isatty() or sys.stdin.closed):
         return None
-    refuse_if(not given and sys.stdin.isatty(), "No prompt; give it as an argument, with --file, or on stdin.")
+    refuse_if(not sources and sys.stdin.isatty(), "No prompt; give it as an argument, with --file, or on stdin.")
     try:
-        data = sys.stdin.buffer.read() if file in (None, "-") else Path(file).read_bytes()
+        encoded = sys.stdin.buffer.read() if file in (None, "-") else Path(file).read_bytes()
     except OSError as error:
         raise click.UsageError(f"--file {file}: {error.strerror}.") from None
     try:
-        prompt = data.decode("utf-8-sig")
+        prompt = encoded.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise click.UsageError("The prompt is not UTF-8 text.") from None
     prompt = re.sub(r"\r?\n\Z", "", prompt)  # which editors and programs add
     if file is None and not needed and not prompt:
         return None
-    where = "stdin" if file in (None, "-") else f"--file {file}"
-    refuse_if(not prompt, f"{where}: it is empty; give a prompt, or --prompt '' to start from nothing.")
+    source = "stdin" if file in (None, "-") else f"--file {file}"
+    refuse_if(not prompt, f"{source}: it is empty; give a prompt, or --prompt '' to start from nothing.")
     return prompt
 
 
 def looks_like_path(text: str) -> bool:
-    return not any(c.isspace() for c in text) and ("/" in text or "\\" in text)
+    """Return whether ``text`` has a slash and no spaces."""
+    return not any(character.isspace() for character in text) and ("/" in text or "\\" in text)

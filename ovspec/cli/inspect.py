@@ -1,6 +1,5 @@
 import json
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -8,23 +7,26 @@ from ovspec.base.errors import OvspecError
 from ovspec.base.files import write_atomically
 from ovspec.base.progress import show_step
 from ovspec.cli.options import add_options, target_options
-from ovspec.cli.path_type import FILE, PATH
+from ovspec.cli.path_type import FILE_TYPE, PATH_TYPE
 from ovspec.params.loading import LOAD_OPTIONS, make_load_params
+from ovspec.params.option import OptionValue
 
 
 @click.command()
-@click.argument("folder", required=False, type=PATH, metavar="[DIR]")
+@click.argument("folder", required=False, type=PATH_TYPE, metavar="[DIR]")
 @add_options({"verify": LOAD_OPTIONS["verify"]})
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option(
     "--report",
-    type=FILE,
+    type=FILE_TYPE,
     metavar="FILE",
     help="Also write a report to send to ovspec's developers: devices, probes, timings, and one text with and without "
     "a draft. It names no files and no users.",
 )
 @target_options
-def inspect(folder: Path | None, verify: bool | None, as_json: bool, report: Path | None, **runtime: Any) -> None:
+def inspect(
+    folder: Path | None, verify: bool | None, as_json: bool, report: Path | None, **runtime: OptionValue
+) -> None:
     """Describe the models in DIR (by default the embedded demo pair): weights, context, engine, rollback, memory.
 
     Rollback is how the KV cache drops proposed tokens that were rejected.
@@ -40,23 +42,28 @@ def inspect(folder: Path | None, verify: bool | None, as_json: bool, report: Pat
     from ovspec.setup.model_folders import resolve_model_folder
 
     folder = resolve_model_folder(folder)
-    given = make_load_params(runtime)  # type: ignore[arg-type]
+    params = make_load_params(runtime)  # type: ignore[arg-type]
     if verify and not (folder / "ovspec.json").is_file():
         raise OvspecError(f"{folder}: --verify needs the manifest that 'ovspec export' writes, which is missing.")
     if report and not report.absolute().parent.is_dir():  # before minutes of work
         raise OvspecError(f"{report.parent}: no such folder; --report needs one that exists.")
-    options, tuned = make_device_options(given), given.tune is not False
+    device_options = make_device_options(params)
+    uses_profile = params.tune is not False
     with show_step(f"{folder}: compiling and probing"):
-        found = inspection.inspect_models(folder, options, given.engine, given.arithmetic, tuned, bool(verify))
+        descriptions = inspection.inspect_models(
+            folder, device_options, params.engine, params.arithmetic, uses_profile, bool(verify)
+        )
     if report:
         from ovspec.api.device_report import device_report
 
         with show_step(f"{report}: measuring"):
-            content = device_report(folder, found, runtime)  # type: ignore[arg-type]
+            content = device_report(folder, descriptions, runtime)  # type: ignore[arg-type]
         write_atomically(report, json.dumps(content, ensure_ascii=False, indent=1))
     if as_json:
-        click.echo(json.dumps(found, ensure_ascii=False))
+        click.echo(json.dumps(descriptions, ensure_ascii=False))
         return
-    click.echo("\n".join(line for name, model in found.items() for line in inspection.format_inspection(name, model)))
+    click.echo(
+        "\n".join(line for name, model in descriptions.items() for line in inspection.format_inspection(name, model))
+    )
     if verify:
         click.echo("All files have the checksums they were exported with.")

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.progress import show_step
 
 if TYPE_CHECKING:
     from ovspec.api.model import LanguageModel
+    from ovspec.params.option import OptionValue
 
 
 def load_model(
-    folder: Path | None, *draft: Any, session: Path | None = None, chat: str | None = None, **options: Any
+    folder: Path | None, *, session: Path | None = None, chat_remedy: str | None = None, **options: OptionValue
 ) -> LanguageModel:
-    """Return ``ovspec.load(folder, *draft, **options)``; refuse a wrong session or a missing chat template first.
+    """Return ``ovspec.load(folder, **options)``; refuse a wrong session or a missing chat template first.
 
-    chat: what to do for a model without a template, if there is to be a chat.
+    chat_remedy: if there is to be a chat, what to do for a model without a template.
     """
     with show_step(f"{folder or 'demo pair'}: loading"):
         import ovspec
@@ -27,9 +28,10 @@ def load_model(
 
         if session and session.exists():
             check_session(session, resolve_model_folder(folder))
-        if chat and "chat_template" not in options:
+        if chat_remedy and "chat_template" not in options:
             if not read_chat_templates(resolve_model_folder(folder)):
-                told = f"{folder}: a base model, which has no chat template; {chat}, or name a `chat_template`."
-                raise OvspecError(told)
+                raise OvspecError(
+                    f"{folder}: a base model, which has no chat template; {chat_remedy}, or name a `chat_template`."
+                )
             load_chat_template(resolve_model_folder(folder))
-        return ovspec.load(folder, *draft, **options)
+        return ovspec.load(folder, **options)

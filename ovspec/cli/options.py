@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_origin
+from typing import TypeAlias, get_origin
 
 import click
 from click.shell_completion import CompletionItem
@@ -14,33 +14,34 @@ from click.shell_completion import CompletionItem
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_text
 from ovspec.cli import options_to_flags
-from ovspec.cli.path_type import FILE
+from ovspec.cli.path_type import FILE_TYPE
 from ovspec.drafting.choice import EXPORTED_DRAFT, DraftChoice, names_known_drafters, parse_draft
 from ovspec.params import Params, make_params
 from ovspec.params.generation import GENERATE_OPTIONS
 from ovspec.params.limits import ANY_NUMBER
 from ovspec.params.loading import LOAD_OPTIONS, RUNTIME_OPTIONS
-from ovspec.params.option import Option, is_collection_type, literal_values, union_members
+from ovspec.params.option import Option, OptionValue, is_collection_type, literal_values, union_members
 from ovspec.params.sampling import RECOMMENDED_DEFAULT_TEXTS
 from ovspec.params.values import describe_problem, element_type, parse_number_or_text
 
-Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+CommandFunction: TypeAlias = Callable[..., None]
+CommandDecorator: TypeAlias = Callable[[CommandFunction], CommandFunction]
 
-NUMBERS = {int: "integer", float: "float"}  # click's names
-# (command, option) -> the default that a command sets itself, in words.
+CLICK_NUMBER_TYPES = {int: "integer", float: "float"}
 CHAT_MAX_TOKENS = 1024
-DEFAULTS = {
-    ("chat", name): usual for name, usual in {"max_tokens": str(CHAT_MAX_TOKENS), **RECOMMENDED_DEFAULT_TEXTS}.items()
-}
+CHAT_DEFAULTS = {"max_tokens": str(CHAT_MAX_TOKENS), **RECOMMENDED_DEFAULT_TEXTS}
+# (command, option) -> the default that a command sets itself, in words.
+COMMAND_DEFAULTS = {("chat", option): words for option, words in CHAT_DEFAULTS.items()}
 
 
-class Parsed(click.ParamType):
+class ParsedType(click.ParamType):
     """A parameter whose text a function parses."""
 
-    def __init__(self, parse: Callable[[str], Any], name: str) -> None:
-        self.parse, self.name = parse, name
+    def __init__(self, parse: Callable[[str], OptionValue], name: str) -> None:
+        self.parse = parse
+        self.name = name
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+    def convert(self, value: OptionValue, param: click.Parameter | None, ctx: click.Context | None) -> OptionValue:
         if not isinstance(value, str):
             return value
         try:
@@ -49,85 +50,101 @@ class Parsed(click.ParamType):
             self.fail(str(error), param, ctx)
 
 
-class OptionValue(click.ParamType):
+class OptionType(click.ParamType):
     """One value of a declared option, which is checked as in Python."""
 
     def __init__(self, option: Option) -> None:
-        self._option, self._kind = option, element_type(option.kind)
-        self.name = next((name for number, name in NUMBERS.items() if number in union_members(self._kind)), "text")
+        self._option = option
+        self._kind = element_type(option.kind)
+        self._parse = option.parse or (lambda text: parse_number_or_text(text, self._kind))
+        members = union_members(self._kind)
+        self.name = next((name for number, name in CLICK_NUMBER_TYPES.items() if number in members), "text")
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+    def convert(self, value: OptionValue, param: click.Parameter | None, ctx: click.Context | None) -> OptionValue:
         if not isinstance(value, str):
             return value
         try:
-            value = self._option.parse(value) if self._option.parse else parse_number_or_text(value, self._kind)
+            value = self._parse(value)
         except ValueError as error:
             self.fail(str(error), param, ctx)
-        if wrong := describe_problem(value, self._kind, self._option.limits):
+        if complaint := describe_problem(value, self._kind, self._option.limits):
             flag = max(param.opts, key=len) if param else self._option.name
-            raise click.UsageError(f"{flag} {wrong}.", ctx)
+            raise click.UsageError(f"{flag} {complaint}.", ctx)
         return value
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:  # noqa: ARG002
         return [CompletionItem(choice) for choice in literal_values(self._kind) if choice.startswith(incomplete)]
 
 
-def click_option(option: Option) -> Decorator:
+def make_click_option(option: Option) -> CommandDecorator:
     """Return the command-line option of a declaration."""
-    name, kind = option.name, option.kind
+    name = option.name
+    kind = option.kind
     flags = option.flags or (f"--{name.replace('_', '-')}",)
-    notes = [f"default: {option.default_in_words}"] if option.default_in_words else []
-    notes += [option.limits.words] if option.limits and option.limits != ANY_NUMBER else []
-    help = "  ".join([option.help, *(f"[{note}]" for note in notes)])
+    notes = []
+    if option.default_in_words:
+        notes.append(f"default: {option.default_in_words}")
+    if option.limits and option.limits != ANY_NUMBER:
+        notes.append(option.limits.words)
+    help_text = "  ".join([option.help, *(f"[{note}]" for note in notes)])
     if "/" in flags[0]:  # --yes/--no
-        return click.option(*flags, name, default=None, help=help)
+        return click.option(*flags, name, default=None, help=help_text)
     if bool in union_members(kind) and not option.parse:
         negated = flags[0].startswith("--no-")
-        return click.option(*flags, name, is_flag=True, flag_value=not negated, default=None, help=help)
-    more: dict[str, Any] = {}
-    if is_collection_type(kind):
-        collect = merged if any(get_origin(member) is Mapping for member in union_members(kind)) else list
-        more = {"multiple": True, "callback": lambda ctx, param, values: collect(values) or None}  # noqa: ARG005
-        help += " May be repeated."
-    choices = literal_values(kind)
-    metavar = option.metavar or (f"[{'|'.join(choices)}]" if choices else None)
-    return click.option(*flags, name, type=OptionValue(option), metavar=metavar, help=help, **more)
+        return click.option(*flags, name, is_flag=True, flag_value=not negated, default=None, help=help_text)
+    metavar = option.metavar
+    if not metavar and (choices := literal_values(kind)):
+        metavar = f"[{'|'.join(choices)}]"
+    if not is_collection_type(kind):
+        return click.option(*flags, name, type=OptionType(option), metavar=metavar, help=help_text)
+    collect = merge_mappings if any(get_origin(member) is Mapping for member in union_members(kind)) else list
+    return click.option(
+        *flags,
+        name,
+        type=OptionType(option),
+        metavar=metavar,
+        help=help_text + " May be repeated.",
+        multiple=True,
+        callback=lambda ctx, param, values: collect(values) or None,  # noqa: ARG005
+    )
 
 
-def merged(values: Sequence[Mapping[Any, Any]]) -> dict[Any, Any]:
+def merge_mappings(mappings: Sequence[Mapping[str, OptionValue]]) -> dict[str, OptionValue]:
     """Return one mapping of several; later values win."""
-    return {name: value for each in values for name, value in each.items()}
+    return {name: value for mapping in mappings for name, value in mapping.items()}
 
 
-def add_options(table: Mapping[str, Option]) -> Decorator:
-    """Return a decorator that adds the options of a table to a command."""
+def add_options(options: Mapping[str, Option]) -> CommandDecorator:
+    """Return a decorator that adds options to a command."""
 
-    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
-        for name, option in reversed([*table.items()]):
+    def add_to_command(command: CommandFunction) -> CommandFunction:
+        for name, option in reversed([*options.items()]):
             if option.flags != () and (not option.commands or command.__name__ in option.commands):
-                usual = DEFAULTS.get((command.__name__, name), option.usual)
-                command = click_option(replace(option, usual=usual))(command)
+                usual = COMMAND_DEFAULTS.get((command.__name__, name), option.usual)
+                command = make_click_option(replace(option, usual=usual))(command)
         return command
 
-    return decorate
+    return add_to_command
 
 
-def draft_or_text(text: str) -> DraftChoice | str:
+def parse_draft_or_text(text: str) -> DraftChoice | str:
     """Parse ``--draft``. A text that names no drafters is returned as it is: it was meant as the next argument."""
-    return parse_draft(text) or DraftChoice() if names_known_drafters(text) else text
+    if names_known_drafters(text):
+        return parse_draft(text) or DraftChoice()
+    return text
 
 
-def in_a_folder(ctx: click.Context, param: click.Parameter, file: Path | None) -> Path | None:  # noqa: ARG001
+def check_session_folder(ctx: click.Context, param: click.Parameter, file: Path | None) -> Path | None:  # noqa: ARG001
     if file and not file.parent.is_dir():
         raise click.UsageError(f"--session {file}: there is no folder {file.parent}.")
     return file
 
 
 runtime_options = add_options(RUNTIME_OPTIONS)
-target_options = add_options({name: entry for name, entry in RUNTIME_OPTIONS.items() if name != "draft_device"})
+target_options = add_options({name: option for name, option in RUNTIME_OPTIONS.items() if name != "draft_device"})
 draft_option = click.option(
     "--draft",
-    type=Parsed(draft_or_text, "draft"),
+    type=ParsedType(parse_draft_or_text, "draft"),
     is_flag=False,
     flag_value=EXPORTED_DRAFT,
     metavar="[DRAFT]",
@@ -138,8 +155,8 @@ draft_option = click.option(
 )
 session_option = click.option(
     "--session",
-    type=FILE,
-    callback=in_a_folder,
+    type=FILE_TYPE,
+    callback=check_session_folder,
     metavar="FILE",
     help="Continue the text or chat in FILE, if that exists; at the end, write it to FILE with its KV cache.",
 )
@@ -158,41 +175,43 @@ chat_option = click.option(
 system_option = click.option("--system", metavar="TEXT", help="System message; needs --chat.")
 
 
-def generate_options(command: Callable[..., Any]) -> Callable[..., Any]:
+def generate_options(command: CommandFunction) -> CommandFunction:
     """Add the options of a generating command: the draft, the text, and how the model runs."""
     return draft_option(add_options(GENERATE_OPTIONS)(add_options(LOAD_OPTIONS)(command)))
 
 
-STATS = ("short", "full")
+STATS_LEVELS = ("short", "full")
 
 
-def stats_option(help: str) -> Decorator:
+def stats_option(help_text: str) -> CommandDecorator:
     """Return the option ``--stats [short|full]``, short without a value; its command must be a ``StatsCommand``."""
-    kind = click.Choice(STATS)
-    return click.option("--stats", type=kind, is_flag=False, flag_value=STATS[0], metavar="[full]", help=help)
+    level = click.Choice(STATS_LEVELS)
+    return click.option("--stats", type=level, is_flag=False, flag_value="short", metavar="[full]", help=help_text)
 
 
 class StatsCommand(click.Command):
     """A command whose ``--stats`` takes only its own values, not the argument that follows it."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, with_value(args, "--stats", STATS[0], STATS.__contains__))
+        return super().parse_args(ctx, fill_flag_value(args, "--stats", "short", STATS_LEVELS.__contains__))
 
 
-def with_value(args: list[str], flag: str, usual: str, takes: Callable[[str], bool]) -> list[str]:
-    """Return ``args`` in which ``flag`` has the value ``usual`` unless it ``takes`` the argument that follows it."""
-    options = args[: args.index("--")] if "--" in args else args
-    whole = [
-        f"{flag}={usual}" if arg == flag and not takes(after) else arg
-        for arg, after in zip(options, [*options[1:], ""], strict=True)
-    ]
-    return [*whole, *args[len(options) :]]
+def fill_flag_value(args: list[str], flag: str, default: str, is_value: Callable[[str], bool]) -> list[str]:
+    """Return ``args`` in which ``flag`` has the value ``default`` unless the argument that follows it is a value."""
+    filled = args.copy()
+    for position, arg in enumerate(args):
+        if arg == "--":
+            break
+        next_args = args[position + 1 : position + 2]
+        if arg == flag and not any(map(is_value, next_args)):
+            filled[position] = f"{flag}={default}"
+    return filled
 
 
-def refuse_if(wrong: Any, sentence: str) -> None:
-    """Raise click.UsageError if something is ``wrong``."""
-    if wrong:
-        raise click.UsageError(sentence)
+def refuse_if(condition: object, message: str) -> None:
+    """Raise click.UsageError if a condition holds."""
+    if condition:
+        raise click.UsageError(message)
 
 
 def read_text_or_stdin(file: str | Path) -> str:
@@ -213,25 +232,24 @@ def check_chat_options(chat: bool | None, system: str | None, heal: bool | None)
     refuse_if(chat and heal, "--heal can't be combined with a chat: after a chat template there is nothing to heal.")
 
 
-def split_options(values: Mapping[str, Any]) -> tuple[dict[str, Any], Params]:
-    """Return the given ``generate_options`` as (keywords for ``load``, params for ``generate``)."""
-    given = {name: value for name, value in values.items() if value is not None}
-    if isinstance(draft := given.get("draft"), str):
+def split_options(values: Mapping[str, OptionValue]) -> tuple[dict[str, OptionValue], Params]:
+    """Return the ``generate_options`` that were passed as (keywords for ``load``, params for ``generate``)."""
+    passed = {name: value for name, value in values.items() if value is not None}
+    if isinstance(draft := passed.get("draft"), str):
         raise click.UsageError(
             f"--draft {draft}: no such folder; name the folder of a draft, lookup, head, self or none."
         )
-    loading = {name: value for name, value in given.items() if name not in GENERATE_OPTIONS}
+    load_options = {name: value for name, value in passed.items() if name not in GENERATE_OPTIONS}
     try:
-        params = make_params({name: value for name, value in given.items() if name in GENERATE_OPTIONS})
+        params = make_params({name: value for name, value in passed.items() if name in GENERATE_OPTIONS})
     except OvspecError as error:
         raise click.UsageError(options_to_flags(error)) from None
-    refuse_if(
-        params.accept == "rejection" and not params.temperature, "--accept rejection needs a --temperature above 0."
-    )
-    proposes = params.grammar_option or draft or (draft is None and given.get("arithmetic") != "fast")
-    alone = params.lookahead is not None and not proposes
-    refuse_if(alone, "--lookahead needs --draft, or a grammar, whose forced tokens are proposed.")
-    return loading, params
+    greedy_rejection = params.accept == "rejection" and not params.temperature
+    refuse_if(greedy_rejection, "--accept rejection needs a --temperature above 0.")
+    proposes = params.grammar_option or draft or (draft is None and passed.get("arithmetic") != "fast")
+    useless_lookahead = params.lookahead is not None and not proposes
+    refuse_if(useless_lookahead, "--lookahead needs --draft, or a grammar, whose forced tokens are proposed.")
+    return load_options, params
 
 
 def refuse_no_tokens(params: Params, command: str) -> None:

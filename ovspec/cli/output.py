@@ -1,10 +1,8 @@
-"""What generating commands print: text on stdout, everything else on stderr."""
+"""The output of generating commands: text on stdout, everything else on stderr."""
 
-import contextlib
 import json
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Any
 
 import click
 
@@ -12,55 +10,64 @@ from ovspec.api.model import LanguageModel
 from ovspec.api.session import TextStream
 from ovspec.api.verify import record_as_json
 from ovspec.base.interrupts import DelayedInterrupts
+from ovspec.base.json_types import JsonObject
 from ovspec.base.progress import show_step
-from ovspec.engine.results import Piece, Result, answer_extras_json
+from ovspec.engine.prompts import Prompt
+from ovspec.engine.results import Piece, Result, Stats, answer_extras_json
 from ovspec.params import Params
 
 
-def generate(lm: LanguageModel, stream: TextStream, stats: str | None, as_json: bool) -> bool:
+def print_stream(lm: LanguageModel, stream: TextStream, stats: str | None, as_json: bool) -> bool:
     """Print a text as it comes, and its statistics; return whether Ctrl-C ended it."""
-    with show_step("generating") if as_json else contextlib.nullcontext():
-        result, interrupted = run(stream, show=not as_json)
-    click.echo(json.dumps(as_dict(lm, result), ensure_ascii=False) if as_json else "")
-    show_stats(result, stats)
+    if as_json:
+        with show_step("generating"):
+            result, interrupted = run_stream(stream, show=False)
+        click.echo(json.dumps(result_as_json(lm, result), ensure_ascii=False))
+    else:
+        result, interrupted = run_stream(stream, show=True)
+        click.echo()
+    print_stats(result, stats)
     return interrupted
 
 
-def show_context(lm: LanguageModel, context: int) -> None:
+def print_context_memory(lm: LanguageModel, context: int) -> None:
     """Print the memory that the KV cache of the requested context takes."""
     click.echo(f"context: {context} tokens, about {lm.cache_bytes(context) / 1e6:.0f} MB of KV cache", err=True)
 
 
-def samples(lm: LanguageModel, prompt: Any, params: Params, stats: str | None, as_json: bool) -> None:
-    """Print whole texts for one prompt, if there are several each under a heading."""
+def print_samples(lm: LanguageModel, prompt: Prompt, params: Params, stats: str | None, as_json: bool) -> None:
+    """Print whole texts for one prompt, if there are several, with a heading before each."""
     with show_step("generating"):
         results = lm.samples(prompt, sampling=params)
     several = len(results) > 1
     if as_json:
-        found = [as_dict(lm, result) for result in results]
-        click.echo(json.dumps({"samples": found} if several else found[0], ensure_ascii=False))
+        report = {"samples": [result_as_json(lm, result) for result in results]}
+        if not several:
+            [report] = report["samples"]
+        click.echo(json.dumps(report, ensure_ascii=False))
     for number, result in enumerate(results, 1):
         if several and not as_json:
-            heading(f"sample {number}")
+            print_heading(f"sample {number}")
         if not as_json:
             click.echo(result.text)
         if several and stats:
             click.echo(f"sample {number}: ", nl=stats == "full", err=True)
-        show_stats(result, stats)
+        print_stats(result, stats)
 
 
-def heading(text: str) -> None:
+def print_heading(text: str) -> None:
     """Print a heading that tells texts apart, on a pipe too."""
     click.secho(f"==> {text} <==", bold=True)
 
 
-def run(stream: TextStream, show: bool) -> tuple[Result, bool]:
+def run_stream(stream: TextStream, show: bool) -> tuple[Result, bool]:
     """Run a stream to its end and return (result, whether Ctrl-C ended it); print the text if ``show``."""
-    printed, interrupted = 0, False
+    printed = 0  # characters
+    interrupted = False
     interrupts = DelayedInterrupts()  # so that no Ctrl-C comes between printing and counting
     try:
         try:
-            for piece in waited_for(stream) if show else stream:
+            for piece in iterate_with_progress(stream) if show else stream:
                 if show:
                     interrupts.holding = True
                     click.echo(piece.text, nl=False)
@@ -79,8 +86,8 @@ def run(stream: TextStream, show: bool) -> tuple[Result, bool]:
     return result, interrupted
 
 
-def waited_for(stream: TextStream) -> Iterator[Piece]:
-    """Yield the pieces of a stream, and say so while the first one takes long."""
+def iterate_with_progress(stream: TextStream) -> Iterator[Piece]:
+    """Yield the pieces of a stream; show a line of progress while the first one takes long."""
     pieces = iter(stream)
     with show_step("reading the prompt"):
         first = next(pieces, None)
@@ -89,65 +96,78 @@ def waited_for(stream: TextStream) -> Iterator[Piece]:
     yield from pieces
 
 
-def as_dict(lm: LanguageModel, result: Result) -> dict[str, Any]:
-    """Return what ``--json`` prints of a text."""
-    rates = {name: getattr(result.stats, name) for name in ("acceptance_rate", "conditional_acceptance")}
-    stats = {name: round(v, 4) if isinstance(v, float) else v for name, v in (asdict(result.stats) | rates).items()}
-    found = {"text": result.text, "token_ids": result.token_ids, "finish_reason": result.finish_reason}
-    found |= answer_extras_json(result)
+def result_as_json(lm: LanguageModel, result: Result) -> JsonObject:
+    """Return a text with its statistics as ``--json`` prints it."""
+    stats: JsonObject = asdict(result.stats)
+    for rate in ("acceptance_rate", "conditional_acceptance"):
+        stats[rate] = getattr(result.stats, rate)
+    for name, value in stats.items():
+        if isinstance(value, float):
+            stats[name] = round(value, 4)
+    entry: JsonObject = {"text": result.text, "token_ids": result.token_ids, "finish_reason": result.finish_reason}
+    entry |= answer_extras_json(result)
     if result.logprobs is not None:
-        found["logprobs"] = [logprob.as_json(lm.tokenizer.token_text) for logprob in result.logprobs]
+        entry["logprobs"] = [logprob.as_json(lm.tokenizer.token_text) for logprob in result.logprobs]
     if result.schema_errors is not None:
-        found["schema_errors"] = result.schema_errors
-    return found | {"stats": stats, "record": record_as_json(result)}
+        entry["schema_errors"] = result.schema_errors
+    return entry | {"stats": stats, "record": record_as_json(result)}
 
 
 # ---------------------------------------------------------------- statistics
 
 
-def show_stats(result: Result, level: str | None) -> None:
+def print_stats(result: Result, level: str | None) -> None:
     """Print how a text breaks its schema, and its statistics, "short" or "full"; None for no statistics."""
     for error in result.schema_errors or ():
         click.echo(f"Warning: the text breaks its schema at {error}", err=True)
-    if level:
-        click.echo(full(result) if level == "full" else short(result), err=True)
+    if level == "full":
+        click.echo(describe_stats(result), err=True)
+    elif level:
+        click.echo(summarize_stats(result), err=True)
 
 
-def short(result: Result) -> str:
+def summarize_stats(result: Result) -> str:
     """Return tokens, speed and acceptance in a line."""
     stats = result.stats
-    cached = f" ({stats.cached_tokens} cached)" if stats.cached_tokens else ""
-    prompt = f"prompt {stats.prompt_tokens} tokens{cached} in {stats.ttft_ms / 1e3:.2f} s"
-    drafted = f"; {acceptance(result)}" if stats.proposed or stats.draft_engine else ""
-    return f"{prompt}; text {stats.generated_tokens} tokens{speed(result)}{drafted}"
+    summary = f"prompt {stats.prompt_tokens} tokens"
+    if stats.cached_tokens:
+        summary += f" ({stats.cached_tokens} cached)"
+    summary += f" in {stats.ttft_ms / 1e3:.2f} s; text {stats.generated_tokens} tokens{describe_speed(stats)}"
+    if stats.proposed or stats.draft_engine:
+        summary += f"; {describe_acceptance(result)}"
+    return summary
 
 
-def speed(result: Result) -> str:
-    return f" at {1e3 / result.stats.tpot_ms:.1f} tokens/s" if result.stats.tpot_ms else ""
+def describe_speed(stats: Stats) -> str:
+    return f" at {1e3 / stats.tpot_ms:.1f} tokens/s" if stats.tpot_ms else ""
 
 
-def acceptance(result: Result) -> str:
+def describe_acceptance(result: Result) -> str:
     stats = result.stats
     if not stats.proposed:
         return "nothing proposed"
     return f"accepted {stats.accepted} of {stats.proposed} proposed ({100 * stats.accepted / stats.proposed:.0f} %)"
 
 
-def full(result: Result) -> str:
+def describe_stats(result: Result) -> str:
     """Return all statistics, a line for each kind."""
     stats = result.stats
-    ms = f", {stats.tpot_ms:.2f} ms each" if stats.tpot_ms else ""
+    text = f"text: {stats.generated_tokens} tokens{describe_speed(stats)}"
+    if stats.tpot_ms:
+        text += f", {stats.tpot_ms:.2f} ms each"
+    rule = stats.rule and f" ({stats.rule})"
     cached = f"{stats.cached_tokens} of them cached"
     if stats.cached_tokens and stats.arithmetic != "exact":
         cached += " (without exact arithmetic that may change bits)"
     lines = [
         f"prompt: {stats.prompt_tokens} tokens, {cached}; first token after {stats.ttft_ms:.0f} ms",
-        f"text: {stats.generated_tokens} tokens{speed(result)}{ms}; ended by {result.finish_reason}",
+        f"{text}; ended by {result.finish_reason}",
         f"rounds: {stats.rounds}, {stats.tokens_per_round:.2f} tokens per round",
     ]
     if stats.proposed:
-        by_drafter = ", ".join(f"{name} {c['accepted']} of {c['proposed']}" for name, c in stats.drafters.items())
-        lines.append(f"speculation: {acceptance(result)}; by drafter: {by_drafter}")
+        counts = stats.drafters.items()
+        by_drafter = ", ".join(f"{name} {count['accepted']} of {count['proposed']}" for name, count in counts)
+        lines.append(f"speculation: {describe_acceptance(result)}; by drafter: {by_drafter}")
         positions = " ".join(map(str, stats.accepted_by_position))
         conditional = f"{stats.conditional_acceptance or 0:.2f}, given that the proposed tokens before it were accepted"
         lines.append(f"  accepted by position in the proposal: {positions or 'none'}")
@@ -159,6 +179,6 @@ def full(result: Result) -> str:
     lines += [
         f"time: target {stats.target_ms:.0f} ms, draft {stats.draft_ms:.0f} ms, other {stats.other_ms:.0f} ms",
         f"device: {stats.device}; engine {stats.engine} ({stats.engine_reason}); rollback: {stats.rollback}",
-        f"arithmetic: {stats.arithmetic}{f' ({stats.rule})' if stats.rule else ''}; profile: {stats.profile or 'none'}",
+        f"arithmetic: {stats.arithmetic}{rule}; profile: {stats.profile or 'none'}",
     ]
     return "\n".join(lines)

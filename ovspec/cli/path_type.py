@@ -9,10 +9,10 @@ from ovspec.base.files import check_file_name
 
 
 class PathType(click.Path):
-    """A path that the system can have. ``of``: "file" or "folder" if it must not be the other one."""
+    """A path that the system can have. ``only``: "file" or "folder" if it must not be the other one."""
 
-    def __init__(self, of: str | None = None) -> None:
-        super().__init__(file_okay=of != "folder", dir_okay=of != "file", path_type=Path)
+    def __init__(self, only: str | None = None) -> None:
+        super().__init__(file_okay=only != "folder", dir_okay=only != "file", path_type=Path)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
         path = super().convert(value, param, ctx)
@@ -21,4 +21,6 @@ class PathType(click.Path):
         return path
 
 
-PATH, FILE, FOLDER = PathType(), PathType("file"), PathType("folder")
+PATH_TYPE = PathType()
+FILE_TYPE = PathType("file")
+FOLDER_TYPE = PathType("folder")

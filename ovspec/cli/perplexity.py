@@ -1,25 +1,25 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import click
 
 from ovspec.base.progress import show_step
 from ovspec.cli.loading import load_model
 from ovspec.cli.options import read_text_or_stdin, target_options
-from ovspec.cli.path_type import PATH
+from ovspec.cli.path_type import PATH_TYPE
+from ovspec.params.option import OptionValue
 
 
 @click.command()
-@click.argument("folder", type=PATH, metavar="DIR")
-@click.argument("file", type=PATH)
+@click.argument("folder", type=PATH_TYPE, metavar="DIR")
+@click.argument("file", type=PATH_TYPE)
 @click.option(
     "--context", type=click.IntRange(2), help="Tokens of a window.  [default: the model's context, up to 1024]"
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @target_options
-def perplexity(folder: Path, file: Path, context: int | None, as_json: bool, **runtime: Any) -> None:
+def perplexity(folder: Path, file: Path, context: int | None, as_json: bool, **runtime: OptionValue) -> None:
     """Measure how well the model in DIR predicts the text in FILE; - is stdin.
 
     The text is read in windows that overlap by half. Every token except the first is scored once; after the first
@@ -32,10 +32,10 @@ def perplexity(folder: Path, file: Path, context: int | None, as_json: bool, **r
     text = read_text_or_stdin(file)
     lm = load_model(folder, **runtime)
     with show_step(f"{file}: reading"):
-        found = lm.perplexity(text, context)
+        measured = lm.perplexity(text, context)
     if as_json:
-        click.echo(json.dumps(asdict(found)))
+        click.echo(json.dumps(asdict(measured)))
         return
-    result = f"perplexity {found.perplexity:.4f} ({found.nats:.5f} nats per token)"
-    speed = found.scored / found.seconds
-    click.echo(f"{result}, {found.scored} tokens in windows of {found.context}, {speed:.0f} tokens/s")
+    perplexity = f"perplexity {measured.perplexity:.4f} ({measured.nats:.5f} nats per token)"
+    speed = f"{measured.scored / measured.seconds:.0f} tokens/s"
+    click.echo(f"{perplexity}, {measured.scored} tokens in windows of {measured.context}, {speed}")

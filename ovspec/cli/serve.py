@@ -1,22 +1,22 @@
 from pathlib import Path
-from typing import Any
 
 import click
 
 from ovspec.base.errors import OvspecError
 from ovspec.cli.loading import load_model
 from ovspec.cli.options import add_options, draft_option, split_options
-from ovspec.cli.path_type import PATH
+from ovspec.cli.path_type import PATH_TYPE
 from ovspec.params.loading import LOAD_OPTIONS
+from ovspec.params.option import OptionValue
 from ovspec.params.serving import SERVE_OPTIONS, ServeParams
 
 
 @click.command()
-@click.argument("folder", required=False, type=PATH, metavar="[DIR]")
+@click.argument("folder", required=False, type=PATH_TYPE, metavar="[DIR]")
 @add_options(SERVE_OPTIONS)
 @draft_option
 @add_options(LOAD_OPTIONS)
-def serve(folder: Path | None, **others: Any) -> None:
+def serve(folder: Path | None, **all_options: OptionValue) -> None:
     """Serve the model in DIR over OpenAI's API (by default the embedded demo pair).
 
     Requests join a batch that is generated round by round, with drafts, grammars and samplers. With exact arithmetic
@@ -31,17 +31,17 @@ def serve(folder: Path | None, **others: Any) -> None:
       ovspec serve my-pair
       ovspec serve my-pair --draft lookup,draft --api-key-file keys.txt --host 0.0.0.0
     """
-    options = ServeParams(
-        **{name: value for name, value in others.items() if name in SERVE_OPTIONS and value is not None}
-    )
-    loading, _ = split_options({name: value for name, value in others.items() if name not in SERVE_OPTIONS})
+    passed = {name: value for name, value in all_options.items() if value is not None}
+    params = ServeParams(**{name: value for name, value in passed.items() if name in SERVE_OPTIONS})
+    load_options, _ = split_options({name: value for name, value in passed.items() if name not in SERVE_OPTIONS})
     try:
         from ovspec.server.server import check_options, keys_of, open_socket
         from ovspec.server.server import serve as serve_model
     except ImportError as error:
         raise OvspecError(f"The server needs {error.name}; install it with: pip install 'ovspec[serve]'") from None
-    keys = keys_of(options.api_key_file)
-    check_options(options, keys)
-    opened = open_socket(options.host, options.port)  # before the model is loaded, which takes long
-    lm = load_model(folder, loading.pop("draft", None), lookahead=options.lookahead, **loading)
-    serve_model(lm, [*filter(None, options.model_name)] or [lm.folder.resolve().name], keys, opened, options)
+    keys = keys_of(params.api_key_file)
+    check_options(params, keys)
+    listening_socket = open_socket(params.host, params.port)  # before the model is loaded, which takes long
+    lm = load_model(folder, draft=load_options.pop("draft", None), lookahead=params.lookahead, **load_options)
+    model_names = [*filter(None, params.model_name)] or [lm.folder.resolve().name]
+    serve_model(lm, model_names, keys, listening_socket, params)

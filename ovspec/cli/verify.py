@@ -1,30 +1,33 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from ovspec.base.progress import show_step
 from ovspec.cli.loading import load_model
 from ovspec.cli.options import read_text_or_stdin, refuse_if, target_options
-from ovspec.cli.path_type import PATH
+from ovspec.cli.path_type import PATH_TYPE
+from ovspec.params.option import OptionValue
 
 if TYPE_CHECKING:
     from ovspec.api.model import LanguageModel
     from ovspec.api.verify import Verification
+    from ovspec.base.json_types import JsonObject, JsonValue
 
 
 @click.command()
-@click.argument("file", type=PATH, metavar="RESULT")
+@click.argument("file", type=PATH_TYPE, metavar="RESULT")
 @click.option("--model", "folder", metavar="DIR", help="Folder of the model.  [default: the one that the result names]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @target_options
-def verify(file: Path, folder: str | None, as_json: bool, **runtime: Any) -> None:
+def verify(file: Path, folder: str | None, as_json: bool, **runtime: OptionValue) -> None:
     """Check that every token in RESULT is the one that the model chooses there.
 
     RESULT is what 'ovspec generate --json' printed, or the output of 'ovspec batch'; - is stdin. One forward pass over
@@ -39,103 +42,119 @@ def verify(file: Path, folder: str | None, as_json: bool, **runtime: Any) -> Non
     from ovspec.api.verify import result_from_json
     from ovspec.base.errors import OvspecError
 
-    name = "stdin" if str(file) == "-" else str(file)
-    source = read_text_or_stdin(file)
+    source_name = "stdin" if str(file) == "-" else str(file)
     models: dict[str, LanguageModel] = {}
-    checked: dict[str, Verification] = {}
-    lines: list[str] = []
-    for label, data in texts_of(source, name):
+    verifications: dict[str, Verification] = {}
+    mistakes: list[str] = []
+    for label, entry in iterate_texts(read_text_or_stdin(file), source_name):
         try:
-            result = result_from_json(data)
+            result = result_from_json(entry)
             assert result.record
-            made = result.record.model()
-            key = json.dumps(made, sort_keys=True, default=str)
+            identity = result.record.model()
+            key = json.dumps(identity, sort_keys=True, default=str)
             if key not in models:
-                place = Path(folder or str(made.get("folder", "")))
-                gone = f"{label}: its model {place} isn't here; name the model's folder with --model."
-                refuse_if(not folder and not place.is_dir(), gone)
-                models[key] = load_model(place, "none", **recorded_options(made, runtime))
+                model_folder = Path(folder or str(identity.get("folder", "")))
+                message = f"{label}: its model {model_folder} isn't here; name the model's folder with --model."
+                refuse_if(not folder and not model_folder.is_dir(), message)
+                models[key] = load_model(model_folder, draft="none", **recorded_options(identity, runtime))
             with show_step(f"{label}: checking"):
-                found = checked[label] = models[key].verify(result)
+                verification = models[key].verify(result)
         except OvspecError as error:
             raise OvspecError(f"{label}: {error}".rstrip(".") + ".") from None
-        if not found.ok:
-            lines += [f"{label}: {line}" for line in mistakes(models[key], found, made)]
-    refuse_if(not checked, f"{name}: no text in it, only errors.")
-    tokens, exact = (sum(getattr(found, count) for found in checked.values()) for count in ("tokens", "exact"))
+        verifications[label] = verification
+        if not verification.ok:
+            mistakes += [f"{label}: {line}" for line in describe_mistakes(models[key], verification, identity)]
+    refuse_if(not verifications, f"{source_name}: no text in it, only errors.")
+    tokens = sum(verification.tokens for verification in verifications.values())
+    exact = sum(verification.exact for verification in verifications.values())
     if as_json:
-        about = {label: {**asdict(found), "ok": found.ok} for label, found in checked.items()}
-        click.echo(json.dumps({"tokens": tokens, "exact": exact, "texts": about}, ensure_ascii=False))
+        texts = {label: {**asdict(text), "ok": text.ok} for label, text in verifications.items()}
+        click.echo(json.dumps({"tokens": tokens, "exact": exact, "texts": texts}, ensure_ascii=False))
     else:
-        several = f" tokens in {len(checked)} texts" if len(checked) > 1 else ""
-        verdict = "not exact" if lines else "exact"
-        click.echo("\n".join([*lines, f"{verdict}: {exact} of {tokens}{several}"]))
-    if lines:
+        verdict = f"{'not ' * bool(mistakes)}exact: {exact} of {tokens}"
+        if len(verifications) > 1:
+            verdict += f" tokens in {len(verifications)} texts"
+        click.echo("\n".join([*mistakes, verdict]))
+    if mistakes:
         sys.exit(1)
 
 
-def texts_of(source: str, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def iterate_texts(source: str, source_name: str) -> Iterator[tuple[str, JsonObject]]:
     """Yield (label, text with its record) for each text in a result or in a batch's output."""
-    try:
-        entries = [(name, json.loads(source))]
-    except ValueError:
-        entries = []
-        for number, line in enumerate(source.splitlines(), 1):
-            label = f"{name}, line {number}"
-            try:
-                entries += [(label, json.loads(line))] if line.strip() else []
-            except ValueError:
-                raise click.UsageError(f"{label}: not JSON.") from None
-    for label, entry in entries:
-        refuse_if(
-            not isinstance(entry, dict), f"{label}: not a result; name a file that --json or a batch has written."
-        )
+    for label, entry in parse_entries(source, source_name):
+        is_object = isinstance(entry, dict)
+        refuse_if(not is_object, f"{label}: not a result; name a file that --json or a batch has written.")
         if "record" not in entry and entry.get("error"):  # a failed request of a batch
             continue
         response = entry.get("response")
         body = response.get("body", entry) if isinstance(response, dict) else entry
-        several = body.get("samples") or body.get("choices") or [body[k] for k in ("plain", "speculative") if k in body]
-        for number, each in enumerate(several or [body], 1):
-            yield (f"{label}, text {number}" if len(several) > 1 else label), each
+        compared_texts = [body[mode] for mode in ("plain", "speculative") if mode in body]
+        texts = body.get("samples") or body.get("choices") or compared_texts or [body]
+        for number, text in enumerate(texts, 1):
+            yield (f"{label}, text {number}" if len(texts) > 1 else label), text
 
 
-def recorded_options(made: dict[str, Any], runtime: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings that a text was made with, as options of ``load_model``; the given ones take precedence."""
-    given = {name: value for name, value in runtime.items() if value is not None}
-    named = {name: made[name] for name in ("device", "engine", "arithmetic", "threads") if made.get(name)}
-    recorded = made.get("properties")
-    properties = dict(recorded) if isinstance(recorded, dict) else {}
-    if given.get("device", named.get("device")) != named.get("device"):
-        named.pop("engine", None)
+def parse_entries(source: str, source_name: str) -> list[tuple[str, JsonValue]]:
+    """Return (label, value) of one JSON value, or of each line of JSON Lines."""
+    with contextlib.suppress(ValueError):
+        return [(source_name, json.loads(source))]
+    entries = []
+    for number, line in enumerate(source.splitlines(), 1):
+        label = f"{source_name}, line {number}"
+        try:
+            if line.strip():
+                entries.append((label, json.loads(line)))
+        except ValueError:
+            raise click.UsageError(f"{label}: not JSON.") from None
+    return entries
+
+
+def recorded_options(identity: JsonObject, runtime: dict[str, OptionValue]) -> dict[str, OptionValue]:
+    """Return the settings of the model that made a text, as options of ``load``; ``runtime`` takes precedence."""
+    passed = {name: value for name, value in runtime.items() if value is not None}
+    recorded = {name: identity[name] for name in ("device", "engine", "arithmetic", "threads") if identity.get(name)}
+    properties: dict[str, OptionValue] = {}
+    if isinstance(identity.get("properties"), dict):
+        properties = dict(identity["properties"])
+    if passed.get("device", recorded.get("device")) != recorded.get("device"):
+        recorded.pop("engine", None)
         properties = {}  # another device's
     kv_follows = properties.get("KV_CACHE_PRECISION") == properties.get("INFERENCE_PRECISION_HINT")
-    if "kv_precision" in given or ("precision" in given and kv_follows):
+    if "kv_precision" in passed or ("precision" in passed and kv_follows):
         properties.pop("KV_CACHE_PRECISION", None)
-    if "precision" in given:
+    if "precision" in passed:
         properties.pop("INFERENCE_PRECISION_HINT", None)
-    properties |= given.get("properties", {})
-    return {"tune": False, **named, **given, "properties": properties}
+    properties |= passed.get("properties", {})
+    return {"tune": False, **recorded, **passed, "properties": properties}
 
 
-def mistakes(lm: LanguageModel, found: Verification, made: dict[str, Any]) -> list[str]:
-    """Return lines that say what is wrong with a text, which was ``made`` with these settings."""
+def describe_mistakes(lm: LanguageModel, verification: Verification, identity: JsonObject) -> list[str]:
+    """Return lines that say what is wrong with a text; ``identity``: of the model that made it."""
 
-    def shown(token: int) -> str:
+    def describe_token(token: int) -> str:
         return f"{lm.tokenizer.decode([token])!r} (id {token})"
 
-    lines, here = list[str](), lm.runtime.identity["system"]
-    if (there := made.get("system", here)) != here:
-        lines.append(f"made on {there}, and this is {here}, which may round otherwise; check it on {there}")
-    lines += [found.problem] if found.problem else []
-    if wrong := found.difference:
-        chosen = "the text must end before it" if wrong.chosen is None else f"the model chooses {shown(wrong.chosen)}"
-        lines.append(f"token {wrong.index + 1} of {found.tokens} is {shown(wrong.found)}, but {chosen}")
-        if wrong.top:
-            top = ", ".join(f"{shown(token)} {logit:.4f}" for token, logit in wrong.top)
-            lines.append(f"  most likely there: {top}")
-        if lm.target.arithmetic != "exact":
-            promise = lm.target.arithmetic_note
-            lines.append(
-                f"  arithmetic is {promise}: where two logits are nearly equal, neither token can be certified"
-            )
+    lines: list[str] = []
+    system = lm.runtime.identity["system"]
+    recorded_system = identity.get("system", system)
+    if recorded_system != system:
+        lines.append(
+            f"made on {recorded_system}, and this is {system}, which may round otherwise; check it on {recorded_system}"
+        )
+    if verification.problem:
+        lines.append(verification.problem)
+    difference = verification.difference
+    if not difference:
+        return lines
+    choice = "the text must end before it"
+    if difference.chosen is not None:
+        choice = f"the model chooses {describe_token(difference.chosen)}"
+    token = describe_token(difference.found)
+    lines.append(f"token {difference.index + 1} of {verification.tokens} is {token}, but {choice}")
+    if difference.top:
+        top = ", ".join(f"{describe_token(token_id)} {logit:.4f}" for token_id, logit in difference.top)
+        lines.append(f"  most likely there: {top}")
+    if lm.target.arithmetic != "exact":
+        promise = lm.target.arithmetic_note
+        lines.append(f"  arithmetic is {promise}: where two logits are nearly equal, neither token can be certified")
     return lines

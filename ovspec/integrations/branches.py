@@ -25,15 +25,15 @@ from ovspec.engine.round import RowOutcome
 from ovspec.engine.scheduler import Scheduler
 from ovspec.sampling.samplers import GreedySampler
 
-MOST_BRANCHES = 8
-# A branch is reused if this many tokens at its end or fewer are lost; otherwise the text gets a branch of its own.
-SPARE = 4
+MAX_BRANCHES = 8
+# A branch is reused if at most this many tokens at its end are lost; otherwise the text gets a branch of its own.
+MAX_LOST_TOKENS = 4
 # A fork may copy this many cached tokens for each token that it needn't read again; a paged cache copies none.
-MOST_COPIED = 32
+MAX_COPIED_PER_TOKEN = 32
 # The caller doesn't say how many tokens are still to come; this many are assumed.
-TO_COME = 64
+EXPECTED_TOKENS = 64
 # Maximum number of positions whose logits are computed at once, when all are requested.
-MOST_POSITIONS = 512
+MAX_LOGITS_ROWS = 512
 
 
 @dataclass(kw_only=True)
@@ -47,7 +47,7 @@ class RequestCounts(ProposalStats):
     forks: int = 0  # branches that started as a copy of another one
 
 
-class Observer(GreedySampler):
+class PassiveSampler(GreedySampler):
     """A sampler that chooses nothing, because the caller does. A draft proposes its most likely tokens."""
 
     def verify_proposal(self, *_: Any, **__: Any) -> np.ndarray:
@@ -58,30 +58,33 @@ class Branch:
     """A text with its own decoders, which is the only row of its batch.
 
     sequence: the text as last requested; the target may hold proposed tokens after it.
-    known: n -> the logits (vocab,) that follow the first n tokens that the target holds.
+    known_logits: n -> the logits (vocab,) that follow the first n tokens that the target holds.
     """
 
     finish_reason: FinishReason | None = None
     max_length = 0
 
     def __init__(self, decoders: DecoderSet, drafts: bool, lookahead: Lookahead, sequence: Sequence) -> None:
-        self.decoders, self.sequence = decoders, sequence
-        self.known: dict[int, np.ndarray] = {}
-        self.stats, self.step = Stats(), RowStep(sequence, Observer(), 1)  # of the next round
-        self.outcome = RowOutcome()  # of the last round
+        self.decoders = decoders
+        self.sequence = sequence
+        self.known_logits: dict[int, np.ndarray] = {}
+        self.stats = Stats()
+        self.next_step = RowStep(sequence, PassiveSampler(), 1)
+        self.last_outcome = RowOutcome()
         drafter = decoders.drafter if drafts else None
         # The lookahead learns from a round when the text has gone on.
         self.scheduler = Scheduler(decoders.target, drafter, lookahead, [self], learn=lambda _: None)
 
     @property
-    def held(self) -> Sequence:
+    def cached_sequence(self) -> Sequence:
+        """The tokens that the target holds."""
         return self.decoders.target.rows[0]
 
     def row_step(self) -> RowStep:
-        return self.step
+        return self.next_step
 
     def add_outcome(self, outcome: RowOutcome) -> Piece:
-        self.outcome = outcome
+        self.last_outcome = outcome
         return Piece("", [])
 
     def fail(self, error: Exception) -> Piece:
@@ -92,33 +95,34 @@ class Branch:
 
 
 @dataclass
-class Guess:
+class VerifiedProposal:
     """A proposal that was verified after ``start`` tokens of ``branch``, in the round of ``outcome``.
 
-    stood: proposed tokens that the text has continued with since.
+    accepted: proposed tokens that the text has continued with since.
     """
 
     branch: Branch
     proposal: Proposal
     start: int
     outcome: RoundOutcome
-    stood: int = 0
+    accepted: int = 0
 
 
 class Branches:
-    """Up to ``MOST_BRANCHES`` branches of one model. Threads may share it."""
+    """Up to ``MAX_BRANCHES`` branches of one model. Threads may share it."""
 
     def __init__(self, model: LanguageModel) -> None:
-        self.counts, self._runtime = RequestCounts(), model.runtime
-        first = self._runtime.decoder_pool.acquire()
-        drafter, self._lookahead = first.select_drafting(self._runtime.row_maker.make_complete_params({}))
+        self.counts = RequestCounts()
+        self._runtime = model.runtime
+        decoders = self._runtime.decoder_pool.acquire()
+        drafter, self._lookahead = decoders.select_drafting(self._runtime.row_maker.make_complete_params({}))
         self._drafts = drafter is not None
         self._branches: list[Branch] = []  # the least recently used one first
-        self._add(first)
-        self._guess: Guess | None = None  # of the last round, until the lookahead learns from it
+        self._add_branch(decoders)
+        self._last_proposal: VerifiedProposal | None = None  # until the lookahead learns from it
         self._lock = threading.Lock()
 
-    def logits(self, tokens: list[int], all_new: bool = False) -> tuple[np.ndarray, int]:
+    def request_logits(self, tokens: list[int], all_new: bool = False) -> tuple[np.ndarray, int]:
         """Return (logits (positions, vocab) float32, how many of ``tokens`` needn't be read for them).
 
         The last position is the one after ``tokens``; without ``all_new`` it is the only one. With ``all_new``, there
@@ -132,46 +136,47 @@ class Branches:
             raise OvspecError("The text is empty, and this model has no BOS token to start from.")
         self._runtime.models.check_context(len(tokens))
         text = Sequence(tokens)
+        length = len(text)
         with self._lock:
-            branch = self._branch(text)
-            since = common_prefix(branch.sequence, text)
-            if self._guess and self._guess.branch is branch:
-                self._compare(self._guess, text)
-            cached = len(text)
-            if common_prefix(branch.held, text) < len(text) or len(text) not in branch.known:
-                cached = self._read(branch, text, since, all_new)
+            branch = self._choose_branch(text)
+            first_new = common_prefix(branch.sequence, text)
+            if self._last_proposal and self._last_proposal.branch is branch:
+                self._count_accepted(self._last_proposal, text)
+            cached_tokens = length
+            if common_prefix(branch.cached_sequence, text) < length or length not in branch.known_logits:
+                cached_tokens = self._read_text(branch, text, first_new, all_new)
             self.counts.requests += 1
-            self.counts.answered += cached == len(text)
+            self.counts.answered += cached_tokens == length
             branch.sequence = text
-            first = len(text)
-            while all_new and first > since and first - 1 in branch.known:
+            first = length
+            while all_new and first > first_new and first - 1 in branch.known_logits:
                 first -= 1
-            return np.stack([branch.known[length] for length in range(first, len(text) + 1)]), cached
+            return np.stack([branch.known_logits[position] for position in range(first, length + 1)]), cached_tokens
 
     # ------------------------------------------------------------ branches
 
-    def _branch(self, text: Sequence) -> Branch:
+    def _choose_branch(self, text: Sequence) -> Branch:
         """Return the branch that holds most of ``text``, or another one where that branch would lose too much."""
 
-        def fit(branch: Branch) -> tuple[int, int]:
-            return common_prefix(branch.held, text), -len(branch.sequence)
+        def rate_branch(branch: Branch) -> tuple[int, int]:
+            return common_prefix(branch.cached_sequence, text), -len(branch.sequence)
 
-        source = max(reversed(self._branches), key=fit)
-        shared = fit(source)[0]
+        source = max(reversed(self._branches), key=rate_branch)
+        shared = common_prefix(source.cached_sequence, text)
         self._branches.remove(source)
         self._branches.append(source)
-        if len(source.sequence) - common_prefix(source.sequence, text) <= SPARE:
+        if len(source.sequence) - common_prefix(source.sequence, text) <= MAX_LOST_TOKENS:
             return source
-        if len(self._branches) == MOST_BRANCHES:
-            self._drop(self._branches[0])
-        if shared * MOST_COPIED < len(source.held) or not shared:
-            return self._add(self._runtime.decoder_pool.acquire())
-        branch = self._add(self._runtime.models.fork_decoders(source.decoders), source.sequence.copy())
-        branch.known = {length: row for length, row in source.known.items() if length <= shared}
+        if len(self._branches) == MAX_BRANCHES:
+            self._drop_branch(self._branches[0])
+        if shared * MAX_COPIED_PER_TOKEN < len(source.cached_sequence) or not shared:
+            return self._add_branch(self._runtime.decoder_pool.acquire())
+        branch = self._add_branch(self._runtime.models.fork_decoders(source.decoders), source.sequence.copy())
+        branch.known_logits = {length: logits for length, logits in source.known_logits.items() if length <= shared}
         self.counts.forks += 1
         return branch
 
-    def _add(self, decoders: DecoderSet, sequence: Sequence | None = None) -> Branch:
+    def _add_branch(self, decoders: DecoderSet, sequence: Sequence | None = None) -> Branch:
         """Add a branch with the text that ``decoders`` hold, or with an empty one."""
         if sequence is None:
             decoders.reset(1)
@@ -187,57 +192,72 @@ class Branches:
             except OvspecError:
                 if len(self._branches) == 1:
                     raise
-                self._drop(self._branches[0])
+                self._drop_branch(self._branches[0])
 
-    def _drop(self, branch: Branch) -> None:
+    def _drop_branch(self, branch: Branch) -> None:
         self._branches.remove(branch)
         branch.decoders.reset(0)  # frees its memory; others may share its cache, so it is not given back
 
-    # ------------------------------------------------------------ reading and guessing
+    # ------------------------------------------------------------ reading and proposing
 
-    def _read(self, branch: Branch, text: Sequence, since: int, all_new: bool) -> int:
+    def _read_text(self, branch: Branch, text: Sequence, first_new: int, all_new: bool) -> int:
         """Compute the logits after ``text`` in one round; return how many of its tokens needn't be read."""
-        unread = text.tokens[min(common_prefix(branch.held, text), len(text) - 1) :]
+        length = len(text)
+        unread = text.tokens[min(common_prefix(branch.cached_sequence, text), length - 1) :]
         unknown = self._runtime.prompts.tokenizer.known.first_unknown(unread)
         if unknown is not None:
             raise OvspecError(f"Token id {unknown} is not in the vocabulary.")
         branch.sequence = text
-        if guess := self._guess:
-            reached = max(guess.stood, len(guess.branch.sequence) - guess.start)
-            judged = shorten_proposal(guess.proposal, reached), guess.stood
-            self._lookahead.learn_round(replace(guess.outcome, proposals=[judged]))
-            self._guess = None
-        long = len(unread) > PREFILL_THRESHOLD  # no drafter is asked while a prompt is read
-        if long:
-            self._make_room(len(unread) + TO_COME)
-        context = self._runtime.models.target.ir.context_length
-        budget = 1 + min(TO_COME, context - len(text) if context else TO_COME)
+        self._learn_from_proposal()
+        is_prefill = len(unread) > PREFILL_THRESHOLD  # no drafter is asked while a prompt is read
+        if is_prefill:
+            self._make_room(len(unread) + EXPECTED_TOKENS)
+        expected = EXPECTED_TOKENS
+        if context_length := self._runtime.models.target.ir.context_length:
+            expected = min(expected, context_length - length)
         # With all logits requested, a decoder feeds any number of tokens in the same way: proposals change no bit.
-        positions = MOST_POSITIONS if all_new or not long else 1
-        branch.step = RowStep(text, Observer(), budget, not long, logits_rows=positions)
-        self._round(branch)
-        outcome, proposal = branch.outcome, branch.outcome.proposal
-        cached, end = len(text) - outcome.read_count, len(text) + len(proposal.tokens)
-        branch.known = {length: row for length, row in branch.known.items() if since <= length <= cached}
-        branch.known |= dict(enumerate(outcome.logits.copy(), end - len(outcome.logits) + 1))
+        logits_rows = MAX_LOGITS_ROWS if all_new or not is_prefill else 1
+        branch.next_step = RowStep(text, PassiveSampler(), 1 + expected, not is_prefill, logits_rows=logits_rows)
+        self._run_round(branch)
+        outcome = branch.last_outcome
+        proposal = outcome.proposal
+        cached_tokens = length - outcome.read_count
+        known = branch.known_logits
+        branch.known_logits = {n: logits for n, logits in known.items() if first_new <= n <= cached_tokens}
+        first_position = length + len(proposal.tokens) - len(outcome.logits) + 1
+        branch.known_logits |= dict(enumerate(outcome.logits.copy(), first_position))
         if proposal.tokens.size:
             self.counts.count_proposal(proposal.source, len(proposal.tokens), 0)
-        if learnable := branch.scheduler.last_outcome:
-            learnable = replace(learnable, forced_tokens=0 if long else outcome.read_count - 1, prefilled=long)
-            self._guess = Guess(branch, proposal, len(text), learnable)
-        return cached
+        if round_outcome := branch.scheduler.last_outcome:
+            forced_tokens = 0 if is_prefill else outcome.read_count - 1
+            round_outcome = replace(round_outcome, forced_tokens=forced_tokens, prefilled=is_prefill)
+            self._last_proposal = VerifiedProposal(branch, proposal, length, round_outcome)
+        return cached_tokens
 
-    def _round(self, branch: Branch) -> None:
-        served, target, drafter = self.counts, branch.decoders.target, branch.decoders.drafter
-        on_target, on_draft = target.seconds, drafter.seconds if drafter else 0.0
+    def _learn_from_proposal(self) -> None:
+        """Let the lookahead learn which tokens of the last proposal the text has continued with."""
+        if last := self._last_proposal:
+            reached = max(last.accepted, len(last.branch.sequence) - last.start)
+            reached_proposal = shorten_proposal(last.proposal, reached)
+            self._lookahead.learn_round(replace(last.outcome, proposals=[(reached_proposal, last.accepted)]))
+            self._last_proposal = None
+
+    def _run_round(self, branch: Branch) -> None:
+        counts = self.counts
+        target = branch.decoders.target
+        drafter = branch.decoders.drafter
+        target_seconds = target.seconds
+        draft_seconds = drafter.seconds if drafter else 0.0
         branch.scheduler.step()
-        served.inferences += 1
-        served.read += branch.outcome.read_count
-        served.target_ms += 1e3 * (target.seconds - on_target)
-        served.draft_ms += 1e3 * (drafter.seconds - on_draft) if drafter else 0.0
+        counts.inferences += 1
+        counts.read += branch.last_outcome.read_count
+        counts.target_ms += 1e3 * (target.seconds - target_seconds)
+        if drafter:
+            counts.draft_ms += 1e3 * (drafter.seconds - draft_seconds)
 
-    def _compare(self, guess: Guess, text: Sequence) -> None:
-        agreed = common_prefix(guess.branch.held, text) - guess.start
-        if agreed > guess.stood:
-            self.counts.count_accepted(guess.proposal.source, range(guess.stood, agreed), len(guess.proposal.tokens))
-            guess.stood = agreed
+    def _count_accepted(self, last: VerifiedProposal, text: Sequence) -> None:
+        accepted = common_prefix(last.branch.cached_sequence, text) - last.start
+        if accepted > last.accepted:
+            new_positions = range(last.accepted, accepted)
+            self.counts.count_accepted(last.proposal.source, new_positions, len(last.proposal.tokens))
+            last.accepted = accepted

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ovspec.api.loading import load
+from ovspec.api.loading import DraftArgument, load
 from ovspec.api.model import LanguageModel
 from ovspec.base.errors import OvspecError
+from ovspec.params.option import OptionValue
 from ovspec.sampling.samplers import SampleFunction
 
 
@@ -17,7 +19,8 @@ class GPTFastModel:
     """A loaded model with GPTFast's ``generate``; made by ``gpt_fast``."""
 
     def __init__(self, model: LanguageModel, sample_function: SampleFunction | None) -> None:
-        self.model, self._sample_function = model, sample_function
+        self.model = model
+        self._sample_function = sample_function
 
     def generate(
         self, cur_tokens: np.ndarray, max_tokens: int, speculate_k: int | None = None, **sampling_kwargs: Any
@@ -34,7 +37,8 @@ class GPTFastModel:
             OvspecError: ``cur_tokens`` has another shape, or there is no sample function for ``sampling_kwargs``.
         """
         prompt = np.asarray(cur_tokens, dtype=np.int64)
-        prompt = prompt[0] if prompt.ndim == 2 and len(prompt) == 1 else prompt
+        if prompt.ndim == 2 and len(prompt) == 1:
+            prompt = prompt[0]
         if prompt.ndim != 1:
             raise OvspecError(f"cur_tokens has the shape {prompt.shape}; it must be (1, n) or (n,).")
         if sampling_kwargs and not self._sample_function:
@@ -51,7 +55,10 @@ class GPTFastModel:
 
 
 def gpt_fast(
-    target: str | Path, draft: Any = None, sample_function: SampleFunction | None = None, **options: Any
+    target: str | Path,
+    draft: DraftArgument | Sequence[DraftArgument] | None = None,
+    sample_function: SampleFunction | None = None,
+    **options: OptionValue,
 ) -> GPTFastModel:
     """Load a model with the interface of GPTFast (github.com/MDK8888/GPTFast), on NumPy arrays.
 

@@ -12,7 +12,7 @@ from ovspec.api.model import LanguageModel
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_dataclass, read_json
 from ovspec.integrations.branches import Branches, RequestCounts
-from ovspec.integrations.roles import Roles, find_roles
+from ovspec.integrations.roles import RoleTexts, find_role_texts
 from ovspec.text.tokenizer_files import TOKENIZER_FILE, TokenizerFile, read_special_tokens
 
 try:
@@ -62,45 +62,47 @@ class OpenVINOEngine(Engine):
     """The engine that guidance asks for logits, for all branches of its programs; ``options`` are ``Engine``'s."""
 
     def __init__(
-        self, lm: LanguageModel, chat_template: str | type[ChatTemplate] | None = None, **options: Any
+        self, lm: LanguageModel, chat_template: str | type[ChatTemplate] | None = None, **options: bool
     ) -> None:
         self.branches = Branches(lm)
         tokenizer = OpenVINOTokenizer(lm, chat_template)
-        self._width = tokenizer.size
+        self._logits_width = tokenizer.size
         enabled = {"enable_backtrack": True, "enable_ff_tokens": True, "enable_monitoring": True}
         super().__init__(tokenizer, **(enabled | options))
 
     def get_logits(self, token_ids: list[int], include_all_uncached_tokens: bool = False) -> LogitsOutput:
         """Implement ``Engine.get_logits``; ``n_cached`` equals ``n_tokens`` if no inference was needed."""
-        logits, cached = self.branches.logits(token_ids, include_all_uncached_tokens)
-        missing = max(0, self._width - logits.shape[1])  # ids that the model lacks
-        wide = np.pad(logits[:, : self._width], ((0, 0), (0, missing)), constant_values=-np.inf)
-        return {"logits": wide, "n_tokens": len(token_ids), "n_cached": cached}
+        logits, cached_tokens = self.branches.request_logits(token_ids, include_all_uncached_tokens)
+        missing = max(0, self._logits_width - logits.shape[1])  # ids that the model lacks
+        padded = np.pad(logits[:, : self._logits_width], ((0, 0), (0, missing)), constant_values=-np.inf)
+        return {"logits": padded, "n_tokens": len(token_ids), "n_cached": cached_tokens}
 
 
 class OpenVINOTokenizer(Tokenizer):
     """llguidance's tokenizer on the model's own ``tokenizer.json``; raises OvspecError if that can't be used."""
 
     def __init__(self, lm: LanguageModel, chat_template: str | type[ChatTemplate] | None = None) -> None:
-        whole = read_json(lm.folder / TOKENIZER_FILE)
-        ids = {
-            token.content: token.id for token in read_dataclass(TokenizerFile, lm.folder / TOKENIZER_FILE).added_tokens
-        }
+        tokenizer_json = read_json(lm.folder / TOKENIZER_FILE)
+        added_tokens = read_dataclass(TokenizerFile, lm.folder / TOKENIZER_FILE).added_tokens
+        ids = {token.content: token.id for token in added_tokens}
         special = read_special_tokens(lm.folder)
         bos, eos = (ids.get(special.get(role, "")) for role in ("bos_token", "eos_token"))
-        eos = min(lm.generation_config.eos_ids, default=None) if eos is None else eos
+        if eos is None:
+            eos = min(lm.generation_config.eos_ids, default=None)
         if eos is None:
             raise OvspecError(f"{lm.folder}: guidance needs a model with an end-of-sequence token.")
         try:
-            tokens = LLTokenizer(json.dumps({**whole, "padding": None, "truncation": None}), eos_token=eos)
+            unpadded = json.dumps({**tokenizer_json, "padding": None, "truncation": None})
+            ll_tokenizer = LLTokenizer(unpadded, eos_token=eos)
         except ValueError as error:
             raise OvspecError(f"{lm.folder}: its tokenizer can't be used with guidance: {str(error)[:300]}.") from None
-        self.size = tokens.vocab_size
-        template = model_template(lm) if chat_template is None else chat_template
-        super().__init__(tokens, template, bos)
+        self.size = ll_tokenizer.vocab_size
+        if chat_template is None:
+            chat_template = find_model_template(lm)
+        super().__init__(ll_tokenizer, chat_template, bos)
 
 
-def model_template(lm: LanguageModel) -> str | type[ChatTemplate] | None:
+def find_model_template(lm: LanguageModel) -> str | type[ChatTemplate] | None:
     """Return a class for the model's chat template, its source if guidance knows it or no class can be made, or None.
 
     Without a template, guidance takes ChatML and says so.
@@ -111,23 +113,23 @@ def model_template(lm: LanguageModel) -> str | type[ChatTemplate] | None:
         return None
     if template.source in CHAT_TEMPLATE_CACHE:
         return template.source
-    roles = find_roles(template)
-    return template_class(template.source, roles) if roles else template.source
+    role_texts = find_role_texts(template)
+    return make_template_class(template.source, role_texts) if role_texts else template.source
 
 
-def template_class(source: str, roles: Roles) -> type[ChatTemplate]:
+def make_template_class(source: str, role_texts: RoleTexts) -> type[ChatTemplate]:
     class ModelTemplate(ChatTemplate):
         template_str = source
 
         def get_role_start(self, role_name: str, **_: Any) -> str:
-            return self._around(role_name)[0]
+            return self._role_texts(role_name)[0]
 
         def get_role_end(self, role_name: str | None = None) -> str:
-            return self._around(role_name)[1]
+            return self._role_texts(role_name)[1]
 
-        def _around(self, role: str | None) -> tuple[str, str]:
-            if role not in roles:
+        def _role_texts(self, role: str | None) -> tuple[str, str]:
+            if role not in role_texts:
                 raise UnsupportedRoleException(role, self)
-            return roles[role]
+            return role_texts[role]
 
     return ModelTemplate

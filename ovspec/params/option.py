@@ -13,6 +13,7 @@ from typing import (
     Concatenate,
     Literal,
     ParamSpec,
+    TypeAlias,
     TypeVar,
     Union,
     dataclass_transform,
@@ -26,6 +27,7 @@ from ovspec.params.limits import Limits
 P = ParamSpec("P")
 R = TypeVar("R")
 S = TypeVar("S")
+OptionValue: TypeAlias = Any  # checked against the option's declaration when params are made of it
 # What other programs call an option.
 FOREIGN_NAMES = {
     "temp": "temperature",

@@ -35,8 +35,8 @@ def test_the_speedup_is_that_of_a_turn_that_happened(turns: list[tuple[float, fl
     plain, other = zip(*turns, strict=True)
     found = compute_speedup(plain, other, [stats()])
     ratios = sorted(a / b for a, b in turns)
-    assert (found.plain_ms, found.ms) in turns
-    assert found.ratio == found.plain_ms / found.ms
+    assert (found.plain_ms, found.speculative_ms) in turns
+    assert found.ratio == found.plain_ms / found.speculative_ms
     assert found.ratios == tuple(ratios)
     assert sum(ratio < found.ratio for ratio in ratios) < max(1, len(ratios) / 2)
     assert sum(ratio > found.ratio for ratio in ratios) <= len(ratios) / 2
@@ -107,7 +107,7 @@ def test_a_text_that_came_in_one_round_is_compared_as_a_whole() -> None:
     plain = Result("", [1] * 8, "stop", Stats(ttft_ms=4.0, tpot_ms=2.0, generated_tokens=8, rounds=8))
     forced = Result("", [1] * 8, "stop", Stats(ttft_ms=0.9, tpot_ms=0.0, generated_tokens=8, rounds=0, forced=8))
     found = compare_result_times([plain], [forced])
-    assert (found.plain_ms, found.ms) == (18 / 8, 0.9 / 8)
+    assert (found.plain_ms, found.speculative_ms) == (18 / 8, 0.9 / 8)
     assert found.claimed_ratio == pytest.approx(20)
     both = compare_result_times([plain, plain], [forced, plain])
     assert both.ratios == pytest.approx((1.0, 20.0)), "every turn in the same way"
@@ -149,7 +149,7 @@ def test_where_texts_part(load: Callable[..., ovspec.LanguageModel]) -> None:
     assert (found.after, found.plain, found.other) == (5, plain[5], second)
     assert found.gap == pytest.approx(float(logits[plain[5]] - logits[second]))
     assert found.top2_gap == pytest.approx(found.gap)
-    sentence = found.sentence(lm)
+    sentence = found.describe(lm)
     assert sentence.startswith(
         f"the texts differ after 5 tokens: plain decoding continues with {named(lm, plain[5])}, "
     )
@@ -166,8 +166,8 @@ def test_texts_of_different_length_and_equal_ones(load: Callable[..., ovspec.Lan
     found = find_divergence(lm, PROMPTS[0], [5, 6], [5])
     assert found
     assert (found.after, found.plain, found.other, found.gap) == (1, 6, None, None)
-    assert "after 1 token: " in found.sentence(lm)
-    assert "speculation with the end" in found.sentence(lm)
+    assert "after 1 token: " in found.describe(lm)
+    assert "speculation with the end" in found.describe(lm)
     without = find_divergence(lm, PROMPTS[0], [5, 6], [5, 7], logits=False)
     assert without
     assert (without.gap, without.top2_gap) == (None, None)
@@ -183,7 +183,7 @@ def test_one_turn_that_differs_is_shown(load: Callable[..., ovspec.LanguageModel
     found = compare_turns(lm, PROMPTS[0], pairs[None], [pairs[0], pairs[1]])
     assert found.divergence
     assert (found.divergence.after, found.shown_pair[1].token_ids[3]) == (3, 7)
-    assert found.equality.startswith("the texts differ after 3 tokens: plain decoding continues with ")
+    assert found.equality_sentence.startswith("the texts differ after 3 tokens: plain decoding continues with ")
     assert found.last_pair == pairs[1]
     equal = compare_turns(lm, PROMPTS[0], (result, result), [(result, result)])
-    assert (equal.divergence, equal.equality) == (None, "both texts have the same 8 tokens")
+    assert (equal.divergence, equal.equality_sentence) == (None, "both texts have the same 8 tokens")

@@ -15,7 +15,7 @@ from commands_here import Command, commands_here
 from conftest import ROOT
 
 import ovspec
-from ovspec.cli.chat import read_message
+from ovspec.cli.chat import read_user_message
 
 DEMO = ROOT / "models" / "demo"
 ENGINE = ("--engine", "stateful", "--precision", "f32", "--arithmetic", "fast")  # which loads fastest
@@ -45,9 +45,9 @@ def lines_of(*lines: str) -> Callable[[bool], str]:
 
 def test_messages_of_several_lines() -> None:
     line = lines_of("one", "two\\", "three\\", "four", '"""', "five", "", 'six"""', '"""seven"""', "")
-    assert [read_message(line) for _ in range(5)] == ["one", "two\nthree\nfour", "five\n\nsix", "seven", ""]
+    assert [read_user_message(line) for _ in range(5)] == ["one", "two\nthree\nfour", "five\n\nsix", "seven", ""]
     with pytest.raises(EOFError):
-        read_message(line)
+        read_user_message(line)
 
 
 def test_a_chat_through_a_pipe(command: Command, pair: Path, lm: ovspec.LanguageModel) -> None:

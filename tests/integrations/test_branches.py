@@ -18,8 +18,8 @@ from conftest import PROMPTS, ROOT
 import ovspec
 from ovspec.base.errors import OvspecError
 from ovspec.drafting.costs import InferenceCosts
-from ovspec.integrations.branches import MOST_BRANCHES, Branches
-from ovspec.integrations.roles import find_roles
+from ovspec.integrations.branches import MAX_BRANCHES, Branches
+from ovspec.integrations.roles import find_role_texts
 from ovspec.text.chat_template import ChatTemplate
 
 Load = Callable[..., ovspec.LanguageModel]
@@ -38,7 +38,7 @@ def ids_of(lm: ovspec.LanguageModel, number: int, length: int) -> list[int]:
 
 
 def next_token(branches: Branches, text: list[int]) -> int:
-    return int(branches.logits(text)[0][-1].argmax())
+    return int(branches.request_logits(text)[0][-1].argmax())
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
@@ -65,7 +65,7 @@ def test_logits_of_texts_that_grow_part_and_shrink(load: Load, drafter: str, mon
         else:
             texts[number] = list(texts[rng.integers(len(texts))])
     for text in texts:
-        found, _ = branches.logits(text)
+        found, _ = branches.request_logits(text)
         np.testing.assert_allclose(found, lm.next_logits(text)[None], atol=1e-3)
     served = branches.counts
     assert served.requests == served.inferences + served.answered
@@ -84,7 +84,7 @@ def test_guesses_change_no_bit(draft: bool | str, cache_dir: Path, monkeypatch: 
     plain, drafted = Branches(lm), Branches(drafting)
     text = lm.encode(PROMPTS[0]).tolist()[:50]
     for _ in range(60):
-        ours, theirs = drafted.logits(text)[0], plain.logits(text)[0]
+        ours, theirs = drafted.request_logits(text)[0], plain.request_logits(text)[0]
         assert (ours == theirs).all()
         text.append(int(ours[-1].argmax()))
         for _ in range(3 if len(text) % 7 == 0 else 0):  # as if a grammar forced what the model would generate anyway
@@ -95,38 +95,38 @@ def test_guesses_change_no_bit(draft: bool | str, cache_dir: Path, monkeypatch: 
 def test_branches_keep_their_caches_and_are_bounded(load: Load) -> None:
     lm = load()
     branches, begin = Branches(lm), ids_of(lm, 0, 60)
-    branches.logits(begin)
+    branches.request_logits(begin)
     texts = [[*begin, *ids_of(lm, number, 12)] for number in range(1, 4)]
     for text in texts:
-        branches.logits(text)
+        branches.request_logits(text)
     assert branches.counts.forks == 2  # the first text continues the branch of the shared prefix
     read = branches.counts.read
     for _ in range(3):
         for text in texts:
             text.append(next_token(branches, text))
     assert branches.counts.read == read + 2 * len(texts)  # each new token is read once; the first round has none
-    for number in range(3 * MOST_BRANCHES):
-        branches.logits([*begin, *([number + 9] * 10)])
-    assert len(branches._branches) == MOST_BRANCHES
+    for number in range(3 * MAX_BRANCHES):
+        branches.request_logits([*begin, *([number + 9] * 10)])
+    assert len(branches._branches) == MAX_BRANCHES
     blocks = {id(branch.decoders.target): branch.decoders.target for branch in branches._branches}
-    assert len(blocks) == MOST_BRANCHES
+    assert len(blocks) == MAX_BRANCHES
 
 
 def test_logits_of_another_text_are_forgotten(load: Load) -> None:
     lm = load()
     branches, ids = Branches(lm), list(range(300, 350))
     for length in range(40, 51):
-        branches.logits(ids[:length])
+        branches.request_logits(ids[:length])
     other = [*ids[:47], *range(500, 525)]  # read like a prompt: only the last logits are computed
-    branches.logits(other)
-    np.testing.assert_allclose(branches.logits(other[:49])[0][0], lm.next_logits(other[:49]), atol=1e-3)
+    branches.request_logits(other)
+    np.testing.assert_allclose(branches.request_logits(other[:49])[0][0], lm.next_logits(other[:49]), atol=1e-3)
 
 
 def test_branches_make_room_for_a_prompt(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     lm = load()
     branches = Branches(lm)
     for number in range(3):
-        branches.logits(ids_of(lm, number, 40))
+        branches.request_logits(ids_of(lm, number, 40))
     assert len(branches._branches) == 3
 
     def check_memory(_: Any, tokens: int, spare: float) -> None:  # noqa: ARG001
@@ -135,10 +135,10 @@ def test_branches_make_room_for_a_prompt(load: Load, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr("ovspec.engine.decoders.check_free_memory", check_memory)
     monkeypatch.setattr("ovspec.engine.decoders.LEAST_CHECKED_BYTES", 0)
-    branches.logits([*ids_of(lm, 2, 40), *ids_of(lm, 3, 40)])
+    branches.request_logits([*ids_of(lm, 2, 40), *ids_of(lm, 3, 40)])
     assert len(branches._branches) == 2
     with pytest.raises(OvspecError, match="no room"):
-        branches.logits(ids_of(lm, 4, 40) * 10)
+        branches.request_logits(ids_of(lm, 4, 40) * 10)
     assert len(branches._branches) == 1
 
 
@@ -155,7 +155,7 @@ def test_recurrent_states_are_taken_back(attention: str | None, tmp_path: Path, 
             del text[-int(rng.integers(2, 20)) :]
         text.append(next_token(branches, text))
         if step % 5 == 0:
-            np.testing.assert_allclose(branches.logits(text)[0][0], model.logits(text)[-1], atol=1e-3)
+            np.testing.assert_allclose(branches.request_logits(text)[0][0], model.logits(text)[-1], atol=1e-3)
     assert branches.counts.proposed > 0
 
 
@@ -163,23 +163,23 @@ def test_all_new_places(load: Load) -> None:
     lm = load(**DRAFTERS["chain, fixed"])
     branches, ids = Branches(lm), ids_of(lm, 2, 80)
     for length in (20, 21, 40, 40, 60, 50, 80):
-        known, _ = branches.logits(ids[:length], all_new=True)
+        known, _ = branches.request_logits(ids[:length], all_new=True)
         for back in range(1, min(len(known), 12) + 1):
             np.testing.assert_allclose(known[-back], lm.next_logits(ids[: length - back + 1]), atol=1e-3)
-    assert len(branches.logits(ids, all_new=True)[0]) == 1
+    assert len(branches.request_logits(ids, all_new=True)[0]) == 1
 
 
 def test_an_inference_that_fails_leaves_nothing_wrong(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     lm = load(**DRAFTERS["chain, fixed"])
     branches, text = Branches(lm), ids_of(lm, 0, 40)
-    branches.logits(text)
+    branches.request_logits(text)
     target = branches._branches[-1].decoders.target
     with monkeypatch.context() as patched:
         patched.setattr(target._request, "infer", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))  # type: ignore
         with pytest.raises(KeyboardInterrupt):
-            branches.logits([*text, 9])
-    np.testing.assert_allclose(branches.logits([*text, 9])[0][0], lm.next_logits([*text, 9]), atol=1e-3)
-    np.testing.assert_allclose(branches.logits(text)[0][0], lm.next_logits(text), atol=1e-3)
+            branches.request_logits([*text, 9])
+    np.testing.assert_allclose(branches.request_logits([*text, 9])[0][0], lm.next_logits([*text, 9]), atol=1e-3)
+    np.testing.assert_allclose(branches.request_logits(text)[0][0], lm.next_logits(text), atol=1e-3)
 
 
 def test_what_is_refused(load: Load) -> None:
@@ -191,8 +191,8 @@ def test_what_is_refused(load: Load) -> None:
         ([5, 99_999], "Token id 99999 is not in the vocabulary"),
     ):
         with pytest.raises(OvspecError, match=message):
-            branches.logits(tokens)
-    full = branches.logits([5] * 2048)[0]
+            branches.request_logits(tokens)
+    full = branches.request_logits([5] * 2048)[0]
     assert full.shape == (1, 4096)
 
 
@@ -219,7 +219,7 @@ NUMBERED = "{% for m in messages %}{{ loop.index }}: {{ m.content }} {% endfor %
 @pytest.mark.parametrize("source", [CHATML, WITH_BOS, SYSTEM_BY_DEFAULT, INSTRUCTION])
 def test_roles_write_what_the_template_writes(source: str) -> None:
     template = ChatTemplate(source, {"bos_token": "<bos>"})
-    roles = find_roles(template)
+    roles = find_role_texts(template)
     assert roles
     chat = [(role, f"This is {role} {i}.") for i, role in enumerate(("user", "assistant", "user", "assistant", "user"))]
     if "system" in roles:
@@ -233,7 +233,7 @@ def test_roles_write_what_the_template_writes(source: str) -> None:
 
 @pytest.mark.parametrize("source", [NUMBERED, "{{ messages[0].content }}", "{{ 1 / 0 }}", "{{ messages | length }}"])
 def test_roles_that_a_template_does_not_have(source: str) -> None:
-    assert find_roles(ChatTemplate(source, {})) is None
+    assert find_role_texts(ChatTemplate(source, {})) is None
 
 
 # ---------------------------------------------------------------- the guidance library
