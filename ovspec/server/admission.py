@@ -188,7 +188,7 @@ class Service:
         if (draft := request.draft) is None:
             return DraftLimits(None, params.most_proposed)
         choice, model = self.lm.runtime.models.choice, self.lm.draft
-        loaded = ("lookup",) * bool(choice and choice.lookup) + ((model.drafter,) if model else ())
+        loaded = ("lookup",) * bool(choice and choice.lookup) + ((model.proposer_name,) if model else ())
         wanted = frozenset() if draft == "none" else frozenset(draft.split(","))
         if not wanted <= {*loaded}:
             has = " and ".join(loaded) or "no drafters"
