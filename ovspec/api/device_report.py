@@ -53,7 +53,7 @@ def device_report(folder: Path, descriptions: dict[str, JsonObject], options: Js
 
 def time_inferences(lm: LanguageModel) -> JsonObject:
     """Return the milliseconds of a prompt's tokens and of inferences, the first of each width and the fastest."""
-    decoder = lm.target.decoder()
+    decoder = lm.target.make_decoder()
     most_width = max(INFERENCE_WIDTHS)
     text = draw_probe_text(decoder, lm.target.ir.logits_width)[: CONTEXT_TOKENS + most_width]
     context = len(text) - most_width

@@ -83,7 +83,7 @@ def tune(folder: Path | None, goal: Goal, device: str | None, as_json: bool, cac
         if not (part / MODEL_FILE).is_file() or is_head_folder(part):  # a head runs with its target's settings
             continue
         with progress_bar(name) as show_progress:
-            profile = tune_model(part, options, goal, tell=show_progress)
+            profile = tune_model(part, options, goal, report=show_progress)
             show_progress("", 1.0)
         part_file = find_profile_file(part, options)
         assert part_file  # no property switches the cache off here

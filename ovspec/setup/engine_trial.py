@@ -14,7 +14,6 @@ from ovspec.setup.paging import compare_engines
 
 if __name__ == "__main__":
     disable_core_dumps()
-    given = json.loads(sys.argv[2])
-    cache_dir = Path(given.pop("cache_dir")) if given["cache_dir"] else None
-    options = DeviceOptions(**given | {"cache_dir": cache_dir})
+    fields = json.loads(sys.argv[2])
+    options = DeviceOptions(**fields | {"cache_dir": fields["cache_dir"] and Path(fields["cache_dir"])})
     print(json.dumps(asdict(compare_engines(Path(sys.argv[1]), options))))

@@ -22,7 +22,7 @@ from ovspec.setup.rollback_probing import find_findings_file
 
 @dataclass(frozen=True)
 class Exactness:
-    """What probing found."""
+    """The result of probing for a rule of exact arithmetic."""
 
     rule: FeedRule | None  # how tokens must be fed; None if no rule gives every token the same bits
     positions: int  # that were probed by the rule, or by the strictest one that was tried
@@ -47,7 +47,7 @@ class Exactness:
 
 @dataclass(frozen=True)
 class ExactnessTrial:
-    """What is tried: texts of each of ``contexts`` tokens, followed by pieces of each of ``widths`` tokens."""
+    """The texts to probe with: one for each of ``contexts`` tokens, followed by pieces of ``widths`` tokens each."""
 
     contexts: tuple[int, ...]
     widths: tuple[int, ...]
@@ -59,7 +59,7 @@ MakeDecoder = Callable[[FeedRule], Decoder]
 SHORT_TRIAL = ExactnessTrial((40,), (1, 2, 1, 1, 3, 8, 1))
 # Also shorter than one block, and, if possible, more blocks than there are threads to share them.
 FULL_TRIAL = ExactnessTrial((20, 70, 600), tuple(range(1, 18)), (2, 9))
-EXACTNESS_PROBE_VERSION = "9"  # of probing; another one makes what was found before worthless
+EXACTNESS_PROBE_VERSION = "9"  # a new version invalidates kept findings
 # Tokens and logits of the inferences that narrower and wider ones are compared with, and the strictest rule's fewest.
 PIECE_TOKENS = 16
 COUNTS_TO_TRY = (1, 2, 3, 4, 5, 6, 8, 10, 12, PIECE_TOKENS)  # fewest tokens and fewest logits to try
@@ -107,8 +107,9 @@ def find_exactness(make: MakeDecoder, engine: str, vocabulary: int, trial: Exact
     exactness = probe(rule)
     if not exactness.is_exact and rule != strictest:
         exactness = probe(strictest)  # if it isn't exact, no lesser rule is
-        rules = list_stricter_rules(rule, strictest) if exactness.is_exact else ()
-        exactness = next(filter(lambda lesser: lesser.is_exact, map(probe, rules)), exactness)
+        if exactness.is_exact:
+            rules = list_stricter_rules(rule, strictest)
+            exactness = next((lesser for lesser in map(probe, rules) if lesser.is_exact), exactness)
     # More tokens are computed in any case where the rule says so; on the stateful engine nothing is proposed unasked.
     if engine == "paged" and exactness.rule and exactness.rule.fewest < 2:
         exactness = replace(exactness, guess=measure_proposal_cost(make(exactness.rule), text))
@@ -152,15 +153,15 @@ def wait_for_gpu_kernels(decoder: Decoder, vocabulary: int) -> None:
 
 
 def read_exactness(folder: Path, options: DeviceOptions, engine: str) -> Exactness | None:
-    """Return what an earlier run found, if any."""
+    """Return the exactness that an earlier run found, if any."""
     return read_cached(Exactness, find_exactness_file(folder, options, engine))
 
 
 def find_exactness_file(folder: Path, options: DeviceOptions, engine: str) -> Path | None:
     properties = make_compile_properties(avoid_crash(folder, options))
     setting = sorted((name, value) for name, value in properties.items() if name != "CACHE_DIR")
-    told = repr((engine, EXACTNESS_PROBE_VERSION, options.device, setting))
-    return find_findings_file("exactness", folder, told, options.cache_folder, options.device)
+    key = repr((engine, EXACTNESS_PROBE_VERSION, options.device, setting))
+    return find_findings_file("exactness", folder, key, options.cache_folder, options.device)
 
 
 # ---------------------------------------------------------------- finding the rule
@@ -174,53 +175,56 @@ def draw_probe_text(decoder: Decoder, vocabulary: int) -> np.ndarray:
 
 def find_widest_feed(decoder: Decoder, text: np.ndarray) -> int | None:
     """Return how many tokens of ``text`` an inference may have at most; None for all of them, 0 for too few."""
-    narrow = decoder.fork()
+    narrow_decoder = decoder.fork()
     expected: list[bytes] = []
 
-    def agrees(width: int) -> bool:
+    def is_equal_when_fed_together(width: int) -> bool:
         decoder.reset(1)
-        found = hash_logits_rows(decoder.feed([text[:width]], [width])[0])
-        if found[: len(expected)] != expected[:width]:
+        hashes = hash_logits_rows(decoder.feed([text[:width]], [width])[0])
+        if hashes[: len(expected)] != expected[:width]:
             return False
         while len(expected) < width:
             piece = text[len(expected) : min(len(expected) + PIECE_TOKENS, width)]
-            expected.extend(hash_logits_rows(narrow.feed([piece], [len(piece)])[0]))
-        return found == expected[:width]
+            expected.extend(hash_logits_rows(narrow_decoder.feed([piece], [len(piece)])[0]))
+        return hashes == expected[:width]
 
-    last = 0
+    widest = 0
     for width in [width for width in RISING_WIDTHS if width < len(text)] + [len(text)]:
-        if not agrees(width):
+        if not is_equal_when_fed_together(width):
             break
-        last = width
+        widest = width
     else:
         return None
-    narrow.reset(1)
+    narrow_decoder.reset(1)
     expected.clear()
-    return last or next((width for width in FALLING_WIDTHS if width < len(text) and agrees(width)), 0)
+    smaller = [width for width in FALLING_WIDTHS if width < len(text)]
+    return widest or next(filter(is_equal_when_fed_together, smaller), 0)
 
 
 def find_least_rule(make: MakeDecoder, strictest: FeedRule, text: np.ndarray) -> FeedRule:
     """Return the rule with the fewest tokens and logits whose bits seem to be the ``strictest``'s."""
-    decoder, begin = make(strictest), min(PIECE_TOKENS, len(text))
-    looked_at = text[: PIECE_TOKENS + SINGLE_TOKENS + sum(range(PIECE_TOKENS))]
-    pieces = [looked_at[at : at + PIECE_TOKENS] for at in range(0, len(looked_at), PIECE_TOKENS)]
+    decoder = make(strictest)
+    begin = min(PIECE_TOKENS, len(text))
+    text = text[: PIECE_TOKENS + SINGLE_TOKENS + sum(range(PIECE_TOKENS))]
+    pieces = [text[start : start + PIECE_TOKENS] for start in range(0, len(text), PIECE_TOKENS)]
     expected = [row for piece in pieces for row in hash_logits_rows(decoder.feed([piece], [len(piece)])[0])]
 
-    def least(rule: FeedRule, names: tuple[str, ...], alone: int) -> FeedRule:
-        """Return ``rule`` with the least count under these names, all alike and less than before, that agrees."""
+    def lower_counts(rule: FeedRule, names: tuple[str, ...], single_tokens: int) -> FeedRule:
+        """Return ``rule`` with the least count under these names, the same for all, that keeps the bits."""
         most = min(getattr(rule, name) for name in names)
         for count in [count for count in COUNTS_TO_TRY if count < most]:
             lesser = replace(rule, **dict.fromkeys(names, count))
-            # Tokens alone come first: they differ most often. Other widths may have kernels of their own, too.
-            widths = [1] * alone + list(range(count + 1, PIECE_TOKENS))
-            if has_expected_bits(make(lesser), looked_at, begin, widths, expected):
+            # Single tokens come first: they differ most often. Other widths may have kernels of their own, too.
+            widths = [1] * single_tokens + list(range(count + 1, PIECE_TOKENS))
+            if has_expected_bits(make(lesser), text, begin, widths, expected):
                 return lesser
         return rule
 
     if strictest.fewest == 1:
-        return least(strictest, ("fewest_logits",), SINGLE_TOKENS)
-    both = least(strictest, ("fewest", "fewest_logits"), SINGLE_TOKENS)
-    return least(least(both, ("fewest",), SINGLE_TOKENS), ("fewest_logits",), SINGLE_TOKENS_FOR_LOGITS)
+        return lower_counts(strictest, ("fewest_logits",), SINGLE_TOKENS)
+    rule = lower_counts(strictest, ("fewest", "fewest_logits"), SINGLE_TOKENS)
+    rule = lower_counts(rule, ("fewest",), SINGLE_TOKENS)
+    return lower_counts(rule, ("fewest_logits",), SINGLE_TOKENS_FOR_LOGITS)
 
 
 def list_stricter_rules(rule: FeedRule, strictest: FeedRule) -> Iterator[FeedRule]:
@@ -246,30 +250,28 @@ def has_expected_bits(decoder: Decoder, text: np.ndarray, begin: int, widths: li
 
 def measure_proposal_cost(decoder: Decoder, text: np.ndarray) -> float:
     """Return how many times as long an inference takes that is fed two tokens as one that is fed a single token."""
-    least = {1: math.inf, 2: math.inf}  # an inference may take longer for many reasons
+    least_seconds = {1: math.inf, 2: math.inf}  # an inference may take longer for many reasons
     context = min(RISING_WIDTHS[0], len(text) - 2)
     decoder.reset(1)
     decoder.feed([text[:context]], [0])
     for _ in range(TIMED_INFERENCES):
-        for width in least:
+        for width in least_seconds:
             for _ in range(2):  # the first inference after one of another width takes longer
                 decoder.truncate(0, context)
                 began = time.perf_counter()
                 decoder.feed([text[context : context + width]], [1])
-                least[width] = min(least[width], time.perf_counter() - began)
-    return least[2] / least[1]
+                least_seconds[width] = min(least_seconds[width], time.perf_counter() - began)
+    return least_seconds[2] / least_seconds[1]
 
 
 def hash_probe_logits(decoder: Decoder, vocabulary: int) -> list[bytes]:
-    """Return the bits of the logits after each token of a random text, fed in pieces of many widths."""
-    text, found, widths = (
-        draw_probe_text(decoder, vocabulary),
-        list[bytes](),
-        itertools.cycle((40, *SHORT_TRIAL.widths)),
-    )
-    while len(piece := text[len(found) : len(found) + next(widths)]):
-        found += hash_logits_rows(decoder.feed([piece], [len(piece)])[0])
-    return found
+    """Return hashes of the logits after each token of a random text, fed in pieces of many widths."""
+    text = draw_probe_text(decoder, vocabulary)
+    widths = itertools.cycle((40, *SHORT_TRIAL.widths))
+    hashes: list[bytes] = []
+    while len(piece := text[len(hashes) : len(hashes) + next(widths)]):
+        hashes += hash_logits_rows(decoder.feed([piece], [len(piece)])[0])
+    return hashes
 
 
 def hash_logits_rows(logits: np.ndarray) -> list[bytes]:
@@ -281,91 +283,96 @@ def hash_logits_rows(logits: np.ndarray) -> list[bytes]:
 
 def probe_feed_rule(decoder: Decoder, vocabulary: int, trial: ExactnessTrial = SHORT_TRIAL) -> Exactness:
     """Feed random texts in many ways by the decoder's rule, and compare the bits with those of one pass over each."""
-    random, most = np.random.default_rng(0), decoder.context_length
-    positions = differing = 0
+    generator = np.random.default_rng(0)
+    most = decoder.context_length
+    positions = 0
+    differing = 0
     tail = sum(trial.widths)
     contexts = [context for context in trial.contexts if not most or context + tail <= most]
     for context in contexts or [max(2, (most or 0) - tail)]:
-        text = random.integers(0, vocabulary, min(context + tail, most or context + tail))
+        text = generator.integers(0, vocabulary, min(context + tail, most or context + tail))
         begin = max(1, len(text) - tail)
         decoder.reset(1)
         expected = hash_logits_rows(decoder.feed([text], [len(text)])[0])
-        prober = FeedRuleProber(decoder, text, begin, random)
-        ways = [prober.in_pieces(trial.widths), prober.after_rollbacks(trial.widths)]
-        ways += [prober.beside_others(rows) for rows in trial.batches]
-        for way in ways:
-            for first, logits in way:
-                found = hash_logits_rows(logits)
-                positions += len(found)
-                differing += sum(a != b for a, b in zip(found, expected[first:], strict=False))
+        prober = FeedRuleProber(decoder, text, begin, generator)
+        readings = [prober.read_in_pieces(trial.widths), prober.read_after_rollbacks(trial.widths)]
+        readings += [prober.read_in_batch(rows) for rows in trial.batches]
+        for first, logits in itertools.chain.from_iterable(readings):
+            hashes = hash_logits_rows(logits)
+            positions += len(hashes)
+            differing += sum(a != b for a, b in zip(hashes, expected[first:], strict=False))
         decoder.reset(1)
-    return Exactness(None if differing else decoder.rule, positions, differing)
+    rule = None if differing else decoder.rule
+    return Exactness(rule, positions, differing)
 
 
 class FeedRuleProber:
-    """Feeds ``text`` (n,) to ``decoder`` in several ways, with pieces of given widths from position ``begin`` on.
+    """Feeds ``text`` (n,) to ``decoder`` in several ways, in pieces from position ``begin`` on.
 
     Each way yields (position of the first token, logits (positions, vocab)).
     """
 
-    def __init__(self, decoder: Decoder, text: np.ndarray, begin: int, random: np.random.Generator) -> None:
-        self.decoder, self.text, self.begin, self.random = decoder, text, begin, random
+    def __init__(self, decoder: Decoder, text: np.ndarray, begin: int, generator: np.random.Generator) -> None:
+        self.decoder = decoder
+        self.text = text
+        self.begin = begin
+        self.generator = generator
 
-    def in_pieces(self, widths: tuple[int, ...]) -> Iterator[tuple[int, np.ndarray]]:
-        """Read the context in random pieces, of which a random number of logits is wanted, then go on."""
+    def read_in_pieces(self, widths: tuple[int, ...]) -> Iterator[tuple[int, np.ndarray]]:
+        """Read the context in random pieces, with a random number of logits for each, then go on."""
         self.decoder.reset(1)
         position = 0
         while position < self.begin:
-            width = int(self.random.integers(1, self.random.choice((2, 4, *RISING_WIDTHS)) + 1))
+            width = int(self.generator.integers(1, self.generator.choice((2, 4, *RISING_WIDTHS)) + 1))
             piece = self.text[position : min(self.begin, position + width)]
-            wanted = int(self.random.integers(0, len(piece) + 1))
+            logits_rows = int(self.generator.integers(0, len(piece) + 1))
             position += len(piece)
-            logits = self.decoder.feed([piece], [wanted])[0]
-            if wanted:
-                yield position - wanted, logits
-        yield from self.feed(widths)
+            logits = self.decoder.feed([piece], [logits_rows])[0]
+            if logits_rows:
+                yield position - logits_rows, logits
+        yield from self.feed_pieces(widths)
 
-    def after_rollbacks(self, widths: tuple[int, ...]) -> Iterator[tuple[int, np.ndarray]]:
+    def read_after_rollbacks(self, widths: tuple[int, ...]) -> Iterator[tuple[int, np.ndarray]]:
         """The same with rejected tokens before each piece, in a fork that rewinds into the context first."""
-        self.read()
+        self.read_context()
         fork = self.decoder.fork()
         fork.truncate(0, min(max(1, self.begin - 8), len(fork.rows[0])))  # a fork may be empty
         unread = self.text[len(fork.rows[0]) : self.begin]
         if len(unread):
             fork.feed([unread], [0])
-        prober = FeedRuleProber(fork, self.text, self.begin, self.random)
-        yield from prober.feed(tuple(reversed(widths)), rejected=True)
+        prober = FeedRuleProber(fork, self.text, self.begin, self.generator)
+        yield from prober.feed_pieces(tuple(reversed(widths)), with_rejections=True)
         fork.reset(0)
 
-    def beside_others(self, rows: int) -> Iterator[tuple[int, np.ndarray]]:
+    def read_in_batch(self, rows: int) -> Iterator[tuple[int, np.ndarray]]:
         """Read the text in pieces as the first of ``rows`` rows, which hold other texts of other lengths."""
-        self.read()
+        self.read_context()
         self.decoder.reorder([0] * rows)
         for row in range(1, rows):
-            self.decoder.truncate(row, int(self.random.integers(0, self.begin)))
-        position, widths = len(self.decoder.rows[0]), itertools.cycle((1, 3, 1, 1, 2, 5))
+            self.decoder.truncate(row, int(self.generator.integers(0, self.begin)))
+        widths = itertools.cycle((1, 3, 1, 1, 2, 5))
+        position = len(self.decoder.rows[0])
         while position < len(self.text):
             room = [len(self.text) - len(row) for row in self.decoder.rows]  # the text may fill the context
-            pieces = [self.junk(min(left, int(self.random.integers(0, 6)))) for left in room]
+            pieces = [self.draw_junk(min(tokens, int(self.generator.integers(0, 6)))) for tokens in room]
             pieces[0] = self.text[position : position + next(widths)]
             logits = self.decoder.feed(pieces, [len(piece) for piece in pieces])[0]
             yield position, logits
             position += len(pieces[0])
         self.decoder.reorder([0])
 
-    def read(self) -> None:
-        """Let the decoder hold the context."""
+    def read_context(self) -> None:
         self.decoder.truncate(0, min(self.begin, len(self.decoder.rows[0])))
         if len(unread := self.text[len(self.decoder.rows[0]) : self.begin]):
             self.decoder.feed([unread], [0])
 
-    def feed(self, widths: tuple[int, ...], rejected: bool = False) -> Iterator[tuple[int, np.ndarray]]:
+    def feed_pieces(self, widths: tuple[int, ...], with_rejections: bool = False) -> Iterator[tuple[int, np.ndarray]]:
         position = self.begin
         for width in widths:
             if position >= len(self.text):
                 return
-            if rejected:
-                junk = self.junk(min(3, len(self.text) - position))
+            if with_rejections:
+                junk = self.draw_junk(min(3, len(self.text) - position))
                 self.decoder.feed([junk], [len(junk)])
                 self.decoder.truncate(0, position)
                 missing = self.text[len(self.decoder.rows[0]) : position]
@@ -375,5 +382,5 @@ class FeedRuleProber:
             yield position, self.decoder.feed([piece], [len(piece)])[0]
             position += width
 
-    def junk(self, count: int) -> np.ndarray:
-        return self.random.integers(0, int(self.text.max()) + 1, count)
+    def draw_junk(self, count: int) -> np.ndarray:
+        return self.generator.integers(0, int(self.text.max()) + 1, count)

@@ -10,16 +10,19 @@ from types import ModuleType
 from ovspec.base.errors import OvspecError
 from ovspec.ir.device import default_cache_dir
 from ovspec.setup.identity import compute_files_revision
-from ovspec.setup.manifest import read_manifest
+from ovspec.setup.manifest import ExportedModel, read_manifest
 
 
-def import_export_package(what: str = "Exporting") -> ModuleType:
-    """Import and return ``ovspec_export``; raises OvspecError, naming what to install, if ``what`` lacks a package."""
+def import_export_package(task: str = "Exporting") -> ModuleType:
+    """Import and return ``ovspec_export``; raises OvspecError with the command to install it if a package is missing.
+
+    ``task``: the beginning of the error's sentence.
+    """
     try:
         import ovspec_export
     except ModuleNotFoundError as error:
-        how = "which is not installed; run pip install '.[export]' in a clone of ovspec"
-        raise OvspecError(f"{what} needs the package {error.name}, {how}.") from None
+        advice = "which is not installed; run pip install '.[export]' in a clone of ovspec"
+        raise OvspecError(f"{task} needs the package {error.name}, {advice}.") from None
     return ovspec_export
 
 
@@ -28,7 +31,8 @@ def export_to_cache(target: str, draft: str | None) -> Path:
 
     A model whose files have changed is exported again. A hub id is looked up only the first time.
     """
-    sources = [str(Path(name).resolve()) if name and Path(name).exists() else name for name in (target, draft)]
+    paths = [Path(name) if name and Path(name).exists() else None for name in (target, draft)]
+    sources = [str(path.resolve()) if path else name for path, name in zip(paths, (target, draft), strict=True)]
     key = hashlib.sha256(repr(sources).encode()).hexdigest()[:12]
     name = re.sub(r"[^\w.-]+", "-", target).strip("-.") or "model"
     folder = default_cache_dir() / "exports" / f"{name[-60:]}-{key}"
@@ -36,11 +40,11 @@ def export_to_cache(target: str, draft: str | None) -> Path:
         manifest = read_manifest(folder)
     except OvspecError:  # damaged
         manifest = None
-    models = (manifest.target, manifest.draft) if manifest else ()
-    revisions = [
-        compute_files_revision(Path(name)) if name and Path(name).exists() else None for name in (target, draft)
-    ]
-    changed = [now for now, model in zip(revisions, models, strict=False) if now and model and now != model.revision]
-    if not manifest or changed:
+    if not manifest or any(map(has_changed, paths, (manifest.target, manifest.draft))):
         import_export_package().export_pair(target, draft, folder, overwrite=True)
     return folder
+
+
+def has_changed(source: Path | None, exported: ExportedModel | None) -> bool:
+    """Return whether the files of ``source`` have changed since it was exported; a hub id has none."""
+    return bool(source and exported and compute_files_revision(source) != exported.revision)

@@ -6,8 +6,8 @@ import math
 from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
+from ovspec.base.json_types import JsonObject
 from ovspec.cache.decoder import Arithmetic
 from ovspec.ir.compile import MODEL_FILE, compile_ir
 from ovspec.ir.device import DeviceOptions
@@ -17,18 +17,10 @@ from ovspec.setup.engine_choice import CompiledModel, EngineChoice
 from ovspec.setup.manifest import DRAFT_FOLDER, ExportedModel, read_manifest
 from ovspec.setup.profile import count_weight_shapes, load_model_with_profile, read_profile
 from ovspec.setup.proposers import load_compiled_head
-from ovspec.setup.rollback_probing import load_rollback_probe
+from ovspec.setup.rollback_probing import RollbackProbe, load_rollback_probe
 
 # OpenVINO's element types for weights -> the names that users know.
-WEIGHT_FORMAT_NAMES = {
-    "f32": "fp32",
-    "f16": "fp16",
-    "bf16": "bf16",
-    "i8": "int8",
-    "u8": "int8",
-    "i4": "int4",
-    "u4": "int4",
-}
+WEIGHT_NAMES = {"f32": "fp32", "f16": "fp16", "bf16": "bf16", "i8": "int8", "u8": "int8", "i4": "int4", "u4": "int4"}
 
 # How requests go on with copied states, which all CPUs do rightly.
 COPY_NOTES = {
@@ -46,42 +38,47 @@ def inspect_models(
     arithmetic: Arithmetic | None = None,
     tuned: bool = True,
     verify: bool = False,
-) -> dict[str, dict[str, Any]]:
-    """Return what is known about the target in ``folder`` and its draft, if there is one, as JSON values.
+) -> dict[str, JsonObject]:
+    """Return facts about the target in ``folder`` and its draft, if there is one, as JSON values.
 
     ``engine``, ``arithmetic`` and ``verify`` are as in ``load``; ``tuned`` applies the profile, if there is one. Sizes
     are in bytes. Raises like ``load``.
     """
-    manifest, draft = read_manifest(folder, verify), folder / DRAFT_FOLDER
-
+    manifest = read_manifest(folder, verify)
+    draft = folder / DRAFT_FOLDER
     head = draft if is_head_folder(draft) else None
 
-    def load(part: Path, arithmetic: Arithmetic | None, head: Path | None = None) -> CompiledModel:
-        return load_model_with_profile(
-            read_profile(part, options) if tuned else None, part, options, engine, arithmetic, head
-        )
+    def load_tuned(model: Path, arithmetic: Arithmetic | None, head: Path | None = None) -> CompiledModel:
+        profile = read_profile(model, options) if tuned else None
+        return load_model_with_profile(profile, model, options, engine, arithmetic, head)
 
-    target = load(folder, arithmetic, head)
-    found = {"target": inspect_model(target, options, manifest.target if manifest else None)}
+    target = load_tuned(folder, arithmetic, head)
+    inspections = {"target": inspect_model(target, options, manifest and manifest.target)}
     if (draft / MODEL_FILE).is_file():
-        loaded = load_compiled_head(draft, target, options) if head else load(draft, "fast")
-        found["draft"] = inspect_model(loaded, options, manifest.draft if manifest else None)
-    return found
+        proposer = load_compiled_head(draft, target, options) if head else load_tuned(draft, "fast")
+        inspections["draft"] = inspect_model(proposer, options, manifest and manifest.draft)
+    return inspections
 
 
-def inspect_model(loaded: CompiledModel, options: DeviceOptions, exported: ExportedModel | None) -> dict[str, Any]:
-    folder, ir, probe = loaded.ir.folder, loaded.ir, None
+def inspect_model(loaded: CompiledModel, options: DeviceOptions, exported: ExportedModel | None) -> JsonObject:
+    ir = loaded.ir
+    folder = ir.folder
+    rollback = loaded.rollback
+    model_type: str | None = "EAGLE-3 head"
+    probe: RollbackProbe | None = None
     if not loaded.is_head:
+        model_type = ir.config.language_config.model_type
         if loaded.engine == "paged":
-            used = {name: value for name, value in ir.properties.items() if name != "CACHE_DIR"}
-            ir = compile_ir(folder, replace(options, properties=options.properties | used))
+            properties = {name: setting for name, setting in ir.properties.items() if name != "CACHE_DIR"}
+            ir = compile_ir(folder, replace(options, properties=options.properties | properties))
         probe = load_rollback_probe(ir, options.cache_folder)
+        rollback = probe.rollback
     parameters, weights = compute_weight_shares(folder)
     return {
         "folder": str(folder),
-        "source": exported.source if exported else None,
+        "source": exported and exported.source,
         "options": exported.options if exported else {},
-        "model_type": "EAGLE-3 head" if loaded.is_head else ir.config.language_config.model_type,
+        "model_type": model_type,
         "parameters": parameters,
         "weights": weights,
         "size": sum(path.stat().st_size for path in folder.iterdir() if path.is_file()),
@@ -95,7 +92,7 @@ def inspect_model(loaded: CompiledModel, options: DeviceOptions, exported: Expor
         "rule": str(loaded.rule),
         "profile": loaded.profile,
         "kl": loaded.kl_divergence,
-        "rollback": str(probe.rollback if probe else loaded.rollback),
+        "rollback": str(rollback),
         "probed": probe and asdict(probe),
         "kv_precision": ir.kv_precision or "the device's own",
         "kv_bytes_per_1000_tokens": round(1000 * kv_bytes_per_token(ir)),
@@ -106,35 +103,37 @@ def compute_weight_shares(folder: Path) -> tuple[int, dict[str, float]]:
     """Return the number of weights and the share of each format; scales, zero points and norms are not counted."""
     counts: Counter[str] = Counter()
     for (element_type, text), count in count_weight_shapes(folder).items():
-        kind, shape = WEIGHT_FORMAT_NAMES.get(element_type), [int(size) for size in text.split(",")]
-        if kind and len(shape) > 1 and min(shape) > 1:
-            counts[kind] += count * math.prod(shape)
+        weight_format = WEIGHT_NAMES.get(element_type)
+        shape = [int(size) for size in text.split(",")]
+        if weight_format and len(shape) > 1 and min(shape) > 1:
+            counts[weight_format] += count * math.prod(shape)
     total = sum(counts.values())
-    return total, {kind: round(count / total, 4) for kind, count in counts.most_common()}
+    return total, {weight_format: round(count / total, 4) for weight_format, count in counts.most_common()}
 
 
-def format_inspection(name: str, found: dict[str, Any]) -> list[str]:
+def format_inspection(name: str, facts: JsonObject) -> list[str]:
     """Return the lines that ``ovspec inspect`` prints for one model."""
-    shares = ", ".join(f"{kind} {share:.1%}" for kind, share in found["weights"].items())
-    probe = found["probed"]
-    fixed = sum(state["sequence_axis"] is None for state in found["states"])
-    states = f"{len(found['states']) - fixed} for keys and values" + (f", {fixed} that can't be cut" if fixed else "")
-    probed = ""
-    if probe:
+    shares = ", ".join(f"{weight_format} {share:.1%}" for weight_format, share in facts["weights"].items())
+    fixed = sum(state["sequence_axis"] is None for state in facts["states"])
+    profile = NO_PROFILE_NOTE
+    if facts["profile"]:
+        profile = f"{facts['profile']}; KL divergence {facts['kl']:.1e} nats"
+    rollback = facts["rollback"]
+    if probe := facts["probed"]:
         copies = COPY_NOTES[probe["rollback"]["copies"]]
-        probed = f" on the stateful engine{copies} (probed on {probe['setting']} in {probe['seconds']:.2f} s)"
-    cache = f"{found['kv_bytes_per_1000_tokens'] / 1e6:,.1f} MB per 1000 tokens (KV cache: {found['kv_precision']})"
+        rollback += f" on the stateful engine{copies} (probed on {probe['setting']} in {probe['seconds']:.2f} s)"
+    cache = f"{facts['kv_bytes_per_1000_tokens'] / 1e6:,.1f} MB per 1000 tokens (KV cache: {facts['kv_precision']})"
     lines = {
-        name: found["folder"] + (f", exported from {found['source']}" if found["source"] else ""),
-        "model": f"{found['model_type'] or 'unknown'}, {found['parameters'] / 1e6:,.1f} M weights: {shares}",
-        "size": f"{found['size'] / 1e6:,.1f} MB",
-        "context": f"{found['context'] or 'unknown'}" + (f", window {found['window']}" if found["window"] else ""),
-        "logits": f"{found['logits']} wide",
-        "states": states,
-        "engine": f"{found['engine']} ({found['engine_reason']})",
-        "arithmetic": found["arithmetic"] + (f": {found['rule']}" if found["arithmetic"] == "exact" else ""),
-        "profile": f"{found['profile']}; KL divergence {found['kl']:.1e} nats" if found["profile"] else NO_PROFILE_NOTE,
-        "rollback": found["rollback"] + probed,
-        "memory": f"{cache}, {found['size'] / 1e6:,.1f} MB for the weights",
+        name: facts["folder"] + f", exported from {facts['source']}" * bool(facts["source"]),
+        "model": f"{facts['model_type'] or 'unknown'}, {facts['parameters'] / 1e6:,.1f} M weights: {shares}",
+        "size": f"{facts['size'] / 1e6:,.1f} MB",
+        "context": f"{facts['context'] or 'unknown'}" + f", window {facts['window']}" * bool(facts["window"]),
+        "logits": f"{facts['logits']} wide",
+        "states": f"{len(facts['states']) - fixed} for keys and values" + f", {fixed} that can't be cut" * bool(fixed),
+        "engine": f"{facts['engine']} ({facts['engine_reason']})",
+        "arithmetic": facts["arithmetic"] + f": {facts['rule']}" * (facts["arithmetic"] == "exact"),
+        "profile": profile,
+        "rollback": rollback,
+        "memory": f"{cache}, {facts['size'] / 1e6:,.1f} MB for the weights",
     }
-    return [f"{key:11}{value}" for key, value in lines.items()]
+    return [f"{label:11}{text}" for label, text in lines.items()]

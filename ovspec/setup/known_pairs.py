@@ -23,15 +23,15 @@ class KnownPair:
     note: str = ""
 
     def __str__(self) -> str:
-        head = f"EAGLE-3 head {self.eagle3}" if self.eagle3 else ""
+        head = f"EAGLE-3 head {self.eagle3}" * bool(self.eagle3)
         notes = "; ".join(filter(None, (self.note, head)))
         return f"{self.name:20} {self.target}" + f"  +  {self.draft}" * bool(self.draft) + f"  ({notes})" * bool(notes)
 
 
 def read_known_pairs() -> dict[str, KnownPair]:
     """Return the known pairs by short name, in the order of the file."""
-    here = Path(__file__).resolve().parent.parent
-    files = (here / "pairs.toml", here.parent / "models" / "pairs.toml")  # an installed package, or a clone
+    package = Path(__file__).resolve().parent.parent
+    files = (package / "pairs.toml", package.parent / "models" / "pairs.toml")  # an installed package, or a clone
     file = next(file for file in files if file.is_file())
     entries = tomllib.loads(file.read_text(encoding="utf-8"))
     return {name: KnownPair(name, **entry) for name, entry in entries.items()}

@@ -7,10 +7,10 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_dataclass, read_json, write_atomically
+from ovspec.base.json_types import JsonObject
 from ovspec.text.chat_template import TEMPLATES_FOLDER
 
 MANIFEST_FILE = "ovspec.json"
@@ -39,15 +39,15 @@ class ExportedModel:
 
     source: str
     weight_format: str
-    options: dict[str, Any]
-    states: list[dict[str, Any]]  # each with its axes
+    options: JsonObject
+    states: list[JsonObject]  # each with its axes
     revision: str | None = None  # of the source: the hub's commit, or a checksum that changes with a folder's files
     versions: dict[str, str] = field(default_factory=dict)  # of packages, where they differ from the manifest's
 
 
 @dataclass
 class Manifest:
-    """What an export holds."""
+    """The models and files of an export."""
 
     target: ExportedModel
     draft: ExportedModel | None
@@ -71,9 +71,11 @@ def has_manifest(folder: Path) -> bool:
 
 
 def backup_path(output: Path) -> Path:
-    """Return where the old ``output`` is kept while it is being replaced."""
+    """Return the path of the old ``output`` while it is being replaced."""
     output = output.resolve()
-    return output.with_name(f".{output.name}.old") if output.name else output / ".old"  # the root has no name
+    if not output.name:  # the root
+        return output / ".old"
+    return output.with_name(f".{output.name}.old")
 
 
 def restore_backup(output: Path) -> None:
@@ -88,8 +90,8 @@ def has_other_line_ends(path: Path, exported: ExportedFile) -> bool:
     """Return whether a file differs from the one that was exported by line ends alone, which no binary one does."""
     if path.suffix == ".bin" or not path.is_file():
         return False
-    found = hashlib.sha256(path.read_bytes().replace(b"\r\n", b"\n")).hexdigest()
-    return found == exported.sha256
+    checksum = hashlib.sha256(path.read_bytes().replace(b"\r\n", b"\n")).hexdigest()
+    return checksum == exported.sha256
 
 
 def read_manifest(folder: Path, verify: bool = False) -> Manifest | None:
@@ -109,15 +111,17 @@ def read_manifest(folder: Path, verify: bool = False) -> Manifest | None:
     for name, file in manifest.files.items():
         path = folder / name
         if not path.is_file() or path.stat().st_size != file.size:
-            told = "its line ends were changed, as Git may do" if has_other_line_ends(path, file) else ""
-            told = told or "missing, or not the size that was exported"
-            raise OvspecError(f"{path}: {told}; export the model again.")
+            problem = "missing, or not the size that was exported"
+            if has_other_line_ends(path, file):
+                problem = "its line ends were changed, as Git may do"
+            raise OvspecError(f"{path}: {problem}; export the model again.")
         if verify and hash_file(path) != file.sha256:
             raise OvspecError(f"{path}: changed since it was exported; export the model again.")
-    more = [f"{TEMPLATES_FOLDER}/{file.name}" for file in (folder / TEMPLATES_FOLDER).glob("*.jinja")]
-    for name in (
-        (*TEXT_DECIDING_FILES, *(f"{DRAFT_FOLDER}/{name}" for name in TEXT_DECIDING_FILES), *more) if verify else ()
-    ):
+    if not verify:
+        return manifest
+    templates = [f"{TEMPLATES_FOLDER}/{file.name}" for file in (folder / TEMPLATES_FOLDER).glob("*.jinja")]
+    draft_files = [f"{DRAFT_FOLDER}/{name}" for name in TEXT_DECIDING_FILES]
+    for name in (*TEXT_DECIDING_FILES, *draft_files, *templates):
         if name not in manifest.files and (folder / name).is_file():
             raise OvspecError(f"{folder / name}: not a file of the export; move it away, or export the model again.")
     return manifest

@@ -1,4 +1,4 @@
-"""The folders of a target and of its draft: the embedded pair's, given ones, and exports in the cache."""
+"""The folders of a target and its draft: the demo pair's, the user's, and exports in the cache."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def find_demo_folder() -> Path:
 
 
 def resolve_model_folder(model: str | Path | None) -> Path:
-    """Return ``model``, or the embedded pair's folder for None; raises OvspecError if it has no exported model."""
+    """Return ``model``, or the demo pair's folder for None; raises OvspecError if it has no exported model."""
     folder = find_demo_folder() if model is None else Path(model)
     restore_backup(folder)
     check_ir_folder(folder)
@@ -43,30 +43,31 @@ def export_model_and_draft(model: str | Path | None, draft: Any) -> tuple[Path, 
         raise OvspecError("`export=True` needs the draft's checkpoint by name, not `draft=True` or a Drafter.")
     from ovspec.setup.exporting import export_to_cache
 
-    named = draft if draft not in ("none", "lookup") else None
-    return export_to_cache(str(model), str(named) if named else None), True if named else draft
+    if not draft or draft in ("none", "lookup"):
+        return export_to_cache(str(model), None), draft
+    return export_to_cache(str(model), str(draft)), True
 
 
 def resolve_draft(choice: DraftChoice | None, folder: Path, manifest: Manifest | None = None) -> DraftChoice | None:
-    """Return ``choice`` with the folder of the draft that was exported beside the target in ``folder``.
+    """Return ``choice`` with the folder of the draft that was exported with the target in ``folder``.
 
     Raises OvspecError if there is no such draft, or if it isn't made of the target's own layers, as "self" says, or not
     a head, as "head" does.
     """
     if not choice or choice.model not in (EXPORTED_DRAFT, SELF_DRAFT, HEAD_DRAFT):
         return choice
-    beside = folder / DRAFT_FOLDER
-    if not beside.is_dir():
-        what = "head" if choice.model == HEAD_DRAFT else "draft"
-        raise OvspecError(f"{folder}: it was exported without a {what}; name one, or export it again with one.")
+    draft = folder / DRAFT_FOLDER
+    if not draft.is_dir():
+        proposer = "head" if choice.model == HEAD_DRAFT else "draft"
+        raise OvspecError(f"{folder}: it was exported without a {proposer}; name one, or export it again with one.")
     source = manifest.draft.source if manifest and manifest.draft else ""
     if choice.model == SELF_DRAFT and not re.fullmatch(r".*, first \d+ layers", source):
         raise OvspecError(
-            f"{beside}: not made of the target's own layers; run 'ovspec export --draft-layers N' for 'self'."
+            f"{draft}: not made of the target's own layers; run 'ovspec export --draft-layers N' for 'self'."
         )
-    if choice.model == HEAD_DRAFT and not is_head_folder(beside):
-        raise OvspecError(f"{beside}: a draft model, not an EAGLE-3 head; name it 'draft', or export a head.")
-    return replace(choice, model=beside)
+    if choice.model == HEAD_DRAFT and not is_head_folder(draft):
+        raise OvspecError(f"{draft}: a draft model, not an EAGLE-3 head; name it 'draft', or export a head.")
+    return replace(choice, model=draft)
 
 
 def check_draft_folder(draft: Path, folder: Path, manifest: Manifest | None) -> None:
@@ -79,4 +80,7 @@ def check_draft_folder(draft: Path, folder: Path, manifest: Manifest | None) -> 
 def list_model_folders(folder: Path, draft: Any) -> list[Path]:
     """Return the folder of a model, and that of its draft if it has one."""
     choice = resolve_draft(parse_draft(draft), folder)
-    return [folder, *([Path(choice.model)] if choice and choice.model else [])]
+    folders = [folder]
+    if choice and choice.model:
+        folders.append(Path(choice.model))
+    return folders

@@ -29,8 +29,8 @@ from ovspec.setup.rollback_probing import find_findings_file
 
 # If a model's attention window has at most this many slots, the text that compares the engines is longer than it.
 LONGEST_TESTED_WINDOW = 256
-# Bytes of weights up to which products are joined: OpenVINO keeps the joined weights in memory beside its own form of
-# them, and the more a product has to read, the less it matters how many there are.
+# Bytes of weights up to which products are joined: OpenVINO keeps the joined weights in memory, and its own form of
+# them, too, and the more a product has to read, the less it matters how many there are.
 MOST_JOINED_BYTES = 5e8
 # A GPU computes in 16 bits, so that its logits differ from those in f32 by this share of their standard deviation: seen
 # are 0.045, and 0.5 and more where attention reads wrong keys.
@@ -82,30 +82,32 @@ def compile_paged(folder: Path, options: DeviceOptions, paired: bool = True, hea
 
 def check_paged(folder: Path, options: DeviceOptions) -> PagedCheck:
     """Return the result of ``compare_engines``, cached on disk; only a CPU and GPUs have a paged engine."""
-    device, setting = check_device(options.device), f"OpenVINO {ov.get_version()}"
+    device = check_device(options.device)
+    setting = f"OpenVINO {ov.get_version()}"
     if is_gpu(device):
-        properties = {name: value for name, value in make_compile_properties(options).items() if name != "CACHE_DIR"}
-        setting = f"{setting} {sorted(properties.items())}"
+        properties = [pair for pair in sorted(make_compile_properties(options).items()) if pair[0] != "CACHE_DIR"]
+        setting = f"{setting} {properties}"
     elif device != "CPU":
         return PagedCheck(False, f"the paged engine runs on a CPU or a GPU only, and the device is {device}")
     file = find_findings_file("engines", folder, setting, options.cache_folder, device)
-    may_crash = is_gpu(device) and make_compile_properties(options).get("KV_CACHE_PRECISION") != "f16"
-    compare = compare_engines_in_process if may_crash else compare_engines
+    compare = compare_engines
+    if is_gpu(device) and make_compile_properties(options).get("KV_CACHE_PRECISION") != "f16":  # which may crash
+        compare = compare_engines_in_process
     return read_cached(PagedCheck, file) or write_cached(file, compare(folder, options))
 
 
 def compare_engines_in_process(folder: Path, options: DeviceOptions) -> PagedCheck:
     """Return the result of ``compare_engines``; a GPU's compiler that crashes ends a process of its own only."""
-    given = json.dumps(asdict(options) | {"cache_dir": options.cache_dir and str(options.cache_dir)})
-    command = [sys.executable, "-P", "-m", "ovspec.setup.engine_trial", str(folder), given]
-    done = subprocess.run(
+    options_json = json.dumps(asdict(options) | {"cache_dir": options.cache_dir and str(options.cache_dir)})
+    command = [sys.executable, "-P", "-m", "ovspec.setup.engine_trial", str(folder), options_json]
+    process = subprocess.run(
         command, stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8", errors="replace", check=False
     )
-    if done.returncode == 0:
-        return PagedCheck(**json.loads(done.stdout.splitlines()[-1]))
-    fault = name_fault(done.returncode) or "an error"
-    kind = make_compile_properties(options).get("KV_CACHE_PRECISION")
-    return PagedCheck(False, f"OpenVINO ends with {fault} when it runs it with a {kind} KV cache")
+    if process.returncode == 0:
+        return PagedCheck(**json.loads(process.stdout.splitlines()[-1]))
+    fault = name_fault(process.returncode) or "an error"
+    kv_precision = make_compile_properties(options).get("KV_CACHE_PRECISION")
+    return PagedCheck(False, f"OpenVINO ends with {fault} when it runs it with a {kv_precision} KV cache")
 
 
 def compare_engines(folder: Path, options: DeviceOptions) -> PagedCheck:
@@ -116,29 +118,27 @@ def compare_engines(folder: Path, options: DeviceOptions) -> PagedCheck:
     paged one with ``options``, and the CPU the stateful one.
     """
     on_gpu = is_gpu(check_device(options.device))
+    properties = EXACT_PROPERTIES
     # Properties of a GPU are none of the CPU's.
-    least = (
-        EXACT_PROPERTIES
-        if on_gpu or weights_fit_into_memory(folder, 3)
-        else options.fixed_properties | {"CACHE_DIR": ""}
-    )
-    setting = DeviceOptions(properties=least)
-    stateful = compile_ir(folder, setting)
-    if stateful.recurrent_states or not stateful.kv_states:
+    if not on_gpu and not weights_fit_into_memory(folder, 3):
+        properties = options.fixed_properties | {"CACHE_DIR": ""}
+    stateful_options = DeviceOptions(properties=properties)
+    ir = compile_ir(folder, stateful_options)
+    if ir.recurrent_states or not ir.kv_states:
         return PagedCheck(False, "it has states other than keys and values")
-    if stateful.config.rope_switch_length:
+    if ir.config.rope_switch_length:
         return PagedCheck(False, "its rotary frequencies change with the length of the text")
-    window = find_narrowest_window(stateful)
-    # Random ids, more than the window holds unless the window is longer than LONGEST_WINDOW.
-    length = 45 + (window if window <= LONGEST_TESTED_WINDOW else 0)
-    text, junk = np.split(np.random.default_rng(0).integers(0, stateful.logits_width, length + 40), [length])
-    decoder = StatefulDecoder(stateful, Rollback(None))
+    window = find_narrowest_window(ir)
+    # Random ids, more than the window holds unless the window is longer than LONGEST_TESTED_WINDOW.
+    length = 45 + window * (window <= LONGEST_TESTED_WINDOW)
+    text, junk = np.split(np.random.default_rng(0).integers(0, ir.logits_width, length + 40), [length])
+    decoder = StatefulDecoder(ir, Rollback(None))
     expected = decoder.feed([text], [8])[0].copy()
     decoder.reset(1)
     decoder.feed([text[:-8]], [0])
     # Feeding the same text in other pieces changes the logits by rounding; the paged decoder may differ as much.
     rounding = np.abs(decoder.feed([text[-8:]], [8])[0] - expected).max()
-    del decoder, stateful
+    del decoder, ir
     windows: set[int | None] = set()
 
     def rewrite(model: ov.Model) -> None:
@@ -148,33 +148,35 @@ def compare_engines(folder: Path, options: DeviceOptions) -> PagedCheck:
             pair_queries(model)
 
     try:
-        ir = compile_ir(folder, options if on_gpu else setting, rewrite)
-        paged = PagedDecoder(ir, rule=FAST_GPU_RULE if on_gpu else FAST_RULE)
-        narrowest = min((found for found in windows if found is not None), default=UNBOUNDED)
-        if narrowest != window:
-            return PagedCheck(False, f"its attention window is {window} in the model and {narrowest} when paged")
-        seen = compute_paged_logits(paged, text, junk)
+        paged_ir = compile_ir(folder, options if on_gpu else stateful_options, rewrite)
+        paged_decoder = PagedDecoder(paged_ir, rule=FAST_GPU_RULE if on_gpu else FAST_RULE)
+        paged_window = min((size for size in windows if size is not None), default=UNBOUNDED)
+        if paged_window != window:
+            return PagedCheck(False, f"its attention window is {window} in the model and {paged_window} when paged")
+        paged_logits = compute_paged_logits(paged_decoder, text, junk)
     except NotPaged as error:
         return PagedCheck(False, str(error))
     except OvspecError as error:
         return PagedCheck(False, f"OpenVINO cannot run it paged ({last_error_line(error)})")
-    allowed = GPU_NOISE * expected.std() if on_gpu else 10 * rounding + 1e-4 * expected.std()
-    equal = all(np.abs(logits - expected[-len(logits) :]).max() <= allowed for logits in seen)
-    return PagedCheck(equal, "it agrees with the stateful decoder" if equal else "its logits differ when paged")
+    tolerance = GPU_NOISE * expected.std() if on_gpu else 10 * rounding + 1e-4 * expected.std()
+    if all(np.abs(logits - expected[-len(logits) :]).max() <= tolerance for logits in paged_logits):
+        return PagedCheck(True, "it agrees with the stateful decoder")
+    return PagedCheck(False, "its logits differ when paged")
 
 
 def compute_paged_logits(decoder: PagedDecoder, text: np.ndarray, junk: np.ndarray) -> list[np.ndarray]:
-    """Return the last logits of ``text``: fed whole, beside a forked row with other text, and after rollbacks."""
-    begin, nothing = len(text) - 8, text[:0]
+    """Return the last logits of ``text``: fed whole, together with a forked row of other text, and after rollbacks."""
+    begin = len(text) - 8
+    nothing = text[:0]
     whole = decoder.feed([text], [8])[0].copy()
     decoder.truncate(0, 5)
     decoder.feed([junk], [1])
     decoder.truncate(0, 5)
     decoder.feed([text[5:begin]], [0])
     decoder.reorder([0, 0])
-    beside_junk = decoder.feed([text[begin:], junk[:11]], [8, 1])[0].copy()
+    in_batch = decoder.feed([text[begin:], junk[:11]], [8, 1])[0].copy()
     decoder.truncate(1, begin)
     other_row = decoder.feed([nothing, text[begin:]], [0, 8])[1].copy()
     decoder.truncate(0, len(text) - 3)
-    again = decoder.feed([text[-3:], nothing], [3, 0])[0]
-    return [whole, beside_junk, other_row, again]
+    after_rollback = decoder.feed([text[-3:], nothing], [3, 0])[0]
+    return [whole, in_batch, other_row, after_rollback]

@@ -9,7 +9,7 @@ from ovspec.cache.decoder import Arithmetic
 from ovspec.ir.device import DeviceOptions
 from ovspec.ir.heads import is_head_folder
 from ovspec.setup.engine_choice import CompiledModel, EngineChoice
-from ovspec.setup.profile import load_model_with_profile
+from ovspec.setup.profile import Profile, load_model_with_profile
 from ovspec.setup.proposers import load_compiled_draft, load_compiled_head
 from ovspec.setup.tuning import load_or_tune_profile
 
@@ -29,9 +29,12 @@ def load_target_and_draft(
     ``tune``: use their profiles, and measure those that are missing; a head has none.
     """
     head = draft if draft and is_head_folder(draft) else None
-    # Measuring takes memory, so all profiles are known before a model is loaded.
-    profile = load_or_tune_profile(folder, options) if tune else None
-    draft_profile = load_or_tune_profile(draft, draft_options) if tune and draft and not head else None
+    profile: Profile | None = None
+    draft_profile: Profile | None = None
+    if tune:  # before a model is loaded, because measuring takes memory
+        profile = load_or_tune_profile(folder, options)
+        if draft and not head:
+            draft_profile = load_or_tune_profile(draft, draft_options)
     target = load_model_with_profile(profile, folder, options, engine, arithmetic, head)
     if target.is_inexact:
         print_note(
@@ -39,4 +42,6 @@ def load_target_and_draft(
         )
     if head:
         return target, load_compiled_head(head, target, draft_options)
-    return target, load_compiled_draft(draft, target, draft_options, engine, draft_profile) if draft else None
+    if draft:
+        return target, load_compiled_draft(draft, target, draft_options, engine, draft_profile)
+    return target, None

@@ -29,7 +29,8 @@ GOALS = get_args(Goal)
 PROFILE_FORMAT = 9
 # A setting may be chosen if its KL divergence is at most this many times that of OpenVINO's own default, or at most
 # this many nats, which is of the size that quantising weights to int8 costs a model of a billion parameters ...
-KL_FACTOR, MOST_KL = 1.25, 3e-4
+KL_FACTOR = 1.25
+MOST_KL = 3e-4
 # ... and if this share of the most probable tokens is right, or as many as with the default.
 LEAST_TOP1 = 0.99
 # The goal "accuracy" allows no more nats than this.
@@ -52,22 +53,22 @@ class Setting:
 
     @property
     def properties(self) -> dict[str, str]:
-        named = {
+        properties = {
             "INFERENCE_PRECISION_HINT": self.precision,
             "DYNAMIC_QUANTIZATION_GROUP_SIZE": self.group,
             "KV_CACHE_PRECISION": self.kv_precision,
         }
-        return {name: str(value) for name, value in named.items() if value is not None}
+        return {name: str(setting) for name, setting in properties.items() if setting is not None}
 
     def __str__(self) -> str:
-        quantised = "" if self.group is None else f", dynamic quantisation {self.group or 'off'}"
-        kv_cache = f", KV cache {self.kv_precision}" if self.kv_precision else ""
+        quantised = f", dynamic quantisation {self.group or 'off'}" * (self.group is not None)
+        kv_cache = f", KV cache {self.kv_precision}" * bool(self.kv_precision)
         return f"{self.engine}, {self.precision or 'default precision'}{quantised}{kv_cache}"
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one setting achieves on the built-in text; accuracy is relative to f32 without dynamic quantisation."""
+    """Speed and accuracy of one setting on the built-in text, compared with f32 without dynamic quantisation."""
 
     setting: Setting
     verify_ms: dict[int, float]  # per inference after the text, by width in tokens
@@ -81,7 +82,8 @@ class Measurement:
 
     def inference_ms(self, width: int) -> float:
         """Return the milliseconds of an inference that is fed ``width`` tokens, by the rule of exact arithmetic."""
-        return self.computation_ms(max(width, self.rule.fewest) if self.rule else width)
+        fewest = self.rule.fewest if self.rule else 0
+        return self.computation_ms(max(width, fewest))
 
     def computation_ms(self, width: int) -> float:
         """Return the milliseconds of an inference that computes ``width`` tokens, whether they were timed or not."""
@@ -93,7 +95,7 @@ class Measurement:
         return self.inference_ms(1)
 
     def goal_cost(self, goal: Goal) -> float:
-        """Return what ``goal`` minimises, in ms; by default a prompt of 256 tokens and 128 inferences of 2, 4 and 8."""
+        """Return the ms that ``goal`` minimises, by default for a prompt of 256 tokens, 128 inferences of 2, 4, 8."""
         if goal == "decode":
             return self.token_ms
         if goal == "prefill":
@@ -123,8 +125,10 @@ class Profile:
 
     def choose_measurement(self, options: DeviceOptions, engine: EngineChoice) -> Measurement | None:
         """Return the best measurement that agrees with what the user has fixed; None if none does."""
-        usual, fixed = self.measurements[0], options.fixed_properties
-        engine = usual.setting.engine if engine == "auto" else engine
+        usual = self.measurements[0]
+        fixed = options.fixed_properties
+        if engine == "auto":
+            engine = usual.setting.engine
         agreeing = [
             m
             for m in self.measurements
@@ -136,7 +140,7 @@ class Profile:
         if "INFERENCE_PRECISION_HINT" not in fixed:
             fit = [m for m in fit if m.invariance is None or m.invariance >= (usual.invariance or 0)]
         if not fit:
-            return agreeing[0] if agreeing else None
+            return next(iter(agreeing), None)
         least = min(m.goal_cost(self.goal) for m in fit)
         return next(m for m in fit if least > CLEARLY_BETTER * m.goal_cost(self.goal))
 
@@ -153,15 +157,18 @@ def load_model_with_profile(
     arithmetic: Arithmetic | None = "fast",
     head: Path | None = None,
 ) -> CompiledModel:
-    """Load like ``load_compiled_model``, with the best setting of ``profile`` where the user has named nothing."""
-    best = profile.choose_measurement(options, engine) if profile else None
-    options = complete_device_options(options, best.setting) if best else options
+    """Load like ``load_compiled_model``, with the best setting of ``profile`` for all that the user has left open."""
+    best = profile and profile.choose_measurement(options, engine)
+    if best:
+        options = complete_device_options(options, best.setting)
     if head:
         loaded = load_model_with_features(folder, options, engine, arithmetic, head)
     else:
         loaded = load_compiled_model(folder, options, engine, arithmetic)
     if profile and best:
-        loaded.profile, loaded.kl_divergence, loaded.change_ms = str(best.setting), best.kl, best.change_ms
+        loaded.profile = str(best.setting)
+        loaded.kl_divergence = best.kl
+        loaded.change_ms = best.change_ms
         loaded.verify_ms = {profile.tokens: best.prefill_ms * profile.tokens} | best.verify_ms
     return loaded
 
@@ -182,17 +189,17 @@ def count_weight_shapes(folder: Path) -> Counter[tuple[str, str]]:
 
 def find_largest_group(folder: Path) -> int | None:
     """Return the upper limit for a group of activations: the weights' group or row length; None if uncompressed."""
-    integers = [
-        shape for kind, shape in count_weight_shapes(folder) if kind in ("i8", "u8", "i4", "u4") and "," in shape
-    ]
+    shapes = count_weight_shapes(folder)
+    integers = [shape for kind, shape in shapes if kind in ("i8", "u8", "i4", "u4") and "," in shape]
     lengths = [int(shape.split(",")[-1]) for shape in integers]
     return min((length for length in lengths if length > 1), default=None)  # scales and zero points end in 1
 
 
 def read_profile(folder: Path, options: DeviceOptions) -> Profile | None:
     """Return the profile measured for models like the one in ``folder``, or None."""
-    file = find_profile_file(folder, options) if not is_virtual(check_device(options.device)) else None
-    return read_cached(Profile, file)
+    if is_virtual(check_device(options.device)):
+        return None
+    return read_cached(Profile, find_profile_file(folder, options))
 
 
 def read_profile_text(folder: Path, options: DeviceOptions) -> str | None:
@@ -201,16 +208,16 @@ def read_profile_text(folder: Path, options: DeviceOptions) -> str | None:
     return file.read_text(encoding="utf-8") if file and file.is_file() else None
 
 
-def adopt_profiles(found: dict[Path, str | None], options: DeviceOptions) -> DeviceOptions:
-    """Return ``options`` with which models load with the profiles that were ``found`` elsewhere, by model folder.
+def adopt_profiles(profiles: dict[Path, str | None], options: DeviceOptions) -> DeviceOptions:
+    """Return ``options`` with which models load with ``profiles`` of another machine, in JSON by model folder.
 
-    If others were measured here, these are kept in a cache of their own.
+    If others were measured here, the new ones are kept in a cache of their own.
     """
-    if all(text in (None, read_profile_text(folder, options)) for folder, text in found.items()):
+    if all(text in (None, read_profile_text(folder, options)) for folder, text in profiles.items()):
         return options
-    name = hashlib.sha256(repr(sorted(map(str, found.values()))).encode()).hexdigest()[:16]
+    name = hashlib.sha256(repr(sorted(map(str, profiles.values()))).encode()).hexdigest()[:16]
     options = replace(options, cache_dir=default_cache_dir() / "adopted" / name)
-    for folder, text in found.items():
+    for folder, text in profiles.items():
         if text and (file := find_profile_file(folder, options)):
             write_atomically(file, text)
     return options

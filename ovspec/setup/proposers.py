@@ -1,4 +1,4 @@
-"""Load what proposes for a target: its head, and how draft models and heads compute a token fastest."""
+"""Load the draft model or head of a target, and find out how it computes a token fastest."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ from ovspec.setup.rollback_probing import find_findings_file
 
 # A head proposes, so that rounding matters less than speed: activations share a scale in larger groups than usual.
 HEAD_PROPERTIES = {"DYNAMIC_QUANTIZATION_GROUP_SIZE": "128"}
-# A draft computes a token and its logits twice where that takes at most this part of the time of once; timed so often.
-WORTH_PAIRING, TIMED_PAIRS, PAIR_CONTEXT = 0.97, 12, 16
+# A draft computes a token and its logits twice where that takes at most this part of the time of once.
+WORTH_PAIRING = 0.97
+TIMED_PAIRS = 12
+PAIR_CONTEXT = 16  # tokens in the cache meanwhile
 PAIRED_RULE = FeedRule(fewest=2, fewest_logits=2)
 
 
@@ -36,14 +38,18 @@ def load_compiled_head(folder: Path, target: CompiledModel, options: DeviceOptio
     Raises OvspecError if the device can't compile it, or it was made for another model.
     """
     device = check_device(options.device)
-    same, on_gpu = device == target.ir.device, is_gpu(device)
-    own = ("KV_CACHE_PRECISION", "CACHE_DIR")  # the head's precision decides, and its cache is another one
-    properties = {name: value for name, value in target.ir.properties.items() if same and name not in own}
-    properties |= HEAD_PROPERTIES if same and not on_gpu else {}
+    on_target_device = device == target.ir.device
+    on_gpu = is_gpu(device)
+    properties: dict[str, str] = {}
+    if on_target_device:
+        own = ("KV_CACHE_PRECISION", "CACHE_DIR")  # the head's precision decides, and its cache is another one
+        properties = {name: setting for name, setting in target.ir.properties.items() if name not in own}
+        if not on_gpu:
+            properties |= HEAD_PROPERTIES
     properties |= options.fixed_properties
     head = read_head(folder, target.ir.folder)
     check_proposed_ids(head.target_ids, folder, target)
-    paged = same and target.engine == "paged"
+    paged = on_target_device and target.engine == "paged"
     if paged:
         rewrite_to_paged(head.model)
     if not on_gpu:  # which joins products itself, and whose compiled models can be read back
@@ -72,8 +78,8 @@ def check_proposed_ids(ids: np.ndarray | None, folder: Path, target: CompiledMod
     """Raise OvspecError if the draft or head in ``folder`` proposes ``ids`` (n,) that its ``target`` lacks."""
     width = target.ir.logits_width
     if ids is not None and (len(wrong := ids[(ids < 0) | (ids >= width)])):
-        told = f"proposes token {wrong[0]}, but its target has {width}"
-        raise OvspecError(f"{folder}: it {told}; use it with the model that it was made for.")
+        problem = f"proposes token {wrong[0]}, but its target has {width}"
+        raise OvspecError(f"{folder}: it {problem}; use it with the model that it was made for.")
 
 
 def choose_pairing(proposer: CompiledModel, options: DeviceOptions) -> CompiledModel:
@@ -84,8 +90,8 @@ def choose_pairing(proposer: CompiledModel, options: DeviceOptions) -> CompiledM
     if proposer.engine == "paged" and not is_gpu(proposer.ir.device):
         setting = repr(("pairs", sorted(proposer.ir.properties.items())))
         file = find_findings_file("pairs", proposer.ir.folder, setting, options.cache_folder)
-        found = read_cached(PairCost, file) or write_cached(file, PairCost(measure_pair_cost(proposer)))
-        proposer.rule = PAIRED_RULE if found.cost < WORTH_PAIRING else FAST_RULE
+        pairing = read_cached(PairCost, file) or write_cached(file, PairCost(measure_pair_cost(proposer)))
+        proposer.rule = PAIRED_RULE if pairing.cost < WORTH_PAIRING else FAST_RULE
     return proposer
 
 
@@ -98,15 +104,15 @@ class PairCost:
 
 def measure_pair_cost(proposer: CompiledModel) -> float:
     tokens = np.zeros(PAIR_CONTEXT, dtype=np.int64)
-    beside = np.ones((len(tokens), proposer.ir.output_width(HIDDEN_OUTPUT)), dtype=np.float32)
-    decoders = {rule: proposer.decoder(rule=rule) for rule in (FAST_RULE, PAIRED_RULE)}
-    least = dict.fromkeys(decoders, math.inf)
+    features = np.ones((len(tokens), proposer.ir.output_width(HIDDEN_OUTPUT)), dtype=np.float32)
+    decoders = {rule: proposer.make_decoder(rule=rule) for rule in (FAST_RULE, PAIRED_RULE)}
+    least_seconds = dict.fromkeys(decoders, math.inf)
     for decoder in decoders.values():
-        decoder.feed([tokens], [1], 0, [beside])
+        decoder.feed([tokens], [1], 0, [features])
     for _ in range(TIMED_PAIRS):
         for rule, decoder in decoders.items():
             decoder.truncate(0, len(tokens))
             began = time.perf_counter()
-            decoder.feed([tokens[:1]], [1], 0, [beside[:1]])
-            least[rule] = min(least[rule], time.perf_counter() - began)
-    return least[PAIRED_RULE] / least[FAST_RULE]
+            decoder.feed([tokens[:1]], [1], 0, [features[:1]])
+            least_seconds[rule] = min(least_seconds[rule], time.perf_counter() - began)
+    return least_seconds[PAIRED_RULE] / least_seconds[FAST_RULE]

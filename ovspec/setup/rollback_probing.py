@@ -20,7 +20,7 @@ from ovspec.ir.compile import MODEL_FILE, CompiledIR
 from ovspec.ir.device import identify_machine
 
 ROLLBACK_PROPERTIES = ("PRECISION", "PRECISION_HINT", "DEVICE_PROPERTIES")  # ends of the names of properties
-ROLLBACK_PROBE_VERSION = "3"  # of probing; another one makes what was found before worthless
+ROLLBACK_PROBE_VERSION = "3"  # a new version invalidates kept findings
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class RollbackProbe:
 
 def describe_rollback_setting(device: str, properties: dict[str, str]) -> str:
     """Return the device, the properties that may affect rollback and OpenVINO's version, as one string."""
-    ours = {name: value for name, value in properties.items() if name.endswith(ROLLBACK_PROPERTIES)}
+    affecting = sorted(pair for pair in properties.items() if pair[0].endswith(ROLLBACK_PROPERTIES))
     version = ov.get_version().split("-")[0]
-    return " ".join([device, *(f"{name}={value}" for name, value in sorted(ours.items())), f"OpenVINO {version}"])
+    return " ".join([device, *(f"{name}={setting}" for name, setting in affecting), f"OpenVINO {version}"])
 
 
 def probe_rollback(ir: CompiledIR) -> RollbackProbe:
@@ -70,27 +70,31 @@ def restores_clean_run(ir: CompiledIR, rollback: Rollback) -> bool:
             decoder.feed([piece], [len(piece)])
         return decoder.feed([pieces[-1]], [1])[0].copy()
 
-    clean, regrouped = run(text[:10], text[10:]), run(text[:7], text[7:12], text[12:])
+    clean = run(text[:10], text[10:])
+    regrouped = run(text[:7], text[7:12], text[12:])
     decoder.reset(1)
     decoder.feed([text[:10]], [10])
     # Where slots are freed, twice to the same shapes, which a GPU makes use of. Masked ones would leave a window.
-    for wrong in (junk,) if rollback.kv == "mask" else (junk, junk[::-1]):
-        decoder.feed([np.concatenate((text[len(decoder.rows[0]) : 10], wrong))], [len(wrong)])
+    rejected = [junk]
+    if rollback.kv != "mask":
+        rejected.append(junk[::-1])
+    for tokens in rejected:
+        decoder.feed([np.concatenate((text[len(decoder.rows[0]) : 10], tokens))], [len(tokens)])
         decoder.truncate(0, 10)
-    after = decoder.feed([text[len(decoder.rows[0]) :]], [1])[0]
+    rolled_back = decoder.feed([text[len(decoder.rows[0]) :]], [1])[0]
     if not np.isfinite(clean).all():
         raise OvspecError(f"{ir.folder}: its logits are not numbers (NaN or infinity) on {ir.device}; export it again.")
     # Feeding the same text in other pieces changes the logits by rounding; a rollback may change them as much.
     rounding = np.abs(regrouped - clean).max()
-    return bool(np.abs(after - clean).max() <= 10 * rounding + 1e-4 * clean.std())
+    return bool(np.abs(rolled_back - clean).max() <= 10 * rounding + 1e-4 * clean.std())
 
 
 def find_working_copies(ir: CompiledIR, rollback: Rollback) -> StateCopies:
-    """Return which infer requests go on rightly with copied states; see ``Rollback``."""
-    return next(
-        (copies for copies in list_copy_modes(ir) if continues_like_clean_run(ir, replace(rollback, copies=copies))),
-        None,
-    )
+    """Return which infer requests continue correctly with copied states; see ``Rollback``."""
+    for copies in list_copy_modes(ir):
+        if continues_like_clean_run(ir, replace(rollback, copies=copies)):
+            return copies
+    return None
 
 
 def list_copy_modes(ir: CompiledIR) -> tuple[StateCopies, ...]:
@@ -104,8 +108,10 @@ def list_copy_modes(ir: CompiledIR) -> tuple[StateCopies, ...]:
 def continues_like_clean_run(ir: CompiledIR, rollback: Rollback) -> bool:
     """Return whether compacted rows, and a new request with their states, go on like a clean run."""
     text, junk = np.split(np.random.default_rng(1).integers(0, ir.logits_width, 22), [14])
-    last, nothing = text[10:], text[:0]
-    decoder, other = StatefulDecoder(ir, rollback), StatefulDecoder(ir, rollback)
+    last = text[10:]
+    nothing = text[:0]
+    decoder = StatefulDecoder(ir, rollback)
+    copy = StatefulDecoder(ir, rollback)
     decoder.feed([text[:10]], [0])
     clean = decoder.feed([last], [4])[0].copy()
     decoder.reset(1)
@@ -122,31 +128,33 @@ def continues_like_clean_run(ir: CompiledIR, rollback: Rollback) -> bool:
                 decoder.feed([nothing, junk], [0, 1])
                 decoder.truncate(1, 5)
             decoder.compact()
-            decoder.feed([junk, *[nothing] * (len(decoder.rows) - 1)], [1, *[0] * (len(decoder.rows) - 1)])
+            other_rows = len(decoder.rows) - 1
+            decoder.feed([junk, *[nothing] * other_rows], [1, *[0] * other_rows])
             decoder.truncate(0, 10)
             decoder.compact()
-        decoder.copy_into(other)
-        for each in (decoder, other):
-            beside = [nothing] * (len(each.rows) - 1)
-            continued.append(each.feed([last, *beside], [4, *map(len, beside)])[0].copy())
+        decoder.copy_into(copy)
+        for continuing in (decoder, copy):
+            other_rows = len(continuing.rows) - 1
+            logits = continuing.feed([last, *[nothing] * other_rows], [4, *[0] * other_rows])[0]
+            continued.append(logits.copy())
     except (OvspecError, RuntimeError, IndexError):  # a plugin may hand out no states, or states without a shape
         return False
     rounding = np.abs(regrouped - clean[-2:]).max()
-    allowed = 10 * rounding + 1e-4 * clean.std()
-    return all(np.abs(logits - clean).max() <= allowed for logits in continued)
+    tolerance = 10 * rounding + 1e-4 * clean.std()
+    return all(np.abs(logits - clean).max() <= tolerance for logits in continued)
 
 
 def find_safe_mask_bound(ir: CompiledIR) -> int | None:
     """Return the number of slots up to which masking is exact: None for no limit, 0 if in doubt."""
-    shown = find_mask_bound(ir)
-    if shown == 0 or (shown is None and not ir.config.model_type):
+    mask_bound = find_mask_bound(ir)
+    if mask_bound == 0 or (mask_bound is None and not ir.config.model_type):
         return 0
-    bound = min(ir.config.attention_window or UNBOUNDED, shown or UNBOUNDED)
+    bound = min(ir.config.attention_window or UNBOUNDED, mask_bound or UNBOUNDED)
     return bound if bound < UNBOUNDED else None
 
 
 def load_rollback_probe(ir: CompiledIR, cache_dir: Path | None) -> RollbackProbe:
-    """Return what an earlier run has found and remembered, or probe."""
+    """Return the probe that an earlier run has remembered, or probe."""
     setting = f"{ROLLBACK_PROBE_VERSION} {describe_rollback_setting(ir.device, ir.properties)}"
     file = find_findings_file("probes", ir.folder, setting, cache_dir, ir.device)
     return read_cached(RollbackProbe, file) or write_cached(file, probe_rollback(ir))
@@ -157,11 +165,11 @@ def find_findings_file(
 ) -> Path | None:
     """Return the file for findings about the model in ``folder`` in one ``setting`` on this machine; None: no cache.
 
-    ``device``: what they were found with.
+    ``device``: the device that they were found with.
     """
     if not cache_dir:
         return None
     files = [folder / MODEL_FILE, (folder / MODEL_FILE).with_suffix(".bin"), folder / "config.json"]
-    identity = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.is_file()]
+    identity = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()]
     key = repr((identity, setting, identify_machine(device), __version__))
     return cache_dir / kind / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"

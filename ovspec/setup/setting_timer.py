@@ -29,7 +29,7 @@ LONG_PREFILL_SECONDS = 0.5  # seconds; a prefill that takes longer is timed once
 
 @dataclass(frozen=True)
 class TuningEffort:
-    """How much is measured."""
+    """The amount of measuring."""
 
     prompt_tokens: int  # of the prompt that is timed, and before the timed inferences
     widths: tuple[int, ...]  # of the timed inferences, in tokens
@@ -41,84 +41,94 @@ class TuningEffort:
 class SettingTimer:
     """Times settings of one model against the incumbent, after the first tokens of ``text`` (n,), read as a prompt.
 
-    ``options``: say where what probing finds is remembered.
+    ``options``: name the folder in which findings are remembered.
     """
 
     def __init__(self, folder: Path, text: np.ndarray, effort: TuningEffort, options: DeviceOptions) -> None:
-        self.text, self.prompt, self.effort = text, text[: effort.prompt_tokens], effort
-        self._folder, self._options = folder, options
+        self.text = text
+        self.prompt = text[: effort.prompt_tokens]
+        self.effort = effort
+        self._folder = folder
+        self._options = options
         ir = compile_ir(folder, DeviceOptions(properties=EXACT_PROPERTIES))
-        right = StatefulDecoder(ir, Rollback(None)).feed([text], [len(text)])[0]
-        self._right = log_softmax(right).astype(np.float32)
+        logits = StatefulDecoder(ir, Rollback(None)).feed([text], [len(text)])[0]
+        self._reference = log_softmax(logits).astype(np.float32)
 
     def set_incumbent(self, setting: Setting) -> Measurement:
         """Measure the setting that the others are compared with, and keep it loaded."""
         self._models = {setting: self._compile(setting)}
-        self._decoder = self._decoder_of(self._models[setting])
-        kl, top1 = self._distance(self._judge(self._decoder))
-        self._prefill(self._decoder)
-        self._round(self._decoder)
-        prefill = min(self._prefill(self._decoder) for _ in range(2))
-        times, change = self._round(self._decoder, self.effort.repeats)
-        self.incumbent = Measurement(setting, times, prefill, kl, top1, change)
+        self._incumbent_decoder = self._make_decoder(self._models[setting])
+        kl, top1 = self._compare_with_reference(self._compute_logits(self._incumbent_decoder))
+        self._time_prefill(self._incumbent_decoder)
+        self._time_widths(self._incumbent_decoder)
+        prefill_ms = min(self._time_prefill(self._incumbent_decoder) for _ in range(2))
+        verify_ms, change_ms = self._time_widths(self._incumbent_decoder, self.effort.repeats)
+        self.incumbent = Measurement(setting, verify_ms, prefill_ms, kl, top1, change_ms)
         return self.incumbent
 
     def measure_setting(self, setting: Setting) -> Measurement:
-        decoder, mine = self._decoder_of(self._model(setting)), self.incumbent
-        kl, top1 = self._distance(self._judge(decoder))
-        self._prefill(decoder)  # the first one is slower
+        decoder = self._make_decoder(self._load(setting))
+        kl, top1 = self._compare_with_reference(self._compute_logits(decoder))
+        self._time_prefill(decoder)  # the first one is slower
+        incumbent = self.incumbent
         ratios: list[dict[int, float]] = []  # one entry per round: time relative to the incumbent, by width
-        prefills, changes = list[float](), list[float]()
+        prefill_ratios: list[float] = []
+        changes: list[float] = []
         for repeat in range(self.effort.repeats):
-            if repeat == 0 or mine.prefill_ms * len(self.prompt) < LONG_PREFILL_SECONDS * 1e3:
-                prefills.append(self._prefill(decoder) / self._prefill(self._decoder))
-            (theirs, change), (ours, _) = self._round(decoder), self._round(self._decoder)
+            if repeat == 0 or incumbent.prefill_ms * len(self.prompt) < LONG_PREFILL_SECONDS * 1e3:
+                prefill_ratios.append(self._time_prefill(decoder) / self._time_prefill(self._incumbent_decoder))
+            times, change = self._time_widths(decoder)
+            incumbent_times, _ = self._time_widths(self._incumbent_decoder)
             changes.append(change)
-            ratios.append({width: theirs[width] / ours[width] for width in ours})
-        verify = {width: statistics.median(r[width] for r in ratios) * ms for width, ms in mine.verify_ms.items()}
-        prefill, change = statistics.median(prefills) * mine.prefill_ms, statistics.median(changes)
-        return Measurement(setting, verify, prefill, kl, top1, change)
+            ratios.append({width: times[width] / incumbent_times[width] for width in incumbent_times})
+        verify_ms = {
+            width: statistics.median(ratio[width] for ratio in ratios) * ms for width, ms in incumbent.verify_ms.items()
+        }
+        prefill_ms = statistics.median(prefill_ratios) * incumbent.prefill_ms
+        return Measurement(setting, verify_ms, prefill_ms, kl, top1, statistics.median(changes))
 
     def probe_measurement(self, measurement: Measurement) -> Measurement:
         """Return ``measurement`` with the rule of exact arithmetic, and the time of its fewest tokens."""
-        exactness, verify = self._probe(measurement.setting), measurement.verify_ms
-        if exactness.rule and (fewest := exactness.rule.fewest) not in verify:
-            decoder, widest = self._decoder_of(self._model(measurement.setting)), max(verify)
-            self._prefill(decoder)
-            times, _ = self._round(decoder, 2, (fewest, widest))
-            verify = verify | {fewest: verify[widest] * times[fewest] / times[widest]}
-        return replace(measurement, verify_ms=verify, invariance=exactness.invariance, rule=exactness.rule)
+        exactness = self._probe_exactness(measurement.setting)
+        verify_ms = measurement.verify_ms
+        if exactness.rule and (fewest := exactness.rule.fewest) not in verify_ms:
+            decoder = self._make_decoder(self._load(measurement.setting))
+            widest = max(verify_ms)
+            self._time_prefill(decoder)
+            times, _ = self._time_widths(decoder, 2, (fewest, widest))
+            verify_ms = verify_ms | {fewest: verify_ms[widest] * times[fewest] / times[widest]}
+        return replace(measurement, verify_ms=verify_ms, invariance=exactness.invariance, rule=exactness.rule)
 
-    def _probe(self, setting: Setting) -> Exactness:
+    def _probe_exactness(self, setting: Setting) -> Exactness:
         """Find the rule of exact arithmetic, and remember it for loads."""
-        uncached = {} if self._options.cache_folder else {"CACHE_DIR": ""}
-        options = complete_device_options(
-            DeviceOptions(cache_dir=self._options.cache_folder, properties=uncached), setting
-        )
+        options = DeviceOptions(cache_dir=self._options.cache_folder)
+        if not self._options.cache_folder:
+            options = DeviceOptions(properties={"CACHE_DIR": ""})
+        options = complete_device_options(options, setting)
         file = find_exactness_file(self._folder, options, setting.engine)
-        return read_cached(Exactness, file) or write_cached(file, self._model(setting).find_exactness())
+        return read_cached(Exactness, file) or write_cached(file, self._load(setting).find_exactness())
 
     def probe_by_threads(self, setting: Setting) -> dict[int, Exactness]:
         """Find the rule thoroughly, with the usual number of threads and with one; by number of threads."""
-        found: dict[int, Exactness] = {}
-        for wanted in (None, 1):
-            model = self._compile(setting, threads=wanted)
+        by_threads: dict[int, Exactness] = {}
+        for requested_threads in (None, 1):
+            model = self._compile(setting, threads=requested_threads)
             threads = int(model.ir.compiled_model.get_property("INFERENCE_NUM_THREADS"))
-            if threads not in found:
-                found[threads] = model.find_exactness(FULL_TRIAL)
-        return found
+            if threads not in by_threads:
+                by_threads[threads] = model.find_exactness(FULL_TRIAL)
+        return by_threads
 
     def measure_exact_price(self, setting: Setting, rule: FeedRule | None) -> float | None:
         """Return how many times as long as in fast arithmetic a token takes by ``rule``, after the prompt."""
         if not rule:
             return None
-        decoders = self._compile(setting).decoder(rule=rule), self._compile(setting, paired=False).decoder()
+        decoders = self._compile(setting).make_decoder(rule=rule), self._compile(setting, paired=False).make_decoder()
         for decoder in decoders:
             decoder.feed([self.prompt], [1])
-        times = [[self._time(decoder, 1)[1] for decoder in decoders] for _ in range(2 * self.effort.repeats)]
+        times = [[self._time_width(decoder, 1)[1] for decoder in decoders] for _ in range(2 * self.effort.repeats)]
         return statistics.median(exact / fast for exact, fast in times)
 
-    def _model(self, setting: Setting) -> CompiledModel:
+    def _load(self, setting: Setting) -> CompiledModel:
         """Return the incumbent's model or the one that was compiled last, or compile one: memory may not hold three."""
         if setting not in self._models:
             self._models = {self.incumbent.setting: self._models[self.incumbent.setting]}
@@ -126,9 +136,9 @@ class SettingTimer:
         return self._models[setting]
 
     def _compile(self, setting: Setting, paired: bool = True, threads: int | None = None) -> CompiledModel:
-        # Not cached on a CPU: what is compiled only to be measured isn't worth keeping; a GPU takes minutes for it.
-        kept = self._options if is_gpu(self._options.device) else DeviceOptions(properties={"CACHE_DIR": ""})
-        options = replace(kept, threads=threads, properties=kept.properties | setting.properties)
+        # Not cached on a CPU: a model compiled only to be measured isn't worth keeping; a GPU takes minutes for it.
+        options = self._options if is_gpu(self._options.device) else DeviceOptions(properties={"CACHE_DIR": ""})
+        options = replace(options, threads=threads, properties=options.properties | setting.properties)
         if setting.engine == "paged":
             if setting.kv_precision and not (check := check_paged(self._folder, options)).usable:
                 raise OvspecError(check.reason)
@@ -136,52 +146,57 @@ class SettingTimer:
         ir = compile_ir(self._folder, options)
         return CompiledModel(ir, "stateful", "", probe_rollback(ir).rollback)
 
-    def _decoder_of(self, model: CompiledModel) -> Decoder:
-        # A second query for each token, as exact arithmetic has it on a CPU, and as many tokens and logits as are fed.
-        paired = model.engine == "paged" and not is_gpu(model.ir.device)
-        return model.decoder(rule=FeedRule(queries=2) if paired else fast_feed_rule(model.engine, model.ir.device))
+    def _make_decoder(self, model: CompiledModel) -> Decoder:
+        rule = fast_feed_rule(model.engine, model.ir.device)
+        if model.engine == "paged" and not is_gpu(model.ir.device):
+            # A second query for each token, as in exact arithmetic on a CPU, and as many tokens and logits as are fed.
+            rule = FeedRule(queries=2)
+        return model.make_decoder(rule=rule)
 
-    def _judge(self, decoder: Decoder) -> np.ndarray:
+    def _compute_logits(self, decoder: Decoder) -> np.ndarray:
         """Return the logits of every position of the text."""
         decoder.reset(1)
         return decoder.feed([self.text], [len(self.text)])[0]
 
-    def _prefill(self, decoder: Decoder) -> float:
+    def _time_prefill(self, decoder: Decoder) -> float:
         """Read the prompt; return ms per token."""
         decoder.reset(1)
         began = time.perf_counter()
         decoder.feed([self.prompt], [len(self.prompt)])
         return (time.perf_counter() - began) * 1e3 / len(self.prompt)
 
-    def _round(
+    def _time_widths(
         self, decoder: Decoder, repeats: int = 1, widths: tuple[int, ...] = ()
     ) -> tuple[dict[int, float], float]:
-        """Return the median milliseconds of inferences after the text by width, and what a change of width adds."""
+        """Return the median milliseconds of inferences after the text by width, and those that a new width adds."""
         times: dict[int, list[float]] = {width: [] for width in widths or self.effort.widths}
         changes: list[float] = []
         for repeat in range(repeats + 1):
             for width in times:
-                changed, same = self._time(decoder, width)
+                first_ms, later_ms = self._time_width(decoder, width)
                 if repeat:  # the first inferences of all, and those after another model's, are slower
-                    times[width].append(same)
-                    changes.append(changed - same)
-        return {width: statistics.median(found) for width, found in times.items()}, statistics.median(changes)
+                    times[width].append(later_ms)
+                    changes.append(first_ms - later_ms)
+        medians = {width: statistics.median(milliseconds) for width, milliseconds in times.items()}
+        return medians, statistics.median(changes)
 
-    def _time(self, decoder: Decoder, width: int) -> tuple[float, float]:
+    def _time_width(self, decoder: Decoder, width: int) -> tuple[float, float]:
         """Return the milliseconds of an inference after one of another width, and after some of the same."""
-        found, began = [], time.perf_counter()
-        while len(found) < 2 or (time.perf_counter() - began < REPEATED_SECONDS and len(found) < 20):
+        times: list[float] = []
+        began = time.perf_counter()
+        while len(times) < 2 or (time.perf_counter() - began < REPEATED_SECONDS and len(times) < 20):
             start = time.perf_counter()
             decoder.feed([self.text[:width]], [width])
-            found.append((time.perf_counter() - start) * 1e3)
+            times.append((time.perf_counter() - start) * 1e3)
             decoder.truncate(0, len(self.prompt))
-        return found[0], statistics.median(found[1 + len(found) // 4 :])
+        return times[0], statistics.median(times[1 + len(times) // 4 :])
 
-    def _distance(self, logits: np.ndarray) -> tuple[float, float]:
+    def _compare_with_reference(self, logits: np.ndarray) -> tuple[float, float]:
         """Return the mean KL divergence from the reference (nats) and the share of equal top-1 tokens."""
         divergence = 0.0
         for i in range(0, len(logits), 64):  # in pieces, because float64 takes much memory
-            right, ours = self._right[i : i + 64], log_softmax(logits[i : i + 64])
-            divergence += float((np.exp(right) * (right - ours)).sum())
-        same = (self._right.argmax(1) == logits.argmax(1)).mean()
-        return max(0.0, divergence / len(logits)), float(same)
+            reference = self._reference[i : i + 64]
+            logprobs = log_softmax(logits[i : i + 64])
+            divergence += float((np.exp(reference) * (reference - logprobs)).sum())
+        top1 = (self._reference.argmax(1) == logits.argmax(1)).mean()
+        return max(0.0, divergence / len(logits)), float(top1)

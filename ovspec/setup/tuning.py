@@ -55,11 +55,11 @@ def tune_model(
     options: DeviceOptions,
     goal: Goal = "balanced",
     effort: TuningEffort = FULL_EFFORT,
-    tell: Callable[[str, float], None] = lambda *_: None,
+    report: Callable[[str, float], None] = lambda *_: None,
 ) -> Profile:
     """Measure settings for the model in ``folder``.
 
-    ``tell`` is called with what comes next and the share of the work that is done. Raises OvspecError if the device is
+    ``report`` is called with the next step and the share of the work that is done. Raises OvspecError if the device is
     AUTO or HETERO, or too little memory is free.
     """
     if is_virtual(check_device(options.device)):
@@ -68,68 +68,77 @@ def tune_model(
     if not weights_fit_into_memory(folder, 3):
         raise OvspecError(f"{folder}: not enough memory is free for tuning, which holds the model twice.")
     began = time.monotonic()
-    tell("f32 without dynamic quantisation (reference for accuracy)", 0.0)
-    judged = min(effort.accuracy_tokens, read_model_config(folder).context_length or effort.accuracy_tokens)
-    text = np.resize(Tokenizer(folder).encode(read_text(TUNING_TEXT_FILE)), max(effort.prompt_tokens, judged))
+    report("f32 without dynamic quantisation (reference for accuracy)", 0.0)
+    tokens = min(effort.accuracy_tokens, read_model_config(folder).context_length or effort.accuracy_tokens)
+    text = np.resize(Tokenizer(folder).encode(read_text(TUNING_TEXT_FILE)), max(effort.prompt_tokens, tokens))
     timer = SettingTimer(folder, text, effort, options)
     usual = Setting("paged" if check_paged(folder, options).usable else "stateful")
-    group = find_largest_group(folder)
-    others = (
-        list_gpu_settings(usual.engine, group) if on_gpu else list_cpu_settings(usual.engine, group, effort.is_full)
-    )
-    total = 3 + len(others)
-    tell(f"{usual} (used without a profile)", 1 / total)
-    measured = [timer.set_incumbent(usual)]
+    largest_group = find_largest_group(folder)
+    if on_gpu:
+        settings = list_gpu_settings(usual.engine, largest_group)
+    else:
+        settings = list_cpu_settings(usual.engine, largest_group, effort.is_full)
+    steps = 3 + len(settings)
+    report(f"{usual} (used without a profile)", 1 / steps)
+    measurements = [timer.set_incumbent(usual)]
     if effort.is_full and usual.engine != "stateful" and not on_gpu:
-        tell(f"{Setting('stateful')} (OpenVINO's default)", 2 / total)
-        measured.append(timer.measure_setting(Setting("stateful")))
-    found = Profile(goal, effort.is_full, effort.prompt_tokens, 0.0, measured[-1], measured)
-    for number, setting in enumerate(others, 3):
-        tell(str(setting), number / total)
+        report(f"{Setting('stateful')} (OpenVINO's default)", 2 / steps)
+        measurements.append(timer.measure_setting(Setting("stateful")))
+    profile = Profile(goal, effort.is_full, effort.prompt_tokens, 0.0, measurements[-1], measurements)
+    for number, setting in enumerate(settings, 3):
+        report(str(setting), number / steps)
         # Its logits may not be numbers, as those of some models in f16; a GPU may have no kernels for it.
-        with suppress(OvspecError if on_gpu else InferenceError):
-            measured.append(timer.measure_setting(setting))
+        expected_error = OvspecError if on_gpu else InferenceError
+        with suppress(expected_error):
+            measurements.append(timer.measure_setting(setting))
     # A probe takes longer than measuring: only settings that may be chosen are probed, and the usual one only where
     # another might be less exact.
-    while (best := found.choose_measurement(DeviceOptions(), "auto")) and not on_gpu:
-        unprobed = best if best.invariance is None else measured[0]
+    while (best := profile.choose_measurement(DeviceOptions(), "auto")) and not on_gpu:
+        unprobed = measurements[0]
+        if best.invariance is None:
+            unprobed = best
         if unprobed.invariance is not None or best.invariance == 1:
             break
-        tell(f"{unprobed.setting}: bits of every way of feeding", 1.0)
-        measured[measured.index(unprobed)] = timer.probe_measurement(unprobed)
+        report(f"{unprobed.setting}: bits of every way of feeding", 1.0)
+        measurements[measurements.index(unprobed)] = timer.probe_measurement(unprobed)
     if effort.is_full and best and not on_gpu:
-        tell(f"{best.setting}: bits of long contexts, and of one thread", 1.0)
-        found = replace(found, exactness=timer.probe_by_threads(best.setting))
-        tell(f"{best.setting}: the price of exact arithmetic", 1.0)
-        found = replace(found, price=timer.measure_exact_price(best.setting, next(iter(found.exactness.values())).rule))
+        report(f"{best.setting}: bits of long contexts, and of one thread", 1.0)
+        profile = replace(profile, exactness=timer.probe_by_threads(best.setting))
+        report(f"{best.setting}: the price of exact arithmetic", 1.0)
+        rule = next(iter(profile.exactness.values())).rule
+        profile = replace(profile, price=timer.measure_exact_price(best.setting, rule))
     if effort.is_full and not on_gpu:
-        tell("weights in other formats", 1.0)
-        found = replace(found, formats_ms=time_formats_for_model(count_weight_shapes(folder)))
-    return replace(found, seconds=time.monotonic() - began)
+        report("weights in other formats", 1.0)
+        profile = replace(profile, formats_ms=time_formats_for_model(count_weight_shapes(folder)))
+    return replace(profile, seconds=time.monotonic() - began)
 
 
-def list_cpu_settings(engine: EngineName, most_group: int | None, full: bool) -> list[Setting]:
+def list_cpu_settings(engine: EngineName, largest_group: int | None, full: bool) -> list[Setting]:
     """Return the settings to compare with the usual ones: precisions, and groups of dynamic quantisation.
 
-    A first load (not ``full``) tries only what is most likely to be faster: f32 with the largest group.
+    A first load (not ``full``) tries only the one that is most likely to be faster: f32 with the largest group.
     """
-    usual = default_kv_precisions(DeviceOptions())["CPU"]  # the precision in which OpenVINO computes by default
+    default_precision = default_kv_precisions(DeviceOptions())["CPU"]
     if not full:
-        largest = [group for group in (128, 64) if most_group and group <= most_group]
-        return [Setting(engine, "f32", group) for group in largest[:1]]
+        groups = [group for group in (128, 64) if largest_group and group <= largest_group]
+        return [Setting(engine, "f32", group) for group in groups[:1]]
     precisions = ["f32", *list_native_precisions()]
-    if not most_group:
-        return [Setting(engine, precision) for precision in precisions if precision != usual]
-    groups = [group for group in (USUAL_GROUP, 64, 128) if group <= most_group]
-    found = [Setting(engine, precision, group) for precision in precisions for group in groups]
+    if not largest_group:
+        return [Setting(engine, precision) for precision in precisions if precision != default_precision]
+    groups = [group for group in (USUAL_GROUP, 64, 128) if group <= largest_group]
+    settings = [Setting(engine, precision, group) for precision in precisions for group in groups]
+    usual = Setting(engine, default_precision, USUAL_GROUP)
     # Without quantised activations, weights in f32 are exact, as `--for accuracy` may require.
-    return [each for each in found if each != Setting(engine, usual, USUAL_GROUP)] + [Setting(engine, "f32", 0)]
+    return [setting for setting in settings if setting != usual] + [Setting(engine, "f32", 0)]
 
 
-def list_gpu_settings(engine: EngineName, most_group: int | None) -> list[Setting]:
+def list_gpu_settings(engine: EngineName, largest_group: int | None) -> list[Setting]:
     """Return the settings to compare with a GPU's usual ones: precisions, dynamic quantisation, and a u8 KV cache."""
-    groups = [Setting(engine, group=group) for group in (0, 32, 128) if most_group and group <= most_group]
-    return [*groups, Setting(engine, "f32"), *[Setting(engine, kv_precision="u8")] * (engine == "paged")]
+    settings = [Setting(engine, group=group) for group in (0, 32, 128) if largest_group and group <= largest_group]
+    settings.append(Setting(engine, "f32"))
+    if engine == "paged":
+        settings.append(Setting(engine, kv_precision="u8"))
+    return settings
 
 
 def load_or_tune_profile(folder: Path, options: DeviceOptions) -> Profile | None:

@@ -100,7 +100,7 @@ class WidthTimes:
 
 def load_decoder(folder: Path, properties: dict[str, Any], engine: Any = "auto") -> Decoder:
     device = DeviceOptions(precision="f32", kv_precision="f32", properties={"CACHE_DIR": "", **properties})
-    return load_compiled_model(folder, device, engine, "fast").decoder()
+    return load_compiled_model(folder, device, engine, "fast").make_decoder()
 
 
 def compare_formats(model: str, names: list[str], output: Path, isa: str | None) -> None:
@@ -152,7 +152,7 @@ def write_joined(source: Path, folder: Path) -> int:
 
 def compare_pages(folder: Path, isa: str | None) -> None:
     models = {pages: ovspec.load(folder) for pages in ("small", "large")}
-    decoders: dict[str, Decoder] = {pages: lm.target.decoder() for pages, lm in models.items()}
+    decoders: dict[str, Decoder] = {pages: lm.target.make_decoder() for pages, lm in models.items()}
     widths = (1, 2, 5, 9)
     WidthTimes(decoders, models["small"].tokenizer, widths, 1, 1)  # weights are packed when they are first used
     seconds = milliseconds(lambda: models["large"].target.ir.large_pages.move_pages(600.0)) / 1e3

@@ -57,16 +57,16 @@ def probe(folder: Path, engine: str, precision: str | None) -> list[str]:
     device = DeviceOptions(precision=precision, properties={"CACHE_DIR": ""})
     loaded = load_compiled_model(folder, device, engine, arithmetic="fast")  # type: ignore[arg-type]
     vocabulary = loaded.ir.logits_width
-    fast_exactness = probe_feed_rule(loaded.decoder(), vocabulary, FULL_TRIAL)
-    fast = loaded.decoder()
+    fast_exactness = probe_feed_rule(loaded.make_decoder(), vocabulary, FULL_TRIAL)
+    fast = loaded.make_decoder()
     if engine == "paged":
         loaded.ir = compile_paged(folder, device)
-    exactness = find_exactness(lambda rule: loaded.decoder(rule=rule), engine, vocabulary, FULL_TRIAL)
+    exactness = find_exactness(lambda rule: loaded.make_decoder(rule=rule), engine, vocabulary, FULL_TRIAL)
     differ = f"{exactness.differing} of {exactness.positions}"
-    cells = [str(exactness.rule or "none"), f"{1 - fast_exactness.share:.0%}", differ]
+    cells = [str(exactness.rule or "none"), f"{1 - fast_exactness.invariance:.0%}", differ]
     if not exactness.rule:
         return cells
-    decoders = {"exact": loaded.decoder(rule=exactness.rule), "fast": fast}
+    decoders = {"exact": loaded.make_decoder(rule=exactness.rule), "fast": fast}
     text = np.random.default_rng(1).integers(0, vocabulary, PROMPT)
     for decoder in decoders.values():
         decoder.reset(1)

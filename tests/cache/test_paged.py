@@ -338,7 +338,7 @@ def test_filling_up_changes_no_bit(pair: Path, cache_dir: Path, precision: Any) 
     lm = ovspec.load(pair, "none", precision=precision, cache_dir=cache_dir, engine="paged")
     rng = np.random.default_rng(0)
     text = rng.integers(3, 4000, 80)
-    plain, filled = lm.target.decoder(), lm.target.decoder()
+    plain, filled = lm.target.make_decoder(), lm.target.make_decoder()
     for decoder in (plain, filled):
         decoder.feed([text], [1])
         decoder.reorder([0, 0, 0])
@@ -352,9 +352,9 @@ def test_filling_up_changes_no_bit(pair: Path, cache_dir: Path, precision: Any) 
             assert (mine == right).all()
     assert (
         other.feed([text[:3], text[:1], text[:1]], [3, 1, 1])[0]
-        == lm.target.decoder().feed([np.concatenate((text, text[:3]))], [3])[0]
+        == lm.target.make_decoder().feed([np.concatenate((text, text[:3]))], [3])[0]
     ).all(), "the fork's blocks are untouched"
-    short = lm.target.decoder()
+    short = lm.target.make_decoder()
     assert short.feed([text[:3]], [1], 16)[0].shape == (1, filled.feed([text[:2]] * 3, [1] * 3)[0].shape[1])
 
 

@@ -26,8 +26,8 @@ MANY = 1e-3  # gigabytes; the demo pair's blocks are small
 
 
 def pool_of(lm: ovspec.LanguageModel) -> BlockPool:
-    assert lm.target.tensors
-    return lm.target.tensors.pool
+    assert lm.target.shared_blocks
+    return lm.target.shared_blocks.pool
 
 
 @pytest.fixture(params=[pytest.param("none", marks=pytest.mark.slow), "lookup,draft"])

@@ -180,7 +180,7 @@ def test_rows_with_requests_of_their_own(
     """As on a GPU's stateful engine."""
     monkeypatch.setattr(CompiledIR, "needs_single_rows", True)
     headed = load_headed("stateful")
-    assert headed.draft and isinstance(headed.draft.decoder(), RowByRowDecoder)
+    assert headed.draft and isinstance(headed.draft.make_decoder(), RowByRowDecoder)
     found = [text.token_ids for text in headed.generate(PROMPTS[:2], max_tokens=12, lookahead=LOOKAHEAD)]
     assert len(proposals) > 12 and torch_head.agree(proposals)
     assert found == [text.token_ids for text in headed.generate(PROMPTS[:2], max_tokens=12, lookahead=0)]
@@ -242,7 +242,7 @@ def test_entries_outlast_a_pause(headed: ovspec.LanguageModel) -> None:
     """What a head has read remains when rows join or a text forks, even if nothing is proposed then."""
     lm, text = headed, Sequence(range(1, 50))
     assert lm.draft
-    target, entries = lm.target.decoder(), lm.draft.decoder()
+    target, entries = lm.target.make_decoder(), lm.draft.make_decoder()
     head = HeadDecoder(entries, target)
     target.feed([text.tokens[:-1]], [0])
     head.reuse_prefixes([text])
@@ -258,7 +258,7 @@ def test_no_text_finds_entries_without_features(headed: ovspec.LanguageModel) ->
     lm, text = headed, Sequence(range(1, 50))
     assert lm.draft
     tensors = BlockTensors(lm.draft.ir, most_tokens=1000)
-    target, entries = lm.target.decoder(), PagedDecoder(lm.draft.ir, rule=lm.draft.rule, tensors=tensors)
+    target, entries = lm.target.make_decoder(), PagedDecoder(lm.draft.ir, rule=lm.draft.rule, tensors=tensors)
     head = HeadDecoder(entries, target)
     target.feed([text.tokens[:9]], [0])
     head.reuse_prefixes([text])

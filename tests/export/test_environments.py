@@ -276,7 +276,7 @@ def test_each_model_has_the_versions_of_its_own_environment(tmp_path: Path) -> N
     assert [model.versions for model in models] == [{"transformers": "5.2.0"}, {"optimum-intel": "2.2.0"}, {}]
     assert not describe_model(Source("demo", demo, True, "1"), demo, INT8).versions
     written = Manifest(models[0], models[1], {"transformers": "5.5.0"}, {})
-    written.write(tmp_path)
+    written.write_to_folder(tmp_path)
     assert read_manifest(tmp_path) == written
     old = json.loads((tmp_path / "ovspec.json").read_text(encoding="utf-8"))
     del old["target"]["versions"], old["draft"]["versions"]
