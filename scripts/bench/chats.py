@@ -321,8 +321,9 @@ def print_tables(log: Log) -> None:
             speeds = (column.speed(way) for column in columns.values())
             table.row(way, figures.ms(way), *speeds, figures.accepted(way), figures.equal(way))
         for heading, figure in RATES.items():
-            rows = {way: [figure(column, way) for column in columns.values()] for way in ways[1:]}
-            if any(cell for cells in rows.values() for cell in cells):
+            rows = {way: [figure(column, way) for column in columns.values()] for way in ways}
+            rows = {way: cells for way, cells in rows.items() if way != PLAIN and any(cells)}
+            if rows:
                 print(f"\n{heading}:\n")
                 table = Table("way", *columns)
                 for way, cells in rows.items():

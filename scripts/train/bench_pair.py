@@ -1,6 +1,6 @@
 """Make a model of real size that generates what a small one generates, to measure speed with.
 
-    python scripts/train/bench_pair.py OUT [--size 1b|3b|moe] [--attention gqa|mha] [--vocab 32000] [--weight-format F]
+    python scripts/train/bench_pair.py OUT [--size 1b|moe] [--vocab 32000] [--weight-format F]
     python scripts/train/bench_pair.py OUT --of CHECKPOINT [--head HEAD] [--repeat 4] [--mlp UNITS]
 
 There are no weights of real size in the repository, so small models are widened without changing their function: the
@@ -17,9 +17,9 @@ With --of, the checkpoint of an EAGLE-3 head is widened with its model, and prop
 
 OUT/hf/target and OUT/hf/draft are the checkpoints, OUT/FORMAT the exported pairs; with --of, the draft is the head, if
 there is one. The logits are compared with the small model's, its weights rounded to bf16, and every export with its
-checkpoint. 1b takes 2.1 GB of disk for the checkpoints, 1.1 for int8 and 0.6 for int4, and about 8 GB of memory. 3b has
-not been built yet. In moe, the target is a mixture of experts (Mixtral): each expert computes what the MLP computed, so
-it doesn't matter which ones a random router chooses.
+checkpoint. 1b takes 2.1 GB of disk for the checkpoints, 1.1 for int8 and 0.6 for int4, and about 8 GB of memory. In
+moe, the target is a mixture of experts (Mixtral): each expert computes what the MLP computed, so it doesn't matter
+which ones a random router chooses.
 """
 
 from __future__ import annotations
@@ -71,7 +71,6 @@ class Shape:
 
 SIZES = {
     "1b": {"target": Shape(4, 6144, 26), "draft": Shape(4, 2048, 16)},
-    "3b": {"target": Shape(8, 8192, 28), "draft": Shape(8, 4096, 12)},
     "moe": {"target": Shape(2, 2048, 12, experts=16), "draft": Shape(2, 1024, 5)},
 }
 
@@ -94,13 +93,12 @@ def spread(weights: torch.Tensor, repeat: int, generator: torch.Generator) -> to
     return torch.cat(copies, dim=1).view(torch.bfloat16)
 
 
-def widen(weights: dict[str, torch.Tensor], config: dict[str, Any], shape: Shape, vocab: int, attention: str) -> Any:
+def widen(weights: dict[str, torch.Tensor], config: dict[str, Any], shape: Shape, vocab: int) -> Any:
     """Return (weights, config) of a wider Llama model with the same logits for the same ids.
 
     Args:
         weights: those of a Llama checkpoint; they are rounded to bf16.
         vocab: number of ids, at least the checkpoint's.
-        attention: "gqa" keeps the number of query heads that share a key head, "mha" gives each its own.
 
     Raises:
         ValueError: the shape isn't wider, or the model has other weights than Llama's.
@@ -114,7 +112,6 @@ def widen(weights: dict[str, torch.Tensor], config: dict[str, Any], shape: Shape
     if unknown := [name for name in weights if not re.fullmatch(LLAMA_WEIGHTS, name)]:
         raise ValueError(f"{unknown[0]} is not a weight of Llama; give a checkpoint with Llama's layers and no biases")
     copies = mlp_copies(shape, config)
-    groups = heads // kv_heads if attention == "mha" else 1
 
     def read(name: str, layer: int) -> torch.Tensor:
         return weights[f"model.layers.{layer}.{name}.weight"].to(torch.bfloat16)
@@ -122,10 +119,6 @@ def widen(weights: dict[str, torch.Tensor], config: dict[str, Any], shape: Shape
     def rows(matrix: torch.Tensor, outputs: int = r, inputs: int = r) -> torch.Tensor:
         """Widen (out, in) to (outputs * out, inputs * in); each copy of an output has its own noise."""
         return torch.cat([spread(matrix, inputs, generator) for _ in range(outputs)])
-
-    def shared(matrix: torch.Tensor) -> torch.Tensor:
-        """Repeat keys or values (kv_heads * head, hidden): ``groups`` copies of each head."""
-        return matrix.view(kv_heads, 1, head, hidden).expand(-1, groups, -1, -1).reshape(-1, hidden)
 
     def random(out: int, inputs: int, scale: float) -> torch.Tensor:
         return (torch.randn(out, inputs, generator=generator) * scale).to(torch.bfloat16)
@@ -167,9 +160,9 @@ def widen(weights: dict[str, torch.Tensor], config: dict[str, Any], shape: Shape
         if layer < config["num_hidden_layers"]:
             q, k, v, o = (read(f"self_attn.{part}_proj", layer) for part in "qkvo")
             norms = [read(norm, layer).repeat(r) for norm in ("input_layernorm", "post_attention_layernorm")]
-            parts = [rows(q), rows(shared(k)), rows(shared(v)), rows(o)]
+            parts = [rows(q), rows(k), rows(v), rows(o)]
         else:
-            q_width, kv_width = r * heads * head, r * kv_heads * groups * head
+            q_width, kv_width = r * heads * head, r * kv_heads * head
             norms = [torch.ones(wide, dtype=torch.bfloat16) for _ in range(2)]
             parts = [random(out, wide, usual) for out in (q_width, kv_width, kv_width)]
             parts += [random(wide, q_width, TINY)]
@@ -179,7 +172,7 @@ def widen(weights: dict[str, torch.Tensor], config: dict[str, Any], shape: Shape
     sizes = {
         "hidden_size": wide,
         "num_attention_heads": r * heads,
-        "num_key_value_heads": r * kv_heads * groups,
+        "num_key_value_heads": r * kv_heads,
         "intermediate_size": shape.mlp,
         "num_hidden_layers": shape.layers,
         "vocab_size": vocab,
@@ -216,17 +209,13 @@ def widen_head(weights: dict[str, torch.Tensor], config: dict[str, Any], repeat:
         inputs = copies if part == "down_proj" else repeat
         # What is read side by side, features of several layers or an embedding and a feature, was widened apart.
         apart = matrix.split(matrix.shape[1] if part in ("o_proj", "down_proj") else hidden, dim=1)
-        rows = (
-            torch.cat([spread(each, inputs, generator) for each in apart], 1) for _ in range(outputs.get(part, repeat))
-        )
-        return torch.cat(list(rows))
+        rows = range(outputs.get(part, repeat))
+        return torch.cat([torch.cat([spread(block, inputs, generator) for block in apart], 1) for _ in rows])
 
     if unknown := [name for name in weights if not re.fullmatch(HEAD_WEIGHTS, name)]:
         raise ValueError(f"{unknown[0]} is not a weight of a head that can be widened; give one that ovspec distilled")
-    names = ("hidden_size", "num_attention_heads", "num_key_value_heads")
-    sizes = {name: repeat * config[name] for name in names} | {
-        "intermediate_size": copies * config["intermediate_size"]
-    }
+    sizes = {name: repeat * config[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads")}
+    sizes["intermediate_size"] = copies * config["intermediate_size"]
     return {name: widened(name, matrix) for name, matrix in weights.items()}, config | sizes
 
 
@@ -239,31 +228,28 @@ def make_head(source: Path, folder: Path, repeat: int, copies: int) -> float:
 
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     weights, wide = widen_head(load_file(source / "model.safetensors"), config, repeat, copies)
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file({name: t.contiguous() for name, t in weights.items()}, folder / "model.safetensors", {"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(wide, indent=2) + "\n", encoding="utf-8", newline="\n")
+    write_checkpoint(weights, wide, folder)
     generator, hidden, tokens = torch.Generator().manual_seed(1), config["hidden_size"], 32
     states, embedded = (torch.randn(1, tokens, count * hidden, generator=generator) for count in (3, 1))
 
     @torch.no_grad()
     def logits_of_head(head: EagleHead, copies: int) -> torch.Tensor:
-        parts = [part.repeat(1, 1, copies) for part in states.split(hidden, dim=2)]
+        taps = torch.cat([part.repeat(1, 1, copies) for part in states.split(hidden, dim=2)], 2)
         ones = torch.ones((1, tokens), dtype=torch.int64)
-        taps = torch.cat(parts, 2)
-        read = (
-            embedded.repeat(1, 1, copies),
-            head.fuse_states(taps),
-            ones,
-            ones.cumsum(1) - 1,
-            taps,
-            *head.make_empty_cache(),
-        )
-        return head(*read)[0]
+        positions = ones.cumsum(1) - 1
+        inputs = (embedded.repeat(1, 1, copies), head.fuse_states(taps), ones, positions, taps)
+        return head(*inputs, *head.make_empty_cache())[0]
 
     rounded = load_head_checkpoint(source)
     rounded.load_state_dict({name: weight.bfloat16().float() for name, weight in rounded.state_dict().items()})
     before, after = logits_of_head(rounded, 1), logits_of_head(load_head_checkpoint(folder), repeat)
     return float((after - before).abs().max() / before.std())
+
+
+def write_checkpoint(weights: dict[str, torch.Tensor], config: dict[str, Any], folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({name: t.contiguous() for name, t in weights.items()}, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8", newline="\n")
 
 
 def mlp_copies(shape: Shape, config: dict[str, Any]) -> int:
@@ -277,7 +263,7 @@ def shape_of(source: Path, repeat: int, mlp: int | None) -> Shape:
     return Shape(repeat, mlp or 2 * config["intermediate_size"], config["num_hidden_layers"])
 
 
-def make_checkpoint(source: Path, folder: Path, shape: Shape, vocab: int, attention: str) -> int:
+def make_checkpoint(source: Path, folder: Path, shape: Shape, vocab: int) -> int:
     """Write the widened checkpoint of ``source``; return its number of parameters.
 
     Args:
@@ -285,10 +271,8 @@ def make_checkpoint(source: Path, folder: Path, shape: Shape, vocab: int, attent
     """
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     vocab = max(vocab, config["vocab_size"])
-    weights, config = widen(load_file(source / "model.safetensors"), config, shape, vocab, attention)
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file({name: t.contiguous() for name, t in weights.items()}, folder / "model.safetensors", {"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8", newline="\n")
+    weights, config = widen(load_file(source / "model.safetensors"), config, shape, vocab)
+    write_checkpoint(weights, config, folder)
     for file in source.iterdir():
         if file.name not in ("config.json", "model.safetensors"):
             shutil.copy(file, folder)
@@ -327,7 +311,6 @@ def main() -> None:
     parser.add_argument("--head", type=Path, metavar="HEAD", help="with --of: widen this checkpoint of its head, too")
     parser.add_argument("--repeat", type=int, help="with --of: copies of a hidden unit, a power of two  [default: 4]")
     parser.add_argument("--mlp", type=int, help="with --of: MLP units of a layer  [default: twice the checkpoint's]")
-    parser.add_argument("--attention", choices=("gqa", "mha"), default="gqa")
     parser.add_argument("--vocab", type=int, default=32000, help="number of ids, unless the checkpoint has more")
     parser.add_argument("--weight-format", nargs="+", default=["int8"], help="as in 'ovspec export'")
     args = parser.parse_args()
@@ -338,7 +321,7 @@ def main() -> None:
     if args.of:
         sources = {"target": (args.of, shape_of(args.of, args.repeat or 4, args.mlp))}
     for name, (source, shape) in sources.items():
-        count = make_checkpoint(source, checkpoints / name, shape, args.vocab, args.attention)
+        count = make_checkpoint(source, checkpoints / name, shape, args.vocab)
         moved = check(source, checkpoints / name)
         print(f"{name}: {count / 1e6:,.0f} M parameters, logits moved by {moved:.0e} of their spread", flush=True)
         if moved > 1e-3:

@@ -1,21 +1,23 @@
-"""Train the embedded demo pair from the source of CPython's standard library.
+"""Train the embedded demo pair, and the small draft of the tests, from the source of CPython's standard library.
 
-Writes ``models/demo-hf/{target,draft}`` (bf16 safetensors, tokenizer, chat template) and the
-model card ``models/demo-hf/README.md``. Everything comes from the ``.py`` files that ship with
-the Python running this script (PSF licence). The target learns the text; the draft (about 1M
-parameters) learns the target's distributions.
+    python scripts/train/demo_pair.py pair --minutes 90
+    python scripts/train/demo_pair.py small --minutes 9
 
-A run is bounded by wall clock (``--minutes``, for both models together), seeded and resumable:
-Ctrl-C or a kill loses at most the last few minutes, and the same command continues from there.
+Everything comes from the ``.py`` files that ship with the Python running this script (PSF licence). A run is bounded by
+wall clock and seeded.
 
-    python scripts/train/demo_pair.py --minutes 90
+pair: writes ``models/demo-hf/{target,draft}`` (bf16 safetensors, tokenizer, chat template) and prints the figures of
+    the card ``models/demo-hf/README.md``. The target learns the text; the draft (about 1M parameters) learns the
+    target's distributions.
+small: writes ``models/small-hf``, one layer, distilled from the demo pair's draft. The tests' pair has that draft as
+    its target (five times cheaper than the demo target) and this model as its draft.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
-import json
 import math
 import sysconfig
 import time
@@ -29,7 +31,14 @@ import torch
 import torch.nn.functional as F
 from tokenizer import byte_level
 from tokenizers import pre_tokenizers, trainers
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 VOCAB = 4096
@@ -61,14 +70,10 @@ def stdlib_files() -> list[tuple[str, str]]:
     files = []
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root).as_posix()
-        if name.startswith(("site-packages/", "encodings/", "pydoc_data/")):
-            continue
-        if not 400 <= path.stat().st_size <= 150_000:
-            continue
-        try:
-            files.append((name, path.read_text(encoding="utf-8")))
-        except UnicodeDecodeError:
-            continue
+        is_table = name.startswith(("site-packages/", "encodings/", "pydoc_data/"))
+        if not is_table and 400 <= path.stat().st_size <= 150_000:
+            with contextlib.suppress(UnicodeDecodeError):
+                files.append((name, path.read_text(encoding="utf-8")))
     return files
 
 
@@ -90,17 +95,14 @@ def split_files() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
     held_out = [file for file in files if is_held_out(file[0])]
     held_shingles = [shingles(text) for _, text in held_out]
     everything = set().union(*held_shingles)
-    train = []
-    for name, text in files:
-        if is_held_out(name):
-            continue
+
+    def is_near_duplicate(text: str) -> bool:
         own = shingles(text)
         if len(own & everything) >= 0.1 * len(own):
-            continue
-        if any(len(own & other) >= 0.1 * len(other) for other in held_shingles):
-            continue
-        train.append((name, text))
-    return train, held_out
+            return True
+        return any(len(own & other) >= 0.1 * len(other) for other in held_shingles)
+
+    return [file for file in files if not is_held_out(file[0]) and not is_near_duplicate(file[1])], held_out
 
 
 def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
@@ -172,17 +174,10 @@ def packed(tokens: np.ndarray, doc: np.ndarray, starts: np.ndarray, window: int)
 def new_model(kind: str) -> Model:
     """Return an untrained target (9.4 million parameters), draft (1.0 million) or small draft, with tied embeddings."""
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-    given: dict[str, Any] = {
-        **dict(zip(names, SHAPES[kind], strict=True)),
-        "vocab_size": VOCAB,
-        "max_position_embeddings": MAX_POSITIONS,
-        "tie_word_embeddings": True,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-        "pad_token_id": 0,
-        "rms_norm_eps": 1e-5,
-    }
-    model: Model = LlamaForCausalLM(LlamaConfig(**given))
+    sizes: dict[str, Any] = dict(zip(names, SHAPES[kind], strict=True))
+    sizes |= {"vocab_size": VOCAB, "max_position_embeddings": MAX_POSITIONS, "rms_norm_eps": 1e-5}
+    ids: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+    model: Model = LlamaForCausalLM(LlamaConfig(**sizes, **ids, tie_word_embeddings=True))
     return model.to(DEVICE)
 
 
@@ -200,10 +195,10 @@ def text_loss(model: Model, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 def distillation_loss(draft: Model, target: Model, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Return KL(target || draft) plus a loss on the target's first choice, because greedy acceptance counts most."""
     with torch.no_grad():
-        wanted = logits_of(target, batch).flatten(0, 1).float()
+        target_logits = logits_of(target, batch).flatten(0, 1).float()
     own = F.log_softmax(logits_of(draft, batch).flatten(0, 1).float(), dim=-1)
-    kl = F.kl_div(own, F.log_softmax(wanted, dim=-1), log_target=True, reduction="batchmean")
-    return kl + 0.5 * F.nll_loss(own, wanted.argmax(-1))
+    kl = F.kl_div(own, F.log_softmax(target_logits, dim=-1), log_target=True, reduction="batchmean")
+    return kl + 0.5 * F.nll_loss(own, target_logits.argmax(-1))
 
 
 def optimizers(model: Model) -> list[torch.optim.Optimizer]:
@@ -230,68 +225,36 @@ def train(
     loss_of: Callable[[dict[str, torch.Tensor]], torch.Tensor],
     corpus: Corpus,
     minutes: float,
-    state_file: Path,
     seed: int,
-) -> None:
-    """Train until ``minutes`` of wall clock are used, summed over all runs."""
+) -> int:
+    """Train until ``minutes`` of wall clock are over; return the number of steps."""
     opts = optimizers(model)
-    base = [group["lr"] for opt in opts for group in opt.param_groups]
-    step, elapsed = 0, 0.0
-    if state_file.exists():
-        state = torch.load(state_file, map_location=DEVICE, weights_only=True)
-        model.load_state_dict(state["model"])
-        for opt, saved in zip(opts, state["opts"], strict=True):
-            opt.load_state_dict(saved)
-        step, elapsed = state["step"], state["elapsed"]
-
-    def save() -> None:
-        partial = state_file.with_suffix(".partial")
-        saved = {"model": model.state_dict(), "opts": [opt.state_dict() for opt in opts]}
-        torch.save(saved | {"step": step, "elapsed": elapsed}, partial)
-        partial.replace(state_file)
-
-    budget, batches, window, mean = minutes * 60, None, 0, 0.0
-    last_save = began = time.monotonic()
-    try:
-        while elapsed < budget:
-            progress = elapsed / budget
-            wanted = LONG if progress >= LONG_FROM else SHORT
-            if wanted != window:
-                window = wanted
-                # A resumed run continues in another order instead of repeating the first one.
-                batches = corpus.batches(seed + step, rows=6144 // window, window=window)
-            assert batches is not None
-            scale = rate(progress)
-            groups = [group for opt in opts for group in opt.param_groups]
-            for group, lr in zip(groups, base, strict=True):
-                group["lr"] = lr * scale
-            with torch.autocast(DEVICE, torch.bfloat16):
-                loss = loss_of(next(batches))
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            for opt in opts:
-                opt.step()
-                opt.zero_grad(set_to_none=True)
-            step += 1
-            mean = loss.item() if mean == 0.0 else 0.95 * mean + 0.05 * loss.item()
-            now = time.monotonic()
-            elapsed, began = elapsed + now - began, now
-            if step % 10 == 0:
-                progress_bar(kind, elapsed / budget, f"step {step} loss {mean:.3f} window {window}")
-            if now - last_save > 180:
-                save()
-                last_save = now
-    finally:
-        save()
-    print(flush=True)
+    groups = [group for opt in opts for group in opt.param_groups]
+    rates = [group["lr"] for group in groups]
+    began = time.monotonic()
+    step, window, mean = 0, 0, 0.0
+    while (progress := (time.monotonic() - began) / (60 * minutes)) < 1:
+        length = LONG if progress >= LONG_FROM else SHORT
+        if length != window:
+            window = length
+            batches = corpus.batches(seed + step, rows=6144 // window, window=window)
+        for group, highest in zip(groups, rates, strict=True):
+            group["lr"] = highest * rate(progress)
+        with torch.autocast(DEVICE, torch.bfloat16):
+            loss = loss_of(next(batches))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for opt in opts:
+            opt.step()
+            opt.zero_grad(set_to_none=True)
+        mean = 0.95 * mean + 0.05 * loss.item() if step else loss.item()
+        step += 1
+        if step % 100 == 0:
+            print(f"{kind}: {progress:.1%}, step {step}, loss {mean:.3f}, window {window}", flush=True)
+    return step
 
 
-def progress_bar(kind: str, done: float, text: str) -> None:
-    filled = int(30 * min(done, 1.0))
-    print(f"\r{kind:6} [{'#' * filled}{'.' * (30 - filled)}] {done:5.1%} {text}  ", end="", flush=True)
-
-
-# ---------------------------------------------------------------- model card
+# ---------------------------------------------------------------- figures of the cards
 
 
 def windows(held_out: Corpus) -> Iterator[dict[str, torch.Tensor]]:
@@ -354,104 +317,70 @@ def write_model(model: Model, tokenizer: PreTrainedTokenizerFast, folder: Path) 
     tokenizer.save_pretrained(folder)
 
 
-def model_card(figures: dict[str, float | int | str]) -> str:
-    return """# The demo pair
-
-Two Llama-architecture language models that write Python, trained by `scripts/train/demo_pair.py`
-from the source of CPython's standard library (PSF licence, https://docs.python.org/3/license.html),
-with one byte-level BPE tokenizer of {vocab} tokens. They exist to test and show ovspec; they are
-far too small to be useful for anything else. The chat template is there so that its code path can
-be run: neither model was trained on dialogue.
-
-| | target | draft |
-|---|---|---|
-| parameters | {target_parameters:,} | {draft_parameters:,} |
-| held-out loss, nats per token | {target_loss:.3f} | {draft_loss:.3f} |
-| held-out loss, bits per byte | {target_bits:.3f} | {draft_bits:.3f} |
-
-Conditional acceptance of the draft (probability that a proposed token is accepted given that those
-before it were), on text the target generates from 48 held-out prompts:
-
-| greedy | T=1, coupled | T=1, rejection |
-|---|---|---|
-| {greedy:.3f} | {coupled:.3f} | {rejection:.3f} |
-
-Greedy text of such a small model soon repeats itself, which the draft learns to predict; that is why
-its greedy acceptance is so high. On the held-out text itself, both models have the same first choice
-at {agreement:.3f} of the positions.
-
-Trained on {train_files} files ({train_tokens:,} tokens) of Python {python}; {held_files} held-out
-files ({held_tokens:,} tokens) were never seen, and training files that share a tenth of their
-four-line runs with one of them were removed. {target_steps:,} + {draft_steps:,} steps of 6,144
-tokens in {minutes:.0f} minutes of wall clock on {device}; seed {seed}. Context {context} tokens.
-""".format(**figures)
+# ---------------------------------------------------------------- the commands
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=90, help="wall clock for both models (default 90)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("-o", "--output", type=Path, default=ROOT / "models" / "demo-hf")
-    parser.add_argument("--no-compile", action="store_true", help="do without torch.compile (no C++ compiler)")
-    args = parser.parse_args()
-    torch.manual_seed(args.seed)
-    work = args.output.parent / (args.output.name + ".training")
-    work.mkdir(parents=True, exist_ok=True)
-
+def make_pair(args: argparse.Namespace) -> None:
     train_files, held_files = split_files()
-    tokenizer_file = work / "tokenizer"
-    if tokenizer_file.exists():
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer_file)
-    else:
-        tokenizer = train_tokenizer([text for _, text in train_files])
-        tokenizer.save_pretrained(tokenizer_file)
-
-    def corpus_of(files: list[tuple[str, str]]) -> Corpus:
-        encoded = tokenizer([text for _, text in files], add_special_tokens=False)["input_ids"]
-        return Corpus([np.array([*ids, 0], dtype=np.uint16) for ids in encoded])  # pyright: ignore
-
-    corpus, held_out = corpus_of(train_files), corpus_of(held_files)
-    train_tokens = sum(map(len, corpus.documents))
-    held_tokens = sum(map(len, held_out.documents))
-    print(f"{len(train_files)} files, {train_tokens:,} tokens; held out {len(held_files)}, {held_tokens:,}")
-    (work / "held_out.json").write_text(
-        json.dumps([name for name, _ in held_files], indent=1), encoding="utf-8", newline="\n"
-    )
+    tokenizer = train_tokenizer([text for _, text in train_files])
+    corpus, held_out = (corpus_of(files, tokenizer) for files in (train_files, held_files))
+    for name, files, documents in (("train", train_files, corpus), ("held-out", held_files, held_out)):
+        print(f"{name}: {len(files)} files, {sum(map(len, documents.documents)):,} tokens", flush=True)
 
     def compiled(function: Callable) -> Callable:
         return function if args.no_compile else torch.compile(function, dynamic=False)
 
     target = new_model("target")
     loss = compiled(lambda batch: text_loss(target, batch))
-    train("target", target, loss, corpus, args.minutes * TARGET_SHARE, work / "target.pt", args.seed)
+    steps = {"target": train("target", target, loss, corpus, args.minutes * TARGET_SHARE, args.seed)}
     target.requires_grad_(False).eval()
     draft = new_model("draft")
     loss = compiled(lambda batch: distillation_loss(draft, target, batch))
-    draft_minutes = args.minutes * (1 - TARGET_SHARE)
-    train("draft", draft, loss, corpus, draft_minutes, work / "draft.pt", args.seed + 1)
+    steps["draft"] = train("draft", draft, loss, corpus, args.minutes * (1 - TARGET_SHARE), args.seed + 1)
     draft.requires_grad_(False).eval()
-
-    held_bytes = sum(len(text.encode()) for _, text in held_files)
-    figures: dict[str, float | int | str] = {
-        "vocab": VOCAB, "context": MAX_POSITIONS, "seed": args.seed, "minutes": args.minutes,
-        "python": sysconfig.get_python_version(), "device": f"{DEVICE}, {torch.get_num_threads()} threads",
-        "train_files": len(train_files), "train_tokens": train_tokens,
-        "held_files": len(held_files), "held_tokens": held_tokens,
-    }  # fmt: skip
+    tokens_per_byte = sum(map(len, held_out.documents)) / sum(len(text.encode()) for _, text in held_files)
     for kind, model in (("target", target), ("draft", draft)):
         write_model(model, tokenizer, args.output / kind)
-        model.float()  # the card describes the bf16 weights that are shipped
+        model.float()  # the figures are those of the bf16 weights that are shipped
         nats = held_out_loss(model, held_out)
-        figures[f"{kind}_loss"] = nats
-        figures[f"{kind}_bits"] = nats * held_tokens / held_bytes / math.log(2)
-        figures[f"{kind}_parameters"] = model.num_parameters()
-        figures[f"{kind}_steps"] = torch.load(work / f"{kind}.pt", weights_only=True)["step"]
-    figures["agreement"] = agreement(target, draft, held_out)
-    figures |= acceptance(target, draft, held_out, sample=False, seed=args.seed)
-    figures |= acceptance(target, draft, held_out, sample=True, seed=args.seed)
-    card = model_card(figures)
-    (args.output / "README.md").write_text(card, encoding="utf-8", newline="\n")
-    print(card)
+        bits = nats * tokens_per_byte / math.log(2)
+        print(f"{kind}: {model.num_parameters():,} parameters, {steps[kind]:,} steps; loss {nats:.3f}, {bits:.3f} bits")
+    print(f"the same first choice at {agreement(target, draft, held_out):.3f} of the held-out positions")
+    print_acceptance(target, draft, held_out, args.seed)
+
+
+def make_small_draft(args: argparse.Namespace) -> None:
+    source = ROOT / "models" / "demo-hf" / "draft"
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    target: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval().to(DEVICE)
+    corpus, held_out = (corpus_of(files, tokenizer) for files in split_files())
+    draft = new_model("small")
+    train("small", draft, lambda batch: distillation_loss(draft, target, batch), corpus, args.minutes, args.seed)
+    print_acceptance(target, draft.eval(), held_out, args.seed)
+    write_model(draft, tokenizer, args.output)
+
+
+def corpus_of(files: list[tuple[str, str]], tokenizer: Any) -> Corpus:
+    encoded = tokenizer([text for _, text in files], add_special_tokens=False)["input_ids"]
+    return Corpus([np.array([*ids, 0], dtype=np.uint16) for ids in encoded])
+
+
+def print_acceptance(target: Model, draft: Model, held_out: Corpus, seed: int) -> None:
+    rates = acceptance(target, draft, held_out, False, seed) | acceptance(target, draft, held_out, True, seed)
+    print("acceptance: " + ", ".join(f"{name} {rate:.3f}" for name, rate in rates.items()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("pair", "small"))
+    parser.add_argument("--minutes", type=float, default=90, help="wall clock for all models together (default 90)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("-o", "--output", type=Path, help="[default: models/demo-hf or models/small-hf]")
+    parser.add_argument("--no-compile", action="store_true", help="do without torch.compile (no C++ compiler)")
+    args = parser.parse_args()
+    args.output = args.output or ROOT / "models" / {"pair": "demo-hf", "small": "small-hf"}[args.what]
+    torch.manual_seed(args.seed)
+    {"pair": make_pair, "small": make_small_draft}[args.what](args)
 
 
 if __name__ == "__main__":

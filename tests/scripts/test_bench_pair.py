@@ -17,11 +17,10 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 
-@pytest.mark.parametrize("attention", ["gqa", "mha"])
 @pytest.mark.parametrize("name", [pytest.param("target", marks=pytest.mark.slow), "draft"])
-def test_logits_are_unchanged(tmp_path: Path, name: str, attention: str) -> None:
+def test_logits_are_unchanged(tmp_path: Path, name: str) -> None:
     mlp = {"target": 2048, "draft": 1024}[name]
-    count = make_checkpoint(CHECKPOINTS / name, tmp_path, Shape(2, mlp + 64, 6), 5000, attention)
+    count = make_checkpoint(CHECKPOINTS / name, tmp_path, Shape(2, mlp + 64, 6), 5000)
     assert count > 2e6
     assert check(CHECKPOINTS / name, tmp_path) < 1e-4
     made = load_file(tmp_path / "model.safetensors")
@@ -32,11 +31,12 @@ def test_logits_are_unchanged(tmp_path: Path, name: str, attention: str) -> None
     original = load_file(CHECKPOINTS / name / "model.safetensors")
     wide = original["model.layers.0.self_attn.q_proj.weight"].shape[0]
     assert queries == 2 * wide
-    assert (keys == queries) == (attention == "mha") or wide == keys
+    key_rows = original["model.layers.0.self_attn.k_proj.weight"].shape[0]
+    assert keys == 2 * key_rows
 
 
 def test_logits_are_unchanged_by_experts(tmp_path: Path) -> None:
-    make_checkpoint(CHECKPOINTS / "draft", tmp_path, Shape(2, 1088, 3, experts=3), 5000, "gqa")
+    make_checkpoint(CHECKPOINTS / "draft", tmp_path, Shape(2, 1088, 3, experts=3), 5000)
     assert check(CHECKPOINTS / "draft", tmp_path) < 1e-4
     made = load_file(tmp_path / "model.safetensors")
     first, second = (made[f"model.layers.0.block_sparse_moe.experts.{i}.w1.weight"] for i in range(2))
@@ -73,7 +73,7 @@ def test_any_llama_can_be_widened(tmp_path: Path, tied: bool) -> None:
     small_llama(tmp_path / "small", tie_word_embeddings=tied)
     shape = shape_of(tmp_path / "small", 4, None)
     assert shape == Shape(4, 160, 2)
-    make_checkpoint(tmp_path / "small", tmp_path / "wide", shape, 1000, "gqa")
+    make_checkpoint(tmp_path / "small", tmp_path / "wide", shape, 1000)
     assert check(tmp_path / "small", tmp_path / "wide") < 1e-4
     made = load_file(tmp_path / "wide" / "model.safetensors")
     assert made["lm_head.weight"].shape == (4096, 192)
@@ -83,7 +83,7 @@ def test_any_llama_can_be_widened(tmp_path: Path, tied: bool) -> None:
 
 def test_a_wrong_widening_moves_the_logits(tmp_path: Path) -> None:
     small_llama(tmp_path / "small", tie_word_embeddings=True)
-    make_checkpoint(tmp_path / "small", tmp_path / "wide", Shape(4, 160, 2), 4096, "gqa")
+    make_checkpoint(tmp_path / "small", tmp_path / "wide", Shape(4, 160, 2), 4096)
     file = tmp_path / "wide" / "model.safetensors"
     made = load_file(file)
     made["model.layers.1.mlp.down_proj.weight"] *= 2
@@ -94,9 +94,9 @@ def test_a_wrong_widening_moves_the_logits(tmp_path: Path) -> None:
 def test_what_is_not_llama_is_refused(tmp_path: Path) -> None:
     small_llama(tmp_path / "small", attention_bias=True)
     with pytest.raises(ValueError, match=r"_proj\.bias is not a weight of Llama"):
-        make_checkpoint(tmp_path / "small", tmp_path / "wide", Shape(4, 160, 2), 4096, "gqa")
+        make_checkpoint(tmp_path / "small", tmp_path / "wide", Shape(4, 160, 2), 4096)
     with pytest.raises(ValueError, match="at least twice the MLP units"):
-        make_checkpoint(CHECKPOINTS / "draft", tmp_path / "wide", Shape(4, 600, 2), 4096, "gqa")
+        make_checkpoint(CHECKPOINTS / "draft", tmp_path / "wide", Shape(4, 600, 2), 4096)
 
 
 def test_a_head_is_widened_with_its_model(tmp_path: Path) -> None:
