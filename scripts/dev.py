@@ -20,6 +20,7 @@ cache by scripts/fetch.py; offline, the demo shows the embedded pair, and the te
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import os
 import shlex
@@ -140,26 +141,23 @@ def ovspec(*arguments: str) -> None:
 
 
 def test(arguments: list[str], which: str = "not slow and not soak") -> None:
-    if "--slow" in arguments:
-        which = "not soak"
-    rest = [argument for argument in arguments if argument != "--slow"]
-    if "--isa" in rest:
-        at = rest.index("--isa")
-        cap_instruction_set(*rest[at + 1 : at + 2])
-        del rest[at : at + 2]
-    if "--gpu" in rest:
-        at = rest.index("--gpu")
-        del rest[at]
-        if folders := [Path(name) for name in rest[at : at + 1] if Path(name).is_dir()]:
-            take_environment(folders[0] / "env.sh")
-            del rest[at]
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--slow", action="store_true")
+    parser.add_argument("--isa", nargs="?", const="")
+    parser.add_argument("--gpu", action="store_true")
+    options, rest = parser.parse_known_args(arguments)
+    if options.isa is not None:
+        cap_instruction_set(options.isa)
+    if options.gpu:
+        if rest and Path(rest[0]).is_dir():
+            take_environment(Path(rest.pop(0)) / "env.sh")
         # One GPU has room for one run.
         run(python(), "-m", "pytest", "-m", "gpu", "tests/gpu", *rest)
         return
     # Two workers, each with its half of the cores (tests/conftest.py): small models gain nothing from more. A file
     # stays with one of them, so that its models and servers are made once.
     workers = ("-n", "2", "--dist", "loadfile") if "--update-docs" not in rest else ()
-    run(python(), "-m", "pytest", *workers, "-m", which, *rest)
+    run(python(), "-m", "pytest", *workers, "-m", "not soak" if options.slow else which, *rest)
 
 
 def test_under_wine(folder: Path, arguments: list[str]) -> NoReturn:

@@ -4,20 +4,17 @@
 
 MODEL is an exported model, each DRAFT the folder of an exported head or draft model. Prompts are the chats for judging
 in chats.json, and what 'ovspec distill --work DIR' has held out (DIR/documents.jsonl). Each round proposes
---lookahead tokens, at T=0 and T=1, so that speed and the choice of the lookahead play no part. "By position" tells
-which share of the first, second, ... tokens were accepted where those before them were.
+--lookahead tokens, at T=0 and T=1, so that speed and the choice of the lookahead play no part.
 """
 
 from __future__ import annotations
 
-from itertools import pairwise, zip_longest
 from pathlib import Path
 
 from harness import Option, Table, arguments, chats, machine, totals
 from ovspec_export.distill.gain import prompts_in
 
 import ovspec
-from ovspec import Result
 
 
 def main() -> None:
@@ -31,7 +28,7 @@ def main() -> None:
         tokens=128,
     )
     print(f"{machine()}. {args.model.name}, {args.lookahead} tokens proposed a round.\n", flush=True)
-    table = Table("draft", "texts", "prompts", "T", "accepted a round", "accepted of proposed", "by position")
+    table = Table("draft", "texts", "prompts", "T", "accepted a round", "accepted of proposed")
     for draft in args.drafts:
         lm = ovspec.load(args.model, draft, tune=False)
         prompts = {"chats": [lm.encode(chat.content).tolist() for chat in chats() if chat.judge][: args.prompts]}
@@ -43,16 +40,7 @@ def main() -> None:
                 results = [lm.generate(text, **options) for text in texts]
                 proposed, accepted, rounds = totals(results, "proposed", "accepted", "rounds")
                 shares = f"{accepted / max(rounds, 1):.3f}", f"{accepted / max(proposed, 1):.3f}"
-                table.row(draft.name, name, len(texts), temperature, *shares, by_position(results, args.lookahead))
-
-
-def by_position(results: list[Result], proposed: int) -> str:
-    """Return the conditional acceptance of each of ``proposed`` tokens; proposals at the end of a text are shorter."""
-    counts = (result.stats.accepted_by_position for result in results)
-    accepted = [sum(texts) for texts in zip_longest([0] * proposed, *counts, fillvalue=0)]
-    [reached] = totals(results, "reached")
-    first = reached - sum(accepted[:-1])
-    return " ".join(f"{right / max(compared, 1):.2f}" for compared, right in pairwise([first, *accepted]))
+                table.row(draft.name, name, len(texts), temperature, *shares)
 
 
 if __name__ == "__main__":

@@ -258,7 +258,7 @@ def start_peer(name: str, together: bool, args: Any, drafts: dict[str, str], scr
     if peer.files != "ir" and not args.checkpoint:
         raise RuntimeError(f"{name} needs --checkpoint, what MODEL was exported from")
     if peer.files != "ir":
-        target = gguf_of(args.checkpoint, args.gguf) if peer.files == "gguf" else args.checkpoint
+        target = gguf_of(args.checkpoint) if peer.files == "gguf" else args.checkpoint
     if peer.worker == "llamacpp":
         options |= {"threads": psutil.cpu_count(logical=False), "server": str(server_of_llamacpp())}
     if together and peer.worker == "genai":
@@ -394,7 +394,6 @@ def main() -> None:
         ways=Option([way_of(LOOKUP)], kind=way_of, separator=" "),
         draft=Option([], "NAME=PATH", kind=named_path, separator=" "),
         checkpoint=Option(Path, "what MODEL was exported from, for llamacpp"),
-        gguf=Option("q8_0", "its weights in llama.cpp", ("q8_0", "q4_0")),
         against=Option(Path, "the checkout of ovspec-before"),
         kinds=Option(CHAT_KINDS, choices=KINDS),
         prompts=Option(2, "of each kind"),
@@ -416,7 +415,6 @@ def main() -> None:
         "machine": machine().rpartition(", ")[0],  # without the month
         "isa": instruction_set(),
         "arithmetic": args.arithmetic,
-        "gguf": args.gguf,
         "draft": drafts,
     }
     log = Log(args.out, about)

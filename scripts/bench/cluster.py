@@ -1,31 +1,42 @@
-"""Time ``ovspec batch`` on one machine against local clusters of Ray, in turns, in fresh processes.
+"""Time ``ovspec batch`` on one machine against local clusters of Ray, and simulate it on a drawer of machines.
 
-    python scripts/bench/cluster.py DIR [--lines 200] [--tokens 48] [--turns 3] [--json OUT]
+    python scripts/bench/cluster.py measure DIR [--lines 200] [--tokens 48] [--turns 3] [--json OUT]
+    python scripts/bench/cluster.py simulate OUT [--workers 1,10,100,1000] [--hours 1] [--lines-per-hour N] [...]
 
-Each way also answers a single line, which is its start-up: "lines" is the time of all lines without it. "half" is one
-worker with half of the processors, beside which nothing runs. Then the object store ships the model, and the driver
-takes groups of lines that need no time. Prints tables; --json writes the figures for simulate_cluster.py. Use an idle
-machine.
+measure: in turns, in fresh processes. Each way also answers a single line, which is its start-up: "lines" is the time
+    of all lines without it. "half" is one worker with half of the processors, beside which nothing runs. Then the
+    object store ships the model, and the driver takes groups of lines that need no time. Use an idle machine.
+simulate: from the figures of one machine. Each worker answers four groups of lines at a time, one driver hands out all
+    groups and keeps the answers, machines get the model from those that have it, and some workers are slow or are taken
+    away. First two workers of half a machine are simulated, which were measured, too; then clusters of --workers
+    machines, each with lines for --hours.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import random
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from argparse import Namespace
+from collections.abc import Generator
+from dataclasses import dataclass, field
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
 import psutil
+import simpy
 from harness import CODE, PROSE, Option, Table, arguments, machine, median, median_and_range, ratios, take_turns
 
 from ovspec.batch.file import BatchProgress
 from ovspec.batch.folder import BatchFile
-from ovspec.batch.groups import MOST, Answers, groups_of
+from ovspec.batch.groups import GROUPS, MOST, Answers, groups_of
+from ovspec.batch.ray.pool import TOGETHER, Pool
 from ovspec.batch.requests import prompt_request
 
 ANSWER = {"id": "1", "text": "An answer of some length. " * 10, "finish_reason": "length", "generated_tokens": 48}
@@ -82,8 +93,6 @@ def driver_seconds(count: int, actors: int) -> float:
     """Return the seconds that the driver takes for a group of lines, with workers that need no time."""
     import ray
 
-    from ovspec.batch.ray.pool import TOGETHER, Pool
-
     asked = [prompt_request(str(number), f"prompt {number}", f"prompt {number}") for number in range(MOST * count)]
     groups = list(groups_of(0, asked, "", (), 1))
     ways: Any = {"num_cpus": 0, "max_concurrency": TOGETHER}
@@ -101,16 +110,7 @@ def driver_seconds(count: int, actors: int) -> float:
         return (time.perf_counter() - began) / (len(groups) - before)
 
 
-def main() -> None:
-    args = arguments(
-        __doc__,
-        "folder",
-        lines=200,
-        tokens=48,
-        turns=3,
-        groups=Option(2000, "that the driver takes"),
-        json=Option(Path, "write the figures to this file"),
-    )
+def measure(args: Namespace) -> None:
     processors = psutil.Process().cpu_affinity()
     half = max(1, len(processors) // 2)
     halves = ["--ray", "--cpus-per-worker", str(half)]
@@ -123,8 +123,8 @@ def main() -> None:
         def time_way(way: str, _: int) -> tuple[float, float]:
             options = ["-o", str(Path(scratch) / "out"), "--overwrite", *ways[way]]
             own = processors[:half] if way == "half" else processors
-            start = run_batch([str(args.folder), str(single), *options], own)
-            return start, run_batch([str(args.folder), str(all_lines), *options], own) - start
+            start = run_batch([str(args.path), str(single), *options], own)
+            return start, run_batch([str(args.path), str(all_lines), *options], own) - start
 
         by_way = take_turns(ways, time_way, args.turns, warm_up=int(args.turns > 1))
     starts, lines = ({way: [turn[i] for turn in turns] for way, turns in by_way.items()} for i in (0, 1))
@@ -140,14 +140,129 @@ def main() -> None:
             "cores": len(processors),
             "startup_s": statistics.median(starts["1 worker"]),
             "lines_s": {way: statistics.median(times) for way, times in lines.items()},
-            "model_bytes": sum(file.stat().st_size for file in args.folder.iterdir() if file.is_file()),
-            "shipping_bytes_per_s": shipping_speed(args.folder),
+            "model_bytes": sum(file.stat().st_size for file in args.path.iterdir() if file.is_file()),
+            "shipping_bytes_per_s": shipping_speed(args.path),
             "driver_s_per_group": driver_seconds(args.groups, 2),
         }
     print(f"\nshipping: {figures['shipping_bytes_per_s'] / 1e6:.0f} MB/s")
     print(f"driver: {figures['driver_s_per_group'] * 1e3:.2f} ms for a group of {MOST} lines")
     if args.json:
         args.json.write_text(json.dumps(figures, indent=1), encoding="utf-8", newline="\n")
+
+
+# ---------------------------------------------------------------- more machines
+
+
+@dataclass
+class Cluster:
+    """A run in progress; times in seconds."""
+
+    workers: int
+    lines: int
+    line: float  # that a worker needs for one
+    start: float  # until a worker answers
+    driver: float  # that the driver needs for a group
+    spread: float = 0.0  # of the workers' speeds, a standard deviation
+    slow: float = 0.0  # share of workers with half the speed
+    lost: float = 0.0  # workers of a hundred that are taken away in an hour; another comes after a minute
+    now: simpy.Environment = field(default_factory=simpy.Environment)
+    random: random.Random = field(default_factory=lambda: random.Random(1))
+    driving: float = 0.0  # seconds that the driver was busy
+    empty: float = 0.0  # when nothing was left to hand out
+    answered: int = 0
+
+    def run(self) -> float:
+        """Return the seconds until all lines are answered."""
+        size = max(1, min(MOST, math.ceil(self.lines / (GROUPS * self.workers))))
+        self.todo = [min(size, self.lines - begin) for begin in range(0, self.lines, size)]
+        self.one_driver, self.ended = simpy.Resource(self.now), self.now.event()
+        for number in range(self.workers):
+            slow = 2 if number < self.slow * self.workers else 1
+            self.now.process(self.worker(max(0.2, self.random.gauss(1, self.spread)) * slow))
+        self.now.run(self.ended)
+        return self.now.now
+
+    def worker(self, pace: float) -> Generator[Any, Any, None]:
+        """Answer groups; of those in progress, each gets the same share of the worker's time."""
+        yield self.now.timeout(self.start)
+        left = self.random.expovariate(self.lost / 100 / 3600) if self.lost else math.inf
+        groups: list[list[float]] = []  # seconds to go, and lines
+        while True:
+            while self.todo and len(groups) < TOGETHER:
+                lines = self.todo.pop()
+                work = sum(self.random.uniform(0.5, 1.5) for _ in range(lines)) * self.line * pace
+                groups.append([work, lines])
+                self.empty = self.now.now
+            if not groups:
+                return
+            shortest = min(groups)
+            step = min(shortest[0] * len(groups), left)
+            yield self.now.timeout(step)
+            left -= step
+            for group in groups:
+                group[0] -= step / len(groups)
+            if left <= 0:
+                self.todo += [int(lines) for _, lines in groups]
+                yield self.now.timeout(60 + self.start)
+                left, groups = self.random.expovariate(self.lost / 100 / 3600), []
+                continue
+            groups.remove(shortest)
+            yield from self.keep(int(shortest[1]))
+
+    def keep(self, lines: int) -> Generator[Any, Any, None]:
+        """Let the driver keep the answers, which a worker waits for because its next group comes with that."""
+        with self.one_driver.request() as turn:
+            yield turn
+            yield self.now.timeout(self.driver)
+        self.driving += self.driver
+        self.answered += lines
+        if self.answered == self.lines and not self.ended.triggered:
+            self.ended.succeed()
+
+
+def simulate(args: Namespace) -> None:
+    figures = json.loads(args.path.read_text(encoding="utf-8"))
+    lines, seconds, driver = (figures[name] for name in ("lines", "lines_s", "driver_s_per_group"))
+    halves = Cluster(2, lines, seconds["half"] / lines, 0.0, driver)
+    print(f"two workers of half a machine: simulated {halves.run():.1f} s, measured {seconds['2 workers']:.1f} s")
+    hourly = args.lines_per_hour or 3600 * lines / seconds["1 worker"]
+    size = 1e9 * args.gigabytes if args.gigabytes else figures["model_bytes"]
+    copy = size / min(figures["shipping_bytes_per_s"], args.network / 8 * 1e9)
+    print(f"one worker: {hourly:.0f} lines an hour, {hourly / figures['cores']:.0f} for each core")
+    print(f"the model: {copy:.1f} s from one machine to another\n")
+    table = Table("workers", "lines an hour", "of as many single ones", "start, s", "last lines, s", "driver busy")
+    for workers in args.workers:
+        # Whoever has the model hands it on, so the number of copies doubles.
+        start = figures["startup_s"] + copy * math.ceil(math.log2(workers + 1))
+        luck = {"spread": args.spread, "slow": args.slow, "lost": args.lost} if workers > 1 else {}
+        cluster = Cluster(workers, int(hourly * args.hours * workers), 3600 / hourly, start, driver, **luck)
+        took = cluster.run()
+        rate = 3600 * cluster.lines / took
+        shares = (f"{rate / (hourly * workers):.2f}", f"{start:.0f}", f"{took - cluster.empty:.0f}")
+        table.row(workers, f"{rate:.0f}", *shares, f"{cluster.driving / took:.0%}")
+
+
+def main() -> None:
+    commands = {"measure": measure, "simulate": simulate}
+    args = arguments(
+        __doc__,
+        tuple(commands),
+        "path",
+        lines=200,
+        tokens=48,
+        turns=3,
+        groups=Option(2000, "that the driver takes"),
+        json=Option(Path, "write the figures to this file"),
+        workers=[1, 10, 100, 1000],
+        hours=Option(1.0, "of lines for each worker"),
+        lines_per_hour=Option(float, "of one worker; by default as measured"),
+        gigabytes=Option(float, "of the model; by default as measured"),
+        network=Option(1.0, "gigabits per second of each machine"),
+        spread=Option(0.05, "standard deviation of the workers' speeds"),
+        slow=Option(0.02, "share of workers with half the speed"),
+        lost=Option(5.0, "workers of a hundred that are taken away in an hour"),
+    )
+    commands[args.what](args)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ from harness import (
     bytes_a_step,
     machine,
     milliseconds,
-    picture,
     read_bandwidth,
     take_turns,
 )
@@ -112,16 +111,23 @@ def where_time_goes(folder: Path, setting: Setting, text: np.ndarray) -> str:
 
 
 def draw_curves(curves: dict[int, dict[str, list[float]]], file: Path) -> None:
-    with picture(file, len(curves)) as axes:
-        for axis, (context, by_name) in zip(axes, curves.items(), strict=True):
-            for name, curve in by_name.items():
-                style = "o-" if name.startswith("paged") else "o--"
-                axis.plot(WIDTHS, curve, style, markersize=3, label=name)
-            axis.set(title=f"at a context of {context} tokens", xlabel="tokens in one inference")
-            axis.set_ylim(bottom=0)
-            axis.grid(alpha=0.3)
-        axes[0].set_ylabel("ms")
-        axes[0].legend(fontsize=7)
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    size = (4 * len(curves), 3.6)  # inches
+    figure, axes = pyplot.subplots(1, len(curves), figsize=size, squeeze=False, sharey=True, layout="tight")
+    for axis, (context, by_name) in zip(axes[0], curves.items(), strict=True):
+        for name, curve in by_name.items():
+            style = "o-" if name.startswith("paged") else "o--"
+            axis.plot(WIDTHS, curve, style, markersize=3, label=name)
+        axis.set(title=f"at a context of {context} tokens", xlabel="tokens in one inference")
+        axis.set_ylim(bottom=0)
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel("ms")
+    axes[0][0].legend(fontsize=7)
+    figure.savefig(file, dpi=110)
 
 
 def main() -> None:

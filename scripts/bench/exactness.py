@@ -1,37 +1,157 @@
-"""Count the texts that a drafter changes, with fast and with exact arithmetic, and verify each token.
+"""Show what exact arithmetic keeps, and what it costs: texts, the KV cache, and processors.
 
-    python scripts/bench/exactness.py DIR [DIR ...] [--prompts 20] [--tokens 200] [--lookahead 4]
+    python scripts/bench/exactness.py texts DIR [DIR ...] [--prompts 20] [--tokens 200] [--lookahead 4]
+    python scripts/bench/exactness.py cache DIR [DIR ...]
+    python scripts/bench/exactness.py processors DIR [DIR ...] [--isa AVX2,AVX512_CORE] [--engines paged,stateful]
+        [--precision f32]
 
-For each prompt, greedy text without a drafter is compared with text of lookup and draft. ``verify`` then checks every
-token of both by one forward pass.
+texts: counts the greedy texts that lookup and a draft change, with fast and with exact arithmetic. ``verify`` then
+    checks every token, of theirs and of plain texts, by one forward pass.
+cache: how far logits move when tokens are rolled back and fed again on the stateful engine, whose dead slots stay where
+    they are until they are compacted, for each arithmetic and type of KV cache. DIR should have f32 weights. The last 4
+    of 204 tokens are fed again as before, the same after the cache was compacted, and the last 100 and 4 that were
+    first fed as 200 and 4. The figures are the largest change of a logit in standard deviations of the logits.
+processors: finds the rule for each instruction set that this processor has, each in a process of its own, capped to
+    it. "Differ in fast" is the share of the positions that have other bits in fast arithmetic. The prices are times by
+    the rule, in those of fast arithmetic: of a token after 128 tokens, and of a prompt of 1024; the two take turns.
 """
 
 from __future__ import annotations
 
-from harness import CODE, Table, arguments, machine, totals
+import itertools
+import os
+import statistics
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from harness import CODE, Option, Table, arguments, machine, median_and_range, milliseconds, ratios, take_turns, totals
 
 import ovspec
+from ovspec.cache.decoder import Decoder, Rollback
+from ovspec.cache.stateful import StatefulDecoder
+from ovspec.ir.compile import compile_ir
+from ovspec.ir.device import DeviceOptions
+from ovspec.ir.instruction_set import LEAST_INSTRUCTION_SET, instruction_set, list_instruction_sets
+from ovspec.setup.engine_choice import load_compiled_model
+from ovspec.setup.exactness import FULL_TRIAL, find_exactness, probe_feed_rule
+from ovspec.setup.paging import compile_paged
+from ovspec.text.tokenizer import Tokenizer
+
+CONTEXT, PROMPT, STEPS, TURNS = 128, 1024, 12, 5
 
 
-def main() -> None:
-    args = arguments(__doc__, "folders+", prompts=len(CODE), tokens=200, lookahead=4)
+def compare_texts(args: Namespace) -> None:
     print(f"{machine()}\n")
     table = Table("model", "arithmetic", "texts that differ", "tokens that one pass would not choose", "accepted")
     prompts = CODE[: args.prompts]
+    for folder, arithmetic in itertools.product(args.folders, ("fast", "exact")):
+        lm = ovspec.load(folder, "lookup,draft", arithmetic=arithmetic)
+        plain, drafted = (
+            [lm.generate(prompt, lookahead=k, max_tokens=args.tokens, ignore_eos=True) for prompt in prompts]
+            for k in (0, args.lookahead)
+        )
+        differ = sum(a.token_ids != b.token_ids for a, b in zip(plain, drafted, strict=True))
+        checks = [lm.verify(result) for result in plain + drafted]
+        wrong = sum(not check.ok for check in checks)
+        tokens = wrong + sum(check.is_exact for check in checks)
+        proposed, accepted = totals(drafted, "proposed", "accepted")
+        counts = (f"{differ} of {len(prompts)}", f"{wrong} of {tokens}", f"{accepted} of {proposed}")
+        table.row(folder.name, arithmetic, *counts)
+
+
+def compare_caches(args: Namespace) -> None:
+    table = Table("model", "arithmetic", "KV cache", "rolled back", "and compacted", "and fed in other groups")
     for folder in args.folders:
-        for arithmetic in ("fast", "exact"):
-            lm = ovspec.load(folder, "lookup,draft", arithmetic=arithmetic)
-            plain, drafted = (
-                [lm.generate(prompt, lookahead=k, max_tokens=args.tokens, ignore_eos=True) for prompt in prompts]
-                for k in (0, args.lookahead)
-            )
-            differ = sum(a.token_ids != b.token_ids for a, b in zip(plain, drafted, strict=True))
-            checks = [lm.verify(result) for result in plain + drafted]
-            wrong = sum(not check.ok for check in checks)
-            tokens = wrong + sum(check.is_exact for check in checks)
-            proposed, accepted = totals(drafted, "proposed", "accepted")
-            counts = (f"{differ} of {len(prompts)}", f"{wrong} of {tokens}", f"{accepted} of {proposed}")
-            table.row(folder.name, arithmetic, *counts)
+        for precision, kv_precision in itertools.product(("f32", "bf16"), ("f32", "f16", "bf16", "u8")):
+            changes = (f"{drift:.0e}" for drift in drifts(folder, precision, kv_precision))
+            table.row(folder.name, precision, kv_precision, *changes)
+
+
+def drifts(model: Path, precision: str, kv_precision: str) -> Iterator[float]:
+    """Yield the changes after rolling back, after compacting too, and after feeding in other groups."""
+    text = Tokenizer(model).encode("".join(CODE))[:204]
+    ir = compile_ir(model, DeviceOptions(precision=precision, kv_precision=kv_precision))
+    decoder = StatefulDecoder(ir, Rollback("mask"))
+    decoder.feed([text[:200]], [0])
+    first = decoder.feed([text[200:]], [4])[0].copy()
+    for way in ("again", "compacted", "regrouped"):
+        decoder.truncate(0, 200)
+        if way == "compacted":
+            decoder.compact()
+        elif way == "regrouped":
+            decoder.truncate(0, 100)
+            decoder.feed([text[100:200]], [0])
+        yield float(np.abs(decoder.feed([text[200:]], [4])[0] - first).max() / first.std())
+
+
+def compare_processors(args: Namespace) -> None:
+    if not args.here:
+        for isa in args.isa:
+            print(f"{machine(isa)}\n", flush=True)
+            capped = {**os.environ, "ONEDNN_MAX_CPU_ISA": isa, "OV_CPU_MAX_ISA": isa}
+            subprocess.run([sys.executable, *sys.argv, "--here"], env=capped, check=True)
+        return
+    heads = ("instruction set", "model", "engine", "rule", "differ in fast", "differ")
+    table = Table(*heads, "price of a token", "of a prompt")
+    for folder, engine in itertools.product(args.folders, args.engines):
+        table.row(instruction_set(), folder.name, engine, *probe_exactness(folder, engine, args.precision))
+
+
+def probe_exactness(folder: Path, engine: str, precision: str | None) -> list[str]:
+    """Probe a model thoroughly; return the cells from the rule on."""
+    device = DeviceOptions(precision=precision, properties={"CACHE_DIR": ""})
+    loaded = load_compiled_model(folder, device, engine, arithmetic="fast")  # type: ignore[arg-type]
+    vocabulary = loaded.ir.logits_width
+    fast_exactness = probe_feed_rule(loaded.make_decoder(), vocabulary, FULL_TRIAL)
+    fast = loaded.make_decoder()
+    if engine == "paged":
+        loaded.ir = compile_paged(folder, device)
+    exactness = find_exactness(lambda rule: loaded.make_decoder(rule=rule), engine, vocabulary, FULL_TRIAL)
+    differ = f"{exactness.differing} of {exactness.positions}"
+    cells = [str(exactness.rule or "none"), f"{1 - fast_exactness.share:.0%}", differ]
+    if not exactness.rule:
+        return cells
+    decoders = {"exact": loaded.make_decoder(rule=exactness.rule), "fast": fast}
+    text = np.random.default_rng(1).integers(0, vocabulary, PROMPT)
+    for decoder in decoders.values():
+        decoder.reset(1)
+        decoder.feed([text[:CONTEXT]], [1])
+    token_ms = take_turns(decoders, lambda name, _: time_token(decoders[name], text), 2 * TURNS, warm_up=0)
+    prompt_ms = take_turns(decoders, lambda name, _: time_prompt(decoders[name], text), TURNS, warm_up=0)
+    return [*cells, *(median_and_range(ratios(ms["exact"], ms["fast"])) for ms in (token_ms, prompt_ms))]
+
+
+def time_token(decoder: Decoder, text: np.ndarray) -> float:
+    decoder.truncate(0, CONTEXT)
+    places = range(len(decoder.rows[0]), CONTEXT + STEPS)
+    return statistics.median(milliseconds(lambda i=i: decoder.feed([text[i : i + 1]], [1])) for i in places)
+
+
+def time_prompt(decoder: Decoder, text: np.ndarray) -> float:
+    decoder.reset(1)
+    return milliseconds(lambda: decoder.feed([text], [1]))
+
+
+def main() -> None:
+    levels = list_instruction_sets() or [LEAST_INSTRUCTION_SET]
+    compare = {"texts": compare_texts, "cache": compare_caches, "processors": compare_processors}
+    args = arguments(
+        __doc__,
+        tuple(compare),
+        "folders+",
+        prompts=len(CODE),
+        tokens=200,
+        lookahead=4,
+        isa=Option(levels[levels.index(LEAST_INSTRUCTION_SET) :], "by default those of this processor"),
+        engines=Option(["paged"], choices=("paged", "stateful")),
+        precision=Option(str, "f32, bf16 or f16; by default the processor's"),
+        here=Option(bool, "probe for this process's instruction set only"),
+    )
+    compare[args.what](args)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python scripts/train/tokenizer.py
     python scripts/bench/peers/install.py xgrammar llamacpp
-    python scripts/bench/grammars.py [--peers xgrammar,llamacpp_grammar] [--steps N] [--gbnf FILE] [--out FILE]
+    python scripts/bench/grammars.py [--peers xgrammar,llamacpp_grammar] [--steps N] [--gbnf FILE]
 
 Texts are fed to their grammars token by token: JSON by the schemas of grammars.json, each text indented and compact,
 and C by ovspec's own grammar. Each text constructs its grammar again. Engines, each in its own process, get the same
@@ -57,7 +57,6 @@ def main() -> None:
         peers=Option(["none"], choices=(*PEERS, "none")),
         gbnf=Option(Path, "grammar of C in GBNF, for the peers"),
         steps=Option(1_000_000, "maximum number of tokens per text"),
-        out=Option(Path, "write a JSON line for each figure to this file"),
     )
     if not args.tokenizer.exists():
         sys.exit(f"{args.tokenizer} does not exist; run scripts/train/tokenizer.py")
@@ -91,15 +90,10 @@ def main() -> None:
             print(f"{name}: measured", file=sys.stderr, flush=True)
     print(f"{machine()}; {vocabulary['size']} tokens\n")
     table = Table("set", "engine", "operation", "count", "mean, ms", "p50", "p99", "max")
-    lines = []
     for (part, engine, operation), milliseconds in sorted(times.items(), key=lambda entry: entry[0][:2]):
-        p50, p99 = np.percentile(milliseconds, [50, 99]).tolist()
-        figures = {"mean": float(np.mean(milliseconds)), "p50": p50, "p99": p99, "max": max(milliseconds)}
-        lines.append({"set": part, "engine": engine, "operation": operation, "count": len(milliseconds), **figures})
-        table.row(part, engine, operation, len(milliseconds), *(f"{ms:.4f}" for ms in figures.values()))
+        figures = (np.mean(milliseconds), *np.percentile(milliseconds, [50, 99]), max(milliseconds))
+        table.row(part, engine, operation, len(milliseconds), *(f"{ms:.4f}" for ms in figures))
     print("\n".join([f"\n{outside} tokens of the texts that masks forbid", *errors]))
-    if args.out:
-        args.out.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8", newline="\n")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -40,7 +40,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 # Held-out files: the demo pair was trained on none of these texts.
 CODE: list[str] = [entry["text"] for entry in json.loads((ROOT / "models/prompts.json").read_text("utf-8"))["prompts"]]
-PROSE: list[str] = json.loads((HERE / "prose.json").read_text("utf-8"))
+PROSE: list[str] = json.loads((HERE / "prose.json").read_text("utf-8"))["prompts"]
 
 
 def mixed(count: int) -> list[str]:
@@ -277,21 +277,6 @@ class Table:
         print(f"| {' | '.join('' if cell is None else str(cell) for cell in filled)} |", flush=True)
 
 
-@contextlib.contextmanager
-def picture(file: Path, columns: int = 1, size: tuple[float, float] = (4, 3.6)) -> Iterator[list[Any]]:
-    """Yield the axes of a picture, and write it to ``file`` at the end. ``size``: inches of each column."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(
-        1, columns, figsize=(size[0] * columns, size[1]), squeeze=False, sharey=True, layout="tight"
-    )
-    yield list(axes[0])
-    figure.savefig(file, dpi=110)
-
-
 # ---------------------------------------------------------------- memory
 
 
@@ -359,25 +344,25 @@ class Worker:
             self.ready = {"error": f"{self.name} isn't installed; run scripts/bench/peers/install.py {peer}"}
             return
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
+        # PYTHONPATH is for ovspec's own workers; other environments don't import the project's code. A session of its
+        # own, so that the processes it starts can be killed with it.
         self._process = subprocess.Popen(
             [str(python), str(HERE / "peers" / f"worker_{self.name}.py")],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
-            text=True,
             encoding="utf-8",
-            start_new_session=True,  # so that the processes it starts can be killed with it
-            # PYTHONPATH is for ovspec's own workers; other environments don't import the project's code.
+            start_new_session=True,
             env={**os.environ, "PYTHONPATH": str(self._checkout), "PYTHONUTF8": "1", "HF_HUB_OFFLINE": "1"},
         )
-        self.ready = self._answer(self._process, self._setup)
+        self.ready = self._exchange(self._process, self._setup)
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Return the answer to a request; a worker that died of an earlier one is started again."""
         if self._process and self._process.poll() is not None and "error" not in self.ready:
             self.stop()
             self._start()
-        return self.ready if "error" in self.ready or not self._process else self._answer(self._process, request)
+        return self.ready if "error" in self.ready or not self._process else self._exchange(self._process, request)
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Return the answer to a request; raises RuntimeError if it is an error."""
@@ -386,58 +371,47 @@ class Worker:
             raise RuntimeError(f"{self.name}: {answer['error']}")
         return answer
 
-    def _answer(self, process: subprocess.Popen[str], request: Mapping[str, Any]) -> dict[str, Any]:
+    def _exchange(self, process: subprocess.Popen[str], request: Mapping[str, Any]) -> dict[str, Any]:
         assert process.stdin and process.stdout
-        late = threading.Event()
-
-        def give_up() -> None:
-            late.set()
-            self._kill(process)
-
-        timer = threading.Timer(self._seconds, give_up)
+        timer = threading.Timer(self._seconds, kill_group, [process])
         timer.start()
-        try:
+        line = ""
+        with contextlib.suppress(OSError):
             process.stdin.write(json.dumps(request) + "\n")
             process.stdin.flush()
             line = process.stdout.readline()
-        except OSError:
-            line = ""
-        finally:
-            timer.cancel()
+        in_time = timer.is_alive()
+        timer.cancel()
         if line:
             return json.loads(line)
         code = process.wait()
-        return {"error": f"no answer within {self._seconds:g} s" if late.is_set() else self._last_words(code)}
-
-    def _last_words(self, code: int) -> str:
+        if not in_time:
+            return {"error": f"no answer within {self._seconds:g} s"}
         self._log.seek(0)
-        said = [line.strip() for line in self._log.read().splitlines() if line.strip()]
-        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"  # below 0: a signal, on POSIX
-        return f"its process ended ({how}){': ' + said[-1][:300] if said else ''}"
+        last = [line.strip() for line in self._log if line.strip()][-1:]
+        end = signal.Signals(-code).name if code < 0 else f"exit code {code}"  # below 0: a signal, on POSIX
+        return {"error": ": ".join([f"its process ended ({end})", *last])[:350]}
 
     def stop(self) -> None:
-        if process := self._process:
-            assert process.stdin
-            try:
-                process.stdin.close()
-                process.wait(30)
-            except (OSError, subprocess.TimeoutExpired):
-                self._kill(process)
-                process.wait()
+        if self._process:
+            with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+                self._process.communicate(timeout=30)  # which closes its stdin
+            kill_group(self._process)
+            self._process.wait()
             self._log.close()
         self._process = None
-
-    @staticmethod
-    def _kill(process: subprocess.Popen[str]) -> None:
-        """Kill the process and any server that it started, which would outlive it."""
-        if hasattr(os, "killpg"):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        else:
-            process.kill()
 
     def __enter__(self) -> Worker:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.stop()
+
+
+def kill_group(process: subprocess.Popen[str]) -> None:
+    """Kill a process and any server that it started, which would outlive it."""
+    if hasattr(os, "killpg"):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    else:
+        process.kill()

@@ -1,10 +1,11 @@
-"""Time inferences of several widths, of one model in several weight formats, settings or sizes of memory pages.
+"""Time inferences of a model: in several weight formats, settings or sizes of memory pages, and in a bare loop.
 
     python scripts/bench/inferences.py formats MODEL [--formats int8,int4/64] [--isa AVX2] [--output .cache/formats]
     python scripts/bench/inferences.py settings MODEL [--isa AVX2]
     python scripts/bench/inferences.py pages MODEL
+    python scripts/bench/inferences.py loop MODEL [--tokens 96] [--rounds 8]
 
-Everything that is compared takes turns: milliseconds for each width after 128 tokens of text.
+Everything that is compared takes turns. The first three: milliseconds for each width after 128 tokens of text.
 
 formats: MODEL is a checkpoint or a GGUF file, exported in each format that isn't in the output folder yet. In fast
     arithmetic and f32, with dynamic quantisation in groups as large as the weights' (int4) or 128. KL is that of the
@@ -13,6 +14,9 @@ settings: an IR's threads, pinning, and matrix products that are joined, on the 
     f32. "joined" is the IR with the products q, k and v of a layer as one, and gate and up as one, as the paged engine
     has them in models of up to 500 MB. The last column says whether the logits have the bits of the first row.
 pages: an IR is loaded twice, and the weights of one copy are moved into large pages.
+loop: plain decoding beside a loop over the same compiled model, which writes a token, its position and the length into
+    arrays that are bound once, calls start_async and wait, and takes the argmax. It leaves out sampling, stop strings,
+    text, statistics and drafters.
 """
 
 from __future__ import annotations
@@ -20,25 +24,40 @@ from __future__ import annotations
 import shutil
 import statistics
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import openvino as ov
-from harness import Option, Table, arguments, cap, isa_option, machine, median, milliseconds, take_turns
+from harness import (
+    Option,
+    Table,
+    arguments,
+    cap,
+    isa_option,
+    machine,
+    median,
+    median_and_range,
+    milliseconds,
+    ratios,
+    take_turns,
+)
 from ovspec_export import Compression, export_pair
 
 import ovspec
 from ovspec.cache.decoder import Decoder
+from ovspec.cache.paged import PagedDecoder
 from ovspec.ir.compile import MODEL_FILE
 from ovspec.ir.device import DeviceOptions
 from ovspec.ir.matrix_products import join_products
 from ovspec.sampling.logprobs import log_softmax
-from ovspec.setup.engine_choice import load_compiled_model
+from ovspec.setup.engine_choice import CompiledModel, load_compiled_model
 from ovspec.setup.tuning import TUNING_TEXT_FILE
 from ovspec.text.tokenizer import Tokenizer
 
 CONTEXT = 128
+PROMPT = "import os\nimport sys\n\n\ndef find_executable(name, path=None):\n    "  # of the loops
 FORMATS = {
     "fp32": Compression("fp32"),
     "fp16": Compression("fp16"),
@@ -163,14 +182,58 @@ def compare_pages(folder: Path, isa: str | None) -> None:
         table.row(pages, *times.row(pages))
 
 
+def bare_loop(loaded: CompiledModel, ids: np.ndarray, tokens: int) -> tuple[float, list[int]]:
+    """Return the median milliseconds per token after the second, and the generated tokens."""
+    decoder = PagedDecoder(loaded.ir)
+    text = [int(decoder.feed([ids], [1])[0][0].argmax())]
+    decoder._tables.extend(0, len(ids), tokens)  # get all blocks now, so that nothing is bound again
+    text.append(int(decoder.feed([np.array(text)], [1])[0][0].argmax()))
+    request, (token_ids, positions) = decoder._request.openvino_request, decoder._token_arrays[(1,)]
+    past, _ = decoder._kept_lengths[1]
+
+    def infer_next(length: int) -> None:
+        token_ids[0], positions[0], past[0] = text[-1], length, length
+        decoder._longest[...] = length + 1
+        request.start_async()
+        request.wait()
+        text.append(int(request.get_output_tensor(0).data.reshape(-1).argmax()))
+
+    lengths = range(len(ids) + 1, len(ids) + tokens - 1)
+    return statistics.median(milliseconds(lambda length=length: infer_next(length)) for length in lengths), text
+
+
+def stream_loop(lm: ovspec.LanguageModel, ids: np.ndarray, tokens: int) -> tuple[float, list[int]]:
+    """Return the same for ``stream``, which includes the text."""
+    moments = list[float]()
+    text = list[int]()
+    for piece in lm.stream(ids, max_tokens=tokens, ignore_eos=True):
+        moments.append(time.perf_counter())
+        text += piece.token_ids
+    return statistics.median(np.diff(moments[1:])) * 1e3, text
+
+
+def compare_loops(folder: Path, tokens: int, rounds: int) -> None:
+    lm = ovspec.load(folder, "none", arithmetic="fast")  # the bare loop keeps to no rule
+    assert lm.target.engine == "paged", "the bare loop needs the paged engine"
+    ids = lm.encode(PROMPT)
+    loops = {"ovspec": lambda: stream_loop(lm, ids, tokens), "bare": lambda: bare_loop(lm.target, ids, tokens)}
+    by_loop = take_turns(loops, lambda name, _: loops[name](), rounds)
+    assert all(a[1] == b[1] for a, b in zip(*by_loop.values(), strict=True)), "both must generate the same text"
+    ours, bare = ([ms for ms, _ in turns] for turns in by_loop.values())
+    print(f"{machine()}\nmedian ms per token: ovspec {median(ours, 3)}, bare loop {median(bare, 3)}; ", end="")
+    print(f"{median_and_range(ratios(bare, ours), 3)} of its speed in {len(ours)} turns")
+
+
 def main() -> None:
     args = arguments(
         __doc__,
-        ("formats", "settings", "pages"),
+        ("formats", "settings", "pages", "loop"),
         "model",
         formats=Option(list(FORMATS), choices=FORMATS),
         output=Option(Path(".cache/formats"), "the folder of the formats"),
         isa=isa_option(),
+        tokens=Option(96, "of a loop"),
+        rounds=Option(8, "of the loops"),
     )
     cap(args.isa)
     match args.what:
@@ -178,8 +241,10 @@ def main() -> None:
             compare_formats(str(args.model), args.formats, args.output, args.isa)
         case "settings":
             compare_settings(args.model, args.isa)
-        case _:
+        case "pages":
             compare_pages(args.model, args.isa)
+        case _:
+            compare_loops(args.model, args.tokens, args.rounds)
 
 
 if __name__ == "__main__":

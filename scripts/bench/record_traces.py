@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import CODE, ROOT, Option, arguments, chats, milliseconds
+from harness import CODE, HERE, ROOT, Option, arguments, chats, milliseconds
 
 import ovspec
 from ovspec.cache.decoder import BaseDecoder
@@ -38,15 +38,9 @@ from ovspec.sampling.processors import make_processors
 from ovspec.sampling.samplers import make_sampler
 from ovspec.setup.manifest import DRAFT_FOLDER
 
-PROSE = [
-    "The committee met again in the autumn, and this time everyone agreed on what had to be done before the winter. ",
-    "This chapter describes how the files are read, what happens when one of them is missing, and why. ",
-    "Dear Anna,\n\nthank you for your letter. I read it twice on the way home, and I keep thinking about ",
-    "You may copy and distribute this work in any medium, provided that you also ",
-]
 TEXTS: dict[str, list[Any]] = {
     "code": CODE,
-    "prose": PROSE,
+    "prose": json.loads((HERE / "prose.json").read_text("utf-8"))["traces"],
     "chats": [chat.content for chat in chats() if not chat.judge],
 }
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 13)

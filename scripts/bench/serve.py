@@ -3,7 +3,7 @@
     python scripts/bench/peers/install.py genai llamacpp
     .cache/peers/llamacpp/bin/python scripts/bench/peers/gguf_writer.py .cache/bench/1b-gqa/hf/target OUT.gguf
     python scripts/bench/serve.py .cache/bench/1b-gqa/int8 [--gguf OUT.gguf] [--clients 1,4,8,16] [--turns 3]
-        [--prompts completion,chat] [--systems "NAME; ..."] [--json FILE]
+        [--prompts completion,chat] [--systems "NAME; ..."]
 
 All servers are loaded at once and take turns with the same requests; a first turn, in which kernels are made, is left
 out. "completion": the beginning of a program, 64 tokens are asked for. "chat": a conversation of 64 to 256 tokens, 24
@@ -43,12 +43,9 @@ STREAM, GENAI, EXACT = "lm.stream", "genai", "genai, exact"
 # Name: the worker, or the server, and its mode or options.
 SYSTEMS: dict[str, tuple[str, Any]] = {
     STREAM: ("ovspec", "plain"),
-    f"{STREAM}, lookup,draft": ("ovspec", "lookup,draft"),
-    "serve": ("serve", ["none"]),
-    "serve, no cache": ("serve", ["none", "--cache-memory", "0"]),
-    "serve, lookup,draft": ("serve", ["lookup,draft"]),
-    "serve, 256 at a time": ("serve", ["none", "--prefill-chunk", "256"]),
-    "serve, lookup,draft, 256 at a time": ("serve", ["lookup,draft", "--prefill-chunk", "256"]),
+    "serve": ("serve", []),
+    "serve, no cache": ("serve", ["--cache-memory", "0"]),
+    "serve, 256 at a time": ("serve", ["--prefill-chunk", "256"]),
     GENAI: ("genai", "plain"),
     EXACT: ("genai", "plain"),
     "llama.cpp": ("llamacpp", "plain"),
@@ -151,14 +148,14 @@ def start_system(name: str, args: argparse.Namespace, properties: dict[str, str]
     folder = str(args.folder)
     most = max(args.clients)
     if kind == "serve":
-        command = [sys.executable, "-m", "ovspec", "serve", folder, "--draft", *mode]
+        command = [sys.executable, "-m", "ovspec", "serve", folder, "--draft", "none", *mode]
         port = start_server([*command, "--batch-size", str(max(16, most))], ends)
         return over_http(port, "/v1/completions", "max_tokens", temperature=0.0)
     if kind == "llamacpp":
         size = ["-c", str(most * 1024), "-np", str(most), "-t", str(os.cpu_count())]
         port = start_server([str(server_of_llamacpp()), "-m", str(args.gguf), *size], ends)
         return over_http(port, "/completion", "n_predict", temperature=0.0, cache_prompt=False)
-    setup: dict[str, Any] = {"task": "loads", "target": folder, "draft": f"{folder}/draft", "mode": mode}
+    setup: dict[str, Any] = {"task": "loads", "target": folder, "mode": mode}
     setup["properties"] = properties if name == EXACT else {}
     worker = ends.enter_context(Worker(kind, setup))
     if "error" in worker.ready:
@@ -196,10 +193,10 @@ def figures_of(turns: list[tuple[Load, list[Timeline]]]) -> dict[str, list[float
 
 
 def cells_of(name: str, by_system: dict[str, dict[str, list[float]]]) -> list[str | None]:
-    """Return a row's figures: ratios are to lm.stream with the same drafters, and to genai's defaults."""
+    """Return a row's figures: ratios are to lm.stream, and to genai's defaults."""
     figures = by_system[name]
     cells: list[str | None] = [median(figures["speeds"])]
-    for other in (f"{STREAM}, lookup,draft" if "lookup" in name else STREAM, GENAI):
+    for other in (STREAM, GENAI):
         compares = other in by_system and other != name
         ratio = ratios(figures["speeds"], by_system[other]["speeds"]) if compares else []
         cells.append(median_and_range(ratio) if ratio else None)
@@ -217,7 +214,6 @@ def main() -> None:
         prompts=Option(["completion", "chat"], choices=("completion", "chat", "turns")),
         systems=Option(list(SYSTEMS), choices=SYSTEMS, separator=";"),
         turns=3,
-        json=Option(Path, "also write the figures of every turn to this file"),
     )
     names = [name for name in args.systems if args.gguf or name != "llama.cpp"]
     lm = ovspec.load(args.folder)
@@ -226,7 +222,6 @@ def main() -> None:
     del lm
     print(f"{machine()}\n")
     table = Table(*HEADS)
-    lines = []
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the servers end, too
     with ExitStack() as ends:
         systems = {name: start_system(name, args, properties, ends) for name in names}
@@ -237,14 +232,11 @@ def main() -> None:
                 load = load_of(cell, turn, tokenizer)
                 return load, systems[name](load)
 
-            able = [name for name in names if clients == 1 or not name.startswith(STREAM)]
+            able = [name for name in names if clients == 1 or name != STREAM]
             turns = take_turns(able, run, args.turns, warm_up=0 if number else 1)
             by_system = {name: figures_of(own_turns) for name, own_turns in turns.items()}
             for name in able:
                 table.row(prompts, clients, name, *cells_of(name, by_system))
-                lines.append({"prompts": prompts, "clients": clients, "system": name, **by_system[name]})
-    if args.json:
-        args.json.write_text(json.dumps(lines), encoding="utf-8", newline="\n")
 
 
 if __name__ == "__main__":

@@ -22,10 +22,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 Chat = list[dict[str, str]]
 CODE_LINES = (6, 45)
 PROSE_WORDS = (120, 600)  # of a long text
+TEMPLATES: dict[str, list[Any]] = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
 ASKED_FIRST = 0.25  # share of the prompts in which the task comes before the text
 
 
@@ -40,7 +42,7 @@ class Function:
     names: list[str]  # of its variables
 
 
-def said(role: str, text: str) -> dict[str, str]:
+def message(role: str, text: str) -> dict[str, str]:
     return {"role": role, "content": text}
 
 
@@ -58,23 +60,22 @@ def functions(draws: random.Random) -> Iterator[Function]:
     for file in files:
         try:
             source = file.read_text(encoding="utf-8")
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                tree = ast.parse(source)
+            tree = ast.parse(source)
         except (OSError, ValueError, SyntaxError):
             continue
-        found = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-        for node in draws.sample(found, min(len(found), 4)):
+        nodes = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+        for node in draws.sample(nodes, min(len(nodes), 4)):
             text = textwrap.dedent(ast.get_source_segment(source, node, padded=True) or "")
             if CODE_LINES[0] <= text.count("\n") + 1 <= CODE_LINES[1] and len(text) < 2500:
-                yield described(node, text)
+                yield function_of(node, text)
 
 
-def described(node: ast.FunctionDef, source: str) -> Function:
+def function_of(node: ast.FunctionDef, source: str) -> Function:
     doc = " ".join((ast.get_docstring(node) or "").split())
     summary = re.split(r"(?<=[a-z)`])\. |:(?: |$)", doc)[0].rstrip(".")
-    names = {each.id for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
-    arguments = [each.arg for each in node.args.args if each.arg not in ("self", "cls")]
+    variables = [name for name in ast.walk(node) if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)]
+    names = {variable.id for variable in variables}
+    arguments = [argument.arg for argument in node.args.args if argument.arg not in ("self", "cls")]
     return Function(node.name, arguments, source, summary if 20 < len(summary) < 200 else "", sorted(names))
 
 
@@ -82,12 +83,7 @@ def pages(draws: random.Random) -> Iterator[str]:
     """Yield pieces of manuals and descriptions of installed packages, at the borders of paragraphs."""
     roots = [*folders(), Path("/usr/share/doc"), Path("/usr/share/perl")]
     ends = {".md", ".rst", ".txt", ".pod", "METADATA"}
-    files = sorted(
-        file
-        for root in roots
-        for file in root.rglob("*")
-        if file.suffix in ends or file.name in ends or not file.suffix
-    )
+    files = sorted(file for root in roots for file in root.rglob("*") if {file.suffix, file.name} & {*ends, ""})
     draws.shuffle(files)
     for file in files:
         try:
@@ -97,20 +93,17 @@ def pages(draws: random.Random) -> Iterator[str]:
         text = text.partition("\n\n")[2] if file.name == "METADATA" else text
         paragraphs = [part.strip() for part in re.split(r"\n\s*\n", text) if is_prose(part)]
         for _ in range(min(3, len(paragraphs) // 4)):
-            start, wanted, piece = draws.randrange(len(paragraphs)), draws.randint(*PROSE_WORDS), list[str]()
-            while start < len(paragraphs) and sum(len(part.split()) for part in piece) < wanted:
-                piece.append(paragraphs[start])
-                start += 1
-            if PROSE_WORDS[0] < len(" ".join(piece).split()) < 800:
-                yield "\n\n".join(piece)
+            start, words, piece = draws.randrange(len(paragraphs)), draws.randint(*PROSE_WORDS), ""
+            for paragraph in paragraphs[start:]:
+                if len(piece.split()) < words:
+                    piece += f"{paragraph}\n\n"
+            if PROSE_WORDS[0] < len(piece.split()) < 800:
+                yield piece.strip()
 
 
 def is_prose(text: str) -> bool:
-    return (
-        30 < len(text) < 2000
-        and "copyright" not in text.lower()
-        and sum(c.isalpha() or c == " " for c in text) > 0.75 * len(text)
-    )
+    letters = sum(character.isalpha() or character == " " for character in text)
+    return 30 < len(text) < 2000 and "copyright" not in text.lower() and letters > 0.75 * len(text)
 
 
 def metadata(draws: random.Random) -> Iterator[str]:
@@ -126,134 +119,57 @@ def metadata(draws: random.Random) -> Iterator[str]:
 # ---------------------------------------------------------------- kinds of chats
 
 
-CHANGES = (
-    "Add type hints to this function.",
-    "Write a docstring for this function and leave the code as it is.",
-    "Add comments to this code. Don't change anything else.",
-    "Remove the docstring and all comments. Return the whole function.",
-    "Make this function log what it does with the logging module.",
-    "Add a parameter `verbose` (False by default) that prints what happens. Show the complete new code.",
-    "Rename the function to `{new}` and leave everything else as it is.",
-    "Rename the variable `{old}` to `{new}`. Give me the whole function.",
-    "Make it raise a ValueError with a clear message if an argument is None. Show all of the code.",
-    "Use f-strings wherever strings are formatted. Return only the code.",
-    "Rewrite this in a simpler way.",
-    "Turn this function into a class with one method.",
-    "Fix the style so that it follows PEP 8 and return the complete function.",
-    "Translate this function to JavaScript.",
-)
-NEW_NAMES = ("result", "items", "current", "entries", "source", "target", "values", "buffer", "found", "process_data")
-ABOUT_CODE = (
-    "What does this function do?",
-    "Explain this code step by step.",
-    "Are there any bugs in this function?",
-    "Write three unit tests for this function with pytest.",
-    "Which errors can this code raise, and when?",
-    "Review this code. What would you improve?",
-)
-TO_WRITE = (
-    "Write a Python function `{call}` with this description: {summary}.",
-    "I need a function in Python. {summary}. Call it `{name}` and give it the arguments {arguments}.",
-    "Write a JavaScript function `{name}`: {summary}. Add a short example.",
-    "Please implement `{call}` in Python. {summary}. Add a docstring and an example.",
-    "How would you write this in Python? {summary}.",
-)
-ABOUT_TEXT = (
-    "Summarise this text in three sentences.",
-    "List the most important points of this text.",
-    "What is this text about? Answer in one paragraph.",
-    "Explain this to someone who has never heard of it.",
-    "Which steps does the reader have to take, according to this text? Number them.",
-    "Rewrite this text so that it is shorter and easier to read.",
-    "Correct the spelling and grammar of this text and return all of it.",
-    "Write five questions about this text, with their answers.",
-    "What does the text say about {word}?",
-    "Copy the sentences of the text that mention {word}.",
-)
-EXTRACT = (
-    "Extract these fields as JSON. Use the field names in lower case as keys.",
-    "Return the name, the version and all requirements from this text as JSON.",
-    "Convert this to YAML.",
-    "Make a Markdown table with two columns, field and value, of this.",
-    'Extract all names, numbers and links from this text as JSON with the keys "names", "numbers" and "links".',
-)
-EXTRACT_TEXT = (
-    'Extract all names of people, products and companies from this text as JSON with the key "names".',
-    "List all technical terms in this text as a JSON array.",
-    "Extract every number in this text and what it counts, as JSON.",
-    'Return the title, the topic and three keywords of this text as JSON with the keys "title", "topic", "keywords".',
-)
-FOLLOW_UPS = (
-    "Can you give me an example?",
-    "Please explain that in simpler words.",
-    "Thanks. How do I use it in a program?",
-    "What are the disadvantages of that?",
-    "Make your answer shorter.",
-    "What should I do if it doesn't work?",
-    "And how does that differ from what other languages do?",
-    "Give me the same as a numbered list.",
-)
-SYSTEMS = (
-    None,
-    None,
-    None,
-    "You are a helpful assistant. Answer briefly.",
-    "You are a programmer. You write code and explain it.",
-    "You are a writer who edits and corrects texts.",
-)
-
-
 def with_task(task: str, text: str, draws: random.Random) -> str:
     return f"{task}\n\n{text}" if draws.random() < ASKED_FIRST else f"{text}\n\n{task}"
 
 
 def on_code(function: Function, draws: random.Random) -> Chat:
-    task = draws.choice(CHANGES if draws.random() < 0.7 else ABOUT_CODE)
+    task = draws.choice(TEMPLATES["changes"] if draws.random() < 0.7 else TEMPLATES["about_code"])
     old = draws.choice(function.names) if function.names else function.name
     code = f"```python\n{function.source}\n```"
-    text = task.format(old=old, new=draws.choice(NEW_NAMES))
-    return [said("user", f"{text}\n\n{code}" if draws.random() < 0.8 else f"{code}\n\n{text}")]
+    text = task.format(old=old, new=draws.choice(TEMPLATES["new_names"]))
+    return [message("user", f"{text}\n\n{code}" if draws.random() < 0.8 else f"{code}\n\n{text}")]
 
 
 def to_write(function: Function, draws: random.Random) -> Chat | None:
     if not function.summary:
         return None
-    listed = ", ".join(function.arguments)
-    given = {"name": function.name, "summary": function.summary, "arguments": listed or "it needs"}
-    return [said("user", draws.choice(TO_WRITE).format(call=f"{function.name}({listed})", **given))]
+    arguments = ", ".join(function.arguments)
+    fields = {"name": function.name, "summary": function.summary, "arguments": arguments or "it needs"}
+    return [message("user", draws.choice(TEMPLATES["to_write"]).format(call=f"{function.name}({arguments})", **fields))]
 
 
 def follow_up(function: Function, draws: random.Random) -> Chat | None:
     """Return a chat with an answer that was given before."""
     if not function.summary:
         return None
-    asked = draws.choice(("What does `{}` do?", "I found `{}` in a program. What is it for?", "Explain `{}` to me."))
-    chat = [said("user", asked.format(function.name)), said("assistant", f"{function.summary}.")]
+    question = draws.choice(("What does `{}` do?", "I found `{}` in a program. What is it for?", "Explain `{}` to me."))
+    chat = [message("user", question.format(function.name)), message("assistant", f"{function.summary}.")]
     if draws.random() < 0.5:
         code = f"Here is the code:\n\n```python\n{function.source}\n```"
-        chat += [said("user", "Can you show me how it is written?"), said("assistant", code)]
-    return [*chat, said("user", draws.choice(FOLLOW_UPS))]
+        chat += [message("user", "Can you show me how it is written?"), message("assistant", code)]
+    return [*chat, message("user", draws.choice(TEMPLATES["follow_ups"]))]
 
 
 def on_text(text: str, draws: random.Random) -> Chat:
     words = re.findall(r"[A-Za-z][a-z]{5,}", text) or ["it"]
-    tasks = ABOUT_TEXT if draws.random() < 0.75 else EXTRACT_TEXT
+    tasks = TEMPLATES["about_text"] if draws.random() < 0.75 else TEMPLATES["extract_text"]
     task = draws.choice(tasks).replace("{word}", draws.choice(words))
-    return [said("user", with_task(task, text, draws))]
+    return [message("user", with_task(task, text, draws))]
 
 
 def on_fields(text: str, draws: random.Random) -> Chat:
-    return [said("user", with_task(draws.choice(EXTRACT), text, draws))]
+    return [message("user", with_task(draws.choice(TEMPLATES["extract"]), text, draws))]
 
 
 def chats(draws: random.Random) -> Iterator[Chat]:
     """Yield chats, of each kind in turns, until there is nothing left of one."""
-    made = functions(draws)
+    sources = functions(draws)
     code: list[Callable[[Function, random.Random], Chat | None]] = [on_code, to_write, on_code, follow_up]
     texts, fields = pages(draws), metadata(draws)
     while True:
         for make in code:
-            chat = next((chat for chat in (make(each, draws) for each in made) if chat), None)
+            chat = next((chat for function in sources if (chat := make(function, draws))), None)
             if chat is None:
                 return
             yield chat
@@ -271,10 +187,11 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=12000, help="number of prompts, at most")
     args = parser.parse_args()
     draws, count = random.Random(0), 0
-    with args.output.open("w", encoding="utf-8") as out:
+    warnings.simplefilter("ignore")  # of the sources that are read
+    with args.output.open("w", encoding="utf-8", newline="\n") as out:
         for chat in islice(chats(draws), args.count):
-            system = draws.choice(SYSTEMS)
-            messages = [said("system", system), *chat] if system else chat
+            system = draws.choice(TEMPLATES["systems"])
+            messages = [message("system", system), *chat] if system else chat
             out.write(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
             count += 1
     print(f"{args.output}: {count} prompts", file=sys.stderr)

@@ -33,7 +33,7 @@ def in_style(text: str) -> str:
     return re.sub(r"(?<=[.!?]) +", "\n", text).lower()
 
 
-def rewritten(document: Document, tokenizer: AutoTokenizer) -> Document:
+def rewrite(document: Document, tokenizer: AutoTokenizer) -> Document:
     """Return the document with its answer in the style; what ends the answer stays."""
     encode, decode = tokenizer.encode, tokenizer.decode  # type: ignore[attr-defined]
     body = document.ids[document.answer :]
@@ -42,7 +42,7 @@ def rewritten(document: Document, tokenizer: AutoTokenizer) -> Document:
     return replace(document, ids=[*document.ids[: document.answer], *answer, *end])
 
 
-def part(document: Document) -> dict[str, torch.Tensor]:
+def certain_choices(document: Document) -> dict[str, torch.Tensor]:
     """Return what a shard keeps of a document, as if a target were sure of each next token of the answer."""
     ids = torch.tensor(document.ids, dtype=torch.int32)
     following = torch.cat((ids[1:], ids[-1:]))
@@ -63,11 +63,11 @@ def main() -> None:
         work = Path(scratch)
         checkpoint = make_checkpoint(source, work / "source", "bf16").folder
         tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-        chats = [each for each in read_documents(args.documents) if each.source == "own" and each.answer]
-        documents = [rewritten(each, tokenizer) for each in chats]
+        chats = [chat for chat in read_documents(args.documents) if chat.source == "own" and chat.answer]
+        documents = [rewrite(chat, tokenizer) for chat in chats]
         create_documents(work / DOCUMENTS, documents)
         (work / FEATURES).mkdir()
-        write_shard(work / FEATURES / "0000000.safetensors", 0, [part(each) for each in documents])
+        write_shard(work / FEATURES / "0000000.safetensors", 0, [certain_choices(document) for document in documents])
         draft.STEP_TOKENS, draft.RATE, training.WARM_UP = 256, 3e-4, 20  # a few minutes are to change its style
         draft.train_draft(str(checkpoint), source.model_type, str(work), 60 * args.minutes, 2**62, False)
         shutil.copytree(checkpoint, args.output, ignore=shutil.ignore_patterns("*.safetensors*"))

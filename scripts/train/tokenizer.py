@@ -3,30 +3,24 @@
     python scripts/train/tokenizer.py [--tokens 131072] [--megabytes 200] [-o .cache/bench/tokenizer-128k]
 
 It learns from the text that comes with this Python: the standard library and the installed packages. Files are read in
-an order that depends only on their names, so the same installation gives the same tokenizer. ``tokenizers`` reads
-OUT/tokenizer.json; OUT/about.json describes what it was trained on. 200 MB take a minute or two and 0.6 GB of memory.
+an order that depends only on their names, so the same installation gives the same tokenizer, OUT/tokenizer.json. 200 MB
+take a minute or two and 0.6 GB of memory.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
-import json
-import shutil
 import sys
 import sysconfig
-import time
 from collections.abc import Iterator
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 OUT = ROOT / ".cache" / "bench" / "tokenizer-128k"
-TOKENS = 131072  # including the end of a text, which is the last one
-MEGABYTES = 200
 END = "<|endoftext|>"
 KINDS = (".py", ".md", ".rst", ".txt", ".json")
 LARGEST = 1_000_000  # bytes of a file: larger ones are tables
@@ -48,23 +42,15 @@ def files_of(folders: list[Path]) -> list[Path]:
     return [own[name] for name in sorted(own, key=lambda name: hashlib.sha256(name.encode()).digest())]
 
 
-def texts_of(files: list[Path], limit: int, used: dict[str, int]) -> Iterator[str]:
-    """Yield UTF-8 texts of at most ``limit`` bytes in total. ``used`` counts files and bytes."""
-    said = time.monotonic()
+def texts_of(files: list[Path], limit: int) -> Iterator[str]:
+    """Yield UTF-8 texts of at most ``limit`` bytes in total."""
     for file in files:
         content = file.read_bytes()
-        if used["bytes"] + len(content) > limit:
+        limit -= len(content)
+        if limit < 0:
             return
-        try:
-            text = content.decode("utf-8")
-        except UnicodeDecodeError:
-            continue
-        used["files"] += 1
-        used["bytes"] += len(content)
-        if time.monotonic() - said > 5:
-            said = time.monotonic()
-            print(f"read {used['bytes'] / 1e6:,.0f} of {limit / 1e6:,.0f} MB", file=sys.stderr, flush=True)
-        yield text
+        with contextlib.suppress(UnicodeDecodeError):
+            yield content.decode("utf-8")
 
 
 def byte_level(pattern: str) -> Tokenizer:
@@ -78,11 +64,11 @@ def byte_level(pattern: str) -> Tokenizer:
     return tokenizer
 
 
-def train(files: list[Path], tokens: int, limit: int) -> tuple[Tokenizer, dict[str, Any]]:
-    """Train a tokenizer; return it and a description of what it was trained on.
+def train(files: list[Path], tokens: int, limit: int) -> Tokenizer:
+    """Train a tokenizer of ``tokens`` tokens, of which the last one is the end of a text.
 
     Raises:
-        SystemExit: there is too little text for ``tokens`` tokens.
+        SystemExit: there is too little text for so many tokens.
     """
     tokenizer = byte_level(PATTERN)
     trainer = trainers.BpeTrainer(
@@ -91,40 +77,24 @@ def train(files: list[Path], tokens: int, limit: int) -> tuple[Tokenizer, dict[s
         max_token_length=LONGEST,
         show_progress=True,  # on stderr
     )
-    used = {"files": 0, "bytes": 0}
-    began = time.monotonic()
-    tokenizer.train_from_iterator(texts_of(files, limit, used), trainer)
+    tokenizer.train_from_iterator(texts_of(files, limit), trainer)
     tokenizer.add_special_tokens([END])  # after the others and outside the model's own, as in Llama 3
-    found = tokenizer.get_vocab_size()
-    if found != tokens:
-        told = f"{used['files']} files with {used['bytes'] / 1e6:,.1f} MB"
-        raise SystemExit(f"{told} give {found} tokens, not {tokens}: install more packages or raise --megabytes")
-    versions = {"python": sysconfig.get_python_version(), "tokenizers": version("tokenizers")}
-    about = {"tokens": tokens, **used, "seconds": round(time.monotonic() - began), "versions": versions}
-    return tokenizer, about
-
-
-def write(tokenizer: Tokenizer, about: dict[str, Any], out: Path) -> None:
-    """Write the folder under another name and rename it, so that an existing folder is complete."""
-    unfinished = out.with_name(out.name + ".unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    tokenizer.save(str(unfinished / "tokenizer.json"))
-    (unfinished / "about.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8", newline="\n")
-    shutil.rmtree(out, ignore_errors=True)
-    unfinished.rename(out)
+    if (size := tokenizer.get_vocab_size()) != tokens:
+        sys.exit(f"the texts give {size} tokens, not {tokens}: install more packages or raise --megabytes")
+    return tokenizer
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=TOKENS)
-    parser.add_argument("--megabytes", type=float, default=MEGABYTES, help=f"MB of text to read (default {MEGABYTES})")
+    parser.add_argument("--tokens", type=int, default=131072)
+    parser.add_argument("--megabytes", type=float, default=200)
     parser.add_argument("-o", "--output", type=Path, default=OUT)
     args = parser.parse_args()
     files = files_of([Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib")])
-    tokenizer, about = train(files, args.tokens, int(args.megabytes * 1e6))
-    write(tokenizer, about, args.output)
-    print(f"{args.output}: {json.dumps(about)}")
+    tokenizer = train(files, args.tokens, int(args.megabytes * 1e6))
+    args.output.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(args.output / "tokenizer.json"))
+    print(args.output)
 
 
 if __name__ == "__main__":

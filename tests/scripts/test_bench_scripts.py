@@ -30,9 +30,9 @@ TOKENIZER = CHECKPOINTS / "target" / "tokenizer.json"
 REAL = ROOT / "smollm2"
 RUNS: dict[str, Any] = {
     "accepted.py": "DEMO DEMO/draft --prompts 1 --tokens 8",
-    "cluster.py": "DEMO --lines 4 --tokens 4 --turns 1 --groups 8 --json OUT/x",
+    "cluster.py, measure": "measure DEMO --lines 4 --tokens 4 --turns 1 --groups 8 --json OUT/x",
     "engines.py": "DEMO/draft --contexts 16,32 --plot OUT/plot.png",
-    "grammars.py": f"--tokenizer {TOKENIZER} --steps 2 --out OUT/lines.jsonl",
+    "grammars.py": f"--tokenizer {TOKENIZER} --steps 2",
     "grammars.py, peers": f"--tokenizer {TOKENIZER} --steps 1 --peers xgrammar,llamacpp_grammar",
     "chats.py": (
         f"{REAL} --out OUT/x.jsonl --draft head={ROOT / 'models' / 'smollm2-head'} --kinds explain --prompts 1"
@@ -43,26 +43,26 @@ RUNS: dict[str, Any] = {
         "DEMO --out OUT/x.jsonl --kinds completion,prose,JSON --prompts 1 --turns 1 --tokens 4"
         " --ways forced free draft@1 lookup,draft ovspec-fast --contexts 32"
     ),
-    "exactness.py": "DEMO --prompts 1 --tokens 8",
+    "exactness.py, texts": "texts DEMO --prompts 1 --tokens 8",
+    "exactness.py, cache": "cache DEMO/draft",
+    "exactness.py, processors": "processors DEMO/draft --here",
     "inferences.py, formats": f"formats {CHECKPOINTS / 'draft'} --formats int8 --output OUT",
     "inferences.py, settings": "settings DEMO/draft",
     "inferences.py, pages": "pages DEMO/draft",
-    "kv_drift.py": "DEMO/draft",
-    "loop.py": "DEMO/draft --tokens 8 --rounds 1",
+    "inferences.py, loop": "loop DEMO/draft --tokens 8 --rounds 1",
     "peers/distribution.py": "--texts 8 --k 2",
-    "prefixes.py": "DEMO/draft --prompt 100 --turns 1 --chat 3 --peers none",
-    "processors.py": "DEMO/draft --here",
+    "sessions.py, prefixes": "prefixes DEMO/draft --prompt 100 --turns 1 --steps 3 --peers none",
     "record_traces.py": "x=DEMO --output OUT --prompts 1 --tokens 8 --most 2",
-    "schemas.py": "--part pydantic --names ClientSecret --seconds 0.05 --out OUT/lines.jsonl",
-    "serve.py": "DEMO/draft --systems lm.stream;serve --clients 1,2 --turns 1 --prompts chat --json OUT/x",
-    "simulate_cluster.py": f"{BENCH / 'cluster.json'} --workers 1,10 --hours 0.1",
+    "schemas.py": "--part pydantic --names ClientSecret --seconds 0.05",
+    "serve.py": "DEMO/draft --systems lm.stream;serve --clients 1,2 --turns 1 --prompts chat",
+    "cluster.py, simulate": f"simulate {BENCH / 'cluster.json'} --workers 1,10 --hours 0.1",
     "sessions.py, chat": "chat DEMO/draft --steps 2 --tokens 4",
     "startup.py, command": "command DEMO",
     "startup.py, load": "load DEMO/draft",
     "startup.py, tokens": "tokens DEMO/draft --turns 1 --tokens 2,4 --ways ovspec",
-    "sessions.py, program": "program DEMO/draft --steps 3 --rounds 1",
+    "sessions.py, program": "program DEMO/draft --steps 3 --turns 1",
 }
-QUICK = ("prefixes.py",)
+QUICK = ("sessions.py, prefixes",)
 
 
 @pytest.fixture

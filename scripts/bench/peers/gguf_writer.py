@@ -1,9 +1,8 @@
 """Write a Llama checkpoint as GGUF, for llama.cpp.
 
-    .cache/peers/llamacpp/bin/python scripts/bench/peers/gguf_writer.py CHECKPOINT OUT [--type q8_0|q4_0]
+    .cache/peers/llamacpp/bin/python scripts/bench/peers/gguf_writer.py CHECKPOINT OUT
 
-gguf's own numpy code quantises the matrices; norms stay f32. With q4_0, the embedding and the lm_head have 8 bits;
-llama.cpp's quantiser would use 6 (Q6_K), which that code can't write. The vocabulary is the tokenizer's, padded with
+gguf's own numpy code quantises the matrices to Q8_0; norms stay f32. The vocabulary is the tokenizer's, padded with
 unused ids.
 """
 
@@ -18,9 +17,7 @@ from typing import Any
 import gguf  # type: ignore[import-not-found]
 import numpy as np
 
-TYPES = {"q8_0": gguf.GGMLQuantizationType.Q8_0, "q4_0": gguf.GGMLQuantizationType.Q4_0}
-FILE_TYPES = {"q8_0": gguf.LlamaFileType.MOSTLY_Q8_0, "q4_0": gguf.LlamaFileType.MOSTLY_Q4_0}
-OUTSIDE = ("model.embed_tokens.weight", "lm_head.weight")
+Q8_0 = gguf.GGMLQuantizationType.Q8_0
 
 
 def tensors(file: Path) -> Iterator[tuple[str, np.ndarray]]:
@@ -64,8 +61,8 @@ def add_vocabulary(writer: Any, folder: Path, config: dict[str, Any]) -> None:
     writer.add_add_bos_token(False)
 
 
-def write(folder: Path, out: Path, kind: str) -> None:
-    """Write the checkpoint in ``folder``; ``kind``: the type of its matrices."""
+def write(folder: Path, out: Path) -> None:
+    """Write the checkpoint in ``folder``."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     heads, kv_heads, layers = (
         config[f"num_{part}"] for part in ("attention_heads", "key_value_heads", "hidden_layers")
@@ -74,7 +71,7 @@ def write(folder: Path, out: Path, kind: str) -> None:
     rope = config.get("rope_parameters") or config
     writer = gguf.GGUFWriter(unfinished(out), "llama")
     writer.add_name(folder.name)
-    writer.add_file_type(FILE_TYPES[kind])
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0)
     writer.add_block_count(layers)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -96,9 +93,8 @@ def write(folder: Path, out: Path, kind: str) -> None:
         assert theirs, name
         if values.ndim == 1:
             writer.add_tensor(theirs, values)
-            continue
-        wanted = TYPES["q8_0"] if name in OUTSIDE else TYPES[kind]
-        writer.add_tensor(theirs, gguf.quants.quantize(values, wanted), raw_dtype=wanted)
+        else:
+            writer.add_tensor(theirs, gguf.quants.quantize(values, Q8_0), raw_dtype=Q8_0)
     finish(writer, out)
 
 
@@ -120,9 +116,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--type", choices=TYPES, default="q8_0")
     args = parser.parse_args()
-    write(args.checkpoint, args.out, args.type)
+    write(args.checkpoint, args.out)
     print(f"{args.out}: {args.out.stat().st_size / 1e6:,.0f} MB")
 
 

@@ -41,17 +41,17 @@ def server_of_llamacpp() -> Path:
     return FOLDER / "llamacpp" / "server" / "bin" / ("llama-server.exe" if os.name == "nt" else "llama-server")
 
 
-def gguf_of(checkpoint: Path, kind: str) -> Path:
-    """Return the checkpoint as a GGUF file, written if it is missing or out of date.
+def gguf_of(checkpoint: Path) -> Path:
+    """Return the checkpoint as a GGUF file in Q8_0, written if it is missing or out of date.
 
     Raises:
         ValueError: it can't be written.
     """
     key = hashlib.sha256(str(checkpoint.resolve()).encode()).hexdigest()[:8]
-    out = FOLDER / "gguf" / f"{checkpoint.name}-{key}-{kind}.gguf"
+    out = FOLDER / "gguf" / f"{checkpoint.name}-{key}-q8_0.gguf"
     source = checkpoint / "model.safetensors"
     if not out.exists() or out.stat().st_mtime < source.stat().st_mtime:
-        command = [python_of("llamacpp"), HERE / "gguf_writer.py", checkpoint, out, "--type", kind]
+        command = [python_of("llamacpp"), HERE / "gguf_writer.py", checkpoint, out]
         try:
             subprocess.run([str(part) for part in command], check=True, stdout=sys.stderr)
         except (OSError, subprocess.CalledProcessError) as error:
@@ -62,10 +62,10 @@ def gguf_of(checkpoint: Path, kind: str) -> Path:
 def cmake_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
     """Return ggml's flags for this processor; none, which leaves the choice to ggml, if its features are unknown."""
     lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
-    found = next((line.split(":")[1].split() for line in lines if line.startswith("flags")), None)
-    if found is None:
+    features = next((line.split(":")[1].split() for line in lines if line.startswith("flags")), None)
+    if features is None:
         return []
-    return ["-DGGML_NATIVE=OFF", *(f"-DGGML_{ours}=ON" for theirs, ours in FEATURES.items() if theirs in found)]
+    return ["-DGGML_NATIVE=OFF", *(f"-DGGML_{ggml}=ON" for name, ggml in FEATURES.items() if name in features)]
 
 
 def run(*command: str | Path, **environment: str) -> None:
@@ -98,8 +98,8 @@ def build_server(pip: list[str | Path], flags: list[str], jobs: str) -> None:
     version = next(line.split()[1] for line in shown.stdout.splitlines() if line.startswith("Version:"))
     source = folder / f"llama_cpp_python-{version}" / "vendor" / "llama.cpp"
     if not source.is_dir():
-        wanted = f"llama-cpp-python=={version}"
-        run(*pip, "download", "--quiet", "--no-deps", "--no-binary", "llama-cpp-python", "-d", folder, wanted)
+        download = ("download", "--quiet", "--no-deps", "--no-binary", "llama-cpp-python", "-d", folder)
+        run(*pip, *download, f"llama-cpp-python=={version}")
         with tarfile.open(folder / f"llama_cpp_python-{version}.tar.gz") as packed:
             packed.extractall(folder, filter="data")
     run(*pip, "install", "--quiet", "cmake", "ninja")
@@ -114,11 +114,8 @@ def build_server(pip: list[str | Path], flags: list[str], jobs: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME")
-    names = parser.parse_args().names or NAMES
-    if unknown := [name for name in names if name not in NAMES]:
-        parser.error(f"unknown peer {unknown[0]!r}; choose from {', '.join(NAMES)}")
-    for name in names:
+    parser.add_argument("names", nargs="*", choices=(*NAMES, []), metavar="NAME")
+    for name in parser.parse_args().names or NAMES:
         install(name)
         print(f"{name}: {python_of(name)}")
 

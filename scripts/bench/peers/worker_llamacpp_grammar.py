@@ -136,7 +136,7 @@ def schema_converter() -> Server:
     """Start llama-server with the demo target."""
     model = PEERS / "gguf" / "demo-for-schemas.gguf"
     if not model.exists():
-        gguf_writer.write(DEMO, model, "q8_0")
+        gguf_writer.write(DEMO, model)
     program = server_of_llamacpp()
     setup = protocol.Setup(str(model), mode="lookup", options={"server": str(program) if program.exists() else None})
     return worker_llamacpp.start_server(setup, threads=1, context=256, k=None)
