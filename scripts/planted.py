@@ -185,12 +185,11 @@ def main() -> int:
     print("\n".join(said.splitlines()[-25:]) if code else said.splitlines()[-1], flush=True)
     if code:
         return 1
-    outcomes = []
+    found, wrong = 0, list[str]()
     for outcome in try_all(bugs, arguments.workers):
-        outcomes.append(outcome)
+        found += outcome.verdict == "found"
+        wrong += [f"{outcome.verdict} {outcome.bug.name}"] if outcome.verdict in ("MISSED", "BROKEN") else []
         print(f"{outcome.verdict:8}{outcome.bug.name}  ({outcome.seconds:.0f} s)  {outcome.told}", flush=True)
-    found = sum(outcome.verdict == "found" for outcome in outcomes)
-    wrong = [f"{each.verdict} {each.bug.name}" for each in outcomes if each.verdict in ("MISSED", "BROKEN")]
     print(f"{found} of {len(bugs)} bugs are found", *wrong, sep="\n")
     return 1 if wrong else 0
 

@@ -8,10 +8,9 @@
 command: seconds until the help, and until a text's first piece, the compile cache warm; medians.
 load: seconds to import ovspec, then to load the model, then to generate a token; peak resident memory, and resident
     memory after more tokens; with a cold and a warm compile cache.
-tokens: greedy and without a draft, the processes in turns; "default" is ovspec with lookup, as it is without any
-    option. Every process imports, loads and reads the prompt anew; the first turn, which fills compile caches and the
-    page cache, is left out. Prints the median seconds until each token, and openvino-genai's time as a multiple, turn
-    by turn.
+tokens: greedy and without a draft, the processes in turns. Every process imports, loads and reads the prompt anew; the
+    first turn, which fills compile caches and the page cache, is left out. Prints the median seconds until each token,
+    and openvino-genai's time as a multiple, turn by turn.
 
 Use an idle machine.
 """
@@ -66,11 +65,9 @@ print(json.dumps({"import_s": imported - began, "load_s": loaded - imported, "fi
 """
 PROMPT = "It was late in the evening when she came home, and"
 GENAI = "openvino-genai"
-SMALL = {"settle": False}  # a fresh process has no time to move weights into large pages
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
-    "ovspec": ("ovspec", {"mode": "plain", "options": SMALL}),
-    "ovspec, fast": ("ovspec", {"mode": "plain", "options": SMALL | {"arithmetic": "fast"}}),
-    "ovspec, default": ("ovspec", {"mode": "default", "options": SMALL}),
+    # A fresh process has no time to move weights into large pages.
+    "ovspec": ("ovspec", {"mode": "plain", "options": {"settle": False}}),
     GENAI: ("genai", {"options": {"backend": None}}),
 }
 

@@ -128,8 +128,8 @@ def widen(weights: dict[str, torch.Tensor], config: dict[str, Any], shape: Shape
         if layer >= config["num_hidden_layers"]:
             return [random(shape.mlp, wide, usual), random(shape.mlp, wide, usual), random(wide, shape.mlp, TINY)]
         gate, up, down = (read(f"mlp.{part}_proj", layer) for part in ("gate", "up", "down"))
-        made = [torch.cat([rows(part, outputs=copies), random(inert, wide, usual)]) for part in (gate, up)]
-        return [*made, torch.cat([rows(down, inputs=copies), random(wide, inert, TINY)], dim=1)]
+        inward = [torch.cat([rows(part, outputs=copies), random(inert, wide, usual)]) for part in (gate, up)]
+        return [*inward, torch.cat([rows(down, inputs=copies), random(wide, inert, TINY)], dim=1)]
 
     def feed_forward(layer: int) -> dict[str, torch.Tensor]:
         if not shape.experts:
@@ -140,7 +140,8 @@ def widen(weights: dict[str, torch.Tensor], config: dict[str, Any], shape: Shape
             moe |= dict(zip(names, mlp_of(layer), strict=True))
         return moe
 
-    wide, inert = r * hidden, shape.mlp - copies * mlp
+    wide = r * hidden
+    inert = shape.mlp - copies * mlp
     usual = 1 / math.sqrt(wide)
     embedding = weights["model.embed_tokens.weight"].to(torch.bfloat16)
     known = weights.get("lm_head.weight", embedding).to(torch.bfloat16)
@@ -150,7 +151,7 @@ def widen(weights: dict[str, torch.Tensor], config: dict[str, Any], shape: Shape
         """Add the rows of the added ids."""
         return torch.cat([matrix, *(matrix[part].float().mean(1).to(torch.bfloat16) for part in picked.split(4096))])
 
-    made = {
+    tensors = {
         "model.embed_tokens.weight": with_means(embedding).repeat(1, r),
         "model.norm.weight": weights["model.norm.weight"].to(torch.bfloat16).repeat(r),
         "lm_head.weight": torch.cat([spread(part, r, generator) for part in with_means(known).split(4096)]),
@@ -158,17 +159,16 @@ def widen(weights: dict[str, torch.Tensor], config: dict[str, Any], shape: Shape
     for layer in range(shape.layers):
         name = f"model.layers.{layer}."
         if layer < config["num_hidden_layers"]:
-            q, k, v, o = (read(f"self_attn.{part}_proj", layer) for part in "qkvo")
             norms = [read(norm, layer).repeat(r) for norm in ("input_layernorm", "post_attention_layernorm")]
-            parts = [rows(q), rows(k), rows(v), rows(o)]
+            parts = [rows(read(f"self_attn.{part}_proj", layer)) for part in "qkvo"]
         else:
             q_width, kv_width = r * heads * head, r * kv_heads * head
             norms = [torch.ones(wide, dtype=torch.bfloat16) for _ in range(2)]
             parts = [random(out, wide, usual) for out in (q_width, kv_width, kv_width)]
             parts += [random(wide, q_width, TINY)]
         names = [f"self_attn.{part}_proj" for part in "qkvo"] + ["input_layernorm", "post_attention_layernorm"]
-        made |= {f"{name}{part}.weight": tensor for part, tensor in zip(names, [*parts, *norms], strict=True)}
-        made |= {f"{name}{part}.weight": tensor for part, tensor in feed_forward(layer).items()}
+        tensors |= {f"{name}{part}.weight": tensor for part, tensor in zip(names, [*parts, *norms], strict=True)}
+        tensors |= {f"{name}{part}.weight": tensor for part, tensor in feed_forward(layer).items()}
     sizes = {
         "hidden_size": wide,
         "num_attention_heads": r * heads,
@@ -183,7 +183,7 @@ def widen(weights: dict[str, torch.Tensor], config: dict[str, Any], shape: Shape
     if shape.experts:
         sizes |= {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "sliding_window": None}
         sizes |= {"num_local_experts": shape.experts, "num_experts_per_tok": 2}
-    return made, config | sizes
+    return tensors, config | sizes
 
 
 def widen_head(weights: dict[str, torch.Tensor], config: dict[str, Any], repeat: int, copies: int) -> Any:
@@ -303,6 +303,17 @@ def check(source: Path, folder: Path) -> float:
     return float((after[:, :known] - before).abs().max() / before.std())
 
 
+def make_and_check(source: Path, folder: Path, shape: Shape, vocab: int) -> None:
+    count = make_checkpoint(source, folder, shape, vocab)
+    report_change(f"{folder.name}: {count / 1e6:,.0f} M parameters", check(source, folder))
+
+
+def report_change(name: str, change: float) -> None:
+    print(f"{name}, logits moved by {change:.0e} of their spread", flush=True)
+    if change > 1e-3:
+        sys.exit(f"{name}: widening changed its logits")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
@@ -317,29 +328,23 @@ def main() -> None:
     if not args.of and (args.head or args.repeat or args.mlp):
         parser.error("--head, --repeat and --mlp need --of")
     checkpoints = args.out / "hf"
-    sources = {name: (DEMO / name, shape) for name, shape in SIZES[args.size].items()}
+    target, draft = checkpoints / "target", checkpoints / "draft"
     if args.of:
-        sources = {"target": (args.of, shape_of(args.of, args.repeat or 4, args.mlp))}
-    for name, (source, shape) in sources.items():
-        count = make_checkpoint(source, checkpoints / name, shape, args.vocab)
-        moved = check(source, checkpoints / name)
-        print(f"{name}: {count / 1e6:,.0f} M parameters, logits moved by {moved:.0e} of their spread", flush=True)
-        if moved > 1e-3:
-            sys.exit(f"{name}: widening changed its logits")
-    draft = checkpoints / "draft" if "draft" in sources else None
-    if args.of and args.head:
-        draft, shape = checkpoints / "draft", sources["target"][1]
+        shape = shape_of(args.of, args.repeat or 4, args.mlp)
+        make_and_check(args.of, target, shape, args.vocab)
+    else:
+        for name, shape in SIZES[args.size].items():
+            make_and_check(DEMO / name, checkpoints / name, shape, args.vocab)
+    if args.head:
         config = json.loads((args.of / "config.json").read_text(encoding="utf-8"))
-        moved = make_head(args.head, draft, shape.repeat, mlp_copies(shape, config))
-        print(f"head: logits moved by {moved:.0e} of their spread", flush=True)
-        if moved > 1e-3:
-            sys.exit("head: widening changed its logits")
+        report_change("head", make_head(args.head, draft, shape.repeat, mlp_copies(shape, config)))
+    has_draft = bool(args.head or not args.of)
     with tempfile.TemporaryDirectory() as scratch:
         text = Path(scratch) / "text.txt"
         text.write_text("".join(PROMPTS), encoding="utf-8", newline="\n")
         for weight_format in args.weight_format:
-            command = [sys.executable, "-m", "ovspec", "export", checkpoints / "target", "-o", args.out / weight_format]
-            command += ["--overwrite", *(["--draft", draft] if draft else [])]
+            command = [sys.executable, "-m", "ovspec", "export", target, "-o", args.out / weight_format]
+            command += ["--overwrite", *(["--draft", draft] if has_draft else [])]
             command += ["--weight-format", weight_format, "--evaluate", text]
             subprocess.run([str(part) for part in command], check=True)
 

@@ -6,9 +6,8 @@
 Everything comes from the ``.py`` files that ship with the Python running this script (PSF licence). A run is bounded by
 wall clock and seeded.
 
-pair: writes ``models/demo-hf/{target,draft}`` (bf16 safetensors, tokenizer, chat template) and prints the figures of
-    the card ``models/demo-hf/README.md``. The target learns the text; the draft (about 1M parameters) learns the
-    target's distributions.
+pair: writes ``models/demo-hf/{target,draft}`` (bf16 safetensors, tokenizer, chat template). The target learns the text;
+    the draft (about 1M parameters) learns the target's distributions.
 small: writes ``models/small-hf``, one layer, distilled from the demo pair's draft. The tests' pair has that draft as
     its target (five times cheaper than the demo target) and this model as its draft.
 """
@@ -18,7 +17,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
-import math
 import sysconfig
 import time
 from collections.abc import Callable, Iterator
@@ -89,11 +87,10 @@ def shingles(text: str, size: int = 4) -> set[int]:
     return {int.from_bytes(hashlib.blake2b(r.encode(), digest_size=8).digest(), "big") for r in runs}
 
 
-def split_files() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    """Return (training files, held-out files); training files that share >= 10 % with a held-out one are dropped."""
+def training_files() -> list[tuple[str, str]]:
+    """Return the files that aren't held out, without those that share >= 10 % with a held-out one."""
     files = stdlib_files()
-    held_out = [file for file in files if is_held_out(file[0])]
-    held_shingles = [shingles(text) for _, text in held_out]
+    held_shingles = [shingles(text) for name, text in files if is_held_out(name)]
     everything = set().union(*held_shingles)
 
     def is_near_duplicate(text: str) -> bool:
@@ -102,7 +99,7 @@ def split_files() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
             return True
         return any(len(own & other) >= 0.1 * len(other) for other in held_shingles)
 
-    return [file for file in files if not is_held_out(file[0]) and not is_near_duplicate(file[1])], held_out
+    return [(name, text) for name, text in files if not is_held_out(name) and not is_near_duplicate(text)]
 
 
 def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
@@ -226,8 +223,8 @@ def train(
     corpus: Corpus,
     minutes: float,
     seed: int,
-) -> int:
-    """Train until ``minutes`` of wall clock are over; return the number of steps."""
+) -> None:
+    """Train until ``minutes`` of wall clock are over."""
     opts = optimizers(model)
     groups = [group for opt in opts for group in opt.param_groups]
     rates = [group["lr"] for group in groups]
@@ -251,63 +248,9 @@ def train(
         step += 1
         if step % 100 == 0:
             print(f"{kind}: {progress:.1%}, step {step}, loss {mean:.3f}, window {window}", flush=True)
-    return step
 
 
-# ---------------------------------------------------------------- figures of the cards
-
-
-def windows(held_out: Corpus) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield the held-out text in batches of windows of 512 tokens."""
-    tokens, doc = held_out.epoch(0)
-    starts = np.arange((len(tokens) - 1) // SHORT) * SHORT
-    for at in range(0, len(starts), 12):
-        yield packed(tokens, doc, starts[at : at + 12], SHORT)
-
-
-@torch.no_grad()
-def held_out_loss(model: Model, held_out: Corpus) -> float:
-    """Return the mean negative log-likelihood in nats per token."""
-    total, count = 0.0, 0
-    for batch in windows(held_out):
-        logits, labels = logits_of(model, batch).flatten(0, 1).float(), batch["labels"].flatten()
-        total += F.cross_entropy(logits, labels, reduction="sum").item()
-        count += int((labels >= 0).sum())
-    return total / count
-
-
-@torch.no_grad()
-def acceptance(target: Model, draft: Model, held_out: Corpus, sample: bool, seed: int) -> dict[str, float]:
-    """Return the conditional acceptance of the draft, along text that the target generates.
-
-    The target continues 48 held-out prompts of 128 tokens by 128 tokens each. ``coupled``: both models
-    choose with the same Gumbel noise (Daliri et al. 2408.07978); ``rejection``: sum of min(p, q)
-    (Leviathan et al. 2211.17192); ``greedy``: equal argmax.
-    """
-    torch.manual_seed(seed)
-    documents = [d for d in held_out.documents if len(d) > 400]
-    picks = np.random.default_rng(seed).choice(len(documents), 48)
-    prompts = np.stack([documents[i][60:188] for i in picks]).astype(np.int64)
-    ids = torch.from_numpy(prompts).to(DEVICE)
-    config = GenerationConfig(
-        do_sample=sample, top_k=0, max_new_tokens=128, min_new_tokens=128, pad_token_id=0, eos_token_id=None
-    )
-    text = target.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
-    assert isinstance(text, torch.Tensor)
-    p = F.log_softmax(target(text[:, :-1]).logits[:, 127:].float(), -1)
-    q = F.log_softmax(draft(text[:, :-1]).logits[:, 127:].float(), -1)
-    if not sample:
-        return {"greedy": (p.argmax(-1) == q.argmax(-1)).float().mean().item()}
-    noise = -torch.log(-torch.log(torch.rand_like(p).clamp_(1e-20, 1 - 1e-7)))
-    coupled = ((p + noise).argmax(-1) == (q + noise).argmax(-1)).float().mean().item()
-    return {"coupled": coupled, "rejection": torch.minimum(p.exp(), q.exp()).sum(-1).mean().item()}
-
-
-@torch.no_grad()
-def agreement(target: Model, draft: Model, held_out: Corpus) -> float:
-    """Return the share of positions in the held-out text at which both models have the same first choice."""
-    same = [logits_of(target, batch).argmax(-1) == logits_of(draft, batch).argmax(-1) for batch in windows(held_out)]
-    return torch.cat(same).float().mean().item()
+# ---------------------------------------------------------------- the commands
 
 
 def write_model(model: Model, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
@@ -317,57 +260,39 @@ def write_model(model: Model, tokenizer: PreTrainedTokenizerFast, folder: Path) 
     tokenizer.save_pretrained(folder)
 
 
-# ---------------------------------------------------------------- the commands
-
-
 def make_pair(args: argparse.Namespace) -> None:
-    train_files, held_files = split_files()
-    tokenizer = train_tokenizer([text for _, text in train_files])
-    corpus, held_out = (corpus_of(files, tokenizer) for files in (train_files, held_files))
-    for name, files, documents in (("train", train_files, corpus), ("held-out", held_files, held_out)):
-        print(f"{name}: {len(files)} files, {sum(map(len, documents.documents)):,} tokens", flush=True)
+    files = training_files()
+    tokenizer = train_tokenizer([text for _, text in files])
+    corpus = corpus_of(files, tokenizer)
 
     def compiled(function: Callable) -> Callable:
         return function if args.no_compile else torch.compile(function, dynamic=False)
 
     target = new_model("target")
     loss = compiled(lambda batch: text_loss(target, batch))
-    steps = {"target": train("target", target, loss, corpus, args.minutes * TARGET_SHARE, args.seed)}
+    train("target", target, loss, corpus, args.minutes * TARGET_SHARE, args.seed)
     target.requires_grad_(False).eval()
     draft = new_model("draft")
     loss = compiled(lambda batch: distillation_loss(draft, target, batch))
-    steps["draft"] = train("draft", draft, loss, corpus, args.minutes * (1 - TARGET_SHARE), args.seed + 1)
-    draft.requires_grad_(False).eval()
-    tokens_per_byte = sum(map(len, held_out.documents)) / sum(len(text.encode()) for _, text in held_files)
-    for kind, model in (("target", target), ("draft", draft)):
-        write_model(model, tokenizer, args.output / kind)
-        model.float()  # the figures are those of the bf16 weights that are shipped
-        nats = held_out_loss(model, held_out)
-        bits = nats * tokens_per_byte / math.log(2)
-        print(f"{kind}: {model.num_parameters():,} parameters, {steps[kind]:,} steps; loss {nats:.3f}, {bits:.3f} bits")
-    print(f"the same first choice at {agreement(target, draft, held_out):.3f} of the held-out positions")
-    print_acceptance(target, draft, held_out, args.seed)
+    train("draft", draft, loss, corpus, args.minutes * (1 - TARGET_SHARE), args.seed + 1)
+    write_model(target, tokenizer, args.output / "target")
+    write_model(draft, tokenizer, args.output / "draft")
 
 
 def make_small_draft(args: argparse.Namespace) -> None:
     source = ROOT / "models" / "demo-hf" / "draft"
     tokenizer = AutoTokenizer.from_pretrained(source)
     target: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval().to(DEVICE)
-    corpus, held_out = (corpus_of(files, tokenizer) for files in split_files())
     draft = new_model("small")
+    corpus = corpus_of(training_files(), tokenizer)
     train("small", draft, lambda batch: distillation_loss(draft, target, batch), corpus, args.minutes, args.seed)
-    print_acceptance(target, draft.eval(), held_out, args.seed)
     write_model(draft, tokenizer, args.output)
 
 
 def corpus_of(files: list[tuple[str, str]], tokenizer: Any) -> Corpus:
+    print(f"{len(files)} files", flush=True)
     encoded = tokenizer([text for _, text in files], add_special_tokens=False)["input_ids"]
     return Corpus([np.array([*ids, 0], dtype=np.uint16) for ids in encoded])
-
-
-def print_acceptance(target: Model, draft: Model, held_out: Corpus, seed: int) -> None:
-    rates = acceptance(target, draft, held_out, False, seed) | acceptance(target, draft, held_out, True, seed)
-    print("acceptance: " + ", ".join(f"{name} {rate:.3f}" for name, rate in rates.items()))
 
 
 def main() -> None:

@@ -31,7 +31,7 @@ REAL = ROOT / "smollm2"
 RUNS: dict[str, Any] = {
     "accepted.py": "DEMO DEMO/draft --prompts 1 --tokens 8",
     "cluster.py, measure": "measure DEMO --lines 4 --tokens 4 --turns 1 --groups 8 --json OUT/x",
-    "engines.py": "DEMO/draft --contexts 16,32 --plot OUT/plot.png",
+    "inferences.py, engines": "engines DEMO/draft --contexts 16,32 --plot OUT/plot.png",
     "grammars.py": f"--tokenizer {TOKENIZER} --steps 2",
     "grammars.py, peers": f"--tokenizer {TOKENIZER} --steps 1 --peers xgrammar,llamacpp_grammar",
     "chats.py": (

@@ -1,7 +1,7 @@
 """ovspec as a worker: texts, and loads of one client by ``lm.stream``.
 
-Modes: plain, default (ovspec's own choice), draft, lookup, or any other value for the draft of ``ovspec.load``, such as
-"lookup,draft". Options: those of ``ovspec.load``, and settle=False to leave weights in small pages.
+Modes: plain, or a value for the draft of ``ovspec.load``, such as "lookup,draft". Options: those of ``ovspec.load``,
+and settle=False to leave weights in small pages.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import ovspec
 
 def load_model(setup: protocol.Setup) -> ovspec.LanguageModel:
     """Return the model with the drafters of its mode, ready to be timed."""
-    named = {"plain": "none", "default": None}.get(setup.mode, setup.mode)
-    draft: Any = named and ",".join(setup.draft_folder if part == "draft" else part for part in named.split(","))
+    drafters = "none" if setup.mode == "plain" else setup.mode
+    draft = ",".join(setup.draft_folder if name == "draft" else name for name in drafters.split(","))
     options: dict[str, Any] = {"cache_memory": 0, **setup.options}  # each turn reads its prompt
     settle = options.pop("settle", True)
     lm = ovspec.load(setup.target, draft, properties=setup.properties or None, **options)
