@@ -351,12 +351,11 @@ def named_path(text: str) -> tuple[str, str]:
 def cases_of(args: Any) -> Iterator[Case]:
     """Yield the requested cases, turn by turn. Batches begin with the first prompt of a kind."""
     chosen = [prompt for prompt in prompts() if prompt.kind in args.kinds and prompt.number <= args.prompts]
-    for turn, prompt, context, batch in product(range(args.turns), chosen, args.contexts, args.batches):
-        if batch > 1 and prompt.number > 1:
-            continue
-        for temperature in args.temperatures:
-            for accept in args.accept if temperature else ["compare"]:
-                yield Case(prompt.name, context, batch, temperature, accept, turn)
+    for turn, prompt in product(range(args.turns), chosen):
+        for context, batch, temperature in product(args.contexts, args.batches, args.temperatures):
+            if batch == 1 or prompt.number == 1:
+                for accept in args.accept if temperature else ["compare"]:
+                    yield Case(prompt.name, context, batch, temperature, accept, turn)
 
 
 def unmeasured(log: Log, cases: Iterable[Case], ways: list[Way]) -> dict[Case, list[Way]]:

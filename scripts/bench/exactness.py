@@ -57,7 +57,7 @@ def compare_texts(args: Namespace) -> None:
         differ = sum(a.token_ids != b.token_ids for a, b in zip(plain, drafted, strict=True))
         checks = [lm.verify(result) for result in plain + drafted]
         wrong = sum(not check.ok for check in checks)
-        tokens = wrong + sum(check.is_exact for check in checks)
+        tokens = wrong + sum(check.exact for check in checks)
         proposed, accepted = totals(drafted, "proposed", "accepted")
         counts = (f"{differ} of {len(prompts)}", f"{wrong} of {tokens}", f"{accepted} of {proposed}")
         table.row(folder.name, arithmetic, *counts)
@@ -112,7 +112,7 @@ def probe_exactness(folder: Path, engine: str, precision: str | None) -> list[st
         loaded.ir = compile_paged(folder, device)
     exactness = find_exactness(lambda rule: loaded.make_decoder(rule=rule), engine, vocabulary, FULL_TRIAL)
     differ = f"{exactness.differing} of {exactness.positions}"
-    cells = [str(exactness.rule or "none"), f"{1 - fast_exactness.share:.0%}", differ]
+    cells = [str(exactness.rule or "none"), f"{1 - fast_exactness.invariance:.0%}", differ]
     if not exactness.rule:
         return cells
     decoders = {"exact": loaded.make_decoder(rule=exactness.rule), "fast": fast}

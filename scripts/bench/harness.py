@@ -142,7 +142,7 @@ class Option:
             kind = self.kind or type(self.default)
             parser.add_argument(flag, type=kind, default=self.default, choices=self.choices or None, help=self.help)
         elif self.separator == " ":
-            parser.add_argument(flag, type=self.kind, nargs="+", action="extend", help=self.help)
+            parser.add_argument(flag, type=self.kind or str, nargs="+", action="extend", help=self.help)
         else:
             kind = several(self.kind or type(self.default[0]), self.choices, self.separator)
             parser.add_argument(flag, type=kind, default=self.default, help=self.help)

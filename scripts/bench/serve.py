@@ -25,7 +25,6 @@ import random
 import signal
 import sys
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,25 +52,17 @@ SYSTEMS: dict[str, tuple[str, Any]] = {
 HEADS = ("prompts", "clients", "system", "tokens/s", "to lm.stream", "to genai", "TTFT, ms", "gap, ms")
 
 
-@dataclass(frozen=True)
-class Cell:
-    """The requests of one table row: their prompts, and how many clients send them."""
-
-    prompts: str
-    clients: int
-
-
 # ---------------------------------------------------------------- requests
 
 
-def load_of(cell: Cell, turn: int, tokenizer: Tokenizer) -> Load:
-    """Return the requests of a cell's turn: the same for every system, others in every turn."""
-    chance = random.Random(f"{cell} {turn}")
-    if cell.prompts == "turns":
-        return Load(*conversations(chance, tokenizer, cell.clients), cell.clients)
+def load_of(kind: str, clients: int, turn: int, tokenizer: Tokenizer) -> Load:
+    """Return the requests of a turn, with prompts of a kind: the same for every system, others in every turn."""
+    chance = random.Random(f"{kind} {clients} {turn}")
+    if kind == "turns":
+        return Load(*conversations(chance, tokenizer, clients), clients)
     prompts, tokens = list[list[int]](), list[int]()
-    for number in range(4 + 2 * cell.clients):
-        if cell.prompts == "completion":
+    for number in range(4 + 2 * clients):
+        if kind == "completion":
             text = f"# File {chance.randrange(10**6)}\n{CODE[(number + 7 * turn) % len(CODE)]}"
             prompts.append(tokenizer.encode(text).tolist())
             tokens.append(64)
@@ -82,7 +73,7 @@ def load_of(cell: Cell, turn: int, tokenizer: Tokenizer) -> Load:
                 text += f" {chance.choice(PROSE)}\nAssistant: {chance.choice(CODE)}\nUser:"
             prompts.append(tokenizer.encode(text)[:length].tolist())
             tokens.append(chance.randint(24, 72))
-    return Load(prompts, tokens, cell.clients)
+    return Load(prompts, tokens, clients)
 
 
 def conversations(chance: random.Random, tokenizer: Tokenizer, count: int) -> tuple[list[list[int]], list[int]]:
@@ -225,18 +216,17 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the servers end, too
     with ExitStack() as ends:
         systems = {name: start_system(name, args, properties, ends) for name in names}
-        for number, (prompts, clients) in enumerate(itertools.product(args.prompts, args.clients)):
-            cell = Cell(prompts, clients)
+        for number, (kind, clients) in enumerate(itertools.product(args.prompts, args.clients)):
 
-            def run(name: str, turn: int, cell: Cell = cell) -> tuple[Load, list[Timeline]]:
-                load = load_of(cell, turn, tokenizer)
+            def run(name: str, turn: int, kind: str = kind, clients: int = clients) -> tuple[Load, list[Timeline]]:
+                load = load_of(kind, clients, turn, tokenizer)
                 return load, systems[name](load)
 
             able = [name for name in names if clients == 1 or name != STREAM]
             turns = take_turns(able, run, args.turns, warm_up=0 if number else 1)
             by_system = {name: figures_of(own_turns) for name, own_turns in turns.items()}
             for name in able:
-                table.row(prompts, clients, name, *cells_of(name, by_system))
+                table.row(kind, clients, name, *cells_of(name, by_system))
 
 
 if __name__ == "__main__":

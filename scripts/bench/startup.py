@@ -6,8 +6,7 @@
     python scripts/bench/startup.py tokens MODEL [--turns 9] [--tokens 32,400] [--ways "ovspec; openvino-genai"]
 
 command: seconds until the help, and until a text's first piece, the compile cache warm; medians.
-load: seconds to import ovspec, then to load the model, then to generate a token; peak resident memory, and resident
-    memory after more tokens; with a cold and a warm compile cache.
+load: seconds to load the model, and then to generate a token, with a cold and a warm compile cache.
 tokens: greedy and without a draft, the processes in turns. Every process imports, loads and reads the prompt anew; the
     first turn, which fills compile caches and the page cache, is left out. Prints the median seconds until each token,
     and openvino-genai's time as a multiple, turn by turn.
@@ -17,7 +16,6 @@ Use an idle machine.
 
 from __future__ import annotations
 
-import json
 import statistics
 import subprocess
 import sys
@@ -43,26 +41,6 @@ from harness import (
 from ovspec.text.tokenizer import Tokenizer
 
 COMMAND = (sys.executable, "-m", "ovspec")
-LOADING = """
-import json, sys, time
-import psutil
-began = time.perf_counter()
-import ovspec
-imported = time.perf_counter()
-lm = ovspec.load(sys.argv[1], cache_dir=sys.argv[2])
-loaded = time.perf_counter()
-lm.generate([5, 6, 7, 8], max_tokens=1, ignore_eos=True)
-first = time.perf_counter()
-lm.generate([5, 6, 7, 8], max_tokens=33, ignore_eos=True)
-memory = psutil.Process().memory_info()
-try:
-    import resource
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-except ImportError:
-    peak = memory.peak_wset
-print(json.dumps({"import_s": imported - began, "load_s": loaded - imported, "first_token_s": first - loaded,
-                  "peak_mb": peak / 1e6, "rss_mb": memory.rss / 1e6}))
-"""
 PROMPT = "It was late in the evening when she came home, and"
 GENAI = "openvino-genai"
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -93,10 +71,12 @@ def time_command(model: Path, cache: str) -> None:
 
 
 def time_loading(model: Path, cache: str) -> None:
+    request = {"prompts": [[5, 6, 7, 8]], "max_tokens": 1}
     for state in ("cold", "warm", "warm"):
-        command = [sys.executable, "-c", LOADING, str(model), cache]
-        figures = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
-        print(f"{state} cache: {', '.join(f'{name} {figure:.2f}' for name, figure in figures.items())}", flush=True)
+        setup = {"target": str(model), "options": {"settle": False, "cache_dir": cache}}
+        with Worker("ovspec", setup) as worker:
+            first = worker.answer(request)["ttft_ms"] / 1e3
+            print(f"{state} cache: loaded in {worker.ready['load_s']:.2f} s, first token {first:.2f} s", flush=True)
 
 
 def time_tokens(model: Path, ways: list[str], tokens: list[int], turns: int) -> None:

@@ -332,12 +332,12 @@ def main() -> None:
     if args.of:
         shape = shape_of(args.of, args.repeat or 4, args.mlp)
         make_and_check(args.of, target, shape, args.vocab)
+        if args.head:
+            config = json.loads((args.of / "config.json").read_text(encoding="utf-8"))
+            report_change("head", make_head(args.head, draft, shape.repeat, mlp_copies(shape, config)))
     else:
         for name, shape in SIZES[args.size].items():
             make_and_check(DEMO / name, checkpoints / name, shape, args.vocab)
-    if args.head:
-        config = json.loads((args.of / "config.json").read_text(encoding="utf-8"))
-        report_change("head", make_head(args.head, draft, shape.repeat, mlp_copies(shape, config)))
     has_draft = bool(args.head or not args.of)
     with tempfile.TemporaryDirectory() as scratch:
         text = Path(scratch) / "text.txt"

@@ -173,8 +173,8 @@ def new_model(kind: str) -> Model:
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
     sizes: dict[str, Any] = dict(zip(names, SHAPES[kind], strict=True))
     sizes |= {"vocab_size": VOCAB, "max_position_embeddings": MAX_POSITIONS, "rms_norm_eps": 1e-5}
-    ids: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
-    model: Model = LlamaForCausalLM(LlamaConfig(**sizes, **ids, tie_word_embeddings=True))
+    sizes |= {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, "tie_word_embeddings": True}
+    model: Model = LlamaForCausalLM(LlamaConfig(**sizes))
     return model.to(DEVICE)
 
 
@@ -229,12 +229,11 @@ def train(
     groups = [group for opt in opts for group in opt.param_groups]
     rates = [group["lr"] for group in groups]
     began = time.monotonic()
-    step, window, mean = 0, 0, 0.0
+    step, mean = 0, 0.0
+    window, batches = SHORT, corpus.batches(seed, rows=6144 // SHORT, window=SHORT)
     while (progress := (time.monotonic() - began) / (60 * minutes)) < 1:
-        length = LONG if progress >= LONG_FROM else SHORT
-        if length != window:
-            window = length
-            batches = corpus.batches(seed + step, rows=6144 // window, window=window)
+        if progress >= LONG_FROM and window == SHORT:
+            window, batches = LONG, corpus.batches(seed + step, rows=6144 // LONG, window=LONG)
         for group, highest in zip(groups, rates, strict=True):
             group["lr"] = highest * rate(progress)
         with torch.autocast(DEVICE, torch.bfloat16):
@@ -282,7 +281,8 @@ def make_pair(args: argparse.Namespace) -> None:
 def make_small_draft(args: argparse.Namespace) -> None:
     source = ROOT / "models" / "demo-hf" / "draft"
     tokenizer = AutoTokenizer.from_pretrained(source)
-    target: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval().to(DEVICE)
+    target: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    target = target.eval().to(DEVICE)
     draft = new_model("small")
     corpus = corpus_of(training_files(), tokenizer)
     train("small", draft, lambda batch: distillation_loss(draft, target, batch), corpus, args.minutes, args.seed)
