@@ -34,7 +34,7 @@ from ovspec.cache.paged import PagedDecoder
 from ovspec.cache.stateful import StatefulDecoder
 from ovspec.ir.compile import CompiledIR, compile_ir
 from ovspec.ir.device import DeviceOptions, default_cache_dir, list_native_precisions
-from ovspec.ir.instruction_set import instruction_set
+from ovspec.ir.instruction_set import describe_instruction_set
 from ovspec.setup.paging import compile_paged
 
 pytest_plugins = ["compiling", "durations", "guardian", "limits", "servers"]
@@ -80,7 +80,7 @@ def pytest_collection() -> Generator[None, Any, Any]:
 
 
 def pytest_report_header() -> str:
-    return f"instruction set: {instruction_set()}"
+    return f"instruction set: {describe_instruction_set()}"
 
 
 @pytest.fixture(scope="session")
@@ -166,7 +166,7 @@ def load(pair: Path, cache_dir: Path) -> Callable[..., ovspec.LanguageModel]:
             loaded.rollback = Rollback(rollback) if rollback else loaded.rollback
             if compact_at and loaded.engine == "stateful":
                 make = functools.partial(StatefulDecoder, loaded.ir, loaded.rollback, compaction_threshold=compact_at)
-                loaded.make_decoder = lambda *given, make=make, shares=False: make(*given)  # type: ignore  # noqa: ARG005
+                loaded.make_decoder = lambda *given, make=make, shares_blocks=False: make(*given)  # type: ignore  # noqa: ARG005
         return lm
 
     return load

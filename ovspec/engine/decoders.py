@@ -123,7 +123,7 @@ class ModelPair:
         known = self._known_ids
         if model.ir.target_ids is not None:
             known = KnownIds(gaps=np.flatnonzero(known.unknown(model.ir.target_ids)))
-        return model.make_decoder(known, shares=True)
+        return model.make_decoder(known, shares_blocks=True)
 
     def _make_drafter(self, target: Decoder, draft: Decoder | None) -> Drafter | None:
         ids = self.draft.ir.target_ids if self.draft else None

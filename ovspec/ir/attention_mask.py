@@ -69,8 +69,8 @@ def extract_mask_model(model: ov.Model) -> ov.Model | None:
                 shape = ov.PartialShape([-1] * len(shape))
             state = ops.parameter(shape, op.output(0).get_element_type(), name=name)
             state.output(0).get_tensor().set_names({name})
-            for use in op.output(0).get_target_inputs():
-                use.replace_source_output(state.output(0))
+            for reader in op.output(0).get_target_inputs():
+                reader.replace_source_output(state.output(0))
             parameters.append(state)
     results = [ops.result(source) for source in masks.values()]
     sources = collect_ancestors(results)

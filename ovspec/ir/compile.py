@@ -176,9 +176,9 @@ def find_model_states(model: ov.Model) -> list[ModelState]:
     for op in model.get_ops():
         if op.get_type_name() != "ReadValue":
             continue
-        for use in op.output(0).get_target_inputs():
-            if use.get_node().get_type_name() == "Gather" and use.get_index() == 0:
-                axis = use.get_node().input_value(2).get_node()
+        for reader in op.output(0).get_target_inputs():
+            if reader.get_node().get_type_name() == "Gather" and reader.get_index() == 0:
+                axis = reader.get_node().input_value(2).get_node()
                 if axis.get_type_name() == "Constant":
                     batch_axes[op.get_variable_id()] = int(axis.get_data().item())  # type: ignore[attr-defined]
     states: list[ModelState] = []

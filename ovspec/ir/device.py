@@ -15,7 +15,7 @@ import platformdirs
 import psutil
 
 from ovspec.base.errors import OvspecError
-from ovspec.ir.instruction_set import check_instruction_set, instruction_set
+from ovspec.ir.instruction_set import check_instruction_set, describe_instruction_set
 
 # KV caches of these types survive trimming, compacting, forking and copying unchanged, in any arithmetic (measured in
 # tests/cache); u8 caches don't.
@@ -71,7 +71,7 @@ def identify_machine(device: str = "CPU") -> tuple[str, ...]:
     others = [text for name in list_possible_devices(device) if name != "CPU" for text in identify_device(name)]
     return (
         processor,
-        instruction_set(),
+        describe_instruction_set(),
         f"{count_cores()} cores",
         system_name(),
         f"OpenVINO {ov.get_version()}",
@@ -114,12 +114,12 @@ def format_property(value: Any) -> str:
 
 def list_possible_devices(device: str) -> list[str]:
     """Return the devices that may compute what is compiled for ``device``, such as AUTO:GPU,CPU or AUTO:-GPU."""
-    base, _, listed = device.upper().partition(":")
+    base, _, device_list = device.upper().partition(":")
     if not is_virtual(device):
         return [base]
-    if not listed:
+    if not device_list:
         return list(openvino_core().available_devices)
-    names = listed.split(",")
+    names = device_list.split(",")
     included = [name for name in names if not name.startswith("-")]
     return included or [name for name in openvino_core().available_devices if f"-{name}" not in names]
 
@@ -164,24 +164,24 @@ def check_threads(threads: int | None, devices: list[str]) -> None:
 def check_device(device: str, option: str = "device") -> str:
     """Return the OpenVINO name of ``option`` in capitals; raise an OvspecError that lists the devices if it is none."""
     name = device.upper()
-    base, _, listed = name.partition(":")
-    if listed and not is_virtual(name):
+    base, _, device_list = name.partition(":")
+    if device_list and not is_virtual(name):
         raise OvspecError(f"`{option}={device!r}`: only AUTO and HETERO take a list of devices, as in AUTO:GPU,CPU.")
-    named = [part.lstrip("-") for part in listed.split(",")] if listed else [base]
-    if named == ["AUTO"]:
+    requested = [part.lstrip("-") for part in device_list.split(",")] if device_list else [base]
+    if requested == ["AUTO"]:
         return name
-    if "CPU" in named:
+    if "CPU" in requested:
         check_instruction_set()
-    present = openvino_core().available_devices
-    known = {*present, *(part.partition(".")[0] for part in present)}  # GPU for GPU.0 and the others
+    available = openvino_core().available_devices
+    known = {*available, *(part.partition(".")[0] for part in available)}  # GPU for GPU.0 and the others
     if "GPU" in known:
         known.add("GPU.0")  # the only one is called GPU
-    if missing := [part for part in named if part not in known]:
+    if missing := [part for part in requested if part not in known]:
         reason = "no such device"
         if missing[0].startswith("GPU") and "GPU" not in known:
             packages = "on Linux, install the package intel-opencl-icd; on Windows, Intel's graphics driver"
             reason = f"no GPU driver found ({packages})"
-        raise OvspecError(f"`{option}={device!r}`: {reason}; available here: {', '.join(present)}.")
+        raise OvspecError(f"`{option}={device!r}`: {reason}; available here: {', '.join(available)}.")
     return name
 
 

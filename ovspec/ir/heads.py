@@ -69,7 +69,7 @@ def add_features_output(model: ov.Model, target: Path, head: Path) -> None:
     model.validate_nodes_and_infer_types()
 
 
-def find_head_inputs(model: ov.Model, target: Path, blamed: Path) -> list[ov.Output]:
+def find_head_inputs(model: ov.Model, target: Path, error_subject: Path) -> list[ov.Output]:
     """Return the input of each layer of a target, in order; a head reads some of these hidden states.
 
     Args:
@@ -83,17 +83,17 @@ def find_head_inputs(model: ov.Model, target: Path, blamed: Path) -> list[ov.Out
     try:
         layer_inputs = find_layer_inputs(model, find_model_states(model))
     except OvspecError as error:
-        raise OvspecError(f"{blamed}: a head can't be used with this target: {error}.") from None
+        raise OvspecError(f"{error_subject}: a head can't be used with this target: {error}.") from None
     layer_count = read_model_config(target).layer_count or len(layer_inputs)
-    check_layers_have_keys(len(layer_inputs), layer_count, str(blamed))
+    check_layers_have_keys(len(layer_inputs), layer_count, str(error_subject))
     return layer_inputs
 
 
-def check_layers_have_keys(layers_with_keys: int, layers: int, blamed: str) -> None:
+def check_layers_have_keys(layers_with_keys: int, layers: int, error_subject: str) -> None:
     """Raise OvspecError if fewer than all ``layers`` of a target have keys and values of their own."""
     if layers_with_keys != layers:
         problem = f"only {layers_with_keys} of its {layers} layers have keys and values of their own"
-        raise OvspecError(f"{blamed}: a head can't be used with this target: {problem}.")
+        raise OvspecError(f"{error_subject}: a head can't be used with this target: {problem}.")
 
 
 def read_target_layers(head: ov.Model) -> list[int]:

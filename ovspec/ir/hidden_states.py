@@ -21,9 +21,9 @@ def find_embedding(model: ov.Model) -> ov.Node:
     """Return the Gather that looks up the embeddings of ``input_ids``; raises OvspecError if there is none."""
     values = [model.input("input_ids")]
     while values:
-        for use in values.pop().get_target_inputs():
-            node = use.get_node()
-            if node.get_type_name() == "Gather" and use.get_index() == 1:
+        for reader in values.pop().get_target_inputs():
+            node = reader.get_node()
+            if node.get_type_name() == "Gather" and reader.get_index() == 1:
                 return node
             if node.get_type_name() in ("Convert", "Reshape", "Unsqueeze"):
                 values.append(node.output(0))

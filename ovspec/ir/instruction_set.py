@@ -44,7 +44,7 @@ def list_instruction_sets() -> tuple[str, ...]:
     return tuple(name for name, needed in INSTRUCTION_SETS.items() if needed <= features)
 
 
-def instruction_set() -> str:
+def describe_instruction_set() -> str:
     """Return the name of the instruction set in use, or both names if OpenVINO's own kernels use another one."""
     if not list_instruction_sets():
         return platform.machine()  # not x86
@@ -57,14 +57,14 @@ def instruction_set() -> str:
 def find_best_level(cap: str) -> str:
     """Return the best level of this processor that ``cap`` allows; OpenVINO ignores a cap that it doesn't know."""
     names = list(INSTRUCTION_SETS)
-    most = names.index(cap.upper()) if cap.upper() in names else len(names)
-    return max(list_instruction_sets(), key=lambda name: (names.index(name) <= most, names.index(name)))
+    highest = names.index(cap.upper()) if cap.upper() in names else len(names)
+    return max(list_instruction_sets(), key=lambda name: (names.index(name) <= highest, names.index(name)))
 
 
 def check_instruction_set() -> None:
     """Raise OvspecError if OpenVINO can't run language models with the instruction set in use."""
     too_old = list(INSTRUCTION_SETS)[: list(INSTRUCTION_SETS).index(LEAST_INSTRUCTION_SET)]
-    for level in instruction_set().split(" and "):
+    for level in describe_instruction_set().split(" and "):
         if level in too_old:
             raise OvspecError(
                 f"OpenVINO needs a processor with {LEAST_INSTRUCTION_SET} to run language models, and this one "

@@ -63,9 +63,12 @@ def check_free_memory(irs: list[CompiledIR], tokens: int, idle_bytes: float = 0)
     ``idle_bytes``: bytes that are in use, but may be taken.
     """
     irs = [ir for ir in irs if uses_main_memory(ir.device)]
-    needed = sum(tokens * kv_bytes_per_token(ir) + recurrent_row_bytes(ir) for ir in irs)
-    if needed > LEAST_CHECKED_BYTES and needed > (free := psutil.virtual_memory().available + idle_bytes):
-        sizes = f"takes about {needed / 1e9:.1f} GB, but only {free / 1e9:.1f} GB of memory are free"
+    needed_bytes = sum(tokens * kv_bytes_per_token(ir) + recurrent_row_bytes(ir) for ir in irs)
+    if needed_bytes <= LEAST_CHECKED_BYTES:
+        return
+    free_bytes = psutil.virtual_memory().available + idle_bytes
+    if needed_bytes > free_bytes:
+        sizes = f"takes about {needed_bytes / 1e9:.1f} GB, but only {free_bytes / 1e9:.1f} GB of memory are free"
         advice = "shorten the prompt, lower `max_tokens`, or choose a smaller `kv_precision`"
         raise OvspecError(f"The KV cache of {tokens} tokens {sizes}; {advice}.")
 

@@ -66,12 +66,12 @@ class InferenceRequest:
                 bound[index] = array
         pages = self._large_pages
         pages.busy_requests.add(id(self))
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         try:
             request.start_async()
             request.wait()
         finally:
-            seconds = time.perf_counter() - began
+            seconds = time.perf_counter() - start_time
             pages.busy_requests.discard(id(self))
             pages.last_inference_end = time.monotonic()
         self.seconds += seconds

@@ -86,15 +86,15 @@ class CompiledModel:
         return self.arithmetic_note == "exact" or not may_use_gpu(self.ir.device)
 
     def make_decoder(
-        self, vocabulary: KnownIds = ALL_IDS, rule: FeedRule | None = None, shares: bool = False
+        self, vocabulary: KnownIds = ALL_IDS, rule: FeedRule | None = None, shares_blocks: bool = False
     ) -> Decoder:
         """Return a decoder with its own infer request and KV cache; ``rule`` replaces the model's.
 
-        ``shares``: whether its KV cache is in the blocks of ``share_blocks``.
+        ``shares_blocks``: whether its KV cache is in the blocks of ``share_blocks``.
         """
         rule = rule or self.rule
         if self.engine == "paged":
-            blocks = self.shared_blocks if shares else None
+            blocks = self.shared_blocks if shares_blocks else None
             return PagedDecoder(self.ir, vocabulary, rule, blocks)
         return make_stateful_decoder(self.ir, self.rollback, vocabulary, rule)
 
@@ -183,12 +183,12 @@ def load_compiled_model(
     ``head``: the folder of a head that the model gives features to; see ``load_model_with_features``.
     """
     if arithmetic != "fast" and may_use_gpu(options.device):
-        loaded = load_compiled_model(folder, options, engine, "fast", head)
-        loaded.arithmetic_note = GPU_ARITHMETIC_NOTE
-        if arithmetic == "exact" and loaded.engine == "paged":
-            loaded.adopt_exactness(read_exactness(folder, options, "paged") or probe_exactness(loaded, folder, options))
-            wait_for_gpu_kernels(loaded.make_decoder(), loaded.ir.logits_width)
-        return loaded
+        model = load_compiled_model(folder, options, engine, "fast", head)
+        model.arithmetic_note = GPU_ARITHMETIC_NOTE
+        if arithmetic == "exact" and model.engine == "paged":
+            model.adopt_exactness(read_exactness(folder, options, "paged") or probe_exactness(model, folder, options))
+            wait_for_gpu_kernels(model.make_decoder(), model.ir.logits_width)
+        return model
     options = avoid_crash(folder, options)
     reason = "as requested"
     if engine != "stateful":
@@ -244,17 +244,17 @@ def load_model_with_features(
         hashes_without_head = load_compiled_model(folder, options, engine, arithmetic).hash_logits()
     elif exactness.differing:
         arithmetic = "fast"
-    loaded = load_compiled_model(folder, options, engine, arithmetic, head)
+    model = load_compiled_model(folder, options, engine, arithmetic, head)
     if not exactness:
-        hashes = zip(loaded.hash_logits(), hashes_without_head, strict=True)
+        hashes = zip(model.hash_logits(), hashes_without_head, strict=True)
         differing = sum(with_head != without_head for with_head, without_head in hashes)
         exactness = write_cached(file, Exactness(None, len(hashes_without_head), differing))
     if exactness.differing:
-        loaded.rule = fast_feed_rule(loaded.engine, loaded.ir.device)
-        loaded.proposals_are_free = False
+        model.rule = fast_feed_rule(model.engine, model.ir.device)
+        model.proposals_are_free = False
         changed = f"features change {exactness.differing} of {exactness.positions} probed positions"
-        loaded.arithmetic_note = f"fast, not exact here ({changed})"
-    return loaded
+        model.arithmetic_note = f"fast, not exact here ({changed})"
+    return model
 
 
 def load_paged_model(
@@ -264,10 +264,10 @@ def load_paged_model(
 
     def compile_paged_model(options: DeviceOptions, paired: bool = False) -> CompiledModel:
         ir = compile_paged(folder, options, paired, head)
-        loaded = CompiledModel(ir, "paged", reason, PagedDecoder.rollback, fast_feed_rule("paged", ir.device))
+        model = CompiledModel(ir, "paged", reason, PagedDecoder.rollback, fast_feed_rule("paged", ir.device))
         if "KV_CACHE_PRECISION" in options.fixed_properties:
-            loaded.make_decoder().feed([np.zeros(1, dtype=np.int64)], [1])
-        return loaded
+            model.make_decoder().feed([np.zeros(1, dtype=np.int64)], [1])
+        return model
 
     return load_with_arithmetic(folder, options, "paged", arithmetic, compile_paged_model)
 
@@ -291,39 +291,39 @@ def load_with_arithmetic(
         candidates.append(replace(options, precision="f32"))
     inexact: Exactness | None = None  # in the default precision
     for candidate in candidates:
-        known = read_exactness(folder, candidate, engine)
-        if not known or known.is_exact:
-            paired = engine == "paged" and (not known or known.needs_paired_queries)
-            loaded = compile_model(candidate, paired)
-            exactness = known or probe_exactness(loaded, folder, candidate)
+        known_exactness = read_exactness(folder, candidate, engine)
+        if not known_exactness or known_exactness.is_exact:
+            paired = engine == "paged" and (not known_exactness or known_exactness.needs_paired_queries)
+            model = compile_model(candidate, paired)
+            exactness = known_exactness or probe_exactness(model, folder, candidate)
             if exactness.is_exact:
                 if paired != exactness.needs_paired_queries:
-                    del loaded  # memory may hold the model only once
-                    loaded = compile_model(candidate, False)
-                loaded.adopt_exactness(exactness)
-                return loaded
-            del loaded
-            known = exactness
-        inexact = inexact or known
+                    del model  # memory may hold the model only once
+                    model = compile_model(candidate, False)
+                model.adopt_exactness(exactness)
+                return model
+            del model
+            known_exactness = exactness
+        inexact = inexact or known_exactness
     assert inexact
-    loaded = compile_model(options, False)
-    loaded.adopt_exactness(inexact)
-    return loaded
+    model = compile_model(options, False)
+    model.adopt_exactness(inexact)
+    return model
 
 
 def f32_may_help(options: DeviceOptions) -> bool:
     """Return whether the CPU computes in 16 bits only because nobody has named a precision, or a type of the cache."""
-    fixed = {"INFERENCE_PRECISION_HINT", "KV_CACHE_PRECISION"} & options.fixed_properties.keys()
-    if fixed or check_device(options.device) != "CPU":
+    fixed_names = {"INFERENCE_PRECISION_HINT", "KV_CACHE_PRECISION"} & options.fixed_properties.keys()
+    if fixed_names or check_device(options.device) != "CPU":
         return False
     return resolve_precision(options) != "f32"
 
 
-def probe_exactness(loaded: CompiledModel, folder: Path, options: DeviceOptions) -> Exactness:
+def probe_exactness(model: CompiledModel, folder: Path, options: DeviceOptions) -> Exactness:
     """Find the rule of exact arithmetic, and remember it."""
     if check_weights(folder / MODEL_FILE) > LONG_PROBE_BYTES:
         print_note(f"{folder}: finding out how each token gets the same bits, once; `arithmetic='fast'` skips it.")
-    return write_cached(find_exactness_file(folder, options, loaded.engine), loaded.find_exactness())
+    return write_cached(find_exactness_file(folder, options, model.engine), model.find_exactness())
 
 
 def fast_feed_rule(engine: EngineName, device: str) -> FeedRule:

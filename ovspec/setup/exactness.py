@@ -79,31 +79,33 @@ TIMED_INFERENCES = 5  # inferences of each width
 # A GPU has attention kernels of their own for prompts without a past and for rows of a token each, and other ones for
 # long inferences. Rules that avoid them, the cheapest first.
 GPU_RULES = tuple(
-    FeedRule(fewest=fewest, most=most, first_apart=True, fewest_logits=fewest, rounded=True)
-    for fewest, most in ((2, 64), (8, 64), (16, 32), (16, 16))
+    FeedRule(fewest=fewest, most=most_tokens, first_apart=True, fewest_logits=fewest, rounded=True)
+    for fewest, most_tokens in ((2, 64), (8, 64), (16, 32), (16, 16))
 )
 GPU_TRIAL = ExactnessTrial((40, 600), SHORT_TRIAL.widths, (2, 9))
 
 
-def find_exactness(make: MakeDecoder, engine: str, vocabulary: int, trial: ExactnessTrial = SHORT_TRIAL) -> Exactness:
+def find_exactness(
+    make_decoder: MakeDecoder, engine: str, vocabulary: int, trial: ExactnessTrial = SHORT_TRIAL
+) -> Exactness:
     """Find the rule that costs least and gives every token the same bits.
 
-    ``make`` makes a decoder that keeps to a rule. Random ids are below ``vocabulary``.
+    ``make_decoder`` makes a decoder that keeps to a rule. Random ids are below ``vocabulary``.
     """
     strictest = STRICTEST_RULES[engine]
-    text = draw_probe_text(make(strictest), vocabulary)
-    most = find_widest_feed(make(strictest), text)
-    if most == 0:
-        return replace(probe_feed_rule(make(strictest), vocabulary, trial), rule=None)
-    strictest = replace(strictest, most=most)
+    text = draw_probe_text(make_decoder(strictest), vocabulary)
+    most_tokens = find_widest_feed(make_decoder(strictest), text)
+    if most_tokens == 0:
+        return replace(probe_feed_rule(make_decoder(strictest), vocabulary, trial), rule=None)
+    strictest = replace(strictest, most=most_tokens)
     tried: dict[str, int] = {}
 
     def probe(rule: FeedRule) -> Exactness:
-        exactness = probe_feed_rule(make(rule), vocabulary, trial)
+        exactness = probe_feed_rule(make_decoder(rule), vocabulary, trial)
         tried[str(rule)] = exactness.differing
         return exactness
 
-    rule = find_least_rule(make, strictest, text)
+    rule = find_least_rule(make_decoder, strictest, text)
     exactness = probe(rule)
     if not exactness.is_exact and rule != strictest:
         exactness = probe(strictest)  # if it isn't exact, no lesser rule is
@@ -112,17 +114,17 @@ def find_exactness(make: MakeDecoder, engine: str, vocabulary: int, trial: Exact
             exactness = next((lesser for lesser in map(probe, rules) if lesser.is_exact), exactness)
     # More tokens are computed in any case where the rule says so; on the stateful engine nothing is proposed unasked.
     if engine == "paged" and exactness.rule and exactness.rule.fewest < 2:
-        exactness = replace(exactness, guess=measure_proposal_cost(make(exactness.rule), text))
+        exactness = replace(exactness, guess=measure_proposal_cost(make_decoder(exactness.rule), text))
     return replace(exactness, tried=tried)
 
 
-def find_exactness_on_gpu(make: MakeDecoder, vocabulary: int, trial: ExactnessTrial = GPU_TRIAL) -> Exactness:
+def find_exactness_on_gpu(make_decoder: MakeDecoder, vocabulary: int, trial: ExactnessTrial = GPU_TRIAL) -> Exactness:
     """Find the rule that gives every token the same bits on a GPU, where the paged engine runs; see ``GPU_RULES``."""
     tried: dict[str, int] = {}
 
     def probe(rule: FeedRule) -> Exactness:
-        wait_for_gpu_kernels(make(rule), vocabulary)
-        exactness = probe_feed_rule(make(rule), vocabulary, trial)
+        wait_for_gpu_kernels(make_decoder(rule), vocabulary)
+        exactness = probe_feed_rule(make_decoder(rule), vocabulary, trial)
         tried[str(rule)] = exactness.differing
         return exactness
 
@@ -169,8 +171,8 @@ def find_exactness_file(folder: Path, options: DeviceOptions, engine: str) -> Pa
 
 def draw_probe_text(decoder: Decoder, vocabulary: int) -> np.ndarray:
     """Return random ids, as many as the widest inference that is tried has, or as the context holds."""
-    most = min(RISING_WIDTHS[-1], decoder.context_length or RISING_WIDTHS[-1])
-    return np.random.default_rng(0).integers(0, vocabulary, most)
+    most_tokens = min(RISING_WIDTHS[-1], decoder.context_length or RISING_WIDTHS[-1])
+    return np.random.default_rng(0).integers(0, vocabulary, most_tokens)
 
 
 def find_widest_feed(decoder: Decoder, text: np.ndarray) -> int | None:
@@ -201,22 +203,22 @@ def find_widest_feed(decoder: Decoder, text: np.ndarray) -> int | None:
     return widest or next(filter(is_equal_when_fed_together, smaller), 0)
 
 
-def find_least_rule(make: MakeDecoder, strictest: FeedRule, text: np.ndarray) -> FeedRule:
+def find_least_rule(make_decoder: MakeDecoder, strictest: FeedRule, text: np.ndarray) -> FeedRule:
     """Return the rule with the fewest tokens and logits whose bits seem to be the ``strictest``'s."""
-    decoder = make(strictest)
+    decoder = make_decoder(strictest)
     begin = min(PIECE_TOKENS, len(text))
     text = text[: PIECE_TOKENS + SINGLE_TOKENS + sum(range(PIECE_TOKENS))]
     pieces = [text[start : start + PIECE_TOKENS] for start in range(0, len(text), PIECE_TOKENS)]
     expected = [row for piece in pieces for row in hash_logits_rows(decoder.feed([piece], [len(piece)])[0])]
 
-    def lower_counts(rule: FeedRule, names: tuple[str, ...], single_tokens: int) -> FeedRule:
-        """Return ``rule`` with the least count under these names, the same for all, that keeps the bits."""
-        most = min(getattr(rule, name) for name in names)
-        for count in [count for count in COUNTS_TO_TRY if count < most]:
-            lesser = replace(rule, **dict.fromkeys(names, count))
+    def lower_counts(rule: FeedRule, fields: tuple[str, ...], single_tokens: int) -> FeedRule:
+        """Return ``rule`` with the least count in these fields, the same for all, that keeps the bits."""
+        most_tokens = min(getattr(rule, name) for name in fields)
+        for count in [count for count in COUNTS_TO_TRY if count < most_tokens]:
+            lesser = replace(rule, **dict.fromkeys(fields, count))
             # Single tokens come first: they differ most often. Other widths may have kernels of their own, too.
             widths = [1] * single_tokens + list(range(count + 1, PIECE_TOKENS))
-            if has_expected_bits(make(lesser), text, begin, widths, expected):
+            if has_expected_bits(make_decoder(lesser), text, begin, widths, expected):
                 return lesser
         return rule
 
@@ -258,9 +260,9 @@ def measure_proposal_cost(decoder: Decoder, text: np.ndarray) -> float:
         for width in least_seconds:
             for _ in range(2):  # the first inference after one of another width takes longer
                 decoder.truncate(0, context)
-                began = time.perf_counter()
+                start_time = time.perf_counter()
                 decoder.feed([text[context : context + width]], [1])
-                least_seconds[width] = min(least_seconds[width], time.perf_counter() - began)
+                least_seconds[width] = min(least_seconds[width], time.perf_counter() - start_time)
     return least_seconds[2] / least_seconds[1]
 
 
@@ -284,14 +286,14 @@ def hash_logits_rows(logits: np.ndarray) -> list[bytes]:
 def probe_feed_rule(decoder: Decoder, vocabulary: int, trial: ExactnessTrial = SHORT_TRIAL) -> Exactness:
     """Feed random texts in many ways by the decoder's rule, and compare the bits with those of one pass over each."""
     generator = np.random.default_rng(0)
-    most = decoder.context_length
+    most_tokens = decoder.context_length
     positions = 0
     differing = 0
-    tail = sum(trial.widths)
-    contexts = [context for context in trial.contexts if not most or context + tail <= most]
-    for context in contexts or [max(2, (most or 0) - tail)]:
-        text = generator.integers(0, vocabulary, min(context + tail, most or context + tail))
-        begin = max(1, len(text) - tail)
+    tail_tokens = sum(trial.widths)
+    contexts = [context for context in trial.contexts if not most_tokens or context + tail_tokens <= most_tokens]
+    for context in contexts or [max(2, (most_tokens or 0) - tail_tokens)]:
+        text = generator.integers(0, vocabulary, min(context + tail_tokens, most_tokens or context + tail_tokens))
+        begin = max(1, len(text) - tail_tokens)
         decoder.reset(1)
         expected = hash_logits_rows(decoder.feed([text], [len(text)])[0])
         prober = FeedRuleProber(decoder, text, begin, generator)

@@ -13,7 +13,7 @@ from ovspec.base.files import require_present
 from ovspec.base.json_types import JsonObject
 from ovspec.ir.compile import MODEL_FILE
 from ovspec.ir.device import format_property, system_name
-from ovspec.ir.instruction_set import instruction_set
+from ovspec.ir.instruction_set import describe_instruction_set
 from ovspec.setup.engine_choice import CompiledModel
 from ovspec.text.chat_template import CHAT_TEMPLATE_FILE, TEMPLATES_FOLDER
 from ovspec.text.tokenizer_files import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
@@ -77,44 +77,44 @@ def hash_model_folder(folder: Path) -> str:
     return hashlib.sha256(f"{hash_model(folder)} {hash_prompt_files(folder)}".encode()).hexdigest()[:32]
 
 
-def read_numeric_properties(loaded: CompiledModel) -> dict[str, str]:
+def read_numeric_properties(model: CompiledModel) -> dict[str, str]:
     """Return the OpenVINO properties of a model that its logits depend on."""
-    compiled = loaded.ir.compiled_model
-    supported = set(compiled.get_property("SUPPORTED_PROPERTIES"))
+    compiled_model = model.ir.compiled_model
+    supported = set(compiled_model.get_property("SUPPORTED_PROPERTIES"))
     names = [name for name in NUMERIC_PROPERTIES if name in supported]
-    return {name: format_property(compiled.get_property(name)) for name in names}
+    return {name: format_property(compiled_model.get_property(name)) for name in names}
 
 
-def describe_cache_setting(loaded: CompiledModel) -> str:
+def describe_cache_setting(model: CompiledModel) -> str:
     """Return the engine, device and settings that the values in a model's cache depend on."""
-    properties = [f"{name}={value}" for name, value in read_numeric_properties(loaded).items()]
-    platform = f"{instruction_set()} OpenVINO {ov.get_version()}"
-    return " ".join([loaded.engine, loaded.arithmetic, loaded.ir.device, *properties, platform])
+    properties = [f"{name}={value}" for name, value in read_numeric_properties(model).items()]
+    platform = f"{describe_instruction_set()} OpenVINO {ov.get_version()}"
+    return " ".join([model.engine, model.arithmetic, model.ir.device, *properties, platform])
 
 
-def describe_arithmetic(loaded: CompiledModel) -> tuple[str, str]:
+def describe_arithmetic(model: CompiledModel) -> tuple[str, str]:
     """Return a description of a model's arithmetic, and a checksum of its logits, or of the description if inexact."""
-    description = f"{describe_cache_setting(loaded)}, {loaded.arithmetic_note}"
+    description = f"{describe_cache_setting(model)}, {model.arithmetic_note}"
     identity = description.encode()
-    if loaded.arithmetic_note == "exact":
-        identity = b"".join(loaded.hash_logits())
+    if model.arithmetic_note == "exact":
+        identity = b"".join(model.hash_logits())
     return description, hashlib.sha256(identity).hexdigest()
 
 
-def make_fingerprint(loaded: CompiledModel) -> JsonObject:
+def make_fingerprint(model: CompiledModel) -> JsonObject:
     """Return the model's folder and identity, and how it was run, as JSON values."""
-    compiled = loaded.ir.compiled_model
-    has_threads = THREADS_PROPERTY in compiled.get_property("SUPPORTED_PROPERTIES")
+    compiled_model = model.ir.compiled_model
+    has_threads = THREADS_PROPERTY in compiled_model.get_property("SUPPORTED_PROPERTIES")
     return {
-        "folder": str(loaded.ir.folder.resolve()),
-        "identity": hash_model(loaded.ir.folder),
-        "device": loaded.ir.device,
-        "engine": loaded.engine,
-        "arithmetic": loaded.arithmetic,
-        "properties": read_numeric_properties(loaded),
-        "threads": int(compiled.get_property(THREADS_PROPERTY)) if has_threads else None,
-        "profile": loaded.profile,
-        "instruction_set": instruction_set(),
+        "folder": str(model.ir.folder.resolve()),
+        "identity": hash_model(model.ir.folder),
+        "device": model.ir.device,
+        "engine": model.engine,
+        "arithmetic": model.arithmetic,
+        "properties": read_numeric_properties(model),
+        "threads": int(compiled_model.get_property(THREADS_PROPERTY)) if has_threads else None,
+        "profile": model.profile,
+        "instruction_set": describe_instruction_set(),
         "system": system_name(),
         "openvino": ov.get_version(),
     }

@@ -48,9 +48,9 @@ def inspect_models(
     draft = folder / DRAFT_FOLDER
     head = draft if is_head_folder(draft) else None
 
-    def load_tuned(model: Path, arithmetic: Arithmetic | None, head: Path | None = None) -> CompiledModel:
-        profile = read_profile(model, options) if tuned else None
-        return load_model_with_profile(profile, model, options, engine, arithmetic, head)
+    def load_tuned(model_folder: Path, arithmetic: Arithmetic | None, head: Path | None = None) -> CompiledModel:
+        profile = read_profile(model_folder, options) if tuned else None
+        return load_model_with_profile(profile, model_folder, options, engine, arithmetic, head)
 
     target = load_tuned(folder, arithmetic, head)
     inspections = {"target": inspect_model(target, options, manifest and manifest.target)}
@@ -60,15 +60,15 @@ def inspect_models(
     return inspections
 
 
-def inspect_model(loaded: CompiledModel, options: DeviceOptions, exported: ExportedModel | None) -> JsonObject:
-    ir = loaded.ir
+def inspect_model(model: CompiledModel, options: DeviceOptions, exported: ExportedModel | None) -> JsonObject:
+    ir = model.ir
     folder = ir.folder
-    rollback = loaded.rollback
+    rollback = model.rollback
     model_type: str | None = "EAGLE-3 head"
     probe: RollbackProbe | None = None
-    if not loaded.is_head:
+    if not model.is_head:
         model_type = ir.config.language_config.model_type
-        if loaded.engine == "paged":
+        if model.engine == "paged":
             properties = {name: setting for name, setting in ir.properties.items() if name != "CACHE_DIR"}
             ir = compile_ir(folder, replace(options, properties=options.properties | properties))
         probe = load_rollback_probe(ir, options.cache_folder)
@@ -86,12 +86,12 @@ def inspect_model(loaded: CompiledModel, options: DeviceOptions, exported: Expor
         "window": ir.config.attention_window,
         "logits": ir.logits_width,
         "states": [asdict(state) for state in ir.states],
-        "engine": loaded.engine,
-        "engine_reason": loaded.engine_reason,
-        "arithmetic": loaded.arithmetic_note,
-        "rule": str(loaded.rule),
-        "profile": loaded.profile,
-        "kl": loaded.kl_divergence,
+        "engine": model.engine,
+        "engine_reason": model.engine_reason,
+        "arithmetic": model.arithmetic_note,
+        "rule": str(model.rule),
+        "profile": model.profile,
+        "kl": model.kl_divergence,
         "rollback": str(rollback),
         "probed": probe and asdict(probe),
         "kv_precision": ir.kv_precision or "the device's own",

@@ -102,11 +102,13 @@ def read_manifest(folder: Path, verify: bool = False) -> Manifest | None:
     """
     if not has_manifest(folder):
         return None
-    data = read_json(folder / MANIFEST_FILE)
-    if data.get("unfinished"):
+    json_object = read_json(folder / MANIFEST_FILE)
+    if json_object.get("unfinished"):
         raise OvspecError(f"{folder}: the export was not finished; export the model again.")
-    if data.get("format") != MANIFEST_FORMAT:
-        raise OvspecError(f"{folder / MANIFEST_FILE}: format {data.get('format')!r:.20} is not known; update ovspec.")
+    if json_object.get("format") != MANIFEST_FORMAT:
+        raise OvspecError(
+            f"{folder / MANIFEST_FILE}: format {json_object.get('format')!r:.20} is not known; update ovspec."
+        )
     manifest = read_dataclass(Manifest, folder / MANIFEST_FILE)
     for name, file in manifest.files.items():
         path = folder / name

@@ -21,7 +21,7 @@ from ovspec.ir.compile import MODEL_FILE, CompiledIR, check_weights, compile_ir,
 from ovspec.ir.crashes import name_fault
 from ovspec.ir.device import DeviceOptions, check_device, is_gpu, make_compile_properties
 from ovspec.ir.heads import add_features_output
-from ovspec.ir.instruction_set import instruction_set
+from ovspec.ir.instruction_set import describe_instruction_set
 from ovspec.ir.matrix_products import CUTTING_INSTRUCTION_SETS, cut_products, join_products
 from ovspec.ir.memory import weights_fit_into_memory
 from ovspec.ir.paged_attention import NotPaged, pair_queries, read_attention_windows, rewrite_to_paged
@@ -71,7 +71,7 @@ def compile_paged(folder: Path, options: DeviceOptions, paired: bool = True, hea
             join_products(model)
         if paired:
             pair_queries(model)
-            if instruction_set() in CUTTING_INSTRUCTION_SETS:
+            if describe_instruction_set() in CUTTING_INSTRUCTION_SETS:
                 cut_products(model)
 
     if not on_gpu:
@@ -167,8 +167,8 @@ def compare_engines(folder: Path, options: DeviceOptions) -> PagedCheck:
 def compute_paged_logits(decoder: PagedDecoder, text: np.ndarray, junk: np.ndarray) -> list[np.ndarray]:
     """Return the last logits of ``text``: fed whole, together with a forked row of other text, and after rollbacks."""
     begin = len(text) - 8
-    nothing = text[:0]
-    whole = decoder.feed([text], [8])[0].copy()
+    no_tokens = text[:0]
+    fed_whole = decoder.feed([text], [8])[0].copy()
     decoder.truncate(0, 5)
     decoder.feed([junk], [1])
     decoder.truncate(0, 5)
@@ -176,7 +176,7 @@ def compute_paged_logits(decoder: PagedDecoder, text: np.ndarray, junk: np.ndarr
     decoder.reorder([0, 0])
     in_batch = decoder.feed([text[begin:], junk[:11]], [8, 1])[0].copy()
     decoder.truncate(1, begin)
-    other_row = decoder.feed([nothing, text[begin:]], [0, 8])[1].copy()
+    other_row = decoder.feed([no_tokens, text[begin:]], [0, 8])[1].copy()
     decoder.truncate(0, len(text) - 3)
-    after_rollback = decoder.feed([text[-3:], nothing], [3, 0])[0]
-    return [whole, in_batch, other_row, after_rollback]
+    after_rollback = decoder.feed([text[-3:], no_tokens], [3, 0])[0]
+    return [fed_whole, in_batch, other_row, after_rollback]

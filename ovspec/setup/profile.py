@@ -141,8 +141,8 @@ class Profile:
             fit = [m for m in fit if m.invariance is None or m.invariance >= (usual.invariance or 0)]
         if not fit:
             return next(iter(agreeing), None)
-        least = min(m.goal_cost(self.goal) for m in fit)
-        return next(m for m in fit if least > CLEARLY_BETTER * m.goal_cost(self.goal))
+        least_cost = min(m.goal_cost(self.goal) for m in fit)
+        return next(m for m in fit if least_cost > CLEARLY_BETTER * m.goal_cost(self.goal))
 
 
 def complete_device_options(options: DeviceOptions, setting: Setting) -> DeviceOptions:
@@ -162,15 +162,15 @@ def load_model_with_profile(
     if best:
         options = complete_device_options(options, best.setting)
     if head:
-        loaded = load_model_with_features(folder, options, engine, arithmetic, head)
+        model = load_model_with_features(folder, options, engine, arithmetic, head)
     else:
-        loaded = load_compiled_model(folder, options, engine, arithmetic)
+        model = load_compiled_model(folder, options, engine, arithmetic)
     if profile and best:
-        loaded.profile = str(best.setting)
-        loaded.kl_divergence = best.kl
-        loaded.change_ms = best.change_ms
-        loaded.verify_ms = {profile.tokens: best.prefill_ms * profile.tokens} | best.verify_ms
-    return loaded
+        model.profile = str(best.setting)
+        model.kl_divergence = best.kl
+        model.change_ms = best.change_ms
+        model.verify_ms = {profile.tokens: best.prefill_ms * profile.tokens} | best.verify_ms
+    return model
 
 
 def find_profile_file(folder: Path, options: DeviceOptions) -> Path | None:
@@ -190,7 +190,7 @@ def count_weight_shapes(folder: Path) -> Counter[tuple[str, str]]:
 def find_largest_group(folder: Path) -> int | None:
     """Return the upper limit for a group of activations: the weights' group or row length; None if uncompressed."""
     shapes = count_weight_shapes(folder)
-    integers = [shape for kind, shape in shapes if kind in ("i8", "u8", "i4", "u4") and "," in shape]
+    integers = [shape for element_type, shape in shapes if element_type in ("i8", "u8", "i4", "u4") and "," in shape]
     lengths = [int(shape.split(",")[-1]) for shape in integers]
     return min((length for length in lengths if length > 1), default=None)  # scales and zero points end in 1
 

@@ -48,7 +48,7 @@ def load_compiled_head(folder: Path, target: CompiledModel, options: DeviceOptio
             properties |= HEAD_PROPERTIES
     properties |= options.fixed_properties
     head = read_head(folder, target.ir.folder)
-    check_proposed_ids(head.target_ids, folder, target)
+    check_target_ids(head.target_ids, folder, target)
     paged = on_target_device and target.engine == "paged"
     if paged:
         rewrite_to_paged(head.model)
@@ -58,8 +58,8 @@ def load_compiled_head(folder: Path, target: CompiledModel, options: DeviceOptio
     ir = compile_graph(head, folder, avoid_crash(folder, replace(options, properties=properties)))
     if not paged:
         return CompiledModel(ir, "stateful", "as its target", Rollback("mask"))
-    loaded = CompiledModel(ir, "paged", "as its target", PagedDecoder.rollback, fast_feed_rule("paged", ir.device))
-    return choose_pairing(loaded, options)
+    model = CompiledModel(ir, "paged", "as its target", PagedDecoder.rollback, fast_feed_rule("paged", ir.device))
+    return choose_pairing(model, options)
 
 
 def load_compiled_draft(
@@ -69,12 +69,12 @@ def load_compiled_draft(
 
     Raises OvspecError like ``load_ir``, or if it was made for another target.
     """
-    loaded = load_model_with_profile(profile, folder, options, engine)
-    check_proposed_ids(loaded.ir.target_ids, folder, target)
-    return choose_pairing(loaded, options)
+    model = load_model_with_profile(profile, folder, options, engine)
+    check_target_ids(model.ir.target_ids, folder, target)
+    return choose_pairing(model, options)
 
 
-def check_proposed_ids(ids: np.ndarray | None, folder: Path, target: CompiledModel) -> None:
+def check_target_ids(ids: np.ndarray | None, folder: Path, target: CompiledModel) -> None:
     """Raise OvspecError if the draft or head in ``folder`` proposes ``ids`` (n,) that its ``target`` lacks."""
     width = target.ir.logits_width
     if ids is not None and (len(wrong := ids[(ids < 0) | (ids >= width)])):
@@ -112,7 +112,7 @@ def measure_pair_cost(proposer: CompiledModel) -> float:
     for _ in range(TIMED_PAIRS):
         for rule, decoder in decoders.items():
             decoder.truncate(0, len(tokens))
-            began = time.perf_counter()
+            start_time = time.perf_counter()
             decoder.feed([tokens[:1]], [1], 0, [features[:1]])
-            least_seconds[rule] = min(least_seconds[rule], time.perf_counter() - began)
+            least_seconds[rule] = min(least_seconds[rule], time.perf_counter() - start_time)
     return least_seconds[PAIRED_RULE] / least_seconds[FAST_RULE]

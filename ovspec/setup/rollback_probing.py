@@ -45,7 +45,7 @@ def probe_rollback(ir: CompiledIR) -> RollbackProbe:
     Tries masking first, then trimming. Raises OvspecError if neither restores the clean run's logits, or if these
     are not numbers.
     """
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     for kv in ("mask", "trim") if ir.kv_states else (None,):
         rollback = Rollback(kv, replay=bool(ir.recurrent_states), copies=list_copy_modes(ir)[0])
         if restores_clean_run(ir, rollback):
@@ -54,7 +54,7 @@ def probe_rollback(ir: CompiledIR) -> RollbackProbe:
                 rollback = replace(rollback, mask_until=bound)
                 rollback = replace(rollback, copies=find_working_copies(ir, rollback))
                 return RollbackProbe(
-                    rollback, describe_rollback_setting(ir.device, ir.properties), time.perf_counter() - began
+                    rollback, describe_rollback_setting(ir.device, ir.properties), time.perf_counter() - start_time
                 )
     raise OvspecError(f"{ir.folder}: its KV cache cannot be rolled back, neither by masking nor by trimming.")
 
@@ -64,14 +64,14 @@ def restores_clean_run(ir: CompiledIR, rollback: Rollback) -> bool:
     text, junk = np.split(np.random.default_rng(0).integers(0, ir.logits_width, 22), [14])
     decoder = StatefulDecoder(ir, rollback)
 
-    def run(*pieces: np.ndarray) -> np.ndarray:
+    def run_pieces(*pieces: np.ndarray) -> np.ndarray:
         decoder.reset(1)
         for piece in pieces[:-1]:
             decoder.feed([piece], [len(piece)])
         return decoder.feed([pieces[-1]], [1])[0].copy()
 
-    clean = run(text[:10], text[10:])
-    regrouped = run(text[:7], text[7:12], text[12:])
+    clean = run_pieces(text[:10], text[10:])
+    regrouped = run_pieces(text[:7], text[7:12], text[12:])
     decoder.reset(1)
     decoder.feed([text[:10]], [10])
     # Where slots are freed, twice to the same shapes, which a GPU makes use of. Masked ones would leave a window.
@@ -108,12 +108,12 @@ def list_copy_modes(ir: CompiledIR) -> tuple[StateCopies, ...]:
 def continues_like_clean_run(ir: CompiledIR, rollback: Rollback) -> bool:
     """Return whether compacted rows, and a new request with their states, go on like a clean run."""
     text, junk = np.split(np.random.default_rng(1).integers(0, ir.logits_width, 22), [14])
-    last = text[10:]
+    tail = text[10:]
     nothing = text[:0]
     decoder = StatefulDecoder(ir, rollback)
     copy = StatefulDecoder(ir, rollback)
     decoder.feed([text[:10]], [0])
-    clean = decoder.feed([last], [4])[0].copy()
+    clean = decoder.feed([tail], [4])[0].copy()
     decoder.reset(1)
     decoder.feed([text[:7]], [0])
     decoder.feed([text[7:12]], [0])
@@ -135,7 +135,7 @@ def continues_like_clean_run(ir: CompiledIR, rollback: Rollback) -> bool:
         decoder.copy_into(copy)
         for continuing in (decoder, copy):
             other_rows = len(continuing.rows) - 1
-            logits = continuing.feed([last, *[nothing] * other_rows], [4, *[0] * other_rows])[0]
+            logits = continuing.feed([tail, *[nothing] * other_rows], [4, *[0] * other_rows])[0]
             continued.append(logits.copy())
     except (OvspecError, RuntimeError, IndexError):  # a plugin may hand out no states, or states without a shape
         return False

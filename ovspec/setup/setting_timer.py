@@ -56,8 +56,8 @@ class SettingTimer:
 
     def set_incumbent(self, setting: Setting) -> Measurement:
         """Measure the setting that the others are compared with, and keep it loaded."""
-        self._models = {setting: self._compile(setting)}
-        self._incumbent_decoder = self._make_decoder(self._models[setting])
+        self._models = {setting: self._compile_model(setting)}
+        self._incumbent_decoder = self._make_timed_decoder(self._models[setting])
         kl, top1 = self._compare_with_reference(self._compute_logits(self._incumbent_decoder))
         self._time_prefill(self._incumbent_decoder)
         self._time_widths(self._incumbent_decoder)
@@ -67,7 +67,7 @@ class SettingTimer:
         return self.incumbent
 
     def measure_setting(self, setting: Setting) -> Measurement:
-        decoder = self._make_decoder(self._load(setting))
+        decoder = self._make_timed_decoder(self._load_model(setting))
         kl, top1 = self._compare_with_reference(self._compute_logits(decoder))
         self._time_prefill(decoder)  # the first one is slower
         incumbent = self.incumbent
@@ -77,9 +77,9 @@ class SettingTimer:
         for repeat in range(self.effort.repeats):
             if repeat == 0 or incumbent.prefill_ms * len(self.prompt) < LONG_PREFILL_SECONDS * 1e3:
                 prefill_ratios.append(self._time_prefill(decoder) / self._time_prefill(self._incumbent_decoder))
-            times, change = self._time_widths(decoder)
+            times, change_ms = self._time_widths(decoder)
             incumbent_times, _ = self._time_widths(self._incumbent_decoder)
-            changes.append(change)
+            changes.append(change_ms)
             ratios.append({width: times[width] / incumbent_times[width] for width in incumbent_times})
         verify_ms = {
             width: statistics.median(ratio[width] for ratio in ratios) * ms for width, ms in incumbent.verify_ms.items()
@@ -92,7 +92,7 @@ class SettingTimer:
         exactness = self._probe_exactness(measurement.setting)
         verify_ms = measurement.verify_ms
         if exactness.rule and (fewest := exactness.rule.fewest) not in verify_ms:
-            decoder = self._make_decoder(self._load(measurement.setting))
+            decoder = self._make_timed_decoder(self._load_model(measurement.setting))
             widest = max(verify_ms)
             self._time_prefill(decoder)
             times, _ = self._time_widths(decoder, 2, (fewest, widest))
@@ -106,13 +106,13 @@ class SettingTimer:
             options = DeviceOptions(properties={"CACHE_DIR": ""})
         options = complete_device_options(options, setting)
         file = find_exactness_file(self._folder, options, setting.engine)
-        return read_cached(Exactness, file) or write_cached(file, self._load(setting).find_exactness())
+        return read_cached(Exactness, file) or write_cached(file, self._load_model(setting).find_exactness())
 
     def probe_by_threads(self, setting: Setting) -> dict[int, Exactness]:
         """Find the rule thoroughly, with the usual number of threads and with one; by number of threads."""
         by_threads: dict[int, Exactness] = {}
         for requested_threads in (None, 1):
-            model = self._compile(setting, threads=requested_threads)
+            model = self._compile_model(setting, threads=requested_threads)
             threads = int(model.ir.compiled_model.get_property("INFERENCE_NUM_THREADS"))
             if threads not in by_threads:
                 by_threads[threads] = model.find_exactness(FULL_TRIAL)
@@ -122,20 +122,23 @@ class SettingTimer:
         """Return how many times as long as in fast arithmetic a token takes by ``rule``, after the prompt."""
         if not rule:
             return None
-        decoders = self._compile(setting).make_decoder(rule=rule), self._compile(setting, paired=False).make_decoder()
+        decoders = (
+            self._compile_model(setting).make_decoder(rule=rule),
+            self._compile_model(setting, paired=False).make_decoder(),
+        )
         for decoder in decoders:
             decoder.feed([self.prompt], [1])
         times = [[self._time_width(decoder, 1)[1] for decoder in decoders] for _ in range(2 * self.effort.repeats)]
         return statistics.median(exact / fast for exact, fast in times)
 
-    def _load(self, setting: Setting) -> CompiledModel:
+    def _load_model(self, setting: Setting) -> CompiledModel:
         """Return the incumbent's model or the one that was compiled last, or compile one: memory may not hold three."""
         if setting not in self._models:
             self._models = {self.incumbent.setting: self._models[self.incumbent.setting]}
-            self._models[setting] = self._compile(setting)
+            self._models[setting] = self._compile_model(setting)
         return self._models[setting]
 
-    def _compile(self, setting: Setting, paired: bool = True, threads: int | None = None) -> CompiledModel:
+    def _compile_model(self, setting: Setting, paired: bool = True, threads: int | None = None) -> CompiledModel:
         # Not cached on a CPU: a model compiled only to be measured isn't worth keeping; a GPU takes minutes for it.
         options = self._options if is_gpu(self._options.device) else DeviceOptions(properties={"CACHE_DIR": ""})
         options = replace(options, threads=threads, properties=options.properties | setting.properties)
@@ -146,7 +149,7 @@ class SettingTimer:
         ir = compile_ir(self._folder, options)
         return CompiledModel(ir, "stateful", "", probe_rollback(ir).rollback)
 
-    def _make_decoder(self, model: CompiledModel) -> Decoder:
+    def _make_timed_decoder(self, model: CompiledModel) -> Decoder:
         rule = fast_feed_rule(model.engine, model.ir.device)
         if model.engine == "paged" and not is_gpu(model.ir.device):
             # A second query for each token, as in exact arithmetic on a CPU, and as many tokens and logits as are fed.
@@ -161,9 +164,9 @@ class SettingTimer:
     def _time_prefill(self, decoder: Decoder) -> float:
         """Read the prompt; return ms per token."""
         decoder.reset(1)
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         decoder.feed([self.prompt], [len(self.prompt)])
-        return (time.perf_counter() - began) * 1e3 / len(self.prompt)
+        return (time.perf_counter() - start_time) * 1e3 / len(self.prompt)
 
     def _time_widths(
         self, decoder: Decoder, repeats: int = 1, widths: tuple[int, ...] = ()
@@ -183,11 +186,11 @@ class SettingTimer:
     def _time_width(self, decoder: Decoder, width: int) -> tuple[float, float]:
         """Return the milliseconds of an inference after one of another width, and after some of the same."""
         times: list[float] = []
-        began = time.perf_counter()
-        while len(times) < 2 or (time.perf_counter() - began < REPEATED_SECONDS and len(times) < 20):
-            start = time.perf_counter()
+        start_time = time.perf_counter()
+        while len(times) < 2 or (time.perf_counter() - start_time < REPEATED_SECONDS and len(times) < 20):
+            inference_start = time.perf_counter()
             decoder.feed([self.text[:width]], [width])
-            times.append((time.perf_counter() - start) * 1e3)
+            times.append((time.perf_counter() - inference_start) * 1e3)
             decoder.truncate(0, len(self.prompt))
         return times[0], statistics.median(times[1 + len(times) // 4 :])
 

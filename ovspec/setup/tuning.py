@@ -67,7 +67,7 @@ def tune_model(
     on_gpu = is_gpu(options.device)
     if not weights_fit_into_memory(folder, 3):
         raise OvspecError(f"{folder}: not enough memory is free for tuning, which holds the model twice.")
-    began = time.monotonic()
+    start_time = time.monotonic()
     report("f32 without dynamic quantisation (reference for accuracy)", 0.0)
     tokens = min(effort.accuracy_tokens, read_model_config(folder).context_length or effort.accuracy_tokens)
     text = np.resize(Tokenizer(folder).encode(read_text(TUNING_TEXT_FILE)), max(effort.prompt_tokens, tokens))
@@ -110,7 +110,7 @@ def tune_model(
     if effort.is_full and not on_gpu:
         report("weights in other formats", 1.0)
         profile = replace(profile, formats_ms=time_formats_for_model(count_weight_shapes(folder)))
-    return replace(profile, seconds=time.monotonic() - began)
+    return replace(profile, seconds=time.monotonic() - start_time)
 
 
 def list_cpu_settings(engine: EngineName, largest_group: int | None, full: bool) -> list[Setting]:

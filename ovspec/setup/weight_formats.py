@@ -111,9 +111,9 @@ def time_formats(formats: list[WeightFormat], rows: int, columns: int) -> dict[s
     for _ in range(TIMING_TURNS):
         for name, request in requests.items():
             for _ in range(TIMING_REPEATS):
-                began = time.perf_counter()
+                start_time = time.perf_counter()
                 request.infer()
-                times[name].append((time.perf_counter() - began) * 1e3 / copies)
+                times[name].append((time.perf_counter() - start_time) * 1e3 / copies)
     return {name: statistics.median(milliseconds) for name, milliseconds in times.items()}
 
 

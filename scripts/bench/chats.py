@@ -63,7 +63,7 @@ from ovspec.base.errors import OvspecError
 from ovspec.drafting.choice import DraftChoice
 from ovspec.ir.compile import MODEL_FILE, read_model
 from ovspec.ir.heads import read_target_layers
-from ovspec.ir.instruction_set import instruction_set
+from ovspec.ir.instruction_set import describe_instruction_set
 
 KINDS = tuple(dict.fromkeys(prompt.kind for prompt in prompts()))
 CHAT_KINDS = [kind for kind in KINDS if kind not in ("completion", "prose", "JSON")]
@@ -412,14 +412,14 @@ def main() -> None:
         "model": str(args.model.resolve()),
         "tokens": args.tokens,
         "machine": machine().rpartition(", ")[0],  # without the month
-        "isa": instruction_set(),
+        "isa": describe_instruction_set(),
         "arithmetic": args.arithmetic,
         "draft": drafts,
     }
     log = Log(args.out, about)
     if missing := unmeasured(log, cases_of(args), ways):
         measure(log, missing, args, drafts)
-    print(f"{args.model.name} on {machine()}, {instruction_set()}\n")
+    print(f"{args.model.name} on {machine()}, {describe_instruction_set()}\n")
     print_tables(log)
 
 

@@ -35,7 +35,7 @@ from ovspec.base.errors import OvspecError
 from ovspec.batch.file import BatchProgress
 from ovspec.batch.ray.cluster import connected
 from ovspec.batch.requests import read_requests
-from ovspec.ir.instruction_set import instruction_set
+from ovspec.ir.instruction_set import describe_instruction_set
 
 pytestmark = pytest.mark.slow  # test_ray.py has the quick ones, on one cluster
 
@@ -49,7 +49,7 @@ def test_workers_that_compute_other_bits(pair: Path, tmp_path: Path) -> None:
     """On a cluster of two machines, one of which pretends to have a lesser processor."""
     from ray.cluster_utils import Cluster
 
-    if instruction_set() == "AVX2":
+    if describe_instruction_set() == "AVX2":
         pytest.skip("needs a processor with more than AVX2")
     requests_file = file_of_all_kinds(tmp_path, 120)
 

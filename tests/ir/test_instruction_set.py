@@ -15,7 +15,7 @@ from conftest import ROOT
 
 from ovspec.base.errors import OvspecError
 from ovspec.ir import instruction_set as module
-from ovspec.ir.instruction_set import check_instruction_set, instruction_set, list_instruction_sets
+from ovspec.ir.instruction_set import check_instruction_set, describe_instruction_set, list_instruction_sets
 
 DEMO = ROOT / "models" / "demo"
 # Some processors, by the levels that they have.
@@ -51,7 +51,7 @@ def test_the_better_one_that_the_cap_allows(
     pretend: Callable[..., None], levels: tuple[str, ...], onednn: str, openvino: str, expected: str
 ) -> None:
     pretend(levels, onednn, openvino)
-    assert instruction_set() == expected
+    assert describe_instruction_set() == expected
 
 
 @pytest.mark.parametrize(("levels", "cap"), [(("SSE41", "AVX"), ""), (ZEN5, "AVX"), (ZEN5, "SSE41")])

@@ -327,7 +327,7 @@ def test_remembered_by_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         file.write_text("[]", encoding="utf-8")
     load(**usual)
     assert len(probed) == 4, "what is damaged is probed again"
-    monkeypatch.setattr("ovspec.ir.device.instruction_set", lambda: "another")
+    monkeypatch.setattr("ovspec.ir.device.describe_instruction_set", lambda: "another")
     load(**usual)
     assert len(probed) == 5, "another instruction set may compute in another way"
 

@@ -25,7 +25,7 @@ from kept import kept_model
 
 import ovspec
 from ovspec.cli import cli
-from ovspec.ir.instruction_set import instruction_set
+from ovspec.ir.instruction_set import describe_instruction_set
 
 # Each new client reads all certificates, which takes 40 ms, and ``httpx.post`` makes one for each request.
 transports: Any = default
@@ -224,7 +224,7 @@ def known_of_real(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a cache with what is known of the real model on this processor, kept between runs."""
     if not REAL.is_dir():
         pytest.skip("the real model could not be fetched")
-    return kept_model(tmp_path_factory, f"known-of-smollm2-{instruction_set()}", find_out)
+    return kept_model(tmp_path_factory, f"known-of-smollm2-{describe_instruction_set()}", find_out)
 
 
 @pytest.fixture(scope="session")
@@ -233,7 +233,7 @@ def real_server(tmp_path_factory: pytest.TempPathFactory, command_environment: d
     options = ("--draft", "lookup", "--lookahead", "4", "--temperature", "0", "--no-tune", "--precision", "f32")
     if not REAL.is_dir():
         pytest.skip("the real model could not be fetched")
-    known = kept_model(tmp_path_factory, f"known-of-smollm2-f32-{instruction_set()}", find_out_in_f32)
+    known = kept_model(tmp_path_factory, f"known-of-smollm2-f32-{describe_instruction_set()}", find_out_in_f32)
     more = ("--cache-dir", known, *options)
     server = start_server(tmp_path_factory.mktemp("server") / "stderr", command_environment, REAL, *more)
     yield server
