@@ -62,7 +62,7 @@ class Run:
 
 def generate(lm: ovspec.LanguageModel, prompt: str | list[Message], options: dict[str, Any]) -> Iterator[Run]:
     """Yield the run several times as it grows, and once it is whole."""
-    stream, detokenizer, run = lm.stream(prompt, **options), lm.tokenizer.detokenizer(), Run()
+    stream, detokenizer, run = lm.stream(prompt, **options), lm.tokenizer.make_detokenizer(), Run()
     shown = time.perf_counter()
     try:
         for piece in stream:

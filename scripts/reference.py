@@ -166,12 +166,12 @@ def option_table(table: Mapping[str, Option]) -> str:
     """Return a table of options with their types, defaults and help."""
     lines = ["| option | type | default | what it does |", "|---|---|---|---|"]
     for name, option in table.items():
-        usual = option.default_in_words or ("False" if option.default is False else "")
+        usual = option.default_text or ("False" if option.default is False else "")
         cells = (
             f"`{name}`",
-            f"`{type_name(option.kind)}`",
+            f"`{type_name(option.value_type)}`",
             usual,
-            markdown(" ".join(filter(None, (option.help, option.more)))),
+            markdown(" ".join(filter(None, (option.help, option.python_help)))),
         )
         lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
     return "\n".join(lines)

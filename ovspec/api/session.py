@@ -303,11 +303,11 @@ class Session:
         check_value(self.chat_template_kwargs, GENERATE_OPTIONS["chat_template_kwargs"])
         chat = [*self.messages, *messages]
         tokenizer = self.runtime.prompts.tokenizer
-        rendered = self.runtime.prompts.chat_format.prompt(chat, variables=self.chat_template_kwargs)
+        rendered = self.runtime.prompts.chat_format.render_prompt(chat, variables=self.chat_template_kwargs)
         tokens = strip_eos(self.sequence.tokens, self.runtime.prompts.generation_config.eos_ids)
-        spelled = tokenizer.spell(tokens)
+        spelled = tokenizer.decode_with_special(tokens)
         if spelled and rendered.startswith(spelled):
-            self._set_tokens(np.concatenate((tokens, tokenizer.encode_more(rendered[len(spelled) :]))))
+            self._set_tokens(np.concatenate((tokens, tokenizer.encode_continuation(rendered[len(spelled) :]))))
         else:  # the template spells out the special tokens itself
             self._set_tokens(tokenizer.encode(rendered, special=False))
         self._messages = chat
@@ -324,12 +324,14 @@ class Session:
         decoders = self._idle_decoders()
         before = self.sequence.tokens
         if not len(before):
-            before = self.runtime.prompts.generation_config.beginning
+            before = self.runtime.prompts.generation_config.empty_prompt_ids
         self.runtime.models.check_context(len(before) + 1, self._context)
         candidates = [self._encode_continuation(text) for text in texts]
         begin = min(common_prefix(Sequence(before), Sequence(tokens)) for tokens in candidates)
         if not begin:  # every token of a short text would merge with what follows
-            candidates = [np.concatenate((before, self.runtime.prompts.tokenizer.encode_more(text))) for text in texts]
+            candidates = [
+                np.concatenate((before, self.runtime.prompts.tokenizer.encode_continuation(text))) for text in texts
+            ]
             begin = len(before)
         self.runtime.models.check_context(max(map(len, candidates)), self._context)
         return score_texts(decoders.target, candidates, begin)
@@ -363,7 +365,7 @@ class Session:
         self._fix_tokens()
         self._open_text = rest
         self._heals = bool(rest) and tokenizer.vocabulary is not None
-        self.sequence.commit(tokenizer.encode_more(rest))
+        self.sequence.commit(tokenizer.encode_continuation(rest))
 
     def __enter__(self) -> Session:
         return self

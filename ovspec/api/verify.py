@@ -157,7 +157,7 @@ def record_as_json(result: Result) -> JsonObject | None:
     return {
         "prompt_token_ids": [int(token) for token in record.prompt_ids],
         "healed_token_ids": list(record.healed_ids),
-        "options": {name: option_as_json(name, value) for name, value in record.params.recorded().items()},
+        "options": {name: option_as_json(name, value) for name, value in record.params.recorded_options().items()},
         "chat": record.origin.chat,
         "healable": record.origin.healable,
         "context": record.origin.context,

@@ -15,7 +15,7 @@ END_SIGNALS = [getattr(signal, name) for name in ("SIGHUP", "SIGTERM", "SIGBREAK
 class DelayedInterrupts:
     """Delays Ctrl-C until the end of a round, so that KV cache and text stay consistent.
 
-    While ``holding`` is set, Ctrl-C only sets ``pressed``, and a prompt is read no further; otherwise it goes to the
+    While ``delaying`` is set, Ctrl-C only sets ``pressed``, and a prompt is read no further; otherwise it goes to the
     previous handler at once.
 
     The handler is installed once for a whole generation: installing it every round would cost half as much as
@@ -23,7 +23,7 @@ class DelayedInterrupts:
     """
 
     def __init__(self) -> None:
-        self.holding = self.pressed = self._stopped = False
+        self.delaying = self.pressed = self._stopped = False
         self._previous: Any = None
         handler = signal.getsignal(signal.SIGINT)
         # A process that ignores Ctrl-C, as one in the background does, continues to ignore it.
@@ -45,7 +45,7 @@ class DelayedInterrupts:
         signal.signal(signal.SIGINT, previous)
 
     def _note(self, *arguments: Any) -> None:
-        if self.holding:
+        if self.delaying:
             self.pressed = True
         else:
             self._previous(*arguments)
@@ -66,9 +66,9 @@ def check_interrupts() -> None:
 
 @dataclass
 class EndSignal:
-    """``code``: the exit code if a signal has ended the command, otherwise 0."""
+    """``exit_code``: its value if a signal has ended the command, otherwise 0."""
 
-    code: int = 0
+    exit_code: int = 0
 
 
 def end_on_signals() -> EndSignal:
@@ -79,7 +79,7 @@ def end_on_signals() -> EndSignal:
     ended = EndSignal()
 
     def end(number: int, _: object) -> None:
-        ended.code = ended.code or 128 + number
+        ended.exit_code = ended.exit_code or 128 + number
         if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
             raise KeyboardInterrupt
         signal.raise_signal(signal.SIGINT)
@@ -92,10 +92,10 @@ def end_on_signals() -> EndSignal:
 
 def exit_if_ended(ended: EndSignal) -> None:
     """Exit if a signal has ended the command, undisturbed by further ones."""
-    if ended.code:
+    if ended.exit_code:
         for number in (*END_SIGNALS, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
-        sys.exit(ended.code)
+        sys.exit(ended.exit_code)
 
 
 @contextlib.contextmanager

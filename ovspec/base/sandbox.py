@@ -42,11 +42,11 @@ class LimitExceeded(Exception):
 
 
 class ProcessDied(Exception):
-    """A process has ended without an answer; the message says how, and ``counts`` is one of the numbers above."""
+    """A process has ended without an answer; the message says how, and ``weight`` is one of the numbers above."""
 
-    def __init__(self, how: str, counts: int = KILLED_WEIGHT) -> None:
+    def __init__(self, how: str, weight: int = KILLED_WEIGHT) -> None:
         super().__init__(how)
-        self.counts = counts
+        self.weight = weight
 
 
 class SandboxProcess(psutil.Popen):
@@ -59,14 +59,14 @@ class SandboxProcess(psutil.Popen):
             self.kill()
         self.communicate()
 
-    def death(self) -> ProcessDied:
+    def explain_death(self) -> ProcessDied:
         """Return how this process, which has ended, did so."""
         if not self.ready:
             return ProcessDied("did not start", NOT_STARTED_WEIGHT)
         crashed = self.returncode >= 0 or self.returncode in CRASH_EXIT_CODES
         return ProcessDied("ended without an answer", CRASHED_WEIGHT) if crashed else ProcessDied("was killed")
 
-    def used(self) -> tuple[float, int]:
+    def usage(self) -> tuple[float, int]:
         """Return the seconds of computing and the bytes of memory that it has used; zeros if it has just ended."""
         try:
             times = self.cpu_times()
@@ -84,8 +84,8 @@ class SandboxPool:
     """
 
     def __init__(self, module: str, does: str, seconds: float, size: int) -> None:
-        self.module, self.does, self.seconds, self.size = module, does, seconds, size
-        self.idle: list[SandboxProcess] = []
+        self.module, self.purpose, self.seconds, self.size = module, does, seconds, size
+        self.idle_processes: list[SandboxProcess] = []
         self._free = threading.BoundedSemaphore(MAX_PROCESSES)
         atexit.register(self.stop)
 
@@ -100,44 +100,44 @@ class SandboxPool:
         """
         deaths = list[ProcessDied]()
         with self._free:
-            while sum(death.counts for death in deaths) < MAX_DEATH_WEIGHT:
+            while sum(death.weight for death in deaths) < MAX_DEATH_WEIGHT:
                 try:
                     return self._ask(request)
                 except ProcessDied as death:
                     deaths.append(death)
-        if sum(death.counts for death in deaths if death.counts == CRASHED_WEIGHT) >= MAX_DEATH_WEIGHT:
+        if sum(death.weight for death in deaths if death.weight == CRASHED_WEIGHT) >= MAX_DEATH_WEIGHT:
             raise LimitExceeded("ended without an answer")
         times = f"{deaths[-1]}, {len(deaths)} times"
-        raise UnavailableError(f"The process that {self.does} {times}; see that memory is free, and try again.")
+        raise UnavailableError(f"The process that {self.purpose} {times}; see that memory is free, and try again.")
 
     def _ask(self, request: str) -> dict[str, Any]:
         """Return the answer of one process; raises LimitExceeded or ProcessDied if there is none."""
-        process = self._idle() or self._start()
+        process = self._pop_idle_process() or self._start()
         try:
-            answer = json.loads(self._talk(process, request))
+            answer = json.loads(self._exchange(process, request))
         except BaseException as error:
             process.end()  # the next request must not get a late answer to this one
             if isinstance(error, ValueError):  # no answer, or part of one
-                raise process.death() from None
+                raise process.explain_death() from None
             raise
-        if process.used()[1] < self.size / 2:  # else what is left there would be counted as the next request's
-            self.idle.append(process)
+        if process.usage()[1] < self.size / 2:  # else what is left there would be counted as the next request's
+            self.idle_processes.append(process)
         else:
             process.end()
         return answer
 
-    def _idle(self) -> SandboxProcess | None:
+    def _pop_idle_process(self) -> SandboxProcess | None:
         """Take a process that is alive from the idle ones; None if there is none."""
         while True:
             try:
-                process = self.idle.pop()
+                process = self.idle_processes.pop()
             except IndexError:
                 return None
             if process.poll() is None:
                 return process
             process.end()
 
-    def _talk(self, process: SandboxProcess, request: str) -> str:
+    def _exchange(self, process: SandboxProcess, request: str) -> str:
         """Send a request and return the answer; keep to the limits meanwhile."""
         answers: list[str] = []
 
@@ -153,12 +153,12 @@ class SandboxPool:
 
         talking = threading.Thread(target=talk, daemon=True)
         talking.start()
-        began, (before, _) = time.monotonic(), process.used()
+        began, (before, _) = time.monotonic(), process.usage()
         while True:
             talking.join(0.02)
             if not talking.is_alive():
                 break
-            waited, (seconds, size) = time.monotonic() - began, process.used()
+            waited, (seconds, size) = time.monotonic() - began, process.usage()
             if not process.ready:
                 before = seconds  # starting doesn't count
                 if waited > START_SECONDS:
@@ -188,7 +188,7 @@ class SandboxPool:
 
     def stop(self) -> None:
         """Stop the idle processes; the next request starts another one."""
-        while process := self._idle():
+        while process := self._pop_idle_process():
             process.end()
 
 

@@ -163,7 +163,7 @@ def deciding(lm: LanguageModel, params: Params) -> list[CompiledModel]:
 def what_matters(lm: LanguageModel, params: Params) -> str:
     """Return a text that identifies the model and all options that change results, not only their speed."""
     identities = [(hash_model(model.ir.folder), describe_cache_setting(model)) for model in deciding(lm, params)]
-    changed = params.changed(but=(*SPEED_OPTIONS, *GRAMMAR_OPTIONS))
+    changed = params.changed_options(excluded=(*SPEED_OPTIONS, *GRAMMAR_OPTIONS))
     texts = {name: option_as_json(name, changed[name]) for name in sorted(changed)}
     written = hash_prompt_files(lm.folder), lm.runtime.prompts.template, lm.runtime.prompts.tool_format
     return repr((identities, written, texts, convert_requested_grammar(params)[0], proposing(lm, params)))

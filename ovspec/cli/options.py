@@ -55,7 +55,7 @@ class OptionType(click.ParamType):
 
     def __init__(self, option: Option) -> None:
         self._option = option
-        self._kind = element_type(option.kind)
+        self._kind = element_type(option.value_type)
         self._parse = option.parse or (lambda text: parse_number_or_text(text, self._kind))
         members = union_members(self._kind)
         self.name = next((name for number, name in CLICK_NUMBER_TYPES.items() if number in members), "text")
@@ -79,13 +79,13 @@ class OptionType(click.ParamType):
 def make_click_option(option: Option) -> CommandDecorator:
     """Return the command-line option of a declaration."""
     name = option.name
-    kind = option.kind
+    kind = option.value_type
     flags = option.flags or (f"--{name.replace('_', '-')}",)
     notes = []
-    if option.default_in_words:
-        notes.append(f"default: {option.default_in_words}")
+    if option.default_text:
+        notes.append(f"default: {option.default_text}")
     if option.limits and option.limits != ANY_NUMBER:
-        notes.append(option.limits.words)
+        notes.append(option.limits.description)
     help_text = "  ".join([option.help, *(f"[{note}]" for note in notes)])
     if "/" in flags[0]:  # --yes/--no
         return click.option(*flags, name, default=None, help=help_text)
@@ -120,8 +120,8 @@ def add_options(options: Mapping[str, Option]) -> CommandDecorator:
     def add_to_command(command: CommandFunction) -> CommandFunction:
         for name, option in reversed([*options.items()]):
             if option.flags != () and (not option.commands or command.__name__ in option.commands):
-                usual = COMMAND_DEFAULTS.get((command.__name__, name), option.usual)
-                command = make_click_option(replace(option, usual=usual))(command)
+                usual = COMMAND_DEFAULTS.get((command.__name__, name), option.default_meaning)
+                command = make_click_option(replace(option, default_meaning=usual))(command)
         return command
 
     return add_to_command

@@ -69,14 +69,14 @@ def run_stream(stream: TextStream, show: bool) -> tuple[Result, bool]:
         try:
             for piece in iterate_with_progress(stream) if show else stream:
                 if show:
-                    interrupts.holding = True
+                    interrupts.delaying = True
                     click.echo(piece.text, nl=False)
                     printed += len(piece.text)
-                    interrupts.holding = False
+                    interrupts.delaying = False
                     if interrupts.pressed:
                         raise KeyboardInterrupt
         except KeyboardInterrupt:
-            interrupts.holding = interrupted = True
+            interrupts.delaying = interrupted = True
             stream.cancel()
         result = stream.result()
         if show:

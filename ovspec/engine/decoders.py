@@ -51,9 +51,9 @@ class DecoderSet:
         """Return the drafter and the lookahead of a call; what was learned from greedy text serves no sampled one."""
         if params.lookahead == 0:
             return None, NO_LOOKAHEAD
-        lookahead = self.lookaheads[params.sampled]
+        lookahead = self.lookaheads[params.is_sampled]
         if params.lookahead is not None:
-            lookahead = Lookahead(params.most_proposed, lookahead.target_costs, lookahead.draft_costs)
+            lookahead = Lookahead(params.lookahead_limit, lookahead.target_costs, lookahead.draft_costs)
         return self.drafter, lookahead
 
     def reset(self, rows: int) -> None:
@@ -122,7 +122,7 @@ class ModelPair:
     def _make_decoder(self, model: CompiledModel) -> Decoder:
         known = self._known_ids
         if model.ir.target_ids is not None:
-            known = KnownIds(gaps=np.flatnonzero(known.unknown(model.ir.target_ids)))
+            known = KnownIds(missing_ids=np.flatnonzero(known.unknown_mask(model.ir.target_ids)))
         return model.make_decoder(known, shares_blocks=True)
 
     def _make_drafter(self, target: Decoder, draft: Decoder | None) -> Drafter | None:

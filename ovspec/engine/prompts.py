@@ -81,18 +81,20 @@ class PromptEncoder:
     ) -> np.ndarray:
         """Return the token ids, (n,) int64. A prompt that ``begins`` a text gets the model's BOS if it has one.
 
-        The last three are for chats; see ``ChatFormat.prompt``.
+        The last three are for chats; see ``ChatFormat.render_prompt``.
         """
         if is_chat(prompt):
             messages: Any = [prompt] if isinstance(prompt, dict) else prompt
-            return self.tokenizer.encode(self.chat_format.prompt(messages, tools, effort, variables), special=False)
+            return self.tokenizer.encode(
+                self.chat_format.render_prompt(messages, tools, effort, variables), special=False
+            )
         if not isinstance(prompt, (str, list, tuple, np.ndarray)):
             raise PromptError(f"A prompt must be a string, token ids or chat messages, not {prompt!r:.80}.")
         refuse_template_variables(variables)
         if at_start and not len(prompt):
-            return self.generation_config.beginning
+            return self.generation_config.empty_prompt_ids
         if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt) if at_start else self.tokenizer.encode_more(prompt)
+            return self.tokenizer.encode(prompt) if at_start else self.tokenizer.encode_continuation(prompt)
         try:
             ids = np.asarray(prompt, dtype=np.int64)
         except OverflowError:
@@ -115,11 +117,11 @@ class PromptEncoder:
         if not chat:
             refuse_chat_options(params)
         if isinstance(prompt, Infill):
-            fim, tokenizer = self.tokenizer.fim, self.tokenizer
+            fim, tokenizer = self.tokenizer.fim_tokens, self.tokenizer
             if max_tokens < np.inf:  # chunks that can't fit aren't encoded, which would take long
-                prompt = trim_chunks(prompt, tokenizer.most_characters(int(max_tokens)))
-            ids, begins = encode_infill(prompt, fim, tokenizer.encode_spelt, tokenizer.bos, max_tokens)
-            return EncodedPrompt(ids, chat, begins, fim.ends if fim else ())
+                prompt = trim_chunks(prompt, tokenizer.max_characters(int(max_tokens)))
+            ids, begins = encode_infill(prompt, fim, tokenizer.encode_plain_text, tokenizer.bos, max_tokens)
+            return EncodedPrompt(ids, chat, begins, fim.end_ids if fim else ())
         ids = self.encode(
             prompt, variables=params.chat_template_kwargs, tools=params.tools, effort=params.reasoning_effort
         )
@@ -134,10 +136,10 @@ class PromptEncoder:
 
     def answer_format(self, prompt: np.ndarray, params: Params) -> AnswerFormat | None:
         """Return how the answer to a chat, whose tokens are ``prompt`` (n,), is written; None if it is only text."""
-        format, tokenizer, use = self.chat_format, self.tokenizer, params.tool_use
+        format, tokenizer, use = self.chat_format, self.tokenizer, params.allowed_calls
         if not (format.thinking or params.tools):
             return None
-        end = (tokenizer.spell(prompt[-MAX_TAG_TOKENS:]) or "").rstrip()
+        end = (tokenizer.decode_with_special(prompt[-MAX_TAG_TOKENS:]) or "").rstrip()
         opened = format.thinking is not None and end.endswith(format.thinking.open.rstrip())
         return AnswerFormat(
             format.tools if params.tools else None,

@@ -102,7 +102,7 @@ class Row:
         reader: AnswerReader | None = None,
     ) -> None:
         self.params, self.record = params, record
-        self.draft_limits = DraftLimits(None, params.most_proposed)  # of what is proposed
+        self.draft_limits = DraftLimits(None, params.lookahead_limit)  # of what is proposed
         # Whether the text ends before its first token, when its prompt is in the KV cache.
         self.prefill_only = params.max_tokens == 0
         self.error: Exception | None = None  # why the text couldn't go on; its finish reason is then "cancelled"
@@ -116,7 +116,7 @@ class Row:
         self.prompt_length = len(sequence)
         stats.cached_tokens, self._read_count = self.prompt_length, 0  # corrected as the prompt is read
         # The maximum number of tokens of the text, prompt included; reading alone needs room for one, too.
-        self.max_length, self._context = int(min(self.prompt_length + max(params.most_tokens, 1), context)), context
+        self.max_length, self._context = int(min(self.prompt_length + max(params.token_limit, 1), context)), context
         self._min_tokens = params.min_tokens or 0
         self._eos, self._stop_ids = eos, frozenset(params.stop_ids)
         self._detokenizer, self._stop_filter = detokenizer, StopStringFilter(params.stop_strings)

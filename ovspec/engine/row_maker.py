@@ -59,20 +59,20 @@ class RowMaker:
         for name, ids in (("logit_bias", params.logit_bias), ("stop_ids", params.stop_ids)):
             if len(ids) and (unknown := known.first_unknown(np.array(list(ids)))) is not None:
                 raise OvspecError(f"`{name}`: token id {str(unknown)[:20]} is not in the vocabulary.")
-        config = self.prompts.generation_config.values
+        config = self.prompts.generation_config.settings
         defaults: dict[str, Any] = {"lookahead": None if lookahead == "auto" else lookahead}
         if params.repetition_penalty is None:
             defaults["repetition_penalty"] = config.repetition_penalty
         if params.min_tokens is None and config.min_new_tokens:
-            defaults["min_tokens"] = int(min(config.min_new_tokens, params.most_tokens))
+            defaults["min_tokens"] = int(min(config.min_new_tokens, params.token_limit))
         if config.suppress_tokens:
             defaults["logit_bias"] = dict.fromkeys(config.suppress_tokens, -np.inf) | dict(params.logit_bias)
         return replace(params, **defaults)
 
     def token_limit(self, params: Params) -> float:
         """Return the maximum number of tokens of a text; inf if only the context limits it."""
-        most = self.prompts.generation_config.values.max_new_tokens or DEFAULT_MAX_TOKENS
-        return most if params.max_tokens is None else params.most_tokens
+        most = self.prompts.generation_config.settings.max_new_tokens or DEFAULT_MAX_TOKENS
+        return most if params.max_tokens is None else params.token_limit
 
     def make_rows(self, prompt: Prompt, params: Params, memory_reserved: bool = False) -> list[Row]:
         """Return a row for each of the ``n`` texts of a prompt.
@@ -112,8 +112,8 @@ class RowMaker:
         if prompts.template and not params.ignore_eos:
             params = replace(params, stop_ids=[*params.stop_ids, *prompts.answer_end_ids])
         if not prompt_tokens:
-            sequence.commit(config.beginning)
-        if not (self.models.shares_greedy_prefixes or params.sampled):
+            sequence.commit(config.empty_prompt_ids)
+        if not (self.models.shares_greedy_prefixes or params.is_sampled):
             sequence.owner = UNSHARED
         constraints, healing = make_unconstrained(eos | frozenset(params.stop_ids)), None
         answer = prompts.answer_format(sequence.tokens, params) if origin.chat else None
@@ -127,14 +127,14 @@ class RowMaker:
             healing.take_back_tokens(sequence)
         reader = None
         if answer:
-            answer = replace(answer, tools=answer.tools if params.tool_use.names else None)
+            answer = replace(answer, tools=answer.tools if params.allowed_calls.names else None)
             key = sequence.tokens.tobytes() + origin.sample.to_bytes(4)
             reader = AnswerReader(answer, self.constraints.unquoted_arguments(params, answer), key)
         return Row(
             sequence,
             params,
             sampler,
-            prompts.tokenizer.detokenizer(answer.marks if answer else None),
+            prompts.tokenizer.make_detokenizer(answer.marks if answer else None),
             self._make_stats(params, prompt_tokens),
             eos=eos,
             context=context,

@@ -266,12 +266,12 @@ def run_rows(scheduler: Scheduler) -> Iterator[list[tuple[int, Piece]]]:
     interrupts = DelayedInterrupts()
     try:
         while True:
-            interrupts.holding = True
+            interrupts.delaying = True
             try:
                 pieces = scheduler.step()
             except KeyboardInterrupt:  # also one that another stream holds back, or that a user's function raises
                 pieces, interrupts.pressed = [], True
-            interrupts.holding = False
+            interrupts.delaying = False
             if pieces is None:
                 return
             yield [(number, piece) for number, piece in pieces if piece.token_ids or piece.finish_reason]

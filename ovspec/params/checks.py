@@ -39,14 +39,16 @@ def check_combinations(params: Params) -> Params:
         raise OvspecError(params.conflict)
     check_grammar_options(params)
     params = check_tool_options(params)
-    if params.sampler and (params.temperature or params.truncates):
+    if params.sampler and (params.temperature or params.truncating_options):
         others = ", ".join(f"`{name}`" for name in DISTRIBUTION_OPTIONS)
         raise OvspecError(f"The sampler draws the tokens; leave out {others}.")
     if params.sampler and params.accept == "rejection":
         raise OvspecError("Leave out `accept='rejection'`: it needs probabilities, which a sampler does not return.")
-    if params.truncates and not params.temperature:
-        names = " and ".join(f"`{name}`" for name in params.truncates)
-        raise OvspecError(f"{names} {'needs' if len(params.truncates) == 1 else 'need'} a `temperature` above 0.")
+    if params.truncating_options and not params.temperature:
+        names = " and ".join(f"`{name}`" for name in params.truncating_options)
+        raise OvspecError(
+            f"{names} {'needs' if len(params.truncating_options) == 1 else 'need'} a `temperature` above 0."
+        )
     return params
 
 

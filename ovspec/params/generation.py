@@ -44,8 +44,8 @@ class Params(SamplingParams):
         "Maximum number of tokens to propose per round: 0 for plain decoding; auto: as many as are worth their time.",
         default=None,
         limits=LOOKAHEAD,
-        usual="auto",
-        more="In Python the default is what was given to ``load``.",
+        default_meaning="auto",
+        python_help="In Python the default is what was given to ``load``.",
         metavar="auto|K",
         parse=parse_lookahead,
         request=False,
@@ -62,7 +62,7 @@ class Params(SamplingParams):
         "Variables for the model's chat template, as in '{\"enable_thinking\": false}'; needs chat messages. Which "
         "variables there are depends on the model. On the command line also a file with them.",
         default=None,
-        more="A session takes them before its messages: ``lm.session(chat_template_kwargs=...)``.",
+        python_help="A session takes them before its messages: ``lm.session(chat_template_kwargs=...)``.",
         metavar="JSON",
         parse=parse_json_object,
     )
@@ -70,7 +70,7 @@ class Params(SamplingParams):
         "The functions that the model may call: a list of OpenAI's tools. Needs chat messages. Arguments always fit "
         "the schemas.",
         default_factory=tuple,
-        more="Also Python functions with type hints and a docstring. The calls are the result's ``tool_calls``.",
+        python_help="Also Python functions with type hints and a docstring. The calls are the result's ``tool_calls``.",
         flags=(),
         request_type=list[dict[str, Any]],
     )
@@ -78,7 +78,7 @@ class Params(SamplingParams):
         "What may be called: auto, none, required (an answer that only calls), or OpenAI's objects that name a tool or "
         "allow some.",
         default=None,
-        usual="auto",
+        default_meaning="auto",
         flags=(),
     )
     parallel_tool_calls: bool = option(
@@ -88,15 +88,15 @@ class Params(SamplingParams):
         "How much the model thinks before it answers, if its chat template has a switch for that; none: not at all. "
         "Needs chat messages.",
         default=None,
-        usual="up to the template",
+        default_meaning="up to the template",
         commands=("batch",),
     )
     max_thinking_tokens: int | None = option(
         "Maximum number of tokens of thinking, after which it is closed and the answer begins; -1 for no limit. Needs "
         "chat messages.",
         default=None,
-        limits=Limits(0, words="0 or more, or -1 for no limit", special=-1),
-        usual="no limit",
+        limits=Limits(0, description="0 or more, or -1 for no limit", special_value=-1),
+        default_meaning="no limit",
         commands=("batch",),
         metavar="N",
         aliases=("reasoning_budget_tokens", "thinking_budget_tokens", "thinking_token_budget"),
@@ -104,7 +104,8 @@ class Params(SamplingParams):
     json_schema: Any = option(
         "The text must be JSON that matches this schema; '{}' allows any JSON. Not with another grammar option.",
         default=None,
-        more="A dict, a JSON string, the ``Path`` of a file, a pydantic model or another type that pydantic knows.",
+        python_help="A dict, a JSON string, the ``Path`` of a file, a pydantic model or another type that pydantic "
+        "knows.",
         metavar="FILE|TEXT",
         parse=parse_schema_or_file,
         request_type=dict[str, Any] | bool | str,
@@ -123,7 +124,7 @@ class Params(SamplingParams):
     additional_properties: bool | None = option(
         "Whether objects may have properties beside those that the schema lists, where it doesn't say.",
         default=None,
-        usual="yes, but no for pydantic models and response formats",
+        default_meaning="yes, but no for pydantic models and response formats",
         flags=("--additional-properties/--no-additional-properties",),
     )
     compact_json: bool = option(
@@ -135,7 +136,7 @@ class Params(SamplingParams):
     grammar: str | Path | None = option(
         "The text must match the rule start of this grammar in Lark's syntax.",
         default=None,
-        more=PATH_OR_TEXT_HELP,
+        python_help=PATH_OR_TEXT_HELP,
         metavar="FILE",
         parse=Path,
         request_type=str,
@@ -143,7 +144,7 @@ class Params(SamplingParams):
     gbnf: str | Path | None = option(
         "The text must match this grammar in GBNF, llama.cpp's syntax.",
         default=None,
-        more=PATH_OR_TEXT_HELP,
+        python_help=PATH_OR_TEXT_HELP,
         metavar="FILE",
         parse=Path,
         request_type=str,
@@ -153,22 +154,22 @@ class Params(SamplingParams):
         "Let the grammar begin inside the prompt, which must match it from there: at the last occurrence of TEXT, "
         "or at character N (0 is the prompt's start, -5 is five characters before its end).",
         default=None,
-        usual="after the prompt",
-        more="A string is a text, an int a character.",
+        default_meaning="after the prompt",
+        python_help="A string is a text, an int a character.",
         metavar="TEXT|@N",
         parse=parse_position_or_text,
     )
     max_predict_ms: float = option(
         "Milliseconds since its first token after which the text ends at its next line break; 0 or -1 for no limit.",
         default=0.0,
-        limits=Limits(0, words="0 or more, or -1 for no limit", special=-1),
+        limits=Limits(0, description="0 or more, or -1 for no limit", special_value=-1),
         flags=(),
         aliases=("t_max_predict_ms",),
     )
     heal: bool | None = option(
         "Token healing: generate the last tokens of the prompt again, so that a token may span the prompt's end.",
         default=None,
-        more="Off by default, but on for text that was appended to a session.",
+        python_help="Off by default, but on for text that was appended to a session.",
         commands=("generate", "batch"),
     )
     logits_processors: Sequence[LogitsProcessor] | None = option(
@@ -183,12 +184,12 @@ class Params(SamplingParams):
     def __post_init__(self) -> None: ...
 
     @property
-    def sampled(self) -> bool:
+    def is_sampled(self) -> bool:
         """Whether texts are drawn, so that several for one prompt differ."""
         return bool(self.temperature or self.sampler)
 
     @property
-    def most_proposed(self) -> int | None:
+    def lookahead_limit(self) -> int | None:
         """The maximum number of tokens to propose per round; None for as many as are worth their time."""
         return None if self.lookahead == "auto" else self.lookahead
 
@@ -200,7 +201,7 @@ class Params(SamplingParams):
         return None if self.max_thinking_tokens < 0 else self.max_thinking_tokens
 
     @property
-    def tool_use(self) -> AllowedCalls:
+    def allowed_calls(self) -> AllowedCalls:
         """What may be called."""
         return parse_tool_choice(self.tools, self.tool_choice) if self.tools else NO_TOOLS
 
@@ -215,13 +216,13 @@ class Params(SamplingParams):
         changes = self.logit_bias or self.min_tokens or self.penalizes or self.logits_processors
         return bool(self.grammar_option or self.heal or changes or self.tools or self.thinking_budget is not None)
 
-    def recorded(self) -> dict[str, Any]:
+    def recorded_options(self) -> dict[str, Any]:
         """Return what decides the text: the options that change it and aren't at their defaults."""
-        return self.changed(but=UNRECORDED_OPTIONS)
+        return self.changed_options(excluded=UNRECORDED_OPTIONS)
 
-    def changed(self, but: Collection[str]) -> dict[str, Any]:
-        """Return the options that aren't at their defaults, without those named in ``but``."""
-        values = {name: getattr(self, name) for name in GENERATE_OPTIONS if name not in ("sampling", *but)}
+    def changed_options(self, excluded: Collection[str]) -> dict[str, Any]:
+        """Return the options that aren't at their defaults, without those named in ``excluded``."""
+        values = {name: getattr(self, name) for name in GENERATE_OPTIONS if name not in ("sampling", *excluded)}
         return {name: v for name, v in values.items() if hasattr(v, "dtype") or v != GENERATE_OPTIONS[name].default}
 
 

@@ -9,24 +9,24 @@ LARGEST_NUMBER = 3e38  # what a float32 can hold
 class Limits:
     """The range of a number, and how messages describe it.
 
-    above: ``least`` itself is out of range.
-    special: a number outside of the range that is allowed, too.
+    excludes_minimum: ``minimum`` itself is out of range.
+    special_value: a number outside of the range that is allowed, too.
     """
 
-    least: float = -LARGEST_NUMBER
-    most: float = LARGEST_NUMBER
-    words: str = "a number from -3e38 to 3e38"
-    above: bool = False
-    special: float | None = None
+    minimum: float = -LARGEST_NUMBER
+    maximum: float = LARGEST_NUMBER
+    description: str = "a number from -3e38 to 3e38"
+    excludes_minimum: bool = False
+    special_value: float | None = None
 
 
-AT_LEAST_1 = Limits(1, words="at least 1")
-TOKEN_COUNT = Limits(0, words="0 or more, or -1 for as many as the context holds", special=-1)
+AT_LEAST_1 = Limits(1, description="at least 1")
+TOKEN_COUNT = Limits(0, description="0 or more, or -1 for as many as the context holds", special_value=-1)
 TEXT_COUNT = Limits(1, 10_000, "at least 1 and at most 10,000")
-NOT_NEGATIVE = Limits(0, words="0 or more")
-PROBABILITY = Limits(0, 1, "above 0 and at most 1", above=True)
+NOT_NEGATIVE = Limits(0, description="0 or more")
+PROBABILITY = Limits(0, 1, "above 0 and at most 1", excludes_minimum=True)
 FRACTION = Limits(0, 1, "from 0 to 1")
 ANY_NUMBER = Limits()
-TEMPERATURE = Limits(0, words="0 (greedy) or more")
-POSITIVE = Limits(0, words="above 0", above=True)
-LOOKAHEAD = Limits(0, words="0 or more, or auto")
+TEMPERATURE = Limits(0, description="0 (greedy) or more")
+POSITIVE = Limits(0, description="above 0", excludes_minimum=True)
+LOOKAHEAD = Limits(0, description="0 or more, or auto")

@@ -16,15 +16,17 @@ class RuntimeParams:
     """The options that decide where and how models are compiled."""
 
     device: str = option("OpenVINO device: CPU, GPU, GPU.N, AUTO or AUTO:X,Y.", default="CPU")
-    draft_device: str | None = option("OpenVINO device of the draft model.", default=None, usual="the target's")
+    draft_device: str | None = option(
+        "OpenVINO device of the draft model.", default=None, default_meaning="the target's"
+    )
     precision: Literal["f32", "bf16", "f16"] | None = option(
-        "Number type that the model computes in.", default=None, usual="the profile's, or the device's own"
+        "Number type that the model computes in.", default=None, default_meaning="the profile's, or the device's own"
     )
     kv_precision: Literal["f32", "bf16", "f16", "u8"] | None = option(
         "Number type of the KV cache. u8 takes about half the memory of f16, but rolling back changes it, so a "
         "draft may change the text.",
         default=None,
-        usual="the profile's, or that of --precision on the CPU and f16 on a GPU",
+        default_meaning="the profile's, or that of --precision on the CPU and f16 on a GPU",
     )
     engine: Literal["auto", "stateful", "paged"] = option(
         "Who manages the KV cache: OpenVINO (stateful), or ovspec in blocks (paged, on a CPU or a GPU). auto takes "
@@ -36,10 +38,13 @@ class RuntimeParams:
         "decoding over long contexts and, on the stateful engine, for prompts and batches, but a draft or a batch "
         "may change the text at near-ties.",
         default=None,
-        usual="exact on the CPU, fast where a GPU may compute",
+        default_meaning="exact on the CPU, fast where a GPU may compute",
     )
     threads: int | None = option(
-        "Number of CPU threads to compute with.", default=None, limits=AT_LEAST_1, usual="the profile's, or OpenVINO's"
+        "Number of CPU threads to compute with.",
+        default=None,
+        limits=AT_LEAST_1,
+        default_meaning="the profile's, or OpenVINO's",
     )
     properties: Mapping[str, Any] | None = option(
         "OpenVINO property for target and draft; takes precedence over the profile and the other options.",
@@ -52,13 +57,13 @@ class RuntimeParams:
         "Use OpenVINO's own settings: ignore the profile of this machine, and don't measure one at the first load. "
         "OVSPEC_TUNE=0 does the same.",
         default=None,
-        more="In Python that is ``tune=False``; True takes precedence over OVSPEC_TUNE.",
+        python_help="In Python that is ``tune=False``; True takes precedence over OVSPEC_TUNE.",
         flags=("--no-tune",),
     )
     cache_dir: str | Path | None = option(
         "Folder of compiled models, profiles and probe results.",
         default=None,
-        usual="the user's cache",
+        default_meaning="the user's cache",
         metavar="DIRECTORY",
         parse=parse_folder,
     )
@@ -79,21 +84,21 @@ class LoadParams(RuntimeParams):
         "in the same way; 0 keeps none.",
         default=None,
         limits=NOT_NEGATIVE,
-        usual="a quarter of the memory that is free after loading",
+        default_meaning="a quarter of the memory that is free after loading",
         metavar="GB",
     )
     tool_format: ToolFormatName | None = option(
         "How the model writes tool calls.",
         default=None,
-        usual="found from its chat template",
+        default_meaning="found from its chat template",
         commands=("batch", "serve"),
     )
     chat_template: str | Path | None = option(
         "Chat template to use in place of the model's: a Jinja file, or a name, as the model has several or as "
         "llama.cpp knows them (chatml, llama3, gemma, mistral-v3, …).",
         default=None,
-        more="Also the template itself.",
-        usual="the model's",
+        python_help="Also the template itself.",
+        default_meaning="the model's",
         metavar="FILE|NAME",
         parse=parse_file_or_name,
         commands=("generate", "chat", "batch", "serve", "export"),

@@ -43,8 +43,8 @@ class Option:
 
     help: its purpose, in one or two sentences.
     limits: the range of a number.
-    usual: the meaning of the default, in words, where the value doesn't show it.
-    more: text that only Python's documentation adds to ``help``.
+    default_meaning: the meaning of the default, in words, where the value doesn't show it.
+    python_help: text that only Python's documentation adds to ``help``.
     flags: its spellings on the command line, if not ``--its-name``; empty if the command line doesn't have it.
     commands: the generating commands that have it, if not all.
     metavar, parse: the command line's name for its value, and the function that reads it or raises ValueError.
@@ -52,13 +52,13 @@ class Option:
     request_type: its type in a request, if not the one in Python.
     aliases: its other names in a request.
     truncates: whether it limits sampling to likely tokens, which needs a temperature; see ``sampling/warp.py``.
-    name, kind, default: those of the field; set by ``collect_options``.
+    name, value_type, default: those of the field; set by ``collect_options``.
     """
 
     help: str
     limits: Limits | None = None
-    usual: str = ""
-    more: str = ""
+    default_meaning: str = ""
+    python_help: str = ""
     flags: tuple[str, ...] | None = None
     commands: tuple[str, ...] = ()
     metavar: str | None = None
@@ -68,14 +68,14 @@ class Option:
     aliases: tuple[str, ...] = ()
     truncates: bool = False
     name: str = ""
-    kind: Any = Any
+    value_type: Any = Any
     default: Any = None
 
     @property
-    def default_in_words(self) -> str:
+    def default_text(self) -> str:
         """The default in words; empty for flags and empty defaults."""
-        if self.usual or isinstance(self.default, bool) or not isinstance(self.default, (int, float, str)):
-            return self.usual
+        if self.default_meaning or isinstance(self.default, bool) or not isinstance(self.default, (int, float, str)):
+            return self.default_meaning
         return str(self.default).removesuffix(".0")
 
 
@@ -96,11 +96,11 @@ def options_class(cls: type[S]) -> type[S]:
 def collect_options(cls: Any) -> dict[str, Option]:
     """Return name -> declaration for each option of a class."""
     cls = get_origin(cls) or cls
-    kinds, options = get_type_hints(cls), dict[str, Option]()
+    types, options = get_type_hints(cls), dict[str, Option]()
     for each in fields(cls):
         if declaration := each.metadata.get("option"):
             default = each.default if each.default_factory is MISSING else each.default_factory()
-            options[each.name] = replace(declaration, name=each.name, kind=kinds[each.name], default=default)
+            options[each.name] = replace(declaration, name=each.name, value_type=types[each.name], default=default)
     return options
 
 
@@ -110,7 +110,7 @@ def accepts_options(arguments: Callable[P, Any]) -> Callable[[Callable[..., R]],
     ``arguments``: the class; type checkers and editors show its fields as the function's arguments.
     """
     named = [
-        Parameter(each.name, Parameter.KEYWORD_ONLY, default=each.default, annotation=each.kind)
+        Parameter(each.name, Parameter.KEYWORD_ONLY, default=each.default, annotation=each.value_type)
         for each in collect_options(arguments).values()
     ]
 
@@ -135,8 +135,8 @@ def format_documentation(options: Mapping[str, Option]) -> str:
     """Return a docstring paragraph for each option."""
     lines = []
     for name, declaration in options.items():
-        usual = declaration.default_in_words and f"By default {declaration.default_in_words}."
-        text = " ".join(filter(None, (f"{name}: {declaration.help}", declaration.more, usual)))
+        usual = declaration.default_text and f"By default {declaration.default_text}."
+        text = " ".join(filter(None, (f"{name}: {declaration.help}", declaration.python_help, usual)))
         lines.append(textwrap.fill(text, 112, subsequent_indent="    "))
     return "\n".join(lines)
 

@@ -28,8 +28,8 @@ class SamplingParams:
         "Maximum number of tokens to generate; -1 for as many as the context holds.",
         default=None,
         limits=TOKEN_COUNT,
-        usual="from the model's generation config, or 256",
-        more="At the end of the context a text ends anyway. 0 only reads the prompt.",
+        default_meaning="from the model's generation config, or 256",
+        python_help="At the end of the context a text ends anyway. 0 only reads the prompt.",
         flags=("-n", "--max-tokens"),
         metavar="N",
         aliases=("max_completion_tokens", "n_predict"),
@@ -38,7 +38,7 @@ class SamplingParams:
         "Minimum number of tokens to generate; a grammar may end the text earlier.",
         default=None,
         limits=NOT_NEGATIVE,
-        usual="from the model's generation config, or 0",
+        default_meaning="from the model's generation config, or 0",
     )
     stop: str | Collection[str] = option(
         "End the text at this string, which is left out of it.", default_factory=list, metavar="TEXT"
@@ -68,7 +68,7 @@ class SamplingParams:
     top_k: int = option(
         "Sample only from the K most likely tokens; 0 for all. Needs a temperature.",
         default=0,
-        limits=Limits(0, words="0 (all) or more"),
+        limits=Limits(0, description="0 (all) or more"),
         truncates=True,
     )
     top_p: float = option(
@@ -94,7 +94,7 @@ class SamplingParams:
         "off, higher values discourage repetition.",
         default=None,
         limits=POSITIVE,
-        usual="from the model's generation config, or 1",
+        default_meaning="from the model's generation config, or 1",
     )
     presence_penalty: float = option(
         "Subtract this from the logit of each token generated so far; 0 is off.", default=0.0, limits=ANY_NUMBER
@@ -115,8 +115,8 @@ class SamplingParams:
         "only with the same draft and a fixed lookahead.",
         default=None,
         limits=Limits(0, 2**63 - 1, "from 0 to 2**63 - 1"),
-        usual="random",
-        more="``Stats.seed`` reports the seed of a sampled text.",
+        default_meaning="random",
+        python_help="``Stats.seed`` reports the seed of a sampled text.",
     )
     n: int = option(
         "Number of texts for each prompt; greedy ones are all the same.",
@@ -150,12 +150,12 @@ class SamplingParams:
             return f"`logit_bias` must be numbers up to {LARGEST_NUMBER}, or -inf to ban a token."
         if not all(self.stop_strings):
             return "`stop` has an empty string; leave it out."
-        if self.min_tokens and self.min_tokens > self.most_tokens:
+        if self.min_tokens and self.min_tokens > self.token_limit:
             return f"`min_tokens` is {self.min_tokens}, which is more than `max_tokens`, {self.max_tokens}."
         return None
 
     @property
-    def most_tokens(self) -> float:
+    def token_limit(self) -> float:
         """The requested maximum number of tokens; inf if there is none."""
         return math.inf if self.max_tokens in (None, -1) else self.max_tokens
 
@@ -164,7 +164,7 @@ class SamplingParams:
         return [self.stop] if isinstance(self.stop, str) else list(self.stop)
 
     @property
-    def truncates(self) -> list[str]:
+    def truncating_options(self) -> list[str]:
         """The given options that limit sampling to likely tokens."""
         return [name for name in TRUNCATING_OPTIONS if getattr(self, name) != SAMPLING_OPTIONS[name].default]
 
@@ -180,7 +180,7 @@ TRUNCATING_OPTIONS = tuple(name for name, declaration in SAMPLING_OPTIONS.items(
 DISTRIBUTION_OPTIONS = ("temperature", *TRUNCATING_OPTIONS)  # they make the distribution that a token is drawn from
 # Their defaults in a chat and on a server, in words.
 RECOMMENDED_DEFAULT_TEXTS = {
-    name: f"as the model's generation config recommends, or {SAMPLING_OPTIONS[name].default_in_words}"
+    name: f"as the model's generation config recommends, or {SAMPLING_OPTIONS[name].default_text}"
     for name in DISTRIBUTION_OPTIONS
 }
 

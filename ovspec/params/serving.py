@@ -21,7 +21,10 @@ class ServeParams:
         "Port to listen on; 0 for any free one.", default=8000, limits=Limits(0, 65535, "from 0 to 65535")
     )
     model_name: Sequence[str] = option(
-        "A name of the model. Answers have the first.", default_factory=tuple, usual="the folder's name", metavar="NAME"
+        "A name of the model. Answers have the first.",
+        default_factory=tuple,
+        default_meaning="the folder's name",
+        metavar="NAME",
     )
     strict_model: bool = option("Refuse requests that name another model. Otherwise any name will do.", default=False)
     strict_fields: bool = option(
@@ -32,7 +35,7 @@ class ServeParams:
     api_key_file: Path | None = option(
         "File with the keys that clients may use, one a line.",
         default=None,
-        usual="the key in OVSPEC_API_KEY, if it is set",
+        default_meaning="the key in OVSPEC_API_KEY, if it is set",
         metavar="FILE",
         parse=Path,
     )
@@ -54,7 +57,7 @@ class ServeParams:
         "Gigabytes that the KV caches of all texts may take together.",
         default=None,
         limits=POSITIVE,
-        usual="80 % of the memory that is free after loading",
+        default_meaning="80 % of the memory that is free after loading",
         metavar="GB",
     )
     share_prefixes: bool = option(
@@ -66,7 +69,7 @@ class ServeParams:
         "while the server reads prompts.",
         default=None,
         limits=AT_LEAST_1,
-        usual="so few that other texts hardly wait",
+        default_meaning="so few that other texts hardly wait",
         metavar="N",
     )
     lookahead: int | Literal["auto"] | None = option(
@@ -74,7 +77,7 @@ class ServeParams:
         "their time under the load.",
         default=None,
         limits=LOOKAHEAD,
-        usual="auto",
+        default_meaning="auto",
         metavar="auto|K",
         parse=parse_lookahead,
     )
@@ -87,8 +90,8 @@ class ServeParams:
     max_tokens: int | None = option(
         "Maximum number of tokens of a request that sets none; -1 for as many as the context holds.",
         default=None,
-        limits=Limits(1, words="at least 1, or -1", special=-1),
-        usual=SAMPLING_OPTIONS["max_tokens"].usual,
+        limits=Limits(1, description="at least 1, or -1", special_value=-1),
+        default_meaning=SAMPLING_OPTIONS["max_tokens"].default_meaning,
         flags=SAMPLING_OPTIONS["max_tokens"].flags,
         metavar="N",
     )
@@ -101,7 +104,7 @@ class ServeParams:
         "Sampling temperature of a request that sets none; 0 for greedy.",
         default=None,
         limits=TEMPERATURE,
-        usual=RECOMMENDED_DEFAULT_TEXTS["temperature"],
+        default_meaning=RECOMMENDED_DEFAULT_TEXTS["temperature"],
         flags=SAMPLING_OPTIONS["temperature"].flags,
     )
 

@@ -26,7 +26,7 @@ SHORT_REPR.maxstring = SHORT_REPR.maxother = MAX_SHOWN_CHARACTERS
 
 def check_value(value: Any, option: Option) -> None:
     """Raise OvspecError if ``value`` is not of the type of ``option`` or is out of range."""
-    if wrong := describe_problem(value, option.kind, option.limits):
+    if wrong := describe_problem(value, option.value_type, option.limits):
         raise OvspecError(f"`{option.name}` {wrong}.")
 
 
@@ -37,14 +37,14 @@ def describe_problem(value: Any, kind: Any, limits: Limits | None) -> str | None
             return f"is {describe_value(value)}; it must be one of {', '.join(choices)}"
         return f"must be {describe_type(kind)}, not {describe_value(value)}"
     if limits and isinstance(value, Number) and not is_in_range(limits, value):
-        return f"is {describe_value(value)}; it must be {limits.words}"
+        return f"is {describe_value(value)}; it must be {limits.description}"
     return None
 
 
 def is_in_range(limits: Limits, number: Any) -> bool:
     """Return whether a number is in range."""
-    inside = limits.least <= number <= limits.most and not (limits.above and number == limits.least)
-    return inside or number == limits.special
+    inside = limits.minimum <= number <= limits.maximum and not (limits.excludes_minimum and number == limits.minimum)
+    return inside or number == limits.special_value
 
 
 def is_of_type(value: Any, kind: Any) -> bool:

@@ -192,13 +192,13 @@ def field_of(option: Option) -> tuple[Any, Any]:
     """Return the type and the field of an option."""
     limits = option.limits or Limits()
     bounds: dict[str, Any] = {}
-    if limits.special is None and limits.least > -LARGEST_NUMBER:
-        bounds["exclusiveMinimum" if limits.above else "minimum"] = limits.least
-    if limits.most < LARGEST_NUMBER:
-        bounds["maximum"] = limits.most
-    usual = RECOMMENDED_DEFAULT_TEXTS.get(option.name, option.default_in_words)
+    if limits.special_value is None and limits.minimum > -LARGEST_NUMBER:
+        bounds["exclusiveMinimum" if limits.excludes_minimum else "minimum"] = limits.minimum
+    if limits.maximum < LARGEST_NUMBER:
+        bounds["maximum"] = limits.maximum
+    usual = RECOMMENDED_DEFAULT_TEXTS.get(option.name, option.default_text)
     description = option.help + f" Default: {usual}." * bool(usual)
-    validator = checked_as(option.request_type or option.kind, option.limits)
+    validator = checked_as(option.request_type or option.value_type, option.limits)
     return Annotated[Any, validator], Field(None, description=description, json_schema_extra=bounds)
 
 

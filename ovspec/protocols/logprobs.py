@@ -48,7 +48,7 @@ class PlaceStream:
         self._waiting: list[Place] = []  # their offsets count from the first token, which may be healed
         self._healed: int | None = None  # characters of the prompt that the first token spells again
         self._ids, self._text = list[int](), ""  # all so far, until that is known
-        self._detokenizer, self._offset = tokenizer.detokenizer(), 0
+        self._detokenizer, self._offset = tokenizer.make_detokenizer(), 0
 
     def push(self, piece: Piece) -> list[Place]:
         """Return the tokens whose text has now been told, with their log-probabilities."""
@@ -76,7 +76,7 @@ def echo_of(tokenizer: Tokenizer, prompt: Prompt, ids: list[int], logprobs: list
     text = prompt if isinstance(prompt, str) else tokenizer.decode(ids)
     if logprobs is None:
         return Echo(text)
-    detokenizer, places = tokenizer.detokenizer(), list[Place]()
+    detokenizer, places = tokenizer.make_detokenizer(), list[Place]()
     offset = len(text) - len(tokenizer.decode(ids))  # -1 for a space that some tokenizers put in front
     for token, logprob in zip(ids, logprobs, strict=True):
         places.append(Place(token, max(0, offset), logprob))

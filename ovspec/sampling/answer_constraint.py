@@ -73,7 +73,7 @@ class AnswerConstraint(Constraint):
         self._thinking_end = list(thinking_end)
         self._end_ids = [token for token in end_ids if token < vocabulary.size]
         # Bytes as characters, because a token may end inside of a character.
-        self._tags = [Tag(bytes_as_characters(tag.text), tag.at, tag.to) for tag in format.tags]
+        self._tags = [Tag(bytes_as_characters(tag.text), tag.from_phases, tag.next_phase) for tag in format.tags]
         self._followed = TokenSequence()
         state = ReadingState(format.begins)
         grammars: tuple[GrammarConstraint, ...] = ()
@@ -221,7 +221,12 @@ class AnswerConstraint(Constraint):
         ids: list[int] = []
         begun_tag = state.held.lstrip(WHITESPACE)
         for tag in self._tags:
-            if self._covers_text and tag.to == "thinking" and state.phase in tag.at and tag.text.startswith(begun_tag):
+            if (
+                self._covers_text
+                and tag.next_phase == "thinking"
+                and state.phase in tag.from_phases
+                and tag.text.startswith(begun_tag)
+            ):
                 text, mark = split_at_mark(tag.text[len(begun_tag) :])
                 if text:
                     candidates = self._vocabulary.ids_compatible_with(text.encode("latin-1"))
@@ -265,7 +270,7 @@ class AnswerConstraint(Constraint):
     def _possible_starts(self, state: ReadingState) -> Iterator[int]:
         """Yield the ids after which the grammar may begin, and some others."""
         for tag in self._tags:
-            if tag.to != "calls" and not (self._covers_text and "thinking" in tag.at):
+            if tag.next_phase != "calls" and not (self._covers_text and "thinking" in tag.from_phases):
                 continue
             for length in range(len(tag.text)):
                 text, mark = split_at_mark(tag.text[length:])

@@ -133,7 +133,7 @@ class ConstraintMaker:
             covers_text=grammar is not None and not answer_format.anywhere,
             end_ids=end_ids,
             thinking_budget=thinking_budget,
-            thinking_end=self._tokenizer.encode_more(thinking.close).tolist() if thinking else (),
+            thinking_end=self._tokenizer.encode_continuation(thinking.close).tolist() if thinking else (),
         )
 
     def _make_grammar(

@@ -47,7 +47,7 @@ def convert_answer_grammar(params: Params, answer_format: AnswerFormat) -> str |
     Raises:
         OvspecError: a tool's schema can't be used; the message names the tool.
     """
-    tool_use = params.tool_use
+    tool_use = params.allowed_calls
     thinking = answer_format.thinking
     text_grammar = None
     if not tool_use.required:

@@ -223,7 +223,7 @@ class SharedNoiseSampler(ComparingSampler):
             return self._draw_token(logits, len(tokens), draft_ids)
         logits = self.constraints.process_logits(spread_logits(logits, draft_ids), tokens)
         # If the token drawn from all may follow, it also wins among those that may, and the mask isn't needed.
-        if self.constraints.active and not self._params.truncates:
+        if self.constraints.active and not self._params.truncating_options:
             drawn = self._draw_token(logits, len(tokens))
             if drawn and self.constraints.allows_token(drawn.token, tokens):
                 return drawn

@@ -50,7 +50,7 @@ def warp_logits(logits: np.ndarray, params: SamplingParams, ids: np.ndarray | No
     if not np.isfinite(largest):
         raise OvspecError(NO_TOKEN_LEFT)
     logits = (logits - largest) * np.float32(1 / max(params.temperature, 1e-30))  # the largest is 0
-    if not params.truncates:
+    if not params.truncating_options:
         return WarpedLogits(ids, logits)
     if 0 < params.top_k < len(logits):
         ids, logits = keep_positions(ids, logits, largest_ids(logits, params.top_k))

@@ -103,7 +103,7 @@ class Service:
 
     def read_variables(self, variables: dict[str, Any], tools: bool, ignored: dict[str, None]) -> dict[str, Any]:
         """Return the variables that the chat template reads; names of the others are added to ``ignored``."""
-        unread = self.lm.runtime.prompts.chat_format.template.unread(variables, tools or "tools" in variables)
+        unread = self.lm.runtime.prompts.chat_format.template.unread_variables(variables, tools or "tools" in variables)
         ignored |= {f"chat_template_kwargs.{name}": None for name in unread}
         return {name: value for name, value in variables.items() if name not in unread}
 
@@ -160,7 +160,7 @@ class Service:
 
     def params(self, request: TextRequest) -> Params:
         """Return the params of a request, complete; raises OvspecError for what can't be met or is too much."""
-        if request.infills and not self.lm.tokenizer.fim:
+        if request.infills and not self.lm.tokenizer.fim_tokens:
             raise ApiError(501, NO_FIM_ERROR, "suffix" if request.kind == "completion" else None)
         params = request.overrides.params(self.defaults, request.kind)
         with request.overrides.client_names():
@@ -174,10 +174,10 @@ class Service:
             raise RequestError(f"The request asks for {texts} texts; at most {MOST_TEXTS} are allowed.", "n")
         # A text that the context can't hold is refused before it is encoded, which would take long.
         context = self.lm.target.ir.context_length
-        most = self.lm.tokenizer.most_characters(context) if context else math.inf
+        most = self.lm.tokenizer.max_characters(context) if context else math.inf
         for prompt in request.prompts:
             size = len(prompt) if isinstance(prompt, str) else request.chat_size if request.is_chat else 0
-            size = prompt.needed if isinstance(prompt, Infill) else size
+            size = prompt.needed_characters if isinstance(prompt, Infill) else size
             if size > most:
                 told = f"The prompt has {size} characters, but the context is {context} tokens; shorten the prompt."
                 raise about_prompt(PromptError(told, too_long=True), self.lm, request.prompt_field)
@@ -186,7 +186,7 @@ class Service:
     def limits(self, request: TextRequest, params: Params) -> DraftLimits:
         """Return what may be proposed for a request; raises RequestError for drafters that the server doesn't have."""
         if (draft := request.draft) is None:
-            return DraftLimits(None, params.most_proposed)
+            return DraftLimits(None, params.lookahead_limit)
         choice, model = self.lm.runtime.models.choice, self.lm.draft
         loaded = ("lookup",) * bool(choice and choice.lookup) + ((model.proposer_name,) if model else ())
         wanted = frozenset() if draft == "none" else frozenset(draft.split(","))
@@ -194,7 +194,7 @@ class Service:
             has = " and ".join(loaded) or "no drafters"
             told = f'draft is {draft!r:.80}; this server has {has}, and "none" proposes nothing.'
             raise RequestError(told, "draft")
-        return DraftLimits(wanted, params.most_proposed)
+        return DraftLimits(wanted, params.lookahead_limit)
 
     def check_room(self, request: TextRequest, rows: list[Row]) -> None:
         """Let texts end where memory ends, as they do where the context ends: agents ask for the most of any model.

@@ -76,4 +76,4 @@ def decode(lm: LanguageModel, body: DetokenizeRequest) -> str:
         ids = lm.runtime.prompts.encode(body.tokens, at_start=False)
     except PromptError as error:
         raise about_prompt(error, lm, "tokens") from None
-    return lm.tokenizer.spell(ids) or lm.tokenizer.decode(ids)
+    return lm.tokenizer.decode_with_special(ids) or lm.tokenizer.decode(ids)

@@ -26,11 +26,11 @@ TOOL_NAME = r"(?P<name>[A-Za-z0-9_.-]+)(?=[^A-Za-z0-9_.-])"  # of a tool
 
 @dataclass(frozen=True)
 class Tag:
-    """A text that leads from one of the phases ``at`` to the phase ``to``. That of calls belongs to them."""
+    """A text that leads from one of the phases ``from_phases`` to ``next_phase``. Calls begin with their tag."""
 
     text: str
-    at: tuple[Phase, ...]
-    to: Phase
+    from_phases: tuple[Phase, ...]
+    next_phase: Phase
 
 
 @dataclass(frozen=True)
@@ -106,13 +106,13 @@ def split_by_phase(tags: Sequence[Tag], state: ReadingState, text: str) -> tuple
     """
     phase, held, found = state.phase, state.held + text, list[tuple[Phase, str]]()
     while held and phase != "calls":
-        usable = [tag for tag in tags if phase in tag.at]
+        usable = [tag for tag in tags if phase in tag.from_phases]
         if phase in ("start", "after"):
             fits = any(tag.text.startswith(held) or held.startswith(tag.text) for tag in usable)
             begun = held if fits else held.lstrip(WHITESPACE)  # some tags begin with white space themselves
             fitting = [tag for tag in usable if begun.startswith(tag.text)]
             if tag := max(fitting, key=lambda tag: len(tag.text), default=None):
-                held, phase = begun if tag.to == "calls" else begun[len(tag.text) :], tag.to
+                held, phase = begun if tag.next_phase == "calls" else begun[len(tag.text) :], tag.next_phase
             elif not begun or any(tag.text.startswith(begun) for tag in usable):
                 break
             else:
@@ -122,7 +122,7 @@ def split_by_phase(tags: Sequence[Tag], state: ReadingState, text: str) -> tuple
         if places:
             at, _, tag = min(places, key=lambda place: place[:2])
             found.append((phase, held[:at].rstrip(WHITESPACE)))
-            held, phase = held[at if tag.to == "calls" else at + len(tag.text) :], tag.to
+            held, phase = held[at if tag.next_phase == "calls" else at + len(tag.text) :], tag.next_phase
             continue
         end = find_unfinished_tag(held, usable)
         found.append((phase, held[:end]))
@@ -180,22 +180,22 @@ class AnswerFormat:
         """All tags, with characters for tokens."""
         tags = list(self.thinking.tags if self.thinking else ())
         if not self.anywhere:  # what isn't free has thinking only before it
-            tags = [Tag(tag.text, ("start",), tag.to) if tag.to == "thinking" else tag for tag in tags]
+            tags = [Tag(tag.text, ("start",), tag.next_phase) if tag.next_phase == "thinking" else tag for tag in tags]
         if self.tools:
             anywhere = self.anywhere and self.tools.anywhere
-            at: tuple[Phase, ...] = ("start", "after", "between", *(("text",) if anywhere else ()))
+            from_phases: tuple[Phase, ...] = ("start", "after", "between", *(("text",) if anywhere else ()))
             for trigger in self.tools.triggers:
                 for name in self.names if "{NAME}" in trigger else ("",):
-                    tags.append(Tag(trigger.replace("{NAME}", name), at, "calls"))
-        return [Tag(self.marked(tag.text), tag.at, tag.to) for tag in tags]
+                    tags.append(Tag(trigger.replace("{NAME}", name), from_phases, "calls"))
+        return [Tag(self.mark_tokens(tag.text), tag.from_phases, tag.next_phase) for tag in tags]
 
-    def marked(self, text: str) -> str:
+    def mark_tokens(self, text: str) -> str:
         """Return ``text`` with characters for tokens."""
         for name in sorted(self.tokens, key=len, reverse=True):
             text = text.replace(name, self.marks[self.tokens[name]])
         return text
 
-    def plain(self, text: str) -> str:
+    def spell_marks(self, text: str) -> str:
         """Return ``text`` with tokens spelt out."""
         names = {self.marks[token]: name for name, token in self.tokens.items()}
         return "".join(names.get(each, each) for each in text) if any(map(is_mark, text)) else text
@@ -254,35 +254,35 @@ class AnswerReader:
     def push(self, text: str, said: AnswerContent) -> None:
         """Add to ``said`` what ``text`` says."""
         self._state, parts = split_by_phase(self._tags, self._state, text)
-        self._add(parts, said)
+        self._add_parts(parts, said)
 
     def flush(self, said: AnswerContent) -> None:
         """Add to ``said`` what was held back at the end of the answer, because a tag might have come."""
         phase, held = self._state
         self._state = ReadingState(phase)
         if phase == "thinking":
-            self._add([(phase, held.rstrip(WHITESPACE))], said)
+            self._add_parts([(phase, held.rstrip(WHITESPACE))], said)
         elif phase in ("start", "text"):
-            self._add([("text", held)], said)
+            self._add_parts([("text", held)], said)
 
-    def _add(self, parts: list[tuple[Phase, str]], said: AnswerContent) -> None:
+    def _add_parts(self, parts: list[tuple[Phase, str]], said: AnswerContent) -> None:
         for phase, part in parts:
             if phase == "thinking":
                 part = part if self._thought else part.lstrip(WHITESPACE)
                 self._thought = self._thought or bool(part)
-                said.thinking += self._format.plain(part)
+                said.thinking += self._format.spell_marks(part)
             elif phase == "calls":
                 assert self._calls
                 for call in self._calls.push(part):
                     if call.index == len(self.calls):
-                        call.id = self._id(call.index)
+                        call.id = self._make_call_id(call.index)
                         self.calls.append(ToolCall(call.index, call.name, "", call.id))
                     self.calls[call.index].arguments += call.arguments
                     said.calls.append(call)
             else:
-                said.text += self._format.plain(part)
+                said.text += self._format.spell_marks(part)
 
-    def _id(self, index: int) -> str:
+    def _make_call_id(self, index: int) -> str:
         """Return a call's id: the same for the same answer, so that it doesn't depend on how often it is asked for."""
         digest = hashlib.blake2b(self._key + index.to_bytes(4), digest_size=12).hexdigest()
         assert self._format.tools
@@ -298,12 +298,12 @@ class CallReader:
         assert layout
         patterns = {"NAME": TOOL_NAME, **SLOT_PATTERNS}
         heads = (itertools.takewhile("ARGUMENTS".__ne__, way) for way in layout.calls)
-        texts = ["".join(patterns.get(part) or re.escape(format.marked(part)) for part in head) for head in heads]
+        texts = ["".join(patterns.get(part) or re.escape(format.mark_tokens(part)) for part in head) for head in heads]
         self._heads = [re.compile(text) for text in texts]
-        self._around = layout.parameters and tuple(map(format.marked, layout.parameters))
-        self._strings, self._plain = strings, format.plain
+        self._around = layout.parameters and tuple(map(format.mark_tokens, layout.parameters))
+        self._strings, self._plain = strings, format.spell_marks
         self._rest, self._parts = "", list[ToolCall]()  # what isn't read yet; what has been since the last piece
-        self._steps = self._read()
+        self._steps = self._read_calls()
         next(self._steps)
 
     def push(self, text: str) -> list[ToolCall]:
@@ -313,7 +313,7 @@ class CallReader:
         parts, self._parts = self._parts, []
         return parts
 
-    def _read(self) -> Generator[None]:
+    def _read_calls(self) -> Generator[None]:
         """Read as far as the text goes, wait for more, and go on."""
         for index in itertools.count():
             while not (heads := [found for head in self._heads if (found := head.search(self._rest))]):
@@ -322,11 +322,11 @@ class CallReader:
             self._rest = self._rest[head.end() :]
             self._parts.append(ToolCall(index, head["name"]))
             if self._around:
-                yield from self._parameters(index, self._strings.get(head["name"], ()), *self._around)
+                yield from self._read_parameters(index, self._strings.get(head["name"], ()), *self._around)
             else:
-                yield from self._json(index)
+                yield from self._read_json_arguments(index)
 
-    def _json(self, index: int, close: str = "") -> Generator[None]:
+    def _read_json_arguments(self, index: int, close: str = "") -> Generator[None]:
         """Read a JSON object; or, if given, any JSON up to ``close``, and go past that."""
         depth, quoted, escaped = 0, False, False
         while True:
@@ -338,8 +338,8 @@ class CallReader:
                     quoted = True
                 elif close:
                     if self._rest.startswith(close, at):
-                        self._tell(index, self._take(at))
-                        self._take(len(close))
+                        self._emit_arguments(index, self._consume(at))
+                        self._consume(len(close))
                         return
                     if close.startswith(self._rest[at:]):
                         break
@@ -348,14 +348,16 @@ class CallReader:
                 elif character in "}]":
                     depth -= 1
                     if not depth:
-                        self._tell(index, self._take(at + 1))
+                        self._emit_arguments(index, self._consume(at + 1))
                         return
             else:
                 at = len(self._rest)
-            self._tell(index, self._take(at))
+            self._emit_arguments(index, self._consume(at))
             yield
 
-    def _parameters(self, index: int, strings: Collection[str], open: str, middle: str, close: str) -> Generator[None]:
+    def _read_parameters(
+        self, index: int, strings: Collection[str], open: str, middle: str, close: str
+    ) -> Generator[None]:
         """Read parameters, and tell them as a JSON object."""
         separator = "{"
         while True:
@@ -364,35 +366,35 @@ class CallReader:
                     break
                 yield
             if not self._rest.startswith(open):
-                self._tell(index, "{}" if separator == "{" else "}")
+                self._emit_arguments(index, "{}" if separator == "{" else "}")
                 return
-            self._take(len(open))
-            name = yield from self._until(middle)
-            self._tell(index, f"{separator}{json.dumps(name, ensure_ascii=False)}: ")
+            self._consume(len(open))
+            name = yield from self._read_until(middle)
+            self._emit_arguments(index, f"{separator}{json.dumps(name, ensure_ascii=False)}: ")
             separator = ", "
             if name not in strings:
-                yield from self._json(index, close)
+                yield from self._read_json_arguments(index, close)
                 continue
-            self._tell(index, '"')
+            self._emit_arguments(index, '"')
             while (at := self._rest.find(close)) < 0:
-                self._tell(index, escape_json_text(self._take(find_unfinished_end(self._rest, close))))
+                self._emit_arguments(index, escape_json_text(self._consume(find_unfinished_end(self._rest, close))))
                 yield
-            self._tell(index, escape_json_text(self._take(at)) + '"')
-            self._take(len(close))
+            self._emit_arguments(index, escape_json_text(self._consume(at)) + '"')
+            self._consume(len(close))
 
-    def _until(self, end: str) -> Generator[None, None, str]:
+    def _read_until(self, end: str) -> Generator[None, None, str]:
         """Return the text before ``end``, and go past it."""
         while (at := self._rest.find(end)) < 0:
             yield
-        text = self._take(at)
-        self._take(len(end))
+        text = self._consume(at)
+        self._consume(len(end))
         return text
 
-    def _take(self, count: int) -> str:
+    def _consume(self, count: int) -> str:
         taken, self._rest = self._rest[:count], self._rest[count:]
         return taken
 
-    def _tell(self, index: int, arguments: str) -> None:
+    def _emit_arguments(self, index: int, arguments: str) -> None:
         if arguments:
             self._parts.append(ToolCall(index, None, self._plain(arguments)))
 

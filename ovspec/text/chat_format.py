@@ -79,7 +79,7 @@ class CallStyle:
     arguments_as_text: bool = False
     null_content: bool = False
 
-    def styled(self, messages: list[Message]) -> list[Message]:
+    def apply(self, messages: list[Message]) -> list[Message]:
         """Return messages, in which arguments are objects or can't be read, in this style."""
         made = list[Message]()
         for message in messages:
@@ -116,18 +116,22 @@ class ChatFormat:
     """How a model's chats are written; ``tool_format`` is the name of its tool format, if it isn't to be found."""
 
     def __init__(self, template: ChatTemplate, tool_format: str | None = None) -> None:
-        self.template, self.thinking, self._given = template, detect_thinking_format(template.source), tool_format
+        self.template, self.thinking, self._tool_format_name = (
+            template,
+            detect_thinking_format(template.source),
+            tool_format,
+        )
 
     @property
     def tools(self) -> ToolFormat:
         """How the model calls tools."""
-        return self._found[0]
+        return self._detected_format[0]
 
     @functools.cached_property
-    def _found(self) -> tuple[ToolFormat, CallStyle]:
+    def _detected_format(self) -> tuple[ToolFormat, CallStyle]:
         """The tool format, and how the template wants messages with calls."""
         found, style = detect_tool_format(self.template)
-        return (FORMATS_BY_NAME[self._given], style) if self._given else (found, style)
+        return (FORMATS_BY_NAME[self._tool_format_name], style) if self._tool_format_name else (found, style)
 
     @functools.cached_property
     def takes_system(self) -> bool:
@@ -140,12 +144,12 @@ class ChatFormat:
         return self._shows_systems(PROBE_SYSTEMS)
 
     @functools.cached_property
-    def _takes_text(self) -> bool:
+    def _takes_text_arguments(self) -> bool:
         """Whether the template renders arguments that are a text as they are."""
-        format, style = self._found
+        format, style = self._detected_format
         calls = [replace_arguments(call, CUT_OFF_ARGUMENTS) for call in PROBE_CHAT[1]["tool_calls"]]
         chat = [PROBE_CHAT[0], {**PROBE_CHAT[1], "tool_calls": calls}, *PROBE_CHAT[2:]]
-        return CUT_OFF_ARGUMENTS in render_or_empty(self.template, style.styled(format.history(chat)))
+        return CUT_OFF_ARGUMENTS in render_or_empty(self.template, style.apply(format.history(chat)))
 
     @functools.cached_property
     def _opens_after_thinking(self) -> bool:
@@ -160,7 +164,7 @@ class ChatFormat:
         samples = (render_or_empty(self.template, chat, tools) for tools in (False, True))
         return any(all(message["content"] in sample for message in chat) for sample in samples)
 
-    def prompt(
+    def render_prompt(
         self,
         messages: list[Message],
         tools: Sequence[Any] = (),
@@ -184,42 +188,42 @@ class ChatFormat:
         if others := [each for each in messages if not isinstance(each, Mapping)]:
             raise PromptError(f"A chat has {others[0]!r:.60}; append messages, such as the `message` of a result.")
         if open and find_begun_answer(messages) is not None:
-            return self._continued(messages, tools, effort, variables)
+            return self._render_continuation(messages, tools, effort, variables)
         if open and messages and only_thinks(messages[-1]) and not self._opens_after_thinking:
-            return self.prompt(messages[:-1], tools, effort, variables)
-        messages = [self._with_parts(each) if isinstance(each.get("content"), list) else each for each in messages]
+            return self.render_prompt(messages[:-1], tools, effort, variables)
+        messages = [self._join_parts(each) if isinstance(each.get("content"), list) else each for each in messages]
         given = dict(variables or {})
         if effort is not None:
-            given = self._effort(effort) | given
+            given = self._effort_variables(effort) | given
         if not tools and not any(message.get("tool_calls") or message.get("role") == "tool" for message in messages):
-            return self._rendered(messages, given, open)
-        format, style = self._found
+            return self._render_messages(messages, given, open)
+        format, style = self._detected_format
         messages = add_names_and_ids(order_results(list(map(normalize_message, messages))), format.id_length)
         calls = [call for message in messages for call in message.get("tool_calls", ())]
-        if any(map(has_unparsed_arguments, calls)) and not self._takes_text:
+        if any(map(has_unparsed_arguments, calls)) and not self._takes_text_arguments:
             messages = list(map(wrap_unparsed_arguments, messages))
-        messages = style.styled(format.history(messages))
+        messages = style.apply(format.history(messages))
         if tools and format.native and format.tools_variable in self.template.variables:
             given[format.tools_variable] = list(tools)
             try:
-                return self._rendered(messages, given, open)
+                return self._render_messages(messages, given, open)
             except TemplateError:
                 given[format.tools_variable] = [*map(add_missing_fields, tools)]
         elif tools:
             messages = add_to_system(messages, describe_tools(format, tools), self.takes_system)
-        return self._rendered(messages, given, open)
+        return self._render_messages(messages, given, open)
 
-    def _continued(self, messages: list[Message], *more: Any) -> str:
+    def _render_continuation(self, messages: list[Message], *more: Any) -> str:
         """Return the prompt that ends with the last message; ``more``: other arguments of ``prompt``."""
         *before, last = messages
         if not (text := find_begun_answer([last])):
-            return self.prompt(before, *more)
+            return self.render_prompt(before, *more)
         with contextlib.suppress(TemplateError):
-            whole = self.prompt([*before, {**last, "content": text + ANSWER_END_MARK}], *more, open=False)
+            whole = self.render_prompt([*before, {**last, "content": text + ANSWER_END_MARK}], *more, open=False)
             begun, mark, _ = whole.rpartition(ANSWER_END_MARK)
             if mark:  # what the template writes before an answer's text, such as a header
                 return begun
-        opened = self.prompt(before, *more)
+        opened = self.render_prompt(before, *more)
         if self.thinking and opened.rstrip().endswith(self.thinking.open.rstrip()):
             opened += f"{self.thinking.close}\n\n"
         return opened + text
@@ -240,7 +244,7 @@ class ChatFormat:
                 found.add(role)
         return frozenset(found)
 
-    def _with_parts(self, message: Message) -> Message:
+    def _join_parts(self, message: Message) -> Message:
         """Return a message with its text parts joined, unless the template takes parts.
 
         Raises PromptError for other parts, which would be lost.
@@ -255,7 +259,7 @@ class ChatFormat:
             raise PromptError(f"messages: content of the type {kind!r:.40} can't be read; only text can.")
         return message
 
-    def _rendered(self, messages: list[Message], variables: Mapping[str, Any], open: bool) -> str:
+    def _render_messages(self, messages: list[Message], variables: Mapping[str, Any], open: bool) -> str:
         """Render messages. Agents send system messages anywhere, and several of a side; not all templates take these.
 
         Raises:
@@ -276,7 +280,7 @@ class ChatFormat:
                         return self.template.render(tried[-1], open, variables)
             raise
 
-    def _effort(self, effort: str) -> dict[str, Any]:
+    def _effort_variables(self, effort: str) -> dict[str, Any]:
         """Return the variables that tell the template how much to think."""
         reads = self.template.variables
         if "reasoning_effort" in reads:
@@ -294,7 +298,7 @@ def detect_tool_format(template: ChatTemplate) -> tuple[ToolFormat, CallStyle]:
             return format, CallStyle()
     # Two calls in a message show what is between them; but a template may take one at a time.
     for chat, parts in ((PROBE_CHAT, [PROBE_CALLS]), (split_calls(PROBE_CHAT), [[call] for call in PROBE_CALLS])):
-        samples = {style: render_or_empty(template, style.styled(chat)) for style in CALL_STYLES}
+        samples = {style: render_or_empty(template, style.apply(chat)) for style in CALL_STYLES}
         for format in FORMATS:
             if format.marks or not format.native or (len(parts) == 1 and format.between is None):
                 continue
@@ -321,7 +325,7 @@ def render_or_empty(template: ChatTemplate, messages: list[Message], tools: bool
 def contains_calls(sample: str, format: ToolFormat, parts: list[list[tuple[str, Any]]]) -> bool:
     """Return whether each part of the calls is in ``sample`` as ``format`` writes it."""
     ways = range(len(format.calls))
-    return any(all(format.written(calls, way) in sample for calls in parts) for way in ways)
+    return any(all(format.write_calls(calls, way) in sample for calls in parts) for way in ways)
 
 
 def is_text_part(part: Any) -> bool:

@@ -36,29 +36,29 @@ class TemplateError(OvspecError):
 class ChatTemplate:
     """A Jinja template, rendered with the variables and functions that Hugging Face provides.
 
-    ``tool_use`` is the template for chats with tools, if that is another one.
+    ``source_with_tools`` is the template for chats with tools, if that is another one.
     """
 
     source: str
     read_special_tokens: dict[str, str]
-    tool_use: str | None = None
+    source_with_tools: str | None = None
 
     @functools.cached_property
     def variables(self) -> frozenset[str]:
         """The variables that the template reads."""
-        return self._reads(self.tool_use or self.source)
+        return self._find_variables(self.source_with_tools or self.source)
 
     @functools.cached_property
     def _variables_without_tools(self) -> frozenset[str]:
-        return self._reads(self.source) if self.tool_use else self.variables
+        return self._find_variables(self.source) if self.source_with_tools else self.variables
 
-    def unread(self, variables: Mapping[str, Any], tools: bool) -> list[str]:
+    def unread_variables(self, variables: Mapping[str, Any], tools: bool) -> list[str]:
         """Return the names of variables that the template doesn't read, for chats with ``tools`` or without."""
         reads = self.variables if tools else self._variables_without_tools
         return [name for name in variables if name not in reads and name not in RESERVED_ARGUMENTS]
 
-    def _reads(self, source: str) -> frozenset[str]:
-        return frozenset(self._ask({"source": source}).get("reads", ()))
+    def _find_variables(self, source: str) -> frozenset[str]:
+        return frozenset(self._ask_renderer({"source": source}).get("reads", ()))
 
     def render(
         self,
@@ -87,12 +87,12 @@ class ChatTemplate:
             if not (isinstance(values, (list, tuple)) and all(isinstance(each, Mapping) for each in values)):
                 raise OvspecError(f"{name} for a chat template must be a list of objects.")
         asked = {
-            "source": self.source if given["tools"] is None else self.tool_use or self.source,
+            "source": self.source if given["tools"] is None else self.source_with_tools or self.source,
             "variables": {**self.special_tokens, **given, "messages": messages, "add_generation_prompt": open},
             # An empty list says that there are none.
             "needed": [name for name in given if strict and (given[name] or name not in ("tools", "documents"))],
         }
-        answer = self._ask(asked)
+        answer = self._ask_renderer(asked)
         if "unread" in answer:
             reads = f"it reads {', '.join(answer['reads'])}" if answer["reads"] else "it reads no variables"
             raise TemplateError(f"The model's chat template doesn't read {answer['unread']}; leave it out ({reads}).")
@@ -100,7 +100,7 @@ class ChatTemplate:
             raise TemplateError(f"The model's chat template cannot render these messages: {answer['error']}.")
         return answer["text"]
 
-    def _ask(self, asked: dict[str, Any]) -> dict[str, Any]:
+    def _ask_renderer(self, asked: dict[str, Any]) -> dict[str, Any]:
         """Return the answer of the process that renders."""
         try:
             request = json.dumps(asked)

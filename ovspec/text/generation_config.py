@@ -24,7 +24,7 @@ from ovspec.text.tokenizer_files import TokenId
 
 DEFAULT_MAX_TOKENS = 256
 GENERATION_CONFIG_FILE = "generation_config.json"
-DO_SAMPLE_OPTION = Option("Whether texts are sampled.", name="do_sample", kind=bool)
+DO_SAMPLE_OPTION = Option("Whether texts are sampled.", name="do_sample", value_type=bool)
 
 # Settings of a generation config that Hugging Face's greedy generate applies and ovspec doesn't; their neutral values.
 UNSUPPORTED_SETTINGS = {"no_repeat_ngram_size": 0, "min_length": 0} | dict.fromkeys(
@@ -49,7 +49,7 @@ class GenerationConfig:
 
     def __init__(self, folder: Path, config: ModelConfig, tokenizer: Tokenizer) -> None:
         self._file = folder / GENERATION_CONFIG_FILE
-        self.values = read_dataclass(GenerationFile, self._file)
+        self.settings = read_dataclass(GenerationFile, self._file)
         self._config, self._tokenizer = config, tokenizer
         asked = read_json(self._file)
         if names := [name for name, neutral in UNSUPPORTED_SETTINGS.items() if asked.get(name) not in (None, neutral)]:
@@ -59,14 +59,14 @@ class GenerationConfig:
     @functools.cached_property
     def eos_ids(self) -> frozenset[int]:
         """The token ids that end a text."""
-        files = (self.values, self._config, self._config.text_config)
+        files = (self.settings, self._config, self._config.text_config)
         eos = next((file.eos_token_id for file in files if file and file.eos_token_id is not None), [])
         return frozenset(eos if isinstance(eos, list) else [eos])
 
     @property
     def bos(self) -> np.ndarray:
         """The tokenizer's BOS, else the generation config's, (n,) int64; empty if there is none."""
-        special, bos = self._tokenizer.encode(""), self.values.bos_token_id
+        special, bos = self._tokenizer.encode(""), self.settings.bos_token_id
         if len(special) or bos is None:
             return special
         if bos not in self._tokenizer.known:
@@ -74,7 +74,7 @@ class GenerationConfig:
         return np.array([bos], dtype=np.int64)
 
     @property
-    def beginning(self) -> np.ndarray:
+    def empty_prompt_ids(self) -> np.ndarray:
         """The tokens used for an empty prompt, (n,) int64; raises OvspecError if the model has no BOS."""
         if len(bos := self.bos):
             return bos

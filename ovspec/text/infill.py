@@ -18,7 +18,7 @@ class FimFamily:
 
     prefix, suffix, middle: what comes before each part; a family whose prompt ends with the prefix has no ``middle``.
     repository, file: what comes before the names of a repository and of a file.
-    others: tokens that end a text, besides all of these.
+    end_names: tokens that end a text, besides all of these.
     suffix_first: whether the suffix comes before the prefix.
     """
 
@@ -27,17 +27,17 @@ class FimFamily:
     middle: str | None
     repository: str | None = None
     file: str | None = None
-    others: tuple[str, ...] = ()
+    end_names: tuple[str, ...] = ()
     suffix_first: bool = False
 
     @property
-    def parts(self) -> list[str]:
+    def required_names(self) -> list[str]:
         """The tokens that a prompt needs."""
         return [each for each in (self.prefix, self.suffix, self.middle) if each]
 
     @property
-    def all(self) -> list[str]:
-        return [*self.parts, *(each for each in (self.repository, self.file) if each), *self.others]
+    def all_names(self) -> list[str]:
+        return [*self.required_names, *(each for each in (self.repository, self.file) if each), *self.end_names]
 
 
 FIM_FAMILIES = (
@@ -51,14 +51,14 @@ FIM_FAMILIES = (
     # StarCoder, Granite
     FimFamily("<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<reponame>", "<filename>", ("<fim_pad>",)),
     # SantaCoder
-    FimFamily("<fim-prefix>", "<fim-suffix>", "<fim-middle>", others=("<fim-pad>",)),
+    FimFamily("<fim-prefix>", "<fim-suffix>", "<fim-middle>", end_names=("<fim-pad>",)),
     # Code Llama, in both spellings
-    FimFamily("▁<PRE>", "▁<SUF>", "▁<MID>", others=("▁<EOT>",)),
-    FimFamily("<PRE>", "<SUF>", "<MID>", others=("<EOT>",)),
+    FimFamily("▁<PRE>", "▁<SUF>", "▁<MID>", end_names=("▁<EOT>",)),
+    FimFamily("<PRE>", "<SUF>", "<MID>", end_names=("<EOT>",)),
     # DeepSeek Coder
     FimFamily("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
     # Codestral
-    FimFamily("[PREFIX]", "[SUFFIX]", None, others=("[MIDDLE]",), suffix_first=True),
+    FimFamily("[PREFIX]", "[SUFFIX]", None, end_names=("[MIDDLE]",), suffix_first=True),
     # GLM 4
     FimFamily("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),
     # Seed-Coder
@@ -68,7 +68,7 @@ FIM_FAMILIES = (
 )  # fmt: skip
 # Further tokens that end a middle, in models whose configs may name only one of them.
 COMMON_END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "<end_of_turn>")
-FIM_TOKEN_NAMES = {name for family in FIM_FAMILIES for name in family.all} | {*COMMON_END_NAMES}
+FIM_TOKEN_NAMES = {name for family in FIM_FAMILIES for name in family.all_names} | {*COMMON_END_NAMES}
 NO_FIM_ERROR = "This model's vocabulary has no fill-in-the-middle tokens; serve one that has, such as Qwen2.5-Coder."
 # What llama.cpp writes where editors give no names, and between chunks where there is no token for that.
 DEFAULT_REPOSITORY, DEFAULT_FILE, DEFAULT_CHUNK_FILE, CHUNK_SEPARATOR = (
@@ -88,18 +88,18 @@ class FimTokens:
     middle: int | None
     repository: int | None
     file: int | None
-    ends: tuple[int, ...]
+    end_ids: tuple[int, ...]
     suffix_first: bool
     names: tuple[str, ...]  # of the tokens that only infilling uses
 
 
 def find_fim_tokens(ids: Mapping[str, int]) -> FimTokens | None:
     """Return the FIM tokens among ``ids``, name -> id, or None; of several families, the one with the most of them."""
-    found = [family for family in FIM_FAMILIES if all(name in ids for name in family.parts)]
+    found = [family for family in FIM_FAMILIES if all(name in ids for name in family.required_names)]
     if not found:
         return None
-    best = max(found, key=lambda family: sum(name in ids for name in family.all))
-    names = [name for name in best.all if name in ids]
+    best = max(found, key=lambda family: sum(name in ids for name in family.all_names))
+    names = [name for name in best.all_names if name in ids]
     repository, file = ids.get(best.repository or ""), ids.get(best.file or "")
     ends = tuple(sorted({ids[name] for name in (*names, *COMMON_END_NAMES) if name in ids}))
     parts = ids[best.prefix], ids[best.suffix], ids[best.middle] if best.middle else None
@@ -117,21 +117,21 @@ class FileChunk(NamedTuple):
 class Infill:
     """A prompt for the text between ``prefix`` and ``suffix``.
 
-    extra: parts of other files; those that don't fit are left out, the first of them first.
+    file_chunks: parts of other files; those that don't fit are left out, the first of them first.
     beginning: what the text begins with.
     """
 
     prefix: str
     suffix: str
-    extra: tuple[FileChunk, ...] = ()
+    file_chunks: tuple[FileChunk, ...] = ()
     beginning: str = ""
 
     def __len__(self) -> int:
         """Return the number of characters."""
-        return self.needed + sum(len(chunk.text) + len(chunk.filename) for chunk in self.extra)
+        return self.needed_characters + sum(len(chunk.text) + len(chunk.filename) for chunk in self.file_chunks)
 
     @property
-    def needed(self) -> int:
+    def needed_characters(self) -> int:
         """The number of characters that can't be left out."""
         return len(self.prefix) + len(self.suffix) + len(self.beginning)
 
@@ -143,10 +143,10 @@ class EncodePart(Protocol):
 
 
 class InfillTokens(NamedTuple):
-    """The tokens of such a prompt, (n,) int64; from ``begins`` on they are the beginning of the text."""
+    """The tokens of such a prompt, (n,) int64; from ``answer_start`` on they are the beginning of the text."""
 
     ids: np.ndarray
-    begins: int
+    answer_start: int
 
 
 def encode_infill(
@@ -163,7 +163,7 @@ def encode_infill(
     before, name, chunks = [*bos], list[int](), list[list[int]]()
     if fim.repository is not None:
         before += [fim.repository, *encode(DEFAULT_REPOSITORY)]
-    for chunk in infill.extra:
+    for chunk in infill.file_chunks:
         begin = [*encode(CHUNK_SEPARATOR)] if fim.file is None else [fim.file, *encode(f"{chunk.filename}\n")]
         chunks.append([*begin, *encode(chunk.text)])
     if fim.file is not None:
@@ -183,6 +183,6 @@ def encode_infill(
 def trim_chunks(infill: Infill, characters: float) -> Infill:
     """Return a prompt without the first chunks that make it longer than so many characters."""
     # What separates chunks takes at least a token.
-    sizes = itertools.accumulate(len(chunk.text) + 1 for chunk in reversed(infill.extra))
-    leave_out = sum(size > characters - infill.needed for size in sizes)
-    return replace(infill, extra=infill.extra[leave_out:])
+    sizes = itertools.accumulate(len(chunk.text) + 1 for chunk in reversed(infill.file_chunks))
+    leave_out = sum(size > characters - infill.needed_characters for size in sizes)
+    return replace(infill, extra=infill.file_chunks[leave_out:])

@@ -101,7 +101,7 @@ class Tokenizer:
         self.vocabulary = make_byte_vocabulary(file)
         tokens = file.tokens_by_id()
         self.known = make_known_ids(tokens)
-        self.fim = find_fim_tokens({name: index for index, name in tokens.items() if name in FIM_TOKEN_NAMES})
+        self.fim_tokens = find_fim_tokens({name: index for index, name in tokens.items() if name in FIM_TOKEN_NAMES})
         self._longest = max(map(len, tokens.values()), default=1)
         empty, one = self._encode(""), self._encode("a")
         # Tokens that encoding puts around every text: BOS before it for some models, EOS after it for a few.
@@ -110,7 +110,7 @@ class Tokenizer:
         # SentencePiece models put a space in front of every text they encode.
         self._adds_space = self.decode(self.encode("a", special=False)) == " a"
 
-    def most_characters(self, tokens: int) -> int:
+    def max_characters(self, tokens: int) -> int:
         """Return more characters than ``tokens`` tokens can spell."""
         return NORMALIZER_MARGIN * self._longest * tokens
 
@@ -128,7 +128,7 @@ class Tokenizer:
         ids = self._encode(text)
         return ids if special else ids[self._prefix : len(ids) - self._suffix]
 
-    def encode_more(self, text: str) -> np.ndarray:
+    def encode_continuation(self, text: str) -> np.ndarray:
         """Return the token ids of ``text`` as the continuation of another text, (n,) int64: no BOS, no added space."""
         ids = self.encode(text, special=False)
         if not self._adds_space:
@@ -136,20 +136,22 @@ class Tokenizer:
         before, both = self.encode("\n", special=False), self.encode("\n" + text, special=False)
         return both[len(before) :] if np.array_equal(both[: len(before)], before) else ids
 
-    def encode_spelt(self, text: str, first: bool = False) -> np.ndarray:
+    def encode_plain_text(self, text: str, first: bool = False) -> np.ndarray:
         """Return the token ids of ``text``, (n,) int64; the name of a special token in it is spelt by other tokens.
 
-        Unless ``first``, the text is the continuation of another one, as in ``encode_more``.
+        Unless ``first``, the text is the continuation of another one, as in ``encode_continuation``.
         """
         cuts = [0, *(name.start() + 1 for name in self._names.finditer(text)), len(text)]
         parts = [text[start:end] for start, end in itertools.pairwise(cuts)]
         beginning = [self.encode(parts.pop(0), special=False)] if first else []
-        return np.concatenate([*beginning, *map(self.encode_more, parts)])
+        return np.concatenate([*beginning, *map(self.encode_continuation, parts)])
 
     @functools.cached_property
     def _names(self) -> re.Pattern[str]:
         """Finds where the names of special and FIM tokens begin."""
-        names = {name.decode() for name in self._special.values()} | {*(self.fim.names if self.fim else ())}
+        names = {name.decode() for name in self._special.values()} | {
+            *(self.fim_tokens.names if self.fim_tokens else ())
+        }
         return re.compile("|".join(f"(?={re.escape(name)})" for name in sorted(names) if len(name) > 1) or "(?!)")
 
     @functools.cached_property
@@ -159,10 +161,10 @@ class Tokenizer:
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Return the text of ``tokens`` as it reads inside a longer text, without special tokens."""
-        detokenizer = self.detokenizer()
+        detokenizer = self.make_detokenizer()
         return "".join([detokenizer.push(int(token)) for token in tokens]) + detokenizer.flush()
 
-    def spell(self, tokens: np.ndarray) -> str | None:
+    def decode_with_special(self, tokens: np.ndarray) -> str | None:
         """Return the text of ``tokens`` (n,) with special tokens written out, as in chat templates.
 
         Returns None without a byte vocabulary, or if the bytes are not valid UTF-8.
@@ -184,11 +186,11 @@ class Tokenizer:
         """Return the text of a token; a special token is written out, and part of a character as ``\\xe2``."""
         return self.token_bytes(token).decode("utf-8", "backslashreplace")
 
-    def has_special(self, text: str) -> bool:
+    def contains_special_name(self, text: str) -> bool:
         """Return whether ``text`` has the name of a special token, as what a chat template writes does."""
         return any(name in text.encode() for name in self._special.values())
 
-    def detokenizer(self, marks: Mapping[int, str] | None = None) -> Detokenizer:
+    def make_detokenizer(self, marks: Mapping[int, str] | None = None) -> Detokenizer:
         """Return a new detokenizer; ``marks``: token id -> what it adds to the text instead of its own."""
         if self.vocabulary:
             return ByteDetokenizer(self.vocabulary, marks)

@@ -10,23 +10,23 @@ import numpy as np
 
 @dataclass(frozen=True)
 class KnownIds:
-    """The ids that have a token: those below ``size``, except ``gaps`` (n,). With a ``size`` of None, all ids do.
+    """The ids that have a token: those below ``size``, except ``missing_ids`` (n,). A ``size`` of None: all ids.
 
     Logits are often wider, padded to a round number; an id of the padding must never be generated.
     """
 
     size: int | None = None
-    gaps: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    missing_ids: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
 
     def restricts(self, width: int) -> bool:
         """Return whether logits of this width include ids without a token."""
-        return bool(len(self.gaps)) or (self.size is not None and width > self.size)
+        return bool(len(self.missing_ids)) or (self.size is not None and width > self.size)
 
     def restrict(self, logits: np.ndarray) -> np.ndarray:
-        """Cut logits (n, width) float32 to at most ``size`` columns and set those of ``gaps`` to -inf, in place."""
+        """Cut logits (n, width) float32 to at most ``size`` columns, and set ``missing_ids`` to -inf, in place."""
         logits = logits[:, : self.size]
-        if len(self.gaps):
-            logits[:, self.gaps[self.gaps < logits.shape[1]]] = -np.inf
+        if len(self.missing_ids):
+            logits[:, self.missing_ids[self.missing_ids < logits.shape[1]]] = -np.inf
         return logits
 
     def __contains__(self, token: int) -> bool:
@@ -34,12 +34,12 @@ class KnownIds:
 
     def first_unknown(self, ids: np.ndarray) -> int | None:
         """Return the first of ``ids`` (n,), integers of any size, that has no token, or None."""
-        unknown = ids[self.unknown(ids)]
+        unknown = ids[self.unknown_mask(ids)]
         return int(unknown[0]) if len(unknown) else None
 
-    def unknown(self, ids: np.ndarray) -> np.ndarray:
+    def unknown_mask(self, ids: np.ndarray) -> np.ndarray:
         """Return for each of ``ids`` (n,) whether it has no token."""
-        return (ids < 0) | np.isin(ids, self.gaps) | (ids >= (self.size or np.iinfo(np.int64).max))
+        return (ids < 0) | np.isin(ids, self.missing_ids) | (ids >= (self.size or np.iinfo(np.int64).max))
 
 
 ALL_IDS = KnownIds()

@@ -70,7 +70,7 @@ def run_in_session(lm: ovspec.LanguageModel, pieces: list[str], tokens: int, hea
 def run_from_scratch(lm: ovspec.LanguageModel, pieces: list[str], tokens: int) -> None:
     text: list[int] = []
     for piece in pieces:
-        text += lm.tokenizer.encode_more(piece).tolist()
+        text += lm.tokenizer.encode_continuation(piece).tolist()
         text += lm.generate(text, max_tokens=tokens, **PLAIN).token_ids
 
 

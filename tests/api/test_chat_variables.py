@@ -40,7 +40,7 @@ def lm(load: Load, monkeypatch: pytest.MonkeyPatch) -> ovspec.LanguageModel:
 
 def prompt_of(lm: ovspec.LanguageModel, result: ovspec.Result) -> str:
     assert result.record
-    return str(lm.tokenizer.spell(result.record.prompt_ids))
+    return str(lm.tokenizer.decode_with_special(result.record.prompt_ids))
 
 
 def test_every_call_renders_with_them(lm: ovspec.LanguageModel) -> None:

@@ -352,7 +352,7 @@ def test_what_a_stop_string_leaves_of_a_token(load: Load) -> None:
         said = len(result.token_ids) - 1
         assert session.tokens[start : start + said] == whole.token_ids[:said]
         session.append(stop)
-        assert session.tokens[start:] == [*whole.token_ids[:said], *lm.tokenizer.encode_more(token).tolist()]
+        assert session.tokens[start:] == [*whole.token_ids[:said], *lm.tokenizer.encode_continuation(token).tolist()]
         assert session.text == PROMPTS[0] + result.text + stop
 
 
@@ -544,7 +544,7 @@ def test_each_turn_goes_on_from_the_last(session: ovspec.Session, load: Load) ->
         assert session.messages[-1] == {"role": "assistant", "content": result.text}
         assert result.stats.cached_tokens >= before - 1, "only the new turn is read"
         rendered = lm.runtime.prompts.chat_format.template.render(session.messages[:-1])
-        assert lm.tokenizer.spell(session.sequence.tokens[: len(prompt)]) == rendered
+        assert lm.tokenizer.decode_with_special(session.sequence.tokens[: len(prompt)]) == rendered
     session.append("more")
     assert session.messages[-1]["content"].endswith("more"), "a string continues the answer"
 
@@ -599,8 +599,10 @@ def test_a_chat_can_be_taken_back(session: ovspec.Session) -> None:
 def test_an_answer_that_ended_keeps_its_tokens(session: ovspec.Session) -> None:
     """Also if the template ends answers with another token than the model did."""
     session.append({"role": "user", "content": "hi"})
-    letters = [token for letter in "loop" for token in session.runtime.prompts.tokenizer.encode_more(letter).tolist()]
-    assert len(session.runtime.prompts.tokenizer.encode_more("loop")) < len(letters)
+    letters = [
+        token for letter in "loop" for token in session.runtime.prompts.tokenizer.encode_continuation(letter).tolist()
+    ]
+    assert len(session.runtime.prompts.tokenizer.encode_continuation("loop")) < len(letters)
     begun = session.tokens
     session.append([*letters, min(session.runtime.prompts.generation_config.eos_ids)])
     session.append({"role": "user", "content": "more"})

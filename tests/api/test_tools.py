@@ -132,7 +132,7 @@ def check(row: Row, pieces: list[Piece], tools: dict[str, Any], counts: Counter[
         jsonschema.validate(arguments, tools[call.name or ""])
         counts["whole"] += 1
     if not result.tool_calls:
-        if row.params.tool_use.required:  # cut off before its call, perhaps within a tag
+        if row.params.allowed_calls.required:  # cut off before its call, perhaps within a tag
             assert result.finish_reason == "length"
             assert not result.text or any(tag.startswith(result.text) for tag in TAGS)
         counts["text"] += 1
@@ -144,7 +144,7 @@ def judge(lm: ovspec.LanguageModel, tool_format: str, count: int, number: int) -
     layout = FORMATS_BY_NAME[tool_format]
     for at, each in enumerate(random_tools(count, number)):
         name = each["function"]["name"]
-        trigger = lm.tokenizer.encode_more(layout.triggers[0].replace("{NAME}", name)).tolist()
+        trigger = lm.tokenizer.encode_continuation(layout.triggers[0].replace("{NAME}", name)).tolist()
         options: dict[str, Any] = {"tools": [each], "temperature": 1.0, "seed": at}
         options["max_tokens"] = numbers.choice((numbers.randint(1, 150), 320, 320))
         process = pushed(trigger, 8 if layout.anywhere else 0, at)
@@ -326,7 +326,7 @@ def test_accelerators_change_no_call(
             calls += len(result.tool_calls)
             thoughts += result.stats.thinking_tokens
             budget = options.get("max_thinking_tokens")
-            closing = len(plain_lm.tokenizer.encode_more("</think>"))
+            closing = len(plain_lm.tokenizer.encode_continuation("</think>"))
             assert budget is None or result.stats.thinking_tokens <= budget + closing
     assert proposed
     assert accepted

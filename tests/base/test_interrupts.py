@@ -19,10 +19,10 @@ from ovspec.cache.paged import MAX_INFERENCE_TOKENS, PagedDecoder
 def test_ctrl_c_waits_while_held() -> None:
     before = signal.getsignal(signal.SIGINT)
     interrupts = DelayedInterrupts()
-    interrupts.holding = True
+    interrupts.delaying = True
     signal.raise_signal(signal.SIGINT)
     assert interrupts.pressed
-    interrupts.holding = False
+    interrupts.delaying = False
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
     interrupts.stop()

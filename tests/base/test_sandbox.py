@@ -32,8 +32,8 @@ def end_next(monkeypatch: pytest.MonkeyPatch) -> End:
                 process.send_signal(signals.pop(0))
             return talked(process, request)
 
-        talked: Any = worker._talk
-        monkeypatch.setattr(worker, "_talk", talk)
+        talked: Any = worker._exchange
+        monkeypatch.setattr(worker, "_exchange", talk)
 
     return end_next
 
@@ -90,8 +90,8 @@ def test_crashed_each_time(end_next: End) -> None:
 def test_a_process_that_has_grown_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     RENDERER.stop()
     assert TEMPLATE.render([]) == "0"
-    [process] = RENDERER.idle
+    [process] = RENDERER.idle_processes
     monkeypatch.setattr(RENDERER, "size", int(1.5 * process.memory_info().rss))
     assert TEMPLATE.render([]) == "0"
-    assert not RENDERER.idle
+    assert not RENDERER.idle_processes
     assert not process.is_running()

@@ -73,7 +73,7 @@ def test_a_chat_without_a_recommendation_is_greedy(
 ) -> None:
     folder = with_generation_config(config)
     found = run("chat", folder, *SHORT, stdin="hi\n")
-    assert found.code == 0 and not found.rows[0].params.sampled and "recommends" not in found.err
+    assert found.code == 0 and not found.rows[0].params.is_sampled and "recommends" not in found.err
     refused = run("chat", folder, *SHORT, "--top-p", "0.5", stdin="hi\n")
     assert refused.code == 2 and "--top-p needs a --temperature above 0." in refused.err
 
@@ -85,7 +85,7 @@ def test_other_commands_stay_greedy(
     Path("in.txt").write_text("hi\n", "utf-8")
     for arguments in (("generate", folder, "hi", "--chat"), ("batch", folder, "in.txt", "-o", "out", "--chat")):
         found = run(*arguments, *SHORT)
-        assert found.code == 0 and not found.rows[0].params.sampled and "recommends" not in found.err
+        assert found.code == 0 and not found.rows[0].params.is_sampled and "recommends" not in found.err
 
 
 def test_a_wrong_recommendation_names_its_file(
@@ -159,7 +159,9 @@ def test_a_base_model_is_for_generate(
         given = run(*command, *SHORT, "--chat-template", "chatml", stdin="hi\n")
         assert given.code == 0, given.err
         prompt = given.rows[0].sequence.tokens[: given.rows[0].prompt_length]
-        assert given.lm.tokenizer.spell(prompt) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+        assert (
+            given.lm.tokenizer.decode_with_special(prompt) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+        )
 
 
 def test_a_log_is_not_told_of_chats(run: Callable[..., Outcome], pair: Path) -> None:

@@ -370,4 +370,4 @@ def test_only_the_beginning_of_a_text_has_a_bos(tmp_path: Path, monkeypatch: pyt
     ours = converted(made, tmp_path, monkeypatch)
     assert made.convert_ids_to_tokens(ours.encode("abb")) == ["<s>", "▁a", "b", "b"]
     assert made.convert_ids_to_tokens(ours.encode("abb", special=False)) == ["▁a", "b", "b"]
-    assert made.convert_ids_to_tokens(ours.encode_more("abb")) == ["ab", "b"], "nor a space of its own"
+    assert made.convert_ids_to_tokens(ours.encode_continuation("abb")) == ["ab", "b"], "nor a space of its own"

@@ -85,9 +85,9 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> Iterator[float]:
     """Allow a check fewer seconds than usual, so that the tests of this limit end sooner."""
     assert CONVERTER.seconds == CONVERSION_SECONDS == 5
     monkeypatch.setattr(CONVERTER, "seconds", 1.5)
-    before = [*CONVERTER.idle]
+    before = [*CONVERTER.idle_processes]
     yield CONVERTER.seconds
-    if any(process not in before for process in CONVERTER.idle):
+    if any(process not in before for process in CONVERTER.idle_processes):
         CONVERTER.stop()  # the new ones allow only this long themselves
 
 
@@ -101,8 +101,8 @@ def test_a_stopped_check_leaves_the_next_one_unharmed(hurried: float) -> None:
     assert min(took) < hurried + 1
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda length: convert_grammar("regex", f"[a-z]{{{length}}}", "--regex"), (5, 6)))
-    assert len(CONVERTER.idle) > 1
-    for process in CONVERTER.idle:
+    assert len(CONVERTER.idle_processes) > 1
+    for process in CONVERTER.idle_processes:
         process.kill()
     convert_grammar("regex", "[a-z]{7}", "--regex")
 
@@ -179,7 +179,7 @@ def test_a_grammar_sees_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("A_SECRET", "x")
     CONVERTER.stop()
     convert_grammar("regex", "[a-g]{3}", "regex")
-    assert "A_SECRET" not in CONVERTER.idle[0].environ()
+    assert "A_SECRET" not in CONVERTER.idle_processes[0].environ()
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

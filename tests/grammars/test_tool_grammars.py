@@ -318,15 +318,15 @@ def test_texts_in_xml_stay_what_they_are(format: Any) -> None:
         assert layout and layout.parameters
         texts = ["5", "true", "null", '"', "[1, 2]", '{"a": 1}', "", " ", "\n", "a\n", "\n\nb", "\\n", "<parameter=y>"]
         for text in texts:
-            tokens = vocabulary.ids_of(layout.written([("f", {"x": text})]))
+            tokens = vocabulary.ids_of(layout.write_calls([("f", {"x": text})]))
             assert follows(answer, tokens), text
             _, reader = answer.read(tokens, 2)
             assert json.loads(reader.calls[0].arguments) == {"x": text}
         close = layout.parameters.close
         for text in (close, f"a{close}b", f"{close}{close}"):
             spelt = PLAIN.ids_of(text)
-            begin = vocabulary.ids_of(layout.written([("f", {"x": "a"})]).partition(close)[0])
-            rest = vocabulary.ids_of(layout.written([("f", {"x": "a"})]).partition(close)[2])
+            begin = vocabulary.ids_of(layout.write_calls([("f", {"x": "a"})]).partition(close)[0])
+            rest = vocabulary.ids_of(layout.write_calls([("f", {"x": "a"})]).partition(close)[2])
             tokens = [*begin, *spelt, *vocabulary.ids_of(close), *rest]
             if vocabulary is PLAIN:
                 assert not follows(answer, tokens), "it would end there"

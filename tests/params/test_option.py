@@ -53,11 +53,11 @@ for wrong in (2.0, "loud"):
 for command in ("generate", "chat", "batch"):
     assert "--loudness FLOAT" in CliRunner().invoke(cli, [command, "--help"]).output
 context = generate.make_context("generate", ["--loudness", "0.7", "x"])
-assert split_options({"loudness": context.params["loudness"]})[1].recorded() == {"loudness": 0.7}
+assert split_options({"loudness": context.params["loudness"]})[1].recorded_options() == {"loudness": 0.7}
 assert CliRunner().invoke(cli, ["generate", "x", "--loudness", "2"]).exit_code == 2
 for name in ("loudness", "volume"):
     line = read_request(json.dumps({"prompt": "a", name: 0.7}), "1")
-    assert line.asked.overrides.params(UNSET, "own").recorded() == {"loudness": 0.7}
+    assert line.asked.overrides.params(UNSET, "own").recorded_options() == {"loudness": 0.7}
     for wrong, told in (("loud", "loudness must be a number"), (2, "loudness is 2; it must be from 0 to 1")):
         error = read_request(json.dumps({"prompt": "a", name: wrong}), "1").error
         assert told.replace("loudness", name) in error
@@ -127,7 +127,7 @@ def test_python_shows_its_names_and_options() -> None:
     ):
         shown = inspect.signature(function).parameters
         for name, option in table.items():
-            assert (shown[name].annotation, shown[name].default) == (option.kind, option.default)
+            assert (shown[name].annotation, shown[name].default) == (option.value_type, option.default)
         assert not any(each.kind is each.VAR_KEYWORD for each in shown.values())
     assert "temperature: float = 0.0" in pydoc.render_doc(ovspec.LanguageModel.generate)
 

@@ -447,7 +447,9 @@ def test_a_stream_says_what_the_whole_answer_says(
     thought: str | None, text: str, calls: list[Any], cuts: list[int], ends: int | None
 ) -> None:
     """However it is cut into pieces, and wherever it ends."""
-    raw = ("" if thought is None else f"<think>{thought}</think>") + text + (TOOLS.written(calls, 0) if calls else "")
+    raw = (
+        ("" if thought is None else f"<think>{thought}</think>") + text + (TOOLS.write_calls(calls, 0) if calls else "")
+    )
     raw = raw if ends is None else raw[:ends]
     pieces, result = answered(AnswerFormat(TOOLS, THINK, ("f", "get")), raw, cuts, ends is not None)
     whole = whole_message(None, HEAD, PLAIN, [result], [])

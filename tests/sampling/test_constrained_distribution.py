@@ -81,7 +81,7 @@ def exact(params: Params) -> dict[tuple[int, ...], float]:
         mask = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")[:6]
         logits = np.where(mask, TARGET[text[-1] if text else 0], -np.inf).astype(np.float32)
         p = warp_logits(logits, params).probabilities(6)
-        if not params.truncates:
+        if not params.truncating_options:
             np.testing.assert_allclose(p, softmax(logits.astype(float) / params.temperature), rtol=1e-4)
         for token in np.flatnonzero(p).tolist():
             if token == END:

@@ -161,11 +161,11 @@ def test_types_and_response_formats(load: Load, schema: Any, text: str) -> None:
     [row] = lm.runtime.row_maker.make_rows(
         "x = ", lm.runtime.row_maker.make_complete_params({"json_schema": schema, "max_tokens": 400})
     )
-    tokens = [*row.sequence.tokens, *lm.tokenizer.encode_more(text)]
+    tokens = [*row.sequence.tokens, *lm.tokenizer.encode_continuation(text)]
     made = row.sampler.constraints
     for count in range(len(row.sequence.tokens), len(tokens)):
         assert made.allows_token(int(tokens[count]), np.array(tokens[:count])), text[:count]
-    wrong = [*tokens[:-1], *lm.tokenizer.encode_more(', "more": 1}')]
+    wrong = [*tokens[:-1], *lm.tokenizer.encode_continuation(', "more": 1}')]
     if text.endswith("}") and "any" not in text:
         count = len(tokens) - 1
         assert not made.allows_token(int(wrong[count]), np.array(wrong[:count])), "objects have no other properties"

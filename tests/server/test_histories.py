@@ -176,7 +176,7 @@ class Served:
         self._app: Any = Guard(make_app(service), [], True, lambda *_: None)
 
     def spelt(self, ids: list[int]) -> str:
-        return self.lm.tokenizer.spell(np.array(ids)) or ""
+        return self.lm.tokenizer.decode_with_special(np.array(ids)) or ""
 
     def post(self, path: str, body: Any) -> httpx.Response:
         async def post() -> httpx.Response:

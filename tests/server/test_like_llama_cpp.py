@@ -402,4 +402,4 @@ def test_tokenize_with_pieces(server: Running) -> None:
 def test_reasoning(name: str, effort: str | None, end: str, tools: list[Any]) -> None:
     source = Path(TEMPLATES, f"{name}.jinja").read_text("utf-8")
     format = ChatFormat(ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"}))
-    assert format.prompt([{"role": "user", "content": "What is today?"}], tools, effort).endswith(end)
+    assert format.render_prompt([{"role": "user", "content": "What is today?"}], tools, effort).endswith(end)

@@ -142,7 +142,7 @@ def answers(
     """Return the answers to a request with ``tools`` and ``options``."""
     given = {"tools": list(tools), **options} if tools else options
     params = make_params(given)  # type: ignore[arg-type]
-    use = params.tool_use
+    use = params.allowed_calls
     format = AnswerFormat(
         FORMATS_BY_NAME[tool_format] if tools else None,
         thinking,

@@ -85,7 +85,7 @@ def answers(draw: st.DrawFn, format: ToolFormat) -> Answer:
         "thinking" if began else "start",
         added=numbers,
     )
-    written = format.written(calls, draw(st.integers(0, len(format.calls) - 1)))
+    written = format.write_calls(calls, draw(st.integers(0, len(format.calls) - 1)))
     raw = in_order(thinking, began, thought, text, written, draw(st.sampled_from(("", "\n", " \n\n"))))
     spelt = draw(st.sampled_from(tags)) if as_tokens else "<"
     thought, text = (each.replace(SPELT, spelt) for each in (thought, text))

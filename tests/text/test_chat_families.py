@@ -187,7 +187,7 @@ def test_an_answer_goes_on_where_hugging_face_lets_it(tokenizer: Any, name: str)
         for text in ('{"a": [', "Well,\n\n- <b>ä"):
             chat = [*asked, answer(text, **more)]
             with contextlib.suppress(OvspecError):
-                found = format.prompt(chat)
+                found = format.render_prompt(chat)
                 assert found.endswith(text)
                 with contextlib.suppress(ValueError, jinja2.TemplateError, TypeError):
                     theirs: Any = {"continue_final_message": True, "tokenize": False, "chat_template": source}
@@ -212,9 +212,9 @@ def test_an_answer_goes_on_where_the_template_refuses_it() -> None:
     chat = [user("One?"), answer("Two")]
     for source, expected in ((refuses, "One?Two"), (thinks, "One?<a><think>\n</think>\n\nTwo")):
         format = ChatFormat(ChatTemplate(source, SPECIAL))
-        assert format.prompt(chat) == expected
-        assert format.prompt([*chat[:1], answer("")]) == format.prompt(chat[:1])
-        assert format.prompt([*chat[:1], answer([{"type": "text", "text": "Two"}])]) == expected
+        assert format.render_prompt(chat) == expected
+        assert format.render_prompt([*chat[:1], answer("")]) == format.render_prompt(chat[:1])
+        assert format.render_prompt([*chat[:1], answer([{"type": "text", "text": "Two"}])]) == expected
 
 
 @pytest.mark.skipif(not hasattr(time, "tzset"), reason="has no time zones by environment")

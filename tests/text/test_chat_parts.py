@@ -44,9 +44,9 @@ def chat_of(contents: list[Any]) -> list[dict[str, Any]]:
 def test_text_parts_are_rendered(name: str) -> None:
     format = ChatFormat(ChatTemplate(CASES[name], SPECIAL))
     texts, variables = [f"It is {hour} o'clock." for hour in range(8)], VARIABLES.get(name)
-    plain = format.prompt(chat_of(texts[:4]), variables=variables)
-    assert format.prompt(chat_of([parts(text) for text in texts[:4]]), variables=variables) == plain
-    prompt = format.prompt(chat_of([parts(*texts[i : i + 2]) for i in range(0, 8, 2)]), variables=variables)
+    plain = format.render_prompt(chat_of(texts[:4]), variables=variables)
+    assert format.render_prompt(chat_of([parts(text) for text in texts[:4]]), variables=variables) == plain
+    prompt = format.render_prompt(chat_of([parts(*texts[i : i + 2]) for i in range(0, 8, 2)]), variables=variables)
     places = [prompt.find(text) for text in texts]
     assert min(places) >= 0 and all(places[i] < places[i + 1] for i in range(0, 8, 2)), prompt
     assert "'text'" not in prompt and '"text"' not in prompt

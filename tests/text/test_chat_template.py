@@ -182,8 +182,8 @@ def test_rendering_is_quick(pair: Path) -> None:
 def test_a_renderer_that_died_is_replaced() -> None:
     template = ChatTemplate("{{ messages | length }}", {})
     assert template.render(MESSAGES) == "2"
-    assert RENDERER.idle
-    for process in RENDERER.idle:
+    assert RENDERER.idle_processes
+    for process in RENDERER.idle_processes:
         process.kill()
     assert template.render(MESSAGES) == "2"
 

@@ -145,7 +145,7 @@ def test_answers_mean_to_openai_harmony_what_they_mean_here(harmony: Any, way: i
     (name, arguments), spelt = CALLS[0], "<|end|> isn't an end"
     parts = [("<|channel|>analysis<|message|>", spelt), ("<|end|><|start|>assistant", "")]
     parts += [("<|channel|>commentary<|message|>", text), ("<|end|><|start|>assistant", "")] if text else []
-    parts += [(FORMATS_BY_NAME["harmony"].written([(name, arguments | {"days": spelt})], way), "")]
+    parts += [(FORMATS_BY_NAME["harmony"].write_calls([(name, arguments | {"days": spelt})], way), "")]
     ids = list[int]()
     for tags, free in parts:
         ids += harmony.encode(tags.replace(spelt, "SPELT"), allowed_special="all")
@@ -205,7 +205,7 @@ def test_tokens_of_qwen3() -> None:
     assert ChatFormat(load_chat_template(TOKENIZERS / "qwen3")).tools is format
     spelt = [id for part in ("a <tool", "_call> {} </", "think> b") for id in tokenizer.encode(part).ids]
     tokens = [tokenizer.token_to_id("<think>"), *tokenizer.encode("\n").ids, *spelt, tokenizer.token_to_id("</think>")]
-    tokens += [*tokenizer.encode("\n\n").ids, *spelt, *tokenizer.encode(f"\n{format.written(CALLS)}").ids]
+    tokens += [*tokenizer.encode("\n\n").ids, *spelt, *tokenizer.encode(f"\n{format.write_calls(CALLS)}").ids]
     said, calls = read_tokens("qwen3", tokens, "hermes", thinking)
     assert (said.thinking, said.text) == ("a <tool_call> {} </think> b",) * 2
     assert calls == CALLS
@@ -217,7 +217,7 @@ def test_tokens_of_llama(tag: str) -> None:
     from tokenizers import Tokenizer
 
     tokenizer: Any = Tokenizer.from_file(str(TOKENIZERS / "llama3_1" / TOKENIZER_FILE))
-    written = tag + FORMATS_BY_NAME["llama3"].written(CALLS[:1])
+    written = tag + FORMATS_BY_NAME["llama3"].write_calls(CALLS[:1])
     said, calls = read_tokens("llama3_1", tokenizer.encode(written, add_special_tokens=False).ids, "llama3", None)
     assert (said.text, calls) == ("", CALLS[:1])
     later = tokenizer.encode(f"So: {written}", add_special_tokens=False).ids

@@ -67,7 +67,7 @@ ASK = [{"role": "user", "content": "hi"}]
 @pytest.mark.parametrize("name", EXPECTED)
 def test_names_give_what_llama_cpp_gives(name: str) -> None:
     format = ChatFormat(ChatTemplate(make_known_template(name), {ADDED_BOS: ""}))
-    assert format.prompt(CHAT) == EXPECTED[name]
+    assert format.render_prompt(CHAT) == EXPECTED[name]
 
 
 @pytest.mark.parametrize("name", KNOWN_TURNS)
@@ -131,7 +131,7 @@ def test_a_model_speaks_in_a_given_template(load: Callable[..., ovspec.LanguageM
     source = "{% for m in messages %}{{ m.role ~ ':' ~ m.content }} <|im_start|>{% endfor %}"
     options: Any = {"engine": "stateful", "arithmetic": "fast"}
     lm, own = load(chat_template=source, **options), load(**options)
-    assert lm.tokenizer.spell(lm.encode(ASK)) == "user:hi <|im_start|>"
+    assert lm.tokenizer.decode_with_special(lm.encode(ASK)) == "user:hi <|im_start|>"
     end = lm.tokenizer.added["<|im_start|>"]
     assert end not in lm.generation_config.eos_ids
     forced: Any = {"logit_bias": {end: 100.0}, "max_tokens": 4}

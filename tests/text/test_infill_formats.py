@@ -92,7 +92,7 @@ def test_each_familys_layout(family: str) -> None:
     ids = vocabulary(*names)
     assert written(ids) == expected
     found = find_fim_tokens(ids)
-    assert found and {*found.ends} == {*ids.values()}, "each of these tokens ends a text"
+    assert found and {*found.end_ids} == {*ids.values()}, "each of these tokens ends a text"
 
 
 def test_of_several_families_the_one_with_most_tokens_is_meant() -> None:
@@ -119,20 +119,22 @@ def test_chunks_are_left_out_from_the_front() -> None:
 
 @pytest.mark.parametrize(("characters", "kept"), [(1e9, 2), (28, 2), (27, 1), (20, 0), (0, 0)])
 def test_chunks_that_can_never_fit_are_not_encoded(characters: float, kept: int) -> None:
-    assert INFILL.needed == 18 and trim_chunks(INFILL, characters).extra == INFILL.extra[2 - kept :]
+    assert (
+        INFILL.needed_characters == 18 and trim_chunks(INFILL, characters).file_chunks == INFILL.file_chunks[2 - kept :]
+    )
 
 
 def test_names_that_a_text_spells_are_no_tokens(pair: Path) -> None:
     tokenizer = Tokenizer(pair)
-    assert tokenizer.fim is None
+    assert tokenizer.fim_tokens is None
     special = next(name.decode() for name in tokenizer._special.values() if len(name) > 1)
     text = f"{special}a{special}{special} b"
-    plain, spelt = tokenizer.encode(text, special=False), tokenizer.encode_spelt(text)
+    plain, spelt = tokenizer.encode(text, special=False), tokenizer.encode_plain_text(text)
     names = {*tokenizer._special}
     assert names & {*plain.tolist()} and not names & {*spelt.tolist()}
     assert tokenizer.decode(spelt) == text
     for each in ("", "a", "def f(x):\n    return x"):
-        assert tokenizer.encode_spelt(each).tolist() == tokenizer.encode(each, special=False).tolist()
+        assert tokenizer.encode_plain_text(each).tolist() == tokenizer.encode(each, special=False).tolist()
 
 
 def test_the_tokens_are_found_in_the_whole_vocabulary(pair: Path, tmp_path: Path) -> None:
@@ -146,7 +148,7 @@ def test_the_tokens_are_found_in_the_whole_vocabulary(pair: Path, tmp_path: Path
     size = max(content["model"]["vocab"].values()) + 1000
     content["model"]["vocab"] |= {name: size + n for n, name in enumerate(("▁<PRE>", "▁<SUF>", "▁<MID>"))}
     file.write_text(json.dumps(content), encoding="utf-8")
-    found = Tokenizer(tmp_path / "model").fim
+    found = Tokenizer(tmp_path / "model").fim_tokens
     assert isinstance(found, FimTokens) and (found.prefix, found.suffix, found.middle) == (size, size + 1, size + 2)
 
 
@@ -156,4 +158,4 @@ def test_many_chunks_are_left_out_at_once() -> None:
     many = replace(INFILL, extra=tuple(FileChunk("x") for _ in range(100_000)))
     assert len(encode_infill(many, find_fim_tokens(vocabulary(*QWEN)), encode, [BOS], 100).ids) <= 100
     assert time.monotonic() - began < 20
-    assert len(trim_chunks(replace(INFILL, extra=(FileChunk(""),) * 9), INFILL.needed + 8).extra) == 8
+    assert len(trim_chunks(replace(INFILL, extra=(FileChunk(""),) * 9), INFILL.needed_characters + 8).file_chunks) == 8

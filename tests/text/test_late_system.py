@@ -31,10 +31,10 @@ def test_late_system_messages_are_rendered(name: str) -> None:
         expected = template.render(plain)
     except OvspecError:
         pytest.skip("the template needs more than messages")
-    assert format.prompt(plain) == expected
+    assert format.render_prompt(plain) == expected
     for roles in CHATS:
         chat = chat_of(roles)
-        prompt = format.prompt(chat)
+        prompt = format.render_prompt(chat)
         places = [prompt.find(message["content"]) for message in chat]
         assert min(places) >= 0 and (name in FIRST or places == sorted(places)), prompt
         try:
@@ -49,17 +49,17 @@ def test_they_are_one_with_the_users_messages_beside_them() -> None:
     joined = [{"role": "user", "content": "a\n\nb\n\nc"}, {"role": "assistant", "content": "d"}]
     chat = [{"role": role, "content": text} for role, text in zip(("user", "system", "user"), "abc", strict=True)]
     end = {"role": "user", "content": "e"}
-    assert format.prompt([*chat, joined[1], end]) == format.prompt([*joined, end])
+    assert format.render_prompt([*chat, joined[1], end]) == format.render_prompt([*joined, end])
     with pytest.raises(OvspecError, match="alternate"):
         format.template.render([chat[0], chat[2]])
-    assert format.prompt([chat[0], chat[2]]) == format.prompt([{"role": "user", "content": "a\n\nc"}])
+    assert format.render_prompt([chat[0], chat[2]]) == format.render_prompt([{"role": "user", "content": "a\n\nc"}])
 
 
 def test_a_first_system_message_stays_one() -> None:
     format = ChatFormat(ChatTemplate(TEMPLATES["qwen35"], SPECIAL))
     chat = chat_of("system user system")
-    assert format.prompt(chat).startswith(format.template.render(chat[:2], open=False)[:40])
-    assert format.prompt(chat[:2]) == format.template.render(chat[:2])
+    assert format.render_prompt(chat).startswith(format.template.render(chat[:2], open=False)[:40])
+    assert format.render_prompt(chat[:2]) == format.template.render(chat[:2])
 
 
 TOOL = {"type": "function", "function": {"name": "go", "description": "Go.", "parameters": {"type": "object"}}}

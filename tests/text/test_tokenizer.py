@@ -48,7 +48,7 @@ def test_decodes_any_tokens_like_hugging_face(tokenizer: Tokenizer, reference: R
 @settings(max_examples=100, deadline=None)
 @given(text=TEXT)
 def test_streams_whole_characters_only(tokenizer: Tokenizer, text: str) -> None:
-    detokenizer = tokenizer.detokenizer()
+    detokenizer = tokenizer.make_detokenizer()
     pieces = [detokenizer.push(int(token)) for token in tokenizer.encode(text, special=False)]
     assert "\N{REPLACEMENT CHARACTER}" not in "".join(pieces) or "\N{REPLACEMENT CHARACTER}" in text
     assert "".join(pieces) + detokenizer.flush() == text
@@ -99,7 +99,7 @@ def test_no_text_is_longer_than_its_tokens_can_spell(tokenizer: Tokenizer) -> No
     assert tokenizer.vocabulary
     longest = max(filter(None, tokenizer.vocabulary), key=len).decode()
     for text in [*SAMPLE_TEXTS, *PROMPTS, 100 * longest]:
-        assert len(text) <= tokenizer.most_characters(len(tokenizer.encode(text)))
+        assert len(text) <= tokenizer.max_characters(len(tokenizer.encode(text)))
 
 
 def test_a_text_that_takes_long_holds_up_no_other(pair: Path) -> None:

@@ -171,7 +171,7 @@ def chat_for_template(
         first = answer(text, tool_calls=one_each[0], **more)
         return [*begin, first, results[0], answer("", tool_calls=one_each[1]), results[1]]
     if format in ("granite3", "smollm3"):
-        written = "\n".join(filter(None, (text, FORMATS_BY_NAME[format].written(calls))))
+        written = "\n".join(filter(None, (text, FORMATS_BY_NAME[format].write_calls(calls))))
         return [*begin, answer(written, **more), *results]
     if format == "deepseek-r1":  # text before calls would be lost
         apart = [answer(text)] if text else []
@@ -213,7 +213,7 @@ def test_prompts_with_calls_are_those_of_hugging_face(name: str) -> None:
             theirs[0] = system(f"{theirs[0]['content']}\n\n{describe_tools(format.tools, TOOLS)}")
             given = {}
         for more in ([], [answer("Rain."), user("Oh")]):
-            prompt = format.prompt([*chat, *more], TOOLS)
+            prompt = format.render_prompt([*chat, *more], TOOLS)
             expected = template_tokenizer().apply_chat_template(
                 [*theirs, *more], chat_template=template.source, add_generation_prompt=True, tokenize=False, **given
             )
@@ -226,7 +226,7 @@ def assert_calls_are_in(prompt: str, format: ChatFormat, calls: list[tuple[str, 
     prompt = prompt.replace("call00001", "0" * 9).replace("call00002", "0" * 9)
     together = [calls] if format.tools.between is not None else [[call] for call in calls]
     for group in together:
-        assert any(format.tools.written(group, way) in prompt for way in range(len(format.tools.calls)))
+        assert any(format.tools.write_calls(group, way) in prompt for way in range(len(format.tools.calls)))
 
 
 @needs_templates
@@ -235,11 +235,11 @@ def test_other_templates_are_told_of_tools_and_calls(name: str) -> None:
     format, chat = ChatFormat(template_of(name)), [*chat_of(CALLS, "I look.", ""), answer("Rain."), user("Oh")]
     if name in ("CohereForAI-c4ai-command-r-plus-tool_use", "fireworks-ai-llama-3-firefunction-v2"):
         with pytest.raises(OvspecError, match=r"cannot render these messages: 'NoneType'|'functions' is undefined"):
-            format.prompt(chat, TOOLS)  # they have no chats without tools of their own kind
+            format.render_prompt(chat, TOOLS)  # they have no chats without tools of their own kind
         return
-    prompt = format.prompt(chat, TOOLS)
+    prompt = format.render_prompt(chat, TOOLS)
     assert describe_tools(format.tools, TOOLS) in prompt
-    assert format.tools.written(CALLS) in prompt
+    assert format.tools.write_calls(CALLS) in prompt
     assert "I look." in prompt
     assert "<tool_response>\n10\n</tool_response>\n<tool_response>\n20\n</tool_response>" in prompt
 
@@ -262,7 +262,7 @@ def test_system_messages_may_be_anywhere(name: str) -> None:
     format = ChatFormat(template)
     theirs: Any = {"chat_template": template.source, "add_generation_prompt": True, "tokenize": False}
     for chat in (AGENTS, [AGENTS[0], AGENTS[2]], AGENTS[2:3]):
-        prompt = format.prompt(chat)
+        prompt = format.render_prompt(chat)
         try:
             expected = template_tokenizer().apply_chat_template(chat, **theirs)
         except Exception:
@@ -296,7 +296,7 @@ def test_hugging_face_refuses_those_too(name: str) -> None:
 @pytest.mark.parametrize("name", ["qwen3", "llama31", "gpt_oss"])
 def test_results_follow_the_order_of_their_calls(name: str) -> None:
     format, chat = ChatFormat(ChatTemplate(TEMPLATES[name], SPECIAL)), chat_of(CALLS, "", "")
-    in_order, turned = format.prompt(chat, TOOLS), format.prompt([*chat[:3], chat[4], chat[3]], TOOLS)
+    in_order, turned = format.render_prompt(chat, TOOLS), format.render_prompt([*chat[:3], chat[4], chat[3]], TOOLS)
     assert turned == in_order
     assert in_order.rindex("10") < in_order.rindex("20")
 
@@ -308,25 +308,27 @@ QUOTING = ("gpt_oss", "llama31", "llama4", "mistral_v3")  # templates that write
 def test_arguments_that_are_no_object_are_rendered_all_the_same(name: str) -> None:
     """As they are where the template takes a text, otherwise within an object; the other call is as before."""
     format = ChatFormat(ChatTemplate(TEMPLATES[name], SPECIAL))
-    usual = format.prompt(chat_of(CALLS, "", ""), TOOLS)
+    usual = format.render_prompt(chat_of(CALLS, "", ""), TOOLS)
     for wrong in ('{"place": "Zür', "nowhere", [1, 2]):
         chat = chat_of(CALLS, "", "")
         chat[2]["tool_calls"][0]["function"]["arguments"] = wrong
         text = wrong if isinstance(wrong, str) else json.dumps(wrong)
-        prompt = format.prompt(chat, TOOLS)
+        prompt = format.render_prompt(chat, TOOLS)
         assert (json.dumps({"arguments": text}, ensure_ascii=False) if name in QUOTING else text) in prompt, prompt
         assert prompt.count("get_time") == usual.count("get_time")
     for nothing in (None, " ", '"{}"'):
         chat = chat_of([("get_weather", nothing), CALLS[1]], "", "")
         chat[2]["tool_calls"][0]["function"]["arguments"] = nothing
-        assert format.prompt(chat, TOOLS) == format.prompt(chat_of([("get_weather", {}), CALLS[1]], "", ""), TOOLS)
+        assert format.render_prompt(chat, TOOLS) == format.render_prompt(
+            chat_of([("get_weather", {}), CALLS[1]], "", ""), TOOLS
+        )
     chat[2]["tool_calls"][0]["function"]["arguments"] = "[" * 100_000
-    assert "[" * 1000 in format.prompt(chat, TOOLS)
+    assert "[" * 1000 in format.render_prompt(chat, TOOLS)
 
 
 @pytest.mark.parametrize("name", ["llama31", "gpt_oss"])
 def test_a_result_follows_its_own_call_where_another_has_none(name: str) -> None:
     """These templates take one call at a time, and don't render to which one a result belongs."""
     format, chat = ChatFormat(ChatTemplate(TEMPLATES[name], SPECIAL)), chat_of(CALLS, "", "")
-    said = format.prompt([*chat[:3], chat[4]], TOOLS).partition("Both?")[2]
+    said = format.render_prompt([*chat[:3], chat[4]], TOOLS).partition("Both?")[2]
     assert 0 < said.index("get_weather") < said.index("get_time") < said.index("20")

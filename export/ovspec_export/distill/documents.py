@@ -358,11 +358,11 @@ def chat_tokens(chat: Chat, prompts: PromptEncoder) -> tuple[list[int], int]:
     """
     encode, messages = prompts.tokenizer.encode, chat.messages
     first = next(index for index, message in enumerate(messages) if index and message["role"] == "assistant")
-    prompt = prompts.chat_format.prompt(messages[:first], chat.tools)
-    whole = prompts.chat_format.prompt(messages, chat.tools, open=False)
+    prompt = prompts.chat_format.render_prompt(messages[:first], chat.tools)
+    whole = prompts.chat_format.render_prompt(messages, chat.tools, open=False)
     before = encode(prompt, special=False).tolist()
     if whole.startswith(prompt):
-        return [*before, *prompts.tokenizer.encode_more(whole[len(prompt) :]).tolist()], len(before)
+        return [*before, *prompts.tokenizer.encode_continuation(whole[len(prompt) :]).tolist()], len(before)
     ids = encode(whole, special=False).tolist()
     return ids, Tokens(before).common_prefix_length(np.array(ids))
 

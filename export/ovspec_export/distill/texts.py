@@ -188,7 +188,7 @@ class Questions:
         self._asked, self._ended = self._asked + 1, self._ended + ended
         if not ended and self._ended > self._asked / 4:  # few models end hardly any question
             return None
-        if not text or repeats(tokens) or tokenizer.has_special("".join(map(tokenizer.token_text, tokens))):
+        if not text or repeats(tokens) or tokenizer.contains_special_name("".join(map(tokenizer.token_text, tokens))):
             return None
         try:
             question = tokenizer.encode(text, special=False).tolist()
@@ -235,7 +235,7 @@ def around_user(format: ChatFormat, system: str | None, lead: str = "") -> tuple
     Raises:
         OvspecError: the template can't render that, or doesn't show what a user says.
     """
-    before, found, after = format.prompt(in_chat(lead + SAID, system)).partition(SAID)
+    before, found, after = format.render_prompt(in_chat(lead + SAID, system)).partition(SAID)
     if not found:
         raise OvspecError("The model's chat template doesn't show what a user says.")
     return before.rstrip(" "), after  # most vocabularies have words with the space before them

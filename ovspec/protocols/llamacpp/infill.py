@@ -147,7 +147,7 @@ def answer_of(tokenizer: Tokenizer, head: dict[str, Any], request: TextRequest, 
         stop_type="word" if result.stop_string is not None else STOP_TYPES[result.finish_reason],
         stopping_word=result.stop_string or "",
         has_new_line="\n" in result.text,
-        prompt=tokenizer.spell(record.prompt_ids) or tokenizer.decode(record.prompt_ids),
+        prompt=tokenizer.decode_with_special(record.prompt_ids) or tokenizer.decode(record.prompt_ids),
         generation_settings={"n_ctx": context, **settings},
         timings=timings_of(stats),
     )

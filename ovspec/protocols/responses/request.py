@@ -28,7 +28,7 @@ OF_FUNCTIONS = ("type", "name", "description", "parameters", "strict")
 TOLD = ("computer_call", "file_search_call", "image_generation_call")
 LOGPROBS = "message.output_text.logprobs"
 INCLUDED = (LOGPROBS, "reasoning.encrypted_content")  # thinking is never encrypted, so there is nothing to include
-EFFORTS: tuple[str, ...] = literal_values(GENERATE_OPTIONS["reasoning_effort"].kind)
+EFFORTS: tuple[str, ...] = literal_values(GENERATE_OPTIONS["reasoning_effort"].value_type)
 SHAPE = '{"type": "text"}, {"type": "json_object"} or {"type": "json_schema", "name": …, "schema": …}'
 
 

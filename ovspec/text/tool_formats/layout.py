@@ -62,15 +62,15 @@ class ToolFormat:
         yield from (part for call in self.calls for part in call if part not in CALL_SLOTS)
         yield from self.parameters or ()
 
-    def written(self, calls: Iterable[tuple[str, Any]], way: int = 0) -> str:
+    def write_calls(self, calls: Iterable[tuple[str, Any]], way: int = 0) -> str:
         """Return the text of calls, each (name, arguments as an object), in the usual or another ``way``."""
         texts = list[str]()
         for index, (name, arguments) in enumerate(calls):
-            values = {"NAME": name, "ID": "0" * 9, "INDEX": str(index), "ARGUMENTS": self._arguments(arguments)}
+            values = {"NAME": name, "ID": "0" * 9, "INDEX": str(index), "ARGUMENTS": self._write_arguments(arguments)}
             texts.append("".join(values.get(part, part) for part in self.calls[way]))
         return self.begin + (self.between or "").join(texts) + self.end
 
-    def _arguments(self, arguments: Any) -> str:
+    def _write_arguments(self, arguments: Any) -> str:
         around = self.parameters
         if isinstance(arguments, str):  # those of a call that was cut off
             return arguments
@@ -91,7 +91,7 @@ To call functions, write their names and arguments in this format, and nothing a
 
 def describe_tools(format: ToolFormat, tools: Sequence[Any]) -> str:
     """Return what the system prompt says of tools, where the chat template doesn't."""
-    example = format.written([("function-name", {"argument-name": "value"})])
+    example = format.write_calls([("function-name", {"argument-name": "value"})])
     signatures = (json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     return TOOLS_PROMPT.format(tools="\n".join(signatures), example=example)
 
@@ -187,7 +187,7 @@ def make_calls_writer(format: ToolFormat) -> Callable[[list[Message]], list[Mess
         made = list[Message]()
         for message in messages:
             if calls := message.get("tool_calls"):
-                text = "\n".join(filter(None, (message["content"], format.written(map(name_and_arguments, calls)))))
+                text = "\n".join(filter(None, (message["content"], format.write_calls(map(name_and_arguments, calls)))))
                 message = {name: value for name, value in message.items() if name != "tool_calls"} | {"content": text}
             made.append(message)
         return made

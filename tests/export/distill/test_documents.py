@@ -359,12 +359,12 @@ def test_the_answer_begins_behind_the_prompt(prompts: PromptEncoder, tmp_path: P
     assert {(document.source, document.greedy) for document in found} == {("chats", False)}
     assert sum(document.held_out for document in found) == 2
     for document in found:
-        before = model.tokenizer.spell(np.array(document.ids[: document.answer])) or ""
-        after = model.tokenizer.spell(np.array(document.ids[document.answer :])) or ""
+        before = model.tokenizer.decode_with_special(np.array(document.ids[: document.answer])) or ""
+        after = model.tokenizer.decode_with_special(np.array(document.ids[document.answer :])) or ""
         [index] = [index for index, text in enumerate(answers) if text.strip() in after]
         assert asked[index][0]["content"].strip() in before
         assert "Bye." in after
-    prompt, whole = (model.chat_format.prompt(chats[0][:end], open=end == 1) for end in (1, 4))
+    prompt, whole = (model.chat_format.render_prompt(chats[0][:end], open=end == 1) for end in (1, 4))
     if whole.startswith(prompt):
         assert not unmatched(found, asked, model)
         for off in (-1, 1):
@@ -375,7 +375,7 @@ def test_the_answer_begins_behind_the_prompt(prompts: PromptEncoder, tmp_path: P
 def test_the_whole_chat_is_rendered_by_the_template(prompts: PromptEncoder, tmp_path: Path) -> None:
     [document] = given_documents(chats_in(tmp_path, [{"prompt": "1 + 1 = ?", "completion": "2"}]), prompts, Seen())
     text = "<|im_start|>user\n1 + 1 = ?<|im_end|>\n<|im_start|>assistant\n2<|im_end|>\n"
-    assert prompts.tokenizer.spell(np.array(document.ids)) == text
+    assert prompts.tokenizer.decode_with_special(np.array(document.ids)) == text
 
 
 def test_chats_with_one_prompt_are_held_out_together(prompts: PromptEncoder, tmp_path: Path) -> None:
@@ -411,7 +411,7 @@ def test_of_a_long_chat_the_answers_are_kept(prompts: PromptEncoder, tmp_path: P
     found = given_documents(chats_in(tmp_path, [[user(short), answer(long)]]), prompts, Seen())
     assert len(found) > 2
     assert sorted(document.answer for document in found)[-2:] == [0, len(prompts.encode([user(short)]))]
-    total = len(prompts.tokenizer.encode(prompts.chat_format.prompt([user(short), answer(long)], open=False)))
+    total = len(prompts.tokenizer.encode(prompts.chat_format.render_prompt([user(short), answer(long)], open=False)))
     assert sum(len(document.ids) for document in found) == total
 
 

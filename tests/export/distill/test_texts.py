@@ -136,7 +136,7 @@ def format_of(source: str) -> ChatFormat:
 def test_the_turn_of_a_user_is_found(name: str) -> None:
     format = format_of(TEMPLATES[name])
     before, after = around_user(format, None)
-    whole = format.prompt(in_chat("Why?", None))
+    whole = format.render_prompt(in_chat("Why?", None))
     assert whole.replace(" Why?", "Why?") == f"{before}Why?{after}"
     if ENDS[name][0].isalpha():
         assert ending(after, {"<else>": 6}) == ([], [ENDS[name]])
@@ -159,7 +159,7 @@ published = sorted(PUBLISHED.glob("*.jinja")) or [PUBLISHED / "none"]
 def test_the_turn_of_a_user_is_found_in_published_templates(file: Path) -> None:
     format = format_of(file.read_text("utf-8"))
     try:
-        whole = format.prompt(in_chat("Why?", None))
+        whole = format.render_prompt(in_chat("Why?", None))
     except OvspecError:
         pytest.skip("the template renders no chats without tools")
     before, after = around_user(format, None)
@@ -250,7 +250,7 @@ def test_what_is_asked_is_what_is_held_out(lm: ovspec.LanguageModel, write: Writ
     assert len({document.held_out for document in found}) == 2
     before, after = around_user(lm.runtime.prompts.chat_format, None)
     for document in found:
-        text = lm.tokenizer.spell(np.array(document.ids[: document.answer])) or ""
+        text = lm.tokenizer.decode_with_special(np.array(document.ids[: document.answer])) or ""
         question = text.removesuffix(after).rpartition("user\n")[2]
         assert document.held_out == is_held_out(lm.tokenizer.encode(question, special=False).tolist())
     assert before.endswith("user\n")
@@ -352,10 +352,10 @@ def test_topics_lead_to_questions_but_are_not_in_them(lm: ovspec.LanguageModel) 
     asking = asker(lm.runtime.prompts, ["fish", "birds"], texts.Seen(), 20)
     drawn = np.random.default_rng(0)
     leads = [asking.lead(drawn) for _ in range(40)]
-    told = {lm.tokenizer.spell(np.array(lead.ids)) for lead in leads}
+    told = {lm.tokenizer.decode_with_special(np.array(lead.ids)) for lead in leads}
     assert told == {f"<|im_start|>user\n{TOPIC.format(topic).strip()}" for topic in ("fish", "birds")}
     anything = asker(lm.runtime.prompts, [], texts.Seen(), 20)
-    told = {lm.tokenizer.spell(np.array(anything.lead(drawn).ids)) or "" for _ in range(60)}
+    told = {lm.tokenizer.decode_with_special(np.array(anything.lead(drawn).ids)) or "" for _ in range(60)}
     assert len(told) == 4
     assert sum("<|im_start|>system\n" in text for text in told) == 3
 
@@ -364,7 +364,7 @@ def test_without_a_system_role_there_are_no_system_messages(lm: ovspec.LanguageM
     prompts = copy.copy(lm.runtime.prompts)
     vars(prompts)["chat_format"] = format_of(TEMPLATES["gemma2"])
     asking, drawn = asker(prompts, [], texts.Seen(), 20), np.random.default_rng(0)
-    assert {prompts.tokenizer.spell(np.array(asking.lead(drawn).ids)) for _ in range(30)} == {
+    assert {prompts.tokenizer.decode_with_special(np.array(asking.lead(drawn).ids)) for _ in range(30)} == {
         "<bos><start_of_turn>user\n"
     }
 
@@ -381,7 +381,7 @@ def test_a_real_model_asks_questions(tmp_path: Path) -> None:
     asked = list[str]()
     for document in found:
         assert not special & set(document.ids[document.answer : -1])
-        text = real.tokenizer.spell(np.array(document.ids[: document.answer])) or ""
+        text = real.tokenizer.decode_with_special(np.array(document.ids[: document.answer])) or ""
         question = text.removesuffix(f"<|im_end|>\n{OPENS}").rpartition("<|im_start|>user\n")[2]
         assert "<|" not in question
         asked.append(question)
