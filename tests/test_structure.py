@@ -75,7 +75,7 @@ def test_the_road_of_a_command_is_the_one_in_the_docs(
     road = Road(inspect.unwrap(generate.callback))
     arguments = [str(ROOT / "models" / "demo"), "def fib(", "--max-tokens", "8"]
     assert CliRunner().invoke(generate, arguments).exit_code == 0
-    made = counted(monkeypatch, checks, "checked")
+    made = counted(monkeypatch, checks, "check_combinations")
     assert CliRunner().invoke(generate, arguments).exit_code == 0
     assert len(made) == 1, "params are made once"
     sys.setprofile(road.note)
@@ -118,7 +118,7 @@ def test_the_road_of_a_request_is_the_one_in_the_docs(monkeypatch: pytest.Monkey
         app: Any = Guard(make_app(Service(lm, engine, ["demo"], ServeParams())), [], True, lambda *_: None)
         asyncio.run(ask())
         with monkeypatch.context() as counting:
-            made, hops = counted(counting, requests, "checked"), counted(counting, Service, "apart")
+            made, hops = counted(counting, requests, "check_combinations"), counted(counting, Service, "apart")
             asyncio.run(ask())
         assert len(made) == len(hops) == 1, "params are made once, in one hop to a thread"
         tracing[0] = road.note

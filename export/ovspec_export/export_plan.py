@@ -10,7 +10,7 @@ import numpy as np
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_text
 from ovspec.base.progress import format_size, print_note, show_step
-from ovspec.text.given_template import resolve_custom_template
+from ovspec.text.custom_template import resolve_custom_template
 from ovspec_export.compression import INT8, Compression
 from ovspec_export.convert import estimate_space, fit_group_size, share_of_layers
 from ovspec_export.draft_vocabulary import is_trimmed, read_proposed_ids

@@ -22,7 +22,7 @@ from ovspec.setup.manifest import read_manifest
 from ovspec.setup.model_folders import check_draft_folder, export_model_and_draft, resolve_draft, resolve_model_folder
 from ovspec.setup.pair_loading import load_target_and_draft
 from ovspec.text.chat_template import read_chat_templates
-from ovspec.text.given_template import resolve_custom_template
+from ovspec.text.custom_template import resolve_custom_template
 
 DraftArgument = bool | str | Path | DraftChoice | Drafter | Callable[[], Drafter]
 

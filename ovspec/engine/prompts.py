@@ -17,8 +17,8 @@ from ovspec.params.generation import CHAT_OPTIONS, DEFAULT_PARAMS
 from ovspec.text.answer import AnswerFormat
 from ovspec.text.chat_format import ChatFormat
 from ovspec.text.chat_template import Message, load_chat_template
+from ovspec.text.custom_template import find_answer_end
 from ovspec.text.generation_config import GenerationConfig
-from ovspec.text.given_template import find_answer_end
 from ovspec.text.infill import Infill, encode_infill, trim_chunks
 from ovspec.text.tokenizer import Tokenizer
 from ovspec.text.tokenizer_files import read_special_tokens

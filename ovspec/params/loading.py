@@ -7,7 +7,7 @@ from typing import Any, Literal
 from ovspec.params.generation import GENERATE_OPTIONS
 from ovspec.params.limits import AT_LEAST_1, LOOKAHEAD, NOT_NEGATIVE
 from ovspec.params.option import collect_options, option, options_class
-from ovspec.params.tools import ToolFormatName
+from ovspec.params.tools import find_tool_formats
 from ovspec.params.values import check_option_names, check_value, parse_file_or_name, parse_folder, parse_key_value
 
 
@@ -87,9 +87,10 @@ class LoadParams(RuntimeParams):
         default_meaning="a quarter of the memory that is free after loading",
         metavar="GB",
     )
-    tool_format: ToolFormatName | None = option(
+    tool_format: str | None = option(
         "How the model writes tool calls.",
         default=None,
+        find_choices=find_tool_formats,
         default_meaning="found from its chat template",
         commands=("batch", "serve"),
     )

@@ -52,6 +52,7 @@ class Option:
     request_type: its type in a request, if not the one in Python.
     aliases: its other names in a request.
     truncates: whether it limits sampling to likely tokens, which needs a temperature; see ``sampling/warp.py``.
+    find_choices: returns the strings that it may be, where other files add to them.
     name, value_type, default: those of the field; set by ``collect_options``.
     """
 
@@ -67,6 +68,7 @@ class Option:
     request_type: Any = None
     aliases: tuple[str, ...] = ()
     truncates: bool = False
+    find_choices: Callable[[], Iterable[str]] | None = None
     name: str = ""
     value_type: Any = Any
     default: Any = None
@@ -96,11 +98,15 @@ def options_class(cls: type[S]) -> type[S]:
 def collect_options(cls: Any) -> dict[str, Option]:
     """Return name -> declaration for each option of a class."""
     cls = get_origin(cls) or cls
-    types, options = get_type_hints(cls), dict[str, Option]()
-    for each in fields(cls):
-        if declaration := each.metadata.get("option"):
-            default = each.default if each.default_factory is MISSING else each.default_factory()
-            options[each.name] = replace(declaration, name=each.name, value_type=types[each.name], default=default)
+    types = get_type_hints(cls)
+    options: dict[str, Option] = {}
+    for entry in fields(cls):
+        if declaration := entry.metadata.get("option"):
+            default = entry.default if entry.default_factory is MISSING else entry.default_factory()
+            value_type = types[entry.name]
+            if declaration.find_choices:
+                value_type = Literal[(*declaration.find_choices(),)] | None
+            options[entry.name] = replace(declaration, name=entry.name, value_type=value_type, default=default)
     return options
 
 

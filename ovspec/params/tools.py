@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from ovspec.base.errors import OvspecError
 
-# The formats in text/tool_formats. The first that fits a chat template is its format; "generic" is for all others.
-ToolFormatName = Literal[
-    "smollm3", "hermes", "hermes-dense", "qwen-xml", "qwen-xml-dense", "llama3", "mistral", "mistral-list",
-    "mistral-v3", "harmony", "deepseek", "deepseek-r1", "kimi", "glm", "glm-dense", "ling", "seed-oss", "granite3",
-    "nemotron", "minimax", "command-r7b", "functionary", "apriel", "gigachat", "generic",
-]  # fmt: skip
 MAX_TOOLS = 1000  # tools
 TOOL_NAME_PATTERN = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 TOOL_CHOICE_MODES = ("auto", "none", "required")
@@ -39,6 +34,11 @@ class AllowedCalls:
 
 
 NO_TOOLS = AllowedCalls((), False)
+
+
+def find_tool_formats() -> list[str]:
+    """Return the names of the formats in ``text/tool_formats``; only the option imports from that higher layer."""
+    return sorted(importlib.import_module("ovspec.text.tool_formats").FORMATS_BY_NAME)
 
 
 def parse_tools(given: Sequence[Any]) -> list[dict[str, Any]]:

@@ -40,7 +40,7 @@ class ChatTemplate:
     """
 
     source: str
-    read_special_tokens: dict[str, str]
+    special_tokens: dict[str, str]
     source_with_tools: str | None = None
 
     @functools.cached_property

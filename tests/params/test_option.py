@@ -40,7 +40,7 @@ from ovspec.batch.requests import read_request
 from ovspec.protocols.bodies import CompletionBody
 from ovspec.protocols.requests import read_texts
 from ovspec.protocols.bodies import read_body
-from ovspec.params.generation import UNSET
+from ovspec.params.generation import DEFAULT_PARAMS
 
 assert "TMP" in ovspec.__file__
 params = ovspec.SamplingParams(loudness=0.7)
@@ -57,12 +57,12 @@ assert split_options({"loudness": context.params["loudness"]})[1].recorded_optio
 assert CliRunner().invoke(cli, ["generate", "x", "--loudness", "2"]).exit_code == 2
 for name in ("loudness", "volume"):
     line = read_request(json.dumps({"prompt": "a", name: 0.7}), "1")
-    assert line.asked.overrides.params(UNSET, "own").recorded_options() == {"loudness": 0.7}
+    assert line.asked.overrides.params(DEFAULT_PARAMS, "own").recorded_options() == {"loudness": 0.7}
     for wrong, told in (("loud", "loudness must be a number"), (2, "loudness is 2; it must be from 0 to 1")):
         error = read_request(json.dumps({"prompt": "a", name: wrong}), "1").error
         assert told.replace("loudness", name) in error
     body = read_body({"prompt": "a", name: 0.7}, CompletionBody)  # the server's
-    assert read_texts(body, "completion").overrides.params(UNSET, "completion").loudness == 0.7
+    assert read_texts(body, "completion").overrides.params(DEFAULT_PARAMS, "completion").loudness == 0.7
     assert CompletionBody.model_json_schema()["properties"][name]["maximum"] == 1
 """
 

@@ -25,7 +25,7 @@ COMPILING: list[tuple[ModuleType, str]] = [
     (engine_choice, "compile_ir"),
     (engine_choice, "compile_paged"),
     (paging, "compile_ir"),
-    (tokenizer, "compiled"),
+    (tokenizer, "compile_tokenizer"),
 ]
 MOST = 16  # compiled models of each kind that a worker keeps
 SMALL = 32e6  # bytes of a model's files; larger ones take too much memory to be kept

@@ -14,7 +14,7 @@ from conftest import Reference
 from ovspec.base.errors import OvspecError, UnavailableError
 from ovspec.text.chat_format import ChatFormat
 from ovspec.text.chat_template import MAX_BYTES, MAX_SECONDS, RENDERER, ChatTemplate, load_chat_template
-from ovspec.text.given_template import find_answer_end
+from ovspec.text.custom_template import find_answer_end
 
 MESSAGES = [
     {"role": "system", "content": "You write Python."},

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 from chat_templates import SPECIAL, TEMPLATES, answer, result, system, template_tokenizer, user
-from conftest import USERS_CACHE
+from conftest import ROOT, USERS_CACHE
 from jinja2.exceptions import SecurityError
 
 from ovspec.base.errors import OvspecError
@@ -332,3 +338,36 @@ def test_a_result_follows_its_own_call_where_another_has_none(name: str) -> None
     format, chat = ChatFormat(ChatTemplate(TEMPLATES[name], SPECIAL)), chat_of(CALLS, "", "")
     said = format.render_prompt([*chat[:3], chat[4]], TOOLS).partition("Both?")[2]
     assert 0 < said.index("get_weather") < said.index("get_time") < said.index("20")
+
+
+CHECKS = """
+import ovspec
+from click.testing import CliRunner
+from ovspec.cli import cli
+from ovspec.params.loading import make_load_params
+from ovspec.text.chat_format import ChatFormat
+from ovspec.text.chat_template import ChatTemplate
+
+assert "TMP" in ovspec.__file__
+assert make_load_params({"tool_format": "example"}).tool_format == "example"
+assert "|example|" in CliRunner().invoke(cli, ["serve", "--help"]).output.replace("\\n", "").replace(" ", "")
+source = '''{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or () %}<call>{{ c.function.name }}|{{
+c.function.arguments | tojson }}</call>{{ "" if loop.last else "\\n" }}{% endfor %}{% endfor %}'''
+assert ChatFormat(ChatTemplate(source, {})).tools.name == "example"
+"""
+
+
+def test_a_new_format_is_one_file(tmp_path: Path) -> None:
+    """Add the file in docs/how-to/add-a-tool-format.md to a copy of the package, and change nothing else."""
+    shutil.copytree(ROOT / "ovspec", tmp_path / "ovspec", ignore=shutil.ignore_patterns("__pycache__"))
+    page = (ROOT / "docs" / "how-to" / "add-a-tool-format.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"(?s) {3}```python\n(.*?) {3}```", page)
+    file = tmp_path / "ovspec" / "text" / "tool_formats" / "example.py"
+    file.write_text(re.sub(r"(?m)^ {3}", "", block), encoding="utf-8")
+    checks = CHECKS.replace("TMP", tmp_path.as_posix())
+    done = subprocess.run([sys.executable, "-c", checks], cwd=tmp_path, env=own_environment(), capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+
+
+def own_environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ovspec.params.tools import ToolFormatName
-
 Message = dict[str, Any]
 CALL_SLOTS = ("NAME", "ID", "INDEX", "ARGUMENTS")  # the parts of a call that aren't the same in every call
 SLOT_PATTERNS = {"ID": "[a-zA-Z0-9]{9}", "INDEX": "[0-9]{1,3}"}  # of slots whose text nothing depends on
@@ -42,7 +40,7 @@ class ToolFormat:
     marks: texts of a chat template by which the format is known, where the template doesn't render calls.
     """
 
-    name: ToolFormatName
+    name: str
     calls: tuple[tuple[str, ...], ...]
     triggers: tuple[str, ...]
     begin: str = ""

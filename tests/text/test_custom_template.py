@@ -15,7 +15,7 @@ from ovspec.base.errors import OvspecError
 from ovspec.batch.file import what_matters
 from ovspec.text.chat_format import ChatFormat
 from ovspec.text.chat_template import ADDED_BOS, ChatTemplate, load_chat_template, read_chat_templates
-from ovspec.text.given_template import KNOWN_TURNS, find_answer_end, make_known_template, resolve_custom_template
+from ovspec.text.custom_template import KNOWN_TURNS, find_answer_end, make_known_template, resolve_custom_template
 
 CHAT = [
     {"role": "system", "content": "You are a helpful assistant"},
@@ -108,7 +108,7 @@ def test_what_can_be_given(tmp_path: Path) -> None:
         ("{% for", "`chat_template`: the given text cannot render these messages: "),
         ("{{ raise_exception('only tools') }}", "the given text cannot render these messages: only tools."),
         ("{{ bos_token }}", "the given text doesn't show what the user says; is it a chat template"),
-        (Path(__file__), "test_given_template.py (doesn't show what the user says|cannot render)"),
+        (Path(__file__), "test_custom_template.py (doesn't show what the user says|cannot render)"),
     ],
 )
 def test_what_cannot_be_rendered_is_refused(given: str | Path, told: str) -> None:
@@ -126,7 +126,7 @@ def test_a_template_has_its_own_tool_format(pair: Path) -> None:
     assert ChatFormat(load_chat_template(pair, make_known_template("chatml"))).tools.name == "generic"
 
 
-def test_a_model_speaks_in_a_given_template(load: Callable[..., ovspec.LanguageModel]) -> None:
+def test_a_model_speaks_in_a_custom_template(load: Callable[..., ovspec.LanguageModel]) -> None:
     """What it writes after an answer ends the answers of the model, too, which has another EOS."""
     source = "{% for m in messages %}{{ m.role ~ ':' ~ m.content }} <|im_start|>{% endfor %}"
     options: Any = {"engine": "stateful", "arithmetic": "fast"}
