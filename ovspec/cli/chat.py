@@ -135,13 +135,13 @@ class Conversation:
 def run_conversation(conversation: Conversation, read_input: Callable[[], str]) -> bool:
     """Read and answer messages until the input ends; return whether all of them succeeded."""
     succeeded = True
-    while not conversation.end_signal.code:
+    while not conversation.end_signal.exit_code:
         try:
             text = read_input()
         except EOFError:
             return succeeded
         except KeyboardInterrupt:
-            if not conversation.end_signal.code:
+            if not conversation.end_signal.exit_code:
                 print_note("Ctrl-D or /exit ends the chat.")
             continue
         name, _, argument = text.strip().partition(" ")
@@ -207,7 +207,7 @@ def stream_answer(conversation: Conversation) -> None:
     except OSError:  # the terminal is gone
         stream.cancel()
         conversation.last_result = stream.result()
-        conversation.end_signal.code = conversation.end_signal.code or 1
+        conversation.end_signal.exit_code = conversation.end_signal.exit_code or 1
         return
     if conversation.last_result.finish_reason == "length":
         print_note(
