@@ -19,8 +19,7 @@ from ovspec.engine.row import Row, TextStream
 from ovspec.engine.runtime import Runtime
 from ovspec.engine.scheduler import Scheduler, run_rows
 from ovspec.engine.scoring import Score, Selection, check_select_options, score_texts
-from ovspec.params import Params
-from ovspec.params.generation import CHAT_OPTIONS, DEFAULT_PARAMS, GENERATE_OPTIONS, GenerateOptions
+from ovspec.params.generation import CHAT_OPTIONS, DEFAULT_PARAMS, GENERATE_OPTIONS, GenerateOptions, Params
 from ovspec.params.option import OptionValue, method_accepts_options
 from ovspec.params.values import check_value
 from ovspec.text.chat_format import find_begun_answer

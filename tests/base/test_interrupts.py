@@ -35,14 +35,14 @@ def test_a_closed_console_ends_as_a_closed_terminal_does() -> None:
     program = """
 import os, signal, sys
 signal.SIGBREAK = signal.SIGUSR1
-from ovspec.base.interrupts import end_on_signals, leave
+from ovspec.base.interrupts import end_on_signals, exit_if_ended
 ended = end_on_signals()
 try:
     os.kill(os.getpid(), signal.SIGBREAK)
     signal.pause()
 except KeyboardInterrupt:
     print("saved")
-leave(ended)
+exit_if_ended(ended)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (128 + signal.SIGUSR1, "saved\n"), done.stderr
