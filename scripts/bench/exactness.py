@@ -35,7 +35,7 @@ from ovspec.cache.decoder import Decoder, Rollback
 from ovspec.cache.stateful import StatefulDecoder
 from ovspec.ir.compile import compile_ir
 from ovspec.ir.device import DeviceOptions
-from ovspec.ir.instruction_set import LEAST_INSTRUCTION_SET, instruction_set, list_instruction_sets
+from ovspec.ir.instruction_set import LEAST_INSTRUCTION_SET, describe_instruction_set, list_instruction_sets
 from ovspec.setup.engine_choice import load_compiled_model
 from ovspec.setup.exactness import FULL_TRIAL, find_exactness, probe_feed_rule
 from ovspec.setup.paging import compile_paged
@@ -98,7 +98,7 @@ def compare_processors(args: Namespace) -> None:
     heads = ("instruction set", "model", "engine", "rule", "differ in fast", "differ")
     table = Table(*heads, "price of a token", "of a prompt")
     for folder, engine in itertools.product(args.folders, args.engines):
-        table.row(instruction_set(), folder.name, engine, *probe_exactness(folder, engine, args.precision))
+        table.row(describe_instruction_set(), folder.name, engine, *probe_exactness(folder, engine, args.precision))
 
 
 def probe_exactness(folder: Path, engine: str, precision: str | None) -> list[str]:
