@@ -68,11 +68,13 @@ def convert_grammar(kind: str, source: JsonValue, label: str, **reading: bool | 
 def request_conversion(request_text: str) -> tuple[str, str]:
     """Return (grammar, warning) for a request to the worker; a refusal is an exception, so it isn't remembered."""
     request: JsonObject = json.loads(request_text)
-    of_tools = request["kind"] == "tools"
+    converter = TOOLS_CONVERTER if request["kind"] == "tools" else CONVERTER
+    label = request["label"]
     try:
-        reply = (TOOLS_CONVERTER if of_tools else CONVERTER).ask(request_text)
+        reply = converter.ask(request_text)
     except LimitExceeded as why:
-        label = find_slowest_tool(request) if of_tools else request["label"]
+        if converter is TOOLS_CONVERTER:
+            label = find_slowest_tool(request)
         raise OvspecError(f"{label}: the check {why}; simplify it.") from None
     if "error" in reply:
         raise OvspecError(reply["error"])
@@ -195,9 +197,9 @@ def find_walk_problem(matcher: LLMatcher, vocabulary_size: int) -> str:
             if walker.is_error() and DEAD_END_ERROR not in walker.get_error():
                 return f"{walker.get_error().splitlines()[0]} (after {step} bytes)"
             if not tokens:
-                if not walker.is_accepting():
-                    return "it has a dead end, where nothing may follow" if step else "it matches no text at all"
-                break
+                if walker.is_accepting():
+                    break
+                return "it has a dead end, where nothing may follow" if step else "it matches no text at all"
             if time.monotonic() > deadline and walk + step:
                 return ""
             walker.consume_token(draw.choice(tokens))

@@ -24,4 +24,6 @@ def unwrap_response_format(schema: JsonValue) -> JsonValue:
     while is_response_format(schema):
         is_wrapped_twice = schema.get("type") == "json_schema" and "json_schema" in schema
         schema = schema["json_schema" if is_wrapped_twice else "schema"]
-    return {"type": "object"} if schema == {"type": "json_object"} else schema
+    if schema == {"type": "json_object"}:
+        return {"type": "object"}
+    return schema

@@ -52,4 +52,4 @@ def word_llguidance_error(error: str) -> str:
     if len(sentence) >= 300:
         sentence = sentence[:300] + "…"
     sentence = sentence.rstrip(" .;:")
-    return sentence if sentence.endswith("?") else f"{sentence}."
+    return sentence + "." * (not sentence.endswith("?"))

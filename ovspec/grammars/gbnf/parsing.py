@@ -162,8 +162,7 @@ class GbnfParser:
         return parts[0] if len(parts) == 1 else self.make_expression(kind, tuple(parts))
 
     def parse_element(self) -> Expression:
-        start = self.position
-        character = self.peek()
+        start, character = self.position, self.peek()
         if character in NAME_CHARACTERS:
             name = self.parse_name()
             self.first_uses.setdefault(name, start)
@@ -255,8 +254,9 @@ class GbnfParser:
         if most < least:
             raise self.error_at("this repetition ends before it begins", start)
         self.position = end + 1
-        is_open = comma and not most_text
-        return self.make_expression(Repetition, part, least, None if is_open else most)
+        if comma and not most_text:
+            return self.make_expression(Repetition, part, least, None)
+        return self.make_expression(Repetition, part, least, most)
 
 
 def complement_ranges(ranges: list[tuple[int, int]] | Ranges) -> Ranges:

@@ -12,7 +12,7 @@ from ovspec.base.errors import OvspecError
 from ovspec.base.json_types import JsonObject, JsonValue
 from ovspec.grammars.json_schema.checking import SchemaChecker, join_with_and, require
 from ovspec.grammars.json_schema.item_tracks import ItemTracks, make_item_tracks
-from ovspec.grammars.json_schema.parameters import ParameterLayout, write_parameter_grammar
+from ovspec.grammars.json_schema.parameters import ParameterExpressions, write_parameter_grammar
 from ovspec.grammars.json_schema.schemas import CircularSchema, SchemaGraph
 from ovspec.grammars.json_schema.shapes import Strings
 from ovspec.grammars.json_schema.writing import JsonStyle, RuleWriter, make_string_schema, write_schema_grammar
@@ -30,7 +30,7 @@ class CompiledSchema:
     """``lark``: the grammar. ``warning``: what is ignored, or "".
 
     ``item_tracks``: where the items of arrays must differ, which the grammar doesn't enforce; None: nowhere.
-    ``text_parameters``: with a ``ParameterLayout``, the properties that are written as text without quotes.
+    ``text_parameters``: with a ``ParameterExpressions``, the properties that are written as text without quotes.
     """
 
     lark: str
@@ -56,13 +56,13 @@ def compile_schema(
     schema: JsonValue,
     find_problem: Callable[[JsonObject], str],
     reading: SchemaReading = SchemaReading(),
-    layout: ParameterLayout | None = None,
+    expressions: ParameterExpressions | None = None,
 ) -> CompiledSchema:
     """Return the grammar of a schema, as parsed from JSON; the schema is changed.
 
     Args:
         find_problem: returns why llguidance can't use a schema of a string, as a sentence; "" if it can.
-        layout: for an object whose properties are written one by one, not as JSON: the texts around them.
+        expressions: for an object whose properties are written one by one, not as JSON: the texts around them.
 
     Raises:
         OvspecError: the schema is invalid or can't be enforced; the message begins with the JSON pointer of the place.
@@ -90,18 +90,19 @@ def compile_schema(
         return is_unsatisfiable(find_problem({"type": "string", "allOf": [{"pattern": one}, {"pattern": other}]}))
 
     style = JSON_DUMPS_STYLE
-    if layout is None:
+    if expressions is None:
         style = read_style(schema.pop("x-guidance", {}), reading.compact)
     checker = SchemaChecker(schema, find_problem, reading.lenient)
     checker.check_schema()
     try:
         rules = RuleWriter(SchemaGraph(schema, reading.lenient, has_no_text), style, are_disjoint_patterns)
-        if layout:
-            lark, text_parameters = write_parameter_grammar(rules, reading.close_objects, layout)
+        if expressions:
+            lark, text_parameters = write_parameter_grammar(rules, reading.close_objects, expressions)
             return CompiledSchema(lark, checker.warning(), None, text_parameters)
         lark = write_schema_grammar(rules, reading.close_objects)
-        item_tracks = make_item_tracks(rules.graph) if rules.allows_repeats else None
-        return CompiledSchema(lark, checker.warning(), item_tracks)
+        if not rules.allows_repeats:
+            return CompiledSchema(lark, checker.warning())
+        return CompiledSchema(lark, checker.warning(), make_item_tracks(rules.graph))
     except CircularSchema as error:
         raise OvspecError(f"{error}: this can never come to an end, because it refers to itself.") from None
     except RecursionError:

@@ -203,8 +203,9 @@ class SchemaChecker:
 
 def check_type_name(name: str, pointer: str) -> None:
     if name not in TYPE_NAMES:
-        similar = difflib.get_close_matches(name, TYPE_NAMES, 1)
-        advice = f"did you mean {similar[0]}?" if similar else f"the types are {join_with_and(TYPE_NAMES)}."
+        advice = f"the types are {join_with_and(TYPE_NAMES)}."
+        if similar := difflib.get_close_matches(name, TYPE_NAMES, 1):
+            advice = f"did you mean {similar[0]}?"
         raise OvspecError(f"{pointer}: {name!r} isn't a type; {advice}")
 
 
@@ -212,7 +213,9 @@ def resolve_reference(root: JsonObject, reference: JsonValue, pointer: str) -> t
     """Return the schema within ``root`` that a reference at JSON pointer ``pointer`` refers to, and its pointer."""
     require(isinstance(reference, str), pointer, "text such as #/$defs/name")
     own_id = root.get("$id", root.get("id"))
-    target = reference.removeprefix(own_id.rstrip("#")) if isinstance(own_id, str) else reference
+    target = reference
+    if isinstance(own_id, str):
+        target = reference.removeprefix(own_id.rstrip("#"))
     if target in ("", "#"):
         return root, "#"
     if not target.startswith("#/"):

@@ -16,7 +16,7 @@ def split_lookaheads(pattern: str) -> tuple[list[str], list[str]]:
 
     They differ from ``pattern`` if it begins with look-aheads: ^(?!aws).+$ is ^.+$ without ^(?:aws).
     """
-    if not pattern.startswith("^") or len(split_options(pattern)) > 1:
+    if not pattern.startswith("^") or len(split_at_bars(pattern)) > 1:
         return [pattern], []
     present: list[str] = []
     absent: list[str] = []
@@ -40,13 +40,17 @@ def use_ascii_classes(pattern: str) -> str:
     """
 
     def replace_in_class(match: re.Match[str]) -> str:
-        return ASCII_CLASSES[match[1]] + r"\-" * bool(match[2]) if match[1] in ASCII_CLASSES else match[0]
+        if match[1] not in ASCII_CLASSES:
+            return match[0]
+        return ASCII_CLASSES[match[1]] + r"\-" * bool(match[2])
 
     def replace_part(match: re.Match[str]) -> str:
         part = match[0]
         if part.startswith("[") and not part.startswith("[^"):
             return re.sub(r"(\\.)(-(?!\]))?", replace_in_class, part)
-        return f"[{ASCII_CLASSES[part]}]" if part in ASCII_CLASSES else part
+        if part in ASCII_CLASSES:
+            return f"[{ASCII_CLASSES[part]}]"
+        return part
 
     return EXPRESSION_PART.sub(replace_part, pattern)
 
@@ -56,7 +60,7 @@ def find_group_end(expression: str) -> int | None:
     return next((part.end() for part, depth in parts_with_depths(expression) if not depth), None)
 
 
-def split_options(pattern: str) -> list[str]:
+def split_at_bars(pattern: str) -> list[str]:
     """Return the options of an expression, which | separates."""
     bars = [part.start() for part, depth in parts_with_depths(pattern) if part[0] == "|" and not depth]
     return [pattern[begin + 1 : end] for begin, end in itertools.pairwise((-1, *bars, len(pattern)))]
@@ -85,9 +89,9 @@ def match_whole_text(pattern: str, anything: str) -> str | None:
     ``anything``: the expression of what may come before and after.
     """
     if re.fullmatch(r"\^\(\?:(.*)\)", pattern, re.DOTALL) and find_group_end(pattern[1:]) == len(pattern) - 1:
-        options = [f"^{option.removeprefix('^')}" for option in split_options(pattern[4:-1])]  # may have anchors
+        options = [f"^{option.removeprefix('^')}" for option in split_at_bars(pattern[4:-1])]  # may have anchors
     else:
-        options = split_options(pattern)
+        options = split_at_bars(pattern)
     texts: list[str] = []
     for option in options:
         at_start = option.startswith("^")

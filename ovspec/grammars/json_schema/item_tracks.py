@@ -3,30 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TypedDict
 
+from ovspec.base.json_types import JsonObject
 from ovspec.grammars.json_schema.schemas import SchemaGraph
 from ovspec.grammars.json_schema.shapes import Arrays, Objects, SchemaNode
 
-
-class ArrayTrack(TypedDict):
-    """An array. ``unique``: its items must differ; ``prefix``, ``items``: the track numbers of its items."""
-
-    unique: bool
-    prefix: list[int]
-    items: int
-
-
-class ObjectTrack(TypedDict):
-    """An object with the track numbers of its properties."""
-
-    properties: dict[str, int]
-    patterns: list[tuple[str, int]]
-    rest: int
-
-
-# For each track number, the arrays and objects that a value may be there; number 0 is the whole text.
-ItemTracks = list[list[ArrayTrack | ObjectTrack]]
+# For each track number, the arrays and objects that a value may be there; number 0 is the whole text. Arrays:
+# {"unique", "prefix", "items"}; objects: {"properties", "patterns", "rest"}, with the track numbers of their members.
+ItemTracks = list[list[JsonObject]]
 # In a text that isn't JSON as a whole, but in which arguments are: the properties of objects around the arguments.
 ARGUMENT_KEYS = ("arguments", "parameters")
 
@@ -61,25 +45,22 @@ def make_item_tracks(graph: SchemaGraph) -> ItemTracks:
 
 def merge_item_tracks(tracks_of_schemas: Iterable[ItemTracks]) -> ItemTracks:
     """Return the tracks of texts that hold JSON of several schemas, alone, in objects or in lists."""
-    roots: list[ArrayTrack | ObjectTrack] = []
-    merged: ItemTracks = [[], []]
+    roots: list[JsonObject] = []
+    merged: ItemTracks = [[], roots]
     for tracks in tracks_of_schemas:
         shifted = [[shift_track(track, len(merged)) for track in alternatives] for alternatives in tracks]
         roots += shifted[0]
         merged += shifted
-    no_track = len(merged)
-    merged.append([])
-    around_arguments: ObjectTrack = {"properties": dict.fromkeys(ARGUMENT_KEYS, 1), "patterns": [], "rest": no_track}
+    around_arguments = {"properties": dict.fromkeys(ARGUMENT_KEYS, 1), "patterns": [], "rest": len(merged)}
     merged[0] = [*roots, around_arguments, {"unique": False, "prefix": [], "items": 0}]
-    merged[1] = roots
-    return merged
+    return [*merged, []]
 
 
-def shift_track(track: ArrayTrack | ObjectTrack, offset: int) -> ArrayTrack | ObjectTrack:
+def shift_track(track: JsonObject, offset: int) -> JsonObject:
     """Return a track whose track numbers are higher by ``offset``."""
     if "items" in track:
         prefix = [number + offset for number in track["prefix"]]
-        return {"unique": track["unique"], "prefix": prefix, "items": track["items"] + offset}
+        return {**track, "prefix": prefix, "items": track["items"] + offset}
     properties = {name: number + offset for name, number in track["properties"].items()}
     patterns = [(pattern, number + offset) for pattern, number in track["patterns"]]
     return {"properties": properties, "patterns": patterns, "rest": track["rest"] + offset}

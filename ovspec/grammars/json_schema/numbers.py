@@ -51,7 +51,7 @@ def spell_number(value: Decimal) -> str:
         return re.escape(str(value))
     if value != value.to_integral_value():
         return re.escape(format(value, "f"))
-    return rf"{int(value)}(\.0)?" if abs(value) <= LARGEST_EXACT else str(int(value))
+    return str(int(value)) + r"(\.0)?" * (abs(value) <= LARGEST_EXACT)
 
 
 def spell_every_way(value: Decimal) -> str:

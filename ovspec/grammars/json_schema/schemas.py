@@ -27,8 +27,8 @@ from ovspec.grammars.json_schema.numbers import has_no_number
 
 from ovspec.grammars.json_schema.shapes import (  # isort: skip
     ANY_SHAPE, JSON_TYPES, NO_VALUE, Alternative, Arrays, Booleans, Bound, Numbers, Objects, SchemaNode, Strings,
-    Unenforceable, ValueShape, decimals_of, intersect_alternatives, intersect_shapes, join_nodes, search_pattern,
-    shape_if_type, shape_of_enum, shape_of_type, unite_shapes,
+    Unenforceable, ValueShape, decimals_of, intersect_alternatives,  intersect_shapes, join_nodes,
+    search_pattern, shape_if_type, shape_of_enum, shape_of_type, unite_shapes,
 )  # fmt: skip
 
 # Keywords that may stand next to a $ref, or alone, without restricting a value.
@@ -118,7 +118,9 @@ class SchemaGraph:
 
     def negate_node(self, node: SchemaNode) -> SchemaNode:
         """Return the node of the values that don't match a node made by ``make_node``."""
-        return frozenset((number, not positive) for number, positive in node) if node else NO_VALUE
+        if not node:
+            return NO_VALUE
+        return frozenset((number, not positive) for number, positive in node)
 
     def find_shape(self, node: SchemaNode) -> ValueShape:
         """Return the alternatives of the values of ``node``, without those that no value fits."""
@@ -277,7 +279,9 @@ class SchemaGraph:
     def _settle_array(self, arrays: Arrays) -> Arrays | None:
         empty = (i for i, node in enumerate((*arrays.prefix, arrays.items)) if self.is_empty(node))
         max_size = min(arrays.max_size, next(empty, inf))
-        return replace(arrays, max_size=max_size) if arrays.min_size <= max_size else None
+        if arrays.min_size > max_size:
+            return None
+        return replace(arrays, max_size=max_size)
 
     def _settle_object(self, objects: Objects) -> Alternative | None:
         listed = dict(objects.properties)

@@ -146,7 +146,9 @@ class Objects:
         if name in listed:
             return listed[name]
         matching = [node for pattern, node in self.patterns if search_pattern(pattern, name)]
-        return join_nodes(*matching) if matching else self.rest
+        if not matching:
+            return self.rest
+        return join_nodes(*matching)
 
 
 Alternative = Unenforceable | Nulls | Booleans | Numbers | Strings | Arrays | Objects
@@ -190,8 +192,9 @@ def unite_shapes(*shapes: ValueShape) -> ValueShape:
 def join_nodes(*nodes: SchemaNode) -> SchemaNode:
     """Return the node of values that match all ``nodes``."""
     joined = frozenset().union(*nodes)
-    contradiction = any((number, not positive) in joined for number, positive in joined)
-    return NO_VALUE if contradiction or joined >= NO_VALUE else joined
+    if joined >= NO_VALUE or any((number, not positive) in joined for number, positive in joined):
+        return NO_VALUE
+    return joined
 
 
 def intersect_alternatives(one: Alternative, other: Alternative) -> Alternative | None:

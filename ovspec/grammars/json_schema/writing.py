@@ -71,7 +71,7 @@ class RuleWriter:
             self.lines.append(f"{self.names_by_content[content]}: {content}")
         return self.names_by_content[content]
 
-    def write_options(self, options: list[str]) -> str | None:
+    def write_option_rule(self, options: list[str]) -> str | None:
         return self.write_rule(" | ".join(options)) if options else None
 
     def node_rule(self, node: SchemaNode) -> str:
@@ -269,7 +269,7 @@ def write_unlisted_property(rules: RuleWriter, objects: Objects, names: list[Str
             compared = [*key.absent_patterns, *key.patterns] if other_patterns else key.absent_patterns
             if None not in map(match_json_string, compared):
                 options.append(f"{rules.write_strings(key)} {colon} {rest_rule}")
-    return rules.write_options(options)
+    return rules.write_option_rule(options)
 
 
 # ---------------------------------------------------------------- arrays, and lists of properties
@@ -373,7 +373,7 @@ def write_in_order(
             rest_without_item = later_rests[count]
             if rest_without_item is not None and not required:
                 options.append(rest_without_item)
-            rests[count] = rules.write_options(options)
+            rests[count] = rules.write_option_rule(options)
     if rests[0] is None:
         raise OvspecError("#: no JSON text has so many properties or items; ask for fewer.")
     return rests[0]
@@ -459,4 +459,6 @@ def quote_literal(text: str) -> str:
 
 
 def to_json_number(value: Decimal) -> int | float:
-    return int(value) if value == value.to_integral_value() else float(value)
+    if value == value.to_integral_value():
+        return int(value)
+    return float(value)
