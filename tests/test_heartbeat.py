@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import ovspec
-from ovspec.grammars.conversion import request_conversion
+from ovspec.sampling.grammar_conversion import request_conversion
 
 LINE = "def f(x): return x\n"
 MEGABYTES = LINE * 100_000  # two

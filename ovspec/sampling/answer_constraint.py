@@ -13,15 +13,20 @@ import numpy as np
 
 from ovspec.base.errors import OvspecError
 from ovspec.cache.sequence import Sequence as TokenSequence
-from ovspec.grammars.tools import ANSWER_CALLS, ANSWER_CALLS_AFTER_THINKING, ANSWER_TEXT, ANSWER_TEXT_AFTER_THINKING
 from ovspec.sampling.constraint import Constraint
 from ovspec.sampling.grammar_constraint import GrammarConstraint
 from ovspec.sampling.masks import pack_mask
+from ovspec.sampling.tool_grammar import (
+    ANSWER_CALLS,
+    ANSWER_CALLS_AFTER_THINKING,
+    ANSWER_TEXT,
+    ANSWER_TEXT_AFTER_THINKING,
+)
 from ovspec.sampling.vocabulary_index import VocabularyIndex
 from ovspec.text.answer import WHITESPACE, AnswerFormat, ReadingState, Tag, is_mark, split_by_phase
 
 # (tokens before the grammar, the part of its text that is there already: bytes, and ids of tags) -> the grammar of the
-# rest. The first bytes select the grammar's texts: see grammars/tools.py. Raises OvspecError if it doesn't allow them.
+# rest. The first bytes select the grammar's texts: see tool_grammar.py. Raises OvspecError if it doesn't allow them.
 MakeGrammar = Callable[[int, list[bytes | int]], GrammarConstraint]
 
 

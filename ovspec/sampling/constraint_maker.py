@@ -147,7 +147,7 @@ class ConstraintMaker:
         """Return for each tool the arguments that are written without quotes."""
         if not (answer_format.tools and answer_format.tools.parameters):
             return {}
-        from ovspec.grammars.tools import TEXT_PARAMETERS_KEY  # deferred, because it imports llguidance
+        from ovspec.sampling.tool_grammar import TEXT_PARAMETERS_KEY  # deferred, because it imports llguidance
 
         return json.loads(convert_answer_grammar(params, answer_format) or "{}").get(TEXT_PARAMETERS_KEY, {})
 

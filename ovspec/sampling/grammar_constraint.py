@@ -20,10 +20,10 @@ from ovspec.base.errors import OvspecError
 from ovspec.base.json_types import JsonObject, JsonValue
 from ovspec.cache.sequence import Sequence
 from ovspec.grammars.sources import LARK_TOKEN, PARSER_LIMITS, UNIQUE_ITEMS_KEY
-from ovspec.grammars.tools import TEXT_PARAMETERS_KEY, TOKEN_NAMES_KEY
 from ovspec.grammars.wording import word_llguidance_error
 from ovspec.sampling.constraint import Constraint
 from ovspec.sampling.masks import mask_contains, pack_mask
+from ovspec.sampling.tool_grammar import TEXT_PARAMETERS_KEY, TOKEN_NAMES_KEY
 from ovspec.sampling.unique_items import Following, JsonCursor, Tracks, UniqueItems
 from ovspec.text.tokenizer_files import TOKENIZER_FILE
 
@@ -251,7 +251,7 @@ class GrammarCompiler:
         """Return the constraint that keeps the text after ``start`` tokens of prompt within ``grammar``.
 
         Args:
-            grammar: a grammar made by ``grammars.conversion``.
+            grammar: a grammar made by ``grammar_conversion``.
             end_ids: ids that end the text.
             prompt_part: bytes of the prompt that belong to the grammar's text.
             healed: bytes of the tokens that were taken back from the prompt. They are the end of ``prompt_part`` unless

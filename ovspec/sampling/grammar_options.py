@@ -21,7 +21,7 @@ def convert_requested_grammar(params: Params) -> tuple[str | None, str]:
     """
     if not (option := params.grammar_option):
         return None, ""
-    from ovspec.grammars.conversion import convert_grammar
+    from ovspec.sampling.grammar_conversion import convert_grammar
 
     requested = getattr(params, option)
     source = normalize_grammar_option(option, requested)
@@ -54,7 +54,7 @@ def convert_answer_grammar(params: Params, answer_format: AnswerFormat) -> str |
         text_grammar, _ = convert_requested_grammar(params)
     if not tool_use.names and not (text_grammar and thinking):
         return None
-    from ovspec.grammars.conversion import convert_grammar
+    from ovspec.sampling.grammar_conversion import convert_grammar
 
     functions = [tool["function"] for tool in params.tools if tool["function"]["name"] in tool_use.names]
     request = {

@@ -43,8 +43,8 @@ from jsonschema.validators import validator_for
 from llguidance import LLMatcher, LLTokenizer
 
 from ovspec.base.errors import OvspecError
-from ovspec.grammars.conversion import ByteTokenizer, convert_grammar
 from ovspec.grammars.sources import PARSER_LIMITS, UNIQUE_ITEMS_KEY
+from ovspec.sampling.grammar_conversion import ByteTokenizer, convert_grammar
 from ovspec.sampling.unique_items import JsonCursor, UniqueItems
 
 CACHE = ROOT / ".cache" / "bench" / "schemas"

@@ -13,7 +13,7 @@ import pytest
 from ovspec.base import sandbox
 from ovspec.base.errors import OvspecError, UnavailableError
 from ovspec.base.sandbox import SandboxPool, SandboxProcess, find_interpreter
-from ovspec.grammars.conversion import CONVERTER, convert_grammar
+from ovspec.sampling.grammar_conversion import CONVERTER, convert_grammar
 from ovspec.text.chat_template import RENDERER, ChatTemplate
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="sends POSIX signals")

@@ -18,9 +18,9 @@ from llguidance import LLMatcher
 
 from ovspec.base.errors import OvspecError
 from ovspec.grammars import sources
-from ovspec.grammars.conversion import CONVERSION_SECONDS, CONVERTER, convert_grammar
 from ovspec.grammars.sources import PARSER_LIMITS
 from ovspec.grammars.wording import word_llguidance_error
+from ovspec.sampling.grammar_conversion import CONVERSION_SECONDS, CONVERTER, convert_grammar
 
 SOURCES = {"grammar": LARK, "gbnf": GBNF, "regex": REGEX, "choice": CHOICES, "json_schema": SCHEMAS}
 # Quick runs leave out what is large and accepted; test_sources.py and test_heartbeat.py have some of it.

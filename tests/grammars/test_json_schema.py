@@ -21,8 +21,8 @@ from schema_strategy import Schema, schemas
 
 from ovspec.base.errors import OvspecError
 from ovspec.grammars import json_schema as cleaning
-from ovspec.grammars.conversion import convert_grammar
 from ovspec.grammars.sources import convert_json_schema
+from ovspec.sampling.grammar_conversion import convert_grammar
 
 SCHEMAS = sorted((Path(__file__).parent / "schemas").glob("*.json"))
 FORMATS = FormatChecker(formats=())

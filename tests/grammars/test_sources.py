@@ -16,8 +16,8 @@ from llguidance import LLMatcher, LLTokenizer
 
 from ovspec.base.errors import OvspecError
 from ovspec.grammars import sources
-from ovspec.grammars.conversion import convert_grammar
 from ovspec.grammars.sources import PARSER_LIMITS
+from ovspec.sampling.grammar_conversion import convert_grammar
 
 BYTES = LLTokenizer("byte")
 

@@ -19,10 +19,10 @@ from conftest import ROOT
 from hostile_cases import deep
 
 from ovspec.base.errors import OvspecError
-from ovspec.grammars.conversion import TOOLS_SECONDS
 from ovspec.params import make_params
 from ovspec.sampling.answer_constraint import AnswerConstraint
 from ovspec.sampling.grammar_constraint import GrammarCompiler
+from ovspec.sampling.grammar_conversion import TOOLS_SECONDS
 from ovspec.sampling.grammar_options import convert_answer_grammar
 from ovspec.sampling.vocabulary_index import VocabularyIndex
 from ovspec.text.tokenizer import make_byte_vocabulary

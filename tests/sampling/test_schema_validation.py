@@ -20,8 +20,8 @@ import ovspec
 from ovspec.base.errors import OvspecError
 from ovspec.batch.file import run_file
 from ovspec.batch.requests import read_request
-from ovspec.grammars.conversion import convert_grammar
 from ovspec.params import make_params
+from ovspec.sampling.grammar_conversion import convert_grammar
 from ovspec.sampling.schema_validation import VALIDATOR, find_schema_errors
 
 Load = Callable[..., ovspec.LanguageModel]

@@ -16,8 +16,8 @@ from jsonschema import Draft202012Validator
 
 import ovspec
 from ovspec.base.errors import OvspecError
-from ovspec.grammars.conversion import convert_grammar
 from ovspec.sampling.grammar_constraint import GrammarCompiler, GrammarConstraint
+from ovspec.sampling.grammar_conversion import convert_grammar
 from ovspec.sampling.masks import mask_contains
 
 END = 0

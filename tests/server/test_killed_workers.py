@@ -23,7 +23,11 @@ from ovspec.params.serving import ServeParams
 from ovspec.server.admission import Service
 from ovspec.server.errors import ApiError
 
-MODULES = ("ovspec.text.chat_template_worker", "ovspec.grammars.conversion", "ovspec.sampling.schema_validation")
+MODULES = (
+    "ovspec.text.chat_template_worker",
+    "ovspec.sampling.grammar_conversion",
+    "ovspec.sampling.schema_validation",
+)
 CHAT = {"messages": [{"role": "user", "content": "Write a function."}], "max_tokens": 2}
 TOOL = {"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}
 

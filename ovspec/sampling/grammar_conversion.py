@@ -18,8 +18,8 @@ from ovspec.base.files import read_text
 from ovspec.base.json_types import JsonObject, JsonValue
 from ovspec.base.sandbox import LimitExceeded, SandboxPool, serve_requests
 from ovspec.grammars import sources
-from ovspec.grammars.tools import TOKEN_NAMES_KEY, write_tools_grammar
 from ovspec.grammars.wording import word_llguidance_error, word_placed_error
+from ovspec.sampling.tool_grammar import TOKEN_NAMES_KEY, write_tools_grammar
 
 CONVERSION_SECONDS = 5.0
 TOOLS_SECONDS = 2.0  # for the schemas of all tools of a request
@@ -30,7 +30,7 @@ MAX_FORCED_BYTES = 200_000  # llguidance finds them in one step that holds Pytho
 WALKS, WALK_BYTES, WALK_SECONDS = 4, 100, 0.3
 DEAD_END_ERROR = "NoExtension"  # begins llguidance's error where no byte may follow
 
-CONVERSION_PROCESS = "ovspec.grammars.conversion", "checks grammars"
+CONVERSION_PROCESS = "ovspec.sampling.grammar_conversion", "checks grammars"
 CONVERTER = SandboxPool(*CONVERSION_PROCESS, CONVERSION_SECONDS, CONVERSION_BYTES)
 TOOLS_CONVERTER = SandboxPool(*CONVERSION_PROCESS, TOOLS_SECONDS, CONVERSION_BYTES)
 SLOWEST_TOOL_CONVERTER = SandboxPool(*CONVERSION_PROCESS, TOOLS_SECONDS / 2, CONVERSION_BYTES)
@@ -42,7 +42,7 @@ def convert_grammar(kind: str, source: JsonValue, label: str, **reading: bool | 
     Args:
         kind: json_schema, regex, choice, grammar (Lark), gbnf or tools.
         source: its text; a Path to a file with it; a schema as Python's values; a list of choices; or for tools,
-            the source of ``tools.write_tools_grammar``.
+            the source of ``tool_grammar.write_tools_grammar``.
         label: the grammar's name in errors and warnings, such as "--grammar words.lark".
         reading: fields of ``json_schema.SchemaReading``.
 
