@@ -195,12 +195,12 @@ def params_from_json(options: JsonObject) -> Params:
     functions = {
         name: options[name] for name in CALLABLE_OPTIONS if options.get(name)
     }  # their names, which nobody calls
-    known = {
+    known_options = {
         name: value for name, value in options.items() if name in GENERATE_OPTIONS and name not in CALLABLE_OPTIONS
     }
-    if "logit_bias" in known:
-        known["logit_bias"] = {int(token): float(bias) for token, bias in known["logit_bias"].items()}
-    return replace(make_params(known), **functions)
+    if "logit_bias" in known_options:
+        known_options["logit_bias"] = {int(token): float(bias) for token, bias in known_options["logit_bias"].items()}
+    return replace(make_params(known_options), **functions)
 
 
 def text_from_json(entry: JsonObject) -> str:

@@ -124,11 +124,11 @@ def batch(
     from ovspec.batch.file import run_file
     from ovspec.batch.requests import as_chat, read_requests, requests_of
 
-    prepare = partial(as_chat, system=system) if chat else lambda request: request
+    prepare_request = partial(as_chat, system=system) if chat else lambda request: request
     requests: list[BatchRequest] = []
     if not needs_ray(file):
-        read = requests_of(read_text_or_stdin(file)) if file == "-" else read_requests(Path(file))
-        requests = list(map(prepare, read))
+        parsed_requests = requests_of(read_text_or_stdin(file)) if file == "-" else read_requests(Path(file))
+        requests = list(map(prepare_request, parsed_requests))
     report = BatchReport()
     try:
         if ray:
@@ -150,7 +150,7 @@ def batch(
                     cpus=cpus_per_worker,
                     mixed=mixed,
                     overwrite=overwrite,
-                    change=prepare,
+                    change=prepare_request,
                     note=report.update,
                 )
         else:

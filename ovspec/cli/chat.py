@@ -225,13 +225,13 @@ def run_chat_command(conversation: Conversation, name: str, argument: str) -> No
     if name not in CHAT_COMMANDS:
         print_note(f"There is no command {name}; /help lists them. Put a space in front to send it as a message.")
         return
-    metavar, _, run = CHAT_COMMANDS[name]
+    metavar, _, run_command = CHAT_COMMANDS[name]
     if argument and not metavar:
         print_note(f"{name} takes no argument.")
     elif metavar == "FILE" and not argument:
         print_note("Name a file.")
     else:
-        run(conversation, argument)
+        run_command(conversation, argument)
 
 
 def reset_chat(conversation: Conversation, _: str = "") -> None:

@@ -90,9 +90,9 @@ def iterate_with_progress(stream: TextStream) -> Iterator[Piece]:
     """Yield the pieces of a stream; show a line of progress while the first one takes long."""
     pieces = iter(stream)
     with show_step("reading the prompt"):
-        first = next(pieces, None)
-    if first:
-        yield first
+        first_piece = next(pieces, None)
+    if first_piece:
+        yield first_piece
     yield from pieces
 
 
@@ -156,11 +156,11 @@ def describe_stats(result: Result) -> str:
     if stats.tpot_ms:
         text += f", {stats.tpot_ms:.2f} ms each"
     rule = stats.rule and f" ({stats.rule})"
-    cached = f"{stats.cached_tokens} of them cached"
+    cached_text = f"{stats.cached_tokens} of them cached"
     if stats.cached_tokens and stats.arithmetic != "exact":
-        cached += " (without exact arithmetic that may change bits)"
+        cached_text += " (without exact arithmetic that may change bits)"
     lines = [
-        f"prompt: {stats.prompt_tokens} tokens, {cached}; first token after {stats.ttft_ms:.0f} ms",
+        f"prompt: {stats.prompt_tokens} tokens, {cached_text}; first token after {stats.ttft_ms:.0f} ms",
         f"{text}; ended by {result.finish_reason}",
         f"rounds: {stats.rounds}, {stats.tokens_per_round:.2f} tokens per round",
     ]

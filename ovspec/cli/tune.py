@@ -79,19 +79,20 @@ def tune(folder: Path | None, goal: Goal, device: str | None, as_json: bool, cac
         raise OvspecError(f"{file.parent}: {reason}; name another folder with --cache-dir.") from None
     profiles_json: JsonObject = {}
     profiles: dict[Path, Profile] = {}
-    for name, part in (("target", folder), ("draft", folder / DRAFT_FOLDER)):
-        if not (part / MODEL_FILE).is_file() or is_head_folder(part):  # a head runs with its target's settings
+    for name, part_folder in (("target", folder), ("draft", folder / DRAFT_FOLDER)):
+        # A head runs with its target's settings.
+        if not (part_folder / MODEL_FILE).is_file() or is_head_folder(part_folder):
             continue
         with progress_bar(name) as show_progress:
-            profile = tune_model(part, options, goal, report=show_progress)
+            profile = tune_model(part_folder, options, goal, report=show_progress)
             show_progress("", 1.0)
-        part_file = find_profile_file(part, options)
+        part_file = find_profile_file(part_folder, options)
         assert part_file  # no property switches the cache off here
         profiles[part_file] = write_cached(part_file, profile)
         best = profile.choose_measurement(options, "auto")
         profiles_json[name] = asdict(profile) | {"chosen": best and asdict(best), "file": str(part_file)}
         if not as_json:
-            click.echo("\n".join(format_report(name, part, profile)))
+            click.echo("\n".join(format_report(name, part_folder, profile)))
     if as_json:
         click.echo(json.dumps(profiles_json))
     for part_file, profile in profiles.items():  # where that failed, the figures have been shown
@@ -136,8 +137,9 @@ def format_report(name: str, folder: Path, profile: Profile) -> list[str]:
         lines.append(f"chosen for {profile.goal}: {best.setting}; {shares}; KL divergence {best.kl:.1e} nats")
     for threads, exactness in profile.exactness.items():
         with_threads = f"{threads} thread{'s' * (threads != 1)}"
-        differ = f"{exactness.differing} of {exactness.positions} probed positions differ from one pass over their text"
-        lines.append(f"exact arithmetic, {with_threads}: {exactness.rule or 'no rule found'}; {differ}")
+        differing = f"{exactness.differing} of {exactness.positions} probed positions differ"
+        rule = exactness.rule or "no rule found"
+        lines.append(f"exact arithmetic, {with_threads}: {rule}; {differing} from one pass over their text")
     if profile.price:
         lines.append(f"price of exact arithmetic: a token takes {profile.price:.2f}x the time of fast arithmetic")
     return lines + advise_weight_formats(profile.formats_ms)

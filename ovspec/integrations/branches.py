@@ -161,18 +161,20 @@ class Branches:
         def rate_branch(branch: Branch) -> tuple[int, int]:
             return common_prefix(branch.cached_sequence, text), -len(branch.sequence)
 
-        source = max(reversed(self._branches), key=rate_branch)
-        shared = common_prefix(source.cached_sequence, text)
-        self._branches.remove(source)
-        self._branches.append(source)
-        if len(source.sequence) - common_prefix(source.sequence, text) <= MAX_LOST_TOKENS:
-            return source
+        best_branch = max(reversed(self._branches), key=rate_branch)
+        shared_length = common_prefix(best_branch.cached_sequence, text)
+        self._branches.remove(best_branch)
+        self._branches.append(best_branch)
+        if len(best_branch.sequence) - common_prefix(best_branch.sequence, text) <= MAX_LOST_TOKENS:
+            return best_branch
         if len(self._branches) == MAX_BRANCHES:
             self._drop_branch(self._branches[0])
-        if shared * MAX_COPIED_PER_TOKEN < len(source.cached_sequence) or not shared:
+        if shared_length * MAX_COPIED_PER_TOKEN < len(best_branch.cached_sequence) or not shared_length:
             return self._add_branch(self._runtime.decoder_pool.acquire())
-        branch = self._add_branch(self._runtime.models.fork_decoders(source.decoders), source.sequence.copy())
-        branch.known_logits = {length: logits for length, logits in source.known_logits.items() if length <= shared}
+        branch = self._add_branch(self._runtime.models.fork_decoders(best_branch.decoders), best_branch.sequence.copy())
+        branch.known_logits = {
+            length: logits for length, logits in best_branch.known_logits.items() if length <= shared_length
+        }
         self.counts.forks += 1
         return branch
 
@@ -212,12 +214,12 @@ class Branches:
         is_prefill = len(unread) > PREFILL_THRESHOLD  # no drafter is asked while a prompt is read
         if is_prefill:
             self._make_room(len(unread) + EXPECTED_TOKENS)
-        expected = EXPECTED_TOKENS
+        expected_tokens = EXPECTED_TOKENS
         if context_length := self._runtime.models.target.ir.context_length:
-            expected = min(expected, context_length - length)
+            expected_tokens = min(expected_tokens, context_length - length)
         # With all logits requested, a decoder feeds any number of tokens in the same way: proposals change no bit.
         logits_rows = MAX_LOGITS_ROWS if all_new or not is_prefill else 1
-        branch.next_step = RowStep(text, PassiveSampler(), 1 + expected, not is_prefill, logits_rows=logits_rows)
+        branch.next_step = RowStep(text, PassiveSampler(), 1 + expected_tokens, not is_prefill, logits_rows=logits_rows)
         self._run_round(branch)
         outcome = branch.last_outcome
         proposal = outcome.proposal
@@ -236,10 +238,10 @@ class Branches:
 
     def _learn_from_proposal(self) -> None:
         """Let the lookahead learn which tokens of the last proposal the text has continued with."""
-        if last := self._last_proposal:
-            reached = max(last.accepted, len(last.branch.sequence) - last.start)
-            reached_proposal = shorten_proposal(last.proposal, reached)
-            self._lookahead.learn_round(replace(last.outcome, proposals=[(reached_proposal, last.accepted)]))
+        if verified := self._last_proposal:
+            reached = max(verified.accepted, len(verified.branch.sequence) - verified.start)
+            reached_proposal = shorten_proposal(verified.proposal, reached)
+            self._lookahead.learn_round(replace(verified.outcome, proposals=[(reached_proposal, verified.accepted)]))
             self._last_proposal = None
 
     def _run_round(self, branch: Branch) -> None:
@@ -255,9 +257,9 @@ class Branches:
         if drafter:
             counts.draft_ms += 1e3 * (drafter.seconds - draft_seconds)
 
-    def _count_accepted(self, last: VerifiedProposal, text: Sequence) -> None:
-        accepted = common_prefix(last.branch.cached_sequence, text) - last.start
-        if accepted > last.accepted:
-            new_positions = range(last.accepted, accepted)
-            self.counts.count_accepted(last.proposal.source, new_positions, len(last.proposal.tokens))
-            last.accepted = accepted
+    def _count_accepted(self, verified: VerifiedProposal, text: Sequence) -> None:
+        accepted = common_prefix(verified.branch.cached_sequence, text) - verified.start
+        if accepted > verified.accepted:
+            new_positions = range(verified.accepted, accepted)
+            self.counts.count_accepted(verified.proposal.source, new_positions, len(verified.proposal.tokens))
+            verified.accepted = accepted

@@ -73,8 +73,8 @@ class OpenVINOEngine(Engine):
     def get_logits(self, token_ids: list[int], include_all_uncached_tokens: bool = False) -> LogitsOutput:
         """Implement ``Engine.get_logits``; ``n_cached`` equals ``n_tokens`` if no inference was needed."""
         logits, cached_tokens = self.branches.request_logits(token_ids, include_all_uncached_tokens)
-        missing = max(0, self._logits_width - logits.shape[1])  # ids that the model lacks
-        padded = np.pad(logits[:, : self._logits_width], ((0, 0), (0, missing)), constant_values=-np.inf)
+        missing_ids = max(0, self._logits_width - logits.shape[1])  # ids that the model lacks
+        padded = np.pad(logits[:, : self._logits_width], ((0, 0), (0, missing_ids)), constant_values=-np.inf)
         return {"logits": padded, "n_tokens": len(token_ids), "n_cached": cached_tokens}
 
 
@@ -85,8 +85,8 @@ class OpenVINOTokenizer(Tokenizer):
         tokenizer_json = read_json(lm.folder / TOKENIZER_FILE)
         added_tokens = read_dataclass(TokenizerFile, lm.folder / TOKENIZER_FILE).added_tokens
         ids = {token.content: token.id for token in added_tokens}
-        special = read_special_tokens(lm.folder)
-        bos, eos = (ids.get(special.get(role, "")) for role in ("bos_token", "eos_token"))
+        special_tokens = read_special_tokens(lm.folder)
+        bos, eos = (ids.get(special_tokens.get(role, "")) for role in ("bos_token", "eos_token"))
         if eos is None:
             eos = min(lm.generation_config.eos_ids, default=None)
         if eos is None:
