@@ -16,19 +16,18 @@ import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import psutil
 
 from ovspec.base.errors import OvspecError, UnavailableError, WriteError
+from ovspec.base.json_types import JsonObject
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-RENAME_ATTEMPTS, RENAME_PAUSE = (
-    10,
-    0.1,
-)  # to rename a file that another process has open for a moment, and seconds between them
+RENAME_ATTEMPTS = 10  # for a file that another process has open for a moment
+RENAME_PAUSE = 0.1  # seconds between attempts
 WINDOWS_DEVICES = {"CON", "PRN", "AUX", "NUL", *(f"{name}{digit}" for name in ("COM", "LPT") for digit in range(10))}
 PARTIAL_SUFFIX = ".partial"  # ends the names of files that are being written
 T = TypeVar("T")
@@ -86,10 +85,10 @@ def open_replacement(path: Path) -> Iterator[Path]:
     """
     check_file_name(path)
     path = path.resolve()
-    for left in path.parent.glob(f".{glob.escape(path.name)}.*{PARTIAL_SUFFIX}"):
-        host, _, process = left.name.split(".")[-3].partition("-")
+    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*{PARTIAL_SUFFIX}"):
+        host, _, process = leftover.name.split(".")[-3].partition("-")
         if host == HOST_CODE and process.isdecimal() and not psutil.pid_exists(int(process)):
-            left.unlink(missing_ok=True)  # of a process that was killed
+            leftover.unlink(missing_ok=True)  # of a process that was killed
     partial = path.with_name(f".{path.name}.{HOST_CODE}-{os.getpid()}.{secrets.token_hex(4)}{PARTIAL_SUFFIX}")
     try:
         with name_write_errors(path):
@@ -104,23 +103,25 @@ def open_replacement(path: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def scratch_folder(parent: Path, most: int) -> Iterator[Path]:
-    """Yield a new folder in ``parent`` by a path of at most ``most`` bytes; it is deleted in the end.
+def scratch_folder(parent: Path, max_bytes: int) -> Iterator[Path]:
+    """Yield a new folder in ``parent`` by a path of at most ``max_bytes`` bytes; it is deleted in the end.
 
     If its own path is longer, that is one of a link among the temporary files. Folders of processes that were killed
     are deleted, too.
     """
-    for left in parent.glob(f"{HOST_CODE}-*"):
-        if not psutil.pid_exists(int(left.name.rpartition("-")[2])):
-            shutil.rmtree(left, ignore_errors=True)
+    for leftover in parent.glob(f"{HOST_CODE}-*"):
+        if not psutil.pid_exists(int(leftover.name.rpartition("-")[2])):
+            shutil.rmtree(leftover, ignore_errors=True)
     folder = parent / f"{HOST_CODE}-{os.getpid()}"
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        if sys.platform == "win32" or len(os.fsencode(folder)) <= most:  # no sockets have paths there
+        if sys.platform == "win32" or len(os.fsencode(folder)) <= max_bytes:  # no sockets have paths there
             yield folder
             return
-        usual = tempfile.gettempdir()
-        with tempfile.TemporaryDirectory(prefix="ovspec-", dir=usual if len(usual) < most - 20 else "/tmp") as place:
+        temporary = tempfile.gettempdir()
+        with tempfile.TemporaryDirectory(
+            prefix="ovspec-", dir=temporary if len(temporary) < max_bytes - 20 else "/tmp"
+        ) as place:
             link = Path(place) / "link"
             link.symlink_to(folder)
             yield link
@@ -160,8 +161,8 @@ def check_file_name(path: Path) -> None:
     Such a file would be another one, a device or a stream of another file, and what is written to it lost.
     """
     stem = path.name.partition(".")[0].rstrip().upper()
-    wrong = set('<>:"|?*').intersection(path.name) or path.name.endswith((".", " ")) or stem in WINDOWS_DEVICES
-    if sys.platform == "win32" and wrong:
+    forbidden = set('<>:"|?*').intersection(path.name) or path.name.endswith((".", " ")) or stem in WINDOWS_DEVICES
+    if sys.platform == "win32" and forbidden:
         raise OvspecError(f"{path}: Windows has no files of this name; choose another.")
 
 
@@ -189,20 +190,20 @@ def flush_to_disk(path: Path) -> None:
             os.close(descriptor)
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> JsonObject:
     """Return the object in a JSON file, or {} if there is no such file; raise an OvspecError if it is not valid."""
     if not path.is_file():
         return {}
     try:
         text = path.read_bytes().decode("utf-8-sig")
-        found = json.loads(text)
+        content = json.loads(text)
         if "\\ud" in text.lower():  # perhaps half of a surrogate pair, which no text or file name may hold
-            json.dumps(found, ensure_ascii=False).encode()
+            json.dumps(content, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise OvspecError(f"{path}: not valid JSON ({str(error)[:200]}); export the model again.") from None
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise OvspecError(f"{path}: not a JSON object; export the model again.")
-    return found
+    return content
 
 
 def read_dataclass(kind: type[T], path: Path) -> T:

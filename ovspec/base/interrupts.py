@@ -29,7 +29,7 @@ class DelayedInterrupts:
         # A process that ignores Ctrl-C, as one in the background does, continues to ignore it.
         if threading.current_thread() is threading.main_thread() and callable(handler):
             self._previous = handler
-            signal.signal(signal.SIGINT, self._note)
+            signal.signal(signal.SIGINT, self._handle_interrupt)
             ACTIVE_DELAYS.append(self)
 
     def stop(self) -> None:
@@ -37,14 +37,17 @@ class DelayedInterrupts:
         self._stopped = True
         if self in ACTIVE_DELAYS:
             ACTIVE_DELAYS.remove(self)
-        if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) != self._note:
+        if (
+            threading.current_thread() is not threading.main_thread()
+            or signal.getsignal(signal.SIGINT) != self._handle_interrupt
+        ):
             return
         previous = self._previous
         while isinstance(owner := getattr(previous, "__self__", None), DelayedInterrupts) and owner._stopped:
             previous = owner._previous
         signal.signal(signal.SIGINT, previous)
 
-    def _note(self, *arguments: Any) -> None:
+    def _handle_interrupt(self, *arguments: Any) -> None:
         if self.delaying:
             self.pressed = True
         else:
@@ -60,7 +63,7 @@ def check_interrupts() -> None:
     Called between inferences. Ending one early would be unsafe: after ``InferRequest.cancel``, OpenVINO 2026.4 may
     compute with shapes of the cancelled inference.
     """
-    if threading.current_thread() is threading.main_thread() and any(held.pressed for held in ACTIVE_DELAYS):
+    if threading.current_thread() is threading.main_thread() and any(delay.pressed for delay in ACTIVE_DELAYS):
         raise KeyboardInterrupt
 
 

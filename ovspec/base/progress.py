@@ -32,48 +32,55 @@ def print_note(text: str) -> None:
 @contextlib.contextmanager
 def show_step(text: str, keep: bool = False) -> Iterator[Step]:
     """Show ``text`` while the block runs, if that takes long. With ``keep``, leave a line with the time it took."""
-    made, began, ended, live = Step(text), time.monotonic(), threading.Event(), on_terminal()
+    current = Step(text)
+    start = time.monotonic()
+    ended = threading.Event()
+    is_live = on_terminal()
 
-    def show() -> None:
+    def print_progress() -> None:
         if ended.wait(SHOW_AFTER):
             return
-        told = ""
-        while not live:
-            if made.text != told:
-                told = made.text
-                print_note(f"{told} …")
+        printed = ""
+        while not is_live:
+            if current.text != printed:
+                printed = current.text
+                print_note(f"{printed} …")
             if ended.wait(REPEAT_AFTER):
                 return
         while not ended.wait(0.5):
-            line = f"{made.text} … {time.monotonic() - began:.0f} s "
+            line = f"{current.text} … {time.monotonic() - start:.0f} s "
             line = line[: shutil.get_terminal_size().columns - 1]
             print(f"\r{line}{CLEAR_REST}", end="", file=sys.stderr, flush=True)
         print(CLEAR_LINE, end="", file=sys.stderr, flush=True)
 
-    shown = threading.Thread(target=show, daemon=True)
-    shown.start()
+    printer = threading.Thread(target=print_progress, daemon=True)
+    printer.start()
     try:
-        yield made
+        yield current
     finally:
         ended.set()
-        shown.join()
+        printer.join()
     if keep:
-        print_note(f"{made.text}: {time.monotonic() - began:.1f} s" + (f", {made.result}" if made.result else ""))
+        print_note(
+            f"{current.text}: {time.monotonic() - start:.1f} s" + (f", {current.result}" if current.result else "")
+        )
 
 
 @contextlib.contextmanager
 def drop_native_stderr() -> Iterator[None]:
     """Drop what libraries in other languages write to stderr."""
-    before, kept, null = sys.stderr, os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    python_stderr = sys.stderr
+    descriptor = os.dup(2)
+    null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 2)
     os.close(null)
     try:
-        with os.fdopen(os.dup(kept), "w", encoding="utf-8", errors="replace", newline="\n") as sys.stderr:
+        with os.fdopen(os.dup(descriptor), "w", encoding="utf-8", errors="replace", newline="\n") as sys.stderr:
             yield
     finally:
-        sys.stderr = before
-        os.dup2(kept, 2)
-        os.close(kept)
+        sys.stderr = python_stderr
+        os.dup2(descriptor, 2)
+        os.close(descriptor)
 
 
 def on_terminal() -> bool:

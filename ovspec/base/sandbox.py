@@ -12,17 +12,19 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 import psutil
 
 from ovspec.base.errors import UnavailableError
+from ovspec.base.json_types import JsonObject, JsonValue
 
 MAX_PROCESSES = 4  # processes of a kind, so that a request that takes long doesn't hold up all others
 START_SECONDS = 60.0  # seconds that a process may take to start
 # A request fails when the deaths of its processes count this much. The more likely it is at fault, the more they do.
 MAX_DEATH_WEIGHT = 30
-CRASHED_WEIGHT, KILLED_WEIGHT, NOT_STARTED_WEIGHT = 15, 5, 1
+CRASHED_WEIGHT = 15
+KILLED_WEIGHT = 5
+NOT_STARTED_WEIGHT = 1
 # Exit codes of a process that crashed, rather than being killed by the system or by somebody.
 CRASH_EXIT_CODES = {
     -getattr(signal, name, 0) for name in ("SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV", "SIGTRAP")
@@ -79,17 +81,20 @@ class SandboxPool:
     """Runs ``module``, which serves requests, in a few processes that are started when they are needed and then kept.
 
     An operation in compiled code can run for hours or fill the memory, and only a process can be stopped in the middle
-    of one. An answer may take ``seconds`` of computing, and a process ``size`` bytes of memory. ``does`` says in errors
-    what the processes do.
+    of one. An answer may take ``seconds`` of computing, and a process ``size`` bytes of memory. Errors say
+    what the processes do with ``purpose``, as in "renders chat templates".
     """
 
-    def __init__(self, module: str, does: str, seconds: float, size: int) -> None:
-        self.module, self.purpose, self.seconds, self.size = module, does, seconds, size
+    def __init__(self, module: str, purpose: str, seconds: float, size: int) -> None:
+        self.module = module
+        self.purpose = purpose
+        self.seconds = seconds
+        self.size = size
         self.idle_processes: list[SandboxProcess] = []
         self._free = threading.BoundedSemaphore(MAX_PROCESSES)
         atexit.register(self.stop)
 
-    def ask(self, request: str) -> dict[str, Any]:
+    def ask(self, request: str) -> JsonObject:
         """Return the module's answer to a one-line request.
 
         A process that dies is replaced by a new one: the system kills processes where memory runs out.
@@ -102,7 +107,7 @@ class SandboxPool:
         with self._free:
             while sum(death.weight for death in deaths) < MAX_DEATH_WEIGHT:
                 try:
-                    return self._ask(request)
+                    return self._ask_process(request)
                 except ProcessDied as death:
                     deaths.append(death)
         if sum(death.weight for death in deaths if death.weight == CRASHED_WEIGHT) >= MAX_DEATH_WEIGHT:
@@ -110,7 +115,7 @@ class SandboxPool:
         times = f"{deaths[-1]}, {len(deaths)} times"
         raise UnavailableError(f"The process that {self.purpose} {times}; see that memory is free, and try again.")
 
-    def _ask(self, request: str) -> dict[str, Any]:
+    def _ask_process(self, request: str) -> JsonObject:
         """Return the answer of one process; raises LimitExceeded or ProcessDied if there is none."""
         process = self._pop_idle_process() or self._start()
         try:
@@ -141,7 +146,7 @@ class SandboxPool:
         """Send a request and return the answer; keep to the limits meanwhile."""
         answers: list[str] = []
 
-        def talk() -> None:
+        def exchange() -> None:
             try:
                 if not process.ready:
                     process.ready = bool(process.stdout.readline())
@@ -151,19 +156,21 @@ class SandboxPool:
             except (OSError, ValueError):
                 answers.append("")
 
-        talking = threading.Thread(target=talk, daemon=True)
-        talking.start()
-        began, (before, _) = time.monotonic(), process.usage()
+        exchanging = threading.Thread(target=exchange, daemon=True)
+        exchanging.start()
+        start = time.monotonic()
+        seconds_before, _ = process.usage()
         while True:
-            talking.join(0.02)
-            if not talking.is_alive():
+            exchanging.join(0.02)
+            if not exchanging.is_alive():
                 break
-            waited, (seconds, size) = time.monotonic() - began, process.usage()
+            waited = time.monotonic() - start
+            seconds, size = process.usage()
             if not process.ready:
-                before = seconds  # starting doesn't count
+                seconds_before = seconds  # starting doesn't count
                 if waited > START_SECONDS:
                     raise ProcessDied("did not start in time")
-            elif seconds - before > self.seconds:
+            elif seconds - seconds_before > self.seconds:
                 raise LimitExceeded(f"ran longer than {self.seconds:g} seconds")
             elif waited > START_SECONDS + WAIT_FACTOR * self.seconds:  # the machine was busy
                 raise ProcessDied("got no time to answer")
@@ -173,7 +180,7 @@ class SandboxPool:
 
     def _start(self) -> SandboxProcess:
         """Start a process. It ends when its standard input closes, so it doesn't outlive this one."""
-        python, more = find_interpreter()
+        python, variables = find_interpreter()
         try:
             return SandboxProcess(
                 [python, "-P", "-m", self.module, str(self.seconds), str(self.size)],
@@ -181,7 +188,7 @@ class SandboxPool:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 encoding="utf-8",
-                env={name: os.environ[name] for name in PASSED_VARIABLES if name in os.environ} | more,
+                env={name: os.environ[name] for name in PASSED_VARIABLES if name in os.environ} | variables,
             )
         except (OSError, psutil.Error) as error:
             raise ProcessDied(f"could not be started ({error})", NOT_STARTED_WEIGHT) from None
@@ -204,10 +211,11 @@ def find_interpreter() -> tuple[str, dict[str, str]]:
     return sys.executable, {}
 
 
-def serve_requests(answer: Callable[[Any], dict[str, Any]]) -> None:
+def serve_requests(answer: Callable[[JsonValue], JsonObject]) -> None:
     """Answer each request on standard input. Called by a module that a ``SandboxPool`` runs."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is meant for the parent process
-    seconds, size = float(sys.argv[1]), int(sys.argv[2])
+    seconds = float(sys.argv[1])
+    size = int(sys.argv[2])
     limit_memory(2 * size)
     sys.setrecursionlimit(10_000)  # what the parent process could write as JSON can be read
     sys.stdin.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
@@ -216,9 +224,9 @@ def serve_requests(answer: Callable[[Any], dict[str, Any]]) -> None:
         print("ready", flush=True)
         for line in sys.stdin:
             set_alarm(2 * WAIT_FACTOR * seconds)  # if the parent process is gone, nobody else stops this one
-            answered = json.dumps(answer(json.loads(line)))
+            reply = json.dumps(answer(json.loads(line)))
             set_alarm(0)
-            print(answered, flush=True)
+            print(reply, flush=True)
 
     if sys.platform != "win32":
         return answer_all()
@@ -233,8 +241,8 @@ def limit_memory(size: int) -> None:
     with suppress(ImportError, ValueError, OSError):
         import resource
 
-        most = psutil.Process().memory_info().vms + size
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        max_size = psutil.Process().memory_info().vms + size
+        resource.setrlimit(resource.RLIMIT_AS, (max_size, max_size))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 

@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from ovspec.base.errors import OvspecError
 from ovspec.params.generation import GENERATE_OPTIONS, GRAMMAR_OPTIONS, SCHEMA_OPTIONS, Params
+from ovspec.params.option import OptionValue
 from ovspec.params.sampling import DISTRIBUTION_OPTIONS, SAMPLING_OPTIONS
 from ovspec.params.tools import parse_tool_choice, parse_tools
 from ovspec.params.values import check_option_names, check_value
@@ -13,7 +13,7 @@ from ovspec.params.values import check_option_names, check_value
 OPTIONS_CHECKED_LATER = {*GRAMMAR_OPTIONS, "constrain_from", "logits_processors"}
 
 
-def make_params(options: Mapping[str, Any]) -> Params:
+def make_params(options: Mapping[str, OptionValue]) -> Params:
     """Return the params of a call from Python's keywords or the command line's.
 
     Raises TypeError for an unknown option and OvspecError for an invalid value.
@@ -23,7 +23,9 @@ def make_params(options: Mapping[str, Any]) -> Params:
         return sampling  # as the command line hands it on
     check_option_names(options, GENERATE_OPTIONS)
     # In Python, None stands for the default of other options.
-    values: dict[str, Any] = {name: v for name, v in options.items() if v is not None or name in SAMPLING_OPTIONS}
+    values: dict[str, OptionValue] = {
+        name: value for name, value in options.items() if value is not None or name in SAMPLING_OPTIONS
+    }
     for name, value in values.items():
         if name not in OPTIONS_CHECKED_LATER:
             check_value(value, GENERATE_OPTIONS[name])
@@ -45,10 +47,9 @@ def check_combinations(params: Params) -> Params:
     if params.sampler and params.accept == "rejection":
         raise OvspecError("Leave out `accept='rejection'`: it needs probabilities, which a sampler does not return.")
     if params.truncating_options and not params.temperature:
+        verb = "needs" if len(params.truncating_options) == 1 else "need"
         names = " and ".join(f"`{name}`" for name in params.truncating_options)
-        raise OvspecError(
-            f"{names} {'needs' if len(params.truncating_options) == 1 else 'need'} a `temperature` above 0."
-        )
+        raise OvspecError(f"{names} {verb} a `temperature` above 0.")
     return params
 
 
@@ -69,17 +70,17 @@ def check_tool_options(params: Params) -> Params:
 
 def check_grammar_options(params: Params) -> None:
     """Raise OvspecError for options of grammars that exclude or need each other."""
-    given = [name for name in GRAMMAR_OPTIONS if getattr(params, name) is not None]
-    if len(given) > 1:
-        both = " and ".join(f"`{name}`" for name in given)
+    grammars = [name for name in GRAMMAR_OPTIONS if getattr(params, name) is not None]
+    if len(grammars) > 1:
+        both = " and ".join(f"`{name}`" for name in grammars)
         raise OvspecError(f"{both} can't be combined; give one grammar that covers both.")
-    if given and params.ignore_eos:
-        raise OvspecError(f"`{given[0]}` decides where the text ends, so `ignore_eos` can't be combined with it.")
-    if not given and params.constrain_from is not None:
+    if grammars and params.ignore_eos:
+        raise OvspecError(f"`{grammars[0]}` decides where the text ends, so `ignore_eos` can't be combined with it.")
+    if not grammars and params.constrain_from is not None:
         raise OvspecError("`constrain_from` sets where a grammar begins; give a grammar too.")
-    more = [name for name in SCHEMA_OPTIONS if getattr(params, name) != GENERATE_OPTIONS[name].default]
-    if more and params.json_schema is None and (more[0] == "retries" or not params.tools):
-        raise OvspecError(f"`{more[0]}` is for JSON schemas; give `json_schema` too.")
+    schema_options = [name for name in SCHEMA_OPTIONS if getattr(params, name) != GENERATE_OPTIONS[name].default]
+    if schema_options and params.json_schema is None and (schema_options[0] == "retries" or not params.tools):
+        raise OvspecError(f"`{schema_options[0]}` is for JSON schemas; give `json_schema` too.")
     if params.retries and params.json_schema_mode != "checked":
         raise OvspecError("`retries` needs `json_schema_mode` checked: in the mode strict no text breaks the schema.")
     if params.retries and not params.temperature:

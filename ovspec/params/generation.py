@@ -4,8 +4,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from ovspec.base.json_types import JsonObject, JsonValue
 from ovspec.params.limits import AT_LEAST_1, LOOKAHEAD, NOT_NEGATIVE, Limits
-from ovspec.params.option import collect_options, format_documentation, option, options_class
+from ovspec.params.option import OptionValue, collect_options, format_documentation, option, options_class
 from ovspec.params.sampling import SamplingParams
 from ovspec.params.tools import NO_TOOLS, AllowedCalls, parse_tool_choice
 from ovspec.params.values import parse_json_object, parse_lookahead, parse_position_or_text, parse_schema_or_file
@@ -66,13 +67,13 @@ class Params(SamplingParams):
         metavar="JSON",
         parse=parse_json_object,
     )
-    tools: Sequence[Any] = option(
+    tools: Sequence[JsonValue] = option(
         "The functions that the model may call: a list of OpenAI's tools. Needs chat messages. Arguments always fit "
         "the schemas.",
         default_factory=tuple,
         python_help="Also Python functions with type hints and a docstring. The calls are the result's ``tool_calls``.",
         flags=(),
-        request_type=list[dict[str, Any]],
+        request_type=list[JsonObject],
     )
     tool_choice: str | Mapping[str, Any] | None = option(
         "What may be called: auto, none, required (an answer that only calls), or OpenAI's objects that name a tool or "
@@ -108,7 +109,7 @@ class Params(SamplingParams):
         "knows.",
         metavar="FILE|TEXT",
         parse=parse_schema_or_file,
-        request_type=dict[str, Any] | bool | str,
+        request_type=JsonObject | bool | str,
     )
     json_schema_mode: Literal["strict", "checked"] = option(
         "strict: refuse a schema that can't be enforced while the text is generated; checked: enforce what can be, "
@@ -196,9 +197,11 @@ class Params(SamplingParams):
     @property
     def thinking_budget(self) -> int | None:
         """The maximum number of tokens of thinking; None if there is none."""
-        if self.max_thinking_tokens is None:
-            return 0 if self.reasoning_effort == "none" else None
-        return None if self.max_thinking_tokens < 0 else self.max_thinking_tokens
+        if self.max_thinking_tokens is None and self.reasoning_effort == "none":
+            return 0
+        if self.max_thinking_tokens is None or self.max_thinking_tokens < 0:
+            return None
+        return self.max_thinking_tokens
 
     @property
     def allowed_calls(self) -> AllowedCalls:
@@ -216,14 +219,18 @@ class Params(SamplingParams):
         changes = self.logit_bias or self.min_tokens or self.penalizes or self.logits_processors
         return bool(self.grammar_option or self.heal or changes or self.tools or self.thinking_budget is not None)
 
-    def recorded_options(self) -> dict[str, Any]:
+    def recorded_options(self) -> dict[str, OptionValue]:
         """Return what decides the text: the options that change it and aren't at their defaults."""
         return self.changed_options(excluded=UNRECORDED_OPTIONS)
 
-    def changed_options(self, excluded: Collection[str]) -> dict[str, Any]:
+    def changed_options(self, excluded: Collection[str]) -> dict[str, OptionValue]:
         """Return the options that aren't at their defaults, without those named in ``excluded``."""
         values = {name: getattr(self, name) for name in GENERATE_OPTIONS if name not in ("sampling", *excluded)}
-        return {name: v for name, v in values.items() if hasattr(v, "dtype") or v != GENERATE_OPTIONS[name].default}
+        return {
+            name: value
+            for name, value in values.items()
+            if hasattr(value, "dtype") or value != GENERATE_OPTIONS[name].default
+        }
 
 
 @options_class

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from ovspec.params.generation import GENERATE_OPTIONS
 from ovspec.params.limits import AT_LEAST_1, LOOKAHEAD, NOT_NEGATIVE
-from ovspec.params.option import collect_options, option, options_class
+from ovspec.params.option import OptionValue, collect_options, option, options_class
 from ovspec.params.tools import find_tool_formats
 from ovspec.params.values import check_option_names, check_value, parse_file_or_name, parse_folder, parse_key_value
 
@@ -117,7 +117,7 @@ RUNTIME_OPTIONS = collect_options(RuntimeParams)
 LOAD_OPTIONS = collect_options(LoadParams)
 
 
-def make_load_params(options: Mapping[str, Any]) -> LoadParams:
+def make_load_params(options: Mapping[str, OptionValue]) -> LoadParams:
     """Return the params of ``load``; raises TypeError for an unknown option and OvspecError for an invalid value."""
     check_option_names(options, LOAD_OPTIONS)
     values = {name: value for name, value in options.items() if value is not None}

@@ -27,6 +27,7 @@ from ovspec.params.limits import Limits
 P = ParamSpec("P")
 R = TypeVar("R")
 S = TypeVar("S")
+TypeForm: TypeAlias = Any  # a type as annotations have it, such as `int | None`
 OptionValue: TypeAlias = Any  # checked against the option's declaration when params are made of it
 # What other programs call an option.
 FOREIGN_NAMES = {
@@ -63,15 +64,15 @@ class Option:
     flags: tuple[str, ...] | None = None
     commands: tuple[str, ...] = ()
     metavar: str | None = None
-    parse: Callable[[str], Any] | None = None
+    parse: Callable[[str], OptionValue] | None = None
     request: bool = True
-    request_type: Any = None
+    request_type: TypeForm = None
     aliases: tuple[str, ...] = ()
     truncates: bool = False
     find_choices: Callable[[], Iterable[str]] | None = None
     name: str = ""
-    value_type: Any = Any
-    default: Any = None
+    value_type: TypeForm = Any
+    default: OptionValue = None
 
     @property
     def default_text(self) -> str:
@@ -81,12 +82,10 @@ class Option:
         return str(self.default).removesuffix(".0")
 
 
-def option(
-    help: str, *, default: Any = MISSING, default_factory: Callable[[], Any] | Any = MISSING, **about: Any
-) -> Any:
+def option(help: str, *, default: OptionValue = MISSING, default_factory: OptionValue = MISSING, **about: Any) -> Any:
     """Return a field that declares an option; ``about``: the other fields of its ``Option``."""
-    made: Any = field(default=default, default_factory=default_factory, metadata={"option": Option(help, **about)})
-    return made
+    declaration = Option(help, **about)
+    return field(default=default, default_factory=default_factory, metadata={"option": declaration})
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(option, field))
@@ -115,15 +114,15 @@ def accepts_options(arguments: Callable[P, Any]) -> Callable[[Callable[..., R]],
 
     ``arguments``: the class; type checkers and editors show its fields as the function's arguments.
     """
-    named = [
-        Parameter(each.name, Parameter.KEYWORD_ONLY, default=each.default, annotation=each.value_type)
-        for each in collect_options(arguments).values()
+    option_parameters = [
+        Parameter(entry.name, Parameter.KEYWORD_ONLY, default=entry.default, annotation=entry.value_type)
+        for entry in collect_options(arguments).values()
     ]
 
     def decorate(function: Any) -> Any:
         plain = signature(function)
-        own = [each for each in plain.parameters.values() if each.kind is not Parameter.VAR_KEYWORD]
-        function.__signature__ = plain.replace(parameters=[*own, *named])
+        own = [parameter for parameter in plain.parameters.values() if parameter.kind is not Parameter.VAR_KEYWORD]
+        function.__signature__ = plain.replace(parameters=[*own, *option_parameters])
         return function
 
     return decorate
@@ -141,30 +140,31 @@ def format_documentation(options: Mapping[str, Option]) -> str:
     """Return a docstring paragraph for each option."""
     lines = []
     for name, declaration in options.items():
-        usual = declaration.default_text and f"By default {declaration.default_text}."
-        text = " ".join(filter(None, (f"{name}: {declaration.help}", declaration.python_help, usual)))
+        default = declaration.default_text and f"By default {declaration.default_text}."
+        text = " ".join(filter(None, (f"{name}: {declaration.help}", declaration.python_help, default)))
         lines.append(textwrap.fill(text, 112, subsequent_indent="    "))
     return "\n".join(lines)
 
 
-def suggest_name(name: str, known: Iterable[str]) -> str:
-    """Return a question that names the one of ``known`` that ``name`` resembles, or an empty string."""
-    close = difflib.get_close_matches(FOREIGN_NAMES.get(name, name), sorted(known), 1, cutoff=0.75)
+def suggest_name(name: str, names: Iterable[str]) -> str:
+    """Return a question that names the one of ``names`` that ``name`` resembles, or an empty string."""
+    close = difflib.get_close_matches(FOREIGN_NAMES.get(name, name), sorted(names), 1, cutoff=0.75)
     return f"did you mean {close[0]}?" if close else ""
 
 
-def union_members(kind: Any) -> tuple[Any, ...]:
+def union_members(value_type: TypeForm) -> tuple[TypeForm, ...]:
     """Return the members of a union type, or the type itself, without None."""
-    members = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    members = get_args(value_type) if get_origin(value_type) in (Union, UnionType) else (value_type,)
     return tuple(member for member in members if member is not NoneType)
 
 
-def literal_values(kind: Any) -> tuple[Any, ...]:
+def literal_values(value_type: TypeForm) -> tuple[Any, ...]:
     """Return the values that the literals in a type allow."""
-    return tuple(value for one in union_members(kind) if get_origin(one) is Literal for value in get_args(one))
+    literals = [member for member in union_members(value_type) if get_origin(member) is Literal]
+    return tuple(value for literal in literals for value in get_args(literal))
 
 
-def is_collection_type(kind: Any) -> bool:
+def is_collection_type(value_type: TypeForm) -> bool:
     """Return whether the type is a collection, so that an option of it may be repeated."""
-    origins: list[Any] = [get_origin(member) for member in union_members(kind)]
+    origins: list[TypeForm] = [get_origin(member) for member in union_members(value_type)]
     return any(isinstance(origin, type) and issubclass(origin, Collection) for origin in origins)

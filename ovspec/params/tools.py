@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ovspec.base.errors import OvspecError
+from ovspec.base.json_types import JsonObject, JsonValue
 
 MAX_TOOLS = 1000  # tools
 TOOL_NAME_PATTERN = re.compile(r"[A-Za-z0-9_.-]{1,128}")
@@ -41,50 +42,54 @@ def find_tool_formats() -> list[str]:
     return sorted(importlib.import_module("ovspec.text.tool_formats").FORMATS_BY_NAME)
 
 
-def parse_tools(given: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return tools as OpenAI's API has them; each given so, as the function within, or as a Python function.
+def parse_tools(tools: Sequence[JsonValue]) -> list[JsonObject]:
+    """Return tools as OpenAI's API has them; each is such an object, the function within one, or a Python function.
 
     Raises:
         OvspecError: one isn't a function with a name and a schema, or two have the same name.
     """
-    if len(given) > MAX_TOOLS:
-        raise OvspecError(f"`tools` has {len(given)} tools; at most {MAX_TOOLS} are allowed.")
-    tools, names = list(map(parse_tool, given)), set[str]()
-    for name in (tool["function"]["name"] for tool in tools):
+    if len(tools) > MAX_TOOLS:
+        raise OvspecError(f"`tools` has {len(tools)} tools; at most {MAX_TOOLS} are allowed.")
+    parsed = list(map(parse_tool, tools))
+    names = set[str]()
+    for name in (tool["function"]["name"] for tool in parsed):
         if name in names:
             raise OvspecError(f"`tools` has {name} twice; give each tool another name.")
         names.add(name)
-    return tools
+    return parsed
 
 
-def parse_tool(given: Any) -> dict[str, Any]:
-    if callable(given):
-        given = describe_function(given)
-    if not isinstance(given, Mapping):
-        raise OvspecError(f"`tools` has {given!r:.80}; each must be a function, or an object that describes one.")
-    kind, function = given.get("type", "function"), given.get("function", given)
-    if kind != "function" or not isinstance(function, Mapping):
-        raise OvspecError(f"`tools` has a tool of the type {kind!s:.40}; only functions can be called here.")
-    name, parameters = function.get("name"), function.get("parameters")
+def parse_tool(tool: JsonValue) -> JsonObject:
+    """Return one tool as OpenAI's API has it; see ``parse_tools``."""
+    if callable(tool):
+        tool = describe_function(tool)
+    if not isinstance(tool, Mapping):
+        raise OvspecError(f"`tools` has {tool!r:.80}; each must be a function, or an object that describes one.")
+    tool_type = tool.get("type", "function")
+    function = tool.get("function", tool)
+    if tool_type != "function" or not isinstance(function, Mapping):
+        raise OvspecError(f"`tools` has a tool of the type {tool_type!s:.40}; only functions can be called here.")
+    name = function.get("name")
+    parameters = function.get("parameters")
     if not isinstance(name, str) or not TOOL_NAME_PATTERN.fullmatch(name):
         raise OvspecError(f"`tools`: a name is {name!r:.80}; it must have 1 to 128 letters, digits, _, . or -.")
-    for other in ("input_schema", "inputSchema"):  # Anthropic's and MCP's
-        if other in function:
-            raise OvspecError(f"`tools`: {name} has its schema in {other}; give it in parameters.")
+    for field in ("input_schema", "inputSchema"):  # Anthropic's and MCP's
+        if field in function:
+            raise OvspecError(f"`tools`: {name} has its schema in {field}; give it in parameters.")
     if not isinstance(parameters, (Mapping, type(None))):
         raise OvspecError(f"`tools`: the parameters of {name} must be a JSON schema, which is an object.")
     if not isinstance(function.get("strict", False), (bool, type(None))):
         raise OvspecError(f"`tools`: strict of {name} must be true or false.")
     if not isinstance(function.get("description") or "", str):
         raise OvspecError(f"`tools`: the description of {name} must be a string.")
-    kept = {key: value for key, value in function.items() if key != "type" and value is not None}
-    return {"type": "function", "function": {**kept, "parameters": dict(parameters or EMPTY_SCHEMA)}}
+    fields = {key: value for key, value in function.items() if key != "type" and value is not None}
+    return {"type": "function", "function": {**fields, "parameters": dict(parameters or EMPTY_SCHEMA)}}
 
 
 EMPTY_SCHEMA = {"type": "object", "properties": {}}
 
 
-def describe_function(function: Callable[..., Any]) -> dict[str, Any]:
+def describe_function(function: Callable[..., Any]) -> JsonObject:
     """Return name, description and parameters of a Python function, from its type hints and its docstring.
 
     The docstring is one of Google's style: "Args:" with a line "name: what it is" for each parameter.
@@ -92,17 +97,13 @@ def describe_function(function: Callable[..., Any]) -> dict[str, Any]:
     from pydantic import Field, create_model  # deferred, because few need it
     from pydantic.errors import PydanticUserError
 
-    called = getattr(function, "__name__", None)
-    if not isinstance(called, str):
+    function_name = getattr(function, "__name__", None)
+    if not isinstance(function_name, str):
         raise OvspecError(f"`tools` has {function!r:.80}, which has no name; give a function made with def.")
     text = inspect.cleandoc(function.__doc__ or "")
-    about, _, arguments = text.partition("Args:\n")
-    notes = dict(
-        found[1:]
-        for found in re.findall(
-            r"^( +)(\w+)(?: \([^)]*\))?: (.+(?:\n\1 +.+)*)", arguments.split("\nReturns:")[0], re.MULTILINE
-        )
-    )
+    description, _, arguments = text.partition("Args:\n")
+    entries = re.findall(r"(?m)^( +)(\w+)(?: \([^)]*\))?: (.+(?:\n\1 +.+)*)", arguments.split("\nReturns:")[0])
+    notes = {name: note for _, name, note in entries}
     fields: dict[str, Any] = {}
     try:
         parameters = inspect.signature(function, eval_str=True).parameters
@@ -112,34 +113,34 @@ def describe_function(function: Callable[..., Any]) -> dict[str, Any]:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
         if parameter.annotation is parameter.empty:
-            raise OvspecError(f"`tools`: {called} needs a type hint for its parameter {name}.")
+            raise OvspecError(f"`tools`: {function_name} needs a type hint for its parameter {name}.")
         default = ... if parameter.default is parameter.empty else parameter.default
         note = " ".join(notes[name].split()) if name in notes else None
         # Under another name, because pydantic has names of its own.
         fields[f"parameter_{len(fields)}"] = (parameter.annotation, Field(default, alias=name, description=note))
     try:
-        schema = create_model(called, **fields).model_json_schema()
+        schema = create_model(function_name, **fields).model_json_schema()
     except (PydanticUserError, NameError) as error:
-        first = str(error).split("\n")[0].split(". ")[0]
-        told = f"`tools`: the type hints of {called} make no JSON schema ({first:.200})"
-        raise OvspecError(f"{told}; use types that JSON has.") from None
+        reason = str(error).split("\n")[0].split(". ")[0]
+        problem = f"`tools`: the type hints of {function_name} make no JSON schema ({reason:.200})"
+        raise OvspecError(f"{problem}; use types that JSON has.") from None
     return {
-        "name": called,
-        "description": about.split("\nReturns:")[0].strip(),
+        "name": function_name,
+        "description": description.split("\nReturns:")[0].strip(),
         "parameters": {key: remove_titles(value) for key, value in schema.items() if key != "title"},
     }
 
 
-def remove_titles(schema: Any) -> Any:
+def remove_titles(schema: JsonValue) -> JsonValue:
     """Return a schema without the titles that pydantic makes of names."""
     if isinstance(schema, list):
-        return [remove_titles(each) for each in schema]
+        return [remove_titles(part) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    return {key: remove_titles(each) for key, each in schema.items() if not (key == "title" and isinstance(each, str))}
+    return {key: remove_titles(part) for key, part in schema.items() if key != "title" or not isinstance(part, str)}
 
 
-def parse_tool_choice(tools: Sequence[Any], choice: Any) -> AllowedCalls:
+def parse_tool_choice(tools: Sequence[JsonObject], choice: JsonValue) -> AllowedCalls:
     """Return what an answer may call; ``tools`` are OpenAI's, ``choice`` is the option ``tool_choice``.
 
     Raises:
@@ -150,25 +151,25 @@ def parse_tool_choice(tools: Sequence[Any], choice: Any) -> AllowedCalls:
         if choice == "required" and not names:
             raise OvspecError("`tool_choice` is required, which needs `tools`.")
         return AllowedCalls(() if choice == "none" else (*names,), choice == "required")
-    kind = choice.get("type") if isinstance(choice, Mapping) else None
-    inner = choice.get(kind, choice) if kind in ("function", "allowed_tools") else None
-    if kind == "function" and isinstance(inner, Mapping):
-        return AllowedCalls(check_tool_names([inner.get("name")], names), True, True)
-    if isinstance(inner, Mapping) and inner.get("mode", "auto") in ("auto", "required"):
-        listed = inner.get("tools")
-        if isinstance(listed, list) and all(isinstance(each, Mapping) for each in listed):
-            given = [each.get("function", each) for each in listed]
-            wanted = [each.get("name") if isinstance(each, Mapping) else None for each in given]
-            if not wanted and inner.get("mode") == "required":
+    choice_type = choice.get("type") if isinstance(choice, Mapping) else None
+    content = choice.get(choice_type, choice) if choice_type in ("function", "allowed_tools") else None
+    if choice_type == "function" and isinstance(content, Mapping):
+        return AllowedCalls(check_tool_names([content.get("name")], names), True, True)
+    if isinstance(content, Mapping) and content.get("mode", "auto") in ("auto", "required"):
+        allowed = content.get("tools")
+        if isinstance(allowed, list) and all(isinstance(tool, Mapping) for tool in allowed):
+            functions = [tool.get("function", tool) for tool in allowed]
+            allowed_names = [function.get("name") if isinstance(function, Mapping) else None for function in functions]
+            if not allowed_names and content.get("mode") == "required":
                 raise OvspecError("`tool_choice` is required, but allows no tool; name some.")
-            return AllowedCalls(check_tool_names(wanted, names), inner.get("mode") == "required")
+            return AllowedCalls(check_tool_names(allowed_names, names), content.get("mode") == "required")
     raise OvspecError(f"`tool_choice` is {choice!r:.80}; it must be {TOOL_CHOICE_FORMS}.")
 
 
-def check_tool_names(wanted: Sequence[Any], names: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return ``wanted`` names, each once; raises OvspecError for one that no tool has."""
-    for name in wanted:
+def check_tool_names(allowed: Sequence[JsonValue], names: Mapping[str, None]) -> tuple[str, ...]:
+    """Return the ``allowed`` names without repetitions; raises OvspecError for a name that no tool has."""
+    for name in allowed:
         if not isinstance(name, str) or name not in names:
-            there = f"the tools are {', '.join(names)}" if names else "there are no tools"
-            raise OvspecError(f"`tool_choice` names {name!r:.80}, but {there:.300}.")
-    return tuple(dict.fromkeys(wanted))
+            tools_in_words = f"the tools are {', '.join(names)}" if names else "there are no tools"
+            raise OvspecError(f"`tool_choice` names {name!r:.80}, but {tools_in_words:.300}.")
+    return tuple(dict.fromkeys(allowed))

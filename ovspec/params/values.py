@@ -12,8 +12,17 @@ from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from ovspec.base.errors import OvspecError
+from ovspec.base.json_types import JsonObject
 from ovspec.params.limits import LARGEST_NUMBER, Limits
-from ovspec.params.option import Option, is_collection_type, literal_values, suggest_name, union_members
+from ovspec.params.option import (
+    Option,
+    OptionValue,
+    TypeForm,
+    is_collection_type,
+    literal_values,
+    suggest_name,
+    union_members,
+)
 
 PLURAL_TYPE_NAMES = {str: "strings", int: "whole numbers", float: "numbers"}
 TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a string", Path: "a path"}
@@ -24,122 +33,133 @@ SHORT_REPR.maxstring = SHORT_REPR.maxother = MAX_SHOWN_CHARACTERS
 # ---------------------------------------------------------------- checks
 
 
-def check_value(value: Any, option: Option) -> None:
+def check_value(value: OptionValue, option: Option) -> None:
     """Raise OvspecError if ``value`` is not of the type of ``option`` or is out of range."""
-    if wrong := describe_problem(value, option.value_type, option.limits):
-        raise OvspecError(f"`{option.name}` {wrong}.")
+    if problem := describe_problem(value, option.value_type, option.limits):
+        raise OvspecError(f"`{option.name}` {problem}.")
 
 
-def describe_problem(value: Any, kind: Any, limits: Limits | None) -> str | None:
-    """Return the problem of a value that is not of the type ``kind`` or is out of range, as the end of a sentence."""
-    if not is_of_type(value, kind):
-        if (choices := literal_values(kind)) and not limits:
+def describe_problem(value: OptionValue, value_type: TypeForm, limits: Limits | None) -> str | None:
+    """Return the problem of a value that is not of ``value_type`` or is out of range, as the end of a sentence."""
+    if not is_of_type(value, value_type):
+        if (choices := literal_values(value_type)) and not limits:
             return f"is {describe_value(value)}; it must be one of {', '.join(choices)}"
-        return f"must be {describe_type(kind)}, not {describe_value(value)}"
+        return f"must be {describe_type(value_type)}, not {describe_value(value)}"
     if limits and isinstance(value, Number) and not is_in_range(limits, value):
         return f"is {describe_value(value)}; it must be {limits.description}"
     return None
 
 
-def is_in_range(limits: Limits, number: Any) -> bool:
+def is_in_range(limits: Limits, number: OptionValue) -> bool:
     """Return whether a number is in range."""
-    inside = limits.minimum <= number <= limits.maximum and not (limits.excludes_minimum and number == limits.minimum)
-    return inside or number == limits.special_value
+    in_bounds = limits.minimum <= number <= limits.maximum and not (
+        limits.excludes_minimum and number == limits.minimum
+    )
+    return in_bounds or number == limits.special_value
 
 
-def is_of_type(value: Any, kind: Any) -> bool:
-    """Return whether ``value`` is of the type ``kind``, written as in annotations."""
-    origin, inner = get_origin(kind), get_args(kind)
-    if kind is Any:
+def is_of_type(value: OptionValue, value_type: TypeForm) -> bool:
+    """Return whether ``value`` is of ``value_type``, written as in annotations."""
+    origin = get_origin(value_type)
+    arguments = get_args(value_type)
+    if value_type is Any:
         return True
     if origin in (Union, UnionType):
-        return any(is_of_type(value, member) for member in inner)
+        return any(is_of_type(value, member) for member in arguments)
     if origin is Literal:
-        return any(value is choice or (type(value) is type(choice) and value == choice) for choice in inner)
-    if kind in (int, float):
-        return isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
+        return any(value is choice or (type(value) is type(choice) and value == choice) for choice in arguments)
+    if value_type in (int, float):
+        return isinstance(value, Integral if value_type is int else Real) and not isinstance(value, bool)
     if origin and issubclass(origin, Mapping):
-        return isinstance(value, Mapping) and all(
-            is_of_type(k, inner[0]) and is_of_type(v, inner[1]) for k, v in value.items()
-        )
+        if not isinstance(value, Mapping):
+            return False
+        return all(is_of_type(k, arguments[0]) and is_of_type(v, arguments[1]) for k, v in value.items())
     if origin and issubclass(origin, Collection):
-        listed = isinstance(value, Collection) and not isinstance(value, (str, bytes, Mapping))
-        return listed and all(is_of_type(item, inner[0]) for item in value)
-    return isinstance(value, origin or kind)
+        is_list = isinstance(value, Collection) and not isinstance(value, (str, bytes, Mapping))
+        return is_list and all(is_of_type(element, arguments[0]) for element in value)
+    return isinstance(value, origin or value_type)
 
 
-def check_option_names(options: Mapping[str, Any], table: Mapping[str, Option]) -> None:
-    """Raise TypeError if ``options`` has an unknown name."""
-    for name in sorted(options.keys() - table.keys()):
-        meant = suggest_name(name, table) or f"the options are {', '.join(table)}"
-        raise TypeError(f"unknown option {name!r}; {meant}")
+def check_option_names(options: Mapping[str, OptionValue], declarations: Mapping[str, Option]) -> None:
+    """Raise TypeError if ``options`` has a name that isn't declared."""
+    for name in sorted(options.keys() - declarations.keys()):
+        remedy = suggest_name(name, declarations) or f"the options are {', '.join(declarations)}"
+        raise TypeError(f"unknown option {name!r}; {remedy}")
 
 
 # ---------------------------------------------------------------- in words
 
 
-def describe_value(value: Any) -> str:
+def describe_value(value: OptionValue) -> str:
     """Return ``value`` as error messages show it."""
     if isinstance(value, (int, float)) and LARGEST_NUMBER < abs(value) < float("inf"):
         return f"beyond {LARGEST_NUMBER}, the limit of any option"  # Python may refuse to print so many digits
-    return str(value) if isinstance(value, Number) else SHORT_REPR.repr(value)[:MAX_SHOWN_CHARACTERS]
+    if isinstance(value, Number):
+        return str(value)
+    return SHORT_REPR.repr(value)[:MAX_SHOWN_CHARACTERS]
 
 
-def describe_type(kind: Any) -> str:
+def describe_type(value_type: TypeForm) -> str:
     """Return the values of a type in words."""
     words = list[str]()
-    for member in map(strip_annotations, union_members(kind)):
+    for member in map(strip_annotations, union_members(value_type)):
         origin = get_origin(member)
         if origin is Callable:
             words.append("a function")
         elif origin is Literal:
             words += [json.dumps(value) for value in get_args(member)]
         elif is_collection_type(member):
-            inner = get_args(member)
-            words.append(describe_mapping(*inner) if len(inner) == 2 else f"a list of {describe_plural(inner[0])}")
+            arguments = get_args(member)
+            is_mapping = len(arguments) == 2
+            words.append(describe_mapping(*arguments) if is_mapping else f"a list of {describe_plural(arguments[0])}")
+        elif hasattr(member, "model_fields"):
+            words.append("an object")
         else:
-            words.append(
-                TYPE_NAMES.get(member) or ("an object" if hasattr(member, "model_fields") else member.__name__)
-            )
+            words.append(TYPE_NAMES.get(member) or member.__name__)
     return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
 
 
-def describe_mapping(keys: Any, values: Any) -> str:
-    """Return a mapping in words."""
-    return "an object" if keys is str else f"an object that maps {describe_plural(keys)} to {describe_plural(values)}"
+def describe_mapping(keys: TypeForm, values: TypeForm) -> str:
+    """Return the type of a mapping in words."""
+    if keys is str:
+        return "an object"
+    return f"an object that maps {describe_plural(keys)} to {describe_plural(values)}"
 
 
-def describe_plural(kind: Any) -> str:
+def describe_plural(value_type: TypeForm) -> str:
     """Return several values of a type in words."""
-    kind = strip_annotations(kind)
-    inner = get_args(kind)
-    return (
-        f"lists of {describe_plural(inner[0])}" if get_origin(kind) is list else PLURAL_TYPE_NAMES.get(kind, "objects")
-    )
+    value_type = strip_annotations(value_type)
+    if get_origin(value_type) is list:
+        return f"lists of {describe_plural(get_args(value_type)[0])}"
+    return PLURAL_TYPE_NAMES.get(value_type, "objects")
 
 
-def strip_annotations(kind: Any) -> Any:
+def strip_annotations(value_type: TypeForm) -> TypeForm:
     """Return a type without its annotations."""
-    return get_args(kind)[0] if get_origin(kind) is Annotated else kind
+    return get_args(value_type)[0] if get_origin(value_type) is Annotated else value_type
 
 
 # ---------------------------------------------------------------- on the command line
 
 
-def element_type(kind: Any) -> Any:
+def element_type(value_type: TypeForm) -> TypeForm:
     """Return the type of one value of an option that may be repeated; other types as they are."""
-    for member in union_members(kind):
-        if is_collection_type(member) and len(inner := get_args(member)) == 1:
-            return inner[0]
-    return kind
+    for member in union_members(value_type):
+        if is_collection_type(member) and len(arguments := get_args(member)) == 1:
+            return arguments[0]
+    return value_type
 
 
-def parse_number_or_text(text: str, kind: Any) -> Any:
+def parse_number_or_text(text: str, value_type: TypeForm) -> int | float | str:
     """Return the number or string in a text; text that should be a number but isn't stays, for the check to refuse."""
     try:
-        return int(text) if int in union_members(kind) else float(text) if float in union_members(kind) else text
+        if int in union_members(value_type):
+            return int(text)
+        if float in union_members(value_type):
+            return float(text)
     except ValueError:
-        return text
+        pass
+    return text
 
 
 def parse_lookahead(text: str) -> int | str:
@@ -177,15 +197,15 @@ def parse_schema_or_file(text: str) -> str | Path:
     return text if not text.strip() or text.lstrip().startswith(("{", "[", '"', "true", "false")) else Path(text)
 
 
-def parse_json_object(text: str) -> dict[str, Any]:
+def parse_json_object(text: str) -> JsonObject:
     try:
         is_file = not text.lstrip().startswith("{") and Path(text).is_file()
-        value = json.loads(Path(text).read_text(encoding="utf-8-sig") if is_file else text)
+        content = json.loads(Path(text).read_text(encoding="utf-8-sig") if is_file else text)
     except (OSError, ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
+        content = None
+    if not isinstance(content, dict):
         raise ValueError(f"{text!r} is neither a file nor a JSON object, as '{{\"enable_thinking\": false}}' is.")
-    return value
+    return content
 
 
 def parse_position_or_text(text: str) -> int | str:

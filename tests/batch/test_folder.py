@@ -199,13 +199,13 @@ def test_an_inference_that_fails_is_told_to_all_that_ask(pair: Path, monkeypatch
 
 def test_scratch_folders_are_short_and_go(tmp_path: Path) -> None:
     parent = tmp_path / "some" / "sessions"
-    with scratch_folder(parent, most=500) as folder:
+    with scratch_folder(parent, max_bytes=500) as folder:
         assert folder.parent == parent
         name = folder.name
         (folder / "file").write_text("x", encoding="utf-8")
         killed = parent / f"{name.rpartition('-')[0]}-4999999"
         killed.mkdir()
-    with scratch_folder(parent, most=36) as folder:
+    with scratch_folder(parent, max_bytes=36) as folder:
         assert len(str(folder)) <= 36
         assert folder.resolve().parent == parent
         (folder / "file").write_text("x", encoding="utf-8")

@@ -36,7 +36,7 @@ def connected(address: str) -> Iterator[None]:
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     ways: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     # The path of a socket has at most 107 bytes, of which Ray adds some 70.
-    with scratch_folder(default_cache_dir() / "ray" / "sessions", most=36) as folder:
+    with scratch_folder(default_cache_dir() / "ray" / "sessions", max_bytes=36) as folder:
         if address == LOCAL:
             ways |= {"num_cpus": sum(map(len, processors())), "include_dashboard": False, "_temp_dir": str(folder)}
         try:
