@@ -39,9 +39,8 @@ def find_mask_bound(ir: CompiledIR) -> int | None:
             return 0
         if most <= fewest or hides_dead_slots(request, states, most):
             return UNBOUNDED
-        return (
-            bisect_left(range(most), True, fewest, key=lambda slots: not hides_dead_slots(request, states, slots)) - 1
-        )
+        bound = bisect_left(range(most), True, fewest, key=lambda slots: not hides_dead_slots(request, states, slots))
+        return bound - 1
     except (RuntimeError, LookupError, ValueError):  # an unknown kind of attention mask
         return None
 

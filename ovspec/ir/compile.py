@@ -272,9 +272,8 @@ def read_model(folder: Path) -> ov.Model:
     try:
         return openvino_core().read_model(folder / MODEL_FILE)
     except RuntimeError as error:
-        raise OvspecError(
-            f"{folder / MODEL_FILE}: cannot be read ({last_error_line(error)}); export it again."
-        ) from None
+        problem = f"cannot be read ({last_error_line(error)})"
+        raise OvspecError(f"{folder / MODEL_FILE}: {problem}; export it again.") from None
 
 
 def read_ir(folder: Path, rewrite: Callable[[ov.Model], None] | None = None) -> ModelGraph:
@@ -294,9 +293,8 @@ def read_ir(folder: Path, rewrite: Callable[[ov.Model], None] | None = None) -> 
             model.remove_parameter(parameter)
     if (ids := read_target_ids(model)) is not None:
         if model.output("logits").get_partial_shape()[-1] != len(ids):
-            raise OvspecError(
-                f"{folder}: its {TARGET_IDS_OUTPUT} doesn't name an id for each of its logits; export it again."
-            )
+            problem = f"its {TARGET_IDS_OUTPUT} doesn't name an id for each of its logits"
+            raise OvspecError(f"{folder}: {problem}; export it again.")
         model.remove_result(model.output(TARGET_IDS_OUTPUT).get_node())
     picks_logits = pick_logits(model)
     if rewrite:

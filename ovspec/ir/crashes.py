@@ -30,10 +30,7 @@ from ovspec.ir.device import (
     resolve_precision,
 )
 
-TRIAL_COMMAND = (
-    "-P",
-    str(Path(__file__).with_name("crash_trial.py")),
-)  # what Python runs; device and properties follow
+TRIAL_COMMAND = ("-P", str(Path(__file__).with_name("crash_trial.py")))  # Python's arguments; device, properties follow
 TRIAL_SECONDS = 60.0  # that a trial may take; it needs less than one
 # Exit codes of processes that a fault in their own code has ended; other signals come from outside.
 FAULT_SIGNALS = ("SIGFPE", "SIGILL", "SIGSEGV", "SIGBUS", "SIGABRT")
@@ -42,9 +39,7 @@ WINDOWS_FAULTS = 0xC0000000  # Windows' exit codes of such processes begin here
 MATRIX_SHAPE = re.compile(rb'<data element_type="(?:f32|f16|bf16)" shape="(\d+), ?(\d+)"')
 
 TrialSetting = tuple[str, ...]
-known_crashes: dict[
-    TrialSetting, Crash
-] = {}  # what this process has found out or read, with or without a cache on the disk
+known_crashes: dict[TrialSetting, Crash] = {}  # of this process, with or without a cache on the disk
 shown_notes = set[str]()
 
 
@@ -68,10 +63,8 @@ def avoid_crash(folder: Path, options: DeviceOptions) -> DeviceOptions:
         return options
     cores = count_cores()
     threads = min(int(options.fixed_properties.get("INFERENCE_NUM_THREADS", 0)) or cores, cores)
-    counted_threads = f"{threads} thread{'s' * (threads != 1)}"
-    crash = (
-        f"{folder}: OpenVINO crashes here ({fault}) when it compiles this model for {precision} with {counted_threads}"
-    )
+    occasion = f"when it compiles this model for {precision} with {threads} thread{'s' * (threads != 1)}"
+    crash = f"{folder}: OpenVINO crashes here ({fault}) {occasion}"
     if options.precision:
         raise OvspecError(f"{crash}; use `precision='f32'`, more threads, or int8 weights.")
     sentence = f"{crash}, so it is computed in f32; more threads or int8 weights avoid this."

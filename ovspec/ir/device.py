@@ -149,10 +149,8 @@ def uses_main_memory(device: str) -> bool:
 
 def list_available_devices() -> list[tuple[str, str]]:
     """Return each device's (name, description)."""
-    return [
-        (name, str(openvino_core().get_property(name, "FULL_DEVICE_NAME")))
-        for name in openvino_core().available_devices
-    ]
+    core = openvino_core()
+    return [(name, str(core.get_property(name, "FULL_DEVICE_NAME"))) for name in core.available_devices]
 
 
 def check_threads(threads: int | None, devices: list[str]) -> None:
@@ -195,11 +193,9 @@ def make_compile_properties(options: DeviceOptions) -> dict[str, str]:
     default_precisions = default_kv_precisions(options)
     if is_virtual(options.device):  # these don't know the property themselves
         fixed_precision = fixed.pop("KV_CACHE_PRECISION", None)
-        by_device = [
-            f"{name}:{{KV_CACHE_PRECISION:{fixed_precision or precision}}}"
-            for name, precision in default_precisions.items()
-        ]
-        properties["DEVICE_PROPERTIES"] = f"{{{','.join(by_device)}}}"
+        precisions = {name: fixed_precision or precision for name, precision in default_precisions.items()}
+        by_device = ",".join(f"{name}:{{KV_CACHE_PRECISION:{precision}}}" for name, precision in precisions.items())
+        properties["DEVICE_PROPERTIES"] = f"{{{by_device}}}"
     elif kv_precision := default_precisions.get(options.device.upper()):
         properties["KV_CACHE_PRECISION"] = kv_precision
     properties |= fixed

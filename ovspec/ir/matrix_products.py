@@ -8,12 +8,7 @@ import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
-WEIGHT_OPERATIONS = {
-    "Convert",
-    "Multiply",
-    "Subtract",
-    "Reshape",
-}  # operations between a constant of integers and a product
+WEIGHT_OPERATIONS = {"Convert", "Multiply", "Subtract", "Reshape"}  # between a constant of integers and a product
 # On these instruction sets, products with integer weights over 7,168 values or more take another kernel for up to four
 # tokens.
 CUTTING_INSTRUCTION_SETS = ("AVX2",)
@@ -34,12 +29,9 @@ def join_products(model: ov.Model) -> int:
     groups: dict[tuple[str | int, ...], list[ov.Node]] = {}
     for op in model.get_ordered_ops():
         if op.get_type_name() == "MatMul" and is_plain_product(op) and find_integer_constant(op.input_value(1)):
-            values = op.input_value(0)
-            key = (
-                values.get_node().get_friendly_name(),
-                values.get_index(),
-                *describe_weights_recipe(op.input_value(1), op.input_value(1).get_shape()[0]),
-            )
+            values, weights = op.input_values()
+            recipe = describe_weights_recipe(weights, weights.get_shape()[0])
+            key = (values.get_node().get_friendly_name(), values.get_index(), *recipe)
             groups.setdefault(key, []).append(op)
     joined_groups = [group for group in groups.values() if len(group) > 1]
     for products in joined_groups:
@@ -142,9 +134,8 @@ def cut_weight_columns(weights: ov.Output, part: int, parts: int) -> ov.Node:
         case "Constant":
             return cut_constant(node, part, parts)
         case "Convert":
-            return ops.convert(
-                cut_weight_columns(node.input_value(0), part, parts), node.get_element_type().get_type_name()
-            )
+            columns = cut_weight_columns(node.input_value(0), part, parts)
+            return ops.convert(columns, node.get_element_type().get_type_name())
         case "Reshape":
             rows, width = node.get_output_shape(0)
             return ops.reshape(cut_weight_columns(node.input_value(0), part, parts), [rows, width // parts], False)

@@ -23,9 +23,8 @@ LEAST_TRIMMED_BYTES = 8_000_000  # bytes; giving free memory back takes millisec
 def kv_bytes_per_token(ir: CompiledIR) -> float:
     """Return the bytes by which a row's KV cache grows with each token."""
     value_bytes = BYTES_PER_VALUE.get(ir.kv_precision or "", 2.0)
-    return sum(state.width for state in ir.kv_states) * value_bytes + BYTES_PER_VALUE["f32"] * ir.output_width(
-        FEATURES_OUTPUT
-    )
+    feature_bytes = BYTES_PER_VALUE["f32"] * ir.output_width(FEATURES_OUTPUT)
+    return sum(state.width for state in ir.kv_states) * value_bytes + feature_bytes
 
 
 def recurrent_row_bytes(ir: CompiledIR) -> float:

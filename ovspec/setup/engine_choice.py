@@ -238,9 +238,8 @@ def load_model_with_features(
     hashes_without_head: list[bytes] = []
     if not exactness:
         if check_weights(folder / MODEL_FILE) > LONG_PROBE_BYTES:
-            print_note(
-                f"{folder}: finding out whether its head's features change a bit, once; this loads the model twice."
-            )
+            task = "finding out whether its head's features change a bit, once; this loads the model twice"
+            print_note(f"{folder}: {task}.")
         hashes_without_head = load_compiled_model(folder, options, engine, arithmetic).hash_logits()
     elif exactness.differing:
         arithmetic = "fast"

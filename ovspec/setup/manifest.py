@@ -106,9 +106,8 @@ def read_manifest(folder: Path, verify: bool = False) -> Manifest | None:
     if json_object.get("unfinished"):
         raise OvspecError(f"{folder}: the export was not finished; export the model again.")
     if json_object.get("format") != MANIFEST_FORMAT:
-        raise OvspecError(
-            f"{folder / MANIFEST_FILE}: format {json_object.get('format')!r:.20} is not known; update ovspec."
-        )
+        manifest_format = json_object.get("format")
+        raise OvspecError(f"{folder / MANIFEST_FILE}: format {manifest_format!r:.20} is not known; update ovspec.")
     manifest = read_dataclass(Manifest, folder / MANIFEST_FILE)
     for name, file in manifest.files.items():
         path = folder / name

@@ -53,9 +53,8 @@ def probe_rollback(ir: CompiledIR) -> RollbackProbe:
             if bound != 0:
                 rollback = replace(rollback, mask_until=bound)
                 rollback = replace(rollback, copies=find_working_copies(ir, rollback))
-                return RollbackProbe(
-                    rollback, describe_rollback_setting(ir.device, ir.properties), time.perf_counter() - start_time
-                )
+                setting = describe_rollback_setting(ir.device, ir.properties)
+                return RollbackProbe(rollback, setting, time.perf_counter() - start_time)
     raise OvspecError(f"{ir.folder}: its KV cache cannot be rolled back, neither by masking nor by trimming.")
 
 

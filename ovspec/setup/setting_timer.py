@@ -81,9 +81,8 @@ class SettingTimer:
             incumbent_times, _ = self._time_widths(self._incumbent_decoder)
             changes.append(change_ms)
             ratios.append({width: times[width] / incumbent_times[width] for width in incumbent_times})
-        verify_ms = {
-            width: statistics.median(ratio[width] for ratio in ratios) * ms for width, ms in incumbent.verify_ms.items()
-        }
+        medians = {width: statistics.median(ratio[width] for ratio in ratios) for width in incumbent.verify_ms}
+        verify_ms = {width: medians[width] * ms for width, ms in incumbent.verify_ms.items()}
         prefill_ms = statistics.median(prefill_ratios) * incumbent.prefill_ms
         return Measurement(setting, verify_ms, prefill_ms, kl, top1, statistics.median(changes))
 
@@ -122,10 +121,8 @@ class SettingTimer:
         """Return how many times as long as in fast arithmetic a token takes by ``rule``, after the prompt."""
         if not rule:
             return None
-        decoders = (
-            self._compile_model(setting).make_decoder(rule=rule),
-            self._compile_model(setting, paired=False).make_decoder(),
-        )
+        exact_decoder = self._compile_model(setting).make_decoder(rule=rule)
+        decoders = (exact_decoder, self._compile_model(setting, paired=False).make_decoder())
         for decoder in decoders:
             decoder.feed([self.prompt], [1])
         times = [[self._time_width(decoder, 1)[1] for decoder in decoders] for _ in range(2 * self.effort.repeats)]
