@@ -113,27 +113,28 @@ def convert_lark(text: str, label: str = "The Lark grammar") -> str:
     check_text(text, label)
     check_character_count(text, label)
     if match := re.search(r"^[^\S\n]*%import[^\S\n]+\.", text, re.MULTILINE):
-        why = "a grammar can't import files; put all rules into it."
-        raise OvspecError(f"{label}, {line_and_column(text, match.start())}: {why}")
+        reason = "a grammar can't import files; put all rules into it."
+        raise OvspecError(f"{label}, {line_and_column(text, match.start())}: {reason}")
     if re.search(r"^[\w-]+[^\S\n]*::=", text, re.MULTILINE):
         raise OvspecError(f"{label}: rules with ::= are GBNF; give it as gbnf.")
     parts: list[str] = []
     schema_grammars: list[dict[str, str]] = []
-    position = 0
-    while match := LARK_TOKEN.search(text, position):
-        parts.append(text[position : match.end()])
-        position = match.end()
+    next_index = 0
+    while match := LARK_TOKEN.search(text, next_index):
+        parts.append(text[next_index : match.end()])
+        next_index = match.end()
         if option := match["option"]:
-            why = f"{option}= isn't supported, because it can't be rolled back; leave it out."
-            raise OvspecError(f"{label}, {line_and_column(text, match.start())}: {why}")
+            reason = f"{option}= isn't supported, because it can't be rolled back; leave it out."
+            raise OvspecError(f"{label}, {line_and_column(text, match.start())}: {reason}")
         if match["json"]:
-            schema_lark, end = convert_inline_schema(text, position, label)
+            schema_lark, schema_end = convert_inline_schema(text, next_index, label)
             name = f"json_schema_{len(schema_grammars)}"
             schema_grammars.append({"name": name, "lark_grammar": schema_lark})
             parts[-1] = parts[-1][: -len(match["json"])]
-            parts += [f"@{name}", "\n" * text.count("\n", match.start("json"), end)]  # later lines keep their numbers
-            position = end
-    return write_grammar_json("lark", *schema_grammars, lark_grammar="".join(parts) + text[position:])
+            line_breaks = "\n" * text.count("\n", match.start("json"), schema_end)  # later lines keep their numbers
+            parts += [f"@{name}", line_breaks]
+            next_index = schema_end
+    return write_grammar_json("lark", *schema_grammars, lark_grammar="".join(parts) + text[next_index:])
 
 
 def convert_gbnf(text: str, label: str = "The GBNF grammar") -> str:
@@ -158,16 +159,16 @@ def convert_inline_schema(text: str, start: int, label: str) -> tuple[str, int]:
     """Return the grammar of the schema after ``%json``, and where the schema ends in ``text``."""
     check_nesting(text, label, start)
     try:
-        schema, end = json.JSONDecoder().raw_decode(text, start)
+        schema, schema_end = json.JSONDecoder().raw_decode(text, start)
         compiled_schema = compile_schema(schema, find_schema_problem)
         if compiled_schema.item_tracks:
             raise OvspecError("#: uniqueItems can't be enforced within a grammar; leave it out.")
-        return compiled_schema.lark, end
+        return compiled_schema.lark, schema_end
     except (ValueError, RecursionError):
-        why = "this should be a JSON schema, but isn't JSON."
+        reason = "this should be a JSON schema, but isn't JSON."
     except OvspecError as error:
-        why = f"the JSON schema, at {error}"
-    raise OvspecError(f"{label}, {line_and_column(text, start)}: {why}")
+        reason = f"the JSON schema, at {error}"
+    raise OvspecError(f"{label}, {line_and_column(text, start)}: {reason}")
 
 
 def parse_json(text: str, label: str) -> JsonValue:
@@ -201,8 +202,8 @@ def check_nesting(text: str, label: str, start: int = 0) -> None:
     for match in BRACKET.finditer(text, start):
         depth += (match.group() in "[{") - (match.group() in "]}")
         if depth > MAX_NESTING:
-            where = line_and_column(text, match.start())
-            raise OvspecError(f"{label} is nested deeper than {MAX_NESTING} at {where}.")
+            location = line_and_column(text, match.start())
+            raise OvspecError(f"{label} is nested deeper than {MAX_NESTING} at {location}.")
         if depth <= 0:
             return
 
@@ -214,8 +215,8 @@ def check_text(text: str, label: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        where = line_and_column(text, error.start)
-        raise OvspecError(f"{label} contains half a character (a surrogate) at {where}.") from None
+        location = line_and_column(text, error.start)
+        raise OvspecError(f"{label} contains half a character (a surrogate) at {location}.") from None
 
 
 def line_and_column(text: str, index: int) -> str:

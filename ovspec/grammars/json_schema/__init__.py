@@ -56,7 +56,7 @@ def compile_schema(
     schema: JsonValue,
     find_problem: Callable[[JsonObject], str],
     reading: SchemaReading = SchemaReading(),
-    expressions: ParameterExpressions | None = None,
+    parameter_expressions: ParameterExpressions | None = None,
 ) -> CompiledSchema:
     """Return the grammar of a schema, as parsed from JSON; the schema is changed.
 
@@ -90,14 +90,14 @@ def compile_schema(
         return is_unsatisfiable(find_problem({"type": "string", "allOf": [{"pattern": one}, {"pattern": other}]}))
 
     style = JSON_DUMPS_STYLE
-    if expressions is None:
+    if parameter_expressions is None:
         style = read_style(schema.pop("x-guidance", {}), reading.compact)
     checker = SchemaChecker(schema, find_problem, reading.lenient)
     checker.check_schema()
     try:
         rules = RuleWriter(SchemaGraph(schema, reading.lenient, has_no_text), style, are_disjoint_patterns)
-        if expressions:
-            lark, text_parameters = write_parameter_grammar(rules, reading.close_objects, expressions)
+        if parameter_expressions:
+            lark, text_parameters = write_parameter_grammar(rules, reading.close_objects, parameter_expressions)
             return CompiledSchema(lark, checker.warning(), None, text_parameters)
         lark = write_schema_grammar(rules, reading.close_objects)
         if not rules.allows_repeats:

@@ -77,7 +77,7 @@ class SchemaChecker:
         """Return what an author may not expect, as the end of a sentence; "" if there is nothing."""
         warnings: list[str] = []
         if ignored := [(keyword, pointer) for keyword, pointer in self.ignored.items() if not self._is_used(pointer)]:
-            warnings.append(self._warn_of_ignored(ignored))
+            warnings.append(self._word_ignored_keywords(ignored))
         restricting = {"type", "enum", "const", "$ref", *SCHEMA_LIST_KEYWORDS}
         if "properties" in self._root and not self._root.keys() & restricting:
             warnings.append('also allows numbers, texts and lists, because it has properties but no "type": "object"')
@@ -87,7 +87,7 @@ class SchemaChecker:
         """Return whether a reference leads through a keyword, as through OpenAPI's components."""
         return any(reference.startswith(f"{pointer}/") for reference in self._references)
 
-    def _warn_of_ignored(self, ignored: list[tuple[str, str]]) -> str:
+    def _word_ignored_keywords(self, ignored: list[tuple[str, str]]) -> str:
         named: list[str] = []
         for keyword, pointer in ignored[:MAX_WARNED_KEYWORDS]:
             named.append(f"{keyword!r} at {pointer}")
@@ -101,8 +101,8 @@ class SchemaChecker:
         for keyword, value in list(schema.items()):
             self._check_keyword(schema, keyword, value, f"{pointer}/{escape_pointer(keyword)}")
         if schema.get("$id") and pointer != "#" and not str(schema["$id"]).startswith("#"):
-            why = "schemas within schemas can't have their own $id; refer to #/$defs instead."
-            raise OvspecError(f"{pointer}/$id: {why}")
+            reason = "schemas within schemas can't have their own $id; refer to #/$defs instead."
+            raise OvspecError(f"{pointer}/$id: {reason}")
 
     def _check_keyword(self, schema: JsonObject, keyword: str, value: JsonValue, pointer: str) -> None:
         """Check one keyword, and queue the schemas within it."""
@@ -195,8 +195,8 @@ class SchemaChecker:
 
     def _find_pattern_problem(self, pattern: str) -> str:
         """Return why a regular expression can't be used, as the end of a sentence; "" if it can."""
-        for members in re.findall(r"\\.|\[\^?\]?((?:\\.|\[:\w+:\]|[^\]\\])*)\]", pattern, re.DOTALL):
-            if operator := CLASS_OPERATORS.search(re.sub(r"\\.|\[:\w+:\]", "", members, flags=re.DOTALL)):
+        for class_members in re.findall(r"\\.|\[\^?\]?((?:\\.|\[:\w+:\]|[^\]\\])*)\]", pattern, re.DOTALL):
+            if operator := CLASS_OPERATORS.search(re.sub(r"\\.|\[:\w+:\]", "", class_members, flags=re.DOTALL)):
                 return f"{operator.group()!r} in a class has a special meaning here; put \\ before it."
         return self._find_problem({"type": "string", "pattern": pattern})
 
@@ -219,8 +219,9 @@ def resolve_reference(root: JsonObject, reference: JsonValue, pointer: str) -> t
     if target in ("", "#"):
         return root, "#"
     if not target.startswith("#/"):
-        where = "an anchor" if target.startswith("#") else "outside this schema"
-        raise OvspecError(f"{pointer}: {reference!r} is {where}; put the schema into $defs and refer to #/$defs/name.")
+        location = "an anchor" if target.startswith("#") else "outside this schema"
+        advice = "put the schema into $defs and refer to #/$defs/name."
+        raise OvspecError(f"{pointer}: {reference!r} is {location}; {advice}")
     schema: JsonValue = root
     for part in target[2:].split("/"):
         key = unquote(part).replace("~1", "/").replace("~0", "~")

@@ -22,27 +22,27 @@ def number_expressions(numbers: Numbers) -> tuple[list[str], list[str]]:
     """
     if numbers.values is not None:
         return ["|".join(sorted(map(spell_number, numbers.values)))], []
-    present = ["-?" + WHOLE]
+    required_expressions = ["-?" + WHOLE]
     if not numbers.integer:
         # With an exponent, any number could be written.
         bounded = numbers.low or numbers.high or numbers.excluded
-        present[0] += f"{FRACTION}?" + f"{EXPONENT}?" * (not bounded)
-    absent: list[str] = []
+        required_expressions[0] += f"{FRACTION}?" + f"{EXPONENT}?" * (not bounded)
+    forbidden_expressions: list[str] = []
     if numbers.excluded:
-        absent.append("|".join(sorted(map(spell_every_way, numbers.excluded))))
+        forbidden_expressions.append("|".join(sorted(map(spell_every_way, numbers.excluded))))
     if low := numbers.low:
         if low.value > 0 or (not low.value and low.exclusive):
-            present.append(f"({numbers_above(low.value, low.exclusive)})")
+            required_expressions.append(f"({numbers_above(low.value, low.exclusive)})")
         elif low.value:
-            absent.append(f"-({numbers_above(-low.value, not low.exclusive)})")
+            forbidden_expressions.append(f"-({numbers_above(-low.value, not low.exclusive)})")
         else:
-            absent.append("-.*")  # and no -0
+            forbidden_expressions.append("-.*")  # and no -0
     if high := numbers.high:
         if high.value < 0 or (not high.value and high.exclusive):
-            present.append(f"-({numbers_above(-high.value, high.exclusive)})")
+            required_expressions.append(f"-({numbers_above(-high.value, high.exclusive)})")
         else:
-            absent.append(f"({numbers_above(high.value, not high.exclusive)})")
-    return present, absent
+            forbidden_expressions.append(f"({numbers_above(high.value, not high.exclusive)})")
+    return required_expressions, forbidden_expressions
 
 
 def spell_number(value: Decimal) -> str:

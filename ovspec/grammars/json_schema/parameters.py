@@ -10,7 +10,7 @@ from ovspec.grammars.json_schema.expressions import (  # isort: skip
     escape_expression, escape_slashes, match_whole_text, use_ascii_classes,
 )  # fmt: skip
 from ovspec.grammars.json_schema.shapes import Objects, SchemaNode, Strings, Unenforceable, close_object
-from ovspec.grammars.json_schema.writing import RuleWriter, quote_literal, refusal, size_range, write_in_order
+from ovspec.grammars.json_schema.writing import RuleWriter, make_refusal, quote_literal, size_range, write_in_order
 
 # llguidance 1.9 fails where a token follows an expression whose negation alone leaves a way on.
 OPTIONAL_SPACE = "/ ?/"
@@ -50,7 +50,7 @@ def write_parameter_grammar(
     text_names = set[str]()
     for objects in rules.graph.find_shape(rules.graph.root).by_type.get("object", ()):
         if isinstance(objects, Unenforceable):
-            raise refusal(objects.pointer, objects.reason)
+            raise make_refusal(objects.pointer, objects.reason)
         assert isinstance(objects, Objects)
         if close_objects:
             objects = close_object(objects)

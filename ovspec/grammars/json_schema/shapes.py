@@ -234,8 +234,8 @@ def intersect_shapes(
     for json_type, alternatives in one.by_type.items():
         pairs = ((a, b) for a in alternatives for b in other.by_type.get(json_type, ()))
         settled = (settle(intersect_alternatives(a, b)) for a, b in pairs)
-        if shared := dict.fromkeys(alternative for alternative in settled if alternative):
-            by_type[json_type] = tuple(shared)
+        if intersection := dict.fromkeys(alternative for alternative in settled if alternative):
+            by_type[json_type] = tuple(intersection)
     return ValueShape(by_type)
 
 
@@ -249,11 +249,11 @@ def intersect_numbers(one: Numbers, other: Numbers) -> Numbers | None:
     multiple = one.multiple or other.multiple
     if one.multiple and other.multiple:
         multiple = common_multiple(one.multiple, other.multiple)
-    shared = Numbers(one.integer or other.integer, low, high, multiple, None, one.excluded | other.excluded)
+    intersection = Numbers(one.integer or other.integer, low, high, multiple, None, one.excluded | other.excluded)
     value_sets = [numbers.values for numbers in (one, other) if numbers.values is not None]
     if not value_sets:
-        return shared
-    values = frozenset(value for value in frozenset.intersection(*value_sets) if shared.accepts_number(value))
+        return intersection
+    values = frozenset(value for value in frozenset.intersection(*value_sets) if intersection.accepts_number(value))
     return Numbers(values=values) if values else None
 
 
@@ -273,13 +273,13 @@ def intersect_strings(one: Strings, other: Strings) -> Strings | None:
         return None
     patterns, absent_patterns = one.patterns | other.patterns, one.absent_patterns | other.absent_patterns
     formats, excluded = one.formats | other.formats, one.excluded | other.excluded
-    shared = Strings(min_size, max_size, patterns, formats, None, excluded, absent_patterns)
+    intersection = Strings(min_size, max_size, patterns, formats, None, excluded, absent_patterns)
     value_lists = [strings.values for strings in (one, other) if strings.values is not None]
     if not value_lists:
-        return shared
-    in_both = set(value_lists[0]).intersection(value_lists[-1])
-    values = tuple(value for value in value_lists[0] if value in in_both and shared.accepts_text(value))
-    return Strings(formats=shared.formats, values=values) if values else None
+        return intersection
+    common_values = set(value_lists[0]).intersection(value_lists[-1])
+    values = tuple(value for value in value_lists[0] if value in common_values and intersection.accepts_text(value))
+    return Strings(formats=intersection.formats, values=values) if values else None
 
 
 def intersect_arrays(one: Arrays, other: Arrays) -> Arrays | None:

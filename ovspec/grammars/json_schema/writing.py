@@ -142,10 +142,10 @@ class RuleWriter:
     def refuse(self, pointer: str, reason: str) -> None:
         """Raise OvspecError, unless parts that can't be enforced are to be left out."""
         if not self.graph.lenient:
-            raise refusal(pointer, reason)
+            raise make_refusal(pointer, reason)
 
 
-def refusal(pointer: str, reason: str) -> OvspecError:
+def make_refusal(pointer: str, reason: str) -> OvspecError:
     return OvspecError(f"{pointer}: {reason}; rewrite it, or set `json_schema_mode='checked'`.")
 
 
@@ -176,7 +176,7 @@ def write_node_options(rules: RuleWriter, node: SchemaNode, close_objects: bool)
         usable = [alternative for alternative in alternatives if not isinstance(alternative, Unenforceable)]
         for alternative in alternatives:
             if isinstance(alternative, Unenforceable) and not (usable and alternative.dispensable):
-                raise refusal(alternative.pointer, alternative.reason)
+                raise make_refusal(alternative.pointer, alternative.reason)
         options.update((write_alternative(rules, alternative, close_objects), None) for alternative in usable)
     return " | ".join(options)
 
@@ -361,11 +361,11 @@ def write_in_order(
         rules.refuse("#", "the number of properties or items can't be enforced for so many")
         return write_in_order(rules, items, (0, inf), extra, comma)
     # By the number of items before: the rule of the rest of the list; None if no rest is possible.
-    counts = range(max_counted + 1)
-    rests = [write_extras(rules, least - count, most - count, count > 0, extra, comma) for count in counts]
+    item_counts = range(max_counted + 1)
+    rests = [write_extras(rules, least - count, most - count, count > 0, extra, comma) for count in item_counts]
     for item, required in reversed(items):
         later_rests = [*rests]
-        for count in reversed(counts):
+        for count in reversed(item_counts):
             options: list[str] = []
             rest_after_item = later_rests[min(count + 1, max_counted)]
             if rest_after_item is not None and count < most:
@@ -380,16 +380,16 @@ def write_in_order(
 
 
 def write_extras(
-    rules: RuleWriter, lacking: int, left: float, follows_items: bool, extra: str | None, comma: str
+    rules: RuleWriter, lacking_items: int, items_left: float, follows_items: bool, extra: str | None, comma: str
 ) -> str | None:
-    """Write the rule of the extra items at the end of a list, at most ``left``; None if too many items are lacking."""
-    if lacking > 1 or (lacking == 1 and (extra is None or left == 0)):
+    """Write the rule of the extra items at the end of a list, at most ``items_left``; None if too many are lacking."""
+    if lacking_items > 1 or (lacking_items == 1 and (extra is None or items_left == 0)):
         return None
-    if extra is None or left == 0:
+    if extra is None or items_left == 0:
         return '""'
     if follows_items:
-        return rules.write_rule(repeat_expression(f"{comma} {extra}", max(lacking, 0), left))
-    return rules.write_rule(make_optional(separate_expression(extra, comma, 0, left), lacking <= 0))
+        return rules.write_rule(repeat_expression(f"{comma} {extra}", max(lacking_items, 0), items_left))
+    return rules.write_rule(make_optional(separate_expression(extra, comma, 0, items_left), lacking_items <= 0))
 
 
 def separate_expression(item: str, comma: str, least_more: int, most: float) -> str:
