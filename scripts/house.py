@@ -15,7 +15,7 @@ import argparse
 import ast
 import random
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -62,12 +62,19 @@ def sources(folder: Path) -> list[Path]:
     return sorted(folder.rglob("*.py")) if folder.is_dir() else [folder]
 
 
-def places(folder: Path) -> Iterator[tuple[str, Path, int]]:
-    """Yield column, file and line of everything that a folder's table counts."""
-    for file in sources(folder):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            for column in columns_of(node):
-                yield column, file, getattr(node, "lineno", 0)
+def nodes(folders: Iterable[Path]) -> Iterator[tuple[Path, ast.AST]]:
+    """Yield each node of the syntax trees of the folders' files, with its file."""
+    for folder in folders:
+        for file in sources(folder):
+            yield from ((file, node) for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+
+
+def places(folder: Path) -> list[tuple[str, Path, int]]:
+    """Return column, file and line of everything that a folder's table counts, file by file."""
+    counted = [
+        (column, file, getattr(node, "lineno", 0)) for file, node in nodes([folder]) for column in columns_of(node)
+    ]
+    return sorted(counted, key=lambda place: place[1:])
 
 
 def lines_of(folder: Path) -> int:
@@ -88,11 +95,9 @@ def print_table(folders: list[Path]) -> None:
 
 def definitions(folders: list[Path]) -> Iterator[tuple[str, Path]]:
     """Yield each function and class with its file, except for the methods that Python calls."""
-    for folder in folders:
-        for file in sources(folder):
-            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-                if isinstance(node, Definition) and not node.name.startswith("__"):
-                    yield node.name, file.relative_to(ROOT)
+    for file, node in nodes(folders):
+        if isinstance(node, Definition) and not node.name.startswith("__"):
+            yield node.name, file.relative_to(ROOT)
 
 
 def print_shared(folders: list[Path]) -> None:
@@ -106,15 +111,11 @@ def print_shared(folders: list[Path]) -> None:
 
 
 def variables(folders: list[Path]) -> Iterator[tuple[str, Path]]:
-    """Yield each variable, argument and field of two characters or more once for each file that sets it."""
-    for folder in folders:
-        for file in sources(folder):
-            names: set[str] = set()
-            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-                stored = isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store)
-                if stored or isinstance(node, ast.arg):
-                    names.add(name_of(node))
-            yield from ((name, file.relative_to(ROOT)) for name in names - {"self", "cls"} if len(name) > 1)
+    """Yield each variable, argument and field of two characters or more each time that a file sets it."""
+    for file, node in nodes(folders):
+        stored = isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store)
+        if (stored or isinstance(node, ast.arg)) and (name := name_of(node)) not in ("self", "cls") and len(name) > 1:
+            yield name, file.relative_to(ROOT)
 
 
 def print_draw(count: int, seed: int, folders: list[Path]) -> None:
@@ -137,7 +138,7 @@ def main() -> None:
     packages = [ROOT / name for name in PACKAGES]
     folders = [folder.resolve() for folder in args.folders]
     if args.where:
-        for column, file, line in places_in(folders or packages):
+        for column, file, line in [place for folder in folders or packages for place in places(folder)]:
             if column == args.where:
                 print(f"{file.relative_to(ROOT).as_posix()}:{line}")
     elif args.shared:
@@ -147,11 +148,6 @@ def main() -> None:
     else:
         rooms = [room for package in packages for room in sorted(package.iterdir()) if (room / "__init__.py").exists()]
         print_table(folders or [*rooms, *packages])
-
-
-def places_in(folders: list[Path]) -> Iterator[tuple[str, Path, int]]:
-    for folder in folders:
-        yield from sorted(places(folder), key=lambda place: place[1:])
 
 
 if __name__ == "__main__":

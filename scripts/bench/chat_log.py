@@ -13,6 +13,12 @@ from harness import Prompt, median, median_interval, prompt_named
 from ovspec.base.errors import OvspecError
 
 PLAIN = "plain"  # the way that all others are compared with
+# Heading: the counts over and under the line, and how their ratio is shown.
+RATES = {
+    "Tokens a round": ("tokens", "rounds", ".2f"),
+    "Conditional acceptance": ("accepted", "reached", ".2f"),
+    "Forced tokens": ("forced", "tokens", ".0%"),
+}
 
 
 @dataclass(frozen=True)
@@ -146,28 +152,21 @@ class Figures:
         return "{} ({:.2f} to {:.2f})".format(median(speeds, 2), *median_interval(speeds))
 
     def count(self, way: str, name: str) -> int:
+        if name == "tokens":
+            return sum(len(ids) for text in self.texts(way) for ids in text.tokens)
         return sum(getattr(text, name) for text in self.texts(way))
 
-    def tokens(self, way: str) -> int:
-        return sum(len(ids) for text in self.texts(way) for ids in text.tokens)
-
-    def tokens_per_round(self, way: str) -> str | None:
-        rounds = self.count(way, "rounds")
-        return f"{self.tokens(way) / rounds:.2f}" if rounds else None
-
-    def forced_share(self, way: str) -> str | None:
-        forced = self.count(way, "forced")
-        return f"{forced / self.tokens(way):.0%}" if forced else None
+    def rate(self, way: str, heading: str) -> str | None:
+        """Return one of ``RATES``; None for peers, which count neither."""
+        over, under, form = RATES[heading]
+        if not (self.count(way, under) and self.count(way, over)):
+            return None
+        return format(self.count(way, over) / self.count(way, under), form)
 
     def accepted(self, way: str) -> str | None:
         """Return accepted of proposed tokens; None for peers."""
         proposed = self.count(way, "proposed")
         return f"{self.count(way, 'accepted')} of {proposed}" if proposed else None
-
-    def acceptance(self, way: str) -> str | None:
-        """Return the conditional acceptance: of the tokens that were compared, how many were accepted."""
-        reached = self.count(way, "reached")
-        return f"{self.count(way, 'accepted') / reached:.2f}" if reached else None
 
     def equal(self, way: str) -> str:
         """Return how many texts are those of plain decoding."""

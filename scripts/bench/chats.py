@@ -39,7 +39,7 @@ from typing import Any
 
 import openvino as ov
 import psutil
-from chat_log import PLAIN, Case, Figures, Log, Text, Turn
+from chat_log import PLAIN, RATES, Case, Figures, Log, Text, Turn
 from harness import (
     ROOT,
     Option,
@@ -297,13 +297,6 @@ def tables_of(log: Log) -> Iterator[tuple[str, Figures]]:
         yield f"{size}, {length}, {rule}", Figures([turn for turn in log.turns if turn.case.group == group])
 
 
-RATES = {
-    "Tokens a round": Figures.tokens_per_round,
-    "Conditional acceptance": Figures.acceptance,
-    "Forced tokens": Figures.forced_share,
-}
-
-
 def print_tables(log: Log) -> None:
     print("Speeds are multiples of plain decoding's in the same turn: medians with their 95 % intervals.")
     print("Those of batches are with reading the prompts.")
@@ -320,8 +313,8 @@ def print_tables(log: Log) -> None:
         for way in ways[1:]:
             speeds = (column.speed(way) for column in columns.values())
             table.row(way, figures.ms(way), *speeds, figures.accepted(way), figures.equal(way))
-        for heading, figure in RATES.items():
-            rows = {way: [figure(column, way) for column in columns.values()] for way in ways}
+        for heading in RATES:
+            rows = {way: [column.rate(way, heading) for column in columns.values()] for way in ways}
             rows = {way: cells for way, cells in rows.items() if way != PLAIN and any(cells)}
             if rows:
                 print(f"\n{heading}:\n")

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import openvino as ov
+from peers.install import NAMES as PEERS
 from peers.install import python_of
 
 from ovspec.api.comparison import rotate_modes
@@ -41,12 +42,6 @@ ROOT = HERE.parent.parent
 # Held-out files: the demo pair was trained on none of these texts.
 CODE: list[str] = [entry["text"] for entry in json.loads((ROOT / "models/prompts.json").read_text("utf-8"))["prompts"]]
 PROSE: list[str] = json.loads((HERE / "prose.json").read_text("utf-8"))["prompts"]
-
-
-def mixed(count: int) -> list[str]:
-    """Return ``count`` prompts: prose, then code, repeated if need be."""
-    texts = PROSE + CODE
-    return [texts[number % len(texts)] for number in range(count)]
 
 
 @dataclass(frozen=True)
@@ -67,10 +62,6 @@ class Prompt:
     @property
     def name(self) -> str:
         return f"{self.kind} {self.number}"
-
-    @property
-    def is_chat(self) -> bool:
-        return not isinstance(self.content, str)
 
 
 @functools.cache
@@ -296,12 +287,8 @@ def read_bandwidth(size: int = 1 << 29) -> float:
 
 def bytes_a_step(folder: Path) -> int:
     """Return the bytes of weights that a step of a model reads: all except the embedding, of which it reads a row."""
-    return weight_bytes(ov.Core().read_model(folder / MODEL_FILE))
-
-
-def weight_bytes(model: ov.Model) -> int:
     read = 0
-    for op in model.get_ops():
+    for op in ov.Core().read_model(folder / MODEL_FILE).get_ops():
         if op.get_type_name() == "Constant":
             users = {use.get_node().get_type_name() for use in op.output(0).get_target_inputs()}
             embedding = "embed_tokens" in op.get_friendly_name() or users == {"Gather"}
@@ -310,16 +297,6 @@ def weight_bytes(model: ov.Model) -> int:
 
 
 # ---------------------------------------------------------------- processes
-
-
-# Worker: the peer whose interpreter runs it. All other workers run in this interpreter.
-INTERPRETERS = {
-    "genai": "genai",
-    "optimum": "optimum",
-    "llamacpp": "llamacpp",
-    "llamacpp_grammar": "llamacpp",
-    "xgrammar": "xgrammar",
-}
 
 
 class Worker:
@@ -337,8 +314,8 @@ class Worker:
         self._start()
 
     def _start(self) -> None:
-        peer = INTERPRETERS.get(self.name)
-        python = python_of(peer) if peer else Path(sys.executable)
+        peer = self.name.partition("_")[0]
+        python = python_of(peer) if peer in PEERS else Path(sys.executable)
         self._process: subprocess.Popen[str] | None = None
         if not python.exists():
             self.ready = {"error": f"{self.name} isn't installed; run scripts/bench/peers/install.py {peer}"}

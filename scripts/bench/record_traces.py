@@ -31,7 +31,6 @@ from ovspec.drafting.drafter import Drafter, RowStep
 from ovspec.drafting.head import Head
 from ovspec.drafting.lookahead import Lookahead
 from ovspec.drafting.lookup import Lookup
-from ovspec.engine.decoders import DecoderSet
 from ovspec.params import Params
 from ovspec.sampling.constraint import Constraints
 from ovspec.sampling.processors import make_processors
@@ -86,16 +85,6 @@ def trace(drafter: Drafter, text: list[int], start: int, params: Params, most: i
     return steps
 
 
-def reading(decoders: DecoderSet, text: np.ndarray) -> BaseDecoder:
-    """Return what a draft's steps are timed on; a head reads with the target's features of ``text``."""
-    if not isinstance(decoders.drafter, Head):
-        assert decoders.draft
-        return decoders.draft
-    decoders.target.reset(1)
-    decoders.target.feed([text], [1])
-    return decoders.drafter.decoder
-
-
 def record(folder: Path, temperature: float, prompts: list[Any], args: argparse.Namespace) -> dict[str, Any]:
     lm = ovspec.load(folder, args.draft or (folder / DRAFT_FOLDER).is_dir() or "lookup", precision=args.precision)
     decoders = lm.runtime.decoder_pool.acquire()
@@ -112,9 +101,14 @@ def record(folder: Path, temperature: float, prompts: list[Any], args: argparse.
         decoders.target.reset(1)
         decoders.target.feed([np.array(whole)], [1])  # which has the features that a head reads
         texts.append({name: trace(drafter, whole, len(ids), params, args.most) for name, drafter in drafters.items()})
-    times = {"verify": times_by_width(decoders.target, np.array(whole))}
-    if decoders.draft:
-        times["draft"] = times_by_width(reading(decoders, np.array(whole)), np.array(whole))
+    text = np.array(whole)
+    times = {"verify": times_by_width(decoders.target, text)}
+    if isinstance(decoders.drafter, Head):
+        decoders.target.reset(1)
+        decoders.target.feed([text], [1])  # a head reads with the target's features
+        times["draft"] = times_by_width(decoders.drafter.decoder, text)
+    elif decoders.draft:
+        times["draft"] = times_by_width(decoders.draft, text)
     curves = {
         f"{name}{kind}_ms": curve
         for name, curves in times.items()

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import itertools
 import sysconfig
 import time
 from collections.abc import Callable, Iterator
@@ -130,22 +131,16 @@ class Corpus:
 
     documents: list[np.ndarray]
 
-    def epoch(self, seed: int) -> tuple[np.ndarray, np.ndarray]:
-        order = np.random.default_rng(seed).permutation(len(self.documents))
-        tokens = np.concatenate([self.documents[i] for i in order])
-        doc = np.repeat(np.arange(len(order)), [len(self.documents[i]) for i in order])
-        return tokens, doc
-
     def batches(self, seed: int, rows: int, window: int) -> Iterator[dict[str, torch.Tensor]]:
         """Yield batches of ``rows`` windows without end; the remainder of an epoch is left out."""
-        epoch = 0
-        while True:
-            tokens, doc = self.epoch(seed * 1000 + epoch)
+        for epoch in itertools.count():
+            order = np.random.default_rng(seed * 1000 + epoch).permutation(len(self.documents))
+            tokens = np.concatenate([self.documents[i] for i in order])
+            doc = np.repeat(np.arange(len(order)), [len(self.documents[i]) for i in order])
             count = (len(tokens) - 1) // window
             starts = np.random.default_rng(seed + epoch).permutation(count) * window
             for at in range(0, count - rows + 1, rows):
                 yield packed(tokens, doc, starts[at : at + rows], window)
-            epoch += 1
 
 
 def packed(tokens: np.ndarray, doc: np.ndarray, starts: np.ndarray, window: int) -> dict[str, torch.Tensor]:

@@ -1,15 +1,14 @@
 """Train a byte-level BPE tokenizer as large as those of today's models, to measure grammars on.
 
-    python scripts/train/tokenizer.py [--tokens 131072] [--megabytes 200] [-o .cache/bench/tokenizer-128k]
+    python scripts/train/tokenizer.py
 
 It learns from the text that comes with this Python: the standard library and the installed packages. Files are read in
-an order that depends only on their names, so the same installation gives the same tokenizer, OUT/tokenizer.json. 200 MB
-take a minute or two and 0.6 GB of memory.
+an order that depends only on their names, so the same installation gives the same tokenizer, in .cache/bench. That
+takes a minute or two and 0.6 GB of memory.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import hashlib
 import sys
@@ -20,7 +19,9 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-OUT = ROOT / ".cache" / "bench" / "tokenizer-128k"
+OUT = ROOT / ".cache" / "bench" / "tokenizer-128k" / "tokenizer.json"
+TOKENS = 131072  # including the end of a text, which is the last one
+TEXT_BYTES = 200_000_000
 END = "<|endoftext|>"
 KINDS = (".py", ".md", ".rst", ".txt", ".json")
 LARGEST = 1_000_000  # bytes of a file: larger ones are tables
@@ -64,37 +65,26 @@ def byte_level(pattern: str) -> Tokenizer:
     return tokenizer
 
 
-def train(files: list[Path], tokens: int, limit: int) -> Tokenizer:
-    """Train a tokenizer of ``tokens`` tokens, of which the last one is the end of a text.
-
-    Raises:
-        SystemExit: there is too little text for so many tokens.
-    """
+def train(files: list[Path]) -> Tokenizer:
     tokenizer = byte_level(PATTERN)
     trainer = trainers.BpeTrainer(
-        vocab_size=tokens - 1,
+        vocab_size=TOKENS - 1,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         max_token_length=LONGEST,
         show_progress=True,  # on stderr
     )
-    tokenizer.train_from_iterator(texts_of(files, limit), trainer)
+    tokenizer.train_from_iterator(texts_of(files, TEXT_BYTES), trainer)
     tokenizer.add_special_tokens([END])  # after the others and outside the model's own, as in Llama 3
-    if (size := tokenizer.get_vocab_size()) != tokens:
-        sys.exit(f"the texts give {size} tokens, not {tokens}: install more packages or raise --megabytes")
     return tokenizer
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=131072)
-    parser.add_argument("--megabytes", type=float, default=200)
-    parser.add_argument("-o", "--output", type=Path, default=OUT)
-    args = parser.parse_args()
-    files = files_of([Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib")])
-    tokenizer = train(files, args.tokens, int(args.megabytes * 1e6))
-    args.output.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(args.output / "tokenizer.json"))
-    print(args.output)
+    tokenizer = train(files_of([Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib")]))
+    if (size := tokenizer.get_vocab_size()) != TOKENS:
+        sys.exit(f"the texts give {size} tokens, not {TOKENS}: install more packages")
+    OUT.parent.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(OUT))
+    print(OUT)
 
 
 if __name__ == "__main__":

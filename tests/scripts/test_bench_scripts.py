@@ -50,7 +50,7 @@ RUNS: dict[str, Any] = {
     "inferences.py, settings": "settings DEMO/draft",
     "inferences.py, pages": "pages DEMO/draft",
     "inferences.py, loop": "loop DEMO/draft --tokens 8 --rounds 1",
-    "peers/distribution.py": "--texts 8 --k 2",
+    "distribution.py": "--texts 8 --k 2",
     "sessions.py, prefixes": "prefixes DEMO/draft --prompt 100 --turns 1 --steps 3 --peers none",
     "record_traces.py": "x=DEMO --output OUT --prompts 1 --tokens 8 --most 2",
     "schemas.py": "--part pydantic --names ClientSecret --seconds 0.05",
@@ -238,8 +238,8 @@ def test_figures_of_chats() -> None:
     assert found.speed("lookup") == "0.80 (0.75 to 2.00)"
     assert found.speed("genai") == "1.00 (0.25 to 1.00)"
     assert (found.ms("plain"), found.prompt_ms("lookup"), found.ms("torch")) == ("8.0", "6.00", None)
-    assert (found.tokens_per_round("lookup"), found.accepted("lookup")) == ("2.00", "6 of 12")
-    assert (found.tokens_per_round("genai"), found.accepted("genai")) == (None, None), "peers don't tell"
+    assert (found.rate("lookup", "Tokens a round"), found.accepted("lookup")) == ("2.00", "6 of 12")
+    assert (found.rate("genai", "Tokens a round"), found.accepted("genai")) == (None, None), "peers don't tell"
     assert found.equal("lookup") == "2 of 3"
     assert found.of(lambda prompt: prompt.judge).turns == turns
     batch = chats.Case("chat 1", 0, 2, 0.0, "compare", 0)

@@ -1,6 +1,6 @@
 """Test whether text that a peer samples with a draft has the target's distribution.
 
-    python scripts/bench/peers/distribution.py [--texts 3000] [--k 2,4]
+    python scripts/bench/distribution.py [--texts 3000] [--k 2,4]
 
 On the demo pair, three tokens are sampled at temperature 1; their exact probabilities come from the target's logits
 after every prefix. With top_k 3 there are 27 outcomes, and any other text is impossible. Without top_k, all tokens
@@ -12,17 +12,12 @@ and ovspec are the controls.
 from __future__ import annotations
 
 import itertools
-import sys
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy.stats import chisquare
-
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-
 from harness import CODE, ROOT, Table, Worker, arguments
+from scipy.stats import chisquare
 
 import ovspec
 
