@@ -350,19 +350,24 @@ class Worker:
 
     def _exchange(self, process: subprocess.Popen[str], request: Mapping[str, Any]) -> dict[str, Any]:
         assert process.stdin and process.stdout
-        timer = threading.Timer(self._seconds, kill_group, [process])
+        late = threading.Event()
+
+        def give_up() -> None:
+            late.set()
+            kill_group(process)
+
+        timer = threading.Timer(self._seconds, give_up)
         timer.start()
         line = ""
         with contextlib.suppress(OSError):
             process.stdin.write(json.dumps(request) + "\n")
             process.stdin.flush()
             line = process.stdout.readline()
-        in_time = timer.is_alive()
         timer.cancel()
         if line:
             return json.loads(line)
         code = process.wait()
-        if not in_time:
+        if late.is_set():
             return {"error": f"no answer within {self._seconds:g} s"}
         self._log.seek(0)
         last = [line.strip() for line in self._log if line.strip()][-1:]
@@ -371,10 +376,11 @@ class Worker:
 
     def stop(self) -> None:
         if self._process:
-            with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            try:
                 self._process.communicate(timeout=30)  # which closes its stdin
-            kill_group(self._process)
-            self._process.wait()
+            except (OSError, subprocess.TimeoutExpired):
+                kill_group(self._process)
+                self._process.wait()
             self._log.close()
         self._process = None
 
