@@ -32,8 +32,8 @@ from ovspec.ir.large_pages import LargePages
 ELEMENTWISE_OPERATIONS = {"Add", "Multiply", "Divide", "Subtract", "Tanh", "Convert", "Clamp"}
 # Two threads that read their first model at once may wait for each other for ever, inside OpenVINO's Python binding.
 READING_LOCK = threading.Lock()
-# Output of a head or a draft that proposes only some ids, a constant: what is added to the number of a logit for the
-# target's id.
+# Output of a head or a draft that proposes only some ids, a constant: the difference between a target's id and the
+# number of its logit.
 TARGET_IDS_OUTPUT = "d2t"
 KNOWN_INPUTS = {"input_ids", "attention_mask", "position_ids", "beam_idx", "cache_position"}
 
@@ -139,7 +139,7 @@ class CompiledIR:
 
 
 def check_ir_folder(folder: Path) -> None:
-    """Raise an OvspecError if ``folder`` holds no exported language model; it says what ``folder`` is instead."""
+    """Raise an OvspecError if ``folder`` holds no exported language model; it describes the folder."""
     if folder.is_file() and folder.suffix == ".gguf":
         raise OvspecError(f"{folder}: a GGUF file, not an IR; run 'ovspec export {folder} -o DIR' first.")
     if not folder.is_dir():

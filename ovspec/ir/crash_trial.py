@@ -32,7 +32,7 @@ def make_gated_layer() -> ov.Model:
 
 
 def disable_core_dumps() -> None:
-    """Write no core dump when this process crashes, where the system can be told so."""
+    """Write no core dump when this process crashes, where the system allows that."""
     with contextlib.suppress(ImportError, ValueError, OSError):
         import resource
 

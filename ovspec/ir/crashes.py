@@ -1,7 +1,7 @@
 """Recognise models that OpenVINO crashes on while it compiles them, and compute them in f32.
 
 A crash inside the library would end this process without a word. So a small layer of the same kind is compiled first,
-in a process of its own, for the same device and with the same properties; what became of it is remembered.
+in a process of its own, for the same device and with the same properties; the outcome is remembered.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def has_gates(folder: Path) -> bool:
 
 
 def find_crash(options: DeviceOptions) -> Crash:
-    """Return what this process or an earlier one found out, or try and remember it."""
+    """Return the finding of this process or an earlier one, or run the trial and remember it."""
     properties = {name: value for name, value in make_compile_properties(options).items() if name != "CACHE_DIR"}
     setting = (options.device.upper(), json.dumps(properties, sort_keys=True), *TRIAL_COMMAND)
     if setting not in known_crashes:

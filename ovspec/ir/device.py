@@ -20,7 +20,7 @@ from ovspec.ir.instruction_set import check_instruction_set, describe_instructio
 # KV caches of these types survive trimming, compacting, forking and copying unchanged, in any arithmetic (measured in
 # tests/cache); u8 caches don't.
 EXACT_KV_PRECISIONS = ("f32", "bf16", "f16")
-# Properties of a device that tell it from others; a plugin may lack some, and the driver's has a name by plugin.
+# Properties that distinguish devices; a plugin may lack some, and the driver's has a name by plugin.
 IDENTIFYING_PROPERTIES = ("FULL_DEVICE_NAME", "DEVICE_ARCHITECTURE", "GPU_UARCH_VERSION")
 
 
@@ -93,7 +93,7 @@ def count_cores() -> int:
 
 
 def identify_device(name: str) -> list[str]:
-    """Return the name of a device, and its model, architecture and driver as far as its plugin tells them."""
+    """Return the name of a device, and its model, architecture and driver as far as its plugin has them."""
     supported = sorted(read_device_property(name, "SUPPORTED_PROPERTIES") or ())
     identifying = [key for key in supported if key in IDENTIFYING_PROPERTIES or key.endswith("DRIVER_VERSION")]
     values = {key: read_device_property(name, key) for key in identifying}
@@ -113,7 +113,7 @@ def format_property(value: Any) -> str:
 
 
 def list_possible_devices(device: str) -> list[str]:
-    """Return the devices that may compute what is compiled for ``device``, such as AUTO:GPU,CPU or AUTO:-GPU."""
+    """Return the devices that may run a model compiled for ``device``, such as AUTO:GPU,CPU or AUTO:-GPU."""
     base, _, device_list = device.upper().partition(":")
     if not is_virtual(device):
         return [base]
@@ -135,7 +135,7 @@ def is_gpu(device: str) -> bool:
 
 
 def may_use_gpu(device: str) -> bool:
-    """Return whether a GPU may compute what is compiled for ``device``."""
+    """Return whether a GPU may run a model compiled for ``device``."""
     return any(map(is_gpu, list_possible_devices(device)))
 
 

@@ -99,7 +99,7 @@ class CompiledModel:
         return make_stateful_decoder(self.ir, self.rollback, vocabulary, rule)
 
     def share_blocks(self, most_tokens: float) -> None:
-        """Make blocks for decoders to share, if the engine has any; those of ended texts are kept for their prefixes.
+        """Make blocks for decoders to share, if the engine has any; blocks of ended texts are kept for their prefixes.
 
         Kept blocks are evicted once ``most_tokens`` are cached.
         """

@@ -251,7 +251,7 @@ def has_expected_bits(decoder: Decoder, text: np.ndarray, begin: int, widths: li
 
 
 def measure_proposal_cost(decoder: Decoder, text: np.ndarray) -> float:
-    """Return how many times as long an inference takes that is fed two tokens as one that is fed a single token."""
+    """Return the time of an inference that is fed two tokens, relative to a single token."""
     least_seconds = {1: math.inf, 2: math.inf}  # an inference may take longer for many reasons
     context = min(RISING_WIDTHS[0], len(text) - 2)
     decoder.reset(1)
@@ -284,7 +284,7 @@ def hash_logits_rows(logits: np.ndarray) -> list[bytes]:
 
 
 def probe_feed_rule(decoder: Decoder, vocabulary: int, trial: ExactnessTrial = SHORT_TRIAL) -> Exactness:
-    """Feed random texts in many ways by the decoder's rule, and compare the bits with those of one pass over each."""
+    """Feed random texts in many ways by the decoder's rule, and compare the bits with one pass over each."""
     generator = np.random.default_rng(0)
     most_tokens = decoder.context_length
     positions = 0

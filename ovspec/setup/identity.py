@@ -27,7 +27,7 @@ THREADS_PROPERTY = "INFERENCE_NUM_THREADS"
 
 
 def hash_model(folder: Path) -> str:
-    """Return a checksum that tells models with different graphs, weights or tokenizers apart."""
+    """Return a checksum that differs between models with different graphs, weights or tokenizers."""
     weights = require_present((folder / MODEL_FILE).with_suffix(".bin"))
     checksum = hashlib.sha256()
     for name in (MODEL_FILE, TOKENIZER_FILE):

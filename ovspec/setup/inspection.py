@@ -1,4 +1,4 @@
-"""Describe the models in a folder and what running them takes."""
+"""Describe the models in a folder and the cost of running them."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def restore_backup(output: Path) -> None:
 
 
 def has_other_line_ends(path: Path, exported: ExportedFile) -> bool:
-    """Return whether a file differs from the one that was exported by line ends alone, which no binary one does."""
+    """Return whether a text file differs from the exported one by line ends alone."""
     if path.suffix == ".bin" or not path.is_file():
         return False
     checksum = hashlib.sha256(path.read_bytes().replace(b"\r\n", b"\n")).hexdigest()

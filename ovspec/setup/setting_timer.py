@@ -129,7 +129,7 @@ class SettingTimer:
         return statistics.median(exact / fast for exact, fast in times)
 
     def _load_model(self, setting: Setting) -> CompiledModel:
-        """Return the incumbent's model or the one that was compiled last, or compile one: memory may not hold three."""
+        """Return the model of the incumbent or the last other setting, or compile it: memory may not hold three."""
         if setting not in self._models:
             self._models = {self.incumbent.setting: self._models[self.incumbent.setting]}
             self._models[setting] = self._compile_model(setting)
