@@ -52,7 +52,7 @@ def parse_draft(draft: Any) -> DraftChoice | None:
     if isinstance(draft, DraftChoice):
         return draft or None
     choice = DraftChoice()
-    parts = split_draft(draft)
+    parts = split_draft_chain(draft)
     for part in parts:
         if choice and part == "lookup":
             raise OvspecError("lookup costs nothing, so it must come first in a chain: write 'lookup,DRAFT'.")
@@ -75,19 +75,19 @@ def parse_draft(draft: Any) -> DraftChoice | None:
     return choice or None
 
 
-def split_draft(draft: Any) -> list[Any]:
+def split_draft_chain(draft: Any) -> list[Any]:
     """Return the parts of a chain; an empty list for "none"."""
     if draft is None or draft is False or draft == "none":
         return []
     if isinstance(draft, str) and not Path(draft).is_dir():
         return [part.strip() for part in draft.split(",")]
     if isinstance(draft, (list, tuple)):
-        return [part for drafter in draft for part in split_draft(drafter)]
+        return [part for drafter in draft for part in split_draft_chain(drafter)]
     return [draft]  # type: ignore[list-item]
 
 
 def names_known_drafters(draft: str) -> bool:
     """Return whether each part of a chain is the name of a drafter or an existing folder."""
-    parts = [part for part in split_draft(draft) if isinstance(part, str)]
+    parts = [part for part in split_draft_chain(draft) if isinstance(part, str)]
     names = ("lookup", EXPORTED_DRAFT, SELF_DRAFT, HEAD_DRAFT, "none")
     return Path(draft).is_dir() or all(part in names or Path(part).is_dir() for part in parts)

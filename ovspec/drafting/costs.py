@@ -153,8 +153,8 @@ class InferenceCosts:
             return ms if self.is_known else 0.0
         if changed and (ms < usual_ms or not is_first):
             self._change_count += 1
-            measured_change = max(0.0, min(ms, SLOWEST_FACTOR * usual_ms) - same_width_ms)
-            self.change_ms += max(CHANGE_LEARNING_RATE, 1 / self._change_count) * (measured_change - self.change_ms)
+            measured_change_ms = max(0.0, min(ms, SLOWEST_FACTOR * usual_ms) - same_width_ms)
+            self.change_ms += max(CHANGE_LEARNING_RATE, 1 / self._change_count) * (measured_change_ms - self.change_ms)
             usual_ms = same_width_ms + self.change_ms
         factor = min(max(ms / usual_ms, FASTEST_FACTOR), FIRST_SLOWEST_FACTOR if is_first else SLOWEST_FACTOR)
         self._follow(factor, width, changed, drafted)

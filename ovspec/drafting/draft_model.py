@@ -14,7 +14,7 @@ from ovspec.drafting.drafter import Drafter, RowStep
 from ovspec.drafting.lookahead import Lookahead
 from ovspec.drafting.proposal import NO_PROPOSAL, NO_TOKENS, Proposal
 from ovspec.sampling.samplers import DraftedToken, DraftIds
-from ovspec.sampling.warp import certain_token
+from ovspec.sampling.warp import certain_distribution
 
 
 class DraftModel(Drafter):
@@ -36,7 +36,7 @@ class DraftModel(Drafter):
     def propose(self, rows: list[RowStep], lookahead: Lookahead) -> list[Proposal]:
         budgets = [self._row_budget(index, row, lookahead) for index, row in enumerate(rows)]
         drafting_rows = [index for index, budget in enumerate(budgets) if budget]  # rows that draft in the next step
-        if not drafting_rows or not lookahead.can_afford(self.name, len(drafting_rows)):
+        if not drafting_rows or not lookahead.can_afford_drafting(self.name, len(drafting_rows)):
             return [NO_PROPOSAL] * len(rows)
         self.decoder.reuse_prefixes([row.sequence for row in rows])
         # The draft may hold tokens of another text: after a rewind, or of a text before this one.
@@ -127,7 +127,7 @@ class RowDraft:
                 if sampler.constraints.has_ended(text):
                     return False
                 for forced in sampler.constraints.forced_tokens(text)[: self._budget - len(self.drafted)]:
-                    self._add_token(DraftedToken(forced, 1.0, certain_token(forced)))
+                    self._add_token(DraftedToken(forced, 1.0, certain_distribution(forced)))
                 return len(self.drafted) < self._budget
             except Exception:
                 return False

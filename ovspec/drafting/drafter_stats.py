@@ -58,7 +58,7 @@ class Acceptance:
             self._all_accepted = self._all_accepted * RETENTION + is_accepted
             self._all_reached = self._all_reached * RETENTION + 1
             if proposal.confidence is not None:
-                bin_index = self._fade_bin(proposal.confidence[index])
+                bin_index = self._fade_confidence_bin(proposal.confidence[index])
                 self._accepted[bin_index] += is_accepted
                 self._reached[bin_index] += 1
 
@@ -68,9 +68,9 @@ class Acceptance:
         self._all_accepted = self._all_accepted * RETENTION + prior_weight * FIRST_ACCEPTANCE
         self._all_reached = self._all_reached * RETENTION + prior_weight
         if proposal.confidence is not None:
-            self._fade_bin(proposal.confidence[0])
+            self._fade_confidence_bin(proposal.confidence[0])
 
-    def _fade_bin(self, confidence: float) -> int:
+    def _fade_confidence_bin(self, confidence: float) -> int:
         """Move a bin towards the prior, which remains when all observations are forgotten; return its index."""
         index = bisect.bisect_right(CONFIDENCE_EDGES, confidence)
         prior_weight = (1 - RETENTION) * PRIOR_WEIGHT
@@ -99,7 +99,7 @@ class SavingsBalance:
         """How many plain rounds a trial may cost by now, whatever is expected of it."""
         return TRIAL_SHARE * self._tokens_since_round
 
-    def count_tokens(self, tokens: float) -> None:
+    def add_generated_tokens(self, tokens: float) -> None:
         """Note that ``tokens`` were generated for each row, by whichever means."""
         self._tokens_since_round += tokens
         if self._saved_rounds > 0:

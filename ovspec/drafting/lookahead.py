@@ -81,7 +81,7 @@ class Lookahead:
 
     # ------------------------------------------------------------ questions of drafters
 
-    def can_afford(self, drafter_name: str, row_count: int, reading_ms: float = 0.0) -> bool:
+    def can_afford_drafting(self, drafter_name: str, row_count: int, reading_ms: float = 0.0) -> bool:
         """Return whether a drafter may draft for some rows, after ``reading_ms`` of reading, by its allowed loss."""
         if self.fixed_length is not None:
             return True
@@ -106,7 +106,7 @@ class Lookahead:
         stats = self._stats_of(drafter_name)
         row_count = sum(count > 0 for count in remaining)
         reading_ms = self._draft_ms(unread) - self._draft_ms(row_count)
-        if not self.can_afford(drafter_name, row_count, 0.0 if reads_prompt else reading_ms):
+        if not self.can_afford_drafting(drafter_name, row_count, 0.0 if reads_prompt else reading_ms):
             return False
         # Assume at least the initial acceptance, so that a drafter gets another chance after a while.
         gain = self._expected_gain(max(stats.acceptance.mean, FIRST_ACCEPTANCE), row_count)
@@ -170,7 +170,7 @@ class Lookahead:
             if is_poor:
                 acceptance.fade_rates(proposal)
             return is_poor
-        if not self.can_afford(drafter_name, row_count):
+        if not self.can_afford_drafting(drafter_name, row_count):
             return False
         other_tokens = self._decided_tokens - len(proposal.tokens)
         drafter_token_ms = self._plain_token_ms(row_count) - self.estimate_gain(drafter_name, row_count)
@@ -232,7 +232,7 @@ class Lookahead:
         if forced:
             ms -= self.target_costs(width) - self.target_costs(width - forced)
         for stats in (self._all_stats, *self._drafter_stats.values()):
-            stats.balance.count_tokens((tokens + forced) / row_count)
+            stats.balance.add_generated_tokens((tokens + forced) / row_count)
         saved_rounds = (tokens - ms / plain_token_ms) / row_count
         if drafter_names:
             self._all_stats.balance.add_round(saved_rounds)

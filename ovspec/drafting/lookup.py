@@ -50,7 +50,7 @@ class NgramIndex:
     def follow_sequence(self, sequence: Sequence) -> None:
         """Catch up with ``sequence``. Tokens that were rolled back stay in the index: they may be generated again."""
         if len(self._text) - len(self._followed) > MAX_ROLLED_BACK:
-            self._keep_last()
+            self._keep_last_tokens()
         shared_length = common_prefix(self._followed, sequence)
         if shared_length < len(self._followed):
             self.add_separator()
@@ -65,9 +65,9 @@ class NgramIndex:
         self.add_separator()
         self.add_tokens(tokens[-max_tokens:])
         if len(self._text) > max_tokens:
-            self._keep_last(max_tokens // 2)
+            self._keep_last_tokens(max_tokens // 2)
 
-    def _keep_last(self, count: int = MAX_ROLLED_BACK // 2) -> None:
+    def _keep_last_tokens(self, count: int = MAX_ROLLED_BACK // 2) -> None:
         """Start again with the last ``count`` tokens only."""
         recent = self._text.tokens[-count:].copy()
         self.__init__()

@@ -88,7 +88,7 @@ class AnswerConstraint(Constraint):
         self._free_masks: dict[ReadingState, np.ndarray | None] = {}
 
     def token_mask(self, tokens: np.ndarray) -> np.ndarray | None:
-        position = self._seek(tokens)
+        position = self._follow_tokens(tokens)
         if thinking_end := self._due_thinking_end(position):
             return pack_mask(thinking_end[:1], self._vocabulary.size)
         if self._is_in_grammar(position):
@@ -106,13 +106,13 @@ class AnswerConstraint(Constraint):
         return mask
 
     def allows_token(self, token: int, tokens: np.ndarray) -> bool:
-        position = self._seek(tokens)
+        position = self._follow_tokens(tokens)
         if self._is_in_grammar(position):
             return position.grammars[0].allows_token(token, tokens)
         return super().allows_token(token, tokens)
 
     def forced_tokens(self, tokens: np.ndarray) -> list[int]:
-        position = self._seek(tokens)
+        position = self._follow_tokens(tokens)
         if thinking_end := self._due_thinking_end(position):
             return thinking_end
         if self._is_in_grammar(position):
@@ -129,18 +129,18 @@ class AnswerConstraint(Constraint):
         return forced
 
     def is_complete(self, tokens: np.ndarray) -> bool:
-        return any(grammar.is_complete(tokens) for grammar in self._seek(tokens).grammars)
+        return any(grammar.is_complete(tokens) for grammar in self._follow_tokens(tokens).grammars)
 
     # ------------------------------------------------------------ the position in an answer
 
-    def _seek(self, tokens: np.ndarray) -> AnswerPosition:
+    def _follow_tokens(self, tokens: np.ndarray) -> AnswerPosition:
         """Follow ``tokens``, and return the position after them."""
         text = tokens[self._prompt_length :]
-        shared = self._followed.common_prefix_length(text)
-        if shared < len(text):
-            self._followed.rewind(shared)
-            del self._positions[shared + 1 :]
-            for index in range(shared, len(text)):
+        shared_length = self._followed.common_prefix_length(text)
+        if shared_length < len(text):
+            self._followed.rewind(shared_length)
+            del self._positions[shared_length + 1 :]
+            for index in range(shared_length, len(text)):
                 tokens_before = tokens[: self._prompt_length + index]
                 self._positions.append(self._next_position(self._positions[index], tokens_before, int(text[index])))
                 self._followed.commit(text[index : index + 1])
@@ -237,10 +237,10 @@ class AnswerConstraint(Constraint):
                     candidates = self._vocabulary.ids_compatible_with(text.encode("latin-1"))
                 else:
                     candidates = [self._id_of_mark[mark]]
-                ids += [token for token in candidates if self._continues_tag(tag, state, token)]
+                ids += [token for token in candidates if self._continues_thinking_tag(tag, state, token)]
         return ids
 
-    def _continues_tag(self, tag: Tag, state: ReadingState, token: int) -> bool:
+    def _continues_thinking_tag(self, tag: Tag, state: ReadingState, token: int) -> bool:
         """Return whether ``token`` ends a tag of thinking, or goes on with it."""
         after = self._follow_token(state, token)[0]
         return after.phase == "thinking" or (

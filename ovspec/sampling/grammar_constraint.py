@@ -77,7 +77,7 @@ class GrammarConstraint(Constraint):
         self._positions = [PositionCache(matcher, cursor=cursor)]  # one more than there are tokens
 
     def token_mask(self, tokens: np.ndarray) -> np.ndarray:
-        index = self._seek(tokens)
+        index = self._follow_tokens(tokens)
         position = self._positions[index]
         if position.mask is None:
             if forced := self._forced_at(index):
@@ -87,7 +87,7 @@ class GrammarConstraint(Constraint):
         return position.mask
 
     def allows_token(self, token: int, tokens: np.ndarray) -> bool:
-        index = self._seek(tokens)
+        index = self._follow_tokens(tokens)
         if index < len(self._followed) and token == self._followed.tokens[index]:
             return True
         if self._leads_to_repeat(index, token):
@@ -104,10 +104,10 @@ class GrammarConstraint(Constraint):
         return mask_contains(self.token_mask(tokens), token)
 
     def forced_tokens(self, tokens: np.ndarray) -> list[int]:
-        return self._forced_at(self._seek(tokens))
+        return self._forced_at(self._follow_tokens(tokens))
 
     def is_complete(self, tokens: np.ndarray) -> bool:
-        return self._matcher_at(self._seek(tokens)).is_stopped()
+        return self._matcher_at(self._follow_tokens(tokens)).is_stopped()
 
     def _forced_at(self, index: int) -> list[int]:
         """Return the ids that must follow at a position."""
@@ -163,24 +163,24 @@ class GrammarConstraint(Constraint):
         """Return the mask of a matcher, with the end ids in place of its own."""
         words = np.empty(-(-self._size // 32), dtype=np.uint32)
         matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-        check_matcher(matcher)
+        raise_if_failed(matcher)
         mask = words.view(np.uint8)[: len(self._end_mask)] & self._without_matcher_end
         if matcher.is_accepting():
             mask |= self._end_mask
         return mask
 
-    def _seek(self, tokens: np.ndarray) -> int:
+    def _follow_tokens(self, tokens: np.ndarray) -> int:
         """Follow ``tokens``; return the index of the position after them, which is their number after the prompt."""
         text = tokens[self._start :]
-        shared = self._followed.common_prefix_length(text)
-        if shared < len(text):
-            self._followed.rewind(shared)
-            self._followed.commit(text[shared:])
-            del self._positions[shared + 1 :]
-            self._positions += [PositionCache() for _ in text[shared:]]
+        shared_length = self._followed.common_prefix_length(text)
+        if shared_length < len(text):
+            self._followed.rewind(shared_length)
+            self._followed.commit(text[shared_length:])
+            del self._positions[shared_length + 1 :]
+            self._positions += [PositionCache() for _ in text[shared_length:]]
             self._matcher_at(len(text))  # raises if the grammar doesn't allow the text
             if self._unique_items:
-                self._move_cursors(self._unique_items, text, shared)
+                self._move_cursors(self._unique_items, text, shared_length)
         return len(text)
 
     def _move_cursors(self, unique_items: UniqueItems, text: np.ndarray, begin: int) -> None:
@@ -202,7 +202,7 @@ class GrammarConstraint(Constraint):
             assert nearest_matcher
             matcher = nearest_matcher.deep_copy()
             if not matcher.consume_tokens(self._followed.tokens[nearest:index].tolist()):
-                check_matcher(matcher)
+                raise_if_failed(matcher)
             position.matcher = matcher
             oldest_cached = index - CACHED_POSITIONS
             for old in self._positions[max(1, oldest_cached - CACHED_POSITIONS) : max(1, oldest_cached)]:
@@ -216,7 +216,7 @@ def has_items(cursor: JsonCursor) -> bool:
     return any(container.seen for container in cursor.opened)
 
 
-def check_matcher(matcher: LLMatcher) -> None:
+def raise_if_failed(matcher: LLMatcher) -> None:
     """Raise OvspecError if the matcher has failed; it never recovers from that."""
     if matcher.is_error():
         raise OvspecError(f"The grammar can't be followed any further: {word_llguidance_error(matcher.get_error())}")

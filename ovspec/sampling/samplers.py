@@ -29,7 +29,7 @@ from ovspec.sampling.noise import (
     make_noise,
     residual_probabilities,
 )
-from ovspec.sampling.warp import NO_TOKEN_LEFT, WarpedLogits, certain_token, warp_logits
+from ovspec.sampling.warp import NO_TOKEN_LEFT, WarpedLogits, certain_distribution, warp_logits
 
 
 class DraftedToken(NamedTuple):
@@ -270,7 +270,7 @@ class RejectionSampler:
         for index, token in enumerate(proposed.tolist()):
             position = len(sequence) + index
             p = self._warp_logits(logits[index], tokens[:position]).probabilities(vocab)
-            q = (distributions[index] if distributions else certain_token(token)).probabilities(vocab)
+            q = (distributions[index] if distributions else certain_distribution(token)).probabilities(vocab)
             if draw_uniform(self._seed, self._sample, position, ACCEPT_NOISE) * q[token] >= p[token]:
                 bits = make_noise(self._seed, self._sample, position, vocab, RESIDUAL_NOISE)
                 chosen.append(draw_from_probabilities(residual_probabilities(p, q), bits))

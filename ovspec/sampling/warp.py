@@ -36,7 +36,7 @@ class WarpedLogits(NamedTuple):
         return probabilities
 
 
-def certain_token(token: int) -> WarpedLogits:
+def certain_distribution(token: int) -> WarpedLogits:
     """Return a distribution in which ``token`` has probability 1."""
     return WarpedLogits(np.array([token]), np.zeros(1, dtype=np.float32))
 
@@ -53,7 +53,7 @@ def warp_logits(logits: np.ndarray, params: SamplingParams, ids: np.ndarray | No
     if not params.truncating_options:
         return WarpedLogits(ids, logits)
     if 0 < params.top_k < len(logits):
-        ids, logits = keep_positions(ids, logits, largest_ids(logits, params.top_k))
+        ids, logits = select_positions(ids, logits, largest_ids(logits, params.top_k))
     if params.top_p < 1:
         weights = np.exp(logits)
         total_weight = float(weights.sum(dtype=np.float64))
@@ -61,26 +61,28 @@ def warp_logits(logits: np.ndarray, params: SamplingParams, ids: np.ndarray | No
         if weights[likely_positions].sum(dtype=np.float64) < params.top_p * total_weight:
             # All tokens below this threshold together have no more than the share 1 - top_p.
             likely_positions = np.flatnonzero(weights >= (1 - params.top_p) * total_weight / len(weights))
-        ids, logits = keep_positions(ids, logits, likely_positions)
+        ids, logits = select_positions(ids, logits, likely_positions)
         likeliest = smallest_up_to_weight(-logits, weights[likely_positions], params.top_p * total_weight)
-        ids, logits = keep_positions(ids, logits, likeliest)
+        ids, logits = select_positions(ids, logits, likeliest)
     if params.min_p > 0:
-        ids, logits = keep_positions(ids, logits, np.flatnonzero(logits >= np.float32(math.log(params.min_p))))
+        ids, logits = select_positions(ids, logits, np.flatnonzero(logits >= np.float32(math.log(params.min_p))))
     if params.typical_p < 1:
         weights = np.exp(logits)
         possible_positions = np.flatnonzero(weights)  # a banned token's information would be infinite
-        ids, logits = keep_positions(ids, logits, possible_positions)
+        ids, logits = select_positions(ids, logits, possible_positions)
         weights = weights[possible_positions]
         total_weight = float(weights.sum(dtype=np.float64))
         information = np.float32(math.log(total_weight)) - logits  # in nats
         entropy = float((weights * information).sum(dtype=np.float64)) / total_weight
         surprise = np.abs(information - np.float32(entropy))
         typical = smallest_up_to_weight(surprise, weights, params.typical_p * total_weight)
-        ids, logits = keep_positions(ids, logits, typical)
+        ids, logits = select_positions(ids, logits, typical)
     return WarpedLogits(ids, logits)
 
 
-def keep_positions(ids: np.ndarray | None, logits: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def select_positions(
+    ids: np.ndarray | None, logits: np.ndarray, positions: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """Return the ids and logits at ``positions``; ``ids`` is None for the whole vocabulary."""
     return positions if ids is None else ids[positions], logits[positions]
 

@@ -403,7 +403,7 @@ def test_a_draft_reads_as_much_of_prompts_as_a_round_has_time_for() -> None:
     lookahead.learn_draft_step(20, 0.023, reads_prompt=True)
     assert lookahead.max_added_ms < 20, "reading counts in its round"
     lookahead.begin_round(0.0, paced=True)
-    assert lookahead.max_prompt_tokens() == CATCH_UP_TOKENS // 4 and not lookahead.can_afford("draft", 2)
+    assert lookahead.max_prompt_tokens() == CATCH_UP_TOKENS // 4 and not lookahead.can_afford_drafting("draft", 2)
 
 
 def test_reading_a_long_prompt_does_not_count_against_the_draft() -> None:
@@ -462,7 +462,7 @@ def test_what_is_free_is_proposed_whatever_was_lost() -> None:
     lost = Proposal(np.arange(1), np.array([0.9]), source="draft")
     lookahead.learn_draft_step(1, 0.05)
     lookahead.learn_round(RoundOutcome([(lost, 0)], 2, 0, False, 0.05, 0.01))
-    assert not lookahead.can_afford("draft", 1)
+    assert not lookahead.can_afford_drafting("draft", 1)
     assert len(lookahead.cut_proposal(Proposal(np.arange(4), np.full(4, 0.6), source="lookup"), 1).tokens) == 1
 
 
