@@ -539,11 +539,11 @@ def test_a_draft_that_holds_more_than_the_text_has_a_whole_text_to_read() -> Non
     asked: list[int] = []
     inner = lookahead.should_draft
 
-    def starts(source: str, unseen: int, *given: Any, **named: Any) -> bool:
-        asked.append(unseen)
-        return inner(source, unseen, *given, **named)
+    def should_draft(drafter_name: str, unread: int, *arguments: Any) -> bool:
+        asked.append(unread)
+        return inner(drafter_name, unread, *arguments)
 
-    lookahead.should_draft = starts
+    lookahead.should_draft = should_draft
     row = RowStep(Sequence([0, 1, 2, 7, 8]), GreedySampler(), 9)
     proposal = DraftModel(decoder).propose([row], lookahead)[0]
     assert asked == [2], "it shares three tokens with the text"
