@@ -1,4 +1,4 @@
-"""What a worker tells the process that started it, and the other way round: its progress, and that it is to stop.
+"""The channel between a worker and the process that started it: progress one way, the request to stop the other.
 
 Progress goes through the worker's standard output, a JSON object a line; what libraries print there goes to its
 standard error instead. The worker ends when its standard input closes, so that it doesn't outlive a parent that was
@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import os
 import threading
-from typing import Any
+
+from ovspec.base.json_types import JsonValue
 
 _stop_event = threading.Event()
 _progress_fd: int | None = None
@@ -24,8 +25,8 @@ def open_channel() -> None:
     threading.Thread(target=_wait_for_stop, daemon=True).start()
 
 
-def report_progress(**figures: Any) -> None:
-    """Tell the parent how far the job is; without one, nothing happens."""
+def report_progress(**figures: JsonValue) -> None:
+    """Send the parent figures on the job's progress; without a parent, nothing happens."""
     if _progress_fd is not None:
         os.write(_progress_fd, (json.dumps(figures) + "\n").encode())
 

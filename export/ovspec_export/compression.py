@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_text
+from ovspec.base.json_types import JsonObject
 
 # Approximate bits per weight, with its share of scales and zero points.
 WEIGHT_FORMATS = {"fp32": 32.0, "fp16": 16.0, "bf16": 16.0, "int8": 8.1, "int4": 5.0}
@@ -42,9 +42,9 @@ class Compression:
         """Raise OvspecError if the options don't fit together."""
         if self.weight_format not in WEIGHT_FORMATS:
             raise OvspecError(f"Weight format {self.weight_format!r} is not one of {', '.join(WEIGHT_FORMATS)}.")
-        given = [name for name in self.requested_options() if name != "sym"]
-        if self.weight_format != "int4" and given:
-            raise OvspecError(f"`{given[0]}` works only with `weight_format='int4'`.")
+        int4_options = [name for name in self.requested_options() if name != "sym"]
+        if self.weight_format != "int4" and int4_options:
+            raise OvspecError(f"`{int4_options[0]}` works only with `weight_format='int4'`.")
         if self.weight_format not in ("int4", "int8") and self.sym:
             raise OvspecError("`sym` works only with `weight_format='int8'` or `weight_format='int4'`.")
         if self.ratio is not None and not 0 < self.ratio <= 1:
@@ -55,9 +55,9 @@ class Compression:
             raise OvspecError(f"`backup_precision` is not one of {', '.join(BACKUP_PRECISIONS)}.")
         if self.gptq and self.lora_correction:
             raise OvspecError("`gptq` and `lora_correction` cannot be combined; choose one.")
-        wants_data = [n for n in ("scale_estimation", "gptq", "lora_correction", "samples") if getattr(self, n)]
-        if wants_data and not self.calibration:
-            raise OvspecError(f"`{wants_data[0]}` needs a text to calibrate on; name one with `calibration`.")
+        data_aware = [n for n in ("scale_estimation", "gptq", "lora_correction", "samples") if getattr(self, n)]
+        if data_aware and not self.calibration:
+            raise OvspecError(f"`{data_aware[0]}` needs a text to calibrate on; name one with `calibration`.")
         if self.samples is not None and self.samples < 1:
             raise OvspecError(f"`samples` is {self.samples}; it must be at least 1.")
         if self.calibration:
@@ -67,30 +67,30 @@ class Compression:
         """Return optimum-cli's arguments. For calibration and bf16 these export fp32, which a later step compresses."""
         if self.calibration or self.weight_format == "bf16":
             return ["--weight-format", "fp32"]
-        named = {"--group-size": self.group_size, "--ratio": self.ratio, "--backup-precision": self.backup_precision}
-        options = [part for name, value in named.items() if value is not None for part in (name, str(value))]
-        return ["--weight-format", self.weight_format, *options, *["--sym"] * self.sym, *["--awq"] * self.awq]
+        options = {"--group-size": self.group_size, "--ratio": self.ratio, "--backup-precision": self.backup_precision}
+        arguments = [part for name, option in options.items() if option is not None for part in (name, str(option))]
+        return ["--weight-format", self.weight_format, *arguments, *["--sym"] * self.sym, *["--awq"] * self.awq]
 
-    def quantization_config(self) -> dict[str, Any]:
+    def quantization_config(self) -> JsonObject:
         """Return the arguments of optimum-intel's OVWeightQuantizationConfig, except the texts and the tokenizer."""
         if self.weight_format == "int8":
             return {"bits": 8, "sym": self.sym}
-        named = {
-            name: value
-            for name, value in self.requested_options().items()
-            if name not in ("awq", "calibration", "samples")
-        }
-        return {"bits": 4, "sym": self.sym, "ratio": 1.0, "quant_method": "awq" if self.awq else "default"} | named
+        config = {"bits": 4, "sym": self.sym, "ratio": 1.0, "quant_method": "awq" if self.awq else "default"}
+        left_out = ("awq", "calibration", "samples")
+        return config | {name: option for name, option in self.requested_options().items() if name not in left_out}
 
     def without_calibration(self) -> Compression:
         """Return the same without the methods that need a text to calibrate on."""
         data_aware = {"scale_estimation": False, "gptq": False, "lora_correction": False}
         return replace(self, **data_aware, calibration=None, samples=None)
 
-    def requested_options(self) -> dict[str, Any]:
+    def requested_options(self) -> JsonObject:
         """Return the requested options for the manifest, without paths of this machine."""
-        values = asdict(self) | {"calibration": self.calibration.name if self.calibration else None}
-        return {name: value for name, value in values.items() if name != "weight_format" and value not in (None, False)}
+        options = asdict(self)
+        del options["weight_format"]
+        if self.calibration:
+            options["calibration"] = self.calibration.name
+        return {name: option for name, option in options.items() if option not in (None, False)}
 
 
 INT8 = Compression()

@@ -14,9 +14,9 @@ import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from ovspec.base.errors import OvspecError
+from ovspec.base.json_types import JsonObject, JsonValue
 from ovspec.base.progress import format_size, show_step
 from ovspec.ir.compile import MODEL_FILE
 from ovspec.setup.manifest import MANIFEST_FILE
@@ -28,17 +28,19 @@ from ovspec_export.sources import TEXT_SUFFIXES, GgufSource, HeadSource, Source,
 from ovspec_export.tokenizers import load_tokenizer
 
 WORKER_MODULE = "ovspec_export.worker"  # the module that runs jobs
+# Called with each message about a job's progress.
+MessageHandler = Callable[[JsonObject], None]
 POLL_SECONDS = 0.2 if sys.platform == "win32" else None  # seconds; Ctrl-C interrupts no longer wait there
 SMALLEST_GROUP_SIZE = 16  # weights that share a scale
 JOB_FAILURES = {
-    "optimum_cli": "optimum-cli could not export it",
-    "eagle_head": "the head could not be converted",
-    "gguf_weights": "its weights could not be unpacked",
-    "tokenizer": "its tokenizer could not be converted",
-    "first_layers": "its first layers could not be saved as a checkpoint",
-    "calibrate": "nncf could not compress it",
-    "to_bf16": "it could not be rounded to bf16",
-    "evaluate": "it could not be compared with the checkpoint",
+    "export_with_optimum": "optimum-cli could not export it",
+    "convert_eagle_head": "the head could not be converted",
+    "unpack_gguf_weights": "its weights could not be unpacked",
+    "convert_tokenizer": "its tokenizer could not be converted",
+    "save_first_layers": "its first layers could not be saved as a checkpoint",
+    "calibrate_weights": "nncf could not compress it",
+    "round_to_bf16": "it could not be rounded to bf16",
+    "evaluate_ir": "it could not be compared with the checkpoint",
     "write_texts": "it could not write texts",
     "write_features": "its hidden states could not be computed",
     "train_head": "a head could not be trained",
@@ -46,17 +48,13 @@ JOB_FAILURES = {
     "measure_costs": "it could not be timed",
     "measure_gain": "the gain could not be measured",
 }
-JOBS_WITHOUT_OVERLAY = (
-    "gguf_weights",
-    "tokenizer",
-    "to_bf16",
-)  # jobs that don't load the model, and run without an overlay
+JOBS_WITHOUT_OVERLAY = ("unpack_gguf_weights", "convert_tokenizer", "round_to_bf16")  # they don't load the model
 # Text in the standard error of a failed step -> the reason that is reported instead.
 KNOWN_REASONS = {
-    "No space left on device": "the disk of {place} is full",
-    "iostream error": "a file could not be written in {place}; is the disk full?",
-    "requested and": "a file could not be written in {place}; is the disk full?",  # numpy's
-    "PytorchStreamWriter failed": "a file could not be written in {place}; is the disk full?",
+    "No space left on device": "the disk of {folder} is full",
+    "iostream error": "a file could not be written in {folder}; is the disk full?",
+    "requested and": "a file could not be written in {folder}; is the disk full?",  # numpy's
+    "PytorchStreamWriter failed": "a file could not be written in {folder}; is the disk full?",
     "MemoryError": "not enough memory",
     "bad_alloc": "not enough memory",
 }
@@ -72,7 +70,7 @@ def convert_source(
 ) -> None:
     """Write the IR and the tokenizer of ``source`` into ``folder``.
 
-    What ``layers`` of it read of a short text goes to the file ``states``, for the comparison of a head.
+    The inputs of its ``tap_layers`` for a short text go to ``states_file``, for the comparison of a head.
 
     Raises:
         OvspecError: optimum or nncf rejects the model or the options, or disk space or memory runs out.
@@ -85,32 +83,33 @@ def convert_source(
     arguments = ["--model", str(source.folder), "--task", "text-generation-with-past"]
     runs_code = source.runs_code(trust_remote_code)
     arguments += [*compression.optimum_arguments(), *["--trust-remote-code"] * runs_code]
-    first = arguments[arguments.index("--weight-format") + 1]
-    groups = f" in groups of {compression.group_size}" if (compression.group_size or 0) > 0 and first == "int4" else ""
-    with show_step(
-        f"{source.name}: converting {format_size(source.size_in_bytes)} to {first}{groups}", keep=True
-    ) as converting:
+    format_ = arguments[arguments.index("--weight-format") + 1]
+    groups = ""
+    if format_ == "int4" and (compression.group_size or 0) > 0:
+        groups = f" in groups of {compression.group_size}"
+    heading = f"{source.name}: converting {format_size(source.size_in_bytes)} to {format_}{groups}"
+    with show_step(heading, keep=True) as converting:
         run_job(
-            "optimum_cli",
+            "export_with_optimum",
             source,
             folder,
             arguments=[*arguments, str(folder)],
             source=str(source.folder),
             model_type=source.model_type,
             trust_remote_code=runs_code,
-            **({"layers": tap_layers, "states": str(states_file)} if tap_layers else {}),
+            **({"tap_layers": tap_layers, "states_file": str(states_file)} if tap_layers else {}),
         )
         if not (folder / "openvino_tokenizer.xml").is_file():  # the overlay can't read what a newer transformers wrote
-            where = {"source": str(source.folder), "folder": str(folder)}
-            run_job("tokenizer", source, folder, **where, trust_remote_code=trust_remote_code)
+            paths = {"source": str(source.folder), "folder": str(folder)}
+            run_job("convert_tokenizer", source, folder, **paths, trust_remote_code=trust_remote_code)
         if not (folder / TOKENIZER_FILE).is_file():  # has the byte vocabulary; optimum-cli omits it for some
             load_tokenizer(source, trust_remote_code).save_pretrained(folder)
         converting.result = describe_folder_size(folder)
     if compression.calibration:
-        what = f"compressing {describe_folder_size(folder)} to int4 with {compression.calibration.name}"
-        with show_step(f"{source.name}: {what}", keep=True) as compressing:
+        heading = f"compressing {describe_folder_size(folder)} to int4 with {compression.calibration.name}"
+        with show_step(f"{source.name}: {heading}", keep=True) as compressing:
             run_job(
-                "calibrate",
+                "calibrate_weights",
                 source,
                 folder,
                 folder=str(folder),
@@ -122,34 +121,42 @@ def convert_source(
             compressing.result = describe_folder_size(folder)
     elif compression.weight_format == "bf16":
         with show_step(f"{source.name}: rounding {describe_folder_size(folder)} to bf16", keep=True) as rounding:
-            run_job("to_bf16", source, folder, folder=str(folder))
+            run_job("round_to_bf16", source, folder, folder=str(folder))
             rounding.result = describe_folder_size(folder)
 
 
 def convert_head(
-    source: HeadSource, folder: Path, compression: Compression, target: Source, tap_layers: list[int], states_file: Path
+    source: HeadSource,
+    folder: Path,
+    compression: Compression,
+    target: Source,
+    tap_layers: list[int],
+    states_file: Path,
 ) -> None:
-    """Write the IR of a head into ``folder``. layers: those of ``target`` whose inputs it reads; states: as they are.
+    """Write the IR of a head, which reads the inputs of the target's ``tap_layers``, into ``folder``.
+
+    Args:
+        states_file: the inputs of these layers for some text, if ``convert_source`` wrote them.
 
     Raises:
-        OvspecError: like ``convert``.
+        OvspecError: like ``convert_source``.
     """
     folder.mkdir(parents=True)
     format_ = compression.weight_format
-    with show_step(
-        f"{source.name}: converting the head of {format_size(source.size_in_bytes)} to {format_}", keep=True
-    ) as converting:
-        where = {"source": source.folder, "folder": folder, "target": "" if target.is_ir else target.folder}
+    heading = f"{source.name}: converting the head of {format_size(source.size_in_bytes)} to {format_}"
+    with show_step(heading, keep=True) as converting:
         run_job(
-            "eagle_head",
+            "convert_eagle_head",
             source,
             folder,
-            **{each: str(place) for each, place in where.items()},
+            source=str(source.folder),
+            folder=str(folder),
+            target="" if target.is_ir else str(target.folder),
             name=source.name,
-            layers=tap_layers,
+            tap_layers=tap_layers,
             weight_format=format_,
             quantization=compression.quantization_config() if format_.startswith("int") else {},
-            states=str(states_file),
+            states_file=str(states_file),
         )
         # Its attention has no window, whatever its config says of one.
         config = flatten_head_config(source.config) | {"sliding_window": None}
@@ -158,16 +165,22 @@ def convert_head(
 
 
 def make_first_layers(source: Source, layer_count: int, folder: Path, trust_remote_code: bool) -> Source:
-    """Save the first ``layers`` layers of ``source`` as a checkpoint in ``folder`` and return it as a source."""
+    """Save the first layers of ``source`` as a checkpoint in ``folder`` and return it as a source."""
     with show_step(f"{source.name}: making a draft from its first {layer_count} layers", keep=True):
-        options: dict[str, Any] = {"layers": layer_count, "folder": str(folder)}
-        options["trust_remote_code"] = source.runs_code(trust_remote_code)
-        run_job("first_layers", source, folder.parent, source=str(source.folder), **options)
+        run_job(
+            "save_first_layers",
+            source,
+            folder.parent,
+            source=str(source.folder),
+            layer_count=layer_count,
+            folder=str(folder),
+            trust_remote_code=source.runs_code(trust_remote_code),
+        )
     return Source(f"{source.name}, first {layer_count} layers", folder, is_ir=False, revision=source.revision)
 
 
 def share_of_layers(source: Source, layer_count: int) -> float:
-    """Return ``layers`` as a share of all layers; raises OvspecError for an IR or a number out of range."""
+    """Return ``layer_count`` as a share of all layers; raises OvspecError for an IR or a number out of range."""
     if source.is_ir:
         raise OvspecError(f"{source.name}: `draft_layers` needs a checkpoint, but this is already an IR.")
     total = source.config_number("layers")
@@ -193,14 +206,14 @@ def run_job(
     job: str,
     model: Source,
     scratch: Path,
-    on_message: Callable[[dict[str, Any]], None] | None = None,
+    on_message: MessageHandler | None = None,
     /,
-    **arguments: Any,
+    **arguments: JsonValue,
 ) -> bool:
     """Run a job of ``worker.py`` in the environment of the model's family, with temporary files in ``scratch``.
 
-    told: is called with each message about the job's progress. With it, Ctrl-C asks the job to write what it has and to
-    end, which ``{"stopping": True}`` tells, and a second Ctrl-C ends it.
+    on_message: is called with each message about the job's progress. With it, Ctrl-C asks the job to write what it has
+    and to end, of which the message ``{"stopping": True}`` informs, and a second Ctrl-C ends it.
 
     Returns whether the job came to its own end.
 
@@ -209,11 +222,9 @@ def run_job(
     """
     command = [sys.executable, "-P", "-m", WORKER_MODULE, job, json.dumps(arguments)]
     scratch.mkdir(parents=True, exist_ok=True)
-    overlay = (
-        {}
-        if model.is_ir or job in JOBS_WITHOUT_OVERLAY
-        else prepare_environment_variables(model.family.environment, model.model_type)
-    )
+    overlay: dict[str, str] = {}
+    if not model.is_ir and job not in JOBS_WITHOUT_OVERLAY:
+        overlay = prepare_environment_variables(model.family.environment, model.model_type)
     stop_requested = False
     with tempfile.TemporaryDirectory(dir=scratch, ignore_cleanup_errors=True) as temporary:
         # Everything needed is already downloaded, with weights as safetensors only; nothing else may be fetched now.
@@ -254,41 +265,45 @@ def run_job(
             reader.join()
         error_text = error_file.read_text(encoding="utf-8", errors="replace")
     if process.returncode:
-        why = describe_failure(error_text, process.returncode, scratch.absolute().parent)
-        raise OvspecError(f"{model.name}: {JOB_FAILURES[job]} ({why}).")
+        reason = describe_failure(error_text, process.returncode, scratch.absolute().parent)
+        raise OvspecError(f"{model.name}: {JOB_FAILURES[job]} ({reason}).")
     return not stop_requested
 
 
-def process_group_options() -> dict[str, Any]:
+def process_group_options() -> JsonObject:
     """Return the arguments of ``Popen`` that keep Ctrl-C from a process."""
     if sys.platform == "win32":
         return {"creationflags": getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0x200)}
     return {"start_new_session": True}
 
 
-def forward_messages(process: subprocess.Popen[bytes], on_message: Callable[[dict[str, Any]], None] | None) -> None:
-    """Hand on what a worker tells, until it ends."""
+def forward_messages(process: subprocess.Popen[bytes], on_message: MessageHandler | None) -> None:
+    """Hand on a worker's messages until it ends."""
     assert process.stdout
     for line in process.stdout:
         if on_message:
             on_message(json.loads(line))
 
 
-def describe_failure(error_text: str, returncode: int, place: Path = Path()) -> str:
-    """Return what went wrong, from the standard error of a failed process that wrote to ``place``."""
-    known_reason = next((text.format(place=place) for sign, text in KNOWN_REASONS.items() if sign in error_text), None)
+def describe_failure(error_text: str, returncode: int, folder: Path = Path()) -> str:
+    """Return the reason for a failure, from the standard error of a process that wrote to ``folder``."""
+    for sign, reason in KNOWN_REASONS.items():
+        if sign in error_text:
+            return reason.format(folder=folder)
+    if returncode < 0:
+        return f"ended by signal {-returncode}"
     lines = [line.rstrip() for line in error_text.splitlines() if line.strip()]
-    if known_reason or not lines or returncode < 0:
-        return known_reason or (f"ended by signal {-returncode}" if returncode < 0 else f"exit code {returncode}")
+    if not lines:
+        return f"exit code {returncode}"
     # A traceback ends with the exception, whose message may have several lines.
-    exception_lines = [i for i, line in enumerate(lines) if re.match(r"[A-Za-z_][\w.]*(Error|Exception)\b", line)]
-    error_text = " ".join(line.strip() for line in lines[exception_lines[-1] if exception_lines else -1 :])
-    sentences = re.split(r"(?<=\.) ", re.sub(r"^[\w.]+: ", "", error_text))
+    raised = [i for i, line in enumerate(lines) if re.match(r"[A-Za-z_][\w.]*(Error|Exception)\b", line)]
+    message = " ".join(line.strip() for line in lines[raised[-1] if raised else -1 :])
+    sentences = re.split(r"(?<=\.) ", re.sub(r"^[\w.]+: ", "", message))
     return " ".join(sentences[:2])[:300].rstrip(". ")
 
 
 def describe_folder_size(folder: Path) -> str:
-    """Return the size of the files in ``folder``."""
+    """Return the size of the files in ``folder``, in words."""
     return format_size(sum(path.stat().st_size for path in folder.iterdir() if path.is_file()))
 
 
@@ -298,31 +313,37 @@ def estimate_space(source: Source, compression: Compression) -> float:
         return source.size_in_bytes
     final = source.parameter_count * WEIGHT_FORMATS[compression.weight_format] / 8
     through_fp32 = compression.calibration or compression.weight_format not in ("fp32", "fp16")
-    copy = source.size_in_bytes if source.holds_text_model else 0  # made first
+    checkpoint = 0  # written first
     if isinstance(source, GgufSource):
-        copy = source.parameter_count * (4 if compression.weight_format == "fp32" else 2)
-    return 1.05 * (final + source.parameter_count * 4 * bool(through_fp32)) + copy + 20e6
+        checkpoint = source.parameter_count * (4 if compression.weight_format == "fp32" else 2)
+    elif source.holds_text_model:
+        checkpoint = source.size_in_bytes
+    return 1.05 * (final + source.parameter_count * 4 * bool(through_fp32)) + checkpoint + 20e6
 
 
 def fit_group_size(source: Source, compression: Compression) -> Compression:
-    """Return ``compression`` with groups that divide the rows of the weights, where int4 is asked for and nothing else.
+    """Return ``compression`` with groups that divide the rows of the weights, if it has only int4 and no group size.
 
     Raises:
-        OvspecError: a group size that is asked for doesn't divide them, which nncf would say after the conversion.
+        OvspecError: a requested group size doesn't divide them, which nncf would say after the conversion.
     """
     if source.is_ir or compression.weight_format != "int4" or compression.ratio not in (None, 1.0):
         return compression  # with a ratio, nncf chooses the layers that are cut
-    widths, size = source.weight_widths(), compression.group_size or DEFAULT_GROUP_SIZE
-    wrong = next((name for name, width in widths.items() if size != -1 and width % size), None)
-    if not wrong:
+    widths = source.weight_widths()
+    group_size = compression.group_size or DEFAULT_GROUP_SIZE
+    misfit = next((name for name, width in widths.items() if group_size != -1 and width % group_size), None)
+    if not misfit:
         return compression
-    fits = math.gcd(*widths.values(), DEFAULT_GROUP_SIZE)
-    fits = fits if fits >= SMALLEST_GROUP_SIZE else -1
+    fitting = math.gcd(*widths.values(), DEFAULT_GROUP_SIZE)
+    advice = f"{fitting}, or -1"
+    if fitting < SMALLEST_GROUP_SIZE:
+        fitting = -1
+        advice = "-1"
     if not compression.requested_options():  # optimum's own choice for a model that it doesn't know has groups of 128
-        return dataclasses.replace(compression, group_size=fits)
+        return dataclasses.replace(compression, group_size=fitting)
     raise OvspecError(
-        f"{source.name}: `group_size` is {size}, but {wrong} has rows of {widths[wrong]} weights; take "
-        f"{f'{fits}, or -1' if fits > 0 else fits} for a scale per channel."
+        f"{source.name}: `group_size` is {group_size}, but {misfit} has rows of {widths[misfit]} weights; take "
+        f"{advice} for a scale per channel."
     )
 
 

@@ -40,7 +40,7 @@ ELEMENTWISE_OPERATIONS = {
 
 @dataclass(frozen=True)
 class DraftVocabulary:
-    """A ``VOCABULARY_FILE``. ids: those that the draft proposes, sorted."""
+    """The content of a ``DRAFT_VOCABULARY_FILE``. ids: the proposed ids, sorted."""
 
     ids: list[int]
 
@@ -99,16 +99,19 @@ def trim_ir(folder: Path, ids: np.ndarray, name: str) -> None:
 
 def read_trimmed_model(folder: Path, ids: np.ndarray) -> ov.Model:
     """Return the graph of the model in ``folder`` with logits of only ``ids`` (n,); ValueError if that can't be."""
+    model = read_model(folder)
     # The embedding may have the lm_head's weights, so those that are cut come from a second reading.
-    model, copy = read_model(folder), read_model(folder)
-    path, same = find_logits_path(model), find_logits_path(copy)
-    moving, axis = path[0].input_value(0).get_node(), -2 if path[0].get_attributes()["transpose_b"] else -1
-    for node, twin in zip(path, same, strict=True):
-        for port, value in zip(node.inputs(), twin.input_values(), strict=True):
-            if port.get_source_output().get_node().get_name() != moving.get_name():
-                port.replace_source_output(value)
+    copy = read_model(folder)
+    path = find_logits_path(model)
+    states = path[0].input_value(0).get_node()
+    axis = -2 if path[0].get_attributes()["transpose_b"] else -1
+    for node, copied_node in zip(path, find_logits_path(copy), strict=True):
+        for port, copied_value in zip(node.inputs(), copied_node.input_values(), strict=True):
+            if port.get_source_output().get_node().get_name() != states.get_name():
+                port.replace_source_output(copied_value)
                 select_port_entries(port, axis, ids)
-        moving, axis = node, -1
+        states = node
+        axis = -1
     model.validate_nodes_and_infer_types()
     if model.output("logits").get_partial_shape()[-1] != len(ids):
         raise ValueError("its logits don't have one value for each row of its lm_head")
@@ -117,7 +120,8 @@ def read_trimmed_model(folder: Path, ids: np.ndarray) -> ov.Model:
 
 def find_logits_path(model: ov.Model) -> list[ov.Node]:
     """Return the operations that make logits of hidden states, the lm_head's MatMul first; ValueError if unknown."""
-    node, path = find_lm_head(model), list[ov.Node]()
+    node = find_lm_head(model)
+    path: list[ov.Node] = []
     while node and node.get_type_name() != "Result":
         path.append(node)
         readers = node.output(0).get_target_inputs()
@@ -128,12 +132,13 @@ def find_logits_path(model: ov.Model) -> list[ov.Node]:
 
 
 def select_port_entries(port: ov.Input, axis: int, ids: np.ndarray) -> None:
-    """Keep of what an operation reads at ``port`` only the entries ``ids`` along ``axis``, which counts from the end.
+    """Keep only the entries ``ids`` along ``axis``, which counts from the end, of the tensor at an operation's input.
 
-    Raises ValueError if that is made in an unknown way.
+    Raises ValueError if an unknown operation makes that tensor.
     """
-    value = port.get_source_output()
-    node, shape = value.get_node(), list(value.get_shape())
+    output = port.get_source_output()
+    node = output.get_node()
+    shape = list(output.get_shape())
     if len(shape) < -axis or shape[axis] == 1:
         return
     match node.get_type_name():
@@ -143,28 +148,30 @@ def select_port_entries(port: ov.Input, axis: int, ids: np.ndarray) -> None:
             order = node.input_value(1).get_node().get_data()  # type: ignore[attr-defined]
             select_port_entries(node.input(0), int(order[axis]) - len(shape), ids)
         case "Reshape":  # of groups, which follow the rows
-            inner = list(node.input_value(0).get_shape())
-            if axis != -len(shape) or inner[0] != shape[0]:
+            inner_shape = list(node.input_value(0).get_shape())
+            if axis != -len(shape) or inner_shape[0] != shape[0]:
                 raise ValueError("the rows of its lm_head are reshaped")
-            select_port_entries(node.input(0), -len(inner), ids)
-            pattern = ops.constant([len(ids), *shape[1:]], dtype=ov.Type.i64)
-            node.input(1).replace_source_output(pattern.output(0))
-        case kind if kind in ELEMENTWISE_OPERATIONS:
-            for each in node.inputs():
-                select_port_entries(each, axis, ids)
-        case kind:
-            raise ValueError(f"its lm_head is made by {kind}")
+            select_port_entries(node.input(0), -len(inner_shape), ids)
+            new_shape = ops.constant([len(ids), *shape[1:]], dtype=ov.Type.i64)
+            node.input(1).replace_source_output(new_shape.output(0))
+        case operation if operation in ELEMENTWISE_OPERATIONS:
+            for operand in node.inputs():
+                select_port_entries(operand, axis, ids)
+        case operation:
+            raise ValueError(f"its lm_head is made by {operation}")
 
 
 def select_constant_entries(constant: ov.Node, axis: int, ids: np.ndarray) -> ov.Node:
-    """Return the entries ``ids`` of a constant along ``axis``, which counts from the end."""
-    shape, kind = list(constant.get_output_shape(0)), constant.get_element_type()
+    """Return a constant with the entries ``ids`` along ``axis``, which counts from the end."""
+    shape = list(constant.get_output_shape(0))
+    element_type = constant.get_element_type()
     stored = np.asarray(constant.data).reshape(-1).view(np.uint8)  # type: ignore[attr-defined]
-    if kind.bitwidth == 4:  # two share a byte, the lower half first
+    if element_type.bitwidth == 4:  # two share a byte, the lower half first
         stored = np.stack((stored & 15, stored >> 4), -1).reshape(-1)[: math.prod(shape)]
-    taken = stored.reshape(*shape, -1).take(ids, axis - 1)
-    if kind.bitwidth == 4:
-        taken = np.append(taken, np.zeros(taken.size % 2, np.uint8))
-        taken = taken[::2] | taken[1::2] << 4
+    selected = stored.reshape(*shape, -1).take(ids, axis - 1)
+    if element_type.bitwidth == 4:
+        selected = np.append(selected, np.zeros(selected.size % 2, np.uint8))
+        selected = selected[::2] | selected[1::2] << 4
     shape[axis] = len(ids)
-    return ov.op.Constant(ov.Tensor(np.ascontiguousarray(taken), shape, kind), shared_memory=False)
+    tensor = ov.Tensor(np.ascontiguousarray(selected), shape, element_type)
+    return ov.op.Constant(tensor, shared_memory=False)

@@ -26,7 +26,7 @@ from ovspec.base.progress import format_size, print_note, show_step
 from ovspec.ir.device import default_cache_dir
 from ovspec_export.folders import check_disk_space
 
-NEEDED_BYTES = 130_000_000  # bytes of disk while an overlay is made, wheels included
+NEEDED_BYTES = 130_000_000  # of disk while an overlay is made, wheels included
 # Scripts are not used. Wheels may overwrite each other's, and pip lists them outside the folder.
 SCRIPT_PREFIXES = ("../", "/", "bin/", "Scripts/")
 # Text in pip's or uv's output -> why the packages could not be had.
@@ -56,7 +56,7 @@ class Environment:
 
     @property
     def partial_prefix(self) -> str:
-        """How names of folders begin in which it is being made: short, as Windows' paths end at 259 characters."""
+        """The prefix of folders in which it is being made: short, as Windows' paths end at 259 characters."""
         return f".{zlib.crc32(self.folder.name.encode()):08x}-"
 
     @property
@@ -89,19 +89,20 @@ OVERLAYS = (TRANSFORMERS_5_2, TRANSFORMERS_4_57, OPTIMUM_INTEL_2_2)
 
 def is_wheel_whole(info: Path) -> bool:
     """Return whether every file that the RECORD in a wheel's ``.dist-info`` lists is there, in the size it lists."""
-    folder, listed = str(info.parent), 0
+    folder = str(info.parent)
+    file_count = 0
     try:
         with (info / "RECORD").open(encoding="utf-8", newline="") as record:
             for name, _, size in csv.reader(record):
                 if name.startswith(SCRIPT_PREFIXES):
                     continue
-                listed += 1
+                file_count += 1
                 actual = os.stat(f"{folder}/{name}").st_size  # noqa: PTH116, as pathlib takes twice as long
                 if size and actual != int(size):
                     return False
     except (OSError, ValueError, csv.Error):
         return False
-    return listed > 0
+    return file_count > 0
 
 
 def prepare_environment(environment: Environment, families: str) -> Path:
@@ -127,8 +128,9 @@ def prepare_environment(environment: Environment, families: str) -> Path:
             lock.acquire()
         try:
             if not environment.is_prepared:
-                for left in folder.parent.glob(f"{environment.partial_prefix}*"):  # of a process that was killed
-                    shutil.rmtree(left, ignore_errors=True)
+                # A process that was killed leaves one.
+                for partial_folder in folder.parent.glob(f"{environment.partial_prefix}*"):
+                    shutil.rmtree(partial_folder, ignore_errors=True)
                 if folder.exists():
                     print_note(f"{folder}: incomplete, so it is made anew")
                 with show_step(f"{environment.name}: preparing it for {families}", keep=True) as preparing:
@@ -146,33 +148,30 @@ def install_wheels(environment: Environment, families: str) -> int:
     with tempfile.TemporaryDirectory(
         dir=folder.parent, prefix=environment.partial_prefix, ignore_cleanup_errors=True
     ) as temporary:
-        packages, wanted = Path(temporary) / "packages", Path(temporary) / "requirements.txt"
+        packages = Path(temporary) / "packages"
+        requirements = Path(temporary) / "requirements.txt"
         lines = [f"{name}=={version} --hash=sha256:{checksum}\n" for name, version, checksum in environment.wheels]
-        wanted.write_text("".join(lines), encoding="utf-8", newline="\n")
-        command = [*installer_command(), "--no-deps", "--target", str(packages), "--require-hashes", "-r", str(wanted)]
+        requirements.write_text("".join(lines), encoding="utf-8", newline="\n")
+        options = ["--no-deps", "--target", str(packages), "--require-hashes", "-r", str(requirements)]
         # pip unpacks in the temporary folder first, which may be too small a disk.
         scratch = dict.fromkeys(("TMPDIR", "TEMP", "TMP"), temporary)
         settings = dict.fromkeys(("PIP_CONSTRAINT", "PIP_PREFIX", "PIP_ROOT", "UV_CONSTRAINT"), "")
         settings |= dict.fromkeys(("PIP_DRY_RUN", "PIP_USER", "PIP_REQUIRE_VIRTUALENV"), "0")
         settings |= {"PIP_NO_INPUT": "1", "PYTHONUTF8": "1"}
-        done = subprocess.run(
-            command,
+        process = subprocess.run(
+            [*installer_command(), *options],
             env={**os.environ, **settings, **scratch},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             encoding="utf-8",
             errors="replace",
         )
-        if done.returncode:
-            told = done.stdout + done.stderr
-            last = (told.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-            why = next(
-                (reason for sign, reason in INSTALL_FAILURES.items() if sign in told), last.removeprefix("ERROR: ")
-            )
+        if process.returncode:
+            reason = describe_install_failure(process)
             wheels = " and ".join(f"{name} {version}" for name, version, _ in environment.wheels)
             incomplete = f"The folder {folder.name} there is incomplete. " if folder.exists() else ""
             raise OvspecError(
-                f"Exporting {families} needs {wheels}, which could not be installed into {folder.parent} ({why}). "
+                f"Exporting {families} needs {wheels}, which could not be installed into {folder.parent} ({reason}). "
                 f"{incomplete}Without a network, run 'ovspec export --prepare {families}' on a machine that has one, "
                 f"and copy the folder {folder.name} from there."
             )
@@ -181,6 +180,16 @@ def install_wheels(environment: Environment, families: str) -> int:
             rename_with_retries(folder, Path(temporary) / "incomplete")
         rename_with_retries(packages, folder)
     return size
+
+
+def describe_install_failure(process: subprocess.CompletedProcess[str]) -> str:
+    """Return the reason why the packages couldn't be had, from the output of pip or uv."""
+    output = process.stdout + process.stderr
+    for sign, reason in INSTALL_FAILURES.items():
+        if sign in output:
+            return reason
+    lines = output.strip().splitlines() or [f"exit code {process.returncode}"]
+    return lines[-1].removeprefix("ERROR: ")
 
 
 def installer_command() -> list[str]:
@@ -194,7 +203,7 @@ def installer_command() -> list[str]:
 
 
 def prepare_environments(needed: dict[Environment, str]) -> None:
-    """Make these overlays, each for the families that are named with it, and say where they are."""
+    """Make these overlays, each for the families that are named with it, and print their folders."""
     if not needed:
         print_note("nothing to prepare: these families need only what is installed")
     for environment, families in needed.items():

@@ -40,30 +40,32 @@ def compare_with_checkpoint(
     check_perplexity_length(tokens, context)
     model = load_checkpoint_model(str(source), trust_remote_code, dtype=torch.float32)
     spans = overlapping_windows(len(tokens), context)
-    reference, start, end = np.empty((0, 0), np.float32), 0, 0
-    ours = theirs = divergence = 0.0
-    agreed = scored = 0
-    for place, logits in predict_tokens(decoder, tokens, context):
-        if place >= end:
+    checkpoint_logits = np.empty((0, 0), np.float32)  # of the tokens from ``start`` to ``end``
+    start = end = 0
+    ir_loss = checkpoint_loss = divergence = 0.0
+    agreements = scored_tokens = 0
+    for position, logits in predict_tokens(decoder, tokens, context):
+        if position >= end:
             start, end, _ = next(spans)
             with torch.no_grad():
-                reference = model(input_ids=torch.from_numpy(tokens[None, start:end])).logits[0].numpy()
-            reference = tokenizer.known.restrict(reference)  # like the IR's: padding ids are never chosen
+                checkpoint_logits = model(input_ids=torch.from_numpy(tokens[None, start:end])).logits[0].numpy()
+            # Padding ids are never chosen, as in the IR.
+            checkpoint_logits = tokenizer.known.restrict(checkpoint_logits)
         n, width = logits.shape
         q = log_softmax(logits)
-        p = log_softmax(reference[place - 1 - start : place - 1 - start + n, :width])
-        wanted = tokens[place : place + n]
-        ours -= q[np.arange(n), wanted].sum()
-        theirs -= p[np.arange(n), wanted].sum()
+        p = log_softmax(checkpoint_logits[position - 1 - start : position - 1 - start + n, :width])
+        next_tokens = tokens[position : position + n]
+        ir_loss -= q[np.arange(n), next_tokens].sum()
+        checkpoint_loss -= p[np.arange(n), next_tokens].sum()
         with np.errstate(invalid="ignore"):  # ids without a token are -inf in both
             divergence += np.nansum(np.exp(p) * (p - q))
-        agreed += int((q.argmax(1) == p.argmax(1)).sum())
-        scored += n
+        agreements += int((q.argmax(1) == p.argmax(1)).sum())
+        scored_tokens += n
     return {
-        "perplexity": math.exp(ours / scored),
-        "perplexity_of_the_checkpoint": math.exp(theirs / scored),
-        "kl": float(divergence) / scored,
-        "top1": agreed / scored,
-        "tokens": scored,
+        "perplexity": math.exp(ir_loss / scored_tokens),
+        "perplexity_of_the_checkpoint": math.exp(checkpoint_loss / scored_tokens),
+        "kl": float(divergence) / scored_tokens,
+        "top1": agreements / scored_tokens,
+        "tokens": scored_tokens,
         "context": context,
     }

@@ -45,7 +45,7 @@ def export_pair(
         draft_compression: how the draft's weights are stored; by default like the target's.
         draft_layers: make the draft from this many of the target's own first layers.
         evaluate: a text file on which the exported models are compared with the checkpoints.
-        chat_template: what the target gets in place of its own; see ``given_source``.
+        chat_template: the target's template in place of its own; see ``given_source``.
         trust_remote_code: run the Python code that a checkpoint brings.
 
     Raises:
@@ -65,43 +65,42 @@ def export_pair(
         chat_template=chat_template,
         trust_remote_code=trust_remote_code,
     )
-    template, ids, tapped = plan.chat_template, plan.draft_ids, plan.tap_layers
     with open_work_folder(output, overwrite) as work:
         sources = [
-            make_checkpoint(source, work / f"checkpoint-{i}", wanted.weight_format)
-            for i, (source, wanted) in enumerate(zip(plan.sources, plan.compressions, strict=False))
+            make_checkpoint(source, work / f"checkpoint-{i}", options.weight_format)
+            for i, (source, options) in enumerate(zip(plan.sources, plan.compressions, strict=False))
         ]
         if draft_layers is not None:
-            layers = work / "first-layers"
-            sources.append(make_first_layers(sources[0], draft_layers, layers, trust_remote_code))
+            sources.append(make_first_layers(sources[0], draft_layers, work / "first-layers", trust_remote_code))
         folders = [work, work / DRAFT_FOLDER]
         models = []
-        states = work / "states.npy"
-        for source, folder, wanted in zip(sources, folders, plan.compressions, strict=False):
-            if tapped and isinstance(source, HeadSource) and not source.is_ir:
-                convert_head(source, folder, wanted, sources[0], tapped, states)
+        states_file = work / "states.npy"
+        for source, folder, options in zip(sources, folders, plan.compressions, strict=False):
+            if plan.tap_layers and isinstance(source, HeadSource) and not source.is_ir:
+                convert_head(source, folder, options, sources[0], plan.tap_layers, states_file)
             else:
-                convert_source(source, folder, wanted, trust_remote_code, tapped, states)
+                convert_source(source, folder, options, trust_remote_code, plan.tap_layers, states_file)
             check_converted_files(source, folder)
             if source.is_ir and folder != work and not isinstance(source, HeadSource):
                 check_same_vocabulary(work, folder)
-            models.append(describe_model(source, folder, wanted, work))
+            models.append(describe_model(source, folder, options, work))
+        differing_texts: list[str] = []
         with show_step(f"{sources[0].name}: comparing the tokenizers"):
-            differing = (
-                [] if sources[0].is_ir else find_differing_texts(load_tokenizer(sources[0], trust_remote_code), work)
-            )
-        for text in differing:
+            if not sources[0].is_ir:
+                differing_texts = find_differing_texts(load_tokenizer(sources[0], trust_remote_code), work)
+        for text in differing_texts:
             print_note(f"warning: OpenVINO's tokenizer splits {text!r} differently from Hugging Face's")
         quality = evaluate_exports(sources, folders, evaluate, work, trust_remote_code) if evaluate else []
-        if ids is not None and not sources[1].is_ir:
-            with show_step(f"{sources[1].name}: keeping {len(ids):,} of its ids", keep=True):
-                trim_ir(folders[1], ids, sources[1].name)
-        if template is not None:
-            replace_chat_template(template, work)
-        states.unlink(missing_ok=True)
+        if plan.draft_ids is not None and not sources[1].is_ir:
+            with show_step(f"{sources[1].name}: keeping {len(plan.draft_ids):,} of its ids", keep=True):
+                trim_ir(folders[1], plan.draft_ids, sources[1].name)
+        if plan.chat_template is not None:
+            replace_chat_template(plan.chat_template, work)
+        states_file.unlink(missing_ok=True)
         for folder in (work / "first-layers", work / "checkpoint-0", work / "checkpoint-1"):
             shutil.rmtree(folder, ignore_errors=True)
-        manifest = Manifest(models[0], models[1] if len(models) > 1 else None, installed_versions(), {}, differing)
+        draft_model = models[1] if len(models) > 1 else None
+        manifest = Manifest(models[0], draft_model, installed_versions(), {}, differing_texts)
         complete_export(work, output, manifest)
     for line in format_quality_table(quality):
         print_note(line)

@@ -1,4 +1,4 @@
-"""What is to be exported, checked before anything is converted: options, models, and room on the disk."""
+"""The plan of an export, checked before anything is converted: options, models, and room on the disk."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from ovspec_export.tokenizers import check_pair_vocabularies, read_source_templa
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """What is exported, and how.
+    """The models of an export, and the way of exporting them.
 
     sources: the target's and, if there is one, the draft's.
-    compressions: of the target and of a draft, also of one that is made of the target's first layers.
-    template: the chat template that the target gets in place of its own.
-    ids: that the draft proposes, (n,); None for all.
-    tapped: the target's layers whose features the head reads.
+    compressions: of the target and of a draft, also of a draft that is made of the target's first layers.
+    chat_template: the target's template in place of its own.
+    draft_ids: the ids that the draft proposes, (n,); None for all.
+    tap_layers: the target's layers whose features the head reads.
     """
 
     sources: list[Source]
@@ -52,9 +52,9 @@ def plan_export(
     chat_template: str | Path | None,
     trust_remote_code: bool,
 ) -> ExportPlan:
-    """Return what ``export_pair``, which describes the arguments and errors, is to do."""
-    for wanted in filter(None, (compression, draft_compression)):
-        wanted.check_weight_options()
+    """Return the plan of ``export_pair``, which describes the arguments and errors."""
+    for options in filter(None, (compression, draft_compression)):
+        options.check_weight_options()
     if draft and draft_layers is not None:
         raise OvspecError("`draft_layers` makes the draft from the target; leave out either it or `draft`.")
     if evaluate:
@@ -63,27 +63,30 @@ def plan_export(
     # Not in a progress step: a download shows its own progress.
     sources = [find_source(name, trust_remote_code) for name in (target, draft) if name is not None]
     for source in sources:
-        what = f"{format_size(source.size_in_bytes)}{', an IR, used as it is' if source.is_ir else ''}"
-        print_note(f"{source.name}: {what}, revision {source.revision[:12]}")
-        where = source.folder.resolve()
-        if output == where or where in output.parents or output in where.parents:
+        kind = ", an IR, used as it is" if source.is_ir else ""
+        print_note(f"{source.name}: {format_size(source.size_in_bytes)}{kind}, revision {source.revision[:12]}")
+        folder = source.folder.resolve()
+        if output == folder or folder in output.parents or output in folder.parents:
             raise OvspecError(f"{output}: is, contains or is inside the source {source.name}; name another `output`.")
-    if isinstance(sources[0], HeadSource):
-        raise OvspecError(f"{sources[0].name}: an EAGLE-3 head, which only drafts; name its target, and it as `draft`.")
-    if is_trimmed(sources[0]):
-        told = "a draft with a trimmed vocabulary; name its target, and it as `draft`"
-        raise OvspecError(f"{sources[0].name}: {told}.")
-    template = (
-        None if chat_template is None else resolve_custom_template(chat_template, read_source_templates(sources[0]))
-    )
-    head = sources[1] if len(sources) == 2 and isinstance(sources[1], HeadSource) else None
-    ids = read_proposed_ids(sources[1], sources[0]) if len(sources) == 2 else None
+    target_source = sources[0]
+    draft_source = sources[1] if len(sources) == 2 else None
+    if isinstance(target_source, HeadSource):
+        raise OvspecError(
+            f"{target_source.name}: an EAGLE-3 head, which only drafts; name its target, and it as `draft`."
+        )
+    if is_trimmed(target_source):
+        raise OvspecError(
+            f"{target_source.name}: a draft with a trimmed vocabulary; name its target, and it as `draft`."
+        )
+    template = None if chat_template is None else resolve_custom_template(chat_template, read_source_templates(sources[0]))
+    head = draft_source if isinstance(draft_source, HeadSource) else None
+    draft_ids = read_proposed_ids(draft_source, target_source) if draft_source else None
     if evaluate and any(source.is_ir for source in sources if source is not head):
         raise OvspecError("`evaluate` compares with a checkpoint, but an existing IR has none; leave it out.")
-    for source, wanted in zip(sources, (compression, draft_compression), strict=False):
-        if source.is_ir and wanted not in (None, INT8):
+    for source, options in zip(sources, (compression, draft_compression), strict=False):
+        if source.is_ir and options not in (None, INT8):
             raise OvspecError(f"{source.name}: an IR is used as it is; leave out the options for its weights.")
-    tapped = check_head_fits(sources[0], head) if head else None
+    tap_layers = check_head_fits(target_source, head) if head else None
     for source in sources:
         if not source.is_ir:
             # Prepared before anything is converted, so that a missing version is noticed at once.
@@ -92,13 +95,13 @@ def plan_export(
         print_note(f"{head.name}: a head is compressed without a text to calibrate on")
         draft_compression = (draft_compression or compression).without_calibration()
     # A draft of first layers has the target's rows.
-    asked = zip([*sources, sources[0]], (compression, draft_compression or compression), strict=False)
-    compressions = [fit_group_size(source, wanted) for source, wanted in asked]
-    needed = [estimate_space(source, wanted) for source, wanted in zip(sources, compressions, strict=False)]
+    requested = zip([*sources, target_source], (compression, draft_compression or compression), strict=False)
+    compressions = [fit_group_size(source, options) for source, options in requested]
+    needed_bytes = [estimate_space(source, options) for source, options in zip(sources, compressions, strict=False)]
     if draft_layers is not None:
-        needed.append(needed[0] * share_of_layers(sources[0], draft_layers))
-    check_disk_space(output, sum(needed))
-    if len(sources) == 2 and not head:
-        with show_step(f"{sources[1].name}: comparing its vocabulary with that of {sources[0].name}"):
-            check_pair_vocabularies(sources[0], sources[1], trust_remote_code)
-    return ExportPlan(sources, compressions, template, ids, tapped)
+        needed_bytes.append(needed_bytes[0] * share_of_layers(target_source, draft_layers))
+    check_disk_space(output, sum(needed_bytes))
+    if draft_source and not head:
+        with show_step(f"{draft_source.name}: comparing its vocabulary with that of {target_source.name}"):
+            check_pair_vocabularies(target_source, draft_source, trust_remote_code)
+    return ExportPlan(sources, compressions, template, draft_ids, tap_layers)

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ovspec.base.errors import OvspecError
+from ovspec.base.json_types import JsonObject
 from ovspec.setup.known_pairs import read_known_pairs
 from ovspec_export.environments import OPTIMUM_INTEL_2_2, OVERLAYS, TRANSFORMERS_4_57, TRANSFORMERS_5_2, Environment
 
@@ -21,9 +21,9 @@ class Family:
     """How a family is exported.
 
     environment: an overlay, if the installed transformers can't export it.
-    lifted: optimum's limit on the version of transformers is ignored; our tests show that it isn't needed.
+    ignores_version_limit: of optimum, on the version of transformers; our tests show that it isn't needed.
     alias_of: the family whose export config optimum uses for this one, which it doesn't know.
-    experts: how transformers computes the experts while it is traced; its default can't be converted.
+    experts_implementation: how transformers computes the experts while traced; its default can't be converted.
     patches: functions of ``patches.py`` that are called before the export.
     remote_code: the checkpoint brings code that only runs with ``--trust-remote-code``.
     untested: this project's tests export none of it.
@@ -111,14 +111,14 @@ class TextOnlyFamily:
 
     A token of a text has the same position in time, height and width, so its three rotary embeddings are one.
 
-    defaults: of its config in transformers, where those of ``family`` differ.
+    config_defaults: of its config in transformers, where those of ``family`` differ.
     """
 
     family: str
-    config_defaults: dict[str, Any]
+    config_defaults: JsonObject
 
 
-QWEN2_VL_DEFAULTS: dict[str, Any] = {"vocab_size": 152064, "hidden_size": 8192, "intermediate_size": 29568}
+QWEN2_VL_DEFAULTS: JsonObject = {"vocab_size": 152064, "hidden_size": 8192, "intermediate_size": 29568}
 QWEN2_VL_DEFAULTS |= {
     "num_hidden_layers": 80,
     "num_attention_heads": 64,
@@ -148,9 +148,9 @@ def find_family(model_type: str, name: str) -> Family:
     """Return how checkpoints of this ``model_type`` are exported; raises OvspecError if they can't be."""
     if model_type in FAMILIES:
         return FAMILIES[model_type]
-    why = UNSUPPORTED_FAMILIES.get(model_type, "neither ovspec nor optimum-intel knows it")
+    reason = UNSUPPORTED_FAMILIES.get(model_type, "neither ovspec nor optimum-intel knows it")
     raise OvspecError(
-        f"{name}: models of the family {model_type} cannot be exported ({why}); see 'ovspec export --list-families'."
+        f"{name}: models of the family {model_type} cannot be exported ({reason}); see 'ovspec export --list-families'."
     )
 
 
@@ -160,7 +160,8 @@ def find_environments(names: Sequence[str]) -> dict[Environment, str]:
     Raises:
         OvspecError: a family is unknown, or a name is that of a model.
     """
-    families, pairs = {*FAMILIES, *TEXT_MODEL_CLASSES, *UNSUPPORTED_FAMILIES}, read_known_pairs()
+    families = {*FAMILIES, *TEXT_MODEL_CLASSES, *UNSUPPORTED_FAMILIES}
+    pairs = read_known_pairs()
     needed: dict[Environment, str] = {}
     for name in names:
         if name == "all":
@@ -170,23 +171,28 @@ def find_environments(names: Sequence[str]) -> dict[Environment, str]:
                 f"{name}: a model, but only families can be prepared for; name the model_type in its config.json, "
                 "and see 'ovspec export --list-families'."
             )
-        models = TEXT_MODEL_CLASSES.get(name, (name,))
-        for environment in filter(None, (find_family(model, name).environment for model in models)):
+        model_types = TEXT_MODEL_CLASSES.get(name, (name,))
+        for environment in filter(None, (find_family(model_type, name).environment for model_type in model_types)):
             needed[environment] = " ".join(filter(None, (needed.get(environment), name)))
     return dict.fromkeys(OVERLAYS, "all") if "all" in names else needed
 
 
 def describe_families() -> list[str]:
-    """Return a line for each family: its name, its environment, whether that is prepared, and what else it needs."""
-    inside = {text: [outer for outer, texts in TEXT_MODEL_CLASSES.items() if text in texts] for text in FAMILIES}
+    """Return a line for each family: its name, its environment, whether that is prepared, and its other needs."""
+    outer_families = {
+        text_family: [outer for outer, classes in TEXT_MODEL_CLASSES.items() if text_family in classes]
+        for text_family in FAMILIES
+    }
+    environments = {family.environment for family in FAMILIES.values()}
+    prepared = {environment for environment in environments if environment and environment.is_prepared}
     lines = []
-    needed = {family.environment for family in FAMILIES.values()}
-    prepared = {environment for environment in needed if environment and environment.is_prepared}
     for name, family in sorted(FAMILIES.items()):
-        environment = family.environment
-        notes = [f"also inside {', '.join(inside[name])}"] if inside[name] else []
+        notes = [f"also inside {', '.join(outer_families[name])}"] if outer_families[name] else []
         notes += ["needs --trust-remote-code"] * family.remote_code + ["not tested"] * family.untested
-        where = environment.name if environment else "as installed"
-        state = ("prepared" if environment in prepared else "not prepared") if environment else ""
-        lines.append(f"{name:20} {where:18} {state:13} {'; '.join(notes)}".rstrip())
+        environment_name = "as installed"
+        state = ""
+        if family.environment:
+            environment_name = family.environment.name
+            state = "prepared" if family.environment in prepared else "not prepared"
+        lines.append(f"{name:20} {environment_name:18} {state:13} {'; '.join(notes)}".rstrip())
     return lines

@@ -15,12 +15,12 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock, Timeout
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import check_file_name, read_json
+from ovspec.base.json_types import JsonObject
 from ovspec.base.progress import format_size
 from ovspec.setup.manifest import MANIFEST_FILE, UNFINISHED_MANIFEST, backup_path, has_manifest, restore_backup
 
@@ -70,15 +70,17 @@ def find_foreign_files(folder: Path) -> Iterator[str]:
     manifest = read_raw_manifest(folder)
     if manifest.get("unfinished"):
         return
-    listed = manifest.get("files")
-    known = {*listed, MANIFEST_FILE} if has_manifest(folder) and isinstance(listed, dict) else set()
+    exported = manifest.get("files")
+    our_files: set[str] = set()
+    if has_manifest(folder) and isinstance(exported, dict):
+        our_files = {*exported, MANIFEST_FILE}
     for path in folder.rglob("*"):
         name = path.relative_to(folder).as_posix()
-        if (path.is_symlink() or not path.is_dir()) and name not in known and path.name not in SYSTEM_FILES:
+        if (path.is_symlink() or not path.is_dir()) and name not in our_files and path.name not in SYSTEM_FILES:
             yield name
 
 
-def read_raw_manifest(folder: Path) -> dict[str, Any]:
+def read_raw_manifest(folder: Path) -> JsonObject:
     """Return the manifest in ``folder`` as JSON; {} if there is none, or none that can be read."""
     try:
         return read_json(folder / MANIFEST_FILE)
@@ -107,8 +109,8 @@ def open_work_folder(output: Path, overwrite: bool) -> Iterator[Path]:
     try:
         check_output_folder(output, overwrite)
         check_files_closed(output)
-        for left in output.parent.glob(f".{glob.escape(output.name)}.partial-*"):
-            remove_export_folder(left)  # of an export that was killed, since we hold the lock
+        for partial_folder in output.parent.glob(f".{glob.escape(output.name)}.partial-*"):
+            remove_export_folder(partial_folder)  # of an export that was killed, since we hold the lock
         work = name_partial_folder(output)
         work.mkdir()
         (work / MANIFEST_FILE).write_text(UNFINISHED_MANIFEST, encoding="utf-8", newline="\n")
@@ -159,9 +161,9 @@ def discard_backup(backup: Path) -> None:
     """
     if has_manifest(backup) and not find_foreign_file(backup):
         output = backup.with_name(backup.name.removeprefix(".").removesuffix(".old"))
-        left = name_partial_folder(output)
-        backup.rename(left)
-        remove_export_folder(left)
+        partial_folder = name_partial_folder(output)
+        backup.rename(partial_folder)
+        remove_export_folder(partial_folder)
 
 
 def remove_export_folder(folder: Path) -> None:
@@ -185,12 +187,9 @@ def name_partial_folder(output: Path) -> Path:
 def check_disk_space(
     folder: Path, needed_bytes: float, purpose: str = "the export", advice: str = "make room, or name another `output`"
 ) -> None:
-    """Raise OvspecError unless ``needed`` bytes are free on the disk of ``folder`` or its nearest existing parent.
-
-    ``what`` needs them.
-    """
-    place = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    free = shutil.disk_usage(place).free
-    if free < needed_bytes:
-        sizes = f"about {format_size(needed_bytes)} there, but only {format_size(free)} are free"
+    """Raise OvspecError unless the bytes are free on the disk of ``folder`` or its nearest existing parent."""
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    free_bytes = shutil.disk_usage(existing).free
+    if free_bytes < needed_bytes:
+        sizes = f"about {format_size(needed_bytes)} there, but only {format_size(free_bytes)} are free"
         raise OvspecError(f"{folder}: {purpose} needs {sizes}; {advice}.")

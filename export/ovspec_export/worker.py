@@ -2,7 +2,7 @@
 
     python -m ovspec_export.worker JOB JSON-ARGUMENTS
 
-It tells how far it is as ``channel.py`` says.
+A job reports its progress through the channel of ``channel.py``.
 """
 
 from __future__ import annotations
@@ -16,12 +16,16 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from ovspec.base.json_types import JsonObject, JsonValue
 from ovspec_export.channel import open_channel
 from ovspec_export.patches import find_the_same_tokens, hide_torchvision, keep_splits_apart
+
+if TYPE_CHECKING:
+    from openvino import Model
 
 IR_NAME = "openvino_model"
 
@@ -31,13 +35,13 @@ def export_with_optimum(
     source: str,
     model_type: str,
     trust_remote_code: bool,
-    layers: list[int] | None = None,
-    states: str = "",
+    tap_layers: list[int] | None = None,
+    states_file: str = "",
 ) -> None:
     """Run 'optimum-cli export openvino', changed as the family needs it, and compare the IR with ``source``.
 
-    The comparison comes before the weights are compressed, which changes what the IR computes. What ``layers`` of the
-    checkpoint read of a short text goes to the file ``states``, for the comparison of a head.
+    The comparison comes before the weights are compressed, which changes the IR's logits. The inputs of the
+    checkpoint's ``tap_layers`` for a short text go to ``states_file``, for the comparison of a head.
     """
     import argparse
 
@@ -45,29 +49,30 @@ def export_with_optimum(
     from ovspec_export.patches import adapt_optimum, refuse_missing_tensors
     from ovspec_export.quantised import load_checkpoint_model
 
-    loading = adapt_optimum(model_type)
+    loading_options = adapt_optimum(model_type)
     keep_splits_apart()
     find_the_same_tokens()
     refuse_missing_tensors()
     from optimum.commands.export.openvino import OVExportCommand, parse_args_openvino
     from optimum.exporters.openvino import __main__ as exporter
 
-    export, compress = exporter.main_export, exporter._apply_model_size_based_quantization
-    put_off: list[tuple[Any, ...]] = []
+    export = exporter.main_export
+    compress = exporter._apply_model_size_based_quantization
+    postponed_calls: list[tuple[Any, ...]] = []
 
     def export_and_compare(*, output: Path, **options: Any) -> None:
-        export(output=output, model_loading_kwargs=loading, **options)
-        model = load_checkpoint_model(source, trust_remote_code, **loading)
+        export(output=output, model_loading_kwargs=loading_options, **options)
+        model = load_checkpoint_model(source, trust_remote_code, **loading_options)
         check_agreement(model, output)
-        if layers:
-            save_hidden_states(model, layers, Path(states))
+        if tap_layers:
+            save_hidden_states(model, tap_layers, Path(states_file))
         del model
-        for call in put_off:
+        for call in postponed_calls:
             compress(*call)
 
     exporter.main_export = export_and_compare
-    # What main_export itself compresses (gpt-oss in int4) is put off until the comparison.
-    exporter._apply_model_size_based_quantization = lambda *call: put_off.append(call)
+    # Compression by main_export itself (gpt-oss in int4) is put off until the comparison.
+    exporter._apply_model_size_based_quantization = lambda *call: postponed_calls.append(call)
     parser = argparse.ArgumentParser()
     parse_args_openvino(parser)
     # Not through its main function, which would also register the command of the optimum-intel beneath an overlay.
@@ -78,16 +83,16 @@ def convert_eagle_head(
     source: str,
     name: str,
     folder: str,
-    layers: list[int],
+    tap_layers: list[int],
     weight_format: str,
-    quantization: dict[str, Any],
+    quantization: JsonObject,
     target: str,
-    states: str,
+    states_file: str,
 ) -> None:
     """Write the EAGLE-3 head ``source`` as an IR into ``folder``.
 
-    layers: those of the target whose inputs it reads. target: the target's checkpoint, or "". states: a file with what
-    they read of a text.
+    tap_layers: the target's layers whose inputs it reads. target: the target's checkpoint, or "". states_file: a file
+    with these inputs for some text.
     """
     import numpy as np
     import openvino as ov
@@ -96,8 +101,8 @@ def convert_eagle_head(
     from ovspec_export.heads import convert_head_to_ir, load_head_checkpoint, read_target_embedding
 
     head = load_head_checkpoint(Path(source), name, read_target_embedding(Path(target)) if target else None)
-    model = convert_head_to_ir(head, layers)
-    check_head_ir(head, model, np.load(states) if Path(states).is_file() else None)
+    model = convert_head_to_ir(head, tap_layers)
+    check_head_ir(head, model, np.load(states_file) if Path(states_file).is_file() else None)
     if quantization:
         from optimum.intel import OVWeightQuantizationConfig
         from optimum.intel.openvino.quantization import _weight_only_quantization
@@ -108,21 +113,21 @@ def convert_eagle_head(
     ov.save_model(model, Path(folder) / f"{IR_NAME}.xml", compress_to_fp16=weight_format == "fp16")
 
 
-def save_first_layers(source: str, layers: int, folder: str, trust_remote_code: bool) -> None:
-    """Save the checkpoint ``source`` with only its first ``layers`` layers in ``folder``."""
+def save_first_layers(source: str, layer_count: int, folder: str, trust_remote_code: bool) -> None:
+    """Save the checkpoint ``source`` with only its first layers in ``folder``."""
     from transformers import AutoConfig
 
     from ovspec_export.quantised import load_checkpoint_model
     from ovspec_export.sources import copy_missing_files
 
     config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
-    config.num_hidden_layers = layers
+    config.num_hidden_layers = layer_count
     if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:layers]
+        config.layer_types = config.layer_types[:layer_count]
     model = load_checkpoint_model(source, trust_remote_code, config=config)
-    # transformers can't quantise again what it has dequantised, and would leave it out.
-    dequantised = {"save_original_format": False} if "quantization_config" in config else {}
-    model.save_pretrained(folder, **dequantised)
+    # transformers can't quantise dequantised weights again, and would leave them out.
+    options = {"save_original_format": False} if "quantization_config" in config else {}
+    model.save_pretrained(folder, **options)
     copy_missing_files(Path(source), Path(folder))
 
 
@@ -145,7 +150,7 @@ def convert_tokenizer(source: str, folder: str, trust_remote_code: bool) -> None
 
 
 def calibrate_weights(
-    folder: str, calibration: str, samples: int | None, config: dict[str, Any], trust_remote_code: bool
+    folder: str, calibration: str, samples: int | None, config: JsonObject, trust_remote_code: bool
 ) -> None:
     """Compress the fp32 IR in ``folder`` with nncf, calibrated on the text file ``calibration``."""
     from optimum.intel import OVModelForCausalLM, OVWeightQuantizationConfig
@@ -167,9 +172,10 @@ def calibrate_weights(
 
 def split_text(text: str, count: int, length: int = 2000) -> list[str]:
     """Return up to ``count`` pieces of about ``length`` characters, spread over the whole text."""
-    starts = range(0, max(len(text) - length // 4, 1), length)
-    chosen = starts if len(starts) <= count else [starts[i * len(starts) // count] for i in range(count)]
-    return [text[start : start + length] for start in chosen]
+    starts = list(range(0, max(len(text) - length // 4, 1), length))
+    if len(starts) > count:
+        starts = [starts[i * len(starts) // count] for i in range(count)]
+    return [text[start : start + length] for start in starts]
 
 
 def round_to_bf16(folder: str) -> None:
@@ -185,7 +191,7 @@ def round_to_bf16(folder: str) -> None:
         (Path(folder) / f"bf16{suffix}").replace(file.with_suffix(suffix))
 
 
-def round_weights(model: Any) -> None:
+def round_weights(model: Model) -> None:
     """Convert every large f32 constant of an OpenVINO model to bf16, rounding to nearest, ties to even."""
     import numpy as np
     import openvino as ov
@@ -205,7 +211,7 @@ def round_weights(model: Any) -> None:
 
 
 def evaluate_ir(source: str, folder: str, text: str, context: int, output: str, trust_remote_code: bool) -> None:
-    """Compare the IR in ``folder`` with the checkpoint on a text and write the result as JSON to ``output``."""
+    """Compare the IR in ``folder`` with the checkpoint on a text and write the figures as JSON to ``output``."""
     from ovspec.base.files import read_text
     from ovspec_export.evaluate import compare_with_checkpoint
 
@@ -213,7 +219,7 @@ def evaluate_ir(source: str, folder: str, text: str, context: int, output: str, 
     Path(output).write_text(json.dumps(result), encoding="utf-8", newline="\n")
 
 
-def run_distillation_job(job: str, **arguments: Any) -> None:
+def run_distillation_job(job: str, **arguments: JsonValue) -> None:
     """Run a job of a distillation."""
     # Before torch is imported: threads that wait sleep, so that a night's training doesn't slow down other programs.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -221,10 +227,12 @@ def run_distillation_job(job: str, **arguments: Any) -> None:
     getattr(module, job)(**subtract_startup_time(arguments))
 
 
-def subtract_startup_time(arguments: dict[str, Any]) -> dict[str, Any]:
+def subtract_startup_time(arguments: JsonObject) -> JsonObject:
     """Return a job's arguments with the ``seconds`` that are left of those for its process, imports included."""
+    if "seconds" not in arguments:
+        return arguments
     spent = max(0.0, time.time() - psutil.Process().create_time())
-    return arguments | ({"seconds": arguments["seconds"] - spent} if "seconds" in arguments else {})
+    return arguments | {"seconds": arguments["seconds"] - spent}
 
 
 # Jobs of distillations, and the file that has each.

@@ -184,7 +184,7 @@ def converted(head: Path, folder: Path, compression: Compression | None = None) 
     """Convert a head with the export's job, in this process."""
     chosen = compression or Compression("fp32")
     quantised = chosen.quantization_config() if chosen.weight_format.startswith("int") else {}
-    options: dict[str, Any] = {"weight_format": chosen.weight_format, "quantization": quantised, "states": ""}
+    options: dict[str, Any] = {"weight_format": chosen.weight_format, "quantization": quantised, "states_file": ""}
     folder.mkdir()
     convert_eagle_head(str(head), head.name, str(folder), LAYERS, target=str(TARGET), **options)
     return folder

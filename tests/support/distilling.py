@@ -46,7 +46,7 @@ def made_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
         head = write_head(folder / "checkpoint", target=TARGET_CONFIG, layer_ids=LAYERS, embedding=False)
         (folder / "ir").mkdir()
         shutil.copy(head / "config.json", folder / "ir")
-        options: dict[str, Any] = {"weight_format": "fp32", "quantization": {}, "target": "", "states": ""}
+        options: dict[str, Any] = {"weight_format": "fp32", "quantization": {}, "target": "", "states_file": ""}
         convert_eagle_head(str(head), "head", str(folder / "ir"), [1, 1, 1], **options)
 
     return kept_model(tmp_path_factory, "distilled-head", make)
