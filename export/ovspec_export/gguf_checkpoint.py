@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_json
+from ovspec.base.json_types import JsonObject
 from ovspec.base.progress import format_size, show_step
 from ovspec_export import convert
 from ovspec_export.gguf_config import build_generation_config
@@ -24,6 +25,7 @@ from ovspec_export.tokenizers import load_tokenizer
 
 if TYPE_CHECKING:
     import torch
+    from transformers.modeling_gguf_pytorch_utils import TensorProcessor
 
 GGML_BF16 = 30  # ggml's number of the type
 SHARD_BYTES = 4_000_000_000  # bytes of weights that are held in memory before they are written
@@ -50,8 +52,8 @@ def write_gguf_checkpoint(source: GgufSource, folder: Path, weight_format: str) 
         write_json_file(
             folder / "generation_config.json", build_generation_config(source.file, read_end_ids(source.file.metadata))
         )
-        where = {"file": str(source.folder.absolute()), "folder": str(folder)}
-        convert.run_job("unpack_gguf_weights", source, folder, None, **where, dtype=dtype)
+        paths = {"file": str(source.folder.absolute()), "folder": str(folder)}
+        convert.run_job("unpack_gguf_weights", source, folder, None, **paths, dtype=dtype)
     return Source(source.name, folder, is_ir=False, revision=source.revision)
 
 
@@ -62,7 +64,7 @@ def choose_dtype(source: GgufSource, weight_format: str) -> str:
     return "bfloat16" if any(info.ggml_type == GGML_BF16 for info in source.file.tensors.values()) else "float16"
 
 
-def write_json_file(file: Path, entries: dict[str, Any]) -> None:
+def write_json_file(file: Path, entries: JsonObject) -> None:
     file.write_text(json.dumps(entries, indent=2), encoding="utf-8", newline="\n")
 
 
@@ -86,55 +88,56 @@ def write_gguf_weights(file: GgufFile, folder: Path, dtype: str) -> None:
     processor = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)(config=config.to_dict())
     names = get_gguf_hf_weights_map(model, processor)
     shapes = {name: tuple(weights.shape) for name, weights in model.state_dict().items()}
-    where: dict[str, str] = {}
-    found: dict[str, torch.Tensor] = {}
+    shard_names: dict[str, str] = {}  # by the tensor's name
+    tensors: dict[str, torch.Tensor] = {}  # of the next shard
 
     def write_weight_shard() -> None:
-        name = f"model-{len(set(where.values())) + 1:05}.safetensors"
-        save_file({each: weights.contiguous() for each, weights in found.items()}, folder / name, {"format": "pt"})
-        where.update(dict.fromkeys(found, name))
-        found.clear()
+        shard_name = f"model-{len(set(shard_names.values())) + 1:05}.safetensors"
+        contiguous = {name: weights.contiguous() for name, weights in tensors.items()}
+        save_file(contiguous, folder / shard_name, {"format": "pt"})
+        shard_names.update(dict.fromkeys(tensors, shard_name))
+        tensors.clear()
 
     ordered = sorted((parse_layer_number(name), name) for name in file.tensors if name not in CONFIG_TENSORS)
     for _, layer in groupby(ordered, key=lambda entry: entry[0]):
         for _, name in layer:
-            convert_gguf_tensor(file, name, processor, names, shapes, found)
-        found.update({name: weights.to(getattr(torch, dtype)) for name, weights in found.items()})
-        if sum(weights.nbytes for weights in found.values()) > SHARD_BYTES:
+            convert_gguf_tensor(file, name, processor, names, shapes, tensors)
+        tensors.update({name: weights.to(getattr(torch, dtype)) for name, weights in tensors.items()})
+        if sum(weights.nbytes for weights in tensors.values()) > SHARD_BYTES:
             write_weight_shard()
     write_weight_shard()
-    if len(shards := set(where.values())) == 1:
+    if len(shards := set(shard_names.values())) == 1:
         (folder / shards.pop()).rename(folder / "model.safetensors")
         return
-    index = {"metadata": {}, "weight_map": where}
+    index = {"metadata": {}, "weight_map": shard_names}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8", newline="\n")
 
 
 def convert_gguf_tensor(
     file: GgufFile,
     name: str,
-    processor: Any,
+    processor: TensorProcessor,
     names: dict[str, str],
     shapes: dict[str, tuple[int, ...]],
-    found: dict[str, torch.Tensor],
+    tensors: dict[str, torch.Tensor],
 ) -> None:
-    """Add a tensor of the file to ``found``, under the name and in the layout that transformers has for it."""
+    """Add a tensor of the file to ``tensors``, under the name and in the layout that transformers has for it."""
     import torch
 
-    options = {"tensor_key_mapping": names, "parsed_parameters": {"tensors": found}}
+    options = {"tensor_key_mapping": names, "parsed_parameters": {"tensors": tensors}}
     try:
-        done = processor.process(weights=file.tensors[name].read_values(), name=name, **options)
+        processed = processor.process(weights=file.tensors[name].read_values(), name=name, **options)
     except (KeyError, ValueError) as error:
         raise OvspecError(f"{file.path}: its tensor {name} can't be converted ({error}).") from None
-    if done.name is None:  # already in ``found``
+    if processed.name is None:  # already in ``tensors``
         return
-    if done.name not in names:
+    if processed.name not in names:
         raise OvspecError(f"{file.path}: its tensor {name} has no place in a model of the family {file.architecture}.")
-    weights = np.array(done.weights, np.float32)
-    shape = shapes.get(names[done.name], weights.shape)
+    weights = np.array(processed.weights, np.float32)
+    shape = shapes.get(names[processed.name], weights.shape)
     if [size for size in shape if size > 1] == [size for size in weights.shape if size > 1]:
         weights = weights.reshape(shape)  # files differ in whether a matrix of one row is stored as a vector
-    found[names[done.name]] = torch.from_numpy(weights)
+    tensors[names[processed.name]] = torch.from_numpy(weights)
 
 
 def parse_layer_number(name: str) -> int:

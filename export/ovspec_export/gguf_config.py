@@ -10,11 +10,11 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from ovspec.base.errors import OvspecError
+from ovspec.base.json_types import JsonObject
 from ovspec_export.gguf_file import CHECKPOINT_ADVICE, GgufFile
 
 # Entry of the metadata, without the architecture's name -> entry of config.json.
@@ -62,21 +62,21 @@ SAMPLING_KEYS = {
 
 @dataclass(frozen=True)
 class GgufArchitecture:
-    """How the config of a family follows from ggml's metadata.
+    """The way in which the config of a family follows from ggml's metadata.
 
     model_type: transformers' name of the family.
-    keys: entries of the metadata beside ``COMMON``, and what they are called in config.json.
-    more: entries that follow from others or from the tensors.
-    rotary: whether the metadata says how many values of a head are rotated.
+    config_keys: entries of the metadata beside ``COMMON_KEYS``, and their names in config.json.
+    derive_entries: makes entries that follow from others or from the tensors.
+    rotates_whole_heads: all values of a head are rotated; otherwise the metadata says how many.
     """
 
     model_type: str
     config_keys: dict[str, str] = field(default_factory=dict)
-    derive_entries: Callable[[GgufFile, dict[str, Any]], dict[str, Any]] = lambda *_: {}
+    derive_entries: Callable[[GgufFile, JsonObject], JsonObject] = lambda *_: {}
     rotates_whole_heads: bool = True
 
 
-def derive_llama_entries(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+def derive_llama_entries(file: GgufFile, config: JsonObject) -> JsonObject:
     names = file.tensors
     return {
         "attention_bias": "blk.0.attn_q.bias" in names,
@@ -87,16 +87,16 @@ def derive_llama_entries(file: GgufFile, config: dict[str, Any]) -> dict[str, An
     }
 
 
-def derive_qwen2_moe_entries(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
-    shared = file.tensors["blk.0.ffn_gate_shexp.weight"].shape[0]
+def derive_qwen2_moe_entries(file: GgufFile, config: JsonObject) -> JsonObject:
+    shared_width = file.tensors["blk.0.ffn_gate_shexp.weight"].shape[0]
     return {
         "moe_intermediate_size": file.tensors["blk.0.ffn_gate_exps.weight"].shape[1],
-        "shared_expert_intermediate_size": shared,
-        "intermediate_size": config.get("intermediate_size") or shared,
+        "shared_expert_intermediate_size": shared_width,
+        "intermediate_size": config.get("intermediate_size") or shared_width,
     }
 
 
-def derive_phi3_entries(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+def derive_phi3_entries(file: GgufFile, config: JsonObject) -> JsonObject:
     return {
         "original_max_position_embeddings": file.architecture_entry("rope.scaling.original_context_length"),
         "partial_rotary_factor": file.architecture_entry("rope.dimension_count") / compute_head_width(config),
@@ -104,15 +104,17 @@ def derive_phi3_entries(file: GgufFile, config: dict[str, Any]) -> dict[str, Any
     }
 
 
-def derive_gemma_entries(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+def derive_gemma_entries(file: GgufFile, config: JsonObject) -> JsonObject:
     # Only the 27B models divide by another width than that of a head; llama.cpp knows them by their layers, too.
-    largest = config["num_hidden_layers"] == {"gemma2": 46, "gemma3": 62}[file.architecture]
-    scalar = config["hidden_size"] // config["num_attention_heads"] if largest else config["head_dim"]
-    base = 1e4 if file.architecture == "gemma2" else 1e6
-    return {"query_pre_attn_scalar": scalar, "rope_theta": config.get("rope_theta", base)}
+    largest_layer_count, rope_base = {"gemma2": (46, 1e4), "gemma3": (62, 1e6)}[file.architecture]
+    if config["num_hidden_layers"] == largest_layer_count:
+        scalar = config["hidden_size"] // config["num_attention_heads"]
+    else:
+        scalar = config["head_dim"]
+    return {"query_pre_attn_scalar": scalar, "rope_theta": config.get("rope_theta", rope_base)}
 
 
-def derive_stablelm_entries(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+def derive_stablelm_entries(file: GgufFile, config: JsonObject) -> JsonObject:
     return {
         "use_qkv_bias": "blk.0.attn_q.bias" in file.tensors,
         "qk_layernorm": "blk.0.attn_q_norm.weight" in file.tensors,
@@ -121,11 +123,11 @@ def derive_stablelm_entries(file: GgufFile, config: dict[str, Any]) -> dict[str,
     }
 
 
-def derive_lfm2_entries(_file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
-    heads = config["num_key_value_heads"]  # 0 in a layer with a convolution
+def derive_lfm2_entries(_file: GgufFile, config: JsonObject) -> JsonObject:
+    head_counts = config["num_key_value_heads"]  # 0 in a layer with a convolution
     return {
-        "num_key_value_heads": max(heads),
-        "layer_types": ["full_attention" if count else "conv" for count in heads],
+        "num_key_value_heads": max(head_counts),
+        "layer_types": ["full_attention" if count else "conv" for count in head_counts],
         "block_auto_adjust_ff_dim": False,
         "block_ff_dim": config["intermediate_size"],
     }
@@ -178,7 +180,7 @@ GGUF_ARCHITECTURES = {
 }
 
 
-def build_config(file: GgufFile) -> dict[str, Any]:
+def build_config(file: GgufFile) -> JsonObject:
     """Return the entries of config.json for the model in a GGUF file.
 
     Raises:
@@ -186,87 +188,85 @@ def build_config(file: GgufFile) -> dict[str, Any]:
             an entry that isn't understood.
     """
     check_model_kind(file)
-    name, known = file.architecture, GGUF_ARCHITECTURES[file.architecture]
-    keys = COMMON_KEYS | known.config_keys
-    given = {key.removeprefix(f"{name}."): value for key, value in file.metadata.items() if key.startswith(f"{name}.")}
-    unknown = sorted(key for key in given if key not in keys and not OTHER_KEYS.fullmatch(key))
+    architecture = GGUF_ARCHITECTURES[file.architecture]
+    config_keys = COMMON_KEYS | architecture.config_keys
+    prefix = f"{file.architecture}."
+    entries = {key.removeprefix(prefix): entry for key, entry in file.metadata.items() if key.startswith(prefix)}
+    unknown = sorted(key for key in entries if key not in config_keys and not OTHER_KEYS.fullmatch(key))
     if unknown:
-        told = f"{name}.{unknown[0]}, which ovspec doesn't understand, so the model could come out wrong"
-        raise OvspecError(f"{file.path}: its metadata has {told}; {CHECKPOINT_ADVICE}.")
+        problem = f"{prefix}{unknown[0]}, which ovspec doesn't understand, so the model could come out wrong"
+        raise OvspecError(f"{file.path}: its metadata has {problem}; {CHECKPOINT_ADVICE}.")
     try:
-        config = {keys[key]: value for key, value in given.items() if key in keys}
-        config |= known.derive_entries(file, config)
-        if known.rotates_whole_heads and (rotated := given.get("rope.dimension_count")) not in (
-            None,
-            compute_head_width(config),
-        ):
+        config = {config_keys[key]: entry for key, entry in entries.items() if key in config_keys}
+        config |= architecture.derive_entries(file, config)
+        rotated = entries.get("rope.dimension_count")
+        if architecture.rotates_whole_heads and rotated not in (None, compute_head_width(config)):
             raise ValueError(f"{rotated} values of a head are rotated")
         config |= {"vocab_size": file.tensors["token_embd.weight"].shape[0]}
-        if (tokens := len(file.metadata.get("tokenizer.ggml.tokens", []))) > config["vocab_size"]:
-            raise ValueError(f"{tokens} tokens, but weights for {config['vocab_size']}")
+        token_count = len(file.metadata.get("tokenizer.ggml.tokens", []))
+        if token_count > config["vocab_size"]:
+            raise ValueError(f"{token_count} tokens, but weights for {config['vocab_size']}")
         config |= {"tie_word_embeddings": "output.weight" not in file.tensors}
         config |= read_rope_scaling(file, config)
-        ids = {name: file.metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in TOKEN_ROLES.items()}
+        ids = {name: file.metadata.get(f"tokenizer.ggml.{role}_token_id") for name, role in TOKEN_ROLES.items()}
     except (KeyError, TypeError, ValueError, ZeroDivisionError, IndexError) as error:
-        raise OvspecError(
-            f"{file.path}: its metadata is incomplete or not understood ({error}); {CHECKPOINT_ADVICE}."
-        ) from None
-    said = {entry: value for entry, value in config.items() if value is not None}
-    return said | ids | {"model_type": known.model_type}  # a family's default for a token would be another's
+        problem = f"incomplete or not understood ({error})"
+        raise OvspecError(f"{file.path}: its metadata is {problem}; {CHECKPOINT_ADVICE}.") from None
+    known = {name: entry for name, entry in config.items() if entry is not None}
+    return known | ids | {"model_type": architecture.model_type}  # a family's default for a token would be another's
 
 
 def check_model_kind(file: GgufFile) -> None:
-    """Raise OvspecError if the file holds no language model, or one of a family that isn't known."""
+    """Raise OvspecError if the file holds no language model, or a model of an unknown family."""
     kind = str(file.metadata.get("general.type") or "model")
-    part = PARTIAL_MODEL_KINDS.get("mmproj" if file.architecture == "clip" else kind)
-    if part:
-        raise OvspecError(f"{file.path}: holds {part}.")
-    pooled = file.architecture_entry("pooling_type") or file.architecture_entry("attention.causal") is False
-    if pooled or re.search("bert|embedding|encoder", file.architecture):
+    advice = PARTIAL_MODEL_KINDS.get("mmproj" if file.architecture == "clip" else kind)
+    if advice:
+        raise OvspecError(f"{file.path}: holds {advice}.")
+    is_embedding = file.architecture_entry("pooling_type") or file.architecture_entry("attention.causal") is False
+    if is_embedding or re.search("bert|embedding|encoder", file.architecture):
         raise OvspecError(f"{file.path}: holds an embedding model; only models that generate text can be exported.")
     if file.architecture not in GGUF_ARCHITECTURES:
-        told = f"{file.architecture!r}, and ovspec reads only {', '.join(GGUF_ARCHITECTURES)} from GGUF files"
-        raise OvspecError(f"{file.path}: its architecture is {told}; {CHECKPOINT_ADVICE}.")
+        problem = f"{file.architecture!r}, and ovspec reads only {', '.join(GGUF_ARCHITECTURES)} from GGUF files"
+        raise OvspecError(f"{file.path}: its architecture is {problem}; {CHECKPOINT_ADVICE}.")
 
 
-def compute_head_width(config: dict[str, Any]) -> int:
-    """Return how many values a head of attention has."""
+def compute_head_width(config: JsonObject) -> int:
+    """Return the number of values in a head of attention."""
     width: int = config["n_embd"] if "n_embd" in config else config["hidden_size"]
     heads: int = config["n_head"] if "n_head" in config else config["num_attention_heads"]
     return config.get("head_dim") or width // heads
 
 
-def read_rope_scaling(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
-    """Return ``rope_scaling`` if the rotary embedding is scaled; raises ValueError for a kind that isn't known."""
-    given = {
-        key: file.architecture_entry(f"rope.scaling.{key}") for key in ("type", "factor", "original_context_length")
-    }
-    kind = given["type"] or "none"
+def read_rope_scaling(file: GgufFile, config: JsonObject) -> JsonObject:
+    """Return ``rope_scaling`` if the rotary embedding is scaled; raises ValueError for an unknown method."""
     if "rope_freqs.weight" in file.tensors:
         return {"rope_scaling": read_llama3_scaling(file, config)}
     if "rope_factors_long.weight" in file.tensors:
         factors = {
-            f"{name}_factor": file.tensors[f"rope_factors_{name}.weight"].read_values() for name in ("long", "short")
+            f"{length}_factor": file.tensors[f"rope_factors_{length}.weight"].read_values().tolist()
+            for length in ("long", "short")
         }
-        return {"rope_scaling": {"rope_type": "longrope"} | {name: each.tolist() for name, each in factors.items()}}
-    if kind == "none":
+        return {"rope_scaling": {"rope_type": "longrope"} | factors}
+    method = file.architecture_entry("rope.scaling.type") or "none"
+    if method == "none":
         return {}
-    scaling = {"rope_type": kind, "factor": given["factor"]}
-    if kind == "yarn":
-        scaling |= {"original_max_position_embeddings": given["original_context_length"]}
+    scaling = {"rope_type": method, "factor": file.architecture_entry("rope.scaling.factor")}
+    if method == "yarn":
+        original_length = file.architecture_entry("rope.scaling.original_context_length")
+        scaling |= {"original_max_position_embeddings": original_length}
         names = {"attn_factor": "attention_factor", "yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
-        found = {name: file.architecture_entry(f"rope.scaling.{key}") for key, name in names.items()}
-        scaling |= {name: value for name, value in found.items() if value is not None}
-    elif kind != "linear":
-        raise ValueError(f"rotary embeddings are scaled by the method {kind!r}")
+        options = {name: file.architecture_entry(f"rope.scaling.{key}") for key, name in names.items()}
+        scaling |= {name: option for name, option in options.items() if option is not None}
+    elif method != "linear":
+        raise ValueError(f"rotary embeddings are scaled by the method {method!r}")
     if file.architecture == "gemma3":  # its layers with a window aren't scaled, which this form says
-        local = config.get("rope_local_base_freq", 1e4)
-        whole = {"rope_theta": config["rope_theta"], **scaling}
-        return {"rope_parameters": {"full_attention": whole, "sliding_attention": {"rope_theta": local}}}
+        local_base = config.get("rope_local_base_freq", 1e4)
+        full_attention = {"rope_theta": config["rope_theta"], **scaling}
+        return {"rope_parameters": {"full_attention": full_attention, "sliding_attention": {"rope_theta": local_base}}}
     return {"rope_scaling": scaling}
 
 
-def read_llama3_scaling(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+def read_llama3_scaling(file: GgufFile, config: JsonObject) -> JsonObject:
     """Return the scaling of Llama 3.1 and later, of which the file holds only the resulting factor of each frequency.
 
     The factors are computed from the parameters that all these models share, and must be the same.
@@ -287,9 +287,10 @@ def read_llama3_scaling(file: GgufFile, config: dict[str, Any]) -> dict[str, Any
     return scaling
 
 
-def build_generation_config(file: GgufFile, eos: list[int]) -> dict[str, Any]:
+def build_generation_config(file: GgufFile, eos: list[int]) -> JsonObject:
     """Return the entries of generation_config.json: the EOS and BOS tokens, and the sampling that is recommended."""
-    found = {"eos_token_id": eos, "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id")}
-    asked = {new: file.metadata.get(f"general.sampling.{key}") for key, new in SAMPLING_KEYS.items()}
-    found |= asked | {"do_sample": True if any(value is not None for value in asked.values()) else None}
-    return {name: value for name, value in found.items() if value is not None}
+    config: JsonObject = {"eos_token_id": eos, "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id")}
+    sampling = {name: file.metadata.get(f"general.sampling.{key}") for key, name in SAMPLING_KEYS.items()}
+    if any(option is not None for option in sampling.values()):
+        config |= sampling | {"do_sample": True}
+    return {name: entry for name, entry in config.items() if entry is not None}

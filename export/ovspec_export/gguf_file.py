@@ -16,9 +16,11 @@ from typing import Any
 import numpy as np
 
 from ovspec.base.errors import OvspecError
+from ovspec.base.json_types import JsonObject, JsonValue
 from ovspec.setup.identity import list_model_files
 
-MAGIC, VERSIONS = b"GGUF", (2, 3)
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)  # of the format
 DEFAULT_ALIGNMENT = 32  # of the tensors, where the metadata doesn't say otherwise
 SCALAR_DTYPES = {
     0: "u1",
@@ -39,10 +41,11 @@ CHECKPOINT_ADVICE = "export the checkpoint that the file was made from"  # what 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor's data is.
+    """The place and type of a tensor's data.
 
+    offset: of its first byte in the file.
     shape: as in a checkpoint, the last axis contiguous.
-    kind: ggml's number of its type.
+    ggml_type: ggml's number of its type.
     """
 
     file: Path
@@ -71,10 +74,10 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class GgufFile:
-    """What the headers of a model's files say: of all shards, if it has several."""
+    """The content of the headers of a model's files: of all shards, if it has several."""
 
     path: Path
-    metadata: dict[str, Any]
+    metadata: JsonObject
     tensors: dict[str, TensorInfo]
 
     @property
@@ -82,7 +85,7 @@ class GgufFile:
         """ggml's name of the model's family."""
         return str(self.metadata.get("general.architecture"))
 
-    def architecture_entry(self, key: str) -> Any:
+    def architecture_entry(self, key: str) -> JsonValue:
         """Return the metadata of the architecture under ``key``; None if there is none."""
         return self.metadata.get(f"{self.architecture}.{key}")
 
@@ -111,7 +114,7 @@ def read_gguf(path: Path) -> GgufFile:
     return GgufFile(path, metadata, tensors)
 
 
-def read_gguf_header(file: Path) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
+def read_gguf_header(file: Path) -> tuple[JsonObject, dict[str, TensorInfo]]:
     """Return the metadata and the tensors of one file; raises OvspecError like ``read_gguf``."""
     with file.open("rb") as stream:
         if stream.read(4) != MAGIC:
@@ -121,41 +124,43 @@ def read_gguf_header(file: Path) -> tuple[dict[str, Any], dict[str, TensorInfo]]
         with data:
             return HeaderReader(data, file).read_header()
     except (struct.error, ValueError, OverflowError, MemoryError) as error:
-        told = " ".join(str(error).split())[:150]
-        raise OvspecError(f"{file}: damaged or cut off ({told}); download it again.") from None
+        problem = " ".join(str(error).split())[:150]
+        raise OvspecError(f"{file}: damaged or cut off ({problem}); download it again.") from None
 
 
 class HeaderReader:
     """Reads the header from its beginning on; ValueError or struct.error where the file ends too early."""
 
     def __init__(self, data: mmap.mmap, file: Path) -> None:
-        self._data, self._file, self._position = data, file, 4
+        self._data = data
+        self._file = file
+        self._position = len(MAGIC)
 
-    def read_header(self) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
+    def read_header(self) -> tuple[JsonObject, dict[str, TensorInfo]]:
         (version,) = self._read_struct("<I")
         if version not in VERSIONS:
             raise ValueError(f"version {version} of the format is not known")
-        tensors, entries = self._read_struct("<QQ")
+        tensor_count, entry_count = self._read_struct("<QQ")
         metadata = {}
-        for _ in range(entries):
+        for _ in range(entry_count):
             key = self._read_string()
             metadata[key] = self._read_value(*self._read_struct("<I"))
-        infos = [self._read_tensor() for _ in range(tensors)]
+        entries = [self._read_tensor() for _ in range(tensor_count)]
         alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1:
             raise ValueError(f"general.alignment is {alignment}")
         start = -(-self._position // alignment) * alignment
-        found = {name: TensorInfo(self._file, start + at, shape, kind) for name, shape, kind, at in infos}
-        check_tensor_types(found)
-        end = max((info.offset + math.prod(info.stored_shape) for info in found.values()), default=0)
+        tensors = {name: TensorInfo(self._file, start + at, shape, kind) for name, shape, kind, at in entries}
+        check_tensor_types(tensors)
+        end = max((info.offset + math.prod(info.stored_shape) for info in tensors.values()), default=0)
         if end > len(self._data):
             raise ValueError(f"has {len(self._data)} of {end} bytes")
-        return metadata, found
+        return metadata, tensors
 
     def _read_struct(self, form: str) -> tuple[Any, ...]:
-        found = struct.unpack_from(form, self._data, self._position)
+        numbers = struct.unpack_from(form, self._data, self._position)
         self._position += struct.calcsize(form)
-        return found
+        return numbers
 
     def _read_bytes(self, count: int) -> bytes:
         if count > len(self._data) - self._position:
@@ -166,29 +171,33 @@ class HeaderReader:
     def _read_string(self) -> str:
         return self._read_bytes(*self._read_struct("<Q")).decode()
 
-    def _read_value(self, kind: int) -> Any:
-        if kind == STRING_TYPE:
+    def _read_value(self, type_number: int) -> JsonValue:
+        if type_number == STRING_TYPE:
             return self._read_string()
-        if kind != ARRAY_TYPE:
-            value = self._read_array(kind, 1)[0]
-            return float(str(np.float32(value))) if kind == FLOAT_TYPE else value  # 1e-05, not 9.99999974e-06
-        inner, count = self._read_struct("<IQ")
-        if inner == ARRAY_TYPE:
+        if type_number == FLOAT_TYPE:
+            return float(str(np.float32(self._read_array(type_number, 1)[0])))  # 1e-05, not 9.99999974e-06
+        if type_number != ARRAY_TYPE:
+            return self._read_array(type_number, 1)[0]
+        inner_type, count = self._read_struct("<IQ")
+        if inner_type == ARRAY_TYPE:
             raise ValueError("an array of arrays")
-        return [self._read_string() for _ in range(count)] if inner == STRING_TYPE else self._read_array(inner, count)
+        if inner_type == STRING_TYPE:
+            return [self._read_string() for _ in range(count)]
+        return self._read_array(inner_type, count)
 
-    def _read_array(self, kind: int, count: int) -> list[Any]:
-        if kind not in SCALAR_DTYPES:
-            raise ValueError(f"an entry of the unknown type {kind}")
-        dtype = np.dtype(SCALAR_DTYPES[kind])
+    def _read_array(self, type_number: int, count: int) -> list[JsonValue]:
+        if type_number not in SCALAR_DTYPES:
+            raise ValueError(f"an entry of the unknown type {type_number}")
+        dtype = np.dtype(SCALAR_DTYPES[type_number])
         return np.frombuffer(self._read_bytes(count * dtype.itemsize), dtype).tolist()
 
     def _read_tensor(self) -> tuple[str, tuple[int, ...], int, int]:
+        """Return a tensor's name, shape, type, and offset from the first tensor."""
         name = self._read_string()
-        (axes,) = self._read_struct("<I")
-        if not 0 < axes <= 4:
-            raise ValueError(f"the tensor {name} has {axes} axes")
-        shape = self._read_struct(f"<{axes}Q")
+        (axis_count,) = self._read_struct("<I")
+        if not 0 < axis_count <= 4:
+            raise ValueError(f"the tensor {name} has {axis_count} axes")
+        shape = self._read_struct(f"<{axis_count}Q")
         return name, tuple(reversed(shape)), *self._read_struct("<IQ")
 
 

@@ -1,4 +1,4 @@
-"""How byte-level BPE of a GGUF file cuts texts into words before it merges: what ``tokenizer.ggml.pre`` stands for."""
+"""The ways in which byte-level BPE of a GGUF file cuts texts into words, by their names in ``tokenizer.ggml.pre``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ SYMBOLS_AND_SLASHES = rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{SPACES}"
 LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 MARKED_LETTERS = r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+"
 # A word in camel case is cut before a capital; letters outside ASCII count as both small and capital, as in llama.cpp.
-CAPITAL_LETTER, SMALL_LETTER = r"(?:(?=\p{L})[^a-z])", r"(?:(?=\p{L})[^A-Z])"
+CAPITAL_LETTER = r"(?:(?=\p{L})[^a-z])"
+SMALL_LETTER = r"(?:(?=\p{L})[^A-Z])"
 CAMEL_CASE = [
     rf"[^\r\n\p{{L}}\p{{N}}]?{CAPITAL_LETTER}*{SMALL_LETTER}+",
     rf"[^\r\n\p{{L}}\p{{N}}]?{CAPITAL_LETTER}+{SMALL_LETTER}*",

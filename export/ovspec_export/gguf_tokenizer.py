@@ -6,9 +6,10 @@ import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ovspec.base.errors import OvspecError
+from ovspec.base.json_types import JsonValue
 from ovspec.base.progress import print_note
 from ovspec_export.gguf_file import CHECKPOINT_ADVICE
 from ovspec_export.gguf_pretokenizers import PRETOKENIZERS, PreTokenizer
@@ -38,8 +39,8 @@ SPACE_KEEPING_TOKENS = (
 )  # special tokens of Phi-3 that don't take the white space after them
 
 
-def build_gguf_tokenizer(entries: Mapping[str, Any], name: str) -> PreTrainedTokenizerFast:
-    """Return the tokenizer that the metadata of the GGUF file ``name`` describes.
+def build_gguf_tokenizer(entries: Mapping[str, JsonValue], name: str) -> PreTrainedTokenizerFast:
+    """Return the tokenizer that the metadata entries of the GGUF file ``name`` describe.
 
     Raises:
         OvspecError: it is of a kind that can't be built, or the metadata is damaged.
@@ -49,27 +50,25 @@ def build_gguf_tokenizer(entries: Mapping[str, Any], name: str) -> PreTrainedTok
     metadata = read_tokenizer_metadata(entries, name)
     pre_tokenizer = choose_pre_tokenizer(metadata, name)
     vocabulary = read_vocabulary(metadata, entries, name)
-    roles = vocabulary.role_ids
     templates = read_gguf_templates(entries, name)
-    tokenizer = (
-        build_byte_level_bpe(metadata, vocabulary, pre_tokenizer, name)
-        if pre_tokenizer
-        else build_sentencepiece_bpe(metadata, vocabulary, name)
-    )
-    add_special_tokens(
-        tokenizer, vocabulary, is_phi3=any(sign in metadata.general_name.lower() for sign in ("phi-3", "phi3"))
-    )
+    if pre_tokenizer:
+        tokenizer = build_byte_level_bpe(metadata, vocabulary, pre_tokenizer, name)
+    else:
+        tokenizer = build_sentencepiece_bpe(metadata, vocabulary, name)
+    is_phi3 = any(sign in metadata.general_name.lower() for sign in ("phi-3", "phi3"))
+    add_special_tokens(tokenizer, vocabulary, is_phi3)
     add_bos_and_eos(tokenizer, metadata, vocabulary, pre_tokenizer.add_bos if pre_tokenizer else True, name)
-    made = PreTrainedTokenizerFast(
+    role_ids = vocabulary.role_ids
+    hf_tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         clean_up_tokenization_spaces=False,
-        **{ours: vocabulary.tokens[roles[role]] for role, ours in HF_ROLE_NAMES.items() if role in roles},
+        **{key: vocabulary.tokens[role_ids[role]] for role, key in HF_ROLE_NAMES.items() if role in role_ids},
     )
-    made.chat_template = templates.get("default") if templates.keys() <= {"default"} else templates
-    return made
+    hf_tokenizer.chat_template = templates.get("default") if templates.keys() <= {"default"} else templates
+    return hf_tokenizer
 
 
-def read_end_ids(entries: Mapping[str, Any], name: str = "the GGUF file") -> list[int]:
+def read_end_ids(entries: Mapping[str, JsonValue], name: str = "the GGUF file") -> list[int]:
     """Return the ids that end a text: EOS first, then those of other roles, and those that are known by their text."""
     return read_vocabulary(read_tokenizer_metadata(entries, name), entries, name).end_ids
 
@@ -83,15 +82,15 @@ def choose_pre_tokenizer(metadata: TokenizerMetadata, name: str) -> PreTokenizer
         raise OvspecError(
             f"{name}: its tokenizer is of the kind {kind}, which can't be converted; {CHECKPOINT_ADVICE}."
         )
-    pre = "gemma4" if metadata.model == "gemma4" else metadata.pre
-    if not pre:
+    pre_name = "gemma4" if metadata.model == "gemma4" else metadata.pre
+    if not pre_name:
         print_note(
             f"{name} doesn't say how its tokenizer cuts texts into words; some may get other tokens than in training."
         )
-        pre = "default"
-    if pre not in PRETOKENIZERS:
-        raise OvspecError(f"{name}: its pre-tokenizer {quote_shortened(pre)} is unknown; {CHECKPOINT_ADVICE}.")
-    return PRETOKENIZERS[pre]
+        pre_name = "default"
+    if pre_name not in PRETOKENIZERS:
+        raise OvspecError(f"{name}: its pre-tokenizer {quote_shortened(pre_name)} is unknown; {CHECKPOINT_ADVICE}.")
+    return PRETOKENIZERS[pre_name]
 
 
 def build_byte_level_bpe(
@@ -101,27 +100,30 @@ def build_byte_level_bpe(
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     merges = read_merges(metadata, vocabulary.token_ids, name)
-    cuts: list[Any] = [pre_tokenizers.Split(Regex(regex), "isolated") for regex in pre_tokenizer.regexes]
+    splits: list[pre_tokenizers.PreTokenizer] = [
+        pre_tokenizers.Split(Regex(regex), "isolated") for regex in pre_tokenizer.regexes
+    ]
     if pre_tokenizer.spelt_in_bytes:
         tokenizer = Tokenizer(models.BPE(vocabulary.token_ids, merges, ignore_merges=pre_tokenizer.ignore_merges))
         tokenizer.decoder = decoders.ByteLevel()
-        cuts.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+        splits.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
     else:
         tokenizer = build_character_bpe(vocabulary, merges, space_before=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(cuts)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits)
     return tokenizer
 
 
 def build_sentencepiece_bpe(metadata: TokenizerMetadata, vocabulary: GgufVocabulary, name: str) -> Tokenizer:
     """Return SentencePiece's BPE: the two neighbours that make the token with the best score are merged first."""
-    scores = metadata.scores or [0.0] * len(vocabulary.tokens)
+    scores = list(metadata.scores or [0.0] * len(vocabulary.tokens))
     if len(scores) < len(vocabulary.tokens):
         raise damaged_tokenizer_error(name, f"{len(vocabulary.tokens)} tokens have {len(scores)} scores")
     if not all(map(math.isfinite, scores)):
         raise damaged_tokenizer_error(name, "a score is not a number")
-    if len({score for score, kind in zip(scores, vocabulary.token_types, strict=False) if kind == NORMAL}) > 1:
+    token_types = zip(scores, vocabulary.token_types, strict=False)
+    if len({score for score, token_type in token_types if token_type == NORMAL}) > 1:
         if not metadata.add_space_prefix:
-            spell_spaces(vocabulary, scores := list(scores))
+            spell_spaces(vocabulary, scores)
         merges = list(derive_merges(vocabulary, scores))
     else:  # converted from a checkpoint that has merges instead
         merges = read_merges(metadata, vocabulary.token_ids, name)
@@ -134,9 +136,9 @@ def build_character_bpe(vocabulary: GgufVocabulary, merges: list[tuple[str, str]
 
     unknown = vocabulary.tokens[vocabulary.role_ids["unknown"]] if "unknown" in vocabulary.role_ids else None
     tokenizer = Tokenizer(models.BPE(vocabulary.token_ids, merges, unk_token=unknown, byte_fallback=True))
-    spaces: list[Any] = [normalizers.Prepend(SPACE_SYMBOL)] * space_before
+    spaces: list[normalizers.Normalizer] = [normalizers.Prepend(SPACE_SYMBOL)] * space_before
     tokenizer.normalizer = normalizers.Sequence([*spaces, normalizers.Replace(" ", SPACE_SYMBOL)])
-    steps: list[Any] = [decoders.Replace(SPACE_SYMBOL, " "), decoders.ByteFallback(), decoders.Fuse()]
+    steps: list[decoders.Decoder] = [decoders.Replace(SPACE_SYMBOL, " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*steps, *[decoders.Strip(" ", 1, 0)] * space_before])
     return tokenizer
 
@@ -147,16 +149,19 @@ def spell_spaces(vocabulary: GgufVocabulary, scores: list[float]) -> None:
     Merged before all others, they are found where they would be found in the text. OpenVINO's tokenizer would miss
     some of those.
     """
-    ids, types = vocabulary.token_ids, vocabulary.token_types
+    token_ids = vocabulary.token_ids
+    token_types = vocabulary.token_types
     for length in itertools.count(2):
         spelt = SPACE_SYMBOL * length
-        found = [run for run in (" " * length, spelt) if run in ids]
-        if len(found) != 1 or types[ids[found[0]]] != USER_DEFINED or spelt[1:] not in ids:
+        spellings = [spelling for spelling in (" " * length, spelt) if spelling in token_ids]
+        if len(spellings) != 1 or token_types[token_ids[spellings[0]]] != USER_DEFINED or spelt[1:] not in token_ids:
             return
-        index = ids.pop(found[0])
-        ids[spelt], vocabulary.tokens[index], types[index] = index, spelt, NORMAL
-        if found[0] != spelt:
-            scores[index] = math.inf
+        token_id = token_ids.pop(spellings[0])
+        token_ids[spelt] = token_id
+        vocabulary.tokens[token_id] = spelt
+        token_types[token_id] = NORMAL
+        if spellings[0] != spelt:
+            scores[token_id] = math.inf
 
 
 def derive_merges(vocabulary: GgufVocabulary, scores: list[float]) -> Iterator[tuple[str, str]]:
@@ -164,12 +169,14 @@ def derive_merges(vocabulary: GgufVocabulary, scores: list[float]) -> Iterator[t
 
     So a run of spaces or of line ends, whose tokens share a score, grows from its left end.
     """
-    ids = vocabulary.token_ids
-    order = sorted(zip(scores, vocabulary.tokens, strict=False), key=lambda it: (it[0], len(it[1])), reverse=True)
-    for _, token in order:
+    token_ids = vocabulary.token_ids
+    scored_tokens = sorted(
+        zip(scores, vocabulary.tokens, strict=False), key=lambda scored: (scored[0], len(scored[1])), reverse=True
+    )
+    for _, token in scored_tokens:
         # Of two pairs that overlap, SentencePiece merges the left one: in "ab a ba", that is the one cut further right.
         for cut in range(len(token) - 1, 0, -1):
-            if token[:cut] in ids and token[cut:] in ids:
+            if token[:cut] in token_ids and token[cut:] in token_ids:
                 yield token[:cut], token[cut:]
 
 
@@ -180,7 +187,8 @@ def read_merges(metadata: TokenizerMetadata, token_ids: dict[str, int], name: st
     merges = {}
     for merge in metadata.merges:
         cut = merge.find(" ", 1)
-        left, right = merge[:cut], merge[cut + 1 :]
+        left = merge[:cut]
+        right = merge[cut + 1 :]
         if cut < 0 or not token_ids.keys() >= {left, right, left + right}:
             raise damaged_tokenizer_error(name, f"the merge {quote_shortened(merge)} doesn't fit its tokens")
         merges[left, right] = None
@@ -195,12 +203,12 @@ def add_special_tokens(tokenizer: Tokenizer, vocabulary: GgufVocabulary, is_phi3
         [
             AddedToken(
                 text,
-                special=kind in SPECIAL_TYPES,
+                special=token_type in SPECIAL_TYPES,
                 normalized=False,
                 rstrip=is_phi3 and text not in SPACE_KEEPING_TOKENS,
             )
-            for text, kind in zip(vocabulary.tokens, vocabulary.token_types, strict=False)
-            if kind in (*SPECIAL_TYPES, USER_DEFINED)
+            for text, token_type in zip(vocabulary.tokens, vocabulary.token_types, strict=False)
+            if token_type in (*SPECIAL_TYPES, USER_DEFINED)
         ]
     )
 
@@ -215,14 +223,12 @@ def add_bos_and_eos(
         add_bos = metadata.add_bos_token
     order = ["bos"] * add_bos + ["$A"] + ["eos"] * metadata.add_eos_token
     if missing := next((role for role in order if role != "$A" and role not in vocabulary.role_ids), None):
-        raise damaged_tokenizer_error(
-            name, f"it adds {missing.upper()} to every text but doesn't say which token that is"
-        )
+        problem = f"it adds {missing.upper()} to every text but doesn't say which token that is"
+        raise damaged_tokenizer_error(name, problem)
     tokens = {role: vocabulary.tokens[vocabulary.role_ids[role]] for role in order if role != "$A"}
     if wrong := next((text for text in tokens.values() if re.search(r"^\$|:", text)), None):
-        raise damaged_tokenizer_error(
-            name, f"{quote_shortened(wrong)} can't be added to every text"
-        )  # it means something to tokenizers
+        # It has a meaning in templates of tokenizers.
+        raise damaged_tokenizer_error(name, f"{quote_shortened(wrong)} can't be added to every text")
     if tokens:
         tokenizer.post_processor = processors.TemplateProcessing(
             single=[tokens.get(role, role) for role in order],
@@ -230,13 +236,15 @@ def add_bos_and_eos(
         )
 
 
-def read_gguf_templates(entries: Mapping[str, Any], name: str) -> dict[str, str]:
-    """Return the chat templates by name; one without a name is called "default"."""
-    found = {key: value for key, value in entries.items() if key == TEMPLATE_KEY or key.startswith(f"{TEMPLATE_KEY}.")}
-    templates = {key.removeprefix(TEMPLATE_KEY)[1:] or "default": value for key, value in found.items()}
-    for key, value in templates.items():
-        if not isinstance(value, str) or not re.fullmatch(r"[\w-]+", key):  # the name becomes that of a file
-            raise damaged_tokenizer_error(
-                name, f"the chat template {quote_shortened(key)} is not a text, or has a name that can't be used"
-            )
+def read_gguf_templates(entries: Mapping[str, JsonValue], name: str) -> dict[str, str]:
+    """Return the chat templates by name; a template without a name is called "default"."""
+    templates = {
+        key.removeprefix(TEMPLATE_KEY)[1:] or "default": template
+        for key, template in entries.items()
+        if key == TEMPLATE_KEY or key.startswith(f"{TEMPLATE_KEY}.")
+    }
+    for key, template in templates.items():
+        if not isinstance(template, str) or not re.fullmatch(r"[\w-]+", key):  # the name becomes that of a file
+            problem = f"the chat template {quote_shortened(key)} is not a text, or has a name that can't be used"
+            raise damaged_tokenizer_error(name, problem)
     return templates

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 from msgspec import Meta, Struct, ValidationError, convert, field
 from msgspec.structs import fields
 
 from ovspec.base.errors import OvspecError
+from ovspec.base.json_types import JsonValue
 
 MOST_TOKENS = 2**20  # four times the largest vocabulary
 LONGEST_TOKEN = 2**12  # characters
@@ -51,7 +52,7 @@ NOT_ENDING_TOKENS = {
 
 
 class TokenizerMetadata(Struct, rename=lambda name: f"tokenizer.ggml.{name}"):
-    """What is read of a file's metadata, except chat templates and the ids of roles."""
+    """The entries of a file's metadata about its tokenizer, except chat templates and the ids of roles."""
 
     model: str
     tokens: Annotated[list[str], Meta(min_length=1, max_length=MOST_TOKENS)]
@@ -67,7 +68,7 @@ class TokenizerMetadata(Struct, rename=lambda name: f"tokenizer.ggml.{name}"):
 
 @dataclass
 class GgufVocabulary:
-    """Tokens and their types by id; ``roles`` holds the ids of ROLES that the vocabulary has."""
+    """Tokens and their types by id; ``role_ids`` are those of ``ROLES`` that the vocabulary has."""
 
     tokens: list[str]
     token_types: list[int]
@@ -76,9 +77,9 @@ class GgufVocabulary:
     end_ids: list[int]
 
 
-def read_tokenizer_metadata(entries: Mapping[str, Any], name: str) -> TokenizerMetadata:
+def read_tokenizer_metadata(entries: Mapping[str, JsonValue], name: str) -> TokenizerMetadata:
     """Return the metadata of the file ``name``; raise OvspecError if something is missing or of another type."""
-    keys = [entry.encode_name for entry in fields(TokenizerMetadata)]
+    keys = [metadata_field.encode_name for metadata_field in fields(TokenizerMetadata)]
     try:
         return convert({key: entries[key] for key in keys if key in entries}, TokenizerMetadata)
     except ValidationError as error:
@@ -86,50 +87,52 @@ def read_tokenizer_metadata(entries: Mapping[str, Any], name: str) -> TokenizerM
         raise damaged_tokenizer_error(name, problem[:200]) from None
 
 
-def read_vocabulary(metadata: TokenizerMetadata, entries: Mapping[str, Any], name: str) -> GgufVocabulary:
+def read_vocabulary(metadata: TokenizerMetadata, entries: Mapping[str, JsonValue], name: str) -> GgufVocabulary:
     """Return the tokens; raise OvspecError if two are equal, one is too long, or lists or ids don't fit them."""
-    tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(metadata.tokens)]
-    ids = {token: index for index, token in enumerate(tokens)}
-    if len(ids) < len(tokens):
-        twice = next(token for index, token in enumerate(tokens) if ids[token] != index)
+    tokens = [token or f"[EMPTY_{token_id}]" for token_id, token in enumerate(metadata.tokens)]
+    token_ids = {token: token_id for token_id, token in enumerate(tokens)}
+    if len(token_ids) < len(tokens):
+        twice = next(token for token_id, token in enumerate(tokens) if token_ids[token] != token_id)
         raise damaged_tokenizer_error(name, f"the token {quote_shortened(twice)} is there twice")
     longest = max(tokens, key=len)
     if len(longest) > LONGEST_TOKEN:
         raise damaged_tokenizer_error(name, f"the token {quote_shortened(longest)} has {len(longest)} characters")
-    types = list(metadata.token_type or [NORMAL] * len(tokens))
-    if len(types) < len(tokens):
-        raise damaged_tokenizer_error(name, f"{len(tokens)} tokens have {len(types)} types")
-    found = {role: read_role_id(role, entries, len(tokens), name) for role in (*ROLES, *ROLE_TOKENS)}
-    roles = {role: index for role, index in found.items() if index is not None}
-    for role, index in ASSUMED_ROLE_IDS.get(metadata.model, {}).items():
-        if index < len(tokens) and types[index] in SPECIAL_TYPES:
-            roles.setdefault(role, index)
-    for role, names in ROLE_TOKENS.items():
-        index = next((ids[text] for text in names.split() if text in ids), None)
-        if role not in roles and index is not None:
-            roles[role], types[index] = index, CONTROL
-    ends = dict.fromkeys(roles[role] for role in ENDING_ROLES if role in roles)  # in this order
+    token_types = list(metadata.token_type or [NORMAL] * len(tokens))
+    if len(token_types) < len(tokens):
+        raise damaged_tokenizer_error(name, f"{len(tokens)} tokens have {len(token_types)} types")
+    read_ids = {role: read_role_id(role, entries, len(tokens), name) for role in (*ROLES, *ROLE_TOKENS)}
+    role_ids = {role: token_id for role, token_id in read_ids.items() if token_id is not None}
+    for role, token_id in ASSUMED_ROLE_IDS.get(metadata.model, {}).items():
+        if token_id < len(tokens) and token_types[token_id] in SPECIAL_TYPES:
+            role_ids.setdefault(role, token_id)
+    for role, texts in ROLE_TOKENS.items():
+        token_id = next((token_ids[text] for text in texts.split() if text in token_ids), None)
+        if role not in role_ids and token_id is not None:
+            role_ids[role] = token_id
+            token_types[token_id] = CONTROL
+    end_ids = dict.fromkeys(role_ids[role] for role in ENDING_ROLES if role in role_ids)  # in this order
     for text in ENDING_TOKENS.split():
-        if text in ids:
-            ends[ids[text]], types[ids[text]] = None, CONTROL
+        if text in token_ids:
+            end_ids[token_ids[text]] = None
+            token_types[token_ids[text]] = CONTROL
     for text in VISIBLE_TOKENS:
-        if text in ids:
-            types[ids[text]] = USER_DEFINED
-    for texts, kind in NOT_ENDING_TOKENS.items():
-        if ids.keys() >= set(texts):
-            ends.pop(ids[texts[-1]], None)
-            types[ids[texts[-1]]] = kind
-    return GgufVocabulary(tokens, types, ids, roles, list(ends))
+        if text in token_ids:
+            token_types[token_ids[text]] = USER_DEFINED
+    for texts, token_type in NOT_ENDING_TOKENS.items():
+        if token_ids.keys() >= set(texts):
+            end_ids.pop(token_ids[texts[-1]], None)
+            token_types[token_ids[texts[-1]]] = token_type
+    return GgufVocabulary(tokens, token_types, token_ids, role_ids, list(end_ids))
 
 
-def read_role_id(role: str, entries: Mapping[str, Any], token_count: int, name: str) -> int | None:
+def read_role_id(role: str, entries: Mapping[str, JsonValue], token_count: int, name: str) -> int | None:
     key = f"tokenizer.ggml.{role}_token_id"
-    index = entries.get(key)
-    if index is None or (type(index) is int and 0 <= index < token_count):
-        return index
-    if type(index) is int and role not in ("bos", "eos"):
+    token_id = entries.get(key)
+    if token_id is None or (type(token_id) is int and 0 <= token_id < token_count):
+        return token_id
+    if type(token_id) is int and role not in ("bos", "eos"):
         return None  # such as 2**32 - 1 for padding, in real files
-    raise damaged_tokenizer_error(name, f"{key} is {str(index)[:50]}, and there are {token_count} tokens")
+    raise damaged_tokenizer_error(name, f"{key} is {str(token_id)[:50]}, and there are {token_count} tokens")
 
 
 def damaged_tokenizer_error(name: str, problem: str) -> OvspecError:
@@ -137,5 +140,5 @@ def damaged_tokenizer_error(name: str, problem: str) -> OvspecError:
 
 
 def quote_shortened(text: str) -> str:
-    """Return the text as it may stand in a message."""
+    """Return the text in quotes for a message, shortened if it is long."""
     return repr(text if len(text) <= 50 else text[:50] + "…")
