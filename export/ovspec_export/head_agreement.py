@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import openvino as ov
 import torch
@@ -25,49 +23,53 @@ def check_head_ir(head: EagleHead, model: ov.Model, states: np.ndarray | None = 
     """Raise OvspecError if ``model`` computes other features, logits or outputs than ``head``.
 
     It reads a text step by step with a cache, as one of two rows; torch reads each row anew from its beginning.
-    states: what the target's layers read of some text, (positions, width) float32; random ones if it doesn't fit.
+    states: the inputs of the target's layers for some text, (positions, width) float32; random ones if it doesn't fit.
     """
     layout = head.layout
     draws = np.random.default_rng(0)
-    needed = (KNOWN_ENTRIES, layout.tap_count * layout.target_hidden_size)
-    fits = states is not None and len(states) >= KNOWN_ENTRIES and states[:KNOWN_ENTRIES].shape == needed
-    states = states[:KNOWN_ENTRIES] if fits and states is not None else draws.standard_normal(needed).astype(np.float32)
-    if head.embed_tokens is not None:
-        tokens = draws.integers(0, layout.vocab_size, FIRST_ENTRIES + UNROLLED_ENTRIES + LAST_ENTRIES)
+    states_shape = (KNOWN_ENTRIES, layout.tap_count * layout.target_hidden_size)
+    if states is not None and len(states) >= KNOWN_ENTRIES and states[:KNOWN_ENTRIES].shape == states_shape:
+        states = states[:KNOWN_ENTRIES]
     else:
-        tokens = draws.standard_normal((FIRST_ENTRIES + UNROLLED_ENTRIES + LAST_ENTRIES, layout.hidden_size)).astype(
-            np.float32
-        )
+        states = draws.standard_normal(states_shape).astype(np.float32)
+    entry_count = FIRST_ENTRIES + UNROLLED_ENTRIES + LAST_ENTRIES
+    if head.embed_tokens is not None:
+        tokens = draws.integers(0, layout.vocab_size, entry_count)
+    else:
+        tokens = draws.standard_normal((entry_count, layout.hidden_size)).astype(np.float32)
     rows = [
         compute_head_outputs(head, tokens[start:], states[start:], FIRST_ENTRIES - start)
         for start in (0, MISSING_ENTRIES)
     ]
     expected = {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
-    found = compute_ir_outputs(model, tokens, states)
-    for name, ours in found.items():
+    for name, ours in compute_ir_outputs(model, tokens, states).items():
         theirs = expected[name]
-        apart = float(np.nan_to_num(np.sqrt(np.square(ours - theirs).mean()) / (theirs.std() + 1e-30), nan=np.inf))
-        if apart > OUTPUT_TOLERANCE:
+        root_mean_square = np.sqrt(np.square(ours - theirs).mean())
+        difference = float(np.nan_to_num(root_mean_square / (theirs.std() + 1e-30), nan=np.inf))
+        if difference > OUTPUT_TOLERANCE:
             raise OvspecError(
-                f"the IR of the head computes other {name} than the checkpoint: they differ by {apart:.2g} of their "
-                f"spread; {REPORT_ADVICE}"
+                f"the IR of the head computes other {name} than the checkpoint: they differ by {difference:.2g} of "
+                f"their spread; {REPORT_ADVICE}"
             )
 
 
-def compute_head_outputs(head: EagleHead, tokens: np.ndarray, states: np.ndarray, first: int) -> dict[str, np.ndarray]:
-    """Return a row's outputs by name, (entries, width), where ``first`` entries come before the unrolled ones."""
+def compute_head_outputs(
+    head: EagleHead, tokens: np.ndarray, states: np.ndarray, first_entries: int
+) -> dict[str, np.ndarray]:
+    """Return a row's outputs by name, (entries, width), where ``first_entries`` come before the unrolled ones."""
     with torch.no_grad():
-        taps, ids = torch.from_numpy(states)[None], torch.from_numpy(tokens)[None]
+        taps = torch.from_numpy(states)[None]
+        ids = torch.from_numpy(tokens)[None]
         fused = head.fuse_states(taps)
 
-        def run_head(features: torch.Tensor) -> tuple[Any, ...]:
-            ones = torch.ones(features.shape[:2], dtype=torch.int64)
-            return head(ids[:, : ones.shape[1]], features, ones, ones.cumsum(1) - 1, taps, *head.make_empty_cache())
+        def run_head(features: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            mask = torch.ones(features.shape[:2], dtype=torch.int64)
+            return head(ids[:, : mask.shape[1]], features, mask, mask.cumsum(1) - 1, taps, *head.make_empty_cache())
 
-        features = fused[:, :first]
+        features = fused[:, :first_entries]
         for _ in range(UNROLLED_ENTRIES):
             features = torch.cat((features, run_head(features)[1][:, -1:]), 1)
-        logits, hidden, *_ = run_head(torch.cat((features, fused[:, first:]), 1))
+        logits, hidden, *_ = run_head(torch.cat((features, fused[:, first_entries:]), 1))
     outputs = {"fused": fused, "logits": logits, "hidden": hidden}
     return {name: output[0].numpy() for name, output in outputs.items()}
 
@@ -76,33 +78,34 @@ def compute_ir_outputs(model: ov.Model, tokens: np.ndarray, states: np.ndarray) 
     """Return the outputs of ``model`` for both rows, one after the other: (entries, width) by name."""
     options = DeviceOptions(precision="f32", properties={"CACHE_DIR": ""})
     request = openvino_core().compile_model(model, "CPU", make_compile_properties(options)).create_infer_request()
-    name = next(port.get_any_name() for port in request.model_inputs if port.get_any_name().startswith("input"))
+    tokens_input = next(port.get_any_name() for port in request.model_inputs if port.get_any_name().startswith("input"))
     alive = np.ones((2, len(tokens)), dtype=np.int64)
     alive[1, :MISSING_ENTRIES] = 0
     positions = np.maximum(alive.cumsum(1) - 1, 0)
-    both_tokens, both_states = np.stack([tokens] * 2), np.stack([states] * 2)
+    both_tokens = np.stack([tokens] * 2)
+    both_states = np.stack([states] * 2)
 
-    def run_ir(start: int, end: int, features: np.ndarray, known: np.ndarray) -> dict[str, np.ndarray]:
-        feed = {
-            name: both_tokens[:, start:end],
+    def run_ir(start: int, end: int, features: np.ndarray, target_states: np.ndarray) -> dict[str, np.ndarray]:
+        inputs = {
+            tokens_input: both_tokens[:, start:end],
             "hidden_states": features,
             "attention_mask": alive[:, :end],
             "position_ids": positions[:, start:end],
-            "target_hidden_states": known,
+            "target_hidden_states": target_states,
             "beam_idx": np.arange(2, dtype=np.int32),
         }
-        request.infer(feed)
-        return {each: request.get_tensor(each).data.copy() for each in ("logits", "hidden", "fused")}
+        request.infer(inputs)
+        return {name: request.get_tensor(name).data.copy() for name in ("logits", "hidden", "fused")}
 
     # The branch that fuses reads nothing else, so other features do for its first run.
-    fused = run_ir(0, 1, np.zeros((2, 1, request.get_tensor("hidden").shape[-1]), np.float32), both_states)["fused"]
+    no_features = np.zeros((2, 1, request.get_tensor("hidden").shape[-1]), np.float32)
+    fused = run_ir(0, 1, no_features, both_states)["fused"]
     request.reset_state()
-    found = [run_ir(0, FIRST_ENTRIES, fused[:, :FIRST_ENTRIES], both_states[:, :FIRST_ENTRIES])]
-    for end in range(FIRST_ENTRIES + 1, FIRST_ENTRIES + UNROLLED_ENTRIES + 1):
-        found.append(run_ir(end - 1, end, found[-1]["hidden"][:, -1:], both_states[:, :1]))
-    found.append(
-        run_ir(FIRST_ENTRIES + UNROLLED_ENTRIES, len(tokens), fused[:, FIRST_ENTRIES:], both_states[:, FIRST_ENTRIES:])
-    )
-    outputs = {each: np.concatenate([part[each] for part in found], 1) for each in ("logits", "hidden")}
-    outputs = {"fused": fused, **outputs}
-    return {each: np.concatenate((both[0], both[1, MISSING_ENTRIES:])) for each, both in outputs.items()}
+    runs = [run_ir(0, FIRST_ENTRIES, fused[:, :FIRST_ENTRIES], both_states[:, :FIRST_ENTRIES])]
+    first_known = FIRST_ENTRIES + UNROLLED_ENTRIES
+    for end in range(FIRST_ENTRIES + 1, first_known + 1):
+        runs.append(run_ir(end - 1, end, runs[-1]["hidden"][:, -1:], both_states[:, :1]))
+    runs.append(run_ir(first_known, len(tokens), fused[:, FIRST_ENTRIES:], both_states[:, FIRST_ENTRIES:]))
+    outputs = {"fused": fused}
+    outputs |= {name: np.concatenate([run[name] for run in runs], 1) for name in ("logits", "hidden")}
+    return {name: np.concatenate((output[0], output[1, MISSING_ENTRIES:])) for name, output in outputs.items()}

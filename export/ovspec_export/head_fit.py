@@ -19,10 +19,12 @@ NAME_CHECKPOINT_ADVICE = "name the head's checkpoint instead, which ovspec expor
 
 @dataclass(frozen=True)
 class HeadSizes:
-    """What has to fit a target.
+    """The sizes of a head that have to fit its target.
 
-    width: of the states that it reads, of ``taps`` layers together. layers: these, or None for the default.
-    ids: the target's ids of the tokens that it can propose. known: for each of the target's, whether it can.
+    states_width: of the states that it reads, of ``tap_count`` layers together.
+    tap_layers: these layers, or None for the default.
+    proposed_ids: the target's ids of the tokens that it can propose.
+    proposable: for each of the target's ids, whether it can propose it.
     own_embedding, own_lm_head: whether it has them; else they are made of the target's embedding.
     """
 
@@ -74,17 +76,17 @@ def read_head_ir_sizes(head: HeadSource) -> HeadSizes:
         inputs, outputs = (
             {port.get_any_name(): port for port in ports if port.get_names()} for ports in (model.inputs, model.outputs)
         )
-        ids = read_target_ids(model)
-        if FUSION_OUTPUT not in outputs or ids is None or not model.has_rt_info(TARGET_LAYERS_INFO):
+        proposed_ids = read_target_ids(model)
+        if FUSION_OUTPUT not in outputs or proposed_ids is None or not model.has_rt_info(TARGET_LAYERS_INFO):
             raise OvspecError(f"{head.name}: an IR of a head that ovspec can't use; {NAME_CHECKPOINT_ADVICE}.")
-        layers = read_target_layers(model)
+        tap_layers = read_target_layers(model)
         return HeadSizes(
             hidden_size=outputs[HIDDEN_OUTPUT].get_partial_shape()[2].get_length(),
             states_width=inputs[FUSION_INPUT].get_partial_shape()[2].get_length(),
-            tap_count=len(layers),
+            tap_count=len(tap_layers),
             vocab_size=head.config_number("vocab"),
-            proposed_ids=ids,
-            tap_layers=layers,
+            proposed_ids=proposed_ids,
+            tap_layers=tap_layers,
             own_embedding="input_ids" in inputs,
         )
     except (RuntimeError, KeyError, ValueError):
@@ -97,40 +99,42 @@ def check_head_fits(target: Source, head: HeadSource) -> list[int]:
     Raises:
         OvspecError: the head was made for a target of another width, vocabulary or number of layers.
     """
-    sizes, refused = read_head_sizes(head), f"{head.name} cannot draft for {target.name}:"
-    hidden, vocab, layers = (target.config_number(what) for what in ("hidden", "vocab", "layers"))
-    if hidden is None or vocab is None or layers is None:
+    sizes = read_head_sizes(head)
+    refused = f"{head.name} cannot draft for {target.name}:"
+    hidden_size, vocab_size, layer_count = (target.config_number(name) for name in ("hidden", "vocab", "layers"))
+    if hidden_size is None or vocab_size is None or layer_count is None:
         raise OvspecError(f"{refused} the target's config.json doesn't say its width, vocabulary and layers.")
-    if sizes.states_width != sizes.tap_count * hidden:
+    if sizes.states_width != sizes.tap_count * hidden_size:
         raise OvspecError(
             f"{refused} it reads {sizes.tap_count} layers, {sizes.states_width} values in all, but the target is "
-            f"{hidden} wide."
+            f"{hidden_size} wide."
         )
-    if not sizes.own_embedding and sizes.hidden_size != hidden:
+    if not sizes.own_embedding and sizes.hidden_size != hidden_size:
         raise OvspecError(
             f"{refused} it has no embedding of its own and is {sizes.hidden_size} wide, but the target's embedding "
-            f"{hidden}."
+            f"{hidden_size}."
         )
     if not sizes.own_embedding and not sizes.own_lm_head and target.is_ir:
         raise OvspecError(f"{refused} its lm_head is made of the target's embedding; name the target's checkpoint.")
-    if sizes.vocab_size != vocab:
-        raise OvspecError(f"{refused} it was made for {sizes.vocab_size} tokens, but the target has {vocab}.")
-    check_proposed_ids(sizes, vocab, head.name)
-    found = list(sizes.tap_layers or default_tap_layers(layers))
-    wrong = next((layer for layer in found if not 0 <= layer < layers), None)
-    if wrong is not None:
+    if sizes.vocab_size != vocab_size:
+        raise OvspecError(f"{refused} it was made for {sizes.vocab_size} tokens, but the target has {vocab_size}.")
+    check_proposed_ids(sizes, vocab_size, head.name)
+    tap_layers = list(sizes.tap_layers or default_tap_layers(layer_count))
+    if any(not 0 <= layer < layer_count for layer in tap_layers):
         raise OvspecError(
-            f"{refused} it reads the inputs of its layers {', '.join(map(str, found))}, but the target has {layers} "
-            f"(0 to {layers - 1})."
+            f"{refused} it reads the inputs of its layers {', '.join(map(str, tap_layers))}, but the target has "
+            f"{layer_count} (0 to {layer_count - 1})."
         )
-    return found
+    return tap_layers
 
 
-def check_proposed_ids(sizes: HeadSizes, vocab: int, name: str) -> None:
+def check_proposed_ids(sizes: HeadSizes, vocab_size: int, name: str) -> None:
     """Raise OvspecError if the tokens that a head can propose aren't different tokens of the target."""
     ids = sizes.proposed_ids
-    if ids.min() < 0 or ids.max() >= vocab:
-        raise OvspecError(f"{name}: its d2t names the token {ids.min() if ids.min() < 0 else ids.max()} of {vocab}.")
+    lowest = ids.min()
+    highest = ids.max()
+    if lowest < 0 or highest >= vocab_size:
+        raise OvspecError(f"{name}: its d2t names the token {lowest if lowest < 0 else highest} of {vocab_size}.")
     if len(np.unique(ids)) < len(ids):
         raise OvspecError(f"{name}: its d2t names a token twice.")
     if sizes.proposable is not None and not np.array_equal(np.flatnonzero(sizes.proposable), np.sort(ids)):

@@ -8,11 +8,11 @@ entry's feature where the target has computed none yet.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from ovspec.base.errors import OvspecError
+from ovspec.base.json_types import JsonObject, JsonValue
 
 HEAD_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3DraftModel", "Eagle3Speculator")
 LAYER_CONFIG = "transformer_layer_config"  # the entry of a config of speculators that describes the decoder layer
@@ -28,15 +28,15 @@ IGNORED_TENSORS = re.compile(r"verifier_|(.*\.)?rotary_emb\.|[dt]2[dt]$")
 class HeadLayout:
     """Sizes and options of a head.
 
-    vocab: the target's tokens. draft_vocab: those it can propose.
-    taps: how many layers of the target a feature is fused from. target_hidden: the width of each.
-    tap_layers: these layers, of which the inputs are taken; None for the default, which depends on the target.
-    norms: where the fused states are normalised: "" for nowhere, "before_fc" (together) or "fc" (each layer's).
+    vocab_size: the number of the target's tokens. draft_vocab_size: the number of tokens that it can propose.
+    tap_count: the number of the target's layers that a feature is fused from. target_hidden_size: the width of each.
+    tap_layers: these layers, of which the inputs are read; None for the default, which depends on the target.
+    fused_norm: where the fused states are normalised: "" for nowhere, "before_fc" (together) or "fc" (each layer's).
     norm_before_residual: the residual is the normalised feature.
     norm_before_head: the lm_head reads the normalised output.
     norm_output: the normalised output is the next feature, too.
-    rope: what the config says of the rotary embedding, and max_position_embeddings.
-    own_embedding, own_lm_head: whether the checkpoint has them. biases: names of the linear layers that have one.
+    rope_config: the config's entries about the rotary embedding, and max_position_embeddings.
+    own_embedding, own_lm_head: whether the checkpoint has them. biased_layers: names of the linear layers with a bias.
     """
 
     hidden_size: int
@@ -56,52 +56,60 @@ class HeadLayout:
     norm_before_residual: bool = False
     norm_before_head: bool = True
     norm_output: bool = False
-    rope_config: dict[str, Any] = field(default_factory=dict)
+    rope_config: JsonObject = field(default_factory=dict)
     own_embedding: bool = True
     own_lm_head: bool = True
     biased_layers: frozenset[str] = frozenset()
 
     def tensor_shapes(self) -> dict[str, list[int]]:
         """Return the shapes of its tensors, by the names that ``EagleHead`` has for them."""
-        width, queries, keys = self.hidden_size, self.head_count * self.head_dim, self.kv_head_count * self.head_dim
-        fused = self.tap_count * self.target_hidden_size
+        width = self.hidden_size
+        query_width = self.head_count * self.head_dim
+        key_width = self.kv_head_count * self.head_dim
+        states_width = self.tap_count * self.target_hidden_size
         linear = {
-            "fc": [width, fused],
-            "layer.self_attn.q_proj": [queries, 2 * width],
-            "layer.self_attn.k_proj": [keys, 2 * width],
-            "layer.self_attn.v_proj": [keys, 2 * width],
-            "layer.self_attn.o_proj": [width, queries],
+            "fc": [width, states_width],
+            "layer.self_attn.q_proj": [query_width, 2 * width],
+            "layer.self_attn.k_proj": [key_width, 2 * width],
+            "layer.self_attn.v_proj": [key_width, 2 * width],
+            "layer.self_attn.o_proj": [width, query_width],
             "layer.mlp.gate_proj": [self.intermediate_size, width],
             "layer.mlp.up_proj": [self.intermediate_size, width],
             "layer.mlp.down_proj": [width, self.intermediate_size],
         }
-        linear |= {"embed_tokens": [self.vocab_size, width]} if self.own_embedding else {}
-        linear |= {"lm_head": [self.draft_vocab_size, width]} if self.own_lm_head else {}
+        if self.own_embedding:
+            linear["embed_tokens"] = [self.vocab_size, width]
+        if self.own_lm_head:
+            linear["lm_head"] = [self.draft_vocab_size, width]
         norms = ("layer.input_layernorm", "layer.hidden_norm", "layer.post_attention_layernorm", "norm")
-        vectors = dict.fromkeys(norms, width)
-        vectors |= {f"layer.self_attn.{name}_norm": self.head_dim for name in "qk"} if self.qk_norm else {}
-        vectors |= {"input_norm": fused} if self.fused_norm == "before_fc" else {}
-        vectors |= (
-            {f"fc_norm.{i}": self.target_hidden_size for i in range(self.tap_count)} if self.fused_norm == "fc" else {}
-        )
-        found = linear | {name: [size] for name, size in vectors.items()}
-        shapes = {f"{name}.weight": shape for name, shape in found.items()}
+        norm_widths = dict.fromkeys(norms, width)
+        if self.qk_norm:
+            norm_widths |= {f"layer.self_attn.{name}_norm": self.head_dim for name in "qk"}
+        if self.fused_norm == "before_fc":
+            norm_widths["input_norm"] = states_width
+        if self.fused_norm == "fc":
+            norm_widths |= {f"fc_norm.{i}": self.target_hidden_size for i in range(self.tap_count)}
+        shapes = {f"{name}.weight": shape for name, shape in linear.items()}
+        shapes |= {f"{name}.weight": [norm_width] for name, norm_width in norm_widths.items()}
         return shapes | {f"{name}.bias": [linear[name][0]] for name in self.biased_layers}
 
 
-def is_head_config(config: Mapping[str, Any]) -> bool:
+def is_head_config(config: Mapping[str, JsonValue]) -> bool:
     """Return whether a config.json is that of an EAGLE-3 head."""
-    given = config.get("architectures")
-    names = {str(name) for name in given} if isinstance(given, list) else set()
+    architectures = config.get("architectures")
+    names = {str(name) for name in architectures} if isinstance(architectures, list) else set()
     # EAGLE's authors call theirs a Llama.
-    theirs = names == {"LlamaForCausalLM"} and "draft_vocab_size" in config
-    return theirs or bool({*HEAD_ARCHITECTURES} & names) or config.get("speculators_model_type") == "eagle3"
+    is_named_llama = names == {"LlamaForCausalLM"} and "draft_vocab_size" in config
+    is_speculators = config.get("speculators_model_type") == "eagle3"
+    return is_named_llama or bool({*HEAD_ARCHITECTURES} & names) or is_speculators
 
 
-def flatten_head_config(config: Mapping[str, Any]) -> dict[str, Any]:
+def flatten_head_config(config: Mapping[str, JsonValue]) -> JsonObject:
     """Return a head's config with the entries of its layer beside the others, where speculators nests them."""
-    inner = config.get(LAYER_CONFIG)
-    flat = {**config, **inner} if isinstance(inner, dict) else dict(config)
+    flat = dict(config)
+    layer_config = config.get(LAYER_CONFIG)
+    if isinstance(layer_config, dict):
+        flat |= layer_config
     return flat | {"architectures": config.get("architectures")}
 
 
@@ -110,123 +118,132 @@ def map_tensor_name(name: str) -> str:
     return re.sub(r"^(midlayer|layers\.0)\.", "layer.", name.removeprefix("model."))
 
 
-def read_head_layout(config: Mapping[str, Any], shapes: Mapping[str, Sequence[int]], name: str) -> HeadLayout:
-    """Return what the config and the shapes of the tensors say of a head.
+def read_head_layout(config: Mapping[str, JsonValue], shapes: Mapping[str, Sequence[int]], name: str) -> HeadLayout:
+    """Return the layout by the config and the shapes of the tensors of a head.
 
     Raises:
         OvspecError: it has a part that isn't supported, lacks a tensor, or the two contradict each other.
     """
     flat = flatten_head_config(config)
-    tensor_shapes = {
-        map_tensor_name(each): list(shape)
-        for each, shape in shapes.items()
-        if not IGNORED_TENSORS.match(map_tensor_name(each))
-    }
+    tensor_shapes = {map_tensor_name(tensor): list(shape) for tensor, shape in shapes.items()}
+    tensor_shapes = {tensor: shape for tensor, shape in tensor_shapes.items() if not IGNORED_TENSORS.match(tensor)}
     check_head_supported(flat, tensor_shapes, name)
-    lacking = next((each for each in ("fc", "norm") if f"{each}.weight" not in tensor_shapes), None)
-    if lacking:
-        raise OvspecError(f"{name}: the head lacks the tensor {lacking}.weight.")
+    for tensor in ("fc.weight", "norm.weight"):
+        if tensor not in tensor_shapes:
+            raise OvspecError(f"{name}: the head lacks the tensor {tensor}.")
     try:
         layout = build_head_layout(flat, tensor_shapes, isinstance(config.get(LAYER_CONFIG), dict))
     except (KeyError, TypeError, ValueError, IndexError, ZeroDivisionError) as error:
         raise OvspecError(f"{name}: its config.json lacks an entry, or has a wrong one ({error}).") from None
     expected = layout.tensor_shapes()
-    for each in sorted({*expected, *tensor_shapes}):
-        if each not in expected:
-            raise OvspecError(f"{name}: the head has a tensor that ovspec doesn't know ({each}).")
-        if each not in tensor_shapes:
-            raise OvspecError(f"{name}: the head lacks the tensor {each}.")
-        if expected[each] != tensor_shapes[each]:
-            shown = [" x ".join(map(str, shape)) for shape in (tensor_shapes[each], expected[each])]
-            raise OvspecError(f"{name}: its tensor {each} is {shown[0]}, but by its config.json it is {shown[1]}.")
+    for tensor in sorted({*expected, *tensor_shapes}):
+        if tensor not in expected:
+            raise OvspecError(f"{name}: the head has a tensor that ovspec doesn't know ({tensor}).")
+        if tensor not in tensor_shapes:
+            raise OvspecError(f"{name}: the head lacks the tensor {tensor}.")
+        if expected[tensor] != tensor_shapes[tensor]:
+            shape, expected_shape = (" x ".join(map(str, sizes[tensor])) for sizes in (tensor_shapes, expected))
+            raise OvspecError(f"{name}: its tensor {tensor} is {shape}, but by its config.json it is {expected_shape}.")
     return layout
 
 
 def build_head_layout(
-    config: Mapping[str, Any], tensor_shapes: Mapping[str, Sequence[int]], nested: bool
+    config: Mapping[str, JsonValue], tensor_shapes: Mapping[str, Sequence[int]], is_speculators: bool
 ) -> HeadLayout:
-    """Return the layout by the flat config; ``nested``: it is one of speculators."""
-    hidden, heads, vocab = (int(config[name]) for name in ("hidden_size", "num_attention_heads", "vocab_size"))
-    ids = read_tap_layers(config)
-    taps = len(ids) if ids else DEFAULT_TAP_COUNT
-    head_dim = config.get("head_dim") or tensor_shapes.get("layer.self_attn.q_norm.weight", [hidden // heads])[0]
-    norms = "before_fc" if config.get("norm_before_fc") else "fc" if config.get("fc_norm") else ""
-    rope = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings")
+    """Return the layout by the flat config. is_speculators: the config was nested, as speculators writes it."""
+    hidden_size, head_count, vocab_size = (
+        int(config[name]) for name in ("hidden_size", "num_attention_heads", "vocab_size")
+    )
+    tap_layers = read_tap_layers(config)
+    tap_count = len(tap_layers or ()) or DEFAULT_TAP_COUNT
+    head_dim = config.get("head_dim")
+    if not head_dim:
+        head_dim = tensor_shapes.get("layer.self_attn.q_norm.weight", [hidden_size // head_count])[0]
+    fused_norm = ""
+    if config.get("norm_before_fc"):
+        fused_norm = "before_fc"
+    elif config.get("fc_norm"):
+        fused_norm = "fc"
+    rope_entries = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings")
     return HeadLayout(
-        hidden_size=hidden,
+        hidden_size=hidden_size,
         intermediate_size=int(config["intermediate_size"]),
-        head_count=heads,
-        kv_head_count=int(config.get("num_key_value_heads") or heads),
+        head_count=head_count,
+        kv_head_count=int(config.get("num_key_value_heads") or head_count),
         head_dim=int(head_dim),
-        vocab_size=vocab,
-        draft_vocab_size=int(config.get("draft_vocab_size") or vocab),
-        tap_count=taps,
-        target_hidden_size=tensor_shapes["fc.weight"][1] // taps,
-        tap_layers=ids,
+        vocab_size=vocab_size,
+        draft_vocab_size=int(config.get("draft_vocab_size") or vocab_size),
+        tap_count=tap_count,
+        target_hidden_size=tensor_shapes["fc.weight"][1] // tap_count,
+        tap_layers=tap_layers,
         norm_epsilon=float(config.get("rms_norm_eps", 1e-6)),
         activation=str(config.get("hidden_act", "silu")),
         qk_norm=config.get("model_type") == "qwen3",
-        fused_norm=norms,
+        fused_norm=fused_norm,
         norm_before_residual=bool(config.get("norm_before_residual")),
         # The same name says whether the lm_head reads normalised states, which is the usual, or the next entry, too.
-        norm_before_head=nested or config.get("norm_output") is not False,
-        norm_output=nested and bool(config.get("norm_output")),
-        rope_config={name: config[name] for name in rope if config.get(name) is not None},
+        norm_before_head=is_speculators or config.get("norm_output") is not False,
+        norm_output=is_speculators and bool(config.get("norm_output")),
+        rope_config={name: config[name] for name in rope_entries if config.get(name) is not None},
         own_embedding="embed_tokens.weight" in tensor_shapes,
         own_lm_head="lm_head.weight" in tensor_shapes,
-        biased_layers=frozenset(each.removesuffix(".bias") for each in tensor_shapes if each.endswith(".bias")),
+        biased_layers=frozenset(name.removesuffix(".bias") for name in tensor_shapes if name.endswith(".bias")),
     )
 
 
-def read_tap_layers(config: Mapping[str, Any]) -> tuple[int, ...] | None:
+def read_tap_layers(config: Mapping[str, JsonValue]) -> tuple[int, ...] | None:
     """Return the layers of the target whose inputs a head reads, or None if its config names none.
 
     speculators names them by their inputs; AngelSlim and SpecForge, in ``eagle_config``, by their outputs.
     """
-    inner = config.get("eagle_config")
-    outputs = inner.get(LAYER_IDS_ENTRY) if isinstance(inner, dict) else None
-    inputs = config.get(LAYER_IDS_ENTRY)
-    given = inputs if inputs else [each + 1 for each in outputs] if outputs else None
-    return tuple(int(each) for each in given) if given else None
+    if config.get(LAYER_IDS_ENTRY):
+        return tuple(int(layer) for layer in config[LAYER_IDS_ENTRY])
+    eagle_config = config.get("eagle_config")
+    if isinstance(eagle_config, dict) and eagle_config.get(LAYER_IDS_ENTRY):
+        return tuple(int(layer + 1) for layer in eagle_config[LAYER_IDS_ENTRY])
+    return None
 
 
-def default_tap_layers(count: int) -> list[int]:
-    """Return the layers of a target with ``count`` layers whose inputs a head reads if its config names none."""
-    return [2, count // 2, count - 3]
+def default_tap_layers(layer_count: int) -> list[int]:
+    """Return the layers of a target whose inputs a head reads if its config names none."""
+    return [2, layer_count // 2, layer_count - 3]
 
 
-def new_head_tap_layers(count: int) -> list[int]:
-    """Return the layers of a target with ``count`` layers whose inputs a new head reads."""
-    usual = default_tap_layers(count)
-    return usual if usual[0] < usual[1] < usual[2] else sorted({count // 4, count // 2, count - 1})
+def new_head_tap_layers(layer_count: int) -> list[int]:
+    """Return the layers of a target whose inputs a new head reads."""
+    tap_layers = default_tap_layers(layer_count)
+    if tap_layers[0] < tap_layers[1] < tap_layers[2]:
+        return tap_layers
+    return sorted({layer_count // 4, layer_count // 2, layer_count - 1})
 
 
-def check_head_supported(config: Mapping[str, Any], tensor_names: Mapping[str, Any], name: str) -> None:
-    """Raise OvspecError if a head has parts that ``EagleHead`` doesn't have. found: its tensors, if known yet."""
+def check_head_supported(config: Mapping[str, JsonValue], tensor_names: Iterable[str], name: str) -> None:
+    """Raise OvspecError if a head has parts that ``EagleHead`` doesn't have. tensor_names: empty if not known yet."""
     family = config.get("model_type", "llama")
     if family not in HEAD_FAMILIES:
         raise OvspecError(
             f"{name}: the head's layer is one of the family {family}; ovspec exports heads with layers of "
             f"{' or '.join(HEAD_FAMILIES)}."
         )
-    deeper = any(re.match(r"layers\.[1-9]", each) for each in tensor_names)
-    if deeper or config.get("num_hidden_layers", 1) != 1:
+    has_further_layers = any(re.match(r"layers\.[1-9]", tensor) for tensor in tensor_names)
+    if has_further_layers or config.get("num_hidden_layers", 1) != 1:
         raise OvspecError(f"{name}: the head has more than one layer; ovspec exports heads of one.")
     if config.get("use_sliding_window") or {*(config.get("layer_types") or ())} - {"full_attention"}:
         raise OvspecError(f"{name}: the head's attention has a sliding window; ovspec exports heads without one.")
     if config.get("norm_before_fc") and config.get("fc_norm"):
         raise OvspecError(f"{name}: its config.json has both norm_before_fc and fc_norm; leave one out.")
     ropes = [rope for rope in (config.get("rope_parameters"), config.get("rope_scaling")) if isinstance(rope, dict)]
-    kind = next((rope_type(rope) for rope in ropes if rope_type(rope) not in SUPPORTED_ROPES), None)
-    partial = any(part.get("partial_rotary_factor") not in (None, 1) for part in (config, *ropes))
-    if kind or partial:
+    rope_kinds = [rope_type(rope) for rope in ropes if rope_type(rope) not in SUPPORTED_ROPES]
+    if any(entries.get("partial_rotary_factor") not in (None, 1) for entries in (config, *ropes)):
+        rope_kinds.append("partial")
+    if rope_kinds:
         raise OvspecError(
-            f"{name}: the head's rotary embedding is {kind or 'partial'}; ovspec exports heads where it is whole and "
+            f"{name}: the head's rotary embedding is {rope_kinds[0]}; ovspec exports heads where it is whole and "
             f"one of {', '.join(SUPPORTED_ROPES)}."
         )
 
 
-def rope_type(rope: Mapping[str, Any]) -> str:
+def rope_type(rope: Mapping[str, JsonValue]) -> str:
     """Return the kind of a rotary embedding; the three axes of images (mrope) are one and the same for text."""
     kind = str(rope.get("rope_type") or rope.get("type") or "default")
     return "default" if kind == "mrope" else kind

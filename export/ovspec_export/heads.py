@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import openvino as ov
@@ -45,11 +44,12 @@ class HeadAttention(nn.Module):
     def __init__(self, layout: HeadLayout) -> None:
         super().__init__()
         self.layout = layout
-        queries, keys = layout.head_count * layout.head_dim, layout.kv_head_count * layout.head_dim
-        self.q_proj = make_linear(layout, "layer.self_attn.q_proj", 2 * layout.hidden_size, queries)
-        self.k_proj = make_linear(layout, "layer.self_attn.k_proj", 2 * layout.hidden_size, keys)
-        self.v_proj = make_linear(layout, "layer.self_attn.v_proj", 2 * layout.hidden_size, keys)
-        self.o_proj = make_linear(layout, "layer.self_attn.o_proj", queries, layout.hidden_size)
+        query_width = layout.head_count * layout.head_dim
+        key_width = layout.kv_head_count * layout.head_dim
+        self.q_proj = make_linear(layout, "layer.self_attn.q_proj", 2 * layout.hidden_size, query_width)
+        self.k_proj = make_linear(layout, "layer.self_attn.k_proj", 2 * layout.hidden_size, key_width)
+        self.v_proj = make_linear(layout, "layer.self_attn.v_proj", 2 * layout.hidden_size, key_width)
+        self.o_proj = make_linear(layout, "layer.self_attn.o_proj", query_width, layout.hidden_size)
         self.q_norm, self.k_norm = (
             LlamaRMSNorm(layout.head_dim, layout.norm_epsilon) if layout.qk_norm else nn.Identity() for _ in "qk"
         )
@@ -57,16 +57,17 @@ class HeadAttention(nn.Module):
     def forward(
         self, states: Tensor, mask: Tensor, rotary: KeyValueCache, past: KeyValueCache
     ) -> tuple[Tensor, KeyValueCache]:
-        """Return what each entry sees, and the cache with its keys and values. rotary: cosines and sines."""
+        """Return the attended states, and the cache with the new keys and values. rotary: cosines and sines."""
         shape = (*states.shape[:2], -1, self.layout.head_dim)
         queries = self.q_norm(self.q_proj(states).view(shape)).transpose(1, 2)
         keys = self.k_norm(self.k_proj(states).view(shape)).transpose(1, 2)
         values = self.v_proj(states).view(shape).transpose(1, 2)
         queries, keys = apply_rotary_pos_emb(queries, keys, *rotary)
-        keys, values = torch.cat((past[0], keys), 2), torch.cat((past[1], values), 2)
+        keys = torch.cat((past[0], keys), 2)
+        values = torch.cat((past[1], values), 2)
         groups = self.layout.head_count // self.layout.kv_head_count
-        seen = scaled_dot_product_attention(queries, repeat_kv(keys, groups), repeat_kv(values, groups), mask)
-        return self.o_proj(seen.transpose(1, 2).reshape(*states.shape[:2], -1)), (keys, values)
+        attended = scaled_dot_product_attention(queries, repeat_kv(keys, groups), repeat_kv(values, groups), mask)
+        return self.o_proj(attended.transpose(1, 2).reshape(*states.shape[:2], -1)), (keys, values)
 
 
 class GatedMLP(nn.Module):
@@ -100,8 +101,8 @@ class HeadLayer(nn.Module):
     ) -> tuple[Tensor, KeyValueCache]:
         normed = self.hidden_norm(features)
         residual = normed if self.layout.norm_before_residual else features
-        seen, cache = self.self_attn(torch.cat((self.input_layernorm(embedded), normed), -1), mask, rotary, past)
-        states = residual + seen
+        attended, cache = self.self_attn(torch.cat((self.input_layernorm(embedded), normed), -1), mask, rotary, past)
+        states = residual + attended
         return states + self.mlp(self.post_attention_layernorm(states)), cache
 
 
@@ -111,17 +112,15 @@ class EagleHead(nn.Module):
     def __init__(self, layout: HeadLayout) -> None:
         super().__init__()
         self.layout = layout
-        fused = layout.tap_count * layout.target_hidden_size
+        epsilon = layout.norm_epsilon
+        states_width = layout.tap_count * layout.target_hidden_size
         self.embed_tokens = nn.Embedding(layout.vocab_size, layout.hidden_size) if layout.own_embedding else None
-        self.input_norm = LlamaRMSNorm(fused, layout.norm_epsilon) if layout.fused_norm == "before_fc" else None
-        each = [
-            LlamaRMSNorm(layout.target_hidden_size, layout.norm_epsilon)
-            for _ in range(layout.tap_count * (layout.fused_norm == "fc"))
-        ]
-        self.fc_norm = nn.ModuleList(each)
-        self.fc = make_linear(layout, "fc", fused, layout.hidden_size)
+        self.input_norm = LlamaRMSNorm(states_width, epsilon) if layout.fused_norm == "before_fc" else None
+        norm_count = layout.tap_count * (layout.fused_norm == "fc")
+        self.fc_norm = nn.ModuleList(LlamaRMSNorm(layout.target_hidden_size, epsilon) for _ in range(norm_count))
+        self.fc = make_linear(layout, "fc", states_width, layout.hidden_size)
         self.layer = HeadLayer(layout)
-        self.norm = LlamaRMSNorm(layout.hidden_size, layout.norm_epsilon)
+        self.norm = LlamaRMSNorm(layout.hidden_size, epsilon)
         self.lm_head = make_linear(layout, "lm_head", layout.hidden_size, layout.draft_vocab_size)
         self.rotary = LlamaRotaryEmbedding(make_rotary_config(layout))
         self.d2t: Tensor
@@ -145,7 +144,7 @@ class EagleHead(nn.Module):
         return self.layer(embedded, features, mask, self.rotary(embedded, position_ids), past)
 
     def compute_next_features(self, states: Tensor) -> Tensor:
-        """Return what the next entries have in place of features of the target."""
+        """Return the features of the next entries, in place of features of the target."""
         return self.norm(states) if self.layout.norm_output else states
 
     def compute_logits(self, states: Tensor) -> Tensor:
@@ -166,7 +165,7 @@ class EagleHead(nn.Module):
         key: Tensor,
         value: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Return logits, the next features, what ``fuse`` makes, and the longer cache, as the IR does.
+        """Return logits, the next features, the output of ``fuse_states``, and the longer cache, as the IR does.
 
         tokens: ids, or embeddings if it has none itself.
         """
@@ -186,22 +185,22 @@ def make_linear(layout: HeadLayout, name: str, inputs: int, outputs: int) -> nn.
 
 
 def make_causal_mask(attention_mask: Tensor, new: int) -> Tensor:
-    """Return what is added to the scores of the last ``new`` slots, [batch, 1, new, slots]; dead slots have a 0."""
+    """Return the mask to add to the scores of the last ``new`` slots, [batch, 1, new, slots]; dead slots have a 0."""
     slots = torch.arange(attention_mask.shape[1])
     before = slots[None] <= slots[-new:, None]
-    seen = before[None, None] & (attention_mask[:, None, None] > 0)
-    return torch.where(seen, torch.zeros(()), torch.full((), torch.finfo(torch.float32).min))
+    visible = before[None, None] & (attention_mask[:, None, None] > 0)
+    return torch.where(visible, torch.zeros(()), torch.full((), torch.finfo(torch.float32).min))
 
 
 def make_rotary_config(layout: HeadLayout) -> LlamaConfig:
-    """Return a config with what transformers' rotary embedding reads: of the sizes, only head_dim."""
-    found: dict[str, Any] = dict(layout.rope_config)
+    """Return a config with the entries that transformers' rotary embedding reads: of the sizes, only head_dim."""
+    entries = dict(layout.rope_config)
     for name in ("rope_scaling", "rope_parameters"):
-        if name in found:
-            found[name] = {**found[name], "rope_type": rope_type(found[name])}
-    found |= {"hidden_size": layout.head_count * layout.head_dim, "num_attention_heads": layout.head_count}
-    found |= {"head_dim": layout.head_dim}
-    return LlamaConfig(**found)
+        if name in entries:
+            entries[name] = {**entries[name], "rope_type": rope_type(entries[name])}
+    entries |= {"hidden_size": layout.head_count * layout.head_dim, "num_attention_heads": layout.head_count}
+    entries |= {"head_dim": layout.head_dim}
+    return LlamaConfig(**entries)
 
 
 def load_head_checkpoint(folder: Path, name: str = "", embedding: Tensor | None = None) -> EagleHead:
@@ -210,24 +209,27 @@ def load_head_checkpoint(folder: Path, name: str = "", embedding: Tensor | None 
     An embedding that equals the target's to the bit is left out. A head without an lm_head gets the rows of its tokens
     in the embedding.
     """
-    tensors = read_checkpoint_tensors(folder)
-    shapes = {each: list(tensor.shape) for each, tensor in tensors.items()}
+    stored_tensors = read_checkpoint_tensors(folder)
+    shapes = {stored_name: list(tensor.shape) for stored_name, tensor in stored_tensors.items()}
     layout = read_head_layout(read_json(folder / "config.json"), shapes, name or folder.name)
-    ours = {map_tensor_name(each): tensor for each, tensor in tensors.items()}
-    own = ours.get("embed_tokens.weight")
-    if own is not None and embedding is not None and have_equal_values(own, embedding):
-        layout, own = dataclasses.replace(layout, own_embedding=False), None
+    tensors = {map_tensor_name(stored_name): tensor for stored_name, tensor in stored_tensors.items()}
+    own_embedding = tensors.get("embed_tokens.weight")
+    if own_embedding is not None and embedding is not None and have_equal_values(own_embedding, embedding):
+        layout = dataclasses.replace(layout, own_embedding=False)
+        own_embedding = None
     with torch.device("meta"):
         head = EagleHead(layout)
     head.rotary = LlamaRotaryEmbedding(make_rotary_config(layout))
-    d2t = ours.get("d2t")
-    head.d2t = torch.zeros(layout.draft_vocab_size, dtype=torch.int64) if d2t is None else d2t.long()
+    if "d2t" in tensors:
+        head.d2t = tensors["d2t"].long()
+    else:
+        head.d2t = torch.zeros(layout.draft_vocab_size, dtype=torch.int64)
     if not layout.own_lm_head:
-        rows = embedding if own is None else own
+        rows = embedding if own_embedding is None else own_embedding
         if rows is None:
             raise OvspecError(f"{name}: the head has no lm_head, and no embedding to take its rows from.")
-        ours["lm_head.weight"] = rows[torch.arange(layout.draft_vocab_size) + head.d2t]
-    weights = {each: ours[each].float() for each in (*layout.tensor_shapes(), "lm_head.weight")}
+        tensors["lm_head.weight"] = rows[torch.arange(layout.draft_vocab_size) + head.d2t]
+    weights = {tensor: tensors[tensor].float() for tensor in (*layout.tensor_shapes(), "lm_head.weight")}
     head.load_state_dict(weights, assign=True)
     return head.eval().requires_grad_(False)
 
@@ -266,22 +268,23 @@ def convert_head_to_ir(head: EagleHead, tap_layers: list[int]) -> ov.Model:
     """Return a head as a stateful model. tap_layers: the target's layers whose inputs it reads."""
     from optimum.exporters.openvino.stateful import patch_stateful_decoder
 
-    layout, batch, new, past = head.layout, 2, 3, 2
+    layout = head.layout
+    batch, new, past = 2, 3, 2
     ids = torch.zeros((batch, new), dtype=torch.int64)
     features = torch.zeros((batch, new, layout.hidden_size))
     taps = torch.zeros((batch, new, layout.tap_count * layout.target_hidden_size))
-    tokens = ids if head.embed_tokens is not None else features
+    tokens = features
+    tokens_input = {"inputs_embeds": [-1, -1, layout.hidden_size]}
+    if head.embed_tokens is not None:
+        tokens = ids
+        tokens_input = {"input_ids": [-1, -1]}
     mask = torch.ones((batch, past + new), dtype=torch.int64)
     example = (tokens, features, mask, ids, taps, *head.make_empty_cache(batch, past))
     with torch.no_grad():
         model = ov.convert_model(head, example_input=example)
     cache = [-1, layout.kv_head_count, -1, layout.head_dim]
     inputs = {
-        **(
-            {"input_ids": [-1, -1]}
-            if head.embed_tokens is not None
-            else {"inputs_embeds": [-1, -1, layout.hidden_size]}
-        ),
+        **tokens_input,
         "hidden_states": [-1, -1, layout.hidden_size],
         "attention_mask": [-1, -1],
         "position_ids": [-1, -1],

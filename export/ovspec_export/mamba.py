@@ -8,49 +8,57 @@ from __future__ import annotations
 
 import functools
 import types
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import openvino as ov
 import torch
 from openvino import opset14 as ops
 
+if TYPE_CHECKING:
+    from openvino.frontend import NodeContext
+    from optimum.exporters.openvino.model_patcher import MambaPatcher
+
 
 class SelectiveScan(torch.nn.Module):
-    """state[t] = state[t - 1] * decay[t] + drive[t]; out[t] = sum over N of state[t] * read[t].
+    """state[t] = state[t - 1] * decay[t] + drive[t]; output[t] = sum over N of state[t] * readout[t].
 
-    decay, drive: (B, T, D, N). read: (B, T, N). state: (B, D, N). Returns all of out (B, T, D) and the last state,
+    decay, drive: (B, T, D, N). readout: (B, T, N). state: (B, D, N). Returns all outputs (B, T, D) and the last state,
     flat and in a row, since a module that OpenVINO converts as one operation can only return one tensor.
     """
 
     def forward(
-        self, decay: torch.Tensor, drive: torch.Tensor, read: torch.Tensor, state: torch.Tensor
+        self, decay: torch.Tensor, drive: torch.Tensor, readout: torch.Tensor, state: torch.Tensor
     ) -> torch.Tensor:
-        out = []
+        outputs = []
         for t in range(decay.shape[1]):
             state = state * decay[:, t] + drive[:, t]
-            out.append((state * read[:, t, None]).sum(-1))
-        return torch.cat([torch.stack(out, 1).flatten(), state.flatten()])
+            outputs.append((state * readout[:, t, None]).sum(-1))
+        return torch.cat([torch.stack(outputs, 1).flatten(), state.flatten()])
 
 
-def convert_scan(context: Any) -> list[Any]:
-    """Convert ``Scan`` to a loop over the tokens."""
-    decay, drive, read, state = (context.get_input(i) for i in range(4))
+def convert_scan(context: NodeContext) -> list[ov.Output]:
+    """Convert ``SelectiveScan`` to a loop over the tokens."""
+    decay, drive, readout, state = (context.get_input(i) for i in range(4))
     zero, one, last = (ops.constant(i, dtype=np.int32) for i in (0, 1, -1))
     decay_t, drive_t = (ops.parameter([-1, 1, -1, -1], np.float32) for _ in range(2))
-    read_t, state_t = ops.parameter([-1, 1, -1], np.float32), ops.parameter([-1, -1, -1], np.float32)
-    new = ops.add(ops.multiply(state_t, ops.squeeze(decay_t, one)), ops.squeeze(drive_t, one))
-    out = ops.unsqueeze(ops.reduce_sum(ops.multiply(new, read_t), last, False), one)
-    body = ov.Model([ops.constant([True], dtype=bool), new, out], [decay_t, drive_t, read_t, state_t], "scan")  # type: ignore[list-item]
+    readout_t = ops.parameter([-1, 1, -1], np.float32)
+    state_t = ops.parameter([-1, -1, -1], np.float32)
+    new_state = ops.add(ops.multiply(state_t, ops.squeeze(decay_t, one)), ops.squeeze(drive_t, one))
+    output_t = ops.unsqueeze(ops.reduce_sum(ops.multiply(new_state, readout_t), last, False), one)
+    keep_looping = ops.constant([True], dtype=bool)
+    parameters = [decay_t, drive_t, readout_t, state_t]
+    body = ov.Model([keep_looping, new_state, output_t], parameters, "scan")  # type: ignore[list-item]
     length = ops.convert(ops.gather(ops.shape_of(decay), one, zero), "i32")
     loop: Any = ops.loop(length, ops.constant(True, dtype=bool))
     loop.set_function(body)
-    for parameter, whole in ((decay_t, decay), (drive_t, drive), (read_t, read)):
-        loop.set_sliced_input(parameter, whole, 0, 1, 1, -1, 1)
-    loop.set_merged_input(state_t, state, new.output(0))
+    for parameter, sequence in ((decay_t, decay), (drive_t, drive), (readout_t, readout)):
+        loop.set_sliced_input(parameter, sequence, 0, 1, 1, -1, 1)
+    loop.set_merged_input(state_t, state, new_state.output(0))
     loop.set_special_body_ports([-1, 0])
-    outs, end = loop.get_concatenated_slices(out.output(0), 0, 1, 1, -1, 1), loop.get_iter_value(new.output(0), -1)
-    flat = [ops.reshape(value, ops.constant([-1], dtype=np.int32), False) for value in (outs, end)]
+    outputs = loop.get_concatenated_slices(output_t.output(0), 0, 1, 1, -1, 1)
+    last_state = loop.get_iter_value(new_state.output(0), -1)
+    flat = [ops.reshape(tensor, ops.constant([-1], dtype=np.int32), False) for tensor in (outputs, last_state)]
     return [ops.concat(flat, 0).output(0)]
 
 
@@ -59,25 +67,27 @@ def run_mixer(self: Any, input_states: torch.Tensor, cache_params: Any, *_: Any,
 
     Source: Gu and Dao, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces", arXiv:2312.00752.
     """
-    index, kernel = self.layer_idx, self.conv_kernel_size
+    index = self.layer_idx
+    kernel = self.conv_kernel_size
     new, gate = self.in_proj(input_states).transpose(1, 2).chunk(2, dim=1)
-    seen = torch.cat([cache_params.conv_states[index], new], dim=-1)  # the past holds the last ``kernel`` inputs
-    cache_params.conv_states[index] = seen[..., -kernel:]
-    convolved = torch.nn.functional.conv1d(seen[..., 1:], self.conv1d.weight, self.conv1d.bias, groups=new.shape[1])
+    window = torch.cat([cache_params.conv_states[index], new], dim=-1)  # the past holds the last ``kernel`` inputs
+    cache_params.conv_states[index] = window[..., -kernel:]
+    convolved = torch.nn.functional.conv1d(window[..., 1:], self.conv1d.weight, self.conv1d.bias, groups=new.shape[1])
     x = self.act(convolved).transpose(1, 2)  # (B, T, D)
     sizes = [self.time_step_rank, self.ssm_state_size, self.ssm_state_size]
-    step, write, read = torch.split(self.x_proj(x), sizes, dim=-1)
+    projections = torch.split(self.x_proj(x), sizes, dim=-1)
     if self.ssm_rms_normalization:
-        step, write, read = (self.ssm_rms_normalization(t, variance_epsilon=self.rms_eps) for t in (step, write, read))
-    step = torch.nn.functional.softplus(self.dt_proj(step)).float()
-    decay = torch.exp(step.unsqueeze(-1) * -torch.exp(self.A_log.float()))
-    drive = (step * x.float()).unsqueeze(-1) * write.float().unsqueeze(2)
+        projections = [self.ssm_rms_normalization(tensor, variance_epsilon=self.rms_eps) for tensor in projections]
+    time_step, write, readout = projections
+    time_step = torch.nn.functional.softplus(self.dt_proj(time_step)).float()
+    decay = torch.exp(time_step.unsqueeze(-1) * -torch.exp(self.A_log.float()))
+    drive = (time_step * x.float()).unsqueeze(-1) * write.float().unsqueeze(2)
     state = cache_params.ssm_states[index]
-    flat = self.scan(decay, drive, read.float(), state)
-    out, end = torch.split(flat, [x.numel(), state.numel()])
-    cache_params.ssm_states[index] = end.reshape(state.shape)
-    out = (out.reshape(x.shape) + x * self.D).transpose(1, 2) * self.act(gate)
-    return self.out_proj(out.transpose(1, 2).to(input_states.dtype))
+    flat = self.scan(decay, drive, readout.float(), state)
+    output, last_state = torch.split(flat, [x.numel(), state.numel()])
+    cache_params.ssm_states[index] = last_state.reshape(state.shape)
+    output = (output.reshape(x.shape) + x * self.D).transpose(1, 2) * self.act(gate)
+    return self.out_proj(output.transpose(1, 2).to(input_states.dtype))
 
 
 def replace_mixer() -> None:
@@ -85,20 +95,22 @@ def replace_mixer() -> None:
     from openvino.frontend.pytorch import ConversionExtension, ModuleExtension
     from optimum.exporters.openvino.model_patcher import MambaPatcher as Patcher
 
-    begin, enter = Patcher.__init__, Patcher.__enter__
+    initialize = Patcher.__init__
+    enter = Patcher.__enter__
 
-    @functools.wraps(begin)
-    def begin_with_scan(self: Any, *args: Any, **kwargs: Any) -> None:
-        begin(self, *args, **kwargs)
+    @functools.wraps(initialize)
+    def initialize_with_scan(self: MambaPatcher, *args: Any, **kwargs: Any) -> None:
+        initialize(self, *args, **kwargs)
         self.module_extensions = {SelectiveScan: ModuleExtension(SelectiveScan, "ovspec_scan")}
         self.conversion_extensions = [ConversionExtension("ovspec_scan", convert_scan)]
 
     @functools.wraps(enter)
-    def enter_with_mixer(self: Any) -> Any:
+    def enter_with_mixer(self: MambaPatcher) -> MambaPatcher:
         entered = enter(self)
         for layer in self._model.backbone.layers:
             layer.mixer.scan = SelectiveScan()
             layer.mixer.forward = types.MethodType(run_mixer, layer.mixer)
         return entered
 
-    Patcher.__init__, Patcher.__enter__ = begin_with_scan, enter_with_mixer
+    Patcher.__init__ = initialize_with_scan
+    Patcher.__enter__ = enter_with_mixer

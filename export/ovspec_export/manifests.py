@@ -1,4 +1,4 @@
-"""What the manifest of an exported folder says, and how the folder is completed by it."""
+"""The entries of an exported folder's manifest, and the folder's completion by it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VERSIONED_PACKAGES = ("openvino", "openvino-tokenizers", "nncf", "optimum-intel"
 
 
 def complete_export(work: Path, output: Path, manifest: Manifest) -> None:
-    """Complete what was written into ``work`` by its manifest, with checksums, and move it to ``output``."""
+    """Complete the export in ``work`` by its manifest, with checksums, and move it to ``output``."""
     with show_step(f"{output.name}: computing checksums", keep=True) as computing:
         files = sorted(path for path in work.rglob("*") if path.is_file() and path != work / MANIFEST_FILE)
         manifest.files = {
@@ -63,7 +63,6 @@ def describe_model(source: Source, folder: Path, compression: Compression, targe
 
 def environment_versions(source: Source) -> dict[str, str]:
     """Return the versions that the family's environment has in place of the installed ones."""
-    environment = None if source.is_ir else source.family.environment
-    return (
-        {name: version for name, version, _ in environment.wheels if name in VERSIONED_PACKAGES} if environment else {}
-    )
+    if source.is_ir or not source.family.environment:
+        return {}
+    return {name: version for name, version, _ in source.family.environment.wheels if name in VERSIONED_PACKAGES}

@@ -5,10 +5,15 @@ from __future__ import annotations
 import functools
 import re
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ovspec.base.errors import OvspecError
+from ovspec.base.json_types import JsonObject
 from ovspec_export.families import FAMILIES
+
+if TYPE_CHECKING:
+    from openvino import Output
+    from torch import Tensor
 
 # Names of tensors without which quantised weights mean nothing.
 QUANTISED_TENSORS = re.compile(r"scale|qweight|qzeros|zero_point|absmax")
@@ -41,46 +46,48 @@ def find_the_same_tokens() -> None:
         getattr(BPETokenizationStep, name) for name in ("from_hf_json", "get_ov_subgraph", "finalize")
     )
 
-    def from_hf_json(file: dict[str, Any]) -> Any:
-        made, model = from_json(file), file["model"]
+    def from_hf_json(tokenizer_json: JsonObject) -> BPETokenizationStep:
+        bpe = from_json(tokenizer_json)
+        model = tokenizer_json["model"]
         pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
-        found = {left + right for left, right in pairs} | {*made.added_tokens, model["unk_token"]}
-        made.unmerged = [
-            index
-            for token, index in model["vocab"].items()
-            if len(token) > 1 and token not in found and not re.fullmatch("<0x[0-9A-F]{2}>", token)
+        merged = {left + right for left, right in pairs} | {*bpe.added_tokens, model["unk_token"]}
+        bpe.unmerged = [
+            token_id
+            for token, token_id in model["vocab"].items()
+            if len(token) > 1 and token not in merged and not re.fullmatch("<0x[0-9A-F]{2}>", token)
         ]
-        if model.get("ignore_merges"):  # a word that is a token is taken whole, whether or not merges make it
-            made.unmerged = []
-        return made
+        if model.get("ignore_merges"):  # a word that is a token stays whole, whether or not merges make it
+            bpe.unmerged = []
+        return bpe
 
-    def with_bytes(self: Any) -> None:
+    def finalize_with_bytes(self: BPETokenizationStep) -> None:
         if self.added_tokens and self.get_pipeline().is_byte_level:
             texts = self.added_tokens.items()
-            self.added_tokens = {text.encode() if isinstance(text, str) else text: index for text, index in texts}
+            encoded = {text.encode() if isinstance(text, str) else text: token_id for text, token_id in texts}
+            self.added_tokens = encoded
         finalize(self)
 
-    def without_unmerged(self: Any, input_nodes: list[Any]) -> list[Any]:
-        whole = self.vocab
-        self.vocab = list(whole)
-        for index in getattr(self, "unmerged", []):  # none where there is no tokenizer.json
-            self.vocab[index] = type(whole[0])()
-        nodes: list[Any] = get_subgraph(self, input_nodes)
-        self.vocab = whole
-        self.get_pipeline().vocab_node_outputs = create_string_constant_node(whole)  # for the detokenizer
+    def get_subgraph_without_unmerged(self: BPETokenizationStep, input_nodes: list[Output]) -> list[Output]:
+        vocabulary = self.vocab
+        self.vocab = list(vocabulary)
+        for token_id in getattr(self, "unmerged", []):  # none where there is no tokenizer.json
+            self.vocab[token_id] = type(vocabulary[0])()
+        nodes: list[Output] = get_subgraph(self, input_nodes)
+        self.vocab = vocabulary
+        self.get_pipeline().vocab_node_outputs = create_string_constant_node(vocabulary)  # for the detokenizer
         return nodes
 
     BPETokenizationStep.from_hf_json = from_hf_json  # type: ignore[method-assign]
-    BPETokenizationStep.finalize = with_bytes
-    BPETokenizationStep.get_ov_subgraph = without_unmerged
+    BPETokenizationStep.finalize = finalize_with_bytes
+    BPETokenizationStep.get_ov_subgraph = get_subgraph_without_unmerged
 
 
-def adapt_optimum(model_type: str) -> dict[str, Any]:
+def adapt_optimum(model_type: str) -> JsonObject:
     """Change optimum as the family needs it; return further arguments for loading the checkpoint."""
     from optimum.exporters.openvino import model_configs  # noqa: F401  (fills the registry)
     from optimum.exporters.tasks import TasksManager
 
-    registry: dict[str, Any] = TasksManager._SUPPORTED_MODEL_TYPE
+    registry: JsonObject = TasksManager._SUPPORTED_MODEL_TYPE
     family = FAMILIES[model_type]
     if family.alias_of:
         registry.setdefault(model_type, registry[family.alias_of])
@@ -99,17 +106,19 @@ def refuse_missing_tensors() -> None:
     load = PreTrainedModel.from_pretrained.__func__  # type: ignore[attr-defined]
 
     @functools.wraps(load)
-    def load_all(cls: type, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
-        model, found = load(cls, *args, output_loading_info=True, **kwargs)
-        missing = sorted(found["missing_keys"]) + sorted(str(key[0]) for key in found["mismatched_keys"])
+    def load_all(
+        cls: type[PreTrainedModel], *args: Any, output_loading_info: bool = False, **kwargs: Any
+    ) -> PreTrainedModel | tuple[PreTrainedModel, JsonObject]:
+        model, loading_info = load(cls, *args, output_loading_info=True, **kwargs)
+        missing = sorted(loading_info["missing_keys"]) + sorted(str(key[0]) for key in loading_info["mismatched_keys"])
         if missing:
             raise OvspecError(
                 f"the checkpoint lacks the tensor {missing[0]}, or has another shape of it ({len(missing)} in all)"
             )
-        unread = sorted(key for key in found["unexpected_keys"] if QUANTISED_TENSORS.search(key))
+        unread = sorted(key for key in loading_info["unexpected_keys"] if QUANTISED_TENSORS.search(key))
         if unread:
             raise OvspecError(f"the checkpoint is quantised in a way that isn't understood ({unread[0]})")
-        return (model, found) if output_loading_info else model
+        return (model, loading_info) if output_loading_info else model
 
     PreTrainedModel.from_pretrained = classmethod(load_all)  # type: ignore[assignment]
 
@@ -121,7 +130,7 @@ def shorten_dummy_window() -> None:
     generate = Generator.generate
 
     @functools.wraps(generate)
-    def generate_short(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def generate_short(self: Generator, *args: Any, **kwargs: Any) -> list[tuple[Tensor, ...]]:
         self.sliding_window = self.sequence_length
         return generate(self, *args, **kwargs)
 
@@ -132,24 +141,25 @@ def pass_position_ids() -> None:
     """Let Qwen3.5 use the input ``position_ids``, which optimum's forward function for text leaves out."""
     from optimum.exporters.openvino.model_patcher import Qwen3_5ModelPatcher as Patcher
 
-    begin = Patcher.__init__
+    initialize = Patcher.__init__
 
-    @functools.wraps(begin)
-    def begin_with_positions(self: Any, *args: Any, **kwargs: Any) -> None:
-        begin(self, *args, **kwargs)
-        outer, inner = self.patched_forward, self.model_orig_forward
+    @functools.wraps(initialize)
+    def initialize_with_positions(self: Patcher, *args: Any, **kwargs: Any) -> None:
+        initialize(self, *args, **kwargs)
+        patched_forward = self.patched_forward
+        model_forward = self.model_orig_forward
 
-        @functools.wraps(outer)
-        def forward(*args: Any, position_ids: Any = None, **kwargs: Any) -> Any:
-            self.model_orig_forward = functools.partial(inner, position_ids=position_ids)
+        @functools.wraps(patched_forward)
+        def forward(*args: Any, position_ids: Tensor | None = None, **kwargs: Any) -> Any:
+            self.model_orig_forward = functools.partial(model_forward, position_ids=position_ids)
             try:
-                return outer(*args, **kwargs)
+                return patched_forward(*args, **kwargs)
             finally:
-                self.model_orig_forward = inner
+                self.model_orig_forward = model_forward
 
         self.patched_forward = self.orig_forward = forward
 
-    Patcher.__init__ = begin_with_positions
+    Patcher.__init__ = initialize_with_positions
 
 
 def scan_in_a_loop() -> None:

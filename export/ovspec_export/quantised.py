@@ -2,36 +2,43 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ovspec.base.errors import OvspecError
+from ovspec.base.json_types import JsonObject
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # transformers reads the other kinds only with packages that need a GPU, or that this project doesn't test (gptqmodel,
 # accelerate, triton, compressed-tensors).
 DEQUANTISED_FAMILIES = {"mxfp4": "gpt_oss"}  # kind -> the family in which transformers knows it
 
 
-def check_quantisation(config: dict[str, Any], name: str) -> None:
+def check_quantisation(config: JsonObject, name: str) -> None:
     """Raise OvspecError if a checkpoint with this config has quantised weights that can't be read.
 
     The text model that is taken out of a checkpoint must not be quantised at all: the outer config may name layers of
     other parts, and is easily lost.
     """
-    inner = config.get("text_config")
-    configs = [config, inner] if isinstance(inner, dict) else [config]
+    configs = [config]
+    if isinstance(config.get("text_config"), dict):
+        configs.append(config["text_config"])
     keys = ("quantization_config", "compression_config")
-    found = [part[key] for part in configs for key in keys if part.get(key) is not None]
-    if not found:
+    quantisations = [entries[key] for entries in configs for key in keys if entries.get(key) is not None]
+    if not quantisations:
         return
-    kind = str(found[0].get("quant_method")) if isinstance(found[0], dict) else "unknown"
-    if len(configs) > 1 or DEQUANTISED_FAMILIES.get(kind) != config.get("model_type"):
+    method = "unknown"
+    if isinstance(quantisations[0], dict):
+        method = str(quantisations[0].get("quant_method"))
+    if len(configs) > 1 or DEQUANTISED_FAMILIES.get(method) != config.get("model_type"):
         raise OvspecError(
-            f"{name}: its weights are quantised ({kind}), which can't be exported; name the checkpoint that isn't, "
+            f"{name}: its weights are quantised ({method}), which can't be exported; name the checkpoint that isn't, "
             "and compress that."
         )
 
 
-def load_checkpoint_model(source: str, trust_remote_code: bool, **options: Any) -> Any:
+def load_checkpoint_model(source: str, trust_remote_code: bool, **options: Any) -> PreTrainedModel:
     """Return the checkpoint's model, by default with weights in its own type; MXFP4 becomes bf16, as in optimum."""
     from transformers import AutoConfig, AutoModelForCausalLM
 

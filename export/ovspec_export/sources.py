@@ -11,12 +11,12 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_dataclass, read_json
+from ovspec.base.json_types import JsonObject
 from ovspec.ir.compile import MODEL_FILE
 from ovspec.ir.config import LAYER_KEYS
 from ovspec.setup.identity import compute_files_revision, list_model_files
@@ -91,7 +91,7 @@ class WeightIndex:
 class Source:
     """A model on the local disk.
 
-    name: what the manifest calls it: the hub id or the folder's name.
+    name: its name in the manifest: the hub id or the folder's name.
     revision: the hub's commit, or a checksum that changes with the files of a folder.
     """
 
@@ -100,42 +100,43 @@ class Source:
     is_ir: bool
     revision: str
 
-    def tensor_headers(self) -> dict[str, dict[str, Any]]:
-        """Return what the safetensors files of a checkpoint say of each tensor."""
+    def tensor_headers(self) -> dict[str, JsonObject]:
+        """Return the entries of each tensor in the headers of a checkpoint's safetensors files."""
         files = sorted(self.folder.glob("model*.safetensors"))
         headers = {name: tensor for file in files for name, tensor in read_safetensors_header(file).items()}
         return {name: tensor for name, tensor in headers.items() if name != "__metadata__"}
 
     def tensor_shapes(self) -> dict[str, list[int]]:
         """Return the shapes of a checkpoint's tensors, without those of parts that are left out."""
-        return {
-            name: tensor["shape"] for name, tensor in self.tensor_headers().items() if not NON_TEXT_TENSORS.match(name)
-        }
+        headers = self.tensor_headers().items()
+        return {name: tensor["shape"] for name, tensor in headers if not NON_TEXT_TENSORS.match(name)}
 
     @functools.cached_property
-    def config(self) -> dict[str, Any]:
+    def config(self) -> JsonObject:
         """Its config.json."""
         return read_json(self.folder / "config.json")
 
     @functools.cached_property
-    def text_config(self) -> dict[str, Any] | None:
-        """What its config says of a text model that is one among others, such as one for images; None if it is alone.
+    def text_config(self) -> JsonObject | None:
+        """The config of a text model that is one among others, such as one for images; None if it is alone.
 
         Older checkpoints of Qwen have one list for all.
         """
-        config, outer = self.config, str(self.config.get("model_type"))
         if self.is_ir:
             return None
-        if outer in FLAT_CONFIG_FAMILIES and not config.get("text_config"):
-            entries = {name: value for name, value in config.items() if not NON_TEXT_ENTRIES.match(name)}
-            return entries | {"model_type": f"{outer}_text"}
-        return config["text_config"] if isinstance(config.get("text_config"), dict) else None
+        outer_family = str(self.config.get("model_type"))
+        text_config = self.config.get("text_config")
+        if outer_family in FLAT_CONFIG_FAMILIES and not text_config:
+            entries = {name: entry for name, entry in self.config.items() if not NON_TEXT_ENTRIES.match(name)}
+            return entries | {"model_type": f"{outer_family}_text"}
+        return text_config if isinstance(text_config, dict) else None
 
-    def config_number(self, what: str) -> int | None:
-        """Return a number of ``ENTRIES`` for the text model, or None if the config doesn't say."""
+    def config_number(self, name: str) -> int | None:
+        """Return a number of ``CONFIG_NUMBERS`` for the text model, or None if the config doesn't say."""
         config = self.text_config or self.config.get("text_config") or self.config
-        config = (self.text_only.config_defaults if self.text_only else {}) | config
-        return next((config[name] for name in CONFIG_NUMBERS[what] if type(config.get(name)) is int), None)
+        if self.text_only:
+            config = self.text_only.config_defaults | config
+        return next((config[key] for key in CONFIG_NUMBERS[name] if type(config.get(key)) is int), None)
 
     @property
     def holds_text_model(self) -> bool:
@@ -152,16 +153,17 @@ class Source:
         """The name of the text model's family."""
         if self.text_only:
             return self.text_only.family
-        return str((self.config if self.text_config is None else self.text_config).get("model_type"))
+        config = self.config if self.text_config is None else self.text_config
+        return str(config.get("model_type"))
 
     @property
     def family(self) -> Family:
-        """How its family is exported; raises OvspecError if it can't be."""
-        outer = self.config.get("model_type")
-        if self.holds_text_model and self.model_type not in TEXT_MODEL_CLASSES.get(str(outer), ()):
+        """The way in which its family is exported; raises OvspecError if it can't be."""
+        outer_family = self.config.get("model_type")
+        if self.holds_text_model and self.model_type not in TEXT_MODEL_CLASSES.get(str(outer_family), ()):
             raise OvspecError(
-                f"{self.name}: holds a text model among others, but ovspec cannot take it out of the family {outer}; "
-                f"that works with {', '.join(TEXT_MODEL_CLASSES)}."
+                f"{self.name}: holds a text model among others, but ovspec cannot take it out of the family "
+                f"{outer_family}; that works with {', '.join(TEXT_MODEL_CLASSES)}."
             )
         return find_family(self.model_type, self.name)
 
@@ -196,7 +198,7 @@ class GgufSource(Source):
         return {name: list(info.shape) for name, info in self.file.tensors.items()}
 
     @functools.cached_property
-    def config(self) -> dict[str, Any]:
+    def config(self) -> JsonObject:
         """The config.json of the checkpoint that the file was made from."""
         return build_config(self.file)
 
@@ -217,11 +219,11 @@ class HeadSource(Source):
 
     @functools.cached_property
     def layout(self) -> HeadLayout:
-        """What a checkpoint holds; raises OvspecError if it can't be exported."""
+        """The sizes and options of a checkpoint; raises OvspecError if it can't be exported."""
         return read_head_layout(self.config, self.tensor_shapes(), self.name)
 
     @functools.cached_property
-    def text_config(self) -> dict[str, Any] | None:
+    def text_config(self) -> JsonObject | None:
         """None: it is never one among others."""
         return None
 
@@ -239,32 +241,33 @@ class HeadSource(Source):
         """Return the files of a checkpoint without safetensors."""
         return [] if super().tensor_headers() else sorted(self.folder.glob(PICKLED_PATTERNS[0]))
 
-    def tensor_headers(self) -> dict[str, dict[str, Any]]:
+    def tensor_headers(self) -> dict[str, JsonObject]:
         """Return the shapes of a checkpoint's tensors."""
-        found = {name: tensor for file in self.pickled_files() for name, tensor in read_pickled_tensors(file).items()}
-        return super().tensor_headers() or {name: {"shape": list(tensor.shape)} for name, tensor in found.items()}
+        tensors = {name: tensor for file in self.pickled_files() for name, tensor in read_pickled_tensors(file).items()}
+        return super().tensor_headers() or {name: {"shape": list(tensor.shape)} for name, tensor in tensors.items()}
 
     def read_integers(self, name: str) -> np.ndarray | None:
         """Return the tensor ``d2t`` or ``t2d`` of a checkpoint, or None if it has none."""
         from safetensors import safe_open
 
         for file in self.pickled_files():
-            for stored, tensor in read_pickled_tensors(file).items():
-                if map_tensor_name(stored) == name and tensor.is_floating_point():
+            for stored_name, tensor in read_pickled_tensors(file).items():
+                if map_tensor_name(stored_name) == name and tensor.is_floating_point():
                     raise OvspecError(f"{file}: its {name} holds no integers ({tensor.dtype}).")
-                if map_tensor_name(stored) == name:
+                if map_tensor_name(stored_name) == name:
                     return tensor.numpy()
         for file in self.folder.glob("model*.safetensors"):
-            for stored in read_safetensors_header(file):
-                if map_tensor_name(stored) == name:
+            for stored_name in read_safetensors_header(file):
+                if map_tensor_name(stored_name) == name:
                     with safe_open(file, "np") as tensors:
-                        return tensors.get_tensor(stored)
+                        return tensors.get_tensor(stored_name)
         return None
 
     def weight_widths(self) -> dict[str, int]:
         """Return the number of weights that are multiplied with one vector, by layer."""
-        fused = {name: shape[1] for name, shape in self.tensor_shapes().items() if map_tensor_name(name) == "fc.weight"}
-        return super().weight_widths() | fused
+        shapes = self.tensor_shapes().items()
+        fusion = {name: shape[1] for name, shape in shapes if map_tensor_name(name) == "fc.weight"}
+        return super().weight_widths() | fusion
 
 
 def find_source(name: str, trust_remote_code: bool = False) -> Source:
@@ -282,9 +285,9 @@ def find_source(name: str, trust_remote_code: bool = False) -> Source:
         source = make_source(folder, folder.resolve().name, compute_files_revision(folder))
     elif folder.is_file():
         stem = re.sub(r"-\d{5}-of-\d{5}$", "", folder.stem)
-        found = GgufSource(stem, folder, False, compute_files_revision(folder), read_gguf(folder))
-        _ = found.family
-        return found
+        gguf_source = GgufSource(stem, folder, False, compute_files_revision(folder), read_gguf(folder))
+        _ = gguf_source.family
+        return gguf_source
     elif name.startswith((".", "/", "~")) or name.count("/") != 1 or "\\" in name or name[1:2] == ":":
         raise OvspecError(f"{name}: no such file or folder, and not a hub id like 'org/model'.")
     else:
@@ -295,9 +298,10 @@ def find_source(name: str, trust_remote_code: bool = False) -> Source:
 
 def make_source(folder: Path, name: str, revision: str) -> Source:
     """Return the model in a folder."""
+    is_ir = holds_only_ir(folder)
     if is_head_config(read_json(folder / "config.json")):
-        return HeadSource(name, folder, holds_only_ir(folder) and not list(folder.glob(PICKLED_PATTERNS[0])), revision)
-    return Source(name, folder, holds_only_ir(folder), revision)
+        return HeadSource(name, folder, is_ir and not list(folder.glob(PICKLED_PATTERNS[0])), revision)
+    return Source(name, folder, is_ir, revision)
 
 
 def check_source(source: Source, name: str, trust_remote_code: bool) -> None:
@@ -363,8 +367,8 @@ def check_source_config(source: Source, name: str) -> None:
 
 def check_trusted_code(source: Source, name: str, trust_remote_code: bool) -> None:
     """Raise OvspecError if the model needs Python code that isn't trusted, or that lies elsewhere."""
-    for file in ("config.json", TOKENIZER_CONFIG_FILE):
-        classes = str(read_json(source.folder / file).get("auto_map", ""))
+    for config_file in ("config.json", TOKENIZER_CONFIG_FILE):
+        classes = str(read_json(source.folder / config_file).get("auto_map", ""))
         if classes and not trust_remote_code:
             raise OvspecError(
                 f"{name}: the model brings Python code of its own; read it (revision {source.revision}), and add "
@@ -372,12 +376,12 @@ def check_trusted_code(source: Source, name: str, trust_remote_code: bool) -> No
             )
         if "--" in classes:
             raise OvspecError(
-                f"{name}: {file} takes its code from another repository, which could change at any time; copy the code "
-                "into the model's folder, and name that."
+                f"{name}: {config_file} takes its code from another repository, which could change at any time; copy "
+                "the code into the model's folder, and name that."
             )
 
 
-def read_safetensors_header(file: Path) -> dict[str, Any]:
+def read_safetensors_header(file: Path) -> JsonObject:
     """Return a safetensors file's header: the names, types and shapes of its tensors.
 
     Raises:
@@ -413,9 +417,8 @@ def download_model(name: str, trust_remote_code: bool) -> Source:
     is_head = isinstance(source, HeadSource)
     if not source.is_ir and not is_head:
         check_trusted_code(source, name, trust_remote_code)
-    download_snapshot(
-        name, model, source.revision, EXPORT_PATTERNS + CODE_PATTERNS * (trust_remote_code and not is_head), SUBFOLDERS
-    )
+    patterns = EXPORT_PATTERNS + CODE_PATTERNS * (trust_remote_code and not is_head)
+    download_snapshot(name, model, source.revision, patterns, SUBFOLDERS)
     if is_head and not list(folder.glob("model*.safetensors")):
         download_snapshot(name, model, source.revision, PICKLED_PATTERNS, SUBFOLDERS)
     return make_source(folder, name, source.revision)
@@ -459,9 +462,9 @@ def copy_missing_files(checkpoint: Path, folder: Path) -> None:
     )
 
 
-def copy_model_files(model: Path, folder: Path, wanted: Callable[[Path], bool]) -> None:
-    """Copy to ``folder`` the wanted files of a model, and its further chat templates, where they aren't there."""
-    for file in [*filter(wanted, model.iterdir()), *model.glob(f"{TEMPLATES_FOLDER}/*.jinja")]:
+def copy_model_files(model: Path, folder: Path, is_copied: Callable[[Path], bool]) -> None:
+    """Copy to ``folder`` the chosen files of a model, and its further chat templates, where they aren't there."""
+    for file in [*filter(is_copied, model.iterdir()), *model.glob(f"{TEMPLATES_FOLDER}/*.jinja")]:
         copy = folder / file.relative_to(model)
         if file.is_file() and not copy.exists():
             copy.parent.mkdir(exist_ok=True)

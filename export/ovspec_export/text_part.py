@@ -10,9 +10,10 @@ import json
 import re
 import struct
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from ovspec.base.errors import OvspecError
+from ovspec.base.json_types import JsonObject
 from ovspec.base.progress import format_size, show_step
 from ovspec_export.families import TEXT_MODEL_CLASSES
 from ovspec_export.sources import NON_TEXT_TENSORS, TEXT_SUFFIXES, Source, copy_model_files, read_safetensors_header
@@ -27,7 +28,7 @@ TEXT_TENSOR_PREFIXES = {
     # Qwen 2 VL and 2.5 VL have no prefix.
     **{f"model.{part}.": f"model.{part}." for part in ("embed_tokens", "layers", "norm")},
 }
-# What a text model's config takes from the outer one, if it has none itself.
+# Entries that a text model's config takes from the outer one, if it has none itself.
 SHARED_ENTRIES = ("dtype", "torch_dtype", "eos_token_id", "bos_token_id", "pad_token_id")
 NON_TEXT_FILES = re.compile("^model|processor")  # in names of files about weights, or about images and sound
 CHUNK_BYTES = 1 << 24  # bytes that are copied at a time
@@ -44,49 +45,53 @@ def extract_text_model(source: Source, folder: Path) -> Source:
         names = map_text_tensors(source)
         config = build_text_config(source, set(names.values()))
         (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8", newline="\n")
-        where, size = {}, 0
+        weight_map = {}
+        size = 0
         for file in sorted(source.folder.glob("model*.safetensors")):
-            kept = {name: names[name] for name in read_safetensors_header(file) if name in names}
-            if kept:
-                size += copy_tensors(file, kept, folder / file.name)
-                where |= dict.fromkeys(kept.values(), file.name)
-        if set(where.values()) != {"model.safetensors"}:
-            index = {"metadata": {"total_size": size}, "weight_map": where}
+            names_in_file = {name: names[name] for name in read_safetensors_header(file) if name in names}
+            if names_in_file:
+                size += copy_tensors(file, names_in_file, folder / file.name)
+                weight_map |= dict.fromkeys(names_in_file.values(), file.name)
+        if set(weight_map.values()) != {"model.safetensors"}:
+            index = {"metadata": {"total_size": size}, "weight_map": weight_map}
             (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8", newline="\n")
         copy_model_files(
-            source.folder, folder, lambda file: file.suffix in TEXT_SUFFIXES and not NON_TEXT_FILES.search(file.name)
+            source.folder,
+            folder,
+            lambda file: file.suffix in TEXT_SUFFIXES and not NON_TEXT_FILES.search(file.name),
         )
         taking.result = format_size(size)
     return dataclasses.replace(source, folder=folder)
 
 
-def build_text_config(source: Source, names: set[str]) -> dict[str, Any]:
+def build_text_config(source: Source, tensor_names: set[str]) -> JsonObject:
     """Return the config of the text model, which has tensors of these names."""
-    config = source.config
+    outer = source.config
     inner = source.text_config or {}
-    known = TEXT_MODEL_CLASSES[config["model_type"]][source.model_type]
+    model_class = TEXT_MODEL_CLASSES[outer["model_type"]][source.model_type]
     if source.text_only:
-        inner = source.text_only.config_defaults | {name: value for name, value in inner.items() if value is not None}
+        inner = source.text_only.config_defaults | {name: entry for name, entry in inner.items() if entry is not None}
         inner = merge_rope_config(inner) | {"model_type": source.model_type}
-    shared = {name: config[name] for name in SHARED_ENTRIES if name in config}
-    text = shared | {name: value for name, value in inner.items() if value is not None} | {"architectures": [known]}
+    config = {name: outer[name] for name in SHARED_ENTRIES if name in outer}
+    config |= {name: entry for name, entry in inner.items() if entry is not None}
+    config["architectures"] = [model_class]
     key = "tie_word_embeddings"
-    tied = [part[key] for part in (config, inner) if part.get(key) is not None]
+    tied = [entries[key] for entries in (outer, inner) if entries.get(key) is not None]
     if tied:  # transformers 5 reads the outer config's, transformers 4 the inner one's
-        text[key] = True in tied if "lm_head.weight" not in names else tied[0]
-    return text
+        config[key] = True in tied if "lm_head.weight" not in tensor_names else tied[0]
+    return config
 
 
-def merge_rope_config(config: dict[str, Any]) -> dict[str, Any]:
+def merge_rope_config(config: JsonObject) -> JsonObject:
     """Return the config of a text model with one rotary embedding instead of three, which are the same for text."""
-    given = [config.get(name) for name in ("rope_scaling", "rope_parameters")]  # the first one counts
-    found: dict[str, Any] = next((rope for rope in given if rope and isinstance(rope, dict)), {})
-    scaling = {name: value for name, value in found.items() if not name.startswith("mrope_")}
-    text = {name: value for name, value in config.items() if name not in ("rope_scaling", "rope_parameters")}
-    text["rope_theta"] = scaling.pop("rope_theta", config["rope_theta"])
+    ropes = [config.get(name) for name in ("rope_scaling", "rope_parameters")]  # the first one counts
+    rope: JsonObject = next((rope for rope in ropes if rope and isinstance(rope, dict)), {})
+    scaling = {name: entry for name, entry in rope.items() if not name.startswith("mrope_")}
+    merged = {name: entry for name, entry in config.items() if name not in ("rope_scaling", "rope_parameters")}
+    merged["rope_theta"] = scaling.pop("rope_theta", config["rope_theta"])
     if scaling.get("rope_type", scaling.get("type")) not in (None, "mrope", "default"):
-        text["rope_scaling"] = scaling
-    return text
+        merged["rope_scaling"] = scaling
+    return merged
 
 
 def map_text_tensors(source: Source) -> dict[str, str]:
@@ -110,28 +115,29 @@ def map_text_tensors(source: Source) -> dict[str, str]:
 def copy_tensors(file: Path, names: dict[str, str], output: Path) -> int:
     """Copy the tensors ``names`` of a safetensors file to ``output``, under new names; return their size in bytes."""
     header = read_safetensors_header(file)
-    ranges, end = [], 0
-    written: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    for name, new in sorted(names.items(), key=lambda pair: header[pair[0]]["data_offsets"]):
-        start, stop = header[name]["data_offsets"]
-        written[new] = header[name] | {"data_offsets": [end, end + stop - start]}
-        ranges.append((start, stop))
-        end += stop - start
-    text = json.dumps(written).encode()
-    text += b" " * (-len(text) % 8)
+    ranges = []
+    size = 0
+    new_header: JsonObject = {"__metadata__": {"format": "pt"}}
+    for name, new_name in sorted(names.items(), key=lambda pair: header[pair[0]]["data_offsets"]):
+        start, end = header[name]["data_offsets"]
+        new_header[new_name] = header[name] | {"data_offsets": [size, size + end - start]}
+        ranges.append((start, end))
+        size += end - start
+    header_bytes = json.dumps(new_header).encode()
+    header_bytes += b" " * (-len(header_bytes) % 8)
     with file.open("rb") as original, output.open("wb") as copy:
         (length,) = struct.unpack("<Q", original.read(8))
-        copy.write(struct.pack("<Q", len(text)) + text)
-        for start, stop in ranges:
+        copy.write(struct.pack("<Q", len(header_bytes)) + header_bytes)
+        for start, end in ranges:
             original.seek(8 + length + start)
-            copy_bytes(original, copy, stop - start)
-    return end
+            copy_bytes(original, copy, end - start)
+    return size
 
 
 def copy_bytes(original: BinaryIO, copy: BinaryIO, count: int) -> None:
     while count:
-        piece = original.read(min(count, CHUNK_BYTES))
-        if not piece:
+        chunk = original.read(min(count, CHUNK_BYTES))
+        if not chunk:
             raise OvspecError(f"{original.name}: became shorter while it was read; download the model again.")
-        copy.write(piece)
-        count -= len(piece)
+        copy.write(chunk)
+        count -= len(chunk)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ovspec.base.errors import OvspecError
 from ovspec.text.chat_template import ADDED_BOS, CHAT_TEMPLATE_FILE, TEMPLATES_FOLDER, read_chat_templates
@@ -16,8 +16,11 @@ from ovspec.text.vocabulary import describe_id_differences
 from ovspec_export.gguf_tokenizer import build_gguf_tokenizer, read_gguf_templates
 from ovspec_export.sources import GgufSource, Source
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
-def load_tokenizer(source: Source, trust_remote_code: bool = False) -> Any:
+
+def load_tokenizer(source: Source, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Load a checkpoint's tokenizer, or build that of a GGUF file.
 
     Raises:
@@ -30,8 +33,8 @@ def load_tokenizer(source: Source, trust_remote_code: bool = False) -> Any:
     try:
         return AutoTokenizer.from_pretrained(source.folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers and tokenizers raise a dozen kinds of errors
-        why = str(error).strip().partition("\n")[0].rstrip(".:") or type(error).__name__
-        raise OvspecError(f"{source.name}: its tokenizer cannot be loaded ({why}).") from None
+        reason = str(error).strip().partition("\n")[0].rstrip(".:") or type(error).__name__
+        raise OvspecError(f"{source.name}: its tokenizer cannot be loaded ({reason}).") from None
 
 
 def read_source_templates(source: Source) -> dict[str, str]:
@@ -50,7 +53,7 @@ def replace_chat_template(template: str, folder: Path) -> None:
     (folder / CHAT_TEMPLATE_FILE).write_text(source, encoding="utf-8", newline="\n")
 
 
-def find_differing_texts(reference: Any, folder: Path) -> list[str]:
+def find_differing_texts(reference: PreTrainedTokenizerBase, folder: Path) -> list[str]:
     """Return the ``SAMPLE_TEXTS`` that the exported tokenizer in ``folder`` encodes differently from ``reference``."""
     tokenizer = Tokenizer(folder)
     return [text for text in SAMPLE_TEXTS if tokenizer.encode(text).tolist() != reference(text)["input_ids"]]
