@@ -37,10 +37,10 @@ def check_agreement(model: PreTrainedModel, folder: Path, tolerance: float = LOG
     """
     ir = compile_ir(folder, DeviceOptions(precision="f32", properties={"CACHE_DIR": ""}))
     text = draw_token_ids(ir)
-    shortened = text[: 2 * len(text) // 3]
+    shortened_text = text[: 2 * len(text) // 3]
     compute_in_f32(model)
-    expected = [compute_checkpoint_logits(model, tokens, ir.logits_width) for tokens in (text, shortened)]
-    for rows, circumstance in (([text], "than the checkpoint"), ([text, shortened], "in a batch")):
+    expected = [compute_checkpoint_logits(model, tokens, ir.logits_width) for tokens in (text, shortened_text)]
+    for rows, circumstance in (([text], "than the checkpoint"), ([text, shortened_text], "in a batch")):
         difference = measure_difference(compute_ir_logits(ir, rows), expected[: len(rows)])
         if difference > tolerance:
             problem = f"the IR computes other logits {circumstance}: they differ by {difference:.2g} of their spread"
@@ -97,14 +97,17 @@ def save_hidden_states(model: PreTrainedModel, layers: list[int], file: Path) ->
         np.save(file, np.concatenate([states[layer][0].float().numpy() for layer in layers], 1))
 
 
-def measure_difference(ours: list[np.ndarray], theirs: list[np.ndarray]) -> float:
+def measure_difference(ir_logits: list[np.ndarray], checkpoint_logits: list[np.ndarray]) -> float:
     """Return by how much positions differ: the root mean square over the logits, in standard deviations of them.
 
     Of all but ``TIED_SHARE`` of the positions, it is the largest, of those read at once and of those read one by one;
     infinity for logits that are not numbers.
     """
-    steps = count_single_steps(ours[-1])
-    rows = [np.sqrt(np.square(a - b).mean(-1)) / (b.std(-1) + 1e-30) for a, b in zip(ours, theirs, strict=True)]
+    steps = count_single_steps(ir_logits[-1])
+    rows = [
+        np.sqrt(np.square(a - b).mean(-1)) / (b.std(-1) + 1e-30)
+        for a, b in zip(ir_logits, checkpoint_logits, strict=True)
+    ]
     parts = [np.nan_to_num(part, nan=np.inf) for row in rows for part in (row[:-steps], row[-steps:])]
     return max(float(np.quantile(part, 1 - TIED_SHARE, method="lower")) for part in parts)
 
@@ -119,19 +122,19 @@ def compute_in_f32(model: Module) -> None:
         if id(weights) not in layer_weights and weights.is_floating_point():
             weights.data = weights.data.float()
     for layer in layers:
-        stored: dict[Tensor, Tensor] = {
+        stored_data: dict[Tensor, Tensor] = {
             weights: weights.data for weights in layer.parameters() if weights.is_floating_point()
         }
         for buffer in layer.buffers():
             if buffer.is_floating_point():
                 buffer.data = buffer.data.float()
-        layer.register_forward_pre_hook(functools.partial(set_weight_data, stored, torch.Tensor.float))
-        layer.register_forward_hook(functools.partial(set_weight_data, stored, lambda data: data))
+        layer.register_forward_pre_hook(functools.partial(set_weight_data, stored_data, torch.Tensor.float))
+        layer.register_forward_hook(functools.partial(set_weight_data, stored_data, lambda data: data))
 
 
-def set_weight_data(stored: dict[Tensor, Tensor], convert: Callable[[Tensor], Tensor], *_: Any) -> None:
+def set_weight_data(stored_data: dict[Tensor, Tensor], convert: Callable[[Tensor], Tensor], *_: Any) -> None:
     """Give each weight its stored data, converted. The other arguments are those of torch's hooks."""
-    for weights, data in stored.items():
+    for weights, data in stored_data.items():
         weights.data = convert(data)
 
 

@@ -83,11 +83,11 @@ def convert_source(
     arguments = ["--model", str(source.folder), "--task", "text-generation-with-past"]
     runs_code = source.runs_code(trust_remote_code)
     arguments += [*compression.optimum_arguments(), *["--trust-remote-code"] * runs_code]
-    format_ = arguments[arguments.index("--weight-format") + 1]
+    first_format = arguments[arguments.index("--weight-format") + 1]
     groups = ""
-    if format_ == "int4" and (compression.group_size or 0) > 0:
+    if first_format == "int4" and (compression.group_size or 0) > 0:
         groups = f" in groups of {compression.group_size}"
-    heading = f"{source.name}: converting {format_size(source.size_in_bytes)} to {format_}{groups}"
+    heading = f"{source.name}: converting {format_size(source.size_in_bytes)} to {first_format}{groups}"
     with show_step(heading, keep=True) as converting:
         run_job(
             "export_with_optimum",
@@ -142,8 +142,8 @@ def convert_head(
         OvspecError: like ``convert_source``.
     """
     folder.mkdir(parents=True)
-    format_ = compression.weight_format
-    heading = f"{source.name}: converting the head of {format_size(source.size_in_bytes)} to {format_}"
+    weight_format = compression.weight_format
+    heading = f"{source.name}: converting the head of {format_size(source.size_in_bytes)} to {weight_format}"
     with show_step(heading, keep=True) as converting:
         run_job(
             "convert_eagle_head",
@@ -154,8 +154,8 @@ def convert_head(
             target="" if target.is_ir else str(target.folder),
             name=source.name,
             tap_layers=tap_layers,
-            weight_format=format_,
-            quantization=compression.quantization_config() if format_.startswith("int") else {},
+            weight_format=weight_format,
+            quantization=compression.quantization_config() if weight_format.startswith("int") else {},
             states_file=str(states_file),
         )
         # Its attention has no window, whatever its config says of one.
@@ -183,14 +183,15 @@ def share_of_layers(source: Source, layer_count: int) -> float:
     """Return ``layer_count`` as a share of all layers; raises OvspecError for an IR or a number out of range."""
     if source.is_ir:
         raise OvspecError(f"{source.name}: `draft_layers` needs a checkpoint, but this is already an IR.")
-    total = source.config_number("layers")
-    if total is None:
+    total_layers = source.config_number("layers")
+    if total_layers is None:
         return 1.0  # not in the config by any of these names; transformers will know
-    if not 0 < layer_count < total:
+    if not 0 < layer_count < total_layers:
+        allowed = f"1 to {total_layers - 1}"
         raise OvspecError(
-            f"`draft_layers` is {layer_count}; {source.name} has {total} layers, so take 1 to {total - 1}."
+            f"`draft_layers` is {layer_count}; {source.name} has {total_layers} layers, so take {allowed}."
         )
-    return layer_count / total
+    return layer_count / total_layers
 
 
 def copy_ir_files(source: Source, folder: Path) -> None:
@@ -240,7 +241,7 @@ def run_job(
                 stdout=subprocess.PIPE,
                 stderr=error_stream,
                 env=environment,
-                **process_group_options(),
+                **process_group_arguments(),
             ) as process,
         ):
             assert process.stdin
@@ -270,7 +271,7 @@ def run_job(
     return not stop_requested
 
 
-def process_group_options() -> JsonObject:
+def process_group_arguments() -> JsonObject:
     """Return the arguments of ``Popen`` that keep Ctrl-C from a process."""
     if sys.platform == "win32":
         return {"creationflags": getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0x200)}
@@ -287,8 +288,8 @@ def forward_messages(process: subprocess.Popen[bytes], on_message: MessageHandle
 
 def describe_failure(error_text: str, returncode: int, folder: Path = Path()) -> str:
     """Return the reason for a failure, from the standard error of a process that wrote to ``folder``."""
-    for sign, reason in KNOWN_REASONS.items():
-        if sign in error_text:
+    for pattern, reason in KNOWN_REASONS.items():
+        if pattern in error_text:
             return reason.format(folder=folder)
     if returncode < 0:
         return f"ended by signal {-returncode}"
@@ -296,8 +297,8 @@ def describe_failure(error_text: str, returncode: int, folder: Path = Path()) ->
     if not lines:
         return f"exit code {returncode}"
     # A traceback ends with the exception, whose message may have several lines.
-    raised = [i for i, line in enumerate(lines) if re.match(r"[A-Za-z_][\w.]*(Error|Exception)\b", line)]
-    message = " ".join(line.strip() for line in lines[raised[-1] if raised else -1 :])
+    exception_lines = [i for i, line in enumerate(lines) if re.match(r"[A-Za-z_][\w.]*(Error|Exception)\b", line)]
+    message = " ".join(line.strip() for line in lines[exception_lines[-1] if exception_lines else -1 :])
     sentences = re.split(r"(?<=\.) ", re.sub(r"^[\w.]+: ", "", message))
     return " ".join(sentences[:2])[:300].rstrip(". ")
 
@@ -311,14 +312,14 @@ def estimate_space(source: Source, compression: Compression) -> float:
     """Return the disk space for exporting ``source``, in bytes: its IR and, if made first, the uncompressed one."""
     if source.is_ir:
         return source.size_in_bytes
-    final = source.parameter_count * WEIGHT_FORMATS[compression.weight_format] / 8
+    final_bytes = source.parameter_count * WEIGHT_FORMATS[compression.weight_format] / 8
     through_fp32 = compression.calibration or compression.weight_format not in ("fp32", "fp16")
-    checkpoint = 0  # written first
+    checkpoint_bytes = 0  # written first
     if isinstance(source, GgufSource):
-        checkpoint = source.parameter_count * (4 if compression.weight_format == "fp32" else 2)
+        checkpoint_bytes = source.parameter_count * (4 if compression.weight_format == "fp32" else 2)
     elif source.holds_text_model:
-        checkpoint = source.size_in_bytes
-    return 1.05 * (final + source.parameter_count * 4 * bool(through_fp32)) + checkpoint + 20e6
+        checkpoint_bytes = source.size_in_bytes
+    return 1.05 * (final_bytes + source.parameter_count * 4 * bool(through_fp32)) + checkpoint_bytes + 20e6
 
 
 def fit_group_size(source: Source, compression: Compression) -> Compression:
@@ -331,8 +332,8 @@ def fit_group_size(source: Source, compression: Compression) -> Compression:
         return compression  # with a ratio, nncf chooses the layers that are cut
     widths = source.weight_widths()
     group_size = compression.group_size or DEFAULT_GROUP_SIZE
-    misfit = next((name for name, width in widths.items() if group_size != -1 and width % group_size), None)
-    if not misfit:
+    misfit_layer = next((name for name, width in widths.items() if group_size != -1 and width % group_size), None)
+    if not misfit_layer:
         return compression
     fitting = math.gcd(*widths.values(), DEFAULT_GROUP_SIZE)
     advice = f"{fitting}, or -1"
@@ -342,8 +343,8 @@ def fit_group_size(source: Source, compression: Compression) -> Compression:
     if not compression.requested_options():  # optimum's own choice for a model that it doesn't know has groups of 128
         return dataclasses.replace(compression, group_size=fitting)
     raise OvspecError(
-        f"{source.name}: `group_size` is {group_size}, but {misfit} has rows of {widths[misfit]} weights; take "
-        f"{advice} for a scale per channel."
+        f"{source.name}: `group_size` is {group_size}, but {misfit_layer} has rows of {widths[misfit_layer]} weights; "
+        f"take {advice} for a scale per channel."
     )
 
 

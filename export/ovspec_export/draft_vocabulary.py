@@ -39,7 +39,7 @@ ELEMENTWISE_OPERATIONS = {
 
 
 @dataclass(frozen=True)
-class DraftVocabulary:
+class DraftVocabularyFile:
     """The content of a ``DRAFT_VOCABULARY_FILE``. ids: the proposed ids, sorted."""
 
     ids: list[int]
@@ -67,12 +67,12 @@ def read_proposed_ids(draft: Source, target: Source) -> np.ndarray | None:
         check_weights(draft.folder / MODEL_FILE)
         ids = read_target_ids(read_model(draft.folder))
     else:
-        ids = np.array(read_dataclass(DraftVocabulary, draft.folder / DRAFT_VOCABULARY_FILE).ids, dtype=np.int64)
+        ids = np.array(read_dataclass(DraftVocabularyFile, draft.folder / DRAFT_VOCABULARY_FILE).ids, dtype=np.int64)
     if ids is None or not len(ids):
         raise OvspecError(f"{draft.name}: its draft vocabulary is empty; trim the draft again.")
-    most = min(source.config_number("vocab") or np.iinfo(np.int64).max for source in (draft, target))
-    if len(wrong := ids[(ids < 0) | (ids >= most)]):
-        raise OvspecError(f"{draft.name}: its draft vocabulary names the token {wrong[0]} of {most}.")
+    vocab_size = min(source.config_number("vocab") or np.iinfo(np.int64).max for source in (draft, target))
+    if len(wrong_ids := ids[(ids < 0) | (ids >= vocab_size)]):
+        raise OvspecError(f"{draft.name}: its draft vocabulary names the token {wrong_ids[0]} of {vocab_size}.")
     if len(np.unique(ids)) < len(ids):
         raise OvspecError(f"{draft.name}: its draft vocabulary names a token twice.")
     return ids
@@ -101,11 +101,11 @@ def read_trimmed_model(folder: Path, ids: np.ndarray) -> ov.Model:
     """Return the graph of the model in ``folder`` with logits of only ``ids`` (n,); ValueError if that can't be."""
     model = read_model(folder)
     # The embedding may have the lm_head's weights, so those that are cut come from a second reading.
-    copy = read_model(folder)
+    model_copy = read_model(folder)
     path = find_logits_path(model)
     states = path[0].input_value(0).get_node()
     axis = -2 if path[0].get_attributes()["transpose_b"] else -1
-    for node, copied_node in zip(path, find_logits_path(copy), strict=True):
+    for node, copied_node in zip(path, find_logits_path(model_copy), strict=True):
         for port, copied_value in zip(node.inputs(), copied_node.input_values(), strict=True):
             if port.get_source_output().get_node().get_name() != states.get_name():
                 port.replace_source_output(copied_value)

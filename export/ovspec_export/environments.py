@@ -49,7 +49,7 @@ class Environment:
     wheels: tuple[tuple[str, str, str], ...]
 
     @property
-    def folder(self) -> Path:
+    def overlay_folder(self) -> Path:
         """The folder that holds the overlay once it is made; its name changes with the versions."""
         versions = "-".join(f"{name}-{version}" for name, version, _ in self.wheels)
         return default_cache_dir() / "environments" / versions
@@ -57,13 +57,13 @@ class Environment:
     @property
     def partial_prefix(self) -> str:
         """The prefix of folders in which it is being made: short, as Windows' paths end at 259 characters."""
-        return f".{zlib.crc32(self.folder.name.encode()):08x}-"
+        return f".{zlib.crc32(self.overlay_folder.name.encode()):08x}-"
 
     @property
     def is_prepared(self) -> bool:
         """Whether the overlay is there and whole; one that was copied by hand may not be."""
         names = (f"{name.replace('-', '_')}-{version}.dist-info" for name, version, _ in self.wheels)
-        return all(is_wheel_whole(self.folder / name) for name in names)
+        return all(is_wheel_whole(self.overlay_folder / name) for name in names)
 
 
 TRANSFORMERS_5_2 = Environment(
@@ -87,18 +87,18 @@ OPTIMUM_INTEL_2_2 = Environment(
 OVERLAYS = (TRANSFORMERS_5_2, TRANSFORMERS_4_57, OPTIMUM_INTEL_2_2)
 
 
-def is_wheel_whole(info: Path) -> bool:
+def is_wheel_whole(dist_info: Path) -> bool:
     """Return whether every file that the RECORD in a wheel's ``.dist-info`` lists is there, in the size it lists."""
-    folder = str(info.parent)
+    folder = str(dist_info.parent)
     file_count = 0
     try:
-        with (info / "RECORD").open(encoding="utf-8", newline="") as record:
+        with (dist_info / "RECORD").open(encoding="utf-8", newline="") as record:
             for name, _, size in csv.reader(record):
                 if name.startswith(SCRIPT_PREFIXES):
                     continue
                 file_count += 1
-                actual = os.stat(f"{folder}/{name}").st_size  # noqa: PTH116, as pathlib takes twice as long
-                if size and actual != int(size):
+                actual_size = os.stat(f"{folder}/{name}").st_size  # noqa: PTH116, as pathlib takes twice as long
+                if size and actual_size != int(size):
                     return False
     except (OSError, ValueError, csv.Error):
         return False
@@ -114,7 +114,7 @@ def prepare_environment(environment: Environment, families: str) -> Path:
     Raises:
         OvspecError: the packages can't be downloaded or installed, or the disk is full.
     """
-    folder = environment.folder
+    folder = environment.overlay_folder
     if environment.is_prepared:
         return folder
     lock = FileLock(folder.with_name(f".{folder.name}.lock"))
@@ -144,7 +144,7 @@ def prepare_environment(environment: Environment, families: str) -> Path:
 
 def install_wheels(environment: Environment, families: str) -> int:
     """Install the wheels beside the overlay's place, and rename the whole in its stead; return its size in bytes."""
-    folder = environment.folder
+    folder = environment.overlay_folder
     with tempfile.TemporaryDirectory(
         dir=folder.parent, prefix=environment.partial_prefix, ignore_cleanup_errors=True
     ) as temporary:
@@ -152,14 +152,14 @@ def install_wheels(environment: Environment, families: str) -> int:
         requirements = Path(temporary) / "requirements.txt"
         lines = [f"{name}=={version} --hash=sha256:{checksum}\n" for name, version, checksum in environment.wheels]
         requirements.write_text("".join(lines), encoding="utf-8", newline="\n")
-        options = ["--no-deps", "--target", str(packages), "--require-hashes", "-r", str(requirements)]
+        install_options = ["--no-deps", "--target", str(packages), "--require-hashes", "-r", str(requirements)]
         # pip unpacks in the temporary folder first, which may be too small a disk.
         scratch = dict.fromkeys(("TMPDIR", "TEMP", "TMP"), temporary)
         settings = dict.fromkeys(("PIP_CONSTRAINT", "PIP_PREFIX", "PIP_ROOT", "UV_CONSTRAINT"), "")
         settings |= dict.fromkeys(("PIP_DRY_RUN", "PIP_USER", "PIP_REQUIRE_VIRTUALENV"), "0")
         settings |= {"PIP_NO_INPUT": "1", "PYTHONUTF8": "1"}
         process = subprocess.run(
-            [*installer_command(), *options],
+            [*installer_command(), *install_options],
             env={**os.environ, **settings, **scratch},
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -185,8 +185,8 @@ def install_wheels(environment: Environment, families: str) -> int:
 def describe_install_failure(process: subprocess.CompletedProcess[str]) -> str:
     """Return the reason why the packages couldn't be had, from the output of pip or uv."""
     output = process.stdout + process.stderr
-    for sign, reason in INSTALL_FAILURES.items():
-        if sign in output:
+    for pattern, reason in INSTALL_FAILURES.items():
+        if pattern in output:
             return reason
     lines = output.strip().splitlines() or [f"exit code {process.returncode}"]
     return lines[-1].removeprefix("ERROR: ")
@@ -202,11 +202,11 @@ def installer_command() -> list[str]:
     raise OvspecError("Preparing an environment needs pip or uv, but neither is installed; install one of them.")
 
 
-def prepare_environments(needed: dict[Environment, str]) -> None:
+def prepare_environments(families_by_environment: dict[Environment, str]) -> None:
     """Make these overlays, each for the families that are named with it, and print their folders."""
-    if not needed:
+    if not families_by_environment:
         print_note("nothing to prepare: these families need only what is installed")
-    for environment, families in needed.items():
+    for environment, families in families_by_environment.items():
         print_note(f"{environment.name}: {prepare_environment(environment, families)}")
 
 

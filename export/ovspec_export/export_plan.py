@@ -63,8 +63,8 @@ def plan_export(
     # Not in a progress step: a download shows its own progress.
     sources = [find_source(name, trust_remote_code) for name in (target, draft) if name is not None]
     for source in sources:
-        kind = ", an IR, used as it is" if source.is_ir else ""
-        print_note(f"{source.name}: {format_size(source.size_in_bytes)}{kind}, revision {source.revision[:12]}")
+        ir_note = ", an IR, used as it is" if source.is_ir else ""
+        print_note(f"{source.name}: {format_size(source.size_in_bytes)}{ir_note}, revision {source.revision[:12]}")
         folder = source.folder.resolve()
         if output == folder or folder in output.parents or output in folder.parents:
             raise OvspecError(f"{output}: is, contains or is inside the source {source.name}; name another `output`.")
@@ -95,8 +95,10 @@ def plan_export(
         print_note(f"{head.name}: a head is compressed without a text to calibrate on")
         draft_compression = (draft_compression or compression).without_calibration()
     # A draft of first layers has the target's rows.
-    requested = zip([*sources, target_source], (compression, draft_compression or compression), strict=False)
-    compressions = [fit_group_size(source, options) for source, options in requested]
+    requested_compressions = zip(
+        [*sources, target_source], (compression, draft_compression or compression), strict=False
+    )
+    compressions = [fit_group_size(source, options) for source, options in requested_compressions]
     needed_bytes = [estimate_space(source, options) for source, options in zip(sources, compressions, strict=False)]
     if draft_layers is not None:
         needed_bytes.append(needed_bytes[0] * share_of_layers(target_source, draft_layers))

@@ -162,7 +162,7 @@ def find_environments(names: Sequence[str]) -> dict[Environment, str]:
     """
     families = {*FAMILIES, *TEXT_MODEL_CLASSES, *UNSUPPORTED_FAMILIES}
     pairs = read_known_pairs()
-    needed: dict[Environment, str] = {}
+    families_by_environment: dict[Environment, str] = {}
     for name in names:
         if name == "all":
             continue
@@ -173,8 +173,10 @@ def find_environments(names: Sequence[str]) -> dict[Environment, str]:
             )
         model_types = TEXT_MODEL_CLASSES.get(name, (name,))
         for environment in filter(None, (find_family(model_type, name).environment for model_type in model_types)):
-            needed[environment] = " ".join(filter(None, (needed.get(environment), name)))
-    return dict.fromkeys(OVERLAYS, "all") if "all" in names else needed
+            families_by_environment[environment] = " ".join(
+                filter(None, (families_by_environment.get(environment), name))
+            )
+    return dict.fromkeys(OVERLAYS, "all") if "all" in names else families_by_environment
 
 
 def describe_families() -> list[str]:
@@ -190,9 +192,9 @@ def describe_families() -> list[str]:
         notes = [f"also inside {', '.join(outer_families[name])}"] if outer_families[name] else []
         notes += ["needs --trust-remote-code"] * family.remote_code + ["not tested"] * family.untested
         environment_name = "as installed"
-        state = ""
+        preparation = ""
         if family.environment:
             environment_name = family.environment.name
-            state = "prepared" if family.environment in prepared else "not prepared"
-        lines.append(f"{name:20} {environment_name:18} {state:13} {'; '.join(notes)}".rstrip())
+            preparation = "prepared" if family.environment in prepared else "not prepared"
+        lines.append(f"{name:20} {environment_name:18} {preparation:13} {'; '.join(notes)}".rstrip())
     return lines

@@ -32,9 +32,10 @@ def check_output_folder(output: Path, overwrite: bool) -> None:
     if output.exists() and not output.is_dir():
         raise OvspecError(f"{output}: is a file; name another `output`.")
     restore_backup(output)
-    if output.exists() and (foreign := find_foreign_file(output)):
+    if output.exists() and (foreign_name := find_foreign_file(output)):
         raise OvspecError(
-            f"{output}: holds files that ovspec did not export ({foreign}); name another `output`, or move them away."
+            f"{output}: holds files that ovspec did not export ({foreign_name}); name another `output`, or move them "
+            "away."
         )
     check_file_name(output)
     if not overwrite and has_manifest(output) and not read_raw_manifest(output).get("unfinished"):
@@ -56,8 +57,8 @@ def check_files_closed(output: Path) -> None:
 
 def open_files_error(output: Path) -> OvspecError:
     """Return the error for an export whose files are open."""
-    stop = "stop the program that has loaded it, such as 'ovspec serve'"
-    return OvspecError(f"{output}: its files are open, so the old export stays; {stop}, and export again.")
+    advice = "stop the program that has loaded it, such as 'ovspec serve'"
+    return OvspecError(f"{output}: its files are open, so the old export stays; {advice}, and export again.")
 
 
 def find_foreign_file(folder: Path) -> str | None:
@@ -111,13 +112,13 @@ def open_work_folder(output: Path, overwrite: bool) -> Iterator[Path]:
         check_files_closed(output)
         for partial_folder in output.parent.glob(f".{glob.escape(output.name)}.partial-*"):
             remove_export_folder(partial_folder)  # of an export that was killed, since we hold the lock
-        work = name_partial_folder(output)
-        work.mkdir()
-        (work / MANIFEST_FILE).write_text(UNFINISHED_MANIFEST, encoding="utf-8", newline="\n")
+        work_path = name_partial_folder(output)
+        work_path.mkdir()
+        (work_path / MANIFEST_FILE).write_text(UNFINISHED_MANIFEST, encoding="utf-8", newline="\n")
         try:
-            yield work
+            yield work_path
         finally:
-            remove_export_folder(work)
+            remove_export_folder(work_path)
     finally:
         with contextlib.suppress(OSError):  # Windows can't delete an open file
             lock_file.unlink()
@@ -126,7 +127,7 @@ def open_work_folder(output: Path, overwrite: bool) -> Iterator[Path]:
             lock_file.unlink()
 
 
-def replace_folder(new: Path, output: Path) -> None:
+def replace_folder(new_folder: Path, output: Path) -> None:
     """Replace ``output`` by ``new`` with renames only, which also works on Windows."""
     backup = backup_path(output)
     discard_backup(backup)  # of a replacement that was killed before it cleaned up
@@ -136,12 +137,12 @@ def replace_folder(new: Path, output: Path) -> None:
         try:
             if output.exists():
                 output.rename(backup)
-            new.rename(output)
+            new_folder.rename(output)
             break
         except BaseException as error:
             restore_backup(output)
             # Try again: a load may have restored the backup meanwhile, or a virus scanner may hold a file for a moment.
-            if not isinstance(error, OSError) or not new.exists() or attempt == 4:
+            if not isinstance(error, OSError) or not new_folder.exists() or attempt == 4:
                 if sys.platform == "win32" and isinstance(error, PermissionError):
                     raise open_files_error(output) from None
                 raise
@@ -188,8 +189,8 @@ def check_disk_space(
     folder: Path, needed_bytes: float, purpose: str = "the export", advice: str = "make room, or name another `output`"
 ) -> None:
     """Raise OvspecError unless the bytes are free on the disk of ``folder`` or its nearest existing parent."""
-    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    free_bytes = shutil.disk_usage(existing).free
+    existing_folder = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    free_bytes = shutil.disk_usage(existing_folder).free
     if free_bytes < needed_bytes:
         sizes = f"about {format_size(needed_bytes)} there, but only {format_size(free_bytes)} are free"
         raise OvspecError(f"{folder}: {purpose} needs {sizes}; {advice}.")

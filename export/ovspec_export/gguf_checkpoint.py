@@ -93,13 +93,13 @@ def write_gguf_weights(file: GgufFile, folder: Path, dtype: str) -> None:
 
     def write_weight_shard() -> None:
         shard_name = f"model-{len(set(shard_names.values())) + 1:05}.safetensors"
-        contiguous = {name: weights.contiguous() for name, weights in tensors.items()}
-        save_file(contiguous, folder / shard_name, {"format": "pt"})
+        contiguous_tensors = {name: weights.contiguous() for name, weights in tensors.items()}
+        save_file(contiguous_tensors, folder / shard_name, {"format": "pt"})
         shard_names.update(dict.fromkeys(tensors, shard_name))
         tensors.clear()
 
-    ordered = sorted((parse_layer_number(name), name) for name in file.tensors if name not in CONFIG_TENSORS)
-    for _, layer in groupby(ordered, key=lambda entry: entry[0]):
+    numbered_names = sorted((parse_layer_number(name), name) for name in file.tensors if name not in CONFIG_TENSORS)
+    for _, layer in groupby(numbered_names, key=lambda entry: entry[0]):
         for _, name in layer:
             convert_gguf_tensor(file, name, processor, names, shapes, tensors)
         tensors.update({name: weights.to(getattr(torch, dtype)) for name, weights in tensors.items()})
@@ -109,8 +109,8 @@ def write_gguf_weights(file: GgufFile, folder: Path, dtype: str) -> None:
     if len(shards := set(shard_names.values())) == 1:
         (folder / shards.pop()).rename(folder / "model.safetensors")
         return
-    index = {"metadata": {}, "weight_map": shard_names}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8", newline="\n")
+    weight_index = {"metadata": {}, "weight_map": shard_names}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(weight_index), encoding="utf-8", newline="\n")
 
 
 def convert_gguf_tensor(
@@ -142,5 +142,5 @@ def convert_gguf_tensor(
 
 def parse_layer_number(name: str) -> int:
     """Return the number of the layer that a tensor belongs to; -1 for one outside the layers."""
-    parts = name.split(".")
-    return int(parts[1]) if parts[0] == "blk" and parts[1].isdecimal() else -1
+    name_parts = name.split(".")
+    return int(name_parts[1]) if name_parts[0] == "blk" and name_parts[1].isdecimal() else -1

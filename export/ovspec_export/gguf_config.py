@@ -192,16 +192,16 @@ def build_config(file: GgufFile) -> JsonObject:
     config_keys = COMMON_KEYS | architecture.config_keys
     prefix = f"{file.architecture}."
     entries = {key.removeprefix(prefix): entry for key, entry in file.metadata.items() if key.startswith(prefix)}
-    unknown = sorted(key for key in entries if key not in config_keys and not OTHER_KEYS.fullmatch(key))
-    if unknown:
-        problem = f"{prefix}{unknown[0]}, which ovspec doesn't understand, so the model could come out wrong"
+    unknown_keys = sorted(key for key in entries if key not in config_keys and not OTHER_KEYS.fullmatch(key))
+    if unknown_keys:
+        problem = f"{prefix}{unknown_keys[0]}, which ovspec doesn't understand, so the model could come out wrong"
         raise OvspecError(f"{file.path}: its metadata has {problem}; {CHECKPOINT_ADVICE}.")
     try:
         config = {config_keys[key]: entry for key, entry in entries.items() if key in config_keys}
         config |= architecture.derive_entries(file, config)
-        rotated = entries.get("rope.dimension_count")
-        if architecture.rotates_whole_heads and rotated not in (None, compute_head_width(config)):
-            raise ValueError(f"{rotated} values of a head are rotated")
+        rotated_width = entries.get("rope.dimension_count")
+        if architecture.rotates_whole_heads and rotated_width not in (None, compute_head_width(config)):
+            raise ValueError(f"{rotated_width} values of a head are rotated")
         config |= {"vocab_size": file.tensors["token_embd.weight"].shape[0]}
         token_count = len(file.metadata.get("tokenizer.ggml.tokens", []))
         if token_count > config["vocab_size"]:
@@ -212,14 +212,16 @@ def build_config(file: GgufFile) -> JsonObject:
     except (KeyError, TypeError, ValueError, ZeroDivisionError, IndexError) as error:
         problem = f"incomplete or not understood ({error})"
         raise OvspecError(f"{file.path}: its metadata is {problem}; {CHECKPOINT_ADVICE}.") from None
-    known = {name: entry for name, entry in config.items() if entry is not None}
-    return known | ids | {"model_type": architecture.model_type}  # a family's default for a token would be another's
+    known_entries = {name: entry for name, entry in config.items() if entry is not None}
+    return (
+        known_entries | ids | {"model_type": architecture.model_type}
+    )  # a family's default for a token would be another's
 
 
 def check_model_kind(file: GgufFile) -> None:
     """Raise OvspecError if the file holds no language model, or a model of an unknown family."""
-    kind = str(file.metadata.get("general.type") or "model")
-    advice = PARTIAL_MODEL_KINDS.get("mmproj" if file.architecture == "clip" else kind)
+    model_kind = str(file.metadata.get("general.type") or "model")
+    advice = PARTIAL_MODEL_KINDS.get("mmproj" if file.architecture == "clip" else model_kind)
     if advice:
         raise OvspecError(f"{file.path}: holds {advice}.")
     is_embedding = file.architecture_entry("pooling_type") or file.architecture_entry("attention.causal") is False
@@ -233,8 +235,8 @@ def check_model_kind(file: GgufFile) -> None:
 def compute_head_width(config: JsonObject) -> int:
     """Return the number of values in a head of attention."""
     width: int = config["n_embd"] if "n_embd" in config else config["hidden_size"]
-    heads: int = config["n_head"] if "n_head" in config else config["num_attention_heads"]
-    return config.get("head_dim") or width // heads
+    head_count: int = config["n_head"] if "n_head" in config else config["num_attention_heads"]
+    return config.get("head_dim") or width // head_count
 
 
 def read_rope_scaling(file: GgufFile, config: JsonObject) -> JsonObject:
@@ -271,25 +273,25 @@ def read_llama3_scaling(file: GgufFile, config: JsonObject) -> JsonObject:
 
     The factors are computed from the parameters that all these models share, and must be the same.
     """
-    stored = file.tensors["rope_freqs.weight"].read_values()
+    stored_factors = file.tensors["rope_freqs.weight"].read_values()
     scaling = {
         "rope_type": "llama3",
-        "factor": float(stored.max()),
+        "factor": float(stored_factors.max()),
         "low_freq_factor": 1.0,
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
-    width = compute_head_width(config)
-    lengths = 2 * math.pi * config["rope_theta"] ** (np.arange(0, width, 2) / width)
-    smooth = np.clip((8192 / lengths - 1.0) / 3.0, 0, 1)
-    if not np.allclose(stored, 1 / ((1 - smooth) / scaling["factor"] + smooth), rtol=1e-3):
+    head_width = compute_head_width(config)
+    wavelengths = 2 * math.pi * config["rope_theta"] ** (np.arange(0, head_width, 2) / head_width)
+    smoothing = np.clip((8192 / wavelengths - 1.0) / 3.0, 0, 1)
+    if not np.allclose(stored_factors, 1 / ((1 - smoothing) / scaling["factor"] + smoothing), rtol=1e-3):
         raise ValueError("rope_freqs.weight isn't that of Llama 3")
     return scaling
 
 
-def build_generation_config(file: GgufFile, eos: list[int]) -> JsonObject:
+def build_generation_config(file: GgufFile, eos_ids: list[int]) -> JsonObject:
     """Return the entries of generation_config.json: the EOS and BOS tokens, and the sampling that is recommended."""
-    config: JsonObject = {"eos_token_id": eos, "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id")}
+    config: JsonObject = {"eos_token_id": eos_ids, "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id")}
     sampling = {name: file.metadata.get(f"general.sampling.{key}") for key, name in SAMPLING_KEYS.items()}
     if any(option is not None for option in sampling.values()):
         config |= sampling | {"do_sample": True}

@@ -58,10 +58,10 @@ class TensorInfo:
         """The shape of its data in bytes."""
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
-        elements, size = GGML_QUANT_SIZES[GGMLQuantizationType(self.ggml_type)]
-        if not self.shape or self.shape[-1] % elements:
-            raise ValueError(f"rows of {self.shape[-1:]} values cannot be stored in blocks of {elements}")
-        return *self.shape[:-1], self.shape[-1] // elements * size
+        block_elements, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(self.ggml_type)]
+        if not self.shape or self.shape[-1] % block_elements:
+            raise ValueError(f"rows of {self.shape[-1:]} values cannot be stored in blocks of {block_elements}")
+        return *self.shape[:-1], self.shape[-1] // block_elements * block_bytes
 
     def read_values(self) -> np.ndarray:
         """Return its values in f32."""
@@ -122,7 +122,7 @@ def read_gguf_header(file: Path) -> tuple[JsonObject, dict[str, TensorInfo]]:
         data = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
     try:
         with data:
-            return HeaderReader(data, file).read_header()
+            return HeaderReader(data, file).read_metadata_and_tensors()
     except (struct.error, ValueError, OverflowError, MemoryError) as error:
         problem = " ".join(str(error).split())[:150]
         raise OvspecError(f"{file}: damaged or cut off ({problem}); download it again.") from None
@@ -136,7 +136,7 @@ class HeaderReader:
         self._file = file
         self._position = len(MAGIC)
 
-    def read_header(self) -> tuple[JsonObject, dict[str, TensorInfo]]:
+    def read_metadata_and_tensors(self) -> tuple[JsonObject, dict[str, TensorInfo]]:
         (version,) = self._read_struct("<I")
         if version not in VERSIONS:
             raise ValueError(f"version {version} of the format is not known")
@@ -157,9 +157,9 @@ class HeaderReader:
             raise ValueError(f"has {len(self._data)} of {end} bytes")
         return metadata, tensors
 
-    def _read_struct(self, form: str) -> tuple[Any, ...]:
-        numbers = struct.unpack_from(form, self._data, self._position)
-        self._position += struct.calcsize(form)
+    def _read_struct(self, struct_format: str) -> tuple[Any, ...]:
+        numbers = struct.unpack_from(struct_format, self._data, self._position)
+        self._position += struct.calcsize(struct_format)
         return numbers
 
     def _read_bytes(self, count: int) -> bytes:

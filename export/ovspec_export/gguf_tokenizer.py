@@ -221,17 +221,19 @@ def add_bos_and_eos(
 
     if metadata.model != "gemma4" and metadata.add_bos_token is not None:
         add_bos = metadata.add_bos_token
-    order = ["bos"] * add_bos + ["$A"] + ["eos"] * metadata.add_eos_token
-    if missing := next((role for role in order if role != "$A" and role not in vocabulary.role_ids), None):
-        problem = f"it adds {missing.upper()} to every text but doesn't say which token that is"
+    template_order = ["bos"] * add_bos + ["$A"] + ["eos"] * metadata.add_eos_token
+    if missing_role := next(
+        (role for role in template_order if role != "$A" and role not in vocabulary.role_ids), None
+    ):
+        problem = f"it adds {missing_role.upper()} to every text but doesn't say which token that is"
         raise damaged_tokenizer_error(name, problem)
-    tokens = {role: vocabulary.tokens[vocabulary.role_ids[role]] for role in order if role != "$A"}
-    if wrong := next((text for text in tokens.values() if re.search(r"^\$|:", text)), None):
+    tokens = {role: vocabulary.tokens[vocabulary.role_ids[role]] for role in template_order if role != "$A"}
+    if unusable_text := next((text for text in tokens.values() if re.search(r"^\$|:", text)), None):
         # It has a meaning in templates of tokenizers.
-        raise damaged_tokenizer_error(name, f"{quote_shortened(wrong)} can't be added to every text")
+        raise damaged_tokenizer_error(name, f"{quote_shortened(unusable_text)} can't be added to every text")
     if tokens:
         tokenizer.post_processor = processors.TemplateProcessing(
-            single=[tokens.get(role, role) for role in order],
+            single=[tokens.get(role, role) for role in template_order],
             special_tokens=[(text, vocabulary.token_ids[text]) for text in set(tokens.values())],
         )
 

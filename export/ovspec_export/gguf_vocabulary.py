@@ -92,11 +92,13 @@ def read_vocabulary(metadata: TokenizerMetadata, entries: Mapping[str, JsonValue
     tokens = [token or f"[EMPTY_{token_id}]" for token_id, token in enumerate(metadata.tokens)]
     token_ids = {token: token_id for token_id, token in enumerate(tokens)}
     if len(token_ids) < len(tokens):
-        twice = next(token for token_id, token in enumerate(tokens) if token_ids[token] != token_id)
-        raise damaged_tokenizer_error(name, f"the token {quote_shortened(twice)} is there twice")
-    longest = max(tokens, key=len)
-    if len(longest) > LONGEST_TOKEN:
-        raise damaged_tokenizer_error(name, f"the token {quote_shortened(longest)} has {len(longest)} characters")
+        repeated_token = next(token for token_id, token in enumerate(tokens) if token_ids[token] != token_id)
+        raise damaged_tokenizer_error(name, f"the token {quote_shortened(repeated_token)} is there twice")
+    longest_token = max(tokens, key=len)
+    if len(longest_token) > LONGEST_TOKEN:
+        raise damaged_tokenizer_error(
+            name, f"the token {quote_shortened(longest_token)} has {len(longest_token)} characters"
+        )
     token_types = list(metadata.token_type or [NORMAL] * len(tokens))
     if len(token_types) < len(tokens):
         raise damaged_tokenizer_error(name, f"{len(tokens)} tokens have {len(token_types)} types")

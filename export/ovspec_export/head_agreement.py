@@ -26,26 +26,26 @@ def check_head_ir(head: EagleHead, model: ov.Model, states: np.ndarray | None = 
     states: the inputs of the target's layers for some text, (positions, width) float32; random ones if it doesn't fit.
     """
     layout = head.layout
-    draws = np.random.default_rng(0)
+    generator = np.random.default_rng(0)
     states_shape = (KNOWN_ENTRIES, layout.tap_count * layout.target_hidden_size)
     if states is not None and len(states) >= KNOWN_ENTRIES and states[:KNOWN_ENTRIES].shape == states_shape:
         states = states[:KNOWN_ENTRIES]
     else:
-        states = draws.standard_normal(states_shape).astype(np.float32)
+        states = generator.standard_normal(states_shape).astype(np.float32)
     entry_count = FIRST_ENTRIES + UNROLLED_ENTRIES + LAST_ENTRIES
     if head.embed_tokens is not None:
-        tokens = draws.integers(0, layout.vocab_size, entry_count)
+        tokens = generator.integers(0, layout.vocab_size, entry_count)
     else:
-        tokens = draws.standard_normal((entry_count, layout.hidden_size)).astype(np.float32)
+        tokens = generator.standard_normal((entry_count, layout.hidden_size)).astype(np.float32)
     rows = [
         compute_head_outputs(head, tokens[start:], states[start:], FIRST_ENTRIES - start)
         for start in (0, MISSING_ENTRIES)
     ]
     expected = {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
-    for name, ours in compute_ir_outputs(model, tokens, states).items():
-        theirs = expected[name]
-        root_mean_square = np.sqrt(np.square(ours - theirs).mean())
-        difference = float(np.nan_to_num(root_mean_square / (theirs.std() + 1e-30), nan=np.inf))
+    for name, ir_output in compute_ir_outputs(model, tokens, states).items():
+        expected_output = expected[name]
+        root_mean_square = np.sqrt(np.square(ir_output - expected_output).mean())
+        difference = float(np.nan_to_num(root_mean_square / (expected_output.std() + 1e-30), nan=np.inf))
         if difference > OUTPUT_TOLERANCE:
             raise OvspecError(
                 f"the IR of the head computes other {name} than the checkpoint: they differ by {difference:.2g} of "
@@ -58,19 +58,21 @@ def compute_head_outputs(
 ) -> dict[str, np.ndarray]:
     """Return a row's outputs by name, (entries, width), where ``first_entries`` come before the unrolled ones."""
     with torch.no_grad():
-        taps = torch.from_numpy(states)[None]
+        target_states = torch.from_numpy(states)[None]
         ids = torch.from_numpy(tokens)[None]
-        fused = head.fuse_states(taps)
+        fused_features = head.fuse_states(target_states)
 
         def run_head(features: torch.Tensor) -> tuple[torch.Tensor, ...]:
             mask = torch.ones(features.shape[:2], dtype=torch.int64)
-            return head(ids[:, : mask.shape[1]], features, mask, mask.cumsum(1) - 1, taps, *head.make_empty_cache())
+            return head(
+                ids[:, : mask.shape[1]], features, mask, mask.cumsum(1) - 1, target_states, *head.make_empty_cache()
+            )
 
-        features = fused[:, :first_entries]
+        features = fused_features[:, :first_entries]
         for _ in range(UNROLLED_ENTRIES):
             features = torch.cat((features, run_head(features)[1][:, -1:]), 1)
-        logits, hidden, *_ = run_head(torch.cat((features, fused[:, first_entries:]), 1))
-    outputs = {"fused": fused, "logits": logits, "hidden": hidden}
+        logits, hidden, *_ = run_head(torch.cat((features, fused_features[:, first_entries:]), 1))
+    outputs = {"fused": fused_features, "logits": logits, "hidden": hidden}
     return {name: output[0].numpy() for name, output in outputs.items()}
 
 
@@ -79,9 +81,9 @@ def compute_ir_outputs(model: ov.Model, tokens: np.ndarray, states: np.ndarray) 
     options = DeviceOptions(precision="f32", properties={"CACHE_DIR": ""})
     request = openvino_core().compile_model(model, "CPU", make_compile_properties(options)).create_infer_request()
     tokens_input = next(port.get_any_name() for port in request.model_inputs if port.get_any_name().startswith("input"))
-    alive = np.ones((2, len(tokens)), dtype=np.int64)
-    alive[1, :MISSING_ENTRIES] = 0
-    positions = np.maximum(alive.cumsum(1) - 1, 0)
+    attention_mask = np.ones((2, len(tokens)), dtype=np.int64)
+    attention_mask[1, :MISSING_ENTRIES] = 0
+    positions = np.maximum(attention_mask.cumsum(1) - 1, 0)
     both_tokens = np.stack([tokens] * 2)
     both_states = np.stack([states] * 2)
 
@@ -89,7 +91,7 @@ def compute_ir_outputs(model: ov.Model, tokens: np.ndarray, states: np.ndarray) 
         inputs = {
             tokens_input: both_tokens[:, start:end],
             "hidden_states": features,
-            "attention_mask": alive[:, :end],
+            "attention_mask": attention_mask[:, :end],
             "position_ids": positions[:, start:end],
             "target_hidden_states": target_states,
             "beam_idx": np.arange(2, dtype=np.int32),
@@ -99,13 +101,13 @@ def compute_ir_outputs(model: ov.Model, tokens: np.ndarray, states: np.ndarray) 
 
     # The branch that fuses reads nothing else, so other features do for its first run.
     no_features = np.zeros((2, 1, request.get_tensor("hidden").shape[-1]), np.float32)
-    fused = run_ir(0, 1, no_features, both_states)["fused"]
+    fused_features = run_ir(0, 1, no_features, both_states)["fused"]
     request.reset_state()
-    runs = [run_ir(0, FIRST_ENTRIES, fused[:, :FIRST_ENTRIES], both_states[:, :FIRST_ENTRIES])]
+    runs = [run_ir(0, FIRST_ENTRIES, fused_features[:, :FIRST_ENTRIES], both_states[:, :FIRST_ENTRIES])]
     first_known = FIRST_ENTRIES + UNROLLED_ENTRIES
     for end in range(FIRST_ENTRIES + 1, first_known + 1):
         runs.append(run_ir(end - 1, end, runs[-1]["hidden"][:, -1:], both_states[:, :1]))
-    runs.append(run_ir(first_known, len(tokens), fused[:, FIRST_ENTRIES:], both_states[:, FIRST_ENTRIES:]))
-    outputs = {"fused": fused}
+    runs.append(run_ir(first_known, len(tokens), fused_features[:, FIRST_ENTRIES:], both_states[:, FIRST_ENTRIES:]))
+    outputs = {"fused": fused_features}
     outputs |= {name: np.concatenate([run[name] for run in runs], 1) for name in ("logits", "hidden")}
     return {name: np.concatenate((output[0], output[1, MISSING_ENTRIES:])) for name, output in outputs.items()}

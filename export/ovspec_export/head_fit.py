@@ -118,7 +118,7 @@ def check_head_fits(target: Source, head: HeadSource) -> list[int]:
         raise OvspecError(f"{refused} its lm_head is made of the target's embedding; name the target's checkpoint.")
     if sizes.vocab_size != vocab_size:
         raise OvspecError(f"{refused} it was made for {sizes.vocab_size} tokens, but the target has {vocab_size}.")
-    check_proposed_ids(sizes, vocab_size, head.name)
+    check_head_token_ids(sizes, vocab_size, head.name)
     tap_layers = list(sizes.tap_layers or default_tap_layers(layer_count))
     if any(not 0 <= layer < layer_count for layer in tap_layers):
         raise OvspecError(
@@ -128,7 +128,7 @@ def check_head_fits(target: Source, head: HeadSource) -> list[int]:
     return tap_layers
 
 
-def check_proposed_ids(sizes: HeadSizes, vocab_size: int, name: str) -> None:
+def check_head_token_ids(sizes: HeadSizes, vocab_size: int, name: str) -> None:
     """Raise OvspecError if the tokens that a head can propose aren't different tokens of the target."""
     ids = sizes.proposed_ids
     lowest = ids.min()

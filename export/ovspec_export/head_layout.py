@@ -67,7 +67,7 @@ class HeadLayout:
         query_width = self.head_count * self.head_dim
         key_width = self.kv_head_count * self.head_dim
         states_width = self.tap_count * self.target_hidden_size
-        linear = {
+        linear_shapes = {
             "fc": [width, states_width],
             "layer.self_attn.q_proj": [query_width, 2 * width],
             "layer.self_attn.k_proj": [key_width, 2 * width],
@@ -78,20 +78,20 @@ class HeadLayout:
             "layer.mlp.down_proj": [width, self.intermediate_size],
         }
         if self.own_embedding:
-            linear["embed_tokens"] = [self.vocab_size, width]
+            linear_shapes["embed_tokens"] = [self.vocab_size, width]
         if self.own_lm_head:
-            linear["lm_head"] = [self.draft_vocab_size, width]
-        norms = ("layer.input_layernorm", "layer.hidden_norm", "layer.post_attention_layernorm", "norm")
-        norm_widths = dict.fromkeys(norms, width)
+            linear_shapes["lm_head"] = [self.draft_vocab_size, width]
+        norm_names = ("layer.input_layernorm", "layer.hidden_norm", "layer.post_attention_layernorm", "norm")
+        norm_widths = dict.fromkeys(norm_names, width)
         if self.qk_norm:
             norm_widths |= {f"layer.self_attn.{name}_norm": self.head_dim for name in "qk"}
         if self.fused_norm == "before_fc":
             norm_widths["input_norm"] = states_width
         if self.fused_norm == "fc":
             norm_widths |= {f"fc_norm.{i}": self.target_hidden_size for i in range(self.tap_count)}
-        shapes = {f"{name}.weight": shape for name, shape in linear.items()}
+        shapes = {f"{name}.weight": shape for name, shape in linear_shapes.items()}
         shapes |= {f"{name}.weight": [norm_width] for name, norm_width in norm_widths.items()}
-        return shapes | {f"{name}.bias": [linear[name][0]] for name in self.biased_layers}
+        return shapes | {f"{name}.bias": [linear_shapes[name][0]] for name in self.biased_layers}
 
 
 def is_head_config(config: Mapping[str, JsonValue]) -> bool:
@@ -106,11 +106,11 @@ def is_head_config(config: Mapping[str, JsonValue]) -> bool:
 
 def flatten_head_config(config: Mapping[str, JsonValue]) -> JsonObject:
     """Return a head's config with the entries of its layer beside the others, where speculators nests them."""
-    flat = dict(config)
+    flat_config = dict(config)
     layer_config = config.get(LAYER_CONFIG)
     if isinstance(layer_config, dict):
-        flat |= layer_config
-    return flat | {"architectures": config.get("architectures")}
+        flat_config |= layer_config
+    return flat_config | {"architectures": config.get("architectures")}
 
 
 def map_tensor_name(name: str) -> str:
@@ -124,15 +124,15 @@ def read_head_layout(config: Mapping[str, JsonValue], shapes: Mapping[str, Seque
     Raises:
         OvspecError: it has a part that isn't supported, lacks a tensor, or the two contradict each other.
     """
-    flat = flatten_head_config(config)
+    flat_config = flatten_head_config(config)
     tensor_shapes = {map_tensor_name(tensor): list(shape) for tensor, shape in shapes.items()}
     tensor_shapes = {tensor: shape for tensor, shape in tensor_shapes.items() if not IGNORED_TENSORS.match(tensor)}
-    check_head_supported(flat, tensor_shapes, name)
+    check_head_supported(flat_config, tensor_shapes, name)
     for tensor in ("fc.weight", "norm.weight"):
         if tensor not in tensor_shapes:
             raise OvspecError(f"{name}: the head lacks the tensor {tensor}.")
     try:
-        layout = build_head_layout(flat, tensor_shapes, isinstance(config.get(LAYER_CONFIG), dict))
+        layout = build_head_layout(flat_config, tensor_shapes, isinstance(config.get(LAYER_CONFIG), dict))
     except (KeyError, TypeError, ValueError, IndexError, ZeroDivisionError) as error:
         raise OvspecError(f"{name}: its config.json lacks an entry, or has a wrong one ({error}).") from None
     expected = layout.tensor_shapes()
@@ -245,5 +245,5 @@ def check_head_supported(config: Mapping[str, JsonValue], tensor_names: Iterable
 
 def rope_type(rope: Mapping[str, JsonValue]) -> str:
     """Return the kind of a rotary embedding; the three axes of images (mrope) are one and the same for text."""
-    kind = str(rope.get("rope_type") or rope.get("type") or "default")
-    return "default" if kind == "mrope" else kind
+    rope_kind = str(rope.get("rope_type") or rope.get("type") or "default")
+    return "default" if rope_kind == "mrope" else rope_kind

@@ -184,11 +184,11 @@ def make_linear(layout: HeadLayout, name: str, inputs: int, outputs: int) -> nn.
     return nn.Linear(inputs, outputs, bias=name in layout.biased_layers)
 
 
-def make_causal_mask(attention_mask: Tensor, new: int) -> Tensor:
+def make_causal_mask(attention_mask: Tensor, new_count: int) -> Tensor:
     """Return the mask to add to the scores of the last ``new`` slots, [batch, 1, new, slots]; dead slots have a 0."""
     slots = torch.arange(attention_mask.shape[1])
-    before = slots[None] <= slots[-new:, None]
-    visible = before[None, None] & (attention_mask[:, None, None] > 0)
+    is_before = slots[None] <= slots[-new_count:, None]
+    visible = is_before[None, None] & (attention_mask[:, None, None] > 0)
     return torch.where(visible, torch.zeros(()), torch.full((), torch.finfo(torch.float32).min))
 
 
@@ -234,11 +234,13 @@ def load_head_checkpoint(folder: Path, name: str = "", embedding: Tensor | None 
     return head.eval().requires_grad_(False)
 
 
-def have_equal_values(ours: Tensor, theirs: Tensor) -> bool:
+def have_equal_values(matrix: Tensor, other_matrix: Tensor) -> bool:
     """Return whether two matrices have the same values, whatever their types."""
-    if ours.shape != theirs.shape:
+    if matrix.shape != other_matrix.shape:
         return False
-    return all(torch.equal(a.float(), b.float()) for a, b in zip(ours.split(4096), theirs.split(4096), strict=True))
+    return all(
+        torch.equal(a.float(), b.float()) for a, b in zip(matrix.split(4096), other_matrix.split(4096), strict=True)
+    )
 
 
 def read_target_embedding(folder: Path) -> Tensor | None:
@@ -260,8 +262,8 @@ def read_checkpoint_tensors(folder: Path) -> dict[str, Tensor]:
     files = sorted(folder.glob("model*.safetensors"))
     if files:
         return {name: tensor for file in files for name, tensor in load_file(file).items()}
-    pickled = sorted(folder.glob("pytorch_model*.bin"))
-    return {name: tensor for file in pickled for name, tensor in read_pickled_tensors(file).items()}
+    pickled_files = sorted(folder.glob("pytorch_model*.bin"))
+    return {name: tensor for file in pickled_files for name, tensor in read_pickled_tensors(file).items()}
 
 
 def convert_head_to_ir(head: EagleHead, tap_layers: list[int]) -> ov.Model:
@@ -269,19 +271,19 @@ def convert_head_to_ir(head: EagleHead, tap_layers: list[int]) -> ov.Model:
     from optimum.exporters.openvino.stateful import patch_stateful_decoder
 
     layout = head.layout
-    batch, new, past = 2, 3, 2
-    ids = torch.zeros((batch, new), dtype=torch.int64)
-    features = torch.zeros((batch, new, layout.hidden_size))
-    taps = torch.zeros((batch, new, layout.tap_count * layout.target_hidden_size))
+    batch, new_count, past_count = 2, 3, 2
+    ids = torch.zeros((batch, new_count), dtype=torch.int64)
+    features = torch.zeros((batch, new_count, layout.hidden_size))
+    target_states = torch.zeros((batch, new_count, layout.tap_count * layout.target_hidden_size))
     tokens = features
     tokens_input = {"inputs_embeds": [-1, -1, layout.hidden_size]}
     if head.embed_tokens is not None:
         tokens = ids
         tokens_input = {"input_ids": [-1, -1]}
-    mask = torch.ones((batch, past + new), dtype=torch.int64)
-    example = (tokens, features, mask, ids, taps, *head.make_empty_cache(batch, past))
+    mask = torch.ones((batch, past_count + new_count), dtype=torch.int64)
+    example_inputs = (tokens, features, mask, ids, target_states, *head.make_empty_cache(batch, past_count))
     with torch.no_grad():
-        model = ov.convert_model(head, example_input=example)
+        model = ov.convert_model(head, example_input=example_inputs)
     cache = [-1, layout.kv_head_count, -1, layout.head_dim]
     inputs = {
         **tokens_input,

@@ -68,11 +68,15 @@ def run_mixer(self: Any, input_states: torch.Tensor, cache_params: Any, *_: Any,
     Source: Gu and Dao, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces", arXiv:2312.00752.
     """
     index = self.layer_idx
-    kernel = self.conv_kernel_size
-    new, gate = self.in_proj(input_states).transpose(1, 2).chunk(2, dim=1)
-    window = torch.cat([cache_params.conv_states[index], new], dim=-1)  # the past holds the last ``kernel`` inputs
-    cache_params.conv_states[index] = window[..., -kernel:]
-    convolved = torch.nn.functional.conv1d(window[..., 1:], self.conv1d.weight, self.conv1d.bias, groups=new.shape[1])
+    kernel_size = self.conv_kernel_size
+    new_inputs, gate = self.in_proj(input_states).transpose(1, 2).chunk(2, dim=1)
+    window = torch.cat(
+        [cache_params.conv_states[index], new_inputs], dim=-1
+    )  # the past holds the last ``kernel`` inputs
+    cache_params.conv_states[index] = window[..., -kernel_size:]
+    convolved = torch.nn.functional.conv1d(
+        window[..., 1:], self.conv1d.weight, self.conv1d.bias, groups=new_inputs.shape[1]
+    )
     x = self.act(convolved).transpose(1, 2)  # (B, T, D)
     sizes = [self.time_step_rank, self.ssm_state_size, self.ssm_state_size]
     projections = torch.split(self.x_proj(x), sizes, dim=-1)

@@ -19,17 +19,20 @@ from ovspec_export.sources import HeadSource, Source
 VERSIONED_PACKAGES = ("openvino", "openvino-tokenizers", "nncf", "optimum-intel", "transformers", "torch")
 
 
-def complete_export(work: Path, output: Path, manifest: Manifest) -> None:
+def complete_export(work_folder: Path, output: Path, manifest: Manifest) -> None:
     """Complete the export in ``work`` by its manifest, with checksums, and move it to ``output``."""
     with show_step(f"{output.name}: computing checksums", keep=True) as computing:
-        files = sorted(path for path in work.rglob("*") if path.is_file() and path != work / MANIFEST_FILE)
+        files = sorted(
+            path for path in work_folder.rglob("*") if path.is_file() and path != work_folder / MANIFEST_FILE
+        )
         manifest.files = {
-            path.relative_to(work).as_posix(): ExportedFile(path.stat().st_size, hash_file(path)) for path in files
+            path.relative_to(work_folder).as_posix(): ExportedFile(path.stat().st_size, hash_file(path))
+            for path in files
         }
         size = sum(file.size for file in manifest.files.values())
         computing.result = f"{format_size(size)} in {len(files)} files"
-    manifest.write_to_folder(work)
-    replace_folder(work, output)
+    manifest.write_to_folder(work_folder)
+    replace_folder(work_folder, output)
 
 
 def installed_versions() -> dict[str, str]:

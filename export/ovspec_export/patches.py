@@ -110,14 +110,17 @@ def refuse_missing_tensors() -> None:
         cls: type[PreTrainedModel], *args: Any, output_loading_info: bool = False, **kwargs: Any
     ) -> PreTrainedModel | tuple[PreTrainedModel, JsonObject]:
         model, loading_info = load(cls, *args, output_loading_info=True, **kwargs)
-        missing = sorted(loading_info["missing_keys"]) + sorted(str(key[0]) for key in loading_info["mismatched_keys"])
-        if missing:
+        missing_names = sorted(loading_info["missing_keys"]) + sorted(
+            str(key[0]) for key in loading_info["mismatched_keys"]
+        )
+        if missing_names:
+            count = f"{len(missing_names)} in all"
             raise OvspecError(
-                f"the checkpoint lacks the tensor {missing[0]}, or has another shape of it ({len(missing)} in all)"
+                f"the checkpoint lacks the tensor {missing_names[0]}, or has another shape of it ({count})"
             )
-        unread = sorted(key for key in loading_info["unexpected_keys"] if QUANTISED_TENSORS.search(key))
-        if unread:
-            raise OvspecError(f"the checkpoint is quantised in a way that isn't understood ({unread[0]})")
+        unread_names = sorted(key for key in loading_info["unexpected_keys"] if QUANTISED_TENSORS.search(key))
+        if unread_names:
+            raise OvspecError(f"the checkpoint is quantised in a way that isn't understood ({unread_names[0]})")
         return (model, loading_info) if output_loading_info else model
 
     PreTrainedModel.from_pretrained = classmethod(load_all)  # type: ignore[assignment]

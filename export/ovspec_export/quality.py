@@ -13,7 +13,7 @@ from ovspec_export.sources import HeadSource, Source
 
 
 def evaluate_exports(
-    sources: list[Source], folders: list[Path], text: Path, work: Path, trust_remote_code: bool
+    sources: list[Source], folders: list[Path], text: Path, work_folder: Path, trust_remote_code: bool
 ) -> list[tuple[str, dict[str, float]]]:
     """Compare each model with its checkpoint; return the figures of ``evaluate.py`` with the models' names.
 
@@ -25,12 +25,12 @@ def evaluate_exports(
             continue
         checkpoint = f"the checkpoint of {format_size(source.size_in_bytes)}"
         with show_step(f"{source.name}: comparing with {checkpoint} on {text.name}", keep=True):
-            figures_file = work / "evaluation.json"
+            figures_file = work_folder / "evaluation.json"
             try:
                 run_job(
                     "evaluate_ir",
                     source,
-                    work,
+                    work_folder,
                     source=str(source.folder),
                     folder=str(folder),
                     text=str(text.absolute()),

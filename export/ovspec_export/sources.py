@@ -344,9 +344,11 @@ def check_head_files(source: HeadSource, name: str) -> None:
 def check_shards(folder: Path, index: str, name: str) -> None:
     """Raise OvspecError if a file that the index names is missing."""
     shards = set(read_dataclass(WeightIndex, folder / index).weight_map.values())
-    missing = sorted(shard for shard in shards if not (folder / shard).is_file())
-    if missing:
-        raise OvspecError(f"{name}: {missing[0]} is missing ({len(missing)} missing in all); download the model again.")
+    missing_shards = sorted(shard for shard in shards if not (folder / shard).is_file())
+    if missing_shards:
+        raise OvspecError(
+            f"{name}: {missing_shards[0]} is missing ({len(missing_shards)} missing in all); download the model again."
+        )
 
 
 def check_source_config(source: Source, name: str) -> None:
@@ -390,15 +392,19 @@ def read_safetensors_header(file: Path) -> JsonObject:
     size = file.stat().st_size
     try:
         with file.open("rb") as stream:
-            (length,) = struct.unpack("<Q", stream.read(8))
-            if length > min(size, 100_000_000):
+            (header_length,) = struct.unpack("<Q", stream.read(8))
+            if header_length > min(size, 100_000_000):
                 raise ValueError
-            header = json.loads(stream.read(length))
-        end = max((tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"), default=0)
+            header = json.loads(stream.read(header_length))
+        data_end = max(
+            (tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"), default=0
+        )
     except (struct.error, ValueError, KeyError, TypeError, AttributeError):
         raise OvspecError(f"{file}: not a safetensors file; download the model again.") from None
-    if size < 8 + length + end:
-        raise OvspecError(f"{file}: cut off ({size} of {8 + length + end} bytes); download the model again.")
+    if size < 8 + header_length + data_end:
+        raise OvspecError(
+            f"{file}: cut off ({size} of {8 + header_length + data_end} bytes); download the model again."
+        )
     return header
 
 
@@ -408,8 +414,8 @@ def download_model(name: str, trust_remote_code: bool) -> Source:
     Raises:
         OvspecError: it can't be had, or its config shows that it can't be exported; then no weights are downloaded.
     """
-    model, at, revision = name.partition("@")
-    if at and not revision:
+    model, separator, revision = name.partition("@")
+    if separator and not revision:
         raise OvspecError(f"{name}: no revision after the @; write org/model@REVISION, or leave the @ out.")
     folder = download_snapshot(name, model, revision or None, CONFIG_PATTERNS + TEMPLATE_PATTERNS, DEEPER_SUBFOLDERS)
     source = make_source(folder, name, folder.name)  # the snapshot's folder is named by its commit
@@ -424,7 +430,7 @@ def download_model(name: str, trust_remote_code: bool) -> Source:
     return make_source(folder, name, source.revision)
 
 
-def download_snapshot(name: str, model: str, revision: str | None, patterns: list[str], but: str) -> Path:
+def download_snapshot(name: str, model: str, revision: str | None, patterns: list[str], ignored_patterns: str) -> Path:
     """Download a hub model's files that match ``patterns`` but not ``but``; return their folder.
 
     ``name`` is for messages.
@@ -433,7 +439,9 @@ def download_snapshot(name: str, model: str, revision: str | None, patterns: lis
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns, ignore_patterns=but))
+        return Path(
+            snapshot_download(model, revision=revision, allow_patterns=patterns, ignore_patterns=ignored_patterns)
+        )
     except hub.GatedRepoError:
         raise OvspecError(
             f"{name}: the model is gated; accept the terms on its page and log in with 'hf auth login'."

@@ -76,9 +76,9 @@ def build_text_config(source: Source, tensor_names: set[str]) -> JsonObject:
     config |= {name: entry for name, entry in inner.items() if entry is not None}
     config["architectures"] = [model_class]
     key = "tie_word_embeddings"
-    tied = [entries[key] for entries in (outer, inner) if entries.get(key) is not None]
-    if tied:  # transformers 5 reads the outer config's, transformers 4 the inner one's
-        config[key] = True in tied if "lm_head.weight" not in tensor_names else tied[0]
+    tied_entries = [entries[key] for entries in (outer, inner) if entries.get(key) is not None]
+    if tied_entries:  # transformers 5 reads the outer config's, transformers 4 the inner one's
+        config[key] = True in tied_entries if "lm_head.weight" not in tensor_names else tied_entries[0]
     return config
 
 
@@ -102,9 +102,9 @@ def map_text_tensors(source: Source) -> dict[str, str]:
     """
     names = {}
     for name in source.tensor_headers():
-        prefix = next((prefix for prefix in TEXT_TENSOR_PREFIXES if name.startswith(prefix)), None)
-        if prefix:
-            names[name] = TEXT_TENSOR_PREFIXES[prefix] + name.removeprefix(prefix)
+        old_prefix = next((prefix for prefix in TEXT_TENSOR_PREFIXES if name.startswith(prefix)), None)
+        if old_prefix:
+            names[name] = TEXT_TENSOR_PREFIXES[old_prefix] + name.removeprefix(old_prefix)
         elif not NON_TEXT_TENSORS.match(name):
             raise OvspecError(f"{source.name}: cannot tell whether its tensor {name} belongs to the text model.")
     if len(set(names.values())) < len(names) or not names:

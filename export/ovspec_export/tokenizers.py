@@ -47,16 +47,18 @@ def read_source_templates(source: Source) -> dict[str, str]:
 def replace_chat_template(template: str, folder: Path) -> None:
     """Make a template the only one of the exported model in ``folder``."""
     tokenizer = Tokenizer(folder)
-    bos = "".join(map(tokenizer.token_text, tokenizer.bos))
-    source = template.replace(f"{{{{ {ADDED_BOS} }}}}", f"{{{{ {json.dumps(bos, ensure_ascii=False)} }}}}")
+    bos_text = "".join(map(tokenizer.token_text, tokenizer.bos))
+    template_source = template.replace(
+        f"{{{{ {ADDED_BOS} }}}}", f"{{{{ {json.dumps(bos_text, ensure_ascii=False)} }}}}"
+    )
     shutil.rmtree(folder / TEMPLATES_FOLDER, ignore_errors=True)
-    (folder / CHAT_TEMPLATE_FILE).write_text(source, encoding="utf-8", newline="\n")
+    (folder / CHAT_TEMPLATE_FILE).write_text(template_source, encoding="utf-8", newline="\n")
 
 
-def find_differing_texts(reference: PreTrainedTokenizerBase, folder: Path) -> list[str]:
+def find_differing_texts(reference_tokenizer: PreTrainedTokenizerBase, folder: Path) -> list[str]:
     """Return the ``SAMPLE_TEXTS`` that the exported tokenizer in ``folder`` encodes differently from ``reference``."""
     tokenizer = Tokenizer(folder)
-    return [text for text in SAMPLE_TEXTS if tokenizer.encode(text).tolist() != reference(text)["input_ids"]]
+    return [text for text in SAMPLE_TEXTS if tokenizer.encode(text).tolist() != reference_tokenizer(text)["input_ids"]]
 
 
 def check_pair_vocabularies(target: Source, draft: Source, trust_remote_code: bool) -> None:
@@ -66,8 +68,10 @@ def check_pair_vocabularies(target: Source, draft: Source, trust_remote_code: bo
         return
     if draft.is_ir and not (draft.folder / TOKENIZER_FILE).is_file():
         return  # compared after the target is converted: only then does it have an OpenVINO tokenizer
-    ours, theirs = (load_tokenizer(source, trust_remote_code).get_vocab() for source in (target, draft))
-    message = describe_id_differences({i: t for t, i in ours.items()}, {i: t for t, i in theirs.items()})
+    target_vocabulary, draft_vocabulary = (
+        load_tokenizer(source, trust_remote_code).get_vocab() for source in (target, draft)
+    )
+    message = describe_id_differences({i: t for t, i in target_vocabulary.items()}, {i: t for t, i in draft_vocabulary.items()})
     if message:
         raise OvspecError(
             f"{draft.name} cannot draft for {target.name}: {message}; choose a draft with the same tokenizer."

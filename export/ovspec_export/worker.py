@@ -197,17 +197,17 @@ def round_weights(model: Model) -> None:
     import openvino as ov
     from openvino import opset13 as ops
 
-    for op in model.get_ops():
-        if op.get_type_name() != "Constant" or op.get_element_type() != ov.Type.f32:
+    for operation in model.get_ops():
+        if operation.get_type_name() != "Constant" or operation.get_element_type() != ov.Type.f32:
             continue
-        if int(np.prod(op.get_output_shape(0))) < 1024:
+        if int(np.prod(operation.get_output_shape(0))) < 1024:
             continue  # norms and biases take little space
-        bits = op.get_data().view(np.uint32)
+        bits = operation.get_data().view(np.uint32)
         rounded = np.ascontiguousarray(((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16))
         tensor = ov.Tensor(rounded.reshape(-1), list(rounded.shape), ov.Type.bf16)
         constant = ov.op.Constant(tensor, shared_memory=False)
-        for use in op.output(0).get_target_inputs():
-            use.replace_source_output(ops.convert(constant, "f32").output(0))
+        for consumer in operation.output(0).get_target_inputs():
+            consumer.replace_source_output(ops.convert(constant, "f32").output(0))
 
 
 def evaluate_ir(source: str, folder: str, text: str, context: int, output: str, trust_remote_code: bool) -> None:
@@ -231,8 +231,8 @@ def subtract_startup_time(arguments: JsonObject) -> JsonObject:
     """Return a job's arguments with the ``seconds`` that are left of those for its process, imports included."""
     if "seconds" not in arguments:
         return arguments
-    spent = max(0.0, time.time() - psutil.Process().create_time())
-    return arguments | {"seconds": arguments["seconds"] - spent}
+    startup_seconds = max(0.0, time.time() - psutil.Process().create_time())
+    return arguments | {"seconds": arguments["seconds"] - startup_seconds}
 
 
 # Jobs of distillations, and the file that has each.

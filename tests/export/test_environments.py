@@ -73,29 +73,29 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def prepared(environment: Environment, whole: Path) -> Path:
     """Put a whole copy where an environment's overlay is."""
-    environment.folder.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copytree(whole, environment.folder)
+    environment.overlay_folder.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copytree(whole, environment.overlay_folder)
     assert environment.is_prepared
-    return environment.folder
+    return environment.overlay_folder
 
 
 def left_in(environment: Environment) -> list[str]:
     """Return what the folder of all overlays holds, but for locks."""
-    parent = environment.folder.parent
+    parent = environment.overlay_folder.parent
     return sorted(path.name for path in parent.iterdir() if path.suffix != ".lock") if parent.exists() else []
 
 
 def test_an_overlay_is_made_once_and_seen_by_a_child_only(toy: Environment, capsys: pytest.CaptureFixture[str]) -> None:
     assert not toy.is_prepared
     variables = {**os.environ, **prepare_environment_variables(toy, "toys")}
-    assert toy.is_prepared and left_in(toy) == [toy.folder.name] == ["ovspec-toy-1.0"]
+    assert toy.is_prepared and left_in(toy) == [toy.overlay_folder.name] == ["ovspec-toy-1.0"]
     assert len(capsys.readouterr().err.splitlines()) in (1, 2)  # one line, or two if it took more than a second
     os.environ["PIP_FIND_LINKS"] = ""  # from now on, making it again would fail
-    assert prepare_environment(toy, "toys") == toy.folder
+    assert prepare_environment(toy, "toys") == toy.overlay_folder
     assert not capsys.readouterr().err
     code = "import ovspec_toy; print(ovspec_toy.PLACE)"
     found = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True)
-    assert found.stdout.startswith(str(toy.folder))
+    assert found.stdout.startswith(str(toy.overlay_folder))
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 1
 
 
@@ -148,14 +148,14 @@ def test_a_killed_preparation_leaves_no_overlay_and_the_next_one_cleans_up(
         process.wait()
         if toy.is_prepared:
             break
-    assert not toy.is_prepared or (toy.folder / "ovspec_toy" / "__init__.py").is_file()
-    parent = toy.folder.parent
+    assert not toy.is_prepared or (toy.overlay_folder / "ovspec_toy" / "__init__.py").is_file()
+    parent = toy.overlay_folder.parent
     parent.mkdir(parents=True, exist_ok=True)
     (parent / f"{toy.partial_prefix}killed").mkdir()
     if not toy.is_prepared:
         prepare_environment(toy, "toys")
-        assert left_in(toy) == [toy.folder.name]
-    assert (toy.folder / "ovspec_toy" / "__init__.py").is_file()
+        assert left_in(toy) == [toy.overlay_folder.name]
+    assert (toy.overlay_folder / "ovspec_toy" / "__init__.py").is_file()
 
 
 @pytest.mark.slow
@@ -165,8 +165,8 @@ def test_two_processes_at_once_make_it_once(toy: Environment) -> None:
     both = [subprocess.Popen(command, **pipes) for _ in range(2)]
     answers = [process.communicate(timeout=60) for process in both]
     assert [process.returncode for process in both] == [0, 0], answers
-    assert {out.strip() for out, _ in answers} == {str(toy.folder)}
-    assert left_in(toy) == [toy.folder.name]
+    assert {out.strip() for out, _ in answers} == {str(toy.overlay_folder)}
+    assert left_in(toy) == [toy.overlay_folder.name]
 
 
 def test_two_at_once_make_it_once(toy: Environment, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,13 +179,13 @@ def test_two_at_once_make_it_once(toy: Environment, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(environments, "install_wheels", counted)
     with ThreadPoolExecutor(2) as executor:
-        assert [*executor.map(lambda _: prepare_environment(toy, "toys"), range(2))] == [toy.folder] * 2
+        assert [*executor.map(lambda _: prepare_environment(toy, "toys"), range(2))] == [toy.overlay_folder] * 2
     assert installed == ["toys"]
-    assert left_in(toy) == [toy.folder.name]
+    assert left_in(toy) == [toy.overlay_folder.name]
 
 
 def damage(toy: Environment, how: str) -> None:
-    module, record = (toy.folder / name for name in ("ovspec_toy/__init__.py", f"{INFO}/RECORD"))
+    module, record = (toy.overlay_folder / name for name in ("ovspec_toy/__init__.py", f"{INFO}/RECORD"))
     if how == "cut off":
         module.write_text("PLACE")
     elif how == "with an empty RECORD":
@@ -200,11 +200,11 @@ DAMAGES = ("missing", "cut off", "without a RECORD", "with an empty RECORD")
 def test_an_incomplete_copy_is_noticed(toy: Environment, whole: Path) -> None:
     for how in DAMAGES:
         prepared(toy, whole)
-        (toy.folder / "more").mkdir()  # no harm
+        (toy.overlay_folder / "more").mkdir()  # no harm
         assert toy.is_prepared
         damage(toy, how)
         assert not toy.is_prepared, how
-        shutil.rmtree(toy.folder)
+        shutil.rmtree(toy.overlay_folder)
 
 
 @pytest.mark.parametrize("how", [DAMAGES[0], *[pytest.param(how, marks=pytest.mark.slow) for how in DAMAGES[1:]]])
@@ -212,18 +212,18 @@ def test_an_incomplete_copy_is_made_anew(
     toy: Environment, whole: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], how: str
 ) -> None:
     module = prepared(toy, whole) / "ovspec_toy" / "__init__.py"
-    (toy.folder / "more").mkdir()
+    (toy.overlay_folder / "more").mkdir()
     damage(toy, how)
     with monkeypatch.context() as patched:
         patched.setenv("PIP_FIND_LINKS", "")
         with pytest.raises(OvspecError, match=r"The folder ovspec-toy-1\.0 there is incomplete\. Without a network"):
             prepare_environment(toy, "toys")
-    assert left_in(toy) == [toy.folder.name]  # it may still be completed by hand
+    assert left_in(toy) == [toy.overlay_folder.name]  # it may still be completed by hand
     capsys.readouterr()
     prepare_environment(toy, "toys")
-    assert f"{toy.folder}: incomplete" in capsys.readouterr().err
-    assert toy.is_prepared and left_in(toy) == [toy.folder.name]
-    assert module.read_text() == "PLACE = __file__\n" and not (toy.folder / "more").exists()
+    assert f"{toy.overlay_folder}: incomplete" in capsys.readouterr().err
+    assert toy.is_prepared and left_in(toy) == [toy.overlay_folder.name]
+    assert module.read_text() == "PLACE = __file__\n" and not (toy.overlay_folder / "more").exists()
 
 
 def test_each_overlay_is_looked_at_once_for_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
