@@ -78,7 +78,9 @@ def plan_export(
         raise OvspecError(
             f"{target_source.name}: a draft with a trimmed vocabulary; name its target, and it as `draft`."
         )
-    template = None if chat_template is None else resolve_custom_template(chat_template, read_source_templates(sources[0]))
+    template = (
+        None if chat_template is None else resolve_custom_template(chat_template, read_source_templates(sources[0]))
+    )
     head = draft_source if isinstance(draft_source, HeadSource) else None
     draft_ids = read_proposed_ids(draft_source, target_source) if draft_source else None
     if evaluate and any(source.is_ir for source in sources if source is not head):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.progress import format_size, print_note, show_step
-from ovspec.engine.scoring import DEFAULT_CONTEXT
+from ovspec.engine.scoring import DEFAULT_PERPLEXITY_CONTEXT
 from ovspec_export.convert import run_job
 from ovspec_export.sources import HeadSource, Source
 
@@ -34,7 +34,7 @@ def evaluate_exports(
                     source=str(source.folder),
                     folder=str(folder),
                     text=str(text.absolute()),
-                    context=DEFAULT_CONTEXT,
+                    context=DEFAULT_PERPLEXITY_CONTEXT,
                     output=str(figures_file),
                     trust_remote_code=source.runs_code(trust_remote_code),
                 )

@@ -71,7 +71,9 @@ def check_pair_vocabularies(target: Source, draft: Source, trust_remote_code: bo
     target_vocabulary, draft_vocabulary = (
         load_tokenizer(source, trust_remote_code).get_vocab() for source in (target, draft)
     )
-    message = describe_id_differences({i: t for t, i in target_vocabulary.items()}, {i: t for t, i in draft_vocabulary.items()})
+    message = describe_id_differences(
+        {i: t for t, i in target_vocabulary.items()}, {i: t for t, i in draft_vocabulary.items()}
+    )
     if message:
         raise OvspecError(
             f"{draft.name} cannot draft for {target.name}: {message}; choose a draft with the same tokenizer."
