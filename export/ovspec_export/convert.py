@@ -126,12 +126,7 @@ def convert_source(
 
 
 def convert_head(
-    source: HeadSource,
-    folder: Path,
-    compression: Compression,
-    target: Source,
-    tap_layers: list[int],
-    states_file: Path,
+    source: HeadSource, folder: Path, compression: Compression, target: Source, tap_layers: list[int], states_file: Path
 ) -> None:
     """Write the IR of a head, which reads the inputs of the target's ``tap_layers``, into ``folder``.
 
@@ -204,12 +199,7 @@ def copy_ir_files(source: Source, folder: Path) -> None:
 
 
 def run_job(
-    job: str,
-    model: Source,
-    scratch: Path,
-    on_message: MessageHandler | None = None,
-    /,
-    **arguments: JsonValue,
+    job: str, model: Source, scratch: Path, on_message: MessageHandler | None = None, /, **arguments: JsonValue
 ) -> bool:
     """Run a job of ``worker.py`` in the environment of the model's family, with temporary files in ``scratch``.
 

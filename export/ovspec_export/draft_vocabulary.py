@@ -29,13 +29,8 @@ from ovspec.ir.compile import (
 from ovspec_export.sources import HeadSource, Source
 
 DRAFT_VOCABULARY_FILE = "draft_vocabulary.json"
-ELEMENTWISE_OPERATIONS = {
-    "Convert",
-    "Multiply",
-    "Subtract",
-    "Add",
-    "Divide",
-}  # operations that make weights of constants
+# Operations that make weights of constants.
+ELEMENTWISE_OPERATIONS = {"Convert", "Multiply", "Subtract", "Add", "Divide"}
 
 
 @dataclass(frozen=True)

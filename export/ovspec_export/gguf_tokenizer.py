@@ -32,11 +32,8 @@ if TYPE_CHECKING:
 SPACE_SYMBOL = "\N{LOWER ONE EIGHTH BLOCK}"  # stands for a space in SentencePiece
 TEMPLATE_KEY = "tokenizer.chat_template"
 HF_ROLE_NAMES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
-SPACE_KEEPING_TOKENS = (
-    "<unk>",
-    "<s>",
-    "<|endoftext|>",
-)  # special tokens of Phi-3 that don't take the white space after them
+# Special tokens of Phi-3 without the white space after them.
+SPACE_KEEPING_TOKENS = ("<unk>", "<s>", "<|endoftext|>")
 
 
 def build_gguf_tokenizer(entries: Mapping[str, JsonValue], name: str) -> PreTrainedTokenizerFast:

@@ -56,16 +56,10 @@ TEMPLATE_PATTERNS = [f"{TEMPLATES_FOLDER}/*.jinja"]
 SUBFOLDERS, DEEPER_SUBFOLDERS = "*/*", "*/*/*"
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")  # what transformers loads first
 TEXT_SUFFIXES = (".json", ".jinja", ".model", ".txt")  # ends of the names of files beside the weights
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-)
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+TOKENIZER_FILES += ("sentencepiece.bpe.model",)
 
-# Beginnings of the names of what the text model doesn't need: images, sound, and heads that predict further tokens.
+# Prefixes of tensors that the text model doesn't need: of images, sound, and heads that predict further tokens.
 NON_TEXT_TENSORS = re.compile(
     r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|audio_tower|embed_vision|embed_audio)\.|mtp\."
 )
@@ -73,11 +67,7 @@ NON_TEXT_TENSORS = re.compile(
 NON_TEXT_ENTRIES = re.compile(r"(vision|image|video)_|(architectures|model_type|text_config|transformers_version)$")
 
 # Numbers that families name differently in their config.
-CONFIG_NUMBERS = {
-    "layers": LAYER_KEYS,
-    "hidden": ("hidden_size", "n_embd", "d_model"),
-    "vocab": ("vocab_size",),
-}
+CONFIG_NUMBERS = {"layers": LAYER_KEYS, "hidden": ("hidden_size", "n_embd", "d_model"), "vocab": ("vocab_size",)}
 
 
 @dataclass(frozen=True)

@@ -56,9 +56,7 @@ def extract_text_model(source: Source, folder: Path) -> Source:
             index = {"metadata": {"total_size": size}, "weight_map": weight_map}
             (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8", newline="\n")
         copy_model_files(
-            source.folder,
-            folder,
-            lambda file: file.suffix in TEXT_SUFFIXES and not NON_TEXT_FILES.search(file.name),
+            source.folder, folder, lambda file: file.suffix in TEXT_SUFFIXES and not NON_TEXT_FILES.search(file.name)
         )
         taking.result = format_size(size)
     return dataclasses.replace(source, folder=folder)
