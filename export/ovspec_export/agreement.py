@@ -1,4 +1,4 @@
-"""Check that an IR computes what its checkpoint computes, before its weights are compressed."""
+"""Check that an IR computes the same logits as its checkpoint, before its weights are compressed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Drafts that propose only some of their target's ids: which, and an IR with the lm_head's rows of these alone.
+"""Drafts that propose only some of their target's ids: the ids, and an IR with the lm_head's rows of these alone.
 
-A checkpoint of such a draft has the file ``VOCABULARY_FILE`` with the ids; its weights are those of any other. The rows
-are cut when it is exported. Its IR names the ids in the output ``IDS``.
+A checkpoint of such a draft has the file ``DRAFT_VOCABULARY_FILE`` with the ids; its weights are a usual draft's. The
+rows are cut when it is exported. Its IR names the ids in the output ``IDS``.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def trim_ir(folder: Path, ids: np.ndarray, name: str) -> None:
 def read_trimmed_model(folder: Path, ids: np.ndarray) -> ov.Model:
     """Return the graph of the model in ``folder`` with logits of only ``ids`` (n,); ValueError if that can't be."""
     model = read_model(folder)
-    # The embedding may have the lm_head's weights, so those that are cut come from a second reading.
+    # The embedding may have the lm_head's weights, so the rows come from a second reading.
     model_copy = read_model(folder)
     path = find_logits_path(model)
     states = path[0].input_value(0).get_node()

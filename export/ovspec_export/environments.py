@@ -61,7 +61,7 @@ class Environment:
 
     @property
     def is_prepared(self) -> bool:
-        """Whether the overlay is there and whole; one that was copied by hand may not be."""
+        """Whether the overlay is there and whole; a copy that was made by hand may not be."""
         names = (f"{name.replace('-', '_')}-{version}.dist-info" for name, version, _ in self.wheels)
         return all(is_wheel_whole(self.overlay_folder / name) for name in names)
 
@@ -109,7 +109,7 @@ def prepare_environment(environment: Environment, families: str) -> Path:
     """Make the overlay unless it is there, and return its folder.
 
     Args:
-        families: what is exported with it, for messages.
+        families: the families that are exported with it, for messages.
 
     Raises:
         OvspecError: the packages can't be downloaded or installed, or the disk is full.

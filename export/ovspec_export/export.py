@@ -108,7 +108,7 @@ def export_pair(
 
 
 def make_checkpoint(source: Source, folder: Path, weight_format: str) -> Source:
-    """Return a source that optimum can read: the same, or one that is written into ``folder``."""
+    """Return a source that optimum can read: the same, or a checkpoint that is written into ``folder``."""
     if isinstance(source, GgufSource):
         return write_gguf_checkpoint(source, folder, weight_format)
     return extract_text_model(source, folder) if source.holds_text_model else source

@@ -94,8 +94,8 @@ def open_work_folder(output: Path, overwrite: bool) -> Iterator[Path]:
     """Make a folder beside ``output`` that ``replace_folder`` can move into place; it is always gone afterwards.
 
     Raises:
-        OvspecError: like ``check_output``, or another export is writing ``output``, or its parent folder can't be
-            written.
+        OvspecError: like ``check_output_folder``, or another export is writing ``output``, or its parent folder
+            can't be written.
     """
     # Beside the output, where every process that could write the output sees it.
     lock_file = output.with_name(f".{output.name}.lock")
@@ -128,7 +128,7 @@ def open_work_folder(output: Path, overwrite: bool) -> Iterator[Path]:
 
 
 def replace_folder(new_folder: Path, output: Path) -> None:
-    """Replace ``output`` by ``new`` with renames only, which also works on Windows."""
+    """Replace ``output`` by ``new_folder`` with renames only, which also works on Windows."""
     backup = backup_path(output)
     discard_backup(backup)  # of a replacement that was killed before it cleaned up
     with contextlib.suppress(OSError):

@@ -58,7 +58,7 @@ def write_gguf_checkpoint(source: GgufSource, folder: Path, weight_format: str) 
 
 
 def choose_dtype(source: GgufSource, weight_format: str) -> str:
-    """Return the type of the unpacked weights; f16 holds what quantised ones mean to a part in 2,000."""
+    """Return the type of the unpacked weights; f16 holds quantised weights to a part in 2,000."""
     if weight_format == "fp32":
         return "float32"
     return "bfloat16" if any(info.ggml_type == GGML_BF16 for info in source.file.tensors.values()) else "float16"

@@ -42,9 +42,9 @@ GEMMA_KEYS = {
     "rope.freq_base_swa": "rope_local_base_freq",
 }
 TOKEN_ROLES = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
-# Read elsewhere in this file, or repeated by what is read.
+# Keys that are read elsewhere in this file, or that repeat others.
 OTHER_KEYS = re.compile(r"vocab_size|attention\.value_length|rope\.(dimension_count|scaling\..*)|pooling_type")
-# Kinds of files beside that of a whole model (general.type) -> what to do instead.
+# Kinds of files beside that of a whole model (general.type) -> advice.
 PARTIAL_MODEL_KINDS = {
     "mmproj": "the part of a model that sees or hears; name the file with its text model",
     "adapter": "an adapter; merge it into its model and convert that",
@@ -77,13 +77,11 @@ class GgufArchitecture:
 
 
 def derive_llama_entries(file: GgufFile, config: JsonObject) -> JsonObject:
-    names = file.tensors
+    head_width = config.get("head_dim") or file.architecture_entry("rope.dimension_count")
     return {
-        "attention_bias": "blk.0.attn_q.bias" in names,
-        "mlp_bias": "blk.0.ffn_up.bias" in names,
-        "head_dim": config.get("head_dim")
-        or file.architecture_entry("rope.dimension_count")
-        or compute_head_width(config),
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
+        "head_dim": head_width or compute_head_width(config),
     }
 
 

@@ -36,7 +36,7 @@ SCALAR_DTYPES = {
     12: "<f8",
 }
 FLOAT_TYPE, STRING_TYPE, ARRAY_TYPE = 6, 8, 9
-CHECKPOINT_ADVICE = "export the checkpoint that the file was made from"  # what to do if a file can't be read
+CHECKPOINT_ADVICE = "export the checkpoint that the file was made from"  # if a file can't be read
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ def build_gguf_tokenizer(entries: Mapping[str, JsonValue], name: str) -> PreTrai
 
 
 def read_end_ids(entries: Mapping[str, JsonValue], name: str = "the GGUF file") -> list[int]:
-    """Return the ids that end a text: EOS first, then those of other roles, and those that are known by their text."""
+    """Return the ids that end a text: EOS first, then the ids of other roles and of known texts."""
     return read_vocabulary(read_tokenizer_metadata(entries, name), entries, name).end_ids
 
 
@@ -141,10 +141,10 @@ def build_character_bpe(vocabulary: GgufVocabulary, merges: list[tuple[str, str]
 
 
 def spell_spaces(vocabulary: GgufVocabulary, scores: list[float]) -> None:
-    """Make normal tokens of those that users defined for several spaces, as in Gemma's files.
+    """Make normal tokens of user-defined tokens for several spaces, as in Gemma's files.
 
     Merged before all others, they are found where they would be found in the text. OpenVINO's tokenizer would miss
-    some of those.
+    some of them.
     """
     token_ids = vocabulary.token_ids
     token_types = vocabulary.token_types
@@ -193,7 +193,7 @@ def read_merges(metadata: TokenizerMetadata, token_ids: dict[str, int], name: st
 
 
 def add_special_tokens(tokenizer: Tokenizer, vocabulary: GgufVocabulary, is_phi3: bool) -> None:
-    """Make the tokens that are found in a text before it is cut: special ones, and those that users defined."""
+    """Make the tokens that are found in a text before it is cut: special and user-defined ones."""
     from tokenizers import AddedToken
 
     tokenizer.add_tokens(

@@ -1,6 +1,6 @@
-"""The tokens of a GGUF file: their texts and types, those with a role, and those that end a text.
+"""The tokens of a GGUF file: their texts, types and roles, and the tokens that end a text.
 
-llama.cpp corrects what files say about special tokens, by the tokens' texts; this follows it.
+llama.cpp corrects files' data about special tokens, by the tokens' texts; this follows it.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class TokenizerMetadata(Struct, rename=lambda name: f"tokenizer.ggml.{name}"):
 
 @dataclass
 class GgufVocabulary:
-    """Tokens and their types by id; ``role_ids`` are those of ``ROLES`` that the vocabulary has."""
+    """Tokens and their types by id; ``role_ids``: by the role, one of ``ROLES`` or ``ROLE_TOKENS``."""
 
     tokens: list[str]
     token_types: list[int]

@@ -1,4 +1,4 @@
-"""Check that the IR of a head computes what the head computes in torch, before its weights are compressed."""
+"""Check that the IR of a head computes the same as the head in torch, before its weights are compressed."""
 
 from __future__ import annotations
 

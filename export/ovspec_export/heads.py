@@ -180,7 +180,7 @@ def make_linear(layout: HeadLayout, name: str, inputs: int, outputs: int) -> nn.
 
 
 def make_causal_mask(attention_mask: Tensor, new_count: int) -> Tensor:
-    """Return the mask to add to the scores of the last ``new`` slots, [batch, 1, new, slots]; dead slots have a 0."""
+    """Return the mask to add to the last ``new_count`` slots' scores, [batch, 1, new, slots]; dead slots have a 0."""
     slots = torch.arange(attention_mask.shape[1])
     is_before = slots[None] <= slots[-new_count:, None]
     visible = is_before[None, None] & (attention_mask[:, None, None] > 0)
@@ -251,7 +251,7 @@ def read_target_embedding(folder: Path) -> Tensor | None:
 
 
 def read_checkpoint_tensors(folder: Path) -> dict[str, Tensor]:
-    """Return the tensors of a checkpoint: safetensors, or else pickled ones, of which only tensors are read."""
+    """Return the tensors of a checkpoint: safetensors, or else pickled files, of which only tensors are read."""
     from safetensors.torch import load_file
 
     files = sorted(folder.glob("model*.safetensors"))

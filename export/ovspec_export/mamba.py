@@ -70,9 +70,8 @@ def run_mixer(self: Any, input_states: torch.Tensor, cache_params: Any, *_: Any,
     index = self.layer_idx
     kernel_size = self.conv_kernel_size
     new_inputs, gate = self.in_proj(input_states).transpose(1, 2).chunk(2, dim=1)
-    window = torch.cat(
-        [cache_params.conv_states[index], new_inputs], dim=-1
-    )  # the past holds the last ``kernel`` inputs
+    # The past holds the last ``kernel_size`` inputs.
+    window = torch.cat([cache_params.conv_states[index], new_inputs], dim=-1)
     cache_params.conv_states[index] = window[..., -kernel_size:]
     convolved = torch.nn.functional.conv1d(
         window[..., 1:], self.conv1d.weight, self.conv1d.bias, groups=new_inputs.shape[1]

@@ -27,7 +27,7 @@ def hide_torchvision() -> None:
 def keep_splits_apart() -> None:
     """Make OpenVINO's tokenizers cut a text by one regular expression after the other, not by all of them at once.
 
-    It joins them to alternatives, so that the first one no longer decides what the second gets to see.
+    It joins them to alternatives, so that the first no longer decides which text the second gets.
     """
     from openvino_tokenizers.tokenizer_pipeline import TokenizerPipeline
 

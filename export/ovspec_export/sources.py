@@ -49,7 +49,7 @@ CODE_PATTERNS = ["*.py"]
 # Of heads alone, of which only tensors are read.
 PICKLED_PATTERNS = ["pytorch_model*.bin", "pytorch_model*.json"]
 ADAPTER_FILE = "adapter_config.json"
-# Small files that tell whether the rest is worth downloading. A graph without weights beside it belongs to an IR.
+# Small files that show whether the rest is worth downloading. A graph without weights beside it belongs to an IR.
 CONFIG_PATTERNS = ["config.json", TOKENIZER_CONFIG_FILE, ADAPTER_FILE, MODEL_FILE]
 TEMPLATE_PATTERNS = [f"{TEMPLATES_FOLDER}/*.jinja"]
 # What is left out. The hub's ``*`` matches slashes, too, so that ``*.json`` alone would take other folders' files.
@@ -63,7 +63,7 @@ TOKENIZER_FILES += ("sentencepiece.bpe.model",)
 NON_TEXT_TENSORS = re.compile(
     r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|audio_tower|embed_vision|embed_audio)\.|mtp\."
 )
-# Entries of a config that has those of the text model beside them.
+# Entries of a config, beside those of the text model, that belong to other parts.
 NON_TEXT_ENTRIES = re.compile(r"(vision|image|video)_|(architectures|model_type|text_config|transformers_version)$")
 
 # Numbers that families name differently in their config.
@@ -179,7 +179,7 @@ class Source:
 
 @dataclass(frozen=True)
 class GgufSource(Source):
-    """A model in a GGUF file, which ``folder`` names. file: its headers, and those of its other shards."""
+    """A model in a GGUF file, which ``folder`` names. file: its headers, and its other shards' headers."""
 
     file: GgufFile
 
@@ -421,7 +421,7 @@ def download_model(name: str, trust_remote_code: bool) -> Source:
 
 
 def download_snapshot(name: str, model: str, revision: str | None, patterns: list[str], ignored_patterns: str) -> Path:
-    """Download a hub model's files that match ``patterns`` but not ``but``; return their folder.
+    """Download a hub model's files that match ``patterns`` but not ``ignored_patterns``; return their folder.
 
     ``name`` is for messages.
     """

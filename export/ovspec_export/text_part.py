@@ -18,7 +18,7 @@ from ovspec.base.progress import format_size, show_step
 from ovspec_export.families import TEXT_MODEL_CLASSES
 from ovspec_export.sources import NON_TEXT_TENSORS, TEXT_SUFFIXES, Source, copy_model_files, read_safetensors_header
 
-# Beginnings of the text model's tensor names, in the order in which they are tried, and what they become.
+# Prefixes of the text model's tensor names, in the order in which they are tried, and the new prefixes.
 TEXT_TENSOR_PREFIXES = {
     "model.language_model.model.": "model.",  # transformers 5.5 writes Gemma 3 so
     "model.language_model.": "model.",

@@ -56,7 +56,7 @@ def replace_chat_template(template: str, folder: Path) -> None:
 
 
 def find_differing_texts(reference_tokenizer: PreTrainedTokenizerBase, folder: Path) -> list[str]:
-    """Return the ``SAMPLE_TEXTS`` that the exported tokenizer in ``folder`` encodes differently from ``reference``."""
+    """Return the ``SAMPLE_TEXTS`` that the tokenizer in ``folder`` encodes differently from the reference."""
     tokenizer = Tokenizer(folder)
     return [text for text in SAMPLE_TEXTS if tokenizer.encode(text).tolist() != reference_tokenizer(text)["input_ids"]]
 
