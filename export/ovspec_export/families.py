@@ -119,13 +119,9 @@ class TextOnlyFamily:
 
 
 QWEN2_VL_DEFAULTS: JsonObject = {"vocab_size": 152064, "hidden_size": 8192, "intermediate_size": 29568}
-QWEN2_VL_DEFAULTS |= {
-    "num_hidden_layers": 80,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "max_window_layers": 80,
-}
-QWEN2_VL_DEFAULTS |= {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "bos_token_id": 151643, "eos_token_id": 151645}
+QWEN2_VL_DEFAULTS |= {"num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8}
+QWEN2_VL_DEFAULTS |= {"max_window_layers": 80, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
+QWEN2_VL_DEFAULTS |= {"bos_token_id": 151643, "eos_token_id": 151645}
 TEXT_ONLY_FAMILIES = {
     "qwen2_vl_text": TextOnlyFamily("qwen2", QWEN2_VL_DEFAULTS),
     "qwen2_5_vl_text": TextOnlyFamily("qwen2", QWEN2_VL_DEFAULTS),
@@ -173,9 +169,8 @@ def find_environments(names: Sequence[str]) -> dict[Environment, str]:
             )
         model_types = TEXT_MODEL_CLASSES.get(name, (name,))
         for environment in filter(None, (find_family(model_type, name).environment for model_type in model_types)):
-            families_by_environment[environment] = " ".join(
-                filter(None, (families_by_environment.get(environment), name))
-            )
+            family_names = (families_by_environment.get(environment), name)
+            families_by_environment[environment] = " ".join(filter(None, family_names))
     return dict.fromkeys(OVERLAYS, "all") if "all" in names else families_by_environment
 
 
