@@ -104,10 +104,8 @@ def measure_difference(ir_logits: list[np.ndarray], checkpoint_logits: list[np.n
     infinity for logits that are not numbers.
     """
     steps = count_single_steps(ir_logits[-1])
-    rows = [
-        np.sqrt(np.square(a - b).mean(-1)) / (b.std(-1) + 1e-30)
-        for a, b in zip(ir_logits, checkpoint_logits, strict=True)
-    ]
+    pairs = zip(ir_logits, checkpoint_logits, strict=True)
+    rows = [np.sqrt(np.square(a - b).mean(-1)) / (b.std(-1) + 1e-30) for a, b in pairs]
     parts = [np.nan_to_num(part, nan=np.inf) for row in rows for part in (row[:-steps], row[-steps:])]
     return max(float(np.quantile(part, 1 - TIED_SHARE, method="lower")) for part in parts)
 

@@ -29,11 +29,8 @@ if TYPE_CHECKING:
 
 GGML_BF16 = 30  # ggml's number of the type
 SHARD_BYTES = 4_000_000_000  # bytes of weights that are held in memory before they are written
-CONFIG_TENSORS = (
-    "rope_freqs.weight",
-    "rope_factors_long.weight",
-    "rope_factors_short.weight",
-)  # tensors that became config
+# Tensors that became config.
+CONFIG_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
 def write_gguf_checkpoint(source: GgufSource, folder: Path, weight_format: str) -> Source:
@@ -82,9 +79,8 @@ def write_gguf_weights(file: GgufFile, folder: Path, dtype: str) -> None:
     config = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    write_json_file(
-        folder / "config.json", read_json(folder / "config.json") | {"architectures": [type(model).__name__]}
-    )
+    config_file = folder / "config.json"
+    write_json_file(config_file, read_json(config_file) | {"architectures": [type(model).__name__]})
     processor = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)(config=config.to_dict())
     names = get_gguf_hf_weights_map(model, processor)
     shapes = {name: tuple(weights.shape) for name, weights in model.state_dict().items()}

@@ -211,9 +211,8 @@ def build_config(file: GgufFile) -> JsonObject:
         problem = f"incomplete or not understood ({error})"
         raise OvspecError(f"{file.path}: its metadata is {problem}; {CHECKPOINT_ADVICE}.") from None
     known_entries = {name: entry for name, entry in config.items() if entry is not None}
-    return (
-        known_entries | ids | {"model_type": architecture.model_type}
-    )  # a family's default for a token would be another's
+    # All ids are written, as a family's default for a token would be another's.
+    return known_entries | ids | {"model_type": architecture.model_type}
 
 
 def check_model_kind(file: GgufFile) -> None:

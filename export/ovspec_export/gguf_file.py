@@ -22,19 +22,8 @@ from ovspec.setup.identity import list_model_files
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)  # of the format
 DEFAULT_ALIGNMENT = 32  # of the tensors, where the metadata doesn't say otherwise
-SCALAR_DTYPES = {
-    0: "u1",
-    1: "i1",
-    2: "<u2",
-    3: "<i2",
-    4: "<u4",
-    5: "<i4",
-    6: "<f4",
-    7: "?",
-    10: "<u8",
-    11: "<i8",
-    12: "<f8",
-}
+SCALAR_DTYPES = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?"}
+SCALAR_DTYPES |= {10: "<u8", 11: "<i8", 12: "<f8"}
 FLOAT_TYPE, STRING_TYPE, ARRAY_TYPE = 6, 8, 9
 CHECKPOINT_ADVICE = "export the checkpoint that the file was made from"  # if a file can't be read
 

@@ -167,10 +167,8 @@ def derive_merges(vocabulary: GgufVocabulary, scores: list[float]) -> Iterator[t
     So a run of spaces or of line ends, whose tokens share a score, grows from its left end.
     """
     token_ids = vocabulary.token_ids
-    scored_tokens = sorted(
-        zip(scores, vocabulary.tokens, strict=False), key=lambda scored: (scored[0], len(scored[1])), reverse=True
-    )
-    for _, token in scored_tokens:
+    scored_tokens = zip(scores, vocabulary.tokens, strict=False)
+    for _, token in sorted(scored_tokens, key=lambda scored: (scored[0], len(scored[1])), reverse=True):
         # Of two pairs that overlap, SentencePiece merges the left one: in "ab a ba", that is the one cut further right.
         for cut in range(len(token) - 1, 0, -1):
             if token[:cut] in token_ids and token[cut:] in token_ids:

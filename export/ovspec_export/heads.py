@@ -167,12 +167,8 @@ class EagleHead(nn.Module):
         embedded = tokens if self.embed_tokens is None else self.embed_tokens(tokens)
         mask = make_causal_mask(attention_mask, position_ids.shape[1])
         states, cache = self.run_layer(embedded, features, mask, position_ids, (key, value))
-        return (
-            self.compute_logits(states),
-            self.compute_next_features(states),
-            self.fuse_states(target_hidden_states),
-            *cache,
-        )
+        outputs = (self.compute_logits(states), self.compute_next_features(states))
+        return *outputs, self.fuse_states(target_hidden_states), *cache
 
 
 def make_linear(layout: HeadLayout, name: str, inputs: int, outputs: int) -> nn.Linear:
@@ -233,9 +229,8 @@ def have_equal_values(matrix: Tensor, other_matrix: Tensor) -> bool:
     """Return whether two matrices have the same values, whatever their types."""
     if matrix.shape != other_matrix.shape:
         return False
-    return all(
-        torch.equal(a.float(), b.float()) for a, b in zip(matrix.split(4096), other_matrix.split(4096), strict=True)
-    )
+    blocks = zip(matrix.split(4096), other_matrix.split(4096), strict=True)
+    return all(torch.equal(block.float(), other_block.float()) for block, other_block in blocks)
 
 
 def read_target_embedding(folder: Path) -> Tensor | None:

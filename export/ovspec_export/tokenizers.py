@@ -48,9 +48,8 @@ def replace_chat_template(template: str, folder: Path) -> None:
     """Make a template the only one of the exported model in ``folder``."""
     tokenizer = Tokenizer(folder)
     bos_text = "".join(map(tokenizer.token_text, tokenizer.bos))
-    template_source = template.replace(
-        f"{{{{ {ADDED_BOS} }}}}", f"{{{{ {json.dumps(bos_text, ensure_ascii=False)} }}}}"
-    )
+    bos_literal = json.dumps(bos_text, ensure_ascii=False)
+    template_source = template.replace(f"{{{{ {ADDED_BOS} }}}}", f"{{{{ {bos_literal} }}}}")
     shutil.rmtree(folder / TEMPLATES_FOLDER, ignore_errors=True)
     (folder / CHAT_TEMPLATE_FILE).write_text(template_source, encoding="utf-8", newline="\n")
 
@@ -68,12 +67,8 @@ def check_pair_vocabularies(target: Source, draft: Source, trust_remote_code: bo
         return
     if draft.is_ir and not (draft.folder / TOKENIZER_FILE).is_file():
         return  # compared after the target is converted: only then does it have an OpenVINO tokenizer
-    target_vocabulary, draft_vocabulary = (
-        load_tokenizer(source, trust_remote_code).get_vocab() for source in (target, draft)
-    )
-    message = describe_id_differences(
-        {i: t for t, i in target_vocabulary.items()}, {i: t for t, i in draft_vocabulary.items()}
-    )
+    vocabularies = [load_tokenizer(source, trust_remote_code).get_vocab() for source in (target, draft)]
+    message = describe_id_differences(*({i: token for token, i in ids.items()} for ids in vocabularies))
     if message:
         raise OvspecError(
             f"{draft.name} cannot draft for {target.name}: {message}; choose a draft with the same tokenizer."
