@@ -77,7 +77,7 @@ async def generate_rounds(engine: EngineThread, rows: list[Row]) -> AsyncGenerat
         try:
             loop.call_soon_threadsafe(events.put_nowait, event)
         except RuntimeError:  # the loop was closed, so nobody waits
-            engine.cancel(job)
+            engine.cancel_job(job)
 
     job = Job(rows, deliver)
     rows_left = len(rows)
@@ -92,4 +92,4 @@ async def generate_rounds(engine: EngineThread, rows: list[Row]) -> AsyncGenerat
             yield event
     finally:
         if rows_left:
-            engine.cancel(job)
+            engine.cancel_job(job)

@@ -31,12 +31,12 @@ class BlockArray(Protocol):
         """All blocks, as an infer request takes them."""
         ...
 
-    def read_blocks(self, blocks: list[int]) -> np.ndarray:
+    def read_bits(self, blocks: list[int]) -> np.ndarray:
         """Return the bits of ``blocks``, (len(blocks), *shape)."""
         ...
 
-    def write_blocks(self, blocks: list[int], values: np.ndarray) -> None:
-        """Set the bits of ``blocks`` to ``values``, as from ``read``."""
+    def write_bits(self, blocks: list[int], values: np.ndarray) -> None:
+        """Set the bits of ``blocks`` to ``values``, as from ``read_bits``."""
         ...
 
     def copy_block(self, source: int, target: int) -> None:
@@ -44,7 +44,7 @@ class BlockArray(Protocol):
         ...
 
     def with_capacity(self, capacity: int) -> BlockArray:
-        """Return room for ``capacity`` blocks, the first of which are these."""
+        """Return an array of ``capacity`` blocks that begins with these."""
         ...
 
 
@@ -52,7 +52,8 @@ class HostBlockArray:
     """Blocks in this process's memory. Memory that no block has used is only reserved."""
 
     def __init__(self, capacity: int, shape: list[int], element_type: ov.Type, dtype: DTypeLike | None = None) -> None:
-        self.element_type, self.shape = element_type, shape
+        self.element_type = element_type
+        self.shape = shape
         self.dtype = np.dtype(dtype or RAW_DTYPES[element_type.size])
         self.values = np.zeros((capacity, *shape), self.dtype)
 
@@ -64,10 +65,10 @@ class HostBlockArray:
     def tensor(self) -> ov.Tensor:
         return ov.Tensor(self.values, ov.Shape(list(self.values.shape)), self.element_type)
 
-    def read_blocks(self, blocks: list[int]) -> np.ndarray:
+    def read_bits(self, blocks: list[int]) -> np.ndarray:
         return self.values[blocks]
 
-    def write_blocks(self, blocks: list[int], values: np.ndarray) -> None:
+    def write_bits(self, blocks: list[int], values: np.ndarray) -> None:
         self.values[blocks] = values
 
     def copy_block(self, source: int, target: int) -> None:
@@ -83,7 +84,9 @@ class DeviceBlockArray:
     """Blocks in the memory of a device such as a GPU, which copies them without the host."""
 
     def __init__(self, capacity: int, shape: list[int], element_type: ov.Type, device: str) -> None:
-        self.element_type, self.device, self.shape = element_type, device, shape
+        self.element_type = element_type
+        self.device = device
+        self.shape = shape
         self.dtype = np.dtype(RAW_DTYPES[element_type.size])
         self._context = openvino_core().get_default_context(device)
         self._tensor = self._create_tensor(capacity)
@@ -96,7 +99,7 @@ class DeviceBlockArray:
     def tensor(self) -> ov.RemoteTensor:
         return self._tensor
 
-    def read_blocks(self, blocks: list[int]) -> np.ndarray:
+    def read_bits(self, blocks: list[int]) -> np.ndarray:
         values = np.zeros((len(blocks), *self.shape), self.dtype)
         for begin, end, first in consecutive_runs(blocks):
             view = ov.Tensor(self.element_type, ov.Shape([end - begin, *self.shape]))
@@ -104,8 +107,8 @@ class DeviceBlockArray:
             values[begin:end] = view.data.view(self.dtype)
         return values
 
-    def write_blocks(self, blocks: list[int], values: np.ndarray) -> None:
-        # A part of a tensor takes values only from another tensor on the device.
+    def write_bits(self, blocks: list[int], values: np.ndarray) -> None:
+        # A view of a tensor accepts values only from another tensor on the device.
         staging = self._create_tensor(len(blocks))
         staging.copy_from(ov.Tensor(np.ascontiguousarray(values), ov.Shape(list(values.shape)), self.element_type))
         for begin, end, first in consecutive_runs(blocks):
@@ -131,7 +134,7 @@ class DeviceBlockArray:
 
 
 def consecutive_runs(blocks: list[int]) -> Iterator[tuple[int, int, int]]:
-    """Yield (begin, end, first block) for each run of consecutive numbers in ``blocks``."""
+    """Yield (begin, end, first block) of each run of consecutive numbers in ``blocks``."""
     begin = 0
     for end in range(1, len(blocks) + 1):
         if end == len(blocks) or blocks[end] != blocks[end - 1] + 1:

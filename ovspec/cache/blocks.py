@@ -1,4 +1,4 @@
-"""The blocks of each row of a paged decoder, and the tensors that they are in.
+"""The blocks of each row of a paged decoder, and the tensors that hold them.
 
 A block holds the keys and values of a fixed number of tokens, in all layers. A row's blocks need not be adjacent, and
 forked rows share blocks until one of them writes (Kwon et al., arXiv 2309.06180).
@@ -27,21 +27,24 @@ class BlockTables:
     """The blocks of a decoder's ``rows``, which start empty."""
 
     def __init__(self, rows: int, pool: BlockPool) -> None:
-        self.block_size, self.pool = pool.block_size, pool
+        self.block_size = pool.block_size
+        self.pool = pool
         self.tables: list[list[int]] = [[] for _ in range(rows)]  # each row's blocks, in text order
         self.version = 0  # changes whenever the tables may have changed
 
     def extend(self, row: int, begin: int, new_tokens: int) -> list[tuple[int, int]]:
-        """Make room for ``new`` tokens from position ``begin`` of ``row`` on, in blocks that no other row holds.
+        """Make room for ``new_tokens`` tokens from position ``begin`` of ``row`` on, in blocks that no other row uses.
 
         Returns the (from, to) pairs of blocks to copy first, in this order: those that exist and are shared.
         """
         table = self.tables[row]
         copies: list[tuple[int, int]] = []
-        for index in reversed(range(begin // self.block_size, len(table)) if new_tokens else ()):
+        written = range(begin // self.block_size, len(table) if new_tokens else 0)
+        for index in reversed(written):
             if self.pool.is_shared(table[index]):
-                shared, table[index] = table[index], self._allocate()
-                self.release([shared])
+                shared = table[index]
+                table[index] = self._allocate()
+                self.release_blocks([shared])
                 copies.append((shared, table[index]))
         for _ in range(len(table), -(-(begin + new_tokens) // self.block_size)):
             table.append(self._allocate())
@@ -49,22 +52,24 @@ class BlockTables:
 
     def truncate(self, row: int, length: int) -> None:
         """Release the blocks that the first ``length`` tokens of ``row`` don't need."""
-        table, kept = self.tables[row], -(-length // self.block_size)
-        if len(table) > kept:
-            self.release(table[kept:])
-            del table[kept:]
+        table = self.tables[row]
+        needed_blocks = -(-length // self.block_size)
+        if len(table) > needed_blocks:
+            self.release_blocks(table[needed_blocks:])
+            del table[needed_blocks:]
 
     def reorder(self, rows: list[int]) -> None:
-        """Let new row i hold the blocks of old row ``rows[i]``, or none if that is EMPTY."""
-        old, self.tables = self.tables, [[] if row == EMPTY_ROW else list(self.tables[row]) for row in rows]
+        """Let new row i use the blocks of old row ``rows[i]``, or none if that is EMPTY_ROW."""
+        old_tables = self.tables
+        self.tables = [[] if row == EMPTY_ROW else list(old_tables[row]) for row in rows]
         for table in self.tables:
             self.pool.add_references(table)
-        for table in old:
-            self.release(table)
+        for table in old_tables:
+            self.release_blocks(table)
         self.version += 1
 
     def fork(self) -> BlockTables:
-        """Return a copy whose rows hold the same blocks."""
+        """Return a copy whose rows use the same blocks."""
         other = BlockTables(0, self.pool)
         other.tables = [list(table) for table in self.tables]
         for table in other.tables:
@@ -72,19 +77,19 @@ class BlockTables:
         return other
 
     def replace_blocks(self, row: int, blocks: list[int]) -> None:
-        """Let ``row`` hold these blocks instead of its own."""
+        """Let ``row`` use these blocks instead of its own."""
         self.pool.add_references(blocks)
-        self.release(self.tables[row])
+        self.release_blocks(self.tables[row])
         self.tables[row] = list(blocks)
 
     def keep_prefix(self, row: int, tokens: np.ndarray, owner: Hashable) -> None:
-        """Keep what ``row`` holds of ``tokens`` (n,), to be found by other texts."""
+        """Keep the blocks of ``row``, which hold ``tokens`` (n,), to be found by other texts."""
         self.pool.keep_prefix(tokens, owner, self.tables[row])
         self.version += 1
 
-    def release(self, blocks: list[int]) -> None:
+    def release_blocks(self, blocks: list[int]) -> None:
         self.version += 1
-        self.pool.release(blocks)
+        self.pool.release_blocks(blocks)
 
     def _allocate(self) -> int:
         self.version += 1
@@ -94,13 +99,13 @@ class BlockTables:
 class BlockTensors:
     """Keys and values of all layers, for one decoder or several of the same compiled model.
 
-    They are where the model computes. Features, which a head on any device reads, are always in this process.
+    The tensors are in the memory of the model's device, except features, which a head on any device reads.
 
     ``lock`` is held while blocks change owners or an inference runs, so decoders that share blocks take turns.
-    ``most_tokens``: how many may be cached until blocks that no row holds give way; with 0, none of these are kept.
+    ``max_cached_tokens``: cached tokens from which idle blocks are evicted; with 0, none are kept.
     """
 
-    def __init__(self, ir: CompiledIR, most_tokens: float = 0) -> None:
+    def __init__(self, ir: CompiledIR, max_cached_tokens: float = 0) -> None:
         self.cache_inputs = {name: ir.compiled_model.input(name) for name in ir.inputs if CACHE_INPUT.fullmatch(name)}
         self._device = ir.device
         self._feature_width = ir.output_width(FEATURES_OUTPUT)
@@ -110,19 +115,20 @@ class BlockTensors:
         self.version = 0  # changes whenever the arrays are reallocated
         self.block_size = self.cache_inputs["value_cache.0"].get_partial_shape()[2].get_length()
         self.pool = BlockPool(self.block_size)
-        self.limit_tokens(most_tokens)
+        self.limit_cached_tokens(max_cached_tokens)
         self.capacity = 0  # number of blocks that the arrays have room for
 
-    def limit_tokens(self, most_tokens: float) -> None:
-        self.pool.used_limit = int(most_tokens // self.block_size)
+    def limit_cached_tokens(self, max_cached_tokens: float) -> None:
+        self.pool.used_limit = int(max_cached_tokens // self.block_size)
 
     @property
     def idle_bytes(self) -> float:
-        """The bytes of blocks that no row holds."""
-        return sum(array.nbytes for array in list(self.arrays.values())) * self.pool.idle_count / max(self.capacity, 1)
+        """The bytes of blocks that no row uses."""
+        total_bytes = sum(array.nbytes for array in list(self.arrays.values()))
+        return total_bytes * self.pool.idle_count / max(self.capacity, 1)
 
     def free_idle_blocks(self) -> None:
-        """Free the blocks that no row holds."""
+        """Free the blocks that no row uses."""
         with self.lock:
             self.pool.free_idle_blocks()
 
@@ -145,11 +151,11 @@ class BlockTensors:
         """Shrink the arrays if no block is in use; return the size of the old arrays in bytes, or 0."""
         if self.pool.used_count or self.capacity <= INITIAL_CAPACITY:
             return 0
-        freed = sum(array.nbytes for array in self.arrays.values())
+        freed_bytes = sum(array.nbytes for array in self.arrays.values())
         self.pool.restart_numbering()
         self.arrays = {}
         self._reallocate(INITIAL_CAPACITY)
-        return freed
+        return freed_bytes
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         for source, target in pairs:
@@ -161,14 +167,17 @@ class BlockTensors:
             return HostBlockArray(capacity, [self.block_size, self._feature_width], ov.Type.f32, np.float32)
         port = self.cache_inputs[name]
         shape = [length.get_length() for length in list(port.get_partial_shape())[1:]]
-        kind = port.get_element_type()
+        element_type = port.get_element_type()
         if is_gpu(self._device):
-            return DeviceBlockArray(capacity, shape, kind, self._device)
-        return HostBlockArray(capacity, shape, kind)
+            return DeviceBlockArray(capacity, shape, element_type, self._device)
+        return HostBlockArray(capacity, shape, element_type)
 
     def _reallocate(self, capacity: int) -> None:
         """Enlarge the arrays one by one, keeping the blocks."""
-        for name in [*self.cache_inputs, *([FEATURES_OUTPUT] if self._feature_width else [])]:
+        names = [*self.cache_inputs]
+        if self._feature_width:
+            names.append(FEATURES_OUTPUT)
+        for name in names:
             array = self.arrays.get(name)
             self.arrays[name] = array.with_capacity(capacity) if array else self._create_array(name, capacity)
         self.capacity = capacity

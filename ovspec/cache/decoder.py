@@ -51,31 +51,34 @@ class FeedRule:
         return max(self.fewest, next_power_of_two(count) if self.rounded else count)
 
     def computed_logits(self, count: int) -> int:
-        """Return of how many tokens an inference computes logits if those of ``count`` are wanted."""
+        """Return for how many tokens an inference computes logits if those of ``count`` tokens are needed."""
         return max(self.fewest_logits, next_power_of_two(count) if self.rounded else count)
 
     def fit_into_inferences(self, width: int, count: int) -> int:
-        """Return how many of ``wanted`` tokens to feed beside ``width`` others.
+        """Return how many of ``count`` tokens to feed together with ``width`` others.
 
-        That is fewer where the last ones would begin another inference, which takes time for any number of tokens.
+        The number is smaller than ``count`` where the last tokens would begin another inference, which takes time for
+        any number of tokens.
         """
         if not self.most:
             return count
-        left = self.most - width % self.most
-        return min(count, left if left >= min(self.most // 4, count) else left + self.most)
+        room = self.most - width % self.most
+        if room < min(self.most // 4, count):
+            room += self.most
+        return min(count, room)
 
     @functools.cached_property
     def label(self) -> str:
         """The rule in words, kept because every text's statistics have them."""
-        demands = [
-            f"at least {self.fewest} tokens an inference" if self.fewest > 1 else "",
-            f"at least {self.fewest_logits} logits an inference" if self.fewest_logits > 1 else "",
-            f"at most {self.most} tokens an inference" if self.most else "",
-            f"attention gets at least {self.queries} tokens of a row" if self.queries > 1 else "",
-            "first tokens apart" if self.first_apart else "",
-            "rejected tokens cut off, each row by itself" if self.rows_apart else "",
-        ]
-        return ", ".join(filter(None, demands)) or "tokens as they come"
+        demands = {
+            f"at least {self.fewest} tokens an inference": self.fewest > 1,
+            f"at least {self.fewest_logits} logits an inference": self.fewest_logits > 1,
+            f"at most {self.most} tokens an inference": self.most,
+            f"attention gets at least {self.queries} tokens of a row": self.queries > 1,
+            "first tokens apart": self.first_apart,
+            "rejected tokens cut off, each row by itself": self.rows_apart,
+        }
+        return ", ".join(demand for demand, applies in demands.items() if applies) or "tokens as they come"
 
     def __str__(self) -> str:
         return self.label
@@ -92,7 +95,7 @@ Features = list[np.ndarray] | None  # of each row (tokens, width) float32; None 
 
 
 def split_into_inferences(counts: list[int], max_tokens: int) -> Iterator[list[tuple[int, int]]]:
-    """Yield, for each inference of at most ``most`` tokens, every row's (begin, end) among its ``counts`` tokens."""
+    """Yield, for each inference of at most ``max_tokens``, every row's (begin, end) among its ``counts`` tokens."""
     begins = [0, *itertools.accumulate(counts)]
     for first in range(0, begins[-1], max_tokens):
         yield [
@@ -131,7 +134,9 @@ class Rollback:
     @functools.cached_property
     def label(self) -> str:
         """The way in words, kept as a rule's are."""
-        kv = f"mask until {self.mask_until}" if self.kv == "mask" and self.mask_until else self.kv
+        kv: str | None = self.kv
+        if kv == "mask" and self.mask_until:
+            kv = f"mask until {self.mask_until}"
         return " + ".join(filter(None, (kv, "replay" if self.replay else None)))
 
     def __str__(self) -> str:
@@ -139,11 +144,14 @@ class Rollback:
 
 
 class BaseDecoder(Protocol):
-    """What reads the tokens of a batch of rows and gives logits; see ``sequence.catch_up``."""
+    """The part of the interface that decoders of models and of heads share: rows of tokens in, logits out.
+
+    See ``sequence.catch_up``.
+    """
 
     context_length: int | None
     rule: FeedRule
-    fills_width: bool  # whether an inference can be filled up to a width, see ``feed``
+    fills_width: bool  # whether ``feed`` fills an inference up to a width
 
     @property
     def rows(self) -> list[Sequence]:
@@ -164,22 +172,22 @@ class BaseDecoder(Protocol):
     def feed(self, tokens: list[np.ndarray], logits_counts: list[int], width: int = 0) -> list[np.ndarray]:
         """Append ``tokens[row]`` (n,) int64 to each row, in one inference or in as many as the rule demands.
 
-        Returns, for each row, the logits after its last ``wanted[row]`` new tokens: (wanted[row], vocab) float32,
-        valid until the next call. A row may get no tokens.
+        Returns, for each row, the logits after its last ``logits_counts[row]`` new tokens: (logits_counts[row], vocab)
+        float32, valid until the next call. A row may get no tokens.
 
-        ``width``: if the decoder ``fills``, it computes at least this many tokens, some of them once more, because an
-        inference of another width than the one before takes longer.
+        ``width``: a decoder that ``fills_width`` computes at least this many tokens, some of them once more, because
+        an inference of another width than the one before takes longer.
         """
         ...
 
     def reuse_prefixes(self, sequences: list[Sequence]) -> None:
-        """Let each row with much to read of its text in ``sequences`` start from what other rows or texts have read."""
+        """Let each row with many unread tokens in ``sequences`` start from a prefix of another row or text."""
 
     def truncate(self, row: int, length: int) -> None:
         """Roll ``row`` back to its first ``length`` tokens, or fewer: ``rows[row]`` shows which tokens remain."""
 
     def reorder(self, rows: list[int]) -> None:
-        """Make new row i a copy of old row ``rows[i]``, or an empty row if ``rows[i]`` is EMPTY."""
+        """Make new row i a copy of old row ``rows[i]``, or an empty row if ``rows[i]`` is EMPTY_ROW."""
 
 
 class Decoder(BaseDecoder, Protocol):
@@ -190,29 +198,29 @@ class Decoder(BaseDecoder, Protocol):
 
     @property
     def blocks_used(self) -> int:
-        """The number of blocks that rows hold, including those of decoders that share the blocks."""
+        """The number of blocks that rows use, including the rows of decoders that share the blocks."""
         ...
 
     def feed(
         self, tokens: list[np.ndarray], logits_counts: list[int], width: int = 0, features: Features = None
     ) -> list[np.ndarray]:
-        """The same as in ``Reader``. ``features``: what the model reads beside each token, if it is a head."""
+        """See ``BaseDecoder``. ``features``: the target's features that a head reads with each token."""
         ...
 
     def features(self, row: int, begin: int, end: int) -> np.ndarray:
-        """Return what the model's head reads of the tokens from ``begin`` to ``end`` of ``row``, (n, width) float32.
+        """Return the features of the tokens from ``begin`` to ``end`` of ``row``, (n, width) float32, for a head.
 
-        They are part of the cache, so whatever keeps, shares or copies keys and values does so with them.
+        They are part of the cache: kept, shared and copied together with keys and values.
         """
         ...
 
     @property
     def hidden(self) -> list[np.ndarray]:
-        """What a head reads in place of features: for each row (wanted, width) float32, of its last inference."""
+        """A head's own outputs, which it reads in place of features: each row's (logits, width), last inference."""
         ...
 
     def prefill_chunk_size(self, counts: list[int]) -> int:
-        """Return how many tokens a joining row may read beside other rows' ``counts`` without delaying them much."""
+        """Return how many prompt tokens a row may read while others feed ``counts`` tokens, without much delay."""
         ...
 
     def fork(self) -> Decoder:
@@ -234,17 +242,19 @@ class Decoder(BaseDecoder, Protocol):
 def find_logits_positions(
     counts: tuple[int, ...], logits_counts: tuple[int, ...], min_positions: int, packed: bool = False
 ) -> np.ndarray:
-    """Return the flat indices of each row's last ``wanted`` of ``counts`` tokens.
+    """Return the flat indices of each row's last ``logits_counts`` of ``counts`` tokens.
 
     Rows are padded to the longest, or, if ``packed``, follow each other without a gap. The last index is repeated until
-    there are ``fewest``, at least one: not every device can run a kernel on an empty list.
+    there are ``min_positions``, at least one: not every device can run a kernel on an empty list.
     """
     if not any(counts):
         raise ValueError("feed needs at least one token")
-    if any(want > count for want, count in zip(logits_counts, counts, strict=True)):
+    if any(logits_count > count for logits_count, count in zip(logits_counts, counts, strict=True)):
         raise ValueError("logits can be requested for new tokens only")
-    ends = list(itertools.accumulate(counts)) if packed else [row * max(counts) + n for row, n in enumerate(counts)]
-    indices = [np.arange(end - want, end) for end, want in zip(ends, logits_counts, strict=True)]
+    ends = list(itertools.accumulate(counts))
+    if not packed:
+        ends = [row * max(counts) + count for row, count in enumerate(counts)]
+    indices = [np.arange(end - logits_count, end) for end, logits_count in zip(ends, logits_counts, strict=True)]
     filling = np.full(max(0, min_positions - sum(logits_counts)), ends[-1] - 1)
     return np.concatenate([*indices, filling])
 
@@ -256,14 +266,14 @@ def count_computed_tokens(decoder: BaseDecoder, tokens: list[np.ndarray]) -> int
 
 
 def split_logits_by_row(logits: np.ndarray, logits_counts: list[int]) -> list[np.ndarray]:
-    """Split ``logits`` (tokens, vocab) into one array (wanted[row], vocab) per row."""
+    """Split ``logits`` (tokens, vocab) into one array (logits_counts[row], vocab) per row."""
     ends = itertools.accumulate(logits_counts)
-    return [logits[end - want : end] for end, want in zip(ends, logits_counts, strict=True)]
+    return [logits[end - logits_count : end] for end, logits_count in zip(ends, logits_counts, strict=True)]
 
 
-def reorder_sequences(old: list[Sequence], rows: list[int]) -> list[Sequence]:
-    """Return copies of ``old`` in the new order; see ``Decoder.reorder``."""
-    return [Sequence() if row == EMPTY_ROW else old[row].copy() for row in rows]
+def reorder_sequences(sequences: list[Sequence], rows: list[int]) -> list[Sequence]:
+    """Return copies of ``sequences`` in the new order; see ``Decoder.reorder``."""
+    return [Sequence() if row == EMPTY_ROW else sequences[row].copy() for row in rows]
 
 
 class TokenArrays(dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]]):

@@ -1,8 +1,8 @@
-"""The decoder of an EAGLE-3 head (Li et al., arXiv 2503.01840), which reads its target's features beside each token.
+"""The decoder of an EAGLE-3 head (Li et al., arXiv 2503.01840), which reads its target's features with each token.
 
 An entry of its cache is a token with the features of the token before it, so a text has one entry fewer than tokens.
-Tokens that the target hasn't read have no features. Behind these, the head reads what it has computed itself for the
-entry before; such entries are dropped once it has proposed.
+Tokens that the target hasn't read have no features. After these, the head reads its own output for the entry
+before; such guessed entries are dropped once it has proposed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ NO_LOGITS = np.empty((0, 0), dtype=np.float32)
 
 
 class HeadDecoder:
-    """A ``Reader`` whose rows follow the texts of a target's rows.
+    """A ``BaseDecoder`` whose rows follow the texts of a target's rows.
 
     Args:
         entries: the decoder of the head's own graph; its row i holds the entries of the target's row i.
@@ -28,7 +28,8 @@ class HeadDecoder:
     rule = FAST_RULE
 
     def __init__(self, entries: Decoder, target: Decoder) -> None:
-        self._entries, self._target = entries, target
+        self._entries = entries
+        self._target = target
         self.context_length = entries.context_length
         self._reset_rows(len(entries.rows))
 
@@ -41,7 +42,7 @@ class HeadDecoder:
         return self._entries.inferences
 
     def count_known_features(self, row: int, sequence: Sequence) -> int:
-        """Return how many of the tokens before the last one of ``sequence`` have features."""
+        """Return the number of tokens before the last one of ``sequence`` that have features."""
         return max(0, min(self._target.rows[row].common_prefix_length(sequence.tokens), len(sequence) - 1))
 
     def reset(self, rows: int) -> None:
@@ -49,21 +50,24 @@ class HeadDecoder:
         self._reset_rows(rows)
 
     def reuse_prefixes(self, sequences: list[Sequence]) -> None:
-        """Keep of each row the entries that fit its text, or take those that another text has left."""
+        """Keep each row's entries that fit its text, or reuse entries that another text has left."""
         texts: list[Sequence] = []
         for row, sequence in enumerate(sequences):
-            tokens, held, known = sequence.tokens, self._entries.rows[row], self.count_known_features(row, sequence)
-            # Entries are also computed from the first token, which none of them holds.
+            tokens = sequence.tokens
+            cached = self._entries.rows[row]
+            known_count = self.count_known_features(row, sequence)
+            # Entries are also computed from the first token, which none of them contains.
             owner = (sequence.owner, int(tokens[0])) if len(tokens) else None
-            shared = (
-                held.common_prefix_length(tokens[1:known]) if held.owner == owner else 0
-            )  # the last one is read again
-            if shared < len(held):
+            shared = 0
+            if cached.owner == owner:
+                shared = cached.common_prefix_length(tokens[1:known_count])  # the last one is read again
+            if shared < len(cached):
                 self._entries.truncate(row, shared)
-            text = Sequence(tokens[1 : known + 1]) if known - shared > MIN_SHARED_TOKENS else held
+            text = Sequence(tokens[1 : known_count + 1]) if known_count - shared > MIN_SHARED_TOKENS else cached
             text.owner = owner
             texts.append(text)
-            self._known_counts[row], self._last_hidden[row] = known, None
+            self._known_counts[row] = known_count
+            self._last_hidden[row] = None
         self._entries.reuse_prefixes(texts)
         for row, (text, sequence) in enumerate(zip(self.rows, sequences, strict=True)):
             entries = self._entries.rows[row]
@@ -74,37 +78,39 @@ class HeadDecoder:
             text.commit(tokens[shared:])
 
     def feed(self, tokens: list[np.ndarray], logits_counts: list[int], width: int = 0) -> list[np.ndarray]:  # noqa: ARG002
-        """Append tokens as ``Decoder.feed`` does; of each row at most the logits after its last token are wanted.
+        """Append tokens as ``Decoder.feed`` does; each row can get at most the logits after its last token.
 
-        Tokens with features are read in one inference, those behind them one by one.
+        Tokens with features are read in one inference, tokens after them one by one.
         """
         logits = [NO_LOGITS] * len(tokens)
-        left = [self._skip_first_token(row, new) for row, new in enumerate(tokens)]
-        while any(map(len, left)):
-            together = [
-                max(1, known - len(text) + 1) for known, text in zip(self._known_counts, self.rows, strict=True)
+        unread = [self._skip_first_token(row, row_tokens) for row, row_tokens in enumerate(tokens)]
+        while any(map(len, unread)):
+            part_lengths = [
+                max(1, known_count - len(text) + 1)
+                for known_count, text in zip(self._known_counts, self.rows, strict=True)
             ]
-            parts = [new[:count] for new, count in zip(left, together, strict=True)]
-            left = [new[len(part) :] for new, part in zip(left, parts, strict=True)]
-            wants = [
-                int(len(part) > 0 and bool(want or len(rest)))
-                for part, want, rest in zip(parts, logits_counts, left, strict=True)
+            parts = [row_tokens[:length] for row_tokens, length in zip(unread, part_lengths, strict=True)]
+            unread = [row_tokens[len(part) :] for row_tokens, part in zip(unread, parts, strict=True)]
+            part_logits_counts = [
+                int(len(part) > 0 and bool(logits_count or len(rest)))
+                for part, logits_count, rest in zip(parts, logits_counts, unread, strict=True)
             ]
             features = [self._next_features(row, len(part)) for row, part in enumerate(parts)]
-            found, more = self._entries.feed(parts, wants, 0, features), any(map(len, left))
-            for row, (part, want) in enumerate(zip(parts, wants, strict=True)):
+            part_logits = self._entries.feed(parts, part_logits_counts, 0, features)
+            is_last = not any(map(len, unread))
+            for row, (part, logits_count) in enumerate(zip(parts, part_logits_counts, strict=True)):
                 self.rows[row].commit(part)
-                if want:
-                    logits[row] = found[row].copy() if more else found[row]
+                if logits_count:
+                    logits[row] = part_logits[row] if is_last else part_logits[row].copy()
                     self._last_hidden[row] = self._entries.hidden[row].copy()
         return logits
 
     def drop_guessed_entries(self) -> None:
         """Drop the entries that were made without features."""
-        for row, (known, held) in enumerate(zip(self._known_counts, self._entries.rows, strict=True)):
-            if len(held) > known:
-                held.rewind(known)  # first, so that no other text finds them
-                self._entries.truncate(row, known)
+        for row, (known_count, cached) in enumerate(zip(self._known_counts, self._entries.rows, strict=True)):
+            if len(cached) > known_count:
+                cached.rewind(known_count)  # first, so that no other text finds them
+                self._entries.truncate(row, known_count)
 
     def truncate(self, row: int, length: int) -> None:
         self.rows[row].rewind(length)
@@ -119,20 +125,19 @@ class HeadDecoder:
     def _reset_rows(self, rows: int) -> None:
         self.rows = [Sequence() for _ in range(rows)]  # the text that each row has read, its first token included
         # Tokens of the text with features: at least those of the entries that remain.
-        self._known_counts = [len(held) for held in self._entries.rows]
-        self._last_hidden: list[np.ndarray | None] = [
-            None
-        ] * rows  # what the head computed for the last entry, (1, width)
+        self._known_counts = list(map(len, self._entries.rows))
+        # The head's output for the last entry, (1, width).
+        self._last_hidden: list[np.ndarray | None] = [None] * rows
 
     def _skip_first_token(self, row: int, new_tokens: np.ndarray) -> np.ndarray:
-        """Begin a text, whose first token has no entry; return the ``new`` tokens that have one."""
+        """Begin a text, whose first token has no entry; return the ``new_tokens`` that have one."""
         if len(self.rows[row]) or not len(new_tokens):
             return new_tokens
         self.rows[row].commit(new_tokens[:1])
         return new_tokens[1:]
 
     def _next_features(self, row: int, count: int) -> np.ndarray:
-        """Return what is read beside the next ``count`` tokens of ``row``, (count, width)."""
+        """Return the features to read with the next ``count`` tokens of ``row``, (count, width)."""
         begin = len(self.rows[row]) - 1
         if not count:
             return self._target.features(row, 0, 0)

@@ -45,7 +45,7 @@ NO_FEATURES = np.empty((0, 1, 0), dtype=np.float32)
 class PagedDecoder:
     """A ``Decoder`` whose rows share blocks, which are copied before one of them writes there.
 
-    What rows hold when they end is kept, as far as ``tensors`` allow, for texts that begin in the same way.
+    The blocks of ended rows are kept, as far as ``tensors`` allow, for texts with the same prefix.
 
     OpenVINO has one attention kernel for a single new token and another for several, and they round differently. Where
     the rule demands two queries, attention never gets a row's only new token alone: its query, key and value come
@@ -54,7 +54,7 @@ class PagedDecoder:
     Args:
         ir: the model, compiled with the rewrites ``to_paged`` and, for a rule with two queries, ``pair_queries``.
         vocabulary: the ids that may be chosen.
-        tensors: those of another decoder of the same model, to share blocks with it; new ones by default.
+        tensors: of another decoder of the same model, to share blocks with it; new ones by default.
     """
 
     rollback = Rollback("blocks")
@@ -69,10 +69,12 @@ class PagedDecoder:
     ) -> None:
         if rule.queries > 1 and QUERY_INPUTS[0] not in ir.inputs:
             raise ValueError("two queries for a token need a model rewritten by pair_queries")
-        self.context_length, self.rule = ir.context_length, rule
+        self.context_length = ir.context_length
+        self.rule = rule
         self._computed_tokens = [rule.computed_tokens(count) for count in range(MAX_INFERENCE_TOKENS + 1)]
         self._computed_logits = [rule.computed_logits(count) for count in range(MAX_INFERENCE_TOKENS + 1)]
-        self._ir, self._vocabulary = ir, vocabulary
+        self._ir = ir
+        self._vocabulary = vocabulary
         self._request = InferenceRequest(ir, (*PAGED_INPUTS, *QUERY_INPUTS))
         self._restricts_ids = vocabulary.restricts(ir.logits_width)
         self._tensors = tensors or BlockTensors(ir)
@@ -80,10 +82,11 @@ class PagedDecoder:
         self._bound_version = -1  # version of the tensors that the request is bound to
         self._tables = BlockTables(0, self._tensors.pool)
         self._token_arrays = TokenArrays()
-        self._kept_lengths: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._reused_lengths: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._longest = np.zeros((), dtype=np.int32)
         self._feature_arrays: dict[int, np.ndarray] = {}
-        self._head_width, self._has_features = ir.output_width(HIDDEN_OUTPUT), FEATURES_OUTPUT in ir.outputs
+        self._head_width = ir.output_width(HIDDEN_OUTPUT)
+        self._has_features = FEATURES_OUTPUT in ir.outputs
         self.hidden: list[np.ndarray] = []
         self._reset_rows(1)
 
@@ -108,51 +111,50 @@ class PagedDecoder:
         self._listed_tables: tuple[list[int], int] | None = None  # rows and block version of the current lists
         with self._tensors.lock:
             self._tables.reorder([EMPTY_ROW] * rows)
-            freed = self._tensors.shrink_if_unused()
+            freed_bytes = self._tensors.shrink_if_unused()
             self._bind_arrays()  # to the small arrays, because the request keeps the arrays it is bound to alive
-        if freed > LEAST_TRIMMED_BYTES:
+        if freed_bytes > LEAST_TRIMMED_BYTES:
             trim_heap()
 
     def reuse_prefixes(self, sequences: list[Sequence]) -> None:
         with self._tensors.lock:
-            for held, sequence in zip(self.rows, sequences, strict=True):
-                held.owner = sequence.owner
+            for cached, sequence in zip(self.rows, sequences, strict=True):
+                cached.owner = sequence.owner
             alone = len(self.rows) == 1
-            wanting = [
-                (row, common)
-                for row, (held, sequence) in enumerate(zip(self.rows, sequences, strict=True))
-                if len(sequence) - (common := common_prefix(held, sequence)) > MIN_SHARED_TOKENS
-                and (alone or common < len(held) or not common)  # not while it reads its prompt, round by round
+            unread_rows = [
+                (row, shared)
+                for row, (cached, sequence) in enumerate(zip(self.rows, sequences, strict=True))
+                if len(sequence) - (shared := common_prefix(cached, sequence)) > MIN_SHARED_TOKENS
+                and (alone or shared < len(cached) or not shared)  # not while it reads its prompt, round by round
             ]
-            if not wanting:
+            if not unread_rows:
                 return
             if not alone:
                 self._keep_prefixes(range(len(self.rows)), temporarily=True)
-            for row, common in wanting:
+            for row, shared in unread_rows:
                 sequence = sequences[row]
-                blocks, count = self._tensors.pool.find_prefix(sequence.tokens[:-1], sequence.owner)
-                if count >= common + MIN_SHARED_TOKENS:
+                blocks, length = self._tensors.pool.find_prefix(sequence.tokens[:-1], sequence.owner)
+                if length >= shared + MIN_SHARED_TOKENS:
                     self._tables.replace_blocks(row, blocks)
-                    self.rows[row] = Sequence(sequence.tokens[:count])
+                    self.rows[row] = Sequence(sequence.tokens[:length])
 
     def feed(
         self, tokens: list[np.ndarray], logits_counts: list[int], width: int = 0, features: Features = None
     ) -> list[np.ndarray]:
         try:
-            if sum(map(len, tokens)) > self._max_tokens or (
-                self.rule.first_apart and self._begins_with_several(tokens)
-            ):
+            too_many = sum(map(len, tokens)) > self._max_tokens
+            if too_many or (self.rule.first_apart and self._begins_with_several(tokens)):
                 return self._feed_in_parts(tokens, logits_counts, features)
             with self._tensors.lock:
                 return self._append_tokens(tokens, logits_counts, min(width, self._max_tokens), features)
         except BaseException as error:
-            self._reset_rows(len(self.rows))  # what rows hold is unknown now; an empty cache fits any text
+            self._reset_rows(len(self.rows))  # their contents are unknown now; an empty cache fits any text
             raise explain_feed_error(error, self._ir.device) from None
 
     def features(self, row: int, begin: int, end: int) -> np.ndarray:
         with self._tensors.lock:
-            blocks, places = self._locate_positions(row, begin, end)
-            return self._tensors.feature_blocks[blocks, places]
+            blocks, offsets = self._locate_positions(row, begin, end)
+            return self._tensors.feature_blocks[blocks, offsets]
 
     def truncate(self, row: int, length: int) -> None:
         with self._tensors.lock:
@@ -170,12 +172,13 @@ class PagedDecoder:
     def fork(self) -> PagedDecoder:
         with self._tensors.lock:
             other = PagedDecoder(self._ir, self._vocabulary, self.rule, self._tensors)
-            other.rows, other._tables = [row.copy() for row in self.rows], self._tables.fork()
+            other.rows = [row.copy() for row in self.rows]
+            other._tables = self._tables.fork()
         return other
 
     def dump(self) -> dict[str, np.ndarray]:
         with self._tensors.lock:
-            return {name: array.read_blocks(self._tables.tables[0]) for name, array in self._tensors.arrays.items()}
+            return {name: array.read_bits(self._tables.tables[0]) for name, array in self._tensors.arrays.items()}
 
     def restore(self, tokens: np.ndarray, arrays: dict[str, np.ndarray]) -> None:
         self.reset(1)
@@ -183,86 +186,102 @@ class PagedDecoder:
             self._tables.extend(0, 0, len(tokens))
             self._tensors.grow()
             self._bind_arrays()
-            table, ours = self._tables.tables[0], self._tensors.arrays
-            expected = {name: ((len(table), *array.shape), array.dtype) for name, array in ours.items()}
+            table = self._tables.tables[0]
+            own_arrays = self._tensors.arrays
+            expected = {name: ((len(table), *array.shape), array.dtype) for name, array in own_arrays.items()}
             if {name: (array.shape, array.dtype) for name, array in arrays.items()} != expected:
                 self.reset(1)
                 raise ValueError("the cache is of another model or another type")
             for name, array in arrays.items():
-                ours[name].write_blocks(table, array)
+                own_arrays[name].write_bits(table, array)
         self.rows[0].commit(tokens)
 
     def prefill_chunk_size(self, counts: list[int]) -> int:
         return self.rule.fit_into_inferences(sum(counts), max(PREFILL_CHUNK_SIZE, sum(counts)))
 
     def _keep_prefixes(self, rows: Iterable[int], temporarily: bool = False) -> None:
-        """Let other texts find what ``rows`` hold; ``for_now``: even if nothing is kept once no row holds it."""
+        """Let other texts find the blocks of ``rows``; ``temporarily``: even if idle blocks aren't kept."""
+        if not (temporarily or self._tensors.pool.used_limit):
+            return
         with self._tensors.lock:
-            for row in rows if temporarily or self._tensors.pool.used_limit else ():
+            for row in rows:
                 if len(self.rows[row]):
                     self._tables.keep_prefix(row, self.rows[row].tokens, self.rows[row].owner)
 
     @property
     def _max_tokens(self) -> int:
-        most = min(MAX_INFERENCE_TOKENS, self.rule.most or MAX_INFERENCE_TOKENS)
-        return most - 1 if self.rule.first_apart else most  # room for a token more than rows
+        max_tokens = min(MAX_INFERENCE_TOKENS, self.rule.most or MAX_INFERENCE_TOKENS)
+        return max_tokens - self.rule.first_apart  # room for a token more than rows
 
     def _locate_positions(self, row: int, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the block of each position from ``begin`` to ``end``, and its place there."""
-        first, positions = begin // self.block_size, np.arange(begin, end)
-        table = np.array(self._tables.tables[row][first : -(-end // self.block_size)], dtype=np.int64)
-        return table[positions // self.block_size - first], positions % self.block_size
+        """Return the block of each position from ``begin`` to ``end``, and its offset in the block."""
+        first_index = begin // self.block_size
+        positions = np.arange(begin, end)
+        table = np.array(self._tables.tables[row][first_index : -(-end // self.block_size)], dtype=np.int64)
+        return table[positions // self.block_size - first_index], positions % self.block_size
 
     def _begins_with_several(self, tokens: list[np.ndarray]) -> bool:
-        """Return whether some of ``tokens`` begin a text, and go on with it."""
-        return any(len(new) > 1 and not len(held) for held, new in zip(self.rows, tokens, strict=True))
+        """Return whether a row of ``tokens`` begins a text with more than one token."""
+        return any(len(new) > 1 and not len(cached) for cached, new in zip(self.rows, tokens, strict=True))
 
     def _feed_in_parts(
         self, tokens: list[np.ndarray], logits_counts: list[int], features: Features
     ) -> list[np.ndarray]:
-        """Feed tokens in several inferences, row after row: they are more than one may have, or begin a text."""
+        """Feed tokens in several inferences, row after row: more than one inference may have, or a text's beginning."""
         logits: list[list[np.ndarray]] = [[] for _ in tokens]
         hidden: list[list[np.ndarray]] = [[] for _ in tokens]
-        firsts = [len(new) - want for new, want in zip(tokens, logits_counts, strict=True)]
-        alone = self.rule.first_apart
-        ones = [int(alone and len(new) > 0 and not len(held)) for held, new in zip(self.rows, tokens, strict=True)]
-        lefts = [len(new) - one for new, one in zip(tokens, ones, strict=True)]
-        later = split_into_inferences(lefts, self._max_tokens)
-        shifted = ([(begin + one, end + one) for (begin, end), one in zip(part, ones, strict=True)] for part in later)
-        for parts in itertools.chain(split_into_inferences(ones, self._max_tokens), shifted):
+        logits_begins = [len(new) - count for new, count in zip(tokens, logits_counts, strict=True)]
+        first_apart = self.rule.first_apart
+        # Each row's number of tokens, 0 or 1, that are fed apart, before the rest.
+        apart_counts = [
+            int(first_apart and len(new) > 0 and not len(cached)) for cached, new in zip(self.rows, tokens, strict=True)
+        ]
+        rest_counts = [len(new) - apart for new, apart in zip(tokens, apart_counts, strict=True)]
+        apart_spans = split_into_inferences(apart_counts, self._max_tokens)
+        rest_spans = (
+            [(begin + apart, end + apart) for (begin, end), apart in zip(spans, apart_counts, strict=True)]
+            for spans in split_into_inferences(rest_counts, self._max_tokens)
+        )
+        for spans in itertools.chain(apart_spans, rest_spans):
             check_interrupts()
-            fed = [new[begin:end] for new, (begin, end) in zip(tokens, parts, strict=True)]
-            wants = [max(0, end - max(begin, first)) for first, (begin, end) in zip(firsts, parts, strict=True)]
-            beside = features and [new[begin:end] for new, (begin, end) in zip(features, parts, strict=True)]
+            part = [new[begin:end] for new, (begin, end) in zip(tokens, spans, strict=True)]
+            part_features = features and [rows[begin:end] for rows, (begin, end) in zip(features, spans, strict=True)]
+            part_logits_counts = [
+                max(0, end - max(begin, logits_begin))
+                for logits_begin, (begin, end) in zip(logits_begins, spans, strict=True)
+            ]
             with self._tensors.lock:
-                found = self._append_tokens(fed, wants, features=beside)
-            for row, want in enumerate(wants):
-                if want:
-                    logits[row].append(found[row].copy())
-                    hidden[row] += [self.hidden[row].copy()] if self._head_width else []
+                part_logits = self._append_tokens(part, part_logits_counts, features=part_features)
+            for row, count in enumerate(part_logits_counts):
+                if count:
+                    logits[row].append(part_logits[row].copy())
+                    if self._head_width:
+                        hidden[row].append(self.hidden[row].copy())
         self.hidden = join_row_parts(hidden, self._head_width)
         return join_row_parts(logits, self._ir.logits_width)
 
     def _append_tokens(
         self, tokens: list[np.ndarray], logits_counts: list[int], width: int = 0, features: Features = None
     ) -> list[np.ndarray]:
-        """Run an inference that appends ``tokens`` to the rows; the arguments and the result are those of ``feed``."""
-        computed = self._fill_up([(len(held), new) for held, new in zip(self.rows, tokens, strict=True)], width)
-        fed = [row for row, (_, new) in enumerate(computed) if len(new)]
-        counts = tuple([len(computed[row][1]) for row in fed])
+        """Run an inference that appends ``tokens`` to the rows; arguments and result as of ``feed``."""
+        row_inputs = self._fill_up([(len(cached), new) for cached, new in zip(self.rows, tokens, strict=True)], width)
+        fed_rows = [row for row, (_, new) in enumerate(row_inputs) if len(new)]
+        counts = tuple([len(row_inputs[row][1]) for row in fed_rows])
         queries = tuple([max(self.rule.queries, count) for count in counts])
         ids, positions = self._token_arrays[(sum(counts),)]
-        past, query_begins = self._length_arrays(len(fed))
+        past_lengths, query_begins = self._length_arrays(len(fed_rows))
         copies: list[tuple[int, int]] = []
         start = longest = 0
-        for i, row in enumerate(fed):
-            begin, new = computed[row]
+        for i, row in enumerate(fed_rows):
+            begin, new = row_inputs[row]
             end = start + len(new)
             ids[start:end] = new
             positions[start:end] = np.arange(begin, begin + len(new))
-            past[i], query_begins[i + 1] = begin, query_begins[i] + queries[i]
+            past_lengths[i] = begin
+            query_begins[i + 1] = query_begins[i] + queries[i]
             copies += self._tables.extend(row, begin, queries[i])
-            start, longest = end, max(longest, begin + queries[i])
+            start = end
+            longest = max(longest, begin + queries[i])
             self.rows[row].commit(tokens[row])
             if (filling := begin + len(new) - len(self.rows[row])) > 0:  # the context may end here
                 positions[end - filling : end] = len(self.rows[row]) - 1
@@ -271,34 +290,38 @@ class PagedDecoder:
             self._tensors.grow()
         self._bind_arrays()
         self._tensors.copy_blocks(copies)
-        # Tokens that fill an inference up behind a text's end have logits, too, which are left out of the result. The
-        # rows hold the new tokens by now, so these are the tokens beyond them.
-        behind = [begin + len(new) - len(held) for held, (begin, new) in zip(self.rows, computed, strict=True)]
-        given = [want + more for want, more in zip(logits_counts, behind, strict=True)]
-        lengths = tuple([len(new) for _, new in computed])
-        logits_idx = find_logits_positions(lengths, tuple(given), self._computed_logits[sum(given)], packed=True)
-        blocks, block_begins = self._flatten_tables(fed)
-        paired = pair_query_inputs(counts, queries)
-        beside = self._make_head_input(features, start)
-        arrays = (ids, positions, past, query_begins, blocks, block_begins, self._longest, logits_idx, beside, *paired)
-        logits = self._request.infer(arrays, logits_idx)
+        # Tokens that fill the inference up after a row's new tokens, which the row contains by now, have logits, too.
+        # The result leaves them out.
+        fillings = [begin + len(new) - len(cached) for cached, (begin, new) in zip(self.rows, row_inputs, strict=True)]
+        filled_counts = [count + filling for count, filling in zip(logits_counts, fillings, strict=True)]
+        lengths = tuple([len(new) for _, new in row_inputs])
+        min_positions = self._computed_logits[sum(filled_counts)]
+        logits_idx = find_logits_positions(lengths, tuple(filled_counts), min_positions, packed=True)
+        blocks, block_begins = self._flatten_tables(fed_rows)
+        query_inputs = pair_query_inputs(counts, queries)
+        head_input = self._make_head_input(features, start)
+        cached = (past_lengths, query_begins, blocks, block_begins, self._longest)
+        logits = self._request.infer((ids, positions, *cached, logits_idx, head_input, *query_inputs), logits_idx)
         if self._has_features:
-            computed_features = np.split(self._request.read_output(FEATURES_OUTPUT), np.cumsum(counts)[:-1])
-            for row, found in zip(fed, computed_features, strict=True):
-                begin = computed[row][0]
-                self._tensors.feature_blocks[self._locate_positions(row, begin, begin + len(found))] = found
+            fed_features = np.split(self._request.read_output(FEATURES_OUTPUT), np.cumsum(counts)[:-1])
+            for row, row_features in zip(fed_rows, fed_features, strict=True):
+                begin = row_inputs[row][0]
+                blocks_offsets = self._locate_positions(row, begin, begin + len(row_features))
+                self._tensors.feature_blocks[blocks_offsets] = row_features
         if self._head_width:
-            hidden = split_logits_by_row(self._request.read_output(HIDDEN_OUTPUT), given)
-            self.hidden = [found[:want] for found, want in zip(hidden, logits_counts, strict=True)]
-        for row in fed:  # a block that only a second query has begun
+            hidden = split_logits_by_row(self._request.read_output(HIDDEN_OUTPUT), filled_counts)
+            self.hidden = [row_hidden[:count] for row_hidden, count in zip(hidden, logits_counts, strict=True)]
+        for row in fed_rows:  # a block that only a second query has begun
             self._tables.truncate(row, len(self.rows[row]))
-        logits = self._vocabulary.restrict(logits) if self._restricts_ids else logits
+        if self._restricts_ids:
+            logits = self._vocabulary.restrict(logits)
         if len(logits_counts) == 1:
             return [logits[: logits_counts[0]]]
-        return [found[:want] for found, want in zip(split_logits_by_row(logits, given), logits_counts, strict=True)]
+        row_logits = split_logits_by_row(logits, filled_counts)
+        return [rows[:count] for rows, count in zip(row_logits, logits_counts, strict=True)]
 
     def _make_head_input(self, features: Features, count: int) -> np.ndarray:
-        """Return the input of a head that holds each token's features, (tokens, 1, width) float32."""
+        """Return a head's input with each token's features, (tokens, 1, width) float32."""
         if features is None:
             return NO_FEATURES
         array = self._feature_arrays.get(count)
@@ -306,44 +329,44 @@ class PagedDecoder:
             array = np.zeros((count, 1, self._head_width), dtype=np.float32)
             if count <= MAX_REUSED_WIDTH:
                 self._feature_arrays[count] = array
-        read = np.concatenate(features)
-        array[: len(read), 0] = read
-        array[len(read) :, 0] = read[-1]  # of the tokens that fill up
+        token_features = np.concatenate(features)
+        array[: len(token_features), 0] = token_features
+        array[len(token_features) :, 0] = token_features[-1]  # of the tokens that fill up
         return array
 
     def _fill_up(self, row_inputs: list[tuple[int, np.ndarray]], width: int) -> list[tuple[int, np.ndarray]]:
-        """Return ``computed``, each row's (position, new tokens (n,)), with more tokens, up to ``width`` or the rule's.
+        """Return ``row_inputs``, each row's (position, new tokens (n,)), with more tokens: ``width``, or the rule's.
 
         Rows compute the last tokens of their cache once more. If these are too few for the rule, the last new token
         comes several times, and the next tokens are written over its copies. A head's always does, because the features
         of earlier tokens aren't kept.
         """
-        reading = [row for row, (_, new) in enumerate(row_inputs) if len(new)]
-        count = sum([len(row_inputs[row][1]) for row in reading])
-        first = int(self.rule.first_apart)  # the first token isn't computed beside later ones
-        least = count + (first if count == len(reading) else 0)
-        missing = self._computed_tokens[max(width, least)] - count
-        if missing <= 0 or not reading:
+        fed_rows = [row for row, (_, new) in enumerate(row_inputs) if len(new)]
+        count = sum([len(row_inputs[row][1]) for row in fed_rows])
+        first = int(self.rule.first_apart)  # the first token isn't computed together with later ones
+        min_width = count + first * (count == len(fed_rows))
+        missing = self._computed_tokens[max(width, min_width)] - count
+        if missing <= 0 or not fed_rows:
             return row_inputs
-        cached = 0 if self._head_width else sum([max(0, row_inputs[row][0] - first) for row in reading])
-        if cached < missing:  # too few for the width
-            missing = self._computed_tokens[least] - count
-        for row in reading if cached else ():
+        recomputable = 0 if self._head_width else sum([max(0, row_inputs[row][0] - first) for row in fed_rows])
+        if recomputable < missing:  # too few for the width
+            missing = self._computed_tokens[min_width] - count
+        for row in fed_rows if recomputable else ():
             if missing > 0:
                 begin, new = row_inputs[row]
                 again = min(max(0, begin - first), missing)
                 row_inputs[row] = begin - again, np.concatenate((self.rows[row].tokens[begin - again :], new))
                 missing -= again
         if missing > 0:
-            begin, new = row_inputs[reading[-1]]
-            row_inputs[reading[-1]] = begin, np.concatenate((new, np.repeat(new[-1:], missing)))
+            begin, new = row_inputs[fed_rows[-1]]
+            row_inputs[fed_rows[-1]] = begin, np.concatenate((new, np.repeat(new[-1:], missing)))
         return row_inputs
 
     def _length_arrays(self, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return int32 arrays to fill in: tokens cached before each row (count,), its first query (count + 1,)."""
-        if count not in self._kept_lengths:
-            self._kept_lengths[count] = np.zeros(count, dtype=np.int32), np.zeros(count + 1, dtype=np.int32)
-        return self._kept_lengths[count]
+        """Return int32 arrays to fill in: each row's cached tokens (count,), and its first query (count + 1,)."""
+        if count not in self._reused_lengths:
+            self._reused_lengths[count] = np.zeros(count, dtype=np.int32), np.zeros(count + 1, dtype=np.int32)
+        return self._reused_lengths[count]
 
     def _flatten_tables(self, rows: list[int]) -> tuple[np.ndarray, np.ndarray]:
         """Return the blocks of ``rows`` and where each row begins (rows + 1,), int32."""
@@ -363,8 +386,8 @@ class PagedDecoder:
 
 def join_row_parts(parts: list[list[np.ndarray]], width: int) -> list[np.ndarray]:
     """Return the parts of each row as one array (n, width) float32."""
-    nothing = np.empty((0, width), dtype=np.float32)
-    return [np.concatenate(each) if each else nothing for each in parts]
+    empty = np.empty((0, width), dtype=np.float32)
+    return [np.concatenate(row_parts) if row_parts else empty for row_parts in parts]
 
 
 @functools.lru_cache(maxsize=256)
@@ -373,6 +396,8 @@ def pair_query_inputs(counts: tuple[int, ...], queries: tuple[int, ...]) -> tupl
 
     A row of ``counts`` tokens has as many ``queries``, or several for its only token.
     """
-    repeats = np.concatenate([np.full(count, each // count) for count, each in zip(counts, queries, strict=True)])
+    repeats = np.concatenate(
+        [np.full(count, query_count // count) for count, query_count in zip(counts, queries, strict=True)]
+    )
     tokens = np.arange(len(repeats), dtype=np.int32)
     return np.repeat(tokens, repeats), (np.cumsum(repeats) - repeats).astype(np.int32)

@@ -18,60 +18,66 @@ MIN_SHARED_TOKENS = 32
 def copy_shared_prefixes(decoder: Decoder, sequences: list[Sequence]) -> None:
     """Replace each row with many unseen tokens by a copy of the row that shares the longest prefix with its text.
 
-    Models that replay are left as they are: rolling recurrent states back may cost more than it saves. So are devices
+    Rows of models that replay stay: rolling recurrent states back may cost more than it saves. So do rows on devices
     that copy no states.
     """
-    held, rollback = decoder.rows, decoder.rollback
-    if len(held) < 2 or rollback.replay or not rollback.copies:
+    cached_rows = decoder.rows
+    rollback = decoder.rollback
+    if len(cached_rows) < 2 or rollback.replay or not rollback.copies:
         return
-    unseen = [len(sequence) - len(row) for sequence, row in zip(sequences, held, strict=True)]
-    if max(unseen) < MIN_SHARED_TOKENS:
+    unseen_counts = [len(sequence) - len(cached) for sequence, cached in zip(sequences, cached_rows, strict=True)]
+    if max(unseen_counts) < MIN_SHARED_TOKENS:
         return
-    sources = list(range(len(held)))
+    source_rows = list(range(len(cached_rows)))
     for row, sequence in enumerate(sequences):
-        if unseen[row] >= MIN_SHARED_TOKENS:
+        if unseen_counts[row] >= MIN_SHARED_TOKENS:
             shared = [
-                common_prefix(other, sequence) if owned.owner == sequence.owner else 0
-                for other, owned in zip(held, sequences, strict=True)
+                common_prefix(cached, sequence) if other.owner == sequence.owner else 0
+                for cached, other in zip(cached_rows, sequences, strict=True)
             ]
-            best = int(np.argmax(shared))
-            if shared[best] - shared[row] >= MIN_SHARED_TOKENS:
-                sources[row] = best
-    if sources != list(range(len(held))):
-        decoder.reorder(sources)
+            best_row = int(np.argmax(shared))
+            if shared[best_row] - shared[row] >= MIN_SHARED_TOKENS:
+                source_rows[row] = best_row
+    if source_rows != list(range(len(cached_rows))):
+        decoder.reorder(source_rows)
 
 
-def should_wait_for_prefix(sequence: Sequence, reading: Iterable[Sequence], read: Iterable[Sequence]) -> bool:
-    """Return whether waiting until one of ``reading`` has been read saves work that none of ``read`` saves at once."""
+def should_wait_for_prefix(sequence: Sequence, prefilling: Iterable[Sequence], cached: Iterable[Sequence]) -> bool:
+    """Return whether a prompt in ``prefilling`` will share a longer prefix with ``sequence`` than ``cached`` texts do.
 
-    def longest(others: Iterable[Sequence]) -> int:
+    The row then waits until that prompt has been read, which saves work.
+    """
+
+    def longest_prefix(others: Iterable[Sequence]) -> int:
         return max([common_prefix(sequence, other) for other in others if other.owner == sequence.owner], default=0)
 
-    found = longest(reading)
-    return found > MIN_SHARED_TOKENS and found > longest(read) + MIN_SHARED_TOKENS
+    length = longest_prefix(prefilling)
+    return length > MIN_SHARED_TOKENS and length > longest_prefix(cached) + MIN_SHARED_TOKENS
 
 
 def choose_prefill_chunks(
     decoder: Decoder, unseen: list[np.ndarray], prompt_budget: int | None = None
 ) -> list[np.ndarray]:
-    """Return which of its ``unseen`` tokens each row reads in this round, so that rows that generate can continue.
+    """Return the part of its ``unseen`` tokens that each row reads in this round, so that generating rows go on.
 
-    ``room``: how many tokens of prompts are read, the first row's first. By default each row reads what the decoder
-    finds fit to join the others, and everything if no row is generating.
+    ``prompt_budget``: number of prompt tokens that are read, the first row's first. By default each row reads a chunk
+    of the decoder's ``prefill_chunk_size``, and everything if no row is generating.
     """
-    if all(len(new) <= PREFILL_THRESHOLD for new in unseen):
+    if all(len(tokens) <= PREFILL_THRESHOLD for tokens in unseen):
         return unseen
     if prompt_budget is None:
-        others = [
-            len(new)
-            for new, held in zip(unseen, decoder.rows, strict=True)
-            if len(held) and len(new) <= PREFILL_THRESHOLD
+        generating_counts = [
+            len(tokens)
+            for tokens, cached in zip(unseen, decoder.rows, strict=True)
+            if len(cached) and len(tokens) <= PREFILL_THRESHOLD
         ]
-        most = decoder.prefill_chunk_size(others) if others else None
-        return [new if len(new) <= PREFILL_THRESHOLD else new[:most] for new in unseen]
+        chunk_size = decoder.prefill_chunk_size(generating_counts) if generating_counts else None
+        return [tokens if len(tokens) <= PREFILL_THRESHOLD else tokens[:chunk_size] for tokens in unseen]
     chunks = []
-    for new in unseen:
-        reading = len(new) > PREFILL_THRESHOLD
-        chunks.append(new[:prompt_budget] if reading else new)
-        prompt_budget -= len(chunks[-1]) if reading else 0
+    for tokens in unseen:
+        if len(tokens) <= PREFILL_THRESHOLD:
+            chunks.append(tokens)
+        else:
+            chunks.append(tokens[:prompt_budget])
+            prompt_budget -= len(chunks[-1])
     return chunks

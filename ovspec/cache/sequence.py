@@ -11,7 +11,7 @@ EMPTY_ROW = -1  # in a reordering of rows: a new, empty row
 
 
 class UnsharedOwner:
-    """The owner of texts that share no prefix with any other; it equals no owner, not even itself."""
+    """The owner of texts that share no prefix with another text; it equals no owner, not even itself."""
 
     __hash__ = object.__hash__
 
@@ -43,9 +43,9 @@ class GrowingArray:
     def commit(self, values: np.ndarray | list[int]) -> None:
         end = self._length + len(values)
         if end > len(self._buffer):
-            grown = np.empty((2 * end, *self._buffer.shape[1:]), dtype=self._buffer.dtype)
-            grown[: self._length] = self.values
-            self._buffer = grown
+            larger = np.empty((2 * end, *self._buffer.shape[1:]), dtype=self._buffer.dtype)
+            larger[: self._length] = self.values
+            self._buffer = larger
         self._buffer[self._length : end] = values
         self._length = end
 
@@ -59,11 +59,11 @@ class GrowingArray:
 class Sequence(GrowingArray):
     """The token ids of a row: commits append to it, rewinds shorten it.
 
-    What keeps state for a row, such as a KV cache, holds a Sequence of the tokens it has processed, and catches up from
-    the ``common_prefix`` of that Sequence and the row.
+    A KV cache, or other state of a row, has a Sequence of the tokens it has processed, and catches up from the
+    ``common_prefix`` of that Sequence and the row.
 
-    owner: whose text it is. Texts of different owners share no prefix, because that would tell one what another wrote;
-        those of ``UNSHARED`` share none at all.
+    owner: of the text. Texts of different owners share no prefix, because latency would reveal one owner's text to
+        another; texts of ``UNSHARED`` share none at all.
     """
 
     __slots__ = ("owner",)
@@ -79,12 +79,12 @@ class Sequence(GrowingArray):
 
     def common_prefix_length(self, tokens: np.ndarray) -> int:
         """Return the number of leading tokens that are the same in ``tokens``, (n,) int64."""
-        n = min(self._length, len(tokens))
-        if not n:
+        length = min(self._length, len(tokens))
+        if not length:
             return 0
-        differ = self._buffer[:n] != tokens[:n]
-        first = int(differ.argmax())
-        return first if differ[first] else n
+        differ = self._buffer[:length] != tokens[:length]
+        first_difference = int(differ.argmax())
+        return first_difference if differ[first_difference] else length
 
     def copy(self) -> Sequence:
         other = Sequence(self.tokens)
@@ -93,7 +93,7 @@ class Sequence(GrowingArray):
 
 
 class Follower(Protocol):
-    """What keeps state for each row, such as a decoder."""
+    """A decoder, or other state of each row, that follows the rows' sequences."""
 
     @property
     def rows(self) -> list[Sequence]: ...
@@ -108,10 +108,10 @@ def common_prefix(a: Sequence, b: Sequence) -> int:
 
 def catch_up(follower: Follower, row: int, sequence: Sequence) -> np.ndarray:
     """Roll ``row`` back to the prefix it shares with ``sequence``; return the tokens it has not seen yet."""
-    held = follower.rows[row]
-    held.owner = sequence.owner
-    # If the cache already holds every token, the last one is fed again, because its logits are needed.
-    shared = min(common_prefix(held, sequence), len(sequence) - 1)
-    if shared < len(held):
+    cached = follower.rows[row]
+    cached.owner = sequence.owner
+    # If the cache already has every token, the last one is fed again, because its logits are needed.
+    shared = min(common_prefix(cached, sequence), len(sequence) - 1)
+    if shared < len(cached):
         follower.truncate(row, shared)
     return sequence.tokens[len(follower.rows[row]) :]

@@ -1,4 +1,4 @@
-"""Slots of the stateful KV cache: which of them each row's positions have, and which are dead."""
+"""Slots of the stateful KV cache: the slot of each position of a row, and dead slots."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Slots:
 
     @property
     def attention_mask(self) -> np.ndarray:
-        """The model's attention mask: (rows, used) int64, contiguous in memory."""
+        """The model's attention mask: (rows, slots) int64, contiguous in memory."""
         return np.ascontiguousarray(self._alive[:, : self.slot_count])
 
     @property
@@ -30,15 +30,18 @@ class Slots:
     def is_contiguous(self) -> bool:
         """Whether every row's positions are the last slots, in order, as attention by slot index requires."""
         return all(
-            self._alive[row, self.slot_count - n : self.slot_count].all() for row, n in enumerate(self.row_lengths)
+            self._alive[row, self.slot_count - length : self.slot_count].all()
+            for row, length in enumerate(self.row_lengths)
         )
 
     def extend(self, counts: list[int]) -> None:
         """Append max(counts) slots; in each row the first ``counts[row]`` of them are alive."""
-        start, end = self.slot_count, self.slot_count + max(counts)
+        start = self.slot_count
+        end = start + max(counts)
         if end > self._alive.shape[1]:
-            more = ((0, 0), (0, 2 * end - self._alive.shape[1]))
-            self._alive, self._slot_of = np.pad(self._alive, more), np.pad(self._slot_of, more)
+            padding = ((0, 0), (0, 2 * end - self._alive.shape[1]))
+            self._alive = np.pad(self._alive, padding)
+            self._slot_of = np.pad(self._slot_of, padding)
         for row, count in enumerate(counts):
             length = self.row_lengths[row]
             self._alive[row, start : start + count] = 1
@@ -54,22 +57,23 @@ class Slots:
         self.row_lengths[row] = length
 
     def reorder(self, rows: list[int]) -> None:
-        """Make new row i old row ``rows[i]``, or EMPTY; an index may occur twice (fork) or not at all (drop)."""
-        self._alive, self._slot_of = self._alive[rows], self._slot_of[rows]
+        """Make new row i old row ``rows[i]``, or EMPTY_ROW; an index may occur twice (fork) or not at all (drop)."""
+        self._alive = self._alive[rows]
+        self._slot_of = self._slot_of[rows]
         self._alive[np.array(rows) == EMPTY_ROW] = 0
         self.row_lengths = [0 if row == EMPTY_ROW else self.row_lengths[row] for row in rows]
 
     def compact(self) -> np.ndarray:
-        """Make every row contiguous; return the old slot of each new one, (rows, used) int64.
+        """Make every row contiguous; return the old slot of each new one, (rows, slots) int64.
 
         Shorter rows get dead slots on the left, for which slot 0 is returned.
         """
         width = max(self.row_lengths, default=0)
-        old = np.zeros((len(self.row_lengths), width), dtype=np.int64)
+        old_slots = np.zeros((len(self.row_lengths), width), dtype=np.int64)
         self._alive[:] = 0
         for row, length in enumerate(self.row_lengths):
-            old[row, width - length :] = self._slot_of[row, :length]
+            old_slots[row, width - length :] = self._slot_of[row, :length]
             self._slot_of[row, :length] = np.arange(width - length, width)
             self._alive[row, width - length : width] = 1
         self.slot_count = width
-        return old
+        return old_slots

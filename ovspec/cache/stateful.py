@@ -38,11 +38,9 @@ from ovspec.ir.memory import trim_heap
 from ovspec.ir.request import InferenceRequest
 from ovspec.text.vocabulary import ALL_IDS, KnownIds
 
-COMPACTION_THRESHOLD = (
-    256  # dead slots, which cost attention time and memory, until a compaction, which copies the cache
-)
-MAX_REPLAY_TOKENS = 8  # maximum tokens that each replay feeds again; for more, an inference renews the snapshot
-MAX_KEPT_SLOTS = 256  # whose memory a decoder without rows may keep for its next text
+COMPACTION_THRESHOLD = 256  # dead slots, which cost attention time and memory; a compaction copies the cache
+MAX_REPLAY_TOKENS = 8  # tokens that a replay feeds again; for more, an inference renews the snapshot
+MAX_KEPT_SLOTS = 256  # slots whose memory a decoder without rows may keep for its next text
 SNAPSHOT_INTERVAL = 64  # tokens of plain decoding
 STATEFUL_INPUTS = (
     "input_ids", "attention_mask", "position_ids", "beam_idx", "logits_idx", "cache_position", "hidden_states",
@@ -52,7 +50,7 @@ STATEFUL_INPUTS = (
 class StatefulDecoder:
     """A ``Decoder`` for the stateful IR that optimum exports, on every device.
 
-    With recurrent states (``rollback.replay``) it holds a single row; ``RowByRow`` combines several into a batch.
+    With recurrent states (``rollback.replay``) it has a single row; ``RowByRowDecoder`` combines several into a batch.
 
     Args:
         rollback: how its states can be rolled back, from ``probing.find_probe``.
@@ -72,18 +70,24 @@ class StatefulDecoder:
         compaction_threshold: int = COMPACTION_THRESHOLD,
         rule: FeedRule = FAST_RULE,
     ) -> None:
-        self.rollback, self.rule = rollback, rule
-        self.context_length, self.on_gpu = ir.context_length, may_use_gpu(ir.device)
+        self.rollback = rollback
+        self.rule = rule
+        self.context_length = ir.context_length
+        self.on_gpu = may_use_gpu(ir.device)
         self.compactions = 0
-        self._ir, self._vocabulary, self._compaction_threshold = ir, vocabulary, compaction_threshold
+        self._ir = ir
+        self._vocabulary = vocabulary
+        self._compaction_threshold = compaction_threshold
         # Attention by slot index can't skip dead slots past the sliding window or the table of positions.
         bounds = [bound for bound in (rollback.mask_until, ir.context_length) if bound]
         self._mask_until = min(bounds, default=None) if rollback.kv == "mask" else 0
         # optimum's Mamba takes a whole text or a single token, and tells them apart by the length of cache_position.
         self._conv_width = ir.config.convolution_width if "cache_position" in ir.inputs else 0
         self._rope_switch = ir.config.rope_switch_length or sys.maxsize
-        self._request, self._scratch_request = InferenceRequest(ir, STATEFUL_INPUTS), None
-        self._head_width, self._feature_width = ir.output_width(HIDDEN_OUTPUT), ir.output_width(FEATURES_OUTPUT)
+        self._request = InferenceRequest(ir, STATEFUL_INPUTS)
+        self._scratch_request: InferenceRequest | None = None
+        self._head_width = ir.output_width(HIDDEN_OUTPUT)
+        self._feature_width = ir.output_width(FEATURES_OUTPUT)
         self._no_features = np.empty((0, self._feature_width), dtype=np.float32)
         self.hidden: list[np.ndarray] = []
         self._token_arrays = TokenArrays()
@@ -115,7 +119,8 @@ class StatefulDecoder:
         self._slots = Slots(rows)
         self._row_order = np.arange(rows, dtype=np.int32)
         self._beam_rows = self._row_order  # rows of the physical cache that the next inference gathers
-        self._snapshot, self._snapshot_length = {}, 0  # of the recurrent states; empty for their initial values
+        self._snapshot: dict[str, np.ndarray] = {}  # of the recurrent states; empty for their initial values
+        self._snapshot_length = 0
         self._expects_rollback = False  # whether rollbacks to the end of the last feed are likely
         self._inference_slots = (0, 0)  # slots before and after the last inference
         self._request.reset()
@@ -150,7 +155,8 @@ class StatefulDecoder:
         if self.rollback.replay:
             length = self._restore_snapshot(length)
         self.rows[row].rewind(length)
-        self._features[row].rewind(length if self._feature_width else 0)
+        if self._feature_width:
+            self._features[row].rewind(length)
         self._slots.truncate(row, length)
 
     def reorder(self, rows: list[int]) -> None:
@@ -158,10 +164,10 @@ class StatefulDecoder:
             self.reset(len(rows))  # an empty state has no rows to gather
             return
         self.rows = reorder_sequences(self.rows, rows)
-        kept = self._features
-        self._features = [GrowingArray(self._no_features if row == EMPTY_ROW else kept[row].values) for row in rows]
+        features = [self._no_features if row == EMPTY_ROW else self._features[row].values for row in rows]
+        self._features = [GrowingArray(row_features) for row_features in features]
         self._slots.reorder(rows)
-        self._beam_rows = self._beam_rows[rows]  # for an empty row any other will do, because all its slots are dead
+        self._beam_rows = self._beam_rows[rows]  # for an empty row any other is right, because all its slots are dead
         self._row_order = np.arange(len(rows), dtype=np.int32)
 
     def prefill_chunk_size(self, counts: list[int]) -> int:
@@ -186,37 +192,44 @@ class StatefulDecoder:
             return {}
         if self.rollback.kv:
             self.compact()
-        features = {FEATURES_OUTPUT: self._features[0].values} if self._feature_width else {}
-        return read_states(self._request.openvino_request, self._ir.states) | features
+        arrays = read_states(self._request.openvino_request, self._ir.states)
+        if self._feature_width:
+            arrays[FEATURES_OUTPUT] = self._features[0].values
+        return arrays
 
     def restore(self, tokens: np.ndarray, arrays: dict[str, np.ndarray]) -> None:
         self.reset(1)
-        states = self._ir.states
+        length = len(tokens)
         if self._feature_width:
             arrays = dict(arrays)
             features = arrays.pop(FEATURES_OUTPUT, self._features[0].values)
-            if features.shape != (len(tokens), self._feature_width) or features.dtype != np.float32:
+            if features.shape != (length, self._feature_width) or features.dtype != np.float32:
                 raise ValueError("the features are of another model")
             self._features[0].commit(features)
-        sizes = {s.name: s.width * (1 if s.sequence_axis is None else len(tokens)) for s in states}
+        lengths = {state.name: 1 if state.sequence_axis is None else length for state in self._ir.states}
+        sizes = {state.name: state.width * lengths[state.name] for state in self._ir.states}
         if {name: array.size for name, array in arrays.items()} != sizes:
             raise ValueError("the states are of another model")
-        for state in states:
-            array, axes = arrays[state.name], {state.batch_axis: 1}
-            axes |= {} if state.sequence_axis is None else {state.sequence_axis: len(tokens)}
-            if array.dtype.kind != "f" or any(array.shape[axis : axis + 1] != (n,) for axis, n in axes.items()):
+        for state in self._ir.states:
+            array = arrays[state.name]
+            axis_sizes = {state.batch_axis: 1}
+            if state.sequence_axis is not None:
+                axis_sizes[state.sequence_axis] = length
+            if array.dtype.kind != "f" or any(array.shape[axis : axis + 1] != (n,) for axis, n in axis_sizes.items()):
                 raise ValueError("the states have another shape")
         self.set_states(arrays)
         self.rows[0].commit(tokens)
-        self._slots.extend([len(tokens)])
+        self._slots.extend([length])
 
     def copy_into(self, other: StatefulDecoder) -> None:
-        """Copy this decoder's rows and states to ``other``, of the same model; exact only if ``copies_exactly``."""
+        """Copy this decoder's rows and states to ``other``, of the same model; exact only if ``copies_are_exact``."""
         other.rows = [row.copy() for row in self.rows]
         other._features = [GrowingArray(row.values) for row in self._features]
         other._slots = copy.deepcopy(self._slots)
-        other._row_order, other._beam_rows = self._row_order, self._beam_rows
-        other._snapshot, other._snapshot_length = self._snapshot, self._snapshot_length
+        other._row_order = self._row_order
+        other._beam_rows = self._beam_rows
+        other._snapshot = self._snapshot
+        other._snapshot_length = self._snapshot_length
         other._expects_rollback = self._expects_rollback
         if self._slots.slot_count:
             other.set_states(read_states(self._request.openvino_request, self._ir.states))
@@ -233,11 +246,13 @@ class StatefulDecoder:
 
     def _run_dummy_inference(self, request: InferenceRequest, width: int = 1) -> None:
         """Run an inference of any ``width`` tokens for its shapes alone; afterwards the states are worthless."""
-        held = self._inference_slots[1] if request is self._request else 0
-        tokens, first = np.zeros((len(self.rows), width), dtype=np.int64), np.zeros(1, dtype=np.int64)
-        mask = np.ones((len(self.rows), held + width), dtype=np.int64)
-        window, beside = np.arange(self._conv_width or width), self._make_head_input(None, width)
-        request.infer((tokens, mask, tokens, self._row_order, first, window, beside), first)
+        cached_slots = self._inference_slots[1] if request is self._request else 0
+        tokens = np.zeros((len(self.rows), width), dtype=np.int64)
+        logits_idx = np.zeros(1, dtype=np.int64)
+        mask = np.ones((len(self.rows), cached_slots + width), dtype=np.int64)
+        cache_position = np.arange(self._conv_width or width)
+        head_input = self._make_head_input(None, width)
+        request.infer((tokens, mask, tokens, self._row_order, logits_idx, cache_position, head_input), logits_idx)
 
     def _separate_requests(self, width: int) -> None:
         """On a GPU: run another inference if the last one was another request's, and of as many tokens.
@@ -255,7 +270,7 @@ class StatefulDecoder:
     def _avoid_repeated_shapes(self, width: int) -> None:
         """Before a compaction: run another inference if the next one, of ``width`` tokens, has the last one's shapes.
 
-        OpenVINO's GPU plugin (2026.4.1) computes it with the states of before otherwise, if they are concatenated only.
+        OpenVINO's GPU plugin (2026.4.1) otherwise computes it with the old states, if they are only concatenated.
         """
         slots = max(self._slots.row_lengths)
         if self.rollback.replay and self.rollback.copies == "run" and self._inference_slots == (slots, slots + width):
@@ -273,23 +288,25 @@ class StatefulDecoder:
     @property
     def copies_are_exact(self) -> bool:
         """Whether copies of the states are known to be exact."""
-        exact = not self._ir.kv_states or self._ir.kv_precision in EXACT_KV_PRECISIONS
-        return exact and self.rollback.copies is not None
+        exact_type = not self._ir.kv_states or self._ir.kv_precision in EXACT_KV_PRECISIONS
+        return exact_type and self.rollback.copies is not None
 
     def _next_part_length(self, count: int) -> int:
         """Return how many of ``count`` tokens the next inference may have."""
-        alone = self.rule.first_apart and not len(self.rows[0])
-        return 1 if alone else min(count, self.rule.most or count)
+        if self.rule.first_apart and not len(self.rows[0]):
+            return 1
+        return min(count, self.rule.most or count)
 
     def _feed_in_parts(self, tokens: np.ndarray, logits_count: int) -> np.ndarray:
-        """Feed a single row in several inferences; return the logits after the last ``wanted`` tokens."""
+        """Feed a single row in several inferences; return the logits after the last ``logits_count`` tokens."""
         logits = [np.empty((0, self._ir.logits_width), dtype=np.float32)]
         while len(tokens):
-            cut = self._next_part_length(len(tokens))
-            left = len(tokens) - cut
-            want = max(0, logits_count - left)
-            logits.append(self.feed([tokens[:cut]], [want])[0].copy())
-            tokens, logits_count = tokens[cut:], min(logits_count, left)
+            length = self._next_part_length(len(tokens))
+            part = tokens[:length]
+            tokens = tokens[length:]
+            part_logits_count = max(0, logits_count - len(tokens))
+            logits.append(self.feed([part], [part_logits_count])[0].copy())
+            logits_count = min(logits_count, len(tokens))
         return np.concatenate(logits)
 
     def _feed_across_rope_switch(self, tokens: np.ndarray, logits_count: int) -> np.ndarray:
@@ -298,7 +315,8 @@ class StatefulDecoder:
         The model chooses the frequencies of all tokens by the last position of an inference, as in transformers.
         """
         text = np.concatenate((self.rows[0].tokens, tokens))
-        before, beyond = self._rope_switch - len(self.rows[0]), len(text) - self._rope_switch
+        before = self._rope_switch - len(self.rows[0])
+        beyond = len(text) - self._rope_switch
         logits = [np.empty((0, self._ir.logits_width), dtype=np.float32)]
         if logits_count > beyond:
             logits.append(self.feed([tokens[:before]], [logits_count - beyond])[0].copy())
@@ -306,25 +324,25 @@ class StatefulDecoder:
         begin = int(self.rule.first_apart)  # position 0 is not rotated at all
         if begin:
             self._append_tokens([text[:1]], [0])
-        last = min(logits_count, beyond)
-        logits.append(self._append_tokens([text[begin:]], [last])[:last])
+        logits_beyond = min(logits_count, beyond)
+        logits.append(self._append_tokens([text[begin:]], [logits_beyond])[:logits_beyond])
         return np.concatenate(logits)
 
     def _prepare_replay(self, tokens: np.ndarray, logits_count: int) -> np.ndarray:
-        """Take a snapshot if the new tokens may be rolled back; return those of them that are still to be fed.
+        """Take a snapshot if the new tokens may be rolled back; return the tokens that are still to be fed.
 
-        Tokens whose logits aren't wanted stay. If they are more than ``REPLAY_AT``, they are fed before the snapshot.
+        Tokens without logits are never rolled back. More than ``MAX_REPLAY_TOKENS`` are fed before the snapshot.
         """
         restored = len(self.rows[0]) == self._snapshot_length
         several = len(tokens) > 1
         if restored and logits_count > 1 and len(tokens) - logits_count > MAX_REPLAY_TOKENS:
             self._append_tokens([tokens[:-logits_count]], [0])
             tokens = tokens[-logits_count:]
-        held = len(self.rows[0])
-        since = held - self._snapshot_length
-        if since and (logits_count > 1 or self._expects_rollback or since >= SNAPSHOT_INTERVAL):
+        length = len(self.rows[0])
+        unsaved_tokens = length - self._snapshot_length
+        if unsaved_tokens and (logits_count > 1 or self._expects_rollback or unsaved_tokens >= SNAPSHOT_INTERVAL):
             self._snapshot = read_states(self._request.openvino_request, self._ir.recurrent_states)
-            self._snapshot_length = held
+            self._snapshot_length = length
         # A draft first feeds the committed tokens, after a rejection or several at once, then its guesses one by one.
         self._expects_rollback = restored or several
         return tokens
@@ -345,60 +363,58 @@ class StatefulDecoder:
     def _append_tokens(
         self, tokens: list[np.ndarray], logits_counts: list[int], features: Features = None
     ) -> np.ndarray:
-        """Run one inference; return at least the ``wanted`` logits, all rows' in one array."""
+        """Run one inference; return at least the requested logits, all rows' in one array."""
         counts = [len(new) for new in tokens]
         logits_idx = find_logits_positions(tuple(counts), tuple(logits_counts), self.rule.fewest_logits)
         if self._conv_width and len(self.rows[0]) and counts[0] > 1:
-            alone = [self._append_tokens([token], [1])[:1].copy() for token in np.split(tokens[0], counts[0])]
-            return np.concatenate(alone)[logits_idx]
-        width, slots = max(counts), self._slots
+            token_logits = [self._append_tokens([token], [1])[:1].copy() for token in np.split(tokens[0], counts[0])]
+            return np.concatenate(token_logits)[logits_idx]
+        width = max(counts)
+        slots = self._slots
         by_index = self._mask_until is not None and slots.slot_count + width > self._mask_until
         if slots.dead_count >= self._compaction_threshold or (by_index and not slots.is_contiguous):
-            if not self.rollback.copies and not self._head_width:  # what a head has read isn't kept
-                texts = [np.concatenate((held.tokens, new)) for held, new in zip(self.rows, tokens, strict=True)]
+            if not self.rollback.copies and not self._head_width:  # a head's features aren't kept
+                texts = [np.concatenate((cached.tokens, new)) for cached, new in zip(self.rows, tokens, strict=True)]
                 self.reset(len(self.rows))
                 return self._append_tokens(texts, logits_counts)
             self._avoid_repeated_shapes(width)
             self.compact()
         ids, positions = self._token_arrays[len(tokens), width]
-        for row, (new, held) in enumerate(zip(tokens, self.rows, strict=True)):
+        for row, (new, cached) in enumerate(zip(tokens, self.rows, strict=True)):
             ids[row, : len(new)] = new
-            positions[row, : len(new)] = np.arange(len(held), len(held) + len(new))
-            held.commit(new)
-        slots = self._slots  # new ones where empty rows were compacted
+            positions[row, : len(new)] = np.arange(len(cached), len(cached) + len(new))
+            cached.commit(new)
+        slots = self._slots  # other slots if empty rows were compacted
         slots.extend(counts)
         self._inference_slots = slots.slot_count - width, slots.slot_count
-        mask, cache_position = slots.attention_mask, positions[0]
+        mask = slots.attention_mask
+        cache_position = positions[0]
         if self._conv_width:
-            # A single token's input goes to the place of its position in the window, where the first ones stand wrong.
-            last = np.maximum(positions[0], self._conv_width - 1)
-            mask, cache_position = np.ones_like(ids), last if positions[0, 0] else np.arange(self._conv_width)
+            mask = np.ones_like(ids)
+            # A single token's input is written at its position in the window, which is wrong for the first positions.
+            cache_position = np.maximum(positions[0], self._conv_width - 1)
+            if not positions[0, 0]:
+                cache_position = np.arange(self._conv_width)
         self._separate_requests(width)
-        arrays = (
-            ids,
-            mask,
-            positions,
-            self._beam_rows,
-            logits_idx,
-            cache_position,
-            self._make_head_input(features, width),
-        )
+        head_input = self._make_head_input(features, width)
+        arrays = (ids, mask, positions, self._beam_rows, logits_idx, cache_position, head_input)
         logits = self._request.infer(arrays, logits_idx)
         self._beam_rows = self._row_order  # the inference has gathered the rows
         if self._feature_width:
-            found = self._request.read_output(FEATURES_OUTPUT).reshape(len(tokens), width, -1)
-            for row, (kept, count) in enumerate(zip(self._features, counts, strict=True)):
-                kept.commit(found[row, :count])
+            new_features = self._request.read_output(FEATURES_OUTPUT).reshape(len(tokens), width, -1)
+            for row, (row_features, count) in enumerate(zip(self._features, counts, strict=True)):
+                row_features.commit(new_features[row, :count])
         if self._head_width:
             self.hidden = split_logits_by_row(self._request.read_output(HIDDEN_OUTPUT), logits_counts)
         return self._vocabulary.restrict(logits)
 
     def _make_head_input(self, features: Features, width: int) -> np.ndarray:
-        """Return the input of a head that holds each token's features, (rows, width, values) float32."""
-        found = np.zeros((len(self.rows) if self._head_width else 0, width, self._head_width), dtype=np.float32)
-        for row, values in enumerate(features or ()):
-            found[row, : len(values)] = values
-        return found
+        """Return a head's input with each token's features, (rows, width, values) float32."""
+        row_count = len(self.rows) if self._head_width else 0
+        head_input = np.zeros((row_count, width, self._head_width), dtype=np.float32)
+        for row, row_features in enumerate(features or ()):
+            head_input[row, : len(row_features)] = row_features
+        return head_input
 
 
 class RowByRowDecoder:
@@ -416,7 +432,9 @@ class RowByRowDecoder:
         self._decoders = [make_decoder()]
         self._unused_decoders: list[StatefulDecoder] = []
         first = self._decoders[0]
-        self.rule, self.rollback, self.context_length = first.rule, first.rollback, first.context_length
+        self.rule = first.rule
+        self.rollback = first.rollback
+        self.context_length = first.context_length
         self.hidden: list[np.ndarray] = []
         self._shares_outputs = first.on_gpu  # so that an inference overwrites the others' logits
 
@@ -439,7 +457,8 @@ class RowByRowDecoder:
     def reset(self, rows: int) -> None:
         decoders = self._decoders + self._unused_decoders
         decoders += [self._make_decoder() for _ in range(rows - len(decoders))]
-        self._decoders, self._unused_decoders = decoders[:rows], decoders[rows:]
+        self._decoders = decoders[:rows]
+        self._unused_decoders = decoders[rows:]
         for decoder in self._decoders:
             decoder.reset(1)
         for decoder in self._unused_decoders:
@@ -454,10 +473,10 @@ class RowByRowDecoder:
     ) -> list[np.ndarray]:
         logits = [np.empty((0, 0), dtype=np.float32)] * len(tokens)
         self.hidden = [np.empty((0, 0), dtype=np.float32)] * len(tokens)
-        for row, (decoder, new, want) in enumerate(zip(self._decoders, tokens, logits_counts, strict=True)):
+        for row, (decoder, new, count) in enumerate(zip(self._decoders, tokens, logits_counts, strict=True)):
             if len(new):
-                found = decoder.feed([new], [want], 0, features and [features[row]])[0]
-                logits[row] = found.copy() if self._shares_outputs else found
+                row_logits = decoder.feed([new], [count], 0, features and [features[row]])[0]
+                logits[row] = row_logits.copy() if self._shares_outputs else row_logits
                 if decoder.hidden:
                     self.hidden[row] = decoder.hidden[0].copy()
         return logits
@@ -473,21 +492,21 @@ class RowByRowDecoder:
         self._decoders[row].truncate(0, min(length, len(self.rows[row])))
 
     def reorder(self, rows: list[int]) -> None:
-        old = self._decoders
-        kept: dict[int, StatefulDecoder] = {}
-        self._unused_decoders += [decoder for row, decoder in enumerate(old) if row not in rows]
+        old_decoders = self._decoders
+        moved: dict[int, StatefulDecoder] = {}
+        self._unused_decoders += [decoder for row, decoder in enumerate(old_decoders) if row not in rows]
         self._decoders = []
         for row in rows:
-            if row != EMPTY_ROW and row not in kept:
-                kept[row] = old[row]
-                self._decoders.append(old[row])
+            if row != EMPTY_ROW and row not in moved:
+                moved[row] = old_decoders[row]
+                self._decoders.append(old_decoders[row])
                 continue
-            another = self._unused_decoders.pop() if self._unused_decoders else self._make_decoder()
-            if row == EMPTY_ROW or not another.rollback.copies:
-                another.reset(1)
+            decoder = self._unused_decoders.pop() if self._unused_decoders else self._make_decoder()
+            if row == EMPTY_ROW or not decoder.rollback.copies:
+                decoder.reset(1)
             else:
-                kept[row].copy_into(another)
-            self._decoders.append(another)
+                moved[row].copy_into(decoder)
+            self._decoders.append(decoder)
 
     def prefill_chunk_size(self, counts: list[int]) -> int:  # noqa: ARG002
         return PREFILL_CHUNK_SIZE
@@ -517,12 +536,15 @@ def make_stateful_decoder(
 
     Where the rule keeps rows apart, rejected tokens are cut off, because masked slots change bits as padding does.
     """
-    rollback = with_trimming(rollback) if rule.rows_apart else rollback
+    if rule.rows_apart:
+        rollback = with_trimming(rollback)
 
     def make_decoder() -> StatefulDecoder:
         return StatefulDecoder(ir, rollback, vocabulary, rule=rule)
 
-    return RowByRowDecoder(make_decoder) if rule.rows_apart or ir.needs_single_rows else make_decoder()
+    if rule.rows_apart or ir.needs_single_rows:
+        return RowByRowDecoder(make_decoder)
+    return make_decoder()
 
 
 def gather_states(request: ov.InferRequest, states: list[ModelState], rows: np.ndarray, slots: np.ndarray) -> None:
@@ -530,18 +552,20 @@ def gather_states(request: ov.InferRequest, states: list[ModelState], rows: np.n
 
     The copy is dequantised, which is exact for ``device.EXACT_KV_PRECISIONS``.
     """
-    axes = {s.name: (s.batch_axis, s.sequence_axis) for s in states if s.sequence_axis is not None}
+    axes = {state.name: (state.batch_axis, state.sequence_axis) for state in states if state.sequence_axis is not None}
     for variable in request.query_state():
         if variable.name in axes:
             data = np.moveaxis(variable.state.data, axes[variable.name], (0, 1))
-            picked = np.moveaxis(data[rows[:, None], slots], (0, 1), axes[variable.name])
-            variable.state = ov.Tensor(np.ascontiguousarray(picked))
+            gathered = np.moveaxis(data[rows[:, None], slots], (0, 1), axes[variable.name])
+            variable.state = ov.Tensor(np.ascontiguousarray(gathered))
 
 
 def read_states(request: ov.InferRequest, states: list[ModelState]) -> dict[str, np.ndarray]:
     """Return dequantised copies of ``states`` by name."""
     names = {state.name for state in states}
-    return {v.name: np.array(v.state.data) for v in request.query_state() if v.name in names}
+    return {
+        variable.name: np.array(variable.state.data) for variable in request.query_state() if variable.name in names
+    }
 
 
 def write_states(request: ov.InferRequest, values: dict[str, np.ndarray]) -> None:

@@ -1,4 +1,4 @@
-"""Decoders of the compiled target and draft: made, lent to a session or batch at a time, and bounded in memory."""
+"""Decoders of the compiled target and draft, a pool that lends them, and limits of their memory."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ from ovspec.setup.engine_choice import CompiledModel
 from ovspec.text.vocabulary import KnownIds
 
 NO_LOOKAHEAD = Lookahead(0)  # proposes nothing, and keeps constraints from forcing tokens
-MAX_IDLE_SECONDS = 60.0  # seconds after which decoders that nobody took are dropped, when others are given back
+MAX_IDLE_SECONDS = 60.0  # after which idle decoders are dropped, when others are released
 
 
 @dataclass
 class DecoderSet:
-    """The decoders of one session or batch. ``lookaheads``: those for greedy (False) and for sampled text (True)."""
+    """The decoders of one session or batch, and their lookaheads for greedy (False) and for sampled text (True)."""
 
     target: Decoder
     drafter: Drafter | None
-    draft: Decoder | None  # of the draft model; the drafter drives it
+    draft: Decoder | None  # of the draft model, for the drafter
     lookaheads: dict[bool, Lookahead]
 
     def select_drafting(self, params: Params) -> tuple[Drafter | None, Lookahead]:
-        """Return the drafter and the lookahead of a call; what was learned from greedy text serves no sampled one."""
+        """Return the drafter and the lookahead of a call; greedy and sampled texts teach separate lookaheads."""
         if params.lookahead == 0:
             return None, NO_LOOKAHEAD
         lookahead = self.lookaheads[params.is_sampled]
@@ -67,11 +67,11 @@ class ModelPair:
 
     Args:
         choice: the drafters.
-        known: the ids of the vocabulary.
+        known_ids: the ids of the vocabulary.
         corpora: texts that lookup may propose from.
-        cache_bytes: what KV caches may take until those of ended texts give way; with 0, none are kept. By default a
-            quarter of the memory that is free, and greedy texts of a model that can't be exact share none, because
-            their tokens would depend on what is cached.
+        cache_bytes: memory of KV caches from which caches of ended texts are evicted; with 0, none are kept. By default
+            a quarter of the free memory, and greedy texts of a model that can't be exact share no prefix, because their
+            tokens would depend on what is cached.
     """
 
     def __init__(
@@ -83,53 +83,62 @@ class ModelPair:
         corpora: list[NgramIndex],
         cache_bytes: float | None = None,
     ) -> None:
-        self.target, self.draft, self.choice, self.corpora = target, draft, choice, corpora
-        self._known_ids, self.cache_bytes = known_ids, cache_bytes
-        self._token_bytes = sum(
-            kv_bytes_per_token(ir) + recurrent_row_bytes(ir) for ir in self.compiled_irs()
-        )  # upper bound
+        self.target = target
+        self.draft = draft
+        self.choice = choice
+        self.corpora = corpora
+        self.cache_bytes = cache_bytes
+        self._known_ids = known_ids
+        self._max_token_bytes = sum(kv_bytes_per_token(ir) + recurrent_row_bytes(ir) for ir in self.compiled_irs())
         self.shares_greedy_prefixes = not (cache_bytes is None and target.is_inexact and target.is_reproducible)
-        most = psutil.virtual_memory().available / 4 if cache_bytes is None else cache_bytes
-        self.loaded_models = [model for model in (target, draft) if model]  # also a draft that nothing proposes with
-        for model in self.loaded_models if most else ():
-            model.share_blocks(most / self._token_bytes)
+        self.loaded_models = [model for model in (target, draft) if model]  # also a draft that no drafter uses
+        max_bytes = psutil.virtual_memory().available / 4 if cache_bytes is None else cache_bytes
+        if max_bytes:
+            for model in self.loaded_models:
+                model.share_blocks(max_bytes / self._max_token_bytes)
 
     def with_drafters(self, choice: DraftChoice | None) -> ModelPair:
         """Return the same models with other drafters; a draft model must be the loaded one."""
         other = copy.copy(self)
-        other.choice, other.draft = choice, self.draft if choice and choice.model else None
+        other.choice = choice
+        if not (choice and choice.model):
+            other.draft = None
         return other
 
     def compiled_irs(self, drafts: bool = True) -> list[CompiledIR]:
         """Return the compiled IRs of the target and, with ``drafts``, of the draft model."""
-        return [model.ir for model in (self.target, self.draft if drafts else None) if model]
+        models = (self.target, self.draft) if drafts else (self.target,)
+        return [model.ir for model in models if model]
 
     def make_decoders(self) -> DecoderSet:
         """Return new decoders, which know the costs that a profile has measured."""
-        target, draft = self._make_decoder(self.target), self._make_decoder(self.draft) if self.draft else None
-        costs = InferenceCosts(self.target.verify_ms, self.target.change_ms, target.fills_width, target.rule)
-        steps = InferenceCosts()
-        if self.draft and draft:
-            steps = InferenceCosts(self.draft.verify_ms, self.draft.change_ms, draft.fills_width, draft.rule)
-        lookaheads = {sampled: Lookahead(None, costs, steps) for sampled in (False, True)}
+        target = self._make_decoder(self.target)
+        target_costs = InferenceCosts(self.target.verify_ms, self.target.change_ms, target.fills_width, target.rule)
+        draft = None
+        draft_costs = InferenceCosts()
+        if self.draft:
+            draft = self._make_decoder(self.draft)
+            draft_costs = InferenceCosts(self.draft.verify_ms, self.draft.change_ms, draft.fills_width, draft.rule)
+        lookaheads = {sampled: Lookahead(None, target_costs, draft_costs) for sampled in (False, True)}
         return DecoderSet(target, self._make_drafter(target, draft), draft, lookaheads)
 
     def fork_decoders(self, decoders: DecoderSet) -> DecoderSet:
-        """Return other decoders that continue from what ``decoders`` hold."""
-        target, draft = decoders.target.fork(), decoders.draft.fork() if decoders.draft else None
+        """Return copies of ``decoders`` that continue from the same texts."""
+        target = decoders.target.fork()
+        draft = decoders.draft and decoders.draft.fork()
         return DecoderSet(target, self._make_drafter(target, draft), draft, copy.deepcopy(decoders.lookaheads))
 
     def _make_decoder(self, model: CompiledModel) -> Decoder:
-        known = self._known_ids
+        known_ids = self._known_ids
         if model.ir.target_ids is not None:
-            known = KnownIds(missing_ids=np.flatnonzero(known.unknown_mask(model.ir.target_ids)))
-        return model.make_decoder(known, shares_blocks=True)
+            known_ids = KnownIds(missing_ids=np.flatnonzero(known_ids.unknown_mask(model.ir.target_ids)))
+        return model.make_decoder(known_ids, shares_blocks=True)
 
     def _make_drafter(self, target: Decoder, draft: Decoder | None) -> Drafter | None:
-        ids = self.draft.ir.target_ids if self.draft else None
-        features_of = target if self.draft and self.draft.is_head else None
+        target_ids = self.draft and self.draft.ir.target_ids
+        feature_decoder = target if self.draft and self.draft.is_head else None
         width = self.target.ir.logits_width
-        return make_drafter(self.choice, draft, features_of, ids, width, self.corpora, self._known_ids)
+        return make_drafter(self.choice, draft, feature_decoder, target_ids, width, self.corpora, self._known_ids)
 
     def close(self) -> None:
         """Free the models; inferences raise InferenceError from now on."""
@@ -144,16 +153,16 @@ class ModelPair:
 
     @property
     def idle_bytes(self) -> float:
-        """The bytes of KV caches that are kept, but that no text needs."""
+        """The bytes of kept KV caches that no text needs."""
         return sum(model.idle_bytes for model in self.loaded_models)
 
     @property
     def keeps_prefixes(self) -> bool:
-        """Whether KV caches of ended texts are kept for texts that begin in the same way."""
+        """Whether KV caches of ended texts are kept for texts with the same prefix."""
         return any(model.keeps_prefixes for model in self.loaded_models)
 
     def limit_cached_tokens(self, max_tokens: float) -> None:
-        """Let kept KV caches give way once ``most_tokens`` are cached."""
+        """Evict kept KV caches once ``max_tokens`` are cached."""
         for model in self.loaded_models:
             model.limit_cached_tokens(max_tokens)
 
@@ -164,13 +173,13 @@ class ModelPair:
 
     def ensure_memory(self, tokens: int, drafts: bool = True) -> None:
         """Raise OvspecError if the states for ``tokens`` more tokens can't fit into free memory."""
-        if tokens * self._token_bytes > LEAST_CHECKED_BYTES:
+        if tokens * self._max_token_bytes > LEAST_CHECKED_BYTES:
             check_free_memory(self.compiled_irs(drafts), tokens, self.idle_bytes)
-            if tokens * self._token_bytes > psutil.virtual_memory().available:
+            if tokens * self._max_token_bytes > psutil.virtual_memory().available:
                 self.free_idle_blocks()
 
     def check_context(self, tokens: int, context: int | None = None) -> None:
-        """Raise OvspecError if a text of ``tokens`` tokens exceeds ``context``, or the model's if that is None."""
+        """Raise OvspecError if a text of ``tokens`` tokens exceeds ``context``, by default the model's."""
         context = context or self.target.ir.context_length
         if context and tokens > context:
             raise OvspecError(f"The text would have {tokens} tokens, but the context is {context}; shorten it.")
@@ -181,7 +190,7 @@ class DecoderPool:
 
     def __init__(self, models: ModelPair) -> None:
         self.models = models
-        self._idle_sets: list[tuple[float, DecoderSet]] = []  # with the time since when; the longest idle first
+        self._idle_sets: list[tuple[float, DecoderSet]] = []  # with the time of their release; the longest idle first
         self._closed = False
         self._lock = threading.Lock()
 
@@ -190,7 +199,7 @@ class DecoderPool:
         return len(self._idle_sets)
 
     def acquire(self) -> DecoderSet:
-        """Return a set without any rows, if possible the one given back last."""
+        """Return a set without any rows, if possible the one released last."""
         with self._lock:
             if self._idle_sets:
                 return self._idle_sets.pop()[1]
@@ -203,7 +212,9 @@ class DecoderPool:
         decoders.reset(0)
         now = time.monotonic()
         with self._lock:
-            self._idle_sets = [(since, idle) for since, idle in self._idle_sets if now - since < MAX_IDLE_SECONDS]
+            self._idle_sets = [
+                (released_at, idle) for released_at, idle in self._idle_sets if now - released_at < MAX_IDLE_SECONDS
+            ]
             if not self._closed:
                 self._idle_sets.append((now, decoders))
 
@@ -212,30 +223,30 @@ class DecoderPool:
     ) -> Generator[list[tuple[int, Piece]]]:
         """Generate ``rows`` with decoders of the pool; a row joins when there is room, and leaves when its text ends.
 
-        Yields what ``run_rows`` does.
+        Yields the same lists as ``run_rows``.
 
         Args:
-            params: those of most rows; ``batch_size`` and ``lookahead`` are for all.
+            params: of most rows; ``batch_size`` and ``lookahead`` are for all.
             count: number of rows, if known; a single row needs no room for others.
-            fail_alone: whether a row whose constraints fail ends by itself and has an ``error``.
+            isolate_errors: whether a row whose constraints fail ends by itself and has an ``error``.
         """
-        decoders, models, most = self.acquire(), self.models, params.batch_size
+        decoders = self.acquire()
         try:
             drafter, lookahead = decoders.select_drafting(params)
-            room = (
-                math.inf
-                if count == 1
-                else count_free_tokens(models.compiled_irs(drafter is not None), most, models.idle_bytes)
-            )
-            limits = BatchLimits(
-                1 if count == 1 else most, room, isolated_errors=(OvspecError,) if isolate_errors else ()
-            )
+            max_rows = 1
+            max_tokens = math.inf
+            if count != 1:
+                max_rows = params.batch_size
+                irs = self.models.compiled_irs(drafter is not None)
+                max_tokens = count_free_tokens(irs, max_rows, self.models.idle_bytes)
+            isolated_errors = (OvspecError,) if isolate_errors else ()
+            limits = BatchLimits(max_rows, max_tokens, isolated_errors=isolated_errors)
             yield from run_rows(Scheduler(decoders.target, drafter, lookahead, rows, limits))
         finally:
             self.release(decoders)
 
     def close(self) -> None:
-        """Drop the idle sets, and those that are given back from now on."""
+        """Drop the idle sets, and the sets that are released from now on."""
         with self._lock:
             self._closed = True
             self._idle_sets.clear()
@@ -243,5 +254,7 @@ class DecoderPool:
     def learned_costs(self, sampled: bool) -> tuple[InferenceCosts, InferenceCosts] | None:
         """Return the costs of verifying and of a draft step by an idle set's auto lookahead, if any set is idle."""
         with self._lock:
-            learned = [decoders.lookaheads[sampled] for _, decoders in self._idle_sets]
-        return (learned[0].target_costs, learned[0].draft_costs) if learned else None
+            for _, decoders in self._idle_sets:
+                lookahead = decoders.lookaheads[sampled]
+                return lookahead.target_costs, lookahead.draft_costs
+        return None

@@ -23,19 +23,19 @@ from ovspec.engine.runtime import Runtime
 from ovspec.engine.scheduler import BatchLimits, Scheduler
 from ovspec.ir.memory import count_tokens_in_bytes
 
-MIN_CACHE_TOKENS = 32  # that must fit into memory
-FREE_MEMORY_SHARE = 0.8  # of the free memory that KV caches may take
-MAX_CONSTRAINT_SECONDS = 2.0  # that slow steps of a text's grammar may take together, because all others wait for them
+MIN_CACHE_TOKENS = 32  # number of tokens whose KV cache must fit into memory
+FREE_MEMORY_SHARE = 0.8  # share of the free memory that KV caches may take
+MAX_CONSTRAINT_SECONDS = 2.0  # of all slow steps of a text's grammar, because the other texts wait for them
 WARM_UP_TEXT = "The quick brown fox jumps over the lazy dog. " * 8
 
 
 @dataclass(eq=False)
 class Job:
-    """The texts of a request, from when the engine gets them until all have ended.
+    """The texts of a request, from its submission until all have ended.
 
-    deliver: called in the engine's thread after each round with (index of the row, piece) of those that grew, or with
+    deliver: called in the engine's thread after each round with (index of the row, piece) of rows that grew, or with
         the error that ended the request.
-    started: whether a row of it has joined the batch.
+    started: whether one of its rows has joined the batch.
     """
 
     rows: list[Row]
@@ -45,18 +45,18 @@ class Job:
 
 @dataclass(eq=False)
 class BackgroundTask:
-    """Work that the engine's thread does between rounds, so that it holds up nobody.
+    """Work that the engine's thread does between rounds, so that it delays no text much.
 
-    steps: each takes a few milliseconds.
+    steps: a generator; each step takes a few milliseconds.
     tokens: number of tokens whose KV cache it needs. It waits until there is room for them, and rows wait for it.
-    future: what the steps return, or an OvspecError if one fails or the background task is given up; may be cancelled.
+    future: the generator's return value, or an OvspecError if a step fails or the engine fails; may be cancelled.
     """
 
     steps: Generator[None, None, Any]
     tokens: int = 0
     future: Future[Any] = field(default_factory=Future)
 
-    def fail(self, error: OvspecError) -> None:
+    def set_error(self, error: OvspecError) -> None:
         if self.future.set_running_or_notify_cancel():
             self.future.set_exception(error)
 
@@ -66,10 +66,10 @@ class EngineThread:
 
     Args:
         runtime: of the model.
-        rows: maximum number of rows in the batch.
+        max_rows: maximum number of rows in the batch.
         cache_bytes: memory that the KV caches of all rows may take; a share of the free memory by default.
         lookup_tokens: tokens of earlier texts that lookup may propose from.
-        chunk: tokens of prompts that a round reads; by default so few that other texts hardly wait.
+        prefill_tokens: tokens of prompts that a round reads; by default so few that other texts hardly wait.
     """
 
     def __init__(
@@ -87,11 +87,13 @@ class EngineThread:
         # The scheduler's number of each row that hasn't ended -> its job, and its index there.
         self._jobs: dict[int, tuple[Job, int]] = {}
         self._tasks: list[BackgroundTask] = []
-        self._fatal_error: OvspecError | None = None  # what all requests are told, from when they are given up
+        self._fatal_error: OvspecError | None = None  # of all requests, once the engine has failed
         self._stopping = self._stopped = False
-        self._command_lock = threading.Lock()  # held while orders are carried out that the thread's loop doesn't see
-        self._max_rows, self._cache_bytes = max_rows, cache_bytes
-        self._lookup_tokens, self._earlier_texts = lookup_tokens, NgramIndex()
+        self._command_lock = threading.Lock()  # for commands that run after the thread's loop has ended
+        self._max_rows = max_rows
+        self._cache_bytes = cache_bytes
+        self._lookup_tokens = lookup_tokens
+        self._earlier_texts = NgramIndex()
         if lookup_tokens:
             runtime.models.corpora.append(self._earlier_texts)
         self._decoders = runtime.decoder_pool.acquire()
@@ -104,21 +106,23 @@ class EngineThread:
     def start(self, prepare: bool = True) -> None:
         """Find out how many tokens fit into memory, and start the thread.
 
-        prepare: for a server. Warm up first, move weights into large pages between rounds, and let what is kept of
+        prepare: for a server. Warm up first, move weights into large pages between rounds, and let kept blocks of
             ended texts take all the memory of the KV caches.
         """
         runtime = self.runtime
-        used = runtime.models.compiled_irs(self._drafter is not None)
+        irs = runtime.models.compiled_irs(self._drafter is not None)
         if prepare:
             self._warm_up()
-            self.add_task(BackgroundTask(step for ir in used for step in ir.large_pages.move_in_steps()))
-        room = self._cache_bytes or FREE_MEMORY_SHARE * psutil.virtual_memory().available
-        self.most_tokens = int(min(count_tokens_in_bytes(used, self._max_rows, room), 2**62))
+            self.add_task(BackgroundTask(step for ir in irs for step in ir.large_pages.move_in_steps()))
+        cache_bytes = self._cache_bytes or FREE_MEMORY_SHARE * psutil.virtual_memory().available
+        self.most_tokens = int(min(count_tokens_in_bytes(irs, self._max_rows, cache_bytes), 2**62))
         if self.most_tokens < MIN_CACHE_TOKENS:
-            holds = f"The memory for KV caches holds {max(0, self.most_tokens)} tokens"
-            raise OvspecError(f"{holds}; free some{', or raise `cache_size`' if self._cache_bytes else ''}.")
+            message = f"The memory for KV caches holds {max(0, self.most_tokens)} tokens; free some"
+            if self._cache_bytes:
+                message += ", or raise `cache_size`"
+            raise OvspecError(f"{message}.")
         if prepare:
-            runtime.models.free_idle_blocks()  # what the warm-up has left
+            runtime.models.free_idle_blocks()  # of the warm-up
         if prepare and runtime.models.cache_bytes is None:
             runtime.models.limit_cached_tokens(self.most_tokens)
         limits = BatchLimits(
@@ -133,26 +137,19 @@ class EngineThread:
 
     def _warm_up(self) -> None:
         """Generate some short texts, so that kernels are made, and times known, before the first request comes."""
-        runtime, target = self.runtime, self._decoders.target
-        ids = runtime.prompts.encode(WARM_UP_TEXT)[
-            : (runtime.models.target.ir.context_length or len(WARM_UP_TEXT)) // 2
-        ]
-        ways: list[tuple[int, Drafter | None, Lookahead]] = [(1, self._drafter, self._lookahead)]
+        row_maker = self.runtime.row_maker
+        context = self.runtime.models.target.ir.context_length or len(WARM_UP_TEXT)
+        ids = self.runtime.prompts.encode(WARM_UP_TEXT)[: context // 2]
+        batches: list[tuple[int, Drafter | None, Lookahead]] = [(1, self._drafter, self._lookahead)]
         if self._drafter:  # so that the draft is used, too
-            ways.append(
-                (
-                    1,
-                    self._drafter,
-                    self._decoders.select_drafting(runtime.row_maker.make_complete_params({"lookahead": 2}))[1],
-                )
-            )
-        ways += [(count, None, NO_LOOKAHEAD) for count in (2, 8) if count <= self._max_rows]
-        for count, drafter, lookahead in ways:
-            params = runtime.row_maker.make_complete_params({"max_tokens": 8, "ignore_eos": True, "n": count})
-            rows = runtime.row_maker.make_rows(ids, params, memory_reserved=True)
-            scheduler = Scheduler(
-                target, drafter, lookahead, rows, BatchLimits(count, prefill_budget=self._prefill_budget)
-            )
+            params = row_maker.make_complete_params({"lookahead": 2})
+            batches.append((1, *self._decoders.select_drafting(params)))
+        batches += [(count, None, NO_LOOKAHEAD) for count in (2, 8) if count <= self._max_rows]
+        for count, drafter, lookahead in batches:
+            params = row_maker.make_complete_params({"max_tokens": 8, "ignore_eos": True, "n": count})
+            rows = row_maker.make_rows(ids, params, memory_reserved=True)
+            limits = BatchLimits(count, prefill_budget=self._prefill_budget)
+            scheduler = Scheduler(self._decoders.target, drafter, lookahead, rows, limits)
             while scheduler.step():
                 pass
             scheduler.reset_decoders()
@@ -160,28 +157,35 @@ class EngineThread:
     # ------------------------------------------------------------ called from any thread
 
     def submit(self, job: Job) -> None:
-        """Let a job wait for its turn; none of its rows may need more than ``most_tokens``."""
+        """Add a job to the queue; none of its rows may need more than ``most_tokens``."""
         self._commands.put(lambda: self._add_job(job))
         if self._stopped:  # the thread may not have seen it
             self._run_last_commands()
 
-    def cancel(self, job: Job) -> None:
-        """End a job's texts where they are, before the next round; the job hears of nothing more."""
+    def cancel_job(self, job: Job) -> None:
+        """End a job's texts where they are, before the next round, without further calls of its ``deliver``."""
         self._commands.put(lambda: self._remove_job(job))
 
     def add_task(self, task: BackgroundTask) -> Future[Any]:
-        """Do a task after those that wait: one at a time, because each may need a whole prompt's KV cache."""
-        self._commands.put(lambda: task.fail(self._fatal_error) if self._fatal_error else self._tasks.append(task))
+        """Do a task after earlier ones: one at a time, because each may need a whole prompt's KV cache."""
+
+        def add_or_fail() -> None:
+            if self._fatal_error:
+                task.set_error(self._fatal_error)
+            else:
+                self._tasks.append(task)
+
+        self._commands.put(add_or_fail)
         return task.future
 
     def fail_all(self, error: OvspecError) -> None:
-        """End all requests, which are told ``why``: those that wait and those that have yet to come, too."""
+        """End all requests with ``error``: running, waiting and future ones."""
 
         def fail_everything() -> None:
             self._fatal_error = error
             self._fail_jobs({job for job, _ in self._jobs.values()}, error)
             for task in self._tasks:
-                task.fail(error)
+                task.set_error(error)
             self._tasks.clear()
             self._scheduler.queue.reserved_tokens = 0
 
@@ -209,10 +213,10 @@ class EngineThread:
         return len(self._scheduler.queue)
 
     def cache_usage(self) -> tuple[int, int]:
-        """Return (blocks of the target's KV cache in use, blocks that are free); of one token where there are none."""
+        """Return (used blocks, free blocks) of the target's KV cache; without blocks, one token is a block."""
         target = self._decoders.target
-        used = target.blocks_used
-        return used, max(0, self.most_tokens // target.block_size - used)
+        used_blocks = target.blocks_used
+        return used_blocks, max(0, self.most_tokens // target.block_size - used_blocks)
 
     # ------------------------------------------------------------ in the engine's thread
 
@@ -225,18 +229,19 @@ class EngineThread:
                 if self._jobs:
                     self._step_batch()
             except BaseException as error:  # whatever it is, the thread lives; a panic in Rust is no Exception
-                running = [self._jobs[number][0] for number in self._scheduler.running_numbers if number in self._jobs]
-                self._fail_jobs({*running}, as_inference_error(error))
+                numbers = self._scheduler.running_numbers
+                running_jobs = {self._jobs[number][0] for number in numbers if number in self._jobs}
+                self._fail_jobs(running_jobs, as_inference_error(error))
         self._stopped = True
         self._run_last_commands()
 
     def _run_last_commands(self) -> None:
-        """Carry out orders when the thread ends, or has ended."""
+        """Run the remaining commands when the thread ends, or has ended."""
         with self._command_lock:
             self._run_commands(wait=False)
 
     def _run_commands(self, wait: bool) -> None:
-        """Carry out the orders of other threads; wait for the first one if there is nothing else to do."""
+        """Run the commands of other threads; ``wait`` for the first one if there is nothing else to do."""
         try:
             self._commands.get(block=wait)()
             while True:
@@ -257,33 +262,34 @@ class EngineThread:
             if task.future.set_running_or_notify_cancel():
                 task.future.set_result(ended.value)
         except BaseException as error:
-            task.fail(as_inference_error(error))
+            task.set_error(as_inference_error(error))
         self._tasks.remove(task)
         self._scheduler.queue.reserved_tokens = 0
 
     def _step_batch(self) -> None:
         pieces = self._scheduler.step() or []
         self.on_round(pieces, self._scheduler.last_outcome.proposals if self._scheduler.last_outcome else [])
-        found, failed = dict[Job, list[tuple[int, Piece]]](), dict[Job, OvspecError]()
+        job_pieces: dict[Job, list[tuple[int, Piece]]] = {}
+        job_errors: dict[Job, OvspecError] = {}
         for number, piece in pieces:
             job, index = self._jobs[number]
             job.started = True
             row = job.rows[index]
             if row.error:
-                failed[job] = row.error if isinstance(row.error, OvspecError) else as_inference_error(row.error)
+                job_errors[job] = row.error if isinstance(row.error, OvspecError) else as_inference_error(row.error)
             if row.finish_reason:
                 del self._jobs[number]
                 if self._lookup_tokens and not row.error:
                     self._earlier_texts.remember_text(row.sequence.tokens, self._lookup_tokens)
             if piece.token_ids or piece.text or piece.finish_reason:
-                found.setdefault(job, []).append((index, piece))
-        for job, error in failed.items():
-            found.pop(job, None)
+                job_pieces.setdefault(job, []).append((index, piece))
+        for job, error in job_errors.items():
+            job_pieces.pop(job, None)
             self._fail_jobs({job}, error)
         if not self._jobs:
             self._scheduler.reset_decoders()  # which frees memory
-        for job, grown in found.items():
-            job.deliver(grown)
+        for job, new_pieces in job_pieces.items():
+            job.deliver(new_pieces)
 
     def _add_job(self, job: Job) -> None:
         if self._fatal_error:
@@ -293,7 +299,7 @@ class EngineThread:
             self._jobs[self._scheduler.queue.add_row(row)] = job, index
 
     def _remove_job(self, job: Job) -> None:
-        numbers = [number for number, (each, _) in self._jobs.items() if each is job]
+        numbers = [number for number, (owner, _) in self._jobs.items() if owner is job]
         for number in numbers:
             del self._jobs[number]
         self._scheduler.remove_rows(numbers)
@@ -308,8 +314,10 @@ class EngineThread:
 
 
 def as_inference_error(error: BaseException) -> InferenceError:
-    """Return what clients are told of an error that isn't theirs."""
-    told = str(error) if isinstance(error, OvspecError) else f"The inference failed ({type(error).__name__}: {error})."
-    found = InferenceError(told)
-    found.__cause__ = error
-    return found
+    """Return the error that clients get for ``error``, which isn't their mistake."""
+    message = str(error)
+    if not isinstance(error, OvspecError):
+        message = f"The inference failed ({type(error).__name__}: {error})."
+    inference_error = InferenceError(message)
+    inference_error.__cause__ = error
+    return inference_error

@@ -23,19 +23,19 @@ from ovspec.text.infill import Infill, encode_infill, trim_chunks
 from ovspec.text.tokenizer import Tokenizer
 from ovspec.text.tokenizer_files import read_special_tokens
 
-# A text, token ids, chat messages for the model's chat template, or what is around the text.
+# A text, token ids, chat messages for the model's chat template, or the text around an infill.
 Prompt = str | list[int] | np.ndarray | list[Message] | Message | Infill
 Prompts = list[str] | list[list[int]] | list[np.ndarray] | list[list[Message]]
 TemplateVariables = Mapping[str, Any]  # of the chat template
-MAX_TAG_TOKENS = 32  # tokens
+MAX_TAG_TOKENS = 32
 
 
 class EncodedPrompt(NamedTuple):
     """The tokens of a prompt, (n,) int64.
 
-    chat: whether the text after it is the answer in a chat.
-    healable: position of the first token that healing may take back.
-    ends: ids that end the text after it, besides the model's EOS.
+    is_chat: whether the text after it is the answer in a chat.
+    first_healable: position of the first token that healing may take back.
+    end_ids: ids that end the text after it, besides the model's EOS.
     """
 
     ids: np.ndarray
@@ -49,20 +49,22 @@ class PromptEncoder:
 
     Args:
         config: the model's.
-        tool_format: the name of the format in which the model writes tool calls; by default that of its chat template.
+        tool_format: the name of the format in which the model writes tool calls; by default its chat template's.
         template: the source of a chat template to use in place of the model's.
     """
 
     def __init__(
         self, folder: Path, config: ModelConfig, tool_format: str | None = None, template: str | None = None
     ) -> None:
-        self.folder, self.tool_format, self.template = folder, tool_format, template
+        self.folder = folder
+        self.tool_format = tool_format
+        self.template = template
         self.tokenizer = Tokenizer(folder)
         self.generation_config = GenerationConfig(folder, config, self.tokenizer)
 
     @functools.cached_property
     def chat_format(self) -> ChatFormat:
-        """How the model's chats are written; raises OvspecError if it has no chat template."""
+        """The format of the model's chats; raises OvspecError if it has no chat template."""
         bos = "".join(map(self.tokenizer.token_text, self.tokenizer.bos))
         return ChatFormat(load_chat_template(require_present(self.folder), self.template, bos), self.tool_format)
 
@@ -79,9 +81,9 @@ class PromptEncoder:
         tools: Sequence[Any] = (),
         effort: str | None = None,
     ) -> np.ndarray:
-        """Return the token ids, (n,) int64. A prompt that ``begins`` a text gets the model's BOS if it has one.
+        """Return the token ids, (n,) int64. A prompt ``at_start`` of a text gets the model's BOS if it has one.
 
-        The last three are for chats; see ``ChatFormat.render_prompt``.
+        The last three arguments are for chats; see ``ChatFormat.render_prompt``.
         """
         if is_chat(prompt):
             messages: Any = [prompt] if isinstance(prompt, dict) else prompt
@@ -101,67 +103,70 @@ class PromptEncoder:
             raise PromptError("A token id is too large to be in the vocabulary.") from None
         except (TypeError, ValueError):
             raise PromptError(f"A prompt must be a string, token ids or chat messages, not {prompt!r:.80}.") from None
-        known = self.tokenizer.known
-        if (unknown := known.first_unknown(ids)) is not None:
-            upto = f" (0 to {known.size - 1})" if known.size else ""
-            raise PromptError(f"Token id {unknown} is not in the vocabulary{upto}.")
+        known_ids = self.tokenizer.known
+        if (unknown_id := known_ids.first_unknown(ids)) is not None:
+            id_range = f" (0 to {known_ids.size - 1})" if known_ids.size else ""
+            raise PromptError(f"Token id {unknown_id} is not in the vocabulary{id_range}.")
         return ids
 
     def encode_prompt(self, prompt: Prompt, params: Params, max_tokens: float = np.inf) -> EncodedPrompt:
-        """Encode the prompt of a call; of one for infilling, as many chunks as ``room`` tokens hold.
+        """Encode the prompt of a call; for infilling, as many chunks as fit into ``max_tokens``.
 
-        Raises OvspecError if ``params`` have options of chats and the prompt is none, and PromptError if it can't be
-        encoded, as one for infilling without FIM tokens.
+        Raises OvspecError if ``params`` have options of chats for another prompt, and PromptError if the prompt can't
+        be encoded, as for infilling without FIM tokens.
         """
-        chat = is_chat(prompt)
-        if not chat:
+        in_chat = is_chat(prompt)
+        if not in_chat:
             refuse_chat_options(params)
         if isinstance(prompt, Infill):
-            fim, tokenizer = self.tokenizer.fim_tokens, self.tokenizer
+            tokenizer = self.tokenizer
+            fim = tokenizer.fim_tokens
             if max_tokens < np.inf:  # chunks that can't fit aren't encoded, which would take long
                 prompt = trim_chunks(prompt, tokenizer.max_characters(int(max_tokens)))
-            ids, begins = encode_infill(prompt, fim, tokenizer.encode_plain_text, tokenizer.bos, max_tokens)
-            return EncodedPrompt(ids, chat, begins, fim.end_ids if fim else ())
+            ids, first_healable = encode_infill(prompt, fim, tokenizer.encode_plain_text, tokenizer.bos, max_tokens)
+            return EncodedPrompt(ids, in_chat, first_healable, fim.end_ids if fim else ())
         ids = self.encode(
             prompt, variables=params.chat_template_kwargs, tools=params.tools, effort=params.reasoning_effort
         )
-        return EncodedPrompt(ids, chat, len(ids) if chat else 0)
+        return EncodedPrompt(ids, in_chat, len(ids) if in_chat else 0)
 
     @functools.cached_property
     def answer_end_ids(self) -> list[int]:
         """The id that a chat template in place of the model's writes after an answer, if it is one token."""
-        end, added = find_answer_end(self.chat_format.template), self.tokenizer.added
-        names = [name for name in added if end.startswith(name)]
-        return [added[max(names, key=len)]] if names else []
+        end_text = find_answer_end(self.chat_format.template)
+        added_tokens = self.tokenizer.added
+        end_tokens = [token for token in added_tokens if end_text.startswith(token)]
+        return [added_tokens[max(end_tokens, key=len)]] if end_tokens else []
 
     def answer_format(self, prompt: np.ndarray, params: Params) -> AnswerFormat | None:
-        """Return how the answer to a chat, whose tokens are ``prompt`` (n,), is written; None if it is only text."""
-        format, tokenizer, use = self.chat_format, self.tokenizer, params.allowed_calls
-        if not (format.thinking or params.tools):
+        """Return the format of the answer to a chat with the tokens ``prompt`` (n,); None if it is only text."""
+        chat_format = self.chat_format
+        thinking = chat_format.thinking
+        if not (thinking or params.tools):
             return None
-        end = (tokenizer.decode_with_special(prompt[-MAX_TAG_TOKENS:]) or "").rstrip()
-        opened = format.thinking is not None and end.endswith(format.thinking.open.rstrip())
+        prompt_end = (self.tokenizer.decode_with_special(prompt[-MAX_TAG_TOKENS:]) or "").rstrip()
+        begins_thinking = thinking is not None and prompt_end.endswith(thinking.open.rstrip())
         return AnswerFormat(
-            format.tools if params.tools else None,
-            format.thinking,
-            use.names or tuple(tool["function"]["name"] for tool in params.tools),
-            "thinking" if opened else "start",
-            not (use.required or params.grammar_option),
-            tokenizer.added,
+            chat_format.tools if params.tools else None,
+            thinking,
+            params.allowed_calls.names or tuple(tool["function"]["name"] for tool in params.tools),
+            "thinking" if begins_thinking else "start",
+            not (params.allowed_calls.required or params.grammar_option),
+            self.tokenizer.added,
         )
 
 
 def refuse_template_variables(variables: TemplateVariables | None) -> None:
-    """Raise OvspecError for variables of a chat template if there are any, because the prompt isn't a chat."""
+    """Raise OvspecError if there are variables of a chat template, because the prompt isn't a chat."""
     if variables:
         raise OvspecError("`chat_template_kwargs` needs chat messages, and the prompt is a text or ids; leave it out.")
 
 
 def refuse_chat_options(params: Params) -> None:
-    """Raise OvspecError if ``params`` have an option that only chats can meet, for a prompt that isn't one."""
-    for name in CHAT_OPTIONS:
-        if getattr(params, name) != getattr(DEFAULT_PARAMS, name):
-            raise OvspecError(f"`{name}` needs chat messages, and the prompt is a text or ids; leave it out.")
+    """Raise OvspecError if ``params`` have an option for chats, because the prompt isn't a chat."""
+    for option in CHAT_OPTIONS:
+        if getattr(params, option) != getattr(DEFAULT_PARAMS, option):
+            raise OvspecError(f"`{option}` needs chat messages, and the prompt is a text or ids; leave it out.")
 
 
 def is_chat(prompt: Any) -> bool:

@@ -1,24 +1,25 @@
-"""What generating returns: pieces of a stream, results and statistics."""
+"""The results of generation: pieces of a stream, whole texts, and their statistics and records."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
+from ovspec.base.json_types import JsonObject
 from ovspec.params import Params
 from ovspec.sampling.logprobs import TokenLogprob
 from ovspec.text.answer import ToolCall
 
-CALLABLE_OPTIONS = ("sampler", "logits_processors")  # options that no record can repeat
+CALLABLE_OPTIONS = ("sampler", "logits_processors")  # no record can repeat these options
 FinishReason = Literal["stop", "length", "eos", "cancelled"]
 
 
 @dataclass(slots=True)
 class Piece:
-    """What one round added to the text. ``finish_reason`` is None until the last piece.
+    """The text that one round added. ``finish_reason`` is None until the last piece.
 
     ``logprobs`` has one entry for each token if they were requested. ``sources`` names the origin of each token:
     "target", the name of the drafter that proposed it ("draft", "lookup" or that of your own drafter), or "forced" if
@@ -55,12 +56,12 @@ class ProposalStats:
     @property
     def acceptance_rate(self) -> float | None:
         """Share of the proposed tokens that were accepted; None if nothing was proposed."""
-        return self.accepted / self.proposed if self.proposed else None
+        return divide_or_none(self.accepted, self.proposed)
 
     @property
     def conditional_acceptance(self) -> float | None:
         """Probability that a proposed token is accepted, given that those before it in its proposal were."""
-        return self.accepted / self.reached if self.reached else None
+        return divide_or_none(self.accepted, self.reached)
 
     def count_proposal(self, source: str, proposed: int, accepted: int) -> None:
         """Count a proposal of the drafter ``source``; its first ``accepted`` tokens were accepted."""
@@ -141,17 +142,17 @@ class Provenance:
     prompt_ids: np.ndarray
     params: Params
     origin: Origin
-    model: Callable[[], dict[str, Any]]
+    model: Callable[[], JsonObject]
     healed_ids: list[int] = field(default_factory=list)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what is pickled: functions and classes, which other processes may not have, as in JSON records."""
-        named: dict[str, Any] = {name: repr(each) for name in CALLABLE_OPTIONS if (each := getattr(self.params, name))}
-        if as_json := getattr(self.params.json_schema, "model_json_schema", None):
-            named["json_schema"] = as_json()
-        return {**vars(self), "params": replace(self.params, **named), "model": self.model()}
+    def __getstate__(self) -> JsonObject:
+        """Return the pickled state, with functions and classes, which other processes may lack, as in JSON records."""
+        options: JsonObject = {name: repr(value) for name in CALLABLE_OPTIONS if (value := getattr(self.params, name))}
+        if model_json_schema := getattr(self.params.json_schema, "model_json_schema", None):
+            options["json_schema"] = model_json_schema()
+        return {**vars(self), "params": replace(self.params, **options), "model": self.model()}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: JsonObject) -> None:
         vars(self).update(state, model=lambda: state["model"])
 
 
@@ -162,11 +163,11 @@ class Result:
     ``finish_reason`` is "eos" (the model ended the text), "stop" (a stop string or id, or a grammar that is complete),
     "length" (``max_tokens``, the context, ``min_indent`` or ``max_predict_ms``) or "cancelled". ``token_ids`` holds
     every generated token, including the EOS or stop id that ended the text; ``text`` leaves out what stopped it.
-    ``logprobs`` has one entry for each of ``token_ids`` if they were requested. ``record`` tells how the text was made,
+    ``logprobs`` has one entry for each of ``token_ids`` if they were requested. ``record`` says how the text was made,
     for ``LanguageModel.verify``.
     ``schema_errors``: how the text breaks its JSON schema, in the mode checked; [] if it doesn't. In a chat, ``text``
     has neither the model's ``thinking`` nor its ``tool_calls``, whose last one may be cut off where ``finish_reason``
-    is "length". ``stop_string``: that which ended the text, if one did.
+    is "length". ``stop_string``: the stop string that ended the text, if any.
     """
 
     text: str
@@ -181,9 +182,9 @@ class Result:
     stop_string: str | None = None
 
     @property
-    def message(self) -> dict[str, Any]:
+    def message(self) -> JsonObject:
         """The answer as a message to append to the chat."""
-        message: dict[str, Any] = {"role": "assistant", "content": self.text}
+        message: JsonObject = {"role": "assistant", "content": self.text}
         if self.thinking:
             message["reasoning_content"] = self.thinking
         if self.tool_calls:
@@ -191,11 +192,15 @@ class Result:
         return message
 
 
-def answer_extras_json(result: Result) -> dict[str, Any]:
-    """Return what an answer says beside its text, as in its message."""
+def divide_or_none(numerator: float, denominator: float) -> float | None:
+    return numerator / denominator if denominator else None
+
+
+def answer_extras_json(result: Result) -> JsonObject:
+    """Return the fields of an answer's message other than its text: thinking and tool calls."""
     return {name: value for name, value in result.message.items() if name not in ("role", "content")}
 
 
-def tool_call_json(call: ToolCall) -> dict[str, Any]:
-    """Return a call as OpenAI's API has it."""
+def tool_call_json(call: ToolCall) -> JsonObject:
+    """Return a call in the form of OpenAI's API."""
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

@@ -1,4 +1,4 @@
-"""What makes rows: the params of a call are completed for the model, and its prompt is encoded."""
+"""Makes rows of calls: completes their params for the model, and encodes their prompts."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ovspec.base.errors import OvspecError, PromptError
+from ovspec.base.json_types import JsonObject
 from ovspec.cache.sequence import UNSHARED, Sequence
 from ovspec.engine.decoders import ModelPair
 from ovspec.engine.prompts import Prompt, PromptEncoder
@@ -40,25 +41,25 @@ class RowMaker:
     models: ModelPair
     constraints: ConstraintMaker
     lookahead: int | None
-    identity: Callable[[], dict[str, Any]]
+    identity: Callable[[], JsonObject]
 
     def make_complete_params(self, options: Mapping[str, Any]) -> Params:
-        """Return the params of a call from Python's keywords, complete; see ``complete``."""
+        """Return the params of a call from Python's keywords, completed by ``complete_params``."""
         return self.complete_params(make_params(options))
 
     def complete_params(self, params: Params) -> Params:
         """Return ``params`` with the defaults of this model, its generation config and its lookahead.
 
         Raises:
-            OvspecError: token ids are unknown, or a lookahead is given and nothing can propose tokens.
+            OvspecError: token ids are unknown, or there is a lookahead and no drafter.
         """
         lookahead = self.lookahead if params.lookahead is None else params.lookahead
         if lookahead not in (None, "auto", 0) and not self.models.choice and not params.grammar_option:
             raise OvspecError("`lookahead` needs something that proposes tokens; name a draft or lookup.")
-        known = self.prompts.tokenizer.known
-        for name, ids in (("logit_bias", params.logit_bias), ("stop_ids", params.stop_ids)):
-            if len(ids) and (unknown := known.first_unknown(np.array(list(ids)))) is not None:
-                raise OvspecError(f"`{name}`: token id {str(unknown)[:20]} is not in the vocabulary.")
+        known_ids = self.prompts.tokenizer.known
+        for option, ids in (("logit_bias", params.logit_bias), ("stop_ids", params.stop_ids)):
+            if len(ids) and (unknown_id := known_ids.first_unknown(np.array(list(ids)))) is not None:
+                raise OvspecError(f"`{option}`: token id {str(unknown_id)[:20]} is not in the vocabulary.")
         config = self.prompts.generation_config.settings
         defaults: dict[str, Any] = {"lookahead": None if lookahead == "auto" else lookahead}
         if params.repetition_penalty is None:
@@ -71,28 +72,29 @@ class RowMaker:
 
     def token_limit(self, params: Params) -> float:
         """Return the maximum number of tokens of a text; inf if only the context limits it."""
-        most = self.prompts.generation_config.settings.max_new_tokens or DEFAULT_MAX_TOKENS
-        return most if params.max_tokens is None else params.token_limit
+        if params.max_tokens is None:
+            return self.prompts.generation_config.settings.max_new_tokens or DEFAULT_MAX_TOKENS
+        return params.token_limit
 
     def make_rows(self, prompt: Prompt, params: Params, memory_reserved: bool = False) -> list[Row]:
         """Return a row for each of the ``n`` texts of a prompt.
 
-        ``params`` are complete, but may lack a seed. ``reserved``: the caller has reserved the memory.
+        ``params`` are complete, but may lack a seed. ``memory_reserved``: by the caller.
 
         Raises:
             OvspecError: the prompt can't be encoded or doesn't fit, or the grammar is wrong.
         """
         context = self.models.target.ir.context_length or math.inf
-        room = context - min(self.token_limit(params), DEFAULT_MAX_TOKENS)
-        ids, chat, healable, ends = self.prompts.encode_prompt(prompt, params, room)
-        if ends and not params.ignore_eos:
-            params = replace(params, stop_ids=[*params.stop_ids, *ends])
-        params = with_seed(params)  # the same for all of them
-        rows = [
-            self.make_row(Sequence(ids), params, Origin(chat, healable, None, sample)) for sample in range(params.n)
-        ]
-        for row in rows if not memory_reserved else ():
-            self.check_row_memory(row, params)
+        max_prompt_tokens = context - min(self.token_limit(params), DEFAULT_MAX_TOKENS)
+        ids, is_chat, first_healable, end_ids = self.prompts.encode_prompt(prompt, params, max_prompt_tokens)
+        if end_ids and not params.ignore_eos:
+            params = replace(params, stop_ids=[*params.stop_ids, *end_ids])
+        params = with_seed(params)  # the same seed for all texts
+        origins = [Origin(is_chat, first_healable, None, sample) for sample in range(params.n)]
+        rows = [self.make_row(Sequence(ids), params, origin) for origin in origins]
+        if not memory_reserved:
+            for row in rows:
+                self.check_row_memory(row, params)
         return rows
 
     def make_row(self, sequence: Sequence, params: Params, origin: Origin = DEFAULT_ORIGIN) -> Row:
@@ -101,40 +103,47 @@ class RowMaker:
         Raises:
             OvspecError: the text doesn't fit the context, or the grammar doesn't allow it.
         """
-        prompts, prompt_tokens = self.prompts, len(sequence)
+        prompts = self.prompts
+        prompt_tokens = len(sequence)
         config = prompts.generation_config
         context = origin.context or self.models.target.ir.context_length or math.inf
-        if (left := context - max(prompt_tokens, 1)) < 1:
-            told = f"The prompt has {prompt_tokens} tokens, but the context is {context}; shorten the prompt."
-            raise PromptError(told, too_long=True)
-        params = replace(with_seed(params), max_tokens=int(min(self.token_limit(params), left, sys.maxsize)))
-        eos = frozenset() if params.ignore_eos else config.eos_ids
-        if prompts.template and not params.ignore_eos:
-            params = replace(params, stop_ids=[*params.stop_ids, *prompts.answer_end_ids])
+        if (room := context - max(prompt_tokens, 1)) < 1:
+            message = f"The prompt has {prompt_tokens} tokens, but the context is {context}; shorten the prompt."
+            raise PromptError(message, too_long=True)
+        params = replace(with_seed(params), max_tokens=int(min(self.token_limit(params), room, sys.maxsize)))
+        eos: frozenset[int] = frozenset()
+        if not params.ignore_eos:
+            eos = config.eos_ids
+            if prompts.template:
+                params = replace(params, stop_ids=[*params.stop_ids, *prompts.answer_end_ids])
         if not prompt_tokens:
             sequence.commit(config.empty_prompt_ids)
         if not (self.models.shares_greedy_prefixes or params.is_sampled):
             sequence.owner = UNSHARED
-        constraints, healing = make_unconstrained(eos | frozenset(params.stop_ids)), None
         answer = prompts.answer_format(sequence.tokens, params) if origin.chat else None
         if params.constrains:
-            made = self.constraints.make_constraints(sequence.tokens, params, eos, config.bos, origin.healable, answer)
-            constraints, healing = made
-        recorded = replace(params, max_predict_ms=0.0)  # a verification takes another time
-        record = Provenance(sequence.tokens.copy(), recorded, origin, self.identity)
+            constraints, healing = self.constraints.make_constraints(
+                sequence.tokens, params, eos, config.bos, origin.healable, answer
+            )
+        else:
+            constraints, healing = make_unconstrained(eos | frozenset(params.stop_ids)), None
+        recorded_params = replace(params, max_predict_ms=0.0)  # a verification takes another time
+        record = Provenance(sequence.tokens.copy(), recorded_params, origin, self.identity)
         sampler = make_sampler(params, origin.sample, constraints)
         if healing:  # nothing can fail from here on
             healing.take_back_tokens(sequence)
-        reader = None
+        reader = tag_marks = None
         if answer:
-            answer = replace(answer, tools=answer.tools if params.allowed_calls.names else None)
+            if not params.allowed_calls.names:
+                answer = replace(answer, tools=None)
+            tag_marks = answer.marks
             key = sequence.tokens.tobytes() + origin.sample.to_bytes(4)
             reader = AnswerReader(answer, self.constraints.unquoted_arguments(params, answer), key)
         return Row(
             sequence,
             params,
             sampler,
-            prompts.tokenizer.make_detokenizer(answer.marks if answer else None),
+            prompts.tokenizer.make_detokenizer(tag_marks),
             self._make_stats(params, prompt_tokens),
             eos=eos,
             context=context,
@@ -143,41 +152,45 @@ class RowMaker:
             reader=reader,
         )
 
-    def check_row_memory(self, row: Row, params: Params, cached: int = 0) -> None:
-        """Raise OvspecError if there is no memory for a row, of which ``cached`` tokens are in the KV cache.
+    def check_row_memory(self, row: Row, params: Params, cached_tokens: int = 0) -> None:
+        """Raise OvspecError if there is no memory for a row, of which ``cached_tokens`` are in the KV cache.
 
         Where ``params`` don't limit the text, memory for the default number of tokens is enough.
         """
-        most = (
-            row.max_length
-            if params.max_tokens == row.params.max_tokens
-            else min(row.max_length, row.prompt_length + DEFAULT_MAX_TOKENS)
-        )
-        self.models.ensure_memory(most - cached, drafts=params.lookahead != 0)
+        length = row.max_length
+        if params.max_tokens != row.params.max_tokens:
+            length = min(length, row.prompt_length + DEFAULT_MAX_TOKENS)
+        self.models.ensure_memory(length - cached_tokens, drafts=params.lookahead != 0)
 
     def _make_stats(self, params: Params, prompt_tokens: int) -> Stats:
-        target, draft = self.models.target, None if params.lookahead == 0 else self.models.draft
-        return Stats(
+        target = self.models.target
+        stats = Stats(
             prompt_tokens=prompt_tokens,
             seed=params.seed if params.temperature else None,
             rollback=target.rollback.label,
             device=target.ir.device,
-            draft_device=draft.ir.device if draft else None,
             engine=target.engine,
             engine_reason=target.engine_reason,
-            draft_engine=draft.engine if draft else None,
             profile=target.profile,
             arithmetic=target.arithmetic_note,
-            rule=target.rule.label if target.arithmetic_note == "exact" else "",
         )
+        if target.arithmetic_note == "exact":
+            stats.rule = target.rule.label
+        draft = self.models.draft
+        if draft and params.lookahead != 0:
+            stats.draft_device = draft.ir.device
+            stats.draft_engine = draft.engine
+        return stats
 
 
 @functools.lru_cache(64)
-def make_unconstrained(ends: frozenset[int]) -> Constraints:
-    """Return the constraints of a text that nothing constrains, and that these ids end."""
-    return Constraints((), ends)
+def make_unconstrained(end_ids: frozenset[int]) -> Constraints:
+    """Return the constraints of an unconstrained text that ``end_ids`` end."""
+    return Constraints((), end_ids)
 
 
 def with_seed(params: Params) -> Params:
     """Return ``params`` with a random seed if they draw tokens and have none."""
-    return params if params.seed is not None or not params.temperature else replace(params, seed=secrets.randbits(32))
+    if params.temperature and params.seed is None:
+        return replace(params, seed=secrets.randbits(32))
+    return params

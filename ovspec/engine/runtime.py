@@ -1,4 +1,4 @@
-"""The runtime of a loaded model: how it encodes prompts, its compiled models, the decoders lent of them, its rows."""
+"""The runtime of a loaded model: its prompt encoder, compiled models, pool of decoders and maker of rows."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import functools
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import require_present
+from ovspec.base.json_types import JsonObject
 from ovspec.drafting.choice import DraftChoice
 from ovspec.drafting.lookup import index_texts
 from ovspec.engine.decoders import DecoderPool, ModelPair
@@ -26,14 +26,14 @@ from ovspec.setup.identity import make_fingerprint, read_numeric_properties
 
 
 class Runtime:
-    """What a loaded model's texts are made with: ``prompts``, ``models``, ``pool`` and ``rows``. Threads may share it.
+    """The ``prompts``, ``models``, ``decoder_pool`` and ``row_maker`` of a loaded model. Threads may share it.
 
     Args:
         folder: the exported folder of the target.
         choice: the drafters.
         lookahead: tokens proposed per round; None to choose automatically.
         corpus: texts that lookup may propose from.
-        cache_bytes: see ``Models``.
+        cache_bytes: see ``ModelPair``.
         tool_format, template: see ``PromptEncoder``.
     """
 
@@ -49,7 +49,8 @@ class Runtime:
         tool_format: str | None = None,
         template: str | None = None,
     ) -> None:
-        self.folder, self.prompts = folder, PromptEncoder(folder, target.ir.config, tool_format, template)
+        self.folder = folder
+        self.prompts = PromptEncoder(folder, target.ir.config, tool_format, template)
         tokenizer = self.prompts.tokenizer
         corpora = [index_texts(tokenizer.encode(text.rstrip("\0"), False) for text in corpus)]
         self.models = ModelPair(target, draft, choice, tokenizer.known, corpora, cache_bytes)
@@ -82,7 +83,7 @@ class Runtime:
         self.decoder_pool.close()
 
     @functools.cached_property
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> JsonObject:
         """The target's identity and settings, for records of texts."""
         return make_fingerprint(self.models.target)
 
@@ -93,19 +94,19 @@ class Runtime:
 
     @property
     def settings_label(self) -> str:
-        """How the target is run, and what proposes tokens, in words."""
+        """The target's settings and the drafters, in words."""
         target = self.models.target
         precision = read_numeric_properties(target).get("INFERENCE_PRECISION_HINT")
         settings = f"precision={precision!r}, device={target.ir.device!r}, engine={target.engine!r}"
         return f"{settings}, draft={str(self.models.choice or 'none')!r}"
 
     def preload_files(self) -> None:
-        """Read the small files that are otherwise read when they are needed, so that they may be deleted."""
+        """Read the small files that are otherwise read on first use, so that they may be deleted."""
         for owner, name in (
             (self.prompts, "chat_format"),
             (self.prompts, "special_tokens"),
             (self, "identity"),
             (self, "weights_size"),
         ):
-            with contextlib.suppress(OvspecError):  # for those who ask for it
+            with contextlib.suppress(OvspecError):  # raised again on first use
                 getattr(owner, name)

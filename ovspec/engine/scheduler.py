@@ -24,7 +24,7 @@ SLOW_STEP_SECONDS = 0.05  # seconds that a row's constraints take for a token, f
 
 
 class Schedulable(Protocol):
-    """What rounds run on: a ``Row``, or a text whose tokens are chosen by other software."""
+    """A text that rounds generate: a ``Row``, or a text whose tokens are chosen by other software."""
 
     sequence: Sequence
     stats: Stats
@@ -45,14 +45,11 @@ class BatchLimits:
     """Limits of a batch, and fairness between its rows."""
 
     max_rows: int = 1
-    max_tokens: float = math.inf  # that the rows may grow to together
-    prefill_budget: PrefillBudget | None = None  # how much of the prompts a round reads, if rows must not wait long
-    isolated_errors: tuple[
-        type[Exception], ...
-    ] = ()  # errors of a row's constraints that end it alone, not the whole round
-    max_constraint_seconds: float = (
-        math.inf
-    )  # of a row's steps slower than ``SLOW_STEP``, after which its constraints fail
+    max_tokens: float = math.inf  # of all rows together, at their maximum lengths
+    prefill_budget: PrefillBudget | None = None  # of a round, if rows must not wait long
+    isolated_errors: tuple[type[Exception], ...] = ()  # errors of a row's constraints that end only that row
+    # Seconds of a row's steps slower than ``SLOW_STEP_SECONDS`` after which its constraints fail.
+    max_constraint_seconds: float = math.inf
 
 
 @dataclass(slots=True)
@@ -61,27 +58,27 @@ class RunningRow:
 
     number: int
     row: Schedulable
-    decoder_row: int  # the decoders' row that holds its tokens; EMPTY if it has none yet
-    start_clocks: tuple[
-        float, float, float
-    ]  # seconds on the wall clock, of target inference and of drafting at that time
-    slow_seconds: float = 0.0  # seconds that slow steps of its constraints have taken
+    decoder_row: int  # the decoders' row with its tokens; EMPTY_ROW if it has none yet
+    # Seconds on the wall clock, of target inference and of drafting, when the row joined.
+    start_clocks: tuple[float, float, float]
+    slow_seconds: float = 0.0  # of slow steps of its constraints
 
 
 class WaitingQueue:
     """Rows that have not joined the batch yet, numbered in the order in which they came."""
 
     def __init__(self, rows: Iterable[Schedulable], limits: BatchLimits) -> None:
-        self._incoming_rows, self._limits = iter(rows), limits
+        self._incoming_rows = iter(rows)
+        self._limits = limits
         self._numbers = itertools.count()
         self._waiting_rows: dict[int, Schedulable] = {}
-        self.reserved_tokens = 0  # tokens that are kept free for something else
+        self.reserved_tokens = 0  # kept free for a background task
 
     def __len__(self) -> int:
         return len(self._waiting_rows)
 
     def add_row(self, row: Schedulable) -> int:
-        """Let ``row`` wait behind the others; return its number."""
+        """Add ``row`` to the end of the queue; return its number."""
         number = next(self._numbers)
         self._waiting_rows[number] = row
         return number
@@ -90,39 +87,39 @@ class WaitingQueue:
         return self._waiting_rows.pop(number, None)
 
     def free_tokens(self, batch: list[Schedulable]) -> float:
-        """Return how many tokens there is memory for beside ``batch``; negative if too many are reserved."""
+        """Return the number of tokens that fit into memory besides ``batch``; negative if too many are reserved."""
         return self._limits.max_tokens - self.reserved_tokens - sum([row.max_length for row in batch])
 
     def admit_rows(self, batch: list[Schedulable]) -> list[tuple[int, Schedulable]]:
-        """Return (number, row) of the rows for which ``batch`` has room; if it is empty, at least one.
+        """Remove the rows for which ``batch`` has room, at least one if it is empty; return them as (number, row).
 
-        A row waits while another prompt with the same beginning is being read, because it can continue from there.
+        A row waits while another prompt with the same prefix is being read, because it can continue from there.
         """
-        room = self.free_tokens(batch)
-        reading = [row.sequence for row in batch if not row.stats.rounds]
-        read = [row.sequence for row in batch if row.stats.rounds]
-        taken: list[tuple[int, Schedulable]] = []
+        free_tokens = self.free_tokens(batch)
+        prefilling = [row.sequence for row in batch if not row.stats.rounds]
+        cached = [row.sequence for row in batch if row.stats.rounds]
+        admitted: list[tuple[int, Schedulable]] = []
         for row in itertools.islice(self._incoming_rows, max(0, self._limits.max_rows - len(self._waiting_rows))):
             self.add_row(row)
         for number, row in self._waiting_rows.items():
-            if len(batch) + len(taken) == self._limits.max_rows or (
-                row.max_length > room and (batch or taken or self.reserved_tokens)
-            ):
+            if len(batch) + len(admitted) == self._limits.max_rows:
                 break
-            if not reading or not should_wait_for_prefix(row.sequence, reading, read):
-                taken.append((number, row))
-                reading.append(row.sequence)
-                room -= row.max_length
-        for number, _ in taken:
+            if row.max_length > free_tokens and (batch or admitted or self.reserved_tokens):
+                break
+            if not prefilling or not should_wait_for_prefix(row.sequence, prefilling, cached):
+                admitted.append((number, row))
+                prefilling.append(row.sequence)
+                free_tokens -= row.max_length
+        for number, _ in admitted:
             del self._waiting_rows[number]
-        return taken
+        return admitted
 
 
 class Scheduler:
     """Runs rounds over a batch that rows join as others leave it.
 
     Args:
-        target, drafter: either without rows, or with one row, which the first of ``rows`` takes over.
+        target, drafter: either without rows, or with one row, which the first of ``rows`` continues.
         rows: consumed as the batch has room for more.
         learn: called with the outcome of each round that has a drafter; ``lookahead.learn_round`` by default.
     """
@@ -136,24 +133,27 @@ class Scheduler:
         limits: BatchLimits = BatchLimits(),
         learn: Callable[[RoundOutcome], None] | None = None,
     ) -> None:
-        self._target, self._drafter, self._lookahead = target, drafter, lookahead
+        self._target = target
+        self._drafter = drafter
+        self._lookahead = lookahead
         self._followers = [target, drafter] if drafter else [target]
         self._learn = learn or lookahead.learn_round
-        self.queue, self._limits = WaitingQueue(rows, limits), limits
-        self.last_outcome: RoundOutcome | None = None  # of the last round
+        self.queue = WaitingQueue(rows, limits)
+        self._limits = limits
+        self.last_outcome: RoundOutcome | None = None
         self._running_rows: list[RunningRow] = []
         self._initial_decoder_rows = list(range(len(target.rows)))  # the decoders' rows for the first of ``rows``
 
     def step(self) -> list[tuple[int, Piece]] | None:
         """Run one round; return (number, piece) for each row, or None if no row is left."""
         if len(self._running_rows) < self._limits.max_rows:
-            for number, row in self.queue.admit_rows([active.row for active in self._running_rows]):
-                held = self._initial_decoder_rows.pop(0) if self._initial_decoder_rows else EMPTY_ROW
-                self._running_rows.append(RunningRow(number, row, held, self._read_clocks()))
+            for number, row in self.queue.admit_rows([running.row for running in self._running_rows]):
+                decoder_row = self._initial_decoder_rows.pop(0) if self._initial_decoder_rows else EMPTY_ROW
+                self._running_rows.append(RunningRow(number, row, decoder_row, self._read_clocks()))
         if not self._running_rows:
             return None
         self._reorder_decoders()
-        steps = [active.row.row_step() for active in self._running_rows]
+        steps = [running.row.row_step() for running in self._running_rows]
         lengths = [len(step.sequence) for step in steps]
         try:
             outcomes, self.last_outcome = run_round(
@@ -163,52 +163,54 @@ class Scheduler:
                 if outcome.error and not isinstance(outcome.error, self._limits.isolated_errors):
                     raise outcome.error
         except BaseException:
-            for step, length in zip(steps, lengths, strict=True):  # undo what the failed round committed
+            for step, length in zip(steps, lengths, strict=True):  # undo the failed round's commits
                 step.sequence.rewind(length)
             raise
         if self.last_outcome:
             self._learn(self.last_outcome)
         pieces = [
-            (active.number, self._make_piece(active, step, outcome, length))
-            for active, step, outcome, length in zip(self._running_rows, steps, outcomes, lengths, strict=True)
+            (running.number, self._make_piece(running, step, outcome, length))
+            for running, step, outcome, length in zip(self._running_rows, steps, outcomes, lengths, strict=True)
         ]
-        for active in self._running_rows:
-            if active.row.finish_reason or not active.row.stats.ttft_ms:
-                self._record_row_times(active)
-        self._running_rows = [active for active in self._running_rows if not active.row.finish_reason]
+        for running in self._running_rows:
+            if running.row.finish_reason or not running.row.stats.ttft_ms:
+                self._record_row_times(running)
+        self._running_rows = [running for running in self._running_rows if not running.row.finish_reason]
         return pieces
 
-    def _make_piece(self, active: RunningRow, step: RowStep, outcome: RowOutcome, length: int) -> Piece:
-        """Return the piece that a row makes of its round; its last one if its constraints fail or take too long."""
-        error, seconds = outcome.error, step.sampler.stopwatch.restart()
+    def _make_piece(self, running: RunningRow, step: RowStep, outcome: RowOutcome, length: int) -> Piece:
+        """Return a row's piece of text from its round; the last one if its constraints fail or take too long."""
+        error = outcome.error
+        seconds = step.sampler.stopwatch.restart()
         if seconds > SLOW_STEP_SECONDS * (1 + len(outcome.proposal.tokens)):
-            active.slow_seconds += seconds
-            if active.slow_seconds > self._limits.max_constraint_seconds and not error:
+            running.slow_seconds += seconds
+            if running.slow_seconds > self._limits.max_constraint_seconds and not error:
                 error = OvspecError("The grammar takes too long to follow; simplify it.")
         if not error:
             try:
-                return active.row.add_outcome(outcome)
+                return running.row.add_outcome(outcome)
             except InferenceError:
                 raise
             except OvspecError as failure:
                 if not self._limits.isolated_errors:
                     raise
                 error = failure
-        step.sequence.rewind(length)  # undo what was committed to it
-        return active.row.fail(error)
+        step.sequence.rewind(length)  # undo the round's commits
+        return running.row.fail(error)
 
     def _reorder_decoders(self) -> None:
         """Keep the decoders' rows of texts that continue, and add empty ones for rows that have joined."""
-        rows, before = [active.decoder_row for active in self._running_rows], len(self._target.rows)
-        if rows == list(range(before)):
+        rows = [running.decoder_row for running in self._running_rows]
+        old_row_count = len(self._target.rows)
+        if rows == list(range(old_row_count)):
             return
         for follower in self._followers:
-            if before:
+            if old_row_count:
                 follower.reorder(rows)
             else:
                 follower.reset(len(rows))
-        for index, active in enumerate(self._running_rows):
-            active.decoder_row = index
+        for index, running in enumerate(self._running_rows):
+            running.decoder_row = index
 
     def reset_decoders(self) -> None:
         """Empty the decoders of a batch without rows, which frees memory."""
@@ -218,43 +220,45 @@ class Scheduler:
 
     @property
     def free_tokens(self) -> float:
-        """Tokens that there is memory for beside the batch; see ``Queue.room``."""
-        return self.queue.free_tokens([active.row for active in self._running_rows])
+        """The number of tokens that fit into memory besides the batch; see ``WaitingQueue.free_tokens``."""
+        return self.queue.free_tokens([running.row for running in self._running_rows])
 
     @property
     def running_numbers(self) -> list[int]:
-        return [active.number for active in self._running_rows]
+        return [running.number for running in self._running_rows]
 
     def remove_rows(self, numbers: Collection[int]) -> None:
-        """Take waiting or running rows out; their texts end where they are."""
+        """Remove waiting or running rows; their texts end where they are."""
         for number in numbers:
             if row := self.queue.remove_row(number):
                 row.cancel()
-        for active in self._running_rows:
-            if active.number in numbers:
-                active.row.cancel()
-                self._record_row_times(active)
-        self._running_rows = [active for active in self._running_rows if active.number not in numbers]
+        for running in self._running_rows:
+            if running.number in numbers:
+                running.row.cancel()
+                self._record_row_times(running)
+        self._running_rows = [running for running in self._running_rows if running.number not in numbers]
 
     def cancel_rows(self) -> list[tuple[int, Piece]]:
-        return [(active.number, active.row.cancel()) for active in self._running_rows]
+        return [(running.number, running.row.cancel()) for running in self._running_rows]
 
     def record_times(self) -> None:
-        for active in self._running_rows:
-            self._record_row_times(active)
+        for running in self._running_rows:
+            self._record_row_times(running)
 
     def _read_clocks(self) -> tuple[float, float, float]:
         return time.perf_counter(), self._target.seconds, self._drafter.seconds if self._drafter else 0.0
 
-    def _record_row_times(self, active: RunningRow) -> None:
-        stats = active.row.stats
+    def _record_row_times(self, running: RunningRow) -> None:
+        stats = running.row.stats
         now = self._read_clocks()
-        elapsed, on_target, on_draft = (1e3 * (now[i] - active.start_clocks[i]) for i in range(3))
-        if not stats.ttft_ms and (stats.generated_tokens or (active.row.finish_reason and stats.rounds)):
-            stats.ttft_ms = elapsed
+        elapsed_ms, target_ms, draft_ms = (1e3 * (now[i] - running.start_clocks[i]) for i in range(3))
+        if not stats.ttft_ms and (stats.generated_tokens or (running.row.finish_reason and stats.rounds)):
+            stats.ttft_ms = elapsed_ms
         if stats.generated_tokens > 1:
-            stats.tpot_ms = (elapsed - stats.ttft_ms) / (stats.generated_tokens - 1)
-        stats.target_ms, stats.draft_ms, stats.other_ms = on_target, on_draft, elapsed - on_target - on_draft
+            stats.tpot_ms = (elapsed_ms - stats.ttft_ms) / (stats.generated_tokens - 1)
+        stats.target_ms = target_ms
+        stats.draft_ms = draft_ms
+        stats.other_ms = elapsed_ms - target_ms - draft_ms
 
 
 def run_rows(scheduler: Scheduler) -> Iterator[list[tuple[int, Piece]]]:
@@ -270,7 +274,8 @@ def run_rows(scheduler: Scheduler) -> Iterator[list[tuple[int, Piece]]]:
             try:
                 pieces = scheduler.step()
             except KeyboardInterrupt:  # also one that another stream holds back, or that a user's function raises
-                pieces, interrupts.pressed = [], True
+                pieces = []
+                interrupts.pressed = True
             interrupts.delaying = False
             if pieces is None:
                 return

@@ -1,4 +1,4 @@
-"""How well the model predicts a text (perplexity), and how likely it finds given continuations (scores)."""
+"""Perplexity, which measures how well the model predicts a text, and scores: the likelihoods of continuations."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from ovspec.cache.prefill import PREFILL_THRESHOLD
 from ovspec.cache.sequence import Sequence, catch_up
 from ovspec.sampling.logprobs import log_softmax
 
-DEFAULT_PERPLEXITY_CONTEXT = 1024  # of a perplexity
-LOGITS_CHUNK = 128  # positions whose logits are held at a time
+DEFAULT_PERPLEXITY_CONTEXT = 1024
+LOGITS_CHUNK = 128  # positions whose logits are in memory at a time
 # Maximum texts and logits per inference: a stateful cache is copied for each text; logits are as wide as a vocabulary.
-MAX_TEXTS, MAX_LOGITS = 32, 256
+MAX_TEXTS = 32
+MAX_LOGITS = 256
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,8 @@ class Selection:
 
 
 def check_select_options(options: Any, terminator: Any) -> None:
-    """Raise OvspecError for ``options`` among which a session can't select."""
-    if not isinstance(options, (list, tuple)) or not options or not all(isinstance(o, str) for o in options):
+    """Raise OvspecError if a session can't select among ``options``."""
+    if not isinstance(options, (list, tuple)) or not options or not all(isinstance(text, str) for text in options):
         raise OvspecError("select needs a list of at least one string.")
     if len(set(options)) < len(options):
         raise OvspecError("select needs options that are all different.")
@@ -59,7 +60,6 @@ def score_texts(decoder: Decoder, texts: list[np.ndarray], begin: int) -> list[S
     single row before and after. If one inference was enough, that row then holds the text with the highest score.
     """
     scores: list[Score] = []
-    best = 0
     try:
         for group in group_texts(texts, begin):
             unseen = catch_up(decoder, 0, Sequence(texts[0][:begin]))
@@ -68,12 +68,14 @@ def score_texts(decoder: Decoder, texts: list[np.ndarray], begin: int) -> list[S
                 unseen = unseen[-1:]
             if len(group) > 1:
                 decoder.reorder([0] * len(group))
-            fed = [np.concatenate((unseen, text[begin:-1])) for text in group]
-            logits = decoder.feed(fed, [len(text) - begin for text in group])
-            found = [score_tokens(*each) for each in zip(logits, (text[begin:] for text in group), strict=True)]
-            best = max(range(len(group)), key=lambda row: found[row].logprob)
-            scores += found
-            decoder.reorder([best])
+            tokens = [np.concatenate((unseen, text[begin:-1])) for text in group]
+            logits = decoder.feed(tokens, [len(text) - begin for text in group])
+            group_scores = [
+                score_tokens(row_logits, text[begin:]) for row_logits, text in zip(logits, group, strict=True)
+            ]
+            best_row = max(range(len(group)), key=lambda row: group_scores[row].logprob)
+            scores += group_scores
+            decoder.reorder([best_row])
     finally:
         if len(decoder.rows) > 1:
             decoder.reorder([0])
@@ -81,11 +83,13 @@ def score_texts(decoder: Decoder, texts: list[np.ndarray], begin: int) -> list[S
 
 
 def score_tokens(logits: np.ndarray, tokens: np.ndarray) -> Score:
-    logprobs = [float(log_softmax(row)[token]) for row, token in zip(logits, tokens, strict=True)]
+    """Score ``tokens`` (n,), which ``logits`` (n, vocab) predict."""
+    logprobs = [float(log_softmax(token_logits)[token]) for token_logits, token in zip(logits, tokens, strict=True)]
     return Score(math.fsum(logprobs), tokens.tolist(), logprobs)
 
 
 def group_texts(texts: list[np.ndarray], begin: int) -> Iterator[list[np.ndarray]]:
+    """Yield groups of ``texts`` that fit into one inference, which computes logits from ``begin`` on."""
     group: list[np.ndarray] = []
     for text in texts:
         if group and (len(group) == MAX_TEXTS or sum(map(len, [*group, text])) - begin * (len(group) + 1) > MAX_LOGITS):
@@ -111,26 +115,28 @@ def overlapping_windows(length: int, context: int) -> Iterator[tuple[int, int, i
 
     Every token except the first is scored once, after at least ``context // 2`` tokens unless in the first window.
     """
-    start, end = 0, min(context, length)
+    start = 0
+    end = min(context, length)
     yield start, end, 1
     while end < length:
-        start, scored = start + max(context // 2, 1), end
+        start += max(context // 2, 1)
+        first_scored = end
         end = min(start + context, length)
-        yield start, end, scored
+        yield start, end, first_scored
 
 
 def predict_tokens(
     decoder: Decoder, tokens: np.ndarray, context: int, chunk: Callable[[], int] = lambda: LOGITS_CHUNK
 ) -> Iterator[tuple[int, np.ndarray]]:
     """Yield (position of a token, logits (n, vocab) that predict it and the tokens after it), at most ``chunk()``."""
-    for start, end, scored in overlapping_windows(len(tokens), context):
+    for start, end, position in overlapping_windows(len(tokens), context):
         decoder.reset(1)
-        if scored - 1 > start:
-            decoder.feed([tokens[start : scored - 1]], [0])
-        while scored < end:
-            fed = tokens[scored - 1 : min(scored - 1 + chunk(), end - 1)]
-            yield scored, decoder.feed([fed], [len(fed)])[0]
-            scored += len(fed)
+        if position - 1 > start:
+            decoder.feed([tokens[start : position - 1]], [0])
+        while position < end:
+            part = tokens[position - 1 : min(position - 1 + chunk(), end - 1)]
+            yield position, decoder.feed([part], [len(part)])[0]
+            position += len(part)
 
 
 def check_perplexity_length(tokens: np.ndarray, context: int) -> None:
@@ -143,11 +149,12 @@ def check_perplexity_length(tokens: np.ndarray, context: int) -> None:
 def measure_perplexity(decoder: Decoder, tokens: np.ndarray, context: int) -> Perplexity:
     """Measure the perplexity of ``tokens`` (n,) int64, read in windows of ``context`` tokens; both at least two."""
     check_perplexity_length(tokens, context)
-    began = time.perf_counter()
-    total, scored = 0.0, 0
+    start = time.perf_counter()
+    total_nats = 0.0
+    scored_count = 0
     for position, logits in predict_tokens(decoder, tokens, context):
-        wanted = tokens[position : position + len(logits)]
-        total -= float(log_softmax(logits)[np.arange(len(wanted)), wanted].sum())
-        scored += len(wanted)
-    nats = total / scored
-    return Perplexity(math.exp(min(nats, 700.0)), nats, scored, context, time.perf_counter() - began)
+        next_tokens = tokens[position : position + len(logits)]
+        total_nats -= float(log_softmax(logits)[np.arange(len(next_tokens)), next_tokens].sum())
+        scored_count += len(next_tokens)
+    nats = total_nats / scored_count
+    return Perplexity(math.exp(min(nats, 700.0)), nats, scored_count, context, time.perf_counter() - start)

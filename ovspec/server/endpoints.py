@@ -256,7 +256,7 @@ async def pieces_of(service: Service, rows: list[Row], began: float) -> AsyncGen
             yield found
     finally:
         if left:
-            engine.cancel(job)
+            engine.cancel_job(job)
 
 
 class EventStream(StreamingResponse):

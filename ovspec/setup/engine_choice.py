@@ -109,7 +109,7 @@ class CompiledModel:
     def limit_cached_tokens(self, most_tokens: float) -> None:
         """Evict kept blocks once ``most_tokens`` are cached."""
         if self.shared_blocks:
-            self.shared_blocks.limit_tokens(most_tokens)
+            self.shared_blocks.limit_cached_tokens(most_tokens)
 
     @property
     def keeps_prefixes(self) -> bool:

@@ -23,9 +23,9 @@ def test_runs_are_what_follows_one_another(blocks: list[int]) -> None:
 
 def test_blocks_are_copied_kept_and_read() -> None:
     blocks = HostBlockArray(2, [3], ov.Type.bf16)
-    blocks.write_blocks([1], np.array([[1, 2, 3]], np.uint16))
+    blocks.write_bits([1], np.array([[1, 2, 3]], np.uint16))
     blocks.copy_block(1, 0)
     larger = blocks.with_capacity(5)
-    assert larger.read_blocks([0, 1, 4]).tolist() == [[1, 2, 3], [1, 2, 3], [0, 0, 0]]
+    assert larger.read_bits([0, 1, 4]).tolist() == [[1, 2, 3], [1, 2, 3], [0, 0, 0]]
     assert list(larger.tensor.get_shape()) == [5, 3]
     assert larger.tensor.get_element_type() == ov.Type.bf16

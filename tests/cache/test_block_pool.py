@@ -210,8 +210,8 @@ def read(pool: BlockPool, seed: int) -> float:
 class ByBlock(BlockPool):
     """Plain LRU: what a row lets go of is idle from its beginning on, so beginnings go first; what follows is lost."""
 
-    def release(self, blocks: list[int]) -> None:
-        super().release(blocks[::-1])
+    def release_blocks(self, blocks: list[int]) -> None:
+        super().release_blocks(blocks[::-1])
 
     def _drop(self, block: int) -> None:
         for follower in list(self._kept_nodes[block].children):

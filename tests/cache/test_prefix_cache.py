@@ -21,7 +21,7 @@ Load = Callable[..., ovspec.LanguageModel]
 TEXT = "def first(items):\n    return items[0]\n\n\ndef second(items):\n    return items[1]\n\n\n"
 PROMPT = TEXT * 3
 REAL, LLAMA_CPP = ROOT / "smollm2", USERS_CACHE / "downloads" / "llama.cpp"
-RELEASE = BlockPool.release
+RELEASE = BlockPool.release_blocks
 MANY = 1e-3  # gigabytes; the demo pair's blocks are small
 
 
@@ -191,11 +191,11 @@ def test_a_write_into_a_kept_block_is_found(load: Load, monkeypatch: pytest.Monk
 
 @pytest.mark.slow
 def test_a_block_that_is_freed_while_it_is_kept_is_found(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    def release(pool: BlockPool, blocks: list[int]) -> None:
+    def release_blocks(pool: BlockPool, blocks: list[int]) -> None:
         RELEASE(pool, blocks)
         pool._free_blocks += [block for block in blocks if block in pool._idle_blocks]
 
-    monkeypatch.setattr(BlockPool, "release", release)
+    monkeypatch.setattr(BlockPool, "release_blocks", release_blocks)
     assert differs(load(draft="lookup", cache_memory=0.14), load(draft="none", cache_memory=0))
 
 

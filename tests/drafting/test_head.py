@@ -257,7 +257,7 @@ def test_entries_outlast_a_pause(headed: ovspec.LanguageModel) -> None:
 def test_no_text_finds_entries_without_features(headed: ovspec.LanguageModel) -> None:
     lm, text = headed, Sequence(range(1, 50))
     assert lm.draft
-    tensors = BlockTensors(lm.draft.ir, most_tokens=1000)
+    tensors = BlockTensors(lm.draft.ir, max_cached_tokens=1000)
     target, entries = lm.target.make_decoder(), PagedDecoder(lm.draft.ir, rule=lm.draft.rule, tensors=tensors)
     head = HeadDecoder(entries, target)
     target.feed([text.tokens[:9]], [0])

@@ -343,7 +343,7 @@ def test_cancelled_rows_leave(engine: EngineThread) -> None:
     while not jobs[0].job.started:
         time.sleep(0.005)
     for each in jobs[:5]:
-        engine.cancel(each.job)
+        engine.cancel_job(each.job)
     assert jobs[5].result() == [lm_of(engine).generate(PROMPTS[5], max_tokens=150, ignore_eos=True).token_ids]
     assert all(row.finish_reason == "cancelled" for each in jobs[:5] for row in each.rows)
     assert engine.running_count == engine.waiting_count == 0

@@ -115,8 +115,8 @@ def test_only_ids_lengths_and_logits_cross(monkeypatch: pytest.MonkeyPatch) -> N
         raise AssertionError("blocks crossed")
 
     monkeypatch.setattr(InferenceRequest, "infer", noting)
-    monkeypatch.setattr(DeviceBlockArray, "read_blocks", refused)
-    monkeypatch.setattr(DeviceBlockArray, "write_blocks", refused)
+    monkeypatch.setattr(DeviceBlockArray, "read_bits", refused)
+    monkeypatch.setattr(DeviceBlockArray, "write_bits", refused)
     texts = lm.samples(PROMPT * 3, n=3, max_tokens=N, lookahead=3, temperature=1.0, seed=1)
     assert sum(text.stats.accepted for text in texts)
     width = lm.target.ir.logits_width
