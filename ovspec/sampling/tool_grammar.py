@@ -60,7 +60,7 @@ def write_tools_grammar(source: JsonObject, label: str) -> tuple[str, str]:
         if UNIQUE_ITEMS_KEY in other:
             item_tracks.append(other[UNIQUE_ITEMS_KEY])
     text_parameters = {name: schema.text_parameters for name, schema in schemas.items() if schema.text_parameters}
-    grammar = {"grammars": grammars, TOKEN_NAMES_KEY: token_names, TEXT_PARAMETERS_KEY: text_parameters}
+    grammar: JsonObject = {"grammars": grammars, TOKEN_NAMES_KEY: token_names, TEXT_PARAMETERS_KEY: text_parameters}
     if item_tracks:
         grammar[UNIQUE_ITEMS_KEY] = merge_item_tracks(item_tracks)
     warnings = (f"{name}: {schema.warning}" for name, schema in schemas.items() if schema.warning)
