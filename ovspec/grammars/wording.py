@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-# (pattern in llguidance's error, what to report instead); the first match counts.
+# (pattern in llguidance's error, the words to report instead); the first match counts.
 ERROR_WORDINGS = (
     (r"regex(?:p)? parse error:.*error: (.*)", r"the regular expression is wrong: \1"),
     (r"^lookarounds not supported.*regex (/.*/)", r"anchors and \\b aren't supported inside the expression \1"),

@@ -61,7 +61,7 @@ def read_strings(schema: JsonObject) -> Strings | None:
 def item_schemas(
     schema: JsonObject, pointer: str, old_dialect: bool
 ) -> tuple[list[tuple[JsonValue, str]], tuple[JsonValue, str]]:
-    """Return the schemas of the first items and that of the others, in any draft's notation, with JSON pointers."""
+    """Return the schemas of the first items and of the others, in any draft's notation, with JSON pointers."""
     has_item_list = isinstance(schema.get("items"), list)
     if old_dialect and not has_item_list:
         return [], (schema.get("items", True), f"{pointer}/items")

@@ -109,7 +109,7 @@ def write_text_values(rules: RuleWriter, node: SchemaNode, expressions: Paramete
 def write_text_terminal(
     rules: RuleWriter, strings: Strings, patterns: list[str], expressions: ParameterExpressions
 ) -> str:
-    """Write the terminal of some strings; ``patterns``: those of whole texts."""
+    """Write the terminal of some strings; ``patterns``: expressions of whole texts."""
 
     def quote_values(values: list[str] | tuple[str, ...]) -> str:
         return " | ".join(quote_literal(value + expressions.value_end) for value in values)

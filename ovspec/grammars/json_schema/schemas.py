@@ -1,4 +1,4 @@
-"""Reads JSON schemas: what a value may look like that matches some of them and doesn't match others.
+"""Reads JSON schemas: the shapes of the values that match some schemas and don't match others.
 
 Keywords are negated one by one, so ``not``, ``if`` and overlapping options of ``oneOf`` become alternatives.
 https://json-schema.org/draft/2020-12/json-schema-core and .../json-schema-validation define the keywords.
@@ -254,7 +254,7 @@ class SchemaGraph:
     # ------------------------------------------------------------ shapes
 
     def _intersect(self, one: ValueShape, other: ValueShape) -> ValueShape:
-        """Return what two shapes have in common, without alternatives that no value fits."""
+        """Return the intersection of two shapes, without alternatives that no value fits."""
         return check_alternatives(intersect_shapes(one, other, self._settle_alternative))
 
     def _settle_shape(self, shape: ValueShape) -> ValueShape:
@@ -405,7 +405,7 @@ def read_objects(schema: JsonObject, pointer: str, graph: SchemaGraph) -> Object
 
 
 def make_if_cases(schema: JsonObject, pointer: str, graph: SchemaGraph) -> list[tuple[SchemaNode, SchemaNode]]:
-    """Return (condition, what must match then) for if, then and else."""
+    """Return (condition, consequence) for if, then and else."""
     condition = graph.make_node(schema["if"], f"{pointer}/if")
     then_node = graph.make_node(schema.get("then", True), f"{pointer}/then")
     else_node = graph.make_node(schema.get("else", True), f"{pointer}/else")

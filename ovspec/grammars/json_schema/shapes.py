@@ -1,4 +1,4 @@
-"""Sets of JSON values: alternatives for each JSON type, and what two of them have in common."""
+"""Sets of JSON values: alternatives for each JSON type, and their intersections."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def join_nodes(*nodes: SchemaNode) -> SchemaNode:
 
 
 def intersect_alternatives(one: Alternative, other: Alternative) -> Alternative | None:
-    """Return what two alternatives of one type have in common; None if that is nothing."""
+    """Return the intersection of two alternatives of one type; None if it is empty."""
     if one == other:
         return one
     match one, other:
@@ -229,7 +229,7 @@ def intersect_shapes(
     other: ValueShape,
     settle: Callable[[Alternative | None], Alternative | None] = lambda alternative: alternative,
 ) -> ValueShape:
-    """Return what two shapes have in common; ``settle`` may drop or change an alternative."""
+    """Return the intersection of two shapes; ``settle`` may drop or change an alternative."""
     by_type: dict[str, tuple[Alternative, ...]] = {}
     for json_type, alternatives in one.by_type.items():
         pairs = ((a, b) for a in alternatives for b in other.by_type.get(json_type, ()))

@@ -43,7 +43,7 @@ class JsonStyle:
 
 @dataclass
 class RuleWriter:
-    """Writes rules and terminals; those of equal content are written once.
+    """Writes rules and terminals, each content once.
 
     ``are_disjoint_patterns``: returns whether no string has both patterns. ``allows_repeats``: whether the grammar
     allows arrays to repeat items that must differ, see ``item_tracks``. ``pending_nodes``: nodes whose rules have names
