@@ -1,7 +1,7 @@
 """Make a model of real size that generates what a small one generates, to measure speed with.
 
     python scripts/train/bench_pair.py OUT [--size 1b|moe] [--vocab 32000] [--weight-format F]
-    python scripts/train/bench_pair.py OUT --of CHECKPOINT [--head HEAD] [--repeat 4] [--mlp UNITS]
+    python scripts/train/bench_pair.py OUT --of CHECKPOINT [--head HEAD]
 
 There are no weights of real size in the repository, so small models are widened without changing their function: the
 demo pair, or with --of another Llama checkpoint, such as SmolLM2-135M-Instruct, whose text is a real model's:
@@ -257,10 +257,10 @@ def mlp_copies(shape: Shape, config: dict[str, Any]) -> int:
     return 2 ** int(math.log2(shape.mlp // config["intermediate_size"]))
 
 
-def shape_of(source: Path, repeat: int, mlp: int | None) -> Shape:
-    """Return the shape of a widened checkpoint with all its layers; ``mlp``: None takes twice its MLP units."""
+def shape_of(source: Path) -> Shape:
+    """Return the shape of a widened checkpoint with all its layers, four times as wide and with twice the MLP units."""
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    return Shape(repeat, mlp or 2 * config["intermediate_size"], config["num_hidden_layers"])
+    return Shape(4, 2 * config["intermediate_size"], config["num_hidden_layers"])
 
 
 def make_checkpoint(source: Path, folder: Path, shape: Shape, vocab: int) -> int:
@@ -320,17 +320,15 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="1b", help="of the demo pair's widened models")
     parser.add_argument("--of", type=Path, metavar="CHECKPOINT", help="widen this Llama checkpoint, without a draft")
     parser.add_argument("--head", type=Path, metavar="HEAD", help="with --of: widen this checkpoint of its head, too")
-    parser.add_argument("--repeat", type=int, help="with --of: copies of a hidden unit, a power of two  [default: 4]")
-    parser.add_argument("--mlp", type=int, help="with --of: MLP units of a layer  [default: twice the checkpoint's]")
     parser.add_argument("--vocab", type=int, default=32000, help="number of ids, unless the checkpoint has more")
     parser.add_argument("--weight-format", nargs="+", default=["int8"], help="as in 'ovspec export'")
     args = parser.parse_args()
-    if not args.of and (args.head or args.repeat or args.mlp):
-        parser.error("--head, --repeat and --mlp need --of")
+    if args.head and not args.of:
+        parser.error("--head needs --of")
     checkpoints = args.out / "hf"
     target, draft = checkpoints / "target", checkpoints / "draft"
     if args.of:
-        shape = shape_of(args.of, args.repeat or 4, args.mlp)
+        shape = shape_of(args.of)
         make_and_check(args.of, target, shape, args.vocab)
         if args.head:
             config = json.loads((args.of / "config.json").read_text(encoding="utf-8"))

@@ -8,7 +8,6 @@ other engines convert it, 'ovspec distill --draft' goes on from it, and 'bench_p
 
 from __future__ import annotations
 
-import argparse
 import re
 import shutil
 import sys
@@ -59,15 +58,12 @@ def write_checkpoint(head: Path, output: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("head", type=Path)
-    parser.add_argument("output", type=Path)
-    args = parser.parse_args()
+    if len(sys.argv) != 3:
+        sys.exit(__doc__)
     try:
-        write_checkpoint(args.head, args.output)
+        write_checkpoint(Path(sys.argv[1]), Path(sys.argv[2]))
     except (OvspecError, OSError) as error:
         sys.exit(f"Error: {error}")
-    print(args.output)
 
 
 if __name__ == "__main__":

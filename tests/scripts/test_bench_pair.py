@@ -71,7 +71,7 @@ def small_llama(folder: Path, **config: Any) -> None:
 def test_any_llama_can_be_widened(tmp_path: Path, tied: bool) -> None:
     """Like SmolLM2's: in f32, four times as wide but with twice the MLP units, and with its own vocabulary."""
     small_llama(tmp_path / "small", tie_word_embeddings=tied)
-    shape = shape_of(tmp_path / "small", 4, None)
+    shape = shape_of(tmp_path / "small")
     assert shape == Shape(4, 160, 2)
     make_checkpoint(tmp_path / "small", tmp_path / "wide", shape, 1000)
     assert check(tmp_path / "small", tmp_path / "wide") < 1e-4

@@ -8,8 +8,8 @@ unused ids.
 
 from __future__ import annotations
 
-import argparse
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -113,12 +113,9 @@ def finish(writer: Any, out: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("out", type=Path)
-    args = parser.parse_args()
-    write(args.checkpoint, args.out)
-    print(f"{args.out}: {args.out.stat().st_size / 1e6:,.0f} MB")
+    if len(sys.argv) != 3:
+        sys.exit(__doc__)
+    write(Path(sys.argv[1]), Path(sys.argv[2]))
 
 
 if __name__ == "__main__":
