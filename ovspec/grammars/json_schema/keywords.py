@@ -51,7 +51,7 @@ def read_strings(schema: JsonObject) -> Strings | None:
     min_size, max_size = schema.get("minLength", 0), schema.get("maxLength", inf)
     if min_size > max_size:
         return None
-    formats = frozenset({schema.get("format")}).intersection(ENFORCED_FORMATS)
+    formats = frozenset(name for name in ENFORCED_FORMATS if name == schema.get("format"))
     if "pattern" not in schema:
         return Strings(min_size, max_size, formats=formats)
     present, absent = map(frozenset, split_lookaheads(schema["pattern"]))
