@@ -83,11 +83,11 @@ def convert_source(
     arguments = ["--model", str(source.folder), "--task", "text-generation-with-past"]
     runs_code = source.runs_code(trust_remote_code)
     arguments += [*compression.optimum_arguments(), *["--trust-remote-code"] * runs_code]
-    first_format = arguments[arguments.index("--weight-format") + 1]
+    optimum_format = arguments[arguments.index("--weight-format") + 1]
     groups = ""
-    if first_format == "int4" and (compression.group_size or 0) > 0:
+    if optimum_format == "int4" and (compression.group_size or 0) > 0:
         groups = f" in groups of {compression.group_size}"
-    heading = f"{source.name}: converting {format_size(source.size_in_bytes)} to {first_format}{groups}"
+    heading = f"{source.name}: converting {format_size(source.size_in_bytes)} to {optimum_format}{groups}"
     with show_step(heading, keep=True) as converting:
         run_job(
             "export_with_optimum",

@@ -64,17 +64,19 @@ def extract_text_model(source: Source, folder: Path) -> Source:
 
 def build_text_config(source: Source, tensor_names: set[str]) -> JsonObject:
     """Return the config of the text model, which has tensors of these names."""
-    outer = source.config
-    inner = source.text_config or {}
-    model_class = TEXT_MODEL_CLASSES[outer["model_type"]][source.model_type]
+    outer_config = source.config
+    text_config = source.text_config or {}
+    model_class = TEXT_MODEL_CLASSES[outer_config["model_type"]][source.model_type]
     if source.text_only:
-        inner = source.text_only.config_defaults | {name: entry for name, entry in inner.items() if entry is not None}
-        inner = merge_rope_config(inner) | {"model_type": source.model_type}
-    config = {name: outer[name] for name in SHARED_ENTRIES if name in outer}
-    config |= {name: entry for name, entry in inner.items() if entry is not None}
+        text_config = source.text_only.config_defaults | {
+            name: entry for name, entry in text_config.items() if entry is not None
+        }
+        text_config = merge_rope_config(text_config) | {"model_type": source.model_type}
+    config = {name: outer_config[name] for name in SHARED_ENTRIES if name in outer_config}
+    config |= {name: entry for name, entry in text_config.items() if entry is not None}
     config["architectures"] = [model_class]
     key = "tie_word_embeddings"
-    tied_entries = [entries[key] for entries in (outer, inner) if entries.get(key) is not None]
+    tied_entries = [entries[key] for entries in (outer_config, text_config) if entries.get(key) is not None]
     if tied_entries:  # transformers 5 reads the outer config's, transformers 4 the inner one's
         config[key] = True in tied_entries if "lm_head.weight" not in tensor_names else tied_entries[0]
     return config
