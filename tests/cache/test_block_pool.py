@@ -213,9 +213,9 @@ class ByBlock(BlockPool):
     def release_blocks(self, blocks: list[int]) -> None:
         super().release_blocks(blocks[::-1])
 
-    def _drop(self, block: int) -> None:
+    def _free_idle_block(self, block: int) -> None:
         for follower in list(self._kept_nodes[block].children):
-            self._drop(follower.block)
+            self._free_idle_block(follower.block)
         super()._free_idle_block(block)
 
 
