@@ -134,7 +134,7 @@ class PromptEncoder:
     def answer_end_ids(self) -> list[int]:
         """The id that a chat template in place of the model's writes after an answer, if it is one token."""
         end_text = find_answer_end(self.chat_format.template)
-        added_tokens = self.tokenizer.added
+        added_tokens = self.tokenizer.added_tokens
         end_tokens = [token for token in added_tokens if end_text.startswith(token)]
         return [added_tokens[max(end_tokens, key=len)]] if end_tokens else []
 
@@ -152,7 +152,7 @@ class PromptEncoder:
             params.allowed_calls.names or tuple(tool["function"]["name"] for tool in params.tools),
             "thinking" if begins_thinking else "start",
             not (params.allowed_calls.required or params.grammar_option),
-            self.tokenizer.added,
+            self.tokenizer.added_tokens,
         )
 
 

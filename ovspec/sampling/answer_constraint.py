@@ -224,7 +224,7 @@ class AnswerConstraint(Constraint):
     def _thinking_start_ids(self, state: ReadingState) -> list[int]:
         """Return the ids that may begin thinking, or go on with its tag, where the grammar doesn't."""
         ids: list[int] = []
-        begun_tag = state.held.lstrip(WHITESPACE)
+        begun_tag = state.pending.lstrip(WHITESPACE)
         for tag in self._tags:
             if (
                 self._covers_text
@@ -244,7 +244,7 @@ class AnswerConstraint(Constraint):
         """Return whether ``token`` ends a tag of thinking, or goes on with it."""
         after = self._follow_token(state, token)[0]
         return after.phase == "thinking" or (
-            after.phase == state.phase and tag.text.startswith(after.held.lstrip(WHITESPACE))
+            after.phase == state.phase and tag.text.startswith(after.pending.lstrip(WHITESPACE))
         )
 
     # ------------------------------------------------------------ free text
@@ -279,7 +279,7 @@ class AnswerConstraint(Constraint):
                 continue
             for length in range(len(tag.text)):
                 text, mark = split_at_mark(tag.text[length:])
-                if not state.held.endswith(tag.text[:length]) or (mark and text):
+                if not state.pending.endswith(tag.text[:length]) or (mark and text):
                     continue
                 if mark:
                     yield self._id_of_mark[mark]

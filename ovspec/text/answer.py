@@ -32,6 +32,10 @@ class Tag:
     from_phases: tuple[Phase, ...]
     next_phase: Phase
 
+    def text_behind(self, text: str, start: int) -> str:
+        """Return the rest of ``text`` after this tag, which begins at ``start``; a tag of calls belongs to the rest."""
+        return text[start:] if self.next_phase == "calls" else text[start + len(self.text) :]
+
 
 @dataclass(frozen=True)
 class ThinkingFormat:
@@ -84,19 +88,18 @@ THINKING_FORMATS = (
 
 def detect_thinking_format(source: str) -> ThinkingFormat | None:
     """Return the tags of thinking in a chat template."""
-    return next(
-        (each for each in THINKING_FORMATS if each.close in source and each.open in source.replace("\\n", "\n")), None
-    )
+    unescaped = source.replace("\\n", "\n")
+    return next((tags for tags in THINKING_FORMATS if tags.close in source and tags.open in unescaped), None)
 
 
 # ---------------------------------------------------------------- phases
 
 
 class ReadingState(NamedTuple):
-    """Where an answer is. ``held``: text at its end that may be the beginning of a tag, or white space before one."""
+    """Where an answer is. ``pending``: its last text, which may begin a tag or be white space before one."""
 
     phase: Phase = "start"
-    held: str = ""
+    pending: str = ""
 
 
 def split_by_phase(tags: Sequence[Tag], state: ReadingState, text: str) -> tuple[ReadingState, list[tuple[Phase, str]]]:
@@ -104,41 +107,48 @@ def split_by_phase(tags: Sequence[Tag], state: ReadingState, text: str) -> tuple
 
     White space around tags is gone.
     """
-    phase, held, found = state.phase, state.held + text, list[tuple[Phase, str]]()
-    while held and phase != "calls":
+    phase = state.phase
+    pending = state.pending + text
+    parts: list[tuple[Phase, str]] = []
+    while pending and phase != "calls":
         usable = [tag for tag in tags if phase in tag.from_phases]
         if phase in ("start", "after"):
-            fits = any(tag.text.startswith(held) or held.startswith(tag.text) for tag in usable)
-            begun = held if fits else held.lstrip(WHITESPACE)  # some tags begin with white space themselves
-            fitting = [tag for tag in usable if begun.startswith(tag.text)]
-            if tag := max(fitting, key=lambda tag: len(tag.text), default=None):
-                held, phase = begun if tag.next_phase == "calls" else begun[len(tag.text) :], tag.next_phase
+            begun = pending
+            if not any(tag.text.startswith(pending) or pending.startswith(tag.text) for tag in usable):
+                begun = pending.lstrip(WHITESPACE)  # only here: some tags begin with white space themselves
+            matching = [tag for tag in usable if begun.startswith(tag.text)]
+            if tag := max(matching, key=lambda tag: len(tag.text), default=None):
+                pending = tag.text_behind(begun, 0)
+                phase = tag.next_phase
             elif not begun or any(tag.text.startswith(begun) for tag in usable):
                 break
             else:
-                held, phase = held if phase == "start" else begun, "text"
+                pending = pending if phase == "start" else begun
+                phase = "text"
             continue
-        places = [(at, -len(tag.text), tag) for tag in usable if (at := held.find(tag.text)) >= 0]
-        if places:
-            at, _, tag = min(places, key=lambda place: place[:2])
-            found.append((phase, held[:at].rstrip(WHITESPACE)))
-            held, phase = held[at if tag.next_phase == "calls" else at + len(tag.text) :], tag.next_phase
+        matches = [(start, -len(tag.text), tag) for tag in usable if (start := pending.find(tag.text)) >= 0]
+        if matches:
+            start, _, tag = min(matches, key=lambda match: match[:2])
+            parts.append((phase, pending[:start].rstrip(WHITESPACE)))
+            pending = tag.text_behind(pending, start)
+            phase = tag.next_phase
             continue
-        end = find_unfinished_tag(held, usable)
-        found.append((phase, held[:end]))
-        held = held[end:]
+        end = find_unfinished_tag(pending, usable)
+        parts.append((phase, pending[:end]))
+        pending = pending[end:]
         break
     if phase == "calls":
-        found.append((phase, held))
-        held = ""
-    return ReadingState(phase, held), [(each, part) for each, part in found if part and each != "between"]
+        parts.append((phase, pending))
+        pending = ""
+    known = [(part_phase, part) for part_phase, part in parts if part and part_phase != "between"]
+    return ReadingState(phase, pending), known
 
 
 def find_unfinished_tag(text: str, tags: Collection[Tag]) -> int:
     """Return where the end of ``text`` begins that may turn out to be a tag with white space before it."""
-    return (
-        len(text[: min(find_unfinished_end(text, tag.text) for tag in tags)].rstrip(WHITESPACE)) if tags else len(text)
-    )
+    if not tags:
+        return len(text)
+    return len(text[: min(find_unfinished_end(text, tag.text) for tag in tags)].rstrip(WHITESPACE))
 
 
 # ---------------------------------------------------------------- a model's answers
@@ -153,7 +163,7 @@ class AnswerFormat:
     names: the tools whose calls are looked for.
     begins: the phase in which an answer begins.
     anywhere: whether calls may follow text.
-    added: text -> id of the tokens outside of the model's own vocabulary.
+    added_tokens: text -> id of the tokens outside of the model's own vocabulary.
     """
 
     tools: ToolFormat | None = None
@@ -161,14 +171,17 @@ class AnswerFormat:
     names: tuple[str, ...] = ()
     begins: Phase = "start"
     anywhere: bool = True
-    added: Mapping[str, int] = field(default_factory=dict)
+    added_tokens: Mapping[str, int] = field(default_factory=dict)
 
     @functools.cached_property
     def tokens(self) -> dict[str, int]:
         """The tokens that are tags or parts of them: text -> id."""
-        texts = [] if not self.thinking else [self.thinking.header, *(tag.text for tag in self.thinking.tags)]
-        texts += self.tools.texts() if self.tools else ()
-        return {name: token for name, token in self.added.items() if any(name in text for text in texts)}
+        texts: list[str] = []
+        if self.thinking:
+            texts += [self.thinking.header, *(tag.text for tag in self.thinking.tags)]
+        if self.tools:
+            texts += self.tools.texts()
+        return {name: token for name, token in self.added_tokens.items() if any(name in text for text in texts)}
 
     @functools.cached_property
     def marks(self) -> dict[int, str]:
@@ -182,8 +195,9 @@ class AnswerFormat:
         if not self.anywhere:  # what isn't free has thinking only before it
             tags = [Tag(tag.text, ("start",), tag.next_phase) if tag.next_phase == "thinking" else tag for tag in tags]
         if self.tools:
-            anywhere = self.anywhere and self.tools.anywhere
-            from_phases: tuple[Phase, ...] = ("start", "after", "between", *(("text",) if anywhere else ()))
+            from_phases: tuple[Phase, ...] = ("start", "after", "between")
+            if self.anywhere and self.tools.anywhere:
+                from_phases += ("text",)
             for trigger in self.tools.triggers:
                 for name in self.names if "{NAME}" in trigger else ("",):
                     tags.append(Tag(trigger.replace("{NAME}", name), from_phases, "calls"))
@@ -198,7 +212,9 @@ class AnswerFormat:
     def spell_marks(self, text: str) -> str:
         """Return ``text`` with tokens spelt out."""
         names = {self.marks[token]: name for name, token in self.tokens.items()}
-        return "".join(names.get(each, each) for each in text) if any(map(is_mark, text)) else text
+        if not any(map(is_mark, text)):
+            return text
+        return "".join(names.get(character, character) for character in text)
 
 
 def is_mark(character: str) -> bool:
@@ -242,7 +258,10 @@ class AnswerReader:
     def __init__(
         self, format: AnswerFormat, strings: Mapping[str, Collection[str]] | None = None, key: bytes = b""
     ) -> None:
-        self._format, self._tags, self._state, self._key = format, format.tags, ReadingState(format.begins), key
+        self._format = format
+        self._tags = format.tags
+        self._state = ReadingState(format.begins)
+        self._key = key
         self._thought = False  # whether thinking has begun: white space before it is gone
         self._calls = CallReader(format, strings or {}) if format.tools else None
         self.calls: list[ToolCall] = []  # whole ones, or cut off where the text was
@@ -252,18 +271,18 @@ class AnswerReader:
         return self._state.phase
 
     def push(self, text: str, said: AnswerContent) -> None:
-        """Add to ``said`` what ``text`` says."""
+        """Add the content of ``text`` to ``said``."""
         self._state, parts = split_by_phase(self._tags, self._state, text)
         self._add_parts(parts, said)
 
     def flush(self, said: AnswerContent) -> None:
-        """Add to ``said`` what was held back at the end of the answer, because a tag might have come."""
-        phase, held = self._state
+        """Add the pending text at the end of the answer, where a tag might have come, to ``said``."""
+        phase, pending = self._state
         self._state = ReadingState(phase)
         if phase == "thinking":
-            self._add_parts([(phase, held.rstrip(WHITESPACE))], said)
+            self._add_parts([(phase, pending.rstrip(WHITESPACE))], said)
         elif phase in ("start", "text"):
-            self._add_parts([("text", held)], said)
+            self._add_parts([("text", pending)], said)
 
     def _add_parts(self, parts: list[tuple[Phase, str]], said: AnswerContent) -> None:
         for phase, part in parts:
@@ -297,12 +316,14 @@ class CallReader:
         layout = format.tools
         assert layout
         patterns = {"NAME": TOOL_NAME, **SLOT_PATTERNS}
-        heads = (itertools.takewhile("ARGUMENTS".__ne__, way) for way in layout.calls)
+        heads = (itertools.takewhile("ARGUMENTS".__ne__, call) for call in layout.calls)
         texts = ["".join(patterns.get(part) or re.escape(format.mark_tokens(part)) for part in head) for head in heads]
         self._heads = [re.compile(text) for text in texts]
-        self._around = layout.parameters and tuple(map(format.mark_tokens, layout.parameters))
-        self._strings, self._plain = strings, format.spell_marks
-        self._rest, self._parts = "", list[ToolCall]()  # what isn't read yet; what has been since the last piece
+        self._parameter_tags = layout.parameters and tuple(map(format.mark_tokens, layout.parameters))
+        self._strings = strings
+        self._spell_marks = format.spell_marks
+        self._rest = ""  # not read yet
+        self._parts: list[ToolCall] = []  # read since the last piece
         self._steps = self._read_calls()
         next(self._steps)
 
@@ -310,55 +331,58 @@ class CallReader:
         """Add ``text``; return the parts of calls that it has brought."""
         self._rest += text
         next(self._steps)
-        parts, self._parts = self._parts, []
+        parts = self._parts
+        self._parts = []
         return parts
 
     def _read_calls(self) -> Generator[None]:
         """Read as far as the text goes, wait for more, and go on."""
         for index in itertools.count():
-            while not (heads := [found for head in self._heads if (found := head.search(self._rest))]):
+            while not (matches := [match for head in self._heads if (match := head.search(self._rest))]):
                 yield
-            head = min(heads, key=lambda found: found.start())
+            head = min(matches, key=lambda match: match.start())
             self._rest = self._rest[head.end() :]
             self._parts.append(ToolCall(index, head["name"]))
-            if self._around:
-                yield from self._read_parameters(index, self._strings.get(head["name"], ()), *self._around)
+            if self._parameter_tags:
+                yield from self._read_parameters(index, self._strings.get(head["name"], ()), *self._parameter_tags)
             else:
                 yield from self._read_json_arguments(index)
 
     def _read_json_arguments(self, index: int, close: str = "") -> Generator[None]:
         """Read a JSON object; or, if given, any JSON up to ``close``, and go past that."""
-        depth, quoted, escaped = 0, False, False
+        depth = 0
+        quoted = False
+        escaped = False
         while True:
-            at = 0
-            for at, character in enumerate(self._rest):
+            position = 0
+            for position, character in enumerate(self._rest):
                 if quoted:
                     quoted, escaped = escaped or character != '"', character == "\\" and not escaped
                 elif character == '"':
                     quoted = True
                 elif close:
-                    if self._rest.startswith(close, at):
-                        self._emit_arguments(index, self._consume(at))
+                    if self._rest.startswith(close, position):
+                        self._emit_arguments(index, self._consume(position))
                         self._consume(len(close))
                         return
-                    if close.startswith(self._rest[at:]):
+                    if close.startswith(self._rest[position:]):
                         break
                 elif character in "{[":
                     depth += 1
                 elif character in "}]":
                     depth -= 1
                     if not depth:
-                        self._emit_arguments(index, self._consume(at + 1))
+                        self._emit_arguments(index, self._consume(position + 1))
                         return
             else:
-                at = len(self._rest)
-            self._emit_arguments(index, self._consume(at))
+                position = len(self._rest)
+            self._emit_arguments(index, self._consume(position))
             yield
 
     def _read_parameters(
         self, index: int, strings: Collection[str], open: str, middle: str, close: str
     ) -> Generator[None]:
-        """Read parameters, and tell them as a JSON object."""
+        """Read parameters, and emit them as a JSON object."""
         separator = "{"
         while True:
             while open.startswith(self._rest):  # all of it, or the beginning, or nothing yet
@@ -376,27 +400,28 @@ class CallReader:
                 yield from self._read_json_arguments(index, close)
                 continue
             self._emit_arguments(index, '"')
-            while (at := self._rest.find(close)) < 0:
+            while (end := self._rest.find(close)) < 0:
                 self._emit_arguments(index, escape_json_text(self._consume(find_unfinished_end(self._rest, close))))
                 yield
-            self._emit_arguments(index, escape_json_text(self._consume(at)) + '"')
+            self._emit_arguments(index, escape_json_text(self._consume(end)) + '"')
             self._consume(len(close))
 
     def _read_until(self, end: str) -> Generator[None, None, str]:
         """Return the text before ``end``, and go past it."""
-        while (at := self._rest.find(end)) < 0:
+        while (position := self._rest.find(end)) < 0:
             yield
-        text = self._consume(at)
+        text = self._consume(position)
         self._consume(len(end))
         return text
 
     def _consume(self, count: int) -> str:
-        taken, self._rest = self._rest[:count], self._rest[count:]
-        return taken
+        consumed = self._rest[:count]
+        self._rest = self._rest[count:]
+        return consumed
 
     def _emit_arguments(self, index: int, arguments: str) -> None:
         if arguments:
-            self._parts.append(ToolCall(index, None, self._plain(arguments)))
+            self._parts.append(ToolCall(index, None, self._spell_marks(arguments)))
 
 
 def escape_json_text(text: str) -> str:
@@ -406,7 +431,7 @@ def escape_json_text(text: str) -> str:
 
 def find_unfinished_end(text: str, end: str) -> int:
     """Return where the end of ``text`` begins that may turn out to be ``end``."""
-    for at in range(max(0, len(text) - len(end) + 1), len(text)):
-        if end.startswith(text[at:]):
-            return at
+    for position in range(max(0, len(text) - len(end) + 1), len(text)):
+        if end.startswith(text[position:]):
+            return position
     return len(text)

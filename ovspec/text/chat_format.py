@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ovspec.base.errors import PromptError
+from ovspec.base.json_types import JsonObject, JsonValue
 from ovspec.base.surrogates import replace_half_surrogates
 from ovspec.text.answer import detect_thinking_format
 from ovspec.text.chat_template import ChatTemplate, Message, TemplateError
@@ -29,7 +30,7 @@ from ovspec.text.tool_formats.layout import (
 
 # A chat with a tool and two calls of it, whose rendering shows the format.
 PROBE, PROBE_SYSTEM = "probe", "You probe."
-PROBE_CALLS: list[tuple[str, dict[str, Any]]] = [(PROBE, {"key": "value", "count": 1}), (PROBE, {})]
+PROBE_CALLS: list[tuple[str, JsonObject]] = [(PROBE, {"key": "value", "count": 1}), (PROBE, {})]
 PROBE_TOOL = {
     "type": "function",
     "function": {
@@ -81,30 +82,30 @@ class CallStyle:
 
     def apply(self, messages: list[Message]) -> list[Message]:
         """Return messages, in which arguments are objects or can't be read, in this style."""
-        made = list[Message]()
+        styled: list[Message] = []
         for message in messages:
             if calls := message.get("tool_calls"):
                 if self.null_content:
                     if text := message["content"]:
-                        made.append({"role": message["role"], "content": text})
+                        styled.append({"role": message["role"], "content": text})
                     message = {**message, "content": None}
                 if self.arguments_as_text:
                     message = {**message, "tool_calls": list(map(write_arguments_as_text, calls))}
-            made.append(message)
-        return made
+            styled.append(message)
+        return styled
 
 
-def write_arguments_as_text(call: dict[str, Any]) -> dict[str, Any]:
+def write_arguments_as_text(call: JsonObject) -> JsonObject:
     """Return a call with its arguments as a JSON text."""
     arguments = call["function"]["arguments"]
     return call if isinstance(arguments, str) else replace_arguments(call, json.dumps(arguments, ensure_ascii=False))
 
 
-def replace_arguments(call: dict[str, Any], arguments: Any) -> dict[str, Any]:
+def replace_arguments(call: JsonObject, arguments: JsonValue) -> JsonObject:
     return {**call, "function": {**call["function"], "arguments": arguments}}
 
 
-def has_unparsed_arguments(call: dict[str, Any]) -> bool:
+def has_unparsed_arguments(call: JsonObject) -> bool:
     """Return whether the arguments of a call are a text that is no object."""
     return isinstance(call["function"]["arguments"], str)
 
@@ -116,11 +117,9 @@ class ChatFormat:
     """How a model's chats are written; ``tool_format`` is the name of its tool format, if it isn't to be found."""
 
     def __init__(self, template: ChatTemplate, tool_format: str | None = None) -> None:
-        self.template, self.thinking, self._tool_format_name = (
-            template,
-            detect_thinking_format(template.source),
-            tool_format,
-        )
+        self.template = template
+        self.thinking = detect_thinking_format(template.source)
+        self._tool_format_name = tool_format
 
     @property
     def tools(self) -> ToolFormat:
@@ -130,8 +129,10 @@ class ChatFormat:
     @functools.cached_property
     def _detected_format(self) -> tuple[ToolFormat, CallStyle]:
         """The tool format, and how the template wants messages with calls."""
-        found, style = detect_tool_format(self.template)
-        return (FORMATS_BY_NAME[self._tool_format_name], style) if self._tool_format_name else (found, style)
+        tool_format, style = detect_tool_format(self.template)
+        if self._tool_format_name:
+            tool_format = FORMATS_BY_NAME[self._tool_format_name]
+        return tool_format, style
 
     @functools.cached_property
     def takes_system(self) -> bool:
@@ -167,9 +168,9 @@ class ChatFormat:
     def render_prompt(
         self,
         messages: list[Message],
-        tools: Sequence[Any] = (),
+        tools: Sequence[JsonObject] = (),
         effort: str | None = None,
-        variables: Mapping[str, Any] | None = None,
+        variables: Mapping[str, JsonValue] | None = None,
         open: bool = True,
     ) -> str:
         """Return the prompt for ``messages``.
@@ -185,18 +186,18 @@ class ChatFormat:
             OvspecError: the template can't render them.
             PromptError: a message isn't one.
         """
-        if others := [each for each in messages if not isinstance(each, Mapping)]:
-            raise PromptError(f"A chat has {others[0]!r:.60}; append messages, such as the `message` of a result.")
+        if invalid := [message for message in messages if not isinstance(message, Mapping)]:
+            raise PromptError(f"A chat has {invalid[0]!r:.60}; append messages, such as the `message` of a result.")
         if open and find_begun_answer(messages) is not None:
             return self._render_continuation(messages, tools, effort, variables)
         if open and messages and only_thinks(messages[-1]) and not self._opens_after_thinking:
             return self.render_prompt(messages[:-1], tools, effort, variables)
-        messages = [self._join_parts(each) if isinstance(each.get("content"), list) else each for each in messages]
-        given = dict(variables or {})
+        messages = list(map(self._join_parts, messages))
+        template_variables = dict(variables or {})
         if effort is not None:
-            given = self._effort_variables(effort) | given
+            template_variables = self._effort_variables(effort) | template_variables
         if not tools and not any(message.get("tool_calls") or message.get("role") == "tool" for message in messages):
-            return self._render_messages(messages, given, open)
+            return self._render_messages(messages, template_variables, open)
         format, style = self._detected_format
         messages = add_names_and_ids(order_results(list(map(normalize_message, messages))), format.id_length)
         calls = [call for message in messages for call in message.get("tool_calls", ())]
@@ -204,26 +205,26 @@ class ChatFormat:
             messages = list(map(wrap_unparsed_arguments, messages))
         messages = style.apply(format.history(messages))
         if tools and format.native and format.tools_variable in self.template.variables:
-            given[format.tools_variable] = list(tools)
+            template_variables[format.tools_variable] = list(tools)
             try:
-                return self._render_messages(messages, given, open)
+                return self._render_messages(messages, template_variables, open)
             except TemplateError:
-                given[format.tools_variable] = [*map(add_missing_fields, tools)]
+                template_variables[format.tools_variable] = [*map(add_missing_fields, tools)]
         elif tools:
             messages = add_to_system(messages, describe_tools(format, tools), self.takes_system)
-        return self._render_messages(messages, given, open)
+        return self._render_messages(messages, template_variables, open)
 
-    def _render_continuation(self, messages: list[Message], *more: Any) -> str:
-        """Return the prompt that ends with the last message; ``more``: other arguments of ``prompt``."""
+    def _render_continuation(self, messages: list[Message], *arguments: Any) -> str:
+        """Return the prompt that ends with the last message; ``arguments``: the others of ``render_prompt``."""
         *before, last = messages
         if not (text := find_begun_answer([last])):
-            return self.render_prompt(before, *more)
+            return self.render_prompt(before, *arguments)
         with contextlib.suppress(TemplateError):
-            whole = self.render_prompt([*before, {**last, "content": text + ANSWER_END_MARK}], *more, open=False)
+            whole = self.render_prompt([*before, {**last, "content": text + ANSWER_END_MARK}], *arguments, open=False)
             begun, mark, _ = whole.rpartition(ANSWER_END_MARK)
             if mark:  # what the template writes before an answer's text, such as a header
                 return begun
-        opened = self.render_prompt(before, *more)
+        opened = self.render_prompt(before, *arguments)
         if self.thinking and opened.rstrip().endswith(self.thinking.open.rstrip()):
             opened += f"{self.thinking.close}\n\n"
         return opened + text
@@ -232,24 +233,28 @@ class ChatFormat:
     def _takes_parts(self) -> frozenset[str]:
         """The roles in whose messages the template renders all text parts, and a single one like a string."""
 
-        def shown(role: str, content: Any) -> str:
+        def render_content(role: str, content: JsonValue) -> str:
             question = {"role": "user", "content": "?"}
             chat = [question, {"role": role, "content": content}, question]
             return render_or_empty(self.template, {"system": chat[1:], "user": chat[1:2]}.get(role, chat), tools=False)
 
-        texts, found = [part["text"] for part in PROBE_PARTS], set[str]()
+        texts = [part["text"] for part in PROBE_PARTS]
+        roles = set[str]()
         for role in ("system", "user", "assistant"):
-            alone, both = shown(role, PROBE_PARTS[:1]), shown(role, PROBE_PARTS)
-            if alone and alone == shown(role, texts[0]) and all(text in both for text in texts):
-                found.add(role)
-        return frozenset(found)
+            single = render_content(role, PROBE_PARTS[:1])
+            both = render_content(role, PROBE_PARTS)
+            if single and single == render_content(role, texts[0]) and all(text in both for text in texts):
+                roles.add(role)
+        return frozenset(roles)
 
     def _join_parts(self, message: Message) -> Message:
         """Return a message with its text parts joined, unless the template takes parts.
 
         Raises PromptError for other parts, which would be lost.
         """
-        content: Any = message["content"]
+        content: JsonValue = message.get("content")
+        if not isinstance(content, list):
+            return message
         native = message.get("role") in self._takes_parts
         others = [part for part in content if not is_text_part(part)]
         if not others and not (native and all(part.get("type") == "text" for part in content)):
@@ -259,28 +264,29 @@ class ChatFormat:
             raise PromptError(f"messages: content of the type {kind!r:.40} can't be read; only text can.")
         return message
 
-    def _render_messages(self, messages: list[Message], variables: Mapping[str, Any], open: bool) -> str:
+    def _render_messages(self, messages: list[Message], variables: Mapping[str, JsonValue], open: bool) -> str:
         """Render messages. Agents send system messages anywhere, and several of a side; not all templates take these.
 
         Raises:
             OvspecError: the template can't render them.
         """
-        first, more = (any(each.get("role") == "system" for each in part) for part in (messages[:1], messages[1:]))
-        plain = all(isinstance(each.get("content") or "", str) for each in messages)
-        if plain and ((first and not self.takes_system) or (more and not self._takes_systems)):
+        is_system = [message.get("role") == "system" for message in messages]
+        plain = all(isinstance(message.get("content") or "", str) for message in messages)
+        refused = (any(is_system[:1]) and not self.takes_system) or (any(is_system[1:]) and not self._takes_systems)
+        if plain and refused:
             messages = join_system_messages(messages, self.takes_system)
         try:
             return self.template.render(messages, open, variables)
         except TemplateError:
-            tried = [messages]
-            for joined in (join_turns, join_users_to_results) if plain else ():
-                tried.append(joined(tried[-1]))
-                if tried[-1] != tried[-2]:
-                    with contextlib.suppress(TemplateError):  # the first error is about what was given
-                        return self.template.render(tried[-1], open, variables)
+            for join in (join_turns, join_users_to_results) if plain else ():
+                joined = join(messages)
+                if joined != messages:
+                    with contextlib.suppress(TemplateError):  # the first error is about the messages as they came
+                        return self.template.render(joined, open, variables)
+                messages = joined
             raise
 
-    def _effort_variables(self, effort: str) -> dict[str, Any]:
+    def _effort_variables(self, effort: str) -> JsonObject:
         """Return the variables that tell the template how much to think."""
         reads = self.template.variables
         if "reasoning_effort" in reads:
@@ -308,32 +314,32 @@ def detect_tool_format(template: ChatTemplate) -> tuple[ToolFormat, CallStyle]:
     return GENERIC, CallStyle()
 
 
-def add_missing_fields(tool: dict[str, Any]) -> dict[str, Any]:
+def add_missing_fields(tool: JsonObject) -> JsonObject:
     """Return a tool with a description and properties, which some templates take for granted."""
     function = {"description": "", **tool["function"]}
     return {**tool, "function": {**function, "parameters": {"properties": {}, **function["parameters"]}}}
 
 
 def render_or_empty(template: ChatTemplate, messages: list[Message], tools: bool = True, open: bool = True) -> str:
-    """Return what a template makes of a chat, with the tool or without ``tools``; "" if it can't."""
+    """Return a template's text of a chat, with the tool for probing unless ``tools`` is false; "" if it fails."""
     try:
         return template.render(messages, open, {"tools": [PROBE_TOOL]} if tools else {}, strict=False)
     except TemplateError:
         return ""
 
 
-def contains_calls(sample: str, format: ToolFormat, parts: list[list[tuple[str, Any]]]) -> bool:
+def contains_calls(sample: str, format: ToolFormat, parts: list[list[tuple[str, JsonValue]]]) -> bool:
     """Return whether each part of the calls is in ``sample`` as ``format`` writes it."""
     ways = range(len(format.calls))
     return any(all(format.write_calls(calls, way) in sample for calls in parts) for way in ways)
 
 
-def is_text_part(part: Any) -> bool:
+def is_text_part(part: JsonValue) -> bool:
     """Return whether a part of a message's content is a text."""
     return isinstance(part, Mapping) and isinstance(part.get("text"), str)
 
 
-def join_text_parts(content: Any) -> Any:
+def join_text_parts(content: JsonValue) -> JsonValue:
     """Return content whose parts are all texts as one text, other content as it is."""
     if isinstance(content, list) and all(map(is_text_part, content)):
         return "\n".join(part["text"] for part in content)
@@ -346,7 +352,9 @@ def normalize_message(message: Message) -> Message:
     Raises:
         PromptError: it isn't such a message.
     """
-    role, content, calls = message.get("role"), join_text_parts(message.get("content")), message.get("tool_calls") or ()
+    role = message.get("role")
+    content = join_text_parts(message.get("content"))
+    calls = message.get("tool_calls") or ()
     if not isinstance(role, str) or not isinstance(content if content is not None or not calls else "", str):
         raise PromptError(
             f"In a chat with tools each message needs a role, and a text as content, not {message!r:.80}."
@@ -357,27 +365,27 @@ def normalize_message(message: Message) -> Message:
     return {**message, "tool_calls": list(map(normalize_call, calls))} if calls else message
 
 
-def normalize_call(call: Any) -> dict[str, Any]:
+def normalize_call(call: JsonValue) -> JsonObject:
     """Return a call with its arguments as an object where they are one; raises PromptError for what isn't a call."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise PromptError(f"messages: {call!r:.80} is no call; append the `message` of a result.")
     if not isinstance(call.get("id", ""), str):
-        told = f"messages: the id of a call of {function['name']:.80} must be a string"
-        raise PromptError(f"{told}; append the `message` of a result.")
+        problem = f"messages: the id of a call of {function['name']:.80} must be a string"
+        raise PromptError(f"{problem}; append the `message` of a result.")
     return replace_arguments(
         {**call, "type": "function", "function": function}, parse_arguments(function.get("arguments"))
     )
 
 
-def parse_arguments(value: Any) -> Any:
+def parse_arguments(value: JsonValue) -> JsonValue:
     """Return arguments as an object, or as a text where they are none: a call that was cut off has such ones."""
-    read = value
+    parsed = value
     with contextlib.suppress(ValueError, RecursionError):
-        while isinstance(read, str):  # some clients quote them twice
-            read = json.loads(replace_half_surrogates(read)) if read.strip() else None
-    if isinstance(read, Mapping) or not read:
-        return dict(read or {})
+        while isinstance(parsed, str):  # some clients quote them twice
+            parsed = json.loads(replace_half_surrogates(parsed)) if parsed.strip() else None
+    if isinstance(parsed, Mapping) or not parsed:
+        return dict(parsed or {})
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
@@ -410,21 +418,25 @@ def only_thinks(message: Message) -> bool:
 
 def order_results(messages: list[Message]) -> list[Message]:
     """Put the results of tools in the order of their calls: most templates don't render to which call they belong."""
-    made, order = list[Message](), dict[str, int]()
-    for results, group in itertools.groupby(messages, lambda message: message["role"] == "tool"):
+    ordered: list[Message] = []
+    places: dict[str, int] = {}  # of the calls, by their ids
+    for are_results, group in itertools.groupby(messages, lambda message: message["role"] == "tool"):
         part = list(group)
-        made += sorted(part, key=lambda each: order.get(each.get("tool_call_id", ""), len(order))) if results else part
-        order = {call.get("id", ""): index for index, call in enumerate(part[-1].get("tool_calls") or ())}
-    return made
+        if are_results:
+            part.sort(key=lambda result: places.get(result.get("tool_call_id", ""), len(places)))
+        ordered += part
+        places = {call.get("id", ""): index for index, call in enumerate(part[-1].get("tool_calls") or ())}
+    return ordered
 
 
 def add_names_and_ids(messages: list[Message], id_length: int | None) -> list[Message]:
     """Give tool results the names of their tools, and calls ids of the length that the template demands."""
-    names, made = dict[str, str](), list[Message]()
+    names: dict[str, str] = {}
+    completed: list[Message] = []
     for message in messages:
         message = dict(message)
         if calls := message.get("tool_calls"):
-            calls = [{"id": f"call_{len(made)}_{index}", **call} for index, call in enumerate(calls)]
+            calls = [{"id": f"call_{len(completed)}_{index}", **call} for index, call in enumerate(calls)]
             names |= {call["id"]: call["function"]["name"] for call in calls}
             message["tool_calls"] = [{**call, "id": shorten_id(call["id"], id_length)} for call in calls]
         if message["role"] == "tool":
@@ -432,5 +444,5 @@ def add_names_and_ids(messages: list[Message], id_length: int | None) -> list[Me
             if name := names.get(id):
                 message = {"name": name, **message}
             message["tool_call_id"] = shorten_id(id, id_length)
-        made.append(message)
-    return made
+        completed.append(message)
+    return completed

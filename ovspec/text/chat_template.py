@@ -79,20 +79,20 @@ class ChatTemplate:
                 or memory.
             OvspecError: a variable can't be set, or messages aren't JSON.
         """
-        given = {"tools": None, "documents": None, **(variables or {})}
-        for name in given.keys() & RESERVED_ARGUMENTS:
+        all_variables = {"tools": None, "documents": None, **(variables or {})}
+        for name in all_variables.keys() & RESERVED_ARGUMENTS:
             raise OvspecError(f"`chat_template_kwargs` can't set {name}, which isn't a variable of templates.")
         for name in ("tools", "documents"):
-            values = [] if given[name] is None else given[name]
-            if not (isinstance(values, (list, tuple)) and all(isinstance(each, Mapping) for each in values)):
+            objects = [] if all_variables[name] is None else all_variables[name]
+            if not (isinstance(objects, (list, tuple)) and all(isinstance(entry, Mapping) for entry in objects)):
                 raise OvspecError(f"{name} for a chat template must be a list of objects.")
-        asked = {
-            "source": self.source if given["tools"] is None else self.source_with_tools or self.source,
-            "variables": {**self.special_tokens, **given, "messages": messages, "add_generation_prompt": open},
-            # An empty list says that there are none.
-            "needed": [name for name in given if strict and (given[name] or name not in ("tools", "documents"))],
+        needed = [name for name in all_variables if all_variables[name] or name not in ("tools", "documents")]
+        request = {
+            "source": self.source if all_variables["tools"] is None else self.source_with_tools or self.source,
+            "variables": {**self.special_tokens, **all_variables, "messages": messages, "add_generation_prompt": open},
+            "needed": needed if strict else [],  # an empty list of tools or documents says that there are none
         }
-        answer = self._ask_renderer(asked)
+        answer = self._ask_renderer(request)
         if "unread" in answer:
             reads = f"it reads {', '.join(answer['reads'])}" if answer["reads"] else "it reads no variables"
             raise TemplateError(f"The model's chat template doesn't read {answer['unread']}; leave it out ({reads}).")
@@ -119,25 +119,25 @@ RENDERER = SandboxPool("ovspec.text.chat_template_worker", "renders chat templat
 def read_chat_templates(folder: Path) -> dict[str, str]:
     """Return the chat templates of an exported folder or a checkpoint, by their names."""
     file = folder / CHAT_TEMPLATE_FILE
-    found = {"default": read_text(file)} if file.is_file() else {}
-    found |= {file.stem: read_text(file) for file in sorted((folder / TEMPLATES_FOLDER).glob("*.jinja"))}
-    return found or read_dataclass(TokenizerConfig, folder / TOKENIZER_CONFIG_FILE).chat_templates
+    templates = {"default": read_text(file)} if file.is_file() else {}
+    templates |= {file.stem: read_text(file) for file in sorted((folder / TEMPLATES_FOLDER).glob("*.jinja"))}
+    return templates or read_dataclass(TokenizerConfig, folder / TOKENIZER_CONFIG_FILE).chat_templates
 
 
-def load_chat_template(folder: Path, given: str | None = None, bos: str = "") -> ChatTemplate:
+def load_chat_template(folder: Path, custom_source: str | None = None, bos: str = "") -> ChatTemplate:
     """Return the chat template of an exported folder; raises OvspecError if it has none.
 
-    given: the source of the one to take instead. bos: what the tokenizer puts before each text.
+    custom_source: the source of a template to use instead. bos: what the tokenizer puts before each text.
     """
-    if given is not None:
-        return ChatTemplate(given, read_special_tokens(folder) | {ADDED_BOS: bos})
-    found = read_chat_templates(folder)
-    source = found.get("default")
-    if not source and found:
-        names = ", ".join(sorted(found))
-        told = f"{folder}: of its chat templates ({names}) none is the default; name one as `chat_template`."
-        raise OvspecError(told)
+    if custom_source is not None:
+        return ChatTemplate(custom_source, read_special_tokens(folder) | {ADDED_BOS: bos})
+    templates = read_chat_templates(folder)
+    source = templates.get("default")
+    if not source and templates:
+        names = ", ".join(sorted(templates))
+        problem = f"{folder}: of its chat templates ({names}) none is the default"
+        raise OvspecError(f"{problem}; name one as `chat_template`.")
     if not source:
         instead = "give plain text, not chat messages, or a `chat_template`"
         raise OvspecError(f"{folder}: this model has no chat template; {instead}.")
-    return ChatTemplate(source, read_special_tokens(folder), found.get("tool_use"))
+    return ChatTemplate(source, read_special_tokens(folder), templates.get("tool_use"))

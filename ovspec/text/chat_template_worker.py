@@ -45,11 +45,13 @@ def raise_exception(message: str) -> None:
 @functools.cache
 def jinja_environment() -> jinja2.Environment:
     """Return an environment with the functions that Hugging Face provides."""
-    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationTag])
-    made.globals["raise_exception"] = raise_exception
-    made.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    made.filters["tojson"] = tojson
-    return made
+    jinja = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationTag]
+    )
+    jinja.globals["raise_exception"] = raise_exception
+    jinja.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    jinja.filters["tojson"] = tojson
+    return jinja
 
 
 @functools.lru_cache(maxsize=8)

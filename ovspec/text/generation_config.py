@@ -81,29 +81,29 @@ class GenerationConfig:
         raise PromptError("The prompt is empty, and this model has no BOS token to start from; give a prompt.")
 
 
-def read_recommended_sampling(folder: Path, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the generation config in ``folder`` recommends for the sampling options that aren't ``given``.
+def read_recommended_sampling(folder: Path, chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the generation config in ``folder`` recommends for the sampling options that aren't ``chosen``.
 
-    What it leaves out is off, as it is if not given; nothing is recommended for a ``given`` temperature of 0.
+    What it leaves out is off, as it is if not given; nothing is recommended for a ``chosen`` temperature of 0.
 
     Raises:
         OvspecError: a value that would be taken is invalid.
     """
-    if given.get("temperature") == 0:
+    if chosen.get("temperature") == 0:
         return {}
     file = folder / GENERATION_CONFIG_FILE
     asked = {name: value for name, value in read_json(file).items() if value is not None}
     try:
         check_value(asked.get("do_sample", False), DO_SAMPLE_OPTION)
-        found = {"temperature": 1.0} | {name: asked[name] for name in DISTRIBUTION_OPTIONS if name in asked}
-        if not asked.get("do_sample") or found["temperature"] == 0:
+        recommended = {"temperature": 1.0} | {name: asked[name] for name in DISTRIBUTION_OPTIONS if name in asked}
+        if not asked.get("do_sample") or recommended["temperature"] == 0:
             return {}
-        taken = {name: value for name, value in found.items() if name not in given}
+        taken = {name: value for name, value in recommended.items() if name not in chosen}
         make_params({"temperature": 1.0} | taken)
     except OvspecError as error:
-        told = str(error).replace("`", "").rstrip(".")  # it is about no option of the caller
+        problem = str(error).replace("`", "").rstrip(".")  # it is about no option of the caller
         remedy = "correct it in the checkpoint and export that again, or give `temperature=0`"
-        raise OvspecError(f"{file}: {told}; {remedy}.") from None
+        raise OvspecError(f"{file}: {problem}; {remedy}.") from None
     return {name: value for name, value in taken.items() if value != SAMPLING_OPTIONS[name].default}
 
 

@@ -33,11 +33,11 @@ class FimFamily:
     @property
     def required_names(self) -> list[str]:
         """The tokens that a prompt needs."""
-        return [each for each in (self.prefix, self.suffix, self.middle) if each]
+        return [name for name in (self.prefix, self.suffix, self.middle) if name]
 
     @property
     def all_names(self) -> list[str]:
-        return [*self.required_names, *(each for each in (self.repository, self.file) if each), *self.end_names]
+        return [*self.required_names, *(name for name in (self.repository, self.file) if name), *self.end_names]
 
 
 FIM_FAMILIES = (
@@ -95,10 +95,10 @@ class FimTokens:
 
 def find_fim_tokens(ids: Mapping[str, int]) -> FimTokens | None:
     """Return the FIM tokens among ``ids``, name -> id, or None; of several families, the one with the most of them."""
-    found = [family for family in FIM_FAMILIES if all(name in ids for name in family.required_names)]
-    if not found:
+    families = [family for family in FIM_FAMILIES if all(name in ids for name in family.required_names)]
+    if not families:
         return None
-    best = max(found, key=lambda family: sum(name in ids for name in family.all_names))
+    best = max(families, key=lambda family: sum(name in ids for name in family.all_names))
     names = [name for name in best.all_names if name in ids]
     repository, file = ids.get(best.repository or ""), ids.get(best.file or "")
     ends = tuple(sorted({ids[name] for name in (*names, *COMMON_END_NAMES) if name in ids}))
@@ -185,4 +185,4 @@ def trim_chunks(infill: Infill, characters: float) -> Infill:
     # What separates chunks takes at least a token.
     sizes = itertools.accumulate(len(chunk.text) + 1 for chunk in reversed(infill.file_chunks))
     leave_out = sum(size > characters - infill.needed_characters for size in sizes)
-    return replace(infill, extra=infill.file_chunks[leave_out:])
+    return replace(infill, file_chunks=infill.file_chunks[leave_out:])

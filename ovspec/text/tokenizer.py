@@ -97,7 +97,7 @@ class Tokenizer:
         self._idle: list[ov.InferRequest] = []  # one for each thread that encodes at the same time
         file = read_dataclass(TokenizerFile, folder / TOKENIZER_FILE)
         self._special = {token.id: token.content.encode() for token in file.special_tokens}
-        self.added = {token.content: token.id for token in file.added_tokens}
+        self.added_tokens = {token.content: token.id for token in file.added_tokens}
         self.vocabulary = make_byte_vocabulary(file)
         tokens = file.tokens_by_id()
         self.known = make_known_ids(tokens)

@@ -76,10 +76,12 @@ class TokenizerConfig:
     @property
     def chat_templates(self) -> dict[str, str]:
         """The chat templates by name; a single one is called "default"."""
-        found = self.chat_template
-        if isinstance(found, list):
-            return {template.name: template.template for template in found}
-        return found if isinstance(found, dict) else {"default": found} if found else {}
+        templates = self.chat_template
+        if isinstance(templates, list):
+            return {template.name: template.template for template in templates}
+        if isinstance(templates, dict):
+            return templates
+        return {"default": templates} if templates else {}
 
 
 def read_special_tokens(folder: Path) -> dict[str, str]:
@@ -87,10 +89,12 @@ def read_special_tokens(folder: Path) -> dict[str, str]:
 
     Models may have roles of their own, such as "image_token", beside the others or in an object.
     """
-    entries, found = read_json(folder / TOKENIZER_CONFIG_FILE), dict[str, str]()
+    entries = read_json(folder / TOKENIZER_CONFIG_FILE)
+    tokens: dict[str, str] = {}
     named = {role: value for role, value in entries.items() if role.endswith("_token")}
     for group in (entries.get("model_specific_special_tokens"), named, entries.get("extra_special_tokens")):
         for role, value in group.items() if isinstance(group, dict) else ():
             text = value.get("content") if isinstance(value, dict) else value
-            found |= {role: text} if isinstance(text, str) else {}
-    return found
+            if isinstance(text, str):
+                tokens[role] = text
+    return tokens

@@ -85,7 +85,7 @@ def test_required_calls_are_valid(lm: ovspec.LanguageModel, temperature: float) 
 def test_a_call_that_begins_in_free_text_is_valid(lm: ovspec.LanguageModel, family: Family) -> None:
     if not family.opens:
         pytest.skip("no single token begins a call")
-    bias = {lm.tokenizer.added[family.opens]: 12.0}
+    bias = {lm.tokenizer.added_tokens[family.opens]: 12.0}
     options: Any = {"tools": TOOLS, "logit_bias": bias, "reasoning_effort": "none"}
     found = [lm.generate(CHAT, **options, temperature=1.0, seed=seed, max_tokens=120) for seed in range(6)]
     assert sum(bool(result.tool_calls) for result in found) > 2
@@ -99,7 +99,7 @@ def test_a_call_that_begins_in_free_text_is_valid(lm: ovspec.LanguageModel, fami
 def test_thinking_ends_with_its_budget(lm: ovspec.LanguageModel, family: Family) -> None:
     if not family.thinks:
         pytest.skip("no single token begins thinking")
-    opens, closes = (lm.tokenizer.added[tag] for tag in family.thinks)
+    opens, closes = (lm.tokenizer.added_tokens[tag] for tag in family.thinks)
     options: Any = {"logit_bias": {opens: 30.0, closes: -100.0}, "max_tokens": 100}
     endless = lm.generate(CHAT, **options)
     assert endless.text == "" and endless.thinking and endless.finish_reason == "length"

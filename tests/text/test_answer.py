@@ -83,7 +83,7 @@ def answers(draw: st.DrawFn, format: ToolFormat) -> Answer:
         thinking,
         tuple(name for name, _ in calls),
         "thinking" if began else "start",
-        added=numbers,
+        added_tokens=numbers,
     )
     written = format.write_calls(calls, draw(st.integers(0, len(format.calls) - 1)))
     raw = in_order(thinking, began, thought, text, written, draw(st.sampled_from(("", "\n", " \n\n"))))

@@ -202,7 +202,7 @@ def test_an_answer_begins_after_one_that_only_thinks(name: str) -> None:
     template = ChatTemplate(TEMPLATES[name], SPECIAL)
     chat = [user("One?"), answer("", reasoning_content="Hm.")]
     asked = chat[:1] if name == "deepseek" else chat
-    prompt = ChatFormat(template).prompt(chat)
+    prompt = ChatFormat(template).render_prompt(chat)
     assert prompt == template.render(asked) != template.render(asked, open=False)
 
 

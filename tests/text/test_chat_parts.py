@@ -56,11 +56,11 @@ def test_templates_that_take_parts_get_them() -> None:
     """As Hugging Face gives them, other parts, too; other templates would lose those."""
     chat = [{"role": "user", "content": [{"type": "image"}, *parts("One.", "Two.")]}]
     gemma, qwen = (ChatFormat(ChatTemplate(TEMPLATES[name], SPECIAL)) for name in ("gemma3", "qwen3"))
-    assert gemma.prompt(chat) == gemma.template.render(chat)
-    assert "One.Two." in gemma.prompt(chat)
-    assert "One.\nTwo." in qwen.prompt([{"role": "user", "content": parts("One.", "Two.")}])
+    assert gemma.render_prompt(chat) == gemma.template.render(chat)
+    assert "One.Two." in gemma.render_prompt(chat)
+    assert "One.\nTwo." in qwen.render_prompt([{"role": "user", "content": parts("One.", "Two.")}])
     for wrong in ([{"type": "image"}], ["text"], [{"type": "text", "text": 1}]):
         with pytest.raises(PromptError, match="can't be read; only text can"):
-            qwen.prompt([{"role": "user", "content": wrong}])
+            qwen.render_prompt([{"role": "user", "content": wrong}])
     untyped = [{"role": "user", "content": [{"text": "One."}]}]
-    assert "One." in gemma.prompt(untyped) and "One." in qwen.prompt(untyped)
+    assert "One." in gemma.render_prompt(untyped) and "One." in qwen.render_prompt(untyped)

@@ -125,11 +125,11 @@ def test_a_process_that_was_killed_says_nothing_about_the_template(monkeypatch: 
 
     monkeypatch.setattr(RENDERER, "ask", killed_once)
     begun = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Beca"}]
-    for render in (lambda: ChatFormat(template).prompt(begun), lambda: find_answer_end(template)):
+    for render in (lambda: ChatFormat(template).render_prompt(begun), lambda: find_answer_end(template)):
         turns.clear()
         with pytest.raises(UnavailableError):
             render()
-    assert ChatFormat(template).prompt(begun) == "user: Why?;assistant: Beca"
+    assert ChatFormat(template).render_prompt(begun) == "user: Why?;assistant: Beca"
     assert find_answer_end(template) == ";"
 
 

@@ -73,14 +73,14 @@ def test_names_give_what_llama_cpp_gives(name: str) -> None:
 @pytest.mark.parametrize("name", KNOWN_TURNS)
 def test_every_well_known_template_says_everything_and_ends_its_turns(name: str) -> None:
     template = ChatTemplate(make_known_template(name), {ADDED_BOS: "<s>"})
-    said = ChatFormat(template).prompt(CHAT)
+    said = ChatFormat(template).render_prompt(CHAT)
     assert said.startswith("<s>") and all(message["content"].strip() in said for message in CHAT)
     end = find_answer_end(template)
     assert (end and said.count(end) >= 2) or name == "falcon3", "whose turns end with a line break"
     with pytest.raises(OvspecError, match="it has no role robot"):
         template.render([{"role": "robot", "content": "?"}])
     late = [*CHAT[1:3], CHAT[0], CHAT[5]]
-    assert CHAT[0]["content"] in ChatFormat(template).prompt(late), "said late, it is said at the beginning"
+    assert CHAT[0]["content"] in ChatFormat(template).render_prompt(late), "said late, it is said at the beginning"
 
 
 def test_what_can_be_given(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_a_model_speaks_in_a_custom_template(load: Callable[..., ovspec.Language
     options: Any = {"engine": "stateful", "arithmetic": "fast"}
     lm, own = load(chat_template=source, **options), load(**options)
     assert lm.tokenizer.decode_with_special(lm.encode(ASK)) == "user:hi <|im_start|>"
-    end = lm.tokenizer.added["<|im_start|>"]
+    end = lm.tokenizer.added_tokens["<|im_start|>"]
     assert end not in lm.generation_config.eos_ids
     forced: Any = {"logit_bias": {end: 100.0}, "max_tokens": 4}
     result = lm.generate(ASK, **forced)
@@ -151,7 +151,7 @@ def test_a_well_known_template_begins_with_the_bos_of_the_tokenizer(
     load: Callable[..., ovspec.LanguageModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = copy.copy(load(chat_template="phi3", engine="stateful", arithmetic="fast").runtime.prompts)
-    without, bos = prompts.encode(ASK), prompts.tokenizer.added["<|endoftext|>"]
+    without, bos = prompts.encode(ASK), prompts.tokenizer.added_tokens["<|endoftext|>"]
     monkeypatch.setitem(vars(prompts.tokenizer), "bos", [bos])  # as if encoding put it there, as Llama's does
     monkeypatch.delitem(vars(prompts), "chat_format")
     assert prompts.encode(ASK).tolist() == [bos, *without]

@@ -74,7 +74,7 @@ def test_prompts_are_those_of_mistral_common(name: str, tokenizer: str) -> None:
             messages, tools=UNQUOTED
         )
         expected = theirs.encode_chat_completion(request).text or ""
-        assert ours.prompt(messages, UNQUOTED) == expected.replace("\N{LOWER ONE EIGHTH BLOCK}", " ")
+        assert ours.render_prompt(messages, UNQUOTED) == expected.replace("\N{LOWER ONE EIGHTH BLOCK}", " ")
 
 
 # ---------------------------------------------------------------- harmony
@@ -133,7 +133,7 @@ def conversation_of(thought: str) -> Any:
 @needs_templates
 def test_prompts_are_those_of_openai_harmony(harmony: Any) -> None:
     theirs = harmony.render_conversation_for_completion(conversation_of("Hm."), openai_harmony().Role.ASSISTANT)
-    ours = ChatFormat(template_of("openai-gpt-oss-120b")).prompt(chat_of(CALLS, "", "Hm."), TOOLS)
+    ours = ChatFormat(template_of("openai-gpt-oss-120b")).render_prompt(chat_of(CALLS, "", "Hm."), TOOLS)
     assert ours == harmony.decode_utf8(theirs)
     assert harmony.encode(ours, allowed_special="all") == theirs
 
@@ -185,7 +185,7 @@ def read_tokens(
     file, vocabulary = vocabulary_of(model)
     added = {token.content: token.id for token in file.added_tokens}
     names = tuple(name for name, _ in CALLS)
-    answer_format = AnswerFormat(FORMATS_BY_NAME[format], thinking, names, added=added)
+    answer_format = AnswerFormat(FORMATS_BY_NAME[format], thinking, names, added_tokens=added)
     detokenizer = ByteDetokenizer(vocabulary, answer_format.marks)
     reader, said = AnswerReader(answer_format, key=b"1"), AnswerContent()
     for token in tokens:

@@ -33,7 +33,7 @@ def written(ids: dict[str, int], infill: Infill = INFILL, room: float = 1e9) -> 
     """Return the prompt that a vocabulary makes, spelt."""
     names = {number: name for name, number in ids.items()} | {BOS: "<s>"}
     made = encode_infill(infill, find_fim_tokens(ids), encode, [BOS], room)
-    assert "".join(map(chr, made.ids[made.begins :].tolist())) == infill.beginning
+    assert "".join(map(chr, made.ids[made.answer_start :].tolist())) == infill.beginning
     return "".join(names.get(token) or chr(token) for token in made.ids.tolist())
 
 
@@ -155,7 +155,10 @@ def test_the_tokens_are_found_in_the_whole_vocabulary(pair: Path, tmp_path: Path
 def test_many_chunks_are_left_out_at_once() -> None:
     """A square would take minutes."""
     began = time.monotonic()
-    many = replace(INFILL, extra=tuple(FileChunk("x") for _ in range(100_000)))
+    many = replace(INFILL, file_chunks=tuple(FileChunk("x") for _ in range(100_000)))
     assert len(encode_infill(many, find_fim_tokens(vocabulary(*QWEN)), encode, [BOS], 100).ids) <= 100
     assert time.monotonic() - began < 20
-    assert len(trim_chunks(replace(INFILL, extra=(FileChunk(""),) * 9), INFILL.needed_characters + 8).file_chunks) == 8
+    assert (
+        len(trim_chunks(replace(INFILL, file_chunks=(FileChunk(""),) * 9), INFILL.needed_characters + 8).file_chunks)
+        == 8
+    )

@@ -79,7 +79,7 @@ HISTORIES = {
 @pytest.mark.parametrize("chat", HISTORIES.values(), ids=HISTORIES)
 @pytest.mark.parametrize("name", [name for name in TEMPLATES if name != "command_r_tools"])  # has tools of its own kind
 def test_what_agents_send_is_rendered(name: str, chat: list[dict[str, Any]]) -> None:
-    prompt = ChatFormat(ChatTemplate(TEMPLATES[name], SPECIAL)).prompt(chat, [TOOL])
+    prompt = ChatFormat(ChatTemplate(TEMPLATES[name], SPECIAL)).render_prompt(chat, [TOOL])
     assert all(message["content"] in prompt for message in chat)
 
 

@@ -287,7 +287,7 @@ def test_ids_have_the_length_that_templates_demand() -> None:
     for call, message, id in zip(chat[2]["tool_calls"], chat[3:], ("call_a", "call_b"), strict=True):
         call["id"] = message["tool_call_id"] = id
     for name in ("mistralai-Mistral-Nemo-Instruct-2407", "Mistral-Small-3.2-24B-Instruct-2506"):
-        prompt = ChatFormat(template_of(name)).prompt(chat, TOOLS)
+        prompt = ChatFormat(template_of(name)).render_prompt(chat, TOOLS)
         assert [prompt.count(shorten_id(id, 9)) for id in ("call_a", "call_b")] == [2, 2]
 
 

@@ -139,7 +139,7 @@ def trim_draft(plan: Plan, work: Work) -> None:
     tokenizer = Tokenizer(stages.exported_target(plan, work).folder)
     documents = read_documents(work.documents)
     learnt = [document.ids for document in documents if not document.held_out]
-    ids = most_used(learnt, count, number_of(draft, "vocab"), tokenizer.added.values())
+    ids = most_used(learnt, count, number_of(draft, "vocab"), tokenizer.added_tokens.values())
     lost = share_without([document.ids[document.answer :] for document in documents if document.held_out], ids)
     print_note(
         f"{plan.name}: {count:,} ids, without which are {lost:.1%} of the tokens in the texts that were held out"

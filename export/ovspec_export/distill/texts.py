@@ -177,7 +177,7 @@ class Questions:
     def _lead(self, system: str | None, topic: str | None, effort: str | None) -> Lead:
         tokenizer = self._prompts.tokenizer
         before, after = around_user(self._prompts.chat_format, system, TOPIC.format(topic) if topic else "")
-        stop_ids, stop = ending(after, tokenizer.added)
+        stop_ids, stop = ending(after, tokenizer.added_tokens)
         options = {"temperature": 1.0, "top_p": 0.95, "max_tokens": self._most, "stop_ids": stop_ids, "stop": stop}
         return Lead(tokenizer.encode(before, special=False).tolist(), options, system, effort)
 

@@ -8,13 +8,13 @@ from ovspec.text.tool_formats.layout import Message, ToolFormat, split_calls
 
 def move_text_into_thinking(messages: list[Message]) -> list[Message]:
     """Put what comes before a call into "thinking", from where the template takes it."""
-    made = list[Message]()
+    converted = list[Message]()
     for message in split_calls(messages):
         if message.get("tool_calls") and (reasoning := message.get("reasoning_content")):
             thought = "\n\n".join(filter(None, (reasoning, message["content"])))
             message = {**message, "thinking": thought, "content": ""}
-        made.append(message)
-    return made
+        converted.append(message)
+    return converted
 
 
 HARMONY = ToolFormat(

@@ -145,13 +145,13 @@ def join_messages(turn: list[Message]) -> Message:
 
 def join_users_to_results(messages: list[Message]) -> list[Message]:
     """Add what the user says right after the results of tools to the last of them."""
-    made = list[Message]()
+    converted = list[Message]()
     for message in messages:
-        if message["role"] == "user" and made and made[-1]["role"] == "tool":
-            result = made.pop()
+        if message["role"] == "user" and converted and converted[-1]["role"] == "tool":
+            result = converted.pop()
             message = {**result, "content": f"{result['content']}\n\n{message['content']}"}
-        made.append(message)
-    return made
+        converted.append(message)
+    return converted
 
 
 def name_and_arguments(call: Mapping[str, Any]) -> tuple[str, Any]:
@@ -162,51 +162,52 @@ def name_and_arguments(call: Mapping[str, Any]) -> tuple[str, Any]:
 
 def split_calls(messages: list[Message]) -> list[Message]:
     """Split messages with several calls, each call followed by its result: for templates that take one at a time."""
-    made, waiting = list[Message](), list[Message]()  # the calls whose results haven't come
+    split: list[Message] = []
+    waiting: list[Message] = []  # the calls whose results haven't come
     for message in messages:
         if message["role"] == "tool" and waiting:
-            call = next((each for each in waiting if each["id"] == message.get("tool_call_id")), waiting[0])
+            call = next((call for call in waiting if call["id"] == message.get("tool_call_id")), waiting[0])
             waiting.remove(call)
-            if not (made and made[-1].get("tool_calls") == [call]):
-                made.append({"role": "assistant", "content": "", "tool_calls": [call]})
-        made.append(message)
+            if not (split and split[-1].get("tool_calls") == [call]):
+                split.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        split.append(message)
         if len(calls := message.get("tool_calls") or ()) > 1:
-            made[-1] = {**message, "tool_calls": calls[:1]}
+            split[-1] = {**message, "tool_calls": calls[:1]}
             waiting = list(calls)
         elif message["role"] != "tool":
             waiting = []
-    return made
+    return split
 
 
 def make_calls_writer(format: ToolFormat) -> Callable[[list[Message]], list[Message]]:
     """Return a function that writes calls into the text of messages: for templates that don't render them."""
 
     def write(messages: list[Message]) -> list[Message]:
-        made = list[Message]()
+        converted = list[Message]()
         for message in messages:
             if calls := message.get("tool_calls"):
                 text = "\n".join(filter(None, (message["content"], format.write_calls(map(name_and_arguments, calls)))))
                 message = {name: value for name, value in message.items() if name != "tool_calls"} | {"content": text}
-            made.append(message)
-        return made
+            converted.append(message)
+        return converted
 
     return write
 
 
 def results_to_user(messages: list[Message]) -> list[Message]:
     """Turn tool results into messages of the user, those that follow each other into one."""
-    made = list[Message]()
+    converted = list[Message]()
     for results, group in itertools.groupby(messages, lambda message: message["role"] == "tool"):
         if results:
             texts = [f"<tool_response>\n{message['content']}\n</tool_response>" for message in group]
-            made.append({"role": "user", "content": "\n".join(texts)})
+            converted.append({"role": "user", "content": "\n".join(texts)})
         else:
-            made += group
-    return made
+            converted += group
+    return converted
 
 
 def shorten_id(id: str, length: int | None) -> str:
-    """Return ``id``, or one made of it, with ``length`` letters and digits; None for any length."""
+    """Return ``id``, or one converted of it, with ``length`` letters and digits; None for any length."""
     if not length or (len(id) == length and id.isascii() and id.isalnum()):
         return id
     return hashlib.sha256(id.encode()).hexdigest()[:length]

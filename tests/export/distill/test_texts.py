@@ -236,7 +236,7 @@ def test_it_asks_and_answers_and_goes_on(lm: ovspec.LanguageModel, write: Write,
         assert len(document.ids) <= MOST_TOKENS
         assert 0 < len(answer) <= 40
         assert not repeats(answer)
-        assert not set(lm.tokenizer.added.values()) & set(answer[:-1])
+        assert not set(lm.tokenizer.added_tokens.values()) & set(answer[:-1])
     prompts = [tuple(document.ids[: document.answer]) for document in second]
     assert len(set(prompts)) == len(prompts), "nothing is asked twice"
     assert not misplaced(lm, second)
@@ -377,7 +377,7 @@ def test_a_real_model_asks_questions(tmp_path: Path) -> None:
     real = ovspec.load(REAL, "none", arithmetic="fast")
     assert len(found) > 30
     assert not misplaced(real, found)
-    special = set(real.tokenizer.added.values())
+    special = set(real.tokenizer.added_tokens.values())
     asked = list[str]()
     for document in found:
         assert not special & set(document.ids[document.answer : -1])
