@@ -70,10 +70,10 @@ def test_the_distance_is_the_kl_divergence(pair: Path, reference: Reference) -> 
     wrong = right + np.random.default_rng(1).normal(size=right.shape).astype(np.float32)
     wrong[:10, 7] = 100.0
     p, q = (np.exp(log_softmax(logits.astype(np.float64), axis=1)) for logits in (right, wrong))
-    kl, top1 = timer._distance(wrong)
+    kl, top1 = timer._compare_with_reference(wrong)
     assert kl == pytest.approx(rel_entr(p, q).sum(1).mean(), rel=1e-3)
     assert top1 == pytest.approx((right.argmax(1) == wrong.argmax(1)).mean(), abs=0.03)
-    assert timer._distance(right)[0] < 1e-7
+    assert timer._compare_with_reference(right)[0] < 1e-7
 
 
 def test_invariance_is_measured_on_the_exact_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,8 +112,8 @@ def test_what_slows_the_machine_down_for_a_while_changes_no_ratio(
         return 2 * ms, ms
 
     trust_paged(monkeypatch)
-    monkeypatch.setattr(SettingTimer, "_time", slowed)
-    monkeypatch.setattr(SettingTimer, "_prefill", lambda self, d: 0.0 * len(d.feed([self.prompt], [1])) + 1.0)
+    monkeypatch.setattr(SettingTimer, "_time_width", slowed)
+    monkeypatch.setattr(SettingTimer, "_time_prefill", lambda self, d: 0.0 * len(d.feed([self.prompt], [1])) + 1.0)
     profile = tune_model(SMALL, DeviceOptions(cache_dir=tmp_path), effort=SHORT_EFFORT)
     assert len(profile.measurements) > 1
     assert all(m.verify_ms == {width: width for width in m.verify_ms} for m in profile.measurements)
