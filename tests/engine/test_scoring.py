@@ -141,7 +141,7 @@ def test_an_empty_session_begins_with_the_models_own_token(
         assert score.token_ids == tokens
         np.testing.assert_allclose(score.logprobs, expected_logprobs(reference, [0, *tokens], 1), atol=1e-3)
         assert session.tokens == []
-        monkeypatch.setattr(lm.generation_config, "values", GenerationFile())
+        monkeypatch.setattr(lm.generation_config, "settings", GenerationFile())
         with pytest.raises(ovspec.OvspecError, match="no BOS token to start from"):
             session.score("import os")
 
