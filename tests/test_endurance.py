@@ -65,7 +65,7 @@ def lm(load: Load, monkeypatch: pytest.MonkeyPatch) -> ovspec.LanguageModel:
 def made(lm: ovspec.LanguageModel, monkeypatch: pytest.MonkeyPatch) -> weakref.WeakSet[Any]:
     """Return the target's decoders that exist."""
     alive: weakref.WeakSet[Any] = weakref.WeakSet()
-    make = lm.target.decoder
+    make = lm.target.make_decoder
 
     def decoder(*arguments: Any, **named: Any) -> Any:
         alive.add(new := make(*arguments, **named))

@@ -66,7 +66,7 @@ def test_requests_in_turn_dont_disturb_each_other(load: Load) -> None:
     junks = rng.integers(0, 4, (3, 60))
 
     def play(turns: list[int]) -> dict[tuple[int, int], np.ndarray]:
-        decoders = {row: lm.target.decoder() for row in turns}
+        decoders = {row: lm.target.make_decoder() for row in turns}
         for row, decoder in decoders.items():
             decoder.reset(1)
             decoder.feed([texts[row, :40]], [1])
