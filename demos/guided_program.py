@@ -47,7 +47,7 @@ def with_sessions(lm: ovspec.LanguageModel) -> Program:
 
 
 def with_guidance(lm: ovspec.LanguageModel) -> Program:
-    from ovspec.guidance import OpenVINO  # if guidance is missing, the error tells what to install
+    from ovspec.integrations.guidance import OpenVINO
 
     # isort: split
     from guidance import gen, select  # type: ignore

@@ -17,16 +17,17 @@ import click
 import ovspec
 from ovspec.api.async_texts import AsyncTextStream
 from ovspec.cli import cli
-from ovspec.compat import gpt_fast
 from ovspec.engine.row import TextStream
 from ovspec.engine.scoring import Perplexity
+from ovspec.integrations.gptfast import gpt_fast
 from ovspec.params.generation import GENERATE_OPTIONS
 from ovspec.params.loading import LOAD_OPTIONS
 from ovspec.params.option import Option
 from ovspec.params.serving import ServeParams
-from ovspec.protocols.bodies import IDLE, UNMET
+from ovspec.protocols.bodies import HAS_NO_EFFECT, NOT_SUPPORTED
 from ovspec.sampling.logprobs import TokenLogprob
-from ovspec.server.app import ERRORS, make_app
+from ovspec.server.app import make_app
+from ovspec.server.openapi import ERROR_DESCRIPTIONS
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "reference"
 MADE = "Made by `scripts/reference.py` from the code; do not edit.\n"
@@ -103,7 +104,11 @@ def endpoints_reference() -> str:
         '## Errors\n\nThe body is `{"error": {"message", "type", "param", "code"}}`, as OpenAI\'s. On `/v1/messages` '
         'and below it is `{"type": "error", "error": {"type", "message"}, "request_id"}`, as Anthropic\'s.\n'
     )
-    parts.append("\n".join(["| status | meaning |", "|---|---|", *(f"| {n} | {told} |" for n, told in ERRORS.items())]))
+    parts.append(
+        "\n".join(
+            ["| status | meaning |", "|---|---|", *(f"| {n} | {told} |" for n, told in ERROR_DESCRIPTIONS.items())]
+        )
+    )
     return "\n".join(parts) + "\n"
 
 
@@ -111,10 +116,10 @@ def field_table(schema: dict[str, Any]) -> str:
     """Return the fields of a request as a table; those without effect, and those that aren't supported, in a line."""
     lines, idle, unmet = ["| field | type | meaning |", "|---|---|---|"], list[str](), list[str]()
     for name, field in schema["properties"].items():
-        if field["description"] == IDLE:
+        if field["description"] == HAS_NO_EFFECT:
             idle.append(f"`{name}`")
             continue
-        if field["description"] == UNMET:
+        if field["description"] == NOT_SUPPORTED:
             values = [f"`{json.dumps(value)}`" for value in field.get("enum", ()) if value is not None]
             unmet.append(f"`{name}`" + f" ({' or '.join(values)})" * bool(values))
             continue

@@ -24,10 +24,11 @@ from ovspec.engine.engine_thread import EngineThread
 from ovspec.params import checks
 from ovspec.params.serving import ServeParams
 from ovspec.protocols import requests
-from ovspec.server.admission import Service
+from ovspec.server.access import AccessMiddleware
+from ovspec.server.admission import WorkerThreads
 from ovspec.server.app import make_app
+from ovspec.server.context import ServerContext
 from ovspec.server.endpoints import TextEndpoints
-from ovspec.server.guard import Guard
 
 PACKAGES = {"ovspec": ROOT / "ovspec", "ovspec_export": ROOT / "export" / "ovspec_export"}
 
@@ -115,10 +116,12 @@ def test_the_road_of_a_request_is_the_one_in_the_docs(monkeypatch: pytest.Monkey
         lm = ovspec.load(ROOT / "models" / "demo", "none", engine="paged")
         engine = EngineThread(lm.runtime, max_rows=4)
         engine.start()
-        app: Any = Guard(make_app(Service(lm, engine, ["demo"], ServeParams())), [], True, lambda *_: None)
+        app: Any = AccessMiddleware(
+            make_app(ServerContext(lm, engine, ["demo"], ServeParams())), [], True, lambda *_: None
+        )
         asyncio.run(ask())
         with monkeypatch.context() as counting:
-            made, hops = counted(counting, requests, "check_combinations"), counted(counting, Service, "apart")
+            made, hops = counted(counting, requests, "check_combinations"), counted(counting, WorkerThreads, "run")
             asyncio.run(ask())
         assert len(made) == len(hops) == 1, "params are made once, in one hop to a thread"
         tracing[0] = road.note

@@ -10,10 +10,9 @@ import platform
 import secrets
 import shutil
 import sys
-import tempfile
 import time
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -100,59 +99,6 @@ def open_replacement(path: Path) -> Iterator[Path]:
             flush_to_disk(path.parent)
     finally:
         partial.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def scratch_folder(parent: Path, max_bytes: int) -> Iterator[Path]:
-    """Yield a new folder in ``parent`` by a path of at most ``max_bytes`` bytes; it is deleted in the end.
-
-    If its own path is longer, that is one of a link among the temporary files. Folders of processes that were killed
-    are deleted, too.
-    """
-    for leftover in parent.glob(f"{HOST_CODE}-*"):
-        if not psutil.pid_exists(int(leftover.name.rpartition("-")[2])):
-            shutil.rmtree(leftover, ignore_errors=True)
-    folder = parent / f"{HOST_CODE}-{os.getpid()}"
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        if sys.platform == "win32" or len(os.fsencode(folder)) <= max_bytes:  # no sockets have paths there
-            yield folder
-            return
-        temporary = tempfile.gettempdir()
-        with tempfile.TemporaryDirectory(
-            prefix="ovspec-", dir=temporary if len(temporary) < max_bytes - 20 else "/tmp"
-        ) as place:
-            link = Path(place) / "link"
-            link.symlink_to(folder)
-            yield link
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def read_blocks(path: Path, size: int) -> Iterator[bytes]:
-    """Yield the content of a file in pieces of ``size`` bytes; at least one, which is empty if the file is."""
-    with path.open("rb") as file:
-        yield file.read(size)
-        while piece := file.read(size):
-            yield piece
-
-
-def create_folder_once(folder: Path, pieces: Iterable[tuple[str, bytes]]) -> None:
-    """Create ``folder``, whole or not at all, from pieces of its files, each with its name, unless it exists."""
-    from filelock import FileLock  # it imports slowly
-
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{folder}.lock"):
-        if folder.is_dir():
-            return
-        partial = folder.with_name(f"{folder.name}{PARTIAL_SUFFIX}")
-        shutil.rmtree(partial, ignore_errors=True)
-        for name, piece in pieces:
-            with name_write_errors(folder / name):
-                (partial / name).parent.mkdir(parents=True, exist_ok=True)
-                with (partial / name).open("ab") as file:
-                    file.write(piece)
-        rename_with_retries(partial, folder)
 
 
 def check_file_name(path: Path) -> None:

@@ -1,7 +1,6 @@
 """Say on stderr what takes long: in a line that is updated on a terminal, in lines of their own elsewhere."""
 
 import contextlib
-import os
 import shutil
 import sys
 import threading
@@ -64,23 +63,6 @@ def show_step(text: str, keep: bool = False) -> Iterator[Step]:
         print_note(
             f"{current.text}: {time.monotonic() - start:.1f} s" + (f", {current.result}" if current.result else "")
         )
-
-
-@contextlib.contextmanager
-def drop_native_stderr() -> Iterator[None]:
-    """Drop what libraries in other languages write to stderr."""
-    python_stderr = sys.stderr
-    descriptor = os.dup(2)
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 2)
-    os.close(null)
-    try:
-        with os.fdopen(os.dup(descriptor), "w", encoding="utf-8", errors="replace", newline="\n") as sys.stderr:
-            yield
-    finally:
-        sys.stderr = python_stderr
-        os.dup2(descriptor, 2)
-        os.close(descriptor)
 
 
 def on_terminal() -> bool:

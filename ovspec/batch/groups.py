@@ -1,110 +1,140 @@
-"""Files of requests in groups of lines that are answered in any order, and the answers so far."""
+"""Files of requests in groups of lines that are run in any order, and their results so far."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from ovspec.base.files import write_atomically
-from ovspec.batch.file import BatchProgress, Done, key_of
-from ovspec.batch.folder import BatchFile, beside, write
+from ovspec.base.json_types import JsonObject
+from ovspec.batch.file import BatchProgress, PartialResults, result_key
+from ovspec.batch.folder import BatchFile, with_ending, write_results
 from ovspec.batch.requests import BatchRequest
-from ovspec.batch.run import tokens_of
+from ovspec.batch.run import count_generated_tokens
 
 # Lines of a group, and groups of a file for each worker, so that none is idle for long at the end.
-MOST, GROUPS = 16, 16
+MAX_GROUP_LINES = 16
+GROUPS_PER_WORKER = 16
 
 
 @dataclass
 class Group:
-    """Lines of a file by their place in it: the key of each, and the request or the output line of some."""
+    """Lines of a file, by their index in it.
+
+    file: the number of the file.
+    file_lines: the number of all lines of the file.
+    keys: of each line of the group.
+    requests: of the lines that are to be generated.
+    lines: output lines.
+    deaths: the number of workers that died with this group.
+    """
 
     file: int
-    total: int  # lines of the whole file
+    file_lines: int
     keys: dict[int, str]
-    requests: dict[int, BatchRequest]  # to be answered
-    lines: dict[int, dict[str, Any]] = field(default_factory=dict)
-    deaths: int = 0  # of workers that were to answer it
+    requests: dict[int, BatchRequest]
+    lines: dict[int, JsonObject] = field(default_factory=dict)
+    deaths: int = 0
 
-    def answer(self, lines: Iterable[dict[str, Any]]) -> None:
-        """Take the output line of each request."""
-        self.lines, self.requests = dict(zip(self.requests, lines, strict=True)), {}
+    def complete(self, lines: Iterable[JsonObject]) -> None:
+        """Replace the requests by their output lines."""
+        self.lines = dict(zip(self.requests, lines, strict=True))
+        self.requests = {}
 
-    def apart(self) -> Iterator[Group]:
+    def split(self) -> Iterator[Group]:
         """Yield a group for each request; the first one has the keys of the other lines, too."""
-        keys = {place: key for place, key in self.keys.items() if place not in self.requests}
-        for place, request in self.requests.items():
-            yield Group(self.file, self.total, keys | {place: self.keys[place]}, {place: request}, deaths=self.deaths)
+        keys = {index: key for index, key in self.keys.items() if index not in self.requests}
+        for index, request in self.requests.items():
+            keys[index] = self.keys[index]
+            yield Group(self.file, self.file_lines, keys, {index: request}, deaths=self.deaths)
             keys = {}
 
 
-def groups_of(
-    file: int, requests: list[BatchRequest], depends_on: str, done: Collection[str], workers: int
+def make_groups(
+    file: int, requests: list[BatchRequest], dependencies: str, finished: Collection[str], workers: int
 ) -> Iterator[Group]:
-    """Yield all ``requests`` of a file, at least one group; prompts that begin alike are beside each other."""
-    keys = [key_of(request, depends_on) for request in requests]
-    order = sorted(range(len(keys)), key=lambda place: (keys[place] not in done, repr(requests[place].asked.prompts)))
-    size = max(1, min(MOST, -(-len(order) // (GROUPS * workers))))
+    """Yield all ``requests`` of a file, at least one group; prompts with the same beginning are neighbours.
+
+    Args:
+        file: the number of the file.
+        dependencies: everything that results depend on, see ``result_dependencies``.
+        finished: the keys of lines that an earlier run finished.
+        workers: the number of workers.
+    """
+    keys = [result_key(request, dependencies) for request in requests]
+
+    def sort_key(index: int) -> tuple[bool, str]:
+        return keys[index] not in finished, repr(requests[index].text_request.prompts)
+
+    order = sorted(range(len(keys)), key=sort_key)
+    size = max(1, min(MAX_GROUP_LINES, -(-len(order) // (GROUPS_PER_WORKER * workers))))
     for begin in range(0, max(1, len(order)), size):
-        places = order[begin : begin + size]
-        todo = {place: requests[place] for place in places if keys[place] not in done}
-        yield Group(file, len(keys), {place: keys[place] for place in places}, todo)
+        indices = order[begin : begin + size]
+        unfinished = {index: requests[index] for index in indices if keys[index] not in finished}
+        yield Group(file, len(keys), {index: keys[index] for index in indices}, unfinished)
 
 
-class Answers:
-    """Keeps the answers to each file until it has all, and then writes them.
+class ResultCollector:
+    """Collects the results of each file, and writes the file when it has all.
 
-    ``left`` are the files that no earlier run finished, by path, and ``known`` the keys of what it answered of each.
+    unfinished: the files that no earlier run finished: their numbers, by path.
+    finished_keys: the keys of the lines that earlier runs finished, by path.
     """
 
-    def __init__(self, files: list[BatchFile], depends_on: str, progress: BatchProgress) -> None:
-        self.progress, self.depends_on, self._files = progress, depends_on, files
-        self._open = dict[int, tuple[Done, dict[int, str]]]()  # with the keys of the lines, by place
-        self.left = {file.source: number for number, file in enumerate(files) if not self._finished(file)}
-        self.known = {path: self._known(number) for path, number in self.left.items()}
+    def __init__(self, files: list[BatchFile], dependencies: str, progress: BatchProgress) -> None:
+        self.progress = progress
+        self.dependencies = dependencies
+        self._files = files
+        self._open_files = dict[int, tuple[PartialResults, dict[int, str]]]()  # with the keys of the lines, by index
+        self.unfinished = {file.source: number for number, file in enumerate(files) if not self._was_finished(file)}
+        self.finished_keys = {path: self._load_keys(number) for path, number in self.unfinished.items()}
 
-    def take(self, group: Group) -> None:
+    def add(self, group: Group) -> None:
         """Keep the lines of ``group``, and write its file if they are the last ones."""
-        done, keys = self._opened(group.file)
-        self.progress.total += 0 if keys else group.total
+        partial, keys = self._open(group.file)
+        if not keys:
+            self.progress.total += group.file_lines
         self.progress.before += len(group.keys) - len(group.lines)
         keys |= group.keys
-        for place, line in group.lines.items():
-            done.add(keys[place], line)
+        for index, line in group.lines.items():
+            partial.add(keys[index], line)
             self.progress.add(line)
-            self.progress.tokens += tokens_of(line)
-        if len(keys) == group.total:
+            self.progress.tokens += count_generated_tokens(line)
+        if len(keys) == group.file_lines:
             file = self._files[group.file]
-            write(file.target, done.lines(keys[place] for place in range(group.total)))
+            write_results(file.target, partial.lines(keys[index] for index in range(group.file_lines)))
             if file.version:
-                write_atomically(beside(file.state, ".done"), f"{group.total} {self._mark(file)}")
-            done.remove()
-            done.close()
-            del self._open[group.file]
+                mark = f"{group.file_lines} {self._version_mark(file)}"
+                write_atomically(with_ending(file.partial_base, ".done"), mark)
+            partial.remove()
+            partial.close()
+            del self._open_files[group.file]
 
     def close(self) -> None:
-        for done, _ in self._open.values():
-            done.close()
+        for partial, _ in self._open_files.values():
+            partial.close()
 
-    def _known(self, number: int) -> frozenset[str]:
-        begun = beside(self._files[number].state, ".partial").exists()
-        return self._opened(number)[0].keys() if begun else frozenset()
+    def _load_keys(self, number: int) -> frozenset[str]:
+        """Return the keys of the lines of a file that an earlier run finished."""
+        has_partial_results = with_ending(self._files[number].partial_base, ".partial").exists()
+        return self._open(number)[0].keys() if has_partial_results else frozenset()
 
-    def _opened(self, number: int) -> tuple[Done, dict[int, str]]:
-        return self._open.get(number) or self._open.setdefault(number, (Done(self._files[number].state), {}))
+    def _open(self, number: int) -> tuple[PartialResults, dict[int, str]]:
+        if number not in self._open_files:
+            self._open_files[number] = PartialResults(self._files[number].partial_base), {}
+        return self._open_files[number]
 
-    def _finished(self, file: BatchFile) -> bool:
-        """Return whether an earlier run answered all that a file in a folder has now."""
-        mark = beside(file.state, ".done")
+    def _was_finished(self, file: BatchFile) -> bool:
+        """Return whether an earlier run finished a file of a folder in its present version."""
+        mark = with_ending(file.partial_base, ".done")
         if not file.version or not mark.is_file():
             return False
-        total, _, found = mark.read_text(encoding="utf-8").partition(" ")
-        if found != self._mark(file):
+        lines, _, version = mark.read_text(encoding="utf-8").partition(" ")
+        if version != self._version_mark(file):
             return False
-        self.progress.total += int(total)
-        self.progress.before += int(total)
+        self.progress.total += int(lines)
+        self.progress.before += int(lines)
         return True
 
-    def _mark(self, file: BatchFile) -> str:
-        return f"{file.version} {self.depends_on}"
+    def _version_mark(self, file: BatchFile) -> str:
+        return f"{file.version} {self.dependencies}"

@@ -16,17 +16,25 @@ import numpy as np
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_text
+from ovspec.base.json_types import JsonObject, JsonValue
 from ovspec.base.surrogates import replace_half_surrogates
 from ovspec.params.generation import GRAMMAR_OPTIONS
 from ovspec.params.option import suggest_name
-from ovspec.protocols.bodies import OF_SERVER, ChatBody, CompletionBody, OwnBody, read_body
-from ovspec.protocols.requests import Kind, TextRequest, read_texts
+from ovspec.protocols.bodies import SERVER_OPTIONS
+from ovspec.protocols.chat.bodies import BatchLineBody, ChatBody, CompletionBody, OpenAIBody
+from ovspec.protocols.chat.request import read_chat_or_completion
+from ovspec.protocols.parsing import validate_body
+from ovspec.protocols.requests import RequestKind, TextRequest
 
-ENVELOPE = {"custom_id", "id", "method", "url", "body"}
-URLS: dict[str, Kind] = {"/v1/completions": "completion", "/v1/chat/completions": "chat"}
-BODIES: dict[Kind, Any] = {"own": OwnBody, "completion": CompletionBody, "chat": ChatBody}
-# Fields that only the server knows, and those that the command sets for all lines.
-NOT_HERE = ("stream_options", "draft", "return_record", *OF_SERVER)
+ENVELOPE_FIELDS = {"custom_id", "id", "method", "url", "body"}
+KIND_OF_URL: dict[str, RequestKind] = {"/v1/completions": "completion", "/v1/chat/completions": "chat"}
+BODY_OF_KIND: dict[RequestKind, type[OpenAIBody]] = {
+    "own": BatchLineBody,
+    "completion": CompletionBody,
+    "chat": ChatBody,
+}
+# Fields that only the server knows, and options that the command sets for all lines.
+FIELDS_REFUSED_IN_BATCH = ("stream_options", "draft", "return_record", *SERVER_OPTIONS)
 
 
 @dataclass(frozen=True)
@@ -35,7 +43,7 @@ class BatchRequest:
 
     id: str
     source: str
-    asked: TextRequest
+    text_request: TextRequest
     error: str | None = None
 
 
@@ -46,119 +54,126 @@ def prompt_request(id: str, source: str, prompt: str) -> BatchRequest:
 
 def read_requests(file: Path) -> list[BatchRequest]:
     """Return all requests of ``file``. In a ``.txt`` file each line is a prompt, in any other each line is JSON."""
-    return requests_of(read_text(file), prompts=file.suffix.lower() == ".txt")
+    return parse_lines(read_text(file), prompts=file.suffix.lower() == ".txt")
 
 
-def request_in(value: Any, default_id: str) -> BatchRequest:
-    """Return the request in a value of a table: a prompt, a list of messages, or an object as in batch files."""
-    value = without_gaps(value)
+def parse_row(value: JsonValue, default_id: str) -> BatchRequest:
+    """Return the request in a row of a table: a prompt, a list of messages, or an object as in batch files."""
+    value = drop_missing_fields(value)
     if isinstance(value, list) and value and isinstance(value[0], dict):
         value = {"messages": value}
-    return read_request(json.dumps(value, ensure_ascii=False), default_id)
+    return parse_line(json.dumps(value, ensure_ascii=False), default_id)
 
 
-def without_gaps(value: Any) -> Any:
+def drop_missing_fields(value: Any) -> JsonValue:
     """Return a value of a table in Python's types, without the fields that only other rows have."""
     if isinstance(value, dict):
-        return {name: without_gaps(each) for name, each in value.items() if each is not None}
+        return {name: drop_missing_fields(field) for name, field in value.items() if field is not None}
     if isinstance(value, (list, np.ndarray)):
-        return [without_gaps(each) for each in value]
+        return [drop_missing_fields(element) for element in value]
     return value.item() if isinstance(value, np.generic) else value
 
 
-def requests_of(text: str, prompts: bool = False) -> list[BatchRequest]:
+def parse_lines(text: str, prompts: bool = False) -> list[BatchRequest]:
     """Return a request for each line that isn't blank. If ``prompts``, each line is a prompt.
 
     A line without an id, or with one that was used before, is named by its number.
     """
-    requests, seen = list[BatchRequest](), set[str]()
+    requests = list[BatchRequest]()
+    used_ids = set[str]()
     for number, line in enumerate(text.split("\n"), 1):
-        line, name = line.rstrip("\r"), str(number)
-        if not line.strip():
-            continue
-        request = prompt_request(name, line, line) if prompts else read_request(line, name)
-        requests.append(with_own_id(request, name, seen))
+        line = line.rstrip("\r")
+        default_id = str(number)
+        if line.strip():
+            request = prompt_request(default_id, line, line) if prompts else parse_line(line, default_id)
+            requests.append(with_unique_id(request, default_id, used_ids))
     return requests
 
 
-def requests_of_rows(rows: Iterable[Any]) -> list[BatchRequest]:
+def parse_rows(rows: Iterable[JsonValue]) -> list[BatchRequest]:
     """Return a request for each row of a table; one without an id is named by its number."""
-    seen = set[str]()
-    return [with_own_id(request_in(row, str(number)), str(number), seen) for number, row in enumerate(rows, 1)]
+    used_ids = set[str]()
+    numbered = enumerate(rows, 1)
+    return [with_unique_id(parse_row(row, str(number)), str(number), used_ids) for number, row in numbered]
 
 
-def with_own_id(request: BatchRequest, name: str, seen: set[str]) -> BatchRequest:
-    """Return ``request``, or an error called ``name`` if its id is in ``seen``, to which its id is added."""
-    if request.id in seen:
-        while name in seen:  # a line before has it as its own id
-            name = f"line {name}"
-        request = replace(request, id=name, error=f"The id {request.id!r} is used twice.")
-    seen.add(request.id)
+def with_unique_id(request: BatchRequest, default_id: str, used_ids: set[str]) -> BatchRequest:
+    """Return ``request``, or, if its id is among ``used_ids``, an error with another id; its id is added to them."""
+    if request.id in used_ids:
+        new_id = default_id
+        while new_id in used_ids:  # a line before has it as its own id
+            new_id = f"line {new_id}"
+        request = replace(request, id=new_id, error=f"The id {request.id!r} is used twice.")
+    used_ids.add(request.id)
     return request
 
 
-def read_request(line: str, default_id: str) -> BatchRequest:
+def parse_line(line: str, default_id: str) -> BatchRequest:
     """Parse one line of JSON; an invalid line gives a request with an ``error``."""
-    identity, kind = default_id, "own"
+    id = default_id
+    kind: RequestKind = "own"
     try:
         entry = json.loads(replace_half_surrogates(line))
         json.dumps(entry, ensure_ascii=False).encode("utf-8")
         if isinstance(entry, str):
-            return prompt_request(identity, line, entry)
+            return prompt_request(id, line, entry)
         if not isinstance(entry, dict):
             raise OvspecError("A line must be a JSON object or string.")
-        given = entry.get("custom_id", entry.get("id"))
-        identity = default_id if given is None else str(given)
+        own_id = entry.get("custom_id", entry.get("id"))
+        if own_id is not None:
+            id = str(own_id)
         body = {name: value for name, value in entry.items() if name not in ("id", "custom_id")}
         if "body" in entry or "url" in entry:
             kind = "completion"  # so that an error is written in OpenAI's format, too
-            kind, body = kind_of(entry), entry.get("body")
+            kind = openai_kind(entry)
+            body = entry.get("body")
             if not isinstance(body, dict):
                 raise OvspecError("The request has no body.")
-        return BatchRequest(identity, line, asked_in(body, kind))
+        return BatchRequest(id, line, read_line_body(body, kind))
     except json.JSONDecodeError as error:
-        wrong = f"Not JSON: {error.msg} at column {error.colno}."
+        message = f"Not JSON: {error.msg} at column {error.colno}."
     except UnicodeEncodeError:
-        wrong = "The line has half of a surrogate pair (\\ud800 to \\udfff), which is not valid Unicode."
+        message = "The line has half of a surrogate pair (\\ud800 to \\udfff), which is not valid Unicode."
     except (ValueError, RecursionError):
-        wrong = "The line is nested too deeply, or a number in it has too many digits."
+        message = "The line is nested too deeply, or a number in it has too many digits."
     except OvspecError as error:
-        wrong = str(error)
-    return BatchRequest(identity, line, TextRequest(kind, []), wrong)
+        message = str(error)
+    return BatchRequest(id, line, TextRequest(kind, []), message)
 
 
-def asked_in(body: dict[str, Any], kind: Kind) -> TextRequest:
-    """Return what a body asks for; raises OvspecError for what a batch can't do."""
-    for name in (*NOT_HERE, "stream"):
+def read_line_body(body: JsonObject, kind: RequestKind) -> TextRequest:
+    """Return the request in the body of a line; raises OvspecError for options that a batch can't meet."""
+    for name in (*FIELDS_REFUSED_IN_BATCH, "stream"):
         if body.get(name) is not None and (name, body[name]) != ("stream", False):
             raise OvspecError(f"{name} can't be set in a batch request; leave it out.")
-    asked = replace(read_texts(read_body(body, BODIES[kind]), kind), return_record=True)
-    if asked.only_prompts:
+    request = read_chat_or_completion(validate_body(body, BODY_OF_KIND[kind]), kind)
+    if request.only_prompts:
         raise OvspecError("max_tokens can't be 0 in a batch request; it must be at least 1, or -1.")
     if any(name in body and body[name] is None for name in (*GRAMMAR_OPTIONS, "response_format")):
-        asked.overrides.values.setdefault("json_schema", None)  # lifts the grammar of the whole file
-    return asked
+        request.overrides.values.setdefault("json_schema", None)  # lifts the grammar of the whole file
+    return replace(request, return_record=True)
 
 
 def as_chat(request: BatchRequest, system: str | None) -> BatchRequest:
     """Turn plain prompts into chats with one user message; return other requests as they are."""
-    asked = request.asked
-    if request.error or asked.kind != "own" or not all(isinstance(prompt, str) for prompt in asked.prompts):
+    prompts = request.text_request.prompts
+    is_plain = request.text_request.kind == "own" and all(isinstance(prompt, str) for prompt in prompts)
+    if request.error or not is_plain:
         return request
-    if asked.echo:
+    if request.text_request.echo:
         return replace(request, error="echo can't be combined with --chat; leave it out.")
-    before = [{"role": "system", "content": system}] if system is not None else []
-    chats: list[Any] = [[*before, {"role": "user", "content": prompt}] for prompt in asked.prompts]
-    return replace(request, asked=replace(asked, prompts=chats))
+    system_messages = [{"role": "system", "content": system}] if system is not None else []
+    chats: list[Any] = [[*system_messages, {"role": "user", "content": prompt}] for prompt in prompts]
+    return replace(request, text_request=replace(request.text_request, prompts=chats))
 
 
-def kind_of(entry: dict[str, Any]) -> Kind:
+def openai_kind(entry: JsonObject) -> RequestKind:
     """Return the kind of a request of OpenAI's batch API; raises OvspecError for an unknown url, method or field."""
-    for name in entry.keys() - ENVELOPE:
-        raise OvspecError(f"{name} must be inside of body; {suggest_name(name, ENVELOPE) or 'move it there.'}")
+    for name in entry.keys() - ENVELOPE_FIELDS:
+        raise OvspecError(f"{name} must be inside of body; {suggest_name(name, ENVELOPE_FIELDS) or 'move it there.'}")
     url = str(entry.get("url", "")).rstrip("/")
-    if url not in URLS:
-        raise OvspecError(f"The url is {entry.get('url')!r}; it must be one of {', '.join(URLS)}.")
+    if url not in KIND_OF_URL:
+        raise OvspecError(f"The url is {entry.get('url')!r}; it must be one of {', '.join(KIND_OF_URL)}.")
     if entry.get("method", "POST") != "POST":
         raise OvspecError(f"The method is {entry['method']!r}; it must be POST.")
-    return URLS[url]
+    return KIND_OF_URL[url]

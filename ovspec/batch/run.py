@@ -1,4 +1,4 @@
-"""Answers the requests of a batch, and makes the lines of its output."""
+"""Runs the requests of a batch, and makes the lines of its output."""
 
 from __future__ import annotations
 
@@ -12,32 +12,36 @@ from typing import Any
 
 from ovspec.api.model import LanguageModel, retry_invalid_results
 from ovspec.base.errors import InferenceError, OvspecError
+from ovspec.base.json_types import JsonObject
 from ovspec.batch.requests import BatchRequest
-from ovspec.engine.results import Piece, Result, answer_extras_json
+from ovspec.engine.prompts import Prompt
+from ovspec.engine.results import Result, answer_extras_json
 from ovspec.engine.row import Row
 from ovspec.params import Params
-from ovspec.protocols.chat.reply import head_of, record_of, tops_of, whole
-from ovspec.protocols.logprobs import SILENT, Echo, at_once, echo_of, prompt_logprobs
+from ovspec.protocols.chat.logprobs import count_top_logprobs
+from ovspec.protocols.chat.reply import ChatReply, new_reply_head, verification_record
+from ovspec.protocols.logprobs import NO_ECHO, Echo, make_echo, prompt_logprobs, run_generator
+from ovspec.protocols.reply import Generation
 
-# Of an answer, because they depend on more than the request.
-NOT_KEPT: Any = {"usage": {"completion_tokens_details"}}
+# Not written, because they depend on more than the request.
+FIELDS_NOT_WRITTEN: Any = {"usage": {"completion_tokens_details"}}
 
 
 @dataclass
-class Started:
+class RunningRequest:
     """A request whose texts are being generated."""
 
     request: BatchRequest
     params: Params
     rows: list[Row]
-    ended: bool = False  # whether it has its line
+    has_line: bool = False
 
 
 class BatchRun(Iterator[Row]):
-    """Makes rows of ``requests``, and calls ``add`` with each request and its output line once that is complete.
+    """Makes rows of ``requests``, and calls ``add`` with each request and its complete output line.
 
-    ``params`` are for what requests don't set. ``requests`` may have no more for now, and some later while others are
-    answered.
+    ``params`` are the options that requests don't set. ``requests`` may have no more for now, and some later while
+    others run.
     """
 
     def __init__(
@@ -45,62 +49,67 @@ class BatchRun(Iterator[Row]):
         lm: LanguageModel,
         params: Params,
         requests: Iterable[BatchRequest],
-        add: Callable[[BatchRequest, dict[str, Any]], None],
+        add: Callable[[BatchRequest, JsonObject], None],
     ) -> None:
-        self._lm, self._params, self._requests, self._add = lm, params, iter(requests), add
-        self._numbers = itertools.count()  # the scheduler's numbers of the rows
-        self._waiting = deque[tuple[Row, Started]]()
-        self._started: dict[int, Started] = {}  # by row number
+        self._lm = lm
+        self._params = params
+        self._requests = iter(requests)
+        self._add = add
+        self._row_numbers = itertools.count()  # as the scheduler counts rows
+        self._waiting_rows = deque[tuple[Row, RunningRequest]]()
+        self._running: dict[int, RunningRequest] = {}  # by row number
 
     def rounds(self) -> Iterator[int]:
         """Run all requests together; yield the number of tokens after each round."""
         params = self._lm.runtime.row_maker.complete_params(self._params)
         for pieces in self._lm.runtime.decoder_pool.run_batch(self, params, isolate_errors=True):
-            for number, piece in pieces:
-                self._take(number, piece)
+            for row_number, piece in pieces:
+                if piece.finish_reason:
+                    self._finish_row(row_number)
             yield sum(len(piece.token_ids) for _, piece in pieces)
 
     def __next__(self) -> Row:
-        """Return the next row of a request, or of the next request that isn't answered with an error."""
-        while not self._waiting:
+        """Return the next row of a request, or of the next request that has no error."""
+        while not self._waiting_rows:
             request = next(self._requests)
             try:
-                started = self._start(request)
+                running = self._start(request)
             except OvspecError as error:
                 self._add(request, error_line(request, str(error)))
             else:
-                self._waiting.extend((row, started) for row in started.rows)
-        row, self._started[next(self._numbers)] = self._waiting.popleft()
+                self._waiting_rows.extend((row, running) for row in running.rows)
+        row, running = self._waiting_rows.popleft()
+        self._running[next(self._row_numbers)] = running
         return row
 
-    def _start(self, request: BatchRequest) -> Started:
+    def _start(self, request: BatchRequest) -> RunningRequest:
         """Make a row for each text of a request; raises OvspecError if it is invalid or can't be met."""
         if request.error:
             raise OvspecError(request.error)
-        asked, rows = request.asked, self._lm.runtime.row_maker
-        params = rows.complete_params(asked.overrides.params(self._params, asked.kind))
-        return Started(request, params, [row for prompt in asked.prompts for row in rows.make_rows(prompt, params)])
+        rows = self._lm.runtime.row_maker
+        text_request = request.text_request
+        params = rows.complete_params(text_request.overrides.apply_to(self._params, text_request.kind))
+        made_rows = [row for prompt in text_request.prompts for row in rows.make_rows(prompt, params)]
+        return RunningRequest(request, params, made_rows)
 
-    def _take(self, number: int, piece: Piece) -> None:
-        """If a piece ends the last text of its request, add the request's line."""
-        if not piece.finish_reason:
+    def _finish_row(self, row_number: int) -> None:
+        """Add the line of a row's request if it was the last one, or has failed."""
+        running = self._running.pop(row_number)
+        if running.has_line:  # its texts ended in the same round, or another one failed
             return
-        started = self._started.pop(number)
-        if started.ended:  # its texts ended in the same round, or another one failed
-            return
-        if error := next((row.error for row in started.rows if row.error), None):
-            started.ended = True
-            self._add(started.request, error_line(started.request, str(error)))
-        elif all(row.finish_reason not in (None, "cancelled") for row in started.rows):
-            started.ended = True
-            self._add(started.request, self._line(started))
+        if error := next((row.error for row in running.rows if row.error), None):
+            running.has_line = True
+            self._add(running.request, error_line(running.request, str(error)))
+        elif all(row.finish_reason not in (None, "cancelled") for row in running.rows):
+            running.has_line = True
+            self._add(running.request, self._make_line(running))
 
-    def _line(self, started: Started) -> dict[str, Any]:
-        request = started.request
+    def _make_line(self, running: RunningRequest) -> JsonObject:
+        request = running.request
         try:
-            results = [row.result() for row in started.rows]
-            retry_invalid_results(self._lm.runtime, request.asked.prompts, started.params, results)
-            return result_line(self._lm, request, results)
+            results = [row.result() for row in running.rows]
+            retry_invalid_results(self._lm.runtime, request.text_request.prompts, running.params, results)
+            return result_line(self._lm, request, running.rows, results)
         except InferenceError:  # not the request's fault
             raise
         except OvspecError as error:
@@ -108,26 +117,27 @@ class BatchRun(Iterator[Row]):
 
 
 class BatchThread(Iterator[BatchRequest]):
-    """A thread that answers what several others ask at a time, together, in one batch that they join and leave.
+    """A thread that runs the requests of several callers together, in one batch that they join and leave.
 
     ``params`` apply to all requests that don't set their own; raises OvspecError if they are invalid.
     """
 
     def __init__(self, lm: LanguageModel, params: Params) -> None:
-        self._lm, self._params = lm, params
+        self._lm = lm
+        self._params = params
         lm.runtime.row_maker.constraints.check_requested_grammar(lm.runtime.row_maker.complete_params(params))
-        self._asked = deque[tuple[BatchRequest, Call]]()
-        self._calls = dict[int, Call]()  # of the requests that are being answered, by identity
-        self._came = threading.Condition()
+        self._waiting = deque[tuple[BatchRequest, ThreadCall]]()
+        self._running_calls = dict[int, ThreadCall]()  # by the identity of their requests
+        self._request_came = threading.Condition()
         threading.Thread(target=self._run, daemon=True).start()
 
-    def answer(self, requests: list[BatchRequest]) -> list[dict[str, Any]]:
-        """Return the output line of each request; raises InferenceError, also for what another thread asked."""
+    def run_requests(self, requests: list[BatchRequest]) -> list[JsonObject]:
+        """Return the output line of each request; raises InferenceError, also of another caller's request."""
         requests = [replace(request) for request in requests]  # each with an identity of its own
-        call = Call(len(requests))
-        with self._came:
-            self._asked.extend((request, call) for request in requests)
-            self._came.notify()
+        call = ThreadCall(len(requests))
+        with self._request_came:
+            self._waiting.extend((request, call) for request in requests)
+            self._request_came.notify()
         if requests:
             call.ended.wait()
         if call.error:
@@ -136,39 +146,39 @@ class BatchThread(Iterator[BatchRequest]):
 
     def _run(self) -> None:
         while True:
-            with self._came:
-                self._came.wait_for(lambda: self._asked)
+            with self._request_came:
+                self._request_came.wait_for(lambda: self._waiting)
             try:
-                for _ in BatchRun(self._lm, self._params, self, self._give).rounds():
+                for _ in BatchRun(self._lm, self._params, self, self._add_line).rounds():
                     pass
             except Exception as error:
-                with self._came:  # so that nothing is asked meanwhile, and then forgotten
-                    for call in (*self._calls.values(), *(call for _, call in self._asked)):
+                with self._request_came:  # so that no request comes meanwhile and is forgotten
+                    for call in (*self._running_calls.values(), *(call for _, call in self._waiting)):
                         call.error = error
                         call.ended.set()
-                    self._calls.clear()
-                    self._asked.clear()
+                    self._running_calls.clear()
+                    self._waiting.clear()
 
     def __next__(self) -> BatchRequest:
-        if not self._asked:
+        if not self._waiting:
             raise StopIteration
-        request, call = self._asked.popleft()
-        self._calls[id(request)] = call
+        request, call = self._waiting.popleft()
+        self._running_calls[id(request)] = call
         return request
 
-    def _give(self, request: BatchRequest, line: dict[str, Any]) -> None:
-        call = self._calls.pop(id(request))
+    def _add_line(self, request: BatchRequest, line: JsonObject) -> None:
+        call = self._running_calls.pop(id(request))
         call.lines[id(request)] = line
         if len(call.lines) == call.count:
             call.ended.set()
 
 
 @dataclass
-class Call:
-    """What a thread asked: a number of requests, and their output lines so far, by the request's identity."""
+class ThreadCall:
+    """A caller's number of requests, and their output lines so far, by the request's identity."""
 
     count: int
-    lines: dict[int, dict[str, Any]] = field(default_factory=dict)
+    lines: dict[int, JsonObject] = field(default_factory=dict)
     ended: threading.Event = field(default_factory=threading.Event)
     error: Exception | None = None
 
@@ -176,71 +186,87 @@ class Call:
 # ---------------------------------------------------------------- lines of the output
 
 
-def error_line(request: BatchRequest, message: str) -> dict[str, Any]:
+def error_line(request: BatchRequest, message: str) -> JsonObject:
     """Return the output line for a request that failed."""
-    if request.asked.kind == "own":
+    if request.text_request.kind == "own":
         return {"id": request.id, "error": message}
     error = {"code": "invalid_request", "message": message}
     return {"id": f"batch_req_{request.id}", "custom_id": request.id, "response": None, "error": error}
 
 
-COLUMNS = ("id", "text", "finish_reason", "error", "result")
+OUTPUT_COLUMNS = ("id", "text", "finish_reason", "error", "result")
 
 
-def columns_of(lines: list[dict[str, Any]]) -> dict[str, list[str | None]]:
-    """Return output lines as ``COLUMNS``: of several texts the first one, and as the result the line in JSON."""
-    rows = [row_of(line) for line in lines]
-    return {name: [row[name] for row in rows] for name in COLUMNS}
+def lines_to_columns(lines: list[JsonObject]) -> dict[str, list[str | None]]:
+    """Return output lines as ``OUTPUT_COLUMNS``: of several texts the first, and as the result the line in JSON."""
+    rows = [line_to_row(line) for line in lines]
+    return {name: [row[name] for row in rows] for name in OUTPUT_COLUMNS}
 
 
-def row_of(line: dict[str, Any]) -> dict[str, str | None]:
+def line_to_row(line: JsonObject) -> dict[str, str | None]:
     body = (line.get("response") or {}).get("body") or line
-    first = (body.get("choices") or body.get("samples") or [body])[0]
-    error, text = line.get("error"), first.get("text", first.get("message", {}).get("content"))
-    message = error["message"] if isinstance(error, dict) else error
-    result = json.dumps(line, ensure_ascii=False)
-    values = (line.get("custom_id", line["id"]), text, first.get("finish_reason"), message, result)
-    return dict(zip(COLUMNS, values, strict=True))
+    texts = body.get("choices") or body.get("samples") or [body]
+    first = texts[0]
+    error = line.get("error")
+    return {
+        "id": line.get("custom_id", line["id"]),
+        "text": first.get("text", first.get("message", {}).get("content")),
+        "finish_reason": first.get("finish_reason"),
+        "error": error["message"] if isinstance(error, dict) else error,
+        "result": json.dumps(line, ensure_ascii=False),
+    }
 
 
-def tokens_of(line: dict[str, Any]) -> int:
+def count_generated_tokens(line: JsonObject) -> int:
     """Return the number of generated tokens in an output line."""
     body = (line.get("response") or {}).get("body", {})
-    counts = [body.get("usage", {}).get("completion_tokens", 0)]
-    return sum(counts + [each.get("generated_tokens", 0) for each in line.get("samples", [line])])
+    texts = line.get("samples", [line])
+    return body.get("usage", {}).get("completion_tokens", 0) + sum(text.get("generated_tokens", 0) for text in texts)
 
 
-def result_line(lm: LanguageModel, request: BatchRequest, results: list[Result]) -> dict[str, Any]:
-    """Return the output line for a request from its results, those of the first prompt first."""
-    asked, n = request.asked, len(results) // len(request.asked.prompts)
-    more = {"ignored": [*asked.ignored]} if asked.ignored else {}
-    if asked.kind == "own":
-        choices = [own_choice(lm, result, asked.prompts[i // n], asked.echo) for i, result in enumerate(results)]
-        said = choices[0] if len(choices) == 1 else {"samples": choices}
-        return {"id": request.id, **said, **more}
-    echoes = [echo_in(lm, prompt, results[i * n]) if asked.echo else SILENT for i, prompt in enumerate(asked.prompts)]
-    head = head_of("chatcmpl-" if asked.kind == "chat" else "cmpl-", asked.model or "", request.id)
-    answer = whole(lm.tokenizer, head, asked, results, echoes)
-    body = answer.model_dump(exclude_unset=True, exclude=NOT_KEPT)
+def result_line(lm: LanguageModel, request: BatchRequest, rows: list[Row], results: list[Result]) -> JsonObject:
+    """Return the output line for a request from its results, of which the first prompt's come first."""
+    text_request = request.text_request
+    n = len(results) // len(text_request.prompts)
+    ignored: JsonObject = {"ignored": [*text_request.ignored]} if text_request.ignored else {}
+    if text_request.kind == "own":
+        prompts = [prompt for prompt in text_request.prompts for _ in range(n)]
+        texts = [
+            text_fields(lm, result, prompt, text_request.echo) for result, prompt in zip(results, prompts, strict=True)
+        ]
+        fields = texts[0] if len(texts) == 1 else {"samples": texts}
+        return {"id": request.id, **fields, **ignored}
+    echoes = [NO_ECHO] * len(text_request.prompts)
+    if text_request.echo:
+        pairs = zip(text_request.prompts, results[::n], strict=True)
+        echoes = [prompt_echo(lm, prompt, result) for prompt, result in pairs]
+    id_prefix = "chatcmpl-" if text_request.kind == "chat" else "cmpl-"
+    head = new_reply_head(id_prefix, text_request.model or "", request.id)
+    reply = ChatReply(Generation(lm.tokenizer, head, text_request, rows, echoes)).whole(results)
+    body = reply.model_dump(exclude_unset=True, exclude=FIELDS_NOT_WRITTEN)
     response = {"status_code": 200, "request_id": request.id, "body": body}
-    return {"id": f"batch_req_{request.id}", "custom_id": request.id, "response": response, "error": None, **more}
+    return {"id": f"batch_req_{request.id}", "custom_id": request.id, "response": response, "error": None, **ignored}
 
 
-def echo_in(lm: LanguageModel, prompt: Any, result: Result, logprobs: bool = True) -> Echo:
-    """Return what is repeated of the prompt of ``result``."""
+def prompt_echo(lm: LanguageModel, prompt: Prompt, result: Result, with_logprobs: bool = True) -> Echo:
+    """Return the echo of the prompt of ``result``."""
     ids = result.record.prompt_ids.tolist() if result.record else []
-    wanted = logprobs and result.logprobs is not None and ids
-    return echo_of(lm.tokenizer, prompt, ids, at_once(prompt_logprobs(lm, ids, tops_of(result))) if wanted else None)
+    if not (with_logprobs and result.logprobs is not None and ids):
+        return make_echo(lm.tokenizer, prompt, ids, None)
+    logprobs = run_generator(prompt_logprobs(lm, ids, count_top_logprobs(result)))
+    return make_echo(lm.tokenizer, prompt, ids, logprobs)
 
 
-def own_choice(lm: LanguageModel, result: Result, prompt: Any, echo: bool) -> dict[str, Any]:
+def text_fields(lm: LanguageModel, result: Result, prompt: Prompt, with_echo: bool) -> JsonObject:
     """Return one text of a request in ovspec's own format."""
-    before = echo_in(lm, prompt, result, logprobs=False).text if echo else ""
-    found: dict[str, Any] = {"text": before + result.text, "finish_reason": result.finish_reason}
-    found |= answer_extras_json(result)
+    echo = prompt_echo(lm, prompt, result, with_logprobs=False).text if with_echo else ""
+    fields: JsonObject = {"text": echo + result.text, "finish_reason": result.finish_reason}
+    fields |= answer_extras_json(result)
     if result.logprobs is not None:
-        found["logprobs"] = [each.as_json(lm.tokenizer.token_text) for each in result.logprobs]
+        fields["logprobs"] = [token.as_json(lm.tokenizer.token_text) for token in result.logprobs]
     if result.schema_errors is not None:
-        found["schema_errors"] = result.schema_errors
-    counts = {"prompt_tokens": result.stats.prompt_tokens, "generated_tokens": result.stats.generated_tokens}
-    return found | counts | {"record": record_of(result, before)}
+        fields["schema_errors"] = result.schema_errors
+    fields["prompt_tokens"] = result.stats.prompt_tokens
+    fields["generated_tokens"] = result.stats.generated_tokens
+    fields["record"] = verification_record(result, echo)
+    return fields

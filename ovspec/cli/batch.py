@@ -122,19 +122,19 @@ def batch(
     refuse_no_tokens(params, "A batch")
 
     from ovspec.batch.file import run_file
-    from ovspec.batch.requests import as_chat, read_requests, requests_of
+    from ovspec.batch.requests import as_chat, parse_lines, read_requests
 
     prepare_request = partial(as_chat, system=system) if chat else lambda request: request
     requests: list[BatchRequest] = []
     if not needs_ray(file):
-        parsed_requests = requests_of(read_text_or_stdin(file)) if file == "-" else read_requests(Path(file))
+        parsed_requests = parse_lines(read_text_or_stdin(file)) if file == "-" else read_requests(Path(file))
         requests = list(map(prepare_request, parsed_requests))
     report = BatchReport()
     try:
         if ray:
-            from ovspec.batch.ray.cluster import connected
+            from ovspec.batch.ray.cluster import cluster_connection
 
-            with contextlib.redirect_stdout(None), connected(ray):  # where Ray writes about workers that die
+            with contextlib.redirect_stdout(None), cluster_connection(ray):  # where Ray writes about workers that die
                 from ovspec.batch.ray.driver import run_on_cluster
 
                 draft = load_options.pop("draft", None)
@@ -150,8 +150,8 @@ def batch(
                     cpus=cpus_per_worker,
                     mixed=mixed,
                     overwrite=overwrite,
-                    change=prepare_request,
-                    note=report.update,
+                    convert=prepare_request,
+                    report=report.update,
                 )
         else:
             progress = run_file(load_model(folder, **load_options), requests, Path(output), params, report.update)

@@ -35,11 +35,11 @@ def serve(folder: Path | None, **all_options: OptionValue) -> None:
     params = ServeParams(**{name: value for name, value in passed.items() if name in SERVE_OPTIONS})
     load_options, _ = split_options({name: value for name, value in passed.items() if name not in SERVE_OPTIONS})
     try:
-        from ovspec.server.server import check_options, keys_of, open_socket
+        from ovspec.server.server import check_options, open_socket, read_keys
         from ovspec.server.server import serve as serve_model
     except ImportError as error:
         raise OvspecError(f"The server needs {error.name}; install it with: pip install 'ovspec[serve]'") from None
-    keys = keys_of(params.api_key_file)
+    keys = read_keys(params.api_key_file)
     check_options(params, keys)
     listening_socket = open_socket(params.host, params.port)  # before the model is loaded, which takes long
     lm = load_model(folder, draft=load_options.pop("draft", None), lookahead=params.lookahead, **load_options)

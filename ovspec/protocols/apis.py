@@ -1,4 +1,4 @@
-"""The APIs that generate text, each with its requests, answers and streams."""
+"""The APIs that generate text, each with its requests and replies."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -7,81 +7,79 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from ovspec.protocols import bodies
-from ovspec.protocols.bodies import ChatRequest, CompletionRequest
-from ovspec.protocols.chat.reply import Answer, ChatCompletion, ChunkWriter, Completion, head_of, whole
-from ovspec.protocols.llamacpp.infill import InfillAnswers, InfillRequest, InfillWriter, read_infill, whole_infill
-from ovspec.protocols.messages.body import MessageRequest
-from ovspec.protocols.messages.reply import Message, MessageWriter, whole_message
-from ovspec.protocols.messages.request import read_messages
-from ovspec.protocols.reply import Writer
-from ovspec.protocols.requests import TextRequest, read_texts
-from ovspec.protocols.responses.body import ResponseRequest
-from ovspec.protocols.responses.reply import Response, ResponseWriter, whole_response
-from ovspec.protocols.responses.request import read_response
+from ovspec.base.json_types import JsonObject
+from ovspec.protocols import parsing
+from ovspec.protocols.bodies import TextRequestBody
+from ovspec.protocols.chat.bodies import ChatRequest, CompletionRequest
+from ovspec.protocols.chat.reply import ChatCompletion, ChatReply, Completion
+from ovspec.protocols.chat.request import read_chat_or_completion
+from ovspec.protocols.llamacpp.infill import InfillReplies, InfillReply, InfillRequest, read_infill
+from ovspec.protocols.messages.body import MessagesRequest
+from ovspec.protocols.messages.reply import Message, MessageReply
+from ovspec.protocols.messages.request import read_messages_request
+from ovspec.protocols.reply import Reply, ReplyModel
+from ovspec.protocols.requests import TextRequest
+from ovspec.protocols.responses.body import ResponsesRequest
+from ovspec.protocols.responses.reply import Response, ResponseReply
+from ovspec.protocols.responses.request import read_responses_request
 
 
 @dataclass(frozen=True)
 class TextApi:
     """An API that generates text.
 
-    summary: what it does, in a sentence.
-    body: a request.
-    answer: a whole answer.
-    prefix: of an answer's id.
-    read: returns the request in a body; raises RequestError for what can't be met.
-    whole: returns a whole answer, from a tokenizer, the answer's head, the request, its results and echoes.
-    writer: returns what makes the events of a stream, from the same, but with rows.
-    counts: fields of an answer that counts tokens.
+    summary: of the API, a sentence.
+    body: the type of a request's body.
+    read: returns the request in a body; raises RequestError for a request that can't be met.
+    reply: makes whole replies and the events of streams.
+    reply_model: the type of a whole reply.
+    id_prefix: of a reply's id.
+    count_fields: further fields of a reply that counts tokens.
     """
 
     summary: str
-    body: type[bodies.TextBody]
-    answer: type[BaseModel]
-    prefix: str
+    body: type[TextRequestBody]
     read: Callable[[Any], TextRequest]
-    whole: Callable[..., BaseModel]
-    writer: Callable[..., Writer]
-    counts: dict[str, Any] = field(default_factory=dict)
-
-    def head(self, model: str) -> dict[str, Any]:
-        """Return the head of an answer by a model of this name."""
-        return head_of(self.prefix, model)
+    reply: type[Reply]
+    reply_model: type[BaseModel]
+    id_prefix: str
+    count_fields: JsonObject = field(default_factory=dict)
 
 
-APIS = {
+read_chat = partial(read_chat_or_completion, kind="chat")
+read_completion = partial(read_chat_or_completion, kind="completion")
+TEXT_APIS = {
     "/v1/chat/completions": TextApi(
-        "Answer a chat.", ChatRequest, ChatCompletion, "chatcmpl-", partial(read_texts, kind="chat"), whole, ChunkWriter
+        "Answer a chat.", ChatRequest, read_chat, ChatReply, ChatCompletion, "chatcmpl-"
     ),
     "/v1/completions": TextApi(
-        "Continue texts.", CompletionRequest, Completion, "cmpl-", partial(read_texts, kind="completion"), whole,
-        ChunkWriter,
+        "Continue texts.", CompletionRequest, read_completion, ChatReply, Completion, "cmpl-"
     ),
     "/v1/responses": TextApi(
-        "Answer a chat that is given as items.", ResponseRequest, Response, "resp_", read_response, whole_response,
-        ResponseWriter, {"object": "response.input_tokens"},
+        "Answer a chat that is given as items.", ResponsesRequest, read_responses_request, ResponseReply, Response,
+        "resp_", {"object": "response.input_tokens"},
     ),
     "/v1/messages": TextApi(
-        "Answer a conversation, as Anthropic's API does.", MessageRequest, Message, "msg_", read_messages,
-        whole_message, MessageWriter,
+        "Answer a conversation, as Anthropic's API does.", MessagesRequest, read_messages_request, MessageReply,
+        Message, "msg_",
     ),
     "/infill": TextApi(
-        "Fill a place in a text, as llama.cpp's editors ask for it.", InfillRequest, InfillAnswers, "infill-",
-        read_infill, whole_infill, InfillWriter,
+        "Fill a place in a text, as llama.cpp's editors ask for it.", InfillRequest, read_infill, InfillReply,
+        InfillReplies, "infill-",
     ),
 }  # fmt: skip
-# Where the tokens of a request's prompt are counted, and the API that takes the request.
-COUNTS = {"/v1/responses/input_tokens": "/v1/responses", "/v1/messages/count_tokens": "/v1/messages"}
+# The paths that count the tokens of a request's prompt, each with the path of the API whose requests it takes.
+COUNT_PATHS = {"/v1/responses/input_tokens": "/v1/responses", "/v1/messages/count_tokens": "/v1/messages"}
 # The bodies of all requests that have one.
-BODIES: dict[str, type[BaseModel]] = {
-    **{path: api.body for path, api in APIS.items()},
-    **{path: APIS[api].body for path, api in COUNTS.items()},
-    **bodies.BODIES,
+BODY_TYPES: dict[str, type[BaseModel]] = {
+    **{path: api.body for path, api in TEXT_APIS.items()},
+    **{path: TEXT_APIS[api].body for path, api in COUNT_PATHS.items()},
+    **parsing.BODIES_WITH_FIELDS,
 }
 
 
-class TokenCount(Answer):
-    """How many tokens a prompt has."""
+class TokenCount(ReplyModel):
+    """The number of tokens of a prompt."""
 
     object: Literal["response.input_tokens"] = Field("response.input_tokens", description="OpenAI's.")
     input_tokens: int

@@ -5,16 +5,16 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
-KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
-KINDS |= {501: "not_supported_error"}  # llama.cpp's
-ANTHROPICS = {413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}
-CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}  # OpenAI's
-TOO_LONG = "context_length_exceeded"  # OpenAI's code
-TOO_LONG_HERE = "Prompt is too long"  # Anthropic's words, at which agents make their conversations shorter
+ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+ERROR_TYPES |= {501: "not_supported_error"}  # llama.cpp's
+ANTHROPIC_ERROR_TYPES = {413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}
+ERROR_CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}  # OpenAI's
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"  # OpenAI's code
+ANTHROPIC_TOO_LONG = "Prompt is too long"  # Anthropic's words, at which agents make their conversations shorter
 
 
 @dataclass(frozen=True)
-class Failure:
+class RequestFailure:
     """Why a request can't be met.
 
     status: HTTP's.
@@ -29,44 +29,46 @@ class Failure:
     code: str | None = None
 
 
-class ErrorText(BaseModel):
+class OpenAIErrorDetail(BaseModel):
     message: str = Field(description="A sentence that says what to do.")
     type: str = Field(description='The kind of error, such as "invalid_request_error".')
     param: str | None = Field(description="The field that is wrong.")
     code: str | None = Field(description='A word for programs, such as "model_not_found".')
 
 
-class ErrorAnswer(BaseModel):
+class OpenAIErrorBody(BaseModel):
     """The body of every answer that is an error, but of /v1/messages."""
 
-    error: ErrorText
+    error: OpenAIErrorDetail
 
 
-class MessageErrorText(BaseModel):
+class AnthropicErrorDetail(BaseModel):
     type: str = Field(description='The kind of error, such as "invalid_request_error".')
     message: str = Field(description="A sentence that says what to do.")
 
 
-class MessageError(BaseModel):
+class AnthropicErrorBody(BaseModel):
     """The body of an answer of /v1/messages that is an error."""
 
     type: Literal["error"]
-    error: MessageErrorText
+    error: AnthropicErrorDetail
     request_id: str | None = None
 
 
-def openai_error(failure: Failure) -> ErrorAnswer:
+def openai_error(failure: RequestFailure) -> OpenAIErrorBody:
     """Return an error as OpenAI's API has it."""
     status = failure.status
-    kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
-    code = failure.code or CODES.get(status)
-    return ErrorAnswer(error=ErrorText(message=failure.message, type=kind, param=failure.param, code=code))
+    default = "invalid_request_error" if status < 500 else "server_error"
+    kind = ERROR_TYPES.get(status, default)
+    code = failure.code or ERROR_CODES.get(status)
+    return OpenAIErrorBody(error=OpenAIErrorDetail(message=failure.message, type=kind, param=failure.param, code=code))
 
 
-def anthropic_error(failure: Failure, request_id: str | None = None) -> MessageError:
+def anthropic_error(failure: RequestFailure, request_id: str | None = None) -> AnthropicErrorBody:
     """Return an error as Anthropic's API has it."""
     status = failure.status
-    kind = (KINDS | ANTHROPICS).get(status, "invalid_request_error" if status < 500 else "api_error")
-    message = f"{TOO_LONG_HERE}: {failure.message}" if failure.code == TOO_LONG else failure.message
-    error = MessageError(type="error", error=MessageErrorText(type=kind, message=message))
+    default = "invalid_request_error" if status < 500 else "api_error"
+    kind = (ERROR_TYPES | ANTHROPIC_ERROR_TYPES).get(status, default)
+    message = f"{ANTHROPIC_TOO_LONG}: {failure.message}" if failure.code == CONTEXT_LENGTH_EXCEEDED else failure.message
+    error = AnthropicErrorBody(type="error", error=AnthropicErrorDetail(type=kind, message=message))
     return error if request_id is None else error.model_copy(update={"request_id": request_id})

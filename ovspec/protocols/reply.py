@@ -1,37 +1,79 @@
-"""What makes the events of a stream."""
+"""The parts that the replies of all APIs share, and their protocol: whole, or as the events of a stream."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
-from ovspec.engine.results import Piece
-from ovspec.protocols.errors import Failure, openai_error
+from ovspec.base.json_types import JsonObject
+from ovspec.engine.results import Piece, Result
+from ovspec.engine.row import Row
+from ovspec.protocols.errors import RequestFailure, openai_error
+from ovspec.protocols.logprobs import NO_ECHO, Echo
+from ovspec.protocols.requests import TextRequest
+from ovspec.text.tokenizer import Tokenizer
 
-WAITING = b": waiting\n\n"  # a comment, for proxies that close silent connections
+KEEP_ALIVE = b": waiting\n\n"  # a comment, for proxies that close silent connections
 DONE = b"data: [DONE]\n\n"  # OpenAI's last event
-Events = Sequence[BaseModel | bytes]
+Events = Sequence[BaseModel | bytes]  # bytes are a complete event
 
 
-class Writer(Protocol):
-    """Makes the events of a stream from the pieces of a request's texts. Events as bytes are complete."""
+class ReplyModel(BaseModel):
+    """A part of a reply; only fields that were set are sent."""
 
-    def first(self) -> Events:
-        """Return the events that come before the texts."""
-        return []
+    model_config = ConfigDict(extra="forbid")
 
-    def more(self, index: int, piece: Piece, /) -> Events:
-        """Return the events for a piece of the text ``index``; there are none if it has nothing to tell yet."""
+
+@dataclass
+class Generation:
+    """A request and its texts, from which its reply is made.
+
+    head: the fields that the reply begins with; see ``new_reply_head``.
+    rows: those of the first prompt first, ``n`` for each prompt.
+    echoes: for each prompt, its part that the reply repeats; by default nothing.
+    """
+
+    tokenizer: Tokenizer
+    head: JsonObject
+    request: TextRequest
+    rows: list[Row]
+    echoes: list[Echo] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.echoes = self.echoes or [NO_ECHO] * len(self.request.prompts)
+
+    @property
+    def n(self) -> int:
+        """The number of texts for each prompt."""
+        return len(self.rows) // len(self.request.prompts)
+
+
+class Reply(Protocol):
+    """The reply to a request in the shape of one API: whole, or as the events of a stream."""
+
+    def __init__(self, generation: Generation) -> None: ...
+
+    def whole(self, results: list[Result]) -> BaseModel:
+        """Return the whole reply from the results of all rows."""
         ...
 
-    def last(self) -> Events:
-        """Return the events that come after the texts."""
+    def start(self) -> Events:
+        """Return the events before the texts."""
         return []
 
-    def waiting(self) -> Events:
-        """Return what tells a client that its stream is alive, while there is nothing to say."""
-        return [WAITING]
+    def add(self, index: int, piece: Piece, /) -> Events:
+        """Return the events for a piece of the row ``index``; none if it adds nothing to the reply."""
+        ...
 
-    def failed(self, failure: Failure) -> Events:
-        """Return the events that end the stream where it has failed."""
+    def finish(self) -> Events:
+        """Return the events after the texts."""
+        return []
+
+    def keep_alive(self) -> Events:
+        """Return the events that show a client that its silent stream is alive."""
+        return [KEEP_ALIVE]
+
+    def fail(self, failure: RequestFailure) -> Events:
+        """Return the events that end the stream after a failure."""
         return [openai_error(failure)]

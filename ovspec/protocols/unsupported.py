@@ -1,11 +1,11 @@
 """Fields of OpenAI's, llama.cpp's and vLLM's requests that ovspec doesn't have: the ignored and the refused ones."""
 
-from typing import Any
+from ovspec.base.json_types import JsonValue
 
 # Accepted and ignored, in batch files, too: OpenAI's that don't affect the text.
-WITHOUT_EFFECT = ("metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user")
+FIELDS_WITHOUT_EFFECT = ("metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user")
 # Accepted and ignored by the server.
-IGNORED_BY_SERVER = (
+FIELDS_IGNORED_BY_SERVER = (
     # OpenAI's, and what its agents add
     *("client_metadata", "prediction", "prompt_cache_options", "prompt_cache_retention"),
     # llama.cpp's: its slots, its progress, and settings of samplers that are off
@@ -19,13 +19,13 @@ IGNORED_BY_SERVER = (
     "truncation_side",
 )
 # Refused by the server, unless the value is one of these, which ask for nothing: what they change can't be had here.
-OF_PROMPTS: dict[str, tuple[Any, ...]] = {
+REFUSED_PROMPT_FIELDS: dict[str, tuple[JsonValue, ...]] = {
     "add_generation_prompt": (True,),
     "chat_template": (),
     "continue_final_message": (False,),
     "documents": ([],),
 }
-OF_TEXTS: dict[str, tuple[Any, ...]] = {
+REFUSED_TEXT_FIELDS: dict[str, tuple[JsonValue, ...]] = {
     # OpenAI's
     **dict.fromkeys(("audio", "moderation", "web_search_options"), ()),
     "best_of": (1,),
@@ -45,7 +45,7 @@ OF_TEXTS: dict[str, tuple[Any, ...]] = {
     "samplers": (
         ["penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"],
         ["top_k", "typ_p", "top_p", "min_p", "temperature"],
-        # Those of llama.cpp's editors. "infill" has no effect.
+        # Of llama.cpp's editors. "infill" has no effect.
         ["top_k", "top_p", "infill"],
         ["min_p", "temperature"],
         [],
@@ -61,8 +61,8 @@ OF_TEXTS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("include_reasoning", "skip_special_tokens", "spaces_between_special_tokens"), (True,)),
     "length_penalty": (1,),
 }
-# What to do instead of giving a field that is refused.
-INSTEAD = {
+# The advice for refused fields.
+FIELD_TO_USE_INSTEAD = {
     "functions": "give them in tools",
     "function_call": "give tool_choice",
     "n_probs": "give logprobs",
@@ -77,8 +77,8 @@ INSTEAD = {
     "previous_response_id": "send the whole chat in input",
     "prompt": "send instructions and input",
 }
-OF_TOKENIZE: dict[str, tuple[Any, ...]] = {
+REFUSED_TOKENIZE_FIELDS: dict[str, tuple[JsonValue, ...]] = {
     "parse_special": (True,),
     "return_token_strs": (False,),
 }
-OF_STREAMS: dict[str, tuple[Any, ...]] = {"continuous_usage_stats": (False,)}
+REFUSED_STREAM_FIELDS: dict[str, tuple[JsonValue, ...]] = {"continuous_usage_stats": (False,)}

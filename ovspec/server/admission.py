@@ -1,238 +1,154 @@
-"""What the endpoints share: who is let in, how much a request may take, and the threads that prepare it."""
+"""Admission of requests: how many may run and wait, for how long, and the threads that prepare them."""
 
 import asyncio
-import math
 import re
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeVar, get_args
 
 from fastapi import Request
 
 from ovspec.api.model import LanguageModel
-from ovspec.base.errors import OvspecError, PromptError, UnavailableError
-from ovspec.drafting.drafter import DraftLimits
+from ovspec.base.errors import OvspecError, UnavailableError
 from ovspec.engine.engine_thread import EngineThread
-from ovspec.engine.row import Row
-from ovspec.params import Params, make_params
 from ovspec.params.serving import ServeParams
-from ovspec.protocols.apis import TextApi
 from ovspec.protocols.bodies import RequestError
-from ovspec.protocols.requests import TextRequest
-from ovspec.server.errors import ApiError, ServerEnded, about_prompt, as_api_error, for_clients, too_long
-from ovspec.server.guard import IGNORED
-from ovspec.server.metrics import Metrics
-from ovspec.text.generation_config import read_recommended_sampling
-from ovspec.text.infill import NO_FIM_ERROR, Infill
+from ovspec.server.errors import ApiError, ServerEnded, message_for_clients, text_error, timeout_error
+from ovspec.text.tokenizer import LONG_TEXT_CHARACTERS
 
 T = TypeVar("T")
-
-# What threads do. Checking a grammar, or a long text, holds up no request without one.
+RETRY_SECONDS = 2  # after which a client that was refused may try again
+MAX_TEXTS = 128  # of a request
+# The work of threads. Checking a grammar, or a long text, holds up no request without one.
 Work = Literal["texts", "long", "grammars"]
-AGAIN = 2  # seconds after which a client that was refused may try again
-MOST_TEXTS = 128  # of a request
-MOST_STOPS, MOST_STOP_CHARACTERS = 64, 4_000  # of a request, the characters of all of them together
-MOST_LOGPROBS = 300_000  # of a request: tokens, and most likely tokens beside each
+THREADS_FOR_WORK = 4
 
 
-class Service:
-    """What the endpoints share; ``names``: those of the model, of which answers have the first."""
+class Admission:
+    """Counts the requests that are being answered, and refuses further ones beyond the limits."""
 
-    def __init__(self, lm: LanguageModel, engine: EngineThread, names: list[str], options: ServeParams) -> None:
-        self.lm, self.engine, self.names, self.options = lm, engine, names, options
-        self.metrics = Metrics(engine)
-        engine.on_round = self.metrics.note_round
-        self.requests = self._texts = 0  # that are being answered
-        self.draining = self.given_up = False
-        self._preparations = set[asyncio.Task[Any]]()  # those whose requests the engine doesn't have yet
-        self.began = int(time.time())
-        given = {} if options.temperature is None else {"temperature": options.temperature}
-        self.recommended = read_recommended_sampling(lm.folder, given)
-        self.sampling = (given if options.temperature else {}) | self.recommended  # of requests that set none
-        defaults = make_params({"max_tokens": options.max_tokens, **self.sampling})
-        # Without a schema, for which the mode is, no check would let it pass; see ``Overrides.params``.
-        self.defaults = replace(defaults, json_schema_mode=options.json_schema_mode)
-        self._threads = {work: ThreadPoolExecutor(4, f"ovspec {work}") for work in get_args(Work)}
+    def __init__(self, lm: LanguageModel, engine: EngineThread, model_names: list[str], options: ServeParams) -> None:
+        self._lm = lm
+        self._engine = engine
+        self._model_names = model_names
+        self._strict_model = options.strict_model
+        self._max_texts = options.batch_size + options.queue_size
+        self._request_timeout = options.request_timeout
+        self.requests = 0  # that are being answered
+        self._texts = 0  # of these requests
+        self.draining = False  # whether the server only finishes its requests
+        self.given_up = False
+        self._preparing = set[asyncio.Task[Any]]()  # requests that the engine doesn't have yet
 
-    # ------------------------------------------------------------ who is let in
-
-    def check_open(self, texts: int = 1) -> None:
-        """Raise ApiError if no further request for this many texts can be taken."""
+    def check(self, texts: int = 1) -> None:
+        """Raise ApiError if no further request for this many texts can be admitted."""
         if self.draining:
             raise ApiError(503, "The server is shutting down.", code="shutting_down", retry_after=10)
-        if not self.engine.is_alive:
+        if not self._engine.is_alive:
             raise ApiError(503, "The server's engine has stopped; start the server again.")
-        most = self.options.batch_size + self.options.queue_size
-        if self._texts + min(texts, most) > most:  # a request for more than that is taken if there is no other
-            raise ApiError(429, "Too many texts are waiting; try again later.", retry_after=AGAIN)
+        # A request for more than the limit is admitted if there is no other.
+        if self._texts + min(texts, self._max_texts) > self._max_texts:
+            raise ApiError(429, "Too many texts are waiting; try again later.", retry_after=RETRY_SECONDS)
 
     @contextmanager
-    def counted(self, texts: int = 1) -> Generator[None]:
-        """Count a request for this many texts while it is answered; raises ApiError if it can't be taken."""
-        texts = min(texts, MOST_TEXTS)
-        self.check_open(texts)
-        self.requests, self._texts = self.requests + 1, self._texts + texts
+    def admit(self, texts: int = 1) -> Generator[None]:
+        """Count a request for this many texts while it is answered; raises ApiError if it can't be admitted."""
+        texts = min(texts, MAX_TEXTS)
+        self.check(texts)
+        self.requests += 1
+        self._texts += texts
         try:
             yield
         finally:
-            self.requests, self._texts = self.requests - 1, self._texts - texts
+            self.requests -= 1
+            self._texts -= texts
+
+    def check_requested_model(self, name: str | None) -> None:
+        """Raise ApiError if a request names another model, and the server is strict about it."""
+        if name and self._strict_model:
+            self.check_model_name(name)
+
+    def check_model_name(self, name: str) -> None:
+        """Raise ApiError for a name that the model doesn't have."""
+        if name not in self._model_names:
+            names = " and ".join(self._model_names)
+            raise ApiError(404, f"There is no model {name!r:.80} here, only {names}.", "model", "model_not_found")
 
     def give_up(self) -> None:
-        """End all requests, those that are being prepared, too."""
+        """End all requests, also those that are being prepared."""
         self.given_up = True
-        for task in [*self._preparations]:
+        for task in [*self._preparing]:
             task.cancel()
-        self.engine.fail_all(ServerEnded())
-
-    def check_model(self, name: str | None) -> None:
-        """Raise ApiError if a request names another model, and the server is strict about it."""
-        if name and self.options.strict_model:
-            self.check_name(name)
-
-    def check_name(self, name: str) -> None:
-        """Raise ApiError for a name that the model doesn't have."""
-        if name not in self.names:
-            only = " and ".join(self.names)
-            raise ApiError(404, f"There is no model {name!r:.80} here, only {only}.", "model", "model_not_found")
-
-    # ------------------------------------------------------------ work in threads
-
-    def read_variables(self, variables: dict[str, Any], tools: bool, ignored: dict[str, None]) -> dict[str, Any]:
-        """Return the variables that the chat template reads; names of the others are added to ``ignored``."""
-        unread = self.lm.runtime.prompts.chat_format.template.unread_variables(variables, tools or "tools" in variables)
-        ignored |= {f"chat_template_kwargs.{name}": None for name in unread}
-        return {name: value for name, value in variables.items() if name not in unread}
-
-    def note(self, ignored: Iterable[str], http: Request) -> None:
-        """Note what is left out of a request for the guard; raises ApiError for it if the server is strict."""
-        if (name := next(iter(ignored), None)) is None:
-            return
-        if self.options.strict_fields:
-            raise ApiError(400, f"{name} is not supported; leave it out.", name)
-        setattr(http.state, IGNORED, [*getattr(http.state, IGNORED, ()), *ignored])
-
-    async def apart(self, function: Callable[..., Any], *arguments: Any, work: Work = "texts") -> Any:
-        """Return what a function returns, run in a thread, so that other requests go on; OvspecErrors become 400s."""
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads[work], partial(function, *arguments))
-        except RequestError as error:
-            raise ApiError(400, str(error), error.param) from None
-        except UnavailableError as error:
-            raise as_api_error(error, self.lm) from None
-        except OvspecError as error:
-            message = for_clients(error, self.lm)
-            field = re.search(r"`([\w.]+)`", message)
-            raise ApiError(400, message, field and field[1]) from None
+        self._engine.fail_all(ServerEnded())
 
     @asynccontextmanager
     async def preparing(self, began: float) -> AsyncGenerator[None]:
-        """Raise ApiError if what is done inside takes too long, or when ``give_up`` is called."""
-        task, left = asyncio.current_task(), began + self.options.request_timeout - time.monotonic()
+        """Raise ApiError if the preparation inside takes too long, or when ``give_up`` is called."""
+        task = asyncio.current_task()
         assert task
-        self._preparations.add(task)
+        self._preparing.add(task)
         try:
-            async with asyncio.timeout(left):
+            async with asyncio.timeout(began + self._request_timeout - time.monotonic()):
                 yield
         except TimeoutError:
-            raise too_long(self.options.request_timeout) from None
+            raise timeout_error(self._request_timeout) from None
         except asyncio.CancelledError:
             if not self.given_up:
                 raise
             task.uncancel()
-            raise as_api_error(ServerEnded(), self.lm) from None
+            raise text_error(ServerEnded(), self._lm) from None
         finally:
-            self._preparations.discard(task)
-
-    # ------------------------------------------------------------ what a request may take
-
-    def read(self, api: TextApi, body: Any, http: Request) -> TextRequest:
-        """Return the request in a body; what it leaves out is noted for the guard, or wrong if the server is strict."""
-        request = replace(api.read(body), context=self.lm.target.ir.context_length)
-        options, ignored = request.overrides.values, dict.fromkeys(request.ignored)
-        if request.is_chat and (variables := options.get("chat_template_kwargs")):
-            options["chat_template_kwargs"] = self.read_variables(variables, bool(options.get("tools")), ignored)
-        self.note(ignored, http)
-        return replace(request, ignored=(*ignored,))
-
-    def params(self, request: TextRequest) -> Params:
-        """Return the params of a request, complete; raises OvspecError for what can't be met or is too much."""
-        if request.infills and not self.lm.tokenizer.fim_tokens:
-            raise ApiError(501, NO_FIM_ERROR, "suffix" if request.kind == "completion" else None)
-        params = request.overrides.params(self.defaults, request.kind)
-        with request.overrides.client_names():
-            params = self.lm.runtime.row_maker.complete_params(params)
-        stops, characters = len(params.stop_strings), sum(map(len, params.stop_strings))
-        if stops > MOST_STOPS or characters > MOST_STOP_CHARACTERS:
-            limit = f"at most {MOST_STOPS} with {MOST_STOP_CHARACTERS:,} are allowed"
-            name = request.overrides.names.get("stop", "stop")
-            raise RequestError(f"{name} has {stops} strings with {characters} characters in all; {limit}.", name)
-        if (texts := params.n * len(request.prompts)) > MOST_TEXTS:
-            raise RequestError(f"The request asks for {texts} texts; at most {MOST_TEXTS} are allowed.", "n")
-        # A text that the context can't hold is refused before it is encoded, which would take long.
-        context = self.lm.target.ir.context_length
-        most = self.lm.tokenizer.max_characters(context) if context else math.inf
-        for prompt in request.prompts:
-            size = len(prompt) if isinstance(prompt, str) else request.chat_size if request.is_chat else 0
-            size = prompt.needed_characters if isinstance(prompt, Infill) else size
-            if size > most:
-                told = f"The prompt has {size} characters, but the context is {context} tokens; shorten the prompt."
-                raise about_prompt(PromptError(told, too_long=True), self.lm, request.prompt_field)
-        return params
-
-    def limits(self, request: TextRequest, params: Params) -> DraftLimits:
-        """Return what may be proposed for a request; raises RequestError for drafters that the server doesn't have."""
-        if (draft := request.draft) is None:
-            return DraftLimits(None, params.lookahead_limit)
-        choice, model = self.lm.runtime.models.choice, self.lm.draft
-        loaded = ("lookup",) * bool(choice and choice.lookup) + ((model.proposer_name,) if model else ())
-        wanted = frozenset() if draft == "none" else frozenset(draft.split(","))
-        if not wanted <= {*loaded}:
-            has = " and ".join(loaded) or "no drafters"
-            told = f'draft is {draft!r:.80}; this server has {has}, and "none" proposes nothing.'
-            raise RequestError(told, "draft")
-        return DraftLimits(wanted, params.lookahead_limit)
-
-    def check_room(self, request: TextRequest, rows: list[Row]) -> None:
-        """Let texts end where memory ends, as they do where the context ends: agents ask for the most of any model.
-
-        Raises:
-            ApiError: a prompt doesn't fit into memory, or no answer can hold the log-probabilities.
-        """
-        most = self.engine.most_tokens
-        for row in rows:
-            if row.prompt_length >= most:
-                tokens = f"The prompt has {row.prompt_length} tokens, but this server has room for {most}"
-                raise about_prompt(
-                    PromptError(f"{tokens}; shorten the prompt.", too_long=True), self.lm, request.prompt_field
-                )
-            row.limit_length(most)
-        if (tops := rows[0].params.logprobs) is None:
-            return
-        tokens = sum(row.max_length - (0 if request.echo else row.prompt_length) for row in rows)
-        if (count := tokens * (1 + tops)) > MOST_LOGPROBS:
-            told = f"The answer could have {count:,} log-probabilities; at most {MOST_LOGPROBS:,} are allowed"
-            name = "top_logprobs" if request.is_chat else "logprobs"
-            raise ApiError(400, f"{told}: lower max_tokens, n or {name}.", name)
+            self._preparing.discard(task)
 
 
-async def unless_gone(http: Request, work: Awaitable[T]) -> T:
-    """Return what ``work`` returns; if the client goes away, which stops no endpoint, cancel it and raise ApiError."""
+async def unless_disconnected(http: Request, work: Awaitable[T]) -> T:
+    """Return the result of ``work``; if the client disconnects, which stops no endpoint, cancel it; raises ApiError."""
 
-    async def leave() -> None:
+    async def disconnect() -> None:
         while (await http.receive())["type"] != "http.disconnect":
             pass
 
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(leave())
+    working = asyncio.ensure_future(work)
+    disconnecting = asyncio.ensure_future(disconnect())
     try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((working, disconnecting), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
             raise ApiError(499, "The client has closed the connection.")
         return working.result()
     finally:
-        for task in (working, leaving):
+        for task in (working, disconnecting):
             task.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+        await asyncio.gather(working, disconnecting, return_exceptions=True)
+
+
+class WorkerThreads:
+    """A pool of threads for each kind of work."""
+
+    def __init__(self, lm: LanguageModel) -> None:
+        self._lm = lm
+        self._pools = {work: ThreadPoolExecutor(THREADS_FOR_WORK, f"ovspec {work}") for work in get_args(Work)}
+
+    async def run(self, function: Callable[..., T], *arguments: Any, work: Work = "texts") -> T:
+        """Return a function's result; it runs in a thread. Raises ApiError for its OvspecErrors."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pools[work], partial(function, *arguments))
+        except RequestError as error:
+            raise ApiError(400, str(error), error.param) from None
+        except UnavailableError as error:
+            raise text_error(error, self._lm) from None
+        except OvspecError as error:
+            message = message_for_clients(error, self._lm)
+            field = re.search(r"`([\w.]+)`", message)
+            raise ApiError(400, message, field and field[1]) from None
+
+    async def run_for_body(self, http: Request, function: Callable[..., T], *arguments: Any) -> T:
+        """Return a function's result, as ``run`` does, with the kind of work that the request's body is."""
+        return await self.run(function, *arguments, work=await work_for_body(http))
+
+
+async def work_for_body(http: Request) -> Work:
+    """Return the kind of work for a request without a grammar."""
+    return "long" if len(await http.body()) > LONG_TEXT_CHARACTERS else "texts"

@@ -1,8 +1,8 @@
-"""The API: the endpoints of OpenAI, Anthropic and llama.cpp that generate text, and those that tell of the server."""
+"""The API: the endpoints of OpenAI, Anthropic and llama.cpp that generate text, and those that report on the server."""
 
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -13,60 +13,42 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from ovspec import __version__
-from ovspec.protocols.apis import APIS, BODIES, COUNTS, TokenCount
-from ovspec.protocols.bodies import (
-    NO_OBJECT,
-    UNMET,
-    DetokenizeRequest,
-    StreamOptions,
-    TokenizeRequest,
-    fields_elsewhere,
-)
-from ovspec.protocols.chat.reply import Answer
-from ovspec.protocols.errors import ErrorAnswer, MessageError
-from ovspec.protocols.models import Model, Models, Props, catalogue_entry, model_of, props_of
-from ovspec.protocols.requests import Ignored
-from ovspec.server.admission import Service
-from ovspec.server.bodies import BoundedRoute
-from ovspec.server.endpoints import TextEndpoints, work_for
-from ovspec.server.errors import ApiError, error_answer, is_anthropics
-from ovspec.server.tokens import Text, Tokens, decode, tokens_of
+from ovspec.protocols.apis import BODY_TYPES, COUNT_PATHS, TEXT_APIS, TokenCount
+from ovspec.protocols.llamacpp.props import Props, server_props
+from ovspec.protocols.models import ModelEntry, ModelList, catalogue_entry, model_entry
+from ovspec.protocols.parsing import NOT_AN_OBJECT
+from ovspec.protocols.reply import ReplyModel
+from ovspec.protocols.requests import IgnoredNames
+from ovspec.protocols.tokenize import DetokenizeRequest, TokenizeRequest
+from ovspec.server.body_limits import BoundedRoute
+from ovspec.server.context import ServerContext
+from ovspec.server.endpoints import TextEndpoints
+from ovspec.server.errors import ApiError, error_response
+from ovspec.server.openapi import ERROR_DESCRIPTIONS, error_responses, make_openapi_document
+from ovspec.server.tokenize import DetokenizeReply, TokenizeReply, detokenize_body, tokenize_body
 
-ERRORS: dict[int | str, str] = {
-    400: "A field or the body is wrong.",
-    401: "The key is missing or wrong.",
-    403: "The host isn't this machine, and the server has no key.",
-    404: "There is no such model or path.",
-    405: "The path doesn't take this method.",
-    408: "The body did not arrive in time.",
-    413: "The body is too large.",
-    415: "The body isn't JSON.",
-    422: "The text can't be continued within its grammar.",
-    429: "Too many texts are waiting.",
-    500: "An inference failed.",
-    501: "The model can't do that.",
-    503: "The server is shutting down, lacks memory or files, or the request has waited for too long.",
-    504: "The request took too long.",
-}
-NOWHERE = {404: "There is no such path; /openapi.json lists them.", 405: ERRORS[405]}
+T = TypeVar("T")
+B = TypeVar("B", TokenizeRequest, DetokenizeRequest)
+ROUTING_ERRORS = {404: "There is no such path; /openapi.json lists them.", 405: ERROR_DESCRIPTIONS[405]}
 # An event; its data is JSON, or [DONE].
 EVENT = {"type": "object", "properties": {name: {"type": "string"} for name in ("event", "data")}}
-STREAM = {"text/event-stream": {"schema": {**EVENT, "description": "With stream: an event of the API."}}}
+STREAM_CONTENT = {"text/event-stream": {"schema": {**EVENT, "description": "With stream: an event of the API."}}}
 
 
-class Ready(Answer):
+class ReadyReply(ReplyModel):
     status: str
     arithmetic: str = Field(description="exact, or what the probe found.")
     deterministic: bool = Field(description="Whether texts are independent of the load.")
     prefix_cache: Literal["exact", "may change bits", "off"] = Field(
-        description="What it means for a text that the beginning of its prompt was cached."
+        description="The effect of a cached prompt on its text."
     )
 
 
-READY: dict[int | str, Any] = {status: {"model": Ready, "description": "Its state."} for status in (200, 503)}
+READY_MODEL: dict[str, Any] = {"model": ReadyReply, "description": "Its state."}
+READY_RESPONSES: dict[int | str, dict[str, Any]] = {200: READY_MODEL, 503: READY_MODEL}
 
 
-def make_app(service: Service) -> FastAPI:
+def make_app(context: ServerContext) -> FastAPI:
     """Return the application."""
     app = FastAPI(
         title="ovspec",
@@ -75,105 +57,119 @@ def make_app(service: Service) -> FastAPI:
         docs_url=None,  # their pages load scripts from elsewhere
         redoc_url=None,
         redirect_slashes=False,  # clients of APIs don't follow it with a body
-        responses=errors_of(""),
+        responses=error_responses(""),
     )
-    app.state.strict_fields = service.options.strict_fields
-    app.openapi = partial(document_of, app)
+    app.state.strict_fields = context.options.strict_fields
+    app.openapi = partial(make_openapi_document, app)
     app.router.route_class = BoundedRoute
-    add_endpoints(app, service)
+    add_text_endpoints(app, context)
+    add_model_endpoints(app, context)
+    add_state_endpoints(app, context)
+    add_token_endpoints(app, context)
     for kind in (RequestValidationError, HTTPException, Exception):
-        app.add_exception_handler(kind, answer_error)
+        app.add_exception_handler(kind, handle_error)
     return app
 
 
-def errors_of(path: str) -> dict[int | str, dict[str, Any]]:
-    """Return the answers of a path that are errors, for the OpenAPI document."""
-    model = MessageError if is_anthropics(path) else ErrorAnswer
-    return {status: {"model": model, "description": told} for status, told in ERRORS.items()}
+def add_text_endpoints(app: FastAPI, context: ServerContext) -> None:
+    """Add the endpoints that generate texts, and those that count the tokens of their requests."""
+    endpoints = TextEndpoints(context)
+    for path, api in TEXT_APIS.items():
+        reply = {"model": api.reply_model, "description": "The answer.", "content": STREAM_CONTENT}
+        answer = make_endpoint(partial(endpoints.answer, api), api.body)
+        app.post(
+            path,
+            tags=["texts"],
+            summary=api.summary,
+            response_model=None,
+            responses={200: reply, **error_responses(path)},
+        )(answer)
+    for path, api_path in COUNT_PATHS.items():
+        api = TEXT_APIS[api_path]
+        count_tokens = make_endpoint(partial(endpoints.count_tokens, api), api.body)
+        app.post(
+            path,
+            tags=["tokens"],
+            summary=f"Count the tokens of a request to {api_path}.",
+            response_model=TokenCount,
+            response_model_exclude_unset=True,
+            responses=error_responses(path),
+        )(count_tokens)
 
 
-def document_of(app: FastAPI) -> dict[str, Any]:
-    """Return the OpenAPI document, which also tells which unknown fields are refused."""
-    document = FastAPI.openapi(app)
-    schemas = document["components"]["schemas"]
-    for body in (*BODIES.values(), StreamOptions):
-        schema = schemas[body.__name__]
-        schema["additionalProperties"] = not app.state.strict_fields
-        for name in sorted(fields_elsewhere(body)):
-            schema["properties"][name] = {"type": "null", "description": UNMET}
-    return document
-
-
-def add_endpoints(app: FastAPI, service: Service) -> None:
-    lm, texts = service.lm, TextEndpoints(service)
-
-    for path, api in APIS.items():
-        answered = {"model": api.answer, "description": "The answer.", "content": STREAM}
-        answers: Any = {200: answered, **errors_of(path)}
-        described: Any = {"tags": ["texts"], "summary": api.summary, "response_model": None, "responses": answers}
-        app.post(path, **described)(endpoint_of(partial(texts.answer, api), api.body))
-    for path, name in COUNTS.items():
-        described = {"tags": ["tokens"], "summary": f"Count the tokens of a request to {name}."}
-        count = endpoint_of(partial(texts.count, APIS[name]), APIS[name].body)
-        described |= {"response_model": TokenCount, "response_model_exclude_unset": True, "responses": errors_of(path)}
-        app.post(path, **described)(count)
+def add_model_endpoints(app: FastAPI, context: ServerContext) -> None:
+    """Add the endpoints that describe the model and the server."""
+    lm = context.lm
+    names = context.model_names
 
     @app.get("/v1/models", tags=["model"], summary="List the names of the one model that is served.")
-    async def models() -> Models:
-        entries = [catalogue_entry(lm, name) for name in service.names]
-        data, ends = [await model(name) for name in service.names], (service.names[0], service.names[-1])
-        return Models(data=data, first_id=ends[0], last_id=ends[1], models=entries)
+    async def models() -> ModelList:
+        entries = [await model(name) for name in names]
+        catalogue = [catalogue_entry(lm, name) for name in names]
+        return ModelList(data=entries, first_id=names[0], last_id=names[-1], models=catalogue)
 
     @app.get("/v1/models/{name:path}", tags=["model"], summary="Describe the model.")
-    async def model(name: str) -> Model:
-        service.check_name(name)
-        return model_of(lm, name, service.began, service.sampling)
+    async def model(name: str) -> ModelEntry:
+        context.admission.check_model_name(name)
+        return model_entry(lm, name, context.started_at, context.sampling)
 
     @app.get("/v1/props", include_in_schema=False)
     @app.get("/props", tags=["model"], summary="Describe the server, as llama.cpp's does.")
     async def props() -> Props:
-        return await service.apart(props_of, lm, service.names[0], service.defaults, service.options.batch_size)
+        return await context.threads.run(server_props, lm, names[0], context.defaults, context.options.batch_size)
+
+
+def add_state_endpoints(app: FastAPI, context: ServerContext) -> None:
+    """Add the endpoints that report the server's state."""
+    lm = context.lm
 
     @app.head("/health", include_in_schema=False)
     @app.get("/health", tags=["server"], summary="Liveness check.")
     async def health() -> dict[str, str]:
         return {"status": "ok"}
 
-    @app.get("/ready", tags=["server"], summary="Readiness check, and what is promised.", responses=READY)
-    async def ready(response: Response) -> Ready:
-        promise, reason = lm.target.arithmetic_note, "ready"
+    @app.get("/ready", tags=["server"], summary="Readiness check, and what is promised.", responses=READY_RESPONSES)
+    async def ready(response: Response) -> ReadyReply:
+        status = "ready"
         try:
-            service.check_open()
+            context.admission.check()
         except ApiError as error:
-            response.status_code, reason = 503, error.detail
-        exact = promise == "exact"
-        cache = ("exact" if exact else "may change bits") if lm.runtime.models.keeps_prefixes else "off"
-        return Ready(status=reason, arithmetic=promise, deterministic=exact, prefix_cache=cache)
+            response.status_code = 503
+            status = error.detail
+        promise = lm.target.arithmetic_note
+        is_exact = promise == "exact"
+        prefix_cache = "off"
+        if lm.runtime.models.keeps_prefixes:
+            prefix_cache = "exact" if is_exact else "may change bits"
+        return ReadyReply(status=status, arithmetic=promise, deterministic=is_exact, prefix_cache=prefix_cache)
 
     @app.get("/metrics", tags=["server"], summary="Report metrics in Prometheus' format.")
     async def metrics() -> PlainTextResponse:
-        return PlainTextResponse(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        return PlainTextResponse(generate_latest(context.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
-    async def translated(function: Callable[..., Any], body: TokenizeRequest | DetokenizeRequest, http: Request) -> Any:
-        """Return what a function makes of a body, in a thread."""
-        service.check_model(body.model)
-        with service.counted():
-            return await service.apart(function, body, work=await work_for(http))
+
+def add_token_endpoints(app: FastAPI, context: ServerContext) -> None:
+    """Add the endpoints that encode texts and chats, and decode tokens."""
+
+    async def run_in_thread(function: Callable[[B], T], body: B, http: Request) -> T:
+        context.admission.check_requested_model(body.model)
+        with context.admission.admit():
+            return await context.threads.run_for_body(http, function, body)
 
     @app.post("/tokenize", tags=["tokens"], summary="Return the tokens of a text or a chat.")
-    async def tokenize(body: TokenizeRequest, http: Request) -> Tokens:
-        ignored = Ignored()
-        tokens = await translated(partial(tokens_of, service, ignored), body, http)
-        service.note(ignored, http)
-        return tokens
+    async def tokenize(body: TokenizeRequest, http: Request) -> TokenizeReply:
+        ignored = IgnoredNames()
+        reply = await run_in_thread(partial(tokenize_body, context, ignored), body, http)
+        context.preparer.report_ignored(ignored, http)
+        return reply
 
     @app.post("/detokenize", tags=["tokens"], summary="Return the text of tokens.")
-    async def detokenize(body: DetokenizeRequest, http: Request) -> Text:
-        text = await translated(partial(decode, lm), body, http)
-        return Text(prompt=text, content=text)
+    async def detokenize(body: DetokenizeRequest, http: Request) -> DetokenizeReply:
+        text = await run_in_thread(partial(detokenize_body, context.lm), body, http)
+        return DetokenizeReply(prompt=text, content=text)
 
 
-def endpoint_of(function: Callable[[Any, Request], Awaitable[Any]], body: type[BaseModel]) -> Callable[..., Any]:
+def make_endpoint(function: Callable[[Any, Request], Awaitable[Any]], body: type[BaseModel]) -> Callable[..., Any]:
     """Return an endpoint that calls a function; FastAPI reads the type of its bodies from its signature."""
 
     async def endpoint(body: Any, http: Request) -> Any:
@@ -184,21 +180,21 @@ def endpoint_of(function: Callable[[Any, Request], Awaitable[Any]], body: type[B
 
 
 def base_url_hint(path: str) -> str | None:
-    """Return what is wrong with the base URL of a client that asks for this path, if that is it."""
+    """Return the advice for a client whose wrong base URL leads to this path, or None."""
     if path.startswith("/v1/v1/"):
         return "There is no such path: the client adds /v1 by itself; leave it out of its base URL."
-    if f"/v1{path}" in BODIES or path == "/models":
+    if f"/v1{path}" in BODY_TYPES or path == "/models":
         return "There is no such path: the client doesn't add /v1 by itself; end its base URL with /v1."
     return None
 
 
-async def answer_error(http: Request, error: Exception) -> Response:
-    if isinstance(error, RequestValidationError):  # no body at all; for what is wrong in it there are ApiErrors
-        error = ApiError(400, NO_OBJECT)
+async def handle_error(http: Request, error: Exception) -> Response:
+    if isinstance(error, RequestValidationError):  # no body at all; an invalid one gives an ApiError
+        error = ApiError(400, NOT_AN_OBJECT)
     elif not isinstance(error, HTTPException):
         error = ApiError(500, f"The server failed ({type(error).__name__}).")
     elif not isinstance(error, ApiError):  # Starlette's own
-        error.detail = NOWHERE.get(error.status_code, error.detail)
+        error.detail = ROUTING_ERRORS.get(error.status_code, error.detail)
         if error.status_code == 404:
             error.detail = base_url_hint(http.url.path) or error.detail
-    return error_answer(error, http.scope)
+    return error_response(error, http.scope)

@@ -1,314 +1,296 @@
-"""The endpoints that generate texts: from the body of a request to its answer or stream."""
+"""The endpoints that generate texts: from the body of a request to its reply, whole or streamed."""
 
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import ExitStack, aclosing
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from fastapi import Request
+from pydantic import BaseModel
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from ovspec.api.model import make_retry_rows
-from ovspec.base.errors import OvspecError, PromptError
+from ovspec.base.errors import OvspecError
 from ovspec.engine.engine_thread import Job
 from ovspec.engine.results import Piece
 from ovspec.engine.row import Row
-from ovspec.params import Params, refuse_retries_in_stream
 from ovspec.protocols.apis import TextApi, TokenCount
-from ovspec.protocols.errors import Failure
-from ovspec.protocols.logprobs import SILENT, Echo, between_rounds, echo_of
-from ovspec.protocols.reply import Events, Writer
-from ovspec.protocols.requests import TextRequest, may_constrain, texts_asked
-from ovspec.server.admission import Service, Work, unless_gone
-from ovspec.server.errors import ApiError, about_prompt, as_api_error, failure_of, too_long
-from ovspec.server.guard import OUTCOME, OWNER
-from ovspec.text.tokenizer import LONG_TEXT_CHARACTERS
+from ovspec.protocols.bodies import TextRequestBody
+from ovspec.protocols.logprobs import Echo, compute_between_rounds, make_echo
+from ovspec.protocols.reply import Reply
+from ovspec.protocols.requests import count_texts, may_compile_grammar
+from ovspec.server.access import STREAM_STATUS
+from ovspec.server.admission import Work, unless_disconnected, work_for_body
+from ovspec.server.context import ServerContext
+from ovspec.server.errors import ApiError, text_error, timeout_error, to_failure
+from ovspec.server.preparation import PreparedRequest
 
 T = TypeVar("T")
-EVERY = 15.0  # seconds after which a silent stream tells that it is alive
-
-
-@dataclass
-class PieceStream:
-    """The texts of a request that is being answered."""
-
-    api: TextApi
-    head: dict[str, Any]  # of the answer
-    request: TextRequest
-    params: Params
-    rows: list[Row]  # those of the first prompt first, ``n`` for each prompt
-    began: float  # when the request came
-    echoes: list[Echo]  # what is repeated of each prompt
+KEEP_ALIVE_SECONDS = 15.0  # after which a silent stream shows that it is alive
+IndexedPieces = list[tuple[int, Piece]]  # with the indices of their rows
 
 
 class TextEndpoints:
-    def __init__(self, service: Service) -> None:
-        self._service, self._lm = service, service.lm
+    """The endpoints of all APIs that generate text."""
 
-    async def answer(self, api: TextApi, body: Any, http: Request) -> Response:
+    def __init__(self, context: ServerContext) -> None:
+        self._context = context
+        self._lm = context.lm
+
+    async def answer(self, api: TextApi, body: TextRequestBody, http: Request) -> Response:
         """Answer a request with texts."""
-        began, service = time.monotonic(), self._service
-        with ExitStack() as leaving:
-            leaving.enter_context(service.counted(texts_asked(body)))
-            service.check_model(body.model)
-            async with service.preparing(began):
-                texts = await unless_gone(http, self._prepare(api, body, http, began))
-            if texts.request.stream:
-                writer = api.writer(*self._parts(texts), texts.rows, texts.echoes)
-                events = self._events(writer, texts)
-                first = await unless_gone(http, anext(events))
-                return EventStream(first, events, writer.failed, leaving.pop_all().close)
-            await unless_gone(http, self._generate(texts))
-            work: Work = "texts" if texts.params.logprobs is None else "long"
-            return await service.apart(self._whole, texts, work=work)
+        began = time.monotonic()
+        admission = self._context.admission
+        with ExitStack() as cleanup:
+            cleanup.enter_context(admission.admit(count_texts(body)))
+            admission.check_requested_model(body.model)
+            async with admission.preparing(began):
+                prepared = await unless_disconnected(http, self._prepare(api, body, http, began))
+            if prepared.generation.request.stream:
+                reply = api.reply(prepared.generation)
+                events = self._stream_events(reply, prepared)
+                first = await unless_disconnected(http, anext(events))
+                return EventStream(first, events, reply, cleanup.pop_all().close)
+            await unless_disconnected(http, self._generate(prepared))
+            work: Work = "texts" if prepared.params.logprobs is None else "long"
+            return await self._context.threads.run(self._whole_response, prepared, work=work)
 
-    async def count(self, api: TextApi, body: Any, http: Request) -> TokenCount:
+    async def count_tokens(self, api: TextApi, body: TextRequestBody, http: Request) -> TokenCount:
         """Count the tokens of a request's prompt."""
-        service = self._service
-        service.check_model(body.model)
-        with service.counted():
-            async with service.preparing(time.monotonic()):
-                return await unless_gone(http, self._count(api, body, http))
+        admission = self._context.admission
+        admission.check_requested_model(body.model)
+        with admission.admit():
+            async with admission.preparing(time.monotonic()):
+                count_tokens = self._context.preparer.count_tokens
+                counting = self._context.threads.run_for_body(http, count_tokens, api, body, http)
+                count = await unless_disconnected(http, counting)
+        return TokenCount(input_tokens=count, **api.count_fields)
 
-    async def _count(self, api: TextApi, body: Any, http: Request) -> TokenCount:
-        count = await self._service.apart(self._tokens, api, body, http, work=await work_for(http))
-        return TokenCount(input_tokens=count, **api.counts)
+    async def _prepare(self, api: TextApi, body: TextRequestBody, http: Request, began: float) -> PreparedRequest:
+        """Return a request with its rows and the echoes of its prompts."""
+        work: Work = "grammars" if may_compile_grammar(body) else await work_for_body(http)
+        prepare = self._context.preparer.prepare
+        prepared = await self._context.threads.run(prepare, api, body, http, began, work=work)
+        if prepared.generation.request.echo:
+            prepared.generation.echoes = await self._make_echoes(prepared)
+        return prepared
 
-    def _tokens(self, api: TextApi, body: Any, http: Request) -> int:
-        request = self._service.read(api, body, http)
-        params = self._service.params(request)
-        try:
-            return sum(len(self._lm.runtime.prompts.encode_prompt(prompt, params).ids) for prompt in request.prompts)
-        except PromptError as error:
-            raise about_prompt(error, self._lm, request.prompt_field) from None
-
-    async def _prepare(self, api: TextApi, body: Any, http: Request, began: float) -> PieceStream:
-        """Return the texts that are asked for, with their rows and what is repeated of their prompts."""
-        work: Work = "grammars" if may_constrain(body) else await work_for(http)
-        texts = await self._service.apart(self._texts, api, body, http, began, work=work)
-        if texts.request.echo:
-            texts.echoes = await self._echoes(texts)
-        return texts
-
-    def _texts(self, api: TextApi, body: Any, http: Request, began: float) -> PieceStream:
-        """Return a request's texts. May take long: grammars are compiled."""
-        request, owner = self._service.read(api, body, http), getattr(http.state, OWNER, None)
-        params = self._service.params(request)
-        if request.stream:
-            refuse_retries_in_stream(params)
-        limits = self._service.limits(request, params)
-        try:
-            with request.overrides.client_names():
-                found = [
-                    self._lm.runtime.row_maker.make_rows(prompt, params, memory_reserved=True)
-                    for prompt in request.prompts
-                ]
-        except PromptError as error:
-            raise about_prompt(error, self._lm, request.prompt_field) from None
-        rows = [row for each in found for row in each]
-        for row in rows:
-            row.draft_limits = limits
-            if row.sequence.owner is None and not self._service.options.share_prefixes:
-                row.sequence.owner = owner
-            if request.echo and request.only_prompts:
-                row.finish_reason, row.stats.cached_tokens = "length", 0
-        self._service.check_room(request, rows)
-        head, echoes = api.head(self._service.names[0]), [SILENT] * len(request.prompts)
-        return PieceStream(api, head, request, params, rows, began, echoes)
-
-    def _parts(self, texts: PieceStream) -> tuple[Any, ...]:
-        """Return what answers and streams are made from, besides their texts."""
-        return self._lm.tokenizer, texts.head, texts.request
-
-    async def _echoes(self, texts: PieceStream) -> list[Echo]:
-        """Return what is repeated of each prompt."""
+    async def _make_echoes(self, prepared: PreparedRequest) -> list[Echo]:
+        """Return the echo of each prompt."""
         echoes = list[Echo]()
-        for prompt, row in zip(texts.request.prompts, texts.rows[:: texts.params.n], strict=True):
+        generation = prepared.generation
+        top_logprobs = prepared.params.logprobs
+        for prompt, row in zip(generation.request.prompts, generation.rows[:: generation.n], strict=True):
             ids = row.record.prompt_ids.tolist() if row.record else []
-            tops = texts.params.logprobs
             logprobs = None
-            if tops is not None:
-                logprobs = await self._result_of(between_rounds(self._lm, self._service.engine, ids, tops))
-            echoes.append(await self._service.apart(echo_of, self._lm.tokenizer, prompt, ids, logprobs, work="long"))
+            if top_logprobs is not None:
+                computing = compute_between_rounds(self._lm, self._context.engine, ids, top_logprobs)
+                logprobs = await self._engine_result(computing)
+            run = self._context.threads.run
+            echoes.append(await run(make_echo, self._lm.tokenizer, prompt, ids, logprobs, work="long"))
         return echoes
 
-    async def _result_of(self, future: Future[T]) -> T:
+    async def _engine_result(self, future: Future[T]) -> T:
         """Return the result of work in the engine's thread; raises ApiError if it fails."""
         try:
             return await asyncio.wrap_future(future)
         except OvspecError as error:
-            raise as_api_error(error, self._lm) from None
+            raise text_error(error, self._lm) from None
 
-    # ------------------------------------------------------------ whole answers
+    # ------------------------------------------------------------ whole replies
 
-    async def _generate(self, texts: PieceStream) -> None:
+    async def _generate(self, prepared: PreparedRequest) -> None:
         """Generate all texts of a request; again with other seeds, where ``retries`` asks for it."""
-        service, rows = self._service, texts.rows
-        await self._finish(rows, texts.began)
-        for _ in range(0 if texts.request.only_prompts else texts.params.retries):
-            results = [row.result() for row in rows]
-            asked = self._lm.runtime, texts.request.prompts, texts.params, results, True
-            async with service.preparing(texts.began):
-                again: dict[int, Row] = await service.apart(make_retry_rows, *asked, work="grammars")
-            if not again:
+        generation = prepared.generation
+        rows = generation.rows
+        await self._finish_rows(rows, prepared.began)
+        for _ in range(0 if generation.request.only_prompts else prepared.params.retries):
+            new_rows = await self._make_rows_again(prepared)
+            if not new_rows:
                 break
-            for index, row in again.items():
-                row.draft_limits, row.sequence.owner = rows[index].draft_limits, rows[index].sequence.owner
+            for index, row in new_rows.items():
+                row.draft_limits = rows[index].draft_limits
+                row.sequence.owner = rows[index].sequence.owner
                 rows[index] = row
-            await self._finish([*again.values()], texts.began)
-        self._note(texts)
+            await self._finish_rows([*new_rows.values()], prepared.began)
+        self._record_metrics(prepared)
 
-    async def _finish(self, rows: list[Row], began: float) -> None:
-        """Generate rows whose pieces nobody waits for."""
-        async with aclosing(pieces_of(self._service, rows, began)) as pieces:
+    async def _make_rows_again(self, prepared: PreparedRequest) -> dict[int, Row]:
+        """Return new rows for the texts that break their schema, by index."""
+        generation = prepared.generation
+        results = [row.result() for row in generation.rows]
+        arguments = self._lm.runtime, generation.request.prompts, prepared.params, results, True
+        async with self._context.admission.preparing(prepared.began):
+            return await self._context.threads.run(make_retry_rows, *arguments, work="grammars")
+
+    async def _finish_rows(self, rows: list[Row], began: float) -> None:
+        """Generate rows whose pieces aren't streamed."""
+        async with aclosing(generate_pieces(self._context, rows, began)) as pieces:
             async for _ in pieces:
                 pass
         for row in rows:
-            await self._judge(row)
+            await self._judge_row(row)
 
-    async def _judge(self, row: Row) -> None:
+    async def _judge_row(self, row: Row) -> None:
         """Judge an ended text in a thread, so that other requests go on; ``row.result`` is quick after it."""
         if row.sampler.constraints.find_errors:
-            await self._service.apart(row.result, work="grammars")
+            await self._context.threads.run(row.result, work="grammars")
 
-    def _whole(self, texts: PieceStream) -> Response:
-        results = [row.result() for row in texts.rows]
-        answer = texts.api.whole(*self._parts(texts), results, texts.echoes)
-        return Response(answer.model_dump_json(exclude_unset=True), media_type="application/json")
+    def _whole_response(self, prepared: PreparedRequest) -> Response:
+        results = [row.result() for row in prepared.generation.rows]
+        reply = prepared.api.reply(prepared.generation).whole(results)
+        return Response(reply.model_dump_json(exclude_unset=True), media_type="application/json")
 
     # ------------------------------------------------------------ streams
 
-    async def _events(self, writer: Writer, texts: PieceStream) -> AsyncGenerator[bytes]:
-        events = [*writer.first()]
-        async with aclosing(pieces_of(self._service, texts.rows, texts.began)) as pieces:
-            async for found in pieces:
-                if not found:
-                    events += writer.waiting()
-                for index, piece in found:
+    async def _stream_events(self, reply: Reply, prepared: PreparedRequest) -> AsyncGenerator[bytes]:
+        events = [*reply.start()]
+        rows = prepared.generation.rows
+        async with aclosing(generate_pieces(self._context, rows, prepared.began)) as batches:
+            async for pieces in batches:
+                if not pieces:
+                    events += reply.keep_alive()
+                for index, piece in pieces:
                     if piece.finish_reason:
-                        await self._judge(texts.rows[index])
-                    events += writer.more(index, piece)
-                for each in events:
-                    yield event(each)
+                        await self._judge_row(rows[index])
+                    events += reply.add(index, piece)
+                for event in events:
+                    yield format_event(event)
                 events = []
-        for each in writer.last():
-            yield event(each)
-        self._note(texts)
+        for event in reply.finish():
+            yield format_event(event)
+        self._record_metrics(prepared)
 
-    def _note(self, texts: PieceStream) -> None:
-        metrics, prompts = self._service.metrics, [row.stats for row in texts.rows[:: texts.params.n]]
+    def _record_metrics(self, prepared: PreparedRequest) -> None:
+        metrics = self._context.metrics
+        generation = prepared.generation
+        prompts = [row.stats for row in generation.rows[:: generation.n]]
         metrics.prompt_tokens.inc(sum(stats.prompt_tokens for stats in prompts))
         metrics.cached_tokens.inc(sum(stats.cached_tokens for stats in prompts))
         metrics.new_prompts.inc(sum(not stats.cached_tokens for stats in prompts))
-        metrics.whole.observe(time.monotonic() - texts.began)
+        metrics.request_seconds.observe(time.monotonic() - prepared.began)
 
 
-async def work_for(http: Request) -> Work:
-    """Return the work that a request without a grammar is."""
-    return "long" if len(await http.body()) > LONG_TEXT_CHARACTERS else "texts"
+class EventStream(StreamingResponse):
+    """Server-sent events. Starlette leaves the iterator of a stream open when its client disconnects; this closes it.
+
+    Args:
+        first: the first event, which its maker has awaited, so that an error before it is an ordinary reply.
+        reply: makes the events of an error.
+        on_end: called when the stream has ended, in whichever way.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, first: bytes, events: AsyncGenerator[bytes], reply: Reply, on_end: Callable[[], None]) -> None:
+        super().__init__(events, headers={"Cache-Control": "no-cache"})
+        self._first = first
+        self._events = events
+        self._reply = reply
+        self._on_end = on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        state = scope["state"]
+        state[STREAM_STATUS] = 499  # unless it is sent to its end
+        self.body_iterator = self._all_events(state)
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._events.aclose()
+            self._on_end()
+
+    async def _all_events(self, state: dict[str, Any]) -> AsyncIterator[bytes]:
+        """Yield the events, and an error as the last one; record the status in ``state``."""
+        yield self._first
+        try:
+            async for event in self._events:
+                yield event
+            state[STREAM_STATUS] = 200
+        except ApiError as error:
+            state[STREAM_STATUS] = error.status_code
+            for event in self._reply.fail(to_failure(error)):
+                yield format_event(event)
+        except Exception:
+            state[STREAM_STATUS] = 500
+            raise
 
 
-async def pieces_of(service: Service, rows: list[Row], began: float) -> AsyncGenerator[list[tuple[int, Piece]]]:
-    """Have the engine generate rows; yield lists of (index of the row, piece), an empty one after ``EVERY`` seconds."""
-    if rows[0].finish_reason:  # only the prompts are wanted
+def format_event(event: BaseModel | bytes) -> bytes:
+    """Return a server-sent event, which is named if it has a type."""
+    if isinstance(event, bytes):
+        return event
+    kind: Any = getattr(event, "type", None)
+    name = f"event: {kind}\n".encode() if "type" in type(event).model_fields else b""
+    return name + b"data: " + event.model_dump_json(exclude_unset=True).encode() + b"\n\n"
+
+
+async def generate_pieces(context: ServerContext, rows: list[Row], began: float) -> AsyncGenerator[IndexedPieces]:
+    """Let the engine generate rows; yield their pieces, and none after ``KEEP_ALIVE_SECONDS`` without a piece."""
+    if rows[0].finish_reason:  # only the prompts were requested
         yield [(index, Piece("", [], row.finish_reason)) for index, row in enumerate(rows)]
         return
-    engine, metrics, options = service.engine, service.metrics, service.options
-    loop, events = asyncio.get_running_loop(), asyncio.Queue[tuple[float, Any]]()
+    engine = context.engine
+    loop = asyncio.get_running_loop()
+    deliveries = asyncio.Queue[tuple[float, IndexedPieces | OvspecError]]()
 
-    def deliver(found: list[tuple[int, Piece]] | OvspecError) -> None:
+    def deliver(pieces: IndexedPieces | OvspecError) -> None:
         # The time is that of the engine: a client that reads slowly makes no token late.
-        loop.call_soon_threadsafe(events.put_nowait, (time.monotonic(), found))
+        loop.call_soon_threadsafe(deliveries.put_nowait, (time.monotonic(), pieces))
 
-    job, left = Job(rows, deliver), len(rows)
-    before = dict[int, float]()  # index of a row -> time of its last piece
-    asked, ends = time.monotonic(), began + options.request_timeout
+    job = Job(rows, deliver)
+    unfinished = len(rows)
+    last_piece_times = dict[int, float]()  # by index of the row
+    deadlines = Deadlines(context, began)
     engine.submit(job)
     try:
-        while left:
-            now = time.monotonic()
-            limit = ends if job.started else min(asked + options.queue_timeout, ends)
-            if now > limit:
-                if now > ends:
-                    raise too_long(options.request_timeout)
-                waited = f"The request has waited for {options.queue_timeout:g} seconds, and its turn has not come"
-                raise ApiError(503, f"{waited}; try again later.", code="timeout", retry_after=5)
+        while unfinished:
             try:
                 # Python 3.11's wait_for goes on in a task that is cancelled just when a piece comes.
-                async with asyncio.timeout(min(EVERY, limit - now + 0.01)):
-                    at, found = await events.get()
+                async with asyncio.timeout(min(KEEP_ALIVE_SECONDS, deadlines.seconds_left(job.started))):
+                    delivered_at, pieces = await deliveries.get()
             except TimeoutError:
                 if not engine.is_alive:
                     raise ApiError(500, "The server's engine has stopped; start the server again.") from None
                 yield []
                 continue
-            if isinstance(found, OvspecError):
-                raise as_api_error(found, service.lm)
-            for index, piece in found:
-                times = metrics.between if index in before else metrics.first
-                times.observe(at - before.get(index, began))
-                before[index] = at
-                left -= piece.finish_reason is not None
-            yield found
+            if isinstance(pieces, OvspecError):
+                raise text_error(pieces, context.lm)
+            for index, piece in pieces:
+                record_piece_time(context, delivered_at, last_piece_times.get(index), began)
+                last_piece_times[index] = delivered_at
+                unfinished -= piece.finish_reason is not None
+            yield pieces
     finally:
-        if left:
-            engine.cancel_job(job)
+        if unfinished:
+            engine.cancel(job)
 
 
-class EventStream(StreamingResponse):
-    """Server-sent events. Starlette leaves the iterator of a stream open when its client goes away; this closes it.
+class Deadlines:
+    """The times at which a request must have begun and ended; ``began``: the time of its arrival."""
 
-    Args:
-        first: the first event, which its maker has awaited, so that an error before it is an ordinary answer.
-        failed: makes the events of an error.
-        ended: called when the stream has ended, in whichever way.
-    """
+    def __init__(self, context: ServerContext, began: float) -> None:
+        self._options = context.options
+        self._end = began + context.options.request_timeout
+        self._start = min(time.monotonic() + context.options.queue_timeout, self._end)
 
-    media_type = "text/event-stream"
-
-    def __init__(
-        self,
-        first: bytes,
-        events: AsyncGenerator[bytes],
-        failed: Callable[[Failure], Events],
-        ended: Callable[[], None],
-    ) -> None:
-        super().__init__(events, headers={"Cache-Control": "no-cache"})
-        self._first, self._events, self._failed, self._ended = first, events, failed, ended
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        state = scope["state"]
-        state[OUTCOME] = 499  # unless it comes to its end
-        self.body_iterator = self._told(state)
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            await self._events.aclose()
-            self._ended()
-
-    async def _told(self, state: dict[str, Any]) -> AsyncIterator[bytes]:
-        """Yield the events, and an error as the last one; note in ``state`` how they have ended."""
-        yield self._first
-        try:
-            async for part in self._events:
-                yield part
-            state[OUTCOME] = 200
-        except ApiError as error:
-            state[OUTCOME] = error.status_code
-            for each in self._failed(failure_of(error)):
-                yield event(each)
-        except Exception:
-            state[OUTCOME] = 500
-            raise
+    def seconds_left(self, has_started: bool) -> float:
+        """Return the seconds until the next deadline, and a little more; raises ApiError after it."""
+        now = time.monotonic()
+        if now > self._end:
+            raise timeout_error(self._options.request_timeout)
+        if not has_started and now > self._start:
+            waited = f"The request has waited for {self._options.queue_timeout:g} seconds, and its turn has not come"
+            raise ApiError(503, f"{waited}; try again later.", code="timeout", retry_after=5)
+        deadline = self._end if has_started else self._start
+        return deadline - now + 0.01
 
 
-def event(data: Any) -> bytes:
-    """Return a server-sent event, which is named if its data has a type."""
-    if isinstance(data, bytes):
-        return data
-    head = f"event: {data.type}\n".encode() if "type" in type(data).model_fields else b""
-    return head + b"data: " + data.model_dump_json(exclude_unset=True).encode() + b"\n\n"
+def record_piece_time(context: ServerContext, now: float, last_piece_time: float | None, began: float) -> None:
+    """Record the time to a row's first piece, or between two of its pieces."""
+    if last_piece_time is None:
+        context.metrics.time_to_first_token.observe(now - began)
+    else:
+        context.metrics.time_between_tokens.observe(now - last_piece_time)

@@ -1,4 +1,4 @@
-"""Errors of the API."""
+"""Errors of the API, and their replies."""
 
 import asyncio
 import re
@@ -10,12 +10,12 @@ from starlette.types import Receive, Scope, Send
 
 from ovspec.api.model import LanguageModel
 from ovspec.base.errors import InferenceError, OvspecError, PromptError, UnavailableError
-from ovspec.protocols.errors import TOO_LONG, Failure, anthropic_error, openai_error
+from ovspec.protocols.errors import CONTEXT_LENGTH_EXCEEDED, RequestFailure, anthropic_error, openai_error
 
-ANTHROPICS_PATH = re.compile(r"(/v1)*/messages(/|$)")  # with a wrong base URL, too
-REQUEST_ID = "request_id"  # what a request's state has its id as
-LINGER_SECONDS = 5.0  # that a client may go on sending what isn't read
-FOR_PYTHON = ", or a Path for a file"  # in a message on a grammar
+ANTHROPIC_PATH = re.compile(r"(/v1)*/messages(/|$)")  # with a wrong base URL, too
+REQUEST_ID = "request_id"  # the field of a request's state with its id
+LINGER_SECONDS = 5.0  # that a client may go on sending a body that isn't read
+PYTHON_ONLY_ADVICE = ", or a Path for a file"  # in a message on a grammar
 
 
 class ServerEnded(OvspecError):
@@ -49,52 +49,57 @@ class ApiError(HTTPException):
         headers |= {"WWW-Authenticate": "Bearer"} if status == 401 else {}
         headers |= {"Connection": "close"} if close else {}
         super().__init__(status, message, headers)
-        self.param, self.code = param, code
+        self.param = param
+        self.code = code
 
 
-def for_clients(error: OvspecError, lm: LanguageModel) -> str:
-    """Return an error's message without the folder of the model, and without what only Python can be given."""
-    return str(error).replace(str(lm.folder), "the model's folder").replace(FOR_PYTHON, "")
+def message_for_clients(error: OvspecError, lm: LanguageModel) -> str:
+    """Return an error's message without the folder of the model, and without advice for Python only."""
+    return str(error).replace(str(lm.folder), "the model's folder").replace(PYTHON_ONLY_ADVICE, "")
 
 
-def about_prompt(error: PromptError, lm: LanguageModel, field: str) -> ApiError:
-    """Return the answer to a prompt that can't be used; ``field``: where it was given."""
-    message = re.sub("^messages: ", f"{field}: ", for_clients(error, lm))
-    return ApiError(400, message, field, TOO_LONG if error.too_long else None)
+def prompt_error(error: PromptError, lm: LanguageModel, field: str) -> ApiError:
+    """Return the error for a prompt that can't be used; ``field``: the field with the prompt."""
+    message = re.sub("^messages: ", f"{field}: ", message_for_clients(error, lm))
+    return ApiError(400, message, field, CONTEXT_LENGTH_EXCEEDED if error.too_long else None)
 
 
-def as_api_error(error: OvspecError, lm: LanguageModel) -> ApiError:
-    """Return the answer to a request whose text has failed."""
-    later = isinstance(error, (ServerEnded, UnavailableError))
-    status = 503 if later else 500 if isinstance(error, InferenceError) else 422
-    return ApiError(status, for_clients(error, lm))
+def text_error(error: OvspecError, lm: LanguageModel) -> ApiError:
+    """Return the error for a request whose text has failed."""
+    status = 422
+    if isinstance(error, (ServerEnded, UnavailableError)):
+        status = 503
+    elif isinstance(error, InferenceError):
+        status = 500
+    return ApiError(status, message_for_clients(error, lm))
 
 
-def too_long(seconds: float) -> ApiError:
+def timeout_error(seconds: float) -> ApiError:
     return ApiError(504, f"The request took longer than {seconds:g} seconds.", code="timeout")
 
 
-def failure_of(error: HTTPException) -> Failure:
-    return Failure(error.status_code, error.detail, getattr(error, "param", None), getattr(error, "code", None))
+def to_failure(error: HTTPException) -> RequestFailure:
+    return RequestFailure(error.status_code, error.detail, getattr(error, "param", None), getattr(error, "code", None))
 
 
 def error_body(error: HTTPException, path: str = "", request_id: str | None = None) -> bytes:
     """Return the body of an error's answer, in the shape of the API that ``path`` belongs to."""
-    failure = failure_of(error)
-    made = anthropic_error(failure, request_id) if is_anthropics(path) else openai_error(failure)
-    return made.model_dump_json().encode()
+    failure = to_failure(error)
+    if is_anthropic_path(path):
+        return anthropic_error(failure, request_id).model_dump_json().encode()
+    return openai_error(failure).model_dump_json().encode()
 
 
-def is_anthropics(path: str) -> bool:
+def is_anthropic_path(path: str) -> bool:
     """Return whether a path belongs to Anthropic's API."""
-    return bool(ANTHROPICS_PATH.match(path))
+    return bool(ANTHROPIC_PATH.match(path))
 
 
-def error_answer(error: HTTPException, scope: Scope) -> Response:
+def error_response(error: HTTPException, scope: Scope) -> Response:
     """Return the answer to a request that is an error."""
     body = error_body(error, scope["path"], scope["state"].get(REQUEST_ID))
-    kind = LastResponse if "Connection" in (error.headers or {}) else Response
-    return kind(body, error.status_code, error.headers, "application/json")
+    response_type = LastResponse if "Connection" in (error.headers or {}) else Response
+    return response_type(body, error.status_code, error.headers, "application/json")
 
 
 class LastResponse(Response):

@@ -10,7 +10,7 @@ SECONDS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5.0, 10.0, 2
 
 
 class Metrics:
-    """What the server and its engine count and measure."""
+    """The counts and times of the server and its engine."""
 
     def __init__(self, engine: EngineThread) -> None:
         self.registry = CollectorRegistry()
@@ -29,23 +29,22 @@ class Metrics:
         self.blocks_kept = self._gauge("cache_blocks_kept", "Blocks of the KV cache that are kept of ended texts.")
         self.blocks_evicted = self._gauge("cache_blocks_evicted", "Blocks so far that were kept and have given way.")
         self.blocks_free = self._gauge("cache_blocks_free", "Blocks of the KV cache that are free.")
-        self.first = self._seconds("time_to_first_token", "from a request to the first token of each of its texts")
-        self.between = self._seconds(
+        self.time_to_first_token = self._seconds(
+            "time_to_first_token", "from a request to the first token of each of its texts"
+        )
+        self.time_between_tokens = self._seconds(
             "time_between_tokens", "between two pieces of a text; a piece has the tokens of one round"
         )
-        self.whole = self._seconds("request_duration", "from a request to its last token")
+        self.request_seconds = self._seconds("request_duration", "from a request to its last token")
+        models = engine.runtime.models
         self.running.set_function(lambda: engine.running_count)
         self.waiting.set_function(lambda: engine.waiting_count)
         self.blocks_used.set_function(lambda: engine.cache_usage()[0])
-        self.blocks_kept.set_function(
-            lambda: sum(model.idle_block_count for model in engine.runtime.models.loaded_models)
-        )
-        self.blocks_evicted.set_function(
-            lambda: sum(model.evicted_block_count for model in engine.runtime.models.loaded_models)
-        )
+        self.blocks_kept.set_function(lambda: sum(model.idle_block_count for model in models.loaded_models))
+        self.blocks_evicted.set_function(lambda: sum(model.evicted_block_count for model in models.loaded_models))
         self.blocks_free.set_function(lambda: engine.cache_usage()[1])
 
-    def note_round(self, pieces: list[tuple[int, Piece]], judged: list[tuple[Proposal, int]]) -> None:
+    def record_round(self, pieces: list[tuple[int, Piece]], judged: list[tuple[Proposal, int]]) -> None:
         """Count the pieces of a round, and the proposals that it judged, each with its number of accepted tokens."""
         self.rounds.inc()
         self.generated_tokens.inc(sum(len(piece.token_ids) for _, piece in pieces))
@@ -61,5 +60,5 @@ class Metrics:
     def _gauge(self, name: str, help: str) -> Gauge:
         return Gauge(f"ovspec_{name}", help, registry=self.registry)
 
-    def _seconds(self, name: str, what: str) -> Histogram:
-        return Histogram(f"ovspec_{name}_seconds", f"Seconds {what}.", buckets=SECONDS, registry=self.registry)
+    def _seconds(self, name: str, interval: str) -> Histogram:
+        return Histogram(f"ovspec_{name}_seconds", f"Seconds {interval}.", buckets=SECONDS, registry=self.registry)

@@ -35,8 +35,8 @@ from harness import CODE, PROSE, Option, Table, arguments, machine, median, medi
 
 from ovspec.batch.file import BatchProgress
 from ovspec.batch.folder import BatchFile
-from ovspec.batch.groups import GROUPS, MOST, Answers, groups_of
-from ovspec.batch.ray.pool import TOGETHER, Pool
+from ovspec.batch.groups import GROUPS_PER_WORKER, MAX_GROUP_LINES, ResultCollector, make_groups
+from ovspec.batch.ray.pool import GROUPS_IN_FLIGHT, Pool
 from ovspec.batch.requests import prompt_request
 
 ANSWER = {"id": "1", "text": "An answer of some length. " * 10, "finish_reason": "length", "generated_tokens": 48}
@@ -66,7 +66,7 @@ def shipping_speed(folder: Path) -> float:
     """Return the bytes per second at which a model comes from the object store, of one machine."""
     import ray
 
-    from ovspec.base.files import create_folder_once, read_blocks
+    from ovspec.batch.ray.shipment import create_folder_once, read_blocks
 
     size = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
     with tempfile.TemporaryDirectory() as scratch:
@@ -85,7 +85,7 @@ class Nobody:
 
         return Reference("", "nobody", "", [])
 
-    def answer(self, requests: list[Any]) -> list[dict[str, Any]]:
+    def run_requests(self, requests: list[Any]) -> list[dict[str, Any]]:
         return [ANSWER | {"id": request.id} for request in requests]
 
 
@@ -93,18 +93,20 @@ def driver_seconds(count: int, actors: int) -> float:
     """Return the seconds that the driver takes for a group of lines, with workers that need no time."""
     import ray
 
-    asked = [prompt_request(str(number), f"prompt {number}", f"prompt {number}") for number in range(MOST * count)]
-    groups = list(groups_of(0, asked, "", (), 1))
-    ways: Any = {"num_cpus": 0, "max_concurrency": TOGETHER}
+    asked = [
+        prompt_request(str(number), f"prompt {number}", f"prompt {number}") for number in range(MAX_GROUP_LINES * count)
+    ]
+    groups = list(make_groups(0, asked, "", (), 1))
+    ways: Any = {"num_cpus": 0, "max_concurrency": GROUPS_IN_FLIGHT}
     with tempfile.TemporaryDirectory() as scratch:
-        answers = Answers([BatchFile("", str(Path(scratch) / "out"))], "", BatchProgress(0, 0))
+        collector = ResultCollector([BatchFile("", str(Path(scratch) / "out"))], "", BatchProgress(0, 0))
         pool = Pool(lambda _: ray.remote(**ways)(Nobody).remote(), actors, False, "")
         began, taken, before = 0.0, 0, 0
-        for answered in pool.answer(groups):
+        for answered in pool.run_groups(groups):
             if not began and taken >= len(groups) // 4:  # all workers are there
                 began, before = time.perf_counter(), taken
             for group in answered:
-                answers.take(group)
+                collector.add(group)
             taken += len(answered)
         pool.close()
         return (time.perf_counter() - began) / (len(groups) - before)
@@ -132,9 +134,9 @@ def measure(args: Namespace) -> None:
     for way in ways:
         speed = median_and_range(ratios(lines["one machine"], lines[way]))
         table.row(way, median(starts[way]), median(lines[way]), speed)
-    from ovspec.batch.ray.cluster import connected
+    from ovspec.batch.ray.cluster import cluster_connection
 
-    with connected("local"):
+    with cluster_connection("local"):
         figures = {
             "lines": args.lines,
             "cores": len(processors),
@@ -145,7 +147,7 @@ def measure(args: Namespace) -> None:
             "driver_s_per_group": driver_seconds(args.groups, 2),
         }
     print(f"\nshipping: {figures['shipping_bytes_per_s'] / 1e6:.0f} MB/s")
-    print(f"driver: {figures['driver_s_per_group'] * 1e3:.2f} ms for a group of {MOST} lines")
+    print(f"driver: {figures['driver_s_per_group'] * 1e3:.2f} ms for a group of {MAX_GROUP_LINES} lines")
     if args.json:
         args.json.write_text(json.dumps(figures, indent=1), encoding="utf-8", newline="\n")
 
@@ -173,7 +175,7 @@ class Cluster:
 
     def run(self) -> float:
         """Return the seconds until all lines are answered."""
-        size = max(1, min(MOST, math.ceil(self.lines / (GROUPS * self.workers))))
+        size = max(1, min(MAX_GROUP_LINES, math.ceil(self.lines / (GROUPS_PER_WORKER * self.workers))))
         self.todo = [min(size, self.lines - begin) for begin in range(0, self.lines, size)]
         self.one_driver, self.ended = simpy.Resource(self.now), self.now.event()
         for number in range(self.workers):
@@ -188,7 +190,7 @@ class Cluster:
         left = self.random.expovariate(self.lost / 100 / 3600) if self.lost else math.inf
         groups: list[list[float]] = []  # seconds to go, and lines
         while True:
-            while self.todo and len(groups) < TOGETHER:
+            while self.todo and len(groups) < GROUPS_IN_FLIGHT:
                 lines = self.todo.pop()
                 work = sum(self.random.uniform(0.5, 1.5) for _ in range(lines)) * self.line * pace
                 groups.append([work, lines])

@@ -26,8 +26,8 @@ from conftest import PROMPTS, ROOT, Reference
 
 import ovspec
 from ovspec.api.verify import result_from_json
-from ovspec.batch.file import Done, key_of, run_file, what_matters
-from ovspec.batch.requests import as_chat, prompt_request, read_request, read_requests
+from ovspec.batch.file import PartialResults, result_dependencies, result_key, run_file
+from ovspec.batch.requests import as_chat, parse_line, prompt_request, read_requests
 from ovspec.cli.batch import BatchReport
 from ovspec.params import make_params
 from ovspec.params.generation import GENERATE_OPTIONS
@@ -252,7 +252,10 @@ def test_several_prompts_logprobs_and_echo(
 def test_a_text_file_has_a_prompt_a_line(tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
     file.write_bytes(b'def a(\r\n\r\n{"x": 1}\n')
-    assert [(each.id, each.asked.prompts) for each in read_requests(file)] == [("1", ["def a("]), ("3", ['{"x": 1}'])]
+    assert [(each.id, each.text_request.prompts) for each in read_requests(file)] == [
+        ("1", ["def a("]),
+        ("3", ['{"x": 1}']),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -314,7 +317,7 @@ def test_a_text_file_has_a_prompt_a_line(tmp_path: Path) -> None:
 )
 def test_one_bad_line_does_not_stop_the_rest(lm: ovspec.LanguageModel, tmp_path: Path, line: str, message: str) -> None:
     good = prompt_request("good", "good", PROMPTS[0])
-    found = run_file(lm, [read_request(line, "bad"), good], tmp_path / "out", make_params({"max_tokens": 5}))
+    found = run_file(lm, [parse_line(line, "bad"), good], tmp_path / "out", make_params({"max_tokens": 5}))
     assert (found.done, found.failed) == (2, 1)
     bad, rest = read_lines(tmp_path / "out")
     error = bad["error"]
@@ -372,7 +375,7 @@ def test_the_time_left_falls_as_work_is_done(
         told.append(int(seconds[1]) if seconds else 0)
 
     lines = [{"prompt": PROMPTS[i], "max_tokens": most, "ignore_eos": True} for i, most in enumerate(lengths)]
-    requests = [read_request(json.dumps(line), str(i)) for i, line in enumerate(lines)]
+    requests = [parse_line(json.dumps(line), str(i)) for i, line in enumerate(lines)]
     run_file(lm, requests, tmp_path / "out", make_params({"batch_size": 4, "lookahead": 1}), note)
     first = next(at for at, seconds in enumerate(told) if seconds)
     right = range(now - 1 - first, 0, -1)
@@ -384,8 +387,8 @@ def test_the_time_left_falls_as_work_is_done(
 
 def test_what_has_changed_is_done_again(tmp_path: Path) -> None:
     request, output = prompt_request("1", "a", "a"), tmp_path / "out"
-    done = Done(output)
-    done.add(key_of(request, "model and options"), {"id": "1"})
+    done = PartialResults(output)
+    done.add(result_key(request, "model and options"), {"id": "1"})
     done.close()
     for depends_on, changed, known in (
         ("model and options", request, True),
@@ -396,8 +399,8 @@ def test_what_has_changed_is_done_again(tmp_path: Path) -> None:
         ("model and options", as_chat(request, "Be brief."), False),
         ("model and options", replace(request, error="No."), False),
     ):
-        again = Done(output)
-        assert (key_of(changed, depends_on) in again) == known
+        again = PartialResults(output)
+        assert (result_key(changed, depends_on) in again) == known
         again.close()
 
 
@@ -584,7 +587,7 @@ def test_another_model_in_the_same_place_begins_anew(tmp_path: Path, cache_dir: 
     params = make_params({"max_tokens": 9, "stop": ["x"]})
 
     def depends_on() -> str:
-        return what_matters(lm, params)  # which reads the files again
+        return result_dependencies(lm, params)  # which reads the files again
 
     seen = [depends_on()]
     assert depends_on() == seen[0]
@@ -608,7 +611,7 @@ def test_options_that_change_answers_begin_anew(tmp_path: Path, cache_dir: Path)
 
     def depends_on(lm: ovspec.LanguageModel, **options: Any) -> str:
         drawn: Any = {"temperature": 1.0, "json_schema": {}, "json_schema_mode": "checked"}
-        return what_matters(lm, lm.runtime.row_maker.make_complete_params(drawn | options))
+        return result_dependencies(lm, lm.runtime.rows.params(drawn | options))
 
     lm, plain, other_lookup = loaded("lookup"), loaded(), loaded("lookup", lookup_corpus=[corpus])
     own = depends_on(lm)
@@ -629,17 +632,17 @@ def test_options_that_change_answers_begin_anew(tmp_path: Path, cache_dir: Path)
 
 
 def test_two_batches_on_one_output(tmp_path: Path) -> None:
-    first = Done(tmp_path / "out.jsonl")
+    first = PartialResults(tmp_path / "out.jsonl")
     with pytest.raises(ovspec.OvspecError, match="another batch is writing it"):
-        Done(tmp_path / "out.jsonl")
+        PartialResults(tmp_path / "out.jsonl")
     first.close()
-    Done(tmp_path / "out.jsonl").close()
+    PartialResults(tmp_path / "out.jsonl").close()
     assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl.partial"]
 
 
 def test_what_was_done_is_known_after_a_kill_in_the_middle_of_a_line(tmp_path: Path) -> None:
     for key, before in (("a", []), ("b", ["a"]), ("c", ["a", "b"])):
-        done = Done(tmp_path / "out")
+        done = PartialResults(tmp_path / "out")
         assert sorted(done.keys()) == before
         done.add(key, {"id": key})
         assert done.lines([*before, key]) == [{"id": each} for each in [*before, key]]

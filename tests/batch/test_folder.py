@@ -13,17 +13,18 @@ import pytest
 
 import ovspec
 from ovspec.base.errors import OvspecError
-from ovspec.base.files import create_folder_once, read_blocks, scratch_folder
 from ovspec.batch.file import BatchProgress
-from ovspec.batch.groups import MOST, Answers, Group, groups_of
-from ovspec.batch.requests import BatchRequest, prompt_request, request_in, requests_of_rows
-from ovspec.batch.run import BatchThread, columns_of, row_of
+from ovspec.batch.groups import MAX_GROUP_LINES, Group, ResultCollector, make_groups
+from ovspec.batch.ray.cluster import scratch_folder
+from ovspec.batch.ray.shipment import create_folder_once, read_blocks
+from ovspec.batch.requests import BatchRequest, parse_row, parse_rows, prompt_request
+from ovspec.batch.run import BatchThread, line_to_row, lines_to_columns
 from ovspec.engine.decoders import DecoderPool
 from ovspec.params import make_params
 
 pytest.importorskip("pyarrow", reason="needs the extra ovspec[ray]")
 
-from ovspec.batch.folder import BatchFile, find_files, inside, read, write
+from ovspec.batch.folder import BatchFile, find_files, join_path, read_file_requests, write_results
 
 
 def prompts(count: int) -> list[BatchRequest]:
@@ -35,25 +36,25 @@ def answered(group: Group) -> Group:
     return group
 
 
-@pytest.mark.parametrize(("count", "workers", "size"), [(0, 2, 0), (1, 2, 1), (200, 2, 7), (5000, 4, MOST)])
+@pytest.mark.parametrize(("count", "workers", "size"), [(0, 2, 0), (1, 2, 1), (200, 2, 7), (5000, 4, MAX_GROUP_LINES)])
 def test_groups_have_all_lines_and_common_beginnings(count: int, workers: int, size: int) -> None:
-    found = list(groups_of(3, prompts(count), "x", (), workers))
+    found = list(make_groups(3, prompts(count), "x", (), workers))
     assert max(len(group.keys) for group in found) == size
     assert sorted(place for group in found for place in group.requests) == list(range(count))
     beginnings = [request.source[0] for group in found for request in group.requests.values()]
     assert beginnings == sorted(beginnings)
-    assert {(group.file, group.total) for group in found} == {(3, count)}
+    assert {(group.file, group.file_lines) for group in found} == {(3, count)}
 
 
 def test_answers_in_any_order_and_over_two_runs(tmp_path: Path) -> None:
     requests, file = prompts(100), BatchFile("", str(tmp_path / "out.jsonl"))
 
     def run(most: int) -> BatchProgress:
-        answers = Answers([file], "model", BatchProgress(0, 0))
-        groups = list(groups_of(0, requests, "model", answers.known[""], 2))
+        answers = ResultCollector([file], "model", BatchProgress(0, 0))
+        groups = list(make_groups(0, requests, "model", answers.finished_keys[""], 2))
         random.Random(most).shuffle(groups)
         for group in groups[:most]:
-            answers.take(answered(group))
+            answers.add(answered(group))
         answers.close()
         return answers.progress
 
@@ -69,15 +70,15 @@ def test_a_group_line_by_line_is_the_same_file(tmp_path: Path) -> None:
     """Also where an earlier run has answered some of its lines."""
     requests, file = prompts(16), BatchFile("", str(tmp_path / "out.jsonl"))
     for most in (3, 16):
-        answers = Answers([file], "model", BatchProgress(0, 0))
-        groups = groups_of(0, requests, "model", answers.known[""], 1)
+        answers = ResultCollector([file], "model", BatchProgress(0, 0))
+        groups = make_groups(0, requests, "model", answers.finished_keys[""], 1)
         whole = Group(0, 16, {}, {})
         for group in groups:
             whole.keys |= group.keys
             whole.requests |= group.requests
-        for single in itertools.islice(whole.apart(), most):
+        for single in itertools.islice(whole.split(), most):
             assert len(single.requests) == 1
-            answers.take(answered(single))
+            answers.add(answered(single))
         answers.close()
     assert (answers.progress.before, answers.progress.done) == (3, 13)
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text("utf-8").splitlines()]
@@ -86,15 +87,15 @@ def test_a_group_line_by_line_is_the_same_file(tmp_path: Path) -> None:
 
 def test_a_file_of_a_folder_is_done_again_if_it_has_changed(tmp_path: Path) -> None:
     file = BatchFile("a", str(tmp_path / "out" / "a.jsonl"), tmp_path / "out.partial" / "a.jsonl", "3 17")
-    answers = Answers([file], "model", BatchProgress(0, 0))
-    assert answers.left == {"a": 0}
-    for group in groups_of(0, prompts(3), "model", (), 1):
-        answers.take(answered(group))
+    answers = ResultCollector([file], "model", BatchProgress(0, 0))
+    assert answers.unfinished == {"a": 0}
+    for group in make_groups(0, prompts(3), "model", (), 1):
+        answers.add(answered(group))
     again = BatchProgress(0, 0)
-    assert Answers([file], "model", again).left == {}
+    assert ResultCollector([file], "model", again).unfinished == {}
     assert (again.total, again.before) == (3, 3)
-    for changed, model in ((BatchFile("a", file.target, file.part, "4 18"), "model"), (file, "other")):
-        assert Answers([changed], model, BatchProgress(0, 0)).left == {"a": 0}
+    for changed, model in ((BatchFile("a", file.target, file.partial_path, "4 18"), "model"), (file, "other")):
+        assert ResultCollector([changed], model, BatchProgress(0, 0)).unfinished == {"a": 0}
 
 
 def test_what_is_read_of_a_folder(tmp_path: Path) -> None:
@@ -108,7 +109,7 @@ def test_what_is_read_of_a_folder(tmp_path: Path) -> None:
         "b/c d.txt.jsonl",
         "b/e.parquet",
     ]
-    assert inside("s3://bucket/out/?region=x", "b/c d.jsonl") == "s3://bucket/out/b/c%20d.jsonl?region=x"
+    assert join_path("s3://bucket/out/?region=x", "b/c d.jsonl") == "s3://bucket/out/b/c%20d.jsonl?region=x"
     (tmp_path / "there").mkdir()
     for given, output, sentence in (
         (source / "notes.md", tmp_path / "out", "there is no file whose name ends in .jsonl, .parquet, .txt"),
@@ -124,7 +125,7 @@ def test_what_is_read_of_a_folder(tmp_path: Path) -> None:
     assert len(find_files(str(source), str(tmp_path / "there"), overwrite=False)[1]) == 3, "to be continued"
     for name, data in (("x.parquet", b"no parquet"), ("x.jsonl", b"\xff\xff")):
         with pytest.raises(OvspecError, match=name):
-            read(name, data)
+            read_file_requests(name, data)
 
 
 def test_parquet_has_texts_and_errors(tmp_path: Path) -> None:
@@ -138,7 +139,7 @@ def test_parquet_has_texts_and_errors(tmp_path: Path) -> None:
         {"id": "batch_req_d", "custom_id": "d", "response": {"body": {"choices": [chat]}}, "error": None},
         {"id": "batch_req_e", "custom_id": "e", "response": None, "error": {"code": "x", "message": "bad"}},
     ]
-    write(str(tmp_path / "out.parquet"), lines)
+    write_results(str(tmp_path / "out.parquet"), lines)
     rows = parquet.read_table(tmp_path / "out.parquet").to_pylist()
     assert [json.loads(row.pop("result")) for row in rows] == lines
     assert [tuple(row.values()) for row in rows] == [
@@ -148,8 +149,8 @@ def test_parquet_has_texts_and_errors(tmp_path: Path) -> None:
         ("d", "hi", "stop", None),
         ("e", None, None, "bad"),
     ]
-    assert columns_of([])["text"] == []
-    assert row_of({"id": "x", "text": ""})["text"] == ""
+    assert lines_to_columns([])["text"] == []
+    assert line_to_row({"id": "x", "text": ""})["text"] == ""
 
 
 def test_rows_of_tables_are_requests() -> None:
@@ -159,17 +160,17 @@ def test_rows_of_tables_are_requests() -> None:
         {"id": "1", "prompt": "c"},
         {"ask": 1},
     ]
-    found = requests_of_rows(rows)
+    found = parse_rows(rows)
     assert [request.id for request in found] == ["1", "2", "3", "4"]
     assert [bool(request.error) for request in found] == [False, False, True, True]
-    assert request_in([{"role": "user", "content": "hi", "name": None}], "x").asked.kind == "own"
-    assert request_in("def f(", "x").asked.prompts == ["def f("]
+    assert parse_row([{"role": "user", "content": "hi", "name": None}], "x").text_request.kind == "own"
+    assert parse_row("def f(", "x").text_request.prompts == ["def f("]
 
 
 def test_threads_that_ask_share_a_batch(pair: Path) -> None:
     lm, asked = ovspec.load(pair, engine="paged"), [prompts(3), prompts(5)[3:], [], prompts(9)[5:]]
     thread, found = BatchThread(lm, make_params({"max_tokens": 6})), dict[int, Any]()
-    askers = [threading.Thread(target=lambda n=n: found.update({n: thread.answer(asked[n])})) for n in range(4)]
+    askers = [threading.Thread(target=lambda n=n: found.update({n: thread.run_requests(asked[n])})) for n in range(4)]
     for asker in askers:
         asker.start()
     for asker in askers:
@@ -193,19 +194,19 @@ def test_an_inference_that_fails_is_told_to_all_that_ask(pair: Path, monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(DecoderPool, "run_batch", fail)
         with pytest.raises(InferenceError, match="no memory"):
-            thread.answer(prompts(2))
-    assert len(thread.answer(prompts(2))) == 2, "it goes on"
+            thread.run_requests(prompts(2))
+    assert len(thread.run_requests(prompts(2))) == 2, "it goes on"
 
 
 def test_scratch_folders_are_short_and_go(tmp_path: Path) -> None:
     parent = tmp_path / "some" / "sessions"
-    with scratch_folder(parent, max_bytes=500) as folder:
+    with scratch_folder(parent, max_path_bytes=500) as folder:
         assert folder.parent == parent
         name = folder.name
         (folder / "file").write_text("x", encoding="utf-8")
         killed = parent / f"{name.rpartition('-')[0]}-4999999"
         killed.mkdir()
-    with scratch_folder(parent, max_bytes=36) as folder:
+    with scratch_folder(parent, max_path_bytes=36) as folder:
         assert len(str(folder)) <= 36
         assert folder.resolve().parent == parent
         (folder / "file").write_text("x", encoding="utf-8")

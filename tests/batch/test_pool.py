@@ -14,8 +14,8 @@ pytest.importorskip("ray", reason="needs the extra ovspec[ray]")
 from ray.exceptions import NodeDiedError
 
 from ovspec.base.errors import OvspecError
-from ovspec.batch.groups import Group, groups_of
-from ovspec.batch.ray.pool import RESTARTS, TOGETHER, Pool
+from ovspec.batch.groups import Group, make_groups
+from ovspec.batch.ray.pool import GROUPS_IN_FLIGHT, RESTARTS_PER_WORKER, Pool
 from ovspec.batch.requests import BatchRequest, prompt_request
 
 DEADLY = "kill"
@@ -56,28 +56,28 @@ def pool_of(count: int, started: list[int], deadly: int | None = None) -> Pool:
     def start(number: int) -> Any:
         started.append(number)
         load = SimpleNamespace(remote=lambda: Ended(SimpleNamespace(kind="here"), died=number == deadly))
-        return SimpleNamespace(load=load, answer=SimpleNamespace(remote=answer))
+        return SimpleNamespace(load=load, run_requests=SimpleNamespace(remote=answer))
 
     return Pool(start, count, False, "model")
 
 
 def groups(texts: list[str]) -> list[Group]:
-    return list(groups_of(0, [prompt_request(str(n), text, text) for n, text in enumerate(texts)], "", (), 2))
+    return list(make_groups(0, [prompt_request(str(n), text, text) for n, text in enumerate(texts)], "", (), 2))
 
 
 def test_lines_that_all_kill_stop_the_run(started: list[int]) -> None:
     """Each is tried with others and alone; the workers that are started for that are counted."""
-    runs = pool_of(1, started).answer(groups([DEADLY] * 6))
+    runs = pool_of(1, started).run_groups(groups([DEADLY] * 6))
     with pytest.raises(OvspecError, match="No worker is left, because the last one was lost with its machine while"):
         for _ in range(100):
             next(runs)
-    assert started == [1] * (1 + RESTARTS)
+    assert started == [1] * (1 + RESTARTS_PER_WORKER)
 
 
 def test_a_line_that_kills_gets_an_error_and_the_others_an_answer(started: list[int]) -> None:
     texts = [f"prompt {n}" for n in range(60)]
     texts[30:30] = [DEADLY]
-    runs, lines = pool_of(2, started).answer(groups(texts)), dict[int, dict[str, Any]]()
+    runs, lines = pool_of(2, started).run_groups(groups(texts)), dict[int, dict[str, Any]]()
     for _ in range(100):
         if (answered := next(runs, None)) is None:
             break
@@ -98,10 +98,10 @@ def test_a_worker_that_dies_while_it_loads_is_left_out(
     monkeypatch.setattr(RAY, "wait", lambda refs, **_: calls.append(len(refs)) or (list(refs), []))
     pool, texts = pool_of(2, started, deadly=2), [f"prompt {n}" for n in range(60)]
     lines = dict[int, dict[str, Any]]()
-    for answered in itertools.islice(pool.answer(groups(texts)), 100):
+    for answered in itertools.islice(pool.run_groups(groups(texts)), 100):
         for group in answered:
             lines |= group.lines
     assert [lines[n]["text"] for n in range(60)] == texts
-    assert max(calls) == TOGETHER, "the other stays full"
+    assert max(calls) == GROUPS_IN_FLIGHT, "the other stays full"
     assert (started, pool.size) == ([1, 2], 1)
     assert "worker 2 was lost with its machine; it is left out" in capsys.readouterr().err

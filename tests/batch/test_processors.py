@@ -14,30 +14,30 @@ from ovspec.batch.ray import processors
 CLAIM = """
 import sys, psutil
 from ovspec.batch.ray import processors
-processors.processors = lambda: eval(sys.argv[1])
-processors.claim(int(sys.argv[2]))
+processors.usable_processors = lambda: eval(sys.argv[1])
+processors.pin_to_free_processors(int(sys.argv[2]))
 print(psutil.Process().cpu_affinity(), flush=True)
 sys.stdin.read()
 """
 
 
 def test_numbers_in_lists_of_linux() -> None:
-    assert processors.numbers("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
-    assert processors.numbers("\n") == set()
+    assert processors.parse_cpu_list("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
+    assert processors.parse_cpu_list("\n") == set()
 
 
 def test_processors_by_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    here = processors.processors()
+    here = processors.usable_processors()
     assert sorted(number for node in here for number in node) == psutil.Process().cpu_affinity()
     for name, text in (("node0", "0\n"), ("node1", "1-999\n"), ("node2", "1000-1200\n")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "cpulist").write_text(text, encoding="ascii")
-    monkeypatch.setattr(processors, "NODES", tmp_path)
+    monkeypatch.setattr(processors, "NUMA_NODES", tmp_path)
     usable = psutil.Process().cpu_affinity()
     nodes = [number for number in usable if number < 1], [number for number in usable if number >= 1]
-    assert processors.processors() == [node for node in nodes if node]
-    monkeypatch.setattr(processors, "NODES", tmp_path / "none")
-    assert processors.processors() == [usable], "one node where the system tells none"
+    assert processors.usable_processors() == [node for node in nodes if node]
+    monkeypatch.setattr(processors, "NUMA_NODES", tmp_path / "none")
+    assert processors.usable_processors() == [usable], "one node where the system tells none"
 
 
 def test_each_process_claims_other_processors(command_environment: dict[str, str]) -> None:

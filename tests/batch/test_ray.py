@@ -52,17 +52,17 @@ from ray.exceptions import ActorDiedError, NodeDiedError, OutOfMemoryError
 import ovspec
 from ovspec.base.errors import OvspecError
 from ovspec.batch.file import BatchProgress, run_file
-from ovspec.batch.groups import Group, groups_of
+from ovspec.batch.groups import Group, make_groups
 from ovspec.batch.ray import driver
-from ovspec.batch.ray.cluster import connected
-from ovspec.batch.ray.deaths import how_it_died
-from ovspec.batch.ray.nodes import Shipment
-from ovspec.batch.ray.pool import RESTARTS, TOGETHER, Pool
+from ovspec.batch.ray.cluster import cluster_connection
+from ovspec.batch.ray.deaths import describe_death
+from ovspec.batch.ray.pool import GROUPS_IN_FLIGHT, RESTARTS_PER_WORKER, Pool
+from ovspec.batch.ray.predictor import Predictor
+from ovspec.batch.ray.shipment import Shipment
 from ovspec.batch.ray.worker import Reference, Worker
 from ovspec.batch.requests import BatchRequest, prompt_request, read_requests
 from ovspec.drafting.choice import parse_draft
 from ovspec.drafting.proposal import NO_PROPOSAL
-from ovspec.ray import Predictor
 
 
 @pytest.fixture(scope="module")
@@ -73,10 +73,10 @@ def cluster(cache_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         patch.setenv("XDG_CACHE_HOME", str(cache_dir))
         patch.setenv("TMPDIR", str(temporary))
         patch.setattr(tempfile, "tempdir", None)
-        patch.setattr("ovspec.batch.ray.cluster.processors", lambda: [[0, 1]])
-        # As a variable says that ``connected`` sets, which Ray reads when it is imported.
+        patch.setattr("ovspec.batch.ray.cluster.usable_processors", lambda: [[0, 1]])
+        # As a variable says that ``cluster_connection`` sets, which Ray reads when it is imported.
         patch.setattr("ray._private.ray_constants.ENABLE_RAY_CLUSTER", False)
-        with connected("local"):
+        with cluster_connection("local"):
             yield
             processes = [process for process in of_ray(os.getpid()) if process not in others]
     assert not psutil.wait_procs(processes, timeout=10)[1]
@@ -87,7 +87,7 @@ def cluster(cache_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 @pytest.fixture
 def joined(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001
     """Let commands use the cluster that this process is connected to."""
-    monkeypatch.setattr("ovspec.batch.ray.cluster.connected", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr("ovspec.batch.ray.cluster.cluster_connection", lambda _: contextlib.nullcontext())
 
 
 @pytest.fixture
@@ -145,8 +145,10 @@ def test_options_reach_the_workers(
     command: Command, pair: Path, requests_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[Any] = []
-    monkeypatch.setattr(driver, "ship", lambda folder: Shipment(folder, "", []))
-    monkeypatch.setattr(driver, "first_of", lambda *first: given.extend(first) or Reference("", "kind", "", []))
+    monkeypatch.setattr(driver, "ship_folder", lambda folder: Shipment(folder, "", []))
+    monkeypatch.setattr(
+        driver, "load_first_worker", lambda *first: given.extend(first) or Reference("", "kind", "", [])
+    )
 
     def pool(_: Any, *more: Any) -> Any:
         given.extend(more)
@@ -190,9 +192,9 @@ class Here:
         self._worker = start(1)
         self._worker.load()
 
-    def answer(self, groups: list[Group], _: Any) -> Iterator[list[Group]]:
+    def run_groups(self, groups: list[Group], _: Any) -> Iterator[list[Group]]:
         for group in groups:
-            group.answer(self._worker.answer(list(group.requests.values())))
+            group.complete(self._worker.run_requests(list(group.requests.values())))
             yield [group]
 
     def close(self) -> None:
@@ -205,10 +207,10 @@ def test_folders_go_to_folders_and_an_interrupted_run_goes_on(
     pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: bool
 ) -> None:
     if here:  # where a worker takes no seconds to start
-        monkeypatch.setattr("ovspec.batch.ray.worker.note_signals", lambda _: None)
-        monkeypatch.setattr("ovspec.batch.ray.worker.claim_share", lambda: None)
-        monkeypatch.setattr(driver, "start", lambda job, reference, _, number: Worker(job, reference, number))
-        monkeypatch.setattr(driver, "first_of", lambda job, _: Worker(job, None, 0).load())
+        monkeypatch.setattr("ovspec.batch.ray.worker.record_signals", lambda _: None)
+        monkeypatch.setattr("ovspec.batch.ray.worker.pin_actor", lambda: None)
+        monkeypatch.setattr(driver, "start_worker", lambda job, reference, _, number: Worker(job, reference, number))
+        monkeypatch.setattr(driver, "load_first_worker", lambda job, _: Worker(job, None, 0).load())
         monkeypatch.setattr(driver, "Pool", Here)
         monkeypatch.setattr("ovspec.batch.ray.worker.load", loaded)
     source, output = tmp_path / "in", tmp_path / "out"
@@ -272,8 +274,8 @@ def test_a_line_that_kills_workers_has_an_error_and_a_run_without_workers_goes_o
     file, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     file.write_text(as_lines(requests), encoding="utf-8")
     with monkeypatch.context() as patch:
-        patch.setattr("ovspec.batch.ray.pool.RESTARTS", 0)
-        patch.setattr("ovspec.batch.ray.pool.LINES", 1000)
+        patch.setattr("ovspec.batch.ray.pool.RESTARTS_PER_WORKER", 0)
+        patch.setattr("ovspec.batch.ray.pool.LINES_PER_RESTART", 1000)
         with pytest.raises(OvspecError, match=rf"last one died of SIGFPE while it answered with {pair} .*exact; set "):
             on_cluster(str(file), output, pair, Deadly(), loading)
     assert not output.exists()
@@ -312,7 +314,7 @@ def test_a_first_worker_that_dies(pair: Path, requests_file: Path, tmp_path: Pat
 def test_a_predictor_loads_with_its_first_rows(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As an actor of Ray calls it, which would be started again for ever if its constructor failed."""
     claimed: list[bool] = []
-    monkeypatch.setattr("ovspec.batch.ray.predictor.claim_share", lambda: claimed.append(True))
+    monkeypatch.setattr("ovspec.batch.ray.predictor.pin_actor", lambda: claimed.append(True))
     rows = {"name": np.arange(4), "prompt": np.array(PROMPTS)}
     answered = Predictor(pair, max_tokens=8, threads=1)(rows)
     assert answered.keys() == {"name", "prompt", "text", "finish_reason", "error", "result"}
@@ -361,14 +363,14 @@ def test_progress_says_how_many_workers_are_loading() -> None:
 
 @pytest.mark.usefixtures("cluster")
 def test_a_model_is_shipped_to_machines_without_it(pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ovspec.batch.ray import nodes
+    from ovspec.batch.ray import shipment
 
     folder = tmp_path / "model"
     shutil.copytree(pair, folder)
-    assert nodes.ship(folder).pieces == [], "all machines have it"
-    monkeypatch.setattr(nodes, "on_each_node", lambda _: {"node": False})
-    monkeypatch.setattr(nodes, "PIECE", 1 << 16)
-    shipped = nodes.ship(folder)
+    assert shipment.ship_folder(folder).pieces == [], "all machines have it"
+    monkeypatch.setattr(shipment, "run_on_each_node", lambda _: {"node": False})
+    monkeypatch.setattr(shipment, "PIECE_BYTES", 1 << 16)
+    shipped = shipment.ship_folder(folder)
     assert len(shipped.pieces) > len(list(folder.rglob("*")))
     assert shipped.arrive() == folder.resolve()
     (folder / "config.json").write_text("{}", encoding="utf-8")
@@ -380,7 +382,7 @@ def test_a_model_is_shipped_to_machines_without_it(pair: Path, tmp_path: Path, m
     assert sorted(str(file.relative_to(copy)) for file in copy.rglob("*")) == sorted(
         str(file.relative_to(pair)) for file in pair.rglob("*")
     )
-    late = nodes.Shipment(folder, f"{shipped.identity}0", [])
+    late = shipment.Shipment(folder, f"{shipped.identity}0", [])
     with pytest.raises(OvspecError, match="joined late"):
         late.arrive()
 
@@ -391,19 +393,19 @@ def test_workers_get_a_model_and_a_draft_that_they_lack(
     pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, requests_file: Path
 ) -> None:
     """The draft isn't in the model's folder; both are shipped under names that no worker finds."""
-    from ovspec.batch.ray import nodes
+    from ovspec.batch.ray import shipment
 
     model, draft = tmp_path / "model", tmp_path / "draft"
     shutil.copytree(pair, model, ignore=shutil.ignore_patterns("draft", "ovspec.json"))
     shutil.copytree(pair / "draft", draft)
-    monkeypatch.setattr(nodes, "on_each_node", lambda _: {"node": False})
+    monkeypatch.setattr(shipment, "run_on_each_node", lambda _: {"node": False})
     requests = read_requests(requests_file)
-    real = nodes.ship
+    real = shipment.ship_folder
 
     def shipped_away(folder: Path) -> Any:
         return dataclasses.replace(real(folder), folder=tmp_path / "elsewhere" / folder.name)
 
-    monkeypatch.setattr("ovspec.batch.ray.driver.ship", shipped_away)
+    monkeypatch.setattr("ovspec.batch.ray.driver.ship_folder", shipped_away)
     on_cluster(requests, tmp_path / "out", model, f"lookup,{draft}")
     found = without_times((tmp_path / "out").read_text("utf-8"))
     texts = [[line.get("text"), line.get("samples", [{}])[0].get("text")] for line in found]
@@ -426,16 +428,16 @@ def starting(how: signal.Signals, started: list[int], loading: tuple[int, ...] =
         def __init__(self, number: int) -> None:
             self._number, self._answering = number, 0
             if how is not signal.SIGKILL:
-                from ovspec.batch.ray.deaths import note_signals
+                from ovspec.batch.ray.deaths import record_signals
 
-                note_signals(number)
+                record_signals(number)
 
         def load(self) -> SimpleNamespace:
             if self._number in loading:
                 self.die()
             return SimpleNamespace(kind=f"kind of {self._number}")  # a Reference's module imports slowly
 
-        def answer(self, requests: list[BatchRequest]) -> list[dict[str, Any]]:
+        def run_requests(self, requests: list[BatchRequest]) -> list[dict[str, Any]]:
             self._answering += 1
             time.sleep(0.05)  # so that several groups are answered at a time
             if any(request.source.startswith(DEADLY) for request in requests):
@@ -450,7 +452,7 @@ def starting(how: signal.Signals, started: list[int], loading: tuple[int, ...] =
 
     def start(number: int) -> Any:
         started.append(number)
-        ways: Any = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": TOGETHER}
+        ways: Any = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": GROUPS_IN_FLIGHT}
         return ray.remote(**ways)(Fake).remote(number)
 
     return start
@@ -459,18 +461,18 @@ def starting(how: signal.Signals, started: list[int], loading: tuple[int, ...] =
 def groups(texts: list[str], known: tuple[int, ...] = ()) -> list[Group]:
     """Return the groups of a file of such prompts, some of which an earlier run answered."""
     requests = [prompt_request(str(place), text, text) for place, text in enumerate(texts)]
-    keys = [key for group in groups_of(0, requests, "", (), 2) for key in group.keys.items()]
-    return list(groups_of(0, requests, "", [key for place, key in keys if place in known], 2))
+    keys = [key for group in make_groups(0, requests, "", (), 2) for key in group.keys.items()]
+    return list(make_groups(0, requests, "", [key for place, key in keys if place in known], 2))
 
 
 def lines_of(pool: Pool, todo: list[Group]) -> dict[int, dict[str, Any]]:
     """Return all output lines by place; each line is there once."""
     lines, keys = list[tuple[int, dict[str, Any]]](), list[int]()
-    for answered in pool.answer(todo):
+    for answered in pool.run_groups(todo):
         for group in answered:
             lines.extend(group.lines.items())
             keys.extend(group.keys)
-    assert sorted(keys) == list(range(todo[0].total))
+    assert sorted(keys) == list(range(todo[0].file_lines))
     found = dict(lines)
     assert len(found) == len(lines)
     return found
@@ -484,7 +486,7 @@ def test_a_worker_that_dies_while_it_loads_is_left_out(capsys: pytest.CaptureFix
     found = lines_of(pool, groups([f"prompt {n}" for n in range(100)]))
     pool.close()
     assert [found[n]["text"] for n in range(100)] == [f"prompt {n}" for n in range(100)]
-    assert max(line["beside"] for line in found.values()) == TOGETHER - 1, "the others stay full"
+    assert max(line["beside"] for line in found.values()) == GROUPS_IN_FLIGHT - 1, "the others stay full"
     assert (started, pool.size) == ([1, 2], 1)
     assert "worker 2 died of SIGFPE; it is left out" in capsys.readouterr().err
 
@@ -523,12 +525,12 @@ def test_lines_that_all_kill_stop_the_run() -> None:
     pool = Pool(starting(signal.SIGKILL, started), 1, False, "model in words")
     told = r"No worker is left, because the last one was killed \(.*SIGKILL.*\) while it answered with model in words; "
     with pytest.raises(OvspecError, match=told):
-        for more in pool.answer(groups([f"{DEADLY} {n}" for n in range(6)])):
+        for more in pool.run_groups(groups([f"{DEADLY} {n}" for n in range(6)])):
             answered.extend(more)
     pool.close()
     failed = [line for group in answered for line in group.lines.values()]
     assert len(failed) == 2 and all("was killed" in line["error"] for line in failed), "they are kept"
-    assert len(started) == 1 + RESTARTS
+    assert len(started) == 1 + RESTARTS_PER_WORKER
 
 
 @pytest.mark.slow
@@ -537,7 +539,7 @@ def test_workers_that_all_die_while_they_load_stop_the_run() -> None:
     started = list[int]()
     pool = Pool(starting(signal.SIGABRT, started, loading=(1, 2)), 2, False, "model in words")
     with pytest.raises(OvspecError, match=r"because the last one died of SIGABRT while it loaded model in words; "):
-        list(pool.answer(groups(["a", "b"])))
+        list(pool.run_groups(groups(["a", "b"])))
     pool.close()
     assert started == [1, 2]
 
@@ -550,11 +552,11 @@ def test_progress_goes_on_while_workers_load() -> None:
             time.sleep(2.5)
             return Reference("", "kind", "", [])
 
-        def answer(self, requests: list[BatchRequest]) -> list[dict[str, Any]]:
+        def run_requests(self, requests: list[BatchRequest]) -> list[dict[str, Any]]:
             return [{} for _ in requests]
 
     pool = Pool(lambda _: ray.remote(num_cpus=0)(Slow).remote(), 1, False, "model")
-    found = [(len(answered), pool.loading) for answered in pool.answer(groups(["a"]))]
+    found = [(len(answered), pool.loading) for answered in pool.run_groups(groups(["a"]))]
     pool.close()
     assert found[0] == (0, 1) and found[-1] == (1, 0)
     assert len(found) >= 4, "each second"
@@ -568,7 +570,7 @@ def test_files_are_read_while_others_are_answered() -> None:
     @ray.remote(num_cpus=0)
     def reading(number: int) -> list[Group]:
         texts = [f"{number} {place}" for place in range(32)]
-        return list(groups_of(0, [prompt_request(text, text, text) for text in texts], "", (), 2))
+        return list(make_groups(0, [prompt_request(text, text, text) for text in texts], "", (), 2))
 
     def files() -> Iterator[Any]:
         for number in range(40):
@@ -577,7 +579,7 @@ def test_files_are_read_while_others_are_answered() -> None:
 
     pool, behind = Pool(starting(signal.SIGFPE, []), 1, False, "model"), list[int]()
     texts = list[str]()
-    for answered in pool.answer([], files()):
+    for answered in pool.run_groups([], files()):
         texts.extend(line["text"] for group in answered for line in group.lines.values())
         behind.append(32 * len(begun) - len(texts))
     pool.close()
@@ -604,8 +606,8 @@ def test_how_a_worker_was_lost() -> None:
     for number, call in enumerate([worker.load.remote() for worker in workers]):
         with pytest.raises(ActorDiedError) as found:
             ray.get(call)
-        told.append(how_it_died(number, found.value))
+        told.append(describe_death(number, found.value))
     assert told[0] == "failed to start (ImportError: no module named x)"
     assert told[1] == "was killed (by SIGKILL, as the system does when memory runs out)"
-    assert "ran out of memory" in how_it_died(1, OutOfMemoryError("1 worker(s) were killed"))
-    assert "lost with its machine" in how_it_died(1, NodeDiedError(""))
+    assert "ran out of memory" in describe_death(1, OutOfMemoryError("1 worker(s) were killed"))
+    assert "lost with its machine" in describe_death(1, NodeDiedError(""))

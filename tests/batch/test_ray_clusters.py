@@ -33,7 +33,7 @@ pytest.importorskip("ray", reason="needs the extra ovspec[ray]")
 
 from ovspec.base.errors import OvspecError
 from ovspec.batch.file import BatchProgress
-from ovspec.batch.ray.cluster import connected
+from ovspec.batch.ray.cluster import cluster_connection
 from ovspec.batch.requests import read_requests
 from ovspec.ir.instruction_set import describe_instruction_set
 
@@ -60,7 +60,7 @@ def test_workers_that_compute_other_bits(pair: Path, tmp_path: Path) -> None:
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
     try:
         cluster.add_node(num_cpus=1, env_vars=dict.fromkeys(("ONEDNN_MAX_CPU_ISA", "OV_CPU_MAX_ISA"), "AVX2"))
-        with connected(str(cluster.address)):
+        with cluster_connection(str(cluster.address)):
             with pytest.raises(
                 OvspecError, match=r"computes other bits \(.*\) than the first one .* with `mixed=True`"
             ):
@@ -93,8 +93,8 @@ def cluster(storage: str) -> Iterator[None]:
     """Run a cluster that knows the storage, with room for two workers of a processor each."""
     assert storage
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ovspec.batch.ray.cluster.processors", lambda: [[0, 1]])
-        with connected("local"):
+        patch.setattr("ovspec.batch.ray.cluster.usable_processors", lambda: [[0, 1]])
+        with cluster_connection("local"):
             yield
 
 

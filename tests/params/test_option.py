@@ -36,9 +36,9 @@ import ovspec, ovspec.params
 from ovspec.cli import cli
 from ovspec.cli.generate import generate
 from ovspec.cli.options import split_options
-from ovspec.batch.requests import read_request
+from ovspec.batch.requests import parse_line
 from ovspec.protocols.bodies import CompletionBody
-from ovspec.protocols.requests import read_texts
+from ovspec.protocols.requests import read_chat_or_completion
 from ovspec.protocols.bodies import read_body
 from ovspec.params.generation import DEFAULT_PARAMS
 
@@ -56,13 +56,13 @@ context = generate.make_context("generate", ["--loudness", "0.7", "x"])
 assert split_options({"loudness": context.params["loudness"]})[1].recorded_options() == {"loudness": 0.7}
 assert CliRunner().invoke(cli, ["generate", "x", "--loudness", "2"]).exit_code == 2
 for name in ("loudness", "volume"):
-    line = read_request(json.dumps({"prompt": "a", name: 0.7}), "1")
-    assert line.asked.overrides.params(DEFAULT_PARAMS, "own").recorded_options() == {"loudness": 0.7}
+    line = parse_line(json.dumps({"prompt": "a", name: 0.7}), "1")
+    assert line.text_request.overrides.apply_to(UNSET, "own").recorded() == {"loudness": 0.7}
     for wrong, told in (("loud", "loudness must be a number"), (2, "loudness is 2; it must be from 0 to 1")):
-        error = read_request(json.dumps({"prompt": "a", name: wrong}), "1").error
+        error = parse_line(json.dumps({"prompt": "a", name: wrong}), "1").error
         assert told.replace("loudness", name) in error
     body = read_body({"prompt": "a", name: 0.7}, CompletionBody)  # the server's
-    assert read_texts(body, "completion").overrides.params(DEFAULT_PARAMS, "completion").loudness == 0.7
+    assert read_chat_or_completion(body, "completion").overrides.apply_to(DEFAULT_PARAMS, "completion").loudness == 0.7
     assert CompletionBody.model_json_schema()["properties"][name]["maximum"] == 1
 """
 

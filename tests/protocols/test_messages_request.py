@@ -17,13 +17,15 @@ from hypothesis import strategies as st
 from ovspec.base.errors import OvspecError
 from ovspec.engine.results import Piece, Result, Stats
 from ovspec.params import Params
-from ovspec.protocols.bodies import MOST_NAMED, RequestError, read_body, without_unknown
-from ovspec.protocols.errors import Failure
-from ovspec.protocols.messages.body import WITHOUT_EFFECT, MessageRequest
-from ovspec.protocols.messages.reply import MessageWriter, input_of, whole_message
-from ovspec.protocols.messages.request import BILLING, read_messages
+from ovspec.protocols.bodies import MAX_NAMED_FIELDS, RequestError
+from ovspec.protocols.errors import RequestFailure
+from ovspec.protocols.messages.body import MESSAGES_FIELDS_WITHOUT_EFFECT, MessagesRequest
+from ovspec.protocols.messages.reply import MessageReply, parse_partial_arguments
+from ovspec.protocols.messages.request import BILLING_HEADER, read_messages_request
+from ovspec.protocols.parsing import drop_unknown_fields, validate_body
+from ovspec.protocols.reply import Generation
 from ovspec.protocols.requests import TextRequest
-from ovspec.server.endpoints import event
+from ovspec.server.endpoints import format_event
 from ovspec.text.answer import HARMONY_THINKING, THINKING_FORMATS, AnswerContent, AnswerFormat, AnswerReader
 from ovspec.text.tool_formats import FORMATS_BY_NAME
 
@@ -58,8 +60,8 @@ def of(role: str, *content: Any) -> dict[str, Any]:
 
 def read(**body: Any) -> TextRequest:
     """Return the request in a body, read as a server does."""
-    value, _ = without_unknown({"messages": [HI], **body}, MessageRequest)
-    return read_messages(read_body(value, MessageRequest))
+    value, _ = drop_unknown_fields({"messages": [HI], **body}, MessagesRequest)
+    return read_messages_request(validate_body(value, MessagesRequest))
 
 
 # ---------------------------------------------------------------- messages
@@ -126,12 +128,12 @@ def test_messages_become_those_of_chat_templates(body: dict[str, Any], chat: lis
 
 def test_the_billing_header_is_left_out() -> None:
     """It differs in each request, so that nothing behind it could be found in the cache."""
-    for system in ([text(f"{BILLING}: cc=1;"), text("S")], [text("S"), text(f"{BILLING}: cc=2;")]):
+    for system in ([text(f"{BILLING_HEADER}: cc=1;"), text("S")], [text("S"), text(f"{BILLING_HEADER}: cc=2;")]):
         request = read(system=system)
         assert request.prompts == [[{"role": "system", "content": "S"}, USER]]
-        assert request.ignored == (f"system.{BILLING}",)
-    assert read(system=[text(f"{BILLING}: cc=1;")]).prompts == [[USER]]
-    whole = f"{BILLING}: cc=1;\nS"  # there is no telling where it ends
+        assert request.ignored == (f"system.{BILLING_HEADER}",)
+    assert read(system=[text(f"{BILLING_HEADER}: cc=1;")]).prompts == [[USER]]
+    whole = f"{BILLING_HEADER}: cc=1;\nS"  # there is no telling where it ends
     assert read(system=whole).prompts == [[{"role": "system", "content": whole}, USER]]
 
 
@@ -176,7 +178,7 @@ OPTIONS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"thinking": {"type": "enabled"}, "reasoning_effort": "high"}, {"reasoning_effort": "high"}),
     ({"output_config": {"format": FORMAT}}, {"json_schema": NAMED}),
     ({"output_format": FORMAT, "output_config": {"effort": None, "format": FORMAT}}, {"json_schema": NAMED}),
-    ({name: {"a": [1]} for name in WITHOUT_EFFECT}, {}),
+    ({name: {"a": [1]} for name in MESSAGES_FIELDS_WITHOUT_EFFECT}, {}),
     ({"mcp_servers": [], "thinking": None}, {}),
 ]  # fmt: skip
 
@@ -211,11 +213,11 @@ IGNORED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"tools": [TOOL], "tool_choice": {"type": "auto", "mood": 1}}, ("tool_choice.mood",)),
     (
         {"messages": [of("user", text("a", **{f"field{n}": 1 for n in range(50)}))] * 3},
-        tuple(f"text.field{n}" for n in range(MOST_NAMED)),
+        tuple(f"text.field{n}" for n in range(MAX_NAMED_FIELDS)),
     ),
     (
         {"tools": [{"type": f"tool{n}_20260101"} for n in range(50)]},
-        tuple(f"tools.tool{n}_20260101" for n in range(MOST_NAMED)),
+        tuple(f"tools.tool{n}_20260101" for n in range(MAX_NAMED_FIELDS)),
     ),
 ]  # fmt: skip
 
@@ -227,7 +229,7 @@ def test_what_is_left_out_is_named(body: dict[str, Any], ignored: tuple[str, ...
 
 def test_fields_that_no_request_has_are_named() -> None:
     body = {"messages": [HI], "context_management": {"edits": []}, "container": None, "compaction": {}}
-    assert without_unknown(body, MessageRequest)[1] == ["context_management", "compaction"]
+    assert drop_unknown_fields(body, MessagesRequest)[1] == ["context_management", "compaction"]
 
 
 # ---------------------------------------------------------------- refusals
@@ -317,7 +319,7 @@ def test_refusals(body: dict[str, Any], message: str, field: str) -> None:
 )  # fmt: skip
 def test_params_that_cannot_be_met_are_named_as_the_client_does(body: dict[str, Any], told: str) -> None:
     with pytest.raises(OvspecError, match=told):
-        read(**body).overrides.params(Params(), "message")
+        read(**body).overrides.apply_to(Params(), "message")
 
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=3)
@@ -394,13 +396,18 @@ def answered(format: AnswerFormat, raw: str, cuts: list[int], cut_off: bool) -> 
     return pieces, Result(said[0], [], ended, STATS, thinking=said[1], tool_calls=reader.calls)
 
 
+def reply_to(request: TextRequest, result: Result) -> MessageReply:
+    row: Any = SimpleNamespace(stats=result.stats, result=lambda: result)
+    tokenizer: Any = None
+    return MessageReply(Generation(tokenizer, HEAD, request, [row], []))
+
+
 def streamed(pieces: list[Piece], result: Result, request: TextRequest = PLAIN) -> list[Any]:
     """Return the events of an answer, as JSON, after checking what all streams have."""
-    row: Any = SimpleNamespace(stats=result.stats, result=lambda: result)
-    writer = MessageWriter(None, HEAD, request, [row], [])
-    made = [*writer.first(), *(each for piece in pieces for each in writer.more(0, piece)), *writer.last()]
+    reply = reply_to(request, result)
+    made = [*reply.start(), *(event for piece in pieces for event in reply.add(0, piece)), *reply.finish()]
     events = list[Any]()
-    for name, data in (event(each).decode().strip().split("\n") for each in made):
+    for name, data in (format_event(each).decode().strip().split("\n") for each in made):
         events.append(json.loads(data.removeprefix("data: ")))
         type_of(EVENT).validate_json(data.removeprefix("data: "))
         assert name == f"event: {events[-1]['type']}"
@@ -427,7 +434,7 @@ def message_of(events: list[Any]) -> dict[str, Any]:
     for block in blocks:
         assert block.pop("closed")
         if block["type"] == "tool_use":
-            block["input"] = input_of(block.pop("partial_json", ""))
+            block["input"] = parse_partial_arguments(block.pop("partial_json", ""))
     return message | {"content": blocks, "usage": events[-2]["usage"]} | events[-2]["delta"]
 
 
@@ -452,7 +459,7 @@ def test_a_stream_says_what_the_whole_answer_says(
     )
     raw = raw if ends is None else raw[:ends]
     pieces, result = answered(AnswerFormat(TOOLS, THINK, ("f", "get")), raw, cuts, ends is not None)
-    whole = whole_message(None, HEAD, PLAIN, [result], [])
+    whole = reply_to(PLAIN, result).whole([result])
     type_of("anthropic.types:Message").validate_json(whole.model_dump_json(exclude_unset=True), strict=True)
     assert message_of(streamed(pieces, result)) == whole.model_dump(exclude_unset=True, mode="json")
     assert whole.content and (whole.stop_reason == "max_tokens") == (ends is not None)
@@ -486,7 +493,7 @@ def test_thinking_after_text_is_a_block_of_its_own(cuts: list[int]) -> None:
     ],
 )
 def test_calls_that_are_cut_off_have_an_input(arguments: str, input: dict[str, Any]) -> None:
-    assert input_of(arguments) == input
+    assert parse_partial_arguments(arguments) == input
 
 
 def test_how_an_answer_ends() -> None:
@@ -497,7 +504,8 @@ def test_how_an_answer_ends() -> None:
         ({"finish_reason": "stop", "stop_string": "X"}, "stop_sequence", "X"),
         ({"finish_reason": "length"}, "max_tokens", None),
     ):
-        made = whole_message(None, HEAD, PLAIN, [replace(plain, **change)], [])
+        changed = replace(plain, **change)
+        made = reply_to(PLAIN, changed).whole([changed])
         assert (made.stop_reason, made.stop_sequence) == (reason, sequence)
 
 
@@ -505,7 +513,7 @@ def test_what_was_asked_for_besides() -> None:
     pieces, plain = answered(AnswerFormat(), "Hi", [], False)
     result = replace(plain, schema_errors=["wrong"], token_ids=[5])
     request = read(return_record=True)
-    whole = whole_message(None, HEAD, request, [result], []).model_dump(exclude_unset=True)
+    whole = reply_to(request, result).whole([result]).model_dump(exclude_unset=True)
     assert whole["schema_errors"] == ["wrong"] and whole["record"]["token_ids"] == [5]
     delta = streamed(pieces, result, request)[-2]["delta"]
     assert delta["schema_errors"] == ["wrong"] and delta["record"] == whole["record"]
@@ -514,18 +522,17 @@ def test_what_was_asked_for_besides() -> None:
 def test_a_stream_that_waits_and_fails() -> None:
     """A ping isn't the first event; what is cached isn't known before the first piece."""
     pieces, result = answered(AnswerFormat(), "Hi", [], False)
-    row: Any = SimpleNamespace(stats=STATS, result=lambda: result)
-    writer = MessageWriter(None, HEAD, PLAIN, [row], [])
-    events = [*writer.first(), *writer.waiting(), *writer.waiting(), *writer.more(0, pieces[0]), *writer.last()]
+    reply = reply_to(PLAIN, result)
+    events = [*reply.start(), *reply.keep_alive(), *reply.keep_alive(), *reply.add(0, pieces[0]), *reply.finish()]
     kinds = [each.type for each in events]  # type: ignore[union-attr]
     assert kinds[:3] == ["message_start", "ping", "ping"] and kinds.count("message_start") == 1
     start: Any = events[0]
     assert (start.message.usage.input_tokens, start.message.usage.cache_read_input_tokens) == (9, 0)
-    assert event(events[1]) == b'event: ping\ndata: {"type":"ping"}\n\n'
+    assert format_event(events[1]) == b'event: ping\ndata: {"type":"ping"}\n\n'
     late: Any = streamed(pieces, result)[0]["message"]["usage"]
     assert (late["input_tokens"], late["cache_read_input_tokens"]) == (5, 4)
-    [failed] = writer.failed(Failure(504, "Too slow.", code="timeout"))
-    name, data = event(failed).decode().strip().split("\n")
+    [failed] = reply.fail(RequestFailure(504, "Too slow.", code="timeout"))
+    name, data = format_event(failed).decode().strip().split("\n")
     body = json.loads(data.removeprefix("data: "))
     assert name == "event: error" and body["type"] == "error"
     assert body["error"] == {"type": "timeout_error", "message": "Too slow."}

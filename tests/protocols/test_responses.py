@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 
 from ovspec.engine.results import Piece, Result, Stats
 from ovspec.params import Params
-from ovspec.protocols.bodies import RequestError, read_body, without_unknown
-from ovspec.protocols.chat.reply import head_of
+from ovspec.protocols.bodies import RequestError
+from ovspec.protocols.chat.reply import new_reply_head
+from ovspec.protocols.parsing import drop_unknown_fields, validate_body
 from ovspec.protocols.requests import TextRequest
-from ovspec.protocols.responses.body import ResponseRequest
-from ovspec.protocols.responses.reply import Output
-from ovspec.protocols.responses.request import read_response
+from ovspec.protocols.responses.body import ResponsesRequest
+from ovspec.protocols.responses.reply import ResponseBuilder
+from ovspec.protocols.responses.request import read_responses_request
 from ovspec.text.answer import ToolCall
 
 EVENT = "openai.types.responses:ResponseStreamEvent"
@@ -28,8 +29,8 @@ HI = {"role": "user", "content": "Hi"}
 
 
 def read(**body: Any) -> TextRequest:
-    given, _ = without_unknown({"input": "Hi", **body}, ResponseRequest)
-    return read_response(read_body(given, ResponseRequest))
+    given, _ = drop_unknown_fields({"input": "Hi", **body}, ResponsesRequest)
+    return read_responses_request(validate_body(given, ResponsesRequest))
 
 
 def said(text: str, kind: str = "output_text") -> dict[str, Any]:
@@ -258,11 +259,11 @@ def _imported() -> None:
 @given(RUNS, st.sampled_from(["eos", "length", "stop"]), st.booleans())
 def test_events_are_complete_and_in_order(runs: Any, reason: Any, record: bool) -> None:
     asked = read(tools=TOOLS, return_record=record, metadata={"a": "b"})
-    output = Output(head_of("resp_", "m"), asked, Params())
-    made = [*output.begin()]
+    output = ResponseBuilder(new_reply_head("resp_", "m"), asked, Params())
+    made = [*output.start()]
     for piece in pieces_of(runs):
         made += output.add(piece, [])
-    made += output.end(Result("", [1, 2], reason, Stats(prompt_tokens=5, generated_tokens=2)))
+    made += output.finish(Result("", [1, 2], reason, Stats(prompt_tokens=5, generated_tokens=2)))
     events = [type_of(EVENT).validate_json(event.model_dump_json(exclude_unset=True)) for event in made]
     assert [event.sequence_number for event in events] == list(range(len(events)))
     assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]

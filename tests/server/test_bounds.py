@@ -21,8 +21,8 @@ from ovspec.engine.engine_thread import EngineThread, Job
 from ovspec.engine.results import Piece
 from ovspec.engine.scheduler import BatchLimits
 from ovspec.ir.memory import kv_bytes_per_token
-from ovspec.protocols.logprobs import NARROW, at_once, between_rounds, prompt_logprobs
-from ovspec.server.endpoints import pieces_of
+from ovspec.protocols.logprobs import SMALL_CHUNK, compute_between_rounds, prompt_logprobs, run_generator
+from ovspec.server.endpoints import generate_pieces
 
 ENDLESS: dict[str, Any] = {"prompt": "def f(", "max_tokens": 1900, "ignore_eos": True, "stream": True}
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 1}
@@ -134,7 +134,7 @@ def test_times_are_those_of_the_request_and_of_the_engine() -> None:
         options = SimpleNamespace(queue_timeout=60.0, request_timeout=3600.0)
         service: Any = SimpleNamespace(engine=AtOnce(), metrics=metrics, options=options)
         row: Any = SimpleNamespace(finish_reason=None)
-        async for _ in pieces_of(service, [row], time.monotonic() - 100):
+        async for _ in generate_pieces(service, [row], time.monotonic() - 100):
             time.sleep(0.2)
 
     asyncio.run(read())
@@ -153,7 +153,7 @@ def engine(load: Callable[..., ovspec.LanguageModel]) -> Iterator[EngineThread]:
 
 
 def echo(engine: EngineThread, ids: list[int]) -> Any:
-    return between_rounds(ovspec.LanguageModel(engine.runtime), engine, ids, 2).result()
+    return compute_between_rounds(ovspec.LanguageModel(engine.runtime), engine, ids, 2).result()
 
 
 def generating(engine: EngineThread) -> threading.Event:
@@ -189,14 +189,14 @@ def read(engine: EngineThread, monkeypatch: pytest.MonkeyPatch) -> list[tuple[in
 def test_repeated_prompts_are_read_in_small_steps(engine: EngineThread, read: list[tuple[int, bool]]) -> None:
     """While texts are generated, which wait for each step; the log-probabilities stay the same."""
     ids = engine.runtime.prompts.encode("\n".join(PROMPTS[:3])).tolist()[:300]
-    expected = at_once(prompt_logprobs(ovspec.LanguageModel(engine.runtime), ids, 2))
+    expected = run_generator(prompt_logprobs(ovspec.LanguageModel(engine.runtime), ids, 2))
     assert echo(engine, ids) == expected
-    assert max(tokens for tokens, _ in read) > NARROW
+    assert max(tokens for tokens, _ in read) > SMALL_CHUNK
     read.clear()
     ended = generating(engine)
     assert echo(engine, ids) == expected
     beside = [tokens for tokens, beside in read if beside]
-    assert beside and max(beside) <= NARROW
+    assert beside and max(beside) <= SMALL_CHUNK
     assert ended.wait(60)
 
 

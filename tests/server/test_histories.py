@@ -15,14 +15,14 @@ import pytest
 from servers import DEMO, Running
 
 import ovspec
-from ovspec.batch.requests import read_request
+from ovspec.batch.requests import parse_line
 from ovspec.batch.run import BatchRun
 from ovspec.engine.engine_thread import EngineThread
 from ovspec.params import make_params
 from ovspec.params.serving import ServeParams
-from ovspec.server.admission import Service
+from ovspec.server.access import IGNORED_HEADER, AccessMiddleware
 from ovspec.server.app import make_app
-from ovspec.server.guard import HEADER, Guard
+from ovspec.server.context import ServerContext
 
 APIS = ("chat", "responses", "messages", "batch")
 PATHS = {"chat": "/v1/chat/completions", "responses": "/v1/responses", "messages": "/v1/messages"}
@@ -172,8 +172,8 @@ class Served:
     def __init__(self, lm: ovspec.LanguageModel) -> None:
         self.lm, self.engine = lm, EngineThread(lm.runtime, max_rows=2)
         self.engine.start()
-        service = Service(lm, self.engine, ["demo"], ServeParams())
-        self._app: Any = Guard(make_app(service), [], True, lambda *_: None)
+        service = ServerContext(lm, self.engine, ["demo"], ServeParams())
+        self._app: Any = AccessMiddleware(make_app(service), [], True, lambda *_: None)
 
     def spelt(self, ids: list[int]) -> str:
         return self.lm.tokenizer.decode_with_special(np.array(ids)) or ""
@@ -189,13 +189,13 @@ class Served:
         body = body_of(api, history, **more)
         if api != "batch":
             answered = self.post(PATHS[api], {**body, "return_record": True})
-            said, ignored = answered.json(), answered.headers.get(HEADER, "")
+            said, ignored = answered.json(), answered.headers.get(IGNORED_HEADER, "")
             said = said if answered.status_code == 200 else said["error"]["message"]
             return Answered(answered.status_code, said, ignored.split(", ") if ignored else [])
         request = {"custom_id": "a", "method": "POST", "url": PATHS["chat"], "body": body}
         lines = [json.dumps(request), json.dumps({"id": "b", **body})]  # both kinds
         found = list[dict[str, Any]]()
-        requests = [read_request(line, "?") for line in lines]
+        requests = [parse_line(line, "?") for line in lines]
         for _ in BatchRun(
             self.lm, make_params({"max_tokens": 1}), requests, lambda _, line: found.append(line)
         ).rounds():
@@ -271,7 +271,7 @@ def test_a_refusal_is_text_and_a_made_image_an_item(served: Served) -> None:
     found = served.post(PATHS["responses"], {"input": [ASK, made, AND], "max_output_tokens": 1, "return_record": True})
     expected = served.lm.runtime.prompts.encode([ASK, answer("[image omitted]"), AND]).tolist()
     assert found.json()["record"]["prompt_token_ids"] == expected
-    assert found.headers[HEADER] == "content.image_generation_call"
+    assert found.headers[IGNORED_HEADER] == "content.image_generation_call"
 
 
 @each_api
@@ -298,8 +298,8 @@ def test_a_cut_off_call_can_be_sent_back(served: Served, api: str) -> None:
             message = {"role": "assistant", "content": said["content"]} if api == "messages" else None
             body = {"messages": [ASK, message or said["choices"][0]["message"], AND], "max_tokens": 1}
         if api == "batch":
-            line = read_request(json.dumps(body), "a")
-            assert not line.error and len(served.lm.runtime.prompts.encode(line.asked.prompts[0])) > 8
+            line = parse_line(json.dumps(body), "a")
+            assert not line.error and len(served.lm.runtime.prompts.encode(line.text_request.prompts[0])) > 8
         else:
             again = served.post(PATHS[api], {**body, "tools": [given]})
             assert again.status_code == 200, (body, again.text)
@@ -325,7 +325,7 @@ def test_tokenize_leaves_out_the_same(served: Served) -> None:
     found = served.post("/tokenize", {"messages": history, "chat_template_kwargs": {"tint": 1}})
     same = [user("[image omitted]"), answer(""), AND]
     assert found.json()["tokens"] == served.lm.runtime.prompts.encode(same).tolist()
-    assert found.headers[HEADER] == "content.image_url, chat_template_kwargs.tint"
+    assert found.headers[IGNORED_HEADER] == "content.image_url, chat_template_kwargs.tint"
 
 
 # ---------------------------------------------------------------- answers that go on
@@ -371,7 +371,7 @@ def test_they_need_a_chat(served: Served, flags: dict[str, bool]) -> None:
     body = {"prompt": "The sky is", **flags}
     for path in ("/tokenize", "/v1/completions"):
         assert next(iter(flags)) in served.post(path, body).json()["error"]["message"]
-    assert next(iter(flags)) in (read_request(json.dumps(body), "a").error or "")
+    assert next(iter(flags)) in (parse_line(json.dumps(body), "a").error or "")
 
 
 # ---------------------------------------------------------------- response formats

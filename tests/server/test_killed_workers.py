@@ -20,7 +20,7 @@ from servers import Running, ServerProcess
 import ovspec
 from ovspec.base.errors import UnavailableError
 from ovspec.params.serving import ServeParams
-from ovspec.server.admission import Service
+from ovspec.server.context import ServerContext
 from ovspec.server.errors import ApiError
 
 MODULES = (
@@ -97,7 +97,7 @@ def test_killed_each_time(load: Callable[..., ovspec.LanguageModel]) -> None:
         raise UnavailableError("The process that checks grammars was killed, 6 times; try again.")
 
     engine: Any = SimpleNamespace(metrics=None)
-    service = Service(load(), engine, ["it"], ServeParams())
+    service = ServerContext(load(), engine, ["it"], ServeParams())
     with pytest.raises(ApiError, match="was killed, 6 times") as found:
-        asyncio.run(service.apart(fail))
+        asyncio.run(service.threads.run(fail))
     assert (found.value.status_code, found.value.param) == (503, None)

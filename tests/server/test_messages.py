@@ -22,12 +22,12 @@ from servers import DEMO, REAL, Running, StartHere
 import ovspec
 from ovspec.engine.engine_thread import EngineThread
 from ovspec.params.serving import ServeParams
-from ovspec.protocols.messages.request import BILLING
+from ovspec.protocols.messages.request import BILLING_HEADER
 from ovspec.server import endpoints
-from ovspec.server.admission import Service
+from ovspec.server.access import IGNORED_HEADER, AccessMiddleware
 from ovspec.server.app import make_app
-from ovspec.server.bodies import LARGEST_BODY
-from ovspec.server.guard import HEADER, Guard
+from ovspec.server.body_limits import MAX_BODY_BYTES
+from ovspec.server.context import ServerContext
 
 slow_real = [pytest.mark.slow, pytest.mark.skipif(not REAL.is_dir(), reason="the real model could not be fetched")]
 EVENT = "anthropic.types:RawMessageStreamEvent"
@@ -193,7 +193,7 @@ OUTPUT = {"type": "json_schema", "schema": TakeStep.model_json_schema()}
 COUNTED: list[dict[str, Any]] = [
     {},
     {"system": "Be brief."},
-    {"system": [{"type": "text", "text": f"{BILLING}: cc=1;"}, {"type": "text", "text": "Be brief."}]},
+    {"system": [{"type": "text", "text": f"{BILLING_HEADER}: cc=1;"}, {"type": "text", "text": "Be brief."}]},
     {"tools": [TOOL, WEB]},
     {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "take_step"}, "thinking": {"type": "adaptive"}},
     {
@@ -213,7 +213,7 @@ def test_tokens_are_counted_as_answers_report_them(asked: Running, body: dict[st
     raw = client.messages.with_raw_response.count_tokens(model="any", **body)
     counted = type_of("anthropic.types:MessageTokensCount").validate_json(raw.text(), strict=True).input_tokens
     assert counted == prompt_tokens(whole(client, max_tokens=1, **body).usage) > 0
-    assert (HEADER in raw.headers) == (WEB in body.get("tools", ()) or BILLING in str(body))
+    assert (IGNORED_HEADER in raw.headers) == (WEB in body.get("tools", ()) or BILLING_HEADER in str(body))
 
 
 @pytest.fixture
@@ -240,7 +240,7 @@ def test_a_request_of_claude_code(asked: Running) -> None:
         body = {
             "model": "claude",
             "system": [
-                {"type": "text", "text": f"{BILLING}: cc_version={turn};"},
+                {"type": "text", "text": f"{BILLING_HEADER}: cc_version={turn};"},
                 {**block, "text": "You are an agent."},
                 {**block, "text": "You help."},
             ],
@@ -260,7 +260,7 @@ def test_a_request_of_claude_code(asked: Running) -> None:
             "POST", f"{asked.url}/v1/messages?beta=true", json=body, headers=headers, timeout=60
         ) as answer:
             assert answer.status_code == 200
-            assert answer.headers[HEADER] == f"context_management, system.{BILLING}"
+            assert answer.headers[IGNORED_HEADER] == f"context_management, system.{BILLING_HEADER}"
             lines = answer.iter_lines()
             start = next(json.loads(line[6:]) for line in lines if line.startswith("data: "))
             cached.append(start["message"]["usage"]["cache_read_input_tokens"])
@@ -392,7 +392,7 @@ def test_what_is_ignored_is_named(server: Running) -> None:
     body = {"messages": [{**HI, "mood": 1}], "max_tokens": 3, "tools": [WEB], "container": "x", "speed": "fast"}
     for path in ("/v1/messages", "/v1/messages/count_tokens"):
         answer = server.post(path, body)
-        assert (answer.status_code, answer.headers[HEADER]) == (
+        assert (answer.status_code, answer.headers[IGNORED_HEADER]) == (
             200,
             "container, tools.web_search_20250305, messages.mood",
         )
@@ -426,7 +426,7 @@ def test_what_a_strict_server_refuses(strict: Running) -> None:
         with pytest.raises(anthropic.BadRequestError, match="container is not a field of this request"):
             ask(**given, extra_body={"container": "x"})
     headers = {"x-api-key": "the-key"}
-    answer = strict.post("/v1/messages", {**body, "system": "a" * LARGEST_BODY}, headers=headers)
+    answer = strict.post("/v1/messages", {**body, "system": "a" * MAX_BODY_BYTES}, headers=headers)
     assert (answer.status_code, answer.json()["error"]["type"]) == (413, "request_too_large")
 
 
@@ -465,11 +465,11 @@ def test_a_text_that_takes_too_long(strict: Running) -> None:
 
 
 def test_pings_while_a_prompt_is_read(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoints, "EVERY", 0.002)
+    monkeypatch.setattr(endpoints, "KEEP_ALIVE_SECONDS", 0.002)
     lm = ovspec.load(DEMO / "draft", "none", engine="paged", precision="f32", cache_dir=cache_dir)
     engine = EngineThread(lm.runtime, max_rows=2)
     engine.start()
-    app: Any = Guard(make_app(Service(lm, engine, ["demo"], ServeParams())), [], True, lambda *_: None)
+    app: Any = AccessMiddleware(make_app(ServerContext(lm, engine, ["demo"], ServeParams())), [], True, lambda *_: None)
     body = {"messages": [{"role": "user", "content": "def f(x): " * 150}], "max_tokens": 2, "stream": True}
 
     async def ask() -> str:

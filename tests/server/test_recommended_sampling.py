@@ -12,14 +12,15 @@ from servers import StartHere
 
 import ovspec
 from ovspec.params.serving import ServeParams
-from ovspec.protocols.bodies import BODIES, read_body
-from ovspec.protocols.requests import Kind, read_texts
-from ovspec.server.admission import Service
+from ovspec.protocols.chat.request import read_chat_or_completion
+from ovspec.protocols.parsing import BODIES_WITH_FIELDS, validate_body
+from ovspec.protocols.requests import RequestKind
+from ovspec.server.context import ServerContext
 
 RECOMMENDED = {"do_sample": True, "temperature": 1.5, "top_p": 0.9, "top_k": 20}
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 CHAT, COMPLETION = ("/v1/chat/completions", {"messages": HI}), ("/v1/completions", {"prompt": "hi"})
-KINDS: dict[str, Kind] = {CHAT[0]: "chat", COMPLETION[0]: "completion"}
+KINDS: dict[str, RequestKind] = {CHAT[0]: "chat", COMPLETION[0]: "completion"}
 
 
 @pytest.fixture(scope="module")
@@ -28,13 +29,15 @@ def lm(with_generation_config: Callable[[dict[str, Any]], Path], cache_dir: Path
     return ovspec.load(with_generation_config(RECOMMENDED), "none", precision="f32", **options)
 
 
-def served(lm: Any, temperature: float | None = None) -> Service:
+def served(lm: Any, temperature: float | None = None) -> ServerContext:
     engine: Any = SimpleNamespace(metrics=None)
-    return Service(lm, engine, ["it"], ServeParams(temperature=temperature))
+    return ServerContext(lm, engine, ["it"], ServeParams(temperature=temperature))
 
 
-def sampling(service: Service, path: str, body: dict[str, Any]) -> tuple[float, int, float]:
-    params = service.params(read_texts(read_body(body, BODIES[path]), KINDS[path]))
+def sampling(service: ServerContext, path: str, body: dict[str, Any]) -> tuple[float, int, float]:
+    params = service.preparer.make_params(
+        read_chat_or_completion(validate_body(body, BODIES_WITH_FIELDS[path]), KINDS[path])
+    )
     return params.temperature, params.top_k, params.top_p
 
 

@@ -24,8 +24,8 @@ import ovspec
 from ovspec.api.verify import result_from_json
 from ovspec.base.errors import OvspecError
 from ovspec.cli import cli
-from ovspec.server.bodies import LARGEST_BODY
-from ovspec.server.server import keys_of, open_socket
+from ovspec.server.body_limits import MAX_BODY_BYTES
+from ovspec.server.server import open_socket, read_keys
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 TEXT = {"prompt": "a"}
@@ -214,7 +214,7 @@ def test_only_this_machines_names_are_answered_without_a_key(server: Running) ->
 
 def test_large_bodies_and_heads_are_cut_off(server: Running) -> None:
     with httpx.Client() as client:
-        answer = client.post(f"{server.url}/v1/completions", json={"prompt": "a" * LARGEST_BODY}, timeout=60)
+        answer = client.post(f"{server.url}/v1/completions", json={"prompt": "a" * MAX_BODY_BYTES}, timeout=60)
         assert answer.status_code == 413
     with contextlib.suppress(httpx.HTTPError):  # it is closed before the head is whole
         assert server.get("/health", headers={"X": "a" * 200_000}).status_code in (400, 431)
@@ -428,10 +428,10 @@ def test_two_servers_that_start_at_the_same_time() -> None:
 def test_a_key_that_no_client_could_send(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "keys").write_text("plain\nschlüssel\n", encoding="utf-8")
     with pytest.raises(OvspecError, match=r"keys: .*ASCII"):
-        keys_of(tmp_path / "keys")
+        read_keys(tmp_path / "keys")
     monkeypatch.setenv("OVSPEC_API_KEY", "schlüssel")
     with pytest.raises(OvspecError, match=r"OVSPEC_API_KEY: .*ASCII"):
-        keys_of(None)
+        read_keys(None)
 
 
 def test_several_keys_and_a_shared_index(command: Command, tmp_path: Path) -> None:

@@ -11,21 +11,22 @@ import pytest
 from conftest import PROMPTS
 from servers import DEMO, Running, StartHere
 
-from ovspec.protocols.apis import BODIES
-from ovspec.protocols.bodies import (
-    MOST_NAMED,
-    ChatRequest,
-    CompletionRequest,
-    Continued,
-    RequestError,
-    TokenizeRequest,
-    read_body,
+from ovspec.protocols.apis import BODY_TYPES
+from ovspec.protocols.bodies import MAX_NAMED_FIELDS, ChatEnding, RequestError
+from ovspec.protocols.chat.bodies import ChatRequest, CompletionRequest
+from ovspec.protocols.parsing import validate_body
+from ovspec.protocols.tokenize import TokenizeRequest
+from ovspec.protocols.unsupported import (
+    FIELDS_IGNORED_BY_SERVER,
+    FIELDS_WITHOUT_EFFECT,
+    REFUSED_PROMPT_FIELDS,
+    REFUSED_TEXT_FIELDS,
+    REFUSED_TOKENIZE_FIELDS,
 )
-from ovspec.protocols.unsupported import IGNORED_BY_SERVER, OF_PROMPTS, OF_TEXTS, OF_TOKENIZE, WITHOUT_EFFECT
-from ovspec.server.guard import HEADER, MOST_TOLD
+from ovspec.server.access import IGNORED_HEADER, MAX_LOGGED_FIELDS
 
 CHAT: Any = [{"role": "user", "content": "Hi"}]
-OF_CHATS = Continued.model_fields  # which take these
+OF_CHATS = ChatEnding.model_fields  # which take these
 TEXT: dict[str, Any] = {"prompt": PROMPTS[0], "max_tokens": 12}
 GIVEN: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", {"messages": CHAT, "max_tokens": 3}),
@@ -85,31 +86,33 @@ def asked(strict: Running, path: str, body: Any) -> httpx.Response:
 def test_fields_that_agents_send_change_nothing(server: Running) -> None:
     for path, body in GIVEN[:2]:
         plain, with_them = server.post(path, body), server.post(path, {**body, **OF_AGENTS})
-        assert with_them.status_code == 200 and HEADER not in with_them.headers, with_them.text
+        assert with_them.status_code == 200 and IGNORED_HEADER not in with_them.headers, with_them.text
         assert plain.json()["choices"] == with_them.json()["choices"]
 
 
-@pytest.mark.parametrize("name", [*WITHOUT_EFFECT, *IGNORED_BY_SERVER])
+@pytest.mark.parametrize("name", [*FIELDS_WITHOUT_EFFECT, *FIELDS_IGNORED_BY_SERVER])
 def test_fields_without_effect_may_have_any_value(name: str) -> None:
     for value in (0, "x", [], {"a": [1]}, False):
-        assert read_body({"prompt": "a", name: value}, CompletionRequest)
+        assert validate_body({"prompt": "a", name: value}, CompletionRequest)
 
 
-@pytest.mark.parametrize("name", [*OF_PROMPTS, *OF_TEXTS, *OF_TOKENIZE])
+@pytest.mark.parametrize("name", [*REFUSED_PROMPT_FIELDS, *REFUSED_TEXT_FIELDS, *REFUSED_TOKENIZE_FIELDS])
 def test_what_cannot_be_had_is_refused_unless_it_asks_for_nothing(name: str) -> None:
-    values = (OF_PROMPTS | OF_TEXTS | OF_TOKENIZE)[name]
+    values = (REFUSED_PROMPT_FIELDS | REFUSED_TEXT_FIELDS | REFUSED_TOKENIZE_FIELDS)[name]
     bodies: list[tuple[type[Any], dict[str, Any]]] = [
         (ChatRequest, {"messages": CHAT}),
         (CompletionRequest, {"prompt": "a"}),
     ]
-    bodies = bodies * (name not in OF_TOKENIZE) + [(TokenizeRequest, {"prompt": "a"})] * (name not in OF_TEXTS)
-    bodies = [(body, given) for body, given in bodies if not (name in OF_CHATS and issubclass(body, Continued))]
+    bodies = bodies * (name not in REFUSED_TOKENIZE_FIELDS) + [(TokenizeRequest, {"prompt": "a"})] * (
+        name not in REFUSED_TEXT_FIELDS
+    )
+    bodies = [(body, given) for body, given in bodies if not (name in OF_CHATS and issubclass(body, ChatEnding))]
     for body, given in bodies:
         for value in (*values, None):
-            assert read_body({**given, name: value}, body)
+            assert validate_body({**given, name: value}, body)
         for value in ("zzz", {"a": 1}, 7, [["zzz"]]):
             with pytest.raises(RequestError, match=f"^{name} is not supported.*; (leave it out|give .*)[.]$") as found:
-                read_body({**given, name: value}, body)
+                validate_body({**given, name: value}, body)
             assert found.value.param == name and len(str(found.value)) < 200
 
 
@@ -131,11 +134,11 @@ def test_what_is_refused_is_refused_by_a_server_too(server: Running, body: dict[
 @pytest.mark.parametrize(("path", "body"), GIVEN)
 def test_unknown_fields_are_ignored_and_named(server: Running, path: str, body: dict[str, Any]) -> None:
     plain, answer = server.post(path, body), server.post(path, {**body, "zz-top": 1, "think": {"a": [2]}, "no": None})
-    assert (answer.status_code, answer.headers[HEADER]) == (200, "zz-top, think"), answer.text
+    assert (answer.status_code, answer.headers[IGNORED_HEADER]) == (200, "zz-top, think"), answer.text
     changing = ("id", "created", "usage")
     found = [{name: each.json()[name] for name in each.json() if name not in changing} for each in (plain, answer)]
     assert found[0] == found[1]
-    assert HEADER not in plain.headers
+    assert IGNORED_HEADER not in plain.headers
 
 
 def test_unknown_fields_of_messages_are_ignored_and_named(server: Running) -> None:
@@ -144,44 +147,46 @@ def test_unknown_fields_of_messages_are_ignored_and_named(server: Running) -> No
     body = {"messages": [message, {"role": "assistant", "content": "Ho", "prefix": 1}, *CHAT], "max_tokens": 3}
     for path in ("/v1/chat/completions", "/tokenize"):
         answer = server.post(path, body | {"max_tokens": 3} if "chat" in path else {"messages": body["messages"]})
-        assert (answer.status_code, answer.headers[HEADER]) == (200, "messages.prefix, content.cache_control")
+        assert (answer.status_code, answer.headers[IGNORED_HEADER]) == (200, "messages.prefix, content.cache_control")
 
 
 def test_streams_and_errors_name_them_too(server: Running) -> None:
     body = {**TEXT, "stream": True, "stream_options": {"include_usage": True, "chunk": 1}, "zz": 1}
     stream = server.post("/v1/completions", body)
-    assert stream.headers[HEADER] == "zz, stream_options.chunk" and stream.text.endswith("data: [DONE]\n\n")
+    assert stream.headers[IGNORED_HEADER] == "zz, stream_options.chunk" and stream.text.endswith("data: [DONE]\n\n")
     assert '"usage":{' in stream.text
     for more, status in (({"temprature": 1, "temperature": -1}, 400), ({"temprature": 1, "regex": "("}, 400)):
         answer = server.post("/v1/completions", {**TEXT, **more})
-        assert (answer.status_code, answer.headers[HEADER]) == (status, "temprature")
+        assert (answer.status_code, answer.headers[IGNORED_HEADER]) == (status, "temprature")
 
 
 def test_a_field_of_another_endpoint_is_no_unknown_one(server: Running) -> None:
     answer = server.post("/v1/chat/completions", {"messages": CHAT, "prompt": "a"})
-    assert answer.status_code == 400 and "but of /v1/completions" in answer.text and HEADER not in answer.headers
+    assert (
+        answer.status_code == 400 and "but of /v1/completions" in answer.text and IGNORED_HEADER not in answer.headers
+    )
 
 
 def test_names_that_could_deceive(server: Running) -> None:
     names = ("a\r\nSet-Cookie: x", "ü, b", "", "x" * 1000)
     answer = server.post("/v1/completions", {**TEXT, **dict.fromkeys(names, 1)})
-    assert answer.headers[HEADER] == f"a??Set-Cookie??x, ???b, ?, {'x' * 80}"
+    assert answer.headers[IGNORED_HEADER] == f"a??Set-Cookie??x, ???b, ?, {'x' * 80}"
     assert answer.status_code == 200 and "Set-Cookie" not in answer.headers
 
 
 def test_the_log_names_each_once_and_not_without_end(start_here: StartHere) -> None:
     server = start_here(DEMO / "draft", "--draft", "none", "--engine", "stateful", "--arithmetic", "fast")
-    names = [f"field{number}" for number in range(MOST_TOLD + 50)]
+    names = [f"field{number}" for number in range(MAX_LOGGED_FIELDS + 50)]
     for _ in range(2):
-        for first in range(0, len(names), MOST_NAMED):
-            fields = dict.fromkeys(names[first : first + MOST_NAMED], 1)
+        for first in range(0, len(names), MAX_NAMED_FIELDS):
+            fields = dict.fromkeys(names[first : first + MAX_NAMED_FIELDS], 1)
             answer = server.post("/detokenize", {"tokens": [65], **fields})
-            assert answer.headers[HEADER].split(", ") == [*fields]
+            assert answer.headers[IGNORED_HEADER].split(", ") == [*fields]
     many = server.post("/detokenize", {"tokens": [65], **dict.fromkeys(names, 1)})
-    assert many.headers[HEADER].split(", ") == names[:MOST_NAMED]
+    assert many.headers[IGNORED_HEADER].split(", ") == names[:MAX_NAMED_FIELDS]
     server.end()
     found = re.findall("requests have (.*), which is ignored", server.log.read_text("utf-8"))
-    assert found == names[:MOST_TOLD]
+    assert found == names[:MAX_LOGGED_FIELDS]
 
 
 @pytest.mark.parametrize(
@@ -218,7 +223,9 @@ def test_the_log_names_each_once_and_not_without_end(start_here: StartHere) -> N
 def test_what_a_strict_server_refuses(strict: Running, path: str, body: Any, message: str, field: str) -> None:
     answer = asked(strict, path, body)
     error = answer.json()["error"]
-    assert re.search(message, error["message"]) and error["param"] == field and HEADER not in answer.headers, error
+    assert re.search(message, error["message"]) and error["param"] == field and IGNORED_HEADER not in answer.headers, (
+        error
+    )
     expected = (404, "model_not_found") if field == "model" else (400, None)
     assert (answer.status_code, error["code"]) == expected
 
@@ -254,7 +261,7 @@ def test_the_document_tells_what_is_refused(strict: Running, server: Running) ->
     found = strict.get("/openapi.json", headers={"x-api-key": "the-key"}), server.get("/openapi.json")
     for answer, tolerant in zip(found, (False, True), strict=True):
         schemas = answer.json()["components"]["schemas"]
-        for name in (*(body.__name__ for body in BODIES.values()), "StreamOptions"):
+        for name in (*(body.__name__ for body in BODY_TYPES.values()), "StreamOptions"):
             assert schemas[name]["additionalProperties"] is tolerant
         assert schemas["CompletionRequest"]["properties"]["best_of"]["enum"] == [1, None]
         assert schemas["ChatRequest"]["properties"]["prompt"]["type"] == "null"
@@ -267,7 +274,7 @@ def test_openais_client(server: Running, strict: Running) -> None:
     options: Any = {"model": "gpt-4o", "messages": CHAT, "max_tokens": 5}
     plain = client.chat.completions.create(**options)
     raw = client.chat.completions.with_raw_response.create(**options, store=True, extra_body={"think": "high"})
-    assert raw.headers[HEADER] == "think" and raw.parse().model == "demo"
+    assert raw.headers[IGNORED_HEADER] == "think" and raw.parse().model == "demo"
     assert raw.parse().choices[0].message.content == plain.choices[0].message.content
     chunks = list(client.chat.completions.create(**options, stream=True, extra_body={"think": "high"}))
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == plain.choices[0].message.content

@@ -112,9 +112,9 @@ def start_thread(log: Path, environment: dict[str, str], *arguments: str | Path)
     """Do what ``start_server`` does, in a thread; only signals and the end of the process can't be tested so."""
     from ovspec.server import server as module
 
-    told: queue.SimpleQueue[module.Draining | BaseException] = queue.SimpleQueue()
+    told: queue.SimpleQueue[module.DrainingServer | BaseException] = queue.SimpleQueue()
 
-    class Telling(module.Draining):
+    class Telling(module.DrainingServer):
         async def startup(self, sockets: Any = None) -> None:
             await super().startup(sockets)
             told.put(self)
@@ -130,7 +130,7 @@ def start_thread(log: Path, environment: dict[str, str], *arguments: str | Path)
     with pytest.MonkeyPatch.context() as patched:
         for name, value in environment.items():
             patched.setenv(name, value)
-        patched.setattr(module, "Draining", Telling)
+        patched.setattr(module, "DrainingServer", Telling)
         patched.setattr(sys, "stderr", log.open("w", buffering=1, encoding="utf-8"))
         thread.start()
         server = told.get(timeout=120)

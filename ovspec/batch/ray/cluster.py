@@ -6,24 +6,30 @@ import contextlib
 import logging
 import os
 import re
+import shutil
 import socket
+import sys
+import tempfile
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+
+import psutil
 
 from ovspec.base.errors import OvspecError
-from ovspec.base.files import scratch_folder
-from ovspec.base.progress import drop_native_stderr, show_step
-from ovspec.batch.ray.processors import processors
+from ovspec.base.files import HOST_CODE
+from ovspec.base.json_types import JsonObject
+from ovspec.base.progress import show_step
+from ovspec.batch.ray.processors import usable_processors
 from ovspec.ir.device import default_cache_dir
 
-LOCAL = "local"
+LOCAL_ADDRESS = "local"
 
 
 @contextlib.contextmanager
-def connected(address: str) -> Iterator[None]:
+def cluster_connection(address: str) -> Iterator[None]:
     """Connect to the cluster at ``address``, or run one on this machine, of which nothing listens beyond loopback."""
     # Read when Ray is imported. Without a cluster of several machines, it binds everything to 127.0.0.1.
-    alone = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"} if address == LOCAL else {}
+    alone = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"} if address == LOCAL_ADDRESS else {}
     os.environ |= alone | {"RAY_USAGE_STATS_ENABLED": "0", "RAY_BACKEND_LOG_LEVEL": "fatal"}
     try:
         import pyarrow  # noqa: F401
@@ -34,19 +40,65 @@ def connected(address: str) -> Iterator[None]:
     context.enable_progress_bars = context.print_on_execution_start = False
     context.raise_original_map_exception = True
     logging.getLogger("ray.data").setLevel(logging.ERROR)
-    ways: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    init_options: JsonObject = {"log_to_driver": False, "logging_level": logging.ERROR}
     # The path of a socket has at most 107 bytes, of which Ray adds some 70.
-    with scratch_folder(default_cache_dir() / "ray" / "sessions", max_bytes=36) as folder:
-        if address == LOCAL:
-            ways |= {"num_cpus": sum(map(len, processors())), "include_dashboard": False, "_temp_dir": str(folder)}
+    with scratch_folder(default_cache_dir() / "ray" / "sessions", max_path_bytes=36) as folder:
+        if address == LOCAL_ADDRESS:
+            count = sum(map(len, usable_processors()))
+            init_options |= {"num_cpus": count, "include_dashboard": False, "_temp_dir": str(folder)}
         try:
-            if place := re.search(r"([\w.-]+):(\d+)$", address):  # because Ray would try for minutes
-                socket.create_connection((place[1], int(place[2])), timeout=10).close()
+            if host_and_port := re.search(r"([\w.-]+):(\d+)$", address):  # because Ray would try for minutes
+                host, port = host_and_port.groups()
+                socket.create_connection((host, int(port)), timeout=10).close()
             with show_step("Ray: connecting"), drop_native_stderr():
-                ray.init(address, **ways)
+                ray.init(address, **init_options)
         except (OSError, ValueError) as error:
             raise OvspecError(f"No cluster of Ray answers at {address} ({str(error).splitlines()[0]}).") from None
         try:
             yield
         finally:
             ray.shutdown()
+
+
+@contextlib.contextmanager
+def drop_native_stderr() -> Iterator[None]:
+    """Drop the output of libraries in other languages on stderr."""
+    python_stderr = sys.stderr
+    stderr_copy = os.dup(2)
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
+    os.close(null)
+    try:
+        with os.fdopen(os.dup(stderr_copy), "w", encoding="utf-8", errors="replace", newline="\n") as sys.stderr:
+            yield
+    finally:
+        sys.stderr = python_stderr
+        os.dup2(stderr_copy, 2)
+        os.close(stderr_copy)
+
+
+@contextlib.contextmanager
+def scratch_folder(parent: Path, max_path_bytes: int) -> Iterator[Path]:
+    """Yield a new folder in ``parent`` by a path of at most so many bytes; it is deleted in the end.
+
+    If its own path is longer, the path is that of a link among the temporary files. Folders of processes that were
+    killed are deleted, too.
+    """
+    for abandoned in parent.glob(f"{HOST_CODE}-*"):
+        if not psutil.pid_exists(int(abandoned.name.rpartition("-")[2])):
+            shutil.rmtree(abandoned, ignore_errors=True)
+    folder = parent / f"{HOST_CODE}-{os.getpid()}"
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        if sys.platform == "win32" or len(os.fsencode(folder)) <= max_path_bytes:  # no sockets have paths there
+            yield folder
+            return
+        temporary = tempfile.gettempdir()
+        if len(temporary) >= max_path_bytes - 20:
+            temporary = "/tmp"
+        with tempfile.TemporaryDirectory(prefix="ovspec-", dir=temporary) as link_folder:
+            link = Path(link_folder) / "link"
+            link.symlink_to(folder)
+            yield link
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

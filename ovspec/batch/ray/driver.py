@@ -1,26 +1,30 @@
-"""The work behind ``ovspec batch --ray``: files of requests, answered by the workers of a cluster."""
+"""The driver of ``ovspec batch --ray``: files of requests, run by the workers of a cluster."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
-from pyarrow.fs import LocalFileSystem
+from pyarrow.fs import FileSystem, LocalFileSystem
 from ray.exceptions import RayError, RayTaskError
 
 from ovspec.base.errors import OvspecError
+from ovspec.base.json_types import JsonObject
 from ovspec.base.progress import show_step
 from ovspec.batch.file import BatchProgress
-from ovspec.batch.folder import find_files, forget, read
-from ovspec.batch.groups import Answers, Group, groups_of
-from ovspec.batch.ray.deaths import how_it_died
-from ovspec.batch.ray.nodes import ship, told, workers
-from ovspec.batch.ray.pool import ADVICE, TOGETHER, Pool
-from ovspec.batch.ray.worker import Job, Reference, Worker
+from ovspec.batch.folder import delete_partial_results, find_files, read_file_requests
+from ovspec.batch.groups import Group, ResultCollector, make_groups
+from ovspec.batch.ray.deaths import describe_death
+from ovspec.batch.ray.errors import plain_ray_errors
+from ovspec.batch.ray.nodes import plan_workers
+from ovspec.batch.ray.pool import GROUPS_IN_FLIGHT, MEMORY_ADVICE, Pool
+from ovspec.batch.ray.shipment import ship_folder
+from ovspec.batch.ray.worker import Reference, Worker, WorkerJob
 from ovspec.batch.requests import BatchRequest
 from ovspec.params import Params
 from ovspec.setup.model_folders import list_model_folders, resolve_model_folder
@@ -31,81 +35,112 @@ def run_on_cluster(
     output: str,
     model: Path | None,
     draft: Any,
-    loading: Any,
+    load_options: JsonObject,
     params: Params,
     *,
     cpus: int | None = None,
     mixed: bool = False,
     overwrite: bool = False,
-    change: Callable[[BatchRequest], BatchRequest] = lambda request: request,
-    note: Callable[[BatchProgress], None] = lambda _: None,
+    convert: Callable[[BatchRequest], BatchRequest] = lambda request: request,
+    report: Callable[[BatchProgress], None] = lambda _: None,
 ) -> BatchProgress:
-    """Do what ``run_file`` does, with the workers of the cluster that this process is connected to.
+    """Do the work of ``run_file`` with the workers of the cluster that this process is connected to.
 
     Args:
-        source, output: two files, or two folders, with a file of answers for each of requests; paths, or URIs of
-            object storage. Or requests, and a file.
+        source, output: two files, or two folders, with a file of results for each file of requests; paths, or URIs
+            of object storage. Or requests, and a file.
         cpus: processors of each worker, by default those of a NUMA node.
-        mixed: let workers with other arithmetic take part; each line then says which kind of worker it is from.
+        mixed: let workers with other arithmetic take part; each line then names the kind of its worker.
         overwrite: whether to replace ``output``.
-        change: applied to each request that is read.
-        note: called each second or more often.
+        convert: applied to each request that is read.
+        report: called each second or more often.
 
     Raises OvspecError if nothing can be read or written, a worker fails or computes other bits than the first one, or
     all have died.
     """
     filesystem, files = find_files(source if isinstance(source, str) else None, output, overwrite)
-    folder, *others = list_model_folders(resolve_model_folder(model), draft)
-    with told():
-        shipped = [ship(each) for each in (folder, *others) if each == folder or not each.is_relative_to(folder)]
-        job, (count, cpus) = Job(shipped, draft, loading, params, mixed), workers(cpus)
-        reference = first_of(job, cpus)
-    answers = Answers(files, f"{reference.depends_on}{' mixed' * mixed}", BatchProgress(0, 0, workers=count))
-    left, known, depends_on = answers.left, answers.known, answers.depends_on
-
-    def groups(path: str, data: bytes | None = None) -> list[Group]:
-        requests = read(path, data) if isinstance(source, str) else source
-        return list(groups_of(left[path], list(map(change, requests)), depends_on, known[path], count))
-
-    def read_there(path: str) -> list[Group]:
-        with filesystem.open_input_stream(path) as file:
-            return groups(path, file.read())
-
-    here = isinstance(filesystem, LocalFileSystem)
-    beside: Any = {"num_cpus": 0, "retry_exceptions": [OSError]}  # because the workers have all processors
-    reading = ray.remote(**beside)(read_there)
-    words = job.in_words(cpus, reference)
+    folder, *draft_folders = list_model_folders(resolve_model_folder(model), draft)
+    outside = [other for other in draft_folders if not other.is_relative_to(folder)]
+    with plain_ray_errors():
+        job = WorkerJob([ship_folder(path) for path in (folder, *outside)], draft, load_options, params, mixed)
+        count, cpus = plan_workers(cpus)
+        reference = load_first_worker(job, cpus)
+    dependencies = f"{reference.dependencies}{' mixed' * mixed}"
+    collector = ResultCollector(files, dependencies, BatchProgress(0, 0, workers=count))
+    requests = source if isinstance(source, list) else None
+    numbers = collector.unfinished
+    reader = GroupReader(filesystem, numbers, collector.finished_keys, dependencies, requests, count, convert)
     try:
-        if left:
-            todo = [group for path in left for group in groups(path)] if here else []
-            with told(), closing(Pool(partial(start, job, reference, cpus), count, mixed, words)) as pool:
-                for answered in pool.answer(todo, () if here else map(reading.remote, left)):
-                    for group in answered:
-                        answers.take(group)
-                    answers.progress.workers, answers.progress.loading = pool.size, pool.loading
-                    note(answers.progress)
+        if numbers:
+            pool = Pool(partial(start_worker, job, reference, cpus), count, mixed, job.describe(cpus, reference))
+            with plain_ray_errors(), closing(pool):
+                for groups in pool.run_groups(*reader.read_all()):
+                    for group in groups:
+                        collector.add(group)
+                    collector.progress.workers = pool.size
+                    collector.progress.loading = pool.loading
+                    report(collector.progress)
     finally:
-        answers.close()
-    forget(output)
-    return answers.progress
+        collector.close()
+    delete_partial_results(output)
+    return collector.progress
 
 
-def start(job: Job, reference: Reference | None, cpus: int, number: int) -> Any:
-    """Start an actor, whom Ray doesn't restart, because that would never end."""
-    ways: Any = {"num_cpus": cpus, "max_restarts": 0, "max_task_retries": 0, "max_concurrency": TOGETHER}
-    return ray.remote(**ways)(Worker).remote(job, reference, number)
+@dataclass
+class GroupReader:
+    """Reads the unfinished files, here or on the machines of the cluster, to which Ray copies it.
+
+    numbers, finished_keys: see ``ResultCollector``.
+    requests: instead of a file.
+    workers: their number.
+    """
+
+    filesystem: FileSystem
+    numbers: dict[str, int]
+    finished_keys: dict[str, frozenset[str]]
+    dependencies: str
+    requests: list[BatchRequest] | None
+    workers: int
+    convert: Callable[[BatchRequest], BatchRequest]
+
+    def read_all(self) -> tuple[list[Group], Iterable[ray.ObjectRef]]:
+        """Return the groups of all local files, and tasks that return the groups of a file in object storage."""
+        if isinstance(self.filesystem, LocalFileSystem):
+            return [group for path in self.numbers for group in self.make_groups(path)], ()
+        # The workers have all processors.
+        task_options: JsonObject = {"num_cpus": 0, "retry_exceptions": [OSError]}
+
+        def read_there(path: str) -> list[Group]:
+            with self.filesystem.open_input_stream(path) as file:
+                return self.make_groups(path, file.read())
+
+        return [], map(ray.remote(**task_options)(read_there).remote, self.numbers)
+
+    def make_groups(self, path: str, data: bytes | None = None) -> list[Group]:
+        """Return the groups of a file, with this ``data`` or local."""
+        requests = read_file_requests(path, data) if self.requests is None else self.requests
+        converted = [self.convert(request) for request in requests]
+        finished = self.finished_keys[path]
+        return list(make_groups(self.numbers[path], converted, self.dependencies, finished, self.workers))
 
 
-def first_of(job: Job, cpus: int) -> Reference:
-    """Return what a first worker finds, whose processors are then free."""
-    worker = start(job, None, cpus, 0)
+def start_worker(job: WorkerJob, reference: Reference | None, cpus: int, number: int) -> Any:
+    """Start an actor, which Ray doesn't restart, because that would never end."""
+    actor_options: JsonObject = {"num_cpus": cpus, "max_restarts": 0, "max_task_retries": 0}
+    actor_options["max_concurrency"] = GROUPS_IN_FLIGHT
+    return ray.remote(**actor_options)(Worker).remote(job, reference, number)
+
+
+def load_first_worker(job: WorkerJob, cpus: int) -> Reference:
+    """Return the reference that a first worker finds, whose processors are then free."""
+    worker = start_worker(job, None, cpus, 0)
     try:
         with show_step(f"{job.folders[0].folder}: loading on a first worker"):
             return ray.get(worker.load.remote())
-    except RayTaskError:  # what it raised
+    except RayTaskError:  # the worker's own error
         raise
     except RayError as error:
-        death = f"{how_it_died(0, error)} while it loaded {job.in_words(cpus)}"
-        raise OvspecError(f"The first worker {death}; {ADVICE}.") from None
+        death = f"{describe_death(0, error)} while it loaded {job.describe(cpus)}"
+        raise OvspecError(f"The first worker {death}; {MEMORY_ADVICE}.") from None
     finally:
         ray.kill(worker)

@@ -12,9 +12,9 @@ import numpy as np
 
 from ovspec.api.loading import load
 from ovspec.base.errors import OvspecError
-from ovspec.batch.ray.processors import claim
-from ovspec.batch.requests import request_in
-from ovspec.batch.run import COLUMNS, BatchThread, columns_of
+from ovspec.batch.ray.processors import pin_to_free_processors
+from ovspec.batch.requests import parse_row
+from ovspec.batch.run import OUTPUT_COLUMNS, BatchThread, lines_to_columns
 from ovspec.params import make_params
 from ovspec.params.generation import GENERATE_OPTIONS
 
@@ -29,9 +29,9 @@ class Predictor:
 
     Args:
         model: a folder made by ``ovspec export``, which all machines find under this path.
-        draft: what proposes tokens, as for ``ovspec.load``.
-        column: holds what is answered: prompts, lists of chat messages, or requests like those in a batch file.
-        options: those of ``ovspec.load``, and of generating calls, for all rows that don't set their own.
+        draft: the drafters, as for ``ovspec.load``.
+        column: holds the requests: prompts, lists of chat messages, or requests like those in a batch file.
+        options: options of ``ovspec.load``, and of generating calls, for all rows that don't set their own.
 
     Raises:
         OvspecError: with the first batch: the model can't be loaded, an option is invalid, or the column is missing.
@@ -39,36 +39,40 @@ class Predictor:
 
     def __init__(self, model: str | Path | None = None, draft: Any = None, column: str = "prompt", **options: Any):
         self._column = column
-        loading = {name: value for name, value in options.items() if name not in GENERATE_OPTIONS}
-        generating = {name: value for name, value in options.items() if name in GENERATE_OPTIONS}
-        self._thread = loaded_once(lambda: BatchThread(load(model, draft, **loading), make_params(generating)))
+        load_options = {name: value for name, value in options.items() if name not in GENERATE_OPTIONS}
+        generate_options = {name: value for name, value in options.items() if name in GENERATE_OPTIONS}
+        self._get_thread = load_once(
+            lambda: BatchThread(load(model, draft, **load_options), make_params(generate_options))
+        )
 
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, Any]:
         """Return ``batch`` with the columns text, finish_reason, error and result, the line of a batch file."""
         if self._column not in batch:
             raise OvspecError(f"There is no column {self._column!r}, only {', '.join(batch)}; name one as `column`.")
-        lines = self._thread().answer([request_in(value, str(i)) for i, value in enumerate(batch[self._column])])
-        columns = columns_of(lines)
-        return {**batch, **{name: columns[name] for name in COLUMNS[1:]}}
+        requests = [parse_row(value, str(index)) for index, value in enumerate(batch[self._column])]
+        lines = self._get_thread().run_requests(requests)
+        columns = lines_to_columns(lines)
+        return {**batch, **{name: columns[name] for name in OUTPUT_COLUMNS[1:]}}
 
 
-def loaded_once(loading: Callable[[], Any]) -> Callable[[], Any]:
-    """Pin this actor to its processors; return a function that calls ``loading`` when it is first called.
+def load_once(load_thread: Callable[[], BatchThread]) -> Callable[[], BatchThread]:
+    """Pin this actor to its processors; return a function that calls ``load_thread`` when it is first called.
 
     Not in the constructor of the actor, which Ray would start again and again if that failed.
     """
-    claim_share()
-    found, lock = cache(loading), Lock()
+    pin_actor()
+    cached = cache(load_thread)
+    lock = Lock()
 
-    def load_or_wait() -> Any:
+    def load_or_wait() -> BatchThread:
         with lock:
-            return found()
+            return cached()
 
     return load_or_wait
 
 
-def claim_share() -> None:
+def pin_actor() -> None:
     """Pin this actor to as many processors as its ``num_cpus`` says, before any other thread begins."""
     import ray
 
-    claim(max(1, int(ray.get_runtime_context().get_assigned_resources().get("CPU", 1))))
+    pin_to_free_processors(max(1, int(ray.get_runtime_context().get_assigned_resources().get("CPU", 1))))

@@ -1,84 +1,60 @@
-"""Answers of OpenAI's API: their parts, whole answers, and the chunks of a stream."""
+"""Replies to OpenAI's chats and completions: their parts, whole ones, and the chunks of a stream."""
 
 import secrets
 import time
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from ovspec.api.verify import record_as_json
+from ovspec.base.json_types import JsonObject
 from ovspec.engine.results import Piece, Result, Stats
-from ovspec.engine.row import Row
-from ovspec.protocols.logprobs import Echo, Place, PlaceStream, places_of
-from ovspec.protocols.reply import DONE, Events, Writer
+from ovspec.protocols.chat.logprobs import (
+    ChatLogprobs,
+    CompletionLogprobs,
+    chat_logprobs,
+    completion_logprobs,
+    count_top_logprobs,
+)
+from ovspec.protocols.logprobs import TokenPlace, TokenPlaceStream, places_in_chat
+from ovspec.protocols.reply import DONE, Events, Generation, Reply, ReplyModel
 from ovspec.protocols.requests import TextRequest
 from ovspec.text.answer import ToolCall
-from ovspec.text.tokenizer import Tokenizer
-
-LEAST = -9999.0  # what OpenAI's API writes for a log-probability of -inf, which JSON can't hold
 
 
-class Answer(BaseModel):
-    """A part of an answer; only fields that were set are sent."""
-
-    model_config = ConfigDict(extra="forbid")
-
-
-class PromptDetails(Answer):
+class PromptTokensDetails(ReplyModel):
     cached_tokens: int = Field(description="Tokens of the prompt that were in the KV cache already.")
 
 
-class CompletionDetails(Answer):
+class CompletionTokensDetails(ReplyModel):
     accepted_prediction_tokens: int = Field(description="Proposed tokens that were accepted.")
     rejected_prediction_tokens: int = Field(description="Proposed tokens that were rejected.")
     reasoning_tokens: int = Field(description="Tokens of thinking.")
 
 
-class Usage(Answer):
+class Usage(ReplyModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptDetails
-    completion_tokens_details: CompletionDetails
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
 
 
-class LikelyToken(Answer):
-    token: str
-    bytes: list[int]
-    logprob: float
-
-
-class ChatToken(LikelyToken):
-    top_logprobs: list[LikelyToken]
-
-
-class ChatLogprobs(Answer):
-    content: list[ChatToken]
-    refusal: None
-
-
-class CompletionLogprobs(Answer):
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None] | None
-    text_offset: list[int]
-
-
-class Part(Answer):
+class Choice(ReplyModel):
     """A text, or a part of it in a stream, where all but the last part have a finish reason of null."""
 
     index: int
     finish_reason: Literal["stop", "length", "tool_calls"] | None
-    record: dict[str, Any] = Field(default={}, description="With return_record: what 'ovspec verify' checks.")
+    record: JsonObject = Field(default={}, description="With return_record: what 'ovspec verify' checks.")
     schema_errors: list[str] = Field(default=[], description="In the mode checked: how the text breaks its schema.")
 
 
-class FunctionCall(Answer):
+class FunctionCall(ReplyModel):
     name: str = ""
     arguments: str = Field("", description="JSON; the last call may be cut off where the finish reason is length.")
 
 
-class ToolCallAnswer(Answer):
+class ChatToolCall(ReplyModel):
     """A call of a tool, or a part of it in a stream, where only the first part has id, type and name."""
 
     index: int = Field(0, description="In a stream: which call this belongs to.")
@@ -87,240 +63,223 @@ class ToolCallAnswer(Answer):
     function: FunctionCall
 
 
-class ChatMessage(Answer):
+class ChatMessage(ReplyModel):
     role: Literal["assistant"]
     content: str | None
     reasoning_content: str = Field("", description="The model's thinking.")
-    tool_calls: list[ToolCallAnswer] = []
+    tool_calls: list[ChatToolCall] = Field(default=[])
 
 
-class ChatChoice(Part):
+class ChatChoice(Choice):
     message: ChatMessage
     logprobs: ChatLogprobs | None
 
 
-class CompletionChoice(Part):
+class CompletionChoice(Choice):
     text: str
     logprobs: CompletionLogprobs | None
 
 
-class Delta(Answer):
+class ChatDelta(ReplyModel):
     role: Literal["assistant"] = "assistant"
     content: str = ""
     reasoning_content: str = ""
-    tool_calls: list[ToolCallAnswer] = Field(default=[], description="Parts of calls.")
+    tool_calls: list[ChatToolCall] = Field(default=[], description="Parts of calls.")
 
 
-class ChatPart(Part):
-    delta: Delta
+class ChatChunkChoice(Choice):
+    delta: ChatDelta
     logprobs: ChatLogprobs | None
 
 
-class Texts(Answer):
+class OpenAIReply(ReplyModel):
     id: str
     created: int
     model: str
     usage: Usage
 
 
-class ChatCompletion(Texts):
+class ChatCompletion(OpenAIReply):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
 
 
-class Completion(Texts):
+class Completion(OpenAIReply):
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
 
 
-class Chunk(Answer):
+class Chunk(ReplyModel):
     """A chunk of a stream. ``usage`` is null in all but the last one, if it was asked for."""
 
     id: str
     object: Literal["chat.completion.chunk", "text_completion"]
     created: int
     model: str
-    choices: list[ChatPart | CompletionChoice]
+    choices: list[ChatChunkChoice | CompletionChoice]
     usage: Usage | None = None
 
 
-def head_of(prefix: str, model: str, name: str | None = None) -> dict[str, Any]:
-    """Return the fields that an answer, or each chunk of it, begins with; its id: ``prefix`` and ``name``."""
-    return {"id": prefix + (name or secrets.token_hex(12)), "created": int(time.time()), "model": model}
+class ChatReply(Reply):
+    """The reply to a chat or a completion: whole, or as chunks."""
 
+    def __init__(self, generation: Generation) -> None:
+        self._tokenizer = generation.tokenizer
+        self._request = generation.request
+        self._rows = generation.rows
+        self._n = generation.n
+        self._is_chat = generation.request.kind == "chat"
+        self._head: JsonObject = dict(generation.head)
+        self._echoes = [echo for echo in generation.echoes for _ in range(self._n)]  # for each row
+        self._token_places: list[TokenPlaceStream] = []  # for each row of a stream with log-probabilities
 
-def whole(
-    tokenizer: Tokenizer, head: dict[str, Any], request: TextRequest, results: list[Result], echoes: list[Echo]
-) -> ChatCompletion | Completion:
-    """Return the answer to a request; ``echoes``: what is repeated of each prompt."""
-    n, choices = len(results) // len(request.prompts), list[Any]()
-    for index, result in enumerate(results):
-        echo, places = echoes[index // n], None
-        if result.logprobs is not None:
-            piece = Piece(result.text, result.token_ids, logprobs=result.logprobs)
-            told = result.thinking or result.tool_calls  # then the text isn't what the tokens spell
-            own = places_of(piece) if told else PlaceStream(tokenizer, len(echo.text)).push(piece)
-            places = [*(echo.places or []), *own]
-        ends = {"index": index, **ending(request, result, echo.text)}
-        if request.kind == "chat":
-            logprobs = None if places is None else chat_logprobs(tokenizer, places)
-            message = message_of(result)
-            choices.append(ChatChoice(message=message, logprobs=logprobs, **ends))
+    def whole(self, results: list[Result]) -> ChatCompletion | Completion:
+        """Return the whole reply."""
+        usage = openai_usage([result.stats for result in results], self._n)
+        if self._is_chat:
+            choices = [self._chat_choice(index, result) for index, result in enumerate(results)]
+            return ChatCompletion(**self._head, object="chat.completion", choices=choices, usage=usage)
+        texts = [self._completion_choice(index, result) for index, result in enumerate(results)]
+        return Completion(**self._head, object="text_completion", choices=texts, usage=usage)
+
+    def _chat_choice(self, index: int, result: Result) -> ChatChoice:
+        places = self._places_of(index, result)
+        logprobs = None if places is None else chat_logprobs(self._tokenizer, places)
+        finish = finish_fields(self._request, result, "")
+        return ChatChoice(index=index, message=chat_message(result), logprobs=logprobs, **finish)
+
+    def _completion_choice(self, index: int, result: Result) -> CompletionChoice:
+        echo = self._echoes[index].text
+        places = self._places_of(index, result)
+        logprobs = None
+        if places is not None:
+            logprobs = completion_logprobs(self._tokenizer, places, bool(count_top_logprobs(result)))
+        finish = finish_fields(self._request, result, echo)
+        return CompletionChoice(index=index, text=echo + result.text, logprobs=logprobs, **finish)
+
+    def _places_of(self, index: int, result: Result) -> list[TokenPlace] | None:
+        """Return the tokens of a text, after those of its echo, if log-probabilities were requested."""
+        if result.logprobs is None:
+            return None
+        echo = self._echoes[index]
+        piece = Piece(result.text, result.token_ids, logprobs=result.logprobs)
+        if result.thinking or result.tool_calls:  # then the text isn't what the tokens spell
+            places = places_in_chat(piece)
         else:
-            logprobs = None if places is None else completion_logprobs(tokenizer, places, bool(tops_of(result)))
-            choices.append(CompletionChoice(text=echo.text + result.text, logprobs=logprobs, **ends))
-    usage = usage_of([result.stats for result in results], n)
-    if request.kind == "chat":
-        return ChatCompletion(**head, object="chat.completion", choices=choices, usage=usage)
-    return Completion(**head, object="text_completion", choices=choices, usage=usage)
+            places = TokenPlaceStream(self._tokenizer, len(echo.text)).push(piece)
+        return [*(echo.places or []), *places]
+
+    def start(self) -> Events:
+        """Return the chunks before the texts: their roles, or the repeated prompts."""
+        self._head["object"] = "chat.completion.chunk" if self._is_chat else "text_completion"
+        if self._request.include_usage:
+            self._head["usage"] = None
+        if self._rows[0].logprobs is not None:
+            self._token_places = [TokenPlaceStream(self._tokenizer, len(echo.text)) for echo in self._echoes]
+        if self._is_chat:
+            return [self._chunk(index, ChatDelta(role="assistant", content="")) for index in range(len(self._rows))]
+        echoes = enumerate(self._echoes)
+        return [self._chunk(index, ChatDelta(content=echo.text), echo.places) for index, echo in echoes if echo.text]
+
+    def add(self, index: int, piece: Piece) -> Events:
+        """Return the chunks for a piece of a text; none if it adds nothing to the reply."""
+        chunks = list[Chunk]()
+        places: list[TokenPlace] | None = None
+        if self._token_places:
+            places = places_in_chat(piece) if self._rows[index].parses_answer else self._token_places[index].push(piece)
+        deltas = [ChatDelta(reasoning_content=piece.thinking)] if piece.thinking else []
+        deltas += [ChatDelta(content=piece.text)] if piece.text else []
+        deltas += [ChatDelta(tool_calls=[chat_tool_call(call)]) for call in piece.tool_calls]
+        for delta in deltas or [ChatDelta(content="")] * bool(places):
+            chunks.append(self._chunk(index, delta, places))
+            places = None
+        if piece.finish_reason:
+            finish = finish_fields(self._request, self._rows[index].result(), "")
+            chunks.append(self._chunk(index, ChatDelta(), **finish))
+        return chunks
+
+    def finish(self) -> Events:
+        """Return the last events: the usage, if it was requested, and the end."""
+        if not self._request.include_usage:
+            return [DONE]
+        chunk = Chunk(**self._head, choices=[])
+        chunk.usage = openai_usage([row.stats for row in self._rows], self._n)
+        return [chunk, DONE]
+
+    def _chunk(self, index: int, delta: ChatDelta, places: list[TokenPlace] | None = None, **finish: Any) -> Chunk:
+        fields: JsonObject = {"index": index, "finish_reason": None, **finish}
+        if self._is_chat:
+            logprobs = chat_logprobs(self._tokenizer, places) if places else None
+            choice = ChatChunkChoice.model_construct(delta=delta, logprobs=logprobs, **fields)
+            return Chunk.model_construct(**self._head, choices=[choice])
+        with_top = bool(self._rows[index].params.logprobs)
+        logprobs = completion_logprobs(self._tokenizer, places, with_top) if places else None
+        choice = CompletionChoice.model_construct(text=delta.content, logprobs=logprobs, **fields)
+        return Chunk.model_construct(**self._head, choices=[choice])
 
 
-def message_of(result: Result) -> ChatMessage:
-    """Return the message of an answer; without text beside calls its content is null, as OpenAI's is."""
-    parts: dict[str, Any] = {"content": result.text if result.text or not result.tool_calls else None}
-    if result.thinking:
-        parts["reasoning_content"] = result.thinking
+def chat_message(result: Result) -> ChatMessage:
+    """Return the message of a text; with calls and no text its content is null, as OpenAI's is."""
+    fields: JsonObject = {"content": result.text}
     if result.tool_calls:
-        parts["tool_calls"] = [call_of(call, False) for call in result.tool_calls]
-    return ChatMessage.model_construct(role="assistant", **parts)
+        fields = {"content": result.text or None}
+        fields["tool_calls"] = [chat_tool_call(call, in_stream=False) for call in result.tool_calls]
+    if result.thinking:
+        fields["reasoning_content"] = result.thinking
+    return ChatMessage.model_construct(role="assistant", **fields)
 
 
-def call_of(call: ToolCall, stream: bool = True) -> ToolCallAnswer:
+def chat_tool_call(call: ToolCall, in_stream: bool = True) -> ChatToolCall:
     """Return a call, or a part of one in a stream."""
-    head: dict[str, Any] = {"index": call.index} if stream else {}
-    function: dict[str, Any] = {"arguments": call.arguments}
+    function: JsonObject = {"arguments": call.arguments}
+    fields: JsonObject = {}
+    if in_stream:
+        fields["index"] = call.index
     if call.name is not None:
-        head |= {"id": call.id, "type": "function"}
+        fields |= {"id": call.id, "type": "function"}
         function["name"] = call.name
-    return ToolCallAnswer.model_construct(**head, function=FunctionCall.model_construct(**function))
+    return ChatToolCall.model_construct(**fields, function=FunctionCall.model_construct(**function))
 
 
-def ending(request: TextRequest, result: Result, before: str) -> dict[str, Any]:
-    """Return how a text ends, as fields of a choice; ``before``: the prompt, if that is repeated."""
-    reason = "length" if result.finish_reason == "length" else "tool_calls" if result.tool_calls else "stop"
-    found: dict[str, Any] = {"finish_reason": reason}
-    if request.return_record:
-        found["record"] = record_of(result, before)
-    if result.schema_errors is not None:
-        found["schema_errors"] = result.schema_errors
-    return found
-
-
-def record_of(result: Result, before: str) -> dict[str, Any]:
-    """Return what ``ovspec verify`` needs to check a text. ``echo``: its first characters, the prompt."""
-    made: dict[str, Any] = {"token_ids": result.token_ids, "finish_reason": result.finish_reason}
-    return (record_as_json(result) or {}) | made | ({"echo": len(before)} if before else {})
-
-
-def tops_of(result: Result) -> int:
-    """Return how many of the most likely tokens were requested beside each one."""
-    return (result.record.params.logprobs or 0) if result.record else 0
-
-
-def chat_logprobs(tokenizer: Tokenizer, places: list[Place]) -> ChatLogprobs:
-    """Return the log-probabilities of a chat's tokens."""
-
-    def shown(token: int, logprob: float) -> dict[str, Any]:
-        known = {"token": tokenizer.token_text(token), "bytes": list(tokenizer.token_bytes(token))}
-        return known | {"logprob": max(logprob, LEAST)}
-
-    content = [
-        ChatToken(**shown(each.token_id, each.logprob), top_logprobs=[LikelyToken(**shown(*top)) for top in each.top])
-        for each in (place.logprob for place in places)
-        if each
-    ]
-    return ChatLogprobs(content=content, refusal=None)
-
-
-def completion_logprobs(tokenizer: Tokenizer, places: list[Place], tops: bool) -> CompletionLogprobs:
-    """Return the log-probabilities of a completion's tokens; ``tops``: also of the most likely ones at each place."""
-    found = [place.logprob for place in places]
-    likely = [
-        each and {tokenizer.token_text(t): max(v, LEAST) for t, v in [*each.top, (each.token_id, each.logprob)]}
-        for each in found
-    ]
-    return CompletionLogprobs(
-        tokens=[tokenizer.token_text(place.token) for place in places],
-        token_logprobs=[each and max(each.logprob, LEAST) for each in found],
-        top_logprobs=likely if tops else None,
-        text_offset=[place.offset for place in places],
-    )
-
-
-def usage_of(stats: list[Stats], n: int) -> Usage:
+def openai_usage(stats: list[Stats], n: int) -> Usage:
     """Return the usage of a request with ``n`` texts for each prompt."""
-    prompt, cached = sum(s.prompt_tokens for s in stats[::n]), sum(s.cached_tokens for s in stats[::n])
-    proposed, accepted = sum(s.proposed for s in stats), sum(s.accepted for s in stats)
-    generated = sum(s.generated_tokens for s in stats)
+    prompts = stats[::n]
+    prompt_tokens = sum(prompt.prompt_tokens for prompt in prompts)
+    generated_tokens = sum(text.generated_tokens for text in stats)
+    accepted = sum(text.accepted for text in stats)
     return Usage(
-        prompt_tokens=prompt,
-        completion_tokens=generated,
-        total_tokens=prompt + generated,
-        prompt_tokens_details=PromptDetails(cached_tokens=cached),
-        completion_tokens_details=CompletionDetails(
+        prompt_tokens=prompt_tokens,
+        completion_tokens=generated_tokens,
+        total_tokens=prompt_tokens + generated_tokens,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(prompt.cached_tokens for prompt in prompts)),
+        completion_tokens_details=CompletionTokensDetails(
             accepted_prediction_tokens=accepted,
-            rejected_prediction_tokens=proposed - accepted,
-            reasoning_tokens=sum(s.thinking_tokens for s in stats),
+            rejected_prediction_tokens=sum(text.proposed for text in stats) - accepted,
+            reasoning_tokens=sum(text.thinking_tokens for text in stats),
         ),
     )
 
 
-# ---------------------------------------------------------------- streams
+def new_reply_head(id_prefix: str, model: str, name: str | None = None) -> JsonObject:
+    """Return the fields that a reply, or each chunk of it, begins with; ``name``: its id after ``id_prefix``."""
+    return {"id": id_prefix + (name or secrets.token_hex(12)), "created": int(time.time()), "model": model}
 
 
-class ChunkWriter(Writer):
-    """Makes the chunks of a stream from the pieces of a request's texts."""
+def finish_fields(request: TextRequest, result: Result, echo: str) -> JsonObject:
+    """Return the fields that say how a text ended; ``echo``: the repeated prompt before it."""
+    reason = "tool_calls" if result.tool_calls else "stop"
+    fields: JsonObject = {"finish_reason": "length" if result.finish_reason == "length" else reason}
+    if request.return_record:
+        fields["record"] = verification_record(result, echo)
+    if result.schema_errors is not None:
+        fields["schema_errors"] = result.schema_errors
+    return fields
 
-    def __init__(
-        self, tokenizer: Tokenizer, head: dict[str, Any], request: TextRequest, rows: list[Row], echoes: list[Echo]
-    ) -> None:
-        self._tokenizer, self._request, self._rows = tokenizer, request, rows
-        self._chat, self._n = request.kind == "chat", len(rows) // len(request.prompts)
-        self._head: dict[str, Any] = head | {"object": "chat.completion.chunk" if self._chat else "text_completion"}
-        if request.include_usage:
-            self._head["usage"] = None
-        self._echoes = [echoes[index // self._n] for index in range(len(rows))]
-        self._places: list[PlaceStream] = []  # for each row, if log-probabilities are wanted
-        if rows[0].logprobs is not None:
-            self._places = [PlaceStream(tokenizer, len(echo.text)) for echo in self._echoes]
 
-    def first(self) -> Events:
-        """Return the chunks that come before the texts: their roles, or the prompts that are repeated."""
-        if self._chat:
-            return [self._chunk(index, Delta(role="assistant", content="")) for index in range(len(self._rows))]
-        echoes = enumerate(self._echoes)
-        return [self._chunk(index, Delta(content=echo.text), echo.places) for index, echo in echoes if echo.text]
-
-    def more(self, index: int, piece: Piece) -> Events:
-        """Return the chunks for a piece of a text; there are none if it has nothing to tell yet."""
-        places, chunks = None, list[Chunk]()
-        if self._places:
-            places = places_of(piece) if self._rows[index].parses_answer else self._places[index].push(piece)
-        deltas = [Delta(reasoning_content=piece.thinking)] if piece.thinking else []
-        deltas += [Delta(content=piece.text)] if piece.text else []
-        deltas += [Delta(tool_calls=[call_of(call)]) for call in piece.tool_calls]
-        for delta in deltas or [Delta(content="")] * bool(places):
-            chunks.append(self._chunk(index, delta, places))
-            places = None
-        if piece.finish_reason:
-            chunks.append(self._chunk(index, Delta(), **ending(self._request, self._rows[index].result(), "")))
-        return chunks
-
-    def last(self) -> Events:
-        """Return the last events: the usage, if it was asked for, and the end."""
-        if not self._request.include_usage:
-            return [DONE]
-        chunk = Chunk(**self._head, choices=[])
-        chunk.usage = usage_of([row.stats for row in self._rows], self._n)
-        return [chunk, DONE]
-
-    def _chunk(self, index: int, delta: Delta, places: list[Place] | None = None, **ends: Any) -> Chunk:
-        ends = {"index": index, "finish_reason": None} | ends
-        if self._chat:
-            logprobs = chat_logprobs(self._tokenizer, places) if places else None
-            part = ChatPart.model_construct(delta=delta, logprobs=logprobs, **ends)
-            return Chunk.model_construct(**self._head, choices=[part])
-        tops = bool(self._rows[index].params.logprobs)
-        logprobs = completion_logprobs(self._tokenizer, places, tops) if places else None
-        part = CompletionChoice.model_construct(text=delta.content, logprobs=logprobs, **ends)
-        return Chunk.model_construct(**self._head, choices=[part])
+def verification_record(result: Result, echo: str) -> JsonObject:
+    """Return the record that ``ovspec verify`` checks; its ``echo``: the characters of the prompt in the text."""
+    record = record_as_json(result) or {}
+    record |= {"token_ids": result.token_ids, "finish_reason": result.finish_reason}
+    if echo:
+        record["echo"] = len(echo)
+    return record

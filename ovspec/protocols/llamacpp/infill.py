@@ -1,56 +1,56 @@
-"""llama.cpp's endpoint for editors: the text between a prefix and a suffix, and answers in llama.cpp's shape."""
+"""llama.cpp's endpoint for editors: the text between a prefix and a suffix, and replies in llama.cpp's shape."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PlainValidator, RootModel
+from pydantic import BaseModel, Field, PlainValidator, RootModel
 from pydantic_core import PydanticCustomError
 
+from ovspec.base.json_types import JsonObject, JsonValue
 from ovspec.engine.results import Piece, Result, Stats
-from ovspec.engine.row import Row
-from ovspec.protocols.bodies import FIRST, Common, Foreign
-from ovspec.protocols.chat.reply import Answer, record_of
-from ovspec.protocols.logprobs import Echo
-from ovspec.protocols.models import settings_of
-from ovspec.protocols.reply import Events, Writer
-from ovspec.protocols.requests import TextRequest, asked_for
+from ovspec.protocols.bodies import FAIL_FAST, OtherServersFields
+from ovspec.protocols.chat.bodies import OpenAIBody
+from ovspec.protocols.chat.reply import verification_record
+from ovspec.protocols.chat.request import build_text_request
+from ovspec.protocols.llamacpp.props import llamacpp_sampling
+from ovspec.protocols.reply import Events, Generation, Reply, ReplyModel
+from ovspec.protocols.requests import TextRequest
 from ovspec.text.infill import DEFAULT_CHUNK_FILE, FileChunk, Infill
-from ovspec.text.tokenizer import Tokenizer
 
 StopType = Literal["eos", "limit", "word"]
 # By finish reason, if no stop string ended the text.
 STOP_TYPES: dict[str, StopType] = {"eos": "eos", "stop": "eos", "length": "limit", "cancelled": "limit"}
 
 
-def chunks_of(value: Any) -> tuple[FileChunk, ...]:
+def read_extra_chunks(value: JsonValue) -> tuple[FileChunk, ...]:
     """Return ``input_extra``; fields that editors add for themselves are left out."""
-    if isinstance(value, list) and all(isinstance(each, Mapping) for each in value):
-        made = [FileChunk(each.get("text"), each.get("filename", DEFAULT_CHUNK_FILE)) for each in value]
-        if all(isinstance(part, str) for chunk in made for part in chunk):
-            return tuple(made)
+    if isinstance(value, list) and all(isinstance(chunk, Mapping) for chunk in value):
+        chunks = [FileChunk(chunk.get("text"), chunk.get("filename", DEFAULT_CHUNK_FILE)) for chunk in value]
+        if all(isinstance(part, str) for chunk in chunks for part in chunk):
+            return tuple(chunks)
     raise PydanticCustomError("problem", "must be a list of objects with a text and a filename, which are strings")
 
 
-class InfillRequest(Common, Foreign):
+class InfillRequest(OpenAIBody, OtherServersFields):
     """A place in a text, to be filled."""
 
     input_prefix: str = Field(description="What comes before the text.")
     input_suffix: str = Field(description="What comes behind it.")
-    input_extra: Annotated[Any, PlainValidator(chunks_of, json_schema_input_type=list[dict[str, Any]])] = Field(
+    input_extra: Annotated[Any, PlainValidator(read_extra_chunks, json_schema_input_type=list[JsonObject])] = Field(
         (),
         description="Parts of other files, as objects with filename and text. Where the prompt is too long, the first "
         "ones are left out.",
     )
     prompt: str | None = Field(None, description="What the text begins with.")
-    response_fields: Annotated[list[str], FIRST] | None = Field(
+    response_fields: Annotated[list[str], FAIL_FAST] | None = Field(
         None,
         description='The fields that the answer has, such as "content" or "timings/prompt_n", which then is a field of '
         "that name; unknown ones are left out. Default: all.",
     )
 
 
-class Timings(Answer):
+class Timings(ReplyModel):
     cache_n: int = Field(description="Tokens of the prompt that were in the KV cache already.")
     prompt_n: int = Field(description="Tokens of the prompt that were read.")
     prompt_ms: float
@@ -64,7 +64,7 @@ class Timings(Answer):
     draft_n_accepted: int = 0
 
 
-class InfillPart(Answer):
+class InfillDelta(ReplyModel):
     """A part of a text in a stream."""
 
     index: int
@@ -73,7 +73,7 @@ class InfillPart(Answer):
     stop: bool = Field(description="Whether this is the text's last part, which has all other fields, too.")
 
 
-class InfillAnswer(InfillPart):
+class InfillReplyModel(InfillDelta):
     """A text."""
 
     model: str
@@ -85,98 +85,110 @@ class InfillAnswer(InfillPart):
     stopping_word: str = Field(description="The stop string that ended the text.")
     has_new_line: bool
     prompt: str = Field(description="The whole prompt, with its tokens spelt.")
-    generation_settings: dict[str, Any] = Field(description="As in /props, and n_ctx.")
+    generation_settings: JsonObject = Field(description="As in /props, and n_ctx.")
     timings: Timings
-    record: dict[str, Any] = Field(default={}, description="With return_record: what 'ovspec verify' checks.")
+    record: JsonObject = Field(default={}, description="With return_record: what 'ovspec verify' checks.")
 
 
-class InfillAnswers(RootModel[InfillAnswer | list[InfillAnswer | dict[str, Any]] | dict[str, Any]]):
+class InfillReplies(RootModel[InfillReplyModel | list[InfillReplyModel | JsonObject] | JsonObject]):
     """A text, or a list of several; with response_fields, each has only these."""
 
 
 def read_infill(body: InfillRequest) -> TextRequest:
     """Return the request in a body; raises RequestError for fields that can't be met together."""
     prompt = Infill(body.input_prefix, body.input_suffix, body.input_extra, body.prompt or "")
-    return replace(asked_for(body, "infill", [prompt]), body=body)
+    return replace(build_text_request(body, "infill", [prompt]), body=body)
 
 
-def timings_of(stats: Stats) -> Timings:
-    read, count = stats.prompt_tokens - stats.cached_tokens, stats.generated_tokens
-    # Without a token, all time was the prompt's.
-    prompt_ms = stats.ttft_ms if count else stats.target_ms + stats.draft_ms + stats.other_ms
-    predicted_ms = stats.tpot_ms * max(0, count - 1)
-    made: dict[str, Any] = {"cache_n": stats.cached_tokens}
-    for name, n, ms in (("prompt", read, prompt_ms), ("predicted", count, predicted_ms)):
-        made |= {f"{name}_n": n, f"{name}_ms": ms, f"{name}_per_token_ms": ms / n if n else 0.0}
-        made |= {f"{name}_per_second": 1e3 * n / ms if ms else 0.0}
-    if stats.proposed:
-        made |= {"draft_n": stats.proposed, "draft_n_accepted": stats.accepted}
-    return Timings(**made)
+class InfillReply(Reply):
+    """The reply to a request, in llama.cpp's shape."""
+
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+        self._response_fields: list[str] | None = generation.request.body.response_fields
+
+    def whole(self, results: list[Result]) -> InfillReplies:
+        replies = [infill_reply(self._generation, index, result) for index, result in enumerate(results)]
+        selected = [select_fields(reply, self._response_fields) for reply in replies]
+        return InfillReplies.model_construct(selected if len(selected) > 1 else selected[0])
+
+    def add(self, index: int, piece: Piece) -> Events:
+        events: list[BaseModel] = []
+        if piece.text:
+            events.append(InfillDelta(index=index, content=piece.text, tokens=[], stop=False))
+        if piece.finish_reason:
+            reply = infill_reply(self._generation, index, self._generation.rows[index].result())
+            reply.content = ""  # its text is in the events before
+            events.append(InfillReplies.model_construct(select_fields(reply, self._response_fields)))
+        return events
 
 
-def selected(answer: InfillAnswer, fields: list[str] | None) -> Any:
-    """Return an answer, or, if there are any, the fields of it that are wanted, each under its whole path."""
-    if not fields:
-        return answer
-    made, found = dict[str, Any](), answer.model_dump(exclude_unset=True)
-    for path in fields:
-        value: Any = found
-        for name in path.split("/"):
-            value = value.get(name) if isinstance(value, dict) else None
-        if value is not None:
-            made[path] = value
-    return made
-
-
-def answer_of(tokenizer: Tokenizer, head: dict[str, Any], request: TextRequest, index: int, result: Result) -> Any:
-    """Return the answer for one text."""
-    stats, record = result.stats, result.record
+def infill_reply(generation: Generation, index: int, result: Result) -> InfillReplyModel:
+    """Return the reply for one text."""
+    request = generation.request
+    tokenizer = generation.tokenizer
+    stats = result.stats
+    record = result.record
     assert record
-    context, used = request.context, stats.prompt_tokens + stats.generated_tokens
-    settings = settings_of(record.params) | ({"n_predict": 0, "max_tokens": 0} if request.only_prompts else {})
-    answer = InfillAnswer(
+    settings = llamacpp_sampling(record.params)
+    if request.only_prompts:
+        settings |= {"n_predict": 0, "max_tokens": 0}
+    context = request.context
+    reply = InfillReplyModel(
         index=index,
         content=result.text,
         tokens=[],
         stop=True,
-        model=head["model"],
+        model=generation.head["model"],
         tokens_predicted=stats.generated_tokens,
         tokens_evaluated=stats.prompt_tokens,
         tokens_cached=stats.cached_tokens,
-        truncated=context is not None and used >= context,
+        truncated=context is not None and stats.prompt_tokens + stats.generated_tokens >= context,
         stop_type="word" if result.stop_string is not None else STOP_TYPES[result.finish_reason],
         stopping_word=result.stop_string or "",
         has_new_line="\n" in result.text,
         prompt=tokenizer.decode_with_special(record.prompt_ids) or tokenizer.decode(record.prompt_ids),
         generation_settings={"n_ctx": context, **settings},
-        timings=timings_of(stats),
+        timings=llamacpp_timings(stats),
     )
     if request.return_record:
-        answer.record = record_of(result, "")
-    return answer
+        reply.record = verification_record(result, "")
+    return reply
 
 
-def whole_infill(
-    tokenizer: Tokenizer, head: dict[str, Any], request: TextRequest, results: list[Result], _: list[Echo]
-) -> InfillAnswers:
-    """Return the answer to a request."""
-    answers = [answer_of(tokenizer, head, request, index, result) for index, result in enumerate(results)]
-    made = [selected(answer, request.body.response_fields) for answer in answers]
-    return InfillAnswers.model_construct(made if len(made) > 1 else made[0])
+def llamacpp_timings(stats: Stats) -> Timings:
+    """Return the counts and times of a text as llama.cpp reports them."""
+    # Without a token, all time was the prompt's.
+    all_ms = stats.target_ms + stats.draft_ms + stats.other_ms
+    prompt_ms = stats.ttft_ms if stats.generated_tokens else all_ms
+    timings: JsonObject = {"cache_n": stats.cached_tokens}
+    timings |= phase_timings("prompt", stats.prompt_tokens - stats.cached_tokens, prompt_ms)
+    predicted_ms = stats.tpot_ms * max(0, stats.generated_tokens - 1)
+    timings |= phase_timings("predicted", stats.generated_tokens, predicted_ms)
+    if stats.proposed:
+        timings |= {"draft_n": stats.proposed, "draft_n_accepted": stats.accepted}
+    return Timings(**timings)
 
 
-class InfillWriter(Writer):
-    """Makes the events of a stream from the pieces of a request's texts."""
+def phase_timings(phase: str, tokens: int, ms: float) -> JsonObject:
+    """Return the fields for the tokens of a phase that took ``ms`` milliseconds."""
+    return {
+        f"{phase}_n": tokens,
+        f"{phase}_ms": ms,
+        f"{phase}_per_token_ms": ms / tokens if tokens else 0.0,
+        f"{phase}_per_second": 1e3 * tokens / ms if ms else 0.0,
+    }
 
-    def __init__(
-        self, tokenizer: Tokenizer, head: dict[str, Any], request: TextRequest, rows: list[Row], _: list[Echo]
-    ) -> None:
-        self._tokenizer, self._head, self._request, self._rows = tokenizer, head, request, rows
 
-    def more(self, index: int, piece: Piece) -> Events:
-        events = [InfillPart(index=index, content=piece.text, tokens=[], stop=False)] if piece.text else []
-        if not piece.finish_reason:
-            return events
-        answer = answer_of(self._tokenizer, self._head, self._request, index, self._rows[index].result())
-        answer.content = ""  # it has been told
-        return [*events, InfillAnswers.model_construct(selected(answer, self._request.body.response_fields))]
+def select_fields(reply: InfillReplyModel, paths: list[str] | None) -> InfillReplyModel | JsonObject:
+    """Return a reply, or, if there are any, its fields at these paths, each under its whole path."""
+    if not paths:
+        return reply
+    selected: JsonObject = {}
+    for path in paths:
+        value: JsonValue = reply.model_dump(exclude_unset=True)
+        for name in path.split("/"):
+            value = value.get(name) if isinstance(value, dict) else None
+        if value is not None:
+            selected[path] = value
+    return selected

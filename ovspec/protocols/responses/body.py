@@ -1,16 +1,33 @@
 """The body of a request to the Responses API."""
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import Field, create_model
 
+from ovspec.base.json_types import JsonObject, JsonValue
 from ovspec.protocols import unsupported as foreign
-from ovspec.protocols.bodies import FIRST, OPTIONS, TOPS, Continued, Foreign, TextBody, idle, options_but, unmet
+from ovspec.protocols.bodies import (
+    FAIL_FAST,
+    OPTION_FIELDS,
+    TOP_LOGPROBS,
+    ChatEnding,
+    OtherServersFields,
+    TextRequestBody,
+    ignored_fields,
+    option_fields_except,
+    refused_fields,
+)
 
 # Accepted and ignored: what doesn't affect the text, and limits that are never reached here.
-WITHOUT_EFFECT = (*foreign.WITHOUT_EFFECT, "context_management", "max_tool_calls", "stream_options", "truncation")
+RESPONSES_FIELDS_WITHOUT_EFFECT = (
+    *foreign.FIELDS_WITHOUT_EFFECT,
+    "context_management",
+    "max_tool_calls",
+    "stream_options",
+    "truncation",
+)
 # Refused, unless the value is one of these, which ask for nothing.
-REFUSED: dict[str, tuple[Any, ...]] = {
+REFUSED_RESPONSES_FIELDS: dict[str, tuple[JsonValue, ...]] = {
     "background": (False,),
     "conversation": (),
     "multi_agent": (),
@@ -19,14 +36,21 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "prompt": (),
 }
 # What the API has in another form, or not at all.
-ELSEWHERE = ("max_tokens", "n", "reasoning_effort")
-ITEMS = Annotated[list[dict[str, Any]], FIRST]
+RESPONSES_OWN_OPTIONS = ("max_tokens", "n", "reasoning_effort")
+INPUT_ITEMS = Annotated[list[JsonObject], FAIL_FAST]
 
 
-OWN = options_but(*ELSEWHERE) | {"max_output_tokens": OPTIONS["max_tokens"]} | idle(*WITHOUT_EFFECT) | unmet(REFUSED)
+RESPONSES_FIELDS = (
+    option_fields_except(*RESPONSES_OWN_OPTIONS)
+    | {"max_output_tokens": OPTION_FIELDS["max_tokens"]}
+    | ignored_fields(*RESPONSES_FIELDS_WITHOUT_EFFECT)
+    | refused_fields(REFUSED_RESPONSES_FIELDS)
+)
 
 
-class ResponseRequest(Continued, create_model("Options", __base__=TextBody, **OWN), Foreign):
+class ResponsesRequest(
+    ChatEnding, create_model("Options", __base__=TextRequestBody, **RESPONSES_FIELDS), OtherServersFields
+):
     """A chat to be continued, as items."""
 
     instead: ClassVar = {
@@ -37,17 +61,19 @@ class ResponseRequest(Continued, create_model("Options", __base__=TextBody, **OW
         "reasoning_effort": "reasoning.effort",
     }
 
-    input: str | ITEMS = Field(description="The chat so far: a text, or items such as messages and calls.")
+    input: str | INPUT_ITEMS = Field(description="The chat so far: a text, or items such as messages and calls.")
     instructions: str | None = Field(None, description="The system prompt, which comes first.")
-    reasoning: dict[str, Any] | None = Field(
+    reasoning: JsonObject | None = Field(
         None, description='How much the model thinks: {"effort": …}, from "none" to "xhigh".'
     )
-    text: dict[str, Any] | None = Field(
+    text: JsonObject | None = Field(
         None,
         description='The format of the text: {"format": {"type": "text"}}, "json_object", or "json_schema" with a '
         '"schema" beside it.',
     )
-    include: Annotated[list[str], FIRST] | None = Field(
+    include: Annotated[list[str], FAIL_FAST] | None = Field(
         None, description='What else to report: "message.output_text.logprobs".'
     )
-    top_logprobs: TOPS = Field(None, description="Report log-probabilities, and those of this many likely tokens.")
+    top_logprobs: TOP_LOGPROBS = Field(
+        None, description="Report log-probabilities, and those of this many likely tokens."
+    )

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from starlette.responses import PlainTextResponse
 
-from ovspec.server.guard import OWNER, Guard
+from ovspec.server.access import KEY_NUMBER, AccessMiddleware
 
 KEYS = ["first", "second"]
 
@@ -25,10 +25,10 @@ def asked(keys: list[str], headers: dict[str, str], path: str = "/v1/models") ->
     async def send(message: Any) -> None:
         statuses.extend([message["status"]] if "status" in message else [])
 
-    guard = Guard(PlainTextResponse("in"), keys, not keys, lambda _, status: noted.append(status))
+    guard = AccessMiddleware(PlainTextResponse("in"), keys, not keys, lambda _, status: noted.append(status))
     asyncio.run(guard(scope, receive, send))
     assert statuses == noted and len(noted) == 1
-    return statuses[0], scope["state"].get(OWNER)
+    return statuses[0], scope["state"].get(KEY_NUMBER)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import asyncio
 from codecs import BOM_UTF8
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -13,20 +14,22 @@ from pydantic_core import from_json
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
+from ovspec.base.json_types import JsonValue
 from ovspec.base.surrogates import replace_half_surrogates
-from ovspec.protocols.apis import BODIES
-from ovspec.protocols.bodies import RequestError, read_body, without_unknown
+from ovspec.protocols.apis import BODY_TYPES
+from ovspec.protocols.bodies import RequestError
+from ovspec.protocols.parsing import drop_unknown_fields, validate_body
+from ovspec.server.access import add_ignored_names
 from ovspec.server.errors import ApiError
-from ovspec.server.guard import IGNORED
 
 B = TypeVar("B", bound=BaseModel)
 
-LARGEST_BODY = 8_000_000  # bytes; the longest contexts have a few million characters
+MAX_BODY_BYTES = 8_000_000  # bytes; the longest contexts have a few million characters
 BODY_SECONDS = 60.0  # until a body has arrived
-MOST_COMMAS = 1_000_000  # so many values at most; parsing holds Python's lock and so stops everything else
-LARGE = 100_000  # bytes of a body
+MAX_COMMAS = 1_000_000  # so many values at most; parsing holds Python's lock and so stops everything else
+LARGE_BODY_BYTES = 100_000  # bytes of a body
 # Reads large bodies, one at a time, so that they don't take much memory at once.
-READER = ThreadPoolExecutor(1, "ovspec bodies")
+LARGE_BODY_READER = ThreadPoolExecutor(1, "ovspec bodies")
 
 
 class BoundedRequest(Request):
@@ -34,30 +37,28 @@ class BoundedRequest(Request):
 
     async def json(self) -> Any:
         """Return the body as a model; FastAPI would collect an error for each wrong item."""
-        raw, model = await self.body(), BODIES[self.url.path]
-        note = None if self.app.state.strict_fields else self._note
-        if len(raw) <= LARGE:
-            return parse(raw, model, note)
-        return await asyncio.get_running_loop().run_in_executor(READER, parse, raw, model, note)
-
-    def _note(self, names: list[str]) -> None:
-        """Note the names of ignored fields for the guard."""
-        setattr(self.state, IGNORED, names)
+        raw = await self.body()
+        model = BODY_TYPES[self.url.path]
+        report_ignored = None if self.app.state.strict_fields else partial(add_ignored_names, self)
+        if len(raw) <= LARGE_BODY_BYTES:
+            return parse_body(raw, model, report_ignored)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(LARGE_BODY_READER, parse_body, raw, model, report_ignored)
 
     async def body(self) -> bytes:
         if hasattr(self, "_body"):
             return self._body
         if self.headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
             raise ApiError(415, "The body must be JSON; send it with 'Content-Type: application/json'.")
-        too_large = ApiError(413, f"The body is larger than {LARGEST_BODY // 1_000_000} MB.", close=True)
-        if int(self.headers.get("content-length", 0)) > LARGEST_BODY:
+        too_large = ApiError(413, f"The body is larger than {MAX_BODY_BYTES // 1_000_000} MB.", close=True)
+        if int(self.headers.get("content-length", 0)) > MAX_BODY_BYTES:
             raise too_large
         raw = bytearray()
         try:
             async with asyncio.timeout(BODY_SECONDS):
                 async for part in self.stream():
                     raw += part
-                    if len(raw) > LARGEST_BODY:
+                    if len(raw) > MAX_BODY_BYTES:
                         raise too_large
         except TimeoutError:
             raise ApiError(408, f"The body did not arrive within {BODY_SECONDS:g} seconds.", close=True) from None
@@ -79,32 +80,33 @@ class BoundedRoute(APIRoute):
         return handle
 
 
-def json_in(raw: bytes) -> Any:
+def parse_json(raw: bytes) -> JsonValue:
     """Return the JSON value in ``raw``; raises ValueError."""
     try:
         return from_json(raw, allow_inf_nan=False)
     except ValueError:
-        whole = replace_half_surrogates(raw.decode("latin-1")).encode(
+        repaired = replace_half_surrogates(raw.decode("latin-1")).encode(
             "latin-1"
         )  # which leaves all other bytes as they are
-        if whole == raw:
+        if repaired == raw:
             raise
-        return from_json(whole, allow_inf_nan=False)
+        return from_json(repaired, allow_inf_nan=False)
 
 
-def parse(raw: bytes, model: type[B], note: Callable[[list[str]], None] | None = None) -> B:
-    """Return the body in ``raw``; raises ApiError for what isn't JSON, and for the first field that is wrong.
+def parse_body(raw: bytes, model: type[B], report_ignored: Callable[[list[str]], None] | None = None) -> B:
+    """Return the body in ``raw``; raises ApiError if it isn't JSON, and for the first invalid field.
 
-    Fields that no request has are left out, and ``note`` is called with their names. Without ``note`` they are wrong.
+    Fields that no request has are left out, and ``report_ignored`` is called with their names; without it they are
+    invalid.
     """
-    if raw.count(b",") > MOST_COMMAS:
-        raise ApiError(413, f"The body has more than {MOST_COMMAS} commas; send fewer values.")
+    if raw.count(b",") > MAX_COMMAS:
+        raise ApiError(413, f"The body has more than {MAX_COMMAS} commas; send fewer values.")
     try:
-        value = json_in(raw.removeprefix(BOM_UTF8))
-        if note:
-            value, ignored = without_unknown(value, model)
-            note(ignored)
-        return read_body(value, model)
+        value = parse_json(raw.removeprefix(BOM_UTF8))
+        if report_ignored:
+            value, ignored = drop_unknown_fields(value, model)
+            report_ignored(ignored)
+        return validate_body(value, model)
     except ValueError as error:
         raise ApiError(400, f"The body is not JSON: {error}.") from None
     except RequestError as error:

@@ -19,16 +19,23 @@ import uvicorn
 from servers import wait_until
 from starlette.responses import Response
 
-from ovspec.protocols.errors import openai_error
-from ovspec.server import bodies, connections, errors
-from ovspec.server.bodies import BoundedRequest
-from ovspec.server.connections import allow_files, config_of
+from ovspec.protocols.reply import Reply
+from ovspec.server import body_limits, errors, http_protocol
+from ovspec.server.access import AccessMiddleware
+from ovspec.server.body_limits import BoundedRequest
 from ovspec.server.endpoints import EventStream
-from ovspec.server.errors import ApiError, error_answer
-from ovspec.server.guard import Guard
+from ovspec.server.errors import ApiError, error_response
+from ovspec.server.http_protocol import raise_file_limit, uvicorn_config
 
 HEAD = b"GET / HTTP/1.1\r\nHost: localhost\r\n"
 POST = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 10\r\n\r\n"
+
+
+class FailingReply(Reply):
+    """Only makes the event of a failure."""
+
+    def __init__(self) -> None:
+        pass
 
 
 class Streaming:
@@ -43,10 +50,8 @@ class Streaming:
             try:
                 await BoundedRequest(scope, receive).body()
             except ApiError as error:
-                return await error_answer(error, scope)(scope, receive, send)
-        return await EventStream(b"", self._events(), lambda failure: [openai_error(failure)], self._note)(
-            scope, receive, send
-        )
+                return await error_response(error, scope)(scope, receive, send)
+        return await EventStream(b"", self._events(), FailingReply(), self._note)(scope, receive, send)
 
     async def _events(self) -> AsyncGenerator[bytes]:
         for _ in range(self._parts):
@@ -65,9 +70,9 @@ class Served:
 
     def __init__(self, app: Any) -> None:
         self.statuses = list[int]()
-        guarded = Guard(app, [], True, lambda _, status: self.statuses.append(status))
+        guarded = AccessMiddleware(app, [], True, lambda _, status: self.statuses.append(status))
         self._socket = socket.create_server(("127.0.0.1", 0))
-        self._server = uvicorn.Server(config_of(guarded))
+        self._server = uvicorn.Server(uvicorn_config(guarded))
         self._thread = threading.Thread(target=lambda: self._server.run(sockets=[self._socket]), daemon=True)
         self._thread.start()
 
@@ -96,7 +101,7 @@ Serve = Callable[[Any], Served]
 def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
     """Return a function that serves an application, with short time limits."""
     for name in ("WRITE_SECONDS", "HEAD_SECONDS"):
-        monkeypatch.setattr(connections, name, 0.5)
+        monkeypatch.setattr(http_protocol, name, 0.5)
     monkeypatch.setattr(errors, "LINGER_SECONDS", 0.3)
     served: list[Served] = []
 
@@ -148,13 +153,13 @@ def test_answers_are_written_in_slices_on_windows(serve: Serve, monkeypatch: pyt
         written.append(len(getattr(event, "data", b"")))
         return write(self, event)
 
-    monkeypatch.setattr(connections, "sys", SimpleNamespace(platform="win32", maxsize=sys.maxsize))
+    monkeypatch.setattr(http_protocol, "sys", SimpleNamespace(platform="win32", maxsize=sys.maxsize))
     monkeypatch.setattr(h11.Connection, "send", noting)
     content = os.urandom(100_000)
     served = serve(Response(content))
     with served.connect(HEAD + b"Connection: close\r\n\r\n") as client:
         assert read_all(client).endswith(content)
-    assert max(written) == connections.SLICE and sum(written) == len(content)
+    assert max(written) == http_protocol.SLICE_BYTES and sum(written) == len(content)
     assert served.statuses == [200]
 
 
@@ -191,7 +196,7 @@ def test_a_client_that_leaves(serve: Serve) -> None:
 
 
 def test_a_body_that_does_not_arrive(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "BODY_SECONDS", 0.3)
+    monkeypatch.setattr(body_limits, "BODY_SECONDS", 0.3)
     served = serve(Streaming(1, 10))
     with served.connect(POST + b"{") as client:
         assert error_of(read_all(client)) == (408, "The body did not arrive within 0.3 seconds.")
@@ -227,7 +232,7 @@ def test_the_answer_to_a_body_that_is_too_large_is_not_lost(serve: Serve, monkey
 
 def test_an_idle_connection(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is kept for the next request, and is closed in the end."""
-    monkeypatch.setattr(connections, "IDLE_SECONDS", 0.6)
+    monkeypatch.setattr(http_protocol, "IDLE_SECONDS", 0.6)
     served = serve(Response(b"x"))
     with served.connect() as client:
         for _ in range(2):
@@ -241,7 +246,7 @@ def test_an_idle_connection(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_more_connections_than_there_may_be(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "MOST_CONNECTIONS", 2)
+    monkeypatch.setattr(http_protocol, "MAX_CONNECTIONS", 2)
     served = serve(Streaming(5, 10, 0.1))
     with served.connect(HEAD + b"\r\n") as first:
         assert first.recv(12) == b"HTTP/1.1 200"
@@ -264,7 +269,7 @@ def test_files_for_all_connections() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (512, before[1]))
     try:
-        allow_files()
+        raise_file_limit()
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
@@ -273,7 +278,7 @@ def test_files_for_all_connections() -> None:
 
 def test_a_head_that_does_not_arrive(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does one that comes after an answer; an answer itself may take as long as it wants."""
-    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.2)
+    monkeypatch.setattr(http_protocol, "HEAD_SECONDS", 0.2)
     app = Streaming(8, 10, 0.1)
     served = serve(app)
     with served.connect() as silent, served.connect(HEAD) as slow, served.connect(HEAD + b"\r\n") as whole:

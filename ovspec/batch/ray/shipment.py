@@ -1,0 +1,82 @@
+"""Models on their way to the machines of a cluster, in pieces, by Ray's object store."""
+
+import platform
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+
+from ovspec.base.errors import OvspecError
+from ovspec.base.files import PARTIAL_SUFFIX, name_write_errors, rename_with_retries
+from ovspec.batch.ray.nodes import run_on_each_node
+from ovspec.ir.config import MODEL_FILE
+from ovspec.ir.device import default_cache_dir
+from ovspec.setup.identity import hash_model_folder
+
+
+def read_blocks(path: Path, size: int) -> Iterator[bytes]:
+    """Yield the content of a file in pieces of ``size`` bytes; at least one, which is empty if the file is."""
+    with path.open("rb") as file:
+        yield file.read(size)
+        while piece := file.read(size):
+            yield piece
+
+
+def create_folder_once(folder: Path, pieces: Iterable[tuple[str, bytes]]) -> None:
+    """Create ``folder``, whole or not at all, from pieces of its files, each with its name, unless it exists."""
+    from filelock import FileLock  # it imports slowly
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        if folder.is_dir():
+            return
+        partial = folder.with_name(f"{folder.name}{PARTIAL_SUFFIX}")
+        shutil.rmtree(partial, ignore_errors=True)
+        for name, piece in pieces:
+            with name_write_errors(folder / name):
+                (partial / name).parent.mkdir(parents=True, exist_ok=True)
+                with (partial / name).open("ab") as file:
+                    file.write(piece)
+        rename_with_retries(partial, folder)
+
+
+PIECE_BYTES = 1 << 26  # bytes
+
+
+@dataclass(frozen=True)
+class Shipment:
+    """A folder as its driver has it: its ``identity``, and its files in pieces, each (name, reference to bytes)."""
+
+    folder: Path
+    identity: str
+    pieces: list[tuple[str, ray.ObjectRef]]
+
+    def is_here(self) -> bool:
+        return (self.folder / MODEL_FILE).is_file()
+
+    def arrive(self) -> Path:
+        """Return the folder itself if this machine has it, else a copy in the cache, which is made once.
+
+        Raises OvspecError if another model is in its place, or if all machines had it when it was shipped.
+        """
+        if self.is_here():
+            if hash_model_folder(self.folder) != self.identity:
+                raise OvspecError(f"{self.folder} has another model on {platform.node()}; remove it there.")
+            return self.folder
+        copy = default_cache_dir() / "ray" / "models" / self.identity
+        if not self.pieces and not copy.is_dir():
+            raise OvspecError(f"{self.folder} is missing on {platform.node()}, which joined late; start again.")
+        create_folder_once(copy, ((name, ray.get(piece)) for name, piece in self.pieces))
+        return copy
+
+
+def ship_folder(folder: Path) -> Shipment:
+    """Return ``folder``, with its files put into the object store if a machine of the cluster doesn't have it."""
+    shipment = Shipment(folder.resolve(), hash_model_folder(folder), [])
+    if not all(run_on_each_node(shipment.is_here).values()):
+        for file in filter(Path.is_file, folder.rglob("*")):
+            name = file.relative_to(folder).as_posix()
+            shipment.pieces.extend((name, ray.put(piece)) for piece in read_blocks(file, PIECE_BYTES))
+    return shipment

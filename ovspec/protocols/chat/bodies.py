@@ -1,0 +1,86 @@
+"""The bodies of OpenAI's chats and completions, and of batch files."""
+
+from typing import Annotated, Any
+
+from pydantic import Field, create_model
+
+from ovspec.params.limits import NOT_NEGATIVE
+from ovspec.protocols.bodies import (
+    CHAT_MESSAGES,
+    OPTION_FIELDS,
+    PROMPT_OR_PROMPTS,
+    TOP_LOGPROBS,
+    ChatEnding,
+    OtherServersFields,
+    RequestBody,
+    TextRequestBody,
+    ignored_fields,
+    option_validator,
+    refused_fields,
+)
+from ovspec.protocols.unsupported import FIELDS_WITHOUT_EFFECT, REFUSED_STREAM_FIELDS
+
+
+class StreamOptions(
+    create_model(
+        "Stream", __base__=RequestBody, **ignored_fields("include_obfuscation"), **refused_fields(REFUSED_STREAM_FIELDS)
+    )
+):
+    """What a stream tells besides the text."""
+
+    include_usage: bool | None = Field(None, description="Send the usage in a last chunk.")
+
+
+class OpenAIBody(
+    create_model("Options", __base__=TextRequestBody, **OPTION_FIELDS, **ignored_fields(*FIELDS_WITHOUT_EFFECT))
+):
+    """The fields that all requests of OpenAI's older APIs have."""
+
+    response_format: dict[str, Any] | None = Field(
+        None,
+        description='OpenAI\'s response format: {"type": "text"}, "json_object" or "json_schema". '
+        'A "schema" may also be given beside the type, as in llama.cpp. Not with a grammar option.',
+    )
+    stream_options: StreamOptions | None = Field(None, description="What a stream tells besides the text.")
+
+
+class ChatBody(ChatEnding, OpenAIBody):
+    """A chat to be continued."""
+
+    messages: CHAT_MESSAGES = Field(description="The chat so far: objects with role and content.")
+    logprobs: bool | None = Field(None, description="Report each token's log-probability.")
+    top_logprobs: TOP_LOGPROBS = Field(None, description="And those of this many of the most likely ones.")
+
+
+class CompletionBody(OpenAIBody):
+    """Texts to be continued."""
+
+    prompt: PROMPT_OR_PROMPTS = Field(description="A text or token ids, or a list of these.")
+    echo: bool | None = Field(None, description="Repeat the prompt in front of each text.")
+    logprobs: TOP_LOGPROBS = Field(
+        None, description="Report each token's log-probability, and those of this many others."
+    )
+
+
+class BatchLineBody(ChatEnding, OpenAIBody):
+    """A line of a batch file that isn't a request of OpenAI's API."""
+
+    messages: CHAT_MESSAGES | None = None
+    prompt: PROMPT_OR_PROMPTS | None = None
+    echo: bool | None = None
+    logprobs: Annotated[Any, option_validator(bool | int, NOT_NEGATIVE)] = None
+    top_logprobs: TOP_LOGPROBS = None
+
+
+class ChatRequest(ChatBody, OtherServersFields):
+    """A chat to be continued."""
+
+
+class CompletionRequest(CompletionBody, OtherServersFields):
+    """Texts to be continued."""
+
+    suffix: str | None = Field(
+        None,
+        description="What comes behind the text, which is generated between the prompt and this; for models whose "
+        "vocabulary has fill-in-the-middle tokens. Not with echo, several prompts or token ids.",
+    )

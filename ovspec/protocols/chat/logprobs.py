@@ -1,0 +1,75 @@
+"""Log-probabilities in the shapes of OpenAI's API."""
+
+from ovspec.base.json_types import JsonObject
+from ovspec.engine.results import Result
+from ovspec.protocols.logprobs import TokenPlace
+from ovspec.protocols.reply import ReplyModel
+from ovspec.sampling.logprobs import TokenLogprob
+from ovspec.text.tokenizer import Tokenizer
+
+LOWEST_LOGPROB = -9999.0  # what OpenAI's API writes for a log-probability of -inf, which JSON can't hold
+
+
+class LikelyToken(ReplyModel):
+    token: str
+    bytes: list[int]
+    logprob: float
+
+
+class ChatToken(LikelyToken):
+    top_logprobs: list[LikelyToken]
+
+
+class ChatLogprobs(ReplyModel):
+    content: list[ChatToken]
+    refusal: None
+
+
+class CompletionLogprobs(ReplyModel):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
+    text_offset: list[int]
+
+
+def count_top_logprobs(result: Result) -> int:
+    """Return the number of most likely tokens that were requested beside each token."""
+    return (result.record.params.logprobs or 0) if result.record else 0
+
+
+def chat_logprobs(tokenizer: Tokenizer, places: list[TokenPlace]) -> ChatLogprobs:
+    """Return the log-probabilities of a chat's tokens."""
+
+    def token_fields(token_id: int, logprob: float) -> JsonObject:
+        token_bytes = list(tokenizer.token_bytes(token_id))
+        return {
+            "token": tokenizer.token_text(token_id),
+            "bytes": token_bytes,
+            "logprob": max(logprob, LOWEST_LOGPROB),
+        }
+
+    logprobs = [place.logprob for place in places if place.logprob]
+    content = [
+        ChatToken(
+            **token_fields(token.token_id, token.logprob),
+            top_logprobs=[LikelyToken(**token_fields(*top)) for top in token.top],
+        )
+        for token in logprobs
+    ]
+    return ChatLogprobs(content=content, refusal=None)
+
+
+def completion_logprobs(tokenizer: Tokenizer, places: list[TokenPlace], with_top: bool) -> CompletionLogprobs:
+    """Return the log-probabilities of a completion's tokens; ``with_top``: also of the most likely tokens."""
+
+    def top_logprobs(token: TokenLogprob) -> dict[str, float]:
+        likely = [*token.top, (token.token_id, token.logprob)]
+        return {tokenizer.token_text(token_id): max(logprob, LOWEST_LOGPROB) for token_id, logprob in likely}
+
+    logprobs = [place.logprob for place in places]  # None for a prompt's first token
+    return CompletionLogprobs(
+        tokens=[tokenizer.token_text(place.token_id) for place in places],
+        token_logprobs=[token and max(token.logprob, LOWEST_LOGPROB) for token in logprobs],
+        top_logprobs=[token and top_logprobs(token) for token in logprobs] if with_top else None,
+        text_offset=[place.offset for place in places],
+    )

@@ -1,0 +1,247 @@
+"""Reads OpenAI's chats and completions: from a body to a ``TextRequest``."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from ovspec.base.json_types import JsonObject, JsonValue
+from ovspec.engine.prompts import Prompt, is_batch
+from ovspec.grammars.response_format import WRAPPER_KEYS
+from ovspec.protocols.bodies import MESSAGE_FIELDS, TEXT_PART_FIELDS, ChatEnding, RequestError
+from ovspec.protocols.requests import (
+    IgnoredNames,
+    Overrides,
+    RequestKind,
+    TextRequest,
+    add_ignored,
+    read_overrides,
+    refuse_unknown_fields,
+)
+from ovspec.text.chat_format import find_begun_answer
+from ovspec.text.chat_template import Message
+from ovspec.text.infill import Infill
+
+# The fields of each response format besides its type; a schema beside the type is llama.cpp's way to give one.
+RESPONSE_FORMAT_FIELDS = {"text": set[str](), "json_object": {"schema"}, "json_schema": {"json_schema"}}
+
+
+def read_chat_or_completion(body: Any, kind: RequestKind) -> TextRequest:
+    """Return the request in a body; raises RequestError for fields that can't be met together."""
+    messages = getattr(body, "messages", None)
+    prompt = getattr(body, "prompt", None)
+    if (messages is None) == (prompt is None):
+        raise RequestError("A request must have either a prompt or messages.")
+    echo = bool(getattr(body, "echo", None))
+    ignored = IgnoredNames()
+    chat = to_template_messages(messages or [], ignored, kind == "own")
+    if isinstance(body, ChatEnding):
+        check_chat_ending(body, chat)
+    if messages is not None:
+        if echo:
+            raise RequestError("echo can't be combined with messages; leave it out.", "echo")
+        prompt = chat
+    if suffix := getattr(body, "suffix", None):
+        if echo:
+            raise RequestError("suffix can't be combined with echo; leave one of them out.", "suffix")
+        if not isinstance(prompt, str):
+            raise RequestError("suffix needs a prompt that is one string.", "suffix")
+        prompt = Infill(prompt, suffix)
+    prompts: Any = prompt if is_batch(prompt) else [prompt]
+    return replace(build_text_request(body, kind, prompts, echo), ignored=(*ignored,))
+
+
+def build_text_request(body: Any, kind: RequestKind, prompts: list[Prompt], echo: bool = False) -> TextRequest:
+    """Return the request for the texts of prompts with the options in ``body``; see ``read_chat_or_completion``."""
+    overrides = read_overrides(body)
+    if body.response_format is not None:
+        overrides.set_schema(response_format_schema(body.response_format), "response_format")
+    read_logprobs(body, overrides)
+    if body.stream_options and not body.stream:
+        raise RequestError("stream_options needs stream to be true.", "stream_options")
+    return TextRequest(
+        kind,
+        prompts,
+        overrides,
+        body.model,
+        echo,
+        overrides.values.get("max_tokens") == 0,
+        bool(body.stream),
+        bool(body.stream_options and body.stream_options.include_usage),
+        bool(body.return_record),
+        body.draft,
+    )
+
+
+def read_logprobs(body: Any, overrides: Overrides) -> None:
+    """Set OpenAI's ``logprobs``, a number, or true or false with ``top_logprobs`` beside it, as an option."""
+    logprobs = getattr(body, "logprobs", None)
+    top_logprobs = getattr(body, "top_logprobs", None)
+    if top_logprobs is not None and logprobs is not True:
+        raise RequestError("`top_logprobs` needs `logprobs` to be true.", "top_logprobs")
+    if logprobs is True:
+        overrides.values["logprobs"] = top_logprobs or 0
+    elif logprobs is not None:
+        overrides.values["logprobs"] = None if logprobs is False else logprobs
+
+
+def response_format_schema(response_format: JsonObject) -> JsonValue:
+    """Return the schema in OpenAI's ``response_format``, or None for any text."""
+    fields = {name: value for name, value in response_format.items() if value is not None}
+    kind = str(fields.get("type"))
+    beside_type = kind == "json_schema" and "json_schema" not in fields  # llama.cpp's way
+    if kind in RESPONSE_FORMAT_FIELDS:
+        known = {"type", *RESPONSE_FORMAT_FIELDS[kind], *(WRAPPER_KEYS if beside_type else ())}
+        refuse_unknown_fields(fields, known, "`response_format` has no {name}", "response_format")
+    if kind == "text":
+        return None
+    if kind == "json_object" and fields.get("schema", {}) == {}:
+        return {"type": "object"}
+    wrapper: JsonValue = fields if beside_type or kind == "json_object" else fields.get("json_schema")
+    has_schema = isinstance(wrapper, dict) and isinstance(wrapper.get("schema"), dict)
+    if kind not in RESPONSE_FORMAT_FIELDS or not has_schema:
+        raise RequestError(
+            '`response_format` must be {"type": "text"}, {"type": "json_object"} or '
+            '{"type": "json_schema", "json_schema": {"schema": …}}.',
+            "response_format",
+        )
+    if wrapper is not fields:
+        refuse_unknown_fields(wrapper, WRAPPER_KEYS, "`response_format` has no json_schema.{name}", "response_format")
+    return {"name": str(wrapper.get("name")), "schema": wrapper["schema"]}
+
+
+MAX_TOOL_CALLS = 1000  # of a message
+
+
+CHAT_ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+# The words for parts that aren't text, in which the model reads that they were left out.
+MEDIA_KINDS = ("image", "audio", "video", "document", "file")
+
+
+def check_chat_ending(body: ChatEnding, chat: list[Message]) -> None:
+    """Raise RequestError if a body asks for another ending than its chat has: continued, or a new message."""
+    is_continued = find_begun_answer(chat) is not None
+    if body.continue_final_message and body.add_generation_prompt:
+        raise RequestError(
+            "`continue_final_message` and `add_generation_prompt` can't both be true; leave one of them out.",
+            "continue_final_message",
+        )
+    if body.continue_final_message and not is_continued:
+        raise RequestError(
+            "`continue_final_message` needs an assistant's message without calls as the last; leave it out.",
+            "continue_final_message",
+        )
+    if body.continue_final_message is False and is_continued:
+        raise RequestError(
+            "`continue_final_message` is false, but a last message of the assistant is always continued; leave it "
+            "out, or end with another message.",
+            "continue_final_message",
+        )
+    if body.add_generation_prompt is False and not is_continued:
+        raise RequestError(
+            "`add_generation_prompt` is false, which needs a last message that is continued, the assistant's; leave "
+            "it out.",
+            "add_generation_prompt",
+        )
+
+
+def to_template_messages(messages: Sequence[Message], ignored: IgnoredNames, any_field: bool = False) -> list[Message]:
+    """Return messages as chat templates take them.
+
+    Only the system's and the user's last message must be readable: clients send back whatever else was said. Other
+    messages' unreadable parts are left out, and their names are added to ``ignored``. ``any_field``: messages may have
+    other fields.
+    """
+    users = [index for index, message in enumerate(messages) if message.get("role") == "user"]
+    last = users[-1] if users else -1
+    return [to_template_message(message, ignored, index == last, any_field) for index, message in enumerate(messages)]
+
+
+def to_template_message(message: Message, ignored: IgnoredNames, strict: bool, any_field: bool = False) -> Message:
+    """Return ``message`` as chat templates take it: its content a string, and its role one that they know."""
+    # OpenAI's clients send null and empty fields back with the assistant's answers.
+    fields = {name: value for name, value in message.items() if value not in (None, [])}
+    if "function_call" in fields:
+        raise message_error("function_call can't be read; send the call in tool_calls.")
+    if "reasoning" in fields:  # vLLM's name
+        fields.setdefault("reasoning_content", fields.pop("reasoning"))
+    if not any_field:
+        refuse_unknown_fields(fields, MESSAGE_FIELDS, "messages: {name} is not a field of a message", "messages")
+    for name in ("name", "tool_call_id", "reasoning_content", "thinking"):
+        if not isinstance(fields.get(name, ""), str):
+            raise message_error(f"{name} must be a string.")
+    if not isinstance(role := fields.get("role"), str):
+        raise message_error("each needs a role, such as user.")
+    if role not in CHAT_ROLES:
+        raise message_error(
+            f"the role of a message is {role!r:.40}; it must be {', '.join(CHAT_ROLES[:-1])} or {CHAT_ROLES[-1]}."
+        )
+    if role == "developer":  # OpenAI's newer name
+        role = fields["role"] = "system"
+    if "tool_calls" in fields:
+        fields["tool_calls"] = to_template_calls(fields["tool_calls"])
+    fields["content"] = flatten_content(fields.get("content"), ignored, strict or role == "system")
+    return fields
+
+
+def to_template_calls(calls: JsonValue) -> list[JsonObject]:
+    """Return the tool calls of a message as chat templates take them; raises RequestError."""
+    if not isinstance(calls, list):
+        raise message_error("tool_calls must be a list.")
+    if len(calls) > MAX_TOOL_CALLS:
+        raise message_error(f"one has {len(calls)} tool_calls; at most {MAX_TOOL_CALLS} are allowed.")
+    return [to_template_call(call) for call in calls]
+
+
+def to_template_call(call: JsonValue) -> JsonObject:
+    is_function = isinstance(call, dict) and call.get("type", "function") == "function"
+    function = call.get("function") if is_function else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise message_error("each of tool_calls must be of the type function and have a function with a name.")
+    if not isinstance(id := call.get("id") or "", str):
+        raise message_error(f"the id of a call of {function['name']:.80} must be a string.")
+    name_and_arguments = {"name": function["name"], "arguments": function.get("arguments") or "{}"}
+    template_call: JsonObject = {"id": id} if id else {}
+    return template_call | {"type": "function", "function": name_and_arguments}
+
+
+def flatten_content(content: JsonValue, ignored: IgnoredNames, strict: bool) -> str:
+    """Return the content of a message as one string; raises RequestError for other parts than text, if ``strict``."""
+    if isinstance(content, str):
+        return content
+    if content is None and not strict:
+        return ""
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+        raise message_error("each needs content, which is a string or a list of parts of the type text.")
+    return "\n".join(read_text_part(part, ignored, strict) for part in content)
+
+
+def read_text_part(part: JsonObject, ignored: IgnoredNames, strict: bool) -> str:
+    """Return the text of a part of a content, or the words that the model reads instead of it."""
+    kind = part.get("type")
+    if kind not in ("text", "refusal"):
+        if strict:
+            raise message_error(f"content of the type {kind!s:.40} can't be read; only text can.")
+        return omit_content(kind, ignored)
+    text = part.get(kind)
+    if not strict:
+        text = text or ""
+    if not isinstance(text, str):
+        raise message_error(f"a part of the type {kind} needs a {kind}, which is a string.")
+    fields = [name for name in part if part[name] is not None]
+    message = f"messages: {{name}} is not a field of a part of the type {kind}"
+    refuse_unknown_fields(fields, {*TEXT_PART_FIELDS, kind}, message, "messages")
+    return text
+
+
+def omit_content(kind: JsonValue, ignored: IgnoredNames) -> str:
+    """Return the words that the model reads instead of an unreadable part, whose name is added to ``ignored``."""
+    name = f"{kind!s:.40}"
+    add_ignored(f"content.{name}", ignored)
+    media_kind = next((media_kind for media_kind in MEDIA_KINDS if media_kind in name), name)
+    return f"[{media_kind} omitted]"
+
+
+def message_error(message: str) -> RequestError:
+    return RequestError(f"messages: {message}", "messages")

@@ -1,0 +1,85 @@
+"""The server's properties as llama.cpp's server reports them."""
+
+from pydantic import Field
+
+from ovspec import __version__
+from ovspec.api.model import LanguageModel
+from ovspec.base.errors import OvspecError
+from ovspec.base.json_types import JsonObject
+from ovspec.params import Params
+from ovspec.protocols.reply import ReplyModel
+
+
+class DefaultGenerationSettings(ReplyModel):
+    n_ctx: int | None = Field(description="Tokens that a prompt and its text may have; null if unknown.")
+    params: JsonObject = Field(description="The sampling of requests that set none.")
+
+
+class Modalities(ReplyModel):
+    vision: bool
+    audio: bool
+
+
+class Props(ReplyModel):
+    default_generation_settings: DefaultGenerationSettings
+    total_slots: int = Field(description="Texts that are generated at a time.")
+    model_alias: str
+    model_path: str = Field(description="The folder's name.")
+    modalities: Modalities
+    chat_template: str = Field(description="Empty if there is none.")
+    bos_token: str
+    eos_token: str
+    build_info: str
+    endpoint_slots: bool
+    endpoint_props: bool = Field(description="Whether POST can change something.")
+    endpoint_metrics: bool
+    is_sleeping: bool
+
+
+def server_props(lm: LanguageModel, name: str, defaults: Params, rows: int) -> Props:
+    """Return the server's properties as llama.cpp's has them; ``rows``: texts that are generated at a time."""
+    tokens = lm.runtime.prompts.special_tokens
+    try:
+        template = lm.runtime.prompts.chat_format.template.source
+    except OvspecError:
+        template = ""
+    settings = llamacpp_sampling(lm.runtime.row_maker.complete_params(defaults))
+    if defaults.max_tokens is None:
+        settings |= dict.fromkeys(("n_predict", "max_tokens"), int(lm.runtime.row_maker.token_limit(defaults)))
+    return Props(
+        default_generation_settings=DefaultGenerationSettings(n_ctx=lm.target.ir.context_length, params=settings),
+        total_slots=rows,
+        model_alias=name,
+        model_path=lm.folder.name,
+        modalities=Modalities(vision=False, audio=False),
+        chat_template=template,
+        bos_token=tokens.get("bos_token", ""),
+        eos_token=tokens.get("eos_token", ""),
+        build_info=f"ovspec {__version__}",
+        endpoint_slots=False,
+        endpoint_props=False,
+        endpoint_metrics=True,
+        is_sleeping=False,
+    )
+
+
+def llamacpp_sampling(params: Params) -> JsonObject:
+    """Return sampling options under llama.cpp's names."""
+    max_tokens = -1 if params.max_tokens is None else params.max_tokens
+    return {
+        "n_predict": max_tokens,
+        "max_tokens": max_tokens,
+        "n_indent": params.min_indent,
+        "t_max_predict_ms": params.max_predict_ms,
+        "seed": -1 if params.seed is None else params.seed,
+        "temperature": params.temperature,
+        "top_k": params.top_k,
+        "top_p": params.top_p,
+        "min_p": params.min_p,
+        "typical_p": params.typical_p,
+        "repeat_penalty": 1.0 if params.repetition_penalty is None else params.repetition_penalty,
+        "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty,
+        "stop": params.stop_strings,
+        "ignore_eos": params.ignore_eos,
+    }

@@ -1,0 +1,36 @@
+"""The bodies of requests to encode texts and chats, and to decode tokens."""
+
+from typing import Any
+
+from pydantic import Field, create_model
+
+from ovspec.protocols.bodies import CHAT_MESSAGES, TOKEN_IDS, ChatEnding, RequestBody, refused_fields
+from ovspec.protocols.unsupported import REFUSED_PROMPT_FIELDS, REFUSED_TOKENIZE_FIELDS
+
+
+class TokenizeRequest(
+    ChatEnding,
+    create_model("Prompts", __base__=RequestBody, **refused_fields(REFUSED_PROMPT_FIELDS | REFUSED_TOKENIZE_FIELDS)),
+):
+    """A text or chat to be encoded."""
+
+    model: str | None = Field(None, description="The model's name.")
+    prompt: str | None = Field(None, description="The text to encode.")
+    content: str | None = Field(None, description="The text to encode, under llama.cpp's name.")
+    messages: CHAT_MESSAGES | None = Field(None, description="A chat, which the chat template renders.")
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="Variables for the chat template; only with messages."
+    )
+    tools: list[dict[str, Any]] | None = Field(None, description="The chat's tools; only with messages.")
+    add_special_tokens: bool | None = Field(
+        None, description="Whether the text begins with the model's BOS; not with messages. Default: true."
+    )
+    add_special: bool | None = Field(None, description="llama.cpp's name for add_special_tokens.")
+    with_pieces: bool | None = Field(None, description="Return each token as an object with its id and its piece.")
+
+
+class DetokenizeRequest(RequestBody):
+    """Tokens to be decoded."""
+
+    model: str | None = Field(None, description="The model's name.")
+    tokens: TOKEN_IDS = Field(description="Token ids.")

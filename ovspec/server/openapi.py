@@ -1,0 +1,47 @@
+"""The OpenAPI document: which errors each path answers, and which unknown fields are refused."""
+
+from typing import Any
+
+from fastapi import FastAPI
+
+from ovspec.protocols.apis import BODY_TYPES
+from ovspec.protocols.bodies import NOT_SUPPORTED
+from ovspec.protocols.chat.bodies import StreamOptions
+from ovspec.protocols.errors import AnthropicErrorBody, OpenAIErrorBody
+from ovspec.protocols.parsing import fields_of_other_requests
+from ovspec.server.errors import is_anthropic_path
+
+ERROR_DESCRIPTIONS: dict[int | str, str] = {
+    400: "A field or the body is wrong.",
+    401: "The key is missing or wrong.",
+    403: "The host isn't this machine, and the server has no key.",
+    404: "There is no such model or path.",
+    405: "The path doesn't take this method.",
+    408: "The body did not arrive in time.",
+    413: "The body is too large.",
+    415: "The body isn't JSON.",
+    422: "The text can't be continued within its grammar.",
+    429: "Too many texts are waiting.",
+    500: "An inference failed.",
+    501: "The model can't do that.",
+    503: "The server is shutting down, lacks memory or files, or the request has waited for too long.",
+    504: "The request took too long.",
+}
+
+
+def error_responses(path: str) -> dict[int | str, dict[str, Any]]:
+    """Return the answers of a path that are errors, for the OpenAPI document."""
+    model = AnthropicErrorBody if is_anthropic_path(path) else OpenAIErrorBody
+    return {status: {"model": model, "description": description} for status, description in ERROR_DESCRIPTIONS.items()}
+
+
+def make_openapi_document(app: FastAPI) -> dict[str, Any]:
+    """Return the OpenAPI document, which also tells which unknown fields are refused."""
+    document = FastAPI.openapi(app)
+    schemas = document["components"]["schemas"]
+    for body in (*BODY_TYPES.values(), StreamOptions):
+        schema = schemas[body.__name__]
+        schema["additionalProperties"] = not app.state.strict_fields
+        for name in sorted(fields_of_other_requests(body)):
+            schema["properties"][name] = {"type": "null", "description": NOT_SUPPORTED}
+    return document

@@ -1,0 +1,86 @@
+"""The replies of /tokenize and /detokenize: the tokens of a text or a chat, and the text of tokens."""
+
+from pydantic import Field
+
+from ovspec.api.model import LanguageModel
+from ovspec.base.errors import PromptError
+from ovspec.engine.prompts import refuse_template_variables
+from ovspec.params.tools import parse_tools
+from ovspec.protocols.bodies import RequestError
+from ovspec.protocols.chat.request import check_chat_ending, to_template_messages
+from ovspec.protocols.reply import ReplyModel
+from ovspec.protocols.requests import IgnoredNames
+from ovspec.protocols.tokenize import DetokenizeRequest, TokenizeRequest
+from ovspec.server.context import ServerContext
+from ovspec.server.errors import prompt_error
+
+ADD_SPECIAL_FIELDS = ("add_special_tokens", "add_special")  # vLLM's and llama.cpp's names of the same field
+
+
+class TokenPiece(ReplyModel):
+    id: int
+    piece: str | list[int] = Field(description="The token's text, or its bytes where it is part of a character.")
+
+
+class TokenizeReply(ReplyModel):
+    count: int
+    max_model_len: int | None
+    tokens: list[int] | list[TokenPiece]
+
+
+class DetokenizeReply(ReplyModel):
+    prompt: str
+    content: str
+
+
+def tokenize_body(context: ServerContext, ignored: IgnoredNames, body: TokenizeRequest) -> TokenizeReply:
+    """Return the tokens of a text or a chat; names of ignored fields are added to ``ignored``."""
+    ids = encode_body(context, ignored, body)
+    tokenizer = context.lm.tokenizer
+    max_model_len = context.lm.target.ir.context_length
+    if not body.with_pieces:
+        return TokenizeReply(count=len(ids), max_model_len=max_model_len, tokens=ids)
+    pieces = [TokenPiece(id=id, piece=token_piece(tokenizer.token_bytes(id))) for id in ids]
+    return TokenizeReply(count=len(ids), max_model_len=max_model_len, tokens=pieces)
+
+
+def token_piece(token_bytes: bytes) -> str | list[int]:
+    """Return the text of a token, or its bytes, if they are part of a character."""
+    try:
+        return token_bytes.decode()
+    except UnicodeDecodeError:
+        return list(token_bytes)
+
+
+def encode_body(context: ServerContext, ignored: IgnoredNames, body: TokenizeRequest) -> list[int]:
+    """Return the tokens of the text or chat in ``body``; raises OvspecError for fields that can't be combined."""
+    lm = context.lm
+    texts = [text for text in (body.prompt, body.content) if text is not None]
+    add_special = {name: getattr(body, name) for name in ADD_SPECIAL_FIELDS if getattr(body, name) is not None}
+    if len(texts) + (body.messages is not None) != 1:
+        raise RequestError("Give one of prompt, content and messages.")
+    if body.messages is None:
+        check_chat_ending(body, [])
+        refuse_template_variables(body.chat_template_kwargs)
+        if body.tools:
+            raise RequestError("tools need messages; leave them out.", "tools")
+        return lm.tokenizer.encode(texts[0], False not in add_special.values()).tolist()
+    if name := next(iter(add_special), None):
+        raise RequestError(f"{name} can't be combined with messages; leave it out.", name)
+    messages = to_template_messages(body.messages, ignored)
+    tools = parse_tools(body.tools or ())
+    check_chat_ending(body, messages)
+    variables = context.preparer.select_variables(body.chat_template_kwargs or {}, bool(tools), ignored)
+    try:
+        return lm.runtime.prompts.encode(messages, variables=variables, tools=tools).tolist()
+    except PromptError as error:
+        raise prompt_error(error, lm, "messages") from None
+
+
+def detokenize_body(lm: LanguageModel, body: DetokenizeRequest) -> str:
+    """Return the text of tokens; raises ApiError for ids that aren't in the vocabulary."""
+    try:
+        ids = lm.runtime.prompts.encode(body.tokens, at_start=False)
+    except PromptError as error:
+        raise prompt_error(error, lm, "tokens") from None
+    return lm.tokenizer.decode_with_special(ids) or lm.tokenizer.decode(ids)
