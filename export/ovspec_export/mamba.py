@@ -17,7 +17,6 @@ from openvino import opset14 as ops
 
 if TYPE_CHECKING:
     from openvino.frontend import NodeContext
-    from optimum.exporters.openvino.model_patcher import MambaPatcher
 
 
 class SelectiveScan(torch.nn.Module):
@@ -102,13 +101,13 @@ def replace_mixer() -> None:
     enter = Patcher.__enter__
 
     @functools.wraps(initialize)
-    def initialize_with_scan(self: MambaPatcher, *args: Any, **kwargs: Any) -> None:
+    def initialize_with_scan(self: Any, *args: Any, **kwargs: Any) -> None:
         initialize(self, *args, **kwargs)
         self.module_extensions = {SelectiveScan: ModuleExtension(SelectiveScan, "ovspec_scan")}
         self.conversion_extensions = [ConversionExtension("ovspec_scan", convert_scan)]
 
     @functools.wraps(enter)
-    def enter_with_mixer(self: MambaPatcher) -> MambaPatcher:
+    def enter_with_mixer(self: Any) -> Any:
         entered = enter(self)
         for layer in self._model.backbone.layers:
             layer.mixer.scan = SelectiveScan()

@@ -46,7 +46,7 @@ def find_the_same_tokens() -> None:
         getattr(BPETokenizationStep, name) for name in ("from_hf_json", "get_ov_subgraph", "finalize")
     )
 
-    def from_hf_json(tokenizer_json: JsonObject) -> BPETokenizationStep:
+    def from_hf_json(tokenizer_json: JsonObject) -> Any:
         bpe = from_json(tokenizer_json)
         model = tokenizer_json["model"]
         pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
@@ -60,14 +60,14 @@ def find_the_same_tokens() -> None:
             bpe.unmerged = []
         return bpe
 
-    def finalize_with_bytes(self: BPETokenizationStep) -> None:
+    def finalize_with_bytes(self: Any) -> None:
         if self.added_tokens and self.get_pipeline().is_byte_level:
             texts = self.added_tokens.items()
             encoded = {text.encode() if isinstance(text, str) else text: token_id for text, token_id in texts}
             self.added_tokens = encoded
         finalize(self)
 
-    def get_subgraph_without_unmerged(self: BPETokenizationStep, input_nodes: list[Output]) -> list[Output]:
+    def get_subgraph_without_unmerged(self: Any, input_nodes: list[Output]) -> list[Output]:
         vocabulary = self.vocab
         self.vocab = list(vocabulary)
         for token_id in getattr(self, "unmerged", []):  # none where there is no tokenizer.json
@@ -133,7 +133,7 @@ def shorten_dummy_window() -> None:
     generate = Generator.generate
 
     @functools.wraps(generate)
-    def generate_short(self: Generator, *args: Any, **kwargs: Any) -> list[tuple[Tensor, ...]]:
+    def generate_short(self: Any, *args: Any, **kwargs: Any) -> list[tuple[Tensor, ...]]:
         self.sliding_window = self.sequence_length
         return generate(self, *args, **kwargs)
 
@@ -147,7 +147,7 @@ def pass_position_ids() -> None:
     initialize = Patcher.__init__
 
     @functools.wraps(initialize)
-    def initialize_with_positions(self: Patcher, *args: Any, **kwargs: Any) -> None:
+    def initialize_with_positions(self: Any, *args: Any, **kwargs: Any) -> None:
         initialize(self, *args, **kwargs)
         patched_forward = self.patched_forward
         model_forward = self.model_orig_forward

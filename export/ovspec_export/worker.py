@@ -126,7 +126,7 @@ def save_first_layers(source: str, layer_count: int, folder: str, trust_remote_c
         config.layer_types = config.layer_types[:layer_count]
     model = load_checkpoint_model(source, trust_remote_code, config=config)
     # transformers can't quantise dequantised weights again, and would leave them out.
-    options = {"save_original_format": False} if "quantization_config" in config else {}
+    options: JsonObject = {"save_original_format": False} if "quantization_config" in config else {}
     model.save_pretrained(folder, **options)
     copy_missing_files(Path(source), Path(folder))
 
