@@ -119,7 +119,7 @@ class LanguageModel:
                 option that is out of range.
             TypeError: an unknown option.
         """
-        results = [result for [result] in self._generate_samples(prompt, self._single_text_params(options))]
+        results = [result for [result] in self._generate_samples(prompt, options, single_text=True)]
         return results if is_prompt_list(prompt) else results[0]
 
     @overload
@@ -141,7 +141,7 @@ class LanguageModel:
             OvspecError: as ``generate``.
             TypeError: an unknown option.
         """
-        samples = self._generate_samples(prompt, self.runtime.row_maker.make_complete_params(options))
+        samples = self._generate_samples(prompt, options)
         return samples if is_prompt_list(prompt) else samples[0]
 
     @method_accepts_options(GenerateArguments[Prompt])
@@ -230,9 +230,13 @@ class LanguageModel:
             raise OvspecError(f"`n` is {params.n}; call samples() for several texts of a prompt.")
         return params
 
-    def _generate_samples(self, prompt: Prompt | Prompts, params: Params) -> list[list[Result]]:
-        """Return the ``n`` results of each prompt."""
+    def _generate_samples(
+        self, prompt: Prompt | Prompts, options: dict[str, OptionValue], single_text: bool = False
+    ) -> list[list[Result]]:
+        """Return the ``n`` results of each prompt; with ``single_text``, ``n`` must be 1."""
         prompts = as_prompt_list(prompt)
+        make_params = self._single_text_params if single_text else self.runtime.row_maker.make_complete_params
+        params = make_params(options)
         rows = [row for prompt in prompts for row in self.runtime.row_maker.make_rows(prompt, params)]
         for _ in self.runtime.decoder_pool.run_batch(rows, params, len(rows)):
             pass
