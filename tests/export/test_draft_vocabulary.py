@@ -119,7 +119,7 @@ BUGS: dict[str, tuple[str, Callable[..., Any]]] = {
         lambda constant, axis, ids: ENTRIES(constant, axis, np.minimum(ids + 1, VOCAB - 1)),
     ),
     "swapped halves": ("select_constant_entries", swapped_halves),
-    "other ids": ("give_ids", lambda model, ids: add_target_ids(model, np.roll(ids, 1))),
+    "other ids": ("add_target_ids", lambda model, ids: add_target_ids(model, np.roll(ids, 1))),
     "bias of the first ids": (
         "select_constant_entries",
         lambda constant, axis, ids: ENTRIES(constant, axis, np.arange(len(ids)) if axis == -1 else ids),
