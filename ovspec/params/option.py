@@ -53,7 +53,7 @@ class Option:
     request_type: its type in a request, if not the one in Python.
     aliases: its other names in a request.
     truncates: whether it limits sampling to likely tokens, which needs a temperature; see ``sampling/warp.py``.
-    find_choices: returns the strings that it may be, where other files add to them.
+    choices: the strings that it may be, where the annotation can't list them.
     name, value_type, default: those of the field; set by ``collect_options``.
     """
 
@@ -69,7 +69,7 @@ class Option:
     request_type: TypeForm = None
     aliases: tuple[str, ...] = ()
     truncates: bool = False
-    find_choices: Callable[[], Iterable[str]] | None = None
+    choices: Iterable[str] = ()
     name: str = ""
     value_type: TypeForm = Any
     default: OptionValue = None
@@ -103,8 +103,8 @@ def collect_options(cls: Any) -> dict[str, Option]:
         if declaration := entry.metadata.get("option"):
             default = entry.default if entry.default_factory is MISSING else entry.default_factory()
             value_type = types[entry.name]
-            if declaration.find_choices:
-                value_type = Literal[(*declaration.find_choices(),)] | None
+            if declaration.choices:
+                value_type = Literal[(*declaration.choices,)] | None
             options[entry.name] = replace(declaration, name=entry.name, value_type=value_type, default=default)
     return options
 

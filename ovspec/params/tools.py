@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -35,11 +34,6 @@ class AllowedCalls:
 
 
 NO_TOOLS = AllowedCalls((), False)
-
-
-def find_tool_formats() -> list[str]:
-    """Return the names of the formats in ``text/tool_formats``; only the option imports from that higher layer."""
-    return sorted(importlib.import_module("ovspec.text.tool_formats").FORMATS_BY_NAME)
 
 
 def parse_tools(tools: Sequence[JsonValue]) -> list[JsonObject]:

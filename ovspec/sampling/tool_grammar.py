@@ -13,8 +13,8 @@ from ovspec.grammars.json_schema import CompiledSchema, SchemaReading, compile_s
 from ovspec.grammars.json_schema.item_tracks import merge_item_tracks
 from ovspec.grammars.json_schema.parameters import ParameterExpressions
 from ovspec.grammars.sources import UNIQUE_ITEMS_KEY, check_character_count, check_nesting, find_schema_problem
-from ovspec.text.tool_formats import FORMATS_BY_NAME
-from ovspec.text.tool_formats.layout import SLOT_PATTERNS, ToolFormat
+from ovspec.params.tool_formats import FORMATS_BY_NAME
+from ovspec.params.tool_formats.layout import SLOT_PATTERNS, ToolFormat
 
 # Next to llguidance's own keys.
 TOKEN_NAMES_KEY = "marks"  # names of tokens in the grammar -> those in the vocabulary

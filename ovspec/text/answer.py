@@ -15,7 +15,7 @@ from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from ovspec.text.tool_formats.layout import SLOT_PATTERNS, ToolFormat
+from ovspec.params.tool_formats.layout import SLOT_PATTERNS, ToolFormat
 
 # start: nothing but white space yet; after: the same behind thinking; between: the header of a message (harmony).
 Phase = Literal["start", "thinking", "after", "text", "between", "calls"]

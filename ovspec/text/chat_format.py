@@ -13,11 +13,9 @@ from typing import Any
 from ovspec.base.errors import PromptError
 from ovspec.base.json_types import JsonObject, JsonValue
 from ovspec.base.surrogates import replace_half_surrogates
-from ovspec.text.answer import detect_thinking_format
-from ovspec.text.chat_template import ChatTemplate, Message, TemplateError
-from ovspec.text.tool_formats import FORMATS, FORMATS_BY_NAME
-from ovspec.text.tool_formats.generic import GENERIC
-from ovspec.text.tool_formats.layout import (
+from ovspec.params.tool_formats import FORMATS, FORMATS_BY_NAME
+from ovspec.params.tool_formats.generic import GENERIC
+from ovspec.params.tool_formats.layout import (
     ToolFormat,
     add_to_system,
     describe_tools,
@@ -27,6 +25,8 @@ from ovspec.text.tool_formats.layout import (
     shorten_id,
     split_calls,
 )
+from ovspec.text.answer import detect_thinking_format
+from ovspec.text.chat_template import ChatTemplate, Message, TemplateError
 
 # A chat with a tool and two calls of it, whose rendering shows the format.
 PROBE, PROBE_SYSTEM = "probe", "You probe."

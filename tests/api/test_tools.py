@@ -23,9 +23,9 @@ from ovspec.api.verify import record_as_json, result_from_json
 from ovspec.drafting.choice import parse_draft
 from ovspec.engine.results import Piece
 from ovspec.engine.row import Row
+from ovspec.params.tool_formats import FORMATS_BY_NAME
 from ovspec.text.chat_format import ChatFormat
 from ovspec.text.chat_template import ChatTemplate
-from ovspec.text.tool_formats import FORMATS_BY_NAME
 
 Load = Callable[..., ovspec.LanguageModel]
 SOURCE = (

@@ -20,6 +20,7 @@ from hostile_cases import deep
 
 from ovspec.base.errors import OvspecError
 from ovspec.params import make_params
+from ovspec.params.tool_formats import FORMATS
 from ovspec.sampling.answer_constraint import AnswerConstraint
 from ovspec.sampling.grammar_constraint import GrammarCompiler
 from ovspec.sampling.grammar_conversion import TOOLS_SECONDS
@@ -27,7 +28,6 @@ from ovspec.sampling.grammar_options import convert_answer_grammar
 from ovspec.sampling.vocabulary_index import VocabularyIndex
 from ovspec.text.tokenizer import make_byte_vocabulary
 from ovspec.text.tokenizer_files import TokenizerFile
-from ovspec.text.tool_formats import FORMATS
 
 REAL = ROOT / "smollm2" / "tokenizer.json"  # of 49,152 tokens; used if it is there
 XML = [each for each in FORMATS if each.parameters]

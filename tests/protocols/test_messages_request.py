@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from ovspec.base.errors import OvspecError
 from ovspec.engine.results import Piece, Result, Stats
 from ovspec.params import Params
+from ovspec.params.tool_formats import FORMATS_BY_NAME
 from ovspec.protocols.bodies import MAX_NAMED_FIELDS, RequestError
 from ovspec.protocols.errors import RequestFailure
 from ovspec.protocols.messages.body import MESSAGES_FIELDS_WITHOUT_EFFECT, MessagesRequest
@@ -27,7 +28,6 @@ from ovspec.protocols.reply import Generation
 from ovspec.protocols.requests import TextRequest
 from ovspec.server.endpoints import format_event
 from ovspec.text.answer import HARMONY_THINKING, THINKING_FORMATS, AnswerContent, AnswerFormat, AnswerReader
-from ovspec.text.tool_formats import FORMATS_BY_NAME
 
 HI: dict[str, Any] = {"role": "user", "content": "Hi"}
 TOOL: dict[str, Any] = {"name": "f", "description": "A tool.", "input_schema": {"type": "object"}}

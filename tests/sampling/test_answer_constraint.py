@@ -26,10 +26,10 @@ from answers import (
 
 from ovspec.base.errors import OvspecError
 from ovspec.params import make_params
+from ovspec.params.tool_formats import FORMATS
 from ovspec.sampling.answer_constraint import AnswerConstraint
 from ovspec.sampling.masks import mask_contains
 from ovspec.text.answer import HARMONY_THINKING, AnswerContent
-from ovspec.text.tool_formats import FORMATS
 
 GET = tool("get", x={"type": "integer", "minimum": 0, "maximum": 99})
 GETS = tool("gets", y={"enum": ["a", "<tool_call>", "é"]})

@@ -15,6 +15,7 @@ import numpy as np
 from grammar_walks import CLOSERS, TOKENIZER
 
 from ovspec.params import make_params
+from ovspec.params.tool_formats import FORMATS_BY_NAME
 from ovspec.sampling.answer_constraint import AnswerConstraint
 from ovspec.sampling.grammar_constraint import GrammarCompiler
 from ovspec.sampling.grammar_options import convert_answer_grammar
@@ -22,7 +23,6 @@ from ovspec.sampling.vocabulary_index import VocabularyIndex
 from ovspec.text.answer import THINKING_FORMATS, AnswerContent, AnswerFormat, AnswerReader, Phase, ThinkingFormat
 from ovspec.text.tokenizer import ByteDetokenizer, make_byte_vocabulary
 from ovspec.text.tokenizer_files import TokenizerFile
-from ovspec.text.tool_formats import FORMATS_BY_NAME
 
 EOS = 0
 THINK = next(each for each in THINKING_FORMATS if each.open == "<think>")

@@ -12,6 +12,8 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from ovspec.params.tool_formats import FORMATS
+from ovspec.params.tool_formats.layout import ToolFormat
 from ovspec.text.answer import (
     HARMONY_THINKING,
     THINKING_FORMATS,
@@ -21,8 +23,6 @@ from ovspec.text.answer import (
     ThinkingFormat,
     ToolCall,
 )
-from ovspec.text.tool_formats import FORMATS
-from ovspec.text.tool_formats.layout import ToolFormat
 
 TAG = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]")
 SPELT = "\ue000"  # stands for a tag that is spelt out, where tags are tokens

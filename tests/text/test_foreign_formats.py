@@ -16,12 +16,12 @@ from conftest import USERS_CACHE
 from test_tool_formats import CALLS, TOOLS, chat_of, needs_templates, template_of
 
 from ovspec.base.files import read_dataclass
+from ovspec.params.tool_formats import FORMATS_BY_NAME
 from ovspec.text.answer import HARMONY_THINKING, AnswerContent, AnswerFormat, AnswerReader, ThinkingFormat
 from ovspec.text.chat_format import ChatFormat
 from ovspec.text.chat_template import ChatTemplate, load_chat_template
 from ovspec.text.tokenizer import ByteDetokenizer, make_byte_level_alphabet, make_byte_vocabulary
 from ovspec.text.tokenizer_files import TOKENIZER_FILE, TokenizerFile
-from ovspec.text.tool_formats import FORMATS_BY_NAME
 
 TOKENIZERS = USERS_CACHE / "downloads" / "tokenizers"
 needs_tokenizers = pytest.mark.skipif(not TOKENIZERS.is_dir(), reason="the real tokenizers could not be fetched")

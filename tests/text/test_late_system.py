@@ -9,9 +9,9 @@ import pytest
 from chat_templates import SPECIAL, TEMPLATES
 
 from ovspec.base.errors import OvspecError
+from ovspec.params.tool_formats.layout import join_turns, join_users_to_results, results_to_user
 from ovspec.text.chat_format import ChatFormat
 from ovspec.text.chat_template import ChatTemplate
-from ovspec.text.tool_formats.layout import join_turns, join_users_to_results, results_to_user
 
 FIRST = {"deepseek"}  # templates that put all system messages first
 CHATS = ("user system", "user system user", "user assistant system user", "user assistant user system system")

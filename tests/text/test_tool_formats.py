@@ -18,11 +18,11 @@ from conftest import ROOT, USERS_CACHE
 from jinja2.exceptions import SecurityError
 
 from ovspec.base.errors import OvspecError
+from ovspec.params.tool_formats import FORMATS_BY_NAME
+from ovspec.params.tool_formats.layout import describe_tools, shorten_id
 from ovspec.params.tools import parse_tools
 from ovspec.text.chat_format import ChatFormat
 from ovspec.text.chat_template import ChatTemplate
-from ovspec.text.tool_formats import FORMATS_BY_NAME
-from ovspec.text.tool_formats.layout import describe_tools, shorten_id
 
 FOLDER = USERS_CACHE / "downloads" / "llama.cpp" / "models" / "templates"
 needs_templates = pytest.mark.skipif(not FOLDER.is_dir(), reason="llama.cpp's templates could not be fetched")
@@ -362,7 +362,7 @@ def test_a_new_format_is_one_file(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "ovspec", tmp_path / "ovspec", ignore=shutil.ignore_patterns("__pycache__"))
     page = (ROOT / "docs" / "how-to" / "add-a-tool-format.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"(?s) {3}```python\n(.*?) {3}```", page)
-    file = tmp_path / "ovspec" / "text" / "tool_formats" / "example.py"
+    file = tmp_path / "ovspec" / "params" / "tool_formats" / "example.py"
     file.write_text(re.sub(r"(?m)^ {3}", "", block), encoding="utf-8")
     checks = CHECKS.replace("TMP", tmp_path.as_posix())
     done = subprocess.run([sys.executable, "-c", checks], cwd=tmp_path, env=own_environment(), capture_output=True)

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from ovspec.text.tool_formats.hermes import HERMES
-from ovspec.text.tool_formats.layout import Message, make_calls_writer, results_to_user
+from ovspec.params.tool_formats.hermes import HERMES
+from ovspec.params.tool_formats.layout import Message, make_calls_writer, results_to_user
 
 
 def write_history_as_text(messages: list[Message]) -> list[Message]:

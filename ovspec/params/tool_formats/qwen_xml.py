@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from ovspec.text.tool_formats.layout import ParameterLayout, ToolFormat
+from ovspec.params.tool_formats.layout import ParameterLayout, ToolFormat
 
 QWEN_XML = ToolFormat(
     name="qwen-xml",

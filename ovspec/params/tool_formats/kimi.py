@@ -1,6 +1,6 @@
 """Kimi K2: calls with numbers."""
 
-from ovspec.text.tool_formats.layout import ToolFormat
+from ovspec.params.tool_formats.layout import ToolFormat
 
 KIMI = ToolFormat(
     name="kimi",

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from ovspec.text.tool_formats.layout import ToolFormat
+from ovspec.params.tool_formats.layout import ToolFormat
 
 CALL = ('<tool_call>\n{"name": "', "NAME", '", "arguments": ', "ARGUMENTS", "}\n</tool_call>")
 HERMES = ToolFormat(

@@ -1,6 +1,6 @@
 """Cohere's Command R7B and A: a list of JSON objects with numbers."""
 
-from ovspec.text.tool_formats.layout import ToolFormat
+from ovspec.params.tool_formats.layout import ToolFormat
 
 COMMAND_R7B = ToolFormat(
     name="command-r7b",

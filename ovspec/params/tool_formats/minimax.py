@@ -1,6 +1,6 @@
 """MiniMax M2: the arguments as XML elements, strings without quotes, all calls within one tag."""
 
-from ovspec.text.tool_formats.layout import ParameterLayout, ToolFormat
+from ovspec.params.tool_formats.layout import ParameterLayout, ToolFormat
 
 MINIMAX = ToolFormat(
     name="minimax",

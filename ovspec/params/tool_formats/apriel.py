@@ -1,6 +1,6 @@
 """Apriel 1.5 and 1.6: a list of JSON objects within one tag; calls have ids only in what the template renders."""
 
-from ovspec.text.tool_formats.layout import ToolFormat
+from ovspec.params.tool_formats.layout import ToolFormat
 
 CALL = ('{"name": "', "NAME", '", "arguments": ', "ARGUMENTS")
 APRIEL = ToolFormat(

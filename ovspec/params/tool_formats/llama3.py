@@ -1,6 +1,6 @@
 """Llama 3.1 to 3.3: an answer that is one call as a JSON object."""
 
-from ovspec.text.tool_formats.layout import ToolFormat, split_calls
+from ovspec.params.tool_formats.layout import ToolFormat, split_calls
 
 CALL = ('{"name": "', "NAME", '", "parameters": ', "ARGUMENTS", "}")
 LLAMA3 = ToolFormat(

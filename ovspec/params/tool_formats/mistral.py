@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from ovspec.text.tool_formats.layout import ToolFormat
+from ovspec.params.tool_formats.layout import ToolFormat
 
 MISTRAL_LIST = ToolFormat(
     name="mistral-list",

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from ovspec.text.tool_formats.hermes import HERMES
-from ovspec.text.tool_formats.layout import make_calls_writer
+from ovspec.params.tool_formats.hermes import HERMES
+from ovspec.params.tool_formats.layout import make_calls_writer
 
 SMOLLM3 = replace(
     HERMES,

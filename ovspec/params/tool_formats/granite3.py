@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from ovspec.text.tool_formats.layout import ToolFormat, make_calls_writer
+from ovspec.params.tool_formats.layout import ToolFormat, make_calls_writer
 
 CALLS = ToolFormat(
     name="granite3",

@@ -1,6 +1,6 @@
 """Functionary 3.1: the name in a tag around a JSON object."""
 
-from ovspec.text.tool_formats.layout import ToolFormat
+from ovspec.params.tool_formats.layout import ToolFormat
 
 FUNCTIONARY = ToolFormat(
     name="functionary",

@@ -1,6 +1,6 @@
 """Seed-OSS: the arguments as XML elements, strings without quotes."""
 
-from ovspec.text.tool_formats.layout import ParameterLayout, ToolFormat
+from ovspec.params.tool_formats.layout import ParameterLayout, ToolFormat
 
 SEED_OSS = ToolFormat(
     name="seed-oss",

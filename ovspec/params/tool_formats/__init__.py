@@ -6,7 +6,7 @@ docs/how-to/add-a-tool-format.md says how to add one.
 import importlib
 import pkgutil
 
-from ovspec.text.tool_formats.layout import ToolFormat
+from ovspec.params.tool_formats.layout import ToolFormat
 
 
 def load_formats() -> dict[str, ToolFormat]:

@@ -1,6 +1,6 @@
 """GLM 4.5 to 4.7 and Ling 3: the arguments as pairs of XML elements, with new lines between them or without."""
 
-from ovspec.text.tool_formats.layout import ParameterLayout, ToolFormat
+from ovspec.params.tool_formats.layout import ParameterLayout, ToolFormat
 
 GLM = ToolFormat(
     name="glm",

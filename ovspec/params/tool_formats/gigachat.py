@@ -1,6 +1,6 @@
 """GigaChat 3.1: one call as a JSON object after a special token."""
 
-from ovspec.text.tool_formats.layout import ToolFormat, split_calls
+from ovspec.params.tool_formats.layout import ToolFormat, split_calls
 
 GIGACHAT = ToolFormat(
     name="gigachat",

@@ -1,6 +1,6 @@
 """Nemotron Nano 2: a list of JSON objects within one tag."""
 
-from ovspec.text.tool_formats.layout import ToolFormat
+from ovspec.params.tool_formats.layout import ToolFormat
 
 NEMOTRON = ToolFormat(
     name="nemotron",

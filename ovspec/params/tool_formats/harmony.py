@@ -3,7 +3,7 @@
 https://github.com/openai/harmony describes it.
 """
 
-from ovspec.text.tool_formats.layout import Message, ToolFormat, split_calls
+from ovspec.params.tool_formats.layout import Message, ToolFormat, split_calls
 
 
 def move_text_into_thinking(messages: list[Message]) -> list[Message]:
