@@ -82,7 +82,7 @@ class HeadLayout:
         if self.own_lm_head:
             linear_shapes["lm_head"] = [self.draft_vocab_size, width]
         norm_names = ("layer.input_layernorm", "layer.hidden_norm", "layer.post_attention_layernorm", "norm")
-        norm_widths = dict.fromkeys(norm_names, width)
+        norm_widths: dict[str, int] = dict.fromkeys(norm_names, width)
         if self.qk_norm:
             norm_widths |= {f"layer.self_attn.{name}_norm": self.head_dim for name in "qk"}
         if self.fused_norm == "before_fc":

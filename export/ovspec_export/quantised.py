@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.json_types import JsonObject
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 # transformers reads the other kinds only with packages that need a GPU, or that this project doesn't test (gptqmodel,
 # accelerate, triton, compressed-tensors).
@@ -38,7 +35,7 @@ def check_quantisation(config: JsonObject, name: str) -> None:
         )
 
 
-def load_checkpoint_model(source: str, trust_remote_code: bool, **options: Any) -> PreTrainedModel:
+def load_checkpoint_model(source: str, trust_remote_code: bool, **options: Any) -> Any:
     """Return the checkpoint's model, by default with weights in its own type; MXFP4 becomes bf16, as in optimum."""
     from transformers import AutoConfig, AutoModelForCausalLM
 

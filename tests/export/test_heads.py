@@ -620,7 +620,7 @@ def test_heads_that_do_not_fit_are_refused_at_once(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for job in ("convert", "convert_head"):
+    for job in ("convert_source", "convert_head"):
         monkeypatch.setattr(exporting, job, lambda *_: pytest.fail("something was converted"))
     head = write_head(tmp_path / name, **{"target": TARGET_CONFIG, "layer_ids": OUTPUTS} | options)
     if changes:

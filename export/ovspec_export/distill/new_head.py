@@ -49,4 +49,6 @@ def number(config: dict[str, Any], names: Sequence[str]) -> int | None:
 def new_layout(config: dict[str, Any], layers: list[int]) -> HeadLayout:
     """Return the layout of a new head, by its config. It has no embedding of its own."""
     hidden = config["hidden_size"]
-    return build_head_layout(config, {"fc.weight": [hidden, len(layers) * hidden], "lm_head.weight": []}, nested=False)
+    return build_head_layout(
+        config, {"fc.weight": [hidden, len(layers) * hidden], "lm_head.weight": []}, is_speculators=False
+    )
