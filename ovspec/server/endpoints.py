@@ -265,7 +265,7 @@ async def generate_pieces(context: ServerContext, rows: list[Row], began: float)
             yield pieces
     finally:
         if unfinished:
-            engine.cancel(job)
+            engine.cancel_job(job)
 
 
 class Deadlines:

@@ -15,7 +15,7 @@ import ovspec
 from ovspec.api.comparison import Divergence
 from ovspec.api.verify import record_as_json, result_from_json
 from ovspec.batch.file import run_file
-from ovspec.batch.requests import requests_of
+from ovspec.batch.requests import parse_lines
 from ovspec.cli import cli
 from ovspec.cli.compare import print_comparison
 from ovspec.params import make_params
@@ -117,7 +117,7 @@ def test_a_chat_with_calls_is_saved(lm: ovspec.LanguageModel, tmp_path: Path) ->
 def test_a_batch_takes_them_for_all_lines_and_for_one(lm: ovspec.LanguageModel, tmp_path: Path) -> None:
     lines = [{"messages": CHAT}, {"messages": CHAT, "chat_template_kwargs": {"think": True}}, "def f("]
     lines += [{"messages": CHAT, "chat_template_kwargs": "think"}]
-    requests = requests_of("\n".join(map(json.dumps, lines)))
+    requests = parse_lines("\n".join(map(json.dumps, lines)))
     progress = run_file(lm, requests, tmp_path / "out", make_params({"max_tokens": 1, "chat_template_kwargs": QUIET}))
     first, second, text, wrong = map(json.loads, (tmp_path / "out").read_text("utf-8").splitlines())
     assert progress.failed == 2

@@ -14,9 +14,10 @@ import pytest
 
 import ovspec
 from ovspec.base.errors import DISK_FULL_ERRNOS, OvspecError, WriteError
-from ovspec.base.files import create_folder_once, write_atomically
+from ovspec.base.files import write_atomically
 from ovspec.base.progress import print_note
 from ovspec.batch.file import BatchProgress, run_file
+from ovspec.batch.ray.shipment import create_folder_once
 from ovspec.batch.requests import prompt_request
 from ovspec.cli import main
 from ovspec.cli.batch import BatchReport

@@ -611,7 +611,7 @@ def test_options_that_change_answers_begin_anew(tmp_path: Path, cache_dir: Path)
 
     def depends_on(lm: ovspec.LanguageModel, **options: Any) -> str:
         drawn: Any = {"temperature": 1.0, "json_schema": {}, "json_schema_mode": "checked"}
-        return result_dependencies(lm, lm.runtime.rows.params(drawn | options))
+        return result_dependencies(lm, lm.runtime.row_maker.make_complete_params(drawn | options))
 
     lm, plain, other_lookup = loaded("lookup"), loaded(), loaded("lookup", lookup_corpus=[corpus])
     own = depends_on(lm)

@@ -19,7 +19,7 @@ from pydantic import BaseModel, Field, SecretStr
 import ovspec
 from ovspec.base.errors import OvspecError
 from ovspec.batch.file import run_file
-from ovspec.batch.requests import read_request
+from ovspec.batch.requests import parse_line
 from ovspec.params import make_params
 from ovspec.sampling.grammar_conversion import convert_grammar
 from ovspec.sampling.schema_validation import VALIDATOR, find_schema_errors
@@ -210,7 +210,7 @@ def test_batches_judge_and_retry(load: Load, tmp_path: Path) -> None:
         {"prompt": "a", "regex": "yes|no"},
         {"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": OPEN}}},
     ]
-    requests = [read_request(json.dumps(line), str(i)) for i, line in enumerate(lines)]
+    requests = [parse_line(json.dumps(line), str(i)) for i, line in enumerate(lines)]
     options: Any = {"json_schema": ODD, "json_schema_mode": "checked", "retries": 20, "temperature": 2.0}
     options["max_tokens"] = 40
     run_file(load(), requests, tmp_path / "out.jsonl", make_params(options))

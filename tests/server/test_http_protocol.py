@@ -37,6 +37,12 @@ class FailingReply(Reply):
     def __init__(self) -> None:
         pass
 
+    def whole(self, results: Any) -> Any:
+        raise NotImplementedError
+
+    def add(self, index: int, piece: Any, /) -> Any:
+        raise NotImplementedError
+
 
 class Streaming:
     """An application that streams ``parts`` of ``size`` bytes, then may fail, and notes when a stream has ended."""
