@@ -34,7 +34,7 @@ def compare_with_checkpoint(
     options = DeviceOptions(precision="f32", properties={"CACHE_DIR": ""})
     ir = compile_ir(folder, options)
     tokenizer = Tokenizer(folder)
-    decoder = make_stateful_decoder(ir, probe_rollback(ir).rollback, tokenizer.known)
+    decoder = make_stateful_decoder(ir, probe_rollback(ir).rollback, tokenizer.known_ids)
     tokens = tokenizer.encode(text)
     context = min(context, DEFAULT_PERPLEXITY_CONTEXT, ir.context_length or DEFAULT_PERPLEXITY_CONTEXT)
     check_perplexity_length(tokens, context)
@@ -50,7 +50,7 @@ def compare_with_checkpoint(
             with torch.no_grad():
                 checkpoint_logits = model(input_ids=torch.from_numpy(tokens[None, start:end])).logits[0].numpy()
             # Padding ids are never chosen, as in the IR.
-            checkpoint_logits = tokenizer.known.restrict(checkpoint_logits)
+            checkpoint_logits = tokenizer.known_ids.restrict(checkpoint_logits)
         n, width = logits.shape
         q = log_softmax(logits)
         p = log_softmax(checkpoint_logits[position - 1 - start : position - 1 - start + n, :width])

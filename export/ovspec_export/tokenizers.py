@@ -47,7 +47,7 @@ def read_source_templates(source: Source) -> dict[str, str]:
 def replace_chat_template(template: str, folder: Path) -> None:
     """Make a template the only one of the exported model in ``folder``."""
     tokenizer = Tokenizer(folder)
-    bos_text = "".join(map(tokenizer.token_text, tokenizer.bos))
+    bos_text = "".join(map(tokenizer.token_text, tokenizer.prefix_ids))
     bos_literal = json.dumps(bos_text, ensure_ascii=False)
     template_source = template.replace(f"{{{{ {ADDED_BOS} }}}}", f"{{{{ {bos_literal} }}}}")
     shutil.rmtree(folder / TEMPLATES_FOLDER, ignore_errors=True)

@@ -97,7 +97,7 @@ def chat(
             output.print_context_memory(lm, context)
         if recommended:
             words = format_sampling(recommended)
-            print_note(f"Sampling as the model recommends: {words}; --temperature 0 for greedy.")
+            print_dim_line(f"Sampling as the model recommends: {words}; --temperature 0 for greedy.")
         context_length = context or lm.target.ir.context_length
         params = replace(params, chat_template_kwargs=None)
         conversation = Conversation(lm_session, params, stats, context_length, variables)
@@ -142,7 +142,7 @@ def run_conversation(conversation: Conversation, read_input: Callable[[], str]) 
             return succeeded
         except KeyboardInterrupt:
             if not conversation.end_signal.exit_code:
-                print_note("Ctrl-D or /exit ends the chat.")
+                print_dim_line("Ctrl-D or /exit ends the chat.")
             continue
         name, _, argument = text.strip().partition(" ")
         try:
@@ -179,7 +179,7 @@ def answer_message(conversation: Conversation, text: str) -> None:
         else:
             conversation.session.rewind(before)
     if not answered:
-        print_note("There is no answer yet; your message was taken back.")
+        print_dim_line("There is no answer yet; your message was taken back.")
 
 
 @contextlib.contextmanager
@@ -210,7 +210,7 @@ def stream_answer(conversation: Conversation) -> None:
         conversation.end_signal.exit_code = conversation.end_signal.exit_code or 1
         return
     if conversation.last_result.finish_reason == "length":
-        print_note(
+        print_dim_line(
             f"Cut off after {conversation.last_result.stats.generated_tokens} tokens; send an empty line to continue."
         )
     if conversation.stats_level:
@@ -223,13 +223,13 @@ def stream_answer(conversation: Conversation) -> None:
 def run_chat_command(conversation: Conversation, name: str, argument: str) -> None:
     """Run the command of a line that begins with a slash."""
     if name not in CHAT_COMMANDS:
-        print_note(f"There is no command {name}; /help lists them. Put a space in front to send it as a message.")
+        print_dim_line(f"There is no command {name}; /help lists them. Put a space in front to send it as a message.")
         return
     metavar, _, run_command = CHAT_COMMANDS[name]
     if argument and not metavar:
-        print_note(f"{name} takes no argument.")
+        print_dim_line(f"{name} takes no argument.")
     elif metavar == "FILE" and not argument:
-        print_note("Name a file.")
+        print_dim_line("Name a file.")
     else:
         run_command(conversation, argument)
 
@@ -238,14 +238,14 @@ def reset_chat(conversation: Conversation, _: str = "") -> None:
     conversation.session.reset()
     conversation.undo_marks = []
     conversation.last_result = None
-    print_note("The chat starts over.")
+    print_dim_line("The chat starts over.")
 
 
 def undo_message(conversation: Conversation, _: str = "") -> None:
     messages = conversation.session.messages
     user_indices = [index for index, message in enumerate(messages) if message["role"] == "user"]
     if not user_indices:
-        print_note("There is nothing to take back.")
+        print_dim_line("There is nothing to take back.")
         return
     last_index = user_indices[-1]
     if conversation.undo_marks:
@@ -253,12 +253,12 @@ def undo_message(conversation: Conversation, _: str = "") -> None:
     else:
         restart_chat(conversation, messages[:last_index])
     conversation.last_result = None
-    print_note(f"Taken back: {messages[last_index]['content']}")
+    print_dim_line(f"Taken back: {messages[last_index]['content']}")
 
 
 def set_system_message(conversation: Conversation, text: str) -> None:
     if not text:
-        print_note("There is no system message." if conversation.system is None else conversation.system)
+        print_dim_line("There is no system message." if conversation.system is None else conversation.system)
         return
     restart_chat(conversation, replace_system_message(conversation.session.messages, text))
     conversation.system = text
@@ -267,7 +267,7 @@ def set_system_message(conversation: Conversation, text: str) -> None:
 def save_chat(conversation: Conversation, name: str) -> None:
     path = parse_path(name)
     conversation.session.save(path)
-    print_note(f"Saved to {path}.")
+    print_dim_line(f"Saved to {path}.")
 
 
 def parse_path(name: str) -> Path:
@@ -292,19 +292,19 @@ def load_chat_file(conversation: Conversation, path: Path) -> None:
         conversation.system = messages[0]["content"]
     conversation.undo_marks = []
     conversation.last_result = None
-    print_note(f"{len(messages)} messages, {len(conversation.session)} tokens.")
+    print_dim_line(f"{len(messages)} messages, {len(conversation.session)} tokens.")
 
 
 def show_chat_stats(conversation: Conversation, level: str) -> None:
     from ovspec.cli import output
 
     if level not in ("", *STATS_LEVELS):
-        print_note("Use /stats or /stats full.")
+        print_dim_line("Use /stats or /stats full.")
         return
     if conversation.last_result:
         output.print_stats(conversation.last_result, level or "short")
     limit = f" of {conversation.context}" if conversation.context else ""
-    print_note(f"The chat has {len(conversation.session)} tokens{limit}.")
+    print_dim_line(f"The chat has {len(conversation.session)} tokens{limit}.")
 
 
 def show_help(_: Conversation, __: str = "") -> None:
@@ -344,7 +344,7 @@ def restart_chat(conversation: Conversation, messages: list[Message]) -> None:
     conversation.last_result = None
 
 
-def print_note(text: str) -> None:
+def print_dim_line(text: str) -> None:
     click.secho(text, dim=True, err=True)
 
 

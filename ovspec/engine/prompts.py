@@ -65,7 +65,7 @@ class PromptEncoder:
     @functools.cached_property
     def chat_format(self) -> ChatFormat:
         """The format of the model's chats; raises OvspecError if it has no chat template."""
-        bos = "".join(map(self.tokenizer.token_text, self.tokenizer.bos))
+        bos = "".join(map(self.tokenizer.token_text, self.tokenizer.prefix_ids))
         return ChatFormat(load_chat_template(require_present(self.folder), self.template, bos), self.tool_format)
 
     @functools.cached_property
@@ -103,7 +103,7 @@ class PromptEncoder:
             raise PromptError("A token id is too large to be in the vocabulary.") from None
         except (TypeError, ValueError):
             raise PromptError(f"A prompt must be a string, token ids or chat messages, not {prompt!r:.80}.") from None
-        known_ids = self.tokenizer.known
+        known_ids = self.tokenizer.known_ids
         if (unknown_id := known_ids.first_unknown(ids)) is not None:
             id_range = f" (0 to {known_ids.size - 1})" if known_ids.size else ""
             raise PromptError(f"Token id {unknown_id} is not in the vocabulary{id_range}.")
@@ -123,7 +123,9 @@ class PromptEncoder:
             fim = tokenizer.fim_tokens
             if max_tokens < np.inf:  # chunks that can't fit aren't encoded, which would take long
                 prompt = trim_chunks(prompt, tokenizer.max_characters(int(max_tokens)))
-            ids, first_healable = encode_infill(prompt, fim, tokenizer.encode_plain_text, tokenizer.bos, max_tokens)
+            ids, first_healable = encode_infill(
+                prompt, fim, tokenizer.encode_plain_text, tokenizer.prefix_ids, max_tokens
+            )
             return EncodedPrompt(ids, in_chat, first_healable, fim.end_ids if fim else ())
         ids = self.encode(
             prompt, variables=params.chat_template_kwargs, tools=params.tools, effort=params.reasoning_effort
@@ -149,7 +151,7 @@ class PromptEncoder:
         return AnswerFormat(
             chat_format.tools if params.tools else None,
             thinking,
-            params.allowed_calls.names or tuple(tool["function"]["name"] for tool in params.tools),
+            params.allowed_calls.tool_names or tuple(tool["function"]["name"] for tool in params.tools),
             "thinking" if begins_thinking else "start",
             not (params.allowed_calls.required or params.grammar_option),
             self.tokenizer.added_tokens,

@@ -56,7 +56,7 @@ class RowMaker:
         lookahead = self.lookahead if params.lookahead is None else params.lookahead
         if lookahead not in (None, "auto", 0) and not self.models.choice and not params.grammar_option:
             raise OvspecError("`lookahead` needs something that proposes tokens; name a draft or lookup.")
-        known_ids = self.prompts.tokenizer.known
+        known_ids = self.prompts.tokenizer.known_ids
         for option, ids in (("logit_bias", params.logit_bias), ("stop_ids", params.stop_ids)):
             if len(ids) and (unknown_id := known_ids.first_unknown(np.array(list(ids)))) is not None:
                 raise OvspecError(f"`{option}`: token id {str(unknown_id)[:20]} is not in the vocabulary.")
@@ -70,7 +70,7 @@ class RowMaker:
             defaults["logit_bias"] = dict.fromkeys(config.suppress_tokens, -np.inf) | dict(params.logit_bias)
         return replace(params, **defaults)
 
-    def token_limit(self, params: Params) -> float:
+    def effective_token_limit(self, params: Params) -> float:
         """Return the maximum number of tokens of a text; inf if only the context limits it."""
         if params.max_tokens is None:
             return self.prompts.generation_config.settings.max_new_tokens or DEFAULT_MAX_TOKENS
@@ -85,7 +85,7 @@ class RowMaker:
             OvspecError: the prompt can't be encoded or doesn't fit, or the grammar is wrong.
         """
         context = self.models.target.ir.context_length or math.inf
-        max_prompt_tokens = context - min(self.token_limit(params), DEFAULT_MAX_TOKENS)
+        max_prompt_tokens = context - min(self.effective_token_limit(params), DEFAULT_MAX_TOKENS)
         ids, is_chat, first_healable, end_ids = self.prompts.encode_prompt(prompt, params, max_prompt_tokens)
         if end_ids and not params.ignore_eos:
             params = replace(params, stop_ids=[*params.stop_ids, *end_ids])
@@ -110,7 +110,7 @@ class RowMaker:
         if (room := context - max(prompt_tokens, 1)) < 1:
             message = f"The prompt has {prompt_tokens} tokens, but the context is {context}; shorten the prompt."
             raise PromptError(message, too_long=True)
-        params = replace(with_seed(params), max_tokens=int(min(self.token_limit(params), room, sys.maxsize)))
+        params = replace(with_seed(params), max_tokens=int(min(self.effective_token_limit(params), room, sys.maxsize)))
         eos: frozenset[int] = frozenset()
         if not params.ignore_eos:
             eos = config.eos_ids
@@ -123,7 +123,7 @@ class RowMaker:
         answer = prompts.answer_format(sequence.tokens, params) if origin.chat else None
         if params.constrains:
             constraints, healing = self.constraints.make_constraints(
-                sequence.tokens, params, eos, config.bos, origin.healable, answer
+                sequence.tokens, params, eos, config.bos_ids, origin.healable, answer
             )
         else:
             constraints, healing = make_unconstrained(eos | frozenset(params.stop_ids)), None
@@ -134,9 +134,9 @@ class RowMaker:
             healing.take_back_tokens(sequence)
         reader = tag_marks = None
         if answer:
-            if not params.allowed_calls.names:
+            if not params.allowed_calls.tool_names:
                 answer = replace(answer, tools=None)
-            tag_marks = answer.marks
+            tag_marks = answer.tag_marks
             key = sequence.tokens.tobytes() + origin.sample.to_bytes(4)
             reader = AnswerReader(answer, self.constraints.unquoted_arguments(params, answer), key)
         return Row(

@@ -53,7 +53,7 @@ class Runtime:
         self.prompts = PromptEncoder(folder, target.ir.config, tool_format, template)
         tokenizer = self.prompts.tokenizer
         corpora = [index_texts(tokenizer.encode(text.rstrip("\0"), False) for text in corpus)]
-        self.models = ModelPair(target, draft, choice, tokenizer.known, corpora, cache_bytes)
+        self.models = ModelPair(target, draft, choice, tokenizer.known_ids, corpora, cache_bytes)
         self.decoder_pool = DecoderPool(self.models)
         constraints = ConstraintMaker(tokenizer)
         self.row_maker = RowMaker(self.prompts, self.models, constraints, lookahead, lambda: self.identity)

@@ -69,7 +69,7 @@ class Option:
     request_type: TypeForm = None
     aliases: tuple[str, ...] = ()
     truncates: bool = False
-    choices: Iterable[str] = ()
+    choices: Collection[str] = ()
     name: str = ""
     value_type: TypeForm = Any
     default: OptionValue = None
@@ -104,7 +104,8 @@ def collect_options(cls: Any) -> dict[str, Option]:
             default = entry.default if entry.default_factory is MISSING else entry.default_factory()
             value_type = types[entry.name]
             if declaration.choices:
-                value_type = Literal[(*declaration.choices,)] | None
+                literal: TypeForm = Literal
+                value_type = literal[(*declaration.choices,)] | None
             options[entry.name] = replace(declaration, name=entry.name, value_type=value_type, default=default)
     return options
 

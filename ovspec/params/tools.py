@@ -23,12 +23,12 @@ TOOL_CHOICE_FORMS = (
 class AllowedCalls:
     """What an answer may call.
 
-    names: the tools that it may call.
+    tool_names: the tools that it may call.
     required: it must, and says nothing else.
     once: it has one call at most.
     """
 
-    names: tuple[str, ...]
+    tool_names: tuple[str, ...]
     required: bool
     once: bool = False
 

@@ -53,7 +53,7 @@ def model_entry(lm: LanguageModel, name: str, created: int, sampling: dict[str, 
     meta = LlamaCppModelMeta(
         n_ctx=context,
         n_ctx_train=context,
-        n_vocab=lm.tokenizer.known.size or lm.target.ir.logits_width,
+        n_vocab=lm.tokenizer.known_ids.size or lm.target.ir.logits_width,
         size=lm.runtime.weights_size,
     )
     return ModelEntry(

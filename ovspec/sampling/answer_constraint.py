@@ -72,15 +72,15 @@ class AnswerConstraint(Constraint):
         self._vocabulary = vocabulary
         self._make_grammar = make_grammar
         self._covers_text = covers_text
-        self._marks = format.marks
-        self._id_of_mark = {mark: token for token, mark in format.marks.items()}
+        self._marks = format.tag_marks
+        self._id_of_mark = {mark: token for token, mark in format.tag_marks.items()}
         self._thinking_budget = thinking_budget
         self._thinking_end = list(thinking_end)
         self._end_ids = [token for token in end_ids if token < vocabulary.size]
         # Bytes as characters, because a token may end inside of a character.
         self._tags = [Tag(bytes_as_characters(tag.text), tag.from_phases, tag.next_phase) for tag in format.tags]
         self._followed = TokenSequence()
-        state = ReadingState(format.begins)
+        state = ReadingState(format.first_phase)
         grammars: tuple[GrammarConstraint, ...] = ()
         if covers_text and state.phase == "start":
             grammars = self._make_grammars(prompt_length, (ANSWER_CALLS, ANSWER_TEXT))

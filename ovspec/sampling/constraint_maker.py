@@ -130,7 +130,7 @@ class ConstraintMaker:
             answer_format,
             self.vocabulary_index,
             make_grammar,
-            covers_text=grammar is not None and not answer_format.anywhere,
+            covers_text=grammar is not None and not answer_format.calls_after_text,
             end_ids=end_ids,
             thinking_budget=thinking_budget,
             thinking_end=self._tokenizer.encode_continuation(thinking.close).tolist() if thinking else (),

@@ -52,18 +52,18 @@ def convert_answer_grammar(params: Params, answer_format: AnswerFormat) -> str |
     text_grammar = None
     if not tool_use.required:
         text_grammar, _ = convert_requested_grammar(params)
-    if not tool_use.names and not (text_grammar and thinking):
+    if not tool_use.tool_names and not (text_grammar and thinking):
         return None
     from ovspec.sampling.grammar_conversion import convert_grammar
 
-    functions = [tool["function"] for tool in params.tools if tool["function"]["name"] in tool_use.names]
+    functions = [tool["function"] for tool in params.tools if tool["function"]["name"] in tool_use.tool_names]
     request = {
         "format": answer_format.tools.name if answer_format.tools else "generic",
         "tools": [{"name": function["name"], "parameters": function["parameters"]} for function in functions],
         "parallel": params.parallel_tool_calls and not tool_use.once,
-        "tokens": [*answer_format.tokens],
-        "header": thinking and thinking.header,
-        "text": thinking.text if thinking else "",
+        "tokens": [*answer_format.tag_ids],
+        "header": thinking and thinking.message_header,
+        "text": thinking.text_header if thinking else "",
         "other": text_grammar,
         "reading": {
             "lenient": params.json_schema_mode == "checked",

@@ -119,9 +119,9 @@ def write_call_rules(
 ) -> list[str]:
     """Return the rules of all calls; ``grammar_names``: tool -> the grammar of its arguments."""
     more_calls = ""
-    if parallel and format.between is not None:
-        more_calls = f"({write_literal(format.between, token_names)} call)*"
-    begin, end = write_literal(format.begin, token_names), write_literal(format.end, token_names)
+    if parallel and format.between_calls is not None:
+        more_calls = f"({write_literal(format.between_calls, token_names)} call)*"
+    begin, end = write_literal(format.before_calls, token_names), write_literal(format.after_calls, token_names)
     lines = [f"calls: {begin} call {more_calls} {end}"]
     pairs = itertools.product(grammar_names.items(), format.calls)
     calls = [write_call(call, tool_name, grammar, token_names) for (tool_name, grammar), call in pairs]

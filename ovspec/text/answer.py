@@ -42,23 +42,23 @@ class ThinkingFormat:
     """How a model marks its thinking.
 
     open, close: the tags around it.
-    more: further tags of a format that has a header for each part.
-    header, text: what is between thinking and such a header, and the header of the text for the user.
+    further_tags: further tags of a format that has a header for each part.
+    message_header, text_header: what is between thinking and such a header, and the header of the text for the user.
     """
 
     open: str
     close: str
-    more: tuple[Tag, ...] = ()
-    header: str = ""
-    text: str = ""
+    further_tags: tuple[Tag, ...] = ()
+    message_header: str = ""
+    text_header: str = ""
 
     @property
     def tags(self) -> tuple[Tag, ...]:
-        after: Phase = "between" if self.header else "after"
+        after: Phase = "between" if self.message_header else "after"
         return (
             Tag(self.open, ("start", "after", "between"), "thinking"),
             Tag(self.close, ("thinking",), after),
-            *self.more,
+            *self.further_tags,
         )
 
 
@@ -72,8 +72,8 @@ HARMONY_THINKING = ThinkingFormat(
         Tag("<|end|>", ("text",), "between"),
         Tag("<|start|>assistant", ("start",), "between"),
     ),
-    header="<|start|>assistant",
-    text="<|channel|>final<|message|>",
+    message_header="<|start|>assistant",
+    text_header="<|channel|>final<|message|>",
 )
 THINKING_FORMATS = (
     HARMONY_THINKING,
@@ -140,8 +140,7 @@ def split_by_phase(tags: Sequence[Tag], state: ReadingState, text: str) -> tuple
     if phase == "calls":
         parts.append((phase, pending))
         pending = ""
-    known = [(part_phase, part) for part_phase, part in parts if part and part_phase != "between"]
-    return ReadingState(phase, pending), known
+    return ReadingState(phase, pending), [part for part in parts if part[1] and part[0] != "between"]
 
 
 def find_unfinished_tag(text: str, tags: Collection[Tag]) -> int:
@@ -160,58 +159,58 @@ class AnswerFormat:
 
     tools: the tool format, if there are tools.
     thinking: the tags of thinking, if there are any.
-    names: the tools whose calls are looked for.
-    begins: the phase in which an answer begins.
-    anywhere: whether calls may follow text.
+    tool_names: the tools whose calls are looked for.
+    first_phase: the phase in which an answer begins.
+    calls_after_text: whether calls may follow text.
     added_tokens: text -> id of the tokens outside of the model's own vocabulary.
     """
 
     tools: ToolFormat | None = None
     thinking: ThinkingFormat | None = None
-    names: tuple[str, ...] = ()
-    begins: Phase = "start"
-    anywhere: bool = True
+    tool_names: tuple[str, ...] = ()
+    first_phase: Phase = "start"
+    calls_after_text: bool = True
     added_tokens: Mapping[str, int] = field(default_factory=dict)
 
     @functools.cached_property
-    def tokens(self) -> dict[str, int]:
+    def tag_ids(self) -> dict[str, int]:
         """The tokens that are tags or parts of them: text -> id."""
         texts: list[str] = []
         if self.thinking:
-            texts += [self.thinking.header, *(tag.text for tag in self.thinking.tags)]
+            texts += [self.thinking.message_header, *(tag.text for tag in self.thinking.tags)]
         if self.tools:
-            texts += self.tools.texts()
+            texts += self.tools.fixed_texts()
         return {name: token for name, token in self.added_tokens.items() if any(name in text for text in texts)}
 
     @functools.cached_property
-    def marks(self) -> dict[int, str]:
+    def tag_marks(self) -> dict[int, str]:
         """The character that stands for each of these tokens, by id."""
-        return {token: chr(FIRST_MARK + index) for index, token in enumerate(self.tokens.values())}
+        return {token: chr(FIRST_MARK + index) for index, token in enumerate(self.tag_ids.values())}
 
     @property
     def tags(self) -> list[Tag]:
         """All tags, with characters for tokens."""
         tags = list(self.thinking.tags if self.thinking else ())
-        if not self.anywhere:  # what isn't free has thinking only before it
+        if not self.calls_after_text:  # what isn't free has thinking only before it
             tags = [Tag(tag.text, ("start",), tag.next_phase) if tag.next_phase == "thinking" else tag for tag in tags]
         if self.tools:
             from_phases: tuple[Phase, ...] = ("start", "after", "between")
-            if self.anywhere and self.tools.anywhere:
+            if self.calls_after_text and self.tools.calls_within_text:
                 from_phases += ("text",)
             for trigger in self.tools.triggers:
-                for name in self.names if "{NAME}" in trigger else ("",):
+                for name in self.tool_names if "{NAME}" in trigger else ("",):
                     tags.append(Tag(trigger.replace("{NAME}", name), from_phases, "calls"))
         return [Tag(self.mark_tokens(tag.text), tag.from_phases, tag.next_phase) for tag in tags]
 
     def mark_tokens(self, text: str) -> str:
         """Return ``text`` with characters for tokens."""
-        for name in sorted(self.tokens, key=len, reverse=True):
-            text = text.replace(name, self.marks[self.tokens[name]])
+        for name in sorted(self.tag_ids, key=len, reverse=True):
+            text = text.replace(name, self.tag_marks[self.tag_ids[name]])
         return text
 
     def spell_marks(self, text: str) -> str:
         """Return ``text`` with tokens spelt out."""
-        names = {self.marks[token]: name for name, token in self.tokens.items()}
+        names = {self.tag_marks[token]: name for name, token in self.tag_ids.items()}
         if not any(map(is_mark, text)):
             return text
         return "".join(names.get(character, character) for character in text)
@@ -260,7 +259,7 @@ class AnswerReader:
     ) -> None:
         self._format = format
         self._tags = format.tags
-        self._state = ReadingState(format.begins)
+        self._state = ReadingState(format.first_phase)
         self._key = key
         self._thought = False  # whether thinking has begun: white space before it is gone
         self._calls = CallReader(format, strings or {}) if format.tools else None

@@ -150,7 +150,7 @@ class ChatFormat:
         format, style = self._detected_format
         calls = [replace_arguments(call, CUT_OFF_ARGUMENTS) for call in PROBE_CHAT[1]["tool_calls"]]
         chat = [PROBE_CHAT[0], {**PROBE_CHAT[1], "tool_calls": calls}, *PROBE_CHAT[2:]]
-        return CUT_OFF_ARGUMENTS in render_or_empty(self.template, style.apply(format.history(chat)))
+        return CUT_OFF_ARGUMENTS in render_or_empty(self.template, style.apply(format.adapt_messages(chat)))
 
     @functools.cached_property
     def _opens_after_thinking(self) -> bool:
@@ -203,8 +203,8 @@ class ChatFormat:
         calls = [call for message in messages for call in message.get("tool_calls", ())]
         if any(map(has_unparsed_arguments, calls)) and not self._takes_text_arguments:
             messages = list(map(wrap_unparsed_arguments, messages))
-        messages = style.apply(format.history(messages))
-        if tools and format.native and format.tools_variable in self.template.variables:
+        messages = style.apply(format.adapt_messages(messages))
+        if tools and format.template_has_tools and format.tools_variable in self.template.variables:
             template_variables[format.tools_variable] = list(tools)
             try:
                 return self._render_messages(messages, template_variables, open)
@@ -300,13 +300,17 @@ def detect_tool_format(template: ChatTemplate) -> tuple[ToolFormat, CallStyle]:
     The template renders two calls; what comes out shows how the model writes them.
     """
     for format in FORMATS:
-        if format.marks and all(mark in template.source for mark in format.marks):
+        if format.template_marks and all(mark in template.source for mark in format.template_marks):
             return format, CallStyle()
     # Two calls in a message show what is between them; but a template may take one at a time.
     for chat, parts in ((PROBE_CHAT, [PROBE_CALLS]), (split_calls(PROBE_CHAT), [[call] for call in PROBE_CALLS])):
         samples = {style: render_or_empty(template, style.apply(chat)) for style in CALL_STYLES}
         for format in FORMATS:
-            if format.marks or not format.native or (len(parts) == 1 and format.between is None):
+            if (
+                format.template_marks
+                or not format.template_has_tools
+                or (len(parts) == 1 and format.between_calls is None)
+            ):
                 continue
             if fitting := [style for style in CALL_STYLES if contains_calls(samples[style], format, parts)]:
                 # What is longer has a "None", or an empty text of its own.

@@ -64,19 +64,19 @@ class GenerationConfig:
         return frozenset(eos if isinstance(eos, list) else [eos])
 
     @property
-    def bos(self) -> np.ndarray:
+    def bos_ids(self) -> np.ndarray:
         """The tokenizer's BOS, else the generation config's, (n,) int64; empty if there is none."""
         special, bos = self._tokenizer.encode(""), self.settings.bos_token_id
         if len(special) or bos is None:
             return special
-        if bos not in self._tokenizer.known:
+        if bos not in self._tokenizer.known_ids:
             raise OvspecError(f"{self._file}: bos_token_id {bos} is not in the vocabulary; export the model again.")
         return np.array([bos], dtype=np.int64)
 
     @property
     def empty_prompt_ids(self) -> np.ndarray:
         """The tokens used for an empty prompt, (n,) int64; raises OvspecError if the model has no BOS."""
-        if len(bos := self.bos):
+        if len(bos := self.bos_ids):
             return bos
         raise PromptError("The prompt is empty, and this model has no BOS token to start from; give a prompt.")
 

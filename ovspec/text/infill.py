@@ -90,7 +90,7 @@ class FimTokens:
     file: int | None
     end_ids: tuple[int, ...]
     suffix_first: bool
-    names: tuple[str, ...]  # of the tokens that only infilling uses
+    fim_names: tuple[str, ...]  # of the tokens that only infilling uses
 
 
 def find_fim_tokens(ids: Mapping[str, int]) -> FimTokens | None:

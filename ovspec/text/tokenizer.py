@@ -96,23 +96,23 @@ class Tokenizer:
         self._encoder = compile_tokenizer(folder / "openvino_tokenizer.xml")
         self._idle: list[ov.InferRequest] = []  # one for each thread that encodes at the same time
         file = read_dataclass(TokenizerFile, folder / TOKENIZER_FILE)
-        self._special = {token.id: token.content.encode() for token in file.special_tokens}
+        self._special_token_bytes = {token.id: token.content.encode() for token in file.special_tokens}
         self.added_tokens = {token.content: token.id for token in file.added_tokens}
         self.vocabulary = make_byte_vocabulary(file)
         tokens = file.tokens_by_id()
-        self.known = make_known_ids(tokens)
+        self.known_ids = make_known_ids(tokens)
         self.fim_tokens = find_fim_tokens({name: index for index, name in tokens.items() if name in FIM_TOKEN_NAMES})
-        self._longest = max(map(len, tokens.values()), default=1)
+        self._longest_token_length = max(map(len, tokens.values()), default=1)
         empty, one = self._encode(""), self._encode("a")
         # Tokens that encoding puts around every text: BOS before it for some models, EOS after it for a few.
-        self._prefix = next((i for i, (a, b) in enumerate(zip(empty, one, strict=False)) if a != b), len(empty))
-        self._suffix = len(empty) - self._prefix
+        self._prefix_length = next((i for i, (a, b) in enumerate(zip(empty, one, strict=False)) if a != b), len(empty))
+        self._suffix_length = len(empty) - self._prefix_length
         # SentencePiece models put a space in front of every text they encode.
         self._adds_space = self.decode(self.encode("a", special=False)) == " a"
 
     def max_characters(self, tokens: int) -> int:
         """Return more characters than ``tokens`` tokens can spell."""
-        return NORMALIZER_MARGIN * self._longest * tokens
+        return NORMALIZER_MARGIN * self._longest_token_length * tokens
 
     def encode(self, text: str, special: bool = True) -> np.ndarray:
         """Return the token ids of ``text``, (n,) int64; ``special`` keeps the BOS and EOS that the tokenizer adds.
@@ -126,7 +126,7 @@ class Tokenizer:
         except UnicodeEncodeError:
             raise OvspecError("The prompt is not valid Unicode: it holds half of a surrogate pair.") from None
         ids = self._encode(text)
-        return ids if special else ids[self._prefix : len(ids) - self._suffix]
+        return ids if special else ids[self._prefix_length : len(ids) - self._suffix_length]
 
     def encode_continuation(self, text: str) -> np.ndarray:
         """Return the token ids of ``text`` as the continuation of another text, (n,) int64: no BOS, no added space."""
@@ -141,23 +141,23 @@ class Tokenizer:
 
         Unless ``first``, the text is the continuation of another one, as in ``encode_continuation``.
         """
-        cuts = [0, *(name.start() + 1 for name in self._names.finditer(text)), len(text)]
+        cuts = [0, *(name.start() + 1 for name in self._special_names.finditer(text)), len(text)]
         parts = [text[start:end] for start, end in itertools.pairwise(cuts)]
         beginning = [self.encode(parts.pop(0), special=False)] if first else []
         return np.concatenate([*beginning, *map(self.encode_continuation, parts)])
 
     @functools.cached_property
-    def _names(self) -> re.Pattern[str]:
+    def _special_names(self) -> re.Pattern[str]:
         """Finds where the names of special and FIM tokens begin."""
-        names = {name.decode() for name in self._special.values()} | {
-            *(self.fim_tokens.names if self.fim_tokens else ())
+        names = {name.decode() for name in self._special_token_bytes.values()} | {
+            *(self.fim_tokens.fim_names if self.fim_tokens else ())
         }
         return re.compile("|".join(f"(?={re.escape(name)})" for name in sorted(names) if len(name) > 1) or "(?!)")
 
     @functools.cached_property
-    def bos(self) -> list[int]:
+    def prefix_ids(self) -> list[int]:
         """The tokens that encoding puts in front of every text."""
-        return self._encode("")[: self._prefix].tolist()
+        return self._encode("")[: self._prefix_length].tolist()
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Return the text of ``tokens`` as it reads inside a longer text, without special tokens."""
@@ -178,8 +178,8 @@ class Tokenizer:
 
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes of a token; those of a special token are its name."""
-        if token in self._special:
-            return self._special[token]
+        if token in self._special_token_bytes:
+            return self._special_token_bytes[token]
         return look_up_bytes(self.vocabulary, token) if self.vocabulary else self.decode([token]).encode()
 
     def token_text(self, token: int) -> str:
@@ -188,7 +188,7 @@ class Tokenizer:
 
     def contains_special_name(self, text: str) -> bool:
         """Return whether ``text`` has the name of a special token, as what a chat template writes does."""
-        return any(name in text.encode() for name in self._special.values())
+        return any(name in text.encode() for name in self._special_token_bytes.values())
 
     def make_detokenizer(self, marks: Mapping[int, str] | None = None) -> Detokenizer:
         """Return a new detokenizer; ``marks``: token id -> what it adds to the text instead of its own."""

@@ -147,7 +147,7 @@ def judge(lm: ovspec.LanguageModel, tool_format: str, count: int, number: int) -
         trigger = lm.tokenizer.encode_continuation(layout.triggers[0].replace("{NAME}", name)).tolist()
         options: dict[str, Any] = {"tools": [each], "temperature": 1.0, "seed": at}
         options["max_tokens"] = numbers.choice((numbers.randint(1, 150), 320, 320))
-        process = pushed(trigger, 8 if layout.anywhere else 0, at)
+        process = pushed(trigger, 8 if layout.calls_within_text else 0, at)
         if at % 3:
             options["tool_choice"] = "required"
         else:

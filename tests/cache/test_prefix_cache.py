@@ -205,7 +205,7 @@ def test_a_block_that_is_freed_while_it_is_kept_is_found(load: Load, monkeypatch
 def converse(lm: ovspec.LanguageModel, cold: ovspec.LanguageModel, seed: int, turns: int = 4) -> int:
     """Hold a random conversation: turns, edits, batches and sessions; return how many prompt tokens were found."""
     random = np.random.default_rng(seed)
-    size = min(lm.tokenizer.known.size or 500, 500)
+    size = min(lm.tokenizer.known_ids.size or 500, 500)
     text, cached = random.integers(5, size, int(random.integers(2, 120))).tolist(), 0
     for _ in range(turns):
         options: dict[str, Any] = {"max_tokens": int(random.integers(1, 24)), "ignore_eos": True}

@@ -273,7 +273,7 @@ VALUES: dict[str, Any] = {
 
 
 def tagged(format: Any) -> tuple[str, ...]:
-    return tuple(sorted({tag for text in format.texts() for tag in re.findall(r"<[^<>\s=]+>", text)}))
+    return tuple(sorted({tag for text in format.fixed_texts() for tag in re.findall(r"<[^<>\s=]+>", text)}))
 
 
 def calls(answer: Answers, count: int, seed: int = 1) -> list[tuple[str, dict[str, Any]]]:

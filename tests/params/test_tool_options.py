@@ -140,7 +140,7 @@ def test_many_tools_and_many_names_take_no_time() -> None:
     tools = parse_tools([{"name": "f"}, {"name": "g"}])
     names = [{"name": "f"}] * 100_000
     allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": names}}
-    assert parse_tool_choice(tools, allowed).names == ("f",)
+    assert parse_tool_choice(tools, allowed).tool_names == ("f",)
     assert time.perf_counter() - began < 1
     with pytest.raises(OvspecError, match="allows no tool"):
         parse_tool_choice(tools, {"type": "allowed_tools", "mode": "required", "tools": []})

@@ -438,7 +438,7 @@ def test_items_that_must_differ(format: str) -> None:
     assert layout
     for ids, may in (([1, 2, 3], True), ([1, 2, 1], False), ([12, 12], False), ([1, 12, 2, 21], True)):
         calls = [("set", {"ids": ids})]
-        for each in [calls, [("get", {"x": 1}), *calls]] if layout.between is not None else [calls]:
+        for each in [calls, [("get", {"x": 1}), *calls]] if layout.between_calls is not None else [calls]:
             assert allows_text(answer, layout.write_calls(each), ends=True) is may, each
 
 
@@ -544,7 +544,7 @@ CASES = [
 
 @pytest.mark.parametrize(("format", "tags_are"), CASES)
 def test_random_answers_are_valid_calls(format: Any, tags_are: str) -> None:
-    tags = {tag for text in format.texts() for tag in re.findall(r"<[^<>\s=]+>|\[[A-Z_]+\]", text)}
+    tags = {tag for text in format.fixed_texts() for tag in re.findall(r"<[^<>\s=]+>|\[[A-Z_]+\]", text)}
     tools = [GET, GETS, with_schema("free", {"type": "object", "properties": {}})]
     names = tuple(sorted(tags))
     vocabulary = {"spelt": PLAIN, "special": Vocabulary(names), "added": Vocabulary((), names)}[tags_are]
@@ -560,6 +560,6 @@ def test_random_answers_are_valid_calls(format: Any, tags_are: str) -> None:
             said, reader = each.read(tokens, numbers.choice((1, 2, 1000)))
             check_calls(said, tools, whole)
             calls += whole and len(reader.calls)
-            if not format.anywhere and begun.startswith("Hi"):
+            if not format.calls_within_text and begun.startswith("Hi"):
                 assert not reader.calls
     assert calls >= 2

@@ -116,14 +116,14 @@ class Answers:
         return self._made[0]
 
     def constraint(self, budget: int | None = None) -> AnswerConstraint:
-        whole = self._made[0] is not None and not self.format.anywhere
+        whole = self._made[0] is not None and not self.format.calls_after_text
         tokens, closing = self.vocabulary.tokens, self.closing
         return AnswerConstraint(len(PROMPT), self.format, tokens, self._made[0], whole, {EOS}, budget, closing)
 
     def read(self, tokens: Sequence[int], pieces: int = 1) -> tuple[AnswerContent, AnswerReader]:
         """Return what an answer says."""
         said, reader = AnswerContent(), AnswerReader(self.format, self._made[1])
-        detokenizer = ByteDetokenizer(self.vocabulary.spelt, self.format.marks)
+        detokenizer = ByteDetokenizer(self.vocabulary.spelt, self.format.tag_marks)
         text = "".join(map(detokenizer.push, tokens)) + detokenizer.flush()
         for at in range(0, len(text), pieces):
             reader.push(text[at : at + pieces], said)
@@ -146,7 +146,7 @@ def answers(
     format = AnswerFormat(
         FORMATS_BY_NAME[tool_format] if tools else None,
         thinking,
-        use.names or tuple(each["function"]["name"] for each in params.tools),
+        use.tool_names or tuple(each["function"]["name"] for each in params.tools),
         begins,
         not (use.required or params.grammar_option),
         vocabulary.ids,

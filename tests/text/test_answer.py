@@ -73,8 +73,8 @@ def answers(draw: st.DrawFn, format: ToolFormat) -> Answer:
     tags = all_tags(format, thinking)
     numbers = {tag: number for number, tag in enumerate(tags)} if as_tokens else {}
     thought = draw(TEXTS).strip() if thinking else ""
-    text = draw(TEXTS).strip() if format.anywhere or thinking is HARMONY_THINKING else ""
-    calls = draw(CALLS)[: None if format.between is not None else 1]
+    text = draw(TEXTS).strip() if format.calls_within_text or thinking is HARMONY_THINKING else ""
+    calls = draw(CALLS)[: None if format.between_calls is not None else 1]
     free = json.dumps([thought, text, calls], ensure_ascii=False)
     assume(not as_tokens or not any(tag in free for tag in tags))  # which would become tokens
     began = thinking is not None and draw(st.booleans())
@@ -95,14 +95,14 @@ def answers(draw: st.DrawFn, format: ToolFormat) -> Answer:
     if around := format.parameters:
         values = [value for _, arguments in calls for value in arguments.values()]
         texts = [value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in values]
-        close = answer_format.marked(around.close)
+        close = answer_format.mark_tokens(around.close)
         assume(all((text + close).find(close) == len(text) for text in texts))
     strings = {name: [key for key in arguments if isinstance(arguments[key], str)] for name, arguments in calls}
-    return Answer(answer_format, strings, answer_format.marked(raw).replace(SPELT, spelt), thought, text, calls)
+    return Answer(answer_format, strings, answer_format.mark_tokens(raw).replace(SPELT, spelt), thought, text, calls)
 
 
 def all_tags(format: ToolFormat, thinking: ThinkingFormat | None) -> list[str]:
-    texts = [*format.texts(), *(tag.text for tag in (thinking.tags if thinking else ()))]
+    texts = [*format.fixed_texts(), *(tag.text for tag in (thinking.tags if thinking else ()))]
     return sorted({tag for text in texts for tag in TAG.findall(text)}) or ["<|python_tag|>"]
 
 

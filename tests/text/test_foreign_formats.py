@@ -186,7 +186,7 @@ def read_tokens(
     added = {token.content: token.id for token in file.added_tokens}
     names = tuple(name for name, _ in CALLS)
     answer_format = AnswerFormat(FORMATS_BY_NAME[format], thinking, names, added_tokens=added)
-    detokenizer = ByteDetokenizer(vocabulary, answer_format.marks)
+    detokenizer = ByteDetokenizer(vocabulary, answer_format.tag_marks)
     reader, said = AnswerReader(answer_format, key=b"1"), AnswerContent()
     for token in tokens:
         reader.push(detokenizer.push(token), said)

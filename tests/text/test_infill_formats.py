@@ -127,10 +127,10 @@ def test_chunks_that_can_never_fit_are_not_encoded(characters: float, kept: int)
 def test_names_that_a_text_spells_are_no_tokens(pair: Path) -> None:
     tokenizer = Tokenizer(pair)
     assert tokenizer.fim_tokens is None
-    special = next(name.decode() for name in tokenizer._special.values() if len(name) > 1)
+    special = next(name.decode() for name in tokenizer._special_token_bytes.values() if len(name) > 1)
     text = f"{special}a{special}{special} b"
     plain, spelt = tokenizer.encode(text, special=False), tokenizer.encode_plain_text(text)
-    names = {*tokenizer._special}
+    names = {*tokenizer._special_token_bytes}
     assert names & {*plain.tolist()} and not names & {*spelt.tolist()}
     assert tokenizer.decode(spelt) == text
     for each in ("", "a", "def f(x):\n    return x"):

@@ -230,7 +230,7 @@ def test_prompts_with_calls_are_those_of_hugging_face(name: str) -> None:
 def assert_calls_are_in(prompt: str, format: ChatFormat, calls: list[tuple[str, Any]]) -> None:
     """Check that a prompt has the calls as the format writes them."""
     prompt = prompt.replace("call00001", "0" * 9).replace("call00002", "0" * 9)
-    together = [calls] if format.tools.between is not None else [[call] for call in calls]
+    together = [calls] if format.tools.between_calls is not None else [[call] for call in calls]
     for group in together:
         assert any(format.tools.write_calls(group, way) in prompt for way in range(len(format.tools.calls)))
 

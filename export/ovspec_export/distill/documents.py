@@ -291,7 +291,7 @@ def hold_out(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 def text_candidates(texts: Iterable[str], tokenizer: Tokenizer) -> list[Candidate]:
     """Cut texts into documents, each with the BOS that the model's prompts have."""
-    bos, found = tokenizer.bos, list[Candidate]()
+    bos, found = tokenizer.prefix_ids, list[Candidate]()
     for part in (part for text in texts for part in stretches(text)):
         for piece in pieces(tokenizer.encode(part, special=False).tolist(), MOST_TOKENS - len(bos), tokenizer):
             document = Document([*bos, *piece], 0, "text", False, False)

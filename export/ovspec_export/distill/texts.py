@@ -206,9 +206,9 @@ class Beginnings:
 
     def __init__(self, prompts: PromptEncoder, seen: Seen) -> None:
         tokenizer, config = prompts.tokenizer, prompts.generation_config
-        self._bos, self._seen = tokenizer.bos, seen
+        self._bos, self._seen = tokenizer.prefix_ids, seen
         # A text begins behind BOS or, without one, behind the end of another text, or on a new line.
-        start = config.bos.tolist() or sorted(config.eos_ids)[:1] or tokenizer.encode("\n", special=False).tolist()
+        start = config.bos_ids.tolist() or sorted(config.eos_ids)[:1] or tokenizer.encode("\n", special=False).tolist()
         self._lead = Lead(start, {"temperature": 1.0, "max_tokens": BEGINNING})
 
     def lead(self, drawn: np.random.Generator) -> Lead:
@@ -359,7 +359,7 @@ class Writer:
 
     def _piece(self, drawn: np.random.Generator) -> Prompt:
         """Return a prompt that the user gave an answer to, or a piece of a text, to be continued by the model."""
-        document, bos = self._given[int(drawn.integers(len(self._given)))], self._runtime.prompts.tokenizer.bos
+        document, bos = self._given[int(drawn.integers(len(self._given)))], self._runtime.prompts.tokenizer.prefix_ids
         if document.answer:
             return Prompt(document.ids[: document.answer], document.held_out)
         body = document.ids[len(bos) if document.ids[: len(bos)] == bos else 0 :]

@@ -7,7 +7,7 @@ APRIEL = ToolFormat(
     name="apriel",
     calls=((*CALL, "}"), (*CALL, ', "id": "', "ID", '"}')),
     triggers=("<tool_calls>",),
-    begin="<tool_calls>[",
-    between=", ",
-    end="]</tool_calls>",
+    before_calls="<tool_calls>[",
+    between_calls=", ",
+    after_calls="]</tool_calls>",
 )

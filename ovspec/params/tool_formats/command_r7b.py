@@ -6,7 +6,7 @@ COMMAND_R7B = ToolFormat(
     name="command-r7b",
     calls=(('{"tool_call_id": "', "INDEX", '", "tool_name": "', "NAME", '", "parameters": ', "ARGUMENTS", "}"),),
     triggers=("<|START_ACTION|>",),
-    begin="<|START_ACTION|>[\n    ",
-    between=",\n    ",
-    end="\n]<|END_ACTION|>",
+    before_calls="<|START_ACTION|>[\n    ",
+    between_calls=",\n    ",
+    after_calls="\n]<|END_ACTION|>",
 )

@@ -8,15 +8,15 @@ DEEPSEEK_R1 = ToolFormat(
     name="deepseek-r1",
     calls=((f"{CALL_BEGIN}function{SEPARATOR}", "NAME", "\n```json\n", "ARGUMENTS", f"\n```{CALL_END}"),),
     triggers=(CALLS_BEGIN,),
-    begin=CALLS_BEGIN,
-    between="\n",
-    end=CALLS_END,
+    before_calls=CALLS_BEGIN,
+    between_calls="\n",
+    after_calls=CALLS_END,
 )
 DEEPSEEK = ToolFormat(
     name="deepseek",
     calls=((CALL_BEGIN, "NAME", SEPARATOR, "ARGUMENTS", CALL_END),),
     triggers=(CALLS_BEGIN,),
-    begin=CALLS_BEGIN,
-    between="",
-    end=CALLS_END,
+    before_calls=CALLS_BEGIN,
+    between_calls="",
+    after_calls=CALLS_END,
 )

@@ -6,5 +6,5 @@ FUNCTIONARY = ToolFormat(
     name="functionary",
     calls=(("<function=", "NAME", ">", "ARGUMENTS", "</function>"),),
     triggers=("<function=",),
-    between="",
+    between_calls="",
 )

@@ -11,4 +11,4 @@ def write_history_as_text(messages: list[Message]) -> list[Message]:
     return results_to_user(make_calls_writer(HERMES)(messages))
 
 
-GENERIC = replace(HERMES, name="generic", history=write_history_as_text, native=False)
+GENERIC = replace(HERMES, name="generic", adapt_messages=write_history_as_text, template_has_tools=False)

@@ -6,5 +6,5 @@ GIGACHAT = ToolFormat(
     name="gigachat",
     calls=(('<|function_call|>{"name": "', "NAME", '", "arguments": ', "ARGUMENTS", "}"),),
     triggers=("<|function_call|>",),
-    history=split_calls,
+    adapt_messages=split_calls,
 )

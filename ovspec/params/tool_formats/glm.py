@@ -6,20 +6,20 @@ GLM = ToolFormat(
     name="glm",
     calls=(("<tool_call>", "NAME", "\n", "ARGUMENTS", "</tool_call>"),),
     triggers=("<tool_call>",),
-    between="\n",
+    between_calls="\n",
     parameters=ParameterLayout("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
 )
 GLM_DENSE = ToolFormat(
     name="glm-dense",
     calls=(("<tool_call>", "NAME", "ARGUMENTS", "</tool_call>"),),
     triggers=("<tool_call>",),
-    between="",
+    between_calls="",
     parameters=ParameterLayout("<arg_key>", "</arg_key><arg_value>", "</arg_value>"),
 )
 LING = ToolFormat(
     name="ling",
     calls=(("<tool_call>", "NAME", "\n", "ARGUMENTS", "\n</tool_call>"),),
     triggers=("<tool_call>",),
-    between="\n",
+    between_calls="\n",
     parameters=ParameterLayout("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>"),
 )

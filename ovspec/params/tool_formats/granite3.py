@@ -6,11 +6,11 @@ from ovspec.params.tool_formats.layout import ToolFormat, make_calls_writer
 
 CALLS = ToolFormat(
     name="granite3",
-    marks=("<|start_of_role|>", "<|tool_call|>"),
+    template_marks=("<|start_of_role|>", "<|tool_call|>"),
     calls=(('{"name": "', "NAME", '", "arguments": ', "ARGUMENTS", "}"),),
     triggers=("<|tool_call|>",),
-    begin="<|tool_call|>[",
-    between=", ",
-    end="]",
+    before_calls="<|tool_call|>[",
+    between_calls=", ",
+    after_calls="]",
 )
-GRANITE3 = replace(CALLS, history=make_calls_writer(CALLS))
+GRANITE3 = replace(CALLS, adapt_messages=make_calls_writer(CALLS))

@@ -25,6 +25,6 @@ HARMONY = ToolFormat(
         (" to=functions.", "NAME", "<|channel|>commentary <|constrain|>json<|message|>", "ARGUMENTS"),
     ),
     triggers=("<|channel|>commentary to=functions.", " to=functions."),
-    anywhere=False,  # after a text, a call begins another message
-    history=move_text_into_thinking,
+    calls_within_text=False,  # after a text, a call begins another message
+    adapt_messages=move_text_into_thinking,
 )

@@ -9,6 +9,6 @@ HERMES = ToolFormat(
     name="hermes",
     calls=(CALL,),
     triggers=("<tool_call>",),
-    between="\n",
+    between_calls="\n",
 )
-HERMES_DENSE = replace(HERMES, name="hermes-dense", between="")  # Reka Edge
+HERMES_DENSE = replace(HERMES, name="hermes-dense", between_calls="")  # Reka Edge

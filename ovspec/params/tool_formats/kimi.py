@@ -16,7 +16,7 @@ KIMI = ToolFormat(
         ),
     ),
     triggers=("<|tool_calls_section_begin|>",),
-    begin="<|tool_calls_section_begin|>",
-    between="",
-    end="<|tool_calls_section_end|>",
+    before_calls="<|tool_calls_section_begin|>",
+    between_calls="",
+    after_calls="<|tool_calls_section_end|>",
 )

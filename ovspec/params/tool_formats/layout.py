@@ -28,35 +28,36 @@ class ToolFormat:
 
     name: as the option ``tool_format`` has it.
     calls: the ways to write a call, as texts and slots; the first is the usual one.
-    triggers: each begins calls in an answer, and so begins ``begin`` and one of ``calls``. With {NAME} there is one for
-        each tool.
-    begin, between, end: around all calls, and between two; without ``between`` an answer has one call.
-    anywhere: whether calls may be found within text; otherwise they are the whole answer, or a message of it.
+    triggers: each begins calls in an answer, and so begins ``before_calls`` and one of ``calls``. With {NAME} there is
+        one for each tool.
+    before_calls, between_calls, after_calls: around all calls, and between two; without ``between_calls`` an
+        answer has one call.
+    calls_within_text: whether calls may be found within text; otherwise they are the whole answer, or a message of it.
     parameters: for arguments that aren't one JSON object.
     tools_variable: what the template calls the tools.
-    history: changes OpenAI's messages for the template; their arguments are objects.
-    native: whether the template renders tools; otherwise the system prompt tells of them.
+    adapt_messages: changes OpenAI's messages for the template; their arguments are objects.
+    template_has_tools: whether the template renders tools; otherwise the system prompt tells of them.
     id_length: number of characters of a call's id, if the template demands that.
-    marks: texts of a chat template by which the format is known, where the template doesn't render calls.
+    template_marks: texts of a chat template by which the format is known, where the template doesn't render calls.
     """
 
     name: str
     calls: tuple[tuple[str, ...], ...]
     triggers: tuple[str, ...]
-    begin: str = ""
-    between: str | None = None
-    end: str = ""
-    anywhere: bool = True
+    before_calls: str = ""
+    between_calls: str | None = None
+    after_calls: str = ""
+    calls_within_text: bool = True
     parameters: ParameterLayout | None = None
     tools_variable: str = "tools"
-    history: Callable[[list[Message]], list[Message]] = list
-    native: bool = True
+    adapt_messages: Callable[[list[Message]], list[Message]] = list
+    template_has_tools: bool = True
     id_length: int | None = None
-    marks: tuple[str, ...] = ()
+    template_marks: tuple[str, ...] = ()
 
-    def texts(self) -> Iterable[str]:
+    def fixed_texts(self) -> Iterable[str]:
         """Yield all texts that surround what calls say."""
-        yield from (self.begin, self.between or "", self.end, *self.triggers)
+        yield from (self.before_calls, self.between_calls or "", self.after_calls, *self.triggers)
         yield from (part for call in self.calls for part in call if part not in CALL_SLOTS)
         yield from self.parameters or ()
 
@@ -66,7 +67,7 @@ class ToolFormat:
         for index, (name, arguments) in enumerate(calls):
             values = {"NAME": name, "ID": "0" * 9, "INDEX": str(index), "ARGUMENTS": self._write_arguments(arguments)}
             texts.append("".join(values.get(part, part) for part in self.calls[way]))
-        return self.begin + (self.between or "").join(texts) + self.end
+        return self.before_calls + (self.between_calls or "").join(texts) + self.after_calls
 
     def _write_arguments(self, arguments: Any) -> str:
         around = self.parameters

@@ -7,6 +7,6 @@ LLAMA3 = ToolFormat(
     name="llama3",
     calls=(CALL, ("<|python_tag|>" + CALL[0], *CALL[1:])),
     triggers=('{"name": "{NAME}"', '<|python_tag|>{"name": "{NAME}"'),
-    anywhere=False,  # elsewhere it would be JSON that the user asked for
-    history=split_calls,
+    calls_within_text=False,  # elsewhere it would be JSON that the user asked for
+    adapt_messages=split_calls,
 )

@@ -6,8 +6,8 @@ MINIMAX = ToolFormat(
     name="minimax",
     calls=(('<invoke name="', "NAME", '">\n', "ARGUMENTS", "</invoke>\n"),),
     triggers=("<minimax:tool_call>",),
-    begin="<minimax:tool_call>\n",
-    between="",
-    end="</minimax:tool_call>",
+    before_calls="<minimax:tool_call>\n",
+    between_calls="",
+    after_calls="</minimax:tool_call>",
     parameters=ParameterLayout('<parameter name="', '">', "</parameter>\n"),
 )

@@ -8,12 +8,12 @@ MISTRAL_LIST = ToolFormat(
     name="mistral-list",
     calls=(('{"name": "', "NAME", '", "arguments": ', "ARGUMENTS", ', "id": "', "ID", '"}'),),
     triggers=("[TOOL_CALLS]",),
-    begin="[TOOL_CALLS][",
-    between=", ",
-    end="]",
+    before_calls="[TOOL_CALLS][",
+    between_calls=", ",
+    after_calls="]",
     id_length=9,
 )
-MISTRAL_V3 = replace(MISTRAL_LIST, name="mistral-v3", begin="[TOOL_CALLS] [")  # 7B v0.3 and 8x22B
+MISTRAL_V3 = replace(MISTRAL_LIST, name="mistral-v3", before_calls="[TOOL_CALLS] [")  # 7B v0.3 and 8x22B
 MISTRAL = ToolFormat(
     name="mistral",
     calls=(
@@ -21,6 +21,6 @@ MISTRAL = ToolFormat(
         ("[TOOL_CALLS]", "NAME", "[CALL_ID]", "ID", "[ARGS]", "ARGUMENTS"),
     ),
     triggers=("[TOOL_CALLS]",),
-    between="",
+    between_calls="",
     id_length=9,
 )

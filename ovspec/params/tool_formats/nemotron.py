@@ -6,7 +6,7 @@ NEMOTRON = ToolFormat(
     name="nemotron",
     calls=(('{"name": "', "NAME", '", "arguments": ', "ARGUMENTS", "}"),),
     triggers=("<TOOLCALL>",),
-    begin="<TOOLCALL>[",
-    between=", ",
-    end="]</TOOLCALL>",
+    before_calls="<TOOLCALL>[",
+    between_calls=", ",
+    after_calls="]</TOOLCALL>",
 )

@@ -8,7 +8,7 @@ QWEN_XML = ToolFormat(
     name="qwen-xml",
     calls=(("<tool_call>\n<function=", "NAME", ">\n", "ARGUMENTS", "</function>\n</tool_call>"),),
     triggers=("<tool_call>",),
-    between="\n",
+    between_calls="\n",
     parameters=ParameterLayout("<parameter=", ">\n", "\n</parameter>\n"),
 )
-QWEN_XML_DENSE = replace(QWEN_XML, name="qwen-xml-dense", between="")  # Step 3.5
+QWEN_XML_DENSE = replace(QWEN_XML, name="qwen-xml-dense", between_calls="")  # Step 3.5

@@ -6,6 +6,6 @@ SEED_OSS = ToolFormat(
     name="seed-oss",
     calls=(("<seed:tool_call>\n<function=", "NAME", ">\n", "ARGUMENTS", "</function>\n</seed:tool_call>"),),
     triggers=("<seed:tool_call>",),
-    between="\n",
+    between_calls="\n",
     parameters=ParameterLayout("<parameter=", ">", "</parameter>\n"),
 )

@@ -9,6 +9,6 @@ SMOLLM3 = replace(
     HERMES,
     name="smollm3",
     tools_variable="xml_tools",
-    history=make_calls_writer(HERMES),
-    marks=("xml_tools", "<tool_call>"),
+    adapt_messages=make_calls_writer(HERMES),
+    template_marks=("xml_tools", "<tool_call>"),
 )
