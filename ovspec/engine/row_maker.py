@@ -70,7 +70,7 @@ class RowMaker:
             defaults["logit_bias"] = dict.fromkeys(config.suppress_tokens, -np.inf) | dict(params.logit_bias)
         return replace(params, **defaults)
 
-    def effective_token_limit(self, params: Params) -> float:
+    def text_token_limit(self, params: Params) -> float:
         """Return the maximum number of tokens of a text; inf if only the context limits it."""
         if params.max_tokens is None:
             return self.prompts.generation_config.settings.max_new_tokens or DEFAULT_MAX_TOKENS
@@ -85,7 +85,7 @@ class RowMaker:
             OvspecError: the prompt can't be encoded or doesn't fit, or the grammar is wrong.
         """
         context = self.models.target.ir.context_length or math.inf
-        max_prompt_tokens = context - min(self.effective_token_limit(params), DEFAULT_MAX_TOKENS)
+        max_prompt_tokens = context - min(self.text_token_limit(params), DEFAULT_MAX_TOKENS)
         ids, is_chat, first_healable, end_ids = self.prompts.encode_prompt(prompt, params, max_prompt_tokens)
         if end_ids and not params.ignore_eos:
             params = replace(params, stop_ids=[*params.stop_ids, *end_ids])
@@ -110,7 +110,7 @@ class RowMaker:
         if (room := context - max(prompt_tokens, 1)) < 1:
             message = f"The prompt has {prompt_tokens} tokens, but the context is {context}; shorten the prompt."
             raise PromptError(message, too_long=True)
-        params = replace(with_seed(params), max_tokens=int(min(self.effective_token_limit(params), room, sys.maxsize)))
+        params = replace(with_seed(params), max_tokens=int(min(self.text_token_limit(params), room, sys.maxsize)))
         eos: frozenset[int] = frozenset()
         if not params.ignore_eos:
             eos = config.eos_ids

@@ -45,7 +45,7 @@ def server_props(lm: LanguageModel, name: str, defaults: Params, rows: int) -> P
         template = ""
     settings = llamacpp_sampling(lm.runtime.row_maker.complete_params(defaults))
     if defaults.max_tokens is None:
-        settings |= dict.fromkeys(("n_predict", "max_tokens"), int(lm.runtime.row_maker.effective_token_limit(defaults)))
+        settings |= dict.fromkeys(("n_predict", "max_tokens"), int(lm.runtime.row_maker.text_token_limit(defaults)))
     return Props(
         default_generation_settings=DefaultGenerationSettings(n_ctx=lm.target.ir.context_length, params=settings),
         total_slots=rows,
