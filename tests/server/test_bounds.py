@@ -117,7 +117,7 @@ def test_metrics_by_value(server: Running) -> None:
 class AtOnce:
     """An engine that has all pieces at once."""
 
-    alive = True
+    is_alive = True
 
     def submit(self, job: Job) -> None:
         job.deliver([(0, Piece("a", [1]))])
@@ -130,7 +130,7 @@ def test_times_are_those_of_the_request_and_of_the_engine() -> None:
 
     async def read() -> None:
         times = [SimpleNamespace(observe=noted.append) for noted in (firsts, betweens)]
-        metrics = SimpleNamespace(first=times[0], between=times[1])
+        metrics = SimpleNamespace(time_to_first_token=times[0], time_between_tokens=times[1])
         options = SimpleNamespace(queue_timeout=60.0, request_timeout=3600.0)
         service: Any = SimpleNamespace(engine=AtOnce(), metrics=metrics, options=options)
         row: Any = SimpleNamespace(finish_reason=None)
