@@ -3,6 +3,7 @@
     python3 scripts/house.py [FOLDER ...]      the table, by folder (by default the folders of ovspec and the exports)
     python3 scripts/house.py --where COLUMN [FOLDER ...]   each place that a column counts
     python3 scripts/house.py --shared [FOLDER ...]         functions and classes of one name in several files
+    python3 scripts/house.py --check           exit with 1 if ovspec is above a limit, or a file or folder is too long
     python3 scripts/house.py --draw 40 [--seed 1]          names drawn at random, to be guessed blind
 
 Every figure is per 1,000 lines. `pronouns` counts the uses of ``found`` and ``each`` as names; `vague` those of eight
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import ast
 import random
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -25,6 +27,9 @@ VAGUE = {"given", "made", "told", "wanted", "held", "take", "beside", "behind"}
 ANY = {"Any", "JsonValue", "OptionValue", "TypeForm"}
 LIMITS = {"pronouns": 3.0, "unpacking": 6.0, "conditional": 15.0, "Any": 10.0}  # uses per 1,000 lines of ovspec
 COLUMNS = (*LIMITS, "vague", "nested", "long")
+MAX_FILE_LINES = 600
+MAX_FOLDER_LINES = 3_500  # of ovspec's folders
+MAX_SCRIPT_LINES = 6_500  # of all scripts together
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
@@ -82,16 +87,36 @@ def lines_of(folder: Path) -> int:
     return sum(len(file.read_text(encoding="utf-8").splitlines()) for file in sources(folder))
 
 
+def rates_of(folder: Path) -> dict[str, float]:
+    """Return the uses per 1,000 lines that each column counts in a folder."""
+    counts = dict.fromkeys(COLUMNS, 0)
+    for column, _, _ in places(folder):
+        counts[column] += 1
+    return {column: 1000 * count / max(lines_of(folder), 1) for column, count in counts.items()}
+
+
 def print_table(folders: list[Path]) -> None:
     print(f"{'per 1,000 lines':28}{'lines':>8}" + "".join(f"{column:>13}" for column in COLUMNS))
     for folder in folders:
-        lines = lines_of(folder)
-        counts: dict[str, int] = defaultdict(int)
-        for column, _, _ in places(folder):
-            counts[column] += 1
-        rates = "".join(f"{counts[column] * 1000 / max(lines, 1):>13.1f}" for column in COLUMNS)
-        print(f"{folder.relative_to(ROOT).as_posix():28}{lines:>8}{rates}")
+        rates = "".join(f"{rate:>13.1f}" for rate in rates_of(folder).values())
+        print(f"{folder.relative_to(ROOT).as_posix():28}{lines_of(folder):>8}{rates}")
     print(f"{'limits for ovspec':36}" + "".join(f"{LIMITS.get(column, ''):>13}" for column in COLUMNS))
+
+
+def check() -> Iterator[str]:
+    """Yield a sentence for each limit that is exceeded."""
+    rates = rates_of(ROOT / "ovspec")
+    for column, limit in LIMITS.items():
+        if rates[column] > limit:
+            yield f"ovspec: {column}: {rates[column]:.1f} per 1,000 lines, at most {limit:g}"
+    for name in (*PACKAGES, "scripts"):
+        for file in sources(ROOT / name):
+            if (lines := lines_of(file)) > MAX_FILE_LINES:
+                yield f"{file.relative_to(ROOT)}: {lines} lines, at most {MAX_FILE_LINES}"
+    folders = [(folder, MAX_FOLDER_LINES) for folder in (ROOT / "ovspec").iterdir() if folder.is_dir()]
+    for folder, limit in (*folders, (ROOT / "scripts", MAX_SCRIPT_LINES)):
+        if (lines := lines_of(folder)) > limit:
+            yield f"{folder.relative_to(ROOT)}: {lines} lines, at most {limit}"
 
 
 def definitions(folders: list[Path]) -> Iterator[tuple[str, Path]]:
@@ -132,12 +157,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="*", type=Path)
     parser.add_argument("--where", choices=COLUMNS)
+    parser.add_argument("--check", action="store_true")
     parser.add_argument("--shared", action="store_true")
     parser.add_argument("--draw", type=int)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     packages = [ROOT / name for name in PACKAGES]
     folders = [folder.resolve() for folder in args.folders]
+    if args.check:
+        sys.exit("\n".join(check()) or 0)
     if args.where:
         for column, file, line in [place for folder in folders or packages for place in places(folder)]:
             if column == args.where:
