@@ -10,7 +10,7 @@
     python3 scripts/dev.py soak            long series of kills and of draws
     python3 scripts/dev.py test-guidance   the tests of the guidance library, in an environment of their own
     python3 scripts/dev.py planted [WORD]  plant bugs, one at a time, and see that the quick tests find each
-    python3 scripts/dev.py lint            ruff, pyright, import-linter; references, lengths and links of the docs
+    python3 scripts/dev.py lint            ruff, pyright, import-linter; references, links, lengths and names
     python3 scripts/dev.py bench           real chats, plain and with drafters, with the options of bench/chats.py
 
 The first call makes .venv and installs the project with all its extras except guidance, which needs an older
@@ -215,6 +215,7 @@ def lint() -> None:
     run(python().with_name("lint-imports"), "--no-cache")
     run(python(), "scripts/reference.py", "--check")
     run(python(), "scripts/check_docs.py")
+    run(python(), "scripts/house.py", "--check")
 
 
 def main() -> None:
