@@ -58,10 +58,10 @@ def draw_token_ids(ir: CompiledIR) -> np.ndarray:
 def compute_ir_logits(ir: CompiledIR, rows: list[np.ndarray]) -> list[np.ndarray]:
     """Return the logits of every position of each row, (n, vocab) float32, computed as a batch."""
 
-    def make_stateful_decoder() -> StatefulDecoder:
+    def make_decoder() -> StatefulDecoder:
         return StatefulDecoder(ir, Rollback("trim" if ir.kv_states else None, replay=bool(ir.recurrent_states)))
 
-    decoder = RowByRowDecoder(make_stateful_decoder) if ir.needs_single_rows else make_stateful_decoder()
+    decoder = RowByRowDecoder(make_decoder) if ir.needs_single_rows else make_decoder()
     decoder.reset(len(rows))
     steps = count_single_steps(rows[-1])
     feeds = [[row[:-steps] for row in rows]] + [[row[n : n + 1 or None] for row in rows] for n in range(-steps, 0)]

@@ -32,7 +32,7 @@ class DelayedInterrupts:
             signal.signal(signal.SIGINT, self._handle_interrupt)
             ACTIVE_DELAYS.append(self)
 
-    def stop(self) -> None:
+    def restore_handler(self) -> None:
         """Restore the previous handler, skipping those that have stopped: streams may end in any order."""
         self._stopped = True
         if self in ACTIVE_DELAYS:
@@ -81,7 +81,7 @@ def end_on_signals() -> EndSignal:
     """
     ended = EndSignal()
 
-    def end(number: int, _: object) -> None:
+    def interrupt(number: int, _: object) -> None:
         ended.exit_code = ended.exit_code or 128 + number
         if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
             raise KeyboardInterrupt
@@ -89,7 +89,7 @@ def end_on_signals() -> EndSignal:
 
     for number in END_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, end)
+            signal.signal(number, interrupt)
     return ended
 
 

@@ -117,7 +117,7 @@ class SandboxPool:
 
     def _ask_process(self, request: str) -> JsonObject:
         """Return the answer of one process; raises LimitExceeded or ProcessDied if there is none."""
-        process = self._pop_idle_process() or self._start()
+        process = self._pop_idle_process() or self._start_process()
         try:
             answer = json.loads(self._exchange(process, request))
         except BaseException as error:
@@ -178,7 +178,7 @@ class SandboxPool:
                 raise LimitExceeded(f"took more than {self.size // 1_000_000} MB of memory")
         return answers[0]
 
-    def _start(self) -> SandboxProcess:
+    def _start_process(self) -> SandboxProcess:
         """Start a process. It ends when its standard input closes, so it doesn't outlive this one."""
         python, variables = find_interpreter()
         try:
@@ -193,7 +193,7 @@ class SandboxPool:
         except (OSError, psutil.Error) as error:
             raise ProcessDied(f"could not be started ({error})", NOT_STARTED_WEIGHT) from None
 
-    def stop(self) -> None:
+    def end_idle_processes(self) -> None:
         """Stop the idle processes; the next request starts another one."""
         while process := self._pop_idle_process():
             process.end()

@@ -47,7 +47,7 @@ class BatchProgress:
     def left(self) -> int:
         return self.total - self.before - self.done
 
-    def add(self, line: JsonObject) -> None:
+    def count_line(self, line: JsonObject) -> None:
         """Count an output line."""
         self.done += 1
         self.failed += line.get("error") is not None
@@ -86,7 +86,7 @@ class PartialResults:
     def keys(self) -> frozenset[str]:
         return frozenset(self._lines)
 
-    def add(self, key: str, line: JsonObject) -> None:
+    def store_line(self, key: str, line: JsonObject) -> None:
         self._lines[key] = line
         with name_write_errors(self.file):
             self._stream.write(json.dumps({"key": key, "line": line}, ensure_ascii=False) + "\n")
@@ -101,7 +101,7 @@ class PartialResults:
         self.file.unlink()
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # a full disk, which ``add`` has reported
+        with contextlib.suppress(OSError):  # a full disk, which ``store_line`` has reported
             self._stream.close()
         with contextlib.suppress(OSError):  # Windows can't delete an open file
             Path(self._lock.lock_file).unlink()
@@ -141,11 +141,11 @@ def run_file(
         unfinished = [request for request, key in zip(requests, keys, strict=True) if key not in partial]
         progress = BatchProgress(len(requests), len(requests) - len(unfinished))
 
-        def add(request: BatchRequest, line: JsonObject) -> None:
-            partial.add(result_key(request, dependencies), line)
-            progress.add(line)
+        def store_and_count(request: BatchRequest, line: JsonObject) -> None:
+            partial.store_line(result_key(request, dependencies), line)
+            progress.count_line(line)
 
-        for tokens in BatchRun(lm, params, unfinished, add).rounds():
+        for tokens in BatchRun(lm, params, unfinished, store_and_count).rounds():
             progress.tokens += tokens
             if report:
                 report(progress)
@@ -178,5 +178,5 @@ def proposal_dependencies(lm: LanguageModel, params: Params) -> tuple[Any, ...] 
     choice = lm.runtime.models.choice
     if choice:
         choice = replace(choice, model=None)
-    corpora = [hashlib.sha256(corpus.tokens.tobytes()).hexdigest() for corpus in lm.runtime.models.corpora]
+    corpora = [hashlib.sha256(corpus.indexed_tokens.tobytes()).hexdigest() for corpus in lm.runtime.models.corpora]
     return params.lookahead, str(choice), corpora

@@ -89,16 +89,16 @@ class ResultCollector:
         self.unfinished = {file.source: number for number, file in enumerate(files) if not self._was_finished(file)}
         self.finished_keys = {path: self._load_keys(number) for path, number in self.unfinished.items()}
 
-    def add(self, group: Group) -> None:
+    def collect_group(self, group: Group) -> None:
         """Keep the lines of ``group``, and write its file if they are the last ones."""
-        partial, keys = self._open(group.file)
+        partial, keys = self._open_partial_results(group.file)
         if not keys:
             self.progress.total += group.file_lines
         self.progress.before += len(group.keys) - len(group.lines)
         keys |= group.keys
         for index, line in group.lines.items():
-            partial.add(keys[index], line)
-            self.progress.add(line)
+            partial.store_line(keys[index], line)
+            self.progress.count_line(line)
             self.progress.tokens += count_generated_tokens(line)
         if len(keys) == group.file_lines:
             file = self._files[group.file]
@@ -117,9 +117,9 @@ class ResultCollector:
     def _load_keys(self, number: int) -> frozenset[str]:
         """Return the keys of the lines of a file that an earlier run finished."""
         has_partial_results = with_ending(self._files[number].partial_base, ".partial").exists()
-        return self._open(number)[0].keys() if has_partial_results else frozenset()
+        return self._open_partial_results(number)[0].keys() if has_partial_results else frozenset()
 
-    def _open(self, number: int) -> tuple[PartialResults, dict[int, str]]:
+    def _open_partial_results(self, number: int) -> tuple[PartialResults, dict[int, str]]:
         if number not in self._open_files:
             self._open_files[number] = PartialResults(self._files[number].partial_base), {}
         return self._open_files[number]

@@ -38,7 +38,7 @@ class RunningRequest:
 
 
 class BatchRun(Iterator[Row]):
-    """Makes rows of ``requests``, and calls ``add`` with each request and its complete output line.
+    """Makes rows of ``requests``, and calls ``report_line`` with each request and its complete output line.
 
     ``params`` are the options that requests don't set. ``requests`` may have no more for now, and some later while
     others run.
@@ -49,12 +49,12 @@ class BatchRun(Iterator[Row]):
         lm: LanguageModel,
         params: Params,
         requests: Iterable[BatchRequest],
-        add: Callable[[BatchRequest, JsonObject], None],
+        report_line: Callable[[BatchRequest, JsonObject], None],
     ) -> None:
         self._lm = lm
         self._params = params
         self._requests = iter(requests)
-        self._add = add
+        self._report_line = report_line
         self._row_numbers = itertools.count()  # as the scheduler counts rows
         self._waiting_rows = deque[tuple[Row, RunningRequest]]()
         self._running: dict[int, RunningRequest] = {}  # by row number
@@ -73,16 +73,16 @@ class BatchRun(Iterator[Row]):
         while not self._waiting_rows:
             request = next(self._requests)
             try:
-                running = self._start(request)
+                running = self._make_running_request(request)
             except OvspecError as error:
-                self._add(request, error_line(request, str(error)))
+                self._report_line(request, error_line(request, str(error)))
             else:
                 self._waiting_rows.extend((row, running) for row in running.rows)
         row, running = self._waiting_rows.popleft()
         self._running[next(self._row_numbers)] = running
         return row
 
-    def _start(self, request: BatchRequest) -> RunningRequest:
+    def _make_running_request(self, request: BatchRequest) -> RunningRequest:
         """Make a row for each text of a request; raises OvspecError if it is invalid or can't be met."""
         if request.error:
             raise OvspecError(request.error)
@@ -99,10 +99,10 @@ class BatchRun(Iterator[Row]):
             return
         if error := next((row.error for row in running.rows if row.error), None):
             running.has_line = True
-            self._add(running.request, error_line(running.request, str(error)))
+            self._report_line(running.request, error_line(running.request, str(error)))
         elif all(row.finish_reason not in (None, "cancelled") for row in running.rows):
             running.has_line = True
-            self._add(running.request, self._make_line(running))
+            self._report_line(running.request, self._make_line(running))
 
     def _make_line(self, running: RunningRequest) -> JsonObject:
         request = running.request
@@ -242,7 +242,7 @@ def result_line(lm: LanguageModel, request: BatchRequest, rows: list[Row], resul
         echoes = [prompt_echo(lm, prompt, result) for prompt, result in pairs]
     id_prefix = "chatcmpl-" if text_request.kind == "chat" else "cmpl-"
     head = new_reply_head(id_prefix, text_request.model or "", request.id)
-    reply = ChatReply(Generation(lm.tokenizer, head, text_request, rows, echoes)).whole(results)
+    reply = ChatReply(Generation(lm.tokenizer, head, text_request, rows, echoes)).whole_reply(results)
     body = reply.model_dump(exclude_unset=True, exclude=FIELDS_NOT_WRITTEN)
     response = {"status_code": 200, "request_id": request.id, "body": body}
     return {"id": f"batch_req_{request.id}", "custom_id": request.id, "response": response, "error": None, **ignored}

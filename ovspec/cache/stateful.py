@@ -123,7 +123,7 @@ class StatefulDecoder:
         self._snapshot_length = 0
         self._expects_rollback = False  # whether rollbacks to the end of the last feed are likely
         self._inference_slots = (0, 0)  # slots before and after the last inference
-        self._request.reset()
+        self._request.reset_states()
 
     def feed(
         self,
@@ -234,7 +234,7 @@ class StatefulDecoder:
         if self._slots.slot_count:
             other.set_states(read_states(self._request.openvino_request, self._ir.states))
         else:
-            other._request.reset()
+            other._request.reset_states()
 
     def set_states(self, values: dict[str, np.ndarray]) -> None:
         """Set the states named in ``values``, also of a request that hasn't run since it was reset."""
@@ -263,7 +263,7 @@ class StatefulDecoder:
             request, last_width = self._ir.last_run
             if request is not self._request and width == last_width:
                 self._scratch_request = self._scratch_request or InferenceRequest(self._ir, STATEFUL_INPUTS)
-                self._scratch_request.reset()
+                self._scratch_request.reset_states()
                 self._run_dummy_inference(self._scratch_request, 2 if width == 1 else 1)
             self._ir.last_run = self._request, width
 

@@ -82,7 +82,7 @@ def run_stream(stream: TextStream, show: bool) -> tuple[Result, bool]:
         if show:
             click.echo(result.text[printed:], nl=False)
     finally:
-        interrupts.stop()
+        interrupts.restore_handler()
     return result, interrupted
 
 

@@ -56,7 +56,7 @@ def verify(file: Path, folder: str | None, as_json: bool, **runtime: OptionValue
                 model_folder = Path(folder or str(identity.get("folder", "")))
                 message = f"{label}: its model {model_folder} isn't here; name the model's folder with --model."
                 refuse_if(not folder and not model_folder.is_dir(), message)
-                models[key] = load_model(model_folder, draft="none", **recorded_options(identity, runtime))
+                models[key] = load_model(model_folder, draft="none", **recorded_load_options(identity, runtime))
             with show_step(f"{label}: checking"):
                 verification = models[key].verify(result)
         except OvspecError as error:
@@ -109,7 +109,7 @@ def parse_entries(source: str, source_name: str) -> list[tuple[str, JsonValue]]:
     return entries
 
 
-def recorded_options(identity: JsonObject, runtime: dict[str, OptionValue]) -> dict[str, OptionValue]:
+def recorded_load_options(identity: JsonObject, runtime: dict[str, OptionValue]) -> dict[str, OptionValue]:
     """Return the settings of the model that made a text, as options of ``load``; ``runtime`` takes precedence."""
     passed = {name: value for name, value in runtime.items() if value is not None}
     recorded = {name: identity[name] for name in ("device", "engine", "arithmetic", "threads") if identity.get(name)}

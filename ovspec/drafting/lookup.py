@@ -32,7 +32,7 @@ class NgramIndex:
         self._followed = Sequence()
 
     @property
-    def tokens(self) -> np.ndarray:
+    def indexed_tokens(self) -> np.ndarray:
         """All texts, (n,) int64, with separators."""
         return self._text.tokens
 

@@ -69,7 +69,7 @@ class PromptEncoder:
         return ChatFormat(load_chat_template(require_present(self.folder), self.template, bos), self.tool_format)
 
     @functools.cached_property
-    def special_tokens(self) -> dict[str, str]:
+    def tokens_by_role(self) -> dict[str, str]:
         """The special tokens that have a role, by role."""
         return read_special_tokens(require_present(self.folder))
 

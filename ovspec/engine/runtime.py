@@ -104,7 +104,7 @@ class Runtime:
         """Read the small files that are otherwise read on first use, so that they may be deleted."""
         for owner, name in (
             (self.prompts, "chat_format"),
-            (self.prompts, "special_tokens"),
+            (self.prompts, "tokens_by_role"),
             (self, "identity"),
             (self, "weights_size"),
         ):

@@ -284,5 +284,5 @@ def run_rows(scheduler: Scheduler) -> Iterator[list[tuple[int, Piece]]]:
                 yield scheduler.cancel_rows()
                 raise KeyboardInterrupt
     finally:
-        interrupts.stop()
+        interrupts.restore_handler()
         scheduler.record_times()

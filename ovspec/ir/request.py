@@ -33,7 +33,7 @@ class InferenceRequest:
         self.has_run, self._must_reset = False, False
         self._bound: dict[int, np.ndarray] = {}  # input index -> the array that the request reads it from
 
-    def reset(self) -> None:
+    def reset_states(self) -> None:
         """Empty the states before the next inference.
 
         Not at once: a GPU's request that is reset long before it runs disturbs other requests that run meanwhile.
@@ -41,7 +41,7 @@ class InferenceRequest:
         self.has_run, self._must_reset = False, True
 
     def apply_reset(self) -> None:
-        """Empty the states if ``reset`` was called."""
+        """Empty the states if ``reset_states`` was called."""
         if self._must_reset:
             self.openvino_request.reset_state()
             self._must_reset = False

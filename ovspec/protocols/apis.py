@@ -30,7 +30,7 @@ class TextApi:
 
     summary: of the API, a sentence.
     body: the type of a request's body.
-    read: returns the request in a body; raises RequestError for a request that can't be met.
+    read_body: returns the request in a body; raises RequestError for a request that can't be met.
     reply: makes whole replies and the events of streams.
     reply_model: the type of a whole reply.
     id_prefix: of a reply's id.
@@ -39,7 +39,7 @@ class TextApi:
 
     summary: str
     body: type[TextRequestBody]
-    read: Callable[[Any], TextRequest]
+    read_body: Callable[[Any], TextRequest]
     reply: type[Reply]
     reply_model: type[BaseModel]
     id_prefix: str

@@ -54,26 +54,26 @@ class Reply(Protocol):
 
     def __init__(self, generation: Generation) -> None: ...
 
-    def whole(self, results: list[Result]) -> BaseModel:
+    def whole_reply(self, results: list[Result]) -> BaseModel:
         """Return the whole reply from the results of all rows."""
         ...
 
-    def start(self) -> Events:
+    def first_events(self) -> Events:
         """Return the events before the texts."""
         return []
 
-    def add(self, index: int, piece: Piece, /) -> Events:
+    def piece_events(self, index: int, piece: Piece, /) -> Events:
         """Return the events for a piece of the row ``index``; none if it adds nothing to the reply."""
         ...
 
-    def finish(self) -> Events:
+    def last_events(self) -> Events:
         """Return the events after the texts."""
         return []
 
-    def keep_alive(self) -> Events:
+    def keep_alive_events(self) -> Events:
         """Return the events that show a client that its silent stream is alive."""
         return [KEEP_ALIVE]
 
-    def fail(self, failure: RequestFailure) -> Events:
+    def failure_events(self, failure: RequestFailure) -> Events:
         """Return the events that end the stream after a failure."""
         return [openai_error(failure)]

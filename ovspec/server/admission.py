@@ -43,7 +43,7 @@ class Admission:
         self.given_up = False
         self._preparing = set[asyncio.Task[Any]]()  # requests that the engine doesn't have yet
 
-    def check(self, texts: int = 1) -> None:
+    def check_capacity(self, texts: int = 1) -> None:
         """Raise ApiError if no further request for this many texts can be admitted."""
         if self.draining:
             raise ApiError(503, "The server is shutting down.", code="shutting_down", retry_after=10)
@@ -57,7 +57,7 @@ class Admission:
     def admit(self, texts: int = 1) -> Generator[None]:
         """Count a request for this many texts while it is answered; raises ApiError if it can't be admitted."""
         texts = min(texts, MAX_TEXTS)
-        self.check(texts)
+        self.check_capacity(texts)
         self.requests += 1
         self._texts += texts
         try:
@@ -131,7 +131,7 @@ class WorkerThreads:
         self._lm = lm
         self._pools = {work: ThreadPoolExecutor(THREADS_FOR_WORK, f"ovspec {work}") for work in get_args(Work)}
 
-    async def run(self, function: Callable[..., T], *arguments: Any, work: Work = "texts") -> T:
+    async def run_in_thread(self, function: Callable[..., T], *arguments: Any, work: Work = "texts") -> T:
         """Return a function's result; it runs in a thread. Raises ApiError for its OvspecErrors."""
         try:
             return await asyncio.get_running_loop().run_in_executor(self._pools[work], partial(function, *arguments))
@@ -145,8 +145,8 @@ class WorkerThreads:
             raise ApiError(400, message, field and field[1]) from None
 
     async def run_for_body(self, http: Request, function: Callable[..., T], *arguments: Any) -> T:
-        """Return a function's result, as ``run`` does, with the kind of work that the request's body is."""
-        return await self.run(function, *arguments, work=await work_for_body(http))
+        """Return a function's result, as ``run_in_thread`` does, with the kind of work that the request's body is."""
+        return await self.run_in_thread(function, *arguments, work=await work_for_body(http))
 
 
 async def work_for_body(http: Request) -> Work:

@@ -116,7 +116,9 @@ def add_model_endpoints(app: FastAPI, context: ServerContext) -> None:
     @app.get("/v1/props", include_in_schema=False)
     @app.get("/props", tags=["model"], summary="Describe the server, as llama.cpp's does.")
     async def props() -> Props:
-        return await context.threads.run(server_props, lm, names[0], context.defaults, context.options.batch_size)
+        return await context.threads.run_in_thread(
+            server_props, lm, names[0], context.defaults, context.options.batch_size
+        )
 
 
 def add_state_endpoints(app: FastAPI, context: ServerContext) -> None:
@@ -132,7 +134,7 @@ def add_state_endpoints(app: FastAPI, context: ServerContext) -> None:
     async def ready(response: Response) -> ReadyReply:
         status = "ready"
         try:
-            context.admission.check()
+            context.admission.check_capacity()
         except ApiError as error:
             response.status_code = 503
             status = error.detail
@@ -151,7 +153,7 @@ def add_state_endpoints(app: FastAPI, context: ServerContext) -> None:
 def add_token_endpoints(app: FastAPI, context: ServerContext) -> None:
     """Add the endpoints that encode texts and chats, and decode tokens."""
 
-    async def run_in_thread(function: Callable[[B], T], body: B, http: Request) -> T:
+    async def run_token_request(function: Callable[[B], T], body: B, http: Request) -> T:
         context.admission.check_requested_model(body.model)
         with context.admission.admit():
             return await context.threads.run_for_body(http, function, body)
@@ -159,13 +161,13 @@ def add_token_endpoints(app: FastAPI, context: ServerContext) -> None:
     @app.post("/tokenize", tags=["tokens"], summary="Return the tokens of a text or a chat.")
     async def tokenize(body: TokenizeRequest, http: Request) -> TokenizeReply:
         ignored = IgnoredNames()
-        reply = await run_in_thread(partial(tokenize_body, context, ignored), body, http)
+        reply = await run_token_request(partial(tokenize_body, context, ignored), body, http)
         context.preparer.report_ignored(ignored, http)
         return reply
 
     @app.post("/detokenize", tags=["tokens"], summary="Return the text of tokens.")
     async def detokenize(body: DetokenizeRequest, http: Request) -> DetokenizeReply:
-        text = await run_in_thread(partial(detokenize_body, context.lm), body, http)
+        text = await run_token_request(partial(detokenize_body, context.lm), body, http)
         return DetokenizeReply(prompt=text, content=text)
 
 

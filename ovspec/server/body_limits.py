@@ -80,7 +80,7 @@ class BoundedRoute(APIRoute):
         return handle
 
 
-def parse_json(raw: bytes) -> JsonValue:
+def parse_json_bytes(raw: bytes) -> JsonValue:
     """Return the JSON value in ``raw``; raises ValueError."""
     try:
         return from_json(raw, allow_inf_nan=False)
@@ -102,7 +102,7 @@ def parse_body(raw: bytes, model: type[B], report_ignored: Callable[[list[str]],
     if raw.count(b",") > MAX_COMMAS:
         raise ApiError(413, f"The body has more than {MAX_COMMAS} commas; send fewer values.")
     try:
-        value = parse_json(raw.removeprefix(BOM_UTF8))
+        value = parse_json_bytes(raw.removeprefix(BOM_UTF8))
         if report_ignored:
             value, ignored = drop_unknown_fields(value, model)
             report_ignored(ignored)

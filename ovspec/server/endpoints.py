@@ -56,7 +56,7 @@ class TextEndpoints:
                 return EventStream(first, events, reply, cleanup.pop_all().close)
             await unless_disconnected(http, self._generate(prepared))
             work: Work = "texts" if prepared.params.logprobs is None else "long"
-            return await self._context.threads.run(self._whole_response, prepared, work=work)
+            return await self._context.threads.run_in_thread(self._whole_response, prepared, work=work)
 
     async def count_tokens(self, api: TextApi, body: TextRequestBody, http: Request) -> TokenCount:
         """Count the tokens of a request's prompt."""
@@ -72,8 +72,8 @@ class TextEndpoints:
     async def _prepare(self, api: TextApi, body: TextRequestBody, http: Request, began: float) -> PreparedRequest:
         """Return a request with its rows and the echoes of its prompts."""
         work: Work = "grammars" if may_compile_grammar(body) else await work_for_body(http)
-        prepare = self._context.preparer.prepare
-        prepared = await self._context.threads.run(prepare, api, body, http, began, work=work)
+        prepare = self._context.preparer.prepare_request
+        prepared = await self._context.threads.run_in_thread(prepare, api, body, http, began, work=work)
         if prepared.generation.request.echo:
             prepared.generation.echoes = await self._make_echoes(prepared)
         return prepared
@@ -89,7 +89,7 @@ class TextEndpoints:
             if top_logprobs is not None:
                 computing = compute_between_rounds(self._lm, self._context.engine, ids, top_logprobs)
                 logprobs = await self._engine_result(computing)
-            run = self._context.threads.run
+            run = self._context.threads.run_in_thread
             echoes.append(await run(make_echo, self._lm.tokenizer, prompt, ids, logprobs, work="long"))
         return echoes
 
@@ -124,7 +124,7 @@ class TextEndpoints:
         results = [row.result() for row in generation.rows]
         arguments = self._lm.runtime, generation.request.prompts, prepared.params, results, True
         async with self._context.admission.preparing(prepared.began):
-            return await self._context.threads.run(make_retry_rows, *arguments, work="grammars")
+            return await self._context.threads.run_in_thread(make_retry_rows, *arguments, work="grammars")
 
     async def _finish_rows(self, rows: list[Row], began: float) -> None:
         """Generate rows whose pieces aren't streamed."""
@@ -137,30 +137,30 @@ class TextEndpoints:
     async def _judge_row(self, row: Row) -> None:
         """Judge an ended text in a thread, so that other requests go on; ``row.result`` is quick after it."""
         if row.sampler.constraints.find_errors:
-            await self._context.threads.run(row.result, work="grammars")
+            await self._context.threads.run_in_thread(row.result, work="grammars")
 
     def _whole_response(self, prepared: PreparedRequest) -> Response:
         results = [row.result() for row in prepared.generation.rows]
-        reply = prepared.api.reply(prepared.generation).whole(results)
+        reply = prepared.api.reply(prepared.generation).whole_reply(results)
         return Response(reply.model_dump_json(exclude_unset=True), media_type="application/json")
 
     # ------------------------------------------------------------ streams
 
     async def _stream_events(self, reply: Reply, prepared: PreparedRequest) -> AsyncGenerator[bytes]:
-        events = [*reply.start()]
+        events = [*reply.first_events()]
         rows = prepared.generation.rows
         async with aclosing(generate_pieces(self._context, rows, prepared.began)) as batches:
             async for pieces in batches:
                 if not pieces:
-                    events += reply.keep_alive()
+                    events += reply.keep_alive_events()
                 for index, piece in pieces:
                     if piece.finish_reason:
                         await self._judge_row(rows[index])
-                    events += reply.add(index, piece)
+                    events += reply.piece_events(index, piece)
                 for event in events:
                     yield format_event(event)
                 events = []
-        for event in reply.finish():
+        for event in reply.last_events():
             yield format_event(event)
         self._record_metrics(prepared)
 
@@ -211,7 +211,7 @@ class EventStream(StreamingResponse):
             state[STREAM_STATUS] = 200
         except ApiError as error:
             state[STREAM_STATUS] = error.status_code
-            for event in self._reply.fail(to_failure(error)):
+            for event in self._reply.failure_events(to_failure(error)):
                 yield format_event(event)
         except Exception:
             state[STREAM_STATUS] = 500

@@ -52,10 +52,10 @@ class RequestPreparer:
         self._defaults = defaults
         self._options = options
 
-    def prepare(self, api: TextApi, body: BaseModel, http: Request, began: float) -> PreparedRequest:
+    def prepare_request(self, api: TextApi, body: BaseModel, http: Request, began: float) -> PreparedRequest:
         """Return a request with its rows. May take long: grammars are compiled."""
-        request = self.read(api, body, http)
-        params = self.make_params(request)
+        request = self.read_request(api, body, http)
+        params = self.make_request_params(request)
         if request.stream:
             refuse_retries_in_stream(params)
         draft_limits = make_draft_limits(self._lm, request, params)
@@ -73,16 +73,16 @@ class RequestPreparer:
 
     def count_tokens(self, api: TextApi, body: BaseModel, http: Request) -> int:
         """Return the number of tokens of a request's prompt."""
-        request = self.read(api, body, http)
-        params = self.make_params(request)
+        request = self.read_request(api, body, http)
+        params = self.make_request_params(request)
         try:
             return sum(len(self._lm.runtime.prompts.encode_prompt(prompt, params).ids) for prompt in request.prompts)
         except PromptError as error:
             raise prompt_error(error, self._lm, request.prompt_field) from None
 
-    def read(self, api: TextApi, body: BaseModel, http: Request) -> TextRequest:
+    def read_request(self, api: TextApi, body: BaseModel, http: Request) -> TextRequest:
         """Return the request in a body; reports the fields that it ignores."""
-        request = replace(api.read(body), context=self._lm.target.ir.context_length)
+        request = replace(api.read_body(body), context=self._lm.target.ir.context_length)
         options = request.overrides.values
         ignored = dict.fromkeys(request.ignored)
         variables = options.get("chat_template_kwargs")
@@ -107,7 +107,7 @@ class RequestPreparer:
             raise ApiError(400, f"{name} is not supported; leave it out.", name)
         add_ignored_names(http, ignored)
 
-    def make_params(self, request: TextRequest) -> Params:
+    def make_request_params(self, request: TextRequest) -> Params:
         """Return the complete params of a request; raises OvspecError for wrong options and beyond limits."""
         if request.is_infill and not self._lm.tokenizer.fim_tokens:
             raise ApiError(501, NO_FIM_ERROR, "suffix" if request.kind == "completion" else None)

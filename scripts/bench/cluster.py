@@ -66,13 +66,13 @@ def shipping_speed(folder: Path) -> float:
     """Return the bytes per second at which a model comes from the object store, of one machine."""
     import ray
 
-    from ovspec.batch.ray.shipment import create_folder_once, read_blocks
+    from ovspec.batch.ray.shipment import create_folder_once, read_pieces
 
     size = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
     with tempfile.TemporaryDirectory() as scratch:
         began = time.perf_counter()
         files = filter(Path.is_file, folder.iterdir())
-        pieces = [(file.name, ray.put(piece)) for file in files for piece in read_blocks(file, 1 << 26)]
+        pieces = [(file.name, ray.put(piece)) for file in files for piece in read_pieces(file, 1 << 26)]
         create_folder_once(Path(scratch) / "copy", ((name, ray.get(piece)) for name, piece in pieces))
         return size / (time.perf_counter() - began)
 
@@ -80,7 +80,7 @@ def shipping_speed(folder: Path) -> float:
 class Nobody:
     """A worker that needs no time."""
 
-    def load(self) -> Any:
+    def load_worker_model(self) -> Any:
         from ovspec.batch.ray.worker import Reference
 
         return Reference("", "nobody", "", [])
@@ -106,7 +106,7 @@ def driver_seconds(count: int, actors: int) -> float:
             if not began and taken >= len(groups) // 4:  # all workers are there
                 began, before = time.perf_counter(), taken
             for group in answered:
-                collector.add(group)
+                collector.collect_group(group)
             taken += len(answered)
         pool.close()
         return (time.perf_counter() - began) / (len(groups) - before)

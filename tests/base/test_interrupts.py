@@ -25,7 +25,7 @@ def test_ctrl_c_waits_while_held() -> None:
     interrupts.delaying = False
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
-    interrupts.stop()
+    interrupts.restore_handler()
     assert signal.getsignal(signal.SIGINT) is before
 
 
@@ -55,7 +55,7 @@ def test_the_handler_comes_back_in_any_order(order: tuple[int, ...]) -> None:
     for place in order:
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
-        held[place].stop()
+        held[place].restore_handler()
     assert signal.getsignal(signal.SIGINT) is before
 
 
@@ -66,14 +66,14 @@ def test_a_handler_set_meanwhile_is_kept() -> None:
     def own(*_: object) -> None: ...
 
     signal.signal(signal.SIGINT, own)
-    interrupts.stop()
+    interrupts.restore_handler()
     assert signal.getsignal(signal.SIGINT) is own
     signal.signal(signal.SIGINT, before)
 
 
 def test_other_threads_do_nothing() -> None:
     before = signal.getsignal(signal.SIGINT)
-    thread = threading.Thread(target=lambda: DelayedInterrupts().stop())
+    thread = threading.Thread(target=lambda: DelayedInterrupts().restore_handler())
     thread.start()
     thread.join()
     assert signal.getsignal(signal.SIGINT) is before

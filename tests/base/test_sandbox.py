@@ -62,7 +62,7 @@ def test_packages_that_a_user_installed_for_himself_are_found(monkeypatch: pytes
     monkeypatch.setenv("SECRET", "1")
     given: list[dict[str, str]] = []
     monkeypatch.setattr(sandbox, "SandboxProcess", lambda *_, env, **__: given.append(env))
-    RENDERER._start()
+    RENDERER._start_process()
     assert {"APPDATA", "USERPROFILE", "PYTHONUSERBASE"} <= set(given[0]) and "SECRET" not in given[0]
 
 
@@ -75,7 +75,7 @@ def test_killed_each_time(end_next: End, monkeypatch: pytest.MonkeyPatch) -> Non
         TEMPLATE.render([])
     assert len(signals) == 1
     monkeypatch.setattr(sys, "executable", "/no/such/file")
-    RENDERER.stop()
+    RENDERER.end_idle_processes()
     with pytest.raises(UnavailableError, match=r"could not be started .*No such file.*, 10 times"):
         TEMPLATE.render([])
 
@@ -88,7 +88,7 @@ def test_crashed_each_time(end_next: End) -> None:
 
 
 def test_a_process_that_has_grown_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    RENDERER.stop()
+    RENDERER.end_idle_processes()
     assert TEMPLATE.render([]) == "0"
     [process] = RENDERER.idle_processes
     monkeypatch.setattr(RENDERER, "size", int(1.5 * process.memory_info().rss))

@@ -388,7 +388,7 @@ def test_the_time_left_falls_as_work_is_done(
 def test_what_has_changed_is_done_again(tmp_path: Path) -> None:
     request, output = prompt_request("1", "a", "a"), tmp_path / "out"
     done = PartialResults(output)
-    done.add(result_key(request, "model and options"), {"id": "1"})
+    done.store_line(result_key(request, "model and options"), {"id": "1"})
     done.close()
     for depends_on, changed, known in (
         ("model and options", request, True),
@@ -644,7 +644,7 @@ def test_what_was_done_is_known_after_a_kill_in_the_middle_of_a_line(tmp_path: P
     for key, before in (("a", []), ("b", ["a"]), ("c", ["a", "b"])):
         done = PartialResults(tmp_path / "out")
         assert sorted(done.keys()) == before
-        done.add(key, {"id": key})
+        done.store_line(key, {"id": key})
         assert done.lines([*before, key]) == [{"id": each} for each in [*before, key]]
         done.close()
         with done.file.open("a", encoding="utf-8") as file:

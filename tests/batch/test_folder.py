@@ -16,7 +16,7 @@ from ovspec.base.errors import OvspecError
 from ovspec.batch.file import BatchProgress
 from ovspec.batch.groups import MAX_GROUP_LINES, Group, ResultCollector, make_groups
 from ovspec.batch.ray.cluster import scratch_folder
-from ovspec.batch.ray.shipment import create_folder_once, read_blocks
+from ovspec.batch.ray.shipment import create_folder_once, read_pieces
 from ovspec.batch.requests import BatchRequest, parse_row, parse_rows, prompt_request
 from ovspec.batch.run import BatchThread, line_to_row, lines_to_columns
 from ovspec.engine.decoders import DecoderPool
@@ -54,7 +54,7 @@ def test_answers_in_any_order_and_over_two_runs(tmp_path: Path) -> None:
         groups = list(make_groups(0, requests, "model", answers.finished_keys[""], 2))
         random.Random(most).shuffle(groups)
         for group in groups[:most]:
-            answers.add(answered(group))
+            answers.collect_group(answered(group))
         answers.close()
         return answers.progress
 
@@ -78,7 +78,7 @@ def test_a_group_line_by_line_is_the_same_file(tmp_path: Path) -> None:
             whole.requests |= group.requests
         for single in itertools.islice(whole.split(), most):
             assert len(single.requests) == 1
-            answers.add(answered(single))
+            answers.collect_group(answered(single))
         answers.close()
     assert (answers.progress.before, answers.progress.done) == (3, 13)
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text("utf-8").splitlines()]
@@ -90,7 +90,7 @@ def test_a_file_of_a_folder_is_done_again_if_it_has_changed(tmp_path: Path) -> N
     answers = ResultCollector([file], "model", BatchProgress(0, 0))
     assert answers.unfinished == {"a": 0}
     for group in make_groups(0, prompts(3), "model", (), 1):
-        answers.add(answered(group))
+        answers.collect_group(answered(group))
     again = BatchProgress(0, 0)
     assert ResultCollector([file], "model", again).unfinished == {}
     assert (again.total, again.before) == (3, 3)
@@ -220,7 +220,7 @@ def test_a_folder_in_pieces(tmp_path: Path) -> None:
     (source / "a.bin").write_bytes(bytes(range(256)) * 5)
     (source / "draft" / "empty").touch()
     files = [file for file in source.rglob("*") if file.is_file()]
-    pieces = [(file.relative_to(source).as_posix(), piece) for file in files for piece in read_blocks(file, 300)]
+    pieces = [(file.relative_to(source).as_posix(), piece) for file in files for piece in read_pieces(file, 300)]
     assert len(pieces) == 6
 
     def broken() -> Any:

@@ -190,7 +190,7 @@ class Here:
 
     def __init__(self, start: Callable[[int], Worker], *_: Any) -> None:
         self._worker = start(1)
-        self._worker.load()
+        self._worker.load_worker_model()
 
     def run_groups(self, groups: list[Group], _: Any) -> Iterator[list[Group]]:
         for group in groups:
@@ -210,7 +210,7 @@ def test_folders_go_to_folders_and_an_interrupted_run_goes_on(
         monkeypatch.setattr("ovspec.batch.ray.worker.record_signals", lambda _: None)
         monkeypatch.setattr("ovspec.batch.ray.worker.pin_actor", lambda: None)
         monkeypatch.setattr(driver, "start_worker", lambda job, reference, _, number: Worker(job, reference, number))
-        monkeypatch.setattr(driver, "load_first_worker", lambda job, _: Worker(job, None, 0).load())
+        monkeypatch.setattr(driver, "load_first_worker", lambda job, _: Worker(job, None, 0).load_worker_model())
         monkeypatch.setattr(driver, "Pool", Here)
         monkeypatch.setattr("ovspec.batch.ray.worker.load", loaded)
     source, output = tmp_path / "in", tmp_path / "out"
@@ -432,7 +432,7 @@ def starting(how: signal.Signals, started: list[int], loading: tuple[int, ...] =
 
                 record_signals(number)
 
-        def load(self) -> SimpleNamespace:
+        def load_worker_model(self) -> SimpleNamespace:
             if self._number in loading:
                 self.die()
             return SimpleNamespace(kind=f"kind of {self._number}")  # a Reference's module imports slowly
@@ -548,7 +548,7 @@ def test_workers_that_all_die_while_they_load_stop_the_run() -> None:
 @pytest.mark.usefixtures("cluster")
 def test_progress_goes_on_while_workers_load() -> None:
     class Slow:
-        def load(self) -> Reference:
+        def load_worker_model(self) -> Reference:
             time.sleep(2.5)
             return Reference("", "kind", "", [])
 
@@ -593,17 +593,17 @@ def test_how_a_worker_was_lost() -> None:
         def __init__(self) -> None:
             raise ImportError("no module named x")
 
-        def load(self) -> None:
+        def load_worker_model(self) -> None:
             pass
 
     class Killed:
-        def load(self) -> None:
+        def load_worker_model(self) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(60)
 
     remote: Any = ray.remote(num_cpus=0)
     workers, told = [remote(each).remote() for each in (Broken, Killed)], list[str]()
-    for number, call in enumerate([worker.load.remote() for worker in workers]):
+    for number, call in enumerate([worker.load_worker_model.remote() for worker in workers]):
         with pytest.raises(ActorDiedError) as found:
             ray.get(call)
         told.append(describe_death(number, found.value))

@@ -11,7 +11,7 @@ import pytest
 from command_runs import Outcome, runs
 from conftest import ROOT
 
-from ovspec.cli.verify import recorded_options
+from ovspec.cli.verify import recorded_load_options
 
 FOLDER = Path()  # of the small pair, which loads sooner than the demo pair; ``run`` sets it
 Run = Callable[..., Outcome]
@@ -83,8 +83,8 @@ def test_a_batch(run: Run) -> None:
 
 def test_settings_of_another_device_are_not_taken_over() -> None:
     made = {"device": "GPU", "engine": "paged", "arithmetic": "exact", "properties": {"KV_CACHE_PRECISION": "f16"}}
-    assert recorded_options(made, {"device": "GPU"})["properties"] == {"KV_CACHE_PRECISION": "f16"}
-    other = recorded_options(made, {"device": "CPU"})
+    assert recorded_load_options(made, {"device": "GPU"})["properties"] == {"KV_CACHE_PRECISION": "f16"}
+    other = recorded_load_options(made, {"device": "CPU"})
     assert other == {"tune": False, "device": "CPU", "arithmetic": "exact", "properties": {}}
 
 

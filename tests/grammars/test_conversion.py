@@ -88,7 +88,7 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> Iterator[float]:
     before = [*CONVERTER.idle_processes]
     yield CONVERTER.seconds
     if any(process not in before for process in CONVERTER.idle_processes):
-        CONVERTER.stop()  # the new ones allow only this long themselves
+        CONVERTER.end_idle_processes()  # the new ones allow only this long themselves
 
 
 def test_a_stopped_check_leaves_the_next_one_unharmed(hurried: float) -> None:
@@ -177,7 +177,7 @@ def test_a_slow_moment_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_grammar_sees_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("A_SECRET", "x")
-    CONVERTER.stop()
+    CONVERTER.end_idle_processes()
     convert_grammar("regex", "[a-g]{3}", "regex")
     assert "A_SECRET" not in CONVERTER.idle_processes[0].environ()
 

@@ -405,7 +405,11 @@ def reply_to(request: TextRequest, result: Result) -> MessageReply:
 def streamed(pieces: list[Piece], result: Result, request: TextRequest = PLAIN) -> list[Any]:
     """Return the events of an answer, as JSON, after checking what all streams have."""
     reply = reply_to(request, result)
-    made = [*reply.start(), *(event for piece in pieces for event in reply.add(0, piece)), *reply.finish()]
+    made = [
+        *reply.first_events(),
+        *(event for piece in pieces for event in reply.piece_events(0, piece)),
+        *reply.last_events(),
+    ]
     events = list[Any]()
     for name, data in (format_event(each).decode().strip().split("\n") for each in made):
         events.append(json.loads(data.removeprefix("data: ")))
@@ -459,7 +463,7 @@ def test_a_stream_says_what_the_whole_answer_says(
     )
     raw = raw if ends is None else raw[:ends]
     pieces, result = answered(AnswerFormat(TOOLS, THINK, ("f", "get")), raw, cuts, ends is not None)
-    whole = reply_to(PLAIN, result).whole([result])
+    whole = reply_to(PLAIN, result).whole_reply([result])
     type_of("anthropic.types:Message").validate_json(whole.model_dump_json(exclude_unset=True), strict=True)
     assert message_of(streamed(pieces, result)) == whole.model_dump(exclude_unset=True, mode="json")
     assert whole.content and (whole.stop_reason == "max_tokens") == (ends is not None)
@@ -505,7 +509,7 @@ def test_how_an_answer_ends() -> None:
         ({"finish_reason": "length"}, "max_tokens", None),
     ):
         changed = replace(plain, **change)
-        made = reply_to(PLAIN, changed).whole([changed])
+        made = reply_to(PLAIN, changed).whole_reply([changed])
         assert (made.stop_reason, made.stop_sequence) == (reason, sequence)
 
 
@@ -513,7 +517,7 @@ def test_what_was_asked_for_besides() -> None:
     pieces, plain = answered(AnswerFormat(), "Hi", [], False)
     result = replace(plain, schema_errors=["wrong"], token_ids=[5])
     request = read(return_record=True)
-    whole = reply_to(request, result).whole([result]).model_dump(exclude_unset=True)
+    whole = reply_to(request, result).whole_reply([result]).model_dump(exclude_unset=True)
     assert whole["schema_errors"] == ["wrong"] and whole["record"]["token_ids"] == [5]
     delta = streamed(pieces, result, request)[-2]["delta"]
     assert delta["schema_errors"] == ["wrong"] and delta["record"] == whole["record"]
@@ -523,7 +527,13 @@ def test_a_stream_that_waits_and_fails() -> None:
     """A ping isn't the first event; what is cached isn't known before the first piece."""
     pieces, result = answered(AnswerFormat(), "Hi", [], False)
     reply = reply_to(PLAIN, result)
-    events = [*reply.start(), *reply.keep_alive(), *reply.keep_alive(), *reply.add(0, pieces[0]), *reply.finish()]
+    events = [
+        *reply.first_events(),
+        *reply.keep_alive_events(),
+        *reply.keep_alive_events(),
+        *reply.piece_events(0, pieces[0]),
+        *reply.last_events(),
+    ]
     kinds = [each.type for each in events]  # type: ignore[union-attr]
     assert kinds[:3] == ["message_start", "ping", "ping"] and kinds.count("message_start") == 1
     start: Any = events[0]
@@ -531,7 +541,7 @@ def test_a_stream_that_waits_and_fails() -> None:
     assert format_event(events[1]) == b'event: ping\ndata: {"type":"ping"}\n\n'
     late: Any = streamed(pieces, result)[0]["message"]["usage"]
     assert (late["input_tokens"], late["cache_read_input_tokens"]) == (5, 4)
-    [failed] = reply.fail(RequestFailure(504, "Too slow.", code="timeout"))
+    [failed] = reply.failure_events(RequestFailure(504, "Too slow.", code="timeout"))
     name, data = format_event(failed).decode().strip().split("\n")
     body = json.loads(data.removeprefix("data: "))
     assert name == "event: error" and body["type"] == "error"

@@ -260,10 +260,10 @@ def _imported() -> None:
 def test_events_are_complete_and_in_order(runs: Any, reason: Any, record: bool) -> None:
     asked = read(tools=TOOLS, return_record=record, metadata={"a": "b"})
     output = ResponseBuilder(new_reply_head("resp_", "m"), asked, Params())
-    made = [*output.start()]
+    made = [*output.first_events()]
     for piece in pieces_of(runs):
-        made += output.add(piece, [])
-    made += output.finish(Result("", [1, 2], reason, Stats(prompt_tokens=5, generated_tokens=2)))
+        made += output.piece_events(piece, [])
+    made += output.last_events(Result("", [1, 2], reason, Stats(prompt_tokens=5, generated_tokens=2)))
     events = [type_of(EVENT).validate_json(event.model_dump_json(exclude_unset=True)) for event in made]
     assert [event.sequence_number for event in events] == list(range(len(events)))
     assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]

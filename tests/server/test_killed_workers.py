@@ -99,5 +99,5 @@ def test_killed_each_time(load: Callable[..., ovspec.LanguageModel]) -> None:
     engine: Any = SimpleNamespace(metrics=None)
     service = ServerContext(load(), engine, ["it"], ServeParams())
     with pytest.raises(ApiError, match="was killed, 6 times") as found:
-        asyncio.run(service.threads.run(fail))
+        asyncio.run(service.threads.run_in_thread(fail))
     assert (found.value.status_code, found.value.param) == (503, None)

@@ -35,7 +35,7 @@ def served(lm: Any, temperature: float | None = None) -> ServerContext:
 
 
 def sampling(service: ServerContext, path: str, body: dict[str, Any]) -> tuple[float, int, float]:
-    params = service.preparer.make_params(
+    params = service.preparer.make_request_params(
         read_chat_or_completion(validate_body(body, BODIES_WITH_FIELDS[path]), KINDS[path])
     )
     return params.temperature, params.top_k, params.top_p

@@ -221,10 +221,10 @@ def test_an_answer_goes_on_where_the_template_refuses_it() -> None:
 def test_the_date_is_that_of_the_users_time_zone(monkeypatch: pytest.MonkeyPatch) -> None:
     dates = set()
     for zone in ("AAA-14", "BBB+11"):
-        RENDERER.stop()
+        RENDERER.end_idle_processes()
         monkeypatch.setenv("TZ", zone)
         dates.add(ChatTemplate("{{ strftime_now('%d') }}", {}).render(MESSAGES))
-    RENDERER.stop()
+    RENDERER.end_idle_processes()
     assert len(dates) == 2, "25 hours lie between them"
 
 

@@ -137,11 +137,11 @@ def test_a_process_that_was_killed_says_nothing_about_the_template(monkeypatch: 
 def hurried(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Allow a rendering less than usual, so that the tests of the limits end sooner."""
     assert (RENDERER.seconds, RENDERER.size) == (MAX_SECONDS, MAX_BYTES) == (2, 1e9)
-    RENDERER.stop()
+    RENDERER.end_idle_processes()
     monkeypatch.setattr(RENDERER, "seconds", 0.3)
     monkeypatch.setattr(RENDERER, "size", 250_000_000)
     yield
-    RENDERER.stop()  # these processes allow only this much themselves
+    RENDERER.end_idle_processes()  # these processes allow only this much themselves
 
 
 @pytest.mark.usefixtures("hurried")

@@ -72,11 +72,11 @@ def run_on_cluster(
     reader = GroupReader(filesystem, numbers, collector.finished_keys, dependencies, requests, count, convert)
     try:
         if numbers:
-            pool = Pool(partial(start_worker, job, reference, cpus), count, mixed, job.describe(cpus, reference))
+            pool = Pool(partial(start_worker, job, reference, cpus), count, mixed, job.describe_worker(cpus, reference))
             with plain_ray_errors(), closing(pool):
                 for groups in pool.run_groups(*reader.read_all()):
                     for group in groups:
-                        collector.add(group)
+                        collector.collect_group(group)
                     collector.progress.workers = pool.size
                     collector.progress.loading = pool.loading
                     report(collector.progress)
@@ -106,17 +106,17 @@ class GroupReader:
     def read_all(self) -> tuple[list[Group], Iterable[ray.ObjectRef]]:
         """Return the groups of all local files, and tasks that return the groups of a file in object storage."""
         if isinstance(self.filesystem, LocalFileSystem):
-            return [group for path in self.numbers for group in self.make_groups(path)], ()
+            return [group for path in self.numbers for group in self.read_groups(path)], ()
         # The workers have all processors.
         task_options: JsonObject = {"num_cpus": 0, "retry_exceptions": [OSError]}
 
         def read_there(path: str) -> list[Group]:
             with self.filesystem.open_input_stream(path) as file:
-                return self.make_groups(path, file.read())
+                return self.read_groups(path, file.read())
 
         return [], map(ray.remote(**task_options)(read_there).remote, self.numbers)
 
-    def make_groups(self, path: str, data: bytes | None = None) -> list[Group]:
+    def read_groups(self, path: str, data: bytes | None = None) -> list[Group]:
         """Return the groups of a file, with this ``data`` or local."""
         requests = read_file_requests(path, data) if self.requests is None else self.requests
         converted = [self.convert(request) for request in requests]
@@ -136,11 +136,11 @@ def load_first_worker(job: WorkerJob, cpus: int) -> Reference:
     worker = start_worker(job, None, cpus, 0)
     try:
         with show_step(f"{job.folders[0].folder}: loading on a first worker"):
-            return ray.get(worker.load.remote())
+            return ray.get(worker.load_worker_model.remote())
     except RayTaskError:  # the worker's own error
         raise
     except RayError as error:
-        death = f"{describe_death(0, error)} while it loaded {job.describe(cpus)}"
+        death = f"{describe_death(0, error)} while it loaded {job.describe_worker(cpus)}"
         raise OvspecError(f"The first worker {death}; {MEMORY_ADVICE}.") from None
     finally:
         ray.kill(worker)

@@ -122,7 +122,7 @@ class Pool:
     def _add_worker(self, number: int) -> None:
         worker = PoolWorker(number, self._start(number))
         self._workers.append(worker)
-        self._tasks[worker.actor.load.remote()] = worker, None
+        self._tasks[worker.actor.load_worker_model.remote()] = worker, None
 
     def _assign_groups(self) -> None:
         """Give groups to the workers with the fewest."""

@@ -16,7 +16,7 @@ from ovspec.ir.device import default_cache_dir
 from ovspec.setup.identity import hash_model_folder
 
 
-def read_blocks(path: Path, size: int) -> Iterator[bytes]:
+def read_pieces(path: Path, size: int) -> Iterator[bytes]:
     """Yield the content of a file in pieces of ``size`` bytes; at least one, which is empty if the file is."""
     with path.open("rb") as file:
         yield file.read(size)
@@ -78,5 +78,5 @@ def ship_folder(folder: Path) -> Shipment:
     if not all(run_on_each_node(shipment.is_here).values()):
         for file in filter(Path.is_file, folder.rglob("*")):
             name = file.relative_to(folder).as_posix()
-            shipment.pieces.extend((name, ray.put(piece)) for piece in read_blocks(file, PIECE_BYTES))
+            shipment.pieces.extend((name, ray.put(piece)) for piece in read_pieces(file, PIECE_BYTES))
     return shipment

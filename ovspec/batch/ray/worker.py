@@ -33,7 +33,7 @@ class WorkerJob:
     params: Params  # of requests that don't set their own
     mixed: bool  # whether workers with other bits take part
 
-    def describe(self, cpus: int, reference: Reference | None = None) -> str:
+    def describe_worker(self, cpus: int, reference: Reference | None = None) -> str:
         """Return the model, the options and the processors of a worker, in words for an error."""
         words = [str(self.folders[0].folder)]
         words += [f"`{name}={value!r}`" for name, value in self.load_options.items() if value is not None]
@@ -62,7 +62,7 @@ class Worker:
         self._job = job
         self._reference = reference
 
-    def load(self) -> Reference:
+    def load_worker_model(self) -> Reference:
         """Load the model, before any request."""
         job = self._job
         reference = self._reference

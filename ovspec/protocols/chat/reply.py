@@ -133,7 +133,7 @@ class ChatReply(Reply):
         self._echoes = [echo for echo in generation.echoes for _ in range(self._n)]  # for each row
         self._token_places: list[TokenPlaceStream] = []  # for each row of a stream with log-probabilities
 
-    def whole(self, results: list[Result]) -> ChatCompletion | Completion:
+    def whole_reply(self, results: list[Result]) -> ChatCompletion | Completion:
         """Return the whole reply."""
         usage = openai_usage([result.stats for result in results], self._n)
         if self._is_chat:
@@ -169,7 +169,7 @@ class ChatReply(Reply):
             places = TokenPlaceStream(self._tokenizer, len(echo.text)).push(piece)
         return [*(echo.places or []), *places]
 
-    def start(self) -> Events:
+    def first_events(self) -> Events:
         """Return the chunks before the texts: their roles, or the repeated prompts."""
         self._head["object"] = "chat.completion.chunk" if self._is_chat else "text_completion"
         if self._request.include_usage:
@@ -181,7 +181,7 @@ class ChatReply(Reply):
         echoes = enumerate(self._echoes)
         return [self._chunk(index, ChatDelta(content=echo.text), echo.places) for index, echo in echoes if echo.text]
 
-    def add(self, index: int, piece: Piece) -> Events:
+    def piece_events(self, index: int, piece: Piece) -> Events:
         """Return the chunks for a piece of a text; none if it adds nothing to the reply."""
         chunks = list[Chunk]()
         places: list[TokenPlace] | None = None
@@ -198,7 +198,7 @@ class ChatReply(Reply):
             chunks.append(self._chunk(index, ChatDelta(), **finish))
         return chunks
 
-    def finish(self) -> Events:
+    def last_events(self) -> Events:
         """Return the last events: the usage, if it was requested, and the end."""
         if not self._request.include_usage:
             return [DONE]

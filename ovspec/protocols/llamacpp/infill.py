@@ -107,12 +107,12 @@ class InfillReply(Reply):
         self._generation = generation
         self._response_fields: list[str] | None = generation.request.body.response_fields
 
-    def whole(self, results: list[Result]) -> InfillReplies:
+    def whole_reply(self, results: list[Result]) -> InfillReplies:
         replies = [infill_reply(self._generation, index, result) for index, result in enumerate(results)]
         selected = [select_fields(reply, self._response_fields) for reply in replies]
         return InfillReplies.model_construct(selected if len(selected) > 1 else selected[0])
 
-    def add(self, index: int, piece: Piece) -> Events:
+    def piece_events(self, index: int, piece: Piece) -> Events:
         events: list[BaseModel] = []
         if piece.text:
             events.append(InfillDelta(index=index, content=piece.text, tokens=[], stop=False))

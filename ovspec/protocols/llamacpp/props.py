@@ -38,7 +38,7 @@ class Props(ReplyModel):
 
 def server_props(lm: LanguageModel, name: str, defaults: Params, rows: int) -> Props:
     """Return the server's properties as llama.cpp's has them; ``rows``: texts that are generated at a time."""
-    tokens = lm.runtime.prompts.special_tokens
+    tokens = lm.runtime.prompts.tokens_by_role
     try:
         template = lm.runtime.prompts.chat_format.template.source
     except OvspecError:

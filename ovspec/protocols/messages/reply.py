@@ -138,32 +138,32 @@ class MessageReply(Reply):
         self._open_block: Literal["thinking", "text"] | int | None = None  # a call's by its index
         self._block_index = -1  # of the last block
 
-    def whole(self, results: list[Result]) -> Message:
+    def whole_reply(self, results: list[Result]) -> Message:
         """Return the whole message."""
         [result] = results
         ending = message_ending(self._request, result)
         return Message(**self._head, content=content_blocks(result), **ending, usage=message_usage(result.stats))
 
-    def start(self) -> Events:
+    def first_events(self) -> Events:
         return ()  # how much of the prompt was cached is known with the first piece
 
-    def add(self, _: int, piece: Piece) -> Events:
+    def piece_events(self, _: int, piece: Piece) -> Events:
         return [*self._start_message(), *self._add_blocks(piece)]
 
-    def keep_alive(self) -> Events:
+    def keep_alive_events(self) -> Events:
         return [*self._start_message(waiting=True), Ping(type="ping")]
 
-    def finish(self) -> Events:
+    def last_events(self) -> Events:
         events = [*self._start_message()]
         if self._block_index < 0:
-            events += self._open("text", TextBlock(type="text", text=""))
-        events += self._close()
+            events += self._begin_block("text", TextBlock(type="text", text=""))
+        events += self._end_block()
         result = self._row.result()
         ending = MessageEnding(**message_ending(self._request, result))
         events.append(MessageDelta(type="message_delta", delta=ending, usage=message_usage(result.stats)))
         return [*events, MessageStop(type="message_stop")]
 
-    def fail(self, failure: RequestFailure) -> Events:
+    def failure_events(self, failure: RequestFailure) -> Events:
         return [anthropic_error(failure)]
 
     def _start_message(self, waiting: bool = False) -> Iterator[BaseModel]:
@@ -183,31 +183,31 @@ class MessageReply(Reply):
         order = ("text", "thinking") if self._open_block == "text" else ("thinking", "text")
         for kind in order:
             if kind == "text" and piece.text:
-                yield from self._open("text", TextBlock(type="text", text=""))
+                yield from self._begin_block("text", TextBlock(type="text", text=""))
                 yield self._delta(TextDelta(type="text_delta", text=piece.text))
             if kind == "thinking" and piece.thinking:
-                yield from self._open("thinking", ThinkingBlock(type="thinking", thinking="", signature=""))
+                yield from self._begin_block("thinking", ThinkingBlock(type="thinking", thinking="", signature=""))
                 yield self._delta(ThinkingDelta(type="thinking_delta", thinking=piece.thinking))
         for call in piece.tool_calls:
             if call.name is not None:
                 block = ToolUseBlock(type="tool_use", id=call.id or "", name=call.name, input={})
-                yield from self._open(call.index, block)
+                yield from self._begin_block(call.index, block)
             if call.arguments:
                 yield self._delta(InputDelta(type="input_json_delta", partial_json=call.arguments))
 
     def _delta(self, delta: TextDelta | ThinkingDelta | SignatureDelta | InputDelta) -> BlockDelta:
         return BlockDelta(type="content_block_delta", index=self._block_index, delta=delta)
 
-    def _open(self, kind: Literal["thinking", "text"] | int, block: ContentBlock) -> Iterator[BaseModel]:
+    def _begin_block(self, kind: Literal["thinking", "text"] | int, block: ContentBlock) -> Iterator[BaseModel]:
         """Yield the events that open a block, unless a block of its kind is open."""
         if self._open_block == kind:
             return
-        yield from self._close()
+        yield from self._end_block()
         self._open_block = kind
         self._block_index += 1
         yield BlockStart(type="content_block_start", index=self._block_index, content_block=block)
 
-    def _close(self) -> Iterator[BaseModel]:
+    def _end_block(self) -> Iterator[BaseModel]:
         """Yield the events that close the open block, if there is one."""
         if self._open_block is None:
             return

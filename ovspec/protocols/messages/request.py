@@ -190,7 +190,7 @@ def to_openai_messages(message: Message, ignored: IgnoredNames, strict: bool = F
         if block.get("is_error"):  # no chat template shows it
             add_ignored("tool_result.is_error", ignored)
         text = join_blocks(read_blocks(block.get("content"), ("text",), ignored), "text")
-        yield {"role": "tool", "tool_call_id": string_field(block, "tool_use_id"), "content": text}
+        yield {"role": "tool", "tool_call_id": block_string(block, "tool_use_id"), "content": text}
     if len(results) == len(blocks) and (results or role == "system"):
         return
     openai_message: Message = {"role": role, "content": join_blocks(blocks, "text")}
@@ -203,7 +203,7 @@ def to_openai_messages(message: Message, ignored: IgnoredNames, strict: bool = F
 
 def drop_billing_header(blocks: list[JsonObject], ignored: IgnoredNames) -> list[JsonObject]:
     """Return the blocks of a system prompt without Claude Code's billing header."""
-    kept = [block for block in blocks if not string_field(block, "text").startswith(BILLING_HEADER)]
+    kept = [block for block in blocks if not block_string(block, "text").startswith(BILLING_HEADER)]
     if len(kept) < len(blocks):
         add_ignored(f"system.{BILLING_HEADER}", ignored)
     return kept
@@ -240,10 +240,10 @@ def read_block(block: JsonObject, kinds: tuple[str, ...], ignored: IgnoredNames,
 
 def join_blocks(blocks: list[JsonObject], kind: str) -> str:
     """Return the text of the blocks of a kind."""
-    return "\n".join(string_field(block, kind) for block in blocks if block["type"] == kind)
+    return "\n".join(block_string(block, kind) for block in blocks if block["type"] == kind)
 
 
-def string_field(block: JsonObject, name: str) -> str:
+def block_string(block: JsonObject, name: str) -> str:
     if not isinstance(text := block.get(name), str):
         raise message_error(f"a block of the type {block['type']} needs a {name}, which is a string.")
     return text
@@ -251,5 +251,5 @@ def string_field(block: JsonObject, name: str) -> str:
 
 def to_openai_call(block: JsonObject) -> JsonObject:
     """Return a call as OpenAI's API has it."""
-    function = {"name": string_field(block, "name"), "arguments": block.get("input")}
-    return {"id": string_field(block, "id"), "type": "function", "function": function}
+    function = {"name": block_string(block, "name"), "arguments": block.get("input")}
+    return {"id": block_string(block, "id"), "type": "function", "function": function}

@@ -181,28 +181,28 @@ class ResponseReply(Reply):
         self._builder = ResponseBuilder(generation.head, generation.request, self._row.params)
         self._token_places = TokenPlaceStream(generation.tokenizer, 0)
 
-    def whole(self, results: list[Result]) -> Response:
+    def whole_reply(self, results: list[Result]) -> Response:
         """Return the response that the events of a stream make up."""
         [result] = results
         piece = Piece(result.text, result.token_ids, None, result.logprobs)
         piece.thinking = result.thinking
         piece.tool_calls = result.tool_calls
-        self._builder.start()
-        self._builder.add(piece, self._logprobs_of(piece, bool(result.thinking or result.tool_calls)))
-        self._builder.finish(result)
+        self._builder.first_events()
+        self._builder.piece_events(piece, self._logprobs_of(piece, bool(result.thinking or result.tool_calls)))
+        self._builder.last_events(result)
         return self._builder.response
 
-    def start(self) -> Events:
-        return self._builder.start()
+    def first_events(self) -> Events:
+        return self._builder.first_events()
 
-    def add(self, _: int, piece: Piece) -> Events:
-        return self._builder.add(piece, self._logprobs_of(piece, self._row.parses_answer))
+    def piece_events(self, _: int, piece: Piece) -> Events:
+        return self._builder.piece_events(piece, self._logprobs_of(piece, self._row.parses_answer))
 
-    def finish(self) -> Events:
-        return self._builder.finish(self._row.result())
+    def last_events(self) -> Events:
+        return self._builder.last_events(self._row.result())
 
-    def fail(self, failure: RequestFailure) -> Events:
-        return self._builder.fail(failure)
+    def failure_events(self, failure: RequestFailure) -> Events:
+        return self._builder.failure_events(failure)
 
     def _logprobs_of(self, piece: Piece, parsed: bool) -> list[ChatToken]:
         """Return the log-probabilities of a piece; of a ``parsed`` answer the text isn't what the tokens spell."""
@@ -226,11 +226,11 @@ class ResponseBuilder:
         }
         self._open_item: OpenItem | None = None
 
-    def start(self) -> list[ResponseEvent]:
+    def first_events(self) -> list[ResponseEvent]:
         """Return the first events."""
         return [self._event(f"response.{kind}", response=self.response) for kind in ("created", "in_progress")]
 
-    def add(self, piece: Piece, logprobs: list[ChatToken]) -> list[ResponseEvent]:
+    def piece_events(self, piece: Piece, logprobs: list[ChatToken]) -> list[ResponseEvent]:
         """Return the events for a piece of the text."""
         events = list[ResponseEvent]()
         if self._is_open("message"):  # the open item goes on first
@@ -243,15 +243,15 @@ class ResponseBuilder:
             events += self._add_call(call)
         return events
 
-    def finish(self, result: Result) -> list[ResponseEvent]:
+    def last_events(self, result: Result) -> list[ResponseEvent]:
         """Return the events that end the response."""
         response = self.response
         is_complete = result.finish_reason != "length"
         status: ResponseStatus = "completed" if is_complete else "incomplete"
         events = list[ResponseEvent]()
         if not (self._open_item or response.output):
-            events += self._open("message")
-        events += self._close(status)
+            events += self._begin_item("message")
+        events += self._end_item(status)
         response.status = status
         response.usage = response_usage(result.stats)
         if not is_complete:
@@ -262,9 +262,9 @@ class ResponseBuilder:
             response.schema_errors = result.schema_errors
         return [*events, self._event(f"response.{status}", response=response)]
 
-    def fail(self, failure: RequestFailure) -> list[ResponseEvent]:
+    def failure_events(self, failure: RequestFailure) -> list[ResponseEvent]:
         """Return the events that end a response that has failed."""
-        events = self._close("incomplete")
+        events = self._end_item("incomplete")
         code = "server_error" if failure.status >= 500 else "invalid_prompt"
         self.response.status = "failed"
         self.response.error = {"code": code, "message": failure.message}
@@ -274,7 +274,7 @@ class ResponseBuilder:
         """Add to a message or to thinking; an open item of another kind ends."""
         if not text:
             return []
-        events = [] if self._is_open(kind) else self._open(kind)
+        events = [] if self._is_open(kind) else self._begin_item(kind)
         assert self._open_item
         self._open_item.texts.append(text)
         self._open_item.logprobs += logprobs
@@ -291,16 +291,16 @@ class ResponseBuilder:
             fields: JsonObject = {"call_id": call.id, "name": call.name, "arguments": ""}
             if call.name in self._names_in_namespaces:
                 fields["name"], fields["namespace"] = self._names_in_namespaces[call.name]
-            events = self._open("function_call", **fields)
+            events = self._begin_item("function_call", **fields)
         if call.arguments:
             assert self._open_item
             self._open_item.texts.append(call.arguments)
             events.append(self._item_event("response.function_call_arguments.delta", delta=call.arguments))
         return events
 
-    def _open(self, kind: str, **fields: Any) -> list[ResponseEvent]:
+    def _begin_item(self, kind: str, **fields: Any) -> list[ResponseEvent]:
         """End the open item, and begin another."""
-        events = self._close("completed")
+        events = self._end_item("completed")
         index = len(self.response.output)
         id = ITEM_ID_PREFIXES[kind] + self.response.id.partition("_")[2] + f"{index:02}"
         if kind == "message":
@@ -315,7 +315,7 @@ class ResponseBuilder:
             events.append(self._item_event("response.content_part.added", content_index=0, part=part))
         return events
 
-    def _close(self, status: ResponseStatus) -> list[ResponseEvent]:
+    def _end_item(self, status: ResponseStatus) -> list[ResponseEvent]:
         """End the open item."""
         if not self._open_item:
             return []

@@ -181,7 +181,7 @@ def items_to_messages(items: str | list[JsonObject], ignored: IgnoredNames) -> l
         elif kind in CALL_TYPES:
             add_tool_call(item, messages)
         elif kind in CALL_RESULT_TYPES:
-            call_id = string_field(item, "call_id")
+            call_id = item_string(item, "call_id")
             output = flatten_item_content(item.get("output"), kind, ignored)
             messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
         elif kind == "item_reference":
@@ -227,24 +227,24 @@ def add_reasoning(text: str, messages: list[Message]) -> None:
 
 def add_tool_call(item: JsonObject, messages: list[Message]) -> None:
     """Add the call in an item to the assistant's message before it."""
-    name = string_field(item, "name")
+    name = item_string(item, "name")
     namespace = item.get("namespace")
     if not isinstance(namespace, (str, type(None))):
         raise field_error("input", f"the namespace of a call of {name:.80} must be a string.")
     if item["type"] == "function_call":
         arguments: JsonValue = item.get("arguments") or "{}"
     else:
-        arguments = {"input": string_field(item, "input")}
+        arguments = {"input": item_string(item, "input")}
     function = {"name": full_function_name(namespace, name), "arguments": arguments}
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": ""})
     calls = messages[-1].setdefault("tool_calls", [])
-    calls.append({"id": string_field(item, "call_id"), "type": "function", "function": function})
+    calls.append({"id": item_string(item, "call_id"), "type": "function", "function": function})
     if len(calls) > MAX_TOOL_CALLS:
         raise field_error("input", f"an answer has more than {MAX_TOOL_CALLS} calls; send fewer.")
 
 
-def string_field(item: JsonObject, name: str) -> str:
+def item_string(item: JsonObject, name: str) -> str:
     """Return a field of an item; raises RequestError if it isn't a string."""
     if not isinstance(value := item.get(name), str):
         raise field_error("input", f"an item of the type {item['type']} needs {name}, which is a string.")
