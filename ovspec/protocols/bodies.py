@@ -87,7 +87,7 @@ def check_neutral(neutral_values: tuple[JsonValue, ...], instead: str, value: Js
     if value in neutral_values:
         return value
     allowed = " or ".join(json.dumps(neutral) for neutral in neutral_values if not isinstance(neutral, list))
-    exception = f", except as {allowed}" if allowed else ""
+    exception = f", except as {allowed}" * bool(allowed)
     raise PydanticCustomError(
         "unmet", "is not supported{exception}; {instead}", {"exception": exception, "instead": instead}
     )

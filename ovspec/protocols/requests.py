@@ -59,7 +59,9 @@ class Overrides:
         greedy = not values.get("temperature", defaults.temperature)
         if greedy and kind != "own":
             # Clients send these to greedy requests, whose text they can't change, and editors ask for several texts.
-            without_effect = (*TRUNCATING_OPTIONS, "n") if kind == "infill" else TRUNCATING_OPTIONS
+            without_effect = {*TRUNCATING_OPTIONS}
+            if kind == "infill":
+                without_effect.add("n")
             values = {name: value for name, value in values.items() if name not in without_effect}
         has_grammar = any(name in values for name in GRAMMAR_OPTIONS)
         unset = [*GRAMMAR_OPTIONS, "constrain_from"] if has_grammar else []
@@ -132,7 +134,7 @@ def count_texts(body: TextRequestBody) -> int:
     """Return the number of texts that a body asks for."""
     prompt: Any = getattr(body, "prompt", None)
     n = getattr(body, "n", None) or getattr(body, "n_cmpl", None) or 1
-    return n * (len(prompt) if is_batch(prompt) else 1)
+    return n * len(prompt) if is_batch(prompt) else n
 
 
 def may_compile_grammar(body: TextRequestBody) -> bool:

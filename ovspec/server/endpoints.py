@@ -107,7 +107,10 @@ class TextEndpoints:
         generation = prepared.generation
         rows = generation.rows
         await self._finish_rows(rows, prepared.began)
-        for _ in range(0 if generation.request.only_prompts else prepared.params.retries):
+        retries = prepared.params.retries
+        if generation.request.only_prompts:
+            retries = 0
+        for _ in range(retries):
             new_rows = await self._make_rows_again(prepared)
             if not new_rows:
                 break

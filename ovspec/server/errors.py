@@ -43,11 +43,15 @@ class ApiError(HTTPException):
         retry_after: int | None = None,
         close: bool = False,
     ) -> None:
-        headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
-        # OpenAI's client would do the same work again.
-        headers |= {"X-Should-Retry": "false"} if status in (501, 504) else {}
-        headers |= {"WWW-Authenticate": "Bearer"} if status == 401 else {}
-        headers |= {"Connection": "close"} if close else {}
+        headers = dict[str, str]()
+        if retry_after is not None:
+            headers["Retry-After"] = str(retry_after)
+        if status in (501, 504):  # OpenAI's client would do the same work again
+            headers["X-Should-Retry"] = "false"
+        if status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        if close:
+            headers["Connection"] = "close"
         super().__init__(status, message, headers)
         self.param = param
         self.code = code

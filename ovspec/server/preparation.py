@@ -1,6 +1,5 @@
 """Preparation of requests: from a body to rows, within their limits."""
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -151,7 +150,9 @@ def check_text_count(request: TextRequest, params: Params) -> None:
 def check_prompt_sizes(lm: LanguageModel, request: TextRequest) -> None:
     """Raise ApiError for a prompt that the context can't hold, before it is encoded, which would take long."""
     context = lm.target.ir.context_length
-    max_characters = lm.tokenizer.max_characters(context) if context else math.inf
+    if not context:
+        return
+    max_characters = lm.tokenizer.max_characters(context)
     for prompt in request.prompts:
         characters = count_required_characters(prompt, request)
         if characters > max_characters:
@@ -177,7 +178,9 @@ def make_draft_limits(lm: LanguageModel, request: TextRequest, params: Params) -
     if request.draft is None:
         return DraftLimits(None, params.lookahead_limit)
     choice = lm.runtime.models.choice
-    loaded = ["lookup"] if choice and choice.lookup else []
+    loaded = list[str]()
+    if choice and choice.lookup:
+        loaded.append("lookup")
     if lm.draft:
         loaded.append(lm.draft.proposer_name)
     requested = frozenset[str]()
@@ -205,7 +208,9 @@ def limit_rows(lm: LanguageModel, max_tokens: int, request: TextRequest, rows: l
     top_logprobs = rows[0].params.logprobs
     if top_logprobs is None:
         return
-    tokens = sum(row.max_length - (0 if request.echo else row.prompt_length) for row in rows)
+    tokens = sum(row.max_length for row in rows)
+    if not request.echo:
+        tokens -= sum(row.prompt_length for row in rows)
     count = tokens * (1 + top_logprobs)
     if count > MAX_LOGPROBS:
         message = f"The answer could have {count:,} log-probabilities; at most {MAX_LOGPROBS:,} are allowed"

@@ -34,7 +34,7 @@ class CompletionLogprobs(ReplyModel):
 
 def count_top_logprobs(result: Result) -> int:
     """Return the number of most likely tokens that were requested beside each token."""
-    return (result.record.params.logprobs or 0) if result.record else 0
+    return (result.record and result.record.params.logprobs) or 0
 
 
 def chat_logprobs(tokenizer: Tokenizer, places: list[TokenPlace]) -> ChatLogprobs:

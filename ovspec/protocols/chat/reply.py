@@ -144,7 +144,9 @@ class ChatReply(Reply):
 
     def _chat_choice(self, index: int, result: Result) -> ChatChoice:
         places = self._places_of(index, result)
-        logprobs = None if places is None else chat_logprobs(self._tokenizer, places)
+        logprobs = None
+        if places is not None:
+            logprobs = chat_logprobs(self._tokenizer, places)
         finish = finish_fields(self._request, result, "")
         return ChatChoice(index=index, message=chat_message(result), logprobs=logprobs, **finish)
 
@@ -187,8 +189,11 @@ class ChatReply(Reply):
         places: list[TokenPlace] | None = None
         if self._token_places:
             places = places_in_chat(piece) if self._rows[index].parses_answer else self._token_places[index].push(piece)
-        deltas = [ChatDelta(reasoning_content=piece.thinking)] if piece.thinking else []
-        deltas += [ChatDelta(content=piece.text)] if piece.text else []
+        deltas = list[ChatDelta]()
+        if piece.thinking:
+            deltas.append(ChatDelta(reasoning_content=piece.thinking))
+        if piece.text:
+            deltas.append(ChatDelta(content=piece.text))
         deltas += [ChatDelta(tool_calls=[chat_tool_call(call)]) for call in piece.tool_calls]
         for delta in deltas or [ChatDelta(content="")] * bool(places):
             chunks.append(self._chunk(index, delta, places))
@@ -267,8 +272,11 @@ def new_reply_head(id_prefix: str, model: str, name: str | None = None) -> JsonO
 
 def finish_fields(request: TextRequest, result: Result, echo: str) -> JsonObject:
     """Return the fields that say how a text ended; ``echo``: the repeated prompt before it."""
-    reason = "tool_calls" if result.tool_calls else "stop"
-    fields: JsonObject = {"finish_reason": "length" if result.finish_reason == "length" else reason}
+    fields: JsonObject = {"finish_reason": "stop"}
+    if result.finish_reason == "length":
+        fields["finish_reason"] = "length"
+    elif result.tool_calls:
+        fields["finish_reason"] = "tool_calls"
     if request.return_record:
         fields["record"] = verification_record(result, echo)
     if result.schema_errors is not None:

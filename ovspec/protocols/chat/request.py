@@ -154,7 +154,7 @@ def to_template_messages(messages: Sequence[Message], ignored: IgnoredNames, any
     other fields.
     """
     users = [index for index, message in enumerate(messages) if message.get("role") == "user"]
-    last = users[-1] if users else -1
+    last = max(users, default=-1)
     return [to_template_message(message, ignored, index == last, any_field) for index, message in enumerate(messages)]
 
 
@@ -202,8 +202,8 @@ def to_template_call(call: JsonValue) -> JsonObject:
     if not isinstance(id := call.get("id") or "", str):
         raise message_error(f"the id of a call of {function['name']:.80} must be a string.")
     name_and_arguments = {"name": function["name"], "arguments": function.get("arguments") or "{}"}
-    template_call: JsonObject = {"id": id} if id else {}
-    return template_call | {"type": "function", "function": name_and_arguments}
+    template_call: JsonObject = {"type": "function", "function": name_and_arguments}
+    return {"id": id, **template_call} if id else template_call
 
 
 def flatten_content(content: JsonValue, ignored: IgnoredNames, strict: bool) -> str:

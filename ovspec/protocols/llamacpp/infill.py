@@ -110,7 +110,9 @@ class InfillReply(Reply):
     def whole_reply(self, results: list[Result]) -> InfillReplies:
         replies = [infill_reply(self._generation, index, result) for index, result in enumerate(results)]
         selected = [select_fields(reply, self._response_fields) for reply in replies]
-        return InfillReplies.model_construct(selected if len(selected) > 1 else selected[0])
+        if len(selected) == 1:
+            return InfillReplies.model_construct(selected[0])
+        return InfillReplies.model_construct(selected)
 
     def piece_events(self, index: int, piece: Piece) -> Events:
         events: list[BaseModel] = []

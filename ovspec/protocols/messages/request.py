@@ -156,7 +156,7 @@ def read_conversation(body: MessagesRequest, ignored: IgnoredNames) -> list[Mess
     if body.system:
         chat += to_openai_messages({"role": "system", "content": body.system}, ignored)
     user_turns = [index for index, message in enumerate(body.messages) if is_user_turn(message)]
-    last = user_turns[-1] if user_turns else -1
+    last = max(user_turns, default=-1)
     for index, message in enumerate(body.messages):
         chat += to_openai_messages(message, ignored, index == last)
     return to_template_messages(chat, ignored)
@@ -165,9 +165,9 @@ def read_conversation(body: MessagesRequest, ignored: IgnoredNames) -> list[Mess
 def is_user_turn(message: Message) -> bool:
     """Return whether a message is the user's and has more than results of tools."""
     content = message.get("content")
-    blocks = content if isinstance(content, list) and content else [{}]
-    results = [isinstance(block, dict) and block.get("type") == "tool_result" for block in blocks]
-    return message.get("role") == "user" and not all(results)
+    if message.get("role") != "user" or not isinstance(content, list) or not content:
+        return message.get("role") == "user"
+    return not all(isinstance(block, dict) and block.get("type") == "tool_result" for block in content)
 
 
 def to_openai_messages(message: Message, ignored: IgnoredNames, strict: bool = False) -> Iterator[Message]:

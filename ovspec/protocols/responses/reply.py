@@ -246,16 +246,16 @@ class ResponseBuilder:
     def last_events(self, result: Result) -> list[ResponseEvent]:
         """Return the events that end the response."""
         response = self.response
-        is_complete = result.finish_reason != "length"
-        status: ResponseStatus = "completed" if is_complete else "incomplete"
+        status: ResponseStatus = "completed"
+        if result.finish_reason == "length":
+            status = "incomplete"
+            response.incomplete_details = {"reason": "max_output_tokens"}
         events = list[ResponseEvent]()
         if not (self._open_item or response.output):
             events += self._begin_item("message")
         events += self._end_item(status)
         response.status = status
         response.usage = response_usage(result.stats)
-        if not is_complete:
-            response.incomplete_details = {"reason": "max_output_tokens"}
         if self._request.return_record:
             response.record = verification_record(result, "")
         if result.schema_errors is not None:
@@ -274,11 +274,13 @@ class ResponseBuilder:
         """Add to a message or to thinking; an open item of another kind ends."""
         if not text:
             return []
-        events = [] if self._is_open(kind) else self._begin_item(kind)
+        events = list[ResponseEvent]()
+        if not self._is_open(kind):
+            events = self._begin_item(kind)
         assert self._open_item
         self._open_item.texts.append(text)
         self._open_item.logprobs += logprobs
-        fields: JsonObject = {"logprobs": logprobs} if kind == "message" else {}
+        fields = text_event_fields(kind, logprobs)
         return [*events, self._item_event(f"response.{PART_TYPES[kind]}.delta", content_index=0, delta=text, **fields)]
 
     def _is_open(self, kind: str) -> bool:
@@ -328,7 +330,7 @@ class ResponseBuilder:
         else:
             logprobs = self._open_item.logprobs
             part = response_part(item.type, text, logprobs)
-            fields: JsonObject = {"logprobs": logprobs} if item.type == "message" else {}
+            fields = text_event_fields(item.type, logprobs)
             part_type = PART_TYPES[item.type]
             events.append(self._item_event(f"response.{part_type}.done", content_index=0, text=text, **fields))
             events.append(self._item_event("response.content_part.done", content_index=0, part=part))
@@ -352,6 +354,13 @@ class ResponseBuilder:
         return ResponseEvent.model_construct(type=kind, sequence_number=number, **fields)
 
 
+def text_event_fields(kind: str, logprobs: list[ChatToken]) -> JsonObject:
+    """Return the fields of a message's text that the text of thinking lacks."""
+    return {"logprobs": logprobs} if kind == "message" else {}
+
+
 def response_part(kind: str, text: str, logprobs: list[ChatToken]) -> ResponsePart:
-    fields: JsonObject = {"annotations": [], "logprobs": logprobs} if kind == "message" else {}
+    fields: JsonObject = {}
+    if kind == "message":
+        fields = {"annotations": [], "logprobs": logprobs}
     return ResponsePart.model_construct(type=PART_TYPES[kind], text=text, **fields)

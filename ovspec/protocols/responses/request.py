@@ -130,7 +130,8 @@ def read_functions(tools: Iterable[JsonObject], ignored: IgnoredNames) -> list[N
         members = tool.get("tools")
         name = tool.get("name")
         if kind == "function":
-            tool = tool["function"] if isinstance(tool.get("function"), dict) else tool  # chat completions' form
+            if isinstance(tool.get("function"), dict):  # chat completions' form
+                tool = tool["function"]
             functions.append(NamespacedFunction(to_function(tool, ignored), str(tool.get("name")), None))
         elif kind == "namespace" and isinstance(members, list) and isinstance(name, str):
             functions += read_namespace(name, members, ignored)
@@ -170,7 +171,7 @@ def items_to_messages(items: str | list[JsonObject], ignored: IgnoredNames) -> l
         return [{"role": "user", "content": items}]
     messages = list[Message]()
     users = [index for index, item in enumerate(items) if item.get("role") == "user"]
-    last = users[-1] if users else -1
+    last = max(users, default=-1)
     for index, item in enumerate(items):
         kind = item.get("type") or ("message" if "role" in item else None)
         if kind == "message":
