@@ -1,4 +1,4 @@
-"""Runs a file of requests, and resumes after an interruption. The work behind ``ovspec batch``."""
+"""Runs a file of requests, and resumes after an interruption; ``ovspec batch`` calls it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class BatchProgress:
 
 
 class PartialResults:
-    """The results so far, in a file beside the output, so that an interrupted run needn't generate them again.
+    """The results so far, in a file next to the output, so that an interrupted run needn't generate them again.
 
     Each result is stored under its ``result_key``. If the line, the model or an option has changed since, the result
     is generated again.
@@ -172,7 +172,7 @@ def result_dependencies(lm: LanguageModel, params: Params) -> str:
 
 
 def proposal_dependencies(lm: LanguageModel, params: Params) -> tuple[Any, ...] | None:
-    """Return the settings beside the draft model that decide the proposals, if sampled tokens depend on these."""
+    """Return the settings that decide the proposals, except for the draft model, if sampled tokens depend on them."""
     if params.accept != "rejection":
         return None
     choice = lm.runtime.models.choice

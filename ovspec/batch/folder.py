@@ -29,7 +29,7 @@ class BatchFile:
 
     source: its path on its filesystem.
     target: the path or URI of the results.
-    partial_path: of a file in a folder: the path beside which its partial results are.
+    partial_path: of a file in a folder: the path next to which its partial results are.
     version: of a file in a folder: its size and time.
     """
 
@@ -40,7 +40,7 @@ class BatchFile:
 
     @property
     def partial_base(self) -> Path:
-        """The path beside which the partial results are."""
+        """The path next to which the partial results are."""
         return self.partial_path or partial_base(self.target)
 
 
@@ -58,7 +58,7 @@ def locate(name: str) -> tuple[fs.FileSystem, fs.FileInfo]:
 
 
 def partial_base(output: str) -> Path:
-    """Return the path beside which partial results are: ``output``, or one in the cache for object storage."""
+    """Return the path next to which partial results are: ``output``, or a path in the cache for object storage."""
     if "://" not in output:
         return Path(output).absolute()
     return default_cache_dir() / "ray" / "outputs" / hashlib.sha256(output.encode()).hexdigest()[:16]
@@ -86,7 +86,7 @@ def find_files(source: str | None, output: str, overwrite: bool) -> tuple[fs.Fil
 
     Names that begin with a dot or an underscore are left out. Without a source, there is one file, which isn't read.
 
-    Raises OvspecError if there is nothing to read, if the results would be beside the requests, or if ``output``
+    Raises OvspecError if there is nothing to read, if the results would be among the requests, or if ``output``
     exists and is neither to be replaced nor a folder that an earlier run left unfinished.
     """
     output_filesystem, output_info = locate(output)

@@ -77,7 +77,7 @@ def drop_missing_fields(value: Any) -> JsonValue:
 def parse_lines(text: str, prompts: bool = False) -> list[BatchRequest]:
     """Return a request for each line that isn't blank. If ``prompts``, each line is a prompt.
 
-    A line without an id, or with one that was used before, is named by its number.
+    A line without an id, or with an id that was used before, is named by its number.
     """
     requests = list[BatchRequest]()
     used_ids = set[str]()

@@ -225,7 +225,7 @@ def count_generated_tokens(line: JsonObject) -> int:
 
 
 def result_line(lm: LanguageModel, request: BatchRequest, rows: list[Row], results: list[Result]) -> JsonObject:
-    """Return the output line for a request from its results, of which the first prompt's come first."""
+    """Return the output line for a request from its results, in the order of the prompts."""
     text_request = request.text_request
     n = len(results) // len(text_request.prompts)
     ignored: JsonObject = {"ignored": [*text_request.ignored]} if text_request.ignored else {}

@@ -38,7 +38,7 @@ FieldDefinitions = dict[str, Any]  # of name -> (type, field), for pydantic's cr
 FAIL_FAST = Field(fail_fast=True)  # pydantic would keep an error for each wrong item
 TOKEN_IDS = Annotated[list[int], FAIL_FAST]
 CHAT_MESSAGES = Annotated[list[JsonObject], Field(min_length=1), FAIL_FAST]
-# Fields of a message: OpenAI's, and what chat templates read. The last is refused.
+# Fields of a message: OpenAI's, and those of chat templates. The last is refused.
 MESSAGE_FIELDS = {
     "role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "thinking",
     "function_call",
@@ -83,7 +83,7 @@ class RequestBody(BaseModel):
 
 
 def check_neutral(neutral_values: tuple[JsonValue, ...], instead: str, value: JsonValue) -> JsonValue:
-    """Return ``value`` if it is one of those that change nothing; raises PydanticCustomError otherwise."""
+    """Return ``value`` if it is neutral, so changes nothing; raises PydanticCustomError otherwise."""
     if value in neutral_values:
         return value
     allowed = " or ".join(json.dumps(neutral) for neutral in neutral_values if not isinstance(neutral, list))
@@ -123,7 +123,7 @@ class ChatEnding(RequestBody):
 
 
 def option_validator(kind: Any, limits: Limits | None = None) -> PlainValidator:
-    """Return the validator of a field whose values are checked as those of options are."""
+    """Return the validator of a field that checks its values as an option's."""
     return PlainValidator(partial(check_option_value, kind, limits), json_schema_input_type=json_type_of(kind) | None)
 
 
@@ -188,7 +188,7 @@ def option_fields_except(*options: str) -> FieldDefinitions:
 class TextRequestBody(RequestBody):
     """The fields that all requests for texts have, in any API.
 
-    instead: other APIs' fields, and what to give instead.
+    instead: other APIs' fields, each with the field that replaces it.
     """
 
     instead: ClassVar[dict[str, str]] = {}

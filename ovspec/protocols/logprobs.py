@@ -98,7 +98,7 @@ def prompt_logprobs(
     """Compute the log-probabilities of a prompt's tokens, an inference at a time; return them at the end.
 
     Args:
-        top: the number of most likely tokens beside each token.
+        top: the number of most likely tokens at each position.
         chunk: returns the most tokens that the next inference may read.
     """
     logprobs: list[TokenLogprob | None] = [None]
@@ -123,7 +123,7 @@ def compute_between_rounds(
 
 
 def run_generator(steps: Generator[None, None, T]) -> T:
-    """Run a generator to its end, and return what it returns."""
+    """Run a generator to its end, and return its result."""
     while True:
         try:
             next(steps)

@@ -1,4 +1,4 @@
-"""From a JSON value to the body of a request, and the words for an invalid one."""
+"""Makes the body of a request from a JSON value, and errors for invalid values."""
 
 from functools import cache
 from itertools import islice
@@ -49,7 +49,7 @@ def fields_of_other_requests(body: type[BaseModel]) -> dict[str, str]:
 
 
 def drop_unknown_fields(value: JsonValue, body: type[BaseModel]) -> tuple[JsonValue, list[str]]:
-    """Return a request's JSON without the fields that no request has, and the names of the first of those."""
+    """Return a request's JSON without the fields that no request has, and the names of the first such fields."""
     if not isinstance(value, dict):
         return value, []
     known = body.model_fields.keys() | fields_of_other_requests(body).keys()

@@ -30,7 +30,7 @@ class Generation:
     """A request and its texts, from which its reply is made.
 
     head: the fields that the reply begins with; see ``new_reply_head``.
-    rows: those of the first prompt first, ``n`` for each prompt.
+    rows: ``n`` for each prompt, in the order of the prompts.
     echoes: for each prompt, its part that the reply repeats; by default nothing.
     """
 

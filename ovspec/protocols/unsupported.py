@@ -6,7 +6,7 @@ from ovspec.base.json_types import JsonValue
 FIELDS_WITHOUT_EFFECT = ("metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user")
 # Accepted and ignored by the server.
 FIELDS_IGNORED_BY_SERVER = (
-    # OpenAI's, and what its agents add
+    # OpenAI's, and fields that its agents add
     *("client_metadata", "prediction", "prompt_cache_options", "prompt_cache_retention"),
     # llama.cpp's: its slots, its progress, and settings of samplers that are off
     *("backend_sampling", "cache_prompt", "id_slot", "n_cache_reuse", "n_discard", "n_keep", "reasoning_control"),
@@ -18,7 +18,7 @@ FIELDS_IGNORED_BY_SERVER = (
     *("priority", "request_id", "return_mm_kwargs", "return_token_offsets", "session_id", "stream_interval"),
     "truncation_side",
 )
-# Refused by the server, unless the value is one of these, which ask for nothing: what they change can't be had here.
+# Refused by the server, unless the value is one of these, which have no effect: ovspec doesn't support the others.
 REFUSED_PROMPT_FIELDS: dict[str, tuple[JsonValue, ...]] = {
     "add_generation_prompt": (True,),
     "chat_template": (),

@@ -96,7 +96,7 @@ class AccessMiddleware:
                 app = error_response(refusal, scope)
             await app(scope, receive, send_with_headers)
         except Exception:
-            status = 500  # whatever a stream has begun with
+            status = 500  # also of a stream that began with 200
             raise
         finally:
             status = state.get(STREAM_STATUS) or status or 499

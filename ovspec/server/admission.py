@@ -78,7 +78,7 @@ class Admission:
             raise ApiError(404, f"There is no model {name!r:.80} here, only {names}.", "model", "model_not_found")
 
     def give_up(self) -> None:
-        """End all requests, also those that are being prepared."""
+        """End all requests, including requests in preparation."""
         self.given_up = True
         for task in [*self._preparing]:
             task.cancel()

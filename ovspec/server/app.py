@@ -1,4 +1,4 @@
-"""The API: the endpoints of OpenAI, Anthropic and llama.cpp that generate text, and those that report on the server."""
+"""The API: the endpoints of OpenAI, Anthropic and llama.cpp that generate text, and the server's reports on itself."""
 
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -72,7 +72,7 @@ def make_app(context: ServerContext) -> FastAPI:
 
 
 def add_text_endpoints(app: FastAPI, context: ServerContext) -> None:
-    """Add the endpoints that generate texts, and those that count the tokens of their requests."""
+    """Add the endpoints that generate texts, and endpoints that count the tokens of their requests."""
     endpoints = TextEndpoints(context)
     for path, api in TEXT_APIS.items():
         reply = {"model": api.reply_model, "description": "The answer.", "content": STREAM_CONTENT}
@@ -191,7 +191,7 @@ def base_url_hint(path: str) -> str | None:
 
 
 async def handle_error(http: Request, error: Exception) -> Response:
-    if isinstance(error, RequestValidationError):  # no body at all; an invalid one gives an ApiError
+    if isinstance(error, RequestValidationError):  # no body at all; an invalid body gives an ApiError
         error = ApiError(400, NOT_AN_OBJECT)
     elif not isinstance(error, HTTPException):
         error = ApiError(500, f"The server failed ({type(error).__name__}).")

@@ -29,7 +29,7 @@ from ovspec.server.errors import ApiError, text_error, timeout_error, to_failure
 from ovspec.server.preparation import PreparedRequest
 
 T = TypeVar("T")
-KEEP_ALIVE_SECONDS = 15.0  # after which a silent stream shows that it is alive
+KEEP_ALIVE_SECONDS = 15.0  # keep-alive interval of a silent stream
 IndexedPieces = list[tuple[int, Piece]]  # with the indices of their rows
 
 

@@ -109,7 +109,7 @@ def error_response(error: HTTPException, scope: Scope) -> Response:
 class LastResponse(Response):
     """A response after which the connection is closed, though the request's body hasn't been read.
 
-    What the client still sends is dropped for a while: a connection that is closed while data comes is reset, and its
+    Further data of the client is dropped for a while: a connection that is closed while data comes is reset, and its
     client may never see the response.
     """
 

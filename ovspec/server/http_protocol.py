@@ -58,7 +58,7 @@ class ClientConnection(H11Protocol):
             self._unread_timer.cancel()
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002
-        """Refuse what isn't HTTP as everything else is refused."""
+        """Refuse data that isn't HTTP with an error in the API's shape."""
         ACCESS_LOG.info("%s - - 400", (self.client or ("-",))[0])
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):  # an answer has begun
             return self.transport.abort()
@@ -90,8 +90,8 @@ class ClientConnection(H11Protocol):
 def send_in_slices(app: ASGIApp) -> ASGIApp:
     """Return ``app`` with the bodies that it sends cut into slices, each written when the one before is.
 
-    For Windows, where a write counts as unread until its last byte is read: a slow client would look like one that has
-    stopped.
+    For Windows, where a write counts as unread until its last byte is read: a slow client would look like a client
+    that has stopped.
     """
 
     async def sliced(scope: Scope, receive: Receive, send: Send) -> None:

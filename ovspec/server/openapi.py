@@ -1,4 +1,4 @@
-"""The OpenAPI document: which errors each path answers, and which unknown fields are refused."""
+"""The OpenAPI document, with the errors of each path and the handling of unknown fields."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ def error_responses(path: str) -> dict[int | str, dict[str, Any]]:
 
 
 def make_openapi_document(app: FastAPI) -> dict[str, Any]:
-    """Return the OpenAPI document, which also tells which unknown fields are refused."""
+    """Return the OpenAPI document, which also says which unknown fields are refused."""
     document = FastAPI.openapi(app)
     schemas = document["components"]["schemas"]
     for body in (*BODY_TYPES.values(), StreamOptions):

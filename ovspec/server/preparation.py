@@ -26,7 +26,7 @@ from ovspec.text.infill import NO_FIM_ERROR, Infill
 # Limits of a request.
 MAX_STOPS = 64
 MAX_STOP_CHARACTERS = 4_000  # of all stop strings together
-MAX_LOGPROBS = 300_000  # tokens, and most likely tokens beside each
+MAX_LOGPROBS = 300_000  # tokens, and the most likely tokens at each position
 
 
 @dataclass
@@ -119,7 +119,7 @@ class RequestPreparer:
         return params
 
     def _make_rows(self, request: TextRequest, params: Params) -> list[Row]:
-        """Return the rows of all prompts, those of the first prompt first."""
+        """Return the rows of all prompts, in the order of the prompts."""
         rows = list[Row]()
         try:
             with request.overrides.errors_with_client_names():

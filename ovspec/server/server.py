@@ -1,4 +1,4 @@
-"""Runs the application: the socket, uvicorn, the log, and what signals do."""
+"""Runs the application: the socket, uvicorn, the log, and signals."""
 
 import asyncio
 import contextlib
@@ -133,7 +133,7 @@ def serve(
 
 
 def make_greeting(context: ServerContext, listener: socket.socket) -> str:
-    """Return the lines that tell a user where the server is and how it computes."""
+    """Return the lines that show a user the server's address and its way of computing."""
     lm = context.lm
     host, port = listener.getsockname()[:2]
     if ":" in host:

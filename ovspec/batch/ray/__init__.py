@@ -1,1 +1,1 @@
-"""Batches on a cluster of Ray: ``Predictor`` for your own datasets, and the work behind ``ovspec batch --ray``."""
+"""Batches on a cluster of Ray: ``Predictor`` for your own datasets, and the parts of ``ovspec batch --ray``."""

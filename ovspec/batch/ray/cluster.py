@@ -1,4 +1,4 @@
-"""A cluster of Ray: one on this machine alone, or one that runs somewhere."""
+"""A cluster of Ray: on this machine alone, or a running one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LOCAL_ADDRESS = "local"
 
 @contextlib.contextmanager
 def cluster_connection(address: str) -> Iterator[None]:
-    """Connect to the cluster at ``address``, or run one on this machine, of which nothing listens beyond loopback."""
+    """Connect to the cluster at ``address``, or run a cluster on this machine that listens on loopback only."""
     # Read when Ray is imported. Without a cluster of several machines, it binds everything to 127.0.0.1.
     alone = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"} if address == LOCAL_ADDRESS else {}
     os.environ |= alone | {"RAY_USAGE_STATS_ENABLED": "0", "RAY_BACKEND_LOG_LEVEL": "fatal"}

@@ -49,7 +49,7 @@ def run_on_cluster(
     Args:
         source, output: two files, or two folders, with a file of results for each file of requests; paths, or URIs
             of object storage. Or requests, and a file.
-        cpus: processors of each worker, by default those of a NUMA node.
+        cpus: processors of each worker, by default all of a NUMA node.
         mixed: let workers with other arithmetic take part; each line then names the kind of its worker.
         overwrite: whether to replace ``output``.
         convert: applied to each request that is read.
@@ -125,7 +125,7 @@ class GroupReader:
 
 
 def start_worker(job: WorkerJob, reference: Reference | None, cpus: int, number: int) -> Any:
-    """Start an actor, which Ray doesn't restart, because that would never end."""
+    """Start an actor that Ray doesn't restart, which it would do for ever."""
     actor_options: JsonObject = {"num_cpus": cpus, "max_restarts": 0, "max_task_retries": 0}
     actor_options["max_concurrency"] = GROUPS_IN_FLIGHT
     return ray.remote(**actor_options)(Worker).remote(job, reference, number)

@@ -1,4 +1,4 @@
-"""The workers of a batch on a cluster, and what becomes of the lines whose worker dies."""
+"""The workers of a batch on a cluster, and the handling of lines whose worker dies."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class PoolWorker:
 
     @property
     def has_room(self) -> bool:
-        """Whether it may get a group; nothing is answered beside a group that may have killed a worker."""
+        """Whether it may get a group; a group that may have killed a worker runs alone."""
         return (
             bool(self.kind) and len(self.groups) < GROUPS_IN_FLIGHT and not any(group.deaths for group in self.groups)
         )
@@ -46,8 +46,8 @@ class PoolWorker:
 class Pool:
     """Runs groups of requests with ``count`` workers, which ``start`` makes from their numbers.
 
-    A worker that dies while it loads is left out; one that dies later is replaced. Its groups run last, each alone; a
-    group whose worker dies again runs line by line, and the line whose worker dies then gets an error.
+    A worker that dies while it loads is left out; a worker that dies later is replaced. Its groups run last, each
+    alone; a group whose worker dies again runs line by line, and the line whose worker dies then gets an error.
 
     Args:
         start: returns an actor of Ray with the methods of ``Worker``, which Ray doesn't restart.

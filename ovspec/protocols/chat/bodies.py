@@ -26,7 +26,7 @@ class StreamOptions(
         "Stream", __base__=RequestBody, **ignored_fields("include_obfuscation"), **refused_fields(REFUSED_STREAM_FIELDS)
     )
 ):
-    """What a stream tells besides the text."""
+    """Options of a stream."""
 
     include_usage: bool | None = Field(None, description="Send the usage in a last chunk.")
 

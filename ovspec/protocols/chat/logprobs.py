@@ -7,7 +7,7 @@ from ovspec.protocols.reply import ReplyModel
 from ovspec.sampling.logprobs import TokenLogprob
 from ovspec.text.tokenizer import Tokenizer
 
-LOWEST_LOGPROB = -9999.0  # what OpenAI's API writes for a log-probability of -inf, which JSON can't hold
+LOWEST_LOGPROB = -9999.0  # OpenAI's number for a log-probability of -inf, which JSON can't hold
 
 
 class LikelyToken(ReplyModel):
@@ -33,7 +33,7 @@ class CompletionLogprobs(ReplyModel):
 
 
 def count_top_logprobs(result: Result) -> int:
-    """Return the number of most likely tokens that were requested beside each token."""
+    """Return the number of most likely tokens that a request asked for at each position."""
     return (result.record and result.record.params.logprobs) or 0
 
 

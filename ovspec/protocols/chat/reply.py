@@ -160,12 +160,12 @@ class ChatReply(Reply):
         return CompletionChoice(index=index, text=echo + result.text, logprobs=logprobs, **finish)
 
     def _places_of(self, index: int, result: Result) -> list[TokenPlace] | None:
-        """Return the tokens of a text, after those of its echo, if log-probabilities were requested."""
+        """Return the tokens of a text, after the tokens of its echo, if log-probabilities were requested."""
         if result.logprobs is None:
             return None
         echo = self._echoes[index]
         piece = Piece(result.text, result.token_ids, logprobs=result.logprobs)
-        if result.thinking or result.tool_calls:  # then the text isn't what the tokens spell
+        if result.thinking or result.tool_calls:  # then the tokens spell more than the text
             places = places_in_chat(piece)
         else:
             places = TokenPlaceStream(self._tokenizer, len(echo.text)).push(piece)

@@ -21,7 +21,7 @@ from ovspec.text.chat_format import find_begun_answer
 from ovspec.text.chat_template import Message
 from ovspec.text.infill import Infill
 
-# The fields of each response format besides its type; a schema beside the type is llama.cpp's way to give one.
+# The fields of each response format besides its type; a schema next to the type is llama.cpp's form.
 RESPONSE_FORMAT_FIELDS = {"text": set[str](), "json_object": {"schema"}, "json_schema": {"json_schema"}}
 
 
@@ -73,7 +73,7 @@ def build_text_request(body: Any, kind: RequestKind, prompts: list[Prompt], echo
 
 
 def read_logprobs(body: Any, overrides: Overrides) -> None:
-    """Set OpenAI's ``logprobs``, a number, or true or false with ``top_logprobs`` beside it, as an option."""
+    """Set OpenAI's ``logprobs``, a number, or true or false with ``top_logprobs``, as an option."""
     logprobs = getattr(body, "logprobs", None)
     top_logprobs = getattr(body, "top_logprobs", None)
     if top_logprobs is not None and logprobs is not True:
@@ -149,7 +149,7 @@ def check_chat_ending(body: ChatEnding, chat: list[Message]) -> None:
 def to_template_messages(messages: Sequence[Message], ignored: IgnoredNames, any_field: bool = False) -> list[Message]:
     """Return messages as chat templates take them.
 
-    Only the system's and the user's last message must be readable: clients send back whatever else was said. Other
+    Only the system's and the user's last message must be readable: clients send all earlier messages back. Other
     messages' unreadable parts are left out, and their names are added to ``ignored``. ``any_field``: messages may have
     other fields.
     """
@@ -159,7 +159,7 @@ def to_template_messages(messages: Sequence[Message], ignored: IgnoredNames, any
 
 
 def to_template_message(message: Message, ignored: IgnoredNames, strict: bool, any_field: bool = False) -> Message:
-    """Return ``message`` as chat templates take it: its content a string, and its role one that they know."""
+    """Return ``message`` as chat templates take it: its content a string, and its role known to them."""
     # OpenAI's clients send null and empty fields back with the assistant's answers.
     fields = {name: value for name, value in message.items() if value not in (None, [])}
     if "function_call" in fields:

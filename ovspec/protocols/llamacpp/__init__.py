@@ -1,1 +1,1 @@
-"""What llama.cpp's clients ask for."""
+"""llama.cpp's API: infill and properties."""

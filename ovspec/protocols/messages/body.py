@@ -21,7 +21,7 @@ MESSAGES_FIELDS_WITHOUT_EFFECT = (
     *("fallback_credit_token", "fallbacks", "inference_geo", "metadata", "service_tier", "speed"),
     *("user_profile_id", "workspace_id"),
 )
-# Refused, unless the value is one of these, which ask for nothing.
+# Refused, unless the value is one of these, which have no effect.
 REFUSED_MESSAGES_FIELDS: dict[str, tuple[JsonValue, ...]] = {"mcp_servers": ([],), "n": (1,)}
 # Our options that Anthropic's API has in other fields, or can't have.
 OPTIONS_OF_OTHER_NAME = ("stop", "n", "tools", "tool_choice", "parallel_tool_calls")

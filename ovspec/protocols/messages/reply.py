@@ -13,7 +13,7 @@ from ovspec.protocols.errors import RequestFailure, anthropic_error
 from ovspec.protocols.reply import Events, Generation, Reply, ReplyModel
 from ovspec.protocols.requests import TextRequest
 
-THINKING_SIGNATURE = "ovspec"  # Anthropic's API has one on all thinking, which clients send back
+THINKING_SIGNATURE = "ovspec"  # Anthropic's API signs all thinking, and clients send the signature back
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 

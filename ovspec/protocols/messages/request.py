@@ -20,7 +20,7 @@ BLOCKS_OF_ROLE = {
     "system": ("text",),
 }
 COMMON_BLOCK_FIELDS = ("type", "cache_control")
-# The fields of each block, with those that have no effect.
+# The fields of each block, including fields without effect.
 FIELDS_OF_BLOCK: dict[str, tuple[str, ...]] = {
     "text": (*COMMON_BLOCK_FIELDS, "text", "citations"),
     "thinking": (*COMMON_BLOCK_FIELDS, "thinking", "signature"),
@@ -33,12 +33,12 @@ TOOL_FIELDS = (
     "allowed_callers", "defer_loading", "eager_input_streaming", "strict",
 )  # fmt: skip
 SERVER_TOOL_TYPE = re.compile(r"\w+_20\d{6}", re.ASCII)  # the type of a tool that comes with Anthropic's API
-# Claude Code's first block of the system prompt. It changes with each request, so that nothing behind it is cached.
+# Claude Code's first block of the system prompt. It changes with each request, so that nothing after it is cached.
 BILLING_HEADER = "x-anthropic-billing-header"
 
 
 def read_messages_request(body: MessagesRequest) -> TextRequest:
-    """Return the request in a body; raises RequestError for what can't be met."""
+    """Return the request in a body; raises RequestError for a request that can't be met."""
     overrides = read_overrides(body)
     ignored = IgnoredNames()
     if overrides.values.get("max_tokens") == 0:
@@ -91,7 +91,7 @@ def read_tool_options(body: MessagesRequest, overrides: Overrides, ignored: Igno
 
 
 def to_openai_tool(tool: JsonObject, ignored: IgnoredNames) -> JsonObject | None:
-    """Return a tool as OpenAI's API has it; None for one that only Anthropic's servers have."""
+    """Return a tool as OpenAI's API has it; None for a tool that only Anthropic's servers have."""
     kind = tool.get("type") or "custom"
     if isinstance(kind, str) and SERVER_TOOL_TYPE.fullmatch(kind):
         add_ignored(f"tools.{kind}", ignored)

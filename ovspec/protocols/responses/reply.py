@@ -205,7 +205,7 @@ class ResponseReply(Reply):
         return self._builder.failure_events(failure)
 
     def _logprobs_of(self, piece: Piece, parsed: bool) -> list[ChatToken]:
-        """Return the log-probabilities of a piece; of a ``parsed`` answer the text isn't what the tokens spell."""
+        """Return the log-probabilities of a piece; of a ``parsed`` answer the tokens spell more than the text."""
         if piece.logprobs is None:
             return []
         places = places_in_chat(piece) if parsed else self._token_places.push(piece)

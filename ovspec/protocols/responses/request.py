@@ -22,7 +22,7 @@ TEXT_PART_TYPES = ("input_text", "output_text", "text", "refusal", "summary_text
 CALL_TYPES = ("function_call", "custom_tool_call")
 CALL_RESULT_TYPES = ("function_call_output", "custom_tool_call_output")
 FUNCTION_FIELDS = ("type", "name", "description", "parameters", "strict")
-# Items with pictures or files, which the model reads of. Other unreadable items only report tools elsewhere.
+# Items with pictures or files, which are mentioned to the model. Other unreadable items only report tools elsewhere.
 MENTIONED_ITEM_TYPES = ("computer_call", "file_search_call", "image_generation_call")
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
 # Thinking is never encrypted, so there is nothing to include.
