@@ -92,7 +92,7 @@ class SandboxPool:
         self.size = size
         self.idle_processes: list[SandboxProcess] = []
         self._free = threading.BoundedSemaphore(MAX_PROCESSES)
-        atexit.register(self.stop)
+        atexit.register(self.end_idle_processes)
 
     def ask(self, request: str) -> JsonObject:
         """Return the module's answer to a one-line request.
