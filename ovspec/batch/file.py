@@ -95,7 +95,7 @@ class PartialResults:
     def lines(self, keys: Iterable[str]) -> list[JsonObject]:
         return [self._lines[key] for key in keys]
 
-    def remove(self) -> None:
+    def delete_file(self) -> None:
         """Delete the file, whose results are all in the output now."""
         self._stream.close()
         self.file.unlink()
@@ -145,12 +145,12 @@ def run_file(
             partial.store_line(result_key(request, dependencies), line)
             progress.count_line(line)
 
-        for tokens in BatchRun(lm, params, unfinished, store_and_count).rounds():
+        for tokens in BatchRun(lm, params, unfinished, store_and_count).run_rounds():
             progress.tokens += tokens
             if report:
                 report(progress)
         write_atomically(output, lines_to_text(partial.lines(keys)))
-        partial.remove()
+        partial.delete_file()
     finally:
         partial.close()
     return progress

@@ -44,7 +44,7 @@ class BatchFile:
         return self.partial_path or partial_base(self.target)
 
 
-def locate(name: str) -> tuple[fs.FileSystem, fs.FileInfo]:
+def find_file_info(name: str) -> tuple[fs.FileSystem, fs.FileInfo]:
     """Return the filesystem of a path or URI, and its file's info; raises OvspecError if it can't be reached."""
     try:
         if "://" in name:
@@ -89,13 +89,13 @@ def find_files(source: str | None, output: str, overwrite: bool) -> tuple[fs.Fil
     Raises OvspecError if there is nothing to read, if the results would be among the requests, or if ``output``
     exists and is neither to be replaced nor a folder that an earlier run left unfinished.
     """
-    output_filesystem, output_info = locate(output)
+    output_filesystem, output_info = find_file_info(output)
     partial = with_ending(partial_base(output), ".partial")
     if output_info.type is not fs.FileType.NotFound and not overwrite and not partial.is_dir():
         raise OvspecError(f"{output} already exists; name another `output`, or set `overwrite=True`.")
     if source is None:
         return fs.LocalFileSystem(), [BatchFile("", output)]
-    filesystem, source_info = locate(source)
+    filesystem, source_info = find_file_info(source)
     files = list[BatchFile]()
     if source_info.type is fs.FileType.Directory:
         if output_filesystem == filesystem and f"{output_info.path}/".startswith(f"{source_info.path}/"):
@@ -142,7 +142,7 @@ def write_results(target: str, lines: list[JsonObject]) -> None:
         buffer.write(lines_to_text(lines).encode())
     data = buffer.getvalue()
     if "://" in target:
-        filesystem, info = locate(target)
+        filesystem, info = find_file_info(target)
         with filesystem.open_output_stream(info.path) as stream:
             stream.write(data)
     else:

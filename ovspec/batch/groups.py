@@ -18,7 +18,7 @@ GROUPS_PER_WORKER = 16
 
 
 @dataclass
-class Group:
+class RequestGroup:
     """Lines of a file, by their index in it.
 
     file: the number of the file.
@@ -41,18 +41,18 @@ class Group:
         self.lines = dict(zip(self.requests, lines, strict=True))
         self.requests = {}
 
-    def split(self) -> Iterator[Group]:
+    def split(self) -> Iterator[RequestGroup]:
         """Yield a group for each request; the first one has the keys of the other lines, too."""
         keys = {index: key for index, key in self.keys.items() if index not in self.requests}
         for index, request in self.requests.items():
             keys[index] = self.keys[index]
-            yield Group(self.file, self.file_lines, keys, {index: request}, deaths=self.deaths)
+            yield RequestGroup(self.file, self.file_lines, keys, {index: request}, deaths=self.deaths)
             keys = {}
 
 
 def make_groups(
     file: int, requests: list[BatchRequest], dependencies: str, finished: Collection[str], workers: int
-) -> Iterator[Group]:
+) -> Iterator[RequestGroup]:
     """Yield all ``requests`` of a file, at least one group; prompts with the same beginning are neighbours.
 
     Args:
@@ -71,7 +71,7 @@ def make_groups(
     for begin in range(0, max(1, len(order)), size):
         indices = order[begin : begin + size]
         unfinished = {index: requests[index] for index in indices if keys[index] not in finished}
-        yield Group(file, len(keys), {index: keys[index] for index in indices}, unfinished)
+        yield RequestGroup(file, len(keys), {index: keys[index] for index in indices}, unfinished)
 
 
 class ResultCollector:
@@ -89,7 +89,7 @@ class ResultCollector:
         self.unfinished = {file.source: number for number, file in enumerate(files) if not self._was_finished(file)}
         self.finished_keys = {path: self._load_keys(number) for path, number in self.unfinished.items()}
 
-    def collect_group(self, group: Group) -> None:
+    def collect_group(self, group: RequestGroup) -> None:
         """Keep the lines of ``group``, and write its file if they are the last ones."""
         partial, keys = self._open_partial_results(group.file)
         if not keys:
@@ -106,7 +106,7 @@ class ResultCollector:
             if file.version:
                 mark = f"{group.file_lines} {self._version_mark(file)}"
                 write_atomically(with_ending(file.partial_base, ".done"), mark)
-            partial.remove()
+            partial.delete_file()
             partial.close()
             del self._open_files[group.file]
 

@@ -20,7 +20,7 @@ from ovspec.engine.row import Row
 from ovspec.params import Params
 from ovspec.protocols.chat.logprobs import count_top_logprobs
 from ovspec.protocols.chat.reply import ChatReply, new_reply_head, verification_record
-from ovspec.protocols.logprobs import NO_ECHO, Echo, make_echo, prompt_logprobs, run_generator
+from ovspec.protocols.logprobs import NO_ECHO, Echo, compute_prompt_logprobs, make_echo, run_generator
 from ovspec.protocols.reply import Generation
 
 # Not written, because they depend on more than the request.
@@ -59,7 +59,7 @@ class BatchRun(Iterator[Row]):
         self._waiting_rows = deque[tuple[Row, RunningRequest]]()
         self._running: dict[int, RunningRequest] = {}  # by row number
 
-    def rounds(self) -> Iterator[int]:
+    def run_rounds(self) -> Iterator[int]:
         """Run all requests together; yield the number of tokens after each round."""
         params = self._lm.runtime.row_maker.complete_params(self._params)
         for pieces in self._lm.runtime.decoder_pool.run_batch(self, params, isolate_errors=True):
@@ -126,15 +126,15 @@ class BatchThread(Iterator[BatchRequest]):
         self._lm = lm
         self._params = params
         lm.runtime.row_maker.constraints.check_requested_grammar(lm.runtime.row_maker.complete_params(params))
-        self._waiting = deque[tuple[BatchRequest, ThreadCall]]()
-        self._running_calls = dict[int, ThreadCall]()  # by the identity of their requests
+        self._waiting = deque[tuple[BatchRequest, PendingCall]]()
+        self._running_calls = dict[int, PendingCall]()  # by the identity of their requests
         self._request_came = threading.Condition()
         threading.Thread(target=self._run, daemon=True).start()
 
     def run_requests(self, requests: list[BatchRequest]) -> list[JsonObject]:
         """Return the output line of each request; raises InferenceError, also of another caller's request."""
         requests = [replace(request) for request in requests]  # each with an identity of its own
-        call = ThreadCall(len(requests))
+        call = PendingCall(len(requests))
         with self._request_came:
             self._waiting.extend((request, call) for request in requests)
             self._request_came.notify()
@@ -149,7 +149,7 @@ class BatchThread(Iterator[BatchRequest]):
             with self._request_came:
                 self._request_came.wait_for(lambda: self._waiting)
             try:
-                for _ in BatchRun(self._lm, self._params, self, self._add_line).rounds():
+                for _ in BatchRun(self._lm, self._params, self, self._add_line).run_rounds():
                     pass
             except Exception as error:
                 with self._request_came:  # so that no request comes meanwhile and is forgotten
@@ -174,7 +174,7 @@ class BatchThread(Iterator[BatchRequest]):
 
 
 @dataclass
-class ThreadCall:
+class PendingCall:
     """A caller's number of requests, and their output lines so far, by the request's identity."""
 
     count: int
@@ -232,7 +232,8 @@ def result_line(lm: LanguageModel, request: BatchRequest, rows: list[Row], resul
     if text_request.kind == "own":
         prompts = [prompt for prompt in text_request.prompts for _ in range(n)]
         texts = [
-            text_fields(lm, result, prompt, text_request.echo) for result, prompt in zip(results, prompts, strict=True)
+            make_text_entry(lm, result, prompt, text_request.echo)
+            for result, prompt in zip(results, prompts, strict=True)
         ]
         fields = texts[0] if len(texts) == 1 else {"samples": texts}
         return {"id": request.id, **fields, **ignored}
@@ -253,11 +254,11 @@ def prompt_echo(lm: LanguageModel, prompt: Prompt, result: Result, with_logprobs
     ids = result.record.prompt_ids.tolist() if result.record else []
     if not (with_logprobs and result.logprobs is not None and ids):
         return make_echo(lm.tokenizer, prompt, ids, None)
-    logprobs = run_generator(prompt_logprobs(lm, ids, count_top_logprobs(result)))
+    logprobs = run_generator(compute_prompt_logprobs(lm, ids, count_top_logprobs(result)))
     return make_echo(lm.tokenizer, prompt, ids, logprobs)
 
 
-def text_fields(lm: LanguageModel, result: Result, prompt: Prompt, with_echo: bool) -> JsonObject:
+def make_text_entry(lm: LanguageModel, result: Result, prompt: Prompt, with_echo: bool) -> JsonObject:
     """Return one text of a request in ovspec's own format."""
     echo = prompt_echo(lm, prompt, result, with_logprobs=False).text if with_echo else ""
     fields: JsonObject = {"text": echo + result.text, "finish_reason": result.finish_reason}

@@ -72,7 +72,7 @@ class TokenPlaceStream:
         return [replace(place, offset=self._begin + max(0, place.offset - healed)) for place in complete]
 
 
-def places_in_chat(piece: Piece) -> list[TokenPlace]:
+def chat_token_places(piece: Piece) -> list[TokenPlace]:
     """Return the tokens of a piece of a chat's reply, where offsets in the text mean nothing."""
     tokens = zip(piece.token_ids, piece.logprobs or [], strict=True)
     return [TokenPlace(token_id, 0, logprob) for token_id, logprob in tokens]
@@ -92,7 +92,7 @@ def make_echo(tokenizer: Tokenizer, prompt: Prompt, ids: list[int], logprobs: li
     return Echo(text, places)
 
 
-def prompt_logprobs(
+def compute_prompt_logprobs(
     lm: LanguageModel, ids: list[int], top: int, chunk: Callable[[], int] = lambda: LOGITS_CHUNK
 ) -> Generator[None, None, list[TokenLogprob | None]]:
     """Compute the log-probabilities of a prompt's tokens, an inference at a time; return them at the end.
@@ -118,7 +118,7 @@ def compute_between_rounds(
     lm: LanguageModel, engine: EngineThread, ids: list[int], top: int
 ) -> Future[list[TokenLogprob | None]]:
     """Let the engine compute the log-probabilities of a prompt's tokens, without holding up texts."""
-    steps = prompt_logprobs(lm, ids, top, lambda: SMALL_CHUNK if engine.running_count else LOGITS_CHUNK)
+    steps = compute_prompt_logprobs(lm, ids, top, lambda: SMALL_CHUNK if engine.running_count else LOGITS_CHUNK)
     return engine.add_task(BackgroundTask(steps, len(ids)))
 
 

@@ -14,8 +14,8 @@ from ovspec.protocols.logprobs import NO_ECHO, Echo
 from ovspec.protocols.requests import TextRequest
 from ovspec.text.tokenizer import Tokenizer
 
-KEEP_ALIVE = b": waiting\n\n"  # a comment, for proxies that close silent connections
-DONE = b"data: [DONE]\n\n"  # OpenAI's last event
+KEEP_ALIVE_EVENT = b": waiting\n\n"  # a comment, for proxies that close silent connections
+DONE_EVENT = b"data: [DONE]\n\n"  # OpenAI's last event
 Events = Sequence[BaseModel | bytes]  # bytes are a complete event
 
 
@@ -72,7 +72,7 @@ class Reply(Protocol):
 
     def keep_alive_events(self) -> Events:
         """Return the events that show a client that its silent stream is alive."""
-        return [KEEP_ALIVE]
+        return [KEEP_ALIVE_EVENT]
 
     def failure_events(self, failure: RequestFailure) -> Events:
         """Return the events that end the stream after a failure."""

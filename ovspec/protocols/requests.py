@@ -36,7 +36,7 @@ class Overrides:
     values: JsonObject = field(default_factory=dict)
     client_names: dict[str, str] = field(default_factory=dict)
 
-    def set(self, option: str, value: JsonValue, client_name: str) -> None:
+    def set_option(self, option: str, value: JsonValue, client_name: str) -> None:
         """Set an option from a field; raises RequestError if another field has set it to something else."""
         if self.values.setdefault(option, value) != value:
             other = self.client_names.get(option, option)
@@ -51,7 +51,7 @@ class Overrides:
             if grammar in self.values and self.client_names.get(grammar, grammar) == grammar:
                 message = f"`{client_name}` and `{grammar}` can't be combined; leave one of them out."
                 raise RequestError(message, client_name)
-        self.set("json_schema", schema, client_name)
+        self.set_option("json_schema", schema, client_name)
 
     def apply_to(self, defaults: Params, kind: RequestKind) -> Params:
         """Return the params of a request: its own options, and the defaults that fit them."""

@@ -23,7 +23,7 @@ T = TypeVar("T")
 RETRY_SECONDS = 2  # after which a client that was refused may try again
 MAX_TEXTS = 128  # of a request
 # The work of threads. Checking a grammar, or a long text, holds up no request without one.
-Work = Literal["texts", "long", "grammars"]
+WorkKind = Literal["texts", "long", "grammars"]
 THREADS_FOR_WORK = 4
 
 
@@ -111,17 +111,17 @@ async def unless_disconnected(http: Request, work: Awaitable[T]) -> T:
         while (await http.receive())["type"] != "http.disconnect":
             pass
 
-    working = asyncio.ensure_future(work)
-    disconnecting = asyncio.ensure_future(disconnect())
+    work_task = asyncio.ensure_future(work)
+    disconnect_task = asyncio.ensure_future(disconnect())
     try:
-        await asyncio.wait((working, disconnecting), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
+        await asyncio.wait((work_task, disconnect_task), return_when=asyncio.FIRST_COMPLETED)
+        if not work_task.done():
             raise ApiError(499, "The client has closed the connection.")
-        return working.result()
+        return work_task.result()
     finally:
-        for task in (working, disconnecting):
+        for task in (work_task, disconnect_task):
             task.cancel()
-        await asyncio.gather(working, disconnecting, return_exceptions=True)
+        await asyncio.gather(work_task, disconnect_task, return_exceptions=True)
 
 
 class WorkerThreads:
@@ -129,9 +129,9 @@ class WorkerThreads:
 
     def __init__(self, lm: LanguageModel) -> None:
         self._lm = lm
-        self._pools = {work: ThreadPoolExecutor(THREADS_FOR_WORK, f"ovspec {work}") for work in get_args(Work)}
+        self._pools = {work: ThreadPoolExecutor(THREADS_FOR_WORK, f"ovspec {work}") for work in get_args(WorkKind)}
 
-    async def run_in_thread(self, function: Callable[..., T], *arguments: Any, work: Work = "texts") -> T:
+    async def run_in_thread(self, function: Callable[..., T], *arguments: Any, work: WorkKind = "texts") -> T:
         """Return a function's result; it runs in a thread. Raises ApiError for its OvspecErrors."""
         try:
             return await asyncio.get_running_loop().run_in_executor(self._pools[work], partial(function, *arguments))
@@ -149,6 +149,6 @@ class WorkerThreads:
         return await self.run_in_thread(function, *arguments, work=await work_for_body(http))
 
 
-async def work_for_body(http: Request) -> Work:
+async def work_for_body(http: Request) -> WorkKind:
     """Return the kind of work for a request without a grammar."""
     return "long" if len(await http.body()) > LONG_TEXT_CHARACTERS else "texts"

@@ -31,8 +31,8 @@ T = TypeVar("T")
 B = TypeVar("B", TokenizeRequest, DetokenizeRequest)
 ROUTING_ERRORS = {404: "There is no such path; /openapi.json lists them.", 405: ERROR_DESCRIPTIONS[405]}
 # An event; its data is JSON, or [DONE].
-EVENT = {"type": "object", "properties": {name: {"type": "string"} for name in ("event", "data")}}
-STREAM_CONTENT = {"text/event-stream": {"schema": {**EVENT, "description": "With stream: an event of the API."}}}
+EVENT_SCHEMA = {"type": "object", "properties": {name: {"type": "string"} for name in ("event", "data")}}
+STREAM_CONTENT = {"text/event-stream": {"schema": {**EVENT_SCHEMA, "description": "With stream: an event of the API."}}}
 
 
 class ReadyReply(ReplyModel):
@@ -76,7 +76,7 @@ def add_text_endpoints(app: FastAPI, context: ServerContext) -> None:
     endpoints = TextEndpoints(context)
     for path, api in TEXT_APIS.items():
         reply = {"model": api.reply_model, "description": "The answer.", "content": STREAM_CONTENT}
-        answer = make_endpoint(partial(endpoints.answer, api), api.body)
+        answer = make_endpoint(partial(endpoints.answer_request, api), api.body)
         app.post(
             path,
             tags=["texts"],

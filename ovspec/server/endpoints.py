@@ -23,7 +23,7 @@ from ovspec.protocols.logprobs import Echo, compute_between_rounds, make_echo
 from ovspec.protocols.reply import Reply
 from ovspec.protocols.requests import count_texts, may_compile_grammar
 from ovspec.server.access import STREAM_STATUS
-from ovspec.server.admission import Work, unless_disconnected, work_for_body
+from ovspec.server.admission import WorkKind, unless_disconnected, work_for_body
 from ovspec.server.context import ServerContext
 from ovspec.server.errors import ApiError, text_error, timeout_error, to_failure
 from ovspec.server.preparation import PreparedRequest
@@ -40,7 +40,7 @@ class TextEndpoints:
         self._context = context
         self._lm = context.lm
 
-    async def answer(self, api: TextApi, body: TextRequestBody, http: Request) -> Response:
+    async def answer_request(self, api: TextApi, body: TextRequestBody, http: Request) -> Response:
         """Answer a request with texts."""
         began = time.monotonic()
         admission = self._context.admission
@@ -48,14 +48,14 @@ class TextEndpoints:
             cleanup.enter_context(admission.admit(count_texts(body)))
             admission.check_requested_model(body.model)
             async with admission.preparing(began):
-                prepared = await unless_disconnected(http, self._prepare(api, body, http, began))
+                prepared = await unless_disconnected(http, self._prepare_request(api, body, http, began))
             if prepared.generation.request.stream:
                 reply = api.reply(prepared.generation)
                 events = self._stream_events(reply, prepared)
-                first = await unless_disconnected(http, anext(events))
-                return EventStream(first, events, reply, cleanup.pop_all().close)
-            await unless_disconnected(http, self._generate(prepared))
-            work: Work = "texts" if prepared.params.logprobs is None else "long"
+                first_event = await unless_disconnected(http, anext(events))
+                return EventStream(first_event, events, reply, cleanup.pop_all().close)
+            await unless_disconnected(http, self._generate_texts(prepared))
+            work: WorkKind = "texts" if prepared.params.logprobs is None else "long"
             return await self._context.threads.run_in_thread(self._whole_response, prepared, work=work)
 
     async def count_tokens(self, api: TextApi, body: TextRequestBody, http: Request) -> TokenCount:
@@ -69,9 +69,11 @@ class TextEndpoints:
                 count = await unless_disconnected(http, counting)
         return TokenCount(input_tokens=count, **api.count_fields)
 
-    async def _prepare(self, api: TextApi, body: TextRequestBody, http: Request, began: float) -> PreparedRequest:
+    async def _prepare_request(
+        self, api: TextApi, body: TextRequestBody, http: Request, began: float
+    ) -> PreparedRequest:
         """Return a request with its rows and the echoes of its prompts."""
-        work: Work = "grammars" if may_compile_grammar(body) else await work_for_body(http)
+        work: WorkKind = "grammars" if may_compile_grammar(body) else await work_for_body(http)
         prepare = self._context.preparer.prepare_request
         prepared = await self._context.threads.run_in_thread(prepare, api, body, http, began, work=work)
         if prepared.generation.request.echo:
@@ -102,7 +104,7 @@ class TextEndpoints:
 
     # ------------------------------------------------------------ whole replies
 
-    async def _generate(self, prepared: PreparedRequest) -> None:
+    async def _generate_texts(self, prepared: PreparedRequest) -> None:
         """Generate all texts of a request; again with other seeds, where ``retries`` asks for it."""
         generation = prepared.generation
         rows = generation.rows
@@ -181,16 +183,18 @@ class EventStream(StreamingResponse):
     """Server-sent events. Starlette leaves the iterator of a stream open when its client disconnects; this closes it.
 
     Args:
-        first: the first event, which its maker has awaited, so that an error before it is an ordinary reply.
+        first_event: the first event, which its maker has awaited, so that an error before it is an ordinary reply.
         reply: makes the events of an error.
         on_end: called when the stream has ended, in whichever way.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: bytes, events: AsyncGenerator[bytes], reply: Reply, on_end: Callable[[], None]) -> None:
+    def __init__(
+        self, first_event: bytes, events: AsyncGenerator[bytes], reply: Reply, on_end: Callable[[], None]
+    ) -> None:
         super().__init__(events, headers={"Cache-Control": "no-cache"})
-        self._first = first
+        self._first_event = first_event
         self._events = events
         self._reply = reply
         self._on_end = on_end
@@ -207,7 +211,7 @@ class EventStream(StreamingResponse):
 
     async def _all_events(self, state: dict[str, Any]) -> AsyncIterator[bytes]:
         """Yield the events, and an error as the last one; record the status in ``state``."""
-        yield self._first
+        yield self._first_event
         try:
             async for event in self._events:
                 yield event
@@ -276,18 +280,18 @@ class Deadlines:
 
     def __init__(self, context: ServerContext, began: float) -> None:
         self._options = context.options
-        self._end = began + context.options.request_timeout
-        self._start = min(time.monotonic() + context.options.queue_timeout, self._end)
+        self._end_by = began + context.options.request_timeout
+        self._start_by = min(time.monotonic() + context.options.queue_timeout, self._end_by)
 
     def seconds_left(self, has_started: bool) -> float:
         """Return the seconds until the next deadline, and a little more; raises ApiError after it."""
         now = time.monotonic()
-        if now > self._end:
+        if now > self._end_by:
             raise timeout_error(self._options.request_timeout)
-        if not has_started and now > self._start:
+        if not has_started and now > self._start_by:
             waited = f"The request has waited for {self._options.queue_timeout:g} seconds, and its turn has not come"
             raise ApiError(503, f"{waited}; try again later.", code="timeout", retry_after=5)
-        deadline = self._end if has_started else self._start
+        deadline = self._end_by if has_started else self._start_by
         return deadline - now + 0.01
 
 

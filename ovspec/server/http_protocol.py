@@ -21,7 +21,7 @@ WRITE_SECONDS = 30.0  # that a client may take before it reads on
 MAX_HEAD_BYTES = 65_536  # bytes
 SLICE_BYTES = 16_384  # bytes that are written at once
 MAX_CONNECTIONS = 2_000
-OTHER_FILES = 200  # that the process may open besides
+MAX_OTHER_FILES = 200  # that the process may open besides
 
 
 class ClientConnection(H11Protocol):
@@ -94,7 +94,7 @@ def send_in_slices(app: ASGIApp) -> ASGIApp:
     that has stopped.
     """
 
-    async def sliced(scope: Scope, receive: Receive, send: Send) -> None:
+    async def app_in_slices(scope: Scope, receive: Receive, send: Send) -> None:
         async def send_slices(message: Message) -> None:
             body = message.get("body", b"")
             begin = 0
@@ -105,7 +105,7 @@ def send_in_slices(app: ASGIApp) -> ASGIApp:
 
         await app(scope, receive, send_slices)
 
-    return sliced
+    return app_in_slices
 
 
 def raise_file_limit() -> None:
@@ -115,7 +115,7 @@ def raise_file_limit() -> None:
     except ImportError:  # on Windows, which has no such limit
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = MAX_CONNECTIONS + OTHER_FILES
+    limit = MAX_CONNECTIONS + MAX_OTHER_FILES
     if hard != resource.RLIM_INFINITY:
         limit = min(limit, hard)
     if soft != resource.RLIM_INFINITY and soft < limit:

@@ -6,7 +6,7 @@ from ovspec.drafting.proposal import Proposal
 from ovspec.engine.engine_thread import EngineThread
 from ovspec.engine.results import Piece
 
-SECONDS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0)
+HISTOGRAM_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0)
 
 
 class Metrics:
@@ -14,28 +14,30 @@ class Metrics:
 
     def __init__(self, engine: EngineThread) -> None:
         self.registry = CollectorRegistry()
-        self.requests = self._counter("requests", "Requests, by endpoint and status.", "endpoint", "status")
-        self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.")
-        self.cached_tokens = self._counter("cached_tokens", "Tokens of prompts that were in the KV cache already.")
-        self.new_prompts = self._counter("new_prompts", "Prompts whose beginning wasn't in the KV cache.")
-        self.rounds = self._counter("rounds", "Rounds.")
-        self.generated_tokens = self._counter("generated_tokens", "Tokens generated.")
-        self.proposed = self._counter("proposed_tokens", "Tokens proposed, by drafter.", "drafter")
-        self.accepted = self._counter("accepted_tokens", "Tokens accepted, by drafter.", "drafter")
-        self.lookahead = self._gauge("lookahead", "Tokens proposed for each text in the last round.")
-        self.running = self._gauge("texts_running", "Texts that are being generated.")
-        self.waiting = self._gauge("texts_waiting", "Texts that wait for their turn.")
-        self.blocks_used = self._gauge("cache_blocks_used", "Blocks of the KV cache that running texts hold.")
-        self.blocks_kept = self._gauge("cache_blocks_kept", "Blocks of the KV cache that are kept of ended texts.")
-        self.blocks_evicted = self._gauge("cache_blocks_evicted", "Blocks so far that were kept and have given way.")
-        self.blocks_free = self._gauge("cache_blocks_free", "Blocks of the KV cache that are free.")
-        self.time_to_first_token = self._seconds(
+        self.requests = self._make_counter("requests", "Requests, by endpoint and status.", "endpoint", "status")
+        self.prompt_tokens = self._make_counter("prompt_tokens", "Tokens of prompts.")
+        self.cached_tokens = self._make_counter("cached_tokens", "Tokens of prompts that were in the KV cache already.")
+        self.new_prompts = self._make_counter("new_prompts", "Prompts whose beginning wasn't in the KV cache.")
+        self.rounds = self._make_counter("rounds", "Rounds.")
+        self.generated_tokens = self._make_counter("generated_tokens", "Tokens generated.")
+        self.proposed = self._make_counter("proposed_tokens", "Tokens proposed, by drafter.", "drafter")
+        self.accepted = self._make_counter("accepted_tokens", "Tokens accepted, by drafter.", "drafter")
+        self.lookahead = self._make_gauge("lookahead", "Tokens proposed for each text in the last round.")
+        self.running = self._make_gauge("texts_running", "Texts that are being generated.")
+        self.waiting = self._make_gauge("texts_waiting", "Texts that wait for their turn.")
+        self.blocks_used = self._make_gauge("cache_blocks_used", "Blocks of the KV cache that running texts hold.")
+        self.blocks_kept = self._make_gauge("cache_blocks_kept", "Blocks of the KV cache that are kept of ended texts.")
+        self.blocks_evicted = self._make_gauge(
+            "cache_blocks_evicted", "Blocks so far that were kept and have given way."
+        )
+        self.blocks_free = self._make_gauge("cache_blocks_free", "Blocks of the KV cache that are free.")
+        self.time_to_first_token = self._make_histogram(
             "time_to_first_token", "from a request to the first token of each of its texts"
         )
-        self.time_between_tokens = self._seconds(
+        self.time_between_tokens = self._make_histogram(
             "time_between_tokens", "between two pieces of a text; a piece has the tokens of one round"
         )
-        self.request_seconds = self._seconds("request_duration", "from a request to its last token")
+        self.request_seconds = self._make_histogram("request_duration", "from a request to its last token")
         models = engine.runtime.models
         self.running.set_function(lambda: engine.running_count)
         self.waiting.set_function(lambda: engine.waiting_count)
@@ -54,11 +56,13 @@ class Metrics:
                 self.proposed.labels(proposal.source).inc(len(proposal.tokens))
                 self.accepted.labels(proposal.source).inc(accepted)
 
-    def _counter(self, name: str, help: str, *labels: str) -> Counter:
+    def _make_counter(self, name: str, help: str, *labels: str) -> Counter:
         return Counter(f"ovspec_{name}", help, labels, registry=self.registry)
 
-    def _gauge(self, name: str, help: str) -> Gauge:
+    def _make_gauge(self, name: str, help: str) -> Gauge:
         return Gauge(f"ovspec_{name}", help, registry=self.registry)
 
-    def _seconds(self, name: str, interval: str) -> Histogram:
-        return Histogram(f"ovspec_{name}_seconds", f"Seconds {interval}.", buckets=SECONDS, registry=self.registry)
+    def _make_histogram(self, name: str, interval: str) -> Histogram:
+        return Histogram(
+            f"ovspec_{name}_seconds", f"Seconds {interval}.", buckets=HISTOGRAM_BUCKETS, registry=self.registry
+        )

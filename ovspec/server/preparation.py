@@ -178,19 +178,19 @@ def make_draft_limits(lm: LanguageModel, request: TextRequest, params: Params) -
     if request.draft is None:
         return DraftLimits(None, params.lookahead_limit)
     choice = lm.runtime.models.choice
-    loaded = list[str]()
+    loaded_drafters = list[str]()
     if choice and choice.lookup:
-        loaded.append("lookup")
+        loaded_drafters.append("lookup")
     if lm.draft:
-        loaded.append(lm.draft.proposer_name)
-    requested = frozenset[str]()
+        loaded_drafters.append(lm.draft.proposer_name)
+    requested_drafters = frozenset[str]()
     if request.draft != "none":
-        requested = frozenset(request.draft.split(","))
-    if not requested <= {*loaded}:
-        drafters = " and ".join(loaded) or "no drafters"
+        requested_drafters = frozenset(request.draft.split(","))
+    if not requested_drafters <= {*loaded_drafters}:
+        drafters = " and ".join(loaded_drafters) or "no drafters"
         message = f'draft is {request.draft!r:.80}; this server has {drafters}, and "none" proposes nothing.'
         raise ApiError(400, message, "draft")
-    return DraftLimits(requested, params.lookahead_limit)
+    return DraftLimits(requested_drafters, params.lookahead_limit)
 
 
 def limit_rows(lm: LanguageModel, max_tokens: int, request: TextRequest, rows: list[Row]) -> None:

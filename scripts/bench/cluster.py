@@ -36,7 +36,7 @@ from harness import CODE, PROSE, Option, Table, arguments, machine, median, medi
 from ovspec.batch.file import BatchProgress
 from ovspec.batch.folder import BatchFile
 from ovspec.batch.groups import GROUPS_PER_WORKER, MAX_GROUP_LINES, ResultCollector, make_groups
-from ovspec.batch.ray.pool import GROUPS_IN_FLIGHT, Pool
+from ovspec.batch.ray.pool import GROUPS_IN_FLIGHT, WorkerPool
 from ovspec.batch.requests import prompt_request
 
 ANSWER = {"id": "1", "text": "An answer of some length. " * 10, "finish_reason": "length", "generated_tokens": 48}
@@ -100,7 +100,7 @@ def driver_seconds(count: int, actors: int) -> float:
     ways: Any = {"num_cpus": 0, "max_concurrency": GROUPS_IN_FLIGHT}
     with tempfile.TemporaryDirectory() as scratch:
         collector = ResultCollector([BatchFile("", str(Path(scratch) / "out"))], "", BatchProgress(0, 0))
-        pool = Pool(lambda _: ray.remote(**ways)(Nobody).remote(), actors, False, "")
+        pool = WorkerPool(lambda _: ray.remote(**ways)(Nobody).remote(), actors, False, "")
         began, taken, before = 0.0, 0, 0
         for answered in pool.run_groups(groups):
             if not began and taken >= len(groups) // 4:  # all workers are there

@@ -14,7 +14,7 @@ import pytest
 import ovspec
 from ovspec.base.errors import OvspecError
 from ovspec.batch.file import BatchProgress
-from ovspec.batch.groups import MAX_GROUP_LINES, Group, ResultCollector, make_groups
+from ovspec.batch.groups import MAX_GROUP_LINES, RequestGroup, ResultCollector, make_groups
 from ovspec.batch.ray.cluster import scratch_folder
 from ovspec.batch.ray.shipment import create_folder_once, read_pieces
 from ovspec.batch.requests import BatchRequest, parse_row, parse_rows, prompt_request
@@ -31,7 +31,7 @@ def prompts(count: int) -> list[BatchRequest]:
     return [prompt_request(str(n), f"{n % 7} prompt {n}", f"{n % 7} prompt {n}") for n in range(count)]
 
 
-def answered(group: Group) -> Group:
+def answered(group: RequestGroup) -> RequestGroup:
     group.lines = {place: {"id": request.id, "text": request.source} for place, request in group.requests.items()}
     return group
 
@@ -72,7 +72,7 @@ def test_a_group_line_by_line_is_the_same_file(tmp_path: Path) -> None:
     for most in (3, 16):
         answers = ResultCollector([file], "model", BatchProgress(0, 0))
         groups = make_groups(0, requests, "model", answers.finished_keys[""], 1)
-        whole = Group(0, 16, {}, {})
+        whole = RequestGroup(0, 16, {}, {})
         for group in groups:
             whole.keys |= group.keys
             whole.requests |= group.requests

@@ -14,8 +14,8 @@ pytest.importorskip("ray", reason="needs the extra ovspec[ray]")
 from ray.exceptions import NodeDiedError
 
 from ovspec.base.errors import OvspecError
-from ovspec.batch.groups import Group, make_groups
-from ovspec.batch.ray.pool import GROUPS_IN_FLIGHT, RESTARTS_PER_WORKER, Pool
+from ovspec.batch.groups import RequestGroup, make_groups
+from ovspec.batch.ray.pool import GROUPS_IN_FLIGHT, RESTARTS_PER_WORKER, WorkerPool
 from ovspec.batch.requests import BatchRequest, prompt_request
 
 DEADLY = "kill"
@@ -50,7 +50,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return []
 
 
-def pool_of(count: int, started: list[int], deadly: int | None = None) -> Pool:
+def pool_of(count: int, started: list[int], deadly: int | None = None) -> WorkerPool:
     """Return a pool whose worker ``deadly`` dies while it loads."""
 
     def start(number: int) -> Any:
@@ -58,10 +58,10 @@ def pool_of(count: int, started: list[int], deadly: int | None = None) -> Pool:
         load = SimpleNamespace(remote=lambda: Ended(SimpleNamespace(kind="here"), died=number == deadly))
         return SimpleNamespace(load=load, run_requests=SimpleNamespace(remote=answer))
 
-    return Pool(start, count, False, "model")
+    return WorkerPool(start, count, False, "model")
 
 
-def groups(texts: list[str]) -> list[Group]:
+def groups(texts: list[str]) -> list[RequestGroup]:
     return list(make_groups(0, [prompt_request(str(n), text, text) for n, text in enumerate(texts)], "", (), 2))
 
 

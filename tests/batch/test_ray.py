@@ -52,11 +52,11 @@ from ray.exceptions import ActorDiedError, NodeDiedError, OutOfMemoryError
 import ovspec
 from ovspec.base.errors import OvspecError
 from ovspec.batch.file import BatchProgress, run_file
-from ovspec.batch.groups import Group, make_groups
+from ovspec.batch.groups import RequestGroup, make_groups
 from ovspec.batch.ray import driver
 from ovspec.batch.ray.cluster import cluster_connection
 from ovspec.batch.ray.deaths import describe_death
-from ovspec.batch.ray.pool import GROUPS_IN_FLIGHT, RESTARTS_PER_WORKER, Pool
+from ovspec.batch.ray.pool import GROUPS_IN_FLIGHT, RESTARTS_PER_WORKER, WorkerPool
 from ovspec.batch.ray.predictor import Predictor
 from ovspec.batch.ray.shipment import Shipment
 from ovspec.batch.ray.worker import Reference, Worker
@@ -154,7 +154,7 @@ def test_options_reach_the_workers(
         given.extend(more)
         raise OvspecError("seen enough")
 
-    monkeypatch.setattr(driver, "Pool", pool)
+    monkeypatch.setattr(driver, "WorkerPool", pool)
     ways = ("--ray", "--cpus-per-worker", "2", "--mixed", "--draft", "lookup", "--precision", "f32", "-n", "7")
     done = command("batch", pair, requests_file, "-o", "nowhere", *ways)
     assert "seen enough" in done.stderr
@@ -192,7 +192,7 @@ class Here:
         self._worker = start(1)
         self._worker.load_worker_model()
 
-    def run_groups(self, groups: list[Group], _: Any) -> Iterator[list[Group]]:
+    def run_groups(self, groups: list[RequestGroup], _: Any) -> Iterator[list[RequestGroup]]:
         for group in groups:
             group.complete(self._worker.run_requests(list(group.requests.values())))
             yield [group]
@@ -211,7 +211,7 @@ def test_folders_go_to_folders_and_an_interrupted_run_goes_on(
         monkeypatch.setattr("ovspec.batch.ray.worker.pin_actor", lambda: None)
         monkeypatch.setattr(driver, "start_worker", lambda job, reference, _, number: Worker(job, reference, number))
         monkeypatch.setattr(driver, "load_first_worker", lambda job, _: Worker(job, None, 0).load_worker_model())
-        monkeypatch.setattr(driver, "Pool", Here)
+        monkeypatch.setattr(driver, "WorkerPool", Here)
         monkeypatch.setattr("ovspec.batch.ray.worker.load", loaded)
     source, output = tmp_path / "in", tmp_path / "out"
     (source / "more").mkdir(parents=True)
@@ -372,19 +372,19 @@ def test_a_model_is_shipped_to_machines_without_it(pair: Path, tmp_path: Path, m
     monkeypatch.setattr(shipment, "PIECE_BYTES", 1 << 16)
     shipped = shipment.ship_folder(folder)
     assert len(shipped.pieces) > len(list(folder.rglob("*")))
-    assert shipped.arrive() == folder.resolve()
+    assert shipped.receive_folder() == folder.resolve()
     (folder / "config.json").write_text("{}", encoding="utf-8")
     with pytest.raises(OvspecError, match="has another model on"):
-        shipped.arrive()
+        shipped.receive_folder()
     shutil.rmtree(folder)
-    copy = shipped.arrive()
-    assert copy == shipped.arrive() != folder
+    copy = shipped.receive_folder()
+    assert copy == shipped.receive_folder() != folder
     assert sorted(str(file.relative_to(copy)) for file in copy.rglob("*")) == sorted(
         str(file.relative_to(pair)) for file in pair.rglob("*")
     )
     late = shipment.Shipment(folder, f"{shipped.identity}0", [])
     with pytest.raises(OvspecError, match="joined late"):
-        late.arrive()
+        late.receive_folder()
 
 
 @pytest.mark.slow
@@ -458,14 +458,14 @@ def starting(how: signal.Signals, started: list[int], loading: tuple[int, ...] =
     return start
 
 
-def groups(texts: list[str], known: tuple[int, ...] = ()) -> list[Group]:
+def groups(texts: list[str], known: tuple[int, ...] = ()) -> list[RequestGroup]:
     """Return the groups of a file of such prompts, some of which an earlier run answered."""
     requests = [prompt_request(str(place), text, text) for place, text in enumerate(texts)]
     keys = [key for group in make_groups(0, requests, "", (), 2) for key in group.keys.items()]
     return list(make_groups(0, requests, "", [key for place, key in keys if place in known], 2))
 
 
-def lines_of(pool: Pool, todo: list[Group]) -> dict[int, dict[str, Any]]:
+def lines_of(pool: WorkerPool, todo: list[RequestGroup]) -> dict[int, dict[str, Any]]:
     """Return all output lines by place; each line is there once."""
     lines, keys = list[tuple[int, dict[str, Any]]](), list[int]()
     for answered in pool.run_groups(todo):
@@ -482,7 +482,7 @@ def lines_of(pool: Pool, todo: list[Group]) -> dict[int, dict[str, Any]]:
 @pytest.mark.usefixtures("cluster")
 def test_a_worker_that_dies_while_it_loads_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     started = list[int]()
-    pool = Pool(starting(signal.SIGFPE, started, loading=(2,)), 2, False, "model")
+    pool = WorkerPool(starting(signal.SIGFPE, started, loading=(2,)), 2, False, "model")
     found = lines_of(pool, groups([f"prompt {n}" for n in range(100)]))
     pool.close()
     assert [found[n]["text"] for n in range(100)] == [f"prompt {n}" for n in range(100)]
@@ -506,7 +506,7 @@ def test_a_line_that_kills_gets_an_error(
     """It ends a worker with others, then with its group, then alone; nothing else has an error."""
     started, texts = list[int](), [f"prompt {n}" for n in range(99)]
     texts[70:70] = [f"{DEADLY} this"]
-    pool = Pool(starting(how, started), count, True, "model")
+    pool = WorkerPool(starting(how, started), count, True, "model")
     found = lines_of(pool, groups(texts, known=(3, 72)))
     pool.close()
     error = found.pop(70)
@@ -521,8 +521,8 @@ def test_a_line_that_kills_gets_an_error(
 @pytest.mark.slow
 @pytest.mark.usefixtures("cluster")
 def test_lines_that_all_kill_stop_the_run() -> None:
-    started, answered = list[int](), list[Group]()
-    pool = Pool(starting(signal.SIGKILL, started), 1, False, "model in words")
+    started, answered = list[int](), list[RequestGroup]()
+    pool = WorkerPool(starting(signal.SIGKILL, started), 1, False, "model in words")
     told = r"No worker is left, because the last one was killed \(.*SIGKILL.*\) while it answered with model in words; "
     with pytest.raises(OvspecError, match=told):
         for more in pool.run_groups(groups([f"{DEADLY} {n}" for n in range(6)])):
@@ -537,7 +537,7 @@ def test_lines_that_all_kill_stop_the_run() -> None:
 @pytest.mark.usefixtures("cluster")
 def test_workers_that_all_die_while_they_load_stop_the_run() -> None:
     started = list[int]()
-    pool = Pool(starting(signal.SIGABRT, started, loading=(1, 2)), 2, False, "model in words")
+    pool = WorkerPool(starting(signal.SIGABRT, started, loading=(1, 2)), 2, False, "model in words")
     with pytest.raises(OvspecError, match=r"because the last one died of SIGABRT while it loaded model in words; "):
         list(pool.run_groups(groups(["a", "b"])))
     pool.close()
@@ -555,7 +555,7 @@ def test_progress_goes_on_while_workers_load() -> None:
         def run_requests(self, requests: list[BatchRequest]) -> list[dict[str, Any]]:
             return [{} for _ in requests]
 
-    pool = Pool(lambda _: ray.remote(num_cpus=0)(Slow).remote(), 1, False, "model")
+    pool = WorkerPool(lambda _: ray.remote(num_cpus=0)(Slow).remote(), 1, False, "model")
     found = [(len(answered), pool.loading) for answered in pool.run_groups(groups(["a"]))]
     pool.close()
     assert found[0] == (0, 1) and found[-1] == (1, 0)
@@ -568,7 +568,7 @@ def test_files_are_read_while_others_are_answered() -> None:
     begun = list[int]()
 
     @ray.remote(num_cpus=0)
-    def reading(number: int) -> list[Group]:
+    def reading(number: int) -> list[RequestGroup]:
         texts = [f"{number} {place}" for place in range(32)]
         return list(make_groups(0, [prompt_request(text, text, text) for text in texts], "", (), 2))
 
@@ -577,7 +577,7 @@ def test_files_are_read_while_others_are_answered() -> None:
             begun.append(number)
             yield reading.remote(number)
 
-    pool, behind = Pool(starting(signal.SIGFPE, []), 1, False, "model"), list[int]()
+    pool, behind = WorkerPool(starting(signal.SIGFPE, []), 1, False, "model"), list[int]()
     texts = list[str]()
     for answered in pool.run_groups([], files()):
         texts.extend(line["text"] for group in answered for line in group.lines.values())

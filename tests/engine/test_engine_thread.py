@@ -37,7 +37,7 @@ from ovspec.engine.round import RowOutcome
 from ovspec.engine.row import Row
 from ovspec.engine.scheduler import SLOW_STEP_SECONDS
 from ovspec.ir.memory import kv_bytes_per_token
-from ovspec.protocols.logprobs import prompt_logprobs
+from ovspec.protocols.logprobs import compute_prompt_logprobs
 from ovspec.sampling.constraint import Constraint
 
 OPTIONS: Any = {"max_tokens": 30, "ignore_eos": True}
@@ -210,7 +210,7 @@ def test_giving_up_ends_what_is_yet_to_come(engine: EngineThread) -> None:
 def test_a_cancelled_background_task_makes_room_for_the_next(engine: EngineThread) -> None:
     cancelled = BackgroundTask(endless())
     engine.add_task(cancelled)
-    next_one = BackgroundTask(prompt_logprobs(lm_of(engine), [100] * 40, 0), 40)
+    next_one = BackgroundTask(compute_prompt_logprobs(lm_of(engine), [100] * 40, 0), 40)
     engine.add_task(next_one)
     assert cancelled.future.cancel()
     assert len(next_one.future.result(60)) == 40

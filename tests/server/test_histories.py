@@ -198,7 +198,7 @@ class Served:
         requests = [parse_line(line, "?") for line in lines]
         for _ in BatchRun(
             self.lm, make_params({"max_tokens": 1}), requests, lambda _, line: found.append(line)
-        ).rounds():
+        ).run_rounds():
             pass
         theirs, own = sorted(found, key=lambda line: line.get("custom_id", line["id"]))
         if error := theirs.get("error"):

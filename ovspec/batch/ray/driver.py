@@ -18,11 +18,11 @@ from ovspec.base.json_types import JsonObject
 from ovspec.base.progress import show_step
 from ovspec.batch.file import BatchProgress
 from ovspec.batch.folder import delete_partial_results, find_files, read_file_requests
-from ovspec.batch.groups import Group, ResultCollector, make_groups
+from ovspec.batch.groups import RequestGroup, ResultCollector, make_groups
 from ovspec.batch.ray.deaths import describe_death
 from ovspec.batch.ray.errors import plain_ray_errors
 from ovspec.batch.ray.nodes import plan_workers
-from ovspec.batch.ray.pool import GROUPS_IN_FLIGHT, MEMORY_ADVICE, Pool
+from ovspec.batch.ray.pool import GROUPS_IN_FLIGHT, MEMORY_ADVICE, WorkerPool
 from ovspec.batch.ray.shipment import ship_folder
 from ovspec.batch.ray.worker import Reference, Worker, WorkerJob
 from ovspec.batch.requests import BatchRequest
@@ -72,7 +72,9 @@ def run_on_cluster(
     reader = GroupReader(filesystem, numbers, collector.finished_keys, dependencies, requests, count, convert)
     try:
         if numbers:
-            pool = Pool(partial(start_worker, job, reference, cpus), count, mixed, job.describe_worker(cpus, reference))
+            pool = WorkerPool(
+                partial(start_worker, job, reference, cpus), count, mixed, job.describe_worker(cpus, reference)
+            )
             with plain_ray_errors(), closing(pool):
                 for groups in pool.run_groups(*reader.read_all()):
                     for group in groups:
@@ -103,20 +105,20 @@ class GroupReader:
     workers: int
     convert: Callable[[BatchRequest], BatchRequest]
 
-    def read_all(self) -> tuple[list[Group], Iterable[ray.ObjectRef]]:
+    def read_all(self) -> tuple[list[RequestGroup], Iterable[ray.ObjectRef]]:
         """Return the groups of all local files, and tasks that return the groups of a file in object storage."""
         if isinstance(self.filesystem, LocalFileSystem):
             return [group for path in self.numbers for group in self.read_groups(path)], ()
         # The workers have all processors.
         task_options: JsonObject = {"num_cpus": 0, "retry_exceptions": [OSError]}
 
-        def read_there(path: str) -> list[Group]:
+        def read_there(path: str) -> list[RequestGroup]:
             with self.filesystem.open_input_stream(path) as file:
                 return self.read_groups(path, file.read())
 
         return [], map(ray.remote(**task_options)(read_there).remote, self.numbers)
 
-    def read_groups(self, path: str, data: bytes | None = None) -> list[Group]:
+    def read_groups(self, path: str, data: bytes | None = None) -> list[RequestGroup]:
         """Return the groups of a file, with this ``data`` or local."""
         requests = read_file_requests(path, data) if self.requests is None else self.requests
         converted = [self.convert(request) for request in requests]

@@ -14,7 +14,7 @@ from ray.exceptions import RayError, RayTaskError
 from ovspec.base.errors import OvspecError
 from ovspec.base.json_types import JsonObject
 from ovspec.base.progress import print_note
-from ovspec.batch.groups import Group
+from ovspec.batch.groups import RequestGroup
 from ovspec.batch.ray.deaths import describe_death
 from ovspec.batch.run import error_line
 
@@ -33,7 +33,7 @@ class PoolWorker:
     number: int  # of its place
     actor: Any  # of Ray
     kind: str = ""  # how it computes; empty until it has loaded
-    groups: list[Group] = field(default_factory=list)  # that it has to answer
+    groups: list[RequestGroup] = field(default_factory=list)  # that it has to answer
 
     @property
     def has_room(self) -> bool:
@@ -43,7 +43,7 @@ class PoolWorker:
         )
 
 
-class Pool:
+class WorkerPool:
     """Runs groups of requests with ``count`` workers, which ``start`` makes from their numbers.
 
     A worker that dies while it loads is left out; a worker that dies later is replaced. Its groups run last, each
@@ -62,10 +62,10 @@ class Pool:
         self._restarts_left = float(RESTARTS_PER_WORKER * count)
         self._last_death = ""
         self._workers = list[PoolWorker]()
-        self._tasks = dict[ray.ObjectRef, tuple[PoolWorker, Group | None]]()  # without a group: the worker loads
-        self._waiting = deque[Group]()
-        self._interrupted = deque[Group]()  # groups whose worker died
-        self._finished = list[Group]()
+        self._tasks = dict[ray.ObjectRef, tuple[PoolWorker, RequestGroup | None]]()  # without a group: the worker loads
+        self._waiting = deque[RequestGroup]()
+        self._interrupted = deque[RequestGroup]()  # groups whose worker died
+        self._finished = list[RequestGroup]()
         for number in range(1, count + 1):
             self._add_worker(number)
 
@@ -77,7 +77,9 @@ class Pool:
     def loading(self) -> int:
         return sum(not worker.kind for worker in self._workers)
 
-    def run_groups(self, groups: Iterable[Group], files: Iterable[ray.ObjectRef] = ()) -> Iterator[list[Group]]:
+    def run_groups(
+        self, groups: Iterable[RequestGroup], files: Iterable[ray.ObjectRef] = ()
+    ) -> Iterator[list[RequestGroup]]:
         """Yield, each second or earlier, the groups that have finished since, in any order.
 
         Args:
@@ -115,7 +117,7 @@ class Pool:
         for worker in self._workers:
             ray.kill(worker.actor)
 
-    def _add_groups(self, groups: Iterable[Group]) -> None:
+    def _add_groups(self, groups: Iterable[RequestGroup]) -> None:
         for group in groups:
             (self._waiting if group.requests else self._finished).append(group)
 
@@ -151,7 +153,7 @@ class Pool:
         else:
             worker.kind = result.kind
 
-    def _finish_group(self, group: Group, lines: list[JsonObject], kind: str) -> None:
+    def _finish_group(self, group: RequestGroup, lines: list[JsonObject], kind: str) -> None:
         if self._mixed:
             lines = [line | {"worker": kind} for line in lines]
         group.complete(lines)

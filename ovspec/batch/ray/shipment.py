@@ -56,7 +56,7 @@ class Shipment:
     def is_here(self) -> bool:
         return (self.folder / MODEL_FILE).is_file()
 
-    def arrive(self) -> Path:
+    def receive_folder(self) -> Path:
         """Return the folder itself if this machine has it, else a copy in the cache, which is made once.
 
         Raises OvspecError if another model is in its place, or if all machines had it when it was shipped.

@@ -66,7 +66,7 @@ class Worker:
         """Load the model, before any request."""
         job = self._job
         reference = self._reference
-        model, *outside = [shipment.arrive() for shipment in job.folders]
+        model, *outside = [shipment.receive_folder() for shipment in job.folders]
         draft = job.draft
         if outside:
             draft = replace(parse_draft(job.draft), model=outside[0])  # type: ignore[type-var]

@@ -16,8 +16,8 @@ from ovspec.protocols.chat.logprobs import (
     completion_logprobs,
     count_top_logprobs,
 )
-from ovspec.protocols.logprobs import TokenPlace, TokenPlaceStream, places_in_chat
-from ovspec.protocols.reply import DONE, Events, Generation, Reply, ReplyModel
+from ovspec.protocols.logprobs import TokenPlace, TokenPlaceStream, chat_token_places
+from ovspec.protocols.reply import DONE_EVENT, Events, Generation, Reply, ReplyModel
 from ovspec.protocols.requests import TextRequest
 from ovspec.text.answer import ToolCall
 
@@ -166,7 +166,7 @@ class ChatReply(Reply):
         echo = self._echoes[index]
         piece = Piece(result.text, result.token_ids, logprobs=result.logprobs)
         if result.thinking or result.tool_calls:  # then the tokens spell more than the text
-            places = places_in_chat(piece)
+            places = chat_token_places(piece)
         else:
             places = TokenPlaceStream(self._tokenizer, len(echo.text)).push(piece)
         return [*(echo.places or []), *places]
@@ -188,7 +188,9 @@ class ChatReply(Reply):
         chunks = list[Chunk]()
         places: list[TokenPlace] | None = None
         if self._token_places:
-            places = places_in_chat(piece) if self._rows[index].parses_answer else self._token_places[index].push(piece)
+            places = (
+                chat_token_places(piece) if self._rows[index].parses_answer else self._token_places[index].push(piece)
+            )
         deltas = list[ChatDelta]()
         if piece.thinking:
             deltas.append(ChatDelta(reasoning_content=piece.thinking))
@@ -206,10 +208,10 @@ class ChatReply(Reply):
     def last_events(self) -> Events:
         """Return the last events: the usage, if it was requested, and the end."""
         if not self._request.include_usage:
-            return [DONE]
+            return [DONE_EVENT]
         chunk = Chunk(**self._head, choices=[])
         chunk.usage = openai_usage([row.stats for row in self._rows], self._n)
-        return [chunk, DONE]
+        return [chunk, DONE_EVENT]
 
     def _chunk(self, index: int, delta: ChatDelta, places: list[TokenPlace] | None = None, **finish: Any) -> Chunk:
         fields: JsonObject = {"index": index, "finish_reason": None, **finish}

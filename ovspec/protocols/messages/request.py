@@ -44,7 +44,7 @@ def read_messages_request(body: MessagesRequest) -> TextRequest:
     if overrides.values.get("max_tokens") == 0:
         raise RequestError("`max_tokens` is 0; it must be at least 1, or -1.", "max_tokens")
     if body.stop_sequences:
-        overrides.set("stop", body.stop_sequences, "stop_sequences")
+        overrides.set_option("stop", body.stop_sequences, "stop_sequences")
     read_tool_options(body, overrides, ignored)
     read_thinking_options(body, overrides, ignored)
     read_output_format(body, overrides, ignored)
@@ -123,11 +123,11 @@ def read_thinking_options(body: MessagesRequest, overrides: Overrides, ignored: 
         if kind == "enabled" and budget is not None:
             if type(budget) is not int or not 0 < budget <= LARGEST_NUMBER:
                 raise RequestError("`thinking`: budget_tokens must be a whole number of 1 or more.", "thinking")
-            overrides.set("max_thinking_tokens", budget, "thinking")
+            overrides.set_option("max_thinking_tokens", budget, "thinking")
     if kind == "disabled":
-        overrides.set("reasoning_effort", "none", "thinking")
+        overrides.set_option("reasoning_effort", "none", "thinking")
     elif effort is not None:
-        overrides.set("reasoning_effort", MESSAGES_EFFORTS[effort], "output_config")
+        overrides.set_option("reasoning_effort", MESSAGES_EFFORTS[effort], "output_config")
     elif kind == "enabled":  # which switches thinking on where a chat template has a switch
         overrides.values.setdefault("reasoning_effort", "medium")
 

@@ -11,7 +11,7 @@ from ovspec.params import Params
 from ovspec.protocols.chat.logprobs import ChatToken, chat_logprobs
 from ovspec.protocols.chat.reply import verification_record
 from ovspec.protocols.errors import RequestFailure
-from ovspec.protocols.logprobs import TokenPlaceStream, places_in_chat
+from ovspec.protocols.logprobs import TokenPlaceStream, chat_token_places
 from ovspec.protocols.reply import Events, Generation, Reply, ReplyModel
 from ovspec.protocols.requests import TextRequest
 from ovspec.protocols.responses.request import read_functions
@@ -208,7 +208,7 @@ class ResponseReply(Reply):
         """Return the log-probabilities of a piece; of a ``parsed`` answer the tokens spell more than the text."""
         if piece.logprobs is None:
             return []
-        places = places_in_chat(piece) if parsed else self._token_places.push(piece)
+        places = chat_token_places(piece) if parsed else self._token_places.push(piece)
         return chat_logprobs(self._tokenizer, places).content
 
 

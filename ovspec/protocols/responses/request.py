@@ -36,7 +36,7 @@ def read_responses_request(body: Any) -> TextRequest:
     overrides = read_overrides(body)
     ignored = IgnoredNames()
     if body.max_output_tokens is not None:
-        overrides.set("max_tokens", body.max_output_tokens, "max_output_tokens")
+        overrides.set_option("max_tokens", body.max_output_tokens, "max_output_tokens")
     if body.max_output_tokens == 0:
         raise field_error("max_output_tokens", "it must be at least 1, or -1.")
     read_reasoning_options(body.reasoning or {}, overrides, ignored)
@@ -44,7 +44,7 @@ def read_responses_request(body: Any) -> TextRequest:
     include = body.include or []
     ignored |= {f"include.{name}": None for name in include if name not in KNOWN_INCLUDES}
     if INCLUDE_LOGPROBS in include or body.top_logprobs:
-        overrides.set("logprobs", body.top_logprobs or 0, "top_logprobs")
+        overrides.set_option("logprobs", body.top_logprobs or 0, "top_logprobs")
     if body.tools:
         overrides.values["tools"] = [tool for tool, _, _ in read_functions(body.tools, ignored)]
     messages = items_to_messages(body.input, ignored)
@@ -82,7 +82,7 @@ def read_reasoning_options(reasoning: JsonObject, overrides: Overrides, ignored:
             "reasoning",
             f"effort is {effort!r:.40}; it must be {', '.join(REASONING_EFFORTS[:-1])} or {REASONING_EFFORTS[-1]}.",
         )
-    overrides.set("reasoning_effort", effort, "reasoning")
+    overrides.set_option("reasoning_effort", effort, "reasoning")
 
 
 def read_text_format(text: JsonObject, overrides: Overrides, ignored: IgnoredNames) -> None:
