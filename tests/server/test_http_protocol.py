@@ -37,10 +37,10 @@ class FailingReply(Reply):
     def __init__(self) -> None:
         pass
 
-    def whole(self, results: Any) -> Any:
+    def whole_reply(self, results: Any) -> Any:
         raise NotImplementedError
 
-    def add(self, index: int, piece: Any, /) -> Any:
+    def piece_events(self, index: int, piece: Any, /) -> Any:
         raise NotImplementedError
 
 
