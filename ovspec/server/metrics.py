@@ -38,12 +38,15 @@ class Metrics:
             "time_between_tokens", "between two pieces of a text; a piece has the tokens of one round"
         )
         self.request_seconds = self._make_histogram("request_duration", "from a request to its last token")
-        models = engine.runtime.models
         self.running.set_function(lambda: engine.running_count)
         self.waiting.set_function(lambda: engine.waiting_count)
         self.blocks_used.set_function(lambda: engine.cache_usage()[0])
-        self.blocks_kept.set_function(lambda: sum(model.idle_block_count for model in models.loaded_models))
-        self.blocks_evicted.set_function(lambda: sum(model.evicted_block_count for model in models.loaded_models))
+        self.blocks_kept.set_function(
+            lambda: sum(model.idle_block_count for model in engine.runtime.models.loaded_models)
+        )
+        self.blocks_evicted.set_function(
+            lambda: sum(model.evicted_block_count for model in engine.runtime.models.loaded_models)
+        )
         self.blocks_free.set_function(lambda: engine.cache_usage()[1])
 
     def record_round(self, pieces: list[tuple[int, Piece]], judged: list[tuple[Proposal, int]]) -> None:

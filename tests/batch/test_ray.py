@@ -160,7 +160,7 @@ def test_options_reach_the_workers(
     assert "seen enough" in done.stderr
     job, cpus, count, mixed, words = given
     assert (cpus, count, mixed, job.mixed, job.folders[0].folder) == (2, 1, True, True, pair)
-    assert (job.draft, job.loading["precision"], job.params.max_tokens) == (parse_draft("lookup"), "f32", 7)
+    assert (job.draft, job.load_options["precision"], job.params.max_tokens) == (parse_draft("lookup"), "f32", 7)
     assert "`precision='f32'` on 2 processors as kind" in words
 
 
