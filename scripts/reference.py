@@ -83,7 +83,7 @@ def python_reference() -> str:
 
 def endpoints_reference() -> str:
     """Return the endpoints of 'ovspec serve' with the fields of their requests."""
-    document = make_app(SimpleNamespace(lm=None, options=ServeParams())).openapi()  # type: ignore[arg-type]
+    document = make_app(SimpleNamespace(lm=None, model_names=[], options=ServeParams())).openapi()  # type: ignore[arg-type]
     schemas, listed = document["components"]["schemas"], dict[str, str]()  # the first path of each body
     parts = [
         f"# Endpoints\n\n{MADE}\nWhat `ovspec serve` answers ([how to use it](../how-to/serve.md)). The OpenAPI "

@@ -39,7 +39,7 @@ class LoadArguments(LoadParams):
 def load(
     model: str | Path | None = None, draft: DraftArgument | Sequence[DraftArgument] | None = None, **options: Any
 ) -> LanguageModel:
-    """Load an export_model_and_draft model and return it as a ``LanguageModel``.
+    """Load an exported model and return it as a ``LanguageModel``.
 
     model: a folder made by ``ovspec export`` or plain optimum-cli; by default the embedded pair. With ``export=True``
         also a Hugging Face checkpoint (folder or hub id).
