@@ -45,9 +45,9 @@ class TokenPlaceStream:
 
     def __init__(self, tokenizer: Tokenizer, begin: int) -> None:
         self._tokenizer = tokenizer
-        self._begin = begin
+        self._text_begin = begin
         self._text_length = 0
-        self._pending: list[TokenPlace] = []  # their offsets count from the first token, which may be healed
+        self._pending_places: list[TokenPlace] = []  # their offsets count from the first token, which may be healed
         self._healed_length: int | None = None  # characters of the prompt that the first token spells again
         # All tokens and text until the healed length is known.
         self._ids: list[int] = []
@@ -59,7 +59,7 @@ class TokenPlaceStream:
         """Return the tokens whose text is complete with this piece, with their log-probabilities."""
         self._text_length += len(piece.text)
         for token_id, logprob in zip(piece.token_ids, piece.logprobs or [], strict=True):
-            self._pending.append(TokenPlace(token_id, self._offset, logprob))
+            self._pending_places.append(TokenPlace(token_id, self._offset, logprob))
             self._offset += len(self._detokenizer.push(token_id))
         if self._healed_length is None:
             self._ids += piece.token_ids
@@ -67,9 +67,9 @@ class TokenPlaceStream:
             if self._text:
                 self._healed_length = max(0, self._tokenizer.decode(self._ids).find(self._text))
         healed = self._healed_length or 0
-        complete = [place for place in self._pending if place.offset - healed < self._text_length]
-        del self._pending[: len(complete)]
-        return [replace(place, offset=self._begin + max(0, place.offset - healed)) for place in complete]
+        complete = [place for place in self._pending_places if place.offset - healed < self._text_length]
+        del self._pending_places[: len(complete)]
+        return [replace(place, offset=self._text_begin + max(0, place.offset - healed)) for place in complete]
 
 
 def chat_token_places(piece: Piece) -> list[TokenPlace]:

@@ -131,5 +131,5 @@ class AccessMiddleware:
 
     def _find_key(self, key: str) -> int | None:
         """Return the number of a key, or None, in constant time."""
-        equal = [secrets.compare_digest(key.strip().encode(), known_key) for known_key in self._keys]
-        return equal.index(True) if any(equal) else None
+        matches = [secrets.compare_digest(key.strip().encode(), known_key) for known_key in self._keys]
+        return matches.index(True) if any(matches) else None

@@ -138,12 +138,12 @@ def add_state_endpoints(app: FastAPI, context: ServerContext) -> None:
         except ApiError as error:
             response.status_code = 503
             status = error.detail
-        promise = lm.target.arithmetic_note
-        is_exact = promise == "exact"
+        arithmetic_note = lm.target.arithmetic_note
+        is_exact = arithmetic_note == "exact"
         prefix_cache = "off"
         if lm.runtime.models.keeps_prefixes:
             prefix_cache = "exact" if is_exact else "may change bits"
-        return ReadyReply(status=status, arithmetic=promise, deterministic=is_exact, prefix_cache=prefix_cache)
+        return ReadyReply(status=status, arithmetic=arithmetic_note, deterministic=is_exact, prefix_cache=prefix_cache)
 
     @app.get("/metrics", tags=["server"], summary="Report metrics in Prometheus' format.")
     async def metrics() -> PlainTextResponse:

@@ -37,13 +37,13 @@ class BoundedRequest(Request):
 
     async def json(self) -> Any:
         """Return the body as a model; FastAPI would collect an error for each wrong item."""
-        raw = await self.body()
+        raw_body = await self.body()
         model = BODY_TYPES[self.url.path]
         report_ignored = None if self.app.state.strict_fields else partial(add_ignored_names, self)
-        if len(raw) <= LARGE_BODY_BYTES:
-            return parse_body(raw, model, report_ignored)
+        if len(raw_body) <= LARGE_BODY_BYTES:
+            return parse_body(raw_body, model, report_ignored)
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(LARGE_BODY_READER, parse_body, raw, model, report_ignored)
+        return await loop.run_in_executor(LARGE_BODY_READER, parse_body, raw_body, model, report_ignored)
 
     async def body(self) -> bytes:
         if hasattr(self, "_body"):
@@ -53,18 +53,18 @@ class BoundedRequest(Request):
         too_large = ApiError(413, f"The body is larger than {MAX_BODY_BYTES // 1_000_000} MB.", close=True)
         if int(self.headers.get("content-length", 0)) > MAX_BODY_BYTES:
             raise too_large
-        raw = bytearray()
+        raw_body = bytearray()
         try:
             async with asyncio.timeout(BODY_SECONDS):
                 async for part in self.stream():
-                    raw += part
-                    if len(raw) > MAX_BODY_BYTES:
+                    raw_body += part
+                    if len(raw_body) > MAX_BODY_BYTES:
                         raise too_large
         except TimeoutError:
             raise ApiError(408, f"The body did not arrive within {BODY_SECONDS:g} seconds.", close=True) from None
         except ClientDisconnect:
             raise ApiError(499, "The client has closed the connection.") from None
-        self._body = bytes(raw)
+        self._body = bytes(raw_body)
         return self._body
 
 
@@ -80,29 +80,28 @@ class BoundedRoute(APIRoute):
         return handle
 
 
-def parse_json_bytes(raw: bytes) -> JsonValue:
-    """Return the JSON value in ``raw``; raises ValueError."""
+def parse_json_bytes(raw_body: bytes) -> JsonValue:
+    """Return the JSON value in ``raw_body``; raises ValueError."""
     try:
-        return from_json(raw, allow_inf_nan=False)
+        return from_json(raw_body, allow_inf_nan=False)
     except ValueError:
-        repaired = replace_half_surrogates(raw.decode("latin-1")).encode(
-            "latin-1"
-        )  # which leaves all other bytes as they are
-        if repaired == raw:
+        # Latin-1 leaves all other bytes as they are.
+        repaired = replace_half_surrogates(raw_body.decode("latin-1")).encode("latin-1")
+        if repaired == raw_body:
             raise
         return from_json(repaired, allow_inf_nan=False)
 
 
-def parse_body(raw: bytes, model: type[B], report_ignored: Callable[[list[str]], None] | None = None) -> B:
-    """Return the body in ``raw``; raises ApiError if it isn't JSON, and for the first invalid field.
+def parse_body(raw_body: bytes, model: type[B], report_ignored: Callable[[list[str]], None] | None = None) -> B:
+    """Return the body in ``raw_body``; raises ApiError if it isn't JSON, and for the first invalid field.
 
     Fields that no request has are left out, and ``report_ignored`` is called with their names; without it they are
     invalid.
     """
-    if raw.count(b",") > MAX_COMMAS:
+    if raw_body.count(b",") > MAX_COMMAS:
         raise ApiError(413, f"The body has more than {MAX_COMMAS} commas; send fewer values.")
     try:
-        value = parse_json_bytes(raw.removeprefix(BOM_UTF8))
+        value = parse_json_bytes(raw_body.removeprefix(BOM_UTF8))
         if report_ignored:
             value, ignored = drop_unknown_fields(value, model)
             report_ignored(ignored)

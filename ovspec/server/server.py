@@ -106,9 +106,9 @@ def serve(
     lm: LanguageModel, model_names: list[str], keys: list[str], listener: socket.socket, options: ServeParams
 ) -> None:
     """Serve ``lm`` under its names on a listening socket until a signal ends it."""
-    promise = lm.target.arithmetic_note
-    if options.deterministic and promise != "exact":
-        raise OvspecError(f"`deterministic`: on this machine the arithmetic is {promise}; leave it out.")
+    arithmetic_note = lm.target.arithmetic_note
+    if options.deterministic and arithmetic_note != "exact":
+        raise OvspecError(f"`deterministic`: on this machine the arithmetic is {arithmetic_note}; leave it out.")
     sys.setswitchinterval(THREAD_SWITCH_SECONDS)
     cache_bytes = None if options.cache_size is None else 1e9 * options.cache_size
     lm.runtime.preload_files()

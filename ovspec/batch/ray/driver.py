@@ -63,17 +63,17 @@ def run_on_cluster(
     outside = [other for other in draft_folders if not other.is_relative_to(folder)]
     with plain_ray_errors():
         job = WorkerJob([ship_folder(path) for path in (folder, *outside)], draft, load_options, params, mixed)
-        count, cpus = plan_workers(cpus)
+        worker_count, cpus = plan_workers(cpus)
         reference = load_first_worker(job, cpus)
     dependencies = f"{reference.dependencies}{' mixed' * mixed}"
-    collector = ResultCollector(files, dependencies, BatchProgress(0, 0, workers=count))
+    collector = ResultCollector(files, dependencies, BatchProgress(0, 0, workers=worker_count))
     requests = source if isinstance(source, list) else None
     numbers = collector.unfinished
-    reader = GroupReader(filesystem, numbers, collector.finished_keys, dependencies, requests, count, convert)
+    reader = GroupReader(filesystem, numbers, collector.finished_keys, dependencies, requests, worker_count, convert)
     try:
         if numbers:
             pool = WorkerPool(
-                partial(start_worker, job, reference, cpus), count, mixed, job.describe_worker(cpus, reference)
+                partial(start_worker, job, reference, cpus), worker_count, mixed, job.describe_worker(cpus, reference)
             )
             with plain_ray_errors(), closing(pool):
                 for groups in pool.run_groups(*reader.read_all()):

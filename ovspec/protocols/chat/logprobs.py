@@ -63,8 +63,8 @@ def completion_logprobs(tokenizer: Tokenizer, places: list[TokenPlace], with_top
     """Return the log-probabilities of a completion's tokens; ``with_top``: also of the most likely tokens."""
 
     def top_logprobs(token: TokenLogprob) -> dict[str, float]:
-        likely = [*token.top, (token.token_id, token.logprob)]
-        return {tokenizer.token_text(token_id): max(logprob, LOWEST_LOGPROB) for token_id, logprob in likely}
+        likely_tokens = [*token.top, (token.token_id, token.logprob)]
+        return {tokenizer.token_text(token_id): max(logprob, LOWEST_LOGPROB) for token_id, logprob in likely_tokens}
 
     logprobs = [place.logprob for place in places]  # None for a prompt's first token
     return CompletionLogprobs(
