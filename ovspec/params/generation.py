@@ -206,7 +206,9 @@ class Params(SamplingParams):
     @property
     def allowed_calls(self) -> AllowedCalls:
         """What may be called."""
-        return parse_tool_choice(self.tools, self.tool_choice) if self.tools else NO_TOOLS
+        if not self.tools:
+            return NO_TOOLS
+        return parse_tool_choice(self.tools, self.tool_choice)
 
     @property
     def grammar_option(self) -> str | None:

@@ -149,8 +149,8 @@ def format_documentation(options: Mapping[str, Option]) -> str:
 
 def suggest_name(name: str, names: Iterable[str]) -> str:
     """Return a question that names the one of ``names`` that ``name`` resembles, or an empty string."""
-    close = difflib.get_close_matches(FOREIGN_NAMES.get(name, name), sorted(names), 1, cutoff=0.75)
-    return f"did you mean {close[0]}?" if close else ""
+    similar_names = difflib.get_close_matches(FOREIGN_NAMES.get(name, name), sorted(names), 1, cutoff=0.75)
+    return "".join(f"did you mean {similar_name}?" for similar_name in similar_names)
 
 
 def union_members(value_type: TypeForm) -> tuple[TypeForm, ...]:

@@ -157,7 +157,9 @@ class SamplingParams:
     @property
     def token_limit(self) -> float:
         """The requested maximum number of tokens; inf if there is none."""
-        return math.inf if self.max_tokens in (None, -1) else self.max_tokens
+        if self.max_tokens is None or self.max_tokens == -1:
+            return math.inf
+        return self.max_tokens
 
     @property
     def stop_strings(self) -> list[str]:

@@ -163,9 +163,11 @@ def parse_number_or_text(text: str, value_type: TypeForm) -> int | float | str:
 
 
 def parse_lookahead(text: str) -> int | str:
-    if text != "auto" and not text.isdecimal():
+    if text == "auto":
+        return text
+    if not text.isdecimal():
         raise ValueError(f"{text!r} is neither auto nor a number of tokens.")
-    return text if text == "auto" else int(text)
+    return int(text)
 
 
 def parse_token_bias(text: str) -> dict[int, float]:
@@ -194,7 +196,9 @@ def parse_file_or_name(text: str) -> str | Path:
 
 
 def parse_schema_or_file(text: str) -> str | Path:
-    return text if not text.strip() or text.lstrip().startswith(("{", "[", '"', "true", "false")) else Path(text)
+    if not text.strip() or text.lstrip().startswith(("{", "[", '"', "true", "false")):
+        return text
+    return Path(text)
 
 
 def parse_json_object(text: str) -> JsonObject:
@@ -209,4 +213,6 @@ def parse_json_object(text: str) -> JsonObject:
 
 
 def parse_position_or_text(text: str) -> int | str:
-    return int(text[1:]) if re.fullmatch(r"@-?[0-9]+", text) else text
+    if re.fullmatch(r"@-?[0-9]+", text):
+        return int(text[1:])
+    return text

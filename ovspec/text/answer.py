@@ -20,8 +20,9 @@ from ovspec.params.tool_formats.layout import SLOT_PATTERNS, ToolFormat
 # start: nothing but white space yet; after: the same behind thinking; between: the header of a message (harmony).
 Phase = Literal["start", "thinking", "after", "text", "between", "calls"]
 WHITESPACE = " \t\r\n"  # only ASCII, so that it is the same in bytes
-FIRST_MARK, MARK_COUNT = 0xD800, 0x800
-TOOL_NAME = r"(?P<name>[A-Za-z0-9_.-]+)(?=[^A-Za-z0-9_.-])"  # of a tool
+FIRST_MARK = 0xD800
+MARK_COUNT = 0x800
+TOOL_NAME_IN_CALL = r"(?P<name>[A-Za-z0-9_.-]+)(?=[^A-Za-z0-9_.-])"
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,11 @@ class Tag:
     from_phases: tuple[Phase, ...]
     next_phase: Phase
 
-    def text_behind(self, text: str, start: int) -> str:
+    def rest_of_text(self, text: str, start: int) -> str:
         """Return the rest of ``text`` after this tag, which begins at ``start``; a tag of calls belongs to the rest."""
-        return text[start:] if self.next_phase == "calls" else text[start + len(self.text) :]
+        if self.next_phase != "calls":
+            start += len(self.text)
+        return text[start:]
 
 
 @dataclass(frozen=True)
@@ -118,19 +121,20 @@ def split_by_phase(tags: Sequence[Tag], state: ReadingState, text: str) -> tuple
                 begun = pending.lstrip(WHITESPACE)  # only here: some tags begin with white space themselves
             matching = [tag for tag in usable if begun.startswith(tag.text)]
             if tag := max(matching, key=lambda tag: len(tag.text), default=None):
-                pending = tag.text_behind(begun, 0)
+                pending = tag.rest_of_text(begun, 0)
                 phase = tag.next_phase
             elif not begun or any(tag.text.startswith(begun) for tag in usable):
                 break
             else:
-                pending = pending if phase == "start" else begun
+                if phase == "after":
+                    pending = begun
                 phase = "text"
             continue
         matches = [(start, -len(tag.text), tag) for tag in usable if (start := pending.find(tag.text)) >= 0]
         if matches:
             start, _, tag = min(matches, key=lambda match: match[:2])
             parts.append((phase, pending[:start].rstrip(WHITESPACE)))
-            pending = tag.text_behind(pending, start)
+            pending = tag.rest_of_text(pending, start)
             phase = tag.next_phase
             continue
         end = find_unfinished_tag(pending, usable)
@@ -190,8 +194,10 @@ class AnswerFormat:
     @property
     def tags(self) -> list[Tag]:
         """All tags, with characters for tokens."""
-        tags = list(self.thinking.tags if self.thinking else ())
-        if not self.calls_after_text:  # what isn't free has thinking only before it
+        tags: list[Tag] = []
+        if self.thinking:
+            tags += self.thinking.tags
+        if not self.calls_after_text:  # an answer that isn't free has thinking only before it
             tags = [Tag(tag.text, ("start",), tag.next_phase) if tag.next_phase == "thinking" else tag for tag in tags]
         if self.tools:
             from_phases: tuple[Phase, ...] = ("start", "after", "between")
@@ -261,7 +267,7 @@ class AnswerReader:
         self._tags = format.tags
         self._state = ReadingState(format.first_phase)
         self._key = key
-        self._thought = False  # whether thinking has begun: white space before it is gone
+        self._has_thought = False  # whether thinking has begun: white space before it is gone
         self._calls = CallReader(format, strings or {}) if format.tools else None
         self.calls: list[ToolCall] = []  # whole ones, or cut off where the text was
 
@@ -269,26 +275,27 @@ class AnswerReader:
     def phase(self) -> Phase:
         return self._state.phase
 
-    def push(self, text: str, said: AnswerContent) -> None:
-        """Add the content of ``text`` to ``said``."""
+    def push(self, text: str, content: AnswerContent) -> None:
+        """Add the content of ``text`` to ``content``."""
         self._state, parts = split_by_phase(self._tags, self._state, text)
-        self._add_parts(parts, said)
+        self._add_parts(parts, content)
 
-    def flush(self, said: AnswerContent) -> None:
-        """Add the pending text at the end of the answer, where a tag might have come, to ``said``."""
+    def flush(self, content: AnswerContent) -> None:
+        """Add the pending text at the end of the answer, where a tag might have come, to ``content``."""
         phase, pending = self._state
         self._state = ReadingState(phase)
         if phase == "thinking":
-            self._add_parts([(phase, pending.rstrip(WHITESPACE))], said)
+            self._add_parts([(phase, pending.rstrip(WHITESPACE))], content)
         elif phase in ("start", "text"):
-            self._add_parts([("text", pending)], said)
+            self._add_parts([("text", pending)], content)
 
-    def _add_parts(self, parts: list[tuple[Phase, str]], said: AnswerContent) -> None:
+    def _add_parts(self, parts: list[tuple[Phase, str]], content: AnswerContent) -> None:
         for phase, part in parts:
             if phase == "thinking":
-                part = part if self._thought else part.lstrip(WHITESPACE)
-                self._thought = self._thought or bool(part)
-                said.thinking += self._format.spell_marks(part)
+                if not self._has_thought:
+                    part = part.lstrip(WHITESPACE)
+                    self._has_thought = bool(part)
+                content.thinking += self._format.spell_marks(part)
             elif phase == "calls":
                 assert self._calls
                 for call in self._calls.push(part):
@@ -296,16 +303,18 @@ class AnswerReader:
                         call.id = self._make_call_id(call.index)
                         self.calls.append(ToolCall(call.index, call.name, "", call.id))
                     self.calls[call.index].arguments += call.arguments
-                    said.calls.append(call)
+                    content.calls.append(call)
             else:
-                said.text += self._format.spell_marks(part)
+                content.text += self._format.spell_marks(part)
 
     def _make_call_id(self, index: int) -> str:
         """Return a call's id: the same for the same answer, so that it doesn't depend on how often it is asked for."""
         digest = hashlib.blake2b(self._key + index.to_bytes(4), digest_size=12).hexdigest()
         assert self._format.tools
         length = self._format.tools.id_length
-        return digest[:length] if length else f"call_{digest}"
+        if length:
+            return digest[:length]
+        return f"call_{digest}"
 
 
 class CallReader:
@@ -314,7 +323,7 @@ class CallReader:
     def __init__(self, format: AnswerFormat, strings: Mapping[str, Collection[str]]) -> None:
         layout = format.tools
         assert layout
-        patterns = {"NAME": TOOL_NAME, **SLOT_PATTERNS}
+        patterns = {"NAME": TOOL_NAME_IN_CALL, **SLOT_PATTERNS}
         heads = (itertools.takewhile("ARGUMENTS".__ne__, call) for call in layout.calls)
         texts = ["".join(patterns.get(part) or re.escape(format.mark_tokens(part)) for part in head) for head in heads]
         self._heads = [re.compile(text) for text in texts]

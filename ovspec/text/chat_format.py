@@ -29,12 +29,13 @@ from ovspec.text.answer import detect_thinking_format
 from ovspec.text.chat_template import ChatTemplate, Message, TemplateError
 
 # A chat with a tool and two calls of it, whose rendering shows the format.
-PROBE, PROBE_SYSTEM = "probe", "You probe."
-PROBE_CALLS: list[tuple[str, JsonObject]] = [(PROBE, {"key": "value", "count": 1}), (PROBE, {})]
+PROBE_NAME = "probe"
+PROBE_SYSTEM = "You probe."
+PROBE_CALLS: list[tuple[str, JsonObject]] = [(PROBE_NAME, {"key": "value", "count": 1}), (PROBE_NAME, {})]
 PROBE_TOOL = {
     "type": "function",
     "function": {
-        "name": PROBE,
+        "name": PROBE_NAME,
         "description": "A probe.",
         "parameters": {
             "type": "object",
@@ -97,8 +98,9 @@ class CallStyle:
 
 def write_arguments_as_text(call: JsonObject) -> JsonObject:
     """Return a call with its arguments as a JSON text."""
-    arguments = call["function"]["arguments"]
-    return call if isinstance(arguments, str) else replace_arguments(call, json.dumps(arguments, ensure_ascii=False))
+    if has_unparsed_arguments(call):
+        return call
+    return replace_arguments(call, json.dumps(call["function"]["arguments"], ensure_ascii=False))
 
 
 def replace_arguments(call: JsonObject, arguments: JsonValue) -> JsonObject:
@@ -278,7 +280,9 @@ class ChatFormat:
         try:
             return self.template.render(messages, open, variables)
         except TemplateError:
-            for join in (join_turns, join_users_to_results) if plain else ():
+            if not plain:
+                raise
+            for join in (join_turns, join_users_to_results):
                 joined = join(messages)
                 if joined != messages:
                     with contextlib.suppress(TemplateError):  # the first error is about the messages as they came
@@ -359,14 +363,18 @@ def normalize_message(message: Message) -> Message:
     role = message.get("role")
     content = join_text_parts(message.get("content"))
     calls = message.get("tool_calls") or ()
-    if not isinstance(role, str) or not isinstance(content if content is not None or not calls else "", str):
+    if content is None and calls:
+        content = ""
+    if not isinstance(role, str) or not isinstance(content, str):
         raise PromptError(
             f"In a chat with tools each message needs a role, and a text as content, not {message!r:.80}."
         )
     if not isinstance(calls, (list, tuple)):
         raise PromptError("messages: tool_calls must be a list, such as that of a result's `message`.")
-    message = {**message, "content": content or ""}
-    return {**message, "tool_calls": list(map(normalize_call, calls))} if calls else message
+    message = {**message, "content": content}
+    if calls:
+        message["tool_calls"] = list(map(normalize_call, calls))
+    return message
 
 
 def normalize_call(call: JsonValue) -> JsonObject:
@@ -390,7 +398,9 @@ def parse_arguments(value: JsonValue) -> JsonValue:
             parsed = json.loads(replace_half_surrogates(parsed)) if parsed.strip() else None
     if isinstance(parsed, Mapping) or not parsed:
         return dict(parsed or {})
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def wrap_unparsed_arguments(message: Message) -> Message:
@@ -399,7 +409,9 @@ def wrap_unparsed_arguments(message: Message) -> Message:
         replace_arguments(call, {"arguments": call["function"]["arguments"]}) if has_unparsed_arguments(call) else call
         for call in message.get("tool_calls", ())
     ]
-    return {**message, "tool_calls": calls} if calls else message
+    if not calls:
+        return message
+    return {**message, "tool_calls": calls}
 
 
 def find_begun_answer(messages: Sequence[Message]) -> str | None:
@@ -407,7 +419,9 @@ def find_begun_answer(messages: Sequence[Message]) -> str | None:
 
     One that only thinks doesn't: another answer begins after it.
     """
-    last = messages[-1] if messages else {}
+    if not messages:
+        return None
+    last = messages[-1]
     if last.get("role") != "assistant" or last.get("tool_calls") or only_thinks(last):
         return None
     content = join_text_parts(last.get("content"))

@@ -83,14 +83,17 @@ class ChatTemplate:
         for name in all_variables.keys() & RESERVED_ARGUMENTS:
             raise OvspecError(f"`chat_template_kwargs` can't set {name}, which isn't a variable of templates.")
         for name in ("tools", "documents"):
-            objects = [] if all_variables[name] is None else all_variables[name]
-            if not (isinstance(objects, (list, tuple)) and all(isinstance(entry, Mapping) for entry in objects)):
+            objects = all_variables[name]
+            is_list = isinstance(objects, (list, tuple)) and all(isinstance(entry, Mapping) for entry in objects)
+            if objects is not None and not is_list:
                 raise OvspecError(f"{name} for a chat template must be a list of objects.")
-        needed = [name for name in all_variables if all_variables[name] or name not in ("tools", "documents")]
+        needed: list[str] = []
+        if strict:  # an empty list of tools or documents says that there are none
+            needed = [name for name in all_variables if all_variables[name] or name not in ("tools", "documents")]
         request = {
             "source": self.source if all_variables["tools"] is None else self.source_with_tools or self.source,
             "variables": {**self.special_tokens, **all_variables, "messages": messages, "add_generation_prompt": open},
-            "needed": needed if strict else [],  # an empty list of tools or documents says that there are none
+            "needed": needed,
         }
         answer = self._ask_renderer(request)
         if "unread" in answer:
@@ -119,7 +122,9 @@ RENDERER = SandboxPool("ovspec.text.chat_template_worker", "renders chat templat
 def read_chat_templates(folder: Path) -> dict[str, str]:
     """Return the chat templates of an exported folder or a checkpoint, by their names."""
     file = folder / CHAT_TEMPLATE_FILE
-    templates = {"default": read_text(file)} if file.is_file() else {}
+    templates: dict[str, str] = {}
+    if file.is_file():
+        templates["default"] = read_text(file)
     templates |= {file.stem: read_text(file) for file in sorted((folder / TEMPLATES_FOLDER).glob("*.jinja"))}
     return templates or read_dataclass(TokenizerConfig, folder / TOKENIZER_CONFIG_FILE).chat_templates
 

@@ -43,50 +43,55 @@ TRIMMED_TEMPLATES = ("exaone3", "gemma", "llama3", "llama4")  # without the whit
 
 def make_known_template(name: str) -> str:
     """Return the Jinja source of a well-known template; it begins with the BOS that the tokenizer adds."""
-    turns, content = (
-        KNOWN_TURNS[name],
-        " ~ (message['content'] | trim) ~ " if name in TRIMMED_TEMPLATES else " ~ message['content'] ~ ",
+    turns = KNOWN_TURNS[name]
+    if isinstance(turns, str):
+        turns = tuple(turns.replace("{role}", role) for role in TURN_ROLES)
+    content = " ~ (message['content'] | trim) ~ " if name in TRIMMED_TEMPLATES else " ~ message['content'] ~ "
+    expressions = [content.join(json.dumps(part, ensure_ascii=False) for part in turn.split("{}")) for turn in turns]
+    branches = "".join(
+        f"{{% elif message['role'] == '{role}' %}}{{{{ {expression} }}}}"
+        for role, expression in zip(TURN_ROLES, expressions, strict=False)
     )
-    roles = [turns.replace("{role}", role) for role in TURN_ROLES] if isinstance(turns, str) else turns
-    said = [content.join(json.dumps(part, ensure_ascii=False) for part in turn.split("{}")) for turn in roles]
-    turn = "".join(
-        f"{{% elif message['role'] == '{role}' %}}{{{{ {text} }}}}"
-        for role, text in zip(TURN_ROLES, said, strict=False)
-    )
-    opening = json.dumps(roles[1].partition("{}")[0].rstrip(" "), ensure_ascii=False)
+    opening = json.dumps(turns[1].partition("{}")[0].rstrip(" "), ensure_ascii=False)
     return (
-        f"{{{{ {ADDED_BOS} }}}}{{% for message in messages %}}{{% if false %}}{turn}"
+        f"{{{{ {ADDED_BOS} }}}}{{% for message in messages %}}{{% if false %}}{branches}"
         "{% else %}{{ raise_exception('it has no role ' ~ message['role']) }}{% endif %}{% endfor %}"
         f"{{% if add_generation_prompt %}}{{{{ {opening} }}}}{{% endif %}}"
     )
 
 
-def resolve_custom_template(given: str | Path, named: Mapping[str, str]) -> str:
+def resolve_custom_template(template: str | Path, model_templates: Mapping[str, str]) -> str:
     """Return the Jinja source of a chat template that the user gives, which can render a chat.
 
     Args:
-        given: a file, a source, or a name of one of those that the model has, ``named``, or a well-known name.
+        template: a file, a source, or a name: of one of the model's own templates, or a well-known one.
+        model_templates: the sources of the model's own templates, by name.
 
     Raises:
         OvspecError: there is no such file or name, or the template can't render a chat.
     """
-    name, source = str(given), ""
-    if isinstance(given, str):
-        is_source = "{{" in given or "{%" in given
-        source = named.get(given) or (make_known_template(given) if given in KNOWN_TURNS else given * is_source)
-        name = "the given text" if is_source else name
-    with contextlib.suppress(OSError, ValueError):  # what can't be a path isn't one
-        source = source or (read_text(Path(given)) if Path(given).is_file() else "")
+    name = str(template)
+    source = ""
+    if isinstance(template, str):
+        if template in KNOWN_TURNS:
+            source = make_known_template(template)
+        source = model_templates.get(template) or source
+        if "{{" in template or "{%" in template:
+            source = source or template
+            name = "the given text"
+    with contextlib.suppress(OSError, ValueError):  # a text that can't be a path isn't one
+        if not source and Path(template).is_file():
+            source = read_text(Path(template))
     if not source:
-        names = ", ".join(dict.fromkeys((*named, *KNOWN_TURNS)))
-        shown = f"'{name}'" if isinstance(given, Path) else repr(name)  # which would double Windows' backslashes
-        raise OvspecError(f"`chat_template` is {shown:.80}, neither a file nor one of {names}.")
+        names = ", ".join(dict.fromkeys((*model_templates, *KNOWN_TURNS)))
+        quoted = f"'{name}'" if isinstance(template, Path) else repr(name)  # which would double Windows' backslashes
+        raise OvspecError(f"`chat_template` is {quoted:.80}, neither a file nor one of {names}.")
     try:
-        shown = ChatTemplate(source, {}).render([{"role": "user", "content": PROBE_TEXT}])
+        prompt = ChatTemplate(source, {}).render([{"role": "user", "content": PROBE_TEXT}])
     except TemplateError as error:
-        told = str(error).removeprefix("The model's chat template ")
-        raise OvspecError(f"`chat_template`: {name:.80} {told}") from None
-    if PROBE_TEXT not in shown:
+        problem = str(error).removeprefix("The model's chat template ")
+        raise OvspecError(f"`chat_template`: {name:.80} {problem}") from None
+    if PROBE_TEXT not in prompt:
         raise OvspecError(f"`chat_template`: {name:.80} doesn't show what the user says; is it a chat template?")
     return source
 

@@ -50,9 +50,11 @@ class GenerationConfig:
     def __init__(self, folder: Path, config: ModelConfig, tokenizer: Tokenizer) -> None:
         self._file = folder / GENERATION_CONFIG_FILE
         self.settings = read_dataclass(GenerationFile, self._file)
-        self._config, self._tokenizer = config, tokenizer
-        asked = read_json(self._file)
-        if names := [name for name, neutral in UNSUPPORTED_SETTINGS.items() if asked.get(name) not in (None, neutral)]:
+        self._config = config
+        self._tokenizer = tokenizer
+        content = read_json(self._file)
+        names = [name for name, neutral in UNSUPPORTED_SETTINGS.items() if content.get(name) not in (None, neutral)]
+        if names:
             warning = f"{folder}: its generation config sets {', '.join(names)}, which ovspec does not apply"
             warnings.warn(warning, stacklevel=5)
 
@@ -66,9 +68,10 @@ class GenerationConfig:
     @property
     def bos_ids(self) -> np.ndarray:
         """The tokenizer's BOS, else the generation config's, (n,) int64; empty if there is none."""
-        special, bos = self._tokenizer.encode(""), self.settings.bos_token_id
-        if len(special) or bos is None:
-            return special
+        special_ids = self._tokenizer.encode("")
+        bos = self.settings.bos_token_id
+        if len(special_ids) or bos is None:
+            return special_ids
         if bos not in self._tokenizer.known_ids:
             raise OvspecError(f"{self._file}: bos_token_id {bos} is not in the vocabulary; export the model again.")
         return np.array([bos], dtype=np.int64)
@@ -76,8 +79,8 @@ class GenerationConfig:
     @property
     def empty_prompt_ids(self) -> np.ndarray:
         """The tokens used for an empty prompt, (n,) int64; raises OvspecError if the model has no BOS."""
-        if len(bos := self.bos_ids):
-            return bos
+        if len(bos_ids := self.bos_ids):
+            return bos_ids
         raise PromptError("The prompt is empty, and this model has no BOS token to start from; give a prompt.")
 
 
@@ -92,19 +95,19 @@ def read_recommended_sampling(folder: Path, chosen: Mapping[str, Any]) -> dict[s
     if chosen.get("temperature") == 0:
         return {}
     file = folder / GENERATION_CONFIG_FILE
-    asked = {name: value for name, value in read_json(file).items() if value is not None}
+    settings = {name: value for name, value in read_json(file).items() if value is not None}
     try:
-        check_value(asked.get("do_sample", False), DO_SAMPLE_OPTION)
-        recommended = {"temperature": 1.0} | {name: asked[name] for name in DISTRIBUTION_OPTIONS if name in asked}
-        if not asked.get("do_sample") or recommended["temperature"] == 0:
+        check_value(settings.get("do_sample", False), DO_SAMPLE_OPTION)
+        recommended = {"temperature": 1.0} | {name: settings[name] for name in DISTRIBUTION_OPTIONS if name in settings}
+        if not settings.get("do_sample") or recommended["temperature"] == 0:
             return {}
-        taken = {name: value for name, value in recommended.items() if name not in chosen}
-        make_params({"temperature": 1.0} | taken)
+        applied = {name: value for name, value in recommended.items() if name not in chosen}
+        make_params({"temperature": 1.0} | applied)
     except OvspecError as error:
         problem = str(error).replace("`", "").rstrip(".")  # it is about no option of the caller
         remedy = "correct it in the checkpoint and export that again, or give `temperature=0`"
         raise OvspecError(f"{file}: {problem}; {remedy}.") from None
-    return {name: value for name, value in taken.items() if value != SAMPLING_OPTIONS[name].default}
+    return {name: value for name, value in applied.items() if value != SAMPLING_OPTIONS[name].default}
 
 
 def format_sampling(sampling: Mapping[str, Any]) -> str:

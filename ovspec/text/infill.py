@@ -71,12 +71,10 @@ COMMON_END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|
 FIM_TOKEN_NAMES = {name for family in FIM_FAMILIES for name in family.all_names} | {*COMMON_END_NAMES}
 NO_FIM_ERROR = "This model's vocabulary has no fill-in-the-middle tokens; serve one that has, such as Qwen2.5-Coder."
 # What llama.cpp writes where editors give no names, and between chunks where there is no token for that.
-DEFAULT_REPOSITORY, DEFAULT_FILE, DEFAULT_CHUNK_FILE, CHUNK_SEPARATOR = (
-    "myproject\n",
-    "filename\n",
-    "tmp",
-    "\n\n--- snippet ---\n\n",
-)
+DEFAULT_REPOSITORY = "myproject\n"
+DEFAULT_FILE = "filename\n"
+DEFAULT_CHUNK_FILE = "tmp"
+CHUNK_SEPARATOR = "\n\n--- snippet ---\n\n"
 
 
 @dataclass(frozen=True)
@@ -100,10 +98,16 @@ def find_fim_tokens(ids: Mapping[str, int]) -> FimTokens | None:
         return None
     best = max(families, key=lambda family: sum(name in ids for name in family.all_names))
     names = [name for name in best.all_names if name in ids]
-    repository, file = ids.get(best.repository or ""), ids.get(best.file or "")
-    ends = tuple(sorted({ids[name] for name in (*names, *COMMON_END_NAMES) if name in ids}))
-    parts = ids[best.prefix], ids[best.suffix], ids[best.middle] if best.middle else None
-    return FimTokens(*parts, repository, file, ends, best.suffix_first, tuple(names))
+    return FimTokens(
+        prefix=ids[best.prefix],
+        suffix=ids[best.suffix],
+        middle=ids.get(best.middle or ""),
+        repository=ids.get(best.repository or ""),
+        file=ids.get(best.file or ""),
+        end_ids=tuple(sorted({ids[name] for name in (*names, *COMMON_END_NAMES) if name in ids})),
+        suffix_first=best.suffix_first,
+        fim_names=tuple(names),
+    )
 
 
 class FileChunk(NamedTuple):
@@ -150,39 +154,42 @@ class InfillTokens(NamedTuple):
 
 
 def encode_infill(
-    infill: Infill, fim: FimTokens | None, encode: EncodePart, bos: Sequence[int], room: float
+    infill: Infill, fim: FimTokens | None, encode: EncodePart, prefix_ids: Sequence[int], max_tokens: float
 ) -> InfillTokens:
     """Return the prompt in llama.cpp's layout; raises PromptError if the vocabulary has no FIM tokens.
 
     Args:
-        bos: the tokens that every text begins with.
-        room: number of tokens that the prompt may have; chunks are left out until it fits.
+        prefix_ids: the tokens that every text begins with.
+        max_tokens: number of tokens that the prompt may have; chunks are left out until it fits.
     """
     if not fim:
         raise PromptError(NO_FIM_ERROR)
-    before, name, chunks = [*bos], list[int](), list[list[int]]()
+    before = [*prefix_ids]
     if fim.repository is not None:
         before += [fim.repository, *encode(DEFAULT_REPOSITORY)]
+    chunks = list[list[int]]()
     for chunk in infill.file_chunks:
-        begin = [*encode(CHUNK_SEPARATOR)] if fim.file is None else [fim.file, *encode(f"{chunk.filename}\n")]
-        chunks.append([*begin, *encode(chunk.text)])
-    if fim.file is not None:
-        name = [fim.file, *encode(DEFAULT_FILE)]
+        header = [*encode(CHUNK_SEPARATOR)] if fim.file is None else [fim.file, *encode(f"{chunk.filename}\n")]
+        chunks.append([*header, *encode(chunk.text)])
     # Some tokenizers put a space in front of a text; models have learned the prefix with it.
-    prefix, suffix = [fim.prefix, *encode(infill.prefix, first=True)], [fim.suffix, *encode(infill.suffix)]
+    prefix = [fim.prefix, *encode(infill.prefix, first=True)]
+    suffix = [fim.suffix, *encode(infill.suffix)]
     parts = [*suffix, *prefix] if fim.suffix_first else [*prefix, *suffix]
-    parts = [*name, *parts, *([] if fim.middle is None else [fim.middle])]
+    if fim.file is not None:
+        parts = [fim.file, *encode(DEFAULT_FILE), *parts]
+    if fim.middle is not None:
+        parts.append(fim.middle)
     beginning = encode(infill.beginning)
-    room -= len(before) + len(parts) + len(beginning)
+    room = max_tokens - len(before) - len(parts) - len(beginning)
     sizes = itertools.accumulate(map(len, reversed(chunks)))
     leave_out = sum(size > room for size in sizes)
     ids = [*before, *itertools.chain(*chunks[leave_out:]), *parts]
     return InfillTokens(np.array([*ids, *beginning], dtype=np.int64), len(ids))
 
 
-def trim_chunks(infill: Infill, characters: float) -> Infill:
+def trim_chunks(infill: Infill, max_characters: float) -> Infill:
     """Return a prompt without the first chunks that make it longer than so many characters."""
     # What separates chunks takes at least a token.
     sizes = itertools.accumulate(len(chunk.text) + 1 for chunk in reversed(infill.file_chunks))
-    leave_out = sum(size > characters - infill.needed_characters for size in sizes)
+    leave_out = sum(size > max_characters - infill.needed_characters for size in sizes)
     return replace(infill, file_chunks=infill.file_chunks[leave_out:])

@@ -45,9 +45,11 @@ def check_same_vocabulary(target: Path, draft: Path) -> None:
 
 def describe_split_difference(target: Path, draft: Path) -> str | None:
     """Describe how two folders' OpenVINO tokenizers differ on ``SAMPLE_TEXTS``; None if they agree."""
-    ours, theirs = Tokenizer(target), Tokenizer(draft)
+    target_tokenizer = Tokenizer(target)
+    draft_tokenizer = Tokenizer(draft)
     for text in SAMPLE_TEXTS:
-        a, b = ours.encode(text), theirs.encode(text)
-        if a.tolist() != b.tolist():
-            return f"they split {text!r} differently ({a.tolist()[:6]} and {b.tolist()[:6]})"
+        target_ids = target_tokenizer.encode(text).tolist()
+        draft_ids = draft_tokenizer.encode(text).tolist()
+        if target_ids != draft_ids:
+            return f"they split {text!r} differently ({target_ids[:6]} and {draft_ids[:6]})"
     return None

@@ -55,17 +55,20 @@ def make_byte_vocabulary(tokenizer: TokenizerFile) -> list[bytes | None] | None:
 
     Returns None if the decoder doesn't map each token to bytes by itself.
     """
-    decoder, pieces = tokenizer.decoder or DecodingStep(), tokenizer.model.vocab
-    kinds = {step.type for step in decoder.decoders or [decoder]}
+    decoder = tokenizer.decoder or DecodingStep()
+    pieces = tokenizer.model.vocab
+    step_types = {step.type for step in decoder.decoders or [decoder]}
     if not isinstance(pieces, dict):
         return None
-    if kinds == {"ByteLevel"}:
+    if step_types == {"ByteLevel"}:
         alphabet = make_byte_level_alphabet()
 
         def to_bytes(piece: str) -> bytes:
-            return bytes(alphabet[c] for c in piece) if alphabet.keys() >= set(piece) else piece.encode()
+            if alphabet.keys() >= set(piece):
+                return bytes(alphabet[character] for character in piece)
+            return piece.encode()
 
-    elif kinds <= {"Replace", "ByteFallback", "Fuse", "Strip"} and "ByteFallback" in kinds:
+    elif step_types <= {"Replace", "ByteFallback", "Fuse", "Strip"} and "ByteFallback" in step_types:
 
         def to_bytes(piece: str) -> bytes:
             if re.fullmatch("<0x[0-9A-Fa-f]{2}>", piece):
@@ -82,7 +85,9 @@ def make_byte_vocabulary(tokenizer: TokenizerFile) -> list[bytes | None] | None:
 
 def look_up_bytes(vocabulary: list[bytes | None], token: int) -> bytes:
     """Return the bytes that ``token`` adds to the text; empty for an id without a token."""
-    return (vocabulary[token] if token < len(vocabulary) else None) or b""
+    if token >= len(vocabulary):
+        return b""
+    return vocabulary[token] or b""
 
 
 class Tokenizer:
@@ -103,10 +108,12 @@ class Tokenizer:
         self.known_ids = make_known_ids(tokens)
         self.fim_tokens = find_fim_tokens({name: index for index, name in tokens.items() if name in FIM_TOKEN_NAMES})
         self._longest_token_length = max(map(len, tokens.values()), default=1)
-        empty, one = self._encode(""), self._encode("a")
+        empty_ids = self._encode("")
+        letter_ids = self._encode("a")
         # Tokens that encoding puts around every text: BOS before it for some models, EOS after it for a few.
-        self._prefix_length = next((i for i, (a, b) in enumerate(zip(empty, one, strict=False)) if a != b), len(empty))
-        self._suffix_length = len(empty) - self._prefix_length
+        pairs = enumerate(zip(empty_ids, letter_ids, strict=False))
+        self._prefix_length = next((index for index, (a, b) in pairs if a != b), len(empty_ids))
+        self._suffix_length = len(empty_ids) - self._prefix_length
         # SentencePiece models put a space in front of every text they encode.
         self._adds_space = self.decode(self.encode("a", special=False)) == " a"
 
@@ -133,8 +140,11 @@ class Tokenizer:
         ids = self.encode(text, special=False)
         if not self._adds_space:
             return ids
-        before, both = self.encode("\n", special=False), self.encode("\n" + text, special=False)
-        return both[len(before) :] if np.array_equal(both[: len(before)], before) else ids
+        line_ids = self.encode("\n", special=False)
+        joined_ids = self.encode("\n" + text, special=False)
+        if np.array_equal(joined_ids[: len(line_ids)], line_ids):
+            return joined_ids[len(line_ids) :]
+        return ids
 
     def encode_plain_text(self, text: str, first: bool = False) -> np.ndarray:
         """Return the token ids of ``text``, (n,) int64; the name of a special token in it is spelt by other tokens.
@@ -143,15 +153,17 @@ class Tokenizer:
         """
         cuts = [0, *(name.start() + 1 for name in self._special_names.finditer(text)), len(text)]
         parts = [text[start:end] for start, end in itertools.pairwise(cuts)]
-        beginning = [self.encode(parts.pop(0), special=False)] if first else []
-        return np.concatenate([*beginning, *map(self.encode_continuation, parts)])
+        encoded: list[np.ndarray] = []
+        if first:
+            encoded.append(self.encode(parts.pop(0), special=False))
+        return np.concatenate([*encoded, *map(self.encode_continuation, parts)])
 
     @functools.cached_property
     def _special_names(self) -> re.Pattern[str]:
         """Finds where the names of special and FIM tokens begin."""
-        names = {name.decode() for name in self._special_token_bytes.values()} | {
-            *(self.fim_tokens.fim_names if self.fim_tokens else ())
-        }
+        names = {name.decode() for name in self._special_token_bytes.values()}
+        if self.fim_tokens:
+            names.update(self.fim_tokens.fim_names)
         return re.compile("|".join(f"(?={re.escape(name)})" for name in sorted(names) if len(name) > 1) or "(?!)")
 
     @functools.cached_property
@@ -180,7 +192,9 @@ class Tokenizer:
         """Return the bytes of a token; those of a special token are its name."""
         if token in self._special_token_bytes:
             return self._special_token_bytes[token]
-        return look_up_bytes(self.vocabulary, token) if self.vocabulary else self.decode([token]).encode()
+        if self.vocabulary:
+            return look_up_bytes(self.vocabulary, token)
+        return self.decode([token]).encode()
 
     def token_text(self, token: int) -> str:
         """Return the text of a token; a special token is written out, and part of a character as ``\\xe2``."""
@@ -217,7 +231,8 @@ class ByteDetokenizer:
     """Turns tokens into text one at a time, never returning half a character, by their bytes."""
 
     def __init__(self, vocabulary: list[bytes | None], marks: Mapping[int, str] | None = None) -> None:
-        self._vocabulary, self._marks = vocabulary, marks or {}
+        self._vocabulary = vocabulary
+        self._marks = marks or {}
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token: int, without: int = 0) -> str:
@@ -241,9 +256,9 @@ class WindowDetokenizer:
         self._request = request
         self._tokens: list[int] = []
         self._start = 0  # tokens before this index can't change the text of later ones
-        self._shown = ""  # the part of the window's text that was returned
+        self._returned_text = ""  # the part of the window's text that was returned
 
-    def _window(self) -> str:
+    def _decode_window(self) -> str:
         ids = np.array([self._tokens[self._start :]], dtype=np.int64)
         self._request.set_input_tensor(0, ov.Tensor(ids))
         self._request.infer()
@@ -252,18 +267,20 @@ class WindowDetokenizer:
     def push(self, token: int, without: int = 0) -> str:
         assert not without
         self._tokens.append(token)
-        text = self._window()
-        if len(text) <= len(self._shown) or text.endswith("\N{REPLACEMENT CHARACTER}"):
+        text = self._decode_window()
+        if len(text) <= len(self._returned_text) or text.endswith("\N{REPLACEMENT CHARACTER}"):
             return ""
-        new = text[len(self._shown) :]
+        new = text[len(self._returned_text) :]
         self._start = max(self._start, len(self._tokens) - 8)
-        self._shown = self._window()
+        self._returned_text = self._decode_window()
         return new
 
     def flush(self) -> str:
-        text = self._window() if self._tokens else ""
-        new, self._shown = text[len(self._shown) :], text
-        return new
+        if not self._tokens:
+            return ""
+        returned_length = len(self._returned_text)
+        self._returned_text = self._decode_window()
+        return self._returned_text[returned_length:]
 
 
 Detokenizer = ByteDetokenizer | WindowDetokenizer

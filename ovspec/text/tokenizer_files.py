@@ -91,10 +91,12 @@ def read_special_tokens(folder: Path) -> dict[str, str]:
     """
     entries = read_json(folder / TOKENIZER_CONFIG_FILE)
     tokens: dict[str, str] = {}
-    named = {role: value for role, value in entries.items() if role.endswith("_token")}
-    for group in (entries.get("model_specific_special_tokens"), named, entries.get("extra_special_tokens")):
-        for role, value in group.items() if isinstance(group, dict) else ():
-            text = value.get("content") if isinstance(value, dict) else value
+    named_tokens = {role: token for role, token in entries.items() if role.endswith("_token")}
+    for group in (entries.get("model_specific_special_tokens"), named_tokens, entries.get("extra_special_tokens")):
+        if not isinstance(group, dict):
+            continue
+        for role, token in group.items():
+            text = token.get("content") if isinstance(token, dict) else token
             if isinstance(text, str):
                 tokens[role] = text
     return tokens

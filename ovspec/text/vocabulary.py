@@ -35,7 +35,7 @@ class KnownIds:
     def first_unknown(self, ids: np.ndarray) -> int | None:
         """Return the first of ``ids`` (n,), integers of any size, that has no token, or None."""
         unknown = ids[self.unknown_mask(ids)]
-        return int(unknown[0]) if len(unknown) else None
+        return next(iter(unknown[:1].tolist()), None)
 
     def unknown_mask(self, ids: np.ndarray) -> np.ndarray:
         """Return for each of ``ids`` (n,) whether it has no token."""

@@ -70,13 +70,16 @@ class ToolFormat:
         return self.before_calls + (self.between_calls or "").join(texts) + self.after_calls
 
     def _write_arguments(self, arguments: Any) -> str:
-        around = self.parameters
-        if isinstance(arguments, str):  # those of a call that was cut off
+        layout = self.parameters
+        if isinstance(arguments, str):  # the call was cut off
             return arguments
-        if not around:
+        if not layout:
             return json.dumps(arguments, ensure_ascii=False)
-        values = {k: v if isinstance(v, str) else json.dumps(v, ensure_ascii=False) for k, v in arguments.items()}
-        return "".join(f"{around.open}{name}{around.middle}{value}{around.close}" for name, value in values.items())
+        parameters = list[str]()
+        for name, argument in arguments.items():
+            text = argument if isinstance(argument, str) else json.dumps(argument, ensure_ascii=False)
+            parameters.append(f"{layout.open}{name}{layout.middle}{text}{layout.close}")
+        return "".join(parameters)
 
 
 TOOLS_PROMPT = """You may call functions to help with the user's request. These are their signatures:
@@ -125,7 +128,8 @@ def join_turns(messages: list[Message]) -> list[Message]:
     """Join messages of the user, and of the assistant, that follow each other; leave out answers that say nothing."""
     turns = list[list[Message]]()
     for message in messages:
-        role, last = message["role"], turns[-1][-1] if turns else {}
+        role = message["role"]
+        last = turns[-1][-1] if turns else {}
         if role == "assistant" and not message["content"] and not message.get("tool_calls"):
             continue
         if role in ("user", "assistant") and role == last.get("role") and not last.get("tool_calls"):
@@ -183,7 +187,7 @@ def split_calls(messages: list[Message]) -> list[Message]:
 def make_calls_writer(format: ToolFormat) -> Callable[[list[Message]], list[Message]]:
     """Return a function that writes calls into the text of messages: for templates that don't render them."""
 
-    def write(messages: list[Message]) -> list[Message]:
+    def write_calls_as_text(messages: list[Message]) -> list[Message]:
         converted = list[Message]()
         for message in messages:
             if calls := message.get("tool_calls"):
@@ -192,7 +196,7 @@ def make_calls_writer(format: ToolFormat) -> Callable[[list[Message]], list[Mess
             converted.append(message)
         return converted
 
-    return write
+    return write_calls_as_text
 
 
 def results_to_user(messages: list[Message]) -> list[Message]:
