@@ -374,6 +374,8 @@ def normalize_message(message: Message) -> Message:
     message = {**message, "content": content}
     if calls:
         message["tool_calls"] = list(map(normalize_call, calls))
+    else:
+        message.pop("tool_calls", None)
     return message
 
 

@@ -307,6 +307,16 @@ def test_results_follow_the_order_of_their_calls(name: str) -> None:
     assert in_order.rindex("10") < in_order.rindex("20")
 
 
+@pytest.mark.parametrize("name", ["qwen3", "llama31", "gpt_oss"])
+@pytest.mark.parametrize("none", [None, []])
+def test_an_answer_may_have_no_calls_in_its_list_of_calls(name: str, none: list[Any] | None) -> None:
+    format = ChatFormat(ChatTemplate(TEMPLATES[name], SPECIAL))
+    chat = [{"role": role, "content": text} for role, text in (("user", "?"), ("assistant", "!"), ("user", "??"))]
+    assert format.render_prompt([chat[0], {**chat[1], "tool_calls": none}, chat[2]], TOOLS) == format.render_prompt(
+        chat, TOOLS
+    )
+
+
 QUOTING = ("gpt_oss", "llama31", "llama4", "mistral_v3")  # templates that write JSON of arguments, whatever they are
 
 
