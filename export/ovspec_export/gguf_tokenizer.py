@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ovspec.base.errors import OvspecError
-from ovspec.base.json_types import JsonValue
+from ovspec.base.json_types import JsonObject
 from ovspec.base.progress import print_note
 from ovspec_export.gguf_file import CHECKPOINT_ADVICE
 from ovspec_export.gguf_pretokenizers import PRETOKENIZERS, PreTokenizer
@@ -36,7 +36,7 @@ HF_ROLE_NAMES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token",
 SPACE_KEEPING_TOKENS = ("<unk>", "<s>", "<|endoftext|>")
 
 
-def build_gguf_tokenizer(entries: Mapping[str, JsonValue], name: str) -> PreTrainedTokenizerFast:
+def build_gguf_tokenizer(entries: JsonObject, name: str) -> PreTrainedTokenizerFast:
     """Return the tokenizer that the metadata entries of the GGUF file ``name`` describe.
 
     Raises:
@@ -65,7 +65,7 @@ def build_gguf_tokenizer(entries: Mapping[str, JsonValue], name: str) -> PreTrai
     return hf_tokenizer
 
 
-def read_end_ids(entries: Mapping[str, JsonValue], name: str = "the GGUF file") -> list[int]:
+def read_end_ids(entries: JsonObject, name: str = "the GGUF file") -> list[int]:
     """Return the ids that end a text: EOS first, then the ids of other roles and of known texts."""
     return read_vocabulary(read_tokenizer_metadata(entries, name), entries, name).end_ids
 
@@ -233,7 +233,7 @@ def add_bos_and_eos(
         )
 
 
-def read_gguf_templates(entries: Mapping[str, JsonValue], name: str) -> dict[str, str]:
+def read_gguf_templates(entries: JsonObject, name: str) -> dict[str, str]:
     """Return the chat templates by name; a template without a name is called "default"."""
     templates = {
         key.removeprefix(TEMPLATE_KEY)[1:] or "default": template

@@ -5,7 +5,6 @@ llama.cpp corrects files' data about special tokens, by the tokens' texts; this 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -13,7 +12,7 @@ from msgspec import Meta, Struct, ValidationError, convert, field
 from msgspec.structs import fields
 
 from ovspec.base.errors import OvspecError
-from ovspec.base.json_types import JsonValue
+from ovspec.base.json_types import JsonObject
 
 MOST_TOKENS = 2**20  # four times the largest vocabulary
 LONGEST_TOKEN = 2**12  # characters
@@ -77,7 +76,7 @@ class GgufVocabulary:
     end_ids: list[int]
 
 
-def read_tokenizer_metadata(entries: Mapping[str, JsonValue], name: str) -> TokenizerMetadata:
+def read_tokenizer_metadata(entries: JsonObject, name: str) -> TokenizerMetadata:
     """Return the metadata of the file ``name``; raise OvspecError if something is missing or of another type."""
     keys = [metadata_field.encode_name for metadata_field in fields(TokenizerMetadata)]
     try:
@@ -87,7 +86,7 @@ def read_tokenizer_metadata(entries: Mapping[str, JsonValue], name: str) -> Toke
         raise damaged_tokenizer_error(name, problem[:200]) from None
 
 
-def read_vocabulary(metadata: TokenizerMetadata, entries: Mapping[str, JsonValue], name: str) -> GgufVocabulary:
+def read_vocabulary(metadata: TokenizerMetadata, entries: JsonObject, name: str) -> GgufVocabulary:
     """Return the tokens; raise OvspecError if two are equal, one is too long, or lists or ids don't fit them."""
     tokens = [token or f"[EMPTY_{token_id}]" for token_id, token in enumerate(metadata.tokens)]
     token_ids = {token: token_id for token_id, token in enumerate(tokens)}
@@ -127,7 +126,7 @@ def read_vocabulary(metadata: TokenizerMetadata, entries: Mapping[str, JsonValue
     return GgufVocabulary(tokens, token_types, token_ids, role_ids, list(end_ids))
 
 
-def read_role_id(role: str, entries: Mapping[str, JsonValue], token_count: int, name: str) -> int | None:
+def read_role_id(role: str, entries: JsonObject, token_count: int, name: str) -> int | None:
     key = f"tokenizer.ggml.{role}_token_id"
     token_id = entries.get(key)
     if token_id is None or (type(token_id) is int and 0 <= token_id < token_count):

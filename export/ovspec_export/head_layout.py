@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ovspec.base.errors import OvspecError
-from ovspec.base.json_types import JsonObject, JsonValue
+from ovspec.base.json_types import JsonObject
 
 HEAD_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3DraftModel", "Eagle3Speculator")
 LAYER_CONFIG = "transformer_layer_config"  # the entry of a config of speculators that describes the decoder layer
@@ -94,7 +94,7 @@ class HeadLayout:
         return shapes | {f"{name}.bias": [linear_shapes[name][0]] for name in self.biased_layers}
 
 
-def is_head_config(config: Mapping[str, JsonValue]) -> bool:
+def is_head_config(config: JsonObject) -> bool:
     """Return whether a config.json is that of an EAGLE-3 head."""
     architectures = config.get("architectures")
     names = {str(name) for name in architectures} if isinstance(architectures, list) else set()
@@ -104,7 +104,7 @@ def is_head_config(config: Mapping[str, JsonValue]) -> bool:
     return is_named_llama or bool({*HEAD_ARCHITECTURES} & names) or is_speculators
 
 
-def flatten_head_config(config: Mapping[str, JsonValue]) -> JsonObject:
+def flatten_head_config(config: JsonObject) -> JsonObject:
     """Return a head's config with the entries of its layer beside the others, where speculators nests them."""
     flat_config = dict(config)
     layer_config = config.get(LAYER_CONFIG)
@@ -118,7 +118,7 @@ def map_tensor_name(name: str) -> str:
     return re.sub(r"^(midlayer|layers\.0)\.", "layer.", name.removeprefix("model."))
 
 
-def read_head_layout(config: Mapping[str, JsonValue], shapes: Mapping[str, Sequence[int]], name: str) -> HeadLayout:
+def read_head_layout(config: JsonObject, shapes: Mapping[str, Sequence[int]], name: str) -> HeadLayout:
     """Return the layout by the config and the shapes of the tensors of a head.
 
     Raises:
@@ -148,7 +148,7 @@ def read_head_layout(config: Mapping[str, JsonValue], shapes: Mapping[str, Seque
 
 
 def build_head_layout(
-    config: Mapping[str, JsonValue], tensor_shapes: Mapping[str, Sequence[int]], is_speculators: bool
+    config: JsonObject, tensor_shapes: Mapping[str, Sequence[int]], is_speculators: bool
 ) -> HeadLayout:
     """Return the layout by the flat config. is_speculators: the config was nested, as speculators writes it."""
     hidden_size, head_count, vocab_size = (
@@ -191,7 +191,7 @@ def build_head_layout(
     )
 
 
-def read_tap_layers(config: Mapping[str, JsonValue]) -> tuple[int, ...] | None:
+def read_tap_layers(config: JsonObject) -> tuple[int, ...] | None:
     """Return the layers of the target whose inputs a head reads, or None if its config names none.
 
     speculators names them by their inputs; AngelSlim and SpecForge, in ``eagle_config``, by their outputs.
@@ -217,7 +217,7 @@ def new_head_tap_layers(layer_count: int) -> list[int]:
     return sorted({layer_count // 4, layer_count // 2, layer_count - 1})
 
 
-def check_head_supported(config: Mapping[str, JsonValue], tensor_names: Iterable[str], name: str) -> None:
+def check_head_supported(config: JsonObject, tensor_names: Iterable[str], name: str) -> None:
     """Raise OvspecError if a head has parts that ``EagleHead`` doesn't have. tensor_names: empty if not known yet."""
     family = config.get("model_type", "llama")
     if family not in HEAD_FAMILIES:
@@ -243,7 +243,7 @@ def check_head_supported(config: Mapping[str, JsonValue], tensor_names: Iterable
         )
 
 
-def rope_type(rope: Mapping[str, JsonValue]) -> str:
+def rope_type(rope: JsonObject) -> str:
     """Return the kind of a rotary embedding; the three axes of images (mrope) are one and the same for text."""
     rope_kind = str(rope.get("rope_type") or rope.get("type") or "default")
     return "default" if rope_kind == "mrope" else rope_kind

@@ -276,7 +276,7 @@ def test_a_head_with_more_tokens_than_its_target_is_refused(
     read = proposers.read_head(folder / "pair" / "draft", folder / "pair")
     assert read.target_ids is not None
     beyond = read.target_ids + lm.target.ir.logits_width
-    monkeypatch.setattr(proposers, "read_head", lambda *_: replace(read, ids=beyond))
+    monkeypatch.setattr(proposers, "read_head", lambda *_: replace(read, target_ids=beyond))
     with pytest.raises(ovspec.OvspecError, match=r"proposes token .* but its target has"):
         proposers.load_compiled_head(folder / "pair" / "draft", lm.target, DeviceOptions())
 
