@@ -323,22 +323,22 @@ class CallReader:
     def __init__(self, format: AnswerFormat, strings: Mapping[str, Collection[str]]) -> None:
         layout = format.tools
         assert layout
-        patterns = {"NAME": TOOL_NAME_IN_CALL, **SLOT_PATTERNS}
-        heads = (itertools.takewhile("ARGUMENTS".__ne__, call) for call in layout.calls)
-        texts = ["".join(patterns.get(part) or re.escape(format.mark_tokens(part)) for part in head) for head in heads]
-        self._heads = [re.compile(text) for text in texts]
+        slots = {"NAME": TOOL_NAME_IN_CALL, **SLOT_PATTERNS}
+        starts = (itertools.takewhile("ARGUMENTS".__ne__, call) for call in layout.calls)
+        texts = ["".join(slots.get(part) or re.escape(format.mark_tokens(part)) for part in start) for start in starts]
+        self._starts = [re.compile(text) for text in texts]
         self._parameter_tags = layout.parameters and tuple(map(format.mark_tokens, layout.parameters))
         self._strings = strings
         self._spell_marks = format.spell_marks
-        self._rest = ""  # not read yet
+        self._unread = ""  # not read yet
         self._parts: list[ToolCall] = []  # read since the last piece
-        self._steps = self._read_calls()
-        next(self._steps)
+        self._reading = self._read_calls()
+        next(self._reading)
 
     def push(self, text: str) -> list[ToolCall]:
         """Add ``text``; return the parts of calls that it has brought."""
-        self._rest += text
-        next(self._steps)
+        self._unread += text
+        next(self._reading)
         parts = self._parts
         self._parts = []
         return parts
@@ -346,13 +346,13 @@ class CallReader:
     def _read_calls(self) -> Generator[None]:
         """Read as far as the text goes, wait for more, and go on."""
         for index in itertools.count():
-            while not (matches := [match for head in self._heads if (match := head.search(self._rest))]):
+            while not (matches := [match for start in self._starts if (match := start.search(self._unread))]):
                 yield
-            head = min(matches, key=lambda match: match.start())
-            self._rest = self._rest[head.end() :]
-            self._parts.append(ToolCall(index, head["name"]))
+            start = min(matches, key=lambda match: match.start())
+            self._unread = self._unread[start.end() :]
+            self._parts.append(ToolCall(index, start["name"]))
             if self._parameter_tags:
-                yield from self._read_parameters(index, self._strings.get(head["name"], ()), *self._parameter_tags)
+                yield from self._read_parameters(index, self._strings.get(start["name"], ()), *self._parameter_tags)
             else:
                 yield from self._read_json_arguments(index)
 
@@ -363,17 +363,17 @@ class CallReader:
         escaped = False
         while True:
             position = 0
-            for position, character in enumerate(self._rest):
+            for position, character in enumerate(self._unread):
                 if quoted:
                     quoted, escaped = escaped or character != '"', character == "\\" and not escaped
                 elif character == '"':
                     quoted = True
                 elif close:
-                    if self._rest.startswith(close, position):
+                    if self._unread.startswith(close, position):
                         self._emit_arguments(index, self._consume(position))
                         self._consume(len(close))
                         return
-                    if close.startswith(self._rest[position:]):
+                    if close.startswith(self._unread[position:]):
                         break
                 elif character in "{[":
                     depth += 1
@@ -383,7 +383,7 @@ class CallReader:
                         self._emit_arguments(index, self._consume(position + 1))
                         return
             else:
-                position = len(self._rest)
+                position = len(self._unread)
             self._emit_arguments(index, self._consume(position))
             yield
 
@@ -393,11 +393,11 @@ class CallReader:
         """Read parameters, and emit them as a JSON object."""
         separator = "{"
         while True:
-            while open.startswith(self._rest):  # all of it, or the beginning, or nothing yet
-                if self._rest == open:
+            while open.startswith(self._unread):  # all of it, or the beginning, or nothing yet
+                if self._unread == open:
                     break
                 yield
-            if not self._rest.startswith(open):
+            if not self._unread.startswith(open):
                 self._emit_arguments(index, "{}" if separator == "{" else "}")
                 return
             self._consume(len(open))
@@ -408,23 +408,23 @@ class CallReader:
                 yield from self._read_json_arguments(index, close)
                 continue
             self._emit_arguments(index, '"')
-            while (end := self._rest.find(close)) < 0:
-                self._emit_arguments(index, escape_json_text(self._consume(find_unfinished_end(self._rest, close))))
+            while (end := self._unread.find(close)) < 0:
+                self._emit_arguments(index, escape_json_text(self._consume(find_unfinished_end(self._unread, close))))
                 yield
             self._emit_arguments(index, escape_json_text(self._consume(end)) + '"')
             self._consume(len(close))
 
     def _read_until(self, end: str) -> Generator[None, None, str]:
         """Return the text before ``end``, and go past it."""
-        while (position := self._rest.find(end)) < 0:
+        while (position := self._unread.find(end)) < 0:
             yield
         text = self._consume(position)
         self._consume(len(end))
         return text
 
     def _consume(self, count: int) -> str:
-        consumed = self._rest[:count]
-        self._rest = self._rest[count:]
+        consumed = self._unread[:count]
+        self._unread = self._unread[count:]
         return consumed
 
     def _emit_arguments(self, index: int, arguments: str) -> None:

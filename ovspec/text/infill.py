@@ -182,8 +182,8 @@ def encode_infill(
     beginning = encode(infill.beginning)
     room = max_tokens - len(before) - len(parts) - len(beginning)
     sizes = itertools.accumulate(map(len, reversed(chunks)))
-    leave_out = sum(size > room for size in sizes)
-    ids = [*before, *itertools.chain(*chunks[leave_out:]), *parts]
+    dropped_chunks = sum(size > room for size in sizes)
+    ids = [*before, *itertools.chain(*chunks[dropped_chunks:]), *parts]
     return InfillTokens(np.array([*ids, *beginning], dtype=np.int64), len(ids))
 
 
@@ -191,5 +191,5 @@ def trim_chunks(infill: Infill, max_characters: float) -> Infill:
     """Return a prompt without the first chunks that make it longer than so many characters."""
     # What separates chunks takes at least a token.
     sizes = itertools.accumulate(len(chunk.text) + 1 for chunk in reversed(infill.file_chunks))
-    leave_out = sum(size > max_characters - infill.needed_characters for size in sizes)
-    return replace(infill, file_chunks=infill.file_chunks[leave_out:])
+    dropped_chunks = sum(size > max_characters - infill.needed_characters for size in sizes)
+    return replace(infill, file_chunks=infill.file_chunks[dropped_chunks:])

@@ -99,12 +99,12 @@ class Tokenizer:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._encoder = compile_tokenizer(folder / "openvino_tokenizer.xml")
-        self._idle: list[ov.InferRequest] = []  # one for each thread that encodes at the same time
-        file = read_dataclass(TokenizerFile, folder / TOKENIZER_FILE)
-        self._special_token_bytes = {token.id: token.content.encode() for token in file.special_tokens}
-        self.added_tokens = {token.content: token.id for token in file.added_tokens}
-        self.vocabulary = make_byte_vocabulary(file)
-        tokens = file.tokens_by_id()
+        self._idle_requests: list[ov.InferRequest] = []  # one for each thread that encodes at the same time
+        tokenizer_file = read_dataclass(TokenizerFile, folder / TOKENIZER_FILE)
+        self._special_token_bytes = {token.id: token.content.encode() for token in tokenizer_file.special_tokens}
+        self.added_tokens = {token.content: token.id for token in tokenizer_file.added_tokens}
+        self.vocabulary = make_byte_vocabulary(tokenizer_file)
+        tokens = tokenizer_file.tokens_by_id()
         self.known_ids = make_known_ids(tokens)
         self.fim_tokens = find_fim_tokens({name: index for index, name in tokens.items() if name in FIM_TOKEN_NAMES})
         self._longest_token_length = max(map(len, tokens.values()), default=1)
@@ -216,14 +216,14 @@ class Tokenizer:
 
     def _encode(self, text: str) -> np.ndarray:
         try:
-            request = self._idle.pop()
+            request = self._idle_requests.pop()
         except IndexError:
             request = self._encoder.create_infer_request()
         request.set_input_tensor(0, ov.Tensor([text]))
         request.infer()
         ids = request.get_tensor("input_ids").data[0].astype(np.int64)
         if len(text) <= LONG_TEXT_CHARACTERS:  # else it would keep the text's memory
-            self._idle.append(request)
+            self._idle_requests.append(request)
         return ids
 
 

@@ -54,10 +54,10 @@ def make_known_ids(ids: Iterable[int]) -> KnownIds:
     return KnownIds(size, np.setdiff1d(np.arange(size), present))
 
 
-def describe_id_differences(ours: dict[int, str], theirs: dict[int, str]) -> str | None:
+def describe_id_differences(first: dict[int, str], second: dict[int, str]) -> str | None:
     """Describe how two vocabularies differ, naming the first differences; None if they are the same."""
-    ids = [index for index in sorted({*ours, *theirs}) if ours.get(index) != theirs.get(index)]
+    ids = [index for index in sorted({*first, *second}) if first.get(index) != second.get(index)]
     if not ids:
         return None
-    first = ", ".join(f"{index} is {ours.get(index)!r} and {theirs.get(index)!r}" for index in ids[:3])
-    return f"{len(ids)} ids of their vocabularies differ ({first})"
+    differences = ", ".join(f"{index} is {first.get(index)!r} and {second.get(index)!r}" for index in ids[:3])
+    return f"{len(ids)} ids of their vocabularies differ ({differences})"

@@ -115,7 +115,7 @@ def test_a_text_that_takes_long_holds_up_no_other(pair: Path) -> None:
         def get_tensor(self, _: str) -> Any:
             return SimpleNamespace(data=np.zeros((1, 1)))
 
-    tokenizer._idle = [Slow()]  # type: ignore[list-item]
+    tokenizer._idle_requests = [Slow()]  # type: ignore[list-item]
     thread = threading.Thread(target=tokenizer.encode, args=("a",))
     thread.start()
     assert encoding.wait(60) and len(tokenizer.encode("b"))

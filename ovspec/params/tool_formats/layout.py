@@ -159,7 +159,7 @@ def join_users_to_results(messages: list[Message]) -> list[Message]:
     return converted
 
 
-def name_and_arguments(call: Mapping[str, Any]) -> tuple[str, Any]:
+def read_name_and_arguments(call: Mapping[str, Any]) -> tuple[str, Any]:
     """Return (name, arguments) of a call in a message."""
     function = call.get("function", call)
     return function["name"], function["arguments"]
@@ -191,7 +191,8 @@ def make_calls_writer(format: ToolFormat) -> Callable[[list[Message]], list[Mess
         converted = list[Message]()
         for message in messages:
             if calls := message.get("tool_calls"):
-                text = "\n".join(filter(None, (message["content"], format.write_calls(map(name_and_arguments, calls)))))
+                calls_text = format.write_calls(map(read_name_and_arguments, calls))
+                text = "\n".join(filter(None, (message["content"], calls_text)))
                 message = {name: value for name, value in message.items() if name != "tool_calls"} | {"content": text}
             converted.append(message)
         return converted
@@ -199,7 +200,7 @@ def make_calls_writer(format: ToolFormat) -> Callable[[list[Message]], list[Mess
     return write_calls_as_text
 
 
-def results_to_user(messages: list[Message]) -> list[Message]:
+def move_results_to_user(messages: list[Message]) -> list[Message]:
     """Turn tool results into messages of the user, those that follow each other into one."""
     converted = list[Message]()
     for results, group in itertools.groupby(messages, lambda message: message["role"] == "tool"):
