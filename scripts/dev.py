@@ -178,10 +178,9 @@ def test_capped() -> None:
 
 def list_instruction_sets() -> list[str]:
     """Return the names of the instruction sets that this processor has."""
-    levels = "from ovspec.ir.instruction_set import list_instruction_sets; print(*list_instruction_sets())"
-    return subprocess.run(
-        [python(), "-c", levels], cwd=ROOT, stdout=subprocess.PIPE, encoding="utf-8", check=True
-    ).stdout.split()
+    program = "from ovspec.ir.instruction_set import list_instruction_sets; print(*list_instruction_sets())"
+    command = (python(), "-c", program)
+    return subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, encoding="utf-8", check=True).stdout.split()
 
 
 def cap_instruction_set(name: str = "") -> None:

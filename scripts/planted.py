@@ -170,8 +170,7 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="show the names of the bugs")
     parser.add_argument("--workers", type=int, default=2, help="copies in which bugs are tried at the same time")
     arguments = parser.parse_args()
-    words = arguments.words
-    bugs = [bug for bug in known_bugs() if not words or any(word in bug.name for word in words)]
+    bugs = [bug for bug in known_bugs() if any(word in bug.name for word in arguments.words or [""])]
     if arguments.list:
         print(*(bug.name for bug in bugs), sep="\n")
         return 0

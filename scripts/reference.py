@@ -104,11 +104,8 @@ def endpoints_reference() -> str:
         '## Errors\n\nThe body is `{"error": {"message", "type", "param", "code"}}`, as OpenAI\'s. On `/v1/messages` '
         'and below it is `{"type": "error", "error": {"type", "message"}, "request_id"}`, as Anthropic\'s.\n'
     )
-    parts.append(
-        "\n".join(
-            ["| status | meaning |", "|---|---|", *(f"| {n} | {told} |" for n, told in ERROR_DESCRIPTIONS.items())]
-        )
-    )
+    rows = [f"| {status} | {meaning} |" for status, meaning in ERROR_DESCRIPTIONS.items()]
+    parts.append("\n".join(["| status | meaning |", "|---|---|", *rows]))
     return "\n".join(parts) + "\n"
 
 
@@ -124,8 +121,8 @@ def field_table(schema: dict[str, Any]) -> str:
             unmet.append(f"`{name}`" + f" ({' or '.join(values)})" * bool(values))
             continue
         required = " Required." * (name in schema.get("required", ()))
-        told = field["description"].replace("|", "\\|")
-        lines.append(f"| `{name}` | {json_type(field)} | {told}{required} |")
+        meaning = field["description"].replace("|", "\\|")
+        lines.append(f"| `{name}` | {json_type(field)} | {meaning}{required} |")
     without = f"\nTaken, but without effect: {', '.join(idle)}.\n" if idle else ""
     refused = f"\nRefused, except as null and with these values: {', '.join(unmet)}.\n" if unmet else ""
     return "\n".join(lines) + "\n" + without + refused
@@ -134,8 +131,8 @@ def field_table(schema: dict[str, Any]) -> str:
 def json_type(field: dict[str, Any]) -> str:
     """Return the type of a field of a JSON schema in words."""
     if "anyOf" in field:
-        found = [json_type(each) for each in field["anyOf"] if each.get("type") != "null"]
-        return " or ".join(dict.fromkeys(found))
+        types = [json_type(branch) for branch in field["anyOf"] if branch.get("type") != "null"]
+        return " or ".join(dict.fromkeys(types))
     if "enum" in field or "const" in field:
         return " or ".join(f"`{value}`" for value in field.get("enum", [field.get("const")]))
     if "$ref" in field or field.get("type") == "object":
@@ -151,18 +148,18 @@ def plural(kind: str) -> str:
 
 def signature(name: str, what: Any) -> str:
     """Return the call of a function in a code block."""
-    made = inspect.signature(what)
+    call = inspect.signature(what)
     if "__signature__" in vars(what):  # its options have a table of their own
-        own = [each for each in made.parameters.values() if each.kind is not each.KEYWORD_ONLY]
-        made = made.replace(parameters=[*own, inspect.Parameter("options", inspect.Parameter.VAR_KEYWORD)])
-    text = str(made).replace("'", "").replace("self, ", "").replace("(self)", "()").removesuffix(" -> None")
+        own = [parameter for parameter in call.parameters.values() if parameter.kind is not parameter.KEYWORD_ONLY]
+        call = call.replace(parameters=[*own, inspect.Parameter("options", inspect.Parameter.VAR_KEYWORD)])
+    text = str(call).replace("'", "").replace("self, ", "").replace("(self)", "()").removesuffix(" -> None")
     return f"```text\n{name}{text}\n```"
 
 
 def members(kind: type) -> Iterator[tuple[str, Any]]:
     """Yield the name and value of each documented public method and property."""
-    found = {name: value for base in reversed(kind.__mro__[:-1]) for name, value in vars(base).items()}
-    for name, value in found.items():
+    attributes = {name: value for base in reversed(kind.__mro__[:-1]) for name, value in vars(base).items()}
+    for name, value in attributes.items():
         if not name.startswith("_") and value.__doc__ and (isinstance(value, property) or inspect.isfunction(value)):
             yield name, value
 
@@ -171,13 +168,9 @@ def option_table(table: Mapping[str, Option]) -> str:
     """Return a table of options with their types, defaults and help."""
     lines = ["| option | type | default | what it does |", "|---|---|---|---|"]
     for name, option in table.items():
-        usual = option.default_text or ("False" if option.default is False else "")
-        cells = (
-            f"`{name}`",
-            f"`{type_name(option.value_type)}`",
-            usual,
-            markdown(" ".join(filter(None, (option.help, option.python_help)))),
-        )
+        default = option.default_text or ("False" if option.default is False else "")
+        meaning = markdown(" ".join(filter(None, (option.help, option.python_help))))
+        cells = (f"`{name}`", f"`{type_name(option.value_type)}`", default, meaning)
         lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
     return "\n".join(lines)
 

@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from harness import Prompt, median, median_interval, prompt_named
+from figures import median, median_interval
+from harness import Prompt, prompt_named
 
 from ovspec.base.errors import OvspecError
 
@@ -16,6 +17,7 @@ PLAIN = "plain"  # the way that all others are compared with
 # Heading: the counts over and under the line, and how their ratio is shown.
 RATES = {
     "Tokens a round": ("tokens", "rounds", ".2f"),
+    "Accepted a round": ("accepted", "rounds", ".2f"),
     "Conditional acceptance": ("accepted", "reached", ".2f"),
     "Forced tokens": ("forced", "tokens", ".0%"),
 }

@@ -1,11 +1,11 @@
 """Time the answers to real chats in many ways, in turns: plain decoding, drafters, and peers on the same weights.
 
-    python scripts/bench/chats.py MODEL --out FILE [--ways plain lookup head lookup,head genai ...]
-        [--draft NAME=PATH]... [--prompts 2] [--turns 3] [--contexts 0] [--batches 1] [--temperatures 0,1]
+    python scripts/bench/chats.py MODEL --out FILE [--ways lookup head lookup,head genai ...] [--draft NAME=PATH]...
 
 MODEL is an exported model with a chat template, such as SmolLM2, or SmolLM2 widened by 'bench_pair.py --of'; its text
 is real, unlike the demo pair's. The chats are those of chats.json, the ones for judging first. The kinds completion
 (code), prose and JSON have texts to go on with: without an end, or a JSON text by a schema after another one of it.
+With --documents there are also the texts that 'ovspec distill' has held out.
 
 A way is "plain", drafters as ovspec's --draft takes them, or a peer: genai or llamacpp, alone or with -lookup or -head,
 optimum, torch, or ovspec in a process of its own: "ovspec", "ovspec-fast" with fast arithmetic, and "ovspec-before",
@@ -40,21 +40,8 @@ from typing import Any
 import openvino as ov
 import psutil
 from chat_log import PLAIN, RATES, Case, Figures, Log, Text, Turn
-from harness import (
-    ROOT,
-    Option,
-    Prompt,
-    Table,
-    Worker,
-    arguments,
-    cap,
-    isa_option,
-    machine,
-    prompt_named,
-    prompts,
-    totals,
-    with_context,
-)
+from figures import Table, machine, totals
+from harness import ISA, ROOT, Option, Prompt, Worker, add_held_out, arguments, cap, prompt_named, prompts, with_context
 from peers.install import gguf_of, server_of_llamacpp
 
 import ovspec
@@ -65,7 +52,7 @@ from ovspec.ir.compile import MODEL_FILE, read_model
 from ovspec.ir.heads import read_target_layers
 from ovspec.ir.instruction_set import describe_instruction_set
 
-KINDS = tuple(dict.fromkeys(prompt.kind for prompt in prompts()))
+KINDS = (*dict.fromkeys(prompt.kind for prompt in prompts()), "held-out own", "held-out chats", "held-out text")
 CHAT_KINDS = [kind for kind in KINDS if kind not in ("completion", "prose", "JSON")]
 FORCED, FREE, LOOKUP = "forced", "free", "lookup"
 WARM_UP = 32  # tokens, at most, in which kernels are made for each width
@@ -335,9 +322,7 @@ def print_tables(log: Log) -> None:
 
 
 def named_path(text: str) -> tuple[str, str]:
-    name, equals, path = text.partition("=")
-    if not equals:
-        raise ValueError
+    name, path = text.split("=", 1)
     return name, path
 
 
@@ -389,6 +374,7 @@ def main() -> None:
         against=Option(Path, "the checkout of ovspec-before"),
         kinds=Option(CHAT_KINDS, choices=KINDS),
         prompts=Option(2, "of each kind"),
+        documents=Option(Path, "the documents.jsonl of 'ovspec distill --work DIR'"),
         turns=3,
         tokens=Option(64, "of an answer, at most"),
         contexts=Option([0], "least tokens of a prompt"),
@@ -396,9 +382,11 @@ def main() -> None:
         temperatures=[0.0, 1.0],
         accept=Option(["compare"], choices=("compare", "rejection")),
         arithmetic=Option("exact", choices=("exact", "fast")),
-        isa=isa_option(),
+        isa=ISA,
     )
     cap(args.isa)
+    if args.documents:
+        add_held_out(args.documents, args.prompts)
     ways = [way_of(PLAIN), *(way for way in args.ways if way.name != PLAIN)]
     drafts = {name: str(Path(path).resolve()) for name, path in args.draft}
     about = {
@@ -408,6 +396,7 @@ def main() -> None:
         "isa": describe_instruction_set(),
         "arithmetic": args.arithmetic,
         "draft": drafts,
+        "documents": args.documents and str(args.documents.resolve()),
     }
     log = Log(args.out, about)
     if missing := unmeasured(log, cases_of(args), ways):

@@ -31,7 +31,8 @@ from typing import Any
 
 import psutil
 import simpy
-from harness import CODE, PROSE, Option, Table, arguments, machine, median, median_and_range, ratios, take_turns
+from figures import Table, machine, median, median_and_range, ratios, take_turns
+from harness import CODE, PROSE, Option, arguments
 
 from ovspec.batch.file import BatchProgress
 from ovspec.batch.folder import BatchFile
@@ -93,10 +94,9 @@ def driver_seconds(count: int, actors: int) -> float:
     """Return the seconds that the driver takes for a group of lines, with workers that need no time."""
     import ray
 
-    asked = [
-        prompt_request(str(number), f"prompt {number}", f"prompt {number}") for number in range(MAX_GROUP_LINES * count)
-    ]
-    groups = list(make_groups(0, asked, "", (), 1))
+    numbers = range(MAX_GROUP_LINES * count)
+    requests = [prompt_request(str(number), f"prompt {number}", f"prompt {number}") for number in numbers]
+    groups = list(make_groups(0, requests, "", (), 1))
     ways: Any = {"num_cpus": 0, "max_concurrency": GROUPS_IN_FLIGHT}
     with tempfile.TemporaryDirectory() as scratch:
         collector = ResultCollector([BatchFile("", str(Path(scratch) / "out"))], "", BatchProgress(0, 0))

@@ -16,7 +16,8 @@ from collections import Counter
 from typing import Any
 
 import numpy as np
-from harness import CODE, ROOT, Table, Worker, arguments
+from figures import Table
+from harness import CODE, ROOT, Worker, arguments
 from scipy.stats import chisquare
 
 import ovspec

@@ -3,7 +3,6 @@
     python scripts/bench/exactness.py texts DIR [DIR ...] [--prompts 20] [--tokens 200] [--lookahead 4]
     python scripts/bench/exactness.py cache DIR [DIR ...]
     python scripts/bench/exactness.py processors DIR [DIR ...] [--isa AVX2,AVX512_CORE] [--engines paged,stateful]
-        [--precision f32]
 
 texts: counts the greedy texts that lookup and a draft change, with fast and with exact arithmetic. ``verify`` then
     checks every token, of theirs and of plain texts, by one forward pass.
@@ -19,16 +18,16 @@ processors: finds the rule for each instruction set that this processor has, eac
 from __future__ import annotations
 
 import itertools
-import os
 import statistics
-import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from harness import CODE, Option, Table, arguments, machine, median_and_range, milliseconds, ratios, take_turns, totals
+from figures import Table, machine, median_and_range, milliseconds, ratios, take_turns, totals
+from harness import CODE, Option, arguments, run_capped
 
 import ovspec
 from ovspec.cache.decoder import Decoder, Rollback
@@ -50,10 +49,9 @@ def compare_texts(args: Namespace) -> None:
     prompts = CODE[: args.prompts]
     for folder, arithmetic in itertools.product(args.folders, ("fast", "exact")):
         lm = ovspec.load(folder, "lookup,draft", arithmetic=arithmetic)
-        plain, drafted = (
-            [lm.generate(prompt, lookahead=k, max_tokens=args.tokens, ignore_eos=True) for prompt in prompts]
-            for k in (0, args.lookahead)
-        )
+        options: dict[str, Any] = {"max_tokens": args.tokens, "ignore_eos": True}
+        plain = [lm.generate(prompt, lookahead=0, **options) for prompt in prompts]
+        drafted = [lm.generate(prompt, lookahead=args.lookahead, **options) for prompt in prompts]
         differ = sum(a.token_ids != b.token_ids for a, b in zip(plain, drafted, strict=True))
         checks = [lm.verify(result) for result in plain + drafted]
         wrong = sum(not check.ok for check in checks)
@@ -92,8 +90,8 @@ def compare_processors(args: Namespace) -> None:
     if not args.here:
         for isa in args.isa:
             print(f"{machine(isa)}\n", flush=True)
-            capped = {**os.environ, "ONEDNN_MAX_CPU_ISA": isa, "OV_CPU_MAX_ISA": isa}
-            subprocess.run([sys.executable, *sys.argv, "--here"], env=capped, check=True)
+            if code := run_capped(isa, "--here"):
+                sys.exit(code)
         return
     heads = ("instruction set", "model", "engine", "rule", "differ in fast", "differ")
     table = Table(*heads, "price of a token", "of a prompt")

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import HERE, ROOT, Option, Table, Worker, arguments, machine
+from figures import Table, machine
+from harness import HERE, ROOT, Option, Worker, arguments
 from tokenizers import Tokenizer
 
 from ovspec.api.comparison import rotate_modes

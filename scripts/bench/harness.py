@@ -1,42 +1,35 @@
-"""What the benchmarks share: options, prompts, turns, ratios, tables, pictures, and processes that answer requests."""
+"""Options and prompts of the benchmarks, the speed of memory, and processes that answer requests."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import functools
-import itertools
 import json
-import math
 import os
-import platform
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import openvino as ov
+from figures import milliseconds
+from ovspec_export.distill.gain import prompts_in
 from peers.install import NAMES as PEERS
 from peers.install import python_of
 
-from ovspec.api.comparison import rotate_modes
-from ovspec.engine.results import Result
 from ovspec.ir.compile import MODEL_FILE
-from ovspec.ir.device import list_available_devices
 from ovspec.setup.tuning import TUNING_TEXT_FILE
 from ovspec.text.chat_template import Message
 from ovspec.text.tokenizer import Tokenizer
 
-K = TypeVar("K")
-T = TypeVar("T")
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 # Held-out files: the demo pair was trained on none of these texts.
@@ -46,7 +39,7 @@ PROSE: list[str] = json.loads((HERE / "prose.json").read_text("utf-8"))["prompts
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text to go on with, or the messages of a chat of ours that end with a user's.
+    """A text to go on with, its token ids, or the messages of a chat that end with a user's.
 
     judge: only for judging, so nothing is trained or tuned on it.
     schema: of the JSON that is asked for, in chats of the kind "extract" and in texts of the kind "JSON". The messages
@@ -55,7 +48,7 @@ class Prompt:
 
     kind: str
     number: int  # in its kind, from 1
-    content: str | list[Message]
+    content: str | list[Message] | list[int]
     judge: bool = True
     schema: dict[str, Any] | None = None
 
@@ -89,6 +82,13 @@ def prompts() -> list[Prompt]:
         text = f"import json\n\n# Two examples of a {entry['name']}:\n{name}_1 = json.loads('''{example}''')\n"
         constrained.append(Prompt("JSON", number, f"{text}{name}_2 = json.loads('''", schema=entry["schema"]))
     return [*chats(), *plain, *constrained]
+
+
+def add_held_out(documents: Path, most: int) -> None:
+    """Add prompts of texts that 'ovspec distill' has held out, ``most`` of each kind, chats up to their answer."""
+    for source in ("own", "chats", "text"):
+        texts = enumerate(prompts_in(documents, most, source), 1)
+        prompts().extend(Prompt(f"held-out {source}", number, ids, judge=False) for number, ids in texts)
 
 
 @functools.cache
@@ -175,97 +175,19 @@ def several(kind: Callable[[str], Any], choices: Collection[str], separator: str
     return convert
 
 
-def isa_option() -> Option:
-    return Option(str, "cap OpenVINO to this instruction set, such as AVX2")
-
-
-# ---------------------------------------------------------------- times
+ISA = Option(str, "cap OpenVINO to this instruction set, such as AVX2")
 
 
 def cap(isa: str | None) -> None:
     """Run the script again with OpenVINO capped to an instruction set, unless it is."""
     if isa and os.environ.get("OV_CPU_MAX_ISA") != isa:
-        capped = {**os.environ, "ONEDNN_MAX_CPU_ISA": isa, "OV_CPU_MAX_ISA": isa}
-        sys.exit(subprocess.run([sys.executable, *sys.argv], env=capped).returncode)
+        sys.exit(run_capped(isa))
 
 
-def milliseconds(work: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    work()
-    return (time.perf_counter() - began) * 1e3
-
-
-def take_turns(names: Iterable[K], run: Callable[[K, int], T], turns: int, warm_up: int = 1) -> dict[K, list[T]]:
-    """Run each name in each turn, and return the figures that ``run(name, turn)`` gave, in the order of the turns.
-
-    Each turn begins with another name, because a machine's speed drifts while it is measured. The first ``warm_up``
-    turns, in which kernels are made, have negative numbers and are left out.
-    """
-    figures: dict[K, list[T]] = {name: [] for name in names}
-    for turn in range(-warm_up, turns):
-        for name in rotate_modes(list(figures), turn):
-            figure = run(name, turn)
-            if turn >= 0:
-                figures[name].append(figure)
-    return figures
-
-
-def totals(results: Iterable[Result], *names: str) -> list[int]:
-    """Return the sums of some fields of the results' stats."""
-    stats = [result.stats for result in results]
-    return [sum(getattr(text, name) for text in stats) for name in names]
-
-
-def ratios(over: Iterable[float], under: Iterable[float]) -> list[float]:
-    """Return the ratio of each turn."""
-    return [a / b for a, b in zip(over, under, strict=True)]
-
-
-def median_interval(values: Iterable[float], confidence: float = 0.95) -> tuple[float, float]:
-    """Return the values between which the median lies with this confidence; of fewer than six, the extremes.
-
-    They are order statistics: nothing is assumed of the distribution.
-    """
-    ordered = sorted(values)
-    count = len(ordered)
-    tails = itertools.accumulate(math.comb(count, i) for i in range(count // 2))  # in 2^-count
-    outside = sum(2 * tail <= (1 - confidence) * 2**count for tail in tails)
-    place = max(outside - 1, 0)
-    return ordered[place], ordered[-1 - place]
-
-
-def median(values: Iterable[float], digits: int = 1) -> str:
-    """Return the median as tables show it."""
-    return f"{statistics.median(values):.{digits}f}"
-
-
-def median_and_range(values: Sequence[float], digits: int = 2) -> str:
-    return f"{median(values, digits)} ({min(values):.{digits}f} to {max(values):.{digits}f})"
-
-
-# ---------------------------------------------------------------- output
-
-
-def machine(isa: str | None = None) -> str:
-    """Return the machine that a table has to name: processor, its cap, system and OpenVINO's version."""
-    version = ov.get_version().split("-")[0]
-    cpu = dict(list_available_devices()).get("CPU", "CPU")
-    capped = f"capped to {isa}, " if isa else ""
-    return f"{cpu}, {capped}{os.cpu_count()} cores, {platform.system()}, OpenVINO {version}, {time.strftime('%B %Y')}"
-
-
-class Table:
-    """A Markdown table that is printed row by row, as the figures come."""
-
-    def __init__(self, *heads: str) -> None:
-        self.width = len(heads)
-        self.row(*heads)
-        print("|---" * self.width + "|", flush=True)
-
-    def row(self, *cells: Any) -> None:
-        """Print a row; a cell that is None stays empty, and missing ones at the end do, too."""
-        filled = [*cells, *[None] * (self.width - len(cells))]
-        print(f"| {' | '.join('' if cell is None else str(cell) for cell in filled)} |", flush=True)
+def run_capped(isa: str, *options: str) -> int:
+    """Run the script again with more options and OpenVINO capped to an instruction set; return its exit code."""
+    capped = {**os.environ, "ONEDNN_MAX_CPU_ISA": isa, "OV_CPU_MAX_ISA": isa}
+    return subprocess.run([sys.executable, *sys.argv, *options], env=capped).returncode
 
 
 # ---------------------------------------------------------------- memory
@@ -274,15 +196,8 @@ class Table:
 def read_bandwidth(size: int = 1 << 29) -> float:
     """Return the bytes per second that all cores together read from memory, the best of 7 times ``size`` bytes."""
     parts = np.array_split(np.ones(size // 8, dtype=np.int64), os.cpu_count() or 1)
-
-    def read_all() -> None:
-        threads = [threading.Thread(target=np.bitwise_or.reduce, args=(part,)) for part in parts]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
-    return 1e3 * size / min(milliseconds(read_all) for _ in range(7))
+    with ThreadPoolExecutor(len(parts)) as pool:
+        return 1e3 * size / min(milliseconds(lambda: list(pool.map(np.bitwise_or.reduce, parts))) for _ in range(7))
 
 
 def bytes_a_step(folder: Path) -> int:

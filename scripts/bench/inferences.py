@@ -32,26 +32,14 @@ import tempfile
 import time
 from argparse import Namespace
 from collections import Counter, defaultdict
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import openvino as ov
-from harness import (
-    Option,
-    Table,
-    arguments,
-    bytes_a_step,
-    cap,
-    isa_option,
-    machine,
-    median,
-    median_and_range,
-    milliseconds,
-    ratios,
-    read_bandwidth,
-    take_turns,
-)
+from figures import Table, machine, median, median_and_range, milliseconds, ratios, take_turns
+from harness import ISA, Option, arguments, bytes_a_step, cap, read_bandwidth
 from ovspec_export import Compression, export_pair
 
 import ovspec
@@ -107,7 +95,7 @@ class WidthTimes:
         self.repeats = repeats
         self.text = tokenizer.encode(TUNING_TEXT_FILE.read_text(encoding="utf-8"))[: CONTEXT + max(widths)]
         self.logits = {name: self.read_text(decoder) for name, decoder in decoders.items()}
-        self.times = take_turns([(name, width) for name in decoders for width in widths], self.time_width, turns)
+        self.times = take_turns(product(decoders, widths), self.time_width, turns)
 
     def read_text(self, decoder: Decoder) -> np.ndarray:
         decoder.reset(1)
@@ -135,17 +123,17 @@ def load_decoder(folder: Path, properties: dict[str, Any], engine: Any = "auto")
     return load_compiled_model(folder, device, engine, "fast").make_decoder()
 
 
-def compare_formats(model: str, names: list[str], output: Path, isa: str | None) -> None:
-    folders = {name: export_format(model, name, output) for name in dict.fromkeys(["fp32", *names])}
+def compare_formats(args: Namespace) -> None:
+    folders = {name: export_format(args.model, name, args.output) for name in dict.fromkeys(["fp32", *args.formats])}
     decoders = {}
     for name, folder in folders.items():
         group = 0 if name == "fp32" else min(int(name.split()[0].partition("/")[2] or 128), 128)
         decoders[name] = load_decoder(folder, {"DYNAMIC_QUANTIZATION_GROUP_SIZE": group})
     times = WidthTimes(decoders, Tokenizer(folders["fp32"]))
-    print(f"{machine(isa)}\n")
+    print(f"{machine(args.isa)}\n")
     table = Table("format", "size, MB", "KL, nats", "same top-1", *times.heads)
     reference = log_softmax(times.logits["fp32"])
-    for name in names:
+    for name in args.formats:
         logprobs = log_softmax(times.logits[name])
         kl = (np.exp(reference) * (reference - logprobs)).sum(-1).mean()
         same = (reference.argmax(-1) == logprobs.argmax(-1)).mean()
@@ -153,21 +141,22 @@ def compare_formats(model: str, names: list[str], output: Path, isa: str | None)
         table.row(name, f"{megabytes:.0f}", f"{kl:.1e}", f"{same:.0%}", *times.row(name))
 
 
-def export_format(model: str, name: str, output: Path) -> Path:
-    folder = output / f"{Path(model).stem}-{name.replace('/', '-').replace(' ', '-')}"
+def export_format(model: Path, name: str, output: Path) -> Path:
+    folder = output / f"{model.stem}-{name.replace('/', '-').replace(' ', '-')}"
     if not folder.is_dir():
-        export_pair(model, None, folder, FORMATS[name])
+        export_pair(str(model), None, folder, FORMATS[name])
     return folder
 
 
-def compare_settings(folder: Path, isa: str | None) -> None:
+def compare_settings(args: Namespace) -> None:
+    folder = args.model
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         joined = Path(scratch) / "joined"
         products = write_joined(folder, joined)
         folders = dict.fromkeys(SETTINGS, folder) | {"joined": joined}
         decoders = {name: load_decoder(folders[name], SETTINGS[name], "stateful") for name in SETTINGS}
         times = WidthTimes(decoders, Tokenizer(folder))
-        print(f"{machine(isa)}; {products} products joined\n")
+        print(f"{machine(args.isa)}; {products} products joined\n")
         table = Table("setting", *times.heads, "same bits")
         for name, logits in times.logits.items():
             table.row(name, *times.row(name), "yes" if np.array_equal(logits, times.logits["as it is"]) else "no")
@@ -182,14 +171,14 @@ def write_joined(source: Path, folder: Path) -> int:
     return joined
 
 
-def compare_pages(folder: Path, isa: str | None) -> None:
-    models = {pages: ovspec.load(folder) for pages in ("small", "large")}
+def compare_pages(args: Namespace) -> None:
+    models = {pages: ovspec.load(args.model) for pages in ("small", "large")}
     decoders: dict[str, Decoder] = {pages: lm.target.make_decoder() for pages, lm in models.items()}
     widths = (1, 2, 5, 9)
     WidthTimes(decoders, models["small"].tokenizer, widths, 1, 1)  # weights are packed when they are first used
     seconds = milliseconds(lambda: models["large"].target.ir.large_pages.move_pages(600.0)) / 1e3
     times = WidthTimes(decoders, models["small"].tokenizer, widths, 20, 1)
-    print(f"{machine(isa)}; moved in {seconds:.1f} s\n")
+    print(f"{machine(args.isa)}; moved in {seconds:.1f} s\n")
     table = Table("pages", *times.heads)
     for pages in decoders:
         table.row(pages, *times.row(pages))
@@ -225,12 +214,13 @@ def stream_loop(lm: ovspec.LanguageModel, ids: np.ndarray, tokens: int) -> tuple
     return statistics.median(np.diff(moments[1:])) * 1e3, text
 
 
-def compare_loops(folder: Path, tokens: int, rounds: int) -> None:
-    lm = ovspec.load(folder, "none", arithmetic="fast")  # the bare loop keeps to no rule
+def compare_loops(args: Namespace) -> None:
+    lm = ovspec.load(args.model, "none", arithmetic="fast")  # the bare loop keeps to no rule
     assert lm.target.engine == "paged", "the bare loop needs the paged engine"
     ids = lm.encode(LOOP_PROMPT)
+    tokens = args.tokens
     loops = {"ovspec": lambda: stream_loop(lm, ids, tokens), "bare": lambda: bare_loop(lm.target, ids, tokens)}
-    by_loop = take_turns(loops, lambda name, _: loops[name](), rounds)
+    by_loop = take_turns(loops, lambda name, _: loops[name](), args.rounds)
     assert all(a[1] == b[1] for a, b in zip(*by_loop.values(), strict=True)), "both must generate the same text"
     ours, bare = ([ms for ms, _ in turns] for turns in by_loop.values())
     print(f"{machine()}\nmedian ms per token: ovspec {median(ours, 3)}, bare loop {median(bare, 3)}; ", end="")
@@ -291,7 +281,7 @@ def prefills(decoders: dict[str, Decoder], text: np.ndarray) -> dict[tuple[str, 
             decoders[name].feed([text[start : start + chunk]], [1])
         return time.perf_counter() - began
 
-    times = take_turns([(name, chunk) for name in decoders for chunk in (PROMPT_TOKENS, CHUNK)], read, 2)
+    times = take_turns(product(decoders, (PROMPT_TOKENS, CHUNK)), read, 2)
     return {way: statistics.median(seconds) for way, seconds in times.items()}
 
 
@@ -341,9 +331,8 @@ def compare_engines(args: Namespace) -> None:
         print(f"profile: {best.setting}; measured in {profile.seconds:.0f} s")
         if best.setting not in settings.values():
             settings["profile"] = best.setting
-    text = np.resize(
-        Tokenizer(args.model).encode(read_text(TUNING_TEXT_FILE))[:512], max(args.contexts) + PROMPT_TOKENS
-    )
+    ids = Tokenizer(args.model).encode(read_text(TUNING_TEXT_FILE))[:512]
+    text = np.resize(ids, max(args.contexts) + PROMPT_TOKENS)
     decoders = {name: decoder_for(args.model, setting, CACHES.get(name)) for name, setting in settings.items()}
     seconds = prefills(decoders, text)
     print(f"\nSeconds to read a prompt of {PROMPT_TOKENS} tokens\n")
@@ -376,13 +365,15 @@ def compare_engines(args: Namespace) -> None:
 
 
 def main() -> None:
+    compare = {"engines": compare_engines, "formats": compare_formats, "settings": compare_settings}
+    compare |= {"pages": compare_pages, "loop": compare_loops}
     args = arguments(
         __doc__,
-        ("engines", "formats", "settings", "pages", "loop"),
+        tuple(compare),
         "model",
         formats=Option(list(FORMATS), choices=FORMATS),
         output=Option(Path(".cache/formats"), "the folder of the formats"),
-        isa=isa_option(),
+        isa=ISA,
         contexts=[128, 1024, 4096],
         cache_dir=Option(Path, "folder in which the profile is kept"),
         plot=Option(Path, "draw the curves of the engines to this file"),
@@ -390,17 +381,7 @@ def main() -> None:
         rounds=Option(8, "of the loops"),
     )
     cap(args.isa)
-    match args.what:
-        case "engines":
-            compare_engines(args)
-        case "formats":
-            compare_formats(str(args.model), args.formats, args.output, args.isa)
-        case "settings":
-            compare_settings(args.model, args.isa)
-        case "pages":
-            compare_pages(args.model, args.isa)
-        case _:
-            compare_loops(args.model, args.tokens, args.rounds)
+    compare[args.what](args)
 
 
 if __name__ == "__main__":

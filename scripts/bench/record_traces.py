@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import CODE, HERE, ROOT, Option, arguments, chats, milliseconds
+from figures import milliseconds
+from harness import CODE, HERE, ROOT, Option, arguments, chats
 
 import ovspec
 from ovspec.cache.decoder import BaseDecoder
@@ -109,11 +110,9 @@ def record(folder: Path, temperature: float, prompts: list[Any], args: argparse.
         times["draft"] = times_by_width(decoders.drafter.decoder, text)
     elif decoders.draft:
         times["draft"] = times_by_width(decoders.draft, text)
-    curves = {
-        f"{name}{kind}_ms": curve
-        for name, curves in times.items()
-        for kind, curve in zip(("", "_changed"), curves, strict=True)
-    }
+    curves = dict[str, dict[int, float]]()
+    for name, (same, changed) in times.items():
+        curves |= {f"{name}_ms": same, f"{name}_changed_ms": changed}
     return {"temperature": temperature} | curves | {"texts": texts}
 
 

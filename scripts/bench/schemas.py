@@ -37,7 +37,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from harness import ROOT, Option, Table, arguments
+from figures import Table
+from harness import ROOT, Option, arguments
 from jsonschema import Draft202012Validator
 from jsonschema.validators import validator_for
 from llguidance import LLMatcher, LLTokenizer

@@ -2,8 +2,7 @@
 
     python scripts/bench/peers/install.py genai llamacpp
     .cache/peers/llamacpp/bin/python scripts/bench/peers/gguf_writer.py .cache/bench/1b-gqa/hf/target OUT.gguf
-    python scripts/bench/serve.py .cache/bench/1b-gqa/int8 [--gguf OUT.gguf] [--clients 1,4,8,16] [--turns 3]
-        [--prompts completion,chat] [--systems "NAME; ..."]
+    python scripts/bench/serve.py .cache/bench/1b-gqa/int8 [--gguf OUT.gguf] [--clients 1,4,8,16] [--prompts chat]
 
 All servers are loaded at once and take turns with the same requests; a first turn, in which kernels are made, is left
 out. "completion": the beginning of a program, 64 tokens are asked for. "chat": a conversation of 64 to 256 tokens, 24
@@ -29,7 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import CODE, PROSE, Option, Table, Worker, arguments, machine, median, median_and_range, ratios, take_turns
+from figures import Table, machine, median, median_and_range, ratios, take_turns
+from harness import CODE, PROSE, Option, Worker, arguments
 from peers.http_server import Server
 from peers.install import server_of_llamacpp
 from peers.protocol import Load, RunLoad, Timeline

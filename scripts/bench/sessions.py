@@ -26,19 +26,8 @@ from typing import Any
 
 import numpy as np
 import psutil
-from harness import (
-    CODE,
-    Option,
-    Table,
-    Worker,
-    arguments,
-    machine,
-    median,
-    median_and_range,
-    milliseconds,
-    ratios,
-    take_turns,
-)
+from figures import Table, machine, median, median_and_range, milliseconds, ratios, take_turns
+from harness import CODE, Option, Worker, arguments
 from peers.install import gguf_of
 
 import ovspec

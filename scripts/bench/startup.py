@@ -21,22 +21,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from harness import (
-    CODE,
-    Option,
-    Table,
-    Worker,
-    arguments,
-    machine,
-    median,
-    median_and_range,
-    milliseconds,
-    ratios,
-    take_turns,
-)
+from figures import Table, machine, median, median_and_range, milliseconds, ratios, take_turns
+from harness import CODE, Option, Worker, arguments
 
 from ovspec.text.tokenizer import Tokenizer
 
@@ -63,35 +53,35 @@ def time_first_piece(model: Path, cache: str) -> float:
     return seconds
 
 
-def time_command(model: Path, cache: str) -> None:
+def time_command(args: Namespace, cache: str) -> None:
     show_help = lambda: subprocess.run([*COMMAND, "--help"], capture_output=True, check=True)  # noqa: E731
     print(f"ovspec --help: {statistics.median(milliseconds(show_help) for _ in range(10)) / 1e3:.3f} s")
-    time_first_piece(model, cache)  # fills the cache
-    print(f"first token: {median((time_first_piece(model, cache) for _ in range(5)), 2)} s")
+    time_first_piece(args.model, cache)  # fills the cache
+    print(f"first token: {median((time_first_piece(args.model, cache) for _ in range(5)), 2)} s")
 
 
-def time_loading(model: Path, cache: str) -> None:
+def time_loading(args: Namespace, cache: str) -> None:
     request = {"prompts": [[5, 6, 7, 8]], "max_tokens": 1}
     for state in ("cold", "warm", "warm"):
-        setup = {"target": str(model), "options": {"settle": False, "cache_dir": cache}}
+        setup = {"target": str(args.model), "options": {"settle": False, "cache_dir": cache}}
         with Worker("ovspec", setup) as worker:
             first = worker.answer(request)["ttft_ms"] / 1e3
             print(f"{state} cache: loaded in {worker.ready['load_s']:.2f} s, first token {first:.2f} s", flush=True)
 
 
-def time_tokens(model: Path, ways: list[str], tokens: list[int], turns: int) -> None:
-    request = {"prompts": [Tokenizer(model).encode(PROMPT).tolist()], "max_tokens": max(tokens)}
+def time_tokens(args: Namespace, _: str) -> None:
+    request = {"prompts": [Tokenizer(args.model).encode(PROMPT).tolist()], "max_tokens": max(args.tokens)}
 
     def seconds(way: str, _: int) -> list[float]:
         name, setup = WAYS[way]
         began = time.perf_counter()
-        with Worker(name, setup | {"target": str(model)}) as worker:
+        with Worker(name, setup | {"target": str(args.model)}) as worker:
             loaded = time.perf_counter() - began
             times = worker.answer(request)["times"]
-        return [loaded + times[count - 1] for count in tokens]
+        return [loaded + times[count - 1] for count in args.tokens]
 
-    by_way = take_turns(ways, seconds, turns)
-    table = Table("", *(head for count in tokens for head in (f"{count} tokens, s", "genai as a multiple")))
+    by_way = take_turns(args.ways, seconds, args.turns)
+    table = Table("", *(head for count in args.tokens for head in (f"{count} tokens, s", "genai as a multiple")))
     for way, own_turns in by_way.items():
         cells = []
         for index, times in enumerate(zip(*own_turns, strict=True)):
@@ -101,9 +91,10 @@ def time_tokens(model: Path, ways: list[str], tokens: list[int], turns: int) -> 
 
 
 def main() -> None:
+    measure = {"command": time_command, "load": time_loading, "tokens": time_tokens}
     args = arguments(
         __doc__,
-        ("command", "load", "tokens"),
+        tuple(measure),
         "model",
         turns=9,
         tokens=[32, 400],
@@ -111,12 +102,7 @@ def main() -> None:
     )
     print(f"{args.model.name} on {machine()}\n")
     with tempfile.TemporaryDirectory() as cache:
-        if args.what == "command":
-            time_command(args.model, cache)
-        elif args.what == "load":
-            time_loading(args.model, cache)
-        else:
-            time_tokens(args.model, args.ways, args.tokens, args.turns)
+        measure[args.what](args, cache)
 
 
 if __name__ == "__main__":

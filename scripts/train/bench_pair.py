@@ -43,23 +43,18 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 DEMO = ROOT / "models" / "demo-hf"
 CONTEXT = 8192  # of the widened models; texts longer than in the demo pair's training still take their real time
 TINY = 1e-6
-LLAMA_WEIGHTS = (
-    r"(model\.(embed_tokens|norm|layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj"
-    r"|input_layernorm|post_attention_layernorm))|lm_head)\.weight"
-)
-HEAD_WEIGHTS = (
-    r"d2t|t2d|(fc|norm|lm_head|midlayer\.(hidden_norm|input_layernorm|post_attention_layernorm"
-    r"|self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj))\.weight"
-)
+LAYER = r"(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj|input_layernorm|post_attention_layernorm)"
+LLAMA_WEIGHTS = rf"(model\.(embed_tokens|norm|layers\.\d+\.{LAYER})|lm_head)\.weight"
+HEAD_WEIGHTS = rf"d2t|t2d|(fc|norm|lm_head|midlayer\.(hidden_norm|{LAYER}))\.weight"
 PROMPTS = [entry["text"] for entry in json.loads((ROOT / "models" / "prompts.json").read_text("utf-8"))["prompts"]]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A widened model. ``repeat``: copies of each hidden unit and head, a power of two; ``mlp``: MLP units a layer.
+    """A widened model.
 
-    The MLP units of the small model are copied as often as ``mlp`` has room for, at least twice.
-
+    repeat: copies of each hidden unit and head, a power of two.
+    mlp: MLP units a layer; those of the small model are copied as often as there is room for, at least twice.
     experts: number of MLPs in each layer, of which two are used for a token; 0 for a model without experts.
     """
 
@@ -226,7 +221,7 @@ def make_head(source: Path, folder: Path, repeat: int, copies: int) -> float:
     """
     from ovspec_export.heads import EagleHead, load_head_checkpoint
 
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    config = read_config(source)
     weights, wide = widen_head(load_file(source / "model.safetensors"), config, repeat, copies)
     write_checkpoint(weights, wide, folder)
     generator, hidden, tokens = torch.Generator().manual_seed(1), config["hidden_size"], 32
@@ -257,9 +252,13 @@ def mlp_copies(shape: Shape, config: dict[str, Any]) -> int:
     return 2 ** int(math.log2(shape.mlp // config["intermediate_size"]))
 
 
+def read_config(checkpoint: Path) -> dict[str, Any]:
+    return json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+
+
 def shape_of(source: Path) -> Shape:
     """Return the shape of a widened checkpoint with all its layers, four times as wide and with twice the MLP units."""
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    config = read_config(source)
     return Shape(4, 2 * config["intermediate_size"], config["num_hidden_layers"])
 
 
@@ -269,7 +268,7 @@ def make_checkpoint(source: Path, folder: Path, shape: Shape, vocab: int) -> int
     Args:
         vocab: as in ``widen``, but never below the number of ids of ``source``.
     """
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    config = read_config(source)
     vocab = max(vocab, config["vocab_size"])
     weights, config = widen(load_file(source / "model.safetensors"), config, shape, vocab)
     write_checkpoint(weights, config, folder)
@@ -303,11 +302,6 @@ def check(source: Path, folder: Path) -> float:
     return float((after[:, :known] - before).abs().max() / before.std())
 
 
-def make_and_check(source: Path, folder: Path, shape: Shape, vocab: int) -> None:
-    count = make_checkpoint(source, folder, shape, vocab)
-    report_change(f"{folder.name}: {count / 1e6:,.0f} M parameters", check(source, folder))
-
-
 def report_change(name: str, change: float) -> None:
     print(f"{name}, logits moved by {change:.0e} of their spread", flush=True)
     if change > 1e-3:
@@ -328,14 +322,14 @@ def main() -> None:
     checkpoints = args.out / "hf"
     target, draft = checkpoints / "target", checkpoints / "draft"
     if args.of:
-        shape = shape_of(args.of)
-        make_and_check(args.of, target, shape, args.vocab)
-        if args.head:
-            config = json.loads((args.of / "config.json").read_text(encoding="utf-8"))
-            report_change("head", make_head(args.head, draft, shape.repeat, mlp_copies(shape, config)))
+        models = [(args.of, target, shape_of(args.of))]
     else:
-        for name, shape in SIZES[args.size].items():
-            make_and_check(DEMO / name, checkpoints / name, shape, args.vocab)
+        models = [(DEMO / name, checkpoints / name, shape) for name, shape in SIZES[args.size].items()]
+    for source, folder, shape in models:
+        count = make_checkpoint(source, folder, shape, args.vocab)
+        report_change(f"{folder.name}: {count / 1e6:,.0f} M parameters", check(source, folder))
+        if args.head:
+            report_change("head", make_head(args.head, draft, shape.repeat, mlp_copies(shape, read_config(source))))
     has_draft = bool(args.head or not args.of)
     with tempfile.TemporaryDirectory() as scratch:
         text = Path(scratch) / "text.txt"

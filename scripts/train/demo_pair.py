@@ -21,7 +21,6 @@ import itertools
 import sysconfig
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +29,7 @@ import torch
 import torch.nn.functional as F
 from tokenizer import byte_level
 from tokenizers import pre_tokenizers, trainers
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-)
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 VOCAB = 4096
@@ -48,6 +40,7 @@ SHORT, LONG, LONG_FROM = 512, MAX_POSITIONS, 0.75
 TARGET_SHARE = 0.58  # of the wall clock; the remaining time distils the draft
 # transformers' own annotations are too narrow for what its models do.
 Model = Any
+Loss = Callable[[dict[str, torch.Tensor]], torch.Tensor]  # of a batch
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Hidden units, MLP units, layers, heads and key heads; "small" is the draft of the tests' pair.
 SHAPES = {"target": (384, 1024, 5, 6, 2), "draft": (128, 512, 2, 2, 1), "small": (64, 192, 1, 4, 2)}
@@ -125,26 +118,23 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     return fast
 
 
-@dataclass
-class Corpus:
-    """Documents, concatenated without padding; ``doc`` is the number of the document that a token belongs to."""
-
-    documents: list[np.ndarray]
-
-    def batches(self, seed: int, rows: int, window: int) -> Iterator[dict[str, torch.Tensor]]:
-        """Yield batches of ``rows`` windows without end; the remainder of an epoch is left out."""
-        for epoch in itertools.count():
-            order = np.random.default_rng(seed * 1000 + epoch).permutation(len(self.documents))
-            tokens = np.concatenate([self.documents[i] for i in order])
-            doc = np.repeat(np.arange(len(order)), [len(self.documents[i]) for i in order])
-            count = (len(tokens) - 1) // window
-            starts = np.random.default_rng(seed + epoch).permutation(count) * window
-            for at in range(0, count - rows + 1, rows):
-                yield packed(tokens, doc, starts[at : at + rows], window)
+def batches_of(corpus: list[np.ndarray], seed: int, rows: int, window: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield batches of ``rows`` windows of the documents without end; the remainder of an epoch is left out."""
+    for epoch in itertools.count():
+        order = np.random.default_rng(seed * 1000 + epoch).permutation(len(corpus))
+        tokens = np.concatenate([corpus[i] for i in order])
+        doc = np.repeat(np.arange(len(order)), [len(corpus[i]) for i in order])
+        count = (len(tokens) - 1) // window
+        starts = np.random.default_rng(seed + epoch).permutation(count) * window
+        for at in range(0, count - rows + 1, rows):
+            yield pack_windows(tokens, doc, starts[at : at + rows], window)
 
 
-def packed(tokens: np.ndarray, doc: np.ndarray, starts: np.ndarray, window: int) -> dict[str, torch.Tensor]:
-    """Return a batch of windows; attention and positions stop at document borders."""
+def pack_windows(tokens: np.ndarray, doc: np.ndarray, starts: np.ndarray, window: int) -> dict[str, torch.Tensor]:
+    """Return a batch of windows; attention and positions stop at the borders of documents.
+
+    doc: the number of the document that a token belongs to.
+    """
     index = starts[:, None] + np.arange(window)
     ids, docs = tokens[index], doc[index]
     fresh = np.concatenate([np.ones((len(starts), 1), bool), docs[:, 1:] != docs[:, :-1]], axis=1)
@@ -175,9 +165,8 @@ def new_model(kind: str) -> Model:
 
 def logits_of(model: Model, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Return the logits, (rows, window, VOCAB)."""
-    return model(
-        input_ids=batch["ids"], attention_mask=batch["mask"], position_ids=batch["positions"], use_cache=False
-    ).logits
+    inputs = {"input_ids": batch["ids"], "attention_mask": batch["mask"], "position_ids": batch["positions"]}
+    return model(**inputs, use_cache=False).logits
 
 
 def text_loss(model: Model, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -211,24 +200,17 @@ def rate(progress: float) -> float:
 # ---------------------------------------------------------------- training
 
 
-def train(
-    kind: str,
-    model: Model,
-    loss_of: Callable[[dict[str, torch.Tensor]], torch.Tensor],
-    corpus: Corpus,
-    minutes: float,
-    seed: int,
-) -> None:
+def train(kind: str, model: Model, loss_of: Loss, corpus: list[np.ndarray], minutes: float, seed: int) -> None:
     """Train until ``minutes`` of wall clock are over."""
     opts = optimizers(model)
     groups = [group for opt in opts for group in opt.param_groups]
     rates = [group["lr"] for group in groups]
     began = time.monotonic()
     step, mean = 0, 0.0
-    window, batches = SHORT, corpus.batches(seed, rows=6144 // SHORT, window=SHORT)
+    window, batches = SHORT, batches_of(corpus, seed, 6144 // SHORT, SHORT)
     while (progress := (time.monotonic() - began) / (60 * minutes)) < 1:
         if progress >= LONG_FROM and window == SHORT:
-            window, batches = LONG, corpus.batches(seed + step, rows=6144 // LONG, window=LONG)
+            window, batches = LONG, batches_of(corpus, seed + step, 6144 // LONG, LONG)
         for group, highest in zip(groups, rates, strict=True):
             group["lr"] = highest * rate(progress)
         with torch.autocast(DEVICE, torch.bfloat16):
@@ -258,16 +240,12 @@ def make_pair(args: argparse.Namespace) -> None:
     files = training_files()
     tokenizer = train_tokenizer([text for _, text in files])
     corpus = corpus_of(files, tokenizer)
-
-    def compiled(function: Callable) -> Callable:
-        return function if args.no_compile else torch.compile(function, dynamic=False)
-
     target = new_model("target")
-    loss = compiled(lambda batch: text_loss(target, batch))
+    loss = torch.compile(lambda batch: text_loss(target, batch), dynamic=False)
     train("target", target, loss, corpus, args.minutes * TARGET_SHARE, args.seed)
     target.requires_grad_(False).eval()
     draft = new_model("draft")
-    loss = compiled(lambda batch: distillation_loss(draft, target, batch))
+    loss = torch.compile(lambda batch: distillation_loss(draft, target, batch), dynamic=False)
     train("draft", draft, loss, corpus, args.minutes * (1 - TARGET_SHARE), args.seed + 1)
     write_model(target, tokenizer, args.output / "target")
     write_model(draft, tokenizer, args.output / "draft")
@@ -275,8 +253,8 @@ def make_pair(args: argparse.Namespace) -> None:
 
 def make_small_draft(args: argparse.Namespace) -> None:
     source = ROOT / "models" / "demo-hf" / "draft"
-    tokenizer = AutoTokenizer.from_pretrained(source)
-    target: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(source)
+    target: Model = LlamaForCausalLM.from_pretrained(source, dtype=torch.float32)
     target = target.eval().to(DEVICE)
     draft = new_model("small")
     corpus = corpus_of(training_files(), tokenizer)
@@ -284,10 +262,11 @@ def make_small_draft(args: argparse.Namespace) -> None:
     write_model(draft, tokenizer, args.output)
 
 
-def corpus_of(files: list[tuple[str, str]], tokenizer: Any) -> Corpus:
+def corpus_of(files: list[tuple[str, str]], tokenizer: Any) -> list[np.ndarray]:
+    """Return the token ids of each file, with the end of the text."""
     print(f"{len(files)} files", flush=True)
     encoded = tokenizer([text for _, text in files], add_special_tokens=False)["input_ids"]
-    return Corpus([np.array([*ids, 0], dtype=np.uint16) for ids in encoded])
+    return [np.array([*ids, 0], dtype=np.uint16) for ids in encoded]
 
 
 def main() -> None:
@@ -296,7 +275,6 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=90, help="wall clock for all models together (default 90)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("-o", "--output", type=Path, help="[default: models/demo-hf or models/small-hf]")
-    parser.add_argument("--no-compile", action="store_true", help="do without torch.compile (no C++ compiler)")
     args = parser.parse_args()
     args.output = args.output or ROOT / "models" / {"pair": "demo-hf", "small": "small-hf"}[args.what]
     torch.manual_seed(args.seed)

@@ -158,10 +158,6 @@ def on_text(text: str, draws: random.Random) -> Chat:
     return [message("user", with_task(task, text, draws))]
 
 
-def on_fields(text: str, draws: random.Random) -> Chat:
-    return [message("user", with_task(draws.choice(TEMPLATES["extract"]), text, draws))]
-
-
 def chats(draws: random.Random) -> Iterator[Chat]:
     """Yield chats, of each kind in turns, until there is nothing left of one."""
     sources = functions(draws)
@@ -178,7 +174,7 @@ def chats(draws: random.Random) -> Iterator[Chat]:
             return
         yield on_text(piece, draws)
         if draws.random() < 0.5:
-            yield on_fields(next(fields), draws)
+            yield [message("user", with_task(draws.choice(TEMPLATES["extract"]), next(fields), draws))]
 
 
 def main() -> None:

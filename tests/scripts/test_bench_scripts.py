@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import chats
+import figures
 import harness
 import jsonschema
 import pytest
 from conftest import CHECKPOINTS, PROMPTS, ROOT
 from harness import Worker
+from ovspec_export.distill.documents import Document, create_documents
 from protocol import Load
 
 import ovspec
@@ -29,7 +31,6 @@ TOKENIZER = CHECKPOINTS / "target" / "tokenizer.json"
 # A script and its arguments; OUT is an empty folder.
 REAL = ROOT / "smollm2"
 RUNS: dict[str, Any] = {
-    "accepted.py": "DEMO DEMO/draft --prompts 1 --tokens 8",
     "cluster.py, measure": "measure DEMO --lines 4 --tokens 4 --turns 1 --groups 8 --json OUT/x",
     "inferences.py, engines": "engines DEMO/draft --contexts 16,32 --plot OUT/plot.png",
     "grammars.py": f"--tokenizer {TOKENIZER} --steps 2",
@@ -104,10 +105,10 @@ def test_every_benchmark_is_run() -> None:
 
 def test_turns_ratios_and_medians() -> None:
     order: list[tuple[str, int]] = []
-    found = harness.take_turns("abc", lambda name, turn: order.append((name, turn)) or turn, 2)
+    found = figures.take_turns("abc", lambda name, turn: order.append((name, turn)) or turn, 2)
     assert found == {name: [0, 1] for name in "abc"}
     assert [name for name, _ in order] == list("cab" + "abc" + "bca")
-    assert harness.median_and_range(harness.ratios([2.0, 9.0, 1.0], [1.0, 3.0, 2.0])) == "2.00 (0.50 to 3.00)"
+    assert figures.median_and_range(figures.ratios([2.0, 9.0, 1.0], [1.0, 3.0, 2.0])) == "2.00 (0.50 to 3.00)"
 
 
 def test_chats() -> None:
@@ -127,6 +128,20 @@ def test_chats() -> None:
         if chat.schema:
             jsonschema.Draft202012Validator.check_schema(chat.schema)
             assert all(f'"{key}"' in last for key in chat.schema["required"])
+
+
+def test_held_out_documents_are_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chat is one up to its answer, another text with its beginning."""
+    chat, text = Document([5, 6, 7, 8], 3, "own", True, True), Document([9, 10, 11, 12], 0, "text", False, True)
+    create_documents(tmp_path / "documents.jsonl", [chat, text, Document([1, 2, 3], 1, "own", True, False)])
+    added: list[harness.Prompt] = []
+    monkeypatch.setattr(harness, "prompts", lambda: added)
+    harness.add_held_out(tmp_path / "documents.jsonl", 24)
+    assert {prompt.name: prompt.content for prompt in added} == {
+        "held-out own 1": [5, 6, 7],
+        "held-out text 1": [9, 10],
+    }
+    assert not any(prompt.judge for prompt in added) and {prompt.kind for prompt in added} < set(chats.CHAT_KINDS)
 
 
 @pytest.fixture
@@ -265,7 +280,7 @@ def test_the_interval_of_a_median(count: int) -> None:
     """scipy says how probable it is that the median lies between two order statistics."""
     from scipy import stats
 
-    least, most = harness.median_interval(range(count))
+    least, most = figures.median_interval(range(count))
     assert least + most == count - 1, "as many are left out below as above"
 
     def confidence(left_out: float) -> float:

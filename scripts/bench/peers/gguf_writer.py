@@ -64,9 +64,8 @@ def add_vocabulary(writer: Any, folder: Path, config: dict[str, Any]) -> None:
 def write(folder: Path, out: Path) -> None:
     """Write the checkpoint in ``folder``."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    heads, kv_heads, layers = (
-        config[f"num_{part}"] for part in ("attention_heads", "key_value_heads", "hidden_layers")
-    )
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    layers = config["num_hidden_layers"]
     head = config.get("head_dim") or config["hidden_size"] // heads
     rope = config.get("rope_parameters") or config
     writer = gguf.GGUFWriter(unfinished(out), "llama")

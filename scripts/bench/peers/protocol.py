@@ -20,6 +20,7 @@ import os
 import re
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
@@ -288,19 +289,6 @@ Grammars = Callable[[str, str], Callable[[], Walk]]
 LoadGrammars = Callable[[Vocabulary], Grammars]
 
 
-class Clock:
-    """Milliseconds of operations, by their names."""
-
-    def __init__(self) -> None:
-        self.times: dict[str, list[float]] = {}
-
-    def timed(self, name: str, work: Callable[[], Any]) -> Any:
-        began = time.perf_counter()
-        outcome = work()
-        self.times.setdefault(name, []).append(round((time.perf_counter() - began) * 1e3, 5))
-        return outcome
-
-
 def answer_grammars(load: LoadGrammars, setup: dict[str, Any]) -> Answer:
     vocabulary = Vocabulary(**setup)
     grammars = load(vocabulary)
@@ -315,26 +303,34 @@ def timed_walks(grammars: Grammars, task: GrammarTask, vocabulary: Vocabulary) -
     Raises:
         Refusal: the grammar isn't supported, or it doesn't accept one of the texts.
     """
-    clock, outside = Clock(), 0
+    times: dict[str, list[float]] = defaultdict(list)
+    outside = 0
+
+    def timed(operation: str, work: Callable[[], Any]) -> Any:
+        began = time.perf_counter()
+        outcome = work()
+        times[operation].append(round((time.perf_counter() - began) * 1e3, 5))
+        return outcome
+
     logits = np.random.default_rng(0).normal(size=vocabulary.size).astype(np.float32)
     construct = grammars(task.kind, task.source)
     for text in task.texts:
-        walk: Walk = clock.timed("construct", construct)
+        walk: Walk = timed("construct", construct)
         for place, token in enumerate(text[: task.steps]):
             walk.prepare(logits)
-            applies = clock.timed("mask", walk.mask)
-            clock.timed("apply", walk.apply if applies else lambda: None)
-            if clock.timed("check", lambda walk=walk, token=token: walk.check(token)) is None:
-                del clock.times["check"]
+            applies = timed("mask", walk.mask)
+            timed("apply", walk.apply if applies else lambda: None)
+            if timed("check", lambda walk=walk, token=token: walk.check(token)) is None:
+                del times["check"]
             outside += not walk.allows(token)
-            if not clock.timed("accept", lambda walk=walk, token=token: walk.accept(token)):
+            if not timed("accept", lambda walk=walk, token=token: walk.accept(token)):
                 raise Refusal(f"it refuses token {place + 1} of {len(text)} of a text that its grammar allows")
         walk.prepare(logits)
         walk.mask()
         walk.apply()
         if len(text) <= task.steps and not walk.allows(vocabulary.end):
             raise Refusal("it doesn't let a text end that its grammar allows to end")
-    return {"times": clock.times, "outside": outside}
+    return {"times": times, "outside": outside}
 
 
 ANSWERS: dict[str, Callable[[Any, dict[str, Any]], Answer]] = {

@@ -1,8 +1,8 @@
-"""llama.cpp as a worker: texts.
+"""llama.cpp as a worker: greedy texts.
 
 Modes: plain runs in llama-cpp-python; lookup, which looks n-grams up, and head, an EAGLE-3 head, run in llama-server.
-Options: server, the path of llama-server; threads; context, the maximum number of tokens of a prompt and its text;
-prefix_caching, for plain. ``target`` and ``draft`` are GGUF files, see ``gguf_writer.py``.
+Options: server, the path of llama-server; threads; prefix_caching, for plain. ``target`` and ``draft`` are GGUF files,
+see ``gguf_writer.py``.
 """
 
 from __future__ import annotations
@@ -14,33 +14,29 @@ from typing import Any
 import protocol
 from http_server import Server
 
+CONTEXT = 4096  # tokens of a prompt and its text, at most
 KINDS = {"lookup": "ngram-simple", "head": "draft-eagle3"}  # of its --spec-type
 
 
 def load_texts(setup: protocol.Setup) -> protocol.Generate:
     # Its own default is half of the processors, because of hyper-threading.
     threads = int(setup.options.get("threads") or os.cpu_count() or 1)
-    context = int(setup.options.get("context") or 4096)
-    generate_with = server_generate if setup.mode in KINDS else library_generate
-    return generate_with(setup, threads, context)
+    return (server_generate if setup.mode in KINDS else library_generate)(setup, threads)
 
 
 # ---------------------------------------------------------------- in this process
 
 
-def library_generate(setup: protocol.Setup, threads: int, context: int) -> protocol.Generate:
+def library_generate(setup: protocol.Setup, threads: int) -> protocol.Generate:
     from llama_cpp import Llama  # type: ignore[import-not-found]
 
-    llama = Llama(setup.target, n_ctx=context, n_threads=threads, n_threads_batch=threads, verbose=False)
+    llama = Llama(setup.target, n_ctx=CONTEXT, n_threads=threads, n_threads_batch=threads, verbose=False)
 
     def generate(request: protocol.Request, watch: protocol.Watch) -> protocol.TokenLists:
-        prompt = request.prompt
         if not setup.options.get("prefix_caching"):
             llama.reset()  # otherwise it would reuse what the last prompt and this one share
-        llama.set_seed(request.seed)
-        options = {"temp": request.temperature, "top_k": request.top_k or 0, "top_p": 1.0, "min_p": 0.0}
         tokens: list[int] = []
-        for token in llama.generate(prompt, **options):
+        for token in llama.generate(request.prompt, temp=0.0):
             watch.tokens()
             tokens.append(int(token))
             if len(tokens) == request.max_tokens:
@@ -53,18 +49,17 @@ def library_generate(setup: protocol.Setup, threads: int, context: int) -> proto
 # ---------------------------------------------------------------- llama-server
 
 
-def server_generate(setup: protocol.Setup, threads: int, context: int) -> protocol.Generate:
-    running: dict[int | None, Server] = {None: start_server(setup, threads, context, None)}
+def server_generate(setup: protocol.Setup, threads: int) -> protocol.Generate:
+    running: dict[int | None, Server] = {None: start_server(setup, threads, None)}
 
     def generate(request: protocol.Request, watch: protocol.Watch) -> protocol.TokenLists:
         prompt, k = request.prompt, request.k if setup.mode == "head" else None
         if k not in running:  # a server's lookahead is fixed when it starts
             running.popitem()[1].stop()
-            running[k] = start_server(setup, threads, context, k)
+            running[k] = start_server(setup, threads, k)
         watch.restart()
         body: dict[str, Any] = {"prompt": prompt, "n_predict": request.max_tokens, "ignore_eos": True}
-        body |= {"cache_prompt": False, "stream": True, "return_tokens": True, "seed": request.seed}
-        body |= {"temperature": request.temperature, "top_k": request.top_k or 0, "top_p": 1.0, "min_p": 0.0}
+        body |= {"cache_prompt": False, "stream": True, "return_tokens": True, "temperature": 0.0}
         tokens: list[int] = []
         with running[k].post("/completion", body) as lines:
             for line in lines:
@@ -77,7 +72,7 @@ def server_generate(setup: protocol.Setup, threads: int, context: int) -> protoc
     return generate
 
 
-def start_server(setup: protocol.Setup, threads: int, context: int, k: int | None) -> Server:
+def start_server(setup: protocol.Setup, threads: int, k: int | None, context: int = CONTEXT) -> Server:
     program = setup.options.get("server")
     if not program:
         raise protocol.Refusal("llama-server is not installed")

@@ -25,12 +25,10 @@ import numpy as np
 import protocol
 import worker_llamacpp
 from http_server import Server
-from install import server_of_llamacpp
+from install import FOLDER, server_of_llamacpp
 
 CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
-ROOT = Path(__file__).resolve().parents[3]
-PEERS = ROOT / ".cache" / "peers"
-DEMO = ROOT / "models" / "demo-hf" / "target"
+DEMO = Path(__file__).resolve().parents[3] / "models" / "demo-hf" / "target"
 
 
 @dataclass
@@ -90,7 +88,7 @@ def vocabulary_file(vocabulary: protocol.Vocabulary) -> Path:
     """Return a GGUF file without weights, written once for each tokenizer."""
     source = Path(vocabulary.file)
     digest = hashlib.sha256(source.read_bytes() + f"{vocabulary.size} {vocabulary.end}".encode()).hexdigest()[:8]
-    out = PEERS / "gguf" / f"vocabulary-{digest}.gguf"
+    out = FOLDER / "gguf" / f"vocabulary-{digest}.gguf"
     if not out.exists():
         writer = gguf.GGUFWriter(gguf_writer.unfinished(out), "llama")
         config = {"vocab_size": vocabulary.size, "bos_token_id": vocabulary.end, "eos_token_id": vocabulary.end}
@@ -134,12 +132,12 @@ def gbnf_of_schema(schema: str) -> str:
 @functools.cache
 def schema_converter() -> Server:
     """Start llama-server with the demo target."""
-    model = PEERS / "gguf" / "demo-for-schemas.gguf"
+    model = FOLDER / "gguf" / "demo-for-schemas.gguf"
     if not model.exists():
         gguf_writer.write(DEMO, model)
     program = server_of_llamacpp()
     setup = protocol.Setup(str(model), mode="lookup", options={"server": str(program) if program.exists() else None})
-    return worker_llamacpp.start_server(setup, threads=1, context=256, k=None)
+    return worker_llamacpp.start_server(setup, threads=1, k=None, context=256)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Hugging Face's ``generate`` as a worker: texts.
+"""Hugging Face's ``generate`` as a worker: greedy texts.
 
 Options: runtime, torch (eager PyTorch on a checkpoint, in bf16) or openvino (optimum-intel on an exported folder).
 """
@@ -9,7 +9,7 @@ from typing import Any
 
 import protocol
 import torch
-from transformers import AutoModelForCausalLM, set_seed
+from transformers import AutoModelForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
 
@@ -47,10 +47,7 @@ def load_texts(setup: protocol.Setup) -> protocol.Generate:
     @torch.inference_mode()
     def generate(request: protocol.Request, watch: protocol.Watch) -> protocol.TokenLists:
         ids = torch.tensor([request.prompt])
-        options: dict[str, Any] = {"max_new_tokens": request.max_tokens, "do_sample": request.temperature > 0}
-        if request.temperature > 0:
-            options |= {"temperature": request.temperature, "top_k": request.top_k or 0, "top_p": 1.0}
-            set_seed(request.seed)
+        options: dict[str, Any] = {"max_new_tokens": request.max_tokens, "do_sample": False}
         text = target.generate(ids, attention_mask=torch.ones_like(ids), streamer=FirstToken(watch), **options)
         return [text[0, ids.shape[1] :].tolist()]
 
