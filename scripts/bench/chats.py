@@ -185,19 +185,16 @@ class Bench:
 
     def text(self, way: Way, case: Case, ids: list[list[int]], lengths: list[int]) -> Text:
         if way.is_peer:
-            return text_of_peer(self.workers[way.runner, case.batch > 1], way, case, ids, lengths)
+            request = {"prompts": ids, "max_tokens": max(lengths), "lengths": lengths, "k": way.lookahead}
+            request |= {"temperature": case.temperature, "seed": case.turn + 1}
+            answer = self.workers[way.runner, case.batch > 1].answer(request)
+            return Text(answer["tokens"], answer["seconds"], answer["ttft_ms"], answer["tpot_ms"])
         options = self.options(case, max(lengths))
         if way.runner == FREE:
             options |= {"json_schema": None, "ignore_eos": True, "max_tokens": max(2, *lengths)}
         if way.lookahead is not None:
             options["lookahead"] = way.lookahead
         return text_of(self.models[way.runner].generate(ids, **options))
-
-
-def text_of_peer(worker: Worker, way: Way, case: Case, ids: list[list[int]], lengths: list[int]) -> Text:
-    request = {"prompts": ids, "max_tokens": max(lengths), "lengths": lengths, "k": way.lookahead}
-    answer = worker.answer(request | {"temperature": case.temperature, "seed": case.turn + 1})
-    return Text(answer["tokens"], answer["seconds"], answer["ttft_ms"], answer["tpot_ms"])
 
 
 def text_of(results: list[ovspec.Result]) -> Text:

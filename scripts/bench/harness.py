@@ -22,8 +22,7 @@ import numpy as np
 import openvino as ov
 from figures import milliseconds
 from ovspec_export.distill.gain import prompts_in
-from peers.install import NAMES as PEERS
-from peers.install import python_of
+from peers.install import PEERS, python_of
 
 from ovspec.ir.compile import MODEL_FILE
 from ovspec.setup.tuning import TUNING_TEXT_FILE
@@ -214,7 +213,7 @@ def bytes_a_step(folder: Path) -> int:
 # ---------------------------------------------------------------- processes
 
 
-class Worker:
+class Worker(contextlib.AbstractContextManager["Worker"]):
     """A process that answers requests by ``peers/protocol.py``: with "error" if it failed, died or was too slow.
 
     Args:
@@ -298,9 +297,6 @@ class Worker:
                 self._process.wait()
             self._log.close()
         self._process = None
-
-    def __enter__(self) -> Worker:
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self.stop()

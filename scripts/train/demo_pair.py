@@ -186,10 +186,8 @@ def optimizers(model: Model) -> list[torch.optim.Optimizer]:
     """Return Muon (Jordan et al. 2024) for the matrices of the layers and AdamW for embeddings and norms."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
-    return [
-        torch.optim.Muon(matrices, lr=0.02, weight_decay=0.01),
-        torch.optim.AdamW(others, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0),
-    ]
+    muon = torch.optim.Muon(matrices, lr=0.02, weight_decay=0.01)
+    return [muon, torch.optim.AdamW(others, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0)]
 
 
 def rate(progress: float) -> float:

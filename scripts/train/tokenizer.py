@@ -64,21 +64,13 @@ def byte_level(pattern: str) -> Tokenizer:
     return tokenizer
 
 
-def train(files: list[Path]) -> Tokenizer:
-    tokenizer = byte_level(PATTERN)
-    trainer = trainers.BpeTrainer(
-        vocab_size=TOKENS - 1,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        max_token_length=LONGEST,
-        show_progress=True,  # on stderr
-    )
-    tokenizer.train_from_iterator(texts_of(files, TEXT_BYTES), trainer)
-    tokenizer.add_special_tokens([END])  # after the others and outside the model's own, as in Llama 3
-    return tokenizer
-
-
 def main() -> None:
-    tokenizer = train(files_of([Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib")]))
+    folders = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib")]
+    tokenizer = byte_level(PATTERN)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=TOKENS - 1, initial_alphabet=alphabet, max_token_length=LONGEST)
+    tokenizer.train_from_iterator(texts_of(files_of(folders), TEXT_BYTES), trainer)
+    tokenizer.add_special_tokens([END])  # after the others and outside the model's own, as in Llama 3
     if (size := tokenizer.get_vocab_size()) != TOKENS:
         sys.exit(f"the texts give {size} tokens, not {TOKENS}: install more packages")
     OUT.parent.mkdir(parents=True, exist_ok=True)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 FOLDER = HERE.parent.parent.parent / ".cache" / "peers"
-NAMES = ("genai", "llamacpp", "optimum", "xgrammar")
+PEERS = ("genai", "llamacpp", "optimum", "xgrammar")
 # CPU features that ggml can use: the kernel's name and ggml's. ggml's own choice for the machine that compiles it
 # (GGML_NATIVE) also uses AMX, which has crashed on a virtual machine whose hypervisor announced it.
 FEATURES = {
@@ -114,8 +114,8 @@ def build_server(pip: list[str | Path], flags: list[str], jobs: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", choices=(*NAMES, []), metavar="NAME")
-    for name in parser.parse_args().names or NAMES:
+    parser.add_argument("names", nargs="*", choices=(*PEERS, []), metavar="NAME")
+    for name in parser.parse_args().names or PEERS:
         install(name)
         print(f"{name}: {python_of(name)}")
 
