@@ -185,8 +185,8 @@ class Bench:
 
     def text(self, way: Way, case: Case, ids: list[list[int]], lengths: list[int]) -> Text:
         if way.is_peer:
-            request = {"prompts": ids, "max_tokens": max(lengths), "lengths": lengths, "k": way.lookahead}
-            request |= {"temperature": case.temperature, "seed": case.turn + 1}
+            request: dict[str, Any] = {"prompts": ids, "max_tokens": max(lengths), "lengths": lengths}
+            request |= {"k": way.lookahead, "temperature": case.temperature, "seed": case.turn + 1}
             answer = self.workers[way.runner, case.batch > 1].answer(request)
             return Text(answer["tokens"], answer["seconds"], answer["ttft_ms"], answer["tpot_ms"])
         options = self.options(case, max(lengths))

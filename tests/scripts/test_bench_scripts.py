@@ -120,7 +120,8 @@ def test_chats() -> None:
     assert len({chat.name for chat in found}) == len({json.dumps(chat.content) for chat in found}) == 36
     for chat in found:
         assert isinstance(chat.content, list)
-        roles, last = [message["role"] for message in chat.content], chat.content[-1]["content"]
+        messages: list[Any] = chat.content
+        roles, last = [message["role"] for message in messages], messages[-1]["content"]
         assert roles[0] == "system" or roles[0::2] == ["user"] * len(roles[0::2])
         assert roles[-1] == "user" and (len(roles) >= 4) == (chat.kind == "chat")
         assert (len(last) > 3000) == (chat.kind == "long document")
