@@ -20,7 +20,7 @@ import torch
 from ovspec_export.distill import draft, training
 from ovspec_export.distill.documents import Document, create_documents, read_documents
 from ovspec_export.distill.features import write_shard
-from ovspec_export.distill.work import CHECKPOINT, DOCUMENTS, FEATURES
+from ovspec_export.distill.work import CHECKPOINT_FOLDER, DOCUMENTS_FILE, FEATURES_FOLDER
 from ovspec_export.export import make_checkpoint
 from ovspec_export.sources import find_source
 from transformers import AutoTokenizer
@@ -65,13 +65,19 @@ def main() -> None:
         tokenizer = AutoTokenizer.from_pretrained(checkpoint)
         chats = [chat for chat in read_documents(args.documents) if chat.source == "own" and chat.answer]
         documents = [rewrite(chat, tokenizer) for chat in chats]
-        create_documents(work / DOCUMENTS, documents)
-        (work / FEATURES).mkdir()
-        write_shard(work / FEATURES / "0000000.safetensors", 0, [certain_choices(document) for document in documents])
-        draft.STEP_TOKENS, draft.RATE, training.WARM_UP = 256, 3e-4, 20  # a few minutes are to change its style
+        create_documents(work / DOCUMENTS_FILE, documents)
+        (work / FEATURES_FOLDER).mkdir()
+        write_shard(
+            work / FEATURES_FOLDER / "0000000.safetensors", 0, [certain_choices(document) for document in documents]
+        )
+        draft.STEP_TOKENS, draft.PEAK_RATE, training.WARM_UP_STEPS = (
+            256,
+            3e-4,
+            20,
+        )  # a few minutes are to change its style
         draft.train_draft(str(checkpoint), source.model_type, str(work), 60 * args.minutes, 2**62, False)
         shutil.copytree(checkpoint, args.output, ignore=shutil.ignore_patterns("*.safetensors*"))
-        for file in (work / CHECKPOINT).iterdir():
+        for file in (work / CHECKPOINT_FOLDER).iterdir():
             shutil.copy(file, args.output)
     print(f"{args.output}: tuned on {len(documents)} chats")
 

@@ -18,7 +18,7 @@ from compiling import compile_once
 from conftest import DRAFT, PROMPTS, Reference, made_once
 from moves import moving_texts
 from ovspec_export import draft_vocabulary
-from ovspec_export.distill.trimming import most_used
+from ovspec_export.distill.trimming import choose_most_used_ids
 from ovspec_export.draft_vocabulary import trim_ir
 
 import ovspec
@@ -41,7 +41,7 @@ Load = Callable[..., ovspec.LanguageModel]
 def ids(load: Load) -> np.ndarray:
     """Return the ids that the target uses most in a few texts."""
     texts = [load().generate(prompt, max_tokens=TOKENS).token_ids for prompt in PROMPTS[::3]]
-    return most_used(texts, COUNT, 4096)
+    return choose_most_used_ids(texts, COUNT, 4096)
 
 
 @pytest.fixture(scope="module")

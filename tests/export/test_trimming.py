@@ -13,7 +13,7 @@ from conftest import CHECKPOINTS, PROMPTS, ROOT
 from family_models import warm_jobs
 from ovspec_export import Compression, export_pair
 from ovspec_export.distill import trimming
-from ovspec_export.distill.trimming import most_used, share_without, trim
+from ovspec_export.distill.trimming import choose_most_used_ids, compute_missing_share, trim_draft_model
 from ovspec_export.draft_vocabulary import DRAFT_VOCABULARY_FILE
 from ovspec_export.sources import GgufSource, HeadSource, find_source
 
@@ -28,20 +28,22 @@ TOKENS = 24
 
 def test_the_most_used_ids() -> None:
     texts = [[500, 500, 7, 900], [500, 7, 300], [800], [5000]]  # the last is an id that the draft lacks
-    ids = most_used(texts, 64, 1000)
+    ids = choose_most_used_ids(texts, 64, 1000)
     assert ids.dtype == np.int64 and ids.tolist() == [*range(60), 300, 500, 800, 900]
     many = [[*range(200)] * 2, [999, 300]]
-    assert most_used(many, 64, 1000).tolist() == [*range(64)]
-    assert most_used(many, 64, 1000, special=[999, 998, 2000]).tolist() == [*range(63), 999], "998 is in no text"
-    assert most_used([], 64, 64).tolist() == [*range(64)]
+    assert choose_most_used_ids(many, 64, 1000).tolist() == [*range(64)]
+    assert choose_most_used_ids(many, 64, 1000, special=[999, 998, 2000]).tolist() == [*range(63), 999], (
+        "998 is in no text"
+    )
+    assert choose_most_used_ids([], 64, 64).tolist() == [*range(64)]
     for count in (63, 1001):
         with pytest.raises(OvspecError, match=f"`trim_vocabulary` is {count}; it must be from 64 to 1000"):
-            most_used(texts, count, 1000)
+            choose_most_used_ids(texts, count, 1000)
 
 
 def test_the_share_that_is_lost() -> None:
-    assert share_without([[1, 2], [], [3, 4, 9]], np.array([1, 2, 3])) == 0.4
-    assert share_without([], np.array([1])) == 0
+    assert compute_missing_share([[1, 2], [], [3, 4, 9]], np.array([1, 2, 3])) == 0.4
+    assert compute_missing_share([], np.array([1])) == 0
 
 
 def texts(lm: ovspec.LanguageModel) -> list[ovspec.Result]:
@@ -53,10 +55,10 @@ class Trimmed:
 
     def __init__(self, folder: Path, cache: Path) -> None:
         self.expected = texts(ovspec.load(DEMO, True, cache_dir=cache))
-        self.ids = most_used([result.token_ids for result in self.expected], COUNT, VOCAB)
+        self.ids = choose_most_used_ids([result.token_ids for result in self.expected], COUNT, VOCAB)
         self.ir, self.checkpoint = folder / "ir", folder / "checkpoint"
-        trim(find_source(str(DEMO / DRAFT_FOLDER)), self.ids, self.ir)
-        trim(find_source(str(CHECKPOINTS / "draft")), self.ids, self.checkpoint)
+        trim_draft_model(find_source(str(DEMO / DRAFT_FOLDER)), self.ids, self.ir)
+        trim_draft_model(find_source(str(CHECKPOINTS / "draft")), self.ids, self.checkpoint)
 
 
 @pytest.fixture(scope="module")
@@ -97,24 +99,24 @@ def test_what_cannot_be_trimmed_is_refused(trimmed: Trimmed, tmp_path: Path, mon
     ids: Any = trimmed.ids
     for form in (trimmed.ir, trimmed.checkpoint):
         with pytest.raises(OvspecError, match="its vocabulary is trimmed already"):
-            trim(find_source(str(form)), ids, tmp_path / "out")
+            trim_draft_model(find_source(str(form)), ids, tmp_path / "out")
         with pytest.raises(OvspecError, match=f"{form.name}: a draft with a trimmed vocabulary; name its target"):
             export_pair(str(form), None, tmp_path / "out")
     with pytest.raises(OvspecError, match="an EAGLE-3 head, whose vocabulary can't be trimmed"):
-        trim(HeadSource("head", tmp_path, True, ""), ids, tmp_path / "out")
+        trim_draft_model(HeadSource("head", tmp_path, True, ""), ids, tmp_path / "out")
     with pytest.raises(OvspecError, match="a GGUF file, whose vocabulary can't be trimmed"):
-        trim(GgufSource("x", tmp_path, False, "", None), ids, tmp_path / "out")  # type: ignore[arg-type]
+        trim_draft_model(GgufSource("x", tmp_path, False, "", None), ids, tmp_path / "out")  # type: ignore[arg-type]
     draft = find_source(str(DEMO / DRAFT_FOLDER))
     with pytest.raises(OvspecError, match="already exists"):
-        trim(draft, ids, trimmed.ir)
+        trim_draft_model(draft, ids, trimmed.ir)
     monkeypatch.setattr(trimming, "trim_ir", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     with pytest.raises(OSError, match="No space"):
-        trim(draft, ids, tmp_path / "out")
+        trim_draft_model(draft, ids, tmp_path / "out")
     assert [*tmp_path.iterdir()] == []
 
 
 def test_it_replaces_what_it_made(trimmed: Trimmed, tmp_path: Path) -> None:
     shutil.copytree(trimmed.checkpoint, tmp_path / "out")
     draft = find_source(str(CHECKPOINTS / "draft"))
-    trim(draft, np.arange(64), tmp_path / "out", overwrite=True)
+    trim_draft_model(draft, np.arange(64), tmp_path / "out", overwrite=True)
     assert json.loads((tmp_path / "out" / DRAFT_VOCABULARY_FILE).read_text("utf-8"))["ids"] == [*range(64)]

@@ -10,17 +10,17 @@ from typing import Any
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_dataclass
 
-MADE_FILE, CARD = "distill.json", "README.md"
-KINDS = {
+RECORD_FILE, CARD_FILE = "distill.json", "README.md"
+KIND_TITLES = {
     "head": "An EAGLE-3 head",
     "draft": "A draft model",
     "trimmed draft": "A draft model with a smaller vocabulary",
 }
-SOURCES = {"own": "written by the model itself", "chats": "of given chats", "text": "of given text"}
+SOURCE_DESCRIPTIONS = {"own": "written by the model itself", "chats": "of given chats", "text": "of given text"}
 
 
 @dataclass(frozen=True)
-class Data:
+class DocumentCounts:
     """Documents of one source and their tokens."""
 
     documents: int = 0
@@ -28,7 +28,7 @@ class Data:
 
 
 @dataclass(frozen=True)
-class Made:
+class ResultRecord:
     """What was made, and how.
 
     run: tells runs apart; a stopped one replaces its own result when it goes on.
@@ -49,35 +49,35 @@ class Made:
     complete: bool
     seconds: dict[str, float]
     tokens: int
-    data: dict[str, Data]
-    held_out: Data
+    data: dict[str, DocumentCounts]
+    held_out: DocumentCounts
     machine: str
     agreement: list[float] = field(default_factory=list)
     lost: float | None = None
     rows: list[dict[str, Any]] = field(default_factory=list)
 
 
-def made_in(folder: Path) -> Made | None:
+def read_record(folder: Path) -> ResultRecord | None:
     """Return what ``distill.json`` in a folder says, or None if it isn't a result."""
     try:
-        return read_dataclass(Made, folder / MADE_FILE) if (folder / MADE_FILE).is_file() else None
+        return read_dataclass(ResultRecord, folder / RECORD_FILE) if (folder / RECORD_FILE).is_file() else None
     except OvspecError:
         return None
 
 
-def write_made(made: Made, name: str, folder: Path) -> None:
+def write_record(made: ResultRecord, name: str, folder: Path) -> None:
     """Write both files into ``folder``. name: of the result."""
-    (folder / MADE_FILE).write_text(json.dumps(asdict(made), indent=1) + "\n", encoding="utf-8", newline="\n")
-    (folder / CARD).write_text(card(made, name), encoding="utf-8", newline="\n")
+    (folder / RECORD_FILE).write_text(json.dumps(asdict(made), indent=1) + "\n", encoding="utf-8", newline="\n")
+    (folder / CARD_FILE).write_text(format_card(made, name), encoding="utf-8", newline="\n")
 
 
-def card(made: Made, name: str) -> str:
+def format_card(made: ResultRecord, name: str) -> str:
     """Return the card of a result called ``name``."""
     revision = f", revision {made.revision[:12]}" if made.revision else ""
     taught = f" It was made of {made.draft}." if made.draft else ""
     head = " It reads the model's own hidden states and works with no other model." if made.kind == "head" else ""
     parts = [
-        f"# {KINDS[made.kind]} for {made.model}",
+        f"# {KIND_TITLES[made.kind]} for {made.model}",
         f"It proposes tokens for {made.model}{revision}, so that it generates faster; the model alone decides what is "
         f"generated.{head}{taught} Made by `ovspec distill`.",
         "## Use it",
@@ -85,10 +85,14 @@ def card(made: Made, name: str) -> str:
         f'```sh\novspec generate MODEL "Once upon a time" --draft {name} --stats\n'
         f"ovspec export CHECKPOINT --draft {name} -o MODEL    # both in one folder, for --draft alone\n```",
         "## How it was made",
-        "\n".join(f"- {line}" for line in facts(made)),
+        "\n".join(f"- {line}" for line in list_facts(made)),
     ]
     if made.rows:
-        parts += ["## What it brings", f"Measured on {made.machine}, on texts that were held out.", table(made.rows)]
+        parts += [
+            "## What it brings",
+            f"Measured on {made.machine}, on texts that were held out.",
+            format_benchmark_table(made.rows),
+        ]
     parts += [
         "## License",
         f"The license of {made.model} holds for what is made of it; the texts that you gave may have their own.",
@@ -96,15 +100,15 @@ def card(made: Made, name: str) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def facts(made: Made) -> list[str]:
+def list_facts(made: ResultRecord) -> list[str]:
     """Return how it was made, a line each."""
     total = sum(made.seconds.values())
     unit, name = (3600, "hours") if total >= 3600 else (60, "minutes")
     times = ", ".join(f"{stage} {seconds / unit:.1f}" for stage, seconds in made.seconds.items() if seconds)
     data = [
         f"{found.tokens:,} tokens {told} ({found.documents:,} documents)"
-        for source, told in SOURCES.items()
-        if (found := made.data.get(source, Data())).documents
+        for source, told in SOURCE_DESCRIPTIONS.items()
+        if (found := made.data.get(source, DocumentCounts())).documents
     ]
     lines = [
         f"**Trained on** {made.tokens:,} tokens, counted as often as they were read" if made.tokens else "",
@@ -112,7 +116,7 @@ def facts(made: Made) -> list[str]:
         f"**Time**: {total / unit:.1f} {name} ({times})" if times else "",
         f"**Machine**: {made.machine}",
         f"**Vocabulary**: without {made.lost:.1%} of the tokens in held-out texts" if made.lost is not None else "",
-        f"**Agreement** with the model's own choice on held-out texts: {depths(made.agreement)}"
+        f"**Agreement** with the model's own choice on held-out texts: {describe_agreement(made.agreement)}"
         if made.agreement
         else "",
         "" if made.complete else "**Not finished**: it was stopped before the time that was asked for",
@@ -120,13 +124,13 @@ def facts(made: Made) -> list[str]:
     return [line for line in lines if line]
 
 
-def depths(agreement: list[float]) -> str:
+def describe_agreement(agreement: list[float]) -> str:
     """Return the share of right guesses at each depth."""
     first, *more = [f"{rate:.2f}" for rate in agreement]
     return f"{first} for the first token" + (f", {' and '.join(more)} for the next" if more else "")
 
 
-def table(rows: list[dict[str, Any]]) -> str:
+def format_benchmark_table(rows: list[dict[str, Any]]) -> str:
     """Return the rows of a benchmark as a table in Markdown."""
     lines = ["| | ms/token | tokens/s | speed-up | accepted of proposed | tokens/round |", "|---|---|---|---|---|---|"]
     for row in rows:

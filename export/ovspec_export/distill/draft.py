@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from ovspec.base.files import rename_with_retries
 from ovspec_export.distill.features import Example, read_examples
-from ovspec_export.distill.packing import Batch, batches, pack
-from ovspec_export.distill.training import Effort, in_a_row, train
-from ovspec_export.distill.work import STATE
+from ovspec_export.distill.packing import Batch, iterate_batches, pack_examples
+from ovspec_export.distill.training import TrainingLimits, compute_accepted, train_student
+from ovspec_export.distill.work import STATE_FILE
 
 STEP_TOKENS = 1024
-RATE = 1e-4  # the highest
-RUN = 3  # guesses in a row that are judged
-ALIKE = 1e-2  # largest difference of logits, as a share of their spread, between documents packed and alone
+PEAK_RATE = 1e-4  # the highest
+JUDGED_GUESSES = 3  # guesses in a row that are judged
+MAX_LOGIT_DIFFERENCE = 1e-2  # between documents packed and alone, as a share of the logits' spread
 
 
 class DraftStudent:
@@ -29,41 +29,41 @@ class DraftStudent:
     def __init__(self, model: nn.Module, packed: bool, device: str = "cpu") -> None:
         self.module, self.packed, self.device = model.requires_grad_(True).to(device), packed, torch.device(device)
 
-    def groups(self) -> list[dict[str, Any]]:
+    def parameter_groups(self) -> list[dict[str, Any]]:
         weights = list(self.module.parameters())
         return [
-            {"params": [weight for weight in weights if weight.ndim > 1], "most": RATE, "weight_decay": 0.01},
-            {"params": [weight for weight in weights if weight.ndim <= 1], "most": RATE, "weight_decay": 0.0},
+            {"params": [weight for weight in weights if weight.ndim > 1], "peak_rate": PEAK_RATE, "weight_decay": 0.01},
+            {"params": [weight for weight in weights if weight.ndim <= 1], "peak_rate": PEAK_RATE, "weight_decay": 0.0},
         ]
 
-    def batches(self, examples: Sequence[Example]) -> Iterator[Batch]:
+    def make_batches(self, examples: Sequence[Example]) -> Iterator[Batch]:
         tokens = STEP_TOKENS if self.packed else 1
-        return (batch.to(self.device) for batch in batches(examples, tokens, 1, 0, ahead=0))
+        return (batch.to(self.device) for batch in iterate_batches(examples, tokens, 1, 0, ahead=0))
 
-    def loss(self, batch: Batch) -> Tensor:
+    def compute_loss(self, batch: Batch) -> Tensor:
         """Return the cross-entropy with the target's likeliest tokens."""
-        logits = logits_of(self.module, batch)
+        logits = compute_draft_logits(self.module, batch)
         known = batch.choices < logits.shape[-1]
         probabilities = batch.logprobs.exp() * known
         expected = (probabilities * logits.gather(1, batch.choices * known)).sum(-1)
         return (probabilities.sum(-1) * logits.logsumexp(-1) - expected).mean()
 
     @torch.no_grad()
-    def judge(self, examples: Iterable[Example]) -> dict[str, Any]:
+    def measure_acceptance(self, examples: Iterable[Example]) -> dict[str, Any]:
         """Return how often the draft agrees with the target, and how many of 1, 2, … guesses are accepted."""
         agree, runs = list[Tensor](), list[Tensor]()
         for example in examples:
-            batch = pack([example], 1, 0, ahead=0).to(self.device)
-            right = (logits_of(self.module, batch).argmax(-1) == batch.choices[:, 0])[batch.answers].float()
+            batch = pack_examples([example], 1, 0, ahead=0).to(self.device)
+            right = (compute_draft_logits(self.module, batch).argmax(-1) == batch.choices[:, 0])[batch.answers].float()
             agree.append(right)
-            if len(right) >= RUN:
-                runs.append(right.unfold(0, RUN, 1))
+            if len(right) >= JUDGED_GUESSES:
+                runs.append(right.unfold(0, JUDGED_GUESSES, 1))
         if not runs:
             return {}
         rate = torch.cat(agree).mean().item()
-        return {"agreement": [round(rate, 4)], "accepted": in_a_row(torch.cat(runs))}
+        return {"agreement": [round(rate, 4)], "accepted": compute_accepted(torch.cat(runs))}
 
-    def write(self, folder: Path) -> None:
+    def write_checkpoint(self, folder: Path) -> None:
         """Write the draft as a checkpoint in bf16."""
         weights = {name: weight.bfloat16() for name, weight in self.module.state_dict().items()}
         partial = folder.with_name(f"{folder.name}.partial")
@@ -73,7 +73,7 @@ class DraftStudent:
         rename_with_retries(partial, folder)
 
 
-def logits_of(model: nn.Module, batch: Batch) -> Tensor:
+def compute_draft_logits(model: nn.Module, batch: Batch) -> Tensor:
     """Return the logits [n, vocabulary] after each token; positions that begin anew tell where a document begins."""
     return model(input_ids=batch.ids[None], position_ids=batch.positions[None], use_cache=False).logits[0].float()
 
@@ -94,11 +94,12 @@ def train_draft(
     began, folder = time.monotonic(), Path(work)
     model = load_checkpoint_model(source, trust_remote_code, dtype=torch.float32, **adapt_optimum(model_type))
     state: dict[str, Any] = {}
-    if (folder / STATE).is_file():
-        state = torch.load(folder / STATE, "cpu", weights_only=True)
+    if (folder / STATE_FILE).is_file():
+        state = torch.load(folder / STATE_FILE, "cpu", weights_only=True)
         model.load_state_dict(state["weights"])
     student = DraftStudent(model, can_pack(model, read_examples(folder, held_out=False)), torch_device)
-    train(student, folder, state, {}, Effort(seconds - (time.monotonic() - began), tokens, torch_device))
+    limits = TrainingLimits(seconds - (time.monotonic() - began), tokens, torch_device)
+    train_student(student, folder, state, {}, limits)
 
 
 @torch.no_grad()
@@ -107,5 +108,5 @@ def can_pack(model: nn.Module, examples: Sequence[Example]) -> bool:
     if len(examples) < 2:
         return True
     some = [examples[0], examples[1]]
-    both, second = (logits_of(model, pack(each, 1, 0, ahead=0)) for each in (some, some[1:]))
-    return bool((both[-len(second) :] - second).abs().max() < ALIKE * second.std())
+    both, second = (compute_draft_logits(model, pack_examples(each, 1, 0, ahead=0)) for each in (some, some[1:]))
+    return bool((both[-len(second) :] - second).abs().max() < MAX_LOGIT_DIFFERENCE * second.std())

@@ -14,31 +14,31 @@ import ovspec
 from ovspec.ir.compile import MODEL_FILE
 from ovspec_export.channel import report_progress
 
-MOST = 3  # proposed tokens
-CONTEXT, TIMED = 128, 7  # tokens before them, and inferences of each width
+MAX_PROPOSED = 3  # proposed tokens
+CONTEXT_TOKENS, TIMED_INFERENCES = 128, 7  # tokens before them, and inferences of each width
 
 
 def measure_costs(model: str) -> None:
     """Tell what an inference of 1, 2, … tokens takes, in seconds; a job."""
     lm = ovspec.load(model, "none", cache_memory=0)
     decoders = lm.runtime.decoder_pool.acquire()
-    text = np.random.default_rng(0).integers(0, lm.target.ir.logits_width, CONTEXT)
+    text = np.random.default_rng(0).integers(0, lm.target.ir.logits_width, CONTEXT_TOKENS)
     decoders.reset(1)
     decoders.target.feed([text], [1])
     turns = list[list[float]]()
-    for _ in range(TIMED + 1):  # in turns, because a machine's speed drifts
+    for _ in range(TIMED_INFERENCES + 1):  # in turns, because a machine's speed drifts
         moments = [time.perf_counter()]
-        for width in range(1, MOST + 2):
-            decoders.target.truncate(0, CONTEXT)
+        for width in range(1, MAX_PROPOSED + 2):
+            decoders.target.truncate(0, CONTEXT_TOKENS)
             decoders.target.feed([text[:width]], [width])
             moments.append(time.perf_counter())
         turns.append([after - before for before, after in pairwise(moments)])
     turns = turns[1:]  # the first inference of a width takes longer
     plain = median(turn[0] for turn in turns)
-    report_progress(costs=[plain * median(turn[k] / turn[0] for turn in turns) for k in range(MOST + 1)])
+    report_progress(costs=[plain * median(turn[k] / turn[0] for turn in turns) for k in range(MAX_PROPOSED + 1)])
 
 
-def expected_speedup(accepted: Sequence[float], costs: Sequence[float], share: float) -> float:
+def estimate_speedup(accepted: Sequence[float], costs: Sequence[float], share: float) -> float:
     """Return how many times as fast as plain decoding a draft makes generation, with the best fixed lookahead.
 
     An inference of more tokens counts as at least as long, so that nothing but accepted tokens can gain.
@@ -53,7 +53,7 @@ def expected_speedup(accepted: Sequence[float], costs: Sequence[float], share: f
     return max([1.0, *((1 + a) * plain / (cost + k * share * plain) for k, (a, cost) in enumerate(ways, 1))])
 
 
-def share_of(target: Path, weights: float) -> float:
+def estimate_step_share(target: Path, weights: float) -> float:
     """Return the share of a target's inference that a draft's step takes, if it has so many weights in int8.
 
     Both mostly wait for their weights to be read.

@@ -29,14 +29,14 @@ from ovspec.ir.device import DeviceOptions, make_compile_properties, openvino_co
 from ovspec.ir.hidden_states import find_embedding, find_layer_inputs
 from ovspec_export.channel import is_stop_requested, report_progress
 from ovspec_export.distill.documents import Document, read_documents
-from ovspec_export.distill.work import DOCUMENTS, FEATURES, TARGET
+from ovspec_export.distill.work import DOCUMENTS_FILE, FEATURES_FOLDER, TARGET_FILE
 
-TOP = 16  # of the likeliest tokens that are kept
-SHARD = 64e6  # bytes
+CHOICE_COUNT = 16  # of the likeliest tokens that are kept
+SHARD_BYTES = 64e6  # bytes
 # Activations share a scale in larger groups than usual: a long text is read faster, and a head learns as well.
-PROPERTIES = {"DYNAMIC_QUANTIZATION_GROUP_SIZE": "128", "CACHE_DIR": ""}
-REPORT = 2.0  # seconds between two reports of progress
-ROWS = 4096  # of the embedding that are read at once
+DEVICE_PROPERTIES = {"DYNAMIC_QUANTIZATION_GROUP_SIZE": "128", "CACHE_DIR": ""}
+REPORT_SECONDS = 2.0  # seconds between two reports of progress
+ROWS_AT_ONCE = 4096  # of the embedding that are read at once
 
 
 @dataclass(frozen=True)
@@ -80,26 +80,28 @@ def write_features(
         checkpoint: the target's, of which torch computes them in place of OpenVINO, on ``torch_device``.
         model_type: its family.
     """
-    began, folder = time.monotonic(), Path(work) / FEATURES
+    began, folder = time.monotonic(), Path(work) / FEATURES_FOLDER
     folder.mkdir(exist_ok=True)
-    documents, shards = read_documents(Path(work) / DOCUMENTS), shards_in(folder)
+    documents, shards = read_documents(Path(work) / DOCUMENTS_FILE), list_shards(folder)
     done = shards[-1].first + shards[-1].count if shards else 0
-    if layers and not (Path(work) / TARGET).is_file():
-        write_target(Path(model), Path(work) / TARGET)
+    if layers and not (Path(work) / TARGET_FILE).is_file():
+        write_target_tables(Path(model), Path(work) / TARGET_FILE)
     size = sum(shard.file.stat().st_size for shard in shards)
     if checkpoint:
-        compute = computing_in_torch(checkpoint, model_type, layers, torch_device, trust_remote_code)
+        compute = make_torch_compute(checkpoint, model_type, layers, torch_device, trust_remote_code)
     else:
-        compute = computing(Path(model), layers)
+        compute = make_openvino_compute(Path(model), layers)
     before = tokens = sum(len(document.ids) for document in documents[:done])
     told = since = time.monotonic()
-    while done < len(documents) and size < most and not over(began, seconds):
+    while done < len(documents) and size < most and not is_time_over(began, seconds):
         parts, taken = list[dict[str, Tensor]](), 0
-        while done + len(parts) < len(documents) and taken < SHARD and not (parts and over(began, seconds)):
+        while (
+            done + len(parts) < len(documents) and taken < SHARD_BYTES and not (parts and is_time_over(began, seconds))
+        ):
             parts.append(compute(documents[done + len(parts)].ids))
             taken += sum(part.nbytes for part in parts[-1].values())
             tokens += len(parts[-1]["ids"])
-            if (now := time.monotonic()) - told > REPORT:
+            if (now := time.monotonic()) - told > REPORT_SECONDS:
                 report_progress(tokens=tokens, per_second=(tokens - before) / (now - since))
                 told = now
         write_shard(folder / f"{done:07}.safetensors", done, parts)
@@ -107,7 +109,7 @@ def write_features(
     report_progress(tokens=tokens)
 
 
-def over(began: float, seconds: float) -> bool:
+def is_time_over(began: float, seconds: float) -> bool:
     return is_stop_requested() or time.monotonic() - began > seconds
 
 
@@ -119,7 +121,7 @@ def write_shard(file: Path, first: int, parts: list[dict[str, Tensor]]) -> None:
         save_file(tensors, partial, {"first": str(first), "count": str(len(parts))})
 
 
-def shards_in(folder: Path) -> list[Shard]:
+def list_shards(folder: Path) -> list[Shard]:
     """Return the shards, in order; a file after a gap is left out, and written again."""
     found = list[Shard]()
     for file in sorted(folder.glob("*.safetensors")):
@@ -132,7 +134,7 @@ def shards_in(folder: Path) -> list[Shard]:
 
 
 @dataclass(frozen=True)
-class Place:
+class ShardSpan:
     """Where a document's rows are in an open shard."""
 
     document: Document
@@ -140,7 +142,7 @@ class Place:
     start: int
     end: int
 
-    def read(self, *names: str) -> list[Tensor]:
+    def read_tensors(self, *names: str) -> list[Tensor]:
         """Return some of its tensors; empty ones for those that the shard doesn't have."""
         there = self.opened.keys()
         empty = torch.empty((self.end - self.start, 0))
@@ -150,15 +152,15 @@ class Place:
 class Examples(Sequence[Example]):
     """Documents that have a shard, read from the disk each time that they are asked for."""
 
-    def __init__(self, places: list[Place]) -> None:
-        self.places = places
+    def __init__(self, places: list[ShardSpan]) -> None:
+        self.spans = places
 
     def __len__(self) -> int:
-        return len(self.places)
+        return len(self.spans)
 
     def __getitem__(self, index: int) -> Example:  # type: ignore[override]
-        place = self.places[index]
-        return Example(place.document, *place.read("ids", "features", "final", "choices", "logprobs"))
+        place = self.spans[index]
+        return Example(place.document, *place.read_tensors("ids", "features", "final", "choices", "logprobs"))
 
 
 def read_examples(work: Path, held_out: bool) -> Examples:
@@ -167,21 +169,21 @@ def read_examples(work: Path, held_out: bool) -> Examples:
     Raises:
         OvspecError: a shard is of other documents.
     """
-    documents, places = read_documents(work / DOCUMENTS), list[Place]()
-    for shard in shards_in(work / FEATURES):
+    documents, places = read_documents(work / DOCUMENTS_FILE), list[ShardSpan]()
+    for shard in list_shards(work / FEATURES_FOLDER):
         opened = safe_open(shard.file, "pt")
         starts = opened.get_tensor("starts").tolist()
         own = documents[shard.first : shard.first + shard.count]
         if starts != [0, *accumulate(len(document.ids) for document in own)]:
             raise OvspecError("the features in the work folder belong to other texts; delete the folder")
         spans = zip(own, pairwise(starts), strict=True)
-        places += [Place(document, opened, start, end) for document, (start, end) in spans]
+        places += [ShardSpan(document, opened, start, end) for document, (start, end) in spans]
     return Examples([place for place in places if place.document.held_out == held_out])
 
 
-def computing(model: Path, layers: list[int]) -> Callable[[list[int]], dict[str, Tensor]]:
+def make_openvino_compute(model: Path, layers: list[int]) -> Callable[[list[int]], dict[str, Tensor]]:
     """Return a function that computes what a shard keeps of a document's ids."""
-    options = DeviceOptions(precision="f32", properties=PROPERTIES)
+    options = DeviceOptions(precision="f32", properties=DEVICE_PROPERTIES)
     compiled = compile_ir(model, options, lambda graph: add_outputs(graph, layers)).compiled_model
     request, names = compiled.create_infer_request(), {port.get_any_name() for port in compiled.outputs}
 
@@ -196,12 +198,12 @@ def computing(model: Path, layers: list[int]) -> Callable[[list[int]], dict[str,
         request.reset_state()
         request.infer({port: given[port.get_any_name()] for port in compiled.inputs})
         found = {name: torch.from_numpy(request.get_tensor(name).data.reshape(len(ids), -1)) for name in names}
-        return in_shard(ids, found)
+        return make_shard_tensors(ids, found)
 
     return compute
 
 
-def computing_in_torch(
+def make_torch_compute(
     checkpoint: str, model_type: str, layers: list[int], device: str, trust_remote_code: bool
 ) -> Callable[[list[int]], dict[str, Tensor]]:
     """Return a function that computes what a shard keeps of a document's ids, with the checkpoint in torch."""
@@ -215,18 +217,18 @@ def computing_in_torch(
     def compute(ids: list[int]) -> dict[str, Tensor]:
         given = torch.tensor([ids], device=device)
         output = model(input_ids=given, use_cache=False, output_hidden_states=bool(layers))
-        logprobs, choices = output.logits[0].float().log_softmax(-1).topk(TOP)
+        logprobs, choices = output.logits[0].float().log_softmax(-1).topk(CHOICE_COUNT)
         found = {"logprobs": logprobs.cpu(), "choices": choices.cpu()}
         if layers:
             states = output.hidden_states  # what each layer reads, and last what the lm_head reads
             found["features"] = torch.cat([states[layer][0] for layer in layers], -1).cpu()
             found["final"] = states[-1][0].cpu()
-        return in_shard(ids, found)
+        return make_shard_tensors(ids, found)
 
     return compute
 
 
-def in_shard(ids: list[int], found: dict[str, Tensor]) -> dict[str, Tensor]:
+def make_shard_tensors(ids: list[int], found: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return what was computed in the types that a shard has."""
     types = {"features": torch.bfloat16, "final": torch.bfloat16, "choices": torch.int32, "logprobs": torch.float16}
     tensors = {name: each.to(types[name], copy=True) for name, each in found.items()}
@@ -237,18 +239,18 @@ def add_outputs(model: ov.Model, layers: list[int]) -> None:
     """Add the outputs features and final, if there are layers to read, choices and logprobs, in place of the logits."""
     logits = model.output("logits").get_node()
     logprobs = ops.log_softmax(logits.input_value(0), -1)
-    likeliest = ops.topk(logprobs, ops.constant(TOP, dtype=ov.Type.i64), -1, "max", "value")
+    likeliest = ops.topk(logprobs, ops.constant(CHOICE_COUNT, dtype=ov.Type.i64), -1, "max", "value")
     outputs = {"logprobs": likeliest.output(0), "choices": likeliest.output(1)}
     if layers:
         inputs = find_layer_inputs(model, find_model_states(model))
         outputs["features"] = ops.concat([inputs[layer] for layer in layers], -1).output(0)
-        outputs["final"] = head_of(model).input_value(0)
+        outputs["final"] = require_lm_head(model).input_value(0)
     for name, value in outputs.items():
         add_output(model, value, name)
     model.remove_result(logits)
 
 
-def head_of(model: ov.Model) -> ov.Node:
+def require_lm_head(model: ov.Model) -> ov.Node:
     """Return the lm_head of a graph; raises OvspecError if it isn't found."""
     found = find_lm_head(model)
     if found is None:
@@ -256,23 +258,23 @@ def head_of(model: ov.Model) -> ov.Node:
     return found
 
 
-def write_target(folder: Path, file: Path) -> None:
+def write_target_tables(folder: Path, file: Path) -> None:
     """Write the target's ``embedding`` and ``lm_head`` [vocabulary, hidden], as its IR has them, in bf16.
 
     One that is tied to the other is left out.
     """
     model = read_model(folder)
-    product = head_of(model)
+    product = require_lm_head(model)
     table, weights = find_embedding(model).input_value(0), product.input_value(1)
     rows = 0 if product.get_attributes()["transpose_b"] else 1
-    tensors = {"embedding": constant_rows(table, 0), "lm_head": constant_rows(weights, rows)}
+    tensors = {"embedding": compute_constant_rows(table, 0), "lm_head": compute_constant_rows(weights, rows)}
     if torch.equal(*tensors.values()):
         del tensors["lm_head"]
     with open_replacement(file) as partial:
         save_file(tensors, partial)
 
 
-def constant_rows(matrix: ov.Output, axis: int) -> Tensor:
+def compute_constant_rows(matrix: ov.Output, axis: int) -> Tensor:
     """Return the rows along ``axis`` of a matrix in a graph that follows from constants, in bf16."""
     index = ops.parameter([-1], ov.Type.i64)
     picked: ov.Node = ops.gather(matrix, index, ops.constant(axis, dtype=ov.Type.i64))
@@ -283,7 +285,7 @@ def constant_rows(matrix: ov.Output, axis: int) -> Tensor:
     request = openvino_core().compile_model(graph, "CPU", properties).create_infer_request()
     count = matrix.get_partial_shape()[axis].get_length()
     parts = list[Tensor]()
-    for start in range(0, count, ROWS):
-        request.infer([np.arange(start, min(start + ROWS, count))])
+    for start in range(0, count, ROWS_AT_ONCE):
+        request.infer([np.arange(start, min(start + ROWS_AT_ONCE, count))])
         parts.append(torch.from_numpy(request.get_output_tensor(0).data).bfloat16())
     return torch.cat(parts)

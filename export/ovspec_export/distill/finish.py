@@ -11,17 +11,17 @@ from ovspec.base.progress import print_note, show_step
 from ovspec.ir.compile import MODEL_FILE
 from ovspec.setup.manifest import DRAFT_FOLDER, read_manifest
 from ovspec_export.distill import stages
-from ovspec_export.distill.card import made_in
+from ovspec_export.distill.card import read_record
 from ovspec_export.distill.exported import export_draft, export_result
-from ovspec_export.distill.gain import gained, no_gain
-from ovspec_export.distill.plan import Plan
-from ovspec_export.distill.result import describe_made, put_beside, write_result
-from ovspec_export.distill.work import Work
+from ovspec_export.distill.gain import describe_missing_gain, is_faster
+from ovspec_export.distill.plan import DistillPlan
+from ovspec_export.distill.result import add_draft_to_target, make_record, write_result
+from ovspec_export.distill.work import WorkFolder
 
-LEAST_GAIN = 15.0  # seconds
+MIN_GAIN_SECONDS = 15.0  # seconds
 
 
-class Ended(enum.IntEnum):
+class Outcome(enum.IntEnum):
     """How a distillation ended: the exit codes of ``ovspec distill``."""
 
     GAINED = 0
@@ -29,59 +29,61 @@ class Ended(enum.IntEnum):
     STOPPED = 130
 
 
-def finish(plan: Plan, work: Work) -> Ended:
+def finish_distillation(plan: DistillPlan, work: WorkFolder) -> Outcome:
     """Export the result, measure what it brings, and put everything into its place, as far as that isn't done."""
     if not is_finished(plan, work):
         export_result(plan, work)
-        write_result(plan, work, describe_made(plan, work, True, measured(plan, work)))
-    finished, manifest = made_in(plan.output), read_manifest(plan.output)
+        write_result(plan, work, make_record(plan, work, True, measure_result(plan, work)))
+    finished, manifest = read_record(plan.output), read_manifest(plan.output)
     assert finished and manifest
-    if not gained(finished.rows):
-        print_note(no_gain(plan.name, finished.rows))
-        return Ended.NOTHING_GAINED
+    if not is_faster(finished.rows):
+        print_note(describe_missing_gain(plan.name, finished.rows))
+        return Outcome.NOTHING_GAINED
     print_note(f"{plan.output}: finished")
-    put_beside(plan, work.ir, manifest.target)
-    return Ended.GAINED
+    add_draft_to_target(plan, work.ir, manifest.target)
+    return Outcome.GAINED
 
 
-def is_finished(plan: Plan, work: Work) -> bool:
+def is_finished(plan: DistillPlan, work: WorkFolder) -> bool:
     """Return whether the output has the result of all that has been done."""
-    found = made_in(plan.output)
+    found = read_record(plan.output)
     return bool(found and found.run == work.run and found.complete and found.seconds == work.spent.seconds)
 
 
-def measured(plan: Plan, work: Work) -> list[dict[str, Any]]:
+def measure_result(plan: DistillPlan, work: WorkFolder) -> list[dict[str, Any]]:
     """Return the rows of a benchmark of plain decoding, the old draft if there is one, and the result."""
     from ovspec.api.timing import format_mode_table
 
-    old, output = old_draft(plan, work), work.scratch / "gain.json"
-    seconds = max(plan.budget - work.spent.seconds_of(), LEAST_GAIN)
+    old, output = find_old_draft(plan, work), work.scratch / "gain.json"
+    seconds = max(plan.budget_seconds - work.spent.sum_seconds(), MIN_GAIN_SECONDS)
     with show_step(f"{plan.name}: measuring what it brings on texts that were held out", keep=True):
-        stages.measure_gain(plan, work, old, output, seconds)
+        stages.run_gain_job(plan, work, old, output, seconds)
     rows = read_json(output)["rows"]
     print_note(format_mode_table(rows))
     return rows
 
 
-def old_draft(plan: Plan, work: Work) -> Path | None:
+def find_old_draft(plan: DistillPlan, work: WorkFolder) -> Path | None:
     """Return the folder of the draft that the result is compared with: what was taught, or what the target has."""
     if plan.draft:
         given = Path(plan.options.draft or "").expanduser()
         if (given / MODEL_FILE).is_file():
             return given.resolve()
-        export_draft(plan, work, plan.draft if plan.of_head else stages.draft_checkpoint(plan, work), work.old)
-        return work.old
+        export_draft(
+            plan, work, plan.draft if plan.makes_head else stages.find_working_draft(plan, work), work.old_draft_ir
+        )
+        return work.old_draft_ir
     beside = plan.target.folder.resolve() / DRAFT_FOLDER
     return beside if plan.target.is_ir and beside.is_dir() else None
 
 
-def keep(plan: Plan, work: Work) -> None:
+def write_partial_result(plan: DistillPlan, work: WorkFolder) -> None:
     """Write the result so far, if there is one, and say how to go on."""
     if is_finished(plan, work):
         print_note(f"{plan.output}: finished, but perhaps not put beside its target; the same command does that")
     elif work.has_result:
         export_result(plan, work)
-        write_result(plan, work, describe_made(plan, work, False, []))
+        write_result(plan, work, make_record(plan, work, False, []))
         print_note(f"{plan.output}: the result so far; the same command goes on")
     else:
         print_note(f"{plan.name}: stopped before anything was trained; the same command goes on")

@@ -15,23 +15,23 @@ from torch import Tensor, nn
 
 from ovspec.base.files import open_replacement, read_json, write_atomically
 from ovspec_export.distill.features import Example, Examples, read_examples
-from ovspec_export.distill.new_head import new_config, new_layout
-from ovspec_export.distill.packing import Batch, batches, pack
-from ovspec_export.distill.start import begin, usual_size
-from ovspec_export.distill.training import Effort, in_a_row, moved, train
-from ovspec_export.distill.unroll import agreement, loss_of
-from ovspec_export.distill.work import STATE, TARGET
+from ovspec_export.distill.new_head import make_head_config, make_head_layout
+from ovspec_export.distill.packing import Batch, iterate_batches, pack_examples
+from ovspec_export.distill.start import compute_rms_sizes, initialize_head
+from ovspec_export.distill.training import TrainingLimits, compute_accepted, move_rows, train_student
+from ovspec_export.distill.unroll import compare_guesses, compute_unrolled_loss
+from ovspec_export.distill.work import STATE_FILE, TARGET_FILE
 from ovspec_export.head_layout import read_head_layout
 from ovspec_export.heads import EagleHead, load_head_checkpoint
 
-STEPS = 3  # of the unroll
-SHARE = 0.25  # of the entries, for which the unroll goes beyond its first step
+UNROLL_STEPS = 3  # of the unroll
+DEEP_SHARE = 0.25  # of the entries, for which the unroll goes beyond its first step
 # After 500,000 tokens of SmolLM2's chats 0.62 guesses in a row are right, with AdamW at 5e-4 for all and steps of 640
 # tokens 0.57. A token costs a sixth more, but 250,000 bring nearly what 500,000 did. Twice Muon's rate is worse.
 STEP_TOKENS = 320
-MATRICES, RATE = 5e-4, 3e-4  # the highest rates: by Muon, and by AdamW of all else
-FC, LM_HEAD = 0.3, 0.2  # their shares of these: they begin near their goals
-WEIGHTS = "model.safetensors"
+MATRIX_RATE, ADAMW_RATE = 5e-4, 3e-4  # the highest rates: by Muon, and by AdamW of all else
+FC_RATE_SHARE, LM_HEAD_RATE_SHARE = 0.3, 0.2  # their shares of these: they begin near their goals
+WEIGHTS_FILE = "model.safetensors"
 
 
 class HeadStudent:
@@ -48,56 +48,57 @@ class HeadStudent:
         self.embedding, self.ids, self.divisor, self.draft_ids = (each.to(device) for each in tables)
         self.config, self.device = config, torch.device(device)
 
-    def groups(self) -> list[dict[str, Any]]:
+    def parameter_groups(self) -> list[dict[str, Any]]:
         named = [(name, weight) for name, weight in self.module.named_parameters() if weight.requires_grad]
         last = [weight for name, weight in named if name.startswith("lm_head.")]
         inner = [(name, weight) for name, weight in named if not name.startswith("lm_head.")]
         first = [weight for name, weight in inner if name == "fc.weight"]
         matrices = [weight for name, weight in inner if weight.ndim > 1 and name != "fc.weight"]
+        vectors = [weight for _, weight in inner if weight.ndim == 1]
         muon = {"weight_decay": 0.01, "orthogonal": True}
         return [
-            {"params": first, "most": MATRICES * FC} | muon,
-            {"params": matrices, "most": MATRICES} | muon,
-            {"params": [weight for _, weight in inner if weight.ndim == 1], "most": RATE, "weight_decay": 0.0},
-            {"params": last, "most": RATE * LM_HEAD, "weight_decay": 0.0},
+            {"params": first, "peak_rate": MATRIX_RATE * FC_RATE_SHARE} | muon,
+            {"params": matrices, "peak_rate": MATRIX_RATE} | muon,
+            {"params": vectors, "peak_rate": ADAMW_RATE, "weight_decay": 0.0},
+            {"params": last, "peak_rate": ADAMW_RATE * LM_HEAD_RATE_SHARE, "weight_decay": 0.0},
         ]
 
-    def batches(self, examples: Sequence[Example]) -> Iterator[Batch]:
-        return map(self.scaled, batches(examples, STEP_TOKENS, STEPS, SHARE))
+    def make_batches(self, examples: Sequence[Example]) -> Iterator[Batch]:
+        return map(self.scale_features, iterate_batches(examples, STEP_TOKENS, UNROLL_STEPS, DEEP_SHARE))
 
-    def scaled(self, batch: Batch) -> Batch:
+    def scale_features(self, batch: Batch) -> Batch:
         batch = batch.to(self.device)
         return replace(batch, features=batch.features / self.divisor)
 
-    def loss(self, batch: Batch) -> Tensor:
-        return loss_of(self.module, batch, self.embedding, self.draft_ids, STEPS)
+    def compute_loss(self, batch: Batch) -> Tensor:
+        return compute_unrolled_loss(self.module, batch, self.embedding, self.draft_ids, UNROLL_STEPS)
 
-    def judge(self, examples: Iterable[Example]) -> dict[str, Any]:
+    def measure_acceptance(self, examples: Iterable[Example]) -> dict[str, Any]:
         """Return how often the head agrees with the target at each depth, and how many of 1, 2, … are accepted."""
-        found = [
-            agreement(self.module, self.scaled(pack([each], STEPS, 1.0)), self.embedding, self.ids, STEPS)
-            for each in examples
+        agreements = [
+            compare_guesses(self.module, self.scale_features(batch), self.embedding, self.ids, UNROLL_STEPS)
+            for batch in (pack_examples([example], UNROLL_STEPS, 1.0) for example in examples)
         ]
-        agree = torch.cat([torch.zeros(0, STEPS, dtype=torch.bool), *found]).float()
+        agree = torch.cat([torch.zeros(0, UNROLL_STEPS, dtype=torch.bool), *agreements]).float()
         if not len(agree):
             return {}
         rates = [round(rate, 4) for rate in agree.mean(0).tolist()]
-        return {"agreement": rates, "accepted": in_a_row(agree)}
+        return {"agreement": rates, "accepted": compute_accepted(agree)}
 
-    def write(self, folder: Path) -> None:
+    def write_checkpoint(self, folder: Path) -> None:
         """Write the head as a checkpoint in AngelSlim's format; one that had another keeps its config."""
         folder.mkdir(exist_ok=True)
         weights = {name: weight.detach() for name, weight in self.module.state_dict().items()}
         weights["fc.weight"] = weights["fc.weight"] / self.divisor
-        tensors = {their_name(name): weight.bfloat16().contiguous() for name, weight in weights.items()}
+        tensors = {angelslim_name(name): weight.bfloat16().contiguous() for name, weight in weights.items()}
         tensors["d2t"] = self.ids - torch.arange(len(self.ids), device=self.device)
         tensors["t2d"] = self.draft_ids >= 0
-        with open_replacement(folder / WEIGHTS) as partial:
+        with open_replacement(folder / WEIGHTS_FILE) as partial:
             save_file(tensors, partial, {"format": "pt"})
         write_atomically(folder / "config.json", json.dumps(self.config, indent=2) + "\n")
 
 
-def their_name(name: str) -> str:
+def angelslim_name(name: str) -> str:
     """Return AngelSlim's name of a tensor."""
     return name.replace("layer.", "midlayer.", 1) if name.startswith("layer.") else name
 
@@ -122,13 +123,13 @@ def train_head(
         start: the checkpoint of a head to begin with; a new one by default.
     """
     began, folder = time.monotonic(), Path(work)
-    target = load_file(folder / TARGET)
+    target = load_file(folder / TARGET_FILE)
     embedding, rows = target["embedding"], target.get("lm_head", target["embedding"])
     examples = read_examples(folder, held_out=False)
-    ids = most_expected(examples, len(rows), draft_vocabulary)
+    ids = choose_draft_ids(examples, len(rows), draft_vocabulary)
     state: dict[str, Any] = {}
-    if (folder / STATE).is_file():
-        state = torch.load(folder / STATE, "cpu", weights_only=True)
+    if (folder / STATE_FILE).is_file():
+        state = torch.load(folder / STATE_FILE, "cpu", weights_only=True)
         change_vocabulary(state, ids, rows)
         shapes = {name: list(weight.shape) for name, weight in state["weights"].items()}
         head = EagleHead(read_head_layout(state["config"], shapes, "the head"))
@@ -138,31 +139,32 @@ def train_head(
         head, config = load_head_checkpoint(Path(start), embedding=embedding), read_json(Path(start) / "config.json")
         config |= {"draft_vocab_size": len(ids)}
         old = torch.arange(len(head.d2t)) + head.d2t
-        head.lm_head.weight = nn.Parameter(moved(head.lm_head.weight, old, ids, rows[ids].float()))
+        head.lm_head.weight = nn.Parameter(move_rows(head.lm_head.weight, old, ids, rows[ids].float()))
         if head.lm_head.bias is not None:
-            head.lm_head.bias = nn.Parameter(moved(head.lm_head.bias, old, ids, torch.zeros(len(ids))))
+            head.lm_head.bias = nn.Parameter(move_rows(head.lm_head.bias, old, ids, torch.zeros(len(ids))))
         divisor = torch.ones(head.fc.in_features)
         if not head.layout.fused_norm:  # as in a new one
-            divisor = usual_size(examples, "features")
+            divisor = compute_rms_sizes(examples, "features")
             head.fc.weight.mul_(divisor)
     else:
         vocab, hidden = embedding.shape
-        config = new_config(read_json(Path(model) / "config.json"), vocab, hidden, layers, len(ids))
-        head = EagleHead(new_layout(config, layers))
-        divisor = begin(head, examples, embedding, rows[ids].float())
+        config = make_head_config(read_json(Path(model) / "config.json"), vocab, hidden, layers, len(ids))
+        head = EagleHead(make_head_layout(config, layers))
+        divisor = initialize_head(head, examples, embedding, rows[ids].float())
     student = HeadStudent(head, embedding, ids, divisor, config, torch_device)
     kept = {"config": config, "divisor": divisor, "ids": ids}
-    train(student, folder, state, kept, Effort(seconds - (time.monotonic() - began), tokens, torch_device))
+    limits = TrainingLimits(seconds - (time.monotonic() - began), tokens, torch_device)
+    train_student(student, folder, state, kept, limits)
 
 
-def most_expected(examples: Examples, vocabulary: int, count: int) -> Tensor:
+def choose_draft_ids(examples: Examples, vocabulary: int, count: int) -> Tensor:
     """Return the ``count`` ids that the target expects most often, sorted; of unseen ones the smaller come first.
 
     Small ids are frequent in most tokenizers, because merges are numbered in the order in which they were found.
     """
     counts = torch.linspace(1e-6, 0, vocabulary, dtype=torch.float64)
-    for place in examples.places:
-        ids, choices, logprobs = place.read("ids", "choices", "logprobs")
+    for place in examples.spans:
+        ids, choices, logprobs = place.read_tensors("ids", "choices", "logprobs")
         counts.index_add_(0, choices.flatten().long(), logprobs.flatten().double().exp())
         counts.index_add_(0, ids.long(), torch.ones(len(ids), dtype=torch.float64))
     return counts.topk(min(count, vocabulary)).indices.sort().values
@@ -173,9 +175,9 @@ def change_vocabulary(state: dict[str, Any], ids: Tensor, rows: Tensor) -> None:
     fresh = {"lm_head.weight": rows[ids].float(), "lm_head.bias": torch.zeros(len(ids))}
     for name in fresh.keys() & state["averaged"].keys():
         for values in (state["weights"], state["averaged"]):
-            values[name] = moved(values[name], state["ids"], ids, fresh[name])
+            values[name] = move_rows(values[name], state["ids"], ids, fresh[name])
         moments = state["optimizer"][name]
         for moment in ("exp_avg", "exp_avg_sq"):
-            moments[moment] = moved(moments[moment], state["ids"], ids, torch.zeros_like(fresh[name]))
+            moments[moment] = move_rows(moments[moment], state["ids"], ids, torch.zeros_like(fresh[name]))
     state["ids"] = ids
     state["config"]["draft_vocab_size"] = len(ids)

@@ -13,17 +13,18 @@ from ovspec.base.progress import print_note
 from ovspec.ir.compile import MODEL_FILE, check_ir_folder, check_weights, find_lm_head, read_ir
 from ovspec.ir.heads import check_layers_have_keys, find_head_inputs
 from ovspec.setup.manifest import DRAFT_FOLDER, ExportedModel, read_manifest
-from ovspec_export.distill.trimming import check_trimmable, most_used
+from ovspec_export.distill.trimming import check_trimmable, choose_most_used_ids
 from ovspec_export.head_fit import check_head_fits
 from ovspec_export.head_layout import new_head_tap_layers
 from ovspec_export.sources import GgufSource, HeadSource, Source, find_source
 from ovspec_export.tokenizers import check_pair_vocabularies
 
 Kind = Literal["head", "draft", "trimmed draft"]
-WITH_KEYS = ("full_attention", "sliding_attention", "chunked_attention", "attention")  # kinds of layers in configs
+# Kinds of layers in configs.
+KINDS_WITH_KEYS = ("full_attention", "sliding_attention", "chunked_attention", "attention")
 
 
-def asked_for(
+def choose_kind(
     target: Source, named: str | None, trimmed: int | None, draft_vocabulary: int | None
 ) -> tuple[Kind, Source | None, list[int]]:
     """Return what is to be made, the draft that it is made of, and the target's layers that it reads.
@@ -36,26 +37,26 @@ def asked_for(
     """
     draft = None
     if named:
-        draft = find_source(named) if trimmed else find_draft(named)
+        draft = find_source(named) if trimmed else find_draft_checkpoint(named)
     for_head = not trimmed and (draft is None or isinstance(draft, HeadSource))
     if not for_head and draft_vocabulary:
         raise OvspecError("`draft_vocabulary` is for heads; for a draft model use `trim_vocabulary`.")
     if target.is_ir:
-        check_target(target.folder, target.name, for_head)
+        check_target_ir(target.folder, target.name, for_head)
     elif for_head:
-        check_checkpoint(target)
+        check_target_checkpoint(target)
     if isinstance(draft, HeadSource) and not trimmed:
         return "head", draft, check_head_fits(target, draft)
     if draft is None:
-        return "head", None, new_head_tap_layers(number_of(target, "layers"))
+        return "head", None, new_head_tap_layers(require_config_number(target, "layers"))
     if trimmed:
         check_trimmable(draft)
-        most_used([], trimmed, number_of(draft, "vocab"))  # which refuses a wrong number
+        choose_most_used_ids([], trimmed, require_config_number(draft, "vocab"))  # which refuses a wrong number
     check_pair_vocabularies(target, draft, trust_remote_code=False)
     return "trimmed draft" if trimmed else "draft", draft, []
 
 
-def number_of(source: Source, what: str) -> int:
+def require_config_number(source: Source, what: str) -> int:
     """Return a number in a config; raises OvspecError if it isn't there."""
     number = source.config_number(what)
     if number is None:
@@ -64,7 +65,7 @@ def number_of(source: Source, what: str) -> int:
     return number
 
 
-def check_target(folder: Path, name: str, for_head: bool) -> None:
+def check_target_ir(folder: Path, name: str, for_head: bool) -> None:
     """Raise OvspecError if the exported model can't be run here, or can't have a head and is to get one."""
     check_ir_folder(folder)
     check_weights(folder / MODEL_FILE)
@@ -78,7 +79,7 @@ def check_target(folder: Path, name: str, for_head: bool) -> None:
     read_ir(folder, check)
 
 
-def check_checkpoint(target: Source) -> None:
+def check_target_checkpoint(target: Source) -> None:
     """Raise OvspecError if the config of a checkpoint says that its model can't have a head.
 
     It need not say so: the exported model is checked again.
@@ -87,25 +88,25 @@ def check_checkpoint(target: Source) -> None:
     kinds = config.get("layer_types")
     if layers and isinstance(kinds, list) and len(kinds) == layers:
         shared = int(config.get("num_kv_shared_layers") or 0)
-        check_layers_have_keys(sum(kind in WITH_KEYS for kind in kinds) - shared, layers, target.name)
+        check_layers_have_keys(sum(kind in KINDS_WITH_KEYS for kind in kinds) - shared, layers, target.name)
 
 
-def origin(target: Source) -> tuple[str, str | None]:
+def find_origin(target: Source) -> tuple[str, str | None]:
     """Return the name and the revision of the checkpoint behind a target, as far as they are known."""
     manifest = read_manifest(target.folder) if target.is_ir else None
     return (manifest.target.source, manifest.target.revision) if manifest else (target.name, target.revision)
 
 
-def for_torch(target: Source) -> Source | None:
+def find_torch_checkpoint(target: Source) -> Source | None:
     """Return the checkpoint of which torch can compute hidden states; None if there is none."""
-    found = exported_from(target) if target.is_ir else target
+    found = find_exported_checkpoint(target) if target.is_ir else target
     if found is None or isinstance(found, GgufSource) or found.holds_text_model:
         print_note(f"{target.name}: its checkpoint can't be used, so OpenVINO computes the hidden states, on the CPU")
         return None
     return found
 
 
-def find_draft(name: str) -> Source:
+def find_draft_checkpoint(name: str) -> Source:
     """Return the checkpoint of a draft, also if its export is named.
 
     Raises:
@@ -116,10 +117,10 @@ def find_draft(name: str) -> Source:
         return source
     if isinstance(source, HeadSource):
         raise OvspecError(f"{name}: only the IR of a head, which can't be trained; name the head's checkpoint.")
-    entry = exported_as(source.folder)
+    entry = find_manifest_entry(source.folder)
     if entry is None:
         raise OvspecError(f"{name}: an IR, which can't be taught, and nothing says of what; name the checkpoint.")
-    if not (found := exported_from(source)):
+    if not (found := find_exported_checkpoint(source)):
         raise OvspecError(
             f"{name}: its checkpoint, {entry.source}, is needed and isn't here; name its folder or hub id."
         )
@@ -127,12 +128,12 @@ def find_draft(name: str) -> Source:
     return found
 
 
-def exported_from(source: Source) -> Source | None:
+def find_exported_checkpoint(source: Source) -> Source | None:
     """Return the checkpoint of an export by what its manifest says: beside it, or on the hub; None if it isn't there.
 
     The network need not be there for what is in the hub's cache.
     """
-    entry = exported_as(source.folder)
+    entry = find_manifest_entry(source.folder)
     if entry is None:
         return None
     beside = [parent / entry.source for parent in list(source.folder.resolve().parents)[:2]]
@@ -147,7 +148,7 @@ def exported_from(source: Source) -> Source | None:
     return None
 
 
-def exported_as(folder: Path) -> ExportedModel | None:
+def find_manifest_entry(folder: Path) -> ExportedModel | None:
     """Return what the manifest says of the model in ``folder``, which may be the draft beside its target."""
     if manifest := read_manifest(folder):
         return manifest.target

@@ -9,28 +9,29 @@ from ovspec.ir.config import CONTEXT_KEYS, LAYER_KEYS
 from ovspec_export.head_layout import LAYER_IDS_ENTRY, HeadLayout, build_head_layout, default_tap_layers
 
 
-def new_config(
+def make_head_config(
     target: dict[str, Any], vocab: int, hidden: int, layers: list[int], draft_vocabulary: int
 ) -> dict[str, Any]:
     """Return the config.json of a new head, which has the target's sizes where its config says them."""
     target = target.get("text_config") or target
-    heads = number(target, ("num_attention_heads", "n_head")) or max(1, hidden // 64)
-    wide = number(target, ("intermediate_size",)) or 0  # of a mixture of experts, perhaps that of one expert
+    heads = find_positive_number(target, ("num_attention_heads", "n_head")) or max(1, hidden // 64)
+    # Of a mixture of experts, perhaps that of one expert.
+    intermediate_size = find_positive_number(target, ("intermediate_size",)) or 0
     rope = target.get("rope_parameters") or {}
     base = target.get("rope_theta") or rope.get("rope_theta") or 10_000.0
-    count = number(target, LAYER_KEYS) or 0
+    count = find_positive_number(target, LAYER_KEYS) or 0
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
         "hidden_size": hidden,
-        "intermediate_size": wide if hidden <= wide <= 6 * hidden else 3 * hidden,
+        "intermediate_size": intermediate_size if hidden <= intermediate_size <= 6 * hidden else 3 * hidden,
         "num_hidden_layers": 1,
         "num_attention_heads": heads,
-        "num_key_value_heads": number(target, ("num_key_value_heads",)) or heads,
-        "head_dim": number(target, ("head_dim",)) or hidden // heads,
+        "num_key_value_heads": find_positive_number(target, ("num_key_value_heads",)) or heads,
+        "head_dim": find_positive_number(target, ("head_dim",)) or hidden // heads,
         "vocab_size": vocab,
         "draft_vocab_size": draft_vocabulary,
-        "max_position_embeddings": number(target, CONTEXT_KEYS) or 2048,
+        "max_position_embeddings": find_positive_number(target, CONTEXT_KEYS) or 2048,
         "rms_norm_eps": target.get("rms_norm_eps") or 1e-6,
         "rope_theta": base,
         "hidden_act": "silu",
@@ -41,12 +42,12 @@ def new_config(
     return config if layers == default_tap_layers(count) else config | {LAYER_IDS_ENTRY: layers}
 
 
-def number(config: dict[str, Any], names: Sequence[str]) -> int | None:
+def find_positive_number(config: dict[str, Any], names: Sequence[str]) -> int | None:
     """Return the first of these entries that is a positive number."""
     return next((config[name] for name in names if type(config.get(name)) is int and config[name] > 0), None)
 
 
-def new_layout(config: dict[str, Any], layers: list[int]) -> HeadLayout:
+def make_head_layout(config: dict[str, Any], layers: list[int]) -> HeadLayout:
     """Return the layout of a new head, by its config. It has no embedding of its own."""
     hidden = config["hidden_size"]
     return build_head_layout(

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ROWS = 96  # most rows of a block
+BLOCK_ROWS = 96  # most rows of a block
 MOMENTUM = 0.95
-USUAL = 0.2  # root mean square of a step at rate 1, as AdamW's, so rates can be compared (Moonlight, arXiv 2502.16982)
+# Root mean square of a step at rate 1, as AdamW's, so rates can be compared (Moonlight, arXiv 2502.16982).
+STEP_SIZE = 0.2
 # Coefficients of Newton-Schulz iterations, for singular values between about 0.7 and 1.2 after five of them.
-SLOPE, CUBE, FIFTH, ITERATIONS = 3.4445, -4.7750, 2.0315, 5
+LINEAR, CUBIC, QUINTIC, ITERATIONS = 3.4445, -4.7750, 2.0315, 5
 
 
 class Optimizer(torch.optim.AdamW):
@@ -38,21 +39,21 @@ class Optimizer(torch.optim.AdamW):
         average = state.setdefault("exp_avg", torch.zeros_like(weight)).lerp_(weight.grad, 1 - MOMENTUM)
         direction = weight.grad.lerp(average, MOMENTUM)
         weight.grad = None
-        weight.mul_(1 - rate * decay).add_(orthogonal(direction), alpha=-rate * USUAL)
+        weight.mul_(1 - rate * decay).add_(orthogonalize(direction), alpha=-rate * STEP_SIZE)
 
 
-def orthogonal(matrix: Tensor) -> Tensor:
+def orthogonalize(matrix: Tensor) -> Tensor:
     """Return a matrix with about equal singular values in each block of rows, and a root mean square of about 1."""
     if len(matrix) > matrix.shape[1]:
-        return orthogonal(matrix.T).T
+        return orthogonalize(matrix.T).T
     rows, columns = matrix.shape
-    count = next(count for count in range(-(-rows // ROWS), rows + 1) if rows % count == 0)
+    count = next(count for count in range(-(-rows // BLOCK_ROWS), rows + 1) if rows % count == 0)
     blocks = matrix.reshape(count, -1, columns)
     blocks = blocks / (1.01 * blocks.norm(dim=(1, 2), keepdim=True) + 1e-9)
     # The iteration needs the rows' products only, which are far smaller than the blocks.
     products, identity = blocks @ blocks.mT, torch.eye(rows // count)
     factor = identity.expand_as(products)
     for _ in range(ITERATIONS):
-        each = torch.baddbmm(products, products, products, beta=CUBE, alpha=FIFTH) + SLOPE * identity
+        each = torch.baddbmm(products, products, products, beta=CUBIC, alpha=QUINTIC) + LINEAR * identity
         factor, products = factor @ each, each @ products @ each
     return (factor @ blocks).reshape(rows, columns) * columns**0.5

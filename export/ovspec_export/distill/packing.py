@@ -44,13 +44,13 @@ class Batch:
         """Return the batch on a device."""
         return Batch(*(getattr(self, field.name).to(device) for field in fields(self)))
 
-    def seen(self, entries: Tensor) -> Tensor:
+    def visible_entries(self, entries: Tensor) -> Tensor:
         """Return which entries each of ``entries`` sees, itself included: (entries, n) bool."""
         before = torch.arange(len(self), device=entries.device) <= entries[:, None]
         return before & (self.document == self.document[entries, None])
 
 
-def pack(examples: Sequence[Example], steps: int, share: float, ahead: int = 1) -> Batch:
+def pack_examples(examples: Sequence[Example], steps: int, share: float, ahead: int = 1) -> Batch:
     """Return a batch in which a random ``share`` of the entries with enough tokens after them is deep.
 
     ahead: how many tokens an entry's token is ahead of its features: 1 for a head, 0 for a draft model.
@@ -72,7 +72,9 @@ def pack(examples: Sequence[Example], steps: int, share: float, ahead: int = 1) 
     )
 
 
-def batches(examples: Sequence[Example], tokens: int, steps: int, share: float, ahead: int = 1) -> Iterator[Batch]:
+def iterate_batches(
+    examples: Sequence[Example], tokens: int, steps: int, share: float, ahead: int = 1
+) -> Iterator[Batch]:
     """Yield batches of about ``tokens`` entries, of the examples in random order, without end."""
     while True:
         taken, count = list[Example](), 0
@@ -80,7 +82,7 @@ def batches(examples: Sequence[Example], tokens: int, steps: int, share: float, 
             taken.append(examples[index])
             count += len(taken[-1].ids) - ahead
             if count >= tokens:
-                yield pack(taken, steps, share, ahead)
+                yield pack_examples(taken, steps, share, ahead)
                 taken, count = [], 0
         if taken:
-            yield pack(taken, steps, share, ahead)
+            yield pack_examples(taken, steps, share, ahead)

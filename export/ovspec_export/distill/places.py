@@ -9,13 +9,13 @@ from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_text
 from ovspec.base.progress import print_note
 from ovspec.setup.manifest import has_manifest, restore_backup
-from ovspec_export.distill.card import made_in
-from ovspec_export.distill.documents import read_given
+from ovspec_export.distill.card import read_record
+from ovspec_export.distill.documents import read_user_texts
 from ovspec_export.folders import check_output_folder, read_raw_manifest
 from ovspec_export.sources import Source
 
 
-def check_places(target: Source, output: Path, work: Path) -> None:
+def check_folders(target: Source, output: Path, work: Path) -> None:
     """Raise OvspecError if a folder that is written holds the target or the other one, or is in it."""
     where = target.folder.resolve()
     for name, place in (("output", output), ("work", work)):
@@ -25,21 +25,21 @@ def check_places(target: Source, output: Path, work: Path) -> None:
         raise OvspecError(f"{work}: is, contains or is inside the output; name another `work`.")
 
 
-def check_files(texts: Iterable[Path], topics: Path | None) -> None:
+def check_text_files(texts: Iterable[Path], topics: Path | None) -> None:
     """Raise OvspecError if a file isn't there, or holds something else than texts, chats or topics."""
-    if skipped := read_given(place.expanduser() for place in texts).skipped:
+    if skipped := read_user_texts(place.expanduser() for place in texts).skipped:
         print_note(f"{skipped} file{'s' * (skipped > 1)} in the folders hold no text, and are left out")
     if topics:
         read_text(topics.expanduser())
 
 
-def check_place(output: Path, run: str | None, overwrite: bool) -> None:
+def check_result_folder(output: Path, run: str | None, overwrite: bool) -> None:
     """Raise OvspecError if ``output`` holds something else than a result, or one that is not to be replaced.
 
     What an earlier process has written for the same ``run`` is replaced in any case.
     """
     restore_backup(output)
-    made = made_in(output)
+    made = read_record(output)
     if has_manifest(output) and not made and not read_raw_manifest(output).get("unfinished"):
         raise OvspecError(f"{output}: holds an exported model, not what was distilled; name another `output`.")
     check_output_folder(output, overwrite or bool(made and made.run == run))

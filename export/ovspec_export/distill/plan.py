@@ -16,20 +16,20 @@ from ovspec.setup.identity import hash_model
 from ovspec.setup.manifest import DRAFT_FOLDER
 from ovspec_export.compression import INT8, WEIGHT_FORMATS
 from ovspec_export.convert import describe_failure, estimate_space
-from ovspec_export.distill.models import Kind, asked_for, for_torch, origin
-from ovspec_export.distill.new_head import new_config, new_layout
-from ovspec_export.distill.places import check_files, check_place, check_places
-from ovspec_export.distill.work import Settings, begun_in, check_settings
+from ovspec_export.distill.models import Kind, choose_kind, find_origin, find_torch_checkpoint
+from ovspec_export.distill.new_head import make_head_config, make_head_layout
+from ovspec_export.distill.places import check_folders, check_result_folder, check_text_files
+from ovspec_export.distill.work import DistillSettings, check_settings, read_work_header
 from ovspec_export.folders import check_disk_space
 from ovspec_export.sources import HeadSource, Source, find_source
 
-DRAFT_VOCABULARY = 16384
-MINUTES = 180.0
-MINUTES_TO_TRIM = 10.0  # of texts, in which the ids are counted
-SIZE_LIMIT = 10.0  # GB
-PER_WEIGHT = 20  # bytes of a weight in training: itself, its gradient, two of Adam and its mean, 4 each
-STORED = 18  # bytes of a weight on the disk: the same without the gradient, and the result in 16 bits
-WORKING = 1e9  # bytes that a stage takes beside weights: a KV cache or activations, and libraries
+DEFAULT_DRAFT_VOCABULARY = 16384
+DEFAULT_MINUTES = 180.0
+DEFAULT_TRIM_MINUTES = 10.0  # of texts, in which the ids are counted
+DEFAULT_SIZE_LIMIT = 10.0  # GB
+TRAINING_BYTES_PER_WEIGHT = 20  # bytes of a weight in training: itself, its gradient, two of Adam and its mean, 4 each
+STORED_BYTES_PER_WEIGHT = 18  # bytes of a weight on the disk: the same without the gradient, and the result in 16 bits
+WORKING_BYTES = 1e9  # bytes that a stage takes beside weights: a KV cache or activations, and libraries
 
 
 @dataclass(frozen=True)
@@ -61,13 +61,13 @@ class DistillOptions:
     minutes: float | None = None
     tokens: int | None = None
     torch_device: str = "cpu"
-    size_limit: float = SIZE_LIMIT
+    size_limit: float = DEFAULT_SIZE_LIMIT
     work: Path | None = None
     overwrite: bool = False
 
 
 @dataclass(frozen=True)
-class Plan:
+class DistillPlan:
     """A checked distillation.
 
     target: the model as it was given. origin: the name and revision of the checkpoint behind it.
@@ -85,7 +85,7 @@ class Plan:
     checkpoint: Source | None
     draft: Source | None
     layers: list[int]
-    settings: Settings
+    settings: DistillSettings
 
     @property
     def name(self) -> str:
@@ -93,23 +93,23 @@ class Plan:
         return self.output.name
 
     @property
-    def of_head(self) -> bool:
+    def makes_head(self) -> bool:
         return self.kind == "head"
 
     @property
-    def budget(self) -> float:
+    def budget_seconds(self) -> float:
         """Seconds for all stages."""
-        usual = MINUTES_TO_TRIM if self.kind == "trimmed draft" else MINUTES
+        usual = DEFAULT_TRIM_MINUTES if self.kind == "trimmed draft" else DEFAULT_MINUTES
         return 60 * (usual if self.options.minutes is None else self.options.minutes)
 
     @property
-    def vocabulary(self) -> int:
+    def draft_vocabulary(self) -> int:
         """How many ids a head can propose; one that is trained further keeps their number."""
-        usual = self.draft.layout.draft_vocab_size if isinstance(self.draft, HeadSource) else DRAFT_VOCABULARY
+        usual = self.draft.layout.draft_vocab_size if isinstance(self.draft, HeadSource) else DEFAULT_DRAFT_VOCABULARY
         return self.options.draft_vocabulary or usual
 
 
-def planned(options: DistillOptions) -> Plan:
+def make_plan(options: DistillOptions) -> DistillPlan:
     """Check everything that can be known before any work.
 
     Raises:
@@ -117,16 +117,16 @@ def planned(options: DistillOptions) -> Plan:
     """
     output = options.output.expanduser().resolve()
     work = (options.work or output.with_name(f".{output.name}.distill")).expanduser().resolve()
-    check_files(options.text, options.topics)
-    begun = begun_in(work)
-    check_place(output, begun.run if begun else None, options.overwrite)
+    check_text_files(options.text, options.topics)
+    begun = read_work_header(work)
+    check_result_folder(output, begun.run if begun else None, options.overwrite)
     check_torch_device(options.torch_device)
     target = find_source(options.model)
     if isinstance(target, HeadSource):
         raise OvspecError(f"{target.name}: an EAGLE-3 head, not a model; name the model that it drafts for.")
-    check_places(target, output, work)
-    kind, draft, layers = asked_for(target, options.draft, options.trim_vocabulary, options.draft_vocabulary)
-    settings = Settings(
+    check_folders(target, output, work)
+    kind, draft, layers = choose_kind(target, options.draft, options.trim_vocabulary, options.draft_vocabulary)
+    settings = DistillSettings(
         model=hash_model(target.folder) if target.is_ir else target.revision,
         text=[str(place.expanduser().resolve()) for place in options.text],
         topics=str(options.topics.expanduser().resolve()) if options.topics else None,
@@ -135,8 +135,8 @@ def planned(options: DistillOptions) -> Plan:
         draft_vocabulary=options.draft_vocabulary,
     )
     check_settings(work, begun, settings)
-    checkpoint = for_torch(target) if options.torch_device != "cpu" else None
-    plan = Plan(options, kind, output, work, target, origin(target), checkpoint, draft, layers, settings)
+    checkpoint = find_torch_checkpoint(target) if options.torch_device != "cpu" else None
+    plan = DistillPlan(options, kind, output, work, target, find_origin(target), checkpoint, draft, layers, settings)
     check_room(plan)
     return plan
 
@@ -155,16 +155,16 @@ def check_torch_device(name: str) -> None:
 # ---------------------------------------------------------------- room
 
 
-def check_room(plan: Plan) -> None:
+def check_room(plan: DistillPlan) -> None:
     """Raise OvspecError if the disk or the memory is too small."""
-    trained = trained_weights(plan)
-    in_training = STORED * trained + 4 * embedding_weights(plan.target)
+    trained = count_trained_weights(plan)
+    in_training = STORED_BYTES_PER_WEIGHT * trained + 4 * count_embedding_weights(plan.target)
     export = 0.0 if plan.target.is_ir else estimate_space(plan.target, INT8)
     held = sum(file.stat().st_size for file in plan.work.rglob("*") if file.is_file())
     features = 0 if plan.kind == "trimmed draft" else plan.options.size_limit * 1e9
     check_disk_space(plan.work, features + in_training + export - held, "distilling with this `size_limit`")
     check_disk_space(plan.output, 4 * trained, "the result")
-    needed, free = needed_memory(plan), psutil.virtual_memory().available
+    needed, free = estimate_memory(plan), psutil.virtual_memory().available
     if needed > free:
         raise OvspecError(
             f"{plan.target.name}: distilling needs about {format_size(needed)} of memory, but only {format_size(free)} "
@@ -172,37 +172,39 @@ def check_room(plan: Plan) -> None:
         )
 
 
-def needed_memory(plan: Plan) -> float:
+def estimate_memory(plan: DistillPlan) -> float:
     """Estimate the memory that distilling takes, in bytes: that of its largest stage, as each is a process of its own.
 
     Writing and reading texts holds the target's weights, and the comparison with an old draft holds them twice.
-    Training holds ``PER_WEIGHT`` bytes of each weight that is trained, and of a head also the target's embedding and
-    lm_head in 16 bits.
+    Training holds ``TRAINING_BYTES_PER_WEIGHT`` of each weight that is trained, and of a head also the target's
+    embedding and lm_head in 16 bits.
     """
     copies = 2 if plan.draft or (plan.target.is_ir and (plan.target.folder / DRAFT_FOLDER).is_dir()) else 1
     if plan.target.is_ir:
         generating = float(check_weights(plan.target.folder / MODEL_FILE))
     else:
         generating = plan.target.parameter_count * WEIGHT_FORMATS["int8"] / 8
-    training = PER_WEIGHT * trained_weights(plan) + (4 * embedding_weights(plan.target) if plan.of_head else 0)
-    return max(copies * generating, 0 if plan.kind == "trimmed draft" else training) + WORKING
+    training = TRAINING_BYTES_PER_WEIGHT * count_trained_weights(plan) + (
+        4 * count_embedding_weights(plan.target) if plan.makes_head else 0
+    )
+    return max(copies * generating, 0 if plan.kind == "trimmed draft" else training) + WORKING_BYTES
 
 
-def trained_weights(plan: Plan) -> float:
+def count_trained_weights(plan: DistillPlan) -> float:
     """Return the number of weights of the result."""
     if isinstance(plan.draft, HeadSource):
-        return float(sum(map(size_of, plan.draft.layout.tensor_shapes().values())))
+        return float(sum(map(count_elements, plan.draft.layout.tensor_shapes().values())))
     if plan.draft:
         return float(plan.draft.parameter_count)
     hidden, vocab = plan.target.config_number("hidden") or 0, plan.target.config_number("vocab") or 0
-    config = new_config(plan.target.config, vocab, hidden, plan.layers, min(plan.vocabulary, vocab))
-    return float(sum(map(size_of, new_layout(config, plan.layers).tensor_shapes().values())))
+    config = make_head_config(plan.target.config, vocab, hidden, plan.layers, min(plan.draft_vocabulary, vocab))
+    return float(sum(map(count_elements, make_head_layout(config, plan.layers).tensor_shapes().values())))
 
 
-def size_of(shape: list[int]) -> int:
+def count_elements(shape: list[int]) -> int:
     return shape[0] * shape[1] if len(shape) == 2 else shape[0]
 
 
-def embedding_weights(target: Source) -> float:
+def count_embedding_weights(target: Source) -> float:
     """Return the number of weights of the target's embedding, and as many again for an lm_head of its own."""
     return float((target.config_number("hidden") or 0) * (target.config_number("vocab") or 0))

@@ -21,29 +21,29 @@ from ovspec.setup.manifest import (
     read_manifest,
 )
 from ovspec_export.compression import INT8
-from ovspec_export.distill.card import Data, Made, write_made
+from ovspec_export.distill.card import DocumentCounts, ResultRecord, write_record
 from ovspec_export.distill.documents import read_documents
-from ovspec_export.distill.exported import result_source
-from ovspec_export.distill.places import check_place
-from ovspec_export.distill.plan import Plan
-from ovspec_export.distill.stages import exported_target
-from ovspec_export.distill.work import TRAINING, Work
+from ovspec_export.distill.exported import make_result_source
+from ovspec_export.distill.places import check_result_folder
+from ovspec_export.distill.plan import DistillPlan
+from ovspec_export.distill.stages import find_exported_target
+from ovspec_export.distill.work import TRAINING_STAGE, WorkFolder
 from ovspec_export.folders import find_foreign_file, open_work_folder, replace_folder
 from ovspec_export.manifests import complete_export, describe_model, installed_versions
 
 
-def describe_made(plan: Plan, work: Work, finished: bool, rows: list[dict[str, object]]) -> Made:
+def make_record(plan: DistillPlan, work: WorkFolder, finished: bool, rows: list[dict[str, object]]) -> ResultRecord:
     """Return what was made, and how."""
-    data, held_out, spent = dict[str, Data](), Data(), work.spent
+    data, held_out, spent = dict[str, DocumentCounts](), DocumentCounts(), work.spent
     for document in read_documents(work.documents):
-        before = held_out if document.held_out else data.get(document.source, Data())
-        now = Data(before.documents + 1, before.tokens + len(document.ids))
+        before = held_out if document.held_out else data.get(document.source, DocumentCounts())
+        now = DocumentCounts(before.documents + 1, before.tokens + len(document.ids))
         if document.held_out:
             held_out = now
         else:
             data[document.source] = now
     name, revision = plan.origin
-    return Made(
+    return ResultRecord(
         run=work.run,
         kind=plan.kind,
         model=name,
@@ -51,29 +51,29 @@ def describe_made(plan: Plan, work: Work, finished: bool, rows: list[dict[str, o
         draft=plan.draft.name if plan.draft else None,
         complete=finished,
         seconds=spent.seconds,
-        tokens=spent.tokens(TRAINING),
+        tokens=spent.count_tokens(TRAINING_STAGE),
         data=data,
         held_out=held_out,
         machine=dict(list_available_devices()).get("CPU", "an unknown processor"),
-        agreement=spent.told.get(TRAINING, {}).get("agreement") or [],
+        agreement=spent.told.get(TRAINING_STAGE, {}).get("agreement") or [],
         lost=spent.told.get("trimming", {}).get("lost"),
         rows=rows,
     )
 
 
-def write_result(plan: Plan, work: Work, made: Made) -> None:
+def write_result(plan: DistillPlan, work: WorkFolder, made: ResultRecord) -> None:
     """Write the result into the output, completely or not at all."""
-    check_place(plan.output, work.run, plan.options.overwrite)
+    check_result_folder(plan.output, work.run, plan.options.overwrite)
     unwanted = shutil.ignore_patterns(MANIFEST_FILE, f"*{PARTIAL_SUFFIX}")
     with open_work_folder(plan.output, overwrite=True) as partial:
         for folder in (work.checkpoint, work.ir):  # whose config says more
             shutil.copytree(folder, partial, dirs_exist_ok=True, ignore=unwanted)
-        write_made(made, plan.name, partial)
-        entry = describe_model(result_source(plan, work), partial, INT8, exported_target(plan, work).folder)
+        write_record(made, plan.name, partial)
+        entry = describe_model(make_result_source(plan, work), partial, INT8, find_exported_target(plan, work).folder)
         complete_export(partial, plan.output, Manifest(entry, None, installed_versions(), {}))
 
 
-def put_beside(plan: Plan, ir: Path, entry: ExportedModel) -> None:
+def add_draft_to_target(plan: DistillPlan, ir: Path, entry: ExportedModel) -> None:
     """Put the exported result into an exported target that has no draft, and say so."""
     model = plan.target.folder.resolve()
     if not plan.target.is_ir or not has_manifest(model):
@@ -89,13 +89,13 @@ def put_beside(plan: Plan, ir: Path, entry: ExportedModel) -> None:
                 f"{model.name}: holds a file that ovspec did not export ({foreign}), so {plan.name} isn't put into it"
             )
         else:
-            add_draft(model, manifest, ir, entry)
+            replace_with_draft(model, manifest, ir, entry)
             print_note(f"{model.name}: {plan.name} is its draft now")
     except (OvspecError, OSError) as error:
         print_note(f"warning: {plan.name} could not be put into {model.name} ({error})")
 
 
-def add_draft(model: Path, manifest: Manifest, ir: Path, entry: ExportedModel) -> None:
+def replace_with_draft(model: Path, manifest: Manifest, ir: Path, entry: ExportedModel) -> None:
     """Replace an exported model by itself with a draft; a kill leaves one or the other, as of an export.
 
     The new folder's files are links to the old one's, where the disk has links.

@@ -13,34 +13,36 @@ from typing import Any
 
 from ovspec.base.files import read_text
 from ovspec_export.convert import run_job
-from ovspec_export.distill.plan import Plan
-from ovspec_export.distill.work import GAIN, Work
+from ovspec_export.distill.plan import DistillPlan
+from ovspec_export.distill.work import GAIN_STAGE, WorkFolder
 from ovspec_export.sources import HeadSource, Source
 
-Told = Callable[[dict[str, Any]], None]
-EVER = 2**62  # tokens, which no time is enough for
+ProgressCallback = Callable[[dict[str, Any]], None]
+UNLIMITED_TOKENS = 2**62  # tokens, which no time is enough for
 
 
-def exported_target(plan: Plan, work: Work) -> Source:
+def find_exported_target(plan: DistillPlan, work: WorkFolder) -> Source:
     """Return the exported target."""
     folder = plan.target.folder.resolve() if plan.target.is_ir else work.target
     return Source(plan.target.name, folder, is_ir=True, revision=plan.target.revision)
 
 
-def write_texts(plan: Plan, work: Work, seconds: float, told: Told) -> bool:
+def run_texts_job(plan: DistillPlan, work: WorkFolder, seconds: float, told: ProgressCallback) -> bool:
     """Let the model write, and take in given texts."""
-    target, topics = exported_target(plan, work), list[str]()
+    target, topics = find_exported_target(plan, work), list[str]()
     if plan.options.topics:
         lines = read_text(plan.options.topics.expanduser()).splitlines()
         topics = [line.strip() for line in lines if line.strip()]
     where = {"model": str(target.folder), "work": str(work.folder)}
     given = {"texts": plan.settings.text, "topics": topics}
-    return run_job("write_texts", target, work.scratch, told, **where, seconds=seconds, tokens=EVER, **given)
+    return run_job(
+        "write_texts", target, work.scratch, told, **where, seconds=seconds, tokens=UNLIMITED_TOKENS, **given
+    )
 
 
-def write_features(plan: Plan, work: Work, seconds: float, told: Told) -> bool:
+def run_features_job(plan: DistillPlan, work: WorkFolder, seconds: float, told: ProgressCallback) -> bool:
     """Compute what the target makes of the texts."""
-    target, by_torch = exported_target(plan, work), dict[str, Any]()
+    target, by_torch = find_exported_target(plan, work), dict[str, Any]()
     if plan.checkpoint:
         by_torch = {"checkpoint": str(plan.checkpoint.folder), "model_type": plan.checkpoint.model_type}
         by_torch |= {"torch_device": plan.options.torch_device}
@@ -58,36 +60,40 @@ def write_features(plan: Plan, work: Work, seconds: float, told: Told) -> bool:
     )
 
 
-def train(plan: Plan, work: Work, seconds: float, told: Told) -> bool:
+def run_training_job(plan: DistillPlan, work: WorkFolder, seconds: float, told: ProgressCallback) -> bool:
     """Train a head, or teach a draft."""
-    common: dict[str, Any] = {"work": str(work.folder), "seconds": seconds, "tokens": plan.options.tokens or EVER}
+    common: dict[str, Any] = {
+        "work": str(work.folder),
+        "seconds": seconds,
+        "tokens": plan.options.tokens or UNLIMITED_TOKENS,
+    }
     common |= {"torch_device": plan.options.torch_device}
-    if plan.of_head:
-        target = exported_target(plan, work)
-        head = {"layers": plan.layers, "draft_vocabulary": plan.vocabulary}
+    if plan.makes_head:
+        target = find_exported_target(plan, work)
+        head = {"layers": plan.layers, "draft_vocabulary": plan.draft_vocabulary}
         head |= {"start": str(plan.draft.folder) if isinstance(plan.draft, HeadSource) else ""}
         return run_job("train_head", target, work.scratch, told, model=str(target.folder), **head, **common)
-    draft = draft_checkpoint(plan, work)
+    draft = find_working_draft(plan, work)
     given = {"source": str(draft.folder), "model_type": draft.model_type, "trust_remote_code": False}
     return run_job("train_draft", draft, work.scratch, told, **given, **common)
 
 
-def measure_costs(plan: Plan, work: Work, told: Told) -> bool:
+def run_costs_job(plan: DistillPlan, work: WorkFolder, told: ProgressCallback) -> bool:
     """Time the target, so that it can be said what to expect."""
-    target = exported_target(plan, work)
+    target = find_exported_target(plan, work)
     return run_job("measure_costs", target, work.scratch, told, model=str(target.folder))
 
 
-def measure_gain(plan: Plan, work: Work, old: Path | None, output: Path, seconds: float) -> None:
+def run_gain_job(plan: DistillPlan, work: WorkFolder, old: Path | None, output: Path, seconds: float) -> None:
     """Time plain decoding, the old draft and the new one; Ctrl-C ends it at once."""
-    target = exported_target(plan, work)
+    target = find_exported_target(plan, work)
     where = {"model": target.folder, "new": work.ir, "documents": work.documents, "output": output}
     arguments: dict[str, Any] = {name: str(place) for name, place in where.items()} | {"old": str(old) if old else ""}
-    with work.timed(GAIN):
+    with work.time_stage(GAIN_STAGE):
         run_job("measure_gain", target, work.scratch, None, **arguments, seconds=seconds)
 
 
-def draft_checkpoint(plan: Plan, work: Work) -> Source:
+def find_working_draft(plan: DistillPlan, work: WorkFolder) -> Source:
     """Return the draft as a checkpoint that transformers can load."""
     assert plan.draft
     if not work.draft.is_dir():

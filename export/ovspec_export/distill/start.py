@@ -12,12 +12,12 @@ from torch import Tensor
 from ovspec_export.distill.features import Example
 from ovspec_export.heads import EagleHead
 
-MOST = 80_000  # tokens that it is fitted to
-SURE = 0.6  # a guess is less sure than what it guesses
+MAX_FIT_TOKENS = 80_000  # tokens that it is fitted to
+INITIAL_CONFIDENCE = 0.6  # a guess is less sure than what it guesses
 
 
 @torch.no_grad()
-def begin(head: EagleHead, examples: Sequence[Example], embedding: Tensor, rows: Tensor) -> Tensor:
+def initialize_head(head: EagleHead, examples: Sequence[Example], embedding: Tensor, rows: Tensor) -> Tensor:
     """Set the weights of a new head, and return what its features are to be divided by.
 
     Some features are a thousand times as large as others, so fc learns in units of each one's usual size. The features
@@ -30,8 +30,8 @@ def begin(head: EagleHead, examples: Sequence[Example], embedding: Tensor, rows:
     """
     layout = head.layout
     hidden, kv_heads, width = layout.hidden_size, layout.kv_head_count, layout.head_dim
-    usual, final = usual_size(examples, "features"), usual_size(examples, "final")
-    of_features, of_token, directions = linear_guess(examples, usual, final, embedding, kv_heads * width)
+    usual, final = compute_rms_sizes(examples, "features"), compute_rms_sizes(examples, "final")
+    of_features, of_token, directions = fit_linear_guess(examples, usual, final, embedding, kv_heads * width)
     for weight in head.parameters():
         if weight.ndim > 1:
             weight.normal_(std=0.5 / math.sqrt(weight.shape[-1]))
@@ -50,31 +50,31 @@ def begin(head: EagleHead, examples: Sequence[Example], embedding: Tensor, rows:
     padded = F.pad(directions, (0, kv_heads * width - known))
     attention.o_proj.weight.view(hidden, *groups)[:, :, 0] = padded.view(hidden, kv_heads, width)
     head.layer.mlp.down_proj.weight.zero_()
-    head.norm.weight.copy_(SURE * final)
+    head.norm.weight.copy_(INITIAL_CONFIDENCE * final)
     head.lm_head.weight.copy_(rows)
     return usual
 
 
-def some_of(examples: Sequence[Example]) -> Iterator[Example]:
-    """Yield the first examples, with ``MOST`` tokens in all, one at a time."""
+def limit_examples(examples: Sequence[Example]) -> Iterator[Example]:
+    """Yield the first examples, with ``MAX_FIT_TOKENS`` tokens in all, one at a time."""
     tokens = 0
     for example in examples:
-        if tokens >= MOST:
+        if tokens >= MAX_FIT_TOKENS:
             return
         yield example
         tokens += len(example.ids)
 
 
-def usual_size(examples: Sequence[Example], name: str) -> Tensor:
+def compute_rms_sizes(examples: Sequence[Example], name: str) -> Tensor:
     """Return the root mean square of each value of ``features`` or ``final``, but for a text's first token."""
     squares, count = torch.zeros(()), 0
-    for example in some_of(examples):
+    for example in limit_examples(examples):
         values = getattr(example, name)[1:].float()
         squares, count = squares + values.square().sum(0), count + len(values)
     return (squares / count).sqrt().clamp(min=1e-6)
 
 
-def linear_guess(
+def fit_linear_guess(
     examples: Sequence[Example], usual: Tensor, final: Tensor, embedding: Tensor, rank: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Fit what the lm_head reads, in units of ``final``, to the features and the next token's normalised embedding.
@@ -84,7 +84,7 @@ def linear_guess(
     wide, hidden = len(usual), embedding.shape[1]
     squares, products = torch.zeros(wide + hidden, wide + hidden), torch.zeros(wide + hidden, len(final))
     count = 0
-    for example in some_of(examples):
+    for example in limit_examples(examples):
         token = F.rms_norm(embedding[example.ids[2:].long()].float(), [hidden])
         x = torch.cat((example.features[1:-1].float() / usual, token), -1)
         squares += x.T @ x

@@ -26,41 +26,41 @@ from ovspec.text.chat_format import ChatFormat
 from ovspec.text.chat_template import Message
 from ovspec_export.channel import is_stop_requested, report_progress
 from ovspec_export.distill.documents import (
-    MOST_TOKENS,
+    MAX_DOCUMENT_TOKENS,
     Document,
-    Seen,
+    SeenRuns,
     append_documents,
-    checksum,
+    compute_checksum,
     create_documents,
-    given_documents,
-    given_prompts,
+    encode_open_chats,
     is_held_out,
+    is_looping,
+    make_user_documents,
     read_documents,
-    read_given,
-    repeats,
+    read_user_texts,
 )
-from ovspec_export.distill.work import DOCUMENTS
+from ovspec_export.distill.work import DOCUMENTS_FILE
 
-MOST_QUESTION, MOST_ANSWER = 160, 320  # tokens
-BATCH = 64  # rows; twice as many gain a twelfth, and end twice as late
-FEWEST_ROWS, ROUNDS = 8, 120  # the rows are as many as leave time for so many rounds
-EVERY = 5.0  # seconds after which documents are written
-BEGINNING = 32  # tokens of a text that the model draws before it goes on
-PREFIX = (32, 128)  # tokens of the user's texts, at least and at most, that the model continues
-UNFINISHED = 32  # tokens from which on an answer is kept when the time is over
-LOOKED_AT = 64  # tokens after which an answer is searched for a loop again
-TOLD_APART = 256  # last tokens of a prompt, which tell it from others
+MAX_QUESTION_TOKENS, MAX_ANSWER_TOKENS = 160, 320  # tokens
+MAX_ROWS = 64  # rows; twice as many gain a twelfth, and end twice as late
+MIN_ROWS, INTENDED_ROUNDS = 8, 120  # the rows are as many as leave time for so many rounds
+WRITE_SECONDS = 5.0  # seconds after which documents are written
+BEGINNING_TOKENS = 32  # tokens of a text that the model draws before it goes on
+PREFIX_TOKENS = (32, 128)  # tokens of the user's texts, at least and at most, that the model continues
+MIN_UNFINISHED_TOKENS = 32  # tokens from which on an answer is kept when the time is over
+LOOP_CHECK_TOKENS = 64  # tokens after which an answer is searched for a loop again
+PROMPT_KEY_TOKENS = 256  # last tokens of a prompt, which tell it from others
 # The texts may differ at near-ties from what the user's settings give, but are written half again as fast.
-SETTINGS: dict[str, Any] = {
+LOAD_SETTINGS: dict[str, Any] = {
     "arithmetic": "fast",
     "kv_precision": "u8",
     "properties": {"DYNAMIC_QUANTIZATION_GROUP_SIZE": "128"},
     "tune": False,
 }
-SAID = "Xq7zv"  # stands for what a user says
-TOPIC = "I have a question about {}: "
+USER_PLACEHOLDER = "Xq7zv"  # stands for what a user says
+TOPIC_OPENING = "I have a question about {}: "
 # Without a system message a small model invents more noise than questions; None is the template's own.
-SYSTEMS = (
+SYSTEM_MESSAGES = (
     None,
     "You are a programmer. You write code and explain it.",
     None,
@@ -78,9 +78,9 @@ def write_texts(
     texts: Sequence[str] = (),
     topics: Sequence[str] = (),
     seed: int = 0,
-    batch: int = BATCH,
-    question: int = MOST_QUESTION,
-    answer: int = MOST_ANSWER,
+    batch: int = MAX_ROWS,
+    question: int = MAX_QUESTION_TOKENS,
+    answer: int = MAX_ANSWER_TOKENS,
 ) -> None:
     """Append documents to those in ``work`` for about ``seconds``, or until they have ``tokens`` tokens together.
 
@@ -90,39 +90,41 @@ def write_texts(
     Args:
         model: the exported model.
         work: the work folder.
-        texts: files and folders of the user's; see ``read_given``.
+        texts: files and folders of the user's; see ``read_user_texts``.
         topics: what is asked about; by default anything.
         batch: maximum number of texts that are written at a time.
         question, answer: maximum numbers of their tokens.
     """
     began = time.monotonic()
-    runtime = ovspec.load(model, "none", **SETTINGS).runtime
-    file, given, seen = Path(work) / DOCUMENTS, read_given(texts), Seen()
+    runtime = ovspec.load(model, "none", **LOAD_SETTINGS).runtime
+    file, given, seen = Path(work) / DOCUMENTS_FILE, read_user_texts(texts), SeenRuns()
     if file.is_file():
         documents = read_documents(file)
         for document in documents:
-            seen.add(document.ids)
+            seen.add_runs(document.ids)
     else:
-        documents = given_documents(given, runtime.prompts, seen)
+        documents = make_user_documents(given, runtime.prompts, seen)
         create_documents(file, documents)
     count, total = len(documents), sum(len(document.ids) for document in documents)
     report_progress(tokens=total, per_second=0, documents=count, skipped=given.skipped)
-    prompts = unanswered(given_prompts(given, runtime.prompts), documents, runtime)
-    asking = asker(runtime.prompts, topics, seen, question)
-    writer = Writer(runtime, asking, seen, documents, prompts, seed + total, answer)
+    prompts = select_unanswered(encode_open_chats(given, runtime.prompts), documents, runtime)
+    prompt_source = make_prompt_source(runtime.prompts, topics, seen, question)
+    writer = TextWriter(runtime, prompt_source, seen, documents, prompts, seed + total, answer)
     before, since, learnt = total, time.monotonic(), False
 
     def over() -> bool:
         late = time.monotonic() - began
         # A job that ends with nothing to learn from is lost time.
-        return is_stop_requested() or total >= tokens or late > seconds * (1 if learnt or writer.has_text else 2)
+        return (
+            is_stop_requested() or total >= tokens or late > seconds * (1 if learnt or writer.has_answer_to_keep else 2)
+        )
 
-    for written in writer.write(over, batch, seconds - (time.monotonic() - began)):
+    for written in writer.write_documents(over, batch, seconds - (time.monotonic() - began)):
         append_documents(file, written)
         learnt = learnt or not all(document.held_out for document in written)
         count, total = count + len(written), total + sum(len(document.ids) for document in written)
         speed = (total - before) / (time.monotonic() - since)
-        report_progress(tokens=total, per_second=speed, documents=count, begun=writer.begun)
+        report_progress(tokens=total, per_second=speed, documents=count, begun=writer.running_tokens)
 
 
 # ---------------------------------------------------------------- what is answered or continued
@@ -150,98 +152,106 @@ class Lead:
     effort: str | None = None
 
 
-def asker(prompts: PromptEncoder, topics: Sequence[str], seen: Seen, most: int) -> Questions | Beginnings:
+def make_prompt_source(
+    prompts: PromptEncoder, topics: Sequence[str], seen: SeenRuns, most: int
+) -> QuestionSource | BeginningSource:
     """Return what makes prompts: questions, unless the model has no chat template that shows what a user says."""
     try:
-        around_user(prompts.chat_format, None)
+        split_at_user_text(prompts.chat_format, None)
     except OvspecError:
-        return Beginnings(prompts, seen)
-    return Questions(prompts, topics, seen, most)
+        return BeginningSource(prompts, seen)
+    return QuestionSource(prompts, topics, seen, most)
 
 
-class Questions:
+class QuestionSource:
     """Lets the model ask, by going on with an empty turn of the user (Magpie, arXiv 2406.08464)."""
 
-    def __init__(self, prompts: PromptEncoder, topics: Sequence[str], seen: Seen, most: int) -> None:
+    def __init__(self, prompts: PromptEncoder, topics: Sequence[str], seen: SeenRuns, most: int) -> None:
         self._prompts, self._topics, self._seen, self._most = prompts, topics, seen, most
-        self._systems = SYSTEMS if prompts.chat_format.takes_system and not topics else (None,)
+        self._systems = SYSTEM_MESSAGES if prompts.chat_format.takes_system and not topics else (None,)
         self._asked = self._ended = 0
-        self._leads = functools.cache(self._lead)
+        self._leads = functools.cache(self._make_lead)
 
-    def lead(self, drawn: np.random.Generator) -> Lead:
+    def draw_lead(self, drawn: np.random.Generator) -> Lead:
         system = self._systems[int(drawn.integers(len(self._systems)))]
         topic = self._topics[int(drawn.integers(len(self._topics)))] if self._topics else None
         # Where the template can be told how much to think, half of the answers think less.
         return self._leads(system, topic, "none" if drawn.integers(2) else None)
 
-    def _lead(self, system: str | None, topic: str | None, effort: str | None) -> Lead:
+    def _make_lead(self, system: str | None, topic: str | None, effort: str | None) -> Lead:
         tokenizer = self._prompts.tokenizer
-        before, after = around_user(self._prompts.chat_format, system, TOPIC.format(topic) if topic else "")
-        stop_ids, stop = ending(after, tokenizer.added_tokens)
+        before, after = split_at_user_text(
+            self._prompts.chat_format, system, TOPIC_OPENING.format(topic) if topic else ""
+        )
+        stop_ids, stop = find_turn_end(after, tokenizer.added_tokens)
         options = {"temperature": 1.0, "top_p": 0.95, "max_tokens": self._most, "stop_ids": stop_ids, "stop": stop}
         return Lead(tokenizer.encode(before, special=False).tolist(), options, system, effort)
 
-    def prompt(self, lead: Lead, row: Row) -> Prompt | None:
+    def make_prompt(self, lead: Lead, row: Row) -> Prompt | None:
         """Return what the model has asked; None if it is no question, or was asked before."""
         tokenizer, text, ended = self._prompts.tokenizer, row.text.strip(), row.finish_reason != "length"
         tokens = row.token_ids[: -1 if ended else None]
         self._asked, self._ended = self._asked + 1, self._ended + ended
         if not ended and self._ended > self._asked / 4:  # few models end hardly any question
             return None
-        if not text or repeats(tokens) or tokenizer.contains_special_name("".join(map(tokenizer.token_text, tokens))):
+        if (
+            not text
+            or is_looping(tokens)
+            or tokenizer.contains_special_name("".join(map(tokenizer.token_text, tokens)))
+        ):
             return None
         try:
             question = tokenizer.encode(text, special=False).tolist()
-            ids = self._prompts.encode(in_chat(text, lead.system), effort=lead.effort).tolist()
+            ids = self._prompts.encode(make_chat(text, lead.system), effort=lead.effort).tolist()
         except OvspecError:  # the text is strange, or the template takes too long on a busy machine
             return None
-        if self._seen.has(question):
+        if self._seen.is_near_duplicate(question):
             return None
-        self._seen.add(question)
+        self._seen.add_runs(question)
         return Prompt(ids, is_held_out(question))
 
 
-class Beginnings:
+class BeginningSource:
     """Lets the model begin texts, if it has no chat template."""
 
-    def __init__(self, prompts: PromptEncoder, seen: Seen) -> None:
+    def __init__(self, prompts: PromptEncoder, seen: SeenRuns) -> None:
         tokenizer, config = prompts.tokenizer, prompts.generation_config
         self._bos, self._seen = tokenizer.prefix_ids, seen
         # A text begins behind BOS or, without one, behind the end of another text, or on a new line.
         start = config.bos_ids.tolist() or sorted(config.eos_ids)[:1] or tokenizer.encode("\n", special=False).tolist()
-        self._lead = Lead(start, {"temperature": 1.0, "max_tokens": BEGINNING})
+        self._lead = Lead(start, {"temperature": 1.0, "max_tokens": BEGINNING_TOKENS})
 
-    def lead(self, drawn: np.random.Generator) -> Lead:
+    def draw_lead(self, drawn: np.random.Generator) -> Lead:
         del drawn
         return self._lead
 
-    def prompt(self, lead: Lead, row: Row) -> Prompt | None:
+    def make_prompt(self, lead: Lead, row: Row) -> Prompt | None:
         """Return what the model has begun; None if it has ended it, or has begun like this before."""
         del lead
-        if row.finish_reason != "length" or repeats(row.token_ids) or self._seen.has(row.token_ids):
+        if row.finish_reason != "length" or is_looping(row.token_ids) or self._seen.is_near_duplicate(row.token_ids):
             return None
-        self._seen.add(row.token_ids)
+        self._seen.add_runs(row.token_ids)
         return Prompt([*self._bos, *row.token_ids], is_held_out(row.token_ids))
 
 
-def in_chat(text: str, system: str | None) -> list[Message]:
+def make_chat(text: str, system: str | None) -> list[Message]:
     before = [{"role": "system", "content": system}] if system else []
     return [*before, {"role": "user", "content": text}]
 
 
-def around_user(format: ChatFormat, system: str | None, lead: str = "") -> tuple[str, str]:
+def split_at_user_text(format: ChatFormat, system: str | None, lead: str = "") -> tuple[str, str]:
     """Return what a template writes before what a user says, and after it; the user begins with ``lead``.
 
     Raises:
         OvspecError: the template can't render that, or doesn't show what a user says.
     """
-    before, found, after = format.render_prompt(in_chat(lead + SAID, system)).partition(SAID)
+    before, found, after = format.render_prompt(make_chat(lead + USER_PLACEHOLDER, system)).partition(USER_PLACEHOLDER)
     if not found:
         raise OvspecError("The model's chat template doesn't show what a user says.")
     return before.rstrip(" "), after  # most vocabularies have words with the space before them
 
 
-def ending(after: str, added: Mapping[str, int]) -> tuple[list[int], list[str]]:
+def find_turn_end(after: str, added: Mapping[str, int]) -> tuple[list[int], list[str]]:
     """Return the ids and the strings that end a user's turn: what the template writes first after it.
 
     added: the ids of tokens that the vocabulary has for names, such as "<|im_end|>".
@@ -254,11 +264,11 @@ def ending(after: str, added: Mapping[str, int]) -> tuple[list[int], list[str]]:
     return [added[first]] if first else [], []
 
 
-def unanswered(prompts: Iterable[list[int]], documents: Iterable[Document], runtime: Runtime) -> list[Prompt]:
+def select_unanswered(prompts: Iterable[list[int]], documents: Iterable[Document], runtime: Runtime) -> list[Prompt]:
     """Return the user's prompts that have no answer yet, and that the model's context has room for."""
-    done = {checksum(document.ids[: document.answer][-TOLD_APART:]) for document in documents}
+    done = {compute_checksum(document.ids[: document.answer][-PROMPT_KEY_TOKENS:]) for document in documents}
     room = runtime.models.target.ir.context_length or np.inf
-    left = (ids for ids in prompts if len(ids) < room and checksum(ids[-TOLD_APART:]) not in done)
+    left = (ids for ids in prompts if len(ids) < room and compute_checksum(ids[-PROMPT_KEY_TOKENS:]) not in done)
     return [Prompt(ids, is_held_out(ids)) for ids in left]
 
 
@@ -266,7 +276,7 @@ def unanswered(prompts: Iterable[list[int]], documents: Iterable[Document], runt
 
 
 @dataclass(frozen=True)
-class Writing:
+class RunningText:
     """A text that is being written: what the model asks after a ``Lead``, or answers to a ``Prompt``."""
 
     row: Row
@@ -274,7 +284,7 @@ class Writing:
     greedy: bool
 
 
-class Writer:
+class TextWriter:
     """Keeps a batch full of questions and answers, and makes documents of the answers.
 
     Args:
@@ -287,62 +297,64 @@ class Writer:
     def __init__(
         self,
         runtime: Runtime,
-        asking: Questions | Beginnings,
-        seen: Seen,
+        prompt_source: QuestionSource | BeginningSource,
+        seen: SeenRuns,
         documents: Iterable[Document],
         prompts: Iterable[Prompt],
         number: int,
         answer: int,
     ) -> None:
-        self._runtime, self._asking, self._seen, self._answer = runtime, asking, seen, answer
-        self._given = [each for each in documents if each.source != "own" and len(each.ids) > PREFIX[0]]
+        self._runtime, self._prompt_source, self._seen, self._answer = runtime, prompt_source, seen, answer
+        self._given = [each for each in documents if each.source != "own" and len(each.ids) > PREFIX_TOKENS[0]]
         self._ready, self._number = deque(prompts), number
-        self._running: dict[int, Writing] = {}  # by the scheduler's number of its row
+        self._running: dict[int, RunningText] = {}  # by the scheduler's number of its row
         self._written: list[Document] = []
 
-    def write(self, over: Callable[[], bool], batch: int, seconds: float) -> Iterator[list[Document]]:
+    def write_documents(self, over: Callable[[], bool], batch: int, seconds: float) -> Iterator[list[Document]]:
         """Yield documents every few seconds until it is ``over``, which should be after ``seconds``."""
         decoders = self._runtime.decoder_pool.acquire()
         models = self._runtime.models
         limits = BatchLimits(batch, count_free_tokens(models.compiled_irs(), batch, models.idle_bytes))
         scheduler = Scheduler(decoders.target, None, NO_LOOKAHEAD, (), limits)
-        rows, costs, since = min(batch, FEWEST_ROWS), deque[float](maxlen=16), time.monotonic()
+        rows, costs, since = min(batch, MIN_ROWS), deque[float](maxlen=16), time.monotonic()
         try:
             while not over():
                 while len(self._running) < rows:
-                    writing = self._next()
+                    writing = self._start_text()
                     self._running[scheduler.queue.add_row(writing.row)] = writing
                 began = time.monotonic()
                 pieces = scheduler.step() or []
                 now = time.monotonic()
                 costs.append((now - began) / max(1, len(pieces)))
-                rows = int(min(batch, max(FEWEST_ROWS, seconds / ROUNDS / median(costs))))
-                scheduler.remove_rows(self._ended(pieces))
-                if now - since > EVERY:
-                    yield self._take()
+                rows = int(min(batch, max(MIN_ROWS, seconds / INTENDED_ROUNDS / median(costs))))
+                scheduler.remove_rows(self._collect_ended(pieces))
+                if now - since > WRITE_SECONDS:
+                    yield self._hand_over()
                     since = now
             for writing in self._running.values():
-                if isinstance(writing.after, Prompt) and len(writing.row.token_ids) >= UNFINISHED:
-                    self._keep(writing, writing.after)
+                if isinstance(writing.after, Prompt) and len(writing.row.token_ids) >= MIN_UNFINISHED_TOKENS:
+                    self._keep_answer(writing, writing.after)
             self._running = {}
-            yield self._take()
+            yield self._hand_over()
         finally:
             self._runtime.decoder_pool.release(decoders)
 
     @property
-    def begun(self) -> int:
+    def running_tokens(self) -> int:
         """The tokens of texts that are being written."""
         return sum(len(writing.row.token_ids) for writing in self._running.values())
 
     @property
-    def has_text(self) -> bool:
+    def has_answer_to_keep(self) -> bool:
         """Whether a text that is being written would be kept, and learned from, if the time were over."""
         return any(
-            isinstance(each.after, Prompt) and not each.after.held_out and len(each.row.token_ids) >= UNFINISHED
+            isinstance(each.after, Prompt)
+            and not each.after.held_out
+            and len(each.row.token_ids) >= MIN_UNFINISHED_TOKENS
             for each in self._running.values()
         )
 
-    def _next(self) -> Writing:
+    def _start_text(self) -> RunningText:
         """Return the next text, not begun yet: an answer, if there is something to answer, or a question."""
         drawn = np.random.default_rng(self._number)
         greedy, seed = bool(drawn.integers(2)), self._number
@@ -350,54 +362,54 @@ class Writer:
         if self._ready:
             after = self._ready.popleft()
         elif self._given and drawn.integers(2):
-            after = self._piece(drawn)
+            after = self._draw_prompt(drawn)
         else:
-            lead = self._asking.lead(drawn)
-            return Writing(self._row(lead.ids, seed=seed, **lead.options), lead, False)
+            lead = self._prompt_source.draw_lead(drawn)
+            return RunningText(self._make_row(lead.ids, seed=seed, **lead.options), lead, False)
         options = {"temperature": 0.0 if greedy else 1.0, "max_tokens": self._answer}
-        return Writing(self._row(after.ids, seed=seed, **options), after, greedy)
+        return RunningText(self._make_row(after.ids, seed=seed, **options), after, greedy)
 
-    def _piece(self, drawn: np.random.Generator) -> Prompt:
+    def _draw_prompt(self, drawn: np.random.Generator) -> Prompt:
         """Return a prompt that the user gave an answer to, or a piece of a text, to be continued by the model."""
         document, bos = self._given[int(drawn.integers(len(self._given)))], self._runtime.prompts.tokenizer.prefix_ids
         if document.answer:
             return Prompt(document.ids[: document.answer], document.held_out)
         body = document.ids[len(bos) if document.ids[: len(bos)] == bos else 0 :]
-        length = min(int(drawn.integers(PREFIX[0], PREFIX[1] + 1)), len(body))
+        length = min(int(drawn.integers(PREFIX_TOKENS[0], PREFIX_TOKENS[1] + 1)), len(body))
         start = int(drawn.integers(len(body) - length + 1))
         return Prompt([*bos, *body[start : start + length]], document.held_out)
 
-    def _row(self, ids: list[int], **options: Any) -> Row:
+    def _make_row(self, ids: list[int], **options: Any) -> Row:
         [row] = self._runtime.row_maker.make_rows(ids, self._runtime.row_maker.make_complete_params(options))  # type: ignore[arg-type]
         return row
 
-    def _ended(self, pieces: Iterable[tuple[int, Piece]]) -> list[int]:
+    def _collect_ended(self, pieces: Iterable[tuple[int, Piece]]) -> list[int]:
         """Take the texts that have ended; return the numbers of those that have got into a loop, which end now."""
         looping = list[int]()
         for number, piece in pieces:
             writing = self._running[number]
             row, after = writing.row, writing.after
             if not piece.finish_reason:
-                if len(row.token_ids) % LOOKED_AT or not row.token_ids or not repeats(row.token_ids):
+                if len(row.token_ids) % LOOP_CHECK_TOKENS or not row.token_ids or not is_looping(row.token_ids):
                     continue
                 looping.append(number)
             elif isinstance(after, Prompt):
-                self._keep(writing, after)
-            elif prompt := self._asking.prompt(after, row):
+                self._keep_answer(writing, after)
+            elif prompt := self._prompt_source.make_prompt(after, row):
                 self._ready.append(prompt)
             del self._running[number]
         return looping
 
-    def _keep(self, writing: Writing, prompt: Prompt) -> None:
+    def _keep_answer(self, writing: RunningText, prompt: Prompt) -> None:
         """Make a document of an answer, unless it loops or is a near-duplicate."""
         tokens = writing.row.token_ids
-        if repeats(tokens) or self._seen.has(tokens):
+        if is_looping(tokens) or self._seen.is_near_duplicate(tokens):
             return
         ids = [*prompt.ids, *tokens]
-        self._seen.add(ids)
-        answer = max(0, min(len(prompt.ids), MOST_TOKENS - len(tokens)))
-        self._written.append(Document(ids[-MOST_TOKENS:], answer, "own", writing.greedy, prompt.held_out))
+        self._seen.add_runs(ids)
+        answer = max(0, min(len(prompt.ids), MAX_DOCUMENT_TOKENS - len(tokens)))
+        self._written.append(Document(ids[-MAX_DOCUMENT_TOKENS:], answer, "own", writing.greedy, prompt.held_out))
 
-    def _take(self) -> list[Document]:
+    def _hand_over(self) -> list[Document]:
         written, self._written = self._written, []
         return written

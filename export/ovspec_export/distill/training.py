@@ -25,16 +25,16 @@ from ovspec.ir.instruction_set import list_instruction_sets
 from ovspec_export.channel import is_stop_requested, report_progress
 from ovspec_export.distill.features import Example, Examples, read_examples
 from ovspec_export.distill.optimizer import Optimizer
-from ovspec_export.distill.work import CHECKPOINT, STATE
+from ovspec_export.distill.work import CHECKPOINT_FOLDER, STATE_FILE
 
-HELD_BACK = 24  # held-out documents that are judged while it trains
-WARM_UP, STEADY = 100, 8000  # steps until the rate is the highest, and until it falls
-REPORT, SAVE, JUDGE = 5.0, 120.0, 60.0  # seconds between progress, states and judgements
-AVERAGED = 6  # the larger, the shorter the average; 12 has 0.01 guesses in a row fewer, the last weights 0.08
+JUDGED_DOCUMENTS = 24  # held-out documents that are judged while it trains
+WARM_UP_STEPS, STEADY_STEPS = 100, 8000  # steps until the rate is the highest, and until it falls
+REPORT_SECONDS, SAVE_SECONDS, JUDGE_SECONDS = 5.0, 120.0, 60.0  # seconds between progress, states and judgements
+AVERAGE_SPAN = 6  # the larger, the shorter the average; 12 has 0.01 guesses in a row fewer, the last weights 0.08
 BETAS = (0.9, 0.95)
 M_MMAP_MAX, M_TRIM_THRESHOLD = -4, -1  # of glibc's mallopt
-BF16 = "AVX512_CORE_BF16"  # of OpenVINO's names of instruction sets, the least that multiplies in bf16
-LONGEST = 1.0  # norm of a step's gradient
+BF16_INSTRUCTIONS = "AVX512_CORE_BF16"  # of OpenVINO's names of instruction sets, the least that multiplies in bf16
+MAX_GRADIENT_NORM = 1.0  # norm of a step's gradient
 
 
 class Student(Protocol):
@@ -43,19 +43,19 @@ class Student(Protocol):
     @property
     def module(self) -> nn.Module: ...
 
-    def groups(self) -> list[dict[str, Any]]: ...
+    def parameter_groups(self) -> list[dict[str, Any]]: ...
 
-    def batches(self, examples: Sequence[Example]) -> Iterator[Any]: ...
+    def make_batches(self, examples: Sequence[Example]) -> Iterator[Any]: ...
 
-    def loss(self, batch: Any) -> Tensor: ...
+    def compute_loss(self, batch: Any) -> Tensor: ...
 
-    def judge(self, examples: Iterable[Example]) -> dict[str, Any]: ...
+    def measure_acceptance(self, examples: Iterable[Example]) -> dict[str, Any]: ...
 
-    def write(self, folder: Path) -> None: ...
+    def write_checkpoint(self, folder: Path) -> None: ...
 
 
 @dataclass(frozen=True)
-class Effort:
+class TrainingLimits:
     """How long a job trains: for ``seconds``, or until ``tokens`` were seen over all runs; and where torch does it."""
 
     seconds: float
@@ -63,7 +63,9 @@ class Effort:
     device: str = "cpu"
 
 
-def train(student: Student, work: Path, state: dict[str, Any], kept: dict[str, Any], effort: Effort) -> None:
+def train_student(
+    student: Student, work: Path, state: dict[str, Any], kept: dict[str, Any], effort: TrainingLimits
+) -> None:
     """Train a student on the documents in the work folder, and write the state and the result.
 
     Args:
@@ -71,19 +73,21 @@ def train(student: Student, work: Path, state: dict[str, Any], kept: dict[str, A
         kept: what else the state is to hold.
     """
     with torch.device(effort.device):
-        go_on(student, work, state, kept, effort)
+        run_training_loop(student, work, state, kept, effort)
 
 
-def go_on(student: Student, work: Path, state: dict[str, Any], kept: dict[str, Any], effort: Effort) -> None:
-    keep_heap()
+def run_training_loop(
+    student: Student, work: Path, state: dict[str, Any], kept: dict[str, Any], effort: TrainingLimits
+) -> None:
+    keep_freed_memory()
     examples, held_out = (read_examples(work, held_out) for held_out in (False, True))
     if not len(examples):
         raise OvspecError("there is no text to learn from yet; give more `minutes`")
-    judged = Examples(held_out.places[:: max(1, len(held_out) // HELD_BACK)])
+    judged = Examples(held_out.spans[:: max(1, len(held_out) // JUDGED_DOCUMENTS)])
     named = {name: weight for name, weight in student.module.named_parameters() if weight.requires_grad}
     given = state.get("averaged") or {name: weight.detach() for name, weight in named.items()}
     averaged = {name: weight.clone().to(effort.device) for name, weight in given.items()}
-    optimizer = Optimizer(student.groups(), betas=BETAS, fused=True)
+    optimizer = Optimizer(student.parameter_groups(), betas=BETAS, fused=True)
     for name, values in state.get("optimizer", {}).items():
         optimizer.state[named[name]] = {each: value.to(effort.device) for each, value in values.items()}
     step, seen = state.get("step", 0), state.get("seen", 0)
@@ -92,7 +96,7 @@ def go_on(student: Student, work: Path, state: dict[str, Any], kept: dict[str, A
     def save() -> None:
         optimized = {name: optimizer.state[weight] for name, weight in named.items()}
         weights = student.module.state_dict()
-        with open_replacement(work / STATE) as partial:
+        with open_replacement(work / STATE_FILE) as partial:
             figures = {"step": step, "seen": seen, "averaged": averaged, "optimizer": optimized, "weights": weights}
             torch.save(kept | figures, partial)
 
@@ -110,48 +114,48 @@ def go_on(student: Student, work: Path, state: dict[str, Any], kept: dict[str, A
 
     began = reported = saved = time.monotonic()
     at_report, shown, closing = seen, dict[str, Any](), 0.0  # the last: seconds that judging in the end will take
-    judged_at = began - JUDGE + min(JUDGE, effort.seconds / 4)
-    for batch in student.batches(examples):
+    judged_at = began - JUDGE_SECONDS + min(JUDGE_SECONDS, effort.seconds / 4)
+    for batch in student.make_batches(examples):
         now = time.monotonic()
         if is_stop_requested() or now - began > effort.seconds - closing or seen >= effort.tokens:
             break
-        rate = min((step + 1) / WARM_UP, 1.0, (STEADY / (step + 1)) ** 0.5)
+        rate = min((step + 1) / WARM_UP_STEPS, 1.0, (STEADY_STEPS / (step + 1)) ** 0.5)
         for group in optimizer.param_groups:
-            group["lr"] = rate * group["most"]
-        with in_bf16(effort.device):
-            loss = student.loss(batch)
+            group["lr"] = rate * group["peak_rate"]
+        with autocast_bf16(effort.device):
+            loss = student.compute_loss(batch)
         loss.backward()
-        nn.utils.clip_grad_norm_(list(named.values()), LONGEST)
+        nn.utils.clip_grad_norm_(list(named.values()), MAX_GRADIENT_NORM)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         step, seen = step + 1, seen + len(batch)
-        share = (AVERAGED + 1) / (step + AVERAGED)
+        share = (AVERAGE_SPAN + 1) / (step + AVERAGE_SPAN)
         for name, weight in named.items():
             averaged[name].lerp_(weight.detach(), share)
-        if now - judged_at > JUDGE:
-            shown = with_average(lambda: student.judge(judged))
+        if now - judged_at > JUDGE_SECONDS:
+            shown = with_average(lambda: student.measure_acceptance(judged))
             judged_at = time.monotonic()
             closing = (judged_at - now) * len(held_out) / max(len(judged), 1)
-        if now - reported > REPORT:
+        if now - reported > REPORT_SECONDS:
             speed = (seen - at_report) / (now - reported)
             report_progress(tokens=seen, per_second=speed, loss=loss.item(), steps=step, **shown)
             reported, at_report = now, seen
-        if now - saved > SAVE:
+        if now - saved > SAVE_SECONDS:
             save()
             saved = time.monotonic()
     save()
-    with_average(lambda: student.write(work / CHECKPOINT))
-    shown = with_average(lambda: student.judge(held_out))
+    with_average(lambda: student.write_checkpoint(work / CHECKPOINT_FOLDER))
+    shown = with_average(lambda: student.measure_acceptance(held_out))
     report_progress(tokens=seen, steps=step, **shown)
 
 
-def in_bf16(device: str) -> AbstractContextManager[Any]:
+def autocast_bf16(device: str) -> AbstractContextManager[Any]:
     """Return a context in which products are computed in bf16 where the device is made for it, and else in f32."""
-    slow = device == "cpu" and BF16 not in list_instruction_sets()
+    slow = device == "cpu" and BF16_INSTRUCTIONS not in list_instruction_sets()
     return nullcontext() if slow else torch.autocast(torch.device(device).type, torch.bfloat16)
 
 
-def keep_heap() -> None:
+def keep_freed_memory() -> None:
     """Let the C library (glibc) keep what is freed: else the new pages of each step take as long as its arithmetic."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
@@ -160,12 +164,12 @@ def keep_heap() -> None:
             library.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
-def in_a_row(right: Tensor) -> list[float]:
+def compute_accepted(right: Tensor) -> list[float]:
     """Return how many of the first 1, 2, … guesses come before the first wrong one, on average: right (n, guesses)."""
     return [round(mean, 4) for mean in right.cumprod(1).mean(0).cumsum(0).tolist()]
 
 
-def moved(rows: Tensor, old: Tensor, new: Tensor, fresh: Tensor) -> Tensor:
+def move_rows(rows: Tensor, old: Tensor, new: Tensor, fresh: Tensor) -> Tensor:
     """Return rows for the ids ``new`` from those for the ids ``old``, and from ``fresh`` [len(new), …] for others."""
     place = torch.full((int(max(old.max(), new.max())) + 1,), -1).index_put_((old,), torch.arange(len(old)))[new]
     known = place >= 0

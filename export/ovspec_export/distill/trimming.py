@@ -20,10 +20,12 @@ from ovspec_export.folders import check_disk_space, check_output_folder, open_wo
 from ovspec_export.manifests import complete_export, describe_model, installed_versions
 from ovspec_export.sources import GgufSource, HeadSource, Source, copy_model_files
 
-FEWEST = 64  # ids; with fewer, hardly anything can be proposed
+MIN_IDS = 64  # ids; with fewer, hardly anything can be proposed
 
 
-def most_used(texts: Iterable[Sequence[int]], count: int, vocabulary: int, special: Iterable[int] = ()) -> np.ndarray:
+def choose_most_used_ids(
+    texts: Iterable[Sequence[int]], count: int, vocabulary: int, special: Iterable[int] = ()
+) -> np.ndarray:
     """Return the ``count`` ids that texts use most, sorted, (count,) int64.
 
     Args:
@@ -36,22 +38,22 @@ def most_used(texts: Iterable[Sequence[int]], count: int, vocabulary: int, speci
     Raises:
         OvspecError: so many ids can't be kept.
     """
-    if not FEWEST <= count <= vocabulary:
-        told = f"it must be from {FEWEST} to {vocabulary}, the draft's number of ids"
+    if not MIN_IDS <= count <= vocabulary:
+        told = f"it must be from {MIN_IDS} to {vocabulary}, the draft's number of ids"
         raise OvspecError(f"`trim_vocabulary` is {count}; {told}.")
-    counts = np.bincount(joined(texts), minlength=vocabulary)[:vocabulary]
+    counts = np.bincount(join_ids(texts), minlength=vocabulary)[:vocabulary]
     marks = np.array([token for token in special if token < vocabulary and counts[token]], dtype=np.int64)
     counts[marks] += counts.max()
     return np.sort(np.argsort(-counts, kind="stable")[:count])
 
 
-def share_without(texts: Iterable[Sequence[int]], ids: np.ndarray) -> float:
+def compute_missing_share(texts: Iterable[Sequence[int]], ids: np.ndarray) -> float:
     """Return the share of the tokens of ``texts``, answers of the target, that are not among ``ids`` (n,)."""
-    tokens = joined(texts)
+    tokens = join_ids(texts)
     return float(np.isin(tokens, ids, invert=True).mean()) if len(tokens) else 0.0
 
 
-def joined(texts: Iterable[Sequence[int]]) -> np.ndarray:
+def join_ids(texts: Iterable[Sequence[int]]) -> np.ndarray:
     """Return the ids of all texts, (n,) int64."""
     return np.concatenate([np.empty(0, np.int64), *(np.asarray(text, np.int64) for text in texts)])
 
@@ -65,7 +67,7 @@ def check_trimmable(draft: Source) -> None:
         raise OvspecError(f"{draft.name}: its vocabulary is trimmed already; name the draft that it was made from.")
 
 
-def trim(draft: Source, ids: np.ndarray, output: Path, overwrite: bool = False) -> None:
+def trim_draft_model(draft: Source, ids: np.ndarray, output: Path, overwrite: bool = False) -> None:
     """Write the draft model with logits of only ``ids`` (n,), sorted, into ``output``.
 
     An IR stays an IR. A checkpoint stays what it is, with a file that names the ids; ``export_pair`` cuts the lm_head.

@@ -13,20 +13,20 @@ from torch import Tensor
 from ovspec_export.distill.packing import Batch
 from ovspec_export.heads import EagleHead, KeyValueCache
 
-SAMPLE = 1024  # of the unlikely tokens, for which a step computes logits
-LIKELY = 1e-3  # what is less likely is left out of the goal
+SAMPLED_TOKENS = 1024  # of the unlikely tokens, for which a step computes logits
+MIN_PROBABILITY = 1e-3  # what is less likely is left out of the goal
 FEATURE_WEIGHT = 0.5  # of the distance from what the target's lm_head reads
-FADING = 0.8  # weight of each later step
+STEP_DECAY = 0.8  # weight of each later step
 
 
-def unrolled(head: EagleHead, batch: Batch, embedding: Tensor, steps: int) -> list[Tensor]:
+def unroll_head(head: EagleHead, batch: Batch, embedding: Tensor, steps: int) -> list[Tensor]:
     """Return the layer's output of each step: [n, hidden] for all entries, then [deep, hidden].
 
     embedding: that of the target's tokens, [vocabulary, hidden].
     """
     rows = embedding if head.embed_tokens is None else head.embed_tokens.weight
-    deep, seen = batch.deep, batch.seen(torch.arange(len(batch)))
-    mask = hidden_where(~seen)
+    deep, seen = batch.deep, batch.visible_entries(torch.arange(len(batch)))
+    mask = make_attention_mask(~seen)
 
     def step(
         entries: Tensor, depth: int, features: Tensor, mask: Tensor, past: KeyValueCache
@@ -37,7 +37,7 @@ def unrolled(head: EagleHead, batch: Batch, embedding: Tensor, steps: int) -> li
         return states[0], cache
 
     states, cache = step(torch.arange(len(batch)), 0, head.fuse_states(batch.features), mask, head.make_empty_cache())
-    outputs, own = [states], hidden_where(~torch.eye(len(deep), dtype=torch.bool))
+    outputs, own = [states], make_attention_mask(~torch.eye(len(deep), dtype=torch.bool))
     states, mask = states[deep], mask[deep]
     if not len(deep):
         return [*outputs, *[states] * (steps - 1)]
@@ -49,17 +49,17 @@ def unrolled(head: EagleHead, batch: Batch, embedding: Tensor, steps: int) -> li
     return outputs
 
 
-def hidden_where(hidden: Tensor) -> Tensor:
+def make_attention_mask(hidden: Tensor) -> Tensor:
     """Return a mask that is added to the attention's scores."""
     return torch.zeros(hidden.shape).masked_fill_(hidden, torch.finfo(torch.float32).min)
 
 
-def wanted(values: Tensor, batch: Batch, step: int) -> Tensor:
+def select_targets(values: Tensor, batch: Batch, step: int) -> Tensor:
     """Return the rows of one of the batch's ``values`` that a step guesses."""
     return values if step == 0 else values[batch.deep + step]
 
 
-def loss_of(head: EagleHead, batch: Batch, embedding: Tensor, draft_ids: Tensor, steps: int) -> Tensor:
+def compute_unrolled_loss(head: EagleHead, batch: Batch, embedding: Tensor, draft_ids: Tensor, steps: int) -> Tensor:
     """Return the cross-entropy with the target's choices that the head can propose, and a distance, over all steps.
 
     The distance is that from what the target's lm_head reads, where the widths are the same. Logits are computed for
@@ -67,15 +67,15 @@ def loss_of(head: EagleHead, batch: Batch, embedding: Tensor, draft_ids: Tensor,
 
     draft_ids: the head's id of each of the target's, [vocabulary], or -1.
     """
-    outputs = unrolled(head, batch, embedding, steps)
+    outputs = unroll_head(head, batch, embedding, steps)
     normed = [head.norm(output) if head.layout.norm_before_head else output for output in outputs]
-    choices = torch.cat([draft_ids[wanted(batch.choices, batch, step)] for step in range(steps)])
-    probabilities = torch.cat([wanted(batch.logprobs, batch, step) for step in range(steps)]).exp()
-    probabilities *= (choices >= 0) & (probabilities > LIKELY)
+    choices = torch.cat([draft_ids[select_targets(batch.choices, batch, step)] for step in range(steps)])
+    probabilities = torch.cat([select_targets(batch.logprobs, batch, step) for step in range(steps)]).exp()
+    probabilities *= (choices >= 0) & (probabilities > MIN_PROBABILITY)
     size = len(head.lm_head.weight)
     likely = choices[probabilities > 0].unique()
     rest = torch.ones(size, dtype=torch.bool).index_fill_(0, likely, False).nonzero()[:, 0]
-    sample = rest[torch.randperm(len(rest))[:SAMPLE]]
+    sample = rest[torch.randperm(len(rest))[:SAMPLED_TOKENS]]
     columns = torch.cat((likely, sample))
     column_of = torch.zeros(size, dtype=torch.long).index_put_((columns,), torch.arange(len(columns)))
     logits = F.linear(torch.cat(normed), head.lm_head.weight[columns])
@@ -89,21 +89,21 @@ def loss_of(head: EagleHead, batch: Batch, embedding: Tensor, draft_ids: Tensor,
     loss = torch.zeros(())
     for step, (own, part) in enumerate(zip(normed, cross.split([len(each) for each in normed]), strict=True)):
         if len(part):
-            final = wanted(batch.final, batch, step)
+            final = select_targets(batch.final, batch, step)
             fits = final.shape == own.shape
             distance = F.mse_loss(own, final) / final.square().mean() if fits else torch.zeros(())
-            loss = loss + FADING**step * (part.mean() + FEATURE_WEIGHT * distance)
+            loss = loss + STEP_DECAY**step * (part.mean() + FEATURE_WEIGHT * distance)
     return loss
 
 
 @torch.no_grad()
-def agreement(head: EagleHead, batch: Batch, embedding: Tensor, ids: Tensor, steps: int) -> Tensor:
+def compare_guesses(head: EagleHead, batch: Batch, embedding: Tensor, ids: Tensor, steps: int) -> Tensor:
     """Return whether the guesses of deep entries in answers are the target's first choices: (entries, steps) bool.
 
     ids: the target's id of each of the head's.
     """
     agree = list[Tensor]()
-    for step, output in enumerate(unrolled(head, batch, embedding, steps)):
+    for step, output in enumerate(unroll_head(head, batch, embedding, steps)):
         guesses = ids[head.compute_logits(output[batch.deep] if step == 0 else output).argmax(-1)]
         agree.append(guesses == batch.choices[batch.deep + step, 0])
     return torch.stack(agree, 1)[batch.answers[batch.deep]]

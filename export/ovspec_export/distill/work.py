@@ -20,16 +20,21 @@ from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_dataclass, write_atomically
 from ovspec.ir.compile import MODEL_FILE
 
-SETTINGS, SPENT, LOCK = "settings.json", "spent.json", "lock"
-DOCUMENTS, FEATURES, TARGET = "documents.jsonl", "features", "target.safetensors"
-STATE, CHECKPOINT = "training.pt", "checkpoint"
-SAVED = 10.0  # seconds after which what is spent is written again
-DATA, TEXTS, READING, TRAINING = ("texts", "features"), "texts", "features", "training"  # stages
-COSTS, EXPORTING, GAIN = "timing", "exporting", "measuring"  # stages around them; the first tells costs
+SETTINGS_FILE, SPENT_FILE, LOCK_FILE = "settings.json", "spent.json", "lock"
+DOCUMENTS_FILE, FEATURES_FOLDER, TARGET_FILE = "documents.jsonl", "features", "target.safetensors"
+STATE_FILE, CHECKPOINT_FOLDER = "training.pt", "checkpoint"
+SPENT_SAVE_SECONDS = 10.0  # seconds after which what is spent is written again
+TEXTS_STAGE = "texts"
+FEATURES_STAGE = "features"
+TRAINING_STAGE = "training"
+DATA_STAGES = (TEXTS_STAGE, FEATURES_STAGE)
+COSTS_STAGE = "timing"
+EXPORTING_STAGE = "exporting"
+GAIN_STAGE = "measuring"
 
 
 @dataclass(frozen=True)
-class Settings:
+class DistillSettings:
     """What decides which files a work folder holds.
 
     model: identity of the target. text, topics: files and folders. draft: its checkpoint's name.
@@ -44,42 +49,47 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Begun:
+class WorkHeader:
     """The settings of the command that began the work, and what tells its result from others'."""
 
     run: str
-    settings: Settings
+    settings: DistillSettings
 
 
 @dataclass
-class Spent:
+class StageFigures:
     """What each stage has taken, over all runs: its seconds, and the last figures that its job has told."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     told: dict[str, dict[str, Any]] = field(default_factory=dict)
 
-    def tokens(self, stage: str) -> int:
+    def count_tokens(self, stage: str) -> int:
         """Return the tokens that a stage has got through."""
         return self.told.get(stage, {}).get("tokens", 0)
 
-    def seconds_of(self, *stages: str) -> float:
+    def sum_seconds(self, *stages: str) -> float:
         """Return the seconds of these stages, or of all."""
         return sum(self.seconds.get(stage, 0.0) for stage in stages or self.seconds)
 
 
-class Work:
+class WorkFolder:
     """An open work folder.
 
     target: the target's export, if it was given as a checkpoint.
-    draft: the checkpoint of a draft that was given as something else. old: the export of the draft as it was.
+    draft: the checkpoint of a draft that was given as something else. old_draft_ir: the export of the draft as it was.
     checkpoint, ir: the result so far, and its export.
     """
 
-    def __init__(self, folder: Path, run: str, spent: Spent) -> None:
+    def __init__(self, folder: Path, run: str, spent: StageFigures) -> None:
         self.folder, self.run, self.spent = folder, run, spent
-        self.documents, self.features, self.checkpoint = (folder / name for name in (DOCUMENTS, FEATURES, CHECKPOINT))
-        own = ("target", "draft", "old", "ir", "scratch")
-        self.target, self.draft, self.old, self.ir, self.scratch = (folder / name for name in own)
+        self.documents = folder / DOCUMENTS_FILE
+        self.features = folder / FEATURES_FOLDER
+        self.checkpoint = folder / CHECKPOINT_FOLDER
+        self.target = folder / "target"
+        self.draft = folder / "draft"
+        self.old_draft_ir = folder / "old"
+        self.ir = folder / "ir"
+        self.scratch = folder / "scratch"
 
     @property
     def has_features(self) -> bool:
@@ -95,59 +105,59 @@ class Work:
         return any(self.checkpoint.glob("model*.safetensors")) or (self.checkpoint / MODEL_FILE).is_file()
 
     def save_spent(self) -> None:
-        write_atomically(self.folder / SPENT, json.dumps(asdict(self.spent), indent=1))
+        write_atomically(self.folder / SPENT_FILE, json.dumps(asdict(self.spent), indent=1))
 
     @contextlib.contextmanager
-    def timed(self, stage: str) -> Iterator[Stopwatch]:
+    def time_stage(self, stage: str) -> Iterator[StageTimer]:
         """Count the seconds of the block, and what its job tells, for ``stage``."""
-        watch = Stopwatch(self, stage)
+        timer = StageTimer(self, stage)
         try:
-            yield watch
+            yield timer
         finally:
-            watch.save()
+            timer.save_seconds()
 
 
-class Stopwatch:
+class StageTimer:
     """Counts what a stage takes."""
 
-    def __init__(self, work: Work, stage: str) -> None:
+    def __init__(self, work: WorkFolder, stage: str) -> None:
         self._work, self._stage, self._began, self._saved = work, stage, time.monotonic(), time.monotonic()
         self._seconds = work.spent.seconds.get(stage, 0.0)
 
-    def tell(self, figures: dict[str, Any]) -> None:
+    def record_figures(self, figures: dict[str, Any]) -> None:
         """Take the figures that the job has told."""
         told = self._work.spent.told
         told[self._stage] = told.get(self._stage, {}) | figures
-        self.count()
-        if time.monotonic() - self._saved > SAVED:
-            self.save()
+        self.update_seconds()
+        if time.monotonic() - self._saved > SPENT_SAVE_SECONDS:
+            self.save_seconds()
 
-    def count(self) -> None:
+    def update_seconds(self) -> None:
         self._work.spent.seconds[self._stage] = self._seconds + time.monotonic() - self._began
 
-    def save(self) -> None:
-        self.count()
+    def save_seconds(self) -> None:
+        self.update_seconds()
         self._saved = time.monotonic()
         self._work.save_spent()
 
 
-def begun_in(folder: Path) -> Begun | None:
+def read_work_header(folder: Path) -> WorkHeader | None:
     """Return what a work folder was begun for, or None if it holds nothing yet.
 
     Raises:
         OvspecError: it holds something else.
     """
-    if (folder / SETTINGS).is_file():
-        return read_dataclass(Begun, folder / SETTINGS)
+    if (folder / SETTINGS_FILE).is_file():
+        return read_dataclass(WorkHeader, folder / SETTINGS_FILE)
     if folder.exists() and not folder.is_dir():
         raise OvspecError(f"{folder}: is a file; name another `work`.")
-    other = next((path.name for path in folder.iterdir() if path.name != LOCK), None) if folder.exists() else None
+    other = next((path.name for path in folder.iterdir() if path.name != LOCK_FILE), None) if folder.exists() else None
     if other:
         raise OvspecError(f"{folder}: holds files of something else ({other}); name another `work`.")
     return None
 
 
-def check_settings(folder: Path, begun: Begun | None, settings: Settings) -> None:
+def check_settings(folder: Path, begun: WorkHeader | None, settings: DistillSettings) -> None:
     """Raise OvspecError if the work in a folder was begun with other settings."""
     if begun and begun.settings != settings:
         ours = asdict(settings)
@@ -159,13 +169,13 @@ def check_settings(folder: Path, begun: Begun | None, settings: Settings) -> Non
 
 
 @contextlib.contextmanager
-def open_work(folder: Path, run: str, settings: Settings) -> Iterator[Work]:
+def lock_work_folder(folder: Path, run: str, settings: DistillSettings) -> Iterator[WorkFolder]:
     """Lock a work folder, which is made if need be, and yield it.
 
     Raises:
         OvspecError: another process works in it, it was begun for something else, or it can't be written.
     """
-    lock = FileLock(folder / LOCK)
+    lock = FileLock(folder / LOCK_FILE)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)
@@ -174,11 +184,11 @@ def open_work(folder: Path, run: str, settings: Settings) -> Iterator[Work]:
     except OSError as error:
         raise OvspecError(f"{folder}: cannot be written ({error.strerror}); name another `work`.") from None
     try:
-        begun = begun_in(folder)
+        begun = read_work_header(folder)
         check_settings(folder, begun, settings)
         if not begun:
-            write_atomically(folder / SETTINGS, json.dumps(asdict(begun := Begun(run, settings)), indent=1))
-        work = Work(folder, begun.run, read_dataclass(Spent, folder / SPENT))
+            write_atomically(folder / SETTINGS_FILE, json.dumps(asdict(begun := WorkHeader(run, settings)), indent=1))
+        work = WorkFolder(folder, begun.run, read_dataclass(StageFigures, folder / SPENT_FILE))
         shutil.rmtree(work.scratch, ignore_errors=True)  # of a run that was killed
         try:
             yield work
@@ -186,15 +196,16 @@ def open_work(folder: Path, run: str, settings: Settings) -> Iterator[Work]:
             shutil.rmtree(work.scratch, ignore_errors=True)
     finally:
         lock.release()
-        if not (folder / SETTINGS).exists():  # deleted, but for the lock, which Windows can't delete while it is held
+        # Deleted, but for the lock, which Windows can't delete while it is held.
+        if not (folder / SETTINGS_FILE).exists():
             with contextlib.suppress(OSError):
-                (folder / LOCK).unlink()
+                (folder / LOCK_FILE).unlink()
                 folder.rmdir()
 
 
-def delete_work(work: Work) -> None:
+def delete_work_folder(work: WorkFolder) -> None:
     """Delete a work folder; what says that it is one goes last."""
     for path in work.folder.iterdir():
-        if path.name not in (SETTINGS, LOCK):
+        if path.name not in (SETTINGS_FILE, LOCK_FILE):
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
     shutil.rmtree(work.folder, ignore_errors=True)

@@ -15,8 +15,8 @@ from ovspec_export.distill import training
 from ovspec_export.distill.documents import Document, create_documents
 from ovspec_export.distill.features import write_features
 from ovspec_export.distill.head import train_head
-from ovspec_export.distill.plan import DistillOptions, planned
-from ovspec_export.distill.work import CHECKPOINT, DOCUMENTS
+from ovspec_export.distill.plan import DistillOptions, make_plan
+from ovspec_export.distill.work import CHECKPOINT_FOLDER, DOCUMENTS_FILE
 from ovspec_export.head_fit import check_head_fits
 from ovspec_export.sources import HeadSource, Source, make_source
 
@@ -42,15 +42,15 @@ def test_a_head_is_trained_and_used(name: str, tmp_path: Path, monkeypatch: pyte
     work.mkdir()
     draws = np.random.default_rng(0)
     texts = [draws.integers(1, VOCAB, DOCUMENT).tolist() for _ in range(20)]
-    create_documents(work / DOCUMENTS, [Document(ids, 0, "own", True, i % 10 == 0) for i, ids in enumerate(texts)])
-    layers = planned(DistillOptions(str(ir), tmp_path / "head", size_limit=0.5)).layers
+    create_documents(work / DOCUMENTS_FILE, [Document(ids, 0, "own", True, i % 10 == 0) for i, ids in enumerate(texts)])
+    layers = make_plan(DistillOptions(str(ir), tmp_path / "head", size_limit=0.5)).layers
     write_features(str(ir), str(work), layers, 60, 1e9)
     monkeypatch.setattr(training, "report_progress", lambda **figures: told.append(figures))
-    monkeypatch.setattr(training, "REPORT", 0)
+    monkeypatch.setattr(training, "REPORT_SECONDS", 0)
     train_head(str(ir), str(work), layers, 60, TOKENS, VOCAB)
     losses = [figures["loss"] for figures in told if "loss" in figures]
     assert np.mean(losses[-10:]) < 0.98 * np.mean(losses[:10])
-    target, head = Source(name, ir, True, ""), make_source(work / CHECKPOINT, "head", "")
+    target, head = Source(name, ir, True, ""), make_source(work / CHECKPOINT_FOLDER, "head", "")
     assert isinstance(head, HeadSource)
     convert_head(head, tmp_path / "head", INT8, target, check_head_fits(target, head), work / "no states")
     plain, drafted = (ovspec.load(ir, draft, precision="f32", tune=False) for draft in ("none", tmp_path / "head"))
@@ -66,4 +66,4 @@ def test_a_head_is_trained_and_used(name: str, tmp_path: Path, monkeypatch: pyte
 def test_families_without_heads_are_refused(name: str, tmp_path: Path) -> None:
     ir = exported(name, tmp_path)
     with pytest.raises(OvspecError, match=r"a head can't be used|layers have keys"):
-        planned(DistillOptions(str(ir), tmp_path / "head", size_limit=0.5))
+        make_plan(DistillOptions(str(ir), tmp_path / "head", size_limit=0.5))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from ovspec_export.distill.card import Made, made_in
+from ovspec_export.distill.card import ResultRecord, read_record
 
 import ovspec
 from ovspec.setup.manifest import Manifest, read_manifest
@@ -37,14 +37,14 @@ def start(model: Path, output: Path, minutes: float) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stderr=subprocess.PIPE, encoding="utf-8", env=os.environ | {"PYTHONUTF8": "1"})
 
 
-def finished(model: Path, output: Path, minutes: float) -> Made:
+def finished(model: Path, output: Path, minutes: float) -> ResultRecord:
     """Distil to the end, check that all is in its place, and return what was made."""
     process, began = start(model, output, minutes), time.monotonic()
     _, told = process.communicate(timeout=500)
     assert time.monotonic() - began < 60 * minutes + 30, "all that it does counts"
     assert process.returncode in (0, 3), told
     assert "Traceback" not in told
-    made = made_in(output)
+    made = read_record(output)
     assert made and made.complete and made.tokens > 0
     assert read_manifest(output, verify=True) and read_manifest(model, verify=True)
     assert {path.name for path in output.parent.iterdir()} <= {"model", "one", "other"}

@@ -18,22 +18,22 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ovspec_export.distill import documents
 from ovspec_export.distill.documents import (
-    MOST_TOKENS,
-    RUN,
-    STRETCH,
+    MAX_DOCUMENT_TOKENS,
+    RUN_LENGTH,
+    STRETCH_BYTES,
     Document,
-    Given,
-    Seen,
+    SeenRuns,
+    UserTexts,
     append_documents,
     create_documents,
-    given_documents,
-    given_prompts,
+    cut_text,
+    cut_tokens,
+    encode_open_chats,
     is_held_out,
-    pieces,
+    is_looping,
+    make_user_documents,
     read_documents,
-    read_given,
-    repeats,
-    stretches,
+    read_user_texts,
 )
 
 import ovspec
@@ -59,10 +59,10 @@ def with_template(prompts: PromptEncoder, source: str) -> PromptEncoder:
     return other
 
 
-def chats_in(folder: Path, chats: Iterable[Any]) -> Given:
+def chats_in(folder: Path, chats: Iterable[Any]) -> UserTexts:
     file = folder / "chats.jsonl"
     file.write_text("".join(json.dumps(chat) + "\n" for chat in chats), "utf-8")
-    return read_given([file])
+    return read_user_texts([file])
 
 
 # ---------------------------------------------------------------- the file
@@ -119,15 +119,15 @@ def test_folders_are_read_with_the_texts_in_them(tmp_path: Path) -> None:
     }
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
-    given = read_given([tmp_path])
+    given = read_user_texts([tmp_path])
     assert given.texts == ["first", "Über\nalles", "third"]
     assert given.skipped == 3
     assert [(len(chat.messages), chat.answered) for chat in given.chats] == [(1, False), (2, True)]
     assert given.chats[1].place == f"{tmp_path / 'chats.jsonl'}, line 3"
-    assert read_given([str(tmp_path / "a"), tmp_path / ".hidden"]).texts == ["Über\nalles", "third", "hidden"]
+    assert read_user_texts([str(tmp_path / "a"), tmp_path / ".hidden"]).texts == ["Über\nalles", "third", "hidden"]
     for name, told in (("image", "image: contains no text"), (".gone", "no such file or folder; name a text file")):
         with pytest.raises(OvspecError, match=told):
-            read_given([tmp_path / "first.txt", tmp_path / name])
+            read_user_texts([tmp_path / "first.txt", tmp_path / name])
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_a_line_that_is_no_chat_is_named(tmp_path: Path, line: str) -> None:
     file = tmp_path / "some.jsonl"
     file.write_text('{"prompt": "?"}\n' + line + "\n", "utf-8")
     with pytest.raises(OvspecError, match=r'some\.jsonl, line 2: not .*; a line must be {"messages": \[') as error:
-        read_given([file])
+        read_user_texts([file])
     assert "\n" not in str(error.value)
 
 
@@ -172,13 +172,13 @@ def test_each_shape_of_a_chat_is_read(tmp_path: Path) -> None:
 @given(st.lists(st.tuples(st.integers(0, 4000), st.sampled_from("aä\N{CJK UNIFIED IDEOGRAPH-4E00}")), max_size=60))
 def test_stretches_are_the_text(lines: list[tuple[int, str]]) -> None:
     text = "\n".join(character * length for length, character in lines)
-    parts = stretches(text)
+    parts = cut_text(text)
     assert "".join(parts) == text
     sizes = [len(part.encode()) for part in parts]
-    assert all(size >= STRETCH for size in sizes[:-1])
-    assert all(size < STRETCH * 1.25 + 12_000 for size in sizes)
+    assert all(size >= STRETCH_BYTES for size in sizes[:-1])
+    assert all(size < STRETCH_BYTES * 1.25 + 12_000 for size in sizes)
     assert all(part.endswith("\n") for part in parts[:-1])
-    assert len(sizes) < 2 or sizes[-1] >= STRETCH // 4
+    assert len(sizes) < 2 or sizes[-1] >= STRETCH_BYTES // 4
 
 
 @settings(max_examples=30, deadline=None)
@@ -186,19 +186,19 @@ def test_stretches_are_the_text(lines: list[tuple[int, str]]) -> None:
 def test_pieces_are_the_text(prompts: PromptEncoder, most: int, text: str) -> None:
     text = text.replace("\0", "")
     ids = prompts.tokenizer.encode(text, special=False).tolist()
-    found = pieces(ids, most, prompts.tokenizer)
+    found = cut_tokens(ids, most, prompts.tokenizer)
     assert [token for piece in found for token in piece] == ids
     assert all(len(piece) <= most for piece in found)
     assert len(found) <= 2 * len(ids) / most + 1
 
 
 def test_texts_are_cut_at_line_ends(prompts: PromptEncoder) -> None:
-    found = given_documents(Given(TEXTS[:40], [], 0), prompts, Seen())
+    found = make_user_documents(UserTexts(TEXTS[:40], [], 0), prompts, SeenRuns())
     assert {document.source for document in found} == {"text"}
-    assert max(len(document.ids) for document in found) > 0.9 * MOST_TOKENS
-    assert all(1 < len(document.ids) <= MOST_TOKENS for document in found)
+    assert max(len(document.ids) for document in found) > 0.9 * MAX_DOCUMENT_TOKENS
+    assert all(1 < len(document.ids) <= MAX_DOCUMENT_TOKENS for document in found)
     texts = [prompts.tokenizer.decode(document.ids) for document in found]
-    whole = [part for text in TEXTS[:40] for part in stretches(text)]
+    whole = [part for text in TEXTS[:40] for part in cut_text(text)]
     assert all(any(text in part for part in whole) for text in texts)
     assert all(text.endswith("\n") or f"{text}\n" in "\n".join(whole) for text in texts)
 
@@ -207,9 +207,9 @@ def test_a_models_bos_is_before_each_piece(prompts: PromptEncoder) -> None:
     other = copy.copy(prompts)
     other.tokenizer = copy.copy(prompts.tokenizer)
     vars(other.tokenizer)["bos"] = [1]
-    found = given_documents(Given(TEXTS[:10], [], 0), other, Seen())
-    without = given_documents(Given(TEXTS[:10], [], 0), prompts, Seen())
-    assert all(document.ids[0] == 1 and len(document.ids) <= MOST_TOKENS for document in found)
+    found = make_user_documents(UserTexts(TEXTS[:10], [], 0), other, SeenRuns())
+    without = make_user_documents(UserTexts(TEXTS[:10], [], 0), prompts, SeenRuns())
+    assert all(document.ids[0] == 1 and len(document.ids) <= MAX_DOCUMENT_TOKENS for document in found)
     assert sum(len(document.ids) - 1 for document in found) == sum(len(document.ids) for document in without)
 
 
@@ -217,7 +217,7 @@ def test_a_models_bos_is_before_each_piece(prompts: PromptEncoder) -> None:
 
 
 def exact_runs(ids: list[int]) -> set[tuple[int, ...]]:
-    return {tuple(ids[start : start + RUN]) for start in range(max(1, len(ids) - RUN + 1))}
+    return {tuple(ids[start : start + RUN_LENGTH]) for start in range(max(1, len(ids) - RUN_LENGTH + 1))}
 
 
 def leaks(found: list[Document]) -> list[Document]:
@@ -234,7 +234,7 @@ def listed(ids: Iterable[int]) -> str:
 def parted(found: list[Document], texts: list[str], prompts: PromptEncoder) -> list[str]:
     """Return the stretches of which some documents are held out and others aren't."""
     sides = dict[str, set[bool]]()
-    parts = [part for text in texts for part in stretches(text)]
+    parts = [part for text in texts for part in cut_text(text)]
     spelt = {part: f",{listed(prompts.tokenizer.encode(part, special=False))}," for part in parts}
     for document in found:
         [part] = [part for part, ids in spelt.items() if f",{listed(document.ids)}," in ids]
@@ -257,22 +257,22 @@ def near_duplicates() -> list[str]:
 
 def test_what_is_held_out_was_never_trained_on(prompts: PromptEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = near_duplicates()
-    found = given_documents(Given(texts, [], 0), prompts, Seen())
+    found = make_user_documents(UserTexts(texts, [], 0), prompts, SeenRuns())
     assert any(document.held_out for document in found)
     assert not leaks(found)
     with monkeypatch.context() as planted:
-        planted.setattr(Seen, "has", lambda *_: False)
-        everything = given_documents(Given(texts, [], 0), prompts, Seen())
+        planted.setattr(SeenRuns, "is_near_duplicate", lambda *_: False)
+        everything = make_user_documents(UserTexts(texts, [], 0), prompts, SeenRuns())
         assert len(leaks(everything)) > 0, "near-duplicates that are kept must be found"
     assert len(found) < 0.75 * len(everything)
-    alone = given_documents(Given(texts[30:90], [], 0), prompts, Seen())
+    alone = make_user_documents(UserTexts(texts[30:90], [], 0), prompts, SeenRuns())
     assert len(alone) > 0.9 * sum(1 for each in everything) / 2, "what is no near-duplicate stays"
 
 
 def test_texts_in_many_versions_are_held_out_too(prompts: PromptEncoder) -> None:
     texts = [f"-- version {version}\n{text}" for text in TEXTS[:40] for version in range(4)]
-    found = given_documents(Given(texts, [], 0), prompts, Seen())
-    alone = given_documents(Given(TEXTS[:40], [], 0), prompts, Seen())
+    found = make_user_documents(UserTexts(texts, [], 0), prompts, SeenRuns())
+    alone = make_user_documents(UserTexts(TEXTS[:40], [], 0), prompts, SeenRuns())
     assert len(found) < 1.2 * len(alone)
     assert sum(document.held_out for document in found) >= len(found) / 40
     assert not leaks(found)
@@ -280,14 +280,16 @@ def test_texts_in_many_versions_are_held_out_too(prompts: PromptEncoder) -> None
 
 def test_a_stretch_is_held_out_whole(prompts: PromptEncoder) -> None:
     texts = ["".join(TEXTS[100:140]), *TEXTS[:10]]
-    found = given_documents(Given(texts, [], 0), prompts, Seen())
-    count = len([part for text in texts for part in stretches(text)])
+    found = make_user_documents(UserTexts(texts, [], 0), prompts, SeenRuns())
+    count = len([part for text in texts for part in cut_text(text)])
     assert count > 10
     assert len({document.held_out for document in found}) == 2
     assert not parted(found, texts, prompts)
     shuffled = texts[1:]
     random.Random(1).shuffle(shuffled)
-    assert given_documents(Given([*shuffled, texts[0]], [], 0), prompts, Seen()) == found, "whatever the order"
+    assert make_user_documents(UserTexts([*shuffled, texts[0]], [], 0), prompts, SeenRuns()) == found, (
+        "whatever the order"
+    )
     one_by_one = [replace(document, held_out=is_held_out(document.ids)) for document in found]
     assert parted(one_by_one, texts, prompts), "pieces that are held out one by one must be found"
 
@@ -295,37 +297,37 @@ def test_a_stretch_is_held_out_whole(prompts: PromptEncoder) -> None:
 @pytest.mark.parametrize(("count", "held_out"), [(0, 0), (1, 0), (3, 0), (4, 1), (39, 2), (100, 5)])
 def test_a_twentieth_is_held_out(count: int, held_out: int) -> None:
     numbers = [number * 7919 % 10007 for number in range(count)]
-    assert len(documents.held_out_of([*numbers, *numbers])) == held_out
+    assert len(documents.choose_held_out([*numbers, *numbers])) == held_out
     shares = [is_held_out([number, number + 1]) for number in range(4000)]
     assert 150 < sum(shares) < 250
 
 
 def test_runs_are_found_again_and_no_others() -> None:
     """Millions of tokens stay cheap, and few runs pass for seen that weren't."""
-    drawn, seen = np.random.default_rng(0), Seen()
+    drawn, seen = np.random.default_rng(0), SeenRuns()
     texts = drawn.integers(0, 49152, (1500, 1000)).tolist()
     for text in texts:
-        seen.add(text)
+        seen.add_runs(text)
     for text in texts[::100]:
         other = drawn.integers(0, 49152, 1000).tolist()
-        assert seen.has(text)
-        assert seen.has(text[:600] + other[:400])
-        assert not seen.has(text[:400] + other[:600])
-        assert not seen.has(other)
-        assert seen.has(text[100:108])
-        assert not seen.has(text[100:107])
+        assert seen.is_near_duplicate(text)
+        assert seen.is_near_duplicate(text[:600] + other[:400])
+        assert not seen.is_near_duplicate(text[:400] + other[:600])
+        assert not seen.is_near_duplicate(other)
+        assert seen.is_near_duplicate(text[100:108])
+        assert not seen.is_near_duplicate(text[100:107])
     for short in ([], [5], [5, 6], [5, 6, 7, 8, 9, 10, 11]):
-        assert not seen.has(short)
-        seen.add(short)
-        assert seen.has(short)
+        assert not seen.is_near_duplicate(short)
+        seen.add_runs(short)
+        assert seen.is_near_duplicate(short)
 
 
 @given(st.lists(st.integers(0, 50_000), unique=True, min_size=1, max_size=60), st.integers(2, 5))
 def test_loops_are_found(ids: list[int], times: int) -> None:
-    assert not repeats(ids)
+    assert not is_looping(ids)
     looping = ids * (times + 8)
-    exact = [tuple(looping[start : start + RUN]) for start in range(len(looping) - RUN + 1)]
-    assert repeats(looping) == (len(set(exact)) < len(exact) / 2) == (len(ids) < len(exact) / 2)
+    exact = [tuple(looping[start : start + RUN_LENGTH]) for start in range(len(looping) - RUN_LENGTH + 1)]
+    assert is_looping(looping) == (len(set(exact)) < len(exact) / 2) == (len(ids) < len(exact) / 2)
 
 
 # ---------------------------------------------------------------- chats
@@ -354,7 +356,7 @@ def test_the_answer_begins_behind_the_prompt(prompts: PromptEncoder, tmp_path: P
     chats = [
         [*prompt, answer(text), user("Thanks!"), answer("Bye.")] for prompt, text in zip(asked, answers, strict=True)
     ]
-    found = given_documents(chats_in(tmp_path, chats), model, Seen())
+    found = make_user_documents(chats_in(tmp_path, chats), model, SeenRuns())
     assert len(found) == 30
     assert {(document.source, document.greedy) for document in found} == {("chats", False)}
     assert sum(document.held_out for document in found) == 2
@@ -373,7 +375,9 @@ def test_the_answer_begins_behind_the_prompt(prompts: PromptEncoder, tmp_path: P
 
 
 def test_the_whole_chat_is_rendered_by_the_template(prompts: PromptEncoder, tmp_path: Path) -> None:
-    [document] = given_documents(chats_in(tmp_path, [{"prompt": "1 + 1 = ?", "completion": "2"}]), prompts, Seen())
+    [document] = make_user_documents(
+        chats_in(tmp_path, [{"prompt": "1 + 1 = ?", "completion": "2"}]), prompts, SeenRuns()
+    )
     text = "<|im_start|>user\n1 + 1 = ?<|im_end|>\n<|im_start|>assistant\n2<|im_end|>\n"
     assert prompts.tokenizer.decode_with_special(np.array(document.ids)) == text
 
@@ -384,7 +388,7 @@ def test_chats_with_one_prompt_are_held_out_together(prompts: PromptEncoder, tmp
         (question, text) for (question, first), second in zip(PAIRS, others, strict=False) for text in (first, second)
     ]
     chats = [{"prompt": question, "completion": text} for question, text in pairs]
-    found = given_documents(chats_in(tmp_path, chats), prompts, Seen())
+    found = make_user_documents(chats_in(tmp_path, chats), prompts, SeenRuns())
     sides = dict[tuple[int, ...], set[bool]]()
     for document in found:
         sides.setdefault(tuple(document.ids[: document.answer]), set()).add(document.held_out)
@@ -397,18 +401,18 @@ def test_what_chats_share_does_not_make_them_duplicates(prompts: PromptEncoder, 
     """A long system message is in each of them."""
     told = system("\n".join(TEXTS[5].splitlines()[:20]))
     chats = [[told, user(TEXTS[index][:200]), answer("Yes.")] for index in range(50, 70)]
-    assert len(given_documents(chats_in(tmp_path, [*chats, *chats[:5]]), prompts, Seen())) == 20
+    assert len(make_user_documents(chats_in(tmp_path, [*chats, *chats[:5]]), prompts, SeenRuns())) == 20
 
 
 def test_of_a_long_chat_the_answers_are_kept(prompts: PromptEncoder, tmp_path: Path) -> None:
     long, short = "\n".join(TEXTS[20:24]), TEXTS[24][:300]
     asked = prompts.encode([user(long)])
-    assert len(asked) > 2 * MOST_TOKENS
+    assert len(asked) > 2 * MAX_DOCUMENT_TOKENS
     chats = [[user(long), answer(f"{index}: {short}")] for index in (1,)]
-    [document] = given_documents(chats_in(tmp_path, chats), prompts, Seen())
-    assert document.answer == MOST_TOKENS // 2
+    [document] = make_user_documents(chats_in(tmp_path, chats), prompts, SeenRuns())
+    assert document.answer == MAX_DOCUMENT_TOKENS // 2
     assert document.ids[: document.answer] == asked[-document.answer :].tolist()
-    found = given_documents(chats_in(tmp_path, [[user(short), answer(long)]]), prompts, Seen())
+    found = make_user_documents(chats_in(tmp_path, [[user(short), answer(long)]]), prompts, SeenRuns())
     assert len(found) > 2
     assert sorted(document.answer for document in found)[-2:] == [0, len(prompts.encode([user(short)]))]
     total = len(prompts.tokenizer.encode(prompts.chat_format.render_prompt([user(short), answer(long)], open=False)))
@@ -419,15 +423,15 @@ def test_prompts_are_what_the_model_gets(prompts: PromptEncoder, tmp_path: Path)
     chats = [[user("1"), answer("2"), user("3")], [user("4"), answer("5")], {"prompt": "6"}]
     given = chats_in(tmp_path, chats)
     expected = [prompts.encode(chats[0]).tolist(), prompts.encode([user("6")]).tolist()]  # type: ignore[arg-type]
-    assert given_prompts(given, prompts) == expected
-    assert len(given_documents(given, prompts, Seen())) == 1
+    assert encode_open_chats(given, prompts) == expected
+    assert len(make_user_documents(given, prompts, SeenRuns())) == 1
 
 
 def test_a_chat_that_cannot_be_rendered_is_named(prompts: PromptEncoder, tmp_path: Path) -> None:
     strict = with_template(prompts, "{% if messages[0].content == '4' %}{{ raise_exception('no') }}{% endif %}")
-    make: list[Callable[[Given, PromptEncoder], Any]] = [
-        given_prompts,
-        lambda given, prompts: given_documents(given, prompts, Seen()),
+    make: list[Callable[[UserTexts, PromptEncoder], Any]] = [
+        encode_open_chats,
+        lambda given, prompts: make_user_documents(given, prompts, SeenRuns()),
     ]
     for chats, call in zip(([{"prompt": "4"}], [{"prompt": "4", "completion": "5"}]), make, strict=True):
         with pytest.raises(OvspecError, match=r"chats\.jsonl, line 2: The model's chat template cannot render"):

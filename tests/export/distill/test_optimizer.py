@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ovspec_export.distill.optimizer import MOMENTUM, ROWS, USUAL, Optimizer, orthogonal
+from ovspec_export.distill.optimizer import BLOCK_ROWS, MOMENTUM, STEP_SIZE, Optimizer, orthogonalize
 from torch import Tensor, nn
 
 
@@ -12,19 +12,19 @@ def uneven(rows: int, columns: int) -> Tensor:
     return torch.randn(rows, columns) * torch.logspace(0, -3, columns)
 
 
-@pytest.mark.parametrize(("rows", "blocks"), [(ROWS, 1), (3 * ROWS, 3), (ROWS + 2, 2)])
+@pytest.mark.parametrize(("rows", "blocks"), [(BLOCK_ROWS, 1), (3 * BLOCK_ROWS, 3), (BLOCK_ROWS + 2, 2)])
 def test_singular_values_of_each_block_become_about_equal(rows: int, blocks: int) -> None:
-    columns = 4 * ROWS
+    columns = 4 * BLOCK_ROWS
     matrix = uneven(rows, columns)
-    values = torch.linalg.svdvals(orthogonal(matrix).view(blocks, -1, columns)) / columns**0.5
+    values = torch.linalg.svdvals(orthogonalize(matrix).view(blocks, -1, columns)) / columns**0.5
     assert values.min() > 0.6 and values.max() < 1.25
     before = torch.linalg.svdvals(matrix)
     assert before.max() > 1.5 * before.min()
-    assert torch.equal(orthogonal(matrix.T), orthogonal(matrix).T)
+    assert torch.equal(orthogonalize(matrix.T), orthogonalize(matrix).T)
 
 
 def test_a_step_goes_against_the_gradient_at_the_rate_and_other_weights_get_adamw() -> None:
-    gradient = uneven(ROWS, 4 * ROWS)
+    gradient = uneven(BLOCK_ROWS, 4 * BLOCK_ROWS)
     matrix, vector, plain = nn.Parameter(torch.zeros(gradient.shape)), nn.Parameter(torch.ones(5)), torch.ones(5)
     optimizer = Optimizer(
         [
@@ -34,8 +34,8 @@ def test_a_step_goes_against_the_gradient_at_the_rate_and_other_weights_get_adam
     )
     ((matrix * gradient).sum() + vector.sum()).backward()
     optimizer.step()
-    step = orthogonal((1 - MOMENTUM**2) * gradient)
-    torch.testing.assert_close(matrix.detach(), -0.01 * USUAL * step, rtol=1e-3, atol=1e-6)
+    step = orthogonalize((1 - MOMENTUM**2) * gradient)
+    torch.testing.assert_close(matrix.detach(), -0.01 * STEP_SIZE * step, rtol=1e-3, atol=1e-6)
     torch.testing.assert_close(vector.detach(), plain * (1 - 0.01 * 0.1) - 0.01)
 
 
@@ -45,7 +45,7 @@ def test_a_saved_state_goes_on_as_if_it_had_not_stopped() -> None:
             weight.grad = gradient.clone()
             optimizer.step()
 
-    gradients = [uneven(ROWS, 2 * ROWS) * scale for scale in (1.0, -0.5, 2.0, 1.0)]
+    gradients = [uneven(BLOCK_ROWS, 2 * BLOCK_ROWS) * scale for scale in (1.0, -0.5, 2.0, 1.0)]
     group = {"lr": 0.01, "weight_decay": 0.0, "orthogonal": True}
     whole = nn.Parameter(torch.zeros(gradients[0].shape))
     steps(whole, Optimizer([{"params": [whole]} | group]), gradients)

@@ -14,7 +14,7 @@ from conftest import DRAFT, ROOT, TARGET
 from distilling import LAYERS, TARGET_CONFIG, Distilling, distilling, made_head
 from heads import write_head
 from ovspec_export.distill import stages
-from ovspec_export.distill.plan import DistillOptions, needed_memory, planned
+from ovspec_export.distill.plan import DistillOptions, estimate_memory, make_plan
 from ovspec_export.sources import find_source
 
 from ovspec.base.errors import OvspecError
@@ -35,7 +35,7 @@ def refused(distil: Distilling, message: str, **options: Any) -> None:
     """A distillation is refused with this message and leaves nothing behind."""
     before = sorted(distil.folder.rglob("*"))
     with pytest.raises(OvspecError, match=message) as error:
-        planned(DistillOptions(**{"model": str(distil.model), "output": distil.output} | options))
+        make_plan(DistillOptions(**{"model": str(distil.model), "output": distil.output} | options))
     assert "\n" not in str(error.value) and str(error.value).endswith(".")
     assert sorted(distil.folder.rglob("*")) == before
 
@@ -84,7 +84,7 @@ def test_targets_that_have_no_heads(distil: Distilling) -> None:
     told = "a head can't be used with this target: only {} of its {} layers have keys and values of their own"
     refused(distil, f"model: {told.format(2, 3)}")
     (distil.model / "ovspec.json").unlink()  # which has the size of the config
-    assert not planned(DistillOptions(str(distil.model), distil.output, draft=str(DRAFT))).layers
+    assert not make_plan(DistillOptions(str(distil.model), distil.output, draft=str(DRAFT))).layers
     for more, own in (
         ({"layer_types": ["linear_attention", "full_attention"]}, 1),
         ({"layer_types": ["sliding_attention", "full_attention"], "num_kv_shared_layers": 1}, 1),
@@ -93,7 +93,7 @@ def test_targets_that_have_no_heads(distil: Distilling) -> None:
         checkpoint = copied(TARGET, distil.folder / f"checkpoint-{len(list(distil.folder.iterdir()))}", **more)
         refused(distil, f"{checkpoint.name}: {told.format(own, 2)}", model=str(checkpoint))
     windows = copied(TARGET, distil.folder / "windows", layer_types=["sliding_attention", "full_attention"])
-    assert planned(DistillOptions(str(windows), distil.output)).layers == [0, 1]
+    assert make_plan(DistillOptions(str(windows), distil.output)).layers == [0, 1]
 
 
 def copied(checkpoint: Path, folder: Path, **entries: Any) -> Path:
@@ -124,7 +124,7 @@ def test_drafts(distil: Distilling, pair: Path) -> None:
     exported = str(distil.folder / "pair" / "draft")
     refused(distil, "draft: its checkpoint, small-hf, is needed and isn't here; name its folder", draft=exported)
     shutil.copytree(DRAFT, distil.folder / "small-hf")
-    plan = planned(DistillOptions(str(distil.model), distil.output, draft=exported))
+    plan = make_plan(DistillOptions(str(distil.model), distil.output, draft=exported))
     assert plan.draft and plan.draft.folder == distil.folder / "small-hf"
     (distil.folder / "pair" / "ovspec.json").unlink()
     refused(distil, "draft: an IR, which can't be taught, and nothing says of what", draft=exported)
@@ -135,7 +135,7 @@ def test_room(distil: Distilling, monkeypatch: pytest.MonkeyPatch) -> None:
         patched.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=2e9, used=1e9, free=1e9))
         told = r"\.out\.distill: distilling with this `size_limit` needs about 10\.\d\d GB there, but only 1\.00 GB"
         refused(distil, told)
-        assert planned(DistillOptions(str(distil.model), distil.output, size_limit=0.5))
+        assert make_plan(DistillOptions(str(distil.model), distil.output, size_limit=0.5))
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=0.9e9))
     refused(distil, r"model: distilling needs about \d\.\d\d GB of memory, but only 900\.0 MB are free; close other")
 
@@ -151,7 +151,7 @@ def test_the_memory_of_larger_models(distil: Distilling, monkeypatch: pytest.Mon
         entries = {"vocab_size": 128256, "num_hidden_layers": 16, "head_dim": 2048 // 32, **size}
         folder = copied(TARGET, distil.folder / f"{billions}b", **entries)
         monkeypatch.setattr("ovspec_export.sources.Source.parameter_count", billions * 10**9)
-        needed[billions] = needed_memory(planned(DistillOptions(str(folder), distil.output)))
+        needed[billions] = estimate_memory(make_plan(DistillOptions(str(folder), distil.output)))
     assert 4e9 < needed[1] < 8e9
     assert needed[1] < needed[3] < 16e9
 
@@ -163,11 +163,11 @@ def test_torch_devices(distil: Distilling) -> None:
 def test_layers_that_a_head_reads(distil: Distilling) -> None:
     for layers, read in ((2, [0, 1]), (6, [1, 3, 5]), (7, [2, 3, 4]), (30, [2, 15, 27])):
         folder = copied(TARGET, distil.folder / f"of {layers}", num_hidden_layers=layers)
-        assert planned(DistillOptions(str(folder), distil.output)).layers == read
+        assert make_plan(DistillOptions(str(folder), distil.output)).layers == read
         assert find_source(str(folder)).config_number("layers") == layers
 
 
 def test_the_demo_pair_can_be_distilled(tmp_path: Path) -> None:
     """It has no manifest entry that a distillation would need."""
-    plan = planned(DistillOptions(str(ROOT / "models" / "demo"), tmp_path / "out", size_limit=0.5))
+    plan = make_plan(DistillOptions(str(ROOT / "models" / "demo"), tmp_path / "out", size_limit=0.5))
     assert (plan.kind, plan.layers, plan.name) == ("head", [1, 2, 4], "out")

@@ -13,8 +13,14 @@ from conftest import DRAFT, PROMPTS, TARGET
 from distilling import Distilling, distilling, made_head, row
 from ovspec_export import DistillOptions, distill_model
 from ovspec_export.distill import gain
-from ovspec_export.distill.card import Data, Made, card, made_in
-from ovspec_export.distill.gain import BEGINNING, gained, measure_gain, no_gain, prompts_in
+from ovspec_export.distill.card import DocumentCounts, ResultRecord, format_card, read_record
+from ovspec_export.distill.gain import (
+    PLAIN_PROMPT_TOKENS,
+    describe_missing_gain,
+    is_faster,
+    measure_gain,
+    read_held_out_prompts,
+)
 from ovspec_export.sources import HeadSource, find_source
 
 import ovspec
@@ -53,7 +59,7 @@ def test_a_draft_is_taught(distil: Distilling, pair: Path, monkeypatch: pytest.M
     assert not source.is_ir and not isinstance(source, HeadSource)
     weights = [(folder / "model.safetensors").read_bytes() for folder in (distil.output, DRAFT)]
     assert weights[0] == weights[1]
-    made = made_in(distil.output)
+    made = read_record(distil.output)
     assert made and (made.kind, made.draft) == ("draft", "small-hf")
     manifest = read_manifest(distil.model, verify=True)
     assert manifest and manifest.draft and manifest.draft.source == "out"
@@ -78,7 +84,7 @@ def test_a_vocabulary_is_trimmed(
     )
     told = "out: 500 ids, without which are 0.0% of the tokens in the texts that were held out"
     assert told in capsys.readouterr().err
-    made = made_in(distil.output)
+    made = read_record(distil.output)
     assert made and (made.kind, made.tokens, made.complete, made.lost) == ("trimmed draft", 0, True, 0.0)
     assert (distil.output / "model.safetensors").exists() is not exported
     assert read_manifest(distil.model, verify=True)
@@ -132,20 +138,22 @@ def document(answer: int, held_out: bool, length: int = 200) -> dict[str, Any]:
 
 def test_prompts_are_what_was_held_out(tmp_path: Path) -> None:
     file = tmp_path / "documents.jsonl"
-    assert prompts_in(file) == []
+    assert read_held_out_prompts(file) == []
     documents = [document(answer=10 + i, held_out=i % 2 == 0) for i in range(40)]
     documents += [document(answer=0, held_out=True), document(answer=0, held_out=True, length=1)]
     file.write_text("".join(json.dumps(each) + "\n" for each in documents) + '{"ids": [1', encoding="utf-8")
-    prompts = prompts_in(file)
+    prompts = read_held_out_prompts(file)
     assert len(prompts) == 8
     assert [len(prompt) for prompt in prompts] == [10, 14, 20, 24, 30, 36, 40, 46]
     file.write_text(json.dumps(documents[-2]) + "\n", encoding="utf-8")
-    assert [len(prompt) for prompt in prompts_in(file)] == [BEGINNING], "of a plain text, its beginning"
+    assert [len(prompt) for prompt in read_held_out_prompts(file)] == [PLAIN_PROMPT_TOKENS], (
+        "of a plain text, its beginning"
+    )
 
 
 def test_the_gain_is_measured(distil: Distilling, pair: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache_dir))
-    monkeypatch.setattr(gain, "TOKENS", 16)
+    monkeypatch.setattr(gain, "MAX_PROMPT_TOKENS", 16)
     file, output = distil.folder / "documents.jsonl", distil.folder / "rows.json"
     ids = Tokenizer(pair).encode(PROMPTS[0]).tolist()
     given = document(0, True) | {"ids": ids, "answer": len(ids) - 1}
@@ -163,15 +171,15 @@ def test_the_gain_is_measured(distil: Distilling, pair: Path, cache_dir: Path, m
 
 def test_what_is_a_gain() -> None:
     plain = row("plain")
-    assert gained([plain, row("head", 1.1)])
-    assert gained([plain, row("old draft", 1.1), row("head", 1.2)])
-    assert gained([plain, row("old draft", None), row("head", 1.2)])
+    assert is_faster([plain, row("head", 1.1)])
+    assert is_faster([plain, row("old draft", 1.1), row("head", 1.2)])
+    assert is_faster([plain, row("old draft", None), row("head", 1.2)])
     for new in (1.0, 0.9, None):
-        assert not gained([plain, row("head", new)])
-        assert not gained([plain, row("old draft", 0.8), row("head", new)])
-    assert not gained([plain, row("old draft", 1.3), row("head", 1.2)])
-    assert "(no speed-up)" in no_gain("out", [plain, row("head", None)])
-    assert "(0.90 of plain speed, with the old draft 1.30)" in no_gain(
+        assert not is_faster([plain, row("head", new)])
+        assert not is_faster([plain, row("old draft", 0.8), row("head", new)])
+    assert not is_faster([plain, row("old draft", 1.3), row("head", 1.2)])
+    assert "(no speed-up)" in describe_missing_gain("out", [plain, row("head", None)])
+    assert "(0.90 of plain speed, with the old draft 1.30)" in describe_missing_gain(
         "out", [plain, row("old draft", 1.3), row("head", 0.9)]
     )
 
@@ -180,7 +188,7 @@ def test_what_is_a_gain() -> None:
 
 
 def test_the_card() -> None:
-    made = Made(
+    made = ResultRecord(
         run="1",
         kind="head",
         model="org/model",
@@ -189,13 +197,13 @@ def test_the_card() -> None:
         complete=True,
         seconds={"texts": 1800.0, "features": 900.0, "training": 2700.0},
         tokens=1234567,
-        data={"own": Data(900, 250000), "text": Data(12, 30000)},
-        held_out=Data(48, 14000),
+        data={"own": DocumentCounts(900, 250000), "text": DocumentCounts(12, 30000)},
+        held_out=DocumentCounts(48, 14000),
         machine="A processor",
         agreement=[0.468, 0.43, 0.388],
         rows=[row("plain"), row("old draft", None), row("head", 1.25)],
     )
-    text = card(made, "my-head")
+    text = format_card(made, "my-head")
     for part in (
         "# An EAGLE-3 head for org/model",
         "org/model, revision 0123456789ab, so that",
@@ -213,7 +221,7 @@ def test_the_card() -> None:
     ):
         assert part in text
     assert "Not finished" not in text
-    bare = Made("1", "draft", "model", None, "small", False, {}, 0, {}, Data(), "A processor")
-    text = card(bare, "my-draft")
+    bare = ResultRecord("1", "draft", "model", None, "small", False, {}, 0, {}, DocumentCounts(), "A processor")
+    text = format_card(bare, "my-draft")
     assert "It was made of small." in text and "**Not finished**" in text
     assert "Agreement" not in text and "What it brings" not in text and "hidden states" not in text

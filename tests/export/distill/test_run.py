@@ -21,9 +21,9 @@ import pytest
 from distilling import Distilling, distilling, made_head, row
 from filelock import FileLock
 from ovspec_export.distill import result as results
-from ovspec_export.distill.card import made_in
-from ovspec_export.distill.run import round_ends, seconds_for_texts
-from ovspec_export.distill.work import Spent, Work
+from ovspec_export.distill.card import read_record
+from ovspec_export.distill.run import compute_round_ends, estimate_text_seconds
+from ovspec_export.distill.work import StageFigures, WorkFolder
 from ovspec_export.sources import HeadSource, find_source
 from ovspec_export.worker import subtract_startup_time
 
@@ -82,7 +82,7 @@ def test_what_the_jobs_are_asked(distil: Distilling) -> None:
     assert (texts[0]["texts"], texts[0]["topics"]) == ([str(notes)], ["cats", "a dog"])
     assert texts[0]["model"] == str(distil.model)
     after = 20 + 1.2 * 2 * 8 * 96 * 0.01  # seconds to export the result and to measure the gain
-    spent = made_in(distil.output).seconds  # type: ignore[union-attr]
+    spent = read_record(distil.output).seconds  # type: ignore[union-attr]
     left = (360 - after) / 2 - spent["timing"]
     assert texts[0]["seconds"] == pytest.approx(left / 3, abs=1), "two thirds of half of the first round is for data"
     assert (features[0]["most"], features[0]["layers"]) == (0.5e9, [0, 1])
@@ -103,23 +103,23 @@ def test_only_training_goes_on_when_the_disk_space_is_used(distil: Distilling) -
 
 def test_rounds_grow_and_end_with_the_time() -> None:
     for minutes in (1, 20, 180, 600):
-        ends = round_ends(60 * minutes)
+        ends = compute_round_ends(60 * minutes)
         lengths = [b - a for a, b in zip([0, *ends], ends, strict=False)]
         assert ends[-1] == 60 * minutes
         assert lengths[0] == min(360, 30 * minutes) or len(ends) == 1
         assert all(b >= 0.75 * a for a, b in itertools.pairwise(lengths))
-    assert round_ends(200) == [200], "what is loaded twice is time lost"
-    assert round_ends(60 * 180)[:3] == pytest.approx([360, 360 * 2.6, 360 * 2.6 + 360 * 1.6**2])
+    assert compute_round_ends(200) == [200], "what is loaded twice is time lost"
+    assert compute_round_ends(60 * 180)[:3] == pytest.approx([360, 360 * 2.6, 360 * 2.6 + 360 * 1.6**2])
 
 
 def test_texts_get_the_time_that_leaves_enough_for_their_features() -> None:
     def seconds(texts: tuple[float, int], features: tuple[float, int]) -> float:
         both = {"texts": texts, "features": features}
         told: dict[str, dict[str, Any]] = {name: {"tokens": tokens} for name, (_, tokens) in both.items()}
-        spent = Spent({name: seconds for name, (seconds, _) in both.items()}, told)
-        return seconds_for_texts(Work(Path(), "", spent), 90)
+        spent = StageFigures({name: seconds for name, (seconds, _) in both.items()}, told)
+        return estimate_text_seconds(WorkFolder(Path(), "", spent), 90)
 
-    assert seconds_for_texts(Work(Path(), "", Spent()), 90) == 60
+    assert estimate_text_seconds(WorkFolder(Path(), "", StageFigures()), 90) == 60
     assert seconds((60, 1000), (30, 1000)) == pytest.approx(60)
     assert seconds((30, 1000), (60, 1000)) == pytest.approx(30)
     assert seconds((60, 1000), (30, 500)) == pytest.approx(30), "500 tokens wait for their features, 30 seconds' worth"
@@ -171,7 +171,7 @@ def test_ctrl_c_keeps_what_there_is(
         told = capsys.readouterr().err.splitlines()[-1]
         assert told.endswith("the same command goes on")
     trained = job in ("train_head", "measure_gain")
-    made = made_in(distil.output)
+    made = read_record(distil.output)
     assert (made is not None) == trained
     assert not (distil.model / "draft").exists(), "only a finished result goes there"
     assert distil.work.is_dir()
@@ -184,7 +184,7 @@ def test_ctrl_c_keeps_what_there_is(
     assert distil.run() == 0, "no --overwrite is needed"
     if trained:
         assert len(distil.began("write_texts")) == texts, "what is done isn't done again"
-    made = made_in(distil.output)
+    made = read_record(distil.output)
     assert made and made.complete and made.tokens == 1000
     assert (distil.model / "draft").is_dir()
     assert {path.name for path in distil.folder.iterdir()} == {"model", "out", "began"}
@@ -234,7 +234,7 @@ def test_signals_end_the_command(distil: Distilling, number: int, code: int) -> 
 
 
 def test_other_settings_need_another_folder(distil: Distilling, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ovspec_export.distill.run.run", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr("ovspec_export.distill.run.run_rounds", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     assert distil.run() == 130
     notes = distil.folder / "notes.txt"
     notes.write_text("import os", encoding="utf-8")
@@ -258,7 +258,7 @@ def test_a_work_folder_that_is_named_is_kept(distil: Distilling) -> None:
     assert distil.run(work=work) == 0
     assert (work / "documents.jsonl").is_file()
     assert distil.run(work=work, tokens=1500) == 0, "more training replaces its own result"
-    made = made_in(distil.output)
+    made = read_record(distil.output)
     assert made and made.tokens == 1500
     assert len(distil.began("measure_gain")) == 2
     assert distil.run(work=work, tokens=1500) == 0, "there is nothing left to do"
@@ -276,9 +276,9 @@ def test_ctrl_c_at_the_very_end_leaves_what_is_finished(distil: Distilling, monk
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("ovspec_export.distill.finish.put_beside", press)
+        patched.setattr("ovspec_export.distill.finish.add_draft_to_target", press)
         assert distil.run() == 130
-    made = made_in(distil.output)
+    made = read_record(distil.output)
     assert made and made.complete and made.rows
     assert distil.run() == 0
     assert len(distil.began("measure_gain")) == 1
@@ -286,7 +286,7 @@ def test_ctrl_c_at_the_very_end_leaves_what_is_finished(distil: Distilling, monk
 
 
 def test_a_time_too_short_is_said(distil: Distilling, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ovspec_export.distill.stages.train", lambda *_: True)
+    monkeypatch.setattr("ovspec_export.distill.stages.run_training_job", lambda *_: True)
     with pytest.raises(OvspecError, match="out: nothing was trained in so short a time; give more `minutes`"):
         distil.run()
 
@@ -369,7 +369,7 @@ def test_a_kill_leaves_the_model_with_or_without_its_draft(distil: Distilling, m
             patched.setattr("ovspec_export.folders.remove_export_folder", lambda _: None)
             patched.setattr("ovspec_export.folders.restore_backup", lambda _: None)
             with contextlib.suppress(Killed):
-                results.add_draft(distil.model, read_manifest(distil.model), ir, entry)  # type: ignore[arg-type]
+                results.replace_with_draft(distil.model, read_manifest(distil.model), ir, entry)  # type: ignore[arg-type]
         lm = ovspec.load(distil.model, "none", arithmetic="fast")  # which undoes what was killed half way
         now = read_manifest(distil.model, verify=True)
         assert now and lm

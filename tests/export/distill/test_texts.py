@@ -24,8 +24,24 @@ from conftest import PROMPTS, ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 from ovspec_export.distill import texts
-from ovspec_export.distill.documents import MOST_TOKENS, Document, is_held_out, read_documents, repeats, runs
-from ovspec_export.distill.texts import BEGINNING, DOCUMENTS, TOPIC, around_user, asker, ending, in_chat, write_texts
+from ovspec_export.distill.documents import (
+    MAX_DOCUMENT_TOKENS,
+    Document,
+    hash_token_runs,
+    is_held_out,
+    is_looping,
+    read_documents,
+)
+from ovspec_export.distill.texts import (
+    BEGINNING_TOKENS,
+    DOCUMENTS_FILE,
+    TOPIC_OPENING,
+    find_turn_end,
+    make_chat,
+    make_prompt_source,
+    split_at_user_text,
+    write_texts,
+)
 from real_families import DOWNLOADS, FAMILIES
 from real_families import TEMPLATES as PUBLISHED
 
@@ -43,8 +59,8 @@ Write = Callable[..., list[Document]]
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch, cache_dir: Path) -> None:
-    monkeypatch.setattr(texts, "EVERY", 0.1)
-    monkeypatch.setattr(texts, "SETTINGS", {**texts.SETTINGS, "cache_dir": cache_dir})
+    monkeypatch.setattr(texts, "WRITE_SECONDS", 0.1)
+    monkeypatch.setattr(texts, "LOAD_SETTINGS", {**texts.LOAD_SETTINGS, "cache_dir": cache_dir})
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +95,7 @@ def write(tmp_path: Path, model: Path) -> Write:
     def write(tokens: int, model: Path = model, **options: Any) -> list[Document]:
         (tmp_path / "work").mkdir(exist_ok=True)
         write_texts(str(model), str(tmp_path / "work"), **{"seconds": 120, "tokens": tokens, **SHORT, **options})
-        return read_documents(tmp_path / "work" / DOCUMENTS)
+        return read_documents(tmp_path / "work" / DOCUMENTS_FILE)
 
     return write
 
@@ -90,7 +106,7 @@ def test_a_job_does_not_end_with_nothing(
     """By a clock that ticks with the rounds, after 33 of which no answer is long enough; twice the time is the end."""
     clock = itertools.count()
     monkeypatch.setattr(texts, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    monkeypatch.setattr(texts, "UNFINISHED", 8)
+    monkeypatch.setattr(texts, "MIN_UNFINISHED_TOKENS", 8)
     documents = write(10**9, seconds=100)
     assert 110 < next(clock) < 210
     assert any(not document.held_out for document in documents)
@@ -135,17 +151,17 @@ def format_of(source: str) -> ChatFormat:
 @pytest.mark.parametrize("name", ENDS)
 def test_the_turn_of_a_user_is_found(name: str) -> None:
     format = format_of(TEMPLATES[name])
-    before, after = around_user(format, None)
-    whole = format.render_prompt(in_chat("Why?", None))
+    before, after = split_at_user_text(format, None)
+    whole = format.render_prompt(make_chat("Why?", None))
     assert whole.replace(" Why?", "Why?") == f"{before}Why?{after}"
     if ENDS[name][0].isalpha():
-        assert ending(after, {"<else>": 6}) == ([], [ENDS[name]])
+        assert find_turn_end(after, {"<else>": 6}) == ([], [ENDS[name]])
     else:
-        assert ending(after, {ENDS[name]: 7, ENDS[name][:3]: 8, " ": 9}) == ([7], [])
-    assert ending(after.strip(), {"\n": 5, "<else>": 6})[0] == []
-    topical, same = around_user(format, None, TOPIC.format("fish"))
+        assert find_turn_end(after, {ENDS[name]: 7, ENDS[name][:3]: 8, " ": 9}) == ([7], [])
+    assert find_turn_end(after.strip(), {"\n": 5, "<else>": 6})[0] == []
+    topical, same = split_at_user_text(format, None, TOPIC_OPENING.format("fish"))
     assert (topical, same) == (
-        before + (" " if whole != f"{before}Why?{after}" else "") + TOPIC.format("fish").strip(),
+        before + (" " if whole != f"{before}Why?{after}" else "") + TOPIC_OPENING.format("fish").strip(),
         after,
     )
 
@@ -159,12 +175,12 @@ published = sorted(PUBLISHED.glob("*.jinja")) or [PUBLISHED / "none"]
 def test_the_turn_of_a_user_is_found_in_published_templates(file: Path) -> None:
     format = format_of(file.read_text("utf-8"))
     try:
-        whole = format.render_prompt(in_chat("Why?", None))
+        whole = format.render_prompt(make_chat("Why?", None))
     except OvspecError:
         pytest.skip("the template renders no chats without tools")
-    before, after = around_user(format, None)
+    before, after = split_at_user_text(format, None)
     assert whole.replace(" Why?", "Why?") == f"{before}Why?{after}"
-    ids, [text] = ending(after, {})
+    ids, [text] = find_turn_end(after, {})
     assert not ids
     assert text == after.strip()
 
@@ -174,9 +190,9 @@ def test_the_turn_of_a_user_is_found_in_published_templates(file: Path) -> None:
 def test_a_token_of_the_vocabulary_ends_the_turn(name: str) -> None:
     family = FAMILIES[name]
     file = read_dataclass(TokenizerFile, DOWNLOADS / "tokenizers" / family.tokenizer / TOKENIZER_FILE)
-    _, after = around_user(format_of((PUBLISHED / f"{family.template}.jinja").read_text("utf-8")), None)
+    _, after = split_at_user_text(format_of((PUBLISHED / f"{family.template}.jinja").read_text("utf-8")), None)
     expected = {"qwen3.5": 151645, "gpt-oss": 200007, "llama": 128009}[name]
-    assert ending(after, {token.content: token.id for token in file.added_tokens}) == ([expected], [])
+    assert find_turn_end(after, {token.content: token.id for token in file.added_tokens}) == ([expected], [])
 
 
 @given(
@@ -184,7 +200,7 @@ def test_a_token_of_the_vocabulary_ends_the_turn(name: str) -> None:
     st.text("<>ab \n", max_size=20),
 )
 def test_what_comes_first_ends_the_turn(added: dict[str, int], after: str) -> None:
-    ids, texts = ending(after, added)
+    ids, texts = find_turn_end(after, added)
     assert len(ids) + len(texts) <= 1
     for text in texts:
         assert text
@@ -233,9 +249,9 @@ def test_it_asks_and_answers_and_goes_on(lm: ovspec.LanguageModel, write: Write,
     assert {document.greedy for document in second} == {True, False}
     for document in second:
         answer = document.ids[document.answer :]
-        assert len(document.ids) <= MOST_TOKENS
+        assert len(document.ids) <= MAX_DOCUMENT_TOKENS
         assert 0 < len(answer) <= 40
-        assert not repeats(answer)
+        assert not is_looping(answer)
         assert not set(lm.tokenizer.added_tokens.values()) & set(answer[:-1])
     prompts = [tuple(document.ids[: document.answer]) for document in second]
     assert len(set(prompts)) == len(prompts), "nothing is asked twice"
@@ -248,7 +264,7 @@ def test_it_asks_and_answers_and_goes_on(lm: ovspec.LanguageModel, write: Write,
 def test_what_is_asked_is_what_is_held_out(lm: ovspec.LanguageModel, write: Write) -> None:
     found = write(4500, answer=8)
     assert len({document.held_out for document in found}) == 2
-    before, after = around_user(lm.runtime.prompts.chat_format, None)
+    before, after = split_at_user_text(lm.runtime.prompts.chat_format, None)
     for document in found:
         text = lm.tokenizer.decode_with_special(np.array(document.ids[: document.answer])) or ""
         question = text.removesuffix(after).rpartition("user\n")[2]
@@ -259,7 +275,7 @@ def test_what_is_asked_is_what_is_held_out(lm: ovspec.LanguageModel, write: Writ
 def test_what_has_been_written_is_kept_when_it_is_to_stop(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = list[float]()
     monkeypatch.setattr(texts, "is_stop_requested", lambda: bool(asked.append(time.monotonic())) or len(asked) > 90)
-    monkeypatch.setattr(texts, "EVERY", 60)
+    monkeypatch.setattr(texts, "WRITE_SECONDS", 60)
     began = time.monotonic()
     found = write(10**9)
     assert len(found) > 5
@@ -270,7 +286,7 @@ def test_what_has_been_written_is_kept_when_it_is_to_stop(write: Write, monkeypa
 KILLED = """
 import sys, json
 from ovspec_export.distill import texts
-texts.EVERY = 0.1
+texts.WRITE_SECONDS = 0.1
 texts.write_texts(**json.loads(sys.argv[1]))
 """
 
@@ -285,30 +301,30 @@ def test_a_killed_one_goes_on(write: Write, model: Path, tmp_path: Path, command
     process = subprocess.Popen([sys.executable, "-c", KILLED, json.dumps(arguments)], env=environment)
     try:
         deadline = time.monotonic() + 60
-        while not (work / DOCUMENTS).is_file() or (work / DOCUMENTS).read_bytes().count(b"\n") < 3:
+        while not (work / DOCUMENTS_FILE).is_file() or (work / DOCUMENTS_FILE).read_bytes().count(b"\n") < 3:
             assert process.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.02)
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
-    before = read_documents(work / DOCUMENTS)
-    with (work / DOCUMENTS).open("ab") as file:
+    before = read_documents(work / DOCUMENTS_FILE)
+    with (work / DOCUMENTS_FILE).open("ab") as file:
         file.write(b'{"ids": [1, 2')
     found = write(sum(len(document.ids) for document in before) + 500)
     assert found[: len(before)] == before
     assert len(found) > len(before) >= 3
     prompts = [tuple(document.ids[: document.answer]) for document in found]
     assert len(set(prompts)) == len(prompts)
-    assert [file.name for file in work.iterdir()] == [DOCUMENTS]
+    assert [file.name for file in work.iterdir()] == [DOCUMENTS_FILE]
 
 
 def test_a_model_without_a_template_begins_texts(write: Write, tmp_path: Path) -> None:
     shutil.copytree(DEMO / "draft", tmp_path / "base", ignore=shutil.ignore_patterns("chat_template*"))
     found = write(600, tmp_path / "base")
-    assert {document.answer for document in found} == {BEGINNING}, "it has no BOS"
+    assert {document.answer for document in found} == {BEGINNING_TOKENS}, "it has no BOS"
     assert {document.greedy for document in found} == {True, False}
-    begun = [tuple(document.ids[:BEGINNING]) for document in found]
+    begun = [tuple(document.ids[:BEGINNING_TOKENS]) for document in found]
     assert len(set(begun)) == len(begun)
 
 
@@ -320,7 +336,8 @@ def test_it_continues_what_the_user_gave(lm: ovspec.LanguageModel, write: Write)
     assert found[: len(given)] == given
     assert all(document.source == "own" for document in found[len(given) :]), "the user's texts are read once"
     runs_given = {
-        side: set(np.concatenate([runs(each.ids) for each in given if each.held_out is side])) for side in (True, False)
+        side: set(np.concatenate([hash_token_runs(each.ids) for each in given if each.held_out is side]))
+        for side in (True, False)
     }
     opens = lm.tokenizer.encode(OPENS, special=False).tolist()
     own = found[len(given) :]
@@ -329,14 +346,14 @@ def test_it_continues_what_the_user_gave(lm: ovspec.LanguageModel, write: Write)
     assert len(own) > len(continued)
     for document in continued:
         assert 32 <= document.answer <= 128
-        assert set(runs(document.ids[: document.answer])) <= runs_given[document.held_out]
+        assert set(hash_token_runs(document.ids[: document.answer])) <= runs_given[document.held_out]
 
 
 def test_the_users_prompts_are_answered_first_and_once(lm: ovspec.LanguageModel, write: Write, tmp_path: Path) -> None:
     file = tmp_path / "asked.jsonl"
     asked = PROMPTS[:16]
     file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in asked), "utf-8")
-    prompts = [lm.encode(in_chat(text, None)).tolist() for text in asked]
+    prompts = [lm.encode(make_chat(text, None)).tolist() for text in asked]
     found = write(2500, texts=[str(file)])
     answered = [document.ids[: document.answer] for document in found]
     first = [prompt for prompt in prompts if prompt in answered]
@@ -349,13 +366,13 @@ def test_the_users_prompts_are_answered_first_and_once(lm: ovspec.LanguageModel,
 
 
 def test_topics_lead_to_questions_but_are_not_in_them(lm: ovspec.LanguageModel) -> None:
-    asking = asker(lm.runtime.prompts, ["fish", "birds"], texts.Seen(), 20)
+    asking = make_prompt_source(lm.runtime.prompts, ["fish", "birds"], texts.SeenRuns(), 20)
     drawn = np.random.default_rng(0)
-    leads = [asking.lead(drawn) for _ in range(40)]
+    leads = [asking.draw_lead(drawn) for _ in range(40)]
     told = {lm.tokenizer.decode_with_special(np.array(lead.ids)) for lead in leads}
-    assert told == {f"<|im_start|>user\n{TOPIC.format(topic).strip()}" for topic in ("fish", "birds")}
-    anything = asker(lm.runtime.prompts, [], texts.Seen(), 20)
-    told = {lm.tokenizer.decode_with_special(np.array(anything.lead(drawn).ids)) or "" for _ in range(60)}
+    assert told == {f"<|im_start|>user\n{TOPIC_OPENING.format(topic).strip()}" for topic in ("fish", "birds")}
+    anything = make_prompt_source(lm.runtime.prompts, [], texts.SeenRuns(), 20)
+    told = {lm.tokenizer.decode_with_special(np.array(anything.draw_lead(drawn).ids)) or "" for _ in range(60)}
     assert len(told) == 4
     assert sum("<|im_start|>system\n" in text for text in told) == 3
 
@@ -363,8 +380,8 @@ def test_topics_lead_to_questions_but_are_not_in_them(lm: ovspec.LanguageModel) 
 def test_without_a_system_role_there_are_no_system_messages(lm: ovspec.LanguageModel) -> None:
     prompts = copy.copy(lm.runtime.prompts)
     vars(prompts)["chat_format"] = format_of(TEMPLATES["gemma2"])
-    asking, drawn = asker(prompts, [], texts.Seen(), 20), np.random.default_rng(0)
-    assert {prompts.tokenizer.decode_with_special(np.array(asking.lead(drawn).ids)) for _ in range(30)} == {
+    asking, drawn = make_prompt_source(prompts, [], texts.SeenRuns(), 20), np.random.default_rng(0)
+    assert {prompts.tokenizer.decode_with_special(np.array(asking.draw_lead(drawn).ids)) for _ in range(30)} == {
         "<bos><start_of_turn>user\n"
     }
 
@@ -373,7 +390,7 @@ def test_without_a_system_role_there_are_no_system_messages(lm: ovspec.LanguageM
 @pytest.mark.skipif(not REAL.is_dir(), reason="the real model could not be fetched")
 def test_a_real_model_asks_questions(tmp_path: Path) -> None:
     write_texts(str(REAL), str(tmp_path), seconds=100, tokens=20_000)
-    found = read_documents(tmp_path / DOCUMENTS)
+    found = read_documents(tmp_path / DOCUMENTS_FILE)
     real = ovspec.load(REAL, "none", arithmetic="fast")
     assert len(found) > 30
     assert not misplaced(real, found)

@@ -14,20 +14,20 @@ from ovspec_export.distill.documents import Document, create_documents
 from ovspec_export.distill.features import (
     Example,
     Examples,
-    computing,
-    computing_in_torch,
+    list_shards,
+    make_openvino_compute,
+    make_torch_compute,
     read_examples,
-    shards_in,
     write_shard,
-    write_target,
+    write_target_tables,
 )
-from ovspec_export.distill.head import change_vocabulary, most_expected
-from ovspec_export.distill.new_head import new_config, new_layout
-from ovspec_export.distill.packing import Batch, pack
-from ovspec_export.distill.start import begin
-from ovspec_export.distill.training import moved
-from ovspec_export.distill.unroll import agreement, loss_of, unrolled
-from ovspec_export.distill.work import DOCUMENTS, FEATURES
+from ovspec_export.distill.head import change_vocabulary, choose_draft_ids
+from ovspec_export.distill.new_head import make_head_config, make_head_layout
+from ovspec_export.distill.packing import Batch, pack_examples
+from ovspec_export.distill.start import initialize_head
+from ovspec_export.distill.training import move_rows
+from ovspec_export.distill.unroll import compare_guesses, compute_unrolled_loss, unroll_head
+from ovspec_export.distill.work import DOCUMENTS_FILE, FEATURES_FOLDER
 from ovspec_export.head_layout import default_tap_layers, new_head_tap_layers
 from ovspec_export.heads import EagleHead
 from safetensors.torch import load_file
@@ -55,8 +55,8 @@ def apart(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 
 ROADS = {
-    "OpenVINO": lambda: computing(DEMO, LAYERS),
-    "torch": lambda: computing_in_torch(str(CHECKPOINT), "llama", LAYERS, "cpu", False),
+    "OpenVINO": lambda: make_openvino_compute(DEMO, LAYERS),
+    "torch": lambda: make_torch_compute(str(CHECKPOINT), "llama", LAYERS, "cpu", False),
 }
 
 
@@ -79,7 +79,7 @@ def test_features_are_what_the_checkpoint_computes(checkpoint, road: str) -> Non
 
 
 def test_the_tables_are_those_of_the_checkpoint(checkpoint, tmp_path: Path) -> None:
-    write_target(DEMO, tmp_path / "target.safetensors")
+    write_target_tables(DEMO, tmp_path / "target.safetensors")
     found = load_file(tmp_path / "target.safetensors")
     table = checkpoint.get_input_embeddings().weight.detach()
     assert apart(found["embedding"], table) < 0.02
@@ -117,9 +117,9 @@ def embedding() -> torch.Tensor:
 @pytest.fixture(scope="module")
 def head(embedding: torch.Tensor) -> EagleHead:
     torch.manual_seed(3)
-    config = new_config({"num_attention_heads": 4, "num_key_value_heads": 2}, VOCAB, HIDDEN, LAYERS, 24)
-    made = EagleHead(new_layout(config, LAYERS))
-    begin(made, random_examples(), embedding, torch.randn(24, HIDDEN))
+    config = make_head_config({"num_attention_heads": 4, "num_key_value_heads": 2}, VOCAB, HIDDEN, LAYERS, 24)
+    made = EagleHead(make_head_layout(config, LAYERS))
+    initialize_head(made, random_examples(), embedding, torch.randn(24, HIDDEN))
     for weight in made.parameters():
         weight.data += 0.2 * torch.randn_like(weight)
     return made.eval().requires_grad_(False)
@@ -150,10 +150,10 @@ def reference_loss(head: EagleHead, examples: list[Example], embedding: torch.Te
                 wanted, goal = position + 1 + step, torch.zeros(len(head.lm_head.weight))
                 likely = zip(example.choices[wanted].tolist(), example.logprobs[wanted].float().exp(), strict=True)
                 for choice, probability in likely:
-                    if draft_ids[choice] >= 0 and probability > unroll.LIKELY:
+                    if draft_ids[choice] >= 0 and probability > unroll.MIN_PROBABILITY:
                         goal[draft_ids[choice]] = probability
                 losses[step].append(-(goal * logits.log_softmax(-1)).sum())
-    return sum(unroll.FADING**step * float(torch.stack(each).mean()) for step, each in enumerate(losses))
+    return sum(unroll.STEP_DECAY**step * float(torch.stack(each).mean()) for step, each in enumerate(losses))
 
 
 def shifted(batch: Batch) -> Batch:
@@ -186,14 +186,16 @@ def padded(batch: Batch) -> Batch:
 def packed_loss(
     head: EagleHead, embedding: torch.Tensor, change: Callable[[Batch], Batch] | None, examples: list[Example]
 ) -> float:
-    batch = pack(examples, STEPS, 1.0)
+    batch = pack_examples(examples, STEPS, 1.0)
     return loss_without_distance(head, change(batch) if change else batch, embedding)
 
 
 @torch.no_grad()
 def loss_without_distance(head: EagleHead, batch: Batch, embedding: torch.Tensor) -> float:
     draft_ids = torch.full((VOCAB,), -1).index_put_((torch.arange(0, 24),), torch.arange(24))
-    return float(loss_of(head, replace(batch, final=torch.zeros(len(batch), 0)), embedding, draft_ids, STEPS))
+    return float(
+        compute_unrolled_loss(head, replace(batch, final=torch.zeros(len(batch), 0)), embedding, draft_ids, STEPS)
+    )
 
 
 def test_the_loss_is_that_of_drafting_each_document_alone(head: EagleHead, embedding: torch.Tensor) -> None:
@@ -212,11 +214,11 @@ def test_bugs_of_the_data_are_found(head: EagleHead, embedding: torch.Tensor, bu
 
 
 def test_products_in_bf16_are_close(head: EagleHead, embedding: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = pack(random_examples(), STEPS, 1.0)
+    batch = pack_examples(random_examples(), STEPS, 1.0)
     exact, found = loss_without_distance(head, batch, embedding), list[float]()
-    for levels in ((), (training.BF16,)):
+    for levels in ((), (training.BF16_INSTRUCTIONS,)):
         monkeypatch.setattr(training, "list_instruction_sets", lambda levels=levels: levels)
-        with training.in_bf16("cpu"):
+        with training.autocast_bf16("cpu"):
             found.append(loss_without_distance(head, batch, embedding))
     assert found[0] == exact
     assert found[1] == pytest.approx(exact, rel=0.02) and found[1] != exact
@@ -224,9 +226,9 @@ def test_products_in_bf16_are_close(head: EagleHead, embedding: torch.Tensor, mo
 
 def test_each_step_of_the_unroll_is_what_the_runtime_drafts(head: EagleHead, embedding: torch.Tensor) -> None:
     examples = random_examples()
-    batch = pack(examples, STEPS, 0.5)
+    batch = pack_examples(examples, STEPS, 0.5)
     with torch.no_grad():
-        outputs = unrolled(head, batch, embedding, STEPS)
+        outputs = unroll_head(head, batch, embedding, STEPS)
     begins = [0, 8, 21]
     for row, entry in enumerate(batch.deep.tolist()):
         document = int(batch.document[entry])
@@ -238,17 +240,17 @@ def test_each_step_of_the_unroll_is_what_the_runtime_drafts(head: EagleHead, emb
 
 def test_deep_entries_have_tokens_after_them(head: EagleHead, embedding: torch.Tensor) -> None:
     examples = random_examples((2, 3, 4, 5))
-    batch = pack(examples, STEPS, 1.0)
+    batch = pack_examples(examples, STEPS, 1.0)
     assert batch.deep.tolist() == [3, 6, 7]  # of 1, 2, 3 and 4 entries those with two more after them
-    assert len(unrolled(head, pack(examples[:1], STEPS, 1.0), embedding, STEPS)[1]) == 0
-    assert len(agreement(head, pack(examples[:1], STEPS, 1.0), embedding, torch.arange(24), STEPS)) == 0
+    assert len(unroll_head(head, pack_examples(examples[:1], STEPS, 1.0), embedding, STEPS)[1]) == 0
+    assert len(compare_guesses(head, pack_examples(examples[:1], STEPS, 1.0), embedding, torch.arange(24), STEPS)) == 0
 
 
 def test_only_guesses_of_answers_are_judged() -> None:
     example = replace(random_examples((6,))[0], document=Document([0] * 6, 3, "own", True, False))
     # Entry i guesses token i + 2.
-    assert pack([example], STEPS, 1.0).answers.tolist() == [False, True, True, True, True]
-    assert pack([example], STEPS, 1.0, ahead=0).answers.tolist() == [False, False, True, True, True, True]
+    assert pack_examples([example], STEPS, 1.0).answers.tolist() == [False, True, True, True, True]
+    assert pack_examples([example], STEPS, 1.0, ahead=0).answers.tolist() == [False, False, True, True, True, True]
 
 
 # ---------------------------------------------------------------- vocabulary and layers
@@ -256,12 +258,12 @@ def test_only_guesses_of_answers_are_judged() -> None:
 
 def stored(examples: list[Example], work: Path) -> Examples:
     """Write examples into a work folder, and read them."""
-    create_documents(work / DOCUMENTS, [example.document for example in examples])
-    (work / FEATURES).mkdir()
+    create_documents(work / DOCUMENTS_FILE, [example.document for example in examples])
+    (work / FEATURES_FOLDER).mkdir()
     names = ("ids", "features", "final", "choices", "logprobs")
     parts = [{name: getattr(example, name) for name in names} for example in examples]
-    write_shard(work / FEATURES / "0000000.safetensors", 0, parts[:1])
-    write_shard(work / FEATURES / "0000001.safetensors", 1, parts[1:])
+    write_shard(work / FEATURES_FOLDER / "0000000.safetensors", 0, parts[:1])
+    write_shard(work / FEATURES_FOLDER / "0000001.safetensors", 1, parts[1:])
     return read_examples(work, held_out=False)
 
 
@@ -274,11 +276,11 @@ def test_examples_come_back_from_their_shards(tmp_path: Path) -> None:
     ):
         assert kept.document == example.document
         assert torch.equal(kept.features, example.features) and torch.equal(kept.choices, example.choices)
-    assert [shard.first for shard in shards_in(tmp_path / FEATURES)] == [0, 1]
-    (tmp_path / FEATURES / "0000000.safetensors").unlink()
-    assert shards_in(tmp_path / FEATURES) == [], "after a gap, all are written again"
-    create_documents(tmp_path / DOCUMENTS, [example.document for example in examples[::-1]])
-    write_shard(tmp_path / FEATURES / "0000000.safetensors", 0, [{"ids": examples[0].ids}])
+    assert [shard.first for shard in list_shards(tmp_path / FEATURES_FOLDER)] == [0, 1]
+    (tmp_path / FEATURES_FOLDER / "0000000.safetensors").unlink()
+    assert list_shards(tmp_path / FEATURES_FOLDER) == [], "after a gap, all are written again"
+    create_documents(tmp_path / DOCUMENTS_FILE, [example.document for example in examples[::-1]])
+    write_shard(tmp_path / FEATURES_FOLDER / "0000000.safetensors", 0, [{"ids": examples[0].ids}])
     with pytest.raises(OvspecError, match="other texts"):
         read_examples(tmp_path, held_out=False)
 
@@ -293,15 +295,15 @@ def test_the_likeliest_ids_are_proposed_and_then_the_smallest(tmp_path: Path) ->
         for token, value in zip(example.choices.flatten().tolist(), example.logprobs.flatten().tolist(), strict=True):
             counts[token] += float(torch.tensor(value).double().exp())
     wanted = sorted(counts, key=lambda token: (-counts[token], token))
-    assert most_expected(kept, VOCAB, 12).tolist() == sorted(wanted[:12])
-    assert most_expected(Examples([]), VOCAB, 7).tolist() == list(range(7))
-    assert most_expected(kept, VOCAB, 1000).tolist() == list(range(VOCAB))
+    assert choose_draft_ids(kept, VOCAB, 12).tolist() == sorted(wanted[:12])
+    assert choose_draft_ids(Examples([]), VOCAB, 7).tolist() == list(range(7))
+    assert choose_draft_ids(kept, VOCAB, 1000).tolist() == list(range(VOCAB))
 
 
 def test_rows_move_with_their_ids() -> None:
     old, new = torch.tensor([1, 4, 7]), torch.tensor([0, 4, 5, 7, 30])
     rows, fresh = torch.tensor([[1.0], [4.0], [7.0]]), torch.full((5, 1), -1.0)
-    assert moved(rows, old, new, fresh)[:, 0].tolist() == [-1.0, 4.0, -1.0, 7.0, -1.0]
+    assert move_rows(rows, old, new, fresh)[:, 0].tolist() == [-1.0, 4.0, -1.0, 7.0, -1.0]
 
 
 def test_an_lm_head_gets_other_ids_with_all_that_belongs_to_it() -> None:
@@ -340,12 +342,12 @@ def test_begin_is_the_best_linear_guess() -> None:
         final = torch.zeros(len(example.ids), HIDDEN)
         final[1:] = F.rms_norm(example.features[:-1].float() @ mix + token[1:] @ effect, [HIDDEN])
         examples.append(replace(example, final=final.bfloat16()))
-    config = new_config({"num_attention_heads": 4, "num_key_value_heads": 2}, VOCAB, HIDDEN, LAYERS, 24)
+    config = make_head_config({"num_attention_heads": 4, "num_key_value_heads": 2}, VOCAB, HIDDEN, LAYERS, 24)
     torch.manual_seed(0)
-    head = EagleHead(new_layout(config, LAYERS))
-    divisor = begin(head, examples, embedding, torch.randn(24, HIDDEN))
-    batch = pack(examples[:3], STEPS, 0.0)
+    head = EagleHead(make_head_layout(config, LAYERS))
+    divisor = initialize_head(head, examples, embedding, torch.randn(24, HIDDEN))
+    batch = pack_examples(examples[:3], STEPS, 0.0)
     with torch.no_grad():
-        guess = head.norm(unrolled(head, replace(batch, features=batch.features / divisor), embedding, 1)[0])
+        guess = head.norm(unroll_head(head, replace(batch, features=batch.features / divisor), embedding, 1)[0])
     alike = F.cosine_similarity(guess, batch.final, dim=-1).mean()
     assert alike > 0.6
