@@ -1,14 +1,14 @@
-"""What a distillation has made, and how: for programs in ``distill.json``, for people in the card, ``README.md``."""
+"""The record of a distillation: for programs in ``distill.json``, for people in the card, ``README.md``."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_dataclass
+from ovspec.base.json_types import JsonObject
 
 RECORD_FILE, CARD_FILE = "distill.json", "README.md"
 KIND_TITLES = {
@@ -29,7 +29,7 @@ class DocumentCounts:
 
 @dataclass(frozen=True)
 class ResultRecord:
-    """What was made, and how.
+    """The result of a distillation, and how it was made.
 
     run: tells runs apart; a stopped one replaces its own result when it goes on.
     kind: "head", "draft" or "trimmed draft". model, revision: the target's name and revision. draft: what was taught.
@@ -54,7 +54,7 @@ class ResultRecord:
     machine: str
     agreement: list[float] = field(default_factory=list)
     lost: float | None = None
-    rows: list[dict[str, Any]] = field(default_factory=list)
+    rows: list[JsonObject] = field(default_factory=list)
 
 
 def read_record(folder: Path) -> ResultRecord | None:
@@ -65,61 +65,61 @@ def read_record(folder: Path) -> ResultRecord | None:
         return None
 
 
-def write_record(made: ResultRecord, name: str, folder: Path) -> None:
+def write_record(record: ResultRecord, name: str, folder: Path) -> None:
     """Write both files into ``folder``. name: of the result."""
-    (folder / RECORD_FILE).write_text(json.dumps(asdict(made), indent=1) + "\n", encoding="utf-8", newline="\n")
-    (folder / CARD_FILE).write_text(format_card(made, name), encoding="utf-8", newline="\n")
+    (folder / RECORD_FILE).write_text(json.dumps(asdict(record), indent=1) + "\n", encoding="utf-8", newline="\n")
+    (folder / CARD_FILE).write_text(format_card(record, name), encoding="utf-8", newline="\n")
 
 
-def format_card(made: ResultRecord, name: str) -> str:
-    """Return the card of a result called ``name``."""
-    revision = f", revision {made.revision[:12]}" if made.revision else ""
-    taught = f" It was made of {made.draft}." if made.draft else ""
-    head = " It reads the model's own hidden states and works with no other model." if made.kind == "head" else ""
+def format_card(record: ResultRecord, name: str) -> str:
+    """Return the card of the result called ``name``."""
+    revision = f", revision {record.revision[:12]}" if record.revision else ""
+    origin = f" It was made of {record.draft}." if record.draft else ""
+    head = " It reads the model's own hidden states and works with no other model." if record.kind == "head" else ""
     parts = [
-        f"# {KIND_TITLES[made.kind]} for {made.model}",
-        f"It proposes tokens for {made.model}{revision}, so that it generates faster; the model alone decides what is "
-        f"generated.{head}{taught} Made by `ovspec distill`.",
+        f"# {KIND_TITLES[record.kind]} for {record.model}",
+        f"It proposes tokens for {record.model}{revision}, so that it generates faster; the model alone decides what "
+        f"is generated.{head}{origin} Made by `ovspec distill`.",
         "## Use it",
-        f"MODEL is an export of {made.model}, CHECKPOINT what it was exported from.",
+        f"MODEL is an export of {record.model}, CHECKPOINT what it was exported from.",
         f'```sh\novspec generate MODEL "Once upon a time" --draft {name} --stats\n'
         f"ovspec export CHECKPOINT --draft {name} -o MODEL    # both in one folder, for --draft alone\n```",
         "## How it was made",
-        "\n".join(f"- {line}" for line in list_facts(made)),
+        "\n".join(f"- {line}" for line in list_facts(record)),
     ]
-    if made.rows:
+    if record.rows:
         parts += [
             "## What it brings",
-            f"Measured on {made.machine}, on texts that were held out.",
-            format_benchmark_table(made.rows),
+            f"Measured on {record.machine}, on texts that were held out.",
+            format_benchmark_table(record.rows),
         ]
     parts += [
         "## License",
-        f"The license of {made.model} holds for what is made of it; the texts that you gave may have their own.",
+        f"The license of {record.model} holds for what is made of it; the texts that you gave may have their own.",
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def list_facts(made: ResultRecord) -> list[str]:
-    """Return how it was made, a line each."""
-    total = sum(made.seconds.values())
-    unit, name = (3600, "hours") if total >= 3600 else (60, "minutes")
-    times = ", ".join(f"{stage} {seconds / unit:.1f}" for stage, seconds in made.seconds.items() if seconds)
+def list_facts(record: ResultRecord) -> list[str]:
+    """Return the facts on how the result was made, a line each."""
+    total_seconds = sum(record.seconds.values())
+    unit, unit_name = (3600, "hours") if total_seconds >= 3600 else (60, "minutes")
+    times = ", ".join(f"{stage} {seconds / unit:.1f}" for stage, seconds in record.seconds.items() if seconds)
     data = [
-        f"{found.tokens:,} tokens {told} ({found.documents:,} documents)"
-        for source, told in SOURCE_DESCRIPTIONS.items()
-        if (found := made.data.get(source, DocumentCounts())).documents
+        f"{counts.tokens:,} tokens {description} ({counts.documents:,} documents)"
+        for source, description in SOURCE_DESCRIPTIONS.items()
+        if (counts := record.data.get(source, DocumentCounts())).documents
     ]
     lines = [
-        f"**Trained on** {made.tokens:,} tokens, counted as often as they were read" if made.tokens else "",
-        f"**Data**: {'; '.join(data)}; {made.held_out.documents:,} more documents were held out" if data else "",
-        f"**Time**: {total / unit:.1f} {name} ({times})" if times else "",
-        f"**Machine**: {made.machine}",
-        f"**Vocabulary**: without {made.lost:.1%} of the tokens in held-out texts" if made.lost is not None else "",
-        f"**Agreement** with the model's own choice on held-out texts: {describe_agreement(made.agreement)}"
-        if made.agreement
+        f"**Trained on** {record.tokens:,} tokens, counted as often as they were read" if record.tokens else "",
+        f"**Data**: {'; '.join(data)}; {record.held_out.documents:,} more documents were held out" if data else "",
+        f"**Time**: {total_seconds / unit:.1f} {unit_name} ({times})" if times else "",
+        f"**Machine**: {record.machine}",
+        f"**Vocabulary**: without {record.lost:.1%} of the tokens in held-out texts" if record.lost is not None else "",
+        f"**Agreement** with the model's own choice on held-out texts: {describe_agreement(record.agreement)}"
+        if record.agreement
         else "",
-        "" if made.complete else "**Not finished**: it was stopped before the time that was asked for",
+        "" if record.complete else "**Not finished**: it was stopped before the time that was asked for",
     ]
     return [line for line in lines if line]
 
@@ -130,7 +130,7 @@ def describe_agreement(agreement: list[float]) -> str:
     return f"{first} for the first token" + (f", {' and '.join(more)} for the next" if more else "")
 
 
-def format_benchmark_table(rows: list[dict[str, Any]]) -> str:
+def format_benchmark_table(rows: list[JsonObject]) -> str:
     """Return the rows of a benchmark as a table in Markdown."""
     lines = ["| | ms/token | tokens/s | speed-up | accepted of proposed | tokens/round |", "|---|---|---|---|---|---|"]
     for row in rows:

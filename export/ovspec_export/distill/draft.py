@@ -107,6 +107,6 @@ def can_pack(model: nn.Module, examples: Sequence[Example]) -> bool:
     """Return whether documents that share an inference get the logits that each gets alone."""
     if len(examples) < 2:
         return True
-    some = [examples[0], examples[1]]
-    both, second = (compute_draft_logits(model, pack_examples(each, 1, 0, ahead=0)) for each in (some, some[1:]))
+    pair = [examples[0], examples[1]]
+    both, second = (compute_draft_logits(model, pack_examples(group, 1, 0, ahead=0)) for group in (pair, pair[1:]))
     return bool((both[-len(second) :] - second).abs().max() < MAX_LOGIT_DIFFERENCE * second.std())

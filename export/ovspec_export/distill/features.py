@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import openvino as ov
@@ -83,7 +82,7 @@ def write_features(
     began, folder = time.monotonic(), Path(work) / FEATURES_FOLDER
     folder.mkdir(exist_ok=True)
     documents, shards = read_documents(Path(work) / DOCUMENTS_FILE), list_shards(folder)
-    done = shards[-1].first + shards[-1].count if shards else 0
+    done = count_documents(shards)
     if layers and not (Path(work) / TARGET_FILE).is_file():
         write_target_tables(Path(model), Path(work) / TARGET_FILE)
     size = sum(shard.file.stat().st_size for shard in shards)
@@ -92,7 +91,7 @@ def write_features(
     else:
         compute = make_openvino_compute(Path(model), layers)
     before = tokens = sum(len(document.ids) for document in documents[:done])
-    told = since = time.monotonic()
+    reported = since = time.monotonic()
     while done < len(documents) and size < most and not is_time_over(began, seconds):
         parts, taken = list[dict[str, Tensor]](), 0
         while (
@@ -101,9 +100,9 @@ def write_features(
             parts.append(compute(documents[done + len(parts)].ids))
             taken += sum(part.nbytes for part in parts[-1].values())
             tokens += len(parts[-1]["ids"])
-            if (now := time.monotonic()) - told > REPORT_SECONDS:
+            if (now := time.monotonic()) - reported > REPORT_SECONDS:
                 report_progress(tokens=tokens, per_second=(tokens - before) / (now - since))
-                told = now
+                reported = now
         write_shard(folder / f"{done:07}.safetensors", done, parts)
         done, size = done + len(parts), size + taken
     report_progress(tokens=tokens)
@@ -121,16 +120,20 @@ def write_shard(file: Path, first: int, parts: list[dict[str, Tensor]]) -> None:
         save_file(tensors, partial, {"first": str(first), "count": str(len(parts))})
 
 
+def count_documents(shards: Sequence[Shard]) -> int:
+    return shards[-1].first + shards[-1].count if shards else 0
+
+
 def list_shards(folder: Path) -> list[Shard]:
     """Return the shards, in order; a file after a gap is left out, and written again."""
-    found = list[Shard]()
+    shards = list[Shard]()
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as opened:
             shard = Shard(file, int(opened.metadata()["first"]), int(opened.metadata()["count"]))
-        if shard.first != (found[-1].first + found[-1].count if found else 0):
+        if shard.first != count_documents(shards):
             break
-        found.append(shard)
-    return found
+        shards.append(shard)
+    return shards
 
 
 @dataclass(frozen=True)
@@ -138,7 +141,7 @@ class ShardSpan:
     """Where a document's rows are in an open shard."""
 
     document: Document
-    opened: Any
+    opened: safe_open
     start: int
     end: int
 
@@ -152,15 +155,15 @@ class ShardSpan:
 class Examples(Sequence[Example]):
     """Documents that have a shard, read from the disk each time that they are asked for."""
 
-    def __init__(self, places: list[ShardSpan]) -> None:
-        self.spans = places
+    def __init__(self, spans: list[ShardSpan]) -> None:
+        self.spans = spans
 
     def __len__(self) -> int:
         return len(self.spans)
 
     def __getitem__(self, index: int) -> Example:  # type: ignore[override]
-        place = self.spans[index]
-        return Example(place.document, *place.read_tensors("ids", "features", "final", "choices", "logprobs"))
+        span = self.spans[index]
+        return Example(span.document, *span.read_tensors("ids", "features", "final", "choices", "logprobs"))
 
 
 def read_examples(work: Path, held_out: bool) -> Examples:
@@ -169,16 +172,17 @@ def read_examples(work: Path, held_out: bool) -> Examples:
     Raises:
         OvspecError: a shard is of other documents.
     """
-    documents, places = read_documents(work / DOCUMENTS_FILE), list[ShardSpan]()
+    documents = read_documents(work / DOCUMENTS_FILE)
+    spans = list[ShardSpan]()
     for shard in list_shards(work / FEATURES_FOLDER):
         opened = safe_open(shard.file, "pt")
         starts = opened.get_tensor("starts").tolist()
         own = documents[shard.first : shard.first + shard.count]
         if starts != [0, *accumulate(len(document.ids) for document in own)]:
             raise OvspecError("the features in the work folder belong to other texts; delete the folder")
-        spans = zip(own, pairwise(starts), strict=True)
-        places += [ShardSpan(document, opened, start, end) for document, (start, end) in spans]
-    return Examples([place for place in places if place.document.held_out == held_out])
+        rows = zip(own, pairwise(starts), strict=True)
+        spans += [ShardSpan(document, opened, start, end) for document, (start, end) in rows]
+    return Examples([span for span in spans if span.document.held_out == held_out])
 
 
 def make_openvino_compute(model: Path, layers: list[int]) -> Callable[[list[int]], dict[str, Tensor]]:
@@ -188,7 +192,7 @@ def make_openvino_compute(model: Path, layers: list[int]) -> Callable[[list[int]
     request, names = compiled.create_infer_request(), {port.get_any_name() for port in compiled.outputs}
 
     def compute(ids: list[int]) -> dict[str, Tensor]:
-        given = {
+        inputs = {
             "input_ids": np.array([ids]),
             "attention_mask": np.ones((1, len(ids)), dtype=np.int64),
             "position_ids": np.arange(len(ids))[None],
@@ -196,9 +200,9 @@ def make_openvino_compute(model: Path, layers: list[int]) -> Callable[[list[int]
             "logits_idx": np.arange(len(ids)),
         }
         request.reset_state()
-        request.infer({port: given[port.get_any_name()] for port in compiled.inputs})
-        found = {name: torch.from_numpy(request.get_tensor(name).data.reshape(len(ids), -1)) for name in names}
-        return make_shard_tensors(ids, found)
+        request.infer({port: inputs[port.get_any_name()] for port in compiled.inputs})
+        outputs = {name: torch.from_numpy(request.get_tensor(name).data.reshape(len(ids), -1)) for name in names}
+        return make_shard_tensors(ids, outputs)
 
     return compute
 
@@ -215,23 +219,23 @@ def make_torch_compute(
 
     @torch.no_grad()
     def compute(ids: list[int]) -> dict[str, Tensor]:
-        given = torch.tensor([ids], device=device)
-        output = model(input_ids=given, use_cache=False, output_hidden_states=bool(layers))
+        input_ids = torch.tensor([ids], device=device)
+        output = model(input_ids=input_ids, use_cache=False, output_hidden_states=bool(layers))
         logprobs, choices = output.logits[0].float().log_softmax(-1).topk(CHOICE_COUNT)
-        found = {"logprobs": logprobs.cpu(), "choices": choices.cpu()}
+        tensors = {"logprobs": logprobs.cpu(), "choices": choices.cpu()}
         if layers:
             states = output.hidden_states  # what each layer reads, and last what the lm_head reads
-            found["features"] = torch.cat([states[layer][0] for layer in layers], -1).cpu()
-            found["final"] = states[-1][0].cpu()
-        return make_shard_tensors(ids, found)
+            tensors["features"] = torch.cat([states[layer][0] for layer in layers], -1).cpu()
+            tensors["final"] = states[-1][0].cpu()
+        return make_shard_tensors(ids, tensors)
 
     return compute
 
 
-def make_shard_tensors(ids: list[int], found: dict[str, Tensor]) -> dict[str, Tensor]:
+def make_shard_tensors(ids: list[int], outputs: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return what was computed in the types that a shard has."""
     types = {"features": torch.bfloat16, "final": torch.bfloat16, "choices": torch.int32, "logprobs": torch.float16}
-    tensors = {name: each.to(types[name], copy=True) for name, each in found.items()}
+    tensors = {name: tensor.to(types[name], copy=True) for name, tensor in outputs.items()}
     return {"ids": torch.tensor(ids, dtype=torch.int32), **tensors}
 
 
@@ -252,10 +256,10 @@ def add_outputs(model: ov.Model, layers: list[int]) -> None:
 
 def require_lm_head(model: ov.Model) -> ov.Node:
     """Return the lm_head of a graph; raises OvspecError if it isn't found."""
-    found = find_lm_head(model)
-    if found is None:
+    lm_head = find_lm_head(model)
+    if lm_head is None:
         raise OvspecError("its lm_head can't be found in the graph")
-    return found
+    return lm_head
 
 
 def write_target_tables(folder: Path, file: Path) -> None:

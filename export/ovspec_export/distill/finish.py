@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import enum
 from pathlib import Path
-from typing import Any
 
 from ovspec.base.files import read_json
+from ovspec.base.json_types import JsonObject
 from ovspec.base.progress import print_note, show_step
 from ovspec.ir.compile import MODEL_FILE
 from ovspec.setup.manifest import DRAFT_FOLDER, read_manifest
@@ -46,11 +46,11 @@ def finish_distillation(plan: DistillPlan, work: WorkFolder) -> Outcome:
 
 def is_finished(plan: DistillPlan, work: WorkFolder) -> bool:
     """Return whether the output has the result of all that has been done."""
-    found = read_record(plan.output)
-    return bool(found and found.run == work.run and found.complete and found.seconds == work.spent.seconds)
+    record = read_record(plan.output)
+    return bool(record and record.run == work.run and record.complete and record.seconds == work.spent.seconds)
 
 
-def measure_result(plan: DistillPlan, work: WorkFolder) -> list[dict[str, Any]]:
+def measure_result(plan: DistillPlan, work: WorkFolder) -> list[JsonObject]:
     """Return the rows of a benchmark of plain decoding, the old draft if there is one, and the result."""
     from ovspec.api.timing import format_mode_table
 
@@ -66,15 +66,14 @@ def measure_result(plan: DistillPlan, work: WorkFolder) -> list[dict[str, Any]]:
 def find_old_draft(plan: DistillPlan, work: WorkFolder) -> Path | None:
     """Return the folder of the draft that the result is compared with: what was taught, or what the target has."""
     if plan.draft:
-        given = Path(plan.options.draft or "").expanduser()
-        if (given / MODEL_FILE).is_file():
-            return given.resolve()
-        export_draft(
-            plan, work, plan.draft if plan.makes_head else stages.find_working_draft(plan, work), work.old_draft_ir
-        )
+        draft_folder = Path(plan.options.draft or "").expanduser()
+        if (draft_folder / MODEL_FILE).is_file():
+            return draft_folder.resolve()
+        draft = plan.draft if plan.makes_head else stages.find_working_draft(plan, work)
+        export_draft(plan, work, draft, work.old_draft_ir)
         return work.old_draft_ir
-    beside = plan.target.folder.resolve() / DRAFT_FOLDER
-    return beside if plan.target.is_ir and beside.is_dir() else None
+    target_draft = plan.target.folder.resolve() / DRAFT_FOLDER
+    return target_draft if plan.target.is_ir and target_draft.is_dir() else None
 
 
 def write_partial_result(plan: DistillPlan, work: WorkFolder) -> None:

@@ -6,7 +6,6 @@ import json
 import math
 import time
 from pathlib import Path
-from typing import Any
 
 from ovspec.base.json_types import JsonObject
 from ovspec_export.distill.documents import read_documents
@@ -42,7 +41,7 @@ def measure_gain(model: str, new: str, old: str, documents: str, output: str, se
     prompts = prompts[: int(min(max(tokens / MIN_GENERATED_TOKENS, MIN_PROMPTS), MAX_PROMPTS))]
     options["max_tokens"] = int(min(max(tokens / len(prompts), MIN_GENERATED_TOKENS), MAX_PROMPT_TOKENS))
     results = time_modes(models, prompts, options, repeats=1)
-    rows = [summarize_mode(mode, "auto", found, results["plain"]) for mode, found in results.items()]
+    rows = [summarize_mode(mode, "auto", timing, results["plain"]) for mode, timing in results.items()]
     Path(output).write_text(json.dumps({"rows": rows}), encoding="utf-8", newline="\n")
 
 
@@ -51,23 +50,26 @@ def read_held_out_prompts(documents: Path, most: int = MAX_PROMPTS, source: str 
 
     source: of the documents; by default any.
     """
-    held_out = [each for each in read_documents(documents) if each.held_out and source in ("", each.source)]
-    prompts = [each.ids[: each.answer or min(PLAIN_PROMPT_TOKENS, len(each.ids) // 2)] for each in held_out]
+    prompts = [
+        document.ids[: document.answer or min(PLAIN_PROMPT_TOKENS, len(document.ids) // 2)]
+        for document in read_documents(documents)
+        if document.held_out and source in ("", document.source)
+    ]
     prompts = [prompt for prompt in prompts if prompt]
     count = min(most, len(prompts))
     return [prompts[i * len(prompts) // count] for i in range(count)]
 
 
-def is_faster(rows: list[dict[str, Any]]) -> bool:
+def is_faster(rows: list[JsonObject]) -> bool:
     """Return whether the new draft is faster than plain decoding and than the old draft."""
     *others, new = (row["speedup"] or 0.0 for row in rows)
     return new > max(others)
 
 
-def describe_missing_gain(name: str, rows: list[dict[str, Any]]) -> str:
+def describe_missing_gain(name: str, rows: list[JsonObject]) -> str:
     """Return the sentence that says that nothing was gained."""
     new, old = rows[-1], next((row for row in rows if row["mode"] == OLD_DRAFT_MODE), None)
     speed = f"{new['speedup']:.2f} of plain speed" if new["speedup"] else "no speed-up"
-    beside = f", with the old draft {old['speedup']:.2f}" if old and old["speedup"] else ""
+    old_speed = f", with the old draft {old['speedup']:.2f}" if old and old["speedup"] else ""
     advice = "more minutes, or texts like those that you generate, may help"
-    return f"{name}: nothing was gained ({speed}{beside}); {advice}"
+    return f"{name}: nothing was gained ({speed}{old_speed}); {advice}"

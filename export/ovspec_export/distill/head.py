@@ -45,7 +45,7 @@ class HeadStudent:
             head.embed_tokens.requires_grad_(False)
         draft_ids = torch.full((len(embedding),), -1).index_put_((ids,), torch.arange(len(ids)))
         tables = (embedding, ids, divisor, draft_ids)
-        self.embedding, self.ids, self.divisor, self.draft_ids = (each.to(device) for each in tables)
+        self.embedding, self.ids, self.divisor, self.draft_ids = (table.to(device) for table in tables)
         self.config, self.device = config, torch.device(device)
 
     def parameter_groups(self) -> list[dict[str, Any]]:
@@ -163,8 +163,8 @@ def choose_draft_ids(examples: Examples, vocabulary: int, count: int) -> Tensor:
     Small ids are frequent in most tokenizers, because merges are numbered in the order in which they were found.
     """
     counts = torch.linspace(1e-6, 0, vocabulary, dtype=torch.float64)
-    for place in examples.spans:
-        ids, choices, logprobs = place.read_tensors("ids", "choices", "logprobs")
+    for span in examples.spans:
+        ids, choices, logprobs = span.read_tensors("ids", "choices", "logprobs")
         counts.index_add_(0, choices.flatten().long(), logprobs.flatten().double().exp())
         counts.index_add_(0, ids.long(), torch.ones(len(ids), dtype=torch.float64))
     return counts.topk(min(count, vocabulary)).indices.sort().values

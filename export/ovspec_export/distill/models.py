@@ -56,12 +56,12 @@ def choose_kind(
     return "trimmed draft" if trimmed else "draft", draft, []
 
 
-def require_config_number(source: Source, what: str) -> int:
+def require_config_number(source: Source, key: str) -> int:
     """Return a number in a config; raises OvspecError if it isn't there."""
-    number = source.config_number(what)
+    number = source.config_number(key)
     if number is None:
-        told = {"layers": "layers", "vocab": "ids"}[what]
-        raise OvspecError(f"{source.name}: its config.json doesn't say how many {told} it has; add that.")
+        unit = {"layers": "layers", "vocab": "ids"}[key]
+        raise OvspecError(f"{source.name}: its config.json doesn't say how many {unit} it has; add that.")
     return number
 
 
@@ -70,13 +70,13 @@ def check_target_ir(folder: Path, name: str, for_head: bool) -> None:
     check_ir_folder(folder)
     check_weights(folder / MODEL_FILE)
 
-    def check(model: ov.Model) -> None:
+    def check_graph(model: ov.Model) -> None:
         if for_head:
             find_head_inputs(model, folder, Path(name))
             if find_lm_head(model) is None:
                 raise OvspecError(f"{name}: a head can't be used with this target: its lm_head can't be found.")
 
-    read_ir(folder, check)
+    read_ir(folder, check_graph)
 
 
 def check_target_checkpoint(target: Source) -> None:
@@ -99,11 +99,11 @@ def find_origin(target: Source) -> tuple[str, str | None]:
 
 def find_torch_checkpoint(target: Source) -> Source | None:
     """Return the checkpoint of which torch can compute hidden states; None if there is none."""
-    found = find_exported_checkpoint(target) if target.is_ir else target
-    if found is None or isinstance(found, GgufSource) or found.holds_text_model:
+    checkpoint = find_exported_checkpoint(target) if target.is_ir else target
+    if checkpoint is None or isinstance(checkpoint, GgufSource) or checkpoint.holds_text_model:
         print_note(f"{target.name}: its checkpoint can't be used, so OpenVINO computes the hidden states, on the CPU")
         return None
-    return found
+    return checkpoint
 
 
 def find_draft_checkpoint(name: str) -> Source:
@@ -120,12 +120,12 @@ def find_draft_checkpoint(name: str) -> Source:
     entry = find_manifest_entry(source.folder)
     if entry is None:
         raise OvspecError(f"{name}: an IR, which can't be taught, and nothing says of what; name the checkpoint.")
-    if not (found := find_exported_checkpoint(source)):
+    if not (checkpoint := find_exported_checkpoint(source)):
         raise OvspecError(
             f"{name}: its checkpoint, {entry.source}, is needed and isn't here; name its folder or hub id."
         )
-    print_note(f"{name}: taught from its checkpoint {found.folder}")
-    return found
+    print_note(f"{name}: taught from its checkpoint {checkpoint.folder}")
+    return checkpoint
 
 
 def find_exported_checkpoint(source: Source) -> Source | None:
@@ -136,15 +136,15 @@ def find_exported_checkpoint(source: Source) -> Source | None:
     entry = find_manifest_entry(source.folder)
     if entry is None:
         return None
-    beside = [parent / entry.source for parent in list(source.folder.resolve().parents)[:2]]
-    places = [str(place) for place in beside if (place / "config.json").is_file()]
+    neighbors = [parent / entry.source for parent in list(source.folder.resolve().parents)[:2]]
+    names = [str(folder) for folder in neighbors if (folder / "config.json").is_file()]
     if entry.source.count("/") == 1:
-        places.append(f"{entry.source.partition('@')[0]}@{entry.revision}")
-    for place in places:
+        names.append(f"{entry.source.partition('@')[0]}@{entry.revision}")
+    for name in names:
         with contextlib.suppress(OvspecError):
-            found = find_source(place)
-            if not found.is_ir and not isinstance(found, HeadSource):
-                return found
+            checkpoint = find_source(name)
+            if not checkpoint.is_ir and not isinstance(checkpoint, HeadSource):
+                return checkpoint
     return None
 
 

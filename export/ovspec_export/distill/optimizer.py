@@ -54,6 +54,6 @@ def orthogonalize(matrix: Tensor) -> Tensor:
     products, identity = blocks @ blocks.mT, torch.eye(rows // count)
     factor = identity.expand_as(products)
     for _ in range(ITERATIONS):
-        each = torch.baddbmm(products, products, products, beta=CUBIC, alpha=QUINTIC) + LINEAR * identity
-        factor, products = factor @ each, each @ products @ each
+        update = torch.baddbmm(products, products, products, beta=CUBIC, alpha=QUINTIC) + LINEAR * identity
+        factor, products = factor @ update, update @ products @ update
     return (factor @ blocks).reshape(rows, columns) * columns**0.5

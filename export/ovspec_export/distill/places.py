@@ -39,7 +39,7 @@ def check_result_folder(output: Path, run: str | None, overwrite: bool) -> None:
     What an earlier process has written for the same ``run`` is replaced in any case.
     """
     restore_backup(output)
-    made = read_record(output)
-    if has_manifest(output) and not made and not read_raw_manifest(output).get("unfinished"):
+    record = read_record(output)
+    if has_manifest(output) and not record and not read_raw_manifest(output).get("unfinished"):
         raise OvspecError(f"{output}: holds an exported model, not what was distilled; name another `output`.")
-    check_output_folder(output, overwrite or bool(made and made.run == run))
+    check_output_folder(output, overwrite or bool(record and record.run == run))

@@ -160,9 +160,9 @@ def check_room(plan: DistillPlan) -> None:
     trained = count_trained_weights(plan)
     in_training = STORED_BYTES_PER_WEIGHT * trained + 4 * count_embedding_weights(plan.target)
     export = 0.0 if plan.target.is_ir else estimate_space(plan.target, INT8)
-    held = sum(file.stat().st_size for file in plan.work.rglob("*") if file.is_file())
+    stored = sum(file.stat().st_size for file in plan.work.rglob("*") if file.is_file())
     features = 0 if plan.kind == "trimmed draft" else plan.options.size_limit * 1e9
-    check_disk_space(plan.work, features + in_training + export - held, "distilling with this `size_limit`")
+    check_disk_space(plan.work, features + in_training + export - stored, "distilling with this `size_limit`")
     check_disk_space(plan.output, 4 * trained, "the result")
     needed, free = estimate_memory(plan), psutil.virtual_memory().available
     if needed > free:

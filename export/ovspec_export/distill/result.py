@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import PARTIAL_SUFFIX
+from ovspec.base.json_types import JsonObject
 from ovspec.base.progress import print_note
 from ovspec.ir.device import list_available_devices
 from ovspec.setup.manifest import (
@@ -32,16 +33,16 @@ from ovspec_export.folders import find_foreign_file, open_work_folder, replace_f
 from ovspec_export.manifests import complete_export, describe_model, installed_versions
 
 
-def make_record(plan: DistillPlan, work: WorkFolder, finished: bool, rows: list[dict[str, object]]) -> ResultRecord:
+def make_record(plan: DistillPlan, work: WorkFolder, finished: bool, rows: list[JsonObject]) -> ResultRecord:
     """Return what was made, and how."""
     data, held_out, spent = dict[str, DocumentCounts](), DocumentCounts(), work.spent
     for document in read_documents(work.documents):
-        before = held_out if document.held_out else data.get(document.source, DocumentCounts())
-        now = DocumentCounts(before.documents + 1, before.tokens + len(document.ids))
+        counts = held_out if document.held_out else data.get(document.source, DocumentCounts())
+        counts = DocumentCounts(counts.documents + 1, counts.tokens + len(document.ids))
         if document.held_out:
-            held_out = now
+            held_out = counts
         else:
-            data[document.source] = now
+            data[document.source] = counts
     name, revision = plan.origin
     return ResultRecord(
         run=work.run,
@@ -55,20 +56,20 @@ def make_record(plan: DistillPlan, work: WorkFolder, finished: bool, rows: list[
         data=data,
         held_out=held_out,
         machine=dict(list_available_devices()).get("CPU", "an unknown processor"),
-        agreement=spent.told.get(TRAINING_STAGE, {}).get("agreement") or [],
-        lost=spent.told.get("trimming", {}).get("lost"),
+        agreement=spent.figures_of(TRAINING_STAGE).get("agreement") or [],
+        lost=spent.figures_of("trimming").get("lost"),
         rows=rows,
     )
 
 
-def write_result(plan: DistillPlan, work: WorkFolder, made: ResultRecord) -> None:
+def write_result(plan: DistillPlan, work: WorkFolder, record: ResultRecord) -> None:
     """Write the result into the output, completely or not at all."""
     check_result_folder(plan.output, work.run, plan.options.overwrite)
     unwanted = shutil.ignore_patterns(MANIFEST_FILE, f"*{PARTIAL_SUFFIX}")
     with open_work_folder(plan.output, overwrite=True) as partial:
         for folder in (work.checkpoint, work.ir):  # whose config says more
             shutil.copytree(folder, partial, dirs_exist_ok=True, ignore=unwanted)
-        write_record(made, plan.name, partial)
+        write_record(record, plan.name, partial)
         entry = describe_model(make_result_source(plan, work), partial, INT8, find_exported_target(plan, work).folder)
         complete_export(partial, plan.output, Manifest(entry, None, installed_versions(), {}))
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 import secrets
 import shutil
-from typing import Any
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import rename_with_retries
+from ovspec.base.json_types import JsonObject
 from ovspec.base.progress import print_note, show_step
 from ovspec.text.tokenizer import Tokenizer
 from ovspec_export.compression import INT8
@@ -104,7 +104,7 @@ def compute_round_ends(budget: float) -> list[float]:
 
 def compute_training_end(plan: DistillPlan, work: WorkFolder) -> float:
     """Return when texts and training end, in seconds of all stages, so that what follows ends with the time."""
-    costs = work.spent.told.get(COSTS_STAGE, {}).get("costs")
+    costs = work.spent.figures_of(COSTS_STAGE).get("costs")
     modes = 2 + bool(plan.draft)
     needed = RESULT_EXPORT_SECONDS + 1.2 * modes * MAX_PROMPTS * MAX_PROMPT_TOKENS * (costs[0] if costs else math.inf)
     return plan.budget_seconds - min(needed, MAX_END_SHARE * plan.budget_seconds)
@@ -114,7 +114,7 @@ def run_rounds(plan: DistillPlan, work: WorkFolder) -> bool:
     """Run all rounds that are left; return whether they came to their end, and weren't stopped."""
     if plan.kind == "trimmed draft":
         return run_trimming(plan, work)
-    if not work.spent.told.get(COSTS_STAGE) and not time_target(plan, work):
+    if not work.spent.figures_of(COSTS_STAGE) and not time_target(plan, work):
         return False
     ends = compute_round_ends(compute_training_end(plan, work))
     for number, end in enumerate(ends, 1):
@@ -193,8 +193,8 @@ def estimate_text_seconds(work: WorkFolder, left: float) -> float:
     if not all(spent.count_tokens(stage) and spent.sum_seconds(stage) for stage in DATA_STAGES):
         return DEFAULT_TEXT_SHARE * left
     written, read = (spent.sum_seconds(stage) / spent.count_tokens(stage) for stage in DATA_STAGES)  # per token
-    behind = max(0, spent.count_tokens(TEXTS_STAGE) - spent.count_tokens(FEATURES_STAGE)) * read
-    return max((left - behind) * written / (written + read), MIN_TEXT_SHARE * left)
+    unread = max(0, spent.count_tokens(TEXTS_STAGE) - spent.count_tokens(FEATURES_STAGE)) * read
+    return max((left - unread) * written / (written + read), MIN_TEXT_SHARE * left)
 
 
 def run_stage(plan: DistillPlan, work: WorkFolder, number: int, stage: str, seconds: float) -> bool:
@@ -203,33 +203,33 @@ def run_stage(plan: DistillPlan, work: WorkFolder, number: int, stage: str, seco
         return True
     if plan.options.tokens and work.spent.count_tokens(TRAINING_STAGE) >= plan.options.tokens:
         return True
-    what = f"{plan.name}: round {number}, {stage}"
-    with show_step(what, keep=True) as shown, work.time_stage(stage) as timer:
+    title = f"{plan.name}: round {number}, {stage}"
+    with show_step(title, keep=True) as shown, work.time_stage(stage) as timer:
 
-        def told(figures: dict[str, Any]) -> None:
+        def show_progress(figures: JsonObject) -> None:
             stopping = figures.pop("stopping", False)
             timer.record_figures(figures)
-            shown.text = f"{what}: {describe_progress(plan, work, stage)}{', stopping' if stopping else ''}"
+            shown.text = f"{title}: {describe_progress(plan, work, stage)}{', stopping' if stopping else ''}"
 
         if stage == TEXTS_STAGE:
-            return stages.run_texts_job(plan, work, seconds, told)
+            return stages.run_texts_job(plan, work, seconds, show_progress)
         if stage == FEATURES_STAGE:
-            return stages.run_features_job(plan, work, seconds, told)
+            return stages.run_features_job(plan, work, seconds, show_progress)
         shutil.rmtree(work.ir, ignore_errors=True)  # of an earlier result
-        return stages.run_training_job(plan, work, seconds, told)
+        return stages.run_training_job(plan, work, seconds, show_progress)
 
 
 def describe_progress(plan: DistillPlan, work: WorkFolder, stage: str) -> str:
     """Return how far a distillation is, for the line that is shown while a stage runs."""
-    spent, speed = work.spent, work.spent.told.get(stage, {}).get("per_second")
+    spent, speed = work.spent, work.spent.figures_of(stage).get("per_second")
     parts = [f"{spent.count_tokens(stage):,} tokens"]
-    if begun := spent.told.get(stage, {}).get("begun"):
+    if begun := spent.figures_of(stage).get("begun"):
         parts.append(f"{begun:,} more begun")
     if speed:
         parts.append(f"{speed:,.0f} tokens/s")
-    if accepted := spent.told.get(TRAINING_STAGE, {}).get("accepted"):
+    if accepted := spent.figures_of(TRAINING_STAGE).get("accepted"):
         parts.append(f"{accepted[-1]:.2f} accepted tokens a round")
-        if costs := spent.told.get(COSTS_STAGE, {}).get("costs"):
+        if costs := spent.figures_of(COSTS_STAGE).get("costs"):
             share = estimate_step_share(stages.find_exported_target(plan, work).folder, count_trained_weights(plan))
             parts.append(f"about {estimate_speedup(accepted, costs, share):.2f} times as fast")
     left = plan.budget_seconds - spent.sum_seconds()

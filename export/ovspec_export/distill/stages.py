@@ -27,20 +27,19 @@ def find_exported_target(plan: DistillPlan, work: WorkFolder) -> Source:
     return Source(plan.target.name, folder, is_ir=True, revision=plan.target.revision)
 
 
-def run_texts_job(plan: DistillPlan, work: WorkFolder, seconds: float, told: ProgressCallback) -> bool:
+def run_texts_job(plan: DistillPlan, work: WorkFolder, seconds: float, on_progress: ProgressCallback) -> bool:
     """Let the model write, and take in given texts."""
     target, topics = find_exported_target(plan, work), list[str]()
     if plan.options.topics:
         lines = read_text(plan.options.topics.expanduser()).splitlines()
         topics = [line.strip() for line in lines if line.strip()]
-    where = {"model": str(target.folder), "work": str(work.folder)}
-    given = {"texts": plan.settings.text, "topics": topics}
-    return run_job(
-        "write_texts", target, work.scratch, told, **where, seconds=seconds, tokens=UNLIMITED_TOKENS, **given
-    )
+    folders = {"model": str(target.folder), "work": str(work.folder)}
+    limits = {"seconds": seconds, "tokens": UNLIMITED_TOKENS}
+    texts = {"texts": plan.settings.text, "topics": topics}
+    return run_job("write_texts", target, work.scratch, on_progress, **folders, **limits, **texts)
 
 
-def run_features_job(plan: DistillPlan, work: WorkFolder, seconds: float, told: ProgressCallback) -> bool:
+def run_features_job(plan: DistillPlan, work: WorkFolder, seconds: float, on_progress: ProgressCallback) -> bool:
     """Compute what the target makes of the texts."""
     target, by_torch = find_exported_target(plan, work), dict[str, Any]()
     if plan.checkpoint:
@@ -50,7 +49,7 @@ def run_features_job(plan: DistillPlan, work: WorkFolder, seconds: float, told: 
         "write_features",
         plan.checkpoint or target,
         work.scratch,
-        told,
+        on_progress,
         model=str(target.folder),
         work=str(work.folder),
         layers=plan.layers,
@@ -60,7 +59,7 @@ def run_features_job(plan: DistillPlan, work: WorkFolder, seconds: float, told: 
     )
 
 
-def run_training_job(plan: DistillPlan, work: WorkFolder, seconds: float, told: ProgressCallback) -> bool:
+def run_training_job(plan: DistillPlan, work: WorkFolder, seconds: float, on_progress: ProgressCallback) -> bool:
     """Train a head, or teach a draft."""
     common: dict[str, Any] = {
         "work": str(work.folder),
@@ -72,23 +71,23 @@ def run_training_job(plan: DistillPlan, work: WorkFolder, seconds: float, told: 
         target = find_exported_target(plan, work)
         head = {"layers": plan.layers, "draft_vocabulary": plan.draft_vocabulary}
         head |= {"start": str(plan.draft.folder) if isinstance(plan.draft, HeadSource) else ""}
-        return run_job("train_head", target, work.scratch, told, model=str(target.folder), **head, **common)
+        return run_job("train_head", target, work.scratch, on_progress, model=str(target.folder), **head, **common)
     draft = find_working_draft(plan, work)
-    given = {"source": str(draft.folder), "model_type": draft.model_type, "trust_remote_code": False}
-    return run_job("train_draft", draft, work.scratch, told, **given, **common)
+    checkpoint = {"source": str(draft.folder), "model_type": draft.model_type, "trust_remote_code": False}
+    return run_job("train_draft", draft, work.scratch, on_progress, **checkpoint, **common)
 
 
-def run_costs_job(plan: DistillPlan, work: WorkFolder, told: ProgressCallback) -> bool:
+def run_costs_job(plan: DistillPlan, work: WorkFolder, on_progress: ProgressCallback) -> bool:
     """Time the target, so that it can be said what to expect."""
     target = find_exported_target(plan, work)
-    return run_job("measure_costs", target, work.scratch, told, model=str(target.folder))
+    return run_job("measure_costs", target, work.scratch, on_progress, model=str(target.folder))
 
 
 def run_gain_job(plan: DistillPlan, work: WorkFolder, old: Path | None, output: Path, seconds: float) -> None:
     """Time plain decoding, the old draft and the new one; Ctrl-C ends it at once."""
     target = find_exported_target(plan, work)
-    where = {"model": target.folder, "new": work.ir, "documents": work.documents, "output": output}
-    arguments: dict[str, Any] = {name: str(place) for name, place in where.items()} | {"old": str(old) if old else ""}
+    paths = {"model": target.folder, "new": work.ir, "documents": work.documents, "output": output}
+    arguments: dict[str, Any] = {name: str(path) for name, path in paths.items()} | {"old": str(old) if old else ""}
     with work.time_stage(GAIN_STAGE):
         run_job("measure_gain", target, work.scratch, None, **arguments, seconds=seconds)
 

@@ -97,31 +97,35 @@ def write_texts(
     """
     began = time.monotonic()
     runtime = ovspec.load(model, "none", **LOAD_SETTINGS).runtime
-    file, given, seen = Path(work) / DOCUMENTS_FILE, read_user_texts(texts), SeenRuns()
+    file = Path(work) / DOCUMENTS_FILE
+    user_texts = read_user_texts(texts)
+    seen = SeenRuns()
     if file.is_file():
         documents = read_documents(file)
         for document in documents:
             seen.add_runs(document.ids)
     else:
-        documents = make_user_documents(given, runtime.prompts, seen)
+        documents = make_user_documents(user_texts, runtime.prompts, seen)
         create_documents(file, documents)
     count, total = len(documents), sum(len(document.ids) for document in documents)
-    report_progress(tokens=total, per_second=0, documents=count, skipped=given.skipped)
-    prompts = select_unanswered(encode_open_chats(given, runtime.prompts), documents, runtime)
+    report_progress(tokens=total, per_second=0, documents=count, skipped=user_texts.skipped)
+    prompts = select_unanswered(encode_open_chats(user_texts, runtime.prompts), documents, runtime)
     prompt_source = make_prompt_source(runtime.prompts, topics, seen, question)
     writer = TextWriter(runtime, prompt_source, seen, documents, prompts, seed + total, answer)
-    before, since, learnt = total, time.monotonic(), False
+    before, since, can_train = total, time.monotonic(), False
 
-    def over() -> bool:
-        late = time.monotonic() - began
+    def is_over() -> bool:
+        elapsed = time.monotonic() - began
         # A job that ends with nothing to learn from is lost time.
         return (
-            is_stop_requested() or total >= tokens or late > seconds * (1 if learnt or writer.has_answer_to_keep else 2)
+            is_stop_requested()
+            or total >= tokens
+            or elapsed > seconds * (1 if can_train or writer.has_answer_to_keep else 2)
         )
 
-    for written in writer.write_documents(over, batch, seconds - (time.monotonic() - began)):
+    for written in writer.write_documents(is_over, batch, seconds - (time.monotonic() - began)):
         append_documents(file, written)
-        learnt = learnt or not all(document.held_out for document in written)
+        can_train = can_train or not all(document.held_out for document in written)
         count, total = count + len(written), total + sum(len(document.ids) for document in written)
         speed = (total - before) / (time.monotonic() - since)
         report_progress(tokens=total, per_second=speed, documents=count, begun=writer.running_tokens)
@@ -172,11 +176,11 @@ class QuestionSource:
         self._asked = self._ended = 0
         self._leads = functools.cache(self._make_lead)
 
-    def draw_lead(self, drawn: np.random.Generator) -> Lead:
-        system = self._systems[int(drawn.integers(len(self._systems)))]
-        topic = self._topics[int(drawn.integers(len(self._topics)))] if self._topics else None
+    def draw_lead(self, draws: np.random.Generator) -> Lead:
+        system = self._systems[int(draws.integers(len(self._systems)))]
+        topic = self._topics[int(draws.integers(len(self._topics)))] if self._topics else None
         # Where the template can be told how much to think, half of the answers think less.
-        return self._leads(system, topic, "none" if drawn.integers(2) else None)
+        return self._leads(system, topic, "none" if draws.integers(2) else None)
 
     def _make_lead(self, system: str | None, topic: str | None, effort: str | None) -> Lead:
         tokenizer = self._prompts.tokenizer
@@ -221,8 +225,8 @@ class BeginningSource:
         start = config.bos_ids.tolist() or sorted(config.eos_ids)[:1] or tokenizer.encode("\n", special=False).tolist()
         self._lead = Lead(start, {"temperature": 1.0, "max_tokens": BEGINNING_TOKENS})
 
-    def draw_lead(self, drawn: np.random.Generator) -> Lead:
-        del drawn
+    def draw_lead(self, draws: np.random.Generator) -> Lead:
+        del draws
         return self._lead
 
     def make_prompt(self, lead: Lead, row: Row) -> Prompt | None:
@@ -245,8 +249,10 @@ def split_at_user_text(format: ChatFormat, system: str | None, lead: str = "") -
     Raises:
         OvspecError: the template can't render that, or doesn't show what a user says.
     """
-    before, found, after = format.render_prompt(make_chat(lead + USER_PLACEHOLDER, system)).partition(USER_PLACEHOLDER)
-    if not found:
+    before, placeholder, after = format.render_prompt(make_chat(lead + USER_PLACEHOLDER, system)).partition(
+        USER_PLACEHOLDER
+    )
+    if not placeholder:
         raise OvspecError("The model's chat template doesn't show what a user says.")
     return before.rstrip(" "), after  # most vocabularies have words with the space before them
 
@@ -280,7 +286,7 @@ class RunningText:
     """A text that is being written: what the model asks after a ``Lead``, or answers to a ``Prompt``."""
 
     row: Row
-    after: Lead | Prompt
+    start: Lead | Prompt
     greedy: bool
 
 
@@ -305,23 +311,25 @@ class TextWriter:
         answer: int,
     ) -> None:
         self._runtime, self._prompt_source, self._seen, self._answer = runtime, prompt_source, seen, answer
-        self._given = [each for each in documents if each.source != "own" and len(each.ids) > PREFIX_TOKENS[0]]
+        self._user_documents = [
+            document for document in documents if document.source != "own" and len(document.ids) > PREFIX_TOKENS[0]
+        ]
         self._ready, self._number = deque(prompts), number
         self._running: dict[int, RunningText] = {}  # by the scheduler's number of its row
         self._written: list[Document] = []
 
-    def write_documents(self, over: Callable[[], bool], batch: int, seconds: float) -> Iterator[list[Document]]:
-        """Yield documents every few seconds until it is ``over``, which should be after ``seconds``."""
+    def write_documents(self, is_over: Callable[[], bool], batch: int, seconds: float) -> Iterator[list[Document]]:
+        """Yield documents every few seconds until ``is_over`` says so, which should be after ``seconds``."""
         decoders = self._runtime.decoder_pool.acquire()
         models = self._runtime.models
         limits = BatchLimits(batch, count_free_tokens(models.compiled_irs(), batch, models.idle_bytes))
         scheduler = Scheduler(decoders.target, None, NO_LOOKAHEAD, (), limits)
         rows, costs, since = min(batch, MIN_ROWS), deque[float](maxlen=16), time.monotonic()
         try:
-            while not over():
+            while not is_over():
                 while len(self._running) < rows:
-                    writing = self._start_text()
-                    self._running[scheduler.queue.add_row(writing.row)] = writing
+                    running = self._start_text()
+                    self._running[scheduler.queue.add_row(running.row)] = running
                 began = time.monotonic()
                 pieces = scheduler.step() or []
                 now = time.monotonic()
@@ -331,9 +339,9 @@ class TextWriter:
                 if now - since > WRITE_SECONDS:
                     yield self._hand_over()
                     since = now
-            for writing in self._running.values():
-                if isinstance(writing.after, Prompt) and len(writing.row.token_ids) >= MIN_UNFINISHED_TOKENS:
-                    self._keep_answer(writing, writing.after)
+            for running in self._running.values():
+                if isinstance(running.start, Prompt) and len(running.row.token_ids) >= MIN_UNFINISHED_TOKENS:
+                    self._keep_answer(running, running.start)
             self._running = {}
             yield self._hand_over()
         finally:
@@ -342,41 +350,44 @@ class TextWriter:
     @property
     def running_tokens(self) -> int:
         """The tokens of texts that are being written."""
-        return sum(len(writing.row.token_ids) for writing in self._running.values())
+        return sum(len(running.row.token_ids) for running in self._running.values())
 
     @property
     def has_answer_to_keep(self) -> bool:
         """Whether a text that is being written would be kept, and learned from, if the time were over."""
         return any(
-            isinstance(each.after, Prompt)
-            and not each.after.held_out
-            and len(each.row.token_ids) >= MIN_UNFINISHED_TOKENS
-            for each in self._running.values()
+            isinstance(text.start, Prompt)
+            and not text.start.held_out
+            and len(text.row.token_ids) >= MIN_UNFINISHED_TOKENS
+            for text in self._running.values()
         )
 
     def _start_text(self) -> RunningText:
         """Return the next text, not begun yet: an answer, if there is something to answer, or a question."""
-        drawn = np.random.default_rng(self._number)
-        greedy, seed = bool(drawn.integers(2)), self._number
+        draws = np.random.default_rng(self._number)
+        greedy, seed = bool(draws.integers(2)), self._number
         self._number += 1
         if self._ready:
             after = self._ready.popleft()
-        elif self._given and drawn.integers(2):
-            after = self._draw_prompt(drawn)
+        elif self._user_documents and draws.integers(2):
+            after = self._draw_prompt(draws)
         else:
-            lead = self._prompt_source.draw_lead(drawn)
+            lead = self._prompt_source.draw_lead(draws)
             return RunningText(self._make_row(lead.ids, seed=seed, **lead.options), lead, False)
         options = {"temperature": 0.0 if greedy else 1.0, "max_tokens": self._answer}
         return RunningText(self._make_row(after.ids, seed=seed, **options), after, greedy)
 
-    def _draw_prompt(self, drawn: np.random.Generator) -> Prompt:
+    def _draw_prompt(self, draws: np.random.Generator) -> Prompt:
         """Return a prompt that the user gave an answer to, or a piece of a text, to be continued by the model."""
-        document, bos = self._given[int(drawn.integers(len(self._given)))], self._runtime.prompts.tokenizer.prefix_ids
+        document, bos = (
+            self._user_documents[int(draws.integers(len(self._user_documents)))],
+            self._runtime.prompts.tokenizer.prefix_ids,
+        )
         if document.answer:
             return Prompt(document.ids[: document.answer], document.held_out)
         body = document.ids[len(bos) if document.ids[: len(bos)] == bos else 0 :]
-        length = min(int(drawn.integers(PREFIX_TOKENS[0], PREFIX_TOKENS[1] + 1)), len(body))
-        start = int(drawn.integers(len(body) - length + 1))
+        length = min(int(draws.integers(PREFIX_TOKENS[0], PREFIX_TOKENS[1] + 1)), len(body))
+        start = int(draws.integers(len(body) - length + 1))
         return Prompt([*bos, *body[start : start + length]], document.held_out)
 
     def _make_row(self, ids: list[int], **options: Any) -> Row:
@@ -387,28 +398,28 @@ class TextWriter:
         """Take the texts that have ended; return the numbers of those that have got into a loop, which end now."""
         looping = list[int]()
         for number, piece in pieces:
-            writing = self._running[number]
-            row, after = writing.row, writing.after
+            running = self._running[number]
+            row, after = running.row, running.start
             if not piece.finish_reason:
                 if len(row.token_ids) % LOOP_CHECK_TOKENS or not row.token_ids or not is_looping(row.token_ids):
                     continue
                 looping.append(number)
             elif isinstance(after, Prompt):
-                self._keep_answer(writing, after)
+                self._keep_answer(running, after)
             elif prompt := self._prompt_source.make_prompt(after, row):
                 self._ready.append(prompt)
             del self._running[number]
         return looping
 
-    def _keep_answer(self, writing: RunningText, prompt: Prompt) -> None:
+    def _keep_answer(self, running: RunningText, prompt: Prompt) -> None:
         """Make a document of an answer, unless it loops or is a near-duplicate."""
-        tokens = writing.row.token_ids
+        tokens = running.row.token_ids
         if is_looping(tokens) or self._seen.is_near_duplicate(tokens):
             return
         ids = [*prompt.ids, *tokens]
         self._seen.add_runs(ids)
         answer = max(0, min(len(prompt.ids), MAX_DOCUMENT_TOKENS - len(tokens)))
-        self._written.append(Document(ids[-MAX_DOCUMENT_TOKENS:], answer, "own", writing.greedy, prompt.held_out))
+        self._written.append(Document(ids[-MAX_DOCUMENT_TOKENS:], answer, "own", running.greedy, prompt.held_out))
 
     def _hand_over(self) -> list[Document]:
         written, self._written = self._written, []

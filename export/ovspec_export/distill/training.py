@@ -64,7 +64,7 @@ class TrainingLimits:
 
 
 def train_student(
-    student: Student, work: Path, state: dict[str, Any], kept: dict[str, Any], effort: TrainingLimits
+    student: Student, work: Path, state: dict[str, Any], kept: dict[str, Any], limits: TrainingLimits
 ) -> None:
     """Train a student on the documents in the work folder, and write the state and the result.
 
@@ -72,12 +72,12 @@ def train_student(
         student: with the weights of ``state``, if that isn't empty.
         kept: what else the state is to hold.
     """
-    with torch.device(effort.device):
-        run_training_loop(student, work, state, kept, effort)
+    with torch.device(limits.device):
+        run_training_loop(student, work, state, kept, limits)
 
 
 def run_training_loop(
-    student: Student, work: Path, state: dict[str, Any], kept: dict[str, Any], effort: TrainingLimits
+    student: Student, work: Path, state: dict[str, Any], kept: dict[str, Any], limits: TrainingLimits
 ) -> None:
     keep_freed_memory()
     examples, held_out = (read_examples(work, held_out) for held_out in (False, True))
@@ -85,11 +85,11 @@ def run_training_loop(
         raise OvspecError("there is no text to learn from yet; give more `minutes`")
     judged = Examples(held_out.spans[:: max(1, len(held_out) // JUDGED_DOCUMENTS)])
     named = {name: weight for name, weight in student.module.named_parameters() if weight.requires_grad}
-    given = state.get("averaged") or {name: weight.detach() for name, weight in named.items()}
-    averaged = {name: weight.clone().to(effort.device) for name, weight in given.items()}
+    initial = state.get("averaged") or {name: weight.detach() for name, weight in named.items()}
+    averaged = {name: weight.clone().to(limits.device) for name, weight in initial.items()}
     optimizer = Optimizer(student.parameter_groups(), betas=BETAS, fused=True)
-    for name, values in state.get("optimizer", {}).items():
-        optimizer.state[named[name]] = {each: value.to(effort.device) for each, value in values.items()}
+    for name, moments in state.get("optimizer", {}).items():
+        optimizer.state[named[name]] = {moment: tensor.to(limits.device) for moment, tensor in moments.items()}
     step, seen = state.get("step", 0), state.get("seen", 0)
     torch.manual_seed(step)
 
@@ -114,15 +114,15 @@ def run_training_loop(
 
     began = reported = saved = time.monotonic()
     at_report, shown, closing = seen, dict[str, Any](), 0.0  # the last: seconds that judging in the end will take
-    judged_at = began - JUDGE_SECONDS + min(JUDGE_SECONDS, effort.seconds / 4)
+    judged_at = began - JUDGE_SECONDS + min(JUDGE_SECONDS, limits.seconds / 4)
     for batch in student.make_batches(examples):
         now = time.monotonic()
-        if is_stop_requested() or now - began > effort.seconds - closing or seen >= effort.tokens:
+        if is_stop_requested() or now - began > limits.seconds - closing or seen >= limits.tokens:
             break
         rate = min((step + 1) / WARM_UP_STEPS, 1.0, (STEADY_STEPS / (step + 1)) ** 0.5)
         for group in optimizer.param_groups:
             group["lr"] = rate * group["peak_rate"]
-        with autocast_bf16(effort.device):
+        with autocast_bf16(limits.device):
             loss = student.compute_loss(batch)
         loss.backward()
         nn.utils.clip_grad_norm_(list(named.values()), MAX_GRADIENT_NORM)

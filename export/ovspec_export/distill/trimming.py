@@ -39,8 +39,8 @@ def choose_most_used_ids(
         OvspecError: so many ids can't be kept.
     """
     if not MIN_IDS <= count <= vocabulary:
-        told = f"it must be from {MIN_IDS} to {vocabulary}, the draft's number of ids"
-        raise OvspecError(f"`trim_vocabulary` is {count}; {told}.")
+        limits = f"it must be from {MIN_IDS} to {vocabulary}, the draft's number of ids"
+        raise OvspecError(f"`trim_vocabulary` is {count}; {limits}.")
     counts = np.bincount(join_ids(texts), minlength=vocabulary)[:vocabulary]
     marks = np.array([token for token in special if token < vocabulary and counts[token]], dtype=np.int64)
     counts[marks] += counts.max()

@@ -87,7 +87,7 @@ def compute_unrolled_loss(head: EagleHead, batch: Batch, embedding: Tensor, draf
         stands_for[len(likely) :] = torch.tensor(len(rest) / len(sample)).log()
     cross = probabilities.sum(-1) * (logits + stands_for).logsumexp(-1) - expected
     loss = torch.zeros(())
-    for step, (own, part) in enumerate(zip(normed, cross.split([len(each) for each in normed]), strict=True)):
+    for step, (own, part) in enumerate(zip(normed, cross.split([len(output) for output in normed]), strict=True)):
         if len(part):
             final = select_targets(batch.final, batch, step)
             fits = final.shape == own.shape

@@ -12,12 +12,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock, Timeout
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_dataclass, write_atomically
+from ovspec.base.json_types import JsonObject
 from ovspec.ir.compile import MODEL_FILE
 
 SETTINGS_FILE, SPENT_FILE, LOCK_FILE = "settings.json", "spent.json", "lock"
@@ -61,11 +61,14 @@ class StageFigures:
     """What each stage has taken, over all runs: its seconds, and the last figures that its job has told."""
 
     seconds: dict[str, float] = field(default_factory=dict)
-    told: dict[str, dict[str, Any]] = field(default_factory=dict)
+    told: dict[str, JsonObject] = field(default_factory=dict)
+
+    def figures_of(self, stage: str) -> JsonObject:
+        return self.told.get(stage, {})
 
     def count_tokens(self, stage: str) -> int:
         """Return the tokens that a stage has got through."""
-        return self.told.get(stage, {}).get("tokens", 0)
+        return self.figures_of(stage).get("tokens", 0)
 
     def sum_seconds(self, *stages: str) -> float:
         """Return the seconds of these stages, or of all."""
@@ -124,10 +127,10 @@ class StageTimer:
         self._work, self._stage, self._began, self._saved = work, stage, time.monotonic(), time.monotonic()
         self._seconds = work.spent.seconds.get(stage, 0.0)
 
-    def record_figures(self, figures: dict[str, Any]) -> None:
+    def record_figures(self, figures: JsonObject) -> None:
         """Take the figures that the job has told."""
-        told = self._work.spent.told
-        told[self._stage] = told.get(self._stage, {}) | figures
+        spent = self._work.spent
+        spent.told[self._stage] = spent.figures_of(self._stage) | figures
         self.update_seconds()
         if time.monotonic() - self._saved > SPENT_SAVE_SECONDS:
             self.save_seconds()
@@ -160,11 +163,12 @@ def read_work_header(folder: Path) -> WorkHeader | None:
 def check_settings(folder: Path, begun: WorkHeader | None, settings: DistillSettings) -> None:
     """Raise OvspecError if the work in a folder was begun with other settings."""
     if begun and begun.settings != settings:
-        ours = asdict(settings)
-        others = [name for name, value in asdict(begun.settings).items() if value != ours[name]]
-        given = " and ".join("another model" if name == "model" else f"another `{name}`" for name in others)
+        now = asdict(settings)
+        changed = [name for name, setting in asdict(begun.settings).items() if setting != now[name]]
+        differences = " and ".join("another model" if name == "model" else f"another `{name}`" for name in changed)
         raise OvspecError(
-            f"{folder}: was begun with {given}; give the same to go on, name another `output`, or delete that folder."
+            f"{folder}: was begun with {differences}; give the same to go on, name another `output`, or "
+            "delete that folder."
         )
 
 
