@@ -9,8 +9,10 @@ from pathlib import Path
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_dataclass
 from ovspec.base.json_types import JsonObject
+from ovspec_export.distill.documents import Document
 
-RECORD_FILE, CARD_FILE = "distill.json", "README.md"
+RECORD_FILE = "distill.json"
+CARD_FILE = "README.md"
 KIND_TITLES = {
     "head": "An EAGLE-3 head",
     "draft": "A draft model",
@@ -25,6 +27,10 @@ class DocumentCounts:
 
     documents: int = 0
     tokens: int = 0
+
+    def add(self, document: Document) -> DocumentCounts:
+        """Return the counts with one more document."""
+        return DocumentCounts(self.documents + 1, self.tokens + len(document.ids))
 
 
 @dataclass(frozen=True)
@@ -59,8 +65,10 @@ class ResultRecord:
 
 def read_record(folder: Path) -> ResultRecord | None:
     """Return what ``distill.json`` in a folder says, or None if it isn't a result."""
+    if not (folder / RECORD_FILE).is_file():
+        return None
     try:
-        return read_dataclass(ResultRecord, folder / RECORD_FILE) if (folder / RECORD_FILE).is_file() else None
+        return read_dataclass(ResultRecord, folder / RECORD_FILE)
     except OvspecError:
         return None
 
@@ -110,18 +118,22 @@ def list_facts(record: ResultRecord) -> list[str]:
         for source, description in SOURCE_DESCRIPTIONS.items()
         if (counts := record.data.get(source, DocumentCounts())).documents
     ]
-    lines = [
-        f"**Trained on** {record.tokens:,} tokens, counted as often as they were read" if record.tokens else "",
-        f"**Data**: {'; '.join(data)}; {record.held_out.documents:,} more documents were held out" if data else "",
-        f"**Time**: {total_seconds / unit:.1f} {unit_name} ({times})" if times else "",
-        f"**Machine**: {record.machine}",
-        f"**Vocabulary**: without {record.lost:.1%} of the tokens in held-out texts" if record.lost is not None else "",
-        f"**Agreement** with the model's own choice on held-out texts: {describe_agreement(record.agreement)}"
-        if record.agreement
-        else "",
-        "" if record.complete else "**Not finished**: it was stopped before the time that was asked for",
-    ]
-    return [line for line in lines if line]
+    lines = list[str]()
+    if record.tokens:
+        lines.append(f"**Trained on** {record.tokens:,} tokens, counted as often as they were read")
+    if data:
+        lines.append(f"**Data**: {'; '.join(data)}; {record.held_out.documents:,} more documents were held out")
+    if times:
+        lines.append(f"**Time**: {total_seconds / unit:.1f} {unit_name} ({times})")
+    lines.append(f"**Machine**: {record.machine}")
+    if record.lost is not None:
+        lines.append(f"**Vocabulary**: without {record.lost:.1%} of the tokens in held-out texts")
+    if record.agreement:
+        agreement = describe_agreement(record.agreement)
+        lines.append(f"**Agreement** with the model's own choice on held-out texts: {agreement}")
+    if not record.complete:
+        lines.append("**Not finished**: it was stopped before the time that was asked for")
+    return lines
 
 
 def describe_agreement(agreement: list[float]) -> str:
@@ -134,9 +146,10 @@ def format_benchmark_table(rows: list[JsonObject]) -> str:
     """Return the rows of a benchmark as a table in Markdown."""
     lines = ["| | ms/token | tokens/s | speed-up | accepted of proposed | tokens/round |", "|---|---|---|---|---|---|"]
     for row in rows:
-        plain = row["mode"] == "plain"
-        speedup = "" if plain else f"{row['speedup']:.2f}" if row["speedup"] else "none"
-        accepted = "" if plain else f"{row['accepted']} of {row['proposed']}"
+        speedup = accepted = ""
+        if row["mode"] != "plain":
+            speedup = f"{row['speedup']:.2f}" if row["speedup"] else "none"
+            accepted = f"{row['accepted']} of {row['proposed']}"
         times = f"{row['tpot_ms']:.2f} | {row['tokens_per_s']:.1f}"
         lines.append(f"| {row['mode']} | {times} | {speedup} | {accepted} | {row['tokens_per_round']:.2f} |")
     return "\n".join(lines)

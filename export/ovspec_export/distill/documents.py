@@ -231,7 +231,7 @@ def read_utf8_text(file: Path) -> str | None:
         text = file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError):
         return None
-    return None if "\0" in text else text
+    return text if "\0" not in text else None
 
 
 def parse_chat(line: str, place: str) -> Chat:

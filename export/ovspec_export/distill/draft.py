@@ -27,7 +27,9 @@ class DraftStudent:
     """A draft model that learns. packed: whether documents can share an inference without seeing each other."""
 
     def __init__(self, model: nn.Module, packed: bool, device: str = "cpu") -> None:
-        self.module, self.packed, self.device = model.requires_grad_(True).to(device), packed, torch.device(device)
+        self.module = model.requires_grad_(True).to(device)
+        self.packed = packed
+        self.device = torch.device(device)
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         weights = list(self.module.parameters())
@@ -51,7 +53,8 @@ class DraftStudent:
     @torch.no_grad()
     def measure_acceptance(self, examples: Iterable[Example]) -> dict[str, Any]:
         """Return how often the draft agrees with the target, and how many of 1, 2, … guesses are accepted."""
-        agree, runs = list[Tensor](), list[Tensor]()
+        agree = list[Tensor]()
+        runs = list[Tensor]()
         for example in examples:
             batch = pack_examples([example], 1, 0, ahead=0).to(self.device)
             right = (compute_draft_logits(self.module, batch).argmax(-1) == batch.choices[:, 0])[batch.answers].float()
@@ -91,7 +94,8 @@ def train_draft(
     from ovspec_export.patches import adapt_optimum
     from ovspec_export.quantised import load_checkpoint_model
 
-    began, folder = time.monotonic(), Path(work)
+    began = time.monotonic()
+    folder = Path(work)
     model = load_checkpoint_model(source, trust_remote_code, dtype=torch.float32, **adapt_optimum(model_type))
     state: dict[str, Any] = {}
     if (folder / STATE_FILE).is_file():

@@ -29,7 +29,8 @@ def export_draft(plan: DistillPlan, work: WorkFolder, draft: Source, folder: Pat
     """Export a head or a draft model into ``folder``, unless it is there."""
     if folder.is_dir():
         return
-    partial, target = work.scratch / folder.name, find_exported_target(plan, work)
+    partial = work.scratch / folder.name
+    target = find_exported_target(plan, work)
     shutil.rmtree(partial, ignore_errors=True)
     if isinstance(draft, HeadSource):
         convert_head(draft, partial, INT8, target, check_head_fits(target, draft), work.scratch / "no states")

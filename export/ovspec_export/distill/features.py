@@ -79,9 +79,11 @@ def write_features(
         checkpoint: the target's, of which torch computes them in place of OpenVINO, on ``torch_device``.
         model_type: its family.
     """
-    began, folder = time.monotonic(), Path(work) / FEATURES_FOLDER
+    began = time.monotonic()
+    folder = Path(work) / FEATURES_FOLDER
     folder.mkdir(exist_ok=True)
-    documents, shards = read_documents(Path(work) / DOCUMENTS_FILE), list_shards(folder)
+    documents = read_documents(Path(work) / DOCUMENTS_FILE)
+    shards = list_shards(folder)
     done = count_documents(shards)
     if layers and not (Path(work) / TARGET_FILE).is_file():
         write_target_tables(Path(model), Path(work) / TARGET_FILE)
@@ -93,7 +95,8 @@ def write_features(
     before = tokens = sum(len(document.ids) for document in documents[:done])
     reported = since = time.monotonic()
     while done < len(documents) and size < most and not is_time_over(began, seconds):
-        parts, taken = list[dict[str, Tensor]](), 0
+        parts = list[dict[str, Tensor]]()
+        taken = 0
         while (
             done + len(parts) < len(documents) and taken < SHARD_BYTES and not (parts and is_time_over(began, seconds))
         ):
@@ -104,7 +107,8 @@ def write_features(
                 report_progress(tokens=tokens, per_second=(tokens - before) / (now - since))
                 reported = now
         write_shard(folder / f"{done:07}.safetensors", done, parts)
-        done, size = done + len(parts), size + taken
+        done = done + len(parts)
+        size = size + taken
     report_progress(tokens=tokens)
 
 
@@ -189,7 +193,8 @@ def make_openvino_compute(model: Path, layers: list[int]) -> Callable[[list[int]
     """Return a function that computes what a shard keeps of a document's ids."""
     options = DeviceOptions(precision="f32", properties=DEVICE_PROPERTIES)
     compiled = compile_ir(model, options, lambda graph: add_outputs(graph, layers)).compiled_model
-    request, names = compiled.create_infer_request(), {port.get_any_name() for port in compiled.outputs}
+    request = compiled.create_infer_request()
+    names = {port.get_any_name() for port in compiled.outputs}
 
     def compute(ids: list[int]) -> dict[str, Tensor]:
         inputs = {
@@ -269,7 +274,8 @@ def write_target_tables(folder: Path, file: Path) -> None:
     """
     model = read_model(folder)
     product = require_lm_head(model)
-    table, weights = find_embedding(model).input_value(0), product.input_value(1)
+    table = find_embedding(model).input_value(0)
+    weights = product.input_value(1)
     rows = 0 if product.get_attributes()["transpose_b"] else 1
     tensors = {"embedding": compute_constant_rows(table, 0), "lm_head": compute_constant_rows(weights, rows)}
     if torch.equal(*tensors.values()):

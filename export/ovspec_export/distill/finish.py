@@ -34,7 +34,8 @@ def finish_distillation(plan: DistillPlan, work: WorkFolder) -> Outcome:
     if not is_finished(plan, work):
         export_result(plan, work)
         write_result(plan, work, make_record(plan, work, True, measure_result(plan, work)))
-    finished, manifest = read_record(plan.output), read_manifest(plan.output)
+    finished = read_record(plan.output)
+    manifest = read_manifest(plan.output)
     assert finished and manifest
     if not is_faster(finished.rows):
         print_note(describe_missing_gain(plan.name, finished.rows))
@@ -54,7 +55,8 @@ def measure_result(plan: DistillPlan, work: WorkFolder) -> list[JsonObject]:
     """Return the rows of a benchmark of plain decoding, the old draft if there is one, and the result."""
     from ovspec.api.timing import format_mode_table
 
-    old, output = find_old_draft(plan, work), work.scratch / "gain.json"
+    old = find_old_draft(plan, work)
+    output = work.scratch / "gain.json"
     seconds = max(plan.budget_seconds - work.spent.sum_seconds(), MIN_GAIN_SECONDS)
     with show_step(f"{plan.name}: measuring what it brings on texts that were held out", keep=True):
         stages.run_gain_job(plan, work, old, output, seconds)

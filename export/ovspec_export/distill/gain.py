@@ -10,7 +10,8 @@ from pathlib import Path
 from ovspec.base.json_types import JsonObject
 from ovspec_export.distill.documents import read_documents
 
-MAX_PROMPTS, MAX_PROMPT_TOKENS = 8, 96
+MAX_PROMPTS = 8
+MAX_PROMPT_TOKENS = 96
 MIN_PROMPTS, MIN_GENERATED_TOKENS = 2, 32  # texts and tokens of each, where there is little time
 PLAIN_PROMPT_TOKENS = 64  # tokens of a plain text that are a prompt
 OLD_DRAFT_MODE = "old draft"
@@ -28,7 +29,8 @@ def measure_gain(model: str, new: str, old: str, documents: str, output: str, se
     from ovspec.api.timing import default_prompts, summarize_mode, time_modes
     from ovspec.ir.heads import is_head_folder
 
-    began, prompts = time.monotonic(), read_held_out_prompts(Path(documents)) or default_prompts()
+    began = time.monotonic()
+    prompts = read_held_out_prompts(Path(documents)) or default_prompts()
     lm = ovspec.load(model, new, cache_memory=0)
     models = {"plain": lm.with_drafters(None)}
     if old:
@@ -68,8 +70,12 @@ def is_faster(rows: list[JsonObject]) -> bool:
 
 def describe_missing_gain(name: str, rows: list[JsonObject]) -> str:
     """Return the sentence that says that nothing was gained."""
-    new, old = rows[-1], next((row for row in rows if row["mode"] == OLD_DRAFT_MODE), None)
-    speed = f"{new['speedup']:.2f} of plain speed" if new["speedup"] else "no speed-up"
-    old_speed = f", with the old draft {old['speedup']:.2f}" if old and old["speedup"] else ""
+    new = rows[-1]
+    old = next((row for row in rows if row["mode"] == OLD_DRAFT_MODE), None)
+    speeds = "no speed-up"
+    if new["speedup"]:
+        speeds = f"{new['speedup']:.2f} of plain speed"
+    if old and old["speedup"]:
+        speeds += f", with the old draft {old['speedup']:.2f}"
     advice = "more minutes, or texts like those that you generate, may help"
-    return f"{name}: nothing was gained ({speed}{old_speed}); {advice}"
+    return f"{name}: nothing was gained ({speeds}); {advice}"

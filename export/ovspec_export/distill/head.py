@@ -46,7 +46,8 @@ class HeadStudent:
         draft_ids = torch.full((len(embedding),), -1).index_put_((ids,), torch.arange(len(ids)))
         tables = (embedding, ids, divisor, draft_ids)
         self.embedding, self.ids, self.divisor, self.draft_ids = (table.to(device) for table in tables)
-        self.config, self.device = config, torch.device(device)
+        self.config = config
+        self.device = torch.device(device)
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         named = [(name, weight) for name, weight in self.module.named_parameters() if weight.requires_grad]
@@ -100,7 +101,7 @@ class HeadStudent:
 
 def angelslim_name(name: str) -> str:
     """Return AngelSlim's name of a tensor."""
-    return name.replace("layer.", "midlayer.", 1) if name.startswith("layer.") else name
+    return "mid" * name.startswith("layer.") + name
 
 
 def train_head(
@@ -122,9 +123,11 @@ def train_head(
         draft_vocabulary: how many of the target's tokens it can propose.
         start: the checkpoint of a head to begin with; a new one by default.
     """
-    began, folder = time.monotonic(), Path(work)
+    began = time.monotonic()
+    folder = Path(work)
     target = load_file(folder / TARGET_FILE)
-    embedding, rows = target["embedding"], target.get("lm_head", target["embedding"])
+    embedding = target["embedding"]
+    rows = target.get("lm_head", target["embedding"])
     examples = read_examples(folder, held_out=False)
     ids = choose_draft_ids(examples, len(rows), draft_vocabulary)
     state: dict[str, Any] = {}
@@ -134,9 +137,11 @@ def train_head(
         shapes = {name: list(weight.shape) for name, weight in state["weights"].items()}
         head = EagleHead(read_head_layout(state["config"], shapes, "the head"))
         head.load_state_dict(state["weights"])
-        divisor, config = state["divisor"], state["config"]
+        divisor = state["divisor"]
+        config = state["config"]
     elif start:
-        head, config = load_head_checkpoint(Path(start), embedding=embedding), read_json(Path(start) / "config.json")
+        head = load_head_checkpoint(Path(start), embedding=embedding)
+        config = read_json(Path(start) / "config.json")
         config |= {"draft_vocab_size": len(ids)}
         old = torch.arange(len(head.d2t)) + head.d2t
         head.lm_head.weight = nn.Parameter(move_rows(head.lm_head.weight, old, ids, rows[ids].float()))

@@ -84,7 +84,8 @@ def check_target_checkpoint(target: Source) -> None:
 
     It need not say so: the exported model is checked again.
     """
-    config, layers = target.text_config or target.config, target.config_number("layers")
+    config = target.text_config or target.config
+    layers = target.config_number("layers")
     kinds = config.get("layer_types")
     if layers and isinstance(kinds, list) and len(kinds) == layers:
         shared = int(config.get("num_kv_shared_layers") or 0)
@@ -93,8 +94,9 @@ def check_target_checkpoint(target: Source) -> None:
 
 def find_origin(target: Source) -> tuple[str, str | None]:
     """Return the name and the revision of the checkpoint behind a target, as far as they are known."""
-    manifest = read_manifest(target.folder) if target.is_ir else None
-    return (manifest.target.source, manifest.target.revision) if manifest else (target.name, target.revision)
+    if target.is_ir and (manifest := read_manifest(target.folder)):
+        return manifest.target.source, manifest.target.revision
+    return target.name, target.revision
 
 
 def find_torch_checkpoint(target: Source) -> Source | None:
@@ -152,5 +154,6 @@ def find_manifest_entry(folder: Path) -> ExportedModel | None:
     """Return what the manifest says of the model in ``folder``, which may be the draft beside its target."""
     if manifest := read_manifest(folder):
         return manifest.target
-    above = read_manifest(folder.resolve().parent) if folder.resolve().name == DRAFT_FOLDER else None
-    return above.draft if above else None
+    if folder.resolve().name == DRAFT_FOLDER and (manifest := read_manifest(folder.resolve().parent)):
+        return manifest.draft
+    return None

@@ -17,6 +17,8 @@ def make_head_config(
     heads = find_positive_number(target, ("num_attention_heads", "n_head")) or max(1, hidden // 64)
     # Of a mixture of experts, perhaps that of one expert.
     intermediate_size = find_positive_number(target, ("intermediate_size",)) or 0
+    if not hidden <= intermediate_size <= 6 * hidden:
+        intermediate_size = 3 * hidden
     rope = target.get("rope_parameters") or {}
     base = target.get("rope_theta") or rope.get("rope_theta") or 10_000.0
     count = find_positive_number(target, LAYER_KEYS) or 0
@@ -24,7 +26,7 @@ def make_head_config(
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
         "hidden_size": hidden,
-        "intermediate_size": intermediate_size if hidden <= intermediate_size <= 6 * hidden else 3 * hidden,
+        "intermediate_size": intermediate_size,
         "num_hidden_layers": 1,
         "num_attention_heads": heads,
         "num_key_value_heads": find_positive_number(target, ("num_key_value_heads",)) or heads,
@@ -39,7 +41,9 @@ def make_head_config(
         "torch_dtype": "bfloat16",
         **{name: target[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in target},
     }
-    return config if layers == default_tap_layers(count) else config | {LAYER_IDS_ENTRY: layers}
+    if layers != default_tap_layers(count):
+        config[LAYER_IDS_ENTRY] = layers
+    return config
 
 
 def find_positive_number(config: dict[str, Any], names: Sequence[str]) -> int | None:

@@ -51,9 +51,11 @@ def orthogonalize(matrix: Tensor) -> Tensor:
     blocks = matrix.reshape(count, -1, columns)
     blocks = blocks / (1.01 * blocks.norm(dim=(1, 2), keepdim=True) + 1e-9)
     # The iteration needs the rows' products only, which are far smaller than the blocks.
-    products, identity = blocks @ blocks.mT, torch.eye(rows // count)
+    products = blocks @ blocks.mT
+    identity = torch.eye(rows // count)
     factor = identity.expand_as(products)
     for _ in range(ITERATIONS):
         update = torch.baddbmm(products, products, products, beta=CUBIC, alpha=QUINTIC) + LINEAR * identity
-        factor, products = factor @ update, update @ products @ update
+        factor = factor @ update
+        products = update @ products @ update
     return (factor @ blocks).reshape(rows, columns) * columns**0.5

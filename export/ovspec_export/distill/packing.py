@@ -77,12 +77,14 @@ def iterate_batches(
 ) -> Iterator[Batch]:
     """Yield batches of about ``tokens`` entries, of the examples in random order, without end."""
     while True:
-        taken, count = list[Example](), 0
+        taken = list[Example]()
+        count = 0
         for index in torch.randperm(len(examples)).tolist():
             taken.append(examples[index])
             count += len(taken[-1].ids) - ahead
             if count >= tokens:
                 yield pack_examples(taken, steps, share, ahead)
-                taken, count = [], 0
+                taken = []
+                count = 0
         if taken:
             yield pack_examples(taken, steps, share, ahead)

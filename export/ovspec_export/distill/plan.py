@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -99,14 +100,16 @@ class DistillPlan:
     @property
     def budget_seconds(self) -> float:
         """Seconds for all stages."""
-        usual = DEFAULT_TRIM_MINUTES if self.kind == "trimmed draft" else DEFAULT_MINUTES
-        return 60 * (usual if self.options.minutes is None else self.options.minutes)
+        if self.options.minutes is not None:
+            return 60 * self.options.minutes
+        return 60 * (DEFAULT_TRIM_MINUTES if self.kind == "trimmed draft" else DEFAULT_MINUTES)
 
     @property
     def draft_vocabulary(self) -> int:
         """How many ids a head can propose; one that is trained further keeps their number."""
-        usual = self.draft.layout.draft_vocab_size if isinstance(self.draft, HeadSource) else DEFAULT_DRAFT_VOCABULARY
-        return self.options.draft_vocabulary or usual
+        if isinstance(self.draft, HeadSource):
+            return self.options.draft_vocabulary or self.draft.layout.draft_vocab_size
+        return self.options.draft_vocabulary or DEFAULT_DRAFT_VOCABULARY
 
 
 def make_plan(options: DistillOptions) -> DistillPlan:
@@ -164,7 +167,8 @@ def check_room(plan: DistillPlan) -> None:
     features = 0 if plan.kind == "trimmed draft" else plan.options.size_limit * 1e9
     check_disk_space(plan.work, features + in_training + export - stored, "distilling with this `size_limit`")
     check_disk_space(plan.output, 4 * trained, "the result")
-    needed, free = estimate_memory(plan), psutil.virtual_memory().available
+    needed = estimate_memory(plan)
+    free = psutil.virtual_memory().available
     if needed > free:
         raise OvspecError(
             f"{plan.target.name}: distilling needs about {format_size(needed)} of memory, but only {format_size(free)} "
@@ -196,13 +200,14 @@ def count_trained_weights(plan: DistillPlan) -> float:
         return float(sum(map(count_elements, plan.draft.layout.tensor_shapes().values())))
     if plan.draft:
         return float(plan.draft.parameter_count)
-    hidden, vocab = plan.target.config_number("hidden") or 0, plan.target.config_number("vocab") or 0
+    hidden = plan.target.config_number("hidden") or 0
+    vocab = plan.target.config_number("vocab") or 0
     config = make_head_config(plan.target.config, vocab, hidden, plan.layers, min(plan.draft_vocabulary, vocab))
     return float(sum(map(count_elements, make_head_layout(config, plan.layers).tensor_shapes().values())))
 
 
 def count_elements(shape: list[int]) -> int:
-    return shape[0] * shape[1] if len(shape) == 2 else shape[0]
+    return math.prod(shape)
 
 
 def count_embedding_weights(target: Source) -> float:

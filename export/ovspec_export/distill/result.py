@@ -35,14 +35,14 @@ from ovspec_export.manifests import complete_export, describe_model, installed_v
 
 def make_record(plan: DistillPlan, work: WorkFolder, finished: bool, rows: list[JsonObject]) -> ResultRecord:
     """Return what was made, and how."""
-    data, held_out, spent = dict[str, DocumentCounts](), DocumentCounts(), work.spent
+    data = dict[str, DocumentCounts]()
+    held_out = DocumentCounts()
+    spent = work.spent
     for document in read_documents(work.documents):
-        counts = held_out if document.held_out else data.get(document.source, DocumentCounts())
-        counts = DocumentCounts(counts.documents + 1, counts.tokens + len(document.ids))
         if document.held_out:
-            held_out = counts
+            held_out = held_out.add(document)
         else:
-            data[document.source] = counts
+            data[document.source] = data.get(document.source, DocumentCounts()).add(document)
     name, revision = plan.origin
     return ResultRecord(
         run=work.run,
@@ -80,7 +80,8 @@ def add_draft_to_target(plan: DistillPlan, ir: Path, entry: ExportedModel) -> No
     if not plan.target.is_ir or not has_manifest(model):
         return
     try:
-        manifest, foreign = read_manifest(model), find_foreign_file(model)
+        manifest = read_manifest(model)
+        foreign = find_foreign_file(model)
         if manifest and manifest.draft == entry:
             return
         if not manifest or manifest.draft or (model / DRAFT_FOLDER).exists():

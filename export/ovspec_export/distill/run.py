@@ -150,7 +150,8 @@ def run_trimming(plan: DistillPlan, work: WorkFolder) -> bool:
 
 def trim_to_texts(plan: DistillPlan, work: WorkFolder) -> None:
     """Leave the draft the ids that the texts use most, and say how many tokens it can't propose any more."""
-    draft, count = plan.draft, plan.options.trim_vocabulary
+    draft = plan.draft
+    count = plan.options.trim_vocabulary
     assert draft and count
     tokenizer = Tokenizer(stages.find_exported_target(plan, work).folder)
     documents = read_documents(work.documents)
@@ -177,7 +178,8 @@ def run_data_stages(plan: DistillPlan, work: WorkFolder, number: int, end: float
     if left < MIN_JOB_SECONDS:
         return True
     share = 1 if work.has_features else 0.5
-    began, texts = spent.sum_seconds(), share * estimate_text_seconds(work, left)
+    began = spent.sum_seconds()
+    texts = share * estimate_text_seconds(work, left)
     if not run_stage(plan, work, number, TEXTS_STAGE, texts):
         return False
     reading = max(share * left - (spent.sum_seconds() - began), MIN_JOB_SECONDS)
@@ -221,7 +223,8 @@ def run_stage(plan: DistillPlan, work: WorkFolder, number: int, stage: str, seco
 
 def describe_progress(plan: DistillPlan, work: WorkFolder, stage: str) -> str:
     """Return how far a distillation is, for the line that is shown while a stage runs."""
-    spent, speed = work.spent, work.spent.figures_of(stage).get("per_second")
+    spent = work.spent
+    speed = work.spent.figures_of(stage).get("per_second")
     parts = [f"{spent.count_tokens(stage):,} tokens"]
     if begun := spent.figures_of(stage).get("begun"):
         parts.append(f"{begun:,} more begun")

@@ -29,7 +29,8 @@ def find_exported_target(plan: DistillPlan, work: WorkFolder) -> Source:
 
 def run_texts_job(plan: DistillPlan, work: WorkFolder, seconds: float, on_progress: ProgressCallback) -> bool:
     """Let the model write, and take in given texts."""
-    target, topics = find_exported_target(plan, work), list[str]()
+    target = find_exported_target(plan, work)
+    topics = list[str]()
     if plan.options.topics:
         lines = read_text(plan.options.topics.expanduser()).splitlines()
         topics = [line.strip() for line in lines if line.strip()]
@@ -41,7 +42,8 @@ def run_texts_job(plan: DistillPlan, work: WorkFolder, seconds: float, on_progre
 
 def run_features_job(plan: DistillPlan, work: WorkFolder, seconds: float, on_progress: ProgressCallback) -> bool:
     """Compute what the target makes of the texts."""
-    target, by_torch = find_exported_target(plan, work), dict[str, Any]()
+    target = find_exported_target(plan, work)
+    by_torch = dict[str, Any]()
     if plan.checkpoint:
         by_torch = {"checkpoint": str(plan.checkpoint.folder), "model_type": plan.checkpoint.model_type}
         by_torch |= {"torch_device": plan.options.torch_device}

@@ -29,8 +29,11 @@ def initialize_head(head: EagleHead, examples: Sequence[Example], embedding: Ten
         rows: the target's lm_head of the tokens that the head can propose.
     """
     layout = head.layout
-    hidden, kv_heads, width = layout.hidden_size, layout.kv_head_count, layout.head_dim
-    usual, final = compute_rms_sizes(examples, "features"), compute_rms_sizes(examples, "final")
+    hidden = layout.hidden_size
+    kv_heads = layout.kv_head_count
+    width = layout.head_dim
+    usual = compute_rms_sizes(examples, "features")
+    final = compute_rms_sizes(examples, "final")
     of_features, of_token, directions = fit_linear_guess(examples, usual, final, embedding, kv_heads * width)
     for weight in head.parameters():
         if weight.ndim > 1:
@@ -67,10 +70,12 @@ def limit_examples(examples: Sequence[Example]) -> Iterator[Example]:
 
 def compute_rms_sizes(examples: Sequence[Example], name: str) -> Tensor:
     """Return the root mean square of each value of ``features`` or ``final``, but for a text's first token."""
-    squares, count = torch.zeros(()), 0
+    squares = torch.zeros(())
+    count = 0
     for example in limit_examples(examples):
         values = getattr(example, name)[1:].float()
-        squares, count = squares + values.square().sum(0), count + len(values)
+        squares = squares + values.square().sum(0)
+        count = count + len(values)
     return (squares / count).sqrt().clamp(min=1e-6)
 
 
@@ -81,8 +86,10 @@ def fit_linear_guess(
 
     Returns the weights of the features, those of the embedding, and the ``rank`` directions in which these matter most.
     """
-    wide, hidden = len(usual), embedding.shape[1]
-    squares, products = torch.zeros(wide + hidden, wide + hidden), torch.zeros(wide + hidden, len(final))
+    wide = len(usual)
+    hidden = embedding.shape[1]
+    squares = torch.zeros(wide + hidden, wide + hidden)
+    products = torch.zeros(wide + hidden, len(final))
     count = 0
     for example in limit_examples(examples):
         token = F.rms_norm(embedding[example.ids[2:].long()].float(), [hidden])

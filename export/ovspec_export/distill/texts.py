@@ -107,12 +107,15 @@ def write_texts(
     else:
         documents = make_user_documents(user_texts, runtime.prompts, seen)
         create_documents(file, documents)
-    count, total = len(documents), sum(len(document.ids) for document in documents)
+    count = len(documents)
+    total = sum(len(document.ids) for document in documents)
     report_progress(tokens=total, per_second=0, documents=count, skipped=user_texts.skipped)
     prompts = select_unanswered(encode_open_chats(user_texts, runtime.prompts), documents, runtime)
     prompt_source = make_prompt_source(runtime.prompts, topics, seen, question)
     writer = TextWriter(runtime, prompt_source, seen, documents, prompts, seed + total, answer)
-    before, since, can_train = total, time.monotonic(), False
+    before = total
+    since = time.monotonic()
+    can_train = False
 
     def is_over() -> bool:
         elapsed = time.monotonic() - began
@@ -126,7 +129,8 @@ def write_texts(
     for written in writer.write_documents(is_over, batch, seconds - (time.monotonic() - began)):
         append_documents(file, written)
         can_train = can_train or not all(document.held_out for document in written)
-        count, total = count + len(written), total + sum(len(document.ids) for document in written)
+        count = count + len(written)
+        total = total + sum(len(document.ids) for document in written)
         speed = (total - before) / (time.monotonic() - since)
         report_progress(tokens=total, per_second=speed, documents=count, begun=writer.running_tokens)
 
@@ -193,9 +197,12 @@ class QuestionSource:
 
     def make_prompt(self, lead: Lead, row: Row) -> Prompt | None:
         """Return what the model has asked; None if it is no question, or was asked before."""
-        tokenizer, text, ended = self._prompts.tokenizer, row.text.strip(), row.finish_reason != "length"
-        tokens = row.token_ids[: -1 if ended else None]
-        self._asked, self._ended = self._asked + 1, self._ended + ended
+        tokenizer = self._prompts.tokenizer
+        text = row.text.strip()
+        ended = row.finish_reason != "length"
+        tokens = row.token_ids[:-1] if ended else row.token_ids
+        self._asked = self._asked + 1
+        self._ended = self._ended + ended
         if not ended and self._ended > self._asked / 4:  # few models end hardly any question
             return None
         if (
@@ -219,8 +226,10 @@ class BeginningSource:
     """Lets the model begin texts, if it has no chat template."""
 
     def __init__(self, prompts: PromptEncoder, seen: SeenRuns) -> None:
-        tokenizer, config = prompts.tokenizer, prompts.generation_config
-        self._bos, self._seen = tokenizer.prefix_ids, seen
+        tokenizer = prompts.tokenizer
+        config = prompts.generation_config
+        self._bos = tokenizer.prefix_ids
+        self._seen = seen
         # A text begins behind BOS or, without one, behind the end of another text, or on a new line.
         start = config.bos_ids.tolist() or sorted(config.eos_ids)[:1] or tokenizer.encode("\n", special=False).tolist()
         self._lead = Lead(start, {"temperature": 1.0, "max_tokens": BEGINNING_TOKENS})
@@ -239,8 +248,10 @@ class BeginningSource:
 
 
 def make_chat(text: str, system: str | None) -> list[Message]:
-    before = [{"role": "system", "content": system}] if system else []
-    return [*before, {"role": "user", "content": text}]
+    user_message = {"role": "user", "content": text}
+    if not system:
+        return [user_message]
+    return [{"role": "system", "content": system}, user_message]
 
 
 def split_at_user_text(format: ChatFormat, system: str | None, lead: str = "") -> tuple[str, str]:
@@ -267,7 +278,9 @@ def find_turn_end(after: str, added: Mapping[str, int]) -> tuple[list[int], list
     text = (after[: places[first]] if first else after).strip()
     if text:
         return [], [text]
-    return [added[first]] if first else [], []
+    if first:
+        return [added[first]], []
+    return [], []
 
 
 def select_unanswered(prompts: Iterable[list[int]], documents: Iterable[Document], runtime: Runtime) -> list[Prompt]:
@@ -314,7 +327,8 @@ class TextWriter:
         self._user_documents = [
             document for document in documents if document.source != "own" and len(document.ids) > PREFIX_TOKENS[0]
         ]
-        self._ready, self._number = deque(prompts), number
+        self._ready = deque(prompts)
+        self._number = number
         self._running: dict[int, RunningText] = {}  # by the scheduler's number of its row
         self._written: list[Document] = []
 
@@ -324,7 +338,9 @@ class TextWriter:
         models = self._runtime.models
         limits = BatchLimits(batch, count_free_tokens(models.compiled_irs(), batch, models.idle_bytes))
         scheduler = Scheduler(decoders.target, None, NO_LOOKAHEAD, (), limits)
-        rows, costs, since = min(batch, MIN_ROWS), deque[float](maxlen=16), time.monotonic()
+        rows = min(batch, MIN_ROWS)
+        costs = deque[float](maxlen=16)
+        since = time.monotonic()
         try:
             while not is_over():
                 while len(self._running) < rows:
@@ -365,7 +381,8 @@ class TextWriter:
     def _start_text(self) -> RunningText:
         """Return the next text, not begun yet: an answer, if there is something to answer, or a question."""
         draws = np.random.default_rng(self._number)
-        greedy, seed = bool(draws.integers(2)), self._number
+        greedy = bool(draws.integers(2))
+        seed = self._number
         self._number += 1
         if self._ready:
             after = self._ready.popleft()
@@ -379,10 +396,8 @@ class TextWriter:
 
     def _draw_prompt(self, draws: np.random.Generator) -> Prompt:
         """Return a prompt that the user gave an answer to, or a piece of a text, to be continued by the model."""
-        document, bos = (
-            self._user_documents[int(draws.integers(len(self._user_documents)))],
-            self._runtime.prompts.tokenizer.prefix_ids,
-        )
+        document = self._user_documents[int(draws.integers(len(self._user_documents)))]
+        bos = self._runtime.prompts.tokenizer.prefix_ids
         if document.answer:
             return Prompt(document.ids[: document.answer], document.held_out)
         body = document.ids[len(bos) if document.ids[: len(bos)] == bos else 0 :]
@@ -399,7 +414,8 @@ class TextWriter:
         looping = list[int]()
         for number, piece in pieces:
             running = self._running[number]
-            row, after = running.row, running.start
+            row = running.row
+            after = running.start
             if not piece.finish_reason:
                 if len(row.token_ids) % LOOP_CHECK_TOKENS or not row.token_ids or not is_looping(row.token_ids):
                     continue
@@ -422,5 +438,6 @@ class TextWriter:
         self._written.append(Document(ids[-MAX_DOCUMENT_TOKENS:], answer, "own", running.greedy, prompt.held_out))
 
     def _hand_over(self) -> list[Document]:
-        written, self._written = self._written, []
+        written = self._written
+        self._written = []
         return written

@@ -90,7 +90,8 @@ def run_training_loop(
     optimizer = Optimizer(student.parameter_groups(), betas=BETAS, fused=True)
     for name, moments in state.get("optimizer", {}).items():
         optimizer.state[named[name]] = {moment: tensor.to(limits.device) for moment, tensor in moments.items()}
-    step, seen = state.get("step", 0), state.get("seen", 0)
+    step = state.get("step", 0)
+    seen = state.get("seen", 0)
     torch.manual_seed(step)
 
     def save() -> None:
@@ -128,7 +129,8 @@ def run_training_loop(
         nn.utils.clip_grad_norm_(list(named.values()), MAX_GRADIENT_NORM)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        step, seen = step + 1, seen + len(batch)
+        step = step + 1
+        seen = seen + len(batch)
         share = (AVERAGE_SPAN + 1) / (step + AVERAGE_SPAN)
         for name, weight in named.items():
             averaged[name].lerp_(weight.detach(), share)
@@ -139,7 +141,8 @@ def run_training_loop(
         if now - reported > REPORT_SECONDS:
             speed = (seen - at_report) / (now - reported)
             report_progress(tokens=seen, per_second=speed, loss=loss.item(), steps=step, **shown)
-            reported, at_report = now, seen
+            reported = now
+            at_report = seen
         if now - saved > SAVE_SECONDS:
             save()
             saved = time.monotonic()

@@ -25,7 +25,8 @@ def unroll_head(head: EagleHead, batch: Batch, embedding: Tensor, steps: int) ->
     embedding: that of the target's tokens, [vocabulary, hidden].
     """
     rows = embedding if head.embed_tokens is None else head.embed_tokens.weight
-    deep, seen = batch.deep, batch.visible_entries(torch.arange(len(batch)))
+    deep = batch.deep
+    seen = batch.visible_entries(torch.arange(len(batch)))
     mask = make_attention_mask(~seen)
 
     def step(
@@ -37,8 +38,10 @@ def unroll_head(head: EagleHead, batch: Batch, embedding: Tensor, steps: int) ->
         return states[0], cache
 
     states, cache = step(torch.arange(len(batch)), 0, head.fuse_states(batch.features), mask, head.make_empty_cache())
-    outputs, own = [states], make_attention_mask(~torch.eye(len(deep), dtype=torch.bool))
-    states, mask = states[deep], mask[deep]
+    outputs = [states]
+    own = make_attention_mask(~torch.eye(len(deep), dtype=torch.bool))
+    states = states[deep]
+    mask = mask[deep]
     if not len(deep):
         return [*outputs, *[states] * (steps - 1)]
     for depth in range(1, steps):
@@ -56,7 +59,9 @@ def make_attention_mask(hidden: Tensor) -> Tensor:
 
 def select_targets(values: Tensor, batch: Batch, step: int) -> Tensor:
     """Return the rows of one of the batch's ``values`` that a step guesses."""
-    return values if step == 0 else values[batch.deep + step]
+    if step == 0:
+        return values
+    return values[batch.deep + step]
 
 
 def compute_unrolled_loss(head: EagleHead, batch: Batch, embedding: Tensor, draft_ids: Tensor, steps: int) -> Tensor:
@@ -68,7 +73,9 @@ def compute_unrolled_loss(head: EagleHead, batch: Batch, embedding: Tensor, draf
     draft_ids: the head's id of each of the target's, [vocabulary], or -1.
     """
     outputs = unroll_head(head, batch, embedding, steps)
-    normed = [head.norm(output) if head.layout.norm_before_head else output for output in outputs]
+    normed = outputs
+    if head.layout.norm_before_head:
+        normed = [head.norm(output) for output in outputs]
     choices = torch.cat([draft_ids[select_targets(batch.choices, batch, step)] for step in range(steps)])
     probabilities = torch.cat([select_targets(batch.logprobs, batch, step) for step in range(steps)]).exp()
     probabilities *= (choices >= 0) & (probabilities > MIN_PROBABILITY)
@@ -104,6 +111,8 @@ def compare_guesses(head: EagleHead, batch: Batch, embedding: Tensor, ids: Tenso
     """
     agree = list[Tensor]()
     for step, output in enumerate(unroll_head(head, batch, embedding, steps)):
-        guesses = ids[head.compute_logits(output[batch.deep] if step == 0 else output).argmax(-1)]
+        if step == 0:
+            output = output[batch.deep]
+        guesses = ids[head.compute_logits(output).argmax(-1)]
         agree.append(guesses == batch.choices[batch.deep + step, 0])
     return torch.stack(agree, 1)[batch.answers[batch.deep]]

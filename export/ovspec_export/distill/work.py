@@ -20,9 +20,12 @@ from ovspec.base.files import read_dataclass, write_atomically
 from ovspec.base.json_types import JsonObject
 from ovspec.ir.compile import MODEL_FILE
 
-SETTINGS_FILE, SPENT_FILE, LOCK_FILE = "settings.json", "spent.json", "lock"
+SETTINGS_FILE = "settings.json"
+SPENT_FILE = "spent.json"
+LOCK_FILE = "lock"
 DOCUMENTS_FILE, FEATURES_FOLDER, TARGET_FILE = "documents.jsonl", "features", "target.safetensors"
-STATE_FILE, CHECKPOINT_FOLDER = "training.pt", "checkpoint"
+STATE_FILE = "training.pt"
+CHECKPOINT_FOLDER = "checkpoint"
 SPENT_SAVE_SECONDS = 10.0  # seconds after which what is spent is written again
 TEXTS_STAGE = "texts"
 FEATURES_STAGE = "features"
@@ -152,10 +155,11 @@ def read_work_header(folder: Path) -> WorkHeader | None:
     """
     if (folder / SETTINGS_FILE).is_file():
         return read_dataclass(WorkHeader, folder / SETTINGS_FILE)
-    if folder.exists() and not folder.is_dir():
+    if not folder.exists():
+        return None
+    if not folder.is_dir():
         raise OvspecError(f"{folder}: is a file; name another `work`.")
-    other = next((path.name for path in folder.iterdir() if path.name != LOCK_FILE), None) if folder.exists() else None
-    if other:
+    if other := next((path.name for path in folder.iterdir() if path.name != LOCK_FILE), None):
         raise OvspecError(f"{folder}: holds files of something else ({other}); name another `work`.")
     return None
 
@@ -211,5 +215,8 @@ def delete_work_folder(work: WorkFolder) -> None:
     """Delete a work folder; what says that it is one goes last."""
     for path in work.folder.iterdir():
         if path.name not in (SETTINGS_FILE, LOCK_FILE):
-            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
     shutil.rmtree(work.folder, ignore_errors=True)
