@@ -96,11 +96,8 @@ def format_card(record: ResultRecord, name: str) -> str:
         "\n".join(f"- {line}" for line in list_facts(record)),
     ]
     if record.rows:
-        parts += [
-            "## What it brings",
-            f"Measured on {record.machine}, on texts that were held out.",
-            format_benchmark_table(record.rows),
-        ]
+        parts += ["## What it brings", f"Measured on {record.machine}, on texts that were held out."]
+        parts.append(format_benchmark_table(record.rows))
     parts += [
         "## License",
         f"The license of {record.model} holds for what is made of it; the texts that you gave may have their own.",

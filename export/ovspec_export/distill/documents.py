@@ -62,8 +62,9 @@ def read_documents(file: Path) -> list[Document]:
     """
     decoder = msgspec.json.Decoder(Document)
     documents = list[Document]()
-    *lines, _ = (file.read_bytes() if file.is_file() else b"").split(b"\n")
-    for number, line in enumerate(lines, 1):
+    if not file.is_file():
+        return []
+    for number, line in enumerate(file.read_bytes().split(b"\n")[:-1], 1):
         try:
             documents.append(decoder.decode(line))
         except (msgspec.DecodeError, UnicodeDecodeError):
@@ -231,7 +232,9 @@ def read_utf8_text(file: Path) -> str | None:
         text = file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError):
         return None
-    return text if "\0" not in text else None
+    if "\0" in text:
+        return None
+    return text
 
 
 def parse_chat(line: str, place: str) -> Chat:
@@ -253,9 +256,9 @@ def parse_chat(line: str, place: str) -> Chat:
 
 def parse_messages(role: str, content: JsonValue) -> list[Message]:
     """Return what a line has of one side as messages: none, a text, or messages already."""
-    if isinstance(content, list):
-        return content
-    return [{"role": role, "content": content}] if content else []
+    if not content or isinstance(content, list):
+        return content or []
+    return [{"role": role, "content": content}]
 
 
 def is_message(entry: JsonValue) -> bool:

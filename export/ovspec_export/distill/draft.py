@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ovspec.base.files import rename_with_retries
+from ovspec.base.json_types import JsonObject
 from ovspec_export.distill.features import Example, read_examples
 from ovspec_export.distill.packing import Batch, iterate_batches, pack_examples
 from ovspec_export.distill.training import TrainingLimits, compute_accepted, train_student
@@ -51,7 +52,7 @@ class DraftStudent:
         return (probabilities.sum(-1) * logits.logsumexp(-1) - expected).mean()
 
     @torch.no_grad()
-    def measure_acceptance(self, examples: Iterable[Example]) -> dict[str, Any]:
+    def measure_acceptance(self, examples: Iterable[Example]) -> JsonObject:
         """Return how often the draft agrees with the target, and how many of 1, 2, … guesses are accepted."""
         agree = list[Tensor]()
         runs = list[Tensor]()

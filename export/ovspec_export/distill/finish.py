@@ -75,7 +75,9 @@ def find_old_draft(plan: DistillPlan, work: WorkFolder) -> Path | None:
         export_draft(plan, work, draft, work.old_draft_ir)
         return work.old_draft_ir
     target_draft = plan.target.folder.resolve() / DRAFT_FOLDER
-    return target_draft if plan.target.is_ir and target_draft.is_dir() else None
+    if plan.target.is_ir and target_draft.is_dir():
+        return target_draft
+    return None
 
 
 def write_partial_result(plan: DistillPlan, work: WorkFolder) -> None:

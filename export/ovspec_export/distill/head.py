@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ovspec.base.files import open_replacement, read_json, write_atomically
+from ovspec.base.json_types import JsonObject
 from ovspec_export.distill.features import Example, Examples, read_examples
 from ovspec_export.distill.new_head import make_head_config, make_head_layout
 from ovspec_export.distill.packing import Batch, iterate_batches, pack_examples
@@ -38,7 +39,7 @@ class HeadStudent:
     """A head that learns. divisor: what its features are divided by; ids: the target's id of each of its own."""
 
     def __init__(
-        self, head: EagleHead, embedding: Tensor, ids: Tensor, divisor: Tensor, config: dict[str, Any], device: str
+        self, head: EagleHead, embedding: Tensor, ids: Tensor, divisor: Tensor, config: JsonObject, device: str
     ) -> None:
         self.module = head.requires_grad_(True).to(device)
         if head.embed_tokens is not None:
@@ -74,7 +75,7 @@ class HeadStudent:
     def compute_loss(self, batch: Batch) -> Tensor:
         return compute_unrolled_loss(self.module, batch, self.embedding, self.draft_ids, UNROLL_STEPS)
 
-    def measure_acceptance(self, examples: Iterable[Example]) -> dict[str, Any]:
+    def measure_acceptance(self, examples: Iterable[Example]) -> JsonObject:
         """Return how often the head agrees with the target at each depth, and how many of 1, 2, … are accepted."""
         agreements = [
             compare_guesses(self.module, self.scale_features(batch), self.embedding, self.ids, UNROLL_STEPS)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
+from ovspec.base.json_types import JsonObject
 from ovspec.ir.config import CONTEXT_KEYS, LAYER_KEYS
 from ovspec_export.head_layout import LAYER_IDS_ENTRY, HeadLayout, build_head_layout, default_tap_layers
 
 
 def make_head_config(
-    target: dict[str, Any], vocab: int, hidden: int, layers: list[int], draft_vocabulary: int
-) -> dict[str, Any]:
+    target: JsonObject, vocab: int, hidden: int, layers: list[int], draft_vocabulary: int
+) -> JsonObject:
     """Return the config.json of a new head, which has the target's sizes where its config says them."""
     target = target.get("text_config") or target
     heads = find_positive_number(target, ("num_attention_heads", "n_head")) or max(1, hidden // 64)
@@ -46,12 +46,12 @@ def make_head_config(
     return config
 
 
-def find_positive_number(config: dict[str, Any], names: Sequence[str]) -> int | None:
+def find_positive_number(config: JsonObject, names: Sequence[str]) -> int | None:
     """Return the first of these entries that is a positive number."""
     return next((config[name] for name in names if type(config.get(name)) is int and config[name] > 0), None)
 
 
-def make_head_layout(config: dict[str, Any], layers: list[int]) -> HeadLayout:
+def make_head_layout(config: JsonObject, layers: list[int]) -> HeadLayout:
     """Return the layout of a new head, by its config. It has no embedding of its own."""
     hidden = config["hidden_size"]
     return build_head_layout(

@@ -188,10 +188,12 @@ def estimate_memory(plan: DistillPlan) -> float:
         generating = float(check_weights(plan.target.folder / MODEL_FILE))
     else:
         generating = plan.target.parameter_count * WEIGHT_FORMATS["int8"] / 8
-    training = TRAINING_BYTES_PER_WEIGHT * count_trained_weights(plan) + (
-        4 * count_embedding_weights(plan.target) if plan.makes_head else 0
-    )
-    return max(copies * generating, 0 if plan.kind == "trimmed draft" else training) + WORKING_BYTES
+    if plan.kind == "trimmed draft":
+        return copies * generating + WORKING_BYTES
+    training = TRAINING_BYTES_PER_WEIGHT * count_trained_weights(plan)
+    if plan.makes_head:
+        training += 4 * count_embedding_weights(plan.target)
+    return max(copies * generating, training) + WORKING_BYTES
 
 
 def count_trained_weights(plan: DistillPlan) -> float:

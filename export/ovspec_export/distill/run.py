@@ -238,5 +238,4 @@ def describe_progress(plan: DistillPlan, work: WorkFolder, stage: str) -> str:
     left = plan.budget_seconds - spent.sum_seconds()
     if plan.options.tokens and stage == TRAINING_STAGE and speed:
         left = min(left, (plan.options.tokens - spent.count_tokens(stage)) / speed)
-    left = max(left, 0)
-    return ", ".join([*parts, f"{left / 60:.0f} min left" if left > 90 else f"{left:.0f} s left"])
+    return ", ".join([*parts, f"{left / 60:.0f} min left" if left > 90 else f"{max(left, 0):.0f} s left"])

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from ovspec.base.files import read_text
+from ovspec.base.json_types import JsonObject
 from ovspec_export.convert import run_job
 from ovspec_export.distill.plan import DistillPlan
 from ovspec_export.distill.work import GAIN_STAGE, WorkFolder
 from ovspec_export.sources import HeadSource, Source
 
-ProgressCallback = Callable[[dict[str, Any]], None]
+ProgressCallback = Callable[[JsonObject], None]
 UNLIMITED_TOKENS = 2**62  # tokens, which no time is enough for
 
 
@@ -43,7 +43,7 @@ def run_texts_job(plan: DistillPlan, work: WorkFolder, seconds: float, on_progre
 def run_features_job(plan: DistillPlan, work: WorkFolder, seconds: float, on_progress: ProgressCallback) -> bool:
     """Compute what the target makes of the texts."""
     target = find_exported_target(plan, work)
-    by_torch = dict[str, Any]()
+    by_torch = JsonObject()
     if plan.checkpoint:
         by_torch = {"checkpoint": str(plan.checkpoint.folder), "model_type": plan.checkpoint.model_type}
         by_torch |= {"torch_device": plan.options.torch_device}
@@ -63,12 +63,8 @@ def run_features_job(plan: DistillPlan, work: WorkFolder, seconds: float, on_pro
 
 def run_training_job(plan: DistillPlan, work: WorkFolder, seconds: float, on_progress: ProgressCallback) -> bool:
     """Train a head, or teach a draft."""
-    common: dict[str, Any] = {
-        "work": str(work.folder),
-        "seconds": seconds,
-        "tokens": plan.options.tokens or UNLIMITED_TOKENS,
-    }
-    common |= {"torch_device": plan.options.torch_device}
+    common: JsonObject = {"work": str(work.folder), "seconds": seconds, "torch_device": plan.options.torch_device}
+    common["tokens"] = plan.options.tokens or UNLIMITED_TOKENS
     if plan.makes_head:
         target = find_exported_target(plan, work)
         head = {"layers": plan.layers, "draft_vocabulary": plan.draft_vocabulary}
@@ -89,7 +85,7 @@ def run_gain_job(plan: DistillPlan, work: WorkFolder, old: Path | None, output: 
     """Time plain decoding, the old draft and the new one; Ctrl-C ends it at once."""
     target = find_exported_target(plan, work)
     paths = {"model": target.folder, "new": work.ir, "documents": work.documents, "output": output}
-    arguments: dict[str, Any] = {name: str(path) for name, path in paths.items()} | {"old": str(old) if old else ""}
+    arguments: JsonObject = {name: str(path) for name, path in paths.items()} | {"old": str(old) if old else ""}
     with work.time_stage(GAIN_STAGE):
         run_job("measure_gain", target, work.scratch, None, **arguments, seconds=seconds)
 

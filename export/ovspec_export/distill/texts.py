@@ -120,11 +120,9 @@ def write_texts(
     def is_over() -> bool:
         elapsed = time.monotonic() - began
         # A job that ends with nothing to learn from is lost time.
-        return (
-            is_stop_requested()
-            or total >= tokens
-            or elapsed > seconds * (1 if can_train or writer.has_answer_to_keep else 2)
-        )
+        if is_stop_requested() or total >= tokens:
+            return True
+        return elapsed > seconds * (1 if can_train or writer.has_answer_to_keep else 2)
 
     for written in writer.write_documents(is_over, batch, seconds - (time.monotonic() - began)):
         append_documents(file, written)
@@ -188,9 +186,8 @@ class QuestionSource:
 
     def _make_lead(self, system: str | None, topic: str | None, effort: str | None) -> Lead:
         tokenizer = self._prompts.tokenizer
-        before, after = split_at_user_text(
-            self._prompts.chat_format, system, TOPIC_OPENING.format(topic) if topic else ""
-        )
+        opening = TOPIC_OPENING.format(topic) if topic else ""
+        before, after = split_at_user_text(self._prompts.chat_format, system, opening)
         stop_ids, stop = find_turn_end(after, tokenizer.added_tokens)
         options = {"temperature": 1.0, "top_p": 0.95, "max_tokens": self._most, "stop_ids": stop_ids, "stop": stop}
         return Lead(tokenizer.encode(before, special=False).tolist(), options, system, effort)
@@ -205,11 +202,8 @@ class QuestionSource:
         self._ended = self._ended + ended
         if not ended and self._ended > self._asked / 4:  # few models end hardly any question
             return None
-        if (
-            not text
-            or is_looping(tokens)
-            or tokenizer.contains_special_name("".join(map(tokenizer.token_text, tokens)))
-        ):
+        written = "".join(map(tokenizer.token_text, tokens))
+        if not text or is_looping(tokens) or tokenizer.contains_special_name(written):
             return None
         try:
             question = tokenizer.encode(text, special=False).tolist()
@@ -260,9 +254,8 @@ def split_at_user_text(format: ChatFormat, system: str | None, lead: str = "") -
     Raises:
         OvspecError: the template can't render that, or doesn't show what a user says.
     """
-    before, placeholder, after = format.render_prompt(make_chat(lead + USER_PLACEHOLDER, system)).partition(
-        USER_PLACEHOLDER
-    )
+    prompt = format.render_prompt(make_chat(lead + USER_PLACEHOLDER, system))
+    before, placeholder, after = prompt.partition(USER_PLACEHOLDER)
     if not placeholder:
         raise OvspecError("The model's chat template doesn't show what a user says.")
     return before.rstrip(" "), after  # most vocabularies have words with the space before them
@@ -400,7 +393,9 @@ class TextWriter:
         bos = self._runtime.prompts.tokenizer.prefix_ids
         if document.answer:
             return Prompt(document.ids[: document.answer], document.held_out)
-        body = document.ids[len(bos) if document.ids[: len(bos)] == bos else 0 :]
+        body = document.ids
+        if body[: len(bos)] == bos:
+            body = body[len(bos) :]
         length = min(int(draws.integers(PREFIX_TOKENS[0], PREFIX_TOKENS[1] + 1)), len(body))
         start = int(draws.integers(len(body) - length + 1))
         return Prompt([*bos, *body[start : start + length]], document.held_out)

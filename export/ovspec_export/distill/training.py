@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import open_replacement
+from ovspec.base.json_types import JsonObject
 from ovspec.ir.instruction_set import list_instruction_sets
 from ovspec_export.channel import is_stop_requested, report_progress
 from ovspec_export.distill.features import Example, Examples, read_examples
@@ -49,7 +50,7 @@ class Student(Protocol):
 
     def compute_loss(self, batch: Any) -> Tensor: ...
 
-    def measure_acceptance(self, examples: Iterable[Example]) -> dict[str, Any]: ...
+    def measure_acceptance(self, examples: Iterable[Example]) -> JsonObject: ...
 
     def write_checkpoint(self, folder: Path) -> None: ...
 

@@ -97,8 +97,9 @@ def compute_unrolled_loss(head: EagleHead, batch: Batch, embedding: Tensor, draf
     for step, (own, part) in enumerate(zip(normed, cross.split([len(output) for output in normed]), strict=True)):
         if len(part):
             final = select_targets(batch.final, batch, step)
-            fits = final.shape == own.shape
-            distance = F.mse_loss(own, final) / final.square().mean() if fits else torch.zeros(())
+            distance = torch.zeros(())
+            if final.shape == own.shape:
+                distance = F.mse_loss(own, final) / final.square().mean()
             loss = loss + STEP_DECAY**step * (part.mean() + FEATURE_WEIGHT * distance)
     return loss
 
