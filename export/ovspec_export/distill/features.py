@@ -276,8 +276,8 @@ def write_target_tables(folder: Path, file: Path) -> None:
     product = require_lm_head(model)
     table = find_embedding(model).input_value(0)
     weights = product.input_value(1)
-    rows = 0 if product.get_attributes()["transpose_b"] else 1
-    tensors = {"embedding": compute_constant_rows(table, 0), "lm_head": compute_constant_rows(weights, rows)}
+    row_axis = int(not product.get_attributes()["transpose_b"])
+    tensors = {"embedding": compute_constant_rows(table, 0), "lm_head": compute_constant_rows(weights, row_axis)}
     if torch.equal(*tensors.values()):
         del tensors["lm_head"]
     with open_replacement(file) as partial:

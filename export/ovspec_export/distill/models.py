@@ -49,11 +49,13 @@ def choose_kind(
         return "head", draft, check_head_fits(target, draft)
     if draft is None:
         return "head", None, new_head_tap_layers(require_config_number(target, "layers"))
+    kind: Kind = "draft"
     if trimmed:
+        kind = "trimmed draft"
         check_trimmable(draft)
         choose_most_used_ids([], trimmed, require_config_number(draft, "vocab"))  # which refuses a wrong number
     check_pair_vocabularies(target, draft, trust_remote_code=False)
-    return "trimmed draft" if trimmed else "draft", draft, []
+    return kind, draft, []
 
 
 def require_config_number(source: Source, key: str) -> int:

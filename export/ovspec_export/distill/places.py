@@ -17,10 +17,10 @@ from ovspec_export.sources import Source
 
 def check_folders(target: Source, output: Path, work: Path) -> None:
     """Raise OvspecError if a folder that is written holds the target or the other one, or is in it."""
-    where = target.folder.resolve()
-    for name, place in (("output", output), ("work", work)):
-        if place == where or where in place.parents or place in where.parents:
-            raise OvspecError(f"{place}: is, contains or is inside the source {target.name}; name another `{name}`.")
+    target_folder = target.folder.resolve()
+    for option, folder in (("output", output), ("work", work)):
+        if folder == target_folder or target_folder in folder.parents or folder in target_folder.parents:
+            raise OvspecError(f"{folder}: is, contains or is inside the source {target.name}; name another `{option}`.")
     if work == output or output in work.parents or work in output.parents:
         raise OvspecError(f"{work}: is, contains or is inside the output; name another `work`.")
 

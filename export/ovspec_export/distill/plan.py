@@ -149,10 +149,10 @@ def check_torch_device(name: str) -> None:
         return
     # In a process of its own: torch is large, and would hold on to the device.
     command = [sys.executable, "-P", "-c", "import sys, torch; torch.empty(1, device=sys.argv[1])", name]
-    done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=False)
-    if done.returncode:
-        why = describe_failure(done.stderr, done.returncode)
-        raise OvspecError(f"`torch_device={name!r}`: torch can't use it ({why}).")
+    process = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=False)
+    if process.returncode:
+        reason = describe_failure(process.stderr, process.returncode)
+        raise OvspecError(f"`torch_device={name!r}`: torch can't use it ({reason}).")
 
 
 # ---------------------------------------------------------------- room
@@ -183,7 +183,7 @@ def estimate_memory(plan: DistillPlan) -> float:
     Training holds ``TRAINING_BYTES_PER_WEIGHT`` of each weight that is trained, and of a head also the target's
     embedding and lm_head in 16 bits.
     """
-    copies = 2 if plan.draft or (plan.target.is_ir and (plan.target.folder / DRAFT_FOLDER).is_dir()) else 1
+    copies = 1 + bool(plan.draft or (plan.target.is_ir and (plan.target.folder / DRAFT_FOLDER).is_dir()))
     if plan.target.is_ir:
         generating = float(check_weights(plan.target.folder / MODEL_FILE))
     else:

@@ -162,7 +162,7 @@ def trim_to_texts(plan: DistillPlan, work: WorkFolder) -> None:
         f"{plan.name}: {count:,} ids, without which are {lost:.1%} of the tokens in the texts that were held out"
     )
     trim_draft_model(draft, ids, work.checkpoint)
-    work.spent.told["trimming"] = {"lost": lost}
+    work.spent.record("trimming", {"lost": lost})
     work.save_spent()
 
 

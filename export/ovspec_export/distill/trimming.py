@@ -61,8 +61,8 @@ def join_ids(texts: Iterable[Sequence[int]]) -> np.ndarray:
 def check_trimmable(draft: Source) -> None:
     """Raise OvspecError if a draft is no draft model, or has few ids already."""
     if isinstance(draft, (HeadSource, GgufSource)):
-        what = "an EAGLE-3 head" if isinstance(draft, HeadSource) else "a GGUF file"
-        raise OvspecError(f"{draft.name}: {what}, whose vocabulary can't be trimmed; name a checkpoint or an IR.")
+        kind = "an EAGLE-3 head" if isinstance(draft, HeadSource) else "a GGUF file"
+        raise OvspecError(f"{draft.name}: {kind}, whose vocabulary can't be trimmed; name a checkpoint or an IR.")
     if is_trimmed(draft):
         raise OvspecError(f"{draft.name}: its vocabulary is trimmed already; name the draft that it was made from.")
 

@@ -69,6 +69,9 @@ class StageFigures:
     def figures_of(self, stage: str) -> JsonObject:
         return self.told.get(stage, {})
 
+    def record(self, stage: str, figures: JsonObject) -> None:
+        self.told[stage] = self.figures_of(stage) | figures
+
     def count_tokens(self, stage: str) -> int:
         """Return the tokens that a stage has got through."""
         return self.figures_of(stage).get("tokens", 0)
@@ -132,8 +135,7 @@ class StageTimer:
 
     def record_figures(self, figures: JsonObject) -> None:
         """Take the figures that the job has told."""
-        spent = self._work.spent
-        spent.told[self._stage] = spent.figures_of(self._stage) | figures
+        self._work.spent.record(self._stage, figures)
         self.update_seconds()
         if time.monotonic() - self._saved > SPENT_SAVE_SECONDS:
             self.save_seconds()
