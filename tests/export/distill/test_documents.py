@@ -206,7 +206,7 @@ def test_texts_are_cut_at_line_ends(prompts: PromptEncoder) -> None:
 def test_a_models_bos_is_before_each_piece(prompts: PromptEncoder) -> None:
     other = copy.copy(prompts)
     other.tokenizer = copy.copy(prompts.tokenizer)
-    vars(other.tokenizer)["bos"] = [1]
+    vars(other.tokenizer)["prefix_ids"] = [1]
     found = make_user_documents(UserTexts(TEXTS[:10], [], 0), other, SeenRuns())
     without = make_user_documents(UserTexts(TEXTS[:10], [], 0), prompts, SeenRuns())
     assert all(document.ids[0] == 1 and len(document.ids) <= MAX_DOCUMENT_TOKENS for document in found)
@@ -400,7 +400,7 @@ def test_chats_with_one_prompt_are_held_out_together(prompts: PromptEncoder, tmp
 def test_what_chats_share_does_not_make_them_duplicates(prompts: PromptEncoder, tmp_path: Path) -> None:
     """A long system message is in each of them."""
     told = system("\n".join(TEXTS[5].splitlines()[:20]))
-    chats = [[told, user(TEXTS[index][:200]), answer("Yes.")] for index in range(50, 70)]
+    chats = [[told, user(question), answer("Yes.")] for question, _ in PAIRS[:20]]
     assert len(make_user_documents(chats_in(tmp_path, [*chats, *chats[:5]]), prompts, SeenRuns())) == 20
 
 
