@@ -244,7 +244,7 @@ def parse_chat(line: str, place: str) -> Chat:
     except (ValueError, RecursionError):
         raise OvspecError(f"{place}: not valid JSON; {CHAT_LINE_FORMATS}.") from None
     entries = line_json if isinstance(line_json, dict) else {"messages": line_json}
-    messages = entries.get("messages")
+    messages: JsonValue = entries.get("messages")
     tools = entries.get("tools") or []
     if "prompt" in entries:
         messages = [*parse_messages("user", entries["prompt"]), *parse_messages("assistant", entries.get("completion"))]
