@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import openvino as ov
 from figures import milliseconds
-from ovspec_export.distill.gain import prompts_in
+from ovspec_export.distill.gain import read_held_out_prompts
 from peers.install import PEERS, python_of
 
 from ovspec.ir.compile import MODEL_FILE
@@ -86,7 +86,7 @@ def prompts() -> list[Prompt]:
 def add_held_out(documents: Path, most: int) -> None:
     """Add prompts of texts that 'ovspec distill' has held out, ``most`` of each kind, chats up to their answer."""
     for source in ("own", "chats", "text"):
-        texts = enumerate(prompts_in(documents, most, source), 1)
+        texts = enumerate(read_held_out_prompts(documents, most, source), 1)
         prompts().extend(Prompt(f"held-out {source}", number, ids, judge=False) for number, ids in texts)
 
 
