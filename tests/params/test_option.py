@@ -37,8 +37,8 @@ from ovspec.cli import cli
 from ovspec.cli.generate import generate
 from ovspec.cli.options import split_options
 from ovspec.batch.requests import parse_line
-from ovspec.protocols.bodies import CompletionBody
-from ovspec.protocols.requests import read_chat_or_completion
+from ovspec.protocols.chat.bodies import CompletionBody
+from ovspec.protocols.chat.request import read_chat_or_completion
 from ovspec.protocols.bodies import read_body
 from ovspec.params.generation import DEFAULT_PARAMS
 

@@ -154,6 +154,6 @@ def test_a_well_known_template_begins_with_the_bos_of_the_tokenizer(
 ) -> None:
     prompts = copy.copy(load(chat_template="phi3", engine="stateful", arithmetic="fast").runtime.prompts)
     without, bos = prompts.encode(ASK), prompts.tokenizer.added_tokens["<|endoftext|>"]
-    monkeypatch.setitem(vars(prompts.tokenizer), "bos", [bos])  # as if encoding put it there, as Llama's does
+    monkeypatch.setitem(vars(prompts.tokenizer), "prefix_ids", [bos])  # as if encoding put it there, as Llama's does
     monkeypatch.delitem(vars(prompts), "chat_format")
     assert prompts.encode(ASK).tolist() == [bos, *without]
