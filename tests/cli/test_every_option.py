@@ -23,6 +23,7 @@ from serving_options import LOADING, SERVING
 from test_options_of_tools import OTHERS_OF_EXPORT, TO_COMPRESSION, TO_DISTILL, TO_EXPORT
 
 from ovspec.cli import COMMANDS, cli
+from ovspec.cli.options import fill_flag_value
 from ovspec.params.loading import RUNTIME_OPTIONS
 
 FOLDER = Path()  # of the small pair, which loads sooner than the demo pair; ``run`` sets it
@@ -391,3 +392,13 @@ def test_no_option_is_without_a_case() -> None:
 
 def test_devices(run: Callable[..., Outcome]) -> None:
     assert "CPU\t" in run("devices").out
+
+
+def test_flags_that_take_a_value_or_none() -> None:
+    def fill(*arguments: str) -> list[str]:
+        return fill_flag_value([*arguments], "--stats", "short", lambda value: value == "full")
+
+    assert fill() == []
+    assert fill("--", "--stats") == ["--", "--stats"]
+    assert fill("--stats", "a prompt") == ["--stats=short", "a prompt"]
+    assert fill("--stats", "full") == ["--stats", "full"]
