@@ -14,7 +14,7 @@ from pyarrow import fs, parquet
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import write_atomically
 from ovspec.base.json_types import JsonObject
-from ovspec.batch.file import lines_to_text
+from ovspec.batch.partial_results import lines_to_text
 from ovspec.batch.requests import BatchRequest, parse_lines, parse_rows
 from ovspec.batch.run import OUTPUT_COLUMNS, lines_to_columns
 from ovspec.ir.device import default_cache_dir
@@ -30,18 +30,18 @@ class BatchFile:
     source: its path on its filesystem.
     target: the path or URI of the results.
     partial_path: of a file in a folder: the path next to which its partial results are.
-    version: of a file in a folder: its size and time.
+    size_and_time: of a file in a folder: its size and time.
     """
 
     source: str
     target: str
     partial_path: Path | None = None
-    version: str = ""
+    size_and_time: str = ""
 
     @property
     def partial_base(self) -> Path:
         """The path next to which the partial results are."""
-        return self.partial_path or partial_base(self.target)
+        return self.partial_path or partial_results_base(self.target)
 
 
 def find_file_info(name: str) -> tuple[fs.FileSystem, fs.FileInfo]:
@@ -57,7 +57,7 @@ def find_file_info(name: str) -> tuple[fs.FileSystem, fs.FileInfo]:
         raise OvspecError(f"{name}: {error}") from None
 
 
-def partial_base(output: str) -> Path:
+def partial_results_base(output: str) -> Path:
     """Return the path next to which partial results are: ``output``, or a path in the cache for object storage."""
     if "://" not in output:
         return Path(output).absolute()
@@ -78,7 +78,7 @@ def join_path(folder: str, name: str) -> str:
 
 def delete_partial_results(output: str) -> None:
     """Delete the folder of partial results, which are all in ``output`` now."""
-    shutil.rmtree(with_ending(partial_base(output), ".partial"), ignore_errors=True)
+    shutil.rmtree(with_ending(partial_results_base(output), ".partial"), ignore_errors=True)
 
 
 def find_files(source: str | None, output: str, overwrite: bool) -> tuple[fs.FileSystem, list[BatchFile]]:
@@ -90,7 +90,7 @@ def find_files(source: str | None, output: str, overwrite: bool) -> tuple[fs.Fil
     exists and is neither to be replaced nor a folder that an earlier run left unfinished.
     """
     output_filesystem, output_info = find_file_info(output)
-    partial = with_ending(partial_base(output), ".partial")
+    partial = with_ending(partial_results_base(output), ".partial")
     if output_info.type is not fs.FileType.NotFound and not overwrite and not partial.is_dir():
         raise OvspecError(f"{output} already exists; name another `output`, or set `overwrite=True`.")
     if source is None:
@@ -117,8 +117,8 @@ def files_in_folder(filesystem: fs.FileSystem, folder: str, output: str, partial
         is_hidden = any(part[0] in "._" for part in name.parts)
         if name.suffix in REQUEST_FILE_ENDINGS and not is_hidden:
             result_name = f"{name}.jsonl" if name.suffix == ".txt" else str(name)
-            version = f"{info.size} {info.mtime_ns}"
-            files.append(BatchFile(info.path, join_path(output, result_name), partial / result_name, version))
+            size_and_time = f"{info.size} {info.mtime_ns}"
+            files.append(BatchFile(info.path, join_path(output, result_name), partial / result_name, size_and_time))
     return files
 
 

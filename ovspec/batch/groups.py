@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 from ovspec.base.files import write_atomically
 from ovspec.base.json_types import JsonObject
-from ovspec.batch.file import BatchProgress, PartialResults, result_key
+from ovspec.batch.file import BatchProgress
 from ovspec.batch.folder import BatchFile, with_ending, write_results
+from ovspec.batch.partial_results import PartialResults, result_fingerprint
 from ovspec.batch.requests import BatchRequest
 from ovspec.batch.run import count_generated_tokens
 
@@ -51,17 +52,17 @@ class RequestGroup:
 
 
 def make_groups(
-    file: int, requests: list[BatchRequest], dependencies: str, finished: Collection[str], workers: int
+    file: int, requests: list[BatchRequest], run_identity: str, finished: Collection[str], workers: int
 ) -> Iterator[RequestGroup]:
     """Yield all ``requests`` of a file, at least one group; prompts with the same beginning are neighbours.
 
     Args:
         file: the number of the file.
-        dependencies: everything that results depend on, see ``result_dependencies``.
+        run_identity: everything that results depend on, see ``result_dependencies``.
         finished: the keys of lines that an earlier run finished.
         workers: the number of workers.
     """
-    keys = [result_key(request, dependencies) for request in requests]
+    keys = [result_fingerprint(request, run_identity) for request in requests]
 
     def sort_key(index: int) -> tuple[bool, str]:
         return keys[index] not in finished, repr(requests[index].text_request.prompts)
@@ -81,9 +82,9 @@ class ResultCollector:
     finished_keys: the keys of the lines that earlier runs finished, by path.
     """
 
-    def __init__(self, files: list[BatchFile], dependencies: str, progress: BatchProgress) -> None:
+    def __init__(self, files: list[BatchFile], run_identity: str, progress: BatchProgress) -> None:
         self.progress = progress
-        self.dependencies = dependencies
+        self.run_identity = run_identity
         self._files = files
         self._open_files = dict[int, tuple[PartialResults, dict[int, str]]]()  # with the keys of the lines, by index
         self.unfinished = {file.source: number for number, file in enumerate(files) if not self._was_finished(file)}
@@ -103,8 +104,8 @@ class ResultCollector:
         if len(keys) == group.file_lines:
             file = self._files[group.file]
             write_results(file.target, partial.lines(keys[index] for index in range(group.file_lines)))
-            if file.version:
-                mark = f"{group.file_lines} {self._version_mark(file)}"
+            if file.size_and_time:
+                mark = f"{group.file_lines} {self._finished_mark(file)}"
                 write_atomically(with_ending(file.partial_base, ".done"), mark)
             partial.delete_file()
             partial.close()
@@ -125,16 +126,16 @@ class ResultCollector:
         return self._open_files[number]
 
     def _was_finished(self, file: BatchFile) -> bool:
-        """Return whether an earlier run finished a file of a folder in its present version."""
+        """Return whether an earlier run finished a file of a folder as it is now."""
         mark = with_ending(file.partial_base, ".done")
-        if not file.version or not mark.is_file():
+        if not file.size_and_time or not mark.is_file():
             return False
-        lines, _, version = mark.read_text(encoding="utf-8").partition(" ")
-        if version != self._version_mark(file):
+        lines, _, size_and_time = mark.read_text(encoding="utf-8").partition(" ")
+        if size_and_time != self._finished_mark(file):
             return False
         self.progress.total += int(lines)
         self.progress.before += int(lines)
         return True
 
-    def _version_mark(self, file: BatchFile) -> str:
-        return f"{file.version} {self.dependencies}"
+    def _finished_mark(self, file: BatchFile) -> str:
+        return f"{file.size_and_time} {self.run_identity}"

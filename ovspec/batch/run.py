@@ -19,7 +19,7 @@ from ovspec.engine.results import Result, answer_extras_json
 from ovspec.engine.row import Row
 from ovspec.params import Params
 from ovspec.protocols.chat.logprobs import count_top_logprobs
-from ovspec.protocols.chat.reply import ChatReply, new_reply_head, verification_record
+from ovspec.protocols.chat.reply import ChatReply, new_reply_identity, verification_record
 from ovspec.protocols.logprobs import NO_ECHO, Echo, compute_prompt_logprobs, make_echo, run_generator
 from ovspec.protocols.reply import Generation
 
@@ -242,8 +242,8 @@ def result_line(lm: LanguageModel, request: BatchRequest, rows: list[Row], resul
         pairs = zip(text_request.prompts, results[::n], strict=True)
         echoes = [prompt_echo(lm, prompt, result) for prompt, result in pairs]
     id_prefix = "chatcmpl-" if text_request.kind == "chat" else "cmpl-"
-    head = new_reply_head(id_prefix, text_request.model or "", request.id)
-    reply = ChatReply(Generation(lm.tokenizer, head, text_request, rows, echoes)).whole_reply(results)
+    identity = new_reply_identity(id_prefix, text_request.model or "", request.id)
+    reply = ChatReply(Generation(lm.tokenizer, identity, text_request, rows, echoes)).whole_reply(results)
     body = reply.model_dump(exclude_unset=True, exclude=FIELDS_NOT_WRITTEN)
     response = {"status_code": 200, "request_id": request.id, "body": body}
     return {"id": f"batch_req_{request.id}", "custom_id": request.id, "response": response, "error": None, **ignored}

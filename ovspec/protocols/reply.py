@@ -29,13 +29,13 @@ class ReplyModel(BaseModel):
 class Generation:
     """A request and its texts, from which its reply is made.
 
-    head: the fields that the reply begins with; see ``new_reply_head``.
+    identity: the fields that the reply begins with; see ``new_reply_head``.
     rows: ``n`` for each prompt, in the order of the prompts.
     echoes: for each prompt, its part that the reply repeats; by default nothing.
     """
 
     tokenizer: Tokenizer
-    head: JsonObject
+    identity: JsonObject
     request: TextRequest
     rows: list[Row]
     echoes: list[Echo] = field(default_factory=list)

@@ -15,7 +15,7 @@ from ovspec.engine.row import Row
 from ovspec.params import Params, refuse_retries_in_stream
 from ovspec.params.serving import ServeParams
 from ovspec.protocols.apis import TextApi
-from ovspec.protocols.chat.reply import new_reply_head
+from ovspec.protocols.chat.reply import new_reply_identity
 from ovspec.protocols.reply import Generation
 from ovspec.protocols.requests import IgnoredNames, TextRequest
 from ovspec.server.access import add_ignored_names, key_number
@@ -67,8 +67,8 @@ class RequestPreparer:
                 row.finish_reason = "length"
                 row.stats.cached_tokens = 0
         limit_rows(self._lm, self._engine.most_tokens, request, rows)
-        head = new_reply_head(api.id_prefix, self._model_name)
-        return PreparedRequest(api, params, began, Generation(self._lm.tokenizer, head, request, rows))
+        identity = new_reply_identity(api.id_prefix, self._model_name)
+        return PreparedRequest(api, params, began, Generation(self._lm.tokenizer, identity, request, rows))
 
     def count_tokens(self, api: TextApi, body: BaseModel, http: Request) -> int:
         """Return the number of tokens of a request's prompt."""

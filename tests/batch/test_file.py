@@ -26,7 +26,8 @@ from conftest import PROMPTS, ROOT, Reference
 
 import ovspec
 from ovspec.api.verify import result_from_json
-from ovspec.batch.file import PartialResults, result_dependencies, result_key, run_file
+from ovspec.batch.file import describe_run, run_file
+from ovspec.batch.partial_results import PartialResults, result_fingerprint
 from ovspec.batch.requests import as_chat, parse_line, prompt_request, read_requests
 from ovspec.cli.batch import BatchReport
 from ovspec.params import make_params
@@ -388,7 +389,7 @@ def test_the_time_left_falls_as_work_is_done(
 def test_what_has_changed_is_done_again(tmp_path: Path) -> None:
     request, output = prompt_request("1", "a", "a"), tmp_path / "out"
     done = PartialResults(output)
-    done.store_line(result_key(request, "model and options"), {"id": "1"})
+    done.store_line(result_fingerprint(request, "model and options"), {"id": "1"})
     done.close()
     for depends_on, changed, known in (
         ("model and options", request, True),
@@ -400,7 +401,7 @@ def test_what_has_changed_is_done_again(tmp_path: Path) -> None:
         ("model and options", replace(request, error="No."), False),
     ):
         again = PartialResults(output)
-        assert (result_key(changed, depends_on) in again) == known
+        assert (result_fingerprint(changed, depends_on) in again) == known
         again.close()
 
 
@@ -587,7 +588,7 @@ def test_another_model_in_the_same_place_begins_anew(tmp_path: Path, cache_dir: 
     params = make_params({"max_tokens": 9, "stop": ["x"]})
 
     def depends_on() -> str:
-        return result_dependencies(lm, params)  # which reads the files again
+        return describe_run(lm, params)  # which reads the files again
 
     seen = [depends_on()]
     assert depends_on() == seen[0]
@@ -611,7 +612,7 @@ def test_options_that_change_answers_begin_anew(tmp_path: Path, cache_dir: Path)
 
     def depends_on(lm: ovspec.LanguageModel, **options: Any) -> str:
         drawn: Any = {"temperature": 1.0, "json_schema": {}, "json_schema_mode": "checked"}
-        return result_dependencies(lm, lm.runtime.row_maker.make_complete_params(drawn | options))
+        return describe_run(lm, lm.runtime.row_maker.make_complete_params(drawn | options))
 
     lm, plain, other_lookup = loaded("lookup"), loaded(), loaded("lookup", lookup_corpus=[corpus])
     own = depends_on(lm)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ovspec.engine.results import Piece, Result, Stats
 from ovspec.params import Params
 from ovspec.protocols.bodies import RequestError
-from ovspec.protocols.chat.reply import new_reply_head
+from ovspec.protocols.chat.reply import new_reply_identity
 from ovspec.protocols.parsing import drop_unknown_fields, validate_body
 from ovspec.protocols.requests import TextRequest
 from ovspec.protocols.responses.body import ResponsesRequest
@@ -259,7 +259,7 @@ def _imported() -> None:
 @given(RUNS, st.sampled_from(["eos", "length", "stop"]), st.booleans())
 def test_events_are_complete_and_in_order(runs: Any, reason: Any, record: bool) -> None:
     asked = read(tools=TOOLS, return_record=record, metadata={"a": "b"})
-    output = ResponseBuilder(new_reply_head("resp_", "m"), asked, Params())
+    output = ResponseBuilder(new_reply_identity("resp_", "m"), asked, Params())
     made = [*output.first_events()]
     for piece in pieces_of(runs):
         made += output.piece_events(piece, [])

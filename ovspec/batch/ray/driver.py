@@ -65,11 +65,11 @@ def run_on_cluster(
         job = WorkerJob([ship_folder(path) for path in (folder, *outside)], draft, load_options, params, mixed)
         worker_count, cpus = plan_workers(cpus)
         reference = load_first_worker(job, cpus)
-    dependencies = f"{reference.dependencies}{' mixed' * mixed}"
-    collector = ResultCollector(files, dependencies, BatchProgress(0, 0, workers=worker_count))
+    run_identity = f"{reference.run_identity}{' mixed' * mixed}"
+    collector = ResultCollector(files, run_identity, BatchProgress(0, 0, workers=worker_count))
     requests = source if isinstance(source, list) else None
     numbers = collector.unfinished
-    reader = GroupReader(filesystem, numbers, collector.finished_keys, dependencies, requests, worker_count, convert)
+    reader = GroupReader(filesystem, numbers, collector.finished_keys, run_identity, requests, worker_count, convert)
     try:
         if numbers:
             pool = WorkerPool(
@@ -100,7 +100,7 @@ class GroupReader:
     filesystem: FileSystem
     numbers: dict[str, int]
     finished_keys: dict[str, frozenset[str]]
-    dependencies: str
+    run_identity: str
     requests: list[BatchRequest] | None
     workers: int
     convert: Callable[[BatchRequest], BatchRequest]
@@ -123,7 +123,7 @@ class GroupReader:
         requests = read_file_requests(path, data) if self.requests is None else self.requests
         converted = [self.convert(request) for request in requests]
         finished = self.finished_keys[path]
-        return list(make_groups(self.numbers[path], converted, self.dependencies, finished, self.workers))
+        return list(make_groups(self.numbers[path], converted, self.run_identity, finished, self.workers))
 
 
 def start_worker(job: WorkerJob, reference: Reference | None, cpus: int, number: int) -> Any:

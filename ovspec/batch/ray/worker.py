@@ -9,7 +9,7 @@ from typing import Any
 from ovspec.api.loading import load, make_device_options
 from ovspec.base.errors import OvspecError
 from ovspec.base.json_types import JsonObject
-from ovspec.batch.file import deciding_models, result_dependencies
+from ovspec.batch.file import deciding_models, describe_run
 from ovspec.batch.ray.deaths import record_signals
 from ovspec.batch.ray.predictor import pin_actor
 from ovspec.batch.ray.shipment import Shipment
@@ -47,7 +47,7 @@ class WorkerJob:
 class Reference:
     """The first worker's arithmetic, to which the others must be equal."""
 
-    dependencies: str  # identifies the model and all options that change results
+    run_identity: str  # identifies the model and all options that change results
     kind: str  # engine, properties, instruction set, OpenVINO's version, and the promise
     bits: str  # a checksum of logits
     profiles: list[str | None]  # of the models, in JSON
@@ -88,7 +88,7 @@ class Worker:
                 f"({reference.kind}). Leave it out, or let it take part with `mixed=True`."
             )
         profiles = [read_profile_text(folder, options) for folder in folders]
-        return Reference(result_dependencies(lm, params), kind, bits, profiles)
+        return Reference(describe_run(lm, params), kind, bits, profiles)
 
     def run_requests(self, requests: list[BatchRequest]) -> list[JsonObject]:
         """Return the output line of each request."""

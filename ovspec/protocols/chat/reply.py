@@ -129,7 +129,7 @@ class ChatReply(Reply):
         self._rows = generation.rows
         self._n = generation.n
         self._is_chat = generation.request.kind == "chat"
-        self._head: JsonObject = dict(generation.head)
+        self._identity: JsonObject = dict(generation.identity)
         self._echoes = [echo for echo in generation.echoes for _ in range(self._n)]  # for each row
         self._token_places: list[TokenPlaceStream] = []  # for each row of a stream with log-probabilities
 
@@ -138,9 +138,9 @@ class ChatReply(Reply):
         usage = openai_usage([result.stats for result in results], self._n)
         if self._is_chat:
             choices = [self._chat_choice(index, result) for index, result in enumerate(results)]
-            return ChatCompletion(**self._head, object="chat.completion", choices=choices, usage=usage)
+            return ChatCompletion(**self._identity, object="chat.completion", choices=choices, usage=usage)
         texts = [self._completion_choice(index, result) for index, result in enumerate(results)]
-        return Completion(**self._head, object="text_completion", choices=texts, usage=usage)
+        return Completion(**self._identity, object="text_completion", choices=texts, usage=usage)
 
     def _chat_choice(self, index: int, result: Result) -> ChatChoice:
         places = self._places_of(index, result)
@@ -173,9 +173,9 @@ class ChatReply(Reply):
 
     def first_events(self) -> Events:
         """Return the chunks before the texts: their roles, or the repeated prompts."""
-        self._head["object"] = "chat.completion.chunk" if self._is_chat else "text_completion"
+        self._identity["object"] = "chat.completion.chunk" if self._is_chat else "text_completion"
         if self._request.include_usage:
-            self._head["usage"] = None
+            self._identity["usage"] = None
         if self._rows[0].logprobs is not None:
             self._token_places = [TokenPlaceStream(self._tokenizer, len(echo.text)) for echo in self._echoes]
         if self._is_chat:
@@ -209,7 +209,7 @@ class ChatReply(Reply):
         """Return the last events: the usage, if it was requested, and the end."""
         if not self._request.include_usage:
             return [DONE_EVENT]
-        chunk = Chunk(**self._head, choices=[])
+        chunk = Chunk(**self._identity, choices=[])
         chunk.usage = openai_usage([row.stats for row in self._rows], self._n)
         return [chunk, DONE_EVENT]
 
@@ -218,11 +218,11 @@ class ChatReply(Reply):
         if self._is_chat:
             logprobs = chat_logprobs(self._tokenizer, places) if places else None
             choice = ChatChunkChoice.model_construct(delta=delta, logprobs=logprobs, **fields)
-            return Chunk.model_construct(**self._head, choices=[choice])
+            return Chunk.model_construct(**self._identity, choices=[choice])
         with_top = bool(self._rows[index].params.logprobs)
         logprobs = completion_logprobs(self._tokenizer, places, with_top) if places else None
         choice = CompletionChoice.model_construct(text=delta.content, logprobs=logprobs, **fields)
-        return Chunk.model_construct(**self._head, choices=[choice])
+        return Chunk.model_construct(**self._identity, choices=[choice])
 
 
 def chat_message(result: Result) -> ChatMessage:
@@ -267,7 +267,7 @@ def openai_usage(stats: list[Stats], n: int) -> Usage:
     )
 
 
-def new_reply_head(id_prefix: str, model: str, name: str | None = None) -> JsonObject:
+def new_reply_identity(id_prefix: str, model: str, name: str | None = None) -> JsonObject:
     """Return the fields that a reply, or each chunk of it, begins with; ``name``: its id after ``id_prefix``."""
     return {"id": id_prefix + (name or secrets.token_hex(12)), "created": int(time.time()), "model": model}
 

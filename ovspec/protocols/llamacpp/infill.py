@@ -141,7 +141,7 @@ def infill_reply(generation: Generation, index: int, result: Result) -> InfillRe
         content=result.text,
         tokens=[],
         stop=True,
-        model=generation.head["model"],
+        model=generation.identity["model"],
         tokens_predicted=stats.generated_tokens,
         tokens_evaluated=stats.prompt_tokens,
         tokens_cached=stats.cached_tokens,

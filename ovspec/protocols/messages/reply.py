@@ -131,7 +131,7 @@ class MessageReply(Reply):
     """The reply to a conversation: a whole message, or the events of a stream."""
 
     def __init__(self, generation: Generation) -> None:
-        self._head = message_head(generation.head)
+        self._identity = message_identity(generation.identity)
         self._request = generation.request
         self._row = generation.rows[0]
         self._started = False
@@ -142,7 +142,7 @@ class MessageReply(Reply):
         """Return the whole message."""
         [result] = results
         ending = message_ending(self._request, result)
-        return Message(**self._head, content=content_blocks(result), **ending, usage=message_usage(result.stats))
+        return Message(**self._identity, content=content_blocks(result), **ending, usage=message_usage(result.stats))
 
     def first_events(self) -> Events:
         return ()  # how much of the prompt was cached is known with the first piece
@@ -175,7 +175,7 @@ class MessageReply(Reply):
         if waiting:  # the row's cached tokens are corrected when its prompt is read
             usage.input_tokens = self._row.stats.prompt_tokens
             usage.cache_read_input_tokens = 0
-        message = Message(**self._head, content=[], stop_reason=None, stop_sequence=None, usage=usage)
+        message = Message(**self._identity, content=[], stop_reason=None, stop_sequence=None, usage=usage)
         yield MessageStart(type="message_start", message=message)
 
     def _add_blocks(self, piece: Piece) -> Iterator[BaseModel]:
@@ -217,9 +217,9 @@ class MessageReply(Reply):
         self._open_block = None
 
 
-def message_head(head: JsonObject) -> JsonObject:
+def message_identity(identity: JsonObject) -> JsonObject:
     """Return the fields that a message begins with."""
-    return {"id": head["id"], "type": "message", "role": "assistant", "model": head["model"]}
+    return {"id": identity["id"], "type": "message", "role": "assistant", "model": identity["model"]}
 
 
 def content_blocks(result: Result) -> list[ContentBlock]:

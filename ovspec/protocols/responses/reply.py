@@ -114,19 +114,19 @@ class ResponseEvent(ReplyModel):
     logprobs: list[ChatToken] = Field(default=[])
 
 
-def new_response(head: JsonObject, body: Any, params: Params, functions: list[JsonObject]) -> Response:
+def new_response(identity: JsonObject, body: Any, params: Params, functions: list[JsonObject]) -> Response:
     """Return the reply to a request before its text; ``functions``: the functions outside namespaces."""
     namespaces = [tool for tool in body.tools or [] if tool.get("type") == "namespace"]
     defaults = {"type": "function", "description": None, "parameters": None, "strict": False}
     return Response.model_construct(
-        id=head["id"],
-        created_at=head["created"],
+        id=identity["id"],
+        created_at=identity["created"],
         status="in_progress",
         instructions=body.instructions,
         max_output_tokens=body.max_output_tokens,
         max_tool_calls=body.max_tool_calls,
         metadata=body.metadata or {},
-        model=head["model"],
+        model=identity["model"],
         output=[],
         parallel_tool_calls=params.parallel_tool_calls,
         prompt_cache_key=body.prompt_cache_key,
@@ -178,7 +178,7 @@ class ResponseReply(Reply):
     def __init__(self, generation: Generation) -> None:
         [self._row] = generation.rows
         self._tokenizer = generation.tokenizer
-        self._builder = ResponseBuilder(generation.head, generation.request, self._row.params)
+        self._builder = ResponseBuilder(generation.identity, generation.request, self._row.params)
         self._token_places = TokenPlaceStream(generation.tokenizer, 0)
 
     def whole_reply(self, results: list[Result]) -> Response:
@@ -215,10 +215,10 @@ class ResponseReply(Reply):
 class ResponseBuilder:
     """A response as it grows, item by item, and the events that report its growth."""
 
-    def __init__(self, head: JsonObject, request: TextRequest, params: Params) -> None:
+    def __init__(self, identity: JsonObject, request: TextRequest, params: Params) -> None:
         functions = read_functions(request.body.tools or [], {})
         plain_functions = [function for function, _, namespace in functions if not namespace]
-        self.response = new_response(head, request.body, params, plain_functions)
+        self.response = new_response(identity, request.body, params, plain_functions)
         self._request = request
         self._event_count = 0
         self._names_in_namespaces = {
