@@ -39,7 +39,7 @@ from ovspec.cli.options import split_options
 from ovspec.batch.requests import parse_line
 from ovspec.protocols.chat.bodies import CompletionBody
 from ovspec.protocols.chat.request import read_chat_or_completion
-from ovspec.protocols.bodies import read_body
+from ovspec.protocols.parsing import validate_body
 from ovspec.params.generation import DEFAULT_PARAMS
 
 assert "TMP" in ovspec.__file__
@@ -57,11 +57,11 @@ assert split_options({"loudness": context.params["loudness"]})[1].recorded_optio
 assert CliRunner().invoke(cli, ["generate", "x", "--loudness", "2"]).exit_code == 2
 for name in ("loudness", "volume"):
     line = parse_line(json.dumps({"prompt": "a", name: 0.7}), "1")
-    assert line.text_request.overrides.apply_to(UNSET, "own").recorded() == {"loudness": 0.7}
+    assert line.text_request.overrides.apply_to(DEFAULT_PARAMS, "own").recorded_options() == {"loudness": 0.7}
     for wrong, told in (("loud", "loudness must be a number"), (2, "loudness is 2; it must be from 0 to 1")):
         error = parse_line(json.dumps({"prompt": "a", name: wrong}), "1").error
         assert told.replace("loudness", name) in error
-    body = read_body({"prompt": "a", name: 0.7}, CompletionBody)  # the server's
+    body = validate_body({"prompt": "a", name: 0.7}, CompletionBody)  # the server's
     assert read_chat_or_completion(body, "completion").overrides.apply_to(DEFAULT_PARAMS, "completion").loudness == 0.7
     assert CompletionBody.model_json_schema()["properties"][name]["maximum"] == 1
 """
