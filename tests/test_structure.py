@@ -102,7 +102,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[None
 
 def test_the_road_of_a_request_is_the_one_in_the_docs(monkeypatch: pytest.MonkeyPatch) -> None:
     """From the endpoint to the scheduler, whose own calls aren't followed, and back to the stream."""
-    road = Road(TextEndpoints.answer, scheduled=False)
+    road = Road(TextEndpoints.answer_request, scheduled=False)
 
     async def ask() -> str:
         client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")

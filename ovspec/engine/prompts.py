@@ -171,11 +171,11 @@ def refuse_chat_options(params: Params) -> None:
             raise OvspecError(f"`{option}` needs chat messages, and the prompt is a text or ids; leave it out.")
 
 
-def is_chat(prompt: Any) -> bool:
+def is_chat(prompt: object) -> bool:
     """Return whether ``prompt`` is messages for the chat template."""
     return isinstance(prompt, dict) or (isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict))
 
 
-def is_batch(prompt: Any) -> bool:
+def is_batch(prompt: object) -> bool:
     """Return whether ``prompt`` is a list of prompts."""
     return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], (str, list, np.ndarray))

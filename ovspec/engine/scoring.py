@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -41,7 +40,7 @@ class Selection:
     logprobs: list[float]
 
 
-def check_select_options(options: Any, terminator: Any) -> None:
+def check_select_options(options: object, terminator: object) -> None:
     """Raise OvspecError if a session can't select among ``options``."""
     if not isinstance(options, (list, tuple)) or not options or not all(isinstance(text, str) for text in options):
         raise OvspecError("select needs a list of at least one string.")

@@ -98,7 +98,7 @@ def describe_function(function: Callable[..., Any]) -> JsonObject:
     description, _, arguments = text.partition("Args:\n")
     entries = re.findall(r"(?m)^( +)(\w+)(?: \([^)]*\))?: (.+(?:\n\1 +.+)*)", arguments.split("\nReturns:")[0])
     notes = {name: note for _, name, note in entries}
-    fields: dict[str, Any] = {}
+    fields: JsonObject = {}
     try:
         parameters = inspect.signature(function, eval_str=True).parameters
     except (NameError, TypeError, ValueError) as error:

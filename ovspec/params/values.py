@@ -33,13 +33,13 @@ SHORT_REPR.maxstring = SHORT_REPR.maxother = MAX_SHOWN_CHARACTERS
 # ---------------------------------------------------------------- checks
 
 
-def check_value(value: OptionValue, option: Option) -> None:
+def check_value(value: object, option: Option) -> None:
     """Raise OvspecError if ``value`` is not of the type of ``option`` or is out of range."""
     if problem := describe_problem(value, option.value_type, option.limits):
         raise OvspecError(f"`{option.name}` {problem}.")
 
 
-def describe_problem(value: OptionValue, value_type: TypeForm, limits: Limits | None) -> str | None:
+def describe_problem(value: object, value_type: TypeForm, limits: Limits | None) -> str | None:
     """Return the problem of a value that is not of ``value_type`` or is out of range, as the end of a sentence."""
     if not is_of_type(value, value_type):
         if (choices := literal_values(value_type)) and not limits:
@@ -58,7 +58,7 @@ def is_in_range(limits: Limits, number: OptionValue) -> bool:
     return in_bounds or number == limits.special_value
 
 
-def is_of_type(value: OptionValue, value_type: TypeForm) -> bool:
+def is_of_type(value: object, value_type: TypeForm) -> bool:
     """Return whether ``value`` is of ``value_type``, written as in annotations."""
     origin = get_origin(value_type)
     arguments = get_args(value_type)
@@ -75,12 +75,13 @@ def is_of_type(value: OptionValue, value_type: TypeForm) -> bool:
             return False
         return all(is_of_type(k, arguments[0]) and is_of_type(v, arguments[1]) for k, v in value.items())
     if origin and issubclass(origin, Collection):
-        is_list = isinstance(value, Collection) and not isinstance(value, (str, bytes, Mapping))
-        return is_list and all(is_of_type(element, arguments[0]) for element in value)
+        if not isinstance(value, Collection) or isinstance(value, (str, bytes, Mapping)):
+            return False
+        return all(is_of_type(element, arguments[0]) for element in value)
     return isinstance(value, origin or value_type)
 
 
-def check_option_names(options: Mapping[str, OptionValue], declarations: Mapping[str, Option]) -> None:
+def check_option_names(options: Mapping[str, object], declarations: Mapping[str, Option]) -> None:
     """Raise TypeError if ``options`` has a name that isn't declared."""
     for name in sorted(options.keys() - declarations.keys()):
         remedy = suggest_name(name, declarations) or f"the options are {', '.join(declarations)}"
@@ -90,7 +91,7 @@ def check_option_names(options: Mapping[str, OptionValue], declarations: Mapping
 # ---------------------------------------------------------------- in words
 
 
-def describe_value(value: OptionValue) -> str:
+def describe_value(value: object) -> str:
     """Return ``value`` as error messages show it."""
     if isinstance(value, (int, float)) and LARGEST_NUMBER < abs(value) < float("inf"):
         return f"beyond {LARGEST_NUMBER}, the limit of any option"  # Python may refuse to print so many digits

@@ -176,7 +176,7 @@ def message_size(message: Message) -> int:
     return len(message["content"]) + json_size(message.get("tool_calls"))
 
 
-def json_size(values: list[Any] | None) -> int:
+def json_size(values: list[JsonObject] | None) -> int:
     """Return about how many characters values take as JSON; 0 for none."""
     return len(repr(values)) if values else 0
 

@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from ovspec import __version__
+from ovspec.base.json_types import JsonObject
 from ovspec.protocols.apis import BODY_TYPES, COUNT_PATHS, TEXT_APIS, TokenCount
 from ovspec.protocols.llamacpp.props import Props, server_props
 from ovspec.protocols.models import ModelEntry, ModelList, catalogue_entry, model_entry
@@ -44,8 +45,8 @@ class ReadyReply(ReplyModel):
     )
 
 
-READY_MODEL: dict[str, Any] = {"model": ReadyReply, "description": "Its state."}
-READY_RESPONSES: dict[int | str, dict[str, Any]] = {200: READY_MODEL, 503: READY_MODEL}
+READY_MODEL: JsonObject = {"model": ReadyReply, "description": "Its state."}
+READY_RESPONSES: dict[int | str, JsonObject] = {200: READY_MODEL, 503: READY_MODEL}
 
 
 def make_app(context: ServerContext) -> FastAPI:
