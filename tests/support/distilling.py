@@ -24,7 +24,7 @@ LAYERS = [0, 0, 0]  # by their outputs, as the target's two layers aren't enough
 # As a shell starts it: Ctrl-C is heard even if the tests run in the background.
 CODE = """
 from signal import *; signal(SIGINT, default_int_handler)
-from ovspec_export import convert; convert.WORKER = "distill_worker"
+from ovspec_export import convert; convert.WORKER_MODULE = "distill_worker"
 from ovspec.__main__ import main; main()
 """
 
