@@ -149,7 +149,7 @@ def export_format(model: Path, name: str, output: Path) -> Path:
 
 
 def compare_settings(args: Namespace) -> None:
-    folder = args.model
+    folder: Path = args.model
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         joined = Path(scratch) / "joined"
         products = write_joined(folder, joined)
