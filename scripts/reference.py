@@ -72,9 +72,8 @@ def python_reference() -> str:
         rates = [f"- `{name}`: {prose(value)}" for name, value in members(kind) if isinstance(value, property)]
         fields = "```text\n" + "\n".join(listed) + "\n```\n"
         parts.append("\n".join([f"## {kind.__name__}\n", prose(kind), "", fields, *rates, *([""] if rates else [])]))
-    parts.append(
-        "## Mark\n\nA session's text as it was when `Session.mark` was called; `Session.rewind` returns to it.\n"
-    )
+    mark = "A session's text as it was when `Session.mark` was called; `Session.rewind` returns to it."
+    parts.append(f"## Mark\n\n{mark}\n")
     parts.append(f"## OvspecError\n\n{prose(ovspec.OvspecError)}\n")
     parts.append(f"## ovspec.compat\n\n{signature('ovspec.compat.gpt_fast', gpt_fast)}\n\n{prose(gpt_fast)}\n")
     parts.append("## ovspec.guidance\n\nSee [the guidance library](../how-to/guidance.md).\n")

@@ -67,14 +67,9 @@ def main() -> None:
         documents = [rewrite(chat, tokenizer) for chat in chats]
         create_documents(work / DOCUMENTS_FILE, documents)
         (work / FEATURES_FOLDER).mkdir()
-        write_shard(
-            work / FEATURES_FOLDER / "0000000.safetensors", 0, [certain_choices(document) for document in documents]
-        )
-        draft.STEP_TOKENS, draft.PEAK_RATE, training.WARM_UP_STEPS = (
-            256,
-            3e-4,
-            20,
-        )  # a few minutes are to change its style
+        choices = [certain_choices(document) for document in documents]
+        write_shard(work / FEATURES_FOLDER / "0000000.safetensors", 0, choices)
+        draft.STEP_TOKENS, draft.PEAK_RATE, training.WARM_UP_STEPS = 256, 3e-4, 20  # a few minutes change its style
         draft.train_draft(str(checkpoint), source.model_type, str(work), 60 * args.minutes, 2**62, False)
         shutil.copytree(checkpoint, args.output, ignore=shutil.ignore_patterns("*.safetensors*"))
         for file in (work / CHECKPOINT_FOLDER).iterdir():
