@@ -121,7 +121,10 @@ def test_the_road_of_a_request_is_the_one_in_the_docs(monkeypatch: pytest.Monkey
         )
         asyncio.run(ask())
         with monkeypatch.context() as counting:
-            made, hops = counted(counting, requests, "check_combinations"), counted(counting, WorkerThreads, "run")
+            made, hops = (
+                counted(counting, requests, "check_combinations"),
+                counted(counting, WorkerThreads, "run_in_thread"),
+            )
             asyncio.run(ask())
         assert len(made) == len(hops) == 1, "params are made once, in one hop to a thread"
         tracing[0] = road.note

@@ -297,10 +297,10 @@ def test_closing_frees_the_model(loaded: ovspec.LanguageModel, load: Load) -> No
 def test_a_model_that_is_dropped_ends_its_thread(load: Load) -> None:
     lm = ovspec.LanguageModel(load(draft="lookup,draft", lookahead=3).runtime)
     engine = run(engine_of(lm))
-    assert engine.alive
+    assert engine.is_alive
     del lm
     gc.collect()
-    assert not engine.alive
+    assert not engine.is_alive
 
 
 def test_no_prompts_have_no_texts(lm: ovspec.LanguageModel) -> None:

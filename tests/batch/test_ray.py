@@ -228,7 +228,7 @@ def test_folders_go_to_folders_and_an_interrupted_run_goes_on(
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        on_cluster(str(source), output, pair, note=stop)
+        on_cluster(str(source), output, pair, report=stop)
     found = on_cluster(str(source), output, pair)
     assert (found.total, found.failed >= 1, found.before > 20) == (54, True, True)
     assert found.before + found.done == 54

@@ -64,8 +64,8 @@ def test_workers_that_compute_other_bits(pair: Path, tmp_path: Path) -> None:
             with pytest.raises(
                 OvspecError, match=r"computes other bits \(.*\) than the first one .* with `mixed=True`"
             ):
-                on_cluster(read_requests(requests_file), tmp_path / "out", pair, note=slowly)
-            on_cluster(read_requests(requests_file), tmp_path / "out", pair, mixed=True, note=slowly)
+                on_cluster(read_requests(requests_file), tmp_path / "out", pair, report=slowly)
+            on_cluster(read_requests(requests_file), tmp_path / "out", pair, mixed=True, report=slowly)
     finally:
         cluster.shutdown()
     kinds = {json.loads(line)["worker"] for line in (tmp_path / "out").read_text("utf-8").splitlines()}

@@ -232,7 +232,7 @@ def test_a_row_waits_only_for_what_nobody_has_read() -> None:
 def test_a_text_that_cannot_go_on_fails_alone(engine: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:
     """Although it is a draft's guess that first goes too far."""
     monkeypatch.setattr(Lookahead, "can_afford_drafting", lambda *_: True)
-    monkeypatch.setattr(Lookahead, "starts", lambda *_: True)
+    monkeypatch.setattr(Lookahead, "should_draft", lambda *_: True)
     others = [Asked(engine, prompt) for prompt in PROMPTS[:2]]
     start = len(engine.runtime.prompts.encode(PROMPTS[3]))
     broken = Breaks(start + 9, OvspecError("No token may follow."))
@@ -481,7 +481,7 @@ def test_a_draft_reads_prompts_in_parts(
     lm = load(draft="draft")
     alone = [lm.generate(prompt, max_tokens=200, ignore_eos=True).token_ids for prompt in prompts]
     monkeypatch.setattr(Lookahead, "can_afford_drafting", lambda *_: True)
-    monkeypatch.setattr(Lookahead, "starts", lambda *_: True)
+    monkeypatch.setattr(Lookahead, "should_draft", lambda *_: True)
     engine = EngineThread(lm.runtime, max_rows=4)
     engine.start()
     draft = engine._decoders.draft

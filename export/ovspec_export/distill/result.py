@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import PARTIAL_SUFFIX
-from ovspec.base.json_types import JsonObject
 from ovspec.base.progress import print_note
 from ovspec.ir.device import list_available_devices
 from ovspec.setup.manifest import (
@@ -33,7 +33,7 @@ from ovspec_export.folders import find_foreign_file, open_work_folder, replace_f
 from ovspec_export.manifests import complete_export, describe_model, installed_versions
 
 
-def make_record(plan: DistillPlan, work: WorkFolder, finished: bool, rows: list[JsonObject]) -> ResultRecord:
+def make_record(plan: DistillPlan, work: WorkFolder, finished: bool, rows: list[dict[str, Any]]) -> ResultRecord:
     """Return what was made, and how."""
     data = dict[str, DocumentCounts]()
     held_out = DocumentCounts()

@@ -12,7 +12,6 @@ import shutil
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import rename_with_retries
-from ovspec.base.json_types import JsonObject
 from ovspec.base.progress import print_note, show_step
 from ovspec.text.tokenizer import Tokenizer
 from ovspec_export.compression import INT8
@@ -208,7 +207,7 @@ def run_stage(plan: DistillPlan, work: WorkFolder, number: int, stage: str, seco
     title = f"{plan.name}: round {number}, {stage}"
     with show_step(title, keep=True) as shown, work.time_stage(stage) as timer:
 
-        def show_progress(figures: JsonObject) -> None:
+        def show_progress(figures: dict[str, Any]) -> None:
             stopping = figures.pop("stopping", False)
             timer.record_figures(figures)
             shown.text = f"{title}: {describe_progress(plan, work, stage)}{', stopping' if stopping else ''}"
