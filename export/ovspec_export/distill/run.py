@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import secrets
 import shutil
+from typing import Any
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import rename_with_retries
