@@ -228,7 +228,7 @@ def test_a_text_that_cannot_fit_into_memory_is_refused(
     with pytest.raises(ovspec.OvspecError, match=r"takes about \d+\.\d GB, but only \d+\.\d GB of memory are free"):
         check_free_memory([ir], 10**9)
     monkeypatch.setattr(ovspec.ir.memory, "kv_bytes_per_token", lambda _: 1e12)
-    monkeypatch.setattr(load().runtime.models, "_token_bytes", 1e12)
+    monkeypatch.setattr(load().runtime.models, "_max_token_bytes", 1e12)
     with pytest.raises(ovspec.OvspecError, match="lower `max_tokens`"):
         load().generate("def f(", max_tokens=5)
     enough = psutil.virtual_memory().available / 1000  # for 1000 tokens, which is less than the context
