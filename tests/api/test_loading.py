@@ -233,7 +233,7 @@ def test_a_text_that_cannot_fit_into_memory_is_refused(
         load().generate("def f(", max_tokens=5)
     enough = psutil.virtual_memory().available / 1000  # for 1000 tokens, which is less than the context
     monkeypatch.setattr(ovspec.ir.memory, "kv_bytes_per_token", lambda _: enough)
-    monkeypatch.setattr(load().runtime.models, "_token_bytes", enough)
+    monkeypatch.setattr(load().runtime.models, "_max_token_bytes", enough)
     with pytest.raises(ovspec.OvspecError, match=r"The KV cache of 1\d{3} tokens"):
         load().generate("def f(", max_tokens=1500)
     for unlimited in (-1, 10**6):  # no number of tokens that the text is sure to need
