@@ -71,7 +71,7 @@ def made(lm: ovspec.LanguageModel, monkeypatch: pytest.MonkeyPatch) -> weakref.W
         alive.add(new := make(*arguments, **named))
         return new
 
-    monkeypatch.setattr(lm.target, "decoder", decoder)
+    monkeypatch.setattr(lm.target, "make_decoder", decoder)
     return alive
 
 
