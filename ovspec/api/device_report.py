@@ -15,7 +15,7 @@ from ovspec.api.model import LanguageModel
 from ovspec.base.json_types import JsonObject
 from ovspec.ir.device import identify_machine, list_available_devices
 from ovspec.ir.gpu import read_gpu_facts
-from ovspec.setup.exactness import draw_probe_text
+from ovspec.setup.exactness import draw_probe_ids
 
 REPORT_PROMPT = (
     "def first(items):\n    return items[0]\n\n\ndef second(items):\n    return items[1]\n\n\ndef third(items):\n"
@@ -55,7 +55,7 @@ def time_inferences(lm: LanguageModel) -> JsonObject:
     """Return the milliseconds of a prompt's tokens and of inferences, the first of each width and the fastest."""
     decoder = lm.target.make_decoder()
     most_width = max(INFERENCE_WIDTHS)
-    text = draw_probe_text(decoder, lm.target.ir.logits_width)[: CONTEXT_TOKENS + most_width]
+    text = draw_probe_ids(decoder, lm.target.ir.logits_width)[: CONTEXT_TOKENS + most_width]
     context = len(text) - most_width
 
     def time_feed(tokens: np.ndarray) -> float:

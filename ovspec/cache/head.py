@@ -20,41 +20,41 @@ class HeadDecoder:
     """A ``BaseDecoder`` whose rows follow the texts of a target's rows.
 
     Args:
-        entries: the decoder of the head's own graph; its row i holds the entries of the target's row i.
+        entry_decoder: the decoder of the head's own graph; its row i holds the entries of the target's row i.
         target: the decoder that has the features.
     """
 
     fills_width = False
     rule = FAST_RULE
 
-    def __init__(self, entries: Decoder, target: Decoder) -> None:
-        self._entries = entries
+    def __init__(self, entry_decoder: Decoder, target: Decoder) -> None:
+        self._entry_decoder = entry_decoder
         self._target = target
-        self.context_length = entries.context_length
-        self._reset_rows(len(entries.rows))
+        self.context_length = entry_decoder.context_length
+        self._reset_rows(len(entry_decoder.rows))
 
     @property
     def seconds(self) -> float:
-        return self._entries.seconds
+        return self._entry_decoder.seconds
 
     @property
     def inferences(self) -> int:
-        return self._entries.inferences
+        return self._entry_decoder.inferences
 
     def count_known_features(self, row: int, sequence: Sequence) -> int:
         """Return the number of tokens before the last one of ``sequence`` that have features."""
         return max(0, min(self._target.rows[row].common_prefix_length(sequence.tokens), len(sequence) - 1))
 
     def reset(self, rows: int) -> None:
-        self._entries.reset(rows)
+        self._entry_decoder.reset(rows)
         self._reset_rows(rows)
 
     def reuse_prefixes(self, sequences: list[Sequence]) -> None:
         """Keep each row's entries that fit its text, or reuse entries that another text has left."""
-        texts: list[Sequence] = []
+        entry_sequences: list[Sequence] = []
         for row, sequence in enumerate(sequences):
             tokens = sequence.tokens
-            cached = self._entries.rows[row]
+            cached = self._entry_decoder.rows[row]
             known_count = self.count_known_features(row, sequence)
             # Entries are also computed from the first token, which none of them contains.
             owner = (sequence.owner, int(tokens[0])) if len(tokens) else None
@@ -62,20 +62,20 @@ class HeadDecoder:
             if cached.owner == owner:
                 shared = cached.common_prefix_length(tokens[1:known_count])  # the last one is read again
             if shared < len(cached):
-                self._entries.truncate(row, shared)
-            text = Sequence(tokens[1 : known_count + 1]) if known_count - shared > MIN_SHARED_TOKENS else cached
-            text.owner = owner
-            texts.append(text)
+                self._entry_decoder.truncate(row, shared)
+            entries = Sequence(tokens[1 : known_count + 1]) if known_count - shared > MIN_SHARED_TOKENS else cached
+            entries.owner = owner
+            entry_sequences.append(entries)
             self._known_counts[row] = known_count
-            self._last_hidden[row] = None
-        self._entries.reuse_prefixes(texts)
-        for row, (text, sequence) in enumerate(zip(self.rows, sequences, strict=True)):
-            entries = self._entries.rows[row]
-            entries.owner = texts[row].owner
-            tokens = sequence.tokens[: len(entries) + 1 if len(entries) else 0]
-            shared = text.common_prefix_length(tokens)
-            text.rewind(shared)
-            text.commit(tokens[shared:])
+            self._own_last_outputs[row] = None
+        self._entry_decoder.reuse_prefixes(entry_sequences)
+        for row, (read_sequence, sequence) in enumerate(zip(self.rows, sequences, strict=True)):
+            row_entries = self._entry_decoder.rows[row]
+            row_entries.owner = entry_sequences[row].owner
+            tokens = sequence.tokens[: len(row_entries) + 1 if len(row_entries) else 0]
+            shared = read_sequence.common_prefix_length(tokens)
+            read_sequence.rewind(shared)
+            read_sequence.commit(tokens[shared:])
 
     def feed(self, tokens: list[np.ndarray], logits_counts: list[int], width: int = 0) -> list[np.ndarray]:  # noqa: ARG002
         """Append tokens as ``Decoder.feed`` does; each row can get at most the logits after its last token.
@@ -86,48 +86,48 @@ class HeadDecoder:
         unread = [self._skip_first_token(row, row_tokens) for row, row_tokens in enumerate(tokens)]
         while any(map(len, unread)):
             part_lengths = [
-                max(1, known_count - len(text) + 1)
-                for known_count, text in zip(self._known_counts, self.rows, strict=True)
+                max(1, known_count - len(sequence) + 1)
+                for known_count, sequence in zip(self._known_counts, self.rows, strict=True)
             ]
             parts = [row_tokens[:length] for row_tokens, length in zip(unread, part_lengths, strict=True)]
             unread = [row_tokens[len(part) :] for row_tokens, part in zip(unread, parts, strict=True)]
             part_logits_counts = [
-                int(len(part) > 0 and bool(logits_count or len(rest)))
-                for part, logits_count, rest in zip(parts, logits_counts, unread, strict=True)
+                int(len(part) > 0 and bool(logits_count or len(unread_ids)))
+                for part, logits_count, unread_ids in zip(parts, logits_counts, unread, strict=True)
             ]
             features = [self._next_features(row, len(part)) for row, part in enumerate(parts)]
-            part_logits = self._entries.feed(parts, part_logits_counts, 0, features)
+            part_logits = self._entry_decoder.feed(parts, part_logits_counts, 0, features)
             is_last = not any(map(len, unread))
             for row, (part, logits_count) in enumerate(zip(parts, part_logits_counts, strict=True)):
                 self.rows[row].commit(part)
                 if logits_count:
                     logits[row] = part_logits[row] if is_last else part_logits[row].copy()
-                    self._last_hidden[row] = self._entries.hidden[row].copy()
+                    self._own_last_outputs[row] = self._entry_decoder.hidden[row].copy()
         return logits
 
     def drop_guessed_entries(self) -> None:
         """Drop the entries that were made without features."""
-        for row, (known_count, cached) in enumerate(zip(self._known_counts, self._entries.rows, strict=True)):
+        for row, (known_count, cached) in enumerate(zip(self._known_counts, self._entry_decoder.rows, strict=True)):
             if len(cached) > known_count:
                 cached.rewind(known_count)  # first, so that no other text finds them
-                self._entries.truncate(row, known_count)
+                self._entry_decoder.truncate(row, known_count)
 
     def truncate(self, row: int, length: int) -> None:
         self.rows[row].rewind(length)
-        self._entries.truncate(row, max(0, length - 1))
+        self._entry_decoder.truncate(row, max(0, length - 1))
 
     def reorder(self, rows: list[int]) -> None:
-        self._entries.reorder(rows)
-        texts = reorder_sequences(self.rows, rows)
+        self._entry_decoder.reorder(rows)
+        sequences = reorder_sequences(self.rows, rows)
         self._reset_rows(len(rows))
-        self.rows = texts
+        self.rows = sequences
 
-    def _reset_rows(self, rows: int) -> None:
-        self.rows = [Sequence() for _ in range(rows)]  # the text that each row has read, its first token included
+    def _reset_rows(self, row_count: int) -> None:
+        self.rows = [Sequence() for _ in range(row_count)]  # the text that each row has read, its first token included
         # Tokens of the text with features: at least those of the entries that remain.
-        self._known_counts = list(map(len, self._entries.rows))
+        self._known_counts = list(map(len, self._entry_decoder.rows))
         # The head's output for the last entry, (1, width).
-        self._last_hidden: list[np.ndarray | None] = [None] * rows
+        self._own_last_outputs: list[np.ndarray | None] = [None] * row_count
 
     def _skip_first_token(self, row: int, new_tokens: np.ndarray) -> np.ndarray:
         """Begin a text, whose first token has no entry; return the ``new_tokens`` that have one."""
@@ -136,13 +136,13 @@ class HeadDecoder:
         self.rows[row].commit(new_tokens[:1])
         return new_tokens[1:]
 
-    def _next_features(self, row: int, count: int) -> np.ndarray:
-        """Return the features to read with the next ``count`` tokens of ``row``, (count, width)."""
-        begin = len(self.rows[row]) - 1
-        if not count:
+    def _next_features(self, row: int, token_count: int) -> np.ndarray:
+        """Return the features to read with the next ``token_count`` tokens of ``row``, (count, width)."""
+        entry_count = len(self.rows[row]) - 1
+        if not token_count:
             return self._target.features(row, 0, 0)
-        if begin < self._known_counts[row]:
-            return self._target.features(row, begin, begin + count)
-        last = self._last_hidden[row]
-        assert last is not None, "the entry before was read, and its logits were wanted"
-        return last
+        if entry_count < self._known_counts[row]:
+            return self._target.features(row, entry_count, entry_count + token_count)
+        own_output = self._own_last_outputs[row]
+        assert own_output is not None, "the entry before was read, and its logits were wanted"
+        return own_output

@@ -202,8 +202,8 @@ def fill_flag_value(args: list[str], flag: str, default: str, is_value: Callable
     for position, arg in enumerate(args):
         if arg == "--":
             break
-        next_args = args[position + 1 : position + 2]
-        if arg == flag and not any(map(is_value, next_args)):
+        has_value = any(map(is_value, args[position + 1 : position + 2]))
+        if arg == flag and not has_value:
             filled[position] = f"{flag}={default}"
     return filled
 

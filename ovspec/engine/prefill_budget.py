@@ -24,7 +24,7 @@ class RoundLoad:
 
     generating_rows: int  # rows that get a token
     prefilling_rows: int = 0  # rows that read a prompt
-    extra_tokens: int = 0  # unread tokens of generating rows, except one for each row
+    catch_up_tokens: int = 0  # unread tokens of generating rows, except one for each row
     proposed_tokens: int = 0
 
     @property
@@ -33,7 +33,7 @@ class RoundLoad:
 
     @property
     def width(self) -> int:
-        return self.generating_rows + self.extra_tokens + self.proposed_tokens
+        return self.generating_rows + self.catch_up_tokens + self.proposed_tokens
 
 
 class PrefillBudget:
@@ -57,7 +57,7 @@ class PrefillBudget:
         self._learned_token_ms: float | None = None  # milliseconds of a further token
         self._last_width = 0  # tokens that the last round with prompts had time for
 
-    def proposal_ms(self, load: RoundLoad, unread_tokens: int) -> float:
+    def max_proposal_ms(self, load: RoundLoad, unread_tokens: int) -> float:
         """Return how many milliseconds proposals may add to the next round, after ``unread_tokens`` of prompts."""
         if self._fixed_tokens or load.row_count < 2:
             return math.inf
@@ -65,11 +65,11 @@ class PrefillBudget:
             return 0.0
         return max(0.0, self._remaining_ms(load) - unread_tokens * self._token_ms)
 
-    def prompt_tokens(self, load: RoundLoad, drafting_ms: float = 0.0) -> int:
+    def count_prompt_tokens(self, load: RoundLoad, drafting_ms: float = 0.0) -> int:
         """Return how many tokens of prompts the next round reads, if proposing took ``drafting_ms``."""
         if self._fixed_tokens or not load.generating_rows:
             return self._fixed_tokens or MAX_PROMPT_TOKENS
-        min_tokens = max(MIN_PROMPT_TOKENS - load.extra_tokens, MIN_JOINING_TOKENS)
+        min_tokens = max(MIN_PROMPT_TOKENS - load.catch_up_tokens, MIN_JOINING_TOKENS)
         if not self._costs.is_known:
             return min_tokens
         affordable = int((self._remaining_ms(load) - drafting_ms) / self._token_ms)
@@ -82,9 +82,9 @@ class PrefillBudget:
         """Learn from an inference that took ``elapsed_ms`` and also read ``prompt_tokens`` tokens of prompts."""
         if not load.generating_rows:
             return
-        if prompt_tokens + load.extra_tokens >= MIN_PROMPT_TOKENS and self._costs.is_known:
+        if prompt_tokens + load.catch_up_tokens >= MIN_PROMPT_TOKENS and self._costs.is_known:
             other_ms = self._plain_round_ms(load.generating_rows) + load.proposed_tokens * self._token_ms
-            token_ms = max((elapsed_ms - other_ms) / (prompt_tokens + load.extra_tokens), 1e-3)
+            token_ms = max((elapsed_ms - other_ms) / (prompt_tokens + load.catch_up_tokens), 1e-3)
             if self._learned_token_ms is None:
                 self._learned_token_ms = token_ms
             else:
@@ -102,7 +102,7 @@ class PrefillBudget:
         return self._learned_token_ms or self._costs(MAX_PROMPT_TOKENS) / MAX_PROMPT_TOKENS
 
     def _remaining_ms(self, load: RoundLoad) -> float:
-        other_tokens = load.extra_tokens + load.proposed_tokens
+        other_tokens = load.catch_up_tokens + load.proposed_tokens
         busy_ms = self._plain_round_ms(load.generating_rows) + other_tokens * self._token_ms
         return MAX_SLOWDOWN * self._plain_round_ms(load.row_count) - busy_ms
 

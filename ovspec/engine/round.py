@@ -85,7 +85,7 @@ def run_round(
     chunks = unseen
     if prefill_budget:
         load = measure_load(unseen, proposals)
-        prompt_tokens = prefill_budget.prompt_tokens(load, 1e3 * (drafting_end - drafting_start))
+        prompt_tokens = prefill_budget.count_prompt_tokens(load, 1e3 * (drafting_end - drafting_start))
         chunks = choose_prefill_chunks(target, unseen, prompt_tokens)
     elif len(rows) > 1:
         chunks = choose_prefill_chunks(target, unseen)
@@ -147,7 +147,7 @@ def begin_lookahead(lookahead: Lookahead, rows: list[RowStep], target: Decoder, 
     unread_counts = [len(row.sequence) - len(cached) for row, cached in zip(rows, target.rows, strict=True)]
     prompt_counts = [count for count in unread_counts if count > PREFILL_THRESHOLD]
     load = RoundLoad(len(rows) - len(prompt_counts), len(prompt_counts))
-    lookahead.begin_round(budget.proposal_ms(load, sum(prompt_counts)), paced=True)
+    lookahead.begin_round(budget.max_proposal_ms(load, sum(prompt_counts)), paced=True)
 
 
 def collect_proposals(
@@ -185,7 +185,7 @@ def measure_load(unseen: list[np.ndarray], proposals: list[Proposal]) -> RoundLo
     return RoundLoad(
         generating_rows=len(generating),
         prefilling_rows=sum([len(new) > PREFILL_THRESHOLD for new in unseen]),
-        extra_tokens=sum([extra_tokens for extra_tokens, _ in generating]),
+        catch_up_tokens=sum([catch_up_tokens for catch_up_tokens, _ in generating]),
         proposed_tokens=sum([proposed_tokens for _, proposed_tokens in generating]),
     )
 

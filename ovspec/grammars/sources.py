@@ -15,7 +15,7 @@ from llguidance import LLMatcher, LLParserLimits
 from ovspec.base.errors import OvspecError
 from ovspec.base.json_types import JsonObject, JsonValue
 from ovspec.grammars.gbnf import convert_gbnf_to_lark
-from ovspec.grammars.json_schema import SchemaReading, compile_schema
+from ovspec.grammars.json_schema import SchemaOptions, compile_schema
 from ovspec.grammars.json_schema.expressions import escape_slashes
 from ovspec.grammars.response_format import is_response_format, unwrap_response_format
 from ovspec.grammars.wording import word_llguidance_error
@@ -55,7 +55,7 @@ def convert_json_schema(
     Args:
         schema: the schema itself or its JSON text. ``x-guidance`` at its top sets separators and white space.
         label: the schema's name in messages.
-        lenient, close_objects, compact: see ``json_schema.SchemaReading``; response formats are closed by default.
+        lenient, close_objects, compact: see ``json_schema.SchemaOptions``; response formats are closed by default.
     """
     if isinstance(schema, str):
         schema = parse_json(schema, label)
@@ -69,8 +69,8 @@ def convert_json_schema(
         schema = json.loads(text)
         if close_objects is None:
             close_objects = is_response_format(schema)
-        reading = SchemaReading(lenient, close_objects, compact)
-        compiled_schema = compile_schema(unwrap_response_format(schema), find_schema_problem, reading)
+        schema_options = SchemaOptions(lenient, close_objects, compact)
+        compiled_schema = compile_schema(unwrap_response_format(schema), find_schema_problem, schema_options)
     except OvspecError as error:
         raise OvspecError(f"{label}, at {error}") from None
     grammar = write_grammar_json("json", lark_grammar=compiled_schema.lark)

@@ -34,12 +34,12 @@ MakeGrammar = Callable[[int, list[bytes | int]], GrammarConstraint]
 class AnswerPosition:
     """The state of an answer after some tokens.
 
-    thinking_tokens: number of tokens of thinking so far; after it, at most the budget.
+    thinking_count: number of tokens of thinking so far; after it, at most the budget.
     grammars: of the following text; one of them allows it.
     """
 
     state: ReadingState
-    thinking_tokens: int = 0
+    thinking_count: int = 0
     grammars: tuple[GrammarConstraint, ...] = ()
 
 
@@ -54,7 +54,7 @@ class AnswerConstraint(Constraint):
         covers_text: whether the grammar has all text except thinking; otherwise it begins with the tag of a call.
         end_ids: ids that end the text, which must not end in thinking if it must go on.
         thinking_budget: maximum number of tokens of thinking; None for no limit.
-        thinking_end: ids that end thinking.
+        thinking_end_ids: ids that end thinking.
     """
 
     def __init__(
@@ -66,16 +66,16 @@ class AnswerConstraint(Constraint):
         covers_text: bool,
         end_ids: Collection[int] = (),
         thinking_budget: int | None = None,
-        thinking_end: Sequence[int] = (),
+        thinking_end_ids: Sequence[int] = (),
     ) -> None:
         self._prompt_length = prompt_length
         self._vocabulary = vocabulary
         self._make_grammar = make_grammar
         self._covers_text = covers_text
-        self._marks = format.tag_marks
-        self._id_of_mark = {mark: token for token, mark in format.tag_marks.items()}
+        self._mark_by_id = format.tag_marks
+        self._id_by_mark = {mark: token for token, mark in format.tag_marks.items()}
         self._thinking_budget = thinking_budget
-        self._thinking_end = list(thinking_end)
+        self._thinking_end_ids = list(thinking_end_ids)
         self._end_ids = [token for token in end_ids if token < vocabulary.size]
         # Bytes as characters, because a token may end inside of a character.
         self._tags = [Tag(bytes_as_characters(tag.text), tag.from_phases, tag.next_phase) for tag in format.tags]
@@ -89,8 +89,8 @@ class AnswerConstraint(Constraint):
 
     def token_mask(self, tokens: np.ndarray) -> np.ndarray | None:
         position = self._follow_tokens(tokens)
-        if thinking_end := self._due_thinking_end(position):
-            return pack_mask(thinking_end[:1], self._vocabulary.size)
+        if thinking_end_ids := self._due_thinking_end(position):
+            return pack_mask(thinking_end_ids[:1], self._vocabulary.size)
         if self._is_in_grammar(position):
             return position.grammars[0].token_mask(tokens)
         free_mask = self._free_mask(position.state)
@@ -113,8 +113,8 @@ class AnswerConstraint(Constraint):
 
     def forced_tokens(self, tokens: np.ndarray) -> list[int]:
         position = self._follow_tokens(tokens)
-        if thinking_end := self._due_thinking_end(position):
-            return thinking_end
+        if thinking_end_ids := self._due_thinking_end(position):
+            return thinking_end_ids
         if self._is_in_grammar(position):
             return position.grammars[0].forced_tokens(tokens)
         state = position.state
@@ -135,32 +135,33 @@ class AnswerConstraint(Constraint):
 
     def _follow_tokens(self, tokens: np.ndarray) -> AnswerPosition:
         """Follow ``tokens``, and return the position after them."""
-        text = tokens[self._prompt_length :]
-        shared_length = self._followed.common_prefix_length(text)
-        if shared_length < len(text):
+        answer_ids = tokens[self._prompt_length :]
+        shared_length = self._followed.common_prefix_length(answer_ids)
+        if shared_length < len(answer_ids):
             self._followed.rewind(shared_length)
             del self._positions[shared_length + 1 :]
-            for index in range(shared_length, len(text)):
-                tokens_before = tokens[: self._prompt_length + index]
-                self._positions.append(self._next_position(self._positions[index], tokens_before, int(text[index])))
-                self._followed.commit(text[index : index + 1])
-        return self._positions[len(text)]
+            for length in range(shared_length, len(answer_ids)):
+                tokens_before = tokens[: self._prompt_length + length]
+                position = self._next_position(self._positions[length], tokens_before, int(answer_ids[length]))
+                self._positions.append(position)
+                self._followed.commit(answer_ids[length : length + 1])
+        return self._positions[len(answer_ids)]
 
     def _next_position(self, position: AnswerPosition, tokens: np.ndarray, token: int) -> AnswerPosition:
         """Return the position after ``token``, which follows ``tokens``."""
         if self._is_in_grammar(position):
             return position
         state, kinds, grammar_text = self._follow_token(position.state, token)
-        thinking_tokens = position.thinking_tokens + (position.state.phase == "thinking")
+        thinking_count = position.thinking_count + (position.state.phase == "thinking")
         if self._thinking_budget is not None and state.phase != "thinking":
-            thinking_tokens = min(thinking_tokens, self._thinking_budget)
+            thinking_count = min(thinking_count, self._thinking_budget)
         if kinds:
             grammars = self._make_grammars(len(tokens) + 1, kinds, grammar_text)
         else:
             grammars = tuple(grammar for grammar in position.grammars if grammar.allows_token(token, tokens))
         if state.phase == "thinking":
             grammars = ()
-        next_position = AnswerPosition(state, thinking_tokens, grammars)
+        next_position = AnswerPosition(state, thinking_count, grammars)
         if self._is_in_grammar(next_position) and not grammars:
             raise OvspecError("The format of the answer doesn't allow what was generated.")
         return next_position
@@ -171,41 +172,41 @@ class AnswerConstraint(Constraint):
 
     def _follow_token(self, state: ReadingState, token: int) -> tuple[ReadingState, tuple[bytes, ...], str]:
         """Return the state after ``token``; if it begins grammars, also their kinds, and their text in the token."""
-        text = self._token_text(token)
-        after = split_by_phase(self._tags, state, text)[0]
-        if after.phase == state.phase:
-            return after, (), ""
+        token_text = self._token_text(token)
+        state_after = split_by_phase(self._tags, state, token_text)[0]
+        if state_after.phase == state.phase:
+            return state_after, (), ""
         kinds: tuple[bytes, ...] = ()
         grammar_text = ""
-        for index, character in enumerate(text):
-            phase = state.phase
-            state, parts = split_by_phase(self._tags, state, character)
+        for character_index, character in enumerate(token_text):
+            phase_before = state.phase
+            state, answer_parts = split_by_phase(self._tags, state, character)
             if state.phase == "calls":
-                return state, (ANSWER_CALLS,), parts[-1][1] + text[index + 1 :]
-            if self._covers_text and phase == "thinking" != state.phase:
+                return state, (ANSWER_CALLS,), answer_parts[-1][1] + token_text[character_index + 1 :]
+            if self._covers_text and phase_before == "thinking" != state.phase:
                 kinds = (ANSWER_CALLS_AFTER_THINKING, ANSWER_TEXT_AFTER_THINKING)
-                grammar_text = text[index + 1 :]
+                grammar_text = token_text[character_index + 1 :]
         return state, kinds, grammar_text
 
     def _token_text(self, token: int) -> str:
         """Return the bytes of a token as characters, or the mark that stands for it."""
-        return self._marks.get(token) or self._vocabulary.added_bytes(token).decode("latin-1")
+        return self._mark_by_id.get(token) or self._vocabulary.added_bytes(token).decode("latin-1")
 
     def _make_grammars(self, start: int, kinds: Sequence[bytes], text: str = "") -> tuple[GrammarConstraint, ...]:
         """Return the grammars of some kinds after ``start`` tokens, which already have ``text`` of them."""
-        parts: list[bytes | int] = []
+        begun_parts: list[bytes | int] = []
         for are_marks, characters in itertools.groupby(text, is_mark):
             if are_marks:
-                parts += [self._id_of_mark[mark] for mark in characters]
+                begun_parts += [self._id_by_mark[mark] for mark in characters]
             else:
-                parts.append("".join(characters).encode("latin-1"))
+                begun_parts.append("".join(characters).encode("latin-1"))
         if not self._make_grammar:
             raise OvspecError("No tool may be called.")
         grammars: list[GrammarConstraint] = []
         last_error = None
         for kind in kinds:
             try:
-                grammars.append(self._make_grammar(start, [kind, *parts]))
+                grammars.append(self._make_grammar(start, [kind, *begun_parts]))
             except OvspecError as error:
                 last_error = error
         if last_error and not grammars:
@@ -217,13 +218,13 @@ class AnswerConstraint(Constraint):
     def _due_thinking_end(self, position: AnswerPosition) -> list[int]:
         """Return the ids that must follow because thinking has used up its budget."""
         budget = self._thinking_budget
-        if budget is None or position.state.phase != "thinking" or position.thinking_tokens < budget:
+        if budget is None or position.state.phase != "thinking" or position.thinking_count < budget:
             return []
-        return self._thinking_end[position.thinking_tokens - budget :]
+        return self._thinking_end_ids[position.thinking_count - budget :]
 
     def _thinking_start_ids(self, state: ReadingState) -> list[int]:
         """Return the ids that may begin thinking, or go on with its tag, where the grammar doesn't."""
-        ids: list[int] = []
+        start_ids: list[int] = []
         begun_tag = state.pending.lstrip(WHITESPACE)
         for tag in self._tags:
             if (
@@ -232,19 +233,19 @@ class AnswerConstraint(Constraint):
                 and state.phase in tag.from_phases
                 and tag.text.startswith(begun_tag)
             ):
-                text, mark = split_at_mark(tag.text[len(begun_tag) :])
-                if text:
-                    candidates = self._vocabulary.ids_compatible_with(text.encode("latin-1"))
+                text_before_mark, mark = split_at_mark(tag.text[len(begun_tag) :])
+                if text_before_mark:
+                    candidate_ids = self._vocabulary.ids_compatible_with(text_before_mark.encode("latin-1"))
                 else:
-                    candidates = [self._id_of_mark[mark]]
-                ids += [token for token in candidates if self._continues_thinking_tag(tag, state, token)]
-        return ids
+                    candidate_ids = [self._id_by_mark[mark]]
+                start_ids += [token for token in candidate_ids if self._continues_thinking_tag(tag, state, token)]
+        return start_ids
 
     def _continues_thinking_tag(self, tag: Tag, state: ReadingState, token: int) -> bool:
         """Return whether ``token`` ends a tag of thinking, or goes on with it."""
-        after = self._follow_token(state, token)[0]
-        return after.phase == "thinking" or (
-            after.phase == state.phase and tag.text.startswith(after.pending.lstrip(WHITESPACE))
+        state_after = self._follow_token(state, token)[0]
+        return state_after.phase == "thinking" or (
+            state_after.phase == state.phase and tag.text.startswith(state_after.pending.lstrip(WHITESPACE))
         )
 
     # ------------------------------------------------------------ free text
@@ -256,7 +257,7 @@ class AnswerConstraint(Constraint):
         go on after thinking.
         """
         if state not in self._free_masks:
-            wrong_ids = [token for token in self._possible_starts(state) if not self._may_follow(state, token)]
+            wrong_ids = [token for token in self._possible_start_ids(state) if not self._may_follow(state, token)]
             if self._covers_text and state.phase == "thinking":
                 wrong_ids += self._end_ids
             self._free_masks[state] = ~pack_mask(wrong_ids, self._vocabulary.size) if wrong_ids else None
@@ -272,21 +273,21 @@ class AnswerConstraint(Constraint):
         except OvspecError:
             return False
 
-    def _possible_starts(self, state: ReadingState) -> Iterator[int]:
+    def _possible_start_ids(self, state: ReadingState) -> Iterator[int]:
         """Yield the ids after which the grammar may begin, and some others."""
         for tag in self._tags:
             if tag.next_phase != "calls" and not (self._covers_text and "thinking" in tag.from_phases):
                 continue
-            for length in range(len(tag.text)):
-                text, mark = split_at_mark(tag.text[length:])
-                if not state.pending.endswith(tag.text[:length]) or (mark and text):
+            for matched_length in range(len(tag.text)):
+                text_before_mark, mark = split_at_mark(tag.text[matched_length:])
+                if not state.pending.endswith(tag.text[:matched_length]) or (mark and text_before_mark):
                     continue
                 if mark:
-                    yield self._id_of_mark[mark]
-                elif length:
-                    yield from self._vocabulary.ids_with_prefix(text.encode("latin-1"))
+                    yield self._id_by_mark[mark]
+                elif matched_length:
+                    yield from self._vocabulary.ids_with_prefix(text_before_mark.encode("latin-1"))
                 else:
-                    yield from self._vocabulary.ids_containing(text.encode("latin-1"))
+                    yield from self._vocabulary.ids_containing(text_before_mark.encode("latin-1"))
 
 
 def bytes_as_characters(text: str) -> str:
@@ -296,5 +297,5 @@ def bytes_as_characters(text: str) -> str:
 
 def split_at_mark(text: str) -> tuple[str, str]:
     """Return (``text`` before the first character that stands for a token, that character or "")."""
-    index = next((index for index, character in enumerate(text) if is_mark(character)), len(text))
-    return text[:index], text[index : index + 1]
+    mark_index = next((index for index, character in enumerate(text) if is_mark(character)), len(text))
+    return text[:mark_index], text[mark_index : mark_index + 1]

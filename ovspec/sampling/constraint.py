@@ -121,12 +121,12 @@ class Constraints:
 
     def count_allowed(self, tokens: np.ndarray, proposed: Sequence[int] | np.ndarray) -> int:
         """Return how many of ``proposed`` may follow ``tokens``: up to the first masked token or the text's end."""
-        text = np.concatenate((tokens, np.asarray(proposed, dtype=np.int64)))
+        extended_ids = np.concatenate((tokens, np.asarray(proposed, dtype=np.int64)))
         for count in range(len(proposed)):
             length = len(tokens) + count
-            if not self.allows_token(int(text[length]), text[:length]):
+            if not self.allows_token(int(extended_ids[length]), extended_ids[:length]):
                 return count
-            if self.has_ended(text[: length + 1]):
+            if self.has_ended(extended_ids[: length + 1]):
                 return count + 1
         return len(proposed)
 

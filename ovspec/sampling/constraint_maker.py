@@ -15,7 +15,7 @@ from ovspec.params import Params
 from ovspec.sampling.constraint import Constraint, Constraints
 from ovspec.sampling.grammar_options import convert_answer_grammar, convert_requested_grammar, find_answer_errors
 from ovspec.sampling.healing import Healing, count_healable
-from ovspec.sampling.processors import PromptLength, make_processors
+from ovspec.sampling.processors import PromptTokenCounter, make_processors
 from ovspec.sampling.vocabulary_index import VocabularyIndex
 from ovspec.text.answer import AnswerFormat
 from ovspec.text.tokenizer import Tokenizer
@@ -75,7 +75,7 @@ class ConstraintMaker:
         masking_constraints: list[Constraint] = []
         healing = None
         healed_bytes = b""
-        start = len(prompt)
+        prompt_length = len(prompt)
         if params.heal:
             first_healable = max(healable_from, int(not len(bos_ids)))  # at least one token must be left
             whole_characters = grammar is not None and not grammar_prompt  # a grammar begins with a whole character
@@ -84,21 +84,21 @@ class ConstraintMaker:
                 healing = Healing(prompt, count, self.vocabulary_index, bos_ids)
                 masking_constraints.append(healing)
                 healed_bytes = healing.removed_bytes
-                start = healing.start
+                prompt_length = healing.kept_length
         answer_constraint = None
         if answer_format and not grammar_prompt:
-            answer_constraint = self._make_answer_constraint(start, params, eos_ids, answer_format)
+            answer_constraint = self._make_answer_constraint(prompt_length, params, eos_ids, answer_format)
         if answer_constraint:
             masking_constraints.append(answer_constraint)
         elif grammar is not None:
             end_ids = self._grammar_end_ids(params, eos_ids)
             compiler = self.grammar_compiler
             masking_constraints.append(
-                compiler.make_constraint(grammar, start, end_ids, grammar_prompt, healed_bytes, grammar_name)
+                compiler.make_constraint(grammar, prompt_length, end_ids, grammar_prompt, healed_bytes, grammar_name)
             )
-        prompt_length: PromptLength = healing.count_prompt_tokens if healing else lambda _: start
+        count_prompt_tokens: PromptTokenCounter = healing.count_prompt_tokens if healing else lambda _: prompt_length
         end_ids = eos_ids | frozenset(params.stop_ids)
-        processors = make_processors(params, prompt_length, end_ids, params.logits_processors)
+        processors = make_processors(params, count_prompt_tokens, end_ids, params.logits_processors)
         may_exclude = bool(params.logits_processors) or -math.inf in params.logit_bias.values()
         run_always = may_exclude or params.logprobs is not None
         constraints = Constraints([*processors, *masking_constraints], end_ids, run_always)
@@ -111,9 +111,9 @@ class ConstraintMaker:
         return eos_ids | {token for token in params.stop_ids if not self.vocabulary_index.added_bytes(token)}
 
     def _make_answer_constraint(
-        self, start: int, params: Params, eos_ids: frozenset[int], answer_format: AnswerFormat
+        self, prompt_length: int, params: Params, eos_ids: frozenset[int], answer_format: AnswerFormat
     ) -> AnswerConstraint | None:
-        """Return the constraint of an answer after ``start`` tokens of prompt; None if nothing is constrained."""
+        """Return the constraint of an answer after ``prompt_length`` tokens; None if nothing is constrained."""
         from ovspec.sampling.answer_constraint import AnswerConstraint  # deferred, because it imports llguidance
 
         grammar = convert_answer_grammar(params, answer_format)
@@ -126,14 +126,14 @@ class ConstraintMaker:
         elif params.grammar_option or (thinking_budget is None and not params.tools):
             return None
         return AnswerConstraint(
-            start,
+            prompt_length,
             answer_format,
             self.vocabulary_index,
             make_grammar,
             covers_text=grammar is not None and not answer_format.calls_after_text,
             end_ids=end_ids,
             thinking_budget=thinking_budget,
-            thinking_end=self._tokenizer.encode_continuation(thinking.close).tolist() if thinking else (),
+            thinking_end_ids=self._tokenizer.encode_continuation(thinking.close).tolist() if thinking else (),
         )
 
     def _make_grammar(
@@ -160,20 +160,20 @@ class ConstraintMaker:
     def _prompt_from(self, prompt: np.ndarray, constrain_from: int | str) -> bytes:
         """Return the bytes of the prompt from ``constrain_from`` on, which belong to the grammar's text."""
         prompt_bytes = self.vocabulary_index.join_bytes(prompt)
-        text = prompt_bytes.decode("utf-8", "replace")
+        prompt_text = prompt_bytes.decode("utf-8", "replace")
         match constrain_from:
             case str():
-                if not constrain_from or constrain_from not in text:
+                if not constrain_from or constrain_from not in prompt_text:
                     raise OvspecError(f"`constrain_from`: {constrain_from!r} is not in the prompt.")
-                index = text.rfind(constrain_from)
+                character_index = prompt_text.rfind(constrain_from)
             case int():
-                index = constrain_from if constrain_from >= 0 else len(text) + constrain_from
-                if not 0 <= index <= len(text):
+                character_index = constrain_from if constrain_from >= 0 else len(prompt_text) + constrain_from
+                if not 0 <= character_index <= len(prompt_text):
                     raise OvspecError(
-                        f"`constrain_from` is {constrain_from}, but the prompt has {len(text)} characters."
+                        f"`constrain_from` is {constrain_from}, but the prompt has {len(prompt_text)} characters."
                     )
             case _:
                 raise OvspecError(
                     f"`constrain_from` is {constrain_from!r}; it must be a string, or a number of characters."
                 )
-        return prompt_bytes[len(text[:index].encode()) :]
+        return prompt_bytes[len(prompt_text[:character_index].encode()) :]

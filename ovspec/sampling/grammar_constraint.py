@@ -19,18 +19,19 @@ from llguidance import LLMatcher, LLTokenizer
 from ovspec.base.errors import OvspecError
 from ovspec.base.json_types import JsonObject, JsonValue
 from ovspec.cache.sequence import Sequence
+from ovspec.grammars.json_schema.item_tracks import ItemTracks
 from ovspec.grammars.sources import LARK_TOKEN, PARSER_LIMITS, UNIQUE_ITEMS_KEY
 from ovspec.grammars.wording import word_llguidance_error
 from ovspec.sampling.constraint import Constraint
 from ovspec.sampling.masks import mask_contains, pack_mask
 from ovspec.sampling.tool_grammar import TEXT_PARAMETERS_KEY, TOKEN_NAMES_KEY
-from ovspec.sampling.unique_items import Following, JsonCursor, Tracks, UniqueItems
+from ovspec.sampling.unique_items import FollowingIds, JsonCursor, UniqueItems
 from ovspec.text.tokenizer_files import TOKENIZER_FILE
 
 UNUSABLE = "This model's tokenizer can't be used with grammars"
-CACHED_GRAMMARS = 32
+MAX_CACHED_GRAMMARS = 32
 # The number of last positions whose matchers are cached; a proposal is rarely longer.
-CACHED_POSITIONS = 32
+MAX_CACHED_POSITIONS = 32
 
 
 @dataclass(slots=True)
@@ -63,39 +64,39 @@ class GrammarConstraint(Constraint):
         start: int,
         end_ids: frozenset[int],
         matcher_end_id: int,
-        size: int,
+        vocab_size: int,
         unique_items: UniqueItems | None = None,
         cursor: JsonCursor | None = None,
     ) -> None:
-        self._start = start
+        self._start_length = start
         self._end_ids = end_ids
-        self._size = size
+        self._vocab_size = vocab_size
         self._unique_items = unique_items
-        self._without_matcher_end = ~pack_mask([matcher_end_id], size)
-        self._end_mask = pack_mask([token for token in end_ids if token < size], size)
-        self._followed = Sequence()  # tokens that the grammar is known to allow
+        self._without_matcher_end = ~pack_mask([matcher_end_id], vocab_size)
+        self._end_mask = pack_mask([token for token in end_ids if token < vocab_size], vocab_size)
+        self._followed_sequence = Sequence()  # tokens that the grammar is known to allow
         self._positions = [PositionCache(matcher, cursor=cursor)]  # one more than there are tokens
 
     def token_mask(self, tokens: np.ndarray) -> np.ndarray:
-        index = self._follow_tokens(tokens)
-        position = self._positions[index]
+        length = self._follow_tokens(tokens)
+        position = self._positions[length]
         if position.mask is None:
-            if forced := self._forced_at(index):
-                position.mask = pack_mask(forced[:1], self._size)
+            if forced := self._forced_at(length):
+                position.mask = pack_mask(forced[:1], self._vocab_size)
             else:
-                position.mask = self._compute_mask(self._matcher_at(index), position)
+                position.mask = self._compute_mask(self._matcher_at(length), position)
         return position.mask
 
     def allows_token(self, token: int, tokens: np.ndarray) -> bool:
-        index = self._follow_tokens(tokens)
-        if index < len(self._followed) and token == self._followed.tokens[index]:
+        length = self._follow_tokens(tokens)
+        if length < len(self._followed_sequence) and token == self._followed_sequence.tokens[length]:
             return True
-        if self._leads_to_repeat(index, token):
+        if self._leads_to_repeat(length, token):
             return False
-        if self._positions[index].mask is None:
-            if forced := self._forced_at(index):
+        if self._positions[length].mask is None:
+            if forced := self._forced_at(length):
                 return token == forced[0]
-            matcher = self._matcher_at(index)
+            matcher = self._matcher_at(length)
             if token in self._end_ids:
                 return matcher.is_accepting()
             # If bytes are forced but their spelling in tokens isn't, the mask is stricter than this.
@@ -109,111 +110,113 @@ class GrammarConstraint(Constraint):
     def is_complete(self, tokens: np.ndarray) -> bool:
         return self._matcher_at(self._follow_tokens(tokens)).is_stopped()
 
-    def _forced_at(self, index: int) -> list[int]:
+    def _forced_at(self, length: int) -> list[int]:
         """Return the ids that must follow at a position."""
-        position = self._positions[index]
+        position = self._positions[length]
         if position.forced is None:
-            position.forced = self._matcher_at(index).compute_ff_tokens()
+            position.forced = self._matcher_at(length).compute_ff_tokens()
             if position.forced:
-                position.forced = self._cut_before_repeat(index, position.forced)
+                position.forced = self._cut_before_repeat(length, position.forced)
         return position.forced
 
-    def _leads_to_repeat(self, index: int, token: int) -> bool:
+    def _leads_to_repeat(self, length: int, token: int) -> bool:
         """Return whether ``token`` can only lead to an item that an array has already and must not have again."""
-        cursor = self._positions[index].cursor
-        if not (self._unique_items and cursor) or not has_items(cursor):
+        cursor = self._positions[length].cursor
+        if not (self._unique_items and cursor) or not has_earlier_items(cursor):
             return False
-        return bool(self._unique_items.forbidden(cursor, [token], self._allowed_after(self._matcher_at(index))))
+        find_following_ids = self._following_finder(self._matcher_at(length))
+        return bool(self._unique_items.find_forbidden_ids(cursor, [token], find_following_ids))
 
-    def _allowed_after(self, matcher: LLMatcher) -> Following:
+    def _following_finder(self, matcher: LLMatcher) -> FollowingIds:
         """Return a function of a token that returns the tokens allowed after it, and this function for that place."""
 
-        def allowed_after(token: int) -> tuple[list[int], Following]:
-            after = matcher.deep_copy()
-            if not after.consume_token(token):
-                return [], allowed_after
-            bits = np.unpackbits(self._allowed_mask(after), bitorder="little")
-            return np.flatnonzero(bits).tolist(), self._allowed_after(after)
+        def find_following_ids(token: int) -> tuple[list[int], FollowingIds]:
+            next_matcher = matcher.deep_copy()
+            if not next_matcher.consume_token(token):
+                return [], find_following_ids
+            allowed_bits = np.unpackbits(self._allowed_mask(next_matcher), bitorder="little")
+            return np.flatnonzero(allowed_bits).tolist(), self._following_finder(next_matcher)
 
-        return allowed_after
+        return find_following_ids
 
-    def _cut_before_repeat(self, index: int, tokens: list[int]) -> list[int]:
+    def _cut_before_repeat(self, length: int, tokens: list[int]) -> list[int]:
         """Return ``tokens`` up to the first that would write an item again."""
         if not self._unique_items:
             return tokens
-        cursor = self._positions[index].cursor
+        cursor = self._positions[length].cursor
         for count, token in enumerate(tokens):
-            cursor = cursor and self._unique_items.after(cursor, token)
+            cursor = cursor and self._unique_items.advance(cursor, token)
             if not cursor:
                 return tokens[:count]
         return tokens
 
     def _compute_mask(self, matcher: LLMatcher, position: PositionCache) -> np.ndarray:
         mask = self._allowed_mask(matcher)
-        if self._unique_items and position.cursor and has_items(position.cursor):
-            allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
-            suspects = self._unique_items.suspects(position.cursor, allowed)
-            forbidden = self._unique_items.forbidden(position.cursor, suspects, self._allowed_after(matcher))
-            mask = mask & ~pack_mask(forbidden, self._size)
+        if self._unique_items and position.cursor and has_earlier_items(position.cursor):
+            allowed_ids = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
+            suspect_ids = self._unique_items.find_suspect_ids(position.cursor, allowed_ids)
+            find_following_ids = self._following_finder(matcher)
+            forbidden_ids = self._unique_items.find_forbidden_ids(position.cursor, suspect_ids, find_following_ids)
+            mask = mask & ~pack_mask(forbidden_ids, self._vocab_size)
         if not mask.any() and not matcher.is_stopped():
             raise OvspecError("No token of this model can continue the text within the grammar.")
         return mask
 
     def _allowed_mask(self, matcher: LLMatcher) -> np.ndarray:
         """Return the mask of a matcher, with the end ids in place of its own."""
-        words = np.empty(-(-self._size // 32), dtype=np.uint32)
-        matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        mask_words = np.empty(-(-self._vocab_size // 32), dtype=np.uint32)
+        matcher.unsafe_compute_mask_ptr(mask_words.ctypes.data, mask_words.nbytes)
         raise_if_failed(matcher)
-        mask = words.view(np.uint8)[: len(self._end_mask)] & self._without_matcher_end
+        mask = mask_words.view(np.uint8)[: len(self._end_mask)] & self._without_matcher_end
         if matcher.is_accepting():
             mask |= self._end_mask
         return mask
 
     def _follow_tokens(self, tokens: np.ndarray) -> int:
         """Follow ``tokens``; return the index of the position after them, which is their number after the prompt."""
-        text = tokens[self._start :]
-        shared_length = self._followed.common_prefix_length(text)
-        if shared_length < len(text):
-            self._followed.rewind(shared_length)
-            self._followed.commit(text[shared_length:])
+        answer_ids = tokens[self._start_length :]
+        shared_length = self._followed_sequence.common_prefix_length(answer_ids)
+        if shared_length < len(answer_ids):
+            self._followed_sequence.rewind(shared_length)
+            self._followed_sequence.commit(answer_ids[shared_length:])
             del self._positions[shared_length + 1 :]
-            self._positions += [PositionCache() for _ in text[shared_length:]]
-            self._matcher_at(len(text))  # raises if the grammar doesn't allow the text
+            self._positions += [PositionCache() for _ in answer_ids[shared_length:]]
+            self._matcher_at(len(answer_ids))  # raises if the grammar doesn't allow the text
             if self._unique_items:
-                self._move_cursors(self._unique_items, text, shared_length)
-        return len(text)
+                self._move_cursors(self._unique_items, answer_ids, shared_length)
+        return len(answer_ids)
 
-    def _move_cursors(self, unique_items: UniqueItems, text: np.ndarray, begin: int) -> None:
-        """Set the cursors of the positions after ``begin``."""
-        for index in range(begin, len(text)):
-            cursor = self._positions[index].cursor
+    def _move_cursors(self, unique_items: UniqueItems, answer_ids: np.ndarray, shared_length: int) -> None:
+        """Set the cursors of the positions after ``shared_length``."""
+        for length in range(shared_length, len(answer_ids)):
+            cursor = self._positions[length].cursor
             if cursor:
-                next_cursor = unique_items.after(cursor, int(text[index]))
+                next_cursor = unique_items.advance(cursor, int(answer_ids[length]))
                 if not next_cursor:
                     raise OvspecError("The text repeats an item of an array whose items must differ.")
-                self._positions[index + 1].cursor = next_cursor
+                self._positions[length + 1].cursor = next_cursor
 
-    def _matcher_at(self, index: int) -> LLMatcher:
+    def _matcher_at(self, length: int) -> LLMatcher:
         """Return the matcher at a position, copied from the nearest one before it; the first and last are cached."""
-        position = self._positions[index]
+        position = self._positions[length]
         if position.matcher is None:
-            nearest = next(i for i in range(index - 1, -1, -1) if self._positions[i].matcher)
-            nearest_matcher = self._positions[nearest].matcher
+            nearest_length = next(earlier for earlier in range(length - 1, -1, -1) if self._positions[earlier].matcher)
+            nearest_matcher = self._positions[nearest_length].matcher
             assert nearest_matcher
             matcher = nearest_matcher.deep_copy()
-            if not matcher.consume_tokens(self._followed.tokens[nearest:index].tolist()):
+            if not matcher.consume_tokens(self._followed_sequence.tokens[nearest_length:length].tolist()):
                 raise_if_failed(matcher)
             position.matcher = matcher
-            oldest_cached = index - CACHED_POSITIONS
-            for old in self._positions[max(1, oldest_cached - CACHED_POSITIONS) : max(1, oldest_cached)]:
-                old.matcher = None
-                old.mask = None
+            oldest_cached = length - MAX_CACHED_POSITIONS
+            for old_position in self._positions[max(1, oldest_cached - MAX_CACHED_POSITIONS) : max(1, oldest_cached)]:
+                old_position.matcher = None
+                old_position.mask = None
         return position.matcher
 
 
-def has_items(cursor: JsonCursor) -> bool:
+def has_earlier_items(cursor: JsonCursor) -> bool:
     """Return whether an array whose items must differ is open and has items already."""
-    return any(container.seen for container in cursor.opened)
+    return any(container.earlier_items for container in cursor.containers)
 
 
 def raise_if_failed(matcher: LLMatcher) -> None:
@@ -226,25 +229,25 @@ class GrammarCompiler:
     """Compiles grammars for a model's ``tokenizer.json``; ``vocabulary`` has the bytes that each id adds to a text."""
 
     def __init__(self, tokenizer_json: JsonObject, vocabulary: list[bytes | None]) -> None:
-        self._size = len(vocabulary)
+        self._vocab_size = len(vocabulary)
         self._added_ids = {token["content"]: token["id"] for token in tokenizer_json.get("added_tokens", [])}
         # As Lark writes them, such as <|im_end|>. <[INST]> can't be written, because brackets hold token ids.
         self._ids_by_lark_name = {
             f"<{token['content'].removeprefix('<').removesuffix('>')}>": token["id"]
             for token in find_textless_tokens(tokenizer_json)
         }
-        self._matcher_end_id, self._tokenizer = make_grammar_tokenizer(tokenizer_json, self._size)
+        self._matcher_end_id, self._tokenizer = make_grammar_tokenizer(tokenizer_json, self._vocab_size)
         self._vocabulary = vocabulary
         # Threads share the compiled matchers, so a matcher is copied before it moves.
-        self._compile_cached = functools.lru_cache(CACHED_GRAMMARS)(self._compile)
+        self._compile_cached = functools.lru_cache(MAX_CACHED_GRAMMARS)(self._compile)
 
     def make_constraint(
         self,
         grammar: str,
         start: int,
         end_ids: frozenset[int],
-        prompt_part: bytes = b"",
-        healed: bytes = b"",
+        prompt_bytes: bytes = b"",
+        healed_bytes: bytes = b"",
         name: str = "grammar",
         generated: abc.Sequence[bytes | int] = (),
     ) -> GrammarConstraint:
@@ -253,9 +256,9 @@ class GrammarCompiler:
         Args:
             grammar: a grammar made by ``grammar_conversion``.
             end_ids: ids that end the text.
-            prompt_part: bytes of the prompt that belong to the grammar's text.
-            healed: bytes of the tokens that were taken back from the prompt. They are the end of ``prompt_part`` unless
-                that is empty; then the text begins with them, and the grammar's text follows.
+            prompt_bytes: bytes of the prompt that belong to the grammar's text.
+            healed_bytes: bytes of the tokens that were taken back from the prompt. They are the end of ``prompt_bytes``
+                unless that is empty; then the text begins with them, and the grammar's text follows.
             name: the grammar's name in errors.
             generated: the part of the grammar's text that was generated before ``start``: bytes, and ids of tokens.
         """
@@ -268,73 +271,73 @@ class GrammarCompiler:
                 if matcher.try_consume_tokens(tokens) < len(tokens):
                     raise OvspecError(f"The {name} doesn't allow what was generated.")
                 if unique_items and cursor and isinstance(part, bytes):
-                    cursor = unique_items.follow(cursor, part)
-        if prompt_part:
-            self._follow_prompt(matcher.deep_copy(), prompt_part)  # all of it must fit
+                    cursor = unique_items.follow_bytes(cursor, part)
+        if prompt_bytes:
+            self._follow_prompt(matcher.deep_copy(), prompt_bytes)  # all of it must fit
             matcher = matcher.deep_copy()
-            unhealed = prompt_part[: len(prompt_part) - len(healed)]
-            self._follow_prompt(matcher, unhealed)
-            cursor = unique_items and unique_items.follow(JsonCursor(), unhealed)
-        elif healed:
-            matcher, _ = self._compile_cached(prefix_grammar(grammar, healed), name)
-            cursor = JsonCursor(skip=len(healed))
+            unhealed_bytes = prompt_bytes[: len(prompt_bytes) - len(healed_bytes)]
+            self._follow_prompt(matcher, unhealed_bytes)
+            cursor = unique_items and unique_items.follow_bytes(JsonCursor(), unhealed_bytes)
+        elif healed_bytes:
+            matcher, _ = self._compile_cached(prefix_grammar(grammar, healed_bytes), name)
+            cursor = JsonCursor(skipped_bytes=len(healed_bytes))
         if unique_items and not cursor:
             raise OvspecError("The prompt repeats an item of an array whose items must differ.")
         return GrammarConstraint(
-            matcher.deep_copy(), start, end_ids, self._matcher_end_id, self._size, unique_items, cursor
+            matcher.deep_copy(), start, end_ids, self._matcher_end_id, self._vocab_size, unique_items, cursor
         )
 
     def _compile(self, grammar: str, name: str) -> tuple[LLMatcher, UniqueItems | None]:
-        text, tracks = replace_names_by_ids(grammar, self._ids_by_lark_name, self._added_ids)
-        matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=PARSER_LIMITS)
+        matcher_grammar, tracks = replace_names_by_ids(grammar, self._ids_by_lark_name, self._added_ids)
+        matcher = LLMatcher(self._tokenizer, matcher_grammar, log_level=0, limits=PARSER_LIMITS)
         if matcher.is_error():
             raise OvspecError(f"{name}: {word_llguidance_error(matcher.get_error())}")
         return matcher, UniqueItems(tracks, self._vocabulary) if tracks else None
 
-    def _follow_prompt(self, matcher: LLMatcher, text: bytes) -> None:
+    def _follow_prompt(self, matcher: LLMatcher, prompt_bytes: bytes) -> None:
         """Consume the grammar's text that is in the prompt; raise OvspecError if the grammar doesn't allow it."""
-        tokens = self._tokenizer.tokenize_bytes(text)
+        tokens = self._tokenizer.tokenize_bytes(prompt_bytes)
         count = matcher.try_consume_tokens(tokens)
         if count < len(tokens):
-            allowed = self._tokenizer.decode_str(tokens[:count])
-            wrong = self._tokenizer.decode_str(tokens[count:])
-            place = f"after {allowed[-40:]!r}" if allowed else "where the grammar begins"
-            raise OvspecError(f"The grammar doesn't allow this part of the prompt: {wrong[:20]!r} {place}.")
+            allowed_text = self._tokenizer.decode_str(tokens[:count])
+            refused_text = self._tokenizer.decode_str(tokens[count:])
+            place_text = f"after {allowed_text[-40:]!r}" if allowed_text else "where the grammar begins"
+            raise OvspecError(f"The grammar doesn't allow this part of the prompt: {refused_text[:20]!r} {place_text}.")
         if matcher.is_stopped():
             raise OvspecError("The prompt already contains the grammar's whole text, so nothing can follow it.")
 
 
-def prefix_grammar(grammar: str, prefix: bytes) -> str:
-    """Return the grammar of ``prefix``, which must be UTF-8, followed by a text of ``grammar``."""
+def prefix_grammar(grammar: str, prefix_bytes: bytes) -> str:
+    """Return the grammar of ``prefix_bytes``, which must be UTF-8, followed by a text of ``grammar``."""
     combined = json.loads(grammar)
-    first, *others = combined["grammars"]
-    prefixed = {"lark_grammar": f"start: PREFIX @after_prefix\nPREFIX: {json.dumps(prefix.decode())}"}
-    return json.dumps({**combined, "grammars": [prefixed, {**first, "name": "after_prefix"}, *others]})
+    first_grammar, *others = combined["grammars"]
+    prefix_part = {"lark_grammar": f"start: PREFIX @after_prefix\nPREFIX: {json.dumps(prefix_bytes.decode())}"}
+    return json.dumps({**combined, "grammars": [prefix_part, {**first_grammar, "name": "after_prefix"}, *others]})
 
 
-def make_grammar_tokenizer(tokenizer_json: JsonObject, size: int) -> tuple[int, LLTokenizer]:
+def make_grammar_tokenizer(tokenizer_json: JsonObject, vocab_size: int) -> tuple[int, LLTokenizer]:
     """Return (the matcher's end id, llguidance's tokenizer) for a model's ``tokenizer.json``.
 
     Special tokens get names that no grammar can spell, so a text that looks like one is spelt in ordinary tokens.
     """
-    mark = secrets.token_hex(8)
-    names = {token["content"]: f"\0{mark} {token['id']}\0" for token in find_textless_tokens(tokenizer_json)}
-    added: list[JsonObject] = tokenizer_json.get("added_tokens", [])
-    end_id = next((token["id"] for token in added if token.get("special")), None)
+    random_mark = secrets.token_hex(8)
+    names = {token["content"]: f"\0{random_mark} {token['id']}\0" for token in find_textless_tokens(tokenizer_json)}
+    added_tokens: list[JsonObject] = tokenizer_json.get("added_tokens", [])
+    end_id = next((token["id"] for token in added_tokens if token.get("special")), None)
     if end_id is None:
         raise OvspecError("This model's tokenizer has no special token that could end a text, which a grammar needs.")
     model: JsonValue = tokenizer_json.get("model")
-    vocab = model.get("vocab") if isinstance(model, dict) else None
-    if not isinstance(vocab, dict):
+    ids_by_token = model.get("vocab") if isinstance(model, dict) else None
+    if not isinstance(ids_by_token, dict):
         raise OvspecError(f"{UNUSABLE}: its {TOKENIZER_FILE} doesn't map tokens to ids; export the model again.")
-    renamed = {
+    renamed_json = {
         **tokenizer_json,
-        "added_tokens": [rename_token(token, names) for token in added],
-        "model": {**model, "vocab": {names.get(piece, piece): token_id for piece, token_id in vocab.items()}},
+        "added_tokens": [rename_token(token, names) for token in added_tokens],
+        "model": {**model, "vocab": {names.get(text, text): token_id for text, token_id in ids_by_token.items()}},
         "post_processor": None,
     }
     try:
-        return end_id, LLTokenizer(json.dumps(renamed), n_vocab=size, eos_token=end_id)
+        return end_id, LLTokenizer(json.dumps(renamed_json), n_vocab=vocab_size, eos_token=end_id)
     except BaseException as error:
         # A panic in Rust isn't an Exception, and its type can't be imported.
         if isinstance(error, ValueError) or type(error).__name__ == "PanicException":
@@ -350,13 +353,13 @@ def rename_token(token: JsonObject, names: dict[str, str]) -> JsonObject:
 
 def find_textless_tokens(tokenizer_json: JsonObject) -> list[JsonObject]:
     """Return the tokens that are no text to llguidance: special tokens, and added ones that look like <tags>."""
-    added = tokenizer_json.get("added_tokens", [])
-    return [token for token in added if token.get("special") or re.fullmatch("(?s)<.*>", token["content"])]
+    added_tokens = tokenizer_json.get("added_tokens", [])
+    return [token for token in added_tokens if token.get("special") or re.fullmatch("(?s)<.*>", token["content"])]
 
 
 def replace_names_by_ids(
     grammar: str, ids_by_lark_name: dict[str, int], added_ids: dict[str, int]
-) -> tuple[str, Tracks | None]:
+) -> tuple[str, ItemTracks | None]:
     """Return a grammar that refers to special tokens by id, because ``make_grammar_tokenizer`` has renamed them.
 
     Also returns the tracks of arrays with different items, which aren't part of llguidance's notation.
@@ -367,13 +370,13 @@ def replace_names_by_ids(
     """
     combined = json.loads(grammar)
     tracks = combined.pop(UNIQUE_ITEMS_KEY, None)
-    ids = ids_by_lark_name | {name: added_ids[text] for name, text in combined.pop(TOKEN_NAMES_KEY, {}).items()}
+    ids_by_name = ids_by_lark_name | {name: added_ids[text] for name, text in combined.pop(TOKEN_NAMES_KEY, {}).items()}
     combined.pop(TEXT_PARAMETERS_KEY, None)
 
     def id_reference(name: re.Match[str]) -> str:
-        return f"<[{ids[name[0]]}]>" if name[0] in ids else name[0]
+        return f"<[{ids_by_name[name[0]]}]>" if name[0] in ids_by_name else name[0]
 
-    for part in combined["grammars"]:
-        if part.get("lark_grammar"):
-            part["lark_grammar"] = LARK_TOKEN.sub(id_reference, part["lark_grammar"])
+    for part_grammar in combined["grammars"]:
+        if part_grammar.get("lark_grammar"):
+            part_grammar["lark_grammar"] = LARK_TOKEN.sub(id_reference, part_grammar["lark_grammar"])
     return json.dumps(combined), tracks

@@ -27,7 +27,7 @@ CONVERSION_BYTES = 1_000_000_000
 MAX_SPECIAL_TOKENS = 50  # named in a grammar
 NUMBERED_TOKENS = 300_000  # empty tokens added for a grammar that refers to tokens by id
 MAX_FORCED_BYTES = 200_000  # llguidance finds them in one step that holds Python's lock, at 1.5 us each
-WALKS, WALK_BYTES, WALK_SECONDS = 4, 100, 0.3
+WALK_COUNT, MAX_WALK_BYTES, WALK_SECONDS = 4, 100, 0.3
 DEAD_END_ERROR = "NoExtension"  # begins llguidance's error where no byte may follow
 
 CONVERSION_PROCESS = "ovspec.sampling.grammar_conversion", "checks grammars"
@@ -44,7 +44,7 @@ def convert_grammar(kind: str, source: JsonValue, label: str, **reading: bool | 
         source: its text; a Path to a file with it; a schema as Python's values; a list of choices; or for tools,
             the source of ``tool_grammar.write_tools_grammar``.
         label: the grammar's name in errors and warnings, such as "--grammar words.lark".
-        reading: fields of ``json_schema.SchemaReading``.
+        reading: fields of ``json_schema.SchemaOptions``.
 
     Raises:
         OvspecError: it is invalid, or takes too much time or memory.
@@ -114,13 +114,13 @@ class ByteTokenizer:
 
     eos_token_id, bos_token_id, is_tokenizer_wrapper = 256, None, True
 
-    def __init__(self, special_tokens: list[str], empty_tokens: int) -> None:
-        named = [text.encode() for text in ("<eos>", *special_tokens)]
-        self.tokens = [*(bytes([byte]) for byte in range(256)), *named] + [b""] * empty_tokens
+    def __init__(self, special_tokens: list[str], empty_count: int) -> None:
+        named_tokens = [token_text.encode() for token_text in ("<eos>", *special_tokens)]
+        self.tokens = [*(bytes([byte]) for byte in range(256)), *named_tokens] + [b""] * empty_count
         self.special_token_ids = list(range(256, 257 + len(special_tokens)))
 
-    def __call__(self, text: str | bytes) -> list[int]:
-        return list(text.encode() if isinstance(text, str) else text)
+    def __call__(self, token_text: str | bytes) -> list[int]:
+        return list(token_text.encode() if isinstance(token_text, str) else token_text)
 
 
 CONVERTERS: dict[str, Callable[..., str]] = {
@@ -166,10 +166,10 @@ def find_grammar_problem(grammar: str) -> str:
         tokenizer = ByteTokenizer(special_tokens, NUMBERED_TOKENS if "<[" in grammar else 0)
         ll_tokenizer = LLTokenizer(tokenizer)  # type: ignore[arg-type]
         matcher = LLMatcher(ll_tokenizer, grammar, log_level=0, limits=sources.PARSER_LIMITS)
-        unknown = re.search(r'unknown special token: "(<[^"]*>)"', matcher.get_error())
-        if not unknown or unknown[1] in special_tokens or len(special_tokens) >= MAX_SPECIAL_TOKENS:
+        unknown_token = re.search(r'unknown special token: "(<[^"]*>)"', matcher.get_error())
+        if not unknown_token or unknown_token[1] in special_tokens or len(special_tokens) >= MAX_SPECIAL_TOKENS:
             break
-        special_tokens.append(unknown[1])
+        special_tokens.append(unknown_token[1])
     if matcher.is_error():
         kind = json.loads(grammar)["grammars"][0]["name"]
         return word_placed_error(matcher.get_error(), kind)
@@ -188,28 +188,28 @@ def find_walk_problem(matcher: LLMatcher, vocabulary_size: int) -> str:
         return "it matches only the empty text; add another option"
     if vocabulary_size > NUMBERED_TOKENS:
         return ""  # the bytes of the model's numbered tokens aren't known here
-    draw = random.Random(0)
+    generator = random.Random(0)
     deadline = time.monotonic() + WALK_SECONDS
-    for walk in range(WALKS):
+    for walk_number in range(WALK_COUNT):
         walker = matcher.deep_copy()
-        for step in range(WALK_BYTES):
-            tokens = list_allowed_tokens(walker, vocabulary_size)
+        for byte_count in range(MAX_WALK_BYTES):
+            allowed_ids = list_allowed_tokens(walker, vocabulary_size)
             if walker.is_error() and DEAD_END_ERROR not in walker.get_error():
-                return f"{walker.get_error().splitlines()[0]} (after {step} bytes)"
-            if not tokens:
+                return f"{walker.get_error().splitlines()[0]} (after {byte_count} bytes)"
+            if not allowed_ids:
                 if walker.is_accepting():
                     break
-                return "it has a dead end, where nothing may follow" if step else "it matches no text at all"
-            if time.monotonic() > deadline and walk + step:
+                return "it has a dead end, where nothing may follow" if byte_count else "it matches no text at all"
+            if time.monotonic() > deadline and walk_number + byte_count:
                 return ""
-            walker.consume_token(draw.choice(tokens))
+            walker.consume_token(generator.choice(allowed_ids))
     return ""
 
 
 def list_allowed_tokens(matcher: LLMatcher, vocabulary_size: int) -> list[int]:
     """Return the tokens that may come next, except the end token."""
     mask = int.from_bytes(matcher.compute_bitmask(), "little")
-    return [i for i in range(vocabulary_size) if mask >> i & 1 and i != ByteTokenizer.eos_token_id]
+    return [token for token in range(vocabulary_size) if mask >> token & 1 and token != ByteTokenizer.eos_token_id]
 
 
 if __name__ == "__main__":

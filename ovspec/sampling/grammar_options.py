@@ -33,12 +33,12 @@ def convert_requested_grammar(params: Params) -> tuple[str | None, str]:
     additional_properties = params.additional_properties
     if additional_properties is None and not isinstance(requested, (dict, bool, str, Path)):
         additional_properties = False  # a Python type has no other fields
-    schema_reading = {
+    schema_options = {
         "lenient": params.json_schema_mode == "checked",
         "close_objects": None if additional_properties is None else not additional_properties,
         "compact": bool(params.compact_json),
     }
-    return convert_grammar(option, source, name, **schema_reading), name
+    return convert_grammar(option, source, name, **schema_options), name
 
 
 def convert_answer_grammar(params: Params, answer_format: AnswerFormat) -> str | None:

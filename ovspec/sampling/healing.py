@@ -17,28 +17,28 @@ from ovspec.sampling.vocabulary_index import VocabularyIndex
 
 
 def count_healable(
-    prompt: np.ndarray,
+    prompt_ids: np.ndarray,
     first_healable: int,
     vocabulary: VocabularyIndex,
     max_bytes: float = math.inf,
     whole_characters: bool = False,
 ) -> int:
-    """Return how many tokens at the end of ``prompt``, (n,) int64, to generate again.
+    """Return how many tokens at the end of ``prompt_ids``, (n,) int64, to generate again.
 
     This is the largest number for which a longer token begins with all their bytes. They must not include a token
     before ``first_healable`` or one that adds nothing to the text, and must not have more than ``max_bytes``. With
     ``whole_characters``, they must not begin inside a character.
     """
-    healable = 0
+    healable_count = 0
     text = b""
-    for count, token in enumerate(reversed(prompt[first_healable:].tolist()), 1):
+    for count, token in enumerate(reversed(prompt_ids[first_healable:].tolist()), 1):
         added_bytes = vocabulary.added_bytes(token)
         text = added_bytes + text
         if not added_bytes or len(text) >= vocabulary.max_length or len(text) > max_bytes:
             break
         if vocabulary.has_longer(text) and (not whole_characters or text.decode(errors="ignore").encode() == text):
-            healable = count
-    return healable
+            healable_count = count
+    return healable_count
 
 
 class Healing(Constraint):
@@ -47,23 +47,23 @@ class Healing(Constraint):
     If no token is left, the text begins with ``bos``, (n,) int64.
     """
 
-    def __init__(self, prompt: np.ndarray, count: int, vocabulary: VocabularyIndex, bos: np.ndarray) -> None:
-        self._removed_tokens = prompt[len(prompt) - count :].copy()
-        self._bos = bos
+    def __init__(self, prompt_ids: np.ndarray, count: int, vocabulary: VocabularyIndex, bos_ids: np.ndarray) -> None:
+        self._removed_ids = prompt_ids[len(prompt_ids) - count :].copy()
+        self._bos_ids = bos_ids
         self._vocabulary = vocabulary
         self._masks: dict[bytes, np.ndarray] = {}
-        self.removed_bytes = vocabulary.join_bytes(self._removed_tokens)  # their bytes
-        self.start = len(prompt) - count or len(bos)  # tokens of the prompt that are left
+        self.removed_bytes = vocabulary.join_bytes(self._removed_ids)  # their bytes
+        self.kept_length = len(prompt_ids) - count or len(bos_ids)  # tokens of the prompt that are left
 
     def take_back_tokens(self, sequence: Sequence) -> None:
         """Remove from ``sequence``, the prompt, the tokens that are generated again."""
-        sequence.rewind(len(sequence) - len(self._removed_tokens))
+        sequence.rewind(len(sequence) - len(self._removed_ids))
         if not len(sequence):
-            sequence.commit(self._bos)
+            sequence.commit(self._bos_ids)
 
     def token_mask(self, tokens: np.ndarray) -> np.ndarray | None:
         # Each token has at least one byte, so no more tokens than bytes can matter.
-        generated = self._vocabulary.join_bytes(tokens[self.start : self.start + len(self.removed_bytes)])
+        generated = self._vocabulary.join_bytes(tokens[self.kept_length : self.kept_length + len(self.removed_bytes)])
         rest = self.removed_bytes[len(generated) :]
         if not rest:
             return None
@@ -73,24 +73,24 @@ class Healing(Constraint):
 
     def suggest_tokens(self, tokens: np.ndarray) -> np.ndarray | None:
         """Return the remaining tokens taken back: usually none extends past them, and proposing them is free."""
-        generated = tokens[self.start :]
-        count = len(generated)
-        if count >= len(self._removed_tokens) or not (generated == self._removed_tokens[:count]).all():
+        generated_ids = tokens[self.kept_length :]
+        count = len(generated_ids)
+        if count >= len(self._removed_ids) or not (generated_ids == self._removed_ids[:count]).all():
             return None
-        return self._removed_tokens[count:]
+        return self._removed_ids[count:]
 
     def count_healed_bytes(self, tokens: np.ndarray) -> int | None:
         """Return how many bytes of the last of ``tokens`` were in the prompt; None if it has no other bytes."""
-        rest = len(self.removed_bytes) - len(self._vocabulary.join_bytes(tokens[self.start : -1]))
-        if rest <= 0:
+        remaining_count = len(self.removed_bytes) - len(self._vocabulary.join_bytes(tokens[self.kept_length : -1]))
+        if remaining_count <= 0:
             return 0
-        if len(self._vocabulary.join_bytes(tokens[-1:])) <= rest:
+        if len(self._vocabulary.join_bytes(tokens[-1:])) <= remaining_count:
             return None
-        return rest
+        return remaining_count
 
     def count_prompt_tokens(self, tokens: np.ndarray) -> int:
         """Return how many of the tokens so far have only bytes of the prompt."""
-        length = self.start
+        length = self.kept_length
         while length < len(tokens) and self.count_healed_bytes(tokens[: length + 1]) is None:
             length += 1
         return length

@@ -12,10 +12,10 @@ from ovspec.sampling.warp import WarpedLogits
 CHOICE_NOISE, DRAFT_NOISE, ACCEPT_NOISE, RESIDUAL_NOISE = range(4)
 
 
-def make_noise(seed: int, sample: int, position: int, vocab: int, purpose: int = CHOICE_NOISE) -> np.ndarray:
-    """Return uniform noise, (vocab,) uint32, a function of its arguments. A smaller ``vocab`` gives a prefix of it."""
+def make_noise(seed: int, sample: int, position: int, vocab_size: int, purpose: int = CHOICE_NOISE) -> np.ndarray:
+    """Return uniform noise, (vocab,) uint32, a function of its arguments. A smaller size gives a prefix of it."""
     generator = np.random.PCG64DXSM(np.random.SeedSequence((seed, sample, position, purpose)))
-    return generator.random_raw((vocab + 1) // 2).view(np.uint32)[:vocab]
+    return generator.random_raw((vocab_size + 1) // 2).view(np.uint32)[:vocab_size]
 
 
 def draw_uniform(seed: int, sample: int, position: int, purpose: int) -> float:
@@ -33,10 +33,10 @@ def draw_token(warped: WarpedLogits, bits: np.ndarray) -> tuple[int, float]:
     """
     if warped.ids is not None:
         bits = bits[warped.ids]
-    top = int(warped.logits.argmax())
-    weights = np.exp(warped.logits - warped.logits[top])
-    time_of_top = -math.log1p(-(float(bits[top]) + 0.5) * 2.0**-32)
-    candidates = np.flatnonzero(bits.astype(np.float32) < weights * np.float32(time_of_top * 2.0**32 * 1.0001))
+    top_index = int(warped.logits.argmax())
+    weights = np.exp(warped.logits - warped.logits[top_index])
+    top_time = -math.log1p(-(float(bits[top_index]) + 0.5) * 2.0**-32)
+    candidates = np.flatnonzero(bits.astype(np.float32) < weights * np.float32(top_time * 2.0**32 * 1.0001))
     times = -np.log1p(-(bits[candidates] + 0.5) * 2.0**-32) / weights[candidates]
     index = int(candidates[times.argmin()])
     token = index if warped.ids is None else int(warped.ids[index])

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 # tokens so far (n,) int64 -> number of them that were in the prompt
-PromptLength = Callable[[np.ndarray], int]
+PromptTokenCounter = Callable[[np.ndarray], int]
 
 
 class LogitBias(Constraint):
@@ -37,20 +37,20 @@ class LogitBias(Constraint):
 class Penalties(Constraint):
     """Applies the repetition, presence and frequency penalties."""
 
-    def __init__(self, params: SamplingParams, prompt_length: PromptLength) -> None:
+    def __init__(self, params: SamplingParams, count_prompt_tokens: PromptTokenCounter) -> None:
         self._params = params
-        self._prompt_length = prompt_length
+        self._count_prompt_tokens = count_prompt_tokens
 
     def process_logits(self, logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         params = self._params
-        generated = tokens[self._prompt_length(tokens) :]
+        generated_ids = tokens[self._count_prompt_tokens(tokens) :]
         logits = logits.copy()
         penalty = params.repetition_penalty
         if penalty is not None and penalty != 1.0:
             token_logits = logits[tokens]
             logits[tokens] = np.where(token_logits < 0, token_logits * penalty, token_logits / penalty)
-        if (params.presence_penalty or params.frequency_penalty) and len(generated):
-            ids, counts = np.unique(generated, return_counts=True)
+        if (params.presence_penalty or params.frequency_penalty) and len(generated_ids):
+            ids, counts = np.unique(generated_ids, return_counts=True)
             logits[ids] -= (params.presence_penalty + float(params.frequency_penalty) * counts).astype(np.float32)
         return logits
 
@@ -101,15 +101,15 @@ def adapt_torch_processor(function: Callable[..., torch.Tensor]) -> LogitsProces
 
 
 class MinTokens(Constraint):
-    """Excludes the ids that end the text until ``count`` tokens are generated."""
+    """Excludes the ids that end the text until ``min_count`` tokens are generated."""
 
-    def __init__(self, count: int, prompt_length: PromptLength, end_ids: frozenset[int]) -> None:
-        self._count = count
-        self._prompt_length = prompt_length
+    def __init__(self, min_count: int, count_prompt_tokens: PromptTokenCounter, end_ids: frozenset[int]) -> None:
+        self._min_count = min_count
+        self._count_prompt_tokens = count_prompt_tokens
         self._end_ids = np.array(sorted(end_ids), dtype=np.int64)
 
     def process_logits(self, logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        if len(tokens) - self._prompt_length(tokens) >= self._count:
+        if len(tokens) - self._count_prompt_tokens(tokens) >= self._min_count:
             return logits
         logits = logits.copy()
         logits[self._end_ids[self._end_ids < len(logits)]] = -np.inf
@@ -118,7 +118,7 @@ class MinTokens(Constraint):
 
 def make_processors(
     params: SamplingParams,
-    prompt_length: PromptLength,
+    count_prompt_tokens: PromptTokenCounter,
     end_ids: frozenset[int],
     functions: Iterable[LogitsProcessor] | None = None,
 ) -> list[Constraint]:
@@ -129,9 +129,9 @@ def make_processors(
     if params.logit_bias:
         processors.append(LogitBias(params.logit_bias))
     if params.penalizes:
-        processors.append(Penalties(params, prompt_length))
+        processors.append(Penalties(params, count_prompt_tokens))
     if params.min_tokens:
-        processors.append(MinTokens(params.min_tokens, prompt_length, end_ids))
+        processors.append(MinTokens(params.min_tokens, count_prompt_tokens, end_ids))
     for function in functions or []:
         if not callable(function):
             raise OvspecError(f"`logits_processors` has {function!r}, which isn't a function.")

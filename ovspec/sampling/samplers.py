@@ -135,11 +135,11 @@ class ComparingSampler:
         tokens = np.concatenate((sequence.tokens, proposed))
         chosen: list[int] = []
         for position in range(len(logits)):
-            before = tokens[: len(sequence) + position]
-            if position and self.constraints.has_ended(before):
+            tokens_before = tokens[: len(sequence) + position]
+            if position and self.constraints.has_ended(tokens_before):
                 break
-            forced = self.constraints.forced_token(before)
-            chosen.append(self.choose_token(logits[position], before) if forced is None else forced)
+            forced = self.constraints.forced_token(tokens_before)
+            chosen.append(self.choose_token(logits[position], tokens_before) if forced is None else forced)
             if position < len(proposed) and chosen[-1] != proposed[position]:
                 break
         return np.array(chosen, dtype=np.int64)
@@ -153,13 +153,13 @@ class GreedySampler(ComparingSampler):
     ) -> np.ndarray:
         if self.constraints.active:
             return super().verify_proposal(logits, sequence, proposed, distributions)
-        choices = logits.argmax(axis=-1)
+        chosen_ids = logits.argmax(axis=-1)
         if len(proposed):
-            differs = choices[:-1] != proposed
-            first = int(differs.argmax())
-            if differs[first]:
-                return choices[: first + 1]
-        return choices
+            differs = chosen_ids[:-1] != proposed
+            first_difference = int(differs.argmax())
+            if differs[first_difference]:
+                return chosen_ids[: first_difference + 1]
+        return chosen_ids
 
     def choose_draft_token(
         self, logits: np.ndarray, tokens: np.ndarray, draft_ids: DraftIds | None = None
@@ -212,8 +212,8 @@ class SharedNoiseSampler(ComparingSampler):
         self, logits: np.ndarray, sequence: Sequence, proposed: np.ndarray, distributions: Distributions = None
     ) -> np.ndarray:
         chosen = super().verify_proposal(logits, sequence, proposed, distributions)
-        end = len(sequence) + len(chosen)
-        self._noise = {position: bits for position, bits in self._noise.items() if position >= end}
+        new_length = len(sequence) + len(chosen)
+        self._noise = {position: bits for position, bits in self._noise.items() if position >= new_length}
         return chosen
 
     def choose_draft_token(
@@ -236,13 +236,13 @@ class SharedNoiseSampler(ComparingSampler):
     def _draw_token(self, logits: np.ndarray, position: int, draft_ids: DraftIds | None = None) -> DraftedToken | None:
         if not logits.max() > -np.inf:
             return None
-        width = draft_ids.target_width if draft_ids else len(logits)
+        vocab_size = draft_ids.target_width if draft_ids else len(logits)
         bits = self._noise.get(position)
-        if bits is None or len(bits) < width:
-            bits = make_noise(self._seed, self._sample, position, width, CHOICE_NOISE)
+        if bits is None or len(bits) < vocab_size:
+            bits = make_noise(self._seed, self._sample, position, vocab_size, CHOICE_NOISE)
             self._noise[position] = bits
         warped = warp_logits(logits, self._params, draft_ids and draft_ids.target_ids)
-        return DraftedToken(*draw_token(warped, bits[:width]))
+        return DraftedToken(*draw_token(warped, bits[:vocab_size]))
 
 
 class RejectionSampler:
@@ -265,21 +265,21 @@ class RejectionSampler:
         self, logits: np.ndarray, sequence: Sequence, proposed: np.ndarray, distributions: Distributions = None
     ) -> np.ndarray:
         tokens = np.concatenate((sequence.tokens, proposed))
-        vocab = logits.shape[1]
+        vocab_size = logits.shape[1]
         chosen: list[int] = []
         for index, token in enumerate(proposed.tolist()):
             position = len(sequence) + index
-            p = self._warp_logits(logits[index], tokens[:position]).probabilities(vocab)
-            q = (distributions[index] if distributions else certain_distribution(token)).probabilities(vocab)
+            p = self._warp_logits(logits[index], tokens[:position]).probabilities(vocab_size)
+            q = (distributions[index] if distributions else certain_distribution(token)).probabilities(vocab_size)
             if draw_uniform(self._seed, self._sample, position, ACCEPT_NOISE) * q[token] >= p[token]:
-                bits = make_noise(self._seed, self._sample, position, vocab, RESIDUAL_NOISE)
+                bits = make_noise(self._seed, self._sample, position, vocab_size, RESIDUAL_NOISE)
                 chosen.append(draw_from_probabilities(residual_probabilities(p, q), bits))
                 break
             chosen.append(token)
             if self.constraints.has_ended(tokens[: position + 1]):
                 break
         else:
-            bits = make_noise(self._seed, self._sample, len(tokens), vocab, CHOICE_NOISE)
+            bits = make_noise(self._seed, self._sample, len(tokens), vocab_size, CHOICE_NOISE)
             chosen.append(draw_token(self._warp_logits(logits[-1], tokens), bits)[0])
         return np.array(chosen, dtype=np.int64)
 

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.json_types import JsonObject
-from ovspec.grammars.json_schema import CompiledSchema, SchemaReading, compile_schema
+from ovspec.grammars.json_schema import CompiledSchema, SchemaOptions, compile_schema
 from ovspec.grammars.json_schema.item_tracks import merge_item_tracks
-from ovspec.grammars.json_schema.parameters import ParameterExpressions
+from ovspec.grammars.json_schema.parameters import ParameterLayout
 from ovspec.grammars.sources import UNIQUE_ITEMS_KEY, check_character_count, check_nesting, find_schema_problem
 from ovspec.params.tool_formats import FORMATS_BY_NAME
 from ovspec.params.tool_formats.layout import SLOT_PATTERNS, ToolFormat
@@ -33,7 +33,7 @@ def write_tools_grammar(source: JsonObject, label: str) -> tuple[str, str]:
 
     Args:
         source: "format": the name of the tool format; "tools": {"name", "parameters"} of those that may be called;
-            "parallel": whether there may be several calls; "reading": fields of ``json_schema.SchemaReading``;
+            "parallel": whether there may be several calls; "reading": fields of ``json_schema.SchemaOptions``;
             "tokens": the tags that are tokens; "header": the text that may follow thinking, "" for white space, null
             without thinking; "other": the grammar of answers without calls, or null for none; "text": the tag in front
             of such an answer.
@@ -44,9 +44,9 @@ def write_tools_grammar(source: JsonObject, label: str) -> tuple[str, str]:
     """
     format = FORMATS_BY_NAME[source["format"]]
     token_names = {f"<mark{index}>": token for index, token in enumerate(source["tokens"])}
-    expressions = make_parameter_expressions(format, token_names)
-    reading = SchemaReading(**source["reading"])
-    schemas = {tool["name"]: compile_arguments(tool, reading, expressions, label) for tool in source["tools"]}
+    parameter_layout = make_parameter_layout(format, token_names)
+    options = SchemaOptions(**source["reading"])
+    schemas = {tool["name"]: compile_arguments(tool, options, parameter_layout, label) for tool in source["tools"]}
     grammar_names = {name: f"tool_{index}" for index, name in enumerate(schemas)}
     lines = [f"start: {' | '.join(list_answers(source, token_names))}"]
     if schemas:
@@ -67,7 +67,7 @@ def write_tools_grammar(source: JsonObject, label: str) -> tuple[str, str]:
     return json.dumps(grammar), " ".join(warnings)
 
 
-def make_parameter_expressions(format: ToolFormat, token_names: dict[str, str]) -> ParameterExpressions | None:
+def make_parameter_layout(format: ToolFormat, token_names: dict[str, str]) -> ParameterLayout | None:
     """Return the texts around arguments that are written one by one; None if they are one JSON object."""
     parameters = format.parameters
     if not parameters:
@@ -76,11 +76,11 @@ def make_parameter_expressions(format: ToolFormat, token_names: dict[str, str]) 
     before_name = write_literal(parameters.open, token_names)
     after_name = write_literal(parameters.middle, token_names)
     ending = split_at_token(parameters.close, token_names)
-    return ParameterExpressions(before_name, after_name, parameters.middle * (not has_token), *ending)
+    return ParameterLayout(before_name, after_name, parameters.middle * (not has_token), *ending)
 
 
 def compile_arguments(
-    tool: JsonObject, reading: SchemaReading, expressions: ParameterExpressions | None, label: str
+    tool: JsonObject, schema_options: SchemaOptions, parameter_layout: ParameterLayout | None, label: str
 ) -> CompiledSchema:
     """Return the grammar of a tool's arguments."""
     label = f"{label}: the schema of {tool['name']}"
@@ -91,10 +91,10 @@ def compile_arguments(
     if schema.setdefault("type", "object") != "object":
         raise OvspecError(f"{label}, at #/type: arguments are an object; set the type to object.")
     has_parameters = schema.get("properties") or schema.get("required") or schema.keys() - SILENT_KEYWORDS
-    if reading.close_objects and not has_parameters:
+    if schema_options.close_objects and not has_parameters:
         schema["additionalProperties"] = False
     try:
-        return compile_schema(schema, find_schema_problem, reading, expressions)
+        return compile_schema(schema, find_schema_problem, schema_options, parameter_layout)
     except OvspecError as error:
         raise OvspecError(f"{label}, at {error}") from None
 

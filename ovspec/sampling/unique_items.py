@@ -9,112 +9,119 @@ import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 
+from ovspec.base.json_types import JsonObject, JsonValue
+from ovspec.grammars.json_schema.item_tracks import ItemTracks
 from ovspec.grammars.json_schema.shapes import search_pattern
 from ovspec.sampling.vocabulary_index import VocabularyIndex
 
-# What may be where in a text: for each number, the alternatives of a value, see ``json_schema.item_tracks``.
-Tracks = list[list[dict[str, Any]]]
 # A token -> (the tokens that a grammar allows after it, the same function for that place).
-Following = Callable[[int], tuple[list[int], "Following"]]
-CLOSERS = re.compile(rb"[\]},\s]")
-MOST_STEPS = 400  # looked ahead for a mask
-FEW = 300  # tokens that are all tried
-TOKEN = re.compile(r"""\s+|"(?:[^"\\]|\\.)*"|-?[0-9][0-9.eE+-]*|[a-z]+|[\[\]{}:,]""", re.DOTALL)
-NUMBER = re.compile(r"-?[0-9][0-9.eE+-]*")
+FollowingIds = Callable[[int], tuple[list[int], "FollowingIds"]]
+ITEM_CLOSERS = re.compile(rb"[\]},\s]")
+MAX_SEARCH_STEPS = 400  # looked ahead for a mask
+MAX_UNFILTERED_IDS = 300  # tokens that are all tried
+JSON_TOKEN = re.compile(r"""\s+|"(?:[^"\\]|\\.)*"|-?[0-9][0-9.eE+-]*|[a-z]+|[\[\]{}:,]""", re.DOTALL)
+JSON_NUMBER = re.compile(r"-?[0-9][0-9.eE+-]*")
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
-    """An item as far as it is written. ``whole``: its finished tokens, written as ``compact`` does; ``tail``: the rest.
+class BegunItem:
+    """An item as far as it is written.
 
-    ``number``: the tail is a number.
+    ``finished``: its finished tokens, written as ``normalize_token`` does; ``open_part``: the rest.
+    ``number``: the rest is a number.
     """
 
-    whole: str
-    tail: str
+    finished: str
+    open_part: str
     number: bool = False
 
     @classmethod
-    def of(cls, item: bytes) -> Begun:
-        text, at, whole = item.decode("utf-8", "replace"), 0, list[str]()
-        while found := TOKEN.match(text, at):
-            if found.end() == len(text) and found[0].strip('[]{}:," \t\r\n') and not found[0].endswith('"'):
+    def from_bytes(cls, item: bytes) -> BegunItem:
+        text = item.decode("utf-8", "replace")
+        offset = 0
+        finished: list[str] = []
+        while match := JSON_TOKEN.match(text, offset):
+            if match.end() == len(text) and match[0].strip('[]{}:," \t\r\n') and not match[0].endswith('"'):
                 break  # a number or a word, which may go on
-            whole.append(compact(found[0]) if found[0].strip() else "")
-            at = found.end()
-        tail = text[at:]
+            finished.append(normalize_token(match[0]) if match[0].strip() else "")
+            offset = match.end()
+        tail = text[offset:]
         if tail.startswith('"'):
-            return cls("".join(whole), open_text(tail))
+            return cls("".join(finished), normalize_open(tail))
         number = tail[:1] == "-" or tail[:1].isdigit()
         # All that follows a 0 with an exponent is 0.
         zero = number and "e" in tail.lower() and not tail.lower().partition("e")[0].strip("-0.")
-        return cls("".join(whole), "0e" if zero else tail, number)
+        return cls("".join(finished), "0e" if zero else tail, number)
 
-    def begins(self, text: str) -> bool:
+    def may_become(self, text: str) -> bool:
         """Return whether ``text``, a whole item, is like this one so far."""
-        if not text.startswith(self.whole):
+        if not text.startswith(self.finished):
             return False
-        rest = text[len(self.whole) :]
-        if rest.startswith(self.tail) or not self.number:
-            return rest.startswith(self.tail)
-        other, mine = NUMBER.match(rest), re.sub(r"\.?([eE][+-]?)?$", "", self.tail)
-        return other is not None and compact("0" if mine == "-" else mine) == other[0]
+        rest = text[len(self.finished) :]
+        if rest.startswith(self.open_part) or not self.number:
+            return rest.startswith(self.open_part)
+        number = JSON_NUMBER.match(rest)
+        digits = re.sub(r"\.?([eE][+-]?)?$", "", self.open_part)
+        return number is not None and normalize_token("0" if digits == "-" else digits) == number[0]
 
 
-def open_text(begun: str) -> str:
-    """Return a string that hasn't ended, as ``compact`` writes it."""
+def normalize_open(begun: str) -> str:
+    """Return a string that hasn't ended, as ``normalize_token`` writes it."""
     begun = re.sub(r"\\(u[0-9a-fA-F]{0,3})?$", "", begun) if not begun.endswith("\\\\") else begun
-    return compact(begun + '"')[:-1]
+    return normalize_token(begun + '"')[:-1]
 
 
-def compact(token: str) -> str:
+def normalize_token(token: str) -> str:
     """Return a token of JSON in the one spelling of its value."""
     try:
-        return json.dumps(normal(json.loads(token, strict=False)), ensure_ascii=False)
+        return json.dumps(unify_numbers(json.loads(token, strict=False)), ensure_ascii=False)
     except ValueError:  # a bracket, a comma or a colon
         return token
 
 
 @dataclass
-class Search:
-    """A search for a way on from some tokens. ``known``: whether a begun item leads nowhere."""
+class RepeatSearch:
+    """A search for a way on from some tokens. ``dead_ends``: whether a begun item leads nowhere."""
 
-    left: int = MOST_STEPS
-    known: dict[Begun, bool] = field(default_factory=dict)
+    steps_left: int = MAX_SEARCH_STEPS
+    dead_ends: dict[BegunItem, bool] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class Open:
+class OpenContainer:
     """An array or object that has begun.
 
-    ``seen``: the items so far, if they must differ; ``texts``: as ``compact`` writes their tokens. ``start``: where the
-    current item begins in the text.
-    ``numbers``: the tracks of the whole; ``inner``: those of the current item or property.
+    ``earlier_items``: the items so far, if they must differ; ``earlier_texts``: as ``normalize_token`` writes their
+    tokens. ``item_start``: where the current item begins in the text. ``track_numbers``: the tracks of the whole;
+    ``item_tracks``: those of the current item or property.
     """
 
-    array: bool
-    numbers: tuple[int, ...]
-    seen: frozenset[str] | None = None
-    texts: tuple[str, ...] = ()
-    index: int = 0
-    start: int = -1
-    inner: tuple[int, ...] = ()
+    is_array: bool
+    track_numbers: tuple[int, ...]
+    earlier_items: frozenset[str] | None = None
+    earlier_texts: tuple[str, ...] = ()
+    item_index: int = 0
+    item_start: int = -1
+    item_tracks: tuple[int, ...] = ()
+
+    def begun_item(self, cursor: JsonCursor) -> BegunItem:
+        """Return the current item as far as it is written at ``cursor``."""
+        return BegunItem.from_bytes(cursor.text[self.item_start :] if self.item_start >= 0 else b"")
 
 
 @dataclass(frozen=True, slots=True)
 class JsonCursor:
-    """A place in a JSON text. ``within``: "string", "escape" (in a string), "scalar" or "" between tokens."""
+    """A place in a JSON text. ``token_kind``: "string", "escape" (in a string), "scalar" or "" between tokens."""
 
     text: bytes = b""
-    opened: tuple[Open, ...] = ()
-    within: str = ""
-    key: bool = False  # the string is, or the next one will be, the name of a property
-    begun: int = 0  # where the string or scalar begins
-    skip: int = 0  # bytes before the JSON text
+    containers: tuple[OpenContainer, ...] = ()
+    token_kind: str = ""
+    expects_key: bool = False  # the string is, or the next one will be, the name of a property
+    token_start: int = 0  # where the string or scalar begins
+    skipped_bytes: int = 0  # bytes before the JSON text
 
 
 class UniqueItems:
@@ -125,187 +132,213 @@ class UniqueItems:
         vocabulary: the bytes that each token id adds to a text.
     """
 
-    def __init__(self, tracks: Tracks, vocabulary: Sequence[bytes | None]) -> None:
-        self._tracks, self._vocabulary, self._tokens = tracks, vocabulary, VocabularyIndex(vocabulary)
-        known = [(text, i) for i, text in enumerate(vocabulary) if text]
-        self._closing = [i for text, i in known if CLOSERS.search(text) or text.count(b'"') > 1]
-        self._quoting = [i for text, i in known if b'"' in text]
-        self._numeric = [i for text, i in known if not text.strip(b"0123456789.eE+-")]
-        self._zeros = [i for text, i in known if not text.strip(b"0.eE+-")]
+    def __init__(self, tracks: ItemTracks, vocabulary: Sequence[bytes | None]) -> None:
+        self._tracks = tracks
+        self._vocabulary = vocabulary
+        self._vocabulary_index = VocabularyIndex(vocabulary)
+        token_bytes = [(text, i) for i, text in enumerate(vocabulary) if text]
+        self._closing_ids = [i for text, i in token_bytes if ITEM_CLOSERS.search(text) or text.count(b'"') > 1]
+        self._quoting_ids = [i for text, i in token_bytes if b'"' in text]
+        self._numeric_ids = [i for text, i in token_bytes if not text.strip(b"0123456789.eE+-")]
+        self._zero_ids = [i for text, i in token_bytes if not text.strip(b"0.eE+-")]
 
-    def after(self, cursor: JsonCursor, token: int) -> JsonCursor | None:
+    def advance(self, cursor: JsonCursor, token: int) -> JsonCursor | None:
         """Return ``cursor`` with ``token`` behind it; None if that completes an item that is there already."""
-        text = self._vocabulary[token] if token < len(self._vocabulary) else None
+        added_bytes = self._vocabulary[token] if token < len(self._vocabulary) else None
         try:
-            return self.follow(cursor, text) if text else cursor
+            return self.follow_bytes(cursor, added_bytes) if added_bytes else cursor
         except ValueError:  # not JSON, which the grammar sees to
             return cursor
 
-    def forbidden(self, cursor: JsonCursor, tokens: Iterable[int], following: Following) -> list[int]:
+    def find_forbidden_ids(self, cursor: JsonCursor, tokens: Iterable[int], find_following: FollowingIds) -> list[int]:
         """Return those of ``tokens`` after which an item would be, or could only become, one that is there already.
 
         Args:
-            tokens: ids that the grammar allows; only those that ``suspects`` returns can be forbidden.
-            following: returns (what is allowed after a token, itself for that place), as the grammar says.
+            tokens: ids that the grammar allows; only those that ``find_suspect_ids`` returns can be forbidden.
+            find_following: returns (what is allowed after a token, itself for that place), as the grammar says.
         """
-        search = Search()
-        return [token for token in tokens if self._leads_nowhere(cursor, token, following, search)]
+        search = RepeatSearch()
+        return [token for token in tokens if self._leads_nowhere(cursor, token, find_following, search)]
 
-    def suspects(self, cursor: JsonCursor, allowed: np.ndarray) -> list[int]:
-        """Return those of the ``allowed`` ids (n,) that might repeat an item, or begin one like an earlier item."""
-        begun = [each for each in cursor.opened if each.seen]
-        if not begun:
+    def find_suspect_ids(self, cursor: JsonCursor, allowed_ids: np.ndarray) -> list[int]:
+        """Return those of the ``allowed_ids`` (n,) that might repeat an item, or begin one like an earlier item."""
+        containers = [container for container in cursor.containers if container.earlier_items]
+        if not containers:
             return []
-        if len(allowed) <= FEW:
-            return allowed.tolist()
-        found = set(self._quoting if cursor.within == "string" else self._closing)
-        for each in begun:
-            item = Begun.of(cursor.text[each.start :] if each.start >= 0 else b"")
-            if "e" in item.tail.lower() and item.number:
-                found.update(self._numeric)
-            found.update(self._zeros)
-            for text in each.texts:
-                if item.begins(text):
-                    found.update(self._tokens.ids_of_prefixes(text[len(item.whole) + len(item.tail) :].encode()))
-        return [token for token in allowed.tolist() if token in found]
+        if len(allowed_ids) <= MAX_UNFILTERED_IDS:
+            return allowed_ids.tolist()
+        suspect_ids = set(self._quoting_ids if cursor.token_kind == "string" else self._closing_ids)
+        for container in containers:
+            item = container.begun_item(cursor)
+            if "e" in item.open_part.lower() and item.number:
+                suspect_ids.update(self._numeric_ids)
+            suspect_ids.update(self._zero_ids)
+            for text in container.earlier_texts:
+                if item.may_become(text):
+                    rest = text[len(item.finished) + len(item.open_part) :].encode()
+                    suspect_ids.update(self._vocabulary_index.ids_of_prefixes(rest))
+        return [token for token in allowed_ids.tolist() if token in suspect_ids]
 
-    def _leads_nowhere(self, cursor: JsonCursor, token: int, following: Following, search: Search) -> bool:
-        after = self.after(cursor, token)
-        if after is None:
+    def _leads_nowhere(
+        self, cursor: JsonCursor, token: int, find_following: FollowingIds, search: RepeatSearch
+    ) -> bool:
+        next_cursor = self.advance(cursor, token)
+        if next_cursor is None:
             return True
-        state = self._resembling(after)
-        if state is None:
+        repeated_item = self._find_repeated_item(next_cursor)
+        if repeated_item is None:
             return False
-        if state not in search.known:
-            if not search.left:
+        if repeated_item not in search.dead_ends:
+            if not search.steps_left:
                 return False
-            search.left -= 1
-            search.known[state] = True  # what leads only back to itself leads nowhere
-            tokens, further = following(token)
+            search.steps_left -= 1
+            search.dead_ends[repeated_item] = True  # what leads only back to itself leads nowhere
+            following_ids, find_next = find_following(token)
             # White space can't lead where nothing else does.
-            tokens = [each for each in tokens if (self._vocabulary[each] or b"x").strip()]
-            search.known[state] = bool(tokens) and all(
-                self._leads_nowhere(after, each, further, search) for each in tokens
+            following_ids = [token_id for token_id in following_ids if (self._vocabulary[token_id] or b"x").strip()]
+            search.dead_ends[repeated_item] = bool(following_ids) and all(
+                self._leads_nowhere(next_cursor, token_id, find_next, search) for token_id in following_ids
             )
-        return search.known[state]
+        return search.dead_ends[repeated_item]
 
-    def _resembling(self, cursor: JsonCursor) -> Begun | None:
+    def _find_repeated_item(self, cursor: JsonCursor) -> BegunItem | None:
         """Return the item that has begun, or must follow, if it is like an earlier one so far."""
-        for each in cursor.opened:
-            if each.seen and (each.start >= 0 or cursor.text.rstrip().endswith(b",")):
-                item = Begun.of(cursor.text[each.start :] if each.start >= 0 else b"")
-                if any(item.begins(text) for text in each.texts):
+        for container in cursor.containers:
+            if container.earlier_items and (container.item_start >= 0 or cursor.text.rstrip().endswith(b",")):
+                item = container.begun_item(cursor)
+                if any(item.may_become(text) for text in container.earlier_texts):
                     return item
         return None
 
-    def follow(self, cursor: JsonCursor, more: bytes) -> JsonCursor | None:
-        """Return ``cursor`` with ``more`` behind it; None if that completes an item that is there already."""
-        skipped = min(cursor.skip, len(more))
-        walk = Walk(self._tracks, cursor, more[skipped:])
-        if not all(map(walk.read, range(len(cursor.text), len(walk.text)))):
+    def follow_bytes(self, cursor: JsonCursor, added_bytes: bytes) -> JsonCursor | None:
+        """Return ``cursor`` with ``added_bytes`` behind it; None if that completes an item that is there already."""
+        skipped_now = min(cursor.skipped_bytes, len(added_bytes))
+        walk = JsonWalk(self._tracks, cursor, added_bytes[skipped_now:])
+        if not all(map(walk.read_byte, range(len(cursor.text), len(walk.text)))):
             return None
-        skip = cursor.skip - skipped
-        return JsonCursor(walk.text, tuple(walk.opened), walk.within, walk.key, walk.begun, skip)
+        unskipped = cursor.skipped_bytes - skipped_now
+        return JsonCursor(
+            walk.text, tuple(walk.containers), walk.token_kind, walk.expects_key, walk.token_start, unskipped
+        )
 
 
-class Walk:
-    """Reads the bytes of ``more`` behind a text; its fields are those of ``JsonCursor``."""
+class JsonWalk:
+    """Reads the bytes of ``added_bytes`` behind a text; its fields are those of ``JsonCursor``."""
 
-    def __init__(self, tracks: Tracks, cursor: JsonCursor, more: bytes) -> None:
+    def __init__(self, tracks: ItemTracks, cursor: JsonCursor, added_bytes: bytes) -> None:
         self._tracks = tracks
-        self.text, self.opened = cursor.text + more, list(cursor.opened)
-        self.within, self.key, self.begun = cursor.within, cursor.key, cursor.begun
+        self.text = cursor.text + added_bytes
+        self.containers = list(cursor.containers)
+        self.token_kind = cursor.token_kind
+        self.expects_key = cursor.expects_key
+        self.token_start = cursor.token_start
 
-    def read(self, at: int) -> bool:
-        """Read the byte at ``at``; return False if it completes an item that is there already."""
-        byte = self.text[at : at + 1]
-        if self.within == "escape":
-            self.within = "string"
+    def read_byte(self, offset: int) -> bool:
+        """Read the byte at ``offset``; return False if it completes an item that is there already."""
+        byte = self.text[offset : offset + 1]
+        if self.token_kind == "escape":
+            self.token_kind = "string"
             return True
-        if self.within == "string":
-            return self._read_in_string(byte, at)
-        if self.within == "scalar":
+        if self.token_kind == "string":
+            return self._read_in_string(byte, offset)
+        if self.token_kind == "scalar":
             if byte not in b",]} \n\t\r{[":
                 return True
-            self.within = ""
-            if not self._complete(at):
+            self.token_kind = ""
+            if not self._end_value(offset):
                 return False
-        return self._read_between(byte, at)
+        return self._read_between_tokens(byte, offset)
 
-    def _read_in_string(self, byte: bytes, at: int) -> bool:
+    def _read_in_string(self, byte: bytes, offset: int) -> bool:
         if byte == b"\\":
-            self.within = "escape"
+            self.token_kind = "escape"
         elif byte == b'"':
-            self.within = ""
-            if not self.key:
-                return self._complete(at + 1)
-            self._name(json.loads(self.text[self.begun : at + 1], strict=False))
-            self.key = False
+            self.token_kind = ""
+            if not self.expects_key:
+                return self._end_value(offset + 1)
+            self._begin_property(json.loads(self.text[self.token_start : offset + 1], strict=False))
+            self.expects_key = False
         return True
 
-    def _read_between(self, byte: bytes, at: int) -> bool:
+    def _read_between_tokens(self, byte: bytes, offset: int) -> bool:
         if byte == b",":
-            self.key = bool(self.opened) and not self.opened[-1].array
+            self.expects_key = bool(self.containers) and not self.containers[-1].is_array
         elif byte in b"]}":
-            if self.opened:
-                self.opened.pop()
-            return self._complete(at + 1)
+            if self.containers:
+                self.containers.pop()
+            return self._end_value(offset + 1)
         elif byte not in b" \n\t\r:":
-            self._begin(byte, at)
+            self._begin_value(byte, offset)
         return True
 
-    def _begin(self, byte: bytes, at: int) -> None:
+    def _begin_value(self, byte: bytes, offset: int) -> None:
         """Note that a string, a number, a word, an array or an object begins."""
-        if not self.key and self.opened and self.opened[-1].array and self.opened[-1].start < 0:
-            around = self.opened[-1]
-            inner = {
-                each["prefix"][around.index] if around.index < len(each["prefix"]) else each["items"]
-                for each in self._alternatives(around)
-                if "items" in each
+        if (
+            not self.expects_key
+            and self.containers
+            and self.containers[-1].is_array
+            and self.containers[-1].item_start < 0
+        ):
+            container = self.containers[-1]
+            item_tracks = {
+                track["prefix"][container.item_index] if container.item_index < len(track["prefix"]) else track["items"]
+                for track in self._tracks_of(container)
+                if "items" in track
             }
-            self.opened[-1] = replace(around, start=at, inner=tuple(sorted(inner)))
-        self.begun, self.within = at, "string" if byte == b'"' else "scalar"
+            self.containers[-1] = replace(container, item_start=offset, item_tracks=tuple(sorted(item_tracks)))
+        self.token_start = offset
+        self.token_kind = "string" if byte == b'"' else "scalar"
         if byte in b"[{":
-            self.within, self.key = "", byte == b"{"
-            numbers = self.opened[-1].inner if self.opened else (0,)
-            unique = byte == b"[" and any(each.get("unique") for n in numbers for each in self._tracks[n])
-            self.opened.append(Open(byte == b"[", numbers, frozenset() if unique else None))
+            self.token_kind = ""
+            self.expects_key = byte == b"{"
+            track_numbers = self.containers[-1].item_tracks if self.containers else (0,)
+            is_unique = byte == b"[" and any(
+                track.get("unique") for number in track_numbers for track in self._tracks[number]
+            )
+            self.containers.append(OpenContainer(byte == b"[", track_numbers, frozenset() if is_unique else None))
 
-    def _name(self, name: str) -> None:
+    def _begin_property(self, name: str) -> None:
         """Note which property's value follows."""
-        inner = set[int]()
-        for each in self._alternatives(self.opened[-1]):
-            if "rest" in each:
-                matching = [number for pattern, number in each["patterns"] if search_pattern(pattern, name)]
-                inner |= {each["properties"][name]} if name in each["properties"] else {*matching, each["rest"]}
-        self.opened[-1] = replace(self.opened[-1], inner=tuple(sorted(inner)))
+        item_tracks = set[int]()
+        for track in self._tracks_of(self.containers[-1]):
+            if "rest" in track:
+                matching = [number for pattern, number in track["patterns"] if search_pattern(pattern, name)]
+                item_tracks |= (
+                    {track["properties"][name]} if name in track["properties"] else {*matching, track["rest"]}
+                )
+        self.containers[-1] = replace(self.containers[-1], item_tracks=tuple(sorted(item_tracks)))
 
-    def _alternatives(self, opened: Open) -> Iterable[dict[str, Any]]:
-        return (each for number in opened.numbers for each in self._tracks[number])
+    def _tracks_of(self, container: OpenContainer) -> Iterable[JsonObject]:
+        return (track for number in container.track_numbers for track in self._tracks[number])
 
-    def _complete(self, end: int) -> bool:
+    def _end_value(self, end: int) -> bool:
         """Note that a value has ended before ``end``; return False if it is in the array around it already."""
-        if not self.opened or not self.opened[-1].array:
+        if not self.containers or not self.containers[-1].is_array:
             return True
-        around = self.opened[-1]
-        after = replace(around, index=around.index + 1, start=-1)
-        if around.seen is not None:
-            text = self.text[around.start : end]
+        container = self.containers[-1]
+        changed = replace(container, item_index=container.item_index + 1, item_start=-1)
+        if container.earlier_items is not None:
+            item_text = self.text[container.item_start : end]
             # The same for equal values, as JSON Schema compares them.
-            item = json.dumps(normal(json.loads(text, strict=False)), sort_keys=True, ensure_ascii=False)
-            if item in around.seen:
+            item_json = json.dumps(
+                unify_numbers(json.loads(item_text, strict=False)), sort_keys=True, ensure_ascii=False
+            )
+            if item_json in container.earlier_items:
                 return False
-            tokens = TOKEN.findall(text.decode("utf-8", "replace"))
-            texts = (*around.texts, "".join(compact(token) for token in tokens if token.strip()))
-            after = replace(after, seen=around.seen | {item}, texts=texts)
-        self.opened[-1] = after
+            tokens = JSON_TOKEN.findall(item_text.decode("utf-8", "replace"))
+            earlier_texts = (
+                *container.earlier_texts,
+                "".join(normalize_token(token) for token in tokens if token.strip()),
+            )
+            changed = replace(changed, earlier_items=container.earlier_items | {item_json}, earlier_texts=earlier_texts)
+        self.containers[-1] = changed
         return True
 
 
-def normal(value: Any) -> Any:
+def unify_numbers(value: JsonValue) -> JsonValue:
     """Return a value of JSON with integers instead of equal fractions."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, list):
-        return [normal(each) for each in value]
-    return {name: normal(each) for name, each in value.items()} if isinstance(value, dict) else value
+        return [unify_numbers(item) for item in value]
+    return {name: unify_numbers(member) for name, member in value.items()} if isinstance(value, dict) else value

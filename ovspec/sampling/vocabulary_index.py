@@ -17,14 +17,14 @@ class VocabularyIndex:
         self.vocabulary = vocabulary
         self.size = len(vocabulary)
         sorted_tokens = sorted((token, token_id) for token_id, token in enumerate(vocabulary) if token)
-        self._bytes = [token for token, _ in sorted_tokens]
-        self._ids = [token_id for _, token_id in sorted_tokens]
-        self.max_length = max(map(len, self._bytes), default=0)
+        self._sorted_bytes = [token for token, _ in sorted_tokens]
+        self._sorted_ids = [token_id for _, token_id in sorted_tokens]
+        self.max_length = max(map(len, self._sorted_bytes), default=0)
 
     def has_longer(self, prefix: bytes) -> bool:
         """Return whether a token is longer than ``prefix`` and begins with it."""
-        index = bisect.bisect_right(self._bytes, prefix)
-        return index < len(self._bytes) and self._bytes[index].startswith(prefix)
+        next_index = bisect.bisect_right(self._sorted_bytes, prefix)
+        return next_index < len(self._sorted_bytes) and self._sorted_bytes[next_index].startswith(prefix)
 
     def ids_compatible_with(self, text: bytes) -> list[int]:
         """Return the ids of the tokens that ``text`` begins with, and of the tokens that begin with ``text``."""
@@ -32,37 +32,37 @@ class VocabularyIndex:
 
     def ids_of_prefixes(self, text: bytes) -> list[int]:
         """Return the ids of the tokens that ``text`` begins with."""
-        ids: list[int] = []
+        prefix_ids: list[int] = []
         for length in range(1, len(text) + 1):
-            first = bisect.bisect_left(self._bytes, text[:length])
-            if first == len(self._bytes) or not self._bytes[first].startswith(text[:length]):
+            first = bisect.bisect_left(self._sorted_bytes, text[:length])
+            if first == len(self._sorted_bytes) or not self._sorted_bytes[first].startswith(text[:length]):
                 break  # no token begins with this or more
-            ids += self._ids[first : bisect.bisect_right(self._bytes, text[:length])]
-        return ids
+            prefix_ids += self._sorted_ids[first : bisect.bisect_right(self._sorted_bytes, text[:length])]
+        return prefix_ids
 
     def ids_with_prefix(self, text: bytes) -> list[int]:
         """Return the ids of the tokens that begin with ``text``."""
-        first = bisect.bisect_left(self._bytes, text)
+        first = bisect.bisect_left(self._sorted_bytes, text)
         # They are adjacent, and all of them are shorter than this many 0xFF.
-        last = bisect.bisect_left(self._bytes, text + b"\xff" * (self.max_length + 1))
-        return self._ids[first:last]
+        last = bisect.bisect_left(self._sorted_bytes, text + b"\xff" * (self.max_length + 1))
+        return self._sorted_ids[first:last]
 
     def ids_containing(self, text: bytes) -> list[int]:
         """Return the ids of the tokens that contain ``text``, which is UTF-8."""
-        joined, starts = self._joined_tokens
-        ids: list[int] = []
-        position = joined.find(text)
+        joined_bytes, starts = self._joined_tokens
+        containing_ids: list[int] = []
+        position = joined_bytes.find(text)
         while position >= 0:
-            index = bisect.bisect_right(starts, position) - 1
-            ids.append(self._ids[index])
-            position = joined.find(text, starts[index + 1])
-        return ids
+            token_index = bisect.bisect_right(starts, position) - 1
+            containing_ids.append(self._sorted_ids[token_index])
+            position = joined_bytes.find(text, starts[token_index + 1])
+        return containing_ids
 
     @functools.cached_property
     def _joined_tokens(self) -> tuple[bytes, list[int]]:
         """All tokens with 0xFF between them, which UTF-8 never has, and their starts; the last entry is the length."""
-        lengths = (len(token) + 1 for token in self._bytes)
-        return b"\xff".join([*self._bytes, b""]), list(itertools.accumulate(lengths, initial=0))
+        lengths = (len(token) + 1 for token in self._sorted_bytes)
+        return b"\xff".join([*self._sorted_bytes, b""]), list(itertools.accumulate(lengths, initial=0))
 
     def added_bytes(self, token: int) -> bytes:
         """Return the bytes that ``token`` adds to a text; empty if it adds none."""
@@ -70,5 +70,5 @@ class VocabularyIndex:
 
     def join_bytes(self, tokens: np.ndarray) -> bytes:
         """Return the bytes that ``tokens``, (n,), add to a text."""
-        known = (int(token) for token in tokens if token < self.size)
-        return b"".join([self.vocabulary[token] or b"" for token in known])
+        known_ids = (int(token) for token in tokens if token < self.size)
+        return b"".join([self.vocabulary[token] or b"" for token in known_ids])

@@ -14,8 +14,8 @@ import numpy as np
 from ovspec.base.errors import OvspecError
 from ovspec.params import SamplingParams
 
-TOP_P_RARE = 1e-3  # tokens less likely than this part of the most likely token's probability rarely matter for top-p
-PEAK_BLOCK = 128  # size of blocks in the search for the largest logits
+RARE_SHARE = 1e-3  # tokens less likely than this part of the most likely token's probability rarely matter for top-p
+MAXIMA_BLOCK_SIZE = 128  # size of blocks in the search for the largest logits
 NO_TOKEN_LEFT = "No token may follow: all are banned, or the model's logits are not numbers."
 
 
@@ -25,14 +25,14 @@ class WarpedLogits(NamedTuple):
     ids: np.ndarray | None
     logits: np.ndarray
 
-    def probabilities(self, vocab: int) -> np.ndarray:
+    def probabilities(self, vocab_size: int) -> np.ndarray:
         """Return the probabilities, (vocab,) float64."""
         remaining_probabilities = softmax(self.logits.astype(np.float64))
-        if self.ids is None and len(remaining_probabilities) == vocab:
+        if self.ids is None and len(remaining_probabilities) == vocab_size:
             return remaining_probabilities
         ids = np.arange(len(remaining_probabilities)) if self.ids is None else self.ids
-        probabilities = np.zeros(vocab)
-        probabilities[ids[ids < vocab]] = remaining_probabilities[ids < vocab]
+        probabilities = np.zeros(vocab_size)
+        probabilities[ids[ids < vocab_size]] = remaining_probabilities[ids < vocab_size]
         return probabilities
 
 
@@ -46,10 +46,10 @@ def warp_logits(logits: np.ndarray, params: SamplingParams, ids: np.ndarray | No
 
     The vocabulary is never sorted as a whole. Raises OvspecError if no token is left.
     """
-    largest = logits.max()
-    if not np.isfinite(largest):
+    max_logit = logits.max()
+    if not np.isfinite(max_logit):
         raise OvspecError(NO_TOKEN_LEFT)
-    logits = (logits - largest) * np.float32(1 / max(params.temperature, 1e-30))  # the largest is 0
+    logits = (logits - max_logit) * np.float32(1 / max(params.temperature, 1e-30))  # the largest is 0
     if not params.truncating_options:
         return WarpedLogits(ids, logits)
     if 0 < params.top_k < len(logits):
@@ -57,13 +57,13 @@ def warp_logits(logits: np.ndarray, params: SamplingParams, ids: np.ndarray | No
     if params.top_p < 1:
         weights = np.exp(logits)
         total_weight = float(weights.sum(dtype=np.float64))
-        likely_positions = np.flatnonzero(weights >= TOP_P_RARE)
+        likely_positions = np.flatnonzero(weights >= RARE_SHARE)
         if weights[likely_positions].sum(dtype=np.float64) < params.top_p * total_weight:
             # All tokens below this threshold together have no more than the share 1 - top_p.
             likely_positions = np.flatnonzero(weights >= (1 - params.top_p) * total_weight / len(weights))
         ids, logits = select_positions(ids, logits, likely_positions)
-        likeliest = smallest_up_to_weight(-logits, weights[likely_positions], params.top_p * total_weight)
-        ids, logits = select_positions(ids, logits, likeliest)
+        likeliest_positions = smallest_up_to_weight(-logits, weights[likely_positions], params.top_p * total_weight)
+        ids, logits = select_positions(ids, logits, likeliest_positions)
     if params.min_p > 0:
         ids, logits = select_positions(ids, logits, np.flatnonzero(logits >= np.float32(math.log(params.min_p))))
     if params.typical_p < 1:
@@ -75,8 +75,8 @@ def warp_logits(logits: np.ndarray, params: SamplingParams, ids: np.ndarray | No
         information = np.float32(math.log(total_weight)) - logits  # in nats
         entropy = float((weights * information).sum(dtype=np.float64)) / total_weight
         surprise = np.abs(information - np.float32(entropy))
-        typical = smallest_up_to_weight(surprise, weights, params.typical_p * total_weight)
-        ids, logits = select_positions(ids, logits, typical)
+        typical_positions = smallest_up_to_weight(surprise, weights, params.typical_p * total_weight)
+        ids, logits = select_positions(ids, logits, typical_positions)
     return WarpedLogits(ids, logits)
 
 
@@ -87,40 +87,40 @@ def select_positions(
     return positions if ids is None else ids[positions], logits[positions]
 
 
-def smallest_up_to_weight(keys: np.ndarray, weights: np.ndarray, limit: float) -> np.ndarray:
-    """Return indices of the smallest ``keys`` (n,) whose ``weights`` (n,) sum to ``limit``; equal keys stay together.
+def smallest_up_to_weight(keys: np.ndarray, weights: np.ndarray, weight_limit: float) -> np.ndarray:
+    """Return indices of the smallest ``keys`` (n,) whose ``weights`` (n,) sum to ``weight_limit``; ties stay.
 
     If there are many keys, only those in the bucket where the limit is reached are sorted.
     """
-    members = np.arange(len(keys))
+    bucket_members = np.arange(len(keys))
     weight_before = 0.0
     if len(keys) > 2048:
         low = float(keys.min())
         high = float(keys.max())
         buckets = ((keys - np.float32(low)) * np.float32(2047 / max(high - low, 1e-9))).astype(np.int32)
-        sums = np.cumsum(np.bincount(buckets, weights, 2049))
-        reached_bucket = min(int(np.searchsorted(sums, limit)), int(buckets.max()))
-        members = np.flatnonzero(buckets == reached_bucket)
-        weight_before = float(sums[reached_bucket - 1]) if reached_bucket else 0.0
-        if not len(members):  # by rounding, the limit is the sum of all weights
+        weight_sums = np.cumsum(np.bincount(buckets, weights, 2049))
+        reached_bucket = min(int(np.searchsorted(weight_sums, weight_limit)), int(buckets.max()))
+        bucket_members = np.flatnonzero(buckets == reached_bucket)
+        weight_before = float(weight_sums[reached_bucket - 1]) if reached_bucket else 0.0
+        if not len(bucket_members):  # by rounding, the limit is the sum of all weights
             return np.arange(len(keys))
-    order = members[np.argsort(keys[members], kind="stable")]
-    sums = weight_before + np.cumsum(weights[order], dtype=np.float64)
-    last = min(int(np.searchsorted(sums, limit)), len(order) - 1)
-    return np.flatnonzero(keys <= keys[order[last]])
+    ordered_members = bucket_members[np.argsort(keys[bucket_members], kind="stable")]
+    weight_sums = weight_before + np.cumsum(weights[ordered_members], dtype=np.float64)
+    last_rank = min(int(np.searchsorted(weight_sums, weight_limit)), len(ordered_members) - 1)
+    return np.flatnonzero(keys <= keys[ordered_members[last_rank]])
 
 
 def largest_ids(logits: np.ndarray, count: int) -> np.ndarray:
     """Return the ids of the ``count`` largest ``logits`` (vocab,), and of any that tie with the smallest of these."""
-    blocked_length = len(logits) // PEAK_BLOCK * PEAK_BLOCK
-    if blocked_length // PEAK_BLOCK > 2 * count:
+    blocked_length = len(logits) // MAXIMA_BLOCK_SIZE * MAXIMA_BLOCK_SIZE
+    if blocked_length // MAXIMA_BLOCK_SIZE > 2 * count:
         # The count-th largest block maximum is at most the count-th largest logit.
-        block_maxima = logits[:blocked_length].reshape(-1, PEAK_BLOCK).max(axis=1)
-        ids = np.flatnonzero(logits >= np.partition(block_maxima, len(block_maxima) - count)[-count])
+        block_maxima = logits[:blocked_length].reshape(-1, MAXIMA_BLOCK_SIZE).max(axis=1)
+        candidate_ids = np.flatnonzero(logits >= np.partition(block_maxima, len(block_maxima) - count)[-count])
     else:
-        ids = np.arange(len(logits))
-    candidates = logits[ids]
-    return ids[candidates >= np.partition(candidates, len(candidates) - count)[-count]]
+        candidate_ids = np.arange(len(logits))
+    candidate_logits = logits[candidate_ids]
+    return candidate_ids[candidate_logits >= np.partition(candidate_logits, len(candidate_logits) - count)[-count]]
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:

@@ -98,18 +98,18 @@ class CompiledModel:
             return PagedDecoder(self.ir, vocabulary, rule, blocks)
         return make_stateful_decoder(self.ir, self.rollback, vocabulary, rule)
 
-    def share_blocks(self, most_tokens: float) -> None:
+    def share_blocks(self, max_cached_tokens: float) -> None:
         """Make blocks for decoders to share, if the engine has any; blocks of ended texts are kept for their prefixes.
 
-        Kept blocks are evicted once ``most_tokens`` are cached.
+        Kept blocks are evicted once ``max_cached_tokens`` are cached.
         """
         if self.engine == "paged":
-            self.shared_blocks = BlockTensors(self.ir, most_tokens)
+            self.shared_blocks = BlockTensors(self.ir, max_cached_tokens)
 
-    def limit_cached_tokens(self, most_tokens: float) -> None:
-        """Evict kept blocks once ``most_tokens`` are cached."""
+    def limit_cached_tokens(self, max_cached_tokens: float) -> None:
+        """Evict kept blocks once ``max_cached_tokens`` are cached."""
         if self.shared_blocks:
-            self.shared_blocks.limit_cached_tokens(most_tokens)
+            self.shared_blocks.limit_cached_tokens(max_cached_tokens)
 
     @property
     def keeps_prefixes(self) -> bool:
@@ -156,8 +156,8 @@ class CompiledModel:
     def adopt_exactness(self, exactness: Exactness) -> None:
         """Feed tokens by the rule that probing found; without one, as fast arithmetic does."""
         if not exactness.rule:
-            differing = f"{exactness.differing} of {exactness.positions} probed positions differ"
-            self.arithmetic_note = f"fast, not exact here ({differing})"
+            differing_text = f"{exactness.differing} of {exactness.positions} probed positions differ"
+            self.arithmetic_note = f"fast, not exact here ({differing_text})"
             return
         self.rule = exactness.rule
         self.arithmetic_note = "exact"
@@ -205,7 +205,7 @@ def load_compiled_model(
         reason = check.reason
     check_stateful_kv_precision(folder, options, reason)
 
-    def compile_stateful(options: DeviceOptions, paired: bool = False) -> CompiledModel:  # noqa: ARG001
+    def compile_stateful(options: DeviceOptions, two_queries: bool = False) -> CompiledModel:  # noqa: ARG001
         rewrite = None
         if head:
             rewrite = partial(add_features_output, target=folder, head=head)
@@ -233,26 +233,26 @@ def load_model_with_features(
     if arithmetic == "fast" or (not arithmetic and may_use_gpu(options.device)):
         return load_compiled_model(folder, options, engine, arithmetic, head)
     head_hash = hashlib.sha256((head / MODEL_FILE).read_bytes()).hexdigest()
-    file = find_exactness_file(folder, options, f"{engine} with {head_hash}")
-    exactness = read_cached(Exactness, file)
+    exactness_file = find_exactness_file(folder, options, f"{engine} with {head_hash}")
+    exactness = read_cached(Exactness, exactness_file)
     hashes_without_head: list[bytes] = []
     if not exactness:
         if check_weights(folder / MODEL_FILE) > LONG_PROBE_BYTES:
-            task = "finding out whether its head's features change a bit, once; this loads the model twice"
-            print_note(f"{folder}: {task}.")
+            probe_task = "finding out whether its head's features change a bit, once; this loads the model twice"
+            print_note(f"{folder}: {probe_task}.")
         hashes_without_head = load_compiled_model(folder, options, engine, arithmetic).hash_logits()
     elif exactness.differing:
         arithmetic = "fast"
     model = load_compiled_model(folder, options, engine, arithmetic, head)
     if not exactness:
-        hashes = zip(model.hash_logits(), hashes_without_head, strict=True)
-        differing = sum(with_head != without_head for with_head, without_head in hashes)
-        exactness = write_cached(file, Exactness(None, len(hashes_without_head), differing))
+        hash_pairs = zip(model.hash_logits(), hashes_without_head, strict=True)
+        differing_count = sum(with_head != without_head for with_head, without_head in hash_pairs)
+        exactness = write_cached(exactness_file, Exactness(None, len(hashes_without_head), differing_count))
     if exactness.differing:
-        model.rule = fast_feed_rule(model.engine, model.ir.device)
+        model.rule = fast_arithmetic_rule(model.engine, model.ir.device)
         model.proposals_are_free = False
-        changed = f"features change {exactness.differing} of {exactness.positions} probed positions"
-        model.arithmetic_note = f"fast, not exact here ({changed})"
+        change_text = f"features change {exactness.differing} of {exactness.positions} probed positions"
+        model.arithmetic_note = f"fast, not exact here ({change_text})"
     return model
 
 
@@ -261,9 +261,9 @@ def load_paged_model(
 ) -> CompiledModel:
     """Compile for the paged engine, rewritten for exact arithmetic only where the rewrite makes it exact."""
 
-    def compile_paged_model(options: DeviceOptions, paired: bool = False) -> CompiledModel:
-        ir = compile_paged(folder, options, paired, head)
-        model = CompiledModel(ir, "paged", reason, PagedDecoder.rollback, fast_feed_rule("paged", ir.device))
+    def compile_paged_model(options: DeviceOptions, two_queries: bool = False) -> CompiledModel:
+        ir = compile_paged(folder, options, two_queries, head)
+        model = CompiledModel(ir, "paged", reason, PagedDecoder.rollback, fast_arithmetic_rule("paged", ir.device))
         if "KV_CACHE_PRECISION" in options.fixed_properties:
             model.make_decoder().feed([np.zeros(1, dtype=np.int64)], [1])
         return model
@@ -285,28 +285,28 @@ def load_with_arithmetic(
     """
     if arithmetic == "fast":
         return compile_model(options, False)
-    candidates = [options]
+    candidate_options = [options]
     if f32_may_help(options):
-        candidates.append(replace(options, precision="f32"))
-    inexact: Exactness | None = None  # in the default precision
-    for candidate in candidates:
-        known_exactness = read_exactness(folder, candidate, engine)
-        if not known_exactness or known_exactness.is_exact:
-            paired = engine == "paged" and (not known_exactness or known_exactness.needs_paired_queries)
-            model = compile_model(candidate, paired)
-            exactness = known_exactness or probe_exactness(model, folder, candidate)
+        candidate_options.append(replace(options, precision="f32"))
+    default_exactness: Exactness | None = None  # in the default precision
+    for fixed_options in candidate_options:
+        saved_exactness = read_exactness(folder, fixed_options, engine)
+        if not saved_exactness or saved_exactness.is_exact:
+            two_queries = engine == "paged" and (not saved_exactness or saved_exactness.needs_two_queries)
+            model = compile_model(fixed_options, two_queries)
+            exactness = saved_exactness or probe_exactness(model, folder, fixed_options)
             if exactness.is_exact:
-                if paired != exactness.needs_paired_queries:
+                if two_queries != exactness.needs_two_queries:
                     del model  # memory may hold the model only once
-                    model = compile_model(candidate, False)
+                    model = compile_model(fixed_options, False)
                 model.adopt_exactness(exactness)
                 return model
             del model
-            known_exactness = exactness
-        inexact = inexact or known_exactness
-    assert inexact
+            saved_exactness = exactness
+        default_exactness = default_exactness or saved_exactness
+    assert default_exactness
     model = compile_model(options, False)
-    model.adopt_exactness(inexact)
+    model.adopt_exactness(default_exactness)
     return model
 
 
@@ -325,6 +325,6 @@ def probe_exactness(model: CompiledModel, folder: Path, options: DeviceOptions) 
     return write_cached(find_exactness_file(folder, options, model.engine), model.find_exactness())
 
 
-def fast_feed_rule(engine: EngineName, device: str) -> FeedRule:
+def fast_arithmetic_rule(engine: EngineName, device: str) -> FeedRule:
     """Return the rule by which a model feeds tokens in fast arithmetic."""
     return FAST_GPU_RULE if engine == "paged" and is_gpu(device) else FAST_RULE

@@ -50,12 +50,14 @@ class PagedCheck:
     reason: str
 
 
-def compile_paged(folder: Path, options: DeviceOptions, paired: bool = True, head: Path | None = None) -> CompiledIR:
+def compile_paged(
+    folder: Path, options: DeviceOptions, two_queries: bool = True, head: Path | None = None
+) -> CompiledIR:
     """Compile like ``compile_ir``, rewritten for the paged decoder by ``rewrite_to_paged`` and ``join_products``.
 
     Raises NotPaged if that is impossible.
 
-    ``paired``: whether it is rewritten for exact arithmetic by ``pair_queries`` and, if need be, ``cut_products``.
+    ``two_queries``: whether it is rewritten for exact arithmetic by ``pair_queries`` and, if need be, ``cut_products``.
     ``head``: the folder of a head that the model gives features to.
     """
 
@@ -69,7 +71,7 @@ def compile_paged(folder: Path, options: DeviceOptions, paired: bool = True, hea
             return
         if check_weights(folder / MODEL_FILE) <= MOST_JOINED_BYTES:
             join_products(model)
-        if paired:
+        if two_queries:
             pair_queries(model)
             if describe_instruction_set() in CUTTING_INSTRUCTION_SETS:
                 cut_products(model)

@@ -19,17 +19,17 @@ from ovspec.ir.device import DeviceOptions, check_device, is_gpu
 from ovspec.ir.heads import HIDDEN_OUTPUT, read_head
 from ovspec.ir.matrix_products import join_products
 from ovspec.ir.paged_attention import rewrite_to_paged
-from ovspec.setup.engine_choice import CompiledModel, EngineChoice, fast_feed_rule
+from ovspec.setup.engine_choice import CompiledModel, EngineChoice, fast_arithmetic_rule
 from ovspec.setup.profile import Profile, load_model_with_profile
 from ovspec.setup.rollback_probing import find_findings_file
 
 # A head proposes, so that rounding matters less than speed: activations share a scale in larger groups than usual.
 HEAD_PROPERTIES = {"DYNAMIC_QUANTIZATION_GROUP_SIZE": "128"}
 # A draft computes a token and its logits twice where that takes at most this part of the time of once.
-WORTH_PAIRING = 0.97
-TIMED_PAIRS = 12
-PAIR_CONTEXT = 16  # tokens in the cache meanwhile
-PAIRED_RULE = FeedRule(fewest=2, fewest_logits=2)
+MAX_TWO_TOKEN_COST = 0.97
+TIMING_REPEATS = 12
+TIMING_CONTEXT_LENGTH = 16  # tokens in the cache meanwhile
+TWO_TOKEN_RULE = FeedRule(fewest=2, fewest_logits=2)
 
 
 def load_compiled_head(folder: Path, target: CompiledModel, options: DeviceOptions) -> CompiledModel:
@@ -42,8 +42,8 @@ def load_compiled_head(folder: Path, target: CompiledModel, options: DeviceOptio
     on_gpu = is_gpu(device)
     properties: dict[str, str] = {}
     if on_target_device:
-        own = ("KV_CACHE_PRECISION", "CACHE_DIR")  # the head's precision decides, and its cache is another one
-        properties = {name: setting for name, setting in target.ir.properties.items() if name not in own}
+        excluded_names = ("KV_CACHE_PRECISION", "CACHE_DIR")  # a head has its own precision and cache
+        properties = {name: setting for name, setting in target.ir.properties.items() if name not in excluded_names}
         if not on_gpu:
             properties |= HEAD_PROPERTIES
     properties |= options.fixed_properties
@@ -58,8 +58,8 @@ def load_compiled_head(folder: Path, target: CompiledModel, options: DeviceOptio
     ir = compile_graph(head, folder, avoid_crash(folder, replace(options, properties=properties)))
     if not paged:
         return CompiledModel(ir, "stateful", "as its target", Rollback("mask"))
-    model = CompiledModel(ir, "paged", "as its target", PagedDecoder.rollback, fast_feed_rule("paged", ir.device))
-    return choose_pairing(model, options)
+    model = CompiledModel(ir, "paged", "as its target", PagedDecoder.rollback, fast_arithmetic_rule("paged", ir.device))
+    return choose_two_token_rule(model, options)
 
 
 def load_compiled_draft(
@@ -71,18 +71,18 @@ def load_compiled_draft(
     """
     model = load_model_with_profile(profile, folder, options, engine)
     check_target_ids(model.ir.target_ids, folder, target)
-    return choose_pairing(model, options)
+    return choose_two_token_rule(model, options)
 
 
-def check_target_ids(ids: np.ndarray | None, folder: Path, target: CompiledModel) -> None:
-    """Raise OvspecError if the draft or head in ``folder`` proposes ``ids`` (n,) that its ``target`` lacks."""
-    width = target.ir.logits_width
-    if ids is not None and (len(wrong := ids[(ids < 0) | (ids >= width)])):
-        problem = f"proposes token {wrong[0]}, but its target has {width}"
+def check_target_ids(draft_ids: np.ndarray | None, folder: Path, target: CompiledModel) -> None:
+    """Raise OvspecError if the draft or head in ``folder`` proposes ``draft_ids`` (n,) that its ``target`` lacks."""
+    target_width = target.ir.logits_width
+    if draft_ids is not None and (len(missing_ids := draft_ids[(draft_ids < 0) | (draft_ids >= target_width)])):
+        problem = f"proposes token {missing_ids[0]}, but its target has {target_width}"
         raise OvspecError(f"{folder}: it {problem}; use it with the model that it was made for.")
 
 
-def choose_pairing(proposer: CompiledModel, options: DeviceOptions) -> CompiledModel:
+def choose_two_token_rule(proposer: CompiledModel, options: DeviceOptions) -> CompiledModel:
     """Let a draft model or head compute two tokens at least if that is faster: products of one row may be slower.
 
     Timed once, and remembered. On a GPU, counts of tokens are rounded in any case.
@@ -90,29 +90,29 @@ def choose_pairing(proposer: CompiledModel, options: DeviceOptions) -> CompiledM
     if proposer.engine == "paged" and not is_gpu(proposer.ir.device):
         setting = repr(("pairs", sorted(proposer.ir.properties.items())))
         file = find_findings_file("pairs", proposer.ir.folder, setting, options.cache_folder)
-        pairing = read_cached(PairCost, file) or write_cached(file, PairCost(measure_pair_cost(proposer)))
-        proposer.rule = PAIRED_RULE if pairing.cost < WORTH_PAIRING else FAST_RULE
+        timing = read_cached(TwoTokenCost, file) or write_cached(file, TwoTokenCost(measure_two_token_cost(proposer)))
+        proposer.rule = TWO_TOKEN_RULE if timing.cost < MAX_TWO_TOKEN_COST else FAST_RULE
     return proposer
 
 
 @dataclass(frozen=True)
-class PairCost:
+class TwoTokenCost:
     """How many times as long an inference of two tokens takes as one of a single token."""
 
     cost: float
 
 
-def measure_pair_cost(proposer: CompiledModel) -> float:
-    tokens = np.zeros(PAIR_CONTEXT, dtype=np.int64)
-    features = np.ones((len(tokens), proposer.ir.output_width(HIDDEN_OUTPUT)), dtype=np.float32)
-    decoders = {rule: proposer.make_decoder(rule=rule) for rule in (FAST_RULE, PAIRED_RULE)}
-    least_seconds = dict.fromkeys(decoders, math.inf)
+def measure_two_token_cost(proposer: CompiledModel) -> float:
+    context_ids = np.zeros(TIMING_CONTEXT_LENGTH, dtype=np.int64)
+    features = np.ones((len(context_ids), proposer.ir.output_width(HIDDEN_OUTPUT)), dtype=np.float32)
+    decoders = {rule: proposer.make_decoder(rule=rule) for rule in (FAST_RULE, TWO_TOKEN_RULE)}
+    min_seconds = dict.fromkeys(decoders, math.inf)
     for decoder in decoders.values():
-        decoder.feed([tokens], [1], 0, [features])
-    for _ in range(TIMED_PAIRS):
+        decoder.feed([context_ids], [1], 0, [features])
+    for _ in range(TIMING_REPEATS):
         for rule, decoder in decoders.items():
-            decoder.truncate(0, len(tokens))
+            decoder.truncate(0, len(context_ids))
             start_time = time.perf_counter()
-            decoder.feed([tokens[:1]], [1], 0, [features[:1]])
-            least_seconds[rule] = min(least_seconds[rule], time.perf_counter() - start_time)
-    return least_seconds[PAIRED_RULE] / least_seconds[FAST_RULE]
+            decoder.feed([context_ids[:1]], [1], 0, [features[:1]])
+            min_seconds[rule] = min(min_seconds[rule], time.perf_counter() - start_time)
+    return min_seconds[TWO_TOKEN_RULE] / min_seconds[FAST_RULE]

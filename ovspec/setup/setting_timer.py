@@ -17,7 +17,7 @@ from ovspec.cache.stateful import StatefulDecoder
 from ovspec.ir.compile import compile_ir
 from ovspec.ir.device import DeviceOptions, is_gpu
 from ovspec.sampling.logprobs import log_softmax
-from ovspec.setup.engine_choice import CompiledModel, fast_feed_rule
+from ovspec.setup.engine_choice import CompiledModel, fast_arithmetic_rule
 from ovspec.setup.exactness import FULL_TRIAL, Exactness, find_exactness_file
 from ovspec.setup.paging import EXACT_PROPERTIES, check_paged, compile_paged
 from ovspec.setup.profile import Measurement, Setting, complete_device_options
@@ -122,7 +122,7 @@ class SettingTimer:
         if not rule:
             return None
         exact_decoder = self._compile_model(setting).make_decoder(rule=rule)
-        decoders = (exact_decoder, self._compile_model(setting, paired=False).make_decoder())
+        decoders = (exact_decoder, self._compile_model(setting, two_queries=False).make_decoder())
         for decoder in decoders:
             decoder.feed([self.prompt], [1])
         times = [[self._time_width(decoder, 1)[1] for decoder in decoders] for _ in range(2 * self.effort.repeats)]
@@ -135,19 +135,19 @@ class SettingTimer:
             self._models[setting] = self._compile_model(setting)
         return self._models[setting]
 
-    def _compile_model(self, setting: Setting, paired: bool = True, threads: int | None = None) -> CompiledModel:
+    def _compile_model(self, setting: Setting, two_queries: bool = True, threads: int | None = None) -> CompiledModel:
         # Not cached on a CPU: a model compiled only to be measured isn't worth keeping; a GPU takes minutes for it.
         options = self._options if is_gpu(self._options.device) else DeviceOptions(properties={"CACHE_DIR": ""})
         options = replace(options, threads=threads, properties=options.properties | setting.properties)
         if setting.engine == "paged":
             if setting.kv_precision and not (check := check_paged(self._folder, options)).usable:
                 raise OvspecError(check.reason)
-            return CompiledModel(compile_paged(self._folder, options, paired), "paged", "", PagedDecoder.rollback)
+            return CompiledModel(compile_paged(self._folder, options, two_queries), "paged", "", PagedDecoder.rollback)
         ir = compile_ir(self._folder, options)
         return CompiledModel(ir, "stateful", "", probe_rollback(ir).rollback)
 
     def _make_timed_decoder(self, model: CompiledModel) -> Decoder:
-        rule = fast_feed_rule(model.engine, model.ir.device)
+        rule = fast_arithmetic_rule(model.engine, model.ir.device)
         if model.engine == "paged" and not is_gpu(model.ir.device):
             # A second query for each token, as in exact arithmetic on a CPU, and as many tokens and logits as are fed.
             rule = FeedRule(queries=2)

@@ -16,7 +16,7 @@ import openvino as ov
 from openvino import opset13 as ops
 
 MULTIPLIED_BYTES = 64e6  # of the weights in int8 that are multiplied, so that no cache of a core holds them
-MOST_COPIES = 64
+MAX_COPY_COUNT = 64
 TIMING_TURNS = 5
 TIMING_REPEATS = 4
 GROUP_SIZES = (128, 64, 32)  # weights that share a scale, the largest that fits
@@ -31,28 +31,28 @@ class WeightFormat:
     """
 
     bits: int
-    group: int | None = None
+    group_size: int | None = None
     symmetric: bool = False
 
     def __str__(self) -> str:
         if self.bits == 16:
             return "fp16"
-        groups = f" in groups of {self.group}" * bool(self.group)
-        return f"int{self.bits}{groups}" + ", symmetric" * self.symmetric
+        group_text = f" in groups of {self.group_size}" * bool(self.group_size)
+        return f"int{self.bits}{group_text}" + ", symmetric" * self.symmetric
 
     @property
     def export_options(self) -> str:
         """The options of ``ovspec export`` for this format."""
         if self.bits == 16:
             return "--weight-format fp16"
-        groups = f" --group-size {self.group} --ratio 1" * bool(self.group)
-        return f"--weight-format int{self.bits}{groups}" + " --sym" * self.symmetric
+        group_text = f" --group-size {self.group_size} --ratio 1" * bool(self.group_size)
+        return f"--weight-format int{self.bits}{group_text}" + " --sym" * self.symmetric
 
 
 def find_export_options(name: str) -> str:
     """Return the options of ``ovspec export`` for a format of ``list_formats`` by its name."""
-    formats = (weight_format for size in GROUP_SIZES for weight_format in list_formats(size))
-    return next(weight_format.export_options for weight_format in formats if str(weight_format) == name)
+    weight_formats = (weight_format for group_size in GROUP_SIZES for weight_format in list_formats(group_size))
+    return next(weight_format.export_options for weight_format in weight_formats if str(weight_format) == name)
 
 
 def time_formats_for_model(shapes: Counter[tuple[str, str]]) -> dict[str, float]:
@@ -60,94 +60,94 @@ def time_formats_for_model(shapes: Counter[tuple[str, str]]) -> dict[str, float]
 
     shapes: of the constants of its IR, by (type, shape). Returns {} if most are in a format that isn't known here.
     """
-    product = find_commonest_product(shapes)
-    if not product:
+    dominant_product = find_dominant_product(shapes)
+    if not dominant_product:
         return {}
-    own_format, rows, columns = product
-    others = [weight_format for weight_format in list_formats(columns) if weight_format != own_format]
-    return time_formats([own_format, *others], rows, columns)
+    model_format, row_count, column_count = dominant_product
+    other_formats = [weight_format for weight_format in list_formats(column_count) if weight_format != model_format]
+    return time_formats([model_format, *other_formats], row_count, column_count)
 
 
-def list_formats(columns: int) -> list[WeightFormat]:
+def list_formats(column_count: int) -> list[WeightFormat]:
     """Return the formats that rows of this length can have."""
-    groups = [size for size in GROUP_SIZES if columns % size == 0][:1]
+    group_sizes = [size for size in GROUP_SIZES if column_count % size == 0][:1]
     int8 = [WeightFormat(8), WeightFormat(8, symmetric=True)]
-    int4 = [WeightFormat(4, size, symmetric) for size in groups for symmetric in (False, True)]
+    int4 = [WeightFormat(4, size, symmetric) for size in group_sizes for symmetric in (False, True)]
     return [*int8, *int4, WeightFormat(16)]
 
 
-def find_commonest_product(shapes: Counter[tuple[str, str]]) -> tuple[WeightFormat, int, int] | None:
+def find_dominant_product(shapes: Counter[tuple[str, str]]) -> tuple[WeightFormat, int, int] | None:
     """Return the format in which most weights of a model are, and rows and columns of its commonest product."""
-    known_types = {"u8": (8, False), "i8": (8, True), "u4": (4, False), "i4": (4, True), "f16": (16, False)}
-    sizes: Counter[tuple[str, tuple[int, ...]]] = Counter()
-    for (element_type, text), count in shapes.items():
-        shape = tuple(map(int, text.split(",")))
+    formats_by_type = {"u8": (8, False), "i8": (8, True), "u4": (4, False), "i4": (4, True), "f16": (16, False)}
+    weight_counts: Counter[tuple[str, tuple[int, ...]]] = Counter()
+    for (element_type, shape_text), count in shapes.items():
+        shape = tuple(map(int, shape_text.split(",")))
         if count > 1 and len(shape) > 1 and shape[-1] > 1:  # the vocabulary's occurs once; scales end in 1
-            sizes[element_type, shape] = count * int(np.prod(shape))
-    if not sizes or sizes.most_common(1)[0][0][0] not in known_types:
+            weight_counts[element_type, shape] = count * int(np.prod(shape))
+    if not weight_counts or weight_counts.most_common(1)[0][0][0] not in formats_by_type:
         return None
-    element_type, shape = sizes.most_common(1)[0][0]
-    bits, symmetric = known_types[element_type]
+    element_type, shape = weight_counts.most_common(1)[0][0]
+    bits, symmetric = formats_by_type[element_type]
     weight_format = WeightFormat(bits, symmetric=symmetric)
     if len(shape) == 3 and bits != 16:
         weight_format = WeightFormat(bits, shape[2], symmetric)
     return weight_format, shape[0], int(np.prod(shape[1:]))
 
 
-def time_formats(formats: list[WeightFormat], rows: int, columns: int) -> dict[str, float]:
+def time_formats(formats: list[WeightFormat], row_count: int, column_count: int) -> dict[str, float]:
     """Return milliseconds for multiplying one token with weights [rows, columns] in each format, by its name."""
-    copies = min(max(1, round(MULTIPLIED_BYTES / (rows * columns))), MOST_COPIES)
+    copy_count = min(max(1, round(MULTIPLIED_BYTES / (row_count * column_count))), MAX_COPY_COUNT)
     core = ov.Core()
-    requests: dict[str, ov.InferRequest] = {}
+    infer_requests: dict[str, ov.InferRequest] = {}
     for weight_format in formats:
         properties = {"INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY"}
-        properties["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = str(weight_format.group or 128)
-        model = make_products_model(weight_format, rows, columns, copies)
-        request = core.compile_model(model, "CPU", properties).create_infer_request()
-        request.set_input_tensor(ov.Tensor(np.ones((1, columns), np.float32)))
-        request.infer()
-        requests[str(weight_format)] = request
-    times: dict[str, list[float]] = {name: [] for name in requests}
+        properties["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = str(weight_format.group_size or 128)
+        model = make_products_model(weight_format, row_count, column_count, copy_count)
+        infer_request = core.compile_model(model, "CPU", properties).create_infer_request()
+        infer_request.set_input_tensor(ov.Tensor(np.ones((1, column_count), np.float32)))
+        infer_request.infer()
+        infer_requests[str(weight_format)] = infer_request
+    milliseconds_by_format: dict[str, list[float]] = {name: [] for name in infer_requests}
     for _ in range(TIMING_TURNS):
-        for name, request in requests.items():
+        for name, infer_request in infer_requests.items():
             for _ in range(TIMING_REPEATS):
                 start_time = time.perf_counter()
-                request.infer()
-                times[name].append((time.perf_counter() - start_time) * 1e3 / copies)
-    return {name: statistics.median(milliseconds) for name, milliseconds in times.items()}
+                infer_request.infer()
+                milliseconds_by_format[name].append((time.perf_counter() - start_time) * 1e3 / copy_count)
+    return {name: statistics.median(milliseconds) for name, milliseconds in milliseconds_by_format.items()}
 
 
-def make_products_model(weight_format: WeightFormat, rows: int, columns: int, copies: int) -> ov.Model:
-    """Return a model that multiplies its input [tokens, columns] with ``copies`` matrices of random weights."""
+def make_products_model(weight_format: WeightFormat, row_count: int, column_count: int, copy_count: int) -> ov.Model:
+    """Return a model that multiplies its input [tokens, columns] with ``copy_count`` matrices of random weights."""
     generator = np.random.default_rng(0)
-    tokens = ops.parameter([-1, columns], np.float32)
-    weights = [make_random_weights(weight_format, rows, columns, generator) for _ in range(copies)]
-    products = [ops.matmul(tokens, matrix, False, True) for matrix in weights]
+    token_vectors = ops.parameter([-1, column_count], np.float32)
+    weights = [make_random_weights(weight_format, row_count, column_count, generator) for _ in range(copy_count)]
+    products = [ops.matmul(token_vectors, matrix, False, True) for matrix in weights]
     sums = [ops.reduce_sum(product, ops.constant(-1), True) for product in products]
-    return ov.Model([ops.result(ops.concat(sums, -1))], [tokens])  # type: ignore[misc]
+    return ov.Model([ops.result(ops.concat(sums, -1))], [token_vectors])  # type: ignore[misc]
 
 
 def make_random_weights(
-    weight_format: WeightFormat, rows: int, columns: int, generator: np.random.Generator
+    weight_format: WeightFormat, row_count: int, column_count: int, generator: np.random.Generator
 ) -> ov.Node:
     """Return random weights [rows, columns] in a format, as nncf writes them."""
     if weight_format.bits == 16:
-        return ops.convert(ops.constant(generator.standard_normal((rows, columns)).astype(np.float16)), "f32")
+        return ops.convert(ops.constant(generator.standard_normal((row_count, column_count)).astype(np.float16)), "f32")
     element_type = ELEMENT_TYPES[weight_format.bits, weight_format.symmetric]
-    shape = [rows, columns]
-    if weight_format.group:
-        shape = [rows, columns // weight_format.group, weight_format.group]
+    shape = [row_count, column_count]
+    if weight_format.group_size:
+        shape = [row_count, column_count // weight_format.group_size, weight_format.group_size]
     scale_shape = [*shape[:-1], 1]
     weights = ops.convert(make_packed_constant(generator, shape, element_type, weight_format.bits), "f16")
     if not weight_format.symmetric:
         zero_points = make_packed_constant(generator, scale_shape, element_type, weight_format.bits)
         weights = ops.subtract(weights, ops.convert(zero_points, "f16"))
     weights = ops.multiply(weights, ops.constant(generator.random(scale_shape).astype(np.float16)))
-    if weight_format.group:
-        weights = ops.reshape(weights, [rows, columns], False)
+    if weight_format.group_size:
+        weights = ops.reshape(weights, [row_count, column_count], False)
     return ops.convert(weights, "f32")
 
 
 def make_packed_constant(generator: np.random.Generator, shape: list[int], element_type: ov.Type, bits: int) -> ov.Node:
-    packed = generator.integers(0, 256, -(-int(np.prod(shape)) * bits // 8), np.uint8)
-    return ov.op.Constant(ov.Tensor(packed, shape, element_type), shared_memory=False)
+    packed_bytes = generator.integers(0, 256, -(-int(np.prod(shape)) * bits // 8), np.uint8)
+    return ov.op.Constant(ov.Tensor(packed_bytes, shape, element_type), shared_memory=False)

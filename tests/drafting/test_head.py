@@ -319,7 +319,7 @@ def test_a_draft_computes_two_tokens_where_that_is_faster(
     compile_once(monkeypatch)
     trust_paged(monkeypatch)
     for cost, fewest in ((1.1, 1), (0.9, 2)):
-        monkeypatch.setattr(proposers, "measure_pair_cost", lambda _, cost=cost: cost)
+        monkeypatch.setattr(proposers, "measure_two_token_cost", lambda _, cost=cost: cost)
         cache = tmp_path / str(fewest)
         lm = ovspec.load(folder / "pair", "head", precision="f32", arithmetic="fast", cache_dir=cache)
         assert lm.draft and lm.draft.rule.fewest == fewest

@@ -375,24 +375,24 @@ def test_the_pace_keeps_rounds_short(per_token: float) -> None:
     """
 
     def ms(load: RoundLoad, read: int) -> float:
-        return 20 + 3 * load.generating_rows + per_token * (load.extra_tokens + load.proposed_tokens + read)
+        return 20 + 3 * load.generating_rows + per_token * (load.catch_up_tokens + load.proposed_tokens + read)
 
     prefill_budget = PrefillBudget(InferenceCosts({2: 20.0, 32: 50.0}, 0.0), STRICT_UNBOUND, teaches_costs=False)
-    assert prefill_budget.prompt_tokens(RoundLoad(0, 8)) == MAX_PROMPT_TOKENS
+    assert prefill_budget.count_prompt_tokens(RoundLoad(0, 8)) == MAX_PROMPT_TOKENS
     for rows in range(1, 9):
         for _ in range(20):
             prefill_budget.learn(RoundLoad(rows), 0, ms(RoundLoad(rows), 0))
     for generating in range(1, 9):
         load, most, read = RoundLoad(generating, 8 - generating), MAX_SLOWDOWN * ms(RoundLoad(8), 0), 0
         for _ in range(80):
-            read = prefill_budget.prompt_tokens(load)
+            read = prefill_budget.count_prompt_tokens(load)
             prefill_budget.learn(load, read, ms(load, read))
         assert (
             read in (MIN_PROMPT_TOKENS, MAX_PROMPT_TOKENS) or ms(load, read) > most - (WIDTH_SLACK + 1) * per_token - 1
         )
         assert read == MIN_PROMPT_TOKENS or ms(load, read) <= most + 1
         busy = replace(load, proposed_tokens=8)
-        assert prefill_budget.prompt_tokens(busy, drafting_ms=5.0) < read or read in (
+        assert prefill_budget.count_prompt_tokens(busy, drafting_ms=5.0) < read or read in (
             MIN_PROMPT_TOKENS,
             MAX_PROMPT_TOKENS,
         )
@@ -403,7 +403,7 @@ def test_the_width_of_rounds_stays_while_it_nearly_fits() -> None:
     widths = set()
     for number in range(40):
         load = RoundLoad(4 + number % 2, 4 - number % 2)
-        read = prefill_budget.prompt_tokens(load, drafting_ms=0.1 * (number % 3))
+        read = prefill_budget.count_prompt_tokens(load, drafting_ms=0.1 * (number % 3))
         prefill_budget.learn(load, read, 20 + load.generating_rows + read + 0.1 * (number % 5))
         widths.add(load.width + read)
     assert len(widths) < 5
@@ -412,33 +412,33 @@ def test_the_width_of_rounds_stays_while_it_nearly_fits() -> None:
 def test_the_ends_of_prompts_count_as_reading() -> None:
     prefill_budget = PrefillBudget(InferenceCosts({2: 20.0, 32: 110.0}, 0.0), STRICT_UNBOUND, teaches_costs=False)
     assert (
-        prefill_budget.prompt_tokens(RoundLoad(2, 1))
+        prefill_budget.count_prompt_tokens(RoundLoad(2, 1))
         == MIN_PROMPT_TOKENS
-        > prefill_budget.prompt_tokens(RoundLoad(2, 1, extra_tokens=MIN_PROMPT_TOKENS - 3))
+        > prefill_budget.count_prompt_tokens(RoundLoad(2, 1, catch_up_tokens=MIN_PROMPT_TOKENS - 3))
         == 3
     )
-    assert prefill_budget.prompt_tokens(RoundLoad(2, 1, extra_tokens=30)) == MIN_JOINING_TOKENS
+    assert prefill_budget.count_prompt_tokens(RoundLoad(2, 1, catch_up_tokens=30)) == MIN_JOINING_TOKENS
 
 
 def test_proposals_give_way_to_prompts() -> None:
     prefill_budget = PrefillBudget(InferenceCosts({2: 20.0, 32: 26.0}, 0.0), STRICT_UNBOUND, teaches_costs=False)
-    assert prefill_budget.proposal_ms(RoundLoad(1), 0) == math.inf, "a row that is alone keeps nobody waiting"
-    left = [prefill_budget.proposal_ms(RoundLoad(4, 1), unread) for unread in (0, 20, 40, 400)]
+    assert prefill_budget.max_proposal_ms(RoundLoad(1), 0) == math.inf, "a row that is alone keeps nobody waiting"
+    left = [prefill_budget.max_proposal_ms(RoundLoad(4, 1), unread) for unread in (0, 20, 40, 400)]
     assert left[0] > left[1] > left[2] > left[3] == 0
-    assert prefill_budget.proposal_ms(RoundLoad(5), 0) < (MAX_SLOWDOWN - 1) * 21 + 1
+    assert prefill_budget.max_proposal_ms(RoundLoad(5), 0) < (MAX_SLOWDOWN - 1) * 21 + 1
     assert (
-        PrefillBudget(InferenceCosts({2: 20.0}), STRICT_UNBOUND, teaches_costs=False, fixed_tokens=256).proposal_ms(
+        PrefillBudget(InferenceCosts({2: 20.0}), STRICT_UNBOUND, teaches_costs=False, fixed_tokens=256).max_proposal_ms(
             RoundLoad(4, 4), 900
         )
         == math.inf
     )
-    assert PrefillBudget(InferenceCosts(), STRICT_UNBOUND, teaches_costs=True).proposal_ms(RoundLoad(4), 1) == 0, (
+    assert PrefillBudget(InferenceCosts(), STRICT_UNBOUND, teaches_costs=True).max_proposal_ms(RoundLoad(4), 1) == 0, (
         "costs aren't known yet"
     )
     rooms = [
-        PrefillBudget(InferenceCosts({2: 20.0, 32: 26.0}, 0.0), STRICT_UNBOUND, teaches_costs=False).prompt_tokens(
-            RoundLoad(4, 1, 0, proposed)
-        )
+        PrefillBudget(
+            InferenceCosts({2: 20.0, 32: 26.0}, 0.0), STRICT_UNBOUND, teaches_costs=False
+        ).count_prompt_tokens(RoundLoad(4, 1, 0, proposed))
         for proposed in (0, 20, 40)
     ]
     assert rooms[0] > rooms[1] > rooms[2], "what is proposed takes time that prompts could have"

@@ -16,7 +16,7 @@ from jsonschema import Draft202012Validator
 from jsonschema.validators import validator_for
 
 from ovspec.base.errors import OvspecError
-from ovspec.grammars.json_schema import SchemaReading, compile_schema
+from ovspec.grammars.json_schema import SchemaOptions, compile_schema
 from ovspec.grammars.sources import find_schema_problem, write_grammar_json
 from ovspec.sampling.unique_items import JsonCursor, UniqueItems
 
@@ -72,7 +72,7 @@ VALUES: list[Any] = [
 
 class Acceptor:
     def __init__(self, schema: Schema, lenient: bool = False) -> None:
-        found = compile_schema(json.loads(json.dumps(schema)), find_schema_problem, SchemaReading(lenient=lenient))
+        found = compile_schema(json.loads(json.dumps(schema)), find_schema_problem, SchemaOptions(lenient=lenient))
         self._matcher = matcher(write_grammar_json("json", lark_grammar=found.lark))
         self._unique = UniqueItems(found.item_tracks, [None]) if found.item_tracks else None
 
@@ -80,7 +80,7 @@ class Acceptor:
         text, each = json.dumps(value), self._matcher.deep_copy()
         tokens = demo_tokenizer().tokenize_str(text)
         accepted = each.try_consume_tokens(tokens) == len(tokens) and each.is_accepting()
-        return accepted and (self._unique is None or self._unique.follow(JsonCursor(), text.encode()) is not None)
+        return accepted and (self._unique is None or self._unique.follow_bytes(JsonCursor(), text.encode()) is not None)
 
 
 @pytest.mark.parametrize("schema", SCHEMAS, ids=lambda schema: json.dumps(schema)[:50])

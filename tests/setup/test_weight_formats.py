@@ -19,7 +19,7 @@ from ovspec.setup.profile import count_weight_shapes
 from ovspec.setup.weight_formats import (
     GROUP_SIZES,
     WeightFormat,
-    find_commonest_product,
+    find_dominant_product,
     find_export_options,
     list_formats,
     make_products_model,
@@ -29,14 +29,14 @@ from ovspec.setup.weight_formats import (
 
 
 def test_own_format_is_that_of_most_weights(pair: Path) -> None:
-    found = find_commonest_product(count_weight_shapes(ROOT / "models" / "demo"))
+    found = find_dominant_product(count_weight_shapes(ROOT / "models" / "demo"))
     assert found and str(found[0]) == "int8"
     assert (
-        find_commonest_product(count_weight_shapes(pair)) is None
+        find_dominant_product(count_weight_shapes(pair)) is None
         and time_formats_for_model(count_weight_shapes(pair)) == {}
     )  # f32
     grouped = Counter({("u4", "64, 2, 128"): 8, ("f16", "64, 2, 1"): 8, ("u8", "4096, 256"): 1})
-    assert find_commonest_product(grouped) == (WeightFormat(4, 128), 64, 256)
+    assert find_dominant_product(grouped) == (WeightFormat(4, 128), 64, 256)
 
 
 @pytest.mark.parametrize("weights", list_formats(128), ids=str)

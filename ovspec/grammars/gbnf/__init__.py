@@ -91,19 +91,19 @@ class ExpressionAnalysis:
         return ()
 
     def add_facts(self, node: Expression) -> None:
-        children = [self.facts[child] for child in self.child_expressions(node)]
-        size = sum(child.size for child in children) + isinstance(node, CharacterClass)
-        depth = 1 + max((child.depth for child in children), default=0)
+        child_facts = [self.facts[child] for child in self.child_expressions(node)]
+        size = sum(child.size for child in child_facts) + isinstance(node, CharacterClass)
+        depth = 1 + max((child.depth for child in child_facts), default=0)
         match node:
             case CharacterClass():
                 nullable = False
             case Alternation():
-                nullable = any(child.nullable for child in children)
+                nullable = any(child.nullable for child in child_facts)
             case Repetition(_, least):
-                nullable = not least or children[0].nullable
+                nullable = not least or child_facts[0].nullable
             case _:
-                nullable = all(child.nullable for child in children)
-        nonempty = self.make_nonempty(node, children) if nullable else node
+                nullable = all(child.nullable for child in child_facts)
+        nonempty = self.make_nonempty(node, child_facts) if nullable else node
         self.facts[node] = ExpressionFacts(min(size, MAX_LEXEME_SIZE + 1), depth, nullable, nonempty)
         if nonempty and nonempty not in self.facts:
             self.add_facts(nonempty)

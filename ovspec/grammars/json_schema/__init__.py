@@ -12,10 +12,10 @@ from ovspec.base.errors import OvspecError
 from ovspec.base.json_types import JsonObject, JsonValue
 from ovspec.grammars.json_schema.checking import SchemaChecker, join_with_and, require
 from ovspec.grammars.json_schema.item_tracks import ItemTracks, make_item_tracks
-from ovspec.grammars.json_schema.parameters import ParameterExpressions, write_parameter_grammar
+from ovspec.grammars.json_schema.parameters import ParameterLayout, write_parameters_as_lark
 from ovspec.grammars.json_schema.schemas import CircularSchema, SchemaGraph
 from ovspec.grammars.json_schema.shapes import Strings
-from ovspec.grammars.json_schema.writing import JsonStyle, RuleWriter, make_string_schema, write_schema_grammar
+from ovspec.grammars.json_schema.writing import JsonStyle, RuleWriter, make_string_schema, write_schema_as_lark
 
 # One space, or a newline and at most 20 spaces or tabs: without a bound a model may write white space forever.
 WHITE_SPACE = r" |\n[ \t]{0,20}"
@@ -30,7 +30,7 @@ class CompiledSchema:
     """``lark``: the grammar. ``warning``: what is ignored, or "".
 
     ``item_tracks``: where the items of arrays must differ, which the grammar doesn't enforce; None: nowhere.
-    ``text_parameters``: with a ``ParameterExpressions``, the properties that are written as text without quotes.
+    ``text_parameters``: with a ``ParameterLayout``, the properties that are written as text without quotes.
     """
 
     lark: str
@@ -40,8 +40,8 @@ class CompiledSchema:
 
 
 @dataclass(frozen=True)
-class SchemaReading:
-    """How a schema is read.
+class SchemaOptions:
+    """Options of reading a schema.
 
     ``lenient``: leave out what can't be enforced, instead of refusing it. ``close_objects``: objects have only the
     listed properties, where the schema says nothing of others. ``compact``: no white space between tokens.
@@ -55,14 +55,14 @@ class SchemaReading:
 def compile_schema(
     schema: JsonValue,
     find_problem: Callable[[JsonObject], str],
-    reading: SchemaReading = SchemaReading(),
-    parameter_expressions: ParameterExpressions | None = None,
+    options: SchemaOptions = SchemaOptions(),
+    parameter_layout: ParameterLayout | None = None,
 ) -> CompiledSchema:
     """Return the grammar of a schema, as parsed from JSON; the schema is changed.
 
     Args:
         find_problem: returns why llguidance can't use a schema of a string, as a sentence; "" if it can.
-        expressions: for an object whose properties are written one by one, not as JSON: the texts around them.
+        parameter_layout: for an object whose properties are written one by one, not as JSON: the texts around them.
 
     Raises:
         OvspecError: the schema is invalid or can't be enforced; the message begins with the JSON pointer of the place.
@@ -85,21 +85,22 @@ def compile_schema(
         return demands >= 2 and is_unsatisfiable(find_problem(make_string_schema(strings)))
 
     @functools.cache
-    def are_disjoint_patterns(one: str, other: str) -> bool:
+    def are_disjoint_patterns(first_pattern: str, second_pattern: str) -> bool:
         """Return whether no string has both patterns, as far as that can be told."""
-        return is_unsatisfiable(find_problem({"type": "string", "allOf": [{"pattern": one}, {"pattern": other}]}))
+        patterns = [{"pattern": first_pattern}, {"pattern": second_pattern}]
+        return is_unsatisfiable(find_problem({"type": "string", "allOf": patterns}))
 
     style = JSON_DUMPS_STYLE
-    if parameter_expressions is None:
-        style = read_style(schema.pop("x-guidance", {}), reading.compact)
-    checker = SchemaChecker(schema, find_problem, reading.lenient)
+    if parameter_layout is None:
+        style = read_style(schema.pop("x-guidance", {}), options.compact)
+    checker = SchemaChecker(schema, find_problem, options.lenient)
     checker.check_schema()
     try:
-        rules = RuleWriter(SchemaGraph(schema, reading.lenient, has_no_text), style, are_disjoint_patterns)
-        if parameter_expressions:
-            lark, text_parameters = write_parameter_grammar(rules, reading.close_objects, parameter_expressions)
+        rules = RuleWriter(SchemaGraph(schema, options.lenient, has_no_text), style, are_disjoint_patterns)
+        if parameter_layout:
+            lark, text_parameters = write_parameters_as_lark(rules, options.close_objects, parameter_layout)
             return CompiledSchema(lark, checker.warning(), None, text_parameters)
-        lark = write_schema_grammar(rules, reading.close_objects)
+        lark = write_schema_as_lark(rules, options.close_objects)
         if not rules.allows_repeats:
             return CompiledSchema(lark, checker.warning())
         return CompiledSchema(lark, checker.warning(), make_item_tracks(rules.graph))

@@ -17,7 +17,7 @@ OPTIONAL_SPACE = "/ ?/"
 
 
 @dataclass(frozen=True)
-class ParameterExpressions:
+class ParameterLayout:
     """The texts around names and values.
 
     before_name, after_name, after_value: expressions of Lark in front of a name, between name and value, and behind
@@ -35,13 +35,11 @@ class ParameterExpressions:
     token_follows: bool
 
 
-def write_parameter_grammar(
-    rules: RuleWriter, close_objects: bool, expressions: ParameterExpressions
-) -> tuple[str, list[str]]:
+def write_parameters_as_lark(rules: RuleWriter, close_objects: bool, layout: ParameterLayout) -> tuple[str, list[str]]:
     """Return (the whole grammar, the properties that are written as text without quotes).
 
     Args:
-        close_objects: as for ``writing.write_schema_grammar``.
+        close_objects: as for ``writing.write_schema_as_lark``.
 
     Raises:
         OvspecError: no object matches, or something can't be enforced.
@@ -54,7 +52,7 @@ def write_parameter_grammar(
         assert isinstance(objects, Objects)
         if close_objects:
             objects = close_object(objects)
-        options.append(write_parameters(rules, objects, expressions, text_names))
+        options.append(write_parameters(rules, objects, layout, text_names))
     if not options:
         raise OvspecError("#: no object satisfies this schema.")
     rules.write_node_rules(close_objects)
@@ -63,9 +61,7 @@ def write_parameter_grammar(
     return "\n".join([f"start: {' | '.join(options)}", *rules.lines]), sorted(text_names)
 
 
-def write_parameters(
-    rules: RuleWriter, objects: Objects, expressions: ParameterExpressions, text_names: set[str]
-) -> str:
+def write_parameters(rules: RuleWriter, objects: Objects, layout: ParameterLayout, text_names: set[str]) -> str:
     """Write the rule of an object's properties; add the names of those that are texts to ``text_names``."""
     if not objects.properties and (objects.patterns or not rules.graph.is_empty(objects.rest)):
         rules.refuse("#", "properties that aren't listed can't be written in this tool format")
@@ -73,22 +69,22 @@ def write_parameters(
     for name, node in objects.properties:
         if rules.graph.is_empty(node):
             continue
-        if expressions.name_end and (name + expressions.name_end).find(expressions.name_end) < len(name):
+        if layout.name_end and (name + layout.name_end).find(layout.name_end) < len(name):
             raise OvspecError(f"#: in this tool format no parameter can be called {name!r:.80}; rename it.")
-        value = write_text_values(rules, node, expressions)
-        if value:
+        value_expression = write_text_values(rules, node, layout)
+        if value_expression:
             text_names.add(name)
         elif name in text_names:
             raise OvspecError(f"#: in this tool format {name} can't be both a string and another value.")
         else:
-            ending = quote_literal(expressions.value_end) if expressions.value_end else OPTIONAL_SPACE
-            value = f"{rules.node_rule(node)} {ending}"
-        head = f"{expressions.before_name} {quote_literal(name)} {expressions.after_name}"
-        items.append((rules.write_rule(f"{head} {value} {expressions.after_value}"), name in objects.required))
+            ending = quote_literal(layout.value_end) if layout.value_end else OPTIONAL_SPACE
+            value_expression = f"{rules.node_rule(node)} {ending}"
+        head = f"{layout.before_name} {quote_literal(name)} {layout.after_name}"
+        items.append((rules.write_rule(f"{head} {value_expression} {layout.after_value}"), name in objects.required))
     return write_in_order(rules, items, (objects.min_size, objects.max_size), None, "")
 
 
-def write_text_values(rules: RuleWriter, node: SchemaNode, expressions: ParameterExpressions) -> str | None:
+def write_text_values(rules: RuleWriter, node: SchemaNode, layout: ParameterLayout) -> str | None:
     """Return the terminals of a node's texts with ``value_end`` behind them; None if some values are no texts."""
     by_type = rules.graph.find_shape(node).by_type
     if [json_type for json_type, alternatives in by_type.items() if alternatives] != ["string"]:
@@ -100,26 +96,24 @@ def write_text_values(rules: RuleWriter, node: SchemaNode, expressions: Paramete
         patterns = [match_whole_text(use_ascii_classes(pattern), "(?s:.*)") for pattern in sorted(strings.patterns)]
         if None in patterns:
             return None
-        if strings.excluded and expressions.token_follows:  # see OPTIONAL_SPACE
+        if strings.excluded and layout.token_follows:  # see OPTIONAL_SPACE
             return None
-        terminals.append(write_text_terminal(rules, strings, [*filter(None, patterns)], expressions))
+        terminals.append(write_text_terminal(rules, strings, [*filter(None, patterns)], layout))
     return f"({' | '.join(terminals)})"
 
 
-def write_text_terminal(
-    rules: RuleWriter, strings: Strings, patterns: list[str], expressions: ParameterExpressions
-) -> str:
+def write_text_terminal(rules: RuleWriter, strings: Strings, patterns: list[str], layout: ParameterLayout) -> str:
     """Write the terminal of some strings; ``patterns``: expressions of whole texts."""
 
     def quote_values(values: list[str] | tuple[str, ...]) -> str:
-        return " | ".join(quote_literal(value + expressions.value_end) for value in values)
+        return " | ".join(quote_literal(value + layout.value_end) for value in values)
 
-    end = escape_slashes(escape_expression(expressions.value_end))
+    end = escape_slashes(escape_expression(layout.value_end))
     parts = [f"/(?s:.){size_range(strings)}{end}/", *(f"/{escape_slashes(pattern)}{end}/" for pattern in patterns)]
     if strings.values is not None:
         parts.append(f"({quote_values(strings.values)})")
     if strings.excluded:
         parts.append(f"~({quote_values(sorted(strings.excluded))})")
-    if not expressions.token_follows:
+    if not layout.token_follows:
         parts.append(f"~/(?s:.*){end}(?s:.+)/")
     return rules.write_terminal(" & ".join(parts))

@@ -197,60 +197,60 @@ def join_nodes(*nodes: SchemaNode) -> SchemaNode:
     return joined
 
 
-def intersect_alternatives(one: Alternative, other: Alternative) -> Alternative | None:
+def intersect_alternatives(first: Alternative, second: Alternative) -> Alternative | None:
     """Return the intersection of two alternatives of one type; None if it is empty."""
-    if one == other:
-        return one
-    match one, other:
+    if first == second:
+        return first
+    match first, second:
         case (Unenforceable(non_integers=True), Numbers(integer=True)):
             return None
         case (Numbers(integer=True), Unenforceable(non_integers=True)):
             return None
         case Unenforceable(), _:
-            return one
+            return first
         case _, Unenforceable():
-            return other
+            return second
         case Booleans(), Booleans():
-            values = one.values & other.values
+            values = first.values & second.values
             return Booleans(values) if values else None
         case Numbers(), Numbers():
-            return intersect_numbers(one, other)
+            return intersect_numbers(first, second)
         case Strings(), Strings():
-            return intersect_strings(one, other)
+            return intersect_strings(first, second)
         case Arrays(), Arrays():
-            return intersect_arrays(one, other)
+            return intersect_arrays(first, second)
         case Objects(), Objects():
-            return intersect_objects(one, other)
+            return intersect_objects(first, second)
     return None
 
 
 def intersect_shapes(
-    one: ValueShape,
-    other: ValueShape,
+    first: ValueShape,
+    second: ValueShape,
     settle: Callable[[Alternative | None], Alternative | None] = lambda alternative: alternative,
 ) -> ValueShape:
     """Return the intersection of two shapes; ``settle`` may drop or change an alternative."""
     by_type: dict[str, tuple[Alternative, ...]] = {}
-    for json_type, alternatives in one.by_type.items():
-        pairs = ((a, b) for a in alternatives for b in other.by_type.get(json_type, ()))
+    for json_type, alternatives in first.by_type.items():
+        pairs = ((a, b) for a in alternatives for b in second.by_type.get(json_type, ()))
         settled = (settle(intersect_alternatives(a, b)) for a, b in pairs)
         if intersection := dict.fromkeys(alternative for alternative in settled if alternative):
             by_type[json_type] = tuple(intersection)
     return ValueShape(by_type)
 
 
-def intersect_numbers(one: Numbers, other: Numbers) -> Numbers | None:
-    lows = [numbers.low for numbers in (one, other) if numbers.low]
-    highs = [numbers.high for numbers in (one, other) if numbers.high]
+def intersect_numbers(first: Numbers, second: Numbers) -> Numbers | None:
+    lows = [numbers.low for numbers in (first, second) if numbers.low]
+    highs = [numbers.high for numbers in (first, second) if numbers.high]
     low = max(lows, key=lambda bound: (bound.value, bound.exclusive), default=None)
     high = min(highs, key=lambda bound: (bound.value, not bound.exclusive), default=None)
     if low and high and (low.value > high.value or (low.value == high.value and (low.exclusive or high.exclusive))):
         return None
-    multiple = one.multiple or other.multiple
-    if one.multiple and other.multiple:
-        multiple = common_multiple(one.multiple, other.multiple)
-    intersection = Numbers(one.integer or other.integer, low, high, multiple, None, one.excluded | other.excluded)
-    value_sets = [numbers.values for numbers in (one, other) if numbers.values is not None]
+    multiple = first.multiple or second.multiple
+    if first.multiple and second.multiple:
+        multiple = common_multiple(first.multiple, second.multiple)
+    intersection = Numbers(first.integer or second.integer, low, high, multiple, None, first.excluded | second.excluded)
+    value_sets = [numbers.values for numbers in (first, second) if numbers.values is not None]
     if not value_sets:
         return intersection
     values = frozenset(value for value in frozenset.intersection(*value_sets) if intersection.accepts_number(value))
@@ -262,19 +262,19 @@ def common_multiple(*steps: Decimal) -> Decimal:
     return Decimal(lcm(*(int(step * shift) for step in steps))) / shift
 
 
-def intersect_sizes(one: Strings | Arrays | Objects, other: Strings | Arrays | Objects) -> tuple[int, float]:
+def intersect_sizes(first: Strings | Arrays | Objects, second: Strings | Arrays | Objects) -> tuple[int, float]:
     """Return the smallest and largest size that both allow."""
-    return max(one.min_size, other.min_size), min(one.max_size, other.max_size)
+    return max(first.min_size, second.min_size), min(first.max_size, second.max_size)
 
 
-def intersect_strings(one: Strings, other: Strings) -> Strings | None:
-    min_size, max_size = intersect_sizes(one, other)
+def intersect_strings(first: Strings, second: Strings) -> Strings | None:
+    min_size, max_size = intersect_sizes(first, second)
     if min_size > max_size:
         return None
-    patterns, absent_patterns = one.patterns | other.patterns, one.absent_patterns | other.absent_patterns
-    formats, excluded = one.formats | other.formats, one.excluded | other.excluded
+    patterns, absent_patterns = first.patterns | second.patterns, first.absent_patterns | second.absent_patterns
+    formats, excluded = first.formats | second.formats, first.excluded | second.excluded
     intersection = Strings(min_size, max_size, patterns, formats, None, excluded, absent_patterns)
-    value_lists = [strings.values for strings in (one, other) if strings.values is not None]
+    value_lists = [strings.values for strings in (first, second) if strings.values is not None]
     if not value_lists:
         return intersection
     common_values = set(value_lists[0]).intersection(value_lists[-1])
@@ -282,31 +282,31 @@ def intersect_strings(one: Strings, other: Strings) -> Strings | None:
     return Strings(formats=intersection.formats, values=values) if values else None
 
 
-def intersect_arrays(one: Arrays, other: Arrays) -> Arrays | None:
-    min_size, max_size = intersect_sizes(one, other)
+def intersect_arrays(first: Arrays, second: Arrays) -> Arrays | None:
+    min_size, max_size = intersect_sizes(first, second)
     if min_size > max_size:
         return None
-    length = max(len(one.prefix), len(other.prefix))
-    prefix = tuple(join_nodes(one.item_node(i), other.item_node(i)) for i in range(length))
-    return Arrays(prefix, join_nodes(one.items, other.items), min_size, max_size, one.unique or other.unique)
+    length = max(len(first.prefix), len(second.prefix))
+    prefix = tuple(join_nodes(first.item_node(i), second.item_node(i)) for i in range(length))
+    return Arrays(prefix, join_nodes(first.items, second.items), min_size, max_size, first.unique or second.unique)
 
 
-def intersect_objects(one: Objects, other: Objects) -> Objects | None:
-    min_size, max_size = intersect_sizes(one, other)
-    required = one.required | other.required
+def intersect_objects(first: Objects, second: Objects) -> Objects | None:
+    min_size, max_size = intersect_sizes(first, second)
+    required = first.required | second.required
     if max(min_size, len(required)) > max_size:
         return None
-    names = dict.fromkeys(name for objects in (one, other) for name, _ in objects.properties)
-    properties = tuple((name, join_nodes(one.property_node(name), other.property_node(name))) for name in names)
-    own_patterns, other_patterns = dict(one.patterns), dict(other.patterns)
+    names = dict.fromkeys(name for objects in (first, second) for name, _ in objects.properties)
+    properties = tuple((name, join_nodes(first.property_node(name), second.property_node(name))) for name in names)
+    first_patterns, second_patterns = dict(first.patterns), dict(second.patterns)
     # A name that has a pattern of one side only belongs to the rest of the other; if it has a pattern there too, this
     # is stricter than necessary.
     patterns = tuple(
-        (pattern, join_nodes(own_patterns.get(pattern, one.rest), other_patterns.get(pattern, other.rest)))
-        for pattern in dict.fromkeys((*own_patterns, *other_patterns))
+        (pattern, join_nodes(first_patterns.get(pattern, first.rest), second_patterns.get(pattern, second.rest)))
+        for pattern in dict.fromkeys((*first_patterns, *second_patterns))
     )
-    rest, names_node = join_nodes(one.rest, other.rest), join_nodes(one.names, other.names)
-    any_order, is_open = one.any_order or other.any_order, one.open and other.open
+    rest, names_node = join_nodes(first.rest, second.rest), join_nodes(first.names, second.names)
+    any_order, is_open = first.any_order or second.any_order, first.open and second.open
     return Objects(properties, patterns, rest, required, min_size, max_size, names_node, any_order, is_open)
 
 

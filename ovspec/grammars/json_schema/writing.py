@@ -149,7 +149,7 @@ def make_refusal(pointer: str, reason: str) -> OvspecError:
     return OvspecError(f"{pointer}: {reason}; rewrite it, or set `json_schema_mode='checked'`.")
 
 
-def write_schema_grammar(rules: RuleWriter, close_objects: bool) -> str:
+def write_schema_as_lark(rules: RuleWriter, close_objects: bool) -> str:
     """Return the whole grammar.
 
     Args:
@@ -247,8 +247,8 @@ def write_unlisted_property(rules: RuleWriter, objects: Objects, names: list[Str
     listed = frozenset(name for name, _ in objects.properties)
     options: list[str] = []
     for pattern, node in objects.patterns:
-        others = ((text, other) for text, other in objects.patterns if text != pattern)
-        overlapping = (other for text, other in others if not rules.are_disjoint_patterns(text, pattern))
+        rivals = ((rival, rival_node) for rival, rival_node in objects.patterns if rival != pattern)
+        overlapping = (rival_node for rival, rival_node in rivals if not rules.are_disjoint_patterns(rival, pattern))
         value_node = join_nodes(node, *overlapping)
         if rules.graph.is_empty(value_node):
             continue
@@ -261,12 +261,12 @@ def write_unlisted_property(rules: RuleWriter, objects: Objects, names: list[Str
                 options.append(f"{rules.write_strings(key)} {colon} {rules.node_rule(value_node)}")
     if not rules.graph.is_empty(objects.rest):
         rest_rule = rules.node_rule(objects.rest)
-        other_patterns = frozenset(pattern for pattern, _ in objects.patterns)
+        property_patterns = frozenset(pattern for pattern, _ in objects.patterns)
         for strings in names:
-            absent_patterns = strings.absent_patterns | other_patterns
+            absent_patterns = strings.absent_patterns | property_patterns
             key = replace(strings, excluded=strings.excluded | listed, absent_patterns=absent_patterns)
             # Where it can't be said which names have none of the patterns, there are no others.
-            compared = [*key.absent_patterns, *key.patterns] if other_patterns else key.absent_patterns
+            compared = [*key.absent_patterns, *key.patterns] if property_patterns else key.absent_patterns
             if None not in map(match_json_string, compared):
                 options.append(f"{rules.write_strings(key)} {colon} {rest_rule}")
     return rules.write_option_rule(options)
@@ -277,9 +277,9 @@ def write_unlisted_property(rules: RuleWriter, objects: Objects, names: list[Str
 
 def write_array(rules: RuleWriter, arrays: Arrays) -> str:
     if arrays.unique and arrays.max_size > 1:
-        values = list_item_values(rules, arrays)
-        if values is not None:
-            return write_unique_array(rules, arrays, values)
+        value_expressions = list_item_values(rules, arrays)
+        if value_expressions is not None:
+            return write_unique_array(rules, arrays, value_expressions)
         rules.allows_repeats = True
     comma = rules.write_separator(rules.style.item_separator)
     body = write_array_rest(rules, arrays, comma)
@@ -306,30 +306,30 @@ def list_item_values(rules: RuleWriter, arrays: Arrays) -> list[str] | None:
     """Return the expressions of all items that may be in an array; None if they aren't few."""
     if arrays.prefix or rules.graph.is_empty(arrays.items):
         return None
-    values: list[str] = []
+    value_expressions: list[str] = []
     for alternatives in rules.graph.find_shape(arrays.items).by_type.values():
         for alternative in alternatives:
             match alternative:
                 case Nulls() | Booleans():
-                    values += list_literals(alternative)
+                    value_expressions += list_literals(alternative)
                 case Numbers() if alternative.values is not None:
-                    values += [f"/{numbers.spell_number(value)}/" for value in sorted(alternative.values)]
+                    value_expressions += [f"/{numbers.spell_number(number)}/" for number in sorted(alternative.values)]
                 case Strings() if alternative.values is not None and not alternative.formats:
-                    values += map(quote_json_string, alternative.values)
+                    value_expressions += map(quote_json_string, alternative.values)
                 case _:
                     return None
-    return list(dict.fromkeys(values))
+    return list(dict.fromkeys(value_expressions))
 
 
-def write_unique_array(rules: RuleWriter, arrays: Arrays, values: list[str]) -> str:
+def write_unique_array(rules: RuleWriter, arrays: Arrays, value_expressions: list[str]) -> str:
     """Return an array of different values: in any order if they are few, else in the order of the schema."""
-    most = min(arrays.max_size, len(values))
+    most = min(arrays.max_size, len(value_expressions))
     comma = rules.write_separator(rules.style.item_separator)
-    if len(values) <= MAX_UNORDERED:
-        body = write_in_any_order(rules, values, arrays.min_size, most, comma)
+    if len(value_expressions) <= MAX_UNORDERED:
+        body = write_in_any_order(rules, value_expressions, arrays.min_size, most, comma)
     else:
-        sizes = (arrays.min_size, most if most < len(values) else inf)
-        body = write_in_order(rules, [(value, False) for value in values], sizes, None, comma)
+        sizes = (arrays.min_size, most if most < len(value_expressions) else inf)
+        body = write_in_order(rules, [(expression, False) for expression in value_expressions], sizes, None, comma)
     return f'"[" {body} "]"'
 
 
