@@ -246,7 +246,7 @@ CACHES = {"OpenVINO's default": "u8"}  # types of the KV cache, where it isn't t
 def decoder_for(folder: Path, setting: Setting, kv_precision: str | None = None, **properties: str) -> Decoder:
     device = DeviceOptions(kv_precision=kv_precision, properties=setting.properties | {"CACHE_DIR": ""} | properties)
     if setting.engine == "paged":
-        return PagedDecoder(compile_paged(folder, device, paired=False))  # the widths as they are
+        return PagedDecoder(compile_paged(folder, device, two_queries=False))  # the widths as they are
     return StatefulDecoder(compile_ir(folder, device), Rollback("mask"), compaction_threshold=10**9)
 
 
