@@ -237,7 +237,7 @@ def subtract_startup_time(arguments: JsonObject) -> JsonObject:
 
 # Jobs of distillations, and the file that has each.
 DISTILL_MODULES = {"write_texts": "texts", "write_features": "features", "train_head": "head", "train_draft": "draft"}
-DISTILL_MODULES |= {"measure_costs": "expected", "measure_gain": "gain"}
+DISTILL_MODULES |= {"measure_costs": "speedup_estimate", "measure_gain": "gain_benchmark"}
 JOBS: dict[str, Callable[..., None]] = {
     job.__name__: job
     for job in (

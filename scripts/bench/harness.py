@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import openvino as ov
 from figures import milliseconds
-from ovspec_export.distill.gain import read_held_out_prompts
+from ovspec_export.distill.gain_benchmark import read_held_out_prompts
 from peers.install import PEERS, python_of
 
 from ovspec.ir.compile import MODEL_FILE

@@ -20,7 +20,7 @@ import torch
 from ovspec_export.distill import draft, training
 from ovspec_export.distill.documents import Document, create_documents, read_documents
 from ovspec_export.distill.features import write_shard
-from ovspec_export.distill.work import CHECKPOINT_FOLDER, DOCUMENTS_FILE, FEATURES_FOLDER
+from ovspec_export.distill.work_folder import CHECKPOINT_FOLDER, DOCUMENTS_FILE, FEATURES_FOLDER
 from ovspec_export.export import make_checkpoint
 from ovspec_export.sources import find_source
 from transformers import AutoTokenizer

@@ -16,7 +16,7 @@ from ovspec.base.json_types import JsonObject
 from ovspec_export.distill.features import Example, read_examples
 from ovspec_export.distill.packing import Batch, iterate_batches, pack_examples
 from ovspec_export.distill.training import TrainingLimits, compute_accepted, train_student
-from ovspec_export.distill.work import STATE_FILE
+from ovspec_export.distill.work_folder import STATE_FILE
 
 STEP_TOKENS = 1024
 PEAK_RATE = 1e-4  # the highest

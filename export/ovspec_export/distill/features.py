@@ -28,7 +28,7 @@ from ovspec.ir.device import DeviceOptions, make_compile_properties, openvino_co
 from ovspec.ir.hidden_states import find_embedding, find_layer_inputs
 from ovspec_export.channel import is_stop_requested, report_progress
 from ovspec_export.distill.documents import Document, read_documents
-from ovspec_export.distill.work import DOCUMENTS_FILE, FEATURES_FOLDER, TARGET_FILE
+from ovspec_export.distill.work_folder import DOCUMENTS_FILE, FEATURES_FOLDER, TARGET_FILE
 
 CHOICE_COUNT = 16  # of the likeliest tokens that are kept
 SHARD_BYTES = 64e6  # bytes

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from ovspec.base.files import open_replacement, read_json, write_atomically
 from ovspec.base.json_types import JsonObject
 from ovspec_export.distill.features import Example, Examples, read_examples
+from ovspec_export.distill.head_initialization import compute_rms_sizes, initialize_head
 from ovspec_export.distill.new_head import make_head_config, make_head_layout
 from ovspec_export.distill.packing import Batch, iterate_batches, pack_examples
-from ovspec_export.distill.start import compute_rms_sizes, initialize_head
 from ovspec_export.distill.training import TrainingLimits, compute_accepted, move_rows, train_student
 from ovspec_export.distill.unroll import compare_guesses, compute_unrolled_loss
-from ovspec_export.distill.work import STATE_FILE, TARGET_FILE
+from ovspec_export.distill.work_folder import STATE_FILE, TARGET_FILE
 from ovspec_export.head_layout import read_head_layout
 from ovspec_export.heads import EagleHead, load_head_checkpoint
 

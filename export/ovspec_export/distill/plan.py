@@ -17,10 +17,10 @@ from ovspec.setup.identity import hash_model
 from ovspec.setup.manifest import DRAFT_FOLDER
 from ovspec_export.compression import INT8, WEIGHT_FORMATS
 from ovspec_export.convert import describe_failure, estimate_space
+from ovspec_export.distill.folder_checks import check_folders, check_result_folder, check_text_files
 from ovspec_export.distill.models import Kind, choose_kind, find_origin, find_torch_checkpoint
 from ovspec_export.distill.new_head import make_head_config, make_head_layout
-from ovspec_export.distill.places import check_folders, check_result_folder, check_text_files
-from ovspec_export.distill.work import DistillSettings, check_settings, read_work_header
+from ovspec_export.distill.work_folder import DistillSettings, check_settings, read_work_header
 from ovspec_export.folders import check_disk_space
 from ovspec_export.sources import HeadSource, Source, find_source
 

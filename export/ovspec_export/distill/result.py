@@ -24,11 +24,11 @@ from ovspec.setup.manifest import (
 from ovspec_export.compression import INT8
 from ovspec_export.distill.card import DocumentCounts, ResultRecord, write_record
 from ovspec_export.distill.documents import read_documents
-from ovspec_export.distill.exported import make_result_source
-from ovspec_export.distill.places import check_result_folder
+from ovspec_export.distill.folder_checks import check_result_folder
 from ovspec_export.distill.plan import DistillPlan
+from ovspec_export.distill.result_export import make_result_source
 from ovspec_export.distill.stages import find_exported_target
-from ovspec_export.distill.work import TRAINING_STAGE, WorkFolder
+from ovspec_export.distill.work_folder import TRAINING_STAGE, WorkFolder
 from ovspec_export.folders import find_foreign_file, open_work_folder, replace_folder
 from ovspec_export.manifests import complete_export, describe_model, installed_versions
 

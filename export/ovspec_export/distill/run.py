@@ -18,13 +18,13 @@ from ovspec.text.tokenizer import Tokenizer
 from ovspec_export.compression import INT8
 from ovspec_export.distill import stages
 from ovspec_export.distill.documents import read_documents
-from ovspec_export.distill.expected import estimate_speedup, estimate_step_share
-from ovspec_export.distill.finish import Outcome, finish_distillation, write_partial_result
-from ovspec_export.distill.gain import MAX_PROMPT_TOKENS, MAX_PROMPTS
+from ovspec_export.distill.gain_benchmark import MAX_PROMPT_TOKENS, MAX_PROMPTS
 from ovspec_export.distill.models import check_target_ir, require_config_number
+from ovspec_export.distill.outcome import Outcome, finish_distillation, write_partial_result
 from ovspec_export.distill.plan import DistillOptions, DistillPlan, count_trained_weights, make_plan
+from ovspec_export.distill.speedup_estimate import estimate_speedup, estimate_step_share
 from ovspec_export.distill.trimming import choose_most_used_ids, compute_missing_share, trim_draft_model
-from ovspec_export.distill.work import (
+from ovspec_export.distill.work_folder import (
     COSTS_STAGE,
     DATA_STAGES,
     EXPORTING_STAGE,

@@ -14,7 +14,7 @@ from ovspec.base.files import read_text
 from ovspec.base.json_types import JsonObject
 from ovspec_export.convert import run_job
 from ovspec_export.distill.plan import DistillPlan
-from ovspec_export.distill.work import GAIN_STAGE, WorkFolder
+from ovspec_export.distill.work_folder import GAIN_STAGE, WorkFolder
 from ovspec_export.sources import HeadSource, Source
 
 ProgressCallback = Callable[[JsonObject], None]

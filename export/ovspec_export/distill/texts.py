@@ -39,7 +39,7 @@ from ovspec_export.distill.documents import (
     read_documents,
     read_user_texts,
 )
-from ovspec_export.distill.work import DOCUMENTS_FILE
+from ovspec_export.distill.work_folder import DOCUMENTS_FILE
 
 MAX_QUESTION_TOKENS, MAX_ANSWER_TOKENS = 160, 320  # tokens
 MAX_ROWS = 64  # rows; twice as many gain a twelfth, and end twice as late

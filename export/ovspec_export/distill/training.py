@@ -26,7 +26,7 @@ from ovspec.ir.instruction_set import list_instruction_sets
 from ovspec_export.channel import is_stop_requested, report_progress
 from ovspec_export.distill.features import Example, Examples, read_examples
 from ovspec_export.distill.optimizer import Optimizer
-from ovspec_export.distill.work import CHECKPOINT_FOLDER, STATE_FILE
+from ovspec_export.distill.work_folder import CHECKPOINT_FOLDER, STATE_FILE
 
 JUDGED_DOCUMENTS = 24  # held-out documents that are judged while it trains
 WARM_UP_STEPS, STEADY_STEPS = 100, 8000  # steps until the rate is the highest, and until it falls

@@ -16,7 +16,7 @@ from ovspec_export.distill.documents import Document, create_documents
 from ovspec_export.distill.features import write_features
 from ovspec_export.distill.head import train_head
 from ovspec_export.distill.plan import DistillOptions, make_plan
-from ovspec_export.distill.work import CHECKPOINT_FOLDER, DOCUMENTS_FILE
+from ovspec_export.distill.work_folder import CHECKPOINT_FOLDER, DOCUMENTS_FILE
 from ovspec_export.head_fit import check_head_fits
 from ovspec_export.sources import HeadSource, Source, make_source
 

@@ -13,7 +13,7 @@ from ovspec_export.distill.documents import Document
 from ovspec_export.distill.draft import DraftStudent, can_pack, compute_draft_logits, train_draft
 from ovspec_export.distill.features import Example, write_shard
 from ovspec_export.distill.packing import Batch, pack_examples
-from ovspec_export.distill.work import CHECKPOINT_FOLDER, DOCUMENTS_FILE, FEATURES_FOLDER, STATE_FILE
+from ovspec_export.distill.work_folder import CHECKPOINT_FOLDER, DOCUMENTS_FILE, FEATURES_FOLDER, STATE_FILE
 from transformers import AutoConfig, AutoModelForCausalLM, DataCollatorWithFlattening
 
 ROOT = Path(__file__).parent.parent.parent.parent

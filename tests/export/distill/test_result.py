@@ -12,9 +12,9 @@ from compiling import trust_paged
 from conftest import DRAFT, PROMPTS, TARGET
 from distilling import Distilling, distilling, made_head, row
 from ovspec_export import DistillOptions, distill_model
-from ovspec_export.distill import gain
+from ovspec_export.distill import gain_benchmark
 from ovspec_export.distill.card import DocumentCounts, ResultRecord, format_card, read_record
-from ovspec_export.distill.gain import (
+from ovspec_export.distill.gain_benchmark import (
     PLAIN_PROMPT_TOKENS,
     describe_missing_gain,
     is_faster,
@@ -153,7 +153,7 @@ def test_prompts_are_what_was_held_out(tmp_path: Path) -> None:
 
 def test_the_gain_is_measured(distil: Distilling, pair: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache_dir))
-    monkeypatch.setattr(gain, "MAX_PROMPT_TOKENS", 16)
+    monkeypatch.setattr(gain_benchmark, "MAX_PROMPT_TOKENS", 16)
     file, output = distil.folder / "documents.jsonl", distil.folder / "rows.json"
     ids = Tokenizer(pair).encode(PROMPTS[0]).tolist()
     given = document(0, True) | {"ids": ids, "answer": len(ids) - 1}

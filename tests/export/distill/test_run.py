@@ -23,7 +23,7 @@ from filelock import FileLock
 from ovspec_export.distill import result as results
 from ovspec_export.distill.card import read_record
 from ovspec_export.distill.run import compute_round_ends, estimate_text_seconds
-from ovspec_export.distill.work import StageFigures, WorkFolder
+from ovspec_export.distill.work_folder import StageFigures, WorkFolder
 from ovspec_export.sources import HeadSource, find_source
 from ovspec_export.worker import subtract_startup_time
 
@@ -276,7 +276,7 @@ def test_ctrl_c_at_the_very_end_leaves_what_is_finished(distil: Distilling, monk
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("ovspec_export.distill.finish.add_draft_to_target", press)
+        patched.setattr("ovspec_export.distill.outcome.add_draft_to_target", press)
         assert distil.run() == 130
     made = read_record(distil.output)
     assert made and made.complete and made.rows

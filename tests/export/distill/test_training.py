@@ -22,12 +22,12 @@ from ovspec_export.distill.features import (
     write_target_tables,
 )
 from ovspec_export.distill.head import change_vocabulary, choose_draft_ids
+from ovspec_export.distill.head_initialization import initialize_head
 from ovspec_export.distill.new_head import make_head_config, make_head_layout
 from ovspec_export.distill.packing import Batch, pack_examples
-from ovspec_export.distill.start import initialize_head
 from ovspec_export.distill.training import move_rows
 from ovspec_export.distill.unroll import compare_guesses, compute_unrolled_loss, unroll_head
-from ovspec_export.distill.work import DOCUMENTS_FILE, FEATURES_FOLDER
+from ovspec_export.distill.work_folder import DOCUMENTS_FILE, FEATURES_FOLDER
 from ovspec_export.head_layout import default_tap_layers, new_head_tap_layers
 from ovspec_export.heads import EagleHead
 from safetensors.torch import load_file

@@ -11,7 +11,7 @@ from ovspec_export.compression import INT8
 from ovspec_export.convert import check_converted_files, convert_head, convert_source
 from ovspec_export.distill.plan import DistillPlan
 from ovspec_export.distill.stages import find_exported_target, find_working_draft
-from ovspec_export.distill.work import EXPORTING_STAGE, WorkFolder
+from ovspec_export.distill.work_folder import EXPORTING_STAGE, WorkFolder
 from ovspec_export.draft_vocabulary import read_proposed_ids, trim_ir
 from ovspec_export.head_fit import check_head_fits
 from ovspec_export.sources import HeadSource, Source, copy_missing_files, make_source

@@ -12,11 +12,11 @@ from ovspec.ir.compile import MODEL_FILE
 from ovspec.setup.manifest import DRAFT_FOLDER, read_manifest
 from ovspec_export.distill import stages
 from ovspec_export.distill.card import read_record
-from ovspec_export.distill.exported import export_draft, export_result
-from ovspec_export.distill.gain import describe_missing_gain, is_faster
+from ovspec_export.distill.gain_benchmark import describe_missing_gain, is_faster
 from ovspec_export.distill.plan import DistillPlan
 from ovspec_export.distill.result import add_draft_to_target, make_record, write_result
-from ovspec_export.distill.work import WorkFolder
+from ovspec_export.distill.result_export import export_draft, export_result
+from ovspec_export.distill.work_folder import WorkFolder
 
 MIN_GAIN_SECONDS = 15.0  # seconds
 

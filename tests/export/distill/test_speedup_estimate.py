@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT
-from ovspec_export.distill import expected
-from ovspec_export.distill.expected import MAX_PROPOSED, estimate_speedup, estimate_step_share, measure_costs
+from ovspec_export.distill import speedup_estimate
+from ovspec_export.distill.speedup_estimate import MAX_PROPOSED, estimate_speedup, estimate_step_share, measure_costs
 
 
 def test_the_best_lookahead_counts() -> None:
@@ -27,15 +27,15 @@ def test_nothing_but_accepted_tokens_gains() -> None:
 
 def test_a_machine_that_slows_down_does_not_change_what_more_tokens_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     told, moments = dict[str, list[float]](), iter(1.05**n for n in range(1000))
-    monkeypatch.setattr(expected, "report_progress", lambda **figures: told.update(figures))
-    monkeypatch.setattr(expected, "time", SimpleNamespace(perf_counter=lambda: next(moments)))
+    monkeypatch.setattr(speedup_estimate, "report_progress", lambda **figures: told.update(figures))
+    monkeypatch.setattr(speedup_estimate, "time", SimpleNamespace(perf_counter=lambda: next(moments)))
     measure_costs(str(ROOT / "models" / "demo" / "draft"))
     assert max(told["costs"]) < 1.25 * told["costs"][0]
 
 
 def test_inferences_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     told = dict[str, list[float]]()
-    monkeypatch.setattr(expected, "report_progress", lambda **figures: told.update(figures))
+    monkeypatch.setattr(speedup_estimate, "report_progress", lambda **figures: told.update(figures))
     measure_costs(str(ROOT / "models" / "demo" / "draft"))
     assert len(told["costs"]) == MAX_PROPOSED + 1 and all(0 < seconds < 1 for seconds in told["costs"])
 
