@@ -28,18 +28,22 @@ def find_mask_bound(ir: CompiledIR) -> int | None:
     0 if they always do, UNBOUNDED if they never do, None if that can't be determined.
     """
     try:
-        mask = extract_mask_model(openvino_core().read_model(ir.folder / MODEL_FILE))
-        if mask is None:
+        mask_model = extract_mask_model(openvino_core().read_model(ir.folder / MODEL_FILE))
+        if mask_model is None:
             return None
-        request = openvino_core().compile_model(mask, "CPU", {"INFERENCE_PRECISION_HINT": "f32"}).create_infer_request()
+        mask_request = (
+            openvino_core().compile_model(mask_model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"}).create_infer_request()
+        )
         states = {state.name: state for state in ir.states}
-        fewest = 16
-        most = min(ir.context_length or LONGEST_TESTED_MASK, 4 * LONGEST_TESTED_MASK)
-        if not hides_dead_slots(request, states, fewest):
+        min_slots = 16
+        max_slots = min(ir.context_length or LONGEST_TESTED_MASK, 4 * LONGEST_TESTED_MASK)
+        if not hides_dead_slots(mask_request, states, min_slots):
             return 0
-        if most <= fewest or hides_dead_slots(request, states, most):
+        if max_slots <= min_slots or hides_dead_slots(mask_request, states, max_slots):
             return UNBOUNDED
-        bound = bisect_left(range(most), True, fewest, key=lambda slots: not hides_dead_slots(request, states, slots))
+        bound = bisect_left(
+            range(max_slots), True, min_slots, key=lambda slots: not hides_dead_slots(mask_request, states, slots)
+        )
         return bound - 1
     except (RuntimeError, LookupError, ValueError):  # an unknown kind of attention mask
         return None
@@ -59,15 +63,15 @@ def extract_mask_model(model: ov.Model) -> ov.Model | None:
         return None
     parameters = list(model.get_parameters())
     recurrent = {state.name for state in find_model_states(model) if state.sequence_axis is None}
-    shapes = {variable.info.variable_id: variable.info.data_shape for variable in model.get_variables()}
+    state_shapes = {variable.info.variable_id: variable.info.data_shape for variable in model.get_variables()}
     for op in model.get_ops():
         if op.get_type_name() == "ReadValue":
-            name = op.get_variable_id()  # type: ignore[attr-defined]
-            shape = shapes[name]
-            if name not in recurrent:
-                shape = ov.PartialShape([-1] * len(shape))
-            state = ops.parameter(shape, op.output(0).get_element_type(), name=name)
-            state.output(0).get_tensor().set_names({name})
+            state_name = op.get_variable_id()  # type: ignore[attr-defined]
+            state_shape = state_shapes[state_name]
+            if state_name not in recurrent:
+                state_shape = ov.PartialShape([-1] * len(state_shape))
+            state = ops.parameter(state_shape, op.output(0).get_element_type(), name=state_name)
+            state.output(0).get_tensor().set_names({state_name})
             for reader in op.output(0).get_target_inputs():
                 reader.replace_source_output(state.output(0))
             parameters.append(state)
@@ -80,54 +84,54 @@ def extract_mask_model(model: ov.Model) -> ov.Model | None:
 def collect_ancestors(nodes: Sequence[ov.Node]) -> set[str]:
     """Return the names of ``nodes`` and of all nodes that they are computed from."""
     names = set[str]()
-    waiting = list(nodes)
-    while waiting:
-        node = waiting.pop()
+    unvisited_nodes = list(nodes)
+    while unvisited_nodes:
+        node = unvisited_nodes.pop()
         if node.get_friendly_name() not in names:
             names.add(node.get_friendly_name())
-            waiting += [node.input_value(i).get_node() for i in range(node.get_input_size())]
+            unvisited_nodes += [node.input_value(i).get_node() for i in range(node.get_input_size())]
     return names
 
 
 def hides_dead_slots(request: ov.InferRequest, states: dict[str, ModelState], slots: int) -> bool:
     """Return whether the last of ``slots`` slots sees the live ones alike with four dead slots and without them."""
-    dead = slice(slots - 6, slots - 2)
-    alive = np.ones((1, slots), dtype=np.int64)
-    alive[:, dead] = 0
-    masks_with_dead = compute_masks(request, states, alive)
+    dead_slots = slice(slots - 6, slots - 2)
+    live_flags = np.ones((1, slots), dtype=np.int64)
+    live_flags[:, dead_slots] = 0
+    masks_with_dead = compute_masks(request, states, live_flags)
     clean_masks = compute_masks(request, states, np.ones((1, slots - 4), dtype=np.int64))
     for mask, clean_mask in zip(masks_with_dead, clean_masks, strict=True):
-        mask = np.delete(mask, np.arange(slots)[dead], axis=-1)
-        visible = clean_mask > -1e30
-        if not ((mask > -1e30) == visible).all():
+        mask = np.delete(mask, np.arange(slots)[dead_slots], axis=-1)
+        visible_slots = clean_mask > -1e30
+        if not ((mask > -1e30) == visible_slots).all():
             return False
         # Softmax ignores a constant added to a whole row.
-        shifted = mask - mask[..., -1:]
-        expected = clean_mask - clean_mask[..., -1:]
-        if not np.allclose(shifted[visible], expected[visible], atol=1e-3):
+        shifted_mask = mask - mask[..., -1:]
+        expected_mask = clean_mask - clean_mask[..., -1:]
+        if not np.allclose(shifted_mask[visible_slots], expected_mask[visible_slots], atol=1e-3):
             return False
     return True
 
 
-def compute_masks(request: ov.InferRequest, states: dict[str, ModelState], alive: np.ndarray) -> list[np.ndarray]:
+def compute_masks(request: ov.InferRequest, states: dict[str, ModelState], live_flags: np.ndarray) -> list[np.ndarray]:
     """Return the masks of a token after ``slots - 1`` others: (1, heads or 1, 1, slots) float64, hidden < -1e30."""
-    slots = alive.shape[1]
-    inputs: dict[str, np.ndarray] = {
+    slots = live_flags.shape[1]
+    arrays_by_input: dict[str, np.ndarray] = {
         "input_ids": np.zeros((1, 1), dtype=np.int64),
-        "attention_mask": alive,
-        "position_ids": np.array([[alive.sum() - 1]], dtype=np.int64),
+        "attention_mask": live_flags,
+        "position_ids": np.array([[live_flags.sum() - 1]], dtype=np.int64),
         "beam_idx": np.zeros(1, dtype=np.int32),
     }
-    feed: dict[str, np.ndarray] = {}
+    fed_arrays: dict[str, np.ndarray] = {}
     for port in request.model_inputs:
         name = port.get_any_name()
-        if name not in inputs:
+        if name not in arrays_by_input:
             shape = [1 if length.is_dynamic else length.get_length() for length in port.get_partial_shape()]
             if (axis := states[name].sequence_axis) is not None:
                 shape[axis] = slots - 1
-            inputs[name] = np.zeros(shape, dtype=port.get_element_type().to_dtype())
-        feed[name] = inputs[name]
-    masks = [np.asarray(mask) for mask in request.infer(feed).values()]
+            arrays_by_input[name] = np.zeros(shape, dtype=port.get_element_type().to_dtype())
+        fed_arrays[name] = arrays_by_input[name]
+    masks = [np.asarray(mask) for mask in request.infer(fed_arrays).values()]
     return [as_additive_mask(mask) for mask in masks]
 
 

@@ -31,7 +31,7 @@ from ovspec.ir.large_pages import LargePages
 # Operations that may follow the lm_head, because they don't mix positions (bias, scale, soft cap).
 ELEMENTWISE_OPERATIONS = {"Add", "Multiply", "Divide", "Subtract", "Tanh", "Convert", "Clamp"}
 # Two threads that read their first model at once may wait for each other for ever, inside OpenVINO's Python binding.
-READING_LOCK = threading.Lock()
+MODEL_READING_LOCK = threading.Lock()
 # Output of a head or a draft that proposes only some ids, a constant: the difference between a target's id and the
 # number of its logit.
 TARGET_IDS_OUTPUT = "d2t"
@@ -160,14 +160,16 @@ def check_weights(xml: Path) -> int:
     """
     weights = xml.with_suffix(".bin")
     try:
-        graph = xml.read_bytes()
-        size = weights.stat().st_size
+        xml_content = xml.read_bytes()
+        weights_bytes = weights.stat().st_size
     except FileNotFoundError as error:
         raise OvspecError(f"{error.filename}: missing; export the model again.") from None
-    ends = [int(offset) + int(length) for offset, length in re.findall(rb'offset="(\d+)" size="(\d+)"', graph)]
-    if size < max(ends, default=0):
-        raise OvspecError(f"{weights}: cut off ({size} of {max(ends)} bytes); export the model again.")
-    return size
+    tensor_ends = [
+        int(offset) + int(length) for offset, length in re.findall(rb'offset="(\d+)" size="(\d+)"', xml_content)
+    ]
+    if weights_bytes < max(tensor_ends, default=0):
+        raise OvspecError(f"{weights}: cut off ({weights_bytes} of {max(tensor_ends)} bytes); export the model again.")
+    return weights_bytes
 
 
 def find_model_states(model: ov.Model) -> list[ModelState]:
@@ -199,10 +201,10 @@ def find_lm_head(model: ov.Model) -> ov.Node | None:
     node = model.output("logits").get_node().input_value(0).get_node()
     while node.get_type_name() in ELEMENTWISE_OPERATIONS:
         sources = [node.input_value(i).get_node() for i in range(node.get_input_size())]
-        computed = [source for source in sources if source.get_type_name() not in ("Constant", "Convert")]
-        if len(computed) != 1:
+        computed_sources = [source for source in sources if source.get_type_name() not in ("Constant", "Convert")]
+        if len(computed_sources) != 1:
             return None
-        node = computed[0]
+        node = computed_sources[0]
     return node if node.get_type_name() == "MatMul" else None
 
 
@@ -212,14 +214,14 @@ def pick_logits(model: ov.Model) -> bool:
     The hidden states are gathered before the lm_head, so ``logits`` becomes [1, n, vocab].
     Returns False, and leaves the model unchanged, if the lm_head is not found.
     """
-    node = find_lm_head(model)
-    if node is None:
+    lm_head = find_lm_head(model)
+    if lm_head is None:
         return False
-    hidden = node.input_value(0)
-    shape = hidden.get_partial_shape()
-    if shape.rank.get_length() != 3 or shape[2].is_dynamic:
+    hidden = lm_head.input_value(0)
+    hidden_shape = hidden.get_partial_shape()
+    if hidden_shape.rank.get_length() != 3 or hidden_shape[2].is_dynamic:
         return False
-    pick_rows(model, hidden, [node.input(0)])
+    pick_rows(model, hidden, [lm_head.input(0)])
     model.validate_nodes_and_infer_types()
     return True
 
@@ -230,15 +232,15 @@ def pick_rows(model: ov.Model, hidden: ov.Output, readers: list[ov.Input]) -> ov
     Returns the picked ones, [1, n, width].
     """
     zero = ops.constant(0, dtype=ov.Type.i64)
-    index = ops.parameter([-1], ov.Type.i64, name="logits_idx")
-    index.output(0).get_tensor().set_names({"logits_idx"})
+    logits_indices = ops.parameter([-1], ov.Type.i64, name="logits_idx")
+    logits_indices.output(0).get_tensor().set_names({"logits_idx"})
     width = hidden.get_partial_shape()[-1].get_length()
-    flat = ops.reshape(hidden, ops.constant([-1, width], dtype=ov.Type.i64), special_zero=False)
-    picked = ops.unsqueeze(ops.gather(flat, index, zero), zero).output(0)
+    flat_hidden = ops.reshape(hidden, ops.constant([-1, width], dtype=ov.Type.i64), special_zero=False)
+    picked_hidden = ops.unsqueeze(ops.gather(flat_hidden, logits_indices, zero), zero).output(0)
     for reader in readers:
-        reader.replace_source_output(picked)
-    model.add_parameters([index])
-    return picked
+        reader.replace_source_output(picked_hidden)
+    model.add_parameters([logits_indices])
+    return picked_hidden
 
 
 def add_output(model: ov.Model, value: ov.Output, name: str) -> None:
@@ -263,9 +265,11 @@ def read_target_ids(model: ov.Model) -> np.ndarray | None:
     return np.arange(len(offsets)) + offsets.astype(np.int64)
 
 
-def add_target_ids(model: ov.Model, ids: np.ndarray) -> None:
+def add_target_ids(model: ov.Model, target_ids: np.ndarray) -> None:
     """Let a model say that its logits are those of ``ids`` (n,) of its target."""
-    add_output(model, ops.constant(ids - np.arange(len(ids)), dtype=ov.Type.i64).output(0), TARGET_IDS_OUTPUT)
+    add_output(
+        model, ops.constant(target_ids - np.arange(len(target_ids)), dtype=ov.Type.i64).output(0), TARGET_IDS_OUTPUT
+    )
 
 
 def read_model(folder: Path) -> ov.Model:
@@ -280,26 +284,26 @@ def read_ir(folder: Path, rewrite: Callable[[ov.Model], None] | None = None) -> 
     """Read the language model in ``folder``, and apply ``pick_logits`` and ``rewrite``."""
     model = read_model(folder)
     states = find_model_states(model)
-    names = {name for port in model.inputs for name in port.names}
-    outputs = {name for port in model.outputs for name in port.names}
-    if "logits" not in outputs or "input_ids" not in names:
+    input_names = {name for port in model.inputs for name in port.names}
+    output_names = {name for port in model.outputs for name in port.names}
+    if "logits" not in output_names or "input_ids" not in input_names:
         raise OvspecError(f"{folder}: not a language model that generates text (it has no input_ids or no logits).")
-    if not states or not {"attention_mask", "beam_idx"} <= names:
+    if not states or not {"attention_mask", "beam_idx"} <= input_names:
         raise OvspecError(f"{folder}: exported without a KV cache; export it with the task text-generation-with-past.")
-    if unknown := names - KNOWN_INPUTS:
-        raise OvspecError(f"{folder}: not supported, because the model needs the input {min(unknown)}.")
+    if unknown_inputs := input_names - KNOWN_INPUTS:
+        raise OvspecError(f"{folder}: not supported, because the model needs the input {min(unknown_inputs)}.")
     for parameter in model.get_parameters():
         if parameter.get_friendly_name() == "cache_position" and not parameter.output(0).get_target_inputs():
             model.remove_parameter(parameter)
-    if (ids := read_target_ids(model)) is not None:
-        if model.output("logits").get_partial_shape()[-1] != len(ids):
+    if (target_ids := read_target_ids(model)) is not None:
+        if model.output("logits").get_partial_shape()[-1] != len(target_ids):
             problem = f"its {TARGET_IDS_OUTPUT} doesn't name an id for each of its logits"
             raise OvspecError(f"{folder}: {problem}; export it again.")
         model.remove_result(model.output(TARGET_IDS_OUTPUT).get_node())
     picks_logits = pick_logits(model)
     if rewrite:
         rewrite(model)
-    return ModelGraph(model, states, picks_logits, ids)
+    return ModelGraph(model, states, picks_logits, target_ids)
 
 
 def compile_ir(folder: Path, options: DeviceOptions, rewrite: Callable[[ov.Model], None] | None = None) -> CompiledIR:
@@ -310,7 +314,7 @@ def compile_ir(folder: Path, options: DeviceOptions, rewrite: Callable[[ov.Model
     check_ir_folder(folder)
     check_device(options.device)
     check_weights(folder / MODEL_FILE)
-    with READING_LOCK:
+    with MODEL_READING_LOCK:
         graph = read_ir(folder, rewrite)
     return compile_graph(graph, folder, options)
 

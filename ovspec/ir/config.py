@@ -56,9 +56,12 @@ class ModelConfig:
     def rope_switch_length(self) -> int | None:
         """Length of the text beyond which all its tokens get other rotary frequencies (LongRoPE); None for never."""
         config = self.language_config.json_object
-        for rope in (config.get("rope_parameters"), config.get("rope_scaling")):
-            if isinstance(rope, dict) and "longrope" in (rope.get("rope_type"), rope.get("type")):
-                lengths = (part.get("original_max_position_embeddings") for part in (rope, config))
+        for rope_parameters in (config.get("rope_parameters"), config.get("rope_scaling")):
+            if isinstance(rope_parameters, dict) and "longrope" in (
+                rope_parameters.get("rope_type"),
+                rope_parameters.get("type"),
+            ):
+                lengths = (json_part.get("original_max_position_embeddings") for json_part in (rope_parameters, config))
                 return next((length for length in lengths if type(length) is int and length > 0), None)
         return None
 

@@ -26,9 +26,9 @@ def make_gated_layer() -> ov.Model:
 
     tokens = ops.parameter([-1, -1, LAYER_WIDTH], np.float32)
     gate = multiply(tokens)
-    up = multiply(tokens)
+    up_projection = multiply(tokens)
     silu = ops.multiply(gate, ops.sigmoid(gate))
-    return ov.Model([ops.result(multiply(ops.multiply(silu, up)))], [tokens])  # type: ignore[misc]
+    return ov.Model([ops.result(multiply(ops.multiply(silu, up_projection)))], [tokens])  # type: ignore[misc]
 
 
 def disable_core_dumps() -> None:

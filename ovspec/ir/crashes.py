@@ -35,8 +35,8 @@ TRIAL_SECONDS = 60.0  # that a trial may take; it needs less than one
 # Exit codes of processes that a fault in their own code has ended; other signals come from outside.
 FAULT_SIGNALS = ("SIGFPE", "SIGILL", "SIGSEGV", "SIGBUS", "SIGABRT")
 FAULTS_BY_EXIT_CODE = {-int(getattr(signal, name)): name for name in FAULT_SIGNALS if hasattr(signal, name)}
-WINDOWS_FAULTS = 0xC0000000  # Windows' exit codes of such processes begin here
-MATRIX_SHAPE = re.compile(rb'<data element_type="(?:f32|f16|bf16)" shape="(\d+), ?(\d+)"')
+FIRST_WINDOWS_FAULT_CODE = 0xC0000000  # Windows' exit codes of such processes begin here
+MATRIX_SHAPE_PATTERN = re.compile(rb'<data element_type="(?:f32|f16|bf16)" shape="(\d+), ?(\d+)"')
 
 TrialSetting = tuple[str, ...]
 known_crashes: dict[TrialSetting, Crash] = {}  # of this process, with or without a cache on the disk
@@ -64,13 +64,13 @@ def avoid_crash(folder: Path, options: DeviceOptions) -> DeviceOptions:
     cores = count_cores()
     threads = min(int(options.fixed_properties.get("INFERENCE_NUM_THREADS", 0)) or cores, cores)
     occasion = f"when it compiles this model for {precision} with {threads} thread{'s' * (threads != 1)}"
-    crash = f"{folder}: OpenVINO crashes here ({fault}) {occasion}"
+    crash_text = f"{folder}: OpenVINO crashes here ({fault}) {occasion}"
     if options.precision:
-        raise OvspecError(f"{crash}; use `precision='f32'`, more threads, or int8 weights.")
-    sentence = f"{crash}, so it is computed in f32; more threads or int8 weights avoid this."
-    if sentence not in shown_notes:
-        shown_notes.add(sentence)
-        print_note(sentence)
+        raise OvspecError(f"{crash_text}; use `precision='f32'`, more threads, or int8 weights.")
+    note = f"{crash_text}, so it is computed in f32; more threads or int8 weights avoid this."
+    if note not in shown_notes:
+        shown_notes.add(note)
+        print_note(note)
     return replace(options, properties=options.properties | {"INFERENCE_PRECISION_HINT": "f32"})
 
 
@@ -82,37 +82,39 @@ def has_gates(folder: Path) -> bool:
     file = folder / MODEL_FILE
     if not file.is_file():
         return False
-    shapes = MATRIX_SHAPE.findall(file.read_bytes())
-    counts = Counter((int(rows), int(columns)) for rows, columns in shapes)
+    shapes = MATRIX_SHAPE_PATTERN.findall(file.read_bytes())
+    shape_counts = Counter((int(rows), int(columns)) for rows, columns in shapes)
 
     def is_gated(rows: int, columns: int) -> bool:
-        transposed = 2 if rows == columns else counts[columns, rows]
-        return counts[rows, columns] > transposed > 0
+        transposed_count = 2 if rows == columns else shape_counts[columns, rows]
+        return shape_counts[rows, columns] > transposed_count > 0
 
-    return any(is_gated(*shape) for shape in list(counts))
+    return any(is_gated(*shape) for shape in list(shape_counts))
 
 
 def find_crash(options: DeviceOptions) -> Crash:
     """Return the finding of this process or an earlier one, or run the trial and remember it."""
     properties = {name: value for name, value in make_compile_properties(options).items() if name != "CACHE_DIR"}
-    setting = (options.device.upper(), json.dumps(properties, sort_keys=True), *TRIAL_COMMAND)
-    if setting not in known_crashes:
-        key = repr((setting[:2], identify_machine(options.device), __version__))
-        name = f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
-        file = options.cache_folder and options.cache_folder / "crashes" / name
-        crash = read_cached(Crash, file)
-        if not crash and (crash := run_trial(*setting)):
-            write_cached(file, crash)
-        known_crashes[setting] = crash or Crash("")
-    return known_crashes[setting]
+    trial_setting = (options.device.upper(), json.dumps(properties, sort_keys=True), *TRIAL_COMMAND)
+    if trial_setting not in known_crashes:
+        finding_key = repr((trial_setting[:2], identify_machine(options.device), __version__))
+        file_name = f"{hashlib.sha256(finding_key.encode()).hexdigest()[:24]}.json"
+        finding_file = options.cache_folder and options.cache_folder / "crashes" / file_name
+        crash = read_cached(Crash, finding_file)
+        if not crash and (crash := run_trial(*trial_setting)):
+            write_cached(finding_file, crash)
+        known_crashes[trial_setting] = crash or Crash("")
+    return known_crashes[trial_setting]
 
 
-def run_trial(device: str, properties: str, *trial: str) -> Crash | None:
+def run_trial(device: str, properties: str, *trial_arguments: str) -> Crash | None:
     """Run the trial; None if it took too long, or failed without a crash, so that nothing is known."""
-    command = [sys.executable, *trial, device, properties]
-    null = subprocess.DEVNULL
+    command = [sys.executable, *trial_arguments, device, properties]
+    devnull = subprocess.DEVNULL
     try:
-        exit_code = subprocess.run(command, stdin=null, stdout=null, stderr=null, timeout=TRIAL_SECONDS).returncode
+        exit_code = subprocess.run(
+            command, stdin=devnull, stdout=devnull, stderr=devnull, timeout=TRIAL_SECONDS
+        ).returncode
     except (OSError, subprocess.TimeoutExpired):
         return None
     if exit_code == 0:
@@ -123,6 +125,6 @@ def run_trial(device: str, properties: str, *trial: str) -> Crash | None:
 
 def name_fault(exit_code: int) -> str | None:
     """Return which fault in its own code has ended a process with this exit code; None if none did."""
-    if exit_code >= WINDOWS_FAULTS:
+    if exit_code >= FIRST_WINDOWS_FAULT_CODE:
         return f"{exit_code:#x}"
     return FAULTS_BY_EXIT_CODE.get(exit_code)

@@ -68,14 +68,16 @@ def identify_machine(device: str = "CPU") -> tuple[str, ...]:
     ``device``: the device of the findings. Devices other than the CPU add their names, architectures and drivers.
     """
     processor = str(openvino_core().get_property("CPU", "FULL_DEVICE_NAME"))
-    others = [text for name in list_possible_devices(device) if name != "CPU" for text in identify_device(name)]
+    other_device_facts = [
+        device_fact for name in list_possible_devices(device) if name != "CPU" for device_fact in identify_device(name)
+    ]
     return (
         processor,
         describe_instruction_set(),
         f"{count_cores()} cores",
         system_name(),
         f"OpenVINO {ov.get_version()}",
-        *others,
+        *other_device_facts,
     )
 
 
@@ -94,9 +96,11 @@ def count_cores() -> int:
 
 def identify_device(name: str) -> list[str]:
     """Return the name of a device, and its model, architecture and driver as far as its plugin has them."""
-    supported = sorted(read_device_property(name, "SUPPORTED_PROPERTIES") or ())
-    identifying = [key for key in supported if key in IDENTIFYING_PROPERTIES or key.endswith("DRIVER_VERSION")]
-    values = {key: read_device_property(name, key) for key in identifying}
+    supported_properties = sorted(read_device_property(name, "SUPPORTED_PROPERTIES") or ())
+    identifying_properties = [
+        key for key in supported_properties if key in IDENTIFYING_PROPERTIES or key.endswith("DRIVER_VERSION")
+    ]
+    values = {key: read_device_property(name, key) for key in identifying_properties}
     return [name, *(f"{key}={value}" for key, value in values.items() if value is not None)]
 
 
@@ -114,14 +118,14 @@ def format_property(value: Any) -> str:
 
 def list_possible_devices(device: str) -> list[str]:
     """Return the devices that may run a model compiled for ``device``, such as AUTO:GPU,CPU or AUTO:-GPU."""
-    base, _, device_list = device.upper().partition(":")
+    plugin, _, device_list = device.upper().partition(":")
     if not is_virtual(device):
-        return [base]
+        return [plugin]
     if not device_list:
         return list(openvino_core().available_devices)
-    names = device_list.split(",")
-    included = [name for name in names if not name.startswith("-")]
-    return included or [name for name in openvino_core().available_devices if f"-{name}" not in names]
+    listed_devices = device_list.split(",")
+    included_devices = [name for name in listed_devices if not name.startswith("-")]
+    return included_devices or [name for name in openvino_core().available_devices if f"-{name}" not in listed_devices]
 
 
 def is_virtual(device: str) -> bool:
@@ -161,26 +165,31 @@ def check_threads(threads: int | None, devices: list[str]) -> None:
 
 def check_device(device: str, option: str = "device") -> str:
     """Return the OpenVINO name of ``option`` in capitals; raise an OvspecError that lists the devices if it is none."""
-    name = device.upper()
-    base, _, device_list = name.partition(":")
-    if device_list and not is_virtual(name):
+    device_name = device.upper()
+    plugin, _, device_list = device_name.partition(":")
+    if device_list and not is_virtual(device_name):
         raise OvspecError(f"`{option}={device!r}`: only AUTO and HETERO take a list of devices, as in AUTO:GPU,CPU.")
-    requested = [part.lstrip("-") for part in device_list.split(",")] if device_list else [base]
-    if requested == ["AUTO"]:
-        return name
-    if "CPU" in requested:
+    requested_devices = (
+        [requested_device.lstrip("-") for requested_device in device_list.split(",")] if device_list else [plugin]
+    )
+    if requested_devices == ["AUTO"]:
+        return device_name
+    if "CPU" in requested_devices:
         check_instruction_set()
     available = openvino_core().available_devices
-    known = {*available, *(part.partition(".")[0] for part in available)}  # GPU for GPU.0 and the others
-    if "GPU" in known:
-        known.add("GPU.0")  # the only one is called GPU
-    if missing := [part for part in requested if part not in known]:
+    known_devices = {
+        *available,
+        *(available_device.partition(".")[0] for available_device in available),
+    }  # GPU for GPU.0 and the others
+    if "GPU" in known_devices:
+        known_devices.add("GPU.0")  # the only one is called GPU
+    if missing_devices := [requested for requested in requested_devices if requested not in known_devices]:
         reason = "no such device"
-        if missing[0].startswith("GPU") and "GPU" not in known:
-            packages = "on Linux, install the package intel-opencl-icd; on Windows, Intel's graphics driver"
-            reason = f"no GPU driver found ({packages})"
+        if missing_devices[0].startswith("GPU") and "GPU" not in known_devices:
+            driver_packages = "on Linux, install the package intel-opencl-icd; on Windows, Intel's graphics driver"
+            reason = f"no GPU driver found ({driver_packages})"
         raise OvspecError(f"`{option}={device!r}`: {reason}; available here: {', '.join(available)}.")
-    return name
+    return device_name
 
 
 def make_compile_properties(options: DeviceOptions) -> dict[str, str]:
@@ -189,22 +198,24 @@ def make_compile_properties(options: DeviceOptions) -> dict[str, str]:
     if options.device.upper().startswith("AUTO"):
         # The KV cache lives in the request, which must not start on the CPU and then move to another device.
         properties["ENABLE_STARTUP_FALLBACK"] = "NO"
-    fixed = options.fixed_properties
+    fixed_properties = options.fixed_properties
     default_precisions = default_kv_precisions(options)
     if is_virtual(options.device):  # these don't know the property themselves
-        fixed_precision = fixed.pop("KV_CACHE_PRECISION", None)
+        fixed_precision = fixed_properties.pop("KV_CACHE_PRECISION", None)
         precisions = {name: fixed_precision or precision for name, precision in default_precisions.items()}
-        by_device = ",".join(f"{name}:{{KV_CACHE_PRECISION:{precision}}}" for name, precision in precisions.items())
-        properties["DEVICE_PROPERTIES"] = f"{{{by_device}}}"
+        kv_precisions_text = ",".join(
+            f"{name}:{{KV_CACHE_PRECISION:{precision}}}" for name, precision in precisions.items()
+        )
+        properties["DEVICE_PROPERTIES"] = f"{{{kv_precisions_text}}}"
     elif kv_precision := default_precisions.get(options.device.upper()):
         properties["KV_CACHE_PRECISION"] = kv_precision
-    properties |= fixed
+    properties |= fixed_properties
     properties["CACHE_DIR"] = ""
     if options.cache_folder:
         # OpenVINO would load a model that was compiled with other properties, such as another precision, for another
         # instruction set or number of cores.
-        setting = repr((identify_machine(options.device), sorted(properties.items())))
-        name = f"{ov.get_version()[:20]} {hashlib.sha256(setting.encode()).hexdigest()[:16]}"
+        compile_setting = repr((identify_machine(options.device), sorted(properties.items())))
+        name = f"{ov.get_version()[:20]} {hashlib.sha256(compile_setting.encode()).hexdigest()[:16]}"
         properties["CACHE_DIR"] = str(options.cache_folder / name)
     return properties
 

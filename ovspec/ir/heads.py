@@ -56,14 +56,14 @@ def add_features_output(model: ov.Model, target: Path, head: Path) -> None:
     if max(layers) >= len(layer_inputs):
         problem = f"reads layer {max(layers)}, but its target has {len(layer_inputs)} layers"
         raise OvspecError(f"{head}: the head {problem}; use it with the model that it was trained for.")
-    hidden = ops.concat([layer_inputs[layer] for layer in layers], -1)
-    parameter = head_model.input(FUSION_INPUT).get_node()
-    target_width = hidden.get_output_partial_shape(0)[-1]
-    head_width = parameter.get_output_partial_shape(0)[-1]
+    joined_hidden = ops.concat([layer_inputs[layer] for layer in layers], -1)
+    fusion_parameter = head_model.input(FUSION_INPUT).get_node()
+    target_width = joined_hidden.get_output_partial_shape(0)[-1]
+    head_width = fusion_parameter.get_output_partial_shape(0)[-1]
     if target_width != head_width:
         problem = f"reads {head_width} hidden states a token, but its target has {target_width}"
         raise OvspecError(f"{head}: the head {problem}; use it with the model that it was trained for.")
-    parameter.output(0).replace(hidden.output(0))
+    fusion_parameter.output(0).replace(joined_hidden.output(0))
     features = head_model.output(FUSION_OUTPUT).get_node().input_value(0)
     add_output(model, features, FEATURES_OUTPUT)
     model.validate_nodes_and_infer_types()
@@ -75,7 +75,7 @@ def find_head_inputs(model: ov.Model, target: Path, error_subject: Path) -> list
     Args:
         model: the target, as exported.
         target: its folder.
-        blamed: the folder that an error names first.
+        error_subject: the folder that an error names first.
 
     Raises:
         OvspecError: a head can't be used with this target, because some layers have no keys and values of their own.
@@ -89,10 +89,10 @@ def find_head_inputs(model: ov.Model, target: Path, error_subject: Path) -> list
     return layer_inputs
 
 
-def check_layers_have_keys(layers_with_keys: int, layers: int, error_subject: str) -> None:
+def check_layers_have_keys(layers_with_keys: int, layer_count: int, error_subject: str) -> None:
     """Raise OvspecError if fewer than all ``layers`` of a target have keys and values of their own."""
-    if layers_with_keys != layers:
-        problem = f"only {layers_with_keys} of its {layers} layers have keys and values of their own"
+    if layers_with_keys != layer_count:
+        problem = f"only {layers_with_keys} of its {layer_count} layers have keys and values of their own"
         raise OvspecError(f"{error_subject}: a head can't be used with this target: {problem}.")
 
 
@@ -111,35 +111,35 @@ def read_head(folder: Path, target: Path) -> ModelGraph:
     """
     model = read_model(folder)
     states = find_model_states(model)
-    ids = read_target_ids(model)
-    for name in (FUSION_OUTPUT, TARGET_IDS_OUTPUT):
-        model.remove_result(model.output(name).get_node())
+    target_ids = read_target_ids(model)
+    for output_name in (FUSION_OUTPUT, TARGET_IDS_OUTPUT):
+        model.remove_result(model.output(output_name).get_node())
     model.remove_parameter(model.input(FUSION_INPUT).get_node())
-    names = {name for port in model.inputs for name in port.names}
-    if "input_ids" not in names:
+    input_names = {name for port in model.inputs for name in port.names}
+    if "input_ids" not in input_names:
         share_embedding(model, folder, target)
     hidden = model.output(HIDDEN_OUTPUT).get_node().input_value(0)
-    picked = pick_rows(model, hidden, list(hidden.get_target_inputs()))
+    picked_hidden = pick_rows(model, hidden, list(hidden.get_target_inputs()))
     hidden.get_tensor().set_names(set())
-    picked.get_tensor().set_names({HIDDEN_OUTPUT})
+    picked_hidden.get_tensor().set_names({HIDDEN_OUTPUT})
     model.validate_nodes_and_infer_types()
-    return ModelGraph(model, states, True, ids)
+    return ModelGraph(model, states, True, target_ids)
 
 
 def share_embedding(model: ov.Model, folder: Path, target: Path) -> None:
     """Replace the input ``inputs_embeds`` of a head by ``input_ids`` and the embedding of ``target``."""
-    parameter = model.input("inputs_embeds").get_node()
-    table = find_embedding(read_model(target)).input_value(0)
-    target_width = table.get_partial_shape()[-1]
-    head_width = parameter.get_output_partial_shape(0)[-1]
+    embeddings_parameter = model.input("inputs_embeds").get_node()
+    embedding_table = find_embedding(read_model(target)).input_value(0)
+    target_width = embedding_table.get_partial_shape()[-1]
+    head_width = embeddings_parameter.get_output_partial_shape(0)[-1]
     if target_width != head_width:
         problem = f"embeds tokens in {head_width} values, but its target in {target_width}"
         raise OvspecError(f"{folder}: the head {problem}; use it with the model that it was trained for.")
-    ids = ops.parameter([-1, -1], ov.Type.i64, name="input_ids")
-    ids.output(0).get_tensor().set_names({"input_ids"})
-    embedded: ov.Node = ops.gather(table, ids, ops.constant(0, dtype=ov.Type.i64))
-    if table.get_element_type() != ov.Type.f32:
-        embedded = ops.convert(embedded, "f32")
-    parameter.output(0).replace(embedded.output(0))
-    model.remove_parameter(parameter)
-    model.add_parameters([ids])
+    input_ids = ops.parameter([-1, -1], ov.Type.i64, name="input_ids")
+    input_ids.output(0).get_tensor().set_names({"input_ids"})
+    embeddings: ov.Node = ops.gather(embedding_table, input_ids, ops.constant(0, dtype=ov.Type.i64))
+    if embedding_table.get_element_type() != ov.Type.f32:
+        embeddings = ops.convert(embeddings, "f32")
+    embeddings_parameter.output(0).replace(embeddings.output(0))
+    model.remove_parameter(embeddings_parameter)
+    model.add_parameters([input_ids])

@@ -40,33 +40,33 @@ def find_layer_inputs(model: ov.Model, states: list[ModelState]) -> list[ov.Outp
     Raises:
         OvspecError: the graph has no embedding, or no such values.
     """
-    ordered = model.get_ordered_ops()
-    indices = {node.get_name(): index for index, node in enumerate(ordered)}
-    dominators = find_dominators(ordered, indices, find_embedding(model))
-    logits_dominators = set(list_dominators(dominators, indices[model.output("logits").get_node().get_name()]))
+    ordered_nodes = model.get_ordered_ops()
+    node_indices = {node.get_name(): index for index, node in enumerate(ordered_nodes)}
+    dominators = find_dominators(ordered_nodes, node_indices, find_embedding(model))
+    logits_dominators = set(list_dominators(dominators, node_indices[model.output("logits").get_node().get_name()]))
     kv_names = {state.name for state in states if state.sequence_axis is not None}
-    inputs = set[int]()
-    for node in ordered:
+    layer_input_indices = set[int]()
+    for node in ordered_nodes:
         if node.get_type_name() == "Assign" and node.get_variable_id() in kv_names:
-            layer_dominators = list_dominators(dominators, indices[node.get_name()])
-            nearest = next((index for index in layer_dominators if index in logits_dominators), None)
-            if nearest is not None:
-                inputs.add(nearest)
-    if not inputs:
+            layer_dominators = list_dominators(dominators, node_indices[node.get_name()])
+            nearest_dominator = next((index for index in layer_dominators if index in logits_dominators), None)
+            if nearest_dominator is not None:
+                layer_input_indices.add(nearest_dominator)
+    if not layer_input_indices:
         raise OvspecError("its layers can't be found in the graph")
-    return [ordered[index].output(0) for index in sorted(inputs)]
+    return [ordered_nodes[index].output(0) for index in sorted(layer_input_indices)]
 
 
-def find_dominators(ordered: list[ov.Node], indices: dict[str, int], start: ov.Node) -> dict[int, int]:
+def find_dominators(ordered_nodes: list[ov.Node], node_indices: dict[str, int], start_node: ov.Node) -> dict[int, int]:
     """Return the immediate dominator of each node that values of ``start`` reach, by their indices in ``ordered``."""
-    begin = indices[start.get_name()]
-    dominators = {begin: begin}
-    for index in range(begin + 1, len(ordered)):
-        if ordered[index].get_type_name() in SHAPE_OPERATIONS:
+    start_index = node_indices[start_node.get_name()]
+    dominators = {start_index: start_index}
+    for index in range(start_index + 1, len(ordered_nodes)):
+        if ordered_nodes[index].get_type_name() in SHAPE_OPERATIONS:
             continue
-        sources = {indices[value.get_node().get_name()] for value in ordered[index].input_values()}
-        if reached := sources & dominators.keys():
-            dominators[index] = functools.reduce(functools.partial(find_common_dominator, dominators), reached)
+        sources = {node_indices[value.get_node().get_name()] for value in ordered_nodes[index].input_values()}
+        if reached_sources := sources & dominators.keys():
+            dominators[index] = functools.reduce(functools.partial(find_common_dominator, dominators), reached_sources)
     return dominators
 
 

@@ -17,18 +17,18 @@ PAGE_BYTES = 1 << 21
 MADV_COLLAPSE = 25
 ENOMEM = 12
 EAGAIN = 11
-PATIENCE_SECONDS = 5.0  # of inference before copying starts: a process with less to do gains nothing
+INFERENCE_SECONDS_BEFORE_MOVE = 5.0  # of inference before copying starts: a process with less to do gains nothing
 # Copying slows inferences down, so it waits until there have been none for LEAST_IDLE_SECONDS, and copies for
-# STEP_SECONDS before it looks again.
+# MOVE_STEP_SECONDS before it looks again.
 LEAST_IDLE_SECONDS = 0.5
-STEP_SECONDS = 0.02
-MOST_REFUSALS = 16  # in a row, after which the system is taken to have no large pages left
+MOVE_STEP_SECONDS = 0.02
+MAX_REFUSALS_IN_A_ROW = 16  # in a row, after which the system is taken to have no large pages left
 
 
 class LargePages:
     """Moves a model's weights into large pages while nothing is computed. Create it just before the model is compiled.
 
-    The weights are taken to be the memory allocated from then until inferences have taken ``PATIENCE_SECONDS``.
+    The weights are taken to be the memory allocated from then until inferences have taken ``INFERENCE_SECONDS_BEFORE_MOVE``.
     """
 
     def __init__(self) -> None:
@@ -60,14 +60,14 @@ class LargePages:
                     self.is_done = True
                 elif collapse_page(page) in (ENOMEM, EAGAIN):
                     self._refusals += 1
-                    self.is_done = self._refusals == MOST_REFUSALS
+                    self.is_done = self._refusals == MAX_REFUSALS_IN_A_ROW
                 else:
                     self._refusals = 0
 
     def move_in_steps(self) -> Iterator[None]:
         """Move all weights, a part at each step, for a server that is never idle long enough."""
         while not self.is_done:
-            self.move_pages(STEP_SECONDS)
+            self.move_pages(MOVE_STEP_SECONDS)
             yield
 
     def _move_when_idle(self) -> None:
@@ -75,7 +75,7 @@ class LargePages:
             if self.busy_requests or time.monotonic() - self.last_inference_end < LEAST_IDLE_SECONDS:
                 time.sleep(LEAST_IDLE_SECONDS)
             else:
-                self.move_pages(STEP_SECONDS)
+                self.move_pages(MOVE_STEP_SECONDS)
 
 
 def read_memory_ranges() -> list[tuple[int, int]]:
@@ -86,8 +86,8 @@ def read_memory_ranges() -> list[tuple[int, int]]:
         return []
     ranges = []
     for line in lines:
-        addresses, access, _, _, inode, *name = line.split(maxsplit=5)
-        if access == "rw-p" and inode == "0" and (not name or name[0] == "[heap]"):
+        addresses, permissions, _, _, inode, *region_name = line.split(maxsplit=5)
+        if permissions == "rw-p" and inode == "0" and (not region_name or region_name[0] == "[heap]"):
             start, end = addresses.split("-")
             ranges.append((int(start, 16), int(end, 16)))
     return ranges
@@ -99,8 +99,8 @@ def list_large_pages(ranges: Iterable[tuple[int, int]]) -> Iterator[int]:
         yield from range(-(-start // PAGE_BYTES) * PAGE_BYTES, end // PAGE_BYTES * PAGE_BYTES, PAGE_BYTES)
 
 
-def collapse_page(page: int) -> int:
+def collapse_page(page_address: int) -> int:
     """Turn the memory at address ``page`` into one large page; return 0, or the errno if that fails."""
     madvise = ctypes.CDLL(None, use_errno=True).madvise
-    failed = madvise(ctypes.c_void_p(page), ctypes.c_size_t(PAGE_BYTES), MADV_COLLAPSE)
+    failed = madvise(ctypes.c_void_p(page_address), ctypes.c_size_t(PAGE_BYTES), MADV_COLLAPSE)
     return ctypes.get_errno() if failed else 0

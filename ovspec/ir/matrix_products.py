@@ -11,10 +11,10 @@ from openvino import opset13 as ops
 WEIGHT_OPERATIONS = {"Convert", "Multiply", "Subtract", "Reshape"}  # between a constant of integers and a product
 # On these instruction sets, products with integer weights over 7,168 values or more take another kernel for up to four
 # tokens.
-CUTTING_INSTRUCTION_SETS = ("AVX2",)
-WIDEST_PRODUCT = 6144
+SPLITTING_INSTRUCTION_SETS = ("AVX2",)
+MAX_SUMMED_VALUES = 6144
 INTEGER_TYPES = {"i8", "u8", "i4", "u4"}
-ELEMENTWISE = {"Multiply": ops.multiply, "Subtract": ops.subtract}
+ELEMENTWISE_FUNCTIONS = {"Multiply": ops.multiply, "Subtract": ops.subtract}
 
 
 # ---------------------------------------------------------------- joining
@@ -31,66 +31,76 @@ def join_products(model: ov.Model) -> int:
         if op.get_type_name() == "MatMul" and is_plain_product(op) and find_integer_constant(op.input_value(1)):
             values, weights = op.input_values()
             recipe = describe_weights_recipe(weights, weights.get_shape()[0])
-            key = (values.get_node().get_friendly_name(), values.get_index(), *recipe)
-            groups.setdefault(key, []).append(op)
+            group_key = (values.get_node().get_friendly_name(), values.get_index(), *recipe)
+            groups.setdefault(group_key, []).append(op)
     joined_groups = [group for group in groups.values() if len(group) > 1]
     for products in joined_groups:
         weights = [product.input_value(1) for product in products]
         joined_product = ops.matmul(products[0].input_value(0), stack_weights(weights), False, True)
-        parts = ops.variadic_split(joined_product, -1, [output.get_shape()[0] for output in weights])
-        for product, part in zip(products, parts.outputs(), strict=True):
-            product.output(0).replace(part)
+        product_outputs = ops.variadic_split(joined_product, -1, [output.get_shape()[0] for output in weights])
+        for product, product_output in zip(products, product_outputs.outputs(), strict=True):
+            product.output(0).replace(product_output)
     model.validate_nodes_and_infer_types()
     return sum(map(len, joined_groups))
 
 
-def describe_weights_recipe(weights: ov.Output, rows: int) -> list[str]:
+def describe_weights_recipe(weights: ov.Output, row_count: int) -> list[str]:
     """Return the operations and types behind ``weights``; unique if a constant among them hasn't ``rows`` rows."""
     node = weights.get_node()
     shape = list(weights.get_shape())
     recipe = [node.get_type_name(), node.get_element_type().get_type_name(), str(shape[1:])]
-    if len(shape) > 1 and shape[0] != rows:
+    if len(shape) > 1 and shape[0] != row_count:
         recipe.append(node.get_friendly_name())
-    return recipe + [step for value in node.input_values() for step in describe_weights_recipe(value, rows)]
+    return recipe + [step for value in node.input_values() for step in describe_weights_recipe(value, row_count)]
 
 
 def stack_weights(weights: list[ov.Output]) -> ov.Node:
     """Return the rows of all ``weights``, computed by the same operations."""
-    nodes = [output.get_node() for output in weights]
-    first = nodes[0]
-    element_type = first.get_element_type()
-    if first.get_type_name() == "Constant" and len(weights[0].get_shape()) < 2:
-        return first
+    weight_nodes = [output.get_node() for output in weights]
+    first_node = weight_nodes[0]
+    element_type = first_node.get_element_type()
+    if first_node.get_type_name() == "Constant" and len(weights[0].get_shape()) < 2:
+        return first_node
     shape = [sum(output.get_shape()[0] for output in weights), *list(weights[0].get_shape())[1:]]
-    if first.get_type_name() == "Constant":
-        rows = np.concatenate([np.asarray(node.data).reshape(-1).view(np.uint8) for node in nodes])
-        return ov.op.Constant(ov.Tensor(rows, shape, element_type), shared_memory=False)
-    inputs = [stack_weights([node.input_value(index) for node in nodes]) for index in range(first.get_input_size())]
-    match first.get_type_name():
+    if first_node.get_type_name() == "Constant":
+        stacked_bytes = np.concatenate([np.asarray(node.data).reshape(-1).view(np.uint8) for node in weight_nodes])
+        return ov.op.Constant(ov.Tensor(stacked_bytes, shape, element_type), shared_memory=False)
+    inputs = [
+        stack_weights([node.input_value(index) for node in weight_nodes])
+        for index in range(first_node.get_input_size())
+    ]
+    match first_node.get_type_name():
         case "Convert":
             return ops.convert(*inputs, element_type.get_type_name())
         case "Reshape":
             return ops.reshape(inputs[0], shape, False)
-    return ELEMENTWISE[first.get_type_name()](*inputs)
+    return ELEMENTWISE_FUNCTIONS[first_node.get_type_name()](*inputs)
 
 
 # ---------------------------------------------------------------- cutting
 
 
-def cut_products(model: ov.Model, widest: int = WIDEST_PRODUCT) -> int:
+def split_wide_products(model: ov.Model, max_summed_values: int = MAX_SUMMED_VALUES) -> int:
     """Cut products with integer weights over more than ``widest`` values into parts to add; return how many.
 
     OpenVINO multiplies few tokens by another kernel than many there, so that they have other bits.
     """
     products = (op for op in model.get_ops() if op.get_type_name() == "MatMul" and is_plain_product(op))
     wide_products = [
-        op for op in products if count_summed_values(op) > widest and find_integer_constant(op.input_value(1))
+        op
+        for op in products
+        if count_summed_values(op) > max_summed_values and find_integer_constant(op.input_value(1))
     ]
     for product in wide_products:
-        parts = count_product_parts(product, widest)
-        values = ops.split(product.input_value(0), ops.constant(-1, dtype=np.int64), parts)
-        weights = [cut_weight_columns(product.input_value(1), part, parts) for part in range(parts)]
-        summands = [ops.matmul(*pair, False, True) for pair in zip(values.outputs(), weights, strict=True)]
+        part_count = count_product_parts(product, max_summed_values)
+        values = ops.split(product.input_value(0), ops.constant(-1, dtype=np.int64), part_count)
+        weights = [
+            slice_weight_columns(product.input_value(1), part_index, part_count) for part_index in range(part_count)
+        ]
+        summands = [
+            ops.matmul(*values_and_weights, False, True)
+            for values_and_weights in zip(values.outputs(), weights, strict=True)
+        ]
         total = functools.reduce(ops.add, summands)
         total.set_friendly_name(product.get_friendly_name())
         product.output(0).replace(total.output(0))
@@ -98,13 +108,13 @@ def cut_products(model: ov.Model, widest: int = WIDEST_PRODUCT) -> int:
     return len(wide_products)
 
 
-def count_product_parts(product: ov.Node, widest: int) -> int:
+def count_product_parts(product: ov.Node, max_summed_values: int) -> int:
     """Return the least number of equal parts, none of which is too wide, divides a group or splits a byte."""
-    integers = find_integer_constant(product.input_value(1))
-    assert integers
-    groups = integers.get_output_shape(0)[1]
-    fewest = -(-count_summed_values(product) // widest)
-    return next(count for count in range(fewest, groups) if groups % (2 * count) == 0)
+    integer_constant = find_integer_constant(product.input_value(1))
+    assert integer_constant
+    group_count = integer_constant.get_output_shape(0)[1]
+    min_part_count = -(-count_summed_values(product) // max_summed_values)
+    return next(part_count for part_count in range(min_part_count, group_count) if group_count % (2 * part_count) == 0)
 
 
 def is_plain_product(product: ov.Node) -> bool:
@@ -127,28 +137,32 @@ def find_integer_constant(weights: ov.Output) -> ov.Node | None:
     return node if is_integer else None
 
 
-def cut_weight_columns(weights: ov.Output, part: int, parts: int) -> ov.Node:
+def slice_weight_columns(weights: ov.Output, part_index: int, part_count: int) -> ov.Node:
     """Return one of ``parts`` equal shares of the columns of ``weights``, computed by the same operations."""
     node = weights.get_node()
     match node.get_type_name():
         case "Constant":
-            return cut_constant(node, part, parts)
+            return slice_constant(node, part_index, part_count)
         case "Convert":
-            columns = cut_weight_columns(node.input_value(0), part, parts)
+            columns = slice_weight_columns(node.input_value(0), part_index, part_count)
             return ops.convert(columns, node.get_element_type().get_type_name())
         case "Reshape":
             rows, width = node.get_output_shape(0)
-            return ops.reshape(cut_weight_columns(node.input_value(0), part, parts), [rows, width // parts], False)
-    return ELEMENTWISE[node.get_type_name()](*(cut_weight_columns(value, part, parts) for value in node.input_values()))
+            return ops.reshape(
+                slice_weight_columns(node.input_value(0), part_index, part_count), [rows, width // part_count], False
+            )
+    return ELEMENTWISE_FUNCTIONS[node.get_type_name()](
+        *(slice_weight_columns(value, part_index, part_count) for value in node.input_values())
+    )
 
 
-def cut_constant(constant: ov.Node, part: int, parts: int) -> ov.Node:
+def slice_constant(constant: ov.Node, part_index: int, part_count: int) -> ov.Node:
     """Return the part of a constant [rows, columns or groups, ...] along its second axis, if that is longer than 1."""
     shape = constant.get_output_shape(0)
     if len(shape) < 2 or shape[1] == 1:
         return constant
-    stored = np.asarray(constant.data).reshape(shape[0], -1)  # two values of four bits share a byte
-    size = stored.shape[1] // parts
-    cut = np.ascontiguousarray(stored[:, part * size : (part + 1) * size])
-    cut_shape = [shape[0], shape[1] // parts, *shape[2:]]
-    return ov.op.Constant(ov.Tensor(cut, cut_shape, constant.get_element_type()), shared_memory=False)
+    stored_rows = np.asarray(constant.data).reshape(shape[0], -1)  # two values of four bits share a byte
+    part_width = stored_rows.shape[1] // part_count
+    part_values = np.ascontiguousarray(stored_rows[:, part_index * part_width : (part_index + 1) * part_width])
+    part_shape = [shape[0], shape[1] // part_count, *shape[2:]]
+    return ov.op.Constant(ov.Tensor(part_values, part_shape, constant.get_element_type()), shared_memory=False)

@@ -32,29 +32,29 @@ def recurrent_row_bytes(ir: CompiledIR) -> float:
     return 2 * 4.0 * sum(state.width for state in ir.recurrent_states)
 
 
-def weights_fit_into_memory(folder: Path, factor: float) -> bool:
+def weights_fit_into_memory(folder: Path, size_factor: float) -> bool:
     """Return whether the weights in ``folder``, multiplied by ``factor``, fit into free memory."""
-    return factor * check_weights(folder / MODEL_FILE) <= psutil.virtual_memory().available
+    return size_factor * check_weights(folder / MODEL_FILE) <= psutil.virtual_memory().available
 
 
-def count_free_tokens(irs: list[CompiledIR], rows: int, idle_bytes: float = 0) -> float:
+def count_free_tokens(irs: list[CompiledIR], row_count: int, idle_bytes: float = 0) -> float:
     """Return how many tokens, summed over ``rows`` rows, fit into free memory; see ``count_tokens_in_bytes``.
 
     ``idle_bytes``: bytes that are in use, but may be taken.
     """
-    return count_tokens_in_bytes(irs, rows, psutil.virtual_memory().available + idle_bytes)
+    return count_tokens_in_bytes(irs, row_count, psutil.virtual_memory().available + idle_bytes)
 
 
-def count_tokens_in_bytes(irs: list[CompiledIR], rows: int, memory_bytes: float) -> float:
+def count_tokens_in_bytes(irs: list[CompiledIR], row_count: int, memory_bytes: float) -> float:
     """Return how many tokens, summed over ``rows`` rows, fit into memory. Counts only models in main memory."""
     irs = [ir for ir in irs if uses_main_memory(ir.device)]
     token_bytes = sum(map(kv_bytes_per_token, irs))
     if not token_bytes:
         return math.inf
-    return (memory_bytes - rows * sum(map(recurrent_row_bytes, irs))) / token_bytes
+    return (memory_bytes - row_count * sum(map(recurrent_row_bytes, irs))) / token_bytes
 
 
-def check_free_memory(irs: list[CompiledIR], tokens: int, idle_bytes: float = 0) -> None:
+def check_free_memory(irs: list[CompiledIR], token_count: int, idle_bytes: float = 0) -> None:
     """Raise an OvspecError if the states for ``tokens`` more tokens don't fit into free memory.
 
     Counts only models in main memory.
@@ -62,14 +62,14 @@ def check_free_memory(irs: list[CompiledIR], tokens: int, idle_bytes: float = 0)
     ``idle_bytes``: bytes that are in use, but may be taken.
     """
     irs = [ir for ir in irs if uses_main_memory(ir.device)]
-    needed_bytes = sum(tokens * kv_bytes_per_token(ir) + recurrent_row_bytes(ir) for ir in irs)
+    needed_bytes = sum(token_count * kv_bytes_per_token(ir) + recurrent_row_bytes(ir) for ir in irs)
     if needed_bytes <= LEAST_CHECKED_BYTES:
         return
     free_bytes = psutil.virtual_memory().available + idle_bytes
     if needed_bytes > free_bytes:
         sizes = f"takes about {needed_bytes / 1e9:.1f} GB, but only {free_bytes / 1e9:.1f} GB of memory are free"
         advice = "shorten the prompt, lower `max_tokens`, or choose a smaller `kv_precision`"
-        raise OvspecError(f"The KV cache of {tokens} tokens {sizes}; {advice}.")
+        raise OvspecError(f"The KV cache of {token_count} tokens {sizes}; {advice}.")
 
 
 def trim_heap() -> None:

@@ -37,10 +37,14 @@ def rewrite_to_paged(model: ov.Model) -> None:
         raise NotPaged(f"OpenVINO's transformation fails ({last_error_line(error)})") from None
     if any(op.get_type_name() == "ReadValue" for op in model.get_ops()):
         raise NotPaged("it has states other than keys and values")
-    names = {name for port in model.inputs for name in port.names}
-    unknown = sorted(name for name in names if name not in PAGED_INPUTS and not CACHE_INPUT.fullmatch(name))
-    if unknown or not {"past_lens", "block_indices", "key_cache.0", "value_cache.0"} <= names:
-        raise NotPaged(f"OpenVINO's transformation gives wrong inputs ({', '.join(unknown) or 'some are missing'})")
+    input_names = {name for port in model.inputs for name in port.names}
+    unknown_inputs = sorted(
+        name for name in input_names if name not in PAGED_INPUTS and not CACHE_INPUT.fullmatch(name)
+    )
+    if unknown_inputs or not {"past_lens", "block_indices", "key_cache.0", "value_cache.0"} <= input_names:
+        raise NotPaged(
+            f"OpenVINO's transformation gives wrong inputs ({', '.join(unknown_inputs) or 'some are missing'})"
+        )
 
 
 def pair_queries(model: ov.Model) -> None:
@@ -49,20 +53,20 @@ def pair_queries(model: ov.Model) -> None:
     Adds the inputs ``query_tokens`` [queries] i32, the index of each query's token, and ``token_queries`` [tokens] i32,
     the index of the query whose result each token gets.
     """
-    indices = [ops.parameter([-1], ov.Type.i32, name=name) for name in QUERY_INPUTS]
-    query_tokens, token_queries = indices
-    for parameter, name in zip(indices, QUERY_INPUTS, strict=True):
+    index_parameters = [ops.parameter([-1], ov.Type.i32, name=name) for name in QUERY_INPUTS]
+    query_tokens, token_queries = index_parameters
+    for parameter, name in zip(index_parameters, QUERY_INPUTS, strict=True):
         parameter.output(0).get_tensor().set_names({name})
     axis = ops.constant(0, dtype=ov.Type.i64)
     for layer in list_attention_layers(model):
         readers = list(layer.output(0).get_target_inputs())
-        for index in range(3):  # queries, keys and values
-            repeated = ops.gather(layer.input_value(index), query_tokens, axis)
-            layer.input(index).replace_source_output(repeated.output(0))
-        attended = ops.gather(layer.output(0), token_queries, axis)
+        for input_index in range(3):  # queries, keys and values
+            repeated_values = ops.gather(layer.input_value(input_index), query_tokens, axis)
+            layer.input(input_index).replace_source_output(repeated_values.output(0))
+        token_results = ops.gather(layer.output(0), token_queries, axis)
         for reader in readers:
-            reader.replace_source_output(attended.output(0))
-    model.add_parameters(indices)
+            reader.replace_source_output(token_results.output(0))
+    model.add_parameters(index_parameters)
     model.validate_nodes_and_infer_types()
 
 

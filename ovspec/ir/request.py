@@ -31,7 +31,7 @@ class InferenceRequest:
         """Replace the OpenVINO request with a new one."""
         self.openvino_request = self._ir.compiled_model.create_infer_request()
         self.has_run, self._must_reset = False, False
-        self._bound: dict[int, np.ndarray] = {}  # input index -> the array that the request reads it from
+        self._bound_arrays: dict[int, np.ndarray] = {}  # input index -> the array that the request reads it from
 
     def reset_states(self) -> None:
         """Empty the states before the next inference.
@@ -46,7 +46,7 @@ class InferenceRequest:
             self.openvino_request.reset_state()
             self._must_reset = False
 
-    def infer(self, arrays: Sequence[np.ndarray], logits_idx: np.ndarray) -> np.ndarray:
+    def infer(self, input_arrays: Sequence[np.ndarray], logits_idx: np.ndarray) -> np.ndarray:
         """Return the logits at these flat token indices: (len(logits_idx), vocab) float32, valid until the next call.
 
         ``arrays`` are in the order of the names in ``inputs``. An array that is the same as last time is not bound
@@ -56,14 +56,14 @@ class InferenceRequest:
             InferenceError: the logits are not numbers, or the model was closed.
         """
         request = self.openvino_request
-        bound = self._bound
+        bound_arrays = self._bound_arrays
         if self._ir.open_model is None:
             _ = self._ir.compiled_model  # raises
         self.apply_reset()
-        for index, array in zip(self._inputs, arrays, strict=True):
-            if index is not None and bound.get(index) is not array:
-                request.set_input_tensor(index, ov.Tensor(array, shared_memory=True))
-                bound[index] = array
+        for input_index, array in zip(self._inputs, input_arrays, strict=True):
+            if input_index is not None and bound_arrays.get(input_index) is not array:
+                request.set_input_tensor(input_index, ov.Tensor(array, shared_memory=True))
+                bound_arrays[input_index] = array
         pages = self._large_pages
         pages.busy_requests.add(id(self))
         start_time = time.perf_counter()
@@ -75,17 +75,17 @@ class InferenceRequest:
             pages.busy_requests.discard(id(self))
             pages.last_inference_end = time.monotonic()
         self.seconds += seconds
-        if pages.inference_seconds < large_pages.PATIENCE_SECONDS:
+        if pages.inference_seconds < large_pages.INFERENCE_SECONDS_BEFORE_MOVE:
             pages.inference_seconds += seconds
-            if pages.inference_seconds >= large_pages.PATIENCE_SECONDS:
+            if pages.inference_seconds >= large_pages.INFERENCE_SECONDS_BEFORE_MOVE:
                 pages.start_mover()
         self.inferences += 1
         self.has_run = True
         logits = request.get_output_tensor(self._logits_output).data
         logits = logits[0] if self._picks_logits else logits.reshape(-1, logits.shape[-1])[logits_idx]
         if not np.isfinite(logits.max()):  # NaN if any of them is
-            in_f32 = self._ir.properties.get("INFERENCE_PRECISION_HINT") == "f32"
-            advice = "export it again, or use another device" if in_f32 else "try `precision='f32'`"
+            computes_in_f32 = self._ir.properties.get("INFERENCE_PRECISION_HINT") == "f32"
+            advice = "export it again, or use another device" if computes_in_f32 else "try `precision='f32'`"
             raise InferenceError(f"{self._ir.folder}: the model's logits are not numbers here; {advice}.")
         return logits
 

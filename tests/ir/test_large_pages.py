@@ -102,7 +102,7 @@ def used_up(monkeypatch: pytest.MonkeyPatch, answer: Callable[[int], int]) -> li
 
 
 def test_it_stops_where_no_large_pages_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert len(used_up(monkeypatch, lambda page: ENOMEM)) == large_pages.MOST_REFUSALS  # noqa: ARG005
+    assert len(used_up(monkeypatch, lambda page: ENOMEM)) == large_pages.MAX_REFUSALS_IN_A_ROW  # noqa: ARG005
     assert len(used_up(monkeypatch, lambda page: ENOMEM if page % (2 * PAGE_BYTES) else 0)) == 100
 
 
@@ -127,7 +127,7 @@ def test_pages_move_only_while_nothing_is_computed(monkeypatch: pytest.MonkeyPat
     large.busy_requests.discard(2)
     assert wait_until(lambda: len(asked) > 1)
     large.busy_requests.add(1)
-    time.sleep(3 * large_pages.STEP_SECONDS)
+    time.sleep(3 * large_pages.MOVE_STEP_SECONDS)
     count = len(asked)
     time.sleep(0.1)
     assert len(asked) == count < 60
@@ -143,7 +143,7 @@ def test_only_a_process_with_much_to_do_moves_them(
     lm = ovspec.load(pair, precision="f32", cache_dir=cache_dir)
     lm.generate(PROMPTS[0], max_tokens=5)
     assert not lm.target.ir.large_pages._mover
-    monkeypatch.setattr(large_pages, "PATIENCE_SECONDS", lm.target.ir.large_pages.inference_seconds + 1e-6)
+    monkeypatch.setattr(large_pages, "INFERENCE_SECONDS_BEFORE_MOVE", lm.target.ir.large_pages.inference_seconds + 1e-6)
     lm.generate(PROMPTS[0], max_tokens=5)
     mover = lm.target.ir.large_pages._mover
     assert mover

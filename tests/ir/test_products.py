@@ -8,7 +8,7 @@ import pytest
 from openvino import opset13 as ops
 
 from ovspec.ir.device import openvino_core
-from ovspec.ir.matrix_products import cut_products, join_products
+from ovspec.ir.matrix_products import split_wide_products, join_products
 
 ROWS, GROUP = 16, 64
 
@@ -47,7 +47,7 @@ def test_the_sums_stay(kind: str, width: int, cut: int) -> None:
     values = np.random.default_rng(1).standard_normal((5, width)).astype(np.float32)
     made = model(kind, width)
     before = computed(made, values)
-    assert cut_products(made, widest=256) == cut
+    assert split_wide_products(made, max_summed_values=256) == cut
     products = [op for op in made.get_ops() if op.get_type_name() == "MatMul"]
     assert len(products) == 1 + cut
     assert all(product.input_value(1).get_shape() == [ROWS, width // (1 + cut)] for product in products)
@@ -59,7 +59,7 @@ def test_the_sums_stay(kind: str, width: int, cut: int) -> None:
 
 def test_as_many_parts_as_it_takes() -> None:
     made = model("u4", 768)
-    cut_products(made, widest=256)
+    split_wide_products(made, max_summed_values=256)
     widths = [op.input_value(1).get_shape()[1] for op in made.get_ops() if op.get_type_name() == "MatMul"]
     assert widths == [256, 256, 256]
 
