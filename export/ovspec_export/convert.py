@@ -77,7 +77,7 @@ def convert_source(
     """
     folder.mkdir(parents=True, exist_ok=True)
     if source.is_ir:
-        with show_step(f"{source.name}: copying the IR of {format_size(source.size_in_bytes)}", keep=True):
+        with show_step(f"{source.name}: copying the IR of {format_size(source.size_in_bytes)}", keep_line=True):
             copy_ir_files(source, folder)
         return
     arguments = ["--model", str(source.folder), "--task", "text-generation-with-past"]
@@ -88,7 +88,7 @@ def convert_source(
     if optimum_format == "int4" and (compression.group_size or 0) > 0:
         groups = f" in groups of {compression.group_size}"
     heading = f"{source.name}: converting {format_size(source.size_in_bytes)} to {optimum_format}{groups}"
-    with show_step(heading, keep=True) as converting:
+    with show_step(heading, keep_line=True) as converting:
         run_job(
             "export_with_optimum",
             source,
@@ -107,7 +107,7 @@ def convert_source(
         converting.result = describe_folder_size(folder)
     if compression.calibration:
         heading = f"compressing {describe_folder_size(folder)} to int4 with {compression.calibration.name}"
-        with show_step(f"{source.name}: {heading}", keep=True) as compressing:
+        with show_step(f"{source.name}: {heading}", keep_line=True) as compressing:
             run_job(
                 "calibrate_weights",
                 source,
@@ -120,7 +120,7 @@ def convert_source(
             )
             compressing.result = describe_folder_size(folder)
     elif compression.weight_format == "bf16":
-        with show_step(f"{source.name}: rounding {describe_folder_size(folder)} to bf16", keep=True) as rounding:
+        with show_step(f"{source.name}: rounding {describe_folder_size(folder)} to bf16", keep_line=True) as rounding:
             run_job("round_to_bf16", source, folder, folder=str(folder))
             rounding.result = describe_folder_size(folder)
 
@@ -139,7 +139,7 @@ def convert_head(
     folder.mkdir(parents=True)
     weight_format = compression.weight_format
     heading = f"{source.name}: converting the head of {format_size(source.size_in_bytes)} to {weight_format}"
-    with show_step(heading, keep=True) as converting:
+    with show_step(heading, keep_line=True) as converting:
         run_job(
             "convert_eagle_head",
             source,
@@ -161,7 +161,7 @@ def convert_head(
 
 def make_first_layers(source: Source, layer_count: int, folder: Path, trust_remote_code: bool) -> Source:
     """Save the first layers of ``source`` as a checkpoint in ``folder`` and return it as a source."""
-    with show_step(f"{source.name}: making a draft from its first {layer_count} layers", keep=True):
+    with show_step(f"{source.name}: making a draft from its first {layer_count} layers", keep_line=True):
         run_job(
             "save_first_layers",
             source,

@@ -133,7 +133,7 @@ def prepare_environment(environment: Environment, families: str) -> Path:
                     shutil.rmtree(partial_folder, ignore_errors=True)
                 if folder.exists():
                     print_note(f"{folder}: incomplete, so it is made anew")
-                with show_step(f"{environment.name}: preparing it for {families}", keep=True) as preparing:
+                with show_step(f"{environment.name}: preparing it for {families}", keep_line=True) as preparing:
                     preparing.result = format_size(install_wheels(environment, families))
         finally:
             lock.release()

@@ -92,7 +92,7 @@ def export_pair(
             print_note(f"warning: OpenVINO's tokenizer splits {text!r} differently from Hugging Face's")
         quality = evaluate_exports(sources, folders, evaluate, work_folder, trust_remote_code) if evaluate else []
         if plan.draft_ids is not None and not sources[1].is_ir:
-            with show_step(f"{sources[1].name}: keeping {len(plan.draft_ids):,} of its ids", keep=True):
+            with show_step(f"{sources[1].name}: keeping {len(plan.draft_ids):,} of its ids", keep_line=True):
                 trim_ir(folders[1], plan.draft_ids, sources[1].name)
         if plan.chat_template is not None:
             replace_chat_template(plan.chat_template, work_folder)

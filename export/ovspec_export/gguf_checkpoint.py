@@ -42,7 +42,7 @@ def write_gguf_checkpoint(source: GgufSource, folder: Path, weight_format: str) 
         OvspecError: the tokenizer or a tensor isn't understood, or the disk is full.
     """
     dtype = choose_dtype(source, weight_format)
-    with show_step(f"{source.name}: unpacking {format_size(source.size_in_bytes)} to {dtype}", keep=True):
+    with show_step(f"{source.name}: unpacking {format_size(source.size_in_bytes)} to {dtype}", keep_line=True):
         folder.mkdir(parents=True)
         load_tokenizer(source).save_pretrained(folder)
         write_json_file(folder / "config.json", source.config | {"dtype": dtype})

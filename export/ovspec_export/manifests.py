@@ -21,7 +21,7 @@ VERSIONED_PACKAGES = ("openvino", "openvino-tokenizers", "nncf", "optimum-intel"
 
 def complete_export(work_folder: Path, output: Path, manifest: Manifest) -> None:
     """Complete the export in ``work_folder`` by its manifest, with checksums, and move it to ``output``."""
-    with show_step(f"{output.name}: computing checksums", keep=True) as computing:
+    with show_step(f"{output.name}: computing checksums", keep_line=True) as computing:
         files = sorted(
             path for path in work_folder.rglob("*") if path.is_file() and path != work_folder / MANIFEST_FILE
         )

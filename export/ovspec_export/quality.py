@@ -24,7 +24,7 @@ def evaluate_exports(
         if isinstance(source, HeadSource):  # says nothing without the target
             continue
         checkpoint = f"the checkpoint of {format_size(source.size_in_bytes)}"
-        with show_step(f"{source.name}: comparing with {checkpoint} on {text.name}", keep=True):
+        with show_step(f"{source.name}: comparing with {checkpoint} on {text.name}", keep_line=True):
             figures_file = work_folder / "evaluation.json"
             try:
                 run_job(

@@ -40,7 +40,7 @@ def extract_text_model(source: Source, folder: Path) -> Source:
     Raises:
         OvspecError: a tensor belongs neither to it nor to a part that is left out.
     """
-    with show_step(f"{source.name}: taking the text model out of it", keep=True) as taking:
+    with show_step(f"{source.name}: taking the text model out of it", keep_line=True) as taking:
         folder.mkdir(parents=True)
         names = map_text_tensors(source)
         config = build_text_config(source, set(names.values()))

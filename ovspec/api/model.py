@@ -53,8 +53,8 @@ class LanguageModel:
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
         self.folder = runtime.folder
-        self.tokenizer = runtime.prompts.tokenizer
-        self.generation_config = runtime.prompts.generation_config
+        self.tokenizer = runtime.prompt_encoder.tokenizer
+        self.generation_config = runtime.prompt_encoder.generation_config
         self.target = runtime.models.target
         self.draft = runtime.models.draft
         self._engine: EngineThread | None = None  # of ``agenerate`` and ``astream``
@@ -95,7 +95,7 @@ class LanguageModel:
             OvspecError: an empty prompt for a model without a BOS, unknown ids, or a text or messages that can't be
                 encoded.
         """
-        return self.runtime.prompts.encode(prompt)
+        return self.runtime.prompt_encoder.encode(prompt)
 
     # ------------------------------------------------------------ generating
 
@@ -218,7 +218,7 @@ class LanguageModel:
         with self._lock:
             if not (engine := self._engine):
                 engine = EngineThread(self.runtime, DEFAULT_PARAMS.batch_size)
-                engine.start(prepare=False)
+                engine.start(warm_up=False)
                 self._engine = engine
                 self._end_engine = weakref.finalize(self, engine.stop)
         return engine, [row for prompt in prompts for row in engine.runtime.row_maker.make_rows(prompt, params)]

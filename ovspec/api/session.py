@@ -60,7 +60,7 @@ class Session:
     @property
     def text(self) -> str:
         """The whole text, without special tokens."""
-        return self.runtime.prompts.tokenizer.decode(self.sequence.tokens)
+        return self.runtime.prompt_encoder.tokenizer.decode(self.sequence.tokens)
 
     @property
     def tokens(self) -> list[int]:
@@ -77,7 +77,7 @@ class Session:
         if not self._messages or len(self.sequence) == self._answer_from:
             return list(self._messages)
         answer = self.sequence.tokens[self._answer_from :]
-        prompts = self.runtime.prompts
+        prompts = self.runtime.prompt_encoder
         text = prompts.tokenizer.decode(strip_eos(answer, prompts.generation_config.eos_ids))
         if (beginning := find_begun_answer(self._messages)) is not None:
             *earlier, last = self._messages
@@ -105,9 +105,9 @@ class Session:
             tokens = self._encode_continuation(prompt)
             self._open_text += prompt
             self._set_tokens(tokens)
-            self._heals = self.runtime.prompts.tokenizer.vocabulary is not None
+            self._heals = self.runtime.prompt_encoder.tokenizer.vocabulary is not None
         else:
-            self.sequence.commit(self.runtime.prompts.encode(prompt, at_start=not len(self.sequence)))
+            self.sequence.commit(self.runtime.prompt_encoder.encode(prompt, at_start=not len(self.sequence)))
             self._open_from = len(self.sequence)
             self._open_text = ""
             self._heals = False  # the ids are final
@@ -127,7 +127,7 @@ class Session:
         if not isinstance(mark, Mark):
             raise OvspecError(f"rewind needs a mark made by mark(), not {type(mark).__name__}.")
         self._idle_decoders()
-        self.runtime.prompts.encode(mark.tokens, at_start=False)  # refuses a mark of another vocabulary
+        self.runtime.prompt_encoder.encode(mark.tokens, at_start=False)  # refuses a mark of another vocabulary
         self._restore_mark(mark)
 
     def reset(self) -> None:
@@ -289,7 +289,7 @@ class Session:
 
     def _encode_continuation(self, text: str) -> np.ndarray:
         """Return all tokens of the session's text followed by ``text``, (n,) int64."""
-        new_tokens = self.runtime.prompts.encode(self._open_text + text, at_start=self._open_from == 0)
+        new_tokens = self.runtime.prompt_encoder.encode(self._open_text + text, at_start=self._open_from == 0)
         return np.concatenate((self.sequence.tokens[: self._open_from], new_tokens))
 
     def _append_messages(self, messages: list[Message]) -> None:
@@ -301,9 +301,9 @@ class Session:
             raise OvspecError("Chat messages can't follow a text that isn't a chat; start another session.")
         check_value(self.chat_template_kwargs, GENERATE_OPTIONS["chat_template_kwargs"])
         chat = [*self.messages, *messages]
-        tokenizer = self.runtime.prompts.tokenizer
-        rendered = self.runtime.prompts.chat_format.render_prompt(chat, variables=self.chat_template_kwargs)
-        tokens = strip_eos(self.sequence.tokens, self.runtime.prompts.generation_config.eos_ids)
+        tokenizer = self.runtime.prompt_encoder.tokenizer
+        rendered = self.runtime.prompt_encoder.chat_format.render_prompt(chat, variables=self.chat_template_kwargs)
+        tokens = strip_eos(self.sequence.tokens, self.runtime.prompt_encoder.generation_config.eos_ids)
         spelled = tokenizer.decode_with_special(tokens)
         if spelled and rendered.startswith(spelled):
             self._set_tokens(np.concatenate((tokens, tokenizer.encode_continuation(rendered[len(spelled) :]))))
@@ -323,13 +323,14 @@ class Session:
         decoders = self._idle_decoders()
         before = self.sequence.tokens
         if not len(before):
-            before = self.runtime.prompts.generation_config.empty_prompt_ids
+            before = self.runtime.prompt_encoder.generation_config.empty_prompt_ids
         self.runtime.models.check_context(len(before) + 1, self._context)
         candidates = [self._encode_continuation(text) for text in texts]
         begin = min(common_prefix(Sequence(before), Sequence(tokens)) for tokens in candidates)
         if not begin:  # every token of a short text would merge with what follows
             candidates = [
-                np.concatenate((before, self.runtime.prompts.tokenizer.encode_continuation(text))) for text in texts
+                np.concatenate((before, self.runtime.prompt_encoder.tokenizer.encode_continuation(text)))
+                for text in texts
             ]
             begin = len(before)
         self.runtime.models.check_context(max(map(len, candidates)), self._context)
@@ -352,7 +353,7 @@ class Session:
         self._fix_tokens()
         if row.finish_reason != "stop":
             return
-        tokenizer = self.runtime.prompts.tokenizer
+        tokenizer = self.runtime.prompt_encoder.tokenizer
         generated = self.sequence.tokens[row.prompt_length :]
         healed_text = row.healing.removed_bytes.decode("utf-8", "replace") if row.healing else ""
         seen_text = healed_text + row.text

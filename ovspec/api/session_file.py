@@ -122,7 +122,7 @@ def load_session(path: Path, runtime: Runtime, decoders: DecoderSet, owner: int)
         mark = msgspec.convert({**header.text, "tokens": check_token_ids(arrays["tokens"])}, Mark)
         positions = (mark.open_from, mark.healable, mark.answer_from)
         require_valid(all(0 <= position <= len(mark.tokens) for position in positions))
-        runtime.prompts.encode(mark.tokens, at_start=False)  # refuses unknown ids
+        runtime.prompt_encoder.encode(mark.tokens, at_start=False)  # refuses unknown ids
         tokens = {name: check_token_ids(arrays[f"{name}/tokens"]) for name in header.caches}
         cache_arrays = {key: arrays[key] for key in arrays if "/cache/" in key}
     for name, model, decoder in named_decoders(runtime, decoders):

@@ -30,12 +30,12 @@ def time_modes(
     """Generate the texts in turns and return the results of each mode; a short warm-up is not counted."""
     results: dict[str, list[Result]] = {mode: [] for mode in models}
     turns = repeats * len(prompts)
-    with show_step("warm-up", keep=True):
+    with show_step("warm-up", keep_line=True):
         warm_up_options = options | {"max_tokens": min(options["max_tokens"], WARM_UP_TOKENS)}
         for mode in models:
             generate_in_mode(models, mode, prompts[-1], 0, warm_up_options)
     for turn in range(turns):
-        with show_step(f"text {turn + 1} of {turns}", keep=True):
+        with show_step(f"text {turn + 1} of {turns}", keep_line=True):
             for mode in rotate_modes(list(models), turn):
                 prompt = prompts[turn % len(prompts)]
                 results[mode].append(generate_in_mode(models, mode, prompt, turn + 1, options))

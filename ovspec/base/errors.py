@@ -29,8 +29,8 @@ class WriteError(OvspecError, OSError):
     """A file couldn't be written, because its disk is full or for another reason of the system's."""
 
     def __init__(self, file: object, error: OSError) -> None:
-        why = error.strerror or str(error)
-        super().__init__(f"{file}: can't be written ({why}); make room for it, or name another place.")
+        reason = error.strerror or str(error)
+        super().__init__(f"{file}: can't be written ({reason}); make room for it, or name another place.")
         self.errno = error.errno
 
 

@@ -26,8 +26,14 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 RENAME_ATTEMPTS = 10  # for a file that another process has open for a moment
-RENAME_PAUSE = 0.1  # seconds between attempts
-WINDOWS_DEVICES = {"CON", "PRN", "AUX", "NUL", *(f"{name}{digit}" for name in ("COM", "LPT") for digit in range(10))}
+RENAME_PAUSE_SECONDS = 0.1  # seconds between attempts
+WINDOWS_DEVICE_NAMES = {
+    "CON",
+    "PRN",
+    "AUX",
+    "NUL",
+    *(f"{name}{digit}" for name in ("COM", "LPT") for digit in range(10)),
+}
 PARTIAL_SUFFIX = ".partial"  # ends the names of files that are being written
 T = TypeVar("T")
 D = TypeVar("D", bound="DataclassInstance")
@@ -69,11 +75,11 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     """Write ``content``, text in UTF-8, to ``path``, creating its folder. Readers see the old file or the new one."""
     with name_write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-    with open_replacement(path) as partial:
+    with open_replacement(path) as partial_path:
         if isinstance(content, str):
-            partial.write_text(content, encoding="utf-8", newline="\n")
+            partial_path.write_text(content, encoding="utf-8", newline="\n")
         else:
-            partial.write_bytes(content)
+            partial_path.write_bytes(content)
 
 
 @contextlib.contextmanager
@@ -84,21 +90,21 @@ def open_replacement(path: Path) -> Iterator[Path]:
     """
     check_file_name(path)
     path = path.resolve()
-    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*{PARTIAL_SUFFIX}"):
-        host, _, process = leftover.name.split(".")[-3].partition("-")
-        if host == HOST_CODE and process.isdecimal() and not psutil.pid_exists(int(process)):
-            leftover.unlink(missing_ok=True)  # of a process that was killed
-    partial = path.with_name(f".{path.name}.{HOST_CODE}-{os.getpid()}.{secrets.token_hex(4)}{PARTIAL_SUFFIX}")
+    for leftover_path in path.parent.glob(f".{glob.escape(path.name)}.*{PARTIAL_SUFFIX}"):
+        host_code, _, process_id = leftover_path.name.split(".")[-3].partition("-")
+        if host_code == HOST_CODE and process_id.isdecimal() and not psutil.pid_exists(int(process_id)):
+            leftover_path.unlink(missing_ok=True)  # of a process that was killed
+    partial_path = path.with_name(f".{path.name}.{HOST_CODE}-{os.getpid()}.{secrets.token_hex(4)}{PARTIAL_SUFFIX}")
     try:
         with name_write_errors(path):
-            yield partial
+            yield partial_path
             with contextlib.suppress(FileNotFoundError):
-                shutil.copymode(path, partial)
-            flush_to_disk(partial)
-            rename_with_retries(partial, path)
+                shutil.copymode(path, partial_path)
+            flush_to_disk(partial_path)
+            rename_with_retries(partial_path, path)
             flush_to_disk(path.parent)
     finally:
-        partial.unlink(missing_ok=True)
+        partial_path.unlink(missing_ok=True)
 
 
 def check_file_name(path: Path) -> None:
@@ -107,22 +113,24 @@ def check_file_name(path: Path) -> None:
     Such a file would be another one, a device or a stream of another file, and what is written to it lost.
     """
     stem = path.name.partition(".")[0].rstrip().upper()
-    forbidden = set('<>:"|?*').intersection(path.name) or path.name.endswith((".", " ")) or stem in WINDOWS_DEVICES
-    if sys.platform == "win32" and forbidden:
+    is_forbidden = (
+        set('<>:"|?*').intersection(path.name) or path.name.endswith((".", " ")) or stem in WINDOWS_DEVICE_NAMES
+    )
+    if sys.platform == "win32" and is_forbidden:
         raise OvspecError(f"{path}: Windows has no files of this name; choose another.")
 
 
-def rename_with_retries(old: Path, new: Path) -> None:
-    """Rename ``old`` to ``new``, which it replaces; Windows refuses that while another process has one of them open."""
+def rename_with_retries(old_path: Path, new_path: Path) -> None:
+    """Rename a file to ``new_path``, which it replaces; Windows refuses that while another process has one of them open."""
     for _ in range(RENAME_ATTEMPTS - 1):
         try:
-            old.replace(new)
+            old_path.replace(new_path)
             return
         except PermissionError:
             if sys.platform != "win32":
                 raise
-            time.sleep(RENAME_PAUSE)
-    old.replace(new)
+            time.sleep(RENAME_PAUSE_SECONDS)
+    old_path.replace(new_path)
 
 
 def flush_to_disk(path: Path) -> None:
@@ -152,31 +160,32 @@ def read_json(path: Path) -> JsonObject:
     return content
 
 
-def read_dataclass(kind: type[T], path: Path) -> T:
-    """Return the object in a JSON file, or {} if there is no such file, as the dataclass ``kind``.
+def read_dataclass(dataclass_type: type[T], path: Path) -> T:
+    """Return the object in a JSON file, or {} if there is no such file, as the dataclass ``dataclass_type``.
 
-    Entries that ``kind`` doesn't declare are ignored. Raises OvspecError like ``read_json``, or if a value doesn't fit.
+    Entries that ``dataclass_type`` doesn't declare are ignored. Raises OvspecError like ``read_json``, or if a value
+    doesn't fit.
     """
     import msgspec  # deferred, because it takes 40 ms
 
     try:
-        return msgspec.convert(read_json(path), kind, str_keys=True)
+        return msgspec.convert(read_json(path), dataclass_type, str_keys=True)
     except (msgspec.ValidationError, RecursionError) as error:
         problem = str(error).replace("`", "").replace(" - at $.", ": ")
         raise OvspecError(f"{path}: not as expected ({problem[:200]}); export the model again.") from None
 
 
-def read_cached(kind: type[T], path: Path | None) -> T | None:
+def read_cached(dataclass_type: type[T], path: Path | None) -> T | None:
     """Return the dataclass that ``write_cached`` wrote to ``path``; None if it is missing, damaged or outdated."""
     try:
-        return read_dataclass(kind, path) if path and path.is_file() else None
+        return read_dataclass(dataclass_type, path) if path and path.is_file() else None
     except (OvspecError, OSError):
         return None
 
 
-def write_cached(path: Path | None, data: D) -> D:
+def write_cached(path: Path | None, dataclass_instance: D) -> D:
     """Write a dataclass to a cache file and return it. Failure is not an error."""
     if path:
         with contextlib.suppress(OSError):
-            write_atomically(path, json.dumps(asdict(data), indent=1))
-    return data
+            write_atomically(path, json.dumps(asdict(dataclass_instance), indent=1))
+    return dataclass_instance

@@ -15,20 +15,20 @@ END_SIGNALS = [getattr(signal, name) for name in ("SIGHUP", "SIGTERM", "SIGBREAK
 class DelayedInterrupts:
     """Delays Ctrl-C until the end of a round, so that KV cache and text stay consistent.
 
-    While ``delaying`` is set, Ctrl-C only sets ``pressed``, and a prompt is read no further; otherwise it goes to the
-    previous handler at once.
+    While ``delaying`` is set, Ctrl-C only sets ``ctrl_c_pressed``, and a prompt is read no further; otherwise it goes
+    to the previous handler at once.
 
     The handler is installed once for a whole generation: installing it every round would cost half as much as
     the rest of the loop. Outside the main thread, where Python handles no signals, the class does nothing.
     """
 
     def __init__(self) -> None:
-        self.delaying = self.pressed = self._stopped = False
-        self._previous: Any = None
+        self.delaying = self.ctrl_c_pressed = self._stopped = False
+        self._previous_handler: Any = None
         handler = signal.getsignal(signal.SIGINT)
         # A process that ignores Ctrl-C, as one in the background does, continues to ignore it.
         if threading.current_thread() is threading.main_thread() and callable(handler):
-            self._previous = handler
+            self._previous_handler = handler
             signal.signal(signal.SIGINT, self._handle_interrupt)
             ACTIVE_DELAYS.append(self)
 
@@ -42,16 +42,19 @@ class DelayedInterrupts:
             or signal.getsignal(signal.SIGINT) != self._handle_interrupt
         ):
             return
-        previous = self._previous
-        while isinstance(owner := getattr(previous, "__self__", None), DelayedInterrupts) and owner._stopped:
-            previous = owner._previous
-        signal.signal(signal.SIGINT, previous)
+        previous_handler = self._previous_handler
+        while (
+            isinstance(handler_owner := getattr(previous_handler, "__self__", None), DelayedInterrupts)
+            and handler_owner._stopped
+        ):
+            previous_handler = handler_owner._previous_handler
+        signal.signal(signal.SIGINT, previous_handler)
 
     def _handle_interrupt(self, *arguments: Any) -> None:
         if self.delaying:
-            self.pressed = True
+            self.ctrl_c_pressed = True
         else:
-            self._previous(*arguments)
+            self._previous_handler(*arguments)
 
 
 ACTIVE_DELAYS: list[DelayedInterrupts] = []  # of the main thread, the only one that Python tells of Ctrl-C
@@ -63,7 +66,7 @@ def check_interrupts() -> None:
     Called between inferences. Ending one early would be unsafe: after ``InferRequest.cancel``, OpenVINO 2026.4 may
     compute with shapes of the cancelled inference.
     """
-    if threading.current_thread() is threading.main_thread() and any(delay.pressed for delay in ACTIVE_DELAYS):
+    if threading.current_thread() is threading.main_thread() and any(delay.ctrl_c_pressed for delay in ACTIVE_DELAYS):
         raise KeyboardInterrupt
 
 
@@ -79,34 +82,36 @@ def end_on_signals() -> EndSignal:
 
     A signal that is ignored, as nohup lets SIGHUP be, stays ignored.
     """
-    ended = EndSignal()
+    end_signal = EndSignal()
 
-    def interrupt(number: int, _: object) -> None:
-        ended.exit_code = ended.exit_code or 128 + number
+    def interrupt_command(signal_number: int, _: object) -> None:
+        end_signal.exit_code = end_signal.exit_code or 128 + signal_number
         if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
             raise KeyboardInterrupt
         signal.raise_signal(signal.SIGINT)
 
-    for number in END_SIGNALS:
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, interrupt)
-    return ended
+    for signal_number in END_SIGNALS:
+        if signal.getsignal(signal_number) is not signal.SIG_IGN:
+            signal.signal(signal_number, interrupt_command)
+    return end_signal
 
 
-def exit_if_ended(ended: EndSignal) -> None:
+def exit_if_ended(end_signal: EndSignal) -> None:
     """Exit if a signal has ended the command, undisturbed by further ones."""
-    if ended.exit_code:
-        for number in (*END_SIGNALS, signal.SIGINT):
-            signal.signal(number, signal.SIG_IGN)
-        sys.exit(ended.exit_code)
+    if end_signal.exit_code:
+        for signal_number in (*END_SIGNALS, signal.SIGINT):
+            signal.signal(signal_number, signal.SIG_IGN)
+        sys.exit(end_signal.exit_code)
 
 
 @contextlib.contextmanager
 def ignore_signals() -> Iterator[None]:
     """Ignore the signals that could end the process, so that a file is saved whole."""
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (*END_SIGNALS, signal.SIGINT)}
+    previous_handlers = {
+        signal_number: signal.signal(signal_number, signal.SIG_IGN) for signal_number in (*END_SIGNALS, signal.SIGINT)
+    }
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        for signal_number, handler in previous_handlers.items():
+            signal.signal(signal_number, signal.SIG_DFL if handler is None else handler)

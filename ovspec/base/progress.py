@@ -8,14 +8,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-SHOW_AFTER = 1.0  # seconds that a step may take before it is shown
-REPEAT_AFTER = 60.0  # seconds until it is shown again where lines stay, if its text has changed
-CLEAR_REST = "\x1b[K"  # removes what a terminal shows in the rest of the line
-CLEAR_LINE = f"\r{CLEAR_REST}"
+SHOW_AFTER_SECONDS = 1.0  # seconds that a step may take before it is shown
+REPEAT_AFTER_SECONDS = 60.0  # seconds until it is shown again where lines stay, if its text has changed
+CLEAR_REST_OF_LINE = "\x1b[K"  # removes what a terminal shows in the rest of the line
+CLEAR_LINE = f"\r{CLEAR_REST_OF_LINE}"
 
 
 @dataclass
-class Step:
+class ProgressStep:
     """A step in progress. ``text`` may change meanwhile; ``result``, such as a size, is shown after its time."""
 
     text: str
@@ -29,39 +29,40 @@ def print_note(text: str) -> None:
 
 
 @contextlib.contextmanager
-def show_step(text: str, keep: bool = False) -> Iterator[Step]:
-    """Show ``text`` while the block runs, if that takes long. With ``keep``, leave a line with the time it took."""
-    current = Step(text)
-    start = time.monotonic()
-    ended = threading.Event()
-    is_live = on_terminal()
+def show_step(text: str, keep_line: bool = False) -> Iterator[ProgressStep]:
+    """Show ``text`` while the block runs, if that takes long. With ``keep_line``, a line with the time it took stays."""
+    shown_step = ProgressStep(text)
+    start_time = time.monotonic()
+    has_ended = threading.Event()
+    on_live_terminal = on_terminal()
 
     def print_progress() -> None:
-        if ended.wait(SHOW_AFTER):
+        if has_ended.wait(SHOW_AFTER_SECONDS):
             return
-        printed = ""
-        while not is_live:
-            if current.text != printed:
-                printed = current.text
-                print_note(f"{printed} …")
-            if ended.wait(REPEAT_AFTER):
+        printed_text = ""
+        while not on_live_terminal:
+            if shown_step.text != printed_text:
+                printed_text = shown_step.text
+                print_note(f"{printed_text} …")
+            if has_ended.wait(REPEAT_AFTER_SECONDS):
                 return
-        while not ended.wait(0.5):
-            line = f"{current.text} … {time.monotonic() - start:.0f} s "
+        while not has_ended.wait(0.5):
+            line = f"{shown_step.text} … {time.monotonic() - start_time:.0f} s "
             line = line[: shutil.get_terminal_size().columns - 1]
-            print(f"\r{line}{CLEAR_REST}", end="", file=sys.stderr, flush=True)
+            print(f"\r{line}{CLEAR_REST_OF_LINE}", end="", file=sys.stderr, flush=True)
         print(CLEAR_LINE, end="", file=sys.stderr, flush=True)
 
-    printer = threading.Thread(target=print_progress, daemon=True)
-    printer.start()
+    printer_thread = threading.Thread(target=print_progress, daemon=True)
+    printer_thread.start()
     try:
-        yield current
+        yield shown_step
     finally:
-        ended.set()
-        printer.join()
-    if keep:
+        has_ended.set()
+        printer_thread.join()
+    if keep_line:
         print_note(
-            f"{current.text}: {time.monotonic() - start:.1f} s" + (f", {current.result}" if current.result else "")
+            f"{shown_step.text}: {time.monotonic() - start_time:.1f} s"
+            + (f", {shown_step.result}" if shown_step.result else "")
         )
 
 

@@ -19,21 +19,21 @@ from ovspec.base.errors import UnavailableError
 from ovspec.base.json_types import JsonObject, JsonValue
 
 MAX_PROCESSES = 4  # processes of a kind, so that a request that takes long doesn't hold up all others
-START_SECONDS = 60.0  # seconds that a process may take to start
+MAX_START_SECONDS = 60.0  # seconds that a process may take to start
 # A request fails when the deaths of its processes count this much. The more likely it is at fault, the more they do.
 MAX_DEATH_WEIGHT = 30
-CRASHED_WEIGHT = 15
-KILLED_WEIGHT = 5
-NOT_STARTED_WEIGHT = 1
+CRASHED_DEATH_WEIGHT = 15
+KILLED_DEATH_WEIGHT = 5
+NOT_STARTED_DEATH_WEIGHT = 1
 # Exit codes of a process that crashed, rather than being killed by the system or by somebody.
 CRASH_EXIT_CODES = {
     -getattr(signal, name, 0) for name in ("SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV", "SIGTRAP")
 }
-STACK_BYTES = 8 << 20  # bytes, of the thread that answers on Windows
-WAIT_FACTOR = 6  # a request may wait this many times its limit of computing time, because the machine may be busy
+ANSWERING_STACK_BYTES = 8 << 20  # bytes, of the thread that answers on Windows
+MAX_WAIT_FACTOR = 6  # a request may wait this many times its limit of computing time, because the machine may be busy
 # What Python and the system's loader need, on Windows also to find packages that a user has installed for himself. A
 # template or a grammar can't leak the rest.
-PASSED_VARIABLES = (
+PASSED_ENVIRONMENT_VARIABLES = (
     "PATH", "TZ", "PYTHONPATH", "PYTHONHOME", "PYTHONUSERBASE", "LD_LIBRARY_PATH", "TMPDIR", "TEMP", "TMP",
     "SYSTEMROOT", "APPDATA", "USERPROFILE", "HOME",
 )  # fmt: skip
@@ -46,8 +46,8 @@ class LimitExceeded(Exception):
 class ProcessDied(Exception):
     """A process has ended without an answer; the message says how, and ``weight`` is one of the numbers above."""
 
-    def __init__(self, how: str, weight: int = KILLED_WEIGHT) -> None:
-        super().__init__(how)
+    def __init__(self, manner_of_death: str, weight: int = KILLED_DEATH_WEIGHT) -> None:
+        super().__init__(manner_of_death)
         self.weight = weight
 
 
@@ -64,15 +64,17 @@ class SandboxProcess(psutil.Popen):
     def explain_death(self) -> ProcessDied:
         """Return how this process, which has ended, did so."""
         if not self.ready:
-            return ProcessDied("did not start", NOT_STARTED_WEIGHT)
-        crashed = self.returncode >= 0 or self.returncode in CRASH_EXIT_CODES
-        return ProcessDied("ended without an answer", CRASHED_WEIGHT) if crashed else ProcessDied("was killed")
+            return ProcessDied("did not start", NOT_STARTED_DEATH_WEIGHT)
+        has_crashed = self.returncode >= 0 or self.returncode in CRASH_EXIT_CODES
+        return (
+            ProcessDied("ended without an answer", CRASHED_DEATH_WEIGHT) if has_crashed else ProcessDied("was killed")
+        )
 
-    def usage(self) -> tuple[float, int]:
+    def measure_usage(self) -> tuple[float, int]:
         """Return the seconds of computing and the bytes of memory that it has used; zeros if it has just ended."""
         try:
-            times = self.cpu_times()
-            return times.user + times.system, self.memory_info().rss
+            cpu_times = self.cpu_times()
+            return cpu_times.user + cpu_times.system, self.memory_info().rss
         except psutil.Error:
             return 0.0, 0
 
@@ -81,17 +83,17 @@ class SandboxPool:
     """Runs ``module``, which serves requests, in a few processes that are started when they are needed and then kept.
 
     An operation in compiled code can run for hours or fill the memory, and only a process can be stopped in the middle
-    of one. An answer may take ``seconds`` of computing, and a process ``size`` bytes of memory. Errors say
+    of one. An answer may take ``max_seconds`` of computing, and a process ``max_bytes`` bytes of memory. Errors say
     what the processes do with ``purpose``, as in "renders chat templates".
     """
 
-    def __init__(self, module: str, purpose: str, seconds: float, size: int) -> None:
+    def __init__(self, module: str, purpose: str, max_seconds: float, max_bytes: int) -> None:
         self.module = module
         self.purpose = purpose
-        self.seconds = seconds
-        self.size = size
+        self.max_seconds = max_seconds
+        self.max_bytes = max_bytes
         self.idle_processes: list[SandboxProcess] = []
-        self._free = threading.BoundedSemaphore(MAX_PROCESSES)
+        self._process_slots = threading.BoundedSemaphore(MAX_PROCESSES)
         atexit.register(self.end_idle_processes)
 
     def ask(self, request: str) -> JsonObject:
@@ -104,16 +106,16 @@ class SandboxPool:
             UnavailableError: processes were killed, or didn't start, too often.
         """
         deaths = list[ProcessDied]()
-        with self._free:
+        with self._process_slots:
             while sum(death.weight for death in deaths) < MAX_DEATH_WEIGHT:
                 try:
                     return self._ask_process(request)
                 except ProcessDied as death:
                     deaths.append(death)
-        if sum(death.weight for death in deaths if death.weight == CRASHED_WEIGHT) >= MAX_DEATH_WEIGHT:
+        if sum(death.weight for death in deaths if death.weight == CRASHED_DEATH_WEIGHT) >= MAX_DEATH_WEIGHT:
             raise LimitExceeded("ended without an answer")
-        times = f"{deaths[-1]}, {len(deaths)} times"
-        raise UnavailableError(f"The process that {self.purpose} {times}; see that memory is free, and try again.")
+        death_text = f"{deaths[-1]}, {len(deaths)} times"
+        raise UnavailableError(f"The process that {self.purpose} {death_text}; see that memory is free, and try again.")
 
     def _ask_process(self, request: str) -> JsonObject:
         """Return the answer of one process; raises LimitExceeded or ProcessDied if there is none."""
@@ -125,7 +127,8 @@ class SandboxPool:
             if isinstance(error, ValueError):  # no answer, or part of one
                 raise process.explain_death() from None
             raise
-        if process.usage()[1] < self.size / 2:  # else what is left there would be counted as the next request's
+        # Otherwise what is left there would be counted as the next request's.
+        if process.measure_usage()[1] < self.max_bytes / 2:
             self.idle_processes.append(process)
         else:
             process.end()
@@ -156,42 +159,43 @@ class SandboxPool:
             except (OSError, ValueError):
                 answers.append("")
 
-        exchanging = threading.Thread(target=exchange, daemon=True)
-        exchanging.start()
-        start = time.monotonic()
-        seconds_before, _ = process.usage()
+        exchange_thread = threading.Thread(target=exchange, daemon=True)
+        exchange_thread.start()
+        start_time = time.monotonic()
+        cpu_seconds_before, _ = process.measure_usage()
         while True:
-            exchanging.join(0.02)
-            if not exchanging.is_alive():
+            exchange_thread.join(0.02)
+            if not exchange_thread.is_alive():
                 break
-            waited = time.monotonic() - start
-            seconds, size = process.usage()
+            waited_seconds = time.monotonic() - start_time
+            cpu_seconds, used_bytes = process.measure_usage()
             if not process.ready:
-                seconds_before = seconds  # starting doesn't count
-                if waited > START_SECONDS:
+                cpu_seconds_before = cpu_seconds  # starting doesn't count
+                if waited_seconds > MAX_START_SECONDS:
                     raise ProcessDied("did not start in time")
-            elif seconds - seconds_before > self.seconds:
-                raise LimitExceeded(f"ran longer than {self.seconds:g} seconds")
-            elif waited > START_SECONDS + WAIT_FACTOR * self.seconds:  # the machine was busy
+            elif cpu_seconds - cpu_seconds_before > self.max_seconds:
+                raise LimitExceeded(f"ran longer than {self.max_seconds:g} seconds")
+            elif waited_seconds > MAX_START_SECONDS + MAX_WAIT_FACTOR * self.max_seconds:  # the machine was busy
                 raise ProcessDied("got no time to answer")
-            if size > self.size:
-                raise LimitExceeded(f"took more than {self.size // 1_000_000} MB of memory")
+            if used_bytes > self.max_bytes:
+                raise LimitExceeded(f"took more than {self.max_bytes // 1_000_000} MB of memory")
         return answers[0]
 
     def _start_process(self) -> SandboxProcess:
         """Start a process. It ends when its standard input closes, so it doesn't outlive this one."""
-        python, variables = find_interpreter()
+        python, environment = find_interpreter()
         try:
             return SandboxProcess(
-                [python, "-P", "-m", self.module, str(self.seconds), str(self.size)],
+                [python, "-P", "-m", self.module, str(self.max_seconds), str(self.max_bytes)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 encoding="utf-8",
-                env={name: os.environ[name] for name in PASSED_VARIABLES if name in os.environ} | variables,
+                env={name: os.environ[name] for name in PASSED_ENVIRONMENT_VARIABLES if name in os.environ}
+                | environment,
             )
         except (OSError, psutil.Error) as error:
-            raise ProcessDied(f"could not be started ({error})", NOT_STARTED_WEIGHT) from None
+            raise ProcessDied(f"could not be started ({error})", NOT_STARTED_DEATH_WEIGHT) from None
 
     def end_idle_processes(self) -> None:
         """Stop the idle processes; the next request starts another one."""
@@ -205,44 +209,44 @@ def find_interpreter() -> tuple[str, dict[str, str]]:
     On Windows, the ``python.exe`` of a virtual environment only starts another one, whose time and memory nobody would
     see, and which goes on when the first one is ended. The other one learns of the environment as in multiprocessing.
     """
-    base = getattr(sys, "_base_executable", sys.executable)
-    if sys.platform == "win32" and base != sys.executable:
-        return base, {"__PYVENV_LAUNCHER__": sys.executable}
+    base_executable = getattr(sys, "_base_executable", sys.executable)
+    if sys.platform == "win32" and base_executable != sys.executable:
+        return base_executable, {"__PYVENV_LAUNCHER__": sys.executable}
     return sys.executable, {}
 
 
-def serve_requests(answer: Callable[[JsonValue], JsonObject]) -> None:
+def serve_requests(answer_request: Callable[[JsonValue], JsonObject]) -> None:
     """Answer each request on standard input. Called by a module that a ``SandboxPool`` runs."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is meant for the parent process
-    seconds = float(sys.argv[1])
-    size = int(sys.argv[2])
-    limit_memory(2 * size)
+    max_seconds = float(sys.argv[1])
+    max_bytes = int(sys.argv[2])
+    limit_memory(2 * max_bytes)
     sys.setrecursionlimit(10_000)  # what the parent process could write as JSON can be read
     sys.stdin.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
 
-    def answer_all() -> None:
+    def answer_requests() -> None:
         print("ready", flush=True)
-        for line in sys.stdin:
-            set_alarm(2 * WAIT_FACTOR * seconds)  # if the parent process is gone, nobody else stops this one
-            reply = json.dumps(answer(json.loads(line)))
+        for request_line in sys.stdin:
+            set_alarm(2 * MAX_WAIT_FACTOR * max_seconds)  # if the parent process is gone, nobody else stops this one
+            reply = json.dumps(answer_request(json.loads(request_line)))
             set_alarm(0)
             print(reply, flush=True)
 
     if sys.platform != "win32":
-        return answer_all()
-    threading.stack_size(STACK_BYTES)  # that of the main thread is eight times smaller there than elsewhere
-    answering = threading.Thread(target=answer_all)
-    answering.start()
-    return answering.join()
+        return answer_requests()
+    threading.stack_size(ANSWERING_STACK_BYTES)  # that of the main thread is eight times smaller there than elsewhere
+    answering_thread = threading.Thread(target=answer_requests)
+    answering_thread.start()
+    return answering_thread.join()
 
 
-def limit_memory(size: int) -> None:
-    """Let this process take at most ``size`` bytes more than it has, where the system can limit that."""
+def limit_memory(added_bytes: int) -> None:
+    """Let this process take at most ``added_bytes`` bytes more than it has, where the system can limit that."""
     with suppress(ImportError, ValueError, OSError):
         import resource
 
-        max_size = psutil.Process().memory_info().vms + size
-        resource.setrlimit(resource.RLIMIT_AS, (max_size, max_size))
+        max_bytes = psutil.Process().memory_info().vms + added_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 

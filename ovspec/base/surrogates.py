@@ -8,6 +8,6 @@ JSON_ESCAPES = re.compile(
 )
 
 
-def replace_half_surrogates(json: str) -> str:
+def replace_half_surrogates(json_text: str) -> str:
     """Return JSON with U+FFFD instead of each half of a surrogate pair, which isn't valid Unicode."""
-    return JSON_ESCAPES.sub(lambda escape: r"\ufffd" if escape[1] else escape[0], json)
+    return JSON_ESCAPES.sub(lambda escape: r"\ufffd" if escape[1] else escape[0], json_text)

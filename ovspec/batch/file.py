@@ -63,7 +63,7 @@ def run_file(
     fails, the results so far are kept, and the same call continues from them.
     """
     complete_params = lm.runtime.row_maker.complete_params(params)
-    lm.runtime.row_maker.constraints.check_requested_grammar(complete_params)  # once, not for each text
+    lm.runtime.row_maker.constraint_maker.check_requested_grammar(complete_params)  # once, not for each text
     run_identity = describe_run(lm, complete_params)
     keys = [result_fingerprint(request, run_identity) for request in requests]
     partial = PartialResults(output)
@@ -97,7 +97,11 @@ def describe_run(lm: LanguageModel, params: Params) -> str:
     identities = [(hash_model(model.ir.folder), describe_cache_setting(model)) for model in deciding_models(lm, params)]
     changed = params.changed_options(excluded=(*SPEED_OPTIONS, *GRAMMAR_OPTIONS))
     options = {name: option_as_json(name, changed[name]) for name in sorted(changed)}
-    prompts = hash_prompt_files(lm.folder), lm.runtime.prompts.template, lm.runtime.prompts.tool_format
+    prompts = (
+        hash_prompt_files(lm.folder),
+        lm.runtime.prompt_encoder.custom_template,
+        lm.runtime.prompt_encoder.tool_format,
+    )
     return repr((identities, prompts, options, convert_requested_grammar(params)[0], proposal_dependencies(lm, params)))
 
 
@@ -105,7 +109,7 @@ def proposal_dependencies(lm: LanguageModel, params: Params) -> tuple[Any, ...] 
     """Return the settings that decide the proposals, except for the draft model, if sampled tokens depend on them."""
     if params.accept != "rejection":
         return None
-    choice = lm.runtime.models.choice
+    choice = lm.runtime.models.draft_choice
     if choice:
         choice = replace(choice, model=None)
     corpora = [hashlib.sha256(corpus.indexed_tokens.tobytes()).hexdigest() for corpus in lm.runtime.models.corpora]

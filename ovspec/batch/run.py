@@ -125,7 +125,7 @@ class BatchThread(Iterator[BatchRequest]):
     def __init__(self, lm: LanguageModel, params: Params) -> None:
         self._lm = lm
         self._params = params
-        lm.runtime.row_maker.constraints.check_requested_grammar(lm.runtime.row_maker.complete_params(params))
+        lm.runtime.row_maker.constraint_maker.check_requested_grammar(lm.runtime.row_maker.complete_params(params))
         self._waiting = deque[tuple[BatchRequest, PendingCall]]()
         self._running_calls = dict[int, PendingCall]()  # by the identity of their requests
         self._request_came = threading.Condition()

@@ -22,7 +22,7 @@ def print_comparison(lm: LanguageModel, prompt: Prompt, params: Params, stats: s
     """
     params = with_seed(params)
     if params.chat_template_kwargs is not None:  # render once
-        prompt = lm.runtime.prompts.encode(prompt, variables=params.chat_template_kwargs).tolist()
+        prompt = lm.runtime.prompt_encoder.encode(prompt, template_variables=params.chat_template_kwargs).tolist()
         params = replace(params, chat_template_kwargs=None)
     params_by_mode = {"plain": replace(params, lookahead=0), "speculative": params}
     first_pair = print_texts(lm, prompt, params_by_mode, as_json)

@@ -181,7 +181,7 @@ def suggest_chat(lm: LanguageModel, prompt: str | None) -> None:
     """Name ``--chat`` on a terminal, if the model has a chat template and ``prompt`` doesn't look made with one."""
     if prompt and on_terminal() and not lm.tokenizer.contains_special_name(prompt):
         with contextlib.suppress(OvspecError):  # there is no chat template
-            _ = lm.runtime.prompts.chat_format
+            _ = lm.runtime.prompt_encoder.chat_format
             note = "The prompt was continued as plain text: --chat asks it as a chat, --raw leaves this line out."
             click.secho(note, dim=True, err=True)
 

@@ -22,7 +22,7 @@ from ovspec.params.limits import ANY_NUMBER
 from ovspec.params.loading import LOAD_OPTIONS, RUNTIME_OPTIONS
 from ovspec.params.option import Option, OptionValue, is_collection_type, literal_values, union_members
 from ovspec.params.sampling import RECOMMENDED_DEFAULT_TEXTS
-from ovspec.params.values import describe_problem, element_type, parse_number_or_text
+from ovspec.params.values import describe_problem, parse_number_or_text, single_value_type
 
 CommandFunction: TypeAlias = Callable[..., None]
 CommandDecorator: TypeAlias = Callable[[CommandFunction], CommandFunction]
@@ -55,7 +55,7 @@ class OptionType(click.ParamType):
 
     def __init__(self, option: Option) -> None:
         self._option = option
-        self._kind = element_type(option.value_type)
+        self._kind = single_value_type(option.value_type)
         self._parse = option.parse or (lambda text: parse_number_or_text(text, self._kind))
         members = union_members(self._kind)
         self.name = next((name for number, name in CLICK_NUMBER_TYPES.items() if number in members), "text")

@@ -73,7 +73,7 @@ def run_stream(stream: TextStream, show: bool) -> tuple[Result, bool]:
                     click.echo(piece.text, nl=False)
                     printed += len(piece.text)
                     interrupts.delaying = False
-                    if interrupts.pressed:
+                    if interrupts.ctrl_c_pressed:
                         raise KeyboardInterrupt
         except KeyboardInterrupt:
             interrupts.delaying = interrupted = True

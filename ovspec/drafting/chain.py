@@ -31,7 +31,7 @@ class Chain(Drafter):
                 if row.draft_budget(name) and lookahead.prefers_drafter(name, proposal, len(rows)):
                     proposals[-1] = NO_PROPOSAL
                 else:
-                    second_rows[-1] = row._replace(asks_drafters=False)
+                    second_rows[-1] = row._replace(drafters_may_propose=False)
         if not any(row.draft_budget(name) for row in second_rows):
             return proposals
         fallbacks = self._second.propose(second_rows, lookahead)

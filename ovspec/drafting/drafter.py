@@ -33,14 +33,16 @@ class RowStep(NamedTuple):
     sequence: Sequence  # the tokens so far; the round commits to it
     sampler: Sampler
     budget: int  # maximum number of tokens that may still be committed, forced and proposed ones included
-    asks_drafters: bool = True  # whether drafters are asked; not before the first token, which must not wait for them
+    drafters_may_propose: bool = (
+        True  # whether drafters are asked; not before the first token, which must not wait for them
+    )
     draft_limits: DraftLimits = NO_DRAFT_LIMITS
     logits_rows: int = 1  # at the end of the text, that need logits
 
     def draft_budget(self, drafter_name: str | None = None) -> int:
         """Return how many tokens that drafter, or any, may propose; one of the budget is the target's own."""
         limits = self.draft_limits
-        if not self.asks_drafters:
+        if not self.drafters_may_propose:
             return 0
         if drafter_name and limits.drafter_names is not None and drafter_name not in limits.drafter_names:
             return 0

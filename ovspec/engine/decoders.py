@@ -56,17 +56,17 @@ class DecoderSet:
             lookahead = Lookahead(params.lookahead_limit, lookahead.target_costs, lookahead.draft_costs)
         return self.drafter, lookahead
 
-    def reset(self, rows: int) -> None:
-        self.target.reset(rows)
+    def reset(self, row_count: int) -> None:
+        self.target.reset(row_count)
         if self.drafter:
-            self.drafter.reset(rows)
+            self.drafter.reset(row_count)
 
 
 class ModelPair:
     """The compiled target and draft, and the memory of their KV caches. Threads may share them.
 
     Args:
-        choice: the drafters.
+        draft_choice: the drafters.
         known_ids: the ids of the vocabulary.
         corpora: texts that lookup may propose from.
         cache_bytes: memory of KV caches from which caches of ended texts are evicted; with 0, none are kept. By default
@@ -78,37 +78,39 @@ class ModelPair:
         self,
         target: CompiledModel,
         draft: CompiledModel | None,
-        choice: DraftChoice | None,
+        draft_choice: DraftChoice | None,
         known_ids: KnownIds,
         corpora: list[NgramIndex],
         cache_bytes: float | None = None,
     ) -> None:
         self.target = target
         self.draft = draft
-        self.choice = choice
+        self.draft_choice = draft_choice
         self.corpora = corpora
         self.cache_bytes = cache_bytes
         self._known_ids = known_ids
         self._max_token_bytes = sum(kv_bytes_per_token(ir) + recurrent_row_bytes(ir) for ir in self.compiled_irs())
         self.shares_greedy_prefixes = not (cache_bytes is None and target.is_inexact and target.is_reproducible)
-        self.loaded_models = [model for model in (target, draft) if model]  # also a draft that no drafter uses
-        max_bytes = psutil.virtual_memory().available / 4 if cache_bytes is None else cache_bytes
-        if max_bytes:
-            for model in self.loaded_models:
-                model.share_blocks(max_bytes / self._max_token_bytes)
+        self.loaded_models = [
+            loaded_model for loaded_model in (target, draft) if loaded_model
+        ]  # also a draft that no drafter uses
+        max_cache_bytes = psutil.virtual_memory().available / 4 if cache_bytes is None else cache_bytes
+        if max_cache_bytes:
+            for loaded_model in self.loaded_models:
+                loaded_model.share_blocks(max_cache_bytes / self._max_token_bytes)
 
-    def with_drafters(self, choice: DraftChoice | None) -> ModelPair:
+    def with_drafters(self, draft_choice: DraftChoice | None) -> ModelPair:
         """Return the same models with other drafters; a draft model must be the loaded one."""
-        other = copy.copy(self)
-        other.choice = choice
-        if not (choice and choice.model):
-            other.draft = None
-        return other
+        copied_pair = copy.copy(self)
+        copied_pair.draft_choice = draft_choice
+        if not (draft_choice and draft_choice.model):
+            copied_pair.draft = None
+        return copied_pair
 
-    def compiled_irs(self, drafts: bool = True) -> list[CompiledIR]:
-        """Return the compiled IRs of the target and, with ``drafts``, of the draft model."""
-        models = (self.target, self.draft) if drafts else (self.target,)
-        return [model.ir for model in models if model]
+    def compiled_irs(self, include_draft: bool = True) -> list[CompiledIR]:
+        """Return the compiled IRs of the target and, with ``include_draft``, of the draft model."""
+        compiled_models = (self.target, self.draft) if include_draft else (self.target,)
+        return [model.ir for model in compiled_models if model]
 
     def make_decoders(self) -> DecoderSet:
         """Return new decoders, which know the costs that a profile has measured."""
@@ -119,7 +121,7 @@ class ModelPair:
         if self.draft:
             draft = self._make_decoder(self.draft)
             draft_costs = InferenceCosts(self.draft.verify_ms, self.draft.change_ms, draft.fills_width, draft.rule)
-        lookaheads = {sampled: Lookahead(None, target_costs, draft_costs) for sampled in (False, True)}
+        lookaheads = {is_sampled: Lookahead(None, target_costs, draft_costs) for is_sampled in (False, True)}
         return DecoderSet(target, self._make_drafter(target, draft), draft, lookaheads)
 
     def fork_decoders(self, decoders: DecoderSet) -> DecoderSet:
@@ -137,8 +139,10 @@ class ModelPair:
     def _make_drafter(self, target: Decoder, draft: Decoder | None) -> Drafter | None:
         target_ids = self.draft and self.draft.ir.target_ids
         feature_decoder = target if self.draft and self.draft.is_head else None
-        width = self.target.ir.logits_width
-        return make_drafter(self.choice, draft, feature_decoder, target_ids, width, self.corpora, self._known_ids)
+        logits_width = self.target.ir.logits_width
+        return make_drafter(
+            self.draft_choice, draft, feature_decoder, target_ids, logits_width, self.corpora, self._known_ids
+        )
 
     def close(self) -> None:
         """Free the models; inferences raise InferenceError from now on."""
@@ -147,9 +151,9 @@ class ModelPair:
 
     # ------------------------------------------------------------ the memory of KV caches
 
-    def estimate_cache_bytes(self, tokens: int) -> float:
-        """Estimate the memory, in bytes, of the KV caches of a text of ``tokens`` tokens."""
-        return sum(tokens * kv_bytes_per_token(ir) + recurrent_row_bytes(ir) for ir in self.compiled_irs())
+    def estimate_cache_bytes(self, token_count: int) -> float:
+        """Estimate the memory, in bytes, of the KV caches of a text of ``token_count`` tokens."""
+        return sum(token_count * kv_bytes_per_token(ir) + recurrent_row_bytes(ir) for ir in self.compiled_irs())
 
     @property
     def idle_bytes(self) -> float:
@@ -171,18 +175,20 @@ class ModelPair:
         for model in self.loaded_models:
             model.free_idle_blocks()
 
-    def ensure_memory(self, tokens: int, drafts: bool = True) -> None:
-        """Raise OvspecError if the states for ``tokens`` more tokens can't fit into free memory."""
-        if tokens * self._max_token_bytes > LEAST_CHECKED_BYTES:
-            check_free_memory(self.compiled_irs(drafts), tokens, self.idle_bytes)
-            if tokens * self._max_token_bytes > psutil.virtual_memory().available:
+    def ensure_memory(self, token_count: int, include_draft: bool = True) -> None:
+        """Raise OvspecError if the states for ``token_count`` more tokens can't fit into free memory."""
+        if token_count * self._max_token_bytes > LEAST_CHECKED_BYTES:
+            check_free_memory(self.compiled_irs(include_draft), token_count, self.idle_bytes)
+            if token_count * self._max_token_bytes > psutil.virtual_memory().available:
                 self.free_idle_blocks()
 
-    def check_context(self, tokens: int, context: int | None = None) -> None:
-        """Raise OvspecError if a text of ``tokens`` tokens exceeds ``context``, by default the model's."""
-        context = context or self.target.ir.context_length
-        if context and tokens > context:
-            raise OvspecError(f"The text would have {tokens} tokens, but the context is {context}; shorten it.")
+    def check_context(self, token_count: int, context_length: int | None = None) -> None:
+        """Raise OvspecError if a text of ``token_count`` tokens exceeds ``context_length``, by default the model's."""
+        context_length = context_length or self.target.ir.context_length
+        if context_length and token_count > context_length:
+            raise OvspecError(
+                f"The text would have {token_count} tokens, but the context is {context_length}; shorten it."
+            )
 
 
 class DecoderPool:
@@ -210,16 +216,18 @@ class DecoderPool:
     def release(self, decoders: DecoderSet) -> None:
         """Empty a set, which frees memory, and keep it for reuse."""
         decoders.reset(0)
-        now = time.monotonic()
+        current_time = time.monotonic()
         with self._lock:
             self._idle_sets = [
-                (released_at, idle) for released_at, idle in self._idle_sets if now - released_at < MAX_IDLE_SECONDS
+                (released_at, idle_set)
+                for released_at, idle_set in self._idle_sets
+                if current_time - released_at < MAX_IDLE_SECONDS
             ]
             if not self._closed:
-                self._idle_sets.append((now, decoders))
+                self._idle_sets.append((current_time, decoders))
 
     def run_batch(
-        self, rows: Iterable[Schedulable], params: Params, count: int | None = None, isolate_errors: bool = False
+        self, rows: Iterable[Schedulable], params: Params, row_count: int | None = None, isolate_errors: bool = False
     ) -> Generator[list[tuple[int, Piece]]]:
         """Generate ``rows`` with decoders of the pool; a row joins when there is room, and leaves when its text ends.
 
@@ -227,7 +235,7 @@ class DecoderPool:
 
         Args:
             params: of most rows; ``batch_size`` and ``lookahead`` are for all.
-            count: number of rows, if known; a single row needs no room for others.
+            row_count: number of rows, if known; a single row needs no room for others.
             isolate_errors: whether a row whose constraints fail ends by itself and has an ``error``.
         """
         decoders = self.acquire()
@@ -235,13 +243,13 @@ class DecoderPool:
             drafter, lookahead = decoders.select_drafting(params)
             max_rows = 1
             max_tokens = math.inf
-            if count != 1:
+            if row_count != 1:
                 max_rows = params.batch_size
                 irs = self.models.compiled_irs(drafter is not None)
                 max_tokens = count_free_tokens(irs, max_rows, self.models.idle_bytes)
             isolated_errors = (OvspecError,) if isolate_errors else ()
-            limits = BatchLimits(max_rows, max_tokens, isolated_errors=isolated_errors)
-            yield from run_rows(Scheduler(decoders.target, drafter, lookahead, rows, limits))
+            batch_limits = BatchLimits(max_rows, max_tokens, isolated_errors=isolated_errors)
+            yield from run_rows(Scheduler(decoders.target, drafter, lookahead, rows, batch_limits))
         finally:
             self.release(decoders)
 
@@ -251,10 +259,10 @@ class DecoderPool:
             self._closed = True
             self._idle_sets.clear()
 
-    def learned_costs(self, sampled: bool) -> tuple[InferenceCosts, InferenceCosts] | None:
+    def learned_costs(self, is_sampled: bool) -> tuple[InferenceCosts, InferenceCosts] | None:
         """Return the costs of verifying and of a draft step by an idle set's auto lookahead, if any set is idle."""
         with self._lock:
             for _, decoders in self._idle_sets:
-                lookahead = decoders.lookaheads[sampled]
+                lookahead = decoders.lookaheads[is_sampled]
                 return lookahead.target_costs, lookahead.draft_costs
         return None

@@ -48,12 +48,12 @@ class BackgroundTask:
     """Work that the engine's thread does between rounds, so that it delays no text much.
 
     steps: a generator; each step takes a few milliseconds.
-    tokens: number of tokens whose KV cache it needs. It waits until there is room for them, and rows wait for it.
+    cache_tokens: number of tokens whose KV cache it needs. It waits until there is room for them, and rows wait for it.
     future: the generator's return value, or an OvspecError if a step fails or the engine fails; may be cancelled.
     """
 
     steps: Generator[None, None, Any]
-    tokens: int = 0
+    cache_tokens: int = 0
     future: Future[Any] = field(default_factory=Future)
 
     def set_error(self, error: OvspecError) -> None:
@@ -103,53 +103,53 @@ class EngineThread:
         self._prefill_budget = PrefillBudget(costs, rule, not self._drafter, prefill_tokens)
         self._thread = threading.Thread(target=self._run_loop, name="ovspec engine", daemon=True)
 
-    def start(self, prepare: bool = True) -> None:
+    def start(self, warm_up: bool = True) -> None:
         """Find out how many tokens fit into memory, and start the thread.
 
-        prepare: for a server. Warm up first, move weights into large pages between rounds, and let kept blocks of
+        warm_up: for a server. Warm up first, move weights into large pages between rounds, and let kept blocks of
             ended texts take all the memory of the KV caches.
         """
         runtime = self.runtime
         irs = runtime.models.compiled_irs(self._drafter is not None)
-        if prepare:
+        if warm_up:
             self._warm_up()
             self.add_task(BackgroundTask(step for ir in irs for step in ir.large_pages.move_in_steps()))
         cache_bytes = self._cache_bytes or FREE_MEMORY_SHARE * psutil.virtual_memory().available
-        self.most_tokens = int(min(count_tokens_in_bytes(irs, self._max_rows, cache_bytes), 2**62))
-        if self.most_tokens < MIN_CACHE_TOKENS:
-            message = f"The memory for KV caches holds {max(0, self.most_tokens)} tokens; free some"
+        self.max_cache_tokens = int(min(count_tokens_in_bytes(irs, self._max_rows, cache_bytes), 2**62))
+        if self.max_cache_tokens < MIN_CACHE_TOKENS:
+            error_message = f"The memory for KV caches holds {max(0, self.max_cache_tokens)} tokens; free some"
             if self._cache_bytes:
-                message += ", or raise `cache_size`"
-            raise OvspecError(f"{message}.")
-        if prepare:
+                error_message += ", or raise `cache_size`"
+            raise OvspecError(f"{error_message}.")
+        if warm_up:
             runtime.models.free_idle_blocks()  # of the warm-up
-        if prepare and runtime.models.cache_bytes is None:
-            runtime.models.limit_cached_tokens(self.most_tokens)
-        limits = BatchLimits(
+        if warm_up and runtime.models.cache_bytes is None:
+            runtime.models.limit_cached_tokens(self.max_cache_tokens)
+        batch_limits = BatchLimits(
             self._max_rows,
-            self.most_tokens,
+            self.max_cache_tokens,
             self._prefill_budget,
             isolated_errors=(Exception,),
             max_constraint_seconds=MAX_CONSTRAINT_SECONDS,
         )
-        self._scheduler = Scheduler(self._decoders.target, self._drafter, self._lookahead, (), limits)
+        self._scheduler = Scheduler(self._decoders.target, self._drafter, self._lookahead, (), batch_limits)
         self._thread.start()
 
     def _warm_up(self) -> None:
         """Generate some short texts, so that kernels are made, and times known, before the first request comes."""
         row_maker = self.runtime.row_maker
-        context = self.runtime.models.target.ir.context_length or len(WARM_UP_TEXT)
-        ids = self.runtime.prompts.encode(WARM_UP_TEXT)[: context // 2]
-        batches: list[tuple[int, Drafter | None, Lookahead]] = [(1, self._drafter, self._lookahead)]
+        context_length = self.runtime.models.target.ir.context_length or len(WARM_UP_TEXT)
+        prompt_ids = self.runtime.prompt_encoder.encode(WARM_UP_TEXT)[: context_length // 2]
+        warm_up_batches: list[tuple[int, Drafter | None, Lookahead]] = [(1, self._drafter, self._lookahead)]
         if self._drafter:  # so that the draft is used, too
             params = row_maker.make_complete_params({"lookahead": 2})
-            batches.append((1, *self._decoders.select_drafting(params)))
-        batches += [(count, None, NO_LOOKAHEAD) for count in (2, 8) if count <= self._max_rows]
-        for count, drafter, lookahead in batches:
-            params = row_maker.make_complete_params({"max_tokens": 8, "ignore_eos": True, "n": count})
-            rows = row_maker.make_rows(ids, params, memory_reserved=True)
-            limits = BatchLimits(count, prefill_budget=self._prefill_budget)
-            scheduler = Scheduler(self._decoders.target, drafter, lookahead, rows, limits)
+            warm_up_batches.append((1, *self._decoders.select_drafting(params)))
+        warm_up_batches += [(row_count, None, NO_LOOKAHEAD) for row_count in (2, 8) if row_count <= self._max_rows]
+        for row_count, drafter, lookahead in warm_up_batches:
+            params = row_maker.make_complete_params({"max_tokens": 8, "ignore_eos": True, "n": row_count})
+            rows = row_maker.make_rows(prompt_ids, params, memory_reserved=True)
+            batch_limits = BatchLimits(row_count, prefill_budget=self._prefill_budget)
+            scheduler = Scheduler(self._decoders.target, drafter, lookahead, rows, batch_limits)
             while scheduler.step():
                 pass
             scheduler.reset_decoders()
@@ -157,7 +157,7 @@ class EngineThread:
     # ------------------------------------------------------------ called from any thread
 
     def submit(self, job: Job) -> None:
-        """Add a job to the queue; none of its rows may need more than ``most_tokens``."""
+        """Add a job to the queue; none of its rows may need more than ``max_cache_tokens``."""
         self._commands.put(lambda: self._add_job(job))
         if self._stopped:  # the thread may not have seen it
             self._run_last_commands()
@@ -169,19 +169,19 @@ class EngineThread:
     def add_task(self, task: BackgroundTask) -> Future[Any]:
         """Do a task after earlier ones: one at a time, because each may need a whole prompt's KV cache."""
 
-        def add_or_fail() -> None:
+        def add_or_fail_task() -> None:
             if self._fatal_error:
                 task.set_error(self._fatal_error)
             else:
                 self._tasks.append(task)
 
-        self._commands.put(add_or_fail)
+        self._commands.put(add_or_fail_task)
         return task.future
 
     def fail_all(self, error: OvspecError) -> None:
         """End all requests with ``error``: running, waiting and future ones."""
 
-        def fail_everything() -> None:
+        def fail_jobs_and_tasks() -> None:
             self._fatal_error = error
             self._fail_jobs({job for job, _ in self._jobs.values()}, error)
             for task in self._tasks:
@@ -189,7 +189,7 @@ class EngineThread:
             self._tasks.clear()
             self._scheduler.queue.reserved_tokens = 0
 
-        self._commands.put(fail_everything)
+        self._commands.put(fail_jobs_and_tasks)
 
     def stop(self, timeout_s: float = 10.0) -> None:
         """End the thread; texts that run go no further."""
@@ -205,7 +205,7 @@ class EngineThread:
     @property
     def running_count(self) -> int:
         """Number of rows in the batch."""
-        return len(self._scheduler.running_numbers)
+        return len(self._scheduler.running_row_numbers)
 
     @property
     def waiting_count(self) -> int:
@@ -216,21 +216,21 @@ class EngineThread:
         """Return (used blocks, free blocks) of the target's KV cache; without blocks, one token is a block."""
         target = self._decoders.target
         used_blocks = target.blocks_used
-        return used_blocks, max(0, self.most_tokens // target.block_size - used_blocks)
+        return used_blocks, max(0, self.max_cache_tokens // target.block_size - used_blocks)
 
     # ------------------------------------------------------------ in the engine's thread
 
     def _run_loop(self) -> None:
         while not self._stopping:
             try:
-                self._run_commands(wait=not self._jobs and not self._tasks)
+                self._run_commands(wait_for_first=not self._jobs and not self._tasks)
                 if self._tasks:
                     self._advance_task(self._tasks[0])
                 if self._jobs:
                     self._step_batch()
             except BaseException as error:  # whatever it is, the thread lives; a panic in Rust is no Exception
-                numbers = self._scheduler.running_numbers
-                running_jobs = {self._jobs[number][0] for number in numbers if number in self._jobs}
+                row_numbers = self._scheduler.running_row_numbers
+                running_jobs = {self._jobs[row_number][0] for row_number in row_numbers if row_number in self._jobs}
                 self._fail_jobs(running_jobs, as_inference_error(error))
         self._stopped = True
         self._run_last_commands()
@@ -238,19 +238,19 @@ class EngineThread:
     def _run_last_commands(self) -> None:
         """Run the remaining commands when the thread ends, or has ended."""
         with self._command_lock:
-            self._run_commands(wait=False)
+            self._run_commands(wait_for_first=False)
 
-    def _run_commands(self, wait: bool) -> None:
-        """Run the commands of other threads; ``wait`` for the first one if there is nothing else to do."""
+    def _run_commands(self, wait_for_first: bool) -> None:
+        """Run the commands of other threads; ``wait_for_first`` for the first one if there is nothing else to do."""
         try:
-            self._commands.get(block=wait)()
+            self._commands.get(block=wait_for_first)()
             while True:
                 self._commands.get(block=False)()
         except queue.Empty:
             pass
 
     def _advance_task(self, task: BackgroundTask) -> None:
-        self._scheduler.queue.reserved_tokens = min(task.tokens, self.most_tokens)
+        self._scheduler.queue.reserved_tokens = min(task.cache_tokens, self.max_cache_tokens)
         if self._scheduler.free_tokens < 0:
             return  # until texts have ended
         try:
@@ -258,9 +258,9 @@ class EngineThread:
                 next(task.steps)
                 return
             task.steps.close()
-        except StopIteration as ended:
+        except StopIteration as stop_iteration:
             if task.future.set_running_or_notify_cancel():
-                task.future.set_result(ended.value)
+                task.future.set_result(stop_iteration.value)
         except BaseException as error:
             task.set_error(as_inference_error(error))
         self._tasks.remove(task)
@@ -271,18 +271,18 @@ class EngineThread:
         self.on_round(pieces, self._scheduler.last_outcome.proposals if self._scheduler.last_outcome else [])
         job_pieces: dict[Job, list[tuple[int, Piece]]] = {}
         job_errors: dict[Job, OvspecError] = {}
-        for number, piece in pieces:
-            job, index = self._jobs[number]
+        for row_number, piece in pieces:
+            job, job_index = self._jobs[row_number]
             job.started = True
-            row = job.rows[index]
+            row = job.rows[job_index]
             if row.error:
                 job_errors[job] = row.error if isinstance(row.error, OvspecError) else as_inference_error(row.error)
             if row.finish_reason:
-                del self._jobs[number]
+                del self._jobs[row_number]
                 if self._lookup_tokens and not row.error:
                     self._earlier_texts.remember_text(row.sequence.tokens, self._lookup_tokens)
             if piece.token_ids or piece.text or piece.finish_reason:
-                job_pieces.setdefault(job, []).append((index, piece))
+                job_pieces.setdefault(job, []).append((job_index, piece))
         for job, error in job_errors.items():
             job_pieces.pop(job, None)
             self._fail_jobs({job}, error)
@@ -295,15 +295,15 @@ class EngineThread:
         if self._fatal_error:
             job.deliver(self._fatal_error)
             return
-        for index, row in enumerate(job.rows):
-            self._jobs[self._scheduler.queue.add_row(row)] = job, index
+        for job_index, row in enumerate(job.rows):
+            self._jobs[self._scheduler.queue.add_row(row)] = job, job_index
 
     def _remove_job(self, job: Job) -> None:
-        numbers = [number for number, (owner, _) in self._jobs.items() if owner is job]
-        for number in numbers:
-            del self._jobs[number]
-        self._scheduler.remove_rows(numbers)
-        if not self._scheduler.running_numbers:
+        row_numbers = [row_number for row_number, (row_job, _) in self._jobs.items() if row_job is job]
+        for row_number in row_numbers:
+            del self._jobs[row_number]
+        self._scheduler.remove_rows(row_numbers)
+        if not self._scheduler.running_row_numbers:
             self._scheduler.reset_decoders()
 
     def _fail_jobs(self, jobs: set[Job], error: OvspecError) -> None:
@@ -315,9 +315,9 @@ class EngineThread:
 
 def as_inference_error(error: BaseException) -> InferenceError:
     """Return the error that clients get for ``error``, which isn't their mistake."""
-    message = str(error)
+    error_message = str(error)
     if not isinstance(error, OvspecError):
-        message = f"The inference failed ({type(error).__name__}: {error})."
-    inference_error = InferenceError(message)
+        error_message = f"The inference failed ({type(error).__name__}: {error})."
+    inference_error = InferenceError(error_message)
     inference_error.__cause__ = error
     return inference_error

@@ -14,8 +14,8 @@ MAX_SLOWDOWN = 1.8
 MIN_PROMPT_TOKENS = 8  # in a round
 MAX_PROMPT_TOKENS = 256  # in a round; bounds also how long a row waits before it joins
 MIN_JOINING_TOKENS = 2  # prompt tokens in a round in which generating rows read extra tokens
-WIDTH_SLACK = 4  # tokens by which a round may stay narrower than it could be: a change of width takes time, too
-NEWEST_WEIGHT = 0.1  # of the newest measurement in an average
+WIDTH_SLACK_TOKENS = 4  # tokens by which a round may stay narrower than it could be: a change of width takes time, too
+NEWEST_MEASUREMENT_WEIGHT = 0.1  # of the newest measurement in an average
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,13 @@ class PrefillBudget:
     """
 
     def __init__(
-        self, costs: InferenceCosts, rule: FeedRule, teaches_costs: bool, fixed_tokens: int | None = None
+        self, costs: InferenceCosts, feed_rule: FeedRule, teaches_costs: bool, fixed_tokens: int | None = None
     ) -> None:
-        self._costs = costs
-        self._rule = rule
+        self._inference_costs = costs
+        self._feed_rule = feed_rule
         self._teaches_costs = teaches_costs
         self._fixed_tokens = fixed_tokens
-        self._round_ms: dict[int, float] = {}  # milliseconds of a plain round by its number of rows
+        self._plain_round_ms_by_rows: dict[int, float] = {}  # milliseconds of a plain round by its number of rows
         self._learned_token_ms: float | None = None  # milliseconds of a further token
         self._last_width = 0  # tokens that the last round with prompts had time for
 
@@ -61,7 +61,7 @@ class PrefillBudget:
         """Return how many milliseconds proposals may add to the next round, after ``unread_tokens`` of prompts."""
         if self._fixed_tokens or load.row_count < 2:
             return math.inf
-        if not self._costs.is_known:
+        if not self._inference_costs.is_known:
             return 0.0
         return max(0.0, self._remaining_ms(load) - unread_tokens * self._token_ms)
 
@@ -70,48 +70,53 @@ class PrefillBudget:
         if self._fixed_tokens or not load.generating_rows:
             return self._fixed_tokens or MAX_PROMPT_TOKENS
         min_tokens = max(MIN_PROMPT_TOKENS - load.catch_up_tokens, MIN_JOINING_TOKENS)
-        if not self._costs.is_known:
+        if not self._inference_costs.is_known:
             return min_tokens
-        affordable = int((self._remaining_ms(load) - drafting_ms) / self._token_ms)
-        max_width = load.width + min(max(min_tokens, affordable), MAX_PROMPT_TOKENS)
-        if not max_width - WIDTH_SLACK < self._last_width <= max_width:
+        affordable_tokens = int((self._remaining_ms(load) - drafting_ms) / self._token_ms)
+        max_width = load.width + min(max(min_tokens, affordable_tokens), MAX_PROMPT_TOKENS)
+        if not max_width - WIDTH_SLACK_TOKENS < self._last_width <= max_width:
             self._last_width = max_width
-        return self._rule.fit_into_inferences(load.width, max(min_tokens, self._last_width - load.width))
+        return self._feed_rule.fit_into_inferences(load.width, max(min_tokens, self._last_width - load.width))
 
     def learn(self, load: RoundLoad, prompt_tokens: int, elapsed_ms: float) -> None:
         """Learn from an inference that took ``elapsed_ms`` and also read ``prompt_tokens`` tokens of prompts."""
         if not load.generating_rows:
             return
-        if prompt_tokens + load.catch_up_tokens >= MIN_PROMPT_TOKENS and self._costs.is_known:
-            other_ms = self._plain_round_ms(load.generating_rows) + load.proposed_tokens * self._token_ms
-            token_ms = max((elapsed_ms - other_ms) / (prompt_tokens + load.catch_up_tokens), 1e-3)
+        if prompt_tokens + load.catch_up_tokens >= MIN_PROMPT_TOKENS and self._inference_costs.is_known:
+            other_work_ms = self._plain_round_ms(load.generating_rows) + load.proposed_tokens * self._token_ms
+            token_ms = max((elapsed_ms - other_work_ms) / (prompt_tokens + load.catch_up_tokens), 1e-3)
             if self._learned_token_ms is None:
                 self._learned_token_ms = token_ms
             else:
-                self._learned_token_ms += NEWEST_WEIGHT * (token_ms - self._learned_token_ms)
+                self._learned_token_ms += NEWEST_MEASUREMENT_WEIGHT * (token_ms - self._learned_token_ms)
         elif load.width == load.generating_rows and not prompt_tokens:
-            average_ms = self._round_ms.setdefault(load.generating_rows, elapsed_ms)
+            average_ms = self._plain_round_ms_by_rows.setdefault(load.generating_rows, elapsed_ms)
             # An inference may take longer for many reasons, but hardly ever less time than it needs.
-            weight = 0.5 if elapsed_ms < average_ms else NEWEST_WEIGHT
-            self._round_ms[load.generating_rows] += weight * (elapsed_ms - average_ms)
+            measurement_weight = 0.5 if elapsed_ms < average_ms else NEWEST_MEASUREMENT_WEIGHT
+            self._plain_round_ms_by_rows[load.generating_rows] += measurement_weight * (elapsed_ms - average_ms)
             if self._teaches_costs:
-                self._costs.learn_inference(load.generating_rows, elapsed_ms)
+                self._inference_costs.learn_inference(load.generating_rows, elapsed_ms)
 
     @property
     def _token_ms(self) -> float:
-        return self._learned_token_ms or self._costs(MAX_PROMPT_TOKENS) / MAX_PROMPT_TOKENS
+        return self._learned_token_ms or self._inference_costs(MAX_PROMPT_TOKENS) / MAX_PROMPT_TOKENS
 
     def _remaining_ms(self, load: RoundLoad) -> float:
-        other_tokens = load.catch_up_tokens + load.proposed_tokens
-        busy_ms = self._plain_round_ms(load.generating_rows) + other_tokens * self._token_ms
+        non_prompt_tokens = load.catch_up_tokens + load.proposed_tokens
+        busy_ms = self._plain_round_ms(load.generating_rows) + non_prompt_tokens * self._token_ms
         return MAX_SLOWDOWN * self._plain_round_ms(load.row_count) - busy_ms
 
     def _plain_round_ms(self, row_count: int) -> float:
         """Return the milliseconds of a round in which ``row_count`` rows generate a token each."""
         if not row_count:
             return 0.0
-        expected_ms = self._costs(row_count)
-        if not self._round_ms:
+        expected_ms = self._inference_costs(row_count)
+        if not self._plain_round_ms_by_rows:
             return expected_ms
-        nearest = min(self._round_ms, key=lambda measured: abs(measured - row_count))
-        return max(self._round_ms[nearest] + expected_ms - self._costs(nearest), 1e-3)
+        nearest_row_count = min(
+            self._plain_round_ms_by_rows, key=lambda measured_row_count: abs(measured_row_count - row_count)
+        )
+        return max(
+            self._plain_round_ms_by_rows[nearest_row_count] + expected_ms - self._inference_costs(nearest_row_count),
+            1e-3,
+        )

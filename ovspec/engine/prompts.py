@@ -50,23 +50,25 @@ class PromptEncoder:
     Args:
         config: the model's.
         tool_format: the name of the format in which the model writes tool calls; by default its chat template's.
-        template: the source of a chat template to use in place of the model's.
+        custom_template: the source of a chat template to use in place of the model's.
     """
 
     def __init__(
-        self, folder: Path, config: ModelConfig, tool_format: str | None = None, template: str | None = None
+        self, folder: Path, config: ModelConfig, tool_format: str | None = None, custom_template: str | None = None
     ) -> None:
         self.folder = folder
         self.tool_format = tool_format
-        self.template = template
+        self.custom_template = custom_template
         self.tokenizer = Tokenizer(folder)
         self.generation_config = GenerationConfig(folder, config, self.tokenizer)
 
     @functools.cached_property
     def chat_format(self) -> ChatFormat:
         """The format of the model's chats; raises OvspecError if it has no chat template."""
-        bos = "".join(map(self.tokenizer.token_text, self.tokenizer.prefix_ids))
-        return ChatFormat(load_chat_template(require_present(self.folder), self.template, bos), self.tool_format)
+        bos_text = "".join(map(self.tokenizer.token_text, self.tokenizer.prefix_ids))
+        return ChatFormat(
+            load_chat_template(require_present(self.folder), self.custom_template, bos_text), self.tool_format
+        )
 
     @functools.cached_property
     def tokens_by_role(self) -> dict[str, str]:
@@ -77,9 +79,9 @@ class PromptEncoder:
         self,
         prompt: Prompt,
         at_start: bool = True,
-        variables: TemplateVariables | None = None,
+        template_variables: TemplateVariables | None = None,
         tools: Sequence[Any] = (),
-        effort: str | None = None,
+        reasoning_effort: str | None = None,
     ) -> np.ndarray:
         """Return the token ids, (n,) int64. A prompt ``at_start`` of a text gets the model's BOS if it has one.
 
@@ -88,11 +90,11 @@ class PromptEncoder:
         if is_chat(prompt):
             messages: Any = [prompt] if isinstance(prompt, dict) else prompt
             return self.tokenizer.encode(
-                self.chat_format.render_prompt(messages, tools, effort, variables), special=False
+                self.chat_format.render_prompt(messages, tools, reasoning_effort, template_variables), special=False
             )
         if not isinstance(prompt, (str, list, tuple, np.ndarray)):
             raise PromptError(f"A prompt must be a string, token ids or chat messages, not {prompt!r:.80}.")
-        refuse_template_variables(variables)
+        refuse_template_variables(template_variables)
         if at_start and not len(prompt):
             return self.generation_config.empty_prompt_ids
         if isinstance(prompt, str):
@@ -105,8 +107,8 @@ class PromptEncoder:
             raise PromptError(f"A prompt must be a string, token ids or chat messages, not {prompt!r:.80}.") from None
         known_ids = self.tokenizer.known_ids
         if (unknown_id := known_ids.first_unknown(ids)) is not None:
-            id_range = f" (0 to {known_ids.size - 1})" if known_ids.size else ""
-            raise PromptError(f"Token id {unknown_id} is not in the vocabulary{id_range}.")
+            id_range_text = f" (0 to {known_ids.size - 1})" if known_ids.size else ""
+            raise PromptError(f"Token id {unknown_id} is not in the vocabulary{id_range_text}.")
         return ids
 
     def encode_prompt(self, prompt: Prompt, params: Params, max_tokens: float = np.inf) -> EncodedPrompt:
@@ -115,38 +117,41 @@ class PromptEncoder:
         Raises OvspecError if ``params`` have options of chats for another prompt, and PromptError if the prompt can't
         be encoded, as for infilling without FIM tokens.
         """
-        in_chat = is_chat(prompt)
-        if not in_chat:
+        prompt_is_chat = is_chat(prompt)
+        if not prompt_is_chat:
             refuse_chat_options(params)
         if isinstance(prompt, Infill):
             tokenizer = self.tokenizer
-            fim = tokenizer.fim_tokens
+            fim_tokens = tokenizer.fim_tokens
             if max_tokens < np.inf:  # chunks that can't fit aren't encoded, which would take long
                 prompt = trim_chunks(prompt, tokenizer.max_characters(int(max_tokens)))
             ids, first_healable = encode_infill(
-                prompt, fim, tokenizer.encode_plain_text, tokenizer.prefix_ids, max_tokens
+                prompt, fim_tokens, tokenizer.encode_plain_text, tokenizer.prefix_ids, max_tokens
             )
-            return EncodedPrompt(ids, in_chat, first_healable, fim.end_ids if fim else ())
+            return EncodedPrompt(ids, prompt_is_chat, first_healable, fim_tokens.end_ids if fim_tokens else ())
         ids = self.encode(
-            prompt, variables=params.chat_template_kwargs, tools=params.tools, effort=params.reasoning_effort
+            prompt,
+            template_variables=params.chat_template_kwargs,
+            tools=params.tools,
+            reasoning_effort=params.reasoning_effort,
         )
-        return EncodedPrompt(ids, in_chat, len(ids) if in_chat else 0)
+        return EncodedPrompt(ids, prompt_is_chat, len(ids) if prompt_is_chat else 0)
 
     @functools.cached_property
     def answer_end_ids(self) -> list[int]:
         """The id that a chat template in place of the model's writes after an answer, if it is one token."""
-        end_text = find_answer_end(self.chat_format.template)
+        answer_end = find_answer_end(self.chat_format.template)
         added_tokens = self.tokenizer.added_tokens
-        end_tokens = [token for token in added_tokens if end_text.startswith(token)]
+        end_tokens = [token for token in added_tokens if answer_end.startswith(token)]
         return [added_tokens[max(end_tokens, key=len)]] if end_tokens else []
 
-    def answer_format(self, prompt: np.ndarray, params: Params) -> AnswerFormat | None:
-        """Return the format of the answer to a chat with the tokens ``prompt`` (n,); None if it is only text."""
+    def answer_format(self, prompt_ids: np.ndarray, params: Params) -> AnswerFormat | None:
+        """Return the format of the answer to a chat with the tokens ``prompt_ids`` (n,); None if it is only text."""
         chat_format = self.chat_format
         thinking = chat_format.thinking
         if not (thinking or params.tools):
             return None
-        prompt_end = (self.tokenizer.decode_with_special(prompt[-MAX_TAG_TOKENS:]) or "").rstrip()
+        prompt_end = (self.tokenizer.decode_with_special(prompt_ids[-MAX_TAG_TOKENS:]) or "").rstrip()
         begins_thinking = thinking is not None and prompt_end.endswith(thinking.open.rstrip())
         return AnswerFormat(
             chat_format.tools if params.tools else None,
@@ -158,17 +163,17 @@ class PromptEncoder:
         )
 
 
-def refuse_template_variables(variables: TemplateVariables | None) -> None:
+def refuse_template_variables(template_variables: TemplateVariables | None) -> None:
     """Raise OvspecError if there are variables of a chat template, because the prompt isn't a chat."""
-    if variables:
+    if template_variables:
         raise OvspecError("`chat_template_kwargs` needs chat messages, and the prompt is a text or ids; leave it out.")
 
 
 def refuse_chat_options(params: Params) -> None:
     """Raise OvspecError if ``params`` have an option for chats, because the prompt isn't a chat."""
-    for option in CHAT_OPTIONS:
-        if getattr(params, option) != getattr(DEFAULT_PARAMS, option):
-            raise OvspecError(f"`{option}` needs chat messages, and the prompt is a text or ids; leave it out.")
+    for option_name in CHAT_OPTIONS:
+        if getattr(params, option_name) != getattr(DEFAULT_PARAMS, option_name):
+            raise OvspecError(f"`{option_name}` needs chat messages, and the prompt is a text or ids; leave it out.")
 
 
 def is_chat(prompt: object) -> bool:

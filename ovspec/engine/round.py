@@ -80,25 +80,29 @@ def run_round(
     drafting_start = time.perf_counter()
     proposals = collect_proposals(rows, outcomes, drafter, lookahead)
     drafting_end = time.perf_counter()
-    unseen = find_unseen_tokens(rows, outcomes, target)
-    load = None
-    chunks = unseen
+    unseen_by_row = find_unseen_tokens(rows, outcomes, target)
+    round_load = None
+    unseen_chunks = unseen_by_row
     if prefill_budget:
-        load = measure_load(unseen, proposals)
-        prompt_tokens = prefill_budget.count_prompt_tokens(load, 1e3 * (drafting_end - drafting_start))
-        chunks = choose_prefill_chunks(target, unseen, prompt_tokens)
+        round_load = measure_load(unseen_by_row, proposals)
+        prompt_tokens = prefill_budget.count_prompt_tokens(round_load, 1e3 * (drafting_end - drafting_start))
+        unseen_chunks = choose_prefill_chunks(target, unseen_by_row, prompt_tokens)
     elif len(rows) > 1:
-        chunks = choose_prefill_chunks(target, unseen)
-    feeds = make_row_feeds(rows, unseen, chunks, proposals)
-    tokens = [feed.tokens for feed in feeds]
+        unseen_chunks = choose_prefill_chunks(target, unseen_by_row)
+    feeds = make_row_feeds(rows, unseen_by_row, unseen_chunks, proposals)
+    fed_tokens = [feed.tokens for feed in feeds]
     seconds_before = target.seconds
-    width = lookahead.target_costs.fill_width(count_computed_tokens(target, tokens)) if drafter else 0
-    if any(map(len, tokens)):
-        logits = target.feed(tokens, [feed.logits_count for feed in feeds], width)
-        if prefill_budget and load:
-            prompt_feeds = [feed for feed, new in zip(feeds, unseen, strict=True) if len(new) > PREFILL_THRESHOLD]
+    computed_width = lookahead.target_costs.fill_width(count_computed_tokens(target, fed_tokens)) if drafter else 0
+    if any(map(len, fed_tokens)):
+        logits = target.feed(fed_tokens, [feed.logits_count for feed in feeds], computed_width)
+        if prefill_budget and round_load:
+            prompt_feeds = [
+                feed
+                for feed, unseen_tokens in zip(feeds, unseen_by_row, strict=True)
+                if len(unseen_tokens) > PREFILL_THRESHOLD
+            ]
             prompt_tokens = sum([feed.unseen_count for feed in prompt_feeds])
-            prefill_budget.learn(load, prompt_tokens, 1e3 * (target.seconds - seconds_before))
+            prefill_budget.learn(round_load, prompt_tokens, 1e3 * (target.seconds - seconds_before))
         for index, (row, feed) in enumerate(zip(rows, feeds, strict=True)):
             if feed.logits_count:
                 outcomes[index] = run_row_step(commit_chosen, row, outcomes[index], feed, logits[index], target, index)
@@ -108,14 +112,14 @@ def run_round(
         return outcomes, None
     drafting_s = drafting_end - drafting_start
     verifying_s = time.perf_counter() - drafting_end
-    return outcomes, summarize_round(outcomes, unseen, proposals, width, drafting_s, verifying_s)
+    return outcomes, summarize_round(outcomes, unseen_by_row, proposals, computed_width, drafting_s, verifying_s)
 
 
-def run_row_step(step: Callable[..., RowOutcome], row: RowStep, *arguments: Any) -> RowOutcome:
+def run_row_step(step_function: Callable[..., RowOutcome], row: RowStep, *step_arguments: Any) -> RowOutcome:
     """Run a step of a row; if its constraints or a user's function fail, the row has ended, and the others go on."""
     with row.sampler.stopwatch:
         try:
-            return step(row, *arguments)
+            return step_function(row, *step_arguments)
         except InferenceError:
             raise
         except Exception as error:
@@ -125,10 +129,10 @@ def run_row_step(step: Callable[..., RowOutcome], row: RowStep, *arguments: Any)
 def commit_forced_tokens(row: RowStep) -> RowOutcome:
     """Commit the row's forced tokens. They need not be verified, because the target could choose nothing else."""
     constraints = row.sampler.constraints
-    forced = constraints.forced_tokens(row.sequence.tokens)[: row.budget]
-    if not forced:
+    forced_ids = constraints.forced_tokens(row.sequence.tokens)[: row.budget]
+    if not forced_ids:
         return NOTHING_FORCED
-    tokens = np.array(forced, dtype=np.int64)
+    tokens = np.array(forced_ids, dtype=np.int64)
     row.sequence.commit(tokens)
     ended = len(tokens) == row.budget or constraints.is_complete(row.sequence.tokens)
     return RowOutcome(tokens, len(tokens), ended)
@@ -136,18 +140,24 @@ def commit_forced_tokens(row: RowStep) -> RowOutcome:
 
 def continue_after_forced(row: RowStep, outcome: RowOutcome) -> RowStep:
     """Return the row's step after its forced tokens."""
-    return row._replace(budget=row.budget - outcome.forced_count, asks_drafters=row.asks_drafters and not outcome.ended)
+    return row._replace(
+        budget=row.budget - outcome.forced_count, drafters_may_propose=row.drafters_may_propose and not outcome.ended
+    )
 
 
-def begin_lookahead(lookahead: Lookahead, rows: list[RowStep], target: Decoder, budget: PrefillBudget | None) -> None:
+def begin_lookahead(
+    lookahead: Lookahead, rows: list[RowStep], target: Decoder, prefill_budget: PrefillBudget | None
+) -> None:
     """Begin a round of the lookahead, with the time that unread prompts leave."""
-    if not budget:
+    if not prefill_budget:
         lookahead.begin_round()
         return
-    unread_counts = [len(row.sequence) - len(cached) for row, cached in zip(rows, target.rows, strict=True)]
+    unread_counts = [
+        len(row.sequence) - len(cached_sequence) for row, cached_sequence in zip(rows, target.rows, strict=True)
+    ]
     prompt_counts = [count for count in unread_counts if count > PREFILL_THRESHOLD]
-    load = RoundLoad(len(rows) - len(prompt_counts), len(prompt_counts))
-    lookahead.begin_round(budget.max_proposal_ms(load, sum(prompt_counts)), paced=True)
+    round_load = RoundLoad(len(rows) - len(prompt_counts), len(prompt_counts))
+    lookahead.begin_round(prefill_budget.max_proposal_ms(round_load, sum(prompt_counts)), paced=True)
 
 
 def collect_proposals(
@@ -175,30 +185,30 @@ def find_unseen_tokens(rows: list[RowStep], outcomes: list[RowOutcome], target: 
     ]
 
 
-def measure_load(unseen: list[np.ndarray], proposals: list[Proposal]) -> RoundLoad:
+def measure_load(unseen_by_row: list[np.ndarray], proposals: list[Proposal]) -> RoundLoad:
     """Return the round's numbers of rows, and of tokens that aren't read from prompts."""
-    generating = [
-        (len(new) - 1, len(proposal.tokens))
-        for new, proposal in zip(unseen, proposals, strict=True)
-        if 0 < len(new) <= PREFILL_THRESHOLD
+    generating_counts = [
+        (len(unseen_tokens) - 1, len(proposal.tokens))
+        for unseen_tokens, proposal in zip(unseen_by_row, proposals, strict=True)
+        if 0 < len(unseen_tokens) <= PREFILL_THRESHOLD
     ]
     return RoundLoad(
-        generating_rows=len(generating),
-        prefilling_rows=sum([len(new) > PREFILL_THRESHOLD for new in unseen]),
-        catch_up_tokens=sum([catch_up_tokens for catch_up_tokens, _ in generating]),
-        proposed_tokens=sum([proposed_tokens for _, proposed_tokens in generating]),
+        generating_rows=len(generating_counts),
+        prefilling_rows=sum([len(unseen_tokens) > PREFILL_THRESHOLD for unseen_tokens in unseen_by_row]),
+        catch_up_tokens=sum([catch_up_tokens for catch_up_tokens, _ in generating_counts]),
+        proposed_tokens=sum([proposed_tokens for _, proposed_tokens in generating_counts]),
     )
 
 
 def make_row_feeds(
-    rows: list[RowStep], unseen: list[np.ndarray], chunks: list[np.ndarray], proposals: list[Proposal]
+    rows: list[RowStep], unseen_by_row: list[np.ndarray], chunks: list[np.ndarray], proposals: list[Proposal]
 ) -> list[RowFeed]:
     """Return each row's feed: its chunk of unseen tokens and, if these are all, the proposal."""
     feeds = []
-    for row, new, chunk, proposal in zip(rows, unseen, chunks, proposals, strict=True):
+    for row, unseen_tokens, chunk, proposal in zip(rows, unseen_by_row, chunks, proposals, strict=True):
         unseen_count = len(chunk)
         proposed_count = len(proposal.tokens)
-        if not unseen_count or unseen_count < len(new):
+        if not unseen_count or unseen_count < len(unseen_tokens):
             feeds.append(RowFeed(chunk, unseen_count))
         else:
             tokens = np.concatenate((chunk, proposal.tokens)) if proposed_count else chunk
@@ -208,9 +218,9 @@ def make_row_feeds(
 
 
 def commit_chosen(
-    row: RowStep, forced: RowOutcome, feed: RowFeed, logits: np.ndarray, target: Decoder, index: int
+    row: RowStep, forced_outcome: RowOutcome, feed: RowFeed, logits: np.ndarray, target: Decoder, decoder_row: int
 ) -> RowOutcome:
-    """Commit the accepted part of the proposal and one token of the target's own, after the row's ``forced`` tokens.
+    """Commit the accepted part of the proposal and one token of the target's own, after the row's forced tokens.
 
     The target's own token replaces the first rejected one or, if the whole proposal was accepted, is the bonus token.
     There is none if an accepted token ends the text.
@@ -219,33 +229,34 @@ def commit_chosen(
     proposed_count = len(proposal.tokens)
     accepted_count = 0
     verified_logits = logits[len(logits) - proposed_count - 1 :]
-    chosen = row.sampler.verify_proposal(verified_logits, row.sequence, proposal.tokens, proposal.distributions)
-    row.sequence.commit(chosen)
-    if proposed_count and len(chosen):
-        accepted_count = int((chosen[:proposed_count] == proposal.tokens[: len(chosen)]).sum())
+    chosen_tokens = row.sampler.verify_proposal(verified_logits, row.sequence, proposal.tokens, proposal.distributions)
+    row.sequence.commit(chosen_tokens)
+    if proposed_count and len(chosen_tokens):
+        accepted_count = int((chosen_tokens[:proposed_count] == proposal.tokens[: len(chosen_tokens)]).sum())
         if accepted_count < proposed_count:
-            target.truncate(index, len(row.sequence) - 1)
+            target.truncate(decoder_row, len(row.sequence) - 1)
     if proposal.from_healing:
         proposal = NO_PROPOSAL
         accepted_count = 0
-    tokens = np.concatenate((forced.tokens, chosen)) if forced.forced_count else chosen
-    if len(chosen):
-        logits = verified_logits[: len(chosen)]
-    return RowOutcome(tokens, forced.forced_count, False, proposal, accepted_count, feed.unseen_count, logits)
+    tokens = np.concatenate((forced_outcome.tokens, chosen_tokens)) if forced_outcome.forced_count else chosen_tokens
+    if len(chosen_tokens):
+        logits = verified_logits[: len(chosen_tokens)]
+    return RowOutcome(tokens, forced_outcome.forced_count, False, proposal, accepted_count, feed.unseen_count, logits)
 
 
 def summarize_round(
     outcomes: list[RowOutcome],
-    unseen: list[np.ndarray],
+    unseen_by_row: list[np.ndarray],
     proposals: list[Proposal],
-    width: int,
+    computed_width: int,
     drafting_s: float,
     verifying_s: float,
 ) -> RoundOutcome:
     # The last forced tokens, with which a text ends, are never computed.
     forced_count = sum([outcome.forced_count for outcome in outcomes if not outcome.ended])
-    prefilled = (
-        any(proposal.from_healing for proposal in proposals) or sum(map(len, unseen)) > len(outcomes) + forced_count
+    has_prefilled = (
+        any(proposal.from_healing for proposal in proposals)
+        or sum(map(len, unseen_by_row)) > len(outcomes) + forced_count
     )
-    judged = [(outcome.proposal, outcome.accepted_count) for outcome in outcomes]
-    return RoundOutcome(judged, width, forced_count, prefilled, drafting_s, verifying_s)
+    judged_proposals = [(outcome.proposal, outcome.accepted_count) for outcome in outcomes]
+    return RoundOutcome(judged_proposals, computed_width, forced_count, has_prefilled, drafting_s, verifying_s)

@@ -28,27 +28,27 @@ class StopStringFilter:
     def __init__(self, stop_strings: list[str]) -> None:
         self._stop_strings = stop_strings
         self._first_characters = {stop[0] for stop in stop_strings}
-        self._pending = ""
+        self._pending_text = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
         """Add ``text``; return (text that may be shown, the stop string that follows it, if any)."""
         if not self._stop_strings:
             return text, None
-        text = self._pending + text
-        matches = [(begin, stop) for stop in self._stop_strings if (begin := text.find(stop)) >= 0]
-        if matches:
-            end, stop = min(matches)
-            self._pending = ""
+        text = self._pending_text + text
+        stop_matches = [(begin, stop) for stop in self._stop_strings if (begin := text.find(stop)) >= 0]
+        if stop_matches:
+            end, stop = min(stop_matches)
+            self._pending_text = ""
             return text[:end], stop
-        end = self._find_unfinished(text)
-        self._pending = text[end:]
+        end = self._find_unfinished_stop_string(text)
+        self._pending_text = text[end:]
         return text[:end], None
 
     def flush(self) -> str:
-        text, self._pending = self._pending, ""
+        text, self._pending_text = self._pending_text, ""
         return text
 
-    def _find_unfinished(self, text: str) -> int:
+    def _find_unfinished_stop_string(self, text: str) -> int:
         """Return the index of a stop string that is unfinished at the end of ``text``, or the text's length."""
         for index, character in enumerate(text):
             if character in self._first_characters and any(
@@ -63,23 +63,23 @@ class IndentationFilter:
 
     def __init__(self, min_indent: int) -> None:
         self._min_indent = min_indent
-        self._pending = ""
+        self._pending_text = ""
 
     def push(self, text: str) -> tuple[str, bool]:
         """Add ``text``; return (text that may be shown, whether the text ends after it)."""
         if not self._min_indent:
             return text, False
-        text, self._pending = self._pending + text, ""
-        for indent in re.finditer(r"\n([ \t]*)", text):
-            if indent.end() == len(text):
-                self._pending = indent[0]
-                return text[: indent.start()], False
-            if len(indent[1]) < self._min_indent:
-                return text[: indent.start()], True
+        text, self._pending_text = self._pending_text + text, ""
+        for line_start in re.finditer(r"\n([ \t]*)", text):
+            if line_start.end() == len(text):
+                self._pending_text = line_start[0]
+                return text[: line_start.start()], False
+            if len(line_start[1]) < self._min_indent:
+                return text[: line_start.start()], True
         return text, False
 
     def flush(self) -> str:
-        text, self._pending = self._pending, ""
+        text, self._pending_text = self._pending_text, ""
         return text
 
 
@@ -89,8 +89,8 @@ class Row:
     Args:
         sequence: the prompt without the tokens that healing took back; rounds commit the generated tokens to it.
         params: of its call, with a number as ``max_tokens``.
-        eos: ids that end the text, besides ``params.stop_ids``.
-        context: maximum number of tokens, prompt included.
+        eos_ids: ids that end the text, besides ``params.stop_ids``.
+        context_length: maximum number of tokens, prompt included.
         record: how the text is made; ``add_outcome`` adds to its ``healed_ids``.
         healing: has the tokens that were taken back, if any; the text must begin with their bytes.
         reader: parses the text of an answer in a chat; the detokenizer then marks tags for it.
@@ -104,8 +104,8 @@ class Row:
         detokenizer: Detokenizer,
         stats: Stats,
         *,
-        eos: frozenset[int] = frozenset(),
-        context: float = math.inf,
+        eos_ids: frozenset[int] = frozenset(),
+        context_length: float = math.inf,
         record: Provenance | None = None,
         healing: Healing | None = None,
         reader: AnswerReader | None = None,
@@ -122,7 +122,7 @@ class Row:
         self.healing = healing
         self.text = ""
         self.thinking = ""
-        self._reader = reader
+        self._answer_reader = reader
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprob] | None = None if params.logprobs is None else []
         self.finish_reason: FinishReason | None = None
@@ -130,104 +130,109 @@ class Row:
         self._schema_errors: list[str] | None = None
         self.prompt_length = len(sequence)
         stats.cached_tokens = self.prompt_length  # corrected as the prompt is read
-        self._read_count = 0
+        self._read_token_count = 0
         # The maximum number of tokens of the text, prompt included; reading alone needs room for one, too.
-        self.max_length = int(min(self.prompt_length + max(params.token_limit, 1), context))
-        self._context = context
+        self.max_length = int(min(self.prompt_length + max(params.token_limit, 1), context_length))
+        self._context_length = context_length
         self._min_tokens = params.min_tokens or 0
-        self._eos = eos
+        self._eos_ids = eos_ids
         self._stop_ids = frozenset(params.stop_ids)
         self._detokenizer = detokenizer
         self._stop_filter = StopStringFilter(params.stop_strings)
         self._indentation_filter = IndentationFilter(params.min_indent)
-        self._outdented = False
+        self._ends_by_indentation = False
         self._started_at: float | None = None  # when the first token came
-        self._may_complete = sampler.constraints.may_complete
+        self._constraints_may_complete = sampler.constraints.may_complete
 
     def limit_length(self, max_length: int) -> None:
         """Let the text have at most ``max_length`` tokens, prompt included, as if its params said so."""
         if max_length < self.max_length:
             self.max_length = max_length
-            self._context = min(self._context, max_length)
+            self._context_length = min(self._context_length, max_length)
             self._record_max_tokens(max_length - self.prompt_length)
 
     def row_step(self) -> RowStep:
         """Return the row's step for the next round. Before the first token, which must not wait, nothing is drafted."""
         budget = self.max_length - len(self.sequence)
-        limits = NO_DRAFTING if self.prefill_only else self.draft_limits
-        return RowStep(self.sequence, self.sampler, budget, self.stats.rounds > 0, limits)
+        draft_limits = NO_DRAFTING if self.prefill_only else self.draft_limits
+        return RowStep(self.sequence, self.sampler, budget, self.stats.rounds > 0, draft_limits)
 
     def add_outcome(self, outcome: RowOutcome) -> Piece:
         """Turn the tokens that a round committed into a piece of text; roll back tokens after the end of the text."""
         tokens = outcome.tokens.tolist()
-        begin = len(self.sequence) - len(tokens)
+        length_before = len(self.sequence) - len(tokens)
         if self.prefill_only and tokens:
             self.finish_reason = "length"
             self._count_outcome(outcome, 0)
-            self.sequence.rewind(begin)
+            self.sequence.rewind(length_before)
             return Piece("", [], "length")
-        out_of_time = bool(tokens) and self._is_out_of_time()
-        parts = AnswerContent()
-        first = used = 0  # tokens[first:used] are in the text; earlier ones spell only its prompt
-        for used, token in enumerate(tokens, 1):
-            length = begin + used
-            healed = 0
-            if self.healing and not self.token_ids and first == used - 1:
-                healed = self.healing.count_healed_bytes(self.sequence.tokens[:length])
-                if healed is None:
-                    first = used
+        is_out_of_time = bool(tokens) and self._is_out_of_time()
+        answer_parts = AnswerContent()
+        visible_start = used_count = 0  # tokens[first:used] are in the text; earlier ones spell only its prompt
+        for used_count, token in enumerate(tokens, 1):
+            text_length = length_before + used_count
+            healed_bytes = 0
+            if self.healing and not self.token_ids and visible_start == used_count - 1:
+                healed_bytes = self.healing.count_healed_bytes(self.sequence.tokens[:text_length])
+                if healed_bytes is None:
+                    visible_start = used_count
                     if self.record:
                         self.record.healed_ids.append(token)
-                    self.max_length = int(min(self.max_length + 1, self._context))
-                    if length >= self.max_length:  # the context is full before anything new was generated
+                    self.max_length = int(min(self.max_length + 1, self._context_length))
+                    if text_length >= self.max_length:  # the context is full before anything new was generated
                         self.finish_reason = "length"
                         break
                     continue
             if token in self._stop_ids:
                 self.finish_reason = "stop"
                 break
-            text = self._detokenizer.push(token, healed)
-            timed_out = False
-            if self._reader and self._reader.phase == "calls":  # a call isn't stopped in its middle
+            text = self._detokenizer.push(token, healed_bytes)
+            ends_for_time = False
+            if self._answer_reader and self._answer_reader.phase == "calls":  # a call isn't stopped in its middle
                 text = self._indentation_filter.flush() + self._stop_filter.flush() + text
-            elif len(self.token_ids) + used - first > self._min_tokens:
-                timed_out = out_of_time and "\n" in text
+            elif len(self.token_ids) + used_count - visible_start > self._min_tokens:
+                ends_for_time = is_out_of_time and "\n" in text
                 text = self._filter_text(text)
-            self.stats.thinking_tokens += bool(self._reader and self._reader.phase == "thinking")
-            self._parse_text(text, parts)
+            self.stats.thinking_tokens += bool(self._answer_reader and self._answer_reader.phase == "thinking")
+            self._parse_text(text, answer_parts)
             if self.stop_string is not None:
                 self.finish_reason = "stop"
-            elif self._outdented:
+            elif self._ends_by_indentation:
                 self.finish_reason = "length"
-            elif token in self._eos:
+            elif token in self._eos_ids:
                 self.finish_reason = "eos"
-            elif self._may_complete and self.sampler.constraints.is_complete(self.sequence.tokens[:length]):
+            elif self._constraints_may_complete and self.sampler.constraints.is_complete(
+                self.sequence.tokens[:text_length]
+            ):
                 self.finish_reason = "stop"
-            elif length >= self.max_length:
+            elif text_length >= self.max_length:
                 self.finish_reason = "length"
-            elif timed_out:
+            elif ends_for_time:
                 self.finish_reason = "length"
-                self._record_max_tokens(len(self.token_ids) + used - first)  # the same text is made without a clock
+                self._record_max_tokens(
+                    len(self.token_ids) + used_count - visible_start
+                )  # the same text is made without a clock
             if self.finish_reason:
                 break
-        self._count_outcome(outcome, used)
-        self.sequence.rewind(begin + used)
-        if self.finish_reason and self.stop_string is None and not self._outdented:
-            self._parse_text(self._flush_text(), parts)
-        self._append_parts(parts)
-        self.token_ids += tokens[first:used]
+        self._count_outcome(outcome, used_count)
+        self.sequence.rewind(length_before + used_count)
+        if self.finish_reason and self.stop_string is None and not self._ends_by_indentation:
+            self._parse_text(self._flush_text(), answer_parts)
+        self._append_answer_parts(answer_parts)
+        self.token_ids += tokens[visible_start:used_count]
         self.stats.generated_tokens = len(self.token_ids)
         logprobs = None
         if self.logprobs is not None:
             top_count = self.params.logprobs or 0
             logprobs = [
-                make_token_logprob(outcome.logits[index], tokens[index], top_count) for index in range(first, used)
+                make_token_logprob(outcome.logits[index], tokens[index], top_count)
+                for index in range(visible_start, used_count)
             ]
             self.logprobs += logprobs
         sources = ["forced"] * outcome.forced_count + [outcome.proposal.source] * outcome.accepted_count
         sources += ["target"] * (len(tokens) - len(sources))
-        fields = tokens[first:used], self.finish_reason, logprobs, sources[first:used]
-        return Piece(parts.text, *fields, parts.thinking, parts.calls)
+        piece_fields = tokens[visible_start:used_count], self.finish_reason, logprobs, sources[visible_start:used_count]
+        return Piece(answer_parts.text, *piece_fields, answer_parts.thinking, answer_parts.calls)
 
     def fail(self, error: Exception) -> Piece:
         """End the text where it is, because of ``error``."""
@@ -239,57 +244,57 @@ class Row:
         if self.finish_reason:
             return Piece("", [], self.finish_reason)
         self.finish_reason = "cancelled"
-        parts = AnswerContent()
-        self._parse_text(self._flush_text(), parts)
-        self._append_parts(parts)
-        return Piece(parts.text, [], "cancelled", thinking=parts.thinking, tool_calls=parts.calls)
+        answer_parts = AnswerContent()
+        self._parse_text(self._flush_text(), answer_parts)
+        self._append_answer_parts(answer_parts)
+        return Piece(answer_parts.text, [], "cancelled", thinking=answer_parts.thinking, tool_calls=answer_parts.calls)
 
     def result(self) -> Result:
         """Return the result of a text that has ended; its first call judges the text, which may take seconds."""
         assert self.finish_reason
-        judge = self.sampler.constraints.find_errors
-        if judge and not self.prefill_only and self._schema_errors is None:
-            self._schema_errors = judge(self.text, self.tool_calls)
-        fields = self.stats, self.logprobs, self.record, self._schema_errors
-        answer = self.thinking, self.tool_calls, self.stop_string
-        return Result(self.text, self.token_ids, self.finish_reason, *fields, *answer)
+        find_schema_errors = self.sampler.constraints.find_errors
+        if find_schema_errors and not self.prefill_only and self._schema_errors is None:
+            self._schema_errors = find_schema_errors(self.text, self.tool_calls)
+        record_fields = self.stats, self.logprobs, self.record, self._schema_errors
+        answer_fields = self.thinking, self.tool_calls, self.stop_string
+        return Result(self.text, self.token_ids, self.finish_reason, *record_fields, *answer_fields)
 
     @property
     def parses_answer(self) -> bool:
         """Whether the text is parsed as an answer, which may have parts that aren't text."""
-        return self._reader is not None
+        return self._answer_reader is not None
 
     @property
     def tool_calls(self) -> list[ToolCall]:
         """The calls in the text so far."""
-        return self._reader.calls if self._reader else []
+        return self._answer_reader.calls if self._answer_reader else []
 
-    def _parse_text(self, text: str, parts: AnswerContent) -> None:
-        """Add ``text`` to the ``parts`` of an answer: text, thinking and tool calls."""
-        if self._reader:
-            self._reader.push(text, parts)
+    def _parse_text(self, text: str, answer_parts: AnswerContent) -> None:
+        """Add ``text`` to the ``answer_parts`` of an answer: text, thinking and tool calls."""
+        if self._answer_reader:
+            self._answer_reader.push(text, answer_parts)
         else:
-            parts.text += text
+            answer_parts.text += text
 
-    def _append_parts(self, parts: AnswerContent) -> None:
-        """Append the new ``parts`` to the row's text and thinking."""
-        if self._reader and self.finish_reason:
-            self._reader.flush(parts)
-        self.text += parts.text
-        self.thinking += parts.thinking
+    def _append_answer_parts(self, answer_parts: AnswerContent) -> None:
+        """Append the new ``answer_parts`` to the row's text and thinking."""
+        if self._answer_reader and self.finish_reason:
+            self._answer_reader.flush(answer_parts)
+        self.text += answer_parts.text
+        self.thinking += answer_parts.thinking
 
-    def _count_outcome(self, outcome: RowOutcome, used: int) -> None:
+    def _count_outcome(self, outcome: RowOutcome, used_count: int) -> None:
         stats = self.stats
         forced_count = outcome.forced_count
         if not stats.rounds:  # a grammar may force tokens before the prompt has been read
-            self._read_count += outcome.read_count - forced_count
-            stats.cached_tokens = min(self.prompt_length, self.prompt_length - self._read_count)
-        stats.forced += min(forced_count, used)
+            self._read_token_count += outcome.read_count - forced_count
+            stats.cached_tokens = min(self.prompt_length, self.prompt_length - self._read_token_count)
+        stats.forced += min(forced_count, used_count)
         stats.rounds += len(outcome.tokens) > forced_count
         if self.finish_reason and not stats.rounds:
             stats.cached_tokens = 0  # the prompt was never needed
-        accepted_count = max(0, min(outcome.accepted_count, used - forced_count))
-        proposed_count = accepted_count if used < len(outcome.tokens) else len(outcome.proposal.tokens)
+        accepted_count = max(0, min(outcome.accepted_count, used_count - forced_count))
+        proposed_count = accepted_count if used_count < len(outcome.tokens) else len(outcome.proposal.tokens)
         if proposed_count:
             stats.count_proposal(outcome.proposal.source, proposed_count, accepted_count)
 
@@ -298,16 +303,16 @@ class Row:
         text, stop_string = self._stop_filter.push(self._detokenizer.flush())
         if not stop_string:
             text += self._stop_filter.flush()
-        text, outdented = self._indentation_filter.push(text)
-        if not outdented:
+        text, ends_by_indentation = self._indentation_filter.push(text)
+        if not ends_by_indentation:
             text += self._indentation_filter.flush()
         return text
 
     def _filter_text(self, text: str) -> str:
         """Return the text that may be shown after the new ``text``; note a stop string or indentation that ends it."""
         text, self.stop_string = self._stop_filter.push(text)
-        text, self._outdented = self._indentation_filter.push(text)
-        if self._outdented:  # before any stop string
+        text, self._ends_by_indentation = self._indentation_filter.push(text)
+        if self._ends_by_indentation:  # before any stop string
             self.stop_string = None
         elif self.stop_string is not None:
             text += self._indentation_filter.flush()
@@ -322,10 +327,10 @@ class Row:
         """Return whether the text has taken longer than ``max_predict_ms`` since the first call."""
         if self.params.max_predict_ms <= 0:
             return False
-        now = time.monotonic()
+        current_time = time.monotonic()
         if self._started_at is None:
-            self._started_at = now
-        return self.params.max_predict_ms < 1e3 * (now - self._started_at)
+            self._started_at = current_time
+        return self.params.max_predict_ms < 1e3 * (current_time - self._started_at)
 
 
 class TextStream:

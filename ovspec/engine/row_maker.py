@@ -37,9 +37,9 @@ class RowMaker:
     identity: returns the target's identity and settings, for records of texts.
     """
 
-    prompts: PromptEncoder
+    prompt_encoder: PromptEncoder
     models: ModelPair
-    constraints: ConstraintMaker
+    constraint_maker: ConstraintMaker
     lookahead: int | None
     identity: Callable[[], JsonObject]
 
@@ -54,26 +54,28 @@ class RowMaker:
             OvspecError: token ids are unknown, or there is a lookahead and no drafter.
         """
         lookahead = self.lookahead if params.lookahead is None else params.lookahead
-        if lookahead not in (None, "auto", 0) and not self.models.choice and not params.grammar_option:
+        if lookahead not in (None, "auto", 0) and not self.models.draft_choice and not params.grammar_option:
             raise OvspecError("`lookahead` needs something that proposes tokens; name a draft or lookup.")
-        known_ids = self.prompts.tokenizer.known_ids
-        for option, ids in (("logit_bias", params.logit_bias), ("stop_ids", params.stop_ids)):
-            if len(ids) and (unknown_id := known_ids.first_unknown(np.array(list(ids)))) is not None:
-                raise OvspecError(f"`{option}`: token id {str(unknown_id)[:20]} is not in the vocabulary.")
-        config = self.prompts.generation_config.settings
-        defaults: dict[str, Any] = {"lookahead": None if lookahead == "auto" else lookahead}
+        known_ids = self.prompt_encoder.tokenizer.known_ids
+        for option_name, option_ids in (("logit_bias", params.logit_bias), ("stop_ids", params.stop_ids)):
+            if len(option_ids) and (unknown_id := known_ids.first_unknown(np.array(list(option_ids)))) is not None:
+                raise OvspecError(f"`{option_name}`: token id {str(unknown_id)[:20]} is not in the vocabulary.")
+        generation_settings = self.prompt_encoder.generation_config.settings
+        model_defaults: dict[str, Any] = {"lookahead": None if lookahead == "auto" else lookahead}
         if params.repetition_penalty is None:
-            defaults["repetition_penalty"] = config.repetition_penalty
-        if params.min_tokens is None and config.min_new_tokens:
-            defaults["min_tokens"] = int(min(config.min_new_tokens, params.token_limit))
-        if config.suppress_tokens:
-            defaults["logit_bias"] = dict.fromkeys(config.suppress_tokens, -np.inf) | dict(params.logit_bias)
-        return replace(params, **defaults)
+            model_defaults["repetition_penalty"] = generation_settings.repetition_penalty
+        if params.min_tokens is None and generation_settings.min_new_tokens:
+            model_defaults["min_tokens"] = int(min(generation_settings.min_new_tokens, params.token_limit))
+        if generation_settings.suppress_tokens:
+            model_defaults["logit_bias"] = dict.fromkeys(generation_settings.suppress_tokens, -np.inf) | dict(
+                params.logit_bias
+            )
+        return replace(params, **model_defaults)
 
     def text_token_limit(self, params: Params) -> float:
         """Return the maximum number of tokens of a text; inf if only the context limits it."""
         if params.max_tokens is None:
-            return self.prompts.generation_config.settings.max_new_tokens or DEFAULT_MAX_TOKENS
+            return self.prompt_encoder.generation_config.settings.max_new_tokens or DEFAULT_MAX_TOKENS
         return params.token_limit
 
     def make_rows(self, prompt: Prompt, params: Params, memory_reserved: bool = False) -> list[Row]:
@@ -84,14 +86,16 @@ class RowMaker:
         Raises:
             OvspecError: the prompt can't be encoded or doesn't fit, or the grammar is wrong.
         """
-        context = self.models.target.ir.context_length or math.inf
-        max_prompt_tokens = context - min(self.text_token_limit(params), DEFAULT_MAX_TOKENS)
-        ids, is_chat, first_healable, end_ids = self.prompts.encode_prompt(prompt, params, max_prompt_tokens)
+        context_length = self.models.target.ir.context_length or math.inf
+        max_prompt_tokens = context_length - min(self.text_token_limit(params), DEFAULT_MAX_TOKENS)
+        prompt_ids, is_chat, first_healable, end_ids = self.prompt_encoder.encode_prompt(
+            prompt, params, max_prompt_tokens
+        )
         if end_ids and not params.ignore_eos:
             params = replace(params, stop_ids=[*params.stop_ids, *end_ids])
         params = with_seed(params)  # the same seed for all texts
         origins = [Origin(is_chat, first_healable, None, sample) for sample in range(params.n)]
-        rows = [self.make_row(Sequence(ids), params, origin) for origin in origins]
+        rows = [self.make_row(Sequence(prompt_ids), params, origin) for origin in origins]
         if not memory_reserved:
             for row in rows:
                 self.check_row_memory(row, params)
@@ -103,53 +107,59 @@ class RowMaker:
         Raises:
             OvspecError: the text doesn't fit the context, or the grammar doesn't allow it.
         """
-        prompts = self.prompts
+        prompt_encoder = self.prompt_encoder
         prompt_tokens = len(sequence)
-        config = prompts.generation_config
-        context = origin.context or self.models.target.ir.context_length or math.inf
-        if (room := context - max(prompt_tokens, 1)) < 1:
-            message = f"The prompt has {prompt_tokens} tokens, but the context is {context}; shorten the prompt."
-            raise PromptError(message, too_long=True)
-        params = replace(with_seed(params), max_tokens=int(min(self.text_token_limit(params), room, sys.maxsize)))
-        eos: frozenset[int] = frozenset()
+        generation_config = prompt_encoder.generation_config
+        context_length = origin.context or self.models.target.ir.context_length or math.inf
+        if (free_tokens := context_length - max(prompt_tokens, 1)) < 1:
+            error_message = (
+                f"The prompt has {prompt_tokens} tokens, but the context is {context_length}; shorten the prompt."
+            )
+            raise PromptError(error_message, too_long=True)
+        params = replace(
+            with_seed(params), max_tokens=int(min(self.text_token_limit(params), free_tokens, sys.maxsize))
+        )
+        eos_ids: frozenset[int] = frozenset()
         if not params.ignore_eos:
-            eos = config.eos_ids
-            if prompts.template:
-                params = replace(params, stop_ids=[*params.stop_ids, *prompts.answer_end_ids])
+            eos_ids = generation_config.eos_ids
+            if prompt_encoder.custom_template:
+                params = replace(params, stop_ids=[*params.stop_ids, *prompt_encoder.answer_end_ids])
         if not prompt_tokens:
-            sequence.commit(config.empty_prompt_ids)
+            sequence.commit(generation_config.empty_prompt_ids)
         if not (self.models.shares_greedy_prefixes or params.is_sampled):
             sequence.owner = UNSHARED
-        answer = prompts.answer_format(sequence.tokens, params) if origin.chat else None
+        answer_format = prompt_encoder.answer_format(sequence.tokens, params) if origin.chat else None
         if params.constrains:
-            constraints, healing = self.constraints.make_constraints(
-                sequence.tokens, params, eos, config.bos_ids, origin.healable, answer
+            constraints, healing = self.constraint_maker.make_constraints(
+                sequence.tokens, params, eos_ids, generation_config.bos_ids, origin.healable, answer_format
             )
         else:
-            constraints, healing = make_unconstrained(eos | frozenset(params.stop_ids)), None
+            constraints, healing = make_unconstrained(eos_ids | frozenset(params.stop_ids)), None
         recorded_params = replace(params, max_predict_ms=0.0)  # a verification takes another time
         record = Provenance(sequence.tokens.copy(), recorded_params, origin, self.identity)
         sampler = make_sampler(params, origin.sample, constraints)
         if healing:  # nothing can fail from here on
             healing.take_back_tokens(sequence)
-        reader = tag_marks = None
-        if answer:
+        answer_reader = tag_marks = None
+        if answer_format:
             if not params.allowed_calls.tool_names:
-                answer = replace(answer, tools=None)
-            tag_marks = answer.tag_marks
-            key = sequence.tokens.tobytes() + origin.sample.to_bytes(4)
-            reader = AnswerReader(answer, self.constraints.unquoted_arguments(params, answer), key)
+                answer_format = replace(answer_format, tools=None)
+            tag_marks = answer_format.tag_marks
+            call_id_key = sequence.tokens.tobytes() + origin.sample.to_bytes(4)
+            answer_reader = AnswerReader(
+                answer_format, self.constraint_maker.unquoted_arguments(params, answer_format), call_id_key
+            )
         return Row(
             sequence,
             params,
             sampler,
-            prompts.tokenizer.make_detokenizer(tag_marks),
+            prompt_encoder.tokenizer.make_detokenizer(tag_marks),
             self._make_stats(params, prompt_tokens),
-            eos=eos,
-            context=context,
+            eos_ids=eos_ids,
+            context_length=context_length,
             record=record,
             healing=healing,
-            reader=reader,
+            reader=answer_reader,
         )
 
     def check_row_memory(self, row: Row, params: Params, cached_tokens: int = 0) -> None:
@@ -157,10 +167,10 @@ class RowMaker:
 
         Where ``params`` don't limit the text, memory for the default number of tokens is enough.
         """
-        length = row.max_length
+        token_count = row.max_length
         if params.max_tokens != row.params.max_tokens:
-            length = min(length, row.prompt_length + DEFAULT_MAX_TOKENS)
-        self.models.ensure_memory(length - cached_tokens, drafts=params.lookahead != 0)
+            token_count = min(token_count, row.prompt_length + DEFAULT_MAX_TOKENS)
+        self.models.ensure_memory(token_count - cached_tokens, include_draft=params.lookahead != 0)
 
     def _make_stats(self, params: Params, prompt_tokens: int) -> Stats:
         target = self.models.target

@@ -26,15 +26,15 @@ from ovspec.setup.identity import make_fingerprint, read_numeric_properties
 
 
 class Runtime:
-    """The ``prompts``, ``models``, ``decoder_pool`` and ``row_maker`` of a loaded model. Threads may share it.
+    """The ``prompt_encoder``, ``models``, ``decoder_pool`` and ``row_maker`` of a loaded model. Threads may share it.
 
     Args:
         folder: the exported folder of the target.
-        choice: the drafters.
+        draft_choice: the drafters.
         lookahead: tokens proposed per round; None to choose automatically.
         corpus: texts that lookup may propose from.
         cache_bytes: see ``ModelPair``.
-        tool_format, template: see ``PromptEncoder``.
+        tool_format, custom_template: see ``PromptEncoder``.
     """
 
     def __init__(
@@ -42,31 +42,33 @@ class Runtime:
         folder: Path,
         target: CompiledModel,
         draft: CompiledModel | None = None,
-        choice: DraftChoice | None = None,
+        draft_choice: DraftChoice | None = None,
         lookahead: int | None = None,
         corpus: Iterable[str] = (),
         cache_bytes: float | None = None,
         tool_format: str | None = None,
-        template: str | None = None,
+        custom_template: str | None = None,
     ) -> None:
         self.folder = folder
-        self.prompts = PromptEncoder(folder, target.ir.config, tool_format, template)
-        tokenizer = self.prompts.tokenizer
+        self.prompt_encoder = PromptEncoder(folder, target.ir.config, tool_format, custom_template)
+        tokenizer = self.prompt_encoder.tokenizer
         corpora = [index_texts(tokenizer.encode(text.rstrip("\0"), False) for text in corpus)]
-        self.models = ModelPair(target, draft, choice, tokenizer.known_ids, corpora, cache_bytes)
+        self.models = ModelPair(target, draft, draft_choice, tokenizer.known_ids, corpora, cache_bytes)
         self.decoder_pool = DecoderPool(self.models)
-        constraints = ConstraintMaker(tokenizer)
-        self.row_maker = RowMaker(self.prompts, self.models, constraints, lookahead, lambda: self.identity)
+        constraint_maker = ConstraintMaker(tokenizer)
+        self.row_maker = RowMaker(self.prompt_encoder, self.models, constraint_maker, lookahead, lambda: self.identity)
         self._free_at_exit()
 
-    def with_drafters(self, choice: DraftChoice | None) -> Runtime:
+    def with_drafters(self, draft_choice: DraftChoice | None) -> Runtime:
         """Return a runtime of the same compiled models with other drafters; a draft model must be the loaded one."""
-        other = copy.copy(self)
-        other.models = self.models.with_drafters(choice)
-        other.decoder_pool = DecoderPool(other.models)
-        other.row_maker = replace(self.row_maker, models=other.models, identity=lambda: other.identity)
-        other._free_at_exit()
-        return other
+        copied_runtime = copy.copy(self)
+        copied_runtime.models = self.models.with_drafters(draft_choice)
+        copied_runtime.decoder_pool = DecoderPool(copied_runtime.models)
+        copied_runtime.row_maker = replace(
+            self.row_maker, models=copied_runtime.models, identity=lambda: copied_runtime.identity
+        )
+        copied_runtime._free_at_exit()
+        return copied_runtime
 
     def _free_at_exit(self) -> None:
         if any(may_use_gpu(ir.device) for ir in self.models.compiled_irs()):
@@ -97,16 +99,16 @@ class Runtime:
         """The target's settings and the drafters, in words."""
         target = self.models.target
         precision = read_numeric_properties(target).get("INFERENCE_PRECISION_HINT")
-        settings = f"precision={precision!r}, device={target.ir.device!r}, engine={target.engine!r}"
-        return f"{settings}, draft={str(self.models.choice or 'none')!r}"
+        settings_text = f"precision={precision!r}, device={target.ir.device!r}, engine={target.engine!r}"
+        return f"{settings_text}, draft={str(self.models.draft_choice or 'none')!r}"
 
     def preload_files(self) -> None:
         """Read the small files that are otherwise read on first use, so that they may be deleted."""
-        for owner, name in (
-            (self.prompts, "chat_format"),
-            (self.prompts, "tokens_by_role"),
+        for owner, attribute in (
+            (self.prompt_encoder, "chat_format"),
+            (self.prompt_encoder, "tokens_by_role"),
             (self, "identity"),
             (self, "weights_size"),
         ):
             with contextlib.suppress(OvspecError):  # raised again on first use
-                getattr(owner, name)
+                getattr(owner, attribute)

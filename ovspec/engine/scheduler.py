@@ -70,7 +70,7 @@ class WaitingQueue:
     def __init__(self, rows: Iterable[Schedulable], limits: BatchLimits) -> None:
         self._incoming_rows = iter(rows)
         self._limits = limits
-        self._numbers = itertools.count()
+        self._row_numbers = itertools.count()
         self._waiting_rows: dict[int, Schedulable] = {}
         self.reserved_tokens = 0  # kept free for a background task
 
@@ -79,7 +79,7 @@ class WaitingQueue:
 
     def add_row(self, row: Schedulable) -> int:
         """Add ``row`` to the end of the queue; return its number."""
-        number = next(self._numbers)
+        number = next(self._row_numbers)
         self._waiting_rows[number] = row
         return number
 
@@ -96,23 +96,25 @@ class WaitingQueue:
         A row waits while another prompt with the same prefix is being read, because it can continue from there.
         """
         free_tokens = self.free_tokens(batch)
-        prefilling = [row.sequence for row in batch if not row.stats.rounds]
-        cached = [row.sequence for row in batch if row.stats.rounds]
-        admitted: list[tuple[int, Schedulable]] = []
+        prefilling_sequences = [row.sequence for row in batch if not row.stats.rounds]
+        cached_sequences = [row.sequence for row in batch if row.stats.rounds]
+        admitted_rows: list[tuple[int, Schedulable]] = []
         for row in itertools.islice(self._incoming_rows, max(0, self._limits.max_rows - len(self._waiting_rows))):
             self.add_row(row)
         for number, row in self._waiting_rows.items():
-            if len(batch) + len(admitted) == self._limits.max_rows:
+            if len(batch) + len(admitted_rows) == self._limits.max_rows:
                 break
-            if row.max_length > free_tokens and (batch or admitted or self.reserved_tokens):
+            if row.max_length > free_tokens and (batch or admitted_rows or self.reserved_tokens):
                 break
-            if not prefilling or not should_wait_for_prefix(row.sequence, prefilling, cached):
-                admitted.append((number, row))
-                prefilling.append(row.sequence)
+            if not prefilling_sequences or not should_wait_for_prefix(
+                row.sequence, prefilling_sequences, cached_sequences
+            ):
+                admitted_rows.append((number, row))
+                prefilling_sequences.append(row.sequence)
                 free_tokens -= row.max_length
-        for number, _ in admitted:
+        for number, _ in admitted_rows:
             del self._waiting_rows[number]
-        return admitted
+        return admitted_rows
 
 
 class Scheduler:
@@ -121,7 +123,7 @@ class Scheduler:
     Args:
         target, drafter: either without rows, or with one row, which the first of ``rows`` continues.
         rows: consumed as the batch has room for more.
-        learn: called with the outcome of each round that has a drafter; ``lookahead.learn_round`` by default.
+        learn_from_round: called with each outcome of a round with a drafter; ``lookahead.learn_round`` by default.
     """
 
     def __init__(
@@ -131,13 +133,13 @@ class Scheduler:
         lookahead: Lookahead,
         rows: Iterable[Schedulable],
         limits: BatchLimits = BatchLimits(),
-        learn: Callable[[RoundOutcome], None] | None = None,
+        learn_from_round: Callable[[RoundOutcome], None] | None = None,
     ) -> None:
         self._target = target
         self._drafter = drafter
         self._lookahead = lookahead
-        self._followers = [target, drafter] if drafter else [target]
-        self._learn = learn or lookahead.learn_round
+        self._row_followers = [target, drafter] if drafter else [target]
+        self._learn_from_round = learn_from_round or lookahead.learn_round
         self.queue = WaitingQueue(rows, limits)
         self._limits = limits
         self.last_outcome: RoundOutcome | None = None
@@ -147,112 +149,117 @@ class Scheduler:
     def step(self) -> list[tuple[int, Piece]] | None:
         """Run one round; return (number, piece) for each row, or None if no row is left."""
         if len(self._running_rows) < self._limits.max_rows:
-            for number, row in self.queue.admit_rows([running.row for running in self._running_rows]):
+            for number, row in self.queue.admit_rows([running_row.row for running_row in self._running_rows]):
                 decoder_row = self._initial_decoder_rows.pop(0) if self._initial_decoder_rows else EMPTY_ROW
                 self._running_rows.append(RunningRow(number, row, decoder_row, self._read_clocks()))
         if not self._running_rows:
             return None
         self._reorder_decoders()
-        steps = [running.row.row_step() for running in self._running_rows]
-        lengths = [len(step.sequence) for step in steps]
+        row_steps = [running_row.row.row_step() for running_row in self._running_rows]
+        lengths_before = [len(row_step.sequence) for row_step in row_steps]
         try:
             outcomes, self.last_outcome = run_round(
-                self._target, self._drafter, self._lookahead, steps, self._limits.prefill_budget
+                self._target, self._drafter, self._lookahead, row_steps, self._limits.prefill_budget
             )
             for outcome in outcomes:
                 if outcome.error and not isinstance(outcome.error, self._limits.isolated_errors):
                     raise outcome.error
         except BaseException:
-            for step, length in zip(steps, lengths, strict=True):  # undo the failed round's commits
-                step.sequence.rewind(length)
+            # Undo the failed round's commits.
+            for row_step, length_before in zip(row_steps, lengths_before, strict=True):
+                row_step.sequence.rewind(length_before)
             raise
         if self.last_outcome:
-            self._learn(self.last_outcome)
+            self._learn_from_round(self.last_outcome)
         pieces = [
-            (running.number, self._make_piece(running, step, outcome, length))
-            for running, step, outcome, length in zip(self._running_rows, steps, outcomes, lengths, strict=True)
+            (running_row.number, self._make_piece(running_row, row_step, outcome, length_before))
+            for running_row, row_step, outcome, length_before in zip(
+                self._running_rows, row_steps, outcomes, lengths_before, strict=True
+            )
         ]
-        for running in self._running_rows:
-            if running.row.finish_reason or not running.row.stats.ttft_ms:
-                self._record_row_times(running)
-        self._running_rows = [running for running in self._running_rows if not running.row.finish_reason]
+        for running_row in self._running_rows:
+            if running_row.row.finish_reason or not running_row.row.stats.ttft_ms:
+                self._record_row_times(running_row)
+        self._running_rows = [running_row for running_row in self._running_rows if not running_row.row.finish_reason]
         return pieces
 
-    def _make_piece(self, running: RunningRow, step: RowStep, outcome: RowOutcome, length: int) -> Piece:
+    def _make_piece(self, running_row: RunningRow, row_step: RowStep, outcome: RowOutcome, length_before: int) -> Piece:
         """Return a row's piece of text from its round; the last one if its constraints fail or take too long."""
         error = outcome.error
-        seconds = step.sampler.stopwatch.restart()
-        if seconds > SLOW_STEP_SECONDS * (1 + len(outcome.proposal.tokens)):
-            running.slow_seconds += seconds
-            if running.slow_seconds > self._limits.max_constraint_seconds and not error:
+        constraint_seconds = row_step.sampler.stopwatch.restart()
+        if constraint_seconds > SLOW_STEP_SECONDS * (1 + len(outcome.proposal.tokens)):
+            running_row.slow_seconds += constraint_seconds
+            if running_row.slow_seconds > self._limits.max_constraint_seconds and not error:
                 error = OvspecError("The grammar takes too long to follow; simplify it.")
         if not error:
             try:
-                return running.row.add_outcome(outcome)
+                return running_row.row.add_outcome(outcome)
             except InferenceError:
                 raise
             except OvspecError as failure:
                 if not self._limits.isolated_errors:
                     raise
                 error = failure
-        step.sequence.rewind(length)  # undo the round's commits
-        return running.row.fail(error)
+        row_step.sequence.rewind(length_before)  # undo the round's commits
+        return running_row.row.fail(error)
 
     def _reorder_decoders(self) -> None:
         """Keep the decoders' rows of texts that continue, and add empty ones for rows that have joined."""
-        rows = [running.decoder_row for running in self._running_rows]
+        decoder_rows = [running_row.decoder_row for running_row in self._running_rows]
         old_row_count = len(self._target.rows)
-        if rows == list(range(old_row_count)):
+        if decoder_rows == list(range(old_row_count)):
             return
-        for follower in self._followers:
+        for follower in self._row_followers:
             if old_row_count:
-                follower.reorder(rows)
+                follower.reorder(decoder_rows)
             else:
-                follower.reset(len(rows))
-        for index, running in enumerate(self._running_rows):
-            running.decoder_row = index
+                follower.reset(len(decoder_rows))
+        for index, running_row in enumerate(self._running_rows):
+            running_row.decoder_row = index
 
     def reset_decoders(self) -> None:
         """Empty the decoders of a batch without rows, which frees memory."""
-        for follower in self._followers:
+        for follower in self._row_followers:
             follower.reset(0)
         self._initial_decoder_rows = []
 
     @property
     def free_tokens(self) -> float:
         """The number of tokens that fit into memory besides the batch; see ``WaitingQueue.free_tokens``."""
-        return self.queue.free_tokens([running.row for running in self._running_rows])
+        return self.queue.free_tokens([running_row.row for running_row in self._running_rows])
 
     @property
-    def running_numbers(self) -> list[int]:
-        return [running.number for running in self._running_rows]
+    def running_row_numbers(self) -> list[int]:
+        return [running_row.number for running_row in self._running_rows]
 
-    def remove_rows(self, numbers: Collection[int]) -> None:
+    def remove_rows(self, row_numbers: Collection[int]) -> None:
         """Remove waiting or running rows; their texts end where they are."""
-        for number in numbers:
-            if row := self.queue.remove_row(number):
+        for row_number in row_numbers:
+            if row := self.queue.remove_row(row_number):
                 row.cancel()
-        for running in self._running_rows:
-            if running.number in numbers:
-                running.row.cancel()
-                self._record_row_times(running)
-        self._running_rows = [running for running in self._running_rows if running.number not in numbers]
+        for running_row in self._running_rows:
+            if running_row.number in row_numbers:
+                running_row.row.cancel()
+                self._record_row_times(running_row)
+        self._running_rows = [
+            running_row for running_row in self._running_rows if running_row.number not in row_numbers
+        ]
 
     def cancel_rows(self) -> list[tuple[int, Piece]]:
-        return [(running.number, running.row.cancel()) for running in self._running_rows]
+        return [(running_row.number, running_row.row.cancel()) for running_row in self._running_rows]
 
     def record_times(self) -> None:
-        for running in self._running_rows:
-            self._record_row_times(running)
+        for running_row in self._running_rows:
+            self._record_row_times(running_row)
 
     def _read_clocks(self) -> tuple[float, float, float]:
         return time.perf_counter(), self._target.seconds, self._drafter.seconds if self._drafter else 0.0
 
-    def _record_row_times(self, running: RunningRow) -> None:
-        stats = running.row.stats
-        now = self._read_clocks()
-        elapsed_ms, target_ms, draft_ms = (1e3 * (now[i] - running.start_clocks[i]) for i in range(3))
-        if not stats.ttft_ms and (stats.generated_tokens or (running.row.finish_reason and stats.rounds)):
+    def _record_row_times(self, running_row: RunningRow) -> None:
+        stats = running_row.row.stats
+        clocks = self._read_clocks()
+        elapsed_ms, target_ms, draft_ms = (1e3 * (clocks[i] - running_row.start_clocks[i]) for i in range(3))
+        if not stats.ttft_ms and (stats.generated_tokens or (running_row.row.finish_reason and stats.rounds)):
             stats.ttft_ms = elapsed_ms
         if stats.generated_tokens > 1:
             stats.tpot_ms = (elapsed_ms - stats.ttft_ms) / (stats.generated_tokens - 1)
@@ -275,12 +282,12 @@ def run_rows(scheduler: Scheduler) -> Iterator[list[tuple[int, Piece]]]:
                 pieces = scheduler.step()
             except KeyboardInterrupt:  # also one that another stream holds back, or that a user's function raises
                 pieces = []
-                interrupts.pressed = True
+                interrupts.ctrl_c_pressed = True
             interrupts.delaying = False
             if pieces is None:
                 return
             yield [(number, piece) for number, piece in pieces if piece.token_ids or piece.finish_reason]
-            if interrupts.pressed:
+            if interrupts.ctrl_c_pressed:
                 yield scheduler.cancel_rows()
                 raise KeyboardInterrupt
     finally:

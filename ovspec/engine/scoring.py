@@ -16,10 +16,10 @@ from ovspec.cache.sequence import Sequence, catch_up
 from ovspec.sampling.logprobs import log_softmax
 
 DEFAULT_PERPLEXITY_CONTEXT = 1024
-LOGITS_CHUNK = 128  # positions whose logits are in memory at a time
+LOGITS_CHUNK_TOKENS = 128  # positions whose logits are in memory at a time
 # Maximum texts and logits per inference: a stateful cache is copied for each text; logits are as wide as a vocabulary.
-MAX_TEXTS = 32
-MAX_LOGITS = 256
+MAX_TEXTS_PER_INFERENCE = 32
+MAX_LOGITS_PER_INFERENCE = 256
 
 
 @dataclass(frozen=True)
@@ -52,27 +52,28 @@ def check_select_options(options: object, terminator: object) -> None:
         raise OvspecError("An empty option always wins; give a terminator, the text that follows it.")
 
 
-def score_texts(decoder: Decoder, texts: list[np.ndarray], begin: int) -> list[Score]:
-    """Score each of ``texts`` (n,) int64 from position ``begin`` on; they share all tokens before it (at least one).
+def score_texts(decoder: Decoder, texts: list[np.ndarray], scoring_start: int) -> list[Score]:
+    """Score each of ``texts`` (n,) int64 from position ``scoring_start`` on; they share at least one token, all before it.
 
     The shared tokens are read once, then all texts in one inference, or in several if there are many. ``decoder`` has a
     single row before and after. If one inference was enough, that row then holds the text with the highest score.
     """
     scores: list[Score] = []
     try:
-        for group in group_texts(texts, begin):
-            unseen = catch_up(decoder, 0, Sequence(texts[0][:begin]))
-            if len(unseen) > PREFILL_THRESHOLD:
-                decoder.feed([unseen[:-1]], [0])
-                unseen = unseen[-1:]
-            if len(group) > 1:
-                decoder.reorder([0] * len(group))
-            tokens = [np.concatenate((unseen, text[begin:-1])) for text in group]
-            logits = decoder.feed(tokens, [len(text) - begin for text in group])
+        for text_group in group_texts(texts, scoring_start):
+            unseen_tokens = catch_up(decoder, 0, Sequence(texts[0][:scoring_start]))
+            if len(unseen_tokens) > PREFILL_THRESHOLD:
+                decoder.feed([unseen_tokens[:-1]], [0])
+                unseen_tokens = unseen_tokens[-1:]
+            if len(text_group) > 1:
+                decoder.reorder([0] * len(text_group))
+            fed_tokens = [np.concatenate((unseen_tokens, text[scoring_start:-1])) for text in text_group]
+            logits = decoder.feed(fed_tokens, [len(text) - scoring_start for text in text_group])
             group_scores = [
-                score_tokens(row_logits, text[begin:]) for row_logits, text in zip(logits, group, strict=True)
+                score_tokens(row_logits, text[scoring_start:])
+                for row_logits, text in zip(logits, text_group, strict=True)
             ]
-            best_row = max(range(len(group)), key=lambda row: group_scores[row].logprob)
+            best_row = max(range(len(text_group)), key=lambda row: group_scores[row].logprob)
             scores += group_scores
             decoder.reorder([best_row])
     finally:
@@ -87,15 +88,18 @@ def score_tokens(logits: np.ndarray, tokens: np.ndarray) -> Score:
     return Score(math.fsum(logprobs), tokens.tolist(), logprobs)
 
 
-def group_texts(texts: list[np.ndarray], begin: int) -> Iterator[list[np.ndarray]]:
-    """Yield groups of ``texts`` that fit into one inference, which computes logits from ``begin`` on."""
-    group: list[np.ndarray] = []
+def group_texts(texts: list[np.ndarray], scoring_start: int) -> Iterator[list[np.ndarray]]:
+    """Yield groups of ``texts`` that fit into one inference, which computes logits from ``scoring_start`` on."""
+    text_group: list[np.ndarray] = []
     for text in texts:
-        if group and (len(group) == MAX_TEXTS or sum(map(len, [*group, text])) - begin * (len(group) + 1) > MAX_LOGITS):
-            yield group
-            group = []
-        group.append(text)
-    yield group
+        if text_group and (
+            len(text_group) == MAX_TEXTS_PER_INFERENCE
+            or sum(map(len, [*text_group, text])) - scoring_start * (len(text_group) + 1) > MAX_LOGITS_PER_INFERENCE
+        ):
+            yield text_group
+            text_group = []
+        text_group.append(text)
+    yield text_group
 
 
 @dataclass(frozen=True)
@@ -114,18 +118,21 @@ def overlapping_windows(length: int, context: int) -> Iterator[tuple[int, int, i
 
     Every token except the first is scored once, after at least ``context // 2`` tokens unless in the first window.
     """
-    start = 0
-    end = min(context, length)
-    yield start, end, 1
-    while end < length:
-        start += max(context // 2, 1)
-        first_scored = end
-        end = min(start + context, length)
-        yield start, end, first_scored
+    window_start = 0
+    window_end = min(context, length)
+    yield window_start, window_end, 1
+    while window_end < length:
+        window_start += max(context // 2, 1)
+        first_scored = window_end
+        window_end = min(window_start + context, length)
+        yield window_start, window_end, first_scored
 
 
 def predict_tokens(
-    decoder: Decoder, tokens: np.ndarray, context: int, chunk: Callable[[], int] = lambda: LOGITS_CHUNK
+    decoder: Decoder,
+    tokens: np.ndarray,
+    context: int,
+    max_chunk_tokens: Callable[[], int] = lambda: LOGITS_CHUNK_TOKENS,
 ) -> Iterator[tuple[int, np.ndarray]]:
     """Yield (position of a token, logits (n, vocab) that predict it and the tokens after it), at most ``chunk()``."""
     for start, end, position in overlapping_windows(len(tokens), context):
@@ -133,9 +140,9 @@ def predict_tokens(
         if position - 1 > start:
             decoder.feed([tokens[start : position - 1]], [0])
         while position < end:
-            part = tokens[position - 1 : min(position - 1 + chunk(), end - 1)]
-            yield position, decoder.feed([part], [len(part)])[0]
-            position += len(part)
+            token_chunk = tokens[position - 1 : min(position - 1 + max_chunk_tokens(), end - 1)]
+            yield position, decoder.feed([token_chunk], [len(token_chunk)])[0]
+            position += len(token_chunk)
 
 
 def check_perplexity_length(tokens: np.ndarray, context: int) -> None:
@@ -148,12 +155,14 @@ def check_perplexity_length(tokens: np.ndarray, context: int) -> None:
 def measure_perplexity(decoder: Decoder, tokens: np.ndarray, context: int) -> Perplexity:
     """Measure the perplexity of ``tokens`` (n,) int64, read in windows of ``context`` tokens; both at least two."""
     check_perplexity_length(tokens, context)
-    start = time.perf_counter()
+    start_time = time.perf_counter()
     total_nats = 0.0
     scored_count = 0
     for position, logits in predict_tokens(decoder, tokens, context):
         next_tokens = tokens[position : position + len(logits)]
         total_nats -= float(log_softmax(logits)[np.arange(len(next_tokens)), next_tokens].sum())
         scored_count += len(next_tokens)
-    nats = total_nats / scored_count
-    return Perplexity(math.exp(min(nats, 700.0)), nats, scored_count, context, time.perf_counter() - start)
+    mean_nats = total_nats / scored_count
+    return Perplexity(
+        math.exp(min(mean_nats, 700.0)), mean_nats, scored_count, context, time.perf_counter() - start_time
+    )

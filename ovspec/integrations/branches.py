@@ -73,7 +73,7 @@ class Branch:
         self.last_outcome = RowOutcome()
         drafter = decoders.drafter if drafts else None
         # The lookahead learns from a round when the text has gone on.
-        self.scheduler = Scheduler(decoders.target, drafter, lookahead, [self], learn=lambda _: None)
+        self.scheduler = Scheduler(decoders.target, drafter, lookahead, [self], learn_from_round=lambda _: None)
 
     @property
     def cached_sequence(self) -> Sequence:
@@ -206,7 +206,7 @@ class Branches:
         """Compute the logits after ``text`` in one round; return how many of its tokens needn't be read."""
         length = len(text)
         unread = text.tokens[min(common_prefix(branch.cached_sequence, text), length - 1) :]
-        unknown = self._runtime.prompts.tokenizer.known_ids.first_unknown(unread)
+        unknown = self._runtime.prompt_encoder.tokenizer.known_ids.first_unknown(unread)
         if unknown is not None:
             raise OvspecError(f"Token id {unknown} is not in the vocabulary.")
         branch.sequence = text

@@ -108,7 +108,7 @@ def find_model_template(lm: LanguageModel) -> str | type[ChatTemplate] | None:
     Without a template, guidance takes ChatML and says so.
     """
     try:
-        template = lm.runtime.prompts.chat_format.template
+        template = lm.runtime.prompt_encoder.chat_format.template
     except OvspecError:
         return None
     if template.source in CHAT_TEMPLATE_CACHE:

@@ -28,7 +28,8 @@ MAX_REFUSALS_IN_A_ROW = 16  # in a row, after which the system is taken to have 
 class LargePages:
     """Moves a model's weights into large pages while nothing is computed. Create it just before the model is compiled.
 
-    The weights are taken to be the memory allocated from then until inferences have taken ``INFERENCE_SECONDS_BEFORE_MOVE``.
+    The weights are taken to be the memory allocated from then until inferences have taken
+    ``INFERENCE_SECONDS_BEFORE_MOVE``.
     """
 
     def __init__(self) -> None:

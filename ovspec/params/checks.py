@@ -23,16 +23,16 @@ def make_params(options: Mapping[str, OptionValue]) -> Params:
         return sampling  # as the command line hands it on
     check_option_names(options, GENERATE_OPTIONS)
     # In Python, None stands for the default of other options.
-    values: dict[str, OptionValue] = {
+    option_values: dict[str, OptionValue] = {
         name: value for name, value in options.items() if value is not None or name in SAMPLING_OPTIONS
     }
-    for name, value in values.items():
+    for name, value in option_values.items():
         if name not in OPTIONS_CHECKED_LATER:
             check_value(value, GENERATE_OPTIONS[name])
-    if values.pop("sampling", None):
-        names = GENERATE_OPTIONS.keys() - {"sampling"} if isinstance(sampling, Params) else SAMPLING_OPTIONS
-        values = {name: getattr(sampling, name) for name in names} | values
-    return check_combinations(Params(**values))
+    if option_values.pop("sampling", None):
+        sampling_names = GENERATE_OPTIONS.keys() - {"sampling"} if isinstance(sampling, Params) else SAMPLING_OPTIONS
+        option_values = {name: getattr(sampling, name) for name in sampling_names} | option_values
+    return check_combinations(Params(**option_values))
 
 
 def check_combinations(params: Params) -> Params:
@@ -42,14 +42,14 @@ def check_combinations(params: Params) -> Params:
     check_grammar_options(params)
     params = check_tool_options(params)
     if params.sampler and (params.temperature or params.truncating_options):
-        others = ", ".join(f"`{name}`" for name in DISTRIBUTION_OPTIONS)
-        raise OvspecError(f"The sampler draws the tokens; leave out {others}.")
+        distribution_options = ", ".join(f"`{name}`" for name in DISTRIBUTION_OPTIONS)
+        raise OvspecError(f"The sampler draws the tokens; leave out {distribution_options}.")
     if params.sampler and params.accept == "rejection":
         raise OvspecError("Leave out `accept='rejection'`: it needs probabilities, which a sampler does not return.")
     if params.truncating_options and not params.temperature:
         verb = "needs" if len(params.truncating_options) == 1 else "need"
-        names = " and ".join(f"`{name}`" for name in params.truncating_options)
-        raise OvspecError(f"{names} {verb} a `temperature` above 0.")
+        truncating_names = " and ".join(f"`{name}`" for name in params.truncating_options)
+        raise OvspecError(f"{truncating_names} {verb} a `temperature` above 0.")
     return params
 
 
@@ -70,13 +70,15 @@ def check_tool_options(params: Params) -> Params:
 
 def check_grammar_options(params: Params) -> None:
     """Raise OvspecError for options of grammars that exclude or need each other."""
-    grammars = [name for name in GRAMMAR_OPTIONS if getattr(params, name) is not None]
-    if len(grammars) > 1:
-        both = " and ".join(f"`{name}`" for name in grammars)
-        raise OvspecError(f"{both} can't be combined; give one grammar that covers both.")
-    if grammars and params.ignore_eos:
-        raise OvspecError(f"`{grammars[0]}` decides where the text ends, so `ignore_eos` can't be combined with it.")
-    if not grammars and params.constrain_from is not None:
+    grammar_options = [name for name in GRAMMAR_OPTIONS if getattr(params, name) is not None]
+    if len(grammar_options) > 1:
+        quoted_options = " and ".join(f"`{name}`" for name in grammar_options)
+        raise OvspecError(f"{quoted_options} can't be combined; give one grammar that covers both.")
+    if grammar_options and params.ignore_eos:
+        raise OvspecError(
+            f"`{grammar_options[0]}` decides where the text ends, so `ignore_eos` can't be combined with it."
+        )
+    if not grammar_options and params.constrain_from is not None:
         raise OvspecError("`constrain_from` sets where a grammar begins; give a grammar too.")
     schema_options = [name for name in SCHEMA_OPTIONS if getattr(params, name) != GENERATE_OPTIONS[name].default]
     if schema_options and params.json_schema is None and (schema_options[0] == "retries" or not params.tools):

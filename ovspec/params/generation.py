@@ -218,8 +218,10 @@ class Params(SamplingParams):
     @property
     def constrains(self) -> bool:
         """Whether an option changes the logits or limits the tokens that may come next."""
-        changes = self.logit_bias or self.min_tokens or self.penalizes or self.logits_processors
-        return bool(self.grammar_option or self.heal or changes or self.tools or self.thinking_budget is not None)
+        changes_logits = self.logit_bias or self.min_tokens or self.penalizes or self.logits_processors
+        return bool(
+            self.grammar_option or self.heal or changes_logits or self.tools or self.thinking_budget is not None
+        )
 
     def recorded_options(self) -> dict[str, OptionValue]:
         """Return what decides the text: the options that change it and aren't at their defaults."""
@@ -227,10 +229,10 @@ class Params(SamplingParams):
 
     def changed_options(self, excluded: Collection[str]) -> dict[str, OptionValue]:
         """Return the options that aren't at their defaults, without those named in ``excluded``."""
-        values = {name: getattr(self, name) for name in GENERATE_OPTIONS if name not in ("sampling", *excluded)}
+        option_values = {name: getattr(self, name) for name in GENERATE_OPTIONS if name not in ("sampling", *excluded)}
         return {
             name: value
-            for name, value in values.items()
+            for name, value in option_values.items()
             if hasattr(value, "dtype") or value != GENERATE_OPTIONS[name].default
         }
 

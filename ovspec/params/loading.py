@@ -7,7 +7,7 @@ from typing import Any, Literal
 from ovspec.params.generation import GENERATE_OPTIONS
 from ovspec.params.limits import AT_LEAST_1, LOOKAHEAD, NOT_NEGATIVE
 from ovspec.params.option import OptionValue, collect_options, option, options_class
-from ovspec.params.tool_formats import FORMATS_BY_NAME
+from ovspec.params.tool_formats import TOOL_FORMATS_BY_NAME
 from ovspec.params.values import check_option_names, check_value, parse_file_or_name, parse_folder, parse_key_value
 
 
@@ -90,7 +90,7 @@ class LoadParams(RuntimeParams):
     tool_format: str | None = option(
         "How the model writes tool calls.",
         default=None,
-        choices=sorted(FORMATS_BY_NAME),
+        choices=sorted(TOOL_FORMATS_BY_NAME),
         default_meaning="found from its chat template",
         commands=("batch", "serve"),
     )

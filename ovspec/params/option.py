@@ -82,9 +82,11 @@ class Option:
         return str(self.default).removesuffix(".0")
 
 
-def option(help: str, *, default: OptionValue = MISSING, default_factory: OptionValue = MISSING, **about: Any) -> Any:
-    """Return a field that declares an option; ``about``: the other fields of its ``Option``."""
-    declaration = Option(help, **about)
+def option(
+    help: str, *, default: OptionValue = MISSING, default_factory: OptionValue = MISSING, **declaration_fields: Any
+) -> Any:
+    """Return a field that declares an option; ``declaration_fields``: the other fields of its ``Option``."""
+    declaration = Option(help, **declaration_fields)
     return field(default=default, default_factory=default_factory, metadata={"option": declaration})
 
 
@@ -97,54 +99,62 @@ def options_class(cls: type[S]) -> type[S]:
 def collect_options(cls: Any) -> dict[str, Option]:
     """Return name -> declaration for each option of a class."""
     cls = get_origin(cls) or cls
-    types = get_type_hints(cls)
+    value_types = get_type_hints(cls)
     options: dict[str, Option] = {}
-    for entry in fields(cls):
-        if declaration := entry.metadata.get("option"):
-            default = entry.default if entry.default_factory is MISSING else entry.default_factory()
-            value_type = types[entry.name]
+    for option_field in fields(cls):
+        if declaration := option_field.metadata.get("option"):
+            default = (
+                option_field.default if option_field.default_factory is MISSING else option_field.default_factory()
+            )
+            value_type = value_types[option_field.name]
             if declaration.choices:
-                literal: TypeForm = Literal
-                value_type = literal[(*declaration.choices,)] | None
-            options[entry.name] = replace(declaration, name=entry.name, value_type=value_type, default=default)
+                literal_form: TypeForm = Literal
+                value_type = literal_form[(*declaration.choices,)] | None
+            options[option_field.name] = replace(
+                declaration, name=option_field.name, value_type=value_type, default=default
+            )
     return options
 
 
-def accepts_options(arguments: Callable[P, Any]) -> Callable[[Callable[..., R]], Callable[P, R]]:
+def accepts_options(options_type: Callable[P, Any]) -> Callable[[Callable[..., R]], Callable[P, R]]:
     """Return a decorator that shows the options of a class in the signature of a function that takes them.
 
-    ``arguments``: the class; type checkers and editors show its fields as the function's arguments.
+    ``options_type``: the class; type checkers and editors show its fields as the function's arguments.
     """
     option_parameters = [
         Parameter(entry.name, Parameter.KEYWORD_ONLY, default=entry.default, annotation=entry.value_type)
-        for entry in collect_options(arguments).values()
+        for entry in collect_options(options_type).values()
     ]
 
     def decorate(function: Any) -> Any:
-        plain = signature(function)
-        own = [parameter for parameter in plain.parameters.values() if parameter.kind is not Parameter.VAR_KEYWORD]
-        function.__signature__ = plain.replace(parameters=[*own, *option_parameters])
+        plain_signature = signature(function)
+        own_parameters = [
+            parameter
+            for parameter in plain_signature.parameters.values()
+            if parameter.kind is not Parameter.VAR_KEYWORD
+        ]
+        function.__signature__ = plain_signature.replace(parameters=[*own_parameters, *option_parameters])
         return function
 
     return decorate
 
 
 def method_accepts_options(
-    arguments: Callable[P, Any],
+    options_type: Callable[P, Any],
 ) -> Callable[[Callable[Concatenate[S, ...], R]], Callable[Concatenate[S, P], R]]:
     """Return the decorator ``accepts_options`` for a method."""
-    decorate: Any = accepts_options(arguments)
+    decorate: Any = accepts_options(options_type)
     return decorate
 
 
 def format_documentation(options: Mapping[str, Option]) -> str:
     """Return a docstring paragraph for each option."""
-    lines = []
+    paragraphs = []
     for name, declaration in options.items():
         default = declaration.default_text and f"By default {declaration.default_text}."
-        text = " ".join(filter(None, (f"{name}: {declaration.help}", declaration.python_help, default)))
-        lines.append(textwrap.fill(text, 112, subsequent_indent="    "))
-    return "\n".join(lines)
+        paragraph = " ".join(filter(None, (f"{name}: {declaration.help}", declaration.python_help, default)))
+        paragraphs.append(textwrap.fill(paragraph, 112, subsequent_indent="    "))
+    return "\n".join(paragraphs)
 
 
 def suggest_name(name: str, names: Iterable[str]) -> str:

@@ -173,8 +173,8 @@ class SamplingParams:
     @property
     def penalizes(self) -> bool:
         """Whether a penalty makes the logits depend on the tokens before them."""
-        repeats = self.repetition_penalty not in (None, 1.0)
-        return repeats or self.presence_penalty != 0 or self.frequency_penalty != 0
+        penalizes_repetition = self.repetition_penalty not in (None, 1.0)
+        return penalizes_repetition or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
 SAMPLING_OPTIONS = collect_options(SamplingParams)

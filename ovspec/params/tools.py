@@ -25,12 +25,12 @@ class AllowedCalls:
 
     tool_names: the tools that it may call.
     required: it must, and says nothing else.
-    once: it has one call at most.
+    single_call: it has one call at most.
     """
 
     tool_names: tuple[str, ...]
     required: bool
-    once: bool = False
+    single_call: bool = False
 
 
 NO_TOOLS = AllowedCalls((), False)
@@ -44,13 +44,13 @@ def parse_tools(tools: Sequence[JsonValue]) -> list[JsonObject]:
     """
     if len(tools) > MAX_TOOLS:
         raise OvspecError(f"`tools` has {len(tools)} tools; at most {MAX_TOOLS} are allowed.")
-    parsed = list(map(parse_tool, tools))
+    parsed_tools = list(map(parse_tool, tools))
     names = set[str]()
-    for name in (tool["function"]["name"] for tool in parsed):
+    for name in (tool["function"]["name"] for tool in parsed_tools):
         if name in names:
             raise OvspecError(f"`tools` has {name} twice; give each tool another name.")
         names.add(name)
-    return parsed
+    return parsed_tools
 
 
 def parse_tool(tool: JsonValue) -> JsonObject:
@@ -67,17 +67,17 @@ def parse_tool(tool: JsonValue) -> JsonObject:
     parameters = function.get("parameters")
     if not isinstance(name, str) or not TOOL_NAME_PATTERN.fullmatch(name):
         raise OvspecError(f"`tools`: a name is {name!r:.80}; it must have 1 to 128 letters, digits, _, . or -.")
-    for field in ("input_schema", "inputSchema"):  # Anthropic's and MCP's
-        if field in function:
-            raise OvspecError(f"`tools`: {name} has its schema in {field}; give it in parameters.")
+    for schema_field in ("input_schema", "inputSchema"):  # Anthropic's and MCP's
+        if schema_field in function:
+            raise OvspecError(f"`tools`: {name} has its schema in {schema_field}; give it in parameters.")
     if not isinstance(parameters, (Mapping, type(None))):
         raise OvspecError(f"`tools`: the parameters of {name} must be a JSON schema, which is an object.")
     if not isinstance(function.get("strict", False), (bool, type(None))):
         raise OvspecError(f"`tools`: strict of {name} must be true or false.")
     if not isinstance(function.get("description") or "", str):
         raise OvspecError(f"`tools`: the description of {name} must be a string.")
-    fields = {key: value for key, value in function.items() if key != "type" and value is not None}
-    return {"type": "function", "function": {**fields, "parameters": dict(parameters or EMPTY_SCHEMA)}}
+    function_fields = {key: value for key, value in function.items() if key != "type" and value is not None}
+    return {"type": "function", "function": {**function_fields, "parameters": dict(parameters or EMPTY_SCHEMA)}}
 
 
 EMPTY_SCHEMA = {"type": "object", "properties": {}}
@@ -94,11 +94,13 @@ def describe_function(function: Callable[..., Any]) -> JsonObject:
     function_name = getattr(function, "__name__", None)
     if not isinstance(function_name, str):
         raise OvspecError(f"`tools` has {function!r:.80}, which has no name; give a function made with def.")
-    text = inspect.cleandoc(function.__doc__ or "")
-    description, _, arguments = text.partition("Args:\n")
-    entries = re.findall(r"(?m)^( +)(\w+)(?: \([^)]*\))?: (.+(?:\n\1 +.+)*)", arguments.split("\nReturns:")[0])
-    notes = {name: note for _, name, note in entries}
-    fields: JsonObject = {}
+    docstring = inspect.cleandoc(function.__doc__ or "")
+    description, _, arguments_text = docstring.partition("Args:\n")
+    argument_entries = re.findall(
+        r"(?m)^( +)(\w+)(?: \([^)]*\))?: (.+(?:\n\1 +.+)*)", arguments_text.split("\nReturns:")[0]
+    )
+    argument_notes = {name: argument_note for _, name, argument_note in argument_entries}
+    model_fields: JsonObject = {}
     try:
         parameters = inspect.signature(function, eval_str=True).parameters
     except (NameError, TypeError, ValueError) as error:
@@ -109,11 +111,14 @@ def describe_function(function: Callable[..., Any]) -> JsonObject:
         if parameter.annotation is parameter.empty:
             raise OvspecError(f"`tools`: {function_name} needs a type hint for its parameter {name}.")
         default = ... if parameter.default is parameter.empty else parameter.default
-        note = " ".join(notes[name].split()) if name in notes else None
+        argument_note = " ".join(argument_notes[name].split()) if name in argument_notes else None
         # Under another name, because pydantic has names of its own.
-        fields[f"parameter_{len(fields)}"] = (parameter.annotation, Field(default, alias=name, description=note))
+        model_fields[f"parameter_{len(model_fields)}"] = (
+            parameter.annotation,
+            Field(default, alias=name, description=argument_note),
+        )
     try:
-        schema = create_model(function_name, **fields).model_json_schema()
+        schema = create_model(function_name, **model_fields).model_json_schema()
     except (PydanticUserError, NameError) as error:
         reason = str(error).split("\n")[0].split(". ")[0]
         problem = f"`tools`: the type hints of {function_name} make no JSON schema ({reason:.200})"
@@ -128,10 +133,14 @@ def describe_function(function: Callable[..., Any]) -> JsonObject:
 def remove_titles(schema: JsonValue) -> JsonValue:
     """Return a schema without the titles that pydantic makes of names."""
     if isinstance(schema, list):
-        return [remove_titles(part) for part in schema]
+        return [remove_titles(subschema) for subschema in schema]
     if not isinstance(schema, dict):
         return schema
-    return {key: remove_titles(part) for key, part in schema.items() if key != "title" or not isinstance(part, str)}
+    return {
+        key: remove_titles(subschema)
+        for key, subschema in schema.items()
+        if key != "title" or not isinstance(subschema, str)
+    }
 
 
 def parse_tool_choice(tools: Sequence[JsonObject], choice: JsonValue) -> AllowedCalls:
@@ -140,30 +149,32 @@ def parse_tool_choice(tools: Sequence[JsonObject], choice: JsonValue) -> Allowed
     Raises:
         OvspecError: the choice isn't one, or names a tool that isn't there.
     """
-    names = dict.fromkeys(tool["function"]["name"] for tool in tools)
+    tool_names = dict.fromkeys(tool["function"]["name"] for tool in tools)
     if choice is None or choice in TOOL_CHOICE_MODES:
-        if choice == "required" and not names:
+        if choice == "required" and not tool_names:
             raise OvspecError("`tool_choice` is required, which needs `tools`.")
-        return AllowedCalls(() if choice == "none" else (*names,), choice == "required")
+        return AllowedCalls(() if choice == "none" else (*tool_names,), choice == "required")
     choice_type = choice.get("type") if isinstance(choice, Mapping) else None
-    content = choice.get(choice_type, choice) if choice_type in ("function", "allowed_tools") else None
-    if choice_type == "function" and isinstance(content, Mapping):
-        return AllowedCalls(check_tool_names([content.get("name")], names), True, True)
-    if isinstance(content, Mapping) and content.get("mode", "auto") in ("auto", "required"):
-        allowed = content.get("tools")
-        if isinstance(allowed, list) and all(isinstance(tool, Mapping) for tool in allowed):
-            functions = [tool.get("function", tool) for tool in allowed]
-            allowed_names = [function.get("name") if isinstance(function, Mapping) else None for function in functions]
-            if not allowed_names and content.get("mode") == "required":
+    choice_content = choice.get(choice_type, choice) if choice_type in ("function", "allowed_tools") else None
+    if choice_type == "function" and isinstance(choice_content, Mapping):
+        return AllowedCalls(check_tool_names([choice_content.get("name")], tool_names), True, True)
+    if isinstance(choice_content, Mapping) and choice_content.get("mode", "auto") in ("auto", "required"):
+        allowed_tools = choice_content.get("tools")
+        if isinstance(allowed_tools, list) and all(isinstance(tool, Mapping) for tool in allowed_tools):
+            allowed_functions = [tool.get("function", tool) for tool in allowed_tools]
+            allowed_names = [
+                function.get("name") if isinstance(function, Mapping) else None for function in allowed_functions
+            ]
+            if not allowed_names and choice_content.get("mode") == "required":
                 raise OvspecError("`tool_choice` is required, but allows no tool; name some.")
-            return AllowedCalls(check_tool_names(allowed_names, names), content.get("mode") == "required")
+            return AllowedCalls(check_tool_names(allowed_names, tool_names), choice_content.get("mode") == "required")
     raise OvspecError(f"`tool_choice` is {choice!r:.80}; it must be {TOOL_CHOICE_FORMS}.")
 
 
-def check_tool_names(allowed: Sequence[JsonValue], names: Mapping[str, None]) -> tuple[str, ...]:
-    """Return the ``allowed`` names without repetitions; raises OvspecError for a name that no tool has."""
-    for name in allowed:
-        if not isinstance(name, str) or name not in names:
-            tools_in_words = f"the tools are {', '.join(names)}" if names else "there are no tools"
+def check_tool_names(requested_names: Sequence[JsonValue], tool_names: Mapping[str, None]) -> tuple[str, ...]:
+    """Return the ``requested_names`` names without repetitions; raises OvspecError for a name that no tool has."""
+    for name in requested_names:
+        if not isinstance(name, str) or name not in tool_names:
+            tools_in_words = f"the tools are {', '.join(tool_names)}" if tool_names else "there are no tools"
             raise OvspecError(f"`tool_choice` names {name!r:.80}, but {tools_in_words:.300}.")
-    return tuple(dict.fromkeys(allowed))
+    return tuple(dict.fromkeys(requested_names))

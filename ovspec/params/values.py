@@ -52,32 +52,32 @@ def describe_problem(value: object, value_type: TypeForm, limits: Limits | None)
 
 def is_in_range(limits: Limits, number: OptionValue) -> bool:
     """Return whether a number is in range."""
-    in_bounds = limits.minimum <= number <= limits.maximum and not (
+    is_within_bounds = limits.minimum <= number <= limits.maximum and not (
         limits.excludes_minimum and number == limits.minimum
     )
-    return in_bounds or number == limits.special_value
+    return is_within_bounds or number == limits.special_value
 
 
 def is_of_type(value: object, value_type: TypeForm) -> bool:
     """Return whether ``value`` is of ``value_type``, written as in annotations."""
     origin = get_origin(value_type)
-    arguments = get_args(value_type)
+    type_arguments = get_args(value_type)
     if value_type is Any:
         return True
     if origin in (Union, UnionType):
-        return any(is_of_type(value, member) for member in arguments)
+        return any(is_of_type(value, member) for member in type_arguments)
     if origin is Literal:
-        return any(value is choice or (type(value) is type(choice) and value == choice) for choice in arguments)
+        return any(value is choice or (type(value) is type(choice) and value == choice) for choice in type_arguments)
     if value_type in (int, float):
         return isinstance(value, Integral if value_type is int else Real) and not isinstance(value, bool)
     if origin and issubclass(origin, Mapping):
         if not isinstance(value, Mapping):
             return False
-        return all(is_of_type(k, arguments[0]) and is_of_type(v, arguments[1]) for k, v in value.items())
+        return all(is_of_type(k, type_arguments[0]) and is_of_type(v, type_arguments[1]) for k, v in value.items())
     if origin and issubclass(origin, Collection):
         if not isinstance(value, Collection) or isinstance(value, (str, bytes, Mapping)):
             return False
-        return all(is_of_type(element, arguments[0]) for element in value)
+        return all(is_of_type(element, type_arguments[0]) for element in value)
     return isinstance(value, origin or value_type)
 
 
@@ -102,29 +102,31 @@ def describe_value(value: object) -> str:
 
 def describe_type(value_type: TypeForm) -> str:
     """Return the values of a type in words."""
-    words = list[str]()
-    for member in map(strip_annotations, union_members(value_type)):
-        origin = get_origin(member)
+    type_words = list[str]()
+    for member_type in map(strip_annotations, union_members(value_type)):
+        origin = get_origin(member_type)
         if origin is Callable:
-            words.append("a function")
+            type_words.append("a function")
         elif origin is Literal:
-            words += [json.dumps(value) for value in get_args(member)]
-        elif is_collection_type(member):
-            arguments = get_args(member)
-            is_mapping = len(arguments) == 2
-            words.append(describe_mapping(*arguments) if is_mapping else f"a list of {describe_plural(arguments[0])}")
-        elif hasattr(member, "model_fields"):
-            words.append("an object")
+            type_words += [json.dumps(value) for value in get_args(member_type)]
+        elif is_collection_type(member_type):
+            type_arguments = get_args(member_type)
+            is_mapping = len(type_arguments) == 2
+            type_words.append(
+                describe_mapping(*type_arguments) if is_mapping else f"a list of {describe_plural(type_arguments[0])}"
+            )
+        elif hasattr(member_type, "model_fields"):
+            type_words.append("an object")
         else:
-            words.append(TYPE_NAMES.get(member) or member.__name__)
-    return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+            type_words.append(TYPE_NAMES.get(member_type) or member_type.__name__)
+    return " or ".join(filter(None, (", ".join(type_words[:-1]), type_words[-1])))
 
 
-def describe_mapping(keys: TypeForm, values: TypeForm) -> str:
+def describe_mapping(key_type: TypeForm, value_type: TypeForm) -> str:
     """Return the type of a mapping in words."""
-    if keys is str:
+    if key_type is str:
         return "an object"
-    return f"an object that maps {describe_plural(keys)} to {describe_plural(values)}"
+    return f"an object that maps {describe_plural(key_type)} to {describe_plural(value_type)}"
 
 
 def describe_plural(value_type: TypeForm) -> str:
@@ -143,11 +145,11 @@ def strip_annotations(value_type: TypeForm) -> TypeForm:
 # ---------------------------------------------------------------- on the command line
 
 
-def element_type(value_type: TypeForm) -> TypeForm:
+def single_value_type(value_type: TypeForm) -> TypeForm:
     """Return the type of one value of an option that may be repeated; other types as they are."""
-    for member in union_members(value_type):
-        if is_collection_type(member) and len(arguments := get_args(member)) == 1:
-            return arguments[0]
+    for member_type in union_members(value_type):
+        if is_collection_type(member_type) and len(type_arguments := get_args(member_type)) == 1:
+            return type_arguments[0]
     return value_type
 
 

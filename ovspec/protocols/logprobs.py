@@ -9,7 +9,7 @@ from ovspec.api.model import LanguageModel
 from ovspec.engine.engine_thread import BackgroundTask, EngineThread
 from ovspec.engine.prompts import Prompt
 from ovspec.engine.results import Piece
-from ovspec.engine.scoring import LOGITS_CHUNK, predict_tokens
+from ovspec.engine.scoring import LOGITS_CHUNK_TOKENS, predict_tokens
 from ovspec.sampling.logprobs import TokenLogprob, make_token_logprob
 from ovspec.text.tokenizer import Tokenizer
 
@@ -93,7 +93,7 @@ def make_echo(tokenizer: Tokenizer, prompt: Prompt, ids: list[int], logprobs: li
 
 
 def compute_prompt_logprobs(
-    lm: LanguageModel, ids: list[int], top: int, chunk: Callable[[], int] = lambda: LOGITS_CHUNK
+    lm: LanguageModel, ids: list[int], top: int, chunk: Callable[[], int] = lambda: LOGITS_CHUNK_TOKENS
 ) -> Generator[None, None, list[TokenLogprob | None]]:
     """Compute the log-probabilities of a prompt's tokens, an inference at a time; return them at the end.
 
@@ -118,7 +118,7 @@ def compute_between_rounds(
     lm: LanguageModel, engine: EngineThread, ids: list[int], top: int
 ) -> Future[list[TokenLogprob | None]]:
     """Let the engine compute the log-probabilities of a prompt's tokens, without holding up texts."""
-    steps = compute_prompt_logprobs(lm, ids, top, lambda: SMALL_CHUNK if engine.running_count else LOGITS_CHUNK)
+    steps = compute_prompt_logprobs(lm, ids, top, lambda: SMALL_CHUNK if engine.running_count else LOGITS_CHUNK_TOKENS)
     return engine.add_task(BackgroundTask(steps, len(ids)))
 
 

@@ -60,7 +60,7 @@ def convert_answer_grammar(params: Params, answer_format: AnswerFormat) -> str |
     request = {
         "format": answer_format.tools.name if answer_format.tools else "generic",
         "tools": [{"name": function["name"], "parameters": function["parameters"]} for function in functions],
-        "parallel": params.parallel_tool_calls and not tool_use.once,
+        "parallel": params.parallel_tool_calls and not tool_use.single_call,
         "tokens": [*answer_format.tag_ids],
         "header": thinking and thinking.message_header,
         "text": thinking.text_header if thinking else "",

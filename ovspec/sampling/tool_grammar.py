@@ -13,7 +13,7 @@ from ovspec.grammars.json_schema import CompiledSchema, SchemaOptions, compile_s
 from ovspec.grammars.json_schema.item_tracks import merge_item_tracks
 from ovspec.grammars.json_schema.parameters import ParameterLayout
 from ovspec.grammars.sources import UNIQUE_ITEMS_KEY, check_character_count, check_nesting, find_schema_problem
-from ovspec.params.tool_formats import FORMATS_BY_NAME
+from ovspec.params.tool_formats import TOOL_FORMATS_BY_NAME
 from ovspec.params.tool_formats.layout import SLOT_PATTERNS, ToolFormat
 
 # Next to llguidance's own keys.
@@ -42,7 +42,7 @@ def write_tools_grammar(source: JsonObject, label: str) -> tuple[str, str]:
     Raises:
         OvspecError: a schema is invalid or can't be enforced; the message names the tool.
     """
-    format = FORMATS_BY_NAME[source["format"]]
+    format = TOOL_FORMATS_BY_NAME[source["format"]]
     token_names = {f"<mark{index}>": token for index, token in enumerate(source["tokens"])}
     parameter_layout = make_parameter_layout(format, token_names)
     options = SchemaOptions(**source["reading"])
@@ -72,11 +72,11 @@ def make_parameter_layout(format: ToolFormat, token_names: dict[str, str]) -> Pa
     parameters = format.parameters
     if not parameters:
         return None
-    has_token = any(token in parameters.middle for token in token_names.values())
-    before_name = write_literal(parameters.open, token_names)
-    after_name = write_literal(parameters.middle, token_names)
-    ending = split_at_token(parameters.close, token_names)
-    return ParameterLayout(before_name, after_name, parameters.middle * (not has_token), *ending)
+    has_token = any(token in parameters.after_name for token in token_names.values())
+    before_name = write_literal(parameters.before_name, token_names)
+    after_name = write_literal(parameters.after_name, token_names)
+    ending = split_at_token(parameters.after_value, token_names)
+    return ParameterLayout(before_name, after_name, parameters.after_name * (not has_token), *ending)
 
 
 def compile_arguments(

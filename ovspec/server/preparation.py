@@ -66,7 +66,7 @@ class RequestPreparer:
             if request.echo and request.only_prompts:
                 row.finish_reason = "length"
                 row.stats.cached_tokens = 0
-        limit_rows(self._lm, self._engine.most_tokens, request, rows)
+        limit_rows(self._lm, self._engine.max_cache_tokens, request, rows)
         identity = new_reply_identity(api.id_prefix, self._model_name)
         return PreparedRequest(api, params, began, Generation(self._lm.tokenizer, identity, request, rows))
 
@@ -75,7 +75,9 @@ class RequestPreparer:
         request = self.read_request(api, body, http)
         params = self.make_request_params(request)
         try:
-            return sum(len(self._lm.runtime.prompts.encode_prompt(prompt, params).ids) for prompt in request.prompts)
+            return sum(
+                len(self._lm.runtime.prompt_encoder.encode_prompt(prompt, params).ids) for prompt in request.prompts
+            )
         except PromptError as error:
             raise prompt_error(error, self._lm, request.prompt_field) from None
 
@@ -92,7 +94,7 @@ class RequestPreparer:
 
     def select_variables(self, variables: dict[str, Any], has_tools: bool, ignored: IgnoredNames) -> dict[str, Any]:
         """Return the variables that the chat template reads; names of the others are added to ``ignored``."""
-        template = self._lm.runtime.prompts.chat_format.template
+        template = self._lm.runtime.prompt_encoder.chat_format.template
         unread = template.unread_variables(variables, has_tools or "tools" in variables)
         ignored |= {f"chat_template_kwargs.{name}": None for name in unread}
         return {name: value for name, value in variables.items() if name not in unread}
@@ -177,7 +179,7 @@ def make_draft_limits(lm: LanguageModel, request: TextRequest, params: Params) -
     """Return the limits of a request's proposals; raises ApiError for drafters that the server doesn't have."""
     if request.draft is None:
         return DraftLimits(None, params.lookahead_limit)
-    choice = lm.runtime.models.choice
+    choice = lm.runtime.models.draft_choice
     loaded_drafters = list[str]()
     if choice and choice.lookup:
         loaded_drafters.append("lookup")

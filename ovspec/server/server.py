@@ -138,7 +138,7 @@ def make_greeting(context: ServerContext, listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     if ":" in host:
         host = f"[{host}]"
-    draft = lm.runtime.models.choice or "none"
+    draft = lm.runtime.models.draft_choice or "none"
     settings = f"{lm.target.engine} engine, {lm.target.arithmetic_note} arithmetic, draft: {draft}"
     greeting = f"{context.model_names[0]} on http://{host}:{port}/v1 ({settings})"
     if context.recommended:

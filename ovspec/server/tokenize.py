@@ -72,7 +72,7 @@ def encode_body(context: ServerContext, ignored: IgnoredNames, body: TokenizeReq
     check_chat_ending(body, messages)
     variables = context.preparer.select_variables(body.chat_template_kwargs or {}, bool(tools), ignored)
     try:
-        return lm.runtime.prompts.encode(messages, variables=variables, tools=tools).tolist()
+        return lm.runtime.prompt_encoder.encode(messages, template_variables=variables, tools=tools).tolist()
     except PromptError as error:
         raise prompt_error(error, lm, "messages") from None
 
@@ -80,7 +80,7 @@ def encode_body(context: ServerContext, ignored: IgnoredNames, body: TokenizeReq
 def detokenize_body(lm: LanguageModel, body: DetokenizeRequest) -> str:
     """Return the text of tokens; raises ApiError for ids that aren't in the vocabulary."""
     try:
-        ids = lm.runtime.prompts.encode(body.tokens, at_start=False)
+        ids = lm.runtime.prompt_encoder.encode(body.tokens, at_start=False)
     except PromptError as error:
         raise prompt_error(error, lm, "tokens") from None
     return lm.tokenizer.decode_with_special(ids) or lm.tokenizer.decode(ids)

@@ -22,7 +22,7 @@ from ovspec.ir.crashes import name_fault
 from ovspec.ir.device import DeviceOptions, check_device, is_gpu, make_compile_properties
 from ovspec.ir.heads import add_features_output
 from ovspec.ir.instruction_set import describe_instruction_set
-from ovspec.ir.matrix_products import SPLITTING_INSTRUCTION_SETS, split_wide_products, join_products
+from ovspec.ir.matrix_products import SPLITTING_INSTRUCTION_SETS, join_products, split_wide_products
 from ovspec.ir.memory import weights_fit_into_memory
 from ovspec.ir.paged_attention import NotPaged, pair_queries, read_attention_windows, rewrite_to_paged
 from ovspec.setup.rollback_probing import find_findings_file
@@ -57,7 +57,8 @@ def compile_paged(
 
     Raises NotPaged if that is impossible.
 
-    ``two_queries``: whether it is rewritten for exact arithmetic by ``pair_queries`` and, if need be, ``split_wide_products``.
+    ``two_queries``: whether it is rewritten for exact arithmetic by ``pair_queries`` and, if need be,
+    ``split_wide_products``.
     ``head``: the folder of a head that the model gives features to.
     """
 

@@ -13,7 +13,7 @@ from typing import Any
 from ovspec.base.errors import PromptError
 from ovspec.base.json_types import JsonObject, JsonValue
 from ovspec.base.surrogates import replace_half_surrogates
-from ovspec.params.tool_formats import FORMATS, FORMATS_BY_NAME
+from ovspec.params.tool_formats import TOOL_FORMATS, TOOL_FORMATS_BY_NAME
 from ovspec.params.tool_formats.generic import GENERIC
 from ovspec.params.tool_formats.layout import (
     ToolFormat,
@@ -133,7 +133,7 @@ class ChatFormat:
         """The tool format, and how the template wants messages with calls."""
         tool_format, style = detect_tool_format(self.template)
         if self._tool_format_name:
-            tool_format = FORMATS_BY_NAME[self._tool_format_name]
+            tool_format = TOOL_FORMATS_BY_NAME[self._tool_format_name]
         return tool_format, style
 
     @functools.cached_property
@@ -303,13 +303,13 @@ def detect_tool_format(template: ChatTemplate) -> tuple[ToolFormat, CallStyle]:
 
     The template renders two calls; what comes out shows how the model writes them.
     """
-    for format in FORMATS:
+    for format in TOOL_FORMATS:
         if format.template_marks and all(mark in template.source for mark in format.template_marks):
             return format, CallStyle()
     # Two calls in a message show what is between them; but a template may take one at a time.
     for chat, parts in ((PROBE_CHAT, [PROBE_CALLS]), (split_calls(PROBE_CHAT), [[call] for call in PROBE_CALLS])):
         samples = {style: render_or_empty(template, style.apply(chat)) for style in CALL_STYLES}
-        for format in FORMATS:
+        for format in TOOL_FORMATS:
             if (
                 format.template_marks
                 or not format.template_has_tools

@@ -223,7 +223,7 @@ def load_models(folder: Path, ways: Iterable[Way], drafts: dict[str, str], arith
             load = [LOOKUP, *([draft] if draft else ())]
             by_draft[draft] = ovspec.load(folder, load, arithmetic=arithmetic, cache_memory=0)
         model = by_draft[draft]
-        choice = model.runtime.models.choice
+        choice = model.runtime.models.draft_choice
         chosen = choice.model if draft and choice else None
         by_way[runner] = model.with_drafters(DraftChoice(lookup=LOOKUP in drafters, model=chosen) or None)
     return by_way

@@ -34,7 +34,7 @@ QUIET: dict[str, Any] = {"think": False}
 @pytest.fixture
 def lm(load: Load, monkeypatch: pytest.MonkeyPatch) -> ovspec.LanguageModel:
     lm = load()
-    monkeypatch.setattr(lm.runtime.prompts, "chat_format", ChatFormat(ChatTemplate(SOURCE, {})))
+    monkeypatch.setattr(lm.runtime.prompt_encoder, "chat_format", ChatFormat(ChatTemplate(SOURCE, {})))
     return lm
 
 
@@ -79,7 +79,7 @@ def test_a_session_renders_its_chat_with_them(lm: ovspec.LanguageModel, tmp_path
         with pytest.raises(ovspec.OvspecError, match="`chat_template_kwargs` needs chat messages"):
             session.append("a text")
         session.append(CHAT)
-        assert session.tokens == lm.runtime.prompts.encode(CHAT, variables=QUIET).tolist()
+        assert session.tokens == lm.runtime.prompt_encoder.encode(CHAT, template_variables=QUIET).tolist()
         with pytest.raises(ovspec.OvspecError, match=r"can't be given when a session generates: .* before you append"):
             session.generate(max_tokens=2, chat_template_kwargs=QUIET)
         session.generate(max_tokens=2)
@@ -89,7 +89,7 @@ def test_a_session_renders_its_chat_with_them(lm: ovspec.LanguageModel, tmp_path
         session.append(" more")  # continues the answer
         session.chat_template_kwargs = None
         session.append({"role": "user", "content": "go on"})
-        assert session.tokens == lm.runtime.prompts.encode(session.messages).tolist()
+        assert session.tokens == lm.runtime.prompt_encoder.encode(session.messages).tolist()
     with lm.session() as session:
         session.load(tmp_path / "chat")
         session.append({"role": "user", "content": "go on"})

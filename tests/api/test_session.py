@@ -373,7 +373,7 @@ def test_an_edited_text_pays_for_what_changed(session: ovspec.Session) -> None:
     assert session.text == ""
     session.append(PROMPTS[0][:-10] + "changed")
     result = session.generate(max_tokens=3, heal=False)
-    assert result.stats.cached_tokens >= len(session.runtime.prompts.encode(PROMPTS[0][:-10])) - 2
+    assert result.stats.cached_tokens >= len(session.runtime.prompt_encoder.encode(PROMPTS[0][:-10])) - 2
 
 
 def test_misuse_is_refused(load: Load, session: ovspec.Session) -> None:
@@ -543,7 +543,7 @@ def test_each_turn_goes_on_from_the_last(session: ovspec.Session, load: Load) ->
         assert result.token_ids == lm.generate(prompt, max_tokens=12).token_ids
         assert session.messages[-1] == {"role": "assistant", "content": result.text}
         assert result.stats.cached_tokens >= before - 1, "only the new turn is read"
-        rendered = lm.runtime.prompts.chat_format.template.render(session.messages[:-1])
+        rendered = lm.runtime.prompt_encoder.chat_format.template.render(session.messages[:-1])
         assert lm.tokenizer.decode_with_special(session.sequence.tokens[: len(prompt)]) == rendered
     session.append("more")
     assert session.messages[-1]["content"].endswith("more"), "a string continues the answer"
@@ -569,7 +569,7 @@ def test_a_template_that_forgets_is_followed(session: ovspec.Session, monkeypatc
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] }}<|im_end|>\n"
         "{% endfor %}<|im_start|>assistant\n"
     )
-    monkeypatch.setattr(session.runtime.prompts, "chat_format", ChatFormat(ChatTemplate(source, {})))
+    monkeypatch.setattr(session.runtime.prompt_encoder, "chat_format", ChatFormat(ChatTemplate(source, {})))
     session.append({"role": "user", "content": "hi"})
     question = len(session)
     session.append("thinking</think>the answer")
@@ -577,7 +577,7 @@ def test_a_template_that_forgets_is_followed(session: ovspec.Session, monkeypatc
     session.append({"role": "user", "content": "go on"})
     assert "thinking" not in session.text
     assert "the answer" in session.text
-    assert session.tokens == session.runtime.prompts.encode(session.messages).tolist()
+    assert session.tokens == session.runtime.prompt_encoder.encode(session.messages).tolist()
     assert session.generate(max_tokens=2).stats.cached_tokens >= question - 1
 
 
@@ -600,11 +600,13 @@ def test_an_answer_that_ended_keeps_its_tokens(session: ovspec.Session) -> None:
     """Also if the template ends answers with another token than the model did."""
     session.append({"role": "user", "content": "hi"})
     letters = [
-        token for letter in "loop" for token in session.runtime.prompts.tokenizer.encode_continuation(letter).tolist()
+        token
+        for letter in "loop"
+        for token in session.runtime.prompt_encoder.tokenizer.encode_continuation(letter).tolist()
     ]
-    assert len(session.runtime.prompts.tokenizer.encode_continuation("loop")) < len(letters)
+    assert len(session.runtime.prompt_encoder.tokenizer.encode_continuation("loop")) < len(letters)
     begun = session.tokens
-    session.append([*letters, min(session.runtime.prompts.generation_config.eos_ids)])
+    session.append([*letters, min(session.runtime.prompt_encoder.generation_config.eos_ids)])
     session.append({"role": "user", "content": "more"})
     assert session.messages[1] == {"role": "assistant", "content": "loop"}
     assert session.tokens[: len(begun) + 4] == [*begun, *letters]

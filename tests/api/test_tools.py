@@ -23,7 +23,7 @@ from ovspec.api.verify import record_as_json, result_from_json
 from ovspec.drafting.choice import parse_draft
 from ovspec.engine.results import Piece
 from ovspec.engine.row import Row
-from ovspec.params.tool_formats import FORMATS_BY_NAME
+from ovspec.params.tool_formats import TOOL_FORMATS_BY_NAME
 from ovspec.text.chat_format import ChatFormat
 from ovspec.text.chat_template import ChatTemplate
 
@@ -37,7 +37,7 @@ CHATS = [
 ]
 TAGS = (
     "<think>",
-    *(trigger.replace("{NAME}", "tool_") for each in FORMATS_BY_NAME.values() for trigger in each.triggers),
+    *(trigger.replace("{NAME}", "tool_") for each in TOOL_FORMATS_BY_NAME.values() for trigger in each.triggers),
 )
 QUICK = ("qwen-xml", "harmony")  # of each kind one; the slow test judges all
 
@@ -47,7 +47,7 @@ def templates(monkeypatch: pytest.MonkeyPatch) -> Callable[[ovspec.LanguageModel
     """Return a function that gives a model a chat template and a tool format."""
 
     def with_format(lm: ovspec.LanguageModel, tool_format: str) -> ovspec.LanguageModel:
-        monkeypatch.setattr(lm.runtime.prompts, "chat_format", ChatFormat(ChatTemplate(SOURCE, {}), tool_format))
+        monkeypatch.setattr(lm.runtime.prompt_encoder, "chat_format", ChatFormat(ChatTemplate(SOURCE, {}), tool_format))
         return lm
 
     return with_format
@@ -141,7 +141,7 @@ def check(row: Row, pieces: list[Piece], tools: dict[str, Any], counts: Counter[
 def judge(lm: ovspec.LanguageModel, tool_format: str, count: int, number: int) -> Counter[str]:
     """Generate ``count`` random answers with a random tool each, and check them."""
     numbers, counts, rows, tools = random.Random(number), Counter[str](), list[Row](), dict[str, Any]()
-    layout = FORMATS_BY_NAME[tool_format]
+    layout = TOOL_FORMATS_BY_NAME[tool_format]
     for at, each in enumerate(random_tools(count, number)):
         name = each["function"]["name"]
         trigger = lm.tokenizer.encode_continuation(layout.triggers[0].replace("{NAME}", name)).tolist()
@@ -181,7 +181,7 @@ def test_no_call_is_invalid(load: Load, templates: Any, tool_format: str) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tool_format", FORMATS_BY_NAME)
+@pytest.mark.parametrize("tool_format", TOOL_FORMATS_BY_NAME)
 def test_no_call_is_invalid_of_many(load: Load, templates: Any, tool_format: str) -> None:
     counts = judge(templates(load(), tool_format), tool_format, 40, 100 + len(tool_format))
     assert counts["whole"] >= 8, counts

@@ -17,7 +17,7 @@ from ovspec.base.files import flush_to_disk, rename_with_retries, write_atomical
 @pytest.fixture
 def on_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "sys", SimpleNamespace(platform="win32"))
-    monkeypatch.setattr(files, "RENAME_PAUSE", 0.0)
+    monkeypatch.setattr(files, "RENAME_PAUSE_SECONDS", 0.0)
 
 
 def refuse(monkeypatch: pytest.MonkeyPatch, times: int) -> list[Path]:

@@ -21,7 +21,7 @@ def test_ctrl_c_waits_while_held() -> None:
     interrupts = DelayedInterrupts()
     interrupts.delaying = True
     signal.raise_signal(signal.SIGINT)
-    assert interrupts.pressed
+    assert interrupts.ctrl_c_pressed
     interrupts.delaying = False
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)

@@ -67,7 +67,7 @@ def test_packages_that_a_user_installed_for_himself_are_found(monkeypatch: pytes
 
 
 def test_killed_each_time(end_next: End, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "MAX_DEATH_WEIGHT", 2 * sandbox.KILLED_WEIGHT)
+    monkeypatch.setattr(sandbox, "MAX_DEATH_WEIGHT", 2 * sandbox.KILLED_DEATH_WEIGHT)
     signals = [signal.SIGKILL] * 3
     end_next(RENDERER, signals)
     told = r"^The process that renders chat templates was killed, 2 times; see that memory is free, and try again\.$"
@@ -91,7 +91,7 @@ def test_a_process_that_has_grown_is_not_used_again(monkeypatch: pytest.MonkeyPa
     RENDERER.end_idle_processes()
     assert TEMPLATE.render([]) == "0"
     [process] = RENDERER.idle_processes
-    monkeypatch.setattr(RENDERER, "size", int(1.5 * process.memory_info().rss))
+    monkeypatch.setattr(RENDERER, "max_bytes", int(1.5 * process.memory_info().rss))
     assert TEMPLATE.render([]) == "0"
     assert not RENDERER.idle_processes
     assert not process.is_running()

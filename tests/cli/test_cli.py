@@ -60,17 +60,17 @@ def test_progress_is_a_line_a_step_and_moves_on_a_terminal(
 ) -> None:
     from ovspec.base import progress
 
-    assert progress.SHOW_AFTER == 1.0
-    monkeypatch.setattr(progress, "SHOW_AFTER", 0.3)
+    assert progress.SHOW_AFTER_SECONDS == 1.0
+    monkeypatch.setattr(progress, "SHOW_AFTER_SECONDS", 0.3)
     for terminal in (False, True):
         monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal)
         seconds = 1.0 if terminal else 0.5
-        with progress.show_step("converting", keep=True) as converting:
+        with progress.show_step("converting", keep_line=True) as converting:
             time.sleep(seconds)
             converting.result = "9 MB"
         with progress.show_step("loading"):
             pass
-        with pytest.raises(KeyboardInterrupt), progress.show_step("never ends", keep=True):
+        with pytest.raises(KeyboardInterrupt), progress.show_step("never ends", keep_line=True):
             raise KeyboardInterrupt
         progress.print_note("done")
         told = capsys.readouterr().err
@@ -87,12 +87,12 @@ def test_progress_is_a_line_a_step_and_moves_on_a_terminal(
 def test_the_text_of_a_step_may_change(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     from ovspec.base import progress
 
-    monkeypatch.setattr(progress, "SHOW_AFTER", 0.0)
-    monkeypatch.setattr(progress, "REPEAT_AFTER", 0.1)
+    monkeypatch.setattr(progress, "SHOW_AFTER_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "REPEAT_AFTER_SECONDS", 0.1)
     for terminal in (False, True):
         monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal)
         seconds = 0.7 if terminal else 0.35
-        with progress.show_step("training", keep=True) as training:
+        with progress.show_step("training", keep_line=True) as training:
             time.sleep(seconds)
             training.text = "training, 12 tokens/s"
             time.sleep(seconds)

@@ -28,7 +28,7 @@ from ovspec.engine.prefill_budget import (
     MAX_SLOWDOWN,
     MIN_JOINING_TOKENS,
     MIN_PROMPT_TOKENS,
-    WIDTH_SLACK,
+    WIDTH_SLACK_TOKENS,
     PrefillBudget,
     RoundLoad,
 )
@@ -234,7 +234,7 @@ def test_a_text_that_cannot_go_on_fails_alone(engine: EngineThread, monkeypatch:
     monkeypatch.setattr(Lookahead, "can_afford_drafting", lambda *_: True)
     monkeypatch.setattr(Lookahead, "should_draft", lambda *_: True)
     others = [Asked(engine, prompt) for prompt in PROMPTS[:2]]
-    start = len(engine.runtime.prompts.encode(PROMPTS[3]))
+    start = len(engine.runtime.prompt_encoder.encode(PROMPTS[3]))
     broken = Breaks(start + 9, OvspecError("No token may follow."))
     failing = Asked(
         engine, PROMPTS[3], logits_processors=[lambda tokens, logits: broken.process_logits(logits, tokens)]
@@ -276,8 +276,8 @@ def test_a_text_whose_end_cannot_be_judged_fails_alone(engine: EngineThread, mon
             raise OvspecError("The grammar fails.")
         return take(row, outcome)
 
-    marked = len(engine.runtime.prompts.encode(PROMPTS[3]))
-    assert marked not in [len(engine.runtime.prompts.encode(prompt)) for prompt in PROMPTS[:2]]
+    marked = len(engine.runtime.prompt_encoder.encode(PROMPTS[3]))
+    assert marked not in [len(engine.runtime.prompt_encoder.encode(prompt)) for prompt in PROMPTS[:2]]
     monkeypatch.setattr(Row, "add_outcome", taking)
     others, failing = [Asked(engine, prompt) for prompt in PROMPTS[:2]], Asked(engine, PROMPTS[3])
     assert "The grammar fails" in str(failing.result())
@@ -316,7 +316,7 @@ def test_a_background_task_waits_for_memory_and_rows_wait_for_it(load: Callable[
     lm = load(draft="none")
     engine = EngineThread(lm.runtime, max_rows=4, cache_bytes=700 * kv_bytes_per_token(lm.target.ir))
     engine.start()
-    assert 600 <= engine.most_tokens <= 700
+    assert 600 <= engine.max_cache_tokens <= 700
     order = list[str]()
 
     def task() -> Generator[None]:
@@ -329,7 +329,7 @@ def test_a_background_task_waits_for_memory_and_rows_wait_for_it(load: Callable[
     first = Asked(engine, PROMPTS[0], max_tokens=300)
     while not first.job.started:
         time.sleep(0.005)
-    engine.add_task(BackgroundTask(task(), tokens=600))
+    engine.add_task(BackgroundTask(task(), cache_tokens=600))
     second = Asked(engine, PROMPTS[1], max_tokens=60)
     first.result()
     second.result()
@@ -388,7 +388,8 @@ def test_the_pace_keeps_rounds_short(per_token: float) -> None:
             read = prefill_budget.count_prompt_tokens(load)
             prefill_budget.learn(load, read, ms(load, read))
         assert (
-            read in (MIN_PROMPT_TOKENS, MAX_PROMPT_TOKENS) or ms(load, read) > most - (WIDTH_SLACK + 1) * per_token - 1
+            read in (MIN_PROMPT_TOKENS, MAX_PROMPT_TOKENS)
+            or ms(load, read) > most - (WIDTH_SLACK_TOKENS + 1) * per_token - 1
         )
         assert read == MIN_PROMPT_TOKENS or ms(load, read) <= most + 1
         busy = replace(load, proposed_tokens=8)

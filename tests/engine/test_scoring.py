@@ -11,7 +11,7 @@ from conftest import PROMPTS, Reference
 
 import ovspec
 from ovspec.api.model import LanguageModel
-from ovspec.engine.scoring import MAX_LOGITS, MAX_TEXTS, group_texts
+from ovspec.engine.scoring import MAX_LOGITS_PER_INFERENCE, MAX_TEXTS_PER_INFERENCE, group_texts
 from ovspec.text.generation_config import GenerationFile
 
 Load = Callable[..., LanguageModel]
@@ -116,7 +116,7 @@ def test_many_options(load: Load, reference: Reference) -> None:
         chosen = session.select(options)
         assert len(chosen.logprobs) == 70
         for number in (0, 33, 69):
-            text = session.runtime.prompts.tokenizer.encode(PROMPTS[0] + options[number]).tolist()
+            text = session.runtime.prompt_encoder.tokenizer.encode(PROMPTS[0] + options[number]).tolist()
             total = sum(expected_logprobs(reference, text, len(before)))
             assert chosen.logprobs[number] == pytest.approx(total, abs=2e-3)
         assert session.text == PROMPTS[0] + chosen.text
@@ -126,8 +126,8 @@ def test_groups_are_bounded() -> None:
     texts = [np.zeros(10 + length, dtype=np.int64) for length in (300, 5, 250, 1, 3, *[1] * 40)]
     found = list(group_texts(texts, 10))
     assert [len(text) for group in found for text in group] == [len(text) for text in texts]
-    assert all(len(group) <= MAX_TEXTS for group in found)
-    assert all(sum(len(text) - 10 for text in group) <= MAX_LOGITS or len(group) == 1 for group in found)
+    assert all(len(group) <= MAX_TEXTS_PER_INFERENCE for group in found)
+    assert all(sum(len(text) - 10 for text in group) <= MAX_LOGITS_PER_INFERENCE or len(group) == 1 for group in found)
     assert len(found) == 4
 
 

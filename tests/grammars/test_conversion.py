@@ -83,10 +83,10 @@ def follow(grammar: str) -> None:
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> Iterator[float]:
     """Allow a check fewer seconds than usual, so that the tests of this limit end sooner."""
-    assert CONVERTER.seconds == CONVERSION_SECONDS == 5
-    monkeypatch.setattr(CONVERTER, "seconds", 1.5)
+    assert CONVERTER.max_seconds == CONVERSION_SECONDS == 5
+    monkeypatch.setattr(CONVERTER, "max_seconds", 1.5)
     before = [*CONVERTER.idle_processes]
-    yield CONVERTER.seconds
+    yield CONVERTER.max_seconds
     if any(process not in before for process in CONVERTER.idle_processes):
         CONVERTER.end_idle_processes()  # the new ones allow only this long themselves
 
@@ -169,7 +169,7 @@ def refused(schema: Any) -> str:
 
 def test_a_slow_moment_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     schema = {"type": "integer", "multipleOf": 49999}
-    monkeypatch.setattr(CONVERTER, "seconds", 0.01)
+    monkeypatch.setattr(CONVERTER, "max_seconds", 0.01)
     assert "ran longer than" in refused(schema)
     monkeypatch.undo()
     assert convert_grammar("json_schema", schema, "schema")
@@ -183,7 +183,7 @@ def test_a_grammar_sees_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CONVERTER, "size", 120_000_000)
+    monkeypatch.setattr(CONVERTER, "max_bytes", 120_000_000)
     with pytest.raises(OvspecError, match="took more than 120 MB of memory"):
         convert_grammar("json_schema", {"type": "integer", "multipleOf": 899981}, "schema")
 

@@ -20,7 +20,7 @@ from hostile_cases import deep
 
 from ovspec.base.errors import OvspecError
 from ovspec.params import make_params
-from ovspec.params.tool_formats import FORMATS
+from ovspec.params.tool_formats import TOOL_FORMATS
 from ovspec.sampling.answer_constraint import AnswerConstraint
 from ovspec.sampling.grammar_constraint import GrammarCompiler
 from ovspec.sampling.grammar_conversion import TOOLS_SECONDS
@@ -30,8 +30,8 @@ from ovspec.text.tokenizer import make_byte_vocabulary
 from ovspec.text.tokenizer_files import TokenizerFile
 
 REAL = ROOT / "smollm2" / "tokenizer.json"  # of 49,152 tokens; used if it is there
-XML = [each for each in FORMATS if each.parameters]
-NESTED = [each for each in FORMATS if not each.parameters]
+XML = [each for each in TOOL_FORMATS if each.parameters]
+NESTED = [each for each in TOOL_FORMATS if not each.parameters]
 
 
 @functools.cache
@@ -206,8 +206,8 @@ PARTS = ("NAME", "ID", "INDEX", "ARGUMENTS")  # of calls, as formats name them
 @pytest.mark.parametrize(
     ("format", "names"),
     [
-        *[(each.name, (PARTS[number % 4], PARTS[(number + 1) % 4])) for number, each in enumerate(FORMATS)],
-        *[pytest.param(each.name, PARTS, marks=pytest.mark.slow) for each in FORMATS],
+        *[(each.name, (PARTS[number % 4], PARTS[(number + 1) % 4])) for number, each in enumerate(TOOL_FORMATS)],
+        *[pytest.param(each.name, PARTS, marks=pytest.mark.slow) for each in TOOL_FORMATS],
     ],
 )
 def test_tools_that_are_called_as_parts_of_calls_are(format: str, names: tuple[str, ...]) -> None:
@@ -322,7 +322,7 @@ def test_texts_in_xml_stay_what_they_are(format: Any) -> None:
             assert follows(answer, tokens), text
             _, reader = answer.read(tokens, 2)
             assert json.loads(reader.calls[0].arguments) == {"x": text}
-        close = layout.parameters.close
+        close = layout.parameters.after_value
         for text in (close, f"a{close}b", f"{close}{close}"):
             spelt = PLAIN.ids_of(text)
             begin = vocabulary.ids_of(layout.write_calls([("f", {"x": "a"})]).partition(close)[0])

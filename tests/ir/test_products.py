@@ -8,7 +8,7 @@ import pytest
 from openvino import opset13 as ops
 
 from ovspec.ir.device import openvino_core
-from ovspec.ir.matrix_products import split_wide_products, join_products
+from ovspec.ir.matrix_products import join_products, split_wide_products
 
 ROWS, GROUP = 16, 64
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from ovspec.base.errors import OvspecError
 from ovspec.engine.results import Piece, Result, Stats
 from ovspec.params import Params
-from ovspec.params.tool_formats import FORMATS_BY_NAME
+from ovspec.params.tool_formats import TOOL_FORMATS_BY_NAME
 from ovspec.protocols.bodies import MAX_NAMED_FIELDS, RequestError
 from ovspec.protocols.errors import RequestFailure
 from ovspec.protocols.messages.body import MESSAGES_FIELDS_WITHOUT_EFFECT, MessagesRequest
@@ -367,7 +367,7 @@ def test_whatever_is_sent_is_read_or_refused(messages: Any, more: dict[str, Any]
 
 # ---------------------------------------------------------------- answers
 
-TOOLS = FORMATS_BY_NAME["hermes"]
+TOOLS = TOOL_FORMATS_BY_NAME["hermes"]
 THINK = next(each for each in THINKING_FORMATS if each.open == "<think>")
 EVENT = "anthropic.types:RawMessageStreamEvent"
 HEAD = {"id": "msg_1", "created": 1, "model": "demo"}

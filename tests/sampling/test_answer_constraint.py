@@ -26,7 +26,7 @@ from answers import (
 
 from ovspec.base.errors import OvspecError
 from ovspec.params import make_params
-from ovspec.params.tool_formats import FORMATS
+from ovspec.params.tool_formats import TOOL_FORMATS
 from ovspec.sampling.answer_constraint import AnswerConstraint
 from ovspec.sampling.masks import mask_contains
 from ovspec.text.answer import HARMONY_THINKING, AnswerContent
@@ -430,7 +430,7 @@ QUICK = ("hermes", "mistral")
 
 @pytest.mark.parametrize(
     "format",
-    [pytest.param(each.name, marks=() if each.name in QUICK else SLOW) for each in FORMATS if not each.parameters],
+    [pytest.param(each.name, marks=() if each.name in QUICK else SLOW) for each in TOOL_FORMATS if not each.parameters],
 )
 def test_items_that_must_differ(format: str) -> None:
     answer = answers(format, [SET, GET], tool_choice="required")
@@ -537,7 +537,7 @@ def test_a_constraint_that_fails_can_be_asked_again() -> None:
 TAGS_ARE = ("spelt", "special", "added")
 CASES = [
     pytest.param(format, tags, marks=() if number % 3 == place else SLOW, id=f"{format.name}-{tags}")
-    for number, format in enumerate(FORMATS)
+    for number, format in enumerate(TOOL_FORMATS)
     for place, tags in enumerate(TAGS_ARE)
 ]
 

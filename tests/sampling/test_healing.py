@@ -248,7 +248,7 @@ def test_a_context_that_is_full_while_the_prompt_is_said_again() -> None:
     sequence = Sequence([5, 6])
     detokenizer = ByteDetokenizer(list(VOCABULARY or []))
     stats = Stats(prompt_tokens=3)
-    row = Row(sequence, Params(max_tokens=1), GreedySampler(), detokenizer, stats, context=4, healing=healing)
+    row = Row(sequence, Params(max_tokens=1), GreedySampler(), detokenizer, stats, context_length=4, healing=healing)
     for letter in letters:
         assert row.finish_reason is None
         sequence.commit([letter])

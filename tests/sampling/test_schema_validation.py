@@ -236,7 +236,7 @@ ENDLESS = [
 
 @pytest.mark.parametrize(("schema", "text"), ENDLESS)
 def test_judging_is_given_up_and_holds_up_nobody(schema: Any, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(VALIDATOR, "seconds", 1.0)
+    monkeypatch.setattr(VALIDATOR, "max_seconds", 1.0)
     found, waits = list[str](), list[float]()
     judging = threading.Thread(target=lambda: found.extend(find_schema_errors(schema, "", text)))
     judging.start()
@@ -251,7 +251,7 @@ def test_judging_is_given_up_and_holds_up_nobody(schema: Any, text: str, monkeyp
 
 
 def test_judging_takes_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(VALIDATOR, "size", 10_000_000)  # less than Python itself
+    monkeypatch.setattr(VALIDATOR, "max_bytes", 10_000_000)  # less than Python itself
     (found,) = find_schema_errors(HOSTILE, "", json.dumps({"x": "a" * 40 + "!"}))
     assert found == "#: the check took more than 10 MB of memory, so whether the text is valid is unknown"
 

@@ -188,7 +188,7 @@ def read(engine: EngineThread, monkeypatch: pytest.MonkeyPatch) -> list[tuple[in
 
 def test_repeated_prompts_are_read_in_small_steps(engine: EngineThread, read: list[tuple[int, bool]]) -> None:
     """While texts are generated, which wait for each step; the log-probabilities stay the same."""
-    ids = engine.runtime.prompts.encode("\n".join(PROMPTS[:3])).tolist()[:300]
+    ids = engine.runtime.prompt_encoder.encode("\n".join(PROMPTS[:3])).tolist()[:300]
     expected = run_generator(compute_prompt_logprobs(ovspec.LanguageModel(engine.runtime), ids, 2))
     assert echo(engine, ids) == expected
     assert max(tokens for tokens, _ in read) > SMALL_CHUNK

@@ -230,7 +230,7 @@ def test_a_history_lets_the_chat_go_on(served: Served, history: History, same: H
         assert all(same in served.spelt(ids) for ids in prompts.values()), prompts
         assert len({*map(tuple, prompts.values())}) == 1
     else:
-        expected = served.lm.runtime.prompts.encode(same).tolist()
+        expected = served.lm.runtime.prompt_encoder.encode(same).tolist()
         assert prompts == dict.fromkeys(APIS, expected)
     left_out = {api: [f"content.{IMAGE[api]['type']}"] if "image" in str(history) else [] for api in APIS}
     assert {api: each.ignored for api, each in answers.items()} == left_out
@@ -266,10 +266,13 @@ def test_other_parts_are_left_out_and_named(served: Served, api: str, role: str,
 
 def test_a_refusal_is_text_and_a_made_image_an_item(served: Served) -> None:
     refused = served.ask("chat", [ASK, answer([{"type": "refusal", "refusal": "No."}]), AND])
-    assert refused.record["prompt_token_ids"] == served.lm.runtime.prompts.encode([ASK, answer("No."), AND]).tolist()
+    assert (
+        refused.record["prompt_token_ids"]
+        == served.lm.runtime.prompt_encoder.encode([ASK, answer("No."), AND]).tolist()
+    )
     made = {"type": "image_generation_call", "id": "ig_1", "result": "AA", "status": "completed"}
     found = served.post(PATHS["responses"], {"input": [ASK, made, AND], "max_output_tokens": 1, "return_record": True})
-    expected = served.lm.runtime.prompts.encode([ASK, answer("[image omitted]"), AND]).tolist()
+    expected = served.lm.runtime.prompt_encoder.encode([ASK, answer("[image omitted]"), AND]).tolist()
     assert found.json()["record"]["prompt_token_ids"] == expected
     assert found.headers[IGNORED_HEADER] == "content.image_generation_call"
 
@@ -299,7 +302,7 @@ def test_a_cut_off_call_can_be_sent_back(served: Served, api: str) -> None:
             body = {"messages": [ASK, message or said["choices"][0]["message"], AND], "max_tokens": 1}
         if api == "batch":
             line = parse_line(json.dumps(body), "a")
-            assert not line.error and len(served.lm.runtime.prompts.encode(line.text_request.prompts[0])) > 8
+            assert not line.error and len(served.lm.runtime.prompt_encoder.encode(line.text_request.prompts[0])) > 8
         else:
             again = served.post(PATHS[api], {**body, "tools": [given]})
             assert again.status_code == 200, (body, again.text)
@@ -316,7 +319,7 @@ def test_template_arguments_that_nothing_reads(served: Served, api: str) -> None
         assert "doesn't read enable_thinking" in found.said
         return
     assert found.ignored == ["chat_template_kwargs.enable_thinking", "chat_template_kwargs.tint"], found
-    assert found.record["prompt_token_ids"] == served.lm.runtime.prompts.encode([ASK]).tolist()
+    assert found.record["prompt_token_ids"] == served.lm.runtime.prompt_encoder.encode([ASK]).tolist()
     assert served.ask(api, [ASK], chat_template_kwargs={"messages": []}).status == 400
 
 
@@ -324,7 +327,7 @@ def test_tokenize_leaves_out_the_same(served: Served) -> None:
     history = in_words_of("chat", [user([{"type": "image"}]), answer(None), AND])
     found = served.post("/tokenize", {"messages": history, "chat_template_kwargs": {"tint": 1}})
     same = [user("[image omitted]"), answer(""), AND]
-    assert found.json()["tokens"] == served.lm.runtime.prompts.encode(same).tolist()
+    assert found.json()["tokens"] == served.lm.runtime.prompt_encoder.encode(same).tolist()
     assert found.headers[IGNORED_HEADER] == "content.image_url, chat_template_kwargs.tint"
 
 
@@ -337,10 +340,10 @@ def test_a_last_message_of_the_assistant_is_continued(served: Served, api: str) 
     found = served.ask(api, chat)
     ids = found.record["prompt_token_ids"]
     assert served.spelt(ids).endswith("The sky is")
-    assert ids == served.lm.runtime.prompts.encode(chat).tolist() and found.record["token_ids"]
+    assert ids == served.lm.runtime.prompt_encoder.encode(chat).tolist() and found.record["token_ids"]
     assert found.record["token_ids"] == served.lm.generate(chat, max_tokens=1).token_ids
     begun = served.ask(api, [ASK, answer("")])
-    assert begun.record["prompt_token_ids"] == served.lm.runtime.prompts.encode([ASK]).tolist()
+    assert begun.record["prompt_token_ids"] == served.lm.runtime.prompt_encoder.encode([ASK]).tolist()
 
 
 FLAGS: list[tuple[dict[str, bool], bool, str]] = [
@@ -362,7 +365,7 @@ def test_fields_that_ask_for_it(served: Served, flags: dict[str, bool], begun: b
         found = served.ask(api, chat, **flags)
         assert found.status == (400 if error else 200) and (not error or error in found.said), found
     tokens = served.post("/tokenize", {"messages": chat, **flags}).json()
-    assert tokens == tokens | ({} if error else {"tokens": served.lm.runtime.prompts.encode(chat).tolist()})
+    assert tokens == tokens | ({} if error else {"tokens": served.lm.runtime.prompt_encoder.encode(chat).tolist()})
     assert ("error" in tokens) == bool(error)
 
 

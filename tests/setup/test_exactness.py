@@ -341,7 +341,7 @@ def test_without_a_rule_nothing_is_paid_for_one(cache_dir: Path, monkeypatch: py
         assert stats.arithmetic.startswith("fast, not exact here (") and not stats.rule, load
         assert "probed positions differ)" in stats.arithmetic
         assert lm.target.rule == FAST_RULE and QUERY_INPUTS[0] not in lm.target.ir.inputs
-        assert not lm.runtime.models.choice
+        assert not lm.runtime.models.draft_choice
     monkeypatch.setattr(ovspec.setup.engine_choice, "read_exactness", lambda *_: Exactness(None, 51, 2))
     stateful = ovspec.load(SMALL, engine="stateful", cache_dir=cache_dir).generate("a", max_tokens=2).stats
     assert (stateful.arithmetic, stateful.rollback) == (
@@ -384,7 +384,7 @@ def test_the_default_is_lookup_where_a_guess_is_free(cache_dir: Path, monkeypatc
     for draft, options, guess, proposes in ways:
         lm = ovspec.load(SMALL, draft, cache_dir=cache_dir, **options)
         result = lm.generate(PROMPTS[0], max_tokens=30, ignore_eos=True)
-        assert bool(lm.runtime.models.choice) == proposes, (draft, options, guess)
+        assert bool(lm.runtime.models.draft_choice) == proposes, (draft, options, guess)
         assert proposes or not result.stats.proposed
         texts.setdefault(lm.target.engine, result.token_ids)
         if not options:

@@ -15,7 +15,7 @@ import numpy as np
 from grammar_walks import CLOSERS, TOKENIZER
 
 from ovspec.params import make_params
-from ovspec.params.tool_formats import FORMATS_BY_NAME
+from ovspec.params.tool_formats import TOOL_FORMATS_BY_NAME
 from ovspec.sampling.answer_constraint import AnswerConstraint
 from ovspec.sampling.grammar_constraint import GrammarCompiler
 from ovspec.sampling.grammar_options import convert_answer_grammar
@@ -144,7 +144,7 @@ def answers(
     params = make_params(given)  # type: ignore[arg-type]
     use = params.allowed_calls
     format = AnswerFormat(
-        FORMATS_BY_NAME[tool_format] if tools else None,
+        TOOL_FORMATS_BY_NAME[tool_format] if tools else None,
         thinking,
         use.tool_names or tuple(each["function"]["name"] for each in params.tools),
         begins,

@@ -62,7 +62,7 @@ def runs(
 
     ``quiet``: seconds after which a step of the command is shown.
     """
-    monkeypatch.setattr(progress, "SHOW_AFTER", quiet)
+    monkeypatch.setattr(progress, "SHOW_AFTER_SECONDS", quiet)
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache_dir))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OVSPEC_TUNE", "1")

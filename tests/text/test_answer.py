@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from ovspec.params.tool_formats import FORMATS
+from ovspec.params.tool_formats import TOOL_FORMATS
 from ovspec.params.tool_formats.layout import ToolFormat
 from ovspec.text.answer import (
     HARMONY_THINKING,
@@ -95,7 +95,7 @@ def answers(draw: st.DrawFn, format: ToolFormat) -> Answer:
     if around := format.parameters:
         values = [value for _, arguments in calls for value in arguments.values()]
         texts = [value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in values]
-        close = answer_format.mark_tokens(around.close)
+        close = answer_format.mark_tokens(around.after_value)
         assume(all((text + close).find(close) == len(text) for text in texts))
     strings = {name: [key for key in arguments if isinstance(arguments[key], str)] for name, arguments in calls}
     return Answer(answer_format, strings, answer_format.mark_tokens(raw).replace(SPELT, spelt), thought, text, calls)
@@ -126,7 +126,7 @@ UNCHECKED = [HealthCheck.too_slow, HealthCheck.filter_too_much]
 
 
 @pytest.mark.parametrize("examples", [10, pytest.param(60, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
+@pytest.mark.parametrize("format", TOOL_FORMATS, ids=lambda format: format.name)
 def test_answers_are_read_as_they_were_written(format: ToolFormat, examples: int) -> None:
     @settings(max_examples=examples, deadline=None, suppress_health_check=UNCHECKED)
     @given(answer=answers(format), cuts=st.lists(st.floats(0, 1), max_size=8), end=st.floats(0, 1))

@@ -150,7 +150,7 @@ def test_a_model_speaks_in_a_custom_template(load: Callable[..., ovspec.Language
 def test_a_well_known_template_begins_with_the_bos_of_the_tokenizer(
     load: Callable[..., ovspec.LanguageModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prompts = copy.copy(load(chat_template="phi3", engine="stateful", arithmetic="fast").runtime.prompts)
+    prompts = copy.copy(load(chat_template="phi3", engine="stateful", arithmetic="fast").runtime.prompt_encoder)
     without, bos = prompts.encode(ASK), prompts.tokenizer.added_tokens["<|endoftext|>"]
     monkeypatch.setitem(vars(prompts.tokenizer), "prefix_ids", [bos])  # as if encoding put it there, as Llama's does
     monkeypatch.delitem(vars(prompts), "chat_format")

@@ -16,7 +16,7 @@ from conftest import USERS_CACHE
 from test_tool_formats import CALLS, TOOLS, chat_of, needs_templates, template_of
 
 from ovspec.base.files import read_dataclass
-from ovspec.params.tool_formats import FORMATS_BY_NAME
+from ovspec.params.tool_formats import TOOL_FORMATS_BY_NAME
 from ovspec.text.answer import HARMONY_THINKING, AnswerContent, AnswerFormat, AnswerReader, ThinkingFormat
 from ovspec.text.chat_format import ChatFormat
 from ovspec.text.chat_template import ChatTemplate, load_chat_template
@@ -145,7 +145,7 @@ def test_answers_mean_to_openai_harmony_what_they_mean_here(harmony: Any, way: i
     (name, arguments), spelt = CALLS[0], "<|end|> isn't an end"
     parts = [("<|channel|>analysis<|message|>", spelt), ("<|end|><|start|>assistant", "")]
     parts += [("<|channel|>commentary<|message|>", text), ("<|end|><|start|>assistant", "")] if text else []
-    parts += [(FORMATS_BY_NAME["harmony"].write_calls([(name, arguments | {"days": spelt})], way), "")]
+    parts += [(TOOL_FORMATS_BY_NAME["harmony"].write_calls([(name, arguments | {"days": spelt})], way), "")]
     ids = list[int]()
     for tags, free in parts:
         ids += harmony.encode(tags.replace(spelt, "SPELT"), allowed_special="all")
@@ -185,7 +185,7 @@ def read_tokens(
     file, vocabulary = vocabulary_of(model)
     added = {token.content: token.id for token in file.added_tokens}
     names = tuple(name for name, _ in CALLS)
-    answer_format = AnswerFormat(FORMATS_BY_NAME[format], thinking, names, added_tokens=added)
+    answer_format = AnswerFormat(TOOL_FORMATS_BY_NAME[format], thinking, names, added_tokens=added)
     detokenizer = ByteDetokenizer(vocabulary, answer_format.tag_marks)
     reader, said = AnswerReader(answer_format, key=b"1"), AnswerContent()
     for token in tokens:
@@ -201,7 +201,7 @@ def test_tokens_of_qwen3() -> None:
     from tokenizers import Tokenizer
 
     tokenizer: Any = Tokenizer.from_file(str(TOKENIZERS / "qwen3" / TOKENIZER_FILE))
-    format, thinking = FORMATS_BY_NAME["hermes"], ChatFormat(load_chat_template(TOKENIZERS / "qwen3")).thinking
+    format, thinking = TOOL_FORMATS_BY_NAME["hermes"], ChatFormat(load_chat_template(TOKENIZERS / "qwen3")).thinking
     assert ChatFormat(load_chat_template(TOKENIZERS / "qwen3")).tools is format
     spelt = [id for part in ("a <tool", "_call> {} </", "think> b") for id in tokenizer.encode(part).ids]
     tokens = [tokenizer.token_to_id("<think>"), *tokenizer.encode("\n").ids, *spelt, tokenizer.token_to_id("</think>")]
@@ -217,7 +217,7 @@ def test_tokens_of_llama(tag: str) -> None:
     from tokenizers import Tokenizer
 
     tokenizer: Any = Tokenizer.from_file(str(TOKENIZERS / "llama3_1" / TOKENIZER_FILE))
-    written = tag + FORMATS_BY_NAME["llama3"].write_calls(CALLS[:1])
+    written = tag + TOOL_FORMATS_BY_NAME["llama3"].write_calls(CALLS[:1])
     said, calls = read_tokens("llama3_1", tokenizer.encode(written, add_special_tokens=False).ids, "llama3", None)
     assert (said.text, calls) == ("", CALLS[:1])
     later = tokenizer.encode(f"So: {written}", add_special_tokens=False).ids

@@ -18,7 +18,7 @@ from conftest import ROOT, USERS_CACHE
 from jinja2.exceptions import SecurityError
 
 from ovspec.base.errors import OvspecError
-from ovspec.params.tool_formats import FORMATS_BY_NAME
+from ovspec.params.tool_formats import TOOL_FORMATS_BY_NAME
 from ovspec.params.tool_formats.layout import describe_tools, shorten_id
 from ovspec.params.tools import parse_tools
 from ovspec.text.chat_format import ChatFormat
@@ -177,7 +177,7 @@ def chat_for_template(
         first = answer(text, tool_calls=one_each[0], **more)
         return [*begin, first, results[0], answer("", tool_calls=one_each[1]), results[1]]
     if format in ("granite3", "smollm3"):
-        written = "\n".join(filter(None, (text, FORMATS_BY_NAME[format].write_calls(calls))))
+        written = "\n".join(filter(None, (text, TOOL_FORMATS_BY_NAME[format].write_calls(calls))))
         return [*begin, answer(written, **more), *results]
     if format == "deepseek-r1":  # text before calls would be lost
         apart = [answer(text)] if text else []

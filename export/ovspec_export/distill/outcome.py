@@ -58,7 +58,7 @@ def measure_result(plan: DistillPlan, work: WorkFolder) -> list[JsonObject]:
     old = find_old_draft(plan, work)
     output = work.scratch / "gain.json"
     seconds = max(plan.budget_seconds - work.spent.sum_seconds(), MIN_GAIN_SECONDS)
-    with show_step(f"{plan.name}: measuring what it brings on texts that were held out", keep=True):
+    with show_step(f"{plan.name}: measuring what it brings on texts that were held out", keep_line=True):
         stages.run_gain_job(plan, work, old, output, seconds)
     rows = read_json(output)["rows"]
     print_note(format_mode_table(rows))

@@ -135,7 +135,7 @@ def run_rounds(plan: DistillPlan, work: WorkFolder) -> bool:
 
 def time_target(plan: DistillPlan, work: WorkFolder) -> bool:
     """Time what an inference of the target takes, so that it can be said what to expect."""
-    with show_step(f"{plan.name}: timing {plan.target.name}", keep=True), work.time_stage(COSTS_STAGE) as timer:
+    with show_step(f"{plan.name}: timing {plan.target.name}", keep_line=True), work.time_stage(COSTS_STAGE) as timer:
         return stages.run_costs_job(plan, work, timer.record_figures)
 
 
@@ -206,7 +206,7 @@ def run_stage(plan: DistillPlan, work: WorkFolder, number: int, stage: str, seco
     if plan.options.tokens and work.spent.count_tokens(TRAINING_STAGE) >= plan.options.tokens:
         return True
     title = f"{plan.name}: round {number}, {stage}"
-    with show_step(title, keep=True) as shown, work.time_stage(stage) as timer:
+    with show_step(title, keep_line=True) as shown, work.time_stage(stage) as timer:
 
         def show_progress(figures: dict[str, Any]) -> None:
             stopping = figures.pop("stopping", False)

@@ -105,13 +105,13 @@ def write_texts(
         for document in documents:
             seen.add_runs(document.ids)
     else:
-        documents = make_user_documents(user_texts, runtime.prompts, seen)
+        documents = make_user_documents(user_texts, runtime.prompt_encoder, seen)
         create_documents(file, documents)
     count = len(documents)
     total = sum(len(document.ids) for document in documents)
     report_progress(tokens=total, per_second=0, documents=count, skipped=user_texts.skipped)
-    prompts = select_unanswered(encode_open_chats(user_texts, runtime.prompts), documents, runtime)
-    prompt_source = make_prompt_source(runtime.prompts, topics, seen, question)
+    prompts = select_unanswered(encode_open_chats(user_texts, runtime.prompt_encoder), documents, runtime)
+    prompt_source = make_prompt_source(runtime.prompt_encoder, topics, seen, question)
     writer = TextWriter(runtime, prompt_source, seen, documents, prompts, seed + total, answer)
     before = total
     since = time.monotonic()
@@ -207,7 +207,7 @@ class QuestionSource:
             return None
         try:
             question = tokenizer.encode(text, special=False).tolist()
-            ids = self._prompts.encode(make_chat(text, lead.system), effort=lead.effort).tolist()
+            ids = self._prompts.encode(make_chat(text, lead.system), reasoning_effort=lead.effort).tolist()
         except OvspecError:  # the text is strange, or the template takes too long on a busy machine
             return None
         if self._seen.is_near_duplicate(question):
@@ -390,7 +390,7 @@ class TextWriter:
     def _draw_prompt(self, draws: np.random.Generator) -> Prompt:
         """Return a prompt that the user gave an answer to, or a piece of a text, to be continued by the model."""
         document = self._user_documents[int(draws.integers(len(self._user_documents)))]
-        bos = self._runtime.prompts.tokenizer.prefix_ids
+        bos = self._runtime.prompt_encoder.tokenizer.prefix_ids
         if document.answer:
             return Prompt(document.ids[: document.answer], document.held_out)
         body = document.ids

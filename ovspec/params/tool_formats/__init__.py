@@ -9,11 +9,16 @@ import pkgutil
 from ovspec.params.tool_formats.layout import ToolFormat
 
 
-def load_formats() -> dict[str, ToolFormat]:
+def load_tool_formats() -> dict[str, ToolFormat]:
     """Return the formats in the files of this folder by their names."""
-    files = [importlib.import_module(f"{__name__}.{file.name}") for file in pkgutil.iter_modules(__path__)]
-    return {value.name: value for file in files for value in vars(file).values() if isinstance(value, ToolFormat)}
+    modules = [importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
+    return {
+        module_value.name: module_value
+        for module in modules
+        for module_value in vars(module).values()
+        if isinstance(module_value, ToolFormat)
+    }
 
 
-FORMATS_BY_NAME = load_formats()
-FORMATS = tuple(FORMATS_BY_NAME.values())
+TOOL_FORMATS_BY_NAME = load_tool_formats()
+TOOL_FORMATS = tuple(TOOL_FORMATS_BY_NAME.values())

@@ -2,10 +2,10 @@
 
 from ovspec.params.tool_formats.layout import ToolFormat
 
-CALL = ('{"name": "', "NAME", '", "arguments": ', "ARGUMENTS")
+CALL_PARTS = ('{"name": "', "NAME", '", "arguments": ', "ARGUMENTS")
 APRIEL = ToolFormat(
     name="apriel",
-    calls=((*CALL, "}"), (*CALL, ', "id": "', "ID", '"}')),
+    calls=((*CALL_PARTS, "}"), (*CALL_PARTS, ', "id": "', "ID", '"}')),
     triggers=("<tool_calls>",),
     before_calls="<tool_calls>[",
     between_calls=", ",

@@ -2,11 +2,11 @@
 
 from ovspec.params.tool_formats.layout import ToolFormat
 
-CALLS_BEGIN, CALL_BEGIN, SEPARATOR = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"
+CALLS_BEGIN, CALL_BEGIN, CALL_SEPARATOR = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"
 CALL_END, CALLS_END = "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"
 DEEPSEEK_R1 = ToolFormat(
     name="deepseek-r1",
-    calls=((f"{CALL_BEGIN}function{SEPARATOR}", "NAME", "\n```json\n", "ARGUMENTS", f"\n```{CALL_END}"),),
+    calls=((f"{CALL_BEGIN}function{CALL_SEPARATOR}", "NAME", "\n```json\n", "ARGUMENTS", f"\n```{CALL_END}"),),
     triggers=(CALLS_BEGIN,),
     before_calls=CALLS_BEGIN,
     between_calls="\n",
@@ -14,7 +14,7 @@ DEEPSEEK_R1 = ToolFormat(
 )
 DEEPSEEK = ToolFormat(
     name="deepseek",
-    calls=((CALL_BEGIN, "NAME", SEPARATOR, "ARGUMENTS", CALL_END),),
+    calls=((CALL_BEGIN, "NAME", CALL_SEPARATOR, "ARGUMENTS", CALL_END),),
     triggers=(CALLS_BEGIN,),
     before_calls=CALLS_BEGIN,
     between_calls="",

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from ovspec.params.tool_formats.layout import ToolFormat, make_calls_writer
 
-CALLS = ToolFormat(
+GRANITE3_CALLS = ToolFormat(
     name="granite3",
     template_marks=("<|start_of_role|>", "<|tool_call|>"),
     calls=(('{"name": "', "NAME", '", "arguments": ', "ARGUMENTS", "}"),),
@@ -13,4 +13,4 @@ CALLS = ToolFormat(
     between_calls=", ",
     after_calls="]",
 )
-GRANITE3 = replace(CALLS, adapt_messages=make_calls_writer(CALLS))
+GRANITE3 = replace(GRANITE3_CALLS, adapt_messages=make_calls_writer(GRANITE3_CALLS))

@@ -11,8 +11,8 @@ def move_text_into_thinking(messages: list[Message]) -> list[Message]:
     converted = list[Message]()
     for message in split_calls(messages):
         if message.get("tool_calls") and (reasoning := message.get("reasoning_content")):
-            thought = "\n\n".join(filter(None, (reasoning, message["content"])))
-            message = {**message, "thinking": thought, "content": ""}
+            thinking_text = "\n\n".join(filter(None, (reasoning, message["content"])))
+            message = {**message, "thinking": thinking_text, "content": ""}
         converted.append(message)
     return converted
 

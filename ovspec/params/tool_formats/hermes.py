@@ -4,10 +4,10 @@ from dataclasses import replace
 
 from ovspec.params.tool_formats.layout import ToolFormat
 
-CALL = ('<tool_call>\n{"name": "', "NAME", '", "arguments": ', "ARGUMENTS", "}\n</tool_call>")
+CALL_PARTS = ('<tool_call>\n{"name": "', "NAME", '", "arguments": ', "ARGUMENTS", "}\n</tool_call>")
 HERMES = ToolFormat(
     name="hermes",
-    calls=(CALL,),
+    calls=(CALL_PARTS,),
     triggers=("<tool_call>",),
     between_calls="\n",
 )

@@ -17,9 +17,9 @@ SLOT_PATTERNS = {"ID": "[a-zA-Z0-9]{9}", "INDEX": "[0-9]{1,3}"}  # of slots whos
 class ParameterLayout(NamedTuple):
     """Arguments that are written one by one, strings without quotes: what surrounds each name and value."""
 
-    open: str
-    middle: str
-    close: str
+    before_name: str
+    after_name: str
+    after_value: str
 
 
 @dataclass(frozen=True)
@@ -58,16 +58,21 @@ class ToolFormat:
     def fixed_texts(self) -> Iterable[str]:
         """Yield all texts that surround what calls say."""
         yield from (self.before_calls, self.between_calls or "", self.after_calls, *self.triggers)
-        yield from (part for call in self.calls for part in call if part not in CALL_SLOTS)
+        yield from (call_part for call_parts in self.calls for call_part in call_parts if call_part not in CALL_SLOTS)
         yield from self.parameters or ()
 
-    def write_calls(self, calls: Iterable[tuple[str, Any]], way: int = 0) -> str:
-        """Return the text of calls, each (name, arguments as an object), in the usual or another ``way``."""
-        texts = list[str]()
+    def write_calls(self, calls: Iterable[tuple[str, Any]], call_index: int = 0) -> str:
+        """Return the text of calls, each (name, arguments as an object), in the usual or another ``call_index``."""
+        call_texts = list[str]()
         for index, (name, arguments) in enumerate(calls):
-            values = {"NAME": name, "ID": "0" * 9, "INDEX": str(index), "ARGUMENTS": self._write_arguments(arguments)}
-            texts.append("".join(values.get(part, part) for part in self.calls[way]))
-        return self.before_calls + (self.between_calls or "").join(texts) + self.after_calls
+            slot_values = {
+                "NAME": name,
+                "ID": "0" * 9,
+                "INDEX": str(index),
+                "ARGUMENTS": self._write_arguments(arguments),
+            }
+            call_texts.append("".join(slot_values.get(call_part, call_part) for call_part in self.calls[call_index]))
+        return self.before_calls + (self.between_calls or "").join(call_texts) + self.after_calls
 
     def _write_arguments(self, arguments: Any) -> str:
         layout = self.parameters
@@ -75,11 +80,11 @@ class ToolFormat:
             return arguments
         if not layout:
             return json.dumps(arguments, ensure_ascii=False)
-        parameters = list[str]()
+        parameter_texts = list[str]()
         for name, argument in arguments.items():
             text = argument if isinstance(argument, str) else json.dumps(argument, ensure_ascii=False)
-            parameters.append(f"{layout.open}{name}{layout.middle}{text}{layout.close}")
-        return "".join(parameters)
+            parameter_texts.append(f"{layout.before_name}{name}{layout.after_name}{text}{layout.after_value}")
+        return "".join(parameter_texts)
 
 
 TOOLS_PROMPT = """You may call functions to help with the user's request. These are their signatures:
@@ -101,27 +106,29 @@ def describe_tools(format: ToolFormat, tools: Sequence[Any]) -> str:
 # ---------------------------------------------------------------- messages
 
 
-def add_to_system(messages: list[Message], text: str, own_message: bool = True) -> list[Message]:
-    """Add ``text`` to the system prompt of a chat; to the user's first message if ``own_message`` is false."""
+def add_to_system(messages: list[Message], text: str, as_system_message: bool = True) -> list[Message]:
+    """Add ``text`` to the system prompt of a chat; to the user's first message if ``as_system_message`` is false."""
     if messages and messages[0]["role"] == "system":
         return [{**messages[0], "content": f"{messages[0]['content']}\n\n{text}"}, *messages[1:]]
-    if messages and not own_message:
+    if messages and not as_system_message:
         return [{**messages[0], "content": f"{text}\n\n{messages[0]['content']}"}, *messages[1:]]
     return [{"role": "system", "content": text}, *messages]
 
 
-def join_system_messages(messages: list[Message], own_message: bool) -> list[Message]:
+def join_system_messages(messages: list[Message], as_system_message: bool) -> list[Message]:
     """Join the system messages that a chat begins with, and let the user say the later ones.
 
-    If ``own_message`` is false, the user says all of them.
+    If ``as_system_message`` is false, the user says all of them.
     """
-    first = list(itertools.takewhile(lambda message: message["role"] == "system", messages))
-    later = messages[len(first) :]
-    rest = [{**message, "role": "user"} if message["role"] == "system" else message for message in later]
-    text = "\n\n".join(message["content"] for message in first)
-    if not own_message and not (rest and rest[0]["role"] == "user"):
-        return [{"role": "user", "content": text}, *rest]
-    return add_to_system(rest, text, own_message) if first else rest
+    system_messages = list(itertools.takewhile(lambda message: message["role"] == "system", messages))
+    later_messages = messages[len(system_messages) :]
+    chat_messages = [
+        {**message, "role": "user"} if message["role"] == "system" else message for message in later_messages
+    ]
+    system_text = "\n\n".join(message["content"] for message in system_messages)
+    if not as_system_message and not (chat_messages and chat_messages[0]["role"] == "user"):
+        return [{"role": "user", "content": system_text}, *chat_messages]
+    return add_to_system(chat_messages, system_text, as_system_message) if system_messages else chat_messages
 
 
 def join_turns(messages: list[Message]) -> list[Message]:
@@ -129,10 +136,10 @@ def join_turns(messages: list[Message]) -> list[Message]:
     turns = list[list[Message]]()
     for message in messages:
         role = message["role"]
-        last = turns[-1][-1] if turns else {}
+        last_message = turns[-1][-1] if turns else {}
         if role == "assistant" and not message["content"] and not message.get("tool_calls"):
             continue
-        if role in ("user", "assistant") and role == last.get("role") and not last.get("tool_calls"):
+        if role in ("user", "assistant") and role == last_message.get("role") and not last_message.get("tool_calls"):
             turns[-1].append(message)
         else:
             turns.append([message])
@@ -142,21 +149,21 @@ def join_turns(messages: list[Message]) -> list[Message]:
 def join_messages(turn: list[Message]) -> Message:
     """Return one message that says what several say; only the last of them may call."""
     texts = {
-        name: "\n\n".join(message[name] for message in turn if message.get(name))
-        for name in ("content", "reasoning_content")
+        field_name: "\n\n".join(message[field_name] for message in turn if message.get(field_name))
+        for field_name in ("content", "reasoning_content")
     }
-    return {**turn[-1], **{name: text for name, text in texts.items() if text or name == "content"}}
+    return {**turn[-1], **{field_name: text for field_name, text in texts.items() if text or field_name == "content"}}
 
 
 def join_users_to_results(messages: list[Message]) -> list[Message]:
     """Add what the user says right after the results of tools to the last of them."""
-    converted = list[Message]()
+    joined_messages = list[Message]()
     for message in messages:
-        if message["role"] == "user" and converted and converted[-1]["role"] == "tool":
-            result = converted.pop()
-            message = {**result, "content": f"{result['content']}\n\n{message['content']}"}
-        converted.append(message)
-    return converted
+        if message["role"] == "user" and joined_messages and joined_messages[-1]["role"] == "tool":
+            tool_result = joined_messages.pop()
+            message = {**tool_result, "content": f"{tool_result['content']}\n\n{message['content']}"}
+        joined_messages.append(message)
+    return joined_messages
 
 
 def read_name_and_arguments(call: Mapping[str, Any]) -> tuple[str, Any]:
@@ -167,21 +174,21 @@ def read_name_and_arguments(call: Mapping[str, Any]) -> tuple[str, Any]:
 
 def split_calls(messages: list[Message]) -> list[Message]:
     """Split messages with several calls, each call followed by its result: for templates that take one at a time."""
-    split: list[Message] = []
-    waiting: list[Message] = []  # the calls whose results haven't come
+    split_messages: list[Message] = []
+    waiting_calls: list[Message] = []  # the calls whose results haven't come
     for message in messages:
-        if message["role"] == "tool" and waiting:
-            call = next((call for call in waiting if call["id"] == message.get("tool_call_id")), waiting[0])
-            waiting.remove(call)
-            if not (split and split[-1].get("tool_calls") == [call]):
-                split.append({"role": "assistant", "content": "", "tool_calls": [call]})
-        split.append(message)
+        if message["role"] == "tool" and waiting_calls:
+            call = next((call for call in waiting_calls if call["id"] == message.get("tool_call_id")), waiting_calls[0])
+            waiting_calls.remove(call)
+            if not (split_messages and split_messages[-1].get("tool_calls") == [call]):
+                split_messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        split_messages.append(message)
         if len(calls := message.get("tool_calls") or ()) > 1:
-            split[-1] = {**message, "tool_calls": calls[:1]}
-            waiting = list(calls)
+            split_messages[-1] = {**message, "tool_calls": calls[:1]}
+            waiting_calls = list(calls)
         elif message["role"] != "tool":
-            waiting = []
-    return split
+            waiting_calls = []
+    return split_messages
 
 
 def make_calls_writer(format: ToolFormat) -> Callable[[list[Message]], list[Message]]:
@@ -203,12 +210,12 @@ def make_calls_writer(format: ToolFormat) -> Callable[[list[Message]], list[Mess
 def move_results_to_user(messages: list[Message]) -> list[Message]:
     """Turn tool results into messages of the user, those that follow each other into one."""
     converted = list[Message]()
-    for results, group in itertools.groupby(messages, lambda message: message["role"] == "tool"):
-        if results:
-            texts = [f"<tool_response>\n{message['content']}\n</tool_response>" for message in group]
-            converted.append({"role": "user", "content": "\n".join(texts)})
+    for are_results, message_group in itertools.groupby(messages, lambda message: message["role"] == "tool"):
+        if are_results:
+            result_texts = [f"<tool_response>\n{message['content']}\n</tool_response>" for message in message_group]
+            converted.append({"role": "user", "content": "\n".join(result_texts)})
         else:
-            converted += group
+            converted += message_group
     return converted
 
 

@@ -2,10 +2,10 @@
 
 from ovspec.params.tool_formats.layout import ToolFormat, split_calls
 
-CALL = ('{"name": "', "NAME", '", "parameters": ', "ARGUMENTS", "}")
+CALL_PARTS = ('{"name": "', "NAME", '", "parameters": ', "ARGUMENTS", "}")
 LLAMA3 = ToolFormat(
     name="llama3",
-    calls=(CALL, ("<|python_tag|>" + CALL[0], *CALL[1:])),
+    calls=(CALL_PARTS, ("<|python_tag|>" + CALL_PARTS[0], *CALL_PARTS[1:])),
     triggers=('{"name": "{NAME}"', '<|python_tag|>{"name": "{NAME}"'),
     calls_within_text=False,  # elsewhere it would be JSON that the user asked for
     adapt_messages=split_calls,

@@ -38,9 +38,9 @@ class Props(ReplyModel):
 
 def server_props(lm: LanguageModel, name: str, defaults: Params, rows: int) -> Props:
     """Return the server's properties as llama.cpp's has them; ``rows``: texts that are generated at a time."""
-    tokens = lm.runtime.prompts.tokens_by_role
+    tokens = lm.runtime.prompt_encoder.tokens_by_role
     try:
-        template = lm.runtime.prompts.chat_format.template.source
+        template = lm.runtime.prompt_encoder.chat_format.template.source
     except OvspecError:
         template = ""
     settings = llamacpp_sampling(lm.runtime.row_maker.complete_params(defaults))

@@ -50,7 +50,7 @@ PAIRS = [(text[1000:1200], text[1300:1700]) for text in TEXTS if len(text) > 400
 @pytest.fixture(scope="module")
 def prompts(cache_dir: Path) -> PromptEncoder:
     """Return the demo pair's prompts, whose template is ChatML."""
-    return ovspec.load(ROOT / "models" / "demo", "none", arithmetic="fast", cache_dir=cache_dir).runtime.prompts
+    return ovspec.load(ROOT / "models" / "demo", "none", arithmetic="fast", cache_dir=cache_dir).runtime.prompt_encoder
 
 
 def with_template(prompts: PromptEncoder, source: str) -> PromptEncoder:
