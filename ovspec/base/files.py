@@ -121,7 +121,7 @@ def check_file_name(path: Path) -> None:
 
 
 def rename_with_retries(old_path: Path, new_path: Path) -> None:
-    """Rename a file to ``new_path``, which it replaces; Windows refuses that while another process has one of them open."""
+    """Rename a file to ``new_path``, which it replaces; Windows refuses that while another process has one open."""
     for _ in range(RENAME_ATTEMPTS - 1):
         try:
             old_path.replace(new_path)

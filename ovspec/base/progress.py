@@ -30,7 +30,7 @@ def print_note(text: str) -> None:
 
 @contextlib.contextmanager
 def show_step(text: str, keep_line: bool = False) -> Iterator[ProgressStep]:
-    """Show ``text`` while the block runs, if that takes long. With ``keep_line``, a line with the time it took stays."""
+    """Show ``text`` while the block runs, if that takes long. With ``keep_line``, a line with its time stays."""
     shown_step = ProgressStep(text)
     start_time = time.monotonic()
     has_ended = threading.Event()

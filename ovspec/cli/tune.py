@@ -84,7 +84,7 @@ def tune(folder: Path | None, goal: Goal, device: str | None, as_json: bool, cac
         if not (part_folder / MODEL_FILE).is_file() or is_head_folder(part_folder):
             continue
         with progress_bar(name) as show_progress:
-            profile = tune_model(part_folder, options, goal, report=show_progress)
+            profile = tune_model(part_folder, options, goal, report_progress=show_progress)
             show_progress("", 1.0)
         part_file = find_profile_file(part_folder, options)
         assert part_file  # no property switches the cache off here

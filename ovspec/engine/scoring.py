@@ -53,7 +53,7 @@ def check_select_options(options: object, terminator: object) -> None:
 
 
 def score_texts(decoder: Decoder, texts: list[np.ndarray], scoring_start: int) -> list[Score]:
-    """Score each of ``texts`` (n,) int64 from position ``scoring_start`` on; they share at least one token, all before it.
+    """Score each of ``texts`` (n,) int64 from position ``scoring_start`` on; they share all before it (one at least).
 
     The shared tokens are read once, then all texts in one inference, or in several if there are many. ``decoder`` has a
     single row before and after. If one inference was enough, that row then holds the text with the highest score.

@@ -60,13 +60,13 @@ def convert_json_schema(
     if isinstance(schema, str):
         schema = parse_json(schema, label)
     try:
-        text = json.dumps(schema, allow_nan=False)
+        schema_text = json.dumps(schema, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise OvspecError(f"{label} can't be written as JSON: {error}.") from None
-    check_character_count(text, label)
-    check_nesting(text, label)
+    check_character_count(schema_text, label)
+    check_nesting(schema_text, label)
     try:
-        schema = json.loads(text)
+        schema = json.loads(schema_text)
         if close_objects is None:
             close_objects = is_response_format(schema)
         schema_options = SchemaOptions(lenient, close_objects, compact)
@@ -100,9 +100,9 @@ def convert_choices(choices: Sequence[str], label: str = "choice") -> str:
         raise OvspecError(f"{label} must be a list of texts with at least one entry.")
     for i, choice in enumerate(choices):
         check_text(choice, f"Choice {i + 1}")
-    options = "|".join("".join(map(escape_choice_character, choice)) for choice in dict.fromkeys(choices))
-    check_character_count(options, "The list of choices")
-    return write_grammar_json("choices", lark_grammar=f"start: /(?:{options})/")
+    choice_expressions = "|".join("".join(map(escape_choice_character, choice)) for choice in dict.fromkeys(choices))
+    check_character_count(choice_expressions, "The list of choices")
+    return write_grammar_json("choices", lark_grammar=f"start: /(?:{choice_expressions})/")
 
 
 def convert_lark(text: str, label: str = "The Lark grammar") -> str:
@@ -117,24 +117,24 @@ def convert_lark(text: str, label: str = "The Lark grammar") -> str:
         raise OvspecError(f"{label}, {line_and_column(text, match.start())}: {reason}")
     if re.search(r"^[\w-]+[^\S\n]*::=", text, re.MULTILINE):
         raise OvspecError(f"{label}: rules with ::= are GBNF; give it as gbnf.")
-    parts: list[str] = []
+    grammar_parts: list[str] = []
     schema_grammars: list[dict[str, str]] = []
     next_index = 0
     while match := LARK_TOKEN.search(text, next_index):
-        parts.append(text[next_index : match.end()])
+        grammar_parts.append(text[next_index : match.end()])
         next_index = match.end()
-        if option := match["option"]:
-            reason = f"{option}= isn't supported, because it can't be rolled back; leave it out."
+        if refused_option := match["option"]:
+            reason = f"{refused_option}= isn't supported, because it can't be rolled back; leave it out."
             raise OvspecError(f"{label}, {line_and_column(text, match.start())}: {reason}")
         if match["json"]:
             schema_lark, schema_end = convert_inline_schema(text, next_index, label)
-            name = f"json_schema_{len(schema_grammars)}"
-            schema_grammars.append({"name": name, "lark_grammar": schema_lark})
-            parts[-1] = parts[-1][: -len(match["json"])]
+            schema_name = f"json_schema_{len(schema_grammars)}"
+            schema_grammars.append({"name": schema_name, "lark_grammar": schema_lark})
+            grammar_parts[-1] = grammar_parts[-1][: -len(match["json"])]
             line_breaks = "\n" * text.count("\n", match.start("json"), schema_end)  # later lines keep their numbers
-            parts += [f"@{name}", line_breaks]
+            grammar_parts += [f"@{schema_name}", line_breaks]
             next_index = schema_end
-    return write_grammar_json("lark", *schema_grammars, lark_grammar="".join(parts) + text[next_index:])
+    return write_grammar_json("lark", *schema_grammars, lark_grammar="".join(grammar_parts) + text[next_index:])
 
 
 def convert_gbnf(text: str, label: str = "The GBNF grammar") -> str:
@@ -147,19 +147,19 @@ def convert_gbnf(text: str, label: str = "The GBNF grammar") -> str:
         raise OvspecError(f"{label}, {error}") from None
 
 
-def write_grammar_json(kind: str, *others: dict[str, str], lark_grammar: str) -> str:
+def write_grammar_json(grammar_kind: str, *other_grammars: dict[str, str], lark_grammar: str) -> str:
     """Return a grammar in llguidance's own notation, named after its kind so that errors can be worded for it.
 
-    ``others``: grammars that it refers to by name.
+    ``other_grammars``: grammars that it refers to by name.
     """
-    return json.dumps({"grammars": [{"name": kind, "lark_grammar": lark_grammar}, *others]})
+    return json.dumps({"grammars": [{"name": grammar_kind, "lark_grammar": lark_grammar}, *other_grammars]})
 
 
-def convert_inline_schema(text: str, start: int, label: str) -> tuple[str, int]:
+def convert_inline_schema(text: str, schema_start: int, label: str) -> tuple[str, int]:
     """Return the grammar of the schema after ``%json``, and where the schema ends in ``text``."""
-    check_nesting(text, label, start)
+    check_nesting(text, label, schema_start)
     try:
-        schema, schema_end = json.JSONDecoder().raw_decode(text, start)
+        schema, schema_end = json.JSONDecoder().raw_decode(text, schema_start)
         compiled_schema = compile_schema(schema, find_schema_problem)
         if compiled_schema.item_tracks:
             raise OvspecError("#: uniqueItems can't be enforced within a grammar; leave it out.")
@@ -168,17 +168,17 @@ def convert_inline_schema(text: str, start: int, label: str) -> tuple[str, int]:
         reason = "this should be a JSON schema, but isn't JSON."
     except OvspecError as error:
         reason = f"the JSON schema, at {error}"
-    raise OvspecError(f"{label}, {line_and_column(text, start)}: {reason}")
+    raise OvspecError(f"{label}, {line_and_column(text, schema_start)}: {reason}")
 
 
 def parse_json(text: str, label: str) -> JsonValue:
     def make_object(members: list[tuple[str, JsonValue]]) -> JsonObject:
-        parsed: JsonObject = {}
+        parsed_object: JsonObject = {}
         for key, value in members:
-            if key in parsed:
+            if key in parsed_object:
                 raise OvspecError(f'{label} has the key "{key}" twice in one object.')
-            parsed[key] = value
-        return parsed
+            parsed_object[key] = value
+        return parsed_object
 
     check_character_count(text, label)
     check_nesting(text, label)

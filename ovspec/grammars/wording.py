@@ -23,17 +23,17 @@ ERROR_WORDINGS = (
 )
 
 
-def word_placed_error(error: str, kind: str) -> str:
+def word_placed_error(error: str, grammar_kind: str) -> str:
     """Return llguidance's error as the rest of a sentence, beginning with the place if it is known."""
     position = re.match(r"(?:at )?(\d+)\((\d+)\): ", error)
-    place = ""
-    if kind == "lark" and position:
-        place = f", line {position[1]}, column {position[2]}"
-    elif kind == "regex" and (caret := re.search(r"parse error:\n    .*\n    ( *)\^", error)):
-        place = f", column {len(caret[1]) + 1}"
+    place_text = ""
+    if grammar_kind == "lark" and position:
+        place_text = f", line {position[1]}, column {position[2]}"
+    elif grammar_kind == "regex" and (caret_match := re.search(r"parse error:\n    .*\n    ( *)\^", error)):
+        place_text = f", column {len(caret_match[1]) + 1}"
     if position:
         error = error[position.end() :]
-    return f"{place}: {word_llguidance_error(error)}"
+    return f"{place_text}: {word_llguidance_error(error)}"
 
 
 def word_llguidance_error(error: str) -> str:
@@ -42,8 +42,8 @@ def word_llguidance_error(error: str) -> str:
         return ""
     error = re.sub(r"<non-verbose/>|\n +\d+ \|.*(\n +\^)?", "", error).replace("failed to compile JSON schema: ", "")
     error = re.sub(r"^invalid regex .*? \(in regex\): ", "", error, flags=re.DOTALL)
-    if error.strip().endswith("))") and (details := error.rfind('(at "')) >= 0:
-        error = error[:details]
+    if error.strip().endswith("))") and (details_start := error.rfind('(at "')) >= 0:
+        error = error[:details_start]
     sentence = " ".join(error.split())
     for pattern, wording in ERROR_WORDINGS:
         if match := re.search(pattern, sentence):

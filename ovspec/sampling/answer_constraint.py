@@ -48,7 +48,7 @@ class AnswerConstraint(Constraint):
 
     Args:
         prompt_length: number of tokens of the prompt.
-        format: how answers are written.
+        answer_format: how answers are written.
         vocabulary: the tokens by their bytes.
         make_grammar: makes the grammar; None if no call may begin.
         covers_text: whether the grammar has all text except thinking; otherwise it begins with the tag of a call.
@@ -60,7 +60,7 @@ class AnswerConstraint(Constraint):
     def __init__(
         self,
         prompt_length: int,
-        format: AnswerFormat,
+        answer_format: AnswerFormat,
         vocabulary: VocabularyIndex,
         make_grammar: MakeGrammar | None,
         covers_text: bool,
@@ -72,15 +72,15 @@ class AnswerConstraint(Constraint):
         self._vocabulary = vocabulary
         self._make_grammar = make_grammar
         self._covers_text = covers_text
-        self._mark_by_id = format.tag_marks
-        self._id_by_mark = {mark: token for token, mark in format.tag_marks.items()}
+        self._mark_by_id = answer_format.tag_marks
+        self._id_by_mark = {mark: token for token, mark in answer_format.tag_marks.items()}
         self._thinking_budget = thinking_budget
         self._thinking_end_ids = list(thinking_end_ids)
         self._end_ids = [token for token in end_ids if token < vocabulary.size]
         # Bytes as characters, because a token may end inside of a character.
-        self._tags = [Tag(bytes_as_characters(tag.text), tag.from_phases, tag.next_phase) for tag in format.tags]
+        self._tags = [Tag(bytes_as_characters(tag.text), tag.from_phases, tag.next_phase) for tag in answer_format.tags]
         self._followed = TokenSequence()
-        state = ReadingState(format.first_phase)
+        state = ReadingState(answer_format.first_phase)
         grammars: tuple[GrammarConstraint, ...] = ()
         if covers_text and state.phase == "start":
             grammars = self._make_grammars(prompt_length, (ANSWER_CALLS, ANSWER_TEXT))
@@ -120,13 +120,13 @@ class AnswerConstraint(Constraint):
         state = position.state
         if len(position.grammars) != 1 or self._thinking_start_ids(state):
             return []
-        forced = position.grammars[0].forced_tokens(tokens)
-        for count, token in enumerate(forced):
-            next_state, kinds, _ = self._follow_token(state, token)
-            if kinds:  # another grammar goes on
-                return forced[: count + self._may_follow(state, token)]
+        forced_ids = position.grammars[0].forced_tokens(tokens)
+        for forced_count, token in enumerate(forced_ids):
+            next_state, grammar_kinds, _ = self._follow_token(state, token)
+            if grammar_kinds:  # another grammar goes on
+                return forced_ids[: forced_count + self._may_follow(state, token)]
             state = next_state
-        return forced
+        return forced_ids
 
     def is_complete(self, tokens: np.ndarray) -> bool:
         return any(grammar.is_complete(tokens) for grammar in self._follow_tokens(tokens).grammars)
@@ -151,12 +151,12 @@ class AnswerConstraint(Constraint):
         """Return the position after ``token``, which follows ``tokens``."""
         if self._is_in_grammar(position):
             return position
-        state, kinds, grammar_text = self._follow_token(position.state, token)
+        state, grammar_kinds, grammar_text = self._follow_token(position.state, token)
         thinking_count = position.thinking_count + (position.state.phase == "thinking")
         if self._thinking_budget is not None and state.phase != "thinking":
             thinking_count = min(thinking_count, self._thinking_budget)
-        if kinds:
-            grammars = self._make_grammars(len(tokens) + 1, kinds, grammar_text)
+        if grammar_kinds:
+            grammars = self._make_grammars(len(tokens) + 1, grammar_kinds, grammar_text)
         else:
             grammars = tuple(grammar for grammar in position.grammars if grammar.allows_token(token, tokens))
         if state.phase == "thinking":
@@ -176,7 +176,7 @@ class AnswerConstraint(Constraint):
         state_after = split_by_phase(self._tags, state, token_text)[0]
         if state_after.phase == state.phase:
             return state_after, (), ""
-        kinds: tuple[bytes, ...] = ()
+        grammar_kinds: tuple[bytes, ...] = ()
         grammar_text = ""
         for character_index, character in enumerate(token_text):
             phase_before = state.phase
@@ -184,18 +184,20 @@ class AnswerConstraint(Constraint):
             if state.phase == "calls":
                 return state, (ANSWER_CALLS,), answer_parts[-1][1] + token_text[character_index + 1 :]
             if self._covers_text and phase_before == "thinking" != state.phase:
-                kinds = (ANSWER_CALLS_AFTER_THINKING, ANSWER_TEXT_AFTER_THINKING)
+                grammar_kinds = (ANSWER_CALLS_AFTER_THINKING, ANSWER_TEXT_AFTER_THINKING)
                 grammar_text = token_text[character_index + 1 :]
-        return state, kinds, grammar_text
+        return state, grammar_kinds, grammar_text
 
     def _token_text(self, token: int) -> str:
         """Return the bytes of a token as characters, or the mark that stands for it."""
         return self._mark_by_id.get(token) or self._vocabulary.added_bytes(token).decode("latin-1")
 
-    def _make_grammars(self, start: int, kinds: Sequence[bytes], text: str = "") -> tuple[GrammarConstraint, ...]:
-        """Return the grammars of some kinds after ``start`` tokens, which already have ``text`` of them."""
+    def _make_grammars(
+        self, grammar_start: int, grammar_kinds: Sequence[bytes], begun_text: str = ""
+    ) -> tuple[GrammarConstraint, ...]:
+        """Return the grammars of some kinds after ``grammar_start`` tokens, which already have ``begun_text``."""
         begun_parts: list[bytes | int] = []
-        for are_marks, characters in itertools.groupby(text, is_mark):
+        for are_marks, characters in itertools.groupby(begun_text, is_mark):
             if are_marks:
                 begun_parts += [self._id_by_mark[mark] for mark in characters]
             else:
@@ -204,9 +206,9 @@ class AnswerConstraint(Constraint):
             raise OvspecError("No tool may be called.")
         grammars: list[GrammarConstraint] = []
         last_error = None
-        for kind in kinds:
+        for grammar_kind in grammar_kinds:
             try:
-                grammars.append(self._make_grammar(start, [kind, *begun_parts]))
+                grammars.append(self._make_grammar(grammar_start, [grammar_kind, *begun_parts]))
             except OvspecError as error:
                 last_error = error
         if last_error and not grammars:
@@ -217,10 +219,10 @@ class AnswerConstraint(Constraint):
 
     def _due_thinking_end(self, position: AnswerPosition) -> list[int]:
         """Return the ids that must follow because thinking has used up its budget."""
-        budget = self._thinking_budget
-        if budget is None or position.state.phase != "thinking" or position.thinking_count < budget:
+        thinking_budget = self._thinking_budget
+        if thinking_budget is None or position.state.phase != "thinking" or position.thinking_count < thinking_budget:
             return []
-        return self._thinking_end_ids[position.thinking_count - budget :]
+        return self._thinking_end_ids[position.thinking_count - thinking_budget :]
 
     def _thinking_start_ids(self, state: ReadingState) -> list[int]:
         """Return the ids that may begin thinking, or go on with its tag, where the grammar doesn't."""
@@ -257,18 +259,18 @@ class AnswerConstraint(Constraint):
         go on after thinking.
         """
         if state not in self._free_masks:
-            wrong_ids = [token for token in self._possible_start_ids(state) if not self._may_follow(state, token)]
+            forbidden_ids = [token for token in self._possible_start_ids(state) if not self._may_follow(state, token)]
             if self._covers_text and state.phase == "thinking":
-                wrong_ids += self._end_ids
-            self._free_masks[state] = ~pack_mask(wrong_ids, self._vocabulary.size) if wrong_ids else None
+                forbidden_ids += self._end_ids
+            self._free_masks[state] = ~pack_mask(forbidden_ids, self._vocabulary.size) if forbidden_ids else None
         return self._free_masks[state]
 
     def _may_follow(self, state: ReadingState, token: int) -> bool:
         """Return whether ``token`` begins no grammar, or a grammar that allows it."""
         try:
-            _, kinds, grammar_text = self._follow_token(state, token)
-            if kinds:
-                self._make_grammars(0, kinds, grammar_text)
+            _, grammar_kinds, grammar_text = self._follow_token(state, token)
+            if grammar_kinds:
+                self._make_grammars(0, grammar_kinds, grammar_text)
             return True
         except OvspecError:
             return False
@@ -292,7 +294,7 @@ class AnswerConstraint(Constraint):
 
 def bytes_as_characters(text: str) -> str:
     """Return ``text`` with its bytes as characters; characters that stand for tokens stay."""
-    return "".join(char if is_mark(char) else char.encode().decode("latin-1") for char in text)
+    return "".join(character if is_mark(character) else character.encode().decode("latin-1") for character in text)
 
 
 def split_at_mark(text: str) -> tuple[str, str]:

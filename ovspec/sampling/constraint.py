@@ -48,12 +48,15 @@ class Constraints:
 
     Args:
         end_ids: ids that end the text.
-        run_always: run the model even for a forced token, because its logits are needed or another constraint may
+        always_run_model: run the model even for a forced token, because its logits are needed or another constraint may
             exclude that token.
     """
 
     def __init__(
-        self, constraints: Iterable[Constraint] = (), end_ids: frozenset[int] = frozenset(), run_always: bool = False
+        self,
+        constraints: Iterable[Constraint] = (),
+        end_ids: frozenset[int] = frozenset(),
+        always_run_model: bool = False,
     ) -> None:
         constraints = list(constraints)
         self.end_ids = end_ids
@@ -64,7 +67,9 @@ class Constraints:
         self.active = bool(constraints)  # whether there are any
         self.suggests = bool(self._suggesting)  # whether any of them can propose tokens
         self.may_complete = bool(self._forcing)  # whether they may end the text
-        self.commits_forced = self.may_complete and not run_always  # whether tokens may be committed without the model
+        self.commits_forced = (
+            self.may_complete and not always_run_model
+        )  # whether tokens may be committed without the model
         # Returns the errors of the finished text and its tool calls.
         self.find_errors: Callable[[str, Sequence[ToolCall]], list[str]] | None = None
 
@@ -93,22 +98,22 @@ class Constraints:
     def forced_tokens(self, tokens: np.ndarray) -> list[int]:
         """Return the ids that must follow ``tokens``."""
         for constraint in self._forcing:
-            if forced := constraint.forced_tokens(tokens):
-                return forced
+            if forced_ids := constraint.forced_tokens(tokens):
+                return forced_ids
         return []
 
     def suggest_tokens(self, tokens: np.ndarray) -> np.ndarray | None:
         """Return ids, (n,), that are worth proposing after ``tokens``; None if there are none."""
         for constraint in self._suggesting:
-            suggested = constraint.suggest_tokens(tokens)
-            if suggested is not None:
-                return suggested
+            suggested_ids = constraint.suggest_tokens(tokens)
+            if suggested_ids is not None:
+                return suggested_ids
         return None
 
     def forced_token(self, tokens: np.ndarray) -> int | None:
         """Return the id that must follow if the model needn't be run for it, else None."""
-        if self.commits_forced and (forced := self.forced_tokens(tokens)):
-            return forced[0]
+        if self.commits_forced and (forced_ids := self.forced_tokens(tokens)):
+            return forced_ids[0]
         return None
 
     def is_complete(self, tokens: np.ndarray) -> bool:
@@ -119,16 +124,16 @@ class Constraints:
         """Return whether the last of ``tokens`` ends the text."""
         return int(tokens[-1]) in self.end_ids or self.is_complete(tokens)
 
-    def count_allowed(self, tokens: np.ndarray, proposed: Sequence[int] | np.ndarray) -> int:
-        """Return how many of ``proposed`` may follow ``tokens``: up to the first masked token or the text's end."""
-        extended_ids = np.concatenate((tokens, np.asarray(proposed, dtype=np.int64)))
-        for count in range(len(proposed)):
-            length = len(tokens) + count
-            if not self.allows_token(int(extended_ids[length]), extended_ids[:length]):
-                return count
-            if self.has_ended(extended_ids[: length + 1]):
-                return count + 1
-        return len(proposed)
+    def count_allowed(self, tokens: np.ndarray, proposed_ids: Sequence[int] | np.ndarray) -> int:
+        """Return how many of ``proposed_ids`` may follow ``tokens``: up to the first masked token or the text's end."""
+        extended_ids = np.concatenate((tokens, np.asarray(proposed_ids, dtype=np.int64)))
+        for allowed_count in range(len(proposed_ids)):
+            prefix_length = len(tokens) + allowed_count
+            if not self.allows_token(int(extended_ids[prefix_length]), extended_ids[:prefix_length]):
+                return allowed_count
+            if self.has_ended(extended_ids[: prefix_length + 1]):
+                return allowed_count + 1
+        return len(proposed_ids)
 
 
 UNCONSTRAINED = Constraints()

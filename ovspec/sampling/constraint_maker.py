@@ -80,8 +80,10 @@ class ConstraintMaker:
             first_healable = max(healable_from, int(not len(bos_ids)))  # at least one token must be left
             whole_characters = grammar is not None and not grammar_prompt  # a grammar begins with a whole character
             max_bytes = len(grammar_prompt) or math.inf
-            if count := count_healable(prompt, first_healable, self.vocabulary_index, max_bytes, whole_characters):
-                healing = Healing(prompt, count, self.vocabulary_index, bos_ids)
+            if healable_count := count_healable(
+                prompt, first_healable, self.vocabulary_index, max_bytes, whole_characters
+            ):
+                healing = Healing(prompt, healable_count, self.vocabulary_index, bos_ids)
                 masking_constraints.append(healing)
                 healed_bytes = healing.removed_bytes
                 prompt_length = healing.kept_length
@@ -99,9 +101,9 @@ class ConstraintMaker:
         count_prompt_tokens: PromptTokenCounter = healing.count_prompt_tokens if healing else lambda _: prompt_length
         end_ids = eos_ids | frozenset(params.stop_ids)
         processors = make_processors(params, count_prompt_tokens, end_ids, params.logits_processors)
-        may_exclude = bool(params.logits_processors) or -math.inf in params.logit_bias.values()
-        run_always = may_exclude or params.logprobs is not None
-        constraints = Constraints([*processors, *masking_constraints], end_ids, run_always)
+        may_exclude_tokens = bool(params.logits_processors) or -math.inf in params.logit_bias.values()
+        always_run_model = may_exclude_tokens or params.logprobs is not None
+        constraints = Constraints([*processors, *masking_constraints], end_ids, always_run_model)
         if params.json_schema_mode == "checked":
             constraints.find_errors = functools.partial(find_answer_errors, params, grammar_prompt.decode())
         return constraints, healing
@@ -137,10 +139,10 @@ class ConstraintMaker:
         )
 
     def _make_grammar(
-        self, grammar: str, end_ids: frozenset[int], start: int, generated: list[bytes | int]
+        self, grammar: str, end_ids: frozenset[int], prompt_length: int, generated_parts: list[bytes | int]
     ) -> GrammarConstraint:
         return self.grammar_compiler.make_constraint(
-            grammar, start, end_ids, generated=generated, name="grammar of the tools"
+            grammar, prompt_length, end_ids, generated_parts=generated_parts, grammar_name="grammar of the tools"
         )
 
     def unquoted_arguments(self, params: Params, answer_format: AnswerFormat) -> dict[str, list[str]]:
@@ -153,9 +155,9 @@ class ConstraintMaker:
 
     def check_requested_grammar(self, params: Params) -> None:
         """Raise OvspecError if the grammar in ``params`` is invalid."""
-        grammar, name = convert_requested_grammar(params)
+        grammar, grammar_name = convert_requested_grammar(params)
         if grammar is not None:
-            self.grammar_compiler.make_constraint(grammar, 0, frozenset(), name=name)
+            self.grammar_compiler.make_constraint(grammar, 0, frozenset(), grammar_name=grammar_name)
 
     def _prompt_from(self, prompt: np.ndarray, constrain_from: int | str) -> bytes:
         """Return the bytes of the prompt from ``constrain_from`` on, which belong to the grammar's text."""

@@ -51,7 +51,7 @@ class GrammarConstraint(Constraint):
     may use cached facts about the removed tokens, and then allow tokens that the grammar doesn't.
 
     Args:
-        matcher: a matcher in the state in which the generated text begins, after ``start`` tokens of prompt.
+        matcher: a matcher in the state in which the generated text begins, after ``prompt_length`` tokens of prompt.
         end_ids: ids that end the text when the grammar is satisfied; the matcher's own end id is ``matcher_end_id``.
         size: size of the vocabulary.
         unique_items: keeps items of arrays different, where they must be.
@@ -61,14 +61,14 @@ class GrammarConstraint(Constraint):
     def __init__(
         self,
         matcher: LLMatcher,
-        start: int,
+        prompt_length: int,
         end_ids: frozenset[int],
         matcher_end_id: int,
         vocab_size: int,
         unique_items: UniqueItems | None = None,
         cursor: JsonCursor | None = None,
     ) -> None:
-        self._start_length = start
+        self._start_length = prompt_length
         self._end_ids = end_ids
         self._vocab_size = vocab_size
         self._unique_items = unique_items
@@ -78,25 +78,25 @@ class GrammarConstraint(Constraint):
         self._positions = [PositionCache(matcher, cursor=cursor)]  # one more than there are tokens
 
     def token_mask(self, tokens: np.ndarray) -> np.ndarray:
-        length = self._follow_tokens(tokens)
-        position = self._positions[length]
+        answer_length = self._follow_tokens(tokens)
+        position = self._positions[answer_length]
         if position.mask is None:
-            if forced := self._forced_at(length):
-                position.mask = pack_mask(forced[:1], self._vocab_size)
+            if forced_ids := self._forced_at(answer_length):
+                position.mask = pack_mask(forced_ids[:1], self._vocab_size)
             else:
-                position.mask = self._compute_mask(self._matcher_at(length), position)
+                position.mask = self._compute_mask(self._matcher_at(answer_length), position)
         return position.mask
 
     def allows_token(self, token: int, tokens: np.ndarray) -> bool:
-        length = self._follow_tokens(tokens)
-        if length < len(self._followed_sequence) and token == self._followed_sequence.tokens[length]:
+        answer_length = self._follow_tokens(tokens)
+        if answer_length < len(self._followed_sequence) and token == self._followed_sequence.tokens[answer_length]:
             return True
-        if self._leads_to_repeat(length, token):
+        if self._leads_to_repeat(answer_length, token):
             return False
-        if self._positions[length].mask is None:
-            if forced := self._forced_at(length):
-                return token == forced[0]
-            matcher = self._matcher_at(length)
+        if self._positions[answer_length].mask is None:
+            if forced_ids := self._forced_at(answer_length):
+                return token == forced_ids[0]
+            matcher = self._matcher_at(answer_length)
             if token in self._end_ids:
                 return matcher.is_accepting()
             # If bytes are forced but their spelling in tokens isn't, the mask is stricter than this.
@@ -110,21 +110,21 @@ class GrammarConstraint(Constraint):
     def is_complete(self, tokens: np.ndarray) -> bool:
         return self._matcher_at(self._follow_tokens(tokens)).is_stopped()
 
-    def _forced_at(self, length: int) -> list[int]:
+    def _forced_at(self, answer_length: int) -> list[int]:
         """Return the ids that must follow at a position."""
-        position = self._positions[length]
+        position = self._positions[answer_length]
         if position.forced is None:
-            position.forced = self._matcher_at(length).compute_ff_tokens()
+            position.forced = self._matcher_at(answer_length).compute_ff_tokens()
             if position.forced:
-                position.forced = self._cut_before_repeat(length, position.forced)
+                position.forced = self._cut_before_repeat(answer_length, position.forced)
         return position.forced
 
-    def _leads_to_repeat(self, length: int, token: int) -> bool:
+    def _leads_to_repeat(self, answer_length: int, token: int) -> bool:
         """Return whether ``token`` can only lead to an item that an array has already and must not have again."""
-        cursor = self._positions[length].cursor
+        cursor = self._positions[answer_length].cursor
         if not (self._unique_items and cursor) or not has_earlier_items(cursor):
             return False
-        find_following_ids = self._following_finder(self._matcher_at(length))
+        find_following_ids = self._following_finder(self._matcher_at(answer_length))
         return bool(self._unique_items.find_forbidden_ids(cursor, [token], find_following_ids))
 
     def _following_finder(self, matcher: LLMatcher) -> FollowingIds:
@@ -139,15 +139,15 @@ class GrammarConstraint(Constraint):
 
         return find_following_ids
 
-    def _cut_before_repeat(self, length: int, tokens: list[int]) -> list[int]:
+    def _cut_before_repeat(self, answer_length: int, tokens: list[int]) -> list[int]:
         """Return ``tokens`` up to the first that would write an item again."""
         if not self._unique_items:
             return tokens
-        cursor = self._positions[length].cursor
-        for count, token in enumerate(tokens):
+        cursor = self._positions[answer_length].cursor
+        for kept_count, token in enumerate(tokens):
             cursor = cursor and self._unique_items.advance(cursor, token)
             if not cursor:
-                return tokens[:count]
+                return tokens[:kept_count]
         return tokens
 
     def _compute_mask(self, matcher: LLMatcher, position: PositionCache) -> np.ndarray:
@@ -188,27 +188,33 @@ class GrammarConstraint(Constraint):
 
     def _move_cursors(self, unique_items: UniqueItems, answer_ids: np.ndarray, shared_length: int) -> None:
         """Set the cursors of the positions after ``shared_length``."""
-        for length in range(shared_length, len(answer_ids)):
-            cursor = self._positions[length].cursor
+        for answer_length in range(shared_length, len(answer_ids)):
+            cursor = self._positions[answer_length].cursor
             if cursor:
-                next_cursor = unique_items.advance(cursor, int(answer_ids[length]))
+                next_cursor = unique_items.advance(cursor, int(answer_ids[answer_length]))
                 if not next_cursor:
                     raise OvspecError("The text repeats an item of an array whose items must differ.")
-                self._positions[length + 1].cursor = next_cursor
+                self._positions[answer_length + 1].cursor = next_cursor
 
-    def _matcher_at(self, length: int) -> LLMatcher:
+    def _matcher_at(self, answer_length: int) -> LLMatcher:
         """Return the matcher at a position, copied from the nearest one before it; the first and last are cached."""
-        position = self._positions[length]
+        position = self._positions[answer_length]
         if position.matcher is None:
-            nearest_length = next(earlier for earlier in range(length - 1, -1, -1) if self._positions[earlier].matcher)
+            nearest_length = next(
+                earlier_length
+                for earlier_length in range(answer_length - 1, -1, -1)
+                if self._positions[earlier_length].matcher
+            )
             nearest_matcher = self._positions[nearest_length].matcher
             assert nearest_matcher
             matcher = nearest_matcher.deep_copy()
-            if not matcher.consume_tokens(self._followed_sequence.tokens[nearest_length:length].tolist()):
+            if not matcher.consume_tokens(self._followed_sequence.tokens[nearest_length:answer_length].tolist()):
                 raise_if_failed(matcher)
             position.matcher = matcher
-            oldest_cached = length - MAX_CACHED_POSITIONS
-            for old_position in self._positions[max(1, oldest_cached - MAX_CACHED_POSITIONS) : max(1, oldest_cached)]:
+            oldest_cached_length = answer_length - MAX_CACHED_POSITIONS
+            for old_position in self._positions[
+                max(1, oldest_cached_length - MAX_CACHED_POSITIONS) : max(1, oldest_cached_length)
+            ]:
                 old_position.matcher = None
                 old_position.mask = None
         return position.matcher
@@ -244,14 +250,14 @@ class GrammarCompiler:
     def make_constraint(
         self,
         grammar: str,
-        start: int,
+        prompt_length: int,
         end_ids: frozenset[int],
         prompt_bytes: bytes = b"",
         healed_bytes: bytes = b"",
-        name: str = "grammar",
-        generated: abc.Sequence[bytes | int] = (),
+        grammar_name: str = "grammar",
+        generated_parts: abc.Sequence[bytes | int] = (),
     ) -> GrammarConstraint:
-        """Return the constraint that keeps the text after ``start`` tokens of prompt within ``grammar``.
+        """Return the constraint that keeps the text after ``prompt_length`` tokens of prompt within ``grammar``.
 
         Args:
             grammar: a grammar made by ``grammar_conversion``.
@@ -259,19 +265,24 @@ class GrammarCompiler:
             prompt_bytes: bytes of the prompt that belong to the grammar's text.
             healed_bytes: bytes of the tokens that were taken back from the prompt. They are the end of ``prompt_bytes``
                 unless that is empty; then the text begins with them, and the grammar's text follows.
-            name: the grammar's name in errors.
-            generated: the part of the grammar's text that was generated before ``start``: bytes, and ids of tokens.
+            grammar_name: the grammar's name in errors.
+            generated_parts: the part of the grammar's text that was generated before ``prompt_length``: bytes, and ids
+                of tokens.
         """
-        matcher, unique_items = self._compile_cached(grammar, name)
+        matcher, unique_items = self._compile_cached(grammar, grammar_name)
         cursor: JsonCursor | None = JsonCursor()
-        if generated:
+        if generated_parts:
             matcher = matcher.deep_copy()
-            for part in generated:
-                tokens = self._tokenizer.tokenize_bytes(part) if isinstance(part, bytes) else [part]
+            for generated_part in generated_parts:
+                tokens = (
+                    self._tokenizer.tokenize_bytes(generated_part)
+                    if isinstance(generated_part, bytes)
+                    else [generated_part]
+                )
                 if matcher.try_consume_tokens(tokens) < len(tokens):
-                    raise OvspecError(f"The {name} doesn't allow what was generated.")
-                if unique_items and cursor and isinstance(part, bytes):
-                    cursor = unique_items.follow_bytes(cursor, part)
+                    raise OvspecError(f"The {grammar_name} doesn't allow what was generated.")
+                if unique_items and cursor and isinstance(generated_part, bytes):
+                    cursor = unique_items.follow_bytes(cursor, generated_part)
         if prompt_bytes:
             self._follow_prompt(matcher.deep_copy(), prompt_bytes)  # all of it must fit
             matcher = matcher.deep_copy()
@@ -279,28 +290,28 @@ class GrammarCompiler:
             self._follow_prompt(matcher, unhealed_bytes)
             cursor = unique_items and unique_items.follow_bytes(JsonCursor(), unhealed_bytes)
         elif healed_bytes:
-            matcher, _ = self._compile_cached(prefix_grammar(grammar, healed_bytes), name)
+            matcher, _ = self._compile_cached(prefix_grammar(grammar, healed_bytes), grammar_name)
             cursor = JsonCursor(skipped_bytes=len(healed_bytes))
         if unique_items and not cursor:
             raise OvspecError("The prompt repeats an item of an array whose items must differ.")
         return GrammarConstraint(
-            matcher.deep_copy(), start, end_ids, self._matcher_end_id, self._vocab_size, unique_items, cursor
+            matcher.deep_copy(), prompt_length, end_ids, self._matcher_end_id, self._vocab_size, unique_items, cursor
         )
 
-    def _compile(self, grammar: str, name: str) -> tuple[LLMatcher, UniqueItems | None]:
+    def _compile(self, grammar: str, grammar_name: str) -> tuple[LLMatcher, UniqueItems | None]:
         matcher_grammar, tracks = replace_names_by_ids(grammar, self._ids_by_lark_name, self._added_ids)
         matcher = LLMatcher(self._tokenizer, matcher_grammar, log_level=0, limits=PARSER_LIMITS)
         if matcher.is_error():
-            raise OvspecError(f"{name}: {word_llguidance_error(matcher.get_error())}")
+            raise OvspecError(f"{grammar_name}: {word_llguidance_error(matcher.get_error())}")
         return matcher, UniqueItems(tracks, self._vocabulary) if tracks else None
 
     def _follow_prompt(self, matcher: LLMatcher, prompt_bytes: bytes) -> None:
         """Consume the grammar's text that is in the prompt; raise OvspecError if the grammar doesn't allow it."""
         tokens = self._tokenizer.tokenize_bytes(prompt_bytes)
-        count = matcher.try_consume_tokens(tokens)
-        if count < len(tokens):
-            allowed_text = self._tokenizer.decode_str(tokens[:count])
-            refused_text = self._tokenizer.decode_str(tokens[count:])
+        allowed_count = matcher.try_consume_tokens(tokens)
+        if allowed_count < len(tokens):
+            allowed_text = self._tokenizer.decode_str(tokens[:allowed_count])
+            refused_text = self._tokenizer.decode_str(tokens[allowed_count:])
             place_text = f"after {allowed_text[-40:]!r}" if allowed_text else "where the grammar begins"
             raise OvspecError(f"The grammar doesn't allow this part of the prompt: {refused_text[:20]!r} {place_text}.")
         if matcher.is_stopped():
@@ -309,10 +320,12 @@ class GrammarCompiler:
 
 def prefix_grammar(grammar: str, prefix_bytes: bytes) -> str:
     """Return the grammar of ``prefix_bytes``, which must be UTF-8, followed by a text of ``grammar``."""
-    combined = json.loads(grammar)
-    first_grammar, *others = combined["grammars"]
+    combined_grammar = json.loads(grammar)
+    first_grammar, *other_grammars = combined_grammar["grammars"]
     prefix_part = {"lark_grammar": f"start: PREFIX @after_prefix\nPREFIX: {json.dumps(prefix_bytes.decode())}"}
-    return json.dumps({**combined, "grammars": [prefix_part, {**first_grammar, "name": "after_prefix"}, *others]})
+    return json.dumps(
+        {**combined_grammar, "grammars": [prefix_part, {**first_grammar, "name": "after_prefix"}, *other_grammars]}
+    )
 
 
 def make_grammar_tokenizer(tokenizer_json: JsonObject, vocab_size: int) -> tuple[int, LLTokenizer]:
@@ -321,23 +334,28 @@ def make_grammar_tokenizer(tokenizer_json: JsonObject, vocab_size: int) -> tuple
     Special tokens get names that no grammar can spell, so a text that looks like one is spelt in ordinary tokens.
     """
     random_mark = secrets.token_hex(8)
-    names = {token["content"]: f"\0{random_mark} {token['id']}\0" for token in find_textless_tokens(tokenizer_json)}
+    unspellable_names = {
+        token["content"]: f"\0{random_mark} {token['id']}\0" for token in find_textless_tokens(tokenizer_json)
+    }
     added_tokens: list[JsonObject] = tokenizer_json.get("added_tokens", [])
-    end_id = next((token["id"] for token in added_tokens if token.get("special")), None)
-    if end_id is None:
+    matcher_end_id = next((token["id"] for token in added_tokens if token.get("special")), None)
+    if matcher_end_id is None:
         raise OvspecError("This model's tokenizer has no special token that could end a text, which a grammar needs.")
-    model: JsonValue = tokenizer_json.get("model")
-    ids_by_token = model.get("vocab") if isinstance(model, dict) else None
+    model_json: JsonValue = tokenizer_json.get("model")
+    ids_by_token = model_json.get("vocab") if isinstance(model_json, dict) else None
     if not isinstance(ids_by_token, dict):
         raise OvspecError(f"{UNUSABLE}: its {TOKENIZER_FILE} doesn't map tokens to ids; export the model again.")
     renamed_json = {
         **tokenizer_json,
-        "added_tokens": [rename_token(token, names) for token in added_tokens],
-        "model": {**model, "vocab": {names.get(text, text): token_id for text, token_id in ids_by_token.items()}},
+        "added_tokens": [rename_token(token, unspellable_names) for token in added_tokens],
+        "model": {
+            **model_json,
+            "vocab": {unspellable_names.get(text, text): token_id for text, token_id in ids_by_token.items()},
+        },
         "post_processor": None,
     }
     try:
-        return end_id, LLTokenizer(json.dumps(renamed_json), n_vocab=vocab_size, eos_token=end_id)
+        return matcher_end_id, LLTokenizer(json.dumps(renamed_json), n_vocab=vocab_size, eos_token=matcher_end_id)
     except BaseException as error:
         # A panic in Rust isn't an Exception, and its type can't be imported.
         if isinstance(error, ValueError) or type(error).__name__ == "PanicException":
@@ -345,10 +363,10 @@ def make_grammar_tokenizer(tokenizer_json: JsonObject, vocab_size: int) -> tuple
         raise
 
 
-def rename_token(token: JsonObject, names: dict[str, str]) -> JsonObject:
-    """Return an added token under its name in ``names``, as a special token; unchanged if it has none."""
-    name = names.get(token["content"])
-    return {**token, "content": name, "special": True} if name else token
+def rename_token(token: JsonObject, unspellable_names: dict[str, str]) -> JsonObject:
+    """Return an added token under its name in ``unspellable_names``, as a special token; unchanged if it has none."""
+    unspellable_name = unspellable_names.get(token["content"])
+    return {**token, "content": unspellable_name, "special": True} if unspellable_name else token
 
 
 def find_textless_tokens(tokenizer_json: JsonObject) -> list[JsonObject]:
@@ -368,15 +386,17 @@ def replace_names_by_ids(
         ids_by_lark_name: ids of special tokens by their names in Lark.
         added_ids: ids of all added tokens by their texts.
     """
-    combined = json.loads(grammar)
-    tracks = combined.pop(UNIQUE_ITEMS_KEY, None)
-    ids_by_name = ids_by_lark_name | {name: added_ids[text] for name, text in combined.pop(TOKEN_NAMES_KEY, {}).items()}
-    combined.pop(TEXT_PARAMETERS_KEY, None)
+    combined_grammar = json.loads(grammar)
+    tracks = combined_grammar.pop(UNIQUE_ITEMS_KEY, None)
+    ids_by_name = ids_by_lark_name | {
+        name: added_ids[text] for name, text in combined_grammar.pop(TOKEN_NAMES_KEY, {}).items()
+    }
+    combined_grammar.pop(TEXT_PARAMETERS_KEY, None)
 
     def id_reference(name: re.Match[str]) -> str:
         return f"<[{ids_by_name[name[0]]}]>" if name[0] in ids_by_name else name[0]
 
-    for part_grammar in combined["grammars"]:
+    for part_grammar in combined_grammar["grammars"]:
         if part_grammar.get("lark_grammar"):
             part_grammar["lark_grammar"] = LARK_TOKEN.sub(id_reference, part_grammar["lark_grammar"])
-    return json.dumps(combined), tracks
+    return json.dumps(combined_grammar), tracks

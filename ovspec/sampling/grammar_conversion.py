@@ -36,22 +36,22 @@ TOOLS_CONVERTER = SandboxPool(*CONVERSION_PROCESS, TOOLS_SECONDS, CONVERSION_BYT
 SLOWEST_TOOL_CONVERTER = SandboxPool(*CONVERSION_PROCESS, TOOLS_SECONDS / 2, CONVERSION_BYTES)
 
 
-def convert_grammar(kind: str, source: JsonValue, label: str, **reading: bool | None) -> str:
+def convert_grammar(source_kind: str, source: JsonValue, label: str, **schema_options: bool | None) -> str:
     """Return a grammar in llguidance's own notation, which is known to be valid and to have a finite text.
 
     Args:
-        kind: json_schema, regex, choice, grammar (Lark), gbnf or tools.
+        source_kind: json_schema, regex, choice, grammar (Lark), gbnf or tools.
         source: its text; a Path to a file with it; a schema as Python's values; a list of choices; or for tools,
             the source of ``tool_grammar.write_tools_grammar``.
         label: the grammar's name in errors and warnings, such as "--grammar words.lark".
-        reading: fields of ``json_schema.SchemaOptions``.
+        schema_options: fields of ``json_schema.SchemaOptions``.
 
     Raises:
         OvspecError: it is invalid, or takes too much time or memory.
     """
     if isinstance(source, Path):
         source = read_text(source)
-    request = {"kind": kind, "source": source, "label": label, "reading": reading}
+    request = {"kind": source_kind, "source": source, "label": label, "reading": schema_options}
     try:
         request_text = json.dumps(request, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
@@ -133,19 +133,19 @@ CONVERTERS: dict[str, Callable[..., str]] = {
 
 def answer_conversion(request: JsonObject) -> dict[str, str]:
     """Return {"grammar": llguidance's notation, "warning"} or {"error": a sentence}; see ``request_conversion``."""
-    kind, source, label = request["kind"], request["source"], request["label"]
+    source_kind, source, label = request["kind"], request["source"], request["label"]
     warning = ""
     try:
-        if kind == "json_schema":
+        if source_kind == "json_schema":
             grammar, warning = sources.convert_json_schema(source, label, **request["reading"])
-        elif kind == "tools":
+        elif source_kind == "tools":
             grammar, warning = write_tools_grammar(source, label)
         else:
-            grammar = CONVERTERS[kind](source, label)
+            grammar = CONVERTERS[source_kind](source, label)
     except OvspecError as error:
         return {"error": str(error)}
     if problem := find_grammar_problem(grammar):
-        if kind == "tools":
+        if source_kind == "tools":
             return {"error": find_faulty_tool(request, problem)}
         return {"error": label + problem}
     return {"grammar": grammar, "warning": warning}
@@ -171,8 +171,8 @@ def find_grammar_problem(grammar: str) -> str:
             break
         special_tokens.append(unknown_token[1])
     if matcher.is_error():
-        kind = json.loads(grammar)["grammars"][0]["name"]
-        return word_placed_error(matcher.get_error(), kind)
+        grammar_kind = json.loads(grammar)["grammars"][0]["name"]
+        return word_placed_error(matcher.get_error(), grammar_kind)
     if len(matcher.compute_ff_bytes()) > MAX_FORCED_BYTES:
         return f": every text begins with the same {MAX_FORCED_BYTES} bytes or more; put them into the prompt."
     problem = find_walk_problem(matcher, len(tokenizer.tokens))
@@ -191,18 +191,18 @@ def find_walk_problem(matcher: LLMatcher, vocabulary_size: int) -> str:
     generator = random.Random(0)
     deadline = time.monotonic() + WALK_SECONDS
     for walk_number in range(WALK_COUNT):
-        walker = matcher.deep_copy()
+        walking_matcher = matcher.deep_copy()
         for byte_count in range(MAX_WALK_BYTES):
-            allowed_ids = list_allowed_tokens(walker, vocabulary_size)
-            if walker.is_error() and DEAD_END_ERROR not in walker.get_error():
-                return f"{walker.get_error().splitlines()[0]} (after {byte_count} bytes)"
+            allowed_ids = list_allowed_tokens(walking_matcher, vocabulary_size)
+            if walking_matcher.is_error() and DEAD_END_ERROR not in walking_matcher.get_error():
+                return f"{walking_matcher.get_error().splitlines()[0]} (after {byte_count} bytes)"
             if not allowed_ids:
-                if walker.is_accepting():
+                if walking_matcher.is_accepting():
                     break
                 return "it has a dead end, where nothing may follow" if byte_count else "it matches no text at all"
             if time.monotonic() > deadline and walk_number + byte_count:
                 return ""
-            walker.consume_token(generator.choice(allowed_ids))
+            walking_matcher.consume_token(generator.choice(allowed_ids))
     return ""
 
 

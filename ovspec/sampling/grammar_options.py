@@ -19,26 +19,26 @@ def convert_requested_grammar(params: Params) -> tuple[str | None, str]:
     Raises:
         OvspecError: the grammar is wrong.
     """
-    if not (option := params.grammar_option):
+    if not (option_name := params.grammar_option):
         return None, ""
     from ovspec.sampling.grammar_conversion import convert_grammar
 
-    requested = getattr(params, option)
-    source = normalize_grammar_option(option, requested)
-    name = f"`{option}`"
-    if isinstance(source, Path):
-        name += f" {source}"
-    if option != "json_schema":
-        return convert_grammar(option, source, name), name
+    requested_grammar = getattr(params, option_name)
+    grammar_source = normalize_grammar_option(option_name, requested_grammar)
+    grammar_label = f"`{option_name}`"
+    if isinstance(grammar_source, Path):
+        grammar_label += f" {grammar_source}"
+    if option_name != "json_schema":
+        return convert_grammar(option_name, grammar_source, grammar_label), grammar_label
     additional_properties = params.additional_properties
-    if additional_properties is None and not isinstance(requested, (dict, bool, str, Path)):
+    if additional_properties is None and not isinstance(requested_grammar, (dict, bool, str, Path)):
         additional_properties = False  # a Python type has no other fields
     schema_options = {
         "lenient": params.json_schema_mode == "checked",
         "close_objects": None if additional_properties is None else not additional_properties,
         "compact": bool(params.compact_json),
     }
-    return convert_grammar(option, source, name, **schema_options), name
+    return convert_grammar(option_name, grammar_source, grammar_label, **schema_options), grammar_label
 
 
 def convert_answer_grammar(params: Params, answer_format: AnswerFormat) -> str | None:
@@ -47,20 +47,22 @@ def convert_answer_grammar(params: Params, answer_format: AnswerFormat) -> str |
     Raises:
         OvspecError: a tool's schema can't be used; the message names the tool.
     """
-    tool_use = params.allowed_calls
+    allowed_calls = params.allowed_calls
     thinking = answer_format.thinking
     text_grammar = None
-    if not tool_use.required:
+    if not allowed_calls.required:
         text_grammar, _ = convert_requested_grammar(params)
-    if not tool_use.tool_names and not (text_grammar and thinking):
+    if not allowed_calls.tool_names and not (text_grammar and thinking):
         return None
     from ovspec.sampling.grammar_conversion import convert_grammar
 
-    functions = [tool["function"] for tool in params.tools if tool["function"]["name"] in tool_use.tool_names]
+    allowed_functions = [
+        tool["function"] for tool in params.tools if tool["function"]["name"] in allowed_calls.tool_names
+    ]
     request = {
         "format": answer_format.tools.name if answer_format.tools else "generic",
-        "tools": [{"name": function["name"], "parameters": function["parameters"]} for function in functions],
-        "parallel": params.parallel_tool_calls and not tool_use.single_call,
+        "tools": [{"name": function["name"], "parameters": function["parameters"]} for function in allowed_functions],
+        "parallel": params.parallel_tool_calls and not allowed_calls.single_call,
         "tokens": [*answer_format.tag_ids],
         "header": thinking and thinking.message_header,
         "text": thinking.text_header if thinking else "",
@@ -74,43 +76,51 @@ def convert_answer_grammar(params: Params, answer_format: AnswerFormat) -> str |
     return convert_grammar("tools", request, "`tools`")
 
 
-def find_answer_errors(params: Params, prompt_part: str, text: str, calls: Sequence[ToolCall]) -> list[str]:
+def find_answer_errors(params: Params, prompt_part: str, answer_text: str, tool_calls: Sequence[ToolCall]) -> list[str]:
     """Return how an answer, ``prompt_part + text`` with tool calls, breaks its schemas; see ``find_schema_errors``."""
     errors: list[str] = []
-    schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in params.tools}
-    if params.json_schema is not None and (text or not calls):
-        errors += find_schema_errors(normalize_grammar_option("json_schema", params.json_schema), prompt_part, text)
-    for call in calls:
-        call_errors = find_schema_errors(schemas[call.name or ""], "", call.arguments)
-        errors += (f"{call.name}: {error}" for error in call_errors)
+    schemas_by_tool = {tool["function"]["name"]: tool["function"]["parameters"] for tool in params.tools}
+    if params.json_schema is not None and (answer_text or not tool_calls):
+        errors += find_schema_errors(
+            normalize_grammar_option("json_schema", params.json_schema), prompt_part, answer_text
+        )
+    for tool_call in tool_calls:
+        call_errors = find_schema_errors(schemas_by_tool[tool_call.name or ""], "", tool_call.arguments)
+        errors += (f"{tool_call.name}: {error}" for error in call_errors)
     return errors
 
 
-def normalize_grammar_option(option: str, source: Any) -> JsonValue | Path:
+def normalize_grammar_option(option_name: str, grammar_source: Any) -> JsonValue | Path:
     """Return the value of a grammar option for ``convert_grammar``; raises OvspecError if it is of another kind."""
-    if isinstance(source, Path):
-        if source.is_dir():
-            raise OvspecError(f"{source} is a folder; name a file.")
-        if option in ("json_schema", "grammar", "gbnf"):
-            return source
-    if option == "json_schema":
-        if source is not None and not isinstance(source, (dict, bool, str)):
-            return make_type_schema(source)
-        if isinstance(source, str) and not source.lstrip().startswith(("{", "[", '"', "true", "false")):
-            raise OvspecError(f"`{option}` {source[:80]!r} isn't JSON; give the schema's text, or a Path for a file.")
-        return source
-    if option == "choice":
-        choices = list(source) if isinstance(source, Iterable) and not isinstance(source, str) else []
-        if not choices or not all(isinstance(text, str) for text in choices):
+    if isinstance(grammar_source, Path):
+        if grammar_source.is_dir():
+            raise OvspecError(f"{grammar_source} is a folder; name a file.")
+        if option_name in ("json_schema", "grammar", "gbnf"):
+            return grammar_source
+    if option_name == "json_schema":
+        if grammar_source is not None and not isinstance(grammar_source, (dict, bool, str)):
+            return make_type_schema(grammar_source)
+        if isinstance(grammar_source, str) and not grammar_source.lstrip().startswith(("{", "[", '"', "true", "false")):
+            raise OvspecError(
+                f"`{option_name}` {grammar_source[:80]!r} isn't JSON; give the schema's text, or a Path for a file."
+            )
+        return grammar_source
+    if option_name == "choice":
+        choices = (
+            list(grammar_source) if isinstance(grammar_source, Iterable) and not isinstance(grammar_source, str) else []
+        )
+        if not choices or not all(isinstance(choice_text, str) for choice_text in choices):
             raise OvspecError("`choice` must be a list of texts with at least one entry.")
         return choices
-    if option == "regex" and isinstance(source, Path):
-        return str(source)
-    if not isinstance(source, str):
-        raise OvspecError(f"`{option}` must be a string or a Path, not {type(source).__name__}.")
-    if option != "regex" and ":" not in source:
-        raise OvspecError(f"`{option}` {source[:80]!r} isn't a grammar; give its text, or a Path for a file.")
-    return source
+    if option_name == "regex" and isinstance(grammar_source, Path):
+        return str(grammar_source)
+    if not isinstance(grammar_source, str):
+        raise OvspecError(f"`{option_name}` must be a string or a Path, not {type(grammar_source).__name__}.")
+    if option_name != "regex" and ":" not in grammar_source:
+        raise OvspecError(
+            f"`{option_name}` {grammar_source[:80]!r} isn't a grammar; give its text, or a Path for a file."
+        )
+    return grammar_source
 
 
 def make_type_schema(python_type: Any) -> JsonValue:

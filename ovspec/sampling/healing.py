@@ -30,30 +30,34 @@ def count_healable(
     ``whole_characters``, they must not begin inside a character.
     """
     healable_count = 0
-    text = b""
-    for count, token in enumerate(reversed(prompt_ids[first_healable:].tolist()), 1):
+    suffix = b""
+    for token_count, token in enumerate(reversed(prompt_ids[first_healable:].tolist()), 1):
         added_bytes = vocabulary.added_bytes(token)
-        text = added_bytes + text
-        if not added_bytes or len(text) >= vocabulary.max_length or len(text) > max_bytes:
+        suffix = added_bytes + suffix
+        if not added_bytes or len(suffix) >= vocabulary.max_length or len(suffix) > max_bytes:
             break
-        if vocabulary.has_longer(text) and (not whole_characters or text.decode(errors="ignore").encode() == text):
-            healable_count = count
+        if vocabulary.has_longer(suffix) and (
+            not whole_characters or suffix.decode(errors="ignore").encode() == suffix
+        ):
+            healable_count = token_count
     return healable_count
 
 
 class Healing(Constraint):
-    """Takes back the last ``count`` tokens of a prompt, (n,); the generated text must begin with their bytes.
+    """Takes back the last ``removed_count`` tokens of a prompt, (n,); the generated text must begin with their bytes.
 
     If no token is left, the text begins with ``bos``, (n,) int64.
     """
 
-    def __init__(self, prompt_ids: np.ndarray, count: int, vocabulary: VocabularyIndex, bos_ids: np.ndarray) -> None:
-        self._removed_ids = prompt_ids[len(prompt_ids) - count :].copy()
+    def __init__(
+        self, prompt_ids: np.ndarray, removed_count: int, vocabulary: VocabularyIndex, bos_ids: np.ndarray
+    ) -> None:
+        self._removed_ids = prompt_ids[len(prompt_ids) - removed_count :].copy()
         self._bos_ids = bos_ids
         self._vocabulary = vocabulary
         self._masks: dict[bytes, np.ndarray] = {}
         self.removed_bytes = vocabulary.join_bytes(self._removed_ids)  # their bytes
-        self.kept_length = len(prompt_ids) - count or len(bos_ids)  # tokens of the prompt that are left
+        self.kept_length = len(prompt_ids) - removed_count or len(bos_ids)  # tokens of the prompt that are left
 
     def take_back_tokens(self, sequence: Sequence) -> None:
         """Remove from ``sequence``, the prompt, the tokens that are generated again."""
@@ -63,21 +67,28 @@ class Healing(Constraint):
 
     def token_mask(self, tokens: np.ndarray) -> np.ndarray | None:
         # Each token has at least one byte, so no more tokens than bytes can matter.
-        generated = self._vocabulary.join_bytes(tokens[self.kept_length : self.kept_length + len(self.removed_bytes)])
-        rest = self.removed_bytes[len(generated) :]
-        if not rest:
+        generated_bytes = self._vocabulary.join_bytes(
+            tokens[self.kept_length : self.kept_length + len(self.removed_bytes)]
+        )
+        remaining_bytes = self.removed_bytes[len(generated_bytes) :]
+        if not remaining_bytes:
             return None
-        if rest not in self._masks:
-            self._masks[rest] = pack_mask(self._vocabulary.ids_compatible_with(rest), self._vocabulary.size)
-        return self._masks[rest]
+        if remaining_bytes not in self._masks:
+            self._masks[remaining_bytes] = pack_mask(
+                self._vocabulary.ids_compatible_with(remaining_bytes), self._vocabulary.size
+            )
+        return self._masks[remaining_bytes]
 
     def suggest_tokens(self, tokens: np.ndarray) -> np.ndarray | None:
         """Return the remaining tokens taken back: usually none extends past them, and proposing them is free."""
         generated_ids = tokens[self.kept_length :]
-        count = len(generated_ids)
-        if count >= len(self._removed_ids) or not (generated_ids == self._removed_ids[:count]).all():
+        generated_count = len(generated_ids)
+        if (
+            generated_count >= len(self._removed_ids)
+            or not (generated_ids == self._removed_ids[:generated_count]).all()
+        ):
             return None
-        return self._removed_ids[count:]
+        return self._removed_ids[generated_count:]
 
     def count_healed_bytes(self, tokens: np.ndarray) -> int | None:
         """Return how many bytes of the last of ``tokens`` were in the prompt; None if it has no other bytes."""
@@ -90,7 +101,7 @@ class Healing(Constraint):
 
     def count_prompt_tokens(self, tokens: np.ndarray) -> int:
         """Return how many of the tokens so far have only bytes of the prompt."""
-        length = self.kept_length
-        while length < len(tokens) and self.count_healed_bytes(tokens[: length + 1]) is None:
-            length += 1
-        return length
+        prompt_length = self.kept_length
+        while prompt_length < len(tokens) and self.count_healed_bytes(tokens[: prompt_length + 1]) is None:
+            prompt_length += 1
+        return prompt_length

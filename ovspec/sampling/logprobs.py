@@ -27,18 +27,18 @@ class TokenLogprob:
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
     """Return the log-probabilities, in float64, for ``logits`` (..., vocab) float32."""
-    shifted = logits.astype(np.float64)
-    shifted -= shifted.max(axis=-1, keepdims=True)
-    shifted -= np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
-    return shifted
+    logprobs = logits.astype(np.float64)
+    logprobs -= logprobs.max(axis=-1, keepdims=True)
+    logprobs -= np.log(np.exp(logprobs).sum(axis=-1, keepdims=True))
+    return logprobs
 
 
 def make_token_logprob(logits: np.ndarray, token_id: int, top_count: int) -> TokenLogprob:
     """Return the log-probability of ``token_id``, and of the ``top_count`` most likely ids, by ``logits`` (vocab,)."""
     logprobs = log_softmax(logits)
-    top: list[tuple[int, float]] = []
+    top_logprobs: list[tuple[int, float]] = []
     if top_count:
-        ids = largest_ids(logits, min(top_count, len(logits)))
-        ids = ids[np.argsort(-logits[ids], kind="stable")][:top_count]
-        top = [(int(token_id), float(logprobs[token_id])) for token_id in ids]
-    return TokenLogprob(token_id, float(logprobs[token_id]), top)
+        top_ids = largest_ids(logits, min(top_count, len(logits)))
+        top_ids = top_ids[np.argsort(-logits[top_ids], kind="stable")][:top_count]
+        top_logprobs = [(int(token_id), float(logprobs[token_id])) for token_id in top_ids]
+    return TokenLogprob(token_id, float(logprobs[token_id]), top_logprobs)

@@ -11,10 +11,10 @@ _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder=
 _ADDED_BY_BYTE = np.where(_BITS, np.float32(0), np.float32(-np.inf))
 
 
-def pack_mask(ids: Iterable[int], size: int) -> np.ndarray:
-    """Return a mask, (ceil(size / 8),) uint8, with the bits of ``ids`` set; bit i of byte j is the id 8 j + i."""
-    bits = np.zeros(size, dtype=np.uint8)
-    bits[np.fromiter(ids, dtype=np.int64)] = 1
+def pack_mask(token_ids: Iterable[int], vocab_size: int) -> np.ndarray:
+    """Return a mask, (ceil(size / 8),) uint8, with the bits of ``token_ids`` set; bit i of byte j is the id 8 j + i."""
+    bits = np.zeros(vocab_size, dtype=np.uint8)
+    bits[np.fromiter(token_ids, dtype=np.int64)] = 1
     return np.packbits(bits, bitorder="little")
 
 
@@ -26,7 +26,7 @@ def mask_contains(mask: np.ndarray, token: int) -> bool:
 def apply_mask(logits: np.ndarray, mask: np.ndarray) -> np.ndarray:
     """Return a copy of ``logits``, (vocab,) float32, with -inf where ``mask`` has no bit, cut to its length."""
     logits = logits[: 8 * len(mask)]
-    width = len(logits)
+    logits_count = len(logits)
     # 'clip' saves a buffer; every byte is a valid row anyway.
-    added = np.take(_ADDED_BY_BYTE, mask[: -(-width // 8)], axis=0, mode="clip").reshape(-1)[:width]
-    return np.add(logits, added, out=added)
+    addends = np.take(_ADDED_BY_BYTE, mask[: -(-logits_count // 8)], axis=0, mode="clip").reshape(-1)[:logits_count]
+    return np.add(logits, addends, out=addends)

@@ -24,23 +24,25 @@ def draw_uniform(seed: int, sample: int, position: int, purpose: int) -> float:
     return ((int(random_bits) >> 11) + 0.5) * 2.0**-53
 
 
-def draw_token(warped: WarpedLogits, bits: np.ndarray) -> tuple[int, float]:
+def draw_token(warped: WarpedLogits, noise_bits: np.ndarray) -> tuple[int, float]:
     """Draw a token; return (token, its probability).
 
     This is the Gumbel-max trick, as a race in which the smallest E / exp(logit) wins. E = -log(1 - u) is exponential
-    for uniform u, which is made of ``bits`` (vocab,). Because u < E, only tokens whose u / exp(logit) is less than the
+    for uniform u, made of ``noise_bits`` (vocab,). Because u < E, only tokens whose u / exp(logit) is less than the
     time of the most likely token can win, so only these few are computed in double precision.
     """
     if warped.ids is not None:
-        bits = bits[warped.ids]
+        noise_bits = noise_bits[warped.ids]
     top_index = int(warped.logits.argmax())
     weights = np.exp(warped.logits - warped.logits[top_index])
-    top_time = -math.log1p(-(float(bits[top_index]) + 0.5) * 2.0**-32)
-    candidates = np.flatnonzero(bits.astype(np.float32) < weights * np.float32(top_time * 2.0**32 * 1.0001))
-    times = -np.log1p(-(bits[candidates] + 0.5) * 2.0**-32) / weights[candidates]
-    index = int(candidates[times.argmin()])
-    token = index if warped.ids is None else int(warped.ids[index])
-    return token, float(weights[index] / weights.sum())
+    top_race_time = -math.log1p(-(float(noise_bits[top_index]) + 0.5) * 2.0**-32)
+    candidate_indices = np.flatnonzero(
+        noise_bits.astype(np.float32) < weights * np.float32(top_race_time * 2.0**32 * 1.0001)
+    )
+    race_times = -np.log1p(-(noise_bits[candidate_indices] + 0.5) * 2.0**-32) / weights[candidate_indices]
+    winner_index = int(candidate_indices[race_times.argmin()])
+    token = winner_index if warped.ids is None else int(warped.ids[winner_index])
+    return token, float(weights[winner_index] / weights.sum())
 
 
 def residual_probabilities(p: np.ndarray, q: np.ndarray) -> np.ndarray:
@@ -49,7 +51,9 @@ def residual_probabilities(p: np.ndarray, q: np.ndarray) -> np.ndarray:
     return residual if residual.any() else p  # p = q, and the rejection was a rounding error
 
 
-def draw_from_probabilities(probabilities: np.ndarray, bits: np.ndarray) -> int:
+def draw_from_probabilities(probabilities: np.ndarray, noise_bits: np.ndarray) -> int:
     """Draw a token, given probabilities (vocab,) float64, which need not sum to 1, and noise of the same width."""
-    ids = np.flatnonzero(probabilities)
-    return int(ids[(-np.log1p(-(bits[ids] + 0.5) * 2.0**-32) / probabilities[ids]).argmin()])
+    possible_ids = np.flatnonzero(probabilities)
+    return int(
+        possible_ids[(-np.log1p(-(noise_bits[possible_ids] + 0.5) * 2.0**-32) / probabilities[possible_ids]).argmin()]
+    )

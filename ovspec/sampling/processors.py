@@ -29,8 +29,8 @@ class LogitBias(Constraint):
 
     def process_logits(self, logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:  # noqa: ARG002
         logits = logits.copy()
-        in_vocabulary = self._ids < len(logits)  # a draft's vocabulary may be smaller
-        logits[self._ids[in_vocabulary]] += self._biases[in_vocabulary]
+        is_in_vocabulary = self._ids < len(logits)  # a draft's vocabulary may be smaller
+        logits[self._ids[is_in_vocabulary]] += self._biases[is_in_vocabulary]
         return logits
 
 
@@ -50,8 +50,10 @@ class Penalties(Constraint):
             token_logits = logits[tokens]
             logits[tokens] = np.where(token_logits < 0, token_logits * penalty, token_logits / penalty)
         if (params.presence_penalty or params.frequency_penalty) and len(generated_ids):
-            ids, counts = np.unique(generated_ids, return_counts=True)
-            logits[ids] -= (params.presence_penalty + float(params.frequency_penalty) * counts).astype(np.float32)
+            unique_ids, counts = np.unique(generated_ids, return_counts=True)
+            logits[unique_ids] -= (params.presence_penalty + float(params.frequency_penalty) * counts).astype(
+                np.float32
+            )
         return logits
 
 
@@ -64,29 +66,29 @@ class UserProcessor(Constraint):
 
     def process_logits(self, logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         # Copies, because a user's function may keep or change its arguments.
-        answer = self._function(tokens.copy(), logits[None].copy())
+        returned_logits = self._function(tokens.copy(), logits[None].copy())
         try:
-            processed = np.asarray(answer)
+            processed_logits = np.asarray(returned_logits)
         except (TypeError, ValueError):
-            processed = np.empty(0)
-        if processed.size != logits.size or processed.dtype.kind not in "fiu":
+            processed_logits = np.empty(0)
+        if processed_logits.size != logits.size or processed_logits.dtype.kind not in "fiu":
             raise OvspecError(
-                f"The logits processor {self._name} returned {type(answer).__name__} of shape {processed.shape}; "
-                f"it must return logits of shape (1, {len(logits)})."
+                f"The logits processor {self._name} returned {type(returned_logits).__name__} "
+                f"of shape {processed_logits.shape}; it must return logits of shape (1, {len(logits)})."
             )
-        processed = processed.reshape(-1).astype(np.float32)
-        if np.isnan(processed).any() or processed.max() == np.inf:
+        processed_logits = processed_logits.reshape(-1).astype(np.float32)
+        if np.isnan(processed_logits).any() or processed_logits.max() == np.inf:
             raise OvspecError(f"The logits processor {self._name} returned nan or inf; use -inf to exclude a token.")
-        return processed
+        return processed_logits
 
 
 def takes_tensors(function: LogitsProcessor) -> bool:
     """Return whether ``function`` takes tensors, as the logits processors of transformers and lists of them do."""
-    bases = inspect.getmro(type(function))
+    base_classes = inspect.getmro(type(function))
     return any(
-        base.__name__ in ("LogitsProcessor", "LogitsProcessorList")
-        for base in bases
-        if "transformers" in base.__module__
+        base_class.__name__ in ("LogitsProcessor", "LogitsProcessorList")
+        for base_class in base_classes
+        if "transformers" in base_class.__module__
     )
 
 
@@ -120,10 +122,10 @@ def make_processors(
     params: SamplingParams,
     count_prompt_tokens: PromptTokenCounter,
     end_ids: frozenset[int],
-    functions: Iterable[LogitsProcessor] | None = None,
+    user_functions: Iterable[LogitsProcessor] | None = None,
 ) -> list[Constraint]:
     """Return constraints that apply ``params`` and a user's functions to logits, in Hugging Face's order."""
-    if functions is not None and not isinstance(functions, Iterable):
+    if user_functions is not None and not isinstance(user_functions, Iterable):
         raise OvspecError("`logits_processors` must be a list of functions; put the function into a list.")
     processors: list[Constraint] = []
     if params.logit_bias:
@@ -132,8 +134,8 @@ def make_processors(
         processors.append(Penalties(params, count_prompt_tokens))
     if params.min_tokens:
         processors.append(MinTokens(params.min_tokens, count_prompt_tokens, end_ids))
-    for function in functions or []:
-        if not callable(function):
-            raise OvspecError(f"`logits_processors` has {function!r}, which isn't a function.")
-        processors.append(UserProcessor(function))
+    for user_function in user_functions or []:
+        if not callable(user_function):
+            raise OvspecError(f"`logits_processors` has {user_function!r}, which isn't a function.")
+        processors.append(UserProcessor(user_function))
     return processors

@@ -79,9 +79,9 @@ class ThreadStopwatch:
 
     def restart(self) -> float:
         """Return the seconds counted since the last call."""
-        seconds = self._seconds
+        counted_seconds = self._seconds
         self._seconds = 0.0
-        return seconds
+        return counted_seconds
 
 
 # The distribution that each proposed token was drawn from; None if the tokens weren't drawn.
@@ -133,16 +133,16 @@ class ComparingSampler:
     ) -> np.ndarray:
         """Return its own choices up to the first that differs from the proposal or ends the text."""
         tokens = np.concatenate((sequence.tokens, proposed))
-        chosen: list[int] = []
+        chosen_ids: list[int] = []
         for position in range(len(logits)):
             tokens_before = tokens[: len(sequence) + position]
             if position and self.constraints.has_ended(tokens_before):
                 break
-            forced = self.constraints.forced_token(tokens_before)
-            chosen.append(self.choose_token(logits[position], tokens_before) if forced is None else forced)
-            if position < len(proposed) and chosen[-1] != proposed[position]:
+            forced_id = self.constraints.forced_token(tokens_before)
+            chosen_ids.append(self.choose_token(logits[position], tokens_before) if forced_id is None else forced_id)
+            if position < len(proposed) and chosen_ids[-1] != proposed[position]:
                 break
-        return np.array(chosen, dtype=np.int64)
+        return np.array(chosen_ids, dtype=np.int64)
 
 
 class GreedySampler(ComparingSampler):
@@ -155,9 +155,9 @@ class GreedySampler(ComparingSampler):
             return super().verify_proposal(logits, sequence, proposed, distributions)
         chosen_ids = logits.argmax(axis=-1)
         if len(proposed):
-            differs = chosen_ids[:-1] != proposed
-            first_difference = int(differs.argmax())
-            if differs[first_difference]:
+            differences = chosen_ids[:-1] != proposed
+            first_difference = int(differences.argmax())
+            if differences[first_difference]:
                 return chosen_ids[: first_difference + 1]
         return chosen_ids
 
@@ -190,11 +190,11 @@ def most_likely_token(logits: np.ndarray, draft_ids: DraftIds | None = None) -> 
     return DraftedToken(token, confidence)
 
 
-def require_token(choice: DraftedToken | None) -> int:
-    """Return the token of ``choice``; raise OvspecError if it is None, because no token may follow."""
-    if not choice:
+def require_token(drafted_token: DraftedToken | None) -> int:
+    """Return the token of ``drafted_token``; raise OvspecError if it is None, because no token may follow."""
+    if not drafted_token:
         raise OvspecError(NO_TOKEN_LEFT)
-    return choice.token
+    return drafted_token.token
 
 
 class SharedNoiseSampler(ComparingSampler):
@@ -211,10 +211,10 @@ class SharedNoiseSampler(ComparingSampler):
     def verify_proposal(
         self, logits: np.ndarray, sequence: Sequence, proposed: np.ndarray, distributions: Distributions = None
     ) -> np.ndarray:
-        chosen = super().verify_proposal(logits, sequence, proposed, distributions)
-        new_length = len(sequence) + len(chosen)
-        self._noise = {position: bits for position, bits in self._noise.items() if position >= new_length}
-        return chosen
+        chosen_ids = super().verify_proposal(logits, sequence, proposed, distributions)
+        new_length = len(sequence) + len(chosen_ids)
+        self._noise = {position: noise_bits for position, noise_bits in self._noise.items() if position >= new_length}
+        return chosen_ids
 
     def choose_draft_token(
         self, logits: np.ndarray, tokens: np.ndarray, draft_ids: DraftIds | None = None
@@ -224,9 +224,9 @@ class SharedNoiseSampler(ComparingSampler):
         logits = self.constraints.process_logits(spread_logits(logits, draft_ids), tokens)
         # If the token drawn from all may follow, it also wins among those that may, and the mask isn't needed.
         if self.constraints.active and not self._params.truncating_options:
-            drawn = self._draw_token(logits, len(tokens))
-            if drawn and self.constraints.allows_token(drawn.token, tokens):
-                return drawn
+            drawn_token = self._draw_token(logits, len(tokens))
+            if drawn_token and self.constraints.allows_token(drawn_token.token, tokens):
+                return drawn_token
         logits = self.constraints.mask_logits(logits, tokens)
         return self._draw_token(logits, len(tokens))
 
@@ -237,12 +237,12 @@ class SharedNoiseSampler(ComparingSampler):
         if not logits.max() > -np.inf:
             return None
         vocab_size = draft_ids.target_width if draft_ids else len(logits)
-        bits = self._noise.get(position)
-        if bits is None or len(bits) < vocab_size:
-            bits = make_noise(self._seed, self._sample, position, vocab_size, CHOICE_NOISE)
-            self._noise[position] = bits
-        warped = warp_logits(logits, self._params, draft_ids and draft_ids.target_ids)
-        return DraftedToken(*draw_token(warped, bits[:vocab_size]))
+        noise_bits = self._noise.get(position)
+        if noise_bits is None or len(noise_bits) < vocab_size:
+            noise_bits = make_noise(self._seed, self._sample, position, vocab_size, CHOICE_NOISE)
+            self._noise[position] = noise_bits
+        warped_logits = warp_logits(logits, self._params, draft_ids and draft_ids.target_ids)
+        return DraftedToken(*draw_token(warped_logits, noise_bits[:vocab_size]))
 
 
 class RejectionSampler:
@@ -266,22 +266,22 @@ class RejectionSampler:
     ) -> np.ndarray:
         tokens = np.concatenate((sequence.tokens, proposed))
         vocab_size = logits.shape[1]
-        chosen: list[int] = []
+        chosen_ids: list[int] = []
         for index, token in enumerate(proposed.tolist()):
             position = len(sequence) + index
             p = self._warp_logits(logits[index], tokens[:position]).probabilities(vocab_size)
             q = (distributions[index] if distributions else certain_distribution(token)).probabilities(vocab_size)
             if draw_uniform(self._seed, self._sample, position, ACCEPT_NOISE) * q[token] >= p[token]:
-                bits = make_noise(self._seed, self._sample, position, vocab_size, RESIDUAL_NOISE)
-                chosen.append(draw_from_probabilities(residual_probabilities(p, q), bits))
+                noise_bits = make_noise(self._seed, self._sample, position, vocab_size, RESIDUAL_NOISE)
+                chosen_ids.append(draw_from_probabilities(residual_probabilities(p, q), noise_bits))
                 break
-            chosen.append(token)
+            chosen_ids.append(token)
             if self.constraints.has_ended(tokens[: position + 1]):
                 break
         else:
-            bits = make_noise(self._seed, self._sample, len(tokens), vocab_size, CHOICE_NOISE)
-            chosen.append(draw_token(self._warp_logits(logits[-1], tokens), bits)[0])
-        return np.array(chosen, dtype=np.int64)
+            noise_bits = make_noise(self._seed, self._sample, len(tokens), vocab_size, CHOICE_NOISE)
+            chosen_ids.append(draw_token(self._warp_logits(logits[-1], tokens), noise_bits)[0])
+        return np.array(chosen_ids, dtype=np.int64)
 
     def choose_draft_token(
         self, logits: np.ndarray, tokens: np.ndarray, draft_ids: DraftIds | None = None
@@ -289,10 +289,10 @@ class RejectionSampler:
         logits = self.constraints(spread_logits(logits, draft_ids), tokens)
         if logits.max() == -np.inf:
             return None
-        warped = warp_logits(logits, self._params)
+        warped_logits = warp_logits(logits, self._params)
         # Different noise, because the target's choice at this position must not depend on the draft's.
-        bits = make_noise(self._seed, self._sample, len(tokens), len(logits), DRAFT_NOISE)
-        return DraftedToken(*draw_token(warped, bits), warped)
+        noise_bits = make_noise(self._seed, self._sample, len(tokens), len(logits), DRAFT_NOISE)
+        return DraftedToken(*draw_token(warped_logits, noise_bits), warped_logits)
 
     def _warp_logits(self, logits: np.ndarray, tokens: np.ndarray) -> WarpedLogits:
         return warp_logits(self.constraints(logits, tokens), self._params)
@@ -316,11 +316,11 @@ class UserSampler(ComparingSampler):
 
     def choose_token(self, logits: np.ndarray, tokens: np.ndarray) -> int:
         # Copies, because the function may keep or modify its arguments.
-        answer = self._function(self.constraints(logits, tokens)[None].copy(), tokens.copy(), **self._options)
+        returned_token = self._function(self.constraints(logits, tokens)[None].copy(), tokens.copy(), **self._options)
         try:
-            token = int(np.asarray(answer).item())
+            token = int(np.asarray(returned_token).item())
         except (TypeError, ValueError):
-            raise OvspecError(f"The sampler returned {answer!r}; it must return one token id.") from None
+            raise OvspecError(f"The sampler returned {returned_token!r}; it must return one token id.") from None
         if not 0 <= token < len(logits):
             raise OvspecError(f"The sampler returned {token}, which is not a token id (0 to {len(logits) - 1}).")
         if not self.constraints.allows_token(token, tokens):

@@ -83,8 +83,8 @@ def validate_text(request: JsonObject) -> JsonObject:
     return {"errors": [f"{json_pointer(error.absolute_path)}: {error.message:.300}" for error in errors[:MAX_ERRORS]]}
 
 
-def json_pointer(path: Iterable[str | int]) -> str:
-    return "/".join(("#", *(str(part).replace("~", "~0").replace("/", "~1") for part in path)))
+def json_pointer(error_path: Iterable[str | int]) -> str:
+    return "/".join(("#", *(str(path_part).replace("~", "~0").replace("/", "~1") for path_part in error_path)))
 
 
 if __name__ == "__main__":

@@ -42,41 +42,51 @@ def write_tools_grammar(source: JsonObject, label: str) -> tuple[str, str]:
     Raises:
         OvspecError: a schema is invalid or can't be enforced; the message names the tool.
     """
-    format = TOOL_FORMATS_BY_NAME[source["format"]]
+    tool_format = TOOL_FORMATS_BY_NAME[source["format"]]
     token_names = {f"<mark{index}>": token for index, token in enumerate(source["tokens"])}
-    parameter_layout = make_parameter_layout(format, token_names)
-    options = SchemaOptions(**source["reading"])
-    schemas = {tool["name"]: compile_arguments(tool, options, parameter_layout, label) for tool in source["tools"]}
-    grammar_names = {name: f"tool_{index}" for index, name in enumerate(schemas)}
-    lines = [f"start: {' | '.join(list_answers(source, token_names))}"]
-    if schemas:
-        lines += write_call_rules(format, grammar_names, source["parallel"], token_names)
-    grammars: list[JsonObject] = [{"name": "tools", "lark_grammar": "\n".join(lines)}]
-    grammars += [{"name": grammar_names[name], "lark_grammar": schema.lark} for name, schema in schemas.items()]
-    item_tracks = [schema.item_tracks for schema in schemas.values() if schema.item_tracks]
+    parameter_layout = make_parameter_layout(tool_format, token_names)
+    schema_options = SchemaOptions(**source["reading"])
+    compiled_schemas = {
+        tool["name"]: compile_arguments(tool, schema_options, parameter_layout, label) for tool in source["tools"]
+    }
+    grammar_names = {name: f"tool_{index}" for index, name in enumerate(compiled_schemas)}
+    rule_lines = [f"start: {' | '.join(list_answers(source, token_names))}"]
+    if compiled_schemas:
+        rule_lines += write_call_rules(tool_format, grammar_names, source["parallel"], token_names)
+    partial_grammars: list[JsonObject] = [{"name": "tools", "lark_grammar": "\n".join(rule_lines)}]
+    partial_grammars += [
+        {"name": grammar_names[name], "lark_grammar": schema.lark} for name, schema in compiled_schemas.items()
+    ]
+    item_tracks = [schema.item_tracks for schema in compiled_schemas.values() if schema.item_tracks]
     if source["other"]:
-        other = json.loads(source["other"])
-        grammars += [{**other["grammars"][0], "name": "other"}, *other["grammars"][1:]]
-        if UNIQUE_ITEMS_KEY in other:
-            item_tracks.append(other[UNIQUE_ITEMS_KEY])
-    text_parameters = {name: schema.text_parameters for name, schema in schemas.items() if schema.text_parameters}
-    grammar: JsonObject = {"grammars": grammars, TOKEN_NAMES_KEY: token_names, TEXT_PARAMETERS_KEY: text_parameters}
+        text_grammar = json.loads(source["other"])
+        partial_grammars += [{**text_grammar["grammars"][0], "name": "other"}, *text_grammar["grammars"][1:]]
+        if UNIQUE_ITEMS_KEY in text_grammar:
+            item_tracks.append(text_grammar[UNIQUE_ITEMS_KEY])
+    text_parameters = {
+        name: schema.text_parameters for name, schema in compiled_schemas.items() if schema.text_parameters
+    }
+    grammar: JsonObject = {
+        "grammars": partial_grammars,
+        TOKEN_NAMES_KEY: token_names,
+        TEXT_PARAMETERS_KEY: text_parameters,
+    }
     if item_tracks:
         grammar[UNIQUE_ITEMS_KEY] = merge_item_tracks(item_tracks)
-    warnings = (f"{name}: {schema.warning}" for name, schema in schemas.items() if schema.warning)
+    warnings = (f"{name}: {schema.warning}" for name, schema in compiled_schemas.items() if schema.warning)
     return json.dumps(grammar), " ".join(warnings)
 
 
-def make_parameter_layout(format: ToolFormat, token_names: dict[str, str]) -> ParameterLayout | None:
+def make_parameter_layout(tool_format: ToolFormat, token_names: dict[str, str]) -> ParameterLayout | None:
     """Return the texts around arguments that are written one by one; None if they are one JSON object."""
-    parameters = format.parameters
+    parameters = tool_format.parameters
     if not parameters:
         return None
-    has_token = any(token in parameters.after_name for token in token_names.values())
+    has_token_after_name = any(token in parameters.after_name for token in token_names.values())
     before_name = write_literal(parameters.before_name, token_names)
     after_name = write_literal(parameters.after_name, token_names)
-    ending = split_at_token(parameters.after_value, token_names)
-    return ParameterLayout(before_name, after_name, parameters.after_name * (not has_token), *ending)
+    value_ending = split_at_token(parameters.after_value, token_names)
+    return ParameterLayout(before_name, after_name, parameters.after_name * (not has_token_after_name), *value_ending)
 
 
 def compile_arguments(
@@ -85,9 +95,9 @@ def compile_arguments(
     """Return the grammar of a tool's arguments."""
     label = f"{label}: the schema of {tool['name']}"
     schema = dict(tool["parameters"] or {})
-    text = json.dumps(schema)
-    check_character_count(text, label)
-    check_nesting(text, label)
+    schema_text = json.dumps(schema)
+    check_character_count(schema_text, label)
+    check_nesting(schema_text, label)
     if schema.setdefault("type", "object") != "object":
         raise OvspecError(f"{label}, at #/type: arguments are an object; set the type to object.")
     has_parameters = schema.get("properties") or schema.get("required") or schema.keys() - SILENT_KEYWORDS
@@ -101,63 +111,76 @@ def compile_arguments(
 
 def list_answers(source: JsonObject, token_names: dict[str, str]) -> list[str]:
     """Return the expressions of all kinds of answers."""
-    answers: list[tuple[bytes, bytes, str]] = []
+    answer_kinds: list[tuple[bytes, bytes, str]] = []
     if source["tools"]:
-        answers.append((ANSWER_CALLS, ANSWER_CALLS_AFTER_THINKING, "calls"))
+        answer_kinds.append((ANSWER_CALLS, ANSWER_CALLS_AFTER_THINKING, "calls"))
     if source["other"]:
-        text = f"{write_literal(source['text'], token_names)} @other"
-        answers.append((ANSWER_TEXT, ANSWER_TEXT_AFTER_THINKING, text))
-    options = [f'"{kind.decode()}" {answer}' for kind, _, answer in answers]
+        text_answer = f"{write_literal(source['text'], token_names)} @other"
+        answer_kinds.append((ANSWER_TEXT, ANSWER_TEXT_AFTER_THINKING, text_answer))
+    answer_expressions = [f'"{answer_kind.decode()}" {answer}' for answer_kind, _, answer in answer_kinds]
     if source["header"] is not None:
         header = write_literal(source["header"], token_names) or SPACE_AFTER_THINKING
-        options += [f'"{kind.decode()}" ({header})? {answer}' for _, kind, answer in answers]
-    return options
+        answer_expressions += [
+            f'"{answer_kind.decode()}" ({header})? {answer}' for _, answer_kind, answer in answer_kinds
+        ]
+    return answer_expressions
 
 
 def write_call_rules(
-    format: ToolFormat, grammar_names: dict[str, str], parallel: bool, token_names: dict[str, str]
+    tool_format: ToolFormat, grammar_names: dict[str, str], parallel: bool, token_names: dict[str, str]
 ) -> list[str]:
     """Return the rules of all calls; ``grammar_names``: tool -> the grammar of its arguments."""
     more_calls = ""
-    if parallel and format.between_calls is not None:
-        more_calls = f"({write_literal(format.between_calls, token_names)} call)*"
-    begin, end = write_literal(format.before_calls, token_names), write_literal(format.after_calls, token_names)
-    lines = [f"calls: {begin} call {more_calls} {end}"]
-    pairs = itertools.product(grammar_names.items(), format.calls)
-    calls = [write_call(call, tool_name, grammar, token_names) for (tool_name, grammar), call in pairs]
-    lines.append(f"call: {' | '.join(calls)}")
-    return lines + [f"{slot}: /{pattern}/" for slot, pattern in SLOT_PATTERNS.items() if slot in sum(format.calls, ())]
+    if parallel and tool_format.between_calls is not None:
+        more_calls = f"({write_literal(tool_format.between_calls, token_names)} call)*"
+    before_calls, after_calls = (
+        write_literal(tool_format.before_calls, token_names),
+        write_literal(tool_format.after_calls, token_names),
+    )
+    rule_lines = [f"calls: {before_calls} call {more_calls} {after_calls}"]
+    tools_and_calls = itertools.product(grammar_names.items(), tool_format.calls)
+    call_expressions = [
+        write_call(call_parts, tool_name, grammar, token_names) for (tool_name, grammar), call_parts in tools_and_calls
+    ]
+    rule_lines.append(f"call: {' | '.join(call_expressions)}")
+    return rule_lines + [
+        f"{slot}: /{pattern}/" for slot, pattern in SLOT_PATTERNS.items() if slot in sum(tool_format.calls, ())
+    ]
 
 
-def write_call(call: Sequence[str], tool_name: str, grammar_name: str, token_names: dict[str, str]) -> str:
+def write_call(call_parts: Sequence[str], tool_name: str, grammar_name: str, token_names: dict[str, str]) -> str:
     """Return the expression of a call, which is texts and slots."""
     expressions: list[str] = []
-    for slot, parts in itertools.groupby(call, lambda part: part if part in (*SLOT_PATTERNS, "ARGUMENTS") else ""):
+    for slot, parts in itertools.groupby(
+        call_parts, lambda call_part: call_part if call_part in (*SLOT_PATTERNS, "ARGUMENTS") else ""
+    ):
         if slot == "ARGUMENTS":
             expressions.append(f"@{grammar_name}")
         else:
-            text = "".join(tool_name if part == "NAME" else part for part in parts)
+            text = "".join(tool_name if call_part == "NAME" else call_part for call_part in parts)
             expressions.append(slot or write_literal(text, token_names))
     return " ".join(expressions)
 
 
 def write_literal(text: str, token_names: dict[str, str]) -> str:
     """Return the expression of ``text``; ``token_names``: names of the tokens that may be in it."""
-    parts = split_at_tokens(text, token_names)
-    return " ".join(part if part in token_names else json.dumps(part, ensure_ascii=False) for part in parts)
+    text_parts = split_at_tokens(text, token_names)
+    return " ".join(
+        text_part if text_part in token_names else json.dumps(text_part, ensure_ascii=False) for text_part in text_parts
+    )
 
 
 def split_at_tokens(text: str, token_names: dict[str, str]) -> list[str]:
     """Return ``text`` split at tokens, which have their names in the grammar."""
-    names = {token: name for name, token in token_names.items()}
-    longest_first = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
-    parts = re.split(f"({longest_first})", text) if names else [text]
-    return [names.get(part, part) for part in parts if part]
+    name_by_token = {token: name for name, token in token_names.items()}
+    token_pattern = "|".join(map(re.escape, sorted(name_by_token, key=len, reverse=True)))
+    text_parts = re.split(f"({token_pattern})", text) if name_by_token else [text]
+    return [name_by_token.get(text_part, text_part) for text_part in text_parts if text_part]
 
 
 def split_at_token(text: str, token_names: dict[str, str]) -> tuple[str, str, bool]:
     """Return (the text in front of the first token, the expression of the rest, whether there is a token)."""
-    before = next(iter(split_at_tokens(text, token_names)), "")
-    if before in token_names:
-        before = ""
-    return before, write_literal(text[len(before) :], token_names), len(before) < len(text)
+    text_before = next(iter(split_at_tokens(text, token_names)), "")
+    if text_before in token_names:
+        text_before = ""
+    return text_before, write_literal(text[len(text_before) :], token_names), len(text_before) < len(text)

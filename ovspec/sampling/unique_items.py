@@ -42,36 +42,38 @@ class BegunItem:
     def from_bytes(cls, item: bytes) -> BegunItem:
         text = item.decode("utf-8", "replace")
         offset = 0
-        finished: list[str] = []
+        finished_tokens: list[str] = []
         while match := JSON_TOKEN.match(text, offset):
             if match.end() == len(text) and match[0].strip('[]{}:," \t\r\n') and not match[0].endswith('"'):
                 break  # a number or a word, which may go on
-            finished.append(normalize_token(match[0]) if match[0].strip() else "")
+            finished_tokens.append(normalize_token(match[0]) if match[0].strip() else "")
             offset = match.end()
-        tail = text[offset:]
-        if tail.startswith('"'):
-            return cls("".join(finished), normalize_open(tail))
-        number = tail[:1] == "-" or tail[:1].isdigit()
+        open_text = text[offset:]
+        if open_text.startswith('"'):
+            return cls("".join(finished_tokens), normalize_open(open_text))
+        is_number = open_text[:1] == "-" or open_text[:1].isdigit()
         # All that follows a 0 with an exponent is 0.
-        zero = number and "e" in tail.lower() and not tail.lower().partition("e")[0].strip("-0.")
-        return cls("".join(finished), "0e" if zero else tail, number)
+        is_zero = is_number and "e" in open_text.lower() and not open_text.lower().partition("e")[0].strip("-0.")
+        return cls("".join(finished_tokens), "0e" if is_zero else open_text, is_number)
 
     def may_become(self, text: str) -> bool:
         """Return whether ``text``, a whole item, is like this one so far."""
         if not text.startswith(self.finished):
             return False
-        rest = text[len(self.finished) :]
-        if rest.startswith(self.open_part) or not self.number:
-            return rest.startswith(self.open_part)
-        number = JSON_NUMBER.match(rest)
+        remaining_text = text[len(self.finished) :]
+        if remaining_text.startswith(self.open_part) or not self.number:
+            return remaining_text.startswith(self.open_part)
+        number_match = JSON_NUMBER.match(remaining_text)
         digits = re.sub(r"\.?([eE][+-]?)?$", "", self.open_part)
-        return number is not None and normalize_token("0" if digits == "-" else digits) == number[0]
+        return number_match is not None and normalize_token("0" if digits == "-" else digits) == number_match[0]
 
 
-def normalize_open(begun: str) -> str:
+def normalize_open(begun_string: str) -> str:
     """Return a string that hasn't ended, as ``normalize_token`` writes it."""
-    begun = re.sub(r"\\(u[0-9a-fA-F]{0,3})?$", "", begun) if not begun.endswith("\\\\") else begun
-    return normalize_token(begun + '"')[:-1]
+    begun_string = (
+        re.sub(r"\\(u[0-9a-fA-F]{0,3})?$", "", begun_string) if not begun_string.endswith("\\\\") else begun_string
+    )
+    return normalize_token(begun_string + '"')[:-1]
 
 
 def normalize_token(token: str) -> str:
@@ -150,15 +152,17 @@ class UniqueItems:
         except ValueError:  # not JSON, which the grammar sees to
             return cursor
 
-    def find_forbidden_ids(self, cursor: JsonCursor, tokens: Iterable[int], find_following: FollowingIds) -> list[int]:
+    def find_forbidden_ids(
+        self, cursor: JsonCursor, tokens: Iterable[int], find_following_ids: FollowingIds
+    ) -> list[int]:
         """Return those of ``tokens`` after which an item would be, or could only become, one that is there already.
 
         Args:
             tokens: ids that the grammar allows; only those that ``find_suspect_ids`` returns can be forbidden.
-            find_following: returns (what is allowed after a token, itself for that place), as the grammar says.
+            find_following_ids: returns (what is allowed after a token, itself for that place), as the grammar says.
         """
-        search = RepeatSearch()
-        return [token for token in tokens if self._leads_nowhere(cursor, token, find_following, search)]
+        repeat_search = RepeatSearch()
+        return [token for token in tokens if self._leads_nowhere(cursor, token, find_following_ids, repeat_search)]
 
     def find_suspect_ids(self, cursor: JsonCursor, allowed_ids: np.ndarray) -> list[int]:
         """Return those of the ``allowed_ids`` (n,) that might repeat an item, or begin one like an earlier item."""
@@ -175,12 +179,12 @@ class UniqueItems:
             suspect_ids.update(self._zero_ids)
             for text in container.earlier_texts:
                 if item.may_become(text):
-                    rest = text[len(item.finished) + len(item.open_part) :].encode()
-                    suspect_ids.update(self._vocabulary_index.ids_of_prefixes(rest))
+                    remaining_bytes = text[len(item.finished) + len(item.open_part) :].encode()
+                    suspect_ids.update(self._vocabulary_index.ids_of_prefixes(remaining_bytes))
         return [token for token in allowed_ids.tolist() if token in suspect_ids]
 
     def _leads_nowhere(
-        self, cursor: JsonCursor, token: int, find_following: FollowingIds, search: RepeatSearch
+        self, cursor: JsonCursor, token: int, find_following_ids: FollowingIds, repeat_search: RepeatSearch
     ) -> bool:
         next_cursor = self.advance(cursor, token)
         if next_cursor is None:
@@ -188,18 +192,18 @@ class UniqueItems:
         repeated_item = self._find_repeated_item(next_cursor)
         if repeated_item is None:
             return False
-        if repeated_item not in search.dead_ends:
-            if not search.steps_left:
+        if repeated_item not in repeat_search.dead_ends:
+            if not repeat_search.steps_left:
                 return False
-            search.steps_left -= 1
-            search.dead_ends[repeated_item] = True  # what leads only back to itself leads nowhere
-            following_ids, find_next = find_following(token)
+            repeat_search.steps_left -= 1
+            repeat_search.dead_ends[repeated_item] = True  # what leads only back to itself leads nowhere
+            following_ids, find_next_ids = find_following_ids(token)
             # White space can't lead where nothing else does.
             following_ids = [token_id for token_id in following_ids if (self._vocabulary[token_id] or b"x").strip()]
-            search.dead_ends[repeated_item] = bool(following_ids) and all(
-                self._leads_nowhere(next_cursor, token_id, find_next, search) for token_id in following_ids
+            repeat_search.dead_ends[repeated_item] = bool(following_ids) and all(
+                self._leads_nowhere(next_cursor, token_id, find_next_ids, repeat_search) for token_id in following_ids
             )
-        return search.dead_ends[repeated_item]
+        return repeat_search.dead_ends[repeated_item]
 
     def _find_repeated_item(self, cursor: JsonCursor) -> BegunItem | None:
         """Return the item that has begun, or must follow, if it is like an earlier one so far."""
@@ -212,13 +216,18 @@ class UniqueItems:
 
     def follow_bytes(self, cursor: JsonCursor, added_bytes: bytes) -> JsonCursor | None:
         """Return ``cursor`` with ``added_bytes`` behind it; None if that completes an item that is there already."""
-        skipped_now = min(cursor.skipped_bytes, len(added_bytes))
-        walk = JsonWalk(self._tracks, cursor, added_bytes[skipped_now:])
-        if not all(map(walk.read_byte, range(len(cursor.text), len(walk.text)))):
+        skipped_count = min(cursor.skipped_bytes, len(added_bytes))
+        json_walk = JsonWalk(self._tracks, cursor, added_bytes[skipped_count:])
+        if not all(map(json_walk.read_byte, range(len(cursor.text), len(json_walk.text)))):
             return None
-        unskipped = cursor.skipped_bytes - skipped_now
+        unskipped_count = cursor.skipped_bytes - skipped_count
         return JsonCursor(
-            walk.text, tuple(walk.containers), walk.token_kind, walk.expects_key, walk.token_start, unskipped
+            json_walk.text,
+            tuple(json_walk.containers),
+            json_walk.token_kind,
+            json_walk.expects_key,
+            json_walk.token_start,
+            unskipped_count,
         )
 
 
@@ -302,23 +311,23 @@ class JsonWalk:
         item_tracks = set[int]()
         for track in self._tracks_of(self.containers[-1]):
             if "rest" in track:
-                matching = [number for pattern, number in track["patterns"] if search_pattern(pattern, name)]
+                matching_tracks = [number for pattern, number in track["patterns"] if search_pattern(pattern, name)]
                 item_tracks |= (
-                    {track["properties"][name]} if name in track["properties"] else {*matching, track["rest"]}
+                    {track["properties"][name]} if name in track["properties"] else {*matching_tracks, track["rest"]}
                 )
         self.containers[-1] = replace(self.containers[-1], item_tracks=tuple(sorted(item_tracks)))
 
     def _tracks_of(self, container: OpenContainer) -> Iterable[JsonObject]:
         return (track for number in container.track_numbers for track in self._tracks[number])
 
-    def _end_value(self, end: int) -> bool:
-        """Note that a value has ended before ``end``; return False if it is in the array around it already."""
+    def _end_value(self, value_end: int) -> bool:
+        """Note that a value has ended before ``value_end``; return False if it is in the array around it already."""
         if not self.containers or not self.containers[-1].is_array:
             return True
         container = self.containers[-1]
-        changed = replace(container, item_index=container.item_index + 1, item_start=-1)
+        changed_container = replace(container, item_index=container.item_index + 1, item_start=-1)
         if container.earlier_items is not None:
-            item_text = self.text[container.item_start : end]
+            item_text = self.text[container.item_start : value_end]
             # The same for equal values, as JSON Schema compares them.
             item_json = json.dumps(
                 unify_numbers(json.loads(item_text, strict=False)), sort_keys=True, ensure_ascii=False
@@ -330,8 +339,10 @@ class JsonWalk:
                 *container.earlier_texts,
                 "".join(normalize_token(token) for token in tokens if token.strip()),
             )
-            changed = replace(changed, earlier_items=container.earlier_items | {item_json}, earlier_texts=earlier_texts)
-        self.containers[-1] = changed
+            changed_container = replace(
+                changed_container, earlier_items=container.earlier_items | {item_json}, earlier_texts=earlier_texts
+            )
+        self.containers[-1] = changed_container
         return True
 
 

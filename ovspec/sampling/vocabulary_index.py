@@ -33,29 +33,31 @@ class VocabularyIndex:
     def ids_of_prefixes(self, text: bytes) -> list[int]:
         """Return the ids of the tokens that ``text`` begins with."""
         prefix_ids: list[int] = []
-        for length in range(1, len(text) + 1):
-            first = bisect.bisect_left(self._sorted_bytes, text[:length])
-            if first == len(self._sorted_bytes) or not self._sorted_bytes[first].startswith(text[:length]):
+        for prefix_length in range(1, len(text) + 1):
+            first_index = bisect.bisect_left(self._sorted_bytes, text[:prefix_length])
+            if first_index == len(self._sorted_bytes) or not self._sorted_bytes[first_index].startswith(
+                text[:prefix_length]
+            ):
                 break  # no token begins with this or more
-            prefix_ids += self._sorted_ids[first : bisect.bisect_right(self._sorted_bytes, text[:length])]
+            prefix_ids += self._sorted_ids[first_index : bisect.bisect_right(self._sorted_bytes, text[:prefix_length])]
         return prefix_ids
 
     def ids_with_prefix(self, text: bytes) -> list[int]:
         """Return the ids of the tokens that begin with ``text``."""
-        first = bisect.bisect_left(self._sorted_bytes, text)
+        first_index = bisect.bisect_left(self._sorted_bytes, text)
         # They are adjacent, and all of them are shorter than this many 0xFF.
-        last = bisect.bisect_left(self._sorted_bytes, text + b"\xff" * (self.max_length + 1))
-        return self._sorted_ids[first:last]
+        last_index = bisect.bisect_left(self._sorted_bytes, text + b"\xff" * (self.max_length + 1))
+        return self._sorted_ids[first_index:last_index]
 
     def ids_containing(self, text: bytes) -> list[int]:
         """Return the ids of the tokens that contain ``text``, which is UTF-8."""
-        joined_bytes, starts = self._joined_tokens
+        joined_bytes, token_starts = self._joined_tokens
         containing_ids: list[int] = []
-        position = joined_bytes.find(text)
-        while position >= 0:
-            token_index = bisect.bisect_right(starts, position) - 1
+        match_position = joined_bytes.find(text)
+        while match_position >= 0:
+            token_index = bisect.bisect_right(token_starts, match_position) - 1
             containing_ids.append(self._sorted_ids[token_index])
-            position = joined_bytes.find(text, starts[token_index + 1])
+            match_position = joined_bytes.find(text, token_starts[token_index + 1])
         return containing_ids
 
     @functools.cached_property

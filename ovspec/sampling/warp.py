@@ -72,9 +72,9 @@ def warp_logits(logits: np.ndarray, params: SamplingParams, ids: np.ndarray | No
         ids, logits = select_positions(ids, logits, possible_positions)
         weights = weights[possible_positions]
         total_weight = float(weights.sum(dtype=np.float64))
-        information = np.float32(math.log(total_weight)) - logits  # in nats
-        entropy = float((weights * information).sum(dtype=np.float64)) / total_weight
-        surprise = np.abs(information - np.float32(entropy))
+        information_nats = np.float32(math.log(total_weight)) - logits  # in nats
+        entropy = float((weights * information_nats).sum(dtype=np.float64)) / total_weight
+        surprise = np.abs(information_nats - np.float32(entropy))
         typical_positions = smallest_up_to_weight(surprise, weights, params.typical_p * total_weight)
         ids, logits = select_positions(ids, logits, typical_positions)
     return WarpedLogits(ids, logits)
@@ -95,9 +95,9 @@ def smallest_up_to_weight(keys: np.ndarray, weights: np.ndarray, weight_limit: f
     bucket_members = np.arange(len(keys))
     weight_before = 0.0
     if len(keys) > 2048:
-        low = float(keys.min())
-        high = float(keys.max())
-        buckets = ((keys - np.float32(low)) * np.float32(2047 / max(high - low, 1e-9))).astype(np.int32)
+        min_key = float(keys.min())
+        max_key = float(keys.max())
+        buckets = ((keys - np.float32(min_key)) * np.float32(2047 / max(max_key - min_key, 1e-9))).astype(np.int32)
         weight_sums = np.cumsum(np.bincount(buckets, weights, 2049))
         reached_bucket = min(int(np.searchsorted(weight_sums, weight_limit)), int(buckets.max()))
         bucket_members = np.flatnonzero(buckets == reached_bucket)

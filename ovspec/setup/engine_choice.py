@@ -86,17 +86,17 @@ class CompiledModel:
         return self.arithmetic_note == "exact" or not may_use_gpu(self.ir.device)
 
     def make_decoder(
-        self, vocabulary: KnownIds = ALL_IDS, rule: FeedRule | None = None, shares_blocks: bool = False
+        self, vocabulary: KnownIds = ALL_IDS, feed_rule: FeedRule | None = None, shares_blocks: bool = False
     ) -> Decoder:
-        """Return a decoder with its own infer request and KV cache; ``rule`` replaces the model's.
+        """Return a decoder with its own infer request and KV cache; ``feed_rule`` replaces the model's.
 
         ``shares_blocks``: whether its KV cache is in the blocks of ``share_blocks``.
         """
-        rule = rule or self.rule
+        feed_rule = feed_rule or self.rule
         if self.engine == "paged":
             blocks = self.shared_blocks if shares_blocks else None
-            return PagedDecoder(self.ir, vocabulary, rule, blocks)
-        return make_stateful_decoder(self.ir, self.rollback, vocabulary, rule)
+            return PagedDecoder(self.ir, vocabulary, feed_rule, blocks)
+        return make_stateful_decoder(self.ir, self.rollback, vocabulary, feed_rule)
 
     def share_blocks(self, max_cached_tokens: float) -> None:
         """Make blocks for decoders to share, if the engine has any; blocks of ended texts are kept for their prefixes.
@@ -142,8 +142,10 @@ class CompiledModel:
 
     def find_exactness(self, trial: ExactnessTrial = SHORT_TRIAL) -> Exactness:
         if is_gpu(self.ir.device):
-            return find_exactness_on_gpu(lambda rule: self.make_decoder(rule=rule), self.ir.logits_width)
-        exactness = find_exactness(lambda rule: self.make_decoder(rule=rule), self.engine, self.ir.logits_width, trial)
+            return find_exactness_on_gpu(lambda rule: self.make_decoder(feed_rule=rule), self.ir.logits_width)
+        exactness = find_exactness(
+            lambda rule: self.make_decoder(feed_rule=rule), self.engine, self.ir.logits_width, trial
+        )
         if self.ir.config.rope_switch_length and exactness.rule and exactness.rule.most:
             # A text is computed anew where its frequencies change, in a single inference.
             return replace(exactness, rule=None, differing=exactness.positions)
@@ -190,27 +192,27 @@ def load_compiled_model(
             wait_for_gpu_kernels(model.make_decoder(), model.ir.logits_width)
         return model
     options = avoid_crash(folder, options)
-    reason = "as requested"
+    engine_reason = "as requested"
     if engine != "stateful":
-        check = check_paged(folder, options)
+        paged_check = check_paged(folder, options)
         if engine == "auto":
-            reason = check.reason
-        if check.usable:
+            engine_reason = paged_check.reason
+        if paged_check.usable:
             try:
-                return load_paged_model(folder, options, reason, arithmetic, head)
+                return load_paged_model(folder, options, engine_reason, arithmetic, head)
             except OvspecError as error:  # not every cache type works with every precision
-                check = PagedCheck(False, last_error_line(error))
+                paged_check = PagedCheck(False, last_error_line(error))
         if engine == "paged":
-            raise OvspecError(f"{folder}: `engine='paged'` is not possible: {check.reason}.")
-        reason = check.reason
-    check_stateful_kv_precision(folder, options, reason)
+            raise OvspecError(f"{folder}: `engine='paged'` is not possible: {paged_check.reason}.")
+        engine_reason = paged_check.reason
+    check_stateful_kv_precision(folder, options, engine_reason)
 
     def compile_stateful(options: DeviceOptions, two_queries: bool = False) -> CompiledModel:  # noqa: ARG001
         rewrite = None
         if head:
             rewrite = partial(add_features_output, target=folder, head=head)
         ir = compile_ir(folder, options, rewrite)
-        return CompiledModel(ir, "stateful", reason, load_rollback_probe(ir, options.cache_folder).rollback)
+        return CompiledModel(ir, "stateful", engine_reason, load_rollback_probe(ir, options.cache_folder).rollback)
 
     return load_with_arithmetic(folder, options, "stateful", arithmetic, compile_stateful)
 
@@ -246,7 +248,7 @@ def load_model_with_features(
     model = load_compiled_model(folder, options, engine, arithmetic, head)
     if not exactness:
         hash_pairs = zip(model.hash_logits(), hashes_without_head, strict=True)
-        differing_count = sum(with_head != without_head for with_head, without_head in hash_pairs)
+        differing_count = sum(hash_with_head != hash_without_head for hash_with_head, hash_without_head in hash_pairs)
         exactness = write_cached(exactness_file, Exactness(None, len(hashes_without_head), differing_count))
     if exactness.differing:
         model.rule = fast_arithmetic_rule(model.engine, model.ir.device)
@@ -257,13 +259,15 @@ def load_model_with_features(
 
 
 def load_paged_model(
-    folder: Path, options: DeviceOptions, reason: str, arithmetic: Arithmetic | None, head: Path | None = None
+    folder: Path, options: DeviceOptions, engine_reason: str, arithmetic: Arithmetic | None, head: Path | None = None
 ) -> CompiledModel:
     """Compile for the paged engine, rewritten for exact arithmetic only where the rewrite makes it exact."""
 
     def compile_paged_model(options: DeviceOptions, two_queries: bool = False) -> CompiledModel:
         ir = compile_paged(folder, options, two_queries, head)
-        model = CompiledModel(ir, "paged", reason, PagedDecoder.rollback, fast_arithmetic_rule("paged", ir.device))
+        model = CompiledModel(
+            ir, "paged", engine_reason, PagedDecoder.rollback, fast_arithmetic_rule("paged", ir.device)
+        )
         if "KV_CACHE_PRECISION" in options.fixed_properties:
             model.make_decoder().feed([np.zeros(1, dtype=np.int64)], [1])
         return model
@@ -289,16 +293,16 @@ def load_with_arithmetic(
     if f32_may_help(options):
         candidate_options.append(replace(options, precision="f32"))
     default_exactness: Exactness | None = None  # in the default precision
-    for fixed_options in candidate_options:
-        saved_exactness = read_exactness(folder, fixed_options, engine)
+    for tried_options in candidate_options:
+        saved_exactness = read_exactness(folder, tried_options, engine)
         if not saved_exactness or saved_exactness.is_exact:
             two_queries = engine == "paged" and (not saved_exactness or saved_exactness.needs_two_queries)
-            model = compile_model(fixed_options, two_queries)
-            exactness = saved_exactness or probe_exactness(model, folder, fixed_options)
+            model = compile_model(tried_options, two_queries)
+            exactness = saved_exactness or probe_exactness(model, folder, tried_options)
             if exactness.is_exact:
                 if two_queries != exactness.needs_two_queries:
                     del model  # memory may hold the model only once
-                    model = compile_model(fixed_options, False)
+                    model = compile_model(tried_options, False)
                 model.adopt_exactness(exactness)
                 return model
             del model
@@ -312,8 +316,8 @@ def load_with_arithmetic(
 
 def f32_may_help(options: DeviceOptions) -> bool:
     """Return whether the CPU computes in 16 bits only because nobody has named a precision, or a type of the cache."""
-    fixed_names = {"INFERENCE_PRECISION_HINT", "KV_CACHE_PRECISION"} & options.fixed_properties.keys()
-    if fixed_names or check_device(options.device) != "CPU":
+    fixed_properties = {"INFERENCE_PRECISION_HINT", "KV_CACHE_PRECISION"} & options.fixed_properties.keys()
+    if fixed_properties or check_device(options.device) != "CPU":
         return False
     return resolve_precision(options) != "f32"
 

@@ -92,26 +92,33 @@ def find_exactness(
 
     ``make_decoder`` makes a decoder that keeps to a rule. Random ids are below ``vocab_size``.
     """
-    strictest = STRICTEST_RULES[engine]
-    probe_ids = draw_probe_ids(make_decoder(strictest), vocab_size)
-    max_width = find_widest_feed(make_decoder(strictest), probe_ids)
+    strictest_rule = STRICTEST_RULES[engine]
+    probe_ids = draw_probe_ids(make_decoder(strictest_rule), vocab_size)
+    max_width = find_widest_feed(make_decoder(strictest_rule), probe_ids)
     if max_width == 0:
-        return replace(probe_feed_rule(make_decoder(strictest), vocab_size, trial), rule=None)
-    strictest = replace(strictest, most=max_width)
+        return replace(probe_feed_rule(make_decoder(strictest_rule), vocab_size, trial), rule=None)
+    strictest_rule = replace(strictest_rule, most=max_width)
     differing_by_rule: dict[str, int] = {}
 
-    def probe(rule: FeedRule) -> Exactness:
+    def probe_rule(rule: FeedRule) -> Exactness:
         exactness = probe_feed_rule(make_decoder(rule), vocab_size, trial)
         differing_by_rule[str(rule)] = exactness.differing
         return exactness
 
-    rule = find_least_rule(make_decoder, strictest, probe_ids)
-    exactness = probe(rule)
-    if not exactness.is_exact and rule != strictest:
-        exactness = probe(strictest)  # if it isn't exact, no lesser rule is
+    rule = find_least_rule(make_decoder, strictest_rule, probe_ids)
+    exactness = probe_rule(rule)
+    if not exactness.is_exact and rule != strictest_rule:
+        exactness = probe_rule(strictest_rule)  # if it isn't exact, no lesser rule is
         if exactness.is_exact:
-            rules = list_stricter_rules(rule, strictest)
-            exactness = next((lesser for lesser in map(probe, rules) if lesser.is_exact), exactness)
+            stricter_rules = list_stricter_rules(rule, strictest_rule)
+            exactness = next(
+                (
+                    stricter_exactness
+                    for stricter_exactness in map(probe_rule, stricter_rules)
+                    if stricter_exactness.is_exact
+                ),
+                exactness,
+            )
     # More tokens are computed in any case where the rule says so; on the stateful engine nothing is proposed unasked.
     if engine == "paged" and exactness.rule and exactness.rule.fewest < 2:
         exactness = replace(exactness, guess=measure_proposal_cost(make_decoder(exactness.rule), probe_ids))
@@ -122,16 +129,16 @@ def find_exactness_on_gpu(make_decoder: MakeDecoder, vocab_size: int, trial: Exa
     """Find the rule that gives every token the same bits on a GPU, where the paged engine runs; see ``GPU_RULES``."""
     differing_by_rule: dict[str, int] = {}
 
-    def probe(rule: FeedRule) -> Exactness:
+    def probe_rule(rule: FeedRule) -> Exactness:
         wait_for_gpu_kernels(make_decoder(rule), vocab_size)
         exactness = probe_feed_rule(make_decoder(rule), vocab_size, trial)
         differing_by_rule[str(rule)] = exactness.differing
         return exactness
 
     cheapest_rule, *costlier_rules = GPU_RULES
-    exactness = probe(cheapest_rule)
+    exactness = probe_rule(cheapest_rule)
     while not exactness.is_exact and costlier_rules:
-        exactness = probe(costlier_rules.pop(0))
+        exactness = probe_rule(costlier_rules.pop(0))
     return replace(exactness, tried=differing_by_rule)
 
 
@@ -161,9 +168,9 @@ def read_exactness(folder: Path, options: DeviceOptions, engine: str) -> Exactne
 
 def find_exactness_file(folder: Path, options: DeviceOptions, engine: str) -> Path | None:
     properties = make_compile_properties(avoid_crash(folder, options))
-    setting = sorted((name, value) for name, value in properties.items() if name != "CACHE_DIR")
-    key = repr((engine, EXACTNESS_PROBE_VERSION, options.device, setting))
-    return find_findings_file("exactness", folder, key, options.cache_folder, options.device)
+    property_pairs = sorted((name, value) for name, value in properties.items() if name != "CACHE_DIR")
+    finding_key = repr((engine, EXACTNESS_PROBE_VERSION, options.device, property_pairs))
+    return find_findings_file("exactness", folder, finding_key, options.cache_folder, options.device)
 
 
 # ---------------------------------------------------------------- finding the rule
@@ -178,90 +185,100 @@ def draw_probe_ids(decoder: Decoder, vocab_size: int) -> np.ndarray:
 def find_widest_feed(decoder: Decoder, probe_ids: np.ndarray) -> int | None:
     """Return how many tokens of ``probe_ids`` an inference may have at most; None for all of them, 0 for too few."""
     narrow_decoder = decoder.fork()
-    expected: list[bytes] = []
+    expected_hashes: list[bytes] = []
 
     def is_equal_when_fed_together(width: int) -> bool:
         decoder.reset(1)
-        hashes = hash_logits_rows(decoder.feed([probe_ids[:width]], [width])[0])
-        if hashes[: len(expected)] != expected[:width]:
+        fed_hashes = hash_logits_rows(decoder.feed([probe_ids[:width]], [width])[0])
+        if fed_hashes[: len(expected_hashes)] != expected_hashes[:width]:
             return False
-        while len(expected) < width:
-            piece = probe_ids[len(expected) : min(len(expected) + PIECE_LENGTH, width)]
-            expected.extend(hash_logits_rows(narrow_decoder.feed([piece], [len(piece)])[0]))
-        return hashes == expected[:width]
+        while len(expected_hashes) < width:
+            piece = probe_ids[len(expected_hashes) : min(len(expected_hashes) + PIECE_LENGTH, width)]
+            expected_hashes.extend(hash_logits_rows(narrow_decoder.feed([piece], [len(piece)])[0]))
+        return fed_hashes == expected_hashes[:width]
 
-    widest = 0
+    widest_feed = 0
     for width in [width for width in RISING_WIDTHS if width < len(probe_ids)] + [len(probe_ids)]:
         if not is_equal_when_fed_together(width):
             break
-        widest = width
+        widest_feed = width
     else:
         return None
     narrow_decoder.reset(1)
-    expected.clear()
+    expected_hashes.clear()
     smaller_widths = [width for width in FALLING_WIDTHS if width < len(probe_ids)]
-    return widest or next(filter(is_equal_when_fed_together, smaller_widths), 0)
+    return widest_feed or next(filter(is_equal_when_fed_together, smaller_widths), 0)
 
 
-def find_least_rule(make_decoder: MakeDecoder, strictest: FeedRule, probe_ids: np.ndarray) -> FeedRule:
-    """Return the rule with the fewest tokens and logits whose bits seem to be the ``strictest``'s."""
-    decoder = make_decoder(strictest)
-    begin = min(PIECE_LENGTH, len(probe_ids))
+def find_least_rule(make_decoder: MakeDecoder, strictest_rule: FeedRule, probe_ids: np.ndarray) -> FeedRule:
+    """Return the rule with the fewest tokens and logits whose bits seem to be the ``strictest_rule``'s."""
+    decoder = make_decoder(strictest_rule)
+    context_length = min(PIECE_LENGTH, len(probe_ids))
     probe_ids = probe_ids[: PIECE_LENGTH + SINGLE_TOKEN_COUNT + sum(range(PIECE_LENGTH))]
-    pieces = [probe_ids[start : start + PIECE_LENGTH] for start in range(0, len(probe_ids), PIECE_LENGTH)]
-    expected = [row for piece in pieces for row in hash_logits_rows(decoder.feed([piece], [len(piece)])[0])]
+    pieces = [
+        probe_ids[piece_start : piece_start + PIECE_LENGTH] for piece_start in range(0, len(probe_ids), PIECE_LENGTH)
+    ]
+    expected_hashes = [
+        row_hash for piece in pieces for row_hash in hash_logits_rows(decoder.feed([piece], [len(piece)])[0])
+    ]
 
     def lower_counts(rule: FeedRule, count_names: tuple[str, ...], single_token_count: int) -> FeedRule:
         """Return ``rule`` with the least count in these fields, the same for all, that keeps the bits."""
         count_so_far = min(getattr(rule, count_name) for count_name in count_names)
-        for count in [count for count in MIN_COUNTS_TO_TRY if count < count_so_far]:
-            lesser = replace(rule, **dict.fromkeys(count_names, count))
+        for min_count in [min_count for min_count in MIN_COUNTS_TO_TRY if min_count < count_so_far]:
+            lesser_rule = replace(rule, **dict.fromkeys(count_names, min_count))
             # Single tokens come first: they differ most often. Other widths may have kernels of their own, too.
-            widths = [1] * single_token_count + list(range(count + 1, PIECE_LENGTH))
-            if has_expected_bits(make_decoder(lesser), probe_ids, begin, widths, expected):
-                return lesser
+            widths = [1] * single_token_count + list(range(min_count + 1, PIECE_LENGTH))
+            if has_expected_bits(make_decoder(lesser_rule), probe_ids, context_length, widths, expected_hashes):
+                return lesser_rule
         return rule
 
-    if strictest.fewest == 1:
-        return lower_counts(strictest, ("fewest_logits",), SINGLE_TOKEN_COUNT)
-    rule = lower_counts(strictest, ("fewest", "fewest_logits"), SINGLE_TOKEN_COUNT)
+    if strictest_rule.fewest == 1:
+        return lower_counts(strictest_rule, ("fewest_logits",), SINGLE_TOKEN_COUNT)
+    rule = lower_counts(strictest_rule, ("fewest", "fewest_logits"), SINGLE_TOKEN_COUNT)
     rule = lower_counts(rule, ("fewest",), SINGLE_TOKEN_COUNT)
     return lower_counts(rule, ("fewest_logits",), SINGLE_TOKEN_COUNT_FOR_LOGITS)
 
 
-def list_stricter_rules(rule: FeedRule, strictest: FeedRule) -> Iterator[FeedRule]:
-    """Yield rules stricter than ``rule`` with rising counts of tokens and logits, all less than the ``strictest``."""
-    for count in MIN_COUNTS_TO_TRY:
-        fewest = min(max(rule.fewest, count), strictest.fewest)
-        stricter = replace(rule, fewest=fewest, fewest_logits=max(rule.fewest_logits, count))
-        if stricter not in (rule, strictest):
-            yield stricter
+def list_stricter_rules(rule: FeedRule, strictest_rule: FeedRule) -> Iterator[FeedRule]:
+    """Yield rules stricter than ``rule`` with rising counts of tokens and logits, all less than the strictest's."""
+    for min_count in MIN_COUNTS_TO_TRY:
+        min_tokens = min(max(rule.fewest, min_count), strictest_rule.fewest)
+        stricter_rule = replace(rule, fewest=min_tokens, fewest_logits=max(rule.fewest_logits, min_count))
+        if stricter_rule not in (rule, strictest_rule):
+            yield stricter_rule
 
 
-def has_expected_bits(decoder: Decoder, ids: np.ndarray, begin: int, widths: list[int], expected: list[bytes]) -> bool:
-    """Return whether ``ids`` have the ``expected`` bits from ``begin`` on if fed in pieces of these widths."""
+def has_expected_bits(
+    decoder: Decoder, probe_ids: np.ndarray, context_length: int, widths: list[int], expected_hashes: list[bytes]
+) -> bool:
+    """Return whether ids behind the context have the expected bits if they are fed in pieces of these widths."""
     decoder.reset(1)
-    decoder.feed([ids[:begin]], [0])
+    decoder.feed([probe_ids[:context_length]], [0])
     for width in widths:
-        piece = ids[begin : begin + width]
-        if len(piece) and hash_logits_rows(decoder.feed([piece], [len(piece)])[0]) != expected[begin : begin + width]:
+        piece = probe_ids[context_length : context_length + width]
+        if (
+            len(piece)
+            and hash_logits_rows(decoder.feed([piece], [len(piece)])[0])
+            != expected_hashes[context_length : context_length + width]
+        ):
             return False
-        begin += width
+        context_length += width
     return True
 
 
 def measure_proposal_cost(decoder: Decoder, probe_ids: np.ndarray) -> float:
     """Return the time of an inference that is fed two tokens, relative to a single token."""
     min_seconds = {1: math.inf, 2: math.inf}  # an inference may take longer for many reasons
-    context = min(RISING_WIDTHS[0], len(probe_ids) - 2)
+    context_length = min(RISING_WIDTHS[0], len(probe_ids) - 2)
     decoder.reset(1)
-    decoder.feed([probe_ids[:context]], [0])
+    decoder.feed([probe_ids[:context_length]], [0])
     for _ in range(TIMED_INFERENCES):
         for width in min_seconds:
             for _ in range(2):  # the first inference after one of another width takes longer
-                decoder.truncate(0, context)
+                decoder.truncate(0, context_length)
                 start_time = time.perf_counter()
-                decoder.feed([probe_ids[context : context + width]], [1])
+                decoder.feed([probe_ids[context_length : context_length + width]], [1])
                 min_seconds[width] = min(min_seconds[width], time.perf_counter() - start_time)
     return min_seconds[2] / min_seconds[1]
 
@@ -270,10 +287,10 @@ def hash_probe_logits(decoder: Decoder, vocab_size: int) -> list[bytes]:
     """Return hashes of the logits after each token of a random text, fed in pieces of many widths."""
     probe_ids = draw_probe_ids(decoder, vocab_size)
     widths = itertools.cycle((40, *SHORT_TRIAL.widths))
-    hashes: list[bytes] = []
-    while len(piece := probe_ids[len(hashes) : len(hashes) + next(widths)]):
-        hashes += hash_logits_rows(decoder.feed([piece], [len(piece)])[0])
-    return hashes
+    logits_hashes: list[bytes] = []
+    while len(piece := probe_ids[len(logits_hashes) : len(logits_hashes) + next(widths)]):
+        logits_hashes += hash_logits_rows(decoder.feed([piece], [len(piece)])[0])
+    return logits_hashes
 
 
 def hash_logits_rows(logits: np.ndarray) -> list[bytes]:
@@ -286,38 +303,46 @@ def hash_logits_rows(logits: np.ndarray) -> list[bytes]:
 def probe_feed_rule(decoder: Decoder, vocab_size: int, trial: ExactnessTrial = SHORT_TRIAL) -> Exactness:
     """Feed random texts in many ways by the decoder's rule, and compare the bits with one pass over each."""
     generator = np.random.default_rng(0)
-    max_context = decoder.context_length
+    max_context_length = decoder.context_length
     position_count = 0
     differing_count = 0
     tail_length = sum(trial.widths)
-    contexts = [context for context in trial.contexts if not max_context or context + tail_length <= max_context]
-    for context in contexts or [max(2, (max_context or 0) - tail_length)]:
-        probe_ids = generator.integers(0, vocab_size, min(context + tail_length, max_context or context + tail_length))
-        begin = max(1, len(probe_ids) - tail_length)
+    context_lengths = [
+        context_length
+        for context_length in trial.contexts
+        if not max_context_length or context_length + tail_length <= max_context_length
+    ]
+    for context_length in context_lengths or [max(2, (max_context_length or 0) - tail_length)]:
+        probe_ids = generator.integers(
+            0, vocab_size, min(context_length + tail_length, max_context_length or context_length + tail_length)
+        )
+        pieces_start = max(1, len(probe_ids) - tail_length)
         decoder.reset(1)
-        expected = hash_logits_rows(decoder.feed([probe_ids], [len(probe_ids)])[0])
-        prober = FeedRuleProber(decoder, probe_ids, begin, generator)
+        expected_hashes = hash_logits_rows(decoder.feed([probe_ids], [len(probe_ids)])[0])
+        prober = FeedRuleProber(decoder, probe_ids, pieces_start, generator)
         piece_readings = [prober.read_in_pieces(trial.widths), prober.read_after_rollbacks(trial.widths)]
         piece_readings += [prober.read_in_batch(row_count) for row_count in trial.batches]
-        for start, logits in itertools.chain.from_iterable(piece_readings):
-            hashes = hash_logits_rows(logits)
-            position_count += len(hashes)
-            differing_count += sum(a != b for a, b in zip(hashes, expected[start:], strict=False))
+        for reading_start, logits in itertools.chain.from_iterable(piece_readings):
+            logits_hashes = hash_logits_rows(logits)
+            position_count += len(logits_hashes)
+            differing_count += sum(a != b for a, b in zip(logits_hashes, expected_hashes[reading_start:], strict=False))
         decoder.reset(1)
     rule = None if differing_count else decoder.rule
     return Exactness(rule, position_count, differing_count)
 
 
 class FeedRuleProber:
-    """Feeds ``probe_ids`` (n,) to ``decoder`` in several ways, in pieces from position ``begin`` on.
+    """Feeds ``probe_ids`` (n,) to ``decoder`` in several ways, in pieces from position ``pieces_start`` on.
 
     Each way yields (position of the first token, logits (positions, vocab)).
     """
 
-    def __init__(self, decoder: Decoder, probe_ids: np.ndarray, begin: int, generator: np.random.Generator) -> None:
+    def __init__(
+        self, decoder: Decoder, probe_ids: np.ndarray, pieces_start: int, generator: np.random.Generator
+    ) -> None:
         self.decoder = decoder
         self.probe_ids = probe_ids
-        self.begin = begin
+        self.begin = pieces_start
         self.generator = generator
 
     def read_in_pieces(self, widths: tuple[int, ...]) -> Iterator[tuple[int, np.ndarray]]:
@@ -356,7 +381,9 @@ class FeedRuleProber:
         position = len(self.decoder.rows[0])
         while position < len(self.probe_ids):
             free_counts = [len(self.probe_ids) - len(row) for row in self.decoder.rows]  # the text may fill the context
-            pieces = [self.draw_random_ids(min(free, int(self.generator.integers(0, 6)))) for free in free_counts]
+            pieces = [
+                self.draw_random_ids(min(free_count, int(self.generator.integers(0, 6)))) for free_count in free_counts
+            ]
             pieces[0] = self.probe_ids[position : position + next(widths)]
             logits = self.decoder.feed(pieces, [len(piece) for piece in pieces])[0]
             yield position, logits
@@ -384,5 +411,5 @@ class FeedRuleProber:
             yield position, self.decoder.feed([piece], [len(piece)])[0]
             position += width
 
-    def draw_random_ids(self, count: int) -> np.ndarray:
-        return self.generator.integers(0, int(self.probe_ids.max()) + 1, count)
+    def draw_random_ids(self, id_count: int) -> np.ndarray:
+        return self.generator.integers(0, int(self.probe_ids.max()) + 1, id_count)

@@ -28,14 +28,14 @@ THREADS_PROPERTY = "INFERENCE_NUM_THREADS"
 
 def hash_model(folder: Path) -> str:
     """Return a checksum that differs between models with different graphs, weights or tokenizers."""
-    weights = require_present((folder / MODEL_FILE).with_suffix(".bin"))
+    weights_file = require_present((folder / MODEL_FILE).with_suffix(".bin"))
     checksum = hashlib.sha256()
     for name in (MODEL_FILE, TOKENIZER_FILE):
         checksum.update(read_bytes_if_present(folder / name))
-    size = weights.stat().st_size
-    checksum.update(str(size).encode())
-    with weights.open("rb") as file:
-        for offset in np.linspace(0, max(0, size - HASHED_PIECE_BYTES), HASHED_PIECES).astype(int).tolist():
+    weights_bytes = weights_file.stat().st_size
+    checksum.update(str(weights_bytes).encode())
+    with weights_file.open("rb") as file:
+        for offset in np.linspace(0, max(0, weights_bytes - HASHED_PIECE_BYTES), HASHED_PIECES).astype(int).tolist():
             file.seek(offset)
             checksum.update(file.read(HASHED_PIECE_BYTES))
     return checksum.hexdigest()
@@ -50,24 +50,27 @@ def list_model_files(path: Path) -> list[Path]:
     """Return the files of a model, sorted: those in a folder, or a GGUF file and its other shards, there or not."""
     if path.is_dir():
         return sorted(file for file in path.iterdir() if file.is_file())
-    shard = re.fullmatch(r"(.*-)\d{5}-of-(\d{5})\.gguf", path.name)
-    if not shard:
+    shard_match = re.fullmatch(r"(.*-)\d{5}-of-(\d{5})\.gguf", path.name)
+    if not shard_match:
         return [path]
-    return [path.with_name(f"{shard[1]}{number:05}-of-{shard[2]}.gguf") for number in range(1, int(shard[2]) + 1)]
+    return [
+        path.with_name(f"{shard_match[1]}{number:05}-of-{shard_match[2]}.gguf")
+        for number in range(1, int(shard_match[2]) + 1)
+    ]
 
 
 def compute_files_revision(path: Path) -> str:
     """Return a checksum that changes when a file of a model is added, removed or written, without reading them."""
     files = [(file.name, file.stat()) for file in list_model_files(path) if file.exists()]
-    key = repr([(name, status.st_size, status.st_mtime_ns) for name, status in files])
-    return hashlib.sha256(key.encode()).hexdigest()[:40]
+    status_text = repr([(name, file_status.st_size, file_status.st_mtime_ns) for name, file_status in files])
+    return hashlib.sha256(status_text.encode()).hexdigest()[:40]
 
 
 def hash_prompt_files(folder: Path) -> str:
     """Return a checksum of the files that decide how a prompt is written in tokens, and how a text ends."""
     checksum = hashlib.sha256()
-    templates = sorted(f"{TEMPLATES_FOLDER}/{file.name}" for file in (folder / TEMPLATES_FOLDER).glob("*.jinja"))
-    for name in (CHAT_TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, "generation_config.json", "config.json", *templates):
+    template_names = sorted(f"{TEMPLATES_FOLDER}/{file.name}" for file in (folder / TEMPLATES_FOLDER).glob("*.jinja"))
+    for name in (CHAT_TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, "generation_config.json", "config.json", *template_names):
         checksum.update(name.encode() + read_bytes_if_present(folder / name))
     return checksum.hexdigest()
 
@@ -80,31 +83,31 @@ def hash_model_folder(folder: Path) -> str:
 def read_numeric_properties(model: CompiledModel) -> dict[str, str]:
     """Return the OpenVINO properties of a model that its logits depend on."""
     compiled_model = model.ir.compiled_model
-    supported = set(compiled_model.get_property("SUPPORTED_PROPERTIES"))
-    names = [name for name in NUMERIC_PROPERTIES if name in supported]
-    return {name: format_property(compiled_model.get_property(name)) for name in names}
+    supported_properties = set(compiled_model.get_property("SUPPORTED_PROPERTIES"))
+    property_names = [name for name in NUMERIC_PROPERTIES if name in supported_properties]
+    return {name: format_property(compiled_model.get_property(name)) for name in property_names}
 
 
 def describe_cache_setting(model: CompiledModel) -> str:
     """Return the engine, device and settings that the values in a model's cache depend on."""
     properties = [f"{name}={value}" for name, value in read_numeric_properties(model).items()]
-    platform = f"{describe_instruction_set()} OpenVINO {ov.get_version()}"
-    return " ".join([model.engine, model.arithmetic, model.ir.device, *properties, platform])
+    platform_text = f"{describe_instruction_set()} OpenVINO {ov.get_version()}"
+    return " ".join([model.engine, model.arithmetic, model.ir.device, *properties, platform_text])
 
 
 def describe_arithmetic(model: CompiledModel) -> tuple[str, str]:
     """Return a description of a model's arithmetic, and a checksum of its logits, or of the description if inexact."""
     description = f"{describe_cache_setting(model)}, {model.arithmetic_note}"
-    identity = description.encode()
+    hashed_content = description.encode()
     if model.arithmetic_note == "exact":
-        identity = b"".join(model.hash_logits())
-    return description, hashlib.sha256(identity).hexdigest()
+        hashed_content = b"".join(model.hash_logits())
+    return description, hashlib.sha256(hashed_content).hexdigest()
 
 
 def make_fingerprint(model: CompiledModel) -> JsonObject:
     """Return the model's folder and identity, and how it was run, as JSON values."""
     compiled_model = model.ir.compiled_model
-    has_threads = THREADS_PROPERTY in compiled_model.get_property("SUPPORTED_PROPERTIES")
+    has_threads_property = THREADS_PROPERTY in compiled_model.get_property("SUPPORTED_PROPERTIES")
     return {
         "folder": str(model.ir.folder.resolve()),
         "identity": hash_model(model.ir.folder),
@@ -112,7 +115,7 @@ def make_fingerprint(model: CompiledModel) -> JsonObject:
         "engine": model.engine,
         "arithmetic": model.arithmetic,
         "properties": read_numeric_properties(model),
-        "threads": int(compiled_model.get_property(THREADS_PROPERTY)) if has_threads else None,
+        "threads": int(compiled_model.get_property(THREADS_PROPERTY)) if has_threads_property else None,
         "profile": model.profile,
         "instruction_set": describe_instruction_set(),
         "system": system_name(),

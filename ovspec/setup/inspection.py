@@ -45,17 +45,23 @@ def inspect_models(
     are in bytes. Raises like ``load``.
     """
     manifest = read_manifest(folder, verify)
-    draft = folder / DRAFT_FOLDER
-    head = draft if is_head_folder(draft) else None
+    draft_folder = folder / DRAFT_FOLDER
+    head_folder = draft_folder if is_head_folder(draft_folder) else None
 
-    def load_tuned(model_folder: Path, arithmetic: Arithmetic | None, head: Path | None = None) -> CompiledModel:
+    def load_with_profile(
+        model_folder: Path, arithmetic: Arithmetic | None, head_folder: Path | None = None
+    ) -> CompiledModel:
         profile = read_profile(model_folder, options) if tuned else None
-        return load_model_with_profile(profile, model_folder, options, engine, arithmetic, head)
+        return load_model_with_profile(profile, model_folder, options, engine, arithmetic, head_folder)
 
-    target = load_tuned(folder, arithmetic, head)
+    target = load_with_profile(folder, arithmetic, head_folder)
     inspections = {"target": inspect_model(target, options, manifest and manifest.target)}
-    if (draft / MODEL_FILE).is_file():
-        proposer = load_compiled_head(draft, target, options) if head else load_tuned(draft, "fast")
+    if (draft_folder / MODEL_FILE).is_file():
+        proposer = (
+            load_compiled_head(draft_folder, target, options)
+            if head_folder
+            else load_with_profile(draft_folder, "fast")
+        )
         inspections["draft"] = inspect_model(proposer, options, manifest and manifest.draft)
     return inspections
 
@@ -69,18 +75,18 @@ def inspect_model(model: CompiledModel, options: DeviceOptions, exported: Export
     if not model.is_head:
         model_type = ir.config.language_config.model_type
         if model.engine == "paged":
-            properties = {name: setting for name, setting in ir.properties.items() if name != "CACHE_DIR"}
+            properties = {name: property_value for name, property_value in ir.properties.items() if name != "CACHE_DIR"}
             ir = compile_ir(folder, replace(options, properties=options.properties | properties))
         probe = load_rollback_probe(ir, options.cache_folder)
         rollback = probe.rollback
-    parameters, weights = compute_weight_shares(folder)
+    weight_count, weight_shares = compute_weight_shares(folder)
     return {
         "folder": str(folder),
         "source": exported and exported.source,
         "options": exported.options if exported else {},
         "model_type": model_type,
-        "parameters": parameters,
-        "weights": weights,
+        "parameters": weight_count,
+        "weights": weight_shares,
         "size": sum(path.stat().st_size for path in folder.iterdir() if path.is_file()),
         "context": ir.context_length,
         "window": ir.config.attention_window,
@@ -101,39 +107,44 @@ def inspect_model(model: CompiledModel, options: DeviceOptions, exported: Export
 
 def compute_weight_shares(folder: Path) -> tuple[int, dict[str, float]]:
     """Return the number of weights and the share of each format; scales, zero points and norms are not counted."""
-    counts: Counter[str] = Counter()
-    for (element_type, text), count in count_weight_shapes(folder).items():
+    weight_counts: Counter[str] = Counter()
+    for (element_type, shape_text), count in count_weight_shapes(folder).items():
         weight_format = WEIGHT_NAMES.get(element_type)
-        shape = [int(size) for size in text.split(",")]
+        shape = [int(size) for size in shape_text.split(",")]
         if weight_format and len(shape) > 1 and min(shape) > 1:
-            counts[weight_format] += count * math.prod(shape)
-    total = sum(counts.values())
-    return total, {weight_format: round(count / total, 4) for weight_format, count in counts.most_common()}
+            weight_counts[weight_format] += count * math.prod(shape)
+    total_count = sum(weight_counts.values())
+    return total_count, {
+        weight_format: round(count / total_count, 4) for weight_format, count in weight_counts.most_common()
+    }
 
 
 def format_inspection(name: str, facts: JsonObject) -> list[str]:
     """Return the lines that ``ovspec inspect`` prints for one model."""
-    shares = ", ".join(f"{weight_format} {share:.1%}" for weight_format, share in facts["weights"].items())
-    fixed = sum(state["sequence_axis"] is None for state in facts["states"])
+    shares_text = ", ".join(f"{weight_format} {share:.1%}" for weight_format, share in facts["weights"].items())
+    fixed_state_count = sum(state["sequence_axis"] is None for state in facts["states"])
     profile = NO_PROFILE_NOTE
     if facts["profile"]:
         profile = f"{facts['profile']}; KL divergence {facts['kl']:.1e} nats"
     rollback = facts["rollback"]
     if probe := facts["probed"]:
-        copies = COPY_NOTES[probe["rollback"]["copies"]]
-        rollback += f" on the stateful engine{copies} (probed on {probe['setting']} in {probe['seconds']:.2f} s)"
-    cache = f"{facts['kv_bytes_per_1000_tokens'] / 1e6:,.1f} MB per 1000 tokens (KV cache: {facts['kv_precision']})"
-    lines = {
+        copies_note = COPY_NOTES[probe["rollback"]["copies"]]
+        rollback += f" on the stateful engine{copies_note} (probed on {probe['setting']} in {probe['seconds']:.2f} s)"
+    cache_text = (
+        f"{facts['kv_bytes_per_1000_tokens'] / 1e6:,.1f} MB per 1000 tokens (KV cache: {facts['kv_precision']})"
+    )
+    text_by_label = {
         name: facts["folder"] + f", exported from {facts['source']}" * bool(facts["source"]),
-        "model": f"{facts['model_type'] or 'unknown'}, {facts['parameters'] / 1e6:,.1f} M weights: {shares}",
+        "model": f"{facts['model_type'] or 'unknown'}, {facts['parameters'] / 1e6:,.1f} M weights: {shares_text}",
         "size": f"{facts['size'] / 1e6:,.1f} MB",
         "context": f"{facts['context'] or 'unknown'}" + f", window {facts['window']}" * bool(facts["window"]),
         "logits": f"{facts['logits']} wide",
-        "states": f"{len(facts['states']) - fixed} for keys and values" + f", {fixed} that can't be cut" * bool(fixed),
+        "states": f"{len(facts['states']) - fixed_state_count} for keys and values"
+        + f", {fixed_state_count} that can't be cut" * bool(fixed_state_count),
         "engine": f"{facts['engine']} ({facts['engine_reason']})",
         "arithmetic": facts["arithmetic"] + f": {facts['rule']}" * (facts["arithmetic"] == "exact"),
         "profile": profile,
         "rollback": rollback,
-        "memory": f"{cache}, {facts['size'] / 1e6:,.1f} MB for the weights",
+        "memory": f"{cache_text}, {facts['size'] / 1e6:,.1f} MB for the weights",
     }
-    return [f"{label:11}{text}" for label, text in lines.items()]
+    return [f"{label:11}{text}" for label, text in text_by_label.items()]

@@ -23,15 +23,18 @@ class KnownPair:
     note: str = ""
 
     def __str__(self) -> str:
-        head = f"EAGLE-3 head {self.eagle3}" * bool(self.eagle3)
-        notes = "; ".join(filter(None, (self.note, head)))
+        head_note = f"EAGLE-3 head {self.eagle3}" * bool(self.eagle3)
+        notes = "; ".join(filter(None, (self.note, head_note)))
         return f"{self.name:20} {self.target}" + f"  +  {self.draft}" * bool(self.draft) + f"  ({notes})" * bool(notes)
 
 
 def read_known_pairs() -> dict[str, KnownPair]:
     """Return the known pairs by short name, in the order of the file."""
-    package = Path(__file__).resolve().parent.parent
-    files = (package / "pairs.toml", package.parent / "models" / "pairs.toml")  # an installed package, or a clone
+    package_folder = Path(__file__).resolve().parent.parent
+    files = (
+        package_folder / "pairs.toml",
+        package_folder.parent / "models" / "pairs.toml",
+    )  # an installed package, or a clone
     file = next(file for file in files if file.is_file())
-    entries = tomllib.loads(file.read_text(encoding="utf-8"))
-    return {name: KnownPair(name, **entry) for name, entry in entries.items()}
+    pair_entries = tomllib.loads(file.read_text(encoding="utf-8"))
+    return {name: KnownPair(name, **pair_entry) for name, pair_entry in pair_entries.items()}

@@ -80,18 +80,18 @@ def backup_path(output: Path) -> Path:
 
 def restore_backup(output: Path) -> None:
     """Undo a replacement that was killed between its two renames."""
-    backup = backup_path(output)
-    if not output.exists() and has_manifest(backup):
+    backup_folder = backup_path(output)
+    if not output.exists() and has_manifest(backup_folder):
         with contextlib.suppress(OSError):  # another process was faster
-            backup.rename(output)
+            backup_folder.rename(output)
 
 
-def has_other_line_ends(path: Path, exported: ExportedFile) -> bool:
+def has_other_line_ends(path: Path, exported_file: ExportedFile) -> bool:
     """Return whether a text file differs from the exported one by line ends alone."""
     if path.suffix == ".bin" or not path.is_file():
         return False
     checksum = hashlib.sha256(path.read_bytes().replace(b"\r\n", b"\n")).hexdigest()
-    return checksum == exported.sha256
+    return checksum == exported_file.sha256
 
 
 def read_manifest(folder: Path, verify: bool = False) -> Manifest | None:
@@ -109,20 +109,24 @@ def read_manifest(folder: Path, verify: bool = False) -> Manifest | None:
         manifest_format = json_object.get("format")
         raise OvspecError(f"{folder / MANIFEST_FILE}: format {manifest_format!r:.20} is not known; update ovspec.")
     manifest = read_dataclass(Manifest, folder / MANIFEST_FILE)
-    for name, file in manifest.files.items():
-        path = folder / name
-        if not path.is_file() or path.stat().st_size != file.size:
+    for file_name, exported_file in manifest.files.items():
+        path = folder / file_name
+        if not path.is_file() or path.stat().st_size != exported_file.size:
             problem = "missing, or not the size that was exported"
-            if has_other_line_ends(path, file):
+            if has_other_line_ends(path, exported_file):
                 problem = "its line ends were changed, as Git may do"
             raise OvspecError(f"{path}: {problem}; export the model again.")
-        if verify and hash_file(path) != file.sha256:
+        if verify and hash_file(path) != exported_file.sha256:
             raise OvspecError(f"{path}: changed since it was exported; export the model again.")
     if not verify:
         return manifest
-    templates = [f"{TEMPLATES_FOLDER}/{file.name}" for file in (folder / TEMPLATES_FOLDER).glob("*.jinja")]
-    draft_files = [f"{DRAFT_FOLDER}/{name}" for name in TEXT_DECIDING_FILES]
-    for name in (*TEXT_DECIDING_FILES, *draft_files, *templates):
-        if name not in manifest.files and (folder / name).is_file():
-            raise OvspecError(f"{folder / name}: not a file of the export; move it away, or export the model again.")
+    template_paths = [
+        f"{TEMPLATES_FOLDER}/{exported_file.name}" for exported_file in (folder / TEMPLATES_FOLDER).glob("*.jinja")
+    ]
+    draft_files = [f"{DRAFT_FOLDER}/{file_name}" for file_name in TEXT_DECIDING_FILES]
+    for file_name in (*TEXT_DECIDING_FILES, *draft_files, *template_paths):
+        if file_name not in manifest.files and (folder / file_name).is_file():
+            raise OvspecError(
+                f"{folder / file_name}: not a file of the export; move it away, or export the model again."
+            )
     return manifest

@@ -48,39 +48,43 @@ def export_model_and_draft(model: str | Path | None, draft: Any) -> tuple[Path, 
     return export_to_cache(str(model), str(draft)), True
 
 
-def resolve_draft(choice: DraftChoice | None, folder: Path, manifest: Manifest | None = None) -> DraftChoice | None:
-    """Return ``choice`` with the folder of the draft that was exported with the target in ``folder``.
+def resolve_draft(
+    draft_choice: DraftChoice | None, folder: Path, manifest: Manifest | None = None
+) -> DraftChoice | None:
+    """Return ``draft_choice`` with the folder of the draft that was exported with the target in ``folder``.
 
     Raises OvspecError if there is no such draft, or if it isn't made of the target's own layers, as "self" says, or not
     a head, as "head" does.
     """
-    if not choice or choice.model not in (EXPORTED_DRAFT, SELF_DRAFT, HEAD_DRAFT):
-        return choice
-    draft = folder / DRAFT_FOLDER
-    if not draft.is_dir():
-        proposer = "head" if choice.model == HEAD_DRAFT else "draft"
-        raise OvspecError(f"{folder}: it was exported without a {proposer}; name one, or export it again with one.")
-    source = manifest.draft.source if manifest and manifest.draft else ""
-    if choice.model == SELF_DRAFT and not re.fullmatch(r".*, first \d+ layers", source):
+    if not draft_choice or draft_choice.model not in (EXPORTED_DRAFT, SELF_DRAFT, HEAD_DRAFT):
+        return draft_choice
+    draft_folder = folder / DRAFT_FOLDER
+    if not draft_folder.is_dir():
+        proposer_name = "head" if draft_choice.model == HEAD_DRAFT else "draft"
         raise OvspecError(
-            f"{draft}: not made of the target's own layers; run 'ovspec export --draft-layers N' for 'self'."
+            f"{folder}: it was exported without a {proposer_name}; name one, or export it again with one."
         )
-    if choice.model == HEAD_DRAFT and not is_head_folder(draft):
-        raise OvspecError(f"{draft}: a draft model, not an EAGLE-3 head; name it 'draft', or export a head.")
-    return replace(choice, model=draft)
+    draft_source = manifest.draft.source if manifest and manifest.draft else ""
+    if draft_choice.model == SELF_DRAFT and not re.fullmatch(r".*, first \d+ layers", draft_source):
+        raise OvspecError(
+            f"{draft_folder}: not made of the target's own layers; run 'ovspec export --draft-layers N' for 'self'."
+        )
+    if draft_choice.model == HEAD_DRAFT and not is_head_folder(draft_folder):
+        raise OvspecError(f"{draft_folder}: a draft model, not an EAGLE-3 head; name it 'draft', or export a head.")
+    return replace(draft_choice, model=draft_folder)
 
 
-def check_draft_folder(draft: Path, folder: Path, manifest: Manifest | None) -> None:
-    """Raise OvspecError if there is no draft model or head in ``draft``, or one with another vocabulary."""
-    check_ir_folder(draft)
-    if not is_head_folder(draft) and not (manifest and manifest.draft and draft == folder / DRAFT_FOLDER):
-        check_same_vocabulary(folder, draft)
+def check_draft_folder(draft_folder: Path, folder: Path, manifest: Manifest | None) -> None:
+    """Raise OvspecError if there is no draft model or head in ``draft_folder``, or one with another vocabulary."""
+    check_ir_folder(draft_folder)
+    if not is_head_folder(draft_folder) and not (manifest and manifest.draft and draft_folder == folder / DRAFT_FOLDER):
+        check_same_vocabulary(folder, draft_folder)
 
 
 def list_model_folders(folder: Path, draft: Any) -> list[Path]:
     """Return the folder of a model, and that of its draft if it has one."""
-    choice = resolve_draft(parse_draft(draft), folder)
+    draft_choice = resolve_draft(parse_draft(draft), folder)
     folders = [folder]
-    if choice and choice.model:
-        folders.append(Path(choice.model))
+    if draft_choice and draft_choice.model:
+        folders.append(Path(draft_choice.model))
     return folders

@@ -86,17 +86,21 @@ def compile_paged(
 def check_paged(folder: Path, options: DeviceOptions) -> PagedCheck:
     """Return the result of ``compare_engines``, cached on disk; only a CPU and GPUs have a paged engine."""
     device = check_device(options.device)
-    setting = f"OpenVINO {ov.get_version()}"
+    check_setting = f"OpenVINO {ov.get_version()}"
     if is_gpu(device):
-        properties = [pair for pair in sorted(make_compile_properties(options).items()) if pair[0] != "CACHE_DIR"]
-        setting = f"{setting} {properties}"
+        properties = [
+            property_pair
+            for property_pair in sorted(make_compile_properties(options).items())
+            if property_pair[0] != "CACHE_DIR"
+        ]
+        check_setting = f"{check_setting} {properties}"
     elif device != "CPU":
         return PagedCheck(False, f"the paged engine runs on a CPU or a GPU only, and the device is {device}")
-    file = find_findings_file("engines", folder, setting, options.cache_folder, device)
-    compare = compare_engines
+    check_file = find_findings_file("engines", folder, check_setting, options.cache_folder, device)
+    compare_function = compare_engines
     if is_gpu(device) and make_compile_properties(options).get("KV_CACHE_PRECISION") != "f16":  # which may crash
-        compare = compare_engines_in_process
-    return read_cached(PagedCheck, file) or write_cached(file, compare(folder, options))
+        compare_function = compare_engines_in_process
+    return read_cached(PagedCheck, check_file) or write_cached(check_file, compare_function(folder, options))
 
 
 def compare_engines_in_process(folder: Path, options: DeviceOptions) -> PagedCheck:
@@ -131,55 +135,59 @@ def compare_engines(folder: Path, options: DeviceOptions) -> PagedCheck:
         return PagedCheck(False, "it has states other than keys and values")
     if ir.config.rope_switch_length:
         return PagedCheck(False, "its rotary frequencies change with the length of the text")
-    window = find_narrowest_window(ir)
+    attention_window = find_narrowest_window(ir)
     # Random ids, more than the window holds unless the window is longer than LONGEST_TESTED_WINDOW.
-    length = 45 + window * (window <= LONGEST_TESTED_WINDOW)
-    text, junk = np.split(np.random.default_rng(0).integers(0, ir.logits_width, length + 40), [length])
+    text_length = 45 + attention_window * (attention_window <= LONGEST_TESTED_WINDOW)
+    text_ids, other_ids = np.split(
+        np.random.default_rng(0).integers(0, ir.logits_width, text_length + 40), [text_length]
+    )
     decoder = StatefulDecoder(ir, Rollback(None))
-    expected = decoder.feed([text], [8])[0].copy()
+    stateful_logits = decoder.feed([text_ids], [8])[0].copy()
     decoder.reset(1)
-    decoder.feed([text[:-8]], [0])
+    decoder.feed([text_ids[:-8]], [0])
     # Feeding the same text in other pieces changes the logits by rounding; the paged decoder may differ as much.
-    rounding = np.abs(decoder.feed([text[-8:]], [8])[0] - expected).max()
+    rounding_error = np.abs(decoder.feed([text_ids[-8:]], [8])[0] - stateful_logits).max()
     del decoder, ir
-    windows: set[int | None] = set()
+    paged_windows: set[int | None] = set()
 
     def rewrite(model: ov.Model) -> None:
         rewrite_to_paged(model)
-        windows.update(read_attention_windows(model))
+        paged_windows.update(read_attention_windows(model))
         if not on_gpu:
             pair_queries(model)
 
     try:
         paged_ir = compile_ir(folder, options if on_gpu else stateful_options, rewrite)
         paged_decoder = PagedDecoder(paged_ir, rule=FAST_GPU_RULE if on_gpu else FAST_RULE)
-        paged_window = min((size for size in windows if size is not None), default=UNBOUNDED)
-        if paged_window != window:
-            return PagedCheck(False, f"its attention window is {window} in the model and {paged_window} when paged")
-        paged_logits = compute_paged_logits(paged_decoder, text, junk)
+        paged_window = min((window_size for window_size in paged_windows if window_size is not None), default=UNBOUNDED)
+        if paged_window != attention_window:
+            return PagedCheck(
+                False, f"its attention window is {attention_window} in the model and {paged_window} when paged"
+            )
+        paged_logits = compute_paged_logits(paged_decoder, text_ids, other_ids)
     except NotPaged as error:
         return PagedCheck(False, str(error))
     except OvspecError as error:
         return PagedCheck(False, f"OpenVINO cannot run it paged ({last_error_line(error)})")
-    tolerance = GPU_NOISE * expected.std() if on_gpu else 10 * rounding + 1e-4 * expected.std()
-    if all(np.abs(logits - expected[-len(logits) :]).max() <= tolerance for logits in paged_logits):
+    tolerance = GPU_NOISE * stateful_logits.std() if on_gpu else 10 * rounding_error + 1e-4 * stateful_logits.std()
+    if all(np.abs(logits - stateful_logits[-len(logits) :]).max() <= tolerance for logits in paged_logits):
         return PagedCheck(True, "it agrees with the stateful decoder")
     return PagedCheck(False, "its logits differ when paged")
 
 
-def compute_paged_logits(decoder: PagedDecoder, text: np.ndarray, junk: np.ndarray) -> list[np.ndarray]:
-    """Return the last logits of ``text``: fed whole, together with a forked row of other text, and after rollbacks."""
-    begin = len(text) - 8
-    no_tokens = text[:0]
-    fed_whole = decoder.feed([text], [8])[0].copy()
+def compute_paged_logits(decoder: PagedDecoder, text_ids: np.ndarray, other_ids: np.ndarray) -> list[np.ndarray]:
+    """Return the last logits of ``text_ids``: fed whole, beside a forked row of other text, and after rollbacks."""
+    tail_start = len(text_ids) - 8
+    no_tokens = text_ids[:0]
+    whole_logits = decoder.feed([text_ids], [8])[0].copy()
     decoder.truncate(0, 5)
-    decoder.feed([junk], [1])
+    decoder.feed([other_ids], [1])
     decoder.truncate(0, 5)
-    decoder.feed([text[5:begin]], [0])
+    decoder.feed([text_ids[5:tail_start]], [0])
     decoder.reorder([0, 0])
-    in_batch = decoder.feed([text[begin:], junk[:11]], [8, 1])[0].copy()
-    decoder.truncate(1, begin)
-    other_row = decoder.feed([no_tokens, text[begin:]], [0, 8])[1].copy()
-    decoder.truncate(0, len(text) - 3)
-    after_rollback = decoder.feed([text[-3:], no_tokens], [3, 0])[0]
-    return [fed_whole, in_batch, other_row, after_rollback]
+    batch_logits = decoder.feed([text_ids[tail_start:], other_ids[:11]], [8, 1])[0].copy()
+    decoder.truncate(1, tail_start)
+    other_row_logits = decoder.feed([no_tokens, text_ids[tail_start:]], [0, 8])[1].copy()
+    decoder.truncate(0, len(text_ids) - 3)
+    rollback_logits = decoder.feed([text_ids[-3:], no_tokens], [3, 0])[0]
+    return [whole_logits, batch_logits, other_row_logits, rollback_logits]

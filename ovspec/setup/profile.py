@@ -61,9 +61,9 @@ class Setting:
         return {name: str(setting) for name, setting in properties.items() if setting is not None}
 
     def __str__(self) -> str:
-        quantised = f", dynamic quantisation {self.group or 'off'}" * (self.group is not None)
-        kv_cache = f", KV cache {self.kv_precision}" * bool(self.kv_precision)
-        return f"{self.engine}, {self.precision or 'default precision'}{quantised}{kv_cache}"
+        quantisation_text = f", dynamic quantisation {self.group or 'off'}" * (self.group is not None)
+        kv_cache_text = f", KV cache {self.kv_precision}" * bool(self.kv_precision)
+        return f"{self.engine}, {self.precision or 'default precision'}{quantisation_text}{kv_cache_text}"
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,8 @@ class Measurement:
 
     def inference_ms(self, width: int) -> float:
         """Return the milliseconds of an inference that is fed ``width`` tokens, by the rule of exact arithmetic."""
-        fewest = self.rule.fewest if self.rule else 0
-        return self.computation_ms(max(width, fewest))
+        min_tokens = self.rule.fewest if self.rule else 0
+        return self.computation_ms(max(width, min_tokens))
 
     def computation_ms(self, width: int) -> float:
         """Return the milliseconds of an inference that computes ``width`` tokens, whether they were timed or not."""
@@ -102,11 +102,13 @@ class Measurement:
             return self.prefill_ms
         return 256 * self.prefill_ms + 128 / 3 * sum(map(self.inference_ms, (2, 4, 8)))
 
-    def is_accurate(self, goal: Goal, default: Measurement) -> bool:
-        """Return whether ``goal`` allows this setting, compared with OpenVINO's ``default``."""
+    def is_accurate(self, goal: Goal, default_measurement: Measurement) -> bool:
+        """Return whether ``goal`` allows this setting, compared with OpenVINO's ``default_measurement``."""
         if goal == "accuracy":
             return self.kl <= MOST_KL_FOR_ACCURACY
-        return self.kl <= max(KL_FACTOR * default.kl, MOST_KL) and self.top1 >= min(LEAST_TOP1, default.top1)
+        return self.kl <= max(KL_FACTOR * default_measurement.kl, MOST_KL) and self.top1 >= min(
+            LEAST_TOP1, default_measurement.top1
+        )
 
 
 @dataclass(frozen=True)
@@ -125,24 +127,29 @@ class Profile:
 
     def choose_measurement(self, options: DeviceOptions, engine: EngineChoice) -> Measurement | None:
         """Return the best measurement that agrees with what the user has fixed; None if none does."""
-        usual = self.measurements[0]
-        fixed = options.fixed_properties
+        usual_measurement = self.measurements[0]
+        fixed_properties = options.fixed_properties
         if engine == "auto":
-            engine = usual.setting.engine
-        agreeing = [
+            engine = usual_measurement.setting.engine
+        agreeing_measurements = [
             m
             for m in self.measurements
             if m.setting.engine == engine
-            and all(fixed.get(name, value) == value for name, value in m.setting.properties.items())
-            and not (m.setting.kv_precision and "KV_CACHE_PRECISION" not in fixed)  # rolling it back isn't exact
+            and all(fixed_properties.get(name, value) == value for name, value in m.setting.properties.items())
+            # Rolling back a cache of another type isn't exact.
+            and not (m.setting.kv_precision and "KV_CACHE_PRECISION" not in fixed_properties)
         ]
-        fit = [m for m in agreeing if m.is_accurate(self.goal, self.reference)]
-        if "INFERENCE_PRECISION_HINT" not in fixed:
-            fit = [m for m in fit if m.invariance is None or m.invariance >= (usual.invariance or 0)]
-        if not fit:
-            return next(iter(agreeing), None)
-        least_cost = min(m.goal_cost(self.goal) for m in fit)
-        return next(m for m in fit if least_cost > CLEARLY_BETTER * m.goal_cost(self.goal))
+        accurate_measurements = [m for m in agreeing_measurements if m.is_accurate(self.goal, self.reference)]
+        if "INFERENCE_PRECISION_HINT" not in fixed_properties:
+            accurate_measurements = [
+                m
+                for m in accurate_measurements
+                if m.invariance is None or m.invariance >= (usual_measurement.invariance or 0)
+            ]
+        if not accurate_measurements:
+            return next(iter(agreeing_measurements), None)
+        least_cost = min(m.goal_cost(self.goal) for m in accurate_measurements)
+        return next(m for m in accurate_measurements if least_cost > CLEARLY_BETTER * m.goal_cost(self.goal))
 
 
 def complete_device_options(options: DeviceOptions, setting: Setting) -> DeviceOptions:
@@ -158,18 +165,18 @@ def load_model_with_profile(
     head: Path | None = None,
 ) -> CompiledModel:
     """Load like ``load_compiled_model``, with the best setting of ``profile`` for all that the user has left open."""
-    best = profile and profile.choose_measurement(options, engine)
-    if best:
-        options = complete_device_options(options, best.setting)
+    best_measurement = profile and profile.choose_measurement(options, engine)
+    if best_measurement:
+        options = complete_device_options(options, best_measurement.setting)
     if head:
         model = load_model_with_features(folder, options, engine, arithmetic, head)
     else:
         model = load_compiled_model(folder, options, engine, arithmetic)
-    if profile and best:
-        model.profile = str(best.setting)
-        model.kl_divergence = best.kl
-        model.change_ms = best.change_ms
-        model.verify_ms = {profile.tokens: best.prefill_ms * profile.tokens} | best.verify_ms
+    if profile and best_measurement:
+        model.profile = str(best_measurement.setting)
+        model.kl_divergence = best_measurement.kl
+        model.change_ms = best_measurement.change_ms
+        model.verify_ms = {profile.tokens: best_measurement.prefill_ms * profile.tokens} | best_measurement.verify_ms
     return model
 
 
@@ -177,22 +184,26 @@ def find_profile_file(folder: Path, options: DeviceOptions) -> Path | None:
     """Return the profile's file for this machine and models with weights like those in ``folder``; None: no cache."""
     if not options.cache_folder:
         return None
-    key = repr((PROFILE_FORMAT, identify_machine(options.device), sorted(count_weight_shapes(folder).items())))
-    return options.cache_folder / "profiles" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
+    profile_key = repr((PROFILE_FORMAT, identify_machine(options.device), sorted(count_weight_shapes(folder).items())))
+    return options.cache_folder / "profiles" / f"{hashlib.sha256(profile_key.encode()).hexdigest()[:24]}.json"
 
 
 def count_weight_shapes(folder: Path) -> Counter[tuple[str, str]]:
     """Count the constants of the IR in ``folder`` by (type, shape)."""
-    text = (folder / MODEL_FILE).read_text(encoding="utf-8")
-    return Counter(re.findall(r'<data element_type="(\w+)" shape="([\d, ]+)"', text))
+    ir_text = (folder / MODEL_FILE).read_text(encoding="utf-8")
+    return Counter(re.findall(r'<data element_type="(\w+)" shape="([\d, ]+)"', ir_text))
 
 
 def find_largest_group(folder: Path) -> int | None:
     """Return the upper limit for a group of activations: the weights' group or row length; None if uncompressed."""
     shapes = count_weight_shapes(folder)
-    integers = [shape for element_type, shape in shapes if element_type in ("i8", "u8", "i4", "u4") and "," in shape]
-    lengths = [int(shape.split(",")[-1]) for shape in integers]
-    return min((length for length in lengths if length > 1), default=None)  # scales and zero points end in 1
+    integer_shapes = [
+        shape for element_type, shape in shapes if element_type in ("i8", "u8", "i4", "u4") and "," in shape
+    ]
+    row_lengths = [int(shape.split(",")[-1]) for shape in integer_shapes]
+    return min(
+        (row_length for row_length in row_lengths if row_length > 1), default=None
+    )  # scales and zero points end in 1
 
 
 def read_profile(folder: Path, options: DeviceOptions) -> Profile | None:
@@ -213,11 +224,11 @@ def adopt_profiles(profiles: dict[Path, str | None], options: DeviceOptions) -> 
 
     If others were measured here, the new ones are kept in a cache of their own.
     """
-    if all(text in (None, read_profile_text(folder, options)) for folder, text in profiles.items()):
+    if all(profile_text in (None, read_profile_text(folder, options)) for folder, profile_text in profiles.items()):
         return options
-    name = hashlib.sha256(repr(sorted(map(str, profiles.values()))).encode()).hexdigest()[:16]
-    options = replace(options, cache_dir=default_cache_dir() / "adopted" / name)
-    for folder, text in profiles.items():
-        if text and (file := find_profile_file(folder, options)):
-            write_atomically(file, text)
+    cache_name = hashlib.sha256(repr(sorted(map(str, profiles.values()))).encode()).hexdigest()[:16]
+    options = replace(options, cache_dir=default_cache_dir() / "adopted" / cache_name)
+    for folder, profile_text in profiles.items():
+        if profile_text and (file := find_profile_file(folder, options)):
+            write_atomically(file, profile_text)
     return options

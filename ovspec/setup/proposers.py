@@ -43,20 +43,22 @@ def load_compiled_head(folder: Path, target: CompiledModel, options: DeviceOptio
     properties: dict[str, str] = {}
     if on_target_device:
         excluded_names = ("KV_CACHE_PRECISION", "CACHE_DIR")  # a head has its own precision and cache
-        properties = {name: setting for name, setting in target.ir.properties.items() if name not in excluded_names}
+        properties = {
+            name: property_value for name, property_value in target.ir.properties.items() if name not in excluded_names
+        }
         if not on_gpu:
             properties |= HEAD_PROPERTIES
     properties |= options.fixed_properties
-    head = read_head(folder, target.ir.folder)
-    check_target_ids(head.target_ids, folder, target)
-    paged = on_target_device and target.engine == "paged"
-    if paged:
-        rewrite_to_paged(head.model)
+    head_graph = read_head(folder, target.ir.folder)
+    check_target_ids(head_graph.target_ids, folder, target)
+    is_paged = on_target_device and target.engine == "paged"
+    if is_paged:
+        rewrite_to_paged(head_graph.model)
     if not on_gpu:  # which joins products itself, and whose compiled models can be read back
-        join_products(head.model)
+        join_products(head_graph.model)
         properties["CACHE_DIR"] = ""
-    ir = compile_graph(head, folder, avoid_crash(folder, replace(options, properties=properties)))
-    if not paged:
+    ir = compile_graph(head_graph, folder, avoid_crash(folder, replace(options, properties=properties)))
+    if not is_paged:
         return CompiledModel(ir, "stateful", "as its target", Rollback("mask"))
     model = CompiledModel(ir, "paged", "as its target", PagedDecoder.rollback, fast_arithmetic_rule("paged", ir.device))
     return choose_two_token_rule(model, options)
@@ -88,9 +90,11 @@ def choose_two_token_rule(proposer: CompiledModel, options: DeviceOptions) -> Co
     Timed once, and remembered. On a GPU, counts of tokens are rounded in any case.
     """
     if proposer.engine == "paged" and not is_gpu(proposer.ir.device):
-        setting = repr(("pairs", sorted(proposer.ir.properties.items())))
-        file = find_findings_file("pairs", proposer.ir.folder, setting, options.cache_folder)
-        timing = read_cached(TwoTokenCost, file) or write_cached(file, TwoTokenCost(measure_two_token_cost(proposer)))
+        timing_setting = repr(("pairs", sorted(proposer.ir.properties.items())))
+        timing_file = find_findings_file("pairs", proposer.ir.folder, timing_setting, options.cache_folder)
+        timing = read_cached(TwoTokenCost, timing_file) or write_cached(
+            timing_file, TwoTokenCost(measure_two_token_cost(proposer))
+        )
         proposer.rule = TWO_TOKEN_RULE if timing.cost < MAX_TWO_TOKEN_COST else FAST_RULE
     return proposer
 
@@ -105,7 +109,7 @@ class TwoTokenCost:
 def measure_two_token_cost(proposer: CompiledModel) -> float:
     context_ids = np.zeros(TIMING_CONTEXT_LENGTH, dtype=np.int64)
     features = np.ones((len(context_ids), proposer.ir.output_width(HIDDEN_OUTPUT)), dtype=np.float32)
-    decoders = {rule: proposer.make_decoder(rule=rule) for rule in (FAST_RULE, TWO_TOKEN_RULE)}
+    decoders = {rule: proposer.make_decoder(feed_rule=rule) for rule in (FAST_RULE, TWO_TOKEN_RULE)}
     min_seconds = dict.fromkeys(decoders, math.inf)
     for decoder in decoders.values():
         decoder.feed([context_ids], [1], 0, [features])

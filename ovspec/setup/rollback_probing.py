@@ -34,9 +34,11 @@ class RollbackProbe:
 
 def describe_rollback_setting(device: str, properties: dict[str, str]) -> str:
     """Return the device, the properties that may affect rollback and OpenVINO's version, as one string."""
-    affecting = sorted(pair for pair in properties.items() if pair[0].endswith(ROLLBACK_PROPERTIES))
-    version = ov.get_version().split("-")[0]
-    return " ".join([device, *(f"{name}={setting}" for name, setting in affecting), f"OpenVINO {version}"])
+    affecting_properties = sorted(pair for pair in properties.items() if pair[0].endswith(ROLLBACK_PROPERTIES))
+    openvino_version = ov.get_version().split("-")[0]
+    return " ".join(
+        [device, *(f"{name}={setting}" for name, setting in affecting_properties), f"OpenVINO {openvino_version}"]
+    )
 
 
 def probe_rollback(ir: CompiledIR) -> RollbackProbe:
@@ -46,12 +48,12 @@ def probe_rollback(ir: CompiledIR) -> RollbackProbe:
     are not numbers.
     """
     start_time = time.perf_counter()
-    for kv in ("mask", "trim") if ir.kv_states else (None,):
-        rollback = Rollback(kv, replay=bool(ir.recurrent_states), copies=list_copy_modes(ir)[0])
+    for kv_rollback in ("mask", "trim") if ir.kv_states else (None,):
+        rollback = Rollback(kv_rollback, replay=bool(ir.recurrent_states), copies=list_copy_modes(ir)[0])
         if restores_clean_run(ir, rollback):
-            bound = find_safe_mask_bound(ir) if kv == "mask" else None
-            if bound != 0:
-                rollback = replace(rollback, mask_until=bound)
+            mask_bound = find_safe_mask_bound(ir) if kv_rollback == "mask" else None
+            if mask_bound != 0:
+                rollback = replace(rollback, mask_until=mask_bound)
                 rollback = replace(rollback, copies=find_working_copies(ir, rollback))
                 setting = describe_rollback_setting(ir.device, ir.properties)
                 return RollbackProbe(rollback, setting, time.perf_counter() - start_time)
@@ -60,7 +62,7 @@ def probe_rollback(ir: CompiledIR) -> RollbackProbe:
 
 def restores_clean_run(ir: CompiledIR, rollback: Rollback) -> bool:
     """Return whether junk that was fed and rolled back leaves no trace in the logits."""
-    text, junk = np.split(np.random.default_rng(0).integers(0, ir.logits_width, 22), [14])
+    text_ids, junk_ids = np.split(np.random.default_rng(0).integers(0, ir.logits_width, 22), [14])
     decoder = StatefulDecoder(ir, rollback)
 
     def run_pieces(*pieces: np.ndarray) -> np.ndarray:
@@ -69,30 +71,30 @@ def restores_clean_run(ir: CompiledIR, rollback: Rollback) -> bool:
             decoder.feed([piece], [len(piece)])
         return decoder.feed([pieces[-1]], [1])[0].copy()
 
-    clean = run_pieces(text[:10], text[10:])
-    regrouped = run_pieces(text[:7], text[7:12], text[12:])
+    clean_logits = run_pieces(text_ids[:10], text_ids[10:])
+    regrouped_logits = run_pieces(text_ids[:7], text_ids[7:12], text_ids[12:])
     decoder.reset(1)
-    decoder.feed([text[:10]], [10])
+    decoder.feed([text_ids[:10]], [10])
     # Where slots are freed, twice to the same shapes, which a GPU makes use of. Masked ones would leave a window.
-    rejected = [junk]
+    rejected_pieces = [junk_ids]
     if rollback.kv != "mask":
-        rejected.append(junk[::-1])
-    for tokens in rejected:
-        decoder.feed([np.concatenate((text[len(decoder.rows[0]) : 10], tokens))], [len(tokens)])
+        rejected_pieces.append(junk_ids[::-1])
+    for rejected_ids in rejected_pieces:
+        decoder.feed([np.concatenate((text_ids[len(decoder.rows[0]) : 10], rejected_ids))], [len(rejected_ids)])
         decoder.truncate(0, 10)
-    rolled_back = decoder.feed([text[len(decoder.rows[0]) :]], [1])[0]
-    if not np.isfinite(clean).all():
+    rolled_back_logits = decoder.feed([text_ids[len(decoder.rows[0]) :]], [1])[0]
+    if not np.isfinite(clean_logits).all():
         raise OvspecError(f"{ir.folder}: its logits are not numbers (NaN or infinity) on {ir.device}; export it again.")
     # Feeding the same text in other pieces changes the logits by rounding; a rollback may change them as much.
-    rounding = np.abs(regrouped - clean).max()
-    return bool(np.abs(rolled_back - clean).max() <= 10 * rounding + 1e-4 * clean.std())
+    rounding_error = np.abs(regrouped_logits - clean_logits).max()
+    return bool(np.abs(rolled_back_logits - clean_logits).max() <= 10 * rounding_error + 1e-4 * clean_logits.std())
 
 
 def find_working_copies(ir: CompiledIR, rollback: Rollback) -> StateCopies:
     """Return which infer requests continue correctly with copied states; see ``Rollback``."""
-    for copies in list_copy_modes(ir):
-        if continues_like_clean_run(ir, replace(rollback, copies=copies)):
-            return copies
+    for copy_mode in list_copy_modes(ir):
+        if continues_like_clean_run(ir, replace(rollback, copies=copy_mode)):
+            return copy_mode
     return None
 
 
@@ -106,41 +108,41 @@ def list_copy_modes(ir: CompiledIR) -> tuple[StateCopies, ...]:
 
 def continues_like_clean_run(ir: CompiledIR, rollback: Rollback) -> bool:
     """Return whether compacted rows, and a new request with their states, go on like a clean run."""
-    text, junk = np.split(np.random.default_rng(1).integers(0, ir.logits_width, 22), [14])
-    tail = text[10:]
-    nothing = text[:0]
+    text_ids, junk_ids = np.split(np.random.default_rng(1).integers(0, ir.logits_width, 22), [14])
+    tail_ids = text_ids[10:]
+    no_ids = text_ids[:0]
     decoder = StatefulDecoder(ir, rollback)
-    copy = StatefulDecoder(ir, rollback)
-    decoder.feed([text[:10]], [0])
-    clean = decoder.feed([tail], [4])[0].copy()
+    copied_decoder = StatefulDecoder(ir, rollback)
+    decoder.feed([text_ids[:10]], [0])
+    clean_logits = decoder.feed([tail_ids], [4])[0].copy()
     decoder.reset(1)
-    decoder.feed([text[:7]], [0])
-    decoder.feed([text[7:12]], [0])
-    regrouped = decoder.feed([text[12:]], [2])[0].copy()
+    decoder.feed([text_ids[:7]], [0])
+    decoder.feed([text_ids[7:12]], [0])
+    regrouped_logits = decoder.feed([text_ids[12:]], [2])[0].copy()
     decoder.reset(1)
-    continued: list[np.ndarray] = []
+    continued_logits: list[np.ndarray] = []
     try:
-        decoder.feed([text[:10]], [0])
+        decoder.feed([text_ids[:10]], [0])
         if ir.kv_states and not ir.recurrent_states:
             if not ir.needs_single_rows:
                 decoder.reorder([0, 0])
-                decoder.feed([nothing, junk], [0, 1])
+                decoder.feed([no_ids, junk_ids], [0, 1])
                 decoder.truncate(1, 5)
             decoder.compact()
-            other_rows = len(decoder.rows) - 1
-            decoder.feed([junk, *[nothing] * other_rows], [1, *[0] * other_rows])
+            other_row_count = len(decoder.rows) - 1
+            decoder.feed([junk_ids, *[no_ids] * other_row_count], [1, *[0] * other_row_count])
             decoder.truncate(0, 10)
             decoder.compact()
-        decoder.copy_into(copy)
-        for continuing in (decoder, copy):
-            other_rows = len(continuing.rows) - 1
-            logits = continuing.feed([tail, *[nothing] * other_rows], [4, *[0] * other_rows])[0]
-            continued.append(logits.copy())
+        decoder.copy_into(copied_decoder)
+        for continuing_decoder in (decoder, copied_decoder):
+            other_row_count = len(continuing_decoder.rows) - 1
+            logits = continuing_decoder.feed([tail_ids, *[no_ids] * other_row_count], [4, *[0] * other_row_count])[0]
+            continued_logits.append(logits.copy())
     except (OvspecError, RuntimeError, IndexError):  # a plugin may hand out no states, or states without a shape
         return False
-    rounding = np.abs(regrouped - clean[-2:]).max()
-    tolerance = 10 * rounding + 1e-4 * clean.std()
-    return all(np.abs(logits - clean).max() <= tolerance for logits in continued)
+    rounding_error = np.abs(regrouped_logits - clean_logits[-2:]).max()
+    tolerance = 10 * rounding_error + 1e-4 * clean_logits.std()
+    return all(np.abs(logits - clean_logits).max() <= tolerance for logits in continued_logits)
 
 
 def find_safe_mask_bound(ir: CompiledIR) -> int | None:
@@ -148,19 +150,19 @@ def find_safe_mask_bound(ir: CompiledIR) -> int | None:
     mask_bound = find_mask_bound(ir)
     if mask_bound == 0 or (mask_bound is None and not ir.config.model_type):
         return 0
-    bound = min(ir.config.attention_window or UNBOUNDED, mask_bound or UNBOUNDED)
-    return bound if bound < UNBOUNDED else None
+    safe_bound = min(ir.config.attention_window or UNBOUNDED, mask_bound or UNBOUNDED)
+    return safe_bound if safe_bound < UNBOUNDED else None
 
 
 def load_rollback_probe(ir: CompiledIR, cache_dir: Path | None) -> RollbackProbe:
     """Return the probe that an earlier run has remembered, or probe."""
     setting = f"{ROLLBACK_PROBE_VERSION} {describe_rollback_setting(ir.device, ir.properties)}"
-    file = find_findings_file("probes", ir.folder, setting, cache_dir, ir.device)
-    return read_cached(RollbackProbe, file) or write_cached(file, probe_rollback(ir))
+    findings_file = find_findings_file("probes", ir.folder, setting, cache_dir, ir.device)
+    return read_cached(RollbackProbe, findings_file) or write_cached(findings_file, probe_rollback(ir))
 
 
 def find_findings_file(
-    kind: str, folder: Path, setting: str, cache_dir: Path | None, device: str = "CPU"
+    finding_kind: str, folder: Path, setting: str, cache_dir: Path | None, device: str = "CPU"
 ) -> Path | None:
     """Return the file for findings about the model in ``folder`` in one ``setting`` on this machine; None: no cache.
 
@@ -169,6 +171,8 @@ def find_findings_file(
     if not cache_dir:
         return None
     files = [folder / MODEL_FILE, (folder / MODEL_FILE).with_suffix(".bin"), folder / "config.json"]
-    identity = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()]
-    key = repr((identity, setting, identify_machine(device), __version__))
-    return cache_dir / kind / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
+    file_identities = [
+        (str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()
+    ]
+    finding_key = repr((file_identities, setting, identify_machine(device), __version__))
+    return cache_dir / finding_kind / f"{hashlib.sha256(finding_key.encode()).hexdigest()[:24]}.json"

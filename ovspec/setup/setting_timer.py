@@ -39,63 +39,67 @@ class TuningEffort:
 
 
 class SettingTimer:
-    """Times settings of one model against the incumbent, after the first tokens of ``text`` (n,), read as a prompt.
+    """Times settings of one model against the incumbent, after the first tokens of ``text_ids`` (n,), read as a prompt.
 
     ``options``: name the folder in which findings are remembered.
     """
 
-    def __init__(self, folder: Path, text: np.ndarray, effort: TuningEffort, options: DeviceOptions) -> None:
-        self.text = text
-        self.prompt = text[: effort.prompt_tokens]
+    def __init__(self, folder: Path, text_ids: np.ndarray, effort: TuningEffort, options: DeviceOptions) -> None:
+        self.text = text_ids
+        self.prompt = text_ids[: effort.prompt_tokens]
         self.effort = effort
         self._folder = folder
         self._options = options
         ir = compile_ir(folder, DeviceOptions(properties=EXACT_PROPERTIES))
-        logits = StatefulDecoder(ir, Rollback(None)).feed([text], [len(text)])[0]
+        logits = StatefulDecoder(ir, Rollback(None)).feed([text_ids], [len(text_ids)])[0]
         self._reference = log_softmax(logits).astype(np.float32)
 
     def set_incumbent(self, setting: Setting) -> Measurement:
         """Measure the setting that the others are compared with, and keep it loaded."""
         self._models = {setting: self._compile_model(setting)}
         self._incumbent_decoder = self._make_timed_decoder(self._models[setting])
-        kl, top1 = self._compare_with_reference(self._compute_logits(self._incumbent_decoder))
+        kl_divergence, top1_share = self._compare_with_reference(self._compute_logits(self._incumbent_decoder))
         self._time_prefill(self._incumbent_decoder)
         self._time_widths(self._incumbent_decoder)
         prefill_ms = min(self._time_prefill(self._incumbent_decoder) for _ in range(2))
         verify_ms, change_ms = self._time_widths(self._incumbent_decoder, self.effort.repeats)
-        self.incumbent = Measurement(setting, verify_ms, prefill_ms, kl, top1, change_ms)
+        self.incumbent = Measurement(setting, verify_ms, prefill_ms, kl_divergence, top1_share, change_ms)
         return self.incumbent
 
     def measure_setting(self, setting: Setting) -> Measurement:
         decoder = self._make_timed_decoder(self._load_model(setting))
-        kl, top1 = self._compare_with_reference(self._compute_logits(decoder))
+        kl_divergence, top1_share = self._compare_with_reference(self._compute_logits(decoder))
         self._time_prefill(decoder)  # the first one is slower
         incumbent = self.incumbent
-        ratios: list[dict[int, float]] = []  # one entry per round: time relative to the incumbent, by width
+        time_ratios: list[dict[int, float]] = []  # one entry per round: time relative to the incumbent, by width
         prefill_ratios: list[float] = []
-        changes: list[float] = []
+        changes_ms: list[float] = []
         for repeat in range(self.effort.repeats):
             if repeat == 0 or incumbent.prefill_ms * len(self.prompt) < LONG_PREFILL_SECONDS * 1e3:
                 prefill_ratios.append(self._time_prefill(decoder) / self._time_prefill(self._incumbent_decoder))
-            times, change_ms = self._time_widths(decoder)
+            times_ms, change_ms = self._time_widths(decoder)
             incumbent_times, _ = self._time_widths(self._incumbent_decoder)
-            changes.append(change_ms)
-            ratios.append({width: times[width] / incumbent_times[width] for width in incumbent_times})
-        medians = {width: statistics.median(ratio[width] for ratio in ratios) for width in incumbent.verify_ms}
-        verify_ms = {width: medians[width] * ms for width, ms in incumbent.verify_ms.items()}
+            changes_ms.append(change_ms)
+            time_ratios.append({width: times_ms[width] / incumbent_times[width] for width in incumbent_times})
+        median_ratios = {
+            width: statistics.median(time_ratio[width] for time_ratio in time_ratios) for width in incumbent.verify_ms
+        }
+        verify_ms = {width: median_ratios[width] * width_ms for width, width_ms in incumbent.verify_ms.items()}
         prefill_ms = statistics.median(prefill_ratios) * incumbent.prefill_ms
-        return Measurement(setting, verify_ms, prefill_ms, kl, top1, statistics.median(changes))
+        return Measurement(setting, verify_ms, prefill_ms, kl_divergence, top1_share, statistics.median(changes_ms))
 
     def probe_measurement(self, measurement: Measurement) -> Measurement:
         """Return ``measurement`` with the rule of exact arithmetic, and the time of its fewest tokens."""
         exactness = self._probe_exactness(measurement.setting)
         verify_ms = measurement.verify_ms
-        if exactness.rule and (fewest := exactness.rule.fewest) not in verify_ms:
+        if exactness.rule and (min_tokens := exactness.rule.fewest) not in verify_ms:
             decoder = self._make_timed_decoder(self._load_model(measurement.setting))
-            widest = max(verify_ms)
+            widest_width = max(verify_ms)
             self._time_prefill(decoder)
-            times, _ = self._time_widths(decoder, 2, (fewest, widest))
-            verify_ms = verify_ms | {fewest: verify_ms[widest] * times[fewest] / times[widest]}
+            times_ms, _ = self._time_widths(decoder, 2, (min_tokens, widest_width))
+            verify_ms = verify_ms | {
+                min_tokens: verify_ms[widest_width] * times_ms[min_tokens] / times_ms[widest_width]
+            }
         return replace(measurement, verify_ms=verify_ms, invariance=exactness.invariance, rule=exactness.rule)
 
     def _probe_exactness(self, setting: Setting) -> Exactness:
@@ -104,8 +108,10 @@ class SettingTimer:
         if not self._options.cache_folder:
             options = DeviceOptions(properties={"CACHE_DIR": ""})
         options = complete_device_options(options, setting)
-        file = find_exactness_file(self._folder, options, setting.engine)
-        return read_cached(Exactness, file) or write_cached(file, self._load_model(setting).find_exactness())
+        exactness_file = find_exactness_file(self._folder, options, setting.engine)
+        return read_cached(Exactness, exactness_file) or write_cached(
+            exactness_file, self._load_model(setting).find_exactness()
+        )
 
     def probe_by_threads(self, setting: Setting) -> dict[int, Exactness]:
         """Find the rule thoroughly, with the usual number of threads and with one; by number of threads."""
@@ -121,12 +127,12 @@ class SettingTimer:
         """Return how many times as long as in fast arithmetic a token takes by ``rule``, after the prompt."""
         if not rule:
             return None
-        exact_decoder = self._compile_model(setting).make_decoder(rule=rule)
+        exact_decoder = self._compile_model(setting).make_decoder(feed_rule=rule)
         decoders = (exact_decoder, self._compile_model(setting, two_queries=False).make_decoder())
         for decoder in decoders:
             decoder.feed([self.prompt], [1])
-        times = [[self._time_width(decoder, 1)[1] for decoder in decoders] for _ in range(2 * self.effort.repeats)]
-        return statistics.median(exact / fast for exact, fast in times)
+        times_ms = [[self._time_width(decoder, 1)[1] for decoder in decoders] for _ in range(2 * self.effort.repeats)]
+        return statistics.median(exact_ms / fast_ms for exact_ms, fast_ms in times_ms)
 
     def _load_model(self, setting: Setting) -> CompiledModel:
         """Return the model of the incumbent or the last other setting, or compile it: memory may not hold three."""
@@ -140,8 +146,8 @@ class SettingTimer:
         options = self._options if is_gpu(self._options.device) else DeviceOptions(properties={"CACHE_DIR": ""})
         options = replace(options, threads=threads, properties=options.properties | setting.properties)
         if setting.engine == "paged":
-            if setting.kv_precision and not (check := check_paged(self._folder, options)).usable:
-                raise OvspecError(check.reason)
+            if setting.kv_precision and not (paged_check := check_paged(self._folder, options)).usable:
+                raise OvspecError(paged_check.reason)
             return CompiledModel(compile_paged(self._folder, options, two_queries), "paged", "", PagedDecoder.rollback)
         ir = compile_ir(self._folder, options)
         return CompiledModel(ir, "stateful", "", probe_rollback(ir).rollback)
@@ -151,7 +157,7 @@ class SettingTimer:
         if model.engine == "paged" and not is_gpu(model.ir.device):
             # A second query for each token, as in exact arithmetic on a CPU, and as many tokens and logits as are fed.
             rule = FeedRule(queries=2)
-        return model.make_decoder(rule=rule)
+        return model.make_decoder(feed_rule=rule)
 
     def _compute_logits(self, decoder: Decoder) -> np.ndarray:
         """Return the logits of every position of the text."""
@@ -169,34 +175,34 @@ class SettingTimer:
         self, decoder: Decoder, repeats: int = 1, widths: tuple[int, ...] = ()
     ) -> tuple[dict[int, float], float]:
         """Return the median milliseconds of inferences after the text by width, and those that a new width adds."""
-        times: dict[int, list[float]] = {width: [] for width in widths or self.effort.widths}
-        changes: list[float] = []
+        times_ms: dict[int, list[float]] = {width: [] for width in widths or self.effort.widths}
+        changes_ms: list[float] = []
         for repeat in range(repeats + 1):
-            for width in times:
+            for width in times_ms:
                 first_ms, later_ms = self._time_width(decoder, width)
                 if repeat:  # the first inferences of all, and those after another model's, are slower
-                    times[width].append(later_ms)
-                    changes.append(first_ms - later_ms)
-        medians = {width: statistics.median(milliseconds) for width, milliseconds in times.items()}
-        return medians, statistics.median(changes)
+                    times_ms[width].append(later_ms)
+                    changes_ms.append(first_ms - later_ms)
+        medians_ms = {width: statistics.median(milliseconds) for width, milliseconds in times_ms.items()}
+        return medians_ms, statistics.median(changes_ms)
 
     def _time_width(self, decoder: Decoder, width: int) -> tuple[float, float]:
         """Return the milliseconds of an inference after one of another width, and after some of the same."""
-        times: list[float] = []
+        times_ms: list[float] = []
         start_time = time.perf_counter()
-        while len(times) < 2 or (time.perf_counter() - start_time < REPEATED_SECONDS and len(times) < 20):
+        while len(times_ms) < 2 or (time.perf_counter() - start_time < REPEATED_SECONDS and len(times_ms) < 20):
             inference_start = time.perf_counter()
             decoder.feed([self.text[:width]], [width])
-            times.append((time.perf_counter() - inference_start) * 1e3)
+            times_ms.append((time.perf_counter() - inference_start) * 1e3)
             decoder.truncate(0, len(self.prompt))
-        return times[0], statistics.median(times[1 + len(times) // 4 :])
+        return times_ms[0], statistics.median(times_ms[1 + len(times_ms) // 4 :])
 
     def _compare_with_reference(self, logits: np.ndarray) -> tuple[float, float]:
         """Return the mean KL divergence from the reference (nats) and the share of equal top-1 tokens."""
-        divergence = 0.0
+        kl_divergence = 0.0
         for i in range(0, len(logits), 64):  # in pieces, because float64 takes much memory
-            reference = self._reference[i : i + 64]
+            reference_logprobs = self._reference[i : i + 64]
             logprobs = log_softmax(logits[i : i + 64])
-            divergence += float((np.exp(reference) * (reference - logprobs)).sum())
-        top1 = (self._reference.argmax(1) == logits.argmax(1)).mean()
-        return max(0.0, divergence / len(logits)), float(top1)
+            kl_divergence += float((np.exp(reference_logprobs) * (reference_logprobs - logprobs)).sum())
+        top1_share = (self._reference.argmax(1) == logits.argmax(1)).mean()
+        return max(0.0, kl_divergence / len(logits)), float(top1_share)

@@ -55,12 +55,12 @@ def tune_model(
     options: DeviceOptions,
     goal: Goal = "balanced",
     effort: TuningEffort = FULL_EFFORT,
-    report: Callable[[str, float], None] = lambda *_: None,
+    report_progress: Callable[[str, float], None] = lambda *_: None,
 ) -> Profile:
     """Measure settings for the model in ``folder``.
 
-    ``report`` is called with the next step and the share of the work that is done. Raises OvspecError if the device is
-    AUTO or HETERO, or too little memory is free.
+    ``report_progress`` is called with the next step and the share of the work that is done. Raises OvspecError if the
+    device is AUTO or HETERO, or too little memory is free.
     """
     if is_virtual(check_device(options.device)):
         raise OvspecError(f"`device={options.device!r}`: name a single device to tune, such as CPU or GPU.")
@@ -68,73 +68,79 @@ def tune_model(
     if not weights_fit_into_memory(folder, 3):
         raise OvspecError(f"{folder}: not enough memory is free for tuning, which holds the model twice.")
     start_time = time.monotonic()
-    report("f32 without dynamic quantisation (reference for accuracy)", 0.0)
-    tokens = min(effort.accuracy_tokens, read_model_config(folder).context_length or effort.accuracy_tokens)
-    text = np.resize(Tokenizer(folder).encode(read_text(TUNING_TEXT_FILE)), max(effort.prompt_tokens, tokens))
-    timer = SettingTimer(folder, text, effort, options)
-    usual = Setting("paged" if check_paged(folder, options).usable else "stateful")
+    report_progress("f32 without dynamic quantisation (reference for accuracy)", 0.0)
+    accuracy_tokens = min(effort.accuracy_tokens, read_model_config(folder).context_length or effort.accuracy_tokens)
+    text_ids = np.resize(
+        Tokenizer(folder).encode(read_text(TUNING_TEXT_FILE)), max(effort.prompt_tokens, accuracy_tokens)
+    )
+    setting_timer = SettingTimer(folder, text_ids, effort, options)
+    usual_setting = Setting("paged" if check_paged(folder, options).usable else "stateful")
     largest_group = find_largest_group(folder)
     if on_gpu:
-        settings = list_gpu_settings(usual.engine, largest_group)
+        settings = list_gpu_settings(usual_setting.engine, largest_group)
     else:
-        settings = list_cpu_settings(usual.engine, largest_group, effort.is_full)
-    steps = 3 + len(settings)
-    report(f"{usual} (used without a profile)", 1 / steps)
-    measurements = [timer.set_incumbent(usual)]
-    if effort.is_full and usual.engine != "stateful" and not on_gpu:
-        report(f"{Setting('stateful')} (OpenVINO's default)", 2 / steps)
-        measurements.append(timer.measure_setting(Setting("stateful")))
+        settings = list_cpu_settings(usual_setting.engine, largest_group, effort.is_full)
+    step_count = 3 + len(settings)
+    report_progress(f"{usual_setting} (used without a profile)", 1 / step_count)
+    measurements = [setting_timer.set_incumbent(usual_setting)]
+    if effort.is_full and usual_setting.engine != "stateful" and not on_gpu:
+        report_progress(f"{Setting('stateful')} (OpenVINO's default)", 2 / step_count)
+        measurements.append(setting_timer.measure_setting(Setting("stateful")))
     profile = Profile(goal, effort.is_full, effort.prompt_tokens, 0.0, measurements[-1], measurements)
-    for number, setting in enumerate(settings, 3):
-        report(str(setting), number / steps)
+    for step_number, setting in enumerate(settings, 3):
+        report_progress(str(setting), step_number / step_count)
         # Its logits may not be numbers, as those of some models in f16; a GPU may have no kernels for it.
         expected_error = OvspecError if on_gpu else InferenceError
         with suppress(expected_error):
-            measurements.append(timer.measure_setting(setting))
+            measurements.append(setting_timer.measure_setting(setting))
     # A probe takes longer than measuring: only settings that may be chosen are probed, and the usual one only where
     # another might be less exact.
-    while (best := profile.choose_measurement(DeviceOptions(), "auto")) and not on_gpu:
-        unprobed = measurements[0]
-        if best.invariance is None:
-            unprobed = best
-        if unprobed.invariance is not None or best.invariance == 1:
+    while (best_measurement := profile.choose_measurement(DeviceOptions(), "auto")) and not on_gpu:
+        unprobed_measurement = measurements[0]
+        if best_measurement.invariance is None:
+            unprobed_measurement = best_measurement
+        if unprobed_measurement.invariance is not None or best_measurement.invariance == 1:
             break
-        report(f"{unprobed.setting}: bits of every way of feeding", 1.0)
-        measurements[measurements.index(unprobed)] = timer.probe_measurement(unprobed)
-    if effort.is_full and best and not on_gpu:
-        report(f"{best.setting}: bits of long contexts, and of one thread", 1.0)
-        profile = replace(profile, exactness=timer.probe_by_threads(best.setting))
-        report(f"{best.setting}: the price of exact arithmetic", 1.0)
+        report_progress(f"{unprobed_measurement.setting}: bits of every way of feeding", 1.0)
+        measurements[measurements.index(unprobed_measurement)] = setting_timer.probe_measurement(unprobed_measurement)
+    if effort.is_full and best_measurement and not on_gpu:
+        report_progress(f"{best_measurement.setting}: bits of long contexts, and of one thread", 1.0)
+        profile = replace(profile, exactness=setting_timer.probe_by_threads(best_measurement.setting))
+        report_progress(f"{best_measurement.setting}: the price of exact arithmetic", 1.0)
         rule = next(iter(profile.exactness.values())).rule
-        profile = replace(profile, price=timer.measure_exact_price(best.setting, rule))
+        profile = replace(profile, price=setting_timer.measure_exact_price(best_measurement.setting, rule))
     if effort.is_full and not on_gpu:
-        report("weights in other formats", 1.0)
+        report_progress("weights in other formats", 1.0)
         profile = replace(profile, formats_ms=time_formats_for_model(count_weight_shapes(folder)))
     return replace(profile, seconds=time.monotonic() - start_time)
 
 
-def list_cpu_settings(engine: EngineName, largest_group: int | None, full: bool) -> list[Setting]:
+def list_cpu_settings(engine: EngineName, largest_group: int | None, is_full: bool) -> list[Setting]:
     """Return the settings to compare with the usual ones: precisions, and groups of dynamic quantisation.
 
-    A first load (not ``full``) tries only the one that is most likely to be faster: f32 with the largest group.
+    A first load (not ``is_full``) tries only the one that is most likely to be faster: f32 with the largest group.
     """
     default_precision = default_kv_precisions(DeviceOptions())["CPU"]
-    if not full:
-        groups = [group for group in (128, 64) if largest_group and group <= largest_group]
-        return [Setting(engine, "f32", group) for group in groups[:1]]
+    if not is_full:
+        group_sizes = [group_size for group_size in (128, 64) if largest_group and group_size <= largest_group]
+        return [Setting(engine, "f32", group_size) for group_size in group_sizes[:1]]
     precisions = ["f32", *list_native_precisions()]
     if not largest_group:
         return [Setting(engine, precision) for precision in precisions if precision != default_precision]
-    groups = [group for group in (USUAL_GROUP, 64, 128) if group <= largest_group]
-    settings = [Setting(engine, precision, group) for precision in precisions for group in groups]
-    usual = Setting(engine, default_precision, USUAL_GROUP)
+    group_sizes = [group_size for group_size in (USUAL_GROUP, 64, 128) if group_size <= largest_group]
+    settings = [Setting(engine, precision, group_size) for precision in precisions for group_size in group_sizes]
+    usual_setting = Setting(engine, default_precision, USUAL_GROUP)
     # Without quantised activations, weights in f32 are exact, as `--for accuracy` may require.
-    return [setting for setting in settings if setting != usual] + [Setting(engine, "f32", 0)]
+    return [setting for setting in settings if setting != usual_setting] + [Setting(engine, "f32", 0)]
 
 
 def list_gpu_settings(engine: EngineName, largest_group: int | None) -> list[Setting]:
     """Return the settings to compare with a GPU's usual ones: precisions, dynamic quantisation, and a u8 KV cache."""
-    settings = [Setting(engine, group=group) for group in (0, 32, 128) if largest_group and group <= largest_group]
+    settings = [
+        Setting(engine, group=group_size)
+        for group_size in (0, 32, 128)
+        if largest_group and group_size <= largest_group
+    ]
     settings.append(Setting(engine, "f32"))
     if engine == "paged":
         settings.append(Setting(engine, kv_precision="u8"))

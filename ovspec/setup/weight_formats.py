@@ -49,18 +49,18 @@ class WeightFormat:
         return f"--weight-format int{self.bits}{group_text}" + " --sym" * self.symmetric
 
 
-def find_export_options(name: str) -> str:
+def find_export_options(format_name: str) -> str:
     """Return the options of ``ovspec export`` for a format of ``list_formats`` by its name."""
     weight_formats = (weight_format for group_size in GROUP_SIZES for weight_format in list_formats(group_size))
-    return next(weight_format.export_options for weight_format in weight_formats if str(weight_format) == name)
+    return next(weight_format.export_options for weight_format in weight_formats if str(weight_format) == format_name)
 
 
-def time_formats_for_model(shapes: Counter[tuple[str, str]]) -> dict[str, float]:
+def time_formats_for_model(constant_shapes: Counter[tuple[str, str]]) -> dict[str, float]:
     """Return milliseconds of a model's commonest product for one token, by weight format, the model's own first.
 
-    shapes: of the constants of its IR, by (type, shape). Returns {} if most are in a format that isn't known here.
+    constant_shapes: of the constants of its IR, by (type, shape). Returns {} if most are in an unknown format.
     """
-    dominant_product = find_dominant_product(shapes)
+    dominant_product = find_dominant_product(constant_shapes)
     if not dominant_product:
         return {}
     model_format, row_count, column_count = dominant_product
@@ -70,17 +70,17 @@ def time_formats_for_model(shapes: Counter[tuple[str, str]]) -> dict[str, float]
 
 def list_formats(column_count: int) -> list[WeightFormat]:
     """Return the formats that rows of this length can have."""
-    group_sizes = [size for size in GROUP_SIZES if column_count % size == 0][:1]
-    int8 = [WeightFormat(8), WeightFormat(8, symmetric=True)]
-    int4 = [WeightFormat(4, size, symmetric) for size in group_sizes for symmetric in (False, True)]
-    return [*int8, *int4, WeightFormat(16)]
+    group_sizes = [group_size for group_size in GROUP_SIZES if column_count % group_size == 0][:1]
+    int8_formats = [WeightFormat(8), WeightFormat(8, symmetric=True)]
+    int4_formats = [WeightFormat(4, group_size, symmetric) for group_size in group_sizes for symmetric in (False, True)]
+    return [*int8_formats, *int4_formats, WeightFormat(16)]
 
 
-def find_dominant_product(shapes: Counter[tuple[str, str]]) -> tuple[WeightFormat, int, int] | None:
+def find_dominant_product(constant_shapes: Counter[tuple[str, str]]) -> tuple[WeightFormat, int, int] | None:
     """Return the format in which most weights of a model are, and rows and columns of its commonest product."""
     formats_by_type = {"u8": (8, False), "i8": (8, True), "u4": (4, False), "i4": (4, True), "f16": (16, False)}
     weight_counts: Counter[tuple[str, tuple[int, ...]]] = Counter()
-    for (element_type, shape_text), count in shapes.items():
+    for (element_type, shape_text), count in constant_shapes.items():
         shape = tuple(map(int, shape_text.split(",")))
         if count > 1 and len(shape) > 1 and shape[-1] > 1:  # the vocabulary's occurs once; scales end in 1
             weight_counts[element_type, shape] = count * int(np.prod(shape))
@@ -94,12 +94,12 @@ def find_dominant_product(shapes: Counter[tuple[str, str]]) -> tuple[WeightForma
     return weight_format, shape[0], int(np.prod(shape[1:]))
 
 
-def time_formats(formats: list[WeightFormat], row_count: int, column_count: int) -> dict[str, float]:
+def time_formats(weight_formats: list[WeightFormat], row_count: int, column_count: int) -> dict[str, float]:
     """Return milliseconds for multiplying one token with weights [rows, columns] in each format, by its name."""
     copy_count = min(max(1, round(MULTIPLIED_BYTES / (row_count * column_count))), MAX_COPY_COUNT)
     core = ov.Core()
     infer_requests: dict[str, ov.InferRequest] = {}
-    for weight_format in formats:
+    for weight_format in weight_formats:
         properties = {"INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY"}
         properties["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = str(weight_format.group_size or 128)
         model = make_products_model(weight_format, row_count, column_count, copy_count)
@@ -107,14 +107,16 @@ def time_formats(formats: list[WeightFormat], row_count: int, column_count: int)
         infer_request.set_input_tensor(ov.Tensor(np.ones((1, column_count), np.float32)))
         infer_request.infer()
         infer_requests[str(weight_format)] = infer_request
-    milliseconds_by_format: dict[str, list[float]] = {name: [] for name in infer_requests}
+    milliseconds_by_format: dict[str, list[float]] = {format_name: [] for format_name in infer_requests}
     for _ in range(TIMING_TURNS):
-        for name, infer_request in infer_requests.items():
+        for format_name, infer_request in infer_requests.items():
             for _ in range(TIMING_REPEATS):
                 start_time = time.perf_counter()
                 infer_request.infer()
-                milliseconds_by_format[name].append((time.perf_counter() - start_time) * 1e3 / copy_count)
-    return {name: statistics.median(milliseconds) for name, milliseconds in milliseconds_by_format.items()}
+                milliseconds_by_format[format_name].append((time.perf_counter() - start_time) * 1e3 / copy_count)
+    return {
+        format_name: statistics.median(milliseconds) for format_name, milliseconds in milliseconds_by_format.items()
+    }
 
 
 def make_products_model(weight_format: WeightFormat, row_count: int, column_count: int, copy_count: int) -> ov.Model:

@@ -108,12 +108,12 @@ def probe_exactness(folder: Path, engine: str, precision: str | None) -> list[st
     fast = loaded.make_decoder()
     if engine == "paged":
         loaded.ir = compile_paged(folder, device)
-    exactness = find_exactness(lambda rule: loaded.make_decoder(rule=rule), engine, vocabulary, FULL_TRIAL)
+    exactness = find_exactness(lambda rule: loaded.make_decoder(feed_rule=rule), engine, vocabulary, FULL_TRIAL)
     differ = f"{exactness.differing} of {exactness.positions}"
     cells = [str(exactness.rule or "none"), f"{1 - fast_exactness.invariance:.0%}", differ]
     if not exactness.rule:
         return cells
-    decoders = {"exact": loaded.make_decoder(rule=exactness.rule), "fast": fast}
+    decoders = {"exact": loaded.make_decoder(feed_rule=exactness.rule), "fast": fast}
     text = np.random.default_rng(1).integers(0, vocabulary, PROMPT)
     for decoder in decoders.values():
         decoder.reset(1)

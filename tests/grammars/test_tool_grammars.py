@@ -99,7 +99,7 @@ def test_large_sets_of_tools_are_quick(format: str) -> None:
         assert grammar and answer.format.tools
 
         def make(start: int, begun: list[bytes | int]) -> Any:
-            return grammars.make_constraint(grammar, start, frozenset({EOS}), generated=begun)
+            return grammars.make_constraint(grammar, start, frozenset({EOS}), generated_parts=begun)
 
         limits = AnswerConstraint(0, answer.format, vocabulary, make, False, {EOS})
         trigger = answer.format.tools.triggers[0].replace("{NAME}", "tree")

@@ -106,7 +106,7 @@ class Answers:
             return None, {}
 
         def make(start: int, begun: list[bytes | int]) -> Any:
-            return self.vocabulary.grammars.make_constraint(grammar, start, frozenset({EOS}), generated=begun)
+            return self.vocabulary.grammars.make_constraint(grammar, start, frozenset({EOS}), generated_parts=begun)
 
         return make, json.loads(grammar)["strings"]
 

@@ -30,15 +30,15 @@ def convert_gbnf_to_lark(text: str) -> str:
     grammar = parse_gbnf(text)
     facts = ExpressionAnalysis(grammar).facts
     budget = StepBudget()
-    split = set[Expression]()
+    split_expressions = set[Expression]()
     try:
         comparer = LexemeComparer(grammar.rules, facts, budget)
         while True:
-            plan = LexemePlan(grammar, facts, split, budget)
-            greedy = plan.find_greedy_lexemes(comparer, budget)
-            if not greedy:
-                return plan.write_lark()
-            split |= greedy
+            lexeme_plan = LexemePlan(grammar, facts, split_expressions, budget)
+            greedy_lexemes = lexeme_plan.find_greedy_lexemes(comparer, budget)
+            if not greedy_lexemes:
+                return lexeme_plan.write_lark()
+            split_expressions |= greedy_lexemes
     except AnalysisTooLong:
         return LexemePlan(grammar, facts, None).write_lark()
 
@@ -60,25 +60,25 @@ class ExpressionAnalysis:
         self.facts: dict[Expression, ExpressionFacts] = {}
         self.empty_text = grammar.make_expression(Concatenation, ())
         self.add_facts(self.empty_text)
-        users: dict[Expression, list[Expression]] = {}
-        unknown_children: dict[Expression, int] = {}
-        unvisited = [grammar.make_expression(RuleReference, "root")]
-        while unvisited:
-            node = unvisited.pop()
-            if node not in unknown_children:
+        parents: dict[Expression, list[Expression]] = {}
+        unknown_child_counts: dict[Expression, int] = {}
+        unvisited_nodes = [grammar.make_expression(RuleReference, "root")]
+        while unvisited_nodes:
+            node = unvisited_nodes.pop()
+            if node not in unknown_child_counts:
                 children = self.child_expressions(node)
-                unknown_children[node] = len(children)
+                unknown_child_counts[node] = len(children)
                 for child in children:
-                    users.setdefault(child, []).append(node)
-                unvisited += children
-        ready = [node for node, count in unknown_children.items() if not count]
-        while ready:
-            node = ready.pop()
+                    parents.setdefault(child, []).append(node)
+                unvisited_nodes += children
+        ready_nodes = [node for node, unknown_count in unknown_child_counts.items() if not unknown_count]
+        while ready_nodes:
+            node = ready_nodes.pop()
             self.add_facts(node)
-            for user in users.get(node, ()):
-                unknown_children[user] -= 1
-                if not unknown_children[user]:
-                    ready.append(user)
+            for parent in parents.get(node, ()):
+                unknown_child_counts[parent] -= 1
+                if not unknown_child_counts[parent]:
+                    ready_nodes.append(parent)
 
     def child_expressions(self, node: Expression) -> tuple[Expression, ...]:
         match node:
@@ -99,18 +99,18 @@ class ExpressionAnalysis:
                 nullable = False
             case Alternation():
                 nullable = any(child.nullable for child in child_facts)
-            case Repetition(_, least):
-                nullable = not least or child_facts[0].nullable
+            case Repetition(_, min_count):
+                nullable = not min_count or child_facts[0].nullable
             case _:
                 nullable = all(child.nullable for child in child_facts)
-        nonempty = self.make_nonempty(node, child_facts) if nullable else node
-        self.facts[node] = ExpressionFacts(min(size, MAX_LEXEME_SIZE + 1), depth, nullable, nonempty)
-        if nonempty and nonempty not in self.facts:
-            self.add_facts(nonempty)
+        nonempty_expression = self.make_nonempty(node, child_facts) if nullable else node
+        self.facts[node] = ExpressionFacts(min(size, MAX_LEXEME_SIZE + 1), depth, nullable, nonempty_expression)
+        if nonempty_expression and nonempty_expression not in self.facts:
+            self.add_facts(nonempty_expression)
 
-    def make_nonempty(self, node: Expression, children: list[ExpressionFacts]) -> Expression | None:
+    def make_nonempty(self, node: Expression, child_facts: list[ExpressionFacts]) -> Expression | None:
         """Return the expression of the texts of ``node`` that aren't empty; None if it would be too long."""
-        nonempty_children = [child.nonempty for child in children if child.nonempty is not self.empty_text]
+        nonempty_children = [child.nonempty for child in child_facts if child.nonempty is not self.empty_text]
         match node:
             case Concatenation(parts) if parts:
                 return None  # it would grow with the square of its length
@@ -118,8 +118,8 @@ class ExpressionAnalysis:
                 return None
             case Alternation() if nonempty_children:
                 return self.grammar.make_expression(Alternation, tuple(nonempty_children))
-            case Repetition(_, _, most) if nonempty_children and most != 0:
-                return self.grammar.make_expression(Repetition, nonempty_children[0], 1, most)
+            case Repetition(_, _, max_count) if nonempty_children and max_count != 0:
+                return self.grammar.make_expression(Repetition, nonempty_children[0], 1, max_count)
             case RuleReference() if nonempty_children:
                 return nonempty_children[0]
         return self.empty_text
@@ -163,12 +163,12 @@ class LexemePlan:
     def __post_init__(self) -> None:
         root = self.grammar.make_expression(RuleReference, "root")
         self.start = self.name_symbol(root)
-        undefined = [root]
-        while undefined:  # not recursive: a chain of rules may be longer than Python's stack allows
-            node = undefined.pop()
+        undefined_expressions = [root]
+        while undefined_expressions:  # not recursive: a chain of rules may be longer than Python's stack allows
+            node = undefined_expressions.pop()
             symbol = self.name_symbol(node)
             if symbol not in self.lines and symbol not in self.lexemes:
-                undefined += self.define_rule(symbol, node)
+                undefined_expressions += self.define_rule(symbol, node)
 
     def name_symbol(self, node: Expression) -> str:
         """Return the symbol of an expression; the first time, decide whether it is a lexeme."""
@@ -193,11 +193,11 @@ class LexemePlan:
         """Write the rule of ``symbol``; return the expressions it refers to."""
         empty_text = self.grammar.make_expression(Concatenation, ())
         if self.may_be_lexeme(node):  # all but the empty text, which no lexeme should match
-            nonempty = self.facts[node].nonempty
-            if nonempty is empty_text:
+            nonempty_expression = self.facts[node].nonempty
+            if nonempty_expression is empty_text:
                 return self.write_options(symbol, [[]])
-            if nonempty and self.may_be_lexeme(nonempty):
-                return self.write_options(symbol, [[], [nonempty]])
+            if nonempty_expression and self.may_be_lexeme(nonempty_expression):
+                return self.write_options(symbol, [[], [nonempty_expression]])
         match node:
             case RuleReference(name):
                 return self.write_options(symbol, [[self.grammar.rules[name]]])
@@ -207,14 +207,14 @@ class LexemePlan:
                 return self.write_options(symbol, [self.split_option(option) for option in options])
             case Repetition(_, _, 0):
                 return self.write_options(symbol, [[]])
-            case Repetition(part, least, most):
-                repeated = self.name_symbol(part)
-                self.rules[symbol] = [[repeated]]
-                if not least:
+            case Repetition(part, min_count, max_count):
+                repeated_symbol = self.name_symbol(part)
+                self.rules[symbol] = [[repeated_symbol]]
+                if not min_count:
                     self.rules[symbol].append([])
-                if most != 1:
-                    self.rules[symbol].append([symbol, repeated])
-                self.lines[symbol] = repeated + repetition_range(least, most)
+                if max_count != 1:
+                    self.rules[symbol].append([symbol, repeated_symbol])
+                self.lines[symbol] = repeated_symbol + repetition_range(min_count, max_count)
                 return [part]
         raise AssertionError(node)
 
@@ -232,20 +232,24 @@ class LexemePlan:
 
     def write_lark(self) -> str:
         lines = [f"start: {self.start}"]
-        lines += [f"{symbol}: {line}" for symbol, line in self.lines.items()]
+        lines += [f"{symbol}: {right_side}" for symbol, right_side in self.lines.items()]
         lines += [f"{symbol}: /{self.write_regex(node)}/" for symbol, node in self.lexemes.items()]
         return "\n".join(lines) + "\n"
 
     def write_regex(self, node: Expression) -> str:
         match node:
             case CharacterClass(ranges):
-                return "[" + "".join(f"\\x{{{first:x}}}-\\x{{{last:x}}}" for first, last in ranges) + "]"
+                return (
+                    "["
+                    + "".join(f"\\x{{{first_code:x}}}-\\x{{{last_code:x}}}" for first_code, last_code in ranges)
+                    + "]"
+                )
             case Concatenation(parts):
                 return "".join(map(self.write_regex, parts))
             case Alternation(options):
                 return "(?:" + "|".join(map(self.write_regex, options)) + ")"
-            case Repetition(part, least, most):
-                return f"(?:{self.write_regex(part)}){repetition_range(least, most)}"
+            case Repetition(part, min_count, max_count):
+                return f"(?:{self.write_regex(part)}){repetition_range(min_count, max_count)}"
             case RuleReference(name):
                 return self.write_regex(self.grammar.rules[name])
 
@@ -258,33 +262,33 @@ class LexemePlan:
         first_sets = dict.fromkeys(self.rules, 0) | lexeme_bits
         follow_sets = dict.fromkeys(first_sets, 0)
         nullable: set[str] = set()
-        cost = 1 + len(lexeme_bits) // 500
-        rules = list(self.rules.items())
-        changed = True
-        while changed:
-            changed = False
-            rules.reverse()  # first sets propagate up a chain of rules, follow sets down
-            for symbol, options in rules:
-                before = first_sets[symbol], symbol in nullable
+        option_cost = 1 + len(lexeme_bits) // 500
+        rule_items = list(self.rules.items())
+        has_changed = True
+        while has_changed:
+            has_changed = False
+            rule_items.reverse()  # first sets propagate up a chain of rules, follow sets down
+            for symbol, options in rule_items:
+                sets_before = first_sets[symbol], symbol in nullable
                 for option in options:
-                    budget.spend(cost * (len(option) + 1))
+                    budget.spend(option_cost * (len(option) + 1))
                     # Lexemes that may come after the current part within the option, and whether the option may end.
                     next_lexemes = 0
-                    can_end = True
-                    for part in reversed(option):
-                        known_followers = follow_sets[part]
-                        follow_sets[part] |= next_lexemes
-                        if can_end:
-                            follow_sets[part] |= follow_sets[symbol]
-                        changed |= known_followers != follow_sets[part]
-                        if part not in nullable:
+                    option_may_end = True
+                    for option_symbol in reversed(option):
+                        known_followers = follow_sets[option_symbol]
+                        follow_sets[option_symbol] |= next_lexemes
+                        if option_may_end:
+                            follow_sets[option_symbol] |= follow_sets[symbol]
+                        has_changed |= known_followers != follow_sets[option_symbol]
+                        if option_symbol not in nullable:
                             next_lexemes = 0
-                            can_end = False
-                        next_lexemes |= first_sets[part]
+                            option_may_end = False
+                        next_lexemes |= first_sets[option_symbol]
                     first_sets[symbol] |= next_lexemes
-                    if can_end:
+                    if option_may_end:
                         nullable.add(symbol)
-                changed |= before != (first_sets[symbol], symbol in nullable)
+                has_changed |= sets_before != (first_sets[symbol], symbol in nullable)
         return [follow_sets[symbol] for symbol in lexeme_bits], first_sets[self.start]
 
     def find_greedy_lexemes(self, comparer: LexemeComparer, budget: StepBudget) -> set[Expression]:
@@ -293,38 +297,44 @@ class LexemePlan:
         Two lexemes are compared if both may begin at the same place: at the start of a text, after the same lexeme,
         or after two lexemes that match the same text.
         """
-        nodes = list(self.lexemes.values())
-        followers, start = self.find_followers(budget)
-        first_characters = [comparer.first_characters(node) for node in nodes]
+        lexeme_expressions = list(self.lexemes.values())
+        followers, start_lexemes = self.find_followers(budget)
+        first_characters = [comparer.first_characters(node) for node in lexeme_expressions]
         list_members = functools.cache(list_bits)
         characters_after: dict[int, int] = {}
-        greedy: set[Expression] = set()
-        compared: set[tuple[int, int]] = set()
-        set_pairs = {(start, start)}  # sets of lexemes that may begin at the same place
-        pending = [(start, start)]
-        while pending:
-            lexemes, rivals = pending.pop()
-            budget.spend(lexemes.bit_count() * rivals.bit_count() + len(nodes) // 50)
-            for one, other in ((a, b) for a in list_members(lexemes) for b in list_members(rivals)):
-                if not first_characters[one] & first_characters[other] or (one, other) in compared:
+        greedy_lexemes: set[Expression] = set()
+        compared_pairs: set[tuple[int, int]] = set()
+        set_pairs = {(start_lexemes, start_lexemes)}  # sets of lexemes that may begin at the same place
+        pending_pairs = [(start_lexemes, start_lexemes)]
+        while pending_pairs:
+            lexeme_set, rival_set = pending_pairs.pop()
+            budget.spend(lexeme_set.bit_count() * rival_set.bit_count() + len(lexeme_expressions) // 50)
+            for lexeme, rival in (
+                (lexeme_bit, rival_bit)
+                for lexeme_bit in list_members(lexeme_set)
+                for rival_bit in list_members(rival_set)
+            ):
+                if not first_characters[lexeme] & first_characters[rival] or (lexeme, rival) in compared_pairs:
                     continue
-                compared.add((one, other))
-                equal, extending = comparer.compare_lexemes(nodes[one], nodes[other])
-                if extending and one not in characters_after:
-                    budget.spend(followers[one].bit_count())
-                    characters_after[one] = unite_bits(first_characters[i] for i in list_members(followers[one]))
-                if extending and extending & characters_after[one]:
-                    greedy.add(nodes[other])
-                if equal:
-                    for pair in ((followers[one], followers[other]), (followers[other], followers[one])):
+                compared_pairs.add((lexeme, rival))
+                share_text, extending_characters = comparer.compare_lexemes(
+                    lexeme_expressions[lexeme], lexeme_expressions[rival]
+                )
+                if extending_characters and lexeme not in characters_after:
+                    budget.spend(followers[lexeme].bit_count())
+                    characters_after[lexeme] = unite_bits(first_characters[i] for i in list_members(followers[lexeme]))
+                if extending_characters and extending_characters & characters_after[lexeme]:
+                    greedy_lexemes.add(lexeme_expressions[rival])
+                if share_text:
+                    for pair in ((followers[lexeme], followers[rival]), (followers[rival], followers[lexeme])):
                         if pair not in set_pairs:
                             set_pairs.add(pair)
-                            pending.append(pair)
-        return greedy
+                            pending_pairs.append(pair)
+        return greedy_lexemes
 
 
-def repetition_range(least: int, most: int | None) -> str:
-    return f"{{{least},}}" if most is None else f"{{{least},{most}}}"
+def repetition_range(min_count: int, max_count: int | None) -> str:
+    return f"{{{min_count},}}" if max_count is None else f"{{{min_count},{max_count}}}"
 
 
 def unite_bits(bit_sets: Iterable[int]) -> int:
@@ -367,9 +377,9 @@ class LexemeComparer:
     def __init__(self, rules: dict[str, Expression], nodes: Iterable[Expression], budget: StepBudget) -> None:
         self._rules = rules
         self._budget = budget
-        classes = [node for node in nodes if isinstance(node, CharacterClass)]
-        edges = {edge for node in classes for first, last in node.ranges for edge in (first, last + 1)}
-        self._bits = {edge: i for i, edge in enumerate(sorted(edges))}
+        character_classes = [node for node in nodes if isinstance(node, CharacterClass)]
+        class_edges = {edge for node in character_classes for first, last in node.ranges for edge in (first, last + 1)}
+        self._bits = {edge: i for i, edge in enumerate(sorted(class_edges))}
         self._automata: dict[Expression, Automaton] = {}
         self._class_bits = functools.cache(self._compute_class_bits)
         self.compare_lexemes = functools.cache(self._compare_automata)
@@ -384,71 +394,77 @@ class LexemeComparer:
     def first_characters(self, node: Expression) -> int:
         """Return the characters with which a lexeme's texts may begin."""
         automaton = self.build_automaton(node)
-        reached = {0}
-        pending = [0]
-        while pending:
-            new = [state for state in automaton.empty_steps[pending.pop()] if state not in reached]
-            reached.update(new)
-            pending += new
-        self._budget.spend(len(reached))
-        return unite_bits(automaton.characters[state] for state in reached)
+        reached_states = {0}
+        pending_states = [0]
+        while pending_states:
+            new_states = [state for state in automaton.empty_steps[pending_states.pop()] if state not in reached_states]
+            reached_states.update(new_states)
+            pending_states += new_states
+        self._budget.spend(len(reached_states))
+        return unite_bits(automaton.characters[state] for state in reached_states)
 
     def _compare_automata(self, first: Expression, second: Expression) -> tuple[bool, int]:
         """Return whether a text matches both, and the characters with which ``second`` extends a text of ``first``."""
-        one = self.build_automaton(first)
-        other = self.build_automaton(second)
-        equal = False
-        extending = 0
-        reached = {(0, 0)}
-        pending = [(0, 0)]
-        while pending:
-            a, b = pending.pop()
-            if a == one.end:
-                equal |= b == other.end
-                extending |= other.characters[b]
-            pairs = [(c, b) for c in one.empty_steps[a]] + [(a, d) for d in other.empty_steps[b]]
-            if one.characters[a] & other.characters[b]:
-                pairs.append((one.next_states[a], other.next_states[b]))
-            self._budget.spend(1 + len(pairs))
-            new = [pair for pair in pairs if pair not in reached]
-            reached.update(new)
-            pending += new
-        return equal, extending
+        first_automaton = self.build_automaton(first)
+        second_automaton = self.build_automaton(second)
+        share_text = False
+        extending_characters = 0
+        reached_pairs = {(0, 0)}
+        pending_pairs = [(0, 0)]
+        while pending_pairs:
+            first_state, second_state = pending_pairs.pop()
+            if first_state == first_automaton.end:
+                share_text |= second_state == second_automaton.end
+                extending_characters |= second_automaton.characters[second_state]
+            next_pairs = [(first_next, second_state) for first_next in first_automaton.empty_steps[first_state]] + [
+                (first_state, second_next) for second_next in second_automaton.empty_steps[second_state]
+            ]
+            if first_automaton.characters[first_state] & second_automaton.characters[second_state]:
+                next_pairs.append(
+                    (first_automaton.next_states[first_state], second_automaton.next_states[second_state])
+                )
+            self._budget.spend(1 + len(next_pairs))
+            new_pairs = [pair for pair in next_pairs if pair not in reached_pairs]
+            reached_pairs.update(new_pairs)
+            pending_pairs += new_pairs
+        return share_text, extending_characters
 
-    def _add_expression(self, automaton: Automaton, node: Expression, start: int) -> int:
-        """Add an expression that begins in the state ``start``; return the state in which it ends."""
+    def _add_expression(self, automaton: Automaton, node: Expression, start_state: int) -> int:
+        """Add an expression that begins in the state ``start_state``; return the state in which it ends."""
         self._budget.spend(3)
         match node:
             case CharacterClass():
-                end = automaton.add_state()
-                automaton.characters[start] = self._class_bits(node)
-                automaton.next_states[start] = end
-                return end
+                end_state = automaton.add_state()
+                automaton.characters[start_state] = self._class_bits(node)
+                automaton.next_states[start_state] = end_state
+                return end_state
             case Concatenation(parts):
                 for part in parts:
-                    start = self._add_expression(automaton, part, start)
-                return start
+                    start_state = self._add_expression(automaton, part, start_state)
+                return start_state
             case Alternation(options):
-                end = automaton.add_state()
+                end_state = automaton.add_state()
                 for option in options:
-                    begin = automaton.add_state()
-                    automaton.empty_steps[start].append(begin)
-                    automaton.empty_steps[self._add_expression(automaton, option, begin)].append(end)
-                return end
-            case Repetition(part, least, most):
-                begin = automaton.add_state()
-                automaton.empty_steps[start].append(begin)
-                part_end = self._add_expression(automaton, part, begin)
-                end = automaton.add_state()
-                automaton.empty_steps[part_end].append(end)
-                if most is None or most > 1:
-                    automaton.empty_steps[part_end].append(begin)
-                if not least:
-                    automaton.empty_steps[begin].append(end)
-                return end
+                    inner_start_state = automaton.add_state()
+                    automaton.empty_steps[start_state].append(inner_start_state)
+                    automaton.empty_steps[self._add_expression(automaton, option, inner_start_state)].append(end_state)
+                return end_state
+            case Repetition(part, min_count, max_count):
+                inner_start_state = automaton.add_state()
+                automaton.empty_steps[start_state].append(inner_start_state)
+                part_end_state = self._add_expression(automaton, part, inner_start_state)
+                end_state = automaton.add_state()
+                automaton.empty_steps[part_end_state].append(end_state)
+                if max_count is None or max_count > 1:
+                    automaton.empty_steps[part_end_state].append(inner_start_state)
+                if not min_count:
+                    automaton.empty_steps[inner_start_state].append(end_state)
+                return end_state
             case RuleReference(name):
-                return self._add_expression(automaton, self._rules[name], start)
+                return self._add_expression(automaton, self._rules[name], start_state)
 
     def _compute_class_bits(self, node: CharacterClass) -> int:
         self._budget.spend(len(node.ranges) * (1 + len(self._bits) // 500))
-        return unite_bits((1 << self._bits[last + 1]) - (1 << self._bits[first]) for first, last in node.ranges)
+        return unite_bits(
+            (1 << self._bits[last_code + 1]) - (1 << self._bits[first_code]) for first_code, last_code in node.ranges
+        )

@@ -84,42 +84,44 @@ class GbnfParser:
         self.text = text
         self.position = 0
         self.depth = 0  # of open parentheses
-        self.make_expression = functools.cache(lambda kind, *fields: kind(*fields))
+        self.make_expression = functools.cache(
+            lambda expression_type, *expression_fields: expression_type(*expression_fields)
+        )
         self.first_uses: dict[str, int] = {}  # name -> where it is first used
 
-    def error_at(self, why: str, index: int | None = None) -> OvspecError:
+    def error_at(self, problem: str, index: int | None = None) -> OvspecError:
         if index is None:
             index = self.position
         line = self.text.count("\n", 0, index) + 1
         column = index - self.text.rfind("\n", 0, index)
-        return OvspecError(f"line {line}, column {column}: {why}.")
+        return OvspecError(f"line {line}, column {column}: {problem}.")
 
     def peek(self) -> str:
         return self.text[self.position : self.position + 1]
 
-    def skip_spaces(self, lines: bool) -> None:
-        """Skip spaces and comments, and line ends if ``lines``."""
-        pattern = SPACES_AND_LINES if lines else SPACES
+    def skip_spaces(self, skip_line_ends: bool) -> None:
+        """Skip spaces and comments, and line ends if ``skip_line_ends``."""
+        pattern = SPACES_AND_LINES if skip_line_ends else SPACES
         if match := pattern.match(self.text, self.position):
             self.position = match.end()
 
     def parse_grammar(self) -> GbnfGrammar:
         rules: dict[str, Expression] = {}
-        self.skip_spaces(lines=True)
+        self.skip_spaces(skip_line_ends=True)
         while self.peek():
-            start = self.position
+            name_start = self.position
             name = self.parse_name()
-            self.skip_spaces(lines=False)
+            self.skip_spaces(skip_line_ends=False)
             if not self.text.startswith("::=", self.position):
                 raise self.error_at(f'"::=" should follow the name {name}')
             if name in rules:
-                raise self.error_at(f"the rule {name} is defined twice", start)
+                raise self.error_at(f"the rule {name} is defined twice", name_start)
             self.position += 3
-            self.skip_spaces(lines=True)
+            self.skip_spaces(skip_line_ends=True)
             rules[name] = self.parse_options(nested=False)
             if self.peek() not in ("", "\r", "\n"):
                 raise self.error_at(f"{self.peek()!r} doesn't belong here")
-            self.skip_spaces(lines=True)
+            self.skip_spaces(skip_line_ends=True)
         for name, position in self.first_uses.items():
             if name not in rules:
                 raise self.error_at(f"there is no rule {name}", position)
@@ -128,18 +130,18 @@ class GbnfParser:
         return GbnfGrammar(rules, self.make_expression)
 
     def parse_name(self) -> str:
-        start = self.position
+        name_start = self.position
         while self.peek() in NAME_CHARACTERS and self.peek():
             self.position += 1
-        if start == self.position:
+        if name_start == self.position:
             raise self.error_at(f"a name is expected here, not {self.peek()!r}")
-        return self.text[start : self.position]
+        return self.text[name_start : self.position]
 
     def parse_options(self, nested: bool) -> Expression:
         options = [self.parse_concatenation(nested)]
         while self.peek() == "|":
             self.position += 1
-            self.skip_spaces(lines=True)
+            self.skip_spaces(skip_line_ends=True)
             options.append(self.parse_concatenation(nested))
         return self.join_expressions(Alternation, options)
 
@@ -148,125 +150,133 @@ class GbnfParser:
         while self.peek() and (self.peek() in '"[(.' or self.peek() in NAME_CHARACTERS):
             part = self.parse_element()
             self.skip_spaces(nested)
-            repetitions = 0
+            repetition_count = 0
             while self.peek() and self.peek() in "*+?{":
-                repetitions += 1
-                if repetitions > MAX_STACKED_REPETITIONS:
+                repetition_count += 1
+                if repetition_count > MAX_STACKED_REPETITIONS:
                     raise self.error_at(f"no more than {MAX_STACKED_REPETITIONS} repetitions may follow one another")
                 part = self.parse_repetition(part)
                 self.skip_spaces(nested)
             parts.append(part)
         return self.join_expressions(Concatenation, parts)
 
-    def join_expressions(self, kind: type[Expression], parts: list[Expression]) -> Expression:
-        return parts[0] if len(parts) == 1 else self.make_expression(kind, tuple(parts))
+    def join_expressions(self, expression_type: type[Expression], parts: list[Expression]) -> Expression:
+        return parts[0] if len(parts) == 1 else self.make_expression(expression_type, tuple(parts))
 
     def parse_element(self) -> Expression:
-        start, character = self.position, self.peek()
+        element_start, character = self.position, self.peek()
         if character in NAME_CHARACTERS:
             name = self.parse_name()
-            self.first_uses.setdefault(name, start)
+            self.first_uses.setdefault(name, element_start)
             return self.make_expression(RuleReference, name)
         self.position += 1
         if character == ".":
             return self.make_expression(CharacterClass, complement_ranges(()))
         if character == "[":
-            return self.parse_class(start)
+            return self.parse_class(element_start)
         if character == '"':
             parts: list[Expression] = []
             while self.peek() != '"':
-                code = self.parse_character(start, "text")
-                parts.append(self.make_expression(CharacterClass, ((code, code),)))
+                code_point = self.parse_character(element_start, "text")
+                parts.append(self.make_expression(CharacterClass, ((code_point, code_point),)))
             self.position += 1
             return self.join_expressions(Concatenation, parts)
         self.depth += 1
         if self.depth > MAX_PARENTHESES:
             raise self.error_at(f"parentheses are nested deeper than {MAX_PARENTHESES}")
-        self.skip_spaces(lines=True)
-        inner = self.parse_options(nested=True)
+        self.skip_spaces(skip_line_ends=True)
+        inner_expression = self.parse_options(nested=True)
         if self.peek() != ")":
-            raise self.error_at("this parenthesis is not closed", start)
+            raise self.error_at("this parenthesis is not closed", element_start)
         self.position += 1
         self.depth -= 1
-        return inner
+        return inner_expression
 
-    def parse_character(self, start: int, container: str) -> int:
+    def parse_character(self, container_start: int, container_name: str) -> int:
         """Read a character of a literal or a class, perhaps escaped; return its code point.
 
-        ``container``: its name in errors; it begins at ``start``.
+        ``container_name``: its name in errors; it begins at ``container_start``.
         """
         character = self.peek()
         if character in ("", "\n", "\r"):
-            raise self.error_at(f"this {container} is not closed", start)
+            raise self.error_at(f"this {container_name} is not closed", container_start)
         self.position += 1
-        code = ord(character)
+        code_point = ord(character)
         if character == "\\":
-            letter = self.peek()
+            escape_letter = self.peek()
             self.position += 1
-            if letter in ESCAPES:
-                return ord(ESCAPES[letter])
-            digits = self.text[self.position : self.position + HEX_DIGITS.get(letter, 0)]
-            if not digits or len(digits) < HEX_DIGITS[letter] or not set(digits) <= set(string.hexdigits):
-                raise self.error_at(f"\\{letter}{digits} isn't a valid escape", self.position - 2)
-            self.position += len(digits)
-            code = int(digits, 16)
-        if code > LAST_CODE_POINT or SURROGATES[0] <= code <= SURROGATES[1]:
-            raise self.error_at(f"U+{code:04X} isn't a character", self.position - 1)
-        return code
+            if escape_letter in ESCAPES:
+                return ord(ESCAPES[escape_letter])
+            hex_digits = self.text[self.position : self.position + HEX_DIGITS.get(escape_letter, 0)]
+            if (
+                not hex_digits
+                or len(hex_digits) < HEX_DIGITS[escape_letter]
+                or not set(hex_digits) <= set(string.hexdigits)
+            ):
+                raise self.error_at(f"\\{escape_letter}{hex_digits} isn't a valid escape", self.position - 2)
+            self.position += len(hex_digits)
+            code_point = int(hex_digits, 16)
+        if code_point > LAST_CODE_POINT or SURROGATES[0] <= code_point <= SURROGATES[1]:
+            raise self.error_at(f"U+{code_point:04X} isn't a character", self.position - 1)
+        return code_point
 
-    def parse_class(self, start: int) -> Expression:
-        negate = self.peek() == "^"
-        self.position += negate
+    def parse_class(self, class_start: int) -> Expression:
+        is_negated = self.peek() == "^"
+        self.position += is_negated
         ranges: list[tuple[int, int]] = []
         while self.peek() != "]":
-            first = last = self.parse_character(start, "class")
+            first_code = last_code = self.parse_character(class_start, "class")
             if self.peek() == "-" and self.text[self.position + 1 : self.position + 2] != "]":
                 self.position += 1
-                last = self.parse_character(start, "class")
-            if last < first:
-                raise self.error_at("this range ends before it begins", start)
-            ranges.append((first, last))
+                last_code = self.parse_character(class_start, "class")
+            if last_code < first_code:
+                raise self.error_at("this range ends before it begins", class_start)
+            ranges.append((first_code, last_code))
         self.position += 1
-        if not ranges and not negate:
-            raise self.error_at("this class has no characters", start)
+        if not ranges and not is_negated:
+            raise self.error_at("this class has no characters", class_start)
         complement = complement_ranges(ranges)
-        return self.make_expression(CharacterClass, complement if negate else complement_ranges(complement))
+        return self.make_expression(CharacterClass, complement if is_negated else complement_ranges(complement))
 
-    def parse_repetition(self, part: Expression) -> Expression:
-        start = self.position
+    def parse_repetition(self, repeated_part: Expression) -> Expression:
+        operator_position = self.position
         operator = self.peek()
         self.position += 1
         if operator != "{":
-            least = int(operator == "+")
-            if isinstance(part, Repetition) and part.least < 2 and part.most is None:  # x** is x*
-                return self.make_expression(Repetition, part.part, min(least, part.least), None)
-            return self.make_expression(Repetition, part, least, 1 if operator == "?" else None)
-        end = self.text.find("}", start)
-        least_text, comma, most_text = (side.strip() for side in self.text[start + 1 : end].partition(","))
-        digits = least_text + most_text
-        if end < 0 or not digits.isascii() or not least_text.isdigit() or not digits.isdigit():
-            raise self.error_at("a repetition is written {3}, {3,} or {3,5}", start)
+            min_count = int(operator == "+")
+            if (
+                isinstance(repeated_part, Repetition) and repeated_part.least < 2 and repeated_part.most is None
+            ):  # x** is x*
+                return self.make_expression(Repetition, repeated_part.part, min(min_count, repeated_part.least), None)
+            return self.make_expression(Repetition, repeated_part, min_count, 1 if operator == "?" else None)
+        closing_brace = self.text.find("}", operator_position)
+        min_text, comma, max_text = (
+            count_text.strip() for count_text in self.text[operator_position + 1 : closing_brace].partition(",")
+        )
+        digits = min_text + max_text
+        if closing_brace < 0 or not digits.isascii() or not min_text.isdigit() or not digits.isdigit():
+            raise self.error_at("a repetition is written {3}, {3,} or {3,5}", operator_position)
         # Longer numbers might take long to read.
-        if max(len(least_text), len(most_text)) > 6 or max(int(least_text), int(most_text or 0)) > MAX_REPETITIONS:
-            raise self.error_at(f"nothing may be repeated more than {MAX_REPETITIONS} times", start)
-        least = int(least_text)
-        most = int(most_text or least_text)
-        if most < least:
-            raise self.error_at("this repetition ends before it begins", start)
-        self.position = end + 1
-        if comma and not most_text:
-            return self.make_expression(Repetition, part, least, None)
-        return self.make_expression(Repetition, part, least, most)
+        if max(len(min_text), len(max_text)) > 6 or max(int(min_text), int(max_text or 0)) > MAX_REPETITIONS:
+            raise self.error_at(f"nothing may be repeated more than {MAX_REPETITIONS} times", operator_position)
+        min_count = int(min_text)
+        max_count = int(max_text or min_text)
+        if max_count < min_count:
+            raise self.error_at("this repetition ends before it begins", operator_position)
+        self.position = closing_brace + 1
+        if comma and not max_text:
+            return self.make_expression(Repetition, repeated_part, min_count, None)
+        return self.make_expression(Repetition, repeated_part, min_count, max_count)
 
 
 def complement_ranges(ranges: list[tuple[int, int]] | Ranges) -> Ranges:
     """Return all characters except these and the surrogates; applied twice, it sorts and merges the ranges."""
     complement: list[tuple[int, int]] = []
-    free = 0
-    for first, last in sorted([*ranges, SURROGATES]):
-        if first > free:
-            complement.append((free, first - 1))
-        free = max(free, last + 1)
-    if free <= LAST_CODE_POINT:
-        complement.append((free, LAST_CODE_POINT))
+    next_free = 0
+    for first_code, last_code in sorted([*ranges, SURROGATES]):
+        if first_code > next_free:
+            complement.append((next_free, first_code - 1))
+        next_free = max(next_free, last_code + 1)
+    if next_free <= LAST_CODE_POINT:
+        complement.append((next_free, LAST_CODE_POINT))
     return tuple(complement)

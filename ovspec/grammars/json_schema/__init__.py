@@ -68,8 +68,10 @@ def compile_schema(
         OvspecError: the schema is invalid or can't be enforced; the message begins with the JSON pointer of the place.
     """
     if not is_llguidance_recent():
-        installed = version("llguidance")
-        raise OvspecError(f"the top: llguidance {installed} doesn't enforce schemas strictly enough; use 1.8 or newer.")
+        installed_version = version("llguidance")
+        raise OvspecError(
+            f"the top: llguidance {installed_version} doesn't enforce schemas strictly enough; use 1.8 or newer."
+        )
     if schema is True:
         schema = {}
     if schema is False:
@@ -81,8 +83,8 @@ def compile_schema(
     def has_no_text(strings: Strings) -> bool:
         """Return whether no string has the patterns, formats and length of ``strings``."""
         has_size = bool(strings.min_size or strings.max_size < inf or strings.excluded)
-        demands = len(strings.patterns) + len(strings.formats) + has_size
-        return demands >= 2 and is_unsatisfiable(find_problem(make_string_schema(strings)))
+        demand_count = len(strings.patterns) + len(strings.formats) + has_size
+        return demand_count >= 2 and is_unsatisfiable(find_problem(make_string_schema(strings)))
 
     @functools.cache
     def are_disjoint_patterns(first_pattern: str, second_pattern: str) -> bool:
@@ -114,20 +116,20 @@ def is_unsatisfiable(problem: str) -> bool:
     return problem.startswith(("no JSON text satisfies", "no text has this pattern"))
 
 
-def read_style(settings: JsonValue, compact: bool) -> JsonStyle:
+def read_style(style_settings: JsonValue, compact: bool) -> JsonStyle:
     """Return the layout of texts that ``x-guidance`` asks for; ``compact``: without white space by default."""
-    require(isinstance(settings, dict), "#/x-guidance", "an object")
-    for name in settings:
+    require(isinstance(style_settings, dict), "#/x-guidance", "an object")
+    for name in style_settings:
         if name not in STYLE_SETTINGS:
             raise OvspecError(f"#/x-guidance/{name}: only {join_with_and(STYLE_SETTINGS)} can be set here.")
-    for name, value in settings.items():
+    for name, value in style_settings.items():
         if name == "whitespace_flexible":
             require(isinstance(value, bool), f"#/x-guidance/{name}", "true or false")
         else:
             require(isinstance(value, str), f"#/x-guidance/{name}", "a regular expression")
-    flexible = settings.get("whitespace_flexible", not compact)
-    white_space = settings.get("whitespace_pattern", WHITE_SPACE if flexible else None)
-    return JsonStyle(white_space, settings.get("item_separator", ","), settings.get("key_separator", ":"))
+    is_flexible = style_settings.get("whitespace_flexible", not compact)
+    white_space = style_settings.get("whitespace_pattern", WHITE_SPACE if is_flexible else None)
+    return JsonStyle(white_space, style_settings.get("item_separator", ","), style_settings.get("key_separator", ":"))
 
 
 @functools.cache

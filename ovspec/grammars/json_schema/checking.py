@@ -78,8 +78,8 @@ class SchemaChecker:
         warnings: list[str] = []
         if ignored := [(keyword, pointer) for keyword, pointer in self.ignored.items() if not self._is_used(pointer)]:
             warnings.append(self._word_ignored_keywords(ignored))
-        restricting = {"type", "enum", "const", "$ref", *SCHEMA_LIST_KEYWORDS}
-        if "properties" in self._root and not self._root.keys() & restricting:
+        restricting_keywords = {"type", "enum", "const", "$ref", *SCHEMA_LIST_KEYWORDS}
+        if "properties" in self._root and not self._root.keys() & restricting_keywords:
             warnings.append('also allows numbers, texts and lists, because it has properties but no "type": "object"')
         return ", and ".join(warnings)
 
@@ -88,14 +88,14 @@ class SchemaChecker:
         return any(reference.startswith(f"{pointer}/") for reference in self._references)
 
     def _word_ignored_keywords(self, ignored: list[tuple[str, str]]) -> str:
-        named: list[str] = []
+        keyword_texts: list[str] = []
         for keyword, pointer in ignored[:MAX_WARNED_KEYWORDS]:
-            named.append(f"{keyword!r} at {pointer}")
-            if similar := difflib.get_close_matches(keyword, KNOWN_KEYWORDS, 1, 0.86):
-                named[-1] += f" (did you mean {similar[0]}?)"
+            keyword_texts.append(f"{keyword!r} at {pointer}")
+            if similar_keywords := difflib.get_close_matches(keyword, KNOWN_KEYWORDS, 1, 0.86):
+                keyword_texts[-1] += f" (did you mean {similar_keywords[0]}?)"
         if len(ignored) > MAX_WARNED_KEYWORDS:
-            named.append(f"and {len(ignored) - MAX_WARNED_KEYWORDS} others")
-        return f"ignores what JSON Schema doesn't define: {', '.join(named)}"
+            keyword_texts.append(f"and {len(ignored) - MAX_WARNED_KEYWORDS} others")
+        return f"ignores what JSON Schema doesn't define: {', '.join(keyword_texts)}"
 
     def _check_keywords(self, schema: JsonObject, pointer: str) -> None:
         for keyword, value in list(schema.items()):
@@ -150,8 +150,8 @@ class SchemaChecker:
         match keyword:
             case "type":
                 require(value and is_list_of_texts(as_list(value)), pointer, "a type or a list of types")
-                for name in as_list(value):
-                    check_type_name(name, pointer)
+                for type_name in as_list(value):
+                    check_type_name(type_name, pointer)
             case "format":
                 require(isinstance(value, str), pointer, "text")
                 if value not in (*ENFORCED_FORMATS, *NOTE_FORMATS):
@@ -176,8 +176,8 @@ class SchemaChecker:
             case "uniqueItems" | "nullable":
                 require(isinstance(value, bool), pointer, "true or false")
             case "$schema":
-                dialect = r"https?://json-schema\.org/(draft[-/]|schema)"
-                if not (isinstance(value, str) and re.match(dialect, value)):
+                dialect_pattern = r"https?://json-schema\.org/(draft[-/]|schema)"
+                if not (isinstance(value, str) and re.match(dialect_pattern, value)):
                     self.ignored.setdefault(f"$schema {value!s:.80}", pointer)
             case "x-guidance":
                 raise OvspecError(f"{pointer}: this is allowed only at the top of the schema.")
@@ -185,8 +185,8 @@ class SchemaChecker:
     def _check_pattern(self, pattern: str, pointer: str) -> bool:
         """Return whether ``pattern`` can be enforced; raises OvspecError if it must be and can't."""
         if pattern not in self._pattern_problems:
-            present, absent = split_lookaheads(pattern)
-            problems = map(self._find_pattern_problem, (*present, *absent))
+            required_patterns, forbidden_patterns = split_lookaheads(pattern)
+            problems = map(self._find_pattern_problem, (*required_patterns, *forbidden_patterns))
             self._pattern_problems[pattern] = next(filter(None, problems), "")
         problem = self._pattern_problems[pattern]
         if problem and not self._lenient:
@@ -204,34 +204,34 @@ class SchemaChecker:
 def check_type_name(name: str, pointer: str) -> None:
     if name not in TYPE_NAMES:
         advice = f"the types are {join_with_and(TYPE_NAMES)}."
-        if similar := difflib.get_close_matches(name, TYPE_NAMES, 1):
-            advice = f"did you mean {similar[0]}?"
+        if similar_types := difflib.get_close_matches(name, TYPE_NAMES, 1):
+            advice = f"did you mean {similar_types[0]}?"
         raise OvspecError(f"{pointer}: {name!r} isn't a type; {advice}")
 
 
 def resolve_reference(root: JsonObject, reference: JsonValue, pointer: str) -> tuple[JsonValue, str]:
     """Return the schema within ``root`` that a reference at JSON pointer ``pointer`` refers to, and its pointer."""
     require(isinstance(reference, str), pointer, "text such as #/$defs/name")
-    own_id = root.get("$id", root.get("id"))
-    target = reference
-    if isinstance(own_id, str):
-        target = reference.removeprefix(own_id.rstrip("#"))
-    if target in ("", "#"):
+    schema_id = root.get("$id", root.get("id"))
+    target_pointer = reference
+    if isinstance(schema_id, str):
+        target_pointer = reference.removeprefix(schema_id.rstrip("#"))
+    if target_pointer in ("", "#"):
         return root, "#"
-    if not target.startswith("#/"):
-        location = "an anchor" if target.startswith("#") else "outside this schema"
+    if not target_pointer.startswith("#/"):
+        location = "an anchor" if target_pointer.startswith("#") else "outside this schema"
         advice = "put the schema into $defs and refer to #/$defs/name."
         raise OvspecError(f"{pointer}: {reference!r} is {location}; {advice}")
     schema: JsonValue = root
-    for part in target[2:].split("/"):
-        key = unquote(part).replace("~1", "/").replace("~0", "~")
+    for pointer_part in target_pointer[2:].split("/"):
+        key = unquote(pointer_part).replace("~1", "/").replace("~0", "~")
         if isinstance(schema, list) and key.isdigit() and int(key) < len(schema):
             schema = schema[int(key)]
         elif isinstance(schema, dict) and key in schema:
             schema = schema[key]
         else:
             raise OvspecError(f"{pointer}: there is no {reference!r} in this schema.")
-    return schema, target
+    return schema, target_pointer
 
 
 def escape_pointer(key: str) -> str:
@@ -241,14 +241,16 @@ def escape_pointer(key: str) -> str:
 
 def check_writable(value: JsonValue, pointer: str) -> None:
     """Refuse characters that only a numeric escape could write."""
-    unchecked = [value]
-    while unchecked:
-        part = unchecked.pop()
-        if isinstance(part, dict):
-            unchecked += [*part, *part.values()]
-        elif isinstance(part, list):
-            unchecked += part
-        elif isinstance(part, str) and (match := re.search(r"[\0-\x07\x0b\x0e-\x1f\x7f\ud800-\udfff]", part)):
+    unchecked_values = [value]
+    while unchecked_values:
+        value_part = unchecked_values.pop()
+        if isinstance(value_part, dict):
+            unchecked_values += [*value_part, *value_part.values()]
+        elif isinstance(value_part, list):
+            unchecked_values += value_part
+        elif isinstance(value_part, str) and (
+            match := re.search(r"[\0-\x07\x0b\x0e-\x1f\x7f\ud800-\udfff]", value_part)
+        ):
             raise OvspecError(f"{pointer}: the character U+{ord(match.group()):04X} can't be written; leave it out.")
 
 

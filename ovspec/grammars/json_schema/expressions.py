@@ -18,19 +18,19 @@ def split_lookaheads(pattern: str) -> tuple[list[str], list[str]]:
     """
     if not pattern.startswith("^") or len(split_at_bars(pattern)) > 1:
         return [pattern], []
-    present: list[str] = []
-    absent: list[str] = []
-    rest = pattern.removeprefix("^")
-    while rest.startswith(("(?!", "(?=")):
-        end = find_group_end(rest)
-        if end is None or rest[end : end + 1] in tuple("*+?{"):
+    required_patterns: list[str] = []
+    forbidden_patterns: list[str] = []
+    remaining_pattern = pattern.removeprefix("^")
+    while remaining_pattern.startswith(("(?!", "(?=")):
+        group_end = find_group_end(remaining_pattern)
+        if group_end is None or remaining_pattern[group_end : group_end + 1] in tuple("*+?{"):
             return [pattern], []
-        expressions = absent if rest[2] == "!" else present
-        expressions.append(f"^(?:{rest[3 : end - 1]})")
-        rest = rest[end:]
-    if rest or not absent:
-        present.append(f"^{rest}")
-    return present, absent
+        lookahead_patterns = forbidden_patterns if remaining_pattern[2] == "!" else required_patterns
+        lookahead_patterns.append(f"^(?:{remaining_pattern[3 : group_end - 1]})")
+        remaining_pattern = remaining_pattern[group_end:]
+    if remaining_pattern or not forbidden_patterns:
+        required_patterns.append(f"^{remaining_pattern}")
+    return required_patterns, forbidden_patterns
 
 
 def use_ascii_classes(pattern: str) -> str:
@@ -62,8 +62,8 @@ def find_group_end(expression: str) -> int | None:
 
 def split_at_bars(pattern: str) -> list[str]:
     """Return the options of an expression, which | separates."""
-    bars = [part.start() for part, depth in parts_with_depths(pattern) if part[0] == "|" and not depth]
-    return [pattern[begin + 1 : end] for begin, end in itertools.pairwise((-1, *bars, len(pattern)))]
+    bar_positions = [part.start() for part, depth in parts_with_depths(pattern) if part[0] == "|" and not depth]
+    return [pattern[begin + 1 : end] for begin, end in itertools.pairwise((-1, *bar_positions, len(pattern)))]
 
 
 def parts_with_depths(expression: str) -> Iterator[tuple[re.Match[str], int]]:
@@ -83,26 +83,30 @@ def match_json_string(pattern: str) -> str | None:
     return whole_text and escape_slashes(f'"{whole_text}"')
 
 
-def match_whole_text(pattern: str, anything: str) -> str | None:
+def match_whole_text(pattern: str, other_text: str) -> str | None:
     """Return the expression of whole texts in which ``pattern`` is found; None if that isn't easy.
 
-    ``anything``: the expression of what may come before and after.
+    ``other_text``: the expression of what may come before and after.
     """
     if re.fullmatch(r"\^\(\?:(.*)\)", pattern, re.DOTALL) and find_group_end(pattern[1:]) == len(pattern) - 1:
         options = [f"^{option.removeprefix('^')}" for option in split_at_bars(pattern[4:-1])]  # may have anchors
     else:
         options = split_at_bars(pattern)
-    texts: list[str] = []
+    whole_texts: list[str] = []
     for option in options:
-        at_start = option.startswith("^")
-        at_end = re.search(r"(?<!\\)(?:\\\\)*\$$", option) is not None
-        inner = option[at_start : len(option) - at_end]
-        if any(part[0] in ("^", "$") or ANCHOR.fullmatch(part[0]) for part in EXPRESSION_PART.finditer(inner)):
+        anchored_at_start = option.startswith("^")
+        anchored_at_end = re.search(r"(?<!\\)(?:\\\\)*\$$", option) is not None
+        inner_expression = option[anchored_at_start : len(option) - anchored_at_end]
+        if any(
+            part[0] in ("^", "$") or ANCHOR.fullmatch(part[0]) for part in EXPRESSION_PART.finditer(inner_expression)
+        ):
             return None
-        if re.search(r"\(\?[=!<]", inner):
+        if re.search(r"\(\?[=!<]", inner_expression):
             return None
-        texts.append(anything * (not at_start) + f"({inner})" + anything * (not at_end))
-    return f"({'|'.join(texts)})"
+        whole_texts.append(
+            other_text * (not anchored_at_start) + f"({inner_expression})" + other_text * (not anchored_at_end)
+        )
+    return f"({'|'.join(whole_texts)})"
 
 
 def match_other_texts(words: Iterable[str]) -> str:
@@ -111,16 +115,16 @@ def match_other_texts(words: Iterable[str]) -> str:
 
 
 def _match_other_endings(words: frozenset[str]) -> str:
-    tails: dict[str, set[str]] = {}
+    endings_by_character: dict[str, set[str]] = {}
     for word in words:
         if word:
-            tails.setdefault(word[0], set()).add(word[1:])
-    if not tails:
+            endings_by_character.setdefault(word[0], set()).add(word[1:])
+    if not endings_by_character:
         return r"[\s\S]+" if "" in words else r"[\s\S]*"
-    characters = "".join(map(escape_expression, sorted(tails)))
+    characters = "".join(map(escape_expression, sorted(endings_by_character)))
     options = [f"[^{characters}][\\s\\S]*"]
-    for first, rest in sorted(tails.items()):
-        options.append(f"{escape_expression(first)}({_match_other_endings(frozenset(rest))})")
+    for first_character, endings in sorted(endings_by_character.items()):
+        options.append(f"{escape_expression(first_character)}({_match_other_endings(frozenset(endings))})")
     if "" not in words:
         options.append("")
     return "|".join(options)

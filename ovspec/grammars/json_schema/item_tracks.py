@@ -17,50 +17,52 @@ ARGUMENT_KEYS = ("arguments", "parameters")
 
 def make_item_tracks(graph: SchemaGraph) -> ItemTracks:
     """Return the tracks of the values of a whole schema."""
-    numbers = {graph.root: 0}
-    pending = [graph.root]
+    track_numbers = {graph.root: 0}
+    pending_nodes = [graph.root]
     tracks: ItemTracks = []
 
-    def track_number(node: SchemaNode) -> int:
-        if node not in numbers:
-            numbers[node] = len(numbers)
-            pending.append(node)
-        return numbers[node]
+    def number_track(node: SchemaNode) -> int:
+        if node not in track_numbers:
+            track_numbers[node] = len(track_numbers)
+            pending_nodes.append(node)
+        return track_numbers[node]
 
-    while pending:
+    while pending_nodes:
         tracks.append([])
-        for alternatives in graph.find_shape(pending.pop(0)).by_type.values():
+        for alternatives in graph.find_shape(pending_nodes.pop(0)).by_type.values():
             for alternative in alternatives:
                 if isinstance(alternative, Arrays):
-                    prefix = [track_number(item) for item in alternative.prefix]
-                    items = track_number(alternative.items)
-                    tracks[-1].append({"unique": alternative.unique, "prefix": prefix, "items": items})
+                    prefix_tracks = [number_track(item) for item in alternative.prefix]
+                    items_track = number_track(alternative.items)
+                    tracks[-1].append({"unique": alternative.unique, "prefix": prefix_tracks, "items": items_track})
                 elif isinstance(alternative, Objects):
-                    properties = {name: track_number(node) for name, node in alternative.properties}
-                    patterns = [(pattern, track_number(node)) for pattern, node in alternative.patterns]
-                    rest = track_number(alternative.rest)
-                    tracks[-1].append({"properties": properties, "patterns": patterns, "rest": rest})
+                    property_tracks = {name: number_track(node) for name, node in alternative.properties}
+                    pattern_tracks = [(pattern, number_track(node)) for pattern, node in alternative.patterns]
+                    unlisted_track = number_track(alternative.rest)
+                    tracks[-1].append(
+                        {"properties": property_tracks, "patterns": pattern_tracks, "rest": unlisted_track}
+                    )
     return tracks
 
 
 def merge_item_tracks(tracks_of_schemas: Iterable[ItemTracks]) -> ItemTracks:
     """Return the tracks of texts that hold JSON of several schemas, alone, in objects or in lists."""
-    roots: list[JsonObject] = []
-    merged: ItemTracks = [[], roots]
+    root_track: list[JsonObject] = []
+    merged_tracks: ItemTracks = [[], root_track]
     for tracks in tracks_of_schemas:
-        shifted = [[shift_track(track, len(merged)) for track in alternatives] for alternatives in tracks]
-        roots += shifted[0]
-        merged += shifted
-    around_arguments = {"properties": dict.fromkeys(ARGUMENT_KEYS, 1), "patterns": [], "rest": len(merged)}
-    merged[0] = [*roots, around_arguments, {"unique": False, "prefix": [], "items": 0}]
-    return [*merged, []]
+        shifted_tracks = [[shift_track(track, len(merged_tracks)) for track in alternatives] for alternatives in tracks]
+        root_track += shifted_tracks[0]
+        merged_tracks += shifted_tracks
+    around_arguments = {"properties": dict.fromkeys(ARGUMENT_KEYS, 1), "patterns": [], "rest": len(merged_tracks)}
+    merged_tracks[0] = [*root_track, around_arguments, {"unique": False, "prefix": [], "items": 0}]
+    return [*merged_tracks, []]
 
 
 def shift_track(track: JsonObject, offset: int) -> JsonObject:
     """Return a track whose track numbers are higher by ``offset``."""
     if "items" in track:
-        prefix = [number + offset for number in track["prefix"]]
-        return {**track, "prefix": prefix, "items": track["items"] + offset}
-    properties = {name: number + offset for name, number in track["properties"].items()}
-    patterns = [(pattern, number + offset) for pattern, number in track["patterns"]]
-    return {"properties": properties, "patterns": patterns, "rest": track["rest"] + offset}
+        prefix_tracks = [number + offset for number in track["prefix"]]
+        return {**track, "prefix": prefix_tracks, "items": track["items"] + offset}
+    property_tracks = {name: number + offset for name, number in track["properties"].items()}
+    pattern_tracks = [(pattern, number + offset) for pattern, number in track["patterns"]]
+    return {"properties": property_tracks, "patterns": pattern_tracks, "rest": track["rest"] + offset}

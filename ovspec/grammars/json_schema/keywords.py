@@ -17,29 +17,29 @@ from ovspec.grammars.json_schema.shapes import (  # isort: skip
 
 def allowed_types(schema: JsonObject) -> set[str]:
     """Return the types that a schema allows, as its keyword type names them."""
-    names = set(as_list(schema.get("type", [*JSON_TYPES, "integer"])))
+    type_names = set(as_list(schema.get("type", [*JSON_TYPES, "integer"])))
     if schema.get("nullable") is True:
-        names.add("null")
-    return names
+        type_names.add("null")
+    return type_names
 
 
 def read_numbers(schema: JsonObject) -> Numbers | None:
     """Return the numbers that a schema allows; None if there are none."""
     numbers: Numbers | None = Numbers(integer="number" not in allowed_types(schema))
-    for limit in number_limits(schema):
-        numbers = numbers and intersect_numbers(numbers, limit)
+    for number_limit in number_limits(schema):
+        numbers = numbers and intersect_numbers(numbers, number_limit)
     return numbers
 
 
 def number_limits(schema: JsonObject) -> Iterator[Numbers]:
     """Yield the numbers that each keyword for numbers allows."""
     for keyword in ("minimum", "maximum"):
-        exclusive = schema.get(f"exclusive{keyword.capitalize()}")
+        exclusive_bound = schema.get(f"exclusive{keyword.capitalize()}")
         bounds: list[Bound] = []
         if keyword in schema:
-            bounds.append(Bound(to_decimal(schema[keyword]), exclusive is True))  # true in draft 4
-        if exclusive is not None and not isinstance(exclusive, bool):
-            bounds.append(Bound(to_decimal(exclusive), True))
+            bounds.append(Bound(to_decimal(schema[keyword]), exclusive_bound is True))  # true in draft 4
+        if exclusive_bound is not None and not isinstance(exclusive_bound, bool):
+            bounds.append(Bound(to_decimal(exclusive_bound), True))
         for bound in bounds:
             yield Numbers(low=bound) if keyword == "minimum" else Numbers(high=bound)
     if "multipleOf" in schema:
@@ -54,8 +54,8 @@ def read_strings(schema: JsonObject) -> Strings | None:
     formats = frozenset(name for name in ENFORCED_FORMATS if name == schema.get("format"))
     if "pattern" not in schema:
         return Strings(min_size, max_size, formats=formats)
-    present, absent = map(frozenset, split_lookaheads(schema["pattern"]))
-    return Strings(min_size, max_size, present, formats, absent_patterns=absent)
+    required_patterns, forbidden_patterns = map(frozenset, split_lookaheads(schema["pattern"]))
+    return Strings(min_size, max_size, required_patterns, formats, absent_patterns=forbidden_patterns)
 
 
 def item_schemas(
@@ -66,18 +66,24 @@ def item_schemas(
     if old_dialect and not has_item_list:
         return [], (schema.get("items", True), f"{pointer}/items")
     prefix_keyword, rest_keyword = ("items", "additionalItems") if has_item_list else ("prefixItems", "items")
-    prefix = [(item, f"{pointer}/{prefix_keyword}/{i}") for i, item in enumerate(schema.get(prefix_keyword, ()))]
-    return prefix, (schema.get(rest_keyword, True), f"{pointer}/{rest_keyword}")
+    prefix_schemas = [
+        (item_schema, f"{pointer}/{prefix_keyword}/{i}") for i, item_schema in enumerate(schema.get(prefix_keyword, ()))
+    ]
+    return prefix_schemas, (schema.get(rest_keyword, True), f"{pointer}/{rest_keyword}")
 
 
 def dependencies(schema: JsonObject, pointer: str) -> Iterator[tuple[str, JsonValue, str]]:
     """Yield (property, the names or the schema that it requires, JSON pointer)."""
     for keyword in ("dependentRequired", "dependentSchemas", "dependencies"):
-        for name, required in schema.get(keyword, {}).items():
-            yield name, [required] if isinstance(required, str) else required, f"{pointer}/{keyword}/{name}"
+        for property_name, requirement in schema.get(keyword, {}).items():
+            yield (
+                property_name,
+                [requirement] if isinstance(requirement, str) else requirement,
+                f"{pointer}/{keyword}/{property_name}",
+            )
 
 
 def unevaluated_keywords(schema: JsonObject) -> dict[str, str]:
     """Return the JSON type of each keyword that forbids properties or items which other keywords don't mention."""
     json_types = {"unevaluatedProperties": "object", "unevaluatedItems": "array"}
-    return {keyword: kind for keyword, kind in json_types.items() if schema.get(keyword, True) is not True}
+    return {keyword: json_type for keyword, json_type in json_types.items() if schema.get(keyword, True) is not True}

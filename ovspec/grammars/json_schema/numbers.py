@@ -25,8 +25,8 @@ def number_expressions(numbers: Numbers) -> tuple[list[str], list[str]]:
     required_expressions = ["-?" + WHOLE]
     if not numbers.integer:
         # With an exponent, any number could be written.
-        bounded = numbers.low or numbers.high or numbers.excluded
-        required_expressions[0] += f"{FRACTION}?" + f"{EXPONENT}?" * (not bounded)
+        is_bounded = numbers.low or numbers.high or numbers.excluded
+        required_expressions[0] += f"{FRACTION}?" + f"{EXPONENT}?" * (not is_bounded)
     forbidden_expressions: list[str] = []
     if numbers.excluded:
         forbidden_expressions.append("|".join(sorted(map(spell_every_way, numbers.excluded))))
@@ -70,23 +70,23 @@ def split_digits(value: Decimal) -> tuple[str, str]:
 def numbers_above(value: Decimal, exclusive: bool) -> str:
     """Return the expression of the numbers above ``value``, which is 0 or more, without a sign."""
     whole, fraction = split_digits(value)
-    options = [rf"({wholes_above(whole)})(\.[0-9]+)?"]
-    digits = enumerate(fraction)
-    options += [rf"{whole}\.{fraction[:i]}[{int(digit) + 1}-9][0-9]*" for i, digit in digits if digit < "9"]
+    expressions = [rf"({wholes_above(whole)})(\.[0-9]+)?"]
+    indexed_digits = enumerate(fraction)
+    expressions += [rf"{whole}\.{fraction[:i]}[{int(digit) + 1}-9][0-9]*" for i, digit in indexed_digits if digit < "9"]
     if exclusive:
-        options.append(rf"{whole}\.{fraction}0*[1-9][0-9]*")
+        expressions.append(rf"{whole}\.{fraction}0*[1-9][0-9]*")
     else:
-        options.append(rf"{whole}\.{fraction}[0-9]*" if fraction else rf"{whole}(\.[0-9]+)?")
-    return "|".join(options)
+        expressions.append(rf"{whole}\.{fraction}[0-9]*" if fraction else rf"{whole}(\.[0-9]+)?")
+    return "|".join(expressions)
 
 
 def wholes_above(whole: str) -> str:
     """Return the expression of the whole numbers above ``whole``."""
-    options = [rf"[1-9][0-9]{{{len(whole)},}}"]
+    expressions = [rf"[1-9][0-9]{{{len(whole)},}}"]
     for i, digit in enumerate(whole):
         if digit < "9":
-            options.append(f"{whole[:i]}[{int(digit) + 1}-9][0-9]{{{len(whole) - i - 1}}}")
-    return "|".join(options)
+            expressions.append(f"{whole[:i]}[{int(digit) + 1}-9][0-9]{{{len(whole) - i - 1}}}")
+    return "|".join(expressions)
 
 
 def has_no_number(numbers: Numbers) -> bool:

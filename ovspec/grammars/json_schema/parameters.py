@@ -44,7 +44,7 @@ def write_parameters_as_lark(rules: RuleWriter, close_objects: bool, layout: Par
     Raises:
         OvspecError: no object matches, or something can't be enforced.
     """
-    options: list[str] = []
+    object_rules: list[str] = []
     text_names = set[str]()
     for objects in rules.graph.find_shape(rules.graph.root).by_type.get("object", ()):
         if isinstance(objects, Unenforceable):
@@ -52,20 +52,20 @@ def write_parameters_as_lark(rules: RuleWriter, close_objects: bool, layout: Par
         assert isinstance(objects, Objects)
         if close_objects:
             objects = close_object(objects)
-        options.append(write_parameters(rules, objects, layout, text_names))
-    if not options:
+        object_rules.append(write_parameters(rules, objects, layout, text_names))
+    if not object_rules:
         raise OvspecError("#: no object satisfies this schema.")
     rules.write_node_rules(close_objects)
     if rules.allows_repeats and not rules.graph.lenient:
         raise OvspecError("#: uniqueItems can't be enforced in this tool format; leave it out.")
-    return "\n".join([f"start: {' | '.join(options)}", *rules.lines]), sorted(text_names)
+    return "\n".join([f"start: {' | '.join(object_rules)}", *rules.lines]), sorted(text_names)
 
 
 def write_parameters(rules: RuleWriter, objects: Objects, layout: ParameterLayout, text_names: set[str]) -> str:
     """Write the rule of an object's properties; add the names of those that are texts to ``text_names``."""
     if not objects.properties and (objects.patterns or not rules.graph.is_empty(objects.rest)):
         rules.refuse("#", "properties that aren't listed can't be written in this tool format")
-    items: list[tuple[str, bool]] = []
+    property_rules: list[tuple[str, bool]] = []
     for name, node in objects.properties:
         if rules.graph.is_empty(node):
             continue
@@ -77,11 +77,13 @@ def write_parameters(rules: RuleWriter, objects: Objects, layout: ParameterLayou
         elif name in text_names:
             raise OvspecError(f"#: in this tool format {name} can't be both a string and another value.")
         else:
-            ending = quote_literal(layout.value_end) if layout.value_end else OPTIONAL_SPACE
-            value_expression = f"{rules.node_rule(node)} {ending}"
-        head = f"{layout.before_name} {quote_literal(name)} {layout.after_name}"
-        items.append((rules.write_rule(f"{head} {value_expression} {layout.after_value}"), name in objects.required))
-    return write_in_order(rules, items, (objects.min_size, objects.max_size), None, "")
+            value_ending = quote_literal(layout.value_end) if layout.value_end else OPTIONAL_SPACE
+            value_expression = f"{rules.node_rule(node)} {value_ending}"
+        property_start = f"{layout.before_name} {quote_literal(name)} {layout.after_name}"
+        property_rules.append(
+            (rules.write_rule(f"{property_start} {value_expression} {layout.after_value}"), name in objects.required)
+        )
+    return write_in_order(rules, property_rules, (objects.min_size, objects.max_size), None, "")
 
 
 def write_text_values(rules: RuleWriter, node: SchemaNode, layout: ParameterLayout) -> str | None:
@@ -89,7 +91,7 @@ def write_text_values(rules: RuleWriter, node: SchemaNode, layout: ParameterLayo
     by_type = rules.graph.find_shape(node).by_type
     if [json_type for json_type, alternatives in by_type.items() if alternatives] != ["string"]:
         return None
-    terminals: list[str] = []
+    text_terminals: list[str] = []
     for strings in by_type["string"]:
         if not isinstance(strings, Strings) or strings.formats or strings.absent_patterns:
             return None
@@ -98,8 +100,8 @@ def write_text_values(rules: RuleWriter, node: SchemaNode, layout: ParameterLayo
             return None
         if strings.excluded and layout.token_follows:  # see OPTIONAL_SPACE
             return None
-        terminals.append(write_text_terminal(rules, strings, [*filter(None, patterns)], layout))
-    return f"({' | '.join(terminals)})"
+        text_terminals.append(write_text_terminal(rules, strings, [*filter(None, patterns)], layout))
+    return f"({' | '.join(text_terminals)})"
 
 
 def write_text_terminal(rules: RuleWriter, strings: Strings, patterns: list[str], layout: ParameterLayout) -> str:
@@ -108,12 +110,15 @@ def write_text_terminal(rules: RuleWriter, strings: Strings, patterns: list[str]
     def quote_values(values: list[str] | tuple[str, ...]) -> str:
         return " | ".join(quote_literal(value + layout.value_end) for value in values)
 
-    end = escape_slashes(escape_expression(layout.value_end))
-    parts = [f"/(?s:.){size_range(strings)}{end}/", *(f"/{escape_slashes(pattern)}{end}/" for pattern in patterns)]
+    end_expression = escape_slashes(escape_expression(layout.value_end))
+    text_conditions = [
+        f"/(?s:.){size_range(strings)}{end_expression}/",
+        *(f"/{escape_slashes(pattern)}{end_expression}/" for pattern in patterns),
+    ]
     if strings.values is not None:
-        parts.append(f"({quote_values(strings.values)})")
+        text_conditions.append(f"({quote_values(strings.values)})")
     if strings.excluded:
-        parts.append(f"~({quote_values(sorted(strings.excluded))})")
+        text_conditions.append(f"~({quote_values(sorted(strings.excluded))})")
     if not layout.token_follows:
-        parts.append(f"~/(?s:.*){end}(?s:.+)/")
-    return rules.write_terminal(" & ".join(parts))
+        text_conditions.append(f"~/(?s:.*){end_expression}(?s:.+)/")
+    return rules.write_terminal(" & ".join(text_conditions))

@@ -97,11 +97,11 @@ class SchemaGraph:
             schema, pointer = resolve_reference(self._root, schema["$ref"], f"{pointer}/$ref")
         if schema is True or (isinstance(schema, dict) and not schema.keys() - UNRESTRICTING_KEYWORDS):
             return frozenset()
-        text = json.dumps(schema)
-        if text not in self._numbers:
-            self._numbers[text] = len(self._schemas)
+        schema_text = json.dumps(schema)
+        if schema_text not in self._numbers:
+            self._numbers[schema_text] = len(self._schemas)
             self._schemas.append((schema, pointer))
-        return frozenset({(self._numbers[text], True)})
+        return frozenset({(self._numbers[schema_text], True)})
 
     def make_reference_node(self, reference: str, pointer: str) -> SchemaNode:
         """Return the node of the schema that a reference at this JSON pointer refers to."""
@@ -109,7 +109,9 @@ class SchemaGraph:
 
     def make_list_nodes(self, schema: JsonObject, keyword: str, pointer: str) -> list[SchemaNode]:
         """Return the nodes of the schemas that a keyword lists, if it is there."""
-        return [self.make_node(option, f"{pointer}/{keyword}/{i}") for i, option in enumerate(schema.get(keyword, ()))]
+        return [
+            self.make_node(subschema, f"{pointer}/{keyword}/{i}") for i, subschema in enumerate(schema.get(keyword, ()))
+        ]
 
     def make_named_nodes(self, schema: JsonObject, keyword: str, pointer: str) -> dict[str, SchemaNode]:
         """Return the nodes of the schemas that a keyword has for names, if it is there."""
@@ -147,29 +149,29 @@ class SchemaGraph:
             shape = self.find_shape(node)
         except CircularSchema:
             return None
-        first: Unenforceable | None = None
+        first_unenforceable: Unenforceable | None = None
         for alternative in itertools.chain.from_iterable(shape.by_type.values()):
             if not (isinstance(alternative, Unenforceable) and alternative.dispensable):
                 return None
-            first = first or alternative
-        return first
+            first_unenforceable = first_unenforceable or alternative
+        return first_unenforceable
 
     def refuse_keyword(self, pointer: str, reason: str, *json_types: str) -> ValueShape:
         """Return the shape for a keyword that can't be enforced, which concerns values of these types (all if none)."""
         if self.lenient:
             return ANY_SHAPE
         unenforceable = Unenforceable(pointer, reason, "negated" in reason)
-        refused = dict.fromkeys(json_types or JSON_TYPES, (unenforceable,))
-        return ValueShape({**ANY_SHAPE.by_type, **refused})
+        refused_alternatives = dict.fromkeys(json_types or JSON_TYPES, (unenforceable,))
+        return ValueShape({**ANY_SHAPE.by_type, **refused_alternatives})
 
     def _evaluate_shape(self, node: SchemaNode) -> ValueShape:
         requirements = self._gather_requirements(node)
         shape = self._settle_shape(requirements.shape)
         for pointer, options in requirements.unions:
             shapes = (option if isinstance(option, ValueShape) else self.find_shape(option) for option in options)
-            union = unite_shapes(*shapes)
+            united_shape = unite_shapes(*shapes)
             with self._limit_alternatives(pointer):
-                shape = self._intersect(shape, union)
+                shape = self._intersect(shape, united_shape)
         for pointer, nodes in requirements.one_ofs:
             with self._limit_alternatives(pointer):
                 shape = self._intersect_one_of(shape, nodes, pointer)
@@ -182,27 +184,29 @@ class SchemaGraph:
             yield
         except TooManyAlternatives:
             if not self.lenient:
-                why = f"this gives more than {MAX_ALTERNATIVES} alternatives; simplify it."
-                raise OvspecError(f"{pointer}: {why}") from None
+                reason = f"this gives more than {MAX_ALTERNATIVES} alternatives; simplify it."
+                raise OvspecError(f"{pointer}: {reason}") from None
 
     def _gather_requirements(self, node: SchemaNode) -> Requirements:
         requirements = Requirements()
-        gathered = set[tuple[int, bool]]()
+        gathered_conditions = set[tuple[int, bool]]()
         # Conditions with the numbers of the schemas that they come from.
-        pending: list[tuple[tuple[int, bool], tuple[int, ...]]] = [(condition, ()) for condition in sorted(node)]
-        while pending:
-            (number, positive), ancestors = pending.pop(0)
+        pending_conditions: list[tuple[tuple[int, bool], tuple[int, ...]]] = [
+            (condition, ()) for condition in sorted(node)
+        ]
+        while pending_conditions:
+            (number, must_match), ancestor_numbers = pending_conditions.pop(0)
             schema, pointer = self._schemas[number]
-            if number in ancestors:
+            if number in ancestor_numbers:
                 raise CircularSchema(pointer)
-            if (number, positive) in gathered:
+            if (number, must_match) in gathered_conditions:
                 continue
-            gathered.add((number, positive))
+            gathered_conditions.add((number, must_match))
             nodes: list[SchemaNode] = []
             if not isinstance(schema, dict):
-                if schema != positive:
+                if schema != must_match:
                     requirements.shape = ValueShape()
-            elif positive:
+            elif must_match:
                 requirements.shape = self._intersect(requirements.shape, read_type_keywords(schema, pointer, self))
                 nodes = self._gather_unions(schema, pointer, requirements)
             else:
@@ -211,17 +215,19 @@ class SchemaGraph:
                     nodes = [options[0]]
                 else:
                     requirements.unions.append((pointer, options))
-            pending += [(condition, (*ancestors, number)) for condition in itertools.chain.from_iterable(nodes)]
+            pending_conditions += [
+                (condition, (*ancestor_numbers, number)) for condition in itertools.chain.from_iterable(nodes)
+            ]
         return requirements
 
     def _gather_unions(self, schema: JsonObject, pointer: str, requirements: Requirements) -> list[SchemaNode]:
         """Add the unions of a schema to ``requirements``; return the nodes that must match in any case."""
-        nodes = self.make_list_nodes(schema, "allOf", pointer)
+        required_nodes = self.make_list_nodes(schema, "allOf", pointer)
         for keyword in REFERENCE_KEYWORDS:
             if keyword in schema:
-                nodes.append(self.make_reference_node(schema[keyword], f"{pointer}/{keyword}"))
+                required_nodes.append(self.make_reference_node(schema[keyword], f"{pointer}/{keyword}"))
         if "not" in schema:
-            nodes.append(self.negate_node(self.make_node(schema["not"], f"{pointer}/not")))
+            required_nodes.append(self.negate_node(self.make_node(schema["not"], f"{pointer}/not")))
         if "anyOf" in schema:
             requirements.unions.append((f"{pointer}/anyOf", [*self.make_list_nodes(schema, "anyOf", pointer)]))
         if "oneOf" in schema:
@@ -229,15 +235,17 @@ class SchemaGraph:
         if "if" in schema:
             cases = make_if_cases(schema, pointer, self)
             requirements.unions.append((f"{pointer}/if", [join_nodes(*case) for case in cases]))
-        for name, required, below in dependencies(schema, pointer):
-            present: ValueShape | SchemaNode
-            absent = shape_if_type("object", Objects(((name, NO_VALUE),), open=True))
-            if isinstance(required, list):
-                present = shape_of_type("object", Objects(required=frozenset((name, *required))))
+        for name, requirement, dependency_pointer in dependencies(schema, pointer):
+            shape_if_present: ValueShape | SchemaNode
+            shape_if_absent = shape_if_type("object", Objects(((name, NO_VALUE),), open=True))
+            if isinstance(requirement, list):
+                shape_if_present = shape_of_type("object", Objects(required=frozenset((name, *requirement))))
             else:
-                present = join_nodes(self.make_presence_node(name, below), self.make_node(required, below))
-            requirements.unions.append((below, [absent, present]))
-        return nodes
+                shape_if_present = join_nodes(
+                    self.make_presence_node(name, dependency_pointer), self.make_node(requirement, dependency_pointer)
+                )
+            requirements.unions.append((dependency_pointer, [shape_if_absent, shape_if_present]))
+        return required_nodes
 
     def make_presence_node(self, name: str, pointer: str) -> SchemaNode:
         """Return the node of the objects that have the property ``name``."""
@@ -277,16 +285,22 @@ class SchemaGraph:
         return alternative
 
     def _settle_array(self, arrays: Arrays) -> Arrays | None:
-        empty = (i for i, node in enumerate((*arrays.prefix, arrays.items)) if self.is_empty(node))
-        max_size = min(arrays.max_size, next(empty, inf))
+        empty_positions = (i for i, node in enumerate((*arrays.prefix, arrays.items)) if self.is_empty(node))
+        max_size = min(arrays.max_size, next(empty_positions, inf))
         if arrays.min_size > max_size:
             return None
         return replace(arrays, max_size=max_size)
 
     def _settle_object(self, objects: Objects) -> Alternative | None:
-        listed = dict(objects.properties)
-        missing = {name: objects.property_node(name) for name in sorted(objects.required) if name not in listed}
-        if any(self.is_empty(node) for name, node in {**listed, **missing}.items() if name in objects.required):
+        listed_nodes = dict(objects.properties)
+        unlisted_required = {
+            name: objects.property_node(name) for name in sorted(objects.required) if name not in listed_nodes
+        }
+        if any(
+            self.is_empty(node)
+            for name, node in {**listed_nodes, **unlisted_required}.items()
+            if name in objects.required
+        ):
             return None
         is_possible_name = self._make_name_test(objects.names)
         if len(objects.required) > objects.max_size or not all(map(is_possible_name, objects.required)):
@@ -294,19 +308,19 @@ class SchemaGraph:
         for name in objects.required:
             if unenforceable := self.find_unenforceable(objects.property_node(name)):
                 return unenforceable
-        objects = replace(objects, properties=(*objects.properties, *missing.items()))
+        objects = replace(objects, properties=(*objects.properties, *unlisted_required.items()))
         if objects.min_size <= len(objects.required):
             return objects
         # All properties that aren't listed count as one, because they may have the same name.
-        possible = sum(is_possible_name(name) and not self.is_empty(node) for name, node in objects.properties)
+        possible_count = sum(is_possible_name(name) and not self.is_empty(node) for name, node in objects.properties)
         unlisted_nodes = (objects.rest, *(node for _, node in objects.patterns))
-        has_unlisted = not all(map(self.is_empty, unlisted_nodes))
-        if objects.min_size <= possible + has_unlisted:
+        may_have_unlisted = not all(map(self.is_empty, unlisted_nodes))
+        if objects.min_size <= possible_count + may_have_unlisted:
             return objects
         if self.lenient:
-            return replace(objects, min_size=possible + has_unlisted)
+            return replace(objects, min_size=possible_count + may_have_unlisted)
         reason = f"minProperties {objects.min_size} can't be enforced for names that aren't listed"
-        return Unenforceable("#", reason) if has_unlisted else None
+        return Unenforceable("#", reason) if may_have_unlisted else None
 
     def _make_name_test(self, names: SchemaNode) -> Callable[[str], bool]:
         """Return a function that tells whether a name may match ``names``."""
@@ -318,31 +332,31 @@ class SchemaGraph:
     def _intersect_one_of(self, shape: ValueShape, nodes: list[SchemaNode], pointer: str) -> ValueShape:
         """Return the values of ``shape`` that match exactly one of ``nodes``, the options of a oneOf."""
         shapes = [self._intersect(shape, self.find_shape(node)) for node in nodes]
-        exclusive: list[ValueShape] = []
-        for i, option in enumerate(shapes):
-            for json_type, alternatives in option.by_type.items():
+        exclusive_shapes: list[ValueShape] = []
+        for i, option_shape in enumerate(shapes):
+            for json_type, alternatives in option_shape.by_type.items():
                 for alternative in alternatives:
                     candidate = shape_of_type(json_type, alternative)
-                    for j, rival_option in enumerate(shapes):
-                        rivals = rival_option.by_type.get(json_type, ())
+                    for j, rival_shape in enumerate(shapes):
+                        rivals = rival_shape.by_type.get(json_type, ())
                         if j != i and not all(self._are_disjoint(alternative, rival) for rival in rivals):
                             candidate = self._intersect(candidate, self._complement_option(nodes[j], pointer))
-                    exclusive.append(candidate)
-        return check_alternatives(unite_shapes(*exclusive))
+                    exclusive_shapes.append(candidate)
+        return check_alternatives(unite_shapes(*exclusive_shapes))
 
     def _complement_option(self, node: SchemaNode, pointer: str) -> ValueShape:
         """Return the shape of values that don't match ``node``, an option of a oneOf."""
         by_type = dict(self.find_shape(self.negate_node(node)).by_type)
         for json_type, alternatives in by_type.items():
-            usable = tuple(option for option in alternatives if not isinstance(option, Unenforceable))
+            enforceable = tuple(option for option in alternatives if not isinstance(option, Unenforceable))
             reason = "its options may overlap, which can't be enforced"
-            by_type[json_type] = usable or (Unenforceable(pointer, reason),)
+            by_type[json_type] = enforceable or (Unenforceable(pointer, reason),)
         return ValueShape(by_type)
 
-    def _are_disjoint(self, one: Alternative, other: Alternative) -> bool:
-        if isinstance(one, Unenforceable) or isinstance(other, Unenforceable):
+    def _are_disjoint(self, first_alternative: Alternative, second_alternative: Alternative) -> bool:
+        if isinstance(first_alternative, Unenforceable) or isinstance(second_alternative, Unenforceable):
             return False
-        return self._settle_alternative(intersect_alternatives(one, other)) is None
+        return self._settle_alternative(intersect_alternatives(first_alternative, second_alternative)) is None
 
 
 # ---------------------------------------------------------------- keywords
@@ -360,7 +374,9 @@ def read_type_keywords(schema: JsonObject, pointer: str, graph: SchemaGraph) -> 
     json_types = allowed_types(schema)
     if "integer" in json_types:
         json_types.add("number")
-    alternatives = {json_type: read() for json_type, read in readers.items() if json_type in json_types}
+    alternatives = {
+        json_type: read_alternative() for json_type, read_alternative in readers.items() if json_type in json_types
+    }
     shape = ValueShape({json_type: (alternative,) for json_type, alternative in alternatives.items() if alternative})
 
     def node_of_value(value: JsonValue) -> SchemaNode:
@@ -370,31 +386,33 @@ def read_type_keywords(schema: JsonObject, pointer: str, graph: SchemaGraph) -> 
         shape = intersect_shapes(shape, shape_of_enum([schema["const"]], node_of_value))
     if "enum" in schema:
         shape = intersect_shapes(shape, shape_of_enum(schema["enum"], node_of_value))
-    unenforced = unevaluated_keywords(schema)
+    unenforced_keywords = unevaluated_keywords(schema)
     if "contains" in schema:
-        unenforced["contains"] = "array"
-    for keyword, json_type in unenforced.items():
-        refused = graph.refuse_keyword(f"{pointer}/{keyword}", f"{keyword} can't be enforced", json_type)
-        shape = intersect_shapes(shape, refused)
+        unenforced_keywords["contains"] = "array"
+    for keyword, json_type in unenforced_keywords.items():
+        refused_shape = graph.refuse_keyword(f"{pointer}/{keyword}", f"{keyword} can't be enforced", json_type)
+        shape = intersect_shapes(shape, refused_shape)
     return shape
 
 
 def read_arrays(schema: JsonObject, pointer: str, graph: SchemaGraph) -> Arrays:
-    prefix, rest = item_schemas(schema, pointer, graph.old_dialect)
-    nodes = tuple(graph.make_node(*item) for item in prefix)
+    prefix_schemas, items_schema = item_schemas(schema, pointer, graph.old_dialect)
+    nodes = tuple(graph.make_node(*item) for item in prefix_schemas)
     min_size, max_size = schema.get("minItems", 0), schema.get("maxItems", inf)
-    return Arrays(nodes, graph.make_node(*rest), min_size, max_size, schema.get("uniqueItems") is True)
+    return Arrays(nodes, graph.make_node(*items_schema), min_size, max_size, schema.get("uniqueItems") is True)
 
 
 def read_objects(schema: JsonObject, pointer: str, graph: SchemaGraph) -> Objects:
-    patterns = graph.make_named_nodes(schema, "patternProperties", pointer)
-    listed = graph.make_named_nodes(schema, "properties", pointer)
-    for name, node in listed.items():
-        matching = [pattern_node for pattern, pattern_node in patterns.items() if search_pattern(pattern, name)]
-        listed[name] = join_nodes(node, *matching)
+    pattern_nodes = graph.make_named_nodes(schema, "patternProperties", pointer)
+    listed_nodes = graph.make_named_nodes(schema, "properties", pointer)
+    for name, node in listed_nodes.items():
+        matching_nodes = [
+            pattern_node for pattern, pattern_node in pattern_nodes.items() if search_pattern(pattern, name)
+        ]
+        listed_nodes[name] = join_nodes(node, *matching_nodes)
     return Objects(
-        tuple(listed.items()),
-        tuple(patterns.items()),
+        tuple(listed_nodes.items()),
+        tuple(pattern_nodes.items()),
         graph.make_node(schema.get("additionalProperties", True), f"{pointer}/additionalProperties"),
         frozenset(schema.get("required", ())),
         schema.get("minProperties", 0),
@@ -423,19 +441,19 @@ def negate_schema(schema: JsonObject, pointer: str, graph: SchemaGraph) -> Itera
         yield negate_values([schema["const"]], f"{pointer}/const", graph)
     if "enum" in schema:
         yield negate_values(schema["enum"], f"{pointer}/enum", graph)
-    for limit in number_limits(schema):
-        if limit.low:
-            yield shape_of_type("number", Numbers(high=Bound(limit.low.value, not limit.low.exclusive)))
-        elif limit.high:
-            yield shape_of_type("number", Numbers(low=Bound(limit.high.value, not limit.high.exclusive)))
+    for number_limit in number_limits(schema):
+        if number_limit.low:
+            yield shape_of_type("number", Numbers(high=Bound(number_limit.low.value, not number_limit.low.exclusive)))
+        elif number_limit.high:
+            yield shape_of_type("number", Numbers(low=Bound(number_limit.high.value, not number_limit.high.exclusive)))
         else:
             yield refuse_negation(f"{pointer}/multipleOf", "number", graph)
-    sized = ("Length", "string", Strings), ("Items", "array", Arrays), ("Properties", "object", Objects)
-    for keyword_end, json_type, make_sized in sized:
+    size_keywords = ("Length", "string", Strings), ("Items", "array", Arrays), ("Properties", "object", Objects)
+    for keyword_end, json_type, make_alternative in size_keywords:
         if schema.get(f"min{keyword_end}", 0) > 0:
-            yield shape_of_type(json_type, make_sized(max_size=schema[f"min{keyword_end}"] - 1))
+            yield shape_of_type(json_type, make_alternative(max_size=schema[f"min{keyword_end}"] - 1))
         if f"max{keyword_end}" in schema:
-            yield shape_of_type(json_type, make_sized(min_size=schema[f"max{keyword_end}"] + 1))
+            yield shape_of_type(json_type, make_alternative(min_size=schema[f"max{keyword_end}"] + 1))
     yield from negate_string_keywords(schema, pointer, graph)
     yield from negate_array_keywords(schema, pointer, graph)
     yield from negate_object_keywords(schema, pointer, graph)
@@ -455,22 +473,22 @@ def negate_schema(schema: JsonObject, pointer: str, graph: SchemaGraph) -> Itera
     if "if" in schema:
         for condition, consequence in make_if_cases(schema, pointer, graph):
             yield join_nodes(condition, graph.negate_node(consequence))
-    for name, required, below in dependencies(schema, pointer):
-        if isinstance(required, list):
-            for other in required:
-                objects = Objects(((other, NO_VALUE),), required=frozenset({name}))
+    for name, requirement, dependency_pointer in dependencies(schema, pointer):
+        if isinstance(requirement, list):
+            for required_name in requirement:
+                objects = Objects(((required_name, NO_VALUE),), required=frozenset({name}))
                 yield shape_of_type("object", objects)
         else:
-            without = graph.negate_node(graph.make_node(required, below))
-            yield join_nodes(graph.make_presence_node(name, below), without)
+            negated_requirement = graph.negate_node(graph.make_node(requirement, dependency_pointer))
+            yield join_nodes(graph.make_presence_node(name, dependency_pointer), negated_requirement)
     for keyword, json_type in unevaluated_keywords(schema).items():
         yield refuse_negation(f"{pointer}/{keyword}", json_type, graph)
 
 
 def refuse_negation(pointer: str, json_type: str, graph: SchemaGraph) -> ValueShape:
     """Return the shape of the values of one type that break the keyword at ``pointer``, which can't be enforced."""
-    refused = graph.refuse_keyword(pointer, f"{pointer.rpartition('/')[2]} can't be negated", json_type)
-    return ValueShape({json_type: refused.by_type[json_type]})
+    refused_shape = graph.refuse_keyword(pointer, f"{pointer.rpartition('/')[2]} can't be negated", json_type)
+    return ValueShape({json_type: refused_shape.by_type[json_type]})
 
 
 def negate_types(type_names: set[str], pointer: str, graph: SchemaGraph) -> ValueShape:
@@ -487,10 +505,10 @@ def negate_types(type_names: set[str], pointer: str, graph: SchemaGraph) -> Valu
 
 def negate_values(values: list[JsonValue], pointer: str, graph: SchemaGraph) -> ValueShape:
     """Return the shape of the values that equal none of ``values``."""
-    texts = frozenset(value for value in values if isinstance(value, str))
+    excluded_texts = frozenset(value for value in values if isinstance(value, str))
     by_type: dict[str, tuple[Alternative, ...]] = {
         **ANY_SHAPE.by_type,
-        "string": (Strings(excluded=texts),),
+        "string": (Strings(excluded=excluded_texts),),
         "number": (Numbers(excluded=decimals_of(values)),),
         "boolean": (Booleans(frozenset({False, True}) - {value for value in values if isinstance(value, bool)}),),
     }
@@ -506,10 +524,10 @@ def negate_values(values: list[JsonValue], pointer: str, graph: SchemaGraph) -> 
 
 def negate_string_keywords(schema: JsonObject, pointer: str, graph: SchemaGraph) -> Iterator[ValueShape]:
     if "pattern" in schema:
-        present, absent = split_lookaheads(schema["pattern"])
-        for pattern in present:
+        required_patterns, forbidden_patterns = split_lookaheads(schema["pattern"])
+        for pattern in required_patterns:
             yield shape_of_type("string", Strings(absent_patterns=frozenset({pattern})))
-        for pattern in absent:
+        for pattern in forbidden_patterns:
             yield shape_of_type("string", Strings(patterns=frozenset({pattern})))
     if schema.get("format") in ENFORCED_FORMATS:
         yield refuse_negation(f"{pointer}/format", "string", graph)
@@ -518,17 +536,17 @@ def negate_string_keywords(schema: JsonObject, pointer: str, graph: SchemaGraph)
 def negate_array_keywords(schema: JsonObject, pointer: str, graph: SchemaGraph) -> Iterator[ValueShape]:
     if schema.get("uniqueItems") is True:
         yield refuse_negation(f"{pointer}/uniqueItems", "array", graph)
-    prefix, (rest, rest_pointer) = item_schemas(schema, pointer, graph.old_dialect)
-    if prefix:
-        yield refuse_negation(prefix[0][1].rpartition("/")[0], "array", graph)
-    elif graph.make_node(rest, rest_pointer):
-        yield refuse_negation(rest_pointer, "array", graph)
+    prefix_schemas, (items_schema, items_pointer) = item_schemas(schema, pointer, graph.old_dialect)
+    if prefix_schemas:
+        yield refuse_negation(prefix_schemas[0][1].rpartition("/")[0], "array", graph)
+    elif graph.make_node(items_schema, items_pointer):
+        yield refuse_negation(items_pointer, "array", graph)
     if "contains" in schema:
         if schema.get("minContains", 1) != 1 or "maxContains" in schema:
             yield refuse_negation(f"{pointer}/contains", "array", graph)
         else:
-            contained = graph.make_node(schema["contains"], f"{pointer}/contains")
-            yield shape_of_type("array", Arrays(items=graph.negate_node(contained)))
+            contained_node = graph.make_node(schema["contains"], f"{pointer}/contains")
+            yield shape_of_type("array", Arrays(items=graph.negate_node(contained_node)))
 
 
 def negate_object_keywords(schema: JsonObject, pointer: str, graph: SchemaGraph) -> Iterator[ValueShape]:

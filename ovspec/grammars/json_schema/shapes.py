@@ -68,10 +68,10 @@ class Numbers:
         return not self.multiple or not exact_remainder(value, self.multiple)
 
 
-def exact_remainder(value: Decimal, step: Decimal) -> int:
+def exact_remainder(value: Decimal, divisor: Decimal) -> int:
     """Return the remainder of ``value / step``, in units of the smaller one's last digit."""
-    shift = 10 ** max(0, -int(value.as_tuple().exponent), -int(step.as_tuple().exponent))
-    return int(value * shift) % int(step * shift)
+    scale = 10 ** max(0, -int(value.as_tuple().exponent), -int(divisor.as_tuple().exponent))
+    return int(value * scale) % int(divisor * scale)
 
 
 @dataclass(frozen=True)
@@ -142,13 +142,13 @@ class Objects:
 
     def property_node(self, name: str) -> SchemaNode:
         """Return the node of the values that the property ``name`` may have."""
-        listed = dict(self.properties)
-        if name in listed:
-            return listed[name]
-        matching = [node for pattern, node in self.patterns if search_pattern(pattern, name)]
-        if not matching:
+        listed_nodes = dict(self.properties)
+        if name in listed_nodes:
+            return listed_nodes[name]
+        matching_nodes = [node for pattern, node in self.patterns if search_pattern(pattern, name)]
+        if not matching_nodes:
             return self.rest
-        return join_nodes(*matching)
+        return join_nodes(*matching_nodes)
 
 
 Alternative = Unenforceable | Nulls | Booleans | Numbers | Strings | Arrays | Objects
@@ -182,19 +182,23 @@ def shape_if_type(json_type: str, *alternatives: Alternative) -> ValueShape:
 
 
 def unite_shapes(*shapes: ValueShape) -> ValueShape:
-    united: dict[str, dict[Alternative, None]] = {}
+    alternatives_by_type: dict[str, dict[Alternative, None]] = {}
     for shape in shapes:
         for json_type, alternatives in shape.by_type.items():
-            united.setdefault(json_type, {}).update(dict.fromkeys(alternatives))
-    return ValueShape({json_type: tuple(alternatives) for json_type, alternatives in united.items() if alternatives})
+            alternatives_by_type.setdefault(json_type, {}).update(dict.fromkeys(alternatives))
+    return ValueShape(
+        {json_type: tuple(alternatives) for json_type, alternatives in alternatives_by_type.items() if alternatives}
+    )
 
 
 def join_nodes(*nodes: SchemaNode) -> SchemaNode:
     """Return the node of values that match all ``nodes``."""
-    joined = frozenset().union(*nodes)
-    if joined >= NO_VALUE or any((number, not positive) in joined for number, positive in joined):
+    joined_conditions = frozenset().union(*nodes)
+    if joined_conditions >= NO_VALUE or any(
+        (number, not positive) in joined_conditions for number, positive in joined_conditions
+    ):
         return NO_VALUE
-    return joined
+    return joined_conditions
 
 
 def intersect_alternatives(first: Alternative, second: Alternative) -> Alternative | None:
@@ -227,23 +231,23 @@ def intersect_alternatives(first: Alternative, second: Alternative) -> Alternati
 def intersect_shapes(
     first: ValueShape,
     second: ValueShape,
-    settle: Callable[[Alternative | None], Alternative | None] = lambda alternative: alternative,
+    settle_alternative: Callable[[Alternative | None], Alternative | None] = lambda alternative: alternative,
 ) -> ValueShape:
-    """Return the intersection of two shapes; ``settle`` may drop or change an alternative."""
+    """Return the intersection of two shapes; ``settle_alternative`` may drop or change an alternative."""
     by_type: dict[str, tuple[Alternative, ...]] = {}
     for json_type, alternatives in first.by_type.items():
-        pairs = ((a, b) for a in alternatives for b in second.by_type.get(json_type, ()))
-        settled = (settle(intersect_alternatives(a, b)) for a, b in pairs)
-        if intersection := dict.fromkeys(alternative for alternative in settled if alternative):
+        alternative_pairs = ((a, b) for a in alternatives for b in second.by_type.get(json_type, ()))
+        settled_alternatives = (settle_alternative(intersect_alternatives(a, b)) for a, b in alternative_pairs)
+        if intersection := dict.fromkeys(alternative for alternative in settled_alternatives if alternative):
             by_type[json_type] = tuple(intersection)
     return ValueShape(by_type)
 
 
 def intersect_numbers(first: Numbers, second: Numbers) -> Numbers | None:
-    lows = [numbers.low for numbers in (first, second) if numbers.low]
-    highs = [numbers.high for numbers in (first, second) if numbers.high]
-    low = max(lows, key=lambda bound: (bound.value, bound.exclusive), default=None)
-    high = min(highs, key=lambda bound: (bound.value, not bound.exclusive), default=None)
+    lower_bounds = [numbers.low for numbers in (first, second) if numbers.low]
+    upper_bounds = [numbers.high for numbers in (first, second) if numbers.high]
+    low = max(lower_bounds, key=lambda bound: (bound.value, bound.exclusive), default=None)
+    high = min(upper_bounds, key=lambda bound: (bound.value, not bound.exclusive), default=None)
     if low and high and (low.value > high.value or (low.value == high.value and (low.exclusive or high.exclusive))):
         return None
     multiple = first.multiple or second.multiple
@@ -257,9 +261,9 @@ def intersect_numbers(first: Numbers, second: Numbers) -> Numbers | None:
     return Numbers(values=values) if values else None
 
 
-def common_multiple(*steps: Decimal) -> Decimal:
-    shift = 10 ** max(0, *(-int(step.as_tuple().exponent) for step in steps))
-    return Decimal(lcm(*(int(step * shift) for step in steps))) / shift
+def common_multiple(*multiples: Decimal) -> Decimal:
+    scale = 10 ** max(0, *(-int(multiple.as_tuple().exponent) for multiple in multiples))
+    return Decimal(lcm(*(int(multiple * scale) for multiple in multiples))) / scale
 
 
 def intersect_sizes(first: Strings | Arrays | Objects, second: Strings | Arrays | Objects) -> tuple[int, float]:
@@ -286,8 +290,8 @@ def intersect_arrays(first: Arrays, second: Arrays) -> Arrays | None:
     min_size, max_size = intersect_sizes(first, second)
     if min_size > max_size:
         return None
-    length = max(len(first.prefix), len(second.prefix))
-    prefix = tuple(join_nodes(first.item_node(i), second.item_node(i)) for i in range(length))
+    prefix_length = max(len(first.prefix), len(second.prefix))
+    prefix = tuple(join_nodes(first.item_node(i), second.item_node(i)) for i in range(prefix_length))
     return Arrays(prefix, join_nodes(first.items, second.items), min_size, max_size, first.unique or second.unique)
 
 
@@ -296,8 +300,10 @@ def intersect_objects(first: Objects, second: Objects) -> Objects | None:
     required = first.required | second.required
     if max(min_size, len(required)) > max_size:
         return None
-    names = dict.fromkeys(name for objects in (first, second) for name, _ in objects.properties)
-    properties = tuple((name, join_nodes(first.property_node(name), second.property_node(name))) for name in names)
+    property_names = dict.fromkeys(name for objects in (first, second) for name, _ in objects.properties)
+    properties = tuple(
+        (name, join_nodes(first.property_node(name), second.property_node(name))) for name in property_names
+    )
     first_patterns, second_patterns = dict(first.patterns), dict(second.patterns)
     # A name that has a pattern of one side only belongs to the rest of the other; if it has a pattern there too, this
     # is stricter than necessary.
@@ -305,9 +311,9 @@ def intersect_objects(first: Objects, second: Objects) -> Objects | None:
         (pattern, join_nodes(first_patterns.get(pattern, first.rest), second_patterns.get(pattern, second.rest)))
         for pattern in dict.fromkeys((*first_patterns, *second_patterns))
     )
-    rest, names_node = join_nodes(first.rest, second.rest), join_nodes(first.names, second.names)
+    unlisted_node, name_node = join_nodes(first.rest, second.rest), join_nodes(first.names, second.names)
     any_order, is_open = first.any_order or second.any_order, first.open and second.open
-    return Objects(properties, patterns, rest, required, min_size, max_size, names_node, any_order, is_open)
+    return Objects(properties, patterns, unlisted_node, required, min_size, max_size, name_node, any_order, is_open)
 
 
 def shape_of_constant(value: list | dict | None, node_of_value: Callable[[JsonValue], SchemaNode]) -> ValueShape:
@@ -329,15 +335,17 @@ def shape_of_enum(values: list[JsonValue], node_of_value: Callable[[JsonValue], 
     texts = tuple(dict.fromkeys(value for value in values if isinstance(value, str)))
     numbers = decimals_of(values)
     booleans = frozenset(value for value in values if isinstance(value, bool))
-    containers = [value for value in values if value is None or isinstance(value, list | dict)]
-    grouped: dict[str, tuple[Alternative, ...]] = {}
+    nulls_and_containers = [value for value in values if value is None or isinstance(value, list | dict)]
+    alternatives_by_type: dict[str, tuple[Alternative, ...]] = {}
     if texts:
-        grouped["string"] = (Strings(values=texts),)
+        alternatives_by_type["string"] = (Strings(values=texts),)
     if numbers:
-        grouped["number"] = (Numbers(values=numbers),)
+        alternatives_by_type["number"] = (Numbers(values=numbers),)
     if booleans:
-        grouped["boolean"] = (Booleans(booleans),)
-    return unite_shapes(ValueShape(grouped), *(shape_of_constant(value, node_of_value) for value in containers))
+        alternatives_by_type["boolean"] = (Booleans(booleans),)
+    return unite_shapes(
+        ValueShape(alternatives_by_type), *(shape_of_constant(value, node_of_value) for value in nulls_and_containers)
+    )
 
 
 def decimals_of(values: Iterable[JsonValue]) -> frozenset[Decimal]:

@@ -89,16 +89,16 @@ class RuleWriter:
 
     # ------------------------------------------------------------ numbers and strings
 
-    def write_numbers(self, allowed: Numbers) -> str:
-        if allowed.multiple:
-            bounds = [bound for bound in (allowed.low, allowed.high) if bound]
-            if allowed.excluded or any(abs(bound.value) > numbers.LARGEST_EXACT for bound in bounds):
+    def write_numbers(self, allowed_numbers: Numbers) -> str:
+        if allowed_numbers.multiple:
+            bounds = [bound for bound in (allowed_numbers.low, allowed_numbers.high) if bound]
+            if allowed_numbers.excluded or any(abs(bound.value) > numbers.LARGEST_EXACT for bound in bounds):
                 self.refuse("#", "multipleOf can't be enforced beside excluded numbers or bounds beyond 2**53")
-            return self._write_json_rule(make_multiple_schema(allowed))
-        present, absent = numbers.number_expressions(allowed)
-        parts = [f"/{escape_slashes(expression)}/" for expression in present]
-        parts += [f"~/{expression}/" for expression in absent]
-        return self.write_terminal(" & ".join(parts))
+            return self._write_json_rule(make_multiple_schema(allowed_numbers))
+        required_expressions, forbidden_expressions = numbers.number_expressions(allowed_numbers)
+        text_conditions = [f"/{escape_slashes(expression)}/" for expression in required_expressions]
+        text_conditions += [f"~/{expression}/" for expression in forbidden_expressions]
+        return self.write_terminal(" & ".join(text_conditions))
 
     def write_strings(self, strings: Strings) -> str:
         if strings.values is not None and not strings.formats:
@@ -111,28 +111,28 @@ class RuleWriter:
 
     def _write_unescaped_strings(self, strings: Strings) -> str:
         """Write the strings without any escape: only they can be compared with ``absent_patterns``."""
-        present = [match_json_string(use_ascii_classes(pattern)) for pattern in sorted(strings.patterns)]
-        absent = [match_json_string(pattern) for pattern in sorted(strings.absent_patterns)]
-        if strings.formats or None in present or None in absent:
+        required_expressions = [match_json_string(use_ascii_classes(pattern)) for pattern in sorted(strings.patterns)]
+        forbidden_expressions = [match_json_string(pattern) for pattern in sorted(strings.absent_patterns)]
+        if strings.formats or None in required_expressions or None in forbidden_expressions:
             self.refuse(f"the pattern {min(strings.absent_patterns)!r}", "it can't be negated here")
             return self.write_strings(replace(strings, absent_patterns=frozenset()))
-        parts = [f'/"{UNESCAPED_CHARACTER}{size_range(strings)}"/']
-        parts += [f"/{expression}/" for expression in present]
-        parts += [f"~/{expression}/" for expression in absent]
-        return self._write_without_excluded(parts, strings)
+        text_conditions = [f'/"{UNESCAPED_CHARACTER}{size_range(strings)}"/']
+        text_conditions += [f"/{expression}/" for expression in required_expressions]
+        text_conditions += [f"~/{expression}/" for expression in forbidden_expressions]
+        return self._write_without_excluded(text_conditions, strings)
 
-    def _write_without_excluded(self, parts: list[str], strings: Strings) -> str:
+    def _write_without_excluded(self, text_conditions: list[str], strings: Strings) -> str:
         if strings.excluded:
-            parts = [*parts, f"~({' | '.join(map(quote_json_string, sorted(strings.excluded)))})"]
-        return self.write_terminal(" & ".join(parts))
+            text_conditions = [*text_conditions, f"~({' | '.join(map(quote_json_string, sorted(strings.excluded)))})"]
+        return self.write_terminal(" & ".join(text_conditions))
 
     def _write_json_rule(self, schema: JsonObject) -> str:
         """Write the rule of a number or string that llguidance's own JSON schemas describe."""
-        guidance: JsonObject = {"whitespace_flexible": False}
+        guidance_settings: JsonObject = {"whitespace_flexible": False}
         if self.style.white_space:
-            guidance = {"whitespace_pattern": self.style.white_space}
-        guided = {**schema, "x-guidance": {**guidance, "json_allowed_escapes": ALLOWED_ESCAPES}}
-        return self.write_rule(f"%json {json.dumps(guided)}")
+            guidance_settings = {"whitespace_pattern": self.style.white_space}
+        guided_schema = {**schema, "x-guidance": {**guidance_settings, "json_allowed_escapes": ALLOWED_ESCAPES}}
+        return self.write_rule(f"%json {json.dumps(guided_schema)}")
 
     def write_separator(self, expression: str) -> str:
         if expression in (",", ":"):
@@ -158,26 +158,26 @@ def write_schema_as_lark(rules: RuleWriter, close_objects: bool) -> str:
     Raises:
         OvspecError: no text matches, or something can't be enforced.
     """
-    root = rules.graph.root
-    if rules.graph.is_empty(root):
+    root_node = rules.graph.root
+    if rules.graph.is_empty(root_node):
         raise OvspecError("#: no JSON text satisfies this schema.")
-    header: list[str] = []
+    header_lines: list[str] = []
     if rules.style.white_space:
-        header = ['%llguidance {"ignore_once": true}', f"%ignore /{escape_slashes(rules.style.white_space)}/"]
-    start = rules.node_rule(root)
+        header_lines = ['%llguidance {"ignore_once": true}', f"%ignore /{escape_slashes(rules.style.white_space)}/"]
+    start_rule = rules.node_rule(root_node)
     rules.write_node_rules(close_objects)
-    return "\n".join([*header, f"start: {start}", *rules.lines])
+    return "\n".join([*header_lines, f"start: {start_rule}", *rules.lines])
 
 
 def write_node_options(rules: RuleWriter, node: SchemaNode, close_objects: bool) -> str:
     """Return the alternatives of a node; raises OvspecError if some can't be enforced and matter."""
     options: dict[str, None] = {}
     for alternatives in rules.graph.find_shape(node).by_type.values():
-        usable = [alternative for alternative in alternatives if not isinstance(alternative, Unenforceable)]
+        enforceable = [alternative for alternative in alternatives if not isinstance(alternative, Unenforceable)]
         for alternative in alternatives:
-            if isinstance(alternative, Unenforceable) and not (usable and alternative.dispensable):
+            if isinstance(alternative, Unenforceable) and not (enforceable and alternative.dispensable):
                 raise make_refusal(alternative.pointer, alternative.reason)
-        options.update((write_alternative(rules, alternative, close_objects), None) for alternative in usable)
+        options.update((write_alternative(rules, alternative, close_objects), None) for alternative in enforceable)
     return " | ".join(options)
 
 
@@ -213,63 +213,82 @@ def write_object(rules: RuleWriter, objects: Objects) -> str:
     for alternative in name_alternatives:
         if isinstance(alternative, Unenforceable):
             rules.refuse(alternative.pointer, alternative.reason)
-    names = [strings for strings in name_alternatives if isinstance(strings, Strings)]
-    objects = list_allowed_names(objects, names)
+    name_strings = [strings for strings in name_alternatives if isinstance(strings, Strings)]
+    objects = list_allowed_names(objects, name_strings)
     colon = rules.write_separator(rules.style.key_separator)
     comma = rules.write_separator(rules.style.item_separator)
-    pairs: list[tuple[str, bool]] = []
+    property_expressions: list[tuple[str, bool]] = []
     for name, node in objects.properties:
-        is_allowed = any(strings.accepts_text(name) for strings in names)
+        is_allowed = any(strings.accepts_text(name) for strings in name_strings)
         if is_allowed and not rules.graph.is_empty(node):
-            pair = f"{quote_json_string(name)} {colon} {rules.node_rule(node)}"
-            pairs.append((pair, name in objects.required))
-    if objects.any_order and len(pairs) <= MAX_UNORDERED and all(required for _, required in pairs):
-        items = [rules.write_rule(pair) for pair, _ in pairs]
+            property_expression = f"{quote_json_string(name)} {colon} {rules.node_rule(node)}"
+            property_expressions.append((property_expression, name in objects.required))
+    if (
+        objects.any_order
+        and len(property_expressions) <= MAX_UNORDERED
+        and all(required for _, required in property_expressions)
+    ):
+        items = [rules.write_rule(property_expression) for property_expression, _ in property_expressions]
         return f'"{{" {write_in_any_order(rules, items, len(items), len(items), comma)} "}}"'
-    unlisted = write_unlisted_property(rules, objects, names, colon)
-    ordered = [(rules.write_rule(pair), required) for pair, required in pairs]
-    sizes = (objects.min_size, objects.max_size)
-    return f'"{{" {write_in_order(rules, ordered, sizes, unlisted, comma)} "}}"'
+    unlisted_rule = write_unlisted_property(rules, objects, name_strings, colon)
+    ordered_rules = [
+        (rules.write_rule(property_expression), required) for property_expression, required in property_expressions
+    ]
+    size_limits = (objects.min_size, objects.max_size)
+    return f'"{{" {write_in_order(rules, ordered_rules, size_limits, unlisted_rule, comma)} "}}"'
 
 
-def list_allowed_names(objects: Objects, names: list[Strings]) -> Objects:
-    """Return the objects with all of ``names`` as listed properties, if they are certain values."""
-    if any(strings.values is None for strings in names):
+def list_allowed_names(objects: Objects, name_strings: list[Strings]) -> Objects:
+    """Return the objects with all of ``name_strings`` as listed properties, if they are certain values."""
+    if any(strings.values is None for strings in name_strings):
         return objects
-    listed = dict(objects.properties)
-    allowed = dict.fromkeys(name for strings in names for name in strings.values or ())
-    unlisted = tuple((name, objects.property_node(name)) for name in allowed if name not in listed)
-    return replace(objects, properties=(*objects.properties, *unlisted), rest=NO_VALUE, patterns=())
+    listed_nodes = dict(objects.properties)
+    allowed_names = dict.fromkeys(name for strings in name_strings for name in strings.values or ())
+    added_properties = tuple((name, objects.property_node(name)) for name in allowed_names if name not in listed_nodes)
+    return replace(objects, properties=(*objects.properties, *added_properties), rest=NO_VALUE, patterns=())
 
 
-def write_unlisted_property(rules: RuleWriter, objects: Objects, names: list[Strings], colon: str) -> str | None:
+def write_unlisted_property(rules: RuleWriter, objects: Objects, name_strings: list[Strings], colon: str) -> str | None:
     """Write the rule of a property that isn't listed; None if there is none."""
-    listed = frozenset(name for name, _ in objects.properties)
-    options: list[str] = []
+    listed_names = frozenset(name for name, _ in objects.properties)
+    property_options: list[str] = []
     for pattern, node in objects.patterns:
-        rivals = ((rival, rival_node) for rival, rival_node in objects.patterns if rival != pattern)
-        overlapping = (rival_node for rival, rival_node in rivals if not rules.are_disjoint_patterns(rival, pattern))
-        value_node = join_nodes(node, *overlapping)
+        other_patterns = (
+            (other_pattern, other_node) for other_pattern, other_node in objects.patterns if other_pattern != pattern
+        )
+        overlapping_nodes = (
+            other_node
+            for other_pattern, other_node in other_patterns
+            if not rules.are_disjoint_patterns(other_pattern, pattern)
+        )
+        value_node = join_nodes(node, *overlapping_nodes)
         if rules.graph.is_empty(value_node):
             continue
-        present, absent = split_lookaheads(pattern)
-        for strings in names:
-            patterns, absent_patterns = strings.patterns.union(present), strings.absent_patterns.union(absent)
-            excluded = strings.excluded | listed
-            key = replace(strings, patterns=patterns, absent_patterns=absent_patterns, excluded=excluded)
-            if not rules.graph.has_no_text(key):
-                options.append(f"{rules.write_strings(key)} {colon} {rules.node_rule(value_node)}")
+        required_patterns, forbidden_patterns = split_lookaheads(pattern)
+        for strings in name_strings:
+            patterns, absent_patterns = (
+                strings.patterns.union(required_patterns),
+                strings.absent_patterns.union(forbidden_patterns),
+            )
+            excluded = strings.excluded | listed_names
+            key_strings = replace(strings, patterns=patterns, absent_patterns=absent_patterns, excluded=excluded)
+            if not rules.graph.has_no_text(key_strings):
+                property_options.append(f"{rules.write_strings(key_strings)} {colon} {rules.node_rule(value_node)}")
     if not rules.graph.is_empty(objects.rest):
-        rest_rule = rules.node_rule(objects.rest)
+        value_rule = rules.node_rule(objects.rest)
         property_patterns = frozenset(pattern for pattern, _ in objects.patterns)
-        for strings in names:
+        for strings in name_strings:
             absent_patterns = strings.absent_patterns | property_patterns
-            key = replace(strings, excluded=strings.excluded | listed, absent_patterns=absent_patterns)
+            key_strings = replace(strings, excluded=strings.excluded | listed_names, absent_patterns=absent_patterns)
             # Where it can't be said which names have none of the patterns, there are no others.
-            compared = [*key.absent_patterns, *key.patterns] if property_patterns else key.absent_patterns
-            if None not in map(match_json_string, compared):
-                options.append(f"{rules.write_strings(key)} {colon} {rest_rule}")
-    return rules.write_option_rule(options)
+            compared_patterns = (
+                [*key_strings.absent_patterns, *key_strings.patterns]
+                if property_patterns
+                else key_strings.absent_patterns
+            )
+            if None not in map(match_json_string, compared_patterns):
+                property_options.append(f"{rules.write_strings(key_strings)} {colon} {value_rule}")
+    return rules.write_option_rule(property_options)
 
 
 # ---------------------------------------------------------------- arrays, and lists of properties
@@ -282,24 +301,26 @@ def write_array(rules: RuleWriter, arrays: Arrays) -> str:
             return write_unique_array(rules, arrays, value_expressions)
         rules.allows_repeats = True
     comma = rules.write_separator(rules.style.item_separator)
-    body = write_array_rest(rules, arrays, comma)
+    array_body = write_array_rest(rules, arrays, comma)
     for i, node in reversed([*enumerate(arrays.prefix)]):
         if i < arrays.max_size:
-            body = make_optional(f"{comma} " * (i > 0) + f"{rules.node_rule(node)} {body}", i >= arrays.min_size)
-    return f'"[" {body} "]"'
+            array_body = make_optional(
+                f"{comma} " * (i > 0) + f"{rules.node_rule(node)} {array_body}", i >= arrays.min_size
+            )
+    return f'"[" {array_body} "]"'
 
 
 def write_array_rest(rules: RuleWriter, arrays: Arrays, comma: str) -> str:
     """Return the expression of the items after the prefix."""
-    length = len(arrays.prefix)
-    least = max(arrays.min_size - length, 0)
-    most = arrays.max_size - length
-    if most <= 0 or rules.graph.is_empty(arrays.items):
+    prefix_length = len(arrays.prefix)
+    min_count = max(arrays.min_size - prefix_length, 0)
+    max_count = arrays.max_size - prefix_length
+    if max_count <= 0 or rules.graph.is_empty(arrays.items):
         return ""
-    item = rules.node_rule(arrays.items)
-    if length:
-        return repeat_expression(f"{comma} {item}", least, most)
-    return make_optional(separate_expression(item, comma, least - 1, most), not least)
+    item_rule = rules.node_rule(arrays.items)
+    if prefix_length:
+        return repeat_expression(f"{comma} {item_rule}", min_count, max_count)
+    return make_optional(separate_expression(item_rule, comma, min_count - 1, max_count), not min_count)
 
 
 def list_item_values(rules: RuleWriter, arrays: Arrays) -> list[str] | None:
@@ -323,84 +344,95 @@ def list_item_values(rules: RuleWriter, arrays: Arrays) -> list[str] | None:
 
 def write_unique_array(rules: RuleWriter, arrays: Arrays, value_expressions: list[str]) -> str:
     """Return an array of different values: in any order if they are few, else in the order of the schema."""
-    most = min(arrays.max_size, len(value_expressions))
+    max_count = min(arrays.max_size, len(value_expressions))
     comma = rules.write_separator(rules.style.item_separator)
     if len(value_expressions) <= MAX_UNORDERED:
-        body = write_in_any_order(rules, value_expressions, arrays.min_size, most, comma)
+        array_body = write_in_any_order(rules, value_expressions, arrays.min_size, max_count, comma)
     else:
-        sizes = (arrays.min_size, most if most < len(value_expressions) else inf)
-        body = write_in_order(rules, [(expression, False) for expression in value_expressions], sizes, None, comma)
-    return f'"[" {body} "]"'
+        size_limits = (arrays.min_size, max_count if max_count < len(value_expressions) else inf)
+        array_body = write_in_order(
+            rules, [(expression, False) for expression in value_expressions], size_limits, None, comma
+        )
+    return f'"[" {array_body} "]"'
 
 
-def write_in_any_order(rules: RuleWriter, items: list[str], least: int, most: float, comma: str) -> str:
-    """Write the rule of ``least`` to ``most`` different ones of ``items``, in any order."""
+def write_in_any_order(rules: RuleWriter, items: list[str], min_count: int, max_count: float, comma: str) -> str:
+    """Write the rule of ``min_count`` to ``max_count`` different ones of ``items``, in any order."""
 
-    def write_rest(unused: tuple[str, ...]) -> str:
-        count = len(items) - len(unused)
-        options = ['""'] * (count >= least)
-        for item in unused if count < most else ():
-            rest = write_rest(tuple(other for other in unused if other != item))
-            options.append(f"{comma} " * (count > 0) + f"{item} {rest}")
+    def write_remaining(unused_items: tuple[str, ...]) -> str:
+        count = len(items) - len(unused_items)
+        options = ['""'] * (count >= min_count)
+        for item in unused_items if count < max_count else ():
+            remaining_rule = write_remaining(tuple(other_item for other_item in unused_items if other_item != item))
+            options.append(f"{comma} " * (count > 0) + f"{item} {remaining_rule}")
         return rules.write_rule(" | ".join(options))
 
-    return write_rest(tuple(items))
+    return write_remaining(tuple(items))
 
 
 def write_in_order(
-    rules: RuleWriter, items: list[tuple[str, bool]], sizes: tuple[int, float], extra: str | None, comma: str
+    rules: RuleWriter, items: list[tuple[str, bool]], size_limits: tuple[int, float], extra_item: str | None, comma: str
 ) -> str:
-    """Write the rule of some of ``items``, (expression, whether required), in their order, and any number of ``extra``.
+    """Write the rule of some of ``items``, (expression, whether required), in their order, and of any ``extra_item``.
 
-    sizes: minimum and maximum of all together; all of ``extra`` count as one for the minimum, because they may be the
-        same.
+    size_limits: minimum and maximum of all together; all of ``extra_item`` count as one for the minimum, because they
+        may be the same.
     """
-    least, most = sizes
-    max_counted = max(least if most == inf else int(most), 1)  # more aren't told apart
+    min_count, max_count = size_limits
+    max_counted = max(min_count if max_count == inf else int(max_count), 1)  # more aren't told apart
     if len(items) * max_counted > MAX_STATES:
         rules.refuse("#", "the number of properties or items can't be enforced for so many")
-        return write_in_order(rules, items, (0, inf), extra, comma)
+        return write_in_order(rules, items, (0, inf), extra_item, comma)
     # By the number of items before: the rule of the rest of the list; None if no rest is possible.
     item_counts = range(max_counted + 1)
-    rests = [write_extras(rules, least - count, most - count, count > 0, extra, comma) for count in item_counts]
+    rest_rules = [
+        write_extras(rules, min_count - count, max_count - count, count > 0, extra_item, comma) for count in item_counts
+    ]
     for item, required in reversed(items):
-        later_rests = [*rests]
+        later_rest_rules = [*rest_rules]
         for count in reversed(item_counts):
             options: list[str] = []
-            rest_after_item = later_rests[min(count + 1, max_counted)]
-            if rest_after_item is not None and count < most:
+            rest_after_item = later_rest_rules[min(count + 1, max_counted)]
+            if rest_after_item is not None and count < max_count:
                 options.append(f"{comma} " * (count > 0) + f"{item} {rest_after_item}")
-            rest_without_item = later_rests[count]
+            rest_without_item = later_rest_rules[count]
             if rest_without_item is not None and not required:
                 options.append(rest_without_item)
-            rests[count] = rules.write_option_rule(options)
-    if rests[0] is None:
+            rest_rules[count] = rules.write_option_rule(options)
+    if rest_rules[0] is None:
         raise OvspecError("#: no JSON text has so many properties or items; ask for fewer.")
-    return rests[0]
+    return rest_rules[0]
 
 
 def write_extras(
-    rules: RuleWriter, lacking_items: int, items_left: float, follows_items: bool, extra: str | None, comma: str
+    rules: RuleWriter,
+    lacking_count: int,
+    max_extra_count: float,
+    follows_items: bool,
+    extra_item: str | None,
+    comma: str,
 ) -> str | None:
-    """Write the rule of the extra items at the end of a list, at most ``items_left``; None if too many are lacking."""
-    if lacking_items > 1 or (lacking_items == 1 and (extra is None or items_left == 0)):
+    """Write the rule of the extra items at the end of a list, ``max_extra_count`` at most; None if too many lack."""
+    if lacking_count > 1 or (lacking_count == 1 and (extra_item is None or max_extra_count == 0)):
         return None
-    if extra is None or items_left == 0:
+    if extra_item is None or max_extra_count == 0:
         return '""'
     if follows_items:
-        return rules.write_rule(repeat_expression(f"{comma} {extra}", max(lacking_items, 0), items_left))
-    return rules.write_rule(make_optional(separate_expression(extra, comma, 0, items_left), lacking_items <= 0))
+        return rules.write_rule(repeat_expression(f"{comma} {extra_item}", max(lacking_count, 0), max_extra_count))
+    return rules.write_rule(
+        make_optional(separate_expression(extra_item, comma, 0, max_extra_count), lacking_count <= 0)
+    )
 
 
-def separate_expression(item: str, comma: str, least_more: int, most: float) -> str:
-    """Return the expression of an item and ``least_more`` or more others, at most ``most`` together."""
-    return f"{item} {repeat_expression(f'{comma} {item}', max(least_more, 0), most - 1)}"
+def separate_expression(item: str, comma: str, min_more: int, max_count: float) -> str:
+    """Return the expression of an item and ``min_more`` or more others, at most ``max_count`` together."""
+    return f"{item} {repeat_expression(f'{comma} {item}', max(min_more, 0), max_count - 1)}"
 
 
-def repeat_expression(item: str, least: int, most: float) -> str:
-    if most == inf:
-        return f"({item}){{{least},}}" if least else f"({item})*"
-    return f"({item}){{{least},{most}}}" if most else ""
+def repeat_expression(item: str, min_count: int, max_count: float) -> str:
+    if max_count == inf:
+        return f"({item}){{{min_count},}}" if min_count else f"({item})*"
+    return f"({item}){{{min_count},{max_count}}}" if max_count else ""
 
 
 def make_optional(expression: str, optional: bool) -> str:
@@ -410,19 +442,22 @@ def make_optional(expression: str, optional: bool) -> str:
 # ---------------------------------------------------------------- numbers and strings
 
 
-def make_multiple_schema(allowed: Numbers) -> JsonObject:
+def make_multiple_schema(allowed_numbers: Numbers) -> JsonObject:
     """Return llguidance's own schema of the multiples of a number, with a bounded number of digits."""
-    assert allowed.multiple
-    json_type = "integer" if allowed.integer else "number"
-    schema: JsonObject = {"type": json_type, "multipleOf": to_json_number(allowed.multiple)}
-    needs_bounds = allowed.multiple < MAX_BOUNDED_MULTIPLE  # else the bounds would take llguidance too long
-    usual_bounds = (allowed.low, "Minimum", -numbers.LARGEST_EXACT), (allowed.high, "Maximum", numbers.LARGEST_EXACT)
-    for bound, keyword, usual in usual_bounds:
+    assert allowed_numbers.multiple
+    json_type = "integer" if allowed_numbers.integer else "number"
+    schema: JsonObject = {"type": json_type, "multipleOf": to_json_number(allowed_numbers.multiple)}
+    needs_bounds = allowed_numbers.multiple < MAX_BOUNDED_MULTIPLE  # else the bounds would take llguidance too long
+    default_bounds = (
+        (allowed_numbers.low, "Minimum", -numbers.LARGEST_EXACT),
+        (allowed_numbers.high, "Maximum", numbers.LARGEST_EXACT),
+    )
+    for bound, keyword, default_bound in default_bounds:
         if bound:
-            name = f"exclusive{keyword}" if bound.exclusive else keyword.lower()
-            schema[name] = to_json_number(bound.value)
+            bound_keyword = f"exclusive{keyword}" if bound.exclusive else keyword.lower()
+            schema[bound_keyword] = to_json_number(bound.value)
         elif needs_bounds:
-            schema[keyword.lower()] = usual
+            schema[keyword.lower()] = default_bound
     return schema
 
 
@@ -441,11 +476,16 @@ def make_string_schema(strings: Strings) -> JsonObject:
     if strings.max_size < inf:
         schema["maxLength"] = strings.max_size
     formats = sorted(strings.formats)
-    patterns = [*sorted(strings.patterns), *(STRICTER_PATTERNS[name] for name in formats if name in STRICTER_PATTERNS)]
-    parts = [{"pattern": pattern} for pattern in patterns] + [{"format": name} for name in formats]
+    patterns = [
+        *sorted(strings.patterns),
+        *(STRICTER_PATTERNS[format_name] for format_name in formats if format_name in STRICTER_PATTERNS),
+    ]
+    text_conditions = [{"pattern": pattern} for pattern in patterns] + [
+        {"format": format_name} for format_name in formats
+    ]
     if strings.excluded:
-        parts.append({"pattern": match_other_texts(strings.excluded)})
-    return {**schema, "allOf": parts}
+        text_conditions.append({"pattern": match_other_texts(strings.excluded)})
+    return {**schema, "allOf": text_conditions}
 
 
 def quote_json_string(value: str) -> str:
