@@ -185,7 +185,7 @@ class RowMaker:
             arithmetic=target.arithmetic_note,
         )
         if target.arithmetic_note == "exact":
-            stats.rule = target.rule.label
+            stats.rule = target.feed_rule.label
         draft = self.models.draft
         if draft and params.lookahead != 0:
             stats.draft_device = draft.ir.device

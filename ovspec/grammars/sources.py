@@ -20,7 +20,7 @@ from ovspec.grammars.json_schema.expressions import escape_slashes
 from ovspec.grammars.response_format import is_response_format, unwrap_response_format
 from ovspec.grammars.wording import word_llguidance_error
 
-MAX_CHARACTERS = 2_000_000  # of a schema, a grammar, an expression or all choices together
+MAX_GRAMMAR_CHARACTERS = 2_000_000  # of a schema, a grammar, an expression or all choices together
 MAX_GBNF_CHARACTERS = 200_000  # lower, because GBNF is parsed in Python
 MAX_NESTING = 200
 # For checking grammars and for following them. C over 131,072 tokens takes 41,000 items for a mask on average; with
@@ -32,7 +32,7 @@ PARSER_LIMITS = LLParserLimits(
 UNIQUE_ITEMS_KEY = "unique_items"  # next to llguidance's own keys: ``json_schema.item_tracks``
 
 # First the tokens that may contain anything, then those that are searched for.
-LARK_TOKEN = re.compile(
+LARK_TOKEN_PATTERN = re.compile(
     r'"(?:\\.|[^"\\\n])*"?'
     r"|//[^\n]*|\#[^\n]*"
     r"|/(?:\\.|[^/\\\n])+/?"
@@ -40,7 +40,7 @@ LARK_TOKEN = re.compile(
     r"|(?P<json>%json\b\s*)"
     r"|\b(?P<option>max_tokens|stop|temperature)\s*="
 )
-BRACKET = re.compile(r'"(?:\\.|[^"\\])*"?|[\[{]|[\]}]')
+BRACKET_PATTERN = re.compile(r'"(?:\\.|[^"\\])*"?|[\[{]|[\]}]')
 
 
 def convert_json_schema(
@@ -120,7 +120,7 @@ def convert_lark(text: str, label: str = "The Lark grammar") -> str:
     grammar_parts: list[str] = []
     schema_grammars: list[dict[str, str]] = []
     next_index = 0
-    while match := LARK_TOKEN.search(text, next_index):
+    while match := LARK_TOKEN_PATTERN.search(text, next_index):
         grammar_parts.append(text[next_index : match.end()])
         next_index = match.end()
         if refused_option := match["option"]:
@@ -190,7 +190,7 @@ def parse_json(text: str, label: str) -> JsonValue:
         raise OvspecError(f"{label} isn't JSON: {error}.") from None
 
 
-def check_character_count(text: str, label: str, max_characters: int = MAX_CHARACTERS) -> None:
+def check_character_count(text: str, label: str, max_characters: int = MAX_GRAMMAR_CHARACTERS) -> None:
     """Refuse a text that is too long."""
     if len(text) > max_characters:
         raise OvspecError(f"{label} has {len(text)} characters; at most {max_characters} are allowed.")
@@ -199,7 +199,7 @@ def check_character_count(text: str, label: str, max_characters: int = MAX_CHARA
 def check_nesting(text: str, label: str, start: int = 0) -> None:
     """Refuse JSON that is nested too deeply, without recursion; the text after it is ignored."""
     depth = 0
-    for match in BRACKET.finditer(text, start):
+    for match in BRACKET_PATTERN.finditer(text, start):
         depth += (match.group() in "[{") - (match.group() in "]}")
         if depth > MAX_NESTING:
             location = line_and_column(text, match.start())

@@ -79,7 +79,7 @@ class AnswerConstraint(Constraint):
         self._end_ids = [token for token in end_ids if token < vocabulary.size]
         # Bytes as characters, because a token may end inside of a character.
         self._tags = [Tag(bytes_as_characters(tag.text), tag.from_phases, tag.next_phase) for tag in answer_format.tags]
-        self._followed = TokenSequence()
+        self._followed_sequence = TokenSequence()
         state = ReadingState(answer_format.first_phase)
         grammars: tuple[GrammarConstraint, ...] = ()
         if covers_text and state.phase == "start":
@@ -136,15 +136,15 @@ class AnswerConstraint(Constraint):
     def _follow_tokens(self, tokens: np.ndarray) -> AnswerPosition:
         """Follow ``tokens``, and return the position after them."""
         answer_ids = tokens[self._prompt_length :]
-        shared_length = self._followed.common_prefix_length(answer_ids)
+        shared_length = self._followed_sequence.common_prefix_length(answer_ids)
         if shared_length < len(answer_ids):
-            self._followed.rewind(shared_length)
+            self._followed_sequence.rewind(shared_length)
             del self._positions[shared_length + 1 :]
             for length in range(shared_length, len(answer_ids)):
                 tokens_before = tokens[: self._prompt_length + length]
                 position = self._next_position(self._positions[length], tokens_before, int(answer_ids[length]))
                 self._positions.append(position)
-                self._followed.commit(answer_ids[length : length + 1])
+                self._followed_sequence.commit(answer_ids[length : length + 1])
         return self._positions[len(answer_ids)]
 
     def _next_position(self, position: AnswerPosition, tokens: np.ndarray, token: int) -> AnswerPosition:

@@ -60,13 +60,17 @@ class Constraints:
     ) -> None:
         constraints = list(constraints)
         self.end_ids = end_ids
-        self._processing = [c for c in constraints if type(c).process_logits is not Constraint.process_logits]
-        self._masking = [c for c in constraints if type(c).token_mask is not Constraint.token_mask]
-        self._forcing = [c for c in constraints if type(c).forced_tokens is not Constraint.forced_tokens]
-        self._suggesting = [c for c in constraints if type(c).suggest_tokens is not Constraint.suggest_tokens]
-        self.active = bool(constraints)  # whether there are any
-        self.suggests = bool(self._suggesting)  # whether any of them can propose tokens
-        self.may_complete = bool(self._forcing)  # whether they may end the text
+        self._processing_constraints = [
+            c for c in constraints if type(c).process_logits is not Constraint.process_logits
+        ]
+        self._masking_constraints = [c for c in constraints if type(c).token_mask is not Constraint.token_mask]
+        self._forcing_constraints = [c for c in constraints if type(c).forced_tokens is not Constraint.forced_tokens]
+        self._suggesting_constraints = [
+            c for c in constraints if type(c).suggest_tokens is not Constraint.suggest_tokens
+        ]
+        self.has_constraints = bool(constraints)  # whether there are any
+        self.suggests = bool(self._suggesting_constraints)  # whether any of them can propose tokens
+        self.may_complete = bool(self._forcing_constraints)  # whether they may end the text
         self.commits_forced = (
             self.may_complete and not always_run_model
         )  # whether tokens may be committed without the model
@@ -75,13 +79,13 @@ class Constraints:
 
     def process_logits(self, logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """Return ``logits``, (vocab,), changed by all constraints but not masked; the argument is left as it is."""
-        for constraint in self._processing:
+        for constraint in self._processing_constraints:
             logits = constraint.process_logits(logits, tokens)
         return logits
 
     def mask_logits(self, logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """Return ``logits``, (vocab,), with -inf for tokens that must not follow; the argument is left as it is."""
-        for constraint in self._masking:
+        for constraint in self._masking_constraints:
             mask = constraint.token_mask(tokens)
             if mask is not None:
                 logits = apply_mask(logits, mask)
@@ -93,18 +97,18 @@ class Constraints:
 
     def allows_token(self, token: int, tokens: np.ndarray) -> bool:
         """Return whether every mask has ``token``."""
-        return all(constraint.allows_token(token, tokens) for constraint in self._masking)
+        return all(constraint.allows_token(token, tokens) for constraint in self._masking_constraints)
 
     def forced_tokens(self, tokens: np.ndarray) -> list[int]:
         """Return the ids that must follow ``tokens``."""
-        for constraint in self._forcing:
+        for constraint in self._forcing_constraints:
             if forced_ids := constraint.forced_tokens(tokens):
                 return forced_ids
         return []
 
     def suggest_tokens(self, tokens: np.ndarray) -> np.ndarray | None:
         """Return ids, (n,), that are worth proposing after ``tokens``; None if there are none."""
-        for constraint in self._suggesting:
+        for constraint in self._suggesting_constraints:
             suggested_ids = constraint.suggest_tokens(tokens)
             if suggested_ids is not None:
                 return suggested_ids
@@ -118,7 +122,7 @@ class Constraints:
 
     def is_complete(self, tokens: np.ndarray) -> bool:
         """Return whether nothing may follow ``tokens``."""
-        return any(constraint.is_complete(tokens) for constraint in self._forcing)
+        return any(constraint.is_complete(tokens) for constraint in self._forcing_constraints)
 
     def has_ended(self, tokens: np.ndarray) -> bool:
         """Return whether the last of ``tokens`` ends the text."""

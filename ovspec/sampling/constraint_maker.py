@@ -71,7 +71,7 @@ class ConstraintMaker:
         grammar, grammar_name = convert_requested_grammar(params)
         grammar_prompt = b""  # the end of the prompt that belongs to the grammar's text
         if params.constrain_from is not None:
-            grammar_prompt = self._prompt_from(prompt, params.constrain_from)
+            grammar_prompt = self._find_grammar_prompt(prompt, params.constrain_from)
         masking_constraints: list[Constraint] = []
         healing = None
         healed_bytes = b""
@@ -159,7 +159,7 @@ class ConstraintMaker:
         if grammar is not None:
             self.grammar_compiler.make_constraint(grammar, 0, frozenset(), grammar_name=grammar_name)
 
-    def _prompt_from(self, prompt: np.ndarray, constrain_from: int | str) -> bytes:
+    def _find_grammar_prompt(self, prompt: np.ndarray, constrain_from: int | str) -> bytes:
         """Return the bytes of the prompt from ``constrain_from`` on, which belong to the grammar's text."""
         prompt_bytes = self.vocabulary_index.join_bytes(prompt)
         prompt_text = prompt_bytes.decode("utf-8", "replace")

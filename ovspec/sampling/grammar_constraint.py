@@ -20,7 +20,7 @@ from ovspec.base.errors import OvspecError
 from ovspec.base.json_types import JsonObject, JsonValue
 from ovspec.cache.sequence import Sequence
 from ovspec.grammars.json_schema.item_tracks import ItemTracks
-from ovspec.grammars.sources import LARK_TOKEN, PARSER_LIMITS, UNIQUE_ITEMS_KEY
+from ovspec.grammars.sources import LARK_TOKEN_PATTERN, PARSER_LIMITS, UNIQUE_ITEMS_KEY
 from ovspec.grammars.wording import word_llguidance_error
 from ovspec.sampling.constraint import Constraint
 from ovspec.sampling.masks import mask_contains, pack_mask
@@ -28,7 +28,7 @@ from ovspec.sampling.tool_grammar import TEXT_PARAMETERS_KEY, TOKEN_NAMES_KEY
 from ovspec.sampling.unique_items import FollowingIds, JsonCursor, UniqueItems
 from ovspec.text.tokenizer_files import TOKENIZER_FILE
 
-UNUSABLE = "This model's tokenizer can't be used with grammars"
+UNUSABLE_TOKENIZER = "This model's tokenizer can't be used with grammars"
 MAX_CACHED_GRAMMARS = 32
 # The number of last positions whose matchers are cached; a proposal is rarely longer.
 MAX_CACHED_POSITIONS = 32
@@ -40,7 +40,7 @@ class PositionCache:
 
     matcher: LLMatcher | None = None
     mask: np.ndarray | None = None
-    forced: list[int] | None = None
+    forced_ids: list[int] | None = None
     cursor: JsonCursor | None = None  # kept for all positions, if items must differ
 
 
@@ -68,11 +68,11 @@ class GrammarConstraint(Constraint):
         unique_items: UniqueItems | None = None,
         cursor: JsonCursor | None = None,
     ) -> None:
-        self._start_length = prompt_length
+        self._prompt_length = prompt_length
         self._end_ids = end_ids
         self._vocab_size = vocab_size
         self._unique_items = unique_items
-        self._without_matcher_end = ~pack_mask([matcher_end_id], vocab_size)
+        self._mask_without_matcher_end = ~pack_mask([matcher_end_id], vocab_size)
         self._end_mask = pack_mask([token for token in end_ids if token < vocab_size], vocab_size)
         self._followed_sequence = Sequence()  # tokens that the grammar is known to allow
         self._positions = [PositionCache(matcher, cursor=cursor)]  # one more than there are tokens
@@ -113,11 +113,11 @@ class GrammarConstraint(Constraint):
     def _forced_at(self, answer_length: int) -> list[int]:
         """Return the ids that must follow at a position."""
         position = self._positions[answer_length]
-        if position.forced is None:
-            position.forced = self._matcher_at(answer_length).compute_ff_tokens()
-            if position.forced:
-                position.forced = self._cut_before_repeat(answer_length, position.forced)
-        return position.forced
+        if position.forced_ids is None:
+            position.forced_ids = self._matcher_at(answer_length).compute_ff_tokens()
+            if position.forced_ids:
+                position.forced_ids = self._cut_before_repeat(answer_length, position.forced_ids)
+        return position.forced_ids
 
     def _leads_to_repeat(self, answer_length: int, token: int) -> bool:
         """Return whether ``token`` can only lead to an item that an array has already and must not have again."""
@@ -167,14 +167,14 @@ class GrammarConstraint(Constraint):
         mask_words = np.empty(-(-self._vocab_size // 32), dtype=np.uint32)
         matcher.unsafe_compute_mask_ptr(mask_words.ctypes.data, mask_words.nbytes)
         raise_if_failed(matcher)
-        mask = mask_words.view(np.uint8)[: len(self._end_mask)] & self._without_matcher_end
+        mask = mask_words.view(np.uint8)[: len(self._end_mask)] & self._mask_without_matcher_end
         if matcher.is_accepting():
             mask |= self._end_mask
         return mask
 
     def _follow_tokens(self, tokens: np.ndarray) -> int:
         """Follow ``tokens``; return the index of the position after them, which is their number after the prompt."""
-        answer_ids = tokens[self._start_length :]
+        answer_ids = tokens[self._prompt_length :]
         shared_length = self._followed_sequence.common_prefix_length(answer_ids)
         if shared_length < len(answer_ids):
             self._followed_sequence.rewind(shared_length)
@@ -344,7 +344,9 @@ def make_grammar_tokenizer(tokenizer_json: JsonObject, vocab_size: int) -> tuple
     model_json: JsonValue = tokenizer_json.get("model")
     ids_by_token = model_json.get("vocab") if isinstance(model_json, dict) else None
     if not isinstance(ids_by_token, dict):
-        raise OvspecError(f"{UNUSABLE}: its {TOKENIZER_FILE} doesn't map tokens to ids; export the model again.")
+        raise OvspecError(
+            f"{UNUSABLE_TOKENIZER}: its {TOKENIZER_FILE} doesn't map tokens to ids; export the model again."
+        )
     renamed_json = {
         **tokenizer_json,
         "added_tokens": [rename_token(token, unspellable_names) for token in added_tokens],
@@ -359,7 +361,7 @@ def make_grammar_tokenizer(tokenizer_json: JsonObject, vocab_size: int) -> tuple
     except BaseException as error:
         # A panic in Rust isn't an Exception, and its type can't be imported.
         if isinstance(error, ValueError) or type(error).__name__ == "PanicException":
-            raise OvspecError(f"{UNUSABLE}: {str(error)[:300]}.") from None
+            raise OvspecError(f"{UNUSABLE_TOKENIZER}: {str(error)[:300]}.") from None
         raise
 
 
@@ -398,5 +400,5 @@ def replace_names_by_ids(
 
     for part_grammar in combined_grammar["grammars"]:
         if part_grammar.get("lark_grammar"):
-            part_grammar["lark_grammar"] = LARK_TOKEN.sub(id_reference, part_grammar["lark_grammar"])
+            part_grammar["lark_grammar"] = LARK_TOKEN_PATTERN.sub(id_reference, part_grammar["lark_grammar"])
     return json.dumps(combined_grammar), tracks

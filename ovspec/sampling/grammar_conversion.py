@@ -21,19 +21,19 @@ from ovspec.grammars import sources
 from ovspec.grammars.wording import word_llguidance_error, word_placed_error
 from ovspec.sampling.tool_grammar import TOKEN_NAMES_KEY, write_tools_grammar
 
-CONVERSION_SECONDS = 5.0
-TOOLS_SECONDS = 2.0  # for the schemas of all tools of a request
-CONVERSION_BYTES = 1_000_000_000
+MAX_CONVERSION_SECONDS = 5.0
+MAX_TOOLS_SECONDS = 2.0  # for the schemas of all tools of a request
+MAX_CONVERSION_BYTES = 1_000_000_000
 MAX_SPECIAL_TOKENS = 50  # named in a grammar
-NUMBERED_TOKENS = 300_000  # empty tokens added for a grammar that refers to tokens by id
+NUMBERED_TOKEN_COUNT = 300_000  # empty tokens added for a grammar that refers to tokens by id
 MAX_FORCED_BYTES = 200_000  # llguidance finds them in one step that holds Python's lock, at 1.5 us each
 WALK_COUNT, MAX_WALK_BYTES, WALK_SECONDS = 4, 100, 0.3
 DEAD_END_ERROR = "NoExtension"  # begins llguidance's error where no byte may follow
 
 CONVERSION_PROCESS = "ovspec.sampling.grammar_conversion", "checks grammars"
-CONVERTER = SandboxPool(*CONVERSION_PROCESS, CONVERSION_SECONDS, CONVERSION_BYTES)
-TOOLS_CONVERTER = SandboxPool(*CONVERSION_PROCESS, TOOLS_SECONDS, CONVERSION_BYTES)
-SLOWEST_TOOL_CONVERTER = SandboxPool(*CONVERSION_PROCESS, TOOLS_SECONDS / 2, CONVERSION_BYTES)
+GRAMMAR_CONVERTER = SandboxPool(*CONVERSION_PROCESS, MAX_CONVERSION_SECONDS, MAX_CONVERSION_BYTES)
+TOOLS_CONVERTER = SandboxPool(*CONVERSION_PROCESS, MAX_TOOLS_SECONDS, MAX_CONVERSION_BYTES)
+SLOWEST_TOOL_CONVERTER = SandboxPool(*CONVERSION_PROCESS, MAX_TOOLS_SECONDS / 2, MAX_CONVERSION_BYTES)
 
 
 def convert_grammar(source_kind: str, source: JsonValue, label: str, **schema_options: bool | None) -> str:
@@ -56,8 +56,10 @@ def convert_grammar(source_kind: str, source: JsonValue, label: str, **schema_op
         request_text = json.dumps(request, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise OvspecError(f"{label} can't be written as JSON: {error}.") from None
-    if len(request_text) > 8 * sources.MAX_CHARACTERS:  # more than any escapes could make of an allowed source
-        raise OvspecError(f"{label} has more than {sources.MAX_CHARACTERS} characters, the most that are allowed.")
+    if len(request_text) > 8 * sources.MAX_GRAMMAR_CHARACTERS:  # more than any escapes could make of an allowed source
+        raise OvspecError(
+            f"{label} has more than {sources.MAX_GRAMMAR_CHARACTERS} characters, the most that are allowed."
+        )
     grammar, warning = request_conversion(request_text)
     if warning:
         warnings.warn(f"{label} {warning}", stacklevel=2)
@@ -68,7 +70,7 @@ def convert_grammar(source_kind: str, source: JsonValue, label: str, **schema_op
 def request_conversion(request_text: str) -> tuple[str, str]:
     """Return (grammar, warning) for a request to the worker; a refusal is an exception, so it isn't remembered."""
     request: JsonObject = json.loads(request_text)
-    converter = TOOLS_CONVERTER if request["kind"] == "tools" else CONVERTER
+    converter = TOOLS_CONVERTER if request["kind"] == "tools" else GRAMMAR_CONVERTER
     label = request["label"]
     try:
         reply = converter.ask(request_text)
@@ -83,7 +85,7 @@ def request_conversion(request_text: str) -> tuple[str, str]:
 
 def find_slowest_tool(request: JsonObject) -> str:
     """Return the tool whose schema takes too long, as messages name it; all of them if none does alone."""
-    deadline = time.monotonic() + TOOLS_SECONDS
+    deadline = time.monotonic() + MAX_TOOLS_SECONDS
     tool_requests = split_by_tool(request)
     if len(tool_requests) == 1:
         return next(iter(tool_requests))
@@ -131,7 +133,7 @@ CONVERTERS: dict[str, Callable[..., str]] = {
 }
 
 
-def answer_conversion(request: JsonObject) -> dict[str, str]:
+def answer_conversion_request(request: JsonObject) -> dict[str, str]:
     """Return {"grammar": llguidance's notation, "warning"} or {"error": a sentence}; see ``request_conversion``."""
     source_kind, source, label = request["kind"], request["source"], request["label"]
     warning = ""
@@ -163,7 +165,7 @@ def find_grammar_problem(grammar: str) -> str:
     """Return what follows a refused grammar's name in the error message; "" for a good grammar."""
     special_tokens = [*json.loads(grammar).get(TOKEN_NAMES_KEY, ())]
     while True:
-        tokenizer = ByteTokenizer(special_tokens, NUMBERED_TOKENS if "<[" in grammar else 0)
+        tokenizer = ByteTokenizer(special_tokens, NUMBERED_TOKEN_COUNT if "<[" in grammar else 0)
         ll_tokenizer = LLTokenizer(tokenizer)  # type: ignore[arg-type]
         matcher = LLMatcher(ll_tokenizer, grammar, log_level=0, limits=sources.PARSER_LIMITS)
         unknown_token = re.search(r'unknown special token: "(<[^"]*>)"', matcher.get_error())
@@ -186,7 +188,7 @@ def find_walk_problem(matcher: LLMatcher, vocabulary_size: int) -> str:
     """
     if matcher.is_accepting() and not list_allowed_tokens(matcher, vocabulary_size):
         return "it matches only the empty text; add another option"
-    if vocabulary_size > NUMBERED_TOKENS:
+    if vocabulary_size > NUMBERED_TOKEN_COUNT:
         return ""  # the bytes of the model's numbered tokens aren't known here
     generator = random.Random(0)
     deadline = time.monotonic() + WALK_SECONDS
@@ -213,4 +215,4 @@ def list_allowed_tokens(matcher: LLMatcher, vocabulary_size: int) -> list[int]:
 
 
 if __name__ == "__main__":
-    serve_requests(answer_conversion)
+    serve_requests(answer_conversion_request)

@@ -55,7 +55,7 @@ class Healing(Constraint):
         self._removed_ids = prompt_ids[len(prompt_ids) - removed_count :].copy()
         self._bos_ids = bos_ids
         self._vocabulary = vocabulary
-        self._masks: dict[bytes, np.ndarray] = {}
+        self._masks_by_remaining_bytes: dict[bytes, np.ndarray] = {}
         self.removed_bytes = vocabulary.join_bytes(self._removed_ids)  # their bytes
         self.kept_length = len(prompt_ids) - removed_count or len(bos_ids)  # tokens of the prompt that are left
 
@@ -73,11 +73,11 @@ class Healing(Constraint):
         remaining_bytes = self.removed_bytes[len(generated_bytes) :]
         if not remaining_bytes:
             return None
-        if remaining_bytes not in self._masks:
-            self._masks[remaining_bytes] = pack_mask(
+        if remaining_bytes not in self._masks_by_remaining_bytes:
+            self._masks_by_remaining_bytes[remaining_bytes] = pack_mask(
                 self._vocabulary.ids_compatible_with(remaining_bytes), self._vocabulary.size
             )
-        return self._masks[remaining_bytes]
+        return self._masks_by_remaining_bytes[remaining_bytes]
 
     def suggest_tokens(self, tokens: np.ndarray) -> np.ndarray | None:
         """Return the remaining tokens taken back: usually none extends past them, and proposing them is free."""

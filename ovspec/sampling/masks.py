@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import numpy as np
 
 # For each byte of a mask, the numbers that its eight bits add to eight logits.
-_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
-_ADDED_BY_BYTE = np.where(_BITS, np.float32(0), np.float32(-np.inf))
+_BITS_BY_BYTE = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+_ADDENDS_BY_BYTE = np.where(_BITS_BY_BYTE, np.float32(0), np.float32(-np.inf))
 
 
 def pack_mask(token_ids: Iterable[int], vocab_size: int) -> np.ndarray:
@@ -28,5 +28,5 @@ def apply_mask(logits: np.ndarray, mask: np.ndarray) -> np.ndarray:
     logits = logits[: 8 * len(mask)]
     logits_count = len(logits)
     # 'clip' saves a buffer; every byte is a valid row anyway.
-    addends = np.take(_ADDED_BY_BYTE, mask[: -(-logits_count // 8)], axis=0, mode="clip").reshape(-1)[:logits_count]
+    addends = np.take(_ADDENDS_BY_BYTE, mask[: -(-logits_count // 8)], axis=0, mode="clip").reshape(-1)[:logits_count]
     return np.add(logits, addends, out=addends)

@@ -61,7 +61,7 @@ class UserProcessor(Constraint):
     """Applies a user's own function, or a logits processor of transformers."""
 
     def __init__(self, function: LogitsProcessor) -> None:
-        self._name = getattr(function, "__name__", type(function).__name__)
+        self._function_name = getattr(function, "__name__", type(function).__name__)
         self._function = adapt_torch_processor(function) if takes_tensors(function) else function
 
     def process_logits(self, logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:
@@ -73,12 +73,14 @@ class UserProcessor(Constraint):
             processed_logits = np.empty(0)
         if processed_logits.size != logits.size or processed_logits.dtype.kind not in "fiu":
             raise OvspecError(
-                f"The logits processor {self._name} returned {type(returned_logits).__name__} "
+                f"The logits processor {self._function_name} returned {type(returned_logits).__name__} "
                 f"of shape {processed_logits.shape}; it must return logits of shape (1, {len(logits)})."
             )
         processed_logits = processed_logits.reshape(-1).astype(np.float32)
         if np.isnan(processed_logits).any() or processed_logits.max() == np.inf:
-            raise OvspecError(f"The logits processor {self._name} returned nan or inf; use -inf to exclude a token.")
+            raise OvspecError(
+                f"The logits processor {self._function_name} returned nan or inf; use -inf to exclude a token."
+            )
         return processed_logits
 
 

@@ -151,7 +151,7 @@ class GreedySampler(ComparingSampler):
     def verify_proposal(
         self, logits: np.ndarray, sequence: Sequence, proposed: np.ndarray, distributions: Distributions = None
     ) -> np.ndarray:
-        if self.constraints.active:
+        if self.constraints.has_constraints:
             return super().verify_proposal(logits, sequence, proposed, distributions)
         chosen_ids = logits.argmax(axis=-1)
         if len(proposed):
@@ -164,7 +164,7 @@ class GreedySampler(ComparingSampler):
     def choose_draft_token(
         self, logits: np.ndarray, tokens: np.ndarray, draft_ids: DraftIds | None = None
     ) -> DraftedToken | None:
-        if not self.constraints.active:
+        if not self.constraints.has_constraints:
             return most_likely_token(logits, draft_ids)
         logits = self.constraints.process_logits(spread_logits(logits, draft_ids), tokens)
         # If the most likely token of all may follow, it is the choice, and the mask isn't needed.
@@ -206,24 +206,28 @@ class SharedNoiseSampler(ComparingSampler):
         self._params = params
         self._seed = params.seed
         self._sample = sample
-        self._noise: dict[int, np.ndarray] = {}  # by position: noise that the draft drew with and the target hasn't yet
+        self._noise_by_position: dict[
+            int, np.ndarray
+        ] = {}  # by position: noise that the draft drew with and the target hasn't yet
 
     def verify_proposal(
         self, logits: np.ndarray, sequence: Sequence, proposed: np.ndarray, distributions: Distributions = None
     ) -> np.ndarray:
         chosen_ids = super().verify_proposal(logits, sequence, proposed, distributions)
         new_length = len(sequence) + len(chosen_ids)
-        self._noise = {position: noise_bits for position, noise_bits in self._noise.items() if position >= new_length}
+        self._noise_by_position = {
+            position: noise_bits for position, noise_bits in self._noise_by_position.items() if position >= new_length
+        }
         return chosen_ids
 
     def choose_draft_token(
         self, logits: np.ndarray, tokens: np.ndarray, draft_ids: DraftIds | None = None
     ) -> DraftedToken | None:
-        if draft_ids and not self.constraints.active:
+        if draft_ids and not self.constraints.has_constraints:
             return self._draw_token(logits, len(tokens), draft_ids)
         logits = self.constraints.process_logits(spread_logits(logits, draft_ids), tokens)
         # If the token drawn from all may follow, it also wins among those that may, and the mask isn't needed.
-        if self.constraints.active and not self._params.truncating_options:
+        if self.constraints.has_constraints and not self._params.truncating_options:
             drawn_token = self._draw_token(logits, len(tokens))
             if drawn_token and self.constraints.allows_token(drawn_token.token, tokens):
                 return drawn_token
@@ -237,10 +241,10 @@ class SharedNoiseSampler(ComparingSampler):
         if not logits.max() > -np.inf:
             return None
         vocab_size = draft_ids.target_width if draft_ids else len(logits)
-        noise_bits = self._noise.get(position)
+        noise_bits = self._noise_by_position.get(position)
         if noise_bits is None or len(noise_bits) < vocab_size:
             noise_bits = make_noise(self._seed, self._sample, position, vocab_size, CHOICE_NOISE)
-            self._noise[position] = noise_bits
+            self._noise_by_position[position] = noise_bits
         warped_logits = warp_logits(logits, self._params, draft_ids and draft_ids.target_ids)
         return DraftedToken(*draw_token(warped_logits, noise_bits[:vocab_size]))
 
@@ -307,7 +311,7 @@ class UserSampler(ComparingSampler):
     def __init__(self, constraints: Constraints, function: SampleFunction, params: Params) -> None:
         super().__init__(constraints)
         self._function = function
-        self._options = params.sampler_options or {}
+        self._sampler_options = params.sampler_options or {}
 
     def choose_draft_token(
         self, logits: np.ndarray, tokens: np.ndarray, draft_ids: DraftIds | None = None
@@ -316,7 +320,9 @@ class UserSampler(ComparingSampler):
 
     def choose_token(self, logits: np.ndarray, tokens: np.ndarray) -> int:
         # Copies, because the function may keep or modify its arguments.
-        returned_token = self._function(self.constraints(logits, tokens)[None].copy(), tokens.copy(), **self._options)
+        returned_token = self._function(
+            self.constraints(logits, tokens)[None].copy(), tokens.copy(), **self._sampler_options
+        )
         try:
             token = int(np.asarray(returned_token).item())
         except (TypeError, ValueError):

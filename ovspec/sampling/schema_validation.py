@@ -13,15 +13,17 @@ from ovspec.base.json_types import JsonObject, JsonValue
 from ovspec.base.sandbox import LimitExceeded, SandboxPool, serve_requests
 from ovspec.grammars.response_format import unwrap_response_format
 
-MAX_SECONDS = 5.0
-MAX_BYTES = 1_000_000_000
+MAX_VALIDATION_SECONDS = 5.0
+MAX_VALIDATION_BYTES = 1_000_000_000
 # These take longer than the sizes of the schema and the text suggest: regular expressions, whose search can't be
 # interrupted, references, and keywords that compare items with each other or check parts again.
 SLOW_KEYWORDS = re.compile(r'"(?:pattern|\$|uniqueItems|unevaluated)')
 MAX_ERRORS = 20
 MAX_DIRECT_SIZE = 10_000_000  # characters of the schema times characters of the text that this process checks itself
 
-VALIDATOR = SandboxPool("ovspec.sampling.schema_validation", "judges texts by schemas", MAX_SECONDS, MAX_BYTES)
+VALIDATOR = SandboxPool(
+    "ovspec.sampling.schema_validation", "judges texts by schemas", MAX_VALIDATION_SECONDS, MAX_VALIDATION_BYTES
+)
 
 
 def find_schema_errors(schema: JsonValue | Path, prompt_part: str, text: str) -> list[str]:
@@ -80,10 +82,12 @@ def validate_text(request: JsonObject) -> JsonObject:
         errors = sorted(validator.iter_errors(instance), key=lambda error: error.json_path)
     except Exception as error:  # whatever a schema or Python's regular expressions can raise
         return {"unusable": str(error).partition("\n")[0][:200] or type(error).__name__}
-    return {"errors": [f"{json_pointer(error.absolute_path)}: {error.message:.300}" for error in errors[:MAX_ERRORS]]}
+    return {
+        "errors": [f"{format_json_pointer(error.absolute_path)}: {error.message:.300}" for error in errors[:MAX_ERRORS]]
+    }
 
 
-def json_pointer(error_path: Iterable[str | int]) -> str:
+def format_json_pointer(error_path: Iterable[str | int]) -> str:
     return "/".join(("#", *(str(path_part).replace("~", "~0").replace("/", "~1") for path_part in error_path)))
 
 

@@ -11,7 +11,7 @@ from ovspec.base.errors import OvspecError
 from ovspec.base.json_types import JsonObject
 from ovspec.grammars.json_schema import CompiledSchema, SchemaOptions, compile_schema
 from ovspec.grammars.json_schema.item_tracks import merge_item_tracks
-from ovspec.grammars.json_schema.parameters import ParameterLayout
+from ovspec.grammars.json_schema.parameters import ParameterExpressions
 from ovspec.grammars.sources import UNIQUE_ITEMS_KEY, check_character_count, check_nesting, find_schema_problem
 from ovspec.params.tool_formats import TOOL_FORMATS_BY_NAME
 from ovspec.params.tool_formats.layout import SLOT_PATTERNS, ToolFormat
@@ -77,7 +77,7 @@ def write_tools_grammar(source: JsonObject, label: str) -> tuple[str, str]:
     return json.dumps(grammar), " ".join(warnings)
 
 
-def make_parameter_layout(tool_format: ToolFormat, token_names: dict[str, str]) -> ParameterLayout | None:
+def make_parameter_layout(tool_format: ToolFormat, token_names: dict[str, str]) -> ParameterExpressions | None:
     """Return the texts around arguments that are written one by one; None if they are one JSON object."""
     parameters = tool_format.parameters
     if not parameters:
@@ -86,11 +86,13 @@ def make_parameter_layout(tool_format: ToolFormat, token_names: dict[str, str]) 
     before_name = write_literal(parameters.before_name, token_names)
     after_name = write_literal(parameters.after_name, token_names)
     value_ending = split_at_token(parameters.after_value, token_names)
-    return ParameterLayout(before_name, after_name, parameters.after_name * (not has_token_after_name), *value_ending)
+    return ParameterExpressions(
+        before_name, after_name, parameters.after_name * (not has_token_after_name), *value_ending
+    )
 
 
 def compile_arguments(
-    tool: JsonObject, schema_options: SchemaOptions, parameter_layout: ParameterLayout | None, label: str
+    tool: JsonObject, schema_options: SchemaOptions, parameter_layout: ParameterExpressions | None, label: str
 ) -> CompiledSchema:
     """Return the grammar of a tool's arguments."""
     label = f"{label}: the schema of {tool['name']}"

@@ -30,13 +30,13 @@ JSON_NUMBER = re.compile(r"-?[0-9][0-9.eE+-]*")
 class BegunItem:
     """An item as far as it is written.
 
-    ``finished``: its finished tokens, written as ``normalize_token`` does; ``open_part``: the rest.
-    ``number``: the rest is a number.
+    ``finished_text``: its finished tokens, written as ``normalize_token`` does; ``open_text``: the rest.
+    ``is_number``: the rest is a number.
     """
 
-    finished: str
-    open_part: str
-    number: bool = False
+    finished_text: str
+    open_text: str
+    is_number: bool = False
 
     @classmethod
     def from_bytes(cls, item: bytes) -> BegunItem:
@@ -58,13 +58,13 @@ class BegunItem:
 
     def may_become(self, text: str) -> bool:
         """Return whether ``text``, a whole item, is like this one so far."""
-        if not text.startswith(self.finished):
+        if not text.startswith(self.finished_text):
             return False
-        remaining_text = text[len(self.finished) :]
-        if remaining_text.startswith(self.open_part) or not self.number:
-            return remaining_text.startswith(self.open_part)
+        remaining_text = text[len(self.finished_text) :]
+        if remaining_text.startswith(self.open_text) or not self.is_number:
+            return remaining_text.startswith(self.open_text)
         number_match = JSON_NUMBER.match(remaining_text)
-        digits = re.sub(r"\.?([eE][+-]?)?$", "", self.open_part)
+        digits = re.sub(r"\.?([eE][+-]?)?$", "", self.open_text)
         return number_match is not None and normalize_token("0" if digits == "-" else digits) == number_match[0]
 
 
@@ -174,12 +174,12 @@ class UniqueItems:
         suspect_ids = set(self._quoting_ids if cursor.token_kind == "string" else self._closing_ids)
         for container in containers:
             item = container.begun_item(cursor)
-            if "e" in item.open_part.lower() and item.number:
+            if "e" in item.open_text.lower() and item.is_number:
                 suspect_ids.update(self._numeric_ids)
             suspect_ids.update(self._zero_ids)
             for text in container.earlier_texts:
                 if item.may_become(text):
-                    remaining_bytes = text[len(item.finished) + len(item.open_part) :].encode()
+                    remaining_bytes = text[len(item.finished_text) + len(item.open_text) :].encode()
                     suspect_ids.update(self._vocabulary_index.ids_of_prefixes(remaining_bytes))
         return [token for token in allowed_ids.tolist() if token in suspect_ids]
 
@@ -291,7 +291,7 @@ class JsonWalk:
             container = self.containers[-1]
             item_tracks = {
                 track["prefix"][container.item_index] if container.item_index < len(track["prefix"]) else track["items"]
-                for track in self._tracks_of(container)
+                for track in self._list_tracks(container)
                 if "items" in track
             }
             self.containers[-1] = replace(container, item_start=offset, item_tracks=tuple(sorted(item_tracks)))
@@ -309,7 +309,7 @@ class JsonWalk:
     def _begin_property(self, name: str) -> None:
         """Note which property's value follows."""
         item_tracks = set[int]()
-        for track in self._tracks_of(self.containers[-1]):
+        for track in self._list_tracks(self.containers[-1]):
             if "rest" in track:
                 matching_tracks = [number for pattern, number in track["patterns"] if search_pattern(pattern, name)]
                 item_tracks |= (
@@ -317,7 +317,7 @@ class JsonWalk:
                 )
         self.containers[-1] = replace(self.containers[-1], item_tracks=tuple(sorted(item_tracks)))
 
-    def _tracks_of(self, container: OpenContainer) -> Iterable[JsonObject]:
+    def _list_tracks(self, container: OpenContainer) -> Iterable[JsonObject]:
         return (track for number in container.track_numbers for track in self._tracks[number])
 
     def _end_value(self, value_end: int) -> bool:

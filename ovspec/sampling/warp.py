@@ -14,7 +14,9 @@ import numpy as np
 from ovspec.base.errors import OvspecError
 from ovspec.params import SamplingParams
 
-RARE_SHARE = 1e-3  # tokens less likely than this part of the most likely token's probability rarely matter for top-p
+RARE_TOKEN_SHARE = (
+    1e-3  # tokens less likely than this part of the most likely token's probability rarely matter for top-p
+)
 MAXIMA_BLOCK_SIZE = 128  # size of blocks in the search for the largest logits
 NO_TOKEN_LEFT = "No token may follow: all are banned, or the model's logits are not numbers."
 
@@ -57,7 +59,7 @@ def warp_logits(logits: np.ndarray, params: SamplingParams, ids: np.ndarray | No
     if params.top_p < 1:
         weights = np.exp(logits)
         total_weight = float(weights.sum(dtype=np.float64))
-        likely_positions = np.flatnonzero(weights >= RARE_SHARE)
+        likely_positions = np.flatnonzero(weights >= RARE_TOKEN_SHARE)
         if weights[likely_positions].sum(dtype=np.float64) < params.top_p * total_weight:
             # All tokens below this threshold together have no more than the share 1 - top_p.
             likely_positions = np.flatnonzero(weights >= (1 - params.top_p) * total_weight / len(weights))

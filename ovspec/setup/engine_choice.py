@@ -40,7 +40,7 @@ from ovspec.text.vocabulary import ALL_IDS, KnownIds
 EngineName = Literal["stateful", "paged"]
 EngineChoice = Literal["auto", "stateful", "paged"]
 # Where an inference of two tokens takes at most this many times as long as the narrowest one, lookup is the default.
-FREE_PROPOSAL_COST = 1.1
+MAX_FREE_PROPOSAL_COST = 1.1
 GPU_ARITHMETIC_NOTE = "fast, not exact on a GPU"
 LONG_PROBE_BYTES = 1e8  # bytes of weights from which probing takes so long that a note announces it
 
@@ -53,7 +53,7 @@ class CompiledModel:
     engine: EngineName
     engine_reason: str  # why this engine was chosen
     rollback: Rollback
-    rule: FeedRule = FAST_RULE  # how tokens are fed
+    feed_rule: FeedRule = FAST_RULE  # how tokens are fed
     arithmetic_note: str = "fast"  # or "exact", or a sentence: why exact arithmetic was requested and isn't possible
     proposals_are_free: bool = False  # verifying a token proposed for one text takes little time and changes no bit
     profile: str | None = None  # the setting that a profile chose
@@ -92,7 +92,7 @@ class CompiledModel:
 
         ``shares_blocks``: whether its KV cache is in the blocks of ``share_blocks``.
         """
-        feed_rule = feed_rule or self.rule
+        feed_rule = feed_rule or self.feed_rule
         if self.engine == "paged":
             blocks = self.shared_blocks if shares_blocks else None
             return PagedDecoder(self.ir, vocabulary, feed_rule, blocks)
@@ -161,9 +161,9 @@ class CompiledModel:
             differing_text = f"{exactness.differing} of {exactness.positions} probed positions differ"
             self.arithmetic_note = f"fast, not exact here ({differing_text})"
             return
-        self.rule = exactness.rule
+        self.feed_rule = exactness.rule
         self.arithmetic_note = "exact"
-        self.proposals_are_free = self.engine == "paged" and exactness.guess <= FREE_PROPOSAL_COST
+        self.proposals_are_free = self.engine == "paged" and exactness.guess <= MAX_FREE_PROPOSAL_COST
         if exactness.rule.rows_apart:
             self.rollback = with_trimming(self.rollback)
 
@@ -251,7 +251,7 @@ def load_model_with_features(
         differing_count = sum(hash_with_head != hash_without_head for hash_with_head, hash_without_head in hash_pairs)
         exactness = write_cached(exactness_file, Exactness(None, len(hashes_without_head), differing_count))
     if exactness.differing:
-        model.rule = fast_arithmetic_rule(model.engine, model.ir.device)
+        model.feed_rule = fast_arithmetic_rule(model.engine, model.ir.device)
         model.proposals_are_free = False
         change_text = f"features change {exactness.differing} of {exactness.positions} probed positions"
         model.arithmetic_note = f"fast, not exact here ({change_text})"

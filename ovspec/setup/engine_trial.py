@@ -14,6 +14,8 @@ from ovspec.setup.paging import compare_engines
 
 if __name__ == "__main__":
     disable_core_dumps()
-    fields = json.loads(sys.argv[2])
-    options = DeviceOptions(**fields | {"cache_dir": fields["cache_dir"] and Path(fields["cache_dir"])})
+    option_fields = json.loads(sys.argv[2])
+    options = DeviceOptions(
+        **option_fields | {"cache_dir": option_fields["cache_dir"] and Path(option_fields["cache_dir"])}
+    )
     print(json.dumps(asdict(compare_engines(Path(sys.argv[1]), options))))

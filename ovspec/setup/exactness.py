@@ -47,11 +47,11 @@ class Exactness:
 
 @dataclass(frozen=True)
 class ExactnessTrial:
-    """The texts to probe with: one for each of ``contexts`` tokens, followed by pieces of ``widths`` tokens each."""
+    """The texts to probe with: one for each of ``context_lengths``, followed by pieces of ``widths`` tokens each."""
 
-    contexts: tuple[int, ...]
+    context_lengths: tuple[int, ...]
     widths: tuple[int, ...]
-    batches: tuple[int, ...] = (3,)
+    batch_sizes: tuple[int, ...] = (3,)
 
 
 MakeDecoder = Callable[[FeedRule], Decoder]
@@ -309,7 +309,7 @@ def probe_feed_rule(decoder: Decoder, vocab_size: int, trial: ExactnessTrial = S
     tail_length = sum(trial.widths)
     context_lengths = [
         context_length
-        for context_length in trial.contexts
+        for context_length in trial.context_lengths
         if not max_context_length or context_length + tail_length <= max_context_length
     ]
     for context_length in context_lengths or [max(2, (max_context_length or 0) - tail_length)]:
@@ -321,7 +321,7 @@ def probe_feed_rule(decoder: Decoder, vocab_size: int, trial: ExactnessTrial = S
         expected_hashes = hash_logits_rows(decoder.feed([probe_ids], [len(probe_ids)])[0])
         prober = FeedRuleProber(decoder, probe_ids, pieces_start, generator)
         piece_readings = [prober.read_in_pieces(trial.widths), prober.read_after_rollbacks(trial.widths)]
-        piece_readings += [prober.read_in_batch(row_count) for row_count in trial.batches]
+        piece_readings += [prober.read_in_batch(row_count) for row_count in trial.batch_sizes]
         for reading_start, logits in itertools.chain.from_iterable(piece_readings):
             logits_hashes = hash_logits_rows(logits)
             position_count += len(logits_hashes)
@@ -342,16 +342,16 @@ class FeedRuleProber:
     ) -> None:
         self.decoder = decoder
         self.probe_ids = probe_ids
-        self.begin = pieces_start
+        self.pieces_start = pieces_start
         self.generator = generator
 
     def read_in_pieces(self, widths: tuple[int, ...]) -> Iterator[tuple[int, np.ndarray]]:
         """Read the context in random pieces, with a random number of logits for each, then go on."""
         self.decoder.reset(1)
         position = 0
-        while position < self.begin:
+        while position < self.pieces_start:
             width = int(self.generator.integers(1, self.generator.choice((2, 4, *RISING_WIDTHS)) + 1))
-            piece = self.probe_ids[position : min(self.begin, position + width)]
+            piece = self.probe_ids[position : min(self.pieces_start, position + width)]
             logits_count = int(self.generator.integers(0, len(piece) + 1))
             position += len(piece)
             logits = self.decoder.feed([piece], [logits_count])[0]
@@ -363,11 +363,11 @@ class FeedRuleProber:
         """The same with rejected tokens before each piece, in a fork that rewinds into the context first."""
         self.read_context()
         fork = self.decoder.fork()
-        fork.truncate(0, min(max(1, self.begin - 8), len(fork.rows[0])))  # a fork may be empty
-        unread_ids = self.probe_ids[len(fork.rows[0]) : self.begin]
+        fork.truncate(0, min(max(1, self.pieces_start - 8), len(fork.rows[0])))  # a fork may be empty
+        unread_ids = self.probe_ids[len(fork.rows[0]) : self.pieces_start]
         if len(unread_ids):
             fork.feed([unread_ids], [0])
-        prober = FeedRuleProber(fork, self.probe_ids, self.begin, self.generator)
+        prober = FeedRuleProber(fork, self.probe_ids, self.pieces_start, self.generator)
         yield from prober.feed_pieces(tuple(reversed(widths)), with_rejections=True)
         fork.reset(0)
 
@@ -376,7 +376,7 @@ class FeedRuleProber:
         self.read_context()
         self.decoder.reorder([0] * row_count)
         for row in range(1, row_count):
-            self.decoder.truncate(row, int(self.generator.integers(0, self.begin)))
+            self.decoder.truncate(row, int(self.generator.integers(0, self.pieces_start)))
         widths = itertools.cycle((1, 3, 1, 1, 2, 5))
         position = len(self.decoder.rows[0])
         while position < len(self.probe_ids):
@@ -391,12 +391,12 @@ class FeedRuleProber:
         self.decoder.reorder([0])
 
     def read_context(self) -> None:
-        self.decoder.truncate(0, min(self.begin, len(self.decoder.rows[0])))
-        if len(unread_ids := self.probe_ids[len(self.decoder.rows[0]) : self.begin]):
+        self.decoder.truncate(0, min(self.pieces_start, len(self.decoder.rows[0])))
+        if len(unread_ids := self.probe_ids[len(self.decoder.rows[0]) : self.pieces_start]):
             self.decoder.feed([unread_ids], [0])
 
     def feed_pieces(self, widths: tuple[int, ...], with_rejections: bool = False) -> Iterator[tuple[int, np.ndarray]]:
-        position = self.begin
+        position = self.pieces_start
         for width in widths:
             if position >= len(self.probe_ids):
                 return

@@ -34,8 +34,8 @@ def export_to_cache(target: str, draft: str | None) -> Path:
     paths = [Path(name) if name and Path(name).exists() else None for name in (target, draft)]
     sources = [str(path.resolve()) if path else name for path, name in zip(paths, (target, draft), strict=True)]
     sources_key = hashlib.sha256(repr(sources).encode()).hexdigest()[:12]
-    name = re.sub(r"[^\w.-]+", "-", target).strip("-.") or "model"
-    folder = default_cache_dir() / "exports" / f"{name[-60:]}-{sources_key}"
+    folder_name = re.sub(r"[^\w.-]+", "-", target).strip("-.") or "model"
+    folder = default_cache_dir() / "exports" / f"{folder_name[-60:]}-{sources_key}"
     try:
         manifest = read_manifest(folder)
     except OvspecError:  # damaged

@@ -20,10 +20,18 @@ from ovspec.setup.proposers import load_compiled_head
 from ovspec.setup.rollback_probing import RollbackProbe, load_rollback_probe
 
 # OpenVINO's element types for weights -> the names that users know.
-WEIGHT_NAMES = {"f32": "fp32", "f16": "fp16", "bf16": "bf16", "i8": "int8", "u8": "int8", "i4": "int4", "u4": "int4"}
+WEIGHT_FORMAT_NAMES = {
+    "f32": "fp32",
+    "f16": "fp16",
+    "bf16": "bf16",
+    "i8": "int8",
+    "u8": "int8",
+    "i4": "int4",
+    "u4": "int4",
+}
 
 # How requests go on with copied states, which all CPUs do rightly.
-COPY_NOTES = {
+STATE_COPY_NOTES = {
     "any": "",
     "run": ", copied states only in a request that has run",
     None: ", texts read again because copied states differ",
@@ -95,7 +103,7 @@ def inspect_model(model: CompiledModel, options: DeviceOptions, exported: Export
         "engine": model.engine,
         "engine_reason": model.engine_reason,
         "arithmetic": model.arithmetic_note,
-        "rule": str(model.rule),
+        "rule": str(model.feed_rule),
         "profile": model.profile,
         "kl": model.kl_divergence,
         "rollback": str(rollback),
@@ -109,7 +117,7 @@ def compute_weight_shares(folder: Path) -> tuple[int, dict[str, float]]:
     """Return the number of weights and the share of each format; scales, zero points and norms are not counted."""
     weight_counts: Counter[str] = Counter()
     for (element_type, shape_text), count in count_weight_shapes(folder).items():
-        weight_format = WEIGHT_NAMES.get(element_type)
+        weight_format = WEIGHT_FORMAT_NAMES.get(element_type)
         shape = [int(size) for size in shape_text.split(",")]
         if weight_format and len(shape) > 1 and min(shape) > 1:
             weight_counts[weight_format] += count * math.prod(shape)
@@ -128,7 +136,7 @@ def format_inspection(name: str, facts: JsonObject) -> list[str]:
         profile = f"{facts['profile']}; KL divergence {facts['kl']:.1e} nats"
     rollback = facts["rollback"]
     if probe := facts["probed"]:
-        copies_note = COPY_NOTES[probe["rollback"]["copies"]]
+        copies_note = STATE_COPY_NOTES[probe["rollback"]["copies"]]
         rollback += f" on the stateful engine{copies_note} (probed on {probe['setting']} in {probe['seconds']:.2f} s)"
     cache_text = (
         f"{facts['kv_bytes_per_1000_tokens'] / 1e6:,.1f} MB per 1000 tokens (KV cache: {facts['kv_precision']})"

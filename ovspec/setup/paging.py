@@ -31,10 +31,10 @@ from ovspec.setup.rollback_probing import find_findings_file
 LONGEST_TESTED_WINDOW = 256
 # Bytes of weights up to which products are joined: OpenVINO keeps the joined weights in memory, and its own form of
 # them, too, and the more a product has to read, the less it matters how many there are.
-MOST_JOINED_BYTES = 5e8
+MAX_JOINED_BYTES = 5e8
 # A GPU computes in 16 bits, so that its logits differ from those in f32 by this share of their standard deviation: seen
 # are 0.045, and 0.5 and more where attention reads wrong keys.
-GPU_NOISE = 0.1
+MAX_GPU_NOISE = 0.1
 # The properties that round least. Models compiled with them are needed only briefly, so they are not cached.
 EXACT_PROPERTIES = {
     "INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32",
@@ -70,7 +70,7 @@ def compile_paged(
         rewrite_to_paged(model)
         if on_gpu:  # which joins products itself
             return
-        if check_weights(folder / MODEL_FILE) <= MOST_JOINED_BYTES:
+        if check_weights(folder / MODEL_FILE) <= MAX_JOINED_BYTES:
             join_products(model)
         if two_queries:
             pair_queries(model)
@@ -169,7 +169,7 @@ def compare_engines(folder: Path, options: DeviceOptions) -> PagedCheck:
         return PagedCheck(False, str(error))
     except OvspecError as error:
         return PagedCheck(False, f"OpenVINO cannot run it paged ({last_error_line(error)})")
-    tolerance = GPU_NOISE * stateful_logits.std() if on_gpu else 10 * rounding_error + 1e-4 * stateful_logits.std()
+    tolerance = MAX_GPU_NOISE * stateful_logits.std() if on_gpu else 10 * rounding_error + 1e-4 * stateful_logits.std()
     if all(np.abs(logits - stateful_logits[-len(logits) :]).max() <= tolerance for logits in paged_logits):
         return PagedCheck(True, "it agrees with the stateful decoder")
     return PagedCheck(False, "its logits differ when paged")

@@ -29,14 +29,14 @@ GOALS = get_args(Goal)
 PROFILE_FORMAT = 9
 # A setting may be chosen if its KL divergence is at most this many times that of OpenVINO's own default, or at most
 # this many nats, which is of the size that quantising weights to int8 costs a model of a billion parameters ...
-KL_FACTOR = 1.25
-MOST_KL = 3e-4
+MAX_KL_RATIO = 1.25
+MAX_KL_DIVERGENCE = 3e-4
 # ... and if this share of the most probable tokens is right, or as many as with the default.
-LEAST_TOP1 = 0.99
+MIN_TOP1_SHARE = 0.99
 # The goal "accuracy" allows no more nats than this.
-MOST_KL_FOR_ACCURACY = 1e-6
+MAX_KL_FOR_ACCURACY = 1e-6
 # A setting is chosen over one that was measured before it if it takes at most this share of the time.
-CLEARLY_BETTER = 0.97
+CLEARLY_BETTER_COST_RATIO = 0.97
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Measurement:
     def token_ms(self) -> float:
         return self.inference_ms(1)
 
-    def goal_cost(self, goal: Goal) -> float:
+    def compute_goal_cost_ms(self, goal: Goal) -> float:
         """Return the ms that ``goal`` minimises, by default for a prompt of 256 tokens, 128 inferences of 2, 4, 8."""
         if goal == "decode":
             return self.token_ms
@@ -105,9 +105,9 @@ class Measurement:
     def is_accurate(self, goal: Goal, default_measurement: Measurement) -> bool:
         """Return whether ``goal`` allows this setting, compared with OpenVINO's ``default_measurement``."""
         if goal == "accuracy":
-            return self.kl <= MOST_KL_FOR_ACCURACY
-        return self.kl <= max(KL_FACTOR * default_measurement.kl, MOST_KL) and self.top1 >= min(
-            LEAST_TOP1, default_measurement.top1
+            return self.kl <= MAX_KL_FOR_ACCURACY
+        return self.kl <= max(MAX_KL_RATIO * default_measurement.kl, MAX_KL_DIVERGENCE) and self.top1 >= min(
+            MIN_TOP1_SHARE, default_measurement.top1
         )
 
 
@@ -148,8 +148,12 @@ class Profile:
             ]
         if not accurate_measurements:
             return next(iter(agreeing_measurements), None)
-        least_cost = min(m.goal_cost(self.goal) for m in accurate_measurements)
-        return next(m for m in accurate_measurements if least_cost > CLEARLY_BETTER * m.goal_cost(self.goal))
+        least_cost = min(m.compute_goal_cost_ms(self.goal) for m in accurate_measurements)
+        return next(
+            m
+            for m in accurate_measurements
+            if least_cost > CLEARLY_BETTER_COST_RATIO * m.compute_goal_cost_ms(self.goal)
+        )
 
 
 def complete_device_options(options: DeviceOptions, setting: Setting) -> DeviceOptions:

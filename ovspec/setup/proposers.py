@@ -95,7 +95,7 @@ def choose_two_token_rule(proposer: CompiledModel, options: DeviceOptions) -> Co
         timing = read_cached(TwoTokenCost, timing_file) or write_cached(
             timing_file, TwoTokenCost(measure_two_token_cost(proposer))
         )
-        proposer.rule = TWO_TOKEN_RULE if timing.cost < MAX_TWO_TOKEN_COST else FAST_RULE
+        proposer.feed_rule = TWO_TOKEN_RULE if timing.cost < MAX_TWO_TOKEN_COST else FAST_RULE
     return proposer
 
 

@@ -23,7 +23,7 @@ from ovspec.setup.paging import EXACT_PROPERTIES, check_paged, compile_paged
 from ovspec.setup.profile import Measurement, Setting, complete_device_options
 from ovspec.setup.rollback_probing import probe_rollback
 
-REPEATED_SECONDS = 0.02  # seconds for which one inference is repeated
+MAX_REPEATED_SECONDS = 0.02  # seconds for which one inference is repeated
 LONG_PREFILL_SECONDS = 0.5  # seconds; a prefill that takes longer is timed once
 
 
@@ -45,14 +45,14 @@ class SettingTimer:
     """
 
     def __init__(self, folder: Path, text_ids: np.ndarray, effort: TuningEffort, options: DeviceOptions) -> None:
-        self.text = text_ids
-        self.prompt = text_ids[: effort.prompt_tokens]
+        self.text_ids = text_ids
+        self.prompt_ids = text_ids[: effort.prompt_tokens]
         self.effort = effort
         self._folder = folder
         self._options = options
         ir = compile_ir(folder, DeviceOptions(properties=EXACT_PROPERTIES))
         logits = StatefulDecoder(ir, Rollback(None)).feed([text_ids], [len(text_ids)])[0]
-        self._reference = log_softmax(logits).astype(np.float32)
+        self._reference_logprobs = log_softmax(logits).astype(np.float32)
 
     def set_incumbent(self, setting: Setting) -> Measurement:
         """Measure the setting that the others are compared with, and keep it loaded."""
@@ -75,7 +75,7 @@ class SettingTimer:
         prefill_ratios: list[float] = []
         changes_ms: list[float] = []
         for repeat in range(self.effort.repeats):
-            if repeat == 0 or incumbent.prefill_ms * len(self.prompt) < LONG_PREFILL_SECONDS * 1e3:
+            if repeat == 0 or incumbent.prefill_ms * len(self.prompt_ids) < LONG_PREFILL_SECONDS * 1e3:
                 prefill_ratios.append(self._time_prefill(decoder) / self._time_prefill(self._incumbent_decoder))
             times_ms, change_ms = self._time_widths(decoder)
             incumbent_times, _ = self._time_widths(self._incumbent_decoder)
@@ -130,7 +130,7 @@ class SettingTimer:
         exact_decoder = self._compile_model(setting).make_decoder(feed_rule=rule)
         decoders = (exact_decoder, self._compile_model(setting, two_queries=False).make_decoder())
         for decoder in decoders:
-            decoder.feed([self.prompt], [1])
+            decoder.feed([self.prompt_ids], [1])
         times_ms = [[self._time_width(decoder, 1)[1] for decoder in decoders] for _ in range(2 * self.effort.repeats)]
         return statistics.median(exact_ms / fast_ms for exact_ms, fast_ms in times_ms)
 
@@ -162,14 +162,14 @@ class SettingTimer:
     def _compute_logits(self, decoder: Decoder) -> np.ndarray:
         """Return the logits of every position of the text."""
         decoder.reset(1)
-        return decoder.feed([self.text], [len(self.text)])[0]
+        return decoder.feed([self.text_ids], [len(self.text_ids)])[0]
 
     def _time_prefill(self, decoder: Decoder) -> float:
         """Read the prompt; return ms per token."""
         decoder.reset(1)
         start_time = time.perf_counter()
-        decoder.feed([self.prompt], [len(self.prompt)])
-        return (time.perf_counter() - start_time) * 1e3 / len(self.prompt)
+        decoder.feed([self.prompt_ids], [len(self.prompt_ids)])
+        return (time.perf_counter() - start_time) * 1e3 / len(self.prompt_ids)
 
     def _time_widths(
         self, decoder: Decoder, repeats: int = 1, widths: tuple[int, ...] = ()
@@ -190,19 +190,19 @@ class SettingTimer:
         """Return the milliseconds of an inference after one of another width, and after some of the same."""
         times_ms: list[float] = []
         start_time = time.perf_counter()
-        while len(times_ms) < 2 or (time.perf_counter() - start_time < REPEATED_SECONDS and len(times_ms) < 20):
+        while len(times_ms) < 2 or (time.perf_counter() - start_time < MAX_REPEATED_SECONDS and len(times_ms) < 20):
             inference_start = time.perf_counter()
-            decoder.feed([self.text[:width]], [width])
+            decoder.feed([self.text_ids[:width]], [width])
             times_ms.append((time.perf_counter() - inference_start) * 1e3)
-            decoder.truncate(0, len(self.prompt))
+            decoder.truncate(0, len(self.prompt_ids))
         return times_ms[0], statistics.median(times_ms[1 + len(times_ms) // 4 :])
 
     def _compare_with_reference(self, logits: np.ndarray) -> tuple[float, float]:
         """Return the mean KL divergence from the reference (nats) and the share of equal top-1 tokens."""
         kl_divergence = 0.0
         for i in range(0, len(logits), 64):  # in pieces, because float64 takes much memory
-            reference_logprobs = self._reference[i : i + 64]
+            reference_logprobs = self._reference_logprobs[i : i + 64]
             logprobs = log_softmax(logits[i : i + 64])
             kl_divergence += float((np.exp(reference_logprobs) * (reference_logprobs - logprobs)).sum())
-        top1_share = (self._reference.argmax(1) == logits.argmax(1)).mean()
+        top1_share = (self._reference_logprobs.argmax(1) == logits.argmax(1)).mean()
         return max(0.0, kl_divergence / len(logits)), float(top1_share)

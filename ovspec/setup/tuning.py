@@ -44,8 +44,8 @@ from ovspec.text.tokenizer import Tokenizer
 
 TUNING_TEXT_FILE = Path(__file__).with_name("tuning_text.txt")
 # A first load does not tune a model with more bytes of weights than this, because it would take too long.
-LARGEST_AUTO_TUNED = 1.5e9
-USUAL_GROUP = 32  # OpenVINO's default on the CPU
+MAX_AUTO_TUNED_BYTES = 1.5e9
+USUAL_GROUP_SIZE = 32  # OpenVINO's default on the CPU
 FULL_EFFORT = TuningEffort(256, (1, 2, 4, 8, 16), 3, True)
 SHORT_EFFORT = TuningEffort(64, (1, 2, 4, 8), 3, False)
 
@@ -127,9 +127,9 @@ def list_cpu_settings(engine: EngineName, largest_group: int | None, is_full: bo
     precisions = ["f32", *list_native_precisions()]
     if not largest_group:
         return [Setting(engine, precision) for precision in precisions if precision != default_precision]
-    group_sizes = [group_size for group_size in (USUAL_GROUP, 64, 128) if group_size <= largest_group]
+    group_sizes = [group_size for group_size in (USUAL_GROUP_SIZE, 64, 128) if group_size <= largest_group]
     settings = [Setting(engine, precision, group_size) for precision in precisions for group_size in group_sizes]
-    usual_setting = Setting(engine, default_precision, USUAL_GROUP)
+    usual_setting = Setting(engine, default_precision, USUAL_GROUP_SIZE)
     # Without quantised activations, weights in f32 are exact, as `--for accuracy` may require.
     return [setting for setting in settings if setting != usual_setting] + [Setting(engine, "f32", 0)]
 
@@ -152,7 +152,7 @@ def load_or_tune_profile(folder: Path, options: DeviceOptions) -> Profile | None
     profile = read_profile(folder, options)
     if profile or options.device.upper() != "CPU" or not options.cache_folder:
         return profile
-    if check_weights(folder / MODEL_FILE) > LARGEST_AUTO_TUNED:
+    if check_weights(folder / MODEL_FILE) > MAX_AUTO_TUNED_BYTES:
         print_note(
             f"{folder}: too large to tune automatically; run 'ovspec tune {folder}' to find the fastest settings."
         )

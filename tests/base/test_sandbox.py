@@ -13,7 +13,7 @@ import pytest
 from ovspec.base import sandbox
 from ovspec.base.errors import OvspecError, UnavailableError
 from ovspec.base.sandbox import SandboxPool, SandboxProcess, find_interpreter
-from ovspec.sampling.grammar_conversion import CONVERTER, convert_grammar
+from ovspec.sampling.grammar_conversion import GRAMMAR_CONVERTER, convert_grammar
 from ovspec.text.chat_template import RENDERER, ChatTemplate
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="sends POSIX signals")
@@ -81,7 +81,7 @@ def test_killed_each_time(end_next: End, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_crashed_each_time(end_next: End) -> None:
-    end_next(CONVERTER, [signal.SIGSEGV, signal.SIGKILL, signal.SIGABRT, signal.SIGKILL])
+    end_next(GRAMMAR_CONVERTER, [signal.SIGSEGV, signal.SIGKILL, signal.SIGABRT, signal.SIGKILL])
     with pytest.raises(OvspecError, match=r"^--regex: the check ended without an answer; simplify it\.$") as found:
         convert_grammar("regex", "[a-z]{17}", "--regex")
     assert not isinstance(found.value, UnavailableError)

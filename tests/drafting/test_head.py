@@ -165,7 +165,7 @@ def test_each_proposal_is_that_of_torch(
     """On either engine, and where a token comes twice because that is faster."""
     headed = load_headed(engine)
     assert headed.draft
-    headed.draft.rule = FeedRule(fewest=fewest)
+    headed.draft.feed_rule = FeedRule(fewest=fewest)
     found = moving_texts(headed, PROMPTS, max_tokens=TOKENS, lookahead=LOOKAHEAD)
     assert len(proposals) > len(found) * TOKENS / 2 and torch_head.agree(proposals)
     assert found == moving_texts(headed, PROMPTS, max_tokens=TOKENS, lookahead=0)
@@ -258,7 +258,7 @@ def test_no_text_finds_entries_without_features(headed: ovspec.LanguageModel) ->
     lm, text = headed, Sequence(range(1, 50))
     assert lm.draft
     tensors = BlockTensors(lm.draft.ir, max_cached_tokens=1000)
-    target, entries = lm.target.make_decoder(), PagedDecoder(lm.draft.ir, rule=lm.draft.rule, tensors=tensors)
+    target, entries = lm.target.make_decoder(), PagedDecoder(lm.draft.ir, rule=lm.draft.feed_rule, tensors=tensors)
     head = HeadDecoder(entries, target)
     target.feed([text.tokens[:9]], [0])
     head.reuse_prefixes([text])
@@ -322,4 +322,4 @@ def test_a_draft_computes_two_tokens_where_that_is_faster(
         monkeypatch.setattr(proposers, "measure_two_token_cost", lambda _, cost=cost: cost)
         cache = tmp_path / str(fewest)
         lm = ovspec.load(folder / "pair", "head", precision="f32", arithmetic="fast", cache_dir=cache)
-        assert lm.draft and lm.draft.rule.fewest == fewest
+        assert lm.draft and lm.draft.feed_rule.fewest == fewest

@@ -39,7 +39,7 @@ def lm(pair: Path, cache_dir: Path) -> ovspec.LanguageModel:
     lm = ovspec.load(pair, "lookup", precision="f32", cache_dir=cache_dir, cache_memory=0)
     if lm.target.arithmetic_note != "exact":
         pytest.skip(f"on this processor the arithmetic is {lm.target.arithmetic_note}")
-    lm.target.rule = replace(lm.target.rule, fewest=FEWEST, most=MOST, fewest_logits=FEWEST_LOGITS)
+    lm.target.feed_rule = replace(lm.target.feed_rule, fewest=FEWEST, most=MOST, fewest_logits=FEWEST_LOGITS)
     return lm
 
 
@@ -47,7 +47,7 @@ def lm(pair: Path, cache_dir: Path) -> ovspec.LanguageModel:
 def keeping(pair: Path, cache_dir: Path, lm: ovspec.LanguageModel) -> ovspec.LanguageModel:
     """Return the same model with a prefix cache."""
     keeping = ovspec.load(pair, "lookup", precision="f32", cache_dir=cache_dir)
-    keeping.target.rule = lm.target.rule
+    keeping.target.feed_rule = lm.target.feed_rule
     return keeping
 
 
@@ -189,7 +189,7 @@ def test_the_bounds_hold_wherever_the_target_is_fed(
     assert not is_narrow(widths)
     widths.clear()
     monkeypatch.setattr(PagedDecoder, "_max_tokens", MAX_INFERENCE_TOKENS)
-    monkeypatch.setattr(lm.target, "rule", replace(lm.target.rule, fewest=1, fewest_logits=1))
+    monkeypatch.setattr(lm.target, "feed_rule", replace(lm.target.feed_rule, fewest=1, fewest_logits=1))
     monkeypatch.setattr(lm.runtime, "decoder_pool", DecoderPool(lm.runtime.models))
     assert place(lm) == bounded, "the bound changes a bit"
     narrow = place in (short_texts, rewinds_and_forks, prefix_hits, forced_tokens)
@@ -208,7 +208,7 @@ def test_the_bounds_hold_beside_a_draft(
 ) -> None:
     expected = moving_texts(lm, PROMPTS, max_tokens=12, lookahead=0)
     drafting = ovspec.load(pair, draft, precision="f32", cache_dir=cache_dir)
-    drafting.target.rule = lm.target.rule
+    drafting.target.feed_rule = lm.target.feed_rule
     widths.clear()
     assert moving_texts(drafting, PROMPTS, max_tokens=12, lookahead=3) == expected
     assert widths and not is_narrow(widths)

@@ -110,7 +110,7 @@ def test_a_draft_that_computes_two_tokens_at_least(
     """Where two take less time than one, a draft's token comes with the one before it."""
     lm = load("draft")
     assert lm.draft
-    monkeypatch.setattr(lm.draft, "rule", FeedRule(fewest=2))
+    monkeypatch.setattr(lm.draft, "feed_rule", FeedRule(fewest=2))
     check(lm, texts(lm, lookahead=3), plain)
     draft = lm.runtime.decoder_pool.acquire().draft
     assert draft and draft.rule.fewest == 2

@@ -20,7 +20,7 @@ from ovspec.base.errors import OvspecError
 from ovspec.grammars import sources
 from ovspec.grammars.sources import PARSER_LIMITS
 from ovspec.grammars.wording import word_llguidance_error
-from ovspec.sampling.grammar_conversion import CONVERSION_SECONDS, CONVERTER, convert_grammar
+from ovspec.sampling.grammar_conversion import GRAMMAR_CONVERTER, MAX_CONVERSION_SECONDS, convert_grammar
 
 SOURCES = {"grammar": LARK, "gbnf": GBNF, "regex": REGEX, "choice": CHOICES, "json_schema": SCHEMAS}
 # Quick runs leave out what is large and accepted; test_sources.py and test_heartbeat.py have some of it.
@@ -62,7 +62,7 @@ def test_refused_in_a_sentence_or_followed(kind: str, given: Any, expected: str)
     else:
         assert expected == EITHER, "it should have been refused"
         follow(grammar)
-    assert time.monotonic() - began < CONVERSION_SECONDS + 2
+    assert time.monotonic() - began < MAX_CONVERSION_SECONDS + 2
 
 
 def follow(grammar: str) -> None:
@@ -83,12 +83,12 @@ def follow(grammar: str) -> None:
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> Iterator[float]:
     """Allow a check fewer seconds than usual, so that the tests of this limit end sooner."""
-    assert CONVERTER.max_seconds == CONVERSION_SECONDS == 5
-    monkeypatch.setattr(CONVERTER, "max_seconds", 1.5)
-    before = [*CONVERTER.idle_processes]
-    yield CONVERTER.max_seconds
-    if any(process not in before for process in CONVERTER.idle_processes):
-        CONVERTER.end_idle_processes()  # the new ones allow only this long themselves
+    assert GRAMMAR_CONVERTER.max_seconds == MAX_CONVERSION_SECONDS == 5
+    monkeypatch.setattr(GRAMMAR_CONVERTER, "max_seconds", 1.5)
+    before = [*GRAMMAR_CONVERTER.idle_processes]
+    yield GRAMMAR_CONVERTER.max_seconds
+    if any(process not in before for process in GRAMMAR_CONVERTER.idle_processes):
+        GRAMMAR_CONVERTER.end_idle_processes()  # the new ones allow only this long themselves
 
 
 def test_a_stopped_check_leaves_the_next_one_unharmed(hurried: float) -> None:
@@ -101,8 +101,8 @@ def test_a_stopped_check_leaves_the_next_one_unharmed(hurried: float) -> None:
     assert min(took) < hurried + 1
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda length: convert_grammar("regex", f"[a-z]{{{length}}}", "--regex"), (5, 6)))
-    assert len(CONVERTER.idle_processes) > 1
-    for process in CONVERTER.idle_processes:
+    assert len(GRAMMAR_CONVERTER.idle_processes) > 1
+    for process in GRAMMAR_CONVERTER.idle_processes:
         process.kill()
     convert_grammar("regex", "[a-z]{7}", "--regex")
 
@@ -169,7 +169,7 @@ def refused(schema: Any) -> str:
 
 def test_a_slow_moment_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     schema = {"type": "integer", "multipleOf": 49999}
-    monkeypatch.setattr(CONVERTER, "max_seconds", 0.01)
+    monkeypatch.setattr(GRAMMAR_CONVERTER, "max_seconds", 0.01)
     assert "ran longer than" in refused(schema)
     monkeypatch.undo()
     assert convert_grammar("json_schema", schema, "schema")
@@ -177,13 +177,13 @@ def test_a_slow_moment_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_grammar_sees_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("A_SECRET", "x")
-    CONVERTER.end_idle_processes()
+    GRAMMAR_CONVERTER.end_idle_processes()
     convert_grammar("regex", "[a-g]{3}", "regex")
-    assert "A_SECRET" not in CONVERTER.idle_processes[0].environ()
+    assert "A_SECRET" not in GRAMMAR_CONVERTER.idle_processes[0].environ()
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CONVERTER, "max_bytes", 120_000_000)
+    monkeypatch.setattr(GRAMMAR_CONVERTER, "max_bytes", 120_000_000)
     with pytest.raises(OvspecError, match="took more than 120 MB of memory"):
         convert_grammar("json_schema", {"type": "integer", "multipleOf": 899981}, "schema")
 

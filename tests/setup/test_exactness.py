@@ -53,9 +53,9 @@ def make(ir: CompiledIR) -> Make:
 @pytest.mark.parametrize("trial", [SHORT_TRIAL, pytest.param(FULL_TRIAL, marks=SLOW)], ids=["short", "full"])
 def test_a_rule_is_found_for_the_paged_engine(make: Make, trial: ExactnessTrial) -> None:
     found = find_exactness(make, "paged", 4096, trial)
-    ways = 1 + len(trial.batches)  # the first one also compares the context
+    ways = 1 + len(trial.batch_sizes)  # the first one also compares the context
     assert found.rule and not found.differing, found
-    assert found.positions >= len(trial.contexts) * ways * sum(trial.widths)
+    assert found.positions >= len(trial.context_lengths) * ways * sum(trial.widths)
     # Only what is needed here is demanded.
     for name in ("fewest", "fewest_logits"):
         if (count := getattr(found.rule, name)) > 1:
@@ -340,7 +340,7 @@ def test_without_a_rule_nothing_is_paid_for_one(cache_dir: Path, monkeypatch: py
         stats = lm.generate(PROMPTS[0], max_tokens=8).stats
         assert stats.arithmetic.startswith("fast, not exact here (") and not stats.rule, load
         assert "probed positions differ)" in stats.arithmetic
-        assert lm.target.rule == FAST_RULE and QUERY_INPUTS[0] not in lm.target.ir.inputs
+        assert lm.target.feed_rule == FAST_RULE and QUERY_INPUTS[0] not in lm.target.ir.inputs
         assert not lm.runtime.models.draft_choice
     monkeypatch.setattr(ovspec.setup.engine_choice, "read_exactness", lambda *_: Exactness(None, 51, 2))
     stateful = ovspec.load(SMALL, engine="stateful", cache_dir=cache_dir).generate("a", max_tokens=2).stats

@@ -17,12 +17,12 @@ from ovspec.cli.tune import format_report
 from ovspec.ir.device import DeviceOptions, make_compile_properties
 from ovspec.setup.exactness import Exactness
 from ovspec.setup.profile import (
-    CLEARLY_BETTER,
+    CLEARLY_BETTER_COST_RATIO,
     GOALS,
-    KL_FACTOR,
-    LEAST_TOP1,
-    MOST_KL,
-    MOST_KL_FOR_ACCURACY,
+    MAX_KL_DIVERGENCE,
+    MAX_KL_FOR_ACCURACY,
+    MAX_KL_RATIO,
+    MIN_TOP1_SHARE,
     Goal,
     Measurement,
     Profile,
@@ -37,7 +37,7 @@ from ovspec.setup.profile import (
 
 DEMO = ROOT / "models" / "demo"
 USUAL = Setting("paged")
-KL = 10 * MOST_KL  # of the default, so that the factor is what limits the others
+KL = 10 * MAX_KL_DIVERGENCE  # of the default, so that the factor is what limits the others
 
 
 def measured(
@@ -71,10 +71,10 @@ def test_only_where_it_is_clearly_faster() -> None:
 
 @pytest.mark.parametrize(("factor", "expected"), [(0.99, FAST), (1.01, USUAL)])
 def test_not_where_it_moves_the_output_more_than_the_default(factor: float, expected: Setting) -> None:
-    assert chosen(profile(measured(FAST, step=1, kl=KL * KL_FACTOR * factor))) == expected
+    assert chosen(profile(measured(FAST, step=1, kl=KL * MAX_KL_RATIO * factor))) == expected
 
 
-@pytest.mark.parametrize(("kl", "expected"), [(0.99 * MOST_KL, FAST), (1.01 * MOST_KL, USUAL)])
+@pytest.mark.parametrize(("kl", "expected"), [(0.99 * MAX_KL_DIVERGENCE, FAST), (1.01 * MAX_KL_DIVERGENCE, USUAL)])
 def test_what_is_less_than_quantising_weights_costs_is_allowed(kl: float, expected: Setting) -> None:
     """However accurate the default is, but for the goal that asks for accuracy."""
     strict = measured(USUAL, kl=1e-7)
@@ -86,7 +86,11 @@ def test_what_is_less_than_quantising_weights_costs_is_allowed(kl: float, expect
 
 @pytest.mark.parametrize(
     ("top1", "default", "expected"),
-    [(LEAST_TOP1, 1.0, FAST), (LEAST_TOP1 - 0.01, 1.0, USUAL), (LEAST_TOP1 - 0.01, LEAST_TOP1 - 0.01, FAST)],
+    [
+        (MIN_TOP1_SHARE, 1.0, FAST),
+        (MIN_TOP1_SHARE - 0.01, 1.0, USUAL),
+        (MIN_TOP1_SHARE - 0.01, MIN_TOP1_SHARE - 0.01, FAST),
+    ],
 )
 def test_not_where_other_tokens_become_the_most_probable(top1: float, default: float, expected: Setting) -> None:
     reference = replace(measured(Setting("stateful")), top1=default)
@@ -101,10 +105,14 @@ def test_the_cost_is_that_of_the_rule() -> None:
     assert five.token_ms == pytest.approx(four + (eight - four) / 4)
     assert [five.inference_ms(width) for width in (1, 2, 4, 5)] == [five.token_ms] * 4
     assert five.inference_ms(8) == eight
-    assert five.goal_cost("balanced") == pytest.approx(256 + 128 / 3 * (2 * five.token_ms + eight))
-    assert five.goal_cost("decode") == five.token_ms
+    assert five.compute_goal_cost_ms("balanced") == pytest.approx(256 + 128 / 3 * (2 * five.token_ms + eight))
+    assert five.compute_goal_cost_ms("decode") == five.token_ms
     slower = measured(USUAL, step=7.5)
-    assert replace(five, rule=None).goal_cost("decode") < slower.goal_cost("decode") < five.goal_cost("decode")
+    assert (
+        replace(five, rule=None).compute_goal_cost_ms("decode")
+        < slower.compute_goal_cost_ms("decode")
+        < five.compute_goal_cost_ms("decode")
+    )
 
 
 @pytest.mark.parametrize("invariance", [0.0, 0.99])
@@ -138,7 +146,7 @@ def test_goals() -> None:
     assert found["decode"] == decoder.setting
     assert found["prefill"] == reader.setting
     assert found["accuracy"] == exact.setting
-    balanced = min((measured(USUAL), decoder, reader), key=lambda m: m.goal_cost("balanced"))
+    balanced = min((measured(USUAL), decoder, reader), key=lambda m: m.compute_goal_cost_ms("balanced"))
     assert found["balanced"] == balanced.setting
 
 
@@ -173,14 +181,16 @@ MEASUREMENTS = st.builds(measured, SETTINGS, TIMES, TIMES, st.sampled_from([0.0,
 @given(st.lists(MEASUREMENTS, max_size=8), st.sampled_from(GOALS))
 def test_the_choice_is_allowed_and_nothing_allowed_is_clearly_better(found: list[Measurement], goal: Goal) -> None:
     best = profile(*found, goal=goal).choose_measurement(DeviceOptions(), "auto")
-    most = MOST_KL_FOR_ACCURACY if goal == "accuracy" else KL_FACTOR * KL
+    most = MAX_KL_FOR_ACCURACY if goal == "accuracy" else MAX_KL_RATIO * KL
     paged = [m for m in (measured(USUAL), *found) if m.setting.engine == "paged"]  # as without a profile
     allowed = [m for m in paged if m.kl <= most]
     if not allowed:
         assert best == measured(USUAL), "the setting used without a profile"
         return
     assert best in allowed
-    assert all(m.goal_cost(goal) > CLEARLY_BETTER * best.goal_cost(goal) for m in allowed)
+    assert all(
+        m.compute_goal_cost_ms(goal) > CLEARLY_BETTER_COST_RATIO * best.compute_goal_cost_ms(goal) for m in allowed
+    )
 
 
 def test_an_inexact_cache_is_chosen_only_where_it_is_asked_for() -> None:

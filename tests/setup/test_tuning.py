@@ -160,10 +160,10 @@ def test_not_measured_unasked_where_it_would_take_long(
     assert tuned_by_default is None
     compile_once(monkeypatch)
     trust_paged(monkeypatch)
-    monkeypatch.setattr(ovspec.setup.tuning, "LARGEST_AUTO_TUNED", 1e5)
+    monkeypatch.setattr(ovspec.setup.tuning, "MAX_AUTO_TUNED_BYTES", 1e5)
     assert ovspec.load(SMALL, arithmetic="fast", cache_dir=tmp_path).target.profile is None
     assert "too large to tune automatically" in capsys.readouterr().err
-    monkeypatch.setattr(ovspec.setup.tuning, "LARGEST_AUTO_TUNED", 1e9)
+    monkeypatch.setattr(ovspec.setup.tuning, "MAX_AUTO_TUNED_BYTES", 1e9)
     monkeypatch.setattr(ovspec.setup.tuning, "weights_fit_into_memory", lambda *_: False)
     assert ovspec.load(SMALL, arithmetic="fast", cache_dir=tmp_path).target.profile is None
     assert "not enough memory is free for tuning" in capsys.readouterr().err

@@ -20,7 +20,7 @@ from ovspec.grammars.gbnf.parsing import (  # isort: skip
     Alternation, CharacterClass, Concatenation, Expression, GbnfGrammar, Repetition, RuleReference, parse_gbnf,
 )  # fmt: skip
 
-MAX_STEPS = 600_000  # takes about a second
+MAX_ANALYSIS_STEPS = 600_000  # takes about a second
 MAX_LEXEME_SIZE = 2000  # character positions in a lexeme
 MAX_LEXEME_DEPTH = 60  # nesting of a lexeme's expression
 
@@ -49,7 +49,9 @@ class ExpressionFacts(NamedTuple):
     size: int
     depth: int
     nullable: bool
-    nonempty: Expression | None  # that matches the same texts except the empty one; None if that would be too long
+    nonempty_expression: (
+        Expression | None
+    )  # that matches the same texts except the empty one; None if that would be too long
 
 
 class ExpressionAnalysis:
@@ -110,7 +112,9 @@ class ExpressionAnalysis:
 
     def make_nonempty(self, node: Expression, child_facts: list[ExpressionFacts]) -> Expression | None:
         """Return the expression of the texts of ``node`` that aren't empty; None if it would be too long."""
-        nonempty_children = [child.nonempty for child in child_facts if child.nonempty is not self.empty_text]
+        nonempty_children = [
+            child.nonempty_expression for child in child_facts if child.nonempty_expression is not self.empty_text
+        ]
         match node:
             case Concatenation(parts) if parts:
                 return None  # it would grow with the square of its length
@@ -133,11 +137,11 @@ class AnalysisTooLong(Exception):
 class StepBudget:
     """The number of steps left to the analysis; each takes one or two microseconds."""
 
-    left: int = MAX_STEPS
+    steps_left: int = MAX_ANALYSIS_STEPS
 
     def spend(self, steps: int) -> None:
-        self.left -= steps
-        if self.left < 0:
+        self.steps_left -= steps
+        if self.steps_left < 0:
             raise AnalysisTooLong
 
 
@@ -145,29 +149,29 @@ class StepBudget:
 class LexemePlan:
     """A division of a grammar into lexemes and the rules over them.
 
-    split: expressions that can't be one lexeme; None: only single characters can.
+    split_expressions: expressions that can't be one lexeme; None: only single characters can.
     symbols: "T3" for a lexeme, "r3" for a rule, "r3-name" for a named rule.
     lexemes: symbol of a lexeme -> its expression, which never matches the empty text.
-    rules: symbol of a rule -> its options, each a sequence of symbols. lines: its right-hand side in Lark.
+    options_by_rule: symbol of a rule -> its options, each a sequence of symbols. right_sides: the same in Lark.
     """
 
     grammar: GbnfGrammar
     facts: dict[Expression, ExpressionFacts]
-    split: set[Expression] | None
+    split_expressions: set[Expression] | None
     budget: StepBudget | None = None
     symbols: dict[Expression, str] = field(default_factory=dict)
     lexemes: dict[str, Expression] = field(default_factory=dict)
-    rules: dict[str, list[list[str]]] = field(default_factory=dict)
-    lines: dict[str, str] = field(default_factory=dict)
+    options_by_rule: dict[str, list[list[str]]] = field(default_factory=dict)
+    right_sides: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         root = self.grammar.make_expression(RuleReference, "root")
-        self.start = self.name_symbol(root)
+        self.start_symbol = self.name_symbol(root)
         undefined_expressions = [root]
         while undefined_expressions:  # not recursive: a chain of rules may be longer than Python's stack allows
             node = undefined_expressions.pop()
             symbol = self.name_symbol(node)
-            if symbol not in self.lines and symbol not in self.lexemes:
+            if symbol not in self.right_sides and symbol not in self.lexemes:
                 undefined_expressions += self.define_rule(symbol, node)
 
     def name_symbol(self, node: Expression) -> str:
@@ -185,7 +189,7 @@ class LexemePlan:
 
     def may_be_lexeme(self, node: Expression) -> bool:
         facts = self.facts.get(node)
-        if self.split is None or facts is None or node in self.split:
+        if self.split_expressions is None or facts is None or node in self.split_expressions:
             return False
         return facts.size <= MAX_LEXEME_SIZE and facts.depth <= MAX_LEXEME_DEPTH
 
@@ -193,7 +197,7 @@ class LexemePlan:
         """Write the rule of ``symbol``; return the expressions it refers to."""
         empty_text = self.grammar.make_expression(Concatenation, ())
         if self.may_be_lexeme(node):  # all but the empty text, which no lexeme should match
-            nonempty_expression = self.facts[node].nonempty
+            nonempty_expression = self.facts[node].nonempty_expression
             if nonempty_expression is empty_text:
                 return self.write_options(symbol, [[]])
             if nonempty_expression and self.may_be_lexeme(nonempty_expression):
@@ -209,12 +213,12 @@ class LexemePlan:
                 return self.write_options(symbol, [[]])
             case Repetition(part, min_count, max_count):
                 repeated_symbol = self.name_symbol(part)
-                self.rules[symbol] = [[repeated_symbol]]
+                self.options_by_rule[symbol] = [[repeated_symbol]]
                 if not min_count:
-                    self.rules[symbol].append([])
+                    self.options_by_rule[symbol].append([])
                 if max_count != 1:
-                    self.rules[symbol].append([symbol, repeated_symbol])
-                self.lines[symbol] = repeated_symbol + repetition_range(min_count, max_count)
+                    self.options_by_rule[symbol].append([symbol, repeated_symbol])
+                self.right_sides[symbol] = repeated_symbol + write_repetition_range(min_count, max_count)
                 return [part]
         raise AssertionError(node)
 
@@ -226,13 +230,13 @@ class LexemePlan:
     def write_options(self, symbol: str, options: Sequence[Sequence[Expression]]) -> list[Expression]:
         if self.budget:
             self.budget.spend(2 * sum(len(option) + 1 for option in options))
-        self.rules[symbol] = [[self.name_symbol(node) for node in option] for option in options]
-        self.lines[symbol] = " | ".join(" ".join(option) or '""' for option in self.rules[symbol])
+        self.options_by_rule[symbol] = [[self.name_symbol(node) for node in option] for option in options]
+        self.right_sides[symbol] = " | ".join(" ".join(option) or '""' for option in self.options_by_rule[symbol])
         return [node for option in options for node in option]
 
     def write_lark(self) -> str:
-        lines = [f"start: {self.start}"]
-        lines += [f"{symbol}: {right_side}" for symbol, right_side in self.lines.items()]
+        lines = [f"start: {self.start_symbol}"]
+        lines += [f"{symbol}: {right_side}" for symbol, right_side in self.right_sides.items()]
         lines += [f"{symbol}: /{self.write_regex(node)}/" for symbol, node in self.lexemes.items()]
         return "\n".join(lines) + "\n"
 
@@ -249,7 +253,7 @@ class LexemePlan:
             case Alternation(options):
                 return "(?:" + "|".join(map(self.write_regex, options)) + ")"
             case Repetition(part, min_count, max_count):
-                return f"(?:{self.write_regex(part)}){repetition_range(min_count, max_count)}"
+                return f"(?:{self.write_regex(part)}){write_repetition_range(min_count, max_count)}"
             case RuleReference(name):
                 return self.write_regex(self.grammar.rules[name])
 
@@ -259,11 +263,11 @@ class LexemePlan:
         """Return the lexemes that may follow each lexeme and those that may begin a text; lexeme i is bit i."""
         budget.spend(len(self.lexemes) ** 2 // 500)
         lexeme_bits = {symbol: 1 << i for i, symbol in enumerate(self.lexemes)}
-        first_sets = dict.fromkeys(self.rules, 0) | lexeme_bits
+        first_sets = dict.fromkeys(self.options_by_rule, 0) | lexeme_bits
         follow_sets = dict.fromkeys(first_sets, 0)
         nullable: set[str] = set()
         option_cost = 1 + len(lexeme_bits) // 500
-        rule_items = list(self.rules.items())
+        rule_items = list(self.options_by_rule.items())
         has_changed = True
         while has_changed:
             has_changed = False
@@ -289,7 +293,7 @@ class LexemePlan:
                     if option_may_end:
                         nullable.add(symbol)
                 has_changed |= sets_before != (first_sets[symbol], symbol in nullable)
-        return [follow_sets[symbol] for symbol in lexeme_bits], first_sets[self.start]
+        return [follow_sets[symbol] for symbol in lexeme_bits], first_sets[self.start_symbol]
 
     def find_greedy_lexemes(self, comparer: LexemeComparer, budget: StepBudget) -> set[Expression]:
         """Return the lexemes that could continue with a character that belongs to the next lexeme.
@@ -299,7 +303,7 @@ class LexemePlan:
         """
         lexeme_expressions = list(self.lexemes.values())
         followers, start_lexemes = self.find_followers(budget)
-        first_characters = [comparer.first_characters(node) for node in lexeme_expressions]
+        first_characters = [comparer.find_first_characters(node) for node in lexeme_expressions]
         list_members = functools.cache(list_bits)
         characters_after: dict[int, int] = {}
         greedy_lexemes: set[Expression] = set()
@@ -333,7 +337,7 @@ class LexemePlan:
         return greedy_lexemes
 
 
-def repetition_range(min_count: int, max_count: int | None) -> str:
+def write_repetition_range(min_count: int, max_count: int | None) -> str:
     return f"{{{min_count},}}" if max_count is None else f"{{{min_count},{max_count}}}"
 
 
@@ -358,7 +362,7 @@ class Automaton:
     characters: list[int] = field(default_factory=lambda: [0])
     next_states: list[int] = field(default_factory=lambda: [0])
     empty_steps: list[list[int]] = field(default_factory=lambda: [[]])
-    end: int = 0
+    end_state: int = 0
 
     def add_state(self) -> int:
         self.characters.append(0)
@@ -379,7 +383,7 @@ class LexemeComparer:
         self._budget = budget
         character_classes = [node for node in nodes if isinstance(node, CharacterClass)]
         class_edges = {edge for node in character_classes for first, last in node.ranges for edge in (first, last + 1)}
-        self._bits = {edge: i for i, edge in enumerate(sorted(class_edges))}
+        self._bits_by_edge = {edge: i for i, edge in enumerate(sorted(class_edges))}
         self._automata: dict[Expression, Automaton] = {}
         self._class_bits = functools.cache(self._compute_class_bits)
         self.compare_lexemes = functools.cache(self._compare_automata)
@@ -388,10 +392,10 @@ class LexemeComparer:
         if node not in self._automata:
             automaton = Automaton()
             self._automata[node] = automaton
-            automaton.end = self._add_expression(automaton, node, 0)
+            automaton.end_state = self._add_expression(automaton, node, 0)
         return self._automata[node]
 
-    def first_characters(self, node: Expression) -> int:
+    def find_first_characters(self, node: Expression) -> int:
         """Return the characters with which a lexeme's texts may begin."""
         automaton = self.build_automaton(node)
         reached_states = {0}
@@ -413,8 +417,8 @@ class LexemeComparer:
         pending_pairs = [(0, 0)]
         while pending_pairs:
             first_state, second_state = pending_pairs.pop()
-            if first_state == first_automaton.end:
-                share_text |= second_state == second_automaton.end
+            if first_state == first_automaton.end_state:
+                share_text |= second_state == second_automaton.end_state
                 extending_characters |= second_automaton.characters[second_state]
             next_pairs = [(first_next, second_state) for first_next in first_automaton.empty_steps[first_state]] + [
                 (first_state, second_next) for second_next in second_automaton.empty_steps[second_state]
@@ -464,7 +468,8 @@ class LexemeComparer:
                 return self._add_expression(automaton, self._rules[name], start_state)
 
     def _compute_class_bits(self, node: CharacterClass) -> int:
-        self._budget.spend(len(node.ranges) * (1 + len(self._bits) // 500))
+        self._budget.spend(len(node.ranges) * (1 + len(self._bits_by_edge) // 500))
         return unite_bits(
-            (1 << self._bits[last_code + 1]) - (1 << self._bits[first_code]) for first_code, last_code in node.ranges
+            (1 << self._bits_by_edge[last_code + 1]) - (1 << self._bits_by_edge[first_code])
+            for first_code, last_code in node.ranges
         )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ovspec.base.errors import OvspecError
 
-Ranges = tuple[tuple[int, int], ...]  # ranges of code points, sorted and disjoint, both ends included
+CodePointRanges = tuple[tuple[int, int], ...]  # ranges of code points, sorted and disjoint, both ends included
 
 LAST_CODE_POINT = 0x10FFFF
 SURROGATES = (0xD800, 0xDFFF)
@@ -19,15 +19,15 @@ MAX_STACKED_REPETITIONS = 8  # repetition operators in a row
 MAX_REPETITIONS = 100_000
 SPACES, SPACES_AND_LINES = re.compile(r"(?:[ \t]|#[^\n]*)*"), re.compile(r"(?:[ \t\r\n]|#[^\n]*)*")
 NAME_CHARACTERS = frozenset(string.ascii_letters + string.digits + "-_")
-ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\", '"': '"', "[": "[", "]": "]", "-": "-", "^": "^"}
-HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
+ESCAPED_CHARACTERS = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\", '"': '"', "[": "[", "]": "]", "-": "-", "^": "^"}
+HEX_DIGIT_COUNTS = {"x": 2, "u": 4, "U": 8}
 
 
 @dataclass(eq=False, slots=True)
 class CharacterClass:
     """One character from any of the ranges."""
 
-    ranges: Ranges
+    ranges: CodePointRanges
 
 
 @dataclass(eq=False, slots=True)
@@ -43,8 +43,8 @@ class Alternation:
 @dataclass(eq=False, slots=True)
 class Repetition:
     part: Expression
-    least: int
-    most: int | None  # None: any number
+    min_count: int
+    max_count: int | None  # None: any number
 
 
 @dataclass(eq=False, slots=True)
@@ -87,7 +87,7 @@ class GbnfParser:
         self.make_expression = functools.cache(
             lambda expression_type, *expression_fields: expression_type(*expression_fields)
         )
-        self.first_uses: dict[str, int] = {}  # name -> where it is first used
+        self.first_use_positions: dict[str, int] = {}  # name -> where it is first used
 
     def error_at(self, problem: str, index: int | None = None) -> OvspecError:
         if index is None:
@@ -122,7 +122,7 @@ class GbnfParser:
             if self.peek() not in ("", "\r", "\n"):
                 raise self.error_at(f"{self.peek()!r} doesn't belong here")
             self.skip_spaces(skip_line_ends=True)
-        for name, position in self.first_uses.items():
+        for name, position in self.first_use_positions.items():
             if name not in rules:
                 raise self.error_at(f"there is no rule {name}", position)
         if "root" not in rules:
@@ -167,7 +167,7 @@ class GbnfParser:
         element_start, character = self.position, self.peek()
         if character in NAME_CHARACTERS:
             name = self.parse_name()
-            self.first_uses.setdefault(name, element_start)
+            self.first_use_positions.setdefault(name, element_start)
             return self.make_expression(RuleReference, name)
         self.position += 1
         if character == ".":
@@ -205,12 +205,12 @@ class GbnfParser:
         if character == "\\":
             escape_letter = self.peek()
             self.position += 1
-            if escape_letter in ESCAPES:
-                return ord(ESCAPES[escape_letter])
-            hex_digits = self.text[self.position : self.position + HEX_DIGITS.get(escape_letter, 0)]
+            if escape_letter in ESCAPED_CHARACTERS:
+                return ord(ESCAPED_CHARACTERS[escape_letter])
+            hex_digits = self.text[self.position : self.position + HEX_DIGIT_COUNTS.get(escape_letter, 0)]
             if (
                 not hex_digits
-                or len(hex_digits) < HEX_DIGITS[escape_letter]
+                or len(hex_digits) < HEX_DIGIT_COUNTS[escape_letter]
                 or not set(hex_digits) <= set(string.hexdigits)
             ):
                 raise self.error_at(f"\\{escape_letter}{hex_digits} isn't a valid escape", self.position - 2)
@@ -245,9 +245,13 @@ class GbnfParser:
         if operator != "{":
             min_count = int(operator == "+")
             if (
-                isinstance(repeated_part, Repetition) and repeated_part.least < 2 and repeated_part.most is None
+                isinstance(repeated_part, Repetition)
+                and repeated_part.min_count < 2
+                and repeated_part.max_count is None
             ):  # x** is x*
-                return self.make_expression(Repetition, repeated_part.part, min(min_count, repeated_part.least), None)
+                return self.make_expression(
+                    Repetition, repeated_part.part, min(min_count, repeated_part.min_count), None
+                )
             return self.make_expression(Repetition, repeated_part, min_count, 1 if operator == "?" else None)
         closing_brace = self.text.find("}", operator_position)
         min_text, comma, max_text = (
@@ -269,7 +273,7 @@ class GbnfParser:
         return self.make_expression(Repetition, repeated_part, min_count, max_count)
 
 
-def complement_ranges(ranges: list[tuple[int, int]] | Ranges) -> Ranges:
+def complement_ranges(ranges: list[tuple[int, int]] | CodePointRanges) -> CodePointRanges:
     """Return all characters except these and the surrogates; applied twice, it sorts and merges the ranges."""
     complement: list[tuple[int, int]] = []
     next_free = 0

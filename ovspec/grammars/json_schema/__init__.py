@@ -10,15 +10,15 @@ from math import inf
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.json_types import JsonObject, JsonValue
-from ovspec.grammars.json_schema.checking import SchemaChecker, join_with_and, require
+from ovspec.grammars.json_schema.checking import SchemaChecker, join_with_and, require_condition
 from ovspec.grammars.json_schema.item_tracks import ItemTracks, make_item_tracks
-from ovspec.grammars.json_schema.parameters import ParameterLayout, write_parameters_as_lark
+from ovspec.grammars.json_schema.parameters import ParameterExpressions, write_parameters_as_lark
 from ovspec.grammars.json_schema.schemas import CircularSchema, SchemaGraph
 from ovspec.grammars.json_schema.shapes import Strings
 from ovspec.grammars.json_schema.writing import JsonStyle, RuleWriter, make_string_schema, write_schema_as_lark
 
 # One space, or a newline and at most 20 spaces or tabs: without a bound a model may write white space forever.
-WHITE_SPACE = r" |\n[ \t]{0,20}"
+WHITE_SPACE_EXPRESSION = r" |\n[ \t]{0,20}"
 # Older versions of llguidance bound neither white space nor escapes.
 OLDEST_LLGUIDANCE = (1, 8)
 JSON_DUMPS_STYLE = JsonStyle(None, ", ", ": ")  # also of chat templates
@@ -30,7 +30,7 @@ class CompiledSchema:
     """``lark``: the grammar. ``warning``: what is ignored, or "".
 
     ``item_tracks``: where the items of arrays must differ, which the grammar doesn't enforce; None: nowhere.
-    ``text_parameters``: with a ``ParameterLayout``, the properties that are written as text without quotes.
+    ``text_parameters``: with ``ParameterExpressions``, the properties that are written as text without quotes.
     """
 
     lark: str
@@ -56,7 +56,7 @@ def compile_schema(
     schema: JsonValue,
     find_problem: Callable[[JsonObject], str],
     options: SchemaOptions = SchemaOptions(),
-    parameter_layout: ParameterLayout | None = None,
+    parameter_layout: ParameterExpressions | None = None,
 ) -> CompiledSchema:
     """Return the grammar of a schema, as parsed from JSON; the schema is changed.
 
@@ -118,17 +118,17 @@ def is_unsatisfiable(problem: str) -> bool:
 
 def read_style(style_settings: JsonValue, compact: bool) -> JsonStyle:
     """Return the layout of texts that ``x-guidance`` asks for; ``compact``: without white space by default."""
-    require(isinstance(style_settings, dict), "#/x-guidance", "an object")
+    require_condition(isinstance(style_settings, dict), "#/x-guidance", "an object")
     for name in style_settings:
         if name not in STYLE_SETTINGS:
             raise OvspecError(f"#/x-guidance/{name}: only {join_with_and(STYLE_SETTINGS)} can be set here.")
     for name, value in style_settings.items():
         if name == "whitespace_flexible":
-            require(isinstance(value, bool), f"#/x-guidance/{name}", "true or false")
+            require_condition(isinstance(value, bool), f"#/x-guidance/{name}", "true or false")
         else:
-            require(isinstance(value, str), f"#/x-guidance/{name}", "a regular expression")
+            require_condition(isinstance(value, str), f"#/x-guidance/{name}", "a regular expression")
     is_flexible = style_settings.get("whitespace_flexible", not compact)
-    white_space = style_settings.get("whitespace_pattern", WHITE_SPACE if is_flexible else None)
+    white_space = style_settings.get("whitespace_pattern", WHITE_SPACE_EXPRESSION if is_flexible else None)
     return JsonStyle(white_space, style_settings.get("item_separator", ","), style_settings.get("key_separator", ":"))
 
 

@@ -16,7 +16,7 @@ from ovspec.grammars.json_schema.expressions import split_lookaheads
 from ovspec.grammars.json_schema.formats import ENFORCED_FORMATS, NOTE_FORMATS
 
 TYPE_NAMES = ("null", "boolean", "integer", "number", "string", "array", "object")
-ANNOTATIONS = (
+ANNOTATION_KEYWORDS = (
     "$schema", "$id", "id", "$comment", "$anchor", "$dynamicAnchor", "$recursiveAnchor", "$vocabulary", "title",
     "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly", "contentMediaType",
     "contentEncoding", "contentSchema", "discriminator", "externalDocs", "xml", "markdownDescription",
@@ -37,8 +37,8 @@ OTHER_KEYWORDS = (
     "nullable", "dependentRequired", "x-guidance",
 )  # fmt: skip
 KNOWN_KEYWORDS = {
-    *ANNOTATIONS, *COUNT_KEYWORDS, *BOUND_KEYWORDS, *SUBSCHEMA_KEYWORDS, *SCHEMA_LIST_KEYWORDS, *SCHEMA_MAP_KEYWORDS,
-    *REFERENCE_KEYWORDS, *OTHER_KEYWORDS,
+    *ANNOTATION_KEYWORDS, *COUNT_KEYWORDS, *BOUND_KEYWORDS, *SUBSCHEMA_KEYWORDS, *SCHEMA_LIST_KEYWORDS,
+    *SCHEMA_MAP_KEYWORDS, *REFERENCE_KEYWORDS, *OTHER_KEYWORDS,
 }  # fmt: skip
 
 MAX_WARNED_KEYWORDS = 5  # ignored keywords that a warning names
@@ -55,7 +55,7 @@ class SchemaChecker:
 
     def __init__(self, root: JsonObject, find_problem: Callable[[JsonObject], str], lenient: bool) -> None:
         self._find_problem = find_problem
-        self.ignored: dict[str, str] = {}  # keyword or format -> JSON pointer of the first
+        self.ignored_keywords: dict[str, str] = {}  # keyword or format -> JSON pointer of the first
         self._root = root
         self._lenient = lenient
         self._unchecked: list[tuple[JsonValue, str]] = [(root, "#")]  # schemas with JSON pointers
@@ -76,14 +76,16 @@ class SchemaChecker:
     def warning(self) -> str:
         """Return what an author may not expect, as the end of a sentence; "" if there is nothing."""
         warnings: list[str] = []
-        if ignored := [(keyword, pointer) for keyword, pointer in self.ignored.items() if not self._is_used(pointer)]:
+        if ignored := [
+            (keyword, pointer) for keyword, pointer in self.ignored_keywords.items() if not self._is_referenced(pointer)
+        ]:
             warnings.append(self._word_ignored_keywords(ignored))
         restricting_keywords = {"type", "enum", "const", "$ref", *SCHEMA_LIST_KEYWORDS}
         if "properties" in self._root and not self._root.keys() & restricting_keywords:
             warnings.append('also allows numbers, texts and lists, because it has properties but no "type": "object"')
         return ", and ".join(warnings)
 
-    def _is_used(self, pointer: str) -> bool:
+    def _is_referenced(self, pointer: str) -> bool:
         """Return whether a reference leads through a keyword, as through OpenAPI's components."""
         return any(reference.startswith(f"{pointer}/") for reference in self._references)
 
@@ -108,16 +110,16 @@ class SchemaChecker:
         """Check one keyword, and queue the schemas within it."""
         if keyword not in KNOWN_KEYWORDS:
             if not keyword.startswith("x-"):
-                self.ignored.setdefault(keyword, pointer)
+                self.ignored_keywords.setdefault(keyword, pointer)
             return
         if keyword in SCHEMA_LIST_KEYWORDS and (keyword != "items" or isinstance(value, list)):
             may_be_empty = keyword not in ("anyOf", "oneOf")
-            require(isinstance(value, list) and (value or may_be_empty), pointer, "a list of schemas")
+            require_condition(isinstance(value, list) and (value or may_be_empty), pointer, "a list of schemas")
             self._unchecked += [(subschema, f"{pointer}/{i}") for i, subschema in enumerate(value)]
         elif keyword in SUBSCHEMA_KEYWORDS:
             self._unchecked.append((value, pointer))
         elif keyword in SCHEMA_MAP_KEYWORDS:
-            require(isinstance(value, dict), pointer, "an object with a schema for each name")
+            require_condition(isinstance(value, dict), pointer, "an object with a schema for each name")
             for name, subschema in list(value.items()):
                 self._check_named_schema(schema, keyword, name, subschema, f"{pointer}/{escape_pointer(name)}")
         elif keyword in REFERENCE_KEYWORDS:
@@ -125,11 +127,11 @@ class SchemaChecker:
             self._references.add(str(value))
         elif keyword in COUNT_KEYWORDS:
             is_count = is_number(value) and value >= 0 and value == int(value)
-            require(is_count, pointer, "a whole number of at least 0")
+            require_condition(is_count, pointer, "a whole number of at least 0")
             schema[keyword] = int(value)
         elif keyword in BOUND_KEYWORDS:
             is_flag = keyword.startswith("exclusive") and isinstance(value, bool)  # draft 4
-            require(is_flag or is_number(value), pointer, "a number")
+            require_condition(is_flag or is_number(value), pointer, "a number")
         else:
             self._check_other_keyword(schema, keyword, value, pointer)
 
@@ -137,7 +139,7 @@ class SchemaChecker:
         self, schema: JsonObject, keyword: str, name: str, subschema: JsonValue, pointer: str
     ) -> None:
         if keyword == "dependencies" and (isinstance(subschema, str | list)):
-            require(is_list_of_texts(as_list(subschema)), pointer, "a schema or a list of names")
+            require_condition(is_list_of_texts(as_list(subschema)), pointer, "a schema or a list of names")
             return
         self._unchecked.append((subschema, pointer))
         if keyword != "patternProperties":
@@ -149,36 +151,36 @@ class SchemaChecker:
     def _check_other_keyword(self, schema: JsonObject, keyword: str, value: JsonValue, pointer: str) -> None:
         match keyword:
             case "type":
-                require(value and is_list_of_texts(as_list(value)), pointer, "a type or a list of types")
+                require_condition(value and is_list_of_texts(as_list(value)), pointer, "a type or a list of types")
                 for type_name in as_list(value):
                     check_type_name(type_name, pointer)
             case "format":
-                require(isinstance(value, str), pointer, "text")
+                require_condition(isinstance(value, str), pointer, "text")
                 if value not in (*ENFORCED_FORMATS, *NOTE_FORMATS):
-                    self.ignored.setdefault(f"format {value}", pointer)
+                    self.ignored_keywords.setdefault(f"format {value}", pointer)
             case "const":
                 check_writable(value, pointer)
             case "enum":
-                require(isinstance(value, list) and value, pointer, "a list of at least one value")
+                require_condition(isinstance(value, list) and value, pointer, "a list of at least one value")
                 check_writable(value, pointer)
             case "required":
-                require(is_list_of_texts(value), pointer, "a list of names")
+                require_condition(is_list_of_texts(value), pointer, "a list of names")
                 check_writable(value, pointer)
             case "dependentRequired":
                 has_lists = isinstance(value, dict) and all(map(is_list_of_texts, value.values()))
-                require(has_lists, pointer, "an object with a list of names for each name")
+                require_condition(has_lists, pointer, "an object with a list of names for each name")
             case "multipleOf":
-                require(is_number(value) and value > 0, pointer, "a number above 0")
+                require_condition(is_number(value) and value > 0, pointer, "a number above 0")
             case "pattern":
-                require(isinstance(value, str), pointer, "a regular expression")
+                require_condition(isinstance(value, str), pointer, "a regular expression")
                 if not self._check_pattern(value, pointer):
                     del schema["pattern"]
             case "uniqueItems" | "nullable":
-                require(isinstance(value, bool), pointer, "true or false")
+                require_condition(isinstance(value, bool), pointer, "true or false")
             case "$schema":
                 dialect_pattern = r"https?://json-schema\.org/(draft[-/]|schema)"
                 if not (isinstance(value, str) and re.match(dialect_pattern, value)):
-                    self.ignored.setdefault(f"$schema {value!s:.80}", pointer)
+                    self.ignored_keywords.setdefault(f"$schema {value!s:.80}", pointer)
             case "x-guidance":
                 raise OvspecError(f"{pointer}: this is allowed only at the top of the schema.")
 
@@ -211,7 +213,7 @@ def check_type_name(name: str, pointer: str) -> None:
 
 def resolve_reference(root: JsonObject, reference: JsonValue, pointer: str) -> tuple[JsonValue, str]:
     """Return the schema within ``root`` that a reference at JSON pointer ``pointer`` refers to, and its pointer."""
-    require(isinstance(reference, str), pointer, "text such as #/$defs/name")
+    require_condition(isinstance(reference, str), pointer, "text such as #/$defs/name")
     schema_id = root.get("$id", root.get("id"))
     target_pointer = reference
     if isinstance(schema_id, str):
@@ -254,7 +256,7 @@ def check_writable(value: JsonValue, pointer: str) -> None:
             raise OvspecError(f"{pointer}: the character U+{ord(match.group()):04X} can't be written; leave it out.")
 
 
-def require(condition: JsonValue, pointer: str, expected: str) -> None:
+def require_condition(condition: JsonValue, pointer: str, expected: str) -> None:
     if not condition:
         raise OvspecError(f"{pointer}: this should be {expected}.")
 

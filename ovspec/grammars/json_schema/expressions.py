@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 EXPRESSION_PART = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
 ASCII_CLASSES = {r"\d": "0-9", r"\w": "A-Za-z0-9_"}
-ANCHOR = re.compile(r"\\[bBAzZ]")
+ANCHOR_PATTERN = re.compile(r"\\[bBAzZ]")
 
 
 def split_lookaheads(pattern: str) -> tuple[list[str], list[str]]:
@@ -57,16 +57,16 @@ def use_ascii_classes(pattern: str) -> str:
 
 def find_group_end(expression: str) -> int | None:
     """Return where the group ends with which an expression begins."""
-    return next((part.end() for part, depth in parts_with_depths(expression) if not depth), None)
+    return next((part.end() for part, depth in iterate_parts_with_depths(expression) if not depth), None)
 
 
 def split_at_bars(pattern: str) -> list[str]:
     """Return the options of an expression, which | separates."""
-    bar_positions = [part.start() for part, depth in parts_with_depths(pattern) if part[0] == "|" and not depth]
+    bar_positions = [part.start() for part, depth in iterate_parts_with_depths(pattern) if part[0] == "|" and not depth]
     return [pattern[begin + 1 : end] for begin, end in itertools.pairwise((-1, *bar_positions, len(pattern)))]
 
 
-def parts_with_depths(expression: str) -> Iterator[tuple[re.Match[str], int]]:
+def iterate_parts_with_depths(expression: str) -> Iterator[tuple[re.Match[str], int]]:
     """Yield the parts of an expression, each with the number of groups that are open after it."""
     depth = 0
     for part in EXPRESSION_PART.finditer(expression):
@@ -74,16 +74,16 @@ def parts_with_depths(expression: str) -> Iterator[tuple[re.Match[str], int]]:
         yield part, depth
 
 
-def match_json_string(pattern: str) -> str | None:
+def make_json_string_expression(pattern: str) -> str | None:
     """Return the expression of JSON strings without escapes in which ``pattern`` is found; None if that isn't easy.
 
     It is escaped for use between slashes.
     """
-    whole_text = match_whole_text(pattern, '[^"]*')
+    whole_text = make_whole_text_expression(pattern, '[^"]*')
     return whole_text and escape_slashes(f'"{whole_text}"')
 
 
-def match_whole_text(pattern: str, other_text: str) -> str | None:
+def make_whole_text_expression(pattern: str, other_text: str) -> str | None:
     """Return the expression of whole texts in which ``pattern`` is found; None if that isn't easy.
 
     ``other_text``: the expression of what may come before and after.
@@ -98,7 +98,8 @@ def match_whole_text(pattern: str, other_text: str) -> str | None:
         anchored_at_end = re.search(r"(?<!\\)(?:\\\\)*\$$", option) is not None
         inner_expression = option[anchored_at_start : len(option) - anchored_at_end]
         if any(
-            part[0] in ("^", "$") or ANCHOR.fullmatch(part[0]) for part in EXPRESSION_PART.finditer(inner_expression)
+            part[0] in ("^", "$") or ANCHOR_PATTERN.fullmatch(part[0])
+            for part in EXPRESSION_PART.finditer(inner_expression)
         ):
             return None
         if re.search(r"\(\?[=!<]", inner_expression):
@@ -109,12 +110,12 @@ def match_whole_text(pattern: str, other_text: str) -> str | None:
     return f"({'|'.join(whole_texts)})"
 
 
-def match_other_texts(words: Iterable[str]) -> str:
+def make_other_texts_expression(words: Iterable[str]) -> str:
     """Return the expression of all texts that are none of ``words``, for use as a JSON schema's pattern."""
-    return f"^({_match_other_endings(frozenset(words))})$"
+    return f"^({_make_other_endings_expression(frozenset(words))})$"
 
 
-def _match_other_endings(words: frozenset[str]) -> str:
+def _make_other_endings_expression(words: frozenset[str]) -> str:
     endings_by_character: dict[str, set[str]] = {}
     for word in words:
         if word:
@@ -124,7 +125,7 @@ def _match_other_endings(words: frozenset[str]) -> str:
     characters = "".join(map(escape_expression, sorted(endings_by_character)))
     options = [f"[^{characters}][\\s\\S]*"]
     for first_character, endings in sorted(endings_by_character.items()):
-        options.append(f"{escape_expression(first_character)}({_match_other_endings(frozenset(endings))})")
+        options.append(f"{escape_expression(first_character)}({_make_other_endings_expression(frozenset(endings))})")
     if "" not in words:
         options.append("")
     return "|".join(options)

@@ -17,8 +17,8 @@ ARGUMENT_KEYS = ("arguments", "parameters")
 
 def make_item_tracks(graph: SchemaGraph) -> ItemTracks:
     """Return the tracks of the values of a whole schema."""
-    track_numbers = {graph.root: 0}
-    pending_nodes = [graph.root]
+    track_numbers = {graph.root_node: 0}
+    pending_nodes = [graph.root_node]
     tracks: ItemTracks = []
 
     def number_track(node: SchemaNode) -> int:
@@ -38,7 +38,7 @@ def make_item_tracks(graph: SchemaGraph) -> ItemTracks:
                 elif isinstance(alternative, Objects):
                     property_tracks = {name: number_track(node) for name, node in alternative.properties}
                     pattern_tracks = [(pattern, number_track(node)) for pattern, node in alternative.patterns]
-                    unlisted_track = number_track(alternative.rest)
+                    unlisted_track = number_track(alternative.unlisted_node)
                     tracks[-1].append(
                         {"properties": property_tracks, "patterns": pattern_tracks, "rest": unlisted_track}
                     )

@@ -15,7 +15,7 @@ from ovspec.grammars.json_schema.shapes import (  # isort: skip
 )  # fmt: skip
 
 
-def allowed_types(schema: JsonObject) -> set[str]:
+def list_allowed_types(schema: JsonObject) -> set[str]:
     """Return the types that a schema allows, as its keyword type names them."""
     type_names = set(as_list(schema.get("type", [*JSON_TYPES, "integer"])))
     if schema.get("nullable") is True:
@@ -25,13 +25,13 @@ def allowed_types(schema: JsonObject) -> set[str]:
 
 def read_numbers(schema: JsonObject) -> Numbers | None:
     """Return the numbers that a schema allows; None if there are none."""
-    numbers: Numbers | None = Numbers(integer="number" not in allowed_types(schema))
-    for number_limit in number_limits(schema):
+    numbers: Numbers | None = Numbers(integer="number" not in list_allowed_types(schema))
+    for number_limit in list_number_limits(schema):
         numbers = numbers and intersect_numbers(numbers, number_limit)
     return numbers
 
 
-def number_limits(schema: JsonObject) -> Iterator[Numbers]:
+def list_number_limits(schema: JsonObject) -> Iterator[Numbers]:
     """Yield the numbers that each keyword for numbers allows."""
     for keyword in ("minimum", "maximum"):
         exclusive_bound = schema.get(f"exclusive{keyword.capitalize()}")
@@ -43,7 +43,7 @@ def number_limits(schema: JsonObject) -> Iterator[Numbers]:
         for bound in bounds:
             yield Numbers(low=bound) if keyword == "minimum" else Numbers(high=bound)
     if "multipleOf" in schema:
-        yield Numbers(multiple=to_decimal(schema["multipleOf"]))
+        yield Numbers(multiple_of=to_decimal(schema["multipleOf"]))
 
 
 def read_strings(schema: JsonObject) -> Strings | None:
@@ -58,7 +58,7 @@ def read_strings(schema: JsonObject) -> Strings | None:
     return Strings(min_size, max_size, required_patterns, formats, absent_patterns=forbidden_patterns)
 
 
-def item_schemas(
+def list_item_schemas(
     schema: JsonObject, pointer: str, old_dialect: bool
 ) -> tuple[list[tuple[JsonValue, str]], tuple[JsonValue, str]]:
     """Return the schemas of the first items and of the others, in any draft's notation, with JSON pointers."""
@@ -72,7 +72,7 @@ def item_schemas(
     return prefix_schemas, (schema.get(rest_keyword, True), f"{pointer}/{rest_keyword}")
 
 
-def dependencies(schema: JsonObject, pointer: str) -> Iterator[tuple[str, JsonValue, str]]:
+def list_dependencies(schema: JsonObject, pointer: str) -> Iterator[tuple[str, JsonValue, str]]:
     """Yield (property, the names or the schema that it requires, JSON pointer)."""
     for keyword in ("dependentRequired", "dependentSchemas", "dependencies"):
         for property_name, requirement in schema.get(keyword, {}).items():
@@ -83,7 +83,7 @@ def dependencies(schema: JsonObject, pointer: str) -> Iterator[tuple[str, JsonVa
             )
 
 
-def unevaluated_keywords(schema: JsonObject) -> dict[str, str]:
+def find_unevaluated_keywords(schema: JsonObject) -> dict[str, str]:
     """Return the JSON type of each keyword that forbids properties or items which other keywords don't mention."""
     json_types = {"unevaluatedProperties": "object", "unevaluatedItems": "array"}
     return {keyword: json_type for keyword, json_type in json_types.items() if schema.get(keyword, True) is not True}

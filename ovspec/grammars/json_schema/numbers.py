@@ -8,40 +8,40 @@ from decimal import Decimal
 from ovspec.grammars.json_schema.shapes import Numbers
 
 # As many digits as llama.cpp's grammars allow: readers round longer numbers, and a model could write forever.
-WHOLE = "(0|[1-9][0-9]{0,15})"
-FRACTION = r"(\.[0-9]{1,16})"
-EXPONENT = "([eE][+-]?[0-9]{1,3})"
-LARGEST_WHOLE = 10**16 - 1
-LARGEST_EXACT = 2**53  # readers may keep numbers as 64-bit floats
+WHOLE_EXPRESSION = "(0|[1-9][0-9]{0,15})"
+FRACTION_EXPRESSION = r"(\.[0-9]{1,16})"
+EXPONENT_EXPRESSION = "([eE][+-]?[0-9]{1,3})"
+LARGEST_WHOLE_NUMBER = 10**16 - 1
+LARGEST_EXACT_NUMBER = 2**53  # readers may keep numbers as 64-bit floats
 
 
-def number_expressions(numbers: Numbers) -> tuple[list[str], list[str]]:
+def write_number_expressions(numbers: Numbers) -> tuple[list[str], list[str]]:
     """Return the regular expressions that the text of a number must match, all of them, and those that it mustn't.
 
-    ``multiple`` isn't covered.
+    ``multiple_of`` isn't covered.
     """
     if numbers.values is not None:
         return ["|".join(sorted(map(spell_number, numbers.values)))], []
-    required_expressions = ["-?" + WHOLE]
+    required_expressions = ["-?" + WHOLE_EXPRESSION]
     if not numbers.integer:
         # With an exponent, any number could be written.
         is_bounded = numbers.low or numbers.high or numbers.excluded
-        required_expressions[0] += f"{FRACTION}?" + f"{EXPONENT}?" * (not is_bounded)
+        required_expressions[0] += f"{FRACTION_EXPRESSION}?" + f"{EXPONENT_EXPRESSION}?" * (not is_bounded)
     forbidden_expressions: list[str] = []
     if numbers.excluded:
         forbidden_expressions.append("|".join(sorted(map(spell_every_way, numbers.excluded))))
     if low := numbers.low:
         if low.value > 0 or (not low.value and low.exclusive):
-            required_expressions.append(f"({numbers_above(low.value, low.exclusive)})")
+            required_expressions.append(f"({write_numbers_above(low.value, low.exclusive)})")
         elif low.value:
-            forbidden_expressions.append(f"-({numbers_above(-low.value, not low.exclusive)})")
+            forbidden_expressions.append(f"-({write_numbers_above(-low.value, not low.exclusive)})")
         else:
             forbidden_expressions.append("-.*")  # and no -0
     if high := numbers.high:
         if high.value < 0 or (not high.value and high.exclusive):
-            required_expressions.append(f"-({numbers_above(-high.value, high.exclusive)})")
+            required_expressions.append(f"-({write_numbers_above(-high.value, high.exclusive)})")
         else:
-            forbidden_expressions.append(f"({numbers_above(high.value, not high.exclusive)})")
+            forbidden_expressions.append(f"({write_numbers_above(high.value, not high.exclusive)})")
     return required_expressions, forbidden_expressions
 
 
@@ -51,7 +51,7 @@ def spell_number(value: Decimal) -> str:
         return re.escape(str(value))
     if value != value.to_integral_value():
         return re.escape(format(value, "f"))
-    return str(int(value)) + r"(\.0)?" * (abs(value) <= LARGEST_EXACT)
+    return str(int(value)) + r"(\.0)?" * (abs(value) <= LARGEST_EXACT_NUMBER)
 
 
 def spell_every_way(value: Decimal) -> str:
@@ -67,10 +67,10 @@ def split_digits(value: Decimal) -> tuple[str, str]:
     return whole, fraction.rstrip("0")
 
 
-def numbers_above(value: Decimal, exclusive: bool) -> str:
+def write_numbers_above(value: Decimal, exclusive: bool) -> str:
     """Return the expression of the numbers above ``value``, which is 0 or more, without a sign."""
     whole, fraction = split_digits(value)
-    expressions = [rf"({wholes_above(whole)})(\.[0-9]+)?"]
+    expressions = [rf"({write_wholes_above(whole)})(\.[0-9]+)?"]
     indexed_digits = enumerate(fraction)
     expressions += [rf"{whole}\.{fraction[:i]}[{int(digit) + 1}-9][0-9]*" for i, digit in indexed_digits if digit < "9"]
     if exclusive:
@@ -80,7 +80,7 @@ def numbers_above(value: Decimal, exclusive: bool) -> str:
     return "|".join(expressions)
 
 
-def wholes_above(whole: str) -> str:
+def write_wholes_above(whole: str) -> str:
     """Return the expression of the whole numbers above ``whole``."""
     expressions = [rf"[1-9][0-9]{{{len(whole)},}}"]
     for i, digit in enumerate(whole):
@@ -94,12 +94,12 @@ def has_no_number(numbers: Numbers) -> bool:
     if numbers.values is not None:
         return not numbers.values
     low, high = numbers.low, numbers.high
-    if (low and low.value > LARGEST_WHOLE + 1) or (high and high.value < -LARGEST_WHOLE - 1):
+    if (low and low.value > LARGEST_WHOLE_NUMBER + 1) or (high and high.value < -LARGEST_WHOLE_NUMBER - 1):
         return True
-    step = numbers.multiple or (Decimal(1) if numbers.integer else None)
+    step = numbers.multiple_of or (Decimal(1) if numbers.integer else None)
     if not (low and high and step):
         return False
-    if numbers.integer and numbers.multiple and step != step.to_integral_value():
+    if numbers.integer and numbers.multiple_of and step != step.to_integral_value():
         return False
     smallest = (low.value / step).to_integral_value("ROUND_CEILING") * step
     if low.exclusive and smallest == low.value:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ovspec.base.errors import OvspecError
 
 from ovspec.grammars.json_schema.expressions import (  # isort: skip
-    escape_expression, escape_slashes, match_whole_text, use_ascii_classes,
+    escape_expression, escape_slashes, make_whole_text_expression, use_ascii_classes,
 )  # fmt: skip
 from ovspec.grammars.json_schema.shapes import Objects, SchemaNode, Strings, Unenforceable, close_object
 from ovspec.grammars.json_schema.writing import RuleWriter, make_refusal, quote_literal, size_range, write_in_order
@@ -17,7 +17,7 @@ OPTIONAL_SPACE = "/ ?/"
 
 
 @dataclass(frozen=True)
-class ParameterLayout:
+class ParameterExpressions:
     """The texts around names and values.
 
     before_name, after_name, after_value: expressions of Lark in front of a name, between name and value, and behind
@@ -35,7 +35,9 @@ class ParameterLayout:
     token_follows: bool
 
 
-def write_parameters_as_lark(rules: RuleWriter, close_objects: bool, layout: ParameterLayout) -> tuple[str, list[str]]:
+def write_parameters_as_lark(
+    rules: RuleWriter, close_objects: bool, layout: ParameterExpressions
+) -> tuple[str, list[str]]:
     """Return (the whole grammar, the properties that are written as text without quotes).
 
     Args:
@@ -46,7 +48,7 @@ def write_parameters_as_lark(rules: RuleWriter, close_objects: bool, layout: Par
     """
     object_rules: list[str] = []
     text_names = set[str]()
-    for objects in rules.graph.find_shape(rules.graph.root).by_type.get("object", ()):
+    for objects in rules.graph.find_shape(rules.graph.root_node).by_type.get("object", ()):
         if isinstance(objects, Unenforceable):
             raise make_refusal(objects.pointer, objects.reason)
         assert isinstance(objects, Objects)
@@ -61,9 +63,9 @@ def write_parameters_as_lark(rules: RuleWriter, close_objects: bool, layout: Par
     return "\n".join([f"start: {' | '.join(object_rules)}", *rules.lines]), sorted(text_names)
 
 
-def write_parameters(rules: RuleWriter, objects: Objects, layout: ParameterLayout, text_names: set[str]) -> str:
+def write_parameters(rules: RuleWriter, objects: Objects, layout: ParameterExpressions, text_names: set[str]) -> str:
     """Write the rule of an object's properties; add the names of those that are texts to ``text_names``."""
-    if not objects.properties and (objects.patterns or not rules.graph.is_empty(objects.rest)):
+    if not objects.properties and (objects.patterns or not rules.graph.is_empty(objects.unlisted_node)):
         rules.refuse("#", "properties that aren't listed can't be written in this tool format")
     property_rules: list[tuple[str, bool]] = []
     for name, node in objects.properties:
@@ -86,7 +88,7 @@ def write_parameters(rules: RuleWriter, objects: Objects, layout: ParameterLayou
     return write_in_order(rules, property_rules, (objects.min_size, objects.max_size), None, "")
 
 
-def write_text_values(rules: RuleWriter, node: SchemaNode, layout: ParameterLayout) -> str | None:
+def write_text_values(rules: RuleWriter, node: SchemaNode, layout: ParameterExpressions) -> str | None:
     """Return the terminals of a node's texts with ``value_end`` behind them; None if some values are no texts."""
     by_type = rules.graph.find_shape(node).by_type
     if [json_type for json_type, alternatives in by_type.items() if alternatives] != ["string"]:
@@ -95,7 +97,9 @@ def write_text_values(rules: RuleWriter, node: SchemaNode, layout: ParameterLayo
     for strings in by_type["string"]:
         if not isinstance(strings, Strings) or strings.formats or strings.absent_patterns:
             return None
-        patterns = [match_whole_text(use_ascii_classes(pattern), "(?s:.*)") for pattern in sorted(strings.patterns)]
+        patterns = [
+            make_whole_text_expression(use_ascii_classes(pattern), "(?s:.*)") for pattern in sorted(strings.patterns)
+        ]
         if None in patterns:
             return None
         if strings.excluded and layout.token_follows:  # see OPTIONAL_SPACE
@@ -104,7 +108,7 @@ def write_text_values(rules: RuleWriter, node: SchemaNode, layout: ParameterLayo
     return f"({' | '.join(text_terminals)})"
 
 
-def write_text_terminal(rules: RuleWriter, strings: Strings, patterns: list[str], layout: ParameterLayout) -> str:
+def write_text_terminal(rules: RuleWriter, strings: Strings, patterns: list[str], layout: ParameterExpressions) -> str:
     """Write the terminal of some strings; ``patterns``: expressions of whole texts."""
 
     def quote_values(values: list[str] | tuple[str, ...]) -> str:

@@ -16,12 +16,13 @@ from math import inf
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.json_types import JsonObject, JsonValue
-from ovspec.grammars.json_schema.checking import ANNOTATIONS, REFERENCE_KEYWORDS, resolve_reference
+from ovspec.grammars.json_schema.checking import ANNOTATION_KEYWORDS, REFERENCE_KEYWORDS, resolve_reference
 from ovspec.grammars.json_schema.expressions import split_lookaheads
 from ovspec.grammars.json_schema.formats import ENFORCED_FORMATS
 
 from ovspec.grammars.json_schema.keywords import (  # isort: skip
-    allowed_types, dependencies, item_schemas, number_limits, read_numbers, read_strings, unevaluated_keywords,
+    find_unevaluated_keywords, list_allowed_types, list_dependencies, list_item_schemas, list_number_limits,
+    read_numbers, read_strings,
 )  # fmt: skip
 from ovspec.grammars.json_schema.numbers import has_no_number
 
@@ -32,7 +33,7 @@ from ovspec.grammars.json_schema.shapes import (  # isort: skip
 )  # fmt: skip
 
 # Keywords that may stand next to a $ref, or alone, without restricting a value.
-UNRESTRICTING_KEYWORDS = {*ANNOTATIONS, "$defs", "definitions"}
+UNRESTRICTING_KEYWORDS = {*ANNOTATION_KEYWORDS, "$defs", "definitions"}
 MAX_ALTERNATIVES = 400  # of one type
 
 
@@ -77,12 +78,12 @@ class SchemaGraph:
         self.lenient = lenient
         self.has_no_text = has_no_text
         self.old_dialect = re.search(r"draft-0[3-7]", str(root.get("$schema"))) is not None
-        self._numbers: dict[str, int] = {}
+        self._numbers_by_schema: dict[str, int] = {}
         self._schemas: list[tuple[JsonObject | bool, str]] = []  # with JSON pointers
         self._shapes: dict[SchemaNode, ValueShape] = {}
-        self._evaluating: set[SchemaNode] = set()
+        self._nodes_in_evaluation: set[SchemaNode] = set()
         self.make_node(False, "#")  # number 0, as in NO_VALUE
-        self.root = self.make_node(root, "#")
+        self.root_node = self.make_node(root, "#")
 
     def make_node(self, schema: JsonObject | bool, pointer: str) -> SchemaNode:
         """Return the node of the values that match ``schema``, which is at this JSON pointer."""
@@ -98,10 +99,10 @@ class SchemaGraph:
         if schema is True or (isinstance(schema, dict) and not schema.keys() - UNRESTRICTING_KEYWORDS):
             return frozenset()
         schema_text = json.dumps(schema)
-        if schema_text not in self._numbers:
-            self._numbers[schema_text] = len(self._schemas)
+        if schema_text not in self._numbers_by_schema:
+            self._numbers_by_schema[schema_text] = len(self._schemas)
             self._schemas.append((schema, pointer))
-        return frozenset({(self._numbers[schema_text], True)})
+        return frozenset({(self._numbers_by_schema[schema_text], True)})
 
     def make_reference_node(self, reference: str, pointer: str) -> SchemaNode:
         """Return the node of the schema that a reference at this JSON pointer refers to."""
@@ -127,13 +128,13 @@ class SchemaGraph:
     def find_shape(self, node: SchemaNode) -> ValueShape:
         """Return the alternatives of the values of ``node``, without those that no value fits."""
         if node not in self._shapes:
-            if node in self._evaluating:
+            if node in self._nodes_in_evaluation:
                 raise CircularSchema(min((self._schemas[number][1] for number, _ in node if number), default="#"))
-            self._evaluating.add(node)
+            self._nodes_in_evaluation.add(node)
             try:
                 self._shapes[node] = self._evaluate_shape(node)
             finally:
-                self._evaluating.remove(node)
+                self._nodes_in_evaluation.remove(node)
         return self._shapes[node]
 
     def is_empty(self, node: SchemaNode) -> bool:
@@ -235,9 +236,9 @@ class SchemaGraph:
         if "if" in schema:
             cases = make_if_cases(schema, pointer, self)
             requirements.unions.append((f"{pointer}/if", [join_nodes(*case) for case in cases]))
-        for name, requirement, dependency_pointer in dependencies(schema, pointer):
+        for name, requirement, dependency_pointer in list_dependencies(schema, pointer):
             shape_if_present: ValueShape | SchemaNode
-            shape_if_absent = shape_if_type("object", Objects(((name, NO_VALUE),), open=True))
+            shape_if_absent = shape_if_type("object", Objects(((name, NO_VALUE),), is_open=True))
             if isinstance(requirement, list):
                 shape_if_present = shape_of_type("object", Objects(required=frozenset((name, *requirement))))
             else:
@@ -302,7 +303,7 @@ class SchemaGraph:
             if name in objects.required
         ):
             return None
-        is_possible_name = self._make_name_test(objects.names)
+        is_possible_name = self._make_name_test(objects.name_node)
         if len(objects.required) > objects.max_size or not all(map(is_possible_name, objects.required)):
             return None
         for name in objects.required:
@@ -313,7 +314,7 @@ class SchemaGraph:
             return objects
         # All properties that aren't listed count as one, because they may have the same name.
         possible_count = sum(is_possible_name(name) and not self.is_empty(node) for name, node in objects.properties)
-        unlisted_nodes = (objects.rest, *(node for _, node in objects.patterns))
+        unlisted_nodes = (objects.unlisted_node, *(node for _, node in objects.patterns))
         may_have_unlisted = not all(map(self.is_empty, unlisted_nodes))
         if objects.min_size <= possible_count + may_have_unlisted:
             return objects
@@ -371,7 +372,7 @@ def read_type_keywords(schema: JsonObject, pointer: str, graph: SchemaGraph) -> 
         "array": lambda: read_arrays(schema, pointer, graph),
         "object": lambda: read_objects(schema, pointer, graph),
     }
-    json_types = allowed_types(schema)
+    json_types = list_allowed_types(schema)
     if "integer" in json_types:
         json_types.add("number")
     alternatives = {
@@ -386,7 +387,7 @@ def read_type_keywords(schema: JsonObject, pointer: str, graph: SchemaGraph) -> 
         shape = intersect_shapes(shape, shape_of_enum([schema["const"]], node_of_value))
     if "enum" in schema:
         shape = intersect_shapes(shape, shape_of_enum(schema["enum"], node_of_value))
-    unenforced_keywords = unevaluated_keywords(schema)
+    unenforced_keywords = find_unevaluated_keywords(schema)
     if "contains" in schema:
         unenforced_keywords["contains"] = "array"
     for keyword, json_type in unenforced_keywords.items():
@@ -396,7 +397,7 @@ def read_type_keywords(schema: JsonObject, pointer: str, graph: SchemaGraph) -> 
 
 
 def read_arrays(schema: JsonObject, pointer: str, graph: SchemaGraph) -> Arrays:
-    prefix_schemas, items_schema = item_schemas(schema, pointer, graph.old_dialect)
+    prefix_schemas, items_schema = list_item_schemas(schema, pointer, graph.old_dialect)
     nodes = tuple(graph.make_node(*item) for item in prefix_schemas)
     min_size, max_size = schema.get("minItems", 0), schema.get("maxItems", inf)
     return Arrays(nodes, graph.make_node(*items_schema), min_size, max_size, schema.get("uniqueItems") is True)
@@ -418,7 +419,7 @@ def read_objects(schema: JsonObject, pointer: str, graph: SchemaGraph) -> Object
         schema.get("minProperties", 0),
         schema.get("maxProperties", inf),
         graph.make_node(schema.get("propertyNames", True), f"{pointer}/propertyNames"),
-        open="additionalProperties" not in schema,
+        is_open="additionalProperties" not in schema,
     )
 
 
@@ -436,12 +437,12 @@ def make_if_cases(schema: JsonObject, pointer: str, graph: SchemaGraph) -> list[
 def negate_schema(schema: JsonObject, pointer: str, graph: SchemaGraph) -> Iterator[ValueShape | SchemaNode]:
     """Yield the options of a value that doesn't match ``schema``: one for each way to break it."""
     if "type" in schema:
-        yield negate_types(allowed_types(schema), f"{pointer}/type", graph)
+        yield negate_types(list_allowed_types(schema), f"{pointer}/type", graph)
     if "const" in schema:
         yield negate_values([schema["const"]], f"{pointer}/const", graph)
     if "enum" in schema:
         yield negate_values(schema["enum"], f"{pointer}/enum", graph)
-    for number_limit in number_limits(schema):
+    for number_limit in list_number_limits(schema):
         if number_limit.low:
             yield shape_of_type("number", Numbers(high=Bound(number_limit.low.value, not number_limit.low.exclusive)))
         elif number_limit.high:
@@ -473,7 +474,7 @@ def negate_schema(schema: JsonObject, pointer: str, graph: SchemaGraph) -> Itera
     if "if" in schema:
         for condition, consequence in make_if_cases(schema, pointer, graph):
             yield join_nodes(condition, graph.negate_node(consequence))
-    for name, requirement, dependency_pointer in dependencies(schema, pointer):
+    for name, requirement, dependency_pointer in list_dependencies(schema, pointer):
         if isinstance(requirement, list):
             for required_name in requirement:
                 objects = Objects(((required_name, NO_VALUE),), required=frozenset({name}))
@@ -481,7 +482,7 @@ def negate_schema(schema: JsonObject, pointer: str, graph: SchemaGraph) -> Itera
         else:
             negated_requirement = graph.negate_node(graph.make_node(requirement, dependency_pointer))
             yield join_nodes(graph.make_presence_node(name, dependency_pointer), negated_requirement)
-    for keyword, json_type in unevaluated_keywords(schema).items():
+    for keyword, json_type in find_unevaluated_keywords(schema).items():
         yield refuse_negation(f"{pointer}/{keyword}", json_type, graph)
 
 
@@ -536,7 +537,7 @@ def negate_string_keywords(schema: JsonObject, pointer: str, graph: SchemaGraph)
 def negate_array_keywords(schema: JsonObject, pointer: str, graph: SchemaGraph) -> Iterator[ValueShape]:
     if schema.get("uniqueItems") is True:
         yield refuse_negation(f"{pointer}/uniqueItems", "array", graph)
-    prefix_schemas, (items_schema, items_pointer) = item_schemas(schema, pointer, graph.old_dialect)
+    prefix_schemas, (items_schema, items_pointer) = list_item_schemas(schema, pointer, graph.old_dialect)
     if prefix_schemas:
         yield refuse_negation(prefix_schemas[0][1].rpartition("/")[0], "array", graph)
     elif graph.make_node(items_schema, items_pointer):

@@ -49,12 +49,12 @@ class Bound:
 
 @dataclass(frozen=True)
 class Numbers:
-    """``values``: the only ones, if not None. ``multiple``: all are multiples of it."""
+    """``values``: the only ones, if not None. ``multiple_of``: all are multiples of it."""
 
     integer: bool = False
     low: Bound | None = None
     high: Bound | None = None
-    multiple: Decimal | None = None
+    multiple_of: Decimal | None = None
     values: frozenset[Decimal] | None = None
     excluded: frozenset[Decimal] = frozenset()
 
@@ -65,7 +65,7 @@ class Numbers:
             return False
         if value in self.excluded or (self.integer and value != value.to_integral_value()):
             return False
-        return not self.multiple or not exact_remainder(value, self.multiple)
+        return not self.multiple_of or not exact_remainder(value, self.multiple_of)
 
 
 def exact_remainder(value: Decimal, divisor: Decimal) -> int:
@@ -126,19 +126,20 @@ class Objects:
     """Objects by their properties.
 
     ``properties``: listed names with all that applies to them. ``patterns``: (pattern of other names, node).
-    ``rest``: of names that are neither; ``open``: the schema says nothing of them. ``names``: of all names.
+    ``unlisted_node``: of names that are neither; ``is_open``: the schema says nothing of them. ``name_node``: of all
+    names.
     ``any_order``: the properties may come in any order.
     """
 
     properties: tuple[tuple[str, SchemaNode], ...] = ()
     patterns: tuple[tuple[str, SchemaNode], ...] = ()
-    rest: SchemaNode = ANY_VALUE
+    unlisted_node: SchemaNode = ANY_VALUE
     required: frozenset[str] = frozenset()
     min_size: int = 0
     max_size: float = inf
-    names: SchemaNode = ANY_VALUE
+    name_node: SchemaNode = ANY_VALUE
     any_order: bool = False
-    open: bool = True
+    is_open: bool = True
 
     def property_node(self, name: str) -> SchemaNode:
         """Return the node of the values that the property ``name`` may have."""
@@ -147,7 +148,7 @@ class Objects:
             return listed_nodes[name]
         matching_nodes = [node for pattern, node in self.patterns if search_pattern(pattern, name)]
         if not matching_nodes:
-            return self.rest
+            return self.unlisted_node
         return join_nodes(*matching_nodes)
 
 
@@ -250,9 +251,9 @@ def intersect_numbers(first: Numbers, second: Numbers) -> Numbers | None:
     high = min(upper_bounds, key=lambda bound: (bound.value, not bound.exclusive), default=None)
     if low and high and (low.value > high.value or (low.value == high.value and (low.exclusive or high.exclusive))):
         return None
-    multiple = first.multiple or second.multiple
-    if first.multiple and second.multiple:
-        multiple = common_multiple(first.multiple, second.multiple)
+    multiple = first.multiple_of or second.multiple_of
+    if first.multiple_of and second.multiple_of:
+        multiple = common_multiple(first.multiple_of, second.multiple_of)
     intersection = Numbers(first.integer or second.integer, low, high, multiple, None, first.excluded | second.excluded)
     value_sets = [numbers.values for numbers in (first, second) if numbers.values is not None]
     if not value_sets:
@@ -308,11 +309,19 @@ def intersect_objects(first: Objects, second: Objects) -> Objects | None:
     # A name that has a pattern of one side only belongs to the rest of the other; if it has a pattern there too, this
     # is stricter than necessary.
     patterns = tuple(
-        (pattern, join_nodes(first_patterns.get(pattern, first.rest), second_patterns.get(pattern, second.rest)))
+        (
+            pattern,
+            join_nodes(
+                first_patterns.get(pattern, first.unlisted_node), second_patterns.get(pattern, second.unlisted_node)
+            ),
+        )
         for pattern in dict.fromkeys((*first_patterns, *second_patterns))
     )
-    unlisted_node, name_node = join_nodes(first.rest, second.rest), join_nodes(first.names, second.names)
-    any_order, is_open = first.any_order or second.any_order, first.open and second.open
+    unlisted_node, name_node = (
+        join_nodes(first.unlisted_node, second.unlisted_node),
+        join_nodes(first.name_node, second.name_node),
+    )
+    any_order, is_open = first.any_order or second.any_order, first.is_open and second.is_open
     return Objects(properties, patterns, unlisted_node, required, min_size, max_size, name_node, any_order, is_open)
 
 
@@ -323,7 +332,7 @@ def shape_of_constant(value: list | dict | None, node_of_value: Callable[[JsonVa
     if isinstance(value, list):
         return shape_of_type("array", Arrays(tuple(map(node_of_value, value)), NO_VALUE, len(value), len(value)))
     properties = tuple((name, node_of_value(member)) for name, member in value.items())
-    objects = Objects(properties, rest=NO_VALUE, required=frozenset(value), any_order=True, open=False)
+    objects = Objects(properties, unlisted_node=NO_VALUE, required=frozenset(value), any_order=True, is_open=False)
     return shape_of_type("object", objects)
 
 
@@ -359,6 +368,6 @@ def to_decimal(value: int | float) -> Decimal:
 
 def close_object(objects: Objects) -> Objects:
     """Return the objects without names that their schema doesn't mention, if it lists any."""
-    if objects.open and objects.properties:
-        return replace(objects, rest=NO_VALUE, open=False)
+    if objects.is_open and objects.properties:
+        return replace(objects, unlisted_node=NO_VALUE, is_open=False)
     return objects

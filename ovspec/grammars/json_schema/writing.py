@@ -13,7 +13,7 @@ from ovspec.base.json_types import JsonObject
 from ovspec.grammars.json_schema import numbers
 
 from ovspec.grammars.json_schema.expressions import (  # isort: skip
-    escape_slashes, match_json_string, match_other_texts, split_lookaheads, use_ascii_classes,
+    escape_slashes, make_json_string_expression, make_other_texts_expression, split_lookaheads, use_ascii_classes,
 )  # fmt: skip
 from ovspec.grammars.json_schema.formats import STRICTER_PATTERNS
 from ovspec.grammars.json_schema.schemas import SchemaGraph
@@ -23,8 +23,8 @@ from ovspec.grammars.json_schema.shapes import (  # isort: skip
     join_nodes,
 )  # fmt: skip
 
-MAX_STATES = 20_000  # of one object or array
-MAX_UNORDERED = 5  # values or properties that may come in any order
+MAX_RULE_STATES = 20_000  # of one object or array
+MAX_UNORDERED_ITEMS = 5  # values or properties that may come in any order
 # Without \uXXXX: a key would have several spellings.
 ALLOWED_ESCAPES = 'nrbtf\\"'
 UNESCAPED_CHARACTER = r'[^"\\\x00-\x1f\x7f]'
@@ -90,12 +90,12 @@ class RuleWriter:
     # ------------------------------------------------------------ numbers and strings
 
     def write_numbers(self, allowed_numbers: Numbers) -> str:
-        if allowed_numbers.multiple:
+        if allowed_numbers.multiple_of:
             bounds = [bound for bound in (allowed_numbers.low, allowed_numbers.high) if bound]
-            if allowed_numbers.excluded or any(abs(bound.value) > numbers.LARGEST_EXACT for bound in bounds):
+            if allowed_numbers.excluded or any(abs(bound.value) > numbers.LARGEST_EXACT_NUMBER for bound in bounds):
                 self.refuse("#", "multipleOf can't be enforced beside excluded numbers or bounds beyond 2**53")
             return self._write_json_rule(make_multiple_schema(allowed_numbers))
-        required_expressions, forbidden_expressions = numbers.number_expressions(allowed_numbers)
+        required_expressions, forbidden_expressions = numbers.write_number_expressions(allowed_numbers)
         text_conditions = [f"/{escape_slashes(expression)}/" for expression in required_expressions]
         text_conditions += [f"~/{expression}/" for expression in forbidden_expressions]
         return self.write_terminal(" & ".join(text_conditions))
@@ -111,8 +111,10 @@ class RuleWriter:
 
     def _write_unescaped_strings(self, strings: Strings) -> str:
         """Write the strings without any escape: only they can be compared with ``absent_patterns``."""
-        required_expressions = [match_json_string(use_ascii_classes(pattern)) for pattern in sorted(strings.patterns)]
-        forbidden_expressions = [match_json_string(pattern) for pattern in sorted(strings.absent_patterns)]
+        required_expressions = [
+            make_json_string_expression(use_ascii_classes(pattern)) for pattern in sorted(strings.patterns)
+        ]
+        forbidden_expressions = [make_json_string_expression(pattern) for pattern in sorted(strings.absent_patterns)]
         if strings.formats or None in required_expressions or None in forbidden_expressions:
             self.refuse(f"the pattern {min(strings.absent_patterns)!r}", "it can't be negated here")
             return self.write_strings(replace(strings, absent_patterns=frozenset()))
@@ -158,7 +160,7 @@ def write_schema_as_lark(rules: RuleWriter, close_objects: bool) -> str:
     Raises:
         OvspecError: no text matches, or something can't be enforced.
     """
-    root_node = rules.graph.root
+    root_node = rules.graph.root_node
     if rules.graph.is_empty(root_node):
         raise OvspecError("#: no JSON text satisfies this schema.")
     header_lines: list[str] = []
@@ -209,7 +211,7 @@ def list_literals(alternative: Nulls | Booleans) -> list[str]:
 
 
 def write_object(rules: RuleWriter, objects: Objects) -> str:
-    name_alternatives = rules.graph.find_shape(objects.names).by_type.get("string", ())
+    name_alternatives = rules.graph.find_shape(objects.name_node).by_type.get("string", ())
     for alternative in name_alternatives:
         if isinstance(alternative, Unenforceable):
             rules.refuse(alternative.pointer, alternative.reason)
@@ -225,7 +227,7 @@ def write_object(rules: RuleWriter, objects: Objects) -> str:
             property_expressions.append((property_expression, name in objects.required))
     if (
         objects.any_order
-        and len(property_expressions) <= MAX_UNORDERED
+        and len(property_expressions) <= MAX_UNORDERED_ITEMS
         and all(required for _, required in property_expressions)
     ):
         items = [rules.write_rule(property_expression) for property_expression, _ in property_expressions]
@@ -245,7 +247,7 @@ def list_allowed_names(objects: Objects, name_strings: list[Strings]) -> Objects
     listed_nodes = dict(objects.properties)
     allowed_names = dict.fromkeys(name for strings in name_strings for name in strings.values or ())
     added_properties = tuple((name, objects.property_node(name)) for name in allowed_names if name not in listed_nodes)
-    return replace(objects, properties=(*objects.properties, *added_properties), rest=NO_VALUE, patterns=())
+    return replace(objects, properties=(*objects.properties, *added_properties), unlisted_node=NO_VALUE, patterns=())
 
 
 def write_unlisted_property(rules: RuleWriter, objects: Objects, name_strings: list[Strings], colon: str) -> str | None:
@@ -274,8 +276,8 @@ def write_unlisted_property(rules: RuleWriter, objects: Objects, name_strings: l
             key_strings = replace(strings, patterns=patterns, absent_patterns=absent_patterns, excluded=excluded)
             if not rules.graph.has_no_text(key_strings):
                 property_options.append(f"{rules.write_strings(key_strings)} {colon} {rules.node_rule(value_node)}")
-    if not rules.graph.is_empty(objects.rest):
-        value_rule = rules.node_rule(objects.rest)
+    if not rules.graph.is_empty(objects.unlisted_node):
+        value_rule = rules.node_rule(objects.unlisted_node)
         property_patterns = frozenset(pattern for pattern, _ in objects.patterns)
         for strings in name_strings:
             absent_patterns = strings.absent_patterns | property_patterns
@@ -286,7 +288,7 @@ def write_unlisted_property(rules: RuleWriter, objects: Objects, name_strings: l
                 if property_patterns
                 else key_strings.absent_patterns
             )
-            if None not in map(match_json_string, compared_patterns):
+            if None not in map(make_json_string_expression, compared_patterns):
                 property_options.append(f"{rules.write_strings(key_strings)} {colon} {value_rule}")
     return rules.write_option_rule(property_options)
 
@@ -346,7 +348,7 @@ def write_unique_array(rules: RuleWriter, arrays: Arrays, value_expressions: lis
     """Return an array of different values: in any order if they are few, else in the order of the schema."""
     max_count = min(arrays.max_size, len(value_expressions))
     comma = rules.write_separator(rules.style.item_separator)
-    if len(value_expressions) <= MAX_UNORDERED:
+    if len(value_expressions) <= MAX_UNORDERED_ITEMS:
         array_body = write_in_any_order(rules, value_expressions, arrays.min_size, max_count, comma)
     else:
         size_limits = (arrays.min_size, max_count if max_count < len(value_expressions) else inf)
@@ -380,7 +382,7 @@ def write_in_order(
     """
     min_count, max_count = size_limits
     max_counted = max(min_count if max_count == inf else int(max_count), 1)  # more aren't told apart
-    if len(items) * max_counted > MAX_STATES:
+    if len(items) * max_counted > MAX_RULE_STATES:
         rules.refuse("#", "the number of properties or items can't be enforced for so many")
         return write_in_order(rules, items, (0, inf), extra_item, comma)
     # By the number of items before: the rule of the rest of the list; None if no rest is possible.
@@ -444,13 +446,13 @@ def make_optional(expression: str, optional: bool) -> str:
 
 def make_multiple_schema(allowed_numbers: Numbers) -> JsonObject:
     """Return llguidance's own schema of the multiples of a number, with a bounded number of digits."""
-    assert allowed_numbers.multiple
+    assert allowed_numbers.multiple_of
     json_type = "integer" if allowed_numbers.integer else "number"
-    schema: JsonObject = {"type": json_type, "multipleOf": to_json_number(allowed_numbers.multiple)}
-    needs_bounds = allowed_numbers.multiple < MAX_BOUNDED_MULTIPLE  # else the bounds would take llguidance too long
+    schema: JsonObject = {"type": json_type, "multipleOf": to_json_number(allowed_numbers.multiple_of)}
+    needs_bounds = allowed_numbers.multiple_of < MAX_BOUNDED_MULTIPLE  # else the bounds would take llguidance too long
     default_bounds = (
-        (allowed_numbers.low, "Minimum", -numbers.LARGEST_EXACT),
-        (allowed_numbers.high, "Maximum", numbers.LARGEST_EXACT),
+        (allowed_numbers.low, "Minimum", -numbers.LARGEST_EXACT_NUMBER),
+        (allowed_numbers.high, "Maximum", numbers.LARGEST_EXACT_NUMBER),
     )
     for bound, keyword, default_bound in default_bounds:
         if bound:
@@ -484,7 +486,7 @@ def make_string_schema(strings: Strings) -> JsonObject:
         {"format": format_name} for format_name in formats
     ]
     if strings.excluded:
-        text_conditions.append({"pattern": match_other_texts(strings.excluded)})
+        text_conditions.append({"pattern": make_other_texts_expression(strings.excluded)})
     return {**schema, "allOf": text_conditions}
 
 
