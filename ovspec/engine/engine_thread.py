@@ -98,9 +98,9 @@ class EngineThread:
             runtime.models.corpora.append(self._earlier_texts)
         self._decoders = runtime.decoder_pool.acquire()
         self._drafter, self._lookahead = self._decoders.select_drafting(runtime.row_maker.make_complete_params({}))
-        rule = self._decoders.target.rule
-        costs = self._lookahead.target_costs if self._drafter else InferenceCosts(rule=rule)
-        self._prefill_budget = PrefillBudget(costs, rule, not self._drafter, prefill_tokens)
+        feed_rule = self._decoders.target.rule
+        costs = self._lookahead.target_costs if self._drafter else InferenceCosts(rule=feed_rule)
+        self._prefill_budget = PrefillBudget(costs, feed_rule, not self._drafter, prefill_tokens)
         self._thread = threading.Thread(target=self._run_loop, name="ovspec engine", daemon=True)
 
     def start(self, warm_up: bool = True) -> None:

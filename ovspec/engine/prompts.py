@@ -100,16 +100,16 @@ class PromptEncoder:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt) if at_start else self.tokenizer.encode_continuation(prompt)
         try:
-            ids = np.asarray(prompt, dtype=np.int64)
+            prompt_ids = np.asarray(prompt, dtype=np.int64)
         except OverflowError:
             raise PromptError("A token id is too large to be in the vocabulary.") from None
         except (TypeError, ValueError):
             raise PromptError(f"A prompt must be a string, token ids or chat messages, not {prompt!r:.80}.") from None
         known_ids = self.tokenizer.known_ids
-        if (unknown_id := known_ids.first_unknown(ids)) is not None:
+        if (unknown_id := known_ids.first_unknown(prompt_ids)) is not None:
             id_range_text = f" (0 to {known_ids.size - 1})" if known_ids.size else ""
             raise PromptError(f"Token id {unknown_id} is not in the vocabulary{id_range_text}.")
-        return ids
+        return prompt_ids
 
     def encode_prompt(self, prompt: Prompt, params: Params, max_tokens: float = np.inf) -> EncodedPrompt:
         """Encode the prompt of a call; for infilling, as many chunks as fit into ``max_tokens``.
@@ -125,24 +125,24 @@ class PromptEncoder:
             fim_tokens = tokenizer.fim_tokens
             if max_tokens < np.inf:  # chunks that can't fit aren't encoded, which would take long
                 prompt = trim_chunks(prompt, tokenizer.max_characters(int(max_tokens)))
-            ids, first_healable = encode_infill(
+            prompt_ids, first_healable = encode_infill(
                 prompt, fim_tokens, tokenizer.encode_plain_text, tokenizer.prefix_ids, max_tokens
             )
-            return EncodedPrompt(ids, prompt_is_chat, first_healable, fim_tokens.end_ids if fim_tokens else ())
-        ids = self.encode(
+            return EncodedPrompt(prompt_ids, prompt_is_chat, first_healable, fim_tokens.end_ids if fim_tokens else ())
+        prompt_ids = self.encode(
             prompt,
             template_variables=params.chat_template_kwargs,
             tools=params.tools,
             reasoning_effort=params.reasoning_effort,
         )
-        return EncodedPrompt(ids, prompt_is_chat, len(ids) if prompt_is_chat else 0)
+        return EncodedPrompt(prompt_ids, prompt_is_chat, len(prompt_ids) if prompt_is_chat else 0)
 
     @functools.cached_property
     def answer_end_ids(self) -> list[int]:
         """The id that a chat template in place of the model's writes after an answer, if it is one token."""
         answer_end = find_answer_end(self.chat_format.template)
         added_tokens = self.tokenizer.added_tokens
-        end_tokens = [token for token in added_tokens if answer_end.startswith(token)]
+        end_tokens = [added_token for added_token in added_tokens if answer_end.startswith(added_token)]
         return [added_tokens[max(end_tokens, key=len)]] if end_tokens else []
 
     def answer_format(self, prompt_ids: np.ndarray, params: Params) -> AnswerFormat | None:

@@ -155,7 +155,7 @@ def begin_lookahead(
     unread_counts = [
         len(row.sequence) - len(cached_sequence) for row, cached_sequence in zip(rows, target.rows, strict=True)
     ]
-    prompt_counts = [count for count in unread_counts if count > PREFILL_THRESHOLD]
+    prompt_counts = [unread_count for unread_count in unread_counts if unread_count > PREFILL_THRESHOLD]
     round_load = RoundLoad(len(rows) - len(prompt_counts), len(prompt_counts))
     lookahead.begin_round(prefill_budget.max_proposal_ms(round_load, sum(prompt_counts)), paced=True)
 

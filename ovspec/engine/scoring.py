@@ -73,7 +73,7 @@ def score_texts(decoder: Decoder, texts: list[np.ndarray], scoring_start: int) -
                 score_tokens(row_logits, text[scoring_start:])
                 for row_logits, text in zip(logits, text_group, strict=True)
             ]
-            best_row = max(range(len(text_group)), key=lambda row: group_scores[row].logprob)
+            best_row = max(range(len(text_group)), key=lambda text_row: group_scores[text_row].logprob)
             scores += group_scores
             decoder.reorder([best_row])
     finally:
@@ -113,18 +113,18 @@ class Perplexity:
     seconds: float
 
 
-def overlapping_windows(length: int, context: int) -> Iterator[tuple[int, int, int]]:
+def overlapping_windows(token_count: int, context: int) -> Iterator[tuple[int, int, int]]:
     """Yield (start, end, first scored position) of windows that overlap by half.
 
     Every token except the first is scored once, after at least ``context // 2`` tokens unless in the first window.
     """
     window_start = 0
-    window_end = min(context, length)
+    window_end = min(context, token_count)
     yield window_start, window_end, 1
-    while window_end < length:
+    while window_end < token_count:
         window_start += max(context // 2, 1)
         first_scored = window_end
-        window_end = min(window_start + context, length)
+        window_end = min(window_start + context, token_count)
         yield window_start, window_end, first_scored
 
 
@@ -135,12 +135,12 @@ def predict_tokens(
     max_chunk_tokens: Callable[[], int] = lambda: LOGITS_CHUNK_TOKENS,
 ) -> Iterator[tuple[int, np.ndarray]]:
     """Yield (position of a token, logits (n, vocab) that predict it and the tokens after it), at most ``chunk()``."""
-    for start, end, position in overlapping_windows(len(tokens), context):
+    for window_start, window_end, position in overlapping_windows(len(tokens), context):
         decoder.reset(1)
-        if position - 1 > start:
-            decoder.feed([tokens[start : position - 1]], [0])
-        while position < end:
-            token_chunk = tokens[position - 1 : min(position - 1 + max_chunk_tokens(), end - 1)]
+        if position - 1 > window_start:
+            decoder.feed([tokens[window_start : position - 1]], [0])
+        while position < window_end:
+            token_chunk = tokens[position - 1 : min(position - 1 + max_chunk_tokens(), window_end - 1)]
             yield position, decoder.feed([token_chunk], [len(token_chunk)])[0]
             position += len(token_chunk)
 

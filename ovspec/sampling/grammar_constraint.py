@@ -79,13 +79,13 @@ class GrammarConstraint(Constraint):
 
     def token_mask(self, tokens: np.ndarray) -> np.ndarray:
         answer_length = self._follow_tokens(tokens)
-        position = self._positions[answer_length]
-        if position.mask is None:
+        position_cache = self._positions[answer_length]
+        if position_cache.mask is None:
             if forced_ids := self._forced_at(answer_length):
-                position.mask = pack_mask(forced_ids[:1], self._vocab_size)
+                position_cache.mask = pack_mask(forced_ids[:1], self._vocab_size)
             else:
-                position.mask = self._compute_mask(self._matcher_at(answer_length), position)
-        return position.mask
+                position_cache.mask = self._compute_mask(self._matcher_at(answer_length), position_cache)
+        return position_cache.mask
 
     def allows_token(self, token: int, tokens: np.ndarray) -> bool:
         answer_length = self._follow_tokens(tokens)
@@ -112,12 +112,12 @@ class GrammarConstraint(Constraint):
 
     def _forced_at(self, answer_length: int) -> list[int]:
         """Return the ids that must follow at a position."""
-        position = self._positions[answer_length]
-        if position.forced_ids is None:
-            position.forced_ids = self._matcher_at(answer_length).compute_ff_tokens()
-            if position.forced_ids:
-                position.forced_ids = self._cut_before_repeat(answer_length, position.forced_ids)
-        return position.forced_ids
+        position_cache = self._positions[answer_length]
+        if position_cache.forced_ids is None:
+            position_cache.forced_ids = self._matcher_at(answer_length).compute_ff_tokens()
+            if position_cache.forced_ids:
+                position_cache.forced_ids = self._cut_before_repeat(answer_length, position_cache.forced_ids)
+        return position_cache.forced_ids
 
     def _leads_to_repeat(self, answer_length: int, token: int) -> bool:
         """Return whether ``token`` can only lead to an item that an array has already and must not have again."""
@@ -150,13 +150,15 @@ class GrammarConstraint(Constraint):
                 return tokens[:kept_count]
         return tokens
 
-    def _compute_mask(self, matcher: LLMatcher, position: PositionCache) -> np.ndarray:
+    def _compute_mask(self, matcher: LLMatcher, position_cache: PositionCache) -> np.ndarray:
         mask = self._allowed_mask(matcher)
-        if self._unique_items and position.cursor and has_earlier_items(position.cursor):
+        if self._unique_items and position_cache.cursor and has_earlier_items(position_cache.cursor):
             allowed_ids = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
-            suspect_ids = self._unique_items.find_suspect_ids(position.cursor, allowed_ids)
+            suspect_ids = self._unique_items.find_suspect_ids(position_cache.cursor, allowed_ids)
             find_following_ids = self._following_finder(matcher)
-            forbidden_ids = self._unique_items.find_forbidden_ids(position.cursor, suspect_ids, find_following_ids)
+            forbidden_ids = self._unique_items.find_forbidden_ids(
+                position_cache.cursor, suspect_ids, find_following_ids
+            )
             mask = mask & ~pack_mask(forbidden_ids, self._vocab_size)
         if not mask.any() and not matcher.is_stopped():
             raise OvspecError("No token of this model can continue the text within the grammar.")
@@ -198,8 +200,8 @@ class GrammarConstraint(Constraint):
 
     def _matcher_at(self, answer_length: int) -> LLMatcher:
         """Return the matcher at a position, copied from the nearest one before it; the first and last are cached."""
-        position = self._positions[answer_length]
-        if position.matcher is None:
+        position_cache = self._positions[answer_length]
+        if position_cache.matcher is None:
             nearest_length = next(
                 earlier_length
                 for earlier_length in range(answer_length - 1, -1, -1)
@@ -210,14 +212,14 @@ class GrammarConstraint(Constraint):
             matcher = nearest_matcher.deep_copy()
             if not matcher.consume_tokens(self._followed_sequence.tokens[nearest_length:answer_length].tolist()):
                 raise_if_failed(matcher)
-            position.matcher = matcher
+            position_cache.matcher = matcher
             oldest_cached_length = answer_length - MAX_CACHED_POSITIONS
             for old_position in self._positions[
                 max(1, oldest_cached_length - MAX_CACHED_POSITIONS) : max(1, oldest_cached_length)
             ]:
                 old_position.matcher = None
                 old_position.mask = None
-        return position.matcher
+        return position_cache.matcher
 
 
 def has_earlier_items(cursor: JsonCursor) -> bool:
@@ -352,7 +354,9 @@ def make_grammar_tokenizer(tokenizer_json: JsonObject, vocab_size: int) -> tuple
         "added_tokens": [rename_token(token, unspellable_names) for token in added_tokens],
         "model": {
             **model_json,
-            "vocab": {unspellable_names.get(text, text): token_id for text, token_id in ids_by_token.items()},
+            "vocab": {
+                unspellable_names.get(token_text, token_text): token_id for token_text, token_id in ids_by_token.items()
+            },
         },
         "post_processor": None,
     }
@@ -391,7 +395,7 @@ def replace_names_by_ids(
     combined_grammar = json.loads(grammar)
     tracks = combined_grammar.pop(UNIQUE_ITEMS_KEY, None)
     ids_by_name = ids_by_lark_name | {
-        name: added_ids[text] for name, text in combined_grammar.pop(TOKEN_NAMES_KEY, {}).items()
+        name: added_ids[token_text] for name, token_text in combined_grammar.pop(TOKEN_NAMES_KEY, {}).items()
     }
     combined_grammar.pop(TEXT_PARAMETERS_KEY, None)
 

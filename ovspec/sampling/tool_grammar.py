@@ -43,19 +43,20 @@ def write_tools_grammar(source: JsonObject, label: str) -> tuple[str, str]:
         OvspecError: a schema is invalid or can't be enforced; the message names the tool.
     """
     tool_format = TOOL_FORMATS_BY_NAME[source["format"]]
-    token_names = {f"<mark{index}>": token for index, token in enumerate(source["tokens"])}
+    token_names = {f"<mark{tool_number}>": tag_token for tool_number, tag_token in enumerate(source["tokens"])}
     parameter_layout = make_parameter_layout(tool_format, token_names)
     schema_options = SchemaOptions(**source["reading"])
     compiled_schemas = {
         tool["name"]: compile_arguments(tool, schema_options, parameter_layout, label) for tool in source["tools"]
     }
-    grammar_names = {name: f"tool_{index}" for index, name in enumerate(compiled_schemas)}
+    grammar_names = {tool_name: f"tool_{tool_number}" for tool_number, tool_name in enumerate(compiled_schemas)}
     rule_lines = [f"start: {' | '.join(list_answers(source, token_names))}"]
     if compiled_schemas:
         rule_lines += write_call_rules(tool_format, grammar_names, source["parallel"], token_names)
     partial_grammars: list[JsonObject] = [{"name": "tools", "lark_grammar": "\n".join(rule_lines)}]
     partial_grammars += [
-        {"name": grammar_names[name], "lark_grammar": schema.lark} for name, schema in compiled_schemas.items()
+        {"name": grammar_names[tool_name], "lark_grammar": schema.lark}
+        for tool_name, schema in compiled_schemas.items()
     ]
     item_tracks = [schema.item_tracks for schema in compiled_schemas.values() if schema.item_tracks]
     if source["other"]:
@@ -64,7 +65,7 @@ def write_tools_grammar(source: JsonObject, label: str) -> tuple[str, str]:
         if UNIQUE_ITEMS_KEY in text_grammar:
             item_tracks.append(text_grammar[UNIQUE_ITEMS_KEY])
     text_parameters = {
-        name: schema.text_parameters for name, schema in compiled_schemas.items() if schema.text_parameters
+        tool_name: schema.text_parameters for tool_name, schema in compiled_schemas.items() if schema.text_parameters
     }
     grammar: JsonObject = {
         "grammars": partial_grammars,
@@ -73,7 +74,7 @@ def write_tools_grammar(source: JsonObject, label: str) -> tuple[str, str]:
     }
     if item_tracks:
         grammar[UNIQUE_ITEMS_KEY] = merge_item_tracks(item_tracks)
-    warnings = (f"{name}: {schema.warning}" for name, schema in compiled_schemas.items() if schema.warning)
+    warnings = (f"{tool_name}: {schema.warning}" for tool_name, schema in compiled_schemas.items() if schema.warning)
     return json.dumps(grammar), " ".join(warnings)
 
 
@@ -82,7 +83,7 @@ def make_parameter_layout(tool_format: ToolFormat, token_names: dict[str, str]) 
     parameters = tool_format.parameters
     if not parameters:
         return None
-    has_token_after_name = any(token in parameters.after_name for token in token_names.values())
+    has_token_after_name = any(tag_token in parameters.after_name for tag_token in token_names.values())
     before_name = write_literal(parameters.before_name, token_names)
     after_name = write_literal(parameters.after_name, token_names)
     value_ending = split_at_token(parameters.after_value, token_names)
@@ -174,7 +175,7 @@ def write_literal(text: str, token_names: dict[str, str]) -> str:
 
 def split_at_tokens(text: str, token_names: dict[str, str]) -> list[str]:
     """Return ``text`` split at tokens, which have their names in the grammar."""
-    name_by_token = {token: name for name, token in token_names.items()}
+    name_by_token = {tag_token: name for name, tag_token in token_names.items()}
     token_pattern = "|".join(map(re.escape, sorted(name_by_token, key=len, reverse=True)))
     text_parts = re.split(f"({token_pattern})", text) if name_by_token else [text]
     return [name_by_token.get(text_part, text_part) for text_part in text_parts if text_part]

@@ -138,11 +138,17 @@ class UniqueItems:
         self._tracks = tracks
         self._vocabulary = vocabulary
         self._vocabulary_index = VocabularyIndex(vocabulary)
-        token_bytes = [(text, i) for i, text in enumerate(vocabulary) if text]
-        self._closing_ids = [i for text, i in token_bytes if ITEM_CLOSERS.search(text) or text.count(b'"') > 1]
-        self._quoting_ids = [i for text, i in token_bytes if b'"' in text]
-        self._numeric_ids = [i for text, i in token_bytes if not text.strip(b"0123456789.eE+-")]
-        self._zero_ids = [i for text, i in token_bytes if not text.strip(b"0.eE+-")]
+        token_bytes = [(token_text, token_id) for token_id, token_text in enumerate(vocabulary) if token_text]
+        self._closing_ids = [
+            token_id
+            for token_text, token_id in token_bytes
+            if ITEM_CLOSERS.search(token_text) or token_text.count(b'"') > 1
+        ]
+        self._quoting_ids = [token_id for token_text, token_id in token_bytes if b'"' in token_text]
+        self._numeric_ids = [
+            token_id for token_text, token_id in token_bytes if not token_text.strip(b"0123456789.eE+-")
+        ]
+        self._zero_ids = [token_id for token_text, token_id in token_bytes if not token_text.strip(b"0.eE+-")]
 
     def advance(self, cursor: JsonCursor, token: int) -> JsonCursor | None:
         """Return ``cursor`` with ``token`` behind it; None if that completes an item that is there already."""
@@ -173,13 +179,13 @@ class UniqueItems:
             return allowed_ids.tolist()
         suspect_ids = set(self._quoting_ids if cursor.token_kind == "string" else self._closing_ids)
         for container in containers:
-            item = container.begun_item(cursor)
-            if "e" in item.open_text.lower() and item.is_number:
+            open_item = container.begun_item(cursor)
+            if "e" in open_item.open_text.lower() and open_item.is_number:
                 suspect_ids.update(self._numeric_ids)
             suspect_ids.update(self._zero_ids)
-            for text in container.earlier_texts:
-                if item.may_become(text):
-                    remaining_bytes = text[len(item.finished_text) + len(item.open_text) :].encode()
+            for earlier_text in container.earlier_texts:
+                if open_item.may_become(earlier_text):
+                    remaining_bytes = earlier_text[len(open_item.finished_text) + len(open_item.open_text) :].encode()
                     suspect_ids.update(self._vocabulary_index.ids_of_prefixes(remaining_bytes))
         return [token for token in allowed_ids.tolist() if token in suspect_ids]
 
@@ -209,9 +215,9 @@ class UniqueItems:
         """Return the item that has begun, or must follow, if it is like an earlier one so far."""
         for container in cursor.containers:
             if container.earlier_items and (container.item_start >= 0 or cursor.text.rstrip().endswith(b",")):
-                item = container.begun_item(cursor)
-                if any(item.may_become(text) for text in container.earlier_texts):
-                    return item
+                open_item = container.begun_item(cursor)
+                if any(open_item.may_become(earlier_text) for earlier_text in container.earlier_texts):
+                    return open_item
         return None
 
     def follow_bytes(self, cursor: JsonCursor, added_bytes: bytes) -> JsonCursor | None:
@@ -302,23 +308,29 @@ class JsonWalk:
             self.expects_key = byte == b"{"
             track_numbers = self.containers[-1].item_tracks if self.containers else (0,)
             is_unique = byte == b"[" and any(
-                track.get("unique") for number in track_numbers for track in self._tracks[number]
+                track.get("unique") for track_number in track_numbers for track in self._tracks[track_number]
             )
             self.containers.append(OpenContainer(byte == b"[", track_numbers, frozenset() if is_unique else None))
 
-    def _begin_property(self, name: str) -> None:
+    def _begin_property(self, property_name: str) -> None:
         """Note which property's value follows."""
         item_tracks = set[int]()
         for track in self._list_tracks(self.containers[-1]):
             if "rest" in track:
-                matching_tracks = [number for pattern, number in track["patterns"] if search_pattern(pattern, name)]
+                matching_tracks = [
+                    track_number
+                    for pattern, track_number in track["patterns"]
+                    if search_pattern(pattern, property_name)
+                ]
                 item_tracks |= (
-                    {track["properties"][name]} if name in track["properties"] else {*matching_tracks, track["rest"]}
+                    {track["properties"][property_name]}
+                    if property_name in track["properties"]
+                    else {*matching_tracks, track["rest"]}
                 )
         self.containers[-1] = replace(self.containers[-1], item_tracks=tuple(sorted(item_tracks)))
 
     def _list_tracks(self, container: OpenContainer) -> Iterable[JsonObject]:
-        return (track for number in container.track_numbers for track in self._tracks[number])
+        return (track for track_number in container.track_numbers for track in self._tracks[track_number])
 
     def _end_value(self, value_end: int) -> bool:
         """Note that a value has ended before ``value_end``; return False if it is in the array around it already."""

@@ -89,27 +89,27 @@ def select_positions(
     return positions if ids is None else ids[positions], logits[positions]
 
 
-def smallest_up_to_weight(keys: np.ndarray, weights: np.ndarray, weight_limit: float) -> np.ndarray:
-    """Return indices of the smallest ``keys`` (n,) whose ``weights`` (n,) sum to ``weight_limit``; ties stay.
+def smallest_up_to_weight(sort_keys: np.ndarray, weights: np.ndarray, weight_limit: float) -> np.ndarray:
+    """Return indices of the smallest ``sort_keys`` (n,) whose ``weights`` (n,) sum to ``weight_limit``; ties stay.
 
     If there are many keys, only those in the bucket where the limit is reached are sorted.
     """
-    bucket_members = np.arange(len(keys))
+    bucket_members = np.arange(len(sort_keys))
     weight_before = 0.0
-    if len(keys) > 2048:
-        min_key = float(keys.min())
-        max_key = float(keys.max())
-        buckets = ((keys - np.float32(min_key)) * np.float32(2047 / max(max_key - min_key, 1e-9))).astype(np.int32)
+    if len(sort_keys) > 2048:
+        min_key = float(sort_keys.min())
+        max_key = float(sort_keys.max())
+        buckets = ((sort_keys - np.float32(min_key)) * np.float32(2047 / max(max_key - min_key, 1e-9))).astype(np.int32)
         weight_sums = np.cumsum(np.bincount(buckets, weights, 2049))
         reached_bucket = min(int(np.searchsorted(weight_sums, weight_limit)), int(buckets.max()))
         bucket_members = np.flatnonzero(buckets == reached_bucket)
         weight_before = float(weight_sums[reached_bucket - 1]) if reached_bucket else 0.0
         if not len(bucket_members):  # by rounding, the limit is the sum of all weights
-            return np.arange(len(keys))
-    ordered_members = bucket_members[np.argsort(keys[bucket_members], kind="stable")]
+            return np.arange(len(sort_keys))
+    ordered_members = bucket_members[np.argsort(sort_keys[bucket_members], kind="stable")]
     weight_sums = weight_before + np.cumsum(weights[ordered_members], dtype=np.float64)
     last_rank = min(int(np.searchsorted(weight_sums, weight_limit)), len(ordered_members) - 1)
-    return np.flatnonzero(keys <= keys[ordered_members[last_rank]])
+    return np.flatnonzero(sort_keys <= sort_keys[ordered_members[last_rank]])
 
 
 def largest_ids(logits: np.ndarray, count: int) -> np.ndarray:

@@ -142,9 +142,9 @@ class CompiledModel:
 
     def find_exactness(self, trial: ExactnessTrial = SHORT_TRIAL) -> Exactness:
         if is_gpu(self.ir.device):
-            return find_exactness_on_gpu(lambda rule: self.make_decoder(feed_rule=rule), self.ir.logits_width)
+            return find_exactness_on_gpu(lambda feed_rule: self.make_decoder(feed_rule=feed_rule), self.ir.logits_width)
         exactness = find_exactness(
-            lambda rule: self.make_decoder(feed_rule=rule), self.engine, self.ir.logits_width, trial
+            lambda feed_rule: self.make_decoder(feed_rule=feed_rule), self.engine, self.ir.logits_width, trial
         )
         if self.ir.config.rope_switch_length and exactness.rule and exactness.rule.most:
             # A text is computed anew where its frequencies change, in a single inference.

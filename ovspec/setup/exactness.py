@@ -100,17 +100,17 @@ def find_exactness(
     strictest_rule = replace(strictest_rule, most=max_width)
     differing_by_rule: dict[str, int] = {}
 
-    def probe_rule(rule: FeedRule) -> Exactness:
-        exactness = probe_feed_rule(make_decoder(rule), vocab_size, trial)
-        differing_by_rule[str(rule)] = exactness.differing
+    def probe_rule(feed_rule: FeedRule) -> Exactness:
+        exactness = probe_feed_rule(make_decoder(feed_rule), vocab_size, trial)
+        differing_by_rule[str(feed_rule)] = exactness.differing
         return exactness
 
-    rule = find_least_rule(make_decoder, strictest_rule, probe_ids)
-    exactness = probe_rule(rule)
-    if not exactness.is_exact and rule != strictest_rule:
+    feed_rule = find_least_rule(make_decoder, strictest_rule, probe_ids)
+    exactness = probe_rule(feed_rule)
+    if not exactness.is_exact and feed_rule != strictest_rule:
         exactness = probe_rule(strictest_rule)  # if it isn't exact, no lesser rule is
         if exactness.is_exact:
-            stricter_rules = list_stricter_rules(rule, strictest_rule)
+            stricter_rules = list_stricter_rules(feed_rule, strictest_rule)
             exactness = next(
                 (
                     stricter_exactness
@@ -129,10 +129,10 @@ def find_exactness_on_gpu(make_decoder: MakeDecoder, vocab_size: int, trial: Exa
     """Find the rule that gives every token the same bits on a GPU, where the paged engine runs; see ``GPU_RULES``."""
     differing_by_rule: dict[str, int] = {}
 
-    def probe_rule(rule: FeedRule) -> Exactness:
-        wait_for_gpu_kernels(make_decoder(rule), vocab_size)
-        exactness = probe_feed_rule(make_decoder(rule), vocab_size, trial)
-        differing_by_rule[str(rule)] = exactness.differing
+    def probe_rule(feed_rule: FeedRule) -> Exactness:
+        wait_for_gpu_kernels(make_decoder(feed_rule), vocab_size)
+        exactness = probe_feed_rule(make_decoder(feed_rule), vocab_size, trial)
+        differing_by_rule[str(feed_rule)] = exactness.differing
         return exactness
 
     cheapest_rule, *costlier_rules = GPU_RULES
@@ -148,9 +148,9 @@ def wait_for_gpu_kernels(decoder: Decoder, vocab_size: int) -> None:
     A GPU computes a width with a general kernel first, and replaces it once one for that width has been compiled in the
     background; the two round differently.
     """
-    rule = decoder.rule
-    probe_ids = draw_probe_ids(decoder, vocab_size)[: rule.most]
-    width = rule.fewest
+    feed_rule = decoder.rule
+    probe_ids = draw_probe_ids(decoder, vocab_size)[: feed_rule.most]
+    width = feed_rule.fewest
     while width <= len(probe_ids):
         for _ in range(2):
             decoder.reset(1)
@@ -222,30 +222,30 @@ def find_least_rule(make_decoder: MakeDecoder, strictest_rule: FeedRule, probe_i
         row_hash for piece in pieces for row_hash in hash_logits_rows(decoder.feed([piece], [len(piece)])[0])
     ]
 
-    def lower_counts(rule: FeedRule, count_names: tuple[str, ...], single_token_count: int) -> FeedRule:
+    def lower_counts(feed_rule: FeedRule, count_names: tuple[str, ...], single_token_count: int) -> FeedRule:
         """Return ``rule`` with the least count in these fields, the same for all, that keeps the bits."""
-        count_so_far = min(getattr(rule, count_name) for count_name in count_names)
+        count_so_far = min(getattr(feed_rule, count_name) for count_name in count_names)
         for min_count in [min_count for min_count in MIN_COUNTS_TO_TRY if min_count < count_so_far]:
-            lesser_rule = replace(rule, **dict.fromkeys(count_names, min_count))
+            lesser_rule = replace(feed_rule, **dict.fromkeys(count_names, min_count))
             # Single tokens come first: they differ most often. Other widths may have kernels of their own, too.
             widths = [1] * single_token_count + list(range(min_count + 1, PIECE_LENGTH))
             if has_expected_bits(make_decoder(lesser_rule), probe_ids, context_length, widths, expected_hashes):
                 return lesser_rule
-        return rule
+        return feed_rule
 
     if strictest_rule.fewest == 1:
         return lower_counts(strictest_rule, ("fewest_logits",), SINGLE_TOKEN_COUNT)
-    rule = lower_counts(strictest_rule, ("fewest", "fewest_logits"), SINGLE_TOKEN_COUNT)
-    rule = lower_counts(rule, ("fewest",), SINGLE_TOKEN_COUNT)
-    return lower_counts(rule, ("fewest_logits",), SINGLE_TOKEN_COUNT_FOR_LOGITS)
+    feed_rule = lower_counts(strictest_rule, ("fewest", "fewest_logits"), SINGLE_TOKEN_COUNT)
+    feed_rule = lower_counts(feed_rule, ("fewest",), SINGLE_TOKEN_COUNT)
+    return lower_counts(feed_rule, ("fewest_logits",), SINGLE_TOKEN_COUNT_FOR_LOGITS)
 
 
-def list_stricter_rules(rule: FeedRule, strictest_rule: FeedRule) -> Iterator[FeedRule]:
-    """Yield rules stricter than ``rule`` with rising counts of tokens and logits, all less than the strictest's."""
+def list_stricter_rules(feed_rule: FeedRule, strictest_rule: FeedRule) -> Iterator[FeedRule]:
+    """Yield rules stricter than a rule with rising counts of tokens and logits, all less than the strictest's."""
     for min_count in MIN_COUNTS_TO_TRY:
-        min_tokens = min(max(rule.fewest, min_count), strictest_rule.fewest)
-        stricter_rule = replace(rule, fewest=min_tokens, fewest_logits=max(rule.fewest_logits, min_count))
-        if stricter_rule not in (rule, strictest_rule):
+        min_tokens = min(max(feed_rule.fewest, min_count), strictest_rule.fewest)
+        stricter_rule = replace(feed_rule, fewest=min_tokens, fewest_logits=max(feed_rule.fewest_logits, min_count))
+        if stricter_rule not in (feed_rule, strictest_rule):
             yield stricter_rule
 
 
@@ -327,8 +327,8 @@ def probe_feed_rule(decoder: Decoder, vocab_size: int, trial: ExactnessTrial = S
             position_count += len(logits_hashes)
             differing_count += sum(a != b for a, b in zip(logits_hashes, expected_hashes[reading_start:], strict=False))
         decoder.reset(1)
-    rule = None if differing_count else decoder.rule
-    return Exactness(rule, position_count, differing_count)
+    exact_rule = None if differing_count else decoder.rule
+    return Exactness(exact_rule, position_count, differing_count)
 
 
 class FeedRuleProber:
@@ -375,12 +375,14 @@ class FeedRuleProber:
         """Read the text in pieces as the first of ``row_count`` rows, which hold other texts of other lengths."""
         self.read_context()
         self.decoder.reorder([0] * row_count)
-        for row in range(1, row_count):
-            self.decoder.truncate(row, int(self.generator.integers(0, self.pieces_start)))
+        for decoder_row in range(1, row_count):
+            self.decoder.truncate(decoder_row, int(self.generator.integers(0, self.pieces_start)))
         widths = itertools.cycle((1, 3, 1, 1, 2, 5))
         position = len(self.decoder.rows[0])
         while position < len(self.probe_ids):
-            free_counts = [len(self.probe_ids) - len(row) for row in self.decoder.rows]  # the text may fill the context
+            free_counts = [
+                len(self.probe_ids) - len(decoder_row) for decoder_row in self.decoder.rows
+            ]  # the text may fill the context
             pieces = [
                 self.draw_random_ids(min(free_count, int(self.generator.integers(0, 6)))) for free_count in free_counts
             ]

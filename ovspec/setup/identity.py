@@ -54,8 +54,8 @@ def list_model_files(path: Path) -> list[Path]:
     if not shard_match:
         return [path]
     return [
-        path.with_name(f"{shard_match[1]}{number:05}-of-{shard_match[2]}.gguf")
-        for number in range(1, int(shard_match[2]) + 1)
+        path.with_name(f"{shard_match[1]}{shard_number:05}-of-{shard_match[2]}.gguf")
+        for shard_number in range(1, int(shard_match[2]) + 1)
     ]
 
 

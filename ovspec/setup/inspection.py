@@ -116,14 +116,14 @@ def inspect_model(model: CompiledModel, options: DeviceOptions, exported: Export
 def compute_weight_shares(folder: Path) -> tuple[int, dict[str, float]]:
     """Return the number of weights and the share of each format; scales, zero points and norms are not counted."""
     weight_counts: Counter[str] = Counter()
-    for (element_type, shape_text), count in count_weight_shapes(folder).items():
+    for (element_type, shape_text), shape_count in count_weight_shapes(folder).items():
         weight_format = WEIGHT_FORMAT_NAMES.get(element_type)
-        shape = [int(size) for size in shape_text.split(",")]
+        shape = [int(axis_size) for axis_size in shape_text.split(",")]
         if weight_format and len(shape) > 1 and min(shape) > 1:
-            weight_counts[weight_format] += count * math.prod(shape)
+            weight_counts[weight_format] += shape_count * math.prod(shape)
     total_count = sum(weight_counts.values())
     return total_count, {
-        weight_format: round(count / total_count, 4) for weight_format, count in weight_counts.most_common()
+        weight_format: round(shape_count / total_count, 4) for weight_format, shape_count in weight_counts.most_common()
     }
 
 

@@ -109,14 +109,14 @@ class TwoTokenCost:
 def measure_two_token_cost(proposer: CompiledModel) -> float:
     context_ids = np.zeros(TIMING_CONTEXT_LENGTH, dtype=np.int64)
     features = np.ones((len(context_ids), proposer.ir.output_width(HIDDEN_OUTPUT)), dtype=np.float32)
-    decoders = {rule: proposer.make_decoder(feed_rule=rule) for rule in (FAST_RULE, TWO_TOKEN_RULE)}
+    decoders = {feed_rule: proposer.make_decoder(feed_rule=feed_rule) for feed_rule in (FAST_RULE, TWO_TOKEN_RULE)}
     min_seconds = dict.fromkeys(decoders, math.inf)
     for decoder in decoders.values():
         decoder.feed([context_ids], [1], 0, [features])
     for _ in range(TIMING_REPEATS):
-        for rule, decoder in decoders.items():
+        for feed_rule, decoder in decoders.items():
             decoder.truncate(0, len(context_ids))
             start_time = time.perf_counter()
             decoder.feed([context_ids[:1]], [1], 0, [features[:1]])
-            min_seconds[rule] = min(min_seconds[rule], time.perf_counter() - start_time)
+            min_seconds[feed_rule] = min(min_seconds[feed_rule], time.perf_counter() - start_time)
     return min_seconds[TWO_TOKEN_RULE] / min_seconds[FAST_RULE]

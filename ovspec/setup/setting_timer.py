@@ -123,11 +123,11 @@ class SettingTimer:
                 by_threads[threads] = model.find_exactness(FULL_TRIAL)
         return by_threads
 
-    def measure_exact_price(self, setting: Setting, rule: FeedRule | None) -> float | None:
-        """Return how many times as long as in fast arithmetic a token takes by ``rule``, after the prompt."""
-        if not rule:
+    def measure_exact_price(self, setting: Setting, feed_rule: FeedRule | None) -> float | None:
+        """Return how many times as long as in fast arithmetic a token takes by ``feed_rule``, after the prompt."""
+        if not feed_rule:
             return None
-        exact_decoder = self._compile_model(setting).make_decoder(feed_rule=rule)
+        exact_decoder = self._compile_model(setting).make_decoder(feed_rule=feed_rule)
         decoders = (exact_decoder, self._compile_model(setting, two_queries=False).make_decoder())
         for decoder in decoders:
             decoder.feed([self.prompt_ids], [1])
@@ -153,11 +153,11 @@ class SettingTimer:
         return CompiledModel(ir, "stateful", "", probe_rollback(ir).rollback)
 
     def _make_timed_decoder(self, model: CompiledModel) -> Decoder:
-        rule = fast_arithmetic_rule(model.engine, model.ir.device)
+        feed_rule = fast_arithmetic_rule(model.engine, model.ir.device)
         if model.engine == "paged" and not is_gpu(model.ir.device):
             # A second query for each token, as in exact arithmetic on a CPU, and as many tokens and logits as are fed.
-            rule = FeedRule(queries=2)
-        return model.make_decoder(feed_rule=rule)
+            feed_rule = FeedRule(queries=2)
+        return model.make_decoder(feed_rule=feed_rule)
 
     def _compute_logits(self, decoder: Decoder) -> np.ndarray:
         """Return the logits of every position of the text."""

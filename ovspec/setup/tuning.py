@@ -107,8 +107,8 @@ def tune_model(
         report_progress(f"{best_measurement.setting}: bits of long contexts, and of one thread", 1.0)
         profile = replace(profile, exactness=setting_timer.probe_by_threads(best_measurement.setting))
         report_progress(f"{best_measurement.setting}: the price of exact arithmetic", 1.0)
-        rule = next(iter(profile.exactness.values())).rule
-        profile = replace(profile, price=setting_timer.measure_exact_price(best_measurement.setting, rule))
+        exact_rule = next(iter(profile.exactness.values())).rule
+        profile = replace(profile, price=setting_timer.measure_exact_price(best_measurement.setting, exact_rule))
     if effort.is_full and not on_gpu:
         report_progress("weights in other formats", 1.0)
         profile = replace(profile, formats_ms=time_formats_for_model(count_weight_shapes(folder)))

@@ -243,11 +243,7 @@ class LexemePlan:
     def write_regex(self, node: Expression) -> str:
         match node:
             case CharacterClass(ranges):
-                return (
-                    "["
-                    + "".join(f"\\x{{{first_code:x}}}-\\x{{{last_code:x}}}" for first_code, last_code in ranges)
-                    + "]"
-                )
+                return "[" + "".join(f"\\x{{{low:x}}}-\\x{{{high:x}}}" for low, high in ranges) + "]"
             case Concatenation(parts):
                 return "".join(map(self.write_regex, parts))
             case Alternation(options):
@@ -330,10 +326,10 @@ class LexemePlan:
                 if extending_characters and extending_characters & characters_after[lexeme]:
                     greedy_lexemes.add(lexeme_expressions[rival])
                 if share_text:
-                    for pair in ((followers[lexeme], followers[rival]), (followers[rival], followers[lexeme])):
-                        if pair not in set_pairs:
-                            set_pairs.add(pair)
-                            pending_pairs.append(pair)
+                    for lexeme_sets in ((followers[lexeme], followers[rival]), (followers[rival], followers[lexeme])):
+                        if lexeme_sets not in set_pairs:
+                            set_pairs.add(lexeme_sets)
+                            pending_pairs.append(lexeme_sets)
         return greedy_lexemes
 
 
@@ -407,10 +403,10 @@ class LexemeComparer:
         self._budget.spend(len(reached_states))
         return unite_bits(automaton.characters[state] for state in reached_states)
 
-    def _compare_automata(self, first: Expression, second: Expression) -> tuple[bool, int]:
-        """Return whether a text matches both, and the characters with which ``second`` extends a text of ``first``."""
-        first_automaton = self.build_automaton(first)
-        second_automaton = self.build_automaton(second)
+    def _compare_automata(self, first_lexeme: Expression, second_lexeme: Expression) -> tuple[bool, int]:
+        """Return whether a text matches both, and the characters with which the second extends a text of the first."""
+        first_automaton = self.build_automaton(first_lexeme)
+        second_automaton = self.build_automaton(second_lexeme)
         share_text = False
         extending_characters = 0
         reached_pairs = {(0, 0)}

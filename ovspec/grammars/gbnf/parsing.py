@@ -89,11 +89,11 @@ class GbnfParser:
         )
         self.first_use_positions: dict[str, int] = {}  # name -> where it is first used
 
-    def error_at(self, problem: str, index: int | None = None) -> OvspecError:
-        if index is None:
-            index = self.position
-        line = self.text.count("\n", 0, index) + 1
-        column = index - self.text.rfind("\n", 0, index)
+    def error_at(self, problem: str, character_index: int | None = None) -> OvspecError:
+        if character_index is None:
+            character_index = self.position
+        line = self.text.count("\n", 0, character_index) + 1
+        column = character_index - self.text.rfind("\n", 0, character_index)
         return OvspecError(f"line {line}, column {column}: {problem}.")
 
     def peek(self) -> str:
@@ -110,21 +110,21 @@ class GbnfParser:
         self.skip_spaces(skip_line_ends=True)
         while self.peek():
             name_start = self.position
-            name = self.parse_name()
+            rule_name = self.parse_name()
             self.skip_spaces(skip_line_ends=False)
             if not self.text.startswith("::=", self.position):
-                raise self.error_at(f'"::=" should follow the name {name}')
-            if name in rules:
-                raise self.error_at(f"the rule {name} is defined twice", name_start)
+                raise self.error_at(f'"::=" should follow the name {rule_name}')
+            if rule_name in rules:
+                raise self.error_at(f"the rule {rule_name} is defined twice", name_start)
             self.position += 3
             self.skip_spaces(skip_line_ends=True)
-            rules[name] = self.parse_options(nested=False)
+            rules[rule_name] = self.parse_options(nested=False)
             if self.peek() not in ("", "\r", "\n"):
                 raise self.error_at(f"{self.peek()!r} doesn't belong here")
             self.skip_spaces(skip_line_ends=True)
-        for name, position in self.first_use_positions.items():
-            if name not in rules:
-                raise self.error_at(f"there is no rule {name}", position)
+        for rule_name, use_position in self.first_use_positions.items():
+            if rule_name not in rules:
+                raise self.error_at(f"there is no rule {rule_name}", use_position)
         if "root" not in rules:
             raise OvspecError("line 1, column 1: the grammar has no rule root; add one that matches the whole text.")
         return GbnfGrammar(rules, self.make_expression)
@@ -166,9 +166,9 @@ class GbnfParser:
     def parse_element(self) -> Expression:
         element_start, character = self.position, self.peek()
         if character in NAME_CHARACTERS:
-            name = self.parse_name()
-            self.first_use_positions.setdefault(name, element_start)
-            return self.make_expression(RuleReference, name)
+            rule_name = self.parse_name()
+            self.first_use_positions.setdefault(rule_name, element_start)
+            return self.make_expression(RuleReference, rule_name)
         self.position += 1
         if character == ".":
             return self.make_expression(CharacterClass, complement_ranges(()))

@@ -203,12 +203,12 @@ class SchemaChecker:
         return self._find_problem({"type": "string", "pattern": pattern})
 
 
-def check_type_name(name: str, pointer: str) -> None:
-    if name not in TYPE_NAMES:
+def check_type_name(type_name: str, pointer: str) -> None:
+    if type_name not in TYPE_NAMES:
         advice = f"the types are {join_with_and(TYPE_NAMES)}."
-        if similar_types := difflib.get_close_matches(name, TYPE_NAMES, 1):
+        if similar_types := difflib.get_close_matches(type_name, TYPE_NAMES, 1):
             advice = f"did you mean {similar_types[0]}?"
-        raise OvspecError(f"{pointer}: {name!r} isn't a type; {advice}")
+        raise OvspecError(f"{pointer}: {type_name!r} isn't a type; {advice}")
 
 
 def resolve_reference(root: JsonObject, reference: JsonValue, pointer: str) -> tuple[JsonValue, str]:
@@ -226,19 +226,19 @@ def resolve_reference(root: JsonObject, reference: JsonValue, pointer: str) -> t
         raise OvspecError(f"{pointer}: {reference!r} is {location}; {advice}")
     schema: JsonValue = root
     for pointer_part in target_pointer[2:].split("/"):
-        key = unquote(pointer_part).replace("~1", "/").replace("~0", "~")
-        if isinstance(schema, list) and key.isdigit() and int(key) < len(schema):
-            schema = schema[int(key)]
-        elif isinstance(schema, dict) and key in schema:
-            schema = schema[key]
+        schema_key = unquote(pointer_part).replace("~1", "/").replace("~0", "~")
+        if isinstance(schema, list) and schema_key.isdigit() and int(schema_key) < len(schema):
+            schema = schema[int(schema_key)]
+        elif isinstance(schema, dict) and schema_key in schema:
+            schema = schema[schema_key]
         else:
             raise OvspecError(f"{pointer}: there is no {reference!r} in this schema.")
     return schema, target_pointer
 
 
-def escape_pointer(key: str) -> str:
+def escape_pointer(schema_key: str) -> str:
     """Return a key as JSON pointers write it."""
-    return key.replace("~", "~0").replace("/", "~1")
+    return schema_key.replace("~", "~0").replace("/", "~1")
 
 
 def check_writable(value: JsonValue, pointer: str) -> None:

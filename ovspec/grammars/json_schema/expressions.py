@@ -45,12 +45,12 @@ def use_ascii_classes(pattern: str) -> str:
         return ASCII_CLASSES[match[1]] + r"\-" * bool(match[2])
 
     def replace_part(match: re.Match[str]) -> str:
-        part = match[0]
-        if part.startswith("[") and not part.startswith("[^"):
-            return re.sub(r"(\\.)(-(?!\]))?", replace_in_class, part)
-        if part in ASCII_CLASSES:
-            return f"[{ASCII_CLASSES[part]}]"
-        return part
+        expression_part = match[0]
+        if expression_part.startswith("[") and not expression_part.startswith("[^"):
+            return re.sub(r"(\\.)(-(?!\]))?", replace_in_class, expression_part)
+        if expression_part in ASCII_CLASSES:
+            return f"[{ASCII_CLASSES[expression_part]}]"
+        return expression_part
 
     return EXPRESSION_PART.sub(replace_part, pattern)
 
@@ -89,14 +89,16 @@ def make_whole_text_expression(pattern: str, other_text: str) -> str | None:
     ``other_text``: the expression of what may come before and after.
     """
     if re.fullmatch(r"\^\(\?:(.*)\)", pattern, re.DOTALL) and find_group_end(pattern[1:]) == len(pattern) - 1:
-        options = [f"^{option.removeprefix('^')}" for option in split_at_bars(pattern[4:-1])]  # may have anchors
+        option_patterns = [
+            f"^{option_pattern.removeprefix('^')}" for option_pattern in split_at_bars(pattern[4:-1])
+        ]  # may have anchors
     else:
-        options = split_at_bars(pattern)
+        option_patterns = split_at_bars(pattern)
     whole_texts: list[str] = []
-    for option in options:
-        anchored_at_start = option.startswith("^")
-        anchored_at_end = re.search(r"(?<!\\)(?:\\\\)*\$$", option) is not None
-        inner_expression = option[anchored_at_start : len(option) - anchored_at_end]
+    for option_pattern in option_patterns:
+        anchored_at_start = option_pattern.startswith("^")
+        anchored_at_end = re.search(r"(?<!\\)(?:\\\\)*\$$", option_pattern) is not None
+        inner_expression = option_pattern[anchored_at_start : len(option_pattern) - anchored_at_end]
         if any(
             part[0] in ("^", "$") or ANCHOR_PATTERN.fullmatch(part[0])
             for part in EXPRESSION_PART.finditer(inner_expression)

@@ -68,22 +68,25 @@ def write_parameters(rules: RuleWriter, objects: Objects, layout: ParameterExpre
     if not objects.properties and (objects.patterns or not rules.graph.is_empty(objects.unlisted_node)):
         rules.refuse("#", "properties that aren't listed can't be written in this tool format")
     property_rules: list[tuple[str, bool]] = []
-    for name, node in objects.properties:
+    for property_name, node in objects.properties:
         if rules.graph.is_empty(node):
             continue
-        if layout.name_end and (name + layout.name_end).find(layout.name_end) < len(name):
-            raise OvspecError(f"#: in this tool format no parameter can be called {name!r:.80}; rename it.")
+        if layout.name_end and (property_name + layout.name_end).find(layout.name_end) < len(property_name):
+            raise OvspecError(f"#: in this tool format no parameter can be called {property_name!r:.80}; rename it.")
         value_expression = write_text_values(rules, node, layout)
         if value_expression:
-            text_names.add(name)
-        elif name in text_names:
-            raise OvspecError(f"#: in this tool format {name} can't be both a string and another value.")
+            text_names.add(property_name)
+        elif property_name in text_names:
+            raise OvspecError(f"#: in this tool format {property_name} can't be both a string and another value.")
         else:
             value_ending = quote_literal(layout.value_end) if layout.value_end else OPTIONAL_SPACE
             value_expression = f"{rules.node_rule(node)} {value_ending}"
-        property_start = f"{layout.before_name} {quote_literal(name)} {layout.after_name}"
+        property_start = f"{layout.before_name} {quote_literal(property_name)} {layout.after_name}"
         property_rules.append(
-            (rules.write_rule(f"{property_start} {value_expression} {layout.after_value}"), name in objects.required)
+            (
+                rules.write_rule(f"{property_start} {value_expression} {layout.after_value}"),
+                property_name in objects.required,
+            )
         )
     return write_in_order(rules, property_rules, (objects.min_size, objects.max_size), None, "")
 

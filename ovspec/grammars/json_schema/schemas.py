@@ -117,19 +117,24 @@ class SchemaGraph:
     def make_named_nodes(self, schema: JsonObject, keyword: str, pointer: str) -> dict[str, SchemaNode]:
         """Return the nodes of the schemas that a keyword has for names, if it is there."""
         subschemas = schema.get(keyword, {}).items()
-        return {name: self.make_node(subschema, f"{pointer}/{keyword}/{name}") for name, subschema in subschemas}
+        return {
+            property_name: self.make_node(subschema, f"{pointer}/{keyword}/{property_name}")
+            for property_name, subschema in subschemas
+        }
 
     def negate_node(self, node: SchemaNode) -> SchemaNode:
         """Return the node of the values that don't match a node made by ``make_node``."""
         if not node:
             return NO_VALUE
-        return frozenset((number, not positive) for number, positive in node)
+        return frozenset((schema_number, not must_match) for schema_number, must_match in node)
 
     def find_shape(self, node: SchemaNode) -> ValueShape:
         """Return the alternatives of the values of ``node``, without those that no value fits."""
         if node not in self._shapes:
             if node in self._nodes_in_evaluation:
-                raise CircularSchema(min((self._schemas[number][1] for number, _ in node if number), default="#"))
+                raise CircularSchema(
+                    min((self._schemas[schema_number][1] for schema_number, _ in node if schema_number), default="#")
+                )
             self._nodes_in_evaluation.add(node)
             try:
                 self._shapes[node] = self._evaluate_shape(node)
@@ -196,13 +201,13 @@ class SchemaGraph:
             (condition, ()) for condition in sorted(node)
         ]
         while pending_conditions:
-            (number, must_match), ancestor_numbers = pending_conditions.pop(0)
-            schema, pointer = self._schemas[number]
-            if number in ancestor_numbers:
+            (schema_number, must_match), ancestor_numbers = pending_conditions.pop(0)
+            schema, pointer = self._schemas[schema_number]
+            if schema_number in ancestor_numbers:
                 raise CircularSchema(pointer)
-            if (number, must_match) in gathered_conditions:
+            if (schema_number, must_match) in gathered_conditions:
                 continue
-            gathered_conditions.add((number, must_match))
+            gathered_conditions.add((schema_number, must_match))
             nodes: list[SchemaNode] = []
             if not isinstance(schema, dict):
                 if schema != must_match:
@@ -217,7 +222,7 @@ class SchemaGraph:
                 else:
                     requirements.unions.append((pointer, options))
             pending_conditions += [
-                (condition, (*ancestor_numbers, number)) for condition in itertools.chain.from_iterable(nodes)
+                (condition, (*ancestor_numbers, schema_number)) for condition in itertools.chain.from_iterable(nodes)
             ]
         return requirements
 
@@ -236,21 +241,22 @@ class SchemaGraph:
         if "if" in schema:
             cases = make_if_cases(schema, pointer, self)
             requirements.unions.append((f"{pointer}/if", [join_nodes(*case) for case in cases]))
-        for name, requirement, dependency_pointer in list_dependencies(schema, pointer):
+        for property_name, requirement, dependency_pointer in list_dependencies(schema, pointer):
             shape_if_present: ValueShape | SchemaNode
-            shape_if_absent = shape_if_type("object", Objects(((name, NO_VALUE),), is_open=True))
+            shape_if_absent = shape_if_type("object", Objects(((property_name, NO_VALUE),), is_open=True))
             if isinstance(requirement, list):
-                shape_if_present = shape_of_type("object", Objects(required=frozenset((name, *requirement))))
+                shape_if_present = shape_of_type("object", Objects(required=frozenset((property_name, *requirement))))
             else:
                 shape_if_present = join_nodes(
-                    self.make_presence_node(name, dependency_pointer), self.make_node(requirement, dependency_pointer)
+                    self.make_presence_node(property_name, dependency_pointer),
+                    self.make_node(requirement, dependency_pointer),
                 )
             requirements.unions.append((dependency_pointer, [shape_if_absent, shape_if_present]))
         return required_nodes
 
-    def make_presence_node(self, name: str, pointer: str) -> SchemaNode:
-        """Return the node of the objects that have the property ``name``."""
-        return self.make_node({"type": "object", "required": [name]}, pointer)
+    def make_presence_node(self, property_name: str, pointer: str) -> SchemaNode:
+        """Return the node of the objects that have the property ``property_name``."""
+        return self.make_node({"type": "object", "required": [property_name]}, pointer)
 
     def are_disjoint_nodes(self, nodes: list[SchemaNode]) -> bool:
         """Return whether no value matches two of ``nodes``, as far as that can be told."""
@@ -295,25 +301,29 @@ class SchemaGraph:
     def _settle_object(self, objects: Objects) -> Alternative | None:
         listed_nodes = dict(objects.properties)
         unlisted_required = {
-            name: objects.property_node(name) for name in sorted(objects.required) if name not in listed_nodes
+            property_name: objects.property_node(property_name)
+            for property_name in sorted(objects.required)
+            if property_name not in listed_nodes
         }
         if any(
             self.is_empty(node)
-            for name, node in {**listed_nodes, **unlisted_required}.items()
-            if name in objects.required
+            for property_name, node in {**listed_nodes, **unlisted_required}.items()
+            if property_name in objects.required
         ):
             return None
         is_possible_name = self._make_name_test(objects.name_node)
         if len(objects.required) > objects.max_size or not all(map(is_possible_name, objects.required)):
             return None
-        for name in objects.required:
-            if unenforceable := self.find_unenforceable(objects.property_node(name)):
+        for property_name in objects.required:
+            if unenforceable := self.find_unenforceable(objects.property_node(property_name)):
                 return unenforceable
         objects = replace(objects, properties=(*objects.properties, *unlisted_required.items()))
         if objects.min_size <= len(objects.required):
             return objects
         # All properties that aren't listed count as one, because they may have the same name.
-        possible_count = sum(is_possible_name(name) and not self.is_empty(node) for name, node in objects.properties)
+        possible_count = sum(
+            is_possible_name(property_name) and not self.is_empty(node) for property_name, node in objects.properties
+        )
         unlisted_nodes = (objects.unlisted_node, *(node for _, node in objects.patterns))
         may_have_unlisted = not all(map(self.is_empty, unlisted_nodes))
         if objects.min_size <= possible_count + may_have_unlisted:
@@ -406,11 +416,11 @@ def read_arrays(schema: JsonObject, pointer: str, graph: SchemaGraph) -> Arrays:
 def read_objects(schema: JsonObject, pointer: str, graph: SchemaGraph) -> Objects:
     pattern_nodes = graph.make_named_nodes(schema, "patternProperties", pointer)
     listed_nodes = graph.make_named_nodes(schema, "properties", pointer)
-    for name, node in listed_nodes.items():
+    for property_name, node in listed_nodes.items():
         matching_nodes = [
-            pattern_node for pattern, pattern_node in pattern_nodes.items() if search_pattern(pattern, name)
+            pattern_node for pattern, pattern_node in pattern_nodes.items() if search_pattern(pattern, property_name)
         ]
-        listed_nodes[name] = join_nodes(node, *matching_nodes)
+        listed_nodes[property_name] = join_nodes(node, *matching_nodes)
     return Objects(
         tuple(listed_nodes.items()),
         tuple(pattern_nodes.items()),
@@ -474,14 +484,14 @@ def negate_schema(schema: JsonObject, pointer: str, graph: SchemaGraph) -> Itera
     if "if" in schema:
         for condition, consequence in make_if_cases(schema, pointer, graph):
             yield join_nodes(condition, graph.negate_node(consequence))
-    for name, requirement, dependency_pointer in list_dependencies(schema, pointer):
+    for property_name, requirement, dependency_pointer in list_dependencies(schema, pointer):
         if isinstance(requirement, list):
             for required_name in requirement:
-                objects = Objects(((required_name, NO_VALUE),), required=frozenset({name}))
+                objects = Objects(((required_name, NO_VALUE),), required=frozenset({property_name}))
                 yield shape_of_type("object", objects)
         else:
             negated_requirement = graph.negate_node(graph.make_node(requirement, dependency_pointer))
-            yield join_nodes(graph.make_presence_node(name, dependency_pointer), negated_requirement)
+            yield join_nodes(graph.make_presence_node(property_name, dependency_pointer), negated_requirement)
     for keyword, json_type in find_unevaluated_keywords(schema).items():
         yield refuse_negation(f"{pointer}/{keyword}", json_type, graph)
 
@@ -494,13 +504,15 @@ def refuse_negation(pointer: str, json_type: str, graph: SchemaGraph) -> ValueSh
 
 def negate_types(type_names: set[str], pointer: str, graph: SchemaGraph) -> ValueShape:
     """Return the shape of the values that have none of these types."""
-    by_type = {name: alternatives for name, alternatives in ANY_SHAPE.by_type.items() if name not in type_names}
+    by_type = {
+        type_name: alternatives for type_name, alternatives in ANY_SHAPE.by_type.items() if type_name not in type_names
+    }
     if "integer" in type_names and "number" not in type_names:
         reason = "numbers that aren't integers can't be told apart"
-        (numbers,) = graph.refuse_keyword(pointer, reason, "number").by_type["number"]
-        if isinstance(numbers, Unenforceable):
-            numbers = replace(numbers, non_integers=True)
-        by_type["number"] = (numbers,)
+        (number_alternative,) = graph.refuse_keyword(pointer, reason, "number").by_type["number"]
+        if isinstance(number_alternative, Unenforceable):
+            number_alternative = replace(number_alternative, non_integers=True)
+        by_type["number"] = (number_alternative,)
     return ValueShape(by_type)
 
 
@@ -551,10 +563,12 @@ def negate_array_keywords(schema: JsonObject, pointer: str, graph: SchemaGraph) 
 
 
 def negate_object_keywords(schema: JsonObject, pointer: str, graph: SchemaGraph) -> Iterator[ValueShape]:
-    for name, node in graph.make_named_nodes(schema, "properties", pointer).items():
-        yield shape_of_type("object", Objects(((name, graph.negate_node(node)),), required=frozenset({name})))
-    for name in schema.get("required", ()):
-        yield shape_of_type("object", Objects(((name, NO_VALUE),)))
+    for property_name, node in graph.make_named_nodes(schema, "properties", pointer).items():
+        yield shape_of_type(
+            "object", Objects(((property_name, graph.negate_node(node)),), required=frozenset({property_name}))
+        )
+    for property_name in schema.get("required", ()):
+        yield shape_of_type("object", Objects(((property_name, NO_VALUE),)))
     for keyword in ("patternProperties", "additionalProperties", "propertyNames"):
         if schema.get(keyword) not in (None, True, {}):
             yield refuse_negation(f"{pointer}/{keyword}", "object", graph)

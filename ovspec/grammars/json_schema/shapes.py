@@ -141,12 +141,12 @@ class Objects:
     any_order: bool = False
     is_open: bool = True
 
-    def property_node(self, name: str) -> SchemaNode:
-        """Return the node of the values that the property ``name`` may have."""
+    def property_node(self, property_name: str) -> SchemaNode:
+        """Return the node of the values that the property ``property_name`` may have."""
         listed_nodes = dict(self.properties)
-        if name in listed_nodes:
-            return listed_nodes[name]
-        matching_nodes = [node for pattern, node in self.patterns if search_pattern(pattern, name)]
+        if property_name in listed_nodes:
+            return listed_nodes[property_name]
+        matching_nodes = [node for pattern, node in self.patterns if search_pattern(pattern, property_name)]
         if not matching_nodes:
             return self.unlisted_node
         return join_nodes(*matching_nodes)
@@ -196,7 +196,7 @@ def join_nodes(*nodes: SchemaNode) -> SchemaNode:
     """Return the node of values that match all ``nodes``."""
     joined_conditions = frozenset().union(*nodes)
     if joined_conditions >= NO_VALUE or any(
-        (number, not positive) in joined_conditions for number, positive in joined_conditions
+        (schema_number, not must_match) in joined_conditions for schema_number, must_match in joined_conditions
     ):
         return NO_VALUE
     return joined_conditions
@@ -301,9 +301,12 @@ def intersect_objects(first: Objects, second: Objects) -> Objects | None:
     required = first.required | second.required
     if max(min_size, len(required)) > max_size:
         return None
-    property_names = dict.fromkeys(name for objects in (first, second) for name, _ in objects.properties)
+    property_names = dict.fromkeys(
+        property_name for objects in (first, second) for property_name, _ in objects.properties
+    )
     properties = tuple(
-        (name, join_nodes(first.property_node(name), second.property_node(name))) for name in property_names
+        (property_name, join_nodes(first.property_node(property_name), second.property_node(property_name)))
+        for property_name in property_names
     )
     first_patterns, second_patterns = dict(first.patterns), dict(second.patterns)
     # A name that has a pattern of one side only belongs to the rest of the other; if it has a pattern there too, this

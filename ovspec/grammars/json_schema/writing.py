@@ -84,8 +84,8 @@ class RuleWriter:
     def write_node_rules(self, close_objects: bool) -> None:
         """Write the rules of all nodes that rules refer to; raises OvspecError if something can't be enforced."""
         while self.pending_nodes:
-            node, name = self.pending_nodes.pop()
-            self.lines.append(f"{name}: {write_node_options(self, node, close_objects)}")
+            node, rule_name = self.pending_nodes.pop()
+            self.lines.append(f"{rule_name}: {write_node_options(self, node, close_objects)}")
 
     # ------------------------------------------------------------ numbers and strings
 
@@ -220,11 +220,11 @@ def write_object(rules: RuleWriter, objects: Objects) -> str:
     colon = rules.write_separator(rules.style.key_separator)
     comma = rules.write_separator(rules.style.item_separator)
     property_expressions: list[tuple[str, bool]] = []
-    for name, node in objects.properties:
-        is_allowed = any(strings.accepts_text(name) for strings in name_strings)
+    for property_name, node in objects.properties:
+        is_allowed = any(strings.accepts_text(property_name) for strings in name_strings)
         if is_allowed and not rules.graph.is_empty(node):
-            property_expression = f"{quote_json_string(name)} {colon} {rules.node_rule(node)}"
-            property_expressions.append((property_expression, name in objects.required))
+            property_expression = f"{quote_json_string(property_name)} {colon} {rules.node_rule(node)}"
+            property_expressions.append((property_expression, property_name in objects.required))
     if (
         objects.any_order
         and len(property_expressions) <= MAX_UNORDERED_ITEMS
@@ -245,14 +245,18 @@ def list_allowed_names(objects: Objects, name_strings: list[Strings]) -> Objects
     if any(strings.values is None for strings in name_strings):
         return objects
     listed_nodes = dict(objects.properties)
-    allowed_names = dict.fromkeys(name for strings in name_strings for name in strings.values or ())
-    added_properties = tuple((name, objects.property_node(name)) for name in allowed_names if name not in listed_nodes)
+    allowed_names = dict.fromkeys(property_name for strings in name_strings for property_name in strings.values or ())
+    added_properties = tuple(
+        (property_name, objects.property_node(property_name))
+        for property_name in allowed_names
+        if property_name not in listed_nodes
+    )
     return replace(objects, properties=(*objects.properties, *added_properties), unlisted_node=NO_VALUE, patterns=())
 
 
 def write_unlisted_property(rules: RuleWriter, objects: Objects, name_strings: list[Strings], colon: str) -> str | None:
     """Write the rule of a property that isn't listed; None if there is none."""
-    listed_names = frozenset(name for name, _ in objects.properties)
+    listed_names = frozenset(property_name for property_name, _ in objects.properties)
     property_options: list[str] = []
     for pattern, node in objects.patterns:
         other_patterns = (
@@ -358,49 +362,58 @@ def write_unique_array(rules: RuleWriter, arrays: Arrays, value_expressions: lis
     return f'"[" {array_body} "]"'
 
 
-def write_in_any_order(rules: RuleWriter, items: list[str], min_count: int, max_count: float, comma: str) -> str:
-    """Write the rule of ``min_count`` to ``max_count`` different ones of ``items``, in any order."""
+def write_in_any_order(
+    rules: RuleWriter, item_expressions: list[str], min_count: int, max_count: float, comma: str
+) -> str:
+    """Write the rule of ``min_count`` to ``max_count`` different ones of ``item_expressions``, in any order."""
 
     def write_remaining(unused_items: tuple[str, ...]) -> str:
-        count = len(items) - len(unused_items)
-        options = ['""'] * (count >= min_count)
-        for item in unused_items if count < max_count else ():
-            remaining_rule = write_remaining(tuple(other_item for other_item in unused_items if other_item != item))
-            options.append(f"{comma} " * (count > 0) + f"{item} {remaining_rule}")
+        used_count = len(item_expressions) - len(unused_items)
+        options = ['""'] * (used_count >= min_count)
+        for item_expression in unused_items if used_count < max_count else ():
+            remaining_rule = write_remaining(
+                tuple(other_item for other_item in unused_items if other_item != item_expression)
+            )
+            options.append(f"{comma} " * (used_count > 0) + f"{item_expression} {remaining_rule}")
         return rules.write_rule(" | ".join(options))
 
-    return write_remaining(tuple(items))
+    return write_remaining(tuple(item_expressions))
 
 
 def write_in_order(
-    rules: RuleWriter, items: list[tuple[str, bool]], size_limits: tuple[int, float], extra_item: str | None, comma: str
+    rules: RuleWriter,
+    item_expressions: list[tuple[str, bool]],
+    size_limits: tuple[int, float],
+    extra_item: str | None,
+    comma: str,
 ) -> str:
-    """Write the rule of some of ``items``, (expression, whether required), in their order, and of any ``extra_item``.
+    """Write the rule of some of the items, (expression, whether required), in order, and any number of ``extra_item``.
 
     size_limits: minimum and maximum of all together; all of ``extra_item`` count as one for the minimum, because they
         may be the same.
     """
     min_count, max_count = size_limits
     max_counted = max(min_count if max_count == inf else int(max_count), 1)  # more aren't told apart
-    if len(items) * max_counted > MAX_RULE_STATES:
+    if len(item_expressions) * max_counted > MAX_RULE_STATES:
         rules.refuse("#", "the number of properties or items can't be enforced for so many")
-        return write_in_order(rules, items, (0, inf), extra_item, comma)
+        return write_in_order(rules, item_expressions, (0, inf), extra_item, comma)
     # By the number of items before: the rule of the rest of the list; None if no rest is possible.
     item_counts = range(max_counted + 1)
     rest_rules = [
-        write_extras(rules, min_count - count, max_count - count, count > 0, extra_item, comma) for count in item_counts
+        write_extras(rules, min_count - item_count, max_count - item_count, item_count > 0, extra_item, comma)
+        for item_count in item_counts
     ]
-    for item, required in reversed(items):
+    for item_expression, required in reversed(item_expressions):
         later_rest_rules = [*rest_rules]
-        for count in reversed(item_counts):
+        for item_count in reversed(item_counts):
             options: list[str] = []
-            rest_after_item = later_rest_rules[min(count + 1, max_counted)]
-            if rest_after_item is not None and count < max_count:
-                options.append(f"{comma} " * (count > 0) + f"{item} {rest_after_item}")
-            rest_without_item = later_rest_rules[count]
+            rest_after_item = later_rest_rules[min(item_count + 1, max_counted)]
+            if rest_after_item is not None and item_count < max_count:
+                options.append(f"{comma} " * (item_count > 0) + f"{item_expression} {rest_after_item}")
+            rest_without_item = later_rest_rules[item_count]
             if rest_without_item is not None and not required:
                 options.append(rest_without_item)
-            rest_rules[count] = rules.write_option_rule(options)
+            rest_rules[item_count] = rules.write_option_rule(options)
     if rest_rules[0] is None:
         raise OvspecError("#: no JSON text has so many properties or items; ask for fewer.")
     return rest_rules[0]
@@ -426,15 +439,15 @@ def write_extras(
     )
 
 
-def separate_expression(item: str, comma: str, min_more: int, max_count: float) -> str:
+def separate_expression(item_expression: str, comma: str, min_more: int, max_count: float) -> str:
     """Return the expression of an item and ``min_more`` or more others, at most ``max_count`` together."""
-    return f"{item} {repeat_expression(f'{comma} {item}', max(min_more, 0), max_count - 1)}"
+    return f"{item_expression} {repeat_expression(f'{comma} {item_expression}', max(min_more, 0), max_count - 1)}"
 
 
-def repeat_expression(item: str, min_count: int, max_count: float) -> str:
+def repeat_expression(item_expression: str, min_count: int, max_count: float) -> str:
     if max_count == inf:
-        return f"({item}){{{min_count},}}" if min_count else f"({item})*"
-    return f"({item}){{{min_count},{max_count}}}" if max_count else ""
+        return f"({item_expression}){{{min_count},}}" if min_count else f"({item_expression})*"
+    return f"({item_expression}){{{min_count},{max_count}}}" if max_count else ""
 
 
 def make_optional(expression: str, optional: bool) -> str:

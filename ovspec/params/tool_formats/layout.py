@@ -64,11 +64,11 @@ class ToolFormat:
     def write_calls(self, calls: Iterable[tuple[str, Any]], call_index: int = 0) -> str:
         """Return the text of calls, each (name, arguments as an object), in the usual or another ``call_index``."""
         call_texts = list[str]()
-        for index, (name, arguments) in enumerate(calls):
+        for call_number, (tool_name, arguments) in enumerate(calls):
             slot_values = {
-                "NAME": name,
+                "NAME": tool_name,
                 "ID": "0" * 9,
-                "INDEX": str(index),
+                "INDEX": str(call_number),
                 "ARGUMENTS": self._write_arguments(arguments),
             }
             call_texts.append("".join(slot_values.get(call_part, call_part) for call_part in self.calls[call_index]))
@@ -81,9 +81,11 @@ class ToolFormat:
         if not layout:
             return json.dumps(arguments, ensure_ascii=False)
         parameter_texts = list[str]()
-        for name, argument in arguments.items():
-            text = argument if isinstance(argument, str) else json.dumps(argument, ensure_ascii=False)
-            parameter_texts.append(f"{layout.before_name}{name}{layout.after_name}{text}{layout.after_value}")
+        for parameter_name, argument in arguments.items():
+            argument_text = argument if isinstance(argument, str) else json.dumps(argument, ensure_ascii=False)
+            parameter_texts.append(
+                f"{layout.before_name}{parameter_name}{layout.after_name}{argument_text}{layout.after_value}"
+            )
         return "".join(parameter_texts)
 
 
