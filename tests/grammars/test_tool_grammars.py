@@ -91,7 +91,7 @@ def test_large_sets_of_tools_are_quick(format: str) -> None:
     def made() -> float:
         """Make a constraint and follow a call of the last tool; return the seconds of computing before its masks.
 
-        The conversion is in another process, which ends after ``TOOLS_SECONDS`` of computing.
+        The conversion is in another process, which ends after ``MAX_TOOLS_SECONDS`` of computing.
         """
         began = time.process_time()
         answer = answers(format, LARGE)
