@@ -27,7 +27,7 @@ class StopStringFilter:
 
     def __init__(self, stop_strings: list[str]) -> None:
         self._stop_strings = stop_strings
-        self._first_characters = {stop[0] for stop in stop_strings}
+        self._first_characters = {stop_string[0] for stop_string in stop_strings}
         self._pending_text = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
@@ -35,11 +35,13 @@ class StopStringFilter:
         if not self._stop_strings:
             return text, None
         text = self._pending_text + text
-        stop_matches = [(begin, stop) for stop in self._stop_strings if (begin := text.find(stop)) >= 0]
+        stop_matches = [
+            (begin, stop_string) for stop_string in self._stop_strings if (begin := text.find(stop_string)) >= 0
+        ]
         if stop_matches:
-            end, stop = min(stop_matches)
+            end, stop_string = min(stop_matches)
             self._pending_text = ""
-            return text[:end], stop
+            return text[:end], stop_string
         end = self._find_unfinished_stop_string(text)
         self._pending_text = text[end:]
         return text[:end], None
@@ -50,11 +52,11 @@ class StopStringFilter:
 
     def _find_unfinished_stop_string(self, text: str) -> int:
         """Return the index of a stop string that is unfinished at the end of ``text``, or the text's length."""
-        for index, character in enumerate(text):
+        for start_index, character in enumerate(text):
             if character in self._first_characters and any(
-                stop.startswith(text[index:]) for stop in self._stop_strings
+                stop_string.startswith(text[start_index:]) for stop_string in self._stop_strings
             ):
-                return index
+                return start_index
         return len(text)
 
 

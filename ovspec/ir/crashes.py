@@ -82,14 +82,14 @@ def has_gates(folder: Path) -> bool:
     file = folder / MODEL_FILE
     if not file.is_file():
         return False
-    shapes = MATRIX_SHAPE_PATTERN.findall(file.read_bytes())
-    shape_counts = Counter((int(rows), int(columns)) for rows, columns in shapes)
+    matrix_shapes = MATRIX_SHAPE_PATTERN.findall(file.read_bytes())
+    shape_counts = Counter((int(rows), int(columns)) for rows, columns in matrix_shapes)
 
     def is_gated(rows: int, columns: int) -> bool:
         transposed_count = 2 if rows == columns else shape_counts[columns, rows]
         return shape_counts[rows, columns] > transposed_count > 0
 
-    return any(is_gated(*shape) for shape in list(shape_counts))
+    return any(is_gated(*matrix_shape) for matrix_shape in list(shape_counts))
 
 
 def find_crash(options: DeviceOptions) -> Crash:

@@ -170,23 +170,23 @@ class AnswerConstraint(Constraint):
         """Return whether the rest of the answer is in its grammar, so that no tag matters any more."""
         return position.state.phase == "calls" or (self._covers_text and position.state.phase == "text")
 
-    def _follow_token(self, state: ReadingState, token: int) -> tuple[ReadingState, tuple[bytes, ...], str]:
+    def _follow_token(self, reading_state: ReadingState, token: int) -> tuple[ReadingState, tuple[bytes, ...], str]:
         """Return the state after ``token``; if it begins grammars, also their kinds, and their text in the token."""
         token_text = self._token_text(token)
-        state_after = split_by_phase(self._tags, state, token_text)[0]
-        if state_after.phase == state.phase:
+        state_after = split_by_phase(self._tags, reading_state, token_text)[0]
+        if state_after.phase == reading_state.phase:
             return state_after, (), ""
         grammar_kinds: tuple[bytes, ...] = ()
         grammar_text = ""
         for character_index, character in enumerate(token_text):
-            phase_before = state.phase
-            state, answer_parts = split_by_phase(self._tags, state, character)
-            if state.phase == "calls":
-                return state, (ANSWER_CALLS,), answer_parts[-1][1] + token_text[character_index + 1 :]
-            if self._covers_text and phase_before == "thinking" != state.phase:
+            phase_before = reading_state.phase
+            reading_state, answer_parts = split_by_phase(self._tags, reading_state, character)
+            if reading_state.phase == "calls":
+                return reading_state, (ANSWER_CALLS,), answer_parts[-1][1] + token_text[character_index + 1 :]
+            if self._covers_text and phase_before == "thinking" != reading_state.phase:
                 grammar_kinds = (ANSWER_CALLS_AFTER_THINKING, ANSWER_TEXT_AFTER_THINKING)
                 grammar_text = token_text[character_index + 1 :]
-        return state, grammar_kinds, grammar_text
+        return reading_state, grammar_kinds, grammar_text
 
     def _token_text(self, token: int) -> str:
         """Return the bytes of a token as characters, or the mark that stands for it."""
@@ -224,15 +224,15 @@ class AnswerConstraint(Constraint):
             return []
         return self._thinking_end_ids[position.thinking_count - thinking_budget :]
 
-    def _thinking_start_ids(self, state: ReadingState) -> list[int]:
+    def _thinking_start_ids(self, reading_state: ReadingState) -> list[int]:
         """Return the ids that may begin thinking, or go on with its tag, where the grammar doesn't."""
         start_ids: list[int] = []
-        begun_tag = state.pending.lstrip(WHITESPACE)
+        begun_tag = reading_state.pending.lstrip(WHITESPACE)
         for tag in self._tags:
             if (
                 self._covers_text
                 and tag.next_phase == "thinking"
-                and state.phase in tag.from_phases
+                and reading_state.phase in tag.from_phases
                 and tag.text.startswith(begun_tag)
             ):
                 text_before_mark, mark = split_at_mark(tag.text[len(begun_tag) :])
@@ -240,49 +240,55 @@ class AnswerConstraint(Constraint):
                     candidate_ids = self._vocabulary.ids_compatible_with(text_before_mark.encode("latin-1"))
                 else:
                     candidate_ids = [self._id_by_mark[mark]]
-                start_ids += [token for token in candidate_ids if self._continues_thinking_tag(tag, state, token)]
+                start_ids += [
+                    token for token in candidate_ids if self._continues_thinking_tag(tag, reading_state, token)
+                ]
         return start_ids
 
-    def _continues_thinking_tag(self, tag: Tag, state: ReadingState, token: int) -> bool:
+    def _continues_thinking_tag(self, tag: Tag, reading_state: ReadingState, token: int) -> bool:
         """Return whether ``token`` ends a tag of thinking, or goes on with it."""
-        state_after = self._follow_token(state, token)[0]
+        state_after = self._follow_token(reading_state, token)[0]
         return state_after.phase == "thinking" or (
-            state_after.phase == state.phase and tag.text.startswith(state_after.pending.lstrip(WHITESPACE))
+            state_after.phase == reading_state.phase and tag.text.startswith(state_after.pending.lstrip(WHITESPACE))
         )
 
     # ------------------------------------------------------------ free text
 
-    def _free_mask(self, state: ReadingState) -> np.ndarray | None:
+    def _free_mask(self, reading_state: ReadingState) -> np.ndarray | None:
         """Return the tokens that may follow in free text, as a mask; None for all.
 
         It leaves out tokens that would begin a text that the grammar doesn't allow, and the end of an answer that must
         go on after thinking.
         """
-        if state not in self._free_masks:
-            forbidden_ids = [token for token in self._possible_start_ids(state) if not self._may_follow(state, token)]
-            if self._covers_text and state.phase == "thinking":
+        if reading_state not in self._free_masks:
+            forbidden_ids = [
+                token for token in self._possible_start_ids(reading_state) if not self._may_follow(reading_state, token)
+            ]
+            if self._covers_text and reading_state.phase == "thinking":
                 forbidden_ids += self._end_ids
-            self._free_masks[state] = ~pack_mask(forbidden_ids, self._vocabulary.size) if forbidden_ids else None
-        return self._free_masks[state]
+            self._free_masks[reading_state] = (
+                ~pack_mask(forbidden_ids, self._vocabulary.size) if forbidden_ids else None
+            )
+        return self._free_masks[reading_state]
 
-    def _may_follow(self, state: ReadingState, token: int) -> bool:
+    def _may_follow(self, reading_state: ReadingState, token: int) -> bool:
         """Return whether ``token`` begins no grammar, or a grammar that allows it."""
         try:
-            _, grammar_kinds, grammar_text = self._follow_token(state, token)
+            _, grammar_kinds, grammar_text = self._follow_token(reading_state, token)
             if grammar_kinds:
                 self._make_grammars(0, grammar_kinds, grammar_text)
             return True
         except OvspecError:
             return False
 
-    def _possible_start_ids(self, state: ReadingState) -> Iterator[int]:
+    def _possible_start_ids(self, reading_state: ReadingState) -> Iterator[int]:
         """Yield the ids after which the grammar may begin, and some others."""
         for tag in self._tags:
             if tag.next_phase != "calls" and not (self._covers_text and "thinking" in tag.from_phases):
                 continue
             for matched_length in range(len(tag.text)):
                 text_before_mark, mark = split_at_mark(tag.text[matched_length:])
-                if not state.pending.endswith(tag.text[:matched_length]) or (mark and text_before_mark):
+                if not reading_state.pending.endswith(tag.text[:matched_length]) or (mark and text_before_mark):
                     continue
                 if mark:
                     yield self._id_by_mark[mark]

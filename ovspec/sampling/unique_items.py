@@ -50,7 +50,7 @@ class BegunItem:
             offset = match.end()
         open_text = text[offset:]
         if open_text.startswith('"'):
-            return cls("".join(finished_tokens), normalize_open(open_text))
+            return cls("".join(finished_tokens), normalize_open_string(open_text))
         is_number = open_text[:1] == "-" or open_text[:1].isdigit()
         # All that follows a 0 with an exponent is 0.
         is_zero = is_number and "e" in open_text.lower() and not open_text.lower().partition("e")[0].strip("-0.")
@@ -68,7 +68,7 @@ class BegunItem:
         return number_match is not None and normalize_token("0" if digits == "-" else digits) == number_match[0]
 
 
-def normalize_open(begun_string: str) -> str:
+def normalize_open_string(begun_string: str) -> str:
     """Return a string that hasn't ended, as ``normalize_token`` writes it."""
     begun_string = (
         re.sub(r"\\(u[0-9a-fA-F]{0,3})?$", "", begun_string) if not begun_string.endswith("\\\\") else begun_string
@@ -86,10 +86,10 @@ def normalize_token(token: str) -> str:
 
 @dataclass
 class RepeatSearch:
-    """A search for a way on from some tokens. ``dead_ends``: whether a begun item leads nowhere."""
+    """A search for a way on from some tokens. ``dead_end_by_item``: whether a begun item leads nowhere."""
 
     steps_left: int = MAX_SEARCH_STEPS
-    dead_ends: dict[BegunItem, bool] = field(default_factory=dict)
+    dead_end_by_item: dict[BegunItem, bool] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,18 +198,18 @@ class UniqueItems:
         repeated_item = self._find_repeated_item(next_cursor)
         if repeated_item is None:
             return False
-        if repeated_item not in repeat_search.dead_ends:
+        if repeated_item not in repeat_search.dead_end_by_item:
             if not repeat_search.steps_left:
                 return False
             repeat_search.steps_left -= 1
-            repeat_search.dead_ends[repeated_item] = True  # what leads only back to itself leads nowhere
+            repeat_search.dead_end_by_item[repeated_item] = True  # what leads only back to itself leads nowhere
             following_ids, find_next_ids = find_following_ids(token)
             # White space can't lead where nothing else does.
             following_ids = [token_id for token_id in following_ids if (self._vocabulary[token_id] or b"x").strip()]
-            repeat_search.dead_ends[repeated_item] = bool(following_ids) and all(
+            repeat_search.dead_end_by_item[repeated_item] = bool(following_ids) and all(
                 self._leads_nowhere(next_cursor, token_id, find_next_ids, repeat_search) for token_id in following_ids
             )
-        return repeat_search.dead_ends[repeated_item]
+        return repeat_search.dead_end_by_item[repeated_item]
 
     def _find_repeated_item(self, cursor: JsonCursor) -> BegunItem | None:
         """Return the item that has begun, or must follow, if it is like an earlier one so far."""

@@ -168,7 +168,9 @@ def read_exactness(folder: Path, options: DeviceOptions, engine: str) -> Exactne
 
 def find_exactness_file(folder: Path, options: DeviceOptions, engine: str) -> Path | None:
     properties = make_compile_properties(avoid_crash(folder, options))
-    property_pairs = sorted((name, value) for name, value in properties.items() if name != "CACHE_DIR")
+    property_pairs = sorted(
+        (property_name, value) for property_name, value in properties.items() if property_name != "CACHE_DIR"
+    )
     finding_key = repr((engine, EXACTNESS_PROBE_VERSION, options.device, property_pairs))
     return find_findings_file("exactness", folder, finding_key, options.cache_folder, options.device)
 

@@ -94,12 +94,10 @@ class SettingTimer:
         verify_ms = measurement.verify_ms
         if exactness.rule and (min_tokens := exactness.rule.fewest) not in verify_ms:
             decoder = self._make_timed_decoder(self._load_model(measurement.setting))
-            widest_width = max(verify_ms)
+            max_width = max(verify_ms)
             self._time_prefill(decoder)
-            times_ms, _ = self._time_widths(decoder, 2, (min_tokens, widest_width))
-            verify_ms = verify_ms | {
-                min_tokens: verify_ms[widest_width] * times_ms[min_tokens] / times_ms[widest_width]
-            }
+            times_ms, _ = self._time_widths(decoder, 2, (min_tokens, max_width))
+            verify_ms = verify_ms | {min_tokens: verify_ms[max_width] * times_ms[min_tokens] / times_ms[max_width]}
         return replace(measurement, verify_ms=verify_ms, invariance=exactness.invariance, rule=exactness.rule)
 
     def _probe_exactness(self, setting: Setting) -> Exactness:

@@ -80,10 +80,10 @@ def find_dominant_product(constant_shapes: Counter[tuple[str, str]]) -> tuple[We
     """Return the format in which most weights of a model are, and rows and columns of its commonest product."""
     formats_by_type = {"u8": (8, False), "i8": (8, True), "u4": (4, False), "i4": (4, True), "f16": (16, False)}
     weight_counts: Counter[tuple[str, tuple[int, ...]]] = Counter()
-    for (element_type, shape_text), count in constant_shapes.items():
+    for (element_type, shape_text), shape_count in constant_shapes.items():
         shape = tuple(map(int, shape_text.split(",")))
-        if count > 1 and len(shape) > 1 and shape[-1] > 1:  # the vocabulary's occurs once; scales end in 1
-            weight_counts[element_type, shape] = count * int(np.prod(shape))
+        if shape_count > 1 and len(shape) > 1 and shape[-1] > 1:  # the vocabulary's occurs once; scales end in 1
+            weight_counts[element_type, shape] = shape_count * int(np.prod(shape))
     if not weight_counts or weight_counts.most_common(1)[0][0][0] not in formats_by_type:
         return None
     element_type, shape = weight_counts.most_common(1)[0][0]

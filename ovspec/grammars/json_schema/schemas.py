@@ -172,7 +172,7 @@ class SchemaGraph:
 
     def _evaluate_shape(self, node: SchemaNode) -> ValueShape:
         requirements = self._gather_requirements(node)
-        shape = self._settle_shape(requirements.shape)
+        shape = self._prune_shape(requirements.shape)
         for pointer, options in requirements.unions:
             shapes = (option if isinstance(option, ValueShape) else self.find_shape(option) for option in options)
             united_shape = unite_shapes(*shapes)
@@ -261,24 +261,29 @@ class SchemaGraph:
     def are_disjoint_nodes(self, nodes: list[SchemaNode]) -> bool:
         """Return whether no value matches two of ``nodes``, as far as that can be told."""
         shapes = [self.find_shape(node).by_type for node in nodes]
-        pairs = itertools.combinations(shapes, 2)
-        shared_types = ((json_type, one, other) for one, other in pairs for json_type in one.keys() & other.keys())
-        alternatives = ((a, b) for name, one, other in shared_types for a in one[name] for b in other[name])
-        return all(self._are_disjoint(a, b) for a, b in alternatives)
+        shape_pairs = itertools.combinations(shapes, 2)
+        shared_types = (
+            (json_type, first, second) for first, second in shape_pairs for json_type in first.keys() & second.keys()
+        )
+        alternative_pairs = (
+            (a, b) for json_type, first, second in shared_types for a in first[json_type] for b in second[json_type]
+        )
+        return all(self._are_disjoint(a, b) for a, b in alternative_pairs)
 
     # ------------------------------------------------------------ shapes
 
-    def _intersect(self, one: ValueShape, other: ValueShape) -> ValueShape:
+    def _intersect(self, first_shape: ValueShape, second_shape: ValueShape) -> ValueShape:
         """Return the intersection of two shapes, without alternatives that no value fits."""
-        return check_alternatives(intersect_shapes(one, other, self._settle_alternative))
+        return check_alternatives(intersect_shapes(first_shape, second_shape, self._prune_alternative))
 
-    def _settle_shape(self, shape: ValueShape) -> ValueShape:
-        settled = {
-            name: tuple(filter(None, map(self._settle_alternative, some))) for name, some in shape.by_type.items()
+    def _prune_shape(self, shape: ValueShape) -> ValueShape:
+        pruned_alternatives = {
+            json_type: tuple(filter(None, map(self._prune_alternative, alternatives)))
+            for json_type, alternatives in shape.by_type.items()
         }
-        return ValueShape({name: alternatives for name, alternatives in settled.items() if alternatives})
+        return ValueShape({json_type: pruned for json_type, pruned in pruned_alternatives.items() if pruned})
 
-    def _settle_alternative(self, alternative: Alternative | None) -> Alternative | None:
+    def _prune_alternative(self, alternative: Alternative | None) -> Alternative | None:
         """Return an alternative with its required properties listed; None if no value fits it."""
         match alternative:
             case Strings() if alternative.values is None and self.has_no_text(alternative):
@@ -286,19 +291,19 @@ class SchemaGraph:
             case Numbers() if has_no_number(alternative):
                 return None
             case Arrays():
-                return self._settle_array(alternative)
+                return self._prune_array(alternative)
             case Objects():
-                return self._settle_object(alternative)
+                return self._prune_object(alternative)
         return alternative
 
-    def _settle_array(self, arrays: Arrays) -> Arrays | None:
+    def _prune_array(self, arrays: Arrays) -> Arrays | None:
         empty_positions = (i for i, node in enumerate((*arrays.prefix, arrays.items)) if self.is_empty(node))
         max_size = min(arrays.max_size, next(empty_positions, inf))
         if arrays.min_size > max_size:
             return None
         return replace(arrays, max_size=max_size)
 
-    def _settle_object(self, objects: Objects) -> Alternative | None:
+    def _prune_object(self, objects: Objects) -> Alternative | None:
         listed_nodes = dict(objects.properties)
         unlisted_required = {
             property_name: objects.property_node(property_name)
@@ -367,7 +372,7 @@ class SchemaGraph:
     def _are_disjoint(self, first_alternative: Alternative, second_alternative: Alternative) -> bool:
         if isinstance(first_alternative, Unenforceable) or isinstance(second_alternative, Unenforceable):
             return False
-        return self._settle_alternative(intersect_alternatives(first_alternative, second_alternative)) is None
+        return self._prune_alternative(intersect_alternatives(first_alternative, second_alternative)) is None
 
 
 # ---------------------------------------------------------------- keywords
@@ -390,13 +395,13 @@ def read_type_keywords(schema: JsonObject, pointer: str, graph: SchemaGraph) -> 
     }
     shape = ValueShape({json_type: (alternative,) for json_type, alternative in alternatives.items() if alternative})
 
-    def node_of_value(value: JsonValue) -> SchemaNode:
+    def make_value_node(value: JsonValue) -> SchemaNode:
         return graph.make_node({"const": value}, pointer)
 
     if "const" in schema:
-        shape = intersect_shapes(shape, shape_of_enum([schema["const"]], node_of_value))
+        shape = intersect_shapes(shape, shape_of_enum([schema["const"]], make_value_node))
     if "enum" in schema:
-        shape = intersect_shapes(shape, shape_of_enum(schema["enum"], node_of_value))
+        shape = intersect_shapes(shape, shape_of_enum(schema["enum"], make_value_node))
     unenforced_keywords = find_unevaluated_keywords(schema)
     if "contains" in schema:
         unenforced_keywords["contains"] = "array"

@@ -232,14 +232,14 @@ def intersect_alternatives(first: Alternative, second: Alternative) -> Alternati
 def intersect_shapes(
     first: ValueShape,
     second: ValueShape,
-    settle_alternative: Callable[[Alternative | None], Alternative | None] = lambda alternative: alternative,
+    prune_alternative: Callable[[Alternative | None], Alternative | None] = lambda alternative: alternative,
 ) -> ValueShape:
-    """Return the intersection of two shapes; ``settle_alternative`` may drop or change an alternative."""
+    """Return the intersection of two shapes; ``prune_alternative`` may drop or change an alternative."""
     by_type: dict[str, tuple[Alternative, ...]] = {}
     for json_type, alternatives in first.by_type.items():
         alternative_pairs = ((a, b) for a in alternatives for b in second.by_type.get(json_type, ()))
-        settled_alternatives = (settle_alternative(intersect_alternatives(a, b)) for a, b in alternative_pairs)
-        if intersection := dict.fromkeys(alternative for alternative in settled_alternatives if alternative):
+        pruned_alternatives = (prune_alternative(intersect_alternatives(a, b)) for a, b in alternative_pairs)
+        if intersection := dict.fromkeys(alternative for alternative in pruned_alternatives if alternative):
             by_type[json_type] = tuple(intersection)
     return ValueShape(by_type)
 
@@ -328,21 +328,21 @@ def intersect_objects(first: Objects, second: Objects) -> Objects | None:
     return Objects(properties, patterns, unlisted_node, required, min_size, max_size, name_node, any_order, is_open)
 
 
-def shape_of_constant(value: list | dict | None, node_of_value: Callable[[JsonValue], SchemaNode]) -> ValueShape:
+def shape_of_constant(value: list | dict | None, make_value_node: Callable[[JsonValue], SchemaNode]) -> ValueShape:
     """Return the shape of null, a list or an object."""
     if value is None:
         return shape_of_type("null", Nulls())
     if isinstance(value, list):
-        return shape_of_type("array", Arrays(tuple(map(node_of_value, value)), NO_VALUE, len(value), len(value)))
-    properties = tuple((name, node_of_value(member)) for name, member in value.items())
+        return shape_of_type("array", Arrays(tuple(map(make_value_node, value)), NO_VALUE, len(value), len(value)))
+    properties = tuple((name, make_value_node(member)) for name, member in value.items())
     objects = Objects(properties, unlisted_node=NO_VALUE, required=frozenset(value), any_order=True, is_open=False)
     return shape_of_type("object", objects)
 
 
-def shape_of_enum(values: list[JsonValue], node_of_value: Callable[[JsonValue], SchemaNode]) -> ValueShape:
+def shape_of_enum(values: list[JsonValue], make_value_node: Callable[[JsonValue], SchemaNode]) -> ValueShape:
     """Return the shape of the values in an enum; all of its strings are one alternative, and all of its numbers.
 
-    ``node_of_value`` returns the node of the values that equal its argument.
+    ``make_value_node`` returns the node of the values that equal its argument.
     """
     texts = tuple(dict.fromkeys(value for value in values if isinstance(value, str)))
     numbers = decimals_of(values)
@@ -356,7 +356,7 @@ def shape_of_enum(values: list[JsonValue], node_of_value: Callable[[JsonValue], 
     if booleans:
         alternatives_by_type["boolean"] = (Booleans(booleans),)
     return unite_shapes(
-        ValueShape(alternatives_by_type), *(shape_of_constant(value, node_of_value) for value in nulls_and_containers)
+        ValueShape(alternatives_by_type), *(shape_of_constant(value, make_value_node) for value in nulls_and_containers)
     )
 
 

@@ -64,12 +64,12 @@ class ToolFormat:
     def write_calls(self, calls: Iterable[tuple[str, Any]], call_index: int = 0) -> str:
         """Return the text of calls, each (name, arguments as an object), in the usual or another ``call_index``."""
         call_texts = list[str]()
-        for call_number, (tool_name, arguments) in enumerate(calls):
+        for call_number, (tool_name, call_arguments) in enumerate(calls):
             slot_values = {
                 "NAME": tool_name,
                 "ID": "0" * 9,
                 "INDEX": str(call_number),
-                "ARGUMENTS": self._write_arguments(arguments),
+                "ARGUMENTS": self._write_arguments(call_arguments),
             }
             call_texts.append("".join(slot_values.get(call_part, call_part) for call_part in self.calls[call_index]))
         return self.before_calls + (self.between_calls or "").join(call_texts) + self.after_calls
