@@ -113,7 +113,7 @@ def test_what_slows_the_machine_down_for_a_while_changes_no_ratio(
 
     trust_paged(monkeypatch)
     monkeypatch.setattr(SettingTimer, "_time_width", slowed)
-    monkeypatch.setattr(SettingTimer, "_time_prefill", lambda self, d: 0.0 * len(d.feed([self.prompt], [1])) + 1.0)
+    monkeypatch.setattr(SettingTimer, "_time_prefill", lambda self, d: 0.0 * len(d.feed([self.prompt_ids], [1])) + 1.0)
     profile = tune_model(SMALL, DeviceOptions(cache_dir=tmp_path), effort=SHORT_EFFORT)
     assert len(profile.measurements) > 1
     assert all(m.verify_ms == {width: width for width in m.verify_ms} for m in profile.measurements)
