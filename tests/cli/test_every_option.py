@@ -156,7 +156,7 @@ def one_thread(found: Outcome, _: Outcome) -> bool:
 
 
 def is_phi4(found: Outcome, _: Outcome) -> bool:
-    return "<|im_sep|>" in found.lm.runtime.prompts.chat_format.template.source
+    return "<|im_sep|>" in found.lm.runtime.prompt_encoder.chat_format.template.source
 
 
 def read_first(name: str) -> Any:
