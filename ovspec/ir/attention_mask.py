@@ -83,14 +83,14 @@ def extract_mask_model(model: ov.Model) -> ov.Model | None:
 
 def collect_ancestors(nodes: Sequence[ov.Node]) -> set[str]:
     """Return the names of ``nodes`` and of all nodes that they are computed from."""
-    names = set[str]()
+    node_names = set[str]()
     unvisited_nodes = list(nodes)
     while unvisited_nodes:
         node = unvisited_nodes.pop()
-        if node.get_friendly_name() not in names:
-            names.add(node.get_friendly_name())
+        if node.get_friendly_name() not in node_names:
+            node_names.add(node.get_friendly_name())
             unvisited_nodes += [node.input_value(i).get_node() for i in range(node.get_input_size())]
-    return names
+    return node_names
 
 
 def hides_dead_slots(request: ov.InferRequest, states: dict[str, ModelState], slots: int) -> bool:

@@ -143,19 +143,19 @@ def remove_titles(schema: JsonValue) -> JsonValue:
     }
 
 
-def parse_tool_choice(tools: Sequence[JsonObject], choice: JsonValue) -> AllowedCalls:
-    """Return what an answer may call; ``tools`` are OpenAI's, ``choice`` is the option ``tool_choice``.
+def parse_tool_choice(tools: Sequence[JsonObject], tool_choice: JsonValue) -> AllowedCalls:
+    """Return what an answer may call; ``tools`` are OpenAI's, ``tool_choice`` is the option of this name.
 
     Raises:
         OvspecError: the choice isn't one, or names a tool that isn't there.
     """
     tool_names = dict.fromkeys(tool["function"]["name"] for tool in tools)
-    if choice is None or choice in TOOL_CHOICE_MODES:
-        if choice == "required" and not tool_names:
+    if tool_choice is None or tool_choice in TOOL_CHOICE_MODES:
+        if tool_choice == "required" and not tool_names:
             raise OvspecError("`tool_choice` is required, which needs `tools`.")
-        return AllowedCalls(() if choice == "none" else (*tool_names,), choice == "required")
-    choice_type = choice.get("type") if isinstance(choice, Mapping) else None
-    choice_content = choice.get(choice_type, choice) if choice_type in ("function", "allowed_tools") else None
+        return AllowedCalls(() if tool_choice == "none" else (*tool_names,), tool_choice == "required")
+    choice_type = tool_choice.get("type") if isinstance(tool_choice, Mapping) else None
+    choice_content = tool_choice.get(choice_type, tool_choice) if choice_type in ("function", "allowed_tools") else None
     if choice_type == "function" and isinstance(choice_content, Mapping):
         return AllowedCalls(check_tool_names([choice_content.get("name")], tool_names), True, True)
     if isinstance(choice_content, Mapping) and choice_content.get("mode", "auto") in ("auto", "required"):
@@ -168,7 +168,7 @@ def parse_tool_choice(tools: Sequence[JsonObject], choice: JsonValue) -> Allowed
             if not allowed_names and choice_content.get("mode") == "required":
                 raise OvspecError("`tool_choice` is required, but allows no tool; name some.")
             return AllowedCalls(check_tool_names(allowed_names, tool_names), choice_content.get("mode") == "required")
-    raise OvspecError(f"`tool_choice` is {choice!r:.80}; it must be {TOOL_CHOICE_FORMS}.")
+    raise OvspecError(f"`tool_choice` is {tool_choice!r:.80}; it must be {TOOL_CHOICE_FORMS}.")
 
 
 def check_tool_names(requested_names: Sequence[JsonValue], tool_names: Mapping[str, None]) -> tuple[str, ...]:

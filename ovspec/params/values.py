@@ -67,7 +67,10 @@ def is_of_type(value: object, value_type: TypeForm) -> bool:
     if origin in (Union, UnionType):
         return any(is_of_type(value, member) for member in type_arguments)
     if origin is Literal:
-        return any(value is choice or (type(value) is type(choice) and value == choice) for choice in type_arguments)
+        return any(
+            value is literal_choice or (type(value) is type(literal_choice) and value == literal_choice)
+            for literal_choice in type_arguments
+        )
     if value_type in (int, float):
         return isinstance(value, Integral if value_type is int else Real) and not isinstance(value, bool)
     if origin and issubclass(origin, Mapping):
@@ -77,7 +80,7 @@ def is_of_type(value: object, value_type: TypeForm) -> bool:
     if origin and issubclass(origin, Collection):
         if not isinstance(value, Collection) or isinstance(value, (str, bytes, Mapping)):
             return False
-        return all(is_of_type(element, type_arguments[0]) for element in value)
+        return all(is_of_type(list_element, type_arguments[0]) for list_element in value)
     return isinstance(value, origin or value_type)
 
 
@@ -174,9 +177,9 @@ def parse_lookahead(text: str) -> int | str:
 
 
 def parse_token_bias(text: str) -> dict[int, float]:
-    token, _, bias = text.partition("=")
+    token_id, _, bias = text.partition("=")
     try:
-        return {int(token): float(bias)}
+        return {int(token_id): float(bias)}
     except ValueError:
         raise ValueError(f"{text!r} is not ID=VALUE, as in --logit-bias 50=-2.5.") from None
 

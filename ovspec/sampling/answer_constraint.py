@@ -117,15 +117,15 @@ class AnswerConstraint(Constraint):
             return thinking_end_ids
         if self._is_in_grammar(position):
             return position.grammars[0].forced_tokens(tokens)
-        state = position.state
-        if len(position.grammars) != 1 or self._thinking_start_ids(state):
+        reading_state = position.state
+        if len(position.grammars) != 1 or self._thinking_start_ids(reading_state):
             return []
         forced_ids = position.grammars[0].forced_tokens(tokens)
         for forced_count, token in enumerate(forced_ids):
-            next_state, grammar_kinds, _ = self._follow_token(state, token)
+            next_state, grammar_kinds, _ = self._follow_token(reading_state, token)
             if grammar_kinds:  # another grammar goes on
-                return forced_ids[: forced_count + self._may_follow(state, token)]
-            state = next_state
+                return forced_ids[: forced_count + self._may_follow(reading_state, token)]
+            reading_state = next_state
         return forced_ids
 
     def is_complete(self, tokens: np.ndarray) -> bool:
@@ -140,28 +140,30 @@ class AnswerConstraint(Constraint):
         if shared_length < len(answer_ids):
             self._followed_sequence.rewind(shared_length)
             del self._positions[shared_length + 1 :]
-            for length in range(shared_length, len(answer_ids)):
-                tokens_before = tokens[: self._prompt_length + length]
-                position = self._next_position(self._positions[length], tokens_before, int(answer_ids[length]))
+            for answer_length in range(shared_length, len(answer_ids)):
+                tokens_before = tokens[: self._prompt_length + answer_length]
+                position = self._next_position(
+                    self._positions[answer_length], tokens_before, int(answer_ids[answer_length])
+                )
                 self._positions.append(position)
-                self._followed_sequence.commit(answer_ids[length : length + 1])
+                self._followed_sequence.commit(answer_ids[answer_length : answer_length + 1])
         return self._positions[len(answer_ids)]
 
     def _next_position(self, position: AnswerPosition, tokens: np.ndarray, token: int) -> AnswerPosition:
         """Return the position after ``token``, which follows ``tokens``."""
         if self._is_in_grammar(position):
             return position
-        state, grammar_kinds, grammar_text = self._follow_token(position.state, token)
+        reading_state, grammar_kinds, grammar_text = self._follow_token(position.state, token)
         thinking_count = position.thinking_count + (position.state.phase == "thinking")
-        if self._thinking_budget is not None and state.phase != "thinking":
+        if self._thinking_budget is not None and reading_state.phase != "thinking":
             thinking_count = min(thinking_count, self._thinking_budget)
         if grammar_kinds:
             grammars = self._make_grammars(len(tokens) + 1, grammar_kinds, grammar_text)
         else:
             grammars = tuple(grammar for grammar in position.grammars if grammar.allows_token(token, tokens))
-        if state.phase == "thinking":
+        if reading_state.phase == "thinking":
             grammars = ()
-        next_position = AnswerPosition(state, thinking_count, grammars)
+        next_position = AnswerPosition(reading_state, thinking_count, grammars)
         if self._is_in_grammar(next_position) and not grammars:
             raise OvspecError("The format of the answer doesn't allow what was generated.")
         return next_position

@@ -24,24 +24,24 @@ def draw_uniform(seed: int, sample: int, position: int, purpose: int) -> float:
     return ((int(random_bits) >> 11) + 0.5) * 2.0**-53
 
 
-def draw_token(warped: WarpedLogits, noise_bits: np.ndarray) -> tuple[int, float]:
+def draw_token(warped_logits: WarpedLogits, noise_bits: np.ndarray) -> tuple[int, float]:
     """Draw a token; return (token, its probability).
 
     This is the Gumbel-max trick, as a race in which the smallest E / exp(logit) wins. E = -log(1 - u) is exponential
     for uniform u, made of ``noise_bits`` (vocab,). Because u < E, only tokens whose u / exp(logit) is less than the
     time of the most likely token can win, so only these few are computed in double precision.
     """
-    if warped.ids is not None:
-        noise_bits = noise_bits[warped.ids]
-    top_index = int(warped.logits.argmax())
-    weights = np.exp(warped.logits - warped.logits[top_index])
+    if warped_logits.ids is not None:
+        noise_bits = noise_bits[warped_logits.ids]
+    top_index = int(warped_logits.logits.argmax())
+    weights = np.exp(warped_logits.logits - warped_logits.logits[top_index])
     top_race_time = -math.log1p(-(float(noise_bits[top_index]) + 0.5) * 2.0**-32)
     candidate_indices = np.flatnonzero(
         noise_bits.astype(np.float32) < weights * np.float32(top_race_time * 2.0**32 * 1.0001)
     )
     race_times = -np.log1p(-(noise_bits[candidate_indices] + 0.5) * 2.0**-32) / weights[candidate_indices]
     winner_index = int(candidate_indices[race_times.argmin()])
-    token = winner_index if warped.ids is None else int(warped.ids[winner_index])
+    token = winner_index if warped_logits.ids is None else int(warped_logits.ids[winner_index])
     return token, float(weights[winner_index] / weights.sum())
 
 

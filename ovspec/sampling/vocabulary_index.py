@@ -63,8 +63,8 @@ class VocabularyIndex:
     @functools.cached_property
     def _joined_tokens(self) -> tuple[bytes, list[int]]:
         """All tokens with 0xFF between them, which UTF-8 never has, and their starts; the last entry is the length."""
-        lengths = (len(token) + 1 for token in self._sorted_bytes)
-        return b"\xff".join([*self._sorted_bytes, b""]), list(itertools.accumulate(lengths, initial=0))
+        token_lengths = (len(token) + 1 for token in self._sorted_bytes)
+        return b"\xff".join([*self._sorted_bytes, b""]), list(itertools.accumulate(token_lengths, initial=0))
 
     def added_bytes(self, token: int) -> bytes:
         """Return the bytes that ``token`` adds to a text; empty if it adds none."""

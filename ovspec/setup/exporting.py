@@ -31,16 +31,19 @@ def export_to_cache(target: str, draft: str | None) -> Path:
 
     A model whose files have changed is exported again. A hub id is looked up only the first time.
     """
-    paths = [Path(name) if name and Path(name).exists() else None for name in (target, draft)]
-    sources = [str(path.resolve()) if path else name for path, name in zip(paths, (target, draft), strict=True)]
-    sources_key = hashlib.sha256(repr(sources).encode()).hexdigest()[:12]
+    source_paths = [Path(name) if name and Path(name).exists() else None for name in (target, draft)]
+    resolved_sources = [
+        str(source_path.resolve()) if source_path else name
+        for source_path, name in zip(source_paths, (target, draft), strict=True)
+    ]
+    sources_key = hashlib.sha256(repr(resolved_sources).encode()).hexdigest()[:12]
     folder_name = re.sub(r"[^\w.-]+", "-", target).strip("-.") or "model"
     folder = default_cache_dir() / "exports" / f"{folder_name[-60:]}-{sources_key}"
     try:
         manifest = read_manifest(folder)
     except OvspecError:  # damaged
         manifest = None
-    if not manifest or any(map(has_changed, paths, (manifest.target, manifest.draft))):
+    if not manifest or any(map(has_changed, source_paths, (manifest.target, manifest.draft))):
         import_export_package().export_pair(target, draft, folder, overwrite=True)
     return folder
 

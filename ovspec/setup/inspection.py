@@ -129,7 +129,9 @@ def compute_weight_shares(folder: Path) -> tuple[int, dict[str, float]]:
 
 def format_inspection(name: str, facts: JsonObject) -> list[str]:
     """Return the lines that ``ovspec inspect`` prints for one model."""
-    shares_text = ", ".join(f"{weight_format} {share:.1%}" for weight_format, share in facts["weights"].items())
+    shares_text = ", ".join(
+        f"{weight_format} {weight_share:.1%}" for weight_format, weight_share in facts["weights"].items()
+    )
     fixed_state_count = sum(state["sequence_axis"] is None for state in facts["states"])
     profile = NO_PROFILE_NOTE
     if facts["profile"]:

@@ -113,13 +113,13 @@ class SettingTimer:
 
     def probe_by_threads(self, setting: Setting) -> dict[int, Exactness]:
         """Find the rule thoroughly, with the usual number of threads and with one; by number of threads."""
-        by_threads: dict[int, Exactness] = {}
+        exactness_by_threads: dict[int, Exactness] = {}
         for requested_threads in (None, 1):
             model = self._compile_model(setting, threads=requested_threads)
-            threads = int(model.ir.compiled_model.get_property("INFERENCE_NUM_THREADS"))
-            if threads not in by_threads:
-                by_threads[threads] = model.find_exactness(FULL_TRIAL)
-        return by_threads
+            thread_count = int(model.ir.compiled_model.get_property("INFERENCE_NUM_THREADS"))
+            if thread_count not in exactness_by_threads:
+                exactness_by_threads[thread_count] = model.find_exactness(FULL_TRIAL)
+        return exactness_by_threads
 
     def measure_exact_price(self, setting: Setting, feed_rule: FeedRule | None) -> float | None:
         """Return how many times as long as in fast arithmetic a token takes by ``feed_rule``, after the prompt."""
