@@ -50,7 +50,7 @@ def compare_with_checkpoint(
             with torch.no_grad():
                 checkpoint_logits = model(input_ids=torch.from_numpy(tokens[None, start:end])).logits[0].numpy()
             # Padding ids are never chosen, as in the IR.
-            checkpoint_logits = tokenizer.known_ids.restrict(checkpoint_logits)
+            checkpoint_logits = tokenizer.known_ids.restrict_logits(checkpoint_logits)
         n, width = logits.shape
         q = log_softmax(logits)
         p = log_softmax(checkpoint_logits[position - 1 - start : position - 1 - start + n, :width])

@@ -20,9 +20,9 @@ class AsyncTextStream:
     Its prompt is read from the first piece on. A task that is cancelled, and ``aclose``, end the text.
     """
 
-    def __init__(self, join: Callable[[], JoinedRows]) -> None:
-        self._finished: list[Row] = []
-        self._pieces = stream_pieces(join, self._finished)
+    def __init__(self, join_batch: Callable[[], JoinedRows]) -> None:
+        self._finished_rows: list[Row] = []
+        self._pieces = stream_pieces(join_batch, self._finished_rows)
 
     def __aiter__(self) -> AsyncIterator[Piece]:
         return self._pieces
@@ -38,22 +38,22 @@ class AsyncTextStream:
         """
         async for _ in self._pieces:
             pass
-        if not self._finished:
+        if not self._finished_rows:
             raise OvspecError("The stream ended before its text was finished; ask for it again.")
-        return await asyncio.to_thread(self._finished[0].result)
+        return await asyncio.to_thread(self._finished_rows[0].result)
 
 
-async def stream_pieces(join: Callable[[], JoinedRows], finished: list[Row]) -> AsyncGenerator[Piece]:
-    """Generate the row that ``join`` returns; add it to ``finished`` at its end.
+async def stream_pieces(join_batch: Callable[[], JoinedRows], finished_rows: list[Row]) -> AsyncGenerator[Piece]:
+    """Generate the row that ``join_batch`` returns; add it to ``finished_rows`` at its end.
 
     A function of its own, so that a stream that nobody iterates over any more is closed at once.
     """
-    engine, [row] = await asyncio.to_thread(join)
+    engine, [row] = await asyncio.to_thread(join_batch)
     async with aclosing(generate_rounds(engine, [row])) as rounds:
-        async for pieces in rounds:
-            for _, piece in pieces:
+        async for round_pieces in rounds:
+            for _, piece in round_pieces:
                 if piece.finish_reason:
-                    finished.append(row)
+                    finished_rows.append(row)
                 yield piece
 
 
@@ -70,26 +70,26 @@ async def generate_rounds(engine: EngineThread, rows: list[Row]) -> AsyncGenerat
 
     Rows that haven't ended leave the batch when the generator is closed or its task is cancelled.
     """
-    loop = asyncio.get_running_loop()
-    events = asyncio.Queue[list[tuple[int, Piece]] | OvspecError]()
+    event_loop = asyncio.get_running_loop()
+    deliveries = asyncio.Queue[list[tuple[int, Piece]] | OvspecError]()
 
-    def deliver(event: list[tuple[int, Piece]] | OvspecError) -> None:
+    def deliver_round(pieces_or_error: list[tuple[int, Piece]] | OvspecError) -> None:
         try:
-            loop.call_soon_threadsafe(events.put_nowait, event)
+            event_loop.call_soon_threadsafe(deliveries.put_nowait, pieces_or_error)
         except RuntimeError:  # the loop was closed, so nobody waits
             engine.cancel_job(job)
 
-    job = Job(rows, deliver)
+    job = Job(rows, deliver_round)
     rows_left = len(rows)
     engine.submit(job)
     try:
         while rows_left:
-            event = await events.get()
-            if isinstance(event, OvspecError):
+            pieces_or_error = await deliveries.get()
+            if isinstance(pieces_or_error, OvspecError):
                 rows_left = 0
-                raise event
-            rows_left -= sum(piece.finish_reason is not None for _, piece in event)
-            yield event
+                raise pieces_or_error
+            rows_left -= sum(piece.finish_reason is not None for _, piece in pieces_or_error)
+            yield pieces_or_error
     finally:
         if rows_left:
             engine.cancel_job(job)

@@ -37,8 +37,8 @@ def turns_within(seconds: float = TIMING_SECONDS) -> Iterator[int]:
 
 def rotate_modes(modes: Sequence[Mode], turn: int) -> list[Mode]:
     """Return ``modes`` beginning with another one each turn."""
-    first = turn % len(modes)
-    return [*modes[first:], *modes[:first]]
+    first_index = turn % len(modes)
+    return [*modes[first_index:], *modes[:first_index]]
 
 
 @dataclass(frozen=True)
@@ -85,53 +85,53 @@ class Speedup:
 
         last_proposed: of one text in turns, the tokens that were proposed in the last turn.
         """
-        turns = len(self.ratios)
-        spread = f"{self.ratios[0]:.2f} to {self.ratios[-1]:.2f}, {turns} turn{'s' * (turns > 1)}"
-        loss = f"; {self.ratio:.2f} of plain speed ({spread})"
+        turn_count = len(self.ratios)
+        ratio_range = f"{self.ratios[0]:.2f} to {self.ratios[-1]:.2f}, {turn_count} turn{'s' * (turn_count > 1)}"
+        loss_clause = f"; {self.ratio:.2f} of plain speed ({ratio_range})"
         if self.is_clear:
-            return f"speed-up {self.ratio:.2f} ({spread})"
+            return f"speed-up {self.ratio:.2f} ({ratio_range})"
         if self.ratio >= 1 and self.saves_rounds:
-            noise = "" if self.is_explained else f", noise at {self.tokens_per_round:.2f} tokens per round"
-            return f"no clear speed-up: {self.ratio:.2f} ({spread}){noise}"
+            noise_clause = "" if self.is_explained else f", noise at {self.tokens_per_round:.2f} tokens per round"
+            return f"no clear speed-up: {self.ratio:.2f} ({ratio_range}){noise_clause}"
         if last_proposed == 0:  # a difference isn't what drafting costs
             reason = "nothing was proposed" + " in the last turn" * (proposed > 0)
             return f"no speed-up: drafting doesn't pay for this text ({reason})"
         if self.is_explained:
-            return f"no speed-up: drafting costs more than it brings here{loss}"
+            return f"no speed-up: drafting costs more than it brings here{loss_clause}"
         reason = "nothing was proposed"
         if proposed:
             reason = f"{accepted} of {proposed} proposed tokens accepted in all turns"
-        is_slower = self.ratios[-1 - turns // 4] < 1
-        return f"no speed-up: drafting doesn't pay for this model here ({reason}){loss * is_slower}"
+        is_slower = self.ratios[-1 - turn_count // 4] < 1
+        return f"no speed-up: drafting doesn't pay for this model here ({reason}){loss_clause * is_slower}"
 
 
 def compute_speedup(plain_ms: Sequence[float], speculative_ms: Sequence[float], stats: Sequence[Stats]) -> Speedup:
     """Return the speed-up of turns from the milliseconds per token of each; ``stats``: of all speculative texts."""
     turns = sorted(zip(plain_ms, speculative_ms, strict=True), key=lambda turn: turn[0] / turn[1])
-    median = turns[(len(turns) - 1) // 2]
-    tokens = sum(text_stats.generated_tokens for text_stats in stats)
-    rounds = sum(text_stats.rounds for text_stats in stats)
-    tokens_per_round = tokens / rounds if rounds else math.inf
-    return Speedup(*median, tuple(plain / speculative for plain, speculative in turns), tokens_per_round)
+    median_turn = turns[(len(turns) - 1) // 2]
+    token_count = sum(text_stats.generated_tokens for text_stats in stats)
+    round_count = sum(text_stats.rounds for text_stats in stats)
+    tokens_per_round = token_count / round_count if round_count else math.inf
+    return Speedup(*median_turn, tuple(plain / speculative for plain, speculative in turns), tokens_per_round)
 
 
-def compare_result_times(plain: Sequence[Result], speculative: Sequence[Result]) -> Speedup:
+def compare_result_times(plain_results: Sequence[Result], speculative_results: Sequence[Result]) -> Speedup:
     """Return the speed-up of texts that were generated in turns.
 
     If a text came in one round, of one token or all forced, whole texts are compared, with the time of their prompts.
     """
-    has_rounds = all(result.stats.tpot_ms for result in (*plain, *speculative))
+    has_rounds = all(result.stats.tpot_ms for result in (*plain_results, *speculative_results))
 
     def ms_per_token(result: Result) -> float:
         stats = result.stats
         if has_rounds:
             return stats.tpot_ms
-        count = max(stats.generated_tokens, 1)
-        return (stats.ttft_ms + stats.tpot_ms * (count - 1)) / count
+        token_count = max(stats.generated_tokens, 1)
+        return (stats.ttft_ms + stats.tpot_ms * (token_count - 1)) / token_count
 
-    plain_ms = list(map(ms_per_token, plain))
-    speculative_ms = list(map(ms_per_token, speculative))
-    return compute_speedup(plain_ms, speculative_ms, [result.stats for result in speculative])
+    plain_ms = list(map(ms_per_token, plain_results))
+    speculative_ms = list(map(ms_per_token, speculative_results))
+    return compute_speedup(plain_ms, speculative_ms, [result.stats for result in speculative_results])
 
 
 # ---------------------------------------------------------------- equality
@@ -169,25 +169,27 @@ class Divergence:
 
 
 def find_divergence(
-    lm: LanguageModel, prompt: Prompt, plain: list[int], other: list[int], logits: bool = True
+    lm: LanguageModel, prompt: Prompt, plain_ids: list[int], other_ids: list[int], compute_gaps: bool = True
 ) -> Divergence | None:
     """Return where two continuations (token ids) of ``prompt`` differ; None if they are equal.
 
-    ``logits``: compute the gaps, which takes one forward pass; not possible for a healed prompt.
+    ``compute_gaps``: compute the gaps, which takes one forward pass; not possible for a healed prompt.
     """
-    if plain == other:
+    if plain_ids == other_ids:
         return None
-    pairs = enumerate(zip(plain, other, strict=False))
-    after = next((index for index, (a, b) in pairs if a != b), min(len(plain), len(other)))
-    plain_token, other_token = (tokens[after] if after < len(tokens) else None for tokens in (plain, other))
-    if not logits:
-        return Divergence(after, plain_token, other_token)
-    next_logits = lm.next_logits([*lm.encode(prompt).tolist(), *plain[:after]])
-    gap = None
+    id_pairs = enumerate(zip(plain_ids, other_ids, strict=False))
+    shared_count = next((index for index, (a, b) in id_pairs if a != b), min(len(plain_ids), len(other_ids)))
+    plain_token, other_token = (
+        token_ids[shared_count] if shared_count < len(token_ids) else None for token_ids in (plain_ids, other_ids)
+    )
+    if not compute_gaps:
+        return Divergence(shared_count, plain_token, other_token)
+    next_logits = lm.next_logits([*lm.encode(prompt).tolist(), *plain_ids[:shared_count]])
+    logit_gap = None
     if plain_token is not None and other_token is not None:
-        gap = abs(float(next_logits[plain_token] - next_logits[other_token]))
+        logit_gap = abs(float(next_logits[plain_token] - next_logits[other_token]))
     second_logit, best_logit = np.partition(next_logits, -2)[-2:]
-    return Divergence(after, plain_token, other_token, gap, float(best_logit - second_logit))
+    return Divergence(shared_count, plain_token, other_token, logit_gap, float(best_logit - second_logit))
 
 
 # ---------------------------------------------------------------- both
@@ -213,20 +215,20 @@ class Comparison:
 
 
 def compare_turns(
-    lm: LanguageModel, prompt: Prompt, first_pair: ResultPair, turns: Sequence[ResultPair], logits: bool = True
+    lm: LanguageModel, prompt: Prompt, first_pair: ResultPair, turns: Sequence[ResultPair], compute_gaps: bool = True
 ) -> Comparison:
-    """Compare the texts of all turns; ``first_pair`` wasn't timed. ``logits``: as for ``find_divergence``."""
+    """Compare the texts of all turns; ``first_pair`` wasn't timed. ``compute_gaps``: as for ``find_divergence``."""
     speedup = compare_result_times(*zip(*turns, strict=True))
-    proposed = sum(speculative.stats.proposed for _, speculative in turns)
-    accepted = sum(speculative.stats.accepted for _, speculative in turns)
+    proposed_tokens = sum(speculative.stats.proposed for _, speculative in turns)
+    accepted_tokens = sum(speculative.stats.accepted for _, speculative in turns)
     last_pair = turns[-1]
-    speedup_sentence = speedup.describe_gain(proposed, accepted, last_pair[1].stats.proposed)
+    speedup_sentence = speedup.describe_gain(proposed_tokens, accepted_tokens, last_pair[1].stats.proposed)
     pairs = (first_pair, *turns)
     shown_pair = next((pair for pair in pairs if pair[0].token_ids != pair[1].token_ids), last_pair)
-    plain, speculative = shown_pair
-    divergence = find_divergence(lm, prompt, plain.token_ids, speculative.token_ids, logits)
-    count = len(plain.token_ids)
-    equality_sentence = f"both texts have the same {count} token{'s' * (count != 1)}"
+    plain_result, speculative = shown_pair
+    divergence = find_divergence(lm, prompt, plain_result.token_ids, speculative.token_ids, compute_gaps)
+    token_count = len(plain_result.token_ids)
+    equality_sentence = f"both texts have the same {token_count} token{'s' * (token_count != 1)}"
     if divergence:
         equality_sentence = divergence.describe(lm)
     return Comparison(speedup, speedup_sentence, divergence, equality_sentence, last_pair, shown_pair)

@@ -54,29 +54,29 @@ def device_report(folder: Path, descriptions: dict[str, JsonObject], options: Js
 def time_inferences(lm: LanguageModel) -> JsonObject:
     """Return the milliseconds of a prompt's tokens and of inferences, the first of each width and the fastest."""
     decoder = lm.target.make_decoder()
-    most_width = max(INFERENCE_WIDTHS)
-    text = draw_probe_ids(decoder, lm.target.ir.logits_width)[: CONTEXT_TOKENS + most_width]
-    context = len(text) - most_width
+    max_width = max(INFERENCE_WIDTHS)
+    probe_ids = draw_probe_ids(decoder, lm.target.ir.logits_width)[: CONTEXT_TOKENS + max_width]
+    context_length = len(probe_ids) - max_width
 
-    def time_feed(tokens: np.ndarray) -> float:
+    def time_feed(token_ids: np.ndarray) -> float:
         start_time = time.perf_counter()
-        decoder.feed([tokens], [1])
+        decoder.feed([token_ids], [1])
         return 1e3 * (time.perf_counter() - start_time)
 
     prompt_times = []
     for _ in range(2):
         decoder.reset(1)
-        prompt_times.append(time_feed(text[:context]) / context)
+        prompt_times.append(time_feed(probe_ids[:context_length]) / context_length)
     inference_times: JsonObject = {}
     for width in INFERENCE_WIDTHS:
-        times = []
+        width_times_ms = []
         for _ in range(INFERENCE_REPEATS + 1):
-            decoder.truncate(0, context)
-            unread = text[len(decoder.rows[0]) : context]
-            if len(unread):
-                decoder.feed([unread], [0])
-            times.append(time_feed(text[context : context + width]))
-        inference_times[str(width)] = {"first": times[0], "fastest": min(times[1:])}
+            decoder.truncate(0, context_length)
+            unread_ids = probe_ids[len(decoder.rows[0]) : context_length]
+            if len(unread_ids):
+                decoder.feed([unread_ids], [0])
+            width_times_ms.append(time_feed(probe_ids[context_length : context_length + width]))
+        inference_times[str(width)] = {"first": width_times_ms[0], "fastest": min(width_times_ms[1:])}
     return {
         "prompt_ms_per_token": {"first": prompt_times[0], "again": prompt_times[1]},
         "inference_ms": inference_times,
@@ -85,8 +85,10 @@ def time_inferences(lm: LanguageModel) -> JsonObject:
 
 def compare_with_lookup(lm: LanguageModel) -> JsonObject:
     """Return a greedy text without a draft and with lookup, and where they diverge."""
-    plain, lookup = (lm.generate(REPORT_PROMPT, max_tokens=REPORT_TOKENS, lookahead=lookahead) for lookahead in (0, 4))
-    divergence = find_divergence(lm, REPORT_PROMPT, plain.token_ids, lookup.token_ids)
+    plain_result, lookup_result = (
+        lm.generate(REPORT_PROMPT, max_tokens=REPORT_TOKENS, lookahead=lookahead) for lookahead in (0, 4)
+    )
+    divergence = find_divergence(lm, REPORT_PROMPT, plain_result.token_ids, lookup_result.token_ids)
     texts = {
         name: {
             "text": result.text,
@@ -95,6 +97,6 @@ def compare_with_lookup(lm: LanguageModel) -> JsonObject:
             "tokens_per_round": result.stats.generated_tokens / max(result.stats.rounds, 1),
             "accepted": result.stats.accepted,
         }
-        for name, result in (("plain", plain), ("lookup", lookup))
+        for name, result in (("plain", plain_result), ("lookup", lookup_result))
     }
     return {**texts, "equal": divergence is None, "parting": divergence and asdict(divergence)}

@@ -57,27 +57,27 @@ def load(
     device_options = make_device_options(params)
     if params.export:
         model, draft = export_model_and_draft(model, draft)
-    folder = resolve_model_folder(model)
-    manifest = read_manifest(folder, params.verify)
+    model_folder = resolve_model_folder(model)
+    manifest = read_manifest(model_folder, params.verify)
     if params.verify and not manifest:
-        raise OvspecError(f"{folder}: `verify` needs the manifest that 'ovspec export' writes, which is missing.")
-    template = None
+        raise OvspecError(f"{model_folder}: `verify` needs the manifest that 'ovspec export' writes, which is missing.")
+    custom_template = None
     if params.chat_template is not None:
-        template = resolve_custom_template(params.chat_template, read_chat_templates(folder))
-    choice = resolve_draft(parse_draft(draft), folder, manifest)
-    if params.draft_device and not (choice and choice.model):
+        custom_template = resolve_custom_template(params.chat_template, read_chat_templates(model_folder))
+    draft_choice = resolve_draft(parse_draft(draft), model_folder, manifest)
+    if params.draft_device and not (draft_choice and draft_choice.model):
         raise OvspecError("`draft_device` needs a draft model.")
-    if params.lookup_corpus and draft is not None and not (choice and choice.lookup):
+    if params.lookup_corpus and draft is not None and not (draft_choice and draft_choice.lookup):
         raise OvspecError("`lookup_corpus` needs lookup as a draft; add `draft='lookup'`.")
-    corpus = [read_text(Path(file)) for file in params.lookup_corpus]
-    draft_folder = Path(choice.model) if choice and choice.model else None
+    corpus_texts = [read_text(Path(file)) for file in params.lookup_corpus]
+    draft_folder = Path(draft_choice.model) if draft_choice and draft_choice.model else None
     if draft_folder:
-        check_draft_folder(draft_folder, folder, manifest)
+        check_draft_folder(draft_folder, model_folder, manifest)
     tune = params.tune
     if tune is None:
         tune = os.environ.get("OVSPEC_TUNE") != "0"
     target, draft_model = load_target_and_draft(
-        folder,
+        model_folder,
         device_options,
         params.engine,
         params.arithmetic,
@@ -86,11 +86,21 @@ def load(
         tune=tune,
     )
     if draft is None and (target.proposals_are_free or params.lookup_corpus):
-        choice = DraftChoice(lookup=True)
+        draft_choice = DraftChoice(lookup=True)
     lookahead = None if params.lookahead == "auto" else params.lookahead
     cache_bytes = None if params.cache_memory is None else 1e9 * params.cache_memory
     tool_format = params.tool_format
-    runtime = Runtime(folder, target, draft_model, choice, lookahead, corpus, cache_bytes, tool_format, template)
+    runtime = Runtime(
+        model_folder,
+        target,
+        draft_model,
+        draft_choice,
+        lookahead,
+        corpus_texts,
+        cache_bytes,
+        tool_format,
+        custom_template,
+    )
     return LanguageModel(runtime)
 
 

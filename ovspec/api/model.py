@@ -150,7 +150,7 @@ class LanguageModel:
 
         Arguments and errors are those of ``generate``.
         """
-        params = self._single_text_params(options)
+        params = self._make_single_text_params(options)
         refuse_retries_in_stream(params)
         [row] = rows = self.runtime.row_maker.make_rows(prompt, params)
         rounds = self.runtime.decoder_pool.run_batch(rows, params, 1)
@@ -183,7 +183,7 @@ class LanguageModel:
         Raises:
             OvspecError: as ``generate``; the inference failed, or a function of the caller's; the model was closed.
         """
-        params = self._shared_batch_params(options)
+        params = self._make_shared_batch_params(options)
         prompts = as_prompt_list(prompt)
         engine, rows = await asyncio.to_thread(self._join_batch, prompts, params)
         results = await generate_results(engine, rows)
@@ -202,13 +202,13 @@ class LanguageModel:
 
         Arguments and errors are those of ``agenerate``.
         """
-        params = self._shared_batch_params(options)
+        params = self._make_shared_batch_params(options)
         refuse_retries_in_stream(params)
         return AsyncTextStream(functools.partial(self._join_batch, [prompt], params))
 
-    def _shared_batch_params(self, options: dict[str, OptionValue]) -> Params:
+    def _make_shared_batch_params(self, options: dict[str, OptionValue]) -> Params:
         """Return the params of a call whose texts share a batch with others."""
-        params = self._single_text_params(options)
+        params = self._make_single_text_params(options)
         if params.batch_size != DEFAULT_PARAMS.batch_size:
             raise OvspecError("`batch_size` is the same for all texts of `agenerate` and `astream`; leave it out.")
         return params
@@ -223,7 +223,7 @@ class LanguageModel:
                 self._end_engine = weakref.finalize(self, engine.stop)
         return engine, [row for prompt in prompts for row in engine.runtime.row_maker.make_rows(prompt, params)]
 
-    def _single_text_params(self, options: dict[str, OptionValue]) -> Params:
+    def _make_single_text_params(self, options: dict[str, OptionValue]) -> Params:
         """Return the params of a call for one text of each prompt."""
         params = self.runtime.row_maker.make_complete_params(options)
         if params.n != 1:
@@ -235,14 +235,14 @@ class LanguageModel:
     ) -> list[list[Result]]:
         """Return the ``n`` results of each prompt; with ``single_text``, ``n`` must be 1."""
         prompts = as_prompt_list(prompt)
-        make_params = self._single_text_params if single_text else self.runtime.row_maker.make_complete_params
+        make_params = self._make_single_text_params if single_text else self.runtime.row_maker.make_complete_params
         params = make_params(options)
         rows = [row for prompt in prompts for row in self.runtime.row_maker.make_rows(prompt, params)]
         for _ in self.runtime.decoder_pool.run_batch(rows, params, len(rows)):
             pass
         results = [row.result() for row in rows]
         retry_invalid_results(self.runtime, prompts, params, results)
-        return [results[start : start + params.n] for start in range(0, len(rows), params.n)]
+        return [results[first_index : first_index + params.n] for first_index in range(0, len(rows), params.n)]
 
     # ------------------------------------------------------------ sessions
 
@@ -258,10 +258,10 @@ class LanguageModel:
         """
         context_length = self.target.ir.context_length
         if context is not None and (context < 1 or (context_length and context > context_length)):
-            range_in_words = "at least 1"
+            allowed_range = "at least 1"
             if context_length:
-                range_in_words += f" and at most {context_length}"
-            raise OvspecError(f"`context` is {context}; it must be {range_in_words}.")
+                allowed_range += f" and at most {context_length}"
+            raise OvspecError(f"`context` is {context}; it must be {allowed_range}.")
         if context:
             self.runtime.models.ensure_memory(context)
         decoders = self.runtime.decoder_pool.acquire()
@@ -369,8 +369,8 @@ def make_retry_rows(
     retry_rows = dict[int, Row]()
     for index, result in enumerate(results):
         if result.schema_errors:
-            prompt_index, sample = divmod(index, params.n)
+            prompt_index, sample_index = divmod(index, params.n)
             seed = ((result.stats.seed or 0) + 1) % 2**63
             rows = runtime.row_maker.make_rows(prompts[prompt_index], replace(params, seed=seed), reserved)
-            retry_rows[index] = rows[sample]
+            retry_rows[index] = rows[sample_index]
     return retry_rows

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ovspec.api.session_file import EMPTY_TEXT, Mark, load_session, save_session
+from ovspec.api.session_file import EMPTY_MARK, Mark, load_session, save_session
 from ovspec.base.errors import OvspecError
 from ovspec.cache.sequence import Sequence, common_prefix
 from ovspec.engine.decoders import DecoderSet
@@ -53,7 +53,7 @@ class Session:
         self._decoders: DecoderSet | None = decoders
         self._shares_cache = False  # whether it shares its cache with a fork
         self._stream: TextStream | None = None
-        self._restore_mark(EMPTY_TEXT)
+        self._restore_mark(EMPTY_MARK)
 
     # ------------------------------------------------------------ the text
 
@@ -74,14 +74,14 @@ class Session:
     @property
     def messages(self) -> list[Message]:
         """The messages of a chat, the answer so far included; empty if the text isn't a chat."""
-        if not self._messages or len(self.sequence) == self._answer_from:
+        if not self._messages or len(self.sequence) == self._answer_start:
             return list(self._messages)
-        answer = self.sequence.tokens[self._answer_from :]
+        answer_tokens = self.sequence.tokens[self._answer_start :]
         prompts = self.runtime.prompt_encoder
-        text = prompts.tokenizer.decode(strip_eos(answer, prompts.generation_config.eos_ids))
-        if (beginning := find_begun_answer(self._messages)) is not None:
-            *earlier, last = self._messages
-            return [*earlier, {**last, "content": beginning + text}]
+        text = prompts.tokenizer.decode(strip_eos(answer_tokens, prompts.generation_config.eos_ids))
+        if (begun_answer := find_begun_answer(self._messages)) is not None:
+            *earlier_messages, last_message = self._messages
+            return [*earlier_messages, {**last_message, "content": begun_answer + text}]
         return [*self._messages, {"role": "assistant", "content": text}]
 
     def append(self, prompt: Prompt | Message) -> None:
@@ -105,18 +105,25 @@ class Session:
             tokens = self._encode_continuation(prompt)
             self._open_text += prompt
             self._set_tokens(tokens)
-            self._heals = self.runtime.prompt_encoder.tokenizer.vocabulary is not None
+            self._heals_by_default = self.runtime.prompt_encoder.tokenizer.vocabulary is not None
         else:
             self.sequence.commit(self.runtime.prompt_encoder.encode(prompt, at_start=not len(self.sequence)))
-            self._open_from = len(self.sequence)
+            self._open_text_start = len(self.sequence)
             self._open_text = ""
-            self._heals = False  # the ids are final
+            self._heals_by_default = False  # the ids are final
 
     def mark(self) -> Mark:
         """Return a mark of the text as it is now, for ``rewind``."""
         self._cancel_stream()
-        chat = tuple(self._messages), self._answer_from, self.chat_template_kwargs
-        return Mark(self.sequence.tokens.copy(), self._open_from, self._open_text, self._healable, self._heals, *chat)
+        chat_fields = tuple(self._messages), self._answer_start, self.chat_template_kwargs
+        return Mark(
+            self.sequence.tokens.copy(),
+            self._open_text_start,
+            self._open_text,
+            self._healable_from,
+            self._heals_by_default,
+            *chat_fields,
+        )
 
     def rewind(self, mark: Mark) -> None:
         """Restore the text of ``mark``, made by this session or another one of the same model.
@@ -133,7 +140,7 @@ class Session:
     def reset(self) -> None:
         """Empty the text, and free the memory of its KV caches."""
         decoders = self._idle_decoders()
-        self._restore_mark(EMPTY_TEXT)
+        self._restore_mark(EMPTY_MARK)
         decoders.reset(0)
         decoders.reset(1)
 
@@ -145,24 +152,26 @@ class Session:
         params = self.runtime.row_maker.make_complete_params(options)
         refuse_late_options(params)
         if params.heal is None:
-            params = replace(params, heal=self._heals)
+            params = replace(params, heal=self._heals_by_default)
         decoders = self._idle_decoders()
-        mark_before = self.mark()
+        mark_before_stream = self.mark()
         cached_tokens = len(decoders.target.rows[0])
         try:
-            row = self.runtime.row_maker.make_row(self.sequence, params, Origin(False, self._healable, self._context))
+            row = self.runtime.row_maker.make_row(
+                self.sequence, params, Origin(False, self._healable_from, self._context)
+            )
             self.runtime.row_maker.check_row_memory(row, params, cached_tokens)
             drafter, lookahead = decoders.select_drafting(params)
         except BaseException:
-            self._restore_mark(mark_before)
+            self._restore_mark(mark_before_stream)
             raise
-        running = True
+        is_running = True
 
         def end_once() -> None:
-            nonlocal running
-            if running:
-                running = False
-                self._end_stream(row, mark_before)
+            nonlocal is_running
+            if is_running:
+                is_running = False
+                self._end_stream(row, mark_before_stream)
 
         def iterate_pieces() -> abc.Generator[Piece]:
             try:
@@ -197,12 +206,12 @@ class Session:
                 without a BOS.
         """
         check_select_options(options, terminator)
-        texts = [option + (terminator or "") for option in options]
-        logprobs = [score.logprob for score in self._score_candidates(texts)]
-        best = max(range(len(options)), key=logprobs.__getitem__)
-        self.append(options[best])
+        option_texts = [option + (terminator or "") for option in options]
+        logprobs = [score.logprob for score in self._score_candidates(option_texts)]
+        best_index = max(range(len(options)), key=logprobs.__getitem__)
+        self.append(options[best_index])
         self._fix_tokens()
-        return Selection(options[best], best, logprobs)
+        return Selection(options[best_index], best_index, logprobs)
 
     def score(self, text: str) -> Score:
         """Return how likely the model finds ``text`` at the end of this session's text, which stays as it is.
@@ -224,10 +233,10 @@ class Session:
         reads the text again.
         """
         decoders = self.runtime.models.fork_decoders(self._idle_decoders())
-        other = Session(self.runtime, decoders, self._context, self.chat_template_kwargs)
-        other._restore_mark(self.mark())
-        self._shares_cache = other._shares_cache = True
-        return other
+        forked_session = Session(self.runtime, decoders, self._context, self.chat_template_kwargs)
+        forked_session._restore_mark(self.mark())
+        self._shares_cache = forked_session._shares_cache = True
+        return forked_session
 
     def save(self, path: str | Path) -> None:
         """Write the text and its KV caches to a file, for ``load`` in this process or another. The write is atomic.
@@ -274,23 +283,23 @@ class Session:
 
     def _restore_mark(self, mark: Mark) -> None:
         self._set_tokens(mark.tokens)
-        self._open_from = mark.open_from
+        self._open_text_start = mark.open_from
         self._open_text = mark.open_text
-        self._healable = mark.healable
-        self._heals = mark.heals
+        self._healable_from = mark.healable
+        self._heals_by_default = mark.heals
         self._messages = list(mark.messages)
-        self._answer_from = mark.answer_from
+        self._answer_start = mark.answer_from
 
     def _set_tokens(self, tokens: np.ndarray) -> None:
         """Make ``tokens`` the session's text."""
-        shared = common_prefix(self.sequence, Sequence(tokens))
-        self.sequence.rewind(shared)
-        self.sequence.commit(tokens[shared:])
+        shared_length = common_prefix(self.sequence, Sequence(tokens))
+        self.sequence.rewind(shared_length)
+        self.sequence.commit(tokens[shared_length:])
 
     def _encode_continuation(self, text: str) -> np.ndarray:
         """Return all tokens of the session's text followed by ``text``, (n,) int64."""
-        new_tokens = self.runtime.prompt_encoder.encode(self._open_text + text, at_start=self._open_from == 0)
-        return np.concatenate((self.sequence.tokens[: self._open_from], new_tokens))
+        new_tokens = self.runtime.prompt_encoder.encode(self._open_text + text, at_start=self._open_text_start == 0)
+        return np.concatenate((self.sequence.tokens[: self._open_text_start], new_tokens))
 
     def _append_messages(self, messages: list[Message]) -> None:
         """Render the whole chat, and keep the tokens of the text so far if the rendered chat begins with that text.
@@ -302,39 +311,41 @@ class Session:
         check_value(self.chat_template_kwargs, GENERATE_OPTIONS["chat_template_kwargs"])
         chat = [*self.messages, *messages]
         tokenizer = self.runtime.prompt_encoder.tokenizer
-        rendered = self.runtime.prompt_encoder.chat_format.render_prompt(chat, variables=self.chat_template_kwargs)
+        rendered_chat = self.runtime.prompt_encoder.chat_format.render_prompt(chat, variables=self.chat_template_kwargs)
         tokens = strip_eos(self.sequence.tokens, self.runtime.prompt_encoder.generation_config.eos_ids)
-        spelled = tokenizer.decode_with_special(tokens)
-        if spelled and rendered.startswith(spelled):
-            self._set_tokens(np.concatenate((tokens, tokenizer.encode_continuation(rendered[len(spelled) :]))))
+        spelled_text = tokenizer.decode_with_special(tokens)
+        if spelled_text and rendered_chat.startswith(spelled_text):
+            self._set_tokens(
+                np.concatenate((tokens, tokenizer.encode_continuation(rendered_chat[len(spelled_text) :])))
+            )
         else:  # the template spells out the special tokens itself
-            self._set_tokens(tokenizer.encode(rendered, special=False))
+            self._set_tokens(tokenizer.encode(rendered_chat, special=False))
         self._messages = chat
-        self._answer_from = len(self.sequence)
+        self._answer_start = len(self.sequence)
         self._fix_tokens()
 
     def _fix_tokens(self) -> None:
         """Fix the tokens so far: they are neither healed nor tokenised again."""
-        self._open_from = self._healable = len(self.sequence)
+        self._open_text_start = self._healable_from = len(self.sequence)
         self._open_text = ""
-        self._heals = False
+        self._heals_by_default = False
 
     def _score_candidates(self, texts: list[str]) -> list[Score]:
         decoders = self._idle_decoders()
-        before = self.sequence.tokens
-        if not len(before):
-            before = self.runtime.prompt_encoder.generation_config.empty_prompt_ids
-        self.runtime.models.check_context(len(before) + 1, self._context)
-        candidates = [self._encode_continuation(text) for text in texts]
-        begin = min(common_prefix(Sequence(before), Sequence(tokens)) for tokens in candidates)
-        if not begin:  # every token of a short text would merge with what follows
-            candidates = [
-                np.concatenate((before, self.runtime.prompt_encoder.tokenizer.encode_continuation(text)))
+        text_tokens = self.sequence.tokens
+        if not len(text_tokens):
+            text_tokens = self.runtime.prompt_encoder.generation_config.empty_prompt_ids
+        self.runtime.models.check_context(len(text_tokens) + 1, self._context)
+        candidate_tokens = [self._encode_continuation(text) for text in texts]
+        shared_length = min(common_prefix(Sequence(text_tokens), Sequence(tokens)) for tokens in candidate_tokens)
+        if not shared_length:  # every token of a short text would merge with what follows
+            candidate_tokens = [
+                np.concatenate((text_tokens, self.runtime.prompt_encoder.tokenizer.encode_continuation(text)))
                 for text in texts
             ]
-            begin = len(before)
-        self.runtime.models.check_context(max(map(len, candidates)), self._context)
-        return score_texts(decoders.target, candidates, begin)
+            shared_length = len(text_tokens)
+        self.runtime.models.check_context(max(map(len, candidate_tokens)), self._context)
+        return score_texts(decoders.target, candidate_tokens, shared_length)
 
     def _cancel_stream(self) -> None:
         stream = self._stream
@@ -342,30 +353,30 @@ class Session:
         if stream:
             stream.cancel()
 
-    def _end_stream(self, row: Row, mark_before: Mark) -> None:
+    def _end_stream(self, row: Row, mark_before_stream: Mark) -> None:
         """Cut the session's text to the text that the user saw of a stream that has ended.
 
         A stop string may begin inside a token: the text before it is encoded, and again when more is appended.
         """
         if not row.token_ids:
-            self._restore_mark(mark_before)  # healing may have taken back tokens that were not generated again
+            self._restore_mark(mark_before_stream)  # healing may have taken back tokens that were not generated again
             return
         self._fix_tokens()
         if row.finish_reason != "stop":
             return
         tokenizer = self.runtime.prompt_encoder.tokenizer
-        generated = self.sequence.tokens[row.prompt_length :]
+        generated_tokens = self.sequence.tokens[row.prompt_length :]
         healed_text = row.healing.removed_bytes.decode("utf-8", "replace") if row.healing else ""
         seen_text = healed_text + row.text
-        count = len(generated)
-        while not seen_text.startswith(tokenizer.decode(generated[:count])):
-            count -= 1
-        rest = seen_text[len(tokenizer.decode(generated[:count])) :]
-        self.sequence.rewind(row.prompt_length + count)
+        kept_count = len(generated_tokens)
+        while not seen_text.startswith(tokenizer.decode(generated_tokens[:kept_count])):
+            kept_count -= 1
+        rest_of_text = seen_text[len(tokenizer.decode(generated_tokens[:kept_count])) :]
+        self.sequence.rewind(row.prompt_length + kept_count)
         self._fix_tokens()
-        self._open_text = rest
-        self._heals = bool(rest) and tokenizer.vocabulary is not None
-        self.sequence.commit(tokenizer.encode_continuation(rest))
+        self._open_text = rest_of_text
+        self._heals_by_default = bool(rest_of_text) and tokenizer.vocabulary is not None
+        self.sequence.commit(tokenizer.encode_continuation(rest_of_text))
 
     def __enter__(self) -> Session:
         return self
@@ -383,11 +394,11 @@ def refuse_late_options(params: Params) -> None:
     """Raise OvspecError if ``params`` have an option that comes too late in a session."""
     if params.retries:
         raise OvspecError("`retries` can't be combined with a session, which continues from its text.")
-    for name in CHAT_OPTIONS:
-        if getattr(params, name) != getattr(DEFAULT_PARAMS, name):
+    for option in CHAT_OPTIONS:
+        if getattr(params, option) != getattr(DEFAULT_PARAMS, option):
             remedy = "call `generate` of the model with the messages"
-            if name == "chat_template_kwargs":
+            if option == "chat_template_kwargs":
                 remedy = "set `chat_template_kwargs` of the session before you append them"
             raise OvspecError(
-                f"`{name}` can't be given when a session generates: the messages are in the text already; {remedy}."
+                f"`{option}` can't be given when a session generates: the messages are in the text already; {remedy}."
             )

@@ -55,7 +55,7 @@ class Mark:
     chat_template_kwargs: TemplateVariables | None = None
 
 
-EMPTY_TEXT = Mark(np.empty(0, dtype=np.int64))
+EMPTY_MARK = Mark(np.empty(0, dtype=np.int64))
 
 
 @dataclass(frozen=True)
@@ -84,18 +84,20 @@ def save_session(path: Path, runtime: Runtime, decoders: DecoderSet, mark: Mark)
     """
     if path.is_dir():
         raise OvspecError(f"{path} is a folder; name a file for the session.")
-    text = asdict(mark)
-    arrays: dict[str, np.ndarray] = {"tokens": text.pop("tokens")}
+    mark_fields = asdict(mark)
+    arrays: dict[str, np.ndarray] = {"tokens": mark_fields.pop("tokens")}
     cache_arrays: dict[str, np.ndarray] = {}
-    header = SessionHeader(text, {})
-    for name, model, decoder in named_decoders(runtime, decoders):
+    header = SessionHeader(mark_fields, {})
+    for decoder_name, model, decoder in named_decoders(runtime, decoders):
         tokens = decoder.rows[0].tokens
         layers = decoder.dump() if len(tokens) else {}
         if len(tokens) and not layers:
-            warnings.warn(f"{path}: the {name}'s KV cache is left out, because its precision isn't exact", stacklevel=3)
-        header.caches[name] = describe_cache(model, tokens)
-        arrays[f"{name}/tokens"] = tokens
-        cache_arrays |= {f"{name}/cache/{layer}": array for layer, array in layers.items()}
+            warnings.warn(
+                f"{path}: the {decoder_name}'s KV cache is left out, because its precision isn't exact", stacklevel=3
+            )
+        header.caches[decoder_name] = describe_cache(model, tokens)
+        arrays[f"{decoder_name}/tokens"] = tokens
+        cache_arrays |= {f"{decoder_name}/cache/{layer}": array for layer, array in layers.items()}
     arrays["about"] = np.frombuffer(json.dumps(asdict(header)).encode(), dtype=np.uint8)
     try:
         write_arrays(path, arrays | cache_arrays)
@@ -107,7 +109,7 @@ def save_session(path: Path, runtime: Runtime, decoders: DecoderSet, mark: Mark)
 
 
 def write_arrays(path: Path, arrays: dict[str, Any]) -> None:
-    with open_replacement(path) as partial, partial.open("wb") as file:
+    with open_replacement(path) as partial_file, partial_file.open("wb") as file:
         np.savez(file, **arrays)
 
 
@@ -120,34 +122,36 @@ def load_session(path: Path, runtime: Runtime, decoders: DecoderSet, owner: int)
     with open_session_file(path) as arrays:
         header = read_session_header(path, arrays, runtime.folder)
         mark = msgspec.convert({**header.text, "tokens": check_token_ids(arrays["tokens"])}, Mark)
-        positions = (mark.open_from, mark.healable, mark.answer_from)
-        require_valid(all(0 <= position <= len(mark.tokens) for position in positions))
+        mark_positions = (mark.open_from, mark.healable, mark.answer_from)
+        require_valid(all(0 <= position <= len(mark.tokens) for position in mark_positions))
         runtime.prompt_encoder.encode(mark.tokens, at_start=False)  # refuses unknown ids
-        tokens = {name: check_token_ids(arrays[f"{name}/tokens"]) for name in header.caches}
+        cached_ids = {decoder_name: check_token_ids(arrays[f"{decoder_name}/tokens"]) for decoder_name in header.caches}
         cache_arrays = {key: arrays[key] for key in arrays if "/cache/" in key}
-    for name, model, decoder in named_decoders(runtime, decoders):
+    for decoder_name, model, decoder in named_decoders(runtime, decoders):
         decoder.reset(1)
-        prefix = f"{name}/cache/"
-        cache = {key.removeprefix(prefix): array for key, array in cache_arrays.items() if key.startswith(prefix)}
+        key_prefix = f"{decoder_name}/cache/"
+        decoder_cache = {
+            key.removeprefix(key_prefix): array for key, array in cache_arrays.items() if key.startswith(key_prefix)
+        }
         has_features = FEATURES_OUTPUT in model.ir.outputs
-        same_settings = header.caches.get(name) == describe_cache(model, tokens[name])
+        same_settings = header.caches.get(decoder_name) == describe_cache(model, cached_ids[decoder_name])
         if not has_features:  # the head that it was saved with isn't there now
-            cache.pop(FEATURES_OUTPUT, None)
-        if cache and same_settings:
+            decoder_cache.pop(FEATURES_OUTPUT, None)
+        if decoder_cache and same_settings:
             try:
-                decoder.restore(tokens[name], cache)
+                decoder.restore(cached_ids[decoder_name], decoder_cache)
                 decoder.rows[0].owner = owner
                 continue
             except ValueError:
                 decoder.reset(1)
-        if name == "target" and len(tokens[name]):
-            difference = "without its KV cache"
-            if cache and same_settings and has_features and FEATURES_OUTPUT not in cache:
-                difference = "without the head"
-            elif cache:
-                difference = f"with other settings ({header.caches[name].setting})"
+        if decoder_name == "target" and len(cached_ids[decoder_name]):
+            missing_part = "without its KV cache"
+            if decoder_cache and same_settings and has_features and FEATURES_OUTPUT not in decoder_cache:
+                missing_part = "without the head"
+            elif decoder_cache:
+                missing_part = f"with other settings ({header.caches[decoder_name].setting})"
             warnings.warn(
-                f"{path}: saved {difference}; the text is read again, and may continue differently at near-ties",
+                f"{path}: saved {missing_part}; the text is read again, and may continue differently at near-ties",
                 stacklevel=3,
             )
     return mark
@@ -209,7 +213,7 @@ def describe_cache(model: CompiledModel, tokens: np.ndarray) -> SavedCache:
 def named_decoders(runtime: Runtime, decoders: DecoderSet) -> list[tuple[str, CompiledModel, Decoder]]:
     """Return (name, model, decoder) of the target and, if there is one, the draft."""
     draft = runtime.models.draft
-    named = [("target", runtime.models.target, decoders.target)]
+    named_entries = [("target", runtime.models.target, decoders.target)]
     if draft and decoders.draft and not draft.is_head:  # a head reads the target's features
-        named.append(("draft", draft, decoders.draft))
-    return named
+        named_entries.append(("draft", draft, decoders.draft))
+    return named_entries

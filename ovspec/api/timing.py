@@ -29,13 +29,13 @@ def time_modes(
 ) -> dict[str, list[Result]]:
     """Generate the texts in turns and return the results of each mode; a short warm-up is not counted."""
     results: dict[str, list[Result]] = {mode: [] for mode in models}
-    turns = repeats * len(prompts)
+    turn_count = repeats * len(prompts)
     with show_step("warm-up", keep_line=True):
         warm_up_options = options | {"max_tokens": min(options["max_tokens"], WARM_UP_TOKENS)}
         for mode in models:
             generate_in_mode(models, mode, prompts[-1], 0, warm_up_options)
-    for turn in range(turns):
-        with show_step(f"text {turn + 1} of {turns}", keep_line=True):
+    for turn in range(turn_count):
+        with show_step(f"text {turn + 1} of {turn_count}", keep_line=True):
             for mode in rotate_modes(list(models), turn):
                 prompt = prompts[turn % len(prompts)]
                 results[mode].append(generate_in_mode(models, mode, prompt, turn + 1, options))
@@ -51,13 +51,13 @@ def generate_in_mode(
     return models[mode].generate(prompt, seed=seed, **options)
 
 
-def summarize_mode(mode: str, lookahead: int | str, results: list[Result], plain: list[Result]) -> JsonObject:
-    """Return the measurements of a mode, compared with ``plain`` as in ``ovspec.api.comparison``."""
-    proposed, accepted, tokens, rounds = (
-        sum(getattr(result.stats, name) for result in results)
-        for name in ("proposed", "accepted", "generated_tokens", "rounds")
+def summarize_mode(mode: str, lookahead: int | str, results: list[Result], plain_results: list[Result]) -> JsonObject:
+    """Return the measurements of a mode, compared with ``plain_results`` as in ``ovspec.api.comparison``."""
+    proposed, accepted, token_count, round_count = (
+        sum(getattr(result.stats, stat_name) for result in results)
+        for stat_name in ("proposed", "accepted", "generated_tokens", "rounds")
     )
-    speedup = compare_result_times(plain, results)
+    speedup = compare_result_times(plain_results, results)
     summary = {
         "mode": mode,
         "lookahead": lookahead,
@@ -68,8 +68,8 @@ def summarize_mode(mode: str, lookahead: int | str, results: list[Result], plain
         "spread": (round(speedup.ratios[0], 4), round(speedup.ratios[-1], 4)),
         "proposed": proposed,
         "accepted": accepted,
-        "tokens_per_round": round(tokens / max(rounds, 1), 4),
-        "equal": sum(a.token_ids == b.token_ids for a, b in zip(results, plain, strict=True)),
+        "tokens_per_round": round(token_count / max(round_count, 1), 4),
+        "equal": sum(a.token_ids == b.token_ids for a, b in zip(results, plain_results, strict=True)),
         "texts": len(results),
         "note": "" if speedup.is_clear else speedup.describe_gain(proposed, accepted),
     }
@@ -80,26 +80,29 @@ def summarize_mode(mode: str, lookahead: int | str, results: list[Result], plain
 
 def format_mode_table(summaries: list[JsonObject]) -> str:
     """Return the summaries aligned in columns, and below them why a mode has no clear speed-up."""
-    lines = [TABLE_COLUMNS, *map(format_cells, summaries)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    rows = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    table_lines = [TABLE_COLUMNS, *map(format_cells, summaries)]
+    widths = [max(map(len, column)) for column in zip(*table_lines, strict=True)]
+    rows = [
+        "  ".join(cell.ljust(width) for cell, width in zip(table_line, widths, strict=True)).rstrip()
+        for table_line in table_lines
+    ]
     notes = [f"{summary['mode']}: {summary['note']}" for summary in summaries if summary["note"]]
     return "\n".join([*rows, *notes])
 
 
 def format_cells(summary: JsonObject) -> tuple[str, ...]:
     """Return a summary as the cells of ``TABLE_COLUMNS``."""
-    plain_ms = speedup = spread = accepted = ""
+    plain_ms = speedup = ratio_range = accepted = ""
     if summary["mode"] != "plain":
         plain_ms = f"{summary['plain_tpot_ms']:.2f}"
         speedup = "none"
         accepted = "nothing proposed"
         if summary["speedup"]:
             speedup = f"{summary['speedup']:.2f}"
-            spread = f"{summary['spread'][0]:.2f} to {summary['spread'][1]:.2f}"
+            ratio_range = f"{summary['spread'][0]:.2f} to {summary['spread'][1]:.2f}"
         if summary["proposed"]:
             accepted = f"{summary['accepted']} of {summary['proposed']}"
-    times = (f"{summary['tpot_ms']:.2f}", f"{summary['tokens_per_s']:.1f}")
-    rate = f"{summary['tokens_per_round']:.2f}"
-    equal = f"{summary['equal']} of {summary['texts']}"
-    return (summary["mode"], plain_ms, *times, speedup, spread, accepted, rate, equal)
+    time_cells = (f"{summary['tpot_ms']:.2f}", f"{summary['tokens_per_s']:.1f}")
+    tokens_per_round = f"{summary['tokens_per_round']:.2f}"
+    equal_count = f"{summary['equal']} of {summary['texts']}"
+    return (summary["mode"], plain_ms, *time_cells, speedup, ratio_range, accepted, tokens_per_round, equal_count)

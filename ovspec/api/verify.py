@@ -94,11 +94,11 @@ def verify_result(runtime: Runtime, result: Result) -> Verification:
         difference = find_first_difference(decoders.target, row, tokens)
     finally:
         runtime.decoder_pool.release(decoders)
-    count = len(result.token_ids)
+    token_count = len(result.token_ids)
     if difference:
-        index = max(0, difference.index - len(record.healed_ids))
-        return Verification(count, index, difference)
-    return Verification(count, count, None, find_problem(row, result))
+        exact_count = max(0, difference.index - len(record.healed_ids))
+        return Verification(token_count, exact_count, difference)
+    return Verification(token_count, token_count, None, find_problem(row, result))
 
 
 def find_first_difference(target: Decoder, row: Row, tokens: np.ndarray) -> Difference | None:
@@ -106,30 +106,30 @@ def find_first_difference(target: Decoder, row: Row, tokens: np.ndarray) -> Diff
 
     ``row`` takes the tokens before it, as if they had just been generated.
     """
-    begin = len(row.sequence)
-    text = np.concatenate((row.sequence.tokens, tokens))
-    if begin > 1:
-        target.feed([text[: begin - 1]], [0])
-    for start in range(begin, len(text), CHUNK_POSITIONS):
-        chunk = text[start : start + CHUNK_POSITIONS]
-        logits = target.feed([text[start - 1 : start - 1 + len(chunk)]], [len(chunk)])[0]
+    prompt_length = len(row.sequence)
+    all_tokens = np.concatenate((row.sequence.tokens, tokens))
+    if prompt_length > 1:
+        target.feed([all_tokens[: prompt_length - 1]], [0])
+    for chunk_start in range(prompt_length, len(all_tokens), CHUNK_POSITIONS):
+        chunk = all_tokens[chunk_start : chunk_start + CHUNK_POSITIONS]
+        logits = target.feed([all_tokens[chunk_start - 1 : chunk_start - 1 + len(chunk)]], [len(chunk)])[0]
         chosen = row.sampler.verify_proposal(logits, row.sequence, chunk[:-1])
-        wrong = chosen != chunk[: len(chosen)]
-        right_count = int(wrong.argmax()) if wrong.any() else len(chosen)
+        is_wrong = chosen != chunk[: len(chosen)]
+        right_count = int(is_wrong.argmax()) if is_wrong.any() else len(chosen)
         if right_count:
             row.sequence.commit(chosen[:right_count])
             # takes tokens after the end of the text back
             row.add_outcome(RowOutcome(chosen[:right_count], logits=logits[:right_count]))
-        index = len(row.sequence)
-        if row.finish_reason and index < len(text):
-            return Difference(index - begin, int(text[index]), None, [])
-        if index < start + len(chunk):
-            position = index - start
-            constrained = row.sampler.constraints(logits[position], text[:index])
-            best_tokens = np.argsort(-constrained, kind="stable")[:2]
-            top = [(int(token), float(constrained[token])) for token in best_tokens]
-            choice = int(chosen[position]) if position < len(chosen) else None
-            return Difference(index - begin, int(text[index]), choice, top)
+        text_length = len(row.sequence)
+        if row.finish_reason and text_length < len(all_tokens):
+            return Difference(text_length - prompt_length, int(all_tokens[text_length]), None, [])
+        if text_length < chunk_start + len(chunk):
+            chunk_position = text_length - chunk_start
+            constrained_logits = row.sampler.constraints(logits[chunk_position], all_tokens[:text_length])
+            best_tokens = np.argsort(-constrained_logits, kind="stable")[:2]
+            top_tokens = [(int(token), float(constrained_logits[token])) for token in best_tokens]
+            chosen_id = int(chosen[chunk_position]) if chunk_position < len(chosen) else None
+            return Difference(text_length - prompt_length, int(all_tokens[text_length]), chosen_id, top_tokens)
     return None
 
 
@@ -192,7 +192,7 @@ def option_as_json(name: str, value: OptionValue) -> JsonValue:
 
 def params_from_json(options: JsonObject) -> Params:
     """Return the params in a record's ``options``; those of later versions are left out."""
-    functions = {
+    function_names = {
         name: options[name] for name in CALLABLE_OPTIONS if options.get(name)
     }  # their names, which nobody calls
     known_options = {
@@ -200,7 +200,7 @@ def params_from_json(options: JsonObject) -> Params:
     }
     if "logit_bias" in known_options:
         known_options["logit_bias"] = {int(token): float(bias) for token, bias in known_options["logit_bias"].items()}
-    return replace(make_params(known_options), **functions)
+    return replace(make_params(known_options), **function_names)
 
 
 def text_from_json(entry: JsonObject) -> str:

@@ -26,22 +26,22 @@ from ovspec.setup.identity import describe_cache_setting, hash_model, hash_promp
 class BatchProgress:
     """Counts of requests and generated tokens.
 
-    ``before`` counts the requests that earlier runs completed; ``done`` counts this run's, with the ``failed`` ones,
-    and ``done_tokens`` their tokens. On a cluster, ``loading`` of its ``workers`` aren't ready yet.
+    ``done_before`` counts the requests that earlier runs completed; ``done`` counts this run's, with the ``failed``
+    ones, and ``done_tokens`` their tokens. On a cluster, ``loading_workers`` of its ``worker_count`` aren't ready yet.
     """
 
     total: int
-    before: int
+    done_before: int
     done: int = 0
     failed: int = 0
-    tokens: int = 0
+    generated_tokens: int = 0
     done_tokens: int = 0
-    workers: int = 0
-    loading: int = 0
+    worker_count: int = 0
+    loading_workers: int = 0
 
     @property
-    def left(self) -> int:
-        return self.total - self.before - self.done
+    def requests_left(self) -> int:
+        return self.total - self.done_before - self.done
 
     def count_line(self, line: JsonObject) -> None:
         """Count an output line."""
@@ -55,38 +55,40 @@ def run_file(
     requests: list[BatchRequest],
     output: Path,
     params: Params,
-    report: Callable[[BatchProgress], None] | None = None,
+    report_progress: Callable[[BatchProgress], None] | None = None,
 ) -> BatchProgress:
     """Generate a result for each of ``requests`` and write ``output``, continuing an earlier run that was interrupted.
 
-    ``params`` apply to all requests that don't set their own; ``report`` is called after each round. If the inference
-    fails, the results so far are kept, and the same call continues from them.
+    ``params`` apply to all requests that don't set their own; ``report_progress`` is called after each round. If the
+    inference fails, the results so far are kept, and the same call continues from them.
     """
     complete_params = lm.runtime.row_maker.complete_params(params)
     lm.runtime.row_maker.constraint_maker.check_requested_grammar(complete_params)  # once, not for each text
     run_identity = describe_run(lm, complete_params)
-    keys = [result_fingerprint(request, run_identity) for request in requests]
-    partial = PartialResults(output)
+    result_keys = [result_fingerprint(request, run_identity) for request in requests]
+    partial_results = PartialResults(output)
     try:
-        unfinished = [request for request, key in zip(requests, keys, strict=True) if key not in partial]
-        progress = BatchProgress(len(requests), len(requests) - len(unfinished))
+        unfinished_requests = [
+            request for request, key in zip(requests, result_keys, strict=True) if key not in partial_results
+        ]
+        progress = BatchProgress(len(requests), len(requests) - len(unfinished_requests))
 
         def store_and_count(request: BatchRequest, line: JsonObject) -> None:
-            partial.store_line(result_fingerprint(request, run_identity), line)
+            partial_results.store_line(result_fingerprint(request, run_identity), line)
             progress.count_line(line)
 
-        for tokens in BatchRun(lm, params, unfinished, store_and_count).run_rounds():
-            progress.tokens += tokens
-            if report:
-                report(progress)
-        write_atomically(output, lines_to_text(partial.lines(keys)))
-        partial.delete_file()
+        for tokens in BatchRun(lm, params, unfinished_requests, store_and_count).run_rounds():
+            progress.generated_tokens += tokens
+            if report_progress:
+                report_progress(progress)
+        write_atomically(output, lines_to_text(partial_results.select_lines(result_keys)))
+        partial_results.delete_file()
     finally:
-        partial.close()
+        partial_results.close()
     return progress
 
 
-def deciding_models(lm: LanguageModel, params: Params) -> list[CompiledModel]:
+def text_deciding_models(lm: LanguageModel, params: Params) -> list[CompiledModel]:
     """Return the models whose numbers decide texts: with rejection, sampled tokens depend on the proposals, too."""
     draft = [lm.draft] if params.accept == "rejection" and lm.draft else []
     return [lm.target, *draft]
@@ -94,23 +96,27 @@ def deciding_models(lm: LanguageModel, params: Params) -> list[CompiledModel]:
 
 def describe_run(lm: LanguageModel, params: Params) -> str:
     """Return a text that identifies the model and all options that change results, not only their speed."""
-    identities = [(hash_model(model.ir.folder), describe_cache_setting(model)) for model in deciding_models(lm, params)]
-    changed = params.changed_options(excluded=(*SPEED_OPTIONS, *GRAMMAR_OPTIONS))
-    options = {name: option_as_json(name, changed[name]) for name in sorted(changed)}
-    prompts = (
+    identities = [
+        (hash_model(model.ir.folder), describe_cache_setting(model)) for model in text_deciding_models(lm, params)
+    ]
+    changed_options = params.changed_options(excluded=(*SPEED_OPTIONS, *GRAMMAR_OPTIONS))
+    options = {name: option_as_json(name, changed_options[name]) for name in sorted(changed_options)}
+    prompt_identity = (
         hash_prompt_files(lm.folder),
         lm.runtime.prompt_encoder.custom_template,
         lm.runtime.prompt_encoder.tool_format,
     )
-    return repr((identities, prompts, options, convert_requested_grammar(params)[0], proposal_dependencies(lm, params)))
+    return repr(
+        (identities, prompt_identity, options, convert_requested_grammar(params)[0], proposal_dependencies(lm, params))
+    )
 
 
 def proposal_dependencies(lm: LanguageModel, params: Params) -> tuple[Any, ...] | None:
     """Return the settings that decide the proposals, except for the draft model, if sampled tokens depend on them."""
     if params.accept != "rejection":
         return None
-    choice = lm.runtime.models.draft_choice
-    if choice:
-        choice = replace(choice, model=None)
+    draft_choice = lm.runtime.models.draft_choice
+    if draft_choice:
+        draft_choice = replace(draft_choice, model=None)
     corpora = [hashlib.sha256(corpus.indexed_tokens.tobytes()).hexdigest() for corpus in lm.runtime.models.corpora]
-    return params.lookahead, str(choice), corpora
+    return params.lookahead, str(draft_choice), corpora

@@ -27,34 +27,34 @@ REQUEST_FILE_ENDINGS = (".jsonl", ".parquet", ".txt")
 class BatchFile:
     """A file of requests, and the place of its results.
 
-    source: its path on its filesystem.
-    target: the path or URI of the results.
+    requests_path: its path on its filesystem.
+    results_path: the path or URI of the results.
     partial_path: of a file in a folder: the path next to which its partial results are.
     size_and_time: of a file in a folder: its size and time.
     """
 
-    source: str
-    target: str
+    requests_path: str
+    results_path: str
     partial_path: Path | None = None
     size_and_time: str = ""
 
     @property
     def partial_base(self) -> Path:
         """The path next to which the partial results are."""
-        return self.partial_path or partial_results_base(self.target)
+        return self.partial_path or partial_results_base(self.results_path)
 
 
-def find_file_info(name: str) -> tuple[fs.FileSystem, fs.FileInfo]:
+def find_file_info(path_or_uri: str) -> tuple[fs.FileSystem, fs.FileInfo]:
     """Return the filesystem of a path or URI, and its file's info; raises OvspecError if it can't be reached."""
     try:
-        if "://" in name:
-            filesystem, path = fs.FileSystem.from_uri(name)
+        if "://" in path_or_uri:
+            filesystem, path = fs.FileSystem.from_uri(path_or_uri)
         else:
             filesystem = fs.LocalFileSystem()
-            path = Path(name).absolute().as_posix()
+            path = Path(path_or_uri).absolute().as_posix()
         return filesystem, filesystem.get_file_info(path.rstrip("/"))
     except (OSError, ValueError) as error:
-        raise OvspecError(f"{name}: {error}") from None
+        raise OvspecError(f"{path_or_uri}: {error}") from None
 
 
 def partial_results_base(output: str) -> Path:
@@ -64,21 +64,21 @@ def partial_results_base(output: str) -> Path:
     return default_cache_dir() / "ray" / "outputs" / hashlib.sha256(output.encode()).hexdigest()[:16]
 
 
-def with_ending(path: Path, ending: str) -> Path:
+def append_ending(path: Path, ending: str) -> Path:
     return path.with_name(path.name + ending)
 
 
-def join_path(folder: str, name: str) -> str:
-    """Return the path or URI of the file ``name`` in ``folder``."""
+def join_path(folder: str, file_name: str) -> str:
+    """Return the path or URI of the file ``file_name`` in ``folder``."""
     if "://" not in folder:
-        return str(Path(folder) / name)
-    place, question_mark, query = folder.partition("?")
-    return f"{place.rstrip('/')}/{quote(name)}{question_mark}{query}"
+        return str(Path(folder) / file_name)
+    base_uri, question_mark, query = folder.partition("?")
+    return f"{base_uri.rstrip('/')}/{quote(file_name)}{question_mark}{query}"
 
 
 def delete_partial_results(output: str) -> None:
     """Delete the folder of partial results, which are all in ``output`` now."""
-    shutil.rmtree(with_ending(partial_results_base(output), ".partial"), ignore_errors=True)
+    shutil.rmtree(append_ending(partial_results_base(output), ".partial"), ignore_errors=True)
 
 
 def find_files(source: str | None, output: str, overwrite: bool) -> tuple[fs.FileSystem, list[BatchFile]]:
@@ -90,8 +90,8 @@ def find_files(source: str | None, output: str, overwrite: bool) -> tuple[fs.Fil
     exists and is neither to be replaced nor a folder that an earlier run left unfinished.
     """
     output_filesystem, output_info = find_file_info(output)
-    partial = with_ending(partial_results_base(output), ".partial")
-    if output_info.type is not fs.FileType.NotFound and not overwrite and not partial.is_dir():
+    partial_folder = append_ending(partial_results_base(output), ".partial")
+    if output_info.type is not fs.FileType.NotFound and not overwrite and not partial_folder.is_dir():
         raise OvspecError(f"{output} already exists; name another `output`, or set `overwrite=True`.")
     if source is None:
         return fs.LocalFileSystem(), [BatchFile("", output)]
@@ -100,7 +100,7 @@ def find_files(source: str | None, output: str, overwrite: bool) -> tuple[fs.Fil
     if source_info.type is fs.FileType.Directory:
         if output_filesystem == filesystem and f"{output_info.path}/".startswith(f"{source_info.path}/"):
             raise OvspecError(f"{output} is in the folder of the requests; name another `output`.")
-        files = files_in_folder(filesystem, source_info.path, output, partial)
+        files = files_in_folder(filesystem, source_info.path, output, partial_folder)
     elif source_info.is_file and source_info.path.endswith(REQUEST_FILE_ENDINGS):
         files = [BatchFile(source_info.path, output)]
     if not files:
@@ -108,42 +108,44 @@ def find_files(source: str | None, output: str, overwrite: bool) -> tuple[fs.Fil
     return filesystem, files
 
 
-def files_in_folder(filesystem: fs.FileSystem, folder: str, output: str, partial: Path) -> list[BatchFile]:
+def files_in_folder(filesystem: fs.FileSystem, folder: str, output: str, partial_folder: Path) -> list[BatchFile]:
     """Return the files of requests in a folder, sorted; see ``find_files``."""
     files = list[BatchFile]()
     infos = filesystem.get_file_info(fs.FileSelector(folder, recursive=True))
-    by_name = {PurePosixPath(info.path).relative_to(folder): info for info in infos}
-    for name, info in sorted(by_name.items(), key=lambda pair: pair[0]):
-        is_hidden = any(part[0] in "._" for part in name.parts)
-        if name.suffix in REQUEST_FILE_ENDINGS and not is_hidden:
-            result_name = f"{name}.jsonl" if name.suffix == ".txt" else str(name)
+    infos_by_path = {PurePosixPath(info.path).relative_to(folder): info for info in infos}
+    for relative_path, info in sorted(infos_by_path.items(), key=lambda path_and_info: path_and_info[0]):
+        is_hidden = any(path_part[0] in "._" for path_part in relative_path.parts)
+        if relative_path.suffix in REQUEST_FILE_ENDINGS and not is_hidden:
+            result_name = f"{relative_path}.jsonl" if relative_path.suffix == ".txt" else str(relative_path)
             size_and_time = f"{info.size} {info.mtime_ns}"
-            files.append(BatchFile(info.path, join_path(output, result_name), partial / result_name, size_and_time))
+            files.append(
+                BatchFile(info.path, join_path(output, result_name), partial_folder / result_name, size_and_time)
+            )
     return files
 
 
-def read_file_requests(path: str, data: bytes | None) -> list[BatchRequest]:
-    """Return the requests in a file with this ``data``, or in a local file; raises OvspecError if it can't be read."""
+def read_file_requests(path: str, content: bytes | None) -> list[BatchRequest]:
+    """Return the requests in a file, with this ``content`` or local; raises OvspecError if it can't be read."""
     try:
-        data = Path(path).read_bytes() if data is None else data
+        content = Path(path).read_bytes() if content is None else content
         if path.endswith(".parquet"):
-            return parse_rows(parquet.read_table(pyarrow.BufferReader(data)).to_pylist())
-        return parse_lines(data.decode("utf-8-sig"), prompts=path.endswith(".txt"))
+            return parse_rows(parquet.read_table(pyarrow.BufferReader(content)).to_pylist())
+        return parse_lines(content.decode("utf-8-sig"), are_prompts=path.endswith(".txt"))
     except (OSError, ValueError) as error:
         raise OvspecError(f"{path}: {error}") from None
 
 
-def write_results(target: str, lines: list[JsonObject]) -> None:
+def write_results(results_path: str, lines: list[JsonObject]) -> None:
     """Write output lines, in a ``.parquet`` file as the columns of ``lines_to_columns``, whole or not at all."""
     buffer = pyarrow.BufferOutputStream()
-    if target.endswith(".parquet"):
+    if results_path.endswith(".parquet"):
         parquet.write_table(pyarrow.Table.from_pydict(lines_to_columns(lines), PARQUET_SCHEMA), buffer)
     else:
         buffer.write(lines_to_text(lines).encode())
-    data = buffer.getvalue()
-    if "://" in target:
-        filesystem, info = find_file_info(target)
-        with filesystem.open_output_stream(info.path) as stream:
-            stream.write(data)
+    content = buffer.getvalue()
+    if "://" in results_path:
+        filesystem, info = find_file_info(results_path)
+        with filesystem.open_output_stream(info.path) as output_stream:
+            output_stream.write(content)
     else:
-        write_atomically(Path(target), data.to_pybytes())
+        write_atomically(Path(results_path), content.to_pybytes())

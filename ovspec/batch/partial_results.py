@@ -34,12 +34,12 @@ class PartialResults:
             raise OvspecError(f"{output}: another batch is writing it; wait for it, or name another output.") from None
         self._lines = dict[str, JsonObject]()
         self._stream = self.file.open("a", encoding="utf-8", newline="\n")
-        *lines, cut_off = self.file.read_text(encoding="utf-8", errors="replace").split("\n")
+        *lines, cut_off_line = self.file.read_text(encoding="utf-8", errors="replace").split("\n")
         for line in lines:
             with contextlib.suppress(ValueError, TypeError, KeyError):  # a line that was cut off earlier
                 entry = json.loads(line)
                 self._lines[entry["key"]] = entry["line"]
-        if cut_off:
+        if cut_off_line:
             self._stream.write("\n")
 
     def __contains__(self, key: str) -> bool:
@@ -54,7 +54,7 @@ class PartialResults:
             self._stream.write(json.dumps({"key": key, "line": line}, ensure_ascii=False) + "\n")
             self._stream.flush()
 
-    def lines(self, keys: Iterable[str]) -> list[JsonObject]:
+    def select_lines(self, keys: Iterable[str]) -> list[JsonObject]:
         return [self._lines[key] for key in keys]
 
     def delete_file(self) -> None:
@@ -73,8 +73,8 @@ class PartialResults:
 def result_fingerprint(request: BatchRequest, run_identity: str) -> str:
     """Return a key made from everything that the result of ``request`` depends on."""
     prompts = repr((request.text_request.prompts, request.error))  # which a command's options may change
-    text = "\0".join((run_identity, request.id, request.source, prompts))
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:24]
+    identity_text = "\0".join((run_identity, request.id, request.source, prompts))
+    return hashlib.sha256(identity_text.encode("utf-8", "surrogatepass")).hexdigest()[:24]
 
 
 def lines_to_text(lines: list[JsonObject]) -> str:

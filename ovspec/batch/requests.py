@@ -29,7 +29,7 @@ from ovspec.protocols.requests import RequestKind, TextRequest
 ENVELOPE_FIELDS = {"custom_id", "id", "method", "url", "body"}
 KIND_OF_URL: dict[str, RequestKind] = {"/v1/completions": "completion", "/v1/chat/completions": "chat"}
 BODY_OF_KIND: dict[RequestKind, type[OpenAIBody]] = {
-    "own": BatchLineBody,
+    "batch_line": BatchLineBody,
     "completion": CompletionBody,
     "chat": ChatBody,
 }
@@ -47,45 +47,49 @@ class BatchRequest:
     error: str | None = None
 
 
-def prompt_request(id: str, source: str, prompt: str) -> BatchRequest:
+def make_prompt_request(request_id: str, source: str, prompt: str) -> BatchRequest:
     """Return the request in a line that has only a prompt."""
-    return BatchRequest(id, source, TextRequest("own", [prompt], return_record=True))
+    return BatchRequest(request_id, source, TextRequest("batch_line", [prompt], return_record=True))
 
 
 def read_requests(file: Path) -> list[BatchRequest]:
     """Return all requests of ``file``. In a ``.txt`` file each line is a prompt, in any other each line is JSON."""
-    return parse_lines(read_text(file), prompts=file.suffix.lower() == ".txt")
+    return parse_lines(read_text(file), are_prompts=file.suffix.lower() == ".txt")
 
 
-def parse_row(value: JsonValue, default_id: str) -> BatchRequest:
+def parse_row(cell: JsonValue, default_id: str) -> BatchRequest:
     """Return the request in a row of a table: a prompt, a list of messages, or an object as in batch files."""
-    value = drop_missing_fields(value)
-    if isinstance(value, list) and value and isinstance(value[0], dict):
-        value = {"messages": value}
-    return parse_line(json.dumps(value, ensure_ascii=False), default_id)
+    cell = drop_missing_fields(cell)
+    if isinstance(cell, list) and cell and isinstance(cell[0], dict):
+        cell = {"messages": cell}
+    return parse_line(json.dumps(cell, ensure_ascii=False), default_id)
 
 
 def drop_missing_fields(value: Any) -> JsonValue:
     """Return a value of a table in Python's types, without the fields that only other rows have."""
     if isinstance(value, dict):
-        return {name: drop_missing_fields(field) for name, field in value.items() if field is not None}
+        return {
+            field_name: drop_missing_fields(field_value)
+            for field_name, field_value in value.items()
+            if field_value is not None
+        }
     if isinstance(value, (list, np.ndarray)):
         return [drop_missing_fields(element) for element in value]
     return value.item() if isinstance(value, np.generic) else value
 
 
-def parse_lines(text: str, prompts: bool = False) -> list[BatchRequest]:
-    """Return a request for each line that isn't blank. If ``prompts``, each line is a prompt.
+def parse_lines(file_text: str, are_prompts: bool = False) -> list[BatchRequest]:
+    """Return a request for each line that isn't blank. If ``are_prompts``, each line is a prompt.
 
     A line without an id, or with an id that was used before, is named by its number.
     """
     requests = list[BatchRequest]()
     used_ids = set[str]()
-    for number, line in enumerate(text.split("\n"), 1):
+    for line_number, line in enumerate(file_text.split("\n"), 1):
         line = line.rstrip("\r")
-        default_id = str(number)
+        default_id = str(line_number)
         if line.strip():
-            request = prompt_request(default_id, line, line) if prompts else parse_line(line, default_id)
+            request = make_prompt_request(default_id, line, line) if are_prompts else parse_line(line, default_id)
             requests.append(with_unique_id(request, default_id, used_ids))
     return requests
 
@@ -93,8 +97,10 @@ def parse_lines(text: str, prompts: bool = False) -> list[BatchRequest]:
 def parse_rows(rows: Iterable[JsonValue]) -> list[BatchRequest]:
     """Return a request for each row of a table; one without an id is named by its number."""
     used_ids = set[str]()
-    numbered = enumerate(rows, 1)
-    return [with_unique_id(parse_row(row, str(number)), str(number), used_ids) for number, row in numbered]
+    numbered_rows = enumerate(rows, 1)
+    return [
+        with_unique_id(parse_row(row, str(row_number)), str(row_number), used_ids) for row_number, row in numbered_rows
+    ]
 
 
 def with_unique_id(request: BatchRequest, default_id: str, used_ids: set[str]) -> BatchRequest:
@@ -110,54 +116,54 @@ def with_unique_id(request: BatchRequest, default_id: str, used_ids: set[str]) -
 
 def parse_line(line: str, default_id: str) -> BatchRequest:
     """Parse one line of JSON; an invalid line gives a request with an ``error``."""
-    id = default_id
-    kind: RequestKind = "own"
+    request_id = default_id
+    kind: RequestKind = "batch_line"
     try:
         entry = json.loads(replace_half_surrogates(line))
         json.dumps(entry, ensure_ascii=False).encode("utf-8")
         if isinstance(entry, str):
-            return prompt_request(id, line, entry)
+            return make_prompt_request(request_id, line, entry)
         if not isinstance(entry, dict):
             raise OvspecError("A line must be a JSON object or string.")
-        own_id = entry.get("custom_id", entry.get("id"))
-        if own_id is not None:
-            id = str(own_id)
-        body = {name: value for name, value in entry.items() if name not in ("id", "custom_id")}
+        custom_id = entry.get("custom_id", entry.get("id"))
+        if custom_id is not None:
+            request_id = str(custom_id)
+        body = {field: value for field, value in entry.items() if field not in ("id", "custom_id")}
         if "body" in entry or "url" in entry:
             kind = "completion"  # so that an error is written in OpenAI's format, too
-            kind = openai_kind(entry)
+            kind = openai_request_kind(entry)
             body = entry.get("body")
             if not isinstance(body, dict):
                 raise OvspecError("The request has no body.")
-        return BatchRequest(id, line, read_line_body(body, kind))
+        return BatchRequest(request_id, line, read_line_body(body, kind))
     except json.JSONDecodeError as error:
-        message = f"Not JSON: {error.msg} at column {error.colno}."
+        error_message = f"Not JSON: {error.msg} at column {error.colno}."
     except UnicodeEncodeError:
-        message = "The line has half of a surrogate pair (\\ud800 to \\udfff), which is not valid Unicode."
+        error_message = "The line has half of a surrogate pair (\\ud800 to \\udfff), which is not valid Unicode."
     except (ValueError, RecursionError):
-        message = "The line is nested too deeply, or a number in it has too many digits."
+        error_message = "The line is nested too deeply, or a number in it has too many digits."
     except OvspecError as error:
-        message = str(error)
-    return BatchRequest(id, line, TextRequest(kind, []), message)
+        error_message = str(error)
+    return BatchRequest(request_id, line, TextRequest(kind, []), error_message)
 
 
 def read_line_body(body: JsonObject, kind: RequestKind) -> TextRequest:
     """Return the request in the body of a line; raises OvspecError for options that a batch can't meet."""
-    for name in (*FIELDS_REFUSED_IN_BATCH, "stream"):
-        if body.get(name) is not None and (name, body[name]) != ("stream", False):
-            raise OvspecError(f"{name} can't be set in a batch request; leave it out.")
+    for field in (*FIELDS_REFUSED_IN_BATCH, "stream"):
+        if body.get(field) is not None and (field, body[field]) != ("stream", False):
+            raise OvspecError(f"{field} can't be set in a batch request; leave it out.")
     request = read_chat_or_completion(validate_body(body, BODY_OF_KIND[kind]), kind)
     if request.only_prompts:
         raise OvspecError("max_tokens can't be 0 in a batch request; it must be at least 1, or -1.")
-    if any(name in body and body[name] is None for name in (*GRAMMAR_OPTIONS, "response_format")):
+    if any(field in body and body[field] is None for field in (*GRAMMAR_OPTIONS, "response_format")):
         request.overrides.values.setdefault("json_schema", None)  # lifts the grammar of the whole file
     return replace(request, return_record=True)
 
 
-def as_chat(request: BatchRequest, system: str | None) -> BatchRequest:
+def to_chat_request(request: BatchRequest, system: str | None) -> BatchRequest:
     """Turn plain prompts into chats with one user message; return other requests as they are."""
     prompts = request.text_request.prompts
-    is_plain = request.text_request.kind == "own" and all(isinstance(prompt, str) for prompt in prompts)
+    is_plain = request.text_request.kind == "batch_line" and all(isinstance(prompt, str) for prompt in prompts)
     if request.error or not is_plain:
         return request
     if request.text_request.echo:
@@ -167,10 +173,10 @@ def as_chat(request: BatchRequest, system: str | None) -> BatchRequest:
     return replace(request, text_request=replace(request.text_request, prompts=chats))
 
 
-def openai_kind(entry: JsonObject) -> RequestKind:
+def openai_request_kind(entry: JsonObject) -> RequestKind:
     """Return the kind of a request of OpenAI's batch API; raises OvspecError for an unknown url, method or field."""
-    for name in entry.keys() - ENVELOPE_FIELDS:
-        raise OvspecError(f"{name} must be inside of body; {suggest_name(name, ENVELOPE_FIELDS) or 'move it there.'}")
+    for field in entry.keys() - ENVELOPE_FIELDS:
+        raise OvspecError(f"{field} must be inside of body; {suggest_name(field, ENVELOPE_FIELDS) or 'move it there.'}")
     url = str(entry.get("url", "")).rstrip("/")
     if url not in KIND_OF_URL:
         raise OvspecError(f"The url is {entry.get('url')!r}; it must be one of {', '.join(KIND_OF_URL)}.")

@@ -76,7 +76,7 @@ class PagedDecoder:
         self._ir = ir
         self._vocabulary = vocabulary
         self._request = InferenceRequest(ir, (*PAGED_INPUTS, *QUERY_INPUTS))
-        self._restricts_ids = vocabulary.restricts(ir.logits_width)
+        self._restricts_ids = vocabulary.restricts_width(ir.logits_width)
         self._tensors = tensors or BlockTensors(ir)
         self.block_size = self._tensors.block_size  # in tokens
         self._bound_version = -1  # version of the tensors that the request is bound to
@@ -314,7 +314,7 @@ class PagedDecoder:
         for row in fed_rows:  # a block that only a second query has begun
             self._tables.truncate(row, len(self.rows[row]))
         if self._restricts_ids:
-            logits = self._vocabulary.restrict(logits)
+            logits = self._vocabulary.restrict_logits(logits)
         if len(logits_counts) == 1:
             return [logits[: logits_counts[0]]]
         row_logits = split_logits_by_row(logits, filled_counts)

@@ -406,7 +406,7 @@ class StatefulDecoder:
                 row_features.commit(new_features[row, :count])
         if self._head_width:
             self.hidden = split_logits_by_row(self._request.read_output(HIDDEN_OUTPUT), logits_counts)
-        return self._vocabulary.restrict(logits)
+        return self._vocabulary.restrict_logits(logits)
 
     def _make_head_input(self, features: Features, width: int) -> np.ndarray:
         """Return a head's input with each token's features, (rows, width, values) float32."""

@@ -107,16 +107,18 @@ def options_to_flags(message: object, command: click.Command | None = None) -> s
     """
     context = click.get_current_context(silent=True)
     command = command or (context and context.command)
-    params = command.params if command else []
-    flags = {param.name: max(param.opts, key=len) for param in params if isinstance(param, click.Option)}
+    click_params = command.params if command else []
+    flags_by_option = {
+        param.name: max(param.opts, key=len) for param in click_params if isinstance(param, click.Option)
+    }
 
     def replace_option(match: re.Match[str]) -> str:
         name, value = match.groups()
-        if name not in flags:
+        if name not in flags_by_option:
             return match[0]
         if value in (None, "True", "False"):
-            return flags[name]
-        return f"{flags[name]} {value.strip(chr(39))}"
+            return flags_by_option[name]
+        return f"{flags_by_option[name]} {value.strip(chr(39))}"
 
     return OPTION_PATTERN.sub(replace_option, str(message))
 

@@ -111,8 +111,8 @@ def batch(
     refuse_if(output == "-", "--output can't be stdout, because finished results must be kept; name a file.")
     refuse_if(cpus_per_worker and not ray, "--cpus-per-worker needs --ray.")
     refuse_if(mixed and not ray, "--mixed needs --ray.")
-    is_client = ray and ray.startswith("ray://")
-    refuse_if(is_client, f"--ray {ray}: Ray Client isn't supported; give the cluster's HOST:PORT.")
+    is_ray_client = ray and ray.startswith("ray://")
+    refuse_if(is_ray_client, f"--ray {ray}: Ray Client isn't supported; give the cluster's HOST:PORT.")
     for path in (file, output):
         refuse_if(not ray and needs_ray(path), f"{path} is a folder, Parquet or object storage, which needs --ray.")
     if Path(output).is_file():
@@ -122,9 +122,9 @@ def batch(
     refuse_no_tokens(params, "A batch")
 
     from ovspec.batch.file import run_file
-    from ovspec.batch.requests import as_chat, parse_lines, read_requests
+    from ovspec.batch.requests import parse_lines, read_requests, to_chat_request
 
-    prepare_request = partial(as_chat, system=system) if chat else lambda request: request
+    prepare_request = partial(to_chat_request, system=system) if chat else lambda request: request
     requests: list[BatchRequest] = []
     if not needs_ray(file):
         parsed_requests = parse_lines(read_text_or_stdin(file)) if file == "-" else read_requests(Path(file))
@@ -157,8 +157,8 @@ def batch(
             progress = run_file(load_model(folder, **load_options), requests, Path(output), params, report.update)
     except KeyboardInterrupt:
         report.erase_line()
-        location = "" if "://" in output else f" kept in {output}.partial"
-        click.echo(f"stopped; the same command continues from the results{location}", err=True)
+        kept_location = "" if "://" in output else f" kept in {output}.partial"
+        click.echo(f"stopped; the same command continues from the results{kept_location}", err=True)
         raise
     report.erase_line()
     click.echo(report.describe_progress(progress), err=True)
@@ -179,7 +179,7 @@ class BatchReport:
         self._on_terminal = sys.stderr.isatty()
         self._start_time = time.monotonic()
         self._last_update = self._start_time
-        self._work = 0  # tokens, and requests that are done
+        self._work_done = 0  # tokens, and requests that are done
         self._first_work: tuple[float, int] | None = None  # time and amount of the first work, after loading
         self._end_time: float | None = None  # as estimated at the last change of the work
 
@@ -195,35 +195,39 @@ class BatchReport:
     def _estimate_end(self, progress: BatchProgress) -> None:
         """Estimate the end: the requests that are left have as many tokens each as those that are done."""
         now = time.monotonic()
-        work = progress.tokens + progress.done
-        if work == self._work:
+        work_done = progress.generated_tokens + progress.done
+        if work_done == self._work_done:
             return
-        self._work = work
+        self._work_done = work_done
         if not self._first_work:
-            self._first_work = (now, work)
+            self._first_work = (now, work_done)
         elif progress.done:
             first_time, first_work = self._first_work
             work_per_request = (progress.done_tokens + progress.done) / progress.done
-            work_left = progress.left * work_per_request - (progress.tokens - progress.done_tokens)
-            self._end_time = now + work_left * (now - first_time) / (work - first_work)
+            work_left = progress.requests_left * work_per_request - (progress.generated_tokens - progress.done_tokens)
+            self._end_time = now + work_left * (now - first_time) / (work_done - first_work)
 
     def describe_progress(self, progress: BatchProgress) -> str:
         """Return the counts, the speed and the estimated time in a line."""
-        if progress.loading and not progress.total:
-            return f"{progress.loading} worker{'s' * (progress.loading > 1)}: loading …"
-        elapsed = time.monotonic() - self._start_time
-        phrases = [f"{progress.before + progress.done} of {progress.total} done"]
-        if progress.before:
-            phrases.append(f"{progress.before} of them by an earlier run")
+        if progress.loading_workers and not progress.total:
+            return f"{progress.loading_workers} worker{'s' * (progress.loading_workers > 1)}: loading …"
+        elapsed_seconds = time.monotonic() - self._start_time
+        phrases = [f"{progress.done_before + progress.done} of {progress.total} done"]
+        if progress.done_before:
+            phrases.append(f"{progress.done_before} of them by an earlier run")
         if progress.failed:
             phrases.append(f"{progress.failed} with an error")
-        rate = progress.tokens / max(elapsed, 1e-9)
-        phrases.append(f"{progress.tokens} tokens in {elapsed:.0f} s ({rate:.0f} tokens/s)")
-        if progress.workers:
-            loading = f" ({progress.loading} loading)" * (progress.loading > 0 and progress.left > 0)
-            phrases.append(f"{progress.workers} worker{'s' * (progress.workers > 1)}{loading}")
-        if self._end_time and progress.left and (seconds := self._end_time - time.monotonic()) > 0:
-            phrases.append(f"about {seconds:.0f} s left")
+        tokens_per_second = progress.generated_tokens / max(elapsed_seconds, 1e-9)
+        phrases.append(
+            f"{progress.generated_tokens} tokens in {elapsed_seconds:.0f} s ({tokens_per_second:.0f} tokens/s)"
+        )
+        if progress.worker_count:
+            loading_note = f" ({progress.loading_workers} loading)" * (
+                progress.loading_workers > 0 and progress.requests_left > 0
+            )
+            phrases.append(f"{progress.worker_count} worker{'s' * (progress.worker_count > 1)}{loading_note}")
+        if self._end_time and progress.requests_left and (seconds_left := self._end_time - time.monotonic()) > 0:
+            phrases.append(f"about {seconds_left:.0f} s left")
         return ", ".join(phrases)
 
     def erase_line(self) -> None:

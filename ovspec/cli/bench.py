@@ -57,18 +57,18 @@ def bench(
     folder = folder or find_demo_folder()
     if draft is None and (folder / DRAFT_FOLDER).is_dir():
         draft = "draft"
-    texts = [*prompts, *map(read_text_or_stdin, files)] or default_prompts()
+    prompt_texts = [*prompts, *map(read_text_or_stdin, files)] or default_prompts()
     lm = load_model(folder, draft=["lookup", draft or "none"], cache_memory=0, **runtime)  # each turn reads its prompt
-    models = {"plain": lm.with_drafters(None), "lookup": lm.with_drafters(DraftChoice(lookup=True))}
+    models_by_mode = {"plain": lm.with_drafters(None), "lookup": lm.with_drafters(DraftChoice(lookup=True))}
     if lm.draft:
         draft_folder = lm.draft.ir.folder
         drafter = lm.draft.proposer_name
-        models[drafter] = lm.with_drafters(DraftChoice(model=draft_folder))
-        models[f"lookup,{drafter}"] = lm.with_drafters(DraftChoice(lookup=True, model=draft_folder))
+        models_by_mode[drafter] = lm.with_drafters(DraftChoice(model=draft_folder))
+        models_by_mode[f"lookup,{drafter}"] = lm.with_drafters(DraftChoice(lookup=True, model=draft_folder))
     if lookahead is None:
         lookahead = "auto"
     options = {"lookahead": lookahead, "max_tokens": max_tokens, "temperature": temperature or 0.0, "ignore_eos": True}
-    results = time_modes(models, texts, options, repeats)
+    results = time_modes(models_by_mode, prompt_texts, options, repeats)
     summaries = [summarize_mode(mode, lookahead, results[mode], results["plain"]) for mode in results]
     if as_json:
         click.echo("\n".join(map(json.dumps, summaries)))

@@ -81,26 +81,26 @@ def chat(
     from ovspec.setup.model_folders import resolve_model_folder
     from ovspec.text.generation_config import format_sampling, read_recommended_sampling
 
-    passed = {name: value for name, value in options.items() if value is not None}
-    recommended = read_recommended_sampling(resolve_model_folder(folder), passed)
-    load_options, params = split_options({"max_tokens": CHAT_MAX_TOKENS} | passed | recommended)
+    passed_options = {name: value for name, value in options.items() if value is not None}
+    recommended = read_recommended_sampling(resolve_model_folder(folder), passed_options)
+    load_options, params = split_options({"max_tokens": CHAT_MAX_TOKENS} | passed_options | recommended)
     refuse_no_tokens(params, "A chat")
 
     from ovspec.cli import output
 
     check_grammar_option(params)
-    remedy = "continue a text with 'ovspec generate'"
-    lm = load_model(folder, session=session, chat_remedy=remedy, **load_options)
-    variables = params.chat_template_kwargs
-    with lm.session(context, variables) as lm_session:
+    chat_remedy = "continue a text with 'ovspec generate'"
+    lm = load_model(folder, session=session, chat_remedy=chat_remedy, **load_options)
+    template_variables = params.chat_template_kwargs
+    with lm.session(context, template_variables) as lm_session:
         if context:
             output.print_context_memory(lm, context)
         if recommended:
-            words = format_sampling(recommended)
-            print_dim_line(f"Sampling as the model recommends: {words}; --temperature 0 for greedy.")
+            sampling_text = format_sampling(recommended)
+            print_dim_line(f"Sampling as the model recommends: {sampling_text}; --temperature 0 for greedy.")
         context_length = context or lm.target.ir.context_length
         params = replace(params, chat_template_kwargs=None)
-        conversation = Conversation(lm_session, params, stats, context_length, variables)
+        conversation = Conversation(lm_session, params, stats, context_length, template_variables)
         if session and session.exists():
             load_chat_file(conversation, session)
         if system is not None:
@@ -134,37 +134,37 @@ class Conversation:
 
 def run_conversation(conversation: Conversation, read_input: Callable[[], str]) -> bool:
     """Read and answer messages until the input ends; return whether all of them succeeded."""
-    succeeded = True
+    all_succeeded = True
     while not conversation.end_signal.exit_code:
         try:
             text = read_input()
         except EOFError:
-            return succeeded
+            return all_succeeded
         except KeyboardInterrupt:
             if not conversation.end_signal.exit_code:
                 print_dim_line("Ctrl-D or /exit ends the chat.")
             continue
-        name, _, argument = text.strip().partition(" ")
+        command_name, _, argument = text.strip().partition(" ")
         try:
-            if name in ("/exit", "/quit", "/bye"):
-                return succeeded
+            if command_name in ("/exit", "/quit", "/bye"):
+                return all_succeeded
             if text.startswith("/"):
-                run_chat_command(conversation, name, argument.strip())
+                run_chat_command(conversation, command_name, argument.strip())
             elif text.strip():
                 answer_message(conversation, text)
             elif conversation.last_result and conversation.last_result.finish_reason in ("length", "cancelled"):
                 stream_answer(conversation)
         except OvspecError as error:
-            succeeded = False
+            all_succeeded = False
             click.secho(f"Error: {options_to_flags(error)}", fg="red", err=True)
         except KeyboardInterrupt:  # while a message was read or a command ran
-            succeeded = False
-    return succeeded
+            all_succeeded = False
+    return all_succeeded
 
 
 def answer_message(conversation: Conversation, text: str) -> None:
     """Send a message and stream the answer; take the message back if there is no answer."""
-    before = conversation.session.mark()
+    mark_before = conversation.session.mark()
     try:
         messages: list[Message] = [{"role": "user", "content": text}]
         if not conversation.session.messages:
@@ -173,24 +173,24 @@ def answer_message(conversation: Conversation, text: str) -> None:
         stream_answer(conversation)
     finally:
         messages = conversation.session.messages
-        answered = messages and messages[-1]["role"] == "assistant"
-        if answered:
-            conversation.undo_marks.append(before)
+        has_answer = messages and messages[-1]["role"] == "assistant"
+        if has_answer:
+            conversation.undo_marks.append(mark_before)
         else:
-            conversation.session.rewind(before)
-    if not answered:
+            conversation.session.rewind(mark_before)
+    if not has_answer:
         print_dim_line("There is no answer yet; your message was taken back.")
 
 
 @contextlib.contextmanager
 def restore_on_error(session: Session) -> Iterator[Mark]:
     """Yield a mark of the session's text, and restore that text if an exception is raised."""
-    before = session.mark()
+    mark_before = session.mark()
     try:
-        yield before
+        yield mark_before
     except BaseException:
-        session.rewind(before)
-        session.chat_template_kwargs = before.chat_template_kwargs
+        session.rewind(mark_before)
+        session.chat_template_kwargs = mark_before.chat_template_kwargs
         raise
 
 
@@ -202,7 +202,7 @@ def stream_answer(conversation: Conversation) -> None:
         raise OvspecError(f"The context of {conversation.context} tokens is full; use /undo or /reset to make room.")
     stream = conversation.session.stream(sampling=conversation.params)
     try:
-        conversation.last_result, _ = output.run_stream(stream, show=True)
+        conversation.last_result, _ = output.run_stream(stream, print_text=True)
         click.echo()
     except OSError:  # the terminal is gone
         stream.cancel()
@@ -220,14 +220,16 @@ def stream_answer(conversation: Conversation) -> None:
 # ---------------------------------------------------------------- commands
 
 
-def run_chat_command(conversation: Conversation, name: str, argument: str) -> None:
+def run_chat_command(conversation: Conversation, command_name: str, argument: str) -> None:
     """Run the command of a line that begins with a slash."""
-    if name not in CHAT_COMMANDS:
-        print_dim_line(f"There is no command {name}; /help lists them. Put a space in front to send it as a message.")
+    if command_name not in CHAT_COMMANDS:
+        print_dim_line(
+            f"There is no command {command_name}; /help lists them. Put a space in front to send it as a message."
+        )
         return
-    metavar, _, run_command = CHAT_COMMANDS[name]
+    metavar, _, run_command = CHAT_COMMANDS[command_name]
     if argument and not metavar:
-        print_dim_line(f"{name} takes no argument.")
+        print_dim_line(f"{command_name} takes no argument.")
     elif metavar == "FILE" and not argument:
         print_dim_line("Name a file.")
     else:
@@ -264,19 +266,19 @@ def set_system_message(conversation: Conversation, text: str) -> None:
     conversation.system = text
 
 
-def save_chat(conversation: Conversation, name: str) -> None:
-    path = parse_path(name)
+def save_chat(conversation: Conversation, path_text: str) -> None:
+    path = parse_path(path_text)
     conversation.session.save(path)
     print_dim_line(f"Saved to {path}.")
 
 
-def parse_path(name: str) -> Path:
+def parse_path(path_text: str) -> Path:
     """Return the path in a command, where it may be in quotes."""
-    return Path(name.strip("\"'")).expanduser()
+    return Path(path_text.strip("\"'")).expanduser()
 
 
-def load_chat(conversation: Conversation, name: str) -> None:
-    load_chat_file(conversation, parse_path(name))
+def load_chat(conversation: Conversation, path_text: str) -> None:
+    load_chat_file(conversation, parse_path(path_text))
 
 
 def load_chat_file(conversation: Conversation, path: Path) -> None:
@@ -303,13 +305,13 @@ def show_chat_stats(conversation: Conversation, level: str) -> None:
         return
     if conversation.last_result:
         output.print_stats(conversation.last_result, level or "short")
-    limit = f" of {conversation.context}" if conversation.context else ""
-    print_dim_line(f"The chat has {len(conversation.session)} tokens{limit}.")
+    limit_clause = f" of {conversation.context}" if conversation.context else ""
+    print_dim_line(f"The chat has {len(conversation.session)} tokens{limit_clause}.")
 
 
 def show_help(_: Conversation, __: str = "") -> None:
-    for name, (metavar, help_text, _run) in CHAT_COMMANDS.items():
-        click.echo(f"{f'{name} {metavar}':<16}{help_text}", err=True)
+    for command_name, (metavar, help_text, _run) in CHAT_COMMANDS.items():
+        click.echo(f"{f'{command_name} {metavar}':<16}{help_text}", err=True)
     click.echo(f"{'/exit':<16}End the chat, as Ctrl-D does.", err=True)
 
 
@@ -334,10 +336,10 @@ def replace_system_message(messages: list[Message], system: str | None) -> list[
 
 def restart_chat(conversation: Conversation, messages: list[Message]) -> None:
     """Replace the chat with ``messages``; the beginning that both share stays in the KV cache."""
-    from ovspec.api.session import EMPTY_TEXT
+    from ovspec.api.session import EMPTY_MARK
 
     with restore_on_error(conversation.session):
-        conversation.session.rewind(EMPTY_TEXT)
+        conversation.session.rewind(EMPTY_MARK)
         if any(message["role"] != "system" for message in messages):
             conversation.session.append(messages)
     conversation.undo_marks = []
@@ -376,10 +378,10 @@ def read_user_message(read_line: Callable[[bool], str]) -> str:
 
 def read_piped_line(_: bool) -> str:
     # Not input(), which fails at the first character that the locale's encoding lacks.
-    line = sys.stdin and sys.stdin.buffer.readline()
-    if not line:
+    piped_line = sys.stdin and sys.stdin.buffer.readline()
+    if not piped_line:
         raise EOFError
-    return line.decode("utf-8-sig", "replace").rstrip("\r\n")
+    return piped_line.decode("utf-8-sig", "replace").rstrip("\r\n")
 
 
 def make_terminal_reader() -> Callable[[bool], str]:
@@ -390,10 +392,10 @@ def make_terminal_reader() -> Callable[[bool], str]:
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
     from prompt_toolkit.output import create_output
 
-    keys = KeyBindings()
+    key_bindings = KeyBindings()
 
-    @keys.add("c-o")
-    @keys.add("escape", "enter")
+    @key_bindings.add("c-o")
+    @key_bindings.add("escape", "enter")
     def _(event: KeyPressEvent) -> None:
         event.current_buffer.insert_text("\n")
 
@@ -402,15 +404,15 @@ def make_terminal_reader() -> Callable[[bool], str]:
             with contextlib.suppress(OSError):  # a full disk doesn't end the chat
                 super().store_string(string)
 
-    folder = Path(platformdirs.user_state_dir("ovspec", appauthor=False))
+    state_folder = Path(platformdirs.user_state_dir("ovspec", appauthor=False))
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "chat_history").touch(mode=0o600)
-        history = History(str(folder / "chat_history"))
+        state_folder.mkdir(parents=True, exist_ok=True)
+        (state_folder / "chat_history").touch(mode=0o600)
+        history = History(str(state_folder / "chat_history"))
     except OSError:
         history = InMemoryHistory()
     # stdout may be redirected to a file; the prompt goes to the terminal all the same.
-    session: PromptSession[str] = PromptSession(
-        history=history, key_bindings=keys, output=create_output(always_prefer_tty=True)
+    prompt_session: PromptSession[str] = PromptSession(
+        history=history, key_bindings=key_bindings, output=create_output(always_prefer_tty=True)
     )
-    return lambda continues: session.prompt("... " if continues else ">>> ")
+    return lambda continues: prompt_session.prompt("... " if continues else ">>> ")

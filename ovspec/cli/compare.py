@@ -27,7 +27,7 @@ def print_comparison(lm: LanguageModel, prompt: Prompt, params: Params, stats: s
     params_by_mode = {"plain": replace(params, lookahead=0), "speculative": params}
     first_pair = print_texts(lm, prompt, params_by_mode, as_json)
     turns, interrupted = time_turns(lm, prompt, params_by_mode)
-    comparison = compare_turns(lm, prompt, first_pair, turns, logits=not params.heal)
+    comparison = compare_turns(lm, prompt, first_pair, turns, compute_gaps=not params.heal)
     if as_json:
         print_comparison_json(lm, comparison, stats)
     else:
@@ -43,7 +43,7 @@ def print_texts(lm: LanguageModel, prompt: Prompt, params_by_mode: dict[str, Par
     for mode, params in params_by_mode.items():
         if not as_json:
             output.print_heading(mode)
-        result, interrupted = output.run_stream(lm.stream(prompt, sampling=params), show=not as_json)
+        result, interrupted = output.run_stream(lm.stream(prompt, sampling=params), print_text=not as_json)
         if not as_json:
             click.echo()
         if interrupted:
@@ -54,28 +54,30 @@ def print_texts(lm: LanguageModel, prompt: Prompt, params_by_mode: dict[str, Par
 
 def time_turns(lm: LanguageModel, prompt: Prompt, params_by_mode: dict[str, Params]) -> tuple[list[ResultPair], bool]:
     """Return (the results of each turn, whether Ctrl-C ended them)."""
-    pairs = list[ResultPair]()
+    result_pairs = list[ResultPair]()
     modes = list(params_by_mode)
     try:
         for turn in turns_within():
             with show_step(f"timing both in turns, turn {turn + 1}"):
                 turn_modes = rotate_modes(modes, turn)
                 results = {mode: lm.generate(prompt, sampling=params_by_mode[mode]) for mode in turn_modes}
-            pairs.append((results["plain"], results["speculative"]))
+            result_pairs.append((results["plain"], results["speculative"]))
     except KeyboardInterrupt:
-        if not pairs:
+        if not result_pairs:
             raise
-        return pairs, True
-    return pairs, False
+        return result_pairs, True
+    return result_pairs, False
 
 
 def print_comparison_summary(comparison: Comparison, stats: str | None) -> None:
     """Print speed and acceptance, whether the texts are equal, and the speed-up."""
     speedup = comparison.speedup
     speculative = comparison.last_pair[1]
-    accepted = f"{output.describe_acceptance(speculative)}, {speculative.stats.tokens_per_round:.2f} tokens per round"
+    acceptance_text = (
+        f"{output.describe_acceptance(speculative)}, {speculative.stats.tokens_per_round:.2f} tokens per round"
+    )
     click.echo(f"plain        {1e3 / speedup.plain_ms:.1f} tokens/s", err=True)
-    click.echo(f"speculative  {1e3 / speedup.speculative_ms:.1f} tokens/s; {accepted}", err=True)
+    click.echo(f"speculative  {1e3 / speedup.speculative_ms:.1f} tokens/s; {acceptance_text}", err=True)
     for result in comparison.shown_pair:
         output.print_stats(result, "full" if stats == "full" else None)
     click.echo(f"{comparison.equality_sentence}\n{comparison.speedup_sentence}", err=True)
@@ -85,9 +87,9 @@ def print_comparison_json(lm: LanguageModel, comparison: Comparison, stats: str 
     """Print the comparison as one JSON object."""
     speedup = comparison.speedup
     divergence = comparison.divergence
-    plain, speculative = comparison.shown_pair
-    report: JsonObject = {
-        "plain": output.result_as_json(lm, plain),
+    plain_result, speculative = comparison.shown_pair
+    comparison_json: JsonObject = {
+        "plain": output.result_as_json(lm, plain_result),
         "speculative": output.result_as_json(lm, speculative),
         "equal": divergence is None,
         "speedup": round(speedup.claimed_ratio, 3) if speedup.claimed_ratio else None,
@@ -96,14 +98,14 @@ def print_comparison_json(lm: LanguageModel, comparison: Comparison, stats: str 
         "speculative_ms_per_token": round(speedup.speculative_ms, 4),
     }
     if divergence:
-        report["part"] = {
+        comparison_json["part"] = {
             "after": divergence.after,
             "plain": token_as_json(lm, divergence.plain),
             "speculative": token_as_json(lm, divergence.other),
             "gap": divergence.gap,
         }
-        report["top2_gap"] = divergence.top2_gap
-    click.echo(json.dumps(report, ensure_ascii=False))
+        comparison_json["top2_gap"] = divergence.top2_gap
+    click.echo(json.dumps(comparison_json, ensure_ascii=False))
     for result in comparison.shown_pair:
         output.print_stats(result, stats)
 

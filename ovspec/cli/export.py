@@ -113,36 +113,40 @@ def export(
     from ovspec.drafting.choice import HEAD_DRAFT
     from ovspec.setup.known_pairs import read_known_pairs
 
-    pairs = read_known_pairs()
+    known_pairs = read_known_pairs()
     if list_pairs:
-        click.echo("\n".join(map(str, pairs.values())))
+        click.echo("\n".join(map(str, known_pairs.values())))
         click.echo("Not verified here: these models were not exported or run by this project's tests.", err=True)
         return
     from ovspec.setup.exporting import import_export_package
 
-    context = click.get_current_context()
-    passed = {name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+    click_context = click.get_current_context()
+    passed_names = {
+        name for name in click_context.params if click_context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+    }
     if list_families:
-        refuse_if(passed - {"list_families"}, "--list-families only lists; leave out everything else.")
+        refuse_if(passed_names - {"list_families"}, "--list-families only lists; leave out everything else.")
         click.echo("\n".join(import_export_package().describe_families()))
         return
     if prepare:
         refuse_if(not target, "Name the families to prepare for: ovspec export --prepare FAMILY...")
-        refuse_if(passed - {"prepare", "target"}, "--prepare only downloads; leave out the options for an export.")
-        package = import_export_package()
-        package.prepare_environments(package.find_environments(target))
+        refuse_if(
+            passed_names - {"prepare", "target"}, "--prepare only downloads; leave out the options for an export."
+        )
+        export_package = import_export_package()
+        export_package.prepare_environments(export_package.find_environments(target))
         return
     if len(target) != 1 or output is None:
         raise click.UsageError("Name the model to export and the folder to write: ovspec export TARGET -o DIR.")
     model = target[0]
-    if model in pairs and not Path(model).exists():
-        pair = pairs[model]
+    if model in known_pairs and not Path(model).exists():
+        known_pair = known_pairs[model]
         if draft == HEAD_DRAFT:
-            refuse_if(not pair.eagle3, f"No public head is known for {model}; name a draft.")
-            draft = pair.eagle3
+            refuse_if(not known_pair.eagle3, f"No public head is known for {model}; name a draft.")
+            draft = known_pair.eagle3
         elif draft_layers is None:
-            draft = draft or pair.draft
-        model = pair.target
+            draft = draft or known_pair.draft
+        model = known_pair.target
     message = "--draft head is for the short names of known pairs (--list); name the head's checkpoint."
     refuse_if(draft == HEAD_DRAFT, message)
     if draft == "none":
@@ -151,10 +155,12 @@ def export(
     refuse_if(draft_weight_format and not has_draft, "--draft-weight-format needs --draft or --draft-layers.")
     message = "Error: the export was ended by SIGTERM; nothing was changed."
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(message))  # which cleans up, and no library catches it
-    package = import_export_package()
-    formats = list(filter(None, (weight_format, draft_weight_format)))
-    compressions = [package.Compression(name, **select_options(options, name, formats)) for name in formats]
-    package.export_pair(
+    export_package = import_export_package()
+    weight_formats = list(filter(None, (weight_format, draft_weight_format)))
+    compressions = [
+        export_package.Compression(name, **select_options(options, name, weight_formats)) for name in weight_formats
+    ]
+    export_package.export_pair(
         model,
         draft,
         output,
@@ -167,8 +173,8 @@ def export(
     )
 
 
-def select_options(options: dict[str, Any], weight_format: str, formats: list[str]) -> dict[str, Any]:
+def select_options(options: dict[str, Any], weight_format: str, weight_formats: list[str]) -> dict[str, Any]:
     """Return the options for one of the formats; without int4 all of them, so that wrong ones are refused later."""
-    if weight_format == "int4" or "int4" not in formats:
+    if weight_format == "int4" or "int4" not in weight_formats:
         return options
     return {"sym": options["sym"] and weight_format == "int8"}

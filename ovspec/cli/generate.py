@@ -97,7 +97,7 @@ def generate(
         arguments = (*arguments, draft)
     if draft_is_prompt or (compare and draft is None):
         draft = options["draft"] = DraftChoice(model=EXPORTED_DRAFT)
-    folder, text = split_arguments(arguments, has_prompt_option)
+    folder, prompt_argument = split_arguments(arguments, has_prompt_option)
     continues = session is not None and session.exists()
     check_chat_options(chat, system, options["heal"])
     refuse_if(system is not None and continues, "--system works only when a chat begins; name another --session.")
@@ -120,16 +120,16 @@ def generate(
 
     resolve_model_folder(folder)  # a folder without a model is refused before a prompt is read
     check_grammar_option(params)
-    prompt = read_prompt(text, prompt_option, prompt_file, token_ids, needed=not continues)
+    prompt = read_prompt(prompt_argument, prompt_option, prompt_file, token_ids, is_needed=not continues)
     refuse_if(prefill is not None and prompt is None, "--prefill needs a prompt to answer.")
-    variables = params.chat_template_kwargs
-    refuse_if(variables is not None and prompt is None, "--chat-template-kwargs needs a prompt to render.")
+    template_variables = params.chat_template_kwargs
+    refuse_if(template_variables is not None and prompt is None, "--chat-template-kwargs needs a prompt to render.")
     if chat and prompt is not None:
-        turns = (("system", system), ("user", prompt), ("assistant", prefill))
-        prompt = [{"role": role, "content": content} for role, content in turns if content is not None]
+        chat_turns = (("system", system), ("user", prompt), ("assistant", prefill))
+        prompt = [{"role": role, "content": content} for role, content in chat_turns if content is not None]
     # For somebody who types a question: the demo pair continues code, and some options only suit a raw prompt.
     is_raw = chat is not None or continues or options["heal"] or options["constrain_from"] is not None
-    typed_prompt = (text or prompt_option) if folder and not (is_raw or as_json) else None
+    typed_prompt = (prompt_argument or prompt_option) if folder and not (is_raw or as_json) else None
     if compare:
         load_options.setdefault("cache_memory", 0)  # each turn reads its prompt
     lm = load_model(folder, session=session, chat_remedy="leave --chat out" if chat else None, **load_options)
@@ -148,18 +148,18 @@ def generate(
             if session and continues:
                 lm_session.load(session)
             if prompt is not None:
-                lm_session.chat_template_kwargs = variables or lm_session.chat_template_kwargs
+                lm_session.chat_template_kwargs = template_variables or lm_session.chat_template_kwargs
                 lm_session.append(prompt)
             # The session has rendered the chat, and heals by default.
             params = replace(params, heal=bool(params.heal), chat_template_kwargs=None)
             end_signal = end_on_signals() if session else EndSignal()
             length_before = len(lm_session)
-            completed = False
+            has_completed = False
             try:
                 interrupted = output.print_stream(lm, lm_session.stream(sampling=params), stats, as_json)
-                completed = True
+                has_completed = True
             finally:
-                if session and (completed or len(lm_session) > length_before):
+                if session and (has_completed or len(lm_session) > length_before):
                     with ignore_signals():
                         lm_session.save(session)
         suggest_chat(lm, typed_prompt)
@@ -182,8 +182,8 @@ def suggest_chat(lm: LanguageModel, prompt: str | None) -> None:
     if prompt and on_terminal() and not lm.tokenizer.contains_special_name(prompt):
         with contextlib.suppress(OvspecError):  # there is no chat template
             _ = lm.runtime.prompt_encoder.chat_format
-            note = "The prompt was continued as plain text: --chat asks it as a chat, --raw leaves this line out."
-            click.secho(note, dim=True, err=True)
+            chat_hint = "The prompt was continued as plain text: --chat asks it as a chat, --raw leaves this line out."
+            click.secho(chat_hint, dim=True, err=True)
 
 
 def split_arguments(arguments: tuple[str, ...], has_prompt_option: bool) -> tuple[Path | None, str | None]:
@@ -200,39 +200,43 @@ def split_arguments(arguments: tuple[str, ...], has_prompt_option: bool) -> tupl
 
 
 def read_prompt(
-    text: str | None, option: str | None, file: str | None, ids: str | None, needed: bool
+    prompt_argument: str | None,
+    prompt_option: str | None,
+    prompt_file: str | None,
+    token_ids_text: str | None,
+    is_needed: bool,
 ) -> str | list[int] | None:
-    """Return the prompt from its argument or option, or else from stdin; None if there is none and none is ``needed``.
+    """Return the prompt from its argument or option, or else from stdin; None if there is none and none ``is_needed``.
 
-    text: the argument PROMPT.
-    option, file, ids: the values of ``--prompt``, ``--file`` and ``--token-ids``.
+    prompt_argument: the argument PROMPT.
+    prompt_option, prompt_file, token_ids_text: the values of ``--prompt``, ``--file`` and ``--token-ids``.
     """
-    sources = sum(source is not None for source in (text, option, file, ids))
-    refuse_if(sources > 1, "Give one prompt: the argument, --prompt, --file or --token-ids.")
-    if ids is not None:
+    source_count = sum(source is not None for source in (prompt_argument, prompt_option, prompt_file, token_ids_text))
+    refuse_if(source_count > 1, "Give one prompt: the argument, --prompt, --file or --token-ids.")
+    if token_ids_text is not None:
         try:
-            return [int(number) for number in ids.replace(",", " ").split()]
+            return [int(number) for number in token_ids_text.replace(",", " ").split()]
         except ValueError:
-            raise click.UsageError(f"--token-ids {ids}: not a list of numbers.") from None
-    if text == "-":
-        file = "-"
-    if sources and file is None:
-        return option if text is None else text
-    if not sources and not needed and (sys.stdin.isatty() or sys.stdin.closed):
+            raise click.UsageError(f"--token-ids {token_ids_text}: not a list of numbers.") from None
+    if prompt_argument == "-":
+        prompt_file = "-"
+    if source_count and prompt_file is None:
+        return prompt_option if prompt_argument is None else prompt_argument
+    if not source_count and not is_needed and (sys.stdin.isatty() or sys.stdin.closed):
         return None
-    refuse_if(not sources and sys.stdin.isatty(), "No prompt; give it as an argument, with --file, or on stdin.")
+    refuse_if(not source_count and sys.stdin.isatty(), "No prompt; give it as an argument, with --file, or on stdin.")
     try:
-        encoded = sys.stdin.buffer.read() if file in (None, "-") else Path(file).read_bytes()
+        prompt_bytes = sys.stdin.buffer.read() if prompt_file in (None, "-") else Path(prompt_file).read_bytes()
     except OSError as error:
-        raise click.UsageError(f"--file {file}: {error.strerror}.") from None
+        raise click.UsageError(f"--file {prompt_file}: {error.strerror}.") from None
     try:
-        prompt = encoded.decode("utf-8-sig")
+        prompt = prompt_bytes.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise click.UsageError("The prompt is not UTF-8 text.") from None
     prompt = re.sub(r"\r?\n\Z", "", prompt)  # which editors and programs add
-    if file is None and not needed and not prompt:
+    if prompt_file is None and not is_needed and not prompt:
         return None
-    source = "stdin" if file in (None, "-") else f"--file {file}"
+    source = "stdin" if prompt_file in (None, "-") else f"--file {prompt_file}"
     refuse_if(not prompt, f"{source}: it is empty; give a prompt, or --prompt '' to start from nothing.")
     return prompt
 

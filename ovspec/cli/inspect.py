@@ -42,23 +42,23 @@ def inspect(
     from ovspec.setup.model_folders import resolve_model_folder
 
     folder = resolve_model_folder(folder)
-    params = make_load_params(runtime)  # type: ignore[arg-type]
+    load_params = make_load_params(runtime)  # type: ignore[arg-type]
     if verify and not (folder / "ovspec.json").is_file():
         raise OvspecError(f"{folder}: --verify needs the manifest that 'ovspec export' writes, which is missing.")
     if report and not report.absolute().parent.is_dir():  # before minutes of work
         raise OvspecError(f"{report.parent}: no such folder; --report needs one that exists.")
-    device_options = make_device_options(params)
-    uses_profile = params.tune is not False
+    device_options = make_device_options(load_params)
+    uses_profile = load_params.tune is not False
     with show_step(f"{folder}: compiling and probing"):
         descriptions = inspection.inspect_models(
-            folder, device_options, params.engine, params.arithmetic, uses_profile, bool(verify)
+            folder, device_options, load_params.engine, load_params.arithmetic, uses_profile, bool(verify)
         )
     if report:
         from ovspec.api.device_report import device_report
 
         with show_step(f"{report}: measuring"):
-            content = device_report(folder, descriptions, runtime)  # type: ignore[arg-type]
-        write_atomically(report, json.dumps(content, ensure_ascii=False, indent=1))
+            report_json = device_report(folder, descriptions, runtime)  # type: ignore[arg-type]
+        write_atomically(report, json.dumps(report_json, ensure_ascii=False, indent=1))
     if as_json:
         click.echo(json.dumps(descriptions, ensure_ascii=False))
         return

@@ -29,9 +29,9 @@ CommandDecorator: TypeAlias = Callable[[CommandFunction], CommandFunction]
 
 CLICK_NUMBER_TYPES = {int: "integer", float: "float"}
 CHAT_MAX_TOKENS = 1024
-CHAT_DEFAULTS = {"max_tokens": str(CHAT_MAX_TOKENS), **RECOMMENDED_DEFAULT_TEXTS}
+CHAT_DEFAULT_TEXTS = {"max_tokens": str(CHAT_MAX_TOKENS), **RECOMMENDED_DEFAULT_TEXTS}
 # (command, option) -> the default that a command sets itself, in words.
-COMMAND_DEFAULTS = {("chat", option): words for option, words in CHAT_DEFAULTS.items()}
+COMMAND_DEFAULTS = {("chat", option): words for option, words in CHAT_DEFAULT_TEXTS.items()}
 
 
 class ParsedType(click.ParamType):
@@ -55,10 +55,12 @@ class OptionType(click.ParamType):
 
     def __init__(self, option: Option) -> None:
         self._option = option
-        self._kind = single_value_type(option.value_type)
-        self._parse = option.parse or (lambda text: parse_number_or_text(text, self._kind))
-        members = union_members(self._kind)
-        self.name = next((name for number, name in CLICK_NUMBER_TYPES.items() if number in members), "text")
+        self._value_type = single_value_type(option.value_type)
+        self._parse = option.parse or (lambda text: parse_number_or_text(text, self._value_type))
+        member_types = union_members(self._value_type)
+        self.name = next(
+            (type_name for number, type_name in CLICK_NUMBER_TYPES.items() if number in member_types), "text"
+        )
 
     def convert(self, value: OptionValue, param: click.Parameter | None, ctx: click.Context | None) -> OptionValue:
         if not isinstance(value, str):
@@ -67,37 +69,39 @@ class OptionType(click.ParamType):
             value = self._parse(value)
         except ValueError as error:
             self.fail(str(error), param, ctx)
-        if complaint := describe_problem(value, self._kind, self._option.limits):
+        if problem := describe_problem(value, self._value_type, self._option.limits):
             flag = max(param.opts, key=len) if param else self._option.name
-            raise click.UsageError(f"{flag} {complaint}.", ctx)
+            raise click.UsageError(f"{flag} {problem}.", ctx)
         return value
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:  # noqa: ARG002
-        return [CompletionItem(choice) for choice in literal_values(self._kind) if choice.startswith(incomplete)]
+        return [CompletionItem(choice) for choice in literal_values(self._value_type) if choice.startswith(incomplete)]
 
 
 def make_click_option(option: Option) -> CommandDecorator:
     """Return the command-line option of a declaration."""
     name = option.name
-    kind = option.value_type
+    value_type = option.value_type
     flags = option.flags or (f"--{name.replace('_', '-')}",)
-    notes = []
+    help_notes = []
     if option.default_text:
-        notes.append(f"default: {option.default_text}")
+        help_notes.append(f"default: {option.default_text}")
     if option.limits and option.limits != ANY_NUMBER:
-        notes.append(option.limits.description)
-    help_text = "  ".join([option.help, *(f"[{note}]" for note in notes)])
+        help_notes.append(option.limits.description)
+    help_text = "  ".join([option.help, *(f"[{note}]" for note in help_notes)])
     if "/" in flags[0]:  # --yes/--no
         return click.option(*flags, name, default=None, help=help_text)
-    if bool in union_members(kind) and not option.parse:
-        negated = flags[0].startswith("--no-")
-        return click.option(*flags, name, is_flag=True, flag_value=not negated, default=None, help=help_text)
+    if bool in union_members(value_type) and not option.parse:
+        is_negated = flags[0].startswith("--no-")
+        return click.option(*flags, name, is_flag=True, flag_value=not is_negated, default=None, help=help_text)
     metavar = option.metavar
-    if not metavar and (choices := literal_values(kind)):
+    if not metavar and (choices := literal_values(value_type)):
         metavar = f"[{'|'.join(choices)}]"
-    if not is_collection_type(kind):
+    if not is_collection_type(value_type):
         return click.option(*flags, name, type=OptionType(option), metavar=metavar, help=help_text)
-    collect = merge_mappings if any(get_origin(member) is Mapping for member in union_members(kind)) else list
+    collect_values = (
+        merge_mappings if any(get_origin(member_type) is Mapping for member_type in union_members(value_type)) else list
+    )
     return click.option(
         *flags,
         name,
@@ -105,7 +109,7 @@ def make_click_option(option: Option) -> CommandDecorator:
         metavar=metavar,
         help=help_text + " May be repeated.",
         multiple=True,
-        callback=lambda ctx, param, values: collect(values) or None,  # noqa: ARG005
+        callback=lambda ctx, param, values: collect_values(values) or None,  # noqa: ARG005
     )
 
 
@@ -120,8 +124,8 @@ def add_options(options: Mapping[str, Option]) -> CommandDecorator:
     def add_to_command(command: CommandFunction) -> CommandFunction:
         for name, option in reversed([*options.items()]):
             if option.flags != () and (not option.commands or command.__name__ in option.commands):
-                usual = COMMAND_DEFAULTS.get((command.__name__, name), option.default_meaning)
-                command = make_click_option(replace(option, default_meaning=usual))(command)
+                default_meaning = COMMAND_DEFAULTS.get((command.__name__, name), option.default_meaning)
+                command = make_click_option(replace(option, default_meaning=default_meaning))(command)
         return command
 
     return add_to_command
@@ -185,8 +189,8 @@ STATS_LEVELS = ("short", "full")
 
 def stats_option(help_text: str) -> CommandDecorator:
     """Return the option ``--stats [short|full]``, short without a value; its command must be a ``StatsCommand``."""
-    level = click.Choice(STATS_LEVELS)
-    return click.option("--stats", type=level, is_flag=False, flag_value="short", metavar="[full]", help=help_text)
+    level_type = click.Choice(STATS_LEVELS)
+    return click.option("--stats", type=level_type, is_flag=False, flag_value="short", metavar="[full]", help=help_text)
 
 
 class StatsCommand(click.Command):
@@ -196,16 +200,16 @@ class StatsCommand(click.Command):
         return super().parse_args(ctx, fill_flag_value(args, "--stats", "short", STATS_LEVELS.__contains__))
 
 
-def fill_flag_value(args: list[str], flag: str, default: str, is_value: Callable[[str], bool]) -> list[str]:
-    """Return ``args`` in which ``flag`` has the value ``default`` unless the argument that follows it is a value."""
-    filled = args.copy()
-    for position, arg in enumerate(args):
+def fill_flag_value(args: list[str], flag: str, default_value: str, is_value: Callable[[str], bool]) -> list[str]:
+    """Return ``args`` in which ``flag`` has the value ``default_value`` unless the argument after it is a value."""
+    filled_args = args.copy()
+    for arg_index, arg in enumerate(args):
         if arg == "--":
             break
-        has_value = any(map(is_value, args[position + 1 : position + 2]))
+        has_value = any(map(is_value, args[arg_index + 1 : arg_index + 2]))
         if arg == flag and not has_value:
-            filled[position] = f"{flag}={default}"
-    return filled
+            filled_args[arg_index] = f"{flag}={default_value}"
+    return filled_args
 
 
 def refuse_if(condition: object, message: str) -> None:
@@ -234,20 +238,20 @@ def check_chat_options(chat: bool | None, system: str | None, heal: bool | None)
 
 def split_options(values: Mapping[str, OptionValue]) -> tuple[dict[str, OptionValue], Params]:
     """Return the ``generate_options`` that were passed as (keywords for ``load``, params for ``generate``)."""
-    passed = {name: value for name, value in values.items() if value is not None}
-    if isinstance(draft := passed.get("draft"), str):
+    passed_options = {option: value for option, value in values.items() if value is not None}
+    if isinstance(draft := passed_options.get("draft"), str):
         raise click.UsageError(
             f"--draft {draft}: no such folder; name the folder of a draft, lookup, head, self or none."
         )
-    load_options = {name: value for name, value in passed.items() if name not in GENERATE_OPTIONS}
+    load_options = {option: value for option, value in passed_options.items() if option not in GENERATE_OPTIONS}
     try:
-        params = make_params({name: value for name, value in passed.items() if name in GENERATE_OPTIONS})
+        params = make_params({option: value for option, value in passed_options.items() if option in GENERATE_OPTIONS})
     except OvspecError as error:
         raise click.UsageError(options_to_flags(error)) from None
     greedy_rejection = params.accept == "rejection" and not params.temperature
     refuse_if(greedy_rejection, "--accept rejection needs a --temperature above 0.")
-    proposes = params.grammar_option or draft or (draft is None and passed.get("arithmetic") != "fast")
-    useless_lookahead = params.lookahead is not None and not proposes
+    may_propose = params.grammar_option or draft or (draft is None and passed_options.get("arithmetic") != "fast")
+    useless_lookahead = params.lookahead is not None and not may_propose
     refuse_if(useless_lookahead, "--lookahead needs --draft, or a grammar, whose forced tokens are proposed.")
     return load_options, params
 

@@ -21,10 +21,10 @@ def print_stream(lm: LanguageModel, stream: TextStream, stats: str | None, as_js
     """Print a text as it comes, and its statistics; return whether Ctrl-C ended it."""
     if as_json:
         with show_step("generating"):
-            result, interrupted = run_stream(stream, show=False)
+            result, interrupted = run_stream(stream, print_text=False)
         click.echo(json.dumps(result_as_json(lm, result), ensure_ascii=False))
     else:
-        result, interrupted = run_stream(stream, show=True)
+        result, interrupted = run_stream(stream, print_text=True)
         click.echo()
     print_stats(result, stats)
     return interrupted
@@ -39,19 +39,19 @@ def print_samples(lm: LanguageModel, prompt: Prompt, params: Params, stats: str 
     """Print whole texts for one prompt, if there are several, with a heading before each."""
     with show_step("generating"):
         results = lm.samples(prompt, sampling=params)
-    several = len(results) > 1
+    has_several = len(results) > 1
     if as_json:
-        report = {"samples": [result_as_json(lm, result) for result in results]}
-        if not several:
-            [report] = report["samples"]
-        click.echo(json.dumps(report, ensure_ascii=False))
-    for number, result in enumerate(results, 1):
-        if several and not as_json:
-            print_heading(f"sample {number}")
+        samples_json = {"samples": [result_as_json(lm, result) for result in results]}
+        if not has_several:
+            [samples_json] = samples_json["samples"]
+        click.echo(json.dumps(samples_json, ensure_ascii=False))
+    for sample_number, result in enumerate(results, 1):
+        if has_several and not as_json:
+            print_heading(f"sample {sample_number}")
         if not as_json:
             click.echo(result.text)
-        if several and stats:
-            click.echo(f"sample {number}: ", nl=stats == "full", err=True)
+        if has_several and stats:
+            click.echo(f"sample {sample_number}: ", nl=stats == "full", err=True)
         print_stats(result, stats)
 
 
@@ -60,18 +60,18 @@ def print_heading(text: str) -> None:
     click.secho(f"==> {text} <==", bold=True)
 
 
-def run_stream(stream: TextStream, show: bool) -> tuple[Result, bool]:
-    """Run a stream to its end and return (result, whether Ctrl-C ended it); print the text if ``show``."""
-    printed = 0  # characters
+def run_stream(stream: TextStream, print_text: bool) -> tuple[Result, bool]:
+    """Run a stream to its end and return (result, whether Ctrl-C ended it); print the text if ``print_text``."""
+    printed_count = 0  # characters
     interrupted = False
     interrupts = DelayedInterrupts()  # so that no Ctrl-C comes between printing and counting
     try:
         try:
-            for piece in iterate_with_progress(stream) if show else stream:
-                if show:
+            for piece in iterate_with_progress(stream) if print_text else stream:
+                if print_text:
                     interrupts.delaying = True
                     click.echo(piece.text, nl=False)
-                    printed += len(piece.text)
+                    printed_count += len(piece.text)
                     interrupts.delaying = False
                     if interrupts.ctrl_c_pressed:
                         raise KeyboardInterrupt
@@ -79,8 +79,8 @@ def run_stream(stream: TextStream, show: bool) -> tuple[Result, bool]:
             interrupts.delaying = interrupted = True
             stream.cancel()
         result = stream.result()
-        if show:
-            click.echo(result.text[printed:], nl=False)
+        if print_text:
+            click.echo(result.text[printed_count:], nl=False)
     finally:
         interrupts.restore_handler()
     return result, interrupted
@@ -99,18 +99,22 @@ def iterate_with_progress(stream: TextStream) -> Iterator[Piece]:
 def result_as_json(lm: LanguageModel, result: Result) -> JsonObject:
     """Return a text with its statistics as ``--json`` prints it."""
     stats: JsonObject = asdict(result.stats)
-    for rate in ("acceptance_rate", "conditional_acceptance"):
-        stats[rate] = getattr(result.stats, rate)
-    for name, value in stats.items():
+    for rate_name in ("acceptance_rate", "conditional_acceptance"):
+        stats[rate_name] = getattr(result.stats, rate_name)
+    for stat_name, value in stats.items():
         if isinstance(value, float):
-            stats[name] = round(value, 4)
-    entry: JsonObject = {"text": result.text, "token_ids": result.token_ids, "finish_reason": result.finish_reason}
-    entry |= answer_extras_json(result)
+            stats[stat_name] = round(value, 4)
+    result_json: JsonObject = {
+        "text": result.text,
+        "token_ids": result.token_ids,
+        "finish_reason": result.finish_reason,
+    }
+    result_json |= answer_extras_json(result)
     if result.logprobs is not None:
-        entry["logprobs"] = [logprob.as_json(lm.tokenizer.token_text) for logprob in result.logprobs]
+        result_json["logprobs"] = [logprob.as_json(lm.tokenizer.token_text) for logprob in result.logprobs]
     if result.schema_errors is not None:
-        entry["schema_errors"] = result.schema_errors
-    return entry | {"stats": stats, "record": record_as_json(result)}
+        result_json["schema_errors"] = result.schema_errors
+    return result_json | {"stats": stats, "record": record_as_json(result)}
 
 
 # ---------------------------------------------------------------- statistics
@@ -152,26 +156,31 @@ def describe_acceptance(result: Result) -> str:
 def describe_stats(result: Result) -> str:
     """Return all statistics, a line for each kind."""
     stats = result.stats
-    text = f"text: {stats.generated_tokens} tokens{describe_speed(stats)}"
+    text_line = f"text: {stats.generated_tokens} tokens{describe_speed(stats)}"
     if stats.tpot_ms:
-        text += f", {stats.tpot_ms:.2f} ms each"
-    rule = stats.rule and f" ({stats.rule})"
-    cached_text = f"{stats.cached_tokens} of them cached"
+        text_line += f", {stats.tpot_ms:.2f} ms each"
+    rule_clause = stats.rule and f" ({stats.rule})"
+    cached_clause = f"{stats.cached_tokens} of them cached"
     if stats.cached_tokens and stats.arithmetic != "exact":
-        cached_text += " (without exact arithmetic that may change bits)"
+        cached_clause += " (without exact arithmetic that may change bits)"
     lines = [
-        f"prompt: {stats.prompt_tokens} tokens, {cached_text}; first token after {stats.ttft_ms:.0f} ms",
-        f"{text}; ended by {result.finish_reason}",
+        f"prompt: {stats.prompt_tokens} tokens, {cached_clause}; first token after {stats.ttft_ms:.0f} ms",
+        f"{text_line}; ended by {result.finish_reason}",
         f"rounds: {stats.rounds}, {stats.tokens_per_round:.2f} tokens per round",
     ]
     if stats.proposed:
-        counts = stats.drafters.items()
-        by_drafter = ", ".join(f"{name} {count['accepted']} of {count['proposed']}" for name, count in counts)
+        drafter_counts = stats.drafters.items()
+        by_drafter = ", ".join(
+            f"{drafter} {drafter_count['accepted']} of {drafter_count['proposed']}"
+            for drafter, drafter_count in drafter_counts
+        )
         lines.append(f"speculation: {describe_acceptance(result)}; by drafter: {by_drafter}")
         positions = " ".join(map(str, stats.accepted_by_position))
-        conditional = f"{stats.conditional_acceptance or 0:.2f}, given that the proposed tokens before it were accepted"
+        conditional_clause = (
+            f"{stats.conditional_acceptance or 0:.2f}, given that the proposed tokens before it were accepted"
+        )
         lines.append(f"  accepted by position in the proposal: {positions or 'none'}")
-        lines.append(f"  conditional acceptance: {conditional}")
+        lines.append(f"  conditional acceptance: {conditional_clause}")
     if stats.forced:
         lines.append(f"grammar: {stats.forced} forced tokens")
     if stats.seed is not None:
@@ -179,6 +188,6 @@ def describe_stats(result: Result) -> str:
     lines += [
         f"time: target {stats.target_ms:.0f} ms, draft {stats.draft_ms:.0f} ms, other {stats.other_ms:.0f} ms",
         f"device: {stats.device}; engine {stats.engine} ({stats.engine_reason}); rollback: {stats.rollback}",
-        f"arithmetic: {stats.arithmetic}{rule}; profile: {stats.profile or 'none'}",
+        f"arithmetic: {stats.arithmetic}{rule_clause}; profile: {stats.profile or 'none'}",
     ]
     return "\n".join(lines)

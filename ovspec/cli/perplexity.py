@@ -32,10 +32,10 @@ def perplexity(folder: Path, file: Path, context: int | None, as_json: bool, **r
     text = read_text_or_stdin(file)
     lm = load_model(folder, **runtime)
     with show_step(f"{file}: reading"):
-        measured = lm.perplexity(text, context)
+        measurement = lm.perplexity(text, context)
     if as_json:
-        click.echo(json.dumps(asdict(measured)))
+        click.echo(json.dumps(asdict(measurement)))
         return
-    perplexity = f"perplexity {measured.perplexity:.4f} ({measured.nats:.5f} nats per token)"
-    speed = f"{measured.scored / measured.seconds:.0f} tokens/s"
-    click.echo(f"{perplexity}, {measured.scored} tokens in windows of {measured.context}, {speed}")
+    perplexity_text = f"perplexity {measurement.perplexity:.4f} ({measurement.nats:.5f} nats per token)"
+    speed_text = f"{measurement.scored / measurement.seconds:.0f} tokens/s"
+    click.echo(f"{perplexity_text}, {measurement.scored} tokens in windows of {measurement.context}, {speed_text}")

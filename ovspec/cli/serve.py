@@ -31,17 +31,19 @@ def serve(folder: Path | None, **all_options: OptionValue) -> None:
       ovspec serve my-pair
       ovspec serve my-pair --draft lookup,draft --api-key-file keys.txt --host 0.0.0.0
     """
-    passed = {name: value for name, value in all_options.items() if value is not None}
-    params = ServeParams(**{name: value for name, value in passed.items() if name in SERVE_OPTIONS})
-    load_options, _ = split_options({name: value for name, value in passed.items() if name not in SERVE_OPTIONS})
+    passed_options = {option: value for option, value in all_options.items() if value is not None}
+    params = ServeParams(**{option: value for option, value in passed_options.items() if option in SERVE_OPTIONS})
+    load_options, _ = split_options(
+        {option: value for option, value in passed_options.items() if option not in SERVE_OPTIONS}
+    )
     try:
         from ovspec.server.server import check_options, open_socket, read_keys
         from ovspec.server.server import serve as serve_model
     except ImportError as error:
         raise OvspecError(f"The server needs {error.name}; install it with: pip install 'ovspec[serve]'") from None
-    keys = read_keys(params.api_key_file)
-    check_options(params, keys)
+    api_keys = read_keys(params.api_key_file)
+    check_options(params, api_keys)
     listening_socket = open_socket(params.host, params.port)  # before the model is loaded, which takes long
     lm = load_model(folder, draft=load_options.pop("draft", None), lookahead=params.lookahead, **load_options)
     model_names = [*filter(None, params.model_name)] or [lm.folder.resolve().name]
-    serve_model(lm, model_names, keys, listening_socket, params)
+    serve_model(lm, model_names, api_keys, listening_socket, params)

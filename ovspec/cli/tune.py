@@ -68,35 +68,38 @@ def tune(folder: Path | None, goal: Goal, device: str | None, as_json: bool, cac
     from ovspec.setup.tuning import tune_model
 
     folder = resolve_model_folder(folder)
-    options = DeviceOptions(check_device(device or "CPU"), cache_dir=cache_dir)
-    file = find_profile_file(folder, options)
-    assert file
+    device_options = DeviceOptions(check_device(device or "CPU"), cache_dir=cache_dir)
+    profile_file = find_profile_file(folder, device_options)
+    assert profile_file
     try:  # before minutes of measuring are lost
-        file.parent.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=file.parent).close()
+        profile_file.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=profile_file.parent).close()
     except OSError as error:
         reason = f"cannot be created or written to ({error.strerror})"
-        raise OvspecError(f"{file.parent}: {reason}; name another folder with --cache-dir.") from None
+        raise OvspecError(f"{profile_file.parent}: {reason}; name another folder with --cache-dir.") from None
     profiles_json: JsonObject = {}
     profiles: dict[Path, Profile] = {}
-    for name, part_folder in (("target", folder), ("draft", folder / DRAFT_FOLDER)):
+    for model_role, model_folder in (("target", folder), ("draft", folder / DRAFT_FOLDER)):
         # A head runs with its target's settings.
-        if not (part_folder / MODEL_FILE).is_file() or is_head_folder(part_folder):
+        if not (model_folder / MODEL_FILE).is_file() or is_head_folder(model_folder):
             continue
-        with progress_bar(name) as show_progress:
-            profile = tune_model(part_folder, options, goal, report_progress=show_progress)
+        with progress_bar(model_role) as show_progress:
+            profile = tune_model(model_folder, device_options, goal, report_progress=show_progress)
             show_progress("", 1.0)
-        part_file = find_profile_file(part_folder, options)
-        assert part_file  # no property switches the cache off here
-        profiles[part_file] = write_cached(part_file, profile)
-        best = profile.choose_measurement(options, "auto")
-        profiles_json[name] = asdict(profile) | {"chosen": best and asdict(best), "file": str(part_file)}
+        model_profile_file = find_profile_file(model_folder, device_options)
+        assert model_profile_file  # no property switches the cache off here
+        profiles[model_profile_file] = write_cached(model_profile_file, profile)
+        best_measurement = profile.choose_measurement(device_options, "auto")
+        profiles_json[model_role] = asdict(profile) | {
+            "chosen": best_measurement and asdict(best_measurement),
+            "file": str(model_profile_file),
+        }
         if not as_json:
-            click.echo("\n".join(format_report(name, part_folder, profile)))
+            click.echo("\n".join(format_report(model_role, model_folder, profile)))
     if as_json:
         click.echo(json.dumps(profiles_json))
-    for part_file, profile in profiles.items():  # where that failed, the figures have been shown
-        write_atomically(part_file, json.dumps(asdict(profile), indent=1))
+    for model_profile_file, profile in profiles.items():  # where that failed, the figures have been shown
+        write_atomically(model_profile_file, json.dumps(asdict(profile), indent=1))
 
 
 @contextlib.contextmanager
@@ -110,39 +113,50 @@ def progress_bar(label: str) -> Iterator[Callable[[str, float], None]]:
         yield lambda setting, share: bar.update(int(1000 * share) - bar.pos, setting)
 
 
-def format_report(name: str, folder: Path, profile: Profile) -> list[str]:
+def format_report(model_role: str, folder: Path, profile: Profile) -> list[str]:
     """Return a table of the measurements, with the chosen setting marked."""
     from ovspec.ir.device import DeviceOptions
 
-    best = profile.choose_measurement(DeviceOptions(), "auto")
+    best_measurement = profile.choose_measurement(DeviceOptions(), "auto")
     reference = profile.reference
-    columns = "".join(f"{f'm={width}':>8}" for width in reference.verify_ms)
-    lines = [
-        f"{name}: {folder}, {profile.seconds:.0f} s",
-        f"  {'ms per inference of m tokens':55}{columns}  prefill, ms/token       KL   top-1  invariance  rule",
+    width_columns = "".join(f"{f'm={width}':>8}" for width in reference.verify_ms)
+    report_lines = [
+        f"{model_role}: {folder}, {profile.seconds:.0f} s",
+        f"  {'ms per inference of m tokens':55}{width_columns}  prefill, ms/token       KL   top-1  invariance  rule",
     ]
     for measurement in profile.measurements:
-        label = str(measurement.setting)
+        setting_label = str(measurement.setting)
         if measurement == reference and profile.full:
-            label += " (OpenVINO's own default)"
-        times = "".join(f"{measurement.computation_ms(width):8.2f}" for width in reference.verify_ms)
-        invariance = "" if measurement.invariance is None else f"{measurement.invariance:.0%}"
-        accuracy = f"{measurement.kl:9.1e}{measurement.top1:8.1%}{invariance:>12}  {measurement.rule or ''}".rstrip()
-        mark = "*" if measurement is best else " "
-        lines.append(f"{mark} {label:55}{times}{measurement.prefill_ms:19.3f}{accuracy}")
-    if best:
-        token_share = best.token_ms / reference.verify_ms[1]
-        prompt_share = best.prefill_ms / reference.prefill_ms
-        shares = f"a token takes {token_share:.2f}x and a prompt {prompt_share:.2f}x the default's time"
-        lines.append(f"chosen for {profile.goal}: {best.setting}; {shares}; KL divergence {best.kl:.1e} nats")
+            setting_label += " (OpenVINO's own default)"
+        time_cells = "".join(f"{measurement.computation_ms(width):8.2f}" for width in reference.verify_ms)
+        invariance_cell = "" if measurement.invariance is None else f"{measurement.invariance:.0%}"
+        accuracy_cells = (
+            f"{measurement.kl:9.1e}{measurement.top1:8.1%}{invariance_cell:>12}  {measurement.rule or ''}".rstrip()
+        )
+        chosen_mark = "*" if measurement is best_measurement else " "
+        report_lines.append(
+            f"{chosen_mark} {setting_label:55}{time_cells}{measurement.prefill_ms:19.3f}{accuracy_cells}"
+        )
+    if best_measurement:
+        token_share = best_measurement.token_ms / reference.verify_ms[1]
+        prompt_share = best_measurement.prefill_ms / reference.prefill_ms
+        share_text = f"a token takes {token_share:.2f}x and a prompt {prompt_share:.2f}x the default's time"
+        report_lines.append(
+            f"chosen for {profile.goal}: {best_measurement.setting}; {share_text}; "
+            f"KL divergence {best_measurement.kl:.1e} nats"
+        )
     for threads, exactness in profile.exactness.items():
-        with_threads = f"{threads} thread{'s' * (threads != 1)}"
-        differing = f"{exactness.differing} of {exactness.positions} probed positions differ"
-        rule = exactness.rule or "no rule found"
-        lines.append(f"exact arithmetic, {with_threads}: {rule}; {differing} from one pass over their text")
+        threads_text = f"{threads} thread{'s' * (threads != 1)}"
+        differing_text = f"{exactness.differing} of {exactness.positions} probed positions differ"
+        rule_text = exactness.rule or "no rule found"
+        report_lines.append(
+            f"exact arithmetic, {threads_text}: {rule_text}; {differing_text} from one pass over their text"
+        )
     if profile.price:
-        lines.append(f"price of exact arithmetic: a token takes {profile.price:.2f}x the time of fast arithmetic")
-    return lines + advise_weight_formats(profile.formats_ms)
+        report_lines.append(
+            f"price of exact arithmetic: a token takes {profile.price:.2f}x the time of fast arithmetic"
+        )
+    return report_lines + advise_weight_formats(profile.formats_ms)
 
 
 def advise_weight_formats(formats_ms: dict[str, float]) -> list[str]:
@@ -151,11 +165,21 @@ def advise_weight_formats(formats_ms: dict[str, float]) -> list[str]:
 
     if not formats_ms:
         return []
-    own_format, *others = formats_ms
-    shares = {name: formats_ms[name] / formats_ms[own_format] for name in others}
-    lines = [f"its weights are {own_format}; matrix products take with weights in other formats:"]
-    lines += [f"  {name}: {share:.2f}x the time" for name, share in shares.items()]
-    fastest = {name.split(",")[0]: name for name in sorted(others, key=lambda name: -shares[name])}
-    worthwhile = [name for name in fastest.values() if shares[name] <= WORTHWHILE_SHARE]
-    lines += [f"an export with {find_export_options(name)} should generate faster here" for name in worthwhile]
-    return lines + ["  (--evaluate tells what each loses)"] * bool(worthwhile)
+    own_format, *other_formats = formats_ms
+    time_shares = {weight_format: formats_ms[weight_format] / formats_ms[own_format] for weight_format in other_formats}
+    advice_lines = [f"its weights are {own_format}; matrix products take with weights in other formats:"]
+    advice_lines += [
+        f"  {weight_format}: {time_share:.2f}x the time" for weight_format, time_share in time_shares.items()
+    ]
+    fastest_formats = {
+        weight_format.split(",")[0]: weight_format
+        for weight_format in sorted(other_formats, key=lambda weight_format: -time_shares[weight_format])
+    }
+    worthwhile_formats = [
+        weight_format for weight_format in fastest_formats.values() if time_shares[weight_format] <= WORTHWHILE_SHARE
+    ]
+    advice_lines += [
+        f"an export with {find_export_options(weight_format)} should generate faster here"
+        for weight_format in worthwhile_formats
+    ]
+    return advice_lines + ["  (--evaluate tells what each loses)"] * bool(worthwhile_formats)

@@ -51,27 +51,30 @@ def verify(file: Path, folder: str | None, as_json: bool, **runtime: OptionValue
             result = result_from_json(entry)
             assert result.record
             identity = result.record.model()
-            key = json.dumps(identity, sort_keys=True, default=str)
-            if key not in models:
+            model_key = json.dumps(identity, sort_keys=True, default=str)
+            if model_key not in models:
                 model_folder = Path(folder or str(identity.get("folder", "")))
                 message = f"{label}: its model {model_folder} isn't here; name the model's folder with --model."
                 refuse_if(not folder and not model_folder.is_dir(), message)
-                models[key] = load_model(model_folder, draft="none", **recorded_load_options(identity, runtime))
+                models[model_key] = load_model(model_folder, draft="none", **recorded_load_options(identity, runtime))
             with show_step(f"{label}: checking"):
-                verification = models[key].verify(result)
+                verification = models[model_key].verify(result)
         except OvspecError as error:
             raise OvspecError(f"{label}: {error}".rstrip(".") + ".") from None
         verifications[label] = verification
         if not verification.ok:
-            mistakes += [f"{label}: {line}" for line in describe_mistakes(models[key], verification, identity)]
+            mistakes += [
+                f"{label}: {mistake_line}"
+                for mistake_line in describe_mistakes(models[model_key], verification, identity)
+            ]
     refuse_if(not verifications, f"{source_name}: no text in it, only errors.")
-    tokens = sum(verification.tokens for verification in verifications.values())
-    exact = sum(verification.exact for verification in verifications.values())
+    token_count = sum(verification.tokens for verification in verifications.values())
+    exact_count = sum(verification.exact for verification in verifications.values())
     if as_json:
-        texts = {label: {**asdict(text), "ok": text.ok} for label, text in verifications.items()}
-        click.echo(json.dumps({"tokens": tokens, "exact": exact, "texts": texts}, ensure_ascii=False))
+        texts_json = {label: {**asdict(text), "ok": text.ok} for label, text in verifications.items()}
+        click.echo(json.dumps({"tokens": token_count, "exact": exact_count, "texts": texts_json}, ensure_ascii=False))
     else:
-        verdict = f"{'not ' * bool(mistakes)}exact: {exact} of {tokens}"
+        verdict = f"{'not ' * bool(mistakes)}exact: {exact_count} of {token_count}"
         if len(verifications) > 1:
             verdict += f" tokens in {len(verifications)} texts"
         click.echo("\n".join([*mistakes, verdict]))
@@ -87,11 +90,11 @@ def iterate_texts(source: str, source_name: str) -> Iterator[tuple[str, JsonObje
         if "record" not in entry and entry.get("error"):  # a failed request of a batch
             continue
         response = entry.get("response")
-        body = response.get("body", entry) if isinstance(response, dict) else entry
-        compared_texts = [body[mode] for mode in ("plain", "speculative") if mode in body]
-        texts = body.get("samples") or body.get("choices") or compared_texts or [body]
-        for number, text in enumerate(texts, 1):
-            yield (f"{label}, text {number}" if len(texts) > 1 else label), text
+        result_body = response.get("body", entry) if isinstance(response, dict) else entry
+        compared_texts = [result_body[mode] for mode in ("plain", "speculative") if mode in result_body]
+        texts = result_body.get("samples") or result_body.get("choices") or compared_texts or [result_body]
+        for text_number, text in enumerate(texts, 1):
+            yield (f"{label}, text {text_number}" if len(texts) > 1 else label), text
 
 
 def parse_entries(source: str, source_name: str) -> list[tuple[str, JsonValue]]:
@@ -99,8 +102,8 @@ def parse_entries(source: str, source_name: str) -> list[tuple[str, JsonValue]]:
     with contextlib.suppress(ValueError):
         return [(source_name, json.loads(source))]
     entries = []
-    for number, line in enumerate(source.splitlines(), 1):
-        label = f"{source_name}, line {number}"
+    for line_number, line in enumerate(source.splitlines(), 1):
+        label = f"{source_name}, line {line_number}"
         try:
             if line.strip():
                 entries.append((label, json.loads(line)))
@@ -111,21 +114,23 @@ def parse_entries(source: str, source_name: str) -> list[tuple[str, JsonValue]]:
 
 def recorded_load_options(identity: JsonObject, runtime: dict[str, OptionValue]) -> dict[str, OptionValue]:
     """Return the settings of the model that made a text, as options of ``load``; ``runtime`` takes precedence."""
-    passed = {name: value for name, value in runtime.items() if value is not None}
-    recorded = {name: identity[name] for name in ("device", "engine", "arithmetic", "threads") if identity.get(name)}
+    passed_options = {option: value for option, value in runtime.items() if value is not None}
+    recorded_options = {
+        option: identity[option] for option in ("device", "engine", "arithmetic", "threads") if identity.get(option)
+    }
     properties: dict[str, OptionValue] = {}
     if isinstance(identity.get("properties"), dict):
         properties = dict(identity["properties"])
-    if passed.get("device", recorded.get("device")) != recorded.get("device"):
-        recorded.pop("engine", None)
+    if passed_options.get("device", recorded_options.get("device")) != recorded_options.get("device"):
+        recorded_options.pop("engine", None)
         properties = {}  # another device's
-    kv_follows = properties.get("KV_CACHE_PRECISION") == properties.get("INFERENCE_PRECISION_HINT")
-    if "kv_precision" in passed or ("precision" in passed and kv_follows):
+    kv_follows_precision = properties.get("KV_CACHE_PRECISION") == properties.get("INFERENCE_PRECISION_HINT")
+    if "kv_precision" in passed_options or ("precision" in passed_options and kv_follows_precision):
         properties.pop("KV_CACHE_PRECISION", None)
-    if "precision" in passed:
+    if "precision" in passed_options:
         properties.pop("INFERENCE_PRECISION_HINT", None)
-    properties |= passed.get("properties", {})
-    return {"tune": False, **recorded, **passed, "properties": properties}
+    properties |= passed_options.get("properties", {})
+    return {"tune": False, **recorded_options, **passed_options, "properties": properties}
 
 
 def describe_mistakes(lm: LanguageModel, verification: Verification, identity: JsonObject) -> list[str]:
@@ -134,27 +139,30 @@ def describe_mistakes(lm: LanguageModel, verification: Verification, identity: J
     def describe_token(token: int) -> str:
         return f"{lm.tokenizer.decode([token])!r} (id {token})"
 
-    lines: list[str] = []
-    system = lm.runtime.identity["system"]
-    recorded_system = identity.get("system", system)
-    if recorded_system != system:
-        lines.append(
-            f"made on {recorded_system}, and this is {system}, which may round otherwise; check it on {recorded_system}"
+    mistake_lines: list[str] = []
+    this_system = lm.runtime.identity["system"]
+    recorded_system = identity.get("system", this_system)
+    if recorded_system != this_system:
+        mistake_lines.append(
+            f"made on {recorded_system}, and this is {this_system}, which may round otherwise; "
+            f"check it on {recorded_system}"
         )
     if verification.problem:
-        lines.append(verification.problem)
+        mistake_lines.append(verification.problem)
     difference = verification.difference
     if not difference:
-        return lines
-    choice = "the text must end before it"
+        return mistake_lines
+    model_choice = "the text must end before it"
     if difference.chosen is not None:
-        choice = f"the model chooses {describe_token(difference.chosen)}"
+        model_choice = f"the model chooses {describe_token(difference.chosen)}"
     token = describe_token(difference.found)
-    lines.append(f"token {difference.index + 1} of {verification.tokens} is {token}, but {choice}")
+    mistake_lines.append(f"token {difference.index + 1} of {verification.tokens} is {token}, but {model_choice}")
     if difference.top:
-        top = ", ".join(f"{describe_token(token_id)} {logit:.4f}" for token_id, logit in difference.top)
-        lines.append(f"  most likely there: {top}")
+        top_text = ", ".join(f"{describe_token(token_id)} {logit:.4f}" for token_id, logit in difference.top)
+        mistake_lines.append(f"  most likely there: {top_text}")
     if lm.target.arithmetic != "exact":
-        promise = lm.target.arithmetic_note
-        lines.append(f"  arithmetic is {promise}: where two logits are nearly equal, neither token can be certified")
-    return lines
+        arithmetic_note = lm.target.arithmetic_note
+        mistake_lines.append(
+            f"  arithmetic is {arithmetic_note}: where two logits are nearly equal, neither token can be certified"
+        )
+    return mistake_lines

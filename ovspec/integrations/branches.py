@@ -64,14 +64,14 @@ class Branch:
     finish_reason: FinishReason | None = None
     max_length = 0
 
-    def __init__(self, decoders: DecoderSet, drafts: bool, lookahead: Lookahead, sequence: Sequence) -> None:
+    def __init__(self, decoders: DecoderSet, has_drafter: bool, lookahead: Lookahead, sequence: Sequence) -> None:
         self.decoders = decoders
         self.sequence = sequence
         self.known_logits: dict[int, np.ndarray] = {}
         self.stats = Stats()
         self.next_step = RowStep(sequence, PassiveSampler(), 1)
         self.last_outcome = RowOutcome()
-        drafter = decoders.drafter if drafts else None
+        drafter = decoders.drafter if has_drafter else None
         # The lookahead learns from a round when the text has gone on.
         self.scheduler = Scheduler(decoders.target, drafter, lookahead, [self], learn_from_round=lambda _: None)
 
@@ -116,18 +116,18 @@ class Branches:
         self._runtime = model.runtime
         decoders = self._runtime.decoder_pool.acquire()
         drafter, self._lookahead = decoders.select_drafting(self._runtime.row_maker.make_complete_params({}))
-        self._drafts = drafter is not None
+        self._has_drafter = drafter is not None
         self._branches: list[Branch] = []  # the least recently used one first
         self._add_branch(decoders)
         self._last_proposal: VerifiedProposal | None = None  # until the lookahead learns from it
         self._lock = threading.Lock()
 
-    def request_logits(self, tokens: list[int], all_new: bool = False) -> tuple[np.ndarray, int]:
+    def request_logits(self, tokens: list[int], all_new_positions: bool = False) -> tuple[np.ndarray, int]:
         """Return (logits (positions, vocab) float32, how many of ``tokens`` needn't be read for them).
 
-        The last position is the one after ``tokens``; without ``all_new`` it is the only one. With ``all_new``, there
-        is also a position after each token that is new since the last request for this text, and one before the first
-        of these, as far back as they are known.
+        The last position is the one after ``tokens``; without ``all_new_positions`` it is the only one. With them,
+        there is also a position after each token that is new since the last request for this text, and one before the
+        first of these, as far back as they are known.
 
         Raises:
             OvspecError: ``tokens`` is empty, has an unknown id, or exceeds the context or the free memory.
@@ -135,37 +135,39 @@ class Branches:
         if not tokens:
             raise OvspecError("The text is empty, and this model has no BOS token to start from.")
         self._runtime.models.check_context(len(tokens))
-        text = Sequence(tokens)
-        length = len(text)
+        sequence = Sequence(tokens)
+        text_length = len(sequence)
         with self._lock:
-            branch = self._choose_branch(text)
-            first_new = common_prefix(branch.sequence, text)
+            branch = self._choose_branch(sequence)
+            first_new = common_prefix(branch.sequence, sequence)
             if self._last_proposal and self._last_proposal.branch is branch:
-                self._count_accepted(self._last_proposal, text)
-            cached_tokens = length
-            if common_prefix(branch.cached_sequence, text) < length or length not in branch.known_logits:
-                cached_tokens = self._read_text(branch, text, first_new, all_new)
+                self._count_accepted(self._last_proposal, sequence)
+            cached_tokens = text_length
+            if common_prefix(branch.cached_sequence, sequence) < text_length or text_length not in branch.known_logits:
+                cached_tokens = self._read_text(branch, sequence, first_new, all_new_positions)
             self.counts.requests += 1
-            self.counts.answered += cached_tokens == length
-            branch.sequence = text
-            first = length
-            while all_new and first > first_new and first - 1 in branch.known_logits:
-                first -= 1
-            return np.stack([branch.known_logits[position] for position in range(first, length + 1)]), cached_tokens
+            self.counts.answered += cached_tokens == text_length
+            branch.sequence = sequence
+            first_row = text_length
+            while all_new_positions and first_row > first_new and first_row - 1 in branch.known_logits:
+                first_row -= 1
+            return np.stack(
+                [branch.known_logits[position] for position in range(first_row, text_length + 1)]
+            ), cached_tokens
 
     # ------------------------------------------------------------ branches
 
-    def _choose_branch(self, text: Sequence) -> Branch:
-        """Return the branch that holds most of ``text``, or another one where that branch would lose too much."""
+    def _choose_branch(self, sequence: Sequence) -> Branch:
+        """Return the branch that holds most of ``sequence``, or another one where that branch would lose too much."""
 
         def rate_branch(branch: Branch) -> tuple[int, int]:
-            return common_prefix(branch.cached_sequence, text), -len(branch.sequence)
+            return common_prefix(branch.cached_sequence, sequence), -len(branch.sequence)
 
         best_branch = max(reversed(self._branches), key=rate_branch)
-        shared_length = common_prefix(best_branch.cached_sequence, text)
+        shared_length = common_prefix(best_branch.cached_sequence, sequence)
         self._branches.remove(best_branch)
         self._branches.append(best_branch)
-        if len(best_branch.sequence) - common_prefix(best_branch.sequence, text) <= MAX_LOST_TOKENS:
+        if len(best_branch.sequence) - common_prefix(best_branch.sequence, sequence) <= MAX_LOST_TOKENS:
             return best_branch
         if len(self._branches) == MAX_BRANCHES:
             self._drop_branch(self._branches[0])
@@ -182,15 +184,15 @@ class Branches:
         """Add a branch with the text that ``decoders`` hold, or with an empty one."""
         if sequence is None:
             decoders.reset(1)
-        branch = Branch(decoders, self._drafts, self._lookahead, sequence or Sequence())
+        branch = Branch(decoders, self._has_drafter, self._lookahead, sequence or Sequence())
         self._branches.append(branch)
         return branch
 
-    def _make_room(self, tokens: int) -> None:
+    def _free_memory(self, tokens: int) -> None:
         """Drop the least recently used branches until ``tokens`` more tokens fit into memory."""
         while True:
             try:
-                return self._runtime.models.ensure_memory(tokens, self._drafts)
+                return self._runtime.models.ensure_memory(tokens, self._has_drafter)
             except OvspecError:
                 if len(self._branches) == 1:
                     raise
@@ -202,46 +204,50 @@ class Branches:
 
     # ------------------------------------------------------------ reading and proposing
 
-    def _read_text(self, branch: Branch, text: Sequence, first_new: int, all_new: bool) -> int:
-        """Compute the logits after ``text`` in one round; return how many of its tokens needn't be read."""
-        length = len(text)
-        unread = text.tokens[min(common_prefix(branch.cached_sequence, text), length - 1) :]
-        unknown = self._runtime.prompt_encoder.tokenizer.known_ids.first_unknown(unread)
-        if unknown is not None:
-            raise OvspecError(f"Token id {unknown} is not in the vocabulary.")
-        branch.sequence = text
+    def _read_text(self, branch: Branch, sequence: Sequence, first_new: int, all_new_positions: bool) -> int:
+        """Compute the logits after ``sequence`` in one round; return how many of its tokens needn't be read."""
+        text_length = len(sequence)
+        unread_tokens = sequence.tokens[min(common_prefix(branch.cached_sequence, sequence), text_length - 1) :]
+        unknown_id = self._runtime.prompt_encoder.tokenizer.known_ids.first_unknown(unread_tokens)
+        if unknown_id is not None:
+            raise OvspecError(f"Token id {unknown_id} is not in the vocabulary.")
+        branch.sequence = sequence
         self._learn_from_proposal()
-        is_prefill = len(unread) > PREFILL_THRESHOLD  # no drafter is asked while a prompt is read
+        is_prefill = len(unread_tokens) > PREFILL_THRESHOLD  # no drafter is asked while a prompt is read
         if is_prefill:
-            self._make_room(len(unread) + EXPECTED_TOKENS)
+            self._free_memory(len(unread_tokens) + EXPECTED_TOKENS)
         expected_tokens = EXPECTED_TOKENS
         if context_length := self._runtime.models.target.ir.context_length:
-            expected_tokens = min(expected_tokens, context_length - length)
+            expected_tokens = min(expected_tokens, context_length - text_length)
         # With all logits requested, a decoder feeds any number of tokens in the same way: proposals change no bit.
-        logits_rows = MAX_LOGITS_ROWS if all_new or not is_prefill else 1
-        branch.next_step = RowStep(text, PassiveSampler(), 1 + expected_tokens, not is_prefill, logits_rows=logits_rows)
+        logits_rows = MAX_LOGITS_ROWS if all_new_positions or not is_prefill else 1
+        branch.next_step = RowStep(
+            sequence, PassiveSampler(), 1 + expected_tokens, not is_prefill, logits_rows=logits_rows
+        )
         self._run_round(branch)
         outcome = branch.last_outcome
         proposal = outcome.proposal
-        cached_tokens = length - outcome.read_count
-        known = branch.known_logits
-        branch.known_logits = {n: logits for n, logits in known.items() if first_new <= n <= cached_tokens}
-        first_position = length + len(proposal.tokens) - len(outcome.logits) + 1
+        cached_tokens = text_length - outcome.read_count
+        known_logits = branch.known_logits
+        branch.known_logits = {n: logits for n, logits in known_logits.items() if first_new <= n <= cached_tokens}
+        first_position = text_length + len(proposal.tokens) - len(outcome.logits) + 1
         branch.known_logits |= dict(enumerate(outcome.logits.copy(), first_position))
         if proposal.tokens.size:
             self.counts.count_proposal(proposal.source, len(proposal.tokens), 0)
         if round_outcome := branch.scheduler.last_outcome:
             forced_tokens = 0 if is_prefill else outcome.read_count - 1
             round_outcome = replace(round_outcome, forced_tokens=forced_tokens, prefilled=is_prefill)
-            self._last_proposal = VerifiedProposal(branch, proposal, length, round_outcome)
+            self._last_proposal = VerifiedProposal(branch, proposal, text_length, round_outcome)
         return cached_tokens
 
     def _learn_from_proposal(self) -> None:
         """Let the lookahead learn which tokens of the last proposal the text has continued with."""
-        if verified := self._last_proposal:
-            reached = max(verified.accepted, len(verified.branch.sequence) - verified.start)
-            reached_proposal = shorten_proposal(verified.proposal, reached)
-            self._lookahead.learn_round(replace(verified.outcome, proposals=[(reached_proposal, verified.accepted)]))
+        if last_proposal := self._last_proposal:
+            reached_count = max(last_proposal.accepted, len(last_proposal.branch.sequence) - last_proposal.start)
+            reached_proposal = shorten_proposal(last_proposal.proposal, reached_count)
+            self._lookahead.learn_round(
+                replace(last_proposal.outcome, proposals=[(reached_proposal, last_proposal.accepted)])
+            )
             self._last_proposal = None
 
     def _run_round(self, branch: Branch) -> None:
@@ -257,9 +263,9 @@ class Branches:
         if drafter:
             counts.draft_ms += 1e3 * (drafter.seconds - draft_seconds)
 
-    def _count_accepted(self, verified: VerifiedProposal, text: Sequence) -> None:
-        accepted = common_prefix(verified.branch.cached_sequence, text) - verified.start
-        if accepted > verified.accepted:
-            new_positions = range(verified.accepted, accepted)
+    def _count_accepted(self, verified: VerifiedProposal, sequence: Sequence) -> None:
+        accepted_count = common_prefix(verified.branch.cached_sequence, sequence) - verified.start
+        if accepted_count > verified.accepted:
+            new_positions = range(verified.accepted, accepted_count)
             self.counts.count_accepted(verified.proposal.source, new_positions, len(verified.proposal.tokens))
-            verified.accepted = accepted
+            verified.accepted = accepted_count

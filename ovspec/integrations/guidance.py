@@ -67,15 +67,15 @@ class OpenVINOEngine(Engine):
         self.branches = Branches(lm)
         tokenizer = OpenVINOTokenizer(lm, chat_template)
         self._logits_width = tokenizer.size
-        enabled = {"enable_backtrack": True, "enable_ff_tokens": True, "enable_monitoring": True}
-        super().__init__(tokenizer, **(enabled | options))
+        enabled_options = {"enable_backtrack": True, "enable_ff_tokens": True, "enable_monitoring": True}
+        super().__init__(tokenizer, **(enabled_options | options))
 
     def get_logits(self, token_ids: list[int], include_all_uncached_tokens: bool = False) -> LogitsOutput:
         """Implement ``Engine.get_logits``; ``n_cached`` equals ``n_tokens`` if no inference was needed."""
         logits, cached_tokens = self.branches.request_logits(token_ids, include_all_uncached_tokens)
         missing_ids = max(0, self._logits_width - logits.shape[1])  # ids that the model lacks
-        padded = np.pad(logits[:, : self._logits_width], ((0, 0), (0, missing_ids)), constant_values=-np.inf)
-        return {"logits": padded, "n_tokens": len(token_ids), "n_cached": cached_tokens}
+        padded_logits = np.pad(logits[:, : self._logits_width], ((0, 0), (0, missing_ids)), constant_values=-np.inf)
+        return {"logits": padded_logits, "n_tokens": len(token_ids), "n_cached": cached_tokens}
 
 
 class OpenVINOTokenizer(Tokenizer):
@@ -84,22 +84,22 @@ class OpenVINOTokenizer(Tokenizer):
     def __init__(self, lm: LanguageModel, chat_template: str | type[ChatTemplate] | None = None) -> None:
         tokenizer_json = read_json(lm.folder / TOKENIZER_FILE)
         added_tokens = read_dataclass(TokenizerFile, lm.folder / TOKENIZER_FILE).added_tokens
-        ids = {token.content: token.id for token in added_tokens}
+        added_ids = {token.content: token.id for token in added_tokens}
         special_tokens = read_special_tokens(lm.folder)
-        bos, eos = (ids.get(special_tokens.get(role, "")) for role in ("bos_token", "eos_token"))
-        if eos is None:
-            eos = min(lm.generation_config.eos_ids, default=None)
-        if eos is None:
+        bos_id, eos_id = (added_ids.get(special_tokens.get(role, "")) for role in ("bos_token", "eos_token"))
+        if eos_id is None:
+            eos_id = min(lm.generation_config.eos_ids, default=None)
+        if eos_id is None:
             raise OvspecError(f"{lm.folder}: guidance needs a model with an end-of-sequence token.")
         try:
-            unpadded = json.dumps({**tokenizer_json, "padding": None, "truncation": None})
-            ll_tokenizer = LLTokenizer(unpadded, eos_token=eos)
+            unpadded_json = json.dumps({**tokenizer_json, "padding": None, "truncation": None})
+            ll_tokenizer = LLTokenizer(unpadded_json, eos_token=eos_id)
         except ValueError as error:
             raise OvspecError(f"{lm.folder}: its tokenizer can't be used with guidance: {str(error)[:300]}.") from None
         self.size = ll_tokenizer.vocab_size
         if chat_template is None:
             chat_template = find_model_template(lm)
-        super().__init__(ll_tokenizer, chat_template, bos)
+        super().__init__(ll_tokenizer, chat_template, bos_id)
 
 
 def find_model_template(lm: LanguageModel) -> str | type[ChatTemplate] | None:

@@ -16,41 +16,45 @@ def find_role_texts(template: ChatTemplate) -> RoleTexts | None:
     They leave out a BOS. Return None if the template begins or ends messages differently at different positions.
     """
     try:
-        chat = split_rendered_chat(template, ["user", "assistant", "user"])
-        answered = split_rendered_chat(template, ["user", "assistant"])
-        opened = split_rendered_chat(template, ["user"], open=True)
+        chat_texts = split_rendered_chat(template, ["user", "assistant", "user"])
+        answered_texts = split_rendered_chat(template, ["user", "assistant"])
+        opened_texts = split_rendered_chat(template, ["user"], opens_answer=True)
     except OvspecError:
         return None
-    user_end = chat[-1]
-    assistant_end = answered[-1]
-    if not (chat[1].startswith(user_end) and chat[2].startswith(assistant_end) and opened[1].startswith(user_end)):
+    user_end = chat_texts[-1]
+    assistant_end = answered_texts[-1]
+    if not (
+        chat_texts[1].startswith(user_end)
+        and chat_texts[2].startswith(assistant_end)
+        and opened_texts[1].startswith(user_end)
+    ):
         return None
-    user_start = chat[2][len(assistant_end) :]
-    if not chat[0].endswith(user_start):
+    user_start = chat_texts[2][len(assistant_end) :]
+    if not chat_texts[0].endswith(user_start):
         return None
     # The prompt for an answer may hold more than an earlier answer begins with, such as an opened thinking block.
-    role_texts = {"user": (user_start, user_end), "assistant": (opened[1][len(user_end) :], assistant_end)}
+    role_texts = {"user": (user_start, user_end), "assistant": (opened_texts[1][len(user_end) :], assistant_end)}
     try:
-        before, between, after = split_rendered_chat(template, ["system", "user"])
+        text_before_system, text_between_turns, text_after_user = split_rendered_chat(template, ["system", "user"])
     except OvspecError:
         return role_texts
-    if between.endswith(user_start) and after == user_end:
-        start = before.removeprefix(template.special_tokens.get("bos_token", ""))
-        role_texts["system"] = (start, between.removesuffix(user_start))
+    if text_between_turns.endswith(user_start) and text_after_user == user_end:
+        system_start = text_before_system.removeprefix(template.special_tokens.get("bos_token", ""))
+        role_texts["system"] = (system_start, text_between_turns.removesuffix(user_start))
     return role_texts
 
 
-def split_rendered_chat(template: ChatTemplate, roles: list[str], open: bool = False) -> list[str]:
+def split_rendered_chat(template: ChatTemplate, roles: list[str], opens_answer: bool = False) -> list[str]:
     """Return the texts before, between and after messages of ``roles``; raises OvspecError if one is left out.
 
-    open: render the beginning of an answer, too.
+    opens_answer: render the beginning of an answer, too.
     """
     messages = [{"role": role, "content": text} for role, text in zip(roles, SAMPLE_CONTENTS, strict=False)]
-    rest = template.render(messages, open)
-    texts = []
+    unsplit_text = template.render(messages, opens_answer)
+    texts_around = []
     for message in messages:
-        before, content, rest = rest.partition(message["content"])
-        if not content:
+        text_before, matched_content, unsplit_text = unsplit_text.partition(message["content"])
+        if not matched_content:
             raise OvspecError("The chat template leaves a message out.")
-        texts.append(before)
-    return [*texts, rest]
+        texts_around.append(text_before)
+    return [*texts_around, unsplit_text]

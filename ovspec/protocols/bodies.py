@@ -78,36 +78,36 @@ class RequestBody(BaseModel):
         if not isinstance(body, dict):
             return body
         fields = {name: value for name, value in body.items() if value is not None}
-        unknown = next((name for name in fields if name not in cls.model_fields), None)
-        return {name: value for name, value in fields.items() if name in cls.model_fields or name == unknown}
+        unknown_field = next((name for name in fields if name not in cls.model_fields), None)
+        return {name: value for name, value in fields.items() if name in cls.model_fields or name == unknown_field}
 
 
-def check_neutral(neutral_values: tuple[JsonValue, ...], instead: str, value: JsonValue) -> JsonValue:
+def check_neutral(neutral_values: tuple[JsonValue, ...], advice: str, value: JsonValue) -> JsonValue:
     """Return ``value`` if it is neutral, so changes nothing; raises PydanticCustomError otherwise."""
     if value in neutral_values:
         return value
-    allowed = " or ".join(json.dumps(neutral) for neutral in neutral_values if not isinstance(neutral, list))
-    exception = f", except as {allowed}" * bool(allowed)
+    allowed_values = " or ".join(json.dumps(neutral) for neutral in neutral_values if not isinstance(neutral, list))
+    exception_clause = f", except as {allowed_values}" * bool(allowed_values)
     raise PydanticCustomError(
-        "unmet", "is not supported{exception}; {instead}", {"exception": exception, "instead": instead}
+        "unmet", "is not supported{exception}; {instead}", {"exception": exception_clause, "instead": advice}
     )
 
 
-def ignored_fields(*names: str) -> FieldDefinitions:
+def define_ignored_fields(*fields: str) -> FieldDefinitions:
     """Return fields that are accepted and ignored."""
-    return {name: (JsonValue, Field(None, description=HAS_NO_EFFECT)) for name in names}
+    return {field: (JsonValue, Field(None, description=HAS_NO_EFFECT)) for field in fields}
 
 
-def refused_fields(neutral_values: Mapping[str, tuple[JsonValue, ...]]) -> FieldDefinitions:
+def define_refused_fields(neutral_values: Mapping[str, tuple[JsonValue, ...]]) -> FieldDefinitions:
     """Return fields that are refused unless they have one of the neutral values in this table."""
-    return {name: refused_field(name, values) for name, values in neutral_values.items()}
+    return {field: define_refused_field(field, values) for field, values in neutral_values.items()}
 
 
-def refused_field(name: str, neutral_values: tuple[JsonValue, ...]) -> tuple[Any, Any]:
-    instead = FIELD_TO_USE_INSTEAD.get(name, "leave it out")
-    kind = Annotated[JsonValue, AfterValidator(partial(check_neutral, neutral_values, instead))]
+def define_refused_field(field: str, neutral_values: tuple[JsonValue, ...]) -> tuple[Any, Any]:
+    advice = FIELD_TO_USE_INSTEAD.get(field, "leave it out")
+    field_type = Annotated[JsonValue, AfterValidator(partial(check_neutral, neutral_values, advice))]
     schema: JsonObject = {"enum": [*neutral_values, None]}
-    return kind, Field(None, description=NOT_SUPPORTED, json_schema_extra=schema)
+    return field_type, Field(None, description=NOT_SUPPORTED, json_schema_extra=schema)
 
 
 class ChatEnding(RequestBody):
@@ -122,16 +122,18 @@ class ChatEnding(RequestBody):
     )
 
 
-def option_validator(kind: Any, limits: Limits | None = None) -> PlainValidator:
+def make_option_validator(value_type: Any, limits: Limits | None = None) -> PlainValidator:
     """Return the validator of a field that checks its values as an option's."""
-    return PlainValidator(partial(check_option_value, kind, limits), json_schema_input_type=json_type_of(kind) | None)
+    return PlainValidator(
+        partial(check_option_value, value_type, limits), json_schema_input_type=json_type_of(value_type) | None
+    )
 
 
-def check_option_value(kind: Any, limits: Limits | None, value: JsonValue) -> JsonValue:
+def check_option_value(value_type: Any, limits: Limits | None, value: JsonValue) -> JsonValue:
     """Return a value of an option; raises PydanticCustomError if its type or range is wrong."""
-    if get_origin(kind) is Mapping and get_args(kind)[0] is int:
+    if get_origin(value_type) is Mapping and get_args(value_type)[0] is int:
         value = with_integer_keys(value)
-    if message := describe_problem(value, kind, limits):
+    if message := describe_problem(value, value_type, limits):
         raise PydanticCustomError("problem", "{message}", {"message": message})
     return value
 
@@ -144,39 +146,41 @@ def with_integer_keys(value: JsonValue) -> JsonValue:
         return value
 
 
-def json_type_of(kind: Any) -> Any:
+def json_type_of(value_type: Any) -> Any:
     """Return the type that a value of an option has in JSON."""
-    origin: Any = get_origin(kind)
-    inner = get_args(kind)
+    origin: Any = get_origin(value_type)
+    type_arguments = get_args(value_type)
     if origin in (Union, types.UnionType):
-        return Union[tuple(map(json_type_of, inner))]  # noqa: UP007
+        return Union[tuple(map(json_type_of, type_arguments))]  # noqa: UP007
     if isinstance(origin, type) and issubclass(origin, Mapping):
-        return dict[str, inner[1]]  # type: ignore[valid-type]
+        return dict[str, type_arguments[1]]  # type: ignore[valid-type]
     if isinstance(origin, type) and issubclass(origin, Collection):
-        return list[inner[0]]  # type: ignore[valid-type]
-    return kind
+        return list[type_arguments[0]]  # type: ignore[valid-type]
+    return value_type
 
 
-def option_field(option: Option) -> tuple[Any, Any]:
+def define_option_field(option: Option) -> tuple[Any, Any]:
     """Return the type and the field of an option."""
     limits = option.limits or Limits()
-    bounds: JsonObject = {}
+    schema_bounds: JsonObject = {}
     if limits.special_value is None and limits.minimum > -LARGEST_NUMBER:
-        bounds["exclusiveMinimum" if limits.excludes_minimum else "minimum"] = limits.minimum
+        schema_bounds["exclusiveMinimum" if limits.excludes_minimum else "minimum"] = limits.minimum
     if limits.maximum < LARGEST_NUMBER:
-        bounds["maximum"] = limits.maximum
-    default = RECOMMENDED_DEFAULT_TEXTS.get(option.name, option.default_text)
-    description = option.help + f" Default: {default}." * bool(default)
-    validator = option_validator(option.request_type or option.value_type, option.limits)
-    return Annotated[Any, validator], Field(None, description=description, json_schema_extra=bounds)
+        schema_bounds["maximum"] = limits.maximum
+    default_text = RECOMMENDED_DEFAULT_TEXTS.get(option.name, option.default_text)
+    description = option.help + f" Default: {default_text}." * bool(default_text)
+    validator = make_option_validator(option.request_type or option.value_type, option.limits)
+    return Annotated[Any, validator], Field(None, description=description, json_schema_extra=schema_bounds)
 
 
 TOP_LOGPROBS = Annotated[
-    Any, option_validator(int, Limits(0, 100, "from 0 to 100")), Field(json_schema_extra={"minimum": 0, "maximum": 100})
+    Any,
+    make_option_validator(int, Limits(0, 100, "from 0 to 100")),
+    Field(json_schema_extra={"minimum": 0, "maximum": 100}),
 ]
 PROMPT_OR_PROMPTS = str | Annotated[list[str], FAIL_FAST] | TOKEN_IDS | Annotated[list[TOKEN_IDS], FAIL_FAST]
 OPTION_FIELDS: FieldDefinitions = {
-    name: option_field(GENERATE_OPTIONS[option]) for name, option in OPTION_OF_FIELD.items()
+    name: define_option_field(GENERATE_OPTIONS[option]) for name, option in OPTION_OF_FIELD.items()
 }
 
 
@@ -206,16 +210,18 @@ class OtherServersFields(
     create_model(
         "Others",
         __base__=RequestBody,
-        **ignored_fields(*FIELDS_IGNORED_BY_SERVER),
-        **refused_fields(REFUSED_PROMPT_FIELDS | REFUSED_TEXT_FIELDS),
+        **define_ignored_fields(*FIELDS_IGNORED_BY_SERVER),
+        **define_refused_fields(REFUSED_PROMPT_FIELDS | REFUSED_TEXT_FIELDS),
     )
 ):
     """The fields that clients of other servers send; a batch file doesn't have them."""
 
 
-def keep_known_fields(values: JsonObject, known: Collection[str], parent: str, ignored: dict[str, None]) -> JsonObject:
-    """Return an object without its unknown fields, whose names, after that of their ``parent``, go to ``ignored``."""
-    unknown = (name for name, value in values.items() if name not in known and value not in (None, []))
-    for name in islice(unknown, MAX_NAMED_FIELDS - len(ignored)):
-        ignored[f"{parent}.{name[:MAX_NAME_LENGTH]}"] = None
-    return {name: value for name, value in values.items() if name in known}
+def keep_known_fields(
+    fields: JsonObject, known_fields: Collection[str], parent: str, ignored: dict[str, None]
+) -> JsonObject:
+    """Return an object without its unknown fields, whose names, after ``parent``, go to ``ignored``."""
+    unknown_fields = (field for field, value in fields.items() if field not in known_fields and value not in (None, []))
+    for field in islice(unknown_fields, MAX_NAMED_FIELDS - len(ignored)):
+        ignored[f"{parent}.{field[:MAX_NAME_LENGTH]}"] = None
+    return {field: value for field, value in fields.items() if field in known_fields}

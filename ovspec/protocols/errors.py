@@ -55,20 +55,22 @@ class AnthropicErrorBody(BaseModel):
     request_id: str | None = None
 
 
-def openai_error(failure: RequestFailure) -> OpenAIErrorBody:
+def make_openai_error(failure: RequestFailure) -> OpenAIErrorBody:
     """Return an error as OpenAI's API has it."""
     status = failure.status
-    default = "invalid_request_error" if status < 500 else "server_error"
-    kind = ERROR_TYPES.get(status, default)
-    code = failure.code or ERROR_CODES.get(status)
-    return OpenAIErrorBody(error=OpenAIErrorDetail(message=failure.message, type=kind, param=failure.param, code=code))
+    default_type = "invalid_request_error" if status < 500 else "server_error"
+    error_type = ERROR_TYPES.get(status, default_type)
+    error_code = failure.code or ERROR_CODES.get(status)
+    return OpenAIErrorBody(
+        error=OpenAIErrorDetail(message=failure.message, type=error_type, param=failure.param, code=error_code)
+    )
 
 
-def anthropic_error(failure: RequestFailure, request_id: str | None = None) -> AnthropicErrorBody:
+def make_anthropic_error(failure: RequestFailure, request_id: str | None = None) -> AnthropicErrorBody:
     """Return an error as Anthropic's API has it."""
     status = failure.status
-    default = "invalid_request_error" if status < 500 else "api_error"
-    kind = (ERROR_TYPES | ANTHROPIC_ERROR_TYPES).get(status, default)
+    default_type = "invalid_request_error" if status < 500 else "api_error"
+    error_type = (ERROR_TYPES | ANTHROPIC_ERROR_TYPES).get(status, default_type)
     message = f"{ANTHROPIC_TOO_LONG}: {failure.message}" if failure.code == CONTEXT_LENGTH_EXCEEDED else failure.message
-    error = AnthropicErrorBody(type="error", error=AnthropicErrorDetail(type=kind, message=message))
+    error = AnthropicErrorBody(type="error", error=AnthropicErrorDetail(type=error_type, message=message))
     return error if request_id is None else error.model_copy(update={"request_id": request_id})

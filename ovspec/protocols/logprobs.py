@@ -14,7 +14,7 @@ from ovspec.sampling.logprobs import TokenLogprob, make_token_logprob
 from ovspec.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
-SMALL_CHUNK = 8  # tokens of a prompt that an inference reads for its log-probabilities while texts wait for it
+SMALL_CHUNK_TOKENS = 8  # tokens of a prompt that an inference reads for its log-probabilities while texts wait for it
 
 
 @dataclass(frozen=True)
@@ -40,17 +40,17 @@ NO_ECHO = Echo()
 class TokenPlaceStream:
     """The generated tokens of a text, each with the piece of text that it has added to, without a stop string's tokens.
 
-    begin: characters before the text.
+    text_begin: characters before the text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, begin: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, text_begin: int) -> None:
         self._tokenizer = tokenizer
-        self._text_begin = begin
+        self._text_begin = text_begin
         self._text_length = 0
         self._pending_places: list[TokenPlace] = []  # their offsets count from the first token, which may be healed
         self._healed_length: int | None = None  # characters of the prompt that the first token spells again
         # All tokens and text until the healed length is known.
-        self._ids: list[int] = []
+        self._token_ids: list[int] = []
         self._text = ""
         self._detokenizer = tokenizer.make_detokenizer()
         self._offset = 0
@@ -62,14 +62,16 @@ class TokenPlaceStream:
             self._pending_places.append(TokenPlace(token_id, self._offset, logprob))
             self._offset += len(self._detokenizer.push(token_id))
         if self._healed_length is None:
-            self._ids += piece.token_ids
+            self._token_ids += piece.token_ids
             self._text += piece.text
             if self._text:
-                self._healed_length = max(0, self._tokenizer.decode(self._ids).find(self._text))
-        healed = self._healed_length or 0
-        complete = [place for place in self._pending_places if place.offset - healed < self._text_length]
-        del self._pending_places[: len(complete)]
-        return [replace(place, offset=self._text_begin + max(0, place.offset - healed)) for place in complete]
+                self._healed_length = max(0, self._tokenizer.decode(self._token_ids).find(self._text))
+        healed_length = self._healed_length or 0
+        complete_places = [place for place in self._pending_places if place.offset - healed_length < self._text_length]
+        del self._pending_places[: len(complete_places)]
+        return [
+            replace(place, offset=self._text_begin + max(0, place.offset - healed_length)) for place in complete_places
+        ]
 
 
 def chat_token_places(piece: Piece) -> list[TokenPlace]:
@@ -78,54 +80,63 @@ def chat_token_places(piece: Piece) -> list[TokenPlace]:
     return [TokenPlace(token_id, 0, logprob) for token_id, logprob in tokens]
 
 
-def make_echo(tokenizer: Tokenizer, prompt: Prompt, ids: list[int], logprobs: list[TokenLogprob | None] | None) -> Echo:
-    """Return the echo of a prompt with these token ``ids``."""
-    text = prompt if isinstance(prompt, str) else tokenizer.decode(ids)
+def make_echo(
+    tokenizer: Tokenizer, prompt: Prompt, token_ids: list[int], logprobs: list[TokenLogprob | None] | None
+) -> Echo:
+    """Return the echo of a prompt with these token ``token_ids``."""
+    text = prompt if isinstance(prompt, str) else tokenizer.decode(token_ids)
     if logprobs is None:
         return Echo(text)
     detokenizer = tokenizer.make_detokenizer()
-    places = list[TokenPlace]()
-    offset = len(text) - len(tokenizer.decode(ids))  # -1 for a space that some tokenizers put in front
-    for token_id, logprob in zip(ids, logprobs, strict=True):
-        places.append(TokenPlace(token_id, max(0, offset), logprob))
+    token_places = list[TokenPlace]()
+    offset = len(text) - len(tokenizer.decode(token_ids))  # -1 for a space that some tokenizers put in front
+    for token_id, logprob in zip(token_ids, logprobs, strict=True):
+        token_places.append(TokenPlace(token_id, max(0, offset), logprob))
         offset += len(detokenizer.push(token_id))
-    return Echo(text, places)
+    return Echo(text, token_places)
 
 
 def compute_prompt_logprobs(
-    lm: LanguageModel, ids: list[int], top: int, chunk: Callable[[], int] = lambda: LOGITS_CHUNK_TOKENS
+    lm: LanguageModel,
+    prompt_ids: list[int],
+    top_count: int,
+    get_chunk_size: Callable[[], int] = lambda: LOGITS_CHUNK_TOKENS,
 ) -> Generator[None, None, list[TokenLogprob | None]]:
     """Compute the log-probabilities of a prompt's tokens, an inference at a time; return them at the end.
 
     Args:
-        top: the number of most likely tokens at each position.
-        chunk: returns the most tokens that the next inference may read.
+        top_count: the number of most likely tokens at each position.
+        get_chunk_size: returns the most tokens that the next inference may read.
     """
     logprobs: list[TokenLogprob | None] = [None]
     decoders = lm.runtime.decoder_pool.acquire()
-    tokens = lm.encode(ids)
+    tokens = lm.encode(prompt_ids)
     try:
-        for position, logits in predict_tokens(decoders.target, tokens, len(ids), chunk):
-            next_ids = ids[position : position + len(logits)]
-            logprobs += [make_token_logprob(row, token_id, top) for row, token_id in zip(logits, next_ids, strict=True)]
+        for position, logits in predict_tokens(decoders.target, tokens, len(prompt_ids), get_chunk_size):
+            next_ids = prompt_ids[position : position + len(logits)]
+            logprobs += [
+                make_token_logprob(row, token_id, top_count) for row, token_id in zip(logits, next_ids, strict=True)
+            ]
             yield
     finally:
         lm.runtime.decoder_pool.release(decoders)
     return logprobs
 
 
-def compute_between_rounds(
-    lm: LanguageModel, engine: EngineThread, ids: list[int], top: int
+def compute_logprobs_between_rounds(
+    lm: LanguageModel, engine: EngineThread, prompt_ids: list[int], top_count: int
 ) -> Future[list[TokenLogprob | None]]:
     """Let the engine compute the log-probabilities of a prompt's tokens, without holding up texts."""
-    steps = compute_prompt_logprobs(lm, ids, top, lambda: SMALL_CHUNK if engine.running_count else LOGITS_CHUNK_TOKENS)
-    return engine.add_task(BackgroundTask(steps, len(ids)))
+    steps = compute_prompt_logprobs(
+        lm, prompt_ids, top_count, lambda: SMALL_CHUNK_TOKENS if engine.running_count else LOGITS_CHUNK_TOKENS
+    )
+    return engine.add_task(BackgroundTask(steps, len(prompt_ids)))
 
 
-def run_generator(steps: Generator[None, None, T]) -> T:
+def run_generator(generator: Generator[None, None, T]) -> T:
     """Run a generator to its end, and return its result."""
     while True:
         try:
-            next(steps)
-        except StopIteration as stop:
-            return stop.value
+            next(generator)
+        except StopIteration as stop_iteration:
+            return stop_iteration.value

@@ -47,48 +47,48 @@ class ModelList(ReplyModel):
     models: list[JsonObject] = Field(description="The same as llama.cpp's clients and OpenAI's Codex read it.")
 
 
-def model_entry(lm: LanguageModel, name: str, created: int, sampling: dict[str, int | float]) -> ModelEntry:
+def make_model_entry(lm: LanguageModel, model_name: str, created: int, sampling: dict[str, int | float]) -> ModelEntry:
     """Return a model as OpenAI's API has it; ``sampling``: of requests that set none."""
-    context = lm.target.ir.context_length
+    context_length = lm.target.ir.context_length
     meta = LlamaCppModelMeta(
-        n_ctx=context,
-        n_ctx_train=context,
+        n_ctx=context_length,
+        n_ctx_train=context_length,
         n_vocab=lm.tokenizer.known_ids.size or lm.target.ir.logits_width,
         size=lm.runtime.weights_size,
     )
     return ModelEntry(
-        id=name,
+        id=model_name,
         created=created,
-        max_model_len=context,
+        max_model_len=context_length,
         sampling=sampling,
         meta=meta,
         type="model",
-        display_name=name,
+        display_name=model_name,
         created_at=datetime.fromtimestamp(created, UTC),
-        max_input_tokens=context,
+        max_input_tokens=context_length,
     )
 
 
-def catalogue_entry(lm: LanguageModel, name: str) -> JsonObject:
+def make_catalogue_entry(lm: LanguageModel, model_name: str) -> JsonObject:
     """Return a model as llama.cpp's server and the catalogue of OpenAI's Codex describe it, in one."""
-    family = lm.target.ir.config.model_type or ""
+    model_family = lm.target.ir.config.model_type or ""
     return {
         # llama.cpp's, whose fields are Ollama's
         **dict.fromkeys(("modified_at", "size", "digest", "description", "parameters"), ""),
-        "name": name,
-        "model": name,
+        "name": model_name,
+        "model": model_name,
         "type": "model",
         "tags": [""],
         "capabilities": ["completion"],
         "details": {
             **dict.fromkeys(("parent_model", "parameter_size", "quantization_level"), ""),
             "format": "openvino",
-            "family": family,
-            "families": [family],
+            "family": model_family,
+            "families": [model_family],
         },
         # Codex's
-        "slug": name,
-        "display_name": name,
+        "slug": model_name,
+        "display_name": model_name,
         "supported_reasoning_levels": [],
         "shell_type": "default",
         "visibility": "list",

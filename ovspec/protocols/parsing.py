@@ -36,30 +36,30 @@ BODIES_WITH_FIELDS: dict[str, type[BaseModel]] = {
 
 
 @cache
-def fields_of_other_requests(body: type[BaseModel]) -> dict[str, str]:
+def fields_of_other_requests(body_type: type[BaseModel]) -> dict[str, str]:
     """Return the fields that a request for texts lacks and another request has, with the path of that request."""
-    if not issubclass(body, TextRequestBody) or body is BatchLineBody:
+    if not issubclass(body_type, TextRequestBody) or body_type is BatchLineBody:
         return {}
     return {
-        name: path
-        for path, other in reversed(BODIES_WITH_FIELDS.items())  # of several, the first is named
-        for name, field in other.model_fields.items()
-        if name not in body.model_fields and field.description not in (HAS_NO_EFFECT, NOT_SUPPORTED)
+        field_name: request_path
+        for request_path, other_body_type in reversed(BODIES_WITH_FIELDS.items())  # of several, the first is named
+        for field_name, field in other_body_type.model_fields.items()
+        if field_name not in body_type.model_fields and field.description not in (HAS_NO_EFFECT, NOT_SUPPORTED)
     }
 
 
-def drop_unknown_fields(value: JsonValue, body: type[BaseModel]) -> tuple[JsonValue, list[str]]:
+def drop_unknown_fields(body_json: JsonValue, body_type: type[BaseModel]) -> tuple[JsonValue, list[str]]:
     """Return a request's JSON without the fields that no request has, and the names of the first such fields."""
-    if not isinstance(value, dict):
-        return value, []
-    known = body.model_fields.keys() | fields_of_other_requests(body).keys()
-    fields = {name: field for name, field in value.items() if name in known}
-    unknown = (name for name, field in value.items() if name not in known and field is not None)
-    ignored = [*islice(unknown, MAX_NAMED_FIELDS)]
+    if not isinstance(body_json, dict):
+        return body_json, []
+    known_fields = body_type.model_fields.keys() | fields_of_other_requests(body_type).keys()
+    fields = {name: field for name, field in body_json.items() if name in known_fields}
+    unknown_fields = (name for name, field in body_json.items() if name not in known_fields and field is not None)
+    ignored = [*islice(unknown_fields, MAX_NAMED_FIELDS)]
     if "stream_options" in fields:  # the only field with fields of its own
         fields["stream_options"], ignored_options = drop_unknown_fields(fields["stream_options"], StreamOptions)
         ignored += [f"stream_options.{name}" for name in ignored_options]
-    if isinstance(fields.get("messages"), list) and issubclass(body, (ChatBody, BatchLineBody, TokenizeRequest)):
+    if isinstance(fields.get("messages"), list) and issubclass(body_type, (ChatBody, BatchLineBody, TokenizeRequest)):
         ignored_in_messages = dict[str, None]()
         messages = [drop_unknown_message_fields(message, ignored_in_messages) for message in fields["messages"]]
         fields["messages"] = messages
@@ -84,42 +84,42 @@ def drop_unknown_part_fields(part: JsonValue, ignored: dict[str, None]) -> JsonV
     return part
 
 
-def validate_body(value: JsonValue, body: type[B]) -> B:
-    """Return a request's JSON as a ``body``; raises RequestError for the first field that is wrong."""
+def validate_body(body_json: JsonValue, body_type: type[B]) -> B:
+    """Return a request's JSON as a ``body_type``; raises RequestError for the first field that is wrong."""
     try:
-        return body.model_validate(value)
+        return body_type.model_validate(body_json)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        raise RequestError(*describe_invalid_field(first, body)) from None
+        first_error = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        raise RequestError(*describe_invalid_field(first_error, body_type)) from None
 
 
-def describe_invalid_field(error: ErrorDetails, body: type[BaseModel]) -> tuple[str, str | None]:
+def describe_invalid_field(error: ErrorDetails, body_type: type[BaseModel]) -> tuple[str, str | None]:
     """Return the message for one of pydantic's errors on a body, and the name of the field."""
-    path = [str(key)[:MAX_NAME_LENGTH] for key in error["loc"]]
-    if not path:
+    field_path = [str(path_part)[:MAX_NAME_LENGTH] for path_part in error["loc"]]
+    if not field_path:
         return NOT_AN_OBJECT, None
-    name = path[0]
-    full_name = name
-    leaf = name
-    if name == "stream_options" and len(path) > 1:
-        body = StreamOptions
-        leaf = path[1]
-        full_name = f"{name}.{leaf}"
+    field = field_path[0]
+    full_field_name = field
+    leaf_field = field
+    if field == "stream_options" and len(field_path) > 1:
+        body_type = StreamOptions
+        leaf_field = field_path[1]
+        full_field_name = f"{field}.{leaf_field}"
     if error["type"] == "extra_forbidden":
-        return f"{full_name} is not a field of this request{suggest_field(leaf, body)}", name
+        return f"{full_field_name} is not a field of this request{suggest_field(leaf_field, body_type)}", field
     if error["type"] == "missing":
-        return f"{name} is missing.", name
+        return f"{field} is missing.", field
     if error["type"] == "too_short":
-        return f"{full_name} must not be empty.", name
+        return f"{full_field_name} must not be empty.", field
     if error["type"] in ("problem", "unmet"):
-        return f"{full_name} {error['msg']}.", name
-    return f"{full_name} must be {describe_type(body.model_fields[leaf].annotation)}.", name
+        return f"{full_field_name} {error['msg']}.", field
+    return f"{full_field_name} must be {describe_type(body_type.model_fields[leaf_field].annotation)}.", field
 
 
-def suggest_field(name: str, body: type[BaseModel]) -> str:
+def suggest_field(field_name: str, body_type: type[BaseModel]) -> str:
     """Return the advice for a field that a body doesn't have, as the end of a sentence."""
-    if path := fields_of_other_requests(body).get(name):
-        instead = getattr(body, "instead", {}).get(name)
-        return f", but of {path}; {f'give {instead}' if instead else 'leave it out'}."
-    known = [known_name for known_name, field in body.model_fields.items() if field.description != NOT_SUPPORTED]
-    return f"; {suggest_name(name, known) or 'leave it out.'}"
+    if request_path := fields_of_other_requests(body_type).get(field_name):
+        replacement = getattr(body_type, "instead", {}).get(field_name)
+        return f", but of {request_path}; {f'give {replacement}' if replacement else 'leave it out'}."
+    names = [name for name, field in body_type.model_fields.items() if field.description != NOT_SUPPORTED]
+    return f"; {suggest_name(field_name, names) or 'leave it out.'}"

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict
 from ovspec.base.json_types import JsonObject
 from ovspec.engine.results import Piece, Result
 from ovspec.engine.row import Row
-from ovspec.protocols.errors import RequestFailure, openai_error
+from ovspec.protocols.errors import RequestFailure, make_openai_error
 from ovspec.protocols.logprobs import NO_ECHO, Echo
 from ovspec.protocols.requests import TextRequest
 from ovspec.text.tokenizer import Tokenizer
@@ -76,4 +76,4 @@ class Reply(Protocol):
 
     def failure_events(self, failure: RequestFailure) -> Events:
         """Return the events that end the stream after a failure."""
-        return [openai_error(failure)]
+        return [make_openai_error(failure)]

@@ -17,7 +17,7 @@ from ovspec.protocols.bodies import MAX_NAMED_FIELDS, OPTION_OF_FIELD, RequestBo
 from ovspec.text.chat_template import Message
 from ovspec.text.infill import Infill
 
-RequestKind = Literal["own", "completion", "chat", "response", "message", "infill"]
+RequestKind = Literal["batch_line", "completion", "chat", "response", "message", "infill"]
 CHAT_KINDS = ("chat", "response", "message")
 # Where requests have their prompts.
 PROMPT_FIELDS = {"chat": "messages", "response": "input", "message": "messages", "infill": "input_prefix"}
@@ -39,9 +39,9 @@ class Overrides:
     def set_option(self, option: str, value: JsonValue, client_name: str) -> None:
         """Set an option from a field; raises RequestError if another field has set it to something else."""
         if self.values.setdefault(option, value) != value:
-            other = self.client_names.get(option, option)
+            other_name = self.client_names.get(option, option)
             raise RequestError(
-                f"`{other}` and `{client_name}` ask for different things; leave one of them out.", client_name
+                f"`{other_name}` and `{client_name}` ask for different things; leave one of them out.", client_name
             )
         self.client_names.setdefault(option, client_name)
 
@@ -56,24 +56,24 @@ class Overrides:
     def apply_to(self, defaults: Params, kind: RequestKind) -> Params:
         """Return the params of a request: its own options, and the defaults that fit them."""
         values = self.values
-        greedy = not values.get("temperature", defaults.temperature)
-        if greedy and kind != "own":
+        is_greedy = not values.get("temperature", defaults.temperature)
+        if is_greedy and kind != "batch_line":
             # Clients send these to greedy requests, whose text they can't change, and editors ask for several texts.
-            without_effect = {*TRUNCATING_OPTIONS}
+            options_without_effect = {*TRUNCATING_OPTIONS}
             if kind == "infill":
-                without_effect.add("n")
-            values = {name: value for name, value in values.items() if name not in without_effect}
-        has_grammar = any(name in values for name in GRAMMAR_OPTIONS)
-        unset = [*GRAMMAR_OPTIONS, "constrain_from"] if has_grammar else []
+                options_without_effect.add("n")
+            values = {option: value for option, value in values.items() if option not in options_without_effect}
+        has_grammar = any(option in values for option in GRAMMAR_OPTIONS)
+        unset_options = [*GRAMMAR_OPTIONS, "constrain_from"] if has_grammar else []
         if (values.get("json_schema") if has_grammar else defaults.json_schema) is None:
-            unset += SCHEMA_OPTIONS
+            unset_options += SCHEMA_OPTIONS
             if values.get("tools") and defaults.json_schema is None:  # the server's mode is for tools, too
-                unset.remove("json_schema_mode")
+                unset_options.remove("json_schema_mode")
         if values.get("temperature") == 0:
-            unset += TRUNCATING_OPTIONS
+            unset_options += TRUNCATING_OPTIONS
         with self.errors_with_client_names():
             return check_combinations(
-                replace(defaults, **({name: getattr(DEFAULT_PARAMS, name) for name in unset} | values))
+                replace(defaults, **({option: getattr(DEFAULT_PARAMS, option) for option in unset_options} | values))
             )
 
     @contextmanager
@@ -127,7 +127,7 @@ class TextRequest:
     def chat_size(self) -> int:
         """The number of characters in a chat, with its tools."""
         messages: Any = self.prompts[0]
-        return sum(map(message_size, messages)) + json_size(self.overrides.values.get("tools"))
+        return sum(map(count_message_characters, messages)) + count_json_characters(self.overrides.values.get("tools"))
 
 
 def count_texts(body: TextRequestBody) -> int:
@@ -139,9 +139,9 @@ def count_texts(body: TextRequestBody) -> int:
 
 def may_compile_grammar(body: TextRequestBody) -> bool:
     """Return whether a body has a grammar or tools, which may take long to compile."""
-    formats = [(getattr(body, name, None) or {}).get("format") for name in ("text", "output_config")]
-    formats += [getattr(body, name, None) for name in ("response_format", "output_format")]
-    if any(format and format.get("type") != "text" for format in formats if isinstance(format, dict)):
+    answer_formats = [(getattr(body, name, None) or {}).get("format") for name in ("text", "output_config")]
+    answer_formats += [getattr(body, name, None) for name in ("response_format", "output_format")]
+    if any(format and format.get("type") != "text" for format in answer_formats if isinstance(format, dict)):
         return True
     fields = [field for field, option in OPTION_OF_FIELD.items() if option in (*GRAMMAR_OPTIONS, "tools")]
     return any(getattr(body, field, None) is not None for field in fields)
@@ -155,28 +155,31 @@ def read_overrides(body: RequestBody) -> Overrides:
             continue
         value = getattr(body, field_name)
         if overrides.values.setdefault(option, value) != value:
-            other = overrides.client_names[option]
-            message = f"`{other}` and `{field_name}` are names of the same option, but their values differ; give one."
-            raise RequestError(message, other)
+            other_name = overrides.client_names[option]
+            message = (
+                f"`{other_name}` and `{field_name}` are names of the same option, but their values differ; give one."
+            )
+            raise RequestError(message, other_name)
         overrides.client_names.setdefault(option, field_name)
     return overrides
 
 
-def refuse_unknown_fields(fields: Iterable[str], known: Collection[str], message: str, param: str) -> None:
+def refuse_unknown_fields(fields: Iterable[str], known_fields: Collection[str], message: str, param: str) -> None:
     """Raise RequestError for the first field that isn't known; ``message`` has ``{name}`` for its name."""
-    for name in fields:
-        if name not in known:
+    for field_name in fields:
+        if field_name not in known_fields:
             raise RequestError(
-                f"{message.format(name=name[:80])}; {suggest_name(name, known) or 'leave it out.'}", param
+                f"{message.format(name=field_name[:80])}; {suggest_name(field_name, known_fields) or 'leave it out.'}",
+                param,
             )
 
 
-def message_size(message: Message) -> int:
+def count_message_characters(message: Message) -> int:
     """Return the number of characters in a message that ``to_template_message`` has made."""
-    return len(message["content"]) + json_size(message.get("tool_calls"))
+    return len(message["content"]) + count_json_characters(message.get("tool_calls"))
 
 
-def json_size(values: list[JsonObject] | None) -> int:
+def count_json_characters(values: list[JsonObject] | None) -> int:
     """Return about how many characters values take as JSON; 0 for none."""
     return len(repr(values)) if values else 0
 

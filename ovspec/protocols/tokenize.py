@@ -4,13 +4,15 @@ from typing import Any
 
 from pydantic import Field, create_model
 
-from ovspec.protocols.bodies import CHAT_MESSAGES, TOKEN_IDS, ChatEnding, RequestBody, refused_fields
+from ovspec.protocols.bodies import CHAT_MESSAGES, TOKEN_IDS, ChatEnding, RequestBody, define_refused_fields
 from ovspec.protocols.unsupported import REFUSED_PROMPT_FIELDS, REFUSED_TOKENIZE_FIELDS
 
 
 class TokenizeRequest(
     ChatEnding,
-    create_model("Prompts", __base__=RequestBody, **refused_fields(REFUSED_PROMPT_FIELDS | REFUSED_TOKENIZE_FIELDS)),
+    create_model(
+        "Prompts", __base__=RequestBody, **define_refused_fields(REFUSED_PROMPT_FIELDS | REFUSED_TOKENIZE_FIELDS)
+    ),
 ):
     """A text or chat to be encoded."""
 

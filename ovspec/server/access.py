@@ -15,7 +15,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ovspec.protocols.bodies import MAX_NAME_LENGTH, MAX_NAMED_FIELDS
-from ovspec.server.errors import REQUEST_ID, ApiError, error_response, is_anthropic_path
+from ovspec.server.errors import REQUEST_ID, ApiError, is_anthropic_path, make_error_response
 
 PATHS_WITHOUT_KEY = ("/health", "/ready")  # without a key
 # The fields of a request's state.
@@ -35,21 +35,21 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def key_number(http: Request) -> int | None:
+def read_key_number(http_request: Request) -> int | None:
     """Return the number of the key that a request was sent with, or None."""
-    return getattr(http.state, KEY_NUMBER, None)
+    return getattr(http_request.state, KEY_NUMBER, None)
 
 
-def add_ignored_names(http: Request, names: Iterable[str]) -> None:
+def add_ignored_names(http_request: Request, names: Iterable[str]) -> None:
     """Add names of ignored fields, for the reply's head and the log."""
-    setattr(http.state, IGNORED_NAMES, [*getattr(http.state, IGNORED_NAMES, ()), *names])
+    setattr(http_request.state, IGNORED_NAMES, [*getattr(http_request.state, IGNORED_NAMES, ()), *names])
 
 
 def safe_ignored_names(state: dict[str, Any]) -> list[str]:
     """Return the ignored fields of a request, without characters that could deceive a reader."""
-    names = state.get(IGNORED_NAMES, ())
-    safe = (re.sub(r"[^\w.-]", "?", name[:MAX_NAME_LENGTH], flags=re.ASCII) or "?" for name in names)
-    return [*islice(dict.fromkeys(safe), MAX_NAMED_FIELDS)]
+    ignored_names = state.get(IGNORED_NAMES, ())
+    safe_names = (re.sub(r"[^\w.-]", "?", name[:MAX_NAME_LENGTH], flags=re.ASCII) or "?" for name in ignored_names)
+    return [*islice(dict.fromkeys(safe_names), MAX_NAMED_FIELDS)]
 
 
 class AccessMiddleware:
@@ -60,20 +60,20 @@ class AccessMiddleware:
 
     Args:
         keys: the keys that clients may use; none if no key is needed.
-        local: whether only programs on this machine are served, without a key. Then a request must name this machine
-            as its host, so that a web page whose name points here reaches nothing.
+        local_only: whether only programs on this machine are served, without a key. Then a request must name this
+            machine as its host, so that a web page whose name points here reaches nothing.
         on_reply: called with the scope and the status of each request.
     """
 
-    def __init__(self, app: ASGIApp, keys: list[str], local: bool, on_reply: Callable[[Scope, int], None]) -> None:
+    def __init__(self, app: ASGIApp, keys: list[str], local_only: bool, on_reply: Callable[[Scope, int], None]) -> None:
         self._app = app
-        self._local = local
+        self._local_only = local_only
         self._on_reply = on_reply
         self._keys = [key.encode() for key in keys]
         self._logged_fields = set[str]()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        began = time.monotonic()
+        start_time = time.monotonic()
         status = 0
         state = scope.setdefault("state", {})
         request_id = f"req_{secrets.token_hex(12)}"
@@ -86,50 +86,50 @@ class AccessMiddleware:
                 status = message["status"]
                 headers = MutableHeaders(scope=message)
                 headers[id_header] = request_id
-                if ignored := safe_ignored_names(state):
-                    headers[IGNORED_HEADER] = ", ".join(ignored)
+                if ignored_names := safe_ignored_names(state):
+                    headers[IGNORED_HEADER] = ", ".join(ignored_names)
             await send(message)
 
         try:
             app = self._app
             if refusal := self._check_access(scope):
-                app = error_response(refusal, scope)
+                app = make_error_response(refusal, scope)
             await app(scope, receive, send_with_headers)
         except Exception:
             status = 500  # also of a stream that began with 200
             raise
         finally:
             status = state.get(STREAM_STATUS) or status or 499
-            self._log(scope, status, 1e3 * (time.monotonic() - began))
+            self._log_request(scope, status, 1e3 * (time.monotonic() - start_time))
             self._on_reply(scope, status)
 
-    def _log(self, scope: Scope, status: int, ms: float) -> None:
+    def _log_request(self, scope: Scope, status: int, duration_ms: float) -> None:
         client = (scope.get("client") or ("-",))[0]
         path = quote(scope["path"][:80])  # without characters that could deceive the log's reader
-        ACCESS_LOG.info("%s %s %s %s %.0f ms", client, scope["method"], path, status, ms)
-        for name in safe_ignored_names(scope["state"]):  # each once, and not more than strangers may fill the log with
-            if name not in self._logged_fields and len(self._logged_fields) < MAX_LOGGED_FIELDS:
-                self._logged_fields.add(name)
-                ACCESS_LOG.info("requests have %s, which is ignored", name)
+        ACCESS_LOG.info("%s %s %s %s %.0f ms", client, scope["method"], path, status, duration_ms)
+        for field in safe_ignored_names(scope["state"]):  # each once, and not more than strangers may fill the log with
+            if field not in self._logged_fields and len(self._logged_fields) < MAX_LOGGED_FIELDS:
+                self._logged_fields.add(field)
+                ACCESS_LOG.info("requests have %s, which is ignored", field)
 
     def _check_access(self, scope: Scope) -> ApiError | None:
         """Return the error for a request that is refused; record the number of its key."""
         headers = Headers(scope=scope)
-        if self._local and not is_loopback(re.sub(r":[0-9]*$", "", headers.get("host", "").lower())):
-            message = "This server answers to localhost and 127.0.0.1 only; start it with a key to use another name."
-            return ApiError(403, message)
-        scheme, _, bearer = headers.get("authorization", "").partition(" ")
+        if self._local_only and not is_loopback(re.sub(r":[0-9]*$", "", headers.get("host", "").lower())):
+            refusal = "This server answers to localhost and 127.0.0.1 only; start it with a key to use another name."
+            return ApiError(403, refusal)
+        scheme, _, bearer_key = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":
-            bearer = ""
-        numbers = [self._find_key(key) for key in (bearer, headers.get("x-api-key", ""))]
-        number = next((number for number in numbers if number is not None), None)
-        scope["state"][KEY_NUMBER] = number
-        if self._keys and scope["path"] not in PATHS_WITHOUT_KEY and number is None:
-            headers_to_send = "'Authorization: Bearer KEY' or 'x-api-key: KEY'"
-            return ApiError(401, f"The API key is missing or wrong; send it as {headers_to_send}.")
+            bearer_key = ""
+        key_numbers = [self._find_key_number(key) for key in (bearer_key, headers.get("x-api-key", ""))]
+        key_number = next((key_number for key_number in key_numbers if key_number is not None), None)
+        scope["state"][KEY_NUMBER] = key_number
+        if self._keys and scope["path"] not in PATHS_WITHOUT_KEY and key_number is None:
+            header_advice = "'Authorization: Bearer KEY' or 'x-api-key: KEY'"
+            return ApiError(401, f"The API key is missing or wrong; send it as {header_advice}.")
         return None
 
-    def _find_key(self, key: str) -> int | None:
+    def _find_key_number(self, key: str) -> int | None:
         """Return the number of a key, or None, in constant time."""
-        matches = [secrets.compare_digest(key.strip().encode(), known_key) for known_key in self._keys]
-        return matches.index(True) if any(matches) else None
+        key_matches = [secrets.compare_digest(key.strip().encode(), known_key) for known_key in self._keys]
+        return key_matches.index(True) if any(key_matches) else None

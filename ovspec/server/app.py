@@ -15,8 +15,8 @@ from starlette.responses import Response
 from ovspec import __version__
 from ovspec.base.json_types import JsonObject
 from ovspec.protocols.apis import BODY_TYPES, COUNT_PATHS, TEXT_APIS, TokenCount
-from ovspec.protocols.llamacpp.props import Props, server_props
-from ovspec.protocols.models import ModelEntry, ModelList, catalogue_entry, model_entry
+from ovspec.protocols.llamacpp.props import Props, make_server_props
+from ovspec.protocols.models import ModelEntry, ModelList, make_catalogue_entry, make_model_entry
 from ovspec.protocols.parsing import NOT_AN_OBJECT
 from ovspec.protocols.reply import ReplyModel
 from ovspec.protocols.requests import IgnoredNames
@@ -24,8 +24,8 @@ from ovspec.protocols.tokenize import DetokenizeRequest, TokenizeRequest
 from ovspec.server.body_limits import BoundedRoute
 from ovspec.server.context import ServerContext
 from ovspec.server.endpoints import TextEndpoints
-from ovspec.server.errors import ApiError, error_response
-from ovspec.server.openapi import ERROR_DESCRIPTIONS, error_responses, make_openapi_document
+from ovspec.server.errors import ApiError, make_error_response
+from ovspec.server.openapi import ERROR_DESCRIPTIONS, describe_error_responses, make_openapi_document
 from ovspec.server.tokenize import DetokenizeReply, TokenizeReply, detokenize_body, tokenize_body
 
 T = TypeVar("T")
@@ -58,7 +58,7 @@ def make_app(context: ServerContext) -> FastAPI:
         docs_url=None,  # their pages load scripts from elsewhere
         redoc_url=None,
         redirect_slashes=False,  # clients of APIs don't follow it with a body
-        responses=error_responses(""),
+        responses=describe_error_responses(""),
     )
     app.state.strict_fields = context.options.strict_fields
     app.openapi = partial(make_openapi_document, app)
@@ -67,8 +67,8 @@ def make_app(context: ServerContext) -> FastAPI:
     add_model_endpoints(app, context)
     add_state_endpoints(app, context)
     add_token_endpoints(app, context)
-    for kind in (RequestValidationError, HTTPException, Exception):
-        app.add_exception_handler(kind, handle_error)
+    for error_type in (RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(error_type, handle_error)
     return app
 
 
@@ -76,49 +76,49 @@ def add_text_endpoints(app: FastAPI, context: ServerContext) -> None:
     """Add the endpoints that generate texts, and endpoints that count the tokens of their requests."""
     endpoints = TextEndpoints(context)
     for path, api in TEXT_APIS.items():
-        reply = {"model": api.reply_model, "description": "The answer.", "content": STREAM_CONTENT}
-        answer = make_endpoint(partial(endpoints.answer_request, api), api.body)
+        reply_description = {"model": api.reply_model, "description": "The answer.", "content": STREAM_CONTENT}
+        text_endpoint = make_endpoint(partial(endpoints.answer_request, api), api.body)
         app.post(
             path,
             tags=["texts"],
             summary=api.summary,
             response_model=None,
-            responses={200: reply, **error_responses(path)},
-        )(answer)
+            responses={200: reply_description, **describe_error_responses(path)},
+        )(text_endpoint)
     for path, api_path in COUNT_PATHS.items():
         api = TEXT_APIS[api_path]
-        count_tokens = make_endpoint(partial(endpoints.count_tokens, api), api.body)
+        count_endpoint = make_endpoint(partial(endpoints.count_tokens, api), api.body)
         app.post(
             path,
             tags=["tokens"],
             summary=f"Count the tokens of a request to {api_path}.",
             response_model=TokenCount,
             response_model_exclude_unset=True,
-            responses=error_responses(path),
-        )(count_tokens)
+            responses=describe_error_responses(path),
+        )(count_endpoint)
 
 
 def add_model_endpoints(app: FastAPI, context: ServerContext) -> None:
     """Add the endpoints that describe the model and the server."""
     lm = context.lm
-    names = context.model_names
+    model_names = context.model_names
 
     @app.get("/v1/models", tags=["model"], summary="List the names of the one model that is served.")
     async def models() -> ModelList:
-        entries = [await model(name) for name in names]
-        catalogue = [catalogue_entry(lm, name) for name in names]
-        return ModelList(data=entries, first_id=names[0], last_id=names[-1], models=catalogue)
+        entries = [await model(name) for name in model_names]
+        catalogue = [make_catalogue_entry(lm, name) for name in model_names]
+        return ModelList(data=entries, first_id=model_names[0], last_id=model_names[-1], models=catalogue)
 
     @app.get("/v1/models/{name:path}", tags=["model"], summary="Describe the model.")
     async def model(name: str) -> ModelEntry:
         context.admission.check_model_name(name)
-        return model_entry(lm, name, context.started_at, context.sampling)
+        return make_model_entry(lm, name, context.started_at, context.sampling)
 
     @app.get("/v1/props", include_in_schema=False)
     @app.get("/props", tags=["model"], summary="Describe the server, as llama.cpp's does.")
     async def props() -> Props:
         return await context.threads.run_in_thread(
-            server_props, lm, names[0], context.defaults, context.options.batch_size
+            make_server_props, lm, model_names[0], context.defaults, context.options.batch_size
         )
 
 
@@ -191,7 +191,7 @@ def base_url_hint(path: str) -> str | None:
     return None
 
 
-async def handle_error(http: Request, error: Exception) -> Response:
+async def handle_error(http_request: Request, error: Exception) -> Response:
     if isinstance(error, RequestValidationError):  # no body at all; an invalid body gives an ApiError
         error = ApiError(400, NOT_AN_OBJECT)
     elif not isinstance(error, HTTPException):
@@ -199,5 +199,5 @@ async def handle_error(http: Request, error: Exception) -> Response:
     elif not isinstance(error, ApiError):  # Starlette's own
         error.detail = ROUTING_ERRORS.get(error.status_code, error.detail)
         if error.status_code == 404:
-            error.detail = base_url_hint(http.url.path) or error.detail
-    return error_response(error, http.scope)
+            error.detail = base_url_hint(http_request.url.path) or error.detail
+    return make_error_response(error, http_request.scope)

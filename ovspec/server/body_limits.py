@@ -38,30 +38,34 @@ class BoundedRequest(Request):
     async def json(self) -> Any:
         """Return the body as a model; FastAPI would collect an error for each wrong item."""
         raw_body = await self.body()
-        model = BODY_TYPES[self.url.path]
+        body_type = BODY_TYPES[self.url.path]
         report_ignored = None if self.app.state.strict_fields else partial(add_ignored_names, self)
         if len(raw_body) <= LARGE_BODY_BYTES:
-            return parse_body(raw_body, model, report_ignored)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(LARGE_BODY_READER, parse_body, raw_body, model, report_ignored)
+            return parse_body(raw_body, body_type, report_ignored)
+        event_loop = asyncio.get_running_loop()
+        return await event_loop.run_in_executor(LARGE_BODY_READER, parse_body, raw_body, body_type, report_ignored)
 
     async def body(self) -> bytes:
         if hasattr(self, "_body"):
             return self._body
         if self.headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
             raise ApiError(415, "The body must be JSON; send it with 'Content-Type: application/json'.")
-        too_large = ApiError(413, f"The body is larger than {MAX_BODY_BYTES // 1_000_000} MB.", close=True)
+        too_large_error = ApiError(
+            413, f"The body is larger than {MAX_BODY_BYTES // 1_000_000} MB.", close_connection=True
+        )
         if int(self.headers.get("content-length", 0)) > MAX_BODY_BYTES:
-            raise too_large
+            raise too_large_error
         raw_body = bytearray()
         try:
             async with asyncio.timeout(BODY_SECONDS):
-                async for part in self.stream():
-                    raw_body += part
+                async for body_part in self.stream():
+                    raw_body += body_part
                     if len(raw_body) > MAX_BODY_BYTES:
-                        raise too_large
+                        raise too_large_error
         except TimeoutError:
-            raise ApiError(408, f"The body did not arrive within {BODY_SECONDS:g} seconds.", close=True) from None
+            raise ApiError(
+                408, f"The body did not arrive within {BODY_SECONDS:g} seconds.", close_connection=True
+            ) from None
         except ClientDisconnect:
             raise ApiError(499, "The client has closed the connection.") from None
         self._body = bytes(raw_body)
@@ -74,10 +78,10 @@ class BoundedRoute(APIRoute):
     def get_route_handler(self) -> Callable[[Request], Any]:
         handler = super().get_route_handler()
 
-        async def handle(request: Request) -> Response:
+        async def handle_bounded(request: Request) -> Response:
             return await handler(BoundedRequest(request.scope, request.receive))
 
-        return handle
+        return handle_bounded
 
 
 def parse_json_bytes(raw_body: bytes) -> JsonValue:
@@ -86,13 +90,13 @@ def parse_json_bytes(raw_body: bytes) -> JsonValue:
         return from_json(raw_body, allow_inf_nan=False)
     except ValueError:
         # Latin-1 leaves all other bytes as they are.
-        repaired = replace_half_surrogates(raw_body.decode("latin-1")).encode("latin-1")
-        if repaired == raw_body:
+        repaired_body = replace_half_surrogates(raw_body.decode("latin-1")).encode("latin-1")
+        if repaired_body == raw_body:
             raise
-        return from_json(repaired, allow_inf_nan=False)
+        return from_json(repaired_body, allow_inf_nan=False)
 
 
-def parse_body(raw_body: bytes, model: type[B], report_ignored: Callable[[list[str]], None] | None = None) -> B:
+def parse_body(raw_body: bytes, body_type: type[B], report_ignored: Callable[[list[str]], None] | None = None) -> B:
     """Return the body in ``raw_body``; raises ApiError if it isn't JSON, and for the first invalid field.
 
     Fields that no request has are left out, and ``report_ignored`` is called with their names; without it they are
@@ -101,11 +105,11 @@ def parse_body(raw_body: bytes, model: type[B], report_ignored: Callable[[list[s
     if raw_body.count(b",") > MAX_COMMAS:
         raise ApiError(413, f"The body has more than {MAX_COMMAS} commas; send fewer values.")
     try:
-        value = parse_json_bytes(raw_body.removeprefix(BOM_UTF8))
+        json_value = parse_json_bytes(raw_body.removeprefix(BOM_UTF8))
         if report_ignored:
-            value, ignored = drop_unknown_fields(value, model)
-            report_ignored(ignored)
-        return validate_body(value, model)
+            json_value, ignored_names = drop_unknown_fields(json_value, body_type)
+            report_ignored(ignored_names)
+        return validate_body(json_value, body_type)
     except ValueError as error:
         raise ApiError(400, f"The body is not JSON: {error}.") from None
     except RequestError as error:

@@ -19,13 +19,13 @@ from ovspec.engine.results import Piece
 from ovspec.engine.row import Row
 from ovspec.protocols.apis import TextApi, TokenCount
 from ovspec.protocols.bodies import TextRequestBody
-from ovspec.protocols.logprobs import Echo, compute_between_rounds, make_echo
+from ovspec.protocols.logprobs import Echo, compute_logprobs_between_rounds, make_echo
 from ovspec.protocols.reply import Reply
 from ovspec.protocols.requests import count_texts, may_compile_grammar
 from ovspec.server.access import STREAM_STATUS
-from ovspec.server.admission import WorkKind, unless_disconnected, work_for_body
+from ovspec.server.admission import WorkKind, choose_work_kind, run_unless_disconnected
 from ovspec.server.context import ServerContext
-from ovspec.server.errors import ApiError, text_error, timeout_error, to_failure
+from ovspec.server.errors import ApiError, make_text_error, make_timeout_error, to_failure
 from ovspec.server.preparation import PreparedRequest
 
 T = TypeVar("T")
@@ -40,42 +40,46 @@ class TextEndpoints:
         self._context = context
         self._lm = context.lm
 
-    async def answer_request(self, api: TextApi, body: TextRequestBody, http: Request) -> Response:
+    async def answer_request(self, api: TextApi, body: TextRequestBody, http_request: Request) -> Response:
         """Answer a request with texts."""
-        began = time.monotonic()
+        arrival_time = time.monotonic()
         admission = self._context.admission
-        with ExitStack() as cleanup:
-            cleanup.enter_context(admission.admit(count_texts(body)))
+        with ExitStack() as cleanup_stack:
+            cleanup_stack.enter_context(admission.admit(count_texts(body)))
             admission.check_requested_model(body.model)
-            async with admission.preparing(began):
-                prepared = await unless_disconnected(http, self._prepare_request(api, body, http, began))
+            async with admission.limit_preparation(arrival_time):
+                prepared = await run_unless_disconnected(
+                    http_request, self._prepare_request(api, body, http_request, arrival_time)
+                )
             if prepared.generation.request.stream:
                 reply = api.reply(prepared.generation)
                 events = self._stream_events(reply, prepared)
-                first_event = await unless_disconnected(http, anext(events))
-                return EventStream(first_event, events, reply, cleanup.pop_all().close)
-            await unless_disconnected(http, self._generate_texts(prepared))
-            work: WorkKind = "texts" if prepared.params.logprobs is None else "long"
-            return await self._context.threads.run_in_thread(self._whole_response, prepared, work=work)
+                first_event = await run_unless_disconnected(http_request, anext(events))
+                return EventStream(first_event, events, reply, cleanup_stack.pop_all().close)
+            await run_unless_disconnected(http_request, self._generate_texts(prepared))
+            work_kind: WorkKind = "texts" if prepared.params.logprobs is None else "long"
+            return await self._context.threads.run_in_thread(self._make_whole_response, prepared, work_kind=work_kind)
 
-    async def count_tokens(self, api: TextApi, body: TextRequestBody, http: Request) -> TokenCount:
+    async def count_tokens(self, api: TextApi, body: TextRequestBody, http_request: Request) -> TokenCount:
         """Count the tokens of a request's prompt."""
         admission = self._context.admission
         admission.check_requested_model(body.model)
         with admission.admit():
-            async with admission.preparing(time.monotonic()):
+            async with admission.limit_preparation(time.monotonic()):
                 count_tokens = self._context.preparer.count_tokens
-                counting = self._context.threads.run_for_body(http, count_tokens, api, body, http)
-                count = await unless_disconnected(http, counting)
-        return TokenCount(input_tokens=count, **api.count_fields)
+                counting_work = self._context.threads.run_for_body(http_request, count_tokens, api, body, http_request)
+                token_count = await run_unless_disconnected(http_request, counting_work)
+        return TokenCount(input_tokens=token_count, **api.count_fields)
 
     async def _prepare_request(
-        self, api: TextApi, body: TextRequestBody, http: Request, began: float
+        self, api: TextApi, body: TextRequestBody, http_request: Request, arrival_time: float
     ) -> PreparedRequest:
         """Return a request with its rows and the echoes of its prompts."""
-        work: WorkKind = "grammars" if may_compile_grammar(body) else await work_for_body(http)
+        work_kind: WorkKind = "grammars" if may_compile_grammar(body) else await choose_work_kind(http_request)
         prepare = self._context.preparer.prepare_request
-        prepared = await self._context.threads.run_in_thread(prepare, api, body, http, began, work=work)
+        prepared = await self._context.threads.run_in_thread(
+            prepare, api, body, http_request, arrival_time, work_kind=work_kind
+        )
         if prepared.generation.request.echo:
             prepared.generation.echoes = await self._make_echoes(prepared)
         return prepared
@@ -86,21 +90,25 @@ class TextEndpoints:
         generation = prepared.generation
         top_logprobs = prepared.params.logprobs
         for prompt, row in zip(generation.request.prompts, generation.rows[:: generation.n], strict=True):
-            ids = row.record.prompt_ids.tolist() if row.record else []
+            prompt_ids = row.record.prompt_ids.tolist() if row.record else []
             logprobs = None
             if top_logprobs is not None:
-                computing = compute_between_rounds(self._lm, self._context.engine, ids, top_logprobs)
-                logprobs = await self._engine_result(computing)
-            run = self._context.threads.run_in_thread
-            echoes.append(await run(make_echo, self._lm.tokenizer, prompt, ids, logprobs, work="long"))
+                logprobs_future = compute_logprobs_between_rounds(
+                    self._lm, self._context.engine, prompt_ids, top_logprobs
+                )
+                logprobs = await self._await_engine(logprobs_future)
+            run_in_thread = self._context.threads.run_in_thread
+            echoes.append(
+                await run_in_thread(make_echo, self._lm.tokenizer, prompt, prompt_ids, logprobs, work_kind="long")
+            )
         return echoes
 
-    async def _engine_result(self, future: Future[T]) -> T:
+    async def _await_engine(self, future: Future[T]) -> T:
         """Return the result of work in the engine's thread; raises ApiError if it fails."""
         try:
             return await asyncio.wrap_future(future)
         except OvspecError as error:
-            raise text_error(error, self._lm) from None
+            raise make_text_error(error, self._lm) from None
 
     # ------------------------------------------------------------ whole replies
 
@@ -108,33 +116,33 @@ class TextEndpoints:
         """Generate all texts of a request; again with other seeds, where ``retries`` asks for it."""
         generation = prepared.generation
         rows = generation.rows
-        await self._finish_rows(rows, prepared.began)
+        await self._finish_rows(rows, prepared.arrival_time)
         retries = prepared.params.retries
         if generation.request.only_prompts:
             retries = 0
         for _ in range(retries):
-            new_rows = await self._make_rows_again(prepared)
-            if not new_rows:
+            retry_rows = await self._make_retry_rows(prepared)
+            if not retry_rows:
                 break
-            for index, row in new_rows.items():
+            for index, row in retry_rows.items():
                 row.draft_limits = rows[index].draft_limits
                 row.sequence.owner = rows[index].sequence.owner
                 rows[index] = row
-            await self._finish_rows([*new_rows.values()], prepared.began)
+            await self._finish_rows([*retry_rows.values()], prepared.arrival_time)
         self._record_metrics(prepared)
 
-    async def _make_rows_again(self, prepared: PreparedRequest) -> dict[int, Row]:
+    async def _make_retry_rows(self, prepared: PreparedRequest) -> dict[int, Row]:
         """Return new rows for the texts that break their schema, by index."""
         generation = prepared.generation
         results = [row.result() for row in generation.rows]
-        arguments = self._lm.runtime, generation.request.prompts, prepared.params, results, True
-        async with self._context.admission.preparing(prepared.began):
-            return await self._context.threads.run_in_thread(make_retry_rows, *arguments, work="grammars")
+        retry_arguments = self._lm.runtime, generation.request.prompts, prepared.params, results, True
+        async with self._context.admission.limit_preparation(prepared.arrival_time):
+            return await self._context.threads.run_in_thread(make_retry_rows, *retry_arguments, work_kind="grammars")
 
-    async def _finish_rows(self, rows: list[Row], began: float) -> None:
+    async def _finish_rows(self, rows: list[Row], arrival_time: float) -> None:
         """Generate rows whose pieces aren't streamed."""
-        async with aclosing(generate_pieces(self._context, rows, began)) as pieces:
-            async for _ in pieces:
+        async with aclosing(generate_pieces(self._context, rows, arrival_time)) as piece_batches:
+            async for _ in piece_batches:
                 pass
         for row in rows:
             await self._judge_row(row)
@@ -142,9 +150,9 @@ class TextEndpoints:
     async def _judge_row(self, row: Row) -> None:
         """Judge an ended text in a thread, so that other requests go on; ``row.result`` is quick after it."""
         if row.sampler.constraints.find_errors:
-            await self._context.threads.run_in_thread(row.result, work="grammars")
+            await self._context.threads.run_in_thread(row.result, work_kind="grammars")
 
-    def _whole_response(self, prepared: PreparedRequest) -> Response:
+    def _make_whole_response(self, prepared: PreparedRequest) -> Response:
         results = [row.result() for row in prepared.generation.rows]
         reply = prepared.api.reply(prepared.generation).whole_reply(results)
         return Response(reply.model_dump_json(exclude_unset=True), media_type="application/json")
@@ -152,19 +160,19 @@ class TextEndpoints:
     # ------------------------------------------------------------ streams
 
     async def _stream_events(self, reply: Reply, prepared: PreparedRequest) -> AsyncGenerator[bytes]:
-        events = [*reply.first_events()]
+        unsent_events = [*reply.first_events()]
         rows = prepared.generation.rows
-        async with aclosing(generate_pieces(self._context, rows, prepared.began)) as batches:
-            async for pieces in batches:
+        async with aclosing(generate_pieces(self._context, rows, prepared.arrival_time)) as piece_batches:
+            async for pieces in piece_batches:
                 if not pieces:
-                    events += reply.keep_alive_events()
+                    unsent_events += reply.keep_alive_events()
                 for index, piece in pieces:
                     if piece.finish_reason:
                         await self._judge_row(rows[index])
-                    events += reply.piece_events(index, piece)
-                for event in events:
+                    unsent_events += reply.piece_events(index, piece)
+                for event in unsent_events:
                     yield format_event(event)
-                events = []
+                unsent_events = []
         for event in reply.last_events():
             yield format_event(event)
         self._record_metrics(prepared)
@@ -172,11 +180,11 @@ class TextEndpoints:
     def _record_metrics(self, prepared: PreparedRequest) -> None:
         metrics = self._context.metrics
         generation = prepared.generation
-        prompts = [row.stats for row in generation.rows[:: generation.n]]
-        metrics.prompt_tokens.inc(sum(stats.prompt_tokens for stats in prompts))
-        metrics.cached_tokens.inc(sum(stats.cached_tokens for stats in prompts))
-        metrics.new_prompts.inc(sum(not stats.cached_tokens for stats in prompts))
-        metrics.request_seconds.observe(time.monotonic() - prepared.began)
+        prompt_stats = [row.stats for row in generation.rows[:: generation.n]]
+        metrics.prompt_tokens.inc(sum(stats.prompt_tokens for stats in prompt_stats))
+        metrics.cached_tokens.inc(sum(stats.cached_tokens for stats in prompt_stats))
+        metrics.new_prompts.inc(sum(not stats.cached_tokens for stats in prompt_stats))
+        metrics.request_seconds.observe(time.monotonic() - prepared.arrival_time)
 
 
 class EventStream(StreamingResponse):
@@ -200,28 +208,28 @@ class EventStream(StreamingResponse):
         self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        state = scope["state"]
-        state[STREAM_STATUS] = 499  # unless it is sent to its end
-        self.body_iterator = self._all_events(state)
+        request_state = scope["state"]
+        request_state[STREAM_STATUS] = 499  # unless it is sent to its end
+        self.body_iterator = self._iterate_events(request_state)
         try:
             await super().__call__(scope, receive, send)
         finally:
             await self._events.aclose()
             self._on_end()
 
-    async def _all_events(self, state: dict[str, Any]) -> AsyncIterator[bytes]:
-        """Yield the events, and an error as the last one; record the status in ``state``."""
+    async def _iterate_events(self, request_state: dict[str, Any]) -> AsyncIterator[bytes]:
+        """Yield the events, and an error as the last one; record the status in ``request_state``."""
         yield self._first_event
         try:
             async for event in self._events:
                 yield event
-            state[STREAM_STATUS] = 200
+            request_state[STREAM_STATUS] = 200
         except ApiError as error:
-            state[STREAM_STATUS] = error.status_code
+            request_state[STREAM_STATUS] = error.status_code
             for event in self._reply.failure_events(to_failure(error)):
                 yield format_event(event)
         except Exception:
-            state[STREAM_STATUS] = 500
+            request_state[STREAM_STATUS] = 500
             raise
 
 
@@ -229,31 +237,33 @@ def format_event(event: BaseModel | bytes) -> bytes:
     """Return a server-sent event, which is named if it has a type."""
     if isinstance(event, bytes):
         return event
-    kind: Any = getattr(event, "type", None)
-    name = f"event: {kind}\n".encode() if "type" in type(event).model_fields else b""
-    return name + b"data: " + event.model_dump_json(exclude_unset=True).encode() + b"\n\n"
+    event_type: Any = getattr(event, "type", None)
+    name_line = f"event: {event_type}\n".encode() if "type" in type(event).model_fields else b""
+    return name_line + b"data: " + event.model_dump_json(exclude_unset=True).encode() + b"\n\n"
 
 
-async def generate_pieces(context: ServerContext, rows: list[Row], began: float) -> AsyncGenerator[IndexedPieces]:
+async def generate_pieces(
+    context: ServerContext, rows: list[Row], arrival_time: float
+) -> AsyncGenerator[IndexedPieces]:
     """Let the engine generate rows; yield their pieces, and none after ``KEEP_ALIVE_SECONDS`` without a piece."""
     if rows[0].finish_reason:  # only the prompts were requested
         yield [(index, Piece("", [], row.finish_reason)) for index, row in enumerate(rows)]
         return
     engine = context.engine
-    loop = asyncio.get_running_loop()
+    event_loop = asyncio.get_running_loop()
     deliveries = asyncio.Queue[tuple[float, IndexedPieces | OvspecError]]()
 
-    def deliver(pieces: IndexedPieces | OvspecError) -> None:
+    def deliver_pieces(pieces: IndexedPieces | OvspecError) -> None:
         # The time is that of the engine: a client that reads slowly makes no token late.
-        loop.call_soon_threadsafe(deliveries.put_nowait, (time.monotonic(), pieces))
+        event_loop.call_soon_threadsafe(deliveries.put_nowait, (time.monotonic(), pieces))
 
-    job = Job(rows, deliver)
-    unfinished = len(rows)
+    job = Job(rows, deliver_pieces)
+    unfinished_rows = len(rows)
     last_piece_times = dict[int, float]()  # by index of the row
-    deadlines = Deadlines(context, began)
+    deadlines = Deadlines(context, arrival_time)
     engine.submit(job)
     try:
-        while unfinished:
+        while unfinished_rows:
             try:
                 # Python 3.11's wait_for goes on in a task that is cancelled just when a piece comes.
                 async with asyncio.timeout(min(KEEP_ALIVE_SECONDS, deadlines.seconds_left(job.started))):
@@ -264,40 +274,44 @@ async def generate_pieces(context: ServerContext, rows: list[Row], began: float)
                 yield []
                 continue
             if isinstance(pieces, OvspecError):
-                raise text_error(pieces, context.lm)
+                raise make_text_error(pieces, context.lm)
             for index, piece in pieces:
-                record_piece_time(context, delivered_at, last_piece_times.get(index), began)
+                record_piece_time(context, delivered_at, last_piece_times.get(index), arrival_time)
                 last_piece_times[index] = delivered_at
-                unfinished -= piece.finish_reason is not None
+                unfinished_rows -= piece.finish_reason is not None
             yield pieces
     finally:
-        if unfinished:
+        if unfinished_rows:
             engine.cancel_job(job)
 
 
 class Deadlines:
-    """The times at which a request must have begun and ended; ``began``: the time of its arrival."""
+    """The times at which a request must have begun and ended; ``arrival_time``: the time of its arrival."""
 
-    def __init__(self, context: ServerContext, began: float) -> None:
+    def __init__(self, context: ServerContext, arrival_time: float) -> None:
         self._options = context.options
-        self._end_by = began + context.options.request_timeout
-        self._start_by = min(time.monotonic() + context.options.queue_timeout, self._end_by)
+        self._end_deadline = arrival_time + context.options.request_timeout
+        self._start_deadline = min(time.monotonic() + context.options.queue_timeout, self._end_deadline)
 
     def seconds_left(self, has_started: bool) -> float:
         """Return the seconds until the next deadline, and a little more; raises ApiError after it."""
         now = time.monotonic()
-        if now > self._end_by:
-            raise timeout_error(self._options.request_timeout)
-        if not has_started and now > self._start_by:
-            waited = f"The request has waited for {self._options.queue_timeout:g} seconds, and its turn has not come"
-            raise ApiError(503, f"{waited}; try again later.", code="timeout", retry_after=5)
-        deadline = self._end_by if has_started else self._start_by
+        if now > self._end_deadline:
+            raise make_timeout_error(self._options.request_timeout)
+        if not has_started and now > self._start_deadline:
+            waited_sentence = (
+                f"The request has waited for {self._options.queue_timeout:g} seconds, and its turn has not come"
+            )
+            raise ApiError(503, f"{waited_sentence}; try again later.", code="timeout", retry_after=5)
+        deadline = self._end_deadline if has_started else self._start_deadline
         return deadline - now + 0.01
 
 
-def record_piece_time(context: ServerContext, now: float, last_piece_time: float | None, began: float) -> None:
+def record_piece_time(
+    context: ServerContext, delivered_at: float, last_piece_time: float | None, arrival_time: float
+) -> None:
     """Record the time to a row's first piece, or between two of its pieces."""
     if last_piece_time is None:
-        context.metrics.time_to_first_token.observe(now - began)
+        context.metrics.time_to_first_token.observe(delivered_at - arrival_time)
     else:
-        context.metrics.time_between_tokens.observe(now - last_piece_time)
+        context.metrics.time_between_tokens.observe(delivered_at - last_piece_time)

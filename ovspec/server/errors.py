@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 
 from ovspec.api.model import LanguageModel
 from ovspec.base.errors import InferenceError, OvspecError, PromptError, UnavailableError
-from ovspec.protocols.errors import CONTEXT_LENGTH_EXCEEDED, RequestFailure, anthropic_error, openai_error
+from ovspec.protocols.errors import CONTEXT_LENGTH_EXCEEDED, RequestFailure, make_anthropic_error, make_openai_error
 
 ANTHROPIC_PATH = re.compile(r"(/v1)*/messages(/|$)")  # with a wrong base URL, too
 REQUEST_ID = "request_id"  # the field of a request's state with its id
@@ -31,7 +31,7 @@ class ApiError(HTTPException):
     param: the field that is wrong.
     code: a word for programs, such as "model_not_found".
     retry_after: seconds after which the client may try again.
-    close: whether the connection is closed, because the rest of the body isn't read.
+    close_connection: whether the connection is closed, because the rest of the body isn't read.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class ApiError(HTTPException):
         param: str | None = None,
         code: str | None = None,
         retry_after: int | None = None,
-        close: bool = False,
+        close_connection: bool = False,
     ) -> None:
         headers = dict[str, str]()
         if retry_after is not None:
@@ -50,7 +50,7 @@ class ApiError(HTTPException):
             headers["X-Should-Retry"] = "false"
         if status == 401:
             headers["WWW-Authenticate"] = "Bearer"
-        if close:
+        if close_connection:
             headers["Connection"] = "close"
         super().__init__(status, message, headers)
         self.param = param
@@ -62,13 +62,13 @@ def message_for_clients(error: OvspecError, lm: LanguageModel) -> str:
     return str(error).replace(str(lm.folder), "the model's folder").replace(PYTHON_ONLY_ADVICE, "")
 
 
-def prompt_error(error: PromptError, lm: LanguageModel, field: str) -> ApiError:
+def make_prompt_error(error: PromptError, lm: LanguageModel, field: str) -> ApiError:
     """Return the error for a prompt that can't be used; ``field``: the field with the prompt."""
     message = re.sub("^messages: ", f"{field}: ", message_for_clients(error, lm))
     return ApiError(400, message, field, CONTEXT_LENGTH_EXCEEDED if error.too_long else None)
 
 
-def text_error(error: OvspecError, lm: LanguageModel) -> ApiError:
+def make_text_error(error: OvspecError, lm: LanguageModel) -> ApiError:
     """Return the error for a request whose text has failed."""
     status = 422
     if isinstance(error, (ServerEnded, UnavailableError)):
@@ -78,20 +78,20 @@ def text_error(error: OvspecError, lm: LanguageModel) -> ApiError:
     return ApiError(status, message_for_clients(error, lm))
 
 
-def timeout_error(seconds: float) -> ApiError:
-    return ApiError(504, f"The request took longer than {seconds:g} seconds.", code="timeout")
+def make_timeout_error(timeout_seconds: float) -> ApiError:
+    return ApiError(504, f"The request took longer than {timeout_seconds:g} seconds.", code="timeout")
 
 
 def to_failure(error: HTTPException) -> RequestFailure:
     return RequestFailure(error.status_code, error.detail, getattr(error, "param", None), getattr(error, "code", None))
 
 
-def error_body(error: HTTPException, path: str = "", request_id: str | None = None) -> bytes:
+def make_error_body(error: HTTPException, path: str = "", request_id: str | None = None) -> bytes:
     """Return the body of an error's answer, in the shape of the API that ``path`` belongs to."""
     failure = to_failure(error)
     if is_anthropic_path(path):
-        return anthropic_error(failure, request_id).model_dump_json().encode()
-    return openai_error(failure).model_dump_json().encode()
+        return make_anthropic_error(failure, request_id).model_dump_json().encode()
+    return make_openai_error(failure).model_dump_json().encode()
 
 
 def is_anthropic_path(path: str) -> bool:
@@ -99,9 +99,9 @@ def is_anthropic_path(path: str) -> bool:
     return bool(ANTHROPIC_PATH.match(path))
 
 
-def error_response(error: HTTPException, scope: Scope) -> Response:
+def make_error_response(error: HTTPException, scope: Scope) -> Response:
     """Return the answer to a request that is an error."""
-    body = error_body(error, scope["path"], scope["state"].get(REQUEST_ID))
+    body = make_error_body(error, scope["path"], scope["state"].get(REQUEST_ID))
     response_type = LastResponse if "Connection" in (error.headers or {}) else Response
     return response_type(body, error.status_code, error.headers, "application/json")
 
@@ -114,11 +114,11 @@ class LastResponse(Response):
     """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
-        body = {"type": "http.response.body", "more_body": True}
+        body_message = {"type": "http.response.body", "more_body": True}
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await send({**body, "body": self.body})
+        await send({**body_message, "body": self.body})
         with suppress(TimeoutError):
             async with asyncio.timeout(LINGER_SECONDS):
                 while (await receive()).get("more_body"):
                     pass
-        await send({**body, "more_body": False})
+        await send({**body_message, "more_body": False})

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ovspec.server.access import ACCESS_LOG
-from ovspec.server.errors import ApiError, error_body
+from ovspec.server.errors import ApiError, make_error_body
 
 HEAD_SECONDS = 20.0  # until a request's head has arrived
 IDLE_SECONDS = 75  # between two requests; proxies keep connections for 60
@@ -63,11 +63,11 @@ class ClientConnection(H11Protocol):
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):  # an answer has begun
             return self.transport.abort()
         message = f"This is not HTTP/1.1, or its head has more than {MAX_HEAD_BYTES} bytes."
-        body = error_body(ApiError(400, message))
+        body = make_error_body(ApiError(400, message))
         headers = [("Content-Type", "application/json"), ("Content-Length", str(len(body))), ("Connection", "close")]
         response = h11.Response(status_code=400, headers=headers, reason=b"Bad Request")
-        for event in (response, h11.Data(data=body), h11.EndOfMessage()):
-            self.transport.write(self.conn.send(event) or b"")
+        for h11_event in (response, h11.Data(data=body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(h11_event) or b"")
         return self.transport.close()
 
     def _start_head_timer(self) -> None:
@@ -78,10 +78,10 @@ class ClientConnection(H11Protocol):
             self._head_timer.cancel()
             self._head_timer = None
 
-    def _watch_unread(self, bytes_before: int) -> None:
-        """Abort the connection if the client has read nothing since ``bytes_before`` were unread; look again later."""
+    def _watch_unread(self, unread_bytes_before: int) -> None:
+        """Abort the connection if the client has read nothing since ``unread_bytes_before`` was its backlog; repeat."""
         unread_bytes = self.transport.get_write_buffer_size()
-        if unread_bytes >= bytes_before:
+        if unread_bytes >= unread_bytes_before:
             return self.transport.abort()
         self._unread_timer = self.loop.call_later(WRITE_SECONDS, self._watch_unread, unread_bytes)
         return None
@@ -97,11 +97,11 @@ def send_in_slices(app: ASGIApp) -> ASGIApp:
     async def app_in_slices(scope: Scope, receive: Receive, send: Send) -> None:
         async def send_slices(message: Message) -> None:
             body = message.get("body", b"")
-            begin = 0
-            while len(body) - begin > SLICE_BYTES:
-                await send({**message, "body": body[begin : begin + SLICE_BYTES], "more_body": True})
-                begin += SLICE_BYTES
-            await send({**message, "body": body[begin:]} if begin else message)
+            slice_start = 0
+            while len(body) - slice_start > SLICE_BYTES:
+                await send({**message, "body": body[slice_start : slice_start + SLICE_BYTES], "more_body": True})
+                slice_start += SLICE_BYTES
+            await send({**message, "body": body[slice_start:]} if slice_start else message)
 
         await app(scope, receive, send_slices)
 
@@ -114,12 +114,12 @@ def raise_file_limit() -> None:
         import resource
     except ImportError:  # on Windows, which has no such limit
         return
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = MAX_CONNECTIONS + MAX_OTHER_FILES
-    if hard != resource.RLIM_INFINITY:
-        limit = min(limit, hard)
-    if soft != resource.RLIM_INFINITY and soft < limit:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    file_limit = MAX_CONNECTIONS + MAX_OTHER_FILES
+    if hard_limit != resource.RLIM_INFINITY:
+        file_limit = min(file_limit, hard_limit)
+    if soft_limit != resource.RLIM_INFINITY and soft_limit < file_limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (file_limit, hard_limit))
 
 
 def uvicorn_config(app: ASGIApp) -> uvicorn.Config:

@@ -49,15 +49,17 @@ class Metrics:
         )
         self.blocks_free.set_function(lambda: engine.cache_usage()[1])
 
-    def record_round(self, pieces: list[tuple[int, Piece]], judged: list[tuple[Proposal, int]]) -> None:
+    def record_round(self, pieces: list[tuple[int, Piece]], judged_proposals: list[tuple[Proposal, int]]) -> None:
         """Count the pieces of a round, and the proposals that it judged, each with its number of accepted tokens."""
         self.rounds.inc()
         self.generated_tokens.inc(sum(len(piece.token_ids) for _, piece in pieces))
-        self.lookahead.set(sum(len(proposal.tokens) for proposal, _ in judged) / max(len(judged), 1))
-        for proposal, accepted in judged:
+        self.lookahead.set(
+            sum(len(proposal.tokens) for proposal, _ in judged_proposals) / max(len(judged_proposals), 1)
+        )
+        for proposal, accepted_count in judged_proposals:
             if proposal.source:
                 self.proposed.labels(proposal.source).inc(len(proposal.tokens))
-                self.accepted.labels(proposal.source).inc(accepted)
+                self.accepted.labels(proposal.source).inc(accepted_count)
 
     def _make_counter(self, name: str, help: str, *labels: str) -> Counter:
         return Counter(f"ovspec_{name}", help, labels, registry=self.registry)
@@ -65,7 +67,10 @@ class Metrics:
     def _make_gauge(self, name: str, help: str) -> Gauge:
         return Gauge(f"ovspec_{name}", help, registry=self.registry)
 
-    def _make_histogram(self, name: str, interval: str) -> Histogram:
+    def _make_histogram(self, name: str, interval_description: str) -> Histogram:
         return Histogram(
-            f"ovspec_{name}_seconds", f"Seconds {interval}.", buckets=HISTOGRAM_BUCKETS, registry=self.registry
+            f"ovspec_{name}_seconds",
+            f"Seconds {interval_description}.",
+            buckets=HISTOGRAM_BUCKETS,
+            registry=self.registry,
         )

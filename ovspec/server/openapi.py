@@ -29,19 +29,21 @@ ERROR_DESCRIPTIONS: dict[int | str, str] = {
 }
 
 
-def error_responses(path: str) -> dict[int | str, dict[str, Any]]:
+def describe_error_responses(path: str) -> dict[int | str, dict[str, Any]]:
     """Return the answers of a path that are errors, for the OpenAPI document."""
-    model = AnthropicErrorBody if is_anthropic_path(path) else OpenAIErrorBody
-    return {status: {"model": model, "description": description} for status, description in ERROR_DESCRIPTIONS.items()}
+    error_model = AnthropicErrorBody if is_anthropic_path(path) else OpenAIErrorBody
+    return {
+        status: {"model": error_model, "description": description} for status, description in ERROR_DESCRIPTIONS.items()
+    }
 
 
 def make_openapi_document(app: FastAPI) -> dict[str, Any]:
     """Return the OpenAPI document, which also says which unknown fields are refused."""
     document = FastAPI.openapi(app)
     schemas = document["components"]["schemas"]
-    for body in (*BODY_TYPES.values(), StreamOptions):
-        schema = schemas[body.__name__]
+    for body_type in (*BODY_TYPES.values(), StreamOptions):
+        schema = schemas[body_type.__name__]
         schema["additionalProperties"] = not app.state.strict_fields
-        for name in sorted(fields_of_other_requests(body)):
-            schema["properties"][name] = {"type": "null", "description": NOT_SUPPORTED}
+        for field in sorted(fields_of_other_requests(body_type)):
+            schema["properties"][field] = {"type": "null", "description": NOT_SUPPORTED}
     return document

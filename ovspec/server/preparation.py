@@ -18,9 +18,9 @@ from ovspec.protocols.apis import TextApi
 from ovspec.protocols.chat.reply import new_reply_identity
 from ovspec.protocols.reply import Generation
 from ovspec.protocols.requests import IgnoredNames, TextRequest
-from ovspec.server.access import add_ignored_names, key_number
+from ovspec.server.access import add_ignored_names, read_key_number
 from ovspec.server.admission import MAX_TEXTS
-from ovspec.server.errors import ApiError, prompt_error
+from ovspec.server.errors import ApiError, make_prompt_error
 from ovspec.text.infill import NO_FIM_ERROR, Infill
 
 # Limits of a request.
@@ -31,11 +31,11 @@ MAX_LOGPROBS = 300_000  # tokens, and the most likely tokens at each position
 
 @dataclass
 class PreparedRequest:
-    """A request that is ready for the engine; ``began``: the time of its arrival."""
+    """A request that is ready for the engine; ``arrival_time``: when it came."""
 
     api: TextApi
     params: Params
-    began: float
+    arrival_time: float
     generation: Generation
 
 
@@ -51,9 +51,11 @@ class RequestPreparer:
         self._defaults = defaults
         self._options = options
 
-    def prepare_request(self, api: TextApi, body: BaseModel, http: Request, began: float) -> PreparedRequest:
+    def prepare_request(
+        self, api: TextApi, body: BaseModel, http_request: Request, arrival_time: float
+    ) -> PreparedRequest:
         """Return a request with its rows. May take long: grammars are compiled."""
-        request = self.read_request(api, body, http)
+        request = self.read_request(api, body, http_request)
         params = self.make_request_params(request)
         if request.stream:
             refuse_retries_in_stream(params)
@@ -62,51 +64,55 @@ class RequestPreparer:
         for row in rows:
             row.draft_limits = draft_limits
             if row.sequence.owner is None and not self._options.share_prefixes:
-                row.sequence.owner = key_number(http)
+                row.sequence.owner = read_key_number(http_request)
             if request.echo and request.only_prompts:
                 row.finish_reason = "length"
                 row.stats.cached_tokens = 0
-        limit_rows(self._lm, self._engine.max_cache_tokens, request, rows)
-        identity = new_reply_identity(api.id_prefix, self._model_name)
-        return PreparedRequest(api, params, began, Generation(self._lm.tokenizer, identity, request, rows))
+        limit_row_lengths(self._lm, self._engine.max_cache_tokens, request, rows)
+        reply_identity = new_reply_identity(api.id_prefix, self._model_name)
+        return PreparedRequest(api, params, arrival_time, Generation(self._lm.tokenizer, reply_identity, request, rows))
 
-    def count_tokens(self, api: TextApi, body: BaseModel, http: Request) -> int:
+    def count_tokens(self, api: TextApi, body: BaseModel, http_request: Request) -> int:
         """Return the number of tokens of a request's prompt."""
-        request = self.read_request(api, body, http)
+        request = self.read_request(api, body, http_request)
         params = self.make_request_params(request)
         try:
             return sum(
                 len(self._lm.runtime.prompt_encoder.encode_prompt(prompt, params).ids) for prompt in request.prompts
             )
         except PromptError as error:
-            raise prompt_error(error, self._lm, request.prompt_field) from None
+            raise make_prompt_error(error, self._lm, request.prompt_field) from None
 
-    def read_request(self, api: TextApi, body: BaseModel, http: Request) -> TextRequest:
+    def read_request(self, api: TextApi, body: BaseModel, http_request: Request) -> TextRequest:
         """Return the request in a body; reports the fields that it ignores."""
         request = replace(api.read_body(body), context=self._lm.target.ir.context_length)
         options = request.overrides.values
-        ignored = dict.fromkeys(request.ignored)
-        variables = options.get("chat_template_kwargs")
-        if request.is_chat and variables:
-            options["chat_template_kwargs"] = self.select_variables(variables, bool(options.get("tools")), ignored)
-        self.report_ignored(ignored, http)
-        return replace(request, ignored=(*ignored,))
+        ignored_names = dict.fromkeys(request.ignored)
+        template_variables = options.get("chat_template_kwargs")
+        if request.is_chat and template_variables:
+            options["chat_template_kwargs"] = self.select_template_variables(
+                template_variables, bool(options.get("tools")), ignored_names
+            )
+        self.report_ignored(ignored_names, http_request)
+        return replace(request, ignored=(*ignored_names,))
 
-    def select_variables(self, variables: dict[str, Any], has_tools: bool, ignored: IgnoredNames) -> dict[str, Any]:
-        """Return the variables that the chat template reads; names of the others are added to ``ignored``."""
-        template = self._lm.runtime.prompt_encoder.chat_format.template
-        unread = template.unread_variables(variables, has_tools or "tools" in variables)
-        ignored |= {f"chat_template_kwargs.{name}": None for name in unread}
-        return {name: value for name, value in variables.items() if name not in unread}
+    def select_template_variables(
+        self, template_variables: dict[str, Any], has_tools: bool, ignored_names: IgnoredNames
+    ) -> dict[str, Any]:
+        """Return the variables that the chat template reads; names of the others are added to ``ignored_names``."""
+        chat_template = self._lm.runtime.prompt_encoder.chat_format.template
+        unread_names = chat_template.unread_variables(template_variables, has_tools or "tools" in template_variables)
+        ignored_names |= {f"chat_template_kwargs.{name}": None for name in unread_names}
+        return {name: value for name, value in template_variables.items() if name not in unread_names}
 
-    def report_ignored(self, ignored: Iterable[str], http: Request) -> None:
+    def report_ignored(self, ignored_names: Iterable[str], http_request: Request) -> None:
         """Report ignored fields in the reply's head and the log; raises ApiError if the server is strict."""
-        name = next(iter(ignored), None)
-        if name is None:
+        first_name = next(iter(ignored_names), None)
+        if first_name is None:
             return
         if self._options.strict_fields:
-            raise ApiError(400, f"{name} is not supported; leave it out.", name)
-        add_ignored_names(http, ignored)
+            raise ApiError(400, f"{first_name} is not supported; leave it out.", first_name)
+        add_ignored_names(http_request, ignored_names)
 
     def make_request_params(self, request: TextRequest) -> Params:
         """Return the complete params of a request; raises OvspecError for wrong options and beyond limits."""
@@ -115,7 +121,7 @@ class RequestPreparer:
         params = request.overrides.apply_to(self._defaults, request.kind)
         with request.overrides.errors_with_client_names():
             params = self._lm.runtime.row_maker.complete_params(params)
-        check_stops(request, params)
+        check_stop_strings(request, params)
         check_text_count(request, params)
         check_prompt_sizes(self._lm, request)
         return params
@@ -128,40 +134,41 @@ class RequestPreparer:
                 for prompt in request.prompts:
                     rows += self._lm.runtime.row_maker.make_rows(prompt, params, memory_reserved=True)
         except PromptError as error:
-            raise prompt_error(error, self._lm, request.prompt_field) from None
+            raise make_prompt_error(error, self._lm, request.prompt_field) from None
         return rows
 
 
-def check_stops(request: TextRequest, params: Params) -> None:
+def check_stop_strings(request: TextRequest, params: Params) -> None:
     """Raise ApiError for too many or too long stop strings."""
-    stops = len(params.stop_strings)
-    characters = sum(map(len, params.stop_strings))
-    if stops > MAX_STOPS or characters > MAX_STOP_CHARACTERS:
-        limit = f"at most {MAX_STOPS} with {MAX_STOP_CHARACTERS:,} are allowed"
-        name = request.overrides.client_names.get("stop", "stop")
-        raise ApiError(400, f"{name} has {stops} strings with {characters} characters in all; {limit}.", name)
+    stop_count = len(params.stop_strings)
+    character_count = sum(map(len, params.stop_strings))
+    if stop_count > MAX_STOPS or character_count > MAX_STOP_CHARACTERS:
+        limit_clause = f"at most {MAX_STOPS} with {MAX_STOP_CHARACTERS:,} are allowed"
+        field = request.overrides.client_names.get("stop", "stop")
+        raise ApiError(
+            400, f"{field} has {stop_count} strings with {character_count} characters in all; {limit_clause}.", field
+        )
 
 
 def check_text_count(request: TextRequest, params: Params) -> None:
     """Raise ApiError for too many texts."""
-    texts = params.n * len(request.prompts)
-    if texts > MAX_TEXTS:
-        raise ApiError(400, f"The request asks for {texts} texts; at most {MAX_TEXTS} are allowed.", "n")
+    text_count = params.n * len(request.prompts)
+    if text_count > MAX_TEXTS:
+        raise ApiError(400, f"The request asks for {text_count} texts; at most {MAX_TEXTS} are allowed.", "n")
 
 
 def check_prompt_sizes(lm: LanguageModel, request: TextRequest) -> None:
     """Raise ApiError for a prompt that the context can't hold, before it is encoded, which would take long."""
-    context = lm.target.ir.context_length
-    if not context:
+    context_length = lm.target.ir.context_length
+    if not context_length:
         return
-    max_characters = lm.tokenizer.max_characters(context)
+    max_characters = lm.tokenizer.max_characters(context_length)
     for prompt in request.prompts:
-        characters = count_required_characters(prompt, request)
-        if characters > max_characters:
-            message = (
-                f"The prompt has {characters} characters, but the context is {context} tokens; shorten the prompt."
-            )
-            raise prompt_error(PromptError(message, too_long=True), lm, request.prompt_field)
+        character_count = count_required_characters(prompt, request)
+        if character_count > max_characters:
+            sizes_clause = f"{character_count} characters, but the context is {context_length} tokens"
+            message = f"The prompt has {sizes_clause}; shorten the prompt."
+            raise make_prompt_error(PromptError(message, too_long=True), lm, request.prompt_field)
 
 
 def count_required_characters(prompt: Any, request: TextRequest) -> int:
@@ -179,9 +186,9 @@ def make_draft_limits(lm: LanguageModel, request: TextRequest, params: Params) -
     """Return the limits of a request's proposals; raises ApiError for drafters that the server doesn't have."""
     if request.draft is None:
         return DraftLimits(None, params.lookahead_limit)
-    choice = lm.runtime.models.draft_choice
+    draft_choice = lm.runtime.models.draft_choice
     loaded_drafters = list[str]()
-    if choice and choice.lookup:
+    if draft_choice and draft_choice.lookup:
         loaded_drafters.append("lookup")
     if lm.draft:
         loaded_drafters.append(lm.draft.proposer_name)
@@ -189,13 +196,13 @@ def make_draft_limits(lm: LanguageModel, request: TextRequest, params: Params) -
     if request.draft != "none":
         requested_drafters = frozenset(request.draft.split(","))
     if not requested_drafters <= {*loaded_drafters}:
-        drafters = " and ".join(loaded_drafters) or "no drafters"
-        message = f'draft is {request.draft!r:.80}; this server has {drafters}, and "none" proposes nothing.'
+        drafters_text = " and ".join(loaded_drafters) or "no drafters"
+        message = f'draft is {request.draft!r:.80}; this server has {drafters_text}, and "none" proposes nothing.'
         raise ApiError(400, message, "draft")
     return DraftLimits(requested_drafters, params.lookahead_limit)
 
 
-def limit_rows(lm: LanguageModel, max_tokens: int, request: TextRequest, rows: list[Row]) -> None:
+def limit_row_lengths(lm: LanguageModel, max_tokens: int, request: TextRequest, rows: list[Row]) -> None:
     """Let texts end where memory ends, as they do where the context ends: agents ask for the most of any model.
 
     Raises:
@@ -203,18 +210,18 @@ def limit_rows(lm: LanguageModel, max_tokens: int, request: TextRequest, rows: l
     """
     for row in rows:
         if row.prompt_length >= max_tokens:
-            sizes = f"The prompt has {row.prompt_length} tokens, but this server has room for {max_tokens}"
-            message = f"{sizes}; shorten the prompt."
-            raise prompt_error(PromptError(message, too_long=True), lm, request.prompt_field)
+            sizes_sentence = f"The prompt has {row.prompt_length} tokens, but this server has room for {max_tokens}"
+            message = f"{sizes_sentence}; shorten the prompt."
+            raise make_prompt_error(PromptError(message, too_long=True), lm, request.prompt_field)
         row.limit_length(max_tokens)
     top_logprobs = rows[0].params.logprobs
     if top_logprobs is None:
         return
-    tokens = sum(row.max_length for row in rows)
+    token_count = sum(row.max_length for row in rows)
     if not request.echo:
-        tokens -= sum(row.prompt_length for row in rows)
-    count = tokens * (1 + top_logprobs)
-    if count > MAX_LOGPROBS:
-        message = f"The answer could have {count:,} log-probabilities; at most {MAX_LOGPROBS:,} are allowed"
-        name = "top_logprobs" if request.is_chat else "logprobs"
-        raise ApiError(400, f"{message}: lower max_tokens, n or {name}.", name)
+        token_count -= sum(row.prompt_length for row in rows)
+    logprob_count = token_count * (1 + top_logprobs)
+    if logprob_count > MAX_LOGPROBS:
+        message = f"The answer could have {logprob_count:,} log-probabilities; at most {MAX_LOGPROBS:,} are allowed"
+        field = "top_logprobs" if request.is_chat else "logprobs"
+        raise ApiError(400, f"{message}: lower max_tokens, n or {field}.", field)

@@ -34,15 +34,16 @@ THREAD_SWITCH_SECONDS = 0.0005
 KEY_VARIABLE = "OVSPEC_API_KEY"
 
 
-def read_keys(file: Path | None) -> list[str]:
-    """Return the keys that clients may use: in ``file``, or in OVSPEC_API_KEY."""
-    lines = read_text(file).splitlines() if file else [os.environ.get(KEY_VARIABLE, "")]
-    keys = [line.strip() for line in lines if line.strip()]
-    if file and not keys:
-        raise OvspecError(f"{file}: no key in it; write one a line.")
+def read_keys(key_file: Path | None) -> list[str]:
+    """Return the keys that clients may use: in ``key_file``, or in OVSPEC_API_KEY."""
+    key_lines = read_text(key_file).splitlines() if key_file else [os.environ.get(KEY_VARIABLE, "")]
+    keys = [key_line.strip() for key_line in key_lines if key_line.strip()]
+    if key_file and not keys:
+        raise OvspecError(f"{key_file}: no key in it; write one a line.")
     if not all(key.isascii() for key in keys):
         raise OvspecError(
-            f"{file or KEY_VARIABLE}: a key has characters other than ASCII, which clients can't send; choose another."
+            f"{key_file or KEY_VARIABLE}: a key has characters other than ASCII, which clients can't send; "
+            "choose another."
         )
     return keys
 
@@ -79,25 +80,27 @@ class DrainingServer(uvicorn.Server):
         super().__init__(config)
         self._admission = admission
         self._greeting = greeting
-        self._signals = 0
+        self._signal_count = 0
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         print_note(self._greeting)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
-        self._signals += 1
+        self._signal_count += 1
         self._admission.draining = True
-        count = self._admission.requests
-        if self._signals == 1 and count:
-            print_note(f"waiting for {count} request{'s' * (count > 1)} to end; another signal ends them")
-        elif self._signals == 2:
+        request_count = self._admission.request_count
+        if self._signal_count == 1 and request_count:
+            print_note(
+                f"waiting for {request_count} request{'s' * (request_count > 1)} to end; another signal ends them"
+            )
+        elif self._signal_count == 2:
             self._admission.give_up()
-        elif self._signals > 2:
+        elif self._signal_count > 2:
             end_process(1)
 
     async def on_tick(self, counter: int) -> bool:
-        if self._admission.draining and not self._admission.requests:
+        if self._admission.draining and not self._admission.request_count:
             self.should_exit = True
         return await super().on_tick(counter)
 
@@ -115,16 +118,16 @@ def serve(
     engine = EngineThread(lm.runtime, options.batch_size, cache_bytes, options.lookup_memory, options.prefill_chunk)
     context = ServerContext(lm, engine, model_names, options)
     engine.start()
-    api = make_app(context)
+    api_app = make_app(context)
 
     def count_request(scope: Scope, status: int) -> None:
-        context.metrics.requests.labels(route_path(api, scope), str(status)).inc()
+        context.metrics.requests.labels(find_route_path(api_app, scope), str(status)).inc()
 
-    app = AccessMiddleware(api, keys, not keys and not options.insecure, count_request)
+    guarded_app = AccessMiddleware(api_app, keys, not keys and not options.insecure, count_request)
     log_to_stderr()
     raise_file_limit()
     try:
-        server = DrainingServer(uvicorn_config(app), context.admission, make_greeting(context, listener))
+        server = DrainingServer(uvicorn_config(guarded_app), context.admission, make_greeting(context, listener))
         asyncio.run(server.serve(sockets=[listener]))
     finally:
         engine.stop(timeout_s=2.0)
@@ -138,9 +141,9 @@ def make_greeting(context: ServerContext, listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     if ":" in host:
         host = f"[{host}]"
-    draft = lm.runtime.models.draft_choice or "none"
-    settings = f"{lm.target.engine} engine, {lm.target.arithmetic_note} arithmetic, draft: {draft}"
-    greeting = f"{context.model_names[0]} on http://{host}:{port}/v1 ({settings})"
+    draft_description = lm.runtime.models.draft_choice or "none"
+    settings_text = f"{lm.target.engine} engine, {lm.target.arithmetic_note} arithmetic, draft: {draft_description}"
+    greeting = f"{context.model_names[0]} on http://{host}:{port}/v1 ({settings_text})"
     if context.recommended:
         sampling = format_sampling(context.recommended)
         greeting += (
@@ -149,19 +152,19 @@ def make_greeting(context: ServerContext, listener: socket.socket) -> str:
     return greeting
 
 
-def end_process(status: int) -> None:
+def end_process(exit_status: int) -> None:
     """End the process without waiting for its threads, nor for grammars that its own processes check."""
-    for child in psutil.Process().children():
+    for child_process in psutil.Process().children():
         with contextlib.suppress(psutil.Error):  # it has just ended
-            child.kill()
+            child_process.kill()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)
+    os._exit(exit_status)
 
 
-def route_path(api: FastAPI, scope: Scope) -> str:
+def find_route_path(api_app: FastAPI, scope: Scope) -> str:
     """Return the endpoint that a request is for, such as /v1/models/{name}; "other" if there is none."""
-    for route in api.routes:
+    for route in api_app.routes:
         if isinstance(route, APIRoute) and route.matches(scope)[0] is not Match.NONE:
             return route.path_format
     return "other"

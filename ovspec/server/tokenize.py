@@ -12,7 +12,7 @@ from ovspec.protocols.reply import ReplyModel
 from ovspec.protocols.requests import IgnoredNames
 from ovspec.protocols.tokenize import DetokenizeRequest, TokenizeRequest
 from ovspec.server.context import ServerContext
-from ovspec.server.errors import prompt_error
+from ovspec.server.errors import make_prompt_error
 
 ADD_SPECIAL_FIELDS = ("add_special_tokens", "add_special")  # vLLM's and llama.cpp's names of the same field
 
@@ -33,18 +33,18 @@ class DetokenizeReply(ReplyModel):
     content: str
 
 
-def tokenize_body(context: ServerContext, ignored: IgnoredNames, body: TokenizeRequest) -> TokenizeReply:
-    """Return the tokens of a text or a chat; names of ignored fields are added to ``ignored``."""
-    ids = encode_body(context, ignored, body)
+def tokenize_body(context: ServerContext, ignored_names: IgnoredNames, body: TokenizeRequest) -> TokenizeReply:
+    """Return the tokens of a text or a chat; names of ignored fields are added to ``ignored_names``."""
+    token_ids = encode_body(context, ignored_names, body)
     tokenizer = context.lm.tokenizer
     max_model_len = context.lm.target.ir.context_length
     if not body.with_pieces:
-        return TokenizeReply(count=len(ids), max_model_len=max_model_len, tokens=ids)
-    pieces = [TokenPiece(id=id, piece=token_piece(tokenizer.token_bytes(id))) for id in ids]
-    return TokenizeReply(count=len(ids), max_model_len=max_model_len, tokens=pieces)
+        return TokenizeReply(count=len(token_ids), max_model_len=max_model_len, tokens=token_ids)
+    pieces = [TokenPiece(id=id, piece=decode_token_piece(tokenizer.token_bytes(id))) for id in token_ids]
+    return TokenizeReply(count=len(token_ids), max_model_len=max_model_len, tokens=pieces)
 
 
-def token_piece(token_bytes: bytes) -> str | list[int]:
+def decode_token_piece(token_bytes: bytes) -> str | list[int]:
     """Return the text of a token, or its bytes, if they are part of a character."""
     try:
         return token_bytes.decode()
@@ -52,11 +52,11 @@ def token_piece(token_bytes: bytes) -> str | list[int]:
         return list(token_bytes)
 
 
-def encode_body(context: ServerContext, ignored: IgnoredNames, body: TokenizeRequest) -> list[int]:
+def encode_body(context: ServerContext, ignored_names: IgnoredNames, body: TokenizeRequest) -> list[int]:
     """Return the tokens of the text or chat in ``body``; raises OvspecError for fields that can't be combined."""
     lm = context.lm
     texts = [text for text in (body.prompt, body.content) if text is not None]
-    add_special = {name: getattr(body, name) for name in ADD_SPECIAL_FIELDS if getattr(body, name) is not None}
+    add_special = {field: getattr(body, field) for field in ADD_SPECIAL_FIELDS if getattr(body, field) is not None}
     if len(texts) + (body.messages is not None) != 1:
         raise RequestError("Give one of prompt, content and messages.")
     if body.messages is None:
@@ -65,22 +65,24 @@ def encode_body(context: ServerContext, ignored: IgnoredNames, body: TokenizeReq
         if body.tools:
             raise RequestError("tools need messages; leave them out.", "tools")
         return lm.tokenizer.encode(texts[0], False not in add_special.values()).tolist()
-    if name := next(iter(add_special), None):
-        raise RequestError(f"{name} can't be combined with messages; leave it out.", name)
-    messages = to_template_messages(body.messages, ignored)
+    if field := next(iter(add_special), None):
+        raise RequestError(f"{field} can't be combined with messages; leave it out.", field)
+    messages = to_template_messages(body.messages, ignored_names)
     tools = parse_tools(body.tools or ())
     check_chat_ending(body, messages)
-    variables = context.preparer.select_variables(body.chat_template_kwargs or {}, bool(tools), ignored)
+    template_variables = context.preparer.select_template_variables(
+        body.chat_template_kwargs or {}, bool(tools), ignored_names
+    )
     try:
-        return lm.runtime.prompt_encoder.encode(messages, template_variables=variables, tools=tools).tolist()
+        return lm.runtime.prompt_encoder.encode(messages, template_variables=template_variables, tools=tools).tolist()
     except PromptError as error:
-        raise prompt_error(error, lm, "messages") from None
+        raise make_prompt_error(error, lm, "messages") from None
 
 
 def detokenize_body(lm: LanguageModel, body: DetokenizeRequest) -> str:
     """Return the text of tokens; raises ApiError for ids that aren't in the vocabulary."""
     try:
-        ids = lm.runtime.prompt_encoder.encode(body.tokens, at_start=False)
+        token_ids = lm.runtime.prompt_encoder.encode(body.tokens, at_start=False)
     except PromptError as error:
-        raise prompt_error(error, lm, "tokens") from None
-    return lm.tokenizer.decode_with_special(ids) or lm.tokenizer.decode(ids)
+        raise make_prompt_error(error, lm, "tokens") from None
+    return lm.tokenizer.decode_with_special(token_ids) or lm.tokenizer.decode(token_ids)

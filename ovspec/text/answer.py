@@ -20,7 +20,7 @@ from ovspec.params.tool_formats.layout import SLOT_PATTERNS, ToolFormat
 # start: nothing but white space yet; after: the same behind thinking; between: the header of a message (harmony).
 Phase = Literal["start", "thinking", "after", "text", "between", "calls"]
 WHITESPACE = " \t\r\n"  # only ASCII, so that it is the same in bytes
-FIRST_MARK = 0xD800
+FIRST_MARK_CODEPOINT = 0xD800
 MARK_COUNT = 0x800
 TOOL_NAME_IN_CALL = r"(?P<name>[A-Za-z0-9_.-]+)(?=[^A-Za-z0-9_.-])"
 
@@ -33,11 +33,11 @@ class Tag:
     from_phases: tuple[Phase, ...]
     next_phase: Phase
 
-    def rest_of_text(self, text: str, start: int) -> str:
-        """Return the rest of ``text`` after this tag, which begins at ``start``; a tag of calls belongs to the rest."""
+    def rest_of_text(self, text: str, tag_start: int) -> str:
+        """Return the rest of ``text`` after this tag, which begins at ``tag_start``; a tag of calls belongs to it."""
         if self.next_phase != "calls":
-            start += len(self.text)
-        return text[start:]
+            tag_start += len(self.text)
+        return text[tag_start:]
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,10 @@ class ThinkingFormat:
 
     @property
     def tags(self) -> tuple[Tag, ...]:
-        after: Phase = "between" if self.message_header else "after"
+        phase_after_thinking: Phase = "between" if self.message_header else "after"
         return (
             Tag(self.open, ("start", "after", "between"), "thinking"),
-            Tag(self.close, ("thinking",), after),
+            Tag(self.close, ("thinking",), phase_after_thinking),
             *self.further_tags,
         )
 
@@ -89,10 +89,17 @@ THINKING_FORMATS = (
 )
 
 
-def detect_thinking_format(source: str) -> ThinkingFormat | None:
+def detect_thinking_format(template_source: str) -> ThinkingFormat | None:
     """Return the tags of thinking in a chat template."""
-    unescaped = source.replace("\\n", "\n")
-    return next((tags for tags in THINKING_FORMATS if tags.close in source and tags.open in unescaped), None)
+    unescaped_source = template_source.replace("\\n", "\n")
+    return next(
+        (
+            thinking_format
+            for thinking_format in THINKING_FORMATS
+            if thinking_format.close in template_source and thinking_format.open in unescaped_source
+        ),
+        None,
+    )
 
 
 # ---------------------------------------------------------------- phases
@@ -112,39 +119,43 @@ def split_by_phase(tags: Sequence[Tag], state: ReadingState, text: str) -> tuple
     """
     phase = state.phase
     pending = state.pending + text
-    parts: list[tuple[Phase, str]] = []
+    phase_parts: list[tuple[Phase, str]] = []
     while pending and phase != "calls":
-        usable = [tag for tag in tags if phase in tag.from_phases]
+        possible_tags = [tag for tag in tags if phase in tag.from_phases]
         if phase in ("start", "after"):
-            begun = pending
-            if not any(tag.text.startswith(pending) or pending.startswith(tag.text) for tag in usable):
-                begun = pending.lstrip(WHITESPACE)  # only here: some tags begin with white space themselves
-            matching = [tag for tag in usable if begun.startswith(tag.text)]
-            if tag := max(matching, key=lambda tag: len(tag.text), default=None):
-                pending = tag.rest_of_text(begun, 0)
+            trimmed_text = pending
+            if not any(tag.text.startswith(pending) or pending.startswith(tag.text) for tag in possible_tags):
+                trimmed_text = pending.lstrip(WHITESPACE)  # only here: some tags begin with white space themselves
+            matching_tags = [tag for tag in possible_tags if trimmed_text.startswith(tag.text)]
+            if tag := max(matching_tags, key=lambda tag: len(tag.text), default=None):
+                pending = tag.rest_of_text(trimmed_text, 0)
                 phase = tag.next_phase
-            elif not begun or any(tag.text.startswith(begun) for tag in usable):
+            elif not trimmed_text or any(tag.text.startswith(trimmed_text) for tag in possible_tags):
                 break
             else:
                 if phase == "after":
-                    pending = begun
+                    pending = trimmed_text
                 phase = "text"
             continue
-        matches = [(start, -len(tag.text), tag) for tag in usable if (start := pending.find(tag.text)) >= 0]
-        if matches:
-            start, _, tag = min(matches, key=lambda match: match[:2])
-            parts.append((phase, pending[:start].rstrip(WHITESPACE)))
-            pending = tag.rest_of_text(pending, start)
+        tag_matches = [
+            (tag_start, -len(tag.text), tag) for tag in possible_tags if (tag_start := pending.find(tag.text)) >= 0
+        ]
+        if tag_matches:
+            tag_start, _, tag = min(tag_matches, key=lambda match: match[:2])
+            phase_parts.append((phase, pending[:tag_start].rstrip(WHITESPACE)))
+            pending = tag.rest_of_text(pending, tag_start)
             phase = tag.next_phase
             continue
-        end = find_unfinished_tag(pending, usable)
-        parts.append((phase, pending[:end]))
-        pending = pending[end:]
+        text_end = find_unfinished_tag(pending, possible_tags)
+        phase_parts.append((phase, pending[:text_end]))
+        pending = pending[text_end:]
         break
     if phase == "calls":
-        parts.append((phase, pending))
+        phase_parts.append((phase, pending))
         pending = ""
-    return ReadingState(phase, pending), [part for part in parts if part[1] and part[0] != "between"]
+    return ReadingState(phase, pending), [
+        phase_part for phase_part in phase_parts if phase_part[1] and phase_part[0] != "between"
+    ]
 
 
 def find_unfinished_tag(text: str, tags: Collection[Tag]) -> int:
@@ -179,17 +190,21 @@ class AnswerFormat:
     @functools.cached_property
     def tag_ids(self) -> dict[str, int]:
         """The tokens that are tags or parts of them: text -> id."""
-        texts: list[str] = []
+        tag_texts: list[str] = []
         if self.thinking:
-            texts += [self.thinking.message_header, *(tag.text for tag in self.thinking.tags)]
+            tag_texts += [self.thinking.message_header, *(tag.text for tag in self.thinking.tags)]
         if self.tools:
-            texts += self.tools.fixed_texts()
-        return {name: token for name, token in self.added_tokens.items() if any(name in text for text in texts)}
+            tag_texts += self.tools.fixed_texts()
+        return {
+            token_text: token_id
+            for token_text, token_id in self.added_tokens.items()
+            if any(token_text in tag_text for tag_text in tag_texts)
+        }
 
     @functools.cached_property
     def tag_marks(self) -> dict[int, str]:
         """The character that stands for each of these tokens, by id."""
-        return {token: chr(FIRST_MARK + index) for index, token in enumerate(self.tag_ids.values())}
+        return {token_id: chr(FIRST_MARK_CODEPOINT + index) for index, token_id in enumerate(self.tag_ids.values())}
 
     @property
     def tags(self) -> list[Tag]:
@@ -204,27 +219,27 @@ class AnswerFormat:
             if self.calls_after_text and self.tools.calls_within_text:
                 from_phases += ("text",)
             for trigger in self.tools.triggers:
-                for name in self.tool_names if "{NAME}" in trigger else ("",):
-                    tags.append(Tag(trigger.replace("{NAME}", name), from_phases, "calls"))
+                for tool_name in self.tool_names if "{NAME}" in trigger else ("",):
+                    tags.append(Tag(trigger.replace("{NAME}", tool_name), from_phases, "calls"))
         return [Tag(self.mark_tokens(tag.text), tag.from_phases, tag.next_phase) for tag in tags]
 
     def mark_tokens(self, text: str) -> str:
         """Return ``text`` with characters for tokens."""
-        for name in sorted(self.tag_ids, key=len, reverse=True):
-            text = text.replace(name, self.tag_marks[self.tag_ids[name]])
+        for token_text in sorted(self.tag_ids, key=len, reverse=True):
+            text = text.replace(token_text, self.tag_marks[self.tag_ids[token_text]])
         return text
 
     def spell_marks(self, text: str) -> str:
         """Return ``text`` with tokens spelt out."""
-        names = {self.tag_marks[token]: name for name, token in self.tag_ids.items()}
+        token_texts = {self.tag_marks[token_id]: token_text for token_text, token_id in self.tag_ids.items()}
         if not any(map(is_mark, text)):
             return text
-        return "".join(names.get(character, character) for character in text)
+        return "".join(token_texts.get(character, character) for character in text)
 
 
 def is_mark(character: str) -> bool:
     """Return whether a character stands for a token."""
-    return FIRST_MARK <= ord(character) < FIRST_MARK + MARK_COUNT
+    return FIRST_MARK_CODEPOINT <= ord(character) < FIRST_MARK_CODEPOINT + MARK_COUNT
 
 
 # ---------------------------------------------------------------- what an answer says
@@ -256,180 +271,192 @@ class AnswerReader:
     """Reads an answer piece by piece.
 
     Args:
-        strings: for each tool the parameters that are written as text without quotes.
-        key: makes ids of calls differ from those of other answers.
+        string_parameters: for each tool the parameters that are written as text without quotes.
+        id_key: makes ids of calls differ from those of other answers.
     """
 
     def __init__(
-        self, format: AnswerFormat, strings: Mapping[str, Collection[str]] | None = None, key: bytes = b""
+        self,
+        answer_format: AnswerFormat,
+        string_parameters: Mapping[str, Collection[str]] | None = None,
+        id_key: bytes = b"",
     ) -> None:
-        self._format = format
-        self._tags = format.tags
-        self._state = ReadingState(format.first_phase)
-        self._key = key
+        self._format = answer_format
+        self._tags = answer_format.tags
+        self._reading_state = ReadingState(answer_format.first_phase)
+        self._id_key = id_key
         self._has_thought = False  # whether thinking has begun: white space before it is gone
-        self._calls = CallReader(format, strings or {}) if format.tools else None
+        self._call_reader = CallReader(answer_format, string_parameters or {}) if answer_format.tools else None
         self.calls: list[ToolCall] = []  # whole ones, or cut off where the text was
 
     @property
     def phase(self) -> Phase:
-        return self._state.phase
+        return self._reading_state.phase
 
     def push(self, text: str, content: AnswerContent) -> None:
         """Add the content of ``text`` to ``content``."""
-        self._state, parts = split_by_phase(self._tags, self._state, text)
-        self._add_parts(parts, content)
+        self._reading_state, phase_parts = split_by_phase(self._tags, self._reading_state, text)
+        self._add_parts(phase_parts, content)
 
     def flush(self, content: AnswerContent) -> None:
         """Add the pending text at the end of the answer, where a tag might have come, to ``content``."""
-        phase, pending = self._state
-        self._state = ReadingState(phase)
+        phase, pending = self._reading_state
+        self._reading_state = ReadingState(phase)
         if phase == "thinking":
             self._add_parts([(phase, pending.rstrip(WHITESPACE))], content)
         elif phase in ("start", "text"):
             self._add_parts([("text", pending)], content)
 
-    def _add_parts(self, parts: list[tuple[Phase, str]], content: AnswerContent) -> None:
-        for phase, part in parts:
+    def _add_parts(self, phase_parts: list[tuple[Phase, str]], content: AnswerContent) -> None:
+        for phase, phase_text in phase_parts:
             if phase == "thinking":
                 if not self._has_thought:
-                    part = part.lstrip(WHITESPACE)
-                    self._has_thought = bool(part)
-                content.thinking += self._format.spell_marks(part)
+                    phase_text = phase_text.lstrip(WHITESPACE)
+                    self._has_thought = bool(phase_text)
+                content.thinking += self._format.spell_marks(phase_text)
             elif phase == "calls":
-                assert self._calls
-                for call in self._calls.push(part):
+                assert self._call_reader
+                for call in self._call_reader.push(phase_text):
                     if call.index == len(self.calls):
                         call.id = self._make_call_id(call.index)
                         self.calls.append(ToolCall(call.index, call.name, "", call.id))
                     self.calls[call.index].arguments += call.arguments
                     content.calls.append(call)
             else:
-                content.text += self._format.spell_marks(part)
+                content.text += self._format.spell_marks(phase_text)
 
     def _make_call_id(self, index: int) -> str:
         """Return a call's id: the same for the same answer, so that it doesn't depend on how often it is asked for."""
-        digest = hashlib.blake2b(self._key + index.to_bytes(4), digest_size=12).hexdigest()
+        digest = hashlib.blake2b(self._id_key + index.to_bytes(4), digest_size=12).hexdigest()
         assert self._format.tools
-        length = self._format.tools.id_length
-        if length:
-            return digest[:length]
+        id_length = self._format.tools.id_length
+        if id_length:
+            return digest[:id_length]
         return f"call_{digest}"
 
 
 class CallReader:
     """Reads calls piece by piece. They follow the grammar of their format, but may be cut off anywhere."""
 
-    def __init__(self, format: AnswerFormat, strings: Mapping[str, Collection[str]]) -> None:
-        layout = format.tools
-        assert layout
-        slots = {"NAME": TOOL_NAME_IN_CALL, **SLOT_PATTERNS}
-        starts = (itertools.takewhile("ARGUMENTS".__ne__, call) for call in layout.calls)
-        texts = ["".join(slots.get(part) or re.escape(format.mark_tokens(part)) for part in start) for start in starts]
-        self._starts = [re.compile(text) for text in texts]
-        self._parameter_tags = layout.parameters and tuple(map(format.mark_tokens, layout.parameters))
-        self._strings = strings
-        self._spell_marks = format.spell_marks
-        self._unread = ""  # not read yet
-        self._parts: list[ToolCall] = []  # read since the last piece
-        self._reading = self._read_calls()
-        next(self._reading)
+    def __init__(self, answer_format: AnswerFormat, string_parameters: Mapping[str, Collection[str]]) -> None:
+        tool_format = answer_format.tools
+        assert tool_format
+        slot_patterns = {"NAME": TOOL_NAME_IN_CALL, **SLOT_PATTERNS}
+        call_starts = (itertools.takewhile("ARGUMENTS".__ne__, call) for call in tool_format.calls)
+        start_patterns = [
+            "".join(slot_patterns.get(part) or re.escape(answer_format.mark_tokens(part)) for part in call_start)
+            for call_start in call_starts
+        ]
+        self._start_patterns = [re.compile(start_pattern) for start_pattern in start_patterns]
+        self._parameter_tags = tool_format.parameters and tuple(map(answer_format.mark_tokens, tool_format.parameters))
+        self._string_parameters = string_parameters
+        self._spell_marks = answer_format.spell_marks
+        self._unread_text = ""  # not read yet
+        self._new_parts: list[ToolCall] = []  # read since the last piece
+        self._call_reading = self._read_calls()
+        next(self._call_reading)
 
     def push(self, text: str) -> list[ToolCall]:
         """Add ``text``; return the parts of calls that it has brought."""
-        self._unread += text
-        next(self._reading)
-        parts = self._parts
-        self._parts = []
-        return parts
+        self._unread_text += text
+        next(self._call_reading)
+        new_parts = self._new_parts
+        self._new_parts = []
+        return new_parts
 
     def _read_calls(self) -> Generator[None]:
         """Read as far as the text goes, wait for more, and go on."""
         for index in itertools.count():
-            while not (matches := [match for start in self._starts if (match := start.search(self._unread))]):
+            while not (
+                matches := [match for start in self._start_patterns if (match := start.search(self._unread_text))]
+            ):
                 yield
             start = min(matches, key=lambda match: match.start())
-            self._unread = self._unread[start.end() :]
-            self._parts.append(ToolCall(index, start["name"]))
+            self._unread_text = self._unread_text[start.end() :]
+            self._new_parts.append(ToolCall(index, start["name"]))
             if self._parameter_tags:
-                yield from self._read_parameters(index, self._strings.get(start["name"], ()), *self._parameter_tags)
+                yield from self._read_parameters(
+                    index, self._string_parameters.get(start["name"], ()), *self._parameter_tags
+                )
             else:
                 yield from self._read_json_arguments(index)
 
-    def _read_json_arguments(self, index: int, close: str = "") -> Generator[None]:
-        """Read a JSON object; or, if given, any JSON up to ``close``, and go past that."""
+    def _read_json_arguments(self, index: int, closing_tag: str = "") -> Generator[None]:
+        """Read a JSON object; or, if given, any JSON up to ``closing_tag``, and go past that."""
         depth = 0
-        quoted = False
-        escaped = False
+        in_quotes = False
+        is_escaped = False
         while True:
             position = 0
-            for position, character in enumerate(self._unread):
-                if quoted:
-                    quoted, escaped = escaped or character != '"', character == "\\" and not escaped
+            for position, character in enumerate(self._unread_text):
+                if in_quotes:
+                    in_quotes, is_escaped = is_escaped or character != '"', character == "\\" and not is_escaped
                 elif character == '"':
-                    quoted = True
-                elif close:
-                    if self._unread.startswith(close, position):
-                        self._emit_arguments(index, self._consume(position))
-                        self._consume(len(close))
+                    in_quotes = True
+                elif closing_tag:
+                    if self._unread_text.startswith(closing_tag, position):
+                        self._emit_arguments(index, self._consume_text(position))
+                        self._consume_text(len(closing_tag))
                         return
-                    if close.startswith(self._unread[position:]):
+                    if closing_tag.startswith(self._unread_text[position:]):
                         break
                 elif character in "{[":
                     depth += 1
                 elif character in "}]":
                     depth -= 1
                     if not depth:
-                        self._emit_arguments(index, self._consume(position + 1))
+                        self._emit_arguments(index, self._consume_text(position + 1))
                         return
             else:
-                position = len(self._unread)
-            self._emit_arguments(index, self._consume(position))
+                position = len(self._unread_text)
+            self._emit_arguments(index, self._consume_text(position))
             yield
 
     def _read_parameters(
-        self, index: int, strings: Collection[str], open: str, middle: str, close: str
+        self, index: int, string_parameters: Collection[str], opening_tag: str, middle_tag: str, closing_tag: str
     ) -> Generator[None]:
         """Read parameters, and emit them as a JSON object."""
         separator = "{"
         while True:
-            while open.startswith(self._unread):  # all of it, or the beginning, or nothing yet
-                if self._unread == open:
+            while opening_tag.startswith(self._unread_text):  # all of it, or the beginning, or nothing yet
+                if self._unread_text == opening_tag:
                     break
                 yield
-            if not self._unread.startswith(open):
+            if not self._unread_text.startswith(opening_tag):
                 self._emit_arguments(index, "{}" if separator == "{" else "}")
                 return
-            self._consume(len(open))
-            name = yield from self._read_until(middle)
-            self._emit_arguments(index, f"{separator}{json.dumps(name, ensure_ascii=False)}: ")
+            self._consume_text(len(opening_tag))
+            parameter = yield from self._read_until(middle_tag)
+            self._emit_arguments(index, f"{separator}{json.dumps(parameter, ensure_ascii=False)}: ")
             separator = ", "
-            if name not in strings:
-                yield from self._read_json_arguments(index, close)
+            if parameter not in string_parameters:
+                yield from self._read_json_arguments(index, closing_tag)
                 continue
             self._emit_arguments(index, '"')
-            while (end := self._unread.find(close)) < 0:
-                self._emit_arguments(index, escape_json_text(self._consume(find_unfinished_end(self._unread, close))))
+            while (value_end := self._unread_text.find(closing_tag)) < 0:
+                self._emit_arguments(
+                    index, escape_json_text(self._consume_text(find_unfinished_end(self._unread_text, closing_tag)))
+                )
                 yield
-            self._emit_arguments(index, escape_json_text(self._consume(end)) + '"')
-            self._consume(len(close))
+            self._emit_arguments(index, escape_json_text(self._consume_text(value_end)) + '"')
+            self._consume_text(len(closing_tag))
 
-    def _read_until(self, end: str) -> Generator[None, None, str]:
-        """Return the text before ``end``, and go past it."""
-        while (position := self._unread.find(end)) < 0:
+    def _read_until(self, end_tag: str) -> Generator[None, None, str]:
+        """Return the text before ``end_tag``, and go past it."""
+        while (position := self._unread_text.find(end_tag)) < 0:
             yield
-        text = self._consume(position)
-        self._consume(len(end))
+        text = self._consume_text(position)
+        self._consume_text(len(end_tag))
         return text
 
-    def _consume(self, count: int) -> str:
-        consumed = self._unread[:count]
-        self._unread = self._unread[count:]
-        return consumed
+    def _consume_text(self, character_count: int) -> str:
+        consumed_text = self._unread_text[:character_count]
+        self._unread_text = self._unread_text[character_count:]
+        return consumed_text
 
     def _emit_arguments(self, index: int, arguments: str) -> None:
         if arguments:
-            self._parts.append(ToolCall(index, None, self._spell_marks(arguments)))
+            self._new_parts.append(ToolCall(index, None, self._spell_marks(arguments)))
 
 
 def escape_json_text(text: str) -> str:

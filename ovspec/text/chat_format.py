@@ -83,17 +83,17 @@ class CallStyle:
 
     def apply(self, messages: list[Message]) -> list[Message]:
         """Return messages, in which arguments are objects or can't be read, in this style."""
-        styled: list[Message] = []
+        styled_messages: list[Message] = []
         for message in messages:
             if calls := message.get("tool_calls"):
                 if self.null_content:
                     if text := message["content"]:
-                        styled.append({"role": message["role"], "content": text})
+                        styled_messages.append({"role": message["role"], "content": text})
                     message = {**message, "content": None}
                 if self.arguments_as_text:
                     message = {**message, "tool_calls": list(map(write_arguments_as_text, calls))}
-            styled.append(message)
-        return styled
+            styled_messages.append(message)
+        return styled_messages
 
 
 def write_arguments_as_text(call: JsonObject) -> JsonObject:
@@ -131,28 +131,28 @@ class ChatFormat:
     @functools.cached_property
     def _detected_format(self) -> tuple[ToolFormat, CallStyle]:
         """The tool format, and how the template wants messages with calls."""
-        tool_format, style = detect_tool_format(self.template)
+        tool_format, call_style = detect_tool_format(self.template)
         if self._tool_format_name:
             tool_format = TOOL_FORMATS_BY_NAME[self._tool_format_name]
-        return tool_format, style
+        return tool_format, call_style
 
     @functools.cached_property
     def takes_system(self) -> bool:
         """Whether the template takes a system prompt."""
-        return self._shows_systems([{"role": "system", "content": PROBE_SYSTEM}, *PROBE_CHAT[:1]])
+        return self._shows_all_messages([{"role": "system", "content": PROBE_SYSTEM}, *PROBE_CHAT[:1]])
 
     @functools.cached_property
-    def _takes_systems(self) -> bool:
+    def _takes_further_systems(self) -> bool:
         """Whether the template takes further system messages, anywhere."""
-        return self._shows_systems(PROBE_SYSTEMS)
+        return self._shows_all_messages(PROBE_SYSTEMS)
 
     @functools.cached_property
     def _takes_text_arguments(self) -> bool:
         """Whether the template renders arguments that are a text as they are."""
-        format, style = self._detected_format
+        tool_format, call_style = self._detected_format
         calls = [replace_arguments(call, CUT_OFF_ARGUMENTS) for call in PROBE_CHAT[1]["tool_calls"]]
         chat = [PROBE_CHAT[0], {**PROBE_CHAT[1], "tool_calls": calls}, *PROBE_CHAT[2:]]
-        return CUT_OFF_ARGUMENTS in render_or_empty(self.template, style.apply(format.adapt_messages(chat)))
+        return CUT_OFF_ARGUMENTS in render_or_empty(self.template, call_style.apply(tool_format.adapt_messages(chat)))
 
     @functools.cached_property
     def _opens_after_thinking(self) -> bool:
@@ -162,10 +162,10 @@ class ChatFormat:
             self.template, chat, tools=False, open=False
         )
 
-    def _shows_systems(self, chat: list[Message]) -> bool:
+    def _shows_all_messages(self, chat: list[Message]) -> bool:
         """Return whether the template renders all of a chat, be it with tools or without."""
-        samples = (render_or_empty(self.template, chat, tools) for tools in (False, True))
-        return any(all(message["content"] in sample for message in chat) for sample in samples)
+        renderings = (render_or_empty(self.template, chat, tools) for tools in (False, True))
+        return any(all(message["content"] in rendering for message in chat) for rendering in renderings)
 
     def render_prompt(
         self,
@@ -188,8 +188,10 @@ class ChatFormat:
             OvspecError: the template can't render them.
             PromptError: a message isn't one.
         """
-        if invalid := [message for message in messages if not isinstance(message, Mapping)]:
-            raise PromptError(f"A chat has {invalid[0]!r:.60}; append messages, such as the `message` of a result.")
+        if invalid_messages := [message for message in messages if not isinstance(message, Mapping)]:
+            raise PromptError(
+                f"A chat has {invalid_messages[0]!r:.60}; append messages, such as the `message` of a result."
+            )
         if open and find_begun_answer(messages) is not None:
             return self._render_continuation(messages, tools, effort, variables)
         if open and messages and only_thinks(messages[-1]) and not self._opens_after_thinking:
@@ -200,39 +202,45 @@ class ChatFormat:
             template_variables = self._effort_variables(effort) | template_variables
         if not tools and not any(message.get("tool_calls") or message.get("role") == "tool" for message in messages):
             return self._render_messages(messages, template_variables, open)
-        format, style = self._detected_format
-        messages = add_names_and_ids(order_results(list(map(normalize_message, messages))), format.id_length)
+        tool_format, call_style = self._detected_format
+        messages = add_tool_names_and_ids(
+            order_tool_results(list(map(normalize_message, messages))), tool_format.id_length
+        )
         calls = [call for message in messages for call in message.get("tool_calls", ())]
         if any(map(has_unparsed_arguments, calls)) and not self._takes_text_arguments:
             messages = list(map(wrap_unparsed_arguments, messages))
-        messages = style.apply(format.adapt_messages(messages))
-        if tools and format.template_has_tools and format.tools_variable in self.template.variables:
-            template_variables[format.tools_variable] = list(tools)
+        messages = call_style.apply(tool_format.adapt_messages(messages))
+        if tools and tool_format.template_has_tools and tool_format.tools_variable in self.template.variables:
+            template_variables[tool_format.tools_variable] = list(tools)
             try:
                 return self._render_messages(messages, template_variables, open)
             except TemplateError:
-                template_variables[format.tools_variable] = [*map(add_missing_fields, tools)]
+                template_variables[tool_format.tools_variable] = [*map(add_missing_tool_fields, tools)]
         elif tools:
-            messages = add_to_system(messages, describe_tools(format, tools), self.takes_system)
+            messages = add_to_system(messages, describe_tools(tool_format, tools), self.takes_system)
         return self._render_messages(messages, template_variables, open)
 
-    def _render_continuation(self, messages: list[Message], *arguments: Any) -> str:
+    def _render_continuation(self, messages: list[Message], *other_arguments: Any) -> str:
         """Return the prompt that ends with the last message; ``arguments``: the others of ``render_prompt``."""
-        *before, last = messages
-        if not (text := find_begun_answer([last])):
-            return self.render_prompt(before, *arguments)
+        *earlier_messages, last_message = messages
+        if not (begun_answer := find_begun_answer([last_message])):
+            return self.render_prompt(earlier_messages, *other_arguments)
         with contextlib.suppress(TemplateError):
-            whole = self.render_prompt([*before, {**last, "content": text + ANSWER_END_MARK}], *arguments, open=False)
-            begun, mark, _ = whole.rpartition(ANSWER_END_MARK)
-            if mark:  # what the template writes before an answer's text, such as a header
-                return begun
-        opened = self.render_prompt(before, *arguments)
-        if self.thinking and opened.rstrip().endswith(self.thinking.open.rstrip()):
-            opened += f"{self.thinking.close}\n\n"
-        return opened + text
+            rendered_chat = self.render_prompt(
+                [*earlier_messages, {**last_message, "content": begun_answer + ANSWER_END_MARK}],
+                *other_arguments,
+                open=False,
+            )
+            rendered_start, end_mark, _ = rendered_chat.rpartition(ANSWER_END_MARK)
+            if end_mark:  # what the template writes before an answer's text, such as a header
+                return rendered_start
+        opened_prompt = self.render_prompt(earlier_messages, *other_arguments)
+        if self.thinking and opened_prompt.rstrip().endswith(self.thinking.open.rstrip()):
+            opened_prompt += f"{self.thinking.close}\n\n"
+        return opened_prompt + begun_answer
 
     @functools.cached_property
-    def _takes_parts(self) -> frozenset[str]:
+    def _roles_with_parts(self) -> frozenset[str]:
         """The roles in whose messages the template renders all text parts, and a single one like a string."""
 
         def render_content(role: str, content: JsonValue) -> str:
@@ -240,14 +248,18 @@ class ChatFormat:
             chat = [question, {"role": role, "content": content}, question]
             return render_or_empty(self.template, {"system": chat[1:], "user": chat[1:2]}.get(role, chat), tools=False)
 
-        texts = [part["text"] for part in PROBE_PARTS]
-        roles = set[str]()
+        part_texts = [part["text"] for part in PROBE_PARTS]
+        roles_with_parts = set[str]()
         for role in ("system", "user", "assistant"):
-            single = render_content(role, PROBE_PARTS[:1])
-            both = render_content(role, PROBE_PARTS)
-            if single and single == render_content(role, texts[0]) and all(text in both for text in texts):
-                roles.add(role)
-        return frozenset(roles)
+            single_rendering = render_content(role, PROBE_PARTS[:1])
+            both_rendering = render_content(role, PROBE_PARTS)
+            if (
+                single_rendering
+                and single_rendering == render_content(role, part_texts[0])
+                and all(part_text in both_rendering for part_text in part_texts)
+            ):
+                roles_with_parts.add(role)
+        return frozenset(roles_with_parts)
 
     def _join_parts(self, message: Message) -> Message:
         """Return a message with its text parts joined, unless the template takes parts.
@@ -257,13 +269,13 @@ class ChatFormat:
         content: JsonValue = message.get("content")
         if not isinstance(content, list):
             return message
-        native = message.get("role") in self._takes_parts
-        others = [part for part in content if not is_text_part(part)]
-        if not others and not (native and all(part.get("type") == "text" for part in content)):
+        takes_parts = message.get("role") in self._roles_with_parts
+        other_parts = [part for part in content if not is_text_part(part)]
+        if not other_parts and not (takes_parts and all(part.get("type") == "text" for part in content)):
             return {**message, "content": join_text_parts(content)}
-        if others and not native:
-            kind = others[0].get("type") if isinstance(others[0], Mapping) else others[0]
-            raise PromptError(f"messages: content of the type {kind!r:.40} can't be read; only text can.")
+        if other_parts and not takes_parts:
+            part_type = other_parts[0].get("type") if isinstance(other_parts[0], Mapping) else other_parts[0]
+            raise PromptError(f"messages: content of the type {part_type!r:.40} can't be read; only text can.")
         return message
 
     def _render_messages(self, messages: list[Message], variables: Mapping[str, JsonValue], open: bool) -> str:
@@ -273,29 +285,31 @@ class ChatFormat:
             OvspecError: the template can't render them.
         """
         is_system = [message.get("role") == "system" for message in messages]
-        plain = all(isinstance(message.get("content") or "", str) for message in messages)
-        refused = (any(is_system[:1]) and not self.takes_system) or (any(is_system[1:]) and not self._takes_systems)
-        if plain and refused:
+        are_plain_texts = all(isinstance(message.get("content") or "", str) for message in messages)
+        refuses_systems = (any(is_system[:1]) and not self.takes_system) or (
+            any(is_system[1:]) and not self._takes_further_systems
+        )
+        if are_plain_texts and refuses_systems:
             messages = join_system_messages(messages, self.takes_system)
         try:
             return self.template.render(messages, open, variables)
         except TemplateError:
-            if not plain:
+            if not are_plain_texts:
                 raise
-            for join in (join_turns, join_users_to_results):
-                joined = join(messages)
-                if joined != messages:
+            for join_messages in (join_turns, join_users_to_results):
+                joined_messages = join_messages(messages)
+                if joined_messages != messages:
                     with contextlib.suppress(TemplateError):  # the first error is about the messages as they came
-                        return self.template.render(joined, open, variables)
-                messages = joined
+                        return self.template.render(joined_messages, open, variables)
+                messages = joined_messages
             raise
 
     def _effort_variables(self, effort: str) -> JsonObject:
         """Return the variables that tell the template how much to think."""
-        reads = self.template.variables
-        if "reasoning_effort" in reads:
+        known_variables = self.template.variables
+        if "reasoning_effort" in known_variables:
             return {"reasoning_effort": {"none": "low", "minimal": "low", "xhigh": "high"}.get(effort, effort)}
-        return {name: effort != "none" for name in THINKING_SWITCHES if name in reads}
+        return {switch: effort != "none" for switch in THINKING_SWITCHES if switch in known_variables}
 
 
 def detect_tool_format(template: ChatTemplate) -> tuple[ToolFormat, CallStyle]:
@@ -303,26 +317,31 @@ def detect_tool_format(template: ChatTemplate) -> tuple[ToolFormat, CallStyle]:
 
     The template renders two calls; what comes out shows how the model writes them.
     """
-    for format in TOOL_FORMATS:
-        if format.template_marks and all(mark in template.source for mark in format.template_marks):
-            return format, CallStyle()
+    for tool_format in TOOL_FORMATS:
+        if tool_format.template_marks and all(mark in template.source for mark in tool_format.template_marks):
+            return tool_format, CallStyle()
     # Two calls in a message show what is between them; but a template may take one at a time.
-    for chat, parts in ((PROBE_CHAT, [PROBE_CALLS]), (split_calls(PROBE_CHAT), [[call] for call in PROBE_CALLS])):
-        samples = {style: render_or_empty(template, style.apply(chat)) for style in CALL_STYLES}
-        for format in TOOL_FORMATS:
+    for probe_chat, call_groups in (
+        (PROBE_CHAT, [PROBE_CALLS]),
+        (split_calls(PROBE_CHAT), [[call] for call in PROBE_CALLS]),
+    ):
+        renderings = {style: render_or_empty(template, style.apply(probe_chat)) for style in CALL_STYLES}
+        for tool_format in TOOL_FORMATS:
             if (
-                format.template_marks
-                or not format.template_has_tools
-                or (len(parts) == 1 and format.between_calls is None)
+                tool_format.template_marks
+                or not tool_format.template_has_tools
+                or (len(call_groups) == 1 and tool_format.between_calls is None)
             ):
                 continue
-            if fitting := [style for style in CALL_STYLES if contains_calls(samples[style], format, parts)]:
+            if fitting_styles := [
+                style for style in CALL_STYLES if contains_calls(renderings[style], tool_format, call_groups)
+            ]:
                 # What is longer has a "None", or an empty text of its own.
-                return format, min(fitting, key=lambda style: len(samples[style]))
+                return tool_format, min(fitting_styles, key=lambda style: len(renderings[style]))
     return GENERIC, CallStyle()
 
 
-def add_missing_fields(tool: JsonObject) -> JsonObject:
+def add_missing_tool_fields(tool: JsonObject) -> JsonObject:
     """Return a tool with a description and properties, which some templates take for granted."""
     function = {"description": "", **tool["function"]}
     return {**tool, "function": {**function, "parameters": {"properties": {}, **function["parameters"]}}}
@@ -336,10 +355,13 @@ def render_or_empty(template: ChatTemplate, messages: list[Message], tools: bool
         return ""
 
 
-def contains_calls(sample: str, format: ToolFormat, parts: list[list[tuple[str, JsonValue]]]) -> bool:
-    """Return whether each part of the calls is in ``sample`` as ``format`` writes it."""
-    ways = range(len(format.calls))
-    return any(all(format.write_calls(calls, way) in sample for calls in parts) for way in ways)
+def contains_calls(rendering: str, tool_format: ToolFormat, call_groups: list[list[tuple[str, JsonValue]]]) -> bool:
+    """Return whether each part of the calls is in ``rendering`` as ``tool_format`` writes it."""
+    layout_indices = range(len(tool_format.calls))
+    return any(
+        all(tool_format.write_calls(calls, layout_index) in rendering for calls in call_groups)
+        for layout_index in layout_indices
+    )
 
 
 def is_text_part(part: JsonValue) -> bool:
@@ -392,17 +414,19 @@ def normalize_call(call: JsonValue) -> JsonObject:
     )
 
 
-def parse_arguments(value: JsonValue) -> JsonValue:
+def parse_arguments(arguments: JsonValue) -> JsonValue:
     """Return arguments as an object, or as a text where they are none: a call that was cut off has such ones."""
-    parsed = value
+    parsed_arguments = arguments
     with contextlib.suppress(ValueError, RecursionError):
-        while isinstance(parsed, str):  # some clients quote them twice
-            parsed = json.loads(replace_half_surrogates(parsed)) if parsed.strip() else None
-    if isinstance(parsed, Mapping) or not parsed:
-        return dict(parsed or {})
-    if isinstance(value, str):
-        return value
-    return json.dumps(value, ensure_ascii=False, default=str)
+        while isinstance(parsed_arguments, str):  # some clients quote them twice
+            parsed_arguments = (
+                json.loads(replace_half_surrogates(parsed_arguments)) if parsed_arguments.strip() else None
+            )
+    if isinstance(parsed_arguments, Mapping) or not parsed_arguments:
+        return dict(parsed_arguments or {})
+    if isinstance(arguments, str):
+        return arguments
+    return json.dumps(arguments, ensure_ascii=False, default=str)
 
 
 def wrap_unparsed_arguments(message: Message) -> Message:
@@ -423,46 +447,50 @@ def find_begun_answer(messages: Sequence[Message]) -> str | None:
     """
     if not messages:
         return None
-    last = messages[-1]
-    if last.get("role") != "assistant" or last.get("tool_calls") or only_thinks(last):
+    last_message = messages[-1]
+    if last_message.get("role") != "assistant" or last_message.get("tool_calls") or only_thinks(last_message):
         return None
-    content = join_text_parts(last.get("content"))
+    content = join_text_parts(last_message.get("content"))
     return content if isinstance(content, str) else None
 
 
 def only_thinks(message: Message) -> bool:
     """Return whether an answer was cut off before it said or called anything."""
-    said = join_text_parts(message.get("content")) or message.get("tool_calls")
-    return message.get("role") == "assistant" and not said and bool(message.get("reasoning_content"))
+    visible_content = join_text_parts(message.get("content")) or message.get("tool_calls")
+    return message.get("role") == "assistant" and not visible_content and bool(message.get("reasoning_content"))
 
 
-def order_results(messages: list[Message]) -> list[Message]:
+def order_tool_results(messages: list[Message]) -> list[Message]:
     """Put the results of tools in the order of their calls: most templates don't render to which call they belong."""
-    ordered: list[Message] = []
-    places: dict[str, int] = {}  # of the calls, by their ids
-    for are_results, group in itertools.groupby(messages, lambda message: message["role"] == "tool"):
-        part = list(group)
+    ordered_messages: list[Message] = []
+    call_positions: dict[str, int] = {}  # of the calls, by their ids
+    for are_results, message_group in itertools.groupby(messages, lambda message: message["role"] == "tool"):
+        group_messages = list(message_group)
         if are_results:
-            part.sort(key=lambda result: places.get(result.get("tool_call_id", ""), len(places)))
-        ordered += part
-        places = {call.get("id", ""): index for index, call in enumerate(part[-1].get("tool_calls") or ())}
-    return ordered
+            group_messages.sort(
+                key=lambda tool_result: call_positions.get(tool_result.get("tool_call_id", ""), len(call_positions))
+            )
+        ordered_messages += group_messages
+        call_positions = {
+            call.get("id", ""): index for index, call in enumerate(group_messages[-1].get("tool_calls") or ())
+        }
+    return ordered_messages
 
 
-def add_names_and_ids(messages: list[Message], id_length: int | None) -> list[Message]:
+def add_tool_names_and_ids(messages: list[Message], id_length: int | None) -> list[Message]:
     """Give tool results the names of their tools, and calls ids of the length that the template demands."""
-    names: dict[str, str] = {}
-    completed: list[Message] = []
+    tool_names: dict[str, str] = {}
+    completed_messages: list[Message] = []
     for message in messages:
         message = dict(message)
         if calls := message.get("tool_calls"):
-            calls = [{"id": f"call_{len(completed)}_{index}", **call} for index, call in enumerate(calls)]
-            names |= {call["id"]: call["function"]["name"] for call in calls}
+            calls = [{"id": f"call_{len(completed_messages)}_{index}", **call} for index, call in enumerate(calls)]
+            tool_names |= {call["id"]: call["function"]["name"] for call in calls}
             message["tool_calls"] = [{**call, "id": shorten_id(call["id"], id_length)} for call in calls]
         if message["role"] == "tool":
-            id = message.get("tool_call_id") or next(reversed(names), "")
-            if name := names.get(id):
-                message = {"name": name, **message}
-            message["tool_call_id"] = shorten_id(id, id_length)
-        completed.append(message)
-    return completed
+            call_id = message.get("tool_call_id") or next(reversed(tool_names), "")
+            if tool_name := tool_names.get(call_id):
+                message = {"name": tool_name, **message}
+            message["tool_call_id"] = shorten_id(call_id, id_length)
+        completed_messages.append(message)
+    return completed_messages

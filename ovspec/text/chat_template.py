@@ -19,8 +19,8 @@ from ovspec.text.tokenizer_files import TOKENIZER_CONFIG_FILE, TokenizerConfig, 
 
 Message = dict[str, Any]  # {"role": ..., "content": ...}
 
-MAX_SECONDS = 2.0
-MAX_BYTES = 1_000_000_000  # memory that the rendering process may use
+MAX_RENDER_SECONDS = 2.0
+MAX_RENDERER_BYTES = 1_000_000_000  # memory that the rendering process may use
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 TEMPLATES_FOLDER = "additional_chat_templates"  # the folder of those that aren't the default
 ADDED_BOS = "added_bos_token"  # the variable of well-known templates that has what the tokenizer puts before each text
@@ -52,10 +52,10 @@ class ChatTemplate:
     def _variables_without_tools(self) -> frozenset[str]:
         return self._find_variables(self.source) if self.source_with_tools else self.variables
 
-    def unread_variables(self, variables: Mapping[str, Any], tools: bool) -> list[str]:
-        """Return the names of variables that the template doesn't read, for chats with ``tools`` or without."""
-        reads = self.variables if tools else self._variables_without_tools
-        return [name for name in variables if name not in reads and name not in RESERVED_ARGUMENTS]
+    def unread_variables(self, variables: Mapping[str, Any], has_tools: bool) -> list[str]:
+        """Return the names of variables that the template doesn't read, for chats with ``has_tools`` or without."""
+        known_variables = self.variables if has_tools else self._variables_without_tools
+        return [name for name in variables if name not in known_variables and name not in RESERVED_ARGUMENTS]
 
     def _find_variables(self, source: str) -> frozenset[str]:
         return frozenset(self._ask_renderer({"source": source}).get("reads", ()))
@@ -80,52 +80,67 @@ class ChatTemplate:
             OvspecError: a variable can't be set, or messages aren't JSON.
         """
         all_variables = {"tools": None, "documents": None, **(variables or {})}
-        for name in all_variables.keys() & RESERVED_ARGUMENTS:
-            raise OvspecError(f"`chat_template_kwargs` can't set {name}, which isn't a variable of templates.")
-        for name in ("tools", "documents"):
-            objects = all_variables[name]
-            is_list = isinstance(objects, (list, tuple)) and all(isinstance(entry, Mapping) for entry in objects)
-            if objects is not None and not is_list:
-                raise OvspecError(f"{name} for a chat template must be a list of objects.")
-        needed: list[str] = []
+        for variable in all_variables.keys() & RESERVED_ARGUMENTS:
+            raise OvspecError(f"`chat_template_kwargs` can't set {variable}, which isn't a variable of templates.")
+        for variable in ("tools", "documents"):
+            list_value = all_variables[variable]
+            is_list = isinstance(list_value, (list, tuple)) and all(isinstance(entry, Mapping) for entry in list_value)
+            if list_value is not None and not is_list:
+                raise OvspecError(f"{variable} for a chat template must be a list of objects.")
+        needed_variables: list[str] = []
         if strict:  # an empty list of tools or documents says that there are none
-            needed = [name for name in all_variables if all_variables[name] or name not in ("tools", "documents")]
+            needed_variables = [
+                variable
+                for variable in all_variables
+                if all_variables[variable] or variable not in ("tools", "documents")
+            ]
         request = {
             "source": self.source if all_variables["tools"] is None else self.source_with_tools or self.source,
             "variables": {**self.special_tokens, **all_variables, "messages": messages, "add_generation_prompt": open},
-            "needed": needed,
+            "needed": needed_variables,
         }
-        answer = self._ask_renderer(request)
-        if "unread" in answer:
-            reads = f"it reads {', '.join(answer['reads'])}" if answer["reads"] else "it reads no variables"
-            raise TemplateError(f"The model's chat template doesn't read {answer['unread']}; leave it out ({reads}).")
-        if "error" in answer:
-            raise TemplateError(f"The model's chat template cannot render these messages: {answer['error']}.")
-        return answer["text"]
+        renderer_reply = self._ask_renderer(request)
+        if "unread" in renderer_reply:
+            reads_clause = (
+                f"it reads {', '.join(renderer_reply['reads'])}" if renderer_reply["reads"] else "it reads no variables"
+            )
+            raise TemplateError(
+                f"The model's chat template doesn't read {renderer_reply['unread']}; leave it out ({reads_clause})."
+            )
+        if "error" in renderer_reply:
+            raise TemplateError(f"The model's chat template cannot render these messages: {renderer_reply['error']}.")
+        return renderer_reply["text"]
 
-    def _ask_renderer(self, asked: dict[str, Any]) -> dict[str, Any]:
+    def _ask_renderer(self, renderer_request: dict[str, Any]) -> dict[str, Any]:
         """Return the answer of the process that renders."""
         try:
-            request = json.dumps(asked)
+            request_json = json.dumps(renderer_request)
         except (TypeError, ValueError) as error:
             raise OvspecError(f"The chat messages cannot be passed to the chat template as JSON: {error}.") from None
         try:
-            return RENDERER.ask(request)
-        except LimitExceeded as why:
-            raise TemplateError(f"The model's chat template {why}; give plain text, not chat messages.") from None
+            return RENDERER.ask(request_json)
+        except LimitExceeded as limit_error:
+            raise TemplateError(
+                f"The model's chat template {limit_error}; give plain text, not chat messages."
+            ) from None
 
 
 # Templates come from the internet. Jinja's sandbox keeps them from reaching anything, but not from running for hours.
-RENDERER = SandboxPool("ovspec.text.chat_template_worker", "renders chat templates", MAX_SECONDS, MAX_BYTES)
+RENDERER = SandboxPool(
+    "ovspec.text.chat_template_worker", "renders chat templates", MAX_RENDER_SECONDS, MAX_RENDERER_BYTES
+)
 
 
 def read_chat_templates(folder: Path) -> dict[str, str]:
     """Return the chat templates of an exported folder or a checkpoint, by their names."""
-    file = folder / CHAT_TEMPLATE_FILE
+    template_file = folder / CHAT_TEMPLATE_FILE
     templates: dict[str, str] = {}
-    if file.is_file():
-        templates["default"] = read_text(file)
-    templates |= {file.stem: read_text(file) for file in sorted((folder / TEMPLATES_FOLDER).glob("*.jinja"))}
+    if template_file.is_file():
+        templates["default"] = read_text(template_file)
+    templates |= {
+        template_file.stem: read_text(template_file)
+        for template_file in sorted((folder / TEMPLATES_FOLDER).glob("*.jinja"))
+    }
     return templates or read_dataclass(TokenizerConfig, folder / TOKENIZER_CONFIG_FILE).chat_templates
 
 
@@ -139,10 +154,10 @@ def load_chat_template(folder: Path, custom_source: str | None = None, bos: str 
     templates = read_chat_templates(folder)
     source = templates.get("default")
     if not source and templates:
-        names = ", ".join(sorted(templates))
-        problem = f"{folder}: of its chat templates ({names}) none is the default"
+        template_names = ", ".join(sorted(templates))
+        problem = f"{folder}: of its chat templates ({template_names}) none is the default"
         raise OvspecError(f"{problem}; name one as `chat_template`.")
     if not source:
-        instead = "give plain text, not chat messages, or a `chat_template`"
-        raise OvspecError(f"{folder}: this model has no chat template; {instead}.")
+        advice = "give plain text, not chat messages, or a `chat_template`"
+        raise OvspecError(f"{folder}: this model has no chat template; {advice}.")
     return ChatTemplate(source, read_special_tokens(folder), templates.get("tool_use"))

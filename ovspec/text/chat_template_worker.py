@@ -23,8 +23,8 @@ class GenerationTag(Extension):
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Any) -> Any:
-        line = next(parser.stream).lineno
-        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+        tag_line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=tag_line)
 
 
 def tojson(
@@ -45,13 +45,13 @@ def raise_exception(message: str) -> None:
 @functools.cache
 def jinja_environment() -> jinja2.Environment:
     """Return an environment with the functions that Hugging Face provides."""
-    jinja = ImmutableSandboxedEnvironment(
+    environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationTag]
     )
-    jinja.globals["raise_exception"] = raise_exception
-    jinja.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    jinja.filters["tojson"] = tojson
-    return jinja
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda time_format: datetime.now().strftime(time_format)
+    environment.filters["tojson"] = tojson
+    return environment
 
 
 @functools.lru_cache(maxsize=8)
@@ -75,17 +75,21 @@ def render_request(request: dict[str, Any]) -> dict[str, Any]:
     try:
         if variables is None:
             return {"reads": sorted(find_variables(source))}
-        for name in request["needed"]:
-            if name not in (reads := find_variables(source)):
-                own = {"messages", "add_generation_prompt", *(name for name in reads if name.endswith("_token"))}
-                return {"unread": name, "reads": sorted(reads - own)}
-        parts, size = [], 0
-        for part in compile_template(source).generate(**variables):
-            size += len(part)
-            if size > MAX_CHARACTERS:
+        for variable in request["needed"]:
+            if variable not in (known_variables := find_variables(source)):
+                standard_variables = {
+                    "messages",
+                    "add_generation_prompt",
+                    *(variable for variable in known_variables if variable.endswith("_token")),
+                }
+                return {"unread": variable, "reads": sorted(known_variables - standard_variables)}
+        text_parts, text_length = [], 0
+        for text_part in compile_template(source).generate(**variables):
+            text_length += len(text_part)
+            if text_length > MAX_CHARACTERS:
                 return {"error": f"the output is longer than {MAX_CHARACTERS // 1_000_000} million characters"}
-            parts.append(part)
-        return {"text": "".join(parts)}
+            text_parts.append(text_part)
+        return {"text": "".join(text_parts)}
     except Exception as error:  # a template can raise anything
         return {"error": " ".join(str(error).split())[:300] or type(error).__name__}
 

@@ -46,17 +46,22 @@ def make_known_template(name: str) -> str:
     turns = KNOWN_TURNS[name]
     if isinstance(turns, str):
         turns = tuple(turns.replace("{role}", role) for role in TURN_ROLES)
-    content = " ~ (message['content'] | trim) ~ " if name in TRIMMED_TEMPLATES else " ~ message['content'] ~ "
-    expressions = [content.join(json.dumps(part, ensure_ascii=False) for part in turn.split("{}")) for turn in turns]
+    content_expression = (
+        " ~ (message['content'] | trim) ~ " if name in TRIMMED_TEMPLATES else " ~ message['content'] ~ "
+    )
+    expressions = [
+        content_expression.join(json.dumps(turn_part, ensure_ascii=False) for turn_part in turn.split("{}"))
+        for turn in turns
+    ]
     branches = "".join(
         f"{{% elif message['role'] == '{role}' %}}{{{{ {expression} }}}}"
         for role, expression in zip(TURN_ROLES, expressions, strict=False)
     )
-    opening = json.dumps(turns[1].partition("{}")[0].rstrip(" "), ensure_ascii=False)
+    answer_opening = json.dumps(turns[1].partition("{}")[0].rstrip(" "), ensure_ascii=False)
     return (
         f"{{{{ {ADDED_BOS} }}}}{{% for message in messages %}}{{% if false %}}{branches}"
         "{% else %}{{ raise_exception('it has no role ' ~ message['role']) }}{% endif %}{% endfor %}"
-        f"{{% if add_generation_prompt %}}{{{{ {opening} }}}}{{% endif %}}"
+        f"{{% if add_generation_prompt %}}{{{{ {answer_opening} }}}}{{% endif %}}"
     )
 
 
@@ -70,7 +75,7 @@ def resolve_custom_template(template: str | Path, model_templates: Mapping[str, 
     Raises:
         OvspecError: there is no such file or name, or the template can't render a chat.
     """
-    name = str(template)
+    shown_name = str(template)
     source = ""
     if isinstance(template, str):
         if template in KNOWN_TURNS:
@@ -78,21 +83,23 @@ def resolve_custom_template(template: str | Path, model_templates: Mapping[str, 
         source = model_templates.get(template) or source
         if "{{" in template or "{%" in template:
             source = source or template
-            name = "the given text"
+            shown_name = "the given text"
     with contextlib.suppress(OSError, ValueError):  # a text that can't be a path isn't one
         if not source and Path(template).is_file():
             source = read_text(Path(template))
     if not source:
-        names = ", ".join(dict.fromkeys((*model_templates, *KNOWN_TURNS)))
-        quoted = f"'{name}'" if isinstance(template, Path) else repr(name)  # which would double Windows' backslashes
-        raise OvspecError(f"`chat_template` is {quoted:.80}, neither a file nor one of {names}.")
+        known_names = ", ".join(dict.fromkeys((*model_templates, *KNOWN_TURNS)))
+        quoted_name = (
+            f"'{shown_name}'" if isinstance(template, Path) else repr(shown_name)
+        )  # which would double Windows' backslashes
+        raise OvspecError(f"`chat_template` is {quoted_name:.80}, neither a file nor one of {known_names}.")
     try:
         prompt = ChatTemplate(source, {}).render([{"role": "user", "content": PROBE_TEXT}])
     except TemplateError as error:
         problem = str(error).removeprefix("The model's chat template ")
-        raise OvspecError(f"`chat_template`: {name:.80} {problem}") from None
+        raise OvspecError(f"`chat_template`: {shown_name:.80} {problem}") from None
     if PROBE_TEXT not in prompt:
-        raise OvspecError(f"`chat_template`: {name:.80} doesn't show what the user says; is it a chat template?")
+        raise OvspecError(f"`chat_template`: {shown_name:.80} doesn't show what the user says; is it a chat template?")
     return source
 
 

@@ -48,33 +48,41 @@ class GenerationConfig:
     """The generation config in ``folder``; the EOS falls back to ``config``. Warns about settings it can't apply."""
 
     def __init__(self, folder: Path, config: ModelConfig, tokenizer: Tokenizer) -> None:
-        self._file = folder / GENERATION_CONFIG_FILE
-        self.settings = read_dataclass(GenerationFile, self._file)
-        self._config = config
+        self._config_file = folder / GENERATION_CONFIG_FILE
+        self.settings = read_dataclass(GenerationFile, self._config_file)
+        self._model_config = config
         self._tokenizer = tokenizer
-        content = read_json(self._file)
-        names = [name for name, neutral in UNSUPPORTED_SETTINGS.items() if content.get(name) not in (None, neutral)]
-        if names:
-            warning = f"{folder}: its generation config sets {', '.join(names)}, which ovspec does not apply"
+        config_json = read_json(self._config_file)
+        unsupported_names = [
+            setting
+            for setting, neutral_value in UNSUPPORTED_SETTINGS.items()
+            if config_json.get(setting) not in (None, neutral_value)
+        ]
+        if unsupported_names:
+            warning = (
+                f"{folder}: its generation config sets {', '.join(unsupported_names)}, which ovspec does not apply"
+            )
             warnings.warn(warning, stacklevel=5)
 
     @functools.cached_property
     def eos_ids(self) -> frozenset[int]:
         """The token ids that end a text."""
-        files = (self.settings, self._config, self._config.text_config)
-        eos = next((file.eos_token_id for file in files if file and file.eos_token_id is not None), [])
+        configs = (self.settings, self._model_config, self._model_config.text_config)
+        eos = next((config.eos_token_id for config in configs if config and config.eos_token_id is not None), [])
         return frozenset(eos if isinstance(eos, list) else [eos])
 
     @property
     def bos_ids(self) -> np.ndarray:
         """The tokenizer's BOS, else the generation config's, (n,) int64; empty if there is none."""
         special_ids = self._tokenizer.encode("")
-        bos = self.settings.bos_token_id
-        if len(special_ids) or bos is None:
+        bos_id = self.settings.bos_token_id
+        if len(special_ids) or bos_id is None:
             return special_ids
-        if bos not in self._tokenizer.known_ids:
-            raise OvspecError(f"{self._file}: bos_token_id {bos} is not in the vocabulary; export the model again.")
-        return np.array([bos], dtype=np.int64)
+        if bos_id not in self._tokenizer.known_ids:
+            raise OvspecError(
+                f"{self._config_file}: bos_token_id {bos_id} is not in the vocabulary; export the model again."
+            )
+        return np.array([bos_id], dtype=np.int64)
 
     @property
     def empty_prompt_ids(self) -> np.ndarray:
@@ -94,20 +102,22 @@ def read_recommended_sampling(folder: Path, chosen: Mapping[str, Any]) -> dict[s
     """
     if chosen.get("temperature") == 0:
         return {}
-    file = folder / GENERATION_CONFIG_FILE
-    settings = {name: value for name, value in read_json(file).items() if value is not None}
+    config_file = folder / GENERATION_CONFIG_FILE
+    settings = {option: value for option, value in read_json(config_file).items() if value is not None}
     try:
         check_value(settings.get("do_sample", False), DO_SAMPLE_OPTION)
-        recommended = {"temperature": 1.0} | {name: settings[name] for name in DISTRIBUTION_OPTIONS if name in settings}
+        recommended = {"temperature": 1.0} | {
+            option: settings[option] for option in DISTRIBUTION_OPTIONS if option in settings
+        }
         if not settings.get("do_sample") or recommended["temperature"] == 0:
             return {}
-        applied = {name: value for name, value in recommended.items() if name not in chosen}
-        make_params({"temperature": 1.0} | applied)
+        applied_settings = {option: value for option, value in recommended.items() if option not in chosen}
+        make_params({"temperature": 1.0} | applied_settings)
     except OvspecError as error:
         problem = str(error).replace("`", "").rstrip(".")  # it is about no option of the caller
         remedy = "correct it in the checkpoint and export that again, or give `temperature=0`"
-        raise OvspecError(f"{file}: {problem}; {remedy}.") from None
-    return {name: value for name, value in applied.items() if value != SAMPLING_OPTIONS[name].default}
+        raise OvspecError(f"{config_file}: {problem}; {remedy}.") from None
+    return {option: value for option, value in applied_settings.items() if value != SAMPLING_OPTIONS[option].default}
 
 
 def format_sampling(sampling: Mapping[str, Any]) -> str:

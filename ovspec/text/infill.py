@@ -91,22 +91,24 @@ class FimTokens:
     fim_names: tuple[str, ...]  # of the tokens that only infilling uses
 
 
-def find_fim_tokens(ids: Mapping[str, int]) -> FimTokens | None:
-    """Return the FIM tokens among ``ids``, name -> id, or None; of several families, the one with the most of them."""
-    families = [family for family in FIM_FAMILIES if all(name in ids for name in family.required_names)]
-    if not families:
+def find_fim_tokens(token_ids: Mapping[str, int]) -> FimTokens | None:
+    """Return the FIM tokens among ``token_ids``, name -> id, or None; of several families that with most."""
+    matching_families = [
+        fim_family for fim_family in FIM_FAMILIES if all(name in token_ids for name in fim_family.required_names)
+    ]
+    if not matching_families:
         return None
-    best = max(families, key=lambda family: sum(name in ids for name in family.all_names))
-    names = [name for name in best.all_names if name in ids]
+    best_family = max(matching_families, key=lambda fim_family: sum(name in token_ids for name in fim_family.all_names))
+    present_names = [name for name in best_family.all_names if name in token_ids]
     return FimTokens(
-        prefix=ids[best.prefix],
-        suffix=ids[best.suffix],
-        middle=ids.get(best.middle or ""),
-        repository=ids.get(best.repository or ""),
-        file=ids.get(best.file or ""),
-        end_ids=tuple(sorted({ids[name] for name in (*names, *COMMON_END_NAMES) if name in ids})),
-        suffix_first=best.suffix_first,
-        fim_names=tuple(names),
+        prefix=token_ids[best_family.prefix],
+        suffix=token_ids[best_family.suffix],
+        middle=token_ids.get(best_family.middle or ""),
+        repository=token_ids.get(best_family.repository or ""),
+        file=token_ids.get(best_family.file or ""),
+        end_ids=tuple(sorted({token_ids[name] for name in (*present_names, *COMMON_END_NAMES) if name in token_ids})),
+        suffix_first=best_family.suffix_first,
+        fim_names=tuple(present_names),
     )
 
 
@@ -141,9 +143,9 @@ class Infill:
 
 
 class EncodePart(Protocol):
-    """Encodes a part of a prompt without special tokens; ``first``: as the beginning of a text."""
+    """Encodes a part of a prompt without special tokens; ``at_text_start``: as the beginning of a text."""
 
-    def __call__(self, text: str, first: bool = False) -> np.ndarray: ...
+    def __call__(self, text: str, at_text_start: bool = False) -> np.ndarray: ...
 
 
 class InfillTokens(NamedTuple):
@@ -164,32 +166,34 @@ def encode_infill(
     """
     if not fim:
         raise PromptError(NO_FIM_ERROR)
-    before = [*prefix_ids]
+    leading_ids = [*prefix_ids]
     if fim.repository is not None:
-        before += [fim.repository, *encode(DEFAULT_REPOSITORY)]
-    chunks = list[list[int]]()
-    for chunk in infill.file_chunks:
-        header = [*encode(CHUNK_SEPARATOR)] if fim.file is None else [fim.file, *encode(f"{chunk.filename}\n")]
-        chunks.append([*header, *encode(chunk.text)])
+        leading_ids += [fim.repository, *encode(DEFAULT_REPOSITORY)]
+    encoded_chunks = list[list[int]]()
+    for file_chunk in infill.file_chunks:
+        chunk_header = (
+            [*encode(CHUNK_SEPARATOR)] if fim.file is None else [fim.file, *encode(f"{file_chunk.filename}\n")]
+        )
+        encoded_chunks.append([*chunk_header, *encode(file_chunk.text)])
     # Some tokenizers put a space in front of a text; models have learned the prefix with it.
-    prefix = [fim.prefix, *encode(infill.prefix, first=True)]
-    suffix = [fim.suffix, *encode(infill.suffix)]
-    parts = [*suffix, *prefix] if fim.suffix_first else [*prefix, *suffix]
+    fim_prefix_ids = [fim.prefix, *encode(infill.prefix, at_text_start=True)]
+    fim_suffix_ids = [fim.suffix, *encode(infill.suffix)]
+    prompt_parts = [*fim_suffix_ids, *fim_prefix_ids] if fim.suffix_first else [*fim_prefix_ids, *fim_suffix_ids]
     if fim.file is not None:
-        parts = [fim.file, *encode(DEFAULT_FILE), *parts]
+        prompt_parts = [fim.file, *encode(DEFAULT_FILE), *prompt_parts]
     if fim.middle is not None:
-        parts.append(fim.middle)
-    beginning = encode(infill.beginning)
-    room = max_tokens - len(before) - len(parts) - len(beginning)
-    sizes = itertools.accumulate(map(len, reversed(chunks)))
-    dropped_chunks = sum(size > room for size in sizes)
-    ids = [*before, *itertools.chain(*chunks[dropped_chunks:]), *parts]
-    return InfillTokens(np.array([*ids, *beginning], dtype=np.int64), len(ids))
+        prompt_parts.append(fim.middle)
+    beginning_ids = encode(infill.beginning)
+    chunk_room = max_tokens - len(leading_ids) - len(prompt_parts) - len(beginning_ids)
+    chunk_sizes = itertools.accumulate(map(len, reversed(encoded_chunks)))
+    dropped_chunks = sum(chunk_size > chunk_room for chunk_size in chunk_sizes)
+    prompt_ids = [*leading_ids, *itertools.chain(*encoded_chunks[dropped_chunks:]), *prompt_parts]
+    return InfillTokens(np.array([*prompt_ids, *beginning_ids], dtype=np.int64), len(prompt_ids))
 
 
 def trim_chunks(infill: Infill, max_characters: float) -> Infill:
     """Return a prompt without the first chunks that make it longer than so many characters."""
     # What separates chunks takes at least a token.
-    sizes = itertools.accumulate(len(chunk.text) + 1 for chunk in reversed(infill.file_chunks))
-    dropped_chunks = sum(size > max_characters - infill.needed_characters for size in sizes)
+    chunk_sizes = itertools.accumulate(len(file_chunk.text) + 1 for file_chunk in reversed(infill.file_chunks))
+    dropped_chunks = sum(chunk_size > max_characters - infill.needed_characters for chunk_size in chunk_sizes)
     return replace(infill, file_chunks=infill.file_chunks[dropped_chunks:])

@@ -38,9 +38,11 @@ def check_same_vocabulary(target: Path, draft: Path) -> None:
     ``SAMPLE_TEXTS`` are split.
     """
     vocabularies = [read_dataclass(TokenizerFile, folder / TOKENIZER_FILE).tokens_by_id() for folder in (target, draft)]
-    message = describe_id_differences(*vocabularies) if all(vocabularies) else describe_split_difference(target, draft)
-    if message:
-        raise OvspecError(f"{draft} cannot draft for {target}: {message}; choose a draft with the same tokenizer.")
+    difference = (
+        describe_id_differences(*vocabularies) if all(vocabularies) else describe_split_difference(target, draft)
+    )
+    if difference:
+        raise OvspecError(f"{draft} cannot draft for {target}: {difference}; choose a draft with the same tokenizer.")
 
 
 def describe_split_difference(target: Path, draft: Path) -> str | None:

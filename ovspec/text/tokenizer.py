@@ -45,9 +45,9 @@ def compile_tokenizer(path: Path) -> ov.CompiledModel:
 
 def make_byte_level_alphabet() -> dict[str, int]:
     """Return character -> byte of byte-level BPE (GPT-2): printable bytes are themselves, the others start at 256."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    printable_bytes = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    other_bytes = [byte for byte in range(256) if byte not in printable_bytes]
+    return {chr(byte): byte for byte in printable_bytes} | {chr(256 + i): byte for i, byte in enumerate(other_bytes)}
 
 
 def make_byte_vocabulary(tokenizer: TokenizerFile) -> list[bytes | None] | None:
@@ -56,31 +56,31 @@ def make_byte_vocabulary(tokenizer: TokenizerFile) -> list[bytes | None] | None:
     Returns None if the decoder doesn't map each token to bytes by itself.
     """
     decoder = tokenizer.decoder or DecodingStep()
-    pieces = tokenizer.model.vocab
+    piece_ids = tokenizer.model.vocab
     step_types = {step.type for step in decoder.decoders or [decoder]}
-    if not isinstance(pieces, dict):
+    if not isinstance(piece_ids, dict):
         return None
     if step_types == {"ByteLevel"}:
         alphabet = make_byte_level_alphabet()
 
-        def to_bytes(piece: str) -> bytes:
+        def piece_to_bytes(piece: str) -> bytes:
             if alphabet.keys() >= set(piece):
                 return bytes(alphabet[character] for character in piece)
             return piece.encode()
 
     elif step_types <= {"Replace", "ByteFallback", "Fuse", "Strip"} and "ByteFallback" in step_types:
 
-        def to_bytes(piece: str) -> bytes:
+        def piece_to_bytes(piece: str) -> bytes:
             if re.fullmatch("<0x[0-9A-Fa-f]{2}>", piece):
                 return bytes([int(piece[3:5], 16)])
             return piece.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()
 
     else:
         return None
-    spelt = {index: to_bytes(piece) for piece, index in pieces.items()}
+    bytes_by_id = {token_id: piece_to_bytes(piece) for piece, token_id in piece_ids.items()}
     for token in tokenizer.added_tokens:
-        spelt[token.id] = b"" if token.special else token.content.encode()
-    return [spelt.get(index) for index in range(max(spelt, default=-1) + 1)]
+        bytes_by_id[token.id] = b"" if token.special else token.content.encode()
+    return [bytes_by_id.get(token_id) for token_id in range(max(bytes_by_id, default=-1) + 1)]
 
 
 def look_up_bytes(vocabulary: list[bytes | None], token: int) -> bytes:
@@ -104,22 +104,28 @@ class Tokenizer:
         self._special_token_bytes = {token.id: token.content.encode() for token in tokenizer_file.special_tokens}
         self.added_tokens = {token.content: token.id for token in tokenizer_file.added_tokens}
         self.vocabulary = make_byte_vocabulary(tokenizer_file)
-        tokens = tokenizer_file.tokens_by_id()
-        self.known_ids = make_known_ids(tokens)
-        self.fim_tokens = find_fim_tokens({name: index for index, name in tokens.items() if name in FIM_TOKEN_NAMES})
-        self._longest_token_length = max(map(len, tokens.values()), default=1)
+        tokens_by_id = tokenizer_file.tokens_by_id()
+        self.known_ids = make_known_ids(tokens_by_id)
+        self.fim_tokens = find_fim_tokens(
+            {
+                token_text: token_index
+                for token_index, token_text in tokens_by_id.items()
+                if token_text in FIM_TOKEN_NAMES
+            }
+        )
+        self._longest_token_length = max(map(len, tokens_by_id.values()), default=1)
         empty_ids = self._encode("")
         letter_ids = self._encode("a")
         # Tokens that encoding puts around every text: BOS before it for some models, EOS after it for a few.
-        pairs = enumerate(zip(empty_ids, letter_ids, strict=False))
-        self._prefix_length = next((index for index, (a, b) in pairs if a != b), len(empty_ids))
+        id_pairs = enumerate(zip(empty_ids, letter_ids, strict=False))
+        self._prefix_length = next((token_index for token_index, (a, b) in id_pairs if a != b), len(empty_ids))
         self._suffix_length = len(empty_ids) - self._prefix_length
         # SentencePiece models put a space in front of every text they encode.
         self._adds_space = self.decode(self.encode("a", special=False)) == " a"
 
-    def max_characters(self, tokens: int) -> int:
-        """Return more characters than ``tokens`` tokens can spell."""
-        return NORMALIZER_MARGIN * self._longest_token_length * tokens
+    def max_characters(self, token_count: int) -> int:
+        """Return more characters than ``token_count`` tokens can spell."""
+        return NORMALIZER_MARGIN * self._longest_token_length * token_count
 
     def encode(self, text: str, special: bool = True) -> np.ndarray:
         """Return the token ids of ``text``, (n,) int64; ``special`` keeps the BOS and EOS that the tokenizer adds.
@@ -146,25 +152,27 @@ class Tokenizer:
             return joined_ids[len(line_ids) :]
         return ids
 
-    def encode_plain_text(self, text: str, first: bool = False) -> np.ndarray:
+    def encode_plain_text(self, text: str, at_text_start: bool = False) -> np.ndarray:
         """Return the token ids of ``text``, (n,) int64; the name of a special token in it is spelt by other tokens.
 
-        Unless ``first``, the text is the continuation of another one, as in ``encode_continuation``.
+        Unless ``at_text_start``, the text is the continuation of another one, as in ``encode_continuation``.
         """
-        cuts = [0, *(name.start() + 1 for name in self._special_names.finditer(text)), len(text)]
-        parts = [text[start:end] for start, end in itertools.pairwise(cuts)]
-        encoded: list[np.ndarray] = []
-        if first:
-            encoded.append(self.encode(parts.pop(0), special=False))
-        return np.concatenate([*encoded, *map(self.encode_continuation, parts)])
+        cut_positions = [0, *(name.start() + 1 for name in self._special_names.finditer(text)), len(text)]
+        text_parts = [text[part_start:part_end] for part_start, part_end in itertools.pairwise(cut_positions)]
+        encoded_parts: list[np.ndarray] = []
+        if at_text_start:
+            encoded_parts.append(self.encode(text_parts.pop(0), special=False))
+        return np.concatenate([*encoded_parts, *map(self.encode_continuation, text_parts)])
 
     @functools.cached_property
     def _special_names(self) -> re.Pattern[str]:
         """Finds where the names of special and FIM tokens begin."""
-        names = {name.decode() for name in self._special_token_bytes.values()}
+        special_names = {name.decode() for name in self._special_token_bytes.values()}
         if self.fim_tokens:
-            names.update(self.fim_tokens.fim_names)
-        return re.compile("|".join(f"(?={re.escape(name)})" for name in sorted(names) if len(name) > 1) or "(?!)")
+            special_names.update(self.fim_tokens.fim_names)
+        return re.compile(
+            "|".join(f"(?={re.escape(name)})" for name in sorted(special_names) if len(name) > 1) or "(?!)"
+        )
 
     @functools.cached_property
     def prefix_ids(self) -> list[int]:
@@ -216,14 +224,14 @@ class Tokenizer:
 
     def _encode(self, text: str) -> np.ndarray:
         try:
-            request = self._idle_requests.pop()
+            infer_request = self._idle_requests.pop()
         except IndexError:
-            request = self._encoder.create_infer_request()
-        request.set_input_tensor(0, ov.Tensor([text]))
-        request.infer()
-        ids = request.get_tensor("input_ids").data[0].astype(np.int64)
+            infer_request = self._encoder.create_infer_request()
+        infer_request.set_input_tensor(0, ov.Tensor([text]))
+        infer_request.infer()
+        ids = infer_request.get_tensor("input_ids").data[0].astype(np.int64)
         if len(text) <= LONG_TEXT_CHARACTERS:  # else it would keep the text's memory
-            self._idle_requests.append(request)
+            self._idle_requests.append(infer_request)
         return ids
 
 
@@ -235,11 +243,11 @@ class ByteDetokenizer:
         self._marks = marks or {}
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
-    def push(self, token: int, without: int = 0) -> str:
-        """Return the text that ``token`` completes, possibly empty; skips the first ``without`` bytes of the token."""
+    def push(self, token: int, skipped_bytes: int = 0) -> str:
+        """Return the text that ``token`` completes, possibly empty, without the token's first ``skipped_bytes``."""
         if token in self._marks:
             return self.flush() + self._marks[token]
-        return self._utf8.decode(look_up_bytes(self._vocabulary, token)[without:])
+        return self._utf8.decode(look_up_bytes(self._vocabulary, token)[skipped_bytes:])
 
     def flush(self) -> str:
         """Return the remaining text at the end; a character that was cut off becomes a replacement character."""
@@ -249,31 +257,31 @@ class ByteDetokenizer:
 class WindowDetokenizer:
     """A detokenizer without a byte vocabulary: decodes a sliding window of tokens and returns the text that was added.
 
-    It can't skip bytes of a token: ``without`` must be 0.
+    It can't skip bytes of a token: ``skipped_bytes`` must be 0.
     """
 
-    def __init__(self, request: ov.InferRequest) -> None:
-        self._request = request
+    def __init__(self, infer_request: ov.InferRequest) -> None:
+        self._infer_request = infer_request
         self._tokens: list[int] = []
-        self._start = 0  # tokens before this index can't change the text of later ones
+        self._window_start = 0  # tokens before this index can't change the text of later ones
         self._returned_text = ""  # the part of the window's text that was returned
 
     def _decode_window(self) -> str:
-        ids = np.array([self._tokens[self._start :]], dtype=np.int64)
-        self._request.set_input_tensor(0, ov.Tensor(ids))
-        self._request.infer()
-        return str(self._request.get_output_tensor(0).str_data[0])
+        ids = np.array([self._tokens[self._window_start :]], dtype=np.int64)
+        self._infer_request.set_input_tensor(0, ov.Tensor(ids))
+        self._infer_request.infer()
+        return str(self._infer_request.get_output_tensor(0).str_data[0])
 
-    def push(self, token: int, without: int = 0) -> str:
-        assert not without
+    def push(self, token: int, skipped_bytes: int = 0) -> str:
+        assert not skipped_bytes
         self._tokens.append(token)
-        text = self._decode_window()
-        if len(text) <= len(self._returned_text) or text.endswith("\N{REPLACEMENT CHARACTER}"):
+        window_text = self._decode_window()
+        if len(window_text) <= len(self._returned_text) or window_text.endswith("\N{REPLACEMENT CHARACTER}"):
             return ""
-        new = text[len(self._returned_text) :]
-        self._start = max(self._start, len(self._tokens) - 8)
+        new_text = window_text[len(self._returned_text) :]
+        self._window_start = max(self._window_start, len(self._tokens) - 8)
         self._returned_text = self._decode_window()
-        return new
+        return new_text
 
     def flush(self) -> str:
         if not self._tokens:

@@ -89,14 +89,18 @@ def read_special_tokens(folder: Path) -> dict[str, str]:
 
     Models may have roles of their own, such as "image_token", beside the others or in an object.
     """
-    entries = read_json(folder / TOKENIZER_CONFIG_FILE)
-    tokens: dict[str, str] = {}
-    named_tokens = {role: token for role, token in entries.items() if role.endswith("_token")}
-    for group in (entries.get("model_specific_special_tokens"), named_tokens, entries.get("extra_special_tokens")):
-        if not isinstance(group, dict):
+    config_entries = read_json(folder / TOKENIZER_CONFIG_FILE)
+    special_tokens: dict[str, str] = {}
+    named_tokens = {role: token for role, token in config_entries.items() if role.endswith("_token")}
+    for token_group in (
+        config_entries.get("model_specific_special_tokens"),
+        named_tokens,
+        config_entries.get("extra_special_tokens"),
+    ):
+        if not isinstance(token_group, dict):
             continue
-        for role, token in group.items():
-            text = token.get("content") if isinstance(token, dict) else token
-            if isinstance(text, str):
-                tokens[role] = text
-    return tokens
+        for role, token in token_group.items():
+            token_text = token.get("content") if isinstance(token, dict) else token
+            if isinstance(token_text, str):
+                special_tokens[role] = token_text
+    return special_tokens

@@ -18,11 +18,11 @@ class KnownIds:
     size: int | None = None
     missing_ids: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
 
-    def restricts(self, width: int) -> bool:
+    def restricts_width(self, logits_width: int) -> bool:
         """Return whether logits of this width include ids without a token."""
-        return bool(len(self.missing_ids)) or (self.size is not None and width > self.size)
+        return bool(len(self.missing_ids)) or (self.size is not None and logits_width > self.size)
 
-    def restrict(self, logits: np.ndarray) -> np.ndarray:
+    def restrict_logits(self, logits: np.ndarray) -> np.ndarray:
         """Cut logits (n, width) float32 to at most ``size`` columns, and set ``missing_ids`` to -inf, in place."""
         logits = logits[:, : self.size]
         if len(self.missing_ids):
@@ -34,8 +34,8 @@ class KnownIds:
 
     def first_unknown(self, ids: np.ndarray) -> int | None:
         """Return the first of ``ids`` (n,), integers of any size, that has no token, or None."""
-        unknown = ids[self.unknown_mask(ids)]
-        return next(iter(unknown[:1].tolist()), None)
+        unknown_ids = ids[self.unknown_mask(ids)]
+        return next(iter(unknown_ids[:1].tolist()), None)
 
     def unknown_mask(self, ids: np.ndarray) -> np.ndarray:
         """Return for each of ``ids`` (n,) whether it has no token."""
@@ -47,17 +47,24 @@ ALL_IDS = KnownIds()
 
 def make_known_ids(ids: Iterable[int]) -> KnownIds:
     """Return the KnownIds for the ids that have a token; with none given, nothing is known and every id is allowed."""
-    present = np.unique(np.fromiter(ids, dtype=np.int64))
-    if not len(present):
+    present_ids = np.unique(np.fromiter(ids, dtype=np.int64))
+    if not len(present_ids):
         return ALL_IDS
-    size = int(present[-1]) + 1
-    return KnownIds(size, np.setdiff1d(np.arange(size), present))
+    size = int(present_ids[-1]) + 1
+    return KnownIds(size, np.setdiff1d(np.arange(size), present_ids))
 
 
-def describe_id_differences(first: dict[int, str], second: dict[int, str]) -> str | None:
+def describe_id_differences(first_vocabulary: dict[int, str], second_vocabulary: dict[int, str]) -> str | None:
     """Describe how two vocabularies differ, naming the first differences; None if they are the same."""
-    ids = [index for index in sorted({*first, *second}) if first.get(index) != second.get(index)]
-    if not ids:
+    differing_ids = [
+        token_id
+        for token_id in sorted({*first_vocabulary, *second_vocabulary})
+        if first_vocabulary.get(token_id) != second_vocabulary.get(token_id)
+    ]
+    if not differing_ids:
         return None
-    differences = ", ".join(f"{index} is {first.get(index)!r} and {second.get(index)!r}" for index in ids[:3])
-    return f"{len(ids)} ids of their vocabularies differ ({differences})"
+    differences = ", ".join(
+        f"{token_id} is {first_vocabulary.get(token_id)!r} and {second_vocabulary.get(token_id)!r}"
+        for token_id in differing_ids[:3]
+    )
+    return f"{len(differing_ids)} ids of their vocabularies differ ({differences})"

@@ -38,7 +38,7 @@ from ovspec.batch.file import BatchProgress
 from ovspec.batch.folder import BatchFile
 from ovspec.batch.groups import GROUPS_PER_WORKER, MAX_GROUP_LINES, ResultCollector, make_groups
 from ovspec.batch.ray.pool import GROUPS_IN_FLIGHT, WorkerPool
-from ovspec.batch.requests import prompt_request
+from ovspec.batch.requests import make_prompt_request
 
 ANSWER = {"id": "1", "text": "An answer of some length. " * 10, "finish_reason": "length", "generated_tokens": 48}
 
@@ -95,7 +95,7 @@ def driver_seconds(count: int, actors: int) -> float:
     import ray
 
     numbers = range(MAX_GROUP_LINES * count)
-    requests = [prompt_request(str(number), f"prompt {number}", f"prompt {number}") for number in numbers]
+    requests = [make_prompt_request(str(number), f"prompt {number}", f"prompt {number}") for number in numbers]
     groups = list(make_groups(0, requests, "", (), 1))
     ways: Any = {"num_cpus": 0, "max_concurrency": GROUPS_IN_FLIGHT}
     with tempfile.TemporaryDirectory() as scratch:

@@ -168,7 +168,7 @@ def test_texts_of_different_length_and_equal_ones(load: Callable[..., ovspec.Lan
     assert (found.after, found.plain, found.other, found.gap) == (1, 6, None, None)
     assert "after 1 token: " in found.describe(lm)
     assert "speculation with the end" in found.describe(lm)
-    without = find_divergence(lm, PROMPTS[0], [5, 6], [5, 7], logits=False)
+    without = find_divergence(lm, PROMPTS[0], [5, 6], [5, 7], compute_gaps=False)
     assert without
     assert (without.gap, without.top2_gap) == (None, None)
 

@@ -18,7 +18,7 @@ from ovspec.base.files import write_atomically
 from ovspec.base.progress import print_note
 from ovspec.batch.file import BatchProgress, run_file
 from ovspec.batch.ray.shipment import create_folder_once
-from ovspec.batch.requests import prompt_request
+from ovspec.batch.requests import make_prompt_request
 from ovspec.cli import main
 from ovspec.cli.batch import BatchReport
 from ovspec.params import make_params
@@ -69,7 +69,7 @@ def test_the_file_is_named_and_keeps_what_it_had(
 
 
 def test_a_batch_goes_on_from_what_was_written(load: Callable[..., ovspec.LanguageModel], tmp_path: Path) -> None:
-    requests = [prompt_request(str(i), f"{i}", f"a{i}") for i in range(6)]
+    requests = [make_prompt_request(str(i), f"{i}", f"a{i}") for i in range(6)]
     options: Any = {"max_tokens": 2, "batch_size": 2}
     output, partial = tmp_path / "out", tmp_path / "out.partial"
     with small_files(2500), pytest.raises(WriteError, match=re.escape(f"{partial}: can't be written")):
@@ -77,7 +77,7 @@ def test_a_batch_goes_on_from_what_was_written(load: Callable[..., ovspec.Langua
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.partial"]
     whole = partial.read_text(encoding="utf-8").count("}}\n")
     progress = run_file(load(), requests, output, make_params(options))
-    assert progress.before == whole > 0
+    assert progress.done_before == whole > 0
     lines = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
     assert [line["id"] for line in lines] == [request.id for request in requests]
 

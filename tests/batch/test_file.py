@@ -28,7 +28,7 @@ import ovspec
 from ovspec.api.verify import result_from_json
 from ovspec.batch.file import describe_run, run_file
 from ovspec.batch.partial_results import PartialResults, result_fingerprint
-from ovspec.batch.requests import as_chat, parse_line, prompt_request, read_requests
+from ovspec.batch.requests import make_prompt_request, parse_line, read_requests, to_chat_request
 from ovspec.cli.batch import BatchReport
 from ovspec.params import make_params
 from ovspec.params.generation import GENERATE_OPTIONS
@@ -317,7 +317,7 @@ def test_a_text_file_has_a_prompt_a_line(tmp_path: Path) -> None:
     ],
 )
 def test_one_bad_line_does_not_stop_the_rest(lm: ovspec.LanguageModel, tmp_path: Path, line: str, message: str) -> None:
-    good = prompt_request("good", "good", PROMPTS[0])
+    good = make_prompt_request("good", "good", PROMPTS[0])
     found = run_file(lm, [parse_line(line, "bad"), good], tmp_path / "out", make_params({"max_tokens": 5}))
     assert (found.done, found.failed) == (2, 1)
     bad, rest = read_lines(tmp_path / "out")
@@ -335,7 +335,7 @@ def test_ids_that_come_twice(lm: ovspec.LanguageModel, tmp_path: Path) -> None:
 
 
 def test_what_is_done_is_not_done_again(lm: ovspec.LanguageModel, tmp_path: Path) -> None:
-    requests = [prompt_request(str(i), prompt, prompt) for i, prompt in enumerate(PROMPTS[:8])]
+    requests = [make_prompt_request(str(i), prompt, prompt) for i, prompt in enumerate(PROMPTS[:8])]
     run_file(lm, requests, tmp_path / "whole", make_params({"max_tokens": 20}))
     output = tmp_path / "out"
 
@@ -353,8 +353,8 @@ def test_what_is_done_is_not_done_again(lm: ovspec.LanguageModel, tmp_path: Path
     with partial.open("a", encoding="utf-8") as file:
         file.write('{"key": "cut o')  # as a kill in the middle of a line leaves it
     found = run_file(lm, requests, output, make_params({"max_tokens": 20, "lookahead": 2}))  # which changes no text
-    assert found.before >= 3
-    assert found.before + found.done == 8
+    assert found.done_before >= 3
+    assert found.done_before + found.done == 8
     assert output.read_bytes() == (tmp_path / "whole").read_bytes()
     assert not partial.exists()
 
@@ -387,17 +387,17 @@ def test_the_time_left_falls_as_work_is_done(
 
 
 def test_what_has_changed_is_done_again(tmp_path: Path) -> None:
-    request, output = prompt_request("1", "a", "a"), tmp_path / "out"
+    request, output = make_prompt_request("1", "a", "a"), tmp_path / "out"
     done = PartialResults(output)
     done.store_line(result_fingerprint(request, "model and options"), {"id": "1"})
     done.close()
     for depends_on, changed, known in (
         ("model and options", request, True),
         ("other options", request, False),
-        ("model and options", prompt_request("1", "b", "b"), False),
-        ("model and options", prompt_request("2", "a", "a"), False),
-        ("model and options", as_chat(request, None), False),
-        ("model and options", as_chat(request, "Be brief."), False),
+        ("model and options", make_prompt_request("1", "b", "b"), False),
+        ("model and options", make_prompt_request("2", "a", "a"), False),
+        ("model and options", to_chat_request(request, None), False),
+        ("model and options", to_chat_request(request, "Be brief."), False),
         ("model and options", replace(request, error="No."), False),
     ):
         again = PartialResults(output)
@@ -646,7 +646,7 @@ def test_what_was_done_is_known_after_a_kill_in_the_middle_of_a_line(tmp_path: P
         done = PartialResults(tmp_path / "out")
         assert sorted(done.keys()) == before
         done.store_line(key, {"id": key})
-        assert done.lines([*before, key]) == [{"id": each} for each in [*before, key]]
+        assert done.select_lines([*before, key]) == [{"id": each} for each in [*before, key]]
         done.close()
         with done.file.open("a", encoding="utf-8") as file:
             file.write('{"key": "cut o')

@@ -17,7 +17,7 @@ from ovspec.batch.file import BatchProgress
 from ovspec.batch.groups import MAX_GROUP_LINES, RequestGroup, ResultCollector, make_groups
 from ovspec.batch.ray.cluster import scratch_folder
 from ovspec.batch.ray.shipment import create_folder_once, read_pieces
-from ovspec.batch.requests import BatchRequest, parse_row, parse_rows, prompt_request
+from ovspec.batch.requests import BatchRequest, make_prompt_request, parse_row, parse_rows
 from ovspec.batch.run import BatchThread, line_to_row, lines_to_columns
 from ovspec.engine.decoders import DecoderPool
 from ovspec.params import make_params
@@ -28,7 +28,7 @@ from ovspec.batch.folder import BatchFile, find_files, join_path, read_file_requ
 
 
 def prompts(count: int) -> list[BatchRequest]:
-    return [prompt_request(str(n), f"{n % 7} prompt {n}", f"{n % 7} prompt {n}") for n in range(count)]
+    return [make_prompt_request(str(n), f"{n % 7} prompt {n}", f"{n % 7} prompt {n}") for n in range(count)]
 
 
 def answered(group: RequestGroup) -> RequestGroup:
@@ -60,7 +60,7 @@ def test_answers_in_any_order_and_over_two_runs(tmp_path: Path) -> None:
 
     first, second = run(9), run(100)
     assert (first.done, first.total) == (36, 100)
-    assert (second.before, second.done, second.total) == (36, 64, 100)
+    assert (second.done_before, second.done, second.total) == (36, 64, 100)
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text("utf-8").splitlines()]
     assert lines == [{"id": request.id, "text": request.source} for request in requests]
     assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
@@ -76,11 +76,11 @@ def test_a_group_line_by_line_is_the_same_file(tmp_path: Path) -> None:
         for group in groups:
             whole.keys |= group.keys
             whole.requests |= group.requests
-        for single in itertools.islice(whole.split(), most):
+        for single in itertools.islice(whole.split_by_request(), most):
             assert len(single.requests) == 1
             answers.collect_group(answered(single))
         answers.close()
-    assert (answers.progress.before, answers.progress.done) == (3, 13)
+    assert (answers.progress.done_before, answers.progress.done) == (3, 13)
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text("utf-8").splitlines()]
     assert [line["id"] for line in lines] == [request.id for request in requests]
 
@@ -88,14 +88,14 @@ def test_a_group_line_by_line_is_the_same_file(tmp_path: Path) -> None:
 def test_a_file_of_a_folder_is_done_again_if_it_has_changed(tmp_path: Path) -> None:
     file = BatchFile("a", str(tmp_path / "out" / "a.jsonl"), tmp_path / "out.partial" / "a.jsonl", "3 17")
     answers = ResultCollector([file], "model", BatchProgress(0, 0))
-    assert answers.unfinished == {"a": 0}
+    assert answers.unfinished_file_numbers == {"a": 0}
     for group in make_groups(0, prompts(3), "model", (), 1):
         answers.collect_group(answered(group))
     again = BatchProgress(0, 0)
-    assert ResultCollector([file], "model", again).unfinished == {}
-    assert (again.total, again.before) == (3, 3)
-    for changed, model in ((BatchFile("a", file.target, file.partial_path, "4 18"), "model"), (file, "other")):
-        assert ResultCollector([changed], model, BatchProgress(0, 0)).unfinished == {"a": 0}
+    assert ResultCollector([file], "model", again).unfinished_file_numbers == {}
+    assert (again.total, again.done_before) == (3, 3)
+    for changed, model in ((BatchFile("a", file.results_path, file.partial_path, "4 18"), "model"), (file, "other")):
+        assert ResultCollector([changed], model, BatchProgress(0, 0)).unfinished_file_numbers == {"a": 0}
 
 
 def test_what_is_read_of_a_folder(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_what_is_read_of_a_folder(tmp_path: Path) -> None:
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).write_text('"import os"\n', encoding="utf-8")
     _, files = find_files(str(source), str(tmp_path / "out"), overwrite=False)
-    assert [Path(file.target).relative_to(tmp_path / "out").as_posix() for file in files] == [
+    assert [Path(file.results_path).relative_to(tmp_path / "out").as_posix() for file in files] == [
         "a.jsonl",
         "b/c d.txt.jsonl",
         "b/e.parquet",
@@ -163,7 +163,7 @@ def test_rows_of_tables_are_requests() -> None:
     found = parse_rows(rows)
     assert [request.id for request in found] == ["1", "2", "3", "4"]
     assert [bool(request.error) for request in found] == [False, False, True, True]
-    assert parse_row([{"role": "user", "content": "hi", "name": None}], "x").text_request.kind == "own"
+    assert parse_row([{"role": "user", "content": "hi", "name": None}], "x").text_request.kind == "batch_line"
     assert parse_row("def f(", "x").text_request.prompts == ["def f("]
 
 

@@ -16,7 +16,7 @@ from ray.exceptions import NodeDiedError
 from ovspec.base.errors import OvspecError
 from ovspec.batch.groups import RequestGroup, make_groups
 from ovspec.batch.ray.pool import GROUPS_IN_FLIGHT, RESTARTS_PER_WORKER, WorkerPool
-from ovspec.batch.requests import BatchRequest, prompt_request
+from ovspec.batch.requests import BatchRequest, make_prompt_request
 
 DEADLY = "kill"
 
@@ -62,7 +62,7 @@ def pool_of(count: int, started: list[int], deadly: int | None = None) -> Worker
 
 
 def groups(texts: list[str]) -> list[RequestGroup]:
-    return list(make_groups(0, [prompt_request(str(n), text, text) for n, text in enumerate(texts)], "", (), 2))
+    return list(make_groups(0, [make_prompt_request(str(n), text, text) for n, text in enumerate(texts)], "", (), 2))
 
 
 def test_lines_that_all_kill_stop_the_run(started: list[int]) -> None:
@@ -103,5 +103,5 @@ def test_a_worker_that_dies_while_it_loads_is_left_out(
             lines |= group.lines
     assert [lines[n]["text"] for n in range(60)] == texts
     assert max(calls) == GROUPS_IN_FLIGHT, "the other stays full"
-    assert (started, pool.size) == ([1, 2], 1)
+    assert (started, pool.worker_count) == ([1, 2], 1)
     assert "worker 2 was lost with its machine; it is left out" in capsys.readouterr().err

@@ -60,7 +60,7 @@ from ovspec.batch.ray.pool import GROUPS_IN_FLIGHT, RESTARTS_PER_WORKER, WorkerP
 from ovspec.batch.ray.predictor import Predictor
 from ovspec.batch.ray.shipment import Shipment
 from ovspec.batch.ray.worker import Reference, Worker
-from ovspec.batch.requests import BatchRequest, prompt_request, read_requests
+from ovspec.batch.requests import BatchRequest, make_prompt_request, read_requests
 from ovspec.drafting.choice import parse_draft
 from ovspec.drafting.proposal import NO_PROPOSAL
 
@@ -194,7 +194,7 @@ class Here:
 
     def run_groups(self, groups: list[RequestGroup], _: Any) -> Iterator[list[RequestGroup]]:
         for group in groups:
-            group.complete(self._worker.run_requests(list(group.requests.values())))
+            group.set_output_lines(self._worker.run_requests(list(group.requests.values())))
             yield [group]
 
     def close(self) -> None:
@@ -230,8 +230,8 @@ def test_folders_go_to_folders_and_an_interrupted_run_goes_on(
     with pytest.raises(KeyboardInterrupt):
         on_cluster(str(source), output, pair, report=stop)
     found = on_cluster(str(source), output, pair)
-    assert (found.total, found.failed >= 1, found.before > 20) == (54, True, True)
-    assert found.before + found.done == 54
+    assert (found.total, found.failed >= 1, found.done_before > 20) == (54, True, True)
+    assert found.done_before + found.done == 54
     assert not (tmp_path / "out.partial").exists()
     assert sorted(str(file.relative_to(output)) for file in output.rglob("*") if file.is_file()) == [
         "a b.jsonl",
@@ -280,7 +280,7 @@ def test_a_line_that_kills_workers_has_an_error_and_a_run_without_workers_goes_o
             on_cluster(str(file), output, pair, Deadly(), loading)
     assert not output.exists()
     found = on_cluster(str(file), output, pair, Deadly(), loading)
-    assert (found.total, found.failed >= 1, found.before > 0) == (48, True, True)
+    assert (found.total, found.failed >= 1, found.done_before > 0) == (48, True, True)
     *_, error = [line for line in without_times(output.read_text("utf-8")) if line["id"] == "deadly"]
     assert error == {
         "id": "deadly",
@@ -356,9 +356,13 @@ def test_progress_says_how_many_workers_are_loading() -> None:
     from ovspec.cli.batch import BatchReport
 
     report = BatchReport()
-    assert report.describe_progress(BatchProgress(0, 0, workers=2, loading=2)) == "2 workers: loading …"
-    assert report.describe_progress(BatchProgress(9, 0, done=4, workers=2, loading=1)).endswith("2 workers (1 loading)")
-    assert report.describe_progress(BatchProgress(9, 0, done=9, workers=2, loading=1)).endswith("2 workers")
+    assert report.describe_progress(BatchProgress(0, 0, worker_count=2, loading_workers=2)) == "2 workers: loading …"
+    assert report.describe_progress(BatchProgress(9, 0, done=4, worker_count=2, loading_workers=1)).endswith(
+        "2 workers (1 loading)"
+    )
+    assert report.describe_progress(BatchProgress(9, 0, done=9, worker_count=2, loading_workers=1)).endswith(
+        "2 workers"
+    )
 
 
 @pytest.mark.usefixtures("cluster")
@@ -460,7 +464,7 @@ def starting(how: signal.Signals, started: list[int], loading: tuple[int, ...] =
 
 def groups(texts: list[str], known: tuple[int, ...] = ()) -> list[RequestGroup]:
     """Return the groups of a file of such prompts, some of which an earlier run answered."""
-    requests = [prompt_request(str(place), text, text) for place, text in enumerate(texts)]
+    requests = [make_prompt_request(str(place), text, text) for place, text in enumerate(texts)]
     keys = [key for group in make_groups(0, requests, "", (), 2) for key in group.keys.items()]
     return list(make_groups(0, requests, "", [key for place, key in keys if place in known], 2))
 
@@ -487,7 +491,7 @@ def test_a_worker_that_dies_while_it_loads_is_left_out(capsys: pytest.CaptureFix
     pool.close()
     assert [found[n]["text"] for n in range(100)] == [f"prompt {n}" for n in range(100)]
     assert max(line["beside"] for line in found.values()) == GROUPS_IN_FLIGHT - 1, "the others stay full"
-    assert (started, pool.size) == ([1, 2], 1)
+    assert (started, pool.worker_count) == ([1, 2], 1)
     assert "worker 2 died of SIGFPE; it is left out" in capsys.readouterr().err
 
 
@@ -556,7 +560,7 @@ def test_progress_goes_on_while_workers_load() -> None:
             return [{} for _ in requests]
 
     pool = WorkerPool(lambda _: ray.remote(num_cpus=0)(Slow).remote(), 1, False, "model")
-    found = [(len(answered), pool.loading) for answered in pool.run_groups(groups(["a"]))]
+    found = [(len(answered), pool.loading_count) for answered in pool.run_groups(groups(["a"]))]
     pool.close()
     assert found[0] == (0, 1) and found[-1] == (1, 0)
     assert len(found) >= 4, "each second"
@@ -570,7 +574,7 @@ def test_files_are_read_while_others_are_answered() -> None:
     @ray.remote(num_cpus=0)
     def reading(number: int) -> list[RequestGroup]:
         texts = [f"{number} {place}" for place in range(32)]
-        return list(make_groups(0, [prompt_request(text, text, text) for text in texts], "", (), 2))
+        return list(make_groups(0, [make_prompt_request(text, text, text) for text in texts], "", (), 2))
 
     def files() -> Iterator[Any]:
         for number in range(40):

@@ -55,7 +55,7 @@ def test_workers_that_compute_other_bits(pair: Path, tmp_path: Path) -> None:
 
     def slowly(progress: BatchProgress) -> None:
         """Leave lines for the worker that loads last."""
-        time.sleep(3 * (progress.loading > 0))
+        time.sleep(3 * (progress.loading_workers > 0))
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
     try:

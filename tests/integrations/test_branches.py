@@ -163,10 +163,10 @@ def test_all_new_places(load: Load) -> None:
     lm = load(**DRAFTERS["chain, fixed"])
     branches, ids = Branches(lm), ids_of(lm, 2, 80)
     for length in (20, 21, 40, 40, 60, 50, 80):
-        known, _ = branches.request_logits(ids[:length], all_new=True)
+        known, _ = branches.request_logits(ids[:length], all_new_positions=True)
         for back in range(1, min(len(known), 12) + 1):
             np.testing.assert_allclose(known[-back], lm.next_logits(ids[: length - back + 1]), atol=1e-3)
-    assert len(branches.request_logits(ids, all_new=True)[0]) == 1
+    assert len(branches.request_logits(ids, all_new_positions=True)[0]) == 1
 
 
 def test_an_inference_that_fails_leaves_nothing_wrong(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:

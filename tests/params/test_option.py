@@ -57,7 +57,7 @@ assert split_options({"loudness": context.params["loudness"]})[1].recorded_optio
 assert CliRunner().invoke(cli, ["generate", "x", "--loudness", "2"]).exit_code == 2
 for name in ("loudness", "volume"):
     line = parse_line(json.dumps({"prompt": "a", name: 0.7}), "1")
-    assert line.text_request.overrides.apply_to(DEFAULT_PARAMS, "own").recorded_options() == {"loudness": 0.7}
+    assert line.text_request.overrides.apply_to(DEFAULT_PARAMS, "batch_line").recorded_options() == {"loudness": 0.7}
     for wrong, told in (("loud", "loudness must be a number"), (2, "loudness is 2; it must be from 0 to 1")):
         error = parse_line(json.dumps({"prompt": "a", name: wrong}), "1").error
         assert told.replace("loudness", name) in error

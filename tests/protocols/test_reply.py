@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ovspec.engine.results import Stats
-from ovspec.protocols.chat.reply import openai_usage
+from ovspec.protocols.chat.reply import make_openai_usage
 
 
 def test_usage_counts_each_prompt_once_and_each_text() -> None:
@@ -14,7 +14,7 @@ def test_usage_counts_each_prompt_once_and_each_text() -> None:
         Stats(prompt_tokens=7, generated_tokens=2, proposed=3, accepted=3),
         Stats(prompt_tokens=7, generated_tokens=1),
     ]
-    usage = openai_usage(stats, 2)
+    usage = make_openai_usage(stats, 2)
     assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (12, 10, 22)
     assert usage.prompt_tokens_details.cached_tokens == 3
     details = usage.completion_tokens_details

@@ -21,7 +21,12 @@ from ovspec.engine.engine_thread import EngineThread, Job
 from ovspec.engine.results import Piece
 from ovspec.engine.scheduler import BatchLimits
 from ovspec.ir.memory import kv_bytes_per_token
-from ovspec.protocols.logprobs import SMALL_CHUNK, compute_between_rounds, compute_prompt_logprobs, run_generator
+from ovspec.protocols.logprobs import (
+    SMALL_CHUNK_TOKENS,
+    compute_logprobs_between_rounds,
+    compute_prompt_logprobs,
+    run_generator,
+)
 from ovspec.server.endpoints import generate_pieces
 
 ENDLESS: dict[str, Any] = {"prompt": "def f(", "max_tokens": 1900, "ignore_eos": True, "stream": True}
@@ -153,7 +158,7 @@ def engine(load: Callable[..., ovspec.LanguageModel]) -> Iterator[EngineThread]:
 
 
 def echo(engine: EngineThread, ids: list[int]) -> Any:
-    return compute_between_rounds(ovspec.LanguageModel(engine.runtime), engine, ids, 2).result()
+    return compute_logprobs_between_rounds(ovspec.LanguageModel(engine.runtime), engine, ids, 2).result()
 
 
 def generating(engine: EngineThread) -> threading.Event:
@@ -191,12 +196,12 @@ def test_repeated_prompts_are_read_in_small_steps(engine: EngineThread, read: li
     ids = engine.runtime.prompt_encoder.encode("\n".join(PROMPTS[:3])).tolist()[:300]
     expected = run_generator(compute_prompt_logprobs(ovspec.LanguageModel(engine.runtime), ids, 2))
     assert echo(engine, ids) == expected
-    assert max(tokens for tokens, _ in read) > SMALL_CHUNK
+    assert max(tokens for tokens, _ in read) > SMALL_CHUNK_TOKENS
     read.clear()
     ended = generating(engine)
     assert echo(engine, ids) == expected
     beside = [tokens for tokens, beside in read if beside]
-    assert beside and max(beside) <= SMALL_CHUNK
+    assert beside and max(beside) <= SMALL_CHUNK_TOKENS
     assert ended.wait(60)
 
 

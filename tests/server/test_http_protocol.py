@@ -24,7 +24,7 @@ from ovspec.server import body_limits, errors, http_protocol
 from ovspec.server.access import AccessMiddleware
 from ovspec.server.body_limits import BoundedRequest
 from ovspec.server.endpoints import EventStream
-from ovspec.server.errors import ApiError, error_response
+from ovspec.server.errors import ApiError, make_error_response
 from ovspec.server.http_protocol import raise_file_limit, uvicorn_config
 
 HEAD = b"GET / HTTP/1.1\r\nHost: localhost\r\n"
@@ -56,7 +56,7 @@ class Streaming:
             try:
                 await BoundedRequest(scope, receive).body()
             except ApiError as error:
-                return await error_response(error, scope)(scope, receive, send)
+                return await make_error_response(error, scope)(scope, receive, send)
         return await EventStream(b"", self._events(), FailingReply(), self._note)(scope, receive, send)
 
     async def _events(self) -> AsyncGenerator[bytes]:

@@ -13,7 +13,7 @@ from conftest import Reference
 
 from ovspec.base.errors import OvspecError, UnavailableError
 from ovspec.text.chat_format import ChatFormat
-from ovspec.text.chat_template import MAX_BYTES, MAX_SECONDS, RENDERER, ChatTemplate, load_chat_template
+from ovspec.text.chat_template import MAX_RENDER_SECONDS, MAX_RENDERER_BYTES, RENDERER, ChatTemplate, load_chat_template
 from ovspec.text.custom_template import find_answer_end
 
 MESSAGES = [
@@ -136,7 +136,7 @@ def test_a_process_that_was_killed_says_nothing_about_the_template(monkeypatch: 
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Allow a rendering less than usual, so that the tests of the limits end sooner."""
-    assert (RENDERER.max_seconds, RENDERER.max_bytes) == (MAX_SECONDS, MAX_BYTES) == (2, 1e9)
+    assert (RENDERER.max_seconds, RENDERER.max_bytes) == (MAX_RENDER_SECONDS, MAX_RENDERER_BYTES) == (2, 1e9)
     RENDERER.end_idle_processes()
     monkeypatch.setattr(RENDERER, "max_seconds", 0.3)
     monkeypatch.setattr(RENDERER, "max_bytes", 250_000_000)
@@ -157,7 +157,7 @@ def test_bounded_in_time(source: str) -> None:
 @pytest.mark.parametrize("sources", [LARGE[::3], pytest.param(LARGE, marks=pytest.mark.slow)], ids=len)
 def test_bounded_in_size(sources: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """In one test, so that a process that refuses one goes on with the next."""
-    monkeypatch.setattr(RENDERER, "max_seconds", MAX_SECONDS)
+    monkeypatch.setattr(RENDERER, "max_seconds", MAX_RENDER_SECONDS)
     for source in sources:
         refused(source, 6)
 

@@ -187,7 +187,7 @@ def read_tokens(
     names = tuple(name for name, _ in CALLS)
     answer_format = AnswerFormat(TOOL_FORMATS_BY_NAME[format], thinking, names, added_tokens=added)
     detokenizer = ByteDetokenizer(vocabulary, answer_format.tag_marks)
-    reader, said = AnswerReader(answer_format, key=b"1"), AnswerContent()
+    reader, said = AnswerReader(answer_format, id_key=b"1"), AnswerContent()
     for token in tokens:
         reader.push(detokenizer.push(token), said)
     reader.push(detokenizer.flush(), said)

@@ -24,9 +24,9 @@ def vocabulary(*names: str) -> dict[str, int]:
     return {name: FIRST + number for number, name in enumerate(names)}
 
 
-def encode(text: str, first: bool = False) -> np.ndarray:
-    """Encode characters; a text that is ``first`` begins with an underscore, as SentencePiece's with a space."""
-    return np.array([ord(each) for each in "_" * first + text], dtype=np.int64)
+def encode(text: str, at_text_start: bool = False) -> np.ndarray:
+    """Encode characters; one ``at_text_start`` begins with an underscore, as SentencePiece's with a space."""
+    return np.array([ord(each) for each in "_" * at_text_start + text], dtype=np.int64)
 
 
 def written(ids: dict[str, int], infill: Infill = INFILL, room: float = 1e9) -> str:

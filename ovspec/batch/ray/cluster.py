@@ -29,23 +29,23 @@ LOCAL_ADDRESS = "local"
 def cluster_connection(address: str) -> Iterator[None]:
     """Connect to the cluster at ``address``, or run a cluster on this machine that listens on loopback only."""
     # Read when Ray is imported. Without a cluster of several machines, it binds everything to 127.0.0.1.
-    alone = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"} if address == LOCAL_ADDRESS else {}
-    os.environ |= alone | {"RAY_USAGE_STATS_ENABLED": "0", "RAY_BACKEND_LOG_LEVEL": "fatal"}
+    loopback_environment = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"} if address == LOCAL_ADDRESS else {}
+    os.environ |= loopback_environment | {"RAY_USAGE_STATS_ENABLED": "0", "RAY_BACKEND_LOG_LEVEL": "fatal"}
     try:
         import pyarrow  # noqa: F401
         import ray.data
     except ImportError:
         raise OvspecError("Ray is missing; run pip install 'ovspec[ray]'.") from None
-    context = ray.data.DataContext.get_current()
-    context.enable_progress_bars = context.print_on_execution_start = False
-    context.raise_original_map_exception = True
+    data_context = ray.data.DataContext.get_current()
+    data_context.enable_progress_bars = data_context.print_on_execution_start = False
+    data_context.raise_original_map_exception = True
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     init_options: JsonObject = {"log_to_driver": False, "logging_level": logging.ERROR}
     # The path of a socket has at most 107 bytes, of which Ray adds some 70.
     with scratch_folder(default_cache_dir() / "ray" / "sessions", max_path_bytes=36) as folder:
         if address == LOCAL_ADDRESS:
-            count = sum(map(len, usable_processors()))
-            init_options |= {"num_cpus": count, "include_dashboard": False, "_temp_dir": str(folder)}
+            processor_count = sum(map(len, usable_processors()))
+            init_options |= {"num_cpus": processor_count, "include_dashboard": False, "_temp_dir": str(folder)}
         try:
             if host_and_port := re.search(r"([\w.-]+):(\d+)$", address):  # because Ray would try for minutes
                 host, port = host_and_port.groups()
@@ -65,9 +65,9 @@ def drop_native_stderr() -> Iterator[None]:
     """Drop the output of libraries in other languages on stderr."""
     python_stderr = sys.stderr
     stderr_copy = os.dup(2)
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 2)
-    os.close(null)
+    null_device = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null_device, 2)
+    os.close(null_device)
     try:
         with os.fdopen(os.dup(stderr_copy), "w", encoding="utf-8", errors="replace", newline="\n") as sys.stderr:
             yield
@@ -78,25 +78,25 @@ def drop_native_stderr() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def scratch_folder(parent: Path, max_path_bytes: int) -> Iterator[Path]:
-    """Yield a new folder in ``parent`` by a path of at most so many bytes; it is deleted in the end.
+def scratch_folder(parent_folder: Path, max_path_bytes: int) -> Iterator[Path]:
+    """Yield a new folder in ``parent_folder`` by a path of at most so many bytes; it is deleted in the end.
 
     If its own path is longer, the path is that of a link among the temporary files. Folders of processes that were
     killed are deleted, too.
     """
-    for abandoned in parent.glob(f"{HOST_CODE}-*"):
-        if not psutil.pid_exists(int(abandoned.name.rpartition("-")[2])):
-            shutil.rmtree(abandoned, ignore_errors=True)
-    folder = parent / f"{HOST_CODE}-{os.getpid()}"
+    for abandoned_folder in parent_folder.glob(f"{HOST_CODE}-*"):
+        if not psutil.pid_exists(int(abandoned_folder.name.rpartition("-")[2])):
+            shutil.rmtree(abandoned_folder, ignore_errors=True)
+    folder = parent_folder / f"{HOST_CODE}-{os.getpid()}"
     folder.mkdir(parents=True, exist_ok=True)
     try:
         if sys.platform == "win32" or len(os.fsencode(folder)) <= max_path_bytes:  # no sockets have paths there
             yield folder
             return
-        temporary = tempfile.gettempdir()
-        if len(temporary) >= max_path_bytes - 20:
-            temporary = "/tmp"
-        with tempfile.TemporaryDirectory(prefix="ovspec-", dir=temporary) as link_folder:
+        temporary_folder = tempfile.gettempdir()
+        if len(temporary_folder) >= max_path_bytes - 20:
+            temporary_folder = "/tmp"
+        with tempfile.TemporaryDirectory(prefix="ovspec-", dir=temporary_folder) as link_folder:
             link = Path(link_folder) / "link"
             link.symlink_to(folder)
             yield link

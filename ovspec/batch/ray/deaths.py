@@ -15,35 +15,38 @@ from ovspec.ir.device import default_cache_dir
 SEARCH_SECONDS = 20.0  # seconds for all machines to look for the file
 
 
-def record_signals(worker: int) -> None:
+def record_signals(worker_number: int) -> None:
     """Let a signal that ends this process be recorded as the worker's, if it can be caught."""
-    file = default_cache_dir() / "ray" / "deaths" / str(worker)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    faulthandler.enable(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC))  # which stays open
+    signal_file = default_cache_dir() / "ray" / "deaths" / str(worker_number)
+    signal_file.parent.mkdir(parents=True, exist_ok=True)
+    faulthandler.enable(os.open(signal_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC))  # which stays open
 
 
-def read_recorded_signal(worker: int) -> str:
+def read_recorded_signal(worker_number: int) -> str:
     """Return the signal that ended the worker of this number on this machine, once; an empty text if none did."""
-    file = default_cache_dir() / "ray" / "deaths" / str(worker)
-    if not file.is_file():
+    signal_file = default_cache_dir() / "ray" / "deaths" / str(worker_number)
+    if not signal_file.is_file():
         return ""
-    words = file.read_text(errors="replace").partition("\n")[0].partition(": ")[2]  # Fatal Python error: Aborted
-    file.unlink()
-    names = {str(signal.strsignal(number)).partition(":")[0]: number.name for number in signal.Signals}
-    return names.get(words, words)
+    first_line = signal_file.read_text(errors="replace").partition("\n")[0]  # Fatal Python error: Aborted
+    signal_description = first_line.partition(": ")[2]
+    signal_file.unlink()
+    signal_names = {str(signal.strsignal(number)).partition(":")[0]: number.name for number in signal.Signals}
+    return signal_names.get(signal_description, signal_description)
 
 
-def find_recorded_signal(worker: int) -> str:
+def find_recorded_signal(worker_number: int) -> str:
     """Return the recorded signal of a worker on another machine of the cluster."""
     if sum(node["Alive"] for node in ray.nodes()) == 1:
         return ""
     try:
-        return next(filter(None, run_on_each_node(lambda: read_recorded_signal(worker), SEARCH_SECONDS).values()), "")
+        return next(
+            filter(None, run_on_each_node(lambda: read_recorded_signal(worker_number), SEARCH_SECONDS).values()), ""
+        )
     except RayError:  # a machine that is leaving
         return ""
 
 
-def describe_death(worker: int, error: RayError) -> str:
+def describe_death(worker_number: int, error: RayError) -> str:
     """Return how a worker ended whose calls raise ``error``: the rest of a sentence about it."""
     if isinstance(error, NodeDiedError) or "node has died" in str(error):
         return "was lost with its machine"
@@ -53,5 +56,7 @@ def describe_death(worker: int, error: RayError) -> str:
         return "was killed by Ray, because its machine ran out of memory"
     if isinstance(error, RayActorError) and error.actor_init_failed:
         return f"failed to start ({str(error).splitlines()[-1].strip()})"
-    name = read_recorded_signal(worker) or find_recorded_signal(worker)
-    return f"died of {name}" if name else "was killed (by SIGKILL, as the system does when memory runs out)"
+    signal_name = read_recorded_signal(worker_number) or find_recorded_signal(worker_number)
+    if not signal_name:
+        return "was killed (by SIGKILL, as the system does when memory runs out)"
+    return f"died of {signal_name}"

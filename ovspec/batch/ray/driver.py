@@ -59,28 +59,32 @@ def run_on_cluster(
     all have died.
     """
     filesystem, files = find_files(source if isinstance(source, str) else None, output, overwrite)
-    folder, *draft_folders = list_model_folders(resolve_model_folder(model), draft)
-    outside = [other for other in draft_folders if not other.is_relative_to(folder)]
+    model_folder, *draft_folders = list_model_folders(resolve_model_folder(model), draft)
+    outside_drafts = [draft_folder for draft_folder in draft_folders if not draft_folder.is_relative_to(model_folder)]
     with plain_ray_errors():
-        job = WorkerJob([ship_folder(path) for path in (folder, *outside)], draft, load_options, params, mixed)
+        job = WorkerJob(
+            [ship_folder(folder) for folder in (model_folder, *outside_drafts)], draft, load_options, params, mixed
+        )
         worker_count, cpus = plan_workers(cpus)
         reference = load_first_worker(job, cpus)
     run_identity = f"{reference.run_identity}{' mixed' * mixed}"
-    collector = ResultCollector(files, run_identity, BatchProgress(0, 0, workers=worker_count))
+    collector = ResultCollector(files, run_identity, BatchProgress(0, 0, worker_count=worker_count))
     requests = source if isinstance(source, list) else None
-    numbers = collector.unfinished
-    reader = GroupReader(filesystem, numbers, collector.finished_keys, run_identity, requests, worker_count, convert)
+    file_numbers = collector.unfinished_file_numbers
+    reader = GroupReader(
+        filesystem, file_numbers, collector.finished_keys, run_identity, requests, worker_count, convert
+    )
     try:
-        if numbers:
+        if file_numbers:
             pool = WorkerPool(
                 partial(start_worker, job, reference, cpus), worker_count, mixed, job.describe_worker(cpus, reference)
             )
             with plain_ray_errors(), closing(pool):
-                for groups in pool.run_groups(*reader.read_all()):
+                for groups in pool.run_groups(*reader.read_all_groups()):
                     for group in groups:
                         collector.collect_group(group)
-                    collector.progress.workers = pool.size
-                    collector.progress.loading = pool.loading
+                    collector.progress.worker_count = pool.worker_count
+                    collector.progress.loading_workers = pool.loading_count
                     report(collector.progress)
     finally:
         collector.close()
@@ -105,32 +109,32 @@ class GroupReader:
     workers: int
     convert: Callable[[BatchRequest], BatchRequest]
 
-    def read_all(self) -> tuple[list[RequestGroup], Iterable[ray.ObjectRef]]:
+    def read_all_groups(self) -> tuple[list[RequestGroup], Iterable[ray.ObjectRef]]:
         """Return the groups of all local files, and tasks that return the groups of a file in object storage."""
         if isinstance(self.filesystem, LocalFileSystem):
             return [group for path in self.numbers for group in self.read_groups(path)], ()
         # The workers have all processors.
         task_options: JsonObject = {"num_cpus": 0, "retry_exceptions": [OSError]}
 
-        def read_there(path: str) -> list[RequestGroup]:
+        def read_remote_file(path: str) -> list[RequestGroup]:
             with self.filesystem.open_input_stream(path) as file:
                 return self.read_groups(path, file.read())
 
-        return [], map(ray.remote(**task_options)(read_there).remote, self.numbers)
+        return [], map(ray.remote(**task_options)(read_remote_file).remote, self.numbers)
 
-    def read_groups(self, path: str, data: bytes | None = None) -> list[RequestGroup]:
-        """Return the groups of a file, with this ``data`` or local."""
-        requests = read_file_requests(path, data) if self.requests is None else self.requests
-        converted = [self.convert(request) for request in requests]
-        finished = self.finished_keys[path]
-        return list(make_groups(self.numbers[path], converted, self.run_identity, finished, self.workers))
+    def read_groups(self, path: str, content: bytes | None = None) -> list[RequestGroup]:
+        """Return the groups of a file, with this ``content`` or local."""
+        requests = read_file_requests(path, content) if self.requests is None else self.requests
+        converted_requests = [self.convert(request) for request in requests]
+        finished_keys = self.finished_keys[path]
+        return list(make_groups(self.numbers[path], converted_requests, self.run_identity, finished_keys, self.workers))
 
 
-def start_worker(job: WorkerJob, reference: Reference | None, cpus: int, number: int) -> Any:
+def start_worker(job: WorkerJob, reference: Reference | None, cpus: int, worker_number: int) -> Any:
     """Start an actor that Ray doesn't restart, which it would do for ever."""
     actor_options: JsonObject = {"num_cpus": cpus, "max_restarts": 0, "max_task_retries": 0}
     actor_options["max_concurrency"] = GROUPS_IN_FLIGHT
-    return ray.remote(**actor_options)(Worker).remote(job, reference, number)
+    return ray.remote(**actor_options)(Worker).remote(job, reference, worker_number)
 
 
 def load_first_worker(job: WorkerJob, cpus: int) -> Reference:
@@ -142,7 +146,7 @@ def load_first_worker(job: WorkerJob, cpus: int) -> Reference:
     except RayTaskError:  # the worker's own error
         raise
     except RayError as error:
-        death = f"{describe_death(0, error)} while it loaded {job.describe_worker(cpus)}"
-        raise OvspecError(f"The first worker {death}; {MEMORY_ADVICE}.") from None
+        death_description = f"{describe_death(0, error)} while it loaded {job.describe_worker(cpus)}"
+        raise OvspecError(f"The first worker {death_description}; {MEMORY_ADVICE}.") from None
     finally:
         ray.kill(worker)

@@ -16,8 +16,8 @@ def plain_ray_errors() -> Iterator[None]:
         yield
     except RayError as error:
         cause: Any = error
-        while inner := getattr(cause, "cause", None) or cause.__cause__:
-            cause = inner
+        while inner_error := getattr(cause, "cause", None) or cause.__cause__:
+            cause = inner_error
         if isinstance(cause, OvspecError):
             raise OvspecError(str(cause)) from None
         if isinstance(cause, RayError):

@@ -14,11 +14,14 @@ from ovspec.batch.ray.processors import usable_processors
 
 def run_on_each_node(function: Callable[[], Any], timeout: float | None = None) -> dict[str, Any]:
     """Return a function's result on each machine of the cluster, by the id of its node; wait ``timeout`` s."""
-    task = ray.remote(num_cpus=0, max_retries=0)(lambda: function())  # for lack of memory, Ray would retry for ever
-    nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
-    strategies = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
-    results = ray.get([task.options(scheduling_strategy=strategy).remote() for strategy in strategies], timeout=timeout)
-    return dict(zip(nodes, results, strict=True))
+    # For lack of memory, Ray would retry for ever.
+    remote_function = ray.remote(num_cpus=0, max_retries=0)(lambda: function())
+    node_ids = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+    strategies = [NodeAffinitySchedulingStrategy(node_id, soft=False) for node_id in node_ids]
+    results = ray.get(
+        [remote_function.options(scheduling_strategy=strategy).remote() for strategy in strategies], timeout=timeout
+    )
+    return dict(zip(node_ids, results, strict=True))
 
 
 def plan_workers(cpus: int | None) -> tuple[int, int]:
@@ -26,9 +29,11 @@ def plan_workers(cpus: int | None) -> tuple[int, int]:
     cpus_of_node = {node["NodeID"]: int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]}
     if cpus is None:
         numa_nodes = run_on_each_node(usable_processors)
-        sizes = [min(size, *map(len, numa_nodes[node])) for node, size in cpus_of_node.items() if size]
-        cpus = min(sizes, default=1)
-    count = sum(size // cpus for size in cpus_of_node.values())
-    if not count:
+        smallest_numa_nodes = [
+            min(node_cpus, *map(len, numa_nodes[node_id])) for node_id, node_cpus in cpus_of_node.items() if node_cpus
+        ]
+        cpus = min(smallest_numa_nodes, default=1)
+    worker_count = sum(node_cpus // cpus for node_cpus in cpus_of_node.values())
+    if not worker_count:
         raise OvspecError(f"No machine of the cluster has {cpus} processors; set `cpus_per_worker` to less.")
-    return count, cpus
+    return worker_count, cpus

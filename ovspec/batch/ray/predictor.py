@@ -41,7 +41,7 @@ class Predictor:
         self._column = column
         load_options = {name: value for name, value in options.items() if name not in GENERATE_OPTIONS}
         generate_options = {name: value for name, value in options.items() if name in GENERATE_OPTIONS}
-        self._get_thread = load_once(
+        self._get_batch_thread = load_once(
             lambda: BatchThread(load(model, draft, **load_options), make_params(generate_options))
         )
 
@@ -49,8 +49,8 @@ class Predictor:
         """Return ``batch`` with the columns text, finish_reason, error and result, the line of a batch file."""
         if self._column not in batch:
             raise OvspecError(f"There is no column {self._column!r}, only {', '.join(batch)}; name one as `column`.")
-        requests = [parse_row(value, str(index)) for index, value in enumerate(batch[self._column])]
-        lines = self._get_thread().run_requests(requests)
+        requests = [parse_row(cell, str(row_index)) for row_index, cell in enumerate(batch[self._column])]
+        lines = self._get_batch_thread().run_requests(requests)
         columns = lines_to_columns(lines)
         return {**batch, **{name: columns[name] for name in OUTPUT_COLUMNS[1:]}}
 
@@ -61,12 +61,12 @@ def load_once(load_thread: Callable[[], BatchThread]) -> Callable[[], BatchThrea
     Not in the constructor of the actor, which Ray would start again and again if that failed.
     """
     pin_actor()
-    cached = cache(load_thread)
+    cached_load = cache(load_thread)
     lock = Lock()
 
     def load_or_wait() -> BatchThread:
         with lock:
-            return cached()
+            return cached_load()
 
     return load_or_wait
 

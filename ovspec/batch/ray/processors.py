@@ -18,31 +18,34 @@ _held_locks: list[FileLock] = []  # released when the process ends
 def usable_processors() -> list[list[int]]:
     """Return the processors that this process may use, by NUMA node; one list where the system lists no nodes."""
     process = psutil.Process()
-    usable = list(range(psutil.cpu_count() or 1))
+    usable_cpus = list(range(psutil.cpu_count() or 1))
     if hasattr(process, "cpu_affinity"):
-        usable = process.cpu_affinity()
-    files = sorted(NUMA_NODES.glob("node[0-9]*/cpulist"))
-    nodes = [sorted(set(usable) & parse_cpu_list(file.read_text(encoding="ascii"))) for file in files]
-    return [node for node in nodes if node] or [sorted(usable)]
+        usable_cpus = process.cpu_affinity()
+    cpulist_files = sorted(NUMA_NODES.glob("node[0-9]*/cpulist"))
+    nodes = [
+        sorted(set(usable_cpus) & parse_cpu_list(cpulist_file.read_text(encoding="ascii")))
+        for cpulist_file in cpulist_files
+    ]
+    return [node for node in nodes if node] or [sorted(usable_cpus)]
 
 
-def parse_cpu_list(text: str) -> set[int]:
+def parse_cpu_list(cpu_list: str) -> set[int]:
     """Return the numbers in a list of Linux, such as 0-3,8."""
-    ranges = re.findall(r"(\d+)(?:-(\d+))?", text)
-    return {number for first, last in ranges for number in range(int(first), int(last or first) + 1)}
+    ranges = re.findall(r"(\d+)(?:-(\d+))?", cpu_list)
+    return {cpu for first_cpu, last_cpu in ranges for cpu in range(int(first_cpu), int(last_cpu or first_cpu) + 1)}
 
 
-def pin_to_free_processors(count: int) -> None:
-    """Pin this process to ``count`` processors that no other has claimed, of one NUMA node if it has as many.
+def pin_to_free_processors(processor_count: int) -> None:
+    """Pin this process to ``processor_count`` processors that no other has claimed, of one NUMA node if it has as many.
 
     It isn't pinned if they are taken, or where the system can't. Call it before OpenVINO counts the processors.
     """
     nodes = usable_processors()
-    if not any(len(node) >= count for node in nodes):
-        nodes = [sorted(number for node in nodes for number in node)]
+    if not any(len(node) >= processor_count for node in nodes):
+        nodes = [sorted(processor for node in nodes for processor in node)]
     for node in nodes:
-        for begin in range(0, len(node) - count + 1, count):
-            processors = node[begin : begin + count]
+        for first_index in range(0, len(node) - processor_count + 1, processor_count):
+            processors = node[first_index : first_index + processor_count]
             if lock_processors(processors):
                 if hasattr(psutil.Process, "cpu_affinity"):
                     psutil.Process().cpu_affinity(processors)
@@ -51,16 +54,16 @@ def pin_to_free_processors(count: int) -> None:
 
 def lock_processors(processors: list[int]) -> bool:
     """Return whether this process could lock all of these processors."""
-    folder = default_cache_dir() / "processors"
-    folder.mkdir(parents=True, exist_ok=True)
-    locks = [FileLock(folder / f"{number}.lock") for number in processors]
-    with contextlib.ExitStack() as release:
+    locks_folder = default_cache_dir() / "processors"
+    locks_folder.mkdir(parents=True, exist_ok=True)
+    locks = [FileLock(locks_folder / f"{processor}.lock") for processor in processors]
+    with contextlib.ExitStack() as locks_to_release:
         for lock in locks:
             try:
                 lock.acquire(timeout=0)
             except Timeout:
                 return False
-            release.callback(lock.release)
-        release.pop_all()
+            locks_to_release.callback(lock.release)
+        locks_to_release.pop_all()
     _held_locks.extend(locks)
     return True

@@ -16,11 +16,11 @@ from ovspec.ir.device import default_cache_dir
 from ovspec.setup.identity import hash_model_folder
 
 
-def read_pieces(path: Path, size: int) -> Iterator[bytes]:
-    """Yield the content of a file in pieces of ``size`` bytes; at least one, which is empty if the file is."""
+def read_pieces(path: Path, piece_bytes: int) -> Iterator[bytes]:
+    """Yield the content of a file in pieces of ``piece_bytes`` bytes; at least one, which is empty if the file is."""
     with path.open("rb") as file:
-        yield file.read(size)
-        while piece := file.read(size):
+        yield file.read(piece_bytes)
+        while piece := file.read(piece_bytes):
             yield piece
 
 
@@ -32,14 +32,14 @@ def create_folder_once(folder: Path, pieces: Iterable[tuple[str, bytes]]) -> Non
     with FileLock(f"{folder}.lock"):
         if folder.is_dir():
             return
-        partial = folder.with_name(f"{folder.name}{PARTIAL_SUFFIX}")
-        shutil.rmtree(partial, ignore_errors=True)
+        partial_folder = folder.with_name(f"{folder.name}{PARTIAL_SUFFIX}")
+        shutil.rmtree(partial_folder, ignore_errors=True)
         for name, piece in pieces:
             with name_write_errors(folder / name):
-                (partial / name).parent.mkdir(parents=True, exist_ok=True)
-                with (partial / name).open("ab") as file:
+                (partial_folder / name).parent.mkdir(parents=True, exist_ok=True)
+                with (partial_folder / name).open("ab") as file:
                     file.write(piece)
-        rename_with_retries(partial, folder)
+        rename_with_retries(partial_folder, folder)
 
 
 PIECE_BYTES = 1 << 26  # bytes
@@ -53,7 +53,7 @@ class Shipment:
     identity: str
     pieces: list[tuple[str, ray.ObjectRef]]
 
-    def is_here(self) -> bool:
+    def has_local_folder(self) -> bool:
         return (self.folder / MODEL_FILE).is_file()
 
     def receive_folder(self) -> Path:
@@ -61,21 +61,21 @@ class Shipment:
 
         Raises OvspecError if another model is in its place, or if all machines had it when it was shipped.
         """
-        if self.is_here():
+        if self.has_local_folder():
             if hash_model_folder(self.folder) != self.identity:
                 raise OvspecError(f"{self.folder} has another model on {platform.node()}; remove it there.")
             return self.folder
-        copy = default_cache_dir() / "ray" / "models" / self.identity
-        if not self.pieces and not copy.is_dir():
+        cached_folder = default_cache_dir() / "ray" / "models" / self.identity
+        if not self.pieces and not cached_folder.is_dir():
             raise OvspecError(f"{self.folder} is missing on {platform.node()}, which joined late; start again.")
-        create_folder_once(copy, ((name, ray.get(piece)) for name, piece in self.pieces))
-        return copy
+        create_folder_once(cached_folder, ((name, ray.get(piece)) for name, piece in self.pieces))
+        return cached_folder
 
 
 def ship_folder(folder: Path) -> Shipment:
     """Return ``folder``, with its files put into the object store if a machine of the cluster doesn't have it."""
     shipment = Shipment(folder.resolve(), hash_model_folder(folder), [])
-    if not all(run_on_each_node(shipment.is_here).values()):
+    if not all(run_on_each_node(shipment.has_local_folder).values()):
         for file in filter(Path.is_file, folder.rglob("*")):
             name = file.relative_to(folder).as_posix()
             shipment.pieces.extend((name, ray.put(piece)) for piece in read_pieces(file, PIECE_BYTES))

@@ -9,7 +9,7 @@ from typing import Any
 from ovspec.api.loading import load, make_device_options
 from ovspec.base.errors import OvspecError
 from ovspec.base.json_types import JsonObject
-from ovspec.batch.file import deciding_models, describe_run
+from ovspec.batch.file import describe_run, text_deciding_models
 from ovspec.batch.ray.deaths import record_signals
 from ovspec.batch.ray.predictor import pin_actor
 from ovspec.batch.ray.shipment import Shipment
@@ -35,12 +35,12 @@ class WorkerJob:
 
     def describe_worker(self, cpus: int, reference: Reference | None = None) -> str:
         """Return the model, the options and the processors of a worker, in words for an error."""
-        words = [str(self.folders[0].folder)]
-        words += [f"`{name}={value!r}`" for name, value in self.load_options.items() if value is not None]
-        words.append(f"on {cpus} processor{'s' * (cpus > 1)}")
+        description_words = [str(self.folders[0].folder)]
+        description_words += [f"`{name}={value!r}`" for name, value in self.load_options.items() if value is not None]
+        description_words.append(f"on {cpus} processor{'s' * (cpus > 1)}")
         if reference:
-            words.append(f"as {reference.kind}")
-        return " ".join(words)
+            description_words.append(f"as {reference.kind}")
+        return " ".join(description_words)
 
 
 @dataclass(frozen=True)
@@ -66,29 +66,29 @@ class Worker:
         """Load the model, before any request."""
         job = self._job
         reference = self._reference
-        model, *outside = [shipment.receive_folder() for shipment in job.folders]
+        model, *outside_drafts = [shipment.receive_folder() for shipment in job.folders]
         draft = job.draft
-        if outside:
-            draft = replace(parse_draft(job.draft), model=outside[0])  # type: ignore[type-var]
+        if outside_drafts:
+            draft = replace(parse_draft(job.draft), model=outside_drafts[0])  # type: ignore[type-var]
         folders = list_model_folders(model, draft)
-        options = make_device_options(make_load_params(job.load_options))
+        device_options = make_device_options(make_load_params(job.load_options))
         if reference:
-            options = adopt_profiles(dict(zip(folders, reference.profiles, strict=True)), options)
-        load_options: Any = job.load_options | {"cache_dir": options.cache_dir}
+            device_options = adopt_profiles(dict(zip(folders, reference.profiles, strict=True)), device_options)
+        load_options: Any = job.load_options | {"cache_dir": device_options.cache_dir}
         lm = load(model, draft, **load_options)
         lm.runtime.identity = lm.runtime.identity | {"folder": str(job.folders[0].folder)}
         self._thread = BatchThread(lm, job.params)
         params = lm.runtime.row_maker.complete_params(job.params)
-        kinds, checksums = zip(*map(describe_arithmetic, deciding_models(lm, params)), strict=True)
-        kind = ", draft: ".join(kinds)
-        bits = ", draft: ".join(checksums)
-        if reference and bits != reference.bits and not job.mixed:
+        arithmetics, checksums = zip(*map(describe_arithmetic, text_deciding_models(lm, params)), strict=True)
+        arithmetic = ", draft: ".join(arithmetics)
+        logits_checksums = ", draft: ".join(checksums)
+        if reference and logits_checksums != reference.bits and not job.mixed:
             raise OvspecError(
-                f"The worker on {platform.node()} computes other bits ({kind}) than the first one "
+                f"The worker on {platform.node()} computes other bits ({arithmetic}) than the first one "
                 f"({reference.kind}). Leave it out, or let it take part with `mixed=True`."
             )
-        profiles = [read_profile_text(folder, options) for folder in folders]
-        return Reference(describe_run(lm, params), kind, bits, profiles)
+        profiles = [read_profile_text(folder, device_options) for folder in folders]
+        return Reference(describe_run(lm, params), arithmetic, logits_checksums, profiles)
 
     def run_requests(self, requests: list[BatchRequest]) -> list[JsonObject]:
         """Return the output line of each request."""

@@ -14,16 +14,19 @@ from ovspec.protocols.bodies import (
     OtherServersFields,
     RequestBody,
     TextRequestBody,
-    ignored_fields,
-    option_validator,
-    refused_fields,
+    define_ignored_fields,
+    define_refused_fields,
+    make_option_validator,
 )
 from ovspec.protocols.unsupported import FIELDS_WITHOUT_EFFECT, REFUSED_STREAM_FIELDS
 
 
 class StreamOptions(
     create_model(
-        "Stream", __base__=RequestBody, **ignored_fields("include_obfuscation"), **refused_fields(REFUSED_STREAM_FIELDS)
+        "Stream",
+        __base__=RequestBody,
+        **define_ignored_fields("include_obfuscation"),
+        **define_refused_fields(REFUSED_STREAM_FIELDS),
     )
 ):
     """Options of a stream."""
@@ -32,7 +35,7 @@ class StreamOptions(
 
 
 class OpenAIBody(
-    create_model("Options", __base__=TextRequestBody, **OPTION_FIELDS, **ignored_fields(*FIELDS_WITHOUT_EFFECT))
+    create_model("Options", __base__=TextRequestBody, **OPTION_FIELDS, **define_ignored_fields(*FIELDS_WITHOUT_EFFECT))
 ):
     """The fields that all requests of OpenAI's older APIs have."""
 
@@ -68,7 +71,7 @@ class BatchLineBody(ChatEnding, OpenAIBody):
     messages: CHAT_MESSAGES | None = None
     prompt: PROMPT_OR_PROMPTS | None = None
     echo: bool | None = None
-    logprobs: Annotated[Any, option_validator(bool | int, NOT_NEGATIVE)] = None
+    logprobs: Annotated[Any, make_option_validator(bool | int, NOT_NEGATIVE)] = None
     top_logprobs: TOP_LOGPROBS = None
 
 

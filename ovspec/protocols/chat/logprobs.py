@@ -37,7 +37,7 @@ def count_top_logprobs(result: Result) -> int:
     return (result.record and result.record.params.logprobs) or 0
 
 
-def chat_logprobs(tokenizer: Tokenizer, places: list[TokenPlace]) -> ChatLogprobs:
+def make_chat_logprobs(tokenizer: Tokenizer, token_places: list[TokenPlace]) -> ChatLogprobs:
     """Return the log-probabilities of a chat's tokens."""
 
     def token_fields(token_id: int, logprob: float) -> JsonObject:
@@ -48,28 +48,30 @@ def chat_logprobs(tokenizer: Tokenizer, places: list[TokenPlace]) -> ChatLogprob
             "logprob": max(logprob, LOWEST_LOGPROB),
         }
 
-    logprobs = [place.logprob for place in places if place.logprob]
+    logprobs = [token_place.logprob for token_place in token_places if token_place.logprob]
     content = [
         ChatToken(
             **token_fields(token.token_id, token.logprob),
-            top_logprobs=[LikelyToken(**token_fields(*top)) for top in token.top],
+            top_logprobs=[LikelyToken(**token_fields(*top_token)) for top_token in token.top],
         )
         for token in logprobs
     ]
     return ChatLogprobs(content=content, refusal=None)
 
 
-def completion_logprobs(tokenizer: Tokenizer, places: list[TokenPlace], with_top: bool) -> CompletionLogprobs:
-    """Return the log-probabilities of a completion's tokens; ``with_top``: also of the most likely tokens."""
+def make_completion_logprobs(
+    tokenizer: Tokenizer, token_places: list[TokenPlace], with_top_logprobs: bool
+) -> CompletionLogprobs:
+    """Return the log-probabilities of a completion's tokens; ``with_top_logprobs``: also of the most likely tokens."""
 
     def top_logprobs(token: TokenLogprob) -> dict[str, float]:
         likely_tokens = [*token.top, (token.token_id, token.logprob)]
         return {tokenizer.token_text(token_id): max(logprob, LOWEST_LOGPROB) for token_id, logprob in likely_tokens}
 
-    logprobs = [place.logprob for place in places]  # None for a prompt's first token
+    logprobs = [token_place.logprob for token_place in token_places]  # None for a prompt's first token
     return CompletionLogprobs(
-        tokens=[tokenizer.token_text(place.token_id) for place in places],
+        tokens=[tokenizer.token_text(token_place.token_id) for token_place in token_places],
         token_logprobs=[token and max(token.logprob, LOWEST_LOGPROB) for token in logprobs],
-        top_logprobs=[token and top_logprobs(token) for token in logprobs] if with_top else None,
-        text_offset=[place.offset for place in places],
+        top_logprobs=[token and top_logprobs(token) for token in logprobs] if with_top_logprobs else None,
+        text_offset=[token_place.offset for token_place in token_places],
     )

@@ -12,9 +12,9 @@ from ovspec.engine.results import Piece, Result, Stats
 from ovspec.protocols.chat.logprobs import (
     ChatLogprobs,
     CompletionLogprobs,
-    chat_logprobs,
-    completion_logprobs,
     count_top_logprobs,
+    make_chat_logprobs,
+    make_completion_logprobs,
 )
 from ovspec.protocols.logprobs import TokenPlace, TokenPlaceStream, chat_token_places
 from ovspec.protocols.reply import DONE_EVENT, Events, Generation, Reply, ReplyModel
@@ -127,49 +127,49 @@ class ChatReply(Reply):
         self._tokenizer = generation.tokenizer
         self._request = generation.request
         self._rows = generation.rows
-        self._n = generation.n
+        self._texts_per_prompt = generation.n
         self._is_chat = generation.request.kind == "chat"
         self._identity: JsonObject = dict(generation.identity)
-        self._echoes = [echo for echo in generation.echoes for _ in range(self._n)]  # for each row
-        self._token_places: list[TokenPlaceStream] = []  # for each row of a stream with log-probabilities
+        self._echoes = [echo for echo in generation.echoes for _ in range(self._texts_per_prompt)]  # for each row
+        self._token_place_streams: list[TokenPlaceStream] = []  # for each row of a stream with log-probabilities
 
     def whole_reply(self, results: list[Result]) -> ChatCompletion | Completion:
         """Return the whole reply."""
-        usage = openai_usage([result.stats for result in results], self._n)
+        usage = make_openai_usage([result.stats for result in results], self._texts_per_prompt)
         if self._is_chat:
-            choices = [self._chat_choice(index, result) for index, result in enumerate(results)]
+            choices = [self._make_chat_choice(index, result) for index, result in enumerate(results)]
             return ChatCompletion(**self._identity, object="chat.completion", choices=choices, usage=usage)
-        texts = [self._completion_choice(index, result) for index, result in enumerate(results)]
-        return Completion(**self._identity, object="text_completion", choices=texts, usage=usage)
+        completion_choices = [self._make_completion_choice(index, result) for index, result in enumerate(results)]
+        return Completion(**self._identity, object="text_completion", choices=completion_choices, usage=usage)
 
-    def _chat_choice(self, index: int, result: Result) -> ChatChoice:
-        places = self._places_of(index, result)
+    def _make_chat_choice(self, index: int, result: Result) -> ChatChoice:
+        token_places = self._find_token_places(index, result)
         logprobs = None
-        if places is not None:
-            logprobs = chat_logprobs(self._tokenizer, places)
-        finish = finish_fields(self._request, result, "")
-        return ChatChoice(index=index, message=chat_message(result), logprobs=logprobs, **finish)
+        if token_places is not None:
+            logprobs = make_chat_logprobs(self._tokenizer, token_places)
+        ending_fields = finish_fields(self._request, result, "")
+        return ChatChoice(index=index, message=make_chat_message(result), logprobs=logprobs, **ending_fields)
 
-    def _completion_choice(self, index: int, result: Result) -> CompletionChoice:
+    def _make_completion_choice(self, index: int, result: Result) -> CompletionChoice:
         echo = self._echoes[index].text
-        places = self._places_of(index, result)
+        token_places = self._find_token_places(index, result)
         logprobs = None
-        if places is not None:
-            logprobs = completion_logprobs(self._tokenizer, places, bool(count_top_logprobs(result)))
-        finish = finish_fields(self._request, result, echo)
-        return CompletionChoice(index=index, text=echo + result.text, logprobs=logprobs, **finish)
+        if token_places is not None:
+            logprobs = make_completion_logprobs(self._tokenizer, token_places, bool(count_top_logprobs(result)))
+        ending_fields = finish_fields(self._request, result, echo)
+        return CompletionChoice(index=index, text=echo + result.text, logprobs=logprobs, **ending_fields)
 
-    def _places_of(self, index: int, result: Result) -> list[TokenPlace] | None:
+    def _find_token_places(self, index: int, result: Result) -> list[TokenPlace] | None:
         """Return the tokens of a text, after the tokens of its echo, if log-probabilities were requested."""
         if result.logprobs is None:
             return None
         echo = self._echoes[index]
         piece = Piece(result.text, result.token_ids, logprobs=result.logprobs)
         if result.thinking or result.tool_calls:  # then the tokens spell more than the text
-            places = chat_token_places(piece)
+            token_places = chat_token_places(piece)
         else:
-            places = TokenPlaceStream(self._tokenizer, len(echo.text)).push(piece)
-        return [*(echo.places or []), *places]
+            token_places = TokenPlaceStream(self._tokenizer, len(echo.text)).push(piece)
+        return [*(echo.places or []), *token_places]
 
     def first_events(self) -> Events:
         """Return the chunks before the texts: their roles, or the repeated prompts."""
@@ -177,32 +177,38 @@ class ChatReply(Reply):
         if self._request.include_usage:
             self._identity["usage"] = None
         if self._rows[0].logprobs is not None:
-            self._token_places = [TokenPlaceStream(self._tokenizer, len(echo.text)) for echo in self._echoes]
+            self._token_place_streams = [TokenPlaceStream(self._tokenizer, len(echo.text)) for echo in self._echoes]
         if self._is_chat:
-            return [self._chunk(index, ChatDelta(role="assistant", content="")) for index in range(len(self._rows))]
+            return [
+                self._make_chunk(index, ChatDelta(role="assistant", content="")) for index in range(len(self._rows))
+            ]
         echoes = enumerate(self._echoes)
-        return [self._chunk(index, ChatDelta(content=echo.text), echo.places) for index, echo in echoes if echo.text]
+        return [
+            self._make_chunk(index, ChatDelta(content=echo.text), echo.places) for index, echo in echoes if echo.text
+        ]
 
     def piece_events(self, index: int, piece: Piece) -> Events:
         """Return the chunks for a piece of a text; none if it adds nothing to the reply."""
         chunks = list[Chunk]()
-        places: list[TokenPlace] | None = None
-        if self._token_places:
-            places = (
-                chat_token_places(piece) if self._rows[index].parses_answer else self._token_places[index].push(piece)
+        token_places: list[TokenPlace] | None = None
+        if self._token_place_streams:
+            token_places = (
+                chat_token_places(piece)
+                if self._rows[index].parses_answer
+                else self._token_place_streams[index].push(piece)
             )
         deltas = list[ChatDelta]()
         if piece.thinking:
             deltas.append(ChatDelta(reasoning_content=piece.thinking))
         if piece.text:
             deltas.append(ChatDelta(content=piece.text))
-        deltas += [ChatDelta(tool_calls=[chat_tool_call(call)]) for call in piece.tool_calls]
-        for delta in deltas or [ChatDelta(content="")] * bool(places):
-            chunks.append(self._chunk(index, delta, places))
-            places = None
+        deltas += [ChatDelta(tool_calls=[make_chat_tool_call(call)]) for call in piece.tool_calls]
+        for delta in deltas or [ChatDelta(content="")] * bool(token_places):
+            chunks.append(self._make_chunk(index, delta, token_places))
+            token_places = None
         if piece.finish_reason:
-            finish = finish_fields(self._request, self._rows[index].result(), "")
-            chunks.append(self._chunk(index, ChatDelta(), **finish))
+            ending_fields = finish_fields(self._request, self._rows[index].result(), "")
+            chunks.append(self._make_chunk(index, ChatDelta(), **ending_fields))
         return chunks
 
     def last_events(self) -> Events:
@@ -210,83 +216,83 @@ class ChatReply(Reply):
         if not self._request.include_usage:
             return [DONE_EVENT]
         chunk = Chunk(**self._identity, choices=[])
-        chunk.usage = openai_usage([row.stats for row in self._rows], self._n)
+        chunk.usage = make_openai_usage([row.stats for row in self._rows], self._texts_per_prompt)
         return [chunk, DONE_EVENT]
 
-    def _chunk(self, index: int, delta: ChatDelta, places: list[TokenPlace] | None = None, **finish: Any) -> Chunk:
-        fields: JsonObject = {"index": index, "finish_reason": None, **finish}
+    def _make_chunk(self, index: int, delta: ChatDelta, places: list[TokenPlace] | None = None, **ending: Any) -> Chunk:
+        choice_fields: JsonObject = {"index": index, "finish_reason": None, **ending}
         if self._is_chat:
-            logprobs = chat_logprobs(self._tokenizer, places) if places else None
-            choice = ChatChunkChoice.model_construct(delta=delta, logprobs=logprobs, **fields)
+            logprobs = make_chat_logprobs(self._tokenizer, places) if places else None
+            choice = ChatChunkChoice.model_construct(delta=delta, logprobs=logprobs, **choice_fields)
             return Chunk.model_construct(**self._identity, choices=[choice])
-        with_top = bool(self._rows[index].params.logprobs)
-        logprobs = completion_logprobs(self._tokenizer, places, with_top) if places else None
-        choice = CompletionChoice.model_construct(text=delta.content, logprobs=logprobs, **fields)
+        with_top_logprobs = bool(self._rows[index].params.logprobs)
+        logprobs = make_completion_logprobs(self._tokenizer, places, with_top_logprobs) if places else None
+        choice = CompletionChoice.model_construct(text=delta.content, logprobs=logprobs, **choice_fields)
         return Chunk.model_construct(**self._identity, choices=[choice])
 
 
-def chat_message(result: Result) -> ChatMessage:
+def make_chat_message(result: Result) -> ChatMessage:
     """Return the message of a text; with calls and no text its content is null, as OpenAI's is."""
-    fields: JsonObject = {"content": result.text}
+    message_fields: JsonObject = {"content": result.text}
     if result.tool_calls:
-        fields = {"content": result.text or None}
-        fields["tool_calls"] = [chat_tool_call(call, in_stream=False) for call in result.tool_calls]
+        message_fields = {"content": result.text or None}
+        message_fields["tool_calls"] = [make_chat_tool_call(call, in_stream=False) for call in result.tool_calls]
     if result.thinking:
-        fields["reasoning_content"] = result.thinking
-    return ChatMessage.model_construct(role="assistant", **fields)
+        message_fields["reasoning_content"] = result.thinking
+    return ChatMessage.model_construct(role="assistant", **message_fields)
 
 
-def chat_tool_call(call: ToolCall, in_stream: bool = True) -> ChatToolCall:
+def make_chat_tool_call(call: ToolCall, in_stream: bool = True) -> ChatToolCall:
     """Return a call, or a part of one in a stream."""
-    function: JsonObject = {"arguments": call.arguments}
-    fields: JsonObject = {}
+    function_fields: JsonObject = {"arguments": call.arguments}
+    call_fields: JsonObject = {}
     if in_stream:
-        fields["index"] = call.index
+        call_fields["index"] = call.index
     if call.name is not None:
-        fields |= {"id": call.id, "type": "function"}
-        function["name"] = call.name
-    return ChatToolCall.model_construct(**fields, function=FunctionCall.model_construct(**function))
+        call_fields |= {"id": call.id, "type": "function"}
+        function_fields["name"] = call.name
+    return ChatToolCall.model_construct(**call_fields, function=FunctionCall.model_construct(**function_fields))
 
 
-def openai_usage(stats: list[Stats], n: int) -> Usage:
-    """Return the usage of a request with ``n`` texts for each prompt."""
-    prompts = stats[::n]
-    prompt_tokens = sum(prompt.prompt_tokens for prompt in prompts)
+def make_openai_usage(stats: list[Stats], texts_per_prompt: int) -> Usage:
+    """Return the usage of a request with ``texts_per_prompt`` texts for each prompt."""
+    prompt_stats = stats[::texts_per_prompt]
+    prompt_tokens = sum(prompt.prompt_tokens for prompt in prompt_stats)
     generated_tokens = sum(text.generated_tokens for text in stats)
-    accepted = sum(text.accepted for text in stats)
+    accepted_tokens = sum(text.accepted for text in stats)
     return Usage(
         prompt_tokens=prompt_tokens,
         completion_tokens=generated_tokens,
         total_tokens=prompt_tokens + generated_tokens,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(prompt.cached_tokens for prompt in prompts)),
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(prompt.cached_tokens for prompt in prompt_stats)),
         completion_tokens_details=CompletionTokensDetails(
-            accepted_prediction_tokens=accepted,
-            rejected_prediction_tokens=sum(text.proposed for text in stats) - accepted,
+            accepted_prediction_tokens=accepted_tokens,
+            rejected_prediction_tokens=sum(text.proposed for text in stats) - accepted_tokens,
             reasoning_tokens=sum(text.thinking_tokens for text in stats),
         ),
     )
 
 
-def new_reply_identity(id_prefix: str, model: str, name: str | None = None) -> JsonObject:
-    """Return the fields that a reply, or each chunk of it, begins with; ``name``: its id after ``id_prefix``."""
-    return {"id": id_prefix + (name or secrets.token_hex(12)), "created": int(time.time()), "model": model}
+def new_reply_identity(id_prefix: str, model: str, id_suffix: str | None = None) -> JsonObject:
+    """Return the fields that a reply, or each chunk of it, begins with; ``id_suffix``: its id after ``id_prefix``."""
+    return {"id": id_prefix + (id_suffix or secrets.token_hex(12)), "created": int(time.time()), "model": model}
 
 
 def finish_fields(request: TextRequest, result: Result, echo: str) -> JsonObject:
     """Return the fields that say how a text ended; ``echo``: the repeated prompt before it."""
-    fields: JsonObject = {"finish_reason": "stop"}
+    ending_fields: JsonObject = {"finish_reason": "stop"}
     if result.finish_reason == "length":
-        fields["finish_reason"] = "length"
+        ending_fields["finish_reason"] = "length"
     elif result.tool_calls:
-        fields["finish_reason"] = "tool_calls"
+        ending_fields["finish_reason"] = "tool_calls"
     if request.return_record:
-        fields["record"] = verification_record(result, echo)
+        ending_fields["record"] = make_verification_record(result, echo)
     if result.schema_errors is not None:
-        fields["schema_errors"] = result.schema_errors
-    return fields
+        ending_fields["schema_errors"] = result.schema_errors
+    return ending_fields
 
 
-def verification_record(result: Result, echo: str) -> JsonObject:
+def make_verification_record(result: Result, echo: str) -> JsonObject:
     """Return the record that ``ovspec verify`` checks; its ``echo``: the characters of the prompt in the text."""
     record = record_as_json(result) or {}
     record |= {"token_ids": result.token_ids, "finish_reason": result.finish_reason}

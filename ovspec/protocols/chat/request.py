@@ -33,13 +33,13 @@ def read_chat_or_completion(body: Any, kind: RequestKind) -> TextRequest:
         raise RequestError("A request must have either a prompt or messages.")
     echo = bool(getattr(body, "echo", None))
     ignored = IgnoredNames()
-    chat = to_template_messages(messages or [], ignored, kind == "own")
+    template_messages = to_template_messages(messages or [], ignored, kind == "batch_line")
     if isinstance(body, ChatEnding):
-        check_chat_ending(body, chat)
+        check_chat_ending(body, template_messages)
     if messages is not None:
         if echo:
             raise RequestError("echo can't be combined with messages; leave it out.", "echo")
-        prompt = chat
+        prompt = template_messages
     if suffix := getattr(body, "suffix", None):
         if echo:
             raise RequestError("suffix can't be combined with echo; leave one of them out.", "suffix")
@@ -54,7 +54,7 @@ def build_text_request(body: Any, kind: RequestKind, prompts: list[Prompt], echo
     """Return the request for the texts of prompts with the options in ``body``; see ``read_chat_or_completion``."""
     overrides = read_overrides(body)
     if body.response_format is not None:
-        overrides.set_schema(response_format_schema(body.response_format), "response_format")
+        overrides.set_schema(read_response_format_schema(body.response_format), "response_format")
     read_logprobs(body, overrides)
     if body.stream_options and not body.stream:
         raise RequestError("stream_options needs stream to be true.", "stream_options")
@@ -84,27 +84,29 @@ def read_logprobs(body: Any, overrides: Overrides) -> None:
         overrides.values["logprobs"] = None if logprobs is False else logprobs
 
 
-def response_format_schema(response_format: JsonObject) -> JsonValue:
+def read_response_format_schema(response_format: JsonObject) -> JsonValue:
     """Return the schema in OpenAI's ``response_format``, or None for any text."""
-    fields = {name: value for name, value in response_format.items() if value is not None}
-    kind = str(fields.get("type"))
-    beside_type = kind == "json_schema" and "json_schema" not in fields  # llama.cpp's way
-    if kind in RESPONSE_FORMAT_FIELDS:
-        known = {"type", *RESPONSE_FORMAT_FIELDS[kind], *(WRAPPER_KEYS if beside_type else ())}
-        refuse_unknown_fields(fields, known, "`response_format` has no {name}", "response_format")
-    if kind == "text":
+    format_fields = {field: value for field, value in response_format.items() if value is not None}
+    format_type = str(format_fields.get("type"))
+    schema_is_beside_type = format_type == "json_schema" and "json_schema" not in format_fields  # llama.cpp's way
+    if format_type in RESPONSE_FORMAT_FIELDS:
+        known_fields = {"type", *RESPONSE_FORMAT_FIELDS[format_type], *(WRAPPER_KEYS if schema_is_beside_type else ())}
+        refuse_unknown_fields(format_fields, known_fields, "`response_format` has no {name}", "response_format")
+    if format_type == "text":
         return None
-    if kind == "json_object" and fields.get("schema", {}) == {}:
+    if format_type == "json_object" and format_fields.get("schema", {}) == {}:
         return {"type": "object"}
-    wrapper: JsonValue = fields if beside_type or kind == "json_object" else fields.get("json_schema")
+    wrapper: JsonValue = (
+        format_fields if schema_is_beside_type or format_type == "json_object" else format_fields.get("json_schema")
+    )
     has_schema = isinstance(wrapper, dict) and isinstance(wrapper.get("schema"), dict)
-    if kind not in RESPONSE_FORMAT_FIELDS or not has_schema:
+    if format_type not in RESPONSE_FORMAT_FIELDS or not has_schema:
         raise RequestError(
             '`response_format` must be {"type": "text"}, {"type": "json_object"} or '
             '{"type": "json_schema", "json_schema": {"schema": …}}.',
             "response_format",
         )
-    if wrapper is not fields:
+    if wrapper is not format_fields:
         refuse_unknown_fields(wrapper, WRAPPER_KEYS, "`response_format` has no json_schema.{name}", "response_format")
     return {"name": str(wrapper.get("name")), "schema": wrapper["schema"]}
 
@@ -119,9 +121,9 @@ CHAT_ROLES = ("system", "developer", "user", "assistant", "tool")
 MEDIA_KINDS = ("image", "audio", "video", "document", "file")
 
 
-def check_chat_ending(body: ChatEnding, chat: list[Message]) -> None:
+def check_chat_ending(body: ChatEnding, template_messages: list[Message]) -> None:
     """Raise RequestError if a body asks for another ending than its chat has: continued, or a new message."""
-    is_continued = find_begun_answer(chat) is not None
+    is_continued = find_begun_answer(template_messages) is not None
     if body.continue_final_message and body.add_generation_prompt:
         raise RequestError(
             "`continue_final_message` and `add_generation_prompt` can't both be true; leave one of them out.",
@@ -150,27 +152,30 @@ def to_template_messages(messages: Sequence[Message], ignored: IgnoredNames, any
     """Return messages as chat templates take them.
 
     Only the system's and the user's last message must be readable: clients send all earlier messages back. Other
-    messages' unreadable parts are left out, and their names are added to ``ignored``. ``any_field``: messages may have
-    other fields.
+    messages' unreadable parts are left out, and their names are added to ``ignored``. ``any_field``:
+    messages may have other fields.
     """
-    users = [index for index, message in enumerate(messages) if message.get("role") == "user"]
-    last = max(users, default=-1)
-    return [to_template_message(message, ignored, index == last, any_field) for index, message in enumerate(messages)]
+    user_indices = [index for index, message in enumerate(messages) if message.get("role") == "user"]
+    last_user_index = max(user_indices, default=-1)
+    return [
+        to_template_message(message, ignored, index == last_user_index, any_field)
+        for index, message in enumerate(messages)
+    ]
 
 
-def to_template_message(message: Message, ignored: IgnoredNames, strict: bool, any_field: bool = False) -> Message:
+def to_template_message(message: Message, ignored: IgnoredNames, text_only: bool, any_field: bool = False) -> Message:
     """Return ``message`` as chat templates take it: its content a string, and its role known to them."""
     # OpenAI's clients send null and empty fields back with the assistant's answers.
-    fields = {name: value for name, value in message.items() if value not in (None, [])}
+    fields = {field: value for field, value in message.items() if value not in (None, [])}
     if "function_call" in fields:
         raise message_error("function_call can't be read; send the call in tool_calls.")
     if "reasoning" in fields:  # vLLM's name
         fields.setdefault("reasoning_content", fields.pop("reasoning"))
     if not any_field:
         refuse_unknown_fields(fields, MESSAGE_FIELDS, "messages: {name} is not a field of a message", "messages")
-    for name in ("name", "tool_call_id", "reasoning_content", "thinking"):
-        if not isinstance(fields.get(name, ""), str):
-            raise message_error(f"{name} must be a string.")
+    for field in ("name", "tool_call_id", "reasoning_content", "thinking"):
+        if not isinstance(fields.get(field, ""), str):
+            raise message_error(f"{field} must be a string.")
     if not isinstance(role := fields.get("role"), str):
         raise message_error("each needs a role, such as user.")
     if role not in CHAT_ROLES:
@@ -181,7 +186,7 @@ def to_template_message(message: Message, ignored: IgnoredNames, strict: bool, a
         role = fields["role"] = "system"
     if "tool_calls" in fields:
         fields["tool_calls"] = to_template_calls(fields["tool_calls"])
-    fields["content"] = flatten_content(fields.get("content"), ignored, strict or role == "system")
+    fields["content"] = flatten_content(fields.get("content"), ignored, text_only or role == "system")
     return fields
 
 
@@ -199,47 +204,47 @@ def to_template_call(call: JsonValue) -> JsonObject:
     function = call.get("function") if is_function else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise message_error("each of tool_calls must be of the type function and have a function with a name.")
-    if not isinstance(id := call.get("id") or "", str):
+    if not isinstance(call_id := call.get("id") or "", str):
         raise message_error(f"the id of a call of {function['name']:.80} must be a string.")
     name_and_arguments = {"name": function["name"], "arguments": function.get("arguments") or "{}"}
     template_call: JsonObject = {"type": "function", "function": name_and_arguments}
-    return {"id": id, **template_call} if id else template_call
+    return {"id": call_id, **template_call} if call_id else template_call
 
 
-def flatten_content(content: JsonValue, ignored: IgnoredNames, strict: bool) -> str:
-    """Return the content of a message as one string; raises RequestError for other parts than text, if ``strict``."""
+def flatten_content(content: JsonValue, ignored: IgnoredNames, text_only: bool) -> str:
+    """Return the content of a message as one string; or raise RequestError for other parts than text."""
     if isinstance(content, str):
         return content
-    if content is None and not strict:
+    if content is None and not text_only:
         return ""
     if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
         raise message_error("each needs content, which is a string or a list of parts of the type text.")
-    return "\n".join(read_text_part(part, ignored, strict) for part in content)
+    return "\n".join(read_text_part(part, ignored, text_only) for part in content)
 
 
-def read_text_part(part: JsonObject, ignored: IgnoredNames, strict: bool) -> str:
+def read_text_part(part: JsonObject, ignored: IgnoredNames, text_only: bool) -> str:
     """Return the text of a part of a content, or the words that the model reads instead of it."""
-    kind = part.get("type")
-    if kind not in ("text", "refusal"):
-        if strict:
-            raise message_error(f"content of the type {kind!s:.40} can't be read; only text can.")
-        return omit_content(kind, ignored)
-    text = part.get(kind)
-    if not strict:
+    part_type = part.get("type")
+    if part_type not in ("text", "refusal"):
+        if text_only:
+            raise message_error(f"content of the type {part_type!s:.40} can't be read; only text can.")
+        return omit_content(part_type, ignored)
+    text = part.get(part_type)
+    if not text_only:
         text = text or ""
     if not isinstance(text, str):
-        raise message_error(f"a part of the type {kind} needs a {kind}, which is a string.")
-    fields = [name for name in part if part[name] is not None]
-    message = f"messages: {{name}} is not a field of a part of the type {kind}"
-    refuse_unknown_fields(fields, {*TEXT_PART_FIELDS, kind}, message, "messages")
+        raise message_error(f"a part of the type {part_type} needs a {part_type}, which is a string.")
+    fields = [field for field in part if part[field] is not None]
+    message = f"messages: {{name}} is not a field of a part of the type {part_type}"
+    refuse_unknown_fields(fields, {*TEXT_PART_FIELDS, part_type}, message, "messages")
     return text
 
 
-def omit_content(kind: JsonValue, ignored: IgnoredNames) -> str:
+def omit_content(part_type: JsonValue, ignored: IgnoredNames) -> str:
     """Return the words that the model reads instead of an unreadable part, whose name is added to ``ignored``."""
-    name = f"{kind!s:.40}"
-    add_ignored(f"content.{name}", ignored)
-    media_kind = next((media_kind for media_kind in MEDIA_KINDS if media_kind in name), name)
+    part_name = f"{part_type!s:.40}"
+    add_ignored(f"content.{part_name}", ignored)
+    media_kind = next((media_kind for media_kind in MEDIA_KINDS if media_kind in part_name), part_name)
     return f"[{media_kind} omitted]"
 
 

@@ -11,9 +11,9 @@ from ovspec.base.json_types import JsonObject, JsonValue
 from ovspec.engine.results import Piece, Result, Stats
 from ovspec.protocols.bodies import FAIL_FAST, OtherServersFields
 from ovspec.protocols.chat.bodies import OpenAIBody
-from ovspec.protocols.chat.reply import verification_record
+from ovspec.protocols.chat.reply import make_verification_record
 from ovspec.protocols.chat.request import build_text_request
-from ovspec.protocols.llamacpp.props import llamacpp_sampling
+from ovspec.protocols.llamacpp.props import to_llamacpp_sampling
 from ovspec.protocols.reply import Events, Generation, Reply, ReplyModel
 from ovspec.protocols.requests import TextRequest
 from ovspec.text.infill import DEFAULT_CHUNK_FILE, FileChunk, Infill
@@ -23,11 +23,11 @@ StopType = Literal["eos", "limit", "word"]
 STOP_TYPES: dict[str, StopType] = {"eos": "eos", "stop": "eos", "length": "limit", "cancelled": "limit"}
 
 
-def read_extra_chunks(value: JsonValue) -> tuple[FileChunk, ...]:
+def read_extra_chunks(input_extra: JsonValue) -> tuple[FileChunk, ...]:
     """Return ``input_extra``; fields that editors add for themselves are left out."""
-    if isinstance(value, list) and all(isinstance(chunk, Mapping) for chunk in value):
-        chunks = [FileChunk(chunk.get("text"), chunk.get("filename", DEFAULT_CHUNK_FILE)) for chunk in value]
-        if all(isinstance(part, str) for chunk in chunks for part in chunk):
+    if isinstance(input_extra, list) and all(isinstance(chunk, Mapping) for chunk in input_extra):
+        chunks = [FileChunk(chunk.get("text"), chunk.get("filename", DEFAULT_CHUNK_FILE)) for chunk in input_extra]
+        if all(isinstance(chunk_part, str) for chunk in chunks for chunk_part in chunk):
             return tuple(chunks)
     raise PydanticCustomError("problem", "must be a list of objects with a text and a filename, which are strings")
 
@@ -108,34 +108,34 @@ class InfillReply(Reply):
         self._response_fields: list[str] | None = generation.request.body.response_fields
 
     def whole_reply(self, results: list[Result]) -> InfillReplies:
-        replies = [infill_reply(self._generation, index, result) for index, result in enumerate(results)]
-        selected = [select_fields(reply, self._response_fields) for reply in replies]
-        if len(selected) == 1:
-            return InfillReplies.model_construct(selected[0])
-        return InfillReplies.model_construct(selected)
+        replies = [make_infill_reply(self._generation, index, result) for index, result in enumerate(results)]
+        selected_replies = [select_fields(reply, self._response_fields) for reply in replies]
+        if len(selected_replies) == 1:
+            return InfillReplies.model_construct(selected_replies[0])
+        return InfillReplies.model_construct(selected_replies)
 
     def piece_events(self, index: int, piece: Piece) -> Events:
         events: list[BaseModel] = []
         if piece.text:
             events.append(InfillDelta(index=index, content=piece.text, tokens=[], stop=False))
         if piece.finish_reason:
-            reply = infill_reply(self._generation, index, self._generation.rows[index].result())
+            reply = make_infill_reply(self._generation, index, self._generation.rows[index].result())
             reply.content = ""  # its text is in the events before
             events.append(InfillReplies.model_construct(select_fields(reply, self._response_fields)))
         return events
 
 
-def infill_reply(generation: Generation, index: int, result: Result) -> InfillReplyModel:
+def make_infill_reply(generation: Generation, index: int, result: Result) -> InfillReplyModel:
     """Return the reply for one text."""
     request = generation.request
     tokenizer = generation.tokenizer
     stats = result.stats
     record = result.record
     assert record
-    settings = llamacpp_sampling(record.params)
+    sampling_settings = to_llamacpp_sampling(record.params)
     if request.only_prompts:
-        settings |= {"n_predict": 0, "max_tokens": 0}
-    context = request.context
+        sampling_settings |= {"n_predict": 0, "max_tokens": 0}
+    context_length = request.context
     reply = InfillReplyModel(
         index=index,
         content=result.text,
@@ -145,40 +145,40 @@ def infill_reply(generation: Generation, index: int, result: Result) -> InfillRe
         tokens_predicted=stats.generated_tokens,
         tokens_evaluated=stats.prompt_tokens,
         tokens_cached=stats.cached_tokens,
-        truncated=context is not None and stats.prompt_tokens + stats.generated_tokens >= context,
+        truncated=context_length is not None and stats.prompt_tokens + stats.generated_tokens >= context_length,
         stop_type="word" if result.stop_string is not None else STOP_TYPES[result.finish_reason],
         stopping_word=result.stop_string or "",
         has_new_line="\n" in result.text,
         prompt=tokenizer.decode_with_special(record.prompt_ids) or tokenizer.decode(record.prompt_ids),
-        generation_settings={"n_ctx": context, **settings},
-        timings=llamacpp_timings(stats),
+        generation_settings={"n_ctx": context_length, **sampling_settings},
+        timings=make_llamacpp_timings(stats),
     )
     if request.return_record:
-        reply.record = verification_record(result, "")
+        reply.record = make_verification_record(result, "")
     return reply
 
 
-def llamacpp_timings(stats: Stats) -> Timings:
+def make_llamacpp_timings(stats: Stats) -> Timings:
     """Return the counts and times of a text as llama.cpp reports them."""
     # Without a token, all time was the prompt's.
-    all_ms = stats.target_ms + stats.draft_ms + stats.other_ms
-    prompt_ms = stats.ttft_ms if stats.generated_tokens else all_ms
+    total_ms = stats.target_ms + stats.draft_ms + stats.other_ms
+    prompt_ms = stats.ttft_ms if stats.generated_tokens else total_ms
     timings: JsonObject = {"cache_n": stats.cached_tokens}
-    timings |= phase_timings("prompt", stats.prompt_tokens - stats.cached_tokens, prompt_ms)
+    timings |= make_phase_timings("prompt", stats.prompt_tokens - stats.cached_tokens, prompt_ms)
     predicted_ms = stats.tpot_ms * max(0, stats.generated_tokens - 1)
-    timings |= phase_timings("predicted", stats.generated_tokens, predicted_ms)
+    timings |= make_phase_timings("predicted", stats.generated_tokens, predicted_ms)
     if stats.proposed:
         timings |= {"draft_n": stats.proposed, "draft_n_accepted": stats.accepted}
     return Timings(**timings)
 
 
-def phase_timings(phase: str, tokens: int, ms: float) -> JsonObject:
-    """Return the fields for the tokens of a phase that took ``ms`` milliseconds."""
+def make_phase_timings(phase: str, token_count: int, duration_ms: float) -> JsonObject:
+    """Return the fields for the tokens of a phase that took ``duration_ms`` milliseconds."""
     return {
-        f"{phase}_n": tokens,
-        f"{phase}_ms": ms,
-        f"{phase}_per_token_ms": ms / tokens if tokens else 0.0,
-        f"{phase}_per_second": 1e3 * tokens / ms if ms else 0.0,
+        f"{phase}_n": token_count,
+        f"{phase}_ms": duration_ms,
+        f"{phase}_per_token_ms": duration_ms / token_count if token_count else 0.0,
+        f"{phase}_per_second": 1e3 * token_count / duration_ms if duration_ms else 0.0,
     }
 
 
@@ -186,11 +186,11 @@ def select_fields(reply: InfillReplyModel, paths: list[str] | None) -> InfillRep
     """Return a reply, or, if there are any, its fields at these paths, each under its whole path."""
     if not paths:
         return reply
-    selected: JsonObject = {}
+    selected_fields: JsonObject = {}
     for path in paths:
-        value: JsonValue = reply.model_dump(exclude_unset=True)
-        for name in path.split("/"):
-            value = value.get(name) if isinstance(value, dict) else None
-        if value is not None:
-            selected[path] = value
-    return selected
+        field_value: JsonValue = reply.model_dump(exclude_unset=True)
+        for path_part in path.split("/"):
+            field_value = field_value.get(path_part) if isinstance(field_value, dict) else None
+        if field_value is not None:
+            selected_fields[path] = field_value
+    return selected_fields

@@ -36,25 +36,25 @@ class Props(ReplyModel):
     is_sleeping: bool
 
 
-def server_props(lm: LanguageModel, name: str, defaults: Params, rows: int) -> Props:
-    """Return the server's properties as llama.cpp's has them; ``rows``: texts that are generated at a time."""
-    tokens = lm.runtime.prompt_encoder.tokens_by_role
+def make_server_props(lm: LanguageModel, model_name: str, defaults: Params, batch_size: int) -> Props:
+    """Return the server's properties as llama.cpp's has them; ``batch_size``: texts that are generated at a time."""
+    special_tokens = lm.runtime.prompt_encoder.tokens_by_role
     try:
-        template = lm.runtime.prompt_encoder.chat_format.template.source
+        template_source = lm.runtime.prompt_encoder.chat_format.template.source
     except OvspecError:
-        template = ""
-    settings = llamacpp_sampling(lm.runtime.row_maker.complete_params(defaults))
+        template_source = ""
+    sampling = to_llamacpp_sampling(lm.runtime.row_maker.complete_params(defaults))
     if defaults.max_tokens is None:
-        settings |= dict.fromkeys(("n_predict", "max_tokens"), int(lm.runtime.row_maker.text_token_limit(defaults)))
+        sampling |= dict.fromkeys(("n_predict", "max_tokens"), int(lm.runtime.row_maker.text_token_limit(defaults)))
     return Props(
-        default_generation_settings=DefaultGenerationSettings(n_ctx=lm.target.ir.context_length, params=settings),
-        total_slots=rows,
-        model_alias=name,
+        default_generation_settings=DefaultGenerationSettings(n_ctx=lm.target.ir.context_length, params=sampling),
+        total_slots=batch_size,
+        model_alias=model_name,
         model_path=lm.folder.name,
         modalities=Modalities(vision=False, audio=False),
-        chat_template=template,
-        bos_token=tokens.get("bos_token", ""),
-        eos_token=tokens.get("eos_token", ""),
+        chat_template=template_source,
+        bos_token=special_tokens.get("bos_token", ""),
+        eos_token=special_tokens.get("eos_token", ""),
         build_info=f"ovspec {__version__}",
         endpoint_slots=False,
         endpoint_props=False,
@@ -63,7 +63,7 @@ def server_props(lm: LanguageModel, name: str, defaults: Params, rows: int) -> P
     )
 
 
-def llamacpp_sampling(params: Params) -> JsonObject:
+def to_llamacpp_sampling(params: Params) -> JsonObject:
     """Return sampling options under llama.cpp's names."""
     max_tokens = -1 if params.max_tokens is None else params.max_tokens
     return {

@@ -9,9 +9,9 @@ from ovspec.protocols.bodies import (
     CHAT_MESSAGES,
     FAIL_FAST,
     TextRequestBody,
-    ignored_fields,
+    define_ignored_fields,
+    define_refused_fields,
     option_fields_except,
-    refused_fields,
 )
 
 # Accepted and ignored: fields that don't affect the text.
@@ -32,8 +32,8 @@ class MessagesRequest(
         "Settings",
         __base__=TextRequestBody,
         **option_fields_except(*OPTIONS_OF_OTHER_NAME),
-        **ignored_fields(*MESSAGES_FIELDS_WITHOUT_EFFECT),
-        **refused_fields(REFUSED_MESSAGES_FIELDS),
+        **define_ignored_fields(*MESSAGES_FIELDS_WITHOUT_EFFECT),
+        **define_refused_fields(REFUSED_MESSAGES_FIELDS),
     )
 ):
     """A conversation to be continued."""

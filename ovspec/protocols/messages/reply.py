@@ -9,7 +9,7 @@ from pydantic_core import from_json
 from ovspec.base.json_types import JsonObject
 from ovspec.engine.results import Piece, Result, Stats
 from ovspec.protocols.chat.reply import finish_fields
-from ovspec.protocols.errors import RequestFailure, anthropic_error
+from ovspec.protocols.errors import RequestFailure, make_anthropic_error
 from ovspec.protocols.reply import Events, Generation, Reply, ReplyModel
 from ovspec.protocols.requests import TextRequest
 
@@ -131,18 +131,23 @@ class MessageReply(Reply):
     """The reply to a conversation: a whole message, or the events of a stream."""
 
     def __init__(self, generation: Generation) -> None:
-        self._identity = message_identity(generation.identity)
+        self._identity = make_message_identity(generation.identity)
         self._request = generation.request
         self._row = generation.rows[0]
-        self._started = False
+        self._has_started = False
         self._open_block: Literal["thinking", "text"] | int | None = None  # a call's by its index
         self._block_index = -1  # of the last block
 
     def whole_reply(self, results: list[Result]) -> Message:
         """Return the whole message."""
         [result] = results
-        ending = message_ending(self._request, result)
-        return Message(**self._identity, content=content_blocks(result), **ending, usage=message_usage(result.stats))
+        ending = make_message_ending(self._request, result)
+        return Message(
+            **self._identity,
+            content=make_content_blocks(result),
+            **ending,
+            usage=make_message_usage(result.stats),
+        )
 
     def first_events(self) -> Events:
         return ()  # how much of the prompt was cached is known with the first piece
@@ -151,7 +156,7 @@ class MessageReply(Reply):
         return [*self._start_message(), *self._add_blocks(piece)]
 
     def keep_alive_events(self) -> Events:
-        return [*self._start_message(waiting=True), Ping(type="ping")]
+        return [*self._start_message(is_waiting=True), Ping(type="ping")]
 
     def last_events(self) -> Events:
         events = [*self._start_message()]
@@ -159,20 +164,20 @@ class MessageReply(Reply):
             events += self._begin_block("text", TextBlock(type="text", text=""))
         events += self._end_block()
         result = self._row.result()
-        ending = MessageEnding(**message_ending(self._request, result))
-        events.append(MessageDelta(type="message_delta", delta=ending, usage=message_usage(result.stats)))
+        ending = MessageEnding(**make_message_ending(self._request, result))
+        events.append(MessageDelta(type="message_delta", delta=ending, usage=make_message_usage(result.stats)))
         return [*events, MessageStop(type="message_stop")]
 
     def failure_events(self, failure: RequestFailure) -> Events:
-        return [anthropic_error(failure)]
+        return [make_anthropic_error(failure)]
 
-    def _start_message(self, waiting: bool = False) -> Iterator[BaseModel]:
+    def _start_message(self, is_waiting: bool = False) -> Iterator[BaseModel]:
         """Yield the first event, once."""
-        if self._started:
+        if self._has_started:
             return
-        self._started = True
-        usage = message_usage(self._row.stats)
-        if waiting:  # the row's cached tokens are corrected when its prompt is read
+        self._has_started = True
+        usage = make_message_usage(self._row.stats)
+        if is_waiting:  # the row's cached tokens are corrected when its prompt is read
             usage.input_tokens = self._row.stats.prompt_tokens
             usage.cache_read_input_tokens = 0
         message = Message(**self._identity, content=[], stop_reason=None, stop_sequence=None, usage=usage)
@@ -180,30 +185,30 @@ class MessageReply(Reply):
 
     def _add_blocks(self, piece: Piece) -> Iterator[BaseModel]:
         """Yield the events for a piece: its text, thinking and calls; the open block goes on first."""
-        order = ("text", "thinking") if self._open_block == "text" else ("thinking", "text")
-        for kind in order:
-            if kind == "text" and piece.text:
+        block_order = ("text", "thinking") if self._open_block == "text" else ("thinking", "text")
+        for block_kind in block_order:
+            if block_kind == "text" and piece.text:
                 yield from self._begin_block("text", TextBlock(type="text", text=""))
-                yield self._delta(TextDelta(type="text_delta", text=piece.text))
-            if kind == "thinking" and piece.thinking:
+                yield self._make_block_delta(TextDelta(type="text_delta", text=piece.text))
+            if block_kind == "thinking" and piece.thinking:
                 yield from self._begin_block("thinking", ThinkingBlock(type="thinking", thinking="", signature=""))
-                yield self._delta(ThinkingDelta(type="thinking_delta", thinking=piece.thinking))
+                yield self._make_block_delta(ThinkingDelta(type="thinking_delta", thinking=piece.thinking))
         for call in piece.tool_calls:
             if call.name is not None:
                 block = ToolUseBlock(type="tool_use", id=call.id or "", name=call.name, input={})
                 yield from self._begin_block(call.index, block)
             if call.arguments:
-                yield self._delta(InputDelta(type="input_json_delta", partial_json=call.arguments))
+                yield self._make_block_delta(InputDelta(type="input_json_delta", partial_json=call.arguments))
 
-    def _delta(self, delta: TextDelta | ThinkingDelta | SignatureDelta | InputDelta) -> BlockDelta:
+    def _make_block_delta(self, delta: TextDelta | ThinkingDelta | SignatureDelta | InputDelta) -> BlockDelta:
         return BlockDelta(type="content_block_delta", index=self._block_index, delta=delta)
 
-    def _begin_block(self, kind: Literal["thinking", "text"] | int, block: ContentBlock) -> Iterator[BaseModel]:
+    def _begin_block(self, block_kind: Literal["thinking", "text"] | int, block: ContentBlock) -> Iterator[BaseModel]:
         """Yield the events that open a block, unless a block of its kind is open."""
-        if self._open_block == kind:
+        if self._open_block == block_kind:
             return
         yield from self._end_block()
-        self._open_block = kind
+        self._open_block = block_kind
         self._block_index += 1
         yield BlockStart(type="content_block_start", index=self._block_index, content_block=block)
 
@@ -212,17 +217,17 @@ class MessageReply(Reply):
         if self._open_block is None:
             return
         if self._open_block == "thinking":
-            yield self._delta(SignatureDelta(type="signature_delta", signature=THINKING_SIGNATURE))
+            yield self._make_block_delta(SignatureDelta(type="signature_delta", signature=THINKING_SIGNATURE))
         yield BlockStop(type="content_block_stop", index=self._block_index)
         self._open_block = None
 
 
-def message_identity(identity: JsonObject) -> JsonObject:
+def make_message_identity(identity: JsonObject) -> JsonObject:
     """Return the fields that a message begins with."""
     return {"id": identity["id"], "type": "message", "role": "assistant", "model": identity["model"]}
 
 
-def content_blocks(result: Result) -> list[ContentBlock]:
+def make_content_blocks(result: Result) -> list[ContentBlock]:
     """Return the blocks of a text; an empty text only without thinking and calls."""
     blocks = list[ContentBlock]()
     if result.thinking:
@@ -235,25 +240,25 @@ def content_blocks(result: Result) -> list[ContentBlock]:
     return blocks
 
 
-def parse_partial_arguments(text: str) -> JsonObject:
+def parse_partial_arguments(arguments_json: str) -> JsonObject:
     """Return the arguments of a call as an object; of arguments that are cut off, the members so far."""
     try:
-        arguments = from_json(text, allow_partial=True)
+        arguments = from_json(arguments_json, allow_partial=True)
     except ValueError:
         return {}
     return arguments if isinstance(arguments, dict) else {}
 
 
-def message_ending(request: TextRequest, result: Result) -> JsonObject:
+def make_message_ending(request: TextRequest, result: Result) -> JsonObject:
     """Return the fields of a message that say how its text ended."""
-    fields = finish_fields(request, result, "")
+    ending_fields = finish_fields(request, result, "")
     stop_reasons: dict[str, StopReason] = {"length": "max_tokens", "tool_calls": "tool_use"}
     stop_reasons["stop"] = "end_turn" if result.stop_string is None else "stop_sequence"
-    stop_reason = stop_reasons[fields.pop("finish_reason")]
-    return {"stop_reason": stop_reason, "stop_sequence": result.stop_string, **fields}
+    stop_reason = stop_reasons[ending_fields.pop("finish_reason")]
+    return {"stop_reason": stop_reason, "stop_sequence": result.stop_string, **ending_fields}
 
 
-def message_usage(stats: Stats) -> MessageUsage:
+def make_message_usage(stats: Stats) -> MessageUsage:
     return MessageUsage(
         input_tokens=stats.prompt_tokens - stats.cached_tokens,
         cache_creation_input_tokens=0,

@@ -71,18 +71,18 @@ def read_tool_options(body: MessagesRequest, overrides: Overrides, ignored: Igno
         overrides.values["tools"] = [tool for tool in tools if tool]
     if body.tool_choice is None:
         return
-    known = ("type", "name", "disable_parallel_tool_use")
-    choice = keep_known_fields(body.tool_choice, known, "tool_choice", ignored)
-    kind = choice.get("type")
-    only_one_call = choice.get("disable_parallel_tool_use")
-    if kind == "tool" and isinstance(choice.get("name"), str):
-        overrides.values["tool_choice"] = {"type": "function", "function": {"name": choice["name"]}}
-    elif isinstance(kind, str) and kind in TOOL_CHOICES:
-        overrides.values["tool_choice"] = TOOL_CHOICES[kind]
+    known_fields = ("type", "name", "disable_parallel_tool_use")
+    tool_choice = keep_known_fields(body.tool_choice, known_fields, "tool_choice", ignored)
+    choice_type = tool_choice.get("type")
+    only_one_call = tool_choice.get("disable_parallel_tool_use")
+    if choice_type == "tool" and isinstance(tool_choice.get("name"), str):
+        overrides.values["tool_choice"] = {"type": "function", "function": {"name": tool_choice["name"]}}
+    elif isinstance(choice_type, str) and choice_type in TOOL_CHOICES:
+        overrides.values["tool_choice"] = TOOL_CHOICES[choice_type]
     else:
-        choices = '{"type": "auto"}, {"type": "any"}, {"type": "tool", "name": …} or {"type": "none"}'
-        raise RequestError(f"`tool_choice` must be {choices}.", "tool_choice")
-    if kind == "any" and not overrides.values.get("tools"):
+        allowed_choices = '{"type": "auto"}, {"type": "any"}, {"type": "tool", "name": …} or {"type": "none"}'
+        raise RequestError(f"`tool_choice` must be {allowed_choices}.", "tool_choice")
+    if choice_type == "any" and not overrides.values.get("tools"):
         raise RequestError("`tool_choice` is any, which needs `tools` that can be called here.", "tool_choice")
     if not isinstance(only_one_call, (bool, type(None))):
         raise RequestError("`tool_choice`: disable_parallel_tool_use must be true or false.", "tool_choice")
@@ -92,50 +92,55 @@ def read_tool_options(body: MessagesRequest, overrides: Overrides, ignored: Igno
 
 def to_openai_tool(tool: JsonObject, ignored: IgnoredNames) -> JsonObject | None:
     """Return a tool as OpenAI's API has it; None for a tool that only Anthropic's servers have."""
-    kind = tool.get("type") or "custom"
-    if isinstance(kind, str) and SERVER_TOOL_TYPE.fullmatch(kind):
-        add_ignored(f"tools.{kind}", ignored)
+    tool_type = tool.get("type") or "custom"
+    if isinstance(tool_type, str) and SERVER_TOOL_TYPE.fullmatch(tool_type):
+        add_ignored(f"tools.{tool_type}", ignored)
         return None
-    if kind != "custom":
-        raise RequestError(f"`tools` has a tool of the type {kind!s:.40}; only custom ones can be called.", "tools")
+    if tool_type != "custom":
+        raise RequestError(
+            f"`tools` has a tool of the type {tool_type!s:.40}; only custom ones can be called.", "tools"
+        )
     tool = keep_known_fields(tool, TOOL_FIELDS, "tools", ignored)
     if not isinstance(schema := tool.get("input_schema"), dict):
         message = f"`tools`: {tool.get('name')!s:.80} needs an input_schema, which is a JSON schema of an object."
         raise RequestError(message, "tools")
-    function = {"name": tool.get("name"), "description": tool.get("description"), "parameters": schema}
-    return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
+    function_fields = {"name": tool.get("name"), "description": tool.get("description"), "parameters": schema}
+    return {
+        "type": "function",
+        "function": {field: value for field, value in function_fields.items() if value is not None},
+    }
 
 
 def read_thinking_options(body: MessagesRequest, overrides: Overrides, ignored: IgnoredNames) -> None:
     """Set how much the model thinks."""
     effort = (body.output_config or {}).get("effort")
-    kind = None
+    thinking_type = None
     if effort is not None and (not isinstance(effort, str) or effort not in MESSAGES_EFFORTS):
         message = f"`output_config` has an effort of {effort!r:.40}; it must be one of {', '.join(MESSAGES_EFFORTS)}."
         raise RequestError(message, "output_config")
     if body.thinking is not None:
         thinking = keep_known_fields(body.thinking, ("type", "budget_tokens", "display"), "thinking", ignored)
-        kind = thinking.get("type")
-        budget = thinking.get("budget_tokens")
-        if kind not in ("enabled", "adaptive", "disabled"):
-            kinds = '{"type": "enabled", "budget_tokens": …}, {"type": "adaptive"} or {"type": "disabled"}'
-            raise RequestError(f"`thinking` must be {kinds}.", "thinking")
-        if kind == "enabled" and budget is not None:
-            if type(budget) is not int or not 0 < budget <= LARGEST_NUMBER:
+        thinking_type = thinking.get("type")
+        thinking_budget = thinking.get("budget_tokens")
+        if thinking_type not in ("enabled", "adaptive", "disabled"):
+            allowed_types = '{"type": "enabled", "budget_tokens": …}, {"type": "adaptive"} or {"type": "disabled"}'
+            raise RequestError(f"`thinking` must be {allowed_types}.", "thinking")
+        if thinking_type == "enabled" and thinking_budget is not None:
+            if type(thinking_budget) is not int or not 0 < thinking_budget <= LARGEST_NUMBER:
                 raise RequestError("`thinking`: budget_tokens must be a whole number of 1 or more.", "thinking")
-            overrides.set_option("max_thinking_tokens", budget, "thinking")
-    if kind == "disabled":
+            overrides.set_option("max_thinking_tokens", thinking_budget, "thinking")
+    if thinking_type == "disabled":
         overrides.set_option("reasoning_effort", "none", "thinking")
     elif effort is not None:
         overrides.set_option("reasoning_effort", MESSAGES_EFFORTS[effort], "output_config")
-    elif kind == "enabled":  # which switches thinking on where a chat template has a switch
+    elif thinking_type == "enabled":  # which switches thinking on where a chat template has a switch
         overrides.values.setdefault("reasoning_effort", "medium")
 
 
 def read_output_format(body: MessagesRequest, overrides: Overrides, ignored: IgnoredNames) -> None:
     """Set the schema that the text must match."""
-    config = keep_known_fields(body.output_config or {}, ("effort", "format"), "output_config", ignored)
-    for field, output_format in (("output_config", config.get("format")), ("output_format", body.output_format)):
+    output_config = keep_known_fields(body.output_config or {}, ("effort", "format"), "output_config", ignored)
+    for field, output_format in (("output_config", output_config.get("format")), ("output_format", body.output_format)):
         if output_format is None:
             continue
         is_schema = isinstance(output_format, dict) and output_format.get("type") == "json_schema"
@@ -156,9 +161,9 @@ def read_conversation(body: MessagesRequest, ignored: IgnoredNames) -> list[Mess
     if body.system:
         chat += to_openai_messages({"role": "system", "content": body.system}, ignored)
     user_turns = [index for index, message in enumerate(body.messages) if is_user_turn(message)]
-    last = max(user_turns, default=-1)
+    last_user_turn = max(user_turns, default=-1)
     for index, message in enumerate(body.messages):
-        chat += to_openai_messages(message, ignored, index == last)
+        chat += to_openai_messages(message, ignored, index == last_user_turn)
     return to_template_messages(chat, ignored)
 
 
@@ -170,10 +175,10 @@ def is_user_turn(message: Message) -> bool:
     return not all(isinstance(block, dict) and block.get("type") == "tool_result" for block in content)
 
 
-def to_openai_messages(message: Message, ignored: IgnoredNames, strict: bool = False) -> Iterator[Message]:
+def to_openai_messages(message: Message, ignored: IgnoredNames, text_only: bool = False) -> Iterator[Message]:
     """Yield a message as OpenAI's API has it: the results of tools are messages of their own.
 
-    All but these must be readable if ``strict``.
+    All but these must be readable if ``text_only``.
     """
     message = keep_known_fields(message, ("role", "content"), "messages", ignored)
     role = message.get("role")
@@ -182,16 +187,16 @@ def to_openai_messages(message: Message, ignored: IgnoredNames, strict: bool = F
         role = "system"
     if not isinstance(role, str) or role not in BLOCKS_OF_ROLE:
         raise message_error(f"a role is {role!r:.40}; it must be user, assistant or system.")
-    blocks = read_blocks(content, BLOCKS_OF_ROLE[role], ignored, strict or role == "system")
+    blocks = read_blocks(content, BLOCKS_OF_ROLE[role], ignored, text_only or role == "system")
     if role == "system" and isinstance(content, list):
         blocks = drop_billing_header(blocks, ignored)
-    results = [block for block in blocks if block["type"] == "tool_result"]
-    for block in results:
+    tool_results = [block for block in blocks if block["type"] == "tool_result"]
+    for block in tool_results:
         if block.get("is_error"):  # no chat template shows it
             add_ignored("tool_result.is_error", ignored)
         text = join_blocks(read_blocks(block.get("content"), ("text",), ignored), "text")
-        yield {"role": "tool", "tool_call_id": block_string(block, "tool_use_id"), "content": text}
-    if len(results) == len(blocks) and (results or role == "system"):
+        yield {"role": "tool", "tool_call_id": read_block_string(block, "tool_use_id"), "content": text}
+    if len(tool_results) == len(blocks) and (tool_results or role == "system"):
         return
     openai_message: Message = {"role": role, "content": join_blocks(blocks, "text")}
     if thinking := join_blocks(blocks, "thinking"):
@@ -203,53 +208,56 @@ def to_openai_messages(message: Message, ignored: IgnoredNames, strict: bool = F
 
 def drop_billing_header(blocks: list[JsonObject], ignored: IgnoredNames) -> list[JsonObject]:
     """Return the blocks of a system prompt without Claude Code's billing header."""
-    kept = [block for block in blocks if not block_string(block, "text").startswith(BILLING_HEADER)]
-    if len(kept) < len(blocks):
+    kept_blocks = [block for block in blocks if not read_block_string(block, "text").startswith(BILLING_HEADER)]
+    if len(kept_blocks) < len(blocks):
         add_ignored(f"system.{BILLING_HEADER}", ignored)
-    return kept
+    return kept_blocks
 
 
 def read_blocks(
-    content: JsonValue, kinds: tuple[str, ...], ignored: IgnoredNames, strict: bool = False
+    content: JsonValue, allowed_types: tuple[str, ...], ignored: IgnoredNames, text_only: bool = False
 ) -> list[JsonObject]:
     """Return the blocks of a content, a string or blocks, without unknown fields.
 
     Raises:
-        RequestError: it is neither, or a block is of another kind than ``kinds``, and of another role or ``strict``.
+        RequestError: it is neither, or a block is of another kind than ``allowed_types``, and of another role or
+            ``text_only``.
     """
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
-    if not content and not strict and (content is None or isinstance(content, list)):
+    if not content and not text_only and (content is None or isinstance(content, list)):
         return []
     if not isinstance(content, list) or not content or not all(isinstance(block, dict) for block in content):
         raise message_error("each needs content, which is a string or a list of blocks.")
-    return [read_block(block, kinds, ignored, strict) for block in content]
+    return [read_block(block, allowed_types, ignored, text_only) for block in content]
 
 
-def read_block(block: JsonObject, kinds: tuple[str, ...], ignored: IgnoredNames, strict: bool) -> JsonObject:
+def read_block(block: JsonObject, allowed_types: tuple[str, ...], ignored: IgnoredNames, text_only: bool) -> JsonObject:
     """Return a block without unknown fields, or a text that the model reads instead of it; see ``read_blocks``."""
-    kind = str(block.get("type"))
-    if kind in kinds:
-        return keep_known_fields(block, FIELDS_OF_BLOCK[kind], kind, ignored)
-    if kind in FIELDS_OF_BLOCK:
-        raise message_error(f"content of the type {kind:.40} can't be read here; only {', '.join(kinds)} can.")
-    if strict:
-        raise message_error(f"content of the type {kind:.40} can't be read; only text can.")
-    return {"type": "text", "text": omit_content(kind, ignored)}
+    block_type = str(block.get("type"))
+    if block_type in allowed_types:
+        return keep_known_fields(block, FIELDS_OF_BLOCK[block_type], block_type, ignored)
+    if block_type in FIELDS_OF_BLOCK:
+        raise message_error(
+            f"content of the type {block_type:.40} can't be read here; only {', '.join(allowed_types)} can."
+        )
+    if text_only:
+        raise message_error(f"content of the type {block_type:.40} can't be read; only text can.")
+    return {"type": "text", "text": omit_content(block_type, ignored)}
 
 
-def join_blocks(blocks: list[JsonObject], kind: str) -> str:
+def join_blocks(blocks: list[JsonObject], block_type: str) -> str:
     """Return the text of the blocks of a kind."""
-    return "\n".join(block_string(block, kind) for block in blocks if block["type"] == kind)
+    return "\n".join(read_block_string(block, block_type) for block in blocks if block["type"] == block_type)
 
 
-def block_string(block: JsonObject, name: str) -> str:
-    if not isinstance(text := block.get(name), str):
-        raise message_error(f"a block of the type {block['type']} needs a {name}, which is a string.")
+def read_block_string(block: JsonObject, field: str) -> str:
+    if not isinstance(text := block.get(field), str):
+        raise message_error(f"a block of the type {block['type']} needs a {field}, which is a string.")
     return text
 
 
 def to_openai_call(block: JsonObject) -> JsonObject:
     """Return a call as OpenAI's API has it."""
-    function = {"name": block_string(block, "name"), "arguments": block.get("input")}
-    return {"id": block_string(block, "id"), "type": "function", "function": function}
+    function_fields = {"name": read_block_string(block, "name"), "arguments": block.get("input")}
+    return {"id": read_block_string(block, "id"), "type": "function", "function": function_fields}

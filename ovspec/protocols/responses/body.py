@@ -13,9 +13,9 @@ from ovspec.protocols.bodies import (
     ChatEnding,
     OtherServersFields,
     TextRequestBody,
-    ignored_fields,
+    define_ignored_fields,
+    define_refused_fields,
     option_fields_except,
-    refused_fields,
 )
 
 # Accepted and ignored: fields that don't affect the text, and limits that are never reached here.
@@ -43,8 +43,8 @@ INPUT_ITEMS = Annotated[list[JsonObject], FAIL_FAST]
 RESPONSES_FIELDS = (
     option_fields_except(*RESPONSES_OWN_OPTIONS)
     | {"max_output_tokens": OPTION_FIELDS["max_tokens"]}
-    | ignored_fields(*RESPONSES_FIELDS_WITHOUT_EFFECT)
-    | refused_fields(REFUSED_RESPONSES_FIELDS)
+    | define_ignored_fields(*RESPONSES_FIELDS_WITHOUT_EFFECT)
+    | define_refused_fields(REFUSED_RESPONSES_FIELDS)
 )
 
 

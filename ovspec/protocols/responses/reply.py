@@ -8,8 +8,8 @@ from pydantic import Field
 from ovspec.base.json_types import JsonObject, JsonValue
 from ovspec.engine.results import Piece, Result, Stats
 from ovspec.params import Params
-from ovspec.protocols.chat.logprobs import ChatToken, chat_logprobs
-from ovspec.protocols.chat.reply import verification_record
+from ovspec.protocols.chat.logprobs import ChatToken, make_chat_logprobs
+from ovspec.protocols.chat.reply import make_verification_record
 from ovspec.protocols.errors import RequestFailure
 from ovspec.protocols.logprobs import TokenPlaceStream, chat_token_places
 from ovspec.protocols.reply import Events, Generation, Reply, ReplyModel
@@ -117,7 +117,7 @@ class ResponseEvent(ReplyModel):
 def new_response(identity: JsonObject, body: Any, params: Params, functions: list[JsonObject]) -> Response:
     """Return the reply to a request before its text; ``functions``: the functions outside namespaces."""
     namespaces = [tool for tool in body.tools or [] if tool.get("type") == "namespace"]
-    defaults = {"type": "function", "description": None, "parameters": None, "strict": False}
+    function_defaults = {"type": "function", "description": None, "parameters": None, "strict": False}
     return Response.model_construct(
         id=identity["id"],
         created_at=identity["created"],
@@ -135,7 +135,7 @@ def new_response(identity: JsonObject, body: Any, params: Params, functions: lis
         temperature=params.temperature or 0.0,
         text={"format": (body.text or {}).get("format") or {"type": "text"}},
         tool_choice=body.tool_choice or "auto",
-        tools=[defaults | tool for tool in functions] + namespaces,
+        tools=[function_defaults | tool for tool in functions] + namespaces,
         top_logprobs=body.top_logprobs or 0,
         top_p=params.top_p or 1.0,
         usage=None,
@@ -152,7 +152,7 @@ def new_response(identity: JsonObject, body: Any, params: Params, functions: lis
     )
 
 
-def response_usage(stats: Stats) -> ResponseUsage:
+def make_response_usage(stats: Stats) -> ResponseUsage:
     return ResponseUsage(
         input_tokens=stats.prompt_tokens,
         input_tokens_details=InputTokensDetails(cached_tokens=stats.cached_tokens, cache_write_tokens=0),
@@ -188,7 +188,7 @@ class ResponseReply(Reply):
         piece.thinking = result.thinking
         piece.tool_calls = result.tool_calls
         self._builder.first_events()
-        self._builder.piece_events(piece, self._logprobs_of(piece, bool(result.thinking or result.tool_calls)))
+        self._builder.piece_events(piece, self._make_logprobs(piece, bool(result.thinking or result.tool_calls)))
         self._builder.last_events(result)
         return self._builder.response
 
@@ -196,7 +196,7 @@ class ResponseReply(Reply):
         return self._builder.first_events()
 
     def piece_events(self, _: int, piece: Piece) -> Events:
-        return self._builder.piece_events(piece, self._logprobs_of(piece, self._row.parses_answer))
+        return self._builder.piece_events(piece, self._make_logprobs(piece, self._row.parses_answer))
 
     def last_events(self) -> Events:
         return self._builder.last_events(self._row.result())
@@ -204,12 +204,12 @@ class ResponseReply(Reply):
     def failure_events(self, failure: RequestFailure) -> Events:
         return self._builder.failure_events(failure)
 
-    def _logprobs_of(self, piece: Piece, parsed: bool) -> list[ChatToken]:
-        """Return the log-probabilities of a piece; of a ``parsed`` answer the tokens spell more than the text."""
+    def _make_logprobs(self, piece: Piece, is_parsed: bool) -> list[ChatToken]:
+        """Return the log-probabilities of a piece; of a ``is_parsed`` answer the tokens spell more than the text."""
         if piece.logprobs is None:
             return []
-        places = chat_token_places(piece) if parsed else self._token_places.push(piece)
-        return chat_logprobs(self._tokenizer, places).content
+        token_places = chat_token_places(piece) if is_parsed else self._token_places.push(piece)
+        return make_chat_logprobs(self._tokenizer, token_places).content
 
 
 class ResponseBuilder:
@@ -221,19 +221,22 @@ class ResponseBuilder:
         self.response = new_response(identity, request.body, params, plain_functions)
         self._request = request
         self._event_count = 0
-        self._names_in_namespaces = {
+        self._names_by_full_name = {
             function["name"]: (name, namespace) for function, name, namespace in functions if namespace
         }
         self._open_item: OpenItem | None = None
 
     def first_events(self) -> list[ResponseEvent]:
         """Return the first events."""
-        return [self._event(f"response.{kind}", response=self.response) for kind in ("created", "in_progress")]
+        return [
+            self._make_event(f"response.{event_name}", response=self.response)
+            for event_name in ("created", "in_progress")
+        ]
 
     def piece_events(self, piece: Piece, logprobs: list[ChatToken]) -> list[ResponseEvent]:
         """Return the events for a piece of the text."""
         events = list[ResponseEvent]()
-        if self._is_open("message"):  # the open item goes on first
+        if self._is_item_open("message"):  # the open item goes on first
             events += self._add_text("message", piece.text, logprobs)
             events += self._add_text("reasoning", piece.thinking, [])
         else:
@@ -255,66 +258,69 @@ class ResponseBuilder:
             events += self._begin_item("message")
         events += self._end_item(status)
         response.status = status
-        response.usage = response_usage(result.stats)
+        response.usage = make_response_usage(result.stats)
         if self._request.return_record:
-            response.record = verification_record(result, "")
+            response.record = make_verification_record(result, "")
         if result.schema_errors is not None:
             response.schema_errors = result.schema_errors
-        return [*events, self._event(f"response.{status}", response=response)]
+        return [*events, self._make_event(f"response.{status}", response=response)]
 
     def failure_events(self, failure: RequestFailure) -> list[ResponseEvent]:
         """Return the events that end a response that has failed."""
         events = self._end_item("incomplete")
-        code = "server_error" if failure.status >= 500 else "invalid_prompt"
+        error_code = "server_error" if failure.status >= 500 else "invalid_prompt"
         self.response.status = "failed"
-        self.response.error = {"code": code, "message": failure.message}
-        return [*events, self._event("response.failed", response=self.response)]
+        self.response.error = {"code": error_code, "message": failure.message}
+        return [*events, self._make_event("response.failed", response=self.response)]
 
-    def _add_text(self, kind: str, text: str, logprobs: list[ChatToken]) -> list[ResponseEvent]:
+    def _add_text(self, item_type: str, text: str, logprobs: list[ChatToken]) -> list[ResponseEvent]:
         """Add to a message or to thinking; an open item of another kind ends."""
         if not text:
             return []
         events = list[ResponseEvent]()
-        if not self._is_open(kind):
-            events = self._begin_item(kind)
+        if not self._is_item_open(item_type):
+            events = self._begin_item(item_type)
         assert self._open_item
         self._open_item.texts.append(text)
         self._open_item.logprobs += logprobs
-        fields = text_event_fields(kind, logprobs)
-        return [*events, self._item_event(f"response.{PART_TYPES[kind]}.delta", content_index=0, delta=text, **fields)]
+        fields = text_event_fields(item_type, logprobs)
+        return [
+            *events,
+            self._make_item_event(f"response.{PART_TYPES[item_type]}.delta", content_index=0, delta=text, **fields),
+        ]
 
-    def _is_open(self, kind: str) -> bool:
-        return self._open_item is not None and self._open_item.item.type == kind
+    def _is_item_open(self, item_type: str) -> bool:
+        return self._open_item is not None and self._open_item.item.type == item_type
 
     def _add_call(self, call: ToolCall) -> list[ResponseEvent]:
         """Add a call, or a part of one."""
         events = list[ResponseEvent]()
         if call.name is not None:
-            fields: JsonObject = {"call_id": call.id, "name": call.name, "arguments": ""}
-            if call.name in self._names_in_namespaces:
-                fields["name"], fields["namespace"] = self._names_in_namespaces[call.name]
-            events = self._begin_item("function_call", **fields)
+            call_fields: JsonObject = {"call_id": call.id, "name": call.name, "arguments": ""}
+            if call.name in self._names_by_full_name:
+                call_fields["name"], call_fields["namespace"] = self._names_by_full_name[call.name]
+            events = self._begin_item("function_call", **call_fields)
         if call.arguments:
             assert self._open_item
             self._open_item.texts.append(call.arguments)
-            events.append(self._item_event("response.function_call_arguments.delta", delta=call.arguments))
+            events.append(self._make_item_event("response.function_call_arguments.delta", delta=call.arguments))
         return events
 
-    def _begin_item(self, kind: str, **fields: Any) -> list[ResponseEvent]:
+    def _begin_item(self, item_type: str, **item_fields: Any) -> list[ResponseEvent]:
         """End the open item, and begin another."""
         events = self._end_item("completed")
-        index = len(self.response.output)
-        id = ITEM_ID_PREFIXES[kind] + self.response.id.partition("_")[2] + f"{index:02}"
-        if kind == "message":
-            fields = {"role": "assistant", "content": []}
-        elif kind == "reasoning":
-            fields = {"summary": [], "content": []}
-        item = OutputItem.model_construct(type=kind, id=id, status="in_progress", **fields)
-        self._open_item = OpenItem(item, index)
-        events.append(self._event("response.output_item.added", output_index=index, item=item.model_copy()))
-        if kind in PART_TYPES:
-            part = response_part(kind, "", [])
-            events.append(self._item_event("response.content_part.added", content_index=0, part=part))
+        output_index = len(self.response.output)
+        item_id = ITEM_ID_PREFIXES[item_type] + self.response.id.partition("_")[2] + f"{output_index:02}"
+        if item_type == "message":
+            item_fields = {"role": "assistant", "content": []}
+        elif item_type == "reasoning":
+            item_fields = {"summary": [], "content": []}
+        item = OutputItem.model_construct(type=item_type, id=item_id, status="in_progress", **item_fields)
+        self._open_item = OpenItem(item, output_index)
+        events.append(self._make_event("response.output_item.added", output_index=output_index, item=item.model_copy()))
+        if item_type in PART_TYPES:
+            part = make_response_part(item_type, "", [])
+            events.append(self._make_item_event("response.content_part.added", content_index=0, part=part))
         return events
 
     def _end_item(self, status: ResponseStatus) -> list[ResponseEvent]:
@@ -322,45 +328,49 @@ class ResponseBuilder:
         if not self._open_item:
             return []
         item = self._open_item.item
-        text = "".join(self._open_item.texts)
+        item_text = "".join(self._open_item.texts)
         events = list[ResponseEvent]()
         if item.type == "function_call":
-            events.append(self._item_event("response.function_call_arguments.done", arguments=text))
-            item.arguments = text
+            events.append(self._make_item_event("response.function_call_arguments.done", arguments=item_text))
+            item.arguments = item_text
         else:
             logprobs = self._open_item.logprobs
-            part = response_part(item.type, text, logprobs)
+            part = make_response_part(item.type, item_text, logprobs)
             fields = text_event_fields(item.type, logprobs)
             part_type = PART_TYPES[item.type]
-            events.append(self._item_event(f"response.{part_type}.done", content_index=0, text=text, **fields))
-            events.append(self._item_event("response.content_part.done", content_index=0, part=part))
+            events.append(
+                self._make_item_event(f"response.{part_type}.done", content_index=0, text=item_text, **fields)
+            )
+            events.append(self._make_item_event("response.content_part.done", content_index=0, part=part))
             item.content = [part]
         item.status = status
         self.response.output.append(item)
-        index = self._open_item.index
+        output_index = self._open_item.index
         self._open_item = None
-        return [*events, self._event("response.output_item.done", output_index=index, item=item)]
+        return [*events, self._make_event("response.output_item.done", output_index=output_index, item=item)]
 
-    def _item_event(self, kind: str, **fields: Any) -> ResponseEvent:
+    def _make_item_event(self, event_type: str, **fields: Any) -> ResponseEvent:
         """Return an event of the open item."""
         assert self._open_item
-        return self._event(kind, output_index=self._open_item.index, item_id=self._open_item.item.id, **fields)
+        return self._make_event(
+            event_type, output_index=self._open_item.index, item_id=self._open_item.item.id, **fields
+        )
 
-    def _event(self, kind: str, **fields: Any) -> ResponseEvent:
-        number = self._event_count
+    def _make_event(self, event_type: str, **fields: Any) -> ResponseEvent:
+        sequence_number = self._event_count
         self._event_count += 1
         if response := fields.get("response"):
             fields["response"] = response.model_copy(update={"output": [*response.output]})
-        return ResponseEvent.model_construct(type=kind, sequence_number=number, **fields)
+        return ResponseEvent.model_construct(type=event_type, sequence_number=sequence_number, **fields)
 
 
-def text_event_fields(kind: str, logprobs: list[ChatToken]) -> JsonObject:
+def text_event_fields(item_type: str, logprobs: list[ChatToken]) -> JsonObject:
     """Return the fields of a message's text that the text of thinking lacks."""
-    return {"logprobs": logprobs} if kind == "message" else {}
+    return {"logprobs": logprobs} if item_type == "message" else {}
 
 
-def response_part(kind: str, text: str, logprobs: list[ChatToken]) -> ResponsePart:
-    fields: JsonObject = {}
-    if kind == "message":
-        fields = {"annotations": [], "logprobs": logprobs}
-    return ResponsePart.model_construct(type=PART_TYPES[kind], text=text, **fields)
+def make_response_part(item_type: str, text: str, logprobs: list[ChatToken]) -> ResponsePart:
+    part_fields: JsonObject = {}
+    if item_type == "message":
+        part_fields = {"annotations": [], "logprobs": logprobs}
+    return ResponsePart.model_construct(type=PART_TYPES[item_type], text=text, **part_fields)

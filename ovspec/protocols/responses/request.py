@@ -12,7 +12,7 @@ from ovspec.protocols.chat.request import (
     RESPONSE_FORMAT_FIELDS,
     check_chat_ending,
     omit_content,
-    response_format_schema,
+    read_response_format_schema,
 )
 from ovspec.protocols.requests import IgnoredNames, Overrides, TextRequest, read_overrides
 from ovspec.text.chat_template import Message
@@ -41,9 +41,9 @@ def read_responses_request(body: Any) -> TextRequest:
         raise field_error("max_output_tokens", "it must be at least 1, or -1.")
     read_reasoning_options(body.reasoning or {}, overrides, ignored)
     read_text_format(body.text or {}, overrides, ignored)
-    include = body.include or []
-    ignored |= {f"include.{name}": None for name in include if name not in KNOWN_INCLUDES}
-    if INCLUDE_LOGPROBS in include or body.top_logprobs:
+    included_names = body.include or []
+    ignored |= {f"include.{name}": None for name in included_names if name not in KNOWN_INCLUDES}
+    if INCLUDE_LOGPROBS in included_names or body.top_logprobs:
         overrides.set_option("logprobs", body.top_logprobs or 0, "top_logprobs")
     if body.tools:
         overrides.values["tools"] = [tool for tool, _, _ in read_functions(body.tools, ignored)]
@@ -68,11 +68,11 @@ def field_error(field: str, message: str) -> RequestError:
     return RequestError(f"{field}: {message}", field)
 
 
-def read_reasoning_options(reasoning: JsonObject, overrides: Overrides, ignored: IgnoredNames) -> None:
-    """Read ``reasoning``: how much to think."""
-    known = ("effort", "summary", "generate_summary")
-    ignored |= {f"reasoning.{name}": None for name in reasoning if name not in known}
-    effort = reasoning.get("effort")
+def read_reasoning_options(reasoning_options: JsonObject, overrides: Overrides, ignored: IgnoredNames) -> None:
+    """Read ``reasoning_options``: how much to think."""
+    known_fields = ("effort", "summary", "generate_summary")
+    ignored |= {f"reasoning.{field}": None for field in reasoning_options if field not in known_fields}
+    effort = reasoning_options.get("effort")
     if effort is None:
         return
     if effort == "max":
@@ -85,23 +85,26 @@ def read_reasoning_options(reasoning: JsonObject, overrides: Overrides, ignored:
     overrides.set_option("reasoning_effort", effort, "reasoning")
 
 
-def read_text_format(text: JsonObject, overrides: Overrides, ignored: IgnoredNames) -> None:
-    """Read ``text``: the format of the answer."""
-    ignored |= {f"text.{name}": None for name in text if name not in ("format", "verbosity")}
-    if text.get("verbosity") not in (None, "medium"):
+def read_text_format(text_options: JsonObject, overrides: Overrides, ignored: IgnoredNames) -> None:
+    """Read ``text_options``: the format of the answer."""
+    ignored |= {f"text.{field}": None for field in text_options if field not in ("format", "verbosity")}
+    if text_options.get("verbosity") not in (None, "medium"):
         ignored["text.verbosity"] = None
-    text_format = text.get("format")
+    text_format = text_options.get("format")
     if text_format is None:
         return
-    kind = text_format.get("type") if isinstance(text_format, dict) else None
-    if not isinstance(kind, str) or kind not in RESPONSE_FORMAT_FIELDS:
+    format_type = text_format.get("type") if isinstance(text_format, dict) else None
+    if not isinstance(format_type, str) or format_type not in RESPONSE_FORMAT_FIELDS:
         raise field_error("text", f"format must be {TEXT_FORMAT_SHAPES}.")
-    if kind == "json_schema":  # as chat completions have it
+    if format_type == "json_schema":  # as chat completions have it
         if not isinstance(text_format.get("schema"), dict):
             raise field_error("text", f"format must be {TEXT_FORMAT_SHAPES}.")
-        text_format = {"type": kind, kind: {name: value for name, value in text_format.items() if name != "type"}}
+        text_format = {
+            "type": format_type,
+            format_type: {field: value for field, value in text_format.items() if field != "type"},
+        }
     try:
-        schema = response_format_schema(text_format)
+        schema = read_response_format_schema(text_format)
     except RequestError as error:
         message = str(error).replace("`response_format`", "format").replace("json_schema.", "")
         raise field_error("text", message) from None
@@ -126,40 +129,40 @@ def read_functions(tools: Iterable[JsonObject], ignored: IgnoredNames) -> list[N
     """
     functions = list[NamespacedFunction]()
     for tool in tools:
-        kind = tool.get("type", "function")
-        members = tool.get("tools")
-        name = tool.get("name")
-        if kind == "function":
+        tool_type = tool.get("type", "function")
+        namespace_tools = tool.get("tools")
+        tool_name = tool.get("name")
+        if tool_type == "function":
             if isinstance(tool.get("function"), dict):  # chat completions' form
                 tool = tool["function"]
             functions.append(NamespacedFunction(to_function(tool, ignored), str(tool.get("name")), None))
-        elif kind == "namespace" and isinstance(members, list) and isinstance(name, str):
-            functions += read_namespace(name, members, ignored)
+        elif tool_type == "namespace" and isinstance(namespace_tools, list) and isinstance(tool_name, str):
+            functions += read_namespace(tool_name, namespace_tools, ignored)
         else:
-            ignored[f"tools.{kind}"] = None
+            ignored[f"tools.{tool_type}"] = None
     return functions
 
 
-def read_namespace(namespace: str, members: list[JsonValue], ignored: IgnoredNames) -> Iterator[NamespacedFunction]:
+def read_namespace(namespace: str, tools: list[JsonValue], ignored: IgnoredNames) -> Iterator[NamespacedFunction]:
     """Yield the functions of a namespace."""
-    for tool in members:
+    for tool in tools:
         if isinstance(tool, dict) and tool.get("type") == "function" and isinstance(tool.get("name"), str):
-            full_name = {"name": full_function_name(namespace, tool["name"])}
-            yield NamespacedFunction(to_function(tool, ignored) | full_name, tool["name"], namespace)
+            full_name_field = {"name": full_function_name(namespace, tool["name"])}
+            yield NamespacedFunction(to_function(tool, ignored) | full_name_field, tool["name"], namespace)
         else:
             ignored[f"tools.{namespace}"] = None
 
 
 def to_function(tool: JsonObject, ignored: IgnoredNames) -> JsonObject:
     """Return a function with the fields that the model sees."""
-    ignored |= {f"tools.{name}": None for name in tool if name not in FUNCTION_FIELDS}
+    ignored |= {f"tools.{field}": None for field in tool if field not in FUNCTION_FIELDS}
     # That a schema isn't strict needn't be said: a call always fits it.
-    return {name: tool[name] for name in FUNCTION_FIELDS if name != "type" and tool.get(name) not in (None, False)}
+    return {field: tool[field] for field in FUNCTION_FIELDS if field != "type" and tool.get(field) not in (None, False)}
 
 
-def full_function_name(namespace: str | None, name: str) -> str:
+def full_function_name(namespace: str | None, function_name: str) -> str:
     """Return the name by which the model knows a tool in a namespace."""
-    return f"{namespace.removesuffix('__')}__{name}" if namespace else name
+    return f"{namespace.removesuffix('__')}__{function_name}" if namespace else function_name
 
 
 # ---------------------------------------------------------------- items
@@ -170,109 +173,116 @@ def items_to_messages(items: str | list[JsonObject], ignored: IgnoredNames) -> l
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     messages = list[Message]()
-    users = [index for index, item in enumerate(items) if item.get("role") == "user"]
-    last = max(users, default=-1)
+    user_indices = [index for index, item in enumerate(items) if item.get("role") == "user"]
+    last_user_index = max(user_indices, default=-1)
     for index, item in enumerate(items):
-        kind = item.get("type") or ("message" if "role" in item else None)
-        if kind == "message":
-            add_message(item, messages, ignored, strict=index == last)
-        elif kind == "reasoning":
-            if text := flatten_item_content(item.get("content") or item.get("summary"), kind, ignored):
+        item_type = item.get("type") or ("message" if "role" in item else None)
+        if item_type == "message":
+            add_message(item, messages, ignored, text_only=index == last_user_index)
+        elif item_type == "reasoning":
+            if text := flatten_item_content(item.get("content") or item.get("summary"), item_type, ignored):
                 add_reasoning(text, messages)
-        elif kind in CALL_TYPES:
+        elif item_type in CALL_TYPES:
             add_tool_call(item, messages)
-        elif kind in CALL_RESULT_TYPES:
-            call_id = item_string(item, "call_id")
-            output = flatten_item_content(item.get("output"), kind, ignored)
+        elif item_type in CALL_RESULT_TYPES:
+            call_id = read_item_string(item, "call_id")
+            output = flatten_item_content(item.get("output"), item_type, ignored)
             messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
-        elif kind == "item_reference":
+        elif item_type == "item_reference":
             raise field_error(
                 "input", "an item_reference can't be met, because nothing is stored; send the item itself."
             )
-        elif kind in MENTIONED_ITEM_TYPES:
-            add_message({"role": "assistant", "content": [{"type": kind}]}, messages, ignored)
-        elif not isinstance(kind, str):
-            raise field_error("input", f"an item of the type {kind!s:.40} can't be read; only text and calls can.")
+        elif item_type in MENTIONED_ITEM_TYPES:
+            add_message({"role": "assistant", "content": [{"type": item_type}]}, messages, ignored)
+        elif not isinstance(item_type, str):
+            raise field_error("input", f"an item of the type {item_type!s:.40} can't be read; only text and calls can.")
         else:
-            ignored[f"input.{kind}"] = None
+            ignored[f"input.{item_type}"] = None
     if not messages:
         raise field_error("input", "it has nothing to answer; send a message.")
     return messages
 
 
-def add_message(item: JsonObject, messages: list[Message], ignored: IgnoredNames, strict: bool = False) -> None:
-    """Add the message in an item, all of which must be readable if ``strict``.
+def add_message(item: JsonObject, messages: list[Message], ignored: IgnoredNames, text_only: bool = False) -> None:
+    """Add the message in an item, all of which must be readable if ``text_only``.
 
     The assistant's text belongs to its thinking before.
     """
     role = item.get("role")
     if not isinstance(role, str) or role not in ITEM_ROLES:
         raise field_error("input", f"the role of a message is {role!r:.40}; it must be {', '.join(ITEM_ROLES)}.")
-    strict = strict or ITEM_ROLES[role] == "system"
-    content = flatten_item_content(item.get("content"), "message", ignored, strict)
-    last = messages[-1] if messages else {}
-    if role == "assistant" and last.get("role") == role and not last["content"] and "tool_calls" not in last:
-        last["content"] = content
+    text_only = text_only or ITEM_ROLES[role] == "system"
+    content = flatten_item_content(item.get("content"), "message", ignored, text_only)
+    previous = messages[-1] if messages else {}
+    if (
+        role == "assistant"
+        and previous.get("role") == role
+        and not previous["content"]
+        and "tool_calls" not in previous
+    ):
+        previous["content"] = content
     else:
         messages.append({"role": ITEM_ROLES[role], "content": content})
 
 
 def add_reasoning(text: str, messages: list[Message]) -> None:
     """Add thinking to the assistant's message right before, or as the beginning of a message."""
-    last = messages[-1] if messages else {}
-    if last.get("role") == "assistant" and "tool_calls" not in last and "reasoning_content" not in last:
-        last["reasoning_content"] = text
+    previous = messages[-1] if messages else {}
+    if previous.get("role") == "assistant" and "tool_calls" not in previous and "reasoning_content" not in previous:
+        previous["reasoning_content"] = text
     else:
         messages.append({"role": "assistant", "content": "", "reasoning_content": text})
 
 
 def add_tool_call(item: JsonObject, messages: list[Message]) -> None:
     """Add the call in an item to the assistant's message before it."""
-    name = item_string(item, "name")
+    function_name = read_item_string(item, "name")
     namespace = item.get("namespace")
     if not isinstance(namespace, (str, type(None))):
-        raise field_error("input", f"the namespace of a call of {name:.80} must be a string.")
+        raise field_error("input", f"the namespace of a call of {function_name:.80} must be a string.")
     if item["type"] == "function_call":
         arguments: JsonValue = item.get("arguments") or "{}"
     else:
-        arguments = {"input": item_string(item, "input")}
-    function = {"name": full_function_name(namespace, name), "arguments": arguments}
+        arguments = {"input": read_item_string(item, "input")}
+    call_function = {"name": full_function_name(namespace, function_name), "arguments": arguments}
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": ""})
     calls = messages[-1].setdefault("tool_calls", [])
-    calls.append({"id": item_string(item, "call_id"), "type": "function", "function": function})
+    calls.append({"id": read_item_string(item, "call_id"), "type": "function", "function": call_function})
     if len(calls) > MAX_TOOL_CALLS:
         raise field_error("input", f"an answer has more than {MAX_TOOL_CALLS} calls; send fewer.")
 
 
-def item_string(item: JsonObject, name: str) -> str:
+def read_item_string(item: JsonObject, field: str) -> str:
     """Return a field of an item; raises RequestError if it isn't a string."""
-    if not isinstance(value := item.get(name), str):
-        raise field_error("input", f"an item of the type {item['type']} needs {name}, which is a string.")
-    return value
+    if not isinstance(field_value := item.get(field), str):
+        raise field_error("input", f"an item of the type {item['type']} needs {field}, which is a string.")
+    return field_value
 
 
-def flatten_item_content(content: JsonValue, kind: str, ignored: IgnoredNames, strict: bool = False) -> str:
-    """Return the text of a string or of parts; raises RequestError for other parts than text, if ``strict``."""
+def flatten_item_content(content: JsonValue, item_type: str, ignored: IgnoredNames, text_only: bool = False) -> str:
+    """Return the text of a string or of parts; raises RequestError for others if ``text_only``."""
     if isinstance(content, str):
         return content
-    if content in (None, []) and not strict:
+    if content in (None, []) and not text_only:
         return ""
     if not isinstance(content, list) or not content or not all(isinstance(part, dict) for part in content):
-        raise field_error("input", f"the content of an item of the type {kind} must be a string or a list of parts.")
-    return "\n".join(read_item_part(part, ignored, strict) for part in content)
+        raise field_error(
+            "input", f"the content of an item of the type {item_type} must be a string or a list of parts."
+        )
+    return "\n".join(read_item_part(part, ignored, text_only) for part in content)
 
 
-def read_item_part(part: JsonObject, ignored: IgnoredNames, strict: bool) -> str:
+def read_item_part(part: JsonObject, ignored: IgnoredNames, text_only: bool) -> str:
     """Return the text of a part, or the words that the model reads instead of it."""
-    kind = part.get("type")
-    if kind not in TEXT_PART_TYPES:
-        if strict:
-            raise field_error("input", f"a part of the type {kind!s:.40} can't be read; only text can.")
-        return omit_content(kind, ignored)
-    text = part.get("refusal" if kind == "refusal" else "text")
-    if not strict:
+    part_type = part.get("type")
+    if part_type not in TEXT_PART_TYPES:
+        if text_only:
+            raise field_error("input", f"a part of the type {part_type!s:.40} can't be read; only text can.")
+        return omit_content(part_type, ignored)
+    text = part.get("refusal" if part_type == "refusal" else "text")
+    if not text_only:
         text = text or ""
     if not isinstance(text, str):
-        raise field_error("input", f"a part of the type {kind} needs a text, which is a string.")
+        raise field_error("input", f"a part of the type {part_type} needs a text, which is a string.")
     return text
