@@ -24,7 +24,7 @@ import gradio as gr
 from gradio.themes import Default
 
 import ovspec
-from ovspec.api.comparison import Comparison, ResultPair, compare_turns, rotate_modes, turns_within
+from ovspec.api.comparison import Comparison, ResultPair, compare_turns, iterate_turns, rotate_modes
 from ovspec.drafting.choice import parse_draft
 from ovspec.ir.device import list_available_devices
 from ovspec.ir.heads import is_head_folder
@@ -99,7 +99,7 @@ def compare(
             yield results(shown, runs, notes)
         notes[place] = "timed in turns"
     turns = list[ResultPair]()
-    for turn in turns_within():
+    for turn in iterate_turns():
         yield results(shown, runs, [f"{notes[0]}: turn {turn + 1}"] * 2)
         time.sleep(SETTLE)
         timed = {place: lm.generate(asked, **ways[place]) for place in rotate_modes([0, 1], turn)}

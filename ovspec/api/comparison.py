@@ -26,7 +26,7 @@ TIMING_SECONDS = 5.0
 NOISE_FACTOR = 2.0  # a gain of more than this many times the saved rounds is the machine's, not speculation's
 
 
-def turns_within(seconds: float = TIMING_SECONDS) -> Iterator[int]:
+def iterate_turns(seconds: float = TIMING_SECONDS) -> Iterator[int]:
     """Yield 0, 1, ... until the turns have taken ``seconds``: an even number, so that each mode begins as often."""
     start_time = time.perf_counter()
     for turn in range(MAX_TURNS):

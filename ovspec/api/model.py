@@ -58,8 +58,8 @@ class LanguageModel:
         self.target = runtime.models.target
         self.draft = runtime.models.draft
         self._engine: EngineThread | None = None  # of ``agenerate`` and ``astream``
-        self._end_engine: weakref.finalize[Any, Any] | None = None  # ends it also when the model is dropped
-        self._lock = threading.Lock()  # held while the engine is started or taken away
+        self._engine_finalizer: weakref.finalize[Any, Any] | None = None  # ends it also when the model is dropped
+        self._engine_lock = threading.Lock()  # held while the engine is started or taken away
 
     def __enter__(self) -> LanguageModel:
         return self
@@ -72,11 +72,11 @@ class LanguageModel:
 
         Texts that are being generated in other threads or tasks end with an OvspecError.
         """
-        with self._lock:
-            if self._engine and self._end_engine:
+        with self._engine_lock:
+            if self._engine and self._engine_finalizer:
                 self._engine.fail_all(InferenceError(f"{self.folder}: this model was closed; load it again."))
-                self._end_engine()
-                self._engine = self._end_engine = None
+                self._engine_finalizer()
+                self._engine = self._engine_finalizer = None
             self.runtime.close()
 
     def __repr__(self) -> str:
@@ -215,12 +215,12 @@ class LanguageModel:
 
     def _join_batch(self, prompts: Sequence[Prompt], params: Params) -> JoinedRows:
         """Return the engine's thread, which the first call starts, and a row for each prompt."""
-        with self._lock:
+        with self._engine_lock:
             if not (engine := self._engine):
                 engine = EngineThread(self.runtime, DEFAULT_PARAMS.batch_size)
                 engine.start(warm_up=False)
                 self._engine = engine
-                self._end_engine = weakref.finalize(self, engine.stop)
+                self._engine_finalizer = weakref.finalize(self, engine.stop)
         return engine, [row for prompt in prompts for row in engine.runtime.row_maker.make_rows(prompt, params)]
 
     def _make_single_text_params(self, options: dict[str, OptionValue]) -> Params:

@@ -167,7 +167,7 @@ class Session:
             raise
         is_running = True
 
-        def end_once() -> None:
+        def end_stream_once() -> None:
             nonlocal is_running
             if is_running:
                 is_running = False
@@ -178,12 +178,12 @@ class Session:
                 for round_pieces in run_rows(Scheduler(decoders.target, drafter, lookahead, [row])):
                     for _, piece in round_pieces:
                         if piece.finish_reason:
-                            end_once()
+                            end_stream_once()
                         yield piece
             finally:
-                end_once()
+                end_stream_once()
 
-        self._stream = TextStream(iterate_pieces(), row, end_once)
+        self._stream = TextStream(iterate_pieces(), row, end_stream_once)
         return self._stream
 
     @method_accepts_options(GenerateOptions)

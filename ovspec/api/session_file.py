@@ -88,7 +88,7 @@ def save_session(path: Path, runtime: Runtime, decoders: DecoderSet, mark: Mark)
     arrays: dict[str, np.ndarray] = {"tokens": mark_fields.pop("tokens")}
     cache_arrays: dict[str, np.ndarray] = {}
     header = SessionHeader(mark_fields, {})
-    for decoder_name, model, decoder in named_decoders(runtime, decoders):
+    for decoder_name, model, decoder in list_named_decoders(runtime, decoders):
         tokens = decoder.rows[0].tokens
         layers = decoder.dump() if len(tokens) else {}
         if len(tokens) and not layers:
@@ -127,7 +127,7 @@ def load_session(path: Path, runtime: Runtime, decoders: DecoderSet, owner: int)
         runtime.prompt_encoder.encode(mark.tokens, at_start=False)  # refuses unknown ids
         cached_ids = {decoder_name: check_token_ids(arrays[f"{decoder_name}/tokens"]) for decoder_name in header.caches}
         cache_arrays = {key: arrays[key] for key in arrays if "/cache/" in key}
-    for decoder_name, model, decoder in named_decoders(runtime, decoders):
+    for decoder_name, model, decoder in list_named_decoders(runtime, decoders):
         decoder.reset(1)
         key_prefix = f"{decoder_name}/cache/"
         decoder_cache = {
@@ -210,7 +210,7 @@ def describe_cache(model: CompiledModel, tokens: np.ndarray) -> SavedCache:
     return SavedCache(hash_model(model.ir.folder), describe_cache_setting(model), len(tokens))
 
 
-def named_decoders(runtime: Runtime, decoders: DecoderSet) -> list[tuple[str, CompiledModel, Decoder]]:
+def list_named_decoders(runtime: Runtime, decoders: DecoderSet) -> list[tuple[str, CompiledModel, Decoder]]:
     """Return (name, model, decoder) of the target and, if there is one, the draft."""
     draft = runtime.models.draft
     named_entries = [("target", runtime.models.target, decoders.target)]

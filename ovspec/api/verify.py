@@ -113,13 +113,13 @@ def find_first_difference(target: Decoder, row: Row, tokens: np.ndarray) -> Diff
     for chunk_start in range(prompt_length, len(all_tokens), CHUNK_POSITIONS):
         chunk = all_tokens[chunk_start : chunk_start + CHUNK_POSITIONS]
         logits = target.feed([all_tokens[chunk_start - 1 : chunk_start - 1 + len(chunk)]], [len(chunk)])[0]
-        chosen = row.sampler.verify_proposal(logits, row.sequence, chunk[:-1])
-        is_wrong = chosen != chunk[: len(chosen)]
-        right_count = int(is_wrong.argmax()) if is_wrong.any() else len(chosen)
+        chosen_ids = row.sampler.verify_proposal(logits, row.sequence, chunk[:-1])
+        is_wrong = chosen_ids != chunk[: len(chosen_ids)]
+        right_count = int(is_wrong.argmax()) if is_wrong.any() else len(chosen_ids)
         if right_count:
-            row.sequence.commit(chosen[:right_count])
+            row.sequence.commit(chosen_ids[:right_count])
             # takes tokens after the end of the text back
-            row.add_outcome(RowOutcome(chosen[:right_count], logits=logits[:right_count]))
+            row.add_outcome(RowOutcome(chosen_ids[:right_count], logits=logits[:right_count]))
         text_length = len(row.sequence)
         if row.finish_reason and text_length < len(all_tokens):
             return Difference(text_length - prompt_length, int(all_tokens[text_length]), None, [])
@@ -128,7 +128,7 @@ def find_first_difference(target: Decoder, row: Row, tokens: np.ndarray) -> Diff
             constrained_logits = row.sampler.constraints(logits[chunk_position], all_tokens[:text_length])
             best_tokens = np.argsort(-constrained_logits, kind="stable")[:2]
             top_tokens = [(int(token), float(constrained_logits[token])) for token in best_tokens]
-            chosen_id = int(chosen[chunk_position]) if chunk_position < len(chosen) else None
+            chosen_id = int(chosen_ids[chunk_position]) if chunk_position < len(chosen_ids) else None
             return Difference(text_length - prompt_length, int(all_tokens[text_length]), chosen_id, top_tokens)
     return None
 
@@ -187,7 +187,7 @@ def option_as_json(name: str, value: OptionValue) -> JsonValue:
         return dict(value)
     if isinstance(value, (str, int, float)) or not hasattr(value, "__iter__"):
         return value
-    return [member.item() if isinstance(member, np.generic) else member for member in value]
+    return [element.item() if isinstance(element, np.generic) else element for element in value]
 
 
 def params_from_json(options: JsonObject) -> Params:

@@ -64,7 +64,7 @@ def run_file(
     """
     complete_params = lm.runtime.row_maker.complete_params(params)
     lm.runtime.row_maker.constraint_maker.check_requested_grammar(complete_params)  # once, not for each text
-    run_identity = describe_run(lm, complete_params)
+    run_identity = make_run_identity(lm, complete_params)
     result_keys = [result_fingerprint(request, run_identity) for request in requests]
     partial_results = PartialResults(output)
     try:
@@ -94,7 +94,7 @@ def text_deciding_models(lm: LanguageModel, params: Params) -> list[CompiledMode
     return [lm.target, *draft]
 
 
-def describe_run(lm: LanguageModel, params: Params) -> str:
+def make_run_identity(lm: LanguageModel, params: Params) -> str:
     """Return a text that identifies the model and all options that change results, not only their speed."""
     identities = [
         (hash_model(model.ir.folder), describe_cache_setting(model)) for model in text_deciding_models(lm, params)
@@ -107,11 +107,17 @@ def describe_run(lm: LanguageModel, params: Params) -> str:
         lm.runtime.prompt_encoder.tool_format,
     )
     return repr(
-        (identities, prompt_identity, options, convert_requested_grammar(params)[0], proposal_dependencies(lm, params))
+        (
+            identities,
+            prompt_identity,
+            options,
+            convert_requested_grammar(params)[0],
+            collect_proposal_settings(lm, params),
+        )
     )
 
 
-def proposal_dependencies(lm: LanguageModel, params: Params) -> tuple[Any, ...] | None:
+def collect_proposal_settings(lm: LanguageModel, params: Params) -> tuple[Any, ...] | None:
     """Return the settings that decide the proposals, except for the draft model, if sampled tokens depend on them."""
     if params.accept != "rejection":
         return None

@@ -39,9 +39,9 @@ class BatchFile:
     size_and_time: str = ""
 
     @property
-    def partial_base(self) -> Path:
+    def partial_results_path(self) -> Path:
         """The path next to which the partial results are."""
-        return self.partial_path or partial_results_base(self.results_path)
+        return self.partial_path or find_partial_results_path(self.results_path)
 
 
 def find_file_info(path_or_uri: str) -> tuple[fs.FileSystem, fs.FileInfo]:
@@ -57,7 +57,7 @@ def find_file_info(path_or_uri: str) -> tuple[fs.FileSystem, fs.FileInfo]:
         raise OvspecError(f"{path_or_uri}: {error}") from None
 
 
-def partial_results_base(output: str) -> Path:
+def find_partial_results_path(output: str) -> Path:
     """Return the path next to which partial results are: ``output``, or a path in the cache for object storage."""
     if "://" not in output:
         return Path(output).absolute()
@@ -78,7 +78,7 @@ def join_path(folder: str, file_name: str) -> str:
 
 def delete_partial_results(output: str) -> None:
     """Delete the folder of partial results, which are all in ``output`` now."""
-    shutil.rmtree(append_ending(partial_results_base(output), ".partial"), ignore_errors=True)
+    shutil.rmtree(append_ending(find_partial_results_path(output), ".partial"), ignore_errors=True)
 
 
 def find_files(source: str | None, output: str, overwrite: bool) -> tuple[fs.FileSystem, list[BatchFile]]:
@@ -90,7 +90,7 @@ def find_files(source: str | None, output: str, overwrite: bool) -> tuple[fs.Fil
     exists and is neither to be replaced nor a folder that an earlier run left unfinished.
     """
     output_filesystem, output_info = find_file_info(output)
-    partial_folder = append_ending(partial_results_base(output), ".partial")
+    partial_folder = append_ending(find_partial_results_path(output), ".partial")
     if output_info.type is not fs.FileType.NotFound and not overwrite and not partial_folder.is_dir():
         raise OvspecError(f"{output} already exists; name another `output`, or set `overwrite=True`.")
     if source is None:

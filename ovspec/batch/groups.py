@@ -58,7 +58,7 @@ def make_groups(
 
     Args:
         file_number: the number of the file.
-        run_identity: everything that results depend on, see ``describe_run``.
+        run_identity: everything that results depend on, see ``make_run_identity``.
         finished_keys: the keys of lines that an earlier run finished.
         worker_count: the number of workers.
     """
@@ -115,8 +115,8 @@ class ResultCollector:
                 file.results_path, partial_results.select_lines(line_keys[index] for index in range(group.file_lines))
             )
             if file.size_and_time:
-                mark_text = f"{group.file_lines} {self._finished_mark(file)}"
-                write_atomically(append_ending(file.partial_base, ".done"), mark_text)
+                mark_text = f"{group.file_lines} {self._make_finished_mark(file)}"
+                write_atomically(append_ending(file.partial_results_path, ".done"), mark_text)
             partial_results.delete_file()
             partial_results.close()
             del self._open_results[group.file]
@@ -127,25 +127,25 @@ class ResultCollector:
 
     def _load_finished_keys(self, file_number: int) -> frozenset[str]:
         """Return the keys of the lines of a file that an earlier run finished."""
-        has_partial_results = append_ending(self._files[file_number].partial_base, ".partial").exists()
+        has_partial_results = append_ending(self._files[file_number].partial_results_path, ".partial").exists()
         return self._open_partial_results(file_number)[0].keys() if has_partial_results else frozenset()
 
     def _open_partial_results(self, file_number: int) -> tuple[PartialResults, dict[int, str]]:
         if file_number not in self._open_results:
-            self._open_results[file_number] = PartialResults(self._files[file_number].partial_base), {}
+            self._open_results[file_number] = PartialResults(self._files[file_number].partial_results_path), {}
         return self._open_results[file_number]
 
     def _was_finished(self, file: BatchFile) -> bool:
         """Return whether an earlier run finished a file of a folder as it is now."""
-        mark_file = append_ending(file.partial_base, ".done")
+        mark_file = append_ending(file.partial_results_path, ".done")
         if not file.size_and_time or not mark_file.is_file():
             return False
         line_count, _, size_and_time = mark_file.read_text(encoding="utf-8").partition(" ")
-        if size_and_time != self._finished_mark(file):
+        if size_and_time != self._make_finished_mark(file):
             return False
         self.progress.total += int(line_count)
         self.progress.done_before += int(line_count)
         return True
 
-    def _finished_mark(self, file: BatchFile) -> str:
+    def _make_finished_mark(self, file: BatchFile) -> str:
         return f"{file.size_and_time} {self.run_identity}"

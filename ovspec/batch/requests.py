@@ -90,7 +90,7 @@ def parse_lines(file_text: str, are_prompts: bool = False) -> list[BatchRequest]
         default_id = str(line_number)
         if line.strip():
             request = make_prompt_request(default_id, line, line) if are_prompts else parse_line(line, default_id)
-            requests.append(with_unique_id(request, default_id, used_ids))
+            requests.append(ensure_unique_id(request, default_id, used_ids))
     return requests
 
 
@@ -99,11 +99,12 @@ def parse_rows(rows: Iterable[JsonValue]) -> list[BatchRequest]:
     used_ids = set[str]()
     numbered_rows = enumerate(rows, 1)
     return [
-        with_unique_id(parse_row(row, str(row_number)), str(row_number), used_ids) for row_number, row in numbered_rows
+        ensure_unique_id(parse_row(row, str(row_number)), str(row_number), used_ids)
+        for row_number, row in numbered_rows
     ]
 
 
-def with_unique_id(request: BatchRequest, default_id: str, used_ids: set[str]) -> BatchRequest:
+def ensure_unique_id(request: BatchRequest, default_id: str, used_ids: set[str]) -> BatchRequest:
     """Return ``request``, or, if its id is among ``used_ids``, an error with another id; its id is added to them."""
     if request.id in used_ids:
         new_id = default_id

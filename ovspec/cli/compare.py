@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import click
 
-from ovspec.api.comparison import Comparison, ResultPair, compare_turns, rotate_modes, turns_within
+from ovspec.api.comparison import Comparison, ResultPair, compare_turns, iterate_turns, rotate_modes
 from ovspec.api.model import LanguageModel
 from ovspec.base.json_types import JsonObject
 from ovspec.base.progress import show_step
@@ -57,7 +57,7 @@ def time_turns(lm: LanguageModel, prompt: Prompt, params_by_mode: dict[str, Para
     result_pairs = list[ResultPair]()
     modes = list(params_by_mode)
     try:
-        for turn in turns_within():
+        for turn in iterate_turns():
             with show_step(f"timing both in turns, turn {turn + 1}"):
                 turn_modes = rotate_modes(modes, turn)
                 results = {mode: lm.generate(prompt, sampling=params_by_mode[mode]) for mode in turn_modes}

@@ -175,7 +175,9 @@ class Branches:
             return self._add_branch(self._runtime.decoder_pool.acquire())
         branch = self._add_branch(self._runtime.models.fork_decoders(best_branch.decoders), best_branch.sequence.copy())
         branch.known_logits = {
-            length: logits for length, logits in best_branch.known_logits.items() if length <= shared_length
+            known_length: logits
+            for known_length, logits in best_branch.known_logits.items()
+            if known_length <= shared_length
         }
         self.counts.forks += 1
         return branch
@@ -263,9 +265,11 @@ class Branches:
         if drafter:
             counts.draft_ms += 1e3 * (drafter.seconds - draft_seconds)
 
-    def _count_accepted(self, verified: VerifiedProposal, sequence: Sequence) -> None:
-        accepted_count = common_prefix(verified.branch.cached_sequence, sequence) - verified.start
-        if accepted_count > verified.accepted:
-            new_positions = range(verified.accepted, accepted_count)
-            self.counts.count_accepted(verified.proposal.source, new_positions, len(verified.proposal.tokens))
-            verified.accepted = accepted_count
+    def _count_accepted(self, verified_proposal: VerifiedProposal, sequence: Sequence) -> None:
+        accepted_count = common_prefix(verified_proposal.branch.cached_sequence, sequence) - verified_proposal.start
+        if accepted_count > verified_proposal.accepted:
+            new_positions = range(verified_proposal.accepted, accepted_count)
+            self.counts.count_accepted(
+                verified_proposal.proposal.source, new_positions, len(verified_proposal.proposal.tokens)
+            )
+            verified_proposal.accepted = accepted_count

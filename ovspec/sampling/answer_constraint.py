@@ -23,7 +23,7 @@ from ovspec.sampling.tool_grammar import (
     ANSWER_TEXT_AFTER_THINKING,
 )
 from ovspec.sampling.vocabulary_index import VocabularyIndex
-from ovspec.text.answer import WHITESPACE, AnswerFormat, ReadingState, Tag, is_mark, split_by_phase
+from ovspec.text.answer import WHITESPACE, AnswerFormat, ReadingState, Tag, is_token_mark, split_by_phase
 
 # (tokens before the grammar, the part of its text that is there already: bytes, and ids of tags) -> the grammar of the
 # rest. The first bytes select the grammar's texts: see tool_grammar.py. Raises OvspecError if it doesn't allow them.
@@ -199,7 +199,7 @@ class AnswerConstraint(Constraint):
     ) -> tuple[GrammarConstraint, ...]:
         """Return the grammars of some kinds after ``grammar_start`` tokens, which already have ``begun_text``."""
         begun_parts: list[bytes | int] = []
-        for are_marks, characters in itertools.groupby(begun_text, is_mark):
+        for are_marks, characters in itertools.groupby(begun_text, is_token_mark):
             if are_marks:
                 begun_parts += [self._id_by_mark[mark] for mark in characters]
             else:
@@ -302,10 +302,12 @@ class AnswerConstraint(Constraint):
 
 def bytes_as_characters(text: str) -> str:
     """Return ``text`` with its bytes as characters; characters that stand for tokens stay."""
-    return "".join(character if is_mark(character) else character.encode().decode("latin-1") for character in text)
+    return "".join(
+        character if is_token_mark(character) else character.encode().decode("latin-1") for character in text
+    )
 
 
 def split_at_mark(text: str) -> tuple[str, str]:
     """Return (``text`` before the first character that stands for a token, that character or "")."""
-    mark_index = next((index for index, character in enumerate(text) if is_mark(character)), len(text))
+    mark_index = next((index for index, character in enumerate(text) if is_token_mark(character)), len(text))
     return text[:mark_index], text[mark_index : mark_index + 1]

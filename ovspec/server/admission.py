@@ -41,7 +41,7 @@ class Admission:
         self._text_count = 0  # of these requests
         self.draining = False  # whether the server only finishes its requests
         self.given_up = False
-        self._preparing = set[asyncio.Task[Any]]()  # requests that the engine doesn't have yet
+        self._preparation_tasks = set[asyncio.Task[Any]]()  # requests that the engine doesn't have yet
 
     def check_capacity(self, text_count: int = 1) -> None:
         """Raise ApiError if no further request for this many texts can be admitted."""
@@ -82,7 +82,7 @@ class Admission:
     def give_up(self) -> None:
         """End all requests, including requests in preparation."""
         self.given_up = True
-        for task in [*self._preparing]:
+        for task in [*self._preparation_tasks]:
             task.cancel()
         self._engine.fail_all(ServerEnded())
 
@@ -91,7 +91,7 @@ class Admission:
         """Raise ApiError if the preparation inside takes too long, or when ``give_up`` is called."""
         preparation_task = asyncio.current_task()
         assert preparation_task
-        self._preparing.add(preparation_task)
+        self._preparation_tasks.add(preparation_task)
         try:
             async with asyncio.timeout(arrival_time + self._request_timeout - time.monotonic()):
                 yield
@@ -103,7 +103,7 @@ class Admission:
             preparation_task.uncancel()
             raise make_text_error(ServerEnded(), self._lm) from None
         finally:
-            self._preparing.discard(preparation_task)
+            self._preparation_tasks.discard(preparation_task)
 
 
 async def run_unless_disconnected(http_request: Request, work: Awaitable[T]) -> T:

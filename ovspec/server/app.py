@@ -182,7 +182,7 @@ def make_endpoint(function: Callable[[Any, Request], Awaitable[Any]], body: type
     return endpoint
 
 
-def base_url_hint(path: str) -> str | None:
+def suggest_base_url(path: str) -> str | None:
     """Return the advice for a client whose wrong base URL leads to this path, or None."""
     if path.startswith("/v1/v1/"):
         return "There is no such path: the client adds /v1 by itself; leave it out of its base URL."
@@ -199,5 +199,5 @@ async def handle_error(http_request: Request, error: Exception) -> Response:
     elif not isinstance(error, ApiError):  # Starlette's own
         error.detail = ROUTING_ERRORS.get(error.status_code, error.detail)
         if error.status_code == 404:
-            error.detail = base_url_hint(http_request.url.path) or error.detail
+            error.detail = suggest_base_url(http_request.url.path) or error.detail
     return make_error_response(error, http_request.scope)

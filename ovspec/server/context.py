@@ -17,7 +17,7 @@ class ServerContext:
     """The parts of the server that its endpoints share.
 
     model_names: the names of the model; replies have the first one.
-    recommended: the sampling in the model's generation config.
+    recommended_sampling: the sampling in the model's generation config.
     sampling: of requests that set none.
     """
 
@@ -30,10 +30,10 @@ class ServerContext:
         self.metrics = Metrics(engine)
         engine.on_round = self.metrics.record_round
         own_sampling = {} if options.temperature is None else {"temperature": options.temperature}
-        self.recommended = read_recommended_sampling(lm.folder, own_sampling)
-        self.sampling = self.recommended
+        self.recommended_sampling = read_recommended_sampling(lm.folder, own_sampling)
+        self.sampling = self.recommended_sampling
         if options.temperature:
-            self.sampling = own_sampling | self.recommended
+            self.sampling = own_sampling | self.recommended_sampling
         defaults = make_params({"max_tokens": options.max_tokens, **self.sampling})
         # Without a schema, for which the mode is, no check would let it pass; see ``Overrides.apply_to``.
         self.defaults = replace(defaults, json_schema_mode=options.json_schema_mode)

@@ -25,7 +25,7 @@ from ovspec.protocols.requests import count_texts, may_compile_grammar
 from ovspec.server.access import STREAM_STATUS
 from ovspec.server.admission import WorkKind, choose_work_kind, run_unless_disconnected
 from ovspec.server.context import ServerContext
-from ovspec.server.errors import ApiError, make_text_error, make_timeout_error, to_failure
+from ovspec.server.errors import ApiError, make_text_error, make_timeout_error, to_request_failure
 from ovspec.server.preparation import PreparedRequest
 
 T = TypeVar("T")
@@ -226,7 +226,7 @@ class EventStream(StreamingResponse):
             request_state[STREAM_STATUS] = 200
         except ApiError as error:
             request_state[STREAM_STATUS] = error.status_code
-            for event in self._reply.failure_events(to_failure(error)):
+            for event in self._reply.failure_events(to_request_failure(error)):
                 yield format_event(event)
         except Exception:
             request_state[STREAM_STATUS] = 500

@@ -82,13 +82,13 @@ def make_timeout_error(timeout_seconds: float) -> ApiError:
     return ApiError(504, f"The request took longer than {timeout_seconds:g} seconds.", code="timeout")
 
 
-def to_failure(error: HTTPException) -> RequestFailure:
+def to_request_failure(error: HTTPException) -> RequestFailure:
     return RequestFailure(error.status_code, error.detail, getattr(error, "param", None), getattr(error, "code", None))
 
 
 def make_error_body(error: HTTPException, path: str = "", request_id: str | None = None) -> bytes:
     """Return the body of an error's answer, in the shape of the API that ``path`` belongs to."""
-    failure = to_failure(error)
+    failure = to_request_failure(error)
     if is_anthropic_path(path):
         return make_anthropic_error(failure, request_id).model_dump_json().encode()
     return make_openai_error(failure).model_dump_json().encode()
@@ -102,11 +102,11 @@ def is_anthropic_path(path: str) -> bool:
 def make_error_response(error: HTTPException, scope: Scope) -> Response:
     """Return the answer to a request that is an error."""
     body = make_error_body(error, scope["path"], scope["state"].get(REQUEST_ID))
-    response_type = LastResponse if "Connection" in (error.headers or {}) else Response
+    response_type = ClosingResponse if "Connection" in (error.headers or {}) else Response
     return response_type(body, error.status_code, error.headers, "application/json")
 
 
-class LastResponse(Response):
+class ClosingResponse(Response):
     """A response after which the connection is closed, though the request's body hasn't been read.
 
     Further data of the client is dropped for a while: a connection that is closed while data comes is reset, and its

@@ -20,11 +20,11 @@ class Metrics:
         self.new_prompts = self._make_counter("new_prompts", "Prompts whose beginning wasn't in the KV cache.")
         self.rounds = self._make_counter("rounds", "Rounds.")
         self.generated_tokens = self._make_counter("generated_tokens", "Tokens generated.")
-        self.proposed = self._make_counter("proposed_tokens", "Tokens proposed, by drafter.", "drafter")
-        self.accepted = self._make_counter("accepted_tokens", "Tokens accepted, by drafter.", "drafter")
+        self.proposed_tokens = self._make_counter("proposed_tokens", "Tokens proposed, by drafter.", "drafter")
+        self.accepted_tokens = self._make_counter("accepted_tokens", "Tokens accepted, by drafter.", "drafter")
         self.lookahead = self._make_gauge("lookahead", "Tokens proposed for each text in the last round.")
-        self.running = self._make_gauge("texts_running", "Texts that are being generated.")
-        self.waiting = self._make_gauge("texts_waiting", "Texts that wait for their turn.")
+        self.running_texts = self._make_gauge("texts_running", "Texts that are being generated.")
+        self.waiting_texts = self._make_gauge("texts_waiting", "Texts that wait for their turn.")
         self.blocks_used = self._make_gauge("cache_blocks_used", "Blocks of the KV cache that running texts hold.")
         self.blocks_kept = self._make_gauge("cache_blocks_kept", "Blocks of the KV cache that are kept of ended texts.")
         self.blocks_evicted = self._make_gauge(
@@ -38,8 +38,8 @@ class Metrics:
             "time_between_tokens", "between two pieces of a text; a piece has the tokens of one round"
         )
         self.request_seconds = self._make_histogram("request_duration", "from a request to its last token")
-        self.running.set_function(lambda: engine.running_count)
-        self.waiting.set_function(lambda: engine.waiting_count)
+        self.running_texts.set_function(lambda: engine.running_count)
+        self.waiting_texts.set_function(lambda: engine.waiting_count)
         self.blocks_used.set_function(lambda: engine.cache_usage()[0])
         self.blocks_kept.set_function(
             lambda: sum(model.idle_block_count for model in engine.runtime.models.loaded_models)
@@ -58,8 +58,8 @@ class Metrics:
         )
         for proposal, accepted_count in judged_proposals:
             if proposal.source:
-                self.proposed.labels(proposal.source).inc(len(proposal.tokens))
-                self.accepted.labels(proposal.source).inc(accepted_count)
+                self.proposed_tokens.labels(proposal.source).inc(len(proposal.tokens))
+                self.accepted_tokens.labels(proposal.source).inc(accepted_count)
 
     def _make_counter(self, name: str, help: str, *labels: str) -> Counter:
         return Counter(f"ovspec_{name}", help, labels, registry=self.registry)

@@ -144,8 +144,8 @@ def make_greeting(context: ServerContext, listener: socket.socket) -> str:
     draft_description = lm.runtime.models.draft_choice or "none"
     settings_text = f"{lm.target.engine} engine, {lm.target.arithmetic_note} arithmetic, draft: {draft_description}"
     greeting = f"{context.model_names[0]} on http://{host}:{port}/v1 ({settings_text})"
-    if context.recommended:
-        sampling = format_sampling(context.recommended)
+    if context.recommended_sampling:
+        sampling = format_sampling(context.recommended_sampling)
         greeting += (
             f"\nsampling that a request leaves out is as the model recommends: {sampling}; --temperature 0 for greedy"
         )

@@ -56,7 +56,7 @@ def encode_body(context: ServerContext, ignored_names: IgnoredNames, body: Token
     """Return the tokens of the text or chat in ``body``; raises OvspecError for fields that can't be combined."""
     lm = context.lm
     texts = [text for text in (body.prompt, body.content) if text is not None]
-    add_special = {field: getattr(body, field) for field in ADD_SPECIAL_FIELDS if getattr(body, field) is not None}
+    special_fields = {field: getattr(body, field) for field in ADD_SPECIAL_FIELDS if getattr(body, field) is not None}
     if len(texts) + (body.messages is not None) != 1:
         raise RequestError("Give one of prompt, content and messages.")
     if body.messages is None:
@@ -64,8 +64,8 @@ def encode_body(context: ServerContext, ignored_names: IgnoredNames, body: Token
         refuse_template_variables(body.chat_template_kwargs)
         if body.tools:
             raise RequestError("tools need messages; leave them out.", "tools")
-        return lm.tokenizer.encode(texts[0], False not in add_special.values()).tolist()
-    if field := next(iter(add_special), None):
+        return lm.tokenizer.encode(texts[0], False not in special_fields.values()).tolist()
+    if field := next(iter(special_fields), None):
         raise RequestError(f"{field} can't be combined with messages; leave it out.", field)
     messages = to_template_messages(body.messages, ignored_names)
     tools = parse_tools(body.tools or ())

@@ -232,12 +232,12 @@ class AnswerFormat:
     def spell_marks(self, text: str) -> str:
         """Return ``text`` with tokens spelt out."""
         token_texts = {self.tag_marks[token_id]: token_text for token_text, token_id in self.tag_ids.items()}
-        if not any(map(is_mark, text)):
+        if not any(map(is_token_mark, text)):
             return text
         return "".join(token_texts.get(character, character) for character in text)
 
 
-def is_mark(character: str) -> bool:
+def is_token_mark(character: str) -> bool:
     """Return whether a character stands for a token."""
     return FIRST_MARK_CODEPOINT <= ord(character) < FIRST_MARK_CODEPOINT + MARK_COUNT
 
@@ -368,15 +368,15 @@ class CallReader:
         """Read as far as the text goes, wait for more, and go on."""
         for index in itertools.count():
             while not (
-                matches := [match for start in self._start_patterns if (match := start.search(self._unread_text))]
+                matches := [match for pattern in self._start_patterns if (match := pattern.search(self._unread_text))]
             ):
                 yield
-            start = min(matches, key=lambda match: match.start())
-            self._unread_text = self._unread_text[start.end() :]
-            self._new_parts.append(ToolCall(index, start["name"]))
+            first_match = min(matches, key=lambda match: match.start())
+            self._unread_text = self._unread_text[first_match.end() :]
+            self._new_parts.append(ToolCall(index, first_match["name"]))
             if self._parameter_tags:
                 yield from self._read_parameters(
-                    index, self._string_parameters.get(start["name"], ()), *self._parameter_tags
+                    index, self._string_parameters.get(first_match["name"], ()), *self._parameter_tags
                 )
             else:
                 yield from self._read_json_arguments(index)

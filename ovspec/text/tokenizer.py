@@ -27,7 +27,7 @@ NORMALIZER_MARGIN = 4
 
 
 @functools.cache
-def core_with_strings() -> ov.Core:
+def openvino_core_with_strings() -> ov.Core:
     """Return the OpenVINO core with the string operations that tokenizer IRs use."""
     openvino_core().add_extension(str(openvino_tokenizers._ext_path))
     return openvino_core()
@@ -38,7 +38,7 @@ def compile_tokenizer(path: Path) -> ov.CompiledModel:
         raise OvspecError(f"{path.parent}: no {path.name} in it; export the model again with openvino-tokenizers.")
     check_weights(path)
     try:
-        return core_with_strings().compile_model(path, "CPU")
+        return openvino_core_with_strings().compile_model(path, "CPU")
     except RuntimeError as error:
         raise OvspecError(f"{path}: cannot be compiled ({last_error_line(error)}); export it again.") from None
 
@@ -57,15 +57,15 @@ def make_byte_vocabulary(tokenizer: TokenizerFile) -> list[bytes | None] | None:
     """
     decoder = tokenizer.decoder or DecodingStep()
     piece_ids = tokenizer.model.vocab
-    step_types = {step.type for step in decoder.decoders or [decoder]}
+    step_types = {decoding_step.type for decoding_step in decoder.decoders or [decoder]}
     if not isinstance(piece_ids, dict):
         return None
     if step_types == {"ByteLevel"}:
-        alphabet = make_byte_level_alphabet()
+        byte_of_character = make_byte_level_alphabet()
 
         def piece_to_bytes(piece: str) -> bytes:
-            if alphabet.keys() >= set(piece):
-                return bytes(alphabet[character] for character in piece)
+            if byte_of_character.keys() >= set(piece):
+                return bytes(byte_of_character[character] for character in piece)
             return piece.encode()
 
     elif step_types <= {"Replace", "ByteFallback", "Fuse", "Strip"} and "ByteFallback" in step_types:

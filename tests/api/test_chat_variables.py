@@ -128,7 +128,7 @@ def test_a_batch_takes_them_for_all_lines_and_for_one(lm: ovspec.LanguageModel, 
 
 def test_a_comparison_renders_with_them(lm: ovspec.LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[Any] = []
-    monkeypatch.setattr("ovspec.cli.compare.turns_within", lambda: range(1))
+    monkeypatch.setattr("ovspec.cli.compare.iterate_turns", lambda: range(1))
     monkeypatch.setattr("ovspec.cli.compare.print_comparison_json", lambda *_: shown.append(_))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

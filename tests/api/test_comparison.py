@@ -18,8 +18,8 @@ from ovspec.api.comparison import (
     compare_turns,
     compute_speedup,
     find_divergence,
+    iterate_turns,
     rotate_modes,
-    turns_within,
 )
 from ovspec.engine.results import Result, Stats
 
@@ -127,7 +127,7 @@ def test_turns_end_in_time_and_are_even(monkeypatch: pytest.MonkeyPatch) -> None
     counts = []
     for seconds in (0.1, 1.0, 3.0, 1000.0):  # that a turn takes
         now = 0.0
-        turns = turns_within(5.0)
+        turns = iterate_turns(5.0)
         count = 0
         for turn in turns:
             assert turn == count

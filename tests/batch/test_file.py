@@ -26,7 +26,7 @@ from conftest import PROMPTS, ROOT, Reference
 
 import ovspec
 from ovspec.api.verify import result_from_json
-from ovspec.batch.file import describe_run, run_file
+from ovspec.batch.file import make_run_identity, run_file
 from ovspec.batch.partial_results import PartialResults, result_fingerprint
 from ovspec.batch.requests import make_prompt_request, parse_line, read_requests, to_chat_request
 from ovspec.cli.batch import BatchReport
@@ -588,7 +588,7 @@ def test_another_model_in_the_same_place_begins_anew(tmp_path: Path, cache_dir: 
     params = make_params({"max_tokens": 9, "stop": ["x"]})
 
     def depends_on() -> str:
-        return describe_run(lm, params)  # which reads the files again
+        return make_run_identity(lm, params)  # which reads the files again
 
     seen = [depends_on()]
     assert depends_on() == seen[0]
@@ -612,7 +612,7 @@ def test_options_that_change_answers_begin_anew(tmp_path: Path, cache_dir: Path)
 
     def depends_on(lm: ovspec.LanguageModel, **options: Any) -> str:
         drawn: Any = {"temperature": 1.0, "json_schema": {}, "json_schema_mode": "checked"}
-        return describe_run(lm, lm.runtime.row_maker.make_complete_params(drawn | options))
+        return make_run_identity(lm, lm.runtime.row_maker.make_complete_params(drawn | options))
 
     lm, plain, other_lookup = loaded("lookup"), loaded(), loaded("lookup", lookup_corpus=[corpus])
     own = depends_on(lm)

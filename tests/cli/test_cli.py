@@ -17,7 +17,7 @@ from commands_here import Command, commands_here
 from conftest import PROMPTS, ROOT, Reference
 
 from ovspec import OvspecError
-from ovspec.api.comparison import turns_within
+from ovspec.api.comparison import iterate_turns
 from ovspec.cli import compare as comparing
 
 HEAVY = ("openvino", "torch", "transformers", "numpy")
@@ -233,7 +233,7 @@ def test_either_engine_and_it_is_said(ovspec, pair: Path, reference: Reference, 
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Time no more turns than there must be."""
-    monkeypatch.setattr(comparing, "turns_within", lambda: turns_within(0.0))
+    monkeypatch.setattr(comparing, "iterate_turns", lambda: iterate_turns(0.0))
 
 
 @pytest.mark.usefixtures("hurried")

@@ -79,7 +79,7 @@ def test_ctrl_c_shows_what_was_measured(
         yield from range(turns)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(comparing, "turns_within", interrupted)
+    monkeypatch.setattr(comparing, "iterate_turns", interrupted)
     with pytest.raises(KeyboardInterrupt):
         comparing.print_comparison(
             load(draft=True), PROMPTS[0], make_params({"max_tokens": 40, "lookahead": 4}), None, False

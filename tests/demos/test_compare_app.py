@@ -25,7 +25,7 @@ from PIL import Image
 from playwright.sync_api import BrowserContext, Page, sync_playwright
 
 import ovspec
-from ovspec.api.comparison import turns_within
+from ovspec.api.comparison import iterate_turns
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 needs_chromium = pytest.mark.skipif(not CHROMIUM, reason="no chromium here (on Debian: apt-get install chromium)")
@@ -66,7 +66,7 @@ def address(pair: Path, cache_dir: Path, compare_app: ModuleType, update_docs: b
 def hurry(compare_app: ModuleType, patch: pytest.MonkeyPatch) -> None:
     """Time a single turn, and don't let the browser settle: no test reads the times."""
     patch.setattr(compare_app, "SETTLE", 0)
-    patch.setattr(compare_app, "turns_within", lambda: range(1))
+    patch.setattr(compare_app, "iterate_turns", lambda: range(1))
 
 
 @pytest.fixture(scope="module")
@@ -255,7 +255,7 @@ def test_one_text_after_the_other(
     """What is shown grows, and nothing is speculated before the plain text is whole; both get the same seed."""
     monkeypatch.setattr(compare_app, "REFRESH", 0)
     hurry(compare_app, monkeypatch)
-    monkeypatch.setattr(compare_app, "turns_within", functools.partial(turns_within, 0.0))
+    monkeypatch.setattr(compare_app, "iterate_turns", functools.partial(iterate_turns, 0.0))
     # Without a seed, some texts would end before they have 40 tokens.
     options: dict[str, Any] = compare_app.options_of(40, 1.0, 1.0, None, "", "") | {"ignore_eos": True}
     pages = list(compare_app.compare(load(draft="lookup,draft"), PROMPTS[0], False, options, 4))

@@ -73,7 +73,7 @@ def test_without_a_recommendation(
     for more in ({}, RECOMMENDED | {"do_sample": False}):
         other = SimpleNamespace(**vars(lm) | {"folder": with_generation_config(more)})
         service = served(other, temperature)
-        assert service.recommended == {}
+        assert service.recommended_sampling == {}
         assert sampling(service, *CHAT) == (temperature or 0, 0, 1)
         assert sampling(service, CHAT[0], CHAT[1] | {"temperature": 0.5, "top_k": 4}) == (0.5, 4, 1)
         # It changes nothing of a greedy text.

@@ -12,7 +12,7 @@ from chat_templates import TEMPLATES
 
 import ovspec
 from ovspec.base.errors import OvspecError
-from ovspec.batch.file import describe_run
+from ovspec.batch.file import make_run_identity
 from ovspec.text.chat_format import ChatFormat
 from ovspec.text.chat_template import ADDED_BOS, ChatTemplate, load_chat_template, read_chat_templates
 from ovspec.text.custom_template import KNOWN_TURNS, find_answer_end, make_known_template, resolve_custom_template
@@ -139,7 +139,9 @@ def test_a_model_speaks_in_a_custom_template(load: Callable[..., ovspec.Language
     assert (result.token_ids, result.text, result.finish_reason) == ([end], "", "stop")
     assert own.verify(result).ok, "which needs no template"
     params = lm.runtime.row_maker.make_complete_params({})
-    assert describe_run(lm, params) != describe_run(own, params), "a batch doesn't go on with the other's answers"
+    assert make_run_identity(lm, params) != make_run_identity(own, params), (
+        "a batch doesn't go on with the other's answers"
+    )
     assert len(own.generate(ASK, **forced).token_ids) == len(lm.generate(ASK, **forced, ignore_eos=True).token_ids) == 4
     with lm.session() as session:
         session.append(ASK)

@@ -9,7 +9,7 @@ from typing import Any
 from ovspec.api.loading import load, make_device_options
 from ovspec.base.errors import OvspecError
 from ovspec.base.json_types import JsonObject
-from ovspec.batch.file import describe_run, text_deciding_models
+from ovspec.batch.file import make_run_identity, text_deciding_models
 from ovspec.batch.ray.deaths import record_signals
 from ovspec.batch.ray.predictor import pin_actor
 from ovspec.batch.ray.shipment import Shipment
@@ -88,7 +88,7 @@ class Worker:
                 f"({reference.kind}). Leave it out, or let it take part with `mixed=True`."
             )
         profiles = [read_profile_text(folder, device_options) for folder in folders]
-        return Reference(describe_run(lm, params), arithmetic, logits_checksums, profiles)
+        return Reference(make_run_identity(lm, params), arithmetic, logits_checksums, profiles)
 
     def run_requests(self, requests: list[BatchRequest]) -> list[JsonObject]:
         """Return the output line of each request."""

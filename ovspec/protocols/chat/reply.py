@@ -191,12 +191,10 @@ class ChatReply(Reply):
         """Return the chunks for a piece of a text; none if it adds nothing to the reply."""
         chunks = list[Chunk]()
         token_places: list[TokenPlace] | None = None
-        if self._token_place_streams:
-            token_places = (
-                chat_token_places(piece)
-                if self._rows[index].parses_answer
-                else self._token_place_streams[index].push(piece)
-            )
+        if self._token_place_streams and self._rows[index].parses_answer:
+            token_places = chat_token_places(piece)
+        elif self._token_place_streams:
+            token_places = self._token_place_streams[index].push(piece)
         deltas = list[ChatDelta]()
         if piece.thinking:
             deltas.append(ChatDelta(reasoning_content=piece.thinking))
