@@ -97,22 +97,19 @@ def make_echo(
 
 
 def compute_prompt_logprobs(
-    lm: LanguageModel,
-    prompt_ids: list[int],
-    top_count: int,
-    get_chunk_size: Callable[[], int] = lambda: LOGITS_CHUNK_TOKENS,
+    lm: LanguageModel, prompt_ids: list[int], top_count: int, max_chunk: Callable[[], int] = lambda: LOGITS_CHUNK_TOKENS
 ) -> Generator[None, None, list[TokenLogprob | None]]:
     """Compute the log-probabilities of a prompt's tokens, an inference at a time; return them at the end.
 
     Args:
         top_count: the number of most likely tokens at each position.
-        get_chunk_size: returns the most tokens that the next inference may read.
+        max_chunk: returns the most tokens that the next inference may read.
     """
     logprobs: list[TokenLogprob | None] = [None]
     decoders = lm.runtime.decoder_pool.acquire()
     tokens = lm.encode(prompt_ids)
     try:
-        for position, logits in predict_tokens(decoders.target, tokens, len(prompt_ids), get_chunk_size):
+        for position, logits in predict_tokens(decoders.target, tokens, len(prompt_ids), max_chunk):
             next_ids = prompt_ids[position : position + len(logits)]
             logprobs += [
                 make_token_logprob(row, token_id, top_count) for row, token_id in zip(logits, next_ids, strict=True)
