@@ -20,13 +20,16 @@ if TYPE_CHECKING:
     from torch.nn import Module, ModuleList
     from transformers import PreTrainedModel
 
-SHORTEST_TEXT, LONGEST_TEXT = 48, 320  # tokens of the text; it is longer than a window, if that is possible
-MOST_SINGLE_STEPS = 8  # tokens at the end of the text that are fed one by one
+SHORTEST_TEXT_TOKENS, LONGEST_TEXT_TOKENS = (
+    48,
+    320,
+)  # tokens of the text; it is longer than a window, if that is possible
+MAX_SINGLE_TOKEN_STEPS = 8  # tokens at the end of the text that are fed one by one
 # Largest difference, as a share of the standard deviation of a position's logits. Weights in 16 bits, which some parts
 # of a model round again, differ by 0.001 to 0.02, and another computation by 0.3 and more.
 LOGITS_TOLERANCE = 0.1
 REPORT_ADVICE = "a wrong IR is not kept, so please report the name of this model to ovspec"
-TIED_SHARE = 0.1  # share of the positions that may differ by more: where two experts tie, rounding chooses
+TIED_POSITION_SHARE = 0.1  # share of the positions that may differ by more: where two experts tie, rounding chooses
 
 
 def check_agreement(model: PreTrainedModel, folder: Path, tolerance: float = LOGITS_TOLERANCE) -> None:
@@ -36,12 +39,14 @@ def check_agreement(model: PreTrainedModel, folder: Path, tolerance: float = LOG
     one, so that the cache is used. The model's weights are converted, and can't be used otherwise after that.
     """
     ir = compile_ir(folder, DeviceOptions(precision="f32", properties={"CACHE_DIR": ""}))
-    text = draw_token_ids(ir)
-    shortened_text = text[: 2 * len(text) // 3]
+    text_ids = draw_token_ids(ir)
+    shortened_ids = text_ids[: 2 * len(text_ids) // 3]
     compute_in_f32(model)
-    expected = [compute_checkpoint_logits(model, tokens, ir.logits_width) for tokens in (text, shortened_text)]
-    for rows, circumstance in (([text], "than the checkpoint"), ([text, shortened_text], "in a batch")):
-        difference = measure_difference(compute_ir_logits(ir, rows), expected[: len(rows)])
+    checkpoint_logits = [
+        compute_checkpoint_logits(model, tokens, ir.logits_width) for tokens in (text_ids, shortened_ids)
+    ]
+    for texts, circumstance in (([text_ids], "than the checkpoint"), ([text_ids, shortened_ids], "in a batch")):
+        difference = measure_difference(compute_ir_logits(ir, texts), checkpoint_logits[: len(texts)])
         if difference > tolerance:
             problem = f"the IR computes other logits {circumstance}: they differ by {difference:.2g} of their spread"
             raise OvspecError(f"{problem}; {REPORT_ADVICE}")
@@ -49,10 +54,10 @@ def check_agreement(model: PreTrainedModel, folder: Path, tolerance: float = LOG
 
 def draw_token_ids(ir: CompiledIR) -> np.ndarray:
     """Return random ids, longer than the narrowest attention window if that is short, (n,) int64."""
-    length = SHORTEST_TEXT + (ir.config.attention_window or 0)
-    if length > LONGEST_TEXT:
-        length = SHORTEST_TEXT
-    return np.random.default_rng(0).integers(0, ir.logits_width, min(length, ir.context_length or length))
+    text_length = SHORTEST_TEXT_TOKENS + (ir.config.attention_window or 0)
+    if text_length > LONGEST_TEXT_TOKENS:
+        text_length = SHORTEST_TEXT_TOKENS
+    return np.random.default_rng(0).integers(0, ir.logits_width, min(text_length, ir.context_length or text_length))
 
 
 def compute_ir_logits(ir: CompiledIR, rows: list[np.ndarray]) -> list[np.ndarray]:
@@ -63,15 +68,17 @@ def compute_ir_logits(ir: CompiledIR, rows: list[np.ndarray]) -> list[np.ndarray
 
     decoder = RowByRowDecoder(make_decoder) if ir.needs_single_rows else make_decoder()
     decoder.reset(len(rows))
-    steps = count_single_steps(rows[-1])
-    feeds = [[row[:-steps] for row in rows]] + [[row[n : n + 1 or None] for row in rows] for n in range(-steps, 0)]
-    logits = [[row.copy() for row in decoder.feed(tokens, [len(row) for row in tokens])] for tokens in feeds]
+    single_steps = count_single_steps(rows[-1])
+    fed_batches = [[row[:-single_steps] for row in rows]] + [
+        [row[n : n + 1 or None] for row in rows] for n in range(-single_steps, 0)
+    ]
+    logits = [[row.copy() for row in decoder.feed(tokens, [len(row) for row in tokens])] for tokens in fed_batches]
     return [np.concatenate(row_logits) for row_logits in zip(*logits, strict=True)]
 
 
 def count_single_steps(tokens: np.ndarray) -> int:
     """Return how many tokens at the end of a text are fed one by one."""
-    return min(MOST_SINGLE_STEPS, len(tokens) // 2)
+    return min(MAX_SINGLE_TOKEN_STEPS, len(tokens) // 2)
 
 
 def compute_checkpoint_logits(model: PreTrainedModel, tokens: np.ndarray, width: int) -> np.ndarray:
@@ -90,24 +97,28 @@ def save_hidden_states(model: PreTrainedModel, layers: list[int], file: Path) ->
     import torch
 
     embedding = next(model.get_input_embeddings().parameters())
-    tokens = np.random.default_rng(0).integers(0, embedding.shape[0], SHORTEST_TEXT)
+    tokens = np.random.default_rng(0).integers(0, embedding.shape[0], SHORTEST_TEXT_TOKENS)
     with torch.no_grad():
-        states = model(input_ids=torch.from_numpy(tokens[None]), output_hidden_states=True).hidden_states
-    if states and all(states[layer].ndim == 3 for layer in layers):
-        np.save(file, np.concatenate([states[layer][0].float().numpy() for layer in layers], 1))
+        hidden_states = model(input_ids=torch.from_numpy(tokens[None]), output_hidden_states=True).hidden_states
+    if hidden_states and all(hidden_states[layer].ndim == 3 for layer in layers):
+        np.save(file, np.concatenate([hidden_states[layer][0].float().numpy() for layer in layers], 1))
 
 
 def measure_difference(ir_logits: list[np.ndarray], checkpoint_logits: list[np.ndarray]) -> float:
     """Return by how much positions differ: the root mean square over the logits, in standard deviations of them.
 
-    Of all but ``TIED_SHARE`` of the positions, it is the largest, of those read at once and of those read one by one;
-    infinity for logits that are not numbers.
+    Of all but ``TIED_POSITION_SHARE`` of the positions, it is the largest, of those read at once and of those read one
+    by one; infinity for logits that are not numbers.
     """
-    steps = count_single_steps(ir_logits[-1])
+    single_steps = count_single_steps(ir_logits[-1])
     pairs = zip(ir_logits, checkpoint_logits, strict=True)
-    rows = [np.sqrt(np.square(a - b).mean(-1)) / (b.std(-1) + 1e-30) for a, b in pairs]
-    parts = [np.nan_to_num(part, nan=np.inf) for row in rows for part in (row[:-steps], row[-steps:])]
-    return max(float(np.quantile(part, 1 - TIED_SHARE, method="lower")) for part in parts)
+    row_differences = [np.sqrt(np.square(a - b).mean(-1)) / (b.std(-1) + 1e-30) for a, b in pairs]
+    difference_groups = [
+        np.nan_to_num(part, nan=np.inf)
+        for row in row_differences
+        for part in (row[:-single_steps], row[-single_steps:])
+    ]
+    return max(float(np.quantile(part, 1 - TIED_POSITION_SHARE, method="lower")) for part in difference_groups)
 
 
 def compute_in_f32(model: Module) -> None:
@@ -130,10 +141,10 @@ def compute_in_f32(model: Module) -> None:
         layer.register_forward_hook(functools.partial(set_weight_data, stored_data, lambda data: data))
 
 
-def set_weight_data(stored_data: dict[Tensor, Tensor], convert: Callable[[Tensor], Tensor], *_: Any) -> None:
+def set_weight_data(stored_data: dict[Tensor, Tensor], convert_data: Callable[[Tensor], Tensor], *_: Any) -> None:
     """Give each weight its stored data, converted. The other arguments are those of torch's hooks."""
     for weights, data in stored_data.items():
-        weights.data = convert(data)
+        weights.data = convert_data(data)
 
 
 def find_module_lists(module: Module) -> list[ModuleList]:

@@ -76,8 +76,10 @@ class Compression:
         if self.weight_format == "int8":
             return {"bits": 8, "sym": self.sym}
         config = {"bits": 4, "sym": self.sym, "ratio": 1.0, "quant_method": "awq" if self.awq else "default"}
-        left_out = ("awq", "calibration", "samples")
-        return config | {name: option for name, option in self.requested_options().items() if name not in left_out}
+        excluded_options = ("awq", "calibration", "samples")
+        return config | {
+            name: option for name, option in self.requested_options().items() if name not in excluded_options
+        }
 
     def without_calibration(self) -> Compression:
         """Return the same without the methods that need a text to calibrate on."""

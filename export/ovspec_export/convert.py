@@ -50,7 +50,7 @@ JOB_FAILURES = {
 }
 JOBS_WITHOUT_OVERLAY = ("unpack_gguf_weights", "convert_tokenizer", "round_to_bf16")  # they don't load the model
 # Text in the standard error of a failed step -> the reason that is reported instead.
-KNOWN_REASONS = {
+KNOWN_FAILURE_REASONS = {
     "No space left on device": "the disk of {folder} is full",
     "iostream error": "a file could not be written in {folder}; is the disk full?",
     "requested and": "a file could not be written in {folder}; is the disk full?",  # numpy's
@@ -84,11 +84,11 @@ def convert_source(
     runs_code = source.runs_code(trust_remote_code)
     arguments += [*compression.optimum_arguments(), *["--trust-remote-code"] * runs_code]
     optimum_format = arguments[arguments.index("--weight-format") + 1]
-    groups = ""
+    group_note = ""
     if optimum_format == "int4" and (compression.group_size or 0) > 0:
-        groups = f" in groups of {compression.group_size}"
-    heading = f"{source.name}: converting {format_size(source.size_in_bytes)} to {optimum_format}{groups}"
-    with show_step(heading, keep_line=True) as converting:
+        group_note = f" in groups of {compression.group_size}"
+    heading = f"{source.name}: converting {format_size(source.size_in_bytes)} to {optimum_format}{group_note}"
+    with show_step(heading, keep_line=True) as conversion_step:
         run_job(
             "export_with_optimum",
             source,
@@ -100,14 +100,14 @@ def convert_source(
             **({"tap_layers": tap_layers, "states_file": str(states_file)} if tap_layers else {}),
         )
         if not (folder / "openvino_tokenizer.xml").is_file():  # the overlay can't read what a newer transformers wrote
-            paths = {"source": str(source.folder), "folder": str(folder)}
-            run_job("convert_tokenizer", source, folder, **paths, trust_remote_code=trust_remote_code)
+            path_arguments = {"source": str(source.folder), "folder": str(folder)}
+            run_job("convert_tokenizer", source, folder, **path_arguments, trust_remote_code=trust_remote_code)
         if not (folder / TOKENIZER_FILE).is_file():  # has the byte vocabulary; optimum-cli omits it for some
             load_tokenizer(source, trust_remote_code).save_pretrained(folder)
-        converting.result = describe_folder_size(folder)
+        conversion_step.result = describe_folder_size(folder)
     if compression.calibration:
         heading = f"compressing {describe_folder_size(folder)} to int4 with {compression.calibration.name}"
-        with show_step(f"{source.name}: {heading}", keep_line=True) as compressing:
+        with show_step(f"{source.name}: {heading}", keep_line=True) as compression_step:
             run_job(
                 "calibrate_weights",
                 source,
@@ -118,7 +118,7 @@ def convert_source(
                 config=compression.quantization_config(),
                 trust_remote_code=runs_code,
             )
-            compressing.result = describe_folder_size(folder)
+            compression_step.result = describe_folder_size(folder)
     elif compression.weight_format == "bf16":
         with show_step(f"{source.name}: rounding {describe_folder_size(folder)} to bf16", keep_line=True) as rounding:
             run_job("round_to_bf16", source, folder, folder=str(folder))
@@ -139,7 +139,7 @@ def convert_head(
     folder.mkdir(parents=True)
     weight_format = compression.weight_format
     heading = f"{source.name}: converting the head of {format_size(source.size_in_bytes)} to {weight_format}"
-    with show_step(heading, keep_line=True) as converting:
+    with show_step(heading, keep_line=True) as conversion_step:
         run_job(
             "convert_eagle_head",
             source,
@@ -156,7 +156,7 @@ def convert_head(
         # Its attention has no window, whatever its config says of one.
         config = flatten_head_config(source.config) | {"sliding_window": None}
         (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8", newline="\n")
-        converting.result = describe_folder_size(folder)
+        conversion_step.result = describe_folder_size(folder)
 
 
 def make_first_layers(source: Source, layer_count: int, folder: Path, trust_remote_code: bool) -> Source:
@@ -174,17 +174,17 @@ def make_first_layers(source: Source, layer_count: int, folder: Path, trust_remo
     return Source(f"{source.name}, first {layer_count} layers", folder, is_ir=False, revision=source.revision)
 
 
-def share_of_layers(source: Source, layer_count: int) -> float:
+def compute_layer_share(source: Source, layer_count: int) -> float:
     """Return ``layer_count`` as a share of all layers; raises OvspecError for an IR or a number out of range."""
     if source.is_ir:
         raise OvspecError(f"{source.name}: `draft_layers` needs a checkpoint, but this is already an IR.")
-    total_layers = source.config_number("layers")
+    total_layers = source.get_config_number("layers")
     if total_layers is None:
         return 1.0  # not in the config by any of these names; transformers will know
     if not 0 < layer_count < total_layers:
-        allowed = f"1 to {total_layers - 1}"
+        allowed_counts = f"1 to {total_layers - 1}"
         raise OvspecError(
-            f"`draft_layers` is {layer_count}; {source.name} has {total_layers} layers, so take {allowed}."
+            f"`draft_layers` is {layer_count}; {source.name} has {total_layers} layers, so take {allowed_counts}."
         )
     return layer_count / total_layers
 
@@ -199,9 +199,9 @@ def copy_ir_files(source: Source, folder: Path) -> None:
 
 
 def run_job(
-    job: str, model: Source, scratch: Path, on_message: MessageHandler | None = None, /, **arguments: JsonValue
+    job: str, model: Source, scratch_folder: Path, on_message: MessageHandler | None = None, /, **arguments: JsonValue
 ) -> bool:
-    """Run a job of ``worker.py`` in the environment of the model's family, with temporary files in ``scratch``.
+    """Run a job of ``worker.py`` in the environment of the model's family, with temporary files in ``scratch_folder``.
 
     on_message: is called with each message about the job's progress. With it, Ctrl-C asks the job to write what it has
     and to end, of which the message ``{"stopping": True}`` informs, and a second Ctrl-C ends it.
@@ -212,16 +212,20 @@ def run_job(
         OvspecError: the job fails, with the reason, or its environment can't be prepared.
     """
     command = [sys.executable, "-P", "-m", WORKER_MODULE, job, json.dumps(arguments)]
-    scratch.mkdir(parents=True, exist_ok=True)
-    overlay: dict[str, str] = {}
+    scratch_folder.mkdir(parents=True, exist_ok=True)
+    overlay_variables: dict[str, str] = {}
     if not model.is_ir and job not in JOBS_WITHOUT_OVERLAY:
-        overlay = prepare_environment_variables(model.family.environment, model.model_type)
+        overlay_variables = prepare_environment_variables(model.family.environment, model.model_type)
     stop_requested = False
-    with tempfile.TemporaryDirectory(dir=scratch, ignore_cleanup_errors=True) as temporary:
+    with tempfile.TemporaryDirectory(dir=scratch_folder, ignore_cleanup_errors=True) as temporary_folder:
         # Everything needed is already downloaded, with weights as safetensors only; nothing else may be fetched now.
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "PYTHONUTF8": "1"}
-        environment |= {"TMPDIR": temporary, "TEMP": temporary, "TMP": temporary} | overlay
-        error_file = Path(temporary) / "errors"
+        environment |= {
+            "TMPDIR": temporary_folder,
+            "TEMP": temporary_folder,
+            "TMP": temporary_folder,
+        } | overlay_variables
+        error_file = Path(temporary_folder) / "errors"
         # The worker ends when its input closes, even if this process is killed. Ctrl-C is for this process alone.
         with (
             error_file.open("wb") as error_stream,
@@ -231,12 +235,12 @@ def run_job(
                 stdout=subprocess.PIPE,
                 stderr=error_stream,
                 env=environment,
-                **process_group_arguments(),
+                **make_process_group_arguments(),
             ) as process,
         ):
             assert process.stdin
-            reader = threading.Thread(target=forward_messages, args=(process, on_message), daemon=True)
-            reader.start()
+            message_reader = threading.Thread(target=forward_messages, args=(process, on_message), daemon=True)
+            message_reader.start()
             try:
                 while process.poll() is None:
                     try:
@@ -253,15 +257,15 @@ def run_job(
             except BaseException:
                 process.kill()
                 raise
-            reader.join()
+            message_reader.join()
         error_text = error_file.read_text(encoding="utf-8", errors="replace")
     if process.returncode:
-        reason = describe_failure(error_text, process.returncode, scratch.absolute().parent)
+        reason = describe_failure(error_text, process.returncode, scratch_folder.absolute().parent)
         raise OvspecError(f"{model.name}: {JOB_FAILURES[job]} ({reason}).")
     return not stop_requested
 
 
-def process_group_arguments() -> JsonObject:
+def make_process_group_arguments() -> JsonObject:
     """Return the arguments of ``Popen`` that keep Ctrl-C from a process."""
     if sys.platform == "win32":
         return {"creationflags": getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0x200)}
@@ -278,7 +282,7 @@ def forward_messages(process: subprocess.Popen[bytes], on_message: MessageHandle
 
 def describe_failure(error_text: str, returncode: int, folder: Path = Path()) -> str:
     """Return the reason for a failure, from the standard error of a process that wrote to ``folder``."""
-    for pattern, reason in KNOWN_REASONS.items():
+    for pattern, reason in KNOWN_FAILURE_REASONS.items():
         if pattern in error_text:
             return reason.format(folder=folder)
     if returncode < 0:
@@ -287,8 +291,10 @@ def describe_failure(error_text: str, returncode: int, folder: Path = Path()) ->
     if not lines:
         return f"exit code {returncode}"
     # A traceback ends with the exception, whose message may have several lines.
-    exception_lines = [i for i, line in enumerate(lines) if re.match(r"[A-Za-z_][\w.]*(Error|Exception)\b", line)]
-    message = " ".join(line.strip() for line in lines[exception_lines[-1] if exception_lines else -1 :])
+    exception_line_numbers = [
+        i for i, line in enumerate(lines) if re.match(r"[A-Za-z_][\w.]*(Error|Exception)\b", line)
+    ]
+    message = " ".join(line.strip() for line in lines[exception_line_numbers[-1] if exception_line_numbers else -1 :])
     sentences = re.split(r"(?<=\.) ", re.sub(r"^[\w.]+: ", "", message))
     return " ".join(sentences[:2])[:300].rstrip(". ")
 
@@ -303,13 +309,13 @@ def estimate_space(source: Source, compression: Compression) -> float:
     if source.is_ir:
         return source.size_in_bytes
     final_bytes = source.parameter_count * WEIGHT_FORMATS[compression.weight_format] / 8
-    through_fp32 = compression.calibration or compression.weight_format not in ("fp32", "fp16")
+    passes_through_fp32 = compression.calibration or compression.weight_format not in ("fp32", "fp16")
     checkpoint_bytes = 0  # written first
     if isinstance(source, GgufSource):
         checkpoint_bytes = source.parameter_count * (4 if compression.weight_format == "fp32" else 2)
     elif source.holds_text_model:
         checkpoint_bytes = source.size_in_bytes
-    return 1.05 * (final_bytes + source.parameter_count * 4 * bool(through_fp32)) + checkpoint_bytes + 20e6
+    return 1.05 * (final_bytes + source.parameter_count * 4 * bool(passes_through_fp32)) + checkpoint_bytes + 20e6
 
 
 def fit_group_size(source: Source, compression: Compression) -> Compression:
@@ -320,21 +326,21 @@ def fit_group_size(source: Source, compression: Compression) -> Compression:
     """
     if source.is_ir or compression.weight_format != "int4" or compression.ratio not in (None, 1.0):
         return compression  # with a ratio, nncf chooses the layers that are cut
-    widths = source.weight_widths()
+    row_widths = source.weight_widths()
     group_size = compression.group_size or DEFAULT_GROUP_SIZE
-    misfit_layer = next((name for name, width in widths.items() if group_size != -1 and width % group_size), None)
+    misfit_layer = next((name for name, width in row_widths.items() if group_size != -1 and width % group_size), None)
     if not misfit_layer:
         return compression
-    fitting = math.gcd(*widths.values(), DEFAULT_GROUP_SIZE)
-    advice = f"{fitting}, or -1"
-    if fitting < SMALLEST_GROUP_SIZE:
-        fitting = -1
+    fitting_size = math.gcd(*row_widths.values(), DEFAULT_GROUP_SIZE)
+    advice = f"{fitting_size}, or -1"
+    if fitting_size < SMALLEST_GROUP_SIZE:
+        fitting_size = -1
         advice = "-1"
     if not compression.requested_options():  # optimum's own choice for a model that it doesn't know has groups of 128
-        return dataclasses.replace(compression, group_size=fitting)
+        return dataclasses.replace(compression, group_size=fitting_size)
     raise OvspecError(
-        f"{source.name}: `group_size` is {group_size}, but {misfit_layer} has rows of {widths[misfit_layer]} weights; "
-        f"take {advice} for a scale per channel."
+        f"{source.name}: `group_size` is {group_size}, but {misfit_layer} has rows of {row_widths[misfit_layer]} "
+        f"weights; take {advice} for a scale per channel."
     )
 
 

@@ -65,7 +65,7 @@ def read_proposed_ids(draft: Source, target: Source) -> np.ndarray | None:
         ids = np.array(read_dataclass(DraftVocabularyFile, draft.folder / DRAFT_VOCABULARY_FILE).ids, dtype=np.int64)
     if ids is None or not len(ids):
         raise OvspecError(f"{draft.name}: its draft vocabulary is empty; trim the draft again.")
-    vocab_size = min(source.config_number("vocab") or np.iinfo(np.int64).max for source in (draft, target))
+    vocab_size = min(source.get_config_number("vocab") or np.iinfo(np.int64).max for source in (draft, target))
     if len(wrong_ids := ids[(ids < 0) | (ids >= vocab_size)]):
         raise OvspecError(f"{draft.name}: its draft vocabulary names the token {wrong_ids[0]} of {vocab_size}.")
     if len(np.unique(ids)) < len(ids):
@@ -97,51 +97,51 @@ def read_trimmed_model(folder: Path, ids: np.ndarray) -> ov.Model:
     model = read_model(folder)
     # The embedding may have the lm_head's weights, so the rows come from a second reading.
     model_copy = read_model(folder)
-    path = find_logits_path(model)
-    states = path[0].input_value(0).get_node()
-    axis = -2 if path[0].get_attributes()["transpose_b"] else -1
-    for node, copied_node in zip(path, find_logits_path(model_copy), strict=True):
+    logits_operations = find_logits_operations(model)
+    previous_node = logits_operations[0].input_value(0).get_node()
+    row_axis = -2 if logits_operations[0].get_attributes()["transpose_b"] else -1
+    for node, copied_node in zip(logits_operations, find_logits_operations(model_copy), strict=True):
         for port, copied_value in zip(node.inputs(), copied_node.input_values(), strict=True):
-            if port.get_source_output().get_node().get_name() != states.get_name():
+            if port.get_source_output().get_node().get_name() != previous_node.get_name():
                 port.replace_source_output(copied_value)
-                select_port_entries(port, axis, ids)
-        states = node
-        axis = -1
+                select_port_entries(port, row_axis, ids)
+        previous_node = node
+        row_axis = -1
     model.validate_nodes_and_infer_types()
     if model.output("logits").get_partial_shape()[-1] != len(ids):
         raise ValueError("its logits don't have one value for each row of its lm_head")
     return model
 
 
-def find_logits_path(model: ov.Model) -> list[ov.Node]:
+def find_logits_operations(model: ov.Model) -> list[ov.Node]:
     """Return the operations that make logits of hidden states, the lm_head's MatMul first; ValueError if unknown."""
     node = find_lm_head(model)
-    path: list[ov.Node] = []
+    logits_operations: list[ov.Node] = []
     while node and node.get_type_name() != "Result":
-        path.append(node)
+        logits_operations.append(node)
         readers = node.output(0).get_target_inputs()
         node = next(iter(readers)).get_node() if len(readers) == 1 else None
     if not node:
         raise ValueError("its lm_head can't be found in the graph")
-    return path
+    return logits_operations
 
 
 def select_port_entries(port: ov.Input, axis: int, ids: np.ndarray) -> None:
-    """Keep only the entries ``ids`` along ``axis``, which counts from the end, of the tensor at an operation's input.
+    """Keep only the entries ``ids`` along ``row_axis``, counted from the end, of the tensor at an operation's input.
 
     Raises ValueError if an unknown operation makes that tensor.
     """
-    output = port.get_source_output()
-    node = output.get_node()
-    shape = list(output.get_shape())
+    source_output = port.get_source_output()
+    node = source_output.get_node()
+    shape = list(source_output.get_shape())
     if len(shape) < -axis or shape[axis] == 1:
         return
     match node.get_type_name():
         case "Constant":
             port.replace_source_output(select_constant_entries(node, axis, ids).output(0))
         case "Transpose":
-            order = node.input_value(1).get_node().get_data()  # type: ignore[attr-defined]
-            select_port_entries(node.input(0), int(order[axis]) - len(shape), ids)
+            axis_order = node.input_value(1).get_node().get_data()  # type: ignore[attr-defined]
+            select_port_entries(node.input(0), int(axis_order[axis]) - len(shape), ids)
         case "Reshape":  # of groups, which follow the rows
             inner_shape = list(node.input_value(0).get_shape())
             if axis != -len(shape) or inner_shape[0] != shape[0]:
@@ -157,16 +157,16 @@ def select_port_entries(port: ov.Input, axis: int, ids: np.ndarray) -> None:
 
 
 def select_constant_entries(constant: ov.Node, axis: int, ids: np.ndarray) -> ov.Node:
-    """Return a constant with the entries ``ids`` along ``axis``, which counts from the end."""
+    """Return a constant with the entries ``ids`` along ``row_axis``, which counts from the end."""
     shape = list(constant.get_output_shape(0))
     element_type = constant.get_element_type()
-    stored = np.asarray(constant.data).reshape(-1).view(np.uint8)  # type: ignore[attr-defined]
+    stored_values = np.asarray(constant.data).reshape(-1).view(np.uint8)  # type: ignore[attr-defined]
     if element_type.bitwidth == 4:  # two share a byte, the lower half first
-        stored = np.stack((stored & 15, stored >> 4), -1).reshape(-1)[: math.prod(shape)]
-    selected = stored.reshape(*shape, -1).take(ids, axis - 1)
+        stored_values = np.stack((stored_values & 15, stored_values >> 4), -1).reshape(-1)[: math.prod(shape)]
+    selected_values = stored_values.reshape(*shape, -1).take(ids, axis - 1)
     if element_type.bitwidth == 4:
-        selected = np.append(selected, np.zeros(selected.size % 2, np.uint8))
-        selected = selected[::2] | selected[1::2] << 4
+        selected_values = np.append(selected_values, np.zeros(selected_values.size % 2, np.uint8))
+        selected_values = selected_values[::2] | selected_values[1::2] << 4
     shape[axis] = len(ids)
-    tensor = ov.Tensor(np.ascontiguousarray(selected), shape, element_type)
+    tensor = ov.Tensor(np.ascontiguousarray(selected_values), shape, element_type)
     return ov.op.Constant(tensor, shared_memory=False)

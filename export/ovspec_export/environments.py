@@ -62,8 +62,8 @@ class Environment:
     @property
     def is_prepared(self) -> bool:
         """Whether the overlay is there and whole; a copy that was made by hand may not be."""
-        names = (f"{name.replace('-', '_')}-{version}.dist-info" for name, version, _ in self.wheels)
-        return all(is_wheel_whole(self.overlay_folder / name) for name in names)
+        dist_info_names = (f"{name.replace('-', '_')}-{version}.dist-info" for name, version, _ in self.wheels)
+        return all(is_wheel_whole(self.overlay_folder / dist_info_name) for dist_info_name in dist_info_names)
 
 
 TRANSFORMERS_5_2 = Environment(
@@ -93,12 +93,12 @@ def is_wheel_whole(dist_info: Path) -> bool:
     file_count = 0
     try:
         with (dist_info / "RECORD").open(encoding="utf-8", newline="") as record:
-            for name, _, size in csv.reader(record):
-                if name.startswith(SCRIPT_PREFIXES):
+            for file_name, _, recorded_size in csv.reader(record):
+                if file_name.startswith(SCRIPT_PREFIXES):
                     continue
                 file_count += 1
-                actual_size = os.stat(f"{folder}/{name}").st_size  # noqa: PTH116, as pathlib takes twice as long
-                if size and actual_size != int(size):
+                actual_size = os.stat(f"{folder}/{file_name}").st_size  # noqa: PTH116, as pathlib takes twice as long
+                if recorded_size and actual_size != int(recorded_size):
                     return False
     except (OSError, ValueError, csv.Error):
         return False
@@ -147,20 +147,29 @@ def install_wheels(environment: Environment, families: str) -> int:
     folder = environment.overlay_folder
     with tempfile.TemporaryDirectory(
         dir=folder.parent, prefix=environment.partial_prefix, ignore_cleanup_errors=True
-    ) as temporary:
-        packages = Path(temporary) / "packages"
-        requirements = Path(temporary) / "requirements.txt"
-        lines = [f"{name}=={version} --hash=sha256:{checksum}\n" for name, version, checksum in environment.wheels]
-        requirements.write_text("".join(lines), encoding="utf-8", newline="\n")
-        install_options = ["--no-deps", "--target", str(packages), "--require-hashes", "-r", str(requirements)]
+    ) as temporary_folder:
+        packages_folder = Path(temporary_folder) / "packages"
+        requirements_file = Path(temporary_folder) / "requirements.txt"
+        requirement_lines = [
+            f"{name}=={version} --hash=sha256:{checksum}\n" for name, version, checksum in environment.wheels
+        ]
+        requirements_file.write_text("".join(requirement_lines), encoding="utf-8", newline="\n")
+        install_options = [
+            "--no-deps",
+            "--target",
+            str(packages_folder),
+            "--require-hashes",
+            "-r",
+            str(requirements_file),
+        ]
         # pip unpacks in the temporary folder first, which may be too small a disk.
-        scratch = dict.fromkeys(("TMPDIR", "TEMP", "TMP"), temporary)
-        settings = dict.fromkeys(("PIP_CONSTRAINT", "PIP_PREFIX", "PIP_ROOT", "UV_CONSTRAINT"), "")
-        settings |= dict.fromkeys(("PIP_DRY_RUN", "PIP_USER", "PIP_REQUIRE_VIRTUALENV"), "0")
-        settings |= {"PIP_NO_INPUT": "1", "PYTHONUTF8": "1"}
+        temporary_variables = dict.fromkeys(("TMPDIR", "TEMP", "TMP"), temporary_folder)
+        installer_variables = dict.fromkeys(("PIP_CONSTRAINT", "PIP_PREFIX", "PIP_ROOT", "UV_CONSTRAINT"), "")
+        installer_variables |= dict.fromkeys(("PIP_DRY_RUN", "PIP_USER", "PIP_REQUIRE_VIRTUALENV"), "0")
+        installer_variables |= {"PIP_NO_INPUT": "1", "PYTHONUTF8": "1"}
         process = subprocess.run(
-            [*installer_command(), *install_options],
-            env={**os.environ, **settings, **scratch},
+            [*find_installer_command(), *install_options],
+            env={**os.environ, **installer_variables, **temporary_variables},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             encoding="utf-8",
@@ -168,17 +177,17 @@ def install_wheels(environment: Environment, families: str) -> int:
         )
         if process.returncode:
             reason = describe_install_failure(process)
-            wheels = " and ".join(f"{name} {version}" for name, version, _ in environment.wheels)
-            incomplete = f"The folder {folder.name} there is incomplete. " if folder.exists() else ""
+            wheel_names = " and ".join(f"{name} {version}" for name, version, _ in environment.wheels)
+            incomplete_note = f"The folder {folder.name} there is incomplete. " if folder.exists() else ""
             raise OvspecError(
-                f"Exporting {families} needs {wheels}, which could not be installed into {folder.parent} ({reason}). "
-                f"{incomplete}Without a network, run 'ovspec export --prepare {families}' on a machine that has one, "
-                f"and copy the folder {folder.name} from there."
+                f"Exporting {families} needs {wheel_names}, which could not be installed into {folder.parent} "
+                f"({reason}). {incomplete_note}Without a network, run 'ovspec export --prepare {families}' on a "
+                f"machine that has one, and copy the folder {folder.name} from there."
             )
-        size = sum(path.stat().st_size for path in packages.rglob("*") if path.is_file())
+        size = sum(path.stat().st_size for path in packages_folder.rglob("*") if path.is_file())
         if folder.exists():  # incomplete; it is deleted with the temporary folder
-            rename_with_retries(folder, Path(temporary) / "incomplete")
-        rename_with_retries(packages, folder)
+            rename_with_retries(folder, Path(temporary_folder) / "incomplete")
+        rename_with_retries(packages_folder, folder)
     return size
 
 
@@ -192,11 +201,11 @@ def describe_install_failure(process: subprocess.CompletedProcess[str]) -> str:
     return lines[-1].removeprefix("ERROR: ")
 
 
-def installer_command() -> list[str]:
+def find_installer_command() -> list[str]:
     """Return the command that installs packages: this Python's pip, or uv."""
     if importlib.util.find_spec("pip"):
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile"]
-        return [*pip, "--only-binary", ":all:"]
+        pip_command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile"]
+        return [*pip_command, "--only-binary", ":all:"]
     if uv := shutil.which("uv"):
         return [uv, "pip", "install", "--quiet", "--python", sys.executable, "--only-binary", ":all:"]
     raise OvspecError("Preparing an environment needs pip or uv, but neither is installed; install one of them.")
@@ -214,5 +223,5 @@ def prepare_environment_variables(environment: Environment | None, families: str
     """Return the variables that a process needs to see an environment, which is prepared first; {} for our own."""
     if environment is None:
         return {}
-    paths = [str(prepare_environment(environment, families)), os.environ.get("PYTHONPATH", "")]
-    return {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    search_paths = [str(prepare_environment(environment, families)), os.environ.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, search_paths))}

@@ -23,7 +23,7 @@ from ovspec_export.quantised import load_checkpoint_model
 
 
 def compare_with_checkpoint(
-    source: Path, folder: Path, text: str, context: int, trust_remote_code: bool
+    source: Path, folder: Path, text: str, context_tokens: int, trust_remote_code: bool
 ) -> dict[str, float]:
     """Return both perplexities, the mean KL divergence of the IR from the checkpoint (nats) and the top-1 agreement.
 
@@ -31,41 +31,45 @@ def compare_with_checkpoint(
     """
     import torch
 
-    options = DeviceOptions(precision="f32", properties={"CACHE_DIR": ""})
-    ir = compile_ir(folder, options)
+    device_options = DeviceOptions(precision="f32", properties={"CACHE_DIR": ""})
+    ir = compile_ir(folder, device_options)
     tokenizer = Tokenizer(folder)
     decoder = make_stateful_decoder(ir, probe_rollback(ir).rollback, tokenizer.known_ids)
     tokens = tokenizer.encode(text)
-    context = min(context, DEFAULT_PERPLEXITY_CONTEXT, ir.context_length or DEFAULT_PERPLEXITY_CONTEXT)
-    check_perplexity_length(tokens, context)
+    context_tokens = min(context_tokens, DEFAULT_PERPLEXITY_CONTEXT, ir.context_length or DEFAULT_PERPLEXITY_CONTEXT)
+    check_perplexity_length(tokens, context_tokens)
     model = load_checkpoint_model(str(source), trust_remote_code, dtype=torch.float32)
-    spans = overlapping_windows(len(tokens), context)
-    checkpoint_logits = np.empty((0, 0), np.float32)  # of the tokens from ``start`` to ``end``
-    start = end = 0
+    windows = overlapping_windows(len(tokens), context_tokens)
+    checkpoint_logits = np.empty((0, 0), np.float32)  # of the tokens from ``window_start`` to ``window_end``
+    window_start = window_end = 0
     ir_loss = checkpoint_loss = divergence = 0.0
-    agreements = scored_tokens = 0
-    for position, logits in predict_tokens(decoder, tokens, context):
-        if position >= end:
-            start, end, _ = next(spans)
+    agreement_count = scored_tokens = 0
+    for position, logits in predict_tokens(decoder, tokens, context_tokens):
+        if position >= window_end:
+            window_start, window_end, _ = next(windows)
             with torch.no_grad():
-                checkpoint_logits = model(input_ids=torch.from_numpy(tokens[None, start:end])).logits[0].numpy()
+                checkpoint_logits = (
+                    model(input_ids=torch.from_numpy(tokens[None, window_start:window_end])).logits[0].numpy()
+                )
             # Padding ids are never chosen, as in the IR.
             checkpoint_logits = tokenizer.known_ids.restrict_logits(checkpoint_logits)
-        n, width = logits.shape
-        q = log_softmax(logits)
-        p = log_softmax(checkpoint_logits[position - 1 - start : position - 1 - start + n, :width])
-        next_tokens = tokens[position : position + n]
-        ir_loss -= q[np.arange(n), next_tokens].sum()
-        checkpoint_loss -= p[np.arange(n), next_tokens].sum()
+        count, width = logits.shape
+        ir_logprobs = log_softmax(logits)
+        checkpoint_logprobs = log_softmax(
+            checkpoint_logits[position - 1 - window_start : position - 1 - window_start + count, :width]
+        )
+        next_tokens = tokens[position : position + count]
+        ir_loss -= ir_logprobs[np.arange(count), next_tokens].sum()
+        checkpoint_loss -= checkpoint_logprobs[np.arange(count), next_tokens].sum()
         with np.errstate(invalid="ignore"):  # ids without a token are -inf in both
-            divergence += np.nansum(np.exp(p) * (p - q))
-        agreements += int((q.argmax(1) == p.argmax(1)).sum())
-        scored_tokens += n
+            divergence += np.nansum(np.exp(checkpoint_logprobs) * (checkpoint_logprobs - ir_logprobs))
+        agreement_count += int((ir_logprobs.argmax(1) == checkpoint_logprobs.argmax(1)).sum())
+        scored_tokens += count
     return {
         "perplexity": math.exp(ir_loss / scored_tokens),
         "perplexity_of_the_checkpoint": math.exp(checkpoint_loss / scored_tokens),
         "kl": float(divergence) / scored_tokens,
-        "top1": agreements / scored_tokens,
+        "top1": agreement_count / scored_tokens,
         "tokens": scored_tokens,
-        "context": context,
+        "context": context_tokens,
     }

@@ -12,9 +12,9 @@ from ovspec_export.compression import INT8, Compression
 from ovspec_export.convert import check_converted_files, convert_head, convert_source, make_first_layers
 from ovspec_export.draft_vocabulary import trim_ir
 from ovspec_export.export_plan import plan_export
-from ovspec_export.folders import open_work_folder
+from ovspec_export.folders import open_partial_folder
 from ovspec_export.gguf_checkpoint import write_gguf_checkpoint
-from ovspec_export.manifests import complete_export, describe_model, installed_versions
+from ovspec_export.manifests import complete_export, describe_model, read_installed_versions
 from ovspec_export.quality import evaluate_exports, format_quality_table
 from ovspec_export.sources import GgufSource, HeadSource, Source
 from ovspec_export.text_part import extract_text_model
@@ -65,17 +65,17 @@ def export_pair(
         chat_template=chat_template,
         trust_remote_code=trust_remote_code,
     )
-    with open_work_folder(output, overwrite) as work_folder:
+    with open_partial_folder(output, overwrite) as work_folder:
         sources = [
             make_checkpoint(source, work_folder / f"checkpoint-{i}", options.weight_format)
             for i, (source, options) in enumerate(zip(plan.sources, plan.compressions, strict=False))
         ]
         if draft_layers is not None:
             sources.append(make_first_layers(sources[0], draft_layers, work_folder / "first-layers", trust_remote_code))
-        folders = [work_folder, work_folder / DRAFT_FOLDER]
-        models = []
+        model_folders = [work_folder, work_folder / DRAFT_FOLDER]
+        model_entries = []
         states_file = work_folder / "states.npy"
-        for source, folder, options in zip(sources, folders, plan.compressions, strict=False):
+        for source, folder, options in zip(sources, model_folders, plan.compressions, strict=False):
             if plan.tap_layers and isinstance(source, HeadSource) and not source.is_ir:
                 convert_head(source, folder, options, sources[0], plan.tap_layers, states_file)
             else:
@@ -83,26 +83,28 @@ def export_pair(
             check_converted_files(source, folder)
             if source.is_ir and folder != work_folder and not isinstance(source, HeadSource):
                 check_same_vocabulary(work_folder, folder)
-            models.append(describe_model(source, folder, options, work_folder))
+            model_entries.append(describe_model(source, folder, options, work_folder))
         differing_texts: list[str] = []
         with show_step(f"{sources[0].name}: comparing the tokenizers"):
             if not sources[0].is_ir:
                 differing_texts = find_differing_texts(load_tokenizer(sources[0], trust_remote_code), work_folder)
-        for text in differing_texts:
-            print_note(f"warning: OpenVINO's tokenizer splits {text!r} differently from Hugging Face's")
-        quality = evaluate_exports(sources, folders, evaluate, work_folder, trust_remote_code) if evaluate else []
+        for differing_text in differing_texts:
+            print_note(f"warning: OpenVINO's tokenizer splits {differing_text!r} differently from Hugging Face's")
+        quality_figures = (
+            evaluate_exports(sources, model_folders, evaluate, work_folder, trust_remote_code) if evaluate else []
+        )
         if plan.draft_ids is not None and not sources[1].is_ir:
             with show_step(f"{sources[1].name}: keeping {len(plan.draft_ids):,} of its ids", keep_line=True):
-                trim_ir(folders[1], plan.draft_ids, sources[1].name)
+                trim_ir(model_folders[1], plan.draft_ids, sources[1].name)
         if plan.chat_template is not None:
             replace_chat_template(plan.chat_template, work_folder)
         states_file.unlink(missing_ok=True)
         for folder in (work_folder / "first-layers", work_folder / "checkpoint-0", work_folder / "checkpoint-1"):
             shutil.rmtree(folder, ignore_errors=True)
-        draft_model = models[1] if len(models) > 1 else None
-        manifest = Manifest(models[0], draft_model, installed_versions(), {}, differing_texts)
+        draft_entry = model_entries[1] if len(model_entries) > 1 else None
+        manifest = Manifest(model_entries[0], draft_entry, read_installed_versions(), {}, differing_texts)
         complete_export(work_folder, output, manifest)
-    for line in format_quality_table(quality):
+    for line in format_quality_table(quality_figures):
         print_note(line)
     return manifest
 

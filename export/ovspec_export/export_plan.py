@@ -12,7 +12,7 @@ from ovspec.base.files import read_text
 from ovspec.base.progress import format_size, print_note, show_step
 from ovspec.text.custom_template import resolve_custom_template
 from ovspec_export.compression import INT8, Compression
-from ovspec_export.convert import estimate_space, fit_group_size, share_of_layers
+from ovspec_export.convert import compute_layer_share, estimate_space, fit_group_size
 from ovspec_export.draft_vocabulary import is_trimmed, read_proposed_ids
 from ovspec_export.environments import prepare_environment_variables
 from ovspec_export.folders import check_disk_space, check_output_folder
@@ -53,8 +53,8 @@ def plan_export(
     trust_remote_code: bool,
 ) -> ExportPlan:
     """Return the plan of ``export_pair``, which describes the arguments and errors."""
-    for options in filter(None, (compression, draft_compression)):
-        options.check_weight_options()
+    for weight_options in filter(None, (compression, draft_compression)):
+        weight_options.check_weight_options()
     if draft and draft_layers is not None:
         raise OvspecError("`draft_layers` makes the draft from the target; leave out either it or `draft`.")
     if evaluate:
@@ -78,23 +78,23 @@ def plan_export(
         raise OvspecError(
             f"{target_source.name}: a draft with a trimmed vocabulary; name its target, and it as `draft`."
         )
-    template = (
+    resolved_template = (
         None if chat_template is None else resolve_custom_template(chat_template, read_source_templates(sources[0]))
     )
-    head = draft_source if isinstance(draft_source, HeadSource) else None
+    draft_head = draft_source if isinstance(draft_source, HeadSource) else None
     draft_ids = read_proposed_ids(draft_source, target_source) if draft_source else None
-    if evaluate and any(source.is_ir for source in sources if source is not head):
+    if evaluate and any(source.is_ir for source in sources if source is not draft_head):
         raise OvspecError("`evaluate` compares with a checkpoint, but an existing IR has none; leave it out.")
-    for source, options in zip(sources, (compression, draft_compression), strict=False):
-        if source.is_ir and options not in (None, INT8):
+    for source, weight_options in zip(sources, (compression, draft_compression), strict=False):
+        if source.is_ir and weight_options not in (None, INT8):
             raise OvspecError(f"{source.name}: an IR is used as it is; leave out the options for its weights.")
-    tap_layers = check_head_fits(target_source, head) if head else None
+    tap_layers = check_head_fits(target_source, draft_head) if draft_head else None
     for source in sources:
         if not source.is_ir:
             # Prepared before anything is converted, so that a missing version is noticed at once.
             prepare_environment_variables(source.family.environment, source.model_type)
-    if head and (draft_compression or compression).calibration:
-        print_note(f"{head.name}: a head is compressed without a text to calibrate on")
+    if draft_head and (draft_compression or compression).calibration:
+        print_note(f"{draft_head.name}: a head is compressed without a text to calibrate on")
         draft_compression = (draft_compression or compression).without_calibration()
     # A draft of first layers has the target's rows.
     requested_compressions = zip(
@@ -103,9 +103,9 @@ def plan_export(
     compressions = [fit_group_size(source, options) for source, options in requested_compressions]
     needed_bytes = [estimate_space(source, options) for source, options in zip(sources, compressions, strict=False)]
     if draft_layers is not None:
-        needed_bytes.append(needed_bytes[0] * share_of_layers(target_source, draft_layers))
+        needed_bytes.append(needed_bytes[0] * compute_layer_share(target_source, draft_layers))
     check_disk_space(output, sum(needed_bytes))
-    if draft_source and not head:
+    if draft_source and not draft_head:
         with show_step(f"{draft_source.name}: comparing its vocabulary with that of {target_source.name}"):
             check_pair_vocabularies(target_source, draft_source, trust_remote_code)
-    return ExportPlan(sources, compressions, template, draft_ids, tap_layers)
+    return ExportPlan(sources, compressions, resolved_template, draft_ids, tap_layers)

@@ -157,27 +157,29 @@ def find_environments(names: Sequence[str]) -> dict[Environment, str]:
         OvspecError: a family is unknown, or a name is that of a model.
     """
     families = {*FAMILIES, *TEXT_MODEL_CLASSES, *UNSUPPORTED_FAMILIES}
-    pairs = read_known_pairs()
+    known_pairs = read_known_pairs()
     families_by_environment: dict[Environment, str] = {}
     for name in names:
         if name == "all":
             continue
-        if name not in families and (name in pairs or "/" in name or "\\" in name or Path(name).is_dir()):
+        if name not in families and (name in known_pairs or "/" in name or "\\" in name or Path(name).is_dir()):
             raise OvspecError(
                 f"{name}: a model, but only families can be prepared for; name the model_type in its config.json, "
                 "and see 'ovspec export --list-families'."
             )
         model_types = TEXT_MODEL_CLASSES.get(name, (name,))
         for environment in filter(None, (find_family(model_type, name).environment for model_type in model_types)):
-            family_names = (families_by_environment.get(environment), name)
-            families_by_environment[environment] = " ".join(filter(None, family_names))
+            environment_families = (families_by_environment.get(environment), name)
+            families_by_environment[environment] = " ".join(filter(None, environment_families))
     return dict.fromkeys(OVERLAYS, "all") if "all" in names else families_by_environment
 
 
 def describe_families() -> list[str]:
     """Return a line for each family: its name, its environment, whether that is prepared, and its other needs."""
     outer_families = {
-        text_family: [outer for outer, classes in TEXT_MODEL_CLASSES.items() if text_family in classes]
+        text_family: [
+            outer_family for outer_family, text_classes in TEXT_MODEL_CLASSES.items() if text_family in text_classes
+        ]
         for text_family in FAMILIES
     }
     environments = {family.environment for family in FAMILIES.values()}
@@ -187,9 +189,9 @@ def describe_families() -> list[str]:
         notes = [f"also inside {', '.join(outer_families[name])}"] if outer_families[name] else []
         notes += ["needs --trust-remote-code"] * family.remote_code + ["not tested"] * family.untested
         environment_name = "as installed"
-        preparation = ""
+        preparation_state = ""
         if family.environment:
             environment_name = family.environment.name
-            preparation = "prepared" if family.environment in prepared else "not prepared"
-        lines.append(f"{name:20} {environment_name:18} {preparation:13} {'; '.join(notes)}".rstrip())
+            preparation_state = "prepared" if family.environment in prepared else "not prepared"
+        lines.append(f"{name:20} {environment_name:18} {preparation_state:13} {'; '.join(notes)}".rstrip())
     return lines

@@ -71,14 +71,14 @@ def find_foreign_files(folder: Path) -> Iterator[str]:
     manifest = read_raw_manifest(folder)
     if manifest.get("unfinished"):
         return
-    exported = manifest.get("files")
+    exported_files = manifest.get("files")
     our_files: set[str] = set()
-    if has_manifest(folder) and isinstance(exported, dict):
-        our_files = {*exported, MANIFEST_FILE}
+    if has_manifest(folder) and isinstance(exported_files, dict):
+        our_files = {*exported_files, MANIFEST_FILE}
     for path in folder.rglob("*"):
-        name = path.relative_to(folder).as_posix()
-        if (path.is_symlink() or not path.is_dir()) and name not in our_files and path.name not in SYSTEM_FILES:
-            yield name
+        file_name = path.relative_to(folder).as_posix()
+        if (path.is_symlink() or not path.is_dir()) and file_name not in our_files and path.name not in SYSTEM_FILES:
+            yield file_name
 
 
 def read_raw_manifest(folder: Path) -> JsonObject:
@@ -90,7 +90,7 @@ def read_raw_manifest(folder: Path) -> JsonObject:
 
 
 @contextlib.contextmanager
-def open_work_folder(output: Path, overwrite: bool) -> Iterator[Path]:
+def open_partial_folder(output: Path, overwrite: bool) -> Iterator[Path]:
     """Make a folder beside ``output`` that ``replace_folder`` can move into place; it is always gone afterwards.
 
     Raises:
@@ -112,13 +112,13 @@ def open_work_folder(output: Path, overwrite: bool) -> Iterator[Path]:
         check_files_closed(output)
         for partial_folder in output.parent.glob(f".{glob.escape(output.name)}.partial-*"):
             remove_export_folder(partial_folder)  # of an export that was killed, since we hold the lock
-        work_path = name_partial_folder(output)
-        work_path.mkdir()
-        (work_path / MANIFEST_FILE).write_text(UNFINISHED_MANIFEST, encoding="utf-8", newline="\n")
+        new_folder = name_partial_folder(output)
+        new_folder.mkdir()
+        (new_folder / MANIFEST_FILE).write_text(UNFINISHED_MANIFEST, encoding="utf-8", newline="\n")
         try:
-            yield work_path
+            yield new_folder
         finally:
-            remove_export_folder(work_path)
+            remove_export_folder(new_folder)
     finally:
         with contextlib.suppress(OSError):  # Windows can't delete an open file
             lock_file.unlink()
@@ -148,10 +148,10 @@ def replace_folder(new_folder: Path, output: Path) -> None:
                 raise
             time.sleep(0.1)
     if has_manifest(backup):
-        for name in list(find_foreign_files(backup)):  # came while the export ran
-            if not (output / name).exists():
-                (output / name).parent.mkdir(parents=True, exist_ok=True)
-                (backup / name).rename(output / name)
+        for file_name in list(find_foreign_files(backup)):  # came while the export ran
+            if not (output / file_name).exists():
+                (output / file_name).parent.mkdir(parents=True, exist_ok=True)
+                (backup / file_name).rename(output / file_name)
     discard_backup(backup)
 
 

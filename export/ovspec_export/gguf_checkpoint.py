@@ -82,8 +82,8 @@ def write_gguf_weights(file: GgufFile, folder: Path, dtype: str) -> None:
     config_file = folder / "config.json"
     write_json_file(config_file, read_json(config_file) | {"architectures": [type(model).__name__]})
     processor = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)(config=config.to_dict())
-    names = get_gguf_hf_weights_map(model, processor)
-    shapes = {name: tuple(weights.shape) for name, weights in model.state_dict().items()}
+    hf_names = get_gguf_hf_weights_map(model, processor)
+    hf_shapes = {name: tuple(weights.shape) for name, weights in model.state_dict().items()}
     shard_names: dict[str, str] = {}  # by the tensor's name
     tensors: dict[str, torch.Tensor] = {}  # of the next shard
 
@@ -95,15 +95,15 @@ def write_gguf_weights(file: GgufFile, folder: Path, dtype: str) -> None:
         tensors.clear()
 
     numbered_names = sorted((parse_layer_number(name), name) for name in file.tensors if name not in CONFIG_TENSORS)
-    for _, layer in groupby(numbered_names, key=lambda entry: entry[0]):
-        for _, name in layer:
-            convert_gguf_tensor(file, name, processor, names, shapes, tensors)
+    for _, layer_entries in groupby(numbered_names, key=lambda entry: entry[0]):
+        for _, name in layer_entries:
+            convert_gguf_tensor(file, name, processor, hf_names, hf_shapes, tensors)
         tensors.update({name: weights.to(getattr(torch, dtype)) for name, weights in tensors.items()})
         if sum(weights.nbytes for weights in tensors.values()) > SHARD_BYTES:
             write_weight_shard()
     write_weight_shard()
-    if len(shards := set(shard_names.values())) == 1:
-        (folder / shards.pop()).rename(folder / "model.safetensors")
+    if len(distinct_shard_names := set(shard_names.values())) == 1:
+        (folder / distinct_shard_names.pop()).rename(folder / "model.safetensors")
         return
     weight_index = {"metadata": {}, "weight_map": shard_names}
     (folder / "model.safetensors.index.json").write_text(json.dumps(weight_index), encoding="utf-8", newline="\n")
@@ -113,27 +113,27 @@ def convert_gguf_tensor(
     file: GgufFile,
     name: str,
     processor: TensorProcessor,
-    names: dict[str, str],
-    shapes: dict[str, tuple[int, ...]],
+    hf_names: dict[str, str],
+    hf_shapes: dict[str, tuple[int, ...]],
     tensors: dict[str, torch.Tensor],
 ) -> None:
     """Add a tensor of the file to ``tensors``, under the name and in the layout that transformers has for it."""
     import torch
 
-    options = {"tensor_key_mapping": names, "parsed_parameters": {"tensors": tensors}}
+    processor_options = {"tensor_key_mapping": hf_names, "parsed_parameters": {"tensors": tensors}}
     try:
-        processed = processor.process(weights=file.tensors[name].read_values(), name=name, **options)
+        processed_tensor = processor.process(weights=file.tensors[name].read_values(), name=name, **processor_options)
     except (KeyError, ValueError) as error:
         raise OvspecError(f"{file.path}: its tensor {name} can't be converted ({error}).") from None
-    if processed.name is None:  # already in ``tensors``
+    if processed_tensor.name is None:  # already in ``tensors``
         return
-    if processed.name not in names:
+    if processed_tensor.name not in hf_names:
         raise OvspecError(f"{file.path}: its tensor {name} has no place in a model of the family {file.architecture}.")
-    weights = np.array(processed.weights, np.float32)
-    shape = shapes.get(names[processed.name], weights.shape)
+    weights = np.array(processed_tensor.weights, np.float32)
+    shape = hf_shapes.get(hf_names[processed_tensor.name], weights.shape)
     if [size for size in shape if size > 1] == [size for size in weights.shape if size > 1]:
         weights = weights.reshape(shape)  # files differ in whether a matrix of one row is stored as a vector
-    tensors[names[processed.name]] = torch.from_numpy(weights)
+    tensors[hf_names[processed_tensor.name]] = torch.from_numpy(weights)
 
 
 def parse_layer_number(name: str) -> int:

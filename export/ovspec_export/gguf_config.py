@@ -43,7 +43,7 @@ GEMMA_KEYS = {
 }
 TOKEN_ROLES = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
 # Keys that are read elsewhere in this file, or that repeat others.
-OTHER_KEYS = re.compile(r"vocab_size|attention\.value_length|rope\.(dimension_count|scaling\..*)|pooling_type")
+KEYS_READ_ELSEWHERE = re.compile(r"vocab_size|attention\.value_length|rope\.(dimension_count|scaling\..*)|pooling_type")
 # Kinds of files beside that of a whole model (general.type) -> advice.
 PARTIAL_MODEL_KINDS = {
     "mmproj": "the part of a model that sees or hears; name the file with its text model",
@@ -77,7 +77,7 @@ class GgufArchitecture:
 
 
 def derive_llama_entries(file: GgufFile, config: JsonObject) -> JsonObject:
-    head_width = config.get("head_dim") or file.architecture_entry("rope.dimension_count")
+    head_width = config.get("head_dim") or file.get_architecture_entry("rope.dimension_count")
     return {
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
@@ -96,9 +96,9 @@ def derive_qwen2_moe_entries(file: GgufFile, config: JsonObject) -> JsonObject:
 
 def derive_phi3_entries(file: GgufFile, config: JsonObject) -> JsonObject:
     return {
-        "original_max_position_embeddings": file.architecture_entry("rope.scaling.original_context_length"),
-        "partial_rotary_factor": file.architecture_entry("rope.dimension_count") / compute_head_width(config),
-        "sliding_window": file.architecture_entry("attention.sliding_window") or None,
+        "original_max_position_embeddings": file.get_architecture_entry("rope.scaling.original_context_length"),
+        "partial_rotary_factor": file.get_architecture_entry("rope.dimension_count") / compute_head_width(config),
+        "sliding_window": file.get_architecture_entry("attention.sliding_window") or None,
     }
 
 
@@ -106,17 +106,17 @@ def derive_gemma_entries(file: GgufFile, config: JsonObject) -> JsonObject:
     # Only the 27B models divide by another width than that of a head; llama.cpp knows them by their layers, too.
     largest_layer_count, rope_base = {"gemma2": (46, 1e4), "gemma3": (62, 1e6)}[file.architecture]
     if config["num_hidden_layers"] == largest_layer_count:
-        scalar = config["hidden_size"] // config["num_attention_heads"]
+        attention_scalar = config["hidden_size"] // config["num_attention_heads"]
     else:
-        scalar = config["head_dim"]
-    return {"query_pre_attn_scalar": scalar, "rope_theta": config.get("rope_theta", rope_base)}
+        attention_scalar = config["head_dim"]
+    return {"query_pre_attn_scalar": attention_scalar, "rope_theta": config.get("rope_theta", rope_base)}
 
 
 def derive_stablelm_entries(file: GgufFile, config: JsonObject) -> JsonObject:
     return {
         "use_qkv_bias": "blk.0.attn_q.bias" in file.tensors,
         "qk_layernorm": "blk.0.attn_q_norm.weight" in file.tensors,
-        "partial_rotary_factor": file.architecture_entry("rope.dimension_count") / compute_head_width(config),
+        "partial_rotary_factor": file.get_architecture_entry("rope.dimension_count") / compute_head_width(config),
         "rope_theta": config.get("rope_theta", 1e4),
     }
 
@@ -188,16 +188,20 @@ def build_config(file: GgufFile) -> JsonObject:
     check_model_kind(file)
     architecture = GGUF_ARCHITECTURES[file.architecture]
     config_keys = COMMON_KEYS | architecture.config_keys
-    prefix = f"{file.architecture}."
-    entries = {key.removeprefix(prefix): entry for key, entry in file.metadata.items() if key.startswith(prefix)}
-    unknown_keys = sorted(key for key in entries if key not in config_keys and not OTHER_KEYS.fullmatch(key))
+    key_prefix = f"{file.architecture}."
+    architecture_entries = {
+        key.removeprefix(key_prefix): entry for key, entry in file.metadata.items() if key.startswith(key_prefix)
+    }
+    unknown_keys = sorted(
+        key for key in architecture_entries if key not in config_keys and not KEYS_READ_ELSEWHERE.fullmatch(key)
+    )
     if unknown_keys:
-        problem = f"{prefix}{unknown_keys[0]}, which ovspec doesn't understand, so the model could come out wrong"
+        problem = f"{key_prefix}{unknown_keys[0]}, which ovspec doesn't understand, so the model could come out wrong"
         raise OvspecError(f"{file.path}: its metadata has {problem}; {CHECKPOINT_ADVICE}.")
     try:
-        config = {config_keys[key]: entry for key, entry in entries.items() if key in config_keys}
+        config = {config_keys[key]: entry for key, entry in architecture_entries.items() if key in config_keys}
         config |= architecture.derive_entries(file, config)
-        rotated_width = entries.get("rope.dimension_count")
+        rotated_width = architecture_entries.get("rope.dimension_count")
         if architecture.rotates_whole_heads and rotated_width not in (None, compute_head_width(config)):
             raise ValueError(f"{rotated_width} values of a head are rotated")
         config |= {"vocab_size": file.tensors["token_embd.weight"].shape[0]}
@@ -206,13 +210,15 @@ def build_config(file: GgufFile) -> JsonObject:
             raise ValueError(f"{token_count} tokens, but weights for {config['vocab_size']}")
         config |= {"tie_word_embeddings": "output.weight" not in file.tensors}
         config |= read_rope_scaling(file, config)
-        ids = {name: file.metadata.get(f"tokenizer.ggml.{role}_token_id") for name, role in TOKEN_ROLES.items()}
+        role_token_ids = {
+            name: file.metadata.get(f"tokenizer.ggml.{role}_token_id") for name, role in TOKEN_ROLES.items()
+        }
     except (KeyError, TypeError, ValueError, ZeroDivisionError, IndexError) as error:
         problem = f"incomplete or not understood ({error})"
         raise OvspecError(f"{file.path}: its metadata is {problem}; {CHECKPOINT_ADVICE}.") from None
     known_entries = {name: entry for name, entry in config.items() if entry is not None}
     # All ids are written, as a family's default for a token would be another's.
-    return known_entries | ids | {"model_type": architecture.model_type}
+    return known_entries | role_token_ids | {"model_type": architecture.model_type}
 
 
 def check_model_kind(file: GgufFile) -> None:
@@ -221,7 +227,9 @@ def check_model_kind(file: GgufFile) -> None:
     advice = PARTIAL_MODEL_KINDS.get("mmproj" if file.architecture == "clip" else model_kind)
     if advice:
         raise OvspecError(f"{file.path}: holds {advice}.")
-    is_embedding = file.architecture_entry("pooling_type") or file.architecture_entry("attention.causal") is False
+    is_embedding = (
+        file.get_architecture_entry("pooling_type") or file.get_architecture_entry("attention.causal") is False
+    )
     if is_embedding or re.search("bert|embedding|encoder", file.architecture):
         raise OvspecError(f"{file.path}: holds an embedding model; only models that generate text can be exported.")
     if file.architecture not in GGUF_ARCHITECTURES:
@@ -231,9 +239,9 @@ def check_model_kind(file: GgufFile) -> None:
 
 def compute_head_width(config: JsonObject) -> int:
     """Return the number of values in a head of attention."""
-    width: int = config["n_embd"] if "n_embd" in config else config["hidden_size"]
+    hidden_size: int = config["n_embd"] if "n_embd" in config else config["hidden_size"]
     head_count: int = config["n_head"] if "n_head" in config else config["num_attention_heads"]
-    return config.get("head_dim") or width // head_count
+    return config.get("head_dim") or hidden_size // head_count
 
 
 def read_rope_scaling(file: GgufFile, config: JsonObject) -> JsonObject:
@@ -246,22 +254,30 @@ def read_rope_scaling(file: GgufFile, config: JsonObject) -> JsonObject:
             for length in ("long", "short")
         }
         return {"rope_scaling": {"rope_type": "longrope"} | factors}
-    method = file.architecture_entry("rope.scaling.type") or "none"
-    if method == "none":
+    scaling_method = file.get_architecture_entry("rope.scaling.type") or "none"
+    if scaling_method == "none":
         return {}
-    scaling = {"rope_type": method, "factor": file.architecture_entry("rope.scaling.factor")}
-    if method == "yarn":
-        original_length = file.architecture_entry("rope.scaling.original_context_length")
+    scaling = {"rope_type": scaling_method, "factor": file.get_architecture_entry("rope.scaling.factor")}
+    if scaling_method == "yarn":
+        original_length = file.get_architecture_entry("rope.scaling.original_context_length")
         scaling |= {"original_max_position_embeddings": original_length}
-        names = {"attn_factor": "attention_factor", "yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
-        options = {name: file.architecture_entry(f"rope.scaling.{key}") for key, name in names.items()}
-        scaling |= {name: option for name, option in options.items() if option is not None}
-    elif method != "linear":
-        raise ValueError(f"rotary embeddings are scaled by the method {method!r}")
+        yarn_option_names = {
+            "attn_factor": "attention_factor",
+            "yarn_beta_fast": "beta_fast",
+            "yarn_beta_slow": "beta_slow",
+        }
+        yarn_options = {
+            name: file.get_architecture_entry(f"rope.scaling.{key}") for key, name in yarn_option_names.items()
+        }
+        scaling |= {name: option for name, option in yarn_options.items() if option is not None}
+    elif scaling_method != "linear":
+        raise ValueError(f"rotary embeddings are scaled by the method {scaling_method!r}")
     if file.architecture == "gemma3":  # its layers with a window aren't scaled, which this form says
-        local_base = config.get("rope_local_base_freq", 1e4)
+        local_rope_base = config.get("rope_local_base_freq", 1e4)
         full_attention = {"rope_theta": config["rope_theta"], **scaling}
-        return {"rope_parameters": {"full_attention": full_attention, "sliding_attention": {"rope_theta": local_base}}}
+        return {
+            "rope_parameters": {"full_attention": full_attention, "sliding_attention": {"rope_theta": local_rope_base}}
+        }
     return {"rope_scaling": scaling}
 
 
@@ -288,8 +304,11 @@ def read_llama3_scaling(file: GgufFile, config: JsonObject) -> JsonObject:
 
 def build_generation_config(file: GgufFile, eos_ids: list[int]) -> JsonObject:
     """Return the entries of generation_config.json: the EOS and BOS tokens, and the sampling that is recommended."""
-    config: JsonObject = {"eos_token_id": eos_ids, "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id")}
-    sampling = {name: file.metadata.get(f"general.sampling.{key}") for key, name in SAMPLING_KEYS.items()}
-    if any(option is not None for option in sampling.values()):
-        config |= sampling | {"do_sample": True}
-    return {name: entry for name, entry in config.items() if entry is not None}
+    generation_config: JsonObject = {
+        "eos_token_id": eos_ids,
+        "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
+    }
+    sampling_options = {name: file.metadata.get(f"general.sampling.{key}") for key, name in SAMPLING_KEYS.items()}
+    if any(option is not None for option in sampling_options.values()):
+        generation_config |= sampling_options | {"do_sample": True}
+    return {name: entry for name, entry in generation_config.items() if entry is not None}

@@ -20,7 +20,7 @@ from ovspec.base.json_types import JsonObject, JsonValue
 from ovspec.setup.identity import list_model_files
 
 MAGIC = b"GGUF"
-VERSIONS = (2, 3)  # of the format
+FORMAT_VERSIONS = (2, 3)  # of the format
 DEFAULT_ALIGNMENT = 32  # of the tensors, where the metadata doesn't say otherwise
 SCALAR_DTYPES = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?"}
 SCALAR_DTYPES |= {10: "<u8", 11: "<i8", 12: "<f8"}
@@ -43,7 +43,7 @@ class TensorInfo:
     ggml_type: int
 
     @property
-    def stored_shape(self) -> tuple[int, ...]:
+    def stored_byte_shape(self) -> tuple[int, ...]:
         """The shape of its data in bytes."""
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
@@ -57,7 +57,7 @@ class TensorInfo:
         from gguf.constants import GGMLQuantizationType
         from gguf.quants import dequantize
 
-        data = np.memmap(self.file, np.uint8, "r", self.offset, self.stored_shape)
+        data = np.memmap(self.file, np.uint8, "r", self.offset, self.stored_byte_shape)
         return dequantize(data, GGMLQuantizationType(self.ggml_type))
 
 
@@ -74,7 +74,7 @@ class GgufFile:
         """ggml's name of the model's family."""
         return str(self.metadata.get("general.architecture"))
 
-    def architecture_entry(self, key: str) -> JsonValue:
+    def get_architecture_entry(self, key: str) -> JsonValue:
         """Return the metadata of the architecture under ``key``; None if there is none."""
         return self.metadata.get(f"{self.architecture}.{key}")
 
@@ -87,10 +87,10 @@ def read_gguf(path: Path) -> GgufFile:
     """
     files = list_model_files(path)
     metadata, tensors = read_gguf_header(files[0])
-    if len(files) != (shards := metadata.get("split.count") or 1):
+    if len(files) != (shard_count := metadata.get("split.count") or 1):
         raise OvspecError(
-            f"{path}: is one of {shards} files of a model; give them the names they had, which end in "
-            f"-00001-of-{shards:05}.gguf and so on, and name one of them."
+            f"{path}: is one of {shard_count} files of a model; give them the names they had, which end in "
+            f"-00001-of-{shard_count:05}.gguf and so on, and name one of them."
         )
     for file in files[1:]:
         if not file.is_file():
@@ -98,8 +98,10 @@ def read_gguf(path: Path) -> GgufFile:
         tensors |= read_gguf_header(file)[1]
     if not tensors:
         raise OvspecError(f"{path}: holds no weights; name the file with the whole model.")
-    if len(tensors) != (count := metadata.get("split.tensors.count") or len(tensors)):
-        raise OvspecError(f"{path}: has {len(tensors)} of {count} tensors; download all files of the model again.")
+    if len(tensors) != (tensor_count := metadata.get("split.tensors.count") or len(tensors)):
+        raise OvspecError(
+            f"{path}: has {len(tensors)} of {tensor_count} tensors; download all files of the model again."
+        )
     return GgufFile(path, metadata, tensors)
 
 
@@ -127,23 +129,26 @@ class HeaderReader:
 
     def read_metadata_and_tensors(self) -> tuple[JsonObject, dict[str, TensorInfo]]:
         (version,) = self._read_struct("<I")
-        if version not in VERSIONS:
+        if version not in FORMAT_VERSIONS:
             raise ValueError(f"version {version} of the format is not known")
         tensor_count, entry_count = self._read_struct("<QQ")
         metadata = {}
         for _ in range(entry_count):
             key = self._read_string()
             metadata[key] = self._read_value(*self._read_struct("<I"))
-        entries = [self._read_tensor() for _ in range(tensor_count)]
+        tensor_entries = [self._read_tensor() for _ in range(tensor_count)]
         alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1:
             raise ValueError(f"general.alignment is {alignment}")
-        start = -(-self._position // alignment) * alignment
-        tensors = {name: TensorInfo(self._file, start + at, shape, kind) for name, shape, kind, at in entries}
+        data_start = -(-self._position // alignment) * alignment
+        tensors = {
+            name: TensorInfo(self._file, data_start + offset, shape, ggml_type)
+            for name, shape, ggml_type, offset in tensor_entries
+        }
         check_tensor_types(tensors)
-        end = max((info.offset + math.prod(info.stored_shape) for info in tensors.values()), default=0)
-        if end > len(self._data):
-            raise ValueError(f"has {len(self._data)} of {end} bytes")
+        data_end = max((info.offset + math.prod(info.stored_byte_shape) for info in tensors.values()), default=0)
+        if data_end > len(self._data):
+            raise ValueError(f"has {len(self._data)} of {data_end} bytes")
         return metadata, tensors
 
     def _read_struct(self, struct_format: str) -> tuple[Any, ...]:
@@ -151,11 +156,11 @@ class HeaderReader:
         self._position += struct.calcsize(struct_format)
         return numbers
 
-    def _read_bytes(self, count: int) -> bytes:
-        if count > len(self._data) - self._position:
-            raise ValueError(f"an entry of {count} bytes exceeds the file")
-        self._position += count
-        return self._data[self._position - count : self._position]
+    def _read_bytes(self, byte_count: int) -> bytes:
+        if byte_count > len(self._data) - self._position:
+            raise ValueError(f"an entry of {byte_count} bytes exceeds the file")
+        self._position += byte_count
+        return self._data[self._position - byte_count : self._position]
 
     def _read_string(self) -> str:
         return self._read_bytes(*self._read_struct("<Q")).decode()
@@ -167,12 +172,12 @@ class HeaderReader:
             return float(str(np.float32(self._read_array(type_number, 1)[0])))  # 1e-05, not 9.99999974e-06
         if type_number != ARRAY_TYPE:
             return self._read_array(type_number, 1)[0]
-        inner_type, count = self._read_struct("<IQ")
-        if inner_type == ARRAY_TYPE:
+        element_type, element_count = self._read_struct("<IQ")
+        if element_type == ARRAY_TYPE:
             raise ValueError("an array of arrays")
-        if inner_type == STRING_TYPE:
-            return [self._read_string() for _ in range(count)]
-        return self._read_array(inner_type, count)
+        if element_type == STRING_TYPE:
+            return [self._read_string() for _ in range(element_count)]
+        return self._read_array(element_type, element_count)
 
     def _read_array(self, type_number: int, count: int) -> list[JsonValue]:
         if type_number not in SCALAR_DTYPES:
@@ -197,12 +202,12 @@ def check_tensor_types(tensors: dict[str, TensorInfo]) -> None:
 
     for info in {info.ggml_type: info for info in tensors.values()}.values():
         try:
-            kind = GGMLQuantizationType(info.ggml_type)
-            dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+            quantisation_type = GGMLQuantizationType(info.ggml_type)
+            dequantize(np.zeros((1, GGML_QUANT_SIZES[quantisation_type][1]), np.uint8), quantisation_type)
         except (ValueError, KeyError, NotImplementedError):
-            names = {kind.value: kind.name for kind in GGMLQuantizationType}
-            name = names.get(info.ggml_type, str(info.ggml_type))
+            type_names = {kind.value: kind.name for kind in GGMLQuantizationType}
+            type_name = type_names.get(info.ggml_type, str(info.ggml_type))
             raise OvspecError(
-                f"{info.file}: has weights of the type {name}, which can't be read; use a file of another one, such as "
-                "Q8_0."
+                f"{info.file}: has weights of the type {type_name}, which can't be read; use a file of another one, "
+                "such as Q8_0."
             ) from None

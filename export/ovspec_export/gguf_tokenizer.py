@@ -52,7 +52,7 @@ def build_gguf_tokenizer(entries: JsonObject, name: str) -> PreTrainedTokenizerF
         tokenizer = build_byte_level_bpe(metadata, vocabulary, pre_tokenizer, name)
     else:
         tokenizer = build_sentencepiece_bpe(metadata, vocabulary, name)
-    is_phi3 = any(sign in metadata.general_name.lower() for sign in ("phi-3", "phi3"))
+    is_phi3 = any(name_part in metadata.general_name.lower() for name_part in ("phi-3", "phi3"))
     add_special_tokens(tokenizer, vocabulary, is_phi3)
     add_bos_and_eos(tokenizer, metadata, vocabulary, pre_tokenizer.add_bos if pre_tokenizer else True, name)
     role_ids = vocabulary.role_ids
@@ -131,12 +131,16 @@ def build_character_bpe(vocabulary: GgufVocabulary, merges: list[tuple[str, str]
     """Return BPE of characters, with bytes for unknown ones. ``space_before``: texts get a space in front."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    unknown = vocabulary.tokens[vocabulary.role_ids["unknown"]] if "unknown" in vocabulary.role_ids else None
-    tokenizer = Tokenizer(models.BPE(vocabulary.token_ids, merges, unk_token=unknown, byte_fallback=True))
-    spaces: list[normalizers.Normalizer] = [normalizers.Prepend(SPACE_SYMBOL)] * space_before
-    tokenizer.normalizer = normalizers.Sequence([*spaces, normalizers.Replace(" ", SPACE_SYMBOL)])
-    steps: list[decoders.Decoder] = [decoders.Replace(SPACE_SYMBOL, " "), decoders.ByteFallback(), decoders.Fuse()]
-    tokenizer.decoder = decoders.Sequence([*steps, *[decoders.Strip(" ", 1, 0)] * space_before])
+    unknown_token = vocabulary.tokens[vocabulary.role_ids["unknown"]] if "unknown" in vocabulary.role_ids else None
+    tokenizer = Tokenizer(models.BPE(vocabulary.token_ids, merges, unk_token=unknown_token, byte_fallback=True))
+    space_normalizers: list[normalizers.Normalizer] = [normalizers.Prepend(SPACE_SYMBOL)] * space_before
+    tokenizer.normalizer = normalizers.Sequence([*space_normalizers, normalizers.Replace(" ", SPACE_SYMBOL)])
+    decoder_steps: list[decoders.Decoder] = [
+        decoders.Replace(SPACE_SYMBOL, " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+    ]
+    tokenizer.decoder = decoders.Sequence([*decoder_steps, *[decoders.Strip(" ", 1, 0)] * space_before])
     return tokenizer
 
 
@@ -149,15 +153,19 @@ def spell_spaces(vocabulary: GgufVocabulary, scores: list[float]) -> None:
     token_ids = vocabulary.token_ids
     token_types = vocabulary.token_types
     for length in itertools.count(2):
-        spelt = SPACE_SYMBOL * length
-        spellings = [spelling for spelling in (" " * length, spelt) if spelling in token_ids]
-        if len(spellings) != 1 or token_types[token_ids[spellings[0]]] != USER_DEFINED or spelt[1:] not in token_ids:
+        spelt_spaces = SPACE_SYMBOL * length
+        spellings = [spelling for spelling in (" " * length, spelt_spaces) if spelling in token_ids]
+        if (
+            len(spellings) != 1
+            or token_types[token_ids[spellings[0]]] != USER_DEFINED
+            or spelt_spaces[1:] not in token_ids
+        ):
             return
         token_id = token_ids.pop(spellings[0])
-        token_ids[spelt] = token_id
-        vocabulary.tokens[token_id] = spelt
+        token_ids[spelt_spaces] = token_id
+        vocabulary.tokens[token_id] = spelt_spaces
         token_types[token_id] = NORMAL
-        if spellings[0] != spelt:
+        if spellings[0] != spelt_spaces:
             scores[token_id] = math.inf
 
 
@@ -168,11 +176,13 @@ def derive_merges(vocabulary: GgufVocabulary, scores: list[float]) -> Iterator[t
     """
     token_ids = vocabulary.token_ids
     scored_tokens = zip(scores, vocabulary.tokens, strict=False)
-    for _, token in sorted(scored_tokens, key=lambda scored: (scored[0], len(scored[1])), reverse=True):
+    for _, token in sorted(
+        scored_tokens, key=lambda scored_token: (scored_token[0], len(scored_token[1])), reverse=True
+    ):
         # Of two pairs that overlap, SentencePiece merges the left one: in "ab a ba", that is the one cut further right.
-        for cut in range(len(token) - 1, 0, -1):
-            if token[:cut] in token_ids and token[cut:] in token_ids:
-                yield token[:cut], token[cut:]
+        for cut_index in range(len(token) - 1, 0, -1):
+            if token[:cut_index] in token_ids and token[cut_index:] in token_ids:
+                yield token[:cut_index], token[cut_index:]
 
 
 def read_merges(metadata: TokenizerMetadata, token_ids: dict[str, int], name: str) -> list[tuple[str, str]]:
@@ -181,10 +191,10 @@ def read_merges(metadata: TokenizerMetadata, token_ids: dict[str, int], name: st
         raise damaged_tokenizer_error(name, "it has no merges")
     merges = {}
     for merge in metadata.merges:
-        cut = merge.find(" ", 1)
-        left = merge[:cut]
-        right = merge[cut + 1 :]
-        if cut < 0 or not token_ids.keys() >= {left, right, left + right}:
+        space_index = merge.find(" ", 1)
+        left = merge[:space_index]
+        right = merge[space_index + 1 :]
+        if space_index < 0 or not token_ids.keys() >= {left, right, left + right}:
             raise damaged_tokenizer_error(name, f"the merge {quote_shortened(merge)} doesn't fit its tokens")
         merges[left, right] = None
     return list(merges)

@@ -14,8 +14,8 @@ from msgspec.structs import fields
 from ovspec.base.errors import OvspecError
 from ovspec.base.json_types import JsonObject
 
-MOST_TOKENS = 2**20  # four times the largest vocabulary
-LONGEST_TOKEN = 2**12  # characters
+MAX_TOKENS = 2**20  # four times the largest vocabulary
+MAX_TOKEN_CHARACTERS = 2**12  # characters
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # types of tokens
 SPECIAL_TYPES = (UNKNOWN, CONTROL)  # add nothing to the text
 # Ids that llama.cpp assumes where the metadata names none; here only if that token is a special one.
@@ -54,7 +54,7 @@ class TokenizerMetadata(Struct, rename=lambda name: f"tokenizer.ggml.{name}"):
     """The entries of a file's metadata about its tokenizer, except chat templates and the ids of roles."""
 
     model: str
-    tokens: Annotated[list[str], Meta(min_length=1, max_length=MOST_TOKENS)]
+    tokens: Annotated[list[str], Meta(min_length=1, max_length=MAX_TOKENS)]
     pre: str | None = None
     token_type: list[int] | None = None
     scores: list[float] | None = None
@@ -94,15 +94,15 @@ def read_vocabulary(metadata: TokenizerMetadata, entries: JsonObject, name: str)
         repeated_token = next(token for token_id, token in enumerate(tokens) if token_ids[token] != token_id)
         raise damaged_tokenizer_error(name, f"the token {quote_shortened(repeated_token)} is there twice")
     longest_token = max(tokens, key=len)
-    if len(longest_token) > LONGEST_TOKEN:
+    if len(longest_token) > MAX_TOKEN_CHARACTERS:
         raise damaged_tokenizer_error(
             name, f"the token {quote_shortened(longest_token)} has {len(longest_token)} characters"
         )
     token_types = list(metadata.token_type or [NORMAL] * len(tokens))
     if len(token_types) < len(tokens):
         raise damaged_tokenizer_error(name, f"{len(tokens)} tokens have {len(token_types)} types")
-    read_ids = {role: read_role_id(role, entries, len(tokens), name) for role in (*ROLES, *ROLE_TOKENS)}
-    role_ids = {role: token_id for role, token_id in read_ids.items() if token_id is not None}
+    ids_by_role = {role: read_role_id(role, entries, len(tokens), name) for role in (*ROLES, *ROLE_TOKENS)}
+    role_ids = {role: token_id for role, token_id in ids_by_role.items() if token_id is not None}
     for role, token_id in ASSUMED_ROLE_IDS.get(metadata.model, {}).items():
         if token_id < len(tokens) and token_types[token_id] in SPECIAL_TYPES:
             role_ids.setdefault(role, token_id)

@@ -11,7 +11,7 @@ from ovspec.base.errors import OvspecError
 from ovspec.ir.compile import MODEL_FILE, check_weights, read_target_ids
 from ovspec.ir.device import openvino_core
 from ovspec.ir.heads import FUSION_INPUT, FUSION_OUTPUT, HIDDEN_OUTPUT, TARGET_LAYERS_INFO, read_target_layers
-from ovspec_export.head_layout import default_tap_layers
+from ovspec_export.head_layout import choose_default_tap_layers
 from ovspec_export.sources import HeadSource, Source
 
 NAME_CHECKPOINT_ADVICE = "name the head's checkpoint instead, which ovspec exports itself"
@@ -24,8 +24,8 @@ class HeadSizes:
     states_width: of the states that it reads, of ``tap_count`` layers together.
     tap_layers: these layers, or None for the default.
     proposed_ids: the target's ids of the tokens that it can propose.
-    proposable: for each of the target's ids, whether it can propose it.
-    own_embedding, own_lm_head: whether it has them; else they are made of the target's embedding.
+    is_proposable: for each of the target's ids, whether it can propose it.
+    has_own_embedding, has_own_lm_head: whether it has them; else they are made of the target's embedding.
     """
 
     hidden_size: int
@@ -34,9 +34,9 @@ class HeadSizes:
     vocab_size: int | None
     proposed_ids: np.ndarray
     tap_layers: Sequence[int] | None = None
-    proposable: np.ndarray | None = None
-    own_embedding: bool = True
-    own_lm_head: bool = True
+    is_proposable: np.ndarray | None = None
+    has_own_embedding: bool = True
+    has_own_lm_head: bool = True
 
 
 def read_head_sizes(head: HeadSource) -> HeadSizes:
@@ -45,11 +45,11 @@ def read_head_sizes(head: HeadSource) -> HeadSizes:
         return read_head_ir_sizes(head)
     layout = head.layout
     offsets = head.read_integers("d2t")
-    ids = np.arange(layout.draft_vocab_size)
+    proposed_ids = np.arange(layout.draft_vocab_size)
     if offsets is not None:
-        if offsets.shape != ids.shape:
-            raise OvspecError(f"{head.name}: its d2t has {len(offsets)} entries for {len(ids)} tokens.")
-        ids = ids + offsets
+        if offsets.shape != proposed_ids.shape:
+            raise OvspecError(f"{head.name}: its d2t has {len(offsets)} entries for {len(proposed_ids)} tokens.")
+        proposed_ids = proposed_ids + offsets
     elif layout.draft_vocab_size != layout.vocab_size:
         raise OvspecError(
             f"{head.name}: it proposes {layout.draft_vocab_size} of {layout.vocab_size} tokens, but has no d2t that "
@@ -60,11 +60,11 @@ def read_head_sizes(head: HeadSource) -> HeadSizes:
         states_width=layout.tensor_shapes()["fc.weight"][1],
         tap_count=layout.tap_count,
         vocab_size=layout.vocab_size,
-        proposed_ids=ids,
+        proposed_ids=proposed_ids,
         tap_layers=layout.tap_layers,
-        proposable=head.read_integers("t2d"),
-        own_embedding=layout.own_embedding,
-        own_lm_head=layout.own_lm_head,
+        is_proposable=head.read_integers("t2d"),
+        has_own_embedding=layout.has_own_embedding,
+        has_own_lm_head=layout.has_own_lm_head,
     )
 
 
@@ -84,10 +84,10 @@ def read_head_ir_sizes(head: HeadSource) -> HeadSizes:
             hidden_size=outputs[HIDDEN_OUTPUT].get_partial_shape()[2].get_length(),
             states_width=inputs[FUSION_INPUT].get_partial_shape()[2].get_length(),
             tap_count=len(tap_layers),
-            vocab_size=head.config_number("vocab"),
+            vocab_size=head.get_config_number("vocab"),
             proposed_ids=proposed_ids,
             tap_layers=tap_layers,
-            own_embedding="input_ids" in inputs,
+            has_own_embedding="input_ids" in inputs,
         )
     except (RuntimeError, KeyError, ValueError):
         raise OvspecError(f"{head.name}: the head's IR cannot be read; {NAME_CHECKPOINT_ADVICE}.") from None
@@ -100,29 +100,29 @@ def check_head_fits(target: Source, head: HeadSource) -> list[int]:
         OvspecError: the head was made for a target of another width, vocabulary or number of layers.
     """
     sizes = read_head_sizes(head)
-    refused = f"{head.name} cannot draft for {target.name}:"
-    hidden_size, vocab_size, layer_count = (target.config_number(name) for name in ("hidden", "vocab", "layers"))
+    refusal = f"{head.name} cannot draft for {target.name}:"
+    hidden_size, vocab_size, layer_count = (target.get_config_number(name) for name in ("hidden", "vocab", "layers"))
     if hidden_size is None or vocab_size is None or layer_count is None:
-        raise OvspecError(f"{refused} the target's config.json doesn't say its width, vocabulary and layers.")
+        raise OvspecError(f"{refusal} the target's config.json doesn't say its width, vocabulary and layers.")
     if sizes.states_width != sizes.tap_count * hidden_size:
         raise OvspecError(
-            f"{refused} it reads {sizes.tap_count} layers, {sizes.states_width} values in all, but the target is "
+            f"{refusal} it reads {sizes.tap_count} layers, {sizes.states_width} values in all, but the target is "
             f"{hidden_size} wide."
         )
-    if not sizes.own_embedding and sizes.hidden_size != hidden_size:
+    if not sizes.has_own_embedding and sizes.hidden_size != hidden_size:
         raise OvspecError(
-            f"{refused} it has no embedding of its own and is {sizes.hidden_size} wide, but the target's embedding "
+            f"{refusal} it has no embedding of its own and is {sizes.hidden_size} wide, but the target's embedding "
             f"{hidden_size}."
         )
-    if not sizes.own_embedding and not sizes.own_lm_head and target.is_ir:
-        raise OvspecError(f"{refused} its lm_head is made of the target's embedding; name the target's checkpoint.")
+    if not sizes.has_own_embedding and not sizes.has_own_lm_head and target.is_ir:
+        raise OvspecError(f"{refusal} its lm_head is made of the target's embedding; name the target's checkpoint.")
     if sizes.vocab_size != vocab_size:
-        raise OvspecError(f"{refused} it was made for {sizes.vocab_size} tokens, but the target has {vocab_size}.")
+        raise OvspecError(f"{refusal} it was made for {sizes.vocab_size} tokens, but the target has {vocab_size}.")
     check_head_token_ids(sizes, vocab_size, head.name)
-    tap_layers = list(sizes.tap_layers or default_tap_layers(layer_count))
+    tap_layers = list(sizes.tap_layers or choose_default_tap_layers(layer_count))
     if any(not 0 <= layer < layer_count for layer in tap_layers):
         raise OvspecError(
-            f"{refused} it reads the inputs of its layers {', '.join(map(str, tap_layers))}, but the target has "
+            f"{refusal} it reads the inputs of its layers {', '.join(map(str, tap_layers))}, but the target has "
             f"{layer_count} (0 to {layer_count - 1})."
         )
     return tap_layers
@@ -130,12 +130,16 @@ def check_head_fits(target: Source, head: HeadSource) -> list[int]:
 
 def check_head_token_ids(sizes: HeadSizes, vocab_size: int, name: str) -> None:
     """Raise OvspecError if the tokens that a head can propose aren't different tokens of the target."""
-    ids = sizes.proposed_ids
-    lowest = ids.min()
-    highest = ids.max()
-    if lowest < 0 or highest >= vocab_size:
-        raise OvspecError(f"{name}: its d2t names the token {lowest if lowest < 0 else highest} of {vocab_size}.")
-    if len(np.unique(ids)) < len(ids):
+    proposed_ids = sizes.proposed_ids
+    lowest_id = proposed_ids.min()
+    highest_id = proposed_ids.max()
+    if lowest_id < 0 or highest_id >= vocab_size:
+        raise OvspecError(
+            f"{name}: its d2t names the token {lowest_id if lowest_id < 0 else highest_id} of {vocab_size}."
+        )
+    if len(np.unique(proposed_ids)) < len(proposed_ids):
         raise OvspecError(f"{name}: its d2t names a token twice.")
-    if sizes.proposable is not None and not np.array_equal(np.flatnonzero(sizes.proposable), np.sort(ids)):
+    if sizes.is_proposable is not None and not np.array_equal(
+        np.flatnonzero(sizes.is_proposable), np.sort(proposed_ids)
+    ):
         raise OvspecError(f"{name}: its t2d and its d2t name different tokens.")

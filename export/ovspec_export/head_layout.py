@@ -15,7 +15,7 @@ from ovspec.base.errors import OvspecError
 from ovspec.base.json_types import JsonObject
 
 HEAD_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3DraftModel", "Eagle3Speculator")
-LAYER_CONFIG = "transformer_layer_config"  # the entry of a config of speculators that describes the decoder layer
+LAYER_CONFIG_ENTRY = "transformer_layer_config"  # the entry of a config of speculators that describes the decoder layer
 LAYER_IDS_ENTRY = "eagle_aux_hidden_state_layer_ids"
 HEAD_FAMILIES = ("llama", "qwen3")
 SUPPORTED_ROPES = ("default", "linear", "llama3", "yarn")  # whose frequencies don't depend on the length of the text
@@ -36,7 +36,8 @@ class HeadLayout:
     norm_before_head: the lm_head reads the normalised output.
     norm_output: the normalised output is the next feature, too.
     rope_config: the config's entries about the rotary embedding, and max_position_embeddings.
-    own_embedding, own_lm_head: whether the checkpoint has them. biased_layers: names of the linear layers with a bias.
+    has_own_embedding, has_own_lm_head: whether the checkpoint has them.
+    biased_layers: names of the linear layers with a bias.
     """
 
     hidden_size: int
@@ -57,8 +58,8 @@ class HeadLayout:
     norm_before_head: bool = True
     norm_output: bool = False
     rope_config: JsonObject = field(default_factory=dict)
-    own_embedding: bool = True
-    own_lm_head: bool = True
+    has_own_embedding: bool = True
+    has_own_lm_head: bool = True
     biased_layers: frozenset[str] = frozenset()
 
     def tensor_shapes(self) -> dict[str, list[int]]:
@@ -77,9 +78,9 @@ class HeadLayout:
             "layer.mlp.up_proj": [self.intermediate_size, width],
             "layer.mlp.down_proj": [width, self.intermediate_size],
         }
-        if self.own_embedding:
+        if self.has_own_embedding:
             linear_shapes["embed_tokens"] = [self.vocab_size, width]
-        if self.own_lm_head:
+        if self.has_own_lm_head:
             linear_shapes["lm_head"] = [self.draft_vocab_size, width]
         norm_names = ("layer.input_layernorm", "layer.hidden_norm", "layer.post_attention_layernorm", "norm")
         norm_widths: dict[str, int] = dict.fromkeys(norm_names, width)
@@ -97,17 +98,17 @@ class HeadLayout:
 def is_head_config(config: JsonObject) -> bool:
     """Return whether a config.json is that of an EAGLE-3 head."""
     architectures = config.get("architectures")
-    names = {str(name) for name in architectures} if isinstance(architectures, list) else set()
+    architecture_names = {str(name) for name in architectures} if isinstance(architectures, list) else set()
     # EAGLE's authors call theirs a Llama.
-    is_named_llama = names == {"LlamaForCausalLM"} and "draft_vocab_size" in config
+    is_named_llama = architecture_names == {"LlamaForCausalLM"} and "draft_vocab_size" in config
     is_speculators = config.get("speculators_model_type") == "eagle3"
-    return is_named_llama or bool({*HEAD_ARCHITECTURES} & names) or is_speculators
+    return is_named_llama or bool({*HEAD_ARCHITECTURES} & architecture_names) or is_speculators
 
 
 def flatten_head_config(config: JsonObject) -> JsonObject:
     """Return a head's config with the entries of its layer beside the others, where speculators nests them."""
     flat_config = dict(config)
-    layer_config = config.get(LAYER_CONFIG)
+    layer_config = config.get(LAYER_CONFIG_ENTRY)
     if isinstance(layer_config, dict):
         flat_config |= layer_config
     return flat_config | {"architectures": config.get("architectures")}
@@ -125,25 +126,31 @@ def read_head_layout(config: JsonObject, shapes: Mapping[str, Sequence[int]], na
         OvspecError: it has a part that isn't supported, lacks a tensor, or the two contradict each other.
     """
     flat_config = flatten_head_config(config)
-    tensor_shapes = {map_tensor_name(tensor): list(shape) for tensor, shape in shapes.items()}
-    tensor_shapes = {tensor: shape for tensor, shape in tensor_shapes.items() if not IGNORED_TENSORS.match(tensor)}
+    tensor_shapes = {map_tensor_name(tensor_name): list(shape) for tensor_name, shape in shapes.items()}
+    tensor_shapes = {
+        tensor_name: shape for tensor_name, shape in tensor_shapes.items() if not IGNORED_TENSORS.match(tensor_name)
+    }
     check_head_supported(flat_config, tensor_shapes, name)
-    for tensor in ("fc.weight", "norm.weight"):
-        if tensor not in tensor_shapes:
-            raise OvspecError(f"{name}: the head lacks the tensor {tensor}.")
+    for tensor_name in ("fc.weight", "norm.weight"):
+        if tensor_name not in tensor_shapes:
+            raise OvspecError(f"{name}: the head lacks the tensor {tensor_name}.")
     try:
-        layout = build_head_layout(flat_config, tensor_shapes, isinstance(config.get(LAYER_CONFIG), dict))
+        layout = build_head_layout(flat_config, tensor_shapes, isinstance(config.get(LAYER_CONFIG_ENTRY), dict))
     except (KeyError, TypeError, ValueError, IndexError, ZeroDivisionError) as error:
         raise OvspecError(f"{name}: its config.json lacks an entry, or has a wrong one ({error}).") from None
-    expected = layout.tensor_shapes()
-    for tensor in sorted({*expected, *tensor_shapes}):
-        if tensor not in expected:
-            raise OvspecError(f"{name}: the head has a tensor that ovspec doesn't know ({tensor}).")
-        if tensor not in tensor_shapes:
-            raise OvspecError(f"{name}: the head lacks the tensor {tensor}.")
-        if expected[tensor] != tensor_shapes[tensor]:
-            shape, expected_shape = (" x ".join(map(str, sizes[tensor])) for sizes in (tensor_shapes, expected))
-            raise OvspecError(f"{name}: its tensor {tensor} is {shape}, but by its config.json it is {expected_shape}.")
+    expected_shapes = layout.tensor_shapes()
+    for tensor_name in sorted({*expected_shapes, *tensor_shapes}):
+        if tensor_name not in expected_shapes:
+            raise OvspecError(f"{name}: the head has a tensor that ovspec doesn't know ({tensor_name}).")
+        if tensor_name not in tensor_shapes:
+            raise OvspecError(f"{name}: the head lacks the tensor {tensor_name}.")
+        if expected_shapes[tensor_name] != tensor_shapes[tensor_name]:
+            shape, expected_shape = (
+                " x ".join(map(str, named_shapes[tensor_name])) for named_shapes in (tensor_shapes, expected_shapes)
+            )
+            raise OvspecError(
+                f"{name}: its tensor {tensor_name} is {shape}, but by its config.json it is {expected_shape}."
+            )
     return layout
 
 
@@ -185,8 +192,8 @@ def build_head_layout(
         norm_before_head=is_speculators or config.get("norm_output") is not False,
         norm_output=is_speculators and bool(config.get("norm_output")),
         rope_config={name: config[name] for name in rope_entries if config.get(name) is not None},
-        own_embedding="embed_tokens.weight" in tensor_shapes,
-        own_lm_head="lm_head.weight" in tensor_shapes,
+        has_own_embedding="embed_tokens.weight" in tensor_shapes,
+        has_own_lm_head="lm_head.weight" in tensor_shapes,
         biased_layers=frozenset(name.removesuffix(".bias") for name in tensor_shapes if name.endswith(".bias")),
     )
 
@@ -204,14 +211,14 @@ def read_tap_layers(config: JsonObject) -> tuple[int, ...] | None:
     return None
 
 
-def default_tap_layers(layer_count: int) -> list[int]:
+def choose_default_tap_layers(layer_count: int) -> list[int]:
     """Return the layers of a target whose inputs a head reads if its config names none."""
     return [2, layer_count // 2, layer_count - 3]
 
 
-def new_head_tap_layers(layer_count: int) -> list[int]:
+def choose_new_head_tap_layers(layer_count: int) -> list[int]:
     """Return the layers of a target whose inputs a new head reads."""
-    tap_layers = default_tap_layers(layer_count)
+    tap_layers = choose_default_tap_layers(layer_count)
     if tap_layers[0] < tap_layers[1] < tap_layers[2]:
         return tap_layers
     return sorted({layer_count // 4, layer_count // 2, layer_count - 1})
@@ -232,18 +239,26 @@ def check_head_supported(config: JsonObject, tensor_names: Iterable[str], name: 
         raise OvspecError(f"{name}: the head's attention has a sliding window; ovspec exports heads without one.")
     if config.get("norm_before_fc") and config.get("fc_norm"):
         raise OvspecError(f"{name}: its config.json has both norm_before_fc and fc_norm; leave one out.")
-    ropes = [rope for rope in (config.get("rope_parameters"), config.get("rope_scaling")) if isinstance(rope, dict)]
-    rope_kinds = [rope_type(rope) for rope in ropes if rope_type(rope) not in SUPPORTED_ROPES]
-    if any(entries.get("partial_rotary_factor") not in (None, 1) for entries in (config, *ropes)):
-        rope_kinds.append("partial")
-    if rope_kinds:
+    rope_configs = [
+        rope_config
+        for rope_config in (config.get("rope_parameters"), config.get("rope_scaling"))
+        if isinstance(rope_config, dict)
+    ]
+    unsupported_ropes = [
+        read_rope_type(rope_config)
+        for rope_config in rope_configs
+        if read_rope_type(rope_config) not in SUPPORTED_ROPES
+    ]
+    if any(rope_entries.get("partial_rotary_factor") not in (None, 1) for rope_entries in (config, *rope_configs)):
+        unsupported_ropes.append("partial")
+    if unsupported_ropes:
         raise OvspecError(
-            f"{name}: the head's rotary embedding is {rope_kinds[0]}; ovspec exports heads where it is whole and "
-            f"one of {', '.join(SUPPORTED_ROPES)}."
+            f"{name}: the head's rotary embedding is {unsupported_ropes[0]}; ovspec exports heads where it is whole "
+            f"and one of {', '.join(SUPPORTED_ROPES)}."
         )
 
 
-def rope_type(rope: JsonObject) -> str:
+def read_rope_type(rope_config: JsonObject) -> str:
     """Return the kind of a rotary embedding; the three axes of images (mrope) are one and the same for text."""
-    rope_kind = str(rope.get("rope_type") or rope.get("type") or "default")
-    return "default" if rope_kind == "mrope" else rope_kind
+    rope_type = str(rope_config.get("rope_type") or rope_config.get("type") or "default")
+    return "default" if rope_type == "mrope" else rope_type

@@ -25,7 +25,7 @@ from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_json
 from ovspec.ir.compile import add_target_ids
 from ovspec.ir.heads import FUSION_INPUT, FUSION_OUTPUT, HIDDEN_OUTPUT, TARGET_LAYERS_INFO
-from ovspec_export.head_layout import HeadLayout, map_tensor_name, read_head_layout, rope_type
+from ovspec_export.head_layout import HeadLayout, map_tensor_name, read_head_layout, read_rope_type
 from ovspec_export.pickled import read_pickled_tensors
 
 # Ends of the name that families have for the embedding of tokens.
@@ -50,18 +50,20 @@ class HeadAttention(nn.Module):
         )
 
     def forward(
-        self, states: Tensor, mask: Tensor, rotary: KeyValueCache, past: KeyValueCache
+        self, states: Tensor, mask: Tensor, cosines_and_sines: KeyValueCache, past: KeyValueCache
     ) -> tuple[Tensor, KeyValueCache]:
-        """Return the attended states, and the cache with the new keys and values. rotary: cosines and sines."""
+        """Return the attended states, and the cache with the new keys and values."""
         shape = (*states.shape[:2], -1, self.layout.head_dim)
         queries = self.q_norm(self.q_proj(states).view(shape)).transpose(1, 2)
         keys = self.k_norm(self.k_proj(states).view(shape)).transpose(1, 2)
         values = self.v_proj(states).view(shape).transpose(1, 2)
-        queries, keys = apply_rotary_pos_emb(queries, keys, *rotary)
+        queries, keys = apply_rotary_pos_emb(queries, keys, *cosines_and_sines)
         keys = torch.cat((past[0], keys), 2)
         values = torch.cat((past[1], values), 2)
-        groups = self.layout.head_count // self.layout.kv_head_count
-        attended = scaled_dot_product_attention(queries, repeat_kv(keys, groups), repeat_kv(values, groups), mask)
+        repeat_count = self.layout.head_count // self.layout.kv_head_count
+        attended = scaled_dot_product_attention(
+            queries, repeat_kv(keys, repeat_count), repeat_kv(values, repeat_count), mask
+        )
         return self.o_proj(attended.transpose(1, 2).reshape(*states.shape[:2], -1)), (keys, values)
 
 
@@ -94,9 +96,11 @@ class HeadLayer(nn.Module):
     def forward(
         self, embedded: Tensor, features: Tensor, mask: Tensor, rotary: KeyValueCache, past: KeyValueCache
     ) -> tuple[Tensor, KeyValueCache]:
-        normed = self.hidden_norm(features)
-        residual = normed if self.layout.norm_before_residual else features
-        attended, cache = self.self_attn(torch.cat((self.input_layernorm(embedded), normed), -1), mask, rotary, past)
+        normalized_features = self.hidden_norm(features)
+        residual = normalized_features if self.layout.norm_before_residual else features
+        attended, cache = self.self_attn(
+            torch.cat((self.input_layernorm(embedded), normalized_features), -1), mask, rotary, past
+        )
         states = residual + attended
         return states + self.mlp(self.post_attention_layernorm(states)), cache
 
@@ -109,7 +113,7 @@ class EagleHead(nn.Module):
         self.layout = layout
         epsilon = layout.norm_epsilon
         states_width = layout.tap_count * layout.target_hidden_size
-        self.embed_tokens = nn.Embedding(layout.vocab_size, layout.hidden_size) if layout.own_embedding else None
+        self.embed_tokens = nn.Embedding(layout.vocab_size, layout.hidden_size) if layout.has_own_embedding else None
         self.input_norm = LlamaRMSNorm(states_width, epsilon) if layout.fused_norm == "before_fc" else None
         norm_count = layout.tap_count * (layout.fused_norm == "fc")
         self.fc_norm = nn.ModuleList(LlamaRMSNorm(layout.target_hidden_size, epsilon) for _ in range(norm_count))
@@ -125,8 +129,8 @@ class EagleHead(nn.Module):
         """Return features [batch, new, hidden] of the inputs of the target's layers, side by side."""
         states = target_hidden_states if self.input_norm is None else self.input_norm(target_hidden_states)
         if self.fc_norm:
-            parts = states.chunk(self.layout.tap_count, -1)
-            states = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
+            layer_states = states.chunk(self.layout.tap_count, -1)
+            states = torch.cat([norm(part) for norm, part in zip(self.fc_norm, layer_states, strict=True)], -1)
         return self.fc(states)
 
     def run_layer(
@@ -171,27 +175,27 @@ class EagleHead(nn.Module):
         return *outputs, self.fuse_states(target_hidden_states), *cache
 
 
-def make_linear(layout: HeadLayout, name: str, inputs: int, outputs: int) -> nn.Linear:
-    return nn.Linear(inputs, outputs, bias=name in layout.biased_layers)
+def make_linear(layout: HeadLayout, name: str, input_width: int, output_width: int) -> nn.Linear:
+    return nn.Linear(input_width, output_width, bias=name in layout.biased_layers)
 
 
 def make_causal_mask(attention_mask: Tensor, new_count: int) -> Tensor:
     """Return the mask to add to the last ``new_count`` slots' scores, [batch, 1, new, slots]; dead slots have a 0."""
     slots = torch.arange(attention_mask.shape[1])
     is_before = slots[None] <= slots[-new_count:, None]
-    visible = is_before[None, None] & (attention_mask[:, None, None] > 0)
-    return torch.where(visible, torch.zeros(()), torch.full((), torch.finfo(torch.float32).min))
+    is_visible = is_before[None, None] & (attention_mask[:, None, None] > 0)
+    return torch.where(is_visible, torch.zeros(()), torch.full((), torch.finfo(torch.float32).min))
 
 
 def make_rotary_config(layout: HeadLayout) -> LlamaConfig:
     """Return a config with the entries that transformers' rotary embedding reads: of the sizes, only head_dim."""
-    entries = dict(layout.rope_config)
+    config_entries = dict(layout.rope_config)
     for name in ("rope_scaling", "rope_parameters"):
-        if name in entries:
-            entries[name] = {**entries[name], "rope_type": rope_type(entries[name])}
-    entries |= {"hidden_size": layout.head_count * layout.head_dim, "num_attention_heads": layout.head_count}
-    entries |= {"head_dim": layout.head_dim}
-    return LlamaConfig(**entries)
+        if name in config_entries:
+            config_entries[name] = {**config_entries[name], "rope_type": read_rope_type(config_entries[name])}
+    config_entries |= {"hidden_size": layout.head_count * layout.head_dim, "num_attention_heads": layout.head_count}
+    config_entries |= {"head_dim": layout.head_dim}
+    return LlamaConfig(**config_entries)
 
 
 def load_head_checkpoint(folder: Path, name: str = "", embedding: Tensor | None = None) -> EagleHead:
@@ -206,7 +210,7 @@ def load_head_checkpoint(folder: Path, name: str = "", embedding: Tensor | None 
     tensors = {map_tensor_name(stored_name): tensor for stored_name, tensor in stored_tensors.items()}
     own_embedding = tensors.get("embed_tokens.weight")
     if own_embedding is not None and embedding is not None and have_equal_values(own_embedding, embedding):
-        layout = dataclasses.replace(layout, own_embedding=False)
+        layout = dataclasses.replace(layout, has_own_embedding=False)
         own_embedding = None
     with torch.device("meta"):
         head = EagleHead(layout)
@@ -215,11 +219,11 @@ def load_head_checkpoint(folder: Path, name: str = "", embedding: Tensor | None 
         head.d2t = tensors["d2t"].long()
     else:
         head.d2t = torch.zeros(layout.draft_vocab_size, dtype=torch.int64)
-    if not layout.own_lm_head:
-        rows = embedding if own_embedding is None else own_embedding
-        if rows is None:
+    if not layout.has_own_lm_head:
+        embedding_rows = embedding if own_embedding is None else own_embedding
+        if embedding_rows is None:
             raise OvspecError(f"{name}: the head has no lm_head, and no embedding to take its rows from.")
-        tensors["lm_head.weight"] = rows[torch.arange(layout.draft_vocab_size) + head.d2t]
+        tensors["lm_head.weight"] = embedding_rows[torch.arange(layout.draft_vocab_size) + head.d2t]
     weights = {tensor: tensors[tensor].float() for tensor in (*layout.tensor_shapes(), "lm_head.weight")}
     head.load_state_dict(weights, assign=True)
     return head.eval().requires_grad_(False)
@@ -239,9 +243,9 @@ def read_target_embedding(folder: Path) -> Tensor | None:
 
     for file in sorted(folder.glob("model*.safetensors")):
         with safe_open(file, "pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118
-                if name.split(".")[-2:] in EMBEDDING_NAMES:
-                    return tensors.get_tensor(name)
+            for tensor_name in tensors.keys():  # noqa: SIM118
+                if tensor_name.split(".")[-2:] in EMBEDDING_NAMES:
+                    return tensors.get_tensor(tensor_name)
     return None
 
 
@@ -261,35 +265,42 @@ def convert_head_to_ir(head: EagleHead, tap_layers: list[int]) -> ov.Model:
     from optimum.exporters.openvino.stateful import patch_stateful_decoder
 
     layout = head.layout
-    batch, new_count, past_count = 2, 3, 2
-    ids = torch.zeros((batch, new_count), dtype=torch.int64)
-    features = torch.zeros((batch, new_count, layout.hidden_size))
-    target_states = torch.zeros((batch, new_count, layout.tap_count * layout.target_hidden_size))
+    batch_size, new_count, past_count = 2, 3, 2
+    ids = torch.zeros((batch_size, new_count), dtype=torch.int64)
+    features = torch.zeros((batch_size, new_count, layout.hidden_size))
+    target_states = torch.zeros((batch_size, new_count, layout.tap_count * layout.target_hidden_size))
     tokens = features
     tokens_input = {"inputs_embeds": [-1, -1, layout.hidden_size]}
     if head.embed_tokens is not None:
         tokens = ids
         tokens_input = {"input_ids": [-1, -1]}
-    mask = torch.ones((batch, past_count + new_count), dtype=torch.int64)
-    example_inputs = (tokens, features, mask, ids, target_states, *head.make_empty_cache(batch, past_count))
+    attention_mask = torch.ones((batch_size, past_count + new_count), dtype=torch.int64)
+    example_inputs = (
+        tokens,
+        features,
+        attention_mask,
+        ids,
+        target_states,
+        *head.make_empty_cache(batch_size, past_count),
+    )
     with torch.no_grad():
         model = ov.convert_model(head, example_input=example_inputs)
-    cache = [-1, layout.kv_head_count, -1, layout.head_dim]
-    inputs = {
+    cache_shape = [-1, layout.kv_head_count, -1, layout.head_dim]
+    input_shapes = {
         **tokens_input,
         "hidden_states": [-1, -1, layout.hidden_size],
         "attention_mask": [-1, -1],
         "position_ids": [-1, -1],
         FUSION_INPUT: [-1, -1, layout.tap_count * layout.target_hidden_size],
-        "past_key_values.0.key": cache,
-        "past_key_values.0.value": cache,
+        "past_key_values.0.key": cache_shape,
+        "past_key_values.0.value": cache_shape,
     }
-    for port, (name, shape) in zip(model.inputs, inputs.items(), strict=True):
+    for port, (name, shape) in zip(model.inputs, input_shapes.items(), strict=True):
         port.get_tensor().set_names({name})
         port.get_node().set_friendly_name(name)
         port.get_node().set_partial_shape(ov.PartialShape(shape))  # type: ignore[attr-defined]
-    outputs = ("logits", HIDDEN_OUTPUT, FUSION_OUTPUT, "present.0.key", "present.0.value")
-    for port, name in zip(model.outputs, outputs, strict=True):
+    output_names = ("logits", HIDDEN_OUTPUT, FUSION_OUTPUT, "present.0.key", "present.0.value")
+    for port, name in zip(model.outputs, output_names, strict=True):
         port.get_tensor().set_names({name})
     add_target_ids(model, head.d2t.numpy() + np.arange(len(head.d2t)))
     model.validate_nodes_and_infer_types()

@@ -39,26 +39,26 @@ class SelectiveScan(torch.nn.Module):
 def convert_scan(context: NodeContext) -> list[ov.Output]:
     """Convert ``SelectiveScan`` to a loop over the tokens."""
     decay, drive, readout, state = (context.get_input(i) for i in range(4))
-    zero, one, last = (ops.constant(i, dtype=np.int32) for i in (0, 1, -1))
+    zero, one, last_axis = (ops.constant(i, dtype=np.int32) for i in (0, 1, -1))
     decay_t, drive_t = (ops.parameter([-1, 1, -1, -1], np.float32) for _ in range(2))
     readout_t = ops.parameter([-1, 1, -1], np.float32)
     state_t = ops.parameter([-1, -1, -1], np.float32)
     new_state = ops.add(ops.multiply(state_t, ops.squeeze(decay_t, one)), ops.squeeze(drive_t, one))
-    output_t = ops.unsqueeze(ops.reduce_sum(ops.multiply(new_state, readout_t), last, False), one)
+    output_t = ops.unsqueeze(ops.reduce_sum(ops.multiply(new_state, readout_t), last_axis, False), one)
     keep_looping = ops.constant([True], dtype=bool)
     parameters = [decay_t, drive_t, readout_t, state_t]
-    body = ov.Model([keep_looping, new_state, output_t], parameters, "scan")  # type: ignore[list-item]
-    length = ops.convert(ops.gather(ops.shape_of(decay), one, zero), "i32")
-    loop: Any = ops.loop(length, ops.constant(True, dtype=bool))
-    loop.set_function(body)
+    loop_body = ov.Model([keep_looping, new_state, output_t], parameters, "scan")  # type: ignore[list-item]
+    token_count = ops.convert(ops.gather(ops.shape_of(decay), one, zero), "i32")
+    loop: Any = ops.loop(token_count, ops.constant(True, dtype=bool))
+    loop.set_function(loop_body)
     for parameter, sequence in ((decay_t, decay), (drive_t, drive), (readout_t, readout)):
         loop.set_sliced_input(parameter, sequence, 0, 1, 1, -1, 1)
     loop.set_merged_input(state_t, state, new_state.output(0))
     loop.set_special_body_ports([-1, 0])
     outputs = loop.get_concatenated_slices(output_t.output(0), 0, 1, 1, -1, 1)
     last_state = loop.get_iter_value(new_state.output(0), -1)
-    flat = [ops.reshape(tensor, ops.constant([-1], dtype=np.int32), False) for tensor in (outputs, last_state)]
-    return [ops.concat(flat, 0).output(0)]
+    flat_outputs = [ops.reshape(tensor, ops.constant([-1], dtype=np.int32), False) for tensor in (outputs, last_state)]
+    return [ops.concat(flat_outputs, 0).output(0)]
 
 
 def run_mixer(self: Any, input_states: torch.Tensor, cache_params: Any, *_: Any, **__: Any) -> torch.Tensor:
@@ -66,29 +66,29 @@ def run_mixer(self: Any, input_states: torch.Tensor, cache_params: Any, *_: Any,
 
     Source: Gu and Dao, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces", arXiv:2312.00752.
     """
-    index = self.layer_idx
+    layer_index = self.layer_idx
     kernel_size = self.conv_kernel_size
     new_inputs, gate = self.in_proj(input_states).transpose(1, 2).chunk(2, dim=1)
     # The past holds the last ``kernel_size`` inputs.
-    window = torch.cat([cache_params.conv_states[index], new_inputs], dim=-1)
-    cache_params.conv_states[index] = window[..., -kernel_size:]
+    window = torch.cat([cache_params.conv_states[layer_index], new_inputs], dim=-1)
+    cache_params.conv_states[layer_index] = window[..., -kernel_size:]
     convolved = torch.nn.functional.conv1d(
         window[..., 1:], self.conv1d.weight, self.conv1d.bias, groups=new_inputs.shape[1]
     )
-    x = self.act(convolved).transpose(1, 2)  # (B, T, D)
+    activated = self.act(convolved).transpose(1, 2)  # (B, T, D)
     sizes = [self.time_step_rank, self.ssm_state_size, self.ssm_state_size]
-    projections = torch.split(self.x_proj(x), sizes, dim=-1)
+    projections = torch.split(self.x_proj(activated), sizes, dim=-1)
     if self.ssm_rms_normalization:
         projections = [self.ssm_rms_normalization(tensor, variance_epsilon=self.rms_eps) for tensor in projections]
-    time_step, write, readout = projections
+    time_step, write_projection, readout = projections
     time_step = torch.nn.functional.softplus(self.dt_proj(time_step)).float()
     decay = torch.exp(time_step.unsqueeze(-1) * -torch.exp(self.A_log.float()))
-    drive = (time_step * x.float()).unsqueeze(-1) * write.float().unsqueeze(2)
-    state = cache_params.ssm_states[index]
-    flat = self.scan(decay, drive, readout.float(), state)
-    output, last_state = torch.split(flat, [x.numel(), state.numel()])
-    cache_params.ssm_states[index] = last_state.reshape(state.shape)
-    output = (output.reshape(x.shape) + x * self.D).transpose(1, 2) * self.act(gate)
+    drive = (time_step * activated.float()).unsqueeze(-1) * write_projection.float().unsqueeze(2)
+    state = cache_params.ssm_states[layer_index]
+    flat_result = self.scan(decay, drive, readout.float(), state)
+    output, last_state = torch.split(flat_result, [activated.numel(), state.numel()])
+    cache_params.ssm_states[layer_index] = last_state.reshape(state.shape)
+    output = (output.reshape(activated.shape) + activated * self.D).transpose(1, 2) * self.act(gate)
     return self.out_proj(output.transpose(1, 2).to(input_states.dtype))
 
 
@@ -97,22 +97,22 @@ def replace_mixer() -> None:
     from openvino.frontend.pytorch import ConversionExtension, ModuleExtension
     from optimum.exporters.openvino.model_patcher import MambaPatcher as Patcher
 
-    initialize = Patcher.__init__
-    enter = Patcher.__enter__
+    original_initialize = Patcher.__init__
+    original_enter = Patcher.__enter__
 
-    @functools.wraps(initialize)
+    @functools.wraps(original_initialize)
     def initialize_with_scan(self: Any, *args: Any, **kwargs: Any) -> None:
-        initialize(self, *args, **kwargs)
+        original_initialize(self, *args, **kwargs)
         self.module_extensions = {SelectiveScan: ModuleExtension(SelectiveScan, "ovspec_scan")}
         self.conversion_extensions = [ConversionExtension("ovspec_scan", convert_scan)]
 
-    @functools.wraps(enter)
+    @functools.wraps(original_enter)
     def enter_with_mixer(self: Any) -> Any:
-        entered = enter(self)
+        entered_patcher = original_enter(self)
         for layer in self._model.backbone.layers:
             layer.mixer.scan = SelectiveScan()
             layer.mixer.forward = types.MethodType(run_mixer, layer.mixer)
-        return entered
+        return entered_patcher
 
     Patcher.__init__ = initialize_with_scan
     Patcher.__enter__ = enter_with_mixer

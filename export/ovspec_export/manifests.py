@@ -29,13 +29,13 @@ def complete_export(work_folder: Path, output: Path, manifest: Manifest) -> None
             path.relative_to(work_folder).as_posix(): ExportedFile(path.stat().st_size, hash_file(path))
             for path in files
         }
-        size = sum(file.size for file in manifest.files.values())
-        computing.result = f"{format_size(size)} in {len(files)} files"
+        total_bytes = sum(file.size for file in manifest.files.values())
+        computing.result = f"{format_size(total_bytes)} in {len(files)} files"
     manifest.write_to_folder(work_folder)
     replace_folder(work_folder, output)
 
 
-def installed_versions() -> dict[str, str]:
+def read_installed_versions() -> dict[str, str]:
     """Return the versions of the installed packages that an export depends on."""
     return {name: importlib.metadata.version(name) for name in VERSIONED_PACKAGES} | {"ovspec": ovspec.__version__}
 
@@ -60,11 +60,11 @@ def describe_model(source: Source, folder: Path, compression: Compression, targe
         weight_format="as it was" if source.is_ir else compression.weight_format,
         options={} if source.is_ir else compression.requested_options(),
         states=[dataclasses.asdict(state) for state in states],
-        versions=environment_versions(source),
+        versions=read_environment_versions(source),
     )
 
 
-def environment_versions(source: Source) -> dict[str, str]:
+def read_environment_versions(source: Source) -> dict[str, str]:
     """Return the versions that the family's environment has in place of the installed ones."""
     if source.is_ir or not source.family.environment:
         return {}

@@ -42,40 +42,42 @@ def find_the_same_tokens() -> None:
     """
     from openvino_tokenizers.tokenizer_pipeline import BPETokenizationStep, create_string_constant_node
 
-    from_json, get_subgraph, finalize = (
+    original_from_json, original_get_subgraph, original_finalize = (
         getattr(BPETokenizationStep, name) for name in ("from_hf_json", "get_ov_subgraph", "finalize")
     )
 
     def from_hf_json(tokenizer_json: JsonObject) -> Any:
-        bpe = from_json(tokenizer_json)
+        bpe_step = original_from_json(tokenizer_json)
         model = tokenizer_json["model"]
-        pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
-        merged = {left + right for left, right in pairs} | {*bpe.added_tokens, model["unk_token"]}
-        bpe.unmerged = [
+        merge_pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
+        merged_tokens = {left + right for left, right in merge_pairs} | {*bpe_step.added_tokens, model["unk_token"]}
+        bpe_step.unmerged = [
             token_id
             for token, token_id in model["vocab"].items()
-            if len(token) > 1 and token not in merged and not re.fullmatch("<0x[0-9A-F]{2}>", token)
+            if len(token) > 1 and token not in merged_tokens and not re.fullmatch("<0x[0-9A-F]{2}>", token)
         ]
         if model.get("ignore_merges"):  # a word that is a token stays whole, whether or not merges make it
-            bpe.unmerged = []
-        return bpe
+            bpe_step.unmerged = []
+        return bpe_step
 
     def finalize_with_bytes(self: Any) -> None:
         if self.added_tokens and self.get_pipeline().is_byte_level:
-            texts = self.added_tokens.items()
-            encoded = {text.encode() if isinstance(text, str) else text: token_id for text, token_id in texts}
-            self.added_tokens = encoded
-        finalize(self)
+            added_tokens = self.added_tokens.items()
+            encoded_tokens = {
+                text.encode() if isinstance(text, str) else text: token_id for text, token_id in added_tokens
+            }
+            self.added_tokens = encoded_tokens
+        original_finalize(self)
 
     def get_subgraph_without_unmerged(self: Any, input_nodes: list[Output]) -> list[Output]:
         vocabulary = self.vocab
         self.vocab = list(vocabulary)
         for token_id in getattr(self, "unmerged", []):  # none where there is no tokenizer.json
             self.vocab[token_id] = type(vocabulary[0])()
-        nodes: list[Output] = get_subgraph(self, input_nodes)
+        output_nodes: list[Output] = original_get_subgraph(self, input_nodes)
         self.vocab = vocabulary
         self.get_pipeline().vocab_node_outputs = create_string_constant_node(vocabulary)  # for the detokenizer
-        return nodes
+        return output_nodes
 
     BPETokenizationStep.from_hf_json = from_hf_json  # type: ignore[method-assign]
     BPETokenizationStep.finalize = finalize_with_bytes
@@ -103,20 +105,20 @@ def refuse_missing_tensors() -> None:
     """Make ``from_pretrained`` refuse a checkpoint that lacks a tensor, which transformers would fill at random."""
     from transformers import PreTrainedModel
 
-    load = PreTrainedModel.from_pretrained.__func__  # type: ignore[attr-defined]
+    original_load = PreTrainedModel.from_pretrained.__func__  # type: ignore[attr-defined]
 
-    @functools.wraps(load)
+    @functools.wraps(original_load)
     def load_all(
         cls: type[PreTrainedModel], *args: Any, output_loading_info: bool = False, **kwargs: Any
     ) -> PreTrainedModel | tuple[PreTrainedModel, JsonObject]:
-        model, loading_info = load(cls, *args, output_loading_info=True, **kwargs)
+        model, loading_info = original_load(cls, *args, output_loading_info=True, **kwargs)
         missing_names = sorted(loading_info["missing_keys"]) + sorted(
             str(key[0]) for key in loading_info["mismatched_keys"]
         )
         if missing_names:
-            count = f"{len(missing_names)} in all"
+            missing_note = f"{len(missing_names)} in all"
             raise OvspecError(
-                f"the checkpoint lacks the tensor {missing_names[0]}, or has another shape of it ({count})"
+                f"the checkpoint lacks the tensor {missing_names[0]}, or has another shape of it ({missing_note})"
             )
         unread_names = sorted(key for key in loading_info["unexpected_keys"] if QUANTISED_TENSORS.search(key))
         if unread_names:
@@ -130,12 +132,12 @@ def shorten_dummy_window() -> None:
     """Trace Gemma 4 with as many slots in its windows as elsewhere, not with full ones, whose mask is another."""
     from optimum.exporters.openvino.input_generators import Gemma4DummyPastKeyValuesGenerator as Generator
 
-    generate = Generator.generate
+    original_generate = Generator.generate
 
-    @functools.wraps(generate)
+    @functools.wraps(original_generate)
     def generate_short(self: Any, *args: Any, **kwargs: Any) -> list[tuple[Tensor, ...]]:
         self.sliding_window = self.sequence_length
-        return generate(self, *args, **kwargs)
+        return original_generate(self, *args, **kwargs)
 
     Generator.generate = generate_short
 
@@ -144,23 +146,23 @@ def pass_position_ids() -> None:
     """Let Qwen3.5 use the input ``position_ids``, which optimum's forward function for text leaves out."""
     from optimum.exporters.openvino.model_patcher import Qwen3_5ModelPatcher as Patcher
 
-    initialize = Patcher.__init__
+    original_initialize = Patcher.__init__
 
-    @functools.wraps(initialize)
+    @functools.wraps(original_initialize)
     def initialize_with_positions(self: Any, *args: Any, **kwargs: Any) -> None:
-        initialize(self, *args, **kwargs)
+        original_initialize(self, *args, **kwargs)
         patched_forward = self.patched_forward
         model_forward = self.model_orig_forward
 
         @functools.wraps(patched_forward)
-        def forward(*args: Any, position_ids: Tensor | None = None, **kwargs: Any) -> Any:
+        def forward_with_positions(*args: Any, position_ids: Tensor | None = None, **kwargs: Any) -> Any:
             self.model_orig_forward = functools.partial(model_forward, position_ids=position_ids)
             try:
                 return patched_forward(*args, **kwargs)
             finally:
                 self.model_orig_forward = model_forward
 
-        self.patched_forward = self.orig_forward = forward
+        self.patched_forward = self.orig_forward = forward_with_positions
 
     Patcher.__init__ = initialize_with_positions
 
@@ -176,5 +178,5 @@ def compress_as_gpt_oss() -> None:
     """Let optimum find the defaults of gpt-oss for int4, whatever the checkpoint's folder is called."""
     from optimum.intel.openvino import configuration
 
-    candidates = configuration._get_model_id_candidates
-    configuration._get_model_id_candidates = lambda name: [*candidates(name), "openai/gpt-oss-20b"]
+    original_candidates = configuration._get_model_id_candidates
+    configuration._get_model_id_candidates = lambda name: [*original_candidates(name), "openai/gpt-oss-20b"]

@@ -23,8 +23,8 @@ def evaluate_exports(
     for source, folder in zip(sources, folders, strict=False):
         if isinstance(source, HeadSource):  # says nothing without the target
             continue
-        checkpoint = f"the checkpoint of {format_size(source.size_in_bytes)}"
-        with show_step(f"{source.name}: comparing with {checkpoint} on {text.name}", keep_line=True):
+        checkpoint_description = f"the checkpoint of {format_size(source.size_in_bytes)}"
+        with show_step(f"{source.name}: comparing with {checkpoint_description} on {text.name}", keep_line=True):
             figures_file = work_folder / "evaluation.json"
             try:
                 run_job(

@@ -21,8 +21,10 @@ def check_quantisation(config: JsonObject, name: str) -> None:
     configs = [config]
     if isinstance(config.get("text_config"), dict):
         configs.append(config["text_config"])
-    keys = ("quantization_config", "compression_config")
-    quantisations = [entries[key] for entries in configs for key in keys if entries.get(key) is not None]
+    quantisation_keys = ("quantization_config", "compression_config")
+    quantisations = [
+        one_config[key] for one_config in configs for key in quantisation_keys if one_config.get(key) is not None
+    ]
     if not quantisations:
         return
     method = "unknown"
@@ -35,7 +37,7 @@ def check_quantisation(config: JsonObject, name: str) -> None:
         )
 
 
-def load_checkpoint_model(source: str, trust_remote_code: bool, **options: Any) -> Any:
+def load_checkpoint_model(source: str, trust_remote_code: bool, **loading_options: Any) -> Any:
     """Return the checkpoint's model, by default with weights in its own type; MXFP4 becomes bf16, as in optimum."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -43,6 +45,10 @@ def load_checkpoint_model(source: str, trust_remote_code: bool, **options: Any) 
     if getattr(config, "quantization_config", None):
         from transformers.utils.quantization_config import Mxfp4Config
 
-        options["quantization_config"] = Mxfp4Config(dequantize=True)
-    options = {"dtype": "auto", "use_safetensors": True, "trust_remote_code": trust_remote_code} | options
-    return AutoModelForCausalLM.from_pretrained(source, **options).eval()
+        loading_options["quantization_config"] = Mxfp4Config(dequantize=True)
+    loading_options = {
+        "dtype": "auto",
+        "use_safetensors": True,
+        "trust_remote_code": trust_remote_code,
+    } | loading_options
+    return AutoModelForCausalLM.from_pretrained(source, **loading_options).eval()

@@ -53,7 +53,7 @@ ADAPTER_FILE = "adapter_config.json"
 CONFIG_PATTERNS = ["config.json", TOKENIZER_CONFIG_FILE, ADAPTER_FILE, MODEL_FILE]
 TEMPLATE_PATTERNS = [f"{TEMPLATES_FOLDER}/*.jinja"]
 # What is left out. The hub's ``*`` matches slashes, too, so that ``*.json`` alone would take other folders' files.
-SUBFOLDERS, DEEPER_SUBFOLDERS = "*/*", "*/*/*"
+SUBFOLDER_PATTERN, DEEPER_SUBFOLDER_PATTERN = "*/*", "*/*/*"
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")  # what transformers loads first
 TEXT_SUFFIXES = (".json", ".jinja", ".model", ".txt")  # ends of the names of files beside the weights
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
@@ -117,15 +117,15 @@ class Source:
         outer_family = str(self.config.get("model_type"))
         text_config = self.config.get("text_config")
         if outer_family in FLAT_CONFIG_FAMILIES and not text_config:
-            entries = {name: entry for name, entry in self.config.items() if not NON_TEXT_ENTRIES.match(name)}
-            return entries | {"model_type": f"{outer_family}_text"}
+            text_entries = {name: entry for name, entry in self.config.items() if not NON_TEXT_ENTRIES.match(name)}
+            return text_entries | {"model_type": f"{outer_family}_text"}
         return text_config if isinstance(text_config, dict) else None
 
-    def config_number(self, name: str) -> int | None:
+    def get_config_number(self, name: str) -> int | None:
         """Return a number of ``CONFIG_NUMBERS`` for the text model, or None if the config doesn't say."""
         config = self.text_config or self.config.get("text_config") or self.config
-        if self.text_only:
-            config = self.text_only.config_defaults | config
+        if self.text_only_family:
+            config = self.text_only_family.config_defaults | config
         return next((config[key] for key in CONFIG_NUMBERS[name] if type(config.get(key)) is int), None)
 
     @property
@@ -134,15 +134,15 @@ class Source:
         return self.text_config is not None
 
     @property
-    def text_only(self) -> TextOnlyFamily | None:
+    def text_only_family(self) -> TextOnlyFamily | None:
         """The family that its text model equals, if it has another one's name."""
         return TEXT_ONLY_FAMILIES.get(str((self.text_config or {}).get("model_type")))
 
     @property
     def model_type(self) -> str:
         """The name of the text model's family."""
-        if self.text_only:
-            return self.text_only.family
+        if self.text_only_family:
+            return self.text_only_family.family
         config = self.config if self.text_config is None else self.text_config
         return str(config.get("model_type"))
 
@@ -157,9 +157,9 @@ class Source:
             )
         return find_family(self.model_type, self.name)
 
-    def runs_code(self, trusted: bool) -> bool:
+    def runs_code(self, is_trusted: bool) -> bool:
         """Return whether its own Python code is run: if it is trusted, and transformers has none for the family."""
-        return trusted and self.family.remote_code
+        return is_trusted and self.family.remote_code
 
     @property
     def parameter_count(self) -> int:
@@ -256,8 +256,8 @@ class HeadSource(Source):
     def weight_widths(self) -> dict[str, int]:
         """Return the number of weights that are multiplied with one vector, by layer."""
         shapes = self.tensor_shapes().items()
-        fusion = {name: shape[1] for name, shape in shapes if map_tensor_name(name) == "fc.weight"}
-        return super().weight_widths() | fusion
+        fusion_widths = {name: shape[1] for name, shape in shapes if map_tensor_name(name) == "fc.weight"}
+        return super().weight_widths() | fusion_widths
 
 
 def find_source(name: str, trust_remote_code: bool = False) -> Source:
@@ -274,8 +274,8 @@ def find_source(name: str, trust_remote_code: bool = False) -> Source:
     if folder.is_dir():
         source = make_source(folder, folder.resolve().name, compute_files_revision(folder))
     elif folder.is_file():
-        stem = re.sub(r"-\d{5}-of-\d{5}$", "", folder.stem)
-        gguf_source = GgufSource(stem, folder, False, compute_files_revision(folder), read_gguf(folder))
+        model_name = re.sub(r"-\d{5}-of-\d{5}$", "", folder.stem)
+        gguf_source = GgufSource(model_name, folder, False, compute_files_revision(folder), read_gguf(folder))
         _ = gguf_source.family
         return gguf_source
     elif name.startswith((".", "/", "~")) or name.count("/") != 1 or "\\" in name or name[1:2] == ":":
@@ -303,20 +303,22 @@ def check_source(source: Source, name: str, trust_remote_code: bool) -> None:
     if isinstance(source, HeadSource):
         check_head_files(source, name)
         return
-    if not any((folder / weights).is_file() for weights in WEIGHT_FILES):  # or transformers would look for pickled ones
+    if not any(
+        (folder / weight_file).is_file() for weight_file in WEIGHT_FILES
+    ):  # or transformers would look for pickled ones
         raise OvspecError(
             f"{name}: no {' and no '.join(WEIGHT_FILES)} in it, and other formats are not loaded because they can run "
             "code; save the model with save_pretrained(..., safe_serialization=True) first."
         )
     for file in folder.glob("model*.safetensors"):
         read_safetensors_header(file)
-    if not any((folder / tokenizer).is_file() for tokenizer in TOKENIZER_FILES) and not trust_remote_code:
+    if not any((folder / tokenizer_file).is_file() for tokenizer_file in TOKENIZER_FILES) and not trust_remote_code:
         raise OvspecError(
             f"{name}: no tokenizer in it (none of {', '.join(TOKENIZER_FILES[:4])} ...); add one of them."
         )
     shards = set(read_dataclass(WeightIndex, folder / WEIGHT_FILES[1]).weight_map.values())
-    if pickled := next((shard for shard in shards if not shard.endswith(".safetensors")), None):
-        raise OvspecError(f"{name}: {WEIGHT_FILES[1]} names {pickled}, which is not a safetensors file.")
+    if pickled_shard := next((shard for shard in shards if not shard.endswith(".safetensors")), None):
+        raise OvspecError(f"{name}: {WEIGHT_FILES[1]} names {pickled_shard}, which is not a safetensors file.")
     check_shards(folder, WEIGHT_FILES[1], name)
     check_trusted_code(source, name, trust_remote_code)
 
@@ -326,14 +328,14 @@ def check_head_files(source: HeadSource, name: str) -> None:
     files = [*source.folder.glob("model*.safetensors"), *source.pickled_files()]
     if not files:
         raise OvspecError(f"{name}: no model.safetensors and no pytorch_model.bin in it; download the head again.")
-    index = f"{'pytorch_model.bin' if source.pickled_files() else 'model.safetensors'}.index.json"
-    check_shards(source.folder, index, name)
+    index_file = f"{'pytorch_model.bin' if source.pickled_files() else 'model.safetensors'}.index.json"
+    check_shards(source.folder, index_file, name)
     _ = source.layout
 
 
-def check_shards(folder: Path, index: str, name: str) -> None:
+def check_shards(folder: Path, index_file: str, name: str) -> None:
     """Raise OvspecError if a file that the index names is missing."""
-    shards = set(read_dataclass(WeightIndex, folder / index).weight_map.values())
+    shards = set(read_dataclass(WeightIndex, folder / index_file).weight_map.values())
     missing_shards = sorted(shard for shard in shards if not (folder / shard).is_file())
     if missing_shards:
         raise OvspecError(
@@ -360,13 +362,13 @@ def check_source_config(source: Source, name: str) -> None:
 def check_trusted_code(source: Source, name: str, trust_remote_code: bool) -> None:
     """Raise OvspecError if the model needs Python code that isn't trusted, or that lies elsewhere."""
     for config_file in ("config.json", TOKENIZER_CONFIG_FILE):
-        classes = str(read_json(source.folder / config_file).get("auto_map", ""))
-        if classes and not trust_remote_code:
+        code_classes = str(read_json(source.folder / config_file).get("auto_map", ""))
+        if code_classes and not trust_remote_code:
             raise OvspecError(
                 f"{name}: the model brings Python code of its own; read it (revision {source.revision}), and add "
                 "`trust_remote_code=True` if you trust it."
             )
-        if "--" in classes:
+        if "--" in code_classes:
             raise OvspecError(
                 f"{name}: {config_file} takes its code from another repository, which could change at any time; copy "
                 "the code into the model's folder, and name that."
@@ -379,11 +381,11 @@ def read_safetensors_header(file: Path) -> JsonObject:
     Raises:
         OvspecError: it is not a safetensors file, or it is cut off.
     """
-    size = file.stat().st_size
+    file_bytes = file.stat().st_size
     try:
         with file.open("rb") as stream:
             (header_length,) = struct.unpack("<Q", stream.read(8))
-            if header_length > min(size, 100_000_000):
+            if header_length > min(file_bytes, 100_000_000):
                 raise ValueError
             header = json.loads(stream.read(header_length))
         data_end = max(
@@ -391,9 +393,9 @@ def read_safetensors_header(file: Path) -> JsonObject:
         )
     except (struct.error, ValueError, KeyError, TypeError, AttributeError):
         raise OvspecError(f"{file}: not a safetensors file; download the model again.") from None
-    if size < 8 + header_length + data_end:
+    if file_bytes < 8 + header_length + data_end:
         raise OvspecError(
-            f"{file}: cut off ({size} of {8 + header_length + data_end} bytes); download the model again."
+            f"{file}: cut off ({file_bytes} of {8 + header_length + data_end} bytes); download the model again."
         )
     return header
 
@@ -404,23 +406,25 @@ def download_model(name: str, trust_remote_code: bool) -> Source:
     Raises:
         OvspecError: it can't be had, or its config shows that it can't be exported; then no weights are downloaded.
     """
-    model, separator, revision = name.partition("@")
+    hub_id, separator, revision = name.partition("@")
     if separator and not revision:
         raise OvspecError(f"{name}: no revision after the @; write org/model@REVISION, or leave the @ out.")
-    folder = download_snapshot(name, model, revision or None, CONFIG_PATTERNS + TEMPLATE_PATTERNS, DEEPER_SUBFOLDERS)
+    folder = download_snapshot(
+        name, hub_id, revision or None, CONFIG_PATTERNS + TEMPLATE_PATTERNS, DEEPER_SUBFOLDER_PATTERN
+    )
     source = make_source(folder, name, folder.name)  # the snapshot's folder is named by its commit
     check_source_config(source, name)
     is_head = isinstance(source, HeadSource)
     if not source.is_ir and not is_head:
         check_trusted_code(source, name, trust_remote_code)
     patterns = EXPORT_PATTERNS + CODE_PATTERNS * (trust_remote_code and not is_head)
-    download_snapshot(name, model, source.revision, patterns, SUBFOLDERS)
+    download_snapshot(name, hub_id, source.revision, patterns, SUBFOLDER_PATTERN)
     if is_head and not list(folder.glob("model*.safetensors")):
-        download_snapshot(name, model, source.revision, PICKLED_PATTERNS, SUBFOLDERS)
+        download_snapshot(name, hub_id, source.revision, PICKLED_PATTERNS, SUBFOLDER_PATTERN)
     return make_source(folder, name, source.revision)
 
 
-def download_snapshot(name: str, model: str, revision: str | None, patterns: list[str], ignored_patterns: str) -> Path:
+def download_snapshot(name: str, hub_id: str, revision: str | None, patterns: list[str], ignored_patterns: str) -> Path:
     """Download a hub model's files that match ``patterns`` but not ``ignored_patterns``; return their folder.
 
     ``name`` is for messages.
@@ -430,7 +434,7 @@ def download_snapshot(name: str, model: str, revision: str | None, patterns: lis
 
     try:
         return Path(
-            snapshot_download(model, revision=revision, allow_patterns=patterns, ignore_patterns=ignored_patterns)
+            snapshot_download(hub_id, revision=revision, allow_patterns=patterns, ignore_patterns=ignored_patterns)
         )
     except hub.GatedRepoError:
         raise OvspecError(
@@ -460,13 +464,13 @@ def copy_missing_files(checkpoint: Path, folder: Path) -> None:
     )
 
 
-def copy_model_files(model: Path, folder: Path, is_copied: Callable[[Path], bool]) -> None:
+def copy_model_files(model_folder: Path, folder: Path, should_copy: Callable[[Path], bool]) -> None:
     """Copy to ``folder`` the chosen files of a model, and its further chat templates, where they aren't there."""
-    for file in [*filter(is_copied, model.iterdir()), *model.glob(f"{TEMPLATES_FOLDER}/*.jinja")]:
-        copy = folder / file.relative_to(model)
-        if file.is_file() and not copy.exists():
-            copy.parent.mkdir(exist_ok=True)
-            shutil.copyfile(file, copy)
+    for file in [*filter(should_copy, model_folder.iterdir()), *model_folder.glob(f"{TEMPLATES_FOLDER}/*.jinja")]:
+        copied_file = folder / file.relative_to(model_folder)
+        if file.is_file() and not copied_file.exists():
+            copied_file.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, copied_file)
 
 
 def holds_only_ir(folder: Path) -> bool:

@@ -42,23 +42,25 @@ def extract_text_model(source: Source, folder: Path) -> Source:
     """
     with show_step(f"{source.name}: taking the text model out of it", keep_line=True) as taking:
         folder.mkdir(parents=True)
-        names = map_text_tensors(source)
-        config = build_text_config(source, set(names.values()))
+        new_names = map_text_tensors(source)
+        config = build_text_config(source, set(new_names.values()))
         (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8", newline="\n")
         weight_map = {}
-        size = 0
+        copied_bytes = 0
         for file in sorted(source.folder.glob("model*.safetensors")):
-            names_in_file = {name: names[name] for name in read_safetensors_header(file) if name in names}
+            names_in_file = {name: new_names[name] for name in read_safetensors_header(file) if name in new_names}
             if names_in_file:
-                size += copy_tensors(file, names_in_file, folder / file.name)
+                copied_bytes += copy_tensors(file, names_in_file, folder / file.name)
                 weight_map |= dict.fromkeys(names_in_file.values(), file.name)
         if set(weight_map.values()) != {"model.safetensors"}:
-            index = {"metadata": {"total_size": size}, "weight_map": weight_map}
-            (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8", newline="\n")
+            weight_index = {"metadata": {"total_size": copied_bytes}, "weight_map": weight_map}
+            (folder / "model.safetensors.index.json").write_text(
+                json.dumps(weight_index), encoding="utf-8", newline="\n"
+            )
         copy_model_files(
             source.folder, folder, lambda file: file.suffix in TEXT_SUFFIXES and not NON_TEXT_FILES.search(file.name)
         )
-        taking.result = format_size(size)
+        taking.result = format_size(copied_bytes)
     return dataclasses.replace(source, folder=folder)
 
 
@@ -67,31 +69,31 @@ def build_text_config(source: Source, tensor_names: set[str]) -> JsonObject:
     outer_config = source.config
     text_config = source.text_config or {}
     model_class = TEXT_MODEL_CLASSES[outer_config["model_type"]][source.model_type]
-    if source.text_only:
-        text_config = source.text_only.config_defaults | {
+    if source.text_only_family:
+        text_config = source.text_only_family.config_defaults | {
             name: entry for name, entry in text_config.items() if entry is not None
         }
         text_config = merge_rope_config(text_config) | {"model_type": source.model_type}
     config = {name: outer_config[name] for name in SHARED_ENTRIES if name in outer_config}
     config |= {name: entry for name, entry in text_config.items() if entry is not None}
     config["architectures"] = [model_class]
-    key = "tie_word_embeddings"
-    tied_entries = [entries[key] for entries in (outer_config, text_config) if entries.get(key) is not None]
+    tie_key = "tie_word_embeddings"
+    tied_entries = [entries[tie_key] for entries in (outer_config, text_config) if entries.get(tie_key) is not None]
     if tied_entries:  # transformers 5 reads the outer config's, transformers 4 the inner one's
-        config[key] = True in tied_entries if "lm_head.weight" not in tensor_names else tied_entries[0]
+        config[tie_key] = True in tied_entries if "lm_head.weight" not in tensor_names else tied_entries[0]
     return config
 
 
 def merge_rope_config(config: JsonObject) -> JsonObject:
     """Return the config of a text model with one rotary embedding instead of three, which are the same for text."""
-    ropes = [config.get(name) for name in ("rope_scaling", "rope_parameters")]  # the first one counts
-    rope: JsonObject = next((rope for rope in ropes if rope and isinstance(rope, dict)), {})
-    scaling = {name: entry for name, entry in rope.items() if not name.startswith("mrope_")}
-    merged = {name: entry for name, entry in config.items() if name not in ("rope_scaling", "rope_parameters")}
-    merged["rope_theta"] = scaling.pop("rope_theta", config["rope_theta"])
-    if scaling.get("rope_type", scaling.get("type")) not in (None, "mrope", "default"):
-        merged["rope_scaling"] = scaling
-    return merged
+    rope_configs = [config.get(name) for name in ("rope_scaling", "rope_parameters")]  # the first one counts
+    rope_config: JsonObject = next((rope for rope in rope_configs if rope and isinstance(rope, dict)), {})
+    rope_scaling = {name: entry for name, entry in rope_config.items() if not name.startswith("mrope_")}
+    merged_config = {name: entry for name, entry in config.items() if name not in ("rope_scaling", "rope_parameters")}
+    merged_config["rope_theta"] = rope_scaling.pop("rope_theta", config["rope_theta"])
+    if rope_scaling.get("rope_type", rope_scaling.get("type")) not in (None, "mrope", "default"):
+        merged_config["rope_scaling"] = rope_scaling
+    return merged_config
 
 
 def map_text_tensors(source: Source) -> dict[str, str]:
@@ -100,44 +102,44 @@ def map_text_tensors(source: Source) -> dict[str, str]:
     Raises:
         OvspecError: some tensor is neither one of them nor belongs to a part that is left out.
     """
-    names = {}
+    new_names = {}
     for name in source.tensor_headers():
         old_prefix = next((prefix for prefix in TEXT_TENSOR_PREFIXES if name.startswith(prefix)), None)
         if old_prefix:
-            names[name] = TEXT_TENSOR_PREFIXES[old_prefix] + name.removeprefix(old_prefix)
+            new_names[name] = TEXT_TENSOR_PREFIXES[old_prefix] + name.removeprefix(old_prefix)
         elif not NON_TEXT_TENSORS.match(name):
             raise OvspecError(f"{source.name}: cannot tell whether its tensor {name} belongs to the text model.")
-    if len(set(names.values())) < len(names) or not names:
+    if len(set(new_names.values())) < len(new_names) or not new_names:
         raise OvspecError(f"{source.name}: its tensors cannot be told apart as those of a text model.")
-    return names
+    return new_names
 
 
-def copy_tensors(file: Path, names: dict[str, str], output: Path) -> int:
-    """Copy the tensors ``names`` of a safetensors file to ``output``, under new names; return their size in bytes."""
+def copy_tensors(file: Path, new_names: dict[str, str], output: Path) -> int:
+    """Copy the tensors in ``new_names`` of a safetensors file to ``output``, renamed so; return their size in bytes."""
     header = read_safetensors_header(file)
-    ranges = []
-    size = 0
+    byte_ranges = []
+    copied_bytes = 0
     new_header: JsonObject = {"__metadata__": {"format": "pt"}}
-    for name, new_name in sorted(names.items(), key=lambda pair: header[pair[0]]["data_offsets"]):
+    for name, new_name in sorted(new_names.items(), key=lambda name_pair: header[name_pair[0]]["data_offsets"]):
         start, end = header[name]["data_offsets"]
-        new_header[new_name] = header[name] | {"data_offsets": [size, size + end - start]}
-        ranges.append((start, end))
-        size += end - start
+        new_header[new_name] = header[name] | {"data_offsets": [copied_bytes, copied_bytes + end - start]}
+        byte_ranges.append((start, end))
+        copied_bytes += end - start
     header_bytes = json.dumps(new_header).encode()
     header_bytes += b" " * (-len(header_bytes) % 8)
     with file.open("rb") as original, output.open("wb") as copy:
-        (length,) = struct.unpack("<Q", original.read(8))
+        (header_length,) = struct.unpack("<Q", original.read(8))
         copy.write(struct.pack("<Q", len(header_bytes)) + header_bytes)
-        for start, end in ranges:
-            original.seek(8 + length + start)
+        for start, end in byte_ranges:
+            original.seek(8 + header_length + start)
             copy_bytes(original, copy, end - start)
-    return size
+    return copied_bytes
 
 
-def copy_bytes(original: BinaryIO, copy: BinaryIO, count: int) -> None:
-    while count:
-        chunk = original.read(min(count, CHUNK_BYTES))
+def copy_bytes(original: BinaryIO, copy: BinaryIO, byte_count: int) -> None:
+    while byte_count:
+        chunk = original.read(min(byte_count, CHUNK_BYTES))
         if not chunk:
             raise OvspecError(f"{original.name}: became shorter while it was read; download the model again.")
         copy.write(chunk)
-        count -= len(chunk)
+        byte_count -= len(chunk)

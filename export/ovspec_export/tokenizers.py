@@ -68,8 +68,10 @@ def check_pair_vocabularies(target: Source, draft: Source, trust_remote_code: bo
     if draft.is_ir and not (draft.folder / TOKENIZER_FILE).is_file():
         return  # compared after the target is converted: only then does it have an OpenVINO tokenizer
     vocabularies = [load_tokenizer(source, trust_remote_code).get_vocab() for source in (target, draft)]
-    message = describe_id_differences(*({i: token for token, i in ids.items()} for ids in vocabularies))
-    if message:
+    difference = describe_id_differences(
+        *({i: token for token, i in vocabulary.items()} for vocabulary in vocabularies)
+    )
+    if difference:
         raise OvspecError(
-            f"{draft.name} cannot draft for {target.name}: {message}; choose a draft with the same tokenizer."
+            f"{draft.name} cannot draft for {target.name}: {difference}; choose a draft with the same tokenizer."
         )

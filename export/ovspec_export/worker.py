@@ -56,19 +56,19 @@ def export_with_optimum(
     from optimum.commands.export.openvino import OVExportCommand, parse_args_openvino
     from optimum.exporters.openvino import __main__ as exporter
 
-    export = exporter.main_export
-    compress = exporter._apply_model_size_based_quantization
+    original_export = exporter.main_export
+    original_compress = exporter._apply_model_size_based_quantization
     postponed_calls: list[tuple[Any, ...]] = []
 
     def export_and_compare(*, output: Path, **options: Any) -> None:
-        export(output=output, model_loading_kwargs=loading_options, **options)
+        original_export(output=output, model_loading_kwargs=loading_options, **options)
         model = load_checkpoint_model(source, trust_remote_code, **loading_options)
         check_agreement(model, output)
         if tap_layers:
             save_hidden_states(model, tap_layers, Path(states_file))
         del model
-        for call in postponed_calls:
-            compress(*call)
+        for call_arguments in postponed_calls:
+            original_compress(*call_arguments)
 
     exporter.main_export = export_and_compare
     # Compression by main_export itself (gpt-oss in int4) is put off until the comparison.
@@ -170,12 +170,12 @@ def calibrate_weights(
     shutil.rmtree(Path(folder) / "compressed")
 
 
-def split_text(text: str, count: int, length: int = 2000) -> list[str]:
-    """Return up to ``count`` pieces of about ``length`` characters, spread over the whole text."""
-    starts = list(range(0, max(len(text) - length // 4, 1), length))
-    if len(starts) > count:
-        starts = [starts[i * len(starts) // count] for i in range(count)]
-    return [text[start : start + length] for start in starts]
+def split_text(text: str, count: int, piece_length: int = 2000) -> list[str]:
+    """Return up to ``count`` pieces of about ``piece_length`` characters, spread over the whole text."""
+    piece_starts = list(range(0, max(len(text) - piece_length // 4, 1), piece_length))
+    if len(piece_starts) > count:
+        piece_starts = [piece_starts[i * len(piece_starts) // count] for i in range(count)]
+    return [text[start : start + piece_length] for start in piece_starts]
 
 
 def round_to_bf16(folder: str) -> None:
@@ -215,8 +215,8 @@ def evaluate_ir(source: str, folder: str, text: str, context: int, output: str, 
     from ovspec.base.files import read_text
     from ovspec_export.evaluate import compare_with_checkpoint
 
-    result = compare_with_checkpoint(Path(source), Path(folder), read_text(Path(text)), context, trust_remote_code)
-    Path(output).write_text(json.dumps(result), encoding="utf-8", newline="\n")
+    figures = compare_with_checkpoint(Path(source), Path(folder), read_text(Path(text)), context, trust_remote_code)
+    Path(output).write_text(json.dumps(figures), encoding="utf-8", newline="\n")
 
 
 def run_distillation_job(job: str, **arguments: JsonValue) -> None:

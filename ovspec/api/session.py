@@ -11,7 +11,7 @@ import numpy as np
 
 from ovspec.api.session_file import EMPTY_MARK, Mark, load_session, save_session
 from ovspec.base.errors import OvspecError
-from ovspec.cache.sequence import Sequence, common_prefix
+from ovspec.cache.sequence import Sequence, measure_common_prefix
 from ovspec.engine.decoders import DecoderSet
 from ovspec.engine.prompts import Prompt, TemplateVariables, is_chat, refuse_template_variables
 from ovspec.engine.results import Origin, Piece, Result
@@ -292,7 +292,7 @@ class Session:
 
     def _set_tokens(self, tokens: np.ndarray) -> None:
         """Make ``tokens`` the session's text."""
-        shared_length = common_prefix(self.sequence, Sequence(tokens))
+        shared_length = measure_common_prefix(self.sequence, Sequence(tokens))
         self.sequence.rewind(shared_length)
         self.sequence.commit(tokens[shared_length:])
 
@@ -337,7 +337,8 @@ class Session:
             text_tokens = self.runtime.prompt_encoder.generation_config.empty_prompt_ids
         self.runtime.models.check_context(len(text_tokens) + 1, self._context)
         candidate_tokens = [self._encode_continuation(text) for text in texts]
-        shared_length = min(common_prefix(Sequence(text_tokens), Sequence(tokens)) for tokens in candidate_tokens)
+        text_sequence = Sequence(text_tokens)
+        shared_length = min(measure_common_prefix(text_sequence, Sequence(tokens)) for tokens in candidate_tokens)
         if not shared_length:  # every token of a short text would merge with what follows
             candidate_tokens = [
                 np.concatenate((text_tokens, self.runtime.prompt_encoder.tokenizer.encode_continuation(text)))

@@ -75,9 +75,9 @@ class HostBlockArray:
         self.values[target] = self.values[source]
 
     def with_capacity(self, capacity: int) -> HostBlockArray:
-        larger = HostBlockArray(capacity, self.shape, self.element_type, self.dtype)
-        larger.values[: len(self.values)] = self.values
-        return larger
+        larger_array = HostBlockArray(capacity, self.shape, self.element_type, self.dtype)
+        larger_array.values[: len(self.values)] = self.values
+        return larger_array
 
 
 class DeviceBlockArray:
@@ -101,36 +101,42 @@ class DeviceBlockArray:
 
     def read_bits(self, blocks: list[int]) -> np.ndarray:
         values = np.zeros((len(blocks), *self.shape), self.dtype)
-        for begin, end, first in consecutive_runs(blocks):
-            view = ov.Tensor(self.element_type, ov.Shape([end - begin, *self.shape]))
-            self._view_blocks(self._tensor, first, end - begin).copy_to(view)
-            values[begin:end] = view.data.view(self.dtype)
+        for begin, end, first_block in consecutive_runs(blocks):
+            host_tensor = ov.Tensor(self.element_type, ov.Shape([end - begin, *self.shape]))
+            self._view_blocks(self._tensor, first_block, end - begin).copy_to(host_tensor)
+            values[begin:end] = host_tensor.data.view(self.dtype)
         return values
 
     def write_bits(self, blocks: list[int], values: np.ndarray) -> None:
         # A view of a tensor accepts values only from another tensor on the device.
-        staging = self._create_tensor(len(blocks))
-        staging.copy_from(ov.Tensor(np.ascontiguousarray(values), ov.Shape(list(values.shape)), self.element_type))
-        for begin, end, first in consecutive_runs(blocks):
-            source = self._view_blocks(staging, begin, end - begin)
-            self._view_blocks(self._tensor, first, end - begin).copy_from(source)
+        staging_tensor = self._create_tensor(len(blocks))
+        staging_tensor.copy_from(
+            ov.Tensor(np.ascontiguousarray(values), ov.Shape(list(values.shape)), self.element_type)
+        )
+        for begin, end, first_block in consecutive_runs(blocks):
+            staged_blocks = self._view_blocks(staging_tensor, begin, end - begin)
+            self._view_blocks(self._tensor, first_block, end - begin).copy_from(staged_blocks)
 
     def copy_block(self, source: int, target: int) -> None:
         self._view_blocks(self._tensor, target, 1).copy_from(self._view_blocks(self._tensor, source, 1))
 
     def with_capacity(self, capacity: int) -> DeviceBlockArray:
-        larger = DeviceBlockArray(capacity, self.shape, self.element_type, self.device)
-        count = self._tensor.get_shape()[0]
-        self._view_blocks(larger._tensor, 0, count).copy_from(self._view_blocks(self._tensor, 0, count))
-        return larger
+        larger_array = DeviceBlockArray(capacity, self.shape, self.element_type, self.device)
+        block_count = self._tensor.get_shape()[0]
+        self._view_blocks(larger_array._tensor, 0, block_count).copy_from(
+            self._view_blocks(self._tensor, 0, block_count)
+        )
+        return larger_array
 
     def _create_tensor(self, capacity: int) -> ov.RemoteTensor:
         return self._context.create_tensor(self.element_type, ov.Shape([capacity, *self.shape]), {})
 
-    def _view_blocks(self, tensor: ov.RemoteTensor, first: int, count: int) -> ov.RemoteTensor:
-        """Return ``count`` blocks of ``tensor`` from ``first`` on, which share its memory."""
-        begin = [first, *[0] * len(self.shape)]
-        return ov.RemoteTensor(tensor, ov.Coordinate(begin), ov.Coordinate([first + count, *self.shape]))
+    def _view_blocks(self, tensor: ov.RemoteTensor, first_block: int, block_count: int) -> ov.RemoteTensor:
+        """Return ``block_count`` blocks of ``tensor`` from ``first_block`` on, which share its memory."""
+        begin_coordinate = [first_block, *[0] * len(self.shape)]
+        return ov.RemoteTensor(
+            tensor, ov.Coordinate(begin_coordinate), ov.Coordinate([first_block + block_count, *self.shape])
+        )
 
 
 def consecutive_runs(blocks: list[int]) -> Iterator[tuple[int, int, int]]:

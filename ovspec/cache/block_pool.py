@@ -28,24 +28,24 @@ class PrefixNode:
     parent: PrefixNode | None
     children: list[PrefixNode] = field(default_factory=list)  # by their tokens
 
-    def child_position(self, token_bytes: bytes) -> int:
+    def find_child_position(self, token_bytes: bytes) -> int:
         return bisect_left(self.children, token_bytes, key=lambda child: child.token_bytes)
 
     def find_child(self, token_bytes: bytes) -> PrefixNode | None:
         """Return the child with exactly these tokens."""
-        position = self.child_position(token_bytes)
+        position = self.find_child_position(token_bytes)
         children = self.children[position : position + 1]
         return next((child for child in children if child.token_bytes == token_bytes), None)
 
     def find_longest_match(self, token_bytes: bytes) -> tuple[PrefixNode | None, int]:
         """Return the child that shares the longest prefix with ``token_bytes``, and that prefix's length in tokens."""
-        longest, length = None, 0
-        position = self.child_position(token_bytes)
+        longest_child, length = None, 0
+        position = self.find_child_position(token_bytes)
         for child in self.children[max(0, position - 1) : position + 1]:
-            shared = common_prefix_length(child.token_bytes, token_bytes)
-            if shared > length:
-                longest, length = child, shared
-        return longest, length
+            shared_length = count_encoded_prefix(child.token_bytes, token_bytes)
+            if shared_length > length:
+                longest_child, length = child, shared_length
+        return longest_child, length
 
 
 class BlockPool:
@@ -67,7 +67,7 @@ class BlockPool:
         self._free_blocks: list[int] = []  # all below ``needed_capacity``
         self._kept_nodes: dict[int, PrefixNode] = {}
         self._idle_blocks: OrderedDict[int, None] = OrderedDict()
-        self._roots: dict[Hashable, PrefixNode] = {}
+        self._roots_by_owner: dict[Hashable, PrefixNode] = {}
         self.needed_capacity = 0  # number of blocks that the tensors must have room for; higher ones were never used
         self.evicted_count = 0  # evicted blocks so far
 
@@ -120,28 +120,28 @@ class BlockPool:
 
     def find_prefix(self, tokens: np.ndarray, owner: Hashable) -> tuple[list[int], int]:
         """Return the blocks of the longest known prefix of ``tokens`` (n,), and its length in tokens."""
-        text = encode_tokens(tokens)
-        width = self.block_size * BYTES_PER_TOKEN
-        node = self._roots.get(owner)
+        encoded_text = encode_tokens(tokens)
+        block_bytes = self.block_size * BYTES_PER_TOKEN
+        node = self._roots_by_owner.get(owner)
         blocks: list[int] = []
-        length, shared = 0, self.block_size
-        while node and shared == self.block_size and length < len(tokens):
-            begin = length * BYTES_PER_TOKEN
-            node, shared = node.find_longest_match(text[begin : begin + width])
+        length, shared_length = 0, self.block_size
+        while node and shared_length == self.block_size and length < len(tokens):
+            begin_byte = length * BYTES_PER_TOKEN
+            node, shared_length = node.find_longest_match(encoded_text[begin_byte : begin_byte + block_bytes])
             if node:
                 blocks.append(node.block)
-                length += shared
+                length += shared_length
         return blocks, length
 
     def keep_prefix(self, tokens: np.ndarray, owner: Hashable, table: list[int]) -> None:
         """Keep the blocks ``table`` of a row with ``tokens`` (n,); blocks already kept replace the row's own."""
         if owner is UNSHARED:
             return
-        text = encode_tokens(tokens)
-        width = self.block_size * BYTES_PER_TOKEN
-        node = self._roots.setdefault(owner, PrefixNode(b"", -1, None))
-        for block_index, begin in enumerate(range(0, len(text), width)):
-            token_bytes = text[begin : begin + width]
+        encoded_text = encode_tokens(tokens)
+        block_bytes = self.block_size * BYTES_PER_TOKEN
+        node = self._roots_by_owner.setdefault(owner, PrefixNode(b"", -1, None))
+        for block_index, begin_byte in enumerate(range(0, len(encoded_text), block_bytes)):
+            token_bytes = encoded_text[begin_byte : begin_byte + block_bytes]
             block = table[block_index]
             child = node.find_child(token_bytes)
             if child and child.block != block:
@@ -156,7 +156,7 @@ class BlockPool:
 
     def _insert_child(self, parent: PrefixNode, token_bytes: bytes, block: int) -> PrefixNode:
         """Keep a block below ``parent``; return its node. An idle sibling that the block contains is freed."""
-        position = parent.child_position(token_bytes)
+        position = parent.find_child_position(token_bytes)
         child = PrefixNode(token_bytes, block, parent)
         parent.children.insert(position, child)
         self._kept_nodes[block] = child
@@ -168,7 +168,7 @@ class BlockPool:
     def free_idle_blocks(self) -> None:
         while self._idle_blocks:
             self._free_idle_block(next(iter(self._idle_blocks)))
-        self._roots = {owner: root for owner, root in self._roots.items() if root.children}
+        self._roots_by_owner = {owner: root for owner, root in self._roots_by_owner.items() if root.children}
 
     def restart_numbering(self) -> None:
         """Number the blocks from 0 again, when none is in use."""
@@ -183,7 +183,7 @@ class BlockPool:
         del self._idle_blocks[block]
         node = self._kept_nodes.pop(block)
         assert node.parent and not node.children, "the last blocks of a text come first"
-        del node.parent.children[node.parent.child_position(node.token_bytes)]
+        del node.parent.children[node.parent.find_child_position(node.token_bytes)]
         self._free_blocks.append(block)
 
 
@@ -191,12 +191,12 @@ def encode_tokens(tokens: np.ndarray) -> bytes:
     return tokens.astype(">u4").tobytes()
 
 
-def common_prefix_length(a: bytes, b: bytes) -> int:
+def count_encoded_prefix(a: bytes, b: bytes) -> int:
     """Return the number of tokens in the common prefix of two encoded texts."""
     if a == b:
         return len(a) // BYTES_PER_TOKEN
     length = min(len(a), len(b))
-    differ = np.frombuffer(a, np.uint8, length) != np.frombuffer(b, np.uint8, length)
-    if differ.any():
-        length = int(differ.argmax())
+    is_different = np.frombuffer(a, np.uint8, length) != np.frombuffer(b, np.uint8, length)
+    if is_different.any():
+        length = int(is_different.argmax())
     return length // BYTES_PER_TOKEN

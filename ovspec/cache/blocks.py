@@ -38,17 +38,17 @@ class BlockTables:
         Returns the (from, to) pairs of blocks to copy first, in this order: those that exist and are shared.
         """
         table = self.tables[row]
-        copies: list[tuple[int, int]] = []
-        written = range(begin // self.block_size, len(table) if new_tokens else 0)
-        for index in reversed(written):
+        block_copies: list[tuple[int, int]] = []
+        written_indices = range(begin // self.block_size, len(table) if new_tokens else 0)
+        for index in reversed(written_indices):
             if self.pool.is_shared(table[index]):
-                shared = table[index]
+                shared_block = table[index]
                 table[index] = self._allocate()
-                self.release_blocks([shared])
-                copies.append((shared, table[index]))
+                self.release_blocks([shared_block])
+                block_copies.append((shared_block, table[index]))
         for _ in range(len(table), -(-(begin + new_tokens) // self.block_size)):
             table.append(self._allocate())
-        return copies
+        return block_copies
 
     def truncate(self, row: int, length: int) -> None:
         """Release the blocks that the first ``length`` tokens of ``row`` don't need."""
@@ -70,11 +70,11 @@ class BlockTables:
 
     def fork(self) -> BlockTables:
         """Return a copy whose rows use the same blocks."""
-        other = BlockTables(0, self.pool)
-        other.tables = [list(table) for table in self.tables]
-        for table in other.tables:
+        forked_tables = BlockTables(0, self.pool)
+        forked_tables.tables = [list(table) for table in self.tables]
+        for table in forked_tables.tables:
             self.pool.add_references(table)
-        return other
+        return forked_tables
 
     def replace_blocks(self, row: int, blocks: list[int]) -> None:
         """Let ``row`` use these blocks instead of its own."""
@@ -165,20 +165,22 @@ class BlockTensors:
     def _create_array(self, name: str, capacity: int) -> BlockArray:
         if name == FEATURES_OUTPUT:
             return HostBlockArray(capacity, [self.block_size, self._feature_width], ov.Type.f32, np.float32)
-        port = self.cache_inputs[name]
-        shape = [length.get_length() for length in list(port.get_partial_shape())[1:]]
-        element_type = port.get_element_type()
+        cache_port = self.cache_inputs[name]
+        shape = [length.get_length() for length in list(cache_port.get_partial_shape())[1:]]
+        element_type = cache_port.get_element_type()
         if is_gpu(self._device):
             return DeviceBlockArray(capacity, shape, element_type, self._device)
         return HostBlockArray(capacity, shape, element_type)
 
     def _reallocate(self, capacity: int) -> None:
         """Enlarge the arrays one by one, keeping the blocks."""
-        names = [*self.cache_inputs]
+        array_names = [*self.cache_inputs]
         if self._feature_width:
-            names.append(FEATURES_OUTPUT)
-        for name in names:
-            array = self.arrays.get(name)
-            self.arrays[name] = array.with_capacity(capacity) if array else self._create_array(name, capacity)
+            array_names.append(FEATURES_OUTPUT)
+        for array_name in array_names:
+            array = self.arrays.get(array_name)
+            self.arrays[array_name] = (
+                array.with_capacity(capacity) if array else self._create_array(array_name, capacity)
+            )
         self.capacity = capacity
         self.version += 1

@@ -62,10 +62,10 @@ class FeedRule:
         """
         if not self.most:
             return count
-        room = self.most - width % self.most
-        if room < min(self.most // 4, count):
-            room += self.most
-        return min(count, room)
+        remaining_tokens = self.most - width % self.most
+        if remaining_tokens < min(self.most // 4, count):
+            remaining_tokens += self.most
+        return min(count, remaining_tokens)
 
     @functools.cached_property
     def label(self) -> str:
@@ -78,7 +78,7 @@ class FeedRule:
             "first tokens apart": self.first_apart,
             "rejected tokens cut off, each row by itself": self.rows_apart,
         }
-        return ", ".join(demand for demand, applies in demands.items() if applies) or "tokens as they come"
+        return ", ".join(demand for demand, is_demanded in demands.items() if is_demanded) or "tokens as they come"
 
     def __str__(self) -> str:
         return self.label
@@ -97,9 +97,9 @@ Features = list[np.ndarray] | None  # of each row (tokens, width) float32; None 
 def split_into_inferences(counts: list[int], max_tokens: int) -> Iterator[list[tuple[int, int]]]:
     """Yield, for each inference of at most ``max_tokens``, every row's (begin, end) among its ``counts`` tokens."""
     begins = [0, *itertools.accumulate(counts)]
-    for first in range(0, begins[-1], max_tokens):
+    for first_token in range(0, begins[-1], max_tokens):
         yield [
-            (min(max(first - begin, 0), count), min(max(first + max_tokens - begin, 0), count))
+            (min(max(first_token - begin, 0), count), min(max(first_token + max_tokens - begin, 0), count))
             for begin, count in zip(begins, counts, strict=False)
         ]
 
@@ -134,10 +134,10 @@ class Rollback:
     @functools.cached_property
     def label(self) -> str:
         """The way in words, kept as a rule's are."""
-        kv: str | None = self.kv
-        if kv == "mask" and self.mask_until:
-            kv = f"mask until {self.mask_until}"
-        return " + ".join(filter(None, (kv, "replay" if self.replay else None)))
+        kv_label: str | None = self.kv
+        if kv_label == "mask" and self.mask_until:
+            kv_label = f"mask until {self.mask_until}"
+        return " + ".join(filter(None, (kv_label, "replay" if self.replay else None)))
 
     def __str__(self) -> str:
         return self.label
@@ -251,24 +251,26 @@ def find_logits_positions(
         raise ValueError("feed needs at least one token")
     if any(logits_count > count for logits_count, count in zip(logits_counts, counts, strict=True)):
         raise ValueError("logits can be requested for new tokens only")
-    ends = list(itertools.accumulate(counts))
+    row_ends = list(itertools.accumulate(counts))
     if not packed:
-        ends = [row * max(counts) + count for row, count in enumerate(counts)]
-    indices = [np.arange(end - logits_count, end) for end, logits_count in zip(ends, logits_counts, strict=True)]
-    filling = np.full(max(0, min_positions - sum(logits_counts)), ends[-1] - 1)
-    return np.concatenate([*indices, filling])
+        row_ends = [row * max(counts) + count for row, count in enumerate(counts)]
+    logits_indices = [
+        np.arange(end - logits_count, end) for end, logits_count in zip(row_ends, logits_counts, strict=True)
+    ]
+    repeated_indices = np.full(max(0, min_positions - sum(logits_counts)), row_ends[-1] - 1)
+    return np.concatenate([*logits_indices, repeated_indices])
 
 
 def count_computed_tokens(decoder: BaseDecoder, tokens: list[np.ndarray]) -> int:
     """Return how many tokens ``decoder`` computes if it is fed ``tokens`` and not filled up."""
-    count = sum(map(len, tokens))
-    return count and decoder.rule.computed_tokens(count)
+    token_count = sum(map(len, tokens))
+    return token_count and decoder.rule.computed_tokens(token_count)
 
 
 def split_logits_by_row(logits: np.ndarray, logits_counts: list[int]) -> list[np.ndarray]:
     """Split ``logits`` (tokens, vocab) into one array (logits_counts[row], vocab) per row."""
-    ends = itertools.accumulate(logits_counts)
-    return [logits[end - logits_count : end] for end, logits_count in zip(ends, logits_counts, strict=True)]
+    row_ends = itertools.accumulate(logits_counts)
+    return [logits[end - logits_count : end] for end, logits_count in zip(row_ends, logits_counts, strict=True)]
 
 
 def reorder_sequences(sequences: list[Sequence], rows: list[int]) -> list[Sequence]:

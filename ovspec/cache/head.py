@@ -54,28 +54,34 @@ class HeadDecoder:
         entry_sequences: list[Sequence] = []
         for row, sequence in enumerate(sequences):
             tokens = sequence.tokens
-            cached = self._entry_decoder.rows[row]
-            known_count = self.count_known_features(row, sequence)
+            cached_entries = self._entry_decoder.rows[row]
+            feature_count = self.count_known_features(row, sequence)
             # Entries are also computed from the first token, which none of them contains.
             owner = (sequence.owner, int(tokens[0])) if len(tokens) else None
-            shared = 0
-            if cached.owner == owner:
-                shared = cached.common_prefix_length(tokens[1:known_count])  # the last one is read again
-            if shared < len(cached):
-                self._entry_decoder.truncate(row, shared)
-            entries = Sequence(tokens[1 : known_count + 1]) if known_count - shared > MIN_SHARED_TOKENS else cached
-            entries.owner = owner
-            entry_sequences.append(entries)
-            self._known_counts[row] = known_count
+            shared_count = 0
+            if cached_entries.owner == owner:
+                shared_count = cached_entries.common_prefix_length(
+                    tokens[1:feature_count]
+                )  # the last one is read again
+            if shared_count < len(cached_entries):
+                self._entry_decoder.truncate(row, shared_count)
+            entry_sequence = (
+                Sequence(tokens[1 : feature_count + 1])
+                if feature_count - shared_count > MIN_SHARED_TOKENS
+                else cached_entries
+            )
+            entry_sequence.owner = owner
+            entry_sequences.append(entry_sequence)
+            self._feature_counts[row] = feature_count
             self._own_last_outputs[row] = None
         self._entry_decoder.reuse_prefixes(entry_sequences)
         for row, (read_sequence, sequence) in enumerate(zip(self.rows, sequences, strict=True)):
             row_entries = self._entry_decoder.rows[row]
             row_entries.owner = entry_sequences[row].owner
             tokens = sequence.tokens[: len(row_entries) + 1 if len(row_entries) else 0]
-            shared = read_sequence.common_prefix_length(tokens)
-            read_sequence.rewind(shared)
-            read_sequence.commit(tokens[shared:])
+            shared_count = read_sequence.common_prefix_length(tokens)
+            read_sequence.rewind(shared_count)
+            read_sequence.commit(tokens[shared_count:])
 
     def feed(self, tokens: list[np.ndarray], logits_counts: list[int], width: int = 0) -> list[np.ndarray]:  # noqa: ARG002
         """Append tokens as ``Decoder.feed`` does; each row can get at most the logits after its last token.
@@ -83,21 +89,21 @@ class HeadDecoder:
         Tokens with features are read in one inference, tokens after them one by one.
         """
         logits = [NO_LOGITS] * len(tokens)
-        unread = [self._skip_first_token(row, row_tokens) for row, row_tokens in enumerate(tokens)]
-        while any(map(len, unread)):
+        unread_tokens = [self._skip_first_token(row, row_tokens) for row, row_tokens in enumerate(tokens)]
+        while any(map(len, unread_tokens)):
             part_lengths = [
-                max(1, known_count - len(sequence) + 1)
-                for known_count, sequence in zip(self._known_counts, self.rows, strict=True)
+                max(1, feature_count - len(sequence) + 1)
+                for feature_count, sequence in zip(self._feature_counts, self.rows, strict=True)
             ]
-            parts = [row_tokens[:length] for row_tokens, length in zip(unread, part_lengths, strict=True)]
-            unread = [row_tokens[len(part) :] for row_tokens, part in zip(unread, parts, strict=True)]
+            parts = [row_tokens[:length] for row_tokens, length in zip(unread_tokens, part_lengths, strict=True)]
+            unread_tokens = [row_tokens[len(part) :] for row_tokens, part in zip(unread_tokens, parts, strict=True)]
             part_logits_counts = [
                 int(len(part) > 0 and bool(logits_count or len(unread_ids)))
-                for part, logits_count, unread_ids in zip(parts, logits_counts, unread, strict=True)
+                for part, logits_count, unread_ids in zip(parts, logits_counts, unread_tokens, strict=True)
             ]
             features = [self._next_features(row, len(part)) for row, part in enumerate(parts)]
             part_logits = self._entry_decoder.feed(parts, part_logits_counts, 0, features)
-            is_last = not any(map(len, unread))
+            is_last = not any(map(len, unread_tokens))
             for row, (part, logits_count) in enumerate(zip(parts, part_logits_counts, strict=True)):
                 self.rows[row].commit(part)
                 if logits_count:
@@ -107,10 +113,12 @@ class HeadDecoder:
 
     def drop_guessed_entries(self) -> None:
         """Drop the entries that were made without features."""
-        for row, (known_count, cached) in enumerate(zip(self._known_counts, self._entry_decoder.rows, strict=True)):
-            if len(cached) > known_count:
-                cached.rewind(known_count)  # first, so that no other text finds them
-                self._entry_decoder.truncate(row, known_count)
+        for row, (feature_count, cached_entries) in enumerate(
+            zip(self._feature_counts, self._entry_decoder.rows, strict=True)
+        ):
+            if len(cached_entries) > feature_count:
+                cached_entries.rewind(feature_count)  # first, so that no other text finds them
+                self._entry_decoder.truncate(row, feature_count)
 
     def truncate(self, row: int, length: int) -> None:
         self.rows[row].rewind(length)
@@ -125,7 +133,7 @@ class HeadDecoder:
     def _reset_rows(self, row_count: int) -> None:
         self.rows = [Sequence() for _ in range(row_count)]  # the text that each row has read, its first token included
         # Tokens of the text with features: at least those of the entries that remain.
-        self._known_counts = list(map(len, self._entry_decoder.rows))
+        self._feature_counts = list(map(len, self._entry_decoder.rows))
         # The head's output for the last entry, (1, width).
         self._own_last_outputs: list[np.ndarray | None] = [None] * row_count
 
@@ -141,7 +149,7 @@ class HeadDecoder:
         entry_count = len(self.rows[row]) - 1
         if not token_count:
             return self._target.features(row, 0, 0)
-        if entry_count < self._known_counts[row]:
+        if entry_count < self._feature_counts[row]:
             return self._target.features(row, entry_count, entry_count + token_count)
         own_output = self._own_last_outputs[row]
         assert own_output is not None, "the entry before was read, and its logits were wanted"

@@ -29,7 +29,7 @@ from ovspec.cache.decoder import (
     split_logits_by_row,
 )
 from ovspec.cache.prefill import MIN_SHARED_TOKENS
-from ovspec.cache.sequence import EMPTY_ROW, Sequence, common_prefix
+from ovspec.cache.sequence import EMPTY_ROW, Sequence, measure_common_prefix
 from ovspec.ir.compile import CompiledIR
 from ovspec.ir.heads import FEATURES_OUTPUT, HIDDEN_OUTPUT
 from ovspec.ir.memory import LEAST_TRIMMED_BYTES, trim_heap
@@ -82,8 +82,8 @@ class PagedDecoder:
         self._bound_version = -1  # version of the tensors that the request is bound to
         self._tables = BlockTables(0, self._tensors.pool)
         self._token_arrays = TokenArrays()
-        self._reused_lengths: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-        self._longest = np.zeros((), dtype=np.int32)
+        self._reused_length_arrays: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._longest_context = np.zeros((), dtype=np.int32)
         self._feature_arrays: dict[int, np.ndarray] = {}
         self._head_width = ir.output_width(HIDDEN_OUTPUT)
         self._has_features = FEATURES_OUTPUT in ir.outputs
@@ -108,7 +108,7 @@ class PagedDecoder:
 
     def _reset_rows(self, rows: int) -> None:
         self.rows = [Sequence() for _ in range(rows)]
-        self._listed_tables: tuple[list[int], int] | None = None  # rows and block version of the current lists
+        self._flattened_version: tuple[list[int], int] | None = None  # rows and block version of the current lists
         with self._tensors.lock:
             self._tables.reorder([EMPTY_ROW] * rows)
             freed_bytes = self._tensors.shrink_if_unused()
@@ -118,23 +118,25 @@ class PagedDecoder:
 
     def reuse_prefixes(self, sequences: list[Sequence]) -> None:
         with self._tensors.lock:
-            for cached, sequence in zip(self.rows, sequences, strict=True):
-                cached.owner = sequence.owner
-            alone = len(self.rows) == 1
+            for cached_row, sequence in zip(self.rows, sequences, strict=True):
+                cached_row.owner = sequence.owner
+            is_single_row = len(self.rows) == 1
             unread_rows = [
-                (row, shared)
-                for row, (cached, sequence) in enumerate(zip(self.rows, sequences, strict=True))
-                if len(sequence) - (shared := common_prefix(cached, sequence)) > MIN_SHARED_TOKENS
-                and (alone or shared < len(cached) or not shared)  # not while it reads its prompt, round by round
+                (row, shared_length)
+                for row, (cached_row, sequence) in enumerate(zip(self.rows, sequences, strict=True))
+                if len(sequence) - (shared_length := measure_common_prefix(cached_row, sequence)) > MIN_SHARED_TOKENS
+                and (
+                    is_single_row or shared_length < len(cached_row) or not shared_length
+                )  # not while it reads its prompt, round by round
             ]
             if not unread_rows:
                 return
-            if not alone:
+            if not is_single_row:
                 self._keep_prefixes(range(len(self.rows)), temporarily=True)
-            for row, shared in unread_rows:
+            for row, shared_length in unread_rows:
                 sequence = sequences[row]
                 blocks, length = self._tensors.pool.find_prefix(sequence.tokens[:-1], sequence.owner)
-                if length >= shared + MIN_SHARED_TOKENS:
+                if length >= shared_length + MIN_SHARED_TOKENS:
                     self._tables.replace_blocks(row, blocks)
                     self.rows[row] = Sequence(sequence.tokens[:length])
 
@@ -142,8 +144,8 @@ class PagedDecoder:
         self, tokens: list[np.ndarray], logits_counts: list[int], width: int = 0, features: Features = None
     ) -> list[np.ndarray]:
         try:
-            too_many = sum(map(len, tokens)) > self._max_tokens
-            if too_many or (self.rule.first_apart and self._begins_with_several(tokens)):
+            has_too_many_tokens = sum(map(len, tokens)) > self._max_tokens
+            if has_too_many_tokens or (self.rule.first_apart and self._begins_with_several_tokens(tokens)):
                 return self._feed_in_parts(tokens, logits_counts, features)
             with self._tensors.lock:
                 return self._append_tokens(tokens, logits_counts, min(width, self._max_tokens), features)
@@ -171,10 +173,10 @@ class PagedDecoder:
 
     def fork(self) -> PagedDecoder:
         with self._tensors.lock:
-            other = PagedDecoder(self._ir, self._vocabulary, self.rule, self._tensors)
-            other.rows = [row.copy() for row in self.rows]
-            other._tables = self._tables.fork()
-        return other
+            forked_decoder = PagedDecoder(self._ir, self._vocabulary, self.rule, self._tensors)
+            forked_decoder.rows = [row.copy() for row in self.rows]
+            forked_decoder._tables = self._tables.fork()
+        return forked_decoder
 
     def dump(self) -> dict[str, np.ndarray]:
         with self._tensors.lock:
@@ -188,8 +190,8 @@ class PagedDecoder:
             self._bind_arrays()
             table = self._tables.tables[0]
             own_arrays = self._tensors.arrays
-            expected = {name: ((len(table), *array.shape), array.dtype) for name, array in own_arrays.items()}
-            if {name: (array.shape, array.dtype) for name, array in arrays.items()} != expected:
+            expected_layouts = {name: ((len(table), *array.shape), array.dtype) for name, array in own_arrays.items()}
+            if {name: (array.shape, array.dtype) for name, array in arrays.items()} != expected_layouts:
                 self.reset(1)
                 raise ValueError("the cache is of another model or another type")
             for name, array in arrays.items():
@@ -215,14 +217,17 @@ class PagedDecoder:
 
     def _locate_positions(self, row: int, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the block of each position from ``begin`` to ``end``, and its offset in the block."""
-        first_index = begin // self.block_size
+        first_table_index = begin // self.block_size
         positions = np.arange(begin, end)
-        table = np.array(self._tables.tables[row][first_index : -(-end // self.block_size)], dtype=np.int64)
-        return table[positions // self.block_size - first_index], positions % self.block_size
+        table = np.array(self._tables.tables[row][first_table_index : -(-end // self.block_size)], dtype=np.int64)
+        return table[positions // self.block_size - first_table_index], positions % self.block_size
 
-    def _begins_with_several(self, tokens: list[np.ndarray]) -> bool:
+    def _begins_with_several_tokens(self, tokens: list[np.ndarray]) -> bool:
         """Return whether a row of ``tokens`` begins a text with more than one token."""
-        return any(len(new) > 1 and not len(cached) for cached, new in zip(self.rows, tokens, strict=True))
+        return any(
+            len(new_tokens) > 1 and not len(cached_row)
+            for cached_row, new_tokens in zip(self.rows, tokens, strict=True)
+        )
 
     def _feed_in_parts(
         self, tokens: list[np.ndarray], logits_counts: list[int], features: Features
@@ -230,28 +235,36 @@ class PagedDecoder:
         """Feed tokens in several inferences, row after row: more than one inference may have, or a text's beginning."""
         logits: list[list[np.ndarray]] = [[] for _ in tokens]
         hidden: list[list[np.ndarray]] = [[] for _ in tokens]
-        logits_begins = [len(new) - count for new, count in zip(tokens, logits_counts, strict=True)]
+        logits_begins = [len(new_tokens) - count for new_tokens, count in zip(tokens, logits_counts, strict=True)]
         first_apart = self.rule.first_apart
         # Each row's number of tokens, 0 or 1, that are fed apart, before the rest.
         apart_counts = [
-            int(first_apart and len(new) > 0 and not len(cached)) for cached, new in zip(self.rows, tokens, strict=True)
+            int(first_apart and len(new_tokens) > 0 and not len(cached_row))
+            for cached_row, new_tokens in zip(self.rows, tokens, strict=True)
         ]
-        rest_counts = [len(new) - apart for new, apart in zip(tokens, apart_counts, strict=True)]
+        rest_counts = [
+            len(new_tokens) - apart_count for new_tokens, apart_count in zip(tokens, apart_counts, strict=True)
+        ]
         apart_spans = split_into_inferences(apart_counts, self._max_tokens)
         rest_spans = (
-            [(begin + apart, end + apart) for (begin, end), apart in zip(spans, apart_counts, strict=True)]
+            [
+                (begin + apart_count, end + apart_count)
+                for (begin, end), apart_count in zip(spans, apart_counts, strict=True)
+            ]
             for spans in split_into_inferences(rest_counts, self._max_tokens)
         )
         for spans in itertools.chain(apart_spans, rest_spans):
             check_interrupts()
-            part = [new[begin:end] for new, (begin, end) in zip(tokens, spans, strict=True)]
-            part_features = features and [rows[begin:end] for rows, (begin, end) in zip(features, spans, strict=True)]
+            part_tokens = [new_tokens[begin:end] for new_tokens, (begin, end) in zip(tokens, spans, strict=True)]
+            part_features = features and [
+                row_features[begin:end] for row_features, (begin, end) in zip(features, spans, strict=True)
+            ]
             part_logits_counts = [
                 max(0, end - max(begin, logits_begin))
                 for logits_begin, (begin, end) in zip(logits_begins, spans, strict=True)
             ]
             with self._tensors.lock:
-                part_logits = self._append_tokens(part, part_logits_counts, features=part_features)
+                part_logits = self._append_tokens(part_tokens, part_logits_counts, features=part_features)
             for row, count in enumerate(part_logits_counts):
                 if count:
                     logits[row].append(part_logits[row].copy())
@@ -264,49 +277,54 @@ class PagedDecoder:
         self, tokens: list[np.ndarray], logits_counts: list[int], width: int = 0, features: Features = None
     ) -> list[np.ndarray]:
         """Run an inference that appends ``tokens`` to the rows; arguments and result as of ``feed``."""
-        row_inputs = self._fill_up([(len(cached), new) for cached, new in zip(self.rows, tokens, strict=True)], width)
-        fed_rows = [row for row, (_, new) in enumerate(row_inputs) if len(new)]
-        counts = tuple([len(row_inputs[row][1]) for row in fed_rows])
-        queries = tuple([max(self.rule.queries, count) for count in counts])
-        ids, positions = self._token_arrays[(sum(counts),)]
+        row_inputs = self._fill_up_inference(
+            [(len(cached_row), new_tokens) for cached_row, new_tokens in zip(self.rows, tokens, strict=True)], width
+        )
+        fed_rows = [row for row, (_, new_tokens) in enumerate(row_inputs) if len(new_tokens)]
+        token_counts = tuple([len(row_inputs[row][1]) for row in fed_rows])
+        query_counts = tuple([max(self.rule.queries, token_count) for token_count in token_counts])
+        ids, positions = self._token_arrays[(sum(token_counts),)]
         past_lengths, query_begins = self._length_arrays(len(fed_rows))
         copies: list[tuple[int, int]] = []
-        start = longest = 0
+        token_begin = longest_context = 0
         for i, row in enumerate(fed_rows):
-            begin, new = row_inputs[row]
-            end = start + len(new)
-            ids[start:end] = new
-            positions[start:end] = np.arange(begin, begin + len(new))
-            past_lengths[i] = begin
-            query_begins[i + 1] = query_begins[i] + queries[i]
-            copies += self._tables.extend(row, begin, queries[i])
-            start = end
-            longest = max(longest, begin + queries[i])
+            position, new_tokens = row_inputs[row]
+            token_end = token_begin + len(new_tokens)
+            ids[token_begin:token_end] = new_tokens
+            positions[token_begin:token_end] = np.arange(position, position + len(new_tokens))
+            past_lengths[i] = position
+            query_begins[i + 1] = query_begins[i] + query_counts[i]
+            copies += self._tables.extend(row, position, query_counts[i])
+            token_begin = token_end
+            longest_context = max(longest_context, position + query_counts[i])
             self.rows[row].commit(tokens[row])
-            if (filling := begin + len(new) - len(self.rows[row])) > 0:  # the context may end here
-                positions[end - filling : end] = len(self.rows[row]) - 1
-        self._longest[...] = longest
+            if (filling_count := position + len(new_tokens) - len(self.rows[row])) > 0:  # the context may end here
+                positions[token_end - filling_count : token_end] = len(self.rows[row]) - 1
+        self._longest_context[...] = longest_context
         if self._tensors.pool.needed_capacity > self._tensors.capacity:
             self._tensors.grow()
         self._bind_arrays()
         self._tensors.copy_blocks(copies)
         # Tokens that fill the inference up after a row's new tokens, which the row contains by now, have logits, too.
         # The result leaves them out.
-        fillings = [begin + len(new) - len(cached) for cached, (begin, new) in zip(self.rows, row_inputs, strict=True)]
-        filled_counts = [count + filling for count, filling in zip(logits_counts, fillings, strict=True)]
-        lengths = tuple([len(new) for _, new in row_inputs])
+        filling_counts = [
+            position + len(new_tokens) - len(cached_row)
+            for cached_row, (position, new_tokens) in zip(self.rows, row_inputs, strict=True)
+        ]
+        filled_counts = [sum(counts) for counts in zip(logits_counts, filling_counts, strict=True)]
+        lengths = tuple([len(new_tokens) for _, new_tokens in row_inputs])
         min_positions = self._computed_logits[sum(filled_counts)]
         logits_idx = find_logits_positions(lengths, tuple(filled_counts), min_positions, packed=True)
         blocks, block_begins = self._flatten_tables(fed_rows)
-        query_inputs = pair_query_inputs(counts, queries)
-        head_input = self._make_head_input(features, start)
-        cached = (past_lengths, query_begins, blocks, block_begins, self._longest)
-        logits = self._request.infer((ids, positions, *cached, logits_idx, head_input, *query_inputs), logits_idx)
+        query_inputs = pair_query_inputs(token_counts, query_counts)
+        head_input = self._make_head_input(features, token_begin)
+        cache_inputs = (past_lengths, query_begins, blocks, block_begins, self._longest_context)
+        logits = self._request.infer((ids, positions, *cache_inputs, logits_idx, head_input, *query_inputs), logits_idx)
         if self._has_features:
-            fed_features = np.split(self._request.read_output(FEATURES_OUTPUT), np.cumsum(counts)[:-1])
+            fed_features = np.split(self._request.read_output(FEATURES_OUTPUT), np.cumsum(token_counts)[:-1])
             for row, row_features in zip(fed_rows, fed_features, strict=True):
-                begin = row_inputs[row][0]
-                blocks_offsets = self._locate_positions(row, begin, begin + len(row_features))
+                position = row_inputs[row][0]
+                blocks_offsets = self._locate_positions(row, position, position + len(row_features))
                 self._tensors.feature_blocks[blocks_offsets] = row_features
         if self._head_width:
             hidden = split_logits_by_row(self._request.read_output(HIDDEN_OUTPUT), filled_counts)
@@ -318,64 +336,70 @@ class PagedDecoder:
         if len(logits_counts) == 1:
             return [logits[: logits_counts[0]]]
         row_logits = split_logits_by_row(logits, filled_counts)
-        return [rows[:count] for rows, count in zip(row_logits, logits_counts, strict=True)]
+        return [logits_rows[:count] for logits_rows, count in zip(row_logits, logits_counts, strict=True)]
 
-    def _make_head_input(self, features: Features, count: int) -> np.ndarray:
+    def _make_head_input(self, features: Features, token_count: int) -> np.ndarray:
         """Return a head's input with each token's features, (tokens, 1, width) float32."""
         if features is None:
             return NO_FEATURES
-        array = self._feature_arrays.get(count)
-        if array is None:
-            array = np.zeros((count, 1, self._head_width), dtype=np.float32)
-            if count <= MAX_REUSED_WIDTH:
-                self._feature_arrays[count] = array
+        feature_array = self._feature_arrays.get(token_count)
+        if feature_array is None:
+            feature_array = np.zeros((token_count, 1, self._head_width), dtype=np.float32)
+            if token_count <= MAX_REUSED_WIDTH:
+                self._feature_arrays[token_count] = feature_array
         token_features = np.concatenate(features)
-        array[: len(token_features), 0] = token_features
-        array[len(token_features) :, 0] = token_features[-1]  # of the tokens that fill up
-        return array
+        feature_array[: len(token_features), 0] = token_features
+        feature_array[len(token_features) :, 0] = token_features[-1]  # of the tokens that fill up
+        return feature_array
 
-    def _fill_up(self, row_inputs: list[tuple[int, np.ndarray]], width: int) -> list[tuple[int, np.ndarray]]:
+    def _fill_up_inference(self, row_inputs: list[tuple[int, np.ndarray]], width: int) -> list[tuple[int, np.ndarray]]:
         """Return ``row_inputs``, each row's (position, new tokens (n,)), with more tokens: ``width``, or the rule's.
 
         Rows compute the last tokens of their cache once more. If these are too few for the rule, the last new token
         comes several times, and the next tokens are written over its copies. A head's always does, because the features
         of earlier tokens aren't kept.
         """
-        fed_rows = [row for row, (_, new) in enumerate(row_inputs) if len(new)]
-        count = sum([len(row_inputs[row][1]) for row in fed_rows])
-        first = int(self.rule.first_apart)  # the first token isn't computed together with later ones
-        min_width = count + first * (count == len(fed_rows))
-        missing = self._computed_tokens[max(width, min_width)] - count
-        if missing <= 0 or not fed_rows:
+        fed_rows = [row for row, (_, new_tokens) in enumerate(row_inputs) if len(new_tokens)]
+        token_count = sum([len(row_inputs[row][1]) for row in fed_rows])
+        first_recomputable = int(self.rule.first_apart)  # the first token isn't computed together with later ones
+        min_width = token_count + first_recomputable * (token_count == len(fed_rows))
+        missing_count = self._computed_tokens[max(width, min_width)] - token_count
+        if missing_count <= 0 or not fed_rows:
             return row_inputs
-        recomputable = 0 if self._head_width else sum([max(0, row_inputs[row][0] - first) for row in fed_rows])
-        if recomputable < missing:  # too few for the width
-            missing = self._computed_tokens[min_width] - count
-        for row in fed_rows if recomputable else ():
-            if missing > 0:
-                begin, new = row_inputs[row]
-                again = min(max(0, begin - first), missing)
-                row_inputs[row] = begin - again, np.concatenate((self.rows[row].tokens[begin - again :], new))
-                missing -= again
-        if missing > 0:
-            begin, new = row_inputs[fed_rows[-1]]
-            row_inputs[fed_rows[-1]] = begin, np.concatenate((new, np.repeat(new[-1:], missing)))
+        recomputable_count = 0
+        if not self._head_width:
+            recomputable_count = sum([max(0, row_inputs[row][0] - first_recomputable) for row in fed_rows])
+        if recomputable_count < missing_count:  # too few for the width
+            missing_count = self._computed_tokens[min_width] - token_count
+        for row in fed_rows if recomputable_count else ():
+            if missing_count > 0:
+                position, new_tokens = row_inputs[row]
+                recomputed_count = min(max(0, position - first_recomputable), missing_count)
+                first_position = position - recomputed_count
+                row_inputs[row] = first_position, np.concatenate((self.rows[row].tokens[first_position:], new_tokens))
+                missing_count -= recomputed_count
+        if missing_count > 0:
+            position, new_tokens = row_inputs[fed_rows[-1]]
+            row_inputs[fed_rows[-1]] = position, np.concatenate((new_tokens, np.repeat(new_tokens[-1:], missing_count)))
         return row_inputs
 
-    def _length_arrays(self, count: int) -> tuple[np.ndarray, np.ndarray]:
+    def _length_arrays(self, row_count: int) -> tuple[np.ndarray, np.ndarray]:
         """Return int32 arrays to fill in: each row's cached tokens (count,), and its first query (count + 1,)."""
-        if count not in self._reused_lengths:
-            self._reused_lengths[count] = np.zeros(count, dtype=np.int32), np.zeros(count + 1, dtype=np.int32)
-        return self._reused_lengths[count]
+        if row_count not in self._reused_length_arrays:
+            self._reused_length_arrays[row_count] = (
+                np.zeros(row_count, dtype=np.int32),
+                np.zeros(row_count + 1, dtype=np.int32),
+            )
+        return self._reused_length_arrays[row_count]
 
     def _flatten_tables(self, rows: list[int]) -> tuple[np.ndarray, np.ndarray]:
         """Return the blocks of ``rows`` and where each row begins (rows + 1,), int32."""
-        if self._listed_tables != (rows, self._tables.version):
+        if self._flattened_version != (rows, self._tables.version):
             tables = [self._tables.tables[row] for row in rows]
-            self._indices = np.array([block for table in tables for block in table], dtype=np.int32)
-            self._index_begins = np.cumsum([0, *map(len, tables)], dtype=np.int32)
-            self._listed_tables = rows, self._tables.version
-        return self._indices, self._index_begins
+            self._flat_blocks = np.array([block for table in tables for block in table], dtype=np.int32)
+            self._flat_block_begins = np.cumsum([0, *map(len, tables)], dtype=np.int32)
+            self._flattened_version = rows, self._tables.version
+        return self._flat_blocks, self._flat_block_begins
 
     def _bind_arrays(self) -> None:
         if self._bound_version != self._tensors.version:
@@ -386,18 +410,20 @@ class PagedDecoder:
 
 def join_row_parts(parts: list[list[np.ndarray]], width: int) -> list[np.ndarray]:
     """Return the parts of each row as one array (n, width) float32."""
-    empty = np.empty((0, width), dtype=np.float32)
-    return [np.concatenate(row_parts) if row_parts else empty for row_parts in parts]
+    empty_array = np.empty((0, width), dtype=np.float32)
+    return [np.concatenate(row_parts) if row_parts else empty_array for row_parts in parts]
 
 
 @functools.lru_cache(maxsize=256)
-def pair_query_inputs(counts: tuple[int, ...], queries: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+def pair_query_inputs(token_counts: tuple[int, ...], query_counts: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
     """Return the inputs of ``pair_queries``, int32: each query's token, and each token's first query.
 
-    A row of ``counts`` tokens has as many ``queries``, or several for its only token.
+    A row of ``token_counts`` tokens has as many ``query_counts``, or several for its only token.
     """
-    repeats = np.concatenate(
-        [np.full(count, query_count // count) for count, query_count in zip(counts, queries, strict=True)]
+    queries_per_token = np.concatenate(
+        [np.full(count, query_count // count) for count, query_count in zip(token_counts, query_counts, strict=True)]
     )
-    tokens = np.arange(len(repeats), dtype=np.int32)
-    return np.repeat(tokens, repeats), (np.cumsum(repeats) - repeats).astype(np.int32)
+    token_indices = np.arange(len(queries_per_token), dtype=np.int32)
+    return np.repeat(token_indices, queries_per_token), (np.cumsum(queries_per_token) - queries_per_token).astype(
+        np.int32
+    )

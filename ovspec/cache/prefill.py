@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from ovspec.cache.decoder import Decoder
-from ovspec.cache.sequence import Sequence, common_prefix
+from ovspec.cache.sequence import Sequence, measure_common_prefix
 
 # A row with more unseen tokens than this is reading a prompt; a round leaves fewer tokens to feed.
 PREFILL_THRESHOLD = 16
@@ -25,56 +25,69 @@ def copy_shared_prefixes(decoder: Decoder, sequences: list[Sequence]) -> None:
     rollback = decoder.rollback
     if len(cached_rows) < 2 or rollback.replay or not rollback.copies:
         return
-    unseen_counts = [len(sequence) - len(cached) for sequence, cached in zip(sequences, cached_rows, strict=True)]
+    unseen_counts = [
+        len(sequence) - len(cached_row) for sequence, cached_row in zip(sequences, cached_rows, strict=True)
+    ]
     if max(unseen_counts) < MIN_SHARED_TOKENS:
         return
     source_rows = list(range(len(cached_rows)))
     for row, sequence in enumerate(sequences):
         if unseen_counts[row] >= MIN_SHARED_TOKENS:
-            shared = [
-                common_prefix(cached, sequence) if other.owner == sequence.owner else 0
-                for cached, other in zip(cached_rows, sequences, strict=True)
+            shared_lengths = [
+                measure_common_prefix(cached_row, sequence) if other_sequence.owner == sequence.owner else 0
+                for cached_row, other_sequence in zip(cached_rows, sequences, strict=True)
             ]
-            best_row = int(np.argmax(shared))
-            if shared[best_row] - shared[row] >= MIN_SHARED_TOKENS:
+            best_row = int(np.argmax(shared_lengths))
+            if shared_lengths[best_row] - shared_lengths[row] >= MIN_SHARED_TOKENS:
                 source_rows[row] = best_row
     if source_rows != list(range(len(cached_rows))):
         decoder.reorder(source_rows)
 
 
-def should_wait_for_prefix(sequence: Sequence, prefilling: Iterable[Sequence], cached: Iterable[Sequence]) -> bool:
-    """Return whether a prompt in ``prefilling`` will share a longer prefix with ``sequence`` than ``cached`` texts do.
+def should_wait_for_prefix(
+    sequence: Sequence, prefilling_sequences: Iterable[Sequence], cached_sequences: Iterable[Sequence]
+) -> bool:
+    """Return whether a ``prefilling_sequences`` prompt will share more of ``sequence`` than the cached ones do.
 
     The row then waits until that prompt has been read, which saves work.
     """
 
-    def longest_prefix(others: Iterable[Sequence]) -> int:
-        return max([common_prefix(sequence, other) for other in others if other.owner == sequence.owner], default=0)
+    def find_longest_prefix(other_sequences: Iterable[Sequence]) -> int:
+        return max(
+            [
+                measure_common_prefix(sequence, other_sequence)
+                for other_sequence in other_sequences
+                if other_sequence.owner == sequence.owner
+            ],
+            default=0,
+        )
 
-    length = longest_prefix(prefilling)
-    return length > MIN_SHARED_TOKENS and length > longest_prefix(cached) + MIN_SHARED_TOKENS
+    prefix_length = find_longest_prefix(prefilling_sequences)
+    return (
+        prefix_length > MIN_SHARED_TOKENS and prefix_length > find_longest_prefix(cached_sequences) + MIN_SHARED_TOKENS
+    )
 
 
 def choose_prefill_chunks(
-    decoder: Decoder, unseen: list[np.ndarray], prompt_budget: int | None = None
+    decoder: Decoder, unseen_tokens: list[np.ndarray], prompt_budget: int | None = None
 ) -> list[np.ndarray]:
-    """Return the part of its ``unseen`` tokens that each row reads in this round, so that generating rows go on.
+    """Return the part of its ``unseen_tokens`` that each row reads in this round, so that generating rows go on.
 
     ``prompt_budget``: number of prompt tokens that are read, the first row's first. By default each row reads a chunk
     of the decoder's ``prefill_chunk_size``, and everything if no row is generating.
     """
-    if all(len(tokens) <= PREFILL_THRESHOLD for tokens in unseen):
-        return unseen
+    if all(len(tokens) <= PREFILL_THRESHOLD for tokens in unseen_tokens):
+        return unseen_tokens
     if prompt_budget is None:
         generating_counts = [
             len(tokens)
-            for tokens, cached in zip(unseen, decoder.rows, strict=True)
-            if len(cached) and len(tokens) <= PREFILL_THRESHOLD
+            for tokens, cached_row in zip(unseen_tokens, decoder.rows, strict=True)
+            if len(cached_row) and len(tokens) <= PREFILL_THRESHOLD
         ]
         chunk_size = decoder.prefill_chunk_size(generating_counts) if generating_counts else None
-        return [tokens if len(tokens) <= PREFILL_THRESHOLD else tokens[:chunk_size] for tokens in unseen]
+        return [tokens if len(tokens) <= PREFILL_THRESHOLD else tokens[:chunk_size] for tokens in unseen_tokens]
     chunks = []
-    for tokens in unseen:
+    for tokens in unseen_tokens:
         if len(tokens) <= PREFILL_THRESHOLD:
             chunks.append(tokens)
         else:

@@ -43,9 +43,9 @@ class GrowingArray:
     def commit(self, values: np.ndarray | list[int]) -> None:
         end = self._length + len(values)
         if end > len(self._buffer):
-            larger = np.empty((2 * end, *self._buffer.shape[1:]), dtype=self._buffer.dtype)
-            larger[: self._length] = self.values
-            self._buffer = larger
+            larger_buffer = np.empty((2 * end, *self._buffer.shape[1:]), dtype=self._buffer.dtype)
+            larger_buffer[: self._length] = self.values
+            self._buffer = larger_buffer
         self._buffer[self._length : end] = values
         self._length = end
 
@@ -60,7 +60,7 @@ class Sequence(GrowingArray):
     """The token ids of a row: commits append to it, rewinds shorten it.
 
     A KV cache, or other state of a row, has a Sequence of the tokens it has processed, and catches up from the
-    ``common_prefix`` of that Sequence and the row.
+    ``measure_common_prefix`` of that Sequence and the row.
 
     owner: of the text. Texts of different owners share no prefix, because latency would reveal one owner's text to
         another; texts of ``UNSHARED`` share none at all.
@@ -82,14 +82,14 @@ class Sequence(GrowingArray):
         length = min(self._length, len(tokens))
         if not length:
             return 0
-        differ = self._buffer[:length] != tokens[:length]
-        first_difference = int(differ.argmax())
-        return first_difference if differ[first_difference] else length
+        is_different = self._buffer[:length] != tokens[:length]
+        first_difference = int(is_different.argmax())
+        return first_difference if is_different[first_difference] else length
 
     def copy(self) -> Sequence:
-        other = Sequence(self.tokens)
-        other.owner = self.owner
-        return other
+        copied_sequence = Sequence(self.tokens)
+        copied_sequence.owner = self.owner
+        return copied_sequence
 
 
 class Follower(Protocol):
@@ -101,17 +101,17 @@ class Follower(Protocol):
     def truncate(self, row: int, length: int) -> None: ...
 
 
-def common_prefix(a: Sequence, b: Sequence) -> int:
+def measure_common_prefix(a: Sequence, b: Sequence) -> int:
     """Return the number of leading tokens that ``a`` and ``b`` share."""
     return a.common_prefix_length(b.tokens)
 
 
 def catch_up(follower: Follower, row: int, sequence: Sequence) -> np.ndarray:
     """Roll ``row`` back to the prefix it shares with ``sequence``; return the tokens it has not seen yet."""
-    cached = follower.rows[row]
-    cached.owner = sequence.owner
+    cached_row = follower.rows[row]
+    cached_row.owner = sequence.owner
     # If the cache already has every token, the last one is fed again, because its logits are needed.
-    shared = min(common_prefix(cached, sequence), len(sequence) - 1)
-    if shared < len(cached):
-        follower.truncate(row, shared)
+    shared_length = min(measure_common_prefix(cached_row, sequence), len(sequence) - 1)
+    if shared_length < len(cached_row):
+        follower.truncate(row, shared_length)
     return sequence.tokens[len(follower.rows[row]) :]

@@ -36,20 +36,20 @@ class Slots:
 
     def extend(self, counts: list[int]) -> None:
         """Append max(counts) slots; in each row the first ``counts[row]`` of them are alive."""
-        start = self.slot_count
-        end = start + max(counts)
-        if end > self._alive.shape[1]:
-            padding = ((0, 0), (0, 2 * end - self._alive.shape[1]))
+        slots_begin = self.slot_count
+        slots_end = slots_begin + max(counts)
+        if slots_end > self._alive.shape[1]:
+            padding = ((0, 0), (0, 2 * slots_end - self._alive.shape[1]))
             self._alive = np.pad(self._alive, padding)
             self._slot_of = np.pad(self._slot_of, padding)
         for row, count in enumerate(counts):
             length = self.row_lengths[row]
-            self._alive[row, start : start + count] = 1
-            if start + count < end:
-                self._alive[row, start + count : end] = 0
-            self._slot_of[row, length : length + count] = np.arange(start, start + count)
+            self._alive[row, slots_begin : slots_begin + count] = 1
+            if slots_begin + count < slots_end:
+                self._alive[row, slots_begin + count : slots_end] = 0
+            self._slot_of[row, length : length + count] = np.arange(slots_begin, slots_begin + count)
             self.row_lengths[row] = length + count
-        self.slot_count = end
+        self.slot_count = slots_end
 
     def truncate(self, row: int, length: int) -> None:
         """Mark the slots of positions ``length`` and later dead."""

@@ -79,8 +79,8 @@ class StatefulDecoder:
         self._vocabulary = vocabulary
         self._compaction_threshold = compaction_threshold
         # Attention by slot index can't skip dead slots past the sliding window or the table of positions.
-        bounds = [bound for bound in (rollback.mask_until, ir.context_length) if bound]
-        self._mask_until = min(bounds, default=None) if rollback.kv == "mask" else 0
+        slot_bounds = [slot_bound for slot_bound in (rollback.mask_until, ir.context_length) if slot_bound]
+        self._mask_until = min(slot_bounds, default=None) if rollback.kv == "mask" else 0
         # optimum's Mamba takes a whole text or a single token, and tells them apart by the length of cache_position.
         self._conv_width = ir.config.convolution_width if "cache_position" in ir.inputs else 0
         self._rope_switch = ir.config.rope_switch_length or sys.maxsize
@@ -182,10 +182,12 @@ class StatefulDecoder:
         self.compactions += 1
 
     def fork(self) -> StatefulDecoder:
-        other = StatefulDecoder(self._ir, self.rollback, self._vocabulary, self._compaction_threshold, self.rule)
+        forked_decoder = StatefulDecoder(
+            self._ir, self.rollback, self._vocabulary, self._compaction_threshold, self.rule
+        )
         if self.copies_are_exact:
-            self.copy_into(other)
-        return other
+            self.copy_into(forked_decoder)
+        return forked_decoder
 
     def dump(self) -> dict[str, np.ndarray]:
         if not self.copies_are_exact or not len(self.rows[0]):
@@ -206,9 +208,9 @@ class StatefulDecoder:
             if features.shape != (length, self._feature_width) or features.dtype != np.float32:
                 raise ValueError("the features are of another model")
             self._features[0].commit(features)
-        lengths = {state.name: 1 if state.sequence_axis is None else length for state in self._ir.states}
-        sizes = {state.name: state.width * lengths[state.name] for state in self._ir.states}
-        if {name: array.size for name, array in arrays.items()} != sizes:
+        state_lengths = {state.name: 1 if state.sequence_axis is None else length for state in self._ir.states}
+        state_sizes = {state.name: state.width * state_lengths[state.name] for state in self._ir.states}
+        if {name: array.size for name, array in arrays.items()} != state_sizes:
             raise ValueError("the states are of another model")
         for state in self._ir.states:
             array = arrays[state.name]
@@ -221,28 +223,28 @@ class StatefulDecoder:
         self.rows[0].commit(tokens)
         self._slots.extend([length])
 
-    def copy_into(self, other: StatefulDecoder) -> None:
-        """Copy this decoder's rows and states to ``other``, of the same model; exact only if ``copies_are_exact``."""
-        other.rows = [row.copy() for row in self.rows]
-        other._features = [GrowingArray(row.values) for row in self._features]
-        other._slots = copy.deepcopy(self._slots)
-        other._row_order = self._row_order
-        other._beam_rows = self._beam_rows
-        other._snapshot = self._snapshot
-        other._snapshot_length = self._snapshot_length
-        other._expects_rollback = self._expects_rollback
+    def copy_into(self, other_decoder: StatefulDecoder) -> None:
+        """Copy the rows and states to ``other_decoder``, of the same model; exact if ``copies_are_exact``."""
+        other_decoder.rows = [row.copy() for row in self.rows]
+        other_decoder._features = [GrowingArray(row.values) for row in self._features]
+        other_decoder._slots = copy.deepcopy(self._slots)
+        other_decoder._row_order = self._row_order
+        other_decoder._beam_rows = self._beam_rows
+        other_decoder._snapshot = self._snapshot
+        other_decoder._snapshot_length = self._snapshot_length
+        other_decoder._expects_rollback = self._expects_rollback
         if self._slots.slot_count:
-            other.set_states(read_states(self._request.openvino_request, self._ir.states))
+            other_decoder.set_states(read_states(self._request.openvino_request, self._ir.states))
         else:
-            other._request.reset_states()
+            other_decoder._request.reset_states()
 
-    def set_states(self, values: dict[str, np.ndarray]) -> None:
-        """Set the states named in ``values``, also of a request that hasn't run since it was reset."""
+    def set_states(self, state_values: dict[str, np.ndarray]) -> None:
+        """Set the states named in ``state_values``, also of a request that hasn't run since it was reset."""
         self._request.apply_reset()
         if self.rollback.copies == "run" and not self._request.has_run:
             self._separate_requests(1)
             self._run_dummy_inference(self._request)
-        write_states(self._request.openvino_request, values)
+        write_states(self._request.openvino_request, state_values)
 
     def _run_dummy_inference(self, request: InferenceRequest, width: int = 1) -> None:
         """Run an inference of any ``width`` tokens for its shapes alone; afterwards the states are worthless."""
@@ -274,9 +276,9 @@ class StatefulDecoder:
         """
         slots = max(self._slots.row_lengths)
         if self.rollback.replay and self.rollback.copies == "run" and self._inference_slots == (slots, slots + width):
-            recurrent = read_states(self._request.openvino_request, self._ir.recurrent_states)
+            recurrent_states = read_states(self._request.openvino_request, self._ir.recurrent_states)
             self._run_dummy_inference(self._request)
-            write_states(self._request.openvino_request, recurrent)
+            write_states(self._request.openvino_request, recurrent_states)
 
     def _release_memory(self) -> None:
         """Release the memory of the cache, which OpenVINO frees only when another request has run."""
@@ -299,43 +301,45 @@ class StatefulDecoder:
 
     def _feed_in_parts(self, tokens: np.ndarray, logits_count: int) -> np.ndarray:
         """Feed a single row in several inferences; return the logits after the last ``logits_count`` tokens."""
-        logits = [np.empty((0, self._ir.logits_width), dtype=np.float32)]
+        part_logits = [np.empty((0, self._ir.logits_width), dtype=np.float32)]
         while len(tokens):
-            length = self._next_part_length(len(tokens))
-            part = tokens[:length]
-            tokens = tokens[length:]
+            part_length = self._next_part_length(len(tokens))
+            part_tokens = tokens[:part_length]
+            tokens = tokens[part_length:]
             part_logits_count = max(0, logits_count - len(tokens))
-            logits.append(self.feed([part], [part_logits_count])[0].copy())
+            part_logits.append(self.feed([part_tokens], [part_logits_count])[0].copy())
             logits_count = min(logits_count, len(tokens))
-        return np.concatenate(logits)
+        return np.concatenate(part_logits)
 
     def _feed_across_rope_switch(self, tokens: np.ndarray, logits_count: int) -> np.ndarray:
         """Feed tokens at which the text becomes longer than ``_rope_switch``, so that it is computed anew.
 
         The model chooses the frequencies of all tokens by the last position of an inference, as in transformers.
         """
-        text = np.concatenate((self.rows[0].tokens, tokens))
-        before = self._rope_switch - len(self.rows[0])
-        beyond = len(text) - self._rope_switch
-        logits = [np.empty((0, self._ir.logits_width), dtype=np.float32)]
-        if logits_count > beyond:
-            logits.append(self.feed([tokens[:before]], [logits_count - beyond])[0].copy())
+        text_ids = np.concatenate((self.rows[0].tokens, tokens))
+        count_before_switch = self._rope_switch - len(self.rows[0])
+        count_beyond_switch = len(text_ids) - self._rope_switch
+        part_logits = [np.empty((0, self._ir.logits_width), dtype=np.float32)]
+        if logits_count > count_beyond_switch:
+            part_logits.append(
+                self.feed([tokens[:count_before_switch]], [logits_count - count_beyond_switch])[0].copy()
+            )
         self.reset(1)
-        begin = int(self.rule.first_apart)  # position 0 is not rotated at all
-        if begin:
-            self._append_tokens([text[:1]], [0])
-        logits_beyond = min(logits_count, beyond)
-        logits.append(self._append_tokens([text[begin:]], [logits_beyond])[:logits_beyond])
-        return np.concatenate(logits)
+        text_begin = int(self.rule.first_apart)  # position 0 is not rotated at all
+        if text_begin:
+            self._append_tokens([text_ids[:1]], [0])
+        logits_count_beyond = min(logits_count, count_beyond_switch)
+        part_logits.append(self._append_tokens([text_ids[text_begin:]], [logits_count_beyond])[:logits_count_beyond])
+        return np.concatenate(part_logits)
 
     def _prepare_replay(self, tokens: np.ndarray, logits_count: int) -> np.ndarray:
         """Take a snapshot if the new tokens may be rolled back; return the tokens that are still to be fed.
 
         Tokens without logits are never rolled back. More than ``MAX_REPLAY_TOKENS`` are fed before the snapshot.
         """
-        restored = len(self.rows[0]) == self._snapshot_length
-        several = len(tokens) > 1
-        if restored and logits_count > 1 and len(tokens) - logits_count > MAX_REPLAY_TOKENS:
+        is_restored = len(self.rows[0]) == self._snapshot_length
+        has_several_tokens = len(tokens) > 1
+        if is_restored and logits_count > 1 and len(tokens) - logits_count > MAX_REPLAY_TOKENS:
             self._append_tokens([tokens[:-logits_count]], [0])
             tokens = tokens[-logits_count:]
         length = len(self.rows[0])
@@ -344,7 +348,7 @@ class StatefulDecoder:
             self._snapshot = read_states(self._request.openvino_request, self._ir.recurrent_states)
             self._snapshot_length = length
         # A draft first feeds the committed tokens, after a rejection or several at once, then its guesses one by one.
-        self._expects_rollback = restored or several
+        self._expects_rollback = is_restored or has_several_tokens
         return tokens
 
     def _restore_snapshot(self, length: int) -> int:
@@ -364,26 +368,29 @@ class StatefulDecoder:
         self, tokens: list[np.ndarray], logits_counts: list[int], features: Features = None
     ) -> np.ndarray:
         """Run one inference; return at least the requested logits, all rows' in one array."""
-        counts = [len(new) for new in tokens]
+        counts = [len(new_tokens) for new_tokens in tokens]
         logits_idx = find_logits_positions(tuple(counts), tuple(logits_counts), self.rule.fewest_logits)
         if self._conv_width and len(self.rows[0]) and counts[0] > 1:
             token_logits = [self._append_tokens([token], [1])[:1].copy() for token in np.split(tokens[0], counts[0])]
             return np.concatenate(token_logits)[logits_idx]
         width = max(counts)
         slots = self._slots
-        by_index = self._mask_until is not None and slots.slot_count + width > self._mask_until
-        if slots.dead_count >= self._compaction_threshold or (by_index and not slots.is_contiguous):
+        attends_by_index = self._mask_until is not None and slots.slot_count + width > self._mask_until
+        if slots.dead_count >= self._compaction_threshold or (attends_by_index and not slots.is_contiguous):
             if not self.rollback.copies and not self._head_width:  # a head's features aren't kept
-                texts = [np.concatenate((cached.tokens, new)) for cached, new in zip(self.rows, tokens, strict=True)]
+                texts = [
+                    np.concatenate((cached_row.tokens, new_tokens))
+                    for cached_row, new_tokens in zip(self.rows, tokens, strict=True)
+                ]
                 self.reset(len(self.rows))
                 return self._append_tokens(texts, logits_counts)
             self._avoid_repeated_shapes(width)
             self.compact()
         ids, positions = self._token_arrays[len(tokens), width]
-        for row, (new, cached) in enumerate(zip(tokens, self.rows, strict=True)):
-            ids[row, : len(new)] = new
-            positions[row, : len(new)] = np.arange(len(cached), len(cached) + len(new))
-            cached.commit(new)
+        for row, (new_tokens, cached_row) in enumerate(zip(tokens, self.rows, strict=True)):
+            ids[row, : len(new_tokens)] = new_tokens
+            positions[row, : len(new_tokens)] = np.arange(len(cached_row), len(cached_row) + len(new_tokens))
+            cached_row.commit(new_tokens)
         slots = self._slots  # other slots if empty rows were compacted
         slots.extend(counts)
         self._inference_slots = slots.slot_count - width, slots.slot_count
@@ -431,12 +438,12 @@ class RowByRowDecoder:
         self._make_decoder = make_decoder
         self._decoders = [make_decoder()]
         self._unused_decoders: list[StatefulDecoder] = []
-        first = self._decoders[0]
-        self.rule = first.rule
-        self.rollback = first.rollback
-        self.context_length = first.context_length
+        first_decoder = self._decoders[0]
+        self.rule = first_decoder.rule
+        self.rollback = first_decoder.rollback
+        self.context_length = first_decoder.context_length
         self.hidden: list[np.ndarray] = []
-        self._shares_outputs = first.on_gpu  # so that an inference overwrites the others' logits
+        self._shares_outputs = first_decoder.on_gpu  # so that an inference overwrites the others' logits
 
     @property
     def rows(self) -> list[Sequence]:
@@ -473,9 +480,11 @@ class RowByRowDecoder:
     ) -> list[np.ndarray]:
         logits = [np.empty((0, 0), dtype=np.float32)] * len(tokens)
         self.hidden = [np.empty((0, 0), dtype=np.float32)] * len(tokens)
-        for row, (decoder, new, count) in enumerate(zip(self._decoders, tokens, logits_counts, strict=True)):
-            if len(new):
-                row_logits = decoder.feed([new], [count], 0, features and [features[row]])[0]
+        for row, (decoder, row_tokens, logits_count) in enumerate(
+            zip(self._decoders, tokens, logits_counts, strict=True)
+        ):
+            if len(row_tokens):
+                row_logits = decoder.feed([row_tokens], [logits_count], 0, features and [features[row]])[0]
                 logits[row] = row_logits.copy() if self._shares_outputs else row_logits
                 if decoder.hidden:
                     self.hidden[row] = decoder.hidden[0].copy()
@@ -493,28 +502,28 @@ class RowByRowDecoder:
 
     def reorder(self, rows: list[int]) -> None:
         old_decoders = self._decoders
-        moved: dict[int, StatefulDecoder] = {}
+        moved_decoders: dict[int, StatefulDecoder] = {}
         self._unused_decoders += [decoder for row, decoder in enumerate(old_decoders) if row not in rows]
         self._decoders = []
         for row in rows:
-            if row != EMPTY_ROW and row not in moved:
-                moved[row] = old_decoders[row]
+            if row != EMPTY_ROW and row not in moved_decoders:
+                moved_decoders[row] = old_decoders[row]
                 self._decoders.append(old_decoders[row])
                 continue
             decoder = self._unused_decoders.pop() if self._unused_decoders else self._make_decoder()
             if row == EMPTY_ROW or not decoder.rollback.copies:
                 decoder.reset(1)
             else:
-                moved[row].copy_into(decoder)
+                moved_decoders[row].copy_into(decoder)
             self._decoders.append(decoder)
 
     def prefill_chunk_size(self, counts: list[int]) -> int:  # noqa: ARG002
         return PREFILL_CHUNK_SIZE
 
     def fork(self) -> RowByRowDecoder:
-        other = RowByRowDecoder(self._make_decoder)
-        other._decoders = [decoder.fork() for decoder in self._decoders]
-        return other
+        forked_decoder = RowByRowDecoder(self._make_decoder)
+        forked_decoder._decoders = [decoder.fork() for decoder in self._decoders]
+        return forked_decoder
 
     def dump(self) -> dict[str, np.ndarray]:
         return self._decoders[0].dump()
@@ -524,7 +533,7 @@ class RowByRowDecoder:
         self._decoders[0].restore(tokens, arrays)
 
 
-def with_trimming(rollback: Rollback) -> Rollback:
+def use_trimming(rollback: Rollback) -> Rollback:
     """Return ``rollback`` with rejected tokens cut off instead of masked."""
     return replace(rollback, kv="trim", mask_until=None) if rollback.kv else rollback
 
@@ -537,7 +546,7 @@ def make_stateful_decoder(
     Where the rule keeps rows apart, rejected tokens are cut off, because masked slots change bits as padding does.
     """
     if rule.rows_apart:
-        rollback = with_trimming(rollback)
+        rollback = use_trimming(rollback)
 
     def make_decoder() -> StatefulDecoder:
         return StatefulDecoder(ir, rollback, vocabulary, rule=rule)
@@ -552,19 +561,23 @@ def gather_states(request: ov.InferRequest, states: list[ModelState], rows: np.n
 
     The copy is dequantised, which is exact for ``device.EXACT_KV_PRECISIONS``.
     """
-    axes = {state.name: (state.batch_axis, state.sequence_axis) for state in states if state.sequence_axis is not None}
+    state_axes = {
+        state.name: (state.batch_axis, state.sequence_axis) for state in states if state.sequence_axis is not None
+    }
     for variable in request.query_state():
-        if variable.name in axes:
-            data = np.moveaxis(variable.state.data, axes[variable.name], (0, 1))
-            gathered = np.moveaxis(data[rows[:, None], slots], (0, 1), axes[variable.name])
-            variable.state = ov.Tensor(np.ascontiguousarray(gathered))
+        if variable.name in state_axes:
+            state_data = np.moveaxis(variable.state.data, state_axes[variable.name], (0, 1))
+            gathered_data = np.moveaxis(state_data[rows[:, None], slots], (0, 1), state_axes[variable.name])
+            variable.state = ov.Tensor(np.ascontiguousarray(gathered_data))
 
 
 def read_states(request: ov.InferRequest, states: list[ModelState]) -> dict[str, np.ndarray]:
     """Return dequantised copies of ``states`` by name."""
-    names = {state.name for state in states}
+    state_names = {state.name for state in states}
     return {
-        variable.name: np.array(variable.state.data) for variable in request.query_state() if variable.name in names
+        variable.name: np.array(variable.state.data)
+        for variable in request.query_state()
+        if variable.name in state_names
     }
 
 

@@ -15,7 +15,7 @@ from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_text
 from ovspec.cli import options_to_flags
 from ovspec.cli.path_type import FILE_TYPE
-from ovspec.drafting.choice import EXPORTED_DRAFT, DraftChoice, names_known_drafters, parse_draft
+from ovspec.drafting.choice import EXPORTED_DRAFT, DraftChoice, is_chain_of_known_drafters, parse_draft
 from ovspec.params import Params, make_params
 from ovspec.params.generation import GENERATE_OPTIONS
 from ovspec.params.limits import ANY_NUMBER
@@ -133,7 +133,7 @@ def add_options(options: Mapping[str, Option]) -> CommandDecorator:
 
 def parse_draft_or_text(text: str) -> DraftChoice | str:
     """Parse ``--draft``. A text that names no drafters is returned as it is: it was meant as the next argument."""
-    if names_known_drafters(text):
+    if is_chain_of_known_drafters(text):
         return parse_draft(text) or DraftChoice()
     return text
 

@@ -12,35 +12,36 @@ class Chain(Drafter):
 
     name = "chain"
 
-    def __init__(self, first: Drafter, second: Drafter) -> None:
-        self._first = first
-        self._second = second
+    def __init__(self, first_drafter: Drafter, second_drafter: Drafter) -> None:
+        self._first_drafter = first_drafter
+        self._second_drafter = second_drafter
 
     @property
     def seconds(self) -> float:  # type: ignore[override]
-        return self._first.seconds + self._second.seconds
+        return self._first_drafter.seconds + self._second_drafter.seconds
 
     def propose(self, rows: list[RowStep], lookahead: Lookahead) -> list[Proposal]:
-        name = self._second.name
+        second_name = self._second_drafter.name
         proposals: list[Proposal] = []
         second_rows: list[RowStep] = []  # as the second drafter sees them: rows with a good proposal don't ask it
-        for row, proposal in zip(rows, self._first.propose(rows, lookahead), strict=True):
+        for row, proposal in zip(rows, self._first_drafter.propose(rows, lookahead), strict=True):
             proposals.append(proposal)
             second_rows.append(row)
             if len(proposal.tokens):
-                if row.draft_budget(name) and lookahead.prefers_drafter(name, proposal, len(rows)):
+                if row.draft_budget(second_name) and lookahead.prefers_drafter(second_name, proposal, len(rows)):
                     proposals[-1] = NO_PROPOSAL
                 else:
                     second_rows[-1] = row._replace(drafters_may_propose=False)
-        if not any(row.draft_budget(name) for row in second_rows):
+        if not any(row.draft_budget(second_name) for row in second_rows):
             return proposals
-        fallbacks = self._second.propose(second_rows, lookahead)
-        return [first if len(first.tokens) else second for first, second in zip(proposals, fallbacks, strict=True)]
+        fallback_proposals = self._second_drafter.propose(second_rows, lookahead)
+        pairs = zip(proposals, fallback_proposals, strict=True)
+        return [proposal if len(proposal.tokens) else fallback for proposal, fallback in pairs]
 
     def reset(self, rows: int) -> None:
-        self._first.reset(rows)
-        self._second.reset(rows)
+        self._first_drafter.reset(rows)
+        self._second_drafter.reset(rows)
 
     def reorder(self, rows: list[int]) -> None:
-        self._first.reorder(rows)
-        self._second.reorder(rows)
+        self._first_drafter.reorder(rows)
+        self._second_drafter.reorder(rows)

@@ -30,14 +30,14 @@ class DraftChoice:
     model: Path | str | None = None
 
     def __str__(self) -> str:
-        names: list[str] = []
+        drafter_names: list[str] = []
         if self.lookup:
-            names.append("lookup")
+            drafter_names.append("lookup")
         if self.user_drafter is not None:
-            names.append(getattr(self.user_drafter, "__name__", type(self.user_drafter).__name__))
+            drafter_names.append(getattr(self.user_drafter, "__name__", type(self.user_drafter).__name__))
         if self.model is not None:
-            names.append(str(self.model))
-        return ",".join(names)
+            drafter_names.append(str(self.model))
+        return ",".join(drafter_names)
 
     def __bool__(self) -> bool:
         return self.lookup or self.user_drafter is not None or self.model is not None
@@ -52,25 +52,30 @@ def parse_draft(draft: Any) -> DraftChoice | None:
     if isinstance(draft, DraftChoice):
         return draft or None
     choice = DraftChoice()
-    parts = split_draft_chain(draft)
-    for part in parts:
-        if choice and part == "lookup":
+    chain_parts = split_draft_chain(draft)
+    for chain_part in chain_parts:
+        if choice and chain_part == "lookup":
             raise OvspecError("lookup costs nothing, so it must come first in a chain: write 'lookup,DRAFT'.")
         if choice.model:
             raise OvspecError("A draft model or head always has something to propose, so it must come last in a chain.")
-        if part == "lookup":
+        if chain_part == "lookup":
             choice = replace(choice, lookup=True)
-        elif part is True:
+        elif chain_part is True:
             choice = replace(choice, model=EXPORTED_DRAFT)
-        elif isinstance(part, (str, Path)) and str(part):
-            choice = replace(choice, model=part if part in (EXPORTED_DRAFT, SELF_DRAFT, HEAD_DRAFT) else Path(part))
-        elif hasattr(part, "propose") or callable(part):
-            choice = replace(choice, user_drafter=part)
+        elif isinstance(chain_part, (str, Path)) and str(chain_part):
+            choice = replace(
+                choice, model=chain_part if chain_part in (EXPORTED_DRAFT, SELF_DRAFT, HEAD_DRAFT) else Path(chain_part)
+            )
+        elif hasattr(chain_part, "propose") or callable(chain_part):
+            choice = replace(choice, user_drafter=chain_part)
         else:
             raise OvspecError(
-                f"`draft={part!r}` is not a draft: give a folder, lookup, head, self or none, or a Drafter."
+                f"`draft={chain_part!r}` is not a draft: give a folder, lookup, head, self or none, or a Drafter."
             )
-    if choice.lookup + (choice.user_drafter is not None) + (choice.model is not None) < len(parts) or len(parts) > 2:
+    if (
+        choice.lookup + (choice.user_drafter is not None) + (choice.model is not None) < len(chain_parts)
+        or len(chain_parts) > 2
+    ):
         raise OvspecError("A chain has at most two drafters, which must differ, such as 'lookup,DRAFT'.")
     return choice or None
 
@@ -86,8 +91,10 @@ def split_draft_chain(draft: Any) -> list[Any]:
     return [draft]  # type: ignore[list-item]
 
 
-def names_known_drafters(draft: str) -> bool:
+def is_chain_of_known_drafters(draft: str) -> bool:
     """Return whether each part of a chain is the name of a drafter or an existing folder."""
-    parts = [part for part in split_draft_chain(draft) if isinstance(part, str)]
-    names = ("lookup", EXPORTED_DRAFT, SELF_DRAFT, HEAD_DRAFT, "none")
-    return Path(draft).is_dir() or all(part in names or Path(part).is_dir() for part in parts)
+    chain_parts = [chain_part for chain_part in split_draft_chain(draft) if isinstance(chain_part, str)]
+    known_names = ("lookup", EXPORTED_DRAFT, SELF_DRAFT, HEAD_DRAFT, "none")
+    return Path(draft).is_dir() or all(
+        chain_part in known_names or Path(chain_part).is_dir() for chain_part in chain_parts
+    )

@@ -10,28 +10,28 @@ import numpy as np
 from ovspec.cache.decoder import FAST_RULE, FeedRule
 
 WIDEST_INFERENCE = 64  # largest width whose cost is learned; beyond it, the cost is extrapolated linearly
-FIRST_CHANGE_SHARE = 0.2  # share of an inference that a change of width costs until it is known
-MEASURED_CHANGES = 4  # number of changes that a profile's measurement counts for
+INITIAL_WIDTH_CHANGE_SHARE = 0.2  # share of an inference that a change of width costs until it is known
+MEASURED_CHANGE_COUNT = 4  # number of changes that a profile's measurement counts for
 # One inference counts as no faster or slower than by these factors, and slower by less if it may have made kernels.
 FASTEST_FACTOR = 0.1
 SLOWEST_FACTOR = 2.0
-FIRST_SLOWEST_FACTOR = 1.1
+SLOWEST_FACTOR_OF_FIRST = 1.1
 # Exponents by which all costs follow an inference's factor, and additional ones for its own width and wider ones. Both
-# are larger at first: FIRST_... divided by the inferences of its width, or by all inferences since a prompt was read,
+# are larger at first: INITIAL_... divided by the inferences of its width, or by all inferences since a prompt was read,
 # including that one. An inference may take longer for many reasons, but hardly ever less time than it needs, so costs
 # fall faster than they rise.
-EXPONENT_OF_ALL = 0.03
-EXPONENT_OF_OWN = 0.06
-FIRST_EXPONENT_RISING = 0.5
-FIRST_EXPONENT_FALLING = 1.0
-FIRST_EXPONENT_OF_OWN = 0.3
+ALL_COSTS_EXPONENT = 0.03
+OWN_WIDTH_EXPONENT = 0.06
+INITIAL_EXPONENT_FOR_RISING_COSTS = 0.5
+INITIAL_EXPONENT_FOR_FALLING_COSTS = 1.0
+INITIAL_OWN_WIDTH_EXPONENT = 0.3
 # With a draft, the same width comes many times in a row. After this many, if a profile has measured the costs of
 # widths, an inference shows how fast the machine is now, by its clock or by other work: all costs follow more, the cost
 # of its own width less.
 STEADY_INFERENCES = 3
-STEADY_EXPONENT_OF_ALL = 0.1
-STEADY_EXPONENT_OF_OWN = 0.02
-CHANGE_LEARNING_RATE = 0.1  # share by which the cost of a change of width follows a measured one; more at first
+STEADY_ALL_COSTS_EXPONENT = 0.1
+STEADY_OWN_WIDTH_EXPONENT = 0.02
+WIDTH_CHANGE_LEARNING_RATE = 0.1  # share by which the cost of a change of width follows a measured one; more at first
 
 
 class InferenceCosts:
@@ -42,7 +42,7 @@ class InferenceCosts:
 
     Args:
         measured_ms: the costs of some widths, from a profile; without one, the first that comes again sets the scale.
-        change_ms: the additional cost of a change of width, if it was measured.
+        width_change_ms: the additional cost of a change of width, if it was measured.
         can_fill: whether the decoder can fill up an inference.
         rule: how the decoder feeds tokens: how many it computes, and how many at most, so that more are several
             inferences.
@@ -51,18 +51,18 @@ class InferenceCosts:
     def __init__(
         self,
         measured_ms: Mapping[int, float] | None = None,
-        change_ms: float | None = None,
+        width_change_ms: float | None = None,
         can_fill: bool = False,
         rule: FeedRule = FAST_RULE,
     ) -> None:
         costs = initial_costs(measured_ms, rule.most)
         self.is_known = self._was_measured = bool(measured_ms)
-        if change_ms is None:
-            self.change_ms = FIRST_CHANGE_SHARE * float(costs[1])  # added by a change of width
-            self._change_count = 0  # from which ``change_ms`` is learned
+        if width_change_ms is None:
+            self.width_change_ms = INITIAL_WIDTH_CHANGE_SHARE * float(costs[1])  # added by a change of width
+            self._width_change_count = 0  # from which ``width_change_ms`` is learned
         else:
-            self.change_ms = change_ms
-            self._change_count = MEASURED_CHANGES
+            self.width_change_ms = width_change_ms
+            self._width_change_count = MEASURED_CHANGE_COUNT
         self._rule = rule
         # The width that an inference of each width is computed at, and costs as much as.
         widths = range(WIDEST_INFERENCE + 1)
@@ -73,10 +73,10 @@ class InferenceCosts:
         self._can_fill = can_fill
         self._last_width = 0
         self._same_width_count = 0  # inferences of that width just before it
-        self._filling_ms = 0.0  # spent on filling since an inference last needed its width
+        self._spent_filling_ms = 0.0  # spent on filling since an inference last needed its width
         half_width = WIDEST_INFERENCE // 2
         self._further_token_ms = float(costs[WIDEST_INFERENCE] - costs[half_width]) / half_width  # beyond the widest
-        self._count_since_prompt = 0  # inferences since a prompt was read
+        self._inferences_since_prompt = 0  # inferences since a prompt was read
         self._inference_counts: Counter[int] = Counter()  # of each width
 
     def __call__(self, width: int) -> float:
@@ -89,26 +89,26 @@ class InferenceCosts:
 
         ``change_share``: the share of a change of width that counts.
         """
-        last = self._last_width
-        if not 0 < last <= WIDEST_INFERENCE:
+        last_width = self._last_width
+        if not 0 < last_width <= WIDEST_INFERENCE:
             return self.ms_by_width
-        costs = self.ms_by_width + change_share * self.change_ms
-        costs[last] = self.ms_by_width[last]
+        costs = self.ms_by_width + change_share * self.width_change_ms
+        costs[last_width] = self.ms_by_width[last_width]
         if self._can_fill:
-            np.minimum(costs[:last], self.ms_by_width[last], out=costs[:last])
+            np.minimum(costs[:last_width], self.ms_by_width[last_width], out=costs[:last_width])
         return costs[self._computed_widths]
 
-    def fill_width(self, needed: int) -> int:
-        """Return how many tokens the next inference should compute if it needs at least ``needed``."""
-        last = self._last_width
-        if not (self._can_fill and needed and needed < last <= WIDEST_INFERENCE):
-            self._filling_ms = 0.0
-            return needed
-        self._filling_ms += max(0.0, float(self.ms_by_width[last] - self.ms_by_width[needed]))
-        if self._filling_ms <= self.change_ms:
-            return last
-        self._filling_ms = 0.0
-        return needed
+    def choose_fill_width(self, needed_width: int) -> int:
+        """Return how many tokens the next inference should compute if it needs at least ``needed_width``."""
+        last_width = self._last_width
+        if not (self._can_fill and needed_width and needed_width < last_width <= WIDEST_INFERENCE):
+            self._spent_filling_ms = 0.0
+            return needed_width
+        self._spent_filling_ms += max(0.0, float(self.ms_by_width[last_width] - self.ms_by_width[needed_width]))
+        if self._spent_filling_ms <= self.width_change_ms:
+            return last_width
+        self._spent_filling_ms = 0.0
+        return needed_width
 
     def note_untimed(self, width: int, read_prompt: bool = False) -> None:
         """Note an inference of ``width`` tokens whose time is no measurement.
@@ -118,21 +118,21 @@ class InferenceCosts:
         """
         self._last_width = width
         if read_prompt:
-            self._count_since_prompt = 1
+            self._inferences_since_prompt = 1
 
-    def learn_inference(self, width: int, ms: float, drafted: bool = True) -> float:
+    def learn_inference(self, width: int, ms: float, has_draft: bool = True) -> float:
         """Learn from an inference of ``width`` tokens: adjust that width's cost most, and all others.
 
         One wider than ``WIDEST_INFERENCE`` only adjusts the cost of such widths. Returns how many milliseconds it
         usually takes; 0.0 at first, until a width comes again: the first of each makes kernels.
 
-        ``drafted``: whether it is an inference of a draft model, or of a target that has one.
+        ``has_draft``: whether it is an inference of a draft model, or of a target that has one.
         """
         width = self._rule.computed_tokens(width)
-        changed = width != self._last_width
+        width_changed = width != self._last_width
         self._last_width = width
         self._same_width_count += 1
-        if changed:
+        if width_changed:
             self._same_width_count = 0
         if width > WIDEST_INFERENCE:
             if self.is_known:
@@ -140,38 +140,40 @@ class InferenceCosts:
                 excess_ms = ms - float(self.ms_by_width[WIDEST_INFERENCE])
                 self._further_token_ms = max(0.0, excess_ms / (width - WIDEST_INFERENCE))
             return ms
-        self._count_since_prompt += 1
+        self._inferences_since_prompt += 1
         self._inference_counts[width] += 1
         same_width_ms = float(self.ms_by_width[width])
-        usual_ms = same_width_ms + changed * self.change_ms
+        usual_ms = same_width_ms + width_changed * self.width_change_ms
         is_first = self._inference_counts[width] == 1  # it may include the time to make kernels
         if not self.is_known:  # the first that makes none counts
             self.is_known = not is_first
             scale = ms / usual_ms
             self.ms_by_width = self.ms_by_width * scale
-            self.change_ms *= scale
+            self.width_change_ms *= scale
             return ms if self.is_known else 0.0
-        if changed and (ms < usual_ms or not is_first):
-            self._change_count += 1
-            measured_change_ms = max(0.0, min(ms, SLOWEST_FACTOR * usual_ms) - same_width_ms)
-            self.change_ms += max(CHANGE_LEARNING_RATE, 1 / self._change_count) * (measured_change_ms - self.change_ms)
-            usual_ms = same_width_ms + self.change_ms
-        factor = min(max(ms / usual_ms, FASTEST_FACTOR), FIRST_SLOWEST_FACTOR if is_first else SLOWEST_FACTOR)
-        self._follow(factor, width, changed, drafted)
+        if width_changed and (ms < usual_ms or not is_first):
+            self._width_change_count += 1
+            measured_width_change_ms = max(0.0, min(ms, SLOWEST_FACTOR * usual_ms) - same_width_ms)
+            self.width_change_ms += max(WIDTH_CHANGE_LEARNING_RATE, 1 / self._width_change_count) * (
+                measured_width_change_ms - self.width_change_ms
+            )
+            usual_ms = same_width_ms + self.width_change_ms
+        time_factor = min(max(ms / usual_ms, FASTEST_FACTOR), SLOWEST_FACTOR_OF_FIRST if is_first else SLOWEST_FACTOR)
+        self._adjust_costs(time_factor, width, width_changed, has_draft)
         return usual_ms
 
-    def _follow(self, factor: float, width: int, changed: bool, drafted: bool) -> None:
-        """Let all costs follow an inference that took ``factor`` times its usual time."""
-        exponent_of_all, exponent_of_own = EXPONENT_OF_ALL, EXPONENT_OF_OWN
-        if self._was_measured and drafted and self._same_width_count >= STEADY_INFERENCES:
-            exponent_of_all, exponent_of_own = STEADY_EXPONENT_OF_ALL, STEADY_EXPONENT_OF_OWN
-        first_exponent = FIRST_EXPONENT_RISING if factor > 1 else FIRST_EXPONENT_FALLING
-        self.ms_by_width *= factor ** max(exponent_of_all, first_exponent / self._count_since_prompt)
-        if not changed:
-            exponent_of_own = max(exponent_of_own, FIRST_EXPONENT_OF_OWN / self._inference_counts[width])
-        own_factor = factor**exponent_of_own
-        self.ms_by_width[max(1, width - 1) :] *= own_factor  # its neighbour and all wider ones
-        self.ms_by_width[width] *= own_factor
+    def _adjust_costs(self, time_factor: float, width: int, width_changed: bool, has_draft: bool) -> None:
+        """Let all costs follow an inference that took ``time_factor`` times its usual time."""
+        all_costs_exponent, own_width_exponent = ALL_COSTS_EXPONENT, OWN_WIDTH_EXPONENT
+        if self._was_measured and has_draft and self._same_width_count >= STEADY_INFERENCES:
+            all_costs_exponent, own_width_exponent = STEADY_ALL_COSTS_EXPONENT, STEADY_OWN_WIDTH_EXPONENT
+        initial_exponent = INITIAL_EXPONENT_FOR_RISING_COSTS if time_factor > 1 else INITIAL_EXPONENT_FOR_FALLING_COSTS
+        self.ms_by_width *= time_factor ** max(all_costs_exponent, initial_exponent / self._inferences_since_prompt)
+        if not width_changed:
+            own_width_exponent = max(own_width_exponent, INITIAL_OWN_WIDTH_EXPONENT / self._inference_counts[width])
+        own_width_factor = time_factor**own_width_exponent
+        self.ms_by_width[max(1, width - 1) :] *= own_width_factor  # its neighbour and all wider ones
+        self.ms_by_width[width] *= own_width_factor
         self.ms_by_width = self.ms_by_width[self._computed_widths]
 
 
@@ -183,9 +185,9 @@ def initial_costs(measured_ms: Mapping[int, float] | None, max_width: int | None
     widths = np.arange(WIDEST_INFERENCE + 1)
     if measured_ms and len(measured_ms) > 1:
         known_widths = sorted(measured_ms)
-        times = [measured_ms[width] for width in known_widths]
-        slope = max(0.0, (times[-1] - times[-2]) / (known_widths[-1] - known_widths[-2]))
-        costs = np.interp(widths, known_widths, times) + slope * np.maximum(0, widths - known_widths[-1])
+        known_ms = [measured_ms[width] for width in known_widths]
+        ms_per_token = max(0.0, (known_ms[-1] - known_ms[-2]) / (known_widths[-1] - known_widths[-2]))
+        costs = np.interp(widths, known_widths, known_ms) + ms_per_token * np.maximum(0, widths - known_widths[-1])
     else:
         costs = 1 + 0.05 * np.maximum(0, widths - 1.0)
     if max_width and max_width < WIDEST_INFERENCE:

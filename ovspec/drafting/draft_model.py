@@ -8,7 +8,7 @@ import numpy as np
 
 from ovspec.cache.decoder import BaseDecoder, count_computed_tokens
 from ovspec.cache.prefill import PREFILL_THRESHOLD
-from ovspec.cache.sequence import catch_up, common_prefix
+from ovspec.cache.sequence import catch_up, measure_common_prefix
 from ovspec.drafting.costs import WIDEST_INFERENCE
 from ovspec.drafting.drafter import Drafter, RowStep
 from ovspec.drafting.lookahead import Lookahead
@@ -40,27 +40,33 @@ class DraftModel(Drafter):
             return [NO_PROPOSAL] * len(rows)
         self.decoder.reuse_prefixes([row.sequence for row in rows])
         # The draft may hold tokens of another text: after a rewind, or of a text before this one.
-        read_counts = {index: common_prefix(rows[index].sequence, self.decoder.rows[index]) for index in drafting_rows}
-        unread = sum(max(1, len(rows[index].sequence) - count) for index, count in read_counts.items())
-        reads_prompt = unread > WIDEST_INFERENCE or not all(read_counts.values())
-        remaining = [budget and row.draft_budget(self.name) for row, budget in zip(rows, budgets, strict=True)]
-        if not lookahead.should_draft(self.name, unread, remaining, reads_prompt):
+        read_counts = {
+            index: measure_common_prefix(rows[index].sequence, self.decoder.rows[index]) for index in drafting_rows
+        }
+        unread_count = sum(max(1, len(rows[index].sequence) - count) for index, count in read_counts.items())
+        reads_prompt = unread_count > WIDEST_INFERENCE or not all(read_counts.values())
+        remaining_counts = [budget and row.draft_budget(self.name) for row, budget in zip(rows, budgets, strict=True)]
+        if not lookahead.should_draft(self.name, unread_count, remaining_counts, reads_prompt):
             return [NO_PROPOSAL] * len(rows)
         drafts = [RowDraft(row, budget, self._draft_ids) for row, budget in zip(rows, budgets, strict=True)]
         # First feed the tokens that the draft has not read yet, then its own tokens; the last one is never fed.
-        feed = [NO_TOKENS] * len(rows)
+        fed_tokens = [NO_TOKENS] * len(rows)
         for index in drafting_rows:
-            feed[index] = catch_up(self.decoder, index, rows[index].sequence)
-        self._postpone_prompts(feed, drafting_rows, lookahead)
-        while any(map(len, feed)):
+            fed_tokens[index] = catch_up(self.decoder, index, rows[index].sequence)
+        self._postpone_prompts(fed_tokens, drafting_rows, lookahead)
+        while any(map(len, fed_tokens)):
             start = time.perf_counter()
-            width = lookahead.draft_costs.fill_width(count_computed_tokens(self.decoder, feed))
-            logits = self.decoder.feed(feed, [int(index in drafting_rows) for index in range(len(rows))], width)
+            width = lookahead.draft_costs.choose_fill_width(count_computed_tokens(self.decoder, fed_tokens))
+            logits = self.decoder.feed(fed_tokens, [int(index in drafting_rows) for index in range(len(rows))], width)
             extended_rows = [index for index in drafting_rows if drafts[index].extend_draft(logits[index][0])]
             lookahead.learn_draft_step(width, time.perf_counter() - start, reads_prompt)
             reads_prompt = False
-            drafting_rows = lookahead.rows_to_extend(self.name, extended_rows, [draft.drafted for draft in drafts])
-            feed = [draft.unfed_tokens if index in drafting_rows else NO_TOKENS for index, draft in enumerate(drafts)]
+            drafting_rows = lookahead.choose_rows_to_extend(
+                self.name, extended_rows, [draft.drafted_tokens for draft in drafts]
+            )
+            fed_tokens = [
+                draft.unfed_tokens if index in drafting_rows else NO_TOKENS for index, draft in enumerate(drafts)
+            ]
         return [draft.make_proposal(self.name) for draft in drafts]
 
     def reset(self, rows: int) -> None:
@@ -72,42 +78,42 @@ class DraftModel(Drafter):
     def _row_budget(self, index: int, row: RowStep, lookahead: Lookahead) -> int:  # noqa: ARG002
         """Return the maximum number of tokens to draft; 0 if the draft's own context is full."""
         budget = min(row.draft_budget(self.name), lookahead.max_proposed)
-        limit = self.decoder.context_length
-        if limit is None:
+        context_length = self.decoder.context_length
+        if context_length is None:
             return min(budget, row.budget)
-        return min(budget, max(0, limit - len(row.sequence)))
+        return min(budget, max(0, context_length - len(row.sequence)))
 
-    def _postpone_prompts(self, feed: list[np.ndarray], drafting_rows: list[int], lookahead: Lookahead) -> None:
-        """Cut prompts in ``feed`` that are too long, and take their rows out of ``drafting_rows``, both in place.
+    def _postpone_prompts(self, fed_tokens: list[np.ndarray], drafting_rows: list[int], lookahead: Lookahead) -> None:
+        """Cut prompts in ``fed_tokens`` that are too long, and take their rows out of ``drafting_rows``, both in place.
 
         The other rows must not wait until a prompt is read; with a prefill budget, not even if they read one, too.
         """
-        prompt_rows = [index for index in drafting_rows if len(feed[index]) > PREFILL_THRESHOLD]
-        others_wait = lookahead.paced or len(prompt_rows) < len(drafting_rows)
+        prompt_rows = [index for index in drafting_rows if len(fed_tokens[index]) > PREFILL_THRESHOLD]
+        others_wait = lookahead.limits_waiting or len(prompt_rows) < len(drafting_rows)
         if lookahead.fixed_length is not None or len(drafting_rows) <= 1 or not others_wait:
             return
-        room = lookahead.max_prompt_tokens()
+        prompt_room = lookahead.max_prompt_tokens()
         for index in prompt_rows:
-            if len(feed[index]) > room:
+            if len(fed_tokens[index]) > prompt_room:
                 drafting_rows.remove(index)
-                feed[index] = feed[index][:room]
-            room -= len(feed[index])
+                fed_tokens[index] = fed_tokens[index][:prompt_room]
+            prompt_room -= len(fed_tokens[index])
 
 
 class RowDraft:
     """The drafted tokens of one row, at most ``budget`` of them, from logits of ``draft_ids``."""
 
     def __init__(self, row: RowStep, budget: int, draft_ids: DraftIds | None) -> None:
-        self.drafted: list[DraftedToken] = []
+        self.drafted_tokens: list[DraftedToken] = []
         self._row = row
         self._budget = budget
         self._draft_ids = draft_ids
-        self._text = np.concatenate((row.sequence.tokens, np.empty(budget, dtype=np.int64)))
+        self._tokens = np.concatenate((row.sequence.tokens, np.empty(budget, dtype=np.int64)))
         self._length = self._fed_length = len(row.sequence)
 
     @property
     def unfed_tokens(self) -> np.ndarray:
-        return self._text[self._fed_length : self._length]
+        return self._tokens[self._fed_length : self._length]
 
     def extend_draft(self, logits: np.ndarray) -> bool:
         """Add the token chosen from ``logits`` (vocab,) and the tokens forced after it, which cost no step.
@@ -119,29 +125,33 @@ class RowDraft:
         self._fed_length = self._length
         with sampler.stopwatch:
             try:
-                choice = sampler.choose_draft_token(logits, self._text[: self._length], self._draft_ids)
-                if not choice:
+                drafted_token = sampler.choose_draft_token(logits, self._tokens[: self._length], self._draft_ids)
+                if not drafted_token:
                     return False
-                self._add_token(choice)
-                text = self._text[: self._length]
-                if sampler.constraints.has_ended(text):
+                self._add_token(drafted_token)
+                tokens = self._tokens[: self._length]
+                if sampler.constraints.has_ended(tokens):
                     return False
-                for forced in sampler.constraints.forced_tokens(text)[: self._budget - len(self.drafted)]:
-                    self._add_token(DraftedToken(forced, 1.0, certain_distribution(forced)))
-                return len(self.drafted) < self._budget
+                for forced_id in sampler.constraints.forced_tokens(tokens)[: self._budget - len(self.drafted_tokens)]:
+                    self._add_token(DraftedToken(forced_id, 1.0, certain_distribution(forced_id)))
+                return len(self.drafted_tokens) < self._budget
             except Exception:
                 return False
 
     def make_proposal(self, drafter_name: str) -> Proposal:
-        if not self.drafted:
+        if not self.drafted_tokens:
             return NO_PROPOSAL
-        tokens = np.array([drafted.token for drafted in self.drafted], dtype=np.int64)
-        confidence = np.array([drafted.confidence for drafted in self.drafted])
+        tokens = np.array([drafted_token.token for drafted_token in self.drafted_tokens], dtype=np.int64)
+        confidence = np.array([drafted_token.confidence for drafted_token in self.drafted_tokens])
         # Forced tokens always have a distribution.
-        distributions = [drafted.distribution for drafted in self.drafted if drafted.distribution is not None]
+        distributions = [
+            drafted_token.distribution
+            for drafted_token in self.drafted_tokens
+            if drafted_token.distribution is not None
+        ]
         return Proposal(tokens, confidence, distributions if len(distributions) == len(tokens) else None, drafter_name)
 
-    def _add_token(self, drafted: DraftedToken) -> None:
-        self._text[self._length] = drafted.token
-        self.drafted.append(drafted)
+    def _add_token(self, drafted_token: DraftedToken) -> None:
+        self._tokens[self._length] = drafted_token.token
+        self.drafted_tokens.append(drafted_token)
         self._length += 1

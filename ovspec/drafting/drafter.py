@@ -58,8 +58,8 @@ class RowStep(NamedTuple):
         """
         with self.sampler.stopwatch:
             try:
-                allowed = self.sampler.constraints.count_allowed(self.sequence.tokens, proposal.tokens)
-                return shorten_proposal(proposal, allowed)
+                allowed_count = self.sampler.constraints.count_allowed(self.sequence.tokens, proposal.tokens)
+                return shorten_proposal(proposal, allowed_count)
             except Exception:
                 return NO_PROPOSAL
 
@@ -100,7 +100,7 @@ class Drafter:
             return NO_PROPOSAL
         guesses = itertools.islice(self.guess(row.sequence.tokens, budget), budget)
         tokens = np.array([int(guess) for guess in guesses], dtype=np.int64)
-        unknown = self.vocabulary.first_unknown(tokens)
-        if unknown is not None:
-            tokens = tokens[: int((tokens == unknown).argmax())]
+        unknown_id = self.vocabulary.first_unknown(tokens)
+        if unknown_id is not None:
+            tokens = tokens[: int((tokens == unknown_id).argmax())]
         return row.cut_to_allowed(Proposal(tokens, source=self.name))

@@ -19,8 +19,8 @@ from ovspec.text.vocabulary import KnownIds
 
 def make_drafter(
     choice: DraftChoice | None,
-    draft: Decoder | None,
-    target: Decoder | None,
+    draft_decoder: Decoder | None,
+    target_decoder: Decoder | None,
     target_ids: np.ndarray | None,
     target_width: int,
     corpora: list[NgramIndex],
@@ -29,8 +29,8 @@ def make_drafter(
     """Return the drafter that ``choice`` names, a chain if there are two; None for plain decoding.
 
     Args:
-        draft: the decoder of the draft model or head, if ``choice`` names one.
-        target: the target's decoder, if the draft is a head, which reads its features.
+        draft_decoder: the decoder of the draft model or head, if ``choice`` names one.
+        target_decoder: the target's decoder, if the draft is a head, which reads its features.
         target_ids: the target's id of each of the draft's logits; None if they are all of the target's.
         target_width: width of the target's logits.
         corpora: lookup may propose from these, too.
@@ -43,12 +43,12 @@ def make_drafter(
         drafters.append(Lookup(corpora))
     if choice.user_drafter is not None:
         drafters.append(UserDrafter(choice.user_drafter, known_ids))
-    if draft:
+    if draft_decoder:
         draft_ids = None if target_ids is None else DraftIds(target_ids, target_width)
-        if target:
-            drafters.append(Head(HeadDecoder(draft, target), draft_ids))
+        if target_decoder:
+            drafters.append(Head(HeadDecoder(draft_decoder, target_decoder), draft_ids))
         else:
-            drafters.append(DraftModel(draft, draft_ids))
+            drafters.append(DraftModel(draft_decoder, draft_ids))
     for drafter in drafters:
         drafter.vocabulary = known_ids
     return Chain(*drafters) if len(drafters) > 1 else drafters[0]

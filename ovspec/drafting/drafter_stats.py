@@ -14,11 +14,11 @@ CONFIDENCE_EDGES = np.array([0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 
 PRIOR_ACCEPTANCE = (np.array([0.0, *CONFIDENCE_EDGES]) + np.array([*CONFIDENCE_EDGES, 1.0])) / 2
 PRIOR_WEIGHT = 2.0
 FIRST_ACCEPTANCE = 0.75  # conditional acceptance assumed of a drafter that hasn't proposed anything
-RETENTION = 0.95  # factor by which each new observation discounts the older ones
+OBSERVATION_RETENTION = 0.95  # factor by which each new observation discounts the older ones
 # A drafter may lose the time of this many plain rounds, and as much again as it has saved lately. After that it gets
 # this share of all rounds for its trials.
-BASE_ALLOWANCE = 1.2
-TRIAL_SHARE = 0.003
+BASE_ALLOWED_LOSS_ROUNDS = 1.2
+TRIAL_ROUND_SHARE = 0.003
 # Tokens that savings count for. Repetitions, which lookup needs, depend on the text's kind, which may change at once; a
 # model is about as good at one kind as at another.
 RECENT_TOKENS = {"lookup": 24}
@@ -30,57 +30,59 @@ class Acceptance:
     """Conditional acceptance of a drafter's tokens, by confidence and overall."""
 
     def __init__(self) -> None:
-        self._accepted = PRIOR_WEIGHT * PRIOR_ACCEPTANCE
-        self._reached = np.full(len(PRIOR_ACCEPTANCE), PRIOR_WEIGHT)
-        self._all_accepted = FIRST_ACCEPTANCE * PRIOR_WEIGHT
-        self._all_reached = PRIOR_WEIGHT
+        self._accepted_by_bin = PRIOR_WEIGHT * PRIOR_ACCEPTANCE
+        self._reached_by_bin = np.full(len(PRIOR_ACCEPTANCE), PRIOR_WEIGHT)
+        self._accepted_sum = FIRST_ACCEPTANCE * PRIOR_WEIGHT
+        self._reached_sum = PRIOR_WEIGHT
 
     @property
-    def mean(self) -> float:
-        return self._all_accepted / self._all_reached
+    def mean_rate(self) -> float:
+        return self._accepted_sum / self._reached_sum
 
-    def token_rates(self, proposal: Proposal) -> np.ndarray:
+    def estimate_token_rates(self, proposal: Proposal) -> np.ndarray:
         """Return the conditional acceptance of each token, (n,)."""
         if proposal.confidence is None:
-            return np.full(len(proposal.tokens), self.mean)
-        bins = np.searchsorted(CONFIDENCE_EDGES, proposal.confidence, side="right")
-        return self._accepted[bins] / self._reached[bins]
+            return np.full(len(proposal.tokens), self.mean_rate)
+        bin_indices = np.searchsorted(CONFIDENCE_EDGES, proposal.confidence, side="right")
+        return self._accepted_by_bin[bin_indices] / self._reached_by_bin[bin_indices]
 
-    def rate_at(self, confidence: float) -> float:
+    def estimate_rate(self, confidence: float) -> float:
         """Return the conditional acceptance of a token."""
-        index = bisect.bisect_right(CONFIDENCE_EDGES, confidence)
-        return float(self._accepted[index] / self._reached[index])
+        bin_index = bisect.bisect_right(CONFIDENCE_EDGES, confidence)
+        return float(self._accepted_by_bin[bin_index] / self._reached_by_bin[bin_index])
 
     def learn_proposal(self, proposal: Proposal, accepted: int) -> None:
         """Learn that the first ``accepted`` tokens of a proposal were accepted."""
-        for index in range(min(accepted + 1, len(proposal.tokens))):
-            is_accepted = index < accepted
-            self._all_accepted = self._all_accepted * RETENTION + is_accepted
-            self._all_reached = self._all_reached * RETENTION + 1
+        for token_index in range(min(accepted + 1, len(proposal.tokens))):
+            is_accepted = token_index < accepted
+            self._accepted_sum = self._accepted_sum * OBSERVATION_RETENTION + is_accepted
+            self._reached_sum = self._reached_sum * OBSERVATION_RETENTION + 1
             if proposal.confidence is not None:
-                bin_index = self._fade_confidence_bin(proposal.confidence[index])
-                self._accepted[bin_index] += is_accepted
-                self._reached[bin_index] += 1
+                bin_index = self._fade_confidence_bin(proposal.confidence[token_index])
+                self._accepted_by_bin[bin_index] += is_accepted
+                self._reached_by_bin[bin_index] += 1
 
     def fade_rates(self, proposal: Proposal) -> None:
         """Trust the known rates a little less, because they keep ``proposal`` from being tried."""
-        prior_weight = (1 - RETENTION) * PRIOR_WEIGHT
-        self._all_accepted = self._all_accepted * RETENTION + prior_weight * FIRST_ACCEPTANCE
-        self._all_reached = self._all_reached * RETENTION + prior_weight
+        prior_weight = (1 - OBSERVATION_RETENTION) * PRIOR_WEIGHT
+        self._accepted_sum = self._accepted_sum * OBSERVATION_RETENTION + prior_weight * FIRST_ACCEPTANCE
+        self._reached_sum = self._reached_sum * OBSERVATION_RETENTION + prior_weight
         if proposal.confidence is not None:
             self._fade_confidence_bin(proposal.confidence[0])
 
     def _fade_confidence_bin(self, confidence: float) -> int:
         """Move a bin towards the prior, which remains when all observations are forgotten; return its index."""
-        index = bisect.bisect_right(CONFIDENCE_EDGES, confidence)
-        prior_weight = (1 - RETENTION) * PRIOR_WEIGHT
-        self._accepted[index] = self._accepted[index] * RETENTION + prior_weight * PRIOR_ACCEPTANCE[index]
-        self._reached[index] = self._reached[index] * RETENTION + prior_weight
-        return index
+        bin_index = bisect.bisect_right(CONFIDENCE_EDGES, confidence)
+        prior_weight = (1 - OBSERVATION_RETENTION) * PRIOR_WEIGHT
+        self._accepted_by_bin[bin_index] = (
+            self._accepted_by_bin[bin_index] * OBSERVATION_RETENTION + prior_weight * PRIOR_ACCEPTANCE[bin_index]
+        )
+        self._reached_by_bin[bin_index] = self._reached_by_bin[bin_index] * OBSERVATION_RETENTION + prior_weight
+        return bin_index
 
 
 class SavingsBalance:
-    """Plain rounds that drafting saved lately, less those it lost: it may lose no more than ``allowance``.
+    """Plain rounds that drafting saved lately, less those it lost: it may lose no more than ``allowed_loss_rounds``.
 
     ``recent_tokens``: tokens that savings count for.
     """
@@ -91,13 +93,13 @@ class SavingsBalance:
         self._tokens_since_round = 0.0  # since the last round with a proposal
 
     @property
-    def allowance(self) -> float:
-        return BASE_ALLOWANCE + self._saved_rounds + self.trial_allowance
+    def allowed_loss_rounds(self) -> float:
+        return BASE_ALLOWED_LOSS_ROUNDS + self._saved_rounds + self.allowed_trial_rounds
 
     @property
-    def trial_allowance(self) -> float:
+    def allowed_trial_rounds(self) -> float:
         """How many plain rounds a trial may cost by now, whatever is expected of it."""
-        return TRIAL_SHARE * self._tokens_since_round
+        return TRIAL_ROUND_SHARE * self._tokens_since_round
 
     def add_generated_tokens(self, tokens: float) -> None:
         """Note that ``tokens`` were generated for each row, by whichever means."""
@@ -108,7 +110,7 @@ class SavingsBalance:
     def add_round(self, saved_rounds: float) -> None:
         """Note that a round saved the time of ``saved_rounds`` plain rounds, or lost it."""
         if self._saved_rounds < 0:
-            self._saved_rounds = min(0.0, self._saved_rounds + self.trial_allowance)
+            self._saved_rounds = min(0.0, self._saved_rounds + self.allowed_trial_rounds)
         self._saved_rounds = min(self._saved_rounds + saved_rounds, MAX_SAVED_ROUNDS)
         self._tokens_since_round = 0.0
 
@@ -120,12 +122,12 @@ class DrafterStats:
         self.acceptance = Acceptance()
         self.balance = SavingsBalance(RECENT_TOKENS.get(drafter_name, RECENT_TOKENS_OF_MODELS))
         # Sums over its recent rounds.
-        self.tokens = 0.0
-        self.ms = 0.0
-        self.rounds = 0.0
+        self.recent_tokens = 0.0
+        self.recent_ms = 0.0
+        self.recent_rounds = 0.0
 
     def learn_savings(self, tokens: int, ms: float) -> None:
         """Learn that a round generated ``tokens`` in ``ms``."""
-        self.tokens = self.tokens * RETENTION + tokens
-        self.ms = self.ms * RETENTION + ms
-        self.rounds = self.rounds * RETENTION + 1
+        self.recent_tokens = self.recent_tokens * OBSERVATION_RETENTION + tokens
+        self.recent_ms = self.recent_ms * OBSERVATION_RETENTION + ms
+        self.recent_rounds = self.recent_rounds * OBSERVATION_RETENTION + 1

@@ -10,7 +10,7 @@ from ovspec.drafting.proposal import Proposal
 from ovspec.sampling.samplers import DraftIds
 
 # The maximum number of tokens, forced or not read yet, that the head reads one by one because they have no features.
-MAX_WITHOUT_FEATURES = 8
+MAX_TOKENS_WITHOUT_FEATURES = 8
 
 
 class Head(DraftModel):
@@ -23,16 +23,16 @@ class Head(DraftModel):
 
     def __init__(self, decoder: HeadDecoder, draft_ids: DraftIds | None) -> None:
         super().__init__(decoder, draft_ids)
-        self._head = decoder
+        self._head_decoder = decoder
 
     def propose(self, rows: list[RowStep], lookahead: Lookahead) -> list[Proposal]:
         try:
             return super().propose(rows, lookahead)
         finally:
-            self._head.drop_guessed_entries()
+            self._head_decoder.drop_guessed_entries()
 
     def _row_budget(self, index: int, row: RowStep, lookahead: Lookahead) -> int:
-        with_features = self._head.count_known_features(index, row.sequence)
-        if not with_features or len(row.sequence) - 1 - with_features > MAX_WITHOUT_FEATURES:
+        known_count = self._head_decoder.count_known_features(index, row.sequence)
+        if not known_count or len(row.sequence) - 1 - known_count > MAX_TOKENS_WITHOUT_FEATURES:
             return 0
         return super()._row_budget(index, row, lookahead)

@@ -27,7 +27,7 @@ POOR_ACCEPTANCE = 0.3  # with a fixed lookahead, a lookup with a lower acceptanc
 MAX_FURTHER_STEPS = 4  # steps of the draft that are weighed together: the first alone may not be worth its time
 # A draft proposes in most rounds, so a new width stays for some: the first has to earn this part of the change's cost.
 # Lookup proposes here and there, so it has to earn all of it.
-CHANGE_SHARE_OF_ROUND = 0.5
+WIDTH_CHANGE_SHARE_OF_ROUND = 0.5
 MIN_OBSERVATIONS = 4  # rounds or tokens, up to which a mean over them isn't trusted
 
 
@@ -64,17 +64,17 @@ class Lookahead:
         self.draft_costs = draft_costs or InferenceCosts()
         self.begin_round()
         self._drafter_stats: dict[str, DrafterStats] = {}
-        self._all_stats = DrafterStats()  # of all rounds and drafters, without acceptance
-        self._steps_ms: float | None = None  # usual time of the draft's steps in this round
+        self._overall_stats = DrafterStats()  # of all rounds and drafters, without acceptance
+        self._draft_steps_ms: float | None = None  # usual time of the draft's steps in this round
         self._asked_drafters: set[str] = set()  # in this round: asking takes time even if they propose nothing
 
-    def begin_round(self, max_added_ms: float = math.inf, paced: bool = False) -> None:
+    def begin_round(self, max_added_ms: float = math.inf, limits_waiting: bool = False) -> None:
         """Begin a round, to which proposals may add ``max_added_ms``.
 
-        ``paced``: no row may wait long while others read.
+        ``limits_waiting``: no row may wait long while others read.
         """
         self.max_added_ms = max_added_ms
-        self.paced = paced
+        self.limits_waiting = limits_waiting
         # Tokens and rows of this round that ``cut_proposal`` has decided on.
         self._decided_tokens = 0
         self._decided_rows = 0
@@ -92,59 +92,70 @@ class Lookahead:
             return False
         costs = self.target_costs.next_costs()
         widening_ms = float(costs[width] - costs[row_count])
-        return self._draft_ms(row_count) + reading_ms + widening_ms <= self._allowed_loss_ms(drafter_name, row_count)
+        return self._draft_step_ms(row_count) + reading_ms + widening_ms <= self._allowed_loss_ms(
+            drafter_name, row_count
+        )
 
     def should_draft(
-        self, drafter_name: str, unread: int, remaining: Sequence[int], reads_prompt: bool = False
+        self, drafter_name: str, unread_count: int, remaining_counts: Sequence[int], reads_prompt: bool = False
     ) -> bool:
-        """Return whether to ask a drafter that must read ``unread`` tokens; each row has ``remaining`` to generate.
+        """Return whether to ask a drafter that must read ``unread_count`` tokens.
 
+        ``remaining_counts``: how many tokens each row has to generate.
         ``reads_prompt``: whether a prompt, or as much, is unread: it is read once, so its time doesn't count.
         """
         if self.fixed_length is not None:
             return True
-        stats = self._stats_of(drafter_name)
-        row_count = sum(count > 0 for count in remaining)
-        reading_ms = self._draft_ms(unread) - self._draft_ms(row_count)
+        stats = self._get_drafter_stats(drafter_name)
+        row_count = sum(count > 0 for count in remaining_counts)
+        reading_ms = self._draft_step_ms(unread_count) - self._draft_step_ms(row_count)
         if not self.can_afford_drafting(drafter_name, row_count, 0.0 if reads_prompt else reading_ms):
             return False
         # Assume at least the initial acceptance, so that a drafter gets another chance after a while.
-        gain = self._expected_gain(max(stats.acceptance.mean, FIRST_ACCEPTANCE), row_count)
+        gain_ms = self._expected_gain(max(stats.acceptance.mean_rate, FIRST_ACCEPTANCE), row_count)
         # Costs measured while other work ran may be wrong: a trial that has been saved for corrects them.
-        trial_ms = stats.balance.trial_allowance * row_count * self._plain_token_ms(row_count)
-        is_trial_due = self._draft_ms(row_count) <= trial_ms
-        if gain * max(remaining) <= reading_ms and not is_trial_due:  # reading costs more than drafting can gain
+        trial_ms = stats.balance.allowed_trial_rounds * row_count * self._plain_token_ms(row_count)
+        is_trial_due = self._draft_step_ms(row_count) <= trial_ms
+        if (
+            gain_ms * max(remaining_counts) <= reading_ms and not is_trial_due
+        ):  # reading costs more than drafting can gain
             return False
         self._asked_drafters.add(drafter_name)
         return True
 
-    def rows_to_extend(self, drafter_name: str, rows: list[int], drafted: list[list[DraftedToken]]) -> list[int]:
+    def choose_rows_to_extend(
+        self, drafter_name: str, rows: list[int], drafted_tokens: list[list[DraftedToken]]
+    ) -> list[int]:
         """Return the ``rows`` for which the draft model should take another step, after the tokens that it drafted."""
         if self.fixed_length is not None or not rows:
             return rows
         if not self.draft_costs.is_known:
             return []
-        acceptance = self._stats_of(drafter_name).acceptance
-        width = len(drafted) + sum(map(len, drafted)) + self._decided_tokens  # of the target's inference so far
+        acceptance = self._get_drafter_stats(drafter_name).acceptance
+        width = (
+            len(drafted_tokens) + sum(map(len, drafted_tokens)) + self._decided_tokens
+        )  # of the target's inference so far
         max_steps = min(WIDEST_INFERENCE - width, MAX_FURTHER_STEPS)
         if max_steps < 1:
             return []
         # For 1, 2, ... further steps: the tokens gained on average if all so far are accepted, and the cost.
         steps = np.arange(1, max_steps + 1)
-        gained_tokens = np.cumsum(acceptance.mean**steps)
-        step_ms = self._draft_ms(len(rows)) / len(rows)
+        gained_tokens = np.cumsum(acceptance.mean_rate**steps)
+        step_ms = self._draft_step_ms(len(rows)) / len(rows)
         steps_ms = step_ms * steps
-        wider = slice(width + 1, width + max_steps + 1)
-        usual_costs = self.target_costs.next_costs(CHANGE_SHARE_OF_ROUND)
-        cost_ms = steps_ms + usual_costs[wider] - usual_costs[width]
+        wider_widths = slice(width + 1, width + max_steps + 1)
+        amortized_costs = self.target_costs.next_costs(WIDTH_CHANGE_SHARE_OF_ROUND)
+        cost_ms = steps_ms + amortized_costs[wider_widths] - amortized_costs[width]
         costs = self.target_costs.next_costs()
-        lost_ms = (self._steps_ms or 0.0) + steps_ms * len(rows) + costs[wider] - costs[len(drafted)]
-        cost_ms[lost_ms > self._allowed_loss_ms(drafter_name, len(drafted))] = math.inf
-        token_ms = self._current_token_ms(len(drafted))
+        lost_ms = (
+            (self._draft_steps_ms or 0.0) + steps_ms * len(rows) + costs[wider_widths] - costs[len(drafted_tokens)]
+        )
+        cost_ms[lost_ms > self._allowed_loss_ms(drafter_name, len(drafted_tokens))] = math.inf
+        token_ms = self._current_token_ms(len(drafted_tokens))
         extended_rows = []
         for row in rows:
-            all_accepted = math.prod(acceptance.rate_at(token.confidence) for token in drafted[row])
-            if bool((all_accepted * token_ms * gained_tokens > cost_ms).any()):
+            all_accepted_rate = math.prod(acceptance.estimate_rate(token.confidence) for token in drafted_tokens[row])
+            if bool((all_accepted_rate * token_ms * gained_tokens > cost_ms).any()):
                 extended_rows.append(row)
         return extended_rows
 
@@ -158,15 +169,17 @@ class Lookahead:
         length, _ = self._find_best_length(proposal, row_count, self._decided_tokens)
         self._decided_tokens += length
         if not length:
-            self._stats_of(proposal.source).acceptance.fade_rates(proposal)
+            self._get_drafter_stats(proposal.source).acceptance.fade_rates(proposal)
             return NO_PROPOSAL
         return shorten_proposal(proposal, length)
 
     def prefers_drafter(self, drafter_name: str, proposal: Proposal, row_count: int) -> bool:
         """Return whether ``drafter_name`` is likely to do better than ``proposal``, which cost nothing."""
-        acceptance = self._stats_of(proposal.source).acceptance
+        acceptance = self._get_drafter_stats(proposal.source).acceptance
         if self.fixed_length is not None:
-            is_poor = acceptance.mean < min(POOR_ACCEPTANCE, self._stats_of(drafter_name).acceptance.mean)
+            is_poor = acceptance.mean_rate < min(
+                POOR_ACCEPTANCE, self._get_drafter_stats(drafter_name).acceptance.mean_rate
+            )
             if is_poor:
                 acceptance.fade_rates(proposal)
             return is_poor
@@ -181,10 +194,10 @@ class Lookahead:
 
     def estimate_gain(self, drafter_name: str, row_count: int) -> float:
         """Return the milliseconds per token that drafting with ``drafter_name`` saves; negative if it loses."""
-        stats = self._stats_of(drafter_name)
-        if stats.rounds > MIN_OBSERVATIONS:
-            return self._plain_token_ms(row_count) - stats.ms / stats.tokens
-        return self._expected_gain(stats.acceptance.mean, row_count)
+        stats = self._get_drafter_stats(drafter_name)
+        if stats.recent_rounds > MIN_OBSERVATIONS:
+            return self._plain_token_ms(row_count) - stats.recent_ms / stats.recent_tokens
+        return self._expected_gain(stats.acceptance.mean_rate, row_count)
 
     def max_prompt_tokens(self) -> int:
         """Return how many tokens of prompts the draft may read in a step while other rows draft."""
@@ -198,24 +211,24 @@ class Lookahead:
     def learn_draft_step(self, width: int, seconds: float, reads_prompt: bool = False) -> None:
         """Learn from a step of the draft, which also read a prompt if ``reads_prompt``, see ``should_draft``."""
         usual_ms = self.draft_costs.learn_inference(width, seconds * 1e3)
-        steps_ms = self._steps_ms or 0.0
+        steps_ms = self._draft_steps_ms or 0.0
         if reads_prompt:
             self.max_added_ms -= usual_ms
         else:
             steps_ms += usual_ms
-        self._steps_ms = steps_ms
+        self._draft_steps_ms = steps_ms
 
     def learn_round(self, outcome: RoundOutcome) -> None:
         """Learn the costs, the acceptance and the savings from a round."""
         drafter_names, self._asked_drafters = self._asked_drafters, set()
-        steps_ms, self._steps_ms = self._steps_ms, None
+        steps_ms, self._draft_steps_ms = self._draft_steps_ms, None
         for proposal, accepted in outcome.proposals:
             if len(proposal.tokens):
                 drafter_names.add(proposal.source)
-                self._stats_of(proposal.source).acceptance.learn_proposal(proposal, accepted)
+                self._get_drafter_stats(proposal.source).acceptance.learn_proposal(proposal, accepted)
         row_count = len(outcome.proposals)
         width = outcome.width
-        forced = outcome.forced_tokens
+        forced_count = outcome.forced_tokens
         if outcome.prefilled or width > WIDEST_INFERENCE:
             self.target_costs.note_untimed(width, outcome.prefilled)
             return
@@ -225,24 +238,24 @@ class Lookahead:
         if self.fixed_length is not None or not was_known:
             return
         draft_ms = outcome.draft_seconds * 1e3 if steps_ms is None else steps_ms
-        tokens = sum(accepted for _, accepted in outcome.proposals) + row_count
-        self._all_stats.learn_savings(tokens + forced, verify_ms + draft_ms)
+        token_count = sum(accepted for _, accepted in outcome.proposals) + row_count
+        self._overall_stats.learn_savings(token_count + forced_count, verify_ms + draft_ms)
         # Forced tokens count neither as a drafter's gain nor as its cost.
-        ms = verify_ms + draft_ms
-        if forced:
-            ms -= self.target_costs(width) - self.target_costs(width - forced)
-        for stats in (self._all_stats, *self._drafter_stats.values()):
-            stats.balance.add_generated_tokens((tokens + forced) / row_count)
-        saved_rounds = (tokens - ms / plain_token_ms) / row_count
+        drafting_ms = verify_ms + draft_ms
+        if forced_count:
+            drafting_ms -= self.target_costs(width) - self.target_costs(width - forced_count)
+        for stats in (self._overall_stats, *self._drafter_stats.values()):
+            stats.balance.add_generated_tokens((token_count + forced_count) / row_count)
+        saved_rounds = (token_count - drafting_ms / plain_token_ms) / row_count
         if drafter_names:
-            self._all_stats.balance.add_round(saved_rounds)
-        for stats in [self._stats_of(drafter_name) for drafter_name in drafter_names]:
-            stats.learn_savings(tokens, ms)
+            self._overall_stats.balance.add_round(saved_rounds)
+        for stats in [self._get_drafter_stats(drafter_name) for drafter_name in drafter_names]:
+            stats.learn_savings(token_count, drafting_ms)
             stats.balance.add_round(saved_rounds)
 
     # ------------------------------------------------------------ internals
 
-    def _stats_of(self, drafter_name: str) -> DrafterStats:
+    def _get_drafter_stats(self, drafter_name: str) -> DrafterStats:
         if drafter_name not in self._drafter_stats:
             self._drafter_stats[drafter_name] = DrafterStats(drafter_name)
         return self._drafter_stats[drafter_name]
@@ -251,35 +264,38 @@ class Lookahead:
         """Return plain decoding's milliseconds per token."""
         return self.target_costs(row_count) / row_count
 
-    def _draft_ms(self, width: int) -> float:
+    def _draft_step_ms(self, width: int) -> float:
         """Return the milliseconds of a step of the draft, 0.0 if they aren't known."""
         return self.draft_costs(width) if self.draft_costs.is_known else 0.0
 
     def _allowed_loss_ms(self, drafter_name: str, row_count: int) -> float:
         """Return how many milliseconds a round with a proposal of ``drafter_name`` may lose."""
-        allowance = min(self._stats_of(drafter_name).balance.allowance, self._all_stats.balance.allowance)
-        return min(allowance * row_count * self._plain_token_ms(row_count), self.max_added_ms)
+        allowed_loss_rounds = min(
+            self._get_drafter_stats(drafter_name).balance.allowed_loss_rounds,
+            self._overall_stats.balance.allowed_loss_rounds,
+        )
+        return min(allowed_loss_rounds * row_count * self._plain_token_ms(row_count), self.max_added_ms)
 
     def _expected_gain(self, acceptance: float, row_count: int) -> float:
         """Return the gain if the conditional acceptance is ``acceptance`` and the best number of tokens is drafted."""
-        step_ms = self._draft_ms(row_count)
+        step_ms = self._draft_step_ms(row_count)
         least_token_ms = math.inf  # stays so with too many rows: even one token each exceeds WIDEST_INFERENCE
-        tokens = float(row_count)
-        all_accepted = 1.0
+        expected_tokens = float(row_count)
+        all_accepted_rate = 1.0
         for steps in range(1, min(MAX_PROPOSED, WIDEST_INFERENCE // row_count - 1) + 1):
-            all_accepted *= acceptance
-            tokens += row_count * all_accepted
+            all_accepted_rate *= acceptance
+            expected_tokens += row_count * all_accepted_rate
             round_ms = self.target_costs(row_count * (steps + 1)) + steps * step_ms
-            least_token_ms = min(least_token_ms, round_ms / tokens)
+            least_token_ms = min(least_token_ms, round_ms / expected_tokens)
         return self._plain_token_ms(row_count) - least_token_ms
 
     def _current_token_ms(self, row_count: int) -> float:
         """Return the current cost of a token in milliseconds, which an accepted token saves."""
         plain_token_ms = self._plain_token_ms(row_count)
-        recent = self._all_stats
-        if recent.tokens <= MIN_OBSERVATIONS:
+        overall_stats = self._overall_stats
+        if overall_stats.recent_tokens <= MIN_OBSERVATIONS:
             return plain_token_ms
-        return min(plain_token_ms, recent.ms / recent.tokens)
+        return min(plain_token_ms, overall_stats.recent_ms / overall_stats.recent_tokens)
 
     def _find_best_length(self, proposal: Proposal, row_count: int, other_tokens: int) -> tuple[int, float]:
         """Return (tokens worth verifying with ``other_tokens`` of other rows, milliseconds that a token then costs)."""
@@ -287,22 +303,24 @@ class Lookahead:
             return len(proposal.tokens), 0.0
         plain_token_ms = self._plain_token_ms(row_count)
         width = row_count + other_tokens  # the width of the inference without this proposal
-        rates = self._stats_of(proposal.source).acceptance.token_rates(proposal)[: max(0, WIDEST_INFERENCE - width)]
-        if not len(rates):
+        acceptance_rates = self._get_drafter_stats(proposal.source).acceptance.estimate_token_rates(proposal)[
+            : max(0, WIDEST_INFERENCE - width)
+        ]
+        if not len(acceptance_rates):
             return 0, plain_token_ms
         # For 1, 2, ... tokens: the tokens gained on average, and their cost.
-        gained_tokens = np.cumprod(rates).cumsum()
+        gained_tokens = np.cumprod(acceptance_rates).cumsum()
         costs = self.target_costs.next_costs()
-        wider_costs = costs[width + 1 : width + 1 + len(rates)]
+        wider_costs = costs[width + 1 : width + 1 + len(acceptance_rates)]
         added_ms = wider_costs - costs[width]
         saved_ms = gained_tokens * self._current_token_ms(row_count) - added_ms
         # Each row not decided on yet gets its share of the rest of this round's allowed loss.
-        unproposed_ms = costs[row_count]
-        spent_ms = float(costs[width] - unproposed_ms)
+        plain_round_ms = costs[row_count]
+        spent_ms = float(costs[width] - plain_round_ms)
         undecided_rows = max(1, row_count - self._decided_rows + 1)
         row_share_ms = (self._allowed_loss_ms(proposal.source, row_count) - spent_ms) / undecided_rows
         max_spent_ms = max(spent_ms, spent_ms + row_share_ms, 0.0)  # free tokens are always allowed
-        saved_ms[wider_costs - unproposed_ms > max_spent_ms] = -math.inf
+        saved_ms[wider_costs - plain_round_ms > max_spent_ms] = -math.inf
         best_index = int(saved_ms.argmax())
         if saved_ms[best_index] <= 0:
             return 0, plain_token_ms

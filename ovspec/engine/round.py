@@ -92,7 +92,9 @@ def run_round(
     feeds = make_row_feeds(rows, unseen_by_row, unseen_chunks, proposals)
     fed_tokens = [feed.tokens for feed in feeds]
     seconds_before = target.seconds
-    computed_width = lookahead.target_costs.fill_width(count_computed_tokens(target, fed_tokens)) if drafter else 0
+    computed_width = (
+        lookahead.target_costs.choose_fill_width(count_computed_tokens(target, fed_tokens)) if drafter else 0
+    )
     if any(map(len, fed_tokens)):
         logits = target.feed(fed_tokens, [feed.logits_count for feed in feeds], computed_width)
         if prefill_budget and round_load:
@@ -157,7 +159,7 @@ def begin_lookahead(
     ]
     prompt_counts = [unread_count for unread_count in unread_counts if unread_count > PREFILL_THRESHOLD]
     round_load = RoundLoad(len(rows) - len(prompt_counts), len(prompt_counts))
-    lookahead.begin_round(prefill_budget.max_proposal_ms(round_load, sum(prompt_counts)), paced=True)
+    lookahead.begin_round(prefill_budget.max_proposal_ms(round_load, sum(prompt_counts)), limits_waiting=True)
 
 
 def collect_proposals(

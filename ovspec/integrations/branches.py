@@ -15,7 +15,7 @@ import numpy as np
 from ovspec.api.model import LanguageModel
 from ovspec.base.errors import OvspecError
 from ovspec.cache.prefill import PREFILL_THRESHOLD
-from ovspec.cache.sequence import Sequence, common_prefix
+from ovspec.cache.sequence import Sequence, measure_common_prefix
 from ovspec.drafting.drafter import RowStep
 from ovspec.drafting.lookahead import Lookahead, RoundOutcome
 from ovspec.drafting.proposal import NO_TOKENS, Proposal, shorten_proposal
@@ -139,11 +139,14 @@ class Branches:
         text_length = len(sequence)
         with self._lock:
             branch = self._choose_branch(sequence)
-            first_new = common_prefix(branch.sequence, sequence)
+            first_new = measure_common_prefix(branch.sequence, sequence)
             if self._last_proposal and self._last_proposal.branch is branch:
                 self._count_accepted(self._last_proposal, sequence)
             cached_tokens = text_length
-            if common_prefix(branch.cached_sequence, sequence) < text_length or text_length not in branch.known_logits:
+            if (
+                measure_common_prefix(branch.cached_sequence, sequence) < text_length
+                or text_length not in branch.known_logits
+            ):
                 cached_tokens = self._read_text(branch, sequence, first_new, all_new_positions)
             self.counts.requests += 1
             self.counts.answered += cached_tokens == text_length
@@ -161,13 +164,13 @@ class Branches:
         """Return the branch that holds most of ``sequence``, or another one where that branch would lose too much."""
 
         def rate_branch(branch: Branch) -> tuple[int, int]:
-            return common_prefix(branch.cached_sequence, sequence), -len(branch.sequence)
+            return measure_common_prefix(branch.cached_sequence, sequence), -len(branch.sequence)
 
         best_branch = max(reversed(self._branches), key=rate_branch)
-        shared_length = common_prefix(best_branch.cached_sequence, sequence)
+        shared_length = measure_common_prefix(best_branch.cached_sequence, sequence)
         self._branches.remove(best_branch)
         self._branches.append(best_branch)
-        if len(best_branch.sequence) - common_prefix(best_branch.sequence, sequence) <= MAX_LOST_TOKENS:
+        if len(best_branch.sequence) - measure_common_prefix(best_branch.sequence, sequence) <= MAX_LOST_TOKENS:
             return best_branch
         if len(self._branches) == MAX_BRANCHES:
             self._drop_branch(self._branches[0])
@@ -209,7 +212,7 @@ class Branches:
     def _read_text(self, branch: Branch, sequence: Sequence, first_new: int, all_new_positions: bool) -> int:
         """Compute the logits after ``sequence`` in one round; return how many of its tokens needn't be read."""
         text_length = len(sequence)
-        unread_tokens = sequence.tokens[min(common_prefix(branch.cached_sequence, sequence), text_length - 1) :]
+        unread_tokens = sequence.tokens[min(measure_common_prefix(branch.cached_sequence, sequence), text_length - 1) :]
         unknown_id = self._runtime.prompt_encoder.tokenizer.known_ids.first_unknown(unread_tokens)
         if unknown_id is not None:
             raise OvspecError(f"Token id {unknown_id} is not in the vocabulary.")
@@ -266,7 +269,9 @@ class Branches:
             counts.draft_ms += 1e3 * (drafter.seconds - draft_seconds)
 
     def _count_accepted(self, verified_proposal: VerifiedProposal, sequence: Sequence) -> None:
-        accepted_count = common_prefix(verified_proposal.branch.cached_sequence, sequence) - verified_proposal.start
+        accepted_count = (
+            measure_common_prefix(verified_proposal.branch.cached_sequence, sequence) - verified_proposal.start
+        )
         if accepted_count > verified_proposal.accepted:
             new_positions = range(verified_proposal.accepted, accepted_count)
             self.counts.count_accepted(

@@ -17,7 +17,7 @@ from ovspec.base.progress import print_note
 from ovspec.cache.blocks import BlockTensors
 from ovspec.cache.decoder import FAST_GPU_RULE, FAST_RULE, Arithmetic, Decoder, FeedRule, Rollback
 from ovspec.cache.paged import PagedDecoder
-from ovspec.cache.stateful import make_stateful_decoder, with_trimming
+from ovspec.cache.stateful import make_stateful_decoder, use_trimming
 from ovspec.ir.compile import MODEL_FILE, CompiledIR, check_weights, compile_ir, last_error_line
 from ovspec.ir.crashes import avoid_crash
 from ovspec.ir.device import EXACT_KV_PRECISIONS, DeviceOptions, check_device, is_gpu, may_use_gpu, resolve_precision
@@ -165,7 +165,7 @@ class CompiledModel:
         self.arithmetic_note = "exact"
         self.proposals_are_free = self.engine == "paged" and exactness.guess <= MAX_FREE_PROPOSAL_COST
         if exactness.rule.rows_apart:
-            self.rollback = with_trimming(self.rollback)
+            self.rollback = use_trimming(self.rollback)
 
 
 def load_compiled_model(

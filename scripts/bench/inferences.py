@@ -191,11 +191,11 @@ def bare_loop(loaded: CompiledModel, ids: np.ndarray, tokens: int) -> tuple[floa
     decoder._tables.extend(0, len(ids), tokens)  # get all blocks now, so that nothing is bound again
     text.append(int(decoder.feed([np.array(text)], [1])[0][0].argmax()))
     request, (token_ids, positions) = decoder._request.openvino_request, decoder._token_arrays[(1,)]
-    past, _ = decoder._reused_lengths[1]
+    past, _ = decoder._reused_length_arrays[1]
 
     def infer_next(length: int) -> None:
         token_ids[0], positions[0], past[0] = text[-1], length, length
-        decoder._longest[...] = length + 1
+        decoder._longest_context[...] = length + 1
         request.start_async()
         request.wait()
         text.append(int(request.get_output_tensor(0).data.reshape(-1).argmax()))

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from ovspec_export.distill.head import angelslim_name
+from ovspec_export.distill.head import to_angelslim_name
 from safetensors.torch import save_file
 
 from ovspec.base.errors import OvspecError
@@ -45,7 +45,7 @@ def write_checkpoint(head: Path, output: Path) -> None:
         for use in node.output(0).get_target_inputs():
             if norm := NORM.match(use.get_node().get_friendly_name()):
                 tensors[f"{norm[1]}.weight"] = values(name).reshape(-1)
-    weights = {angelslim_name(name): torch.from_numpy(tensor.copy()) for name, tensor in tensors.items()}
+    weights = {to_angelslim_name(name): torch.from_numpy(tensor.copy()) for name, tensor in tensors.items()}
     if ids is None or "d2t" in weights or "fc.weight" not in weights:
         raise OvspecError(f"{head}: not a head that proposes some of its target's ids.")
     vocabulary = read_json(head / "config.json")["vocab_size"]

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 from ovspec_export.distill import draft, training
-from ovspec_export.distill.documents import Document, create_documents, read_documents
+from ovspec_export.distill.documents import Document, read_documents, write_first_documents
 from ovspec_export.distill.features import write_shard
 from ovspec_export.distill.work_folder import CHECKPOINT_FOLDER, DOCUMENTS_FILE, FEATURES_FOLDER
 from ovspec_export.export import make_checkpoint
@@ -65,11 +65,15 @@ def main() -> None:
         tokenizer = AutoTokenizer.from_pretrained(checkpoint)
         chats = [chat for chat in read_documents(args.documents) if chat.source == "own" and chat.answer]
         documents = [rewrite(chat, tokenizer) for chat in chats]
-        create_documents(work / DOCUMENTS_FILE, documents)
+        write_first_documents(work / DOCUMENTS_FILE, documents)
         (work / FEATURES_FOLDER).mkdir()
         choices = [certain_choices(document) for document in documents]
         write_shard(work / FEATURES_FOLDER / "0000000.safetensors", 0, choices)
-        draft.STEP_TOKENS, draft.PEAK_RATE, training.WARM_UP_STEPS = 256, 3e-4, 20  # a few minutes change its style
+        draft.STEP_TOKENS, draft.PEAK_LEARNING_RATE, training.WARM_UP_STEPS = (
+            256,
+            3e-4,
+            20,
+        )  # a few minutes change its style
         draft.train_draft(str(checkpoint), source.model_type, str(work), 60 * args.minutes, 2**62, False)
         shutil.copytree(checkpoint, args.output, ignore=shutil.ignore_patterns("*.safetensors*"))
         for file in (work / CHECKPOINT_FOLDER).iterdir():

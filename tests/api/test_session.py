@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 import ovspec
 from ovspec.api.model import LanguageModel
 from ovspec.cache.paged import PagedDecoder
-from ovspec.cache.sequence import Sequence, common_prefix
+from ovspec.cache.sequence import Sequence, measure_common_prefix
 from ovspec.setup.engine_choice import EngineName
 
 Load = Callable[..., LanguageModel]
@@ -255,7 +255,7 @@ class Program:
         with self.plain.session() as fresh:
             fresh.rewind(mark)
             expected = fresh.generate(**options)
-        shared = common_prefix(target.rows[0], Sequence(given))
+        shared = measure_common_prefix(target.rows[0], Sequence(given))
         result = session.generate(**options)
         assert result.token_ids == expected.token_ids
         assert result.text == expected.text

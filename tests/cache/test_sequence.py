@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ovspec.cache.sequence import Sequence, common_prefix
+from ovspec.cache.sequence import Sequence, measure_common_prefix
 
 TOKENS = st.lists(st.integers(0, 5), max_size=60)
 
@@ -26,7 +26,7 @@ def test_commits_and_rewinds_like_a_list(steps: list[tuple[list[int], int]]) -> 
 def test_common_prefix(shared: list[int], a: list[int], b: list[int]) -> None:
     x, y = shared + a, shared + b
     expected = next((i for i, (p, q) in enumerate(zip(x, y, strict=False)) if p != q), min(len(x), len(y)))
-    assert common_prefix(Sequence(x), Sequence(y)) == expected
+    assert measure_common_prefix(Sequence(x), Sequence(y)) == expected
 
 
 def test_rewinding_forward_is_refused() -> None:

@@ -22,7 +22,14 @@ from ovspec.drafting.chain import Chain
 from ovspec.drafting.choice import DraftChoice, parse_draft
 from ovspec.drafting.drafter import Drafter, RowStep
 from ovspec.drafting.lookahead import Lookahead
-from ovspec.drafting.lookup import MAX_MATCH, MAX_ROLLED_BACK, MIN_MATCH, Lookup, NgramIndex, index_texts
+from ovspec.drafting.lookup import (
+    MAX_INDEX_EXCESS_TOKENS,
+    MAX_MATCH_TOKENS,
+    MIN_MATCH_TOKENS,
+    Lookup,
+    NgramIndex,
+    index_texts,
+)
 from ovspec.sampling.samplers import GreedySampler
 from ovspec.setup.engine_choice import EngineName
 from ovspec.setup.model_folders import resolve_draft
@@ -480,9 +487,9 @@ def test_self(tmp_path: Path, cache_dir: Path, load: Load) -> None:
 
 def naive(texts: list[list[int]]) -> tuple[int, list[list[int]]]:
     """Return (length of the longest match with the end of the last text, what followed each match), by full search."""
-    tail, best, followed = texts[-1][-MAX_MATCH:], 0, []
+    tail, best, followed = texts[-1][-MAX_MATCH_TOKENS:], 0, []
     for text in texts:
-        for end in range(MIN_MATCH, len(text)):
+        for end in range(MIN_MATCH_TOKENS, len(text)):
             match = 0
             while match < min(end, len(tail)) and text[end - 1 - match] == tail[-1 - match]:
                 match += 1
@@ -490,7 +497,7 @@ def naive(texts: list[list[int]]) -> tuple[int, list[list[int]]]:
                 best, followed = match, []
             if match == best:
                 followed.append(text[end:])
-    return (best, followed) if best >= MIN_MATCH else (0, [])
+    return (best, followed) if best >= MIN_MATCH_TOKENS else (0, [])
 
 
 @given(st.lists(st.integers(0, 3), min_size=3, max_size=30))
@@ -498,10 +505,10 @@ def test_the_longest_match_is_found(tokens: list[int]) -> None:
     index = NgramIndex()
     for end in range(1, len(tokens) + 1):  # as the text grows
         index.follow_sequence(Sequence(tokens[:end]))
-    match, places = index.find_matches(np.array(tokens[-MAX_MATCH:]))
+    match, places = index.find_matches(np.array(tokens[-MAX_MATCH_TOKENS:]))
     expected, followed = naive([tokens])
     assert match == expected
-    text = index._text.tokens.tolist()
+    text = index._indexed_text.tokens.tolist()
     assert [text[place:] for place in places] == followed[::-1]
 
 
@@ -515,10 +522,10 @@ def test_a_rewound_text_is_still_known(first: list[int], keep: int, more: list[i
     sequence.commit(more)
     index.follow_sequence(sequence)
     now = sequence.tokens.tolist()
-    if len(now) >= MIN_MATCH:
-        match, places = index.find_matches(np.array(now[-MAX_MATCH:]))
-        assert match >= naive([now])[0] if len(now) > MAX_MATCH else True
-        text = index._text.tokens.tolist()
+    if len(now) >= MIN_MATCH_TOKENS:
+        match, places = index.find_matches(np.array(now[-MAX_MATCH_TOKENS:]))
+        assert match >= naive([now])[0] if len(now) > MAX_MATCH_TOKENS else True
+        text = index._indexed_text.tokens.tolist()
         assert all(text[place - match : place] == now[len(now) - match :] for place in places)
 
 
@@ -527,10 +534,10 @@ def test_rewinding_again_and_again_takes_no_more_memory() -> None:
     for turn in range(5000):
         sequence.commit([10_000 + turn, 20_000 + turn, 30_000 + turn, *range(2000, 2020)])
         index.follow_sequence(sequence)
-        assert len(index._text) <= 2 * MAX_ROLLED_BACK
+        assert len(index._indexed_text) <= 2 * MAX_INDEX_EXCESS_TOKENS
         earlier = np.array([10_000, 20_000, 30_000]) + turn - 300
         assert turn < 300 or index.find_matches(earlier)[0] == 3, "what was rolled back lately is known"
-        assert index.find_matches(np.arange(50))[0] == MAX_MATCH, "so is the text itself"
+        assert index.find_matches(np.arange(50))[0] == MAX_MATCH_TOKENS, "so is the text itself"
         sequence.rewind(100)
 
 
@@ -562,11 +569,11 @@ def test_a_corpus_does_not_run_into_the_next_text() -> None:
 def test_lookup_copies_its_rows() -> None:
     lookup = Lookup()
     lookup.reset(1)
-    lookup._rows[0].follow_sequence(Sequence([1, 2, 3]))
+    lookup._row_indexes[0].follow_sequence(Sequence([1, 2, 3]))
     lookup.reorder([0, 0])
-    lookup._rows[0].follow_sequence(Sequence([1, 2, 3, 4]))
-    assert len(lookup._rows[1]._followed) == 3
-    assert copy.deepcopy(lookup)._rows[0]._followed.tokens.tolist() == [1, 2, 3, 4]
+    lookup._row_indexes[0].follow_sequence(Sequence([1, 2, 3, 4]))
+    assert len(lookup._row_indexes[1]._followed_sequence) == 3
+    assert copy.deepcopy(lookup)._row_indexes[0]._followed_sequence.tokens.tolist() == [1, 2, 3, 4]
 
 
 def test_lookup_corpus(load: Load, tmp_path: Path) -> None:

@@ -144,7 +144,7 @@ def proposals(monkeypatch: pytest.MonkeyPatch) -> list[Proposed]:
         made = propose(self, rows, lookahead)
         for index, (row, proposal) in enumerate(zip(rows, made, strict=True)):
             if len(proposal.tokens):
-                known = self._head.count_known_features(index, row.sequence)
+                known = self._head_decoder.count_known_features(index, row.sequence)
                 found.append(Proposed(row.sequence.tokens.copy(), known, proposal.tokens))
         return made
 

@@ -105,7 +105,7 @@ def replay(lookahead: Lookahead, mode: str, text: dict[str, Any], machine: Machi
             needed = PROMPT + place - seen
             if most and lookahead.should_draft("draft", needed, [remaining], needed > WIDEST_INFERENCE):
                 while True:
-                    width = lookahead.draft_costs.fill_width(needed)
+                    width = lookahead.draft_costs.choose_fill_width(needed)
                     ms = machine.time(machine.draft_ms, width)
                     noted = machine.seen(ms)
                     noted_ms += noted
@@ -113,14 +113,14 @@ def replay(lookahead: Lookahead, mode: str, text: dict[str, Any], machine: Machi
                     lookahead.learn_draft_step(width, noted / 1e3, needed > WIDEST_INFERENCE)
                     guesses.append(DraftedToken(0, confidence[len(guesses)]))
                     needed = 1
-                    if len(guesses) == most or not lookahead.rows_to_extend("draft", [0], [guesses]):
+                    if len(guesses) == most or not lookahead.choose_rows_to_extend("draft", [0], [guesses]):
                         break
                 proposal = Proposal(
                     np.zeros(len(guesses), np.int64), np.array([g.confidence for g in guesses]), source="draft"
                 )
                 seen = PROMPT + place + min(right, len(guesses) - 1)
         accepted = min(right, len(proposal.tokens))
-        width = lookahead.target_costs.fill_width(max(machine.narrowest, len(proposal.tokens) + 1))
+        width = lookahead.target_costs.choose_fill_width(max(machine.narrowest, len(proposal.tokens) + 1))
         verify_ms = machine.time(machine.verify_ms, width)
         lookahead.learn_round(
             RoundOutcome([(proposal, accepted)], width, 0, False, noted_ms / 1e3, machine.seen(verify_ms) / 1e3)
@@ -330,7 +330,7 @@ def test_costs_are_learned() -> None:
         width = (1, 2, 5)[i % 3]
         costs.learn_inference(width, truth[width] * float(np.exp(0.1 * random.standard_normal())))
     for width, ms in truth.items():
-        assert abs((costs(width) + costs.change_ms) / ms - 1) < 0.1, "each inference is of another width"
+        assert abs((costs(width) + costs.width_change_ms) / ms - 1) < 0.1, "each inference is of another width"
     before = costs(1)
     costs.learn_inference(100, 1e6)  # a prompt, which must not change the costs of rounds
     costs.learn_inference(1, 1e4)  # a hiccup
@@ -362,7 +362,7 @@ def test_a_fixed_lookahead_proposes_just_that() -> None:
     proposal = Proposal(np.arange(9), np.full(9, 0.01), source="lookup")
     assert len(lookahead.cut_proposal(proposal, 1).tokens) == 3
     assert lookahead.should_draft("draft", 10_000, [5])
-    assert lookahead.rows_to_extend("draft", [0], [[DraftedToken(0, 0.0)]]) == [0]
+    assert lookahead.choose_rows_to_extend("draft", [0], [[DraftedToken(0, 0.0)]]) == [0]
 
 
 def test_nothing_is_cut_off_that_is_sure() -> None:
@@ -381,12 +381,12 @@ def test_rows_share_what_proposals_may_add_to_a_round() -> None:
     shares = {math.inf: [12] * 4, 16.0: [4] * 4, 0.0: [0] * 4}
     for most_ms, expected in shares.items():
         lookahead = Lookahead(None, costs)
-        lookahead._all_stats.balance.add_round(1e3)
-        lookahead._stats_of("lookup").balance.add_round(1e3)
-        lookahead.begin_round(most_ms, paced=True)
+        lookahead._overall_stats.balance.add_round(1e3)
+        lookahead._get_drafter_stats("lookup").balance.add_round(1e3)
+        lookahead.begin_round(most_ms, limits_waiting=True)
         assert [len(lookahead.cut_proposal(sure, 4).tokens) for _ in range(4)] == expected
         if most_ms == 16.0:
-            lookahead.begin_round(16.0, paced=True)
+            lookahead.begin_round(16.0, limits_waiting=True)
             assert [len(lookahead.cut_proposal(each, 4).tokens) for each in (NO_PROPOSAL, NO_PROPOSAL, sure, sure)] == [
                 0,
                 0,
@@ -398,11 +398,11 @@ def test_rows_share_what_proposals_may_add_to_a_round() -> None:
 def test_a_draft_reads_as_much_of_prompts_as_a_round_has_time_for() -> None:
     lookahead = Lookahead(None, InferenceCosts({1: 40.0, 64: 100.0}, 0.0), InferenceCosts({1: 4.0, 64: 67.0}, 0.0))
     assert lookahead.max_prompt_tokens() == CATCH_UP_TOKENS
-    lookahead.begin_round(40.0, paced=True)
+    lookahead.begin_round(40.0, limits_waiting=True)
     assert lookahead.max_prompt_tokens() == 20
     lookahead.learn_draft_step(20, 0.023, reads_prompt=True)
     assert lookahead.max_added_ms < 20, "reading counts in its round"
-    lookahead.begin_round(0.0, paced=True)
+    lookahead.begin_round(0.0, limits_waiting=True)
     assert lookahead.max_prompt_tokens() == CATCH_UP_TOKENS // 4 and not lookahead.can_afford_drafting("draft", 2)
 
 
@@ -416,7 +416,7 @@ def test_reading_a_long_prompt_does_not_count_against_the_draft() -> None:
     lookahead.learn_draft_step(1, 0.004)
     lookahead.learn_round(RoundOutcome([(guesses[0], 2)], 3, 0, False, 0.504, 0.0468))
     assert lookahead.estimate_gain("draft", 1) > 0
-    assert lookahead._drafter_stats["draft"].ms == pytest.approx(4 + 46.8, rel=0.03)
+    assert lookahead._drafter_stats["draft"].recent_ms == pytest.approx(4 + 46.8, rel=0.03)
     fresh = Lookahead(None, lookahead.target_costs, lookahead.draft_costs)
     for _ in range(20):
         assert not fresh.should_draft("draft", 2000, [3], reads_prompt=True), "reading isn't worth it for three tokens"
@@ -480,8 +480,10 @@ def test_what_the_rule_computes_anyway_is_filled_with_proposals() -> None:
     assert sum(cuts) == 3, "two rows, and three tokens more"
     lookahead.begin_round()
     guesses = [DraftedToken(0, 0.5)] * 3
-    assert lookahead.rows_to_extend("draft", [0], [guesses]) == [0], "a draft's fourth token costs its step alone"
-    assert lookahead.rows_to_extend("draft", [0], [[*guesses, DraftedToken(0, 0.5)]]) == []
+    assert lookahead.choose_rows_to_extend("draft", [0], [guesses]) == [0], (
+        "a draft's fourth token costs its step alone"
+    )
+    assert lookahead.choose_rows_to_extend("draft", [0], [[*guesses, DraftedToken(0, 0.5)]]) == []
 
 
 def test_a_change_that_costs_less_than_expected_is_no_faster_inference() -> None:
@@ -489,22 +491,22 @@ def test_a_change_that_costs_less_than_expected_is_no_faster_inference() -> None
     for ms in (12.0, 10.0, 10.0):
         costs.learn_inference(2, ms)
     costs.learn_inference(4, 10.0)
-    assert costs.change_ms == pytest.approx(0.0, abs=0.5)
+    assert costs.width_change_ms == pytest.approx(0.0, abs=0.5)
     assert costs(2) == pytest.approx(10.0, rel=0.03)
 
 
 def test_an_inference_is_filled_up_while_that_costs_less_than_a_change() -> None:
     costs = InferenceCosts({1: 10.0, 2: 10.0, 3: 11.0, 8: 16.0}, 10.0, True)
     costs.note_untimed(8)
-    assert [costs.fill_width(needed) for needed in (8, 9, 0)] == [8, 9, 0]
+    assert [costs.choose_fill_width(needed) for needed in (8, 9, 0)] == [8, 9, 0]
     assert costs.next_costs()[[2, 7, 8, 9]].tolist() == pytest.approx([16.0, 16.0, 16.0, 27.0])
-    assert costs.fill_width(2) == 8, "6 ms of filling cost less than 10"
-    assert costs.fill_width(2) == 2, "but 12 don't"
+    assert costs.choose_fill_width(2) == 8, "6 ms of filling cost less than 10"
+    assert costs.choose_fill_width(2) == 2, "but 12 don't"
     costs.note_untimed(2)
-    assert [costs.fill_width(2) for _ in range(3)] == [2, 2, 2]
+    assert [costs.choose_fill_width(2) for _ in range(3)] == [2, 2, 2]
     never = InferenceCosts({1: 10.0, 2: 10.0, 3: 11.0, 8: 16.0}, 10.0)
     never.note_untimed(8)
-    assert never.fill_width(2) == 2, "a stateful decoder can't be filled up"
+    assert never.choose_fill_width(2) == 2, "a stateful decoder can't be filled up"
     assert never.next_costs()[2] == pytest.approx(20.0)
 
 

@@ -215,17 +215,17 @@ def test_the_bounds_hold_beside_a_draft(
 
 
 def no_filling(decoder: type[PagedDecoder], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoder, "_fill_up", lambda self, computed, width: computed)  # noqa: ARG005
+    monkeypatch.setattr(decoder, "_fill_up_inference", lambda self, computed, width: computed)  # noqa: ARG005
 
 
 def no_filling_behind_short_rows(decoder: type[PagedDecoder], monkeypatch: pytest.MonkeyPatch) -> None:
-    fill_up = decoder._fill_up
+    fill_up = decoder._fill_up_inference
 
     def filled(self: PagedDecoder, computed: list[tuple[int, np.ndarray]], width: int) -> Any:
         cached = sum([begin for begin, new in computed if len(new)])
         return fill_up(self, computed, width) if cached >= FEWEST else computed
 
-    monkeypatch.setattr(decoder, "_fill_up", filled)
+    monkeypatch.setattr(decoder, "_fill_up_inference", filled)
 
 
 def a_fork_without_the_rule(decoder: type[PagedDecoder], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,7 +123,7 @@ def test_a_full_disk_leaves_nothing(toy: Environment, monkeypatch: pytest.Monkey
     code = "import resource as r, runpy; r.setrlimit(r.RLIMIT_FSIZE, (50, 50)); runpy.run_module('pip', {}, '__main__')"
     limited = [sys.executable, "-c", code, "install"]
     with monkeypatch.context() as patched:
-        patched.setattr(environments, "installer_command", lambda: limited)
+        patched.setattr(environments, "find_installer_command", lambda: limited)
         with pytest.raises(OvspecError, match=r"could not be installed into .* \(.*File too large"):
             prepare_environment(toy, "toys")
     assert left_in(toy) == []

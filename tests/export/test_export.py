@@ -386,7 +386,7 @@ def test_code_that_transformers_has_itself_is_not_taken_from_the_checkpoint(tmp_
 
 def test_ctrl_c_is_kept_from_the_worker_on_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which has no sessions of processes: ``start_new_session`` is ignored there."""
-    assert convert.process_group_arguments() == {"start_new_session": True} or sys.platform == "win32"
+    assert convert.make_process_group_arguments() == {"start_new_session": True} or sys.platform == "win32"
     monkeypatch.setattr(convert, "sys", SimpleNamespace(platform="win32"))
     monkeypatch.setattr(convert.subprocess, "CREATE_NEW_PROCESS_GROUP", 0x200, raising=False)
-    assert convert.process_group_arguments() == {"creationflags": 0x200}
+    assert convert.make_process_group_arguments() == {"creationflags": 0x200}

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from conftest import CHECKPOINTS
 from ovspec_export import Compression, export_pair, folders
-from ovspec_export.folders import check_disk_space, check_output_folder, open_work_folder, replace_folder
+from ovspec_export.folders import check_disk_space, check_output_folder, open_partial_folder, replace_folder
 
 import ovspec
 from ovspec.base.errors import OvspecError
@@ -63,12 +63,12 @@ def test_a_loaded_export_stays_and_the_error_says_what_to_stop(tmp_path: Path, o
     open_files.add("pair")
     with (
         pytest.raises(OvspecError, match="old export stays; stop the program"),
-        open_work_folder(output, overwrite=True),
+        open_partial_folder(output, overwrite=True),
     ):
         raise AssertionError("the work has begun")
     assert (output / "text").read_text(encoding="utf-8") == "old"
     open_files.clear()
-    with open_work_folder(output, overwrite=True) as work:
+    with open_partial_folder(output, overwrite=True) as work:
         (work / "text").write_text("new", encoding="utf-8")
         (work / MANIFEST_FILE).write_text(MANIFEST, encoding="utf-8")
         open_files.add("pair")  # loaded meanwhile
@@ -119,7 +119,7 @@ def test_folders_of_others_are_left_alone(tmp_path: Path) -> None:
     # So is a folder that looks like a leftover but has no manifest.
     (tmp_path / ".new.partial-1234").mkdir()
     (tmp_path / ".new.partial-1234" / "mine").write_text("mine", encoding="utf-8")
-    with open_work_folder(tmp_path / "new", overwrite=False):
+    with open_partial_folder(tmp_path / "new", overwrite=False):
         pass
     assert (tmp_path / ".new.partial-1234" / "mine").is_file()
 
@@ -167,7 +167,7 @@ def test_a_pair_is_replaced_only_on_request(tmp_path: Path) -> None:
         before = contents(output)
         with pytest.raises(ovspec.OvspecError, match=r"already exists; .* add `overwrite=True`\.$"):
             export_pair(DRAFT, None, output)
-        with pytest.raises(ovspec.OvspecError, match="already exists"), open_work_folder(output, overwrite=False):
+        with pytest.raises(ovspec.OvspecError, match="already exists"), open_partial_folder(output, overwrite=False):
             pass  # it came while another export held the lock
         assert contents(output) == before
         check_output_folder(output, overwrite=True)
@@ -195,10 +195,10 @@ def test_loading_finds_a_replacement_that_was_killed_half_way(tmp_path: Path, ca
 
 def test_one_export_at_a_time(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with open_work_folder(out, overwrite=True) as work:
-        with pytest.raises(ovspec.OvspecError, match="another export is writing it"), open_work_folder(out, True):
+    with open_partial_folder(out, overwrite=True) as work:
+        with pytest.raises(ovspec.OvspecError, match="another export is writing it"), open_partial_folder(out, True):
             pass
-        with open_work_folder(tmp_path / "other", overwrite=False):
+        with open_partial_folder(tmp_path / "other", overwrite=False):
             pass
         assert work.is_dir()
     assert not list(tmp_path.iterdir())
@@ -331,7 +331,7 @@ def test_killed_while_folders_are_renamed(tmp_path: Path, times: int) -> None:
 def test_files_that_come_during_an_export_survive(tmp_path: Path) -> None:
     """A user's file in the old folder, in a subfolder, and under a name that the new export has, too."""
     output = marked(tmp_path / "out", "old")
-    with open_work_folder(output, overwrite=True) as work:
+    with open_partial_folder(output, overwrite=True) as work:
         (work / MANIFEST_FILE).write_text('{"files": {"text": {}, "more": {}}}', encoding="utf-8")
         (work / "text").write_text("new", encoding="utf-8")
         (work / "more").write_text("new", encoding="utf-8")

@@ -20,7 +20,7 @@ import jsonschema
 import pytest
 from conftest import CHECKPOINTS, PROMPTS, ROOT
 from harness import Worker
-from ovspec_export.distill.documents import Document, create_documents
+from ovspec_export.distill.documents import Document, write_first_documents
 from protocol import Load
 
 import ovspec
@@ -134,7 +134,7 @@ def test_chats() -> None:
 def test_held_out_documents_are_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A chat is one up to its answer, another text with its beginning."""
     chat, text = Document([5, 6, 7, 8], 3, "own", True, True), Document([9, 10, 11, 12], 0, "text", False, True)
-    create_documents(tmp_path / "documents.jsonl", [chat, text, Document([1, 2, 3], 1, "own", True, False)])
+    write_first_documents(tmp_path / "documents.jsonl", [chat, text, Document([1, 2, 3], 1, "own", True, False)])
     added: list[harness.Prompt] = []
     monkeypatch.setattr(harness, "prompts", lambda: added)
     harness.add_held_out(tmp_path / "documents.jsonl", 24)

@@ -252,8 +252,8 @@ def stale(decoder: PagedDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
         alone = sum(len(new) for _, new in computed) == 1
         return [(begin, np.full(len(new), new[-1])) if alone and len(new) else (begin, new) for begin, new in right]
 
-    fill_up = decoder._fill_up
-    monkeypatch.setattr(decoder, "_fill_up", filled)
+    fill_up = decoder._fill_up_inference
+    monkeypatch.setattr(decoder, "_fill_up_inference", filled)
 
 
 def second(decoder: PagedDecoder, monkeypatch: pytest.MonkeyPatch) -> None:

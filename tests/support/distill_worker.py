@@ -31,8 +31,8 @@ channel: Any = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(channel)
 
 
-def write_texts(work: str, **_: Any) -> None:
-    file = Path(work) / "documents.jsonl"
+def write_texts(work_folder: str, **_: Any) -> None:
+    file = Path(work_folder) / "documents.jsonl"
     first = len(file.read_text(encoding="utf-8").splitlines()) if file.exists() else 0
     with file.open("a", encoding="utf-8") as documents:
         for i in range(first, first + DOCUMENTS):
@@ -46,20 +46,20 @@ def measure_costs(**_: Any) -> None:
     channel.report_progress(costs=[0.01, 0.011, 0.012, 0.013])
 
 
-def write_features(work: str, **_: Any) -> None:
-    folder = Path(work) / "features"
+def write_features(work_folder: str, **_: Any) -> None:
+    folder = Path(work_folder) / "features"
     folder.mkdir(exist_ok=True)
     count = len(list(folder.iterdir())) + 1
     (folder / f"{count:07}.safetensors").write_bytes(bytes(1000))
     channel.report_progress(tokens=count * DOCUMENTS * TOKENS, per_second=2345.0)
 
 
-def train(work: str, tokens: int, **_: Any) -> None:
-    place = Path(work) / "training.pt"
+def train(work_folder: str, tokens: int, **_: Any) -> None:
+    place = Path(work_folder) / "training.pt"
     seen = min(tokens, TRAINED + int(place.read_text() if place.exists() else 0))
     place.write_text(str(seen))
     without = shutil.ignore_patterns("tokenizer*")
-    shutil.copytree(GIVEN["checkpoint"], Path(work) / "checkpoint", dirs_exist_ok=True, ignore=without)
+    shutil.copytree(GIVEN["checkpoint"], Path(work_folder) / "checkpoint", dirs_exist_ok=True, ignore=without)
     channel.report_progress(tokens=seen, per_second=345.0, accepted=[0.2, 0.3, 0.34], agreement=[0.5, 0.25, 0.125])
 
 

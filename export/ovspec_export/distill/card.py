@@ -28,7 +28,7 @@ class DocumentCounts:
     documents: int = 0
     tokens: int = 0
 
-    def add(self, document: Document) -> DocumentCounts:
+    def add_document(self, document: Document) -> DocumentCounts:
         """Return the counts with one more document."""
         return DocumentCounts(self.documents + 1, self.tokens + len(document.ids))
 
@@ -73,44 +73,46 @@ def read_record(folder: Path) -> ResultRecord | None:
         return None
 
 
-def write_record(record: ResultRecord, name: str, folder: Path) -> None:
-    """Write both files into ``folder``. name: of the result."""
+def write_record(record: ResultRecord, result_name: str, folder: Path) -> None:
+    """Write both files into ``folder``."""
     (folder / RECORD_FILE).write_text(json.dumps(asdict(record), indent=1) + "\n", encoding="utf-8", newline="\n")
-    (folder / CARD_FILE).write_text(format_card(record, name), encoding="utf-8", newline="\n")
+    (folder / CARD_FILE).write_text(format_card(record, result_name), encoding="utf-8", newline="\n")
 
 
-def format_card(record: ResultRecord, name: str) -> str:
-    """Return the card of the result called ``name``."""
-    revision = f", revision {record.revision[:12]}" if record.revision else ""
-    origin = f" It was made of {record.draft}." if record.draft else ""
-    head = " It reads the model's own hidden states and works with no other model." if record.kind == "head" else ""
-    parts = [
+def format_card(record: ResultRecord, result_name: str) -> str:
+    """Return the card of the result called ``result_name``."""
+    revision_note = f", revision {record.revision[:12]}" if record.revision else ""
+    origin_sentence = f" It was made of {record.draft}." if record.draft else ""
+    head_sentence = (
+        " It reads the model's own hidden states and works with no other model." if record.kind == "head" else ""
+    )
+    sections = [
         f"# {KIND_TITLES[record.kind]} for {record.model}",
-        f"It proposes tokens for {record.model}{revision}, so that it generates faster; the model alone decides what "
-        f"is generated.{head}{origin} Made by `ovspec distill`.",
+        f"It proposes tokens for {record.model}{revision_note}, so that it generates faster; the model alone decides "
+        f"what is generated.{head_sentence}{origin_sentence} Made by `ovspec distill`.",
         "## Use it",
         f"MODEL is an export of {record.model}, CHECKPOINT what it was exported from.",
-        f'```sh\novspec generate MODEL "Once upon a time" --draft {name} --stats\n'
-        f"ovspec export CHECKPOINT --draft {name} -o MODEL    # both in one folder, for --draft alone\n```",
+        f'```sh\novspec generate MODEL "Once upon a time" --draft {result_name} --stats\n'
+        f"ovspec export CHECKPOINT --draft {result_name} -o MODEL    # both in one folder, for --draft alone\n```",
         "## How it was made",
         "\n".join(f"- {line}" for line in list_facts(record)),
     ]
     if record.rows:
-        parts += ["## What it brings", f"Measured on {record.machine}, on texts that were held out."]
-        parts.append(format_benchmark_table(record.rows))
-    parts += [
+        sections += ["## What it brings", f"Measured on {record.machine}, on texts that were held out."]
+        sections.append(format_benchmark_table(record.rows))
+    sections += [
         "## License",
         f"The license of {record.model} holds for what is made of it; the texts that you gave may have their own.",
     ]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(sections) + "\n"
 
 
 def list_facts(record: ResultRecord) -> list[str]:
     """Return the facts on how the result was made, a line each."""
     total_seconds = sum(record.seconds.values())
     unit, unit_name = (3600, "hours") if total_seconds >= 3600 else (60, "minutes")
-    times = ", ".join(f"{stage} {seconds / unit:.1f}" for stage, seconds in record.seconds.items() if seconds)
-    data = [
+    stage_times = ", ".join(f"{stage} {seconds / unit:.1f}" for stage, seconds in record.seconds.items() if seconds)
+    data_descriptions = [
         f"{counts.tokens:,} tokens {description} ({counts.documents:,} documents)"
         for source, description in SOURCE_DESCRIPTIONS.items()
         if (counts := record.data.get(source, DocumentCounts())).documents
@@ -118,10 +120,12 @@ def list_facts(record: ResultRecord) -> list[str]:
     lines = list[str]()
     if record.tokens:
         lines.append(f"**Trained on** {record.tokens:,} tokens, counted as often as they were read")
-    if data:
-        lines.append(f"**Data**: {'; '.join(data)}; {record.held_out.documents:,} more documents were held out")
-    if times:
-        lines.append(f"**Time**: {total_seconds / unit:.1f} {unit_name} ({times})")
+    if data_descriptions:
+        lines.append(
+            f"**Data**: {'; '.join(data_descriptions)}; {record.held_out.documents:,} more documents were held out"
+        )
+    if stage_times:
+        lines.append(f"**Time**: {total_seconds / unit:.1f} {unit_name} ({stage_times})")
     lines.append(f"**Machine**: {record.machine}")
     if record.lost is not None:
         lines.append(f"**Vocabulary**: without {record.lost:.1%} of the tokens in held-out texts")
@@ -135,18 +139,22 @@ def list_facts(record: ResultRecord) -> list[str]:
 
 def describe_agreement(agreement: list[float]) -> str:
     """Return the share of right guesses at each depth."""
-    first, *more = [f"{rate:.2f}" for rate in agreement]
-    return f"{first} for the first token" + (f", {' and '.join(more)} for the next" if more else "")
+    first_rate, *further_rates = [f"{rate:.2f}" for rate in agreement]
+    return f"{first_rate} for the first token" + (
+        f", {' and '.join(further_rates)} for the next" if further_rates else ""
+    )
 
 
 def format_benchmark_table(rows: list[JsonObject]) -> str:
     """Return the rows of a benchmark as a table in Markdown."""
     lines = ["| | ms/token | tokens/s | speed-up | accepted of proposed | tokens/round |", "|---|---|---|---|---|---|"]
     for row in rows:
-        speedup = accepted = ""
+        speedup = accepted_share = ""
         if row["mode"] != "plain":
             speedup = f"{row['speedup']:.2f}" if row["speedup"] else "none"
-            accepted = f"{row['accepted']} of {row['proposed']}"
-        times = f"{row['tpot_ms']:.2f} | {row['tokens_per_s']:.1f}"
-        lines.append(f"| {row['mode']} | {times} | {speedup} | {accepted} | {row['tokens_per_round']:.2f} |")
+            accepted_share = f"{row['accepted']} of {row['proposed']}"
+        time_columns = f"{row['tpot_ms']:.2f} | {row['tokens_per_s']:.1f}"
+        lines.append(
+            f"| {row['mode']} | {time_columns} | {speedup} | {accepted_share} | {row['tokens_per_round']:.2f} |"
+        )
     return "\n".join(lines)

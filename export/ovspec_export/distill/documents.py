@@ -23,8 +23,8 @@ from ovspec.text.tokenizer import Tokenizer
 
 MAX_DOCUMENT_TOKENS = 1024  # of a document
 HELD_OUT_DIVISOR = 20  # one of so many documents is held out
-STRETCH_BYTES = 32_000  # bytes of a text that is held out whole, about 8,000 tokens
-RUN_LENGTH = 8  # tokens, by which documents are compared
+TEXT_PART_BYTES = 32_000  # bytes of a text that is held out whole, about 8,000 tokens
+RUN_TOKENS = 8  # tokens, by which documents are compared
 MAX_LINE_BYTES = 1 << 20  # bytes, more than a document has in its file
 BINARY_CHECK_BYTES = 1 << 13  # bytes of a file in which a binary one shows
 CHATS_SUFFIX = ".jsonl"
@@ -64,33 +64,33 @@ def read_documents(file: Path) -> list[Document]:
     documents = list[Document]()
     if not file.is_file():
         return []
-    for number, line in enumerate(file.read_bytes().split(b"\n")[:-1], 1):
+    for line_number, line in enumerate(file.read_bytes().split(b"\n")[:-1], 1):
         try:
             documents.append(decoder.decode(line))
         except (msgspec.DecodeError, UnicodeDecodeError):
-            raise OvspecError(f"{file}: line {number} is damaged; delete the folder and start again.") from None
+            raise OvspecError(f"{file}: line {line_number} is damaged; delete the folder and start again.") from None
     return documents
 
 
-def create_documents(file: Path, documents: Iterable[Document]) -> None:
+def write_first_documents(file: Path, documents: Iterable[Document]) -> None:
     """Write ``file`` with its first documents, completely or not at all."""
-    with open_replacement(file) as partial:
-        partial.write_bytes(msgspec.json.Encoder().encode_lines(documents))
+    with open_replacement(file) as partial_file:
+        partial_file.write_bytes(msgspec.json.Encoder().encode_lines(documents))
 
 
 def append_documents(file: Path, documents: Iterable[Document]) -> None:
     """Append documents to ``file``, in place of a last line that was cut off, and wait until they are on the disk."""
-    with file.open("ab+") as opened:
-        opened.truncate(find_end_of_lines(opened))
-        opened.write(msgspec.json.Encoder().encode_lines(documents))
+    with file.open("ab+") as stream:
+        stream.truncate(find_end_of_lines(stream))
+        stream.write(msgspec.json.Encoder().encode_lines(documents))
     flush_to_disk(file)
 
 
-def find_end_of_lines(opened: BinaryIO) -> int:
+def find_end_of_lines(stream: BinaryIO) -> int:
     """Return where the last complete line of a file ends."""
-    size = opened.seek(0, os.SEEK_END)
-    start = opened.seek(max(0, size - MAX_LINE_BYTES))
-    return start + opened.read().rfind(b"\n") + 1
+    file_bytes = stream.seek(0, os.SEEK_END)
+    tail_start = stream.seek(max(0, file_bytes - MAX_LINE_BYTES))
+    return tail_start + stream.read().rfind(b"\n") + 1
 
 
 # ---------------------------------------------------------------- near-duplicates and hold-out
@@ -98,10 +98,10 @@ def find_end_of_lines(opened: BinaryIO) -> int:
 
 def hash_token_runs(ids: Sequence[int]) -> np.ndarray:
     """Return a hash of each run of eight tokens, (n,) uint64; a shorter text is one run."""
-    tokens = np.array([*ids, *[-1] * (RUN_LENGTH - len(ids))], dtype=np.int64).view(np.uint64)
-    hashes = np.zeros(len(tokens) - RUN_LENGTH + 1, dtype=np.uint64)
-    for start in range(RUN_LENGTH):
-        hashes = (hashes ^ tokens[start : start + len(hashes)]) * np.uint64(0x9E3779B97F4A7C15)
+    tokens = np.array([*ids, *[-1] * (RUN_TOKENS - len(ids))], dtype=np.int64).view(np.uint64)
+    hashes = np.zeros(len(tokens) - RUN_TOKENS + 1, dtype=np.uint64)
+    for offset in range(RUN_TOKENS):
+        hashes = (hashes ^ tokens[offset : offset + len(hashes)]) * np.uint64(0x9E3779B97F4A7C15)
         hashes ^= hashes >> np.uint64(29)
     return hashes
 
@@ -115,39 +115,41 @@ def is_looping(ids: Sequence[int]) -> bool:
 class SeenRuns:
     """The runs of tokens that documents have. A table of bits: after 3 million tokens, 1 % of others pass for seen."""
 
-    BITS = 28
+    HASH_BITS = 28
 
     def __init__(self) -> None:
-        self._table = np.zeros(1 << (self.BITS - 3), dtype=np.uint8)
+        self._bit_table = np.zeros(1 << (self.HASH_BITS - 3), dtype=np.uint8)
 
     def add_runs(self, ids: Sequence[int]) -> None:
-        bytes_of_runs, bits = self._find_bits(ids)
-        np.bitwise_or.at(self._table, bytes_of_runs, bits)
+        byte_indices, bit_masks = self._locate_table_bits(ids)
+        np.bitwise_or.at(self._bit_table, byte_indices, bit_masks)
 
     def is_near_duplicate(self, ids: Sequence[int]) -> bool:
         """Return whether a text is a near-duplicate: more than half of its runs were added."""
-        bytes_of_runs, bits = self._find_bits(ids)
-        return bool(np.mean((self._table[bytes_of_runs] & bits) > 0) > 0.5)
+        byte_indices, bit_masks = self._locate_table_bits(ids)
+        return bool(np.mean((self._bit_table[byte_indices] & bit_masks) > 0) > 0.5)
 
-    def _find_bits(self, ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    def _locate_table_bits(self, ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """Return in which byte of the table each run is, and its bit there."""
-        bits = hash_token_runs(ids) >> np.uint64(64 - self.BITS)
-        return bits >> np.uint64(3), np.uint8(1) << (bits & np.uint64(7)).astype(np.uint8)
+        bit_numbers = hash_token_runs(ids) >> np.uint64(64 - self.HASH_BITS)
+        return bit_numbers >> np.uint64(3), np.uint8(1) << (bit_numbers & np.uint64(7)).astype(np.uint8)
 
 
-def compute_checksum(ids: Sequence[int]) -> int:
+def compute_tokens_checksum(ids: Sequence[int]) -> int:
     return zlib.crc32(np.array(ids, dtype=np.int64).tobytes())
 
 
 def is_held_out(ids: Sequence[int]) -> bool:
     """Return whether what begins with ``ids`` is held out; so are all answers to a question, or none."""
-    return compute_checksum(ids) % HELD_OUT_DIVISOR == 0
+    return compute_tokens_checksum(ids) % HELD_OUT_DIVISOR == 0
 
 
-def choose_held_out(checksums: Iterable[int]) -> set[int]:
+def choose_held_out_checksums(checksums: Iterable[int]) -> set[int]:
     """Return which of the texts with these checksums are held out: a twentieth, if there are at least four."""
-    known = sorted(set(checksums))
-    return set(known[: -(-len(known) // HELD_OUT_DIVISOR)]) if len(known) >= 4 else set()
+    sorted_checksums = sorted(set(checksums))
+    return (
+        set(sorted_checksums[: -(-len(sorted_checksums) // HELD_OUT_DIVISOR)]) if len(sorted_checksums) >= 4 else set()
+    )
 
 
 # ---------------------------------------------------------------- what the user gives
@@ -155,36 +157,36 @@ def choose_held_out(checksums: Iterable[int]) -> set[int]:
 
 @dataclass(frozen=True)
 class Chat:
-    """A chat of the user's; ``place`` is where it was read, for errors."""
+    """A chat of the user's; ``location`` is where it was read, for errors."""
 
     messages: list[Message]
     tools: list[JsonObject]
-    place: str
+    location: str
 
     @property
-    def answered(self) -> bool:
+    def is_answered(self) -> bool:
         """Whether the assistant has the last word; otherwise the model is to answer."""
         return self.messages[-1]["role"] == "assistant"
 
 
 @dataclass(frozen=True)
 class UserTexts:
-    """What the user gives: texts, each a file's, and chats. ``skipped``: how many files in folders hold no text."""
+    """What the user gives: texts, each a file's, and chats. ``skipped_files``: number of files without text."""
 
     texts: list[str]
     chats: list[Chat]
-    skipped: int
+    skipped_files: int
 
 
 class Candidate(NamedTuple):
-    """A document that may be a near-duplicate, which shows in its tokens from ``start`` on.
+    """A document that may be a near-duplicate, which shows in its tokens from ``content_start`` on.
 
-    part: checksum of the text or prompt that it belongs to; all documents of a part are held out, or none.
+    part_checksum: of the text or prompt that it belongs to; all documents of a part are held out, or none.
     """
 
     document: Document
-    start: int
-    part: int
+    content_start: int
+    part_checksum: int
 
 
 def read_user_texts(paths: Iterable[str | Path]) -> UserTexts:
@@ -195,39 +197,43 @@ def read_user_texts(paths: Iterable[str | Path]) -> UserTexts:
     """
     texts = list[str]()
     chats = list[Chat]()
-    skipped = 0
+    skipped_files = 0
     for path in map(Path, paths):
         if not path.exists():
             raise OvspecError(f"{path}: no such file or folder; name a text file, or a folder of them.")
-        before = len(texts) + len(chats)
+        count_before = len(texts) + len(chats)
         for file in list_files(path):
             text = read_utf8_text(file)
             if text is None:
-                skipped += 1
+                skipped_files += 1
             elif file.suffix == CHATS_SUFFIX:
                 lines = enumerate(text.split("\n"), 1)
-                chats += [parse_chat(line, f"{file}, line {number}") for number, line in lines if line.strip()]
+                chats += [
+                    parse_chat(line, f"{file}, line {line_number}") for line_number, line in lines if line.strip()
+                ]
             elif text.strip():
                 texts.append(text)
-        if len(texts) + len(chats) == before:
+        if len(texts) + len(chats) == count_before:
             raise OvspecError(f"{path}: contains no text; name a text file in UTF-8, or a folder of them.")
-    return UserTexts(texts, chats, skipped)
+    return UserTexts(texts, chats, skipped_files)
 
 
 def list_files(path: Path) -> Iterator[Path]:
     """Yield ``path``, or the files in a folder and in those in it, except hidden ones."""
     if path.is_file():
         yield path
-    for folder, folders, files in os.walk(path):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        yield from (Path(folder, name) for name in sorted(files) if not name.startswith("."))
+    for folder, subfolder_names, file_names in os.walk(path):
+        subfolder_names[:] = sorted(
+            subfolder_name for subfolder_name in subfolder_names if not subfolder_name.startswith(".")
+        )
+        yield from (Path(folder, file_name) for file_name in sorted(file_names) if not file_name.startswith("."))
 
 
 def read_utf8_text(file: Path) -> str | None:
     """Return the text in a file; None if it is none, or can't be read."""
     try:
-        with file.open("rb") as opened:
-            if b"\0" in opened.read(BINARY_CHECK_BYTES):
+        with file.open("rb") as stream:
+            if b"\0" in stream.read(BINARY_CHECK_BYTES):
                 return None
         text = file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError):
@@ -237,21 +243,24 @@ def read_utf8_text(file: Path) -> str | None:
     return text
 
 
-def parse_chat(line: str, place: str) -> Chat:
+def parse_chat(line: str, location: str) -> Chat:
     """Return the chat in a line of JSON; raises OvspecError if there is none."""
     try:
         line_json = json.loads(line)
     except (ValueError, RecursionError):
-        raise OvspecError(f"{place}: not valid JSON; {CHAT_LINE_FORMATS}.") from None
-    entries = line_json if isinstance(line_json, dict) else {"messages": line_json}
-    messages: JsonValue = entries.get("messages")
-    tools = entries.get("tools") or []
-    if "prompt" in entries:
-        messages = [*parse_messages("user", entries["prompt"]), *parse_messages("assistant", entries.get("completion"))]
+        raise OvspecError(f"{location}: not valid JSON; {CHAT_LINE_FORMATS}.") from None
+    chat_entries = line_json if isinstance(line_json, dict) else {"messages": line_json}
+    messages: JsonValue = chat_entries.get("messages")
+    tools = chat_entries.get("tools") or []
+    if "prompt" in chat_entries:
+        messages = [
+            *parse_messages("user", chat_entries["prompt"]),
+            *parse_messages("assistant", chat_entries.get("completion")),
+        ]
     is_chat = isinstance(messages, list) and isinstance(tools, list) and all(map(is_message, messages))
     if not is_chat or all(message["role"] != "user" for message in messages):
-        raise OvspecError(f"{place}: not a chat with a user's message; {CHAT_LINE_FORMATS}.")
-    return Chat(messages, tools, place)
+        raise OvspecError(f"{location}: not a chat with a user's message; {CHAT_LINE_FORMATS}.")
+    return Chat(messages, tools, location)
 
 
 def parse_messages(role: str, content: JsonValue) -> list[Message]:
@@ -261,148 +270,164 @@ def parse_messages(role: str, content: JsonValue) -> list[Message]:
     return [{"role": role, "content": content}]
 
 
-def is_message(entry: JsonValue) -> bool:
-    return isinstance(entry, dict) and isinstance(entry.get("role"), str) and bool({"content", "tool_calls"} & {*entry})
+def is_message(message: JsonValue) -> bool:
+    return (
+        isinstance(message, dict)
+        and isinstance(message.get("role"), str)
+        and bool({"content", "tool_calls"} & {*message})
+    )
 
 
-def make_user_documents(user_texts: UserTexts, prompts: PromptEncoder, seen: SeenRuns) -> list[Document]:
-    """Return the documents of what the user gives, without near-duplicates, and add them to ``seen``.
+def make_user_documents(user_texts: UserTexts, prompt_encoder: PromptEncoder, seen_runs: SeenRuns) -> list[Document]:
+    """Return the documents of what the user gives, without near-duplicates, and add them to ``seen_runs``.
 
     Their order depends only on their text, so that their first ones are a sample of all.
 
     Raises:
         OvspecError: the model has no chat template, or it can't render a chat.
     """
-    texts = make_text_candidates(user_texts.texts, prompts.tokenizer)
-    chats = make_chat_candidates([chat for chat in user_texts.chats if chat.answered], prompts)
+    text_candidates = make_text_candidates(user_texts.texts, prompt_encoder.tokenizer)
+    chat_candidates = make_chat_candidates([chat for chat in user_texts.chats if chat.is_answered], prompt_encoder)
     # Near-duplicates go first: of texts in many versions, what was held out before would nearly all be dropped below.
-    candidates = [*mark_held_out(drop_near_duplicates(texts, SeenRuns()))]
-    candidates += mark_held_out(drop_near_duplicates(chats, SeenRuns()))
+    candidates = [*mark_held_out(drop_near_duplicates(text_candidates, SeenRuns()))]
+    candidates += mark_held_out(drop_near_duplicates(chat_candidates, SeenRuns()))
     # Those held out come last, because no training document may be like them.
-    kept = drop_near_duplicates(sorted(candidates, key=lambda candidate: candidate.document.held_out), seen)
-    return sorted((candidate.document for candidate in kept), key=lambda document: compute_checksum(document.ids))
+    distinct_candidates = drop_near_duplicates(
+        sorted(candidates, key=lambda candidate: candidate.document.held_out), seen_runs
+    )
+    return sorted(
+        (candidate.document for candidate in distinct_candidates),
+        key=lambda document: compute_tokens_checksum(document.ids),
+    )
 
 
-def drop_near_duplicates(candidates: Iterable[Candidate], seen: SeenRuns) -> list[Candidate]:
-    """Return the candidates without near-duplicates of ``seen`` and of those before them, and add them to ``seen``."""
-    kept = list[Candidate]()
+def drop_near_duplicates(candidates: Iterable[Candidate], seen_runs: SeenRuns) -> list[Candidate]:
+    """Return the candidates without near-duplicates of ``seen_runs`` and earlier ones, which it adds to it."""
+    distinct_candidates = list[Candidate]()
     for candidate in candidates:
-        if not seen.is_near_duplicate(candidate.document.ids[candidate.start :]):
-            seen.add_runs(candidate.document.ids)
-            kept.append(candidate)
-    return kept
+        if not seen_runs.is_near_duplicate(candidate.document.ids[candidate.content_start :]):
+            seen_runs.add_runs(candidate.document.ids)
+            distinct_candidates.append(candidate)
+    return distinct_candidates
 
 
 def mark_held_out(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Return the candidates of one kind, a twentieth of whose parts are held out."""
-    held_out = choose_held_out(candidate.part for candidate in candidates)
+    held_out_checksums = choose_held_out_checksums(candidate.part_checksum for candidate in candidates)
     return [
-        candidate._replace(document=replace(candidate.document, held_out=candidate.part in held_out))
+        candidate._replace(document=replace(candidate.document, held_out=candidate.part_checksum in held_out_checksums))
         for candidate in candidates
     ]
 
 
 def make_text_candidates(texts: Iterable[str], tokenizer: Tokenizer) -> list[Candidate]:
     """Cut texts into documents, each with the BOS that the model's prompts have."""
-    bos = tokenizer.prefix_ids
-    most = MAX_DOCUMENT_TOKENS - len(bos)
+    bos_ids = tokenizer.prefix_ids
+    max_content_tokens = MAX_DOCUMENT_TOKENS - len(bos_ids)
     candidates = list[Candidate]()
-    for part in (part for text in texts for part in cut_text(text)):
-        for piece in cut_tokens(tokenizer.encode(part, special=False).tolist(), most, tokenizer):
-            document = Document([*bos, *piece], 0, "text", False, False)
+    for text_part in (part for text in texts for part in cut_text(text)):
+        for piece_ids in cut_tokens(tokenizer.encode(text_part, special=False).tolist(), max_content_tokens, tokenizer):
+            document = Document([*bos_ids, *piece_ids], 0, "text", False, False)
             if len(document.ids) > 1:
-                candidates.append(Candidate(document, len(bos), zlib.crc32(part.encode())))
+                candidates.append(Candidate(document, len(bos_ids), zlib.crc32(text_part.encode())))
     return candidates
 
 
 def cut_text(text: str) -> list[str]:
-    """Cut a text at line ends into parts of about ``STRETCH_BYTES``; longer lines are cut, too."""
+    """Cut a text at line ends into parts of about ``TEXT_PART_BYTES``; longer lines are cut, too."""
     parts = list[str]()
-    part = list[str]()
-    size = 0
+    part_lines = list[str]()
+    part_bytes = 0
     for line in text.splitlines(keepends=True):
-        for piece in (line[start : start + STRETCH_BYTES] for start in range(0, len(line), STRETCH_BYTES)):
-            part.append(piece)
-            size += len(piece.encode())
-            if size >= STRETCH_BYTES:
-                parts.append("".join(part))
-                part = []
-                size = 0
-    if parts and size < STRETCH_BYTES // 4:
-        parts[-1] += "".join(part)
-    elif part:
-        parts.append("".join(part))
+        for line_piece in (line[offset : offset + TEXT_PART_BYTES] for offset in range(0, len(line), TEXT_PART_BYTES)):
+            part_lines.append(line_piece)
+            part_bytes += len(line_piece.encode())
+            if part_bytes >= TEXT_PART_BYTES:
+                parts.append("".join(part_lines))
+                part_lines = []
+                part_bytes = 0
+    if parts and part_bytes < TEXT_PART_BYTES // 4:
+        parts[-1] += "".join(part_lines)
+    elif part_lines:
+        parts.append("".join(part_lines))
     return parts
 
 
-def cut_tokens(ids: list[int], most: int, tokenizer: Tokenizer) -> list[list[int]]:
-    """Cut tokens into pieces of at most ``most``, at line ends if there are any in a piece's second half."""
+def cut_tokens(ids: list[int], max_tokens: int, tokenizer: Tokenizer) -> list[list[int]]:
+    """Cut tokens into pieces of at most ``max_tokens``, at line ends if there are any in a piece's second half."""
     pieces = list[list[int]]()
-    while len(ids) > most:
-        ends = range(most, most // 2, -1)
-        end = next((end for end in ends if is_line_boundary(*ids[end - 1 : end + 1], tokenizer)), most)
-        pieces.append(ids[:end])
-        ids = ids[end:]
+    while len(ids) > max_tokens:
+        possible_ends = range(max_tokens, max_tokens // 2, -1)
+        piece_end = next(
+            (end for end in possible_ends if is_line_boundary(*ids[end - 1 : end + 1], tokenizer)), max_tokens
+        )
+        pieces.append(ids[:piece_end])
+        ids = ids[piece_end:]
     return [*pieces, ids]
 
 
-def is_line_boundary(before: int, after: int, tokenizer: Tokenizer) -> bool:
-    return tokenizer.token_bytes(before).endswith(b"\n") or tokenizer.token_bytes(after).startswith(b"\n")
+def is_line_boundary(previous_id: int, next_id: int, tokenizer: Tokenizer) -> bool:
+    return tokenizer.token_bytes(previous_id).endswith(b"\n") or tokenizer.token_bytes(next_id).startswith(b"\n")
 
 
-def make_chat_candidates(chats: Iterable[Chat], prompts: PromptEncoder) -> list[Candidate]:
+def make_chat_candidates(chats: Iterable[Chat], prompt_encoder: PromptEncoder) -> list[Candidate]:
     """Make documents of chats; all that follows the first answer counts. Chats with the same prompt stay together."""
     candidates = list[Candidate]()
     for chat in chats:
         try:
-            ids, answer = encode_chat(chat, prompts)
-            start = find_content_start(chat, ids, prompts)
+            ids, answer_start = encode_chat(chat, prompt_encoder)
+            content_start = find_content_start(chat, ids, prompt_encoder)
         except OvspecError as error:
-            raise OvspecError(f"{chat.place}: {error}") from None
-        part = compute_checksum(ids[:answer])
-        cut = max(0, answer - MAX_DOCUMENT_TOKENS // 2)  # of a long prompt, the end matters
-        answer -= cut
-        start -= cut
-        for piece in cut_tokens(ids[cut:], MAX_DOCUMENT_TOKENS, prompts.tokenizer):
-            if answer < len(piece):
-                document = Document(piece, max(0, answer), "chats", False, False)
-                candidates.append(Candidate(document, max(0, start), part))
-            answer -= len(piece)
-            start -= len(piece)
+            raise OvspecError(f"{chat.location}: {error}") from None
+        prompt_checksum = compute_tokens_checksum(ids[:answer_start])
+        dropped_tokens = max(0, answer_start - MAX_DOCUMENT_TOKENS // 2)  # of a long prompt, the end matters
+        answer_start -= dropped_tokens
+        content_start -= dropped_tokens
+        for piece_ids in cut_tokens(ids[dropped_tokens:], MAX_DOCUMENT_TOKENS, prompt_encoder.tokenizer):
+            if answer_start < len(piece_ids):
+                document = Document(piece_ids, max(0, answer_start), "chats", False, False)
+                candidates.append(Candidate(document, max(0, content_start), prompt_checksum))
+            answer_start -= len(piece_ids)
+            content_start -= len(piece_ids)
     return candidates
 
 
-def encode_chat(chat: Chat, prompts: PromptEncoder) -> tuple[list[int], int]:
+def encode_chat(chat: Chat, prompt_encoder: PromptEncoder) -> tuple[list[int], int]:
     """Return the tokens of a chat, and at which its first answer begins.
 
     Those before are the prompt as the model gets it, unless the template writes a prompt otherwise once it is answered.
     """
-    encode = prompts.tokenizer.encode
+    encode = prompt_encoder.tokenizer.encode
     messages = chat.messages
-    first = next(index for index, message in enumerate(messages) if index and message["role"] == "assistant")
-    prompt = prompts.chat_format.render_prompt(messages[:first], chat.tools)
-    whole = prompts.chat_format.render_prompt(messages, chat.tools, open=False)
-    before = encode(prompt, special=False).tolist()
-    if whole.startswith(prompt):
-        return [*before, *prompts.tokenizer.encode_continuation(whole[len(prompt) :]).tolist()], len(before)
-    ids = encode(whole, special=False).tolist()
-    return ids, Tokens(before).common_prefix_length(np.array(ids))
+    first_answer_index = next(
+        index for index, message in enumerate(messages) if index and message["role"] == "assistant"
+    )
+    prompt_text = prompt_encoder.chat_format.render_prompt(messages[:first_answer_index], chat.tools)
+    chat_text = prompt_encoder.chat_format.render_prompt(messages, chat.tools, open=False)
+    prompt_ids = encode(prompt_text, special=False).tolist()
+    if chat_text.startswith(prompt_text):
+        return [
+            *prompt_ids,
+            *prompt_encoder.tokenizer.encode_continuation(chat_text[len(prompt_text) :]).tolist(),
+        ], len(prompt_ids)
+    ids = encode(chat_text, special=False).tolist()
+    return ids, Tokens(prompt_ids).common_prefix_length(np.array(ids))
 
 
-def find_content_start(chat: Chat, ids: list[int], prompts: PromptEncoder) -> int:
+def find_content_start(chat: Chat, ids: list[int], prompt_encoder: PromptEncoder) -> int:
     """Return at which token of a chat the first message of the user begins, which no other chat need have."""
-    first = next(index for index, message in enumerate(chat.messages) if message["role"] == "user")
-    other = [*chat.messages[:first], {"role": "user", "content": "?"}]
-    return Tokens(ids).common_prefix_length(prompts.encode(other, tools=chat.tools))
+    first_user_index = next(index for index, message in enumerate(chat.messages) if message["role"] == "user")
+    other_messages = [*chat.messages[:first_user_index], {"role": "user", "content": "?"}]
+    return Tokens(ids).common_prefix_length(prompt_encoder.encode(other_messages, tools=chat.tools))
 
 
-def encode_open_chats(user_texts: UserTexts, prompts: PromptEncoder) -> list[list[int]]:
+def encode_unanswered_chats(user_texts: UserTexts, prompt_encoder: PromptEncoder) -> list[list[int]]:
     """Return the tokens of the chats that the model is to answer."""
     encoded_chats = list[list[int]]()
     for chat in user_texts.chats:
-        if not chat.answered:
+        if not chat.is_answered:
             try:
-                encoded_chats.append(prompts.encode(chat.messages, tools=chat.tools).tolist())
+                encoded_chats.append(prompt_encoder.encode(chat.messages, tools=chat.tools).tolist())
             except OvspecError as error:
-                raise OvspecError(f"{chat.place}: {error}") from None
+                raise OvspecError(f"{chat.location}: {error}") from None
     return encoded_chats

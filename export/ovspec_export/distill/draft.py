@@ -16,65 +16,78 @@ from ovspec.base.json_types import JsonObject
 from ovspec_export.distill.features import Example, read_examples
 from ovspec_export.distill.packing import Batch, iterate_batches, pack_examples
 from ovspec_export.distill.training import TrainingLimits, compute_accepted, train_student
-from ovspec_export.distill.work_folder import STATE_FILE
+from ovspec_export.distill.work_folder import TRAINING_STATE_FILE
 
 STEP_TOKENS = 1024
-PEAK_RATE = 1e-4  # the highest
+PEAK_LEARNING_RATE = 1e-4  # the highest
 JUDGED_GUESSES = 3  # guesses in a row that are judged
 MAX_LOGIT_DIFFERENCE = 1e-2  # between documents packed and alone, as a share of the logits' spread
 
 
 class DraftStudent:
-    """A draft model that learns. packed: whether documents can share an inference without seeing each other."""
+    """A draft model that learns.
 
-    def __init__(self, model: nn.Module, packed: bool, device: str = "cpu") -> None:
+    packs_documents: whether documents can share an inference without seeing each other.
+    """
+
+    def __init__(self, model: nn.Module, packs_documents: bool, device: str = "cpu") -> None:
         self.module = model.requires_grad_(True).to(device)
-        self.packed = packed
+        self.packs_documents = packs_documents
         self.device = torch.device(device)
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         weights = list(self.module.parameters())
         return [
-            {"params": [weight for weight in weights if weight.ndim > 1], "peak_rate": PEAK_RATE, "weight_decay": 0.01},
-            {"params": [weight for weight in weights if weight.ndim <= 1], "peak_rate": PEAK_RATE, "weight_decay": 0.0},
+            {
+                "params": [weight for weight in weights if weight.ndim > 1],
+                "peak_rate": PEAK_LEARNING_RATE,
+                "weight_decay": 0.01,
+            },
+            {
+                "params": [weight for weight in weights if weight.ndim <= 1],
+                "peak_rate": PEAK_LEARNING_RATE,
+                "weight_decay": 0.0,
+            },
         ]
 
     def make_batches(self, examples: Sequence[Example]) -> Iterator[Batch]:
-        tokens = STEP_TOKENS if self.packed else 1
-        return (batch.to(self.device) for batch in iterate_batches(examples, tokens, 1, 0, ahead=0))
+        batch_tokens = STEP_TOKENS if self.packs_documents else 1
+        return (batch.to(self.device) for batch in iterate_batches(examples, batch_tokens, 1, 0, token_offset=0))
 
     def compute_loss(self, batch: Batch) -> Tensor:
         """Return the cross-entropy with the target's likeliest tokens."""
         logits = compute_draft_logits(self.module, batch)
-        known = batch.choices < logits.shape[-1]
-        probabilities = batch.logprobs.exp() * known
-        expected = (probabilities * logits.gather(1, batch.choices * known)).sum(-1)
-        return (probabilities.sum(-1) * logits.logsumexp(-1) - expected).mean()
+        in_vocabulary = batch.choices < logits.shape[-1]
+        probabilities = batch.logprobs.exp() * in_vocabulary
+        expected_logits = (probabilities * logits.gather(1, batch.choices * in_vocabulary)).sum(-1)
+        return (probabilities.sum(-1) * logits.logsumexp(-1) - expected_logits).mean()
 
     @torch.no_grad()
     def measure_acceptance(self, examples: Iterable[Example]) -> JsonObject:
         """Return how often the draft agrees with the target, and how many of 1, 2, … guesses are accepted."""
-        agree = list[Tensor]()
-        runs = list[Tensor]()
+        agreements = list[Tensor]()
+        guess_runs = list[Tensor]()
         for example in examples:
-            batch = pack_examples([example], 1, 0, ahead=0).to(self.device)
-            right = (compute_draft_logits(self.module, batch).argmax(-1) == batch.choices[:, 0])[batch.answers].float()
-            agree.append(right)
-            if len(right) >= JUDGED_GUESSES:
-                runs.append(right.unfold(0, JUDGED_GUESSES, 1))
-        if not runs:
+            batch = pack_examples([example], 1, 0, token_offset=0).to(self.device)
+            guess_is_right = (compute_draft_logits(self.module, batch).argmax(-1) == batch.choices[:, 0])[
+                batch.answers
+            ].float()
+            agreements.append(guess_is_right)
+            if len(guess_is_right) >= JUDGED_GUESSES:
+                guess_runs.append(guess_is_right.unfold(0, JUDGED_GUESSES, 1))
+        if not guess_runs:
             return {}
-        rate = torch.cat(agree).mean().item()
-        return {"agreement": [round(rate, 4)], "accepted": compute_accepted(torch.cat(runs))}
+        agreement_rate = torch.cat(agreements).mean().item()
+        return {"agreement": [round(agreement_rate, 4)], "accepted": compute_accepted(torch.cat(guess_runs))}
 
     def write_checkpoint(self, folder: Path) -> None:
         """Write the draft as a checkpoint in bf16."""
         weights = {name: weight.bfloat16() for name, weight in self.module.state_dict().items()}
-        partial = folder.with_name(f"{folder.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        self.module.save_pretrained(partial, state_dict=weights)  # type: ignore[operator]
+        partial_folder = folder.with_name(f"{folder.name}.partial")
+        shutil.rmtree(partial_folder, ignore_errors=True)
+        self.module.save_pretrained(partial_folder, state_dict=weights)  # type: ignore[operator]
         shutil.rmtree(folder, ignore_errors=True)
-        rename_with_retries(partial, folder)
+        rename_with_retries(partial_folder, folder)
 
 
 def compute_draft_logits(model: nn.Module, batch: Batch) -> Tensor:
@@ -85,7 +98,7 @@ def compute_draft_logits(model: nn.Module, batch: Batch) -> Tensor:
 def train_draft(
     source: str,
     model_type: str,
-    work: str,
+    work_folder: str,
     seconds: float,
     tokens: int,
     trust_remote_code: bool,
@@ -96,15 +109,15 @@ def train_draft(
     from ovspec_export.quantised import load_checkpoint_model
 
     began = time.monotonic()
-    folder = Path(work)
+    work_path = Path(work_folder)
     model = load_checkpoint_model(source, trust_remote_code, dtype=torch.float32, **adapt_optimum(model_type))
-    state: dict[str, Any] = {}
-    if (folder / STATE_FILE).is_file():
-        state = torch.load(folder / STATE_FILE, "cpu", weights_only=True)
-        model.load_state_dict(state["weights"])
-    student = DraftStudent(model, can_pack(model, read_examples(folder, held_out=False)), torch_device)
+    training_state: dict[str, Any] = {}
+    if (work_path / TRAINING_STATE_FILE).is_file():
+        training_state = torch.load(work_path / TRAINING_STATE_FILE, "cpu", weights_only=True)
+        model.load_state_dict(training_state["weights"])
+    student = DraftStudent(model, can_pack(model, read_examples(work_path, held_out=False)), torch_device)
     limits = TrainingLimits(seconds - (time.monotonic() - began), tokens, torch_device)
-    train_student(student, folder, state, {}, limits)
+    train_student(student, work_path, training_state, {}, limits)
 
 
 @torch.no_grad()
@@ -112,6 +125,11 @@ def can_pack(model: nn.Module, examples: Sequence[Example]) -> bool:
     """Return whether documents that share an inference get the logits that each gets alone."""
     if len(examples) < 2:
         return True
-    pair = [examples[0], examples[1]]
-    both, second = (compute_draft_logits(model, pack_examples(group, 1, 0, ahead=0)) for group in (pair, pair[1:]))
-    return bool((both[-len(second) :] - second).abs().max() < MAX_LOGIT_DIFFERENCE * second.std())
+    first_examples = [examples[0], examples[1]]
+    packed_logits, second_logits = (
+        compute_draft_logits(model, pack_examples(packed_examples, 1, 0, token_offset=0))
+        for packed_examples in (first_examples, first_examples[1:])
+    )
+    return bool(
+        (packed_logits[-len(second_logits) :] - second_logits).abs().max() < MAX_LOGIT_DIFFERENCE * second_logits.std()
+    )

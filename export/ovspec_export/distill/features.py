@@ -28,7 +28,7 @@ from ovspec.ir.device import DeviceOptions, make_compile_properties, openvino_co
 from ovspec.ir.hidden_states import find_embedding, find_layer_inputs
 from ovspec_export.channel import is_stop_requested, report_progress
 from ovspec_export.distill.documents import Document, read_documents
-from ovspec_export.distill.work_folder import DOCUMENTS_FILE, FEATURES_FOLDER, TARGET_FILE
+from ovspec_export.distill.work_folder import DOCUMENTS_FILE, FEATURES_FOLDER, TARGET_TABLES_FILE
 
 CHOICE_COUNT = 16  # of the likeliest tokens that are kept
 SHARD_BYTES = 64e6  # bytes
@@ -40,11 +40,11 @@ ROWS_AT_ONCE = 4096  # of the embedding that are read at once
 
 @dataclass(frozen=True)
 class Shard:
-    """A file with what the target computes on ``count`` documents from the one numbered ``first``."""
+    """A file with what the target computes on ``document_count`` documents from number ``first_document`` on."""
 
     file: Path
-    first: int
-    count: int
+    first_document: int
+    document_count: int
 
 
 @dataclass(frozen=True)
@@ -54,87 +54,95 @@ class Example:
     document: Document
     ids: Tensor
     features: Tensor
-    final: Tensor
+    final_states: Tensor
     choices: Tensor
     logprobs: Tensor
 
 
 def write_features(
     model: str,
-    work: str,
+    work_folder: str,
     layers: list[int],
     seconds: float,
-    most: float,
+    max_bytes: float,
     checkpoint: str = "",
     model_type: str = "",
     torch_device: str = "",
     trust_remote_code: bool = False,
 ) -> None:
-    """Compute on documents that have no shard yet, for about ``seconds``, while shards have less than ``most`` bytes.
+    """Compute on documents that have no shard yet, for about ``seconds``, while shards have less than ``max_bytes``.
 
     Args:
         model: the exported target.
-        work: the work folder.
         layers: the target's layers whose inputs are kept; none for a draft model, which learns from choices alone.
         checkpoint: the target's, of which torch computes them in place of OpenVINO, on ``torch_device``.
         model_type: its family.
     """
     began = time.monotonic()
-    folder = Path(work) / FEATURES_FOLDER
-    folder.mkdir(exist_ok=True)
-    documents = read_documents(Path(work) / DOCUMENTS_FILE)
-    shards = list_shards(folder)
-    done = count_documents(shards)
-    if layers and not (Path(work) / TARGET_FILE).is_file():
-        write_target_tables(Path(model), Path(work) / TARGET_FILE)
-    size = sum(shard.file.stat().st_size for shard in shards)
+    features_folder = Path(work_folder) / FEATURES_FOLDER
+    features_folder.mkdir(exist_ok=True)
+    documents = read_documents(Path(work_folder) / DOCUMENTS_FILE)
+    shards = list_shards(features_folder)
+    done_count = count_documents(shards)
+    if layers and not (Path(work_folder) / TARGET_TABLES_FILE).is_file():
+        write_target_tables(Path(model), Path(work_folder) / TARGET_TABLES_FILE)
+    stored_bytes = sum(shard.file.stat().st_size for shard in shards)
     if checkpoint:
-        compute = make_torch_compute(checkpoint, model_type, layers, torch_device, trust_remote_code)
+        compute_tensors = make_torch_computation(checkpoint, model_type, layers, torch_device, trust_remote_code)
     else:
-        compute = make_openvino_compute(Path(model), layers)
-    before = tokens = sum(len(document.ids) for document in documents[:done])
-    reported = since = time.monotonic()
-    while done < len(documents) and size < most and not is_time_over(began, seconds):
-        parts = list[dict[str, Tensor]]()
-        taken = 0
+        compute_tensors = make_openvino_computation(Path(model), layers)
+    initial_tokens = computed_tokens = sum(len(document.ids) for document in documents[:done_count])
+    last_report_time = loop_start_time = time.monotonic()
+    while done_count < len(documents) and stored_bytes < max_bytes and not is_time_over(began, seconds):
+        documents_tensors = list[dict[str, Tensor]]()
+        shard_bytes = 0
         while (
-            done + len(parts) < len(documents) and taken < SHARD_BYTES and not (parts and is_time_over(began, seconds))
+            done_count + len(documents_tensors) < len(documents)
+            and shard_bytes < SHARD_BYTES
+            and not (documents_tensors and is_time_over(began, seconds))
         ):
-            parts.append(compute(documents[done + len(parts)].ids))
-            taken += sum(part.nbytes for part in parts[-1].values())
-            tokens += len(parts[-1]["ids"])
-            if (now := time.monotonic()) - reported > REPORT_SECONDS:
-                report_progress(tokens=tokens, per_second=(tokens - before) / (now - since))
-                reported = now
-        write_shard(folder / f"{done:07}.safetensors", done, parts)
-        done = done + len(parts)
-        size = size + taken
-    report_progress(tokens=tokens)
+            documents_tensors.append(compute_tensors(documents[done_count + len(documents_tensors)].ids))
+            shard_bytes += sum(tensor.nbytes for tensor in documents_tensors[-1].values())
+            computed_tokens += len(documents_tensors[-1]["ids"])
+            if (now := time.monotonic()) - last_report_time > REPORT_SECONDS:
+                report_progress(
+                    tokens=computed_tokens, per_second=(computed_tokens - initial_tokens) / (now - loop_start_time)
+                )
+                last_report_time = now
+        write_shard(features_folder / f"{done_count:07}.safetensors", done_count, documents_tensors)
+        done_count = done_count + len(documents_tensors)
+        stored_bytes = stored_bytes + shard_bytes
+    report_progress(tokens=computed_tokens)
 
 
 def is_time_over(began: float, seconds: float) -> bool:
     return is_stop_requested() or time.monotonic() - began > seconds
 
 
-def write_shard(file: Path, first: int, parts: list[dict[str, Tensor]]) -> None:
-    """Write what was computed on documents from number ``first`` on, and where each begins."""
-    tensors = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    tensors["starts"] = torch.tensor([0, *(len(part["ids"]) for part in parts)]).cumsum(0)
-    with open_replacement(file) as partial:
-        save_file(tensors, partial, {"first": str(first), "count": str(len(parts))})
+def write_shard(file: Path, first_document: int, documents_tensors: list[dict[str, Tensor]]) -> None:
+    """Write what was computed on documents from number ``first_document`` on, and where each begins."""
+    tensors = {
+        name: torch.cat([document_tensors[name] for document_tensors in documents_tensors])
+        for name in documents_tensors[0]
+    }
+    tensors["starts"] = torch.tensor(
+        [0, *(len(document_tensors["ids"]) for document_tensors in documents_tensors)]
+    ).cumsum(0)
+    with open_replacement(file) as partial_file:
+        save_file(tensors, partial_file, {"first": str(first_document), "count": str(len(documents_tensors))})
 
 
 def count_documents(shards: Sequence[Shard]) -> int:
-    return shards[-1].first + shards[-1].count if shards else 0
+    return shards[-1].first_document + shards[-1].document_count if shards else 0
 
 
 def list_shards(folder: Path) -> list[Shard]:
     """Return the shards, in order; a file after a gap is left out, and written again."""
     shards = list[Shard]()
     for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, "pt") as opened:
-            shard = Shard(file, int(opened.metadata()["first"]), int(opened.metadata()["count"]))
-        if shard.first != count_documents(shards):
+        with safe_open(file, "pt") as shard_file:
+            shard = Shard(file, int(shard_file.metadata()["first"]), int(shard_file.metadata()["count"]))
+        if shard.first_document != count_documents(shards):
             break
         shards.append(shard)
     return shards
@@ -145,15 +153,18 @@ class ShardSpan:
     """Where a document's rows are in an open shard."""
 
     document: Document
-    opened: safe_open
-    start: int
-    end: int
+    shard_file: safe_open
+    first_row: int
+    end_row: int
 
     def read_tensors(self, *names: str) -> list[Tensor]:
         """Return some of its tensors; empty ones for those that the shard doesn't have."""
-        there = self.opened.keys()
-        empty = torch.empty((self.end - self.start, 0))
-        return [self.opened.get_slice(name)[self.start : self.end] if name in there else empty for name in names]
+        stored_names = self.shard_file.keys()
+        empty_tensor = torch.empty((self.end_row - self.first_row, 0))
+        return [
+            self.shard_file.get_slice(name)[self.first_row : self.end_row] if name in stored_names else empty_tensor
+            for name in names
+        ]
 
 
 class Examples(Sequence[Example]):
@@ -179,24 +190,24 @@ def read_examples(work: Path, held_out: bool) -> Examples:
     documents = read_documents(work / DOCUMENTS_FILE)
     spans = list[ShardSpan]()
     for shard in list_shards(work / FEATURES_FOLDER):
-        opened = safe_open(shard.file, "pt")
-        starts = opened.get_tensor("starts").tolist()
-        own = documents[shard.first : shard.first + shard.count]
-        if starts != [0, *accumulate(len(document.ids) for document in own)]:
+        shard_file = safe_open(shard.file, "pt")
+        document_starts = shard_file.get_tensor("starts").tolist()
+        shard_documents = documents[shard.first_document : shard.first_document + shard.document_count]
+        if document_starts != [0, *accumulate(len(document.ids) for document in shard_documents)]:
             raise OvspecError("the features in the work folder belong to other texts; delete the folder")
-        rows = zip(own, pairwise(starts), strict=True)
-        spans += [ShardSpan(document, opened, start, end) for document, (start, end) in rows]
+        document_rows = zip(shard_documents, pairwise(document_starts), strict=True)
+        spans += [ShardSpan(document, shard_file, start, end) for document, (start, end) in document_rows]
     return Examples([span for span in spans if span.document.held_out == held_out])
 
 
-def make_openvino_compute(model: Path, layers: list[int]) -> Callable[[list[int]], dict[str, Tensor]]:
+def make_openvino_computation(model: Path, layers: list[int]) -> Callable[[list[int]], dict[str, Tensor]]:
     """Return a function that computes what a shard keeps of a document's ids."""
     options = DeviceOptions(precision="f32", properties=DEVICE_PROPERTIES)
-    compiled = compile_ir(model, options, lambda graph: add_outputs(graph, layers)).compiled_model
-    request = compiled.create_infer_request()
-    names = {port.get_any_name() for port in compiled.outputs}
+    compiled_model = compile_ir(model, options, lambda graph: add_outputs(graph, layers)).compiled_model
+    request = compiled_model.create_infer_request()
+    output_names = {port.get_any_name() for port in compiled_model.outputs}
 
-    def compute(ids: list[int]) -> dict[str, Tensor]:
+    def compute_tensors(ids: list[int]) -> dict[str, Tensor]:
         inputs = {
             "input_ids": np.array([ids]),
             "attention_mask": np.ones((1, len(ids)), dtype=np.int64),
@@ -205,58 +216,65 @@ def make_openvino_compute(model: Path, layers: list[int]) -> Callable[[list[int]
             "logits_idx": np.arange(len(ids)),
         }
         request.reset_state()
-        request.infer({port: inputs[port.get_any_name()] for port in compiled.inputs})
-        outputs = {name: torch.from_numpy(request.get_tensor(name).data.reshape(len(ids), -1)) for name in names}
+        request.infer({port: inputs[port.get_any_name()] for port in compiled_model.inputs})
+        outputs = {name: torch.from_numpy(request.get_tensor(name).data.reshape(len(ids), -1)) for name in output_names}
         return make_shard_tensors(ids, outputs)
 
-    return compute
+    return compute_tensors
 
 
-def make_torch_compute(
+def make_torch_computation(
     checkpoint: str, model_type: str, layers: list[int], device: str, trust_remote_code: bool
 ) -> Callable[[list[int]], dict[str, Tensor]]:
     """Return a function that computes what a shard keeps of a document's ids, with the checkpoint in torch."""
     from ovspec_export.patches import adapt_optimum
     from ovspec_export.quantised import load_checkpoint_model
 
-    own = {"dtype": torch.float32} if device == "cpu" else {}  # a GPU computes in the checkpoint's own type
-    model = load_checkpoint_model(checkpoint, trust_remote_code, **own, **adapt_optimum(model_type)).to(device)
+    dtype_options = {"dtype": torch.float32} if device == "cpu" else {}  # a GPU computes in the checkpoint's own type
+    model = load_checkpoint_model(checkpoint, trust_remote_code, **dtype_options, **adapt_optimum(model_type)).to(
+        device
+    )
 
     @torch.no_grad()
-    def compute(ids: list[int]) -> dict[str, Tensor]:
+    def compute_tensors(ids: list[int]) -> dict[str, Tensor]:
         input_ids = torch.tensor([ids], device=device)
-        output = model(input_ids=input_ids, use_cache=False, output_hidden_states=bool(layers))
-        logprobs, choices = output.logits[0].float().log_softmax(-1).topk(CHOICE_COUNT)
+        model_output = model(input_ids=input_ids, use_cache=False, output_hidden_states=bool(layers))
+        logprobs, choices = model_output.logits[0].float().log_softmax(-1).topk(CHOICE_COUNT)
         tensors = {"logprobs": logprobs.cpu(), "choices": choices.cpu()}
         if layers:
-            states = output.hidden_states  # what each layer reads, and last what the lm_head reads
-            tensors["features"] = torch.cat([states[layer][0] for layer in layers], -1).cpu()
-            tensors["final"] = states[-1][0].cpu()
+            hidden_states = model_output.hidden_states  # what each layer reads, and last what the lm_head reads
+            tensors["features"] = torch.cat([hidden_states[layer][0] for layer in layers], -1).cpu()
+            tensors["final"] = hidden_states[-1][0].cpu()
         return make_shard_tensors(ids, tensors)
 
-    return compute
+    return compute_tensors
 
 
 def make_shard_tensors(ids: list[int], outputs: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return what was computed in the types that a shard has."""
-    types = {"features": torch.bfloat16, "final": torch.bfloat16, "choices": torch.int32, "logprobs": torch.float16}
-    tensors = {name: tensor.to(types[name], copy=True) for name, tensor in outputs.items()}
+    shard_dtypes = {
+        "features": torch.bfloat16,
+        "final": torch.bfloat16,
+        "choices": torch.int32,
+        "logprobs": torch.float16,
+    }
+    tensors = {name: tensor.to(shard_dtypes[name], copy=True) for name, tensor in outputs.items()}
     return {"ids": torch.tensor(ids, dtype=torch.int32), **tensors}
 
 
 def add_outputs(model: ov.Model, layers: list[int]) -> None:
     """Add the outputs features and final, if there are layers to read, choices and logprobs, in place of the logits."""
-    logits = model.output("logits").get_node()
-    logprobs = ops.log_softmax(logits.input_value(0), -1)
-    likeliest = ops.topk(logprobs, ops.constant(CHOICE_COUNT, dtype=ov.Type.i64), -1, "max", "value")
-    outputs = {"logprobs": likeliest.output(0), "choices": likeliest.output(1)}
+    logits_result = model.output("logits").get_node()
+    logprobs = ops.log_softmax(logits_result.input_value(0), -1)
+    top_choices = ops.topk(logprobs, ops.constant(CHOICE_COUNT, dtype=ov.Type.i64), -1, "max", "value")
+    outputs = {"logprobs": top_choices.output(0), "choices": top_choices.output(1)}
     if layers:
-        inputs = find_layer_inputs(model, find_model_states(model))
-        outputs["features"] = ops.concat([inputs[layer] for layer in layers], -1).output(0)
+        layer_inputs = find_layer_inputs(model, find_model_states(model))
+        outputs["features"] = ops.concat([layer_inputs[layer] for layer in layers], -1).output(0)
         outputs["final"] = require_lm_head(model).input_value(0)
-    for name, value in outputs.items():
-        add_output(model, value, name)
-    model.remove_result(logits)
+    for name, output in outputs.items():
+        add_output(model, output, name)
+    model.remove_result(logits_result)
 
 
 def require_lm_head(model: ov.Model) -> ov.Node:
@@ -273,29 +291,32 @@ def write_target_tables(folder: Path, file: Path) -> None:
     One that is tied to the other is left out.
     """
     model = read_model(folder)
-    product = require_lm_head(model)
-    table = find_embedding(model).input_value(0)
-    weights = product.input_value(1)
-    row_axis = int(not product.get_attributes()["transpose_b"])
-    tensors = {"embedding": compute_constant_rows(table, 0), "lm_head": compute_constant_rows(weights, row_axis)}
+    lm_head = require_lm_head(model)
+    embedding_table = find_embedding(model).input_value(0)
+    lm_head_weights = lm_head.input_value(1)
+    row_axis = int(not lm_head.get_attributes()["transpose_b"])
+    tensors = {
+        "embedding": compute_constant_rows(embedding_table, 0),
+        "lm_head": compute_constant_rows(lm_head_weights, row_axis),
+    }
     if torch.equal(*tensors.values()):
         del tensors["lm_head"]
-    with open_replacement(file) as partial:
-        save_file(tensors, partial)
+    with open_replacement(file) as partial_file:
+        save_file(tensors, partial_file)
 
 
-def compute_constant_rows(matrix: ov.Output, axis: int) -> Tensor:
-    """Return the rows along ``axis`` of a matrix in a graph that follows from constants, in bf16."""
-    index = ops.parameter([-1], ov.Type.i64)
-    picked: ov.Node = ops.gather(matrix, index, ops.constant(axis, dtype=ov.Type.i64))
-    if axis:
-        picked = ops.transpose(picked, ops.constant([1, 0], dtype=ov.Type.i64))
-    graph = ov.Model([ops.result(ops.convert(picked, "f32"))], [index])  # type: ignore[call-overload]
+def compute_constant_rows(matrix: ov.Output, row_axis: int) -> Tensor:
+    """Return the rows along ``row_axis`` of a matrix in a graph that follows from constants, in bf16."""
+    row_indices = ops.parameter([-1], ov.Type.i64)
+    picked_rows: ov.Node = ops.gather(matrix, row_indices, ops.constant(row_axis, dtype=ov.Type.i64))
+    if row_axis:
+        picked_rows = ops.transpose(picked_rows, ops.constant([1, 0], dtype=ov.Type.i64))
+    graph = ov.Model([ops.result(ops.convert(picked_rows, "f32"))], [row_indices])  # type: ignore[call-overload]
     properties = make_compile_properties(DeviceOptions(precision="f32", properties={"CACHE_DIR": ""}))
     request = openvino_core().compile_model(graph, "CPU", properties).create_infer_request()
-    count = matrix.get_partial_shape()[axis].get_length()
-    parts = list[Tensor]()
-    for start in range(0, count, ROWS_AT_ONCE):
-        request.infer([np.arange(start, min(start + ROWS_AT_ONCE, count))])
-        parts.append(torch.from_numpy(request.get_output_tensor(0).data).bfloat16())
-    return torch.cat(parts)
+    row_count = matrix.get_partial_shape()[row_axis].get_length()
+    row_blocks = list[Tensor]()
+    for start in range(0, row_count, ROWS_AT_ONCE):
+        request.infer([np.arange(start, min(start + ROWS_AT_ONCE, row_count))])
+        row_blocks.append(torch.from_numpy(request.get_output_tensor(0).data).bfloat16())
+    return torch.cat(row_blocks)

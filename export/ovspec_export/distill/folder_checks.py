@@ -15,31 +15,31 @@ from ovspec_export.folders import check_output_folder, read_raw_manifest
 from ovspec_export.sources import Source
 
 
-def check_folders(target: Source, output: Path, work: Path) -> None:
+def check_folders_apart(target: Source, output: Path, work_folder: Path) -> None:
     """Raise OvspecError if a folder that is written holds the target or the other one, or is in it."""
     target_folder = target.folder.resolve()
-    for option, folder in (("output", output), ("work", work)):
+    for option, folder in (("output", output), ("work", work_folder)):
         if folder == target_folder or target_folder in folder.parents or folder in target_folder.parents:
             raise OvspecError(f"{folder}: is, contains or is inside the source {target.name}; name another `{option}`.")
-    if work == output or output in work.parents or work in output.parents:
-        raise OvspecError(f"{work}: is, contains or is inside the output; name another `work`.")
+    if work_folder == output or output in work_folder.parents or work_folder in output.parents:
+        raise OvspecError(f"{work_folder}: is, contains or is inside the output; name another `work`.")
 
 
-def check_text_files(texts: Iterable[Path], topics: Path | None) -> None:
+def check_text_files(text_paths: Iterable[Path], topics_file: Path | None) -> None:
     """Raise OvspecError if a file isn't there, or holds something else than texts, chats or topics."""
-    if skipped := read_user_texts(place.expanduser() for place in texts).skipped:
-        print_note(f"{skipped} file{'s' * (skipped > 1)} in the folders hold no text, and are left out")
-    if topics:
-        read_text(topics.expanduser())
+    if skipped_files := read_user_texts(path.expanduser() for path in text_paths).skipped_files:
+        print_note(f"{skipped_files} file{'s' * (skipped_files > 1)} in the folders hold no text, and are left out")
+    if topics_file:
+        read_text(topics_file.expanduser())
 
 
-def check_result_folder(output: Path, run: str | None, overwrite: bool) -> None:
+def check_result_folder(output: Path, run_id: str | None, overwrite: bool) -> None:
     """Raise OvspecError if ``output`` holds something else than a result, or one that is not to be replaced.
 
-    What an earlier process has written for the same ``run`` is replaced in any case.
+    What an earlier process has written for the same ``run_id`` is replaced in any case.
     """
     restore_backup(output)
     record = read_record(output)
     if has_manifest(output) and not record and not read_raw_manifest(output).get("unfinished"):
         raise OvspecError(f"{output}: holds an exported model, not what was distilled; name another `output`.")
-    check_output_folder(output, overwrite or bool(record and record.run == run))
+    check_output_folder(output, overwrite or bool(record and record.run == run_id))

@@ -17,7 +17,7 @@ INITIAL_CONFIDENCE = 0.6  # a guess is less sure than what it guesses
 
 
 @torch.no_grad()
-def initialize_head(head: EagleHead, examples: Sequence[Example], embedding: Tensor, rows: Tensor) -> Tensor:
+def initialize_head(head: EagleHead, examples: Sequence[Example], embedding: Tensor, lm_head_rows: Tensor) -> Tensor:
     """Set the weights of a new head, and return what its features are to be divided by.
 
     Some features are a thousand times as large as others, so fc learns in units of each one's usual size. The features
@@ -26,36 +26,40 @@ def initialize_head(head: EagleHead, examples: Sequence[Example], embedding: Ten
 
     Args:
         embedding: of the target's tokens, [vocabulary, hidden].
-        rows: the target's lm_head of the tokens that the head can propose.
+        lm_head_rows: the target's lm_head of the tokens that the head can propose.
     """
     layout = head.layout
-    hidden = layout.hidden_size
+    hidden_size = layout.hidden_size
     kv_heads = layout.kv_head_count
-    width = layout.head_dim
-    usual = compute_rms_sizes(examples, "features")
-    final = compute_rms_sizes(examples, "final")
-    of_features, of_token, directions = fit_linear_guess(examples, usual, final, embedding, kv_heads * width)
+    head_width = layout.head_dim
+    feature_sizes = compute_rms_sizes(examples, "features")
+    final_sizes = compute_rms_sizes(examples, "final_states")
+    feature_weights, token_weights, directions = fit_linear_guess(
+        examples, feature_sizes, final_sizes, embedding, kv_heads * head_width
+    )
     for weight in head.parameters():
         if weight.ndim > 1:
             weight.normal_(std=0.5 / math.sqrt(weight.shape[-1]))
         else:
             weight.fill_(1.0)
-    head.fc.weight.copy_(of_features)
+    head.fc.weight.copy_(feature_weights)
     attention = head.layer.self_attn
     for weight in (attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight, attention.o_proj.weight):
         weight.normal_(std=0.01)
-    own = torch.randn(kv_heads, width, hidden) / math.sqrt(hidden)
-    attention.k_proj.weight[:, :hidden] = own.flatten(0, 1)
-    groups = (kv_heads, layout.head_count // kv_heads, width)
-    attention.q_proj.weight.view(*groups, -1)[:, 0, :, :hidden] = own
-    known = directions.shape[1]  # fewer than the values are wide if the target is narrow
-    attention.v_proj.weight[:known, :hidden] = directions.T @ of_token
-    padded = F.pad(directions, (0, kv_heads * width - known))
-    attention.o_proj.weight.view(hidden, *groups)[:, :, 0] = padded.view(hidden, kv_heads, width)
+    random_keys = torch.randn(kv_heads, head_width, hidden_size) / math.sqrt(hidden_size)
+    attention.k_proj.weight[:, :hidden_size] = random_keys.flatten(0, 1)
+    head_group_shape = (kv_heads, layout.head_count // kv_heads, head_width)
+    attention.q_proj.weight.view(*head_group_shape, -1)[:, 0, :, :hidden_size] = random_keys
+    direction_count = directions.shape[1]  # fewer than the values are wide if the target is narrow
+    attention.v_proj.weight[:direction_count, :hidden_size] = directions.T @ token_weights
+    padded_directions = F.pad(directions, (0, kv_heads * head_width - direction_count))
+    attention.o_proj.weight.view(hidden_size, *head_group_shape)[:, :, 0] = padded_directions.view(
+        hidden_size, kv_heads, head_width
+    )
     head.layer.mlp.down_proj.weight.zero_()
-    head.norm.weight.copy_(INITIAL_CONFIDENCE * final)
-    head.lm_head.weight.copy_(rows)
-    return usual
+    head.norm.weight.copy_(INITIAL_CONFIDENCE * final_sizes)
+    head.lm_head.weight.copy_(lm_head_rows)
+    return feature_sizes
 
 
 def limit_examples(examples: Sequence[Example]) -> Iterator[Example]:
@@ -68,41 +72,41 @@ def limit_examples(examples: Sequence[Example]) -> Iterator[Example]:
         tokens += len(example.ids)
 
 
-def compute_rms_sizes(examples: Sequence[Example], name: str) -> Tensor:
-    """Return the root mean square of each value of ``features`` or ``final``, but for a text's first token."""
-    squares = torch.zeros(())
-    count = 0
+def compute_rms_sizes(examples: Sequence[Example], field_name: str) -> Tensor:
+    """Return the root mean square of each value of ``features`` or ``final_states``, but for a text's first token."""
+    square_sums = torch.zeros(())
+    token_count = 0
     for example in limit_examples(examples):
-        values = getattr(example, name)[1:].float()
-        squares = squares + values.square().sum(0)
-        count = count + len(values)
-    return (squares / count).sqrt().clamp(min=1e-6)
+        values = getattr(example, field_name)[1:].float()
+        square_sums = square_sums + values.square().sum(0)
+        token_count = token_count + len(values)
+    return (square_sums / token_count).sqrt().clamp(min=1e-6)
 
 
 def fit_linear_guess(
-    examples: Sequence[Example], usual: Tensor, final: Tensor, embedding: Tensor, rank: int
+    examples: Sequence[Example], feature_sizes: Tensor, final_sizes: Tensor, embedding: Tensor, rank: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Fit what the lm_head reads, in units of ``final``, to the features and the next token's normalised embedding.
+    """Fit the lm_head's input, in units of ``final_sizes``, to the features and the next token's normalised embedding.
 
     Returns the weights of the features, those of the embedding, and the ``rank`` directions in which these matter most.
     """
-    wide = len(usual)
-    hidden = embedding.shape[1]
-    squares = torch.zeros(wide + hidden, wide + hidden)
-    products = torch.zeros(wide + hidden, len(final))
-    count = 0
+    feature_width = len(feature_sizes)
+    hidden_size = embedding.shape[1]
+    input_gram = torch.zeros(feature_width + hidden_size, feature_width + hidden_size)
+    cross_products = torch.zeros(feature_width + hidden_size, len(final_sizes))
+    token_count = 0
     for example in limit_examples(examples):
-        token = F.rms_norm(embedding[example.ids[2:].long()].float(), [hidden])
-        x = torch.cat((example.features[1:-1].float() / usual, token), -1)
-        squares += x.T @ x
-        products += x.T @ (example.final[2:].float() / final)
-        count += len(x)
-    exact = squares.double()
+        token_embeddings = F.rms_norm(embedding[example.ids[2:].long()].float(), [hidden_size])
+        inputs = torch.cat((example.features[1:-1].float() / feature_sizes, token_embeddings), -1)
+        input_gram += inputs.T @ inputs
+        cross_products += inputs.T @ (example.final_states[2:].float() / final_sizes)
+        token_count += len(inputs)
+    regularized_gram = input_gram.double()
     # The fewer tokens for each value, the less is believed; the best share was measured for 5,000 to 80,000 tokens.
-    ridge = len(exact) / count
-    exact += torch.diag(ridge * exact.diagonal() + 1e-6)
-    weights = torch.linalg.solve(exact, products.double()).T
-    of_token = weights[:, wide:]
-    effect = of_token @ exact[wide:, wide:] @ of_token.T
-    directions = torch.linalg.eigh(effect).eigenvectors[:, -rank:]
-    return weights[:, :wide].float(), of_token.float(), directions.float()
+    ridge = len(regularized_gram) / token_count
+    regularized_gram += torch.diag(ridge * regularized_gram.diagonal() + 1e-6)
+    weights = torch.linalg.solve(regularized_gram, cross_products.double()).T
+    token_weights = weights[:, feature_width:]
+    effect_covariance = token_weights @ regularized_gram[feature_width:, feature_width:] @ token_weights.T
+    directions = torch.linalg.eigh(effect_covariance).eigenvectors[:, -rank:]
+    return weights[:, :feature_width].float(), token_weights.float(), directions.float()

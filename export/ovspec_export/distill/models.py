@@ -15,54 +15,54 @@ from ovspec.ir.heads import check_layers_have_keys, find_head_inputs
 from ovspec.setup.manifest import DRAFT_FOLDER, ExportedModel, read_manifest
 from ovspec_export.distill.trimming import check_trimmable, choose_most_used_ids
 from ovspec_export.head_fit import check_head_fits
-from ovspec_export.head_layout import new_head_tap_layers
+from ovspec_export.head_layout import choose_new_head_tap_layers
 from ovspec_export.sources import GgufSource, HeadSource, Source, find_source
 from ovspec_export.tokenizers import check_pair_vocabularies
 
-Kind = Literal["head", "draft", "trimmed draft"]
+ResultKind = Literal["head", "draft", "trimmed draft"]
 # Kinds of layers in configs.
-KINDS_WITH_KEYS = ("full_attention", "sliding_attention", "chunked_attention", "attention")
+LAYER_TYPES_WITH_KEYS = ("full_attention", "sliding_attention", "chunked_attention", "attention")
 
 
-def choose_kind(
-    target: Source, named: str | None, trimmed: int | None, draft_vocabulary: int | None
-) -> tuple[Kind, Source | None, list[int]]:
+def choose_result_kind(
+    target: Source, draft_name: str | None, trim_vocabulary: int | None, draft_vocabulary: int | None
+) -> tuple[ResultKind, Source | None, list[int]]:
     """Return what is to be made, the draft that it is made of, and the target's layers that it reads.
 
     Args:
-        named, trimmed, draft_vocabulary: the options ``draft``, ``trim_vocabulary`` and ``draft_vocabulary``.
+        draft_name: the option ``draft``. trim_vocabulary, draft_vocabulary: the options of these names.
 
     Raises:
         OvspecError: the draft doesn't fit the target or can't be used, or the target can't have a head.
     """
     draft = None
-    if named:
-        draft = find_source(named) if trimmed else find_draft_checkpoint(named)
-    for_head = not trimmed and (draft is None or isinstance(draft, HeadSource))
+    if draft_name:
+        draft = find_source(draft_name) if trim_vocabulary else find_draft_checkpoint(draft_name)
+    for_head = not trim_vocabulary and (draft is None or isinstance(draft, HeadSource))
     if not for_head and draft_vocabulary:
         raise OvspecError("`draft_vocabulary` is for heads; for a draft model use `trim_vocabulary`.")
     if target.is_ir:
         check_target_ir(target.folder, target.name, for_head)
     elif for_head:
         check_target_checkpoint(target)
-    if isinstance(draft, HeadSource) and not trimmed:
+    if isinstance(draft, HeadSource) and not trim_vocabulary:
         return "head", draft, check_head_fits(target, draft)
     if draft is None:
-        return "head", None, new_head_tap_layers(require_config_number(target, "layers"))
-    kind: Kind = "draft"
-    if trimmed:
+        return "head", None, choose_new_head_tap_layers(require_config_number(target, "layers"))
+    kind: ResultKind = "draft"
+    if trim_vocabulary:
         kind = "trimmed draft"
         check_trimmable(draft)
-        choose_most_used_ids([], trimmed, require_config_number(draft, "vocab"))  # which refuses a wrong number
+        choose_most_used_ids([], trim_vocabulary, require_config_number(draft, "vocab"))  # which refuses a wrong number
     check_pair_vocabularies(target, draft, trust_remote_code=False)
     return kind, draft, []
 
 
-def require_config_number(source: Source, key: str) -> int:
+def require_config_number(source: Source, config_key: str) -> int:
     """Return a number in a config; raises OvspecError if it isn't there."""
-    number = source.config_number(key)
+    number = source.get_config_number(config_key)
     if number is None:
-        unit = {"layers": "layers", "vocab": "ids"}[key]
+        unit = {"layers": "layers", "vocab": "ids"}[config_key]
         raise OvspecError(f"{source.name}: its config.json doesn't say how many {unit} it has; add that.")
     return number
 
@@ -87,11 +87,15 @@ def check_target_checkpoint(target: Source) -> None:
     It need not say so: the exported model is checked again.
     """
     config = target.text_config or target.config
-    layers = target.config_number("layers")
-    kinds = config.get("layer_types")
-    if layers and isinstance(kinds, list) and len(kinds) == layers:
-        shared = int(config.get("num_kv_shared_layers") or 0)
-        check_layers_have_keys(sum(kind in KINDS_WITH_KEYS for kind in kinds) - shared, layers, target.name)
+    layer_count = target.get_config_number("layers")
+    layer_types = config.get("layer_types")
+    if layer_count and isinstance(layer_types, list) and len(layer_types) == layer_count:
+        layers_sharing_keys = int(config.get("num_kv_shared_layers") or 0)
+        check_layers_have_keys(
+            sum(layer_type in LAYER_TYPES_WITH_KEYS for layer_type in layer_types) - layers_sharing_keys,
+            layer_count,
+            target.name,
+        )
 
 
 def find_origin(target: Source) -> tuple[str, str | None]:
@@ -110,25 +114,26 @@ def find_torch_checkpoint(target: Source) -> Source | None:
     return checkpoint
 
 
-def find_draft_checkpoint(name: str) -> Source:
+def find_draft_checkpoint(draft_name: str) -> Source:
     """Return the checkpoint of a draft, also if its export is named.
 
     Raises:
         OvspecError: it isn't here.
     """
-    source = find_source(name)
+    source = find_source(draft_name)
     if not source.is_ir:
         return source
     if isinstance(source, HeadSource):
-        raise OvspecError(f"{name}: only the IR of a head, which can't be trained; name the head's checkpoint.")
-    entry = find_manifest_entry(source.folder)
-    if entry is None:
-        raise OvspecError(f"{name}: an IR, which can't be taught, and nothing says of what; name the checkpoint.")
+        raise OvspecError(f"{draft_name}: only the IR of a head, which can't be trained; name the head's checkpoint.")
+    manifest_entry = find_manifest_entry(source.folder)
+    if manifest_entry is None:
+        raise OvspecError(f"{draft_name}: an IR, which can't be taught, and nothing says of what; name the checkpoint.")
     if not (checkpoint := find_exported_checkpoint(source)):
         raise OvspecError(
-            f"{name}: its checkpoint, {entry.source}, is needed and isn't here; name its folder or hub id."
+            f"{draft_name}: its checkpoint, {manifest_entry.source}, is needed and isn't here; name its folder "
+            "or hub id."
         )
-    print_note(f"{name}: taught from its checkpoint {checkpoint.folder}")
+    print_note(f"{draft_name}: taught from its checkpoint {checkpoint.folder}")
     return checkpoint
 
 
@@ -137,16 +142,16 @@ def find_exported_checkpoint(source: Source) -> Source | None:
 
     The network need not be there for what is in the hub's cache.
     """
-    entry = find_manifest_entry(source.folder)
-    if entry is None:
+    manifest_entry = find_manifest_entry(source.folder)
+    if manifest_entry is None:
         return None
-    neighbors = [parent / entry.source for parent in list(source.folder.resolve().parents)[:2]]
-    names = [str(folder) for folder in neighbors if (folder / "config.json").is_file()]
-    if entry.source.count("/") == 1:
-        names.append(f"{entry.source.partition('@')[0]}@{entry.revision}")
-    for name in names:
+    neighbor_folders = [parent / manifest_entry.source for parent in list(source.folder.resolve().parents)[:2]]
+    checkpoint_names = [str(folder) for folder in neighbor_folders if (folder / "config.json").is_file()]
+    if manifest_entry.source.count("/") == 1:
+        checkpoint_names.append(f"{manifest_entry.source.partition('@')[0]}@{manifest_entry.revision}")
+    for checkpoint_name in checkpoint_names:
         with contextlib.suppress(OvspecError):
-            checkpoint = find_source(name)
+            checkpoint = find_source(checkpoint_name)
             if not checkpoint.is_ir and not isinstance(checkpoint, HeadSource):
                 return checkpoint
     return None

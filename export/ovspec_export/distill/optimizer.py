@@ -17,7 +17,7 @@ MOMENTUM = 0.95
 # Root mean square of a step at rate 1, as AdamW's, so rates can be compared (Moonlight, arXiv 2502.16982).
 STEP_SIZE = 0.2
 # Coefficients of Newton-Schulz iterations, for singular values between about 0.7 and 1.2 after five of them.
-LINEAR, CUBIC, QUINTIC, ITERATIONS = 3.4445, -4.7750, 2.0315, 5
+LINEAR_COEFFICIENT, CUBIC_COEFFICIENT, QUINTIC_COEFFICIENT, NEWTON_SCHULZ_ITERATIONS = 3.4445, -4.7750, 2.0315, 5
 
 
 class Optimizer(torch.optim.AdamW):
@@ -31,15 +31,17 @@ class Optimizer(torch.optim.AdamW):
                     self.step_orthogonal(weight, group["lr"], group["weight_decay"])
         return super().step(closure)
 
-    def step_orthogonal(self, weight: Tensor, rate: float, decay: float) -> None:
+    def step_orthogonal(self, weight: Tensor, learning_rate: float, weight_decay: float) -> None:
         """Step a matrix, and leave it out of AdamW's step."""
         if weight.grad is None:
             return
-        state = self.state[weight]
-        average = state.setdefault("exp_avg", torch.zeros_like(weight)).lerp_(weight.grad, 1 - MOMENTUM)
-        direction = weight.grad.lerp(average, MOMENTUM)
+        optimizer_state = self.state[weight]
+        gradient_average = optimizer_state.setdefault("exp_avg", torch.zeros_like(weight)).lerp_(
+            weight.grad, 1 - MOMENTUM
+        )
+        direction = weight.grad.lerp(gradient_average, MOMENTUM)
         weight.grad = None
-        weight.mul_(1 - rate * decay).add_(orthogonalize(direction), alpha=-rate * STEP_SIZE)
+        weight.mul_(1 - learning_rate * weight_decay).add_(orthogonalize(direction), alpha=-learning_rate * STEP_SIZE)
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:
@@ -47,15 +49,18 @@ def orthogonalize(matrix: Tensor) -> Tensor:
     if len(matrix) > matrix.shape[1]:
         return orthogonalize(matrix.T).T
     rows, columns = matrix.shape
-    count = next(count for count in range(-(-rows // BLOCK_ROWS), rows + 1) if rows % count == 0)
-    blocks = matrix.reshape(count, -1, columns)
+    block_count = next(count for count in range(-(-rows // BLOCK_ROWS), rows + 1) if rows % count == 0)
+    blocks = matrix.reshape(block_count, -1, columns)
     blocks = blocks / (1.01 * blocks.norm(dim=(1, 2), keepdim=True) + 1e-9)
     # The iteration needs the rows' products only, which are far smaller than the blocks.
-    products = blocks @ blocks.mT
-    identity = torch.eye(rows // count)
-    factor = identity.expand_as(products)
-    for _ in range(ITERATIONS):
-        update = torch.baddbmm(products, products, products, beta=CUBIC, alpha=QUINTIC) + LINEAR * identity
+    row_products = blocks @ blocks.mT
+    identity = torch.eye(rows // block_count)
+    factor = identity.expand_as(row_products)
+    for _ in range(NEWTON_SCHULZ_ITERATIONS):
+        update = (
+            torch.baddbmm(row_products, row_products, row_products, beta=CUBIC_COEFFICIENT, alpha=QUINTIC_COEFFICIENT)
+            + LINEAR_COEFFICIENT * identity
+        )
         factor = factor @ update
-        products = update @ products @ update
+        row_products = update @ row_products @ update
     return (factor @ blocks).reshape(rows, columns) * columns**0.5

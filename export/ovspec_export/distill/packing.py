@@ -21,21 +21,21 @@ from ovspec_export.distill.features import Example
 class Batch:
     """Entries of some documents, one after another.
 
-    ids [n]: the token of each entry. positions [n] and document [n]: where it is. features [n, width].
-    choices, logprobs [n, top], final [n, hidden]: the target's guess after that token.
-    deep [m]: indices of entries from which ``steps - 1`` further tokens are guessed, those of the next entries.
-    answers [n]: whether the guess is a token of an answer.
+    ids [n]: the token of each entry. positions [n] and document_indices [n]: where it is. features [n, width].
+    choices, logprobs [n, top], final_states [n, hidden]: the target's guess after that token.
+    deep_entries [m]: indices of entries from which ``steps - 1`` further tokens are guessed, those of the next entries.
+    in_answers [n]: whether the guess is a token of an answer.
     """
 
     ids: Tensor
     positions: Tensor
-    document: Tensor
+    document_indices: Tensor
     features: Tensor
     choices: Tensor
     logprobs: Tensor
-    final: Tensor
-    deep: Tensor
-    answers: Tensor
+    final_states: Tensor
+    deep_entries: Tensor
+    in_answers: Tensor
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -44,47 +44,55 @@ class Batch:
         """Return the batch on a device."""
         return Batch(*(getattr(self, field.name).to(device) for field in fields(self)))
 
-    def visible_entries(self, entries: Tensor) -> Tensor:
+    def find_visible_entries(self, entries: Tensor) -> Tensor:
         """Return which entries each of ``entries`` sees, itself included: (entries, n) bool."""
-        before = torch.arange(len(self), device=entries.device) <= entries[:, None]
-        return before & (self.document == self.document[entries, None])
+        is_earlier = torch.arange(len(self), device=entries.device) <= entries[:, None]
+        return is_earlier & (self.document_indices == self.document_indices[entries, None])
 
 
-def pack_examples(examples: Sequence[Example], steps: int, share: float, ahead: int = 1) -> Batch:
-    """Return a batch in which a random ``share`` of the entries with enough tokens after them is deep.
+def pack_examples(examples: Sequence[Example], steps: int, deep_share: float, token_offset: int = 1) -> Batch:
+    """Return a batch in which a random ``deep_share`` of the entries with enough tokens after them is deep.
 
-    ahead: how many tokens an entry's token is ahead of its features: 1 for a head, 0 for a draft model.
+    token_offset: how many tokens an entry's token is ahead of its features: 1 for a head, 0 for a draft model.
     """
-    lengths = [len(example.ids) - ahead for example in examples]
-    able = torch.cat([torch.arange(a, max(a, b - steps + 1)) for a, b in pairwise((0, *accumulate(lengths)))])
-    chosen = torch.randperm(len(able))[: max(1, round(share * len(able)))].sort().values
-    parts = list(zip(examples, lengths, strict=True))
+    lengths = [len(example.ids) - token_offset for example in examples]
+    possible_deep_entries = torch.cat(
+        [torch.arange(a, max(a, b - steps + 1)) for a, b in pairwise((0, *accumulate(lengths)))]
+    )
+    chosen_indices = (
+        torch.randperm(len(possible_deep_entries))[: max(1, round(deep_share * len(possible_deep_entries)))]
+        .sort()
+        .values
+    )
+    examples_with_lengths = list(zip(examples, lengths, strict=True))
     return Batch(
-        ids=torch.cat([example.ids[ahead:] for example in examples]).long(),
+        ids=torch.cat([example.ids[token_offset:] for example in examples]).long(),
         positions=torch.cat([torch.arange(length) for length in lengths]),
-        document=torch.repeat_interleave(torch.tensor(lengths)),
-        features=torch.cat([example.features[:length] for example, length in parts]).float(),
-        choices=torch.cat([example.choices[ahead:] for example in examples]).long(),
-        logprobs=torch.cat([example.logprobs[ahead:] for example in examples]).float(),
-        final=torch.cat([example.final[ahead:] for example in examples]).float(),
-        deep=able[chosen],
-        answers=torch.cat([torch.arange(n) + ahead + 1 >= example.document.answer for example, n in parts]),
+        document_indices=torch.repeat_interleave(torch.tensor(lengths)),
+        features=torch.cat([example.features[:length] for example, length in examples_with_lengths]).float(),
+        choices=torch.cat([example.choices[token_offset:] for example in examples]).long(),
+        logprobs=torch.cat([example.logprobs[token_offset:] for example in examples]).float(),
+        final_states=torch.cat([example.final_states[token_offset:] for example in examples]).float(),
+        deep_entries=possible_deep_entries[chosen_indices],
+        in_answers=torch.cat(
+            [torch.arange(n) + token_offset + 1 >= example.document.answer for example, n in examples_with_lengths]
+        ),
     )
 
 
 def iterate_batches(
-    examples: Sequence[Example], tokens: int, steps: int, share: float, ahead: int = 1
+    examples: Sequence[Example], batch_tokens: int, steps: int, deep_share: float, token_offset: int = 1
 ) -> Iterator[Batch]:
-    """Yield batches of about ``tokens`` entries, of the examples in random order, without end."""
+    """Yield batches of about ``batch_tokens`` entries, of the examples in random order, without end."""
     while True:
-        taken = list[Example]()
-        count = 0
+        batch_examples = list[Example]()
+        entry_count = 0
         for index in torch.randperm(len(examples)).tolist():
-            taken.append(examples[index])
-            count += len(taken[-1].ids) - ahead
-            if count >= tokens:
-                yield pack_examples(taken, steps, share, ahead)
-                taken = []
-                count = 0
-        if taken:
-            yield pack_examples(taken, steps, share, ahead)
+            batch_examples.append(examples[index])
+            entry_count += len(batch_examples[-1].ids) - token_offset
+            if entry_count >= batch_tokens:
+                yield pack_examples(batch_examples, steps, deep_share, token_offset)
+                batch_examples = []
+                entry_count = 0
+        if batch_examples:
+            yield pack_examples(batch_examples, steps, deep_share, token_offset)

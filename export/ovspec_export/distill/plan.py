@@ -17,8 +17,8 @@ from ovspec.setup.identity import hash_model
 from ovspec.setup.manifest import DRAFT_FOLDER
 from ovspec_export.compression import INT8, WEIGHT_FORMATS
 from ovspec_export.convert import describe_failure, estimate_space
-from ovspec_export.distill.folder_checks import check_folders, check_result_folder, check_text_files
-from ovspec_export.distill.models import Kind, choose_kind, find_origin, find_torch_checkpoint
+from ovspec_export.distill.folder_checks import check_folders_apart, check_result_folder, check_text_files
+from ovspec_export.distill.models import ResultKind, choose_result_kind, find_origin, find_torch_checkpoint
 from ovspec_export.distill.new_head import make_head_config, make_head_layout
 from ovspec_export.distill.work_folder import DistillSettings, check_settings, read_work_header
 from ovspec_export.folders import check_disk_space
@@ -27,10 +27,10 @@ from ovspec_export.sources import HeadSource, Source, find_source
 DEFAULT_DRAFT_VOCABULARY = 16384
 DEFAULT_MINUTES = 180.0
 DEFAULT_TRIM_MINUTES = 10.0  # of texts, in which the ids are counted
-DEFAULT_SIZE_LIMIT = 10.0  # GB
+DEFAULT_SIZE_LIMIT_GB = 10.0  # GB
 TRAINING_BYTES_PER_WEIGHT = 20  # bytes of a weight in training: itself, its gradient, two of Adam and its mean, 4 each
 STORED_BYTES_PER_WEIGHT = 18  # bytes of a weight on the disk: the same without the gradient, and the result in 16 bits
-WORKING_BYTES = 1e9  # bytes that a stage takes beside weights: a KV cache or activations, and libraries
+OVERHEAD_BYTES = 1e9  # bytes that a stage takes beside weights: a KV cache or activations, and libraries
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class DistillOptions:
     minutes: float | None = None
     tokens: int | None = None
     torch_device: str = "cpu"
-    size_limit: float = DEFAULT_SIZE_LIMIT
+    size_limit: float = DEFAULT_SIZE_LIMIT_GB
     work: Path | None = None
     overwrite: bool = False
 
@@ -72,24 +72,24 @@ class DistillPlan:
     """A checked distillation.
 
     target: the model as it was given. origin: the name and revision of the checkpoint behind it.
-    checkpoint: the target's, if torch is to compute hidden states on another device.
+    torch_checkpoint: the target's, if torch is to compute hidden states on another device.
     draft: a checkpoint, or None; to be trimmed, perhaps an IR.
-    layers: those of the target whose inputs a head reads; none for a draft model.
+    tap_layers: those of the target whose inputs a head reads; none for a draft model.
     """
 
     options: DistillOptions
-    kind: Kind
+    kind: ResultKind
     output: Path
-    work: Path
+    work_folder: Path
     target: Source
     origin: tuple[str, str | None]
-    checkpoint: Source | None
+    torch_checkpoint: Source | None
     draft: Source | None
-    layers: list[int]
+    tap_layers: list[int]
     settings: DistillSettings
 
     @property
-    def name(self) -> str:
+    def result_name(self) -> str:
         """What messages call the result."""
         return self.output.name
 
@@ -105,7 +105,7 @@ class DistillPlan:
         return 60 * (DEFAULT_TRIM_MINUTES if self.kind == "trimmed draft" else DEFAULT_MINUTES)
 
     @property
-    def draft_vocabulary(self) -> int:
+    def draft_vocab_size(self) -> int:
         """How many ids a head can propose; one that is trained further keeps their number."""
         if isinstance(self.draft, HeadSource):
             return self.options.draft_vocabulary or self.draft.layout.draft_vocab_size
@@ -119,60 +119,68 @@ def make_plan(options: DistillOptions) -> DistillPlan:
         OvspecError: a file is missing, a model can't be used, the output is in the way, or there is too little room.
     """
     output = options.output.expanduser().resolve()
-    work = (options.work or output.with_name(f".{output.name}.distill")).expanduser().resolve()
+    work_folder = (options.work or output.with_name(f".{output.name}.distill")).expanduser().resolve()
     check_text_files(options.text, options.topics)
-    begun = read_work_header(work)
-    check_result_folder(output, begun.run if begun else None, options.overwrite)
+    work_header = read_work_header(work_folder)
+    check_result_folder(output, work_header.run if work_header else None, options.overwrite)
     check_torch_device(options.torch_device)
     target = find_source(options.model)
     if isinstance(target, HeadSource):
         raise OvspecError(f"{target.name}: an EAGLE-3 head, not a model; name the model that it drafts for.")
-    check_folders(target, output, work)
-    kind, draft, layers = choose_kind(target, options.draft, options.trim_vocabulary, options.draft_vocabulary)
+    check_folders_apart(target, output, work_folder)
+    kind, draft, tap_layers = choose_result_kind(
+        target, options.draft, options.trim_vocabulary, options.draft_vocabulary
+    )
     settings = DistillSettings(
         model=hash_model(target.folder) if target.is_ir else target.revision,
-        text=[str(place.expanduser().resolve()) for place in options.text],
+        text=[str(path.expanduser().resolve()) for path in options.text],
         topics=str(options.topics.expanduser().resolve()) if options.topics else None,
         draft=f"{draft.name} {draft.revision}" if draft else None,
         trim_vocabulary=options.trim_vocabulary,
         draft_vocabulary=options.draft_vocabulary,
     )
-    check_settings(work, begun, settings)
-    checkpoint = find_torch_checkpoint(target) if options.torch_device != "cpu" else None
-    plan = DistillPlan(options, kind, output, work, target, find_origin(target), checkpoint, draft, layers, settings)
-    check_room(plan)
+    check_settings(work_folder, work_header, settings)
+    torch_checkpoint = find_torch_checkpoint(target) if options.torch_device != "cpu" else None
+    plan = DistillPlan(
+        options, kind, output, work_folder, target, find_origin(target), torch_checkpoint, draft, tap_layers, settings
+    )
+    check_disk_and_memory(plan)
     return plan
 
 
-def check_torch_device(name: str) -> None:
-    if name == "cpu":
+def check_torch_device(device_name: str) -> None:
+    if device_name == "cpu":
         return
     # In a process of its own: torch is large, and would hold on to the device.
-    command = [sys.executable, "-P", "-c", "import sys, torch; torch.empty(1, device=sys.argv[1])", name]
+    command = [sys.executable, "-P", "-c", "import sys, torch; torch.empty(1, device=sys.argv[1])", device_name]
     process = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=False)
     if process.returncode:
         reason = describe_failure(process.stderr, process.returncode)
-        raise OvspecError(f"`torch_device={name!r}`: torch can't use it ({reason}).")
+        raise OvspecError(f"`torch_device={device_name!r}`: torch can't use it ({reason}).")
 
 
 # ---------------------------------------------------------------- room
 
 
-def check_room(plan: DistillPlan) -> None:
+def check_disk_and_memory(plan: DistillPlan) -> None:
     """Raise OvspecError if the disk or the memory is too small."""
-    trained = count_trained_weights(plan)
-    in_training = STORED_BYTES_PER_WEIGHT * trained + 4 * count_embedding_weights(plan.target)
-    export = 0.0 if plan.target.is_ir else estimate_space(plan.target, INT8)
-    stored = sum(file.stat().st_size for file in plan.work.rglob("*") if file.is_file())
-    features = 0 if plan.kind == "trimmed draft" else plan.options.size_limit * 1e9
-    check_disk_space(plan.work, features + in_training + export - stored, "distilling with this `size_limit`")
-    check_disk_space(plan.output, 4 * trained, "the result")
-    needed = estimate_memory(plan)
-    free = psutil.virtual_memory().available
-    if needed > free:
+    trained_weights = count_trained_weights(plan)
+    training_bytes = STORED_BYTES_PER_WEIGHT * trained_weights + 4 * count_embedding_weights(plan.target)
+    export_bytes = 0.0 if plan.target.is_ir else estimate_space(plan.target, INT8)
+    stored_bytes = sum(file.stat().st_size for file in plan.work_folder.rglob("*") if file.is_file())
+    features_bytes = 0 if plan.kind == "trimmed draft" else plan.options.size_limit * 1e9
+    check_disk_space(
+        plan.work_folder,
+        features_bytes + training_bytes + export_bytes - stored_bytes,
+        "distilling with this `size_limit`",
+    )
+    check_disk_space(plan.output, 4 * trained_weights, "the result")
+    needed_bytes = estimate_memory(plan)
+    free_bytes = psutil.virtual_memory().available
+    if needed_bytes > free_bytes:
         raise OvspecError(
-            f"{plan.target.name}: distilling needs about {format_size(needed)} of memory, but only {format_size(free)} "
-            "are free; close other programs, or take a machine with more."
+            f"{plan.target.name}: distilling needs about {format_size(needed_bytes)} of memory, but only "
+            f"{format_size(free_bytes)} are free; close other programs, or take a machine with more."
         )
 
 
@@ -183,17 +191,17 @@ def estimate_memory(plan: DistillPlan) -> float:
     Training holds ``TRAINING_BYTES_PER_WEIGHT`` of each weight that is trained, and of a head also the target's
     embedding and lm_head in 16 bits.
     """
-    copies = 1 + bool(plan.draft or (plan.target.is_ir and (plan.target.folder / DRAFT_FOLDER).is_dir()))
+    target_copies = 1 + bool(plan.draft or (plan.target.is_ir and (plan.target.folder / DRAFT_FOLDER).is_dir()))
     if plan.target.is_ir:
-        generating = float(check_weights(plan.target.folder / MODEL_FILE))
+        generating_bytes = float(check_weights(plan.target.folder / MODEL_FILE))
     else:
-        generating = plan.target.parameter_count * WEIGHT_FORMATS["int8"] / 8
+        generating_bytes = plan.target.parameter_count * WEIGHT_FORMATS["int8"] / 8
     if plan.kind == "trimmed draft":
-        return copies * generating + WORKING_BYTES
-    training = TRAINING_BYTES_PER_WEIGHT * count_trained_weights(plan)
+        return target_copies * generating_bytes + OVERHEAD_BYTES
+    training_bytes = TRAINING_BYTES_PER_WEIGHT * count_trained_weights(plan)
     if plan.makes_head:
-        training += 4 * count_embedding_weights(plan.target)
-    return max(copies * generating, training) + WORKING_BYTES
+        training_bytes += 4 * count_embedding_weights(plan.target)
+    return max(target_copies * generating_bytes, training_bytes) + OVERHEAD_BYTES
 
 
 def count_trained_weights(plan: DistillPlan) -> float:
@@ -202,10 +210,12 @@ def count_trained_weights(plan: DistillPlan) -> float:
         return float(sum(map(count_elements, plan.draft.layout.tensor_shapes().values())))
     if plan.draft:
         return float(plan.draft.parameter_count)
-    hidden = plan.target.config_number("hidden") or 0
-    vocab = plan.target.config_number("vocab") or 0
-    config = make_head_config(plan.target.config, vocab, hidden, plan.layers, min(plan.draft_vocabulary, vocab))
-    return float(sum(map(count_elements, make_head_layout(config, plan.layers).tensor_shapes().values())))
+    hidden_size = plan.target.get_config_number("hidden") or 0
+    vocab_size = plan.target.get_config_number("vocab") or 0
+    head_config = make_head_config(
+        plan.target.config, vocab_size, hidden_size, plan.tap_layers, min(plan.draft_vocab_size, vocab_size)
+    )
+    return float(sum(map(count_elements, make_head_layout(head_config, plan.tap_layers).tensor_shapes().values())))
 
 
 def count_elements(shape: list[int]) -> int:
@@ -214,4 +224,4 @@ def count_elements(shape: list[int]) -> int:
 
 def count_embedding_weights(target: Source) -> float:
     """Return the number of weights of the target's embedding, and as many again for an lm_head of its own."""
-    return float((target.config_number("hidden") or 0) * (target.config_number("vocab") or 0))
+    return float((target.get_config_number("hidden") or 0) * (target.get_config_number("vocab") or 0))

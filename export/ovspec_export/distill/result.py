@@ -29,95 +29,107 @@ from ovspec_export.distill.plan import DistillPlan
 from ovspec_export.distill.result_export import make_result_source
 from ovspec_export.distill.stages import find_exported_target
 from ovspec_export.distill.work_folder import TRAINING_STAGE, WorkFolder
-from ovspec_export.folders import find_foreign_file, open_work_folder, replace_folder
-from ovspec_export.manifests import complete_export, describe_model, installed_versions
+from ovspec_export.folders import find_foreign_file, open_partial_folder, replace_folder
+from ovspec_export.manifests import complete_export, describe_model, read_installed_versions
 
 
-def make_record(plan: DistillPlan, work: WorkFolder, finished: bool, rows: list[dict[str, Any]]) -> ResultRecord:
+def make_result_record(
+    plan: DistillPlan, work_folder: WorkFolder, is_complete: bool, benchmark_rows: list[dict[str, Any]]
+) -> ResultRecord:
     """Return what was made, and how."""
-    data = dict[str, DocumentCounts]()
-    held_out = DocumentCounts()
-    spent = work.spent
-    for document in read_documents(work.documents):
+    counts_by_source = dict[str, DocumentCounts]()
+    held_out_counts = DocumentCounts()
+    stage_figures = work_folder.stage_figures
+    for document in read_documents(work_folder.documents_file):
         if document.held_out:
-            held_out = held_out.add(document)
+            held_out_counts = held_out_counts.add_document(document)
         else:
-            data[document.source] = data.get(document.source, DocumentCounts()).add(document)
-    name, revision = plan.origin
+            counts_by_source[document.source] = counts_by_source.get(document.source, DocumentCounts()).add_document(
+                document
+            )
+    model_name, revision = plan.origin
     return ResultRecord(
-        run=work.run,
+        run=work_folder.run_id,
         kind=plan.kind,
-        model=name,
+        model=model_name,
         revision=revision,
         draft=plan.draft.name if plan.draft else None,
-        complete=finished,
-        seconds=spent.seconds,
-        tokens=spent.count_tokens(TRAINING_STAGE),
-        data=data,
-        held_out=held_out,
+        complete=is_complete,
+        seconds=stage_figures.seconds,
+        tokens=stage_figures.count_tokens(TRAINING_STAGE),
+        data=counts_by_source,
+        held_out=held_out_counts,
         machine=dict(list_available_devices()).get("CPU", "an unknown processor"),
-        agreement=spent.figures_of(TRAINING_STAGE).get("agreement") or [],
-        lost=spent.figures_of("trimming").get("lost"),
-        rows=rows,
+        agreement=stage_figures.figures_of(TRAINING_STAGE).get("agreement") or [],
+        lost=stage_figures.figures_of("trimming").get("lost"),
+        rows=benchmark_rows,
     )
 
 
-def write_result(plan: DistillPlan, work: WorkFolder, record: ResultRecord) -> None:
+def write_result(plan: DistillPlan, work_folder: WorkFolder, record: ResultRecord) -> None:
     """Write the result into the output, completely or not at all."""
-    check_result_folder(plan.output, work.run, plan.options.overwrite)
-    unwanted = shutil.ignore_patterns(MANIFEST_FILE, f"*{PARTIAL_SUFFIX}")
-    with open_work_folder(plan.output, overwrite=True) as partial:
-        for folder in (work.checkpoint, work.ir):  # whose config says more
-            shutil.copytree(folder, partial, dirs_exist_ok=True, ignore=unwanted)
-        write_record(record, plan.name, partial)
-        entry = describe_model(make_result_source(plan, work), partial, INT8, find_exported_target(plan, work).folder)
-        complete_export(partial, plan.output, Manifest(entry, None, installed_versions(), {}))
+    check_result_folder(plan.output, work_folder.run_id, plan.options.overwrite)
+    ignored_patterns = shutil.ignore_patterns(MANIFEST_FILE, f"*{PARTIAL_SUFFIX}")
+    with open_partial_folder(plan.output, overwrite=True) as partial_folder:
+        for folder in (work_folder.result_checkpoint, work_folder.result_ir):  # whose config says more
+            shutil.copytree(folder, partial_folder, dirs_exist_ok=True, ignore=ignored_patterns)
+        write_record(record, plan.result_name, partial_folder)
+        manifest_entry = describe_model(
+            make_result_source(plan, work_folder), partial_folder, INT8, find_exported_target(plan, work_folder).folder
+        )
+        complete_export(partial_folder, plan.output, Manifest(manifest_entry, None, read_installed_versions(), {}))
 
 
-def add_draft_to_target(plan: DistillPlan, ir: Path, entry: ExportedModel) -> None:
+def add_draft_to_target(plan: DistillPlan, ir_folder: Path, manifest_entry: ExportedModel) -> None:
     """Put the exported result into an exported target that has no draft, and say so."""
-    model = plan.target.folder.resolve()
-    if not plan.target.is_ir or not has_manifest(model):
+    target_folder = plan.target.folder.resolve()
+    if not plan.target.is_ir or not has_manifest(target_folder):
         return
     try:
-        manifest = read_manifest(model)
-        foreign = find_foreign_file(model)
-        if manifest and manifest.draft == entry:
+        manifest = read_manifest(target_folder)
+        foreign_file = find_foreign_file(target_folder)
+        if manifest and manifest.draft == manifest_entry:
             return
-        if not manifest or manifest.draft or (model / DRAFT_FOLDER).exists():
-            print_note(f"{model.name}: has a draft, which stays there; name {plan.name} to use the new one")
-        elif foreign:
+        if not manifest or manifest.draft or (target_folder / DRAFT_FOLDER).exists():
             print_note(
-                f"{model.name}: holds a file that ovspec did not export ({foreign}), so {plan.name} isn't put into it"
+                f"{target_folder.name}: has a draft, which stays there; name {plan.result_name} to use the new one"
+            )
+        elif foreign_file:
+            print_note(
+                f"{target_folder.name}: holds a file that ovspec did not export ({foreign_file}), so "
+                f"{plan.result_name} isn't put into it"
             )
         else:
-            replace_with_draft(model, manifest, ir, entry)
-            print_note(f"{model.name}: {plan.name} is its draft now")
+            rewrite_target_with_draft(target_folder, manifest, ir_folder, manifest_entry)
+            print_note(f"{target_folder.name}: {plan.result_name} is its draft now")
     except (OvspecError, OSError) as error:
-        print_note(f"warning: {plan.name} could not be put into {model.name} ({error})")
+        print_note(f"warning: {plan.result_name} could not be put into {target_folder.name} ({error})")
 
 
-def replace_with_draft(model: Path, manifest: Manifest, ir: Path, entry: ExportedModel) -> None:
+def rewrite_target_with_draft(
+    target_folder: Path, manifest: Manifest, ir_folder: Path, manifest_entry: ExportedModel
+) -> None:
     """Replace an exported model by itself with a draft; a kill leaves one or the other, as of an export.
 
     The new folder's files are links to the old one's, where the disk has links.
     """
-    with open_work_folder(model, overwrite=True) as work:
-        for name in manifest.files:
-            (work / name).parent.mkdir(parents=True, exist_ok=True)
-            link_or_copy((model / name).resolve(), work / name)
-        shutil.copytree(ir, work / DRAFT_FOLDER, ignore=shutil.ignore_patterns(MANIFEST_FILE))
-        new = [path for path in (work / DRAFT_FOLDER).rglob("*") if path.is_file()]
-        manifest.draft = entry
+    with open_partial_folder(target_folder, overwrite=True) as new_folder:
+        for file_name in manifest.files:
+            (new_folder / file_name).parent.mkdir(parents=True, exist_ok=True)
+            link_or_copy((target_folder / file_name).resolve(), new_folder / file_name)
+        shutil.copytree(ir_folder, new_folder / DRAFT_FOLDER, ignore=shutil.ignore_patterns(MANIFEST_FILE))
+        draft_files = [path for path in (new_folder / DRAFT_FOLDER).rglob("*") if path.is_file()]
+        manifest.draft = manifest_entry
         manifest.files |= {
-            path.relative_to(work).as_posix(): ExportedFile(path.stat().st_size, hash_file(path)) for path in new
+            path.relative_to(new_folder).as_posix(): ExportedFile(path.stat().st_size, hash_file(path))
+            for path in draft_files
         }
-        manifest.write_to_folder(work)
-        replace_folder(work, model)
+        manifest.write_to_folder(new_folder)
+        replace_folder(new_folder, target_folder)
 
 
-def link_or_copy(file: Path, new: Path) -> None:
+def link_or_copy(original: Path, copy: Path) -> None:
     try:
-        os.link(file, new)
+        os.link(original, copy)
     except OSError:
-        shutil.copy2(file, new)
+        shutil.copy2(original, copy)

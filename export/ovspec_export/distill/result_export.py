@@ -17,32 +17,41 @@ from ovspec_export.head_fit import check_head_fits
 from ovspec_export.sources import HeadSource, Source, copy_missing_files, make_source
 
 
-def export_result(plan: DistillPlan, work: WorkFolder) -> None:
-    """Export the result so far into ``work.ir``."""
+def export_result(plan: DistillPlan, work_folder: WorkFolder) -> None:
+    """Export the result so far into ``result_ir``."""
     if plan.kind == "draft":
-        copy_missing_files(find_working_draft(plan, work).folder, work.checkpoint)
-    with work.time_stage(EXPORTING_STAGE):
-        export_draft(plan, work, make_result_source(plan, work), work.ir)
+        copy_missing_files(find_working_draft(plan, work_folder).folder, work_folder.result_checkpoint)
+    with work_folder.time_stage(EXPORTING_STAGE):
+        export_draft(plan, work_folder, make_result_source(plan, work_folder), work_folder.result_ir)
 
 
-def export_draft(plan: DistillPlan, work: WorkFolder, draft: Source, folder: Path) -> None:
-    """Export a head or a draft model into ``folder``, unless it is there."""
-    if folder.is_dir():
+def export_draft(plan: DistillPlan, work_folder: WorkFolder, draft: Source, ir_folder: Path) -> None:
+    """Export a head or a draft model into ``ir_folder``, unless it is there."""
+    if ir_folder.is_dir():
         return
-    partial = work.scratch / folder.name
-    target = find_exported_target(plan, work)
-    shutil.rmtree(partial, ignore_errors=True)
+    partial_folder = work_folder.scratch_folder / ir_folder.name
+    target = find_exported_target(plan, work_folder)
+    shutil.rmtree(partial_folder, ignore_errors=True)
     if isinstance(draft, HeadSource):
-        convert_head(draft, partial, INT8, target, check_head_fits(target, draft), work.scratch / "no states")
+        convert_head(
+            draft,
+            partial_folder,
+            INT8,
+            target,
+            check_head_fits(target, draft),
+            work_folder.scratch_folder / "no states",
+        )
     else:
-        convert_source(draft, partial, INT8)
-        ids = read_proposed_ids(draft, target)
-        if ids is not None and not draft.is_ir:
-            trim_ir(partial, ids, draft.name)
-    check_converted_files(draft, partial)
-    rename_with_retries(partial, folder)
+        convert_source(draft, partial_folder, INT8)
+        proposed_ids = read_proposed_ids(draft, target)
+        if proposed_ids is not None and not draft.is_ir:
+            trim_ir(partial_folder, proposed_ids, draft.name)
+    check_converted_files(draft, partial_folder)
+    rename_with_retries(partial_folder, ir_folder)
 
 
-def make_result_source(plan: DistillPlan, work: WorkFolder) -> Source:
+def make_result_source(plan: DistillPlan, work_folder: WorkFolder) -> Source:
     """Return the result so far as a source, which has the result's name: a checkpoint, or a trimmed IR."""
-    return make_source(work.checkpoint, plan.name, compute_files_revision(work.checkpoint))
+    return make_source(
+        work_folder.result_checkpoint, plan.result_name, compute_files_revision(work_folder.result_checkpoint)
+    )

@@ -22,40 +22,50 @@ def measure_costs(model: str) -> None:
     """Tell what an inference of 1, 2, … tokens takes, in seconds; a job."""
     lm = ovspec.load(model, "none", cache_memory=0)
     decoders = lm.runtime.decoder_pool.acquire()
-    text = np.random.default_rng(0).integers(0, lm.target.ir.logits_width, CONTEXT_TOKENS)
+    text_ids = np.random.default_rng(0).integers(0, lm.target.ir.logits_width, CONTEXT_TOKENS)
     decoders.reset(1)
-    decoders.target.feed([text], [1])
-    turns = list[list[float]]()
+    decoders.target.feed([text_ids], [1])
+    timing_rounds = list[list[float]]()
     for _ in range(TIMED_INFERENCES + 1):  # in turns, because a machine's speed drifts
         moments = [time.perf_counter()]
         for width in range(1, MAX_PROPOSED + 2):
             decoders.target.truncate(0, CONTEXT_TOKENS)
-            decoders.target.feed([text[:width]], [width])
+            decoders.target.feed([text_ids[:width]], [width])
             moments.append(time.perf_counter())
-        turns.append([after - before for before, after in pairwise(moments)])
-    turns = turns[1:]  # the first inference of a width takes longer
-    plain = median(turn[0] for turn in turns)
-    report_progress(costs=[plain * median(turn[k] / turn[0] for turn in turns) for k in range(MAX_PROPOSED + 1)])
+        timing_rounds.append([end - begin for begin, end in pairwise(moments)])
+    timing_rounds = timing_rounds[1:]  # the first inference of a width takes longer
+    plain_seconds = median(round_seconds[0] for round_seconds in timing_rounds)
+    report_progress(
+        costs=[plain_seconds * median(turn[k] / turn[0] for turn in timing_rounds) for k in range(MAX_PROPOSED + 1)]
+    )
 
 
-def estimate_speedup(accepted: Sequence[float], costs: Sequence[float], share: float) -> float:
+def estimate_speedup(mean_accepted: Sequence[float], costs: Sequence[float], step_share: float) -> float:
     """Return how many times as fast as plain decoding a draft makes generation, with the best fixed lookahead.
 
     An inference of more tokens counts as at least as long, so that nothing but accepted tokens can gain.
 
     Args:
-        accepted: mean number of accepted tokens if 1, 2, … are proposed.
+        mean_accepted: mean number of accepted tokens if 1, 2, … are proposed.
         costs: seconds of an inference of the target of 1, 2, … tokens.
-        share: of the first, that a step of the draft takes.
+        step_share: of the first, that a step of the draft takes.
     """
-    plain = costs[0]
-    ways = zip(accepted, np.maximum.accumulate(costs).tolist()[1:], strict=False)
-    return max([1.0, *((1 + a) * plain / (cost + k * share * plain) for k, (a, cost) in enumerate(ways, 1))])
+    plain_seconds = costs[0]
+    accepted_and_costs = zip(mean_accepted, np.maximum.accumulate(costs).tolist()[1:], strict=False)
+    return max(
+        [
+            1.0,
+            *(
+                (1 + a) * plain_seconds / (cost + k * step_share * plain_seconds)
+                for k, (a, cost) in enumerate(accepted_and_costs, 1)
+            ),
+        ]
+    )
 
 
-def estimate_step_share(target: Path, weights: float) -> float:
+def estimate_step_share(target_folder: Path, weight_count: float) -> float:
     """Return the share of a target's inference that a draft's step takes, if it has so many weights in int8.
 
     Both mostly wait for their weights to be read.
     """
-    return weights / (target / MODEL_FILE).with_suffix(".bin").stat().st_size
+    return weight_count / (target_folder / MODEL_FILE).with_suffix(".bin").stat().st_size

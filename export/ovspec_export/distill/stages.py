@@ -21,78 +21,112 @@ ProgressCallback = Callable[[JsonObject], None]
 UNLIMITED_TOKENS = 2**62  # tokens, which no time is enough for
 
 
-def find_exported_target(plan: DistillPlan, work: WorkFolder) -> Source:
+def find_exported_target(plan: DistillPlan, work_folder: WorkFolder) -> Source:
     """Return the exported target."""
-    folder = plan.target.folder.resolve() if plan.target.is_ir else work.target
+    folder = plan.target.folder.resolve() if plan.target.is_ir else work_folder.target_folder
     return Source(plan.target.name, folder, is_ir=True, revision=plan.target.revision)
 
 
-def run_texts_job(plan: DistillPlan, work: WorkFolder, seconds: float, on_progress: ProgressCallback) -> bool:
+def run_texts_job(plan: DistillPlan, work_folder: WorkFolder, seconds: float, on_progress: ProgressCallback) -> bool:
     """Let the model write, and take in given texts."""
-    target = find_exported_target(plan, work)
+    target = find_exported_target(plan, work_folder)
     topics = list[str]()
     if plan.options.topics:
         lines = read_text(plan.options.topics.expanduser()).splitlines()
         topics = [line.strip() for line in lines if line.strip()]
-    folders = {"model": str(target.folder), "work": str(work.folder)}
-    limits = {"seconds": seconds, "tokens": UNLIMITED_TOKENS}
-    texts = {"texts": plan.settings.text, "topics": topics}
-    return run_job("write_texts", target, work.scratch, on_progress, **folders, **limits, **texts)
-
-
-def run_features_job(plan: DistillPlan, work: WorkFolder, seconds: float, on_progress: ProgressCallback) -> bool:
-    """Compute what the target makes of the texts."""
-    target = find_exported_target(plan, work)
-    by_torch = JsonObject()
-    if plan.checkpoint:
-        by_torch = {"checkpoint": str(plan.checkpoint.folder), "model_type": plan.checkpoint.model_type}
-        by_torch |= {"torch_device": plan.options.torch_device}
+    folder_arguments = {"model": str(target.folder), "work_folder": str(work_folder.path)}
+    limit_arguments = {"seconds": seconds, "tokens": UNLIMITED_TOKENS}
+    text_arguments = {"texts": plan.settings.text, "topics": topics}
     return run_job(
-        "write_features",
-        plan.checkpoint or target,
-        work.scratch,
+        "write_texts",
+        target,
+        work_folder.scratch_folder,
         on_progress,
-        model=str(target.folder),
-        work=str(work.folder),
-        layers=plan.layers,
-        seconds=seconds,
-        most=plan.options.size_limit * 1e9,
-        **by_torch,
+        **folder_arguments,
+        **limit_arguments,
+        **text_arguments,
     )
 
 
-def run_training_job(plan: DistillPlan, work: WorkFolder, seconds: float, on_progress: ProgressCallback) -> bool:
+def run_features_job(plan: DistillPlan, work_folder: WorkFolder, seconds: float, on_progress: ProgressCallback) -> bool:
+    """Compute what the target makes of the texts."""
+    target = find_exported_target(plan, work_folder)
+    torch_arguments = JsonObject()
+    if plan.torch_checkpoint:
+        torch_arguments = {
+            "checkpoint": str(plan.torch_checkpoint.folder),
+            "model_type": plan.torch_checkpoint.model_type,
+        }
+        torch_arguments |= {"torch_device": plan.options.torch_device}
+    return run_job(
+        "write_features",
+        plan.torch_checkpoint or target,
+        work_folder.scratch_folder,
+        on_progress,
+        model=str(target.folder),
+        work_folder=str(work_folder.path),
+        layers=plan.tap_layers,
+        seconds=seconds,
+        max_bytes=plan.options.size_limit * 1e9,
+        **torch_arguments,
+    )
+
+
+def run_training_job(plan: DistillPlan, work_folder: WorkFolder, seconds: float, on_progress: ProgressCallback) -> bool:
     """Train a head, or teach a draft."""
-    common: JsonObject = {"work": str(work.folder), "seconds": seconds, "torch_device": plan.options.torch_device}
-    common["tokens"] = plan.options.tokens or UNLIMITED_TOKENS
+    common_arguments: JsonObject = {
+        "work_folder": str(work_folder.path),
+        "seconds": seconds,
+        "torch_device": plan.options.torch_device,
+    }
+    common_arguments["tokens"] = plan.options.tokens or UNLIMITED_TOKENS
     if plan.makes_head:
-        target = find_exported_target(plan, work)
-        head = {"layers": plan.layers, "draft_vocabulary": plan.draft_vocabulary}
-        head |= {"start": str(plan.draft.folder) if isinstance(plan.draft, HeadSource) else ""}
-        return run_job("train_head", target, work.scratch, on_progress, model=str(target.folder), **head, **common)
-    draft = find_working_draft(plan, work)
-    checkpoint = {"source": str(draft.folder), "model_type": draft.model_type, "trust_remote_code": False}
-    return run_job("train_draft", draft, work.scratch, on_progress, **checkpoint, **common)
+        target = find_exported_target(plan, work_folder)
+        head_arguments = {"layers": plan.tap_layers, "draft_vocabulary": plan.draft_vocab_size}
+        head_arguments |= {"start_checkpoint": str(plan.draft.folder) if isinstance(plan.draft, HeadSource) else ""}
+        return run_job(
+            "train_head",
+            target,
+            work_folder.scratch_folder,
+            on_progress,
+            model=str(target.folder),
+            **head_arguments,
+            **common_arguments,
+        )
+    draft = find_working_draft(plan, work_folder)
+    checkpoint_arguments = {"source": str(draft.folder), "model_type": draft.model_type, "trust_remote_code": False}
+    return run_job(
+        "train_draft", draft, work_folder.scratch_folder, on_progress, **checkpoint_arguments, **common_arguments
+    )
 
 
-def run_costs_job(plan: DistillPlan, work: WorkFolder, on_progress: ProgressCallback) -> bool:
+def run_costs_job(plan: DistillPlan, work_folder: WorkFolder, on_progress: ProgressCallback) -> bool:
     """Time the target, so that it can be said what to expect."""
-    target = find_exported_target(plan, work)
-    return run_job("measure_costs", target, work.scratch, on_progress, model=str(target.folder))
+    target = find_exported_target(plan, work_folder)
+    return run_job("measure_costs", target, work_folder.scratch_folder, on_progress, model=str(target.folder))
 
 
-def run_gain_job(plan: DistillPlan, work: WorkFolder, old: Path | None, output: Path, seconds: float) -> None:
+def run_gain_job(
+    plan: DistillPlan, work_folder: WorkFolder, old_draft: Path | None, output: Path, seconds: float
+) -> None:
     """Time plain decoding, the old draft and the new one; Ctrl-C ends it at once."""
-    target = find_exported_target(plan, work)
-    paths = {"model": target.folder, "new": work.ir, "documents": work.documents, "output": output}
-    arguments: JsonObject = {name: str(path) for name, path in paths.items()} | {"old": str(old) if old else ""}
-    with work.time_stage(GAIN_STAGE):
-        run_job("measure_gain", target, work.scratch, None, **arguments, seconds=seconds)
+    target = find_exported_target(plan, work_folder)
+    path_arguments = {
+        "model": target.folder,
+        "new_draft": work_folder.result_ir,
+        "documents_file": work_folder.documents_file,
+        "output": output,
+    }
+    arguments: JsonObject = {name: str(path) for name, path in path_arguments.items()} | {
+        "old_draft": str(old_draft) if old_draft else ""
+    }
+    with work_folder.time_stage(GAIN_STAGE):
+        run_job("measure_gain", target, work_folder.scratch_folder, None, **arguments, seconds=seconds)
 
 
-def find_working_draft(plan: DistillPlan, work: WorkFolder) -> Source:
+def find_working_draft(plan: DistillPlan, work_folder: WorkFolder) -> Source:
     """Return the draft as a checkpoint that transformers can load."""
     assert plan.draft
-    if not work.draft.is_dir():
+    if not work_folder.draft_checkpoint.is_dir():
         return plan.draft
-    return Source(plan.draft.name, work.draft, is_ir=False, revision=plan.draft.revision)
+    return Source(plan.draft.name, work_folder.draft_checkpoint, is_ir=False, revision=plan.draft.revision)

@@ -30,14 +30,14 @@ from ovspec_export.distill.documents import (
     Document,
     SeenRuns,
     append_documents,
-    compute_checksum,
-    create_documents,
-    encode_open_chats,
+    compute_tokens_checksum,
+    encode_unanswered_chats,
     is_held_out,
     is_looping,
     make_user_documents,
     read_documents,
     read_user_texts,
+    write_first_documents,
 )
 from ovspec_export.distill.work_folder import DOCUMENTS_FILE
 
@@ -72,65 +72,70 @@ SYSTEM_MESSAGES = (
 
 def write_texts(
     model: str,
-    work: str,
+    work_folder: str,
     seconds: float,
     tokens: float,
     texts: Sequence[str] = (),
     topics: Sequence[str] = (),
     seed: int = 0,
-    batch: int = MAX_ROWS,
-    question: int = MAX_QUESTION_TOKENS,
-    answer: int = MAX_ANSWER_TOKENS,
+    max_rows: int = MAX_ROWS,
+    max_question_tokens: int = MAX_QUESTION_TOKENS,
+    max_answer_tokens: int = MAX_ANSWER_TOKENS,
 ) -> None:
-    """Append documents to those in ``work`` for about ``seconds``, or until they have ``tokens`` tokens together.
+    """Append documents to those in ``work_folder`` for about ``seconds``, or until they have ``tokens`` in all.
 
     The first call begins with the user's own. What a later one draws depends on how many tokens there are already, so
     that it repeats nothing.
 
     Args:
         model: the exported model.
-        work: the work folder.
         texts: files and folders of the user's; see ``read_user_texts``.
         topics: what is asked about; by default anything.
-        batch: maximum number of texts that are written at a time.
-        question, answer: maximum numbers of their tokens.
+        max_rows: maximum number of texts that are written at a time.
+        max_question_tokens, max_answer_tokens: of one question, and of one answer.
     """
     began = time.monotonic()
     runtime = ovspec.load(model, "none", **LOAD_SETTINGS).runtime
-    file = Path(work) / DOCUMENTS_FILE
+    documents_file = Path(work_folder) / DOCUMENTS_FILE
     user_texts = read_user_texts(texts)
-    seen = SeenRuns()
-    if file.is_file():
-        documents = read_documents(file)
+    seen_runs = SeenRuns()
+    if documents_file.is_file():
+        documents = read_documents(documents_file)
         for document in documents:
-            seen.add_runs(document.ids)
+            seen_runs.add_runs(document.ids)
     else:
-        documents = make_user_documents(user_texts, runtime.prompt_encoder, seen)
-        create_documents(file, documents)
-    count = len(documents)
-    total = sum(len(document.ids) for document in documents)
-    report_progress(tokens=total, per_second=0, documents=count, skipped=user_texts.skipped)
-    prompts = select_unanswered(encode_open_chats(user_texts, runtime.prompt_encoder), documents, runtime)
-    prompt_source = make_prompt_source(runtime.prompt_encoder, topics, seen, question)
-    writer = TextWriter(runtime, prompt_source, seen, documents, prompts, seed + total, answer)
-    before = total
-    since = time.monotonic()
+        documents = make_user_documents(user_texts, runtime.prompt_encoder, seen_runs)
+        write_first_documents(documents_file, documents)
+    document_count = len(documents)
+    total_tokens = sum(len(document.ids) for document in documents)
+    report_progress(tokens=total_tokens, per_second=0, documents=document_count, skipped=user_texts.skipped_files)
+    unanswered_prompts = select_unanswered_prompts(
+        encode_unanswered_chats(user_texts, runtime.prompt_encoder), documents, runtime
+    )
+    prompt_source = make_prompt_source(runtime.prompt_encoder, topics, seen_runs, max_question_tokens)
+    writer = TextWriter(
+        runtime, prompt_source, seen_runs, documents, unanswered_prompts, seed + total_tokens, max_answer_tokens
+    )
+    initial_tokens = total_tokens
+    writing_began = time.monotonic()
     can_train = False
 
-    def is_over() -> bool:
+    def is_writing_over() -> bool:
         elapsed = time.monotonic() - began
         # A job that ends with nothing to learn from is lost time.
-        if is_stop_requested() or total >= tokens:
+        if is_stop_requested() or total_tokens >= tokens:
             return True
         return elapsed > seconds * (1 if can_train or writer.has_answer_to_keep else 2)
 
-    for written in writer.write_documents(is_over, batch, seconds - (time.monotonic() - began)):
-        append_documents(file, written)
-        can_train = can_train or not all(document.held_out for document in written)
-        count = count + len(written)
-        total = total + sum(len(document.ids) for document in written)
-        speed = (total - before) / (time.monotonic() - since)
-        report_progress(tokens=total, per_second=speed, documents=count, begun=writer.running_tokens)
+    for new_documents in writer.write_documents(is_writing_over, max_rows, seconds - (time.monotonic() - began)):
+        append_documents(documents_file, new_documents)
+        can_train = can_train or not all(document.held_out for document in new_documents)
+        document_count = document_count + len(new_documents)
+        total_tokens = total_tokens + sum(len(document.ids) for document in new_documents)
+        tokens_per_second = (total_tokens - initial_tokens) / (time.monotonic() - writing_began)
+        report_progress(
+            tokens=total_tokens, per_second=tokens_per_second, documents=document_count, begun=writer.running_tokens
+        )
 
 
 # ---------------------------------------------------------------- what is answered or continued
@@ -145,143 +150,176 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Lead:
+class PromptOpening:
     """A beginning with which the model goes on until it has asked something, or begun a text.
 
-    options: how it goes on.
+    row_options: how it goes on.
     system, effort: of the chat in which it asks.
     """
 
     ids: list[int]
-    options: dict[str, Any]
+    row_options: dict[str, Any]
     system: str | None = None
     effort: str | None = None
 
 
 def make_prompt_source(
-    prompts: PromptEncoder, topics: Sequence[str], seen: SeenRuns, most: int
+    prompt_encoder: PromptEncoder, topics: Sequence[str], seen_runs: SeenRuns, max_question_tokens: int
 ) -> QuestionSource | BeginningSource:
     """Return what makes prompts: questions, unless the model has no chat template that shows what a user says."""
     try:
-        split_at_user_text(prompts.chat_format, None)
+        split_at_user_text(prompt_encoder.chat_format, None)
     except OvspecError:
-        return BeginningSource(prompts, seen)
-    return QuestionSource(prompts, topics, seen, most)
+        return BeginningSource(prompt_encoder, seen_runs)
+    return QuestionSource(prompt_encoder, topics, seen_runs, max_question_tokens)
 
 
 class QuestionSource:
     """Lets the model ask, by going on with an empty turn of the user (Magpie, arXiv 2406.08464)."""
 
-    def __init__(self, prompts: PromptEncoder, topics: Sequence[str], seen: SeenRuns, most: int) -> None:
-        self._prompts, self._topics, self._seen, self._most = prompts, topics, seen, most
-        self._systems = SYSTEM_MESSAGES if prompts.chat_format.takes_system and not topics else (None,)
-        self._asked = self._ended = 0
-        self._leads = functools.cache(self._make_lead)
+    def __init__(
+        self, prompt_encoder: PromptEncoder, topics: Sequence[str], seen_runs: SeenRuns, max_question_tokens: int
+    ) -> None:
+        self._prompt_encoder, self._topics, self._seen_runs, self._max_question_tokens = (
+            prompt_encoder,
+            topics,
+            seen_runs,
+            max_question_tokens,
+        )
+        self._system_messages = SYSTEM_MESSAGES if prompt_encoder.chat_format.takes_system and not topics else (None,)
+        self._question_count = self._ended_count = 0
+        self._make_cached_opening = functools.cache(self._make_opening)
 
-    def draw_lead(self, draws: np.random.Generator) -> Lead:
-        system = self._systems[int(draws.integers(len(self._systems)))]
-        topic = self._topics[int(draws.integers(len(self._topics)))] if self._topics else None
+    def draw_opening(self, rng: np.random.Generator) -> PromptOpening:
+        system = self._system_messages[int(rng.integers(len(self._system_messages)))]
+        topic = self._topics[int(rng.integers(len(self._topics)))] if self._topics else None
         # Where the template can be told how much to think, half of the answers think less.
-        return self._leads(system, topic, "none" if draws.integers(2) else None)
+        return self._make_cached_opening(system, topic, "none" if rng.integers(2) else None)
 
-    def _make_lead(self, system: str | None, topic: str | None, effort: str | None) -> Lead:
-        tokenizer = self._prompts.tokenizer
-        opening = TOPIC_OPENING.format(topic) if topic else ""
-        before, after = split_at_user_text(self._prompts.chat_format, system, opening)
-        stop_ids, stop = find_turn_end(after, tokenizer.added_tokens)
-        options = {"temperature": 1.0, "top_p": 0.95, "max_tokens": self._most, "stop_ids": stop_ids, "stop": stop}
-        return Lead(tokenizer.encode(before, special=False).tolist(), options, system, effort)
+    def _make_opening(self, system: str | None, topic: str | None, effort: str | None) -> PromptOpening:
+        tokenizer = self._prompt_encoder.tokenizer
+        topic_opening = TOPIC_OPENING.format(topic) if topic else ""
+        before_user_text, after_user_text = split_at_user_text(self._prompt_encoder.chat_format, system, topic_opening)
+        stop_ids, stop_strings = find_turn_end(after_user_text, tokenizer.added_tokens)
+        row_options = {
+            "temperature": 1.0,
+            "top_p": 0.95,
+            "max_tokens": self._max_question_tokens,
+            "stop_ids": stop_ids,
+            "stop": stop_strings,
+        }
+        return PromptOpening(tokenizer.encode(before_user_text, special=False).tolist(), row_options, system, effort)
 
-    def make_prompt(self, lead: Lead, row: Row) -> Prompt | None:
+    def make_prompt(self, opening: PromptOpening, row: Row) -> Prompt | None:
         """Return what the model has asked; None if it is no question, or was asked before."""
-        tokenizer = self._prompts.tokenizer
-        text = row.text.strip()
-        ended = row.finish_reason != "length"
-        tokens = row.token_ids[:-1] if ended else row.token_ids
-        self._asked = self._asked + 1
-        self._ended = self._ended + ended
-        if not ended and self._ended > self._asked / 4:  # few models end hardly any question
+        tokenizer = self._prompt_encoder.tokenizer
+        question_text = row.text.strip()
+        is_ended = row.finish_reason != "length"
+        question_tokens = row.token_ids[:-1] if is_ended else row.token_ids
+        self._question_count = self._question_count + 1
+        self._ended_count = self._ended_count + is_ended
+        if not is_ended and self._ended_count > self._question_count / 4:  # few models end hardly any question
             return None
-        written = "".join(map(tokenizer.token_text, tokens))
-        if not text or is_looping(tokens) or tokenizer.contains_special_name(written):
+        written_text = "".join(map(tokenizer.token_text, question_tokens))
+        if not question_text or is_looping(question_tokens) or tokenizer.contains_special_name(written_text):
             return None
         try:
-            question = tokenizer.encode(text, special=False).tolist()
-            ids = self._prompts.encode(make_chat(text, lead.system), reasoning_effort=lead.effort).tolist()
+            question_ids = tokenizer.encode(question_text, special=False).tolist()
+            prompt_ids = self._prompt_encoder.encode(
+                make_chat_messages(question_text, opening.system), reasoning_effort=opening.effort
+            ).tolist()
         except OvspecError:  # the text is strange, or the template takes too long on a busy machine
             return None
-        if self._seen.is_near_duplicate(question):
+        if self._seen_runs.is_near_duplicate(question_ids):
             return None
-        self._seen.add_runs(question)
-        return Prompt(ids, is_held_out(question))
+        self._seen_runs.add_runs(question_ids)
+        return Prompt(prompt_ids, is_held_out(question_ids))
 
 
 class BeginningSource:
     """Lets the model begin texts, if it has no chat template."""
 
-    def __init__(self, prompts: PromptEncoder, seen: SeenRuns) -> None:
-        tokenizer = prompts.tokenizer
-        config = prompts.generation_config
-        self._bos = tokenizer.prefix_ids
-        self._seen = seen
+    def __init__(self, prompt_encoder: PromptEncoder, seen_runs: SeenRuns) -> None:
+        tokenizer = prompt_encoder.tokenizer
+        generation_config = prompt_encoder.generation_config
+        self._bos_ids = tokenizer.prefix_ids
+        self._seen_runs = seen_runs
         # A text begins behind BOS or, without one, behind the end of another text, or on a new line.
-        start = config.bos_ids.tolist() or sorted(config.eos_ids)[:1] or tokenizer.encode("\n", special=False).tolist()
-        self._lead = Lead(start, {"temperature": 1.0, "max_tokens": BEGINNING_TOKENS})
+        start_ids = (
+            generation_config.bos_ids.tolist()
+            or sorted(generation_config.eos_ids)[:1]
+            or tokenizer.encode("\n", special=False).tolist()
+        )
+        self._opening = PromptOpening(start_ids, {"temperature": 1.0, "max_tokens": BEGINNING_TOKENS})
 
-    def draw_lead(self, draws: np.random.Generator) -> Lead:
-        del draws
-        return self._lead
+    def draw_opening(self, rng: np.random.Generator) -> PromptOpening:
+        del rng
+        return self._opening
 
-    def make_prompt(self, lead: Lead, row: Row) -> Prompt | None:
+    def make_prompt(self, opening: PromptOpening, row: Row) -> Prompt | None:
         """Return what the model has begun; None if it has ended it, or has begun like this before."""
-        del lead
-        if row.finish_reason != "length" or is_looping(row.token_ids) or self._seen.is_near_duplicate(row.token_ids):
+        del opening
+        if (
+            row.finish_reason != "length"
+            or is_looping(row.token_ids)
+            or self._seen_runs.is_near_duplicate(row.token_ids)
+        ):
             return None
-        self._seen.add_runs(row.token_ids)
-        return Prompt([*self._bos, *row.token_ids], is_held_out(row.token_ids))
+        self._seen_runs.add_runs(row.token_ids)
+        return Prompt([*self._bos_ids, *row.token_ids], is_held_out(row.token_ids))
 
 
-def make_chat(text: str, system: str | None) -> list[Message]:
+def make_chat_messages(text: str, system: str | None) -> list[Message]:
     user_message = {"role": "user", "content": text}
     if not system:
         return [user_message]
     return [{"role": "system", "content": system}, user_message]
 
 
-def split_at_user_text(format: ChatFormat, system: str | None, lead: str = "") -> tuple[str, str]:
-    """Return what a template writes before what a user says, and after it; the user begins with ``lead``.
+def split_at_user_text(chat_format: ChatFormat, system: str | None, user_opening: str = "") -> tuple[str, str]:
+    """Return what a template writes before what a user says, and after it; the user begins with ``user_opening``.
 
     Raises:
         OvspecError: the template can't render that, or doesn't show what a user says.
     """
-    prompt = format.render_prompt(make_chat(lead + USER_PLACEHOLDER, system))
-    before, placeholder, after = prompt.partition(USER_PLACEHOLDER)
+    prompt = chat_format.render_prompt(make_chat_messages(user_opening + USER_PLACEHOLDER, system))
+    before_user_text, placeholder, after_user_text = prompt.partition(USER_PLACEHOLDER)
     if not placeholder:
         raise OvspecError("The model's chat template doesn't show what a user says.")
-    return before.rstrip(" "), after  # most vocabularies have words with the space before them
+    return before_user_text.rstrip(" "), after_user_text  # most vocabularies have words with the space before them
 
 
-def find_turn_end(after: str, added: Mapping[str, int]) -> tuple[list[int], list[str]]:
+def find_turn_end(after_user_text: str, added_tokens: Mapping[str, int]) -> tuple[list[int], list[str]]:
     """Return the ids and the strings that end a user's turn: what the template writes first after it.
 
-    added: the ids of tokens that the vocabulary has for names, such as "<|im_end|>".
+    added_tokens: the ids of tokens that the vocabulary has for names, such as "<|im_end|>".
     """
-    places = {name: after.find(name) for name in added if name.strip() and name in after}
-    first = min(places, key=lambda name: (places[name], -len(name)), default="")
-    text = (after[: places[first]] if first else after).strip()
-    if text:
-        return [], [text]
-    if first:
-        return [added[first]], []
+    name_positions = {
+        name: after_user_text.find(name) for name in added_tokens if name.strip() and name in after_user_text
+    }
+    first_name = min(name_positions, key=lambda name: (name_positions[name], -len(name)), default="")
+    end_text = (after_user_text[: name_positions[first_name]] if first_name else after_user_text).strip()
+    if end_text:
+        return [], [end_text]
+    if first_name:
+        return [added_tokens[first_name]], []
     return [], []
 
 
-def select_unanswered(prompts: Iterable[list[int]], documents: Iterable[Document], runtime: Runtime) -> list[Prompt]:
+def select_unanswered_prompts(
+    encoded_prompts: Iterable[list[int]], documents: Iterable[Document], runtime: Runtime
+) -> list[Prompt]:
     """Return the user's prompts that have no answer yet, and that the model's context has room for."""
-    done = {compute_checksum(document.ids[: document.answer][-PROMPT_KEY_TOKENS:]) for document in documents}
-    room = runtime.models.target.ir.context_length or np.inf
-    left = (ids for ids in prompts if len(ids) < room and compute_checksum(ids[-PROMPT_KEY_TOKENS:]) not in done)
-    return [Prompt(ids, is_held_out(ids)) for ids in left]
+    answered_keys = {
+        compute_tokens_checksum(document.ids[: document.answer][-PROMPT_KEY_TOKENS:]) for document in documents
+    }
+    context_length = runtime.models.target.ir.context_length or np.inf
+    unanswered_prompts = (
+        ids
+        for ids in encoded_prompts
+        if len(ids) < context_length and compute_tokens_checksum(ids[-PROMPT_KEY_TOKENS:]) not in answered_keys
+    )
+    return [Prompt(ids, is_held_out(ids)) for ids in unanswered_prompts]
 
 
 # ---------------------------------------------------------------- writing
@@ -289,10 +327,10 @@ def select_unanswered(prompts: Iterable[list[int]], documents: Iterable[Document
 
 @dataclass(frozen=True)
 class RunningText:
-    """A text that is being written: what the model asks after a ``Lead``, or answers to a ``Prompt``."""
+    """A text that is being written: what the model asks after a ``PromptOpening``, or answers to a ``Prompt``."""
 
     row: Row
-    start: Lead | Prompt
+    beginning: PromptOpening | Prompt
     greedy: bool
 
 
@@ -302,137 +340,146 @@ class TextWriter:
     Args:
         documents: those so far; the model continues pieces of what the user gave.
         prompts: what is answered first.
-        number: of the first text. What is drawn for a text follows from its number.
-        answer: maximum number of tokens of an answer.
+        first_number: of the first text. What is drawn for a text follows from its number.
+        max_answer_tokens: of one answer.
     """
 
     def __init__(
         self,
         runtime: Runtime,
         prompt_source: QuestionSource | BeginningSource,
-        seen: SeenRuns,
+        seen_runs: SeenRuns,
         documents: Iterable[Document],
         prompts: Iterable[Prompt],
-        number: int,
-        answer: int,
+        first_number: int,
+        max_answer_tokens: int,
     ) -> None:
-        self._runtime, self._prompt_source, self._seen, self._answer = runtime, prompt_source, seen, answer
+        self._runtime, self._prompt_source, self._seen_runs, self._max_answer_tokens = (
+            runtime,
+            prompt_source,
+            seen_runs,
+            max_answer_tokens,
+        )
         self._user_documents = [
             document for document in documents if document.source != "own" and len(document.ids) > PREFIX_TOKENS[0]
         ]
-        self._ready = deque(prompts)
-        self._number = number
-        self._running: dict[int, RunningText] = {}  # by the scheduler's number of its row
-        self._written: list[Document] = []
+        self._ready_prompts = deque(prompts)
+        self._next_number = first_number
+        self._running_texts: dict[int, RunningText] = {}  # by the scheduler's number of its row
+        self._written_documents: list[Document] = []
 
-    def write_documents(self, is_over: Callable[[], bool], batch: int, seconds: float) -> Iterator[list[Document]]:
-        """Yield documents every few seconds until ``is_over`` says so, which should be after ``seconds``."""
+    def write_documents(
+        self, is_writing_over: Callable[[], bool], max_rows: int, seconds: float
+    ) -> Iterator[list[Document]]:
+        """Yield documents every few seconds until ``is_writing_over`` says so, which should be after ``seconds``."""
         decoders = self._runtime.decoder_pool.acquire()
         models = self._runtime.models
-        limits = BatchLimits(batch, count_free_tokens(models.compiled_irs(), batch, models.idle_bytes))
+        limits = BatchLimits(max_rows, count_free_tokens(models.compiled_irs(), max_rows, models.idle_bytes))
         scheduler = Scheduler(decoders.target, None, NO_LOOKAHEAD, (), limits)
-        rows = min(batch, MIN_ROWS)
-        costs = deque[float](maxlen=16)
-        since = time.monotonic()
+        row_count = min(max_rows, MIN_ROWS)
+        step_row_seconds = deque[float](maxlen=16)
+        last_write_time = time.monotonic()
         try:
-            while not is_over():
-                while len(self._running) < rows:
-                    running = self._start_text()
-                    self._running[scheduler.queue.add_row(running.row)] = running
-                began = time.monotonic()
+            while not is_writing_over():
+                while len(self._running_texts) < row_count:
+                    new_text = self._start_text()
+                    self._running_texts[scheduler.queue.add_row(new_text.row)] = new_text
+                step_began = time.monotonic()
                 pieces = scheduler.step() or []
                 now = time.monotonic()
-                costs.append((now - began) / max(1, len(pieces)))
-                rows = int(min(batch, max(MIN_ROWS, seconds / INTENDED_ROUNDS / median(costs))))
-                scheduler.remove_rows(self._collect_ended(pieces))
-                if now - since > WRITE_SECONDS:
-                    yield self._hand_over()
-                    since = now
-            for running in self._running.values():
-                if isinstance(running.start, Prompt) and len(running.row.token_ids) >= MIN_UNFINISHED_TOKENS:
-                    self._keep_answer(running, running.start)
-            self._running = {}
-            yield self._hand_over()
+                step_row_seconds.append((now - step_began) / max(1, len(pieces)))
+                row_count = int(min(max_rows, max(MIN_ROWS, seconds / INTENDED_ROUNDS / median(step_row_seconds))))
+                scheduler.remove_rows(self._collect_ended_texts(pieces))
+                if now - last_write_time > WRITE_SECONDS:
+                    yield self._take_written_documents()
+                    last_write_time = now
+            for new_text in self._running_texts.values():
+                if isinstance(new_text.beginning, Prompt) and len(new_text.row.token_ids) >= MIN_UNFINISHED_TOKENS:
+                    self._keep_answer(new_text, new_text.beginning)
+            self._running_texts = {}
+            yield self._take_written_documents()
         finally:
             self._runtime.decoder_pool.release(decoders)
 
     @property
     def running_tokens(self) -> int:
         """The tokens of texts that are being written."""
-        return sum(len(running.row.token_ids) for running in self._running.values())
+        return sum(len(running_text.row.token_ids) for running_text in self._running_texts.values())
 
     @property
     def has_answer_to_keep(self) -> bool:
         """Whether a text that is being written would be kept, and learned from, if the time were over."""
         return any(
-            isinstance(text.start, Prompt)
-            and not text.start.held_out
-            and len(text.row.token_ids) >= MIN_UNFINISHED_TOKENS
-            for text in self._running.values()
+            isinstance(running_text.beginning, Prompt)
+            and not running_text.beginning.held_out
+            and len(running_text.row.token_ids) >= MIN_UNFINISHED_TOKENS
+            for running_text in self._running_texts.values()
         )
 
     def _start_text(self) -> RunningText:
         """Return the next text, not begun yet: an answer, if there is something to answer, or a question."""
-        draws = np.random.default_rng(self._number)
-        greedy = bool(draws.integers(2))
-        seed = self._number
-        self._number += 1
-        if self._ready:
-            after = self._ready.popleft()
-        elif self._user_documents and draws.integers(2):
-            after = self._draw_prompt(draws)
+        rng = np.random.default_rng(self._next_number)
+        greedy = bool(rng.integers(2))
+        seed = self._next_number
+        self._next_number += 1
+        if self._ready_prompts:
+            prompt = self._ready_prompts.popleft()
+        elif self._user_documents and rng.integers(2):
+            prompt = self._draw_prompt(rng)
         else:
-            lead = self._prompt_source.draw_lead(draws)
-            return RunningText(self._make_row(lead.ids, seed=seed, **lead.options), lead, False)
-        options = {"temperature": 0.0 if greedy else 1.0, "max_tokens": self._answer}
-        return RunningText(self._make_row(after.ids, seed=seed, **options), after, greedy)
+            opening = self._prompt_source.draw_opening(rng)
+            return RunningText(self._make_row(opening.ids, seed=seed, **opening.row_options), opening, False)
+        row_options = {"temperature": 0.0 if greedy else 1.0, "max_tokens": self._max_answer_tokens}
+        return RunningText(self._make_row(prompt.ids, seed=seed, **row_options), prompt, greedy)
 
-    def _draw_prompt(self, draws: np.random.Generator) -> Prompt:
+    def _draw_prompt(self, rng: np.random.Generator) -> Prompt:
         """Return a prompt that the user gave an answer to, or a piece of a text, to be continued by the model."""
-        document = self._user_documents[int(draws.integers(len(self._user_documents)))]
-        bos = self._runtime.prompt_encoder.tokenizer.prefix_ids
+        document = self._user_documents[int(rng.integers(len(self._user_documents)))]
+        bos_ids = self._runtime.prompt_encoder.tokenizer.prefix_ids
         if document.answer:
             return Prompt(document.ids[: document.answer], document.held_out)
-        body = document.ids
-        if body[: len(bos)] == bos:
-            body = body[len(bos) :]
-        length = min(int(draws.integers(PREFIX_TOKENS[0], PREFIX_TOKENS[1] + 1)), len(body))
-        start = int(draws.integers(len(body) - length + 1))
-        return Prompt([*bos, *body[start : start + length]], document.held_out)
+        content_ids = document.ids
+        if content_ids[: len(bos_ids)] == bos_ids:
+            content_ids = content_ids[len(bos_ids) :]
+        prefix_length = min(int(rng.integers(PREFIX_TOKENS[0], PREFIX_TOKENS[1] + 1)), len(content_ids))
+        prefix_start = int(rng.integers(len(content_ids) - prefix_length + 1))
+        return Prompt([*bos_ids, *content_ids[prefix_start : prefix_start + prefix_length]], document.held_out)
 
-    def _make_row(self, ids: list[int], **options: Any) -> Row:
-        [row] = self._runtime.row_maker.make_rows(ids, self._runtime.row_maker.make_complete_params(options))  # type: ignore[arg-type]
+    def _make_row(self, ids: list[int], **row_options: Any) -> Row:
+        [row] = self._runtime.row_maker.make_rows(ids, self._runtime.row_maker.make_complete_params(row_options))  # type: ignore[arg-type]
         return row
 
-    def _collect_ended(self, pieces: Iterable[tuple[int, Piece]]) -> list[int]:
+    def _collect_ended_texts(self, pieces: Iterable[tuple[int, Piece]]) -> list[int]:
         """Take the texts that have ended; return the numbers of those that have got into a loop, which end now."""
-        looping = list[int]()
-        for number, piece in pieces:
-            running = self._running[number]
-            row = running.row
-            after = running.start
+        looping_numbers = list[int]()
+        for row_number, piece in pieces:
+            running_text = self._running_texts[row_number]
+            row = running_text.row
+            beginning = running_text.beginning
             if not piece.finish_reason:
                 if len(row.token_ids) % LOOP_CHECK_TOKENS or not row.token_ids or not is_looping(row.token_ids):
                     continue
-                looping.append(number)
-            elif isinstance(after, Prompt):
-                self._keep_answer(running, after)
-            elif prompt := self._prompt_source.make_prompt(after, row):
-                self._ready.append(prompt)
-            del self._running[number]
-        return looping
+                looping_numbers.append(row_number)
+            elif isinstance(beginning, Prompt):
+                self._keep_answer(running_text, beginning)
+            elif prompt := self._prompt_source.make_prompt(beginning, row):
+                self._ready_prompts.append(prompt)
+            del self._running_texts[row_number]
+        return looping_numbers
 
-    def _keep_answer(self, running: RunningText, prompt: Prompt) -> None:
+    def _keep_answer(self, running_text: RunningText, prompt: Prompt) -> None:
         """Make a document of an answer, unless it loops or is a near-duplicate."""
-        tokens = running.row.token_ids
-        if is_looping(tokens) or self._seen.is_near_duplicate(tokens):
+        answer_ids = running_text.row.token_ids
+        if is_looping(answer_ids) or self._seen_runs.is_near_duplicate(answer_ids):
             return
-        ids = [*prompt.ids, *tokens]
-        self._seen.add_runs(ids)
-        answer = max(0, min(len(prompt.ids), MAX_DOCUMENT_TOKENS - len(tokens)))
-        self._written.append(Document(ids[-MAX_DOCUMENT_TOKENS:], answer, "own", running.greedy, prompt.held_out))
+        document_ids = [*prompt.ids, *answer_ids]
+        self._seen_runs.add_runs(document_ids)
+        answer_start = max(0, min(len(prompt.ids), MAX_DOCUMENT_TOKENS - len(answer_ids)))
+        self._written_documents.append(
+            Document(document_ids[-MAX_DOCUMENT_TOKENS:], answer_start, "own", running_text.greedy, prompt.held_out)
+        )
 
-    def _hand_over(self) -> list[Document]:
-        written = self._written
-        self._written = []
-        return written
+    def _take_written_documents(self) -> list[Document]:
+        written_documents = self._written_documents
+        self._written_documents = []
+        return written_documents

@@ -26,7 +26,7 @@ from ovspec.ir.instruction_set import list_instruction_sets
 from ovspec_export.channel import is_stop_requested, report_progress
 from ovspec_export.distill.features import Example, Examples, read_examples
 from ovspec_export.distill.optimizer import Optimizer
-from ovspec_export.distill.work_folder import CHECKPOINT_FOLDER, STATE_FILE
+from ovspec_export.distill.work_folder import CHECKPOINT_FOLDER, TRAINING_STATE_FILE
 
 JUDGED_DOCUMENTS = 24  # held-out documents that are judged while it trains
 WARM_UP_STEPS, STEADY_STEPS = 100, 8000  # steps until the rate is the highest, and until it falls
@@ -65,118 +65,142 @@ class TrainingLimits:
 
 
 def train_student(
-    student: Student, work: Path, state: dict[str, Any], kept: dict[str, Any], limits: TrainingLimits
+    student: Student,
+    work_folder: Path,
+    training_state: dict[str, Any],
+    extra_state: dict[str, Any],
+    limits: TrainingLimits,
 ) -> None:
     """Train a student on the documents in the work folder, and write the state and the result.
 
     Args:
-        student: with the weights of ``state``, if that isn't empty.
-        kept: what else the state is to hold.
+        student: with the weights of ``training_state``, if that isn't empty.
+        extra_state: what else the state is to hold.
     """
     with torch.device(limits.device):
-        run_training_loop(student, work, state, kept, limits)
+        run_training_loop(student, work_folder, training_state, extra_state, limits)
 
 
 def run_training_loop(
-    student: Student, work: Path, state: dict[str, Any], kept: dict[str, Any], limits: TrainingLimits
+    student: Student,
+    work_folder: Path,
+    training_state: dict[str, Any],
+    extra_state: dict[str, Any],
+    limits: TrainingLimits,
 ) -> None:
     keep_freed_memory()
-    examples, held_out = (read_examples(work, held_out) for held_out in (False, True))
+    examples, held_out_examples = (read_examples(work_folder, held_out) for held_out in (False, True))
     if not len(examples):
         raise OvspecError("there is no text to learn from yet; give more `minutes`")
-    judged = Examples(held_out.spans[:: max(1, len(held_out) // JUDGED_DOCUMENTS)])
-    named = {name: weight for name, weight in student.module.named_parameters() if weight.requires_grad}
-    initial = state.get("averaged") or {name: weight.detach() for name, weight in named.items()}
-    averaged = {name: weight.clone().to(limits.device) for name, weight in initial.items()}
+    judged_examples = Examples(held_out_examples.spans[:: max(1, len(held_out_examples) // JUDGED_DOCUMENTS)])
+    trainable_weights = {name: weight for name, weight in student.module.named_parameters() if weight.requires_grad}
+    initial_average = training_state.get("averaged") or {
+        name: weight.detach() for name, weight in trainable_weights.items()
+    }
+    averaged_weights = {name: weight.clone().to(limits.device) for name, weight in initial_average.items()}
     optimizer = Optimizer(student.parameter_groups(), betas=BETAS, fused=True)
-    for name, moments in state.get("optimizer", {}).items():
-        optimizer.state[named[name]] = {moment: tensor.to(limits.device) for moment, tensor in moments.items()}
-    step = state.get("step", 0)
-    seen = state.get("seen", 0)
+    for name, moments in training_state.get("optimizer", {}).items():
+        optimizer.state[trainable_weights[name]] = {
+            moment_name: tensor.to(limits.device) for moment_name, tensor in moments.items()
+        }
+    step = training_state.get("step", 0)
+    seen_tokens = training_state.get("seen", 0)
     torch.manual_seed(step)
 
-    def save() -> None:
-        optimized = {name: optimizer.state[weight] for name, weight in named.items()}
+    def save_state() -> None:
+        optimizer_states = {name: optimizer.state[weight] for name, weight in trainable_weights.items()}
         weights = student.module.state_dict()
-        with open_replacement(work / STATE_FILE) as partial:
-            figures = {"step": step, "seen": seen, "averaged": averaged, "optimizer": optimized, "weights": weights}
-            torch.save(kept | figures, partial)
+        with open_replacement(work_folder / TRAINING_STATE_FILE) as partial_file:
+            state_entries = {
+                "step": step,
+                "seen": seen_tokens,
+                "averaged": averaged_weights,
+                "optimizer": optimizer_states,
+                "weights": weights,
+            }
+            torch.save(extra_state | state_entries, partial_file)
 
-    def with_average(use: Any) -> Any:
-        """Call ``use`` while the student has the averaged weights."""
+    def call_with_average(action: Any) -> Any:
+        """Call ``action`` while the student has the averaged weights."""
         with torch.no_grad():
-            own = {name: weight.detach().clone() for name, weight in named.items()}
-            for name, weight in named.items():
-                weight.copy_(averaged[name])
+            current_weights = {name: weight.detach().clone() for name, weight in trainable_weights.items()}
+            for name, weight in trainable_weights.items():
+                weight.copy_(averaged_weights[name])
             try:
-                return use()
+                return action()
             finally:
-                for name, weight in named.items():
-                    weight.copy_(own[name])
+                for name, weight in trainable_weights.items():
+                    weight.copy_(current_weights[name])
 
-    began = reported = saved = time.monotonic()
-    at_report, shown, closing = seen, dict[str, Any](), 0.0  # the last: seconds that judging in the end will take
-    judged_at = began - JUDGE_SECONDS + min(JUDGE_SECONDS, limits.seconds / 4)
+    began = last_report_time = last_save_time = time.monotonic()
+    tokens_at_report, judgement, closing_seconds = (
+        seen_tokens,
+        dict[str, Any](),
+        0.0,
+    )  # the last: seconds that judging in the end will take
+    last_judgement_time = began - JUDGE_SECONDS + min(JUDGE_SECONDS, limits.seconds / 4)
     for batch in student.make_batches(examples):
         now = time.monotonic()
-        if is_stop_requested() or now - began > limits.seconds - closing or seen >= limits.tokens:
+        if is_stop_requested() or now - began > limits.seconds - closing_seconds or seen_tokens >= limits.tokens:
             break
-        rate = min((step + 1) / WARM_UP_STEPS, 1.0, (STEADY_STEPS / (step + 1)) ** 0.5)
+        rate_factor = min((step + 1) / WARM_UP_STEPS, 1.0, (STEADY_STEPS / (step + 1)) ** 0.5)
         for group in optimizer.param_groups:
-            group["lr"] = rate * group["peak_rate"]
+            group["lr"] = rate_factor * group["peak_rate"]
         with autocast_bf16(limits.device):
             loss = student.compute_loss(batch)
         loss.backward()
-        nn.utils.clip_grad_norm_(list(named.values()), MAX_GRADIENT_NORM)
+        nn.utils.clip_grad_norm_(list(trainable_weights.values()), MAX_GRADIENT_NORM)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         step = step + 1
-        seen = seen + len(batch)
-        share = (AVERAGE_SPAN + 1) / (step + AVERAGE_SPAN)
-        for name, weight in named.items():
-            averaged[name].lerp_(weight.detach(), share)
-        if now - judged_at > JUDGE_SECONDS:
-            shown = with_average(lambda: student.measure_acceptance(judged))
-            judged_at = time.monotonic()
-            closing = (judged_at - now) * len(held_out) / max(len(judged), 1)
-        if now - reported > REPORT_SECONDS:
-            speed = (seen - at_report) / (now - reported)
-            report_progress(tokens=seen, per_second=speed, loss=loss.item(), steps=step, **shown)
-            reported = now
-            at_report = seen
-        if now - saved > SAVE_SECONDS:
-            save()
-            saved = time.monotonic()
-    save()
-    with_average(lambda: student.write_checkpoint(work / CHECKPOINT_FOLDER))
-    shown = with_average(lambda: student.measure_acceptance(held_out))
-    report_progress(tokens=seen, steps=step, **shown)
+        seen_tokens = seen_tokens + len(batch)
+        average_share = (AVERAGE_SPAN + 1) / (step + AVERAGE_SPAN)
+        for name, weight in trainable_weights.items():
+            averaged_weights[name].lerp_(weight.detach(), average_share)
+        if now - last_judgement_time > JUDGE_SECONDS:
+            judgement = call_with_average(lambda: student.measure_acceptance(judged_examples))
+            last_judgement_time = time.monotonic()
+            closing_seconds = (last_judgement_time - now) * len(held_out_examples) / max(len(judged_examples), 1)
+        if now - last_report_time > REPORT_SECONDS:
+            tokens_per_second = (seen_tokens - tokens_at_report) / (now - last_report_time)
+            report_progress(tokens=seen_tokens, per_second=tokens_per_second, loss=loss.item(), steps=step, **judgement)
+            last_report_time = now
+            tokens_at_report = seen_tokens
+        if now - last_save_time > SAVE_SECONDS:
+            save_state()
+            last_save_time = time.monotonic()
+    save_state()
+    call_with_average(lambda: student.write_checkpoint(work_folder / CHECKPOINT_FOLDER))
+    judgement = call_with_average(lambda: student.measure_acceptance(held_out_examples))
+    report_progress(tokens=seen_tokens, steps=step, **judgement)
 
 
 def autocast_bf16(device: str) -> AbstractContextManager[Any]:
     """Return a context in which products are computed in bf16 where the device is made for it, and else in f32."""
-    slow = device == "cpu" and BF16_INSTRUCTIONS not in list_instruction_sets()
-    return nullcontext() if slow else torch.autocast(torch.device(device).type, torch.bfloat16)
+    lacks_bf16 = device == "cpu" and BF16_INSTRUCTIONS not in list_instruction_sets()
+    return nullcontext() if lacks_bf16 else torch.autocast(torch.device(device).type, torch.bfloat16)
 
 
 def keep_freed_memory() -> None:
     """Let the C library (glibc) keep what is freed: else the new pages of each step take as long as its arithmetic."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
-            library = ctypes.CDLL(None)
-            library.mallopt(M_MMAP_MAX, 0)
-            library.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+            c_library = ctypes.CDLL(None)
+            c_library.mallopt(M_MMAP_MAX, 0)
+            c_library.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
-def compute_accepted(right: Tensor) -> list[float]:
+def compute_accepted(guess_is_right: Tensor) -> list[float]:
     """Return how many of the first 1, 2, … guesses come before the first wrong one, on average: right (n, guesses)."""
-    return [round(mean, 4) for mean in right.cumprod(1).mean(0).cumsum(0).tolist()]
+    return [round(mean, 4) for mean in guess_is_right.cumprod(1).mean(0).cumsum(0).tolist()]
 
 
-def move_rows(rows: Tensor, old: Tensor, new: Tensor, fresh: Tensor) -> Tensor:
-    """Return rows for the ids ``new`` from those for the ids ``old``, and from ``fresh`` [len(new), …] for others."""
-    place = torch.full((int(max(old.max(), new.max())) + 1,), -1).index_put_((old,), torch.arange(len(old)))[new]
-    known = place >= 0
-    result = fresh.clone()
-    result[known] = rows[place[known]]
-    return result
+def move_rows(rows: Tensor, old_ids: Tensor, new_ids: Tensor, initial_rows: Tensor) -> Tensor:
+    """Return rows for ``new_ids`` from those for ``old_ids``, and from ``initial_rows`` [new, …] for others."""
+    row_indices = torch.full((int(max(old_ids.max(), new_ids.max())) + 1,), -1).index_put_(
+        (old_ids,), torch.arange(len(old_ids))
+    )[new_ids]
+    is_known = row_indices >= 0
+    moved_rows = initial_rows.clone()
+    moved_rows[is_known] = rows[row_indices[is_known]]
+    return moved_rows

@@ -16,35 +16,37 @@ from ovspec.setup.manifest import MANIFEST_FILE, ExportedModel, Manifest
 from ovspec_export.compression import INT8
 from ovspec_export.convert import copy_ir_files
 from ovspec_export.draft_vocabulary import is_trimmed, trim_ir, write_draft_vocabulary
-from ovspec_export.folders import check_disk_space, check_output_folder, open_work_folder
-from ovspec_export.manifests import complete_export, describe_model, installed_versions
+from ovspec_export.folders import check_disk_space, check_output_folder, open_partial_folder
+from ovspec_export.manifests import complete_export, describe_model, read_installed_versions
 from ovspec_export.sources import GgufSource, HeadSource, Source, copy_model_files
 
 MIN_IDS = 64  # ids; with fewer, hardly anything can be proposed
 
 
 def choose_most_used_ids(
-    texts: Iterable[Sequence[int]], count: int, vocabulary: int, special: Iterable[int] = ()
+    texts: Iterable[Sequence[int]], count: int, vocab_size: int, special_ids: Iterable[int] = ()
 ) -> np.ndarray:
     """Return the ``count`` ids that texts use most, sorted, (count,) int64.
 
     Args:
         texts: token ids of what the target reads and writes.
         count: as many ids.
-        vocabulary: the draft's number of ids. If the texts use too few, the smallest of the others are added: those are
+        vocab_size: the draft's number of ids. If the texts use too few, the smallest of the others are added: those are
             the most frequent ones in vocabularies of merges.
-        special: ids of special tokens, which are kept if the texts use them at all.
+        special_ids: ids of special tokens, which are kept if the texts use them at all.
 
     Raises:
         OvspecError: so many ids can't be kept.
     """
-    if not MIN_IDS <= count <= vocabulary:
-        limits = f"it must be from {MIN_IDS} to {vocabulary}, the draft's number of ids"
-        raise OvspecError(f"`trim_vocabulary` is {count}; {limits}.")
-    counts = np.bincount(join_ids(texts), minlength=vocabulary)[:vocabulary]
-    marks = np.array([token for token in special if token < vocabulary and counts[token]], dtype=np.int64)
-    counts[marks] += counts.max()
-    return np.sort(np.argsort(-counts, kind="stable")[:count])
+    if not MIN_IDS <= count <= vocab_size:
+        limits_text = f"it must be from {MIN_IDS} to {vocab_size}, the draft's number of ids"
+        raise OvspecError(f"`trim_vocabulary` is {count}; {limits_text}.")
+    id_counts = np.bincount(join_ids(texts), minlength=vocab_size)[:vocab_size]
+    used_special_ids = np.array(
+        [token_id for token_id in special_ids if token_id < vocab_size and id_counts[token_id]], dtype=np.int64
+    )
+    id_counts[used_special_ids] += id_counts.max()
+    return np.sort(np.argsort(-id_counts, kind="stable")[:count])
 
 
 def compute_missing_share(texts: Iterable[Sequence[int]], ids: np.ndarray) -> float:
@@ -61,8 +63,10 @@ def join_ids(texts: Iterable[Sequence[int]]) -> np.ndarray:
 def check_trimmable(draft: Source) -> None:
     """Raise OvspecError if a draft is no draft model, or has few ids already."""
     if isinstance(draft, (HeadSource, GgufSource)):
-        kind = "an EAGLE-3 head" if isinstance(draft, HeadSource) else "a GGUF file"
-        raise OvspecError(f"{draft.name}: {kind}, whose vocabulary can't be trimmed; name a checkpoint or an IR.")
+        source_kind = "an EAGLE-3 head" if isinstance(draft, HeadSource) else "a GGUF file"
+        raise OvspecError(
+            f"{draft.name}: {source_kind}, whose vocabulary can't be trimmed; name a checkpoint or an IR."
+        )
     if is_trimmed(draft):
         raise OvspecError(f"{draft.name}: its vocabulary is trimmed already; name the draft that it was made from.")
 
@@ -80,13 +84,13 @@ def trim_draft_model(draft: Source, ids: np.ndarray, output: Path, overwrite: bo
     output = output.expanduser().resolve()
     check_output_folder(output, overwrite)
     check_disk_space(output, draft.size_in_bytes)
-    with open_work_folder(output, overwrite) as work:
+    with open_partial_folder(output, overwrite) as partial_folder:
         if draft.is_ir:
-            copy_ir_files(draft, work)
-            trim_ir(work, ids, draft.name)
-            described = describe_model(draft, work, INT8)
+            copy_ir_files(draft, partial_folder)
+            trim_ir(partial_folder, ids, draft.name)
+            model_entry = describe_model(draft, partial_folder, INT8)
         else:
-            copy_model_files(draft.folder, work, lambda file: file.name != MANIFEST_FILE)
-            write_draft_vocabulary(work, ids)
-            described = ExportedModel(draft.name, "as it was", {}, [], draft.revision)
-        complete_export(work, output, Manifest(described, None, installed_versions(), {}))
+            copy_model_files(draft.folder, partial_folder, lambda file: file.name != MANIFEST_FILE)
+            write_draft_vocabulary(partial_folder, ids)
+            model_entry = ExportedModel(draft.name, "as it was", {}, [], draft.revision)
+        complete_export(partial_folder, output, Manifest(model_entry, None, read_installed_versions(), {}))

@@ -24,44 +24,46 @@ def unroll_head(head: EagleHead, batch: Batch, embedding: Tensor, steps: int) ->
 
     embedding: that of the target's tokens, [vocabulary, hidden].
     """
-    rows = embedding if head.embed_tokens is None else head.embed_tokens.weight
-    deep = batch.deep
-    seen = batch.visible_entries(torch.arange(len(batch)))
-    mask = make_attention_mask(~seen)
+    embedding_rows = embedding if head.embed_tokens is None else head.embed_tokens.weight
+    deep_entries = batch.deep_entries
+    is_visible = batch.find_visible_entries(torch.arange(len(batch)))
+    mask = make_attention_mask(~is_visible)
 
-    def step(
-        entries: Tensor, depth: int, features: Tensor, mask: Tensor, past: KeyValueCache
+    def run_step(
+        entries: Tensor, depth: int, features: Tensor, mask: Tensor, past_cache: KeyValueCache
     ) -> tuple[Tensor, KeyValueCache]:
-        embedded = rows[batch.ids[entries + depth]].float()
-        places = batch.positions[entries] + depth
-        states, cache = head.run_layer(embedded[None], features[None], mask[None, None], places[None], past)
+        embedded = embedding_rows[batch.ids[entries + depth]].float()
+        positions = batch.positions[entries] + depth
+        states, cache = head.run_layer(embedded[None], features[None], mask[None, None], positions[None], past_cache)
         return states[0], cache
 
-    states, cache = step(torch.arange(len(batch)), 0, head.fuse_states(batch.features), mask, head.make_empty_cache())
+    states, cache = run_step(
+        torch.arange(len(batch)), 0, head.fuse_states(batch.features), mask, head.make_empty_cache()
+    )
     outputs = [states]
-    own = make_attention_mask(~torch.eye(len(deep), dtype=torch.bool))
-    states = states[deep]
-    mask = mask[deep]
-    if not len(deep):
+    own_mask = make_attention_mask(~torch.eye(len(deep_entries), dtype=torch.bool))
+    states = states[deep_entries]
+    mask = mask[deep_entries]
+    if not len(deep_entries):
         return [*outputs, *[states] * (steps - 1)]
     for depth in range(1, steps):
         # Of what was guessed, an entry sees only what came of itself.
-        mask = torch.cat((mask, own), 1)
-        states, cache = step(deep, depth, head.compute_next_features(states), mask, cache)
+        mask = torch.cat((mask, own_mask), 1)
+        states, cache = run_step(deep_entries, depth, head.compute_next_features(states), mask, cache)
         outputs.append(states)
     return outputs
 
 
-def make_attention_mask(hidden: Tensor) -> Tensor:
+def make_attention_mask(is_hidden: Tensor) -> Tensor:
     """Return a mask that is added to the attention's scores."""
-    return torch.zeros(hidden.shape).masked_fill_(hidden, torch.finfo(torch.float32).min)
+    return torch.zeros(is_hidden.shape).masked_fill_(is_hidden, torch.finfo(torch.float32).min)
 
 
 def select_targets(values: Tensor, batch: Batch, step: int) -> Tensor:
     """Return the rows of one of the batch's ``values`` that a step guesses."""
     if step == 0:
         return values
-    return values[batch.deep + step]
+    return values[batch.deep_entries + step]
 
 
 def compute_unrolled_loss(head: EagleHead, batch: Batch, embedding: Tensor, draft_ids: Tensor, steps: int) -> Tensor:
@@ -73,47 +75,51 @@ def compute_unrolled_loss(head: EagleHead, batch: Batch, embedding: Tensor, draf
     draft_ids: the head's id of each of the target's, [vocabulary], or -1.
     """
     outputs = unroll_head(head, batch, embedding, steps)
-    normed = outputs
+    normalized_outputs = outputs
     if head.layout.norm_before_head:
-        normed = [head.norm(output) for output in outputs]
+        normalized_outputs = [head.norm(output) for output in outputs]
     choices = torch.cat([draft_ids[select_targets(batch.choices, batch, step)] for step in range(steps)])
     probabilities = torch.cat([select_targets(batch.logprobs, batch, step) for step in range(steps)]).exp()
     probabilities *= (choices >= 0) & (probabilities > MIN_PROBABILITY)
-    size = len(head.lm_head.weight)
-    likely = choices[probabilities > 0].unique()
-    rest = torch.ones(size, dtype=torch.bool).index_fill_(0, likely, False).nonzero()[:, 0]
-    sample = rest[torch.randperm(len(rest))[:SAMPLED_TOKENS]]
-    columns = torch.cat((likely, sample))
-    column_of = torch.zeros(size, dtype=torch.long).index_put_((columns,), torch.arange(len(columns)))
-    logits = F.linear(torch.cat(normed), head.lm_head.weight[columns])
+    draft_vocab_size = len(head.lm_head.weight)
+    likely_ids = choices[probabilities > 0].unique()
+    unlikely_ids = torch.ones(draft_vocab_size, dtype=torch.bool).index_fill_(0, likely_ids, False).nonzero()[:, 0]
+    sampled_ids = unlikely_ids[torch.randperm(len(unlikely_ids))[:SAMPLED_TOKENS]]
+    column_ids = torch.cat((likely_ids, sampled_ids))
+    column_by_id = torch.zeros(draft_vocab_size, dtype=torch.long).index_put_(
+        (column_ids,), torch.arange(len(column_ids))
+    )
+    logits = F.linear(torch.cat(normalized_outputs), head.lm_head.weight[column_ids])
     if head.lm_head.bias is not None:
-        logits = logits + head.lm_head.bias[columns]
-    expected = (probabilities * logits.gather(1, column_of[choices.clamp(min=0)])).sum(-1)
-    stands_for = torch.zeros(len(columns))
-    if len(sample):
-        stands_for[len(likely) :] = torch.tensor(len(rest) / len(sample)).log()
-    cross = probabilities.sum(-1) * (logits + stands_for).logsumexp(-1) - expected
+        logits = logits + head.lm_head.bias[column_ids]
+    expected_logits = (probabilities * logits.gather(1, column_by_id[choices.clamp(min=0)])).sum(-1)
+    log_sample_weights = torch.zeros(len(column_ids))
+    if len(sampled_ids):
+        log_sample_weights[len(likely_ids) :] = torch.tensor(len(unlikely_ids) / len(sampled_ids)).log()
+    cross_entropy = probabilities.sum(-1) * (logits + log_sample_weights).logsumexp(-1) - expected_logits
     loss = torch.zeros(())
-    for step, (own, part) in enumerate(zip(normed, cross.split([len(output) for output in normed]), strict=True)):
-        if len(part):
-            final = select_targets(batch.final, batch, step)
+    for step, (step_output, step_losses) in enumerate(
+        zip(normalized_outputs, cross_entropy.split([len(output) for output in normalized_outputs]), strict=True)
+    ):
+        if len(step_losses):
+            final_states = select_targets(batch.final_states, batch, step)
             distance = torch.zeros(())
-            if final.shape == own.shape:
-                distance = F.mse_loss(own, final) / final.square().mean()
-            loss = loss + STEP_DECAY**step * (part.mean() + FEATURE_WEIGHT * distance)
+            if final_states.shape == step_output.shape:
+                distance = F.mse_loss(step_output, final_states) / final_states.square().mean()
+            loss = loss + STEP_DECAY**step * (step_losses.mean() + FEATURE_WEIGHT * distance)
     return loss
 
 
 @torch.no_grad()
-def compare_guesses(head: EagleHead, batch: Batch, embedding: Tensor, ids: Tensor, steps: int) -> Tensor:
+def compare_guesses(head: EagleHead, batch: Batch, embedding: Tensor, target_ids: Tensor, steps: int) -> Tensor:
     """Return whether the guesses of deep entries in answers are the target's first choices: (entries, steps) bool.
 
-    ids: the target's id of each of the head's.
+    target_ids: the target's id of each of the head's.
     """
-    agree = list[Tensor]()
+    guess_is_right = list[Tensor]()
     for step, output in enumerate(unroll_head(head, batch, embedding, steps)):
         if step == 0:
-            output = output[batch.deep]
-        guesses = ids[head.compute_logits(output).argmax(-1)]
-        agree.append(guesses == batch.choices[batch.deep + step, 0])
-    return torch.stack(agree, 1)[batch.answers[batch.deep]]
+            output = output[batch.deep_entries]
+        guesses = target_ids[head.compute_logits(output).argmax(-1)]
+        guess_is_right.append(guesses == batch.choices[batch.deep_entries + step, 0])
+    return torch.stack(guess_is_right, 1)[batch.in_answers[batch.deep_entries]]

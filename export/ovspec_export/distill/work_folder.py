@@ -21,12 +21,12 @@ from ovspec.base.json_types import JsonObject
 from ovspec.ir.compile import MODEL_FILE
 
 SETTINGS_FILE = "settings.json"
-SPENT_FILE = "spent.json"
+STAGE_FIGURES_FILE = "spent.json"
 LOCK_FILE = "lock"
-DOCUMENTS_FILE, FEATURES_FOLDER, TARGET_FILE = "documents.jsonl", "features", "target.safetensors"
-STATE_FILE = "training.pt"
+DOCUMENTS_FILE, FEATURES_FOLDER, TARGET_TABLES_FILE = "documents.jsonl", "features", "target.safetensors"
+TRAINING_STATE_FILE = "training.pt"
 CHECKPOINT_FOLDER = "checkpoint"
-SPENT_SAVE_SECONDS = 10.0  # seconds after which what is spent is written again
+FIGURES_SAVE_SECONDS = 10.0  # seconds after which what is spent is written again
 TEXTS_STAGE = "texts"
 FEATURES_STAGE = "features"
 TRAINING_STAGE = "training"
@@ -69,7 +69,7 @@ class StageFigures:
     def figures_of(self, stage: str) -> JsonObject:
         return self.told.get(stage, {})
 
-    def record(self, stage: str, figures: JsonObject) -> None:
+    def update_figures(self, stage: str, figures: JsonObject) -> None:
         self.told[stage] = self.figures_of(stage) | figures
 
     def count_tokens(self, stage: str) -> int:
@@ -84,37 +84,37 @@ class StageFigures:
 class WorkFolder:
     """An open work folder.
 
-    target: the target's export, if it was given as a checkpoint.
-    draft: the checkpoint of a draft that was given as something else. old_draft_ir: the export of the draft as it was.
-    checkpoint, ir: the result so far, and its export.
+    target_folder: the target's export, if it was given as a checkpoint.
+    draft_checkpoint: of a draft that was given as something else. old_draft_ir: the export of the draft as it was.
+    result_checkpoint, result_ir: the result so far, and its export.
     """
 
-    def __init__(self, folder: Path, run: str, spent: StageFigures) -> None:
-        self.folder, self.run, self.spent = folder, run, spent
-        self.documents = folder / DOCUMENTS_FILE
-        self.features = folder / FEATURES_FOLDER
-        self.checkpoint = folder / CHECKPOINT_FOLDER
-        self.target = folder / "target"
-        self.draft = folder / "draft"
+    def __init__(self, folder: Path, run_id: str, stage_figures: StageFigures) -> None:
+        self.path, self.run_id, self.stage_figures = folder, run_id, stage_figures
+        self.documents_file = folder / DOCUMENTS_FILE
+        self.features_folder = folder / FEATURES_FOLDER
+        self.result_checkpoint = folder / CHECKPOINT_FOLDER
+        self.target_folder = folder / "target"
+        self.draft_checkpoint = folder / "draft"
         self.old_draft_ir = folder / "old"
-        self.ir = folder / "ir"
-        self.scratch = folder / "scratch"
+        self.result_ir = folder / "ir"
+        self.scratch_folder = folder / "scratch"
 
     @property
     def has_features(self) -> bool:
-        return any(self.features.glob("*.safetensors"))
+        return any(self.features_folder.glob("*.safetensors"))
 
     @property
-    def features_size(self) -> int:
+    def features_bytes(self) -> int:
         """The size of the features in bytes."""
-        return sum(file.stat().st_size for file in self.features.glob("*.safetensors"))
+        return sum(file.stat().st_size for file in self.features_folder.glob("*.safetensors"))
 
     @property
     def has_result(self) -> bool:
-        return any(self.checkpoint.glob("model*.safetensors")) or (self.checkpoint / MODEL_FILE).is_file()
+        return any(self.result_checkpoint.glob("model*.safetensors")) or (self.result_checkpoint / MODEL_FILE).is_file()
 
-    def save_spent(self) -> None:
-        write_atomically(self.folder / SPENT_FILE, json.dumps(asdict(self.spent), indent=1))
+    def save_stage_figures(self) -> None:
+        write_atomically(self.path / STAGE_FIGURES_FILE, json.dumps(asdict(self.stage_figures), indent=1))
 
     @contextlib.contextmanager
     def time_stage(self, stage: str) -> Iterator[StageTimer]:
@@ -129,24 +129,31 @@ class WorkFolder:
 class StageTimer:
     """Counts what a stage takes."""
 
-    def __init__(self, work: WorkFolder, stage: str) -> None:
-        self._work, self._stage, self._began, self._saved = work, stage, time.monotonic(), time.monotonic()
-        self._seconds = work.spent.seconds.get(stage, 0.0)
+    def __init__(self, work_folder: WorkFolder, stage: str) -> None:
+        self._work_folder, self._stage, self._start_time, self._last_save_time = (
+            work_folder,
+            stage,
+            time.monotonic(),
+            time.monotonic(),
+        )
+        self._earlier_seconds = work_folder.stage_figures.seconds.get(stage, 0.0)
 
     def record_figures(self, figures: JsonObject) -> None:
         """Take the figures that the job has told."""
-        self._work.spent.record(self._stage, figures)
+        self._work_folder.stage_figures.update_figures(self._stage, figures)
         self.update_seconds()
-        if time.monotonic() - self._saved > SPENT_SAVE_SECONDS:
+        if time.monotonic() - self._last_save_time > FIGURES_SAVE_SECONDS:
             self.save_seconds()
 
     def update_seconds(self) -> None:
-        self._work.spent.seconds[self._stage] = self._seconds + time.monotonic() - self._began
+        self._work_folder.stage_figures.seconds[self._stage] = (
+            self._earlier_seconds + time.monotonic() - self._start_time
+        )
 
     def save_seconds(self) -> None:
         self.update_seconds()
-        self._saved = time.monotonic()
-        self._work.save_spent()
+        self._last_save_time = time.monotonic()
+        self._work_folder.save_stage_figures()
 
 
 def read_work_header(folder: Path) -> WorkHeader | None:
@@ -161,17 +168,21 @@ def read_work_header(folder: Path) -> WorkHeader | None:
         return None
     if not folder.is_dir():
         raise OvspecError(f"{folder}: is a file; name another `work`.")
-    if other := next((path.name for path in folder.iterdir() if path.name != LOCK_FILE), None):
-        raise OvspecError(f"{folder}: holds files of something else ({other}); name another `work`.")
+    if foreign_name := next((path.name for path in folder.iterdir() if path.name != LOCK_FILE), None):
+        raise OvspecError(f"{folder}: holds files of something else ({foreign_name}); name another `work`.")
     return None
 
 
-def check_settings(folder: Path, begun: WorkHeader | None, settings: DistillSettings) -> None:
+def check_settings(folder: Path, work_header: WorkHeader | None, settings: DistillSettings) -> None:
     """Raise OvspecError if the work in a folder was begun with other settings."""
-    if begun and begun.settings != settings:
-        now = asdict(settings)
-        changed = [name for name, setting in asdict(begun.settings).items() if setting != now[name]]
-        differences = " and ".join("another model" if name == "model" else f"another `{name}`" for name in changed)
+    if work_header and work_header.settings != settings:
+        new_settings = asdict(settings)
+        changed_names = [
+            name for name, setting in asdict(work_header.settings).items() if setting != new_settings[name]
+        ]
+        differences = " and ".join(
+            "another model" if name == "model" else f"another `{name}`" for name in changed_names
+        )
         raise OvspecError(
             f"{folder}: was begun with {differences}; give the same to go on, name another `output`, or "
             "delete that folder."
@@ -179,7 +190,7 @@ def check_settings(folder: Path, begun: WorkHeader | None, settings: DistillSett
 
 
 @contextlib.contextmanager
-def lock_work_folder(folder: Path, run: str, settings: DistillSettings) -> Iterator[WorkFolder]:
+def lock_work_folder(folder: Path, run_id: str, settings: DistillSettings) -> Iterator[WorkFolder]:
     """Lock a work folder, which is made if need be, and yield it.
 
     Raises:
@@ -194,16 +205,18 @@ def lock_work_folder(folder: Path, run: str, settings: DistillSettings) -> Itera
     except OSError as error:
         raise OvspecError(f"{folder}: cannot be written ({error.strerror}); name another `work`.") from None
     try:
-        begun = read_work_header(folder)
-        check_settings(folder, begun, settings)
-        if not begun:
-            write_atomically(folder / SETTINGS_FILE, json.dumps(asdict(begun := WorkHeader(run, settings)), indent=1))
-        work = WorkFolder(folder, begun.run, read_dataclass(StageFigures, folder / SPENT_FILE))
-        shutil.rmtree(work.scratch, ignore_errors=True)  # of a run that was killed
+        work_header = read_work_header(folder)
+        check_settings(folder, work_header, settings)
+        if not work_header:
+            write_atomically(
+                folder / SETTINGS_FILE, json.dumps(asdict(work_header := WorkHeader(run_id, settings)), indent=1)
+            )
+        work_folder = WorkFolder(folder, work_header.run, read_dataclass(StageFigures, folder / STAGE_FIGURES_FILE))
+        shutil.rmtree(work_folder.scratch_folder, ignore_errors=True)  # of a run that was killed
         try:
-            yield work
+            yield work_folder
         finally:
-            shutil.rmtree(work.scratch, ignore_errors=True)
+            shutil.rmtree(work_folder.scratch_folder, ignore_errors=True)
     finally:
         lock.release()
         # Deleted, but for the lock, which Windows can't delete while it is held.
@@ -213,12 +226,12 @@ def lock_work_folder(folder: Path, run: str, settings: DistillSettings) -> Itera
                 folder.rmdir()
 
 
-def delete_work_folder(work: WorkFolder) -> None:
+def delete_work_folder(work_folder: WorkFolder) -> None:
     """Delete a work folder; what says that it is one goes last."""
-    for path in work.folder.iterdir():
+    for path in work_folder.path.iterdir():
         if path.name not in (SETTINGS_FILE, LOCK_FILE):
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink(missing_ok=True)
-    shutil.rmtree(work.folder, ignore_errors=True)
+    shutil.rmtree(work_folder.path, ignore_errors=True)

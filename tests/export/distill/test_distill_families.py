@@ -12,7 +12,7 @@ from family_models import export_as_the_worker_does, make
 from ovspec_export.compression import INT8
 from ovspec_export.convert import convert_head
 from ovspec_export.distill import training
-from ovspec_export.distill.documents import Document, create_documents
+from ovspec_export.distill.documents import Document, write_first_documents
 from ovspec_export.distill.features import write_features
 from ovspec_export.distill.head import train_head
 from ovspec_export.distill.plan import DistillOptions, make_plan
@@ -42,8 +42,10 @@ def test_a_head_is_trained_and_used(name: str, tmp_path: Path, monkeypatch: pyte
     work.mkdir()
     draws = np.random.default_rng(0)
     texts = [draws.integers(1, VOCAB, DOCUMENT).tolist() for _ in range(20)]
-    create_documents(work / DOCUMENTS_FILE, [Document(ids, 0, "own", True, i % 10 == 0) for i, ids in enumerate(texts)])
-    layers = make_plan(DistillOptions(str(ir), tmp_path / "head", size_limit=0.5)).layers
+    write_first_documents(
+        work / DOCUMENTS_FILE, [Document(ids, 0, "own", True, i % 10 == 0) for i, ids in enumerate(texts)]
+    )
+    layers = make_plan(DistillOptions(str(ir), tmp_path / "head", size_limit=0.5)).tap_layers
     write_features(str(ir), str(work), layers, 60, 1e9)
     monkeypatch.setattr(training, "report_progress", lambda **figures: told.append(figures))
     monkeypatch.setattr(training, "REPORT_SECONDS", 0)

@@ -19,21 +19,21 @@ from hypothesis import strategies as st
 from ovspec_export.distill import documents
 from ovspec_export.distill.documents import (
     MAX_DOCUMENT_TOKENS,
-    RUN_LENGTH,
-    STRETCH_BYTES,
+    RUN_TOKENS,
+    TEXT_PART_BYTES,
     Document,
     SeenRuns,
     UserTexts,
     append_documents,
-    create_documents,
     cut_text,
     cut_tokens,
-    encode_open_chats,
+    encode_unanswered_chats,
     is_held_out,
     is_looping,
     make_user_documents,
     read_documents,
     read_user_texts,
+    write_first_documents,
 )
 
 import ovspec
@@ -75,7 +75,7 @@ SOME.append(Document([*range(1000)], 12, "chats", False, False))
 @given(st.integers(0, 10_000))
 def test_a_file_that_was_cut_anywhere_goes_on(tmp_path: Path, size: int) -> None:
     file = tmp_path / "documents.jsonl"
-    create_documents(file, SOME)
+    write_first_documents(file, SOME)
     assert read_documents(file) == SOME
     whole = file.read_bytes()
     file.write_bytes(whole[: min(size, len(whole) - 1)])
@@ -91,7 +91,7 @@ def test_a_file_that_was_cut_anywhere_goes_on(tmp_path: Path, size: int) -> None
 def test_a_damaged_line_is_named(tmp_path: Path) -> None:
     file = tmp_path / "documents.jsonl"
     assert read_documents(file) == []
-    create_documents(file, SOME)
+    write_first_documents(file, SOME)
     for damage in (b"\xff\xfe", b'{"ids": "5"}', b"{}", b""):
         first, _, third, end = file.read_bytes().split(b"\n")
         file.write_bytes(b"\n".join([first, damage, third, end]))
@@ -121,9 +121,9 @@ def test_folders_are_read_with_the_texts_in_them(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(content)
     given = read_user_texts([tmp_path])
     assert given.texts == ["first", "Über\nalles", "third"]
-    assert given.skipped == 3
-    assert [(len(chat.messages), chat.answered) for chat in given.chats] == [(1, False), (2, True)]
-    assert given.chats[1].place == f"{tmp_path / 'chats.jsonl'}, line 3"
+    assert given.skipped_files == 3
+    assert [(len(chat.messages), chat.is_answered) for chat in given.chats] == [(1, False), (2, True)]
+    assert given.chats[1].location == f"{tmp_path / 'chats.jsonl'}, line 3"
     assert read_user_texts([str(tmp_path / "a"), tmp_path / ".hidden"]).texts == ["Über\nalles", "third", "hidden"]
     for name, told in (("image", "image: contains no text"), (".gone", "no such file or folder; name a text file")):
         with pytest.raises(OvspecError, match=told):
@@ -175,10 +175,10 @@ def test_stretches_are_the_text(lines: list[tuple[int, str]]) -> None:
     parts = cut_text(text)
     assert "".join(parts) == text
     sizes = [len(part.encode()) for part in parts]
-    assert all(size >= STRETCH_BYTES for size in sizes[:-1])
-    assert all(size < STRETCH_BYTES * 1.25 + 12_000 for size in sizes)
+    assert all(size >= TEXT_PART_BYTES for size in sizes[:-1])
+    assert all(size < TEXT_PART_BYTES * 1.25 + 12_000 for size in sizes)
     assert all(part.endswith("\n") for part in parts[:-1])
-    assert len(sizes) < 2 or sizes[-1] >= STRETCH_BYTES // 4
+    assert len(sizes) < 2 or sizes[-1] >= TEXT_PART_BYTES // 4
 
 
 @settings(max_examples=30, deadline=None)
@@ -217,7 +217,7 @@ def test_a_models_bos_is_before_each_piece(prompts: PromptEncoder) -> None:
 
 
 def exact_runs(ids: list[int]) -> set[tuple[int, ...]]:
-    return {tuple(ids[start : start + RUN_LENGTH]) for start in range(max(1, len(ids) - RUN_LENGTH + 1))}
+    return {tuple(ids[start : start + RUN_TOKENS]) for start in range(max(1, len(ids) - RUN_TOKENS + 1))}
 
 
 def leaks(found: list[Document]) -> list[Document]:
@@ -297,7 +297,7 @@ def test_a_stretch_is_held_out_whole(prompts: PromptEncoder) -> None:
 @pytest.mark.parametrize(("count", "held_out"), [(0, 0), (1, 0), (3, 0), (4, 1), (39, 2), (100, 5)])
 def test_a_twentieth_is_held_out(count: int, held_out: int) -> None:
     numbers = [number * 7919 % 10007 for number in range(count)]
-    assert len(documents.choose_held_out([*numbers, *numbers])) == held_out
+    assert len(documents.choose_held_out_checksums([*numbers, *numbers])) == held_out
     shares = [is_held_out([number, number + 1]) for number in range(4000)]
     assert 150 < sum(shares) < 250
 
@@ -326,7 +326,7 @@ def test_runs_are_found_again_and_no_others() -> None:
 def test_loops_are_found(ids: list[int], times: int) -> None:
     assert not is_looping(ids)
     looping = ids * (times + 8)
-    exact = [tuple(looping[start : start + RUN_LENGTH]) for start in range(len(looping) - RUN_LENGTH + 1)]
+    exact = [tuple(looping[start : start + RUN_TOKENS]) for start in range(len(looping) - RUN_TOKENS + 1)]
     assert is_looping(looping) == (len(set(exact)) < len(exact) / 2) == (len(ids) < len(exact) / 2)
 
 
@@ -423,14 +423,14 @@ def test_prompts_are_what_the_model_gets(prompts: PromptEncoder, tmp_path: Path)
     chats = [[user("1"), answer("2"), user("3")], [user("4"), answer("5")], {"prompt": "6"}]
     given = chats_in(tmp_path, chats)
     expected = [prompts.encode(chats[0]).tolist(), prompts.encode([user("6")]).tolist()]  # type: ignore[arg-type]
-    assert encode_open_chats(given, prompts) == expected
+    assert encode_unanswered_chats(given, prompts) == expected
     assert len(make_user_documents(given, prompts, SeenRuns())) == 1
 
 
 def test_a_chat_that_cannot_be_rendered_is_named(prompts: PromptEncoder, tmp_path: Path) -> None:
     strict = with_template(prompts, "{% if messages[0].content == '4' %}{{ raise_exception('no') }}{% endif %}")
     make: list[Callable[[UserTexts, PromptEncoder], Any]] = [
-        encode_open_chats,
+        encode_unanswered_chats,
         lambda given, prompts: make_user_documents(given, prompts, SeenRuns()),
     ]
     for chats, call in zip(([{"prompt": "4"}], [{"prompt": "4", "completion": "5"}]), make, strict=True):

@@ -13,7 +13,7 @@ from ovspec_export.distill.documents import Document
 from ovspec_export.distill.draft import DraftStudent, can_pack, compute_draft_logits, train_draft
 from ovspec_export.distill.features import Example, write_shard
 from ovspec_export.distill.packing import Batch, pack_examples
-from ovspec_export.distill.work_folder import CHECKPOINT_FOLDER, DOCUMENTS_FILE, FEATURES_FOLDER, STATE_FILE
+from ovspec_export.distill.work_folder import CHECKPOINT_FOLDER, DOCUMENTS_FILE, FEATURES_FOLDER, TRAINING_STATE_FILE
 from transformers import AutoConfig, AutoModelForCausalLM, DataCollatorWithFlattening
 
 ROOT = Path(__file__).parent.parent.parent.parent
@@ -47,7 +47,7 @@ def random_model(name: str) -> torch.nn.Module:
 def test_positions_are_those_of_hugging_faces_collation() -> None:
     examples = random_examples()
     theirs = DataCollatorWithFlattening()([{"input_ids": example.ids.tolist()} for example in examples])
-    batch = pack_examples(examples, 1, 0, ahead=0)
+    batch = pack_examples(examples, 1, 0, token_offset=0)
     assert batch.ids.tolist() == theirs["input_ids"][0].tolist()
     assert batch.positions.tolist() == theirs["position_ids"][0].tolist()
     # A head's entry has the token after its position.
@@ -79,7 +79,7 @@ def loss_alone(model: torch.nn.Module, examples: list[Example]) -> float:
 
 @torch.no_grad()
 def loss_packed(model: torch.nn.Module, examples: list[Example], change: Callable[[Batch], Batch]) -> float:
-    return float(DraftStudent(model, True).compute_loss(change(pack_examples(examples, 1, 0, ahead=0))))
+    return float(DraftStudent(model, True).compute_loss(change(pack_examples(examples, 1, 0, token_offset=0))))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -112,14 +112,14 @@ def test_a_draft_learns_and_goes_on(tmp_path: Path) -> None:
     write_shard(tmp_path / FEATURES_FOLDER / "0000000.safetensors", 0, parts)
     for limit in (1000, 2000):
         train_draft(str(DRAFT), "llama", str(tmp_path), 60, limit, False)
-        state = torch.load(tmp_path / STATE_FILE, weights_only=True)
+        state = torch.load(tmp_path / TRAINING_STATE_FILE, weights_only=True)
         assert limit <= state["seen"] < limit + 400
     assert state["step"] == 2 * (state["step"] // 2) > 0
     taught = AutoModelForCausalLM.from_pretrained(tmp_path / CHECKPOINT_FOLDER, dtype=torch.float32)
     with torch.no_grad():
         before, after = (loss_packed(each.float(), examples, lambda batch: batch) for each in (model, taught))
     assert after < before
-    assert compute_draft_logits(taught, pack_examples(examples[:1], 1, 0, ahead=0)).shape == (
+    assert compute_draft_logits(taught, pack_examples(examples[:1], 1, 0, token_offset=0)).shape == (
         40,
         model.config.vocab_size,
     )

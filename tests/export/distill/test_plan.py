@@ -84,7 +84,7 @@ def test_targets_that_have_no_heads(distil: Distilling) -> None:
     told = "a head can't be used with this target: only {} of its {} layers have keys and values of their own"
     refused(distil, f"model: {told.format(2, 3)}")
     (distil.model / "ovspec.json").unlink()  # which has the size of the config
-    assert not make_plan(DistillOptions(str(distil.model), distil.output, draft=str(DRAFT))).layers
+    assert not make_plan(DistillOptions(str(distil.model), distil.output, draft=str(DRAFT))).tap_layers
     for more, own in (
         ({"layer_types": ["linear_attention", "full_attention"]}, 1),
         ({"layer_types": ["sliding_attention", "full_attention"], "num_kv_shared_layers": 1}, 1),
@@ -93,7 +93,7 @@ def test_targets_that_have_no_heads(distil: Distilling) -> None:
         checkpoint = copied(TARGET, distil.folder / f"checkpoint-{len(list(distil.folder.iterdir()))}", **more)
         refused(distil, f"{checkpoint.name}: {told.format(own, 2)}", model=str(checkpoint))
     windows = copied(TARGET, distil.folder / "windows", layer_types=["sliding_attention", "full_attention"])
-    assert make_plan(DistillOptions(str(windows), distil.output)).layers == [0, 1]
+    assert make_plan(DistillOptions(str(windows), distil.output)).tap_layers == [0, 1]
 
 
 def copied(checkpoint: Path, folder: Path, **entries: Any) -> Path:
@@ -163,11 +163,11 @@ def test_torch_devices(distil: Distilling) -> None:
 def test_layers_that_a_head_reads(distil: Distilling) -> None:
     for layers, read in ((2, [0, 1]), (6, [1, 3, 5]), (7, [2, 3, 4]), (30, [2, 15, 27])):
         folder = copied(TARGET, distil.folder / f"of {layers}", num_hidden_layers=layers)
-        assert make_plan(DistillOptions(str(folder), distil.output)).layers == read
-        assert find_source(str(folder)).config_number("layers") == layers
+        assert make_plan(DistillOptions(str(folder), distil.output)).tap_layers == read
+        assert find_source(str(folder)).get_config_number("layers") == layers
 
 
 def test_the_demo_pair_can_be_distilled(tmp_path: Path) -> None:
     """It has no manifest entry that a distillation would need."""
     plan = make_plan(DistillOptions(str(ROOT / "models" / "demo"), tmp_path / "out", size_limit=0.5))
-    assert (plan.kind, plan.layers, plan.name) == ("head", [1, 2, 4], "out")
+    assert (plan.kind, plan.tap_layers, plan.result_name) == ("head", [1, 2, 4], "out")

@@ -17,7 +17,7 @@ from ovspec_export.distill.card import DocumentCounts, ResultRecord, format_card
 from ovspec_export.distill.gain_benchmark import (
     PLAIN_PROMPT_TOKENS,
     describe_missing_gain,
-    is_faster,
+    is_new_draft_faster,
     measure_gain,
     read_held_out_prompts,
 )
@@ -54,7 +54,7 @@ def test_a_draft_is_taught(distil: Distilling, pair: Path, monkeypatch: pytest.M
     assert (teaching["source"], teaching["model_type"]) == (str(distil.folder / "small-hf"), "llama")
     assert distil.began("write_features")[0]["layers"] == [], "a draft model reads no hidden states"
     assert (distil.output / "tokenizer.json").is_file(), "which training doesn't write"
-    assert distil.began("measure_gain")[0]["old"] == str(old), "what was exported isn't exported again"
+    assert distil.began("measure_gain")[0]["old_draft"] == str(old), "what was exported isn't exported again"
     source = find_source(str(distil.output))
     assert not source.is_ir and not isinstance(source, HeadSource)
     weights = [(folder / "model.safetensors").read_bytes() for folder in (distil.output, DRAFT)]
@@ -99,12 +99,14 @@ def test_a_head_is_trained_further(distil: Distilling, monkeypatch: pytest.Monke
     rows = [row("plain"), row("old draft", 1.1), row("head", 1.2)]
     distil.stand_in(monkeypatch, rows=rows)
     assert distil.run(draft=distil.given["checkpoint"]) == 0
-    assert distil.began("train_head")[0]["start"] == distil.given["checkpoint"]
+    assert distil.began("train_head")[0]["start_checkpoint"] == distil.given["checkpoint"]
     assert len(distil.began("convert_eagle_head")) == 2, "the old head is exported, too, to be compared"
     again = distil.output.with_name("again")
     options: dict[str, Any] = {"draft": str(distil.output), "output": again, "model": str(distil.model)}
     assert distill_model(DistillOptions(**options, tokens=1000, minutes=1)) == 0
-    assert distil.began("measure_gain")[1]["old"] == str(distil.output), "an earlier result has its export beside it"
+    assert distil.began("measure_gain")[1]["old_draft"] == str(distil.output), (
+        "an earlier result has its export beside it"
+    )
 
 
 def test_a_checkpoint_is_exported_first(distil: Distilling, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +155,7 @@ def test_prompts_are_what_was_held_out(tmp_path: Path) -> None:
 
 def test_the_gain_is_measured(distil: Distilling, pair: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache_dir))
-    monkeypatch.setattr(gain_benchmark, "MAX_PROMPT_TOKENS", 16)
+    monkeypatch.setattr(gain_benchmark, "MAX_GENERATED_TOKENS", 16)
     file, output = distil.folder / "documents.jsonl", distil.folder / "rows.json"
     ids = Tokenizer(pair).encode(PROMPTS[0]).tolist()
     given = document(0, True) | {"ids": ids, "answer": len(ids) - 1}
@@ -171,13 +173,13 @@ def test_the_gain_is_measured(distil: Distilling, pair: Path, cache_dir: Path, m
 
 def test_what_is_a_gain() -> None:
     plain = row("plain")
-    assert is_faster([plain, row("head", 1.1)])
-    assert is_faster([plain, row("old draft", 1.1), row("head", 1.2)])
-    assert is_faster([plain, row("old draft", None), row("head", 1.2)])
+    assert is_new_draft_faster([plain, row("head", 1.1)])
+    assert is_new_draft_faster([plain, row("old draft", 1.1), row("head", 1.2)])
+    assert is_new_draft_faster([plain, row("old draft", None), row("head", 1.2)])
     for new in (1.0, 0.9, None):
-        assert not is_faster([plain, row("head", new)])
-        assert not is_faster([plain, row("old draft", 0.8), row("head", new)])
-    assert not is_faster([plain, row("old draft", 1.3), row("head", 1.2)])
+        assert not is_new_draft_faster([plain, row("head", new)])
+        assert not is_new_draft_faster([plain, row("old draft", 0.8), row("head", new)])
+    assert not is_new_draft_faster([plain, row("old draft", 1.3), row("head", 1.2)])
     assert "(no speed-up)" in describe_missing_gain("out", [plain, row("head", None)])
     assert "(0.90 of plain speed, with the old draft 1.30)" in describe_missing_gain(
         "out", [plain, row("old draft", 1.3), row("head", 0.9)]

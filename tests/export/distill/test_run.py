@@ -85,9 +85,13 @@ def test_what_the_jobs_are_asked(distil: Distilling) -> None:
     spent = read_record(distil.output).seconds  # type: ignore[union-attr]
     left = (360 - after) / 2 - spent["timing"]
     assert texts[0]["seconds"] == pytest.approx(left / 3, abs=1), "two thirds of half of the first round is for data"
-    assert (features[0]["most"], features[0]["layers"]) == (0.5e9, [0, 1])
+    assert (features[0]["max_bytes"], features[0]["layers"]) == (0.5e9, [0, 1])
     assert [each["tokens"] for each in training] == [1500, 1500], "a second round was needed"
-    assert (training[0]["draft_vocabulary"], training[0]["start"], training[0]["layers"]) == (256, "", [0, 1])
+    assert (training[0]["draft_vocabulary"], training[0]["start_checkpoint"], training[0]["layers"]) == (
+        256,
+        "",
+        [0, 1],
+    )
     assert training[0]["seconds"] == pytest.approx(left, abs=5), "what the stand-ins left of the first round"
     assert sum(spent.values()) + distil.began("measure_gain")[0]["seconds"] == pytest.approx(360, abs=5), "all of it"
     assert set(spent) == {"timing", "texts", "features", "training", "exporting", "measuring"}
@@ -313,7 +317,7 @@ def test_an_old_draft_is_compared_and_stays(
     before = contents(distil.model)
     distil.stand_in(monkeypatch, rows=[row("plain"), row("old draft", 1.1), row("head", 1.2)])
     assert distil.run() == 0
-    assert distil.began("measure_gain")[0]["old"] == str(distil.model / "draft")
+    assert distil.began("measure_gain")[0]["old_draft"] == str(distil.model / "draft")
     assert "model: has a draft, which stays there" in capsys.readouterr().err
     distil.stand_in(monkeypatch, rows=[row("plain"), row("old draft", 1.3), row("head", 1.2)])
     assert distil.run(overwrite=True) == 3
@@ -369,7 +373,7 @@ def test_a_kill_leaves_the_model_with_or_without_its_draft(distil: Distilling, m
             patched.setattr("ovspec_export.folders.remove_export_folder", lambda _: None)
             patched.setattr("ovspec_export.folders.restore_backup", lambda _: None)
             with contextlib.suppress(Killed):
-                results.replace_with_draft(distil.model, read_manifest(distil.model), ir, entry)  # type: ignore[arg-type]
+                results.rewrite_target_with_draft(distil.model, read_manifest(distil.model), ir, entry)  # type: ignore[arg-type]
         lm = ovspec.load(distil.model, "none", arithmetic="fast")  # which undoes what was killed half way
         now = read_manifest(distil.model, verify=True)
         assert now and lm

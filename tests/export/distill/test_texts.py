@@ -37,7 +37,7 @@ from ovspec_export.distill.texts import (
     DOCUMENTS_FILE,
     TOPIC_OPENING,
     find_turn_end,
-    make_chat,
+    make_chat_messages,
     make_prompt_source,
     split_at_user_text,
     write_texts,
@@ -85,7 +85,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return messages
 
 
-SHORT = {"batch": 16, "question": 24, "answer": 40}
+SHORT = {"max_rows": 16, "max_question_tokens": 24, "max_answer_tokens": 40}
 
 
 @pytest.fixture
@@ -152,7 +152,7 @@ def format_of(source: str) -> ChatFormat:
 def test_the_turn_of_a_user_is_found(name: str) -> None:
     format = format_of(TEMPLATES[name])
     before, after = split_at_user_text(format, None)
-    whole = format.render_prompt(make_chat("Why?", None))
+    whole = format.render_prompt(make_chat_messages("Why?", None))
     assert whole.replace(" Why?", "Why?") == f"{before}Why?{after}"
     if ENDS[name][0].isalpha():
         assert find_turn_end(after, {"<else>": 6}) == ([], [ENDS[name]])
@@ -175,7 +175,7 @@ published = sorted(PUBLISHED.glob("*.jinja")) or [PUBLISHED / "none"]
 def test_the_turn_of_a_user_is_found_in_published_templates(file: Path) -> None:
     format = format_of(file.read_text("utf-8"))
     try:
-        whole = format.render_prompt(make_chat("Why?", None))
+        whole = format.render_prompt(make_chat_messages("Why?", None))
     except OvspecError:
         pytest.skip("the template renders no chats without tools")
     before, after = split_at_user_text(format, None)
@@ -262,7 +262,7 @@ def test_it_asks_and_answers_and_goes_on(lm: ovspec.LanguageModel, write: Write,
 
 
 def test_what_is_asked_is_what_is_held_out(lm: ovspec.LanguageModel, write: Write) -> None:
-    found = write(4500, answer=8)
+    found = write(4500, max_answer_tokens=8)
     assert len({document.held_out for document in found}) == 2
     before, after = split_at_user_text(lm.runtime.prompt_encoder.chat_format, None)
     for document in found:
@@ -295,7 +295,7 @@ texts.write_texts(**json.loads(sys.argv[1]))
 def test_a_killed_one_goes_on(write: Write, model: Path, tmp_path: Path, command_environment: dict[str, str]) -> None:
     work = tmp_path / "work"
     work.mkdir()
-    arguments = {"model": str(model), "work": str(work), "seconds": 60, "tokens": 1e9, **SHORT}
+    arguments = {"model": str(model), "work_folder": str(work), "seconds": 60, "tokens": 1e9, **SHORT}
     search = os.pathsep.join(filter(None, sys.path))
     environment = {**command_environment, "PYTHONPATH": search}
     process = subprocess.Popen([sys.executable, "-c", KILLED, json.dumps(arguments)], env=environment)
@@ -353,7 +353,7 @@ def test_the_users_prompts_are_answered_first_and_once(lm: ovspec.LanguageModel,
     file = tmp_path / "asked.jsonl"
     asked = PROMPTS[:16]
     file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in asked), "utf-8")
-    prompts = [lm.encode(make_chat(text, None)).tolist() for text in asked]
+    prompts = [lm.encode(make_chat_messages(text, None)).tolist() for text in asked]
     found = write(2500, texts=[str(file)])
     answered = [document.ids[: document.answer] for document in found]
     first = [prompt for prompt in prompts if prompt in answered]
@@ -368,11 +368,11 @@ def test_the_users_prompts_are_answered_first_and_once(lm: ovspec.LanguageModel,
 def test_topics_lead_to_questions_but_are_not_in_them(lm: ovspec.LanguageModel) -> None:
     asking = make_prompt_source(lm.runtime.prompt_encoder, ["fish", "birds"], texts.SeenRuns(), 20)
     drawn = np.random.default_rng(0)
-    leads = [asking.draw_lead(drawn) for _ in range(40)]
+    leads = [asking.draw_opening(drawn) for _ in range(40)]
     told = {lm.tokenizer.decode_with_special(np.array(lead.ids)) for lead in leads}
     assert told == {f"<|im_start|>user\n{TOPIC_OPENING.format(topic).strip()}" for topic in ("fish", "birds")}
     anything = make_prompt_source(lm.runtime.prompt_encoder, [], texts.SeenRuns(), 20)
-    told = {lm.tokenizer.decode_with_special(np.array(anything.draw_lead(drawn).ids)) or "" for _ in range(60)}
+    told = {lm.tokenizer.decode_with_special(np.array(anything.draw_opening(drawn).ids)) or "" for _ in range(60)}
     assert len(told) == 4
     assert sum("<|im_start|>system\n" in text for text in told) == 3
 
@@ -381,7 +381,7 @@ def test_without_a_system_role_there_are_no_system_messages(lm: ovspec.LanguageM
     prompts = copy.copy(lm.runtime.prompt_encoder)
     vars(prompts)["chat_format"] = format_of(TEMPLATES["gemma2"])
     asking, drawn = make_prompt_source(prompts, [], texts.SeenRuns(), 20), np.random.default_rng(0)
-    assert {prompts.tokenizer.decode_with_special(np.array(asking.draw_lead(drawn).ids)) for _ in range(30)} == {
+    assert {prompts.tokenizer.decode_with_special(np.array(asking.draw_opening(drawn).ids)) for _ in range(30)} == {
         "<bos><start_of_turn>user\n"
     }
 

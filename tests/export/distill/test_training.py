@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ovspec_export.distill import training, unroll
-from ovspec_export.distill.documents import Document, create_documents
+from ovspec_export.distill.documents import Document, write_first_documents
 from ovspec_export.distill.features import (
     Example,
     Examples,
     list_shards,
-    make_openvino_compute,
-    make_torch_compute,
+    make_openvino_computation,
+    make_torch_computation,
     read_examples,
     write_shard,
     write_target_tables,
@@ -28,7 +28,7 @@ from ovspec_export.distill.packing import Batch, pack_examples
 from ovspec_export.distill.training import move_rows
 from ovspec_export.distill.unroll import compare_guesses, compute_unrolled_loss, unroll_head
 from ovspec_export.distill.work_folder import DOCUMENTS_FILE, FEATURES_FOLDER
-from ovspec_export.head_layout import default_tap_layers, new_head_tap_layers
+from ovspec_export.head_layout import choose_default_tap_layers, choose_new_head_tap_layers
 from ovspec_export.heads import EagleHead
 from safetensors.torch import load_file
 
@@ -55,8 +55,8 @@ def apart(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 
 ROADS = {
-    "OpenVINO": lambda: make_openvino_compute(DEMO, LAYERS),
-    "torch": lambda: make_torch_compute(str(CHECKPOINT), "llama", LAYERS, "cpu", False),
+    "OpenVINO": lambda: make_openvino_computation(DEMO, LAYERS),
+    "torch": lambda: make_torch_computation(str(CHECKPOINT), "llama", LAYERS, "cpu", False),
 }
 
 
@@ -161,7 +161,7 @@ def shifted(batch: Batch) -> Batch:
 
 
 def of_another_document(batch: Batch) -> Batch:
-    length = int((batch.document == 0).sum())
+    length = int((batch.document_indices == 0).sum())
     return replace(batch, choices=batch.choices.roll(length, 0), logprobs=batch.logprobs.roll(length, 0))
 
 
@@ -170,7 +170,7 @@ def labels_shifted(batch: Batch) -> Batch:
 
 
 def one_document(batch: Batch) -> Batch:
-    return replace(batch, document=torch.zeros_like(batch.document))
+    return replace(batch, document_indices=torch.zeros_like(batch.document_indices))
 
 
 def padded(batch: Batch) -> Batch:
@@ -178,7 +178,16 @@ def padded(batch: Batch) -> Batch:
         name: torch.cat(
             (getattr(batch, name), getattr(batch, name)[-1:].repeat(4, *[1] * (getattr(batch, name).ndim - 1)))
         )
-        for name in ("ids", "positions", "document", "features", "choices", "logprobs", "final", "answers")
+        for name in (
+            "ids",
+            "positions",
+            "document_indices",
+            "features",
+            "choices",
+            "logprobs",
+            "final_states",
+            "in_answers",
+        )
     }
     return replace(batch, **more)
 
@@ -194,7 +203,9 @@ def packed_loss(
 def loss_without_distance(head: EagleHead, batch: Batch, embedding: torch.Tensor) -> float:
     draft_ids = torch.full((VOCAB,), -1).index_put_((torch.arange(0, 24),), torch.arange(24))
     return float(
-        compute_unrolled_loss(head, replace(batch, final=torch.zeros(len(batch), 0)), embedding, draft_ids, STEPS)
+        compute_unrolled_loss(
+            head, replace(batch, final_states=torch.zeros(len(batch), 0)), embedding, draft_ids, STEPS
+        )
     )
 
 
@@ -230,8 +241,8 @@ def test_each_step_of_the_unroll_is_what_the_runtime_drafts(head: EagleHead, emb
     with torch.no_grad():
         outputs = unroll_head(head, batch, embedding, STEPS)
     begins = [0, 8, 21]
-    for row, entry in enumerate(batch.deep.tolist()):
-        document = int(batch.document[entry])
+    for row, entry in enumerate(batch.deep_entries.tolist()):
+        document = int(batch.document_indices[entry])
         expected = proposed(head, examples[document], embedding, entry - begins[document])
         ours = [head.compute_logits(outputs[0][entry]), *(head.compute_logits(output[row]) for output in outputs[1:])]
         for mine, theirs in zip(ours, expected, strict=True):
@@ -241,7 +252,7 @@ def test_each_step_of_the_unroll_is_what_the_runtime_drafts(head: EagleHead, emb
 def test_deep_entries_have_tokens_after_them(head: EagleHead, embedding: torch.Tensor) -> None:
     examples = random_examples((2, 3, 4, 5))
     batch = pack_examples(examples, STEPS, 1.0)
-    assert batch.deep.tolist() == [3, 6, 7]  # of 1, 2, 3 and 4 entries those with two more after them
+    assert batch.deep_entries.tolist() == [3, 6, 7]  # of 1, 2, 3 and 4 entries those with two more after them
     assert len(unroll_head(head, pack_examples(examples[:1], STEPS, 1.0), embedding, STEPS)[1]) == 0
     assert len(compare_guesses(head, pack_examples(examples[:1], STEPS, 1.0), embedding, torch.arange(24), STEPS)) == 0
 
@@ -249,8 +260,15 @@ def test_deep_entries_have_tokens_after_them(head: EagleHead, embedding: torch.T
 def test_only_guesses_of_answers_are_judged() -> None:
     example = replace(random_examples((6,))[0], document=Document([0] * 6, 3, "own", True, False))
     # Entry i guesses token i + 2.
-    assert pack_examples([example], STEPS, 1.0).answers.tolist() == [False, True, True, True, True]
-    assert pack_examples([example], STEPS, 1.0, ahead=0).answers.tolist() == [False, False, True, True, True, True]
+    assert pack_examples([example], STEPS, 1.0).in_answers.tolist() == [False, True, True, True, True]
+    assert pack_examples([example], STEPS, 1.0, token_offset=0).in_answers.tolist() == [
+        False,
+        False,
+        True,
+        True,
+        True,
+        True,
+    ]
 
 
 # ---------------------------------------------------------------- vocabulary and layers
@@ -258,10 +276,16 @@ def test_only_guesses_of_answers_are_judged() -> None:
 
 def stored(examples: list[Example], work: Path) -> Examples:
     """Write examples into a work folder, and read them."""
-    create_documents(work / DOCUMENTS_FILE, [example.document for example in examples])
+    write_first_documents(work / DOCUMENTS_FILE, [example.document for example in examples])
     (work / FEATURES_FOLDER).mkdir()
-    names = ("ids", "features", "final", "choices", "logprobs")
-    parts = [{name: getattr(example, name) for name in names} for example in examples]
+    fields = {
+        "ids": "ids",
+        "features": "features",
+        "final": "final_states",
+        "choices": "choices",
+        "logprobs": "logprobs",
+    }
+    parts = [{name: getattr(example, field) for name, field in fields.items()} for example in examples]
     write_shard(work / FEATURES_FOLDER / "0000000.safetensors", 0, parts[:1])
     write_shard(work / FEATURES_FOLDER / "0000001.safetensors", 1, parts[1:])
     return read_examples(work, held_out=False)
@@ -276,10 +300,10 @@ def test_examples_come_back_from_their_shards(tmp_path: Path) -> None:
     ):
         assert kept.document == example.document
         assert torch.equal(kept.features, example.features) and torch.equal(kept.choices, example.choices)
-    assert [shard.first for shard in list_shards(tmp_path / FEATURES_FOLDER)] == [0, 1]
+    assert [shard.first_document for shard in list_shards(tmp_path / FEATURES_FOLDER)] == [0, 1]
     (tmp_path / FEATURES_FOLDER / "0000000.safetensors").unlink()
     assert list_shards(tmp_path / FEATURES_FOLDER) == [], "after a gap, all are written again"
-    create_documents(tmp_path / DOCUMENTS_FILE, [example.document for example in examples[::-1]])
+    write_first_documents(tmp_path / DOCUMENTS_FILE, [example.document for example in examples[::-1]])
     write_shard(tmp_path / FEATURES_FOLDER / "0000000.safetensors", 0, [{"ids": examples[0].ids}])
     with pytest.raises(OvspecError, match="other texts"):
         read_examples(tmp_path, held_out=False)
@@ -326,9 +350,9 @@ def test_an_lm_head_gets_other_ids_with_all_that_belongs_to_it() -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 6, 7, 12, 30])
 def test_layers_are_different_ones_of_the_target(count: int) -> None:
-    layers = new_head_tap_layers(count)
+    layers = choose_new_head_tap_layers(count)
     assert layers == sorted(set(layers)) and layers[0] >= 0 and layers[-1] < count
-    assert count < 7 or layers == default_tap_layers(count)
+    assert count < 7 or layers == choose_default_tap_layers(count)
 
 
 def test_begin_is_the_best_linear_guess() -> None:
@@ -341,7 +365,7 @@ def test_begin_is_the_best_linear_guess() -> None:
         token = F.rms_norm(embedding[example.ids.long()], [HIDDEN])
         final = torch.zeros(len(example.ids), HIDDEN)
         final[1:] = F.rms_norm(example.features[:-1].float() @ mix + token[1:] @ effect, [HIDDEN])
-        examples.append(replace(example, final=final.bfloat16()))
+        examples.append(replace(example, final_states=final.bfloat16()))
     config = make_head_config({"num_attention_heads": 4, "num_key_value_heads": 2}, VOCAB, HIDDEN, LAYERS, 24)
     torch.manual_seed(0)
     head = EagleHead(make_head_layout(config, LAYERS))
@@ -349,5 +373,5 @@ def test_begin_is_the_best_linear_guess() -> None:
     batch = pack_examples(examples[:3], STEPS, 0.0)
     with torch.no_grad():
         guess = head.norm(unroll_head(head, replace(batch, features=batch.features / divisor), embedding, 1)[0])
-    alike = F.cosine_similarity(guess, batch.final, dim=-1).mean()
+    alike = F.cosine_similarity(guess, batch.final_states, dim=-1).mean()
     assert alike > 0.6
