@@ -541,9 +541,9 @@ def test_a_draft_that_holds_more_than_the_text_has_a_whole_text_to_read() -> Non
     asked: list[int] = []
     inner = lookahead.should_draft
 
-    def should_draft(drafter_name: str, unread: int, *arguments: Any, **named: Any) -> bool:
-        asked.append(unread)
-        return inner(drafter_name, unread, *arguments, **named)
+    def should_draft(drafter_name: str, unread_count: int, *arguments: Any, **named: Any) -> bool:
+        asked.append(unread_count)
+        return inner(drafter_name, unread_count, *arguments, **named)
 
     lookahead.should_draft = should_draft
     row = RowStep(Sequence([0, 1, 2, 7, 8]), GreedySampler(), 9)

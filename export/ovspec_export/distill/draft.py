@@ -70,7 +70,7 @@ class DraftStudent:
         for example in examples:
             batch = pack_examples([example], 1, 0, token_offset=0).to(self.device)
             guess_is_right = (compute_draft_logits(self.module, batch).argmax(-1) == batch.choices[:, 0])[
-                batch.answers
+                batch.in_answers
             ].float()
             agreements.append(guess_is_right)
             if len(guess_is_right) >= JUDGED_GUESSES:

@@ -56,17 +56,17 @@ def distill_model(options: DistillOptions) -> Outcome:
         OvspecError: an option, a model or a folder can't be used, or a job failed.
     """
     plan = make_plan(options)
-    with lock_work_folder(plan.work_folder, secrets.token_hex(8), plan.settings) as work:
+    with lock_work_folder(plan.work_folder, secrets.token_hex(8), plan.settings) as work_folder:
         try:
-            prepare_models(plan, work)
-            outcome = finish_distillation(plan, work) if run_rounds(plan, work) else None
+            prepare_models(plan, work_folder)
+            outcome = finish_distillation(plan, work_folder) if run_rounds(plan, work_folder) else None
         except KeyboardInterrupt:
             outcome = None
         if outcome is None:
-            write_partial_result(plan, work)
+            write_partial_result(plan, work_folder)
             return Outcome.STOPPED
     if not plan.options.work:
-        delete_work_folder(work)
+        delete_work_folder(work_folder)
     return outcome
 
 
@@ -92,9 +92,9 @@ def prepare_models(plan: DistillPlan, work_folder: WorkFolder) -> None:
 
 def compute_round_ends(budget_seconds: float) -> list[float]:
     """Return when rounds end, in seconds of all stages together; none is much shorter than the one before."""
-    round_seconds = (
-        min(FIRST_ROUND_SECONDS, budget_seconds / 2) if budget_seconds > SINGLE_ROUND_SECONDS else budget_seconds
-    )
+    round_seconds = budget_seconds
+    if budget_seconds > SINGLE_ROUND_SECONDS:
+        round_seconds = min(FIRST_ROUND_SECONDS, budget_seconds / 2)
     round_end = 0.0
     round_ends = list[float]()
     while round_end + 1.5 * round_seconds < budget_seconds:
@@ -192,11 +192,9 @@ def are_features_full(plan: DistillPlan, work_folder: WorkFolder) -> bool:
 def run_data_stages(plan: DistillPlan, work_folder: WorkFolder, round_number: int, round_end: float) -> bool:
     """Write texts and compute features: data take half of the time up to ``round_end``, or all if there are none."""
     stage_figures = work_folder.stage_figures
-    seconds_left = (
-        round_end / 2 - stage_figures.sum_seconds(*DATA_STAGES)
-        if work_folder.has_features
-        else round_end - stage_figures.sum_seconds()
-    )
+    seconds_left = round_end - stage_figures.sum_seconds()
+    if work_folder.has_features:
+        seconds_left = round_end / 2 - stage_figures.sum_seconds(*DATA_STAGES)
     if seconds_left < MIN_JOB_SECONDS:
         return True
     data_share = 1 if work_folder.has_features else 0.5
