@@ -32,7 +32,7 @@ def test_the_most_used_ids() -> None:
     assert ids.dtype == np.int64 and ids.tolist() == [*range(60), 300, 500, 800, 900]
     many = [[*range(200)] * 2, [999, 300]]
     assert choose_most_used_ids(many, 64, 1000).tolist() == [*range(64)]
-    assert choose_most_used_ids(many, 64, 1000, special=[999, 998, 2000]).tolist() == [*range(63), 999], (
+    assert choose_most_used_ids(many, 64, 1000, special_ids=[999, 998, 2000]).tolist() == [*range(63), 999], (
         "998 is in no text"
     )
     assert choose_most_used_ids([], 64, 64).tolist() == [*range(64)]
