@@ -53,7 +53,7 @@ class ModelGraph:
     """A language model or head, ready to be compiled.
 
     picks_logits: whether it has the input ``logits_idx``.
-    ids: the target's id of each of its logits, (n,) int64; None if it has logits of all ids.
+    target_ids: the target's id of each of its logits, (n,) int64; None if it has logits of all ids.
     """
 
     model: ov.Model

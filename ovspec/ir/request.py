@@ -49,8 +49,8 @@ class InferenceRequest:
     def infer(self, input_arrays: Sequence[np.ndarray], logits_idx: np.ndarray) -> np.ndarray:
         """Return the logits at these flat token indices: (len(logits_idx), vocab) float32, valid until the next call.
 
-        ``arrays`` are in the order of the names in ``inputs``. An array that is the same as last time is not bound
-        again: binding costs more than writing into an array that is already bound.
+        ``input_arrays`` are in the order of the names in ``inputs``. An array that is the same as last time is not
+        bound again: binding costs more than writing into an array that is already bound.
 
         Raises:
             InferenceError: the logits are not numbers, or the model was closed.

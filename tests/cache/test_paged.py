@@ -158,8 +158,9 @@ def test_a_paged_decoder_that_differs_is_not_used(mistake: str, monkeypatch: pyt
     if mistake == "positions":
 
         class Mistaken(InferenceRequest):
-            def infer(self, arrays: Any, logits_idx: np.ndarray) -> np.ndarray:
-                return super().infer((arrays[0], np.zeros_like(arrays[1]), *arrays[2:]), logits_idx)
+            def infer(self, input_arrays: Any, logits_idx: np.ndarray) -> np.ndarray:
+                no_positions = np.zeros_like(input_arrays[1])
+                return super().infer((input_arrays[0], no_positions, *input_arrays[2:]), logits_idx)
 
         monkeypatch.setattr(ovspec.cache.paged, "InferenceRequest", Mistaken)
     elif mistake == "rollback":

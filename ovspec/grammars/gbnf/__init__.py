@@ -44,14 +44,15 @@ def convert_gbnf_to_lark(text: str) -> str:
 
 
 class ExpressionFacts(NamedTuple):
-    """What is known about an expression that isn't recursive."""
+    """Facts about an expression that isn't recursive.
+
+    nonempty_expression: matches the same texts except the empty one; None if that would be too long.
+    """
 
     size: int
     depth: int
     nullable: bool
-    nonempty_expression: (
-        Expression | None
-    )  # that matches the same texts except the empty one; None if that would be too long
+    nonempty_expression: Expression | None
 
 
 class ExpressionAnalysis:
@@ -420,9 +421,8 @@ class LexemeComparer:
                 (first_state, second_next) for second_next in second_automaton.empty_steps[second_state]
             ]
             if first_automaton.characters[first_state] & second_automaton.characters[second_state]:
-                next_pairs.append(
-                    (first_automaton.next_states[first_state], second_automaton.next_states[second_state])
-                )
+                first_next = first_automaton.next_states[first_state]
+                next_pairs.append((first_next, second_automaton.next_states[second_state]))
             self._budget.spend(1 + len(next_pairs))
             new_pairs = [pair for pair in next_pairs if pair not in reached_pairs]
             reached_pairs.update(new_pairs)

@@ -84,9 +84,7 @@ class GbnfParser:
         self.text = text
         self.position = 0
         self.depth = 0  # of open parentheses
-        self.make_expression = functools.cache(
-            lambda expression_type, *expression_fields: expression_type(*expression_fields)
-        )
+        self.make_expression = functools.cache(lambda expression_type, *values: expression_type(*values))
         self.first_use_positions: dict[str, int] = {}  # name -> where it is first used
 
     def error_at(self, problem: str, character_index: int | None = None) -> OvspecError:

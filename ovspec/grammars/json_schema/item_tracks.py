@@ -39,9 +39,8 @@ def make_item_tracks(graph: SchemaGraph) -> ItemTracks:
                     property_tracks = {name: number_track(node) for name, node in alternative.properties}
                     pattern_tracks = [(pattern, number_track(node)) for pattern, node in alternative.patterns]
                     unlisted_track = number_track(alternative.unlisted_node)
-                    tracks[-1].append(
-                        {"properties": property_tracks, "patterns": pattern_tracks, "rest": unlisted_track}
-                    )
+                    object_track = {"properties": property_tracks, "patterns": pattern_tracks, "rest": unlisted_track}
+                    tracks[-1].append(object_track)
     return tracks
 
 

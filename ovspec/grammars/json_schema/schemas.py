@@ -132,9 +132,7 @@ class SchemaGraph:
         """Return the alternatives of the values of ``node``, without those that no value fits."""
         if node not in self._shapes:
             if node in self._nodes_in_evaluation:
-                raise CircularSchema(
-                    min((self._schemas[schema_number][1] for schema_number, _ in node if schema_number), default="#")
-                )
+                raise CircularSchema(min((self._schemas[number][1] for number, _ in node if number), default="#"))
             self._nodes_in_evaluation.add(node)
             try:
                 self._shapes[node] = self._evaluate_shape(node)
@@ -261,14 +259,13 @@ class SchemaGraph:
     def are_disjoint_nodes(self, nodes: list[SchemaNode]) -> bool:
         """Return whether no value matches two of ``nodes``, as far as that can be told."""
         shapes = [self.find_shape(node).by_type for node in nodes]
-        shape_pairs = itertools.combinations(shapes, 2)
-        shared_types = (
-            (json_type, first, second) for first, second in shape_pairs for json_type in first.keys() & second.keys()
+        return all(
+            self._are_disjoint(first_alternative, second_alternative)
+            for first, second in itertools.combinations(shapes, 2)
+            for json_type in first.keys() & second.keys()
+            for first_alternative in first[json_type]
+            for second_alternative in second[json_type]
         )
-        alternative_pairs = (
-            (a, b) for json_type, first, second in shared_types for a in first[json_type] for b in second[json_type]
-        )
-        return all(self._are_disjoint(a, b) for a, b in alternative_pairs)
 
     # ------------------------------------------------------------ shapes
 
@@ -326,9 +323,7 @@ class SchemaGraph:
         if objects.min_size <= len(objects.required):
             return objects
         # All properties that aren't listed count as one, because they may have the same name.
-        possible_count = sum(
-            is_possible_name(property_name) and not self.is_empty(node) for property_name, node in objects.properties
-        )
+        possible_count = sum(is_possible_name(name) and not self.is_empty(node) for name, node in objects.properties)
         unlisted_nodes = (objects.unlisted_node, *(node for _, node in objects.patterns))
         may_have_unlisted = not all(map(self.is_empty, unlisted_nodes))
         if objects.min_size <= possible_count + may_have_unlisted:
@@ -390,9 +385,7 @@ def read_type_keywords(schema: JsonObject, pointer: str, graph: SchemaGraph) -> 
     json_types = list_allowed_types(schema)
     if "integer" in json_types:
         json_types.add("number")
-    alternatives = {
-        json_type: read_alternative() for json_type, read_alternative in readers.items() if json_type in json_types
-    }
+    alternatives = {json_type: read() for json_type, read in readers.items() if json_type in json_types}
     shape = ValueShape({json_type: (alternative,) for json_type, alternative in alternatives.items() if alternative})
 
     def make_value_node(value: JsonValue) -> SchemaNode:
@@ -422,9 +415,7 @@ def read_objects(schema: JsonObject, pointer: str, graph: SchemaGraph) -> Object
     pattern_nodes = graph.make_named_nodes(schema, "patternProperties", pointer)
     listed_nodes = graph.make_named_nodes(schema, "properties", pointer)
     for property_name, node in listed_nodes.items():
-        matching_nodes = [
-            pattern_node for pattern, pattern_node in pattern_nodes.items() if search_pattern(pattern, property_name)
-        ]
+        matching_nodes = [pattern_nodes[pattern] for pattern in pattern_nodes if search_pattern(pattern, property_name)]
         listed_nodes[property_name] = join_nodes(node, *matching_nodes)
     return Objects(
         tuple(listed_nodes.items()),
@@ -509,9 +500,7 @@ def refuse_negation(pointer: str, json_type: str, graph: SchemaGraph) -> ValueSh
 
 def negate_types(type_names: set[str], pointer: str, graph: SchemaGraph) -> ValueShape:
     """Return the shape of the values that have none of these types."""
-    by_type = {
-        type_name: alternatives for type_name, alternatives in ANY_SHAPE.by_type.items() if type_name not in type_names
-    }
+    by_type = {name: alternatives for name, alternatives in ANY_SHAPE.by_type.items() if name not in type_names}
     if "integer" in type_names and "number" not in type_names:
         reason = "numbers that aren't integers can't be told apart"
         (number_alternative,) = graph.refuse_keyword(pointer, reason, "number").by_type["number"]

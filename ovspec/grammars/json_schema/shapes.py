@@ -301,9 +301,7 @@ def intersect_objects(first: Objects, second: Objects) -> Objects | None:
     required = first.required | second.required
     if max(min_size, len(required)) > max_size:
         return None
-    property_names = dict.fromkeys(
-        property_name for objects in (first, second) for property_name, _ in objects.properties
-    )
+    property_names = dict.fromkeys(name for objects in (first, second) for name, _ in objects.properties)
     properties = tuple(
         (property_name, join_nodes(first.property_node(property_name), second.property_node(property_name)))
         for property_name in property_names
@@ -320,10 +318,8 @@ def intersect_objects(first: Objects, second: Objects) -> Objects | None:
         )
         for pattern in dict.fromkeys((*first_patterns, *second_patterns))
     )
-    unlisted_node, name_node = (
-        join_nodes(first.unlisted_node, second.unlisted_node),
-        join_nodes(first.name_node, second.name_node),
-    )
+    unlisted_node = join_nodes(first.unlisted_node, second.unlisted_node)
+    name_node = join_nodes(first.name_node, second.name_node)
     any_order, is_open = first.any_order or second.any_order, first.is_open and second.is_open
     return Objects(properties, patterns, unlisted_node, required, min_size, max_size, name_node, any_order, is_open)
 

@@ -111,9 +111,8 @@ class RuleWriter:
 
     def _write_unescaped_strings(self, strings: Strings) -> str:
         """Write the strings without any escape: only they can be compared with ``absent_patterns``."""
-        required_expressions = [
-            make_json_string_expression(use_ascii_classes(pattern)) for pattern in sorted(strings.patterns)
-        ]
+        required_patterns = map(use_ascii_classes, sorted(strings.patterns))
+        required_expressions = [make_json_string_expression(pattern) for pattern in required_patterns]
         forbidden_expressions = [make_json_string_expression(pattern) for pattern in sorted(strings.absent_patterns)]
         if strings.formats or None in required_expressions or None in forbidden_expressions:
             self.refuse(f"the pattern {min(strings.absent_patterns)!r}", "it can't be negated here")
@@ -233,9 +232,7 @@ def write_object(rules: RuleWriter, objects: Objects) -> str:
         items = [rules.write_rule(property_expression) for property_expression, _ in property_expressions]
         return f'"{{" {write_in_any_order(rules, items, len(items), len(items), comma)} "}}"'
     unlisted_rule = write_unlisted_property(rules, objects, name_strings, colon)
-    ordered_rules = [
-        (rules.write_rule(property_expression), required) for property_expression, required in property_expressions
-    ]
+    ordered_rules = [(rules.write_rule(expression), required) for expression, required in property_expressions]
     size_limits = (objects.min_size, objects.max_size)
     return f'"{{" {write_in_order(rules, ordered_rules, size_limits, unlisted_rule, comma)} "}}"'
 
@@ -259,23 +256,18 @@ def write_unlisted_property(rules: RuleWriter, objects: Objects, name_strings: l
     listed_names = frozenset(property_name for property_name, _ in objects.properties)
     property_options: list[str] = []
     for pattern, node in objects.patterns:
-        other_patterns = (
-            (other_pattern, other_node) for other_pattern, other_node in objects.patterns if other_pattern != pattern
-        )
         overlapping_nodes = (
             other_node
-            for other_pattern, other_node in other_patterns
-            if not rules.are_disjoint_patterns(other_pattern, pattern)
+            for other, other_node in objects.patterns
+            if other != pattern and not rules.are_disjoint_patterns(other, pattern)
         )
         value_node = join_nodes(node, *overlapping_nodes)
         if rules.graph.is_empty(value_node):
             continue
         required_patterns, forbidden_patterns = split_lookaheads(pattern)
         for strings in name_strings:
-            patterns, absent_patterns = (
-                strings.patterns.union(required_patterns),
-                strings.absent_patterns.union(forbidden_patterns),
-            )
+            patterns = strings.patterns.union(required_patterns)
+            absent_patterns = strings.absent_patterns.union(forbidden_patterns)
             excluded = strings.excluded | listed_names
             key_strings = replace(strings, patterns=patterns, absent_patterns=absent_patterns, excluded=excluded)
             if not rules.graph.has_no_text(key_strings):
@@ -356,9 +348,8 @@ def write_unique_array(rules: RuleWriter, arrays: Arrays, value_expressions: lis
         array_body = write_in_any_order(rules, value_expressions, arrays.min_size, max_count, comma)
     else:
         size_limits = (arrays.min_size, max_count if max_count < len(value_expressions) else inf)
-        array_body = write_in_order(
-            rules, [(expression, False) for expression in value_expressions], size_limits, None, comma
-        )
+        optional_items = [(expression, False) for expression in value_expressions]
+        array_body = write_in_order(rules, optional_items, size_limits, None, comma)
     return f'"[" {array_body} "]"'
 
 
@@ -371,9 +362,7 @@ def write_in_any_order(
         used_count = len(item_expressions) - len(unused_items)
         options = ['""'] * (used_count >= min_count)
         for item_expression in unused_items if used_count < max_count else ():
-            remaining_rule = write_remaining(
-                tuple(other_item for other_item in unused_items if other_item != item_expression)
-            )
+            remaining_rule = write_remaining(tuple(other for other in unused_items if other != item_expression))
             options.append(f"{comma} " * (used_count > 0) + f"{item_expression} {remaining_rule}")
         return rules.write_rule(" | ".join(options))
 
@@ -434,9 +423,8 @@ def write_extras(
         return '""'
     if follows_items:
         return rules.write_rule(repeat_expression(f"{comma} {extra_item}", max(lacking_count, 0), max_extra_count))
-    return rules.write_rule(
-        make_optional(separate_expression(extra_item, comma, 0, max_extra_count), lacking_count <= 0)
-    )
+    extra_items = separate_expression(extra_item, comma, 0, max_extra_count)
+    return rules.write_rule(make_optional(extra_items, lacking_count <= 0))
 
 
 def separate_expression(item_expression: str, comma: str, min_more: int, max_count: float) -> str:
@@ -495,9 +483,7 @@ def make_string_schema(strings: Strings) -> JsonObject:
         *sorted(strings.patterns),
         *(STRICTER_PATTERNS[format_name] for format_name in formats if format_name in STRICTER_PATTERNS),
     ]
-    text_conditions = [{"pattern": pattern} for pattern in patterns] + [
-        {"format": format_name} for format_name in formats
-    ]
+    text_conditions = [{"pattern": pattern} for pattern in patterns] + [{"format": name} for name in formats]
     if strings.excluded:
         text_conditions.append({"pattern": make_other_texts_expression(strings.excluded)})
     return {**schema, "allOf": text_conditions}
