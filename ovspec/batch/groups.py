@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from ovspec.base.files import write_atomically
 from ovspec.base.json_types import JsonObject
-from ovspec.batch.file import BatchProgress
 from ovspec.batch.folder import BatchFile, append_ending, write_results
 from ovspec.batch.partial_results import PartialResults, result_fingerprint
 from ovspec.batch.requests import BatchRequest
+from ovspec.batch.resumable_run import BatchProgress
 from ovspec.batch.run import count_generated_tokens
 
 # Lines of a group, and groups of a file for each worker, so that none is idle for long at the end.

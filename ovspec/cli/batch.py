@@ -25,8 +25,8 @@ from ovspec.cli.options import (
 from ovspec.params.option import OptionValue
 
 if TYPE_CHECKING:
-    from ovspec.batch.file import BatchProgress
     from ovspec.batch.requests import BatchRequest
+    from ovspec.batch.resumable_run import BatchProgress
 
 PROGRESS_INTERVAL = 10.0  # seconds between two lines of progress if stderr is not a terminal
 LOCAL_CLUSTER = "local"  # the address of a cluster on this machine alone
@@ -121,8 +121,8 @@ def batch(
     load_options, params = split_options(options)
     refuse_no_tokens(params, "A batch")
 
-    from ovspec.batch.file import run_file
     from ovspec.batch.requests import parse_lines, read_requests, to_chat_request
+    from ovspec.batch.resumable_run import run_file
 
     prepare_request = partial(to_chat_request, system=system) if chat else lambda request: request
     requests: list[BatchRequest] = []
@@ -180,7 +180,7 @@ class BatchReport:
         self._start_time = time.monotonic()
         self._last_update = self._start_time
         self._work_done = 0  # tokens, and requests that are done
-        self._first_work: tuple[float, int] | None = None  # time and amount of the first work, after loading
+        self._first_progress: tuple[float, int] | None = None  # time and amount of the first work, after loading
         self._end_time: float | None = None  # as estimated at the last change of the work
 
     def update(self, progress: BatchProgress) -> None:
@@ -199,10 +199,10 @@ class BatchReport:
         if work_done == self._work_done:
             return
         self._work_done = work_done
-        if not self._first_work:
-            self._first_work = (now, work_done)
+        if not self._first_progress:
+            self._first_progress = (now, work_done)
         elif progress.done:
-            first_time, first_work = self._first_work
+            first_time, first_work = self._first_progress
             work_per_request = (progress.done_tokens + progress.done) / progress.done
             work_left = progress.requests_left * work_per_request - (progress.generated_tokens - progress.done_tokens)
             self._end_time = now + work_left * (now - first_time) / (work_done - first_work)

@@ -158,7 +158,8 @@ def export(
     export_package = import_export_package()
     weight_formats = list(filter(None, (weight_format, draft_weight_format)))
     compressions = [
-        export_package.Compression(name, **select_options(options, name, weight_formats)) for name in weight_formats
+        export_package.Compression(name, **select_format_options(options, name, weight_formats))
+        for name in weight_formats
     ]
     export_package.export_pair(
         model,
@@ -173,7 +174,7 @@ def export(
     )
 
 
-def select_options(options: dict[str, Any], weight_format: str, weight_formats: list[str]) -> dict[str, Any]:
+def select_format_options(options: dict[str, Any], weight_format: str, weight_formats: list[str]) -> dict[str, Any]:
     """Return the options for one of the formats; without int4 all of them, so that wrong ones are refused later."""
     if weight_format == "int4" or "int4" not in weight_formats:
         return options

@@ -39,12 +39,12 @@ FIRST_WINDOWS_FAULT_CODE = 0xC0000000  # Windows' exit codes of such processes b
 MATRIX_SHAPE_PATTERN = re.compile(rb'<data element_type="(?:f32|f16|bf16)" shape="(\d+), ?(\d+)"')
 
 TrialSetting = tuple[str, ...]
-known_crashes: dict[TrialSetting, Crash] = {}  # of this process, with or without a cache on the disk
+known_outcomes: dict[TrialSetting, TrialOutcome] = {}  # of this process, with or without a cache on the disk
 shown_notes = set[str]()
 
 
 @dataclass(frozen=True)
-class Crash:
+class TrialOutcome:
     """The signal that ended a trial, such as SIGFPE; empty if none did."""
 
     fault: str
@@ -58,7 +58,7 @@ def avoid_crash(folder: Path, options: DeviceOptions) -> DeviceOptions:
     precision = resolve_precision(options)
     if precision == "f32" or "CPU" not in list_possible_devices(options.device) or not has_gates(folder):
         return options
-    fault = find_crash(options).fault
+    fault = find_trial_outcome(options).fault
     if not fault:
         return options
     cores = count_cores()
@@ -92,22 +92,22 @@ def has_gates(folder: Path) -> bool:
     return any(is_gated(*matrix_shape) for matrix_shape in list(shape_counts))
 
 
-def find_crash(options: DeviceOptions) -> Crash:
+def find_trial_outcome(options: DeviceOptions) -> TrialOutcome:
     """Return the finding of this process or an earlier one, or run the trial and remember it."""
     properties = {name: value for name, value in make_compile_properties(options).items() if name != "CACHE_DIR"}
     trial_setting = (options.device.upper(), json.dumps(properties, sort_keys=True), *TRIAL_COMMAND)
-    if trial_setting not in known_crashes:
+    if trial_setting not in known_outcomes:
         finding_key = repr((trial_setting[:2], identify_machine(options.device), __version__))
         file_name = f"{hashlib.sha256(finding_key.encode()).hexdigest()[:24]}.json"
         finding_file = options.cache_folder and options.cache_folder / "crashes" / file_name
-        crash = read_cached(Crash, finding_file)
-        if not crash and (crash := run_trial(*trial_setting)):
-            write_cached(finding_file, crash)
-        known_crashes[trial_setting] = crash or Crash("")
-    return known_crashes[trial_setting]
+        outcome = read_cached(TrialOutcome, finding_file)
+        if not outcome and (outcome := run_trial(*trial_setting)):
+            write_cached(finding_file, outcome)
+        known_outcomes[trial_setting] = outcome or TrialOutcome("")
+    return known_outcomes[trial_setting]
 
 
-def run_trial(device: str, properties: str, *trial_arguments: str) -> Crash | None:
+def run_trial(device: str, properties: str, *trial_arguments: str) -> TrialOutcome | None:
     """Run the trial; None if it took too long, or failed without a crash, so that nothing is known."""
     command = [sys.executable, *trial_arguments, device, properties]
     devnull = subprocess.DEVNULL
@@ -118,9 +118,9 @@ def run_trial(device: str, properties: str, *trial_arguments: str) -> Crash | No
     except (OSError, subprocess.TimeoutExpired):
         return None
     if exit_code == 0:
-        return Crash("")
+        return TrialOutcome("")
     fault = name_fault(exit_code)
-    return Crash(fault) if fault else None
+    return TrialOutcome(fault) if fault else None
 
 
 def name_fault(exit_code: int) -> str | None:

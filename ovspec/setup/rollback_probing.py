@@ -134,9 +134,9 @@ def continues_like_clean_run(ir: CompiledIR, rollback: Rollback) -> bool:
             decoder.truncate(0, 10)
             decoder.compact()
         decoder.copy_into(copied_decoder)
-        for continuing_decoder in (decoder, copied_decoder):
-            other_row_count = len(continuing_decoder.rows) - 1
-            logits = continuing_decoder.feed([tail_ids, *[no_ids] * other_row_count], [4, *[0] * other_row_count])[0]
+        for tested_decoder in (decoder, copied_decoder):
+            other_row_count = len(tested_decoder.rows) - 1
+            logits = tested_decoder.feed([tail_ids, *[no_ids] * other_row_count], [4, *[0] * other_row_count])[0]
             continued_logits.append(logits.copy())
     except (OvspecError, RuntimeError, IndexError):  # a plugin may hand out no states, or states without a shape
         return False

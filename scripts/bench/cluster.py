@@ -34,11 +34,11 @@ import simpy
 from figures import Table, machine, median, median_and_range, ratios, take_turns
 from harness import CODE, PROSE, Option, arguments
 
-from ovspec.batch.file import BatchProgress
 from ovspec.batch.folder import BatchFile
 from ovspec.batch.groups import GROUPS_PER_WORKER, MAX_GROUP_LINES, ResultCollector, make_groups
 from ovspec.batch.ray.pool import GROUPS_IN_FLIGHT, WorkerPool
 from ovspec.batch.requests import make_prompt_request
+from ovspec.batch.resumable_run import BatchProgress
 
 ANSWER = {"id": "1", "text": "An answer of some length. " * 10, "finish_reason": "length", "generated_tokens": 48}
 

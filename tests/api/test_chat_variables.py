@@ -14,8 +14,8 @@ from click.testing import CliRunner
 import ovspec
 from ovspec.api.comparison import Divergence
 from ovspec.api.verify import record_as_json, result_from_json
-from ovspec.batch.file import run_file
 from ovspec.batch.requests import parse_lines
+from ovspec.batch.resumable_run import run_file
 from ovspec.cli import cli
 from ovspec.cli.compare import print_comparison
 from ovspec.params import make_params

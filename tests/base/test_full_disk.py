@@ -16,9 +16,9 @@ import ovspec
 from ovspec.base.errors import DISK_FULL_ERRNOS, OvspecError, WriteError
 from ovspec.base.files import write_atomically
 from ovspec.base.progress import print_note
-from ovspec.batch.file import BatchProgress, run_file
 from ovspec.batch.ray.shipment import create_folder_once
 from ovspec.batch.requests import make_prompt_request
+from ovspec.batch.resumable_run import BatchProgress, run_file
 from ovspec.cli import main
 from ovspec.cli.batch import BatchReport
 from ovspec.params import make_params

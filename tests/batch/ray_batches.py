@@ -12,8 +12,8 @@ from typing import Any
 import psutil
 
 import ovspec
-from ovspec.batch.file import BatchProgress, run_file
 from ovspec.batch.requests import read_requests
+from ovspec.batch.resumable_run import BatchProgress, run_file
 from ovspec.params import make_params
 
 PROMPTS = ["def fib(", "The sky is", "Once upon a time", "import os\n"]

@@ -13,11 +13,11 @@ import pytest
 
 import ovspec
 from ovspec.base.errors import OvspecError
-from ovspec.batch.file import BatchProgress
 from ovspec.batch.groups import MAX_GROUP_LINES, RequestGroup, ResultCollector, make_groups
 from ovspec.batch.ray.cluster import scratch_folder
 from ovspec.batch.ray.shipment import create_folder_once, read_pieces
 from ovspec.batch.requests import BatchRequest, make_prompt_request, parse_row, parse_rows
+from ovspec.batch.resumable_run import BatchProgress
 from ovspec.batch.run import BatchThread, line_to_row, lines_to_columns
 from ovspec.engine.decoders import DecoderPool
 from ovspec.params import make_params

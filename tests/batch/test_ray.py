@@ -51,7 +51,6 @@ from ray.exceptions import ActorDiedError, NodeDiedError, OutOfMemoryError
 
 import ovspec
 from ovspec.base.errors import OvspecError
-from ovspec.batch.file import BatchProgress, run_file
 from ovspec.batch.groups import RequestGroup, make_groups
 from ovspec.batch.ray import driver
 from ovspec.batch.ray.cluster import cluster_connection
@@ -61,6 +60,7 @@ from ovspec.batch.ray.predictor import Predictor
 from ovspec.batch.ray.shipment import Shipment
 from ovspec.batch.ray.worker import Reference, Worker
 from ovspec.batch.requests import BatchRequest, make_prompt_request, read_requests
+from ovspec.batch.resumable_run import BatchProgress, run_file
 from ovspec.drafting.choice import parse_draft
 from ovspec.drafting.proposal import NO_PROPOSAL
 

@@ -32,9 +32,9 @@ from ray_batches import (
 pytest.importorskip("ray", reason="needs the extra ovspec[ray]")
 
 from ovspec.base.errors import OvspecError
-from ovspec.batch.file import BatchProgress
 from ovspec.batch.ray.cluster import cluster_connection
 from ovspec.batch.requests import read_requests
+from ovspec.batch.resumable_run import BatchProgress
 from ovspec.ir.instruction_set import describe_instruction_set
 
 pytestmark = pytest.mark.slow  # test_ray.py has the quick ones, on one cluster

@@ -126,9 +126,9 @@ def accepts(grammar: str, text: bytes) -> bool:
 
 def test_equal_expressions_are_one() -> None:
     rules = parse_gbnf('root ::= ("a" [b]) | "ab" | x\nx ::= "ab"*+ | ("a" "b")*').rules
-    first, second, _ = rules["root"].options  # type: ignore[union-attr]
+    first, second, _ = rules["root"].alternatives  # type: ignore[union-attr]
     assert first is second
-    one, other = rules["x"].options  # type: ignore[union-attr]
+    one, other = rules["x"].alternatives  # type: ignore[union-attr]
     assert one is other
 
 

@@ -46,7 +46,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Ca
         log.write_text("")
         count = f"open({str(log)!r}, 'a').write('x')"
         monkeypatch.setattr(crashes, "TRIAL_COMMAND", ("-c", f"import os, signal, time; {count}; {code}"))
-        monkeypatch.setattr(crashes, "known_crashes", {})
+        monkeypatch.setattr(crashes, "known_outcomes", {})
         monkeypatch.setattr(crashes, "shown_notes", set())
         named = "INFERENCE_PRECISION_HINT"
         monkeypatch.setattr(crashes, "resolve_precision", lambda options: options.fixed_properties.get(named, "bf16"))
@@ -84,7 +84,7 @@ def test_where_openvino_crashes_f32_is_used_and_told(
     assert lm.generate(PROMPTS[0], max_tokens=16).text == expected
     assert trials() == 1, "both models are of a kind"
     # Another process finds the answer on the disk, and looks for the same memory of exactness.
-    monkeypatch.setattr(crashes, "known_crashes", {})
+    monkeypatch.setattr(crashes, "known_outcomes", {})
     found = inspect_models(pair, DeviceOptions(threads=1, cache_dir=tmp_path), engine=engine)  # type: ignore[arg-type]
     assert found["target"]["kv_precision"] == "f32"
     assert trials() == 1
@@ -120,7 +120,7 @@ def test_other_failures_of_the_trial_say_nothing(
     assert avoid_crash(pair, options) is options
     assert avoid_crash(pair, options) is options
     assert trials() == 1, "once in a process"
-    monkeypatch.setattr(crashes, "known_crashes", {})
+    monkeypatch.setattr(crashes, "known_outcomes", {})
     avoid_crash(pair, options)
     assert trials() == 2, "but it isn't remembered"
 
@@ -171,7 +171,7 @@ def test_the_trial_ends_as_the_model_does(pair: Path, engine: str) -> None:
     command = [sys.executable, "-c", COMPILES, str(pair / "openvino_model.xml"), properties, engine]
     ended = subprocess.run(command, check=False, capture_output=True, env=without_cores()).returncode
     found = run_trial("CPU", properties, *crashes.TRIAL_COMMAND)
-    assert found == crashes.Crash(crashes.FAULTS_BY_EXIT_CODE.get(ended, ""))
+    assert found == crashes.TrialOutcome(crashes.FAULTS_BY_EXIT_CODE.get(ended, ""))
     assert found and (found.fault or ended == 0)
 
 

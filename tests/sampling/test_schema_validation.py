@@ -18,8 +18,8 @@ from pydantic import BaseModel, Field, SecretStr
 
 import ovspec
 from ovspec.base.errors import OvspecError
-from ovspec.batch.file import run_file
 from ovspec.batch.requests import parse_line
+from ovspec.batch.resumable_run import run_file
 from ovspec.params import make_params
 from ovspec.sampling.grammar_conversion import convert_grammar
 from ovspec.sampling.schema_validation import VALIDATOR, find_schema_errors

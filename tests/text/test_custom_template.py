@@ -12,7 +12,7 @@ from chat_templates import TEMPLATES
 
 import ovspec
 from ovspec.base.errors import OvspecError
-from ovspec.batch.file import make_run_identity
+from ovspec.batch.resumable_run import make_run_identity
 from ovspec.text.chat_format import ChatFormat
 from ovspec.text.chat_template import ADDED_BOS, ChatTemplate, load_chat_template, read_chat_templates
 from ovspec.text.custom_template import KNOWN_TURNS, find_answer_end, make_known_template, resolve_custom_template

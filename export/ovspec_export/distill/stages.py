@@ -23,8 +23,8 @@ UNLIMITED_TOKENS = 2**62  # tokens, which no time is enough for
 
 def find_exported_target(plan: DistillPlan, work_folder: WorkFolder) -> Source:
     """Return the exported target."""
-    folder = plan.target.folder.resolve() if plan.target.is_ir else work_folder.target_folder
-    return Source(plan.target.name, folder, is_ir=True, revision=plan.target.revision)
+    target_folder = plan.target.folder.resolve() if plan.target.is_ir else work_folder.target_folder
+    return Source(plan.target.name, target_folder, is_ir=True, revision=plan.target.revision)
 
 
 def run_texts_job(plan: DistillPlan, work_folder: WorkFolder, seconds: float, on_progress: ProgressCallback) -> bool:

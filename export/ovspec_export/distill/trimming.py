@@ -41,7 +41,7 @@ def choose_most_used_ids(
     if not MIN_IDS <= count <= vocab_size:
         limits_text = f"it must be from {MIN_IDS} to {vocab_size}, the draft's number of ids"
         raise OvspecError(f"`trim_vocabulary` is {count}; {limits_text}.")
-    id_counts = np.bincount(join_ids(texts), minlength=vocab_size)[:vocab_size]
+    id_counts = np.bincount(concatenate_ids(texts), minlength=vocab_size)[:vocab_size]
     used_special_ids = np.array(
         [token_id for token_id in special_ids if token_id < vocab_size and id_counts[token_id]], dtype=np.int64
     )
@@ -51,11 +51,11 @@ def choose_most_used_ids(
 
 def compute_missing_share(texts: Iterable[Sequence[int]], ids: np.ndarray) -> float:
     """Return the share of the tokens of ``texts``, answers of the target, that are not among ``ids`` (n,)."""
-    tokens = join_ids(texts)
+    tokens = concatenate_ids(texts)
     return float(np.isin(tokens, ids, invert=True).mean()) if len(tokens) else 0.0
 
 
-def join_ids(texts: Iterable[Sequence[int]]) -> np.ndarray:
+def concatenate_ids(texts: Iterable[Sequence[int]]) -> np.ndarray:
     """Return the ids of all texts, (n,) int64."""
     return np.concatenate([np.empty(0, np.int64), *(np.asarray(text, np.int64) for text in texts)])
 

@@ -16,7 +16,6 @@ from ray.exceptions import RayError, RayTaskError
 from ovspec.base.errors import OvspecError
 from ovspec.base.json_types import JsonObject
 from ovspec.base.progress import show_step
-from ovspec.batch.file import BatchProgress
 from ovspec.batch.folder import delete_partial_results, find_files, read_file_requests
 from ovspec.batch.groups import RequestGroup, ResultCollector, make_groups
 from ovspec.batch.ray.deaths import describe_death
@@ -26,6 +25,7 @@ from ovspec.batch.ray.pool import GROUPS_IN_FLIGHT, MEMORY_ADVICE, WorkerPool
 from ovspec.batch.ray.shipment import ship_folder
 from ovspec.batch.ray.worker import Reference, Worker, WorkerJob
 from ovspec.batch.requests import BatchRequest
+from ovspec.batch.resumable_run import BatchProgress
 from ovspec.params import Params
 from ovspec.setup.model_folders import list_model_folders, resolve_model_folder
 

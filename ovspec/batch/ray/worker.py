@@ -9,11 +9,11 @@ from typing import Any
 from ovspec.api.loading import load, make_device_options
 from ovspec.base.errors import OvspecError
 from ovspec.base.json_types import JsonObject
-from ovspec.batch.file import make_run_identity, text_deciding_models
 from ovspec.batch.ray.deaths import record_signals
 from ovspec.batch.ray.predictor import pin_actor
 from ovspec.batch.ray.shipment import Shipment
 from ovspec.batch.requests import BatchRequest
+from ovspec.batch.resumable_run import make_run_identity, text_deciding_models
 from ovspec.batch.run import BatchThread
 from ovspec.drafting.choice import parse_draft
 from ovspec.params import Params

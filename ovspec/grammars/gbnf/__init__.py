@@ -153,7 +153,8 @@ class LexemePlan:
     split_expressions: expressions that can't be one lexeme; None: only single characters can.
     symbols: "T3" for a lexeme, "r3" for a rule, "r3-name" for a named rule.
     lexemes: symbol of a lexeme -> its expression, which never matches the empty text.
-    options_by_rule: symbol of a rule -> its options, each a sequence of symbols. right_sides: the same in Lark.
+    alternatives_by_rule: symbol of a rule -> its alternatives, each a sequence of symbols.
+    right_sides: the same in Lark.
     """
 
     grammar: GbnfGrammar
@@ -162,7 +163,7 @@ class LexemePlan:
     budget: StepBudget | None = None
     symbols: dict[Expression, str] = field(default_factory=dict)
     lexemes: dict[str, Expression] = field(default_factory=dict)
-    options_by_rule: dict[str, list[list[str]]] = field(default_factory=dict)
+    alternatives_by_rule: dict[str, list[list[str]]] = field(default_factory=dict)
     right_sides: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -200,40 +201,41 @@ class LexemePlan:
         if self.may_be_lexeme(node):  # all but the empty text, which no lexeme should match
             nonempty_expression = self.facts[node].nonempty_expression
             if nonempty_expression is empty_text:
-                return self.write_options(symbol, [[]])
+                return self.write_alternatives(symbol, [[]])
             if nonempty_expression and self.may_be_lexeme(nonempty_expression):
-                return self.write_options(symbol, [[], [nonempty_expression]])
+                return self.write_alternatives(symbol, [[], [nonempty_expression]])
         match node:
             case RuleReference(name):
-                return self.write_options(symbol, [[self.grammar.rules[name]]])
+                return self.write_alternatives(symbol, [[self.grammar.rules[name]]])
             case Concatenation(parts):
-                return self.write_options(symbol, [parts])
-            case Alternation(options):
-                return self.write_options(symbol, [self.split_option(option) for option in options])
+                return self.write_alternatives(symbol, [parts])
+            case Alternation(alternatives):
+                return self.write_alternatives(symbol, list(map(self.split_alternative, alternatives)))
             case Repetition(_, _, 0):
-                return self.write_options(symbol, [[]])
+                return self.write_alternatives(symbol, [[]])
             case Repetition(part, min_count, max_count):
                 repeated_symbol = self.name_symbol(part)
-                self.options_by_rule[symbol] = [[repeated_symbol]]
+                self.alternatives_by_rule[symbol] = [[repeated_symbol]]
                 if not min_count:
-                    self.options_by_rule[symbol].append([])
+                    self.alternatives_by_rule[symbol].append([])
                 if max_count != 1:
-                    self.options_by_rule[symbol].append([symbol, repeated_symbol])
+                    self.alternatives_by_rule[symbol].append([symbol, repeated_symbol])
                 self.right_sides[symbol] = repeated_symbol + write_repetition_range(min_count, max_count)
                 return [part]
         raise AssertionError(node)
 
-    def split_option(self, option: Expression) -> Sequence[Expression]:
-        if isinstance(option, Concatenation) and not self.may_be_lexeme(option):
-            return option.parts
-        return [option]
+    def split_alternative(self, alternative: Expression) -> Sequence[Expression]:
+        if isinstance(alternative, Concatenation) and not self.may_be_lexeme(alternative):
+            return alternative.parts
+        return [alternative]
 
-    def write_options(self, symbol: str, options: Sequence[Sequence[Expression]]) -> list[Expression]:
+    def write_alternatives(self, symbol: str, alternatives: Sequence[Sequence[Expression]]) -> list[Expression]:
         if self.budget:
-            self.budget.spend(2 * sum(len(option) + 1 for option in options))
-        self.options_by_rule[symbol] = [[self.name_symbol(node) for node in option] for option in options]
-        self.right_sides[symbol] = " | ".join(" ".join(option) or '""' for option in self.options_by_rule[symbol])
-        return [node for option in options for node in option]
+            self.budget.spend(2 * sum(len(alternative) + 1 for alternative in alternatives))
+        named_alternatives = [list(map(self.name_symbol, alternative)) for alternative in alternatives]
+        self.alternatives_by_rule[symbol] = named_alternatives
+        self.right_sides[symbol] = " | ".join(" ".join(symbols) or '""' for symbols in named_alternatives)
+        return [node for alternative in alternatives for node in alternative]
 
     def write_lark(self) -> str:
         lines = [f"start: {self.start_symbol}"]
@@ -247,8 +249,8 @@ class LexemePlan:
                 return "[" + "".join(f"\\x{{{low:x}}}-\\x{{{high:x}}}" for low, high in ranges) + "]"
             case Concatenation(parts):
                 return "".join(map(self.write_regex, parts))
-            case Alternation(options):
-                return "(?:" + "|".join(map(self.write_regex, options)) + ")"
+            case Alternation(alternatives):
+                return "(?:" + "|".join(map(self.write_regex, alternatives)) + ")"
             case Repetition(part, min_count, max_count):
                 return f"(?:{self.write_regex(part)}){write_repetition_range(min_count, max_count)}"
             case RuleReference(name):
@@ -260,34 +262,32 @@ class LexemePlan:
         """Return the lexemes that may follow each lexeme and those that may begin a text; lexeme i is bit i."""
         budget.spend(len(self.lexemes) ** 2 // 500)
         lexeme_bits = {symbol: 1 << i for i, symbol in enumerate(self.lexemes)}
-        first_sets = dict.fromkeys(self.options_by_rule, 0) | lexeme_bits
+        first_sets = dict.fromkeys(self.alternatives_by_rule, 0) | lexeme_bits
         follow_sets = dict.fromkeys(first_sets, 0)
         nullable: set[str] = set()
-        option_cost = 1 + len(lexeme_bits) // 500
-        rule_items = list(self.options_by_rule.items())
+        alternative_cost = 1 + len(lexeme_bits) // 500
+        rule_items = list(self.alternatives_by_rule.items())
         has_changed = True
         while has_changed:
             has_changed = False
             rule_items.reverse()  # first sets propagate up a chain of rules, follow sets down
-            for symbol, options in rule_items:
+            for symbol, alternatives in rule_items:
                 sets_before = first_sets[symbol], symbol in nullable
-                for option in options:
-                    budget.spend(option_cost * (len(option) + 1))
-                    # Lexemes that may come after the current part within the option, and whether the option may end.
+                for alternative in alternatives:
+                    budget.spend(alternative_cost * (len(alternative) + 1))
+                    # Lexemes that may come after the current part within the alternative, and whether it may end.
                     next_lexemes = 0
-                    option_may_end = True
-                    for option_symbol in reversed(option):
-                        known_followers = follow_sets[option_symbol]
-                        follow_sets[option_symbol] |= next_lexemes
-                        if option_may_end:
-                            follow_sets[option_symbol] |= follow_sets[symbol]
-                        has_changed |= known_followers != follow_sets[option_symbol]
-                        if option_symbol not in nullable:
-                            next_lexemes = 0
-                            option_may_end = False
-                        next_lexemes |= first_sets[option_symbol]
+                    alternative_may_end = True
+                    for part_symbol in reversed(alternative):
+                        known_followers = follow_sets[part_symbol]
+                        follow_sets[part_symbol] |= next_lexemes
+                        if alternative_may_end:
+                            follow_sets[part_symbol] |= follow_sets[symbol]
+                        has_changed |= known_followers != follow_sets[part_symbol]
+                        alternative_may_end &= part_symbol in nullable
+                        next_lexemes = first_sets[part_symbol] | next_lexemes * (part_symbol in nullable)
                     first_sets[symbol] |= next_lexemes
-                    if option_may_end:
+                    if alternative_may_end:
                         nullable.add(symbol)
                 has_changed |= sets_before != (first_sets[symbol], symbol in nullable)
         return [follow_sets[symbol] for symbol in lexeme_bits], first_sets[self.start_symbol]
@@ -442,12 +442,13 @@ class LexemeComparer:
                 for part in parts:
                     start_state = self._add_expression(automaton, part, start_state)
                 return start_state
-            case Alternation(options):
+            case Alternation(alternatives):
                 end_state = automaton.add_state()
-                for option in options:
+                for alternative in alternatives:
                     inner_start_state = automaton.add_state()
                     automaton.empty_steps[start_state].append(inner_start_state)
-                    automaton.empty_steps[self._add_expression(automaton, option, inner_start_state)].append(end_state)
+                    inner_end_state = self._add_expression(automaton, alternative, inner_start_state)
+                    automaton.empty_steps[inner_end_state].append(end_state)
                 return end_state
             case Repetition(part, min_count, max_count):
                 inner_start_state = automaton.add_state()

@@ -37,7 +37,7 @@ class Concatenation:
 
 @dataclass(eq=False, slots=True)
 class Alternation:
-    options: tuple[Expression, ...]
+    alternatives: tuple[Expression, ...]
 
 
 @dataclass(eq=False, slots=True)
@@ -136,12 +136,12 @@ class GbnfParser:
         return self.text[name_start : self.position]
 
     def parse_options(self, nested: bool) -> Expression:
-        options = [self.parse_concatenation(nested)]
+        alternatives = [self.parse_concatenation(nested)]
         while self.peek() == "|":
             self.position += 1
             self.skip_spaces(skip_line_ends=True)
-            options.append(self.parse_concatenation(nested))
-        return self.join_expressions(Alternation, options)
+            alternatives.append(self.parse_concatenation(nested))
+        return self.join_expressions(Alternation, alternatives)
 
     def parse_concatenation(self, nested: bool) -> Expression:
         parts: list[Expression] = []

@@ -71,8 +71,8 @@ class RuleWriter:
             self.lines.append(f"{self.names_by_content[content]}: {content}")
         return self.names_by_content[content]
 
-    def write_option_rule(self, options: list[str]) -> str | None:
-        return self.write_rule(" | ".join(options)) if options else None
+    def write_alternation_rule(self, alternatives: list[str]) -> str | None:
+        return self.write_rule(" | ".join(alternatives)) if alternatives else None
 
     def node_rule(self, node: SchemaNode) -> str:
         """Return the name of a node's rule, which is written later."""
@@ -85,7 +85,7 @@ class RuleWriter:
         """Write the rules of all nodes that rules refer to; raises OvspecError if something can't be enforced."""
         while self.pending_nodes:
             node, rule_name = self.pending_nodes.pop()
-            self.lines.append(f"{rule_name}: {write_node_options(self, node, close_objects)}")
+            self.lines.append(f"{rule_name}: {write_node_alternatives(self, node, close_objects)}")
 
     # ------------------------------------------------------------ numbers and strings
 
@@ -170,16 +170,16 @@ def write_schema_as_lark(rules: RuleWriter, close_objects: bool) -> str:
     return "\n".join([*header_lines, f"start: {start_rule}", *rules.lines])
 
 
-def write_node_options(rules: RuleWriter, node: SchemaNode, close_objects: bool) -> str:
+def write_node_alternatives(rules: RuleWriter, node: SchemaNode, close_objects: bool) -> str:
     """Return the alternatives of a node; raises OvspecError if some can't be enforced and matter."""
-    options: dict[str, None] = {}
+    expressions: dict[str, None] = {}
     for alternatives in rules.graph.find_shape(node).by_type.values():
         enforceable = [alternative for alternative in alternatives if not isinstance(alternative, Unenforceable)]
         for alternative in alternatives:
             if isinstance(alternative, Unenforceable) and not (enforceable and alternative.dispensable):
                 raise make_refusal(alternative.pointer, alternative.reason)
-        options.update((write_alternative(rules, alternative, close_objects), None) for alternative in enforceable)
-    return " | ".join(options)
+        expressions.update((write_alternative(rules, alternative, close_objects), None) for alternative in enforceable)
+    return " | ".join(expressions)
 
 
 def write_alternative(rules: RuleWriter, alternative: Alternative, close_objects: bool) -> str:
@@ -254,7 +254,7 @@ def list_allowed_names(objects: Objects, name_strings: list[Strings]) -> Objects
 def write_unlisted_property(rules: RuleWriter, objects: Objects, name_strings: list[Strings], colon: str) -> str | None:
     """Write the rule of a property that isn't listed; None if there is none."""
     listed_names = frozenset(property_name for property_name, _ in objects.properties)
-    property_options: list[str] = []
+    property_alternatives: list[str] = []
     for pattern, node in objects.patterns:
         overlapping_nodes = (
             other_node
@@ -271,7 +271,8 @@ def write_unlisted_property(rules: RuleWriter, objects: Objects, name_strings: l
             excluded = strings.excluded | listed_names
             key_strings = replace(strings, patterns=patterns, absent_patterns=absent_patterns, excluded=excluded)
             if not rules.graph.has_no_text(key_strings):
-                property_options.append(f"{rules.write_strings(key_strings)} {colon} {rules.node_rule(value_node)}")
+                value_rule = rules.node_rule(value_node)
+                property_alternatives.append(f"{rules.write_strings(key_strings)} {colon} {value_rule}")
     if not rules.graph.is_empty(objects.unlisted_node):
         value_rule = rules.node_rule(objects.unlisted_node)
         property_patterns = frozenset(pattern for pattern, _ in objects.patterns)
@@ -279,14 +280,10 @@ def write_unlisted_property(rules: RuleWriter, objects: Objects, name_strings: l
             absent_patterns = strings.absent_patterns | property_patterns
             key_strings = replace(strings, excluded=strings.excluded | listed_names, absent_patterns=absent_patterns)
             # Where it can't be said which names have none of the patterns, there are no others.
-            compared_patterns = (
-                [*key_strings.absent_patterns, *key_strings.patterns]
-                if property_patterns
-                else key_strings.absent_patterns
-            )
+            compared_patterns = [*key_strings.absent_patterns, *(key_strings.patterns if property_patterns else ())]
             if None not in map(make_json_string_expression, compared_patterns):
-                property_options.append(f"{rules.write_strings(key_strings)} {colon} {value_rule}")
-    return rules.write_option_rule(property_options)
+                property_alternatives.append(f"{rules.write_strings(key_strings)} {colon} {value_rule}")
+    return rules.write_alternation_rule(property_alternatives)
 
 
 # ---------------------------------------------------------------- arrays, and lists of properties
@@ -360,11 +357,11 @@ def write_in_any_order(
 
     def write_remaining(unused_items: tuple[str, ...]) -> str:
         used_count = len(item_expressions) - len(unused_items)
-        options = ['""'] * (used_count >= min_count)
+        alternatives = ['""'] * (used_count >= min_count)
         for item_expression in unused_items if used_count < max_count else ():
             remaining_rule = write_remaining(tuple(other for other in unused_items if other != item_expression))
-            options.append(f"{comma} " * (used_count > 0) + f"{item_expression} {remaining_rule}")
-        return rules.write_rule(" | ".join(options))
+            alternatives.append(f"{comma} " * (used_count > 0) + f"{item_expression} {remaining_rule}")
+        return rules.write_rule(" | ".join(alternatives))
 
     return write_remaining(tuple(item_expressions))
 
@@ -395,14 +392,14 @@ def write_in_order(
     for item_expression, required in reversed(item_expressions):
         later_rest_rules = [*rest_rules]
         for item_count in reversed(item_counts):
-            options: list[str] = []
+            alternatives: list[str] = []
             rest_after_item = later_rest_rules[min(item_count + 1, max_counted)]
             if rest_after_item is not None and item_count < max_count:
-                options.append(f"{comma} " * (item_count > 0) + f"{item_expression} {rest_after_item}")
+                alternatives.append(f"{comma} " * (item_count > 0) + f"{item_expression} {rest_after_item}")
             rest_without_item = later_rest_rules[item_count]
             if rest_without_item is not None and not required:
-                options.append(rest_without_item)
-            rest_rules[item_count] = rules.write_option_rule(options)
+                alternatives.append(rest_without_item)
+            rest_rules[item_count] = rules.write_alternation_rule(alternatives)
     if rest_rules[0] is None:
         raise OvspecError("#: no JSON text has so many properties or items; ask for fewer.")
     return rest_rules[0]

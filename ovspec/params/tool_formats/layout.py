@@ -74,14 +74,14 @@ class ToolFormat:
             call_texts.append("".join(slot_values.get(call_part, call_part) for call_part in self.calls[call_index]))
         return self.before_calls + (self.between_calls or "").join(call_texts) + self.after_calls
 
-    def _write_arguments(self, arguments: Any) -> str:
+    def _write_arguments(self, call_arguments: Any) -> str:
         layout = self.parameters
-        if isinstance(arguments, str):  # the call was cut off
-            return arguments
+        if isinstance(call_arguments, str):  # the call was cut off
+            return call_arguments
         if not layout:
-            return json.dumps(arguments, ensure_ascii=False)
+            return json.dumps(call_arguments, ensure_ascii=False)
         parameter_texts = list[str]()
-        for parameter_name, argument in arguments.items():
+        for parameter_name, argument in call_arguments.items():
             argument_text = argument if isinstance(argument, str) else json.dumps(argument, ensure_ascii=False)
             parameter_texts.append(
                 f"{layout.before_name}{parameter_name}{layout.after_name}{argument_text}{layout.after_value}"

@@ -26,9 +26,9 @@ from conftest import PROMPTS, ROOT, Reference
 
 import ovspec
 from ovspec.api.verify import result_from_json
-from ovspec.batch.file import make_run_identity, run_file
 from ovspec.batch.partial_results import PartialResults, result_fingerprint
 from ovspec.batch.requests import make_prompt_request, parse_line, read_requests, to_chat_request
+from ovspec.batch.resumable_run import make_run_identity, run_file
 from ovspec.cli.batch import BatchReport
 from ovspec.params import make_params
 from ovspec.params.generation import GENERATE_OPTIONS
