@@ -101,7 +101,7 @@ class DeviceBlockArray:
 
     def read_bits(self, blocks: list[int]) -> np.ndarray:
         values = np.zeros((len(blocks), *self.shape), self.dtype)
-        for begin, end, first_block in consecutive_runs(blocks):
+        for begin, end, first_block in split_into_consecutive_runs(blocks):
             host_tensor = ov.Tensor(self.element_type, ov.Shape([end - begin, *self.shape]))
             self._view_blocks(self._tensor, first_block, end - begin).copy_to(host_tensor)
             values[begin:end] = host_tensor.data.view(self.dtype)
@@ -113,7 +113,7 @@ class DeviceBlockArray:
         staging_tensor.copy_from(
             ov.Tensor(np.ascontiguousarray(values), ov.Shape(list(values.shape)), self.element_type)
         )
-        for begin, end, first_block in consecutive_runs(blocks):
+        for begin, end, first_block in split_into_consecutive_runs(blocks):
             staged_blocks = self._view_blocks(staging_tensor, begin, end - begin)
             self._view_blocks(self._tensor, first_block, end - begin).copy_from(staged_blocks)
 
@@ -139,7 +139,7 @@ class DeviceBlockArray:
         )
 
 
-def consecutive_runs(blocks: list[int]) -> Iterator[tuple[int, int, int]]:
+def split_into_consecutive_runs(blocks: list[int]) -> Iterator[tuple[int, int, int]]:
     """Yield (begin, end, first block) of each run of consecutive numbers in ``blocks``."""
     begin = 0
     for end in range(1, len(blocks) + 1):

@@ -42,7 +42,7 @@ class PrefixNode:
         longest_child, length = None, 0
         position = self.find_child_position(token_bytes)
         for child in self.children[max(0, position - 1) : position + 1]:
-            shared_length = count_encoded_prefix(child.token_bytes, token_bytes)
+            shared_length = count_common_encoded_tokens(child.token_bytes, token_bytes)
             if shared_length > length:
                 longest_child, length = child, shared_length
         return longest_child, length
@@ -126,8 +126,10 @@ class BlockPool:
         blocks: list[int] = []
         length, shared_length = 0, self.block_size
         while node and shared_length == self.block_size and length < len(tokens):
-            begin_byte = length * BYTES_PER_TOKEN
-            node, shared_length = node.find_longest_match(encoded_text[begin_byte : begin_byte + block_bytes])
+            block_text_start = length * BYTES_PER_TOKEN
+            node, shared_length = node.find_longest_match(
+                encoded_text[block_text_start : block_text_start + block_bytes]
+            )
             if node:
                 blocks.append(node.block)
                 length += shared_length
@@ -140,8 +142,8 @@ class BlockPool:
         encoded_text = encode_tokens(tokens)
         block_bytes = self.block_size * BYTES_PER_TOKEN
         node = self._roots_by_owner.setdefault(owner, PrefixNode(b"", -1, None))
-        for block_index, begin_byte in enumerate(range(0, len(encoded_text), block_bytes)):
-            token_bytes = encoded_text[begin_byte : begin_byte + block_bytes]
+        for block_index, block_text_start in enumerate(range(0, len(encoded_text), block_bytes)):
+            token_bytes = encoded_text[block_text_start : block_text_start + block_bytes]
             block = table[block_index]
             child = node.find_child(token_bytes)
             if child and child.block != block:
@@ -191,7 +193,7 @@ def encode_tokens(tokens: np.ndarray) -> bytes:
     return tokens.astype(">u4").tobytes()
 
 
-def count_encoded_prefix(a: bytes, b: bytes) -> int:
+def count_common_encoded_tokens(a: bytes, b: bytes) -> int:
     """Return the number of tokens in the common prefix of two encoded texts."""
     if a == b:
         return len(a) // BYTES_PER_TOKEN

@@ -52,7 +52,8 @@ class PagedDecoder:
     twice, and what the second writes into the cache is overwritten by the next token.
 
     Args:
-        ir: the model, compiled with the rewrites ``to_paged`` and, for a rule with two queries, ``pair_queries``.
+        ir: the model, compiled with the rewrites ``rewrite_to_paged`` and, for a rule with two queries,
+            ``allow_several_queries_per_token``.
         vocabulary: the ids that may be chosen.
         tensors: of another decoder of the same model, to share blocks with it; new ones by default.
     """
@@ -68,7 +69,7 @@ class PagedDecoder:
         tensors: BlockTensors | None = None,
     ) -> None:
         if rule.queries > 1 and QUERY_INPUTS[0] not in ir.inputs:
-            raise ValueError("two queries for a token need a model rewritten by pair_queries")
+            raise ValueError("two queries for a token need a model rewritten by allow_several_queries_per_token")
         self.context_length = ir.context_length
         self.rule = rule
         self._computed_tokens = [rule.computed_tokens(count) for count in range(MAX_INFERENCE_TOKENS + 1)]
@@ -316,7 +317,7 @@ class PagedDecoder:
         min_positions = self._computed_logits[sum(filled_counts)]
         logits_idx = find_logits_positions(lengths, tuple(filled_counts), min_positions, packed=True)
         blocks, block_begins = self._flatten_tables(fed_rows)
-        query_inputs = pair_query_inputs(token_counts, query_counts)
+        query_inputs = map_queries_to_tokens(token_counts, query_counts)
         head_input = self._make_head_input(features, token_begin)
         cache_inputs = (past_lengths, query_begins, blocks, block_begins, self._longest_context)
         logits = self._request.infer((ids, positions, *cache_inputs, logits_idx, head_input, *query_inputs), logits_idx)
@@ -415,8 +416,10 @@ def join_row_parts(parts: list[list[np.ndarray]], width: int) -> list[np.ndarray
 
 
 @functools.lru_cache(maxsize=256)
-def pair_query_inputs(token_counts: tuple[int, ...], query_counts: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the inputs of ``pair_queries``, int32: each query's token, and each token's first query.
+def map_queries_to_tokens(
+    token_counts: tuple[int, ...], query_counts: tuple[int, ...]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the inputs that ``allow_several_queries_per_token`` adds, int32: queries' tokens, tokens' first queries.
 
     A row of ``token_counts`` tokens has as many ``query_counts``, or several for its only token.
     """

@@ -15,7 +15,7 @@ PAGED_INPUTS = (
     "input_ids", "position_ids", "past_lens", "subsequence_begins",
     "block_indices", "block_indices_begins", "max_context_len", "logits_idx", "hidden_states",
 )  # fmt: skip
-QUERY_INPUTS = ("query_tokens", "token_queries")  # added by ``pair_queries``
+QUERY_INPUTS = ("query_tokens", "token_queries")  # added by ``allow_several_queries_per_token``
 CACHE_INPUT = re.compile(r"(key|value)_cache\.\d+")  # names of the inputs that hold the blocks
 SLIDING_WINDOW_INPUT = 10  # index of this input of the attention operation
 
@@ -47,7 +47,7 @@ def rewrite_to_paged(model: ov.Model) -> None:
         )
 
 
-def pair_queries(model: ov.Model) -> None:
+def allow_several_queries_per_token(model: ov.Model) -> None:
     """Let attention take several queries for a token that everything else computes once; rewrites in place.
 
     Adds the inputs ``query_tokens`` [queries] i32, the index of each query's token, and ``token_queries`` [tokens] i32,
@@ -58,7 +58,7 @@ def pair_queries(model: ov.Model) -> None:
     for parameter, name in zip(index_parameters, QUERY_INPUTS, strict=True):
         parameter.output(0).get_tensor().set_names({name})
     axis = ops.constant(0, dtype=ov.Type.i64)
-    for layer in list_attention_layers(model):
+    for layer in find_attention_operations(model):
         readers = list(layer.output(0).get_target_inputs())
         for input_index in range(3):  # queries, keys and values
             repeated_values = ops.gather(layer.input_value(input_index), query_tokens, axis)
@@ -70,7 +70,7 @@ def pair_queries(model: ov.Model) -> None:
     model.validate_nodes_and_infer_types()
 
 
-def list_attention_layers(model: ov.Model) -> list[ov.Node]:
+def find_attention_operations(model: ov.Model) -> list[ov.Node]:
     """Return the attention operations of a rewritten model."""
     return [op for op in model.get_ops() if op.get_type_name() == "PagedAttentionExtension"]
 
@@ -81,7 +81,7 @@ def read_attention_windows(model: ov.Model) -> set[int | None]:
     Raises NotPaged if they are not constants.
     """
     try:
-        results = [ops.result(layer.input_value(SLIDING_WINDOW_INPUT)) for layer in list_attention_layers(model)]
+        results = [ops.result(layer.input_value(SLIDING_WINDOW_INPUT)) for layer in find_attention_operations(model)]
         window_model = ov.Model(results, [])  # type: ignore[misc]
         windows = openvino_core().compile_model(window_model, "CPU")([])
     except (RuntimeError, LookupError) as error:

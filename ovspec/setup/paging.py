@@ -24,7 +24,12 @@ from ovspec.ir.heads import add_features_output
 from ovspec.ir.instruction_set import describe_instruction_set
 from ovspec.ir.matrix_products import SPLITTING_INSTRUCTION_SETS, join_products, split_wide_products
 from ovspec.ir.memory import weights_fit_into_memory
-from ovspec.ir.paged_attention import NotPaged, pair_queries, read_attention_windows, rewrite_to_paged
+from ovspec.ir.paged_attention import (
+    NotPaged,
+    allow_several_queries_per_token,
+    read_attention_windows,
+    rewrite_to_paged,
+)
 from ovspec.setup.rollback_probing import find_findings_file
 
 # If a model's attention window has at most this many slots, the text that compares the engines is longer than it.
@@ -57,8 +62,8 @@ def compile_paged(
 
     Raises NotPaged if that is impossible.
 
-    ``two_queries``: whether it is rewritten for exact arithmetic by ``pair_queries`` and, if need be,
-    ``split_wide_products``.
+    ``two_queries``: whether it is rewritten for exact arithmetic by ``allow_several_queries_per_token`` and, if need
+    be, ``split_wide_products``.
     ``head``: the folder of a head that the model gives features to.
     """
 
@@ -73,7 +78,7 @@ def compile_paged(
         if check_weights(folder / MODEL_FILE) <= MAX_JOINED_BYTES:
             join_products(model)
         if two_queries:
-            pair_queries(model)
+            allow_several_queries_per_token(model)
             if describe_instruction_set() in SPLITTING_INSTRUCTION_SETS:
                 split_wide_products(model)
 
@@ -154,7 +159,7 @@ def compare_engines(folder: Path, options: DeviceOptions) -> PagedCheck:
         rewrite_to_paged(model)
         paged_windows.update(read_attention_windows(model))
         if not on_gpu:
-            pair_queries(model)
+            allow_several_queries_per_token(model)
 
     try:
         paged_ir = compile_ir(folder, options if on_gpu else stateful_options, rewrite)

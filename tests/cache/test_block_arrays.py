@@ -9,12 +9,12 @@ import openvino as ov
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ovspec.cache.block_arrays import HostBlockArray, consecutive_runs
+from ovspec.cache.block_arrays import HostBlockArray, split_into_consecutive_runs
 
 
 @given(st.lists(st.integers(0, 9)))
 def test_runs_are_what_follows_one_another(blocks: list[int]) -> None:
-    parts = list(consecutive_runs(blocks))
+    parts = list(split_into_consecutive_runs(blocks))
     assert [block for begin, end, first in parts for block in range(first, first + end - begin)] == blocks
     for (begin, end, first), (following, _, other) in itertools.pairwise(parts):
         assert end == following

@@ -15,7 +15,7 @@ from conftest import PROMPTS, ROOT, STRICT
 import ovspec
 import ovspec.setup.engine_choice
 from ovspec.cache.decoder import FAST_RULE, Arithmetic, FeedRule, Rollback
-from ovspec.cache.paged import PagedDecoder, pair_query_inputs
+from ovspec.cache.paged import PagedDecoder, map_queries_to_tokens
 from ovspec.cache.stateful import StatefulDecoder, make_stateful_decoder
 from ovspec.ir.compile import CompiledIR, compile_ir
 from ovspec.ir.device import DeviceOptions
@@ -261,10 +261,10 @@ def second(decoder: PagedDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
     del decoder
 
     def wrong(counts: tuple[int, ...], queries: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-        query_tokens, token_queries = pair_query_inputs(counts, queries)
+        query_tokens, token_queries = map_queries_to_tokens(counts, queries)
         return query_tokens, np.append(token_queries[1:], len(query_tokens)).astype(np.int32) - 1
 
-    monkeypatch.setattr("ovspec.cache.paged.pair_query_inputs", wrong)
+    monkeypatch.setattr("ovspec.cache.paged.map_queries_to_tokens", wrong)
 
 
 @pytest.mark.parametrize("plant", [alone, stale, second])
