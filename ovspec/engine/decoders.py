@@ -90,7 +90,9 @@ class ModelPair:
         self.cache_bytes = cache_bytes
         self._known_ids = known_ids
         self._max_token_bytes = sum(kv_bytes_per_token(ir) + recurrent_row_bytes(ir) for ir in self.compiled_irs())
-        self.shares_greedy_prefixes = not (cache_bytes is None and target.is_inexact and target.is_reproducible)
+        self.shares_greedy_prefixes = not (
+            cache_bytes is None and target.lacks_requested_exactness and target.is_reproducible
+        )
         self.loaded_models = [
             loaded_model for loaded_model in (target, draft) if loaded_model
         ]  # also a draft that no drafter uses
@@ -156,9 +158,9 @@ class ModelPair:
         return sum(token_count * kv_bytes_per_token(ir) + recurrent_row_bytes(ir) for ir in self.compiled_irs())
 
     @property
-    def idle_bytes(self) -> float:
+    def idle_cache_bytes(self) -> float:
         """The bytes of kept KV caches that no text needs."""
-        return sum(model.idle_bytes for model in self.loaded_models)
+        return sum(model.idle_block_bytes for model in self.loaded_models)
 
     @property
     def keeps_prefixes(self) -> bool:
@@ -178,7 +180,7 @@ class ModelPair:
     def ensure_memory(self, token_count: int, include_draft: bool = True) -> None:
         """Raise OvspecError if the states for ``token_count`` more tokens can't fit into free memory."""
         if token_count * self._max_token_bytes > LEAST_CHECKED_BYTES:
-            check_free_memory(self.compiled_irs(include_draft), token_count, self.idle_bytes)
+            check_free_memory(self.compiled_irs(include_draft), token_count, self.idle_cache_bytes)
             if token_count * self._max_token_bytes > psutil.virtual_memory().available:
                 self.free_idle_blocks()
 
@@ -246,7 +248,7 @@ class DecoderPool:
             if row_count != 1:
                 max_rows = params.batch_size
                 irs = self.models.compiled_irs(drafter is not None)
-                max_tokens = count_free_tokens(irs, max_rows, self.models.idle_bytes)
+                max_tokens = count_free_tokens(irs, max_rows, self.models.idle_cache_bytes)
             isolated_errors = (OvspecError,) if isolate_errors else ()
             batch_limits = BatchLimits(max_rows, max_tokens, isolated_errors=isolated_errors)
             yield from run_rows(Scheduler(decoders.target, drafter, lookahead, rows, batch_limits))

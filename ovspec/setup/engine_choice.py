@@ -30,11 +30,11 @@ from ovspec.setup.exactness import (
     find_exactness_file,
     find_exactness_on_gpu,
     hash_probe_logits,
-    read_exactness,
+    read_saved_exactness,
     wait_for_gpu_kernels,
 )
 from ovspec.setup.paging import PagedCheck, check_paged, compile_paged
-from ovspec.setup.rollback_probing import load_rollback_probe
+from ovspec.setup.rollback_probing import load_or_probe_rollback
 from ovspec.text.vocabulary import ALL_IDS, KnownIds
 
 EngineName = Literal["stateful", "paged"]
@@ -76,7 +76,7 @@ class CompiledModel:
         return "exact" if self.arithmetic_note == "exact" else "fast"
 
     @property
-    def is_inexact(self) -> bool:
+    def lacks_requested_exactness(self) -> bool:
         """Whether exact arithmetic was asked for, and can't be had."""
         return self.arithmetic_note not in ("exact", "fast")
 
@@ -126,7 +126,7 @@ class CompiledModel:
         return 0 if self.shared_blocks is None else self.shared_blocks.pool.evicted_count
 
     @property
-    def idle_bytes(self) -> float:
+    def idle_block_bytes(self) -> float:
         """The bytes of kept blocks."""
         return 0.0 if self.shared_blocks is None else self.shared_blocks.idle_bytes
 
@@ -152,7 +152,7 @@ class CompiledModel:
         return exactness
 
     def hash_logits(self) -> list[bytes]:
-        """Return the bits of the logits after each token of a random text."""
+        """Return hashes, of 8 bytes, of the logits after each token of a random text."""
         return hash_probe_logits(self.make_decoder(), self.ir.logits_width)
 
     def adopt_exactness(self, exactness: Exactness) -> None:
@@ -182,13 +182,15 @@ def load_compiled_model(
 
     ``arithmetic``: None is exact on a CPU, and fast where a GPU may compute.
 
-    ``head``: the folder of a head that the model gives features to; see ``load_model_with_features``.
+    ``head``: the folder of a head that the model gives features to; see ``load_model_giving_features``.
     """
     if arithmetic != "fast" and may_use_gpu(options.device):
         model = load_compiled_model(folder, options, engine, "fast", head)
         model.arithmetic_note = GPU_ARITHMETIC_NOTE
         if arithmetic == "exact" and model.engine == "paged":
-            model.adopt_exactness(read_exactness(folder, options, "paged") or probe_exactness(model, folder, options))
+            model.adopt_exactness(
+                read_saved_exactness(folder, options, "paged") or probe_and_save_exactness(model, folder, options)
+            )
             wait_for_gpu_kernels(model.make_decoder(), model.ir.logits_width)
         return model
     options = avoid_crash(folder, options)
@@ -207,14 +209,14 @@ def load_compiled_model(
         engine_reason = paged_check.reason
     check_stateful_kv_precision(folder, options, engine_reason)
 
-    def compile_stateful(options: DeviceOptions, two_queries: bool = False) -> CompiledModel:  # noqa: ARG001
+    def compile_stateful_model(options: DeviceOptions, two_queries: bool = False) -> CompiledModel:  # noqa: ARG001
         rewrite = None
         if head:
             rewrite = partial(add_features_output, target=folder, head=head)
         ir = compile_ir(folder, options, rewrite)
-        return CompiledModel(ir, "stateful", engine_reason, load_rollback_probe(ir, options.cache_folder).rollback)
+        return CompiledModel(ir, "stateful", engine_reason, load_or_probe_rollback(ir, options.cache_folder).rollback)
 
-    return load_with_arithmetic(folder, options, "stateful", arithmetic, compile_stateful)
+    return load_with_arithmetic(folder, options, "stateful", arithmetic, compile_stateful_model)
 
 
 def check_stateful_kv_precision(folder: Path, options: DeviceOptions, reason: str) -> None:
@@ -225,7 +227,7 @@ def check_stateful_kv_precision(folder: Path, options: DeviceOptions, reason: st
         raise OvspecError(f"{folder}: `kv_precision={precision!r}` {problem}.")
 
 
-def load_model_with_features(
+def load_model_giving_features(
     folder: Path, options: DeviceOptions, engine: EngineChoice, arithmetic: Arithmetic | None, head: Path
 ) -> CompiledModel:
     """Load a model that gives features to ``head``; it is exact only if that changes no bit.
@@ -289,16 +291,16 @@ def load_with_arithmetic(
     """
     if arithmetic == "fast":
         return compile_model(options, False)
-    candidate_options = [options]
-    if f32_may_help(options):
-        candidate_options.append(replace(options, precision="f32"))
+    options_by_precision = [options]
+    if is_16_bit_by_default(options):
+        options_by_precision.append(replace(options, precision="f32"))
     default_exactness: Exactness | None = None  # in the default precision
-    for tried_options in candidate_options:
-        saved_exactness = read_exactness(folder, tried_options, engine)
+    for tried_options in options_by_precision:
+        saved_exactness = read_saved_exactness(folder, tried_options, engine)
         if not saved_exactness or saved_exactness.is_exact:
             two_queries = engine == "paged" and (not saved_exactness or saved_exactness.needs_two_queries)
             model = compile_model(tried_options, two_queries)
-            exactness = saved_exactness or probe_exactness(model, folder, tried_options)
+            exactness = saved_exactness or probe_and_save_exactness(model, folder, tried_options)
             if exactness.is_exact:
                 if two_queries != exactness.needs_two_queries:
                     del model  # memory may hold the model only once
@@ -314,7 +316,7 @@ def load_with_arithmetic(
     return model
 
 
-def f32_may_help(options: DeviceOptions) -> bool:
+def is_16_bit_by_default(options: DeviceOptions) -> bool:
     """Return whether the CPU computes in 16 bits only because nobody has named a precision, or a type of the cache."""
     fixed_properties = {"INFERENCE_PRECISION_HINT", "KV_CACHE_PRECISION"} & options.fixed_properties.keys()
     if fixed_properties or check_device(options.device) != "CPU":
@@ -322,7 +324,7 @@ def f32_may_help(options: DeviceOptions) -> bool:
     return resolve_precision(options) != "f32"
 
 
-def probe_exactness(model: CompiledModel, folder: Path, options: DeviceOptions) -> Exactness:
+def probe_and_save_exactness(model: CompiledModel, folder: Path, options: DeviceOptions) -> Exactness:
     """Find the rule of exact arithmetic, and remember it."""
     if check_weights(folder / MODEL_FILE) > LONG_PROBE_BYTES:
         print_note(f"{folder}: finding out how each token gets the same bits, once; `arithmetic='fast'` skips it.")

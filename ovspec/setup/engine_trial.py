@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ovspec.ir.crash_trial import disable_core_dumps
 from ovspec.ir.device import DeviceOptions
-from ovspec.setup.paging import compare_engines
+from ovspec.setup.paging import check_paged_logits
 
 if __name__ == "__main__":
     disable_core_dumps()
@@ -18,4 +18,4 @@ if __name__ == "__main__":
     options = DeviceOptions(
         **option_fields | {"cache_dir": option_fields["cache_dir"] and Path(option_fields["cache_dir"])}
     )
-    print(json.dumps(asdict(compare_engines(Path(sys.argv[1]), options))))
+    print(json.dumps(asdict(check_paged_logits(Path(sys.argv[1]), options))))

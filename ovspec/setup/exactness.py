@@ -105,7 +105,7 @@ def find_exactness(
         differing_by_rule[str(feed_rule)] = exactness.differing
         return exactness
 
-    feed_rule = find_least_rule(make_decoder, strictest_rule, probe_ids)
+    feed_rule = find_cheapest_rule(make_decoder, strictest_rule, probe_ids)
     exactness = probe_rule(feed_rule)
     if not exactness.is_exact and feed_rule != strictest_rule:
         exactness = probe_rule(strictest_rule)  # if it isn't exact, no lesser rule is
@@ -121,7 +121,7 @@ def find_exactness(
             )
     # More tokens are computed in any case where the rule says so; on the stateful engine nothing is proposed unasked.
     if engine == "paged" and exactness.rule and exactness.rule.fewest < 2:
-        exactness = replace(exactness, guess=measure_proposal_cost(make_decoder(exactness.rule), probe_ids))
+        exactness = replace(exactness, guess=measure_two_token_time_ratio(make_decoder(exactness.rule), probe_ids))
     return replace(exactness, tried=differing_by_rule)
 
 
@@ -161,7 +161,7 @@ def wait_for_gpu_kernels(decoder: Decoder, vocab_size: int) -> None:
     wait_for_compilation()
 
 
-def read_exactness(folder: Path, options: DeviceOptions, engine: str) -> Exactness | None:
+def read_saved_exactness(folder: Path, options: DeviceOptions, engine: str) -> Exactness | None:
     """Return the exactness that an earlier run found, if any."""
     return read_cached(Exactness, find_exactness_file(folder, options, engine))
 
@@ -212,7 +212,7 @@ def find_widest_feed(decoder: Decoder, probe_ids: np.ndarray) -> int | None:
     return widest_feed or next(filter(is_equal_when_fed_together, smaller_widths), 0)
 
 
-def find_least_rule(make_decoder: MakeDecoder, strictest_rule: FeedRule, probe_ids: np.ndarray) -> FeedRule:
+def find_cheapest_rule(make_decoder: MakeDecoder, strictest_rule: FeedRule, probe_ids: np.ndarray) -> FeedRule:
     """Return the rule with the fewest tokens and logits whose bits seem to be the ``strictest_rule``'s."""
     decoder = make_decoder(strictest_rule)
     context_length = min(PIECE_LENGTH, len(probe_ids))
@@ -224,7 +224,7 @@ def find_least_rule(make_decoder: MakeDecoder, strictest_rule: FeedRule, probe_i
         row_hash for piece in pieces for row_hash in hash_logits_rows(decoder.feed([piece], [len(piece)])[0])
     ]
 
-    def lower_counts(feed_rule: FeedRule, count_names: tuple[str, ...], single_token_count: int) -> FeedRule:
+    def lower_rule_counts(feed_rule: FeedRule, count_names: tuple[str, ...], single_token_count: int) -> FeedRule:
         """Return ``rule`` with the least count in these fields, the same for all, that keeps the bits."""
         count_so_far = min(getattr(feed_rule, count_name) for count_name in count_names)
         for min_count in [min_count for min_count in MIN_COUNTS_TO_TRY if min_count < count_so_far]:
@@ -236,10 +236,10 @@ def find_least_rule(make_decoder: MakeDecoder, strictest_rule: FeedRule, probe_i
         return feed_rule
 
     if strictest_rule.fewest == 1:
-        return lower_counts(strictest_rule, ("fewest_logits",), SINGLE_TOKEN_COUNT)
-    feed_rule = lower_counts(strictest_rule, ("fewest", "fewest_logits"), SINGLE_TOKEN_COUNT)
-    feed_rule = lower_counts(feed_rule, ("fewest",), SINGLE_TOKEN_COUNT)
-    return lower_counts(feed_rule, ("fewest_logits",), SINGLE_TOKEN_COUNT_FOR_LOGITS)
+        return lower_rule_counts(strictest_rule, ("fewest_logits",), SINGLE_TOKEN_COUNT)
+    feed_rule = lower_rule_counts(strictest_rule, ("fewest", "fewest_logits"), SINGLE_TOKEN_COUNT)
+    feed_rule = lower_rule_counts(feed_rule, ("fewest",), SINGLE_TOKEN_COUNT)
+    return lower_rule_counts(feed_rule, ("fewest_logits",), SINGLE_TOKEN_COUNT_FOR_LOGITS)
 
 
 def list_stricter_rules(feed_rule: FeedRule, strictest_rule: FeedRule) -> Iterator[FeedRule]:
@@ -269,7 +269,7 @@ def has_expected_bits(
     return True
 
 
-def measure_proposal_cost(decoder: Decoder, probe_ids: np.ndarray) -> float:
+def measure_two_token_time_ratio(decoder: Decoder, probe_ids: np.ndarray) -> float:
     """Return the time of an inference that is fed two tokens, relative to a single token."""
     min_seconds = {1: math.inf, 2: math.inf}  # an inference may take longer for many reasons
     context_length = min(RISING_WIDTHS[0], len(probe_ids) - 2)
@@ -322,8 +322,8 @@ def probe_feed_rule(decoder: Decoder, vocab_size: int, trial: ExactnessTrial = S
         decoder.reset(1)
         expected_hashes = hash_logits_rows(decoder.feed([probe_ids], [len(probe_ids)])[0])
         prober = FeedRuleProber(decoder, probe_ids, pieces_start, generator)
-        piece_readings = [prober.read_in_pieces(trial.widths), prober.read_after_rollbacks(trial.widths)]
-        piece_readings += [prober.read_in_batch(row_count) for row_count in trial.batch_sizes]
+        piece_readings = [prober.feed_in_pieces(trial.widths), prober.feed_after_rollbacks(trial.widths)]
+        piece_readings += [prober.feed_in_batch(row_count) for row_count in trial.batch_sizes]
         for reading_start, logits in itertools.chain.from_iterable(piece_readings):
             logits_hashes = hash_logits_rows(logits)
             position_count += len(logits_hashes)
@@ -347,7 +347,7 @@ class FeedRuleProber:
         self.pieces_start = pieces_start
         self.generator = generator
 
-    def read_in_pieces(self, widths: tuple[int, ...]) -> Iterator[tuple[int, np.ndarray]]:
+    def feed_in_pieces(self, widths: tuple[int, ...]) -> Iterator[tuple[int, np.ndarray]]:
         """Read the context in random pieces, with a random number of logits for each, then go on."""
         self.decoder.reset(1)
         position = 0
@@ -361,9 +361,9 @@ class FeedRuleProber:
                 yield position - logits_count, logits
         yield from self.feed_pieces(widths)
 
-    def read_after_rollbacks(self, widths: tuple[int, ...]) -> Iterator[tuple[int, np.ndarray]]:
+    def feed_after_rollbacks(self, widths: tuple[int, ...]) -> Iterator[tuple[int, np.ndarray]]:
         """The same with rejected tokens before each piece, in a fork that rewinds into the context first."""
-        self.read_context()
+        self.feed_context()
         fork = self.decoder.fork()
         fork.truncate(0, min(max(1, self.pieces_start - 8), len(fork.rows[0])))  # a fork may be empty
         unread_ids = self.probe_ids[len(fork.rows[0]) : self.pieces_start]
@@ -373,9 +373,9 @@ class FeedRuleProber:
         yield from prober.feed_pieces(tuple(reversed(widths)), with_rejections=True)
         fork.reset(0)
 
-    def read_in_batch(self, row_count: int) -> Iterator[tuple[int, np.ndarray]]:
+    def feed_in_batch(self, row_count: int) -> Iterator[tuple[int, np.ndarray]]:
         """Read the text in pieces as the first of ``row_count`` rows, which hold other texts of other lengths."""
-        self.read_context()
+        self.feed_context()
         self.decoder.reorder([0] * row_count)
         for decoder_row in range(1, row_count):
             self.decoder.truncate(decoder_row, int(self.generator.integers(0, self.pieces_start)))
@@ -394,7 +394,7 @@ class FeedRuleProber:
             position += len(pieces[0])
         self.decoder.reorder([0])
 
-    def read_context(self) -> None:
+    def feed_context(self) -> None:
         self.decoder.truncate(0, min(self.pieces_start, len(self.decoder.rows[0])))
         if len(unread_ids := self.probe_ids[len(self.decoder.rows[0]) : self.pieces_start]):
             self.decoder.feed([unread_ids], [0])

@@ -17,7 +17,7 @@ from ovspec.setup.engine_choice import CompiledModel, EngineChoice
 from ovspec.setup.manifest import DRAFT_FOLDER, ExportedModel, read_manifest
 from ovspec.setup.profile import count_weight_shapes, load_model_with_profile, read_profile
 from ovspec.setup.proposers import load_compiled_head
-from ovspec.setup.rollback_probing import RollbackProbe, load_rollback_probe
+from ovspec.setup.rollback_probing import ProbedRollback, load_or_probe_rollback
 
 # OpenVINO's element types for weights -> the names that users know.
 WEIGHT_FORMAT_NAMES = {
@@ -79,13 +79,13 @@ def inspect_model(model: CompiledModel, options: DeviceOptions, exported: Export
     folder = ir.folder
     rollback = model.rollback
     model_type: str | None = "EAGLE-3 head"
-    probe: RollbackProbe | None = None
+    probe: ProbedRollback | None = None
     if not model.is_head:
         model_type = ir.config.language_config.model_type
         if model.engine == "paged":
             properties = {name: property_value for name, property_value in ir.properties.items() if name != "CACHE_DIR"}
             ir = compile_ir(folder, replace(options, properties=options.properties | properties))
-        probe = load_rollback_probe(ir, options.cache_folder)
+        probe = load_or_probe_rollback(ir, options.cache_folder)
         rollback = probe.rollback
     weight_count, weight_shares = compute_weight_shares(folder)
     return {

@@ -69,7 +69,7 @@ def compile_paged(
 
     on_gpu = is_gpu(check_device(options.device))
 
-    def rewrite(model: ov.Model) -> None:
+    def rewrite_graph(model: ov.Model) -> None:
         if head:
             add_features_output(model, folder, head)
         rewrite_to_paged(model)
@@ -85,11 +85,11 @@ def compile_paged(
     if not on_gpu:
         # Not cached: OpenVINO 2026.4 can't read a paged model back for a CPU, because the head sizes are lost.
         options = replace(options, properties=options.properties | {"CACHE_DIR": ""})
-    return compile_ir(folder, options, rewrite)
+    return compile_ir(folder, options, rewrite_graph)
 
 
 def check_paged(folder: Path, options: DeviceOptions) -> PagedCheck:
-    """Return the result of ``compare_engines``, cached on disk; only a CPU and GPUs have a paged engine."""
+    """Return the result of ``check_paged_logits``, cached on disk; only a CPU and GPUs have a paged engine."""
     device = check_device(options.device)
     check_setting = f"OpenVINO {ov.get_version()}"
     if is_gpu(device):
@@ -102,14 +102,14 @@ def check_paged(folder: Path, options: DeviceOptions) -> PagedCheck:
     elif device != "CPU":
         return PagedCheck(False, f"the paged engine runs on a CPU or a GPU only, and the device is {device}")
     check_file = find_findings_file("engines", folder, check_setting, options.cache_folder, device)
-    compare_function = compare_engines
+    check_function = check_paged_logits
     if is_gpu(device) and make_compile_properties(options).get("KV_CACHE_PRECISION") != "f16":  # which may crash
-        compare_function = compare_engines_in_process
-    return read_cached(PagedCheck, check_file) or write_cached(check_file, compare_function(folder, options))
+        check_function = check_paged_logits_in_process
+    return read_cached(PagedCheck, check_file) or write_cached(check_file, check_function(folder, options))
 
 
-def compare_engines_in_process(folder: Path, options: DeviceOptions) -> PagedCheck:
-    """Return the result of ``compare_engines``; a GPU's compiler that crashes ends a process of its own only."""
+def check_paged_logits_in_process(folder: Path, options: DeviceOptions) -> PagedCheck:
+    """Return the result of ``check_paged_logits``; a GPU's compiler that crashes ends a process of its own only."""
     options_json = json.dumps(asdict(options) | {"cache_dir": options.cache_dir and str(options.cache_dir)})
     command = [sys.executable, "-P", "-m", "ovspec.setup.engine_trial", str(folder), options_json]
     process = subprocess.run(
@@ -122,7 +122,7 @@ def compare_engines_in_process(folder: Path, options: DeviceOptions) -> PagedChe
     return PagedCheck(False, f"OpenVINO ends with {fault} when it runs it with a {kv_precision} KV cache")
 
 
-def compare_engines(folder: Path, options: DeviceOptions) -> PagedCheck:
+def check_paged_logits(folder: Path, options: DeviceOptions) -> PagedCheck:
     """Return whether the paged decoder gives the same logits as the stateful one for the model in ``folder``.
 
     Both run with the properties that round least, or with those of ``options`` if 16-bit weights widened to 32 bits
@@ -155,14 +155,14 @@ def compare_engines(folder: Path, options: DeviceOptions) -> PagedCheck:
     del decoder, ir
     paged_windows: set[int | None] = set()
 
-    def rewrite(model: ov.Model) -> None:
+    def rewrite_graph(model: ov.Model) -> None:
         rewrite_to_paged(model)
         paged_windows.update(read_attention_windows(model))
         if not on_gpu:
             allow_several_queries_per_token(model)
 
     try:
-        paged_ir = compile_ir(folder, options if on_gpu else stateful_options, rewrite)
+        paged_ir = compile_ir(folder, options if on_gpu else stateful_options, rewrite_graph)
         paged_decoder = PagedDecoder(paged_ir, rule=FAST_GPU_RULE if on_gpu else FAST_RULE)
         paged_window = min((window_size for window_size in paged_windows if window_size is not None), default=UNBOUNDED)
         if paged_window != attention_window:

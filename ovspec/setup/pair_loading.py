@@ -36,7 +36,7 @@ def load_target_and_draft(
         if draft and not head:
             draft_profile = load_or_tune_profile(draft, draft_options)
     target = load_model_with_profile(profile, folder, options, engine, arithmetic, head)
-    if target.is_inexact:
+    if target.lacks_requested_exactness:
         print_note(
             f"{folder}: {target.arithmetic_note}; a draft, a batch or a cached prompt may change a text at near-ties."
         )

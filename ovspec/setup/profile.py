@@ -20,7 +20,7 @@ from ovspec.setup.engine_choice import (
     EngineChoice,
     EngineName,
     load_compiled_model,
-    load_model_with_features,
+    load_model_giving_features,
 )
 from ovspec.setup.exactness import Exactness
 
@@ -131,7 +131,7 @@ class Profile:
         fixed_properties = options.fixed_properties
         if engine == "auto":
             engine = usual_measurement.setting.engine
-        agreeing_measurements = [
+        permitted_measurements = [
             m
             for m in self.measurements
             if m.setting.engine == engine
@@ -139,7 +139,7 @@ class Profile:
             # Rolling back a cache of another type isn't exact.
             and not (m.setting.kv_precision and "KV_CACHE_PRECISION" not in fixed_properties)
         ]
-        accurate_measurements = [m for m in agreeing_measurements if m.is_accurate(self.goal, self.reference)]
+        accurate_measurements = [m for m in permitted_measurements if m.is_accurate(self.goal, self.reference)]
         if "INFERENCE_PRECISION_HINT" not in fixed_properties:
             accurate_measurements = [
                 m
@@ -147,7 +147,7 @@ class Profile:
                 if m.invariance is None or m.invariance >= (usual_measurement.invariance or 0)
             ]
         if not accurate_measurements:
-            return next(iter(agreeing_measurements), None)
+            return next(iter(permitted_measurements), None)
         least_cost = min(m.compute_goal_cost_ms(self.goal) for m in accurate_measurements)
         return next(
             m
@@ -173,7 +173,7 @@ def load_model_with_profile(
     if best_measurement:
         options = complete_device_options(options, best_measurement.setting)
     if head:
-        model = load_model_with_features(folder, options, engine, arithmetic, head)
+        model = load_model_giving_features(folder, options, engine, arithmetic, head)
     else:
         model = load_compiled_model(folder, options, engine, arithmetic)
     if profile and best_measurement:

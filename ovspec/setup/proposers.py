@@ -84,19 +84,19 @@ def check_target_ids(draft_ids: np.ndarray | None, folder: Path, target: Compile
         raise OvspecError(f"{folder}: it {problem}; use it with the model that it was made for.")
 
 
-def choose_two_token_rule(proposer: CompiledModel, options: DeviceOptions) -> CompiledModel:
+def choose_two_token_rule(proposing_model: CompiledModel, options: DeviceOptions) -> CompiledModel:
     """Let a draft model or head compute two tokens at least if that is faster: products of one row may be slower.
 
     Timed once, and remembered. On a GPU, counts of tokens are rounded in any case.
     """
-    if proposer.engine == "paged" and not is_gpu(proposer.ir.device):
-        timing_setting = repr(("pairs", sorted(proposer.ir.properties.items())))
-        timing_file = find_findings_file("pairs", proposer.ir.folder, timing_setting, options.cache_folder)
+    if proposing_model.engine == "paged" and not is_gpu(proposing_model.ir.device):
+        timing_setting = repr(("pairs", sorted(proposing_model.ir.properties.items())))
+        timing_file = find_findings_file("pairs", proposing_model.ir.folder, timing_setting, options.cache_folder)
         timing = read_cached(TwoTokenCost, timing_file) or write_cached(
-            timing_file, TwoTokenCost(measure_two_token_cost(proposer))
+            timing_file, TwoTokenCost(measure_two_token_cost(proposing_model))
         )
-        proposer.feed_rule = TWO_TOKEN_RULE if timing.cost < MAX_TWO_TOKEN_COST else FAST_RULE
-    return proposer
+        proposing_model.feed_rule = TWO_TOKEN_RULE if timing.cost < MAX_TWO_TOKEN_COST else FAST_RULE
+    return proposing_model
 
 
 @dataclass(frozen=True)
@@ -106,10 +106,12 @@ class TwoTokenCost:
     cost: float
 
 
-def measure_two_token_cost(proposer: CompiledModel) -> float:
+def measure_two_token_cost(proposing_model: CompiledModel) -> float:
     context_ids = np.zeros(TIMING_CONTEXT_LENGTH, dtype=np.int64)
-    features = np.ones((len(context_ids), proposer.ir.output_width(HIDDEN_OUTPUT)), dtype=np.float32)
-    decoders = {feed_rule: proposer.make_decoder(feed_rule=feed_rule) for feed_rule in (FAST_RULE, TWO_TOKEN_RULE)}
+    features = np.ones((len(context_ids), proposing_model.ir.output_width(HIDDEN_OUTPUT)), dtype=np.float32)
+    decoders = {
+        feed_rule: proposing_model.make_decoder(feed_rule=feed_rule) for feed_rule in (FAST_RULE, TWO_TOKEN_RULE)
+    }
     min_seconds = dict.fromkeys(decoders, math.inf)
     for decoder in decoders.values():
         decoder.feed([context_ids], [1], 0, [features])

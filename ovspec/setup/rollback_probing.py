@@ -24,7 +24,7 @@ ROLLBACK_PROBE_VERSION = "3"  # a new version invalidates kept findings
 
 
 @dataclass(frozen=True)
-class RollbackProbe:
+class ProbedRollback:
     """The rollback that probing found."""
 
     rollback: Rollback
@@ -41,7 +41,7 @@ def describe_rollback_setting(device: str, properties: dict[str, str]) -> str:
     )
 
 
-def probe_rollback(ir: CompiledIR) -> RollbackProbe:
+def probe_rollback(ir: CompiledIR) -> ProbedRollback:
     """Find the rollback that leaves no trace: feed junk after a prefill, roll back, continue, compare with a clean run.
 
     Tries masking first, then trimming. Raises OvspecError if neither restores the clean run's logits, or if these
@@ -54,9 +54,9 @@ def probe_rollback(ir: CompiledIR) -> RollbackProbe:
             mask_bound = find_safe_mask_bound(ir) if kv_rollback == "mask" else None
             if mask_bound != 0:
                 rollback = replace(rollback, mask_until=mask_bound)
-                rollback = replace(rollback, copies=find_working_copies(ir, rollback))
+                rollback = replace(rollback, copies=find_working_copy_modes(ir, rollback))
                 setting = describe_rollback_setting(ir.device, ir.properties)
-                return RollbackProbe(rollback, setting, time.perf_counter() - start_time)
+                return ProbedRollback(rollback, setting, time.perf_counter() - start_time)
     raise OvspecError(f"{ir.folder}: its KV cache cannot be rolled back, neither by masking nor by trimming.")
 
 
@@ -90,7 +90,7 @@ def restores_clean_run(ir: CompiledIR, rollback: Rollback) -> bool:
     return bool(np.abs(rolled_back_logits - clean_logits).max() <= 10 * rounding_error + 1e-4 * clean_logits.std())
 
 
-def find_working_copies(ir: CompiledIR, rollback: Rollback) -> StateCopies:
+def find_working_copy_modes(ir: CompiledIR, rollback: Rollback) -> StateCopies:
     """Return which infer requests continue correctly with copied states; see ``Rollback``."""
     for copy_mode in list_copy_modes(ir):
         if continues_like_clean_run(ir, replace(rollback, copies=copy_mode)):
@@ -154,11 +154,11 @@ def find_safe_mask_bound(ir: CompiledIR) -> int | None:
     return safe_bound if safe_bound < UNBOUNDED else None
 
 
-def load_rollback_probe(ir: CompiledIR, cache_dir: Path | None) -> RollbackProbe:
+def load_or_probe_rollback(ir: CompiledIR, cache_dir: Path | None) -> ProbedRollback:
     """Return the probe that an earlier run has remembered, or probe."""
     setting = f"{ROLLBACK_PROBE_VERSION} {describe_rollback_setting(ir.device, ir.properties)}"
     findings_file = find_findings_file("probes", ir.folder, setting, cache_dir, ir.device)
-    return read_cached(RollbackProbe, findings_file) or write_cached(findings_file, probe_rollback(ir))
+    return read_cached(ProbedRollback, findings_file) or write_cached(findings_file, probe_rollback(ir))
 
 
 def find_findings_file(

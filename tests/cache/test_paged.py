@@ -25,7 +25,7 @@ from ovspec.ir.paged_attention import rewrite_to_paged
 from ovspec.ir.request import InferenceRequest
 from ovspec.setup.engine_choice import load_compiled_model
 from ovspec.setup.exactness import ExactnessTrial, probe_feed_rule
-from ovspec.setup.paging import PagedCheck, check_paged, compare_engines, compile_paged
+from ovspec.setup.paging import PagedCheck, check_paged, check_paged_logits, compile_paged
 
 DEMO = ROOT / "models" / "demo"
 SMALL = DEMO / "draft"  # which is compiled sooner
@@ -132,7 +132,7 @@ def test_without_the_transformation_the_stateful_engine_runs(tmp_path: Path, mon
 def test_the_comparison_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compared = []
     compile_once(monkeypatch)
-    monkeypatch.setattr(ovspec.setup.paging, "compare_engines", lambda *a: compared.append(a) or AGREES)
+    monkeypatch.setattr(ovspec.setup.paging, "check_paged_logits", lambda *a: compared.append(a) or AGREES)
     for precision in ("f32", "f32", "bf16"):
         loaded = load_compiled_model(SMALL, DeviceOptions(precision=precision, cache_dir=tmp_path))
         assert (loaded.engine, loaded.engine_reason) == ("paged", AGREES.reason)
@@ -171,7 +171,7 @@ def test_a_paged_decoder_that_differs_is_not_used(mistake: str, monkeypatch: pyt
         )
     else:
         monkeypatch.setattr(ovspec.setup.paging, "read_attention_windows", lambda _: {None, 77})
-    assert compare_engines(SMALL, DeviceOptions()) == PagedCheck(
+    assert check_paged_logits(SMALL, DeviceOptions()) == PagedCheck(
         False,
         f"its attention window is {UNBOUNDED} in the model and 77 when paged"
         if mistake == "window"
@@ -195,9 +195,9 @@ def test_compared_in_its_own_arithmetic_where_memory_is_short(monkeypatch: pytes
         return compile_ir(folder, options, *rest)
 
     monkeypatch.setattr(ovspec.setup.paging, "compile_ir", noting)
-    assert compare_engines(SMALL, DeviceOptions(precision="bf16")) == AGREES
+    assert check_paged_logits(SMALL, DeviceOptions(precision="bf16")) == AGREES
     monkeypatch.setattr(ovspec.setup.paging, "weights_fit_into_memory", lambda *_: False)
-    assert compare_engines(SMALL, DeviceOptions(precision="bf16")) == AGREES
+    assert check_paged_logits(SMALL, DeviceOptions(precision="bf16")) == AGREES
     assert compiled == ["f32", "f32", "bf16", "bf16"]
 
 

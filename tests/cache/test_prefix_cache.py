@@ -75,7 +75,7 @@ def test_greedy_texts_of_an_inexact_model_share_nothing_unasked(
     compile_once(monkeypatch)
     inexact: dict[str, Any] = {"kv_precision": "u8", "precision": "f32", "cache_dir": cache_dir}
     lm = ovspec.load(ROOT / "models" / "demo" / "draft", "none", **inexact)
-    assert lm.target.is_inexact
+    assert lm.target.lacks_requested_exactness
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "not exact here" in line]
     assert "a cached prompt may change a text" in line
     greedy = [lm.generate(PROMPT, max_tokens=8) for _ in range(2)]

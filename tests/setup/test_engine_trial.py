@@ -13,14 +13,14 @@ import ovspec.setup.engine_choice
 import ovspec.setup.paging
 from ovspec.ir.device import DeviceOptions
 from ovspec.setup.engine_choice import check_stateful_kv_precision
-from ovspec.setup.paging import check_paged, compare_engines, compare_engines_in_process
+from ovspec.setup.paging import check_paged, check_paged_logits, check_paged_logits_in_process
 
 SMALL = ROOT / "models" / "demo" / "draft"
 
 
 def test_it_finds_the_same(tmp_path: Path) -> None:
     options = DeviceOptions(precision="f32", cache_dir=tmp_path)
-    assert compare_engines_in_process(SMALL, options) == compare_engines(SMALL, options)
+    assert check_paged_logits_in_process(SMALL, options) == check_paged_logits(SMALL, options)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a shell script stands in for Python")

@@ -342,7 +342,7 @@ def test_without_a_rule_nothing_is_paid_for_one(cache_dir: Path, monkeypatch: py
         assert "probed positions differ)" in stats.arithmetic
         assert lm.target.feed_rule == FAST_RULE and QUERY_INPUTS[0] not in lm.target.ir.inputs
         assert not lm.runtime.models.draft_choice
-    monkeypatch.setattr(ovspec.setup.engine_choice, "read_exactness", lambda *_: Exactness(None, 51, 2))
+    monkeypatch.setattr(ovspec.setup.engine_choice, "read_saved_exactness", lambda *_: Exactness(None, 51, 2))
     stateful = ovspec.load(SMALL, engine="stateful", cache_dir=cache_dir).generate("a", max_tokens=2).stats
     assert (stateful.arithmetic, stateful.rollback) == (
         "fast, not exact here (2 of 51 probed positions differ)",
@@ -351,7 +351,7 @@ def test_without_a_rule_nothing_is_paid_for_one(cache_dir: Path, monkeypatch: py
 
 
 def test_the_rule_is_told(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ovspec.setup.engine_choice, "read_exactness", lambda *_: Exactness(STRICT, 51, 0))
+    monkeypatch.setattr(ovspec.setup.engine_choice, "read_saved_exactness", lambda *_: Exactness(STRICT, 51, 0))
     stats = ovspec.load(SMALL, cache_dir=cache_dir).generate("a", max_tokens=2).stats
     words = (
         "at least 5 tokens an inference, at least 5 logits an inference, at most 64 tokens an inference, "
@@ -363,14 +363,14 @@ def test_the_rule_is_told(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_default_is_lookup_where_a_guess_is_free(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts, guess = {}, 1.0
     compile_once(monkeypatch)
-    known = ovspec.setup.engine_choice.read_exactness
+    known = ovspec.setup.engine_choice.read_saved_exactness
 
     def measured(*arguments: Any) -> Exactness | None:
         found = known(*arguments)
         return found and replace(found, guess=guess)
 
     ovspec.load(SMALL, cache_dir=cache_dir)
-    monkeypatch.setattr(ovspec.setup.engine_choice, "read_exactness", measured)
+    monkeypatch.setattr(ovspec.setup.engine_choice, "read_saved_exactness", measured)
     ways: tuple[tuple[Any, dict[str, Any], float, bool], ...] = (
         (None, {}, 1.0, True),
         (None, {}, 1.2, False),

@@ -25,7 +25,7 @@ from ovspec.ir.config import ModelConfig
 from ovspec.ir.device import DeviceOptions
 from ovspec.ir.request import InferenceRequest
 from ovspec.setup.engine_choice import load_compiled_model
-from ovspec.setup.rollback_probing import find_working_copies, probe_rollback
+from ovspec.setup.rollback_probing import find_working_copy_modes, probe_rollback
 
 DEMO = ROOT / "models" / "demo"
 
@@ -46,7 +46,7 @@ def test_probing_is_cheap_and_says_what_it_cost(folder: Path, precision: str) ->
 
 def test_which_requests_take_copied_states(target_ir: CompiledIR, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a GPU does, which ignores states of a request that hasn't run, and other values where it copies none."""
-    assert find_working_copies(target_ir, Rollback("mask")) == "any"
+    assert find_working_copy_modes(target_ir, Rollback("mask")) == "any"
     write, infer, ran = ovspec.cache.stateful.write_states, InferenceRequest.infer, set[Any]()
 
     def noting(self: InferenceRequest, *given: Any) -> Any:
@@ -60,9 +60,9 @@ def test_which_requests_take_copied_states(target_ir: CompiledIR, monkeypatch: p
             write(request, values)
 
     monkeypatch.setattr(ovspec.cache.stateful, "write_states", ignoring)
-    assert find_working_copies(target_ir, Rollback("mask")) == "run"
+    assert find_working_copy_modes(target_ir, Rollback("mask")) == "run"
     monkeypatch.setattr(ovspec.cache.stateful, "gather_states", lambda *_: None)
-    assert find_working_copies(target_ir, Rollback("mask")) is None
+    assert find_working_copy_modes(target_ir, Rollback("mask")) is None
 
 
 def test_trim_where_a_mask_has_no_effect(target_ir: CompiledIR, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +118,7 @@ def test_remembered_by_model_and_setting(tmp_path: Path, monkeypatch: pytest.Mon
     shutil.copytree(DEMO / "draft", folder)
     probed = []
 
-    def counting(ir: CompiledIR) -> ovspec.setup.rollback_probing.RollbackProbe:
+    def counting(ir: CompiledIR) -> ovspec.setup.rollback_probing.ProbedRollback:
         probed.append(ovspec.setup.rollback_probing.describe_rollback_setting(ir.device, ir.properties))
         return probe_rollback(ir)
 

@@ -117,4 +117,4 @@ def compile_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def trust_paged(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take it for granted that the paged engine agrees with the stateful one, as ``test_paged.py`` shows."""
-    monkeypatch.setattr(paging, "compare_engines", lambda *_: AGREES)
+    monkeypatch.setattr(paging, "check_paged_logits", lambda *_: AGREES)
