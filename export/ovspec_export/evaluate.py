@@ -11,8 +11,8 @@ from ovspec.cache.stateful import make_stateful_decoder
 from ovspec.engine.scoring import (
     DEFAULT_PERPLEXITY_CONTEXT,
     check_perplexity_length,
+    compute_predicting_logits,
     overlapping_windows,
-    predict_tokens,
 )
 from ovspec.ir.compile import compile_ir
 from ovspec.ir.device import DeviceOptions
@@ -44,7 +44,7 @@ def compare_with_checkpoint(
     window_start = window_end = 0
     ir_loss = checkpoint_loss = divergence = 0.0
     agreement_count = scored_tokens = 0
-    for position, logits in predict_tokens(decoder, tokens, context_tokens):
+    for position, logits in compute_predicting_logits(decoder, tokens, context_tokens):
         if position >= window_end:
             window_start, window_end, _ = next(windows)
             with torch.no_grad():

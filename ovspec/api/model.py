@@ -20,7 +20,7 @@ from ovspec.api.verify import Verification, verify_result
 from ovspec.base.errors import InferenceError, OvspecError
 from ovspec.drafting.choice import DraftChoice
 from ovspec.engine.engine_thread import EngineThread
-from ovspec.engine.prompts import Prompt, Prompts, is_batch
+from ovspec.engine.prompts import Prompt, Prompts, is_nonempty_prompt_list
 from ovspec.engine.results import Piece, Result
 from ovspec.engine.row import Row, TextStream
 from ovspec.engine.runtime import Runtime
@@ -74,7 +74,7 @@ class LanguageModel:
         """
         with self._engine_lock:
             if self._engine and self._engine_finalizer:
-                self._engine.fail_all(InferenceError(f"{self.folder}: this model was closed; load it again."))
+                self._engine.fail_all_requests(InferenceError(f"{self.folder}: this model was closed; load it again."))
                 self._engine_finalizer()
                 self._engine = self._engine_finalizer = None
             self.runtime.close()
@@ -342,7 +342,7 @@ def as_prompt_list(prompt: Any) -> Sequence[Prompt]:
 
 def is_prompt_list(prompt: Prompt | Prompts) -> bool:
     """Return whether ``prompt`` is a list of prompts, possibly without any."""
-    return isinstance(prompt, list) and (not prompt or is_batch(prompt))
+    return isinstance(prompt, list) and (not prompt or is_nonempty_prompt_list(prompt))
 
 
 def retry_invalid_results(runtime: Runtime, prompts: Sequence[Prompt], params: Params, results: list[Result]) -> None:

@@ -161,7 +161,7 @@ class Session:
                 self.sequence, params, Origin(False, self._healable_from, self._context)
             )
             self.runtime.row_maker.check_row_memory(row, params, cached_tokens)
-            drafter, lookahead = decoders.select_drafting(params)
+            drafter, lookahead = decoders.select_drafter_and_lookahead(params)
         except BaseException:
             self._restore_mark(mark_before_stream)
             raise
@@ -335,7 +335,7 @@ class Session:
         text_tokens = self.sequence.tokens
         if not len(text_tokens):
             text_tokens = self.runtime.prompt_encoder.generation_config.empty_prompt_ids
-        self.runtime.models.check_context(len(text_tokens) + 1, self._context)
+        self.runtime.models.check_context_length(len(text_tokens) + 1, self._context)
         candidate_tokens = [self._encode_continuation(text) for text in texts]
         text_sequence = Sequence(text_tokens)
         shared_length = min(measure_common_prefix(text_sequence, Sequence(tokens)) for tokens in candidate_tokens)
@@ -345,7 +345,7 @@ class Session:
                 for text in texts
             ]
             shared_length = len(text_tokens)
-        self.runtime.models.check_context(max(map(len, candidate_tokens)), self._context)
+        self.runtime.models.check_context_length(max(map(len, candidate_tokens)), self._context)
         return score_texts(decoders.target, candidate_tokens, shared_length)
 
     def _cancel_stream(self) -> None:

@@ -86,7 +86,7 @@ def verify_result(runtime: Runtime, result: Result) -> Verification:
     tokens = np.array([*record.healed_ids, *result.token_ids], dtype=np.int64)
     for token_ids in (record.prompt_ids, tokens):
         runtime.prompt_encoder.encode(np.array(token_ids, dtype=np.int64), at_start=False)  # refuses unknown ids
-    runtime.models.check_context(len(record.prompt_ids) + len(tokens))
+    runtime.models.check_context_length(len(record.prompt_ids) + len(tokens))
     row = runtime.row_maker.make_row(Sequence(record.prompt_ids), params, record.origin)
     decoders = runtime.decoder_pool.acquire()
     try:

@@ -11,7 +11,7 @@ from ovspec.base.json_types import JsonObject
 from ovspec.base.progress import show_step
 from ovspec.cli import output
 from ovspec.engine.prompts import Prompt
-from ovspec.engine.row_maker import with_seed
+from ovspec.engine.row_maker import with_random_seed
 from ovspec.params import Params
 
 
@@ -20,7 +20,7 @@ def print_comparison(lm: LanguageModel, prompt: Prompt, params: Params, stats: s
 
     Ctrl-C while the turns run ends them; the turns until then are shown.
     """
-    params = with_seed(params)
+    params = with_random_seed(params)
     if params.chat_template_kwargs is not None:  # render once
         prompt = lm.runtime.prompt_encoder.encode(prompt, template_variables=params.chat_template_kwargs).tolist()
         params = replace(params, chat_template_kwargs=None)

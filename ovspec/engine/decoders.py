@@ -47,7 +47,7 @@ class DecoderSet:
     draft: Decoder | None  # of the draft model, for the drafter
     lookaheads: dict[bool, Lookahead]
 
-    def select_drafting(self, params: Params) -> tuple[Drafter | None, Lookahead]:
+    def select_drafter_and_lookahead(self, params: Params) -> tuple[Drafter | None, Lookahead]:
         """Return the drafter and the lookahead of a call; greedy and sampled texts teach separate lookaheads."""
         if params.lookahead == 0:
             return None, NO_LOOKAHEAD
@@ -184,7 +184,7 @@ class ModelPair:
             if token_count * self._max_token_bytes > psutil.virtual_memory().available:
                 self.free_idle_blocks()
 
-    def check_context(self, token_count: int, context_length: int | None = None) -> None:
+    def check_context_length(self, token_count: int, context_length: int | None = None) -> None:
         """Raise OvspecError if a text of ``token_count`` tokens exceeds ``context_length``, by default the model's."""
         context_length = context_length or self.target.ir.context_length
         if context_length and token_count > context_length:
@@ -242,7 +242,7 @@ class DecoderPool:
         """
         decoders = self.acquire()
         try:
-            drafter, lookahead = decoders.select_drafting(params)
+            drafter, lookahead = decoders.select_drafter_and_lookahead(params)
             max_rows = 1
             max_tokens = math.inf
             if row_count != 1:

@@ -97,7 +97,9 @@ class EngineThread:
         if lookup_tokens:
             runtime.models.corpora.append(self._earlier_texts)
         self._decoders = runtime.decoder_pool.acquire()
-        self._drafter, self._lookahead = self._decoders.select_drafting(runtime.row_maker.make_complete_params({}))
+        self._drafter, self._lookahead = self._decoders.select_drafter_and_lookahead(
+            runtime.row_maker.make_complete_params({})
+        )
         feed_rule = self._decoders.target.rule
         costs = self._lookahead.target_costs if self._drafter else InferenceCosts(rule=feed_rule)
         self._prefill_budget = PrefillBudget(costs, feed_rule, not self._drafter, prefill_tokens)
@@ -143,7 +145,7 @@ class EngineThread:
         warm_up_batches: list[tuple[int, Drafter | None, Lookahead]] = [(1, self._drafter, self._lookahead)]
         if self._drafter:  # so that the draft is used, too
             params = row_maker.make_complete_params({"lookahead": 2})
-            warm_up_batches.append((1, *self._decoders.select_drafting(params)))
+            warm_up_batches.append((1, *self._decoders.select_drafter_and_lookahead(params)))
         warm_up_batches += [(row_count, None, NO_LOOKAHEAD) for row_count in (2, 8) if row_count <= self._max_rows]
         for row_count, drafter, lookahead in warm_up_batches:
             params = row_maker.make_complete_params({"max_tokens": 8, "ignore_eos": True, "n": row_count})
@@ -169,16 +171,16 @@ class EngineThread:
     def add_task(self, task: BackgroundTask) -> Future[Any]:
         """Do a task after earlier ones: one at a time, because each may need a whole prompt's KV cache."""
 
-        def add_or_fail_task() -> None:
+        def queue_or_fail_task() -> None:
             if self._fatal_error:
                 task.set_error(self._fatal_error)
             else:
                 self._tasks.append(task)
 
-        self._commands.put(add_or_fail_task)
+        self._commands.put(queue_or_fail_task)
         return task.future
 
-    def fail_all(self, error: OvspecError) -> None:
+    def fail_all_requests(self, error: OvspecError) -> None:
         """End all requests with ``error``: running, waiting and future ones."""
 
         def fail_jobs_and_tasks() -> None:
@@ -203,16 +205,16 @@ class EngineThread:
         return self._thread.is_alive()
 
     @property
-    def running_count(self) -> int:
+    def running_row_count(self) -> int:
         """Number of rows in the batch."""
         return len(self._scheduler.running_row_numbers)
 
     @property
-    def waiting_count(self) -> int:
+    def waiting_row_count(self) -> int:
         """Number of rows that wait for the batch."""
         return len(self._scheduler.queue)
 
-    def cache_usage(self) -> tuple[int, int]:
+    def count_cache_blocks(self) -> tuple[int, int]:
         """Return (used blocks, free blocks) of the target's KV cache; without blocks, one token is a block."""
         target = self._decoders.target
         used_blocks = target.blocks_used
@@ -251,7 +253,7 @@ class EngineThread:
 
     def _advance_task(self, task: BackgroundTask) -> None:
         self._scheduler.queue.reserved_tokens = min(task.cache_tokens, self.max_cache_tokens)
-        if self._scheduler.free_tokens < 0:
+        if self._scheduler.free_token_count < 0:
             return  # until texts have ended
         try:
             if not task.future.cancelled():

@@ -32,7 +32,7 @@ class RoundLoad:
         return self.generating_rows + self.prefilling_rows
 
     @property
-    def width(self) -> int:
+    def non_prompt_tokens(self) -> int:
         return self.generating_rows + self.catch_up_tokens + self.proposed_tokens
 
 
@@ -55,7 +55,7 @@ class PrefillBudget:
         self._fixed_tokens = fixed_tokens
         self._plain_round_ms_by_rows: dict[int, float] = {}  # milliseconds of a plain round by its number of rows
         self._learned_token_ms: float | None = None  # milliseconds of a further token
-        self._last_width = 0  # tokens that the last round with prompts had time for
+        self._last_round_tokens = 0  # tokens that the last round with prompts had time for
 
     def max_proposal_ms(self, load: RoundLoad, unread_tokens: int) -> float:
         """Return how many milliseconds proposals may add to the next round, after ``unread_tokens`` of prompts."""
@@ -73,12 +73,13 @@ class PrefillBudget:
         if not self._inference_costs.is_known:
             return min_tokens
         affordable_tokens = int((self._remaining_ms(load) - drafting_ms) / self._token_ms)
-        max_width = load.width + min(max(min_tokens, affordable_tokens), MAX_PROMPT_TOKENS)
-        if not max_width - WIDTH_SLACK_TOKENS < self._last_width <= max_width:
-            self._last_width = max_width
-        return self._feed_rule.fit_into_inferences(load.width, max(min_tokens, self._last_width - load.width))
+        max_tokens = load.non_prompt_tokens + min(max(min_tokens, affordable_tokens), MAX_PROMPT_TOKENS)
+        if not max_tokens - WIDTH_SLACK_TOKENS < self._last_round_tokens <= max_tokens:
+            self._last_round_tokens = max_tokens
+        prompt_tokens = max(min_tokens, self._last_round_tokens - load.non_prompt_tokens)
+        return self._feed_rule.fit_into_inferences(load.non_prompt_tokens, prompt_tokens)
 
-    def learn(self, load: RoundLoad, prompt_tokens: int, elapsed_ms: float) -> None:
+    def learn_costs(self, load: RoundLoad, prompt_tokens: int, elapsed_ms: float) -> None:
         """Learn from an inference that took ``elapsed_ms`` and also read ``prompt_tokens`` tokens of prompts."""
         if not load.generating_rows:
             return
@@ -89,7 +90,7 @@ class PrefillBudget:
                 self._learned_token_ms = token_ms
             else:
                 self._learned_token_ms += NEWEST_MEASUREMENT_WEIGHT * (token_ms - self._learned_token_ms)
-        elif load.width == load.generating_rows and not prompt_tokens:
+        elif load.non_prompt_tokens == load.generating_rows and not prompt_tokens:
             average_ms = self._plain_round_ms_by_rows.setdefault(load.generating_rows, elapsed_ms)
             # An inference may take longer for many reasons, but hardly ever less time than it needs.
             measurement_weight = 0.5 if elapsed_ms < average_ms else NEWEST_MEASUREMENT_WEIGHT
@@ -102,8 +103,8 @@ class PrefillBudget:
         return self._learned_token_ms or self._inference_costs(MAX_PROMPT_TOKENS) / MAX_PROMPT_TOKENS
 
     def _remaining_ms(self, load: RoundLoad) -> float:
-        non_prompt_tokens = load.catch_up_tokens + load.proposed_tokens
-        busy_ms = self._plain_round_ms(load.generating_rows) + non_prompt_tokens * self._token_ms
+        tokens_beyond_plain_round = load.catch_up_tokens + load.proposed_tokens
+        busy_ms = self._plain_round_ms(load.generating_rows) + tokens_beyond_plain_round * self._token_ms
         return MAX_SLOWDOWN * self._plain_round_ms(load.row_count) - busy_ms
 
     def _plain_round_ms(self, row_count: int) -> float:

@@ -138,7 +138,7 @@ class PromptEncoder:
         return EncodedPrompt(prompt_ids, prompt_is_chat, len(prompt_ids) if prompt_is_chat else 0)
 
     @functools.cached_property
-    def answer_end_ids(self) -> list[int]:
+    def template_answer_end_ids(self) -> list[int]:
         """The id that a chat template in place of the model's writes after an answer, if it is one token."""
         answer_end = find_answer_end(self.chat_format.template)
         added_tokens = self.tokenizer.added_tokens
@@ -181,6 +181,6 @@ def is_chat(prompt: object) -> bool:
     return isinstance(prompt, dict) or (isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict))
 
 
-def is_batch(prompt: object) -> bool:
+def is_nonempty_prompt_list(prompt: object) -> bool:
     """Return whether ``prompt`` is a list of prompts."""
     return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], (str, list, np.ndarray))

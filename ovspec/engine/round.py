@@ -104,7 +104,7 @@ def run_round(
                 if len(unseen_tokens) > PREFILL_THRESHOLD
             ]
             prompt_tokens = sum([feed.unseen_count for feed in prompt_feeds])
-            prefill_budget.learn(round_load, prompt_tokens, 1e3 * (target.seconds - seconds_before))
+            prefill_budget.learn_costs(round_load, prompt_tokens, 1e3 * (target.seconds - seconds_before))
         for index, (row, feed) in enumerate(zip(rows, feeds, strict=True)):
             if feed.logits_count:
                 outcomes[index] = run_row_step(commit_chosen, row, outcomes[index], feed, logits[index], target, index)
@@ -172,7 +172,7 @@ def collect_proposals(
     for index, row in enumerate(rows):
         constraints = row.sampler.constraints
         if constraints.suggests and not outcomes[index].ended and not len(proposals[index].tokens):
-            likely_tokens = constraints.suggest_tokens(row.sequence.tokens)
+            likely_tokens = constraints.likely_tokens(row.sequence.tokens)
             if likely_tokens is not None:
                 proposals[index] = row.cut_to_allowed(Proposal(likely_tokens, from_healing=True))
     return proposals

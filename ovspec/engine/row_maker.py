@@ -93,7 +93,7 @@ class RowMaker:
         )
         if end_ids and not params.ignore_eos:
             params = replace(params, stop_ids=[*params.stop_ids, *end_ids])
-        params = with_seed(params)  # the same seed for all texts
+        params = with_random_seed(params)  # the same seed for all texts
         origins = [Origin(is_chat, first_healable, None, sample) for sample in range(params.n)]
         rows = [self.make_row(Sequence(prompt_ids), params, origin) for origin in origins]
         if not memory_reserved:
@@ -117,13 +117,13 @@ class RowMaker:
             )
             raise PromptError(error_message, too_long=True)
         params = replace(
-            with_seed(params), max_tokens=int(min(self.text_token_limit(params), free_tokens, sys.maxsize))
+            with_random_seed(params), max_tokens=int(min(self.text_token_limit(params), free_tokens, sys.maxsize))
         )
         eos_ids: frozenset[int] = frozenset()
         if not params.ignore_eos:
             eos_ids = generation_config.eos_ids
             if prompt_encoder.custom_template:
-                params = replace(params, stop_ids=[*params.stop_ids, *prompt_encoder.answer_end_ids])
+                params = replace(params, stop_ids=[*params.stop_ids, *prompt_encoder.template_answer_end_ids])
         if not prompt_tokens:
             sequence.commit(generation_config.empty_prompt_ids)
         if not (self.models.shares_greedy_prefixes or params.is_sampled):
@@ -134,7 +134,7 @@ class RowMaker:
                 sequence.tokens, params, eos_ids, generation_config.bos_ids, origin.healable, answer_format
             )
         else:
-            constraints, healing = make_unconstrained(eos_ids | frozenset(params.stop_ids)), None
+            constraints, healing = make_empty_constraints(eos_ids | frozenset(params.stop_ids)), None
         recorded_params = replace(params, max_predict_ms=0.0)  # a verification takes another time
         record = Provenance(sequence.tokens.copy(), recorded_params, origin, self.identity)
         sampler = make_sampler(params, origin.sample, constraints)
@@ -194,12 +194,12 @@ class RowMaker:
 
 
 @functools.lru_cache(64)
-def make_unconstrained(end_ids: frozenset[int]) -> Constraints:
+def make_empty_constraints(end_ids: frozenset[int]) -> Constraints:
     """Return the constraints of an unconstrained text that ``end_ids`` end."""
     return Constraints((), end_ids)
 
 
-def with_seed(params: Params) -> Params:
+def with_random_seed(params: Params) -> Params:
     """Return ``params`` with a random seed if they draw tokens and have none."""
     if params.temperature and params.seed is None:
         return replace(params, seed=secrets.randbits(32))

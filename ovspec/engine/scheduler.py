@@ -60,7 +60,7 @@ class RunningRow:
     row: Schedulable
     decoder_row: int  # the decoders' row with its tokens; EMPTY_ROW if it has none yet
     # Seconds on the wall clock, of target inference and of drafting, when the row joined.
-    start_clocks: tuple[float, float, float]
+    clocks_at_join: tuple[float, float, float]
     slow_seconds: float = 0.0  # of slow steps of its constraints
 
 
@@ -86,7 +86,7 @@ class WaitingQueue:
     def remove_row(self, number: int) -> Schedulable | None:
         return self._waiting_rows.pop(number, None)
 
-    def free_tokens(self, batch: list[Schedulable]) -> float:
+    def count_free_tokens(self, batch: list[Schedulable]) -> float:
         """Return the number of tokens that fit into memory besides ``batch``; negative if too many are reserved."""
         return self._limits.max_tokens - self.reserved_tokens - sum([row.max_length for row in batch])
 
@@ -95,7 +95,7 @@ class WaitingQueue:
 
         A row waits while another prompt with the same prefix is being read, because it can continue from there.
         """
-        free_tokens = self.free_tokens(batch)
+        free_tokens = self.count_free_tokens(batch)
         prefilling_sequences = [row.sequence for row in batch if not row.stats.rounds]
         cached_sequences = [row.sequence for row in batch if row.stats.rounds]
         admitted_rows: list[tuple[int, Schedulable]] = []
@@ -151,7 +151,7 @@ class Scheduler:
         if len(self._running_rows) < self._limits.max_rows:
             for number, row in self.queue.admit_rows([running_row.row for running_row in self._running_rows]):
                 decoder_row = self._initial_decoder_rows.pop(0) if self._initial_decoder_rows else EMPTY_ROW
-                self._running_rows.append(RunningRow(number, row, decoder_row, self._read_clocks()))
+                self._running_rows.append(RunningRow(number, row, decoder_row, self._take_clock_readings()))
         if not self._running_rows:
             return None
         self._reorder_decoders()
@@ -224,9 +224,9 @@ class Scheduler:
         self._initial_decoder_rows = []
 
     @property
-    def free_tokens(self) -> float:
-        """The number of tokens that fit into memory besides the batch; see ``WaitingQueue.free_tokens``."""
-        return self.queue.free_tokens([running_row.row for running_row in self._running_rows])
+    def free_token_count(self) -> float:
+        """The number of tokens that fit into memory besides the batch; see ``WaitingQueue.count_free_tokens``."""
+        return self.queue.count_free_tokens([running_row.row for running_row in self._running_rows])
 
     @property
     def running_row_numbers(self) -> list[int]:
@@ -252,13 +252,13 @@ class Scheduler:
         for running_row in self._running_rows:
             self._record_row_times(running_row)
 
-    def _read_clocks(self) -> tuple[float, float, float]:
+    def _take_clock_readings(self) -> tuple[float, float, float]:
         return time.perf_counter(), self._target.seconds, self._drafter.seconds if self._drafter else 0.0
 
     def _record_row_times(self, running_row: RunningRow) -> None:
         stats = running_row.row.stats
-        clocks = self._read_clocks()
-        elapsed_ms, target_ms, draft_ms = (1e3 * (clocks[i] - running_row.start_clocks[i]) for i in range(3))
+        clocks = self._take_clock_readings()
+        elapsed_ms, target_ms, draft_ms = (1e3 * (clocks[i] - running_row.clocks_at_join[i]) for i in range(3))
         if not stats.ttft_ms and (stats.generated_tokens or (running_row.row.finish_reason and stats.rounds)):
             stats.ttft_ms = elapsed_ms
         if stats.generated_tokens > 1:

@@ -60,7 +60,7 @@ def score_texts(decoder: Decoder, texts: list[np.ndarray], scoring_start: int) -
     """
     scores: list[Score] = []
     try:
-        for text_group in group_texts(texts, scoring_start):
+        for text_group in group_texts_by_inference(texts, scoring_start):
             unseen_tokens = catch_up(decoder, 0, Sequence(texts[0][:scoring_start]))
             if len(unseen_tokens) > PREFILL_THRESHOLD:
                 decoder.feed([unseen_tokens[:-1]], [0])
@@ -88,7 +88,7 @@ def score_tokens(logits: np.ndarray, tokens: np.ndarray) -> Score:
     return Score(math.fsum(logprobs), tokens.tolist(), logprobs)
 
 
-def group_texts(texts: list[np.ndarray], scoring_start: int) -> Iterator[list[np.ndarray]]:
+def group_texts_by_inference(texts: list[np.ndarray], scoring_start: int) -> Iterator[list[np.ndarray]]:
     """Yield groups of ``texts`` that fit into one inference, which computes logits from ``scoring_start`` on."""
     text_group: list[np.ndarray] = []
     for text in texts:
@@ -128,7 +128,7 @@ def overlapping_windows(token_count: int, context: int) -> Iterator[tuple[int, i
         yield window_start, window_end, first_scored
 
 
-def predict_tokens(
+def compute_predicting_logits(
     decoder: Decoder,
     tokens: np.ndarray,
     context: int,
@@ -158,7 +158,7 @@ def measure_perplexity(decoder: Decoder, tokens: np.ndarray, context: int) -> Pe
     start_time = time.perf_counter()
     total_nats = 0.0
     scored_count = 0
-    for position, logits in predict_tokens(decoder, tokens, context):
+    for position, logits in compute_predicting_logits(decoder, tokens, context):
         next_tokens = tokens[position : position + len(logits)]
         total_nats -= float(log_softmax(logits)[np.arange(len(next_tokens)), next_tokens].sum())
         scored_count += len(next_tokens)

@@ -115,7 +115,9 @@ class Branches:
         self.counts = RequestCounts()
         self._runtime = model.runtime
         decoders = self._runtime.decoder_pool.acquire()
-        drafter, self._lookahead = decoders.select_drafting(self._runtime.row_maker.make_complete_params({}))
+        drafter, self._lookahead = decoders.select_drafter_and_lookahead(
+            self._runtime.row_maker.make_complete_params({})
+        )
         self._has_drafter = drafter is not None
         self._branches: list[Branch] = []  # the least recently used one first
         self._add_branch(decoders)
@@ -134,7 +136,7 @@ class Branches:
         """
         if not tokens:
             raise OvspecError("The text is empty, and this model has no BOS token to start from.")
-        self._runtime.models.check_context(len(tokens))
+        self._runtime.models.check_context_length(len(tokens))
         sequence = Sequence(tokens)
         text_length = len(sequence)
         with self._lock:

@@ -9,7 +9,7 @@ from ovspec.api.model import LanguageModel
 from ovspec.engine.engine_thread import BackgroundTask, EngineThread
 from ovspec.engine.prompts import Prompt
 from ovspec.engine.results import Piece
-from ovspec.engine.scoring import LOGITS_CHUNK_TOKENS, predict_tokens
+from ovspec.engine.scoring import LOGITS_CHUNK_TOKENS, compute_predicting_logits
 from ovspec.sampling.logprobs import TokenLogprob, make_token_logprob
 from ovspec.text.tokenizer import Tokenizer
 
@@ -109,7 +109,7 @@ def compute_prompt_logprobs(
     decoders = lm.runtime.decoder_pool.acquire()
     tokens = lm.encode(prompt_ids)
     try:
-        for position, logits in predict_tokens(decoders.target, tokens, len(prompt_ids), max_chunk):
+        for position, logits in compute_predicting_logits(decoders.target, tokens, len(prompt_ids), max_chunk):
             next_ids = prompt_ids[position : position + len(logits)]
             logprobs += [
                 make_token_logprob(row, token_id, top_count) for row, token_id in zip(logits, next_ids, strict=True)
@@ -125,7 +125,7 @@ def compute_logprobs_between_rounds(
 ) -> Future[list[TokenLogprob | None]]:
     """Let the engine compute the log-probabilities of a prompt's tokens, without holding up texts."""
     steps = compute_prompt_logprobs(
-        lm, prompt_ids, top_count, lambda: SMALL_CHUNK_TOKENS if engine.running_count else LOGITS_CHUNK_TOKENS
+        lm, prompt_ids, top_count, lambda: SMALL_CHUNK_TOKENS if engine.running_row_count else LOGITS_CHUNK_TOKENS
     )
     return engine.add_task(BackgroundTask(steps, len(prompt_ids)))
 

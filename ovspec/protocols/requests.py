@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from ovspec.base.errors import OvspecError, PromptError, UnavailableError
 from ovspec.base.json_types import JsonObject, JsonValue
-from ovspec.engine.prompts import Prompt, is_batch
+from ovspec.engine.prompts import Prompt, is_nonempty_prompt_list
 from ovspec.params import Params
 from ovspec.params.checks import check_combinations
 from ovspec.params.generation import DEFAULT_PARAMS, GRAMMAR_OPTIONS, SCHEMA_OPTIONS
@@ -134,7 +134,7 @@ def count_texts(body: TextRequestBody) -> int:
     """Return the number of texts that a body asks for."""
     prompt: Any = getattr(body, "prompt", None)
     n = getattr(body, "n", None) or getattr(body, "n_cmpl", None) or 1
-    return n * len(prompt) if is_batch(prompt) else n
+    return n * len(prompt) if is_nonempty_prompt_list(prompt) else n
 
 
 def may_compile_grammar(body: TextRequestBody) -> bool:

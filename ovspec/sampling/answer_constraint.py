@@ -25,9 +25,9 @@ from ovspec.sampling.tool_grammar import (
 from ovspec.sampling.vocabulary_index import VocabularyIndex
 from ovspec.text.answer import WHITESPACE, AnswerFormat, ReadingState, Tag, is_token_mark, split_by_phase
 
-# (tokens before the grammar, the part of its text that is there already: bytes, and ids of tags) -> the grammar of the
-# rest. The first bytes select the grammar's texts: see tool_grammar.py. Raises OvspecError if it doesn't allow them.
-MakeGrammar = Callable[[int, list[bytes | int]], GrammarConstraint]
+# (tokens before the grammar, the part of its text that is there already: bytes, and ids of tags) -> the constraint of
+# the rest. The first bytes select the grammar's texts: see tool_grammar.py. Raises OvspecError if it doesn't allow it.
+MakeGrammarConstraint = Callable[[int, list[bytes | int]], GrammarConstraint]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +35,12 @@ class AnswerPosition:
     """The state of an answer after some tokens.
 
     thinking_count: number of tokens of thinking so far; after it, at most the budget.
-    grammars: of the following text; one of them allows it.
+    grammar_constraints: of the following text; one of them allows it.
     """
 
     state: ReadingState
     thinking_count: int = 0
-    grammars: tuple[GrammarConstraint, ...] = ()
+    grammar_constraints: tuple[GrammarConstraint, ...] = ()
 
 
 class AnswerConstraint(Constraint):
@@ -50,7 +50,7 @@ class AnswerConstraint(Constraint):
         prompt_length: number of tokens of the prompt.
         answer_format: how answers are written.
         vocabulary: the tokens by their bytes.
-        make_grammar: makes the grammar; None if no call may begin.
+        make_grammar_constraint: makes the constraint of a grammar; None if no call may begin.
         covers_text: whether the grammar has all text except thinking; otherwise it begins with the tag of a call.
         end_ids: ids that end the text, which must not end in thinking if it must go on.
         thinking_budget: maximum number of tokens of thinking; None for no limit.
@@ -62,7 +62,7 @@ class AnswerConstraint(Constraint):
         prompt_length: int,
         answer_format: AnswerFormat,
         vocabulary: VocabularyIndex,
-        make_grammar: MakeGrammar | None,
+        make_grammar_constraint: MakeGrammarConstraint | None,
         covers_text: bool,
         end_ids: Collection[int] = (),
         thinking_budget: int | None = None,
@@ -70,7 +70,7 @@ class AnswerConstraint(Constraint):
     ) -> None:
         self._prompt_length = prompt_length
         self._vocabulary = vocabulary
-        self._make_grammar = make_grammar
+        self._make_grammar_constraint = make_grammar_constraint
         self._covers_text = covers_text
         self._mark_by_id = answer_format.tag_marks
         self._id_by_mark = {mark: token for token, mark in answer_format.tag_marks.items()}
@@ -81,10 +81,10 @@ class AnswerConstraint(Constraint):
         self._tags = [Tag(bytes_as_characters(tag.text), tag.from_phases, tag.next_phase) for tag in answer_format.tags]
         self._followed_sequence = TokenSequence()
         state = ReadingState(answer_format.first_phase)
-        grammars: tuple[GrammarConstraint, ...] = ()
+        grammar_constraints: tuple[GrammarConstraint, ...] = ()
         if covers_text and state.phase == "start":
-            grammars = self._make_grammars(prompt_length, (ANSWER_CALLS, ANSWER_TEXT))
-        self._positions = [AnswerPosition(state, 0, grammars)]  # one more than there are tokens
+            grammar_constraints = self._make_grammar_constraints(prompt_length, (ANSWER_CALLS, ANSWER_TEXT))
+        self._positions = [AnswerPosition(state, 0, grammar_constraints)]  # one more than there are tokens
         self._free_masks: dict[ReadingState, np.ndarray | None] = {}
 
     def token_mask(self, tokens: np.ndarray) -> np.ndarray | None:
@@ -92,13 +92,13 @@ class AnswerConstraint(Constraint):
         if thinking_end_ids := self._due_thinking_end(position):
             return pack_mask(thinking_end_ids[:1], self._vocabulary.size)
         if self._is_in_grammar(position):
-            return position.grammars[0].token_mask(tokens)
-        free_mask = self._free_mask(position.state)
+            return position.grammar_constraints[0].token_mask(tokens)
+        free_mask = self._free_text_mask(position.state)
         if not self._covers_text or position.state.phase == "thinking":
             return free_mask
         mask = pack_mask(self._thinking_start_ids(position.state), self._vocabulary.size)
-        for grammar in position.grammars:
-            mask |= grammar.token_mask(tokens)
+        for grammar_constraint in position.grammar_constraints:
+            mask |= grammar_constraint.token_mask(tokens)
         if free_mask is not None:
             mask &= free_mask
         if not mask.any() and not self.is_complete(tokens):
@@ -108,7 +108,7 @@ class AnswerConstraint(Constraint):
     def allows_token(self, token: int, tokens: np.ndarray) -> bool:
         position = self._follow_tokens(tokens)
         if self._is_in_grammar(position):
-            return position.grammars[0].allows_token(token, tokens)
+            return position.grammar_constraints[0].allows_token(token, tokens)
         return super().allows_token(token, tokens)
 
     def forced_tokens(self, tokens: np.ndarray) -> list[int]:
@@ -116,11 +116,11 @@ class AnswerConstraint(Constraint):
         if thinking_end_ids := self._due_thinking_end(position):
             return thinking_end_ids
         if self._is_in_grammar(position):
-            return position.grammars[0].forced_tokens(tokens)
+            return position.grammar_constraints[0].forced_tokens(tokens)
         reading_state = position.state
-        if len(position.grammars) != 1 or self._thinking_start_ids(reading_state):
+        if len(position.grammar_constraints) != 1 or self._thinking_start_ids(reading_state):
             return []
-        forced_ids = position.grammars[0].forced_tokens(tokens)
+        forced_ids = position.grammar_constraints[0].forced_tokens(tokens)
         for forced_count, token in enumerate(forced_ids):
             next_state, grammar_kinds, _ = self._follow_token(reading_state, token)
             if grammar_kinds:  # another grammar goes on
@@ -129,7 +129,10 @@ class AnswerConstraint(Constraint):
         return forced_ids
 
     def is_complete(self, tokens: np.ndarray) -> bool:
-        return any(grammar.is_complete(tokens) for grammar in self._follow_tokens(tokens).grammars)
+        return any(
+            grammar_constraint.is_complete(tokens)
+            for grammar_constraint in self._follow_tokens(tokens).grammar_constraints
+        )
 
     # ------------------------------------------------------------ the position in an answer
 
@@ -158,13 +161,17 @@ class AnswerConstraint(Constraint):
         if self._thinking_budget is not None and reading_state.phase != "thinking":
             thinking_count = min(thinking_count, self._thinking_budget)
         if grammar_kinds:
-            grammars = self._make_grammars(len(tokens) + 1, grammar_kinds, grammar_text)
+            grammar_constraints = self._make_grammar_constraints(len(tokens) + 1, grammar_kinds, grammar_text)
         else:
-            grammars = tuple(grammar for grammar in position.grammars if grammar.allows_token(token, tokens))
+            grammar_constraints = tuple(
+                grammar_constraint
+                for grammar_constraint in position.grammar_constraints
+                if grammar_constraint.allows_token(token, tokens)
+            )
         if reading_state.phase == "thinking":
-            grammars = ()
-        next_position = AnswerPosition(reading_state, thinking_count, grammars)
-        if self._is_in_grammar(next_position) and not grammars:
+            grammar_constraints = ()
+        next_position = AnswerPosition(reading_state, thinking_count, grammar_constraints)
+        if self._is_in_grammar(next_position) and not grammar_constraints:
             raise OvspecError("The format of the answer doesn't allow what was generated.")
         return next_position
 
@@ -194,7 +201,7 @@ class AnswerConstraint(Constraint):
         """Return the bytes of a token as characters, or the mark that stands for it."""
         return self._mark_by_id.get(token) or self._vocabulary.added_bytes(token).decode("latin-1")
 
-    def _make_grammars(
+    def _make_grammar_constraints(
         self, grammar_start: int, grammar_kinds: Sequence[bytes], begun_text: str = ""
     ) -> tuple[GrammarConstraint, ...]:
         """Return the grammars of some kinds after ``grammar_start`` tokens, which already have ``begun_text``."""
@@ -204,18 +211,18 @@ class AnswerConstraint(Constraint):
                 begun_parts += [self._id_by_mark[mark] for mark in characters]
             else:
                 begun_parts.append("".join(characters).encode("latin-1"))
-        if not self._make_grammar:
+        if not self._make_grammar_constraint:
             raise OvspecError("No tool may be called.")
-        grammars: list[GrammarConstraint] = []
+        grammar_constraints: list[GrammarConstraint] = []
         last_error = None
         for grammar_kind in grammar_kinds:
             try:
-                grammars.append(self._make_grammar(grammar_start, [grammar_kind, *begun_parts]))
+                grammar_constraints.append(self._make_grammar_constraint(grammar_start, [grammar_kind, *begun_parts]))
             except OvspecError as error:
                 last_error = error
-        if last_error and not grammars:
+        if last_error and not grammar_constraints:
             raise last_error
-        return tuple(grammars)
+        return tuple(grammar_constraints)
 
     # ------------------------------------------------------------ thinking
 
@@ -256,7 +263,7 @@ class AnswerConstraint(Constraint):
 
     # ------------------------------------------------------------ free text
 
-    def _free_mask(self, reading_state: ReadingState) -> np.ndarray | None:
+    def _free_text_mask(self, reading_state: ReadingState) -> np.ndarray | None:
         """Return the tokens that may follow in free text, as a mask; None for all.
 
         It leaves out tokens that would begin a text that the grammar doesn't allow, and the end of an answer that must
@@ -278,7 +285,7 @@ class AnswerConstraint(Constraint):
         try:
             _, grammar_kinds, grammar_text = self._follow_token(reading_state, token)
             if grammar_kinds:
-                self._make_grammars(0, grammar_kinds, grammar_text)
+                self._make_grammar_constraints(0, grammar_kinds, grammar_text)
             return True
         except OvspecError:
             return False

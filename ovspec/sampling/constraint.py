@@ -34,7 +34,7 @@ class Constraint:
         """Return the ids that must follow, in order, as far as they are cheap to find."""
         return []
 
-    def suggest_tokens(self, tokens: np.ndarray) -> np.ndarray | None:  # noqa: ARG002
+    def likely_tokens(self, tokens: np.ndarray) -> np.ndarray | None:  # noqa: ARG002
         """Return ids, (n,), that are worth proposing and cost nothing to find; None if there are none."""
         return None
 
@@ -65,9 +65,7 @@ class Constraints:
         ]
         self._masking_constraints = [c for c in constraints if type(c).token_mask is not Constraint.token_mask]
         self._forcing_constraints = [c for c in constraints if type(c).forced_tokens is not Constraint.forced_tokens]
-        self._suggesting_constraints = [
-            c for c in constraints if type(c).suggest_tokens is not Constraint.suggest_tokens
-        ]
+        self._suggesting_constraints = [c for c in constraints if type(c).likely_tokens is not Constraint.likely_tokens]
         self.has_constraints = bool(constraints)  # whether there are any
         self.suggests = bool(self._suggesting_constraints)  # whether any of them can propose tokens
         self.may_complete = bool(self._forcing_constraints)  # whether they may end the text
@@ -106,10 +104,10 @@ class Constraints:
                 return forced_ids
         return []
 
-    def suggest_tokens(self, tokens: np.ndarray) -> np.ndarray | None:
+    def likely_tokens(self, tokens: np.ndarray) -> np.ndarray | None:
         """Return ids, (n,), that are worth proposing after ``tokens``; None if there are none."""
         for constraint in self._suggesting_constraints:
-            suggested_ids = constraint.suggest_tokens(tokens)
+            suggested_ids = constraint.likely_tokens(tokens)
             if suggested_ids is not None:
                 return suggested_ids
         return None
@@ -132,10 +130,10 @@ class Constraints:
         """Return how many of ``proposed_ids`` may follow ``tokens``: up to the first masked token or the text's end."""
         extended_ids = np.concatenate((tokens, np.asarray(proposed_ids, dtype=np.int64)))
         for allowed_count in range(len(proposed_ids)):
-            prefix_length = len(tokens) + allowed_count
-            if not self.allows_token(int(extended_ids[prefix_length]), extended_ids[:prefix_length]):
+            judged_position = len(tokens) + allowed_count
+            if not self.allows_token(int(extended_ids[judged_position]), extended_ids[:judged_position]):
                 return allowed_count
-            if self.has_ended(extended_ids[: prefix_length + 1]):
+            if self.has_ended(extended_ids[: judged_position + 1]):
                 return allowed_count + 1
         return len(proposed_ids)
 

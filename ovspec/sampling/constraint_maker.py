@@ -13,8 +13,8 @@ from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_json, require_present
 from ovspec.params import Params
 from ovspec.sampling.constraint import Constraint, Constraints
-from ovspec.sampling.grammar_options import convert_answer_grammar, convert_requested_grammar, find_answer_errors
-from ovspec.sampling.healing import Healing, count_healable
+from ovspec.sampling.grammar_options import convert_answer_grammar, convert_requested_grammar, find_answer_schema_errors
+from ovspec.sampling.healing import Healing, count_healable_tokens
 from ovspec.sampling.processors import PromptTokenCounter, make_processors
 from ovspec.sampling.vocabulary_index import VocabularyIndex
 from ovspec.text.answer import AnswerFormat
@@ -80,7 +80,7 @@ class ConstraintMaker:
             first_healable = max(healable_from, int(not len(bos_ids)))  # at least one token must be left
             whole_characters = grammar is not None and not grammar_prompt  # a grammar begins with a whole character
             max_bytes = len(grammar_prompt) or math.inf
-            if healable_count := count_healable(
+            if healable_count := count_healable_tokens(
                 prompt, first_healable, self.vocabulary_index, max_bytes, whole_characters
             ):
                 healing = Healing(prompt, healable_count, self.vocabulary_index, bos_ids)
@@ -101,11 +101,11 @@ class ConstraintMaker:
         count_prompt_tokens: PromptTokenCounter = healing.count_prompt_tokens if healing else lambda _: prompt_length
         end_ids = eos_ids | frozenset(params.stop_ids)
         processors = make_processors(params, count_prompt_tokens, end_ids, params.logits_processors)
-        may_exclude_tokens = bool(params.logits_processors) or -math.inf in params.logit_bias.values()
-        always_run_model = may_exclude_tokens or params.logprobs is not None
+        options_may_exclude_tokens = bool(params.logits_processors) or -math.inf in params.logit_bias.values()
+        always_run_model = options_may_exclude_tokens or params.logprobs is not None
         constraints = Constraints([*processors, *masking_constraints], end_ids, always_run_model)
         if params.json_schema_mode == "checked":
-            constraints.find_errors = functools.partial(find_answer_errors, params, grammar_prompt.decode())
+            constraints.find_errors = functools.partial(find_answer_schema_errors, params, grammar_prompt.decode())
         return constraints, healing
 
     def _grammar_end_ids(self, params: Params, eos_ids: frozenset[int]) -> frozenset[int]:
@@ -122,23 +122,23 @@ class ConstraintMaker:
         end_ids = self._grammar_end_ids(params, eos_ids)
         thinking = answer_format.thinking
         thinking_budget = params.thinking_budget if thinking else None
-        make_grammar = None
+        make_grammar_constraint = None
         if grammar is not None:
-            make_grammar = functools.partial(self._make_grammar, grammar, end_ids)
+            make_grammar_constraint = functools.partial(self._make_grammar_constraint, grammar, end_ids)
         elif params.grammar_option or (thinking_budget is None and not params.tools):
             return None
         return AnswerConstraint(
             prompt_length,
             answer_format,
             self.vocabulary_index,
-            make_grammar,
+            make_grammar_constraint,
             covers_text=grammar is not None and not answer_format.calls_after_text,
             end_ids=end_ids,
             thinking_budget=thinking_budget,
             thinking_end_ids=self._tokenizer.encode_continuation(thinking.close).tolist() if thinking else (),
         )
 
-    def _make_grammar(
+    def _make_grammar_constraint(
         self, grammar: str, end_ids: frozenset[int], prompt_length: int, generated_parts: list[bytes | int]
     ) -> GrammarConstraint:
         return self.grammar_compiler.make_constraint(

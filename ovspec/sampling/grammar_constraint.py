@@ -292,7 +292,7 @@ class GrammarCompiler:
             self._follow_prompt(matcher, unhealed_bytes)
             cursor = unique_items and unique_items.follow_bytes(JsonCursor(), unhealed_bytes)
         elif healed_bytes:
-            matcher, _ = self._compile_cached(prefix_grammar(grammar, healed_bytes), grammar_name)
+            matcher, _ = self._compile_cached(prepend_to_grammar(grammar, healed_bytes), grammar_name)
             cursor = JsonCursor(skipped_bytes=len(healed_bytes))
         if unique_items and not cursor:
             raise OvspecError("The prompt repeats an item of an array whose items must differ.")
@@ -320,7 +320,7 @@ class GrammarCompiler:
             raise OvspecError("The prompt already contains the grammar's whole text, so nothing can follow it.")
 
 
-def prefix_grammar(grammar: str, prefix_bytes: bytes) -> str:
+def prepend_to_grammar(grammar: str, prefix_bytes: bytes) -> str:
     """Return the grammar of ``prefix_bytes``, which must be UTF-8, followed by a text of ``grammar``."""
     combined_grammar = json.loads(grammar)
     first_grammar, *other_grammars = combined_grammar["grammars"]

@@ -177,11 +177,11 @@ def find_grammar_problem(grammar: str) -> str:
         return word_placed_error(matcher.get_error(), grammar_kind)
     if len(matcher.compute_ff_bytes()) > MAX_FORCED_BYTES:
         return f": every text begins with the same {MAX_FORCED_BYTES} bytes or more; put them into the prompt."
-    problem = find_walk_problem(matcher, len(tokenizer.tokens))
+    problem = find_random_walk_problem(matcher, len(tokenizer.tokens))
     return problem and f": {word_llguidance_error(problem)}"
 
 
-def find_walk_problem(matcher: LLMatcher, vocabulary_size: int) -> str:
+def find_random_walk_problem(matcher: LLMatcher, vocabulary_size: int) -> str:
     """Follow a few random texts byte by byte; return why the grammar is unusable, or "".
 
     It is unusable if it allows no text, has a dead end, or exceeds the limits.

@@ -76,7 +76,9 @@ def convert_answer_grammar(params: Params, answer_format: AnswerFormat) -> str |
     return convert_grammar("tools", request, "`tools`")
 
 
-def find_answer_errors(params: Params, prompt_part: str, answer_text: str, tool_calls: Sequence[ToolCall]) -> list[str]:
+def find_answer_schema_errors(
+    params: Params, prompt_part: str, answer_text: str, tool_calls: Sequence[ToolCall]
+) -> list[str]:
     """Return how an answer, ``prompt_part + text`` with tool calls, breaks its schemas; see ``find_schema_errors``."""
     errors: list[str] = []
     schemas_by_tool = {tool["function"]["name"]: tool["function"]["parameters"] for tool in params.tools}

@@ -16,7 +16,7 @@ from ovspec.sampling.masks import pack_mask
 from ovspec.sampling.vocabulary_index import VocabularyIndex
 
 
-def count_healable(
+def count_healable_tokens(
     prompt_ids: np.ndarray,
     first_healable: int,
     vocabulary: VocabularyIndex,
@@ -36,7 +36,7 @@ def count_healable(
         suffix = added_bytes + suffix
         if not added_bytes or len(suffix) >= vocabulary.max_length or len(suffix) > max_bytes:
             break
-        if vocabulary.has_longer(suffix) and (
+        if vocabulary.has_longer_token(suffix) and (
             not whole_characters or suffix.decode(errors="ignore").encode() == suffix
         ):
             healable_count = token_count
@@ -79,7 +79,7 @@ class Healing(Constraint):
             )
         return self._masks_by_remaining_bytes[remaining_bytes]
 
-    def suggest_tokens(self, tokens: np.ndarray) -> np.ndarray | None:
+    def likely_tokens(self, tokens: np.ndarray) -> np.ndarray | None:
         """Return the remaining tokens taken back: usually none extends past them, and proposing them is free."""
         generated_ids = tokens[self.kept_length :]
         generated_count = len(generated_ids)

@@ -54,7 +54,7 @@ class DraftIds:
     target_width: int
 
 
-def spread_logits(logits: np.ndarray, draft_ids: DraftIds | None) -> np.ndarray:
+def spread_draft_logits(logits: np.ndarray, draft_ids: DraftIds | None) -> np.ndarray:
     """Return a draft's ``logits`` (n,) as logits of the target, (target_width,), with -inf for all other ids."""
     if not draft_ids:
         return logits
@@ -165,22 +165,22 @@ class GreedySampler(ComparingSampler):
         self, logits: np.ndarray, tokens: np.ndarray, draft_ids: DraftIds | None = None
     ) -> DraftedToken | None:
         if not self.constraints.has_constraints:
-            return most_likely_token(logits, draft_ids)
-        logits = self.constraints.process_logits(spread_logits(logits, draft_ids), tokens)
+            return draft_most_likely_token(logits, draft_ids)
+        logits = self.constraints.process_logits(spread_draft_logits(logits, draft_ids), tokens)
         # If the most likely token of all may follow, it is the choice, and the mask isn't needed.
         if not self.constraints.allows_token(int(logits.argmax()), tokens):
             logits = self.constraints.mask_logits(logits, tokens)
-        return most_likely_token(logits)
+        return draft_most_likely_token(logits)
 
     def choose_token(self, logits: np.ndarray, tokens: np.ndarray) -> int:
         logits = self.constraints.process_logits(logits, tokens)
         token = int(logits.argmax())
         if self.constraints.allows_token(token, tokens) and logits[token] > -np.inf:
             return token
-        return require_token(most_likely_token(self.constraints.mask_logits(logits, tokens)))
+        return require_token(draft_most_likely_token(self.constraints.mask_logits(logits, tokens)))
 
 
-def most_likely_token(logits: np.ndarray, draft_ids: DraftIds | None = None) -> DraftedToken | None:
+def draft_most_likely_token(logits: np.ndarray, draft_ids: DraftIds | None = None) -> DraftedToken | None:
     token = int(logits.argmax())
     if not logits[token] > -np.inf:  # NaN isn't, either
         return None
@@ -225,7 +225,7 @@ class SharedNoiseSampler(ComparingSampler):
     ) -> DraftedToken | None:
         if draft_ids and not self.constraints.has_constraints:
             return self._draw_token(logits, len(tokens), draft_ids)
-        logits = self.constraints.process_logits(spread_logits(logits, draft_ids), tokens)
+        logits = self.constraints.process_logits(spread_draft_logits(logits, draft_ids), tokens)
         # If the token drawn from all may follow, it also wins among those that may, and the mask isn't needed.
         if self.constraints.has_constraints and not self._params.truncating_options:
             drawn_token = self._draw_token(logits, len(tokens))
@@ -290,7 +290,7 @@ class RejectionSampler:
     def choose_draft_token(
         self, logits: np.ndarray, tokens: np.ndarray, draft_ids: DraftIds | None = None
     ) -> DraftedToken | None:
-        logits = self.constraints(spread_logits(logits, draft_ids), tokens)
+        logits = self.constraints(spread_draft_logits(logits, draft_ids), tokens)
         if logits.max() == -np.inf:
             return None
         warped_logits = warp_logits(logits, self._params)
@@ -316,7 +316,7 @@ class UserSampler(ComparingSampler):
     def choose_draft_token(
         self, logits: np.ndarray, tokens: np.ndarray, draft_ids: DraftIds | None = None
     ) -> DraftedToken | None:
-        return most_likely_token(self.constraints(spread_logits(logits, draft_ids), tokens))
+        return draft_most_likely_token(self.constraints(spread_draft_logits(logits, draft_ids), tokens))
 
     def choose_token(self, logits: np.ndarray, tokens: np.ndarray) -> int:
         # Copies, because the function may keep or modify its arguments.

@@ -50,7 +50,7 @@ def find_schema_errors(schema: JsonValue | Path, prompt_part: str, text: str) ->
     request = {"schema": schema, "text": prompt_part + text}
     is_slow = SLOW_KEYWORDS.search(schema_text) or len(schema_text) * len(request["text"]) > MAX_DIRECT_SIZE
     try:
-        reply = VALIDATOR.ask(json.dumps(request)) if is_slow else validate_text(request)
+        reply = VALIDATOR.ask(json.dumps(request)) if is_slow else answer_validation_request(request)
     except LimitExceeded as reason:
         return [f"#: the check {reason}, so whether the text is valid is unknown"]
     except UnavailableError:
@@ -64,7 +64,7 @@ def unusable_schema_error(reason: str) -> OvspecError:
     return OvspecError(f"`json_schema` can't be used to judge a text: {reason}.")
 
 
-def validate_text(request: JsonObject) -> JsonObject:
+def answer_validation_request(request: JsonObject) -> JsonObject:
     """Return {"errors": [...]} or {"unusable": why the schema can't be used} for a request {"schema", "text"}."""
     from jsonschema import Draft202012Validator  # deferred, because this takes 0.2 s
     from jsonschema.validators import validator_for
@@ -92,4 +92,4 @@ def format_json_pointer(error_path: Iterable[str | int]) -> str:
 
 
 if __name__ == "__main__":
-    serve_requests(validate_text)
+    serve_requests(answer_validation_request)

@@ -50,7 +50,7 @@ def write_tools_grammar(source: JsonObject, label: str) -> tuple[str, str]:
         tool["name"]: compile_arguments(tool, schema_options, parameter_layout, label) for tool in source["tools"]
     }
     grammar_names = {tool_name: f"tool_{tool_number}" for tool_number, tool_name in enumerate(compiled_schemas)}
-    rule_lines = [f"start: {' | '.join(list_answers(source, token_names))}"]
+    rule_lines = [f"start: {' | '.join(list_answer_expressions(source, token_names))}"]
     if compiled_schemas:
         rule_lines += write_call_rules(tool_format, grammar_names, source["parallel"], token_names)
     partial_grammars: list[JsonObject] = [{"name": "tools", "lark_grammar": "\n".join(rule_lines)}]
@@ -112,7 +112,7 @@ def compile_arguments(
         raise OvspecError(f"{label}, at {error}") from None
 
 
-def list_answers(source: JsonObject, token_names: dict[str, str]) -> list[str]:
+def list_answer_expressions(source: JsonObject, token_names: dict[str, str]) -> list[str]:
     """Return the expressions of all kinds of answers."""
     answer_kinds: list[tuple[bytes, bytes, str]] = []
     if source["tools"]:

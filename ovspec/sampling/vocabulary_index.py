@@ -21,7 +21,7 @@ class VocabularyIndex:
         self._sorted_ids = [token_id for _, token_id in sorted_tokens]
         self.max_length = max(map(len, self._sorted_bytes), default=0)
 
-    def has_longer(self, prefix: bytes) -> bool:
+    def has_longer_token(self, prefix: bytes) -> bool:
         """Return whether a token is longer than ``prefix`` and begins with it."""
         next_index = bisect.bisect_right(self._sorted_bytes, prefix)
         return next_index < len(self._sorted_bytes) and self._sorted_bytes[next_index].startswith(prefix)

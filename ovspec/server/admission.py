@@ -84,7 +84,7 @@ class Admission:
         self.given_up = True
         for task in [*self._preparation_tasks]:
             task.cancel()
-        self._engine.fail_all(ServerEnded())
+        self._engine.fail_all_requests(ServerEnded())
 
     @asynccontextmanager
     async def limit_preparation(self, arrival_time: float) -> AsyncGenerator[None]:

@@ -38,16 +38,16 @@ class Metrics:
             "time_between_tokens", "between two pieces of a text; a piece has the tokens of one round"
         )
         self.request_seconds = self._make_histogram("request_duration", "from a request to its last token")
-        self.running_texts.set_function(lambda: engine.running_count)
-        self.waiting_texts.set_function(lambda: engine.waiting_count)
-        self.blocks_used.set_function(lambda: engine.cache_usage()[0])
+        self.running_texts.set_function(lambda: engine.running_row_count)
+        self.waiting_texts.set_function(lambda: engine.waiting_row_count)
+        self.blocks_used.set_function(lambda: engine.count_cache_blocks()[0])
         self.blocks_kept.set_function(
             lambda: sum(model.idle_block_count for model in engine.runtime.models.loaded_models)
         )
         self.blocks_evicted.set_function(
             lambda: sum(model.evicted_block_count for model in engine.runtime.models.loaded_models)
         )
-        self.blocks_free.set_function(lambda: engine.cache_usage()[1])
+        self.blocks_free.set_function(lambda: engine.count_cache_blocks()[1])
 
     def record_round(self, pieces: list[tuple[int, Piece]], judged_proposals: list[tuple[Proposal, int]]) -> None:
         """Count the pieces of a round, and the proposals that it judged, each with its number of accepted tokens."""

@@ -132,12 +132,12 @@ def test_who_leaves_frees_the_row(lm: ovspec.LanguageModel, way: str) -> None:
                 await asyncio.wait_for(asking, 0.2)
         else:
             task = asyncio.create_task(lm.agenerate(PROMPTS[0], **LONG))
-            await until(lambda: engine.running_count == 2)
+            await until(lambda: engine.running_row_count == 2)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
         found = await other
-        await until(lambda: not engine._jobs and not engine.cache_usage()[0])
+        await until(lambda: not engine._jobs and not engine.count_cache_blocks()[0])
         reasons = sorted(row.finish_reason or "" for job in jobs for row in job.rows)
         engine.on_round = lambda *_: None
         assert reasons == ["cancelled"] * (2 if way == "timed out" else 1) + ["length"]
@@ -151,7 +151,7 @@ def test_a_loop_that_is_closed_leaves_no_row_behind(lm: ovspec.LanguageModel) ->
     loop = asyncio.new_event_loop()
     engine = loop.run_until_complete(engine_of(lm))
     task = loop.create_task(lm.agenerate(PROMPTS[0], **LONG))
-    loop.run_until_complete(until(lambda: engine.running_count))
+    loop.run_until_complete(until(lambda: engine.running_row_count))
     loop.run_until_complete(loop.shutdown_default_executor())
     loop.close()
     ends = time.monotonic() + 30
@@ -258,7 +258,7 @@ def test_closing_ends_what_runs(loaded: ovspec.LanguageModel) -> None:
         engine, thread = await engine_of(loaded), threading.Thread(target=generate)
         thread.start()
         asked = [asyncio.create_task(loaded.agenerate(prompt, **LONG)) for prompt in PROMPTS[:3]]
-        await until(lambda: engine.running_count)
+        await until(lambda: engine.running_row_count)
         with loaded:
             pass
         thread.join(60)

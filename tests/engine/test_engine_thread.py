@@ -68,7 +68,7 @@ class Asked:
 
     def _deliver(self, found: Any) -> None:
         self.times.append(time.perf_counter())
-        self.blocks = max(self.blocks, self._engine.cache_usage()[0])
+        self.blocks = max(self.blocks, self._engine.count_cache_blocks()[0])
         self._told.put(found)
 
     def result(self, seconds: float = 60.0) -> Any:
@@ -112,7 +112,7 @@ def test_a_failed_inference_fails_those_in_it_only(engine: EngineThread, monkeyp
 
     def feed_or_fail(*arguments: Any, **options: Any) -> Any:
         all_asked.wait(30)
-        if engine.running_count == 4 and failures:
+        if engine.running_row_count == 4 and failures:
             raise failures.pop()
         return feed(*arguments, **options)
 
@@ -123,11 +123,11 @@ def test_a_failed_inference_fails_those_in_it_only(engine: EngineThread, monkeyp
     assert all(isinstance(each.result(), InferenceError) for each in running)
     assert waiting.result() == [lm_of(engine).generate(PROMPTS[5], **OPTIONS).token_ids]
     assert Asked(engine, PROMPTS[0]).result() == [lm_of(engine).generate(PROMPTS[0], **OPTIONS).token_ids]
-    assert engine.cache_usage()[0] == 0
+    assert engine.count_cache_blocks()[0] == 0
 
 
 def test_blocks_of_the_cache_are_counted(engine: EngineThread) -> None:
-    used, free = engine.cache_usage()
+    used, free = engine.count_cache_blocks()
     assert used == 0 and free > 100
     size = engine._decoders.target.block_size  # type: ignore[attr-defined]
     asked = [Asked(engine, prompt, max_tokens=150) for prompt in PROMPTS[:3]]
@@ -136,7 +136,7 @@ def test_blocks_of_the_cache_are_counted(engine: EngineThread) -> None:
     most, fewest = max(each.blocks for each in asked), min(each.blocks for each in asked)
     tokens = [len(row.sequence) for each in asked for row in each.rows]
     assert fewest > 0 and max(tokens) // size <= most <= sum(tokens) // size + 2 * len(tokens)
-    assert engine.cache_usage() == (0, free)
+    assert engine.count_cache_blocks() == (0, free)
 
 
 def test_weights_are_moved_into_large_pages_between_rounds(engine: EngineThread) -> None:
@@ -198,7 +198,7 @@ def endless() -> Generator[None]:
 def test_giving_up_ends_what_is_yet_to_come(engine: EngineThread) -> None:
     running, tasks = Asked(engine, PROMPTS[0], max_tokens=1000), [BackgroundTask(endless()), BackgroundTask(endless())]
     engine.add_task(tasks[0])
-    engine.fail_all(OvspecError("The end."))
+    engine.fail_all_requests(OvspecError("The end."))
     later = Asked(engine, PROMPTS[1])
     engine.add_task(tasks[1])
     engine.stop()
@@ -320,10 +320,10 @@ def test_a_background_task_waits_for_memory_and_rows_wait_for_it(load: Callable[
     order = list[str]()
 
     def task() -> Generator[None]:
-        assert engine.running_count == 0
+        assert engine.running_row_count == 0
         order.append("background task")
         yield
-        assert engine.running_count == 0
+        assert engine.running_row_count == 0
         order.append("background task")
 
     first = Asked(engine, PROMPTS[0], max_tokens=300)
@@ -346,7 +346,7 @@ def test_cancelled_rows_leave(engine: EngineThread) -> None:
         engine.cancel_job(each.job)
     assert jobs[5].result() == [lm_of(engine).generate(PROMPTS[5], max_tokens=150, ignore_eos=True).token_ids]
     assert all(row.finish_reason == "cancelled" for each in jobs[:5] for row in each.rows)
-    assert engine.running_count == engine.waiting_count == 0
+    assert engine.running_row_count == engine.waiting_row_count == 0
 
 
 def test_earlier_texts_are_proposed_from(load: Callable[..., ovspec.LanguageModel]) -> None:
@@ -381,12 +381,12 @@ def test_the_pace_keeps_rounds_short(per_token: float) -> None:
     assert prefill_budget.count_prompt_tokens(RoundLoad(0, 8)) == MAX_PROMPT_TOKENS
     for rows in range(1, 9):
         for _ in range(20):
-            prefill_budget.learn(RoundLoad(rows), 0, ms(RoundLoad(rows), 0))
+            prefill_budget.learn_costs(RoundLoad(rows), 0, ms(RoundLoad(rows), 0))
     for generating in range(1, 9):
         load, most, read = RoundLoad(generating, 8 - generating), MAX_SLOWDOWN * ms(RoundLoad(8), 0), 0
         for _ in range(80):
             read = prefill_budget.count_prompt_tokens(load)
-            prefill_budget.learn(load, read, ms(load, read))
+            prefill_budget.learn_costs(load, read, ms(load, read))
         assert (
             read in (MIN_PROMPT_TOKENS, MAX_PROMPT_TOKENS)
             or ms(load, read) > most - (WIDTH_SLACK_TOKENS + 1) * per_token - 1
@@ -405,8 +405,8 @@ def test_the_width_of_rounds_stays_while_it_nearly_fits() -> None:
     for number in range(40):
         load = RoundLoad(4 + number % 2, 4 - number % 2)
         read = prefill_budget.count_prompt_tokens(load, drafting_ms=0.1 * (number % 3))
-        prefill_budget.learn(load, read, 20 + load.generating_rows + read + 0.1 * (number % 5))
-        widths.add(load.width + read)
+        prefill_budget.learn_costs(load, read, 20 + load.generating_rows + read + 0.1 * (number % 5))
+        widths.add(load.non_prompt_tokens + read)
     assert len(widths) < 5
 
 

@@ -11,7 +11,7 @@ from conftest import PROMPTS, Reference
 
 import ovspec
 from ovspec.api.model import LanguageModel
-from ovspec.engine.scoring import MAX_LOGITS_PER_INFERENCE, MAX_TEXTS_PER_INFERENCE, group_texts
+from ovspec.engine.scoring import MAX_LOGITS_PER_INFERENCE, MAX_TEXTS_PER_INFERENCE, group_texts_by_inference
 from ovspec.text.generation_config import GenerationFile
 
 Load = Callable[..., LanguageModel]
@@ -124,7 +124,7 @@ def test_many_options(load: Load, reference: Reference) -> None:
 
 def test_groups_are_bounded() -> None:
     texts = [np.zeros(10 + length, dtype=np.int64) for length in (300, 5, 250, 1, 3, *[1] * 40)]
-    found = list(group_texts(texts, 10))
+    found = list(group_texts_by_inference(texts, 10))
     assert [len(text) for group in found for text in group] == [len(text) for text in texts]
     assert all(len(group) <= MAX_TEXTS_PER_INFERENCE for group in found)
     assert all(sum(len(text) - 10 for text in group) <= MAX_LOGITS_PER_INFERENCE or len(group) == 1 for group in found)

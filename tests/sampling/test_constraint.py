@@ -19,7 +19,7 @@ import ovspec
 from ovspec.params import make_params
 from ovspec.params.generation import GENERATE_OPTIONS, GRAMMAR_OPTIONS
 from ovspec.sampling.constraint import Constraint, Constraints
-from ovspec.sampling.grammar_constraint import GrammarCompiler, prefix_grammar
+from ovspec.sampling.grammar_constraint import GrammarCompiler, prepend_to_grammar
 from ovspec.sampling.grammar_options import convert_requested_grammar
 from ovspec.sampling.masks import apply_mask, mask_contains, pack_mask
 from ovspec.text.tokenizer import make_byte_vocabulary
@@ -339,13 +339,13 @@ def test_sentencepiece_tokenizers() -> None:
 
 
 def test_prefixes_of_grammars(grammars: GrammarCompiler) -> None:
-    """``prefix_grammar`` puts a text before a grammar of any kind, and the grammar's own masks stay the same."""
+    """``prepend_to_grammar`` puts a text before a grammar of any kind, and the grammar's own masks stay the same."""
     for case, options in CASES.items():
         source, _ = convert_requested_grammar(make_params(options))  # type: ignore[arg-type]
         assert source
         for said in (b" ", b"x = ", "\u00e9".encode(), b'"\\\n'):
             plain = grammars.make_constraint(source, 0, EOS)
-            longer = grammars.make_constraint(prefix_grammar(source, said), 0, EOS)
+            longer = grammars.make_constraint(prepend_to_grammar(source, said), 0, EOS)
             spelt = np.array(grammars._tokenizer.tokenize_bytes(said))
             assert np.array_equal(longer.token_mask(spelt), plain.token_mask(np.array([], dtype=np.int64))), (
                 case,

@@ -19,7 +19,7 @@ from ovspec.engine.results import Stats
 from ovspec.engine.round import RowOutcome
 from ovspec.engine.row import Row
 from ovspec.params import Params
-from ovspec.sampling.healing import Healing, count_healable
+from ovspec.sampling.healing import Healing, count_healable_tokens
 from ovspec.sampling.samplers import GreedySampler
 from ovspec.sampling.vocabulary_index import VocabularyIndex
 from ovspec.text.tokenizer import ByteDetokenizer, make_byte_vocabulary
@@ -48,7 +48,7 @@ def lm(load: Callable[..., ovspec.LanguageModel]) -> ovspec.LanguageModel:
 
 
 def naive(tokens: list[int], first: int, vocabulary: list[bytes | None]) -> int:
-    """Return what ``count_healable`` returns, computed from its definition."""
+    """Return what ``count_healable_tokens`` returns, computed from its definition."""
     found = 0
     for count in range(1, len(tokens) - first + 1):
         spelt = [vocabulary[token] for token in tokens[len(tokens) - count :]]
@@ -69,23 +69,28 @@ def test_what_is_taken_back(vocabulary: list[bytes | None], data: st.DataObject)
     tokens = data.draw(st.lists(st.integers(0, len(vocabulary) - 1), max_size=6))
     first = data.draw(st.integers(0, len(tokens)))
     ordered = VocabularyIndex(vocabulary)
-    assert count_healable(np.array(tokens, np.int64), first, ordered) == naive(tokens, first, vocabulary)
+    assert count_healable_tokens(np.array(tokens, np.int64), first, ordered) == naive(tokens, first, vocabulary)
 
 
 def test_what_no_token_continues_stays() -> None:
     ordered = VocabularyIndex([b"a", b"b", b"bc"])
-    assert [count_healable(np.array(tokens), 0, ordered) for tokens in ([0], [1], [1, 0], [0, 1])] == [0, 1, 0, 1]
+    assert [count_healable_tokens(np.array(tokens), 0, ordered) for tokens in ([0], [1], [1, 0], [0, 1])] == [
+        0,
+        1,
+        0,
+        1,
+    ]
 
 
 def test_a_character_is_taken_back_whole_or_not_at_all() -> None:
     first, second = "é".encode()[:1], "é".encode()[1:]
     vocabulary: list[bytes | None] = [b"x", first, second, second + b"!", first + second + b"!"]
     prompt, ordered = np.array([0, 1, 2]), VocabularyIndex(vocabulary)
-    assert count_healable(prompt, 0, ordered) == 2
-    assert count_healable(prompt, 0, ordered, whole_characters=True) == 2
+    assert count_healable_tokens(prompt, 0, ordered) == 2
+    assert count_healable_tokens(prompt, 0, ordered, whole_characters=True) == 2
     without = VocabularyIndex(vocabulary[:4])
-    assert count_healable(prompt, 0, without) == 1
-    assert count_healable(prompt, 0, without, whole_characters=True) == 0
+    assert count_healable_tokens(prompt, 0, without) == 1
+    assert count_healable_tokens(prompt, 0, without, whole_characters=True) == 0
 
 
 @given(small, st.binary(min_size=1, max_size=4).map(lambda b: bytes(x % 3 + 97 for x in b)))
@@ -112,15 +117,15 @@ def test_examples() -> None:
     ordered = VocabularyIndex(vocabulary)
     cases = [([0, 1], 1), ([3], 1), ([6, 3], 1), ([0], 0), ([5, 1], 1), ([1, 5], 0), ([0, 7], 1), ([0, 8], 0), ([], 0)]
     for tokens, count in cases:
-        assert count_healable(np.array(tokens, np.int64), 0, ordered) == count, tokens
-    assert count_healable(np.array([0, 1], np.int64), 2, ordered) == 0, "tokens before ``first`` stay"
-    assert count_healable(np.array([0, 1], np.int64), 0, ordered, 0) == 0
+        assert count_healable_tokens(np.array(tokens, np.int64), 0, ordered) == count, tokens
+    assert count_healable_tokens(np.array([0, 1], np.int64), 2, ordered) == 0, "tokens before ``first`` stay"
+    assert count_healable_tokens(np.array([0, 1], np.int64), 0, ordered, 0) == 0
     healing = Healing(np.array([6, 0, 1]), 2, VocabularyIndex([*vocabulary, b"h", b"ttp", b"http:/"]), np.array([]))
     prompt = [6]
     for said, over in (([], 1), ([10], 2), ([10, 11], 3), ([10, 11, 1], 4), ([12], 1), ([10, 11, 2], 3)):
         assert healing.count_prompt_tokens(np.array([*prompt, *said])) == over
     for said, likely in (([], [0, 1]), ([0], [1]), ([0, 1], None), ([10], None), ([12], None)):
-        found = healing.suggest_tokens(np.array([*prompt, *said], np.int64))
+        found = healing.likely_tokens(np.array([*prompt, *said], np.int64))
         assert (found if found is None else found.tolist()) == likely
     assert healing.token_mask(np.array([6, 12])) is None
 
@@ -299,7 +304,7 @@ def test_hugging_face_heals_alike(lm: ovspec.LanguageModel, reference: Reference
     for prompt in ("import os.pa", "http:", "x = self.na", "def __in", "raise Val", "class Test(unittest.Test"):
         ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
         healed = reference.model.heal_tokens(ids, tokenizer=tokenizer)[0].tolist()
-        if count_healable(ids[0].numpy(), 0, DEMO) == 1 and healed[-1] != int(ids[0, -1]):
+        if count_healable_tokens(ids[0].numpy(), 0, DEMO) == 1 and healed[-1] != int(ids[0, -1]):
             assert lm.generate(prompt, max_tokens=1, heal=True).token_ids[0] == healed[-1]
             same += 1
     assert same >= 2

@@ -184,7 +184,7 @@ def read(engine: EngineThread, monkeypatch: pytest.MonkeyPatch) -> list[tuple[in
 
     def noting(self: PagedDecoder, tokens: Any, positions: Any, *rest: Any) -> Any:
         if len(tokens[0]) == positions[0] > 1:
-            read.append((len(tokens[0]), engine.running_count > 0))
+            read.append((len(tokens[0]), engine.running_row_count > 0))
         return feed(self, tokens, positions, *rest)
 
     monkeypatch.setattr(PagedDecoder, "feed", noting)

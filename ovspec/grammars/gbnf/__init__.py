@@ -258,7 +258,7 @@ class LexemePlan:
 
     # ------------------------------------------------------------ lexemes that are too greedy
 
-    def find_followers(self, budget: StepBudget) -> tuple[list[int], int]:
+    def find_lexeme_followers(self, budget: StepBudget) -> tuple[list[int], int]:
         """Return the lexemes that may follow each lexeme and those that may begin a text; lexeme i is bit i."""
         budget.spend(len(self.lexemes) ** 2 // 500)
         lexeme_bits = {symbol: 1 << i for i, symbol in enumerate(self.lexemes)}
@@ -299,7 +299,7 @@ class LexemePlan:
         or after two lexemes that match the same text.
         """
         lexeme_expressions = list(self.lexemes.values())
-        followers, start_lexemes = self.find_followers(budget)
+        followers, start_lexemes = self.find_lexeme_followers(budget)
         first_characters = [comparer.find_first_characters(node) for node in lexeme_expressions]
         list_members = functools.cache(list_bits)
         characters_after: dict[int, int] = {}

@@ -116,7 +116,7 @@ class GbnfParser:
                 raise self.error_at(f"the rule {rule_name} is defined twice", name_start)
             self.position += 3
             self.skip_spaces(skip_line_ends=True)
-            rules[rule_name] = self.parse_options(nested=False)
+            rules[rule_name] = self.parse_alternation(nested=False)
             if self.peek() not in ("", "\r", "\n"):
                 raise self.error_at(f"{self.peek()!r} doesn't belong here")
             self.skip_spaces(skip_line_ends=True)
@@ -135,7 +135,7 @@ class GbnfParser:
             raise self.error_at(f"a name is expected here, not {self.peek()!r}")
         return self.text[name_start : self.position]
 
-    def parse_options(self, nested: bool) -> Expression:
+    def parse_alternation(self, nested: bool) -> Expression:
         alternatives = [self.parse_concatenation(nested)]
         while self.peek() == "|":
             self.position += 1
@@ -183,7 +183,7 @@ class GbnfParser:
         if self.depth > MAX_PARENTHESES:
             raise self.error_at(f"parentheses are nested deeper than {MAX_PARENTHESES}")
         self.skip_spaces(skip_line_ends=True)
-        inner_expression = self.parse_options(nested=True)
+        inner_expression = self.parse_alternation(nested=True)
         if self.peek() != ")":
             raise self.error_at("this parenthesis is not closed", element_start)
         self.position += 1

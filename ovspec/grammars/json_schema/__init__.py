@@ -84,13 +84,13 @@ def compile_schema(
         """Return whether no string has the patterns, formats and length of ``strings``."""
         has_size = bool(strings.min_size or strings.max_size < inf or strings.excluded)
         demand_count = len(strings.patterns) + len(strings.formats) + has_size
-        return demand_count >= 2 and is_unsatisfiable(find_problem(make_string_schema(strings)))
+        return demand_count >= 2 and says_unsatisfiable(find_problem(make_string_schema(strings)))
 
     @functools.cache
     def are_disjoint_patterns(first_pattern: str, second_pattern: str) -> bool:
         """Return whether no string has both patterns, as far as that can be told."""
         patterns = [{"pattern": first_pattern}, {"pattern": second_pattern}]
-        return is_unsatisfiable(find_problem({"type": "string", "allOf": patterns}))
+        return says_unsatisfiable(find_problem({"type": "string", "allOf": patterns}))
 
     style = JSON_DUMPS_STYLE
     if parameter_layout is None:
@@ -112,23 +112,23 @@ def compile_schema(
         raise OvspecError("#: it is nested too deeply; split it into named parts.") from None
 
 
-def is_unsatisfiable(problem: str) -> bool:
+def says_unsatisfiable(problem: str) -> bool:
     return problem.startswith(("no JSON text satisfies", "no text has this pattern"))
 
 
 def read_style(style_settings: JsonValue, compact: bool) -> JsonStyle:
     """Return the layout of texts that ``x-guidance`` asks for; ``compact``: without white space by default."""
     require_condition(isinstance(style_settings, dict), "#/x-guidance", "an object")
-    for name in style_settings:
-        if name not in STYLE_SETTINGS:
-            raise OvspecError(f"#/x-guidance/{name}: only {join_with_and(STYLE_SETTINGS)} can be set here.")
-    for name, value in style_settings.items():
-        if name == "whitespace_flexible":
-            require_condition(isinstance(value, bool), f"#/x-guidance/{name}", "true or false")
+    for setting_name in style_settings:
+        if setting_name not in STYLE_SETTINGS:
+            raise OvspecError(f"#/x-guidance/{setting_name}: only {join_with_and(STYLE_SETTINGS)} can be set here.")
+    for setting_name, setting_value in style_settings.items():
+        if setting_name == "whitespace_flexible":
+            require_condition(isinstance(setting_value, bool), f"#/x-guidance/{setting_name}", "true or false")
         else:
-            require_condition(isinstance(value, str), f"#/x-guidance/{name}", "a regular expression")
-    is_flexible = style_settings.get("whitespace_flexible", not compact)
-    white_space = style_settings.get("whitespace_pattern", WHITE_SPACE_EXPRESSION if is_flexible else None)
+            require_condition(isinstance(setting_value, str), f"#/x-guidance/{setting_name}", "a regular expression")
+    whitespace_is_flexible = style_settings.get("whitespace_flexible", not compact)
+    white_space = style_settings.get("whitespace_pattern", WHITE_SPACE_EXPRESSION if whitespace_is_flexible else None)
     return JsonStyle(white_space, style_settings.get("item_separator", ","), style_settings.get("key_separator", ":"))
 
 

@@ -55,7 +55,7 @@ class SchemaChecker:
 
     def __init__(self, root: JsonObject, find_problem: Callable[[JsonObject], str], lenient: bool) -> None:
         self._find_problem = find_problem
-        self.ignored_keywords: dict[str, str] = {}  # keyword or format -> JSON pointer of the first
+        self.first_pointer_by_ignored_keyword: dict[str, str] = {}  # also by format
         self._root = root
         self._lenient = lenient
         self._unchecked: list[tuple[JsonValue, str]] = [(root, "#")]  # schemas with JSON pointers
@@ -76,9 +76,8 @@ class SchemaChecker:
     def warning(self) -> str:
         """Return what an author may not expect, as the end of a sentence; "" if there is nothing."""
         warnings: list[str] = []
-        if ignored := [
-            (keyword, pointer) for keyword, pointer in self.ignored_keywords.items() if not self._is_referenced(pointer)
-        ]:
+        ignored_keywords = self.first_pointer_by_ignored_keyword.items()
+        if ignored := [(keyword, pointer) for keyword, pointer in ignored_keywords if not self._is_referenced(pointer)]:
             warnings.append(self._word_ignored_keywords(ignored))
         restricting_keywords = {"type", "enum", "const", "$ref", *SCHEMA_LIST_KEYWORDS}
         if "properties" in self._root and not self._root.keys() & restricting_keywords:
@@ -101,7 +100,7 @@ class SchemaChecker:
 
     def _check_keywords(self, schema: JsonObject, pointer: str) -> None:
         for keyword, value in list(schema.items()):
-            self._check_keyword(schema, keyword, value, f"{pointer}/{escape_pointer(keyword)}")
+            self._check_keyword(schema, keyword, value, f"{pointer}/{escape_pointer_key(keyword)}")
         if schema.get("$id") and pointer != "#" and not str(schema["$id"]).startswith("#"):
             reason = "schemas within schemas can't have their own $id; refer to #/$defs instead."
             raise OvspecError(f"{pointer}/$id: {reason}")
@@ -110,7 +109,7 @@ class SchemaChecker:
         """Check one keyword, and queue the schemas within it."""
         if keyword not in KNOWN_KEYWORDS:
             if not keyword.startswith("x-"):
-                self.ignored_keywords.setdefault(keyword, pointer)
+                self.first_pointer_by_ignored_keyword.setdefault(keyword, pointer)
             return
         if keyword in SCHEMA_LIST_KEYWORDS and (keyword != "items" or isinstance(value, list)):
             may_be_empty = keyword not in ("anyOf", "oneOf")
@@ -121,7 +120,7 @@ class SchemaChecker:
         elif keyword in SCHEMA_MAP_KEYWORDS:
             require_condition(isinstance(value, dict), pointer, "an object with a schema for each name")
             for name, subschema in list(value.items()):
-                self._check_named_schema(schema, keyword, name, subschema, f"{pointer}/{escape_pointer(name)}")
+                self._check_named_schema(schema, keyword, name, subschema, f"{pointer}/{escape_pointer_key(name)}")
         elif keyword in REFERENCE_KEYWORDS:
             self._unchecked.append(resolve_reference(self._root, value, pointer))
             self._references.add(str(value))
@@ -157,7 +156,7 @@ class SchemaChecker:
             case "format":
                 require_condition(isinstance(value, str), pointer, "text")
                 if value not in (*ENFORCED_FORMATS, *NOTE_FORMATS):
-                    self.ignored_keywords.setdefault(f"format {value}", pointer)
+                    self.first_pointer_by_ignored_keyword.setdefault(f"format {value}", pointer)
             case "const":
                 check_writable(value, pointer)
             case "enum":
@@ -167,8 +166,8 @@ class SchemaChecker:
                 require_condition(is_list_of_texts(value), pointer, "a list of names")
                 check_writable(value, pointer)
             case "dependentRequired":
-                has_lists = isinstance(value, dict) and all(map(is_list_of_texts, value.values()))
-                require_condition(has_lists, pointer, "an object with a list of names for each name")
+                is_valid = isinstance(value, dict) and all(map(is_list_of_texts, value.values()))
+                require_condition(is_valid, pointer, "an object with a list of names for each name")
             case "multipleOf":
                 require_condition(is_number(value) and value > 0, pointer, "a number above 0")
             case "pattern":
@@ -180,7 +179,7 @@ class SchemaChecker:
             case "$schema":
                 dialect_pattern = r"https?://json-schema\.org/(draft[-/]|schema)"
                 if not (isinstance(value, str) and re.match(dialect_pattern, value)):
-                    self.ignored_keywords.setdefault(f"$schema {value!s:.80}", pointer)
+                    self.first_pointer_by_ignored_keyword.setdefault(f"$schema {value!s:.80}", pointer)
             case "x-guidance":
                 raise OvspecError(f"{pointer}: this is allowed only at the top of the schema.")
 
@@ -236,7 +235,7 @@ def resolve_reference(root: JsonObject, reference: JsonValue, pointer: str) -> t
     return schema, target_pointer
 
 
-def escape_pointer(schema_key: str) -> str:
+def escape_pointer_key(schema_key: str) -> str:
     """Return a key as JSON pointers write it."""
     return schema_key.replace("~", "~0").replace("/", "~1")
 

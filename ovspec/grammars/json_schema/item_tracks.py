@@ -21,7 +21,7 @@ def make_item_tracks(graph: SchemaGraph) -> ItemTracks:
     pending_nodes = [graph.root_node]
     tracks: ItemTracks = []
 
-    def number_track(node: SchemaNode) -> int:
+    def assign_track_number(node: SchemaNode) -> int:
         if node not in track_numbers:
             track_numbers[node] = len(track_numbers)
             pending_nodes.append(node)
@@ -32,13 +32,13 @@ def make_item_tracks(graph: SchemaGraph) -> ItemTracks:
         for alternatives in graph.find_shape(pending_nodes.pop(0)).by_type.values():
             for alternative in alternatives:
                 if isinstance(alternative, Arrays):
-                    prefix_tracks = [number_track(item) for item in alternative.prefix]
-                    items_track = number_track(alternative.items)
+                    prefix_tracks = [assign_track_number(item) for item in alternative.prefix]
+                    items_track = assign_track_number(alternative.items)
                     tracks[-1].append({"unique": alternative.unique, "prefix": prefix_tracks, "items": items_track})
                 elif isinstance(alternative, Objects):
-                    property_tracks = {name: number_track(node) for name, node in alternative.properties}
-                    pattern_tracks = [(pattern, number_track(node)) for pattern, node in alternative.patterns]
-                    unlisted_track = number_track(alternative.unlisted_node)
+                    property_tracks = {name: assign_track_number(node) for name, node in alternative.properties}
+                    pattern_tracks = [(pattern, assign_track_number(node)) for pattern, node in alternative.patterns]
+                    unlisted_track = assign_track_number(alternative.unlisted_node)
                     object_track = {"properties": property_tracks, "patterns": pattern_tracks, "rest": unlisted_track}
                     tracks[-1].append(object_track)
     return tracks

@@ -23,7 +23,7 @@ def list_allowed_types(schema: JsonObject) -> set[str]:
     return type_names
 
 
-def read_numbers(schema: JsonObject) -> Numbers | None:
+def read_allowed_numbers(schema: JsonObject) -> Numbers | None:
     """Return the numbers that a schema allows; None if there are none."""
     numbers: Numbers | None = Numbers(integer="number" not in list_allowed_types(schema))
     for number_limit in list_number_limits(schema):
@@ -46,7 +46,7 @@ def list_number_limits(schema: JsonObject) -> Iterator[Numbers]:
         yield Numbers(multiple_of=to_decimal(schema["multipleOf"]))
 
 
-def read_strings(schema: JsonObject) -> Strings | None:
+def read_allowed_strings(schema: JsonObject) -> Strings | None:
     """Return the strings that a schema allows; None if there are none."""
     min_size, max_size = schema.get("minLength", 0), schema.get("maxLength", inf)
     if min_size > max_size:

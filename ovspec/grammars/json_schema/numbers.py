@@ -29,7 +29,7 @@ def write_number_expressions(numbers: Numbers) -> tuple[list[str], list[str]]:
         required_expressions[0] += f"{FRACTION_EXPRESSION}?" + f"{EXPONENT_EXPRESSION}?" * (not is_bounded)
     forbidden_expressions: list[str] = []
     if numbers.excluded:
-        forbidden_expressions.append("|".join(sorted(map(spell_every_way, numbers.excluded))))
+        forbidden_expressions.append("|".join(sorted(map(write_every_spelling, numbers.excluded))))
     if low := numbers.low:
         if low.value > 0 or (not low.value and low.exclusive):
             required_expressions.append(f"({write_numbers_above(low.value, low.exclusive)})")
@@ -54,7 +54,7 @@ def spell_number(value: Decimal) -> str:
     return str(int(value)) + r"(\.0)?" * (abs(value) <= LARGEST_EXACT_NUMBER)
 
 
-def spell_every_way(value: Decimal) -> str:
+def write_every_spelling(value: Decimal) -> str:
     """Return the expression of all texts of one number without an exponent."""
     whole, fraction = split_digits(abs(value))
     sign = "-" * (value <= 0) + "?" * (not value)

@@ -10,7 +10,7 @@ from ovspec.grammars.json_schema.expressions import (  # isort: skip
     escape_expression, escape_slashes, make_whole_text_expression, use_ascii_classes,
 )  # fmt: skip
 from ovspec.grammars.json_schema.shapes import Objects, SchemaNode, Strings, Unenforceable, close_object
-from ovspec.grammars.json_schema.writing import RuleWriter, make_refusal, quote_literal, size_range, write_in_order
+from ovspec.grammars.json_schema.writing import RuleWriter, make_refusal, quote_literal, size_quantifier, write_in_order
 
 # llguidance 1.9 fails where a token follows an expression whose negation alone leaves a way on.
 OPTIONAL_SPACE = "/ ?/"
@@ -66,7 +66,7 @@ def write_parameters_as_lark(
 def write_parameters(rules: RuleWriter, objects: Objects, layout: ParameterExpressions, text_names: set[str]) -> str:
     """Write the rule of an object's properties; add the names of those that are texts to ``text_names``."""
     if not objects.properties and (objects.patterns or not rules.graph.is_empty(objects.unlisted_node)):
-        rules.refuse("#", "properties that aren't listed can't be written in this tool format")
+        rules.refuse_part("#", "properties that aren't listed can't be written in this tool format")
     property_rules: list[tuple[str, bool]] = []
     for property_name, node in objects.properties:
         if rules.graph.is_empty(node):
@@ -119,7 +119,7 @@ def write_text_terminal(rules: RuleWriter, strings: Strings, patterns: list[str]
 
     end_expression = escape_slashes(escape_expression(layout.value_end))
     text_conditions = [
-        f"/(?s:.){size_range(strings)}{end_expression}/",
+        f"/(?s:.){size_quantifier(strings)}{end_expression}/",
         *(f"/{escape_slashes(pattern)}{end_expression}/" for pattern in patterns),
     ]
     if strings.values is not None:

@@ -22,7 +22,7 @@ from ovspec.grammars.json_schema.formats import ENFORCED_FORMATS
 
 from ovspec.grammars.json_schema.keywords import (  # isort: skip
     find_unevaluated_keywords, list_allowed_types, list_dependencies, list_item_schemas, list_number_limits,
-    read_numbers, read_strings,
+    read_allowed_numbers, read_allowed_strings,
 )  # fmt: skip
 from ovspec.grammars.json_schema.numbers import has_no_number
 
@@ -41,7 +41,7 @@ class TooManyAlternatives(Exception):
     """Merging gave too many alternatives."""
 
 
-def check_alternatives(shape: ValueShape) -> ValueShape:
+def check_alternative_count(shape: ValueShape) -> ValueShape:
     """Return ``shape``; raises TooManyAlternatives if it has too many."""
     if any(len(alternatives) > MAX_ALTERNATIVES for alternatives in shape.by_type.values()):
         raise TooManyAlternatives
@@ -53,7 +53,7 @@ class CircularSchema(Exception):
 
 
 @dataclass
-class Requirements:
+class ValueRequirements:
     """What a value must match: ``shape``, one option of each of ``unions``, exactly one of each of ``one_ofs``.
 
     Unions have the JSON pointers of their keywords.
@@ -160,7 +160,7 @@ class SchemaGraph:
             first_unenforceable = first_unenforceable or alternative
         return first_unenforceable
 
-    def refuse_keyword(self, pointer: str, reason: str, *json_types: str) -> ValueShape:
+    def unenforceable_shape(self, pointer: str, reason: str, *json_types: str) -> ValueShape:
         """Return the shape for a keyword that can't be enforced, which concerns values of these types (all if none)."""
         if self.lenient:
             return ANY_SHAPE
@@ -191,8 +191,8 @@ class SchemaGraph:
                 reason = f"this gives more than {MAX_ALTERNATIVES} alternatives; simplify it."
                 raise OvspecError(f"{pointer}: {reason}") from None
 
-    def _gather_requirements(self, node: SchemaNode) -> Requirements:
-        requirements = Requirements()
+    def _gather_requirements(self, node: SchemaNode) -> ValueRequirements:
+        requirements = ValueRequirements()
         gathered_conditions = set[tuple[int, bool]]()
         # Conditions with the numbers of the schemas that they come from.
         pending_conditions: list[tuple[tuple[int, bool], tuple[int, ...]]] = [
@@ -224,7 +224,7 @@ class SchemaGraph:
             ]
         return requirements
 
-    def _gather_unions(self, schema: JsonObject, pointer: str, requirements: Requirements) -> list[SchemaNode]:
+    def _gather_unions(self, schema: JsonObject, pointer: str, requirements: ValueRequirements) -> list[SchemaNode]:
         """Add the unions of a schema to ``requirements``; return the nodes that must match in any case."""
         required_nodes = self.make_list_nodes(schema, "allOf", pointer)
         for keyword in REFERENCE_KEYWORDS:
@@ -241,7 +241,7 @@ class SchemaGraph:
             requirements.unions.append((f"{pointer}/if", [join_nodes(*case) for case in cases]))
         for property_name, requirement, dependency_pointer in list_dependencies(schema, pointer):
             shape_if_present: ValueShape | SchemaNode
-            shape_if_absent = shape_if_type("object", Objects(((property_name, NO_VALUE),), is_open=True))
+            shape_if_absent = shape_if_type("object", Objects(((property_name, NO_VALUE),), unlisted_is_default=True))
             if isinstance(requirement, list):
                 shape_if_present = shape_of_type("object", Objects(required=frozenset((property_name, *requirement))))
             else:
@@ -271,7 +271,7 @@ class SchemaGraph:
 
     def _intersect(self, first_shape: ValueShape, second_shape: ValueShape) -> ValueShape:
         """Return the intersection of two shapes, without alternatives that no value fits."""
-        return check_alternatives(intersect_shapes(first_shape, second_shape, self._prune_alternative))
+        return check_alternative_count(intersect_shapes(first_shape, second_shape, self._prune_alternative))
 
     def _prune_shape(self, shape: ValueShape) -> ValueShape:
         pruned_alternatives = {
@@ -351,11 +351,11 @@ class SchemaGraph:
                     for j, rival_shape in enumerate(shapes):
                         rivals = rival_shape.by_type.get(json_type, ())
                         if j != i and not all(self._are_disjoint(alternative, rival) for rival in rivals):
-                            candidate = self._intersect(candidate, self._complement_option(nodes[j], pointer))
+                            candidate = self._intersect(candidate, self._complement_branch(nodes[j], pointer))
                     exclusive_shapes.append(candidate)
-        return check_alternatives(unite_shapes(*exclusive_shapes))
+        return check_alternative_count(unite_shapes(*exclusive_shapes))
 
-    def _complement_option(self, node: SchemaNode, pointer: str) -> ValueShape:
+    def _complement_branch(self, node: SchemaNode, pointer: str) -> ValueShape:
         """Return the shape of values that don't match ``node``, an option of a oneOf."""
         by_type = dict(self.find_shape(self.negate_node(node)).by_type)
         for json_type, alternatives in by_type.items():
@@ -377,10 +377,10 @@ def read_type_keywords(schema: JsonObject, pointer: str, graph: SchemaGraph) -> 
     """Return the shape that the keywords for single types describe."""
     readers: dict[str, Callable[[], Alternative | None]] = {
         **JSON_TYPES,
-        "number": lambda: read_numbers(schema),
-        "string": lambda: read_strings(schema),
-        "array": lambda: read_arrays(schema, pointer, graph),
-        "object": lambda: read_objects(schema, pointer, graph),
+        "number": lambda: read_allowed_numbers(schema),
+        "string": lambda: read_allowed_strings(schema),
+        "array": lambda: read_allowed_arrays(schema, pointer, graph),
+        "object": lambda: read_allowed_objects(schema, pointer, graph),
     }
     json_types = list_allowed_types(schema)
     if "integer" in json_types:
@@ -399,19 +399,19 @@ def read_type_keywords(schema: JsonObject, pointer: str, graph: SchemaGraph) -> 
     if "contains" in schema:
         unenforced_keywords["contains"] = "array"
     for keyword, json_type in unenforced_keywords.items():
-        refused_shape = graph.refuse_keyword(f"{pointer}/{keyword}", f"{keyword} can't be enforced", json_type)
+        refused_shape = graph.unenforceable_shape(f"{pointer}/{keyword}", f"{keyword} can't be enforced", json_type)
         shape = intersect_shapes(shape, refused_shape)
     return shape
 
 
-def read_arrays(schema: JsonObject, pointer: str, graph: SchemaGraph) -> Arrays:
+def read_allowed_arrays(schema: JsonObject, pointer: str, graph: SchemaGraph) -> Arrays:
     prefix_schemas, items_schema = list_item_schemas(schema, pointer, graph.old_dialect)
     nodes = tuple(graph.make_node(*item) for item in prefix_schemas)
     min_size, max_size = schema.get("minItems", 0), schema.get("maxItems", inf)
     return Arrays(nodes, graph.make_node(*items_schema), min_size, max_size, schema.get("uniqueItems") is True)
 
 
-def read_objects(schema: JsonObject, pointer: str, graph: SchemaGraph) -> Objects:
+def read_allowed_objects(schema: JsonObject, pointer: str, graph: SchemaGraph) -> Objects:
     pattern_nodes = graph.make_named_nodes(schema, "patternProperties", pointer)
     listed_nodes = graph.make_named_nodes(schema, "properties", pointer)
     for property_name, node in listed_nodes.items():
@@ -425,7 +425,7 @@ def read_objects(schema: JsonObject, pointer: str, graph: SchemaGraph) -> Object
         schema.get("minProperties", 0),
         schema.get("maxProperties", inf),
         graph.make_node(schema.get("propertyNames", True), f"{pointer}/propertyNames"),
-        is_open="additionalProperties" not in schema,
+        unlisted_is_default="additionalProperties" not in schema,
     )
 
 
@@ -454,7 +454,7 @@ def negate_schema(schema: JsonObject, pointer: str, graph: SchemaGraph) -> Itera
         elif number_limit.high:
             yield shape_of_type("number", Numbers(low=Bound(number_limit.high.value, not number_limit.high.exclusive)))
         else:
-            yield refuse_negation(f"{pointer}/multipleOf", "number", graph)
+            yield unenforceable_negation(f"{pointer}/multipleOf", "number", graph)
     size_keywords = ("Length", "string", Strings), ("Items", "array", Arrays), ("Properties", "object", Objects)
     for keyword_end, json_type, make_alternative in size_keywords:
         if schema.get(f"min{keyword_end}", 0) > 0:
@@ -475,7 +475,7 @@ def negate_schema(schema: JsonObject, pointer: str, graph: SchemaGraph) -> Itera
     if "oneOf" in schema:
         options = graph.make_list_nodes(schema, "oneOf", pointer)
         if not graph.are_disjoint_nodes(options):
-            yield graph.refuse_keyword(f"{pointer}/oneOf", "a oneOf whose options overlap can't be negated")
+            yield graph.unenforceable_shape(f"{pointer}/oneOf", "a oneOf whose options overlap can't be negated")
         yield join_nodes(*map(graph.negate_node, options))
     if "if" in schema:
         for condition, consequence in make_if_cases(schema, pointer, graph):
@@ -489,12 +489,12 @@ def negate_schema(schema: JsonObject, pointer: str, graph: SchemaGraph) -> Itera
             negated_requirement = graph.negate_node(graph.make_node(requirement, dependency_pointer))
             yield join_nodes(graph.make_presence_node(property_name, dependency_pointer), negated_requirement)
     for keyword, json_type in find_unevaluated_keywords(schema).items():
-        yield refuse_negation(f"{pointer}/{keyword}", json_type, graph)
+        yield unenforceable_negation(f"{pointer}/{keyword}", json_type, graph)
 
 
-def refuse_negation(pointer: str, json_type: str, graph: SchemaGraph) -> ValueShape:
+def unenforceable_negation(pointer: str, json_type: str, graph: SchemaGraph) -> ValueShape:
     """Return the shape of the values of one type that break the keyword at ``pointer``, which can't be enforced."""
-    refused_shape = graph.refuse_keyword(pointer, f"{pointer.rpartition('/')[2]} can't be negated", json_type)
+    refused_shape = graph.unenforceable_shape(pointer, f"{pointer.rpartition('/')[2]} can't be negated", json_type)
     return ValueShape({json_type: refused_shape.by_type[json_type]})
 
 
@@ -503,7 +503,7 @@ def negate_types(type_names: set[str], pointer: str, graph: SchemaGraph) -> Valu
     by_type = {name: alternatives for name, alternatives in ANY_SHAPE.by_type.items() if name not in type_names}
     if "integer" in type_names and "number" not in type_names:
         reason = "numbers that aren't integers can't be told apart"
-        (number_alternative,) = graph.refuse_keyword(pointer, reason, "number").by_type["number"]
+        (number_alternative,) = graph.unenforceable_shape(pointer, reason, "number").by_type["number"]
         if isinstance(number_alternative, Unenforceable):
             number_alternative = replace(number_alternative, non_integers=True)
         by_type["number"] = (number_alternative,)
@@ -525,7 +525,7 @@ def negate_values(values: list[JsonValue], pointer: str, graph: SchemaGraph) -> 
         del by_type["null"]
     for json_type, python_type in (("array", list), ("object", dict)):
         if any(isinstance(value, python_type) for value in values):
-            by_type |= refuse_negation(pointer, json_type, graph).by_type
+            by_type |= unenforceable_negation(pointer, json_type, graph).by_type
     return ValueShape(by_type)
 
 
@@ -537,20 +537,20 @@ def negate_string_keywords(schema: JsonObject, pointer: str, graph: SchemaGraph)
         for pattern in forbidden_patterns:
             yield shape_of_type("string", Strings(patterns=frozenset({pattern})))
     if schema.get("format") in ENFORCED_FORMATS:
-        yield refuse_negation(f"{pointer}/format", "string", graph)
+        yield unenforceable_negation(f"{pointer}/format", "string", graph)
 
 
 def negate_array_keywords(schema: JsonObject, pointer: str, graph: SchemaGraph) -> Iterator[ValueShape]:
     if schema.get("uniqueItems") is True:
-        yield refuse_negation(f"{pointer}/uniqueItems", "array", graph)
+        yield unenforceable_negation(f"{pointer}/uniqueItems", "array", graph)
     prefix_schemas, (items_schema, items_pointer) = list_item_schemas(schema, pointer, graph.old_dialect)
     if prefix_schemas:
-        yield refuse_negation(prefix_schemas[0][1].rpartition("/")[0], "array", graph)
+        yield unenforceable_negation(prefix_schemas[0][1].rpartition("/")[0], "array", graph)
     elif graph.make_node(items_schema, items_pointer):
-        yield refuse_negation(items_pointer, "array", graph)
+        yield unenforceable_negation(items_pointer, "array", graph)
     if "contains" in schema:
         if schema.get("minContains", 1) != 1 or "maxContains" in schema:
-            yield refuse_negation(f"{pointer}/contains", "array", graph)
+            yield unenforceable_negation(f"{pointer}/contains", "array", graph)
         else:
             contained_node = graph.make_node(schema["contains"], f"{pointer}/contains")
             yield shape_of_type("array", Arrays(items=graph.negate_node(contained_node)))
@@ -565,4 +565,4 @@ def negate_object_keywords(schema: JsonObject, pointer: str, graph: SchemaGraph)
         yield shape_of_type("object", Objects(((property_name, NO_VALUE),)))
     for keyword in ("patternProperties", "additionalProperties", "propertyNames"):
         if schema.get(keyword) not in (None, True, {}):
-            yield refuse_negation(f"{pointer}/{keyword}", "object", graph)
+            yield unenforceable_negation(f"{pointer}/{keyword}", "object", graph)

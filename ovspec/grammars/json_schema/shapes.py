@@ -69,7 +69,7 @@ class Numbers:
 
 
 def exact_remainder(value: Decimal, divisor: Decimal) -> int:
-    """Return the remainder of ``value / step``, in units of the smaller one's last digit."""
+    """Return the remainder of ``value / divisor``, in units of the smaller one's last digit."""
     scale = 10 ** max(0, -int(value.as_tuple().exponent), -int(divisor.as_tuple().exponent))
     return int(value * scale) % int(divisor * scale)
 
@@ -126,9 +126,8 @@ class Objects:
     """Objects by their properties.
 
     ``properties``: listed names with all that applies to them. ``patterns``: (pattern of other names, node).
-    ``unlisted_node``: of names that are neither; ``is_open``: the schema says nothing of them. ``name_node``: of all
-    names.
-    ``any_order``: the properties may come in any order.
+    ``unlisted_node``: of names that are neither; ``unlisted_is_default``: the schema says nothing of them.
+    ``name_node``: of all names. ``any_order``: the properties may come in any order.
     """
 
     properties: tuple[tuple[str, SchemaNode], ...] = ()
@@ -139,7 +138,7 @@ class Objects:
     max_size: float = inf
     name_node: SchemaNode = ANY_VALUE
     any_order: bool = False
-    is_open: bool = True
+    unlisted_is_default: bool = True
 
     def property_node(self, property_name: str) -> SchemaNode:
         """Return the node of the values that the property ``property_name`` may have."""
@@ -320,8 +319,9 @@ def intersect_objects(first: Objects, second: Objects) -> Objects | None:
     )
     unlisted_node = join_nodes(first.unlisted_node, second.unlisted_node)
     name_node = join_nodes(first.name_node, second.name_node)
-    any_order, is_open = first.any_order or second.any_order, first.is_open and second.is_open
-    return Objects(properties, patterns, unlisted_node, required, min_size, max_size, name_node, any_order, is_open)
+    any_order = first.any_order or second.any_order
+    is_default = first.unlisted_is_default and second.unlisted_is_default
+    return Objects(properties, patterns, unlisted_node, required, min_size, max_size, name_node, any_order, is_default)
 
 
 def shape_of_constant(value: list | dict | None, make_value_node: Callable[[JsonValue], SchemaNode]) -> ValueShape:
@@ -331,7 +331,8 @@ def shape_of_constant(value: list | dict | None, make_value_node: Callable[[Json
     if isinstance(value, list):
         return shape_of_type("array", Arrays(tuple(map(make_value_node, value)), NO_VALUE, len(value), len(value)))
     properties = tuple((name, make_value_node(member)) for name, member in value.items())
-    objects = Objects(properties, unlisted_node=NO_VALUE, required=frozenset(value), any_order=True, is_open=False)
+    names = frozenset(value)
+    objects = Objects(properties, (), NO_VALUE, names, any_order=True, unlisted_is_default=False)
     return shape_of_type("object", objects)
 
 
@@ -367,6 +368,6 @@ def to_decimal(value: int | float) -> Decimal:
 
 def close_object(objects: Objects) -> Objects:
     """Return the objects without names that their schema doesn't mention, if it lists any."""
-    if objects.is_open and objects.properties:
-        return replace(objects, unlisted_node=NO_VALUE, is_open=False)
+    if objects.unlisted_is_default and objects.properties:
+        return replace(objects, unlisted_node=NO_VALUE, unlisted_is_default=False)
     return objects

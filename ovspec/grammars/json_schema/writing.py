@@ -93,7 +93,7 @@ class RuleWriter:
         if allowed_numbers.multiple_of:
             bounds = [bound for bound in (allowed_numbers.low, allowed_numbers.high) if bound]
             if allowed_numbers.excluded or any(abs(bound.value) > numbers.LARGEST_EXACT_NUMBER for bound in bounds):
-                self.refuse("#", "multipleOf can't be enforced beside excluded numbers or bounds beyond 2**53")
+                self.refuse_part("#", "multipleOf can't be enforced beside excluded numbers or bounds beyond 2**53")
             return self._write_json_rule(make_multiple_schema(allowed_numbers))
         required_expressions, forbidden_expressions = numbers.write_number_expressions(allowed_numbers)
         text_conditions = [f"/{escape_slashes(expression)}/" for expression in required_expressions]
@@ -106,7 +106,7 @@ class RuleWriter:
         if strings.absent_patterns:
             return self._write_unescaped_strings(strings)
         if not strings.patterns and not strings.formats:
-            return self._write_without_excluded([f'/"{STRING_CHARACTER}{size_range(strings)}"/'], strings)
+            return self._write_without_excluded([f'/"{STRING_CHARACTER}{size_quantifier(strings)}"/'], strings)
         return self._write_json_rule(make_string_schema(strings))
 
     def _write_unescaped_strings(self, strings: Strings) -> str:
@@ -115,9 +115,9 @@ class RuleWriter:
         required_expressions = [make_json_string_expression(pattern) for pattern in required_patterns]
         forbidden_expressions = [make_json_string_expression(pattern) for pattern in sorted(strings.absent_patterns)]
         if strings.formats or None in required_expressions or None in forbidden_expressions:
-            self.refuse(f"the pattern {min(strings.absent_patterns)!r}", "it can't be negated here")
+            self.refuse_part(f"the pattern {min(strings.absent_patterns)!r}", "it can't be negated here")
             return self.write_strings(replace(strings, absent_patterns=frozenset()))
-        text_conditions = [f'/"{UNESCAPED_CHARACTER}{size_range(strings)}"/']
+        text_conditions = [f'/"{UNESCAPED_CHARACTER}{size_quantifier(strings)}"/']
         text_conditions += [f"/{expression}/" for expression in required_expressions]
         text_conditions += [f"~/{expression}/" for expression in forbidden_expressions]
         return self._write_without_excluded(text_conditions, strings)
@@ -140,7 +140,7 @@ class RuleWriter:
             return quote_literal(expression)
         return self.write_terminal(f"/{escape_slashes(expression)}/")
 
-    def refuse(self, pointer: str, reason: str) -> None:
+    def refuse_part(self, pointer: str, reason: str) -> None:
         """Raise OvspecError, unless parts that can't be enforced are to be left out."""
         if not self.graph.lenient:
             raise make_refusal(pointer, reason)
@@ -213,9 +213,9 @@ def write_object(rules: RuleWriter, objects: Objects) -> str:
     name_alternatives = rules.graph.find_shape(objects.name_node).by_type.get("string", ())
     for alternative in name_alternatives:
         if isinstance(alternative, Unenforceable):
-            rules.refuse(alternative.pointer, alternative.reason)
+            rules.refuse_part(alternative.pointer, alternative.reason)
     name_strings = [strings for strings in name_alternatives if isinstance(strings, Strings)]
-    objects = list_allowed_names(objects, name_strings)
+    objects = add_names_as_properties(objects, name_strings)
     colon = rules.write_separator(rules.style.key_separator)
     comma = rules.write_separator(rules.style.item_separator)
     property_expressions: list[tuple[str, bool]] = []
@@ -237,7 +237,7 @@ def write_object(rules: RuleWriter, objects: Objects) -> str:
     return f'"{{" {write_in_order(rules, ordered_rules, size_limits, unlisted_rule, comma)} "}}"'
 
 
-def list_allowed_names(objects: Objects, name_strings: list[Strings]) -> Objects:
+def add_names_as_properties(objects: Objects, name_strings: list[Strings]) -> Objects:
     """Return the objects with all of ``name_strings`` as listed properties, if they are certain values."""
     if any(strings.values is None for strings in name_strings):
         return objects
@@ -315,7 +315,7 @@ def write_array_rest(rules: RuleWriter, arrays: Arrays, comma: str) -> str:
     item_rule = rules.node_rule(arrays.items)
     if prefix_length:
         return repeat_expression(f"{comma} {item_rule}", min_count, max_count)
-    return make_optional(separate_expression(item_rule, comma, min_count - 1, max_count), not min_count)
+    return make_optional(write_separated_items(item_rule, comma, min_count - 1, max_count), not min_count)
 
 
 def list_item_values(rules: RuleWriter, arrays: Arrays) -> list[str] | None:
@@ -381,12 +381,12 @@ def write_in_order(
     min_count, max_count = size_limits
     max_counted = max(min_count if max_count == inf else int(max_count), 1)  # more aren't told apart
     if len(item_expressions) * max_counted > MAX_RULE_STATES:
-        rules.refuse("#", "the number of properties or items can't be enforced for so many")
+        rules.refuse_part("#", "the number of properties or items can't be enforced for so many")
         return write_in_order(rules, item_expressions, (0, inf), extra_item, comma)
     # By the number of items before: the rule of the rest of the list; None if no rest is possible.
     item_counts = range(max_counted + 1)
     rest_rules = [
-        write_extras(rules, min_count - item_count, max_count - item_count, item_count > 0, extra_item, comma)
+        write_extra_items(rules, min_count - item_count, max_count - item_count, item_count > 0, extra_item, comma)
         for item_count in item_counts
     ]
     for item_expression, required in reversed(item_expressions):
@@ -405,7 +405,7 @@ def write_in_order(
     return rest_rules[0]
 
 
-def write_extras(
+def write_extra_items(
     rules: RuleWriter,
     lacking_count: int,
     max_extra_count: float,
@@ -420,11 +420,11 @@ def write_extras(
         return '""'
     if follows_items:
         return rules.write_rule(repeat_expression(f"{comma} {extra_item}", max(lacking_count, 0), max_extra_count))
-    extra_items = separate_expression(extra_item, comma, 0, max_extra_count)
+    extra_items = write_separated_items(extra_item, comma, 0, max_extra_count)
     return rules.write_rule(make_optional(extra_items, lacking_count <= 0))
 
 
-def separate_expression(item_expression: str, comma: str, min_more: int, max_count: float) -> str:
+def write_separated_items(item_expression: str, comma: str, min_more: int, max_count: float) -> str:
     """Return the expression of an item and ``min_more`` or more others, at most ``max_count`` together."""
     return f"{item_expression} {repeat_expression(f'{comma} {item_expression}', max(min_more, 0), max_count - 1)}"
 
@@ -461,7 +461,7 @@ def make_multiple_schema(allowed_numbers: Numbers) -> JsonObject:
     return schema
 
 
-def size_range(strings: Strings) -> str:
+def size_quantifier(strings: Strings) -> str:
     """Return the repetition of a character with which an expression has the right lengths."""
     if strings.max_size < inf:
         return f"{{{strings.min_size},{strings.max_size}}}"

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from ovspec.base.json_types import JsonObject, JsonValue
-from ovspec.engine.prompts import Prompt, is_batch
+from ovspec.engine.prompts import Prompt, is_nonempty_prompt_list
 from ovspec.grammars.response_format import WRAPPER_KEYS
 from ovspec.protocols.bodies import MESSAGE_FIELDS, TEXT_PART_FIELDS, ChatEnding, RequestError
 from ovspec.protocols.requests import (
@@ -46,7 +46,7 @@ def read_chat_or_completion(body: Any, kind: RequestKind) -> TextRequest:
         if not isinstance(prompt, str):
             raise RequestError("suffix needs a prompt that is one string.", "suffix")
         prompt = Infill(prompt, suffix)
-    prompts: Any = prompt if is_batch(prompt) else [prompt]
+    prompts: Any = prompt if is_nonempty_prompt_list(prompt) else [prompt]
     return replace(build_text_request(body, kind, prompts, echo), ignored=(*ignored,))
 
 
