@@ -11,7 +11,7 @@ from ovspec.engine.engine_thread import EngineThread, Job
 from ovspec.engine.results import Piece, Result
 from ovspec.engine.row import Row
 
-JoinedRows = tuple[EngineThread, list[Row]]  # rows, and the thread whose batch they join
+RowsToJoin = tuple[EngineThread, list[Row]]  # rows, and the thread whose batch they join
 
 
 class AsyncTextStream:
@@ -20,9 +20,9 @@ class AsyncTextStream:
     Its prompt is read from the first piece on. A task that is cancelled, and ``aclose``, end the text.
     """
 
-    def __init__(self, join_batch: Callable[[], JoinedRows]) -> None:
+    def __init__(self, make_rows_to_join: Callable[[], RowsToJoin]) -> None:
         self._finished_rows: list[Row] = []
-        self._pieces = stream_pieces(join_batch, self._finished_rows)
+        self._pieces = stream_pieces(make_rows_to_join, self._finished_rows)
 
     def __aiter__(self) -> AsyncIterator[Piece]:
         return self._pieces
@@ -43,12 +43,12 @@ class AsyncTextStream:
         return await asyncio.to_thread(self._finished_rows[0].result)
 
 
-async def stream_pieces(join_batch: Callable[[], JoinedRows], finished_rows: list[Row]) -> AsyncGenerator[Piece]:
-    """Generate the row that ``join_batch`` returns; add it to ``finished_rows`` at its end.
+async def stream_pieces(make_rows_to_join: Callable[[], RowsToJoin], finished_rows: list[Row]) -> AsyncGenerator[Piece]:
+    """Generate the row that ``make_rows_to_join`` returns; add it to ``finished_rows`` at its end.
 
     A function of its own, so that a stream that nobody iterates over any more is closed at once.
     """
-    engine, [row] = await asyncio.to_thread(join_batch)
+    engine, [row] = await asyncio.to_thread(make_rows_to_join)
     async with aclosing(generate_rounds(engine, [row])) as rounds:
         async for round_pieces in rounds:
             for _, piece in round_pieces:

@@ -26,7 +26,7 @@ INFERENCE_REPEATS = 5
 CONTEXT_TOKENS = 128
 
 
-def device_report(folder: Path, descriptions: dict[str, JsonObject], options: JsonObject) -> JsonObject:
+def make_device_report(folder: Path, descriptions: dict[str, JsonObject], options: JsonObject) -> JsonObject:
     """Return the machine, its devices, the ``descriptions`` of the models in ``folder``, timings and a text, as JSON.
 
     The report names no files and no users.

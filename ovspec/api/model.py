@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar, overload
 
 import numpy as np
 
-from ovspec.api.async_texts import AsyncTextStream, JoinedRows, generate_results
+from ovspec.api.async_texts import AsyncTextStream, RowsToJoin, generate_results
 from ovspec.api.session import Session
 from ovspec.api.verify import Verification, verify_result
 from ovspec.base.errors import InferenceError, OvspecError
@@ -185,7 +185,7 @@ class LanguageModel:
         """
         params = self._make_shared_batch_params(options)
         prompts = as_prompt_list(prompt)
-        engine, rows = await asyncio.to_thread(self._join_batch, prompts, params)
+        engine, rows = await asyncio.to_thread(self._make_rows_to_join, prompts, params)
         results = await generate_results(engine, rows)
         for _ in range(params.retries):
             retry_rows = await asyncio.to_thread(make_retry_rows, engine.runtime, prompts, params, results)
@@ -204,7 +204,7 @@ class LanguageModel:
         """
         params = self._make_shared_batch_params(options)
         refuse_retries_in_stream(params)
-        return AsyncTextStream(functools.partial(self._join_batch, [prompt], params))
+        return AsyncTextStream(functools.partial(self._make_rows_to_join, [prompt], params))
 
     def _make_shared_batch_params(self, options: dict[str, OptionValue]) -> Params:
         """Return the params of a call whose texts share a batch with others."""
@@ -213,7 +213,7 @@ class LanguageModel:
             raise OvspecError("`batch_size` is the same for all texts of `agenerate` and `astream`; leave it out.")
         return params
 
-    def _join_batch(self, prompts: Sequence[Prompt], params: Params) -> JoinedRows:
+    def _make_rows_to_join(self, prompts: Sequence[Prompt], params: Params) -> RowsToJoin:
         """Return the engine's thread, which the first call starts, and a row for each prompt."""
         with self._engine_lock:
             if not (engine := self._engine):

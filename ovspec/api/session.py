@@ -43,13 +43,13 @@ class Session:
         self,
         runtime: Runtime,
         decoders: DecoderSet,
-        context: int | None = None,
+        context_length: int | None = None,
         variables: TemplateVariables | None = None,
     ) -> None:
         self.sequence = Sequence()
         self.chat_template_kwargs = variables
         self.runtime = runtime
-        self._context = context
+        self._context_length = context_length
         self._decoders: DecoderSet | None = decoders
         self._shares_cache = False  # whether it shares its cache with a fork
         self._stream: TextStream | None = None
@@ -95,7 +95,7 @@ class Session:
         Raises:
             OvspecError: messages after a text that isn't a chat, or a text or ids that can't be encoded.
         """
-        self._idle_decoders()
+        self._claim_decoders()
         if is_chat(prompt):
             self._append_messages([prompt] if isinstance(prompt, dict) else prompt)  # type: ignore[arg-type]
             return
@@ -133,13 +133,13 @@ class Session:
         """
         if not isinstance(mark, Mark):
             raise OvspecError(f"rewind needs a mark made by mark(), not {type(mark).__name__}.")
-        self._idle_decoders()
+        self._claim_decoders()
         self.runtime.prompt_encoder.encode(mark.tokens, at_start=False)  # refuses a mark of another vocabulary
         self._restore_mark(mark)
 
     def reset(self) -> None:
         """Empty the text, and free the memory of its KV caches."""
-        decoders = self._idle_decoders()
+        decoders = self._claim_decoders()
         self._restore_mark(EMPTY_MARK)
         decoders.reset(0)
         decoders.reset(1)
@@ -153,12 +153,12 @@ class Session:
         refuse_late_options(params)
         if params.heal is None:
             params = replace(params, heal=self._heals_by_default)
-        decoders = self._idle_decoders()
+        decoders = self._claim_decoders()
         mark_before_stream = self.mark()
         cached_tokens = len(decoders.target.rows[0])
         try:
             row = self.runtime.row_maker.make_row(
-                self.sequence, params, Origin(False, self._healable_from, self._context)
+                self.sequence, params, Origin(False, self._healable_from, self._context_length)
             )
             self.runtime.row_maker.check_row_memory(row, params, cached_tokens)
             drafter, lookahead = decoders.select_drafter_and_lookahead(params)
@@ -210,7 +210,7 @@ class Session:
         logprobs = [score.logprob for score in self._score_candidates(option_texts)]
         best_index = max(range(len(options)), key=logprobs.__getitem__)
         self.append(options[best_index])
-        self._fix_tokens()
+        self._freeze_tokens()
         return Selection(options[best_index], best_index, logprobs)
 
     def score(self, text: str) -> Score:
@@ -232,8 +232,8 @@ class Session:
         Both share the blocks of a paged cache. If a cache can't be copied exactly (a stateful one in u8), the fork
         reads the text again.
         """
-        decoders = self.runtime.models.fork_decoders(self._idle_decoders())
-        forked_session = Session(self.runtime, decoders, self._context, self.chat_template_kwargs)
+        decoders = self.runtime.models.fork_decoders(self._claim_decoders())
+        forked_session = Session(self.runtime, decoders, self._context_length, self.chat_template_kwargs)
         forked_session._restore_mark(self.mark())
         self._shares_cache = forked_session._shares_cache = True
         return forked_session
@@ -246,7 +246,7 @@ class Session:
         Raises:
             OvspecError: the file can't be written.
         """
-        save_session(Path(path), self.runtime, self._idle_decoders(), self.mark())
+        save_session(Path(path), self.runtime, self._claim_decoders(), self.mark())
 
     def load(self, path: str | Path) -> None:
         """Replace this session's text and ``chat_template_kwargs`` by those that ``save`` wrote.
@@ -259,7 +259,7 @@ class Session:
             OvspecError: the file doesn't exist, is damaged, or belongs to another model.
         """
         owner = next(SESSION_FILE_OWNERS)  # a file's caches may be anything, so no other text starts from them
-        mark = load_session(Path(path), self.runtime, self._idle_decoders(), owner)
+        mark = load_session(Path(path), self.runtime, self._claim_decoders(), owner)
         self._restore_mark(mark)
         self.sequence.owner = owner
         self.chat_template_kwargs = mark.chat_template_kwargs
@@ -274,7 +274,7 @@ class Session:
         elif decoders:
             self.runtime.decoder_pool.release(decoders)
 
-    def _idle_decoders(self) -> DecoderSet:
+    def _claim_decoders(self) -> DecoderSet:
         """Cancel a stream that hasn't ended, and return the decoders; raises OvspecError for a closed session."""
         self._cancel_stream()
         if not self._decoders:
@@ -322,20 +322,20 @@ class Session:
             self._set_tokens(tokenizer.encode(rendered_chat, special=False))
         self._messages = chat
         self._answer_start = len(self.sequence)
-        self._fix_tokens()
+        self._freeze_tokens()
 
-    def _fix_tokens(self) -> None:
+    def _freeze_tokens(self) -> None:
         """Fix the tokens so far: they are neither healed nor tokenised again."""
         self._open_text_start = self._healable_from = len(self.sequence)
         self._open_text = ""
         self._heals_by_default = False
 
     def _score_candidates(self, texts: list[str]) -> list[Score]:
-        decoders = self._idle_decoders()
+        decoders = self._claim_decoders()
         text_tokens = self.sequence.tokens
         if not len(text_tokens):
             text_tokens = self.runtime.prompt_encoder.generation_config.empty_prompt_ids
-        self.runtime.models.check_context_length(len(text_tokens) + 1, self._context)
+        self.runtime.models.check_context_length(len(text_tokens) + 1, self._context_length)
         candidate_tokens = [self._encode_continuation(text) for text in texts]
         text_sequence = Sequence(text_tokens)
         shared_length = min(measure_common_prefix(text_sequence, Sequence(tokens)) for tokens in candidate_tokens)
@@ -345,7 +345,7 @@ class Session:
                 for text in texts
             ]
             shared_length = len(text_tokens)
-        self.runtime.models.check_context_length(max(map(len, candidate_tokens)), self._context)
+        self.runtime.models.check_context_length(max(map(len, candidate_tokens)), self._context_length)
         return score_texts(decoders.target, candidate_tokens, shared_length)
 
     def _cancel_stream(self) -> None:
@@ -362,7 +362,7 @@ class Session:
         if not row.token_ids:
             self._restore_mark(mark_before_stream)  # healing may have taken back tokens that were not generated again
             return
-        self._fix_tokens()
+        self._freeze_tokens()
         if row.finish_reason != "stop":
             return
         tokenizer = self.runtime.prompt_encoder.tokenizer
@@ -374,7 +374,7 @@ class Session:
             kept_count -= 1
         rest_of_text = seen_text[len(tokenizer.decode(generated_tokens[:kept_count])) :]
         self.sequence.rewind(row.prompt_length + kept_count)
-        self._fix_tokens()
+        self._freeze_tokens()
         self._open_text = rest_of_text
         self._heals_by_default = bool(rest_of_text) and tokenizer.vocabulary is not None
         self.sequence.commit(tokenizer.encode_continuation(rest_of_text))

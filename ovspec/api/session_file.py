@@ -59,7 +59,7 @@ EMPTY_MARK = Mark(np.empty(0, dtype=np.int64))
 
 
 @dataclass(frozen=True)
-class SavedCache:
+class SavedCacheDescription:
     """What a saved KV cache was computed with, and how many tokens it holds."""
 
     model: str
@@ -72,7 +72,7 @@ class SessionHeader:
     """The JSON part of a session file: a mark without its tokens, and the caches of "target" and "draft"."""
 
     text: JsonObject
-    caches: dict[str, SavedCache]
+    caches: dict[str, SavedCacheDescription]
     format: int = FORMAT_VERSION
 
 
@@ -157,10 +157,10 @@ def load_session(path: Path, runtime: Runtime, decoders: DecoderSet, owner: int)
     return mark
 
 
-def check_session(path: Path, folder: Path) -> None:
+def check_session_model(path: Path, model_folder: Path) -> None:
     """Raise OvspecError if ``path`` holds no session of the model in ``folder``; its KV caches are not read."""
     with open_session_file(path) as arrays:
-        read_session_header(path, arrays, folder)
+        read_session_header(path, arrays, model_folder)
 
 
 @contextlib.contextmanager
@@ -182,14 +182,14 @@ def open_session_file(path: Path) -> Iterator[Mapping[str, np.ndarray]]:
         raise OvspecError(f"{path}: not a session file of ovspec, or damaged.") from error
 
 
-def read_session_header(path: Path, arrays: Mapping[str, np.ndarray], folder: Path) -> SessionHeader:
+def read_session_header(path: Path, arrays: Mapping[str, np.ndarray], model_folder: Path) -> SessionHeader:
     """Return the JSON part; raises OvspecError if the file is too new, or of another model than that in ``folder``."""
     header_json = json.loads(arrays["about"].tobytes())
     if header_json["format"] != FORMAT_VERSION:
         raise OvspecError(f"{path}: format {str(header_json['format'])[:20]} is not known; update ovspec.")
     header = msgspec.convert(header_json, SessionHeader)
-    if header.caches["target"].model != hash_model(folder):
-        raise OvspecError(f"{path}: a session of another model than {folder}; load it with its own.")
+    if header.caches["target"].model != hash_model(model_folder):
+        raise OvspecError(f"{path}: a session of another model than {model_folder}; load it with its own.")
     return header
 
 
@@ -205,15 +205,15 @@ def require_valid(condition: bool) -> None:
         raise ValueError
 
 
-def describe_cache(model: CompiledModel, tokens: np.ndarray) -> SavedCache:
+def describe_cache(model: CompiledModel, tokens: np.ndarray) -> SavedCacheDescription:
     """Describe a cache of ``tokens`` (n,); only a saved cache with an equal description can be restored."""
-    return SavedCache(hash_model(model.ir.folder), describe_cache_setting(model), len(tokens))
+    return SavedCacheDescription(hash_model(model.ir.folder), describe_cache_setting(model), len(tokens))
 
 
 def list_named_decoders(runtime: Runtime, decoders: DecoderSet) -> list[tuple[str, CompiledModel, Decoder]]:
     """Return (name, model, decoder) of the target and, if there is one, the draft."""
-    draft = runtime.models.draft
+    draft_model = runtime.models.draft
     named_entries = [("target", runtime.models.target, decoders.target)]
-    if draft and decoders.draft and not draft.is_head:  # a head reads the target's features
-        named_entries.append(("draft", draft, decoders.draft))
+    if draft_model and decoders.draft and not draft_model.is_head:  # a head reads the target's features
+        named_entries.append(("draft", draft_model, decoders.draft))
     return named_entries

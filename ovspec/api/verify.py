@@ -98,7 +98,7 @@ def verify_result(runtime: Runtime, result: Result) -> Verification:
     if difference:
         exact_count = max(0, difference.index - len(record.healed_ids))
         return Verification(token_count, exact_count, difference)
-    return Verification(token_count, token_count, None, find_problem(row, result))
+    return Verification(token_count, token_count, None, find_mistake_besides_tokens(row, result))
 
 
 def find_first_difference(target: Decoder, row: Row, tokens: np.ndarray) -> Difference | None:
@@ -133,7 +133,7 @@ def find_first_difference(target: Decoder, row: Row, tokens: np.ndarray) -> Diff
     return None
 
 
-def find_problem(row: Row, result: Result) -> str | None:
+def find_mistake_besides_tokens(row: Row, result: Result) -> str | None:
     """Return the mistake in a result whose tokens are all right; None if there is none."""
     if result.finish_reason == "cancelled":
         row.cancel()
@@ -160,7 +160,7 @@ def record_as_json(result: Result) -> JsonObject | None:
         "options": {name: option_as_json(name, value) for name, value in record.params.recorded_options().items()},
         "chat": record.origin.chat,
         "healable": record.origin.healable,
-        "context": record.origin.context,
+        "context": record.origin.context_length,
         "sample": record.origin.sample,
         "n": record.params.n,
         "model": record.model(),

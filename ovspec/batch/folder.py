@@ -81,7 +81,7 @@ def delete_partial_results(output: str) -> None:
     shutil.rmtree(append_ending(find_partial_results_path(output), ".partial"), ignore_errors=True)
 
 
-def find_files(source: str | None, output: str, overwrite: bool) -> tuple[fs.FileSystem, list[BatchFile]]:
+def find_batch_files(source: str | None, output: str, overwrite: bool) -> tuple[fs.FileSystem, list[BatchFile]]:
     """Return the files to read, and their filesystem. The results of files in a folder go to files in ``output``.
 
     Names that begin with a dot or an underscore are left out. Without a source, there is one file, which isn't read.
@@ -100,7 +100,7 @@ def find_files(source: str | None, output: str, overwrite: bool) -> tuple[fs.Fil
     if source_info.type is fs.FileType.Directory:
         if output_filesystem == filesystem and f"{output_info.path}/".startswith(f"{source_info.path}/"):
             raise OvspecError(f"{output} is in the folder of the requests; name another `output`.")
-        files = files_in_folder(filesystem, source_info.path, output, partial_folder)
+        files = list_batch_files(filesystem, source_info.path, output, partial_folder)
     elif source_info.is_file and source_info.path.endswith(REQUEST_FILE_ENDINGS):
         files = [BatchFile(source_info.path, output)]
     if not files:
@@ -108,8 +108,8 @@ def find_files(source: str | None, output: str, overwrite: bool) -> tuple[fs.Fil
     return filesystem, files
 
 
-def files_in_folder(filesystem: fs.FileSystem, folder: str, output: str, partial_folder: Path) -> list[BatchFile]:
-    """Return the files of requests in a folder, sorted; see ``find_files``."""
+def list_batch_files(filesystem: fs.FileSystem, folder: str, output: str, partial_folder: Path) -> list[BatchFile]:
+    """Return the files of requests in a folder, sorted; see ``find_batch_files``."""
     files = list[BatchFile]()
     infos = filesystem.get_file_info(fs.FileSelector(folder, recursive=True))
     infos_by_path = {PurePosixPath(info.path).relative_to(folder): info for info in infos}

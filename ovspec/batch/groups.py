@@ -107,7 +107,7 @@ class ResultCollector:
         line_keys |= group.keys
         for index, line in group.lines.items():
             partial_results.store_line(line_keys[index], line)
-            self.progress.count_line(line)
+            self.progress.count_output_line(line)
             self.progress.generated_tokens += count_generated_tokens(line)
         if len(line_keys) == group.file_lines:
             file = self._files[group.file]

@@ -43,7 +43,7 @@ class BatchProgress:
     def requests_left(self) -> int:
         return self.total - self.done_before - self.done
 
-    def count_line(self, line: JsonObject) -> None:
+    def count_output_line(self, line: JsonObject) -> None:
         """Count an output line."""
         self.done += 1
         self.failed += line.get("error") is not None
@@ -75,7 +75,7 @@ def run_file(
 
         def store_and_count(request: BatchRequest, line: JsonObject) -> None:
             partial_results.store_line(result_fingerprint(request, run_identity), line)
-            progress.count_line(line)
+            progress.count_output_line(line)
 
         for tokens in BatchRun(lm, params, unfinished_requests, store_and_count).run_rounds():
             progress.generated_tokens += tokens
@@ -88,7 +88,7 @@ def run_file(
     return progress
 
 
-def text_deciding_models(lm: LanguageModel, params: Params) -> list[CompiledModel]:
+def list_text_deciding_models(lm: LanguageModel, params: Params) -> list[CompiledModel]:
     """Return the models whose numbers decide texts: with rejection, sampled tokens depend on the proposals, too."""
     draft = [lm.draft] if params.accept == "rejection" and lm.draft else []
     return [lm.target, *draft]
@@ -97,7 +97,7 @@ def text_deciding_models(lm: LanguageModel, params: Params) -> list[CompiledMode
 def make_run_identity(lm: LanguageModel, params: Params) -> str:
     """Return a text that identifies the model and all options that change results, not only their speed."""
     identities = [
-        (hash_model(model.ir.folder), describe_cache_setting(model)) for model in text_deciding_models(lm, params)
+        (hash_model(model.ir.folder), describe_cache_setting(model)) for model in list_text_deciding_models(lm, params)
     ]
     changed_options = params.changed_options(excluded=(*SPEED_OPTIONS, *GRAMMAR_OPTIONS))
     options = {name: option_as_json(name, changed_options[name]) for name in sorted(changed_options)}

@@ -18,10 +18,10 @@ from ovspec.engine.prompts import Prompt
 from ovspec.engine.results import Result, answer_extras_json
 from ovspec.engine.row import Row
 from ovspec.params import Params
-from ovspec.protocols.chat.logprobs import count_top_logprobs
-from ovspec.protocols.chat.reply import ChatReply, make_verification_record, new_reply_identity
+from ovspec.protocols.chat.logprobs import requested_top_count
+from ovspec.protocols.chat.reply import ChatReplyMaker, make_verification_record, new_reply_identity
 from ovspec.protocols.logprobs import NO_ECHO, Echo, compute_prompt_logprobs, make_echo, run_generator
-from ovspec.protocols.reply import Generation
+from ovspec.protocols.reply import ReplyInputs
 
 # Not written, because they depend on more than the request.
 FIELDS_NOT_WRITTEN: Any = {"usage": {"completion_tokens_details"}}
@@ -248,7 +248,7 @@ def make_result_line(lm: LanguageModel, request: BatchRequest, rows: list[Row], 
         echoes = [make_prompt_echo(lm, prompt, result) for prompt, result in prompt_results]
     id_prefix = "chatcmpl-" if text_request.kind == "chat" else "cmpl-"
     reply_identity = new_reply_identity(id_prefix, text_request.model or "", request.id)
-    reply = ChatReply(Generation(lm.tokenizer, reply_identity, text_request, rows, echoes)).whole_reply(results)
+    reply = ChatReplyMaker(ReplyInputs(lm.tokenizer, reply_identity, text_request, rows, echoes)).whole_reply(results)
     body = reply.model_dump(exclude_unset=True, exclude=FIELDS_NOT_WRITTEN)
     response = {"status_code": 200, "request_id": request.id, "body": body}
     return {"id": f"batch_req_{request.id}", "custom_id": request.id, "response": response, "error": None, **ignored}
@@ -259,7 +259,7 @@ def make_prompt_echo(lm: LanguageModel, prompt: Prompt, result: Result, with_log
     prompt_ids = result.record.prompt_ids.tolist() if result.record else []
     if not (with_logprobs and result.logprobs is not None and prompt_ids):
         return make_echo(lm.tokenizer, prompt, prompt_ids, None)
-    logprobs = run_generator(compute_prompt_logprobs(lm, prompt_ids, count_top_logprobs(result)))
+    logprobs = run_generator(compute_prompt_logprobs(lm, prompt_ids, requested_top_count(result)))
     return make_echo(lm.tokenizer, prompt, prompt_ids, logprobs)
 
 

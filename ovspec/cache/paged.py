@@ -35,7 +35,7 @@ from ovspec.ir.heads import FEATURES_OUTPUT, HIDDEN_OUTPUT
 from ovspec.ir.memory import LEAST_TRIMMED_BYTES, trim_heap
 from ovspec.ir.paged_attention import PAGED_INPUTS, QUERY_INPUTS
 from ovspec.ir.request import InferenceRequest
-from ovspec.text.vocabulary import ALL_IDS, KnownIds
+from ovspec.text.vocabulary import ALL_IDS, KnownTokenIds
 
 # The most tokens fed in one inference. The limit bounds the memory of activations and the time until Ctrl-C is heard.
 MAX_INFERENCE_TOKENS = 256
@@ -64,7 +64,7 @@ class PagedDecoder:
     def __init__(
         self,
         ir: CompiledIR,
-        vocabulary: KnownIds = ALL_IDS,
+        vocabulary: KnownTokenIds = ALL_IDS,
         rule: FeedRule = FAST_RULE,
         tensors: BlockTensors | None = None,
     ) -> None:

@@ -36,7 +36,7 @@ from ovspec.ir.device import EXACT_KV_PRECISIONS, may_use_gpu
 from ovspec.ir.heads import FEATURES_OUTPUT, HIDDEN_OUTPUT
 from ovspec.ir.memory import trim_heap
 from ovspec.ir.request import InferenceRequest
-from ovspec.text.vocabulary import ALL_IDS, KnownIds
+from ovspec.text.vocabulary import ALL_IDS, KnownTokenIds
 
 COMPACTION_THRESHOLD = 256  # dead slots, which cost attention time and memory; a compaction copies the cache
 MAX_REPLAY_TOKENS = 8  # tokens that a replay feeds again; for more, an inference renews the snapshot
@@ -66,7 +66,7 @@ class StatefulDecoder:
         self,
         ir: CompiledIR,
         rollback: Rollback,
-        vocabulary: KnownIds = ALL_IDS,
+        vocabulary: KnownTokenIds = ALL_IDS,
         compaction_threshold: int = COMPACTION_THRESHOLD,
         rule: FeedRule = FAST_RULE,
     ) -> None:
@@ -539,7 +539,7 @@ def use_trimming(rollback: Rollback) -> Rollback:
 
 
 def make_stateful_decoder(
-    ir: CompiledIR, rollback: Rollback, vocabulary: KnownIds = ALL_IDS, rule: FeedRule = FAST_RULE
+    ir: CompiledIR, rollback: Rollback, vocabulary: KnownTokenIds = ALL_IDS, rule: FeedRule = FAST_RULE
 ) -> Decoder:
     """Return the stateful decoder that fits the model's states and the rule.
 

@@ -46,7 +46,9 @@ class LazyCommands(click.Group):
         try:
             return super().invoke(ctx)
         except OvspecError as error:
-            raise OvspecError(options_to_flags(error, self.get_command(ctx, ctx.invoked_subcommand or ""))) from error
+            raise OvspecError(
+                replace_option_names_by_flags(error, self.get_command(ctx, ctx.invoked_subcommand or ""))
+            ) from error
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
         with formatter.section("Commands"):
@@ -70,7 +72,7 @@ def cli() -> None:
 def main() -> None:
     """Run the command line and exit with 0, 1 (the work failed), 2 (wrong usage), 3 (no gain) or 130 (Ctrl-C)."""
     prepare_output_streams()
-    warnings.formatwarning = lambda message, *_, **__: f"Warning: {options_to_flags(message)}\n"
+    warnings.formatwarning = lambda message, *_, **__: f"Warning: {replace_option_names_by_flags(message)}\n"
     try:
         cli.main(standalone_mode=False)
     except click.ClickException as error:
@@ -100,7 +102,7 @@ def prepare_output_streams() -> None:
             stream.reconfigure(encoding="utf-8", errors="replace", newline="\n")
 
 
-def options_to_flags(message: object, command: click.Command | None = None) -> str:
+def replace_option_names_by_flags(message: object, command: click.Command | None = None) -> str:
     """Return ``message`` with the options of ``command``, by default the one that runs, as flags.
 
     `name` and `name=True` become --name, and `name='value'` --name value.

@@ -12,14 +12,14 @@ import click
 
 from ovspec.cli.loading import load_model
 from ovspec.cli.options import (
+    add_generate_options,
     chat_option,
     check_chat_options,
-    fill_flag_value,
-    generate_options,
+    fill_missing_flag_value,
+    raise_usage_error_if,
     read_text_or_stdin,
-    refuse_if,
-    refuse_no_tokens,
-    split_options,
+    refuse_zero_max_tokens,
+    split_load_and_generate_options,
     system_option,
 )
 from ovspec.params.option import OptionValue
@@ -41,7 +41,7 @@ class RayCommand(click.Command):
     """A command whose ``--ray`` takes only an address, not the argument that follows it."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, fill_flag_value(args, "--ray", LOCAL_CLUSTER, is_cluster_address))
+        return super().parse_args(ctx, fill_missing_flag_value(args, "--ray", LOCAL_CLUSTER, is_cluster_address))
 
 
 @click.command(cls=RayCommand)
@@ -72,7 +72,7 @@ class RayCommand(click.Command):
 )
 @chat_option
 @system_option
-@generate_options
+@add_generate_options
 def batch(
     arguments: tuple[str, ...],
     output: str,
@@ -104,22 +104,26 @@ def batch(
       ovspec batch my-pair prompts.txt -o results.jsonl --draft --max-tokens 64 --batch-size 8
       ovspec batch my-pair s3://bucket/requests -o s3://bucket/results --ray 10.0.0.1:6379
     """
-    refuse_if(len(arguments) > 2, "Too many arguments; give FILE, or DIR and FILE.")
+    raise_usage_error_if(len(arguments) > 2, "Too many arguments; give FILE, or DIR and FILE.")
     file = arguments[-1]
     folder = Path(arguments[0]) if len(arguments) == 2 else None
     check_chat_options(chat, system, options["heal"])
-    refuse_if(output == "-", "--output can't be stdout, because finished results must be kept; name a file.")
-    refuse_if(cpus_per_worker and not ray, "--cpus-per-worker needs --ray.")
-    refuse_if(mixed and not ray, "--mixed needs --ray.")
+    raise_usage_error_if(output == "-", "--output can't be stdout, because finished results must be kept; name a file.")
+    raise_usage_error_if(cpus_per_worker and not ray, "--cpus-per-worker needs --ray.")
+    raise_usage_error_if(mixed and not ray, "--mixed needs --ray.")
     is_ray_client = ray and ray.startswith("ray://")
-    refuse_if(is_ray_client, f"--ray {ray}: Ray Client isn't supported; give the cluster's HOST:PORT.")
+    raise_usage_error_if(is_ray_client, f"--ray {ray}: Ray Client isn't supported; give the cluster's HOST:PORT.")
     for path in (file, output):
-        refuse_if(not ray and needs_ray(path), f"{path} is a folder, Parquet or object storage, which needs --ray.")
+        raise_usage_error_if(
+            not ray and needs_ray(path), f"{path} is a folder, Parquet or object storage, which needs --ray."
+        )
     if Path(output).is_file():
-        refuse_if(Path(output).resolve() == Path(file).resolve(), f"{output} is the input file; name another --output.")
-        refuse_if(not overwrite, f"{output} already exists; name another --output, or add --overwrite.")
-    load_options, params = split_options(options)
-    refuse_no_tokens(params, "A batch")
+        raise_usage_error_if(
+            Path(output).resolve() == Path(file).resolve(), f"{output} is the input file; name another --output."
+        )
+        raise_usage_error_if(not overwrite, f"{output} already exists; name another --output, or add --overwrite.")
+    load_options, params = split_load_and_generate_options(options)
+    refuse_zero_max_tokens(params, "A batch")
 
     from ovspec.batch.requests import parse_lines, read_requests, to_chat_request
     from ovspec.batch.resumable_run import run_file
@@ -129,7 +133,7 @@ def batch(
     if not needs_ray(file):
         parsed_requests = parse_lines(read_text_or_stdin(file)) if file == "-" else read_requests(Path(file))
         requests = list(map(prepare_request, parsed_requests))
-    report = BatchReport()
+    report = BatchProgressPrinter()
     try:
         if ray:
             from ovspec.batch.ray.cluster import cluster_connection
@@ -172,7 +176,7 @@ def needs_ray(path: str) -> bool:
     return "://" in path or path.lower().endswith(".parquet") or Path(path).is_dir()
 
 
-class BatchReport:
+class BatchProgressPrinter:
     """Progress on stderr: a line that is updated on a terminal, a new line every few seconds elsewhere."""
 
     def __init__(self) -> None:

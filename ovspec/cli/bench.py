@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 from ovspec.cli.loading import load_model
-from ovspec.cli.options import add_options, read_text_or_stdin, refuse_if, runtime_options
+from ovspec.cli.options import add_options, raise_usage_error_if, read_text_or_stdin, runtime_options
 from ovspec.cli.path_type import PATH_TYPE
 from ovspec.params.generation import GENERATE_OPTIONS
 from ovspec.params.option import OptionValue
@@ -48,7 +48,9 @@ def bench(
       ovspec bench my-pair
       ovspec bench my-pair --prompt-file my-prompt.txt --temperature 0.7 --repeats 3
     """
-    refuse_if(draft and "lookup" in draft.split(","), "--draft names a draft model; lookup is timed in any case.")
+    raise_usage_error_if(
+        draft and "lookup" in draft.split(","), "--draft names a draft model; lookup is timed in any case."
+    )
     from ovspec.api.timing import default_prompts, format_mode_table, summarize_mode, time_modes
     from ovspec.drafting.choice import DraftChoice
     from ovspec.setup.manifest import DRAFT_FOLDER

@@ -16,13 +16,13 @@ from ovspec.cli.options import (
     CHAT_MAX_TOKENS,
     STATS_LEVELS,
     StatsCommand,
+    add_generate_options,
     check_grammar_option,
     context_option,
-    generate_options,
-    options_to_flags,
-    refuse_no_tokens,
+    refuse_zero_max_tokens,
+    replace_option_names_by_flags,
     session_option,
-    split_options,
+    split_load_and_generate_options,
     stats_option,
 )
 from ovspec.cli.path_type import PATH_TYPE
@@ -47,7 +47,7 @@ MULTILINE_QUOTES = '"""'  # around a message of several lines
 )
 @session_option
 @context_option
-@generate_options
+@add_generate_options
 def chat(
     folder: Path | None,
     system: str | None,
@@ -83,8 +83,10 @@ def chat(
 
     passed_options = {name: value for name, value in options.items() if value is not None}
     recommended = read_recommended_sampling(resolve_model_folder(folder), passed_options)
-    load_options, params = split_options({"max_tokens": CHAT_MAX_TOKENS} | passed_options | recommended)
-    refuse_no_tokens(params, "A chat")
+    load_options, params = split_load_and_generate_options(
+        {"max_tokens": CHAT_MAX_TOKENS} | passed_options | recommended
+    )
+    refuse_zero_max_tokens(params, "A chat")
 
     from ovspec.cli import output
 
@@ -124,7 +126,7 @@ class Conversation:
     session: Session
     params: Params
     stats_level: str | None
-    context: int | None  # tokens that it may grow to
+    context_length: int | None  # tokens that it may grow to
     variables: TemplateVariables | None  # of the chat template, from the command line, not from a saved chat
     system: str | None = None  # sent with the user's first message, because templates may refuse it alone
     undo_marks: list[Mark] = field(default_factory=list)  # the text before each of the messages that can be taken back
@@ -156,7 +158,7 @@ def run_conversation(conversation: Conversation, read_input: Callable[[], str]) 
                 stream_answer(conversation)
         except OvspecError as error:
             all_succeeded = False
-            click.secho(f"Error: {options_to_flags(error)}", fg="red", err=True)
+            click.secho(f"Error: {replace_option_names_by_flags(error)}", fg="red", err=True)
         except KeyboardInterrupt:  # while a message was read or a command ran
             all_succeeded = False
     return all_succeeded
@@ -183,7 +185,7 @@ def answer_message(conversation: Conversation, text: str) -> None:
 
 
 @contextlib.contextmanager
-def restore_on_error(session: Session) -> Iterator[Mark]:
+def restore_session_on_error(session: Session) -> Iterator[Mark]:
     """Yield a mark of the session's text, and restore that text if an exception is raised."""
     mark_before = session.mark()
     try:
@@ -198,8 +200,10 @@ def stream_answer(conversation: Conversation) -> None:
     """Stream the answer, or more of it."""
     from ovspec.cli import output
 
-    if conversation.context and len(conversation.session) >= conversation.context:
-        raise OvspecError(f"The context of {conversation.context} tokens is full; use /undo or /reset to make room.")
+    if conversation.context_length and len(conversation.session) >= conversation.context_length:
+        raise OvspecError(
+            f"The context of {conversation.context_length} tokens is full; use /undo or /reset to make room."
+        )
     stream = conversation.session.stream(sampling=conversation.params)
     try:
         conversation.last_result, _ = output.run_stream(stream, print_text=True)
@@ -253,7 +257,7 @@ def undo_message(conversation: Conversation, _: str = "") -> None:
     if conversation.undo_marks:
         conversation.session.rewind(conversation.undo_marks.pop())
     else:
-        restart_chat(conversation, messages[:last_index])
+        replace_chat_messages(conversation, messages[:last_index])
     conversation.last_result = None
     print_dim_line(f"Taken back: {messages[last_index]['content']}")
 
@@ -262,7 +266,7 @@ def set_system_message(conversation: Conversation, text: str) -> None:
     if not text:
         print_dim_line("There is no system message." if conversation.system is None else conversation.system)
         return
-    restart_chat(conversation, replace_system_message(conversation.session.messages, text))
+    replace_chat_messages(conversation, replace_system_message(conversation.session.messages, text))
     conversation.system = text
 
 
@@ -283,7 +287,7 @@ def load_chat(conversation: Conversation, path_text: str) -> None:
 
 def load_chat_file(conversation: Conversation, path: Path) -> None:
     """Continue the chat in a session file."""
-    with restore_on_error(conversation.session):
+    with restore_session_on_error(conversation.session):
         conversation.session.load(path)
         conversation.session.chat_template_kwargs = conversation.variables or conversation.session.chat_template_kwargs
         messages = conversation.session.messages
@@ -305,7 +309,7 @@ def show_chat_stats(conversation: Conversation, level: str) -> None:
         return
     if conversation.last_result:
         output.print_stats(conversation.last_result, level or "short")
-    limit_clause = f" of {conversation.context}" if conversation.context else ""
+    limit_clause = f" of {conversation.context_length}" if conversation.context_length else ""
     print_dim_line(f"The chat has {len(conversation.session)} tokens{limit_clause}.")
 
 
@@ -334,11 +338,11 @@ def replace_system_message(messages: list[Message], system: str | None) -> list[
     return messages if system is None else [{"role": "system", "content": system}, *messages]
 
 
-def restart_chat(conversation: Conversation, messages: list[Message]) -> None:
+def replace_chat_messages(conversation: Conversation, messages: list[Message]) -> None:
     """Replace the chat with ``messages``; the beginning that both share stays in the KV cache."""
     from ovspec.api.session import EMPTY_MARK
 
-    with restore_on_error(conversation.session):
+    with restore_session_on_error(conversation.session):
         conversation.session.rewind(EMPTY_MARK)
         if any(message["role"] != "system" for message in messages):
             conversation.session.append(messages)

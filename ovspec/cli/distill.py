@@ -3,7 +3,7 @@ import sys
 
 import click
 
-from ovspec.cli.options import refuse_if
+from ovspec.cli.options import raise_usage_error_if
 from ovspec.cli.path_type import PATH_TYPE
 from ovspec.params.option import OptionValue
 
@@ -85,7 +85,7 @@ def distill(model: str, trim_vocabulary: int | None, draft: str | None, **option
       ovspec distill my-model -o my-draft --draft org/small-model --trim-vocabulary 8000
       ovspec generate my-model "Once upon a time" --draft my-head --stats
     """
-    refuse_if(trim_vocabulary and not draft, "--trim-vocabulary needs --draft: it is for draft models.")
+    raise_usage_error_if(trim_vocabulary and not draft, "--trim-vocabulary needs --draft: it is for draft models.")
     from ovspec.setup.exporting import import_export_package
 
     message = "Error: ended by SIGTERM; the same command goes on."

@@ -6,7 +6,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from ovspec.cli.options import add_options, refuse_if
+from ovspec.cli.options import add_options, raise_usage_error_if
 from ovspec.cli.path_type import PATH_TYPE
 from ovspec.params.loading import LOAD_OPTIONS
 from ovspec.params.option import OptionValue
@@ -125,12 +125,12 @@ def export(
         name for name in click_context.params if click_context.get_parameter_source(name) is ParameterSource.COMMANDLINE
     }
     if list_families:
-        refuse_if(passed_names - {"list_families"}, "--list-families only lists; leave out everything else.")
+        raise_usage_error_if(passed_names - {"list_families"}, "--list-families only lists; leave out everything else.")
         click.echo("\n".join(import_export_package().describe_families()))
         return
     if prepare:
-        refuse_if(not target, "Name the families to prepare for: ovspec export --prepare FAMILY...")
-        refuse_if(
+        raise_usage_error_if(not target, "Name the families to prepare for: ovspec export --prepare FAMILY...")
+        raise_usage_error_if(
             passed_names - {"prepare", "target"}, "--prepare only downloads; leave out the options for an export."
         )
         export_package = import_export_package()
@@ -142,17 +142,19 @@ def export(
     if model in known_pairs and not Path(model).exists():
         known_pair = known_pairs[model]
         if draft == HEAD_DRAFT:
-            refuse_if(not known_pair.eagle3, f"No public head is known for {model}; name a draft.")
+            raise_usage_error_if(not known_pair.eagle3, f"No public head is known for {model}; name a draft.")
             draft = known_pair.eagle3
         elif draft_layers is None:
             draft = draft or known_pair.draft
         model = known_pair.target
     message = "--draft head is for the short names of known pairs (--list); name the head's checkpoint."
-    refuse_if(draft == HEAD_DRAFT, message)
+    raise_usage_error_if(draft == HEAD_DRAFT, message)
     if draft == "none":
         draft = None
     has_draft = draft or draft_layers is not None
-    refuse_if(draft_weight_format and not has_draft, "--draft-weight-format needs --draft or --draft-layers.")
+    raise_usage_error_if(
+        draft_weight_format and not has_draft, "--draft-weight-format needs --draft or --draft-layers."
+    )
     message = "Error: the export was ended by SIGTERM; nothing was changed."
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(message))  # which cleans up, and no library catches it
     export_package = import_export_package()

@@ -15,15 +15,15 @@ from ovspec.base.progress import on_terminal
 from ovspec.cli.loading import load_model
 from ovspec.cli.options import (
     StatsCommand,
+    add_generate_options,
     chat_option,
     check_chat_options,
     check_grammar_option,
     context_option,
-    generate_options,
-    refuse_if,
-    refuse_no_tokens,
+    raise_usage_error_if,
+    refuse_zero_max_tokens,
     session_option,
-    split_options,
+    split_load_and_generate_options,
     stats_option,
     system_option,
 )
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 )
 @session_option
 @context_option
-@generate_options
+@add_generate_options
 def generate(
     arguments: tuple[str, ...],
     prompt_option: str | None,
@@ -97,22 +97,26 @@ def generate(
         arguments = (*arguments, draft)
     if draft_is_prompt or (compare and draft is None):
         draft = options["draft"] = DraftChoice(model=EXPORTED_DRAFT)
-    folder, prompt_argument = split_arguments(arguments, has_prompt_option)
+    folder, prompt_argument = split_folder_and_prompt(arguments, has_prompt_option)
     continues = session is not None and session.exists()
     check_chat_options(chat, system, options["heal"])
-    refuse_if(system is not None and continues, "--system works only when a chat begins; name another --session.")
-    refuse_if(prefill is not None and not chat, "--prefill needs --chat.")
-    refuse_if(chat and token_ids is not None, "--chat needs a text, not --token-ids.")
-    load_options, params = split_options(options)
-    refuse_if("chat_template" in load_options and not chat, "--chat-template needs --chat.")
-    refuse_if(params.logprobs is not None and not as_json, "--logprobs needs --json.")
+    raise_usage_error_if(
+        system is not None and continues, "--system works only when a chat begins; name another --session."
+    )
+    raise_usage_error_if(prefill is not None and not chat, "--prefill needs --chat.")
+    raise_usage_error_if(chat and token_ids is not None, "--chat needs a text, not --token-ids.")
+    load_options, params = split_load_and_generate_options(options)
+    raise_usage_error_if("chat_template" in load_options and not chat, "--chat-template needs --chat.")
+    raise_usage_error_if(params.logprobs is not None and not as_json, "--logprobs needs --json.")
     several_texts = params.n > 1 or params.retries
     if compare:
-        refuse_if(not draft, "--compare needs a draft; leave --draft none out.")
+        raise_usage_error_if(not draft, "--compare needs a draft; leave --draft none out.")
         check_comparable(params)
     flag = "--session" if session else "--context"
-    refuse_if((session or context) and compare, f"{flag} can't be combined with --compare.")
-    refuse_if((session or context) and several_texts, f"{flag} needs a single text; leave --samples and --retries out.")
+    raise_usage_error_if((session or context) and compare, f"{flag} can't be combined with --compare.")
+    raise_usage_error_if(
+        (session or context) and several_texts, f"{flag} needs a single text; leave --samples and --retries out."
+    )
 
     from ovspec.cli import output
     from ovspec.cli.compare import print_comparison
@@ -121,9 +125,11 @@ def generate(
     resolve_model_folder(folder)  # a folder without a model is refused before a prompt is read
     check_grammar_option(params)
     prompt = read_prompt(prompt_argument, prompt_option, prompt_file, token_ids, is_needed=not continues)
-    refuse_if(prefill is not None and prompt is None, "--prefill needs a prompt to answer.")
+    raise_usage_error_if(prefill is not None and prompt is None, "--prefill needs a prompt to answer.")
     template_variables = params.chat_template_kwargs
-    refuse_if(template_variables is not None and prompt is None, "--chat-template-kwargs needs a prompt to render.")
+    raise_usage_error_if(
+        template_variables is not None and prompt is None, "--chat-template-kwargs needs a prompt to render."
+    )
     if chat and prompt is not None:
         chat_turns = (("system", system), ("user", prompt), ("assistant", prefill))
         prompt = [{"role": role, "content": content} for role, content in chat_turns if content is not None]
@@ -140,7 +146,7 @@ def generate(
     elif several_texts:
         assert prompt is not None
         output.print_samples(lm, prompt, params, stats, as_json)
-        suggest_chat(lm, typed_prompt)
+        suggest_chat_flag(lm, typed_prompt)
     else:
         with lm.session(context) as lm_session:
             if context:
@@ -162,7 +168,7 @@ def generate(
                 if session and (has_completed or len(lm_session) > length_before):
                     with ignore_signals():
                         lm_session.save(session)
-        suggest_chat(lm, typed_prompt)
+        suggest_chat_flag(lm, typed_prompt)
         exit_if_ended(end_signal)
         if interrupted:
             raise KeyboardInterrupt
@@ -171,13 +177,17 @@ def generate(
 def check_comparable(params: Params) -> None:
     """Raise click.UsageError for options that ``--compare`` can't have."""
     is_rejection = params.accept == "rejection"
-    refuse_if(is_rejection, "--compare needs the same text with and without a draft; leave --accept rejection out.")
-    refuse_if(params.lookahead == 0, "--compare needs a --lookahead of at least 1.")
-    refuse_if(params.n > 1 or params.retries, "--compare needs a single text; leave --samples and --retries out.")
-    refuse_no_tokens(params, "--compare")
+    raise_usage_error_if(
+        is_rejection, "--compare needs the same text with and without a draft; leave --accept rejection out."
+    )
+    raise_usage_error_if(params.lookahead == 0, "--compare needs a --lookahead of at least 1.")
+    raise_usage_error_if(
+        params.n > 1 or params.retries, "--compare needs a single text; leave --samples and --retries out."
+    )
+    refuse_zero_max_tokens(params, "--compare")
 
 
-def suggest_chat(lm: LanguageModel, prompt: str | None) -> None:
+def suggest_chat_flag(lm: LanguageModel, prompt: str | None) -> None:
     """Name ``--chat`` on a terminal, if the model has a chat template and ``prompt`` doesn't look made with one."""
     if prompt and on_terminal() and not lm.tokenizer.contains_special_name(prompt):
         with contextlib.suppress(OvspecError):  # there is no chat template
@@ -186,9 +196,9 @@ def suggest_chat(lm: LanguageModel, prompt: str | None) -> None:
             click.secho(chat_hint, dim=True, err=True)
 
 
-def split_arguments(arguments: tuple[str, ...], has_prompt_option: bool) -> tuple[Path | None, str | None]:
+def split_folder_and_prompt(arguments: tuple[str, ...], has_prompt_option: bool) -> tuple[Path | None, str | None]:
     """Return (DIR, PROMPT); a single argument that isn't a folder is the prompt, unless an option is."""
-    refuse_if(len(arguments) > 2, "Too many arguments; put the prompt in quotes.")
+    raise_usage_error_if(len(arguments) > 2, "Too many arguments; put the prompt in quotes.")
     if not arguments:
         return None, None
     if len(arguments) == 2:
@@ -212,7 +222,7 @@ def read_prompt(
     prompt_option, prompt_file, token_ids_text: the values of ``--prompt``, ``--file`` and ``--token-ids``.
     """
     source_count = sum(source is not None for source in (prompt_argument, prompt_option, prompt_file, token_ids_text))
-    refuse_if(source_count > 1, "Give one prompt: the argument, --prompt, --file or --token-ids.")
+    raise_usage_error_if(source_count > 1, "Give one prompt: the argument, --prompt, --file or --token-ids.")
     if token_ids_text is not None:
         try:
             return [int(number) for number in token_ids_text.replace(",", " ").split()]
@@ -224,7 +234,9 @@ def read_prompt(
         return prompt_option if prompt_argument is None else prompt_argument
     if not source_count and not is_needed and (sys.stdin.isatty() or sys.stdin.closed):
         return None
-    refuse_if(not source_count and sys.stdin.isatty(), "No prompt; give it as an argument, with --file, or on stdin.")
+    raise_usage_error_if(
+        not source_count and sys.stdin.isatty(), "No prompt; give it as an argument, with --file, or on stdin."
+    )
     try:
         prompt_bytes = sys.stdin.buffer.read() if prompt_file in (None, "-") else Path(prompt_file).read_bytes()
     except OSError as error:
@@ -237,7 +249,7 @@ def read_prompt(
     if prompt_file is None and not is_needed and not prompt:
         return None
     source = "stdin" if prompt_file in (None, "-") else f"--file {prompt_file}"
-    refuse_if(not prompt, f"{source}: it is empty; give a prompt, or --prompt '' to start from nothing.")
+    raise_usage_error_if(not prompt, f"{source}: it is empty; give a prompt, or --prompt '' to start from nothing.")
     return prompt
 
 

@@ -54,10 +54,10 @@ def inspect(
             folder, device_options, load_params.engine, load_params.arithmetic, uses_profile, bool(verify)
         )
     if report:
-        from ovspec.api.device_report import device_report
+        from ovspec.api.device_report import make_device_report
 
         with show_step(f"{report}: measuring"):
-            report_json = device_report(folder, descriptions, runtime)  # type: ignore[arg-type]
+            report_json = make_device_report(folder, descriptions, runtime)  # type: ignore[arg-type]
         write_atomically(report, json.dumps(report_json, ensure_ascii=False, indent=1))
     if as_json:
         click.echo(json.dumps(descriptions, ensure_ascii=False))

@@ -22,12 +22,12 @@ def load_model(
     """
     with show_step(f"{folder or 'demo pair'}: loading"):
         import ovspec
-        from ovspec.api.session_file import check_session
+        from ovspec.api.session_file import check_session_model
         from ovspec.setup.model_folders import resolve_model_folder
         from ovspec.text.chat_template import load_chat_template, read_chat_templates
 
         if session and session.exists():
-            check_session(session, resolve_model_folder(folder))
+            check_session_model(session, resolve_model_folder(folder))
         if chat_remedy and "chat_template" not in options:
             if not read_chat_templates(resolve_model_folder(folder)):
                 raise OvspecError(

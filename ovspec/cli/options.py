@@ -13,7 +13,7 @@ from click.shell_completion import CompletionItem
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_text
-from ovspec.cli import options_to_flags
+from ovspec.cli import replace_option_names_by_flags
 from ovspec.cli.path_type import FILE_TYPE
 from ovspec.drafting.choice import EXPORTED_DRAFT, DraftChoice, is_chain_of_known_drafters, parse_draft
 from ovspec.params import Params, make_params
@@ -179,7 +179,7 @@ chat_option = click.option(
 system_option = click.option("--system", metavar="TEXT", help="System message; needs --chat.")
 
 
-def generate_options(command: CommandFunction) -> CommandFunction:
+def add_generate_options(command: CommandFunction) -> CommandFunction:
     """Add the options of a generating command: the draft, the text, and how the model runs."""
     return draft_option(add_options(GENERATE_OPTIONS)(add_options(LOAD_OPTIONS)(command)))
 
@@ -197,10 +197,12 @@ class StatsCommand(click.Command):
     """A command whose ``--stats`` takes only its own values, not the argument that follows it."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, fill_flag_value(args, "--stats", "short", STATS_LEVELS.__contains__))
+        return super().parse_args(ctx, fill_missing_flag_value(args, "--stats", "short", STATS_LEVELS.__contains__))
 
 
-def fill_flag_value(args: list[str], flag: str, default_value: str, is_value: Callable[[str], bool]) -> list[str]:
+def fill_missing_flag_value(
+    args: list[str], flag: str, default_value: str, is_value: Callable[[str], bool]
+) -> list[str]:
     """Return ``args`` in which ``flag`` has the value ``default_value`` unless the argument after it is a value."""
     filled_args = args.copy()
     for arg_index, arg in enumerate(args):
@@ -212,7 +214,7 @@ def fill_flag_value(args: list[str], flag: str, default_value: str, is_value: Ca
     return filled_args
 
 
-def refuse_if(condition: object, message: str) -> None:
+def raise_usage_error_if(condition: object, message: str) -> None:
     """Raise click.UsageError if a condition holds."""
     if condition:
         raise click.UsageError(message)
@@ -226,18 +228,20 @@ def read_text_or_stdin(file: str | Path) -> str:
         text = sys.stdin.buffer.read().decode("utf-8-sig")
     except UnicodeDecodeError:
         raise click.UsageError("stdin: not UTF-8 text.") from None
-    refuse_if(not text.strip(), "stdin: contains no text.")
+    raise_usage_error_if(not text.strip(), "stdin: contains no text.")
     return text
 
 
 def check_chat_options(chat: bool | None, system: str | None, heal: bool | None) -> None:
     """Raise click.UsageError for options that a chat or a raw prompt can't have."""
-    refuse_if(system is not None and not chat, "--system needs --chat.")
-    refuse_if(chat and heal, "--heal can't be combined with a chat: after a chat template there is nothing to heal.")
+    raise_usage_error_if(system is not None and not chat, "--system needs --chat.")
+    raise_usage_error_if(
+        chat and heal, "--heal can't be combined with a chat: after a chat template there is nothing to heal."
+    )
 
 
-def split_options(values: Mapping[str, OptionValue]) -> tuple[dict[str, OptionValue], Params]:
-    """Return the ``generate_options`` that were passed as (keywords for ``load``, params for ``generate``)."""
+def split_load_and_generate_options(values: Mapping[str, OptionValue]) -> tuple[dict[str, OptionValue], Params]:
+    """Return the passed options of ``add_generate_options`` as (keywords for ``load``, params for ``generate``)."""
     passed_options = {option: value for option, value in values.items() if value is not None}
     if isinstance(draft := passed_options.get("draft"), str):
         raise click.UsageError(
@@ -247,18 +251,22 @@ def split_options(values: Mapping[str, OptionValue]) -> tuple[dict[str, OptionVa
     try:
         params = make_params({option: value for option, value in passed_options.items() if option in GENERATE_OPTIONS})
     except OvspecError as error:
-        raise click.UsageError(options_to_flags(error)) from None
+        raise click.UsageError(replace_option_names_by_flags(error)) from None
     greedy_rejection = params.accept == "rejection" and not params.temperature
-    refuse_if(greedy_rejection, "--accept rejection needs a --temperature above 0.")
+    raise_usage_error_if(greedy_rejection, "--accept rejection needs a --temperature above 0.")
     may_propose = params.grammar_option or draft or (draft is None and passed_options.get("arithmetic") != "fast")
     useless_lookahead = params.lookahead is not None and not may_propose
-    refuse_if(useless_lookahead, "--lookahead needs --draft, or a grammar, whose forced tokens are proposed.")
+    raise_usage_error_if(
+        useless_lookahead, "--lookahead needs --draft, or a grammar, whose forced tokens are proposed."
+    )
     return load_options, params
 
 
-def refuse_no_tokens(params: Params, command: str) -> None:
+def refuse_zero_max_tokens(params: Params, command: str) -> None:
     """Raise click.UsageError if only the prompt would be read, where that is of no use."""
-    refuse_if(params.max_tokens == 0, f"{command} needs a --max-tokens of at least 1, or -1: 0 only reads a prompt.")
+    raise_usage_error_if(
+        params.max_tokens == 0, f"{command} needs a --max-tokens of at least 1, or -1: 0 only reads a prompt."
+    )
 
 
 def check_grammar_option(params: Params) -> None:

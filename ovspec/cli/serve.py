@@ -4,7 +4,7 @@ import click
 
 from ovspec.base.errors import OvspecError
 from ovspec.cli.loading import load_model
-from ovspec.cli.options import add_options, draft_option, split_options
+from ovspec.cli.options import add_options, draft_option, split_load_and_generate_options
 from ovspec.cli.path_type import PATH_TYPE
 from ovspec.params.loading import LOAD_OPTIONS
 from ovspec.params.option import OptionValue
@@ -33,16 +33,16 @@ def serve(folder: Path | None, **all_options: OptionValue) -> None:
     """
     passed_options = {option: value for option, value in all_options.items() if value is not None}
     params = ServeParams(**{option: value for option, value in passed_options.items() if option in SERVE_OPTIONS})
-    load_options, _ = split_options(
+    load_options, _ = split_load_and_generate_options(
         {option: value for option, value in passed_options.items() if option not in SERVE_OPTIONS}
     )
     try:
-        from ovspec.server.server import check_options, open_socket, read_keys
+        from ovspec.server.server import check_option_combinations, open_socket, read_api_keys
         from ovspec.server.server import serve as serve_model
     except ImportError as error:
         raise OvspecError(f"The server needs {error.name}; install it with: pip install 'ovspec[serve]'") from None
-    api_keys = read_keys(params.api_key_file)
-    check_options(params, api_keys)
+    api_keys = read_api_keys(params.api_key_file)
+    check_option_combinations(params, api_keys)
     listening_socket = open_socket(params.host, params.port)  # before the model is loaded, which takes long
     lm = load_model(folder, draft=load_options.pop("draft", None), lookahead=params.lookahead, **load_options)
     model_names = [*filter(None, params.model_name)] or [lm.folder.resolve().name]

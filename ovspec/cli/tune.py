@@ -83,7 +83,7 @@ def tune(folder: Path | None, goal: Goal, device: str | None, as_json: bool, cac
         # A head runs with its target's settings.
         if not (model_folder / MODEL_FILE).is_file() or is_head_folder(model_folder):
             continue
-        with progress_bar(model_role) as show_progress:
+        with show_tuning_progress(model_role) as show_progress:
             profile = tune_model(model_folder, device_options, goal, report_progress=show_progress)
             show_progress("", 1.0)
         model_profile_file = find_profile_file(model_folder, device_options)
@@ -95,7 +95,7 @@ def tune(folder: Path | None, goal: Goal, device: str | None, as_json: bool, cac
             "file": str(model_profile_file),
         }
         if not as_json:
-            click.echo("\n".join(format_report(model_role, model_folder, profile)))
+            click.echo("\n".join(format_tuning_report(model_role, model_folder, profile)))
     if as_json:
         click.echo(json.dumps(profiles_json))
     for model_profile_file, profile in profiles.items():  # where that failed, the figures have been shown
@@ -103,7 +103,7 @@ def tune(folder: Path | None, goal: Goal, device: str | None, as_json: bool, cac
 
 
 @contextlib.contextmanager
-def progress_bar(label: str) -> Iterator[Callable[[str, float], None]]:
+def show_tuning_progress(label: str) -> Iterator[Callable[[str, float], None]]:
     """Show a progress bar on stderr; yield a function that takes the setting being measured and the share done."""
 
     def show_setting(setting: str | None) -> str:
@@ -113,7 +113,7 @@ def progress_bar(label: str) -> Iterator[Callable[[str, float], None]]:
         yield lambda setting, share: bar.update(int(1000 * share) - bar.pos, setting)
 
 
-def format_report(model_role: str, folder: Path, profile: Profile) -> list[str]:
+def format_tuning_report(model_role: str, folder: Path, profile: Profile) -> list[str]:
     """Return a table of the measurements, with the chosen setting marked."""
     from ovspec.ir.device import DeviceOptions
 

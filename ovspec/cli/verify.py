@@ -12,7 +12,7 @@ import click
 
 from ovspec.base.progress import show_step
 from ovspec.cli.loading import load_model
-from ovspec.cli.options import read_text_or_stdin, refuse_if, target_options
+from ovspec.cli.options import raise_usage_error_if, read_text_or_stdin, target_options
 from ovspec.cli.path_type import PATH_TYPE
 from ovspec.params.option import OptionValue
 
@@ -55,7 +55,7 @@ def verify(file: Path, folder: str | None, as_json: bool, **runtime: OptionValue
             if model_key not in models:
                 model_folder = Path(folder or str(identity.get("folder", "")))
                 message = f"{label}: its model {model_folder} isn't here; name the model's folder with --model."
-                refuse_if(not folder and not model_folder.is_dir(), message)
+                raise_usage_error_if(not folder and not model_folder.is_dir(), message)
                 models[model_key] = load_model(model_folder, draft="none", **recorded_load_options(identity, runtime))
             with show_step(f"{label}: checking"):
                 verification = models[model_key].verify(result)
@@ -67,7 +67,7 @@ def verify(file: Path, folder: str | None, as_json: bool, **runtime: OptionValue
                 f"{label}: {mistake_line}"
                 for mistake_line in describe_mistakes(models[model_key], verification, identity)
             ]
-    refuse_if(not verifications, f"{source_name}: no text in it, only errors.")
+    raise_usage_error_if(not verifications, f"{source_name}: no text in it, only errors.")
     token_count = sum(verification.tokens for verification in verifications.values())
     exact_count = sum(verification.exact for verification in verifications.values())
     if as_json:
@@ -86,7 +86,7 @@ def iterate_texts(source: str, source_name: str) -> Iterator[tuple[str, JsonObje
     """Yield (label, text with its record) for each text in a result or in a batch's output."""
     for label, entry in parse_entries(source, source_name):
         is_object = isinstance(entry, dict)
-        refuse_if(not is_object, f"{label}: not a result; name a file that --json or a batch has written.")
+        raise_usage_error_if(not is_object, f"{label}: not a result; name a file that --json or a batch has written.")
         if "record" not in entry and entry.get("error"):  # a failed request of a batch
             continue
         response = entry.get("response")

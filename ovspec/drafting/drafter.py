@@ -13,7 +13,7 @@ from ovspec.cache.sequence import Sequence
 from ovspec.drafting.lookahead import Lookahead
 from ovspec.drafting.proposal import NO_PROPOSAL, Proposal, shorten_proposal
 from ovspec.sampling.samplers import Sampler
-from ovspec.text.vocabulary import ALL_IDS, KnownIds
+from ovspec.text.vocabulary import ALL_IDS, KnownTokenIds
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Drafter:
     """
 
     name = ""  # its name in statistics; by default that of its class
-    vocabulary: KnownIds = ALL_IDS  # set by the model: other ids are never proposed
+    vocabulary: KnownTokenIds = ALL_IDS  # set by the model: other ids are never proposed
     seconds = 0.0  # spent in inference so far
 
     def guess(self, tokens: np.ndarray, budget: int) -> Iterable[int]:

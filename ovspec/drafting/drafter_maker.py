@@ -14,7 +14,7 @@ from ovspec.drafting.head import Head
 from ovspec.drafting.lookup import Lookup, NgramIndex
 from ovspec.drafting.user_drafter import UserDrafter
 from ovspec.sampling.samplers import DraftIds
-from ovspec.text.vocabulary import KnownIds
+from ovspec.text.vocabulary import KnownTokenIds
 
 
 def make_drafter(
@@ -24,7 +24,7 @@ def make_drafter(
     target_ids: np.ndarray | None,
     target_width: int,
     corpora: list[NgramIndex],
-    known_ids: KnownIds,
+    known_ids: KnownTokenIds,
 ) -> Drafter | None:
     """Return the drafter that ``choice`` names, a chain if there are two; None for plain decoding.
 

@@ -9,7 +9,7 @@ from ovspec.base.errors import OvspecError
 from ovspec.drafting.drafter import Drafter, RowStep
 from ovspec.drafting.lookahead import Lookahead
 from ovspec.drafting.proposal import Proposal
-from ovspec.text.vocabulary import KnownIds
+from ovspec.text.vocabulary import KnownTokenIds
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -18,7 +18,7 @@ T = TypeVar("T")
 class UserDrafter(Drafter):
     """Calls a user's drafter, or the drafter that a user's function makes; its errors become OvspecErrors."""
 
-    def __init__(self, drafter_or_maker: Drafter | Callable[[], Drafter], known_ids: KnownIds) -> None:
+    def __init__(self, drafter_or_maker: Drafter | Callable[[], Drafter], known_ids: KnownTokenIds) -> None:
         self.name = getattr(drafter_or_maker, "__name__", type(drafter_or_maker).__name__)
         self._drafter: Drafter
         if hasattr(drafter_or_maker, "propose") and not isinstance(drafter_or_maker, type):

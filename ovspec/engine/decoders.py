@@ -32,7 +32,7 @@ from ovspec.ir.memory import (
 )
 from ovspec.params import Params
 from ovspec.setup.engine_choice import CompiledModel
-from ovspec.text.vocabulary import KnownIds
+from ovspec.text.vocabulary import KnownTokenIds
 
 NO_LOOKAHEAD = Lookahead(0)  # proposes nothing, and keeps constraints from forcing tokens
 MAX_IDLE_SECONDS = 60.0  # after which idle decoders are dropped, when others are released
@@ -79,7 +79,7 @@ class ModelPair:
         target: CompiledModel,
         draft: CompiledModel | None,
         draft_choice: DraftChoice | None,
-        known_ids: KnownIds,
+        known_ids: KnownTokenIds,
         corpora: list[NgramIndex],
         cache_bytes: float | None = None,
     ) -> None:
@@ -135,7 +135,7 @@ class ModelPair:
     def _make_decoder(self, model: CompiledModel) -> Decoder:
         known_ids = self._known_ids
         if model.ir.target_ids is not None:
-            known_ids = KnownIds(missing_ids=np.flatnonzero(known_ids.unknown_mask(model.ir.target_ids)))
+            known_ids = KnownTokenIds(missing_ids=np.flatnonzero(known_ids.unknown_mask(model.ir.target_ids)))
         return model.make_decoder(known_ids, shares_blocks=True)
 
     def _make_drafter(self, target: Decoder, draft: Decoder | None) -> Drafter | None:

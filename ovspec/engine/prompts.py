@@ -19,12 +19,12 @@ from ovspec.text.chat_format import ChatFormat
 from ovspec.text.chat_template import Message, load_chat_template
 from ovspec.text.custom_template import find_answer_end
 from ovspec.text.generation_config import GenerationConfig
-from ovspec.text.infill import Infill, encode_infill, trim_chunks
+from ovspec.text.infill import InfillPrompt, encode_infill, trim_chunks
 from ovspec.text.tokenizer import Tokenizer
 from ovspec.text.tokenizer_files import read_special_tokens
 
 # A text, token ids, chat messages for the model's chat template, or the text around an infill.
-Prompt = str | list[int] | np.ndarray | list[Message] | Message | Infill
+Prompt = str | list[int] | np.ndarray | list[Message] | Message | InfillPrompt
 Prompts = list[str] | list[list[int]] | list[np.ndarray] | list[list[Message]]
 TemplateVariables = Mapping[str, Any]  # of the chat template
 MAX_TAG_TOKENS = 32
@@ -120,7 +120,7 @@ class PromptEncoder:
         prompt_is_chat = is_chat(prompt)
         if not prompt_is_chat:
             refuse_chat_options(params)
-        if isinstance(prompt, Infill):
+        if isinstance(prompt, InfillPrompt):
             tokenizer = self.tokenizer
             fim_tokens = tokenizer.fim_tokens
             if max_tokens < np.inf:  # chunks that can't fit aren't encoded, which would take long

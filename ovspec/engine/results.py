@@ -125,7 +125,7 @@ class Origin:
 
     chat: bool = False  # whether the text is the answer in a chat
     healable: int = 0  # position of the first token that healing may take back
-    context: int | None = None  # maximum length of the text in tokens, if less than the model's context
+    context_length: int | None = None  # maximum length of the text in tokens, if less than the model's context
     sample: int = 0  # number of the text among those of its prompt
 
 

@@ -110,7 +110,7 @@ class RowMaker:
         prompt_encoder = self.prompt_encoder
         prompt_tokens = len(sequence)
         generation_config = prompt_encoder.generation_config
-        context_length = origin.context or self.models.target.ir.context_length or math.inf
+        context_length = origin.context_length or self.models.target.ir.context_length or math.inf
         if (free_tokens := context_length - max(prompt_tokens, 1)) < 1:
             error_message = (
                 f"The prompt has {prompt_tokens} tokens, but the context is {context_length}; shorten the prompt."
@@ -140,11 +140,11 @@ class RowMaker:
         sampler = make_sampler(params, origin.sample, constraints)
         if healing:  # nothing can fail from here on
             healing.take_back_tokens(sequence)
-        answer_reader = tag_marks = None
+        answer_reader = mark_by_token_id = None
         if answer_format:
             if not params.allowed_calls.tool_names:
                 answer_format = replace(answer_format, tools=None)
-            tag_marks = answer_format.tag_marks
+            mark_by_token_id = answer_format.mark_by_token_id
             call_id_key = sequence.tokens.tobytes() + origin.sample.to_bytes(4)
             answer_reader = AnswerReader(
                 answer_format, self.constraint_maker.unquoted_arguments(params, answer_format), call_id_key
@@ -153,7 +153,7 @@ class RowMaker:
             sequence,
             params,
             sampler,
-            prompt_encoder.tokenizer.make_detokenizer(tag_marks),
+            prompt_encoder.tokenizer.make_detokenizer(mark_by_token_id),
             self._make_stats(params, prompt_tokens),
             eos_ids=eos_ids,
             context_length=context_length,

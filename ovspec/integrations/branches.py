@@ -37,7 +37,7 @@ MAX_LOGITS_ROWS = 512
 
 
 @dataclass(kw_only=True)
-class RequestCounts(ProposalStats):
+class LogitsRequestCounts(ProposalStats):
     """Counts of the requests for logits, and of the work they took."""
 
     requests: int = 0
@@ -112,7 +112,7 @@ class Branches:
     """Up to ``MAX_BRANCHES`` branches of one model. Threads may share it."""
 
     def __init__(self, model: LanguageModel) -> None:
-        self.counts = RequestCounts()
+        self.counts = LogitsRequestCounts()
         self._runtime = model.runtime
         decoders = self._runtime.decoder_pool.acquire()
         drafter, self._lookahead = decoders.select_drafter_and_lookahead(
@@ -149,7 +149,7 @@ class Branches:
                 measure_common_prefix(branch.cached_sequence, sequence) < text_length
                 or text_length not in branch.known_logits
             ):
-                cached_tokens = self._read_text(branch, sequence, first_new, all_new_positions)
+                cached_tokens = self._compute_branch_logits(branch, sequence, first_new, all_new_positions)
             self.counts.requests += 1
             self.counts.answered += cached_tokens == text_length
             branch.sequence = sequence
@@ -211,7 +211,9 @@ class Branches:
 
     # ------------------------------------------------------------ reading and proposing
 
-    def _read_text(self, branch: Branch, sequence: Sequence, first_new: int, all_new_positions: bool) -> int:
+    def _compute_branch_logits(
+        self, branch: Branch, sequence: Sequence, first_new: int, all_new_positions: bool
+    ) -> int:
         """Compute the logits after ``sequence`` in one round; return how many of its tokens needn't be read."""
         text_length = len(sequence)
         unread_tokens = sequence.tokens[min(measure_common_prefix(branch.cached_sequence, sequence), text_length - 1) :]

@@ -11,7 +11,7 @@ from llguidance import LLTokenizer
 from ovspec.api.model import LanguageModel
 from ovspec.base.errors import OvspecError
 from ovspec.base.files import read_dataclass, read_json
-from ovspec.integrations.branches import Branches, RequestCounts
+from ovspec.integrations.branches import Branches, LogitsRequestCounts
 from ovspec.integrations.roles import RoleTexts, find_role_texts
 from ovspec.text.tokenizer_files import TOKENIZER_FILE, TokenizerFile, read_special_tokens
 
@@ -53,7 +53,7 @@ class OpenVINO(Model):
         super().__init__(interpreter=EngineInterpreter(engine), sampling_params=params, echo=echo)
 
     @property
-    def stats(self) -> RequestCounts:
+    def stats(self) -> LogitsRequestCounts:
         """Counts of the requests of all programs on this model, and of the work they took."""
         return self._interpreter.engine.branches.counts
 

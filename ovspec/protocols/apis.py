@@ -11,16 +11,16 @@ from ovspec.base.json_types import JsonObject
 from ovspec.protocols import parsing
 from ovspec.protocols.bodies import TextRequestBody
 from ovspec.protocols.chat.bodies import ChatRequest, CompletionRequest
-from ovspec.protocols.chat.reply import ChatCompletion, ChatReply, Completion
+from ovspec.protocols.chat.reply import ChatCompletion, ChatReplyMaker, Completion
 from ovspec.protocols.chat.request import read_chat_or_completion
-from ovspec.protocols.llamacpp.infill import InfillReplies, InfillReply, InfillRequest, read_infill
+from ovspec.protocols.llamacpp.infill import InfillReplies, InfillReplyMaker, InfillRequest, read_infill_request
 from ovspec.protocols.messages.body import MessagesRequest
-from ovspec.protocols.messages.reply import Message, MessageReply
+from ovspec.protocols.messages.reply import Message, MessageReplyMaker
 from ovspec.protocols.messages.request import read_messages_request
-from ovspec.protocols.reply import Reply, ReplyModel
+from ovspec.protocols.reply import ReplyMaker, ReplyModel
 from ovspec.protocols.requests import TextRequest
 from ovspec.protocols.responses.body import ResponsesRequest
-from ovspec.protocols.responses.reply import Response, ResponseReply
+from ovspec.protocols.responses.reply import Response, ResponseReplyMaker
 from ovspec.protocols.responses.request import read_responses_request
 
 
@@ -40,7 +40,7 @@ class TextApi:
     summary: str
     body: type[TextRequestBody]
     read_body: Callable[[Any], TextRequest]
-    reply: type[Reply]
+    reply: type[ReplyMaker]
     reply_model: type[BaseModel]
     id_prefix: str
     count_fields: JsonObject = field(default_factory=dict)
@@ -50,22 +50,22 @@ read_chat = partial(read_chat_or_completion, kind="chat")
 read_completion = partial(read_chat_or_completion, kind="completion")
 TEXT_APIS = {
     "/v1/chat/completions": TextApi(
-        "Answer a chat.", ChatRequest, read_chat, ChatReply, ChatCompletion, "chatcmpl-"
+        "Answer a chat.", ChatRequest, read_chat, ChatReplyMaker, ChatCompletion, "chatcmpl-"
     ),
     "/v1/completions": TextApi(
-        "Continue texts.", CompletionRequest, read_completion, ChatReply, Completion, "cmpl-"
+        "Continue texts.", CompletionRequest, read_completion, ChatReplyMaker, Completion, "cmpl-"
     ),
     "/v1/responses": TextApi(
-        "Answer a chat that is given as items.", ResponsesRequest, read_responses_request, ResponseReply, Response,
+        "Answer a chat that is given as items.", ResponsesRequest, read_responses_request, ResponseReplyMaker, Response,
         "resp_", {"object": "response.input_tokens"},
     ),
     "/v1/messages": TextApi(
-        "Answer a conversation, as Anthropic's API does.", MessagesRequest, read_messages_request, MessageReply,
+        "Answer a conversation, as Anthropic's API does.", MessagesRequest, read_messages_request, MessageReplyMaker,
         Message, "msg_",
     ),
     "/infill": TextApi(
-        "Fill a place in a text, as llama.cpp's editors ask for it.", InfillRequest, read_infill, InfillReply,
-        InfillReplies, "infill-",
+        "Fill a place in a text, as llama.cpp's editors ask for it.", InfillRequest, read_infill_request,
+        InfillReplyMaker, InfillReplies, "infill-",
     ),
 }  # fmt: skip
 # The paths that count the tokens of a request's prompt, each with the path of the API whose requests it takes.

@@ -82,7 +82,7 @@ class RequestBody(BaseModel):
         return {name: value for name, value in fields.items() if name in cls.model_fields or name == unknown_field}
 
 
-def check_neutral(neutral_values: tuple[JsonValue, ...], advice: str, value: JsonValue) -> JsonValue:
+def require_neutral_value(neutral_values: tuple[JsonValue, ...], advice: str, value: JsonValue) -> JsonValue:
     """Return ``value`` if it is neutral, so changes nothing; raises PydanticCustomError otherwise."""
     if value in neutral_values:
         return value
@@ -105,12 +105,12 @@ def define_refused_fields(neutral_values: Mapping[str, tuple[JsonValue, ...]]) -
 
 def define_refused_field(field: str, neutral_values: tuple[JsonValue, ...]) -> tuple[Any, Any]:
     advice = FIELD_TO_USE_INSTEAD.get(field, "leave it out")
-    field_type = Annotated[JsonValue, AfterValidator(partial(check_neutral, neutral_values, advice))]
+    field_type = Annotated[JsonValue, AfterValidator(partial(require_neutral_value, neutral_values, advice))]
     schema: JsonObject = {"enum": [*neutral_values, None]}
     return field_type, Field(None, description=NOT_SUPPORTED, json_schema_extra=schema)
 
 
-class ChatEnding(RequestBody):
+class ChatEndingFields(RequestBody):
     """How the prompt of a chat ends."""
 
     continue_final_message: bool | None = Field(
@@ -192,10 +192,10 @@ def option_fields_except(*options: str) -> FieldDefinitions:
 class TextRequestBody(RequestBody):
     """The fields that all requests for texts have, in any API.
 
-    instead: other APIs' fields, each with the field that replaces it.
+    replacement_by_field: other APIs' fields, each with the field that replaces it.
     """
 
-    instead: ClassVar[dict[str, str]] = {}
+    replacement_by_field: ClassVar[dict[str, str]] = {}
     model: str | None = Field(None, description="The model's name; any will do, unless the server is strict.")
     stream: bool | None = Field(None, description="Send the text as server-sent events while it is generated.")
     draft: str | None = Field(

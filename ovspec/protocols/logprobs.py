@@ -18,7 +18,7 @@ SMALL_CHUNK_TOKENS = 8  # tokens of a prompt that an inference reads for its log
 
 
 @dataclass(frozen=True)
-class TokenPlace:
+class PlacedToken:
     """A token in an answer: its position in the text, and its log-probability, which a prompt's first token lacks."""
 
     token_id: int
@@ -31,13 +31,13 @@ class Echo:
     """A prompt that the reply repeats: its text, and its tokens if log-probabilities were requested."""
 
     text: str = ""
-    places: list[TokenPlace] | None = None
+    tokens: list[PlacedToken] | None = None
 
 
 NO_ECHO = Echo()
 
 
-class TokenPlaceStream:
+class PlacedTokenStream:
     """The generated tokens of a text, each with the piece of text that it has added to, without a stop string's tokens.
 
     text_begin: characters before the text.
@@ -47,7 +47,7 @@ class TokenPlaceStream:
         self._tokenizer = tokenizer
         self._text_begin = text_begin
         self._text_length = 0
-        self._pending_places: list[TokenPlace] = []  # their offsets count from the first token, which may be healed
+        self._pending_tokens: list[PlacedToken] = []  # their offsets count from the first token, which may be healed
         self._healed_length: int | None = None  # characters of the prompt that the first token spells again
         # All tokens and text until the healed length is known.
         self._token_ids: list[int] = []
@@ -55,11 +55,11 @@ class TokenPlaceStream:
         self._detokenizer = tokenizer.make_detokenizer()
         self._offset = 0
 
-    def push(self, piece: Piece) -> list[TokenPlace]:
+    def push(self, piece: Piece) -> list[PlacedToken]:
         """Return the tokens whose text is complete with this piece, with their log-probabilities."""
         self._text_length += len(piece.text)
         for token_id, logprob in zip(piece.token_ids, piece.logprobs or [], strict=True):
-            self._pending_places.append(TokenPlace(token_id, self._offset, logprob))
+            self._pending_tokens.append(PlacedToken(token_id, self._offset, logprob))
             self._offset += len(self._detokenizer.push(token_id))
         if self._healed_length is None:
             self._token_ids += piece.token_ids
@@ -67,17 +67,17 @@ class TokenPlaceStream:
             if self._text:
                 self._healed_length = max(0, self._tokenizer.decode(self._token_ids).find(self._text))
         healed_length = self._healed_length or 0
-        complete_places = [place for place in self._pending_places if place.offset - healed_length < self._text_length]
-        del self._pending_places[: len(complete_places)]
+        complete_tokens = [token for token in self._pending_tokens if token.offset - healed_length < self._text_length]
+        del self._pending_tokens[: len(complete_tokens)]
         return [
-            replace(place, offset=self._text_begin + max(0, place.offset - healed_length)) for place in complete_places
+            replace(token, offset=self._text_begin + max(0, token.offset - healed_length)) for token in complete_tokens
         ]
 
 
-def chat_token_places(piece: Piece) -> list[TokenPlace]:
+def place_chat_tokens(piece: Piece) -> list[PlacedToken]:
     """Return the tokens of a piece of a chat's reply, where offsets in the text mean nothing."""
     tokens = zip(piece.token_ids, piece.logprobs or [], strict=True)
-    return [TokenPlace(token_id, 0, logprob) for token_id, logprob in tokens]
+    return [PlacedToken(token_id, 0, logprob) for token_id, logprob in tokens]
 
 
 def make_echo(
@@ -88,12 +88,12 @@ def make_echo(
     if logprobs is None:
         return Echo(text)
     detokenizer = tokenizer.make_detokenizer()
-    token_places = list[TokenPlace]()
+    placed_tokens = list[PlacedToken]()
     offset = len(text) - len(tokenizer.decode(token_ids))  # -1 for a space that some tokenizers put in front
     for token_id, logprob in zip(token_ids, logprobs, strict=True):
-        token_places.append(TokenPlace(token_id, max(0, offset), logprob))
+        placed_tokens.append(PlacedToken(token_id, max(0, offset), logprob))
         offset += len(detokenizer.push(token_id))
-    return Echo(text, token_places)
+    return Echo(text, placed_tokens)
 
 
 def compute_prompt_logprobs(

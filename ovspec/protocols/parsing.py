@@ -36,7 +36,7 @@ BODIES_WITH_FIELDS: dict[str, type[BaseModel]] = {
 
 
 @cache
-def fields_of_other_requests(body_type: type[BaseModel]) -> dict[str, str]:
+def map_foreign_fields_to_paths(body_type: type[BaseModel]) -> dict[str, str]:
     """Return the fields that a request for texts lacks and another request has, with the path of that request."""
     if not issubclass(body_type, TextRequestBody) or body_type is BatchLineBody:
         return {}
@@ -52,7 +52,7 @@ def drop_unknown_fields(body_json: JsonValue, body_type: type[BaseModel]) -> tup
     """Return a request's JSON without the fields that no request has, and the names of the first such fields."""
     if not isinstance(body_json, dict):
         return body_json, []
-    known_fields = body_type.model_fields.keys() | fields_of_other_requests(body_type).keys()
+    known_fields = body_type.model_fields.keys() | map_foreign_fields_to_paths(body_type).keys()
     fields = {name: field for name, field in body_json.items() if name in known_fields}
     unknown_fields = (name for name, field in body_json.items() if name not in known_fields and field is not None)
     ignored = [*islice(unknown_fields, MAX_NAMED_FIELDS)]
@@ -118,8 +118,8 @@ def describe_invalid_field(error: ErrorDetails, body_type: type[BaseModel]) -> t
 
 def suggest_field(field_name: str, body_type: type[BaseModel]) -> str:
     """Return the advice for a field that a body doesn't have, as the end of a sentence."""
-    if request_path := fields_of_other_requests(body_type).get(field_name):
-        replacement = getattr(body_type, "instead", {}).get(field_name)
+    if request_path := map_foreign_fields_to_paths(body_type).get(field_name):
+        replacement = getattr(body_type, "replacement_by_field", {}).get(field_name)
         return f", but of {request_path}; {f'give {replacement}' if replacement else 'leave it out'}."
     names = [name for name, field in body_type.model_fields.items() if field.description != NOT_SUPPORTED]
     return f"; {suggest_name(field_name, names) or 'leave it out.'}"

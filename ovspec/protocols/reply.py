@@ -26,10 +26,10 @@ class ReplyModel(BaseModel):
 
 
 @dataclass
-class Generation:
+class ReplyInputs:
     """A request and its texts, from which its reply is made.
 
-    identity: the fields that the reply begins with; see ``new_reply_head``.
+    identity: the fields that the reply begins with; see ``new_reply_identity``.
     rows: ``n`` for each prompt, in the order of the prompts.
     echoes: for each prompt, its part that the reply repeats; by default nothing.
     """
@@ -44,15 +44,15 @@ class Generation:
         self.echoes = self.echoes or [NO_ECHO] * len(self.request.prompts)
 
     @property
-    def n(self) -> int:
+    def texts_per_prompt(self) -> int:
         """The number of texts for each prompt."""
         return len(self.rows) // len(self.request.prompts)
 
 
-class Reply(Protocol):
+class ReplyMaker(Protocol):
     """The reply to a request in the shape of one API: whole, or as the events of a stream."""
 
-    def __init__(self, generation: Generation) -> None: ...
+    def __init__(self, reply_inputs: ReplyInputs) -> None: ...
 
     def whole_reply(self, results: list[Result]) -> BaseModel:
         """Return the whole reply from the results of all rows."""

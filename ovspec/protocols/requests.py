@@ -15,7 +15,7 @@ from ovspec.params.option import suggest_name
 from ovspec.params.sampling import TRUNCATING_OPTIONS
 from ovspec.protocols.bodies import MAX_NAMED_FIELDS, OPTION_OF_FIELD, RequestBody, RequestError, TextRequestBody
 from ovspec.text.chat_template import Message
-from ovspec.text.infill import Infill
+from ovspec.text.infill import InfillPrompt
 
 RequestKind = Literal["batch_line", "completion", "chat", "response", "message", "infill"]
 CHAT_KINDS = ("chat", "response", "message")
@@ -105,7 +105,7 @@ class TextRequest:
     return_record: bool = False
     draft: str | None = None
     body: Any = None  # as it came, for replies that repeat parts of it
-    context: int | None = None  # the model's, in tokens, if known
+    model_context_length: int | None = None  # the model's, in tokens, if known
     ignored: tuple[str, ...] = ()  # names of fields and parts that are left out
 
     @property
@@ -121,10 +121,10 @@ class TextRequest:
     @property
     def is_infill(self) -> bool:
         """Whether texts are generated between others."""
-        return isinstance(self.prompts[0], Infill)
+        return isinstance(self.prompts[0], InfillPrompt)
 
     @property
-    def chat_size(self) -> int:
+    def chat_character_count(self) -> int:
         """The number of characters in a chat, with its tools."""
         messages: Any = self.prompts[0]
         return sum(map(count_message_characters, messages)) + count_json_characters(self.overrides.values.get("tools"))

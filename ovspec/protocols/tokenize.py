@@ -4,12 +4,12 @@ from typing import Any
 
 from pydantic import Field, create_model
 
-from ovspec.protocols.bodies import CHAT_MESSAGES, TOKEN_IDS, ChatEnding, RequestBody, define_refused_fields
+from ovspec.protocols.bodies import CHAT_MESSAGES, TOKEN_IDS, ChatEndingFields, RequestBody, define_refused_fields
 from ovspec.protocols.unsupported import REFUSED_PROMPT_FIELDS, REFUSED_TOKENIZE_FIELDS
 
 
 class TokenizeRequest(
-    ChatEnding,
+    ChatEndingFields,
     create_model(
         "Prompts", __base__=RequestBody, **define_refused_fields(REFUSED_PROMPT_FIELDS | REFUSED_TOKENIZE_FIELDS)
     ),

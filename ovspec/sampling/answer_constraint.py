@@ -23,7 +23,7 @@ from ovspec.sampling.tool_grammar import (
     ANSWER_TEXT_AFTER_THINKING,
 )
 from ovspec.sampling.vocabulary_index import VocabularyIndex
-from ovspec.text.answer import WHITESPACE, AnswerFormat, ReadingState, Tag, is_token_mark, split_by_phase
+from ovspec.text.answer import WHITESPACE, AnswerFormat, AnswerReadingState, PhaseTag, is_token_mark, split_by_phase
 
 # (tokens before the grammar, the part of its text that is there already: bytes, and ids of tags) -> the constraint of
 # the rest. The first bytes select the grammar's texts: see tool_grammar.py. Raises OvspecError if it doesn't allow it.
@@ -38,7 +38,7 @@ class AnswerPosition:
     grammar_constraints: of the following text; one of them allows it.
     """
 
-    state: ReadingState
+    state: AnswerReadingState
     thinking_count: int = 0
     grammar_constraints: tuple[GrammarConstraint, ...] = ()
 
@@ -72,20 +72,22 @@ class AnswerConstraint(Constraint):
         self._vocabulary = vocabulary
         self._make_grammar_constraint = make_grammar_constraint
         self._covers_text = covers_text
-        self._mark_by_id = answer_format.tag_marks
-        self._id_by_mark = {mark: token for token, mark in answer_format.tag_marks.items()}
+        self._mark_by_id = answer_format.mark_by_token_id
+        self._id_by_mark = {mark: token for token, mark in answer_format.mark_by_token_id.items()}
         self._thinking_budget = thinking_budget
         self._thinking_end_ids = list(thinking_end_ids)
         self._end_ids = [token for token in end_ids if token < vocabulary.size]
         # Bytes as characters, because a token may end inside of a character.
-        self._tags = [Tag(bytes_as_characters(tag.text), tag.from_phases, tag.next_phase) for tag in answer_format.tags]
+        self._tags = [
+            PhaseTag(bytes_as_characters(tag.text), tag.from_phases, tag.next_phase) for tag in answer_format.tags
+        ]
         self._followed_sequence = TokenSequence()
-        state = ReadingState(answer_format.first_phase)
+        state = AnswerReadingState(answer_format.first_phase)
         grammar_constraints: tuple[GrammarConstraint, ...] = ()
         if covers_text and state.phase == "start":
             grammar_constraints = self._make_grammar_constraints(prompt_length, (ANSWER_CALLS, ANSWER_TEXT))
         self._positions = [AnswerPosition(state, 0, grammar_constraints)]  # one more than there are tokens
-        self._free_masks: dict[ReadingState, np.ndarray | None] = {}
+        self._free_masks: dict[AnswerReadingState, np.ndarray | None] = {}
 
     def token_mask(self, tokens: np.ndarray) -> np.ndarray | None:
         position = self._follow_tokens(tokens)
@@ -179,7 +181,9 @@ class AnswerConstraint(Constraint):
         """Return whether the rest of the answer is in its grammar, so that no tag matters any more."""
         return position.state.phase == "calls" or (self._covers_text and position.state.phase == "text")
 
-    def _follow_token(self, reading_state: ReadingState, token: int) -> tuple[ReadingState, tuple[bytes, ...], str]:
+    def _follow_token(
+        self, reading_state: AnswerReadingState, token: int
+    ) -> tuple[AnswerReadingState, tuple[bytes, ...], str]:
         """Return the state after ``token``; if it begins grammars, also their kinds, and their text in the token."""
         token_text = self._token_text(token)
         state_after = split_by_phase(self._tags, reading_state, token_text)[0]
@@ -233,7 +237,7 @@ class AnswerConstraint(Constraint):
             return []
         return self._thinking_end_ids[position.thinking_count - thinking_budget :]
 
-    def _thinking_start_ids(self, reading_state: ReadingState) -> list[int]:
+    def _thinking_start_ids(self, reading_state: AnswerReadingState) -> list[int]:
         """Return the ids that may begin thinking, or go on with its tag, where the grammar doesn't."""
         start_ids: list[int] = []
         begun_tag = reading_state.pending.lstrip(WHITESPACE)
@@ -254,7 +258,7 @@ class AnswerConstraint(Constraint):
                 ]
         return start_ids
 
-    def _continues_thinking_tag(self, tag: Tag, reading_state: ReadingState, token: int) -> bool:
+    def _continues_thinking_tag(self, tag: PhaseTag, reading_state: AnswerReadingState, token: int) -> bool:
         """Return whether ``token`` ends a tag of thinking, or goes on with it."""
         state_after = self._follow_token(reading_state, token)[0]
         return state_after.phase == "thinking" or (
@@ -263,7 +267,7 @@ class AnswerConstraint(Constraint):
 
     # ------------------------------------------------------------ free text
 
-    def _free_text_mask(self, reading_state: ReadingState) -> np.ndarray | None:
+    def _free_text_mask(self, reading_state: AnswerReadingState) -> np.ndarray | None:
         """Return the tokens that may follow in free text, as a mask; None for all.
 
         It leaves out tokens that would begin a text that the grammar doesn't allow, and the end of an answer that must
@@ -280,7 +284,7 @@ class AnswerConstraint(Constraint):
             )
         return self._free_masks[reading_state]
 
-    def _may_follow(self, reading_state: ReadingState, token: int) -> bool:
+    def _may_follow(self, reading_state: AnswerReadingState, token: int) -> bool:
         """Return whether ``token`` begins no grammar, or a grammar that allows it."""
         try:
             _, grammar_kinds, grammar_text = self._follow_token(reading_state, token)
@@ -290,7 +294,7 @@ class AnswerConstraint(Constraint):
         except OvspecError:
             return False
 
-    def _possible_start_ids(self, reading_state: ReadingState) -> Iterator[int]:
+    def _possible_start_ids(self, reading_state: AnswerReadingState) -> Iterator[int]:
         """Yield the ids after which the grammar may begin, and some others."""
         for tag in self._tags:
             if tag.next_phase != "calls" and not (self._covers_text and "thinking" in tag.from_phases):

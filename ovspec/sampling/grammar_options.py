@@ -63,7 +63,7 @@ def convert_answer_grammar(params: Params, answer_format: AnswerFormat) -> str |
         "format": answer_format.tools.name if answer_format.tools else "generic",
         "tools": [{"name": function["name"], "parameters": function["parameters"]} for function in allowed_functions],
         "parallel": params.parallel_tool_calls and not allowed_calls.single_call,
-        "tokens": [*answer_format.tag_ids],
+        "tokens": [*answer_format.tag_token_ids],
         "header": thinking and thinking.message_header,
         "text": thinking.text_header if thinking else "",
         "other": text_grammar,

@@ -35,7 +35,7 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def read_key_number(http_request: Request) -> int | None:
+def find_request_key_number(http_request: Request) -> int | None:
     """Return the number of the key that a request was sent with, or None."""
     return getattr(http_request.state, KEY_NUMBER, None)
 

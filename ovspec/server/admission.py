@@ -16,7 +16,7 @@ from ovspec.base.errors import OvspecError, UnavailableError
 from ovspec.engine.engine_thread import EngineThread
 from ovspec.params.serving import ServeParams
 from ovspec.protocols.bodies import RequestError
-from ovspec.server.errors import ApiError, ServerEnded, make_text_error, make_timeout_error, message_for_clients
+from ovspec.server.errors import ApiError, ServerEndedError, make_text_error, make_timeout_error, message_for_clients
 from ovspec.text.tokenizer import LONG_TEXT_CHARACTERS
 
 T = TypeVar("T")
@@ -79,16 +79,16 @@ class Admission:
                 404, f"There is no model {model_name!r:.80} here, only {quoted_names}.", "model", "model_not_found"
             )
 
-    def give_up(self) -> None:
+    def end_all_requests(self) -> None:
         """End all requests, including requests in preparation."""
         self.given_up = True
         for task in [*self._preparation_tasks]:
             task.cancel()
-        self._engine.fail_all_requests(ServerEnded())
+        self._engine.fail_all_requests(ServerEndedError())
 
     @asynccontextmanager
-    async def limit_preparation(self, arrival_time: float) -> AsyncGenerator[None]:
-        """Raise ApiError if the preparation inside takes too long, or when ``give_up`` is called."""
+    async def limit_preparation_time(self, arrival_time: float) -> AsyncGenerator[None]:
+        """Raise ApiError if the preparation inside takes too long, or when ``end_all_requests`` is called."""
         preparation_task = asyncio.current_task()
         assert preparation_task
         self._preparation_tasks.add(preparation_task)
@@ -101,7 +101,7 @@ class Admission:
             if not self.given_up:
                 raise
             preparation_task.uncancel()
-            raise make_text_error(ServerEnded(), self._lm) from None
+            raise make_text_error(ServerEndedError(), self._lm) from None
         finally:
             self._preparation_tasks.discard(preparation_task)
 
@@ -145,10 +145,10 @@ class WorkerThreads:
             raise make_text_error(error, self._lm) from None
         except OvspecError as error:
             message = message_for_clients(error, self._lm)
-            field_match = re.search(r"`([\w.]+)`", message)
-            raise ApiError(400, message, field_match and field_match[1]) from None
+            param_match = re.search(r"`([\w.]+)`", message)
+            raise ApiError(400, message, param_match and param_match[1]) from None
 
-    async def run_for_body(self, http_request: Request, function: Callable[..., T], *arguments: Any) -> T:
+    async def run_in_thread_for_body(self, http_request: Request, function: Callable[..., T], *arguments: Any) -> T:
         """Return a function's result, as ``run_in_thread`` does, with the kind of work that the request's body is."""
         return await self.run_in_thread(function, *arguments, work_kind=await choose_work_kind(http_request))
 

@@ -65,7 +65,7 @@ def make_app(context: ServerContext) -> FastAPI:
     app.router.route_class = BoundedRoute
     add_text_endpoints(app, context)
     add_model_endpoints(app, context)
-    add_state_endpoints(app, context)
+    add_monitoring_endpoints(app, context)
     add_token_endpoints(app, context)
     for error_type in (RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(error_type, handle_error)
@@ -77,7 +77,7 @@ def add_text_endpoints(app: FastAPI, context: ServerContext) -> None:
     endpoints = TextEndpoints(context)
     for path, api in TEXT_APIS.items():
         reply_description = {"model": api.reply_model, "description": "The answer.", "content": STREAM_CONTENT}
-        text_endpoint = make_endpoint(partial(endpoints.answer_request, api), api.body)
+        text_endpoint = make_text_endpoint(partial(endpoints.answer_request, api), api.body)
         app.post(
             path,
             tags=["texts"],
@@ -87,7 +87,7 @@ def add_text_endpoints(app: FastAPI, context: ServerContext) -> None:
         )(text_endpoint)
     for path, api_path in COUNT_PATHS.items():
         api = TEXT_APIS[api_path]
-        count_endpoint = make_endpoint(partial(endpoints.count_tokens, api), api.body)
+        count_endpoint = make_text_endpoint(partial(endpoints.count_tokens, api), api.body)
         app.post(
             path,
             tags=["tokens"],
@@ -122,7 +122,7 @@ def add_model_endpoints(app: FastAPI, context: ServerContext) -> None:
         )
 
 
-def add_state_endpoints(app: FastAPI, context: ServerContext) -> None:
+def add_monitoring_endpoints(app: FastAPI, context: ServerContext) -> None:
     """Add the endpoints that report the server's state."""
     lm = context.lm
 
@@ -157,7 +157,7 @@ def add_token_endpoints(app: FastAPI, context: ServerContext) -> None:
     async def run_token_request(function: Callable[[B], T], body: B, http: Request) -> T:
         context.admission.check_requested_model(body.model)
         with context.admission.admit():
-            return await context.threads.run_for_body(http, function, body)
+            return await context.threads.run_in_thread_for_body(http, function, body)
 
     @app.post("/tokenize", tags=["tokens"], summary="Return the tokens of a text or a chat.")
     async def tokenize(body: TokenizeRequest, http: Request) -> TokenizeReply:
@@ -172,7 +172,7 @@ def add_token_endpoints(app: FastAPI, context: ServerContext) -> None:
         return DetokenizeReply(prompt=text, content=text)
 
 
-def make_endpoint(function: Callable[[Any, Request], Awaitable[Any]], body: type[BaseModel]) -> Callable[..., Any]:
+def make_text_endpoint(function: Callable[[Any, Request], Awaitable[Any]], body: type[BaseModel]) -> Callable[..., Any]:
     """Return an endpoint that calls a function; FastAPI reads the type of its bodies from its signature."""
 
     async def endpoint(body: Any, http: Request) -> Any:

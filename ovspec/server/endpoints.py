@@ -20,7 +20,7 @@ from ovspec.engine.row import Row
 from ovspec.protocols.apis import TextApi, TokenCount
 from ovspec.protocols.bodies import TextRequestBody
 from ovspec.protocols.logprobs import Echo, compute_logprobs_between_rounds, make_echo
-from ovspec.protocols.reply import Reply
+from ovspec.protocols.reply import ReplyMaker
 from ovspec.protocols.requests import count_texts, may_compile_grammar
 from ovspec.server.access import STREAM_STATUS
 from ovspec.server.admission import WorkKind, choose_work_kind, run_unless_disconnected
@@ -47,12 +47,12 @@ class TextEndpoints:
         with ExitStack() as cleanup_stack:
             cleanup_stack.enter_context(admission.admit(count_texts(body)))
             admission.check_requested_model(body.model)
-            async with admission.limit_preparation(arrival_time):
+            async with admission.limit_preparation_time(arrival_time):
                 prepared = await run_unless_disconnected(
                     http_request, self._prepare_request(api, body, http_request, arrival_time)
                 )
-            if prepared.generation.request.stream:
-                reply = api.reply(prepared.generation)
+            if prepared.reply_inputs.request.stream:
+                reply = api.reply(prepared.reply_inputs)
                 events = self._stream_events(reply, prepared)
                 first_event = await run_unless_disconnected(http_request, anext(events))
                 return EventStream(first_event, events, reply, cleanup_stack.pop_all().close)
@@ -65,9 +65,11 @@ class TextEndpoints:
         admission = self._context.admission
         admission.check_requested_model(body.model)
         with admission.admit():
-            async with admission.limit_preparation(time.monotonic()):
+            async with admission.limit_preparation_time(time.monotonic()):
                 count_tokens = self._context.preparer.count_tokens
-                counting_work = self._context.threads.run_for_body(http_request, count_tokens, api, body, http_request)
+                counting_work = self._context.threads.run_in_thread_for_body(
+                    http_request, count_tokens, api, body, http_request
+                )
                 token_count = await run_unless_disconnected(http_request, counting_work)
         return TokenCount(input_tokens=token_count, **api.count_fields)
 
@@ -80,30 +82,32 @@ class TextEndpoints:
         prepared = await self._context.threads.run_in_thread(
             prepare, api, body, http_request, arrival_time, work_kind=work_kind
         )
-        if prepared.generation.request.echo:
-            prepared.generation.echoes = await self._make_echoes(prepared)
+        if prepared.reply_inputs.request.echo:
+            prepared.reply_inputs.echoes = await self._make_echoes(prepared)
         return prepared
 
     async def _make_echoes(self, prepared: PreparedRequest) -> list[Echo]:
         """Return the echo of each prompt."""
         echoes = list[Echo]()
-        generation = prepared.generation
+        reply_inputs = prepared.reply_inputs
         top_logprobs = prepared.params.logprobs
-        for prompt, row in zip(generation.request.prompts, generation.rows[:: generation.n], strict=True):
+        for prompt, row in zip(
+            reply_inputs.request.prompts, reply_inputs.rows[:: reply_inputs.texts_per_prompt], strict=True
+        ):
             prompt_ids = row.record.prompt_ids.tolist() if row.record else []
             logprobs = None
             if top_logprobs is not None:
                 logprobs_future = compute_logprobs_between_rounds(
                     self._lm, self._context.engine, prompt_ids, top_logprobs
                 )
-                logprobs = await self._await_engine(logprobs_future)
+                logprobs = await self._await_engine_result(logprobs_future)
             run_in_thread = self._context.threads.run_in_thread
             echoes.append(
                 await run_in_thread(make_echo, self._lm.tokenizer, prompt, prompt_ids, logprobs, work_kind="long")
             )
         return echoes
 
-    async def _await_engine(self, future: Future[T]) -> T:
+    async def _await_engine_result(self, future: Future[T]) -> T:
         """Return the result of work in the engine's thread; raises ApiError if it fails."""
         try:
             return await asyncio.wrap_future(future)
@@ -114,11 +118,11 @@ class TextEndpoints:
 
     async def _generate_texts(self, prepared: PreparedRequest) -> None:
         """Generate all texts of a request; again with other seeds, where ``retries`` asks for it."""
-        generation = prepared.generation
-        rows = generation.rows
-        await self._finish_rows(rows, prepared.arrival_time)
+        reply_inputs = prepared.reply_inputs
+        rows = reply_inputs.rows
+        await self._generate_rows(rows, prepared.arrival_time)
         retries = prepared.params.retries
-        if generation.request.only_prompts:
+        if reply_inputs.request.only_prompts:
             retries = 0
         for _ in range(retries):
             retry_rows = await self._make_retry_rows(prepared)
@@ -128,47 +132,47 @@ class TextEndpoints:
                 row.draft_limits = rows[index].draft_limits
                 row.sequence.owner = rows[index].sequence.owner
                 rows[index] = row
-            await self._finish_rows([*retry_rows.values()], prepared.arrival_time)
+            await self._generate_rows([*retry_rows.values()], prepared.arrival_time)
         self._record_metrics(prepared)
 
     async def _make_retry_rows(self, prepared: PreparedRequest) -> dict[int, Row]:
         """Return new rows for the texts that break their schema, by index."""
-        generation = prepared.generation
-        results = [row.result() for row in generation.rows]
-        retry_arguments = self._lm.runtime, generation.request.prompts, prepared.params, results, True
-        async with self._context.admission.limit_preparation(prepared.arrival_time):
+        reply_inputs = prepared.reply_inputs
+        results = [row.result() for row in reply_inputs.rows]
+        retry_arguments = self._lm.runtime, reply_inputs.request.prompts, prepared.params, results, True
+        async with self._context.admission.limit_preparation_time(prepared.arrival_time):
             return await self._context.threads.run_in_thread(make_retry_rows, *retry_arguments, work_kind="grammars")
 
-    async def _finish_rows(self, rows: list[Row], arrival_time: float) -> None:
+    async def _generate_rows(self, rows: list[Row], arrival_time: float) -> None:
         """Generate rows whose pieces aren't streamed."""
         async with aclosing(generate_pieces(self._context, rows, arrival_time)) as piece_batches:
             async for _ in piece_batches:
                 pass
         for row in rows:
-            await self._judge_row(row)
+            await self._validate_row_in_thread(row)
 
-    async def _judge_row(self, row: Row) -> None:
+    async def _validate_row_in_thread(self, row: Row) -> None:
         """Judge an ended text in a thread, so that other requests go on; ``row.result`` is quick after it."""
         if row.sampler.constraints.find_errors:
             await self._context.threads.run_in_thread(row.result, work_kind="grammars")
 
     def _make_whole_response(self, prepared: PreparedRequest) -> Response:
-        results = [row.result() for row in prepared.generation.rows]
-        reply = prepared.api.reply(prepared.generation).whole_reply(results)
+        results = [row.result() for row in prepared.reply_inputs.rows]
+        reply = prepared.api.reply(prepared.reply_inputs).whole_reply(results)
         return Response(reply.model_dump_json(exclude_unset=True), media_type="application/json")
 
     # ------------------------------------------------------------ streams
 
-    async def _stream_events(self, reply: Reply, prepared: PreparedRequest) -> AsyncGenerator[bytes]:
+    async def _stream_events(self, reply: ReplyMaker, prepared: PreparedRequest) -> AsyncGenerator[bytes]:
         unsent_events = [*reply.first_events()]
-        rows = prepared.generation.rows
+        rows = prepared.reply_inputs.rows
         async with aclosing(generate_pieces(self._context, rows, prepared.arrival_time)) as piece_batches:
             async for pieces in piece_batches:
                 if not pieces:
                     unsent_events += reply.keep_alive_events()
                 for index, piece in pieces:
                     if piece.finish_reason:
-                        await self._judge_row(rows[index])
+                        await self._validate_row_in_thread(rows[index])
                     unsent_events += reply.piece_events(index, piece)
                 for event in unsent_events:
                     yield format_event(event)
@@ -179,8 +183,8 @@ class TextEndpoints:
 
     def _record_metrics(self, prepared: PreparedRequest) -> None:
         metrics = self._context.metrics
-        generation = prepared.generation
-        prompt_stats = [row.stats for row in generation.rows[:: generation.n]]
+        reply_inputs = prepared.reply_inputs
+        prompt_stats = [row.stats for row in reply_inputs.rows[:: reply_inputs.texts_per_prompt]]
         metrics.prompt_tokens.inc(sum(stats.prompt_tokens for stats in prompt_stats))
         metrics.cached_tokens.inc(sum(stats.cached_tokens for stats in prompt_stats))
         metrics.new_prompts.inc(sum(not stats.cached_tokens for stats in prompt_stats))
@@ -199,7 +203,7 @@ class EventStream(StreamingResponse):
     media_type = "text/event-stream"
 
     def __init__(
-        self, first_event: bytes, events: AsyncGenerator[bytes], reply: Reply, on_end: Callable[[], None]
+        self, first_event: bytes, events: AsyncGenerator[bytes], reply: ReplyMaker, on_end: Callable[[], None]
     ) -> None:
         super().__init__(events, headers={"Cache-Control": "no-cache"})
         self._first_event = first_event
@@ -260,7 +264,7 @@ async def generate_pieces(
     job = Job(rows, deliver_pieces)
     unfinished_rows = len(rows)
     last_piece_times = dict[int, float]()  # by index of the row
-    deadlines = Deadlines(context, arrival_time)
+    deadlines = RequestDeadlines(context, arrival_time)
     engine.submit(job)
     try:
         while unfinished_rows:
@@ -285,7 +289,7 @@ async def generate_pieces(
             engine.cancel_job(job)
 
 
-class Deadlines:
+class RequestDeadlines:
     """The times at which a request must have begun and ended; ``arrival_time``: the time of its arrival."""
 
     def __init__(self, context: ServerContext, arrival_time: float) -> None:

@@ -18,7 +18,7 @@ LINGER_SECONDS = 5.0  # that a client may go on sending a body that isn't read
 PYTHON_ONLY_ADVICE = ", or a Path for a file"  # in a message on a grammar
 
 
-class ServerEnded(OvspecError):
+class ServerEndedError(OvspecError):
     """The server ends before a request does."""
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ def make_prompt_error(error: PromptError, lm: LanguageModel, field: str) -> ApiE
 def make_text_error(error: OvspecError, lm: LanguageModel) -> ApiError:
     """Return the error for a request whose text has failed."""
     status = 422
-    if isinstance(error, (ServerEnded, UnavailableError)):
+    if isinstance(error, (ServerEndedError, UnavailableError)):
         status = 503
     elif isinstance(error, InferenceError):
         status = 500

@@ -108,7 +108,7 @@ def send_in_slices(app: ASGIApp) -> ASGIApp:
     return app_in_slices
 
 
-def raise_file_limit() -> None:
+def raise_open_file_limit() -> None:
     """Let this process open a file for each connection, if the system allows it."""
     try:
         import resource
@@ -122,7 +122,7 @@ def raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (file_limit, hard_limit))
 
 
-def uvicorn_config(app: ASGIApp) -> uvicorn.Config:
+def make_uvicorn_config(app: ASGIApp) -> uvicorn.Config:
     """Return the configuration of uvicorn for ``app``."""
     return uvicorn.Config(
         send_in_slices(app) if sys.platform == "win32" else app,

@@ -8,7 +8,7 @@ from ovspec.protocols.apis import BODY_TYPES
 from ovspec.protocols.bodies import NOT_SUPPORTED
 from ovspec.protocols.chat.bodies import StreamOptions
 from ovspec.protocols.errors import AnthropicErrorBody, OpenAIErrorBody
-from ovspec.protocols.parsing import fields_of_other_requests
+from ovspec.protocols.parsing import map_foreign_fields_to_paths
 from ovspec.server.errors import is_anthropic_path
 
 ERROR_DESCRIPTIONS: dict[int | str, str] = {
@@ -44,6 +44,6 @@ def make_openapi_document(app: FastAPI) -> dict[str, Any]:
     for body_type in (*BODY_TYPES.values(), StreamOptions):
         schema = schemas[body_type.__name__]
         schema["additionalProperties"] = not app.state.strict_fields
-        for field in sorted(fields_of_other_requests(body_type)):
+        for field in sorted(map_foreign_fields_to_paths(body_type)):
             schema["properties"][field] = {"type": "null", "description": NOT_SUPPORTED}
     return document

@@ -16,12 +16,12 @@ from ovspec.params import Params, refuse_retries_in_stream
 from ovspec.params.serving import ServeParams
 from ovspec.protocols.apis import TextApi
 from ovspec.protocols.chat.reply import new_reply_identity
-from ovspec.protocols.reply import Generation
+from ovspec.protocols.reply import ReplyInputs
 from ovspec.protocols.requests import IgnoredNames, TextRequest
-from ovspec.server.access import add_ignored_names, read_key_number
+from ovspec.server.access import add_ignored_names, find_request_key_number
 from ovspec.server.admission import MAX_TEXTS
 from ovspec.server.errors import ApiError, make_prompt_error
-from ovspec.text.infill import NO_FIM_ERROR, Infill
+from ovspec.text.infill import NO_FIM_ERROR, InfillPrompt
 
 # Limits of a request.
 MAX_STOPS = 64
@@ -36,7 +36,7 @@ class PreparedRequest:
     api: TextApi
     params: Params
     arrival_time: float
-    generation: Generation
+    reply_inputs: ReplyInputs
 
 
 class RequestPreparer:
@@ -64,13 +64,15 @@ class RequestPreparer:
         for row in rows:
             row.draft_limits = draft_limits
             if row.sequence.owner is None and not self._options.share_prefixes:
-                row.sequence.owner = read_key_number(http_request)
+                row.sequence.owner = find_request_key_number(http_request)
             if request.echo and request.only_prompts:
                 row.finish_reason = "length"
                 row.stats.cached_tokens = 0
-        limit_row_lengths(self._lm, self._engine.max_cache_tokens, request, rows)
+        enforce_row_limits(self._lm, self._engine.max_cache_tokens, request, rows)
         reply_identity = new_reply_identity(api.id_prefix, self._model_name)
-        return PreparedRequest(api, params, arrival_time, Generation(self._lm.tokenizer, reply_identity, request, rows))
+        return PreparedRequest(
+            api, params, arrival_time, ReplyInputs(self._lm.tokenizer, reply_identity, request, rows)
+        )
 
     def count_tokens(self, api: TextApi, body: BaseModel, http_request: Request) -> int:
         """Return the number of tokens of a request's prompt."""
@@ -85,7 +87,7 @@ class RequestPreparer:
 
     def read_request(self, api: TextApi, body: BaseModel, http_request: Request) -> TextRequest:
         """Return the request in a body; reports the fields that it ignores."""
-        request = replace(api.read_body(body), context=self._lm.target.ir.context_length)
+        request = replace(api.read_body(body), model_context_length=self._lm.target.ir.context_length)
         options = request.overrides.values
         ignored_names = dict.fromkeys(request.ignored)
         template_variables = options.get("chat_template_kwargs")
@@ -176,10 +178,10 @@ def count_required_characters(prompt: Any, request: TextRequest) -> int:
     match prompt:
         case str():
             return len(prompt)
-        case Infill():
+        case InfillPrompt():
             return prompt.needed_characters
         case _:
-            return request.chat_size if request.is_chat else 0
+            return request.chat_character_count if request.is_chat else 0
 
 
 def make_draft_limits(lm: LanguageModel, request: TextRequest, params: Params) -> DraftLimits:
@@ -202,7 +204,7 @@ def make_draft_limits(lm: LanguageModel, request: TextRequest, params: Params) -
     return DraftLimits(requested_drafters, params.lookahead_limit)
 
 
-def limit_row_lengths(lm: LanguageModel, max_tokens: int, request: TextRequest, rows: list[Row]) -> None:
+def enforce_row_limits(lm: LanguageModel, max_tokens: int, request: TextRequest, rows: list[Row]) -> None:
     """Let texts end where memory ends, as they do where the context ends: agents ask for the most of any model.
 
     Raises:

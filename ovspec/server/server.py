@@ -26,7 +26,7 @@ from ovspec.server.access import ACCESS_LOG, AccessMiddleware, is_loopback
 from ovspec.server.admission import Admission
 from ovspec.server.app import make_app
 from ovspec.server.context import ServerContext
-from ovspec.server.http_protocol import raise_file_limit, uvicorn_config
+from ovspec.server.http_protocol import make_uvicorn_config, raise_open_file_limit
 from ovspec.text.generation_config import format_sampling
 
 # The engine's thread must not wait for the 5 ms that Python grants other threads.
@@ -34,7 +34,7 @@ THREAD_SWITCH_SECONDS = 0.0005
 KEY_VARIABLE = "OVSPEC_API_KEY"
 
 
-def read_keys(key_file: Path | None) -> list[str]:
+def read_api_keys(key_file: Path | None) -> list[str]:
     """Return the keys that clients may use: in ``key_file``, or in OVSPEC_API_KEY."""
     key_lines = read_text(key_file).splitlines() if key_file else [os.environ.get(KEY_VARIABLE, "")]
     keys = [key_line.strip() for key_line in key_lines if key_line.strip()]
@@ -48,7 +48,7 @@ def read_keys(key_file: Path | None) -> list[str]:
     return keys
 
 
-def check_options(options: ServeParams, keys: list[str]) -> None:
+def check_option_combinations(options: ServeParams, keys: list[str]) -> None:
     """Raise OvspecError for options that can't be combined, before a model is loaded."""
     if not is_loopback(options.host) and not keys and not options.insecure:
         raise OvspecError(
@@ -95,7 +95,7 @@ class DrainingServer(uvicorn.Server):
                 f"waiting for {request_count} request{'s' * (request_count > 1)} to end; another signal ends them"
             )
         elif self._signal_count == 2:
-            self._admission.give_up()
+            self._admission.end_all_requests()
         elif self._signal_count > 2:
             end_process(1)
 
@@ -125,9 +125,9 @@ def serve(
 
     guarded_app = AccessMiddleware(api_app, keys, not keys and not options.insecure, count_request)
     log_to_stderr()
-    raise_file_limit()
+    raise_open_file_limit()
     try:
-        server = DrainingServer(uvicorn_config(guarded_app), context.admission, make_greeting(context, listener))
+        server = DrainingServer(make_uvicorn_config(guarded_app), context.admission, make_greeting(context, listener))
         asyncio.run(server.serve(sockets=[listener]))
     finally:
         engine.stop(timeout_s=2.0)

@@ -35,7 +35,7 @@ from ovspec.setup.exactness import (
 )
 from ovspec.setup.paging import PagedCheck, check_paged, compile_paged
 from ovspec.setup.rollback_probing import load_or_probe_rollback
-from ovspec.text.vocabulary import ALL_IDS, KnownIds
+from ovspec.text.vocabulary import ALL_IDS, KnownTokenIds
 
 EngineName = Literal["stateful", "paged"]
 EngineChoice = Literal["auto", "stateful", "paged"]
@@ -86,7 +86,7 @@ class CompiledModel:
         return self.arithmetic_note == "exact" or not may_use_gpu(self.ir.device)
 
     def make_decoder(
-        self, vocabulary: KnownIds = ALL_IDS, feed_rule: FeedRule | None = None, shares_blocks: bool = False
+        self, vocabulary: KnownTokenIds = ALL_IDS, feed_rule: FeedRule | None = None, shares_blocks: bool = False
     ) -> Decoder:
         """Return a decoder with its own infer request and KV cache; ``feed_rule`` replaces the model's.
 

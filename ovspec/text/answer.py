@@ -26,14 +26,14 @@ TOOL_NAME_IN_CALL = r"(?P<name>[A-Za-z0-9_.-]+)(?=[^A-Za-z0-9_.-])"
 
 
 @dataclass(frozen=True)
-class Tag:
+class PhaseTag:
     """A text that leads from one of the phases ``from_phases`` to ``next_phase``. Calls begin with their tag."""
 
     text: str
     from_phases: tuple[Phase, ...]
     next_phase: Phase
 
-    def rest_of_text(self, text: str, tag_start: int) -> str:
+    def text_after_tag(self, text: str, tag_start: int) -> str:
         """Return the rest of ``text`` after this tag, which begins at ``tag_start``; a tag of calls belongs to it."""
         if self.next_phase != "calls":
             tag_start += len(self.text)
@@ -51,16 +51,16 @@ class ThinkingFormat:
 
     open: str
     close: str
-    further_tags: tuple[Tag, ...] = ()
+    further_tags: tuple[PhaseTag, ...] = ()
     message_header: str = ""
     text_header: str = ""
 
     @property
-    def tags(self) -> tuple[Tag, ...]:
+    def tags(self) -> tuple[PhaseTag, ...]:
         phase_after_thinking: Phase = "between" if self.message_header else "after"
         return (
-            Tag(self.open, ("start", "after", "between"), "thinking"),
-            Tag(self.close, ("thinking",), phase_after_thinking),
+            PhaseTag(self.open, ("start", "after", "between"), "thinking"),
+            PhaseTag(self.close, ("thinking",), phase_after_thinking),
             *self.further_tags,
         )
 
@@ -70,10 +70,10 @@ HARMONY_THINKING = ThinkingFormat(
     "<|channel|>analysis<|message|>",
     "<|end|>",
     (
-        Tag("<|channel|>final<|message|>", HEADER_PHASES, "text"),
-        Tag("<|channel|>commentary<|message|>", HEADER_PHASES, "text"),
-        Tag("<|end|>", ("text",), "between"),
-        Tag("<|start|>assistant", ("start",), "between"),
+        PhaseTag("<|channel|>final<|message|>", HEADER_PHASES, "text"),
+        PhaseTag("<|channel|>commentary<|message|>", HEADER_PHASES, "text"),
+        PhaseTag("<|end|>", ("text",), "between"),
+        PhaseTag("<|start|>assistant", ("start",), "between"),
     ),
     message_header="<|start|>assistant",
     text_header="<|channel|>final<|message|>",
@@ -105,14 +105,16 @@ def detect_thinking_format(template_source: str) -> ThinkingFormat | None:
 # ---------------------------------------------------------------- phases
 
 
-class ReadingState(NamedTuple):
+class AnswerReadingState(NamedTuple):
     """Where an answer is. ``pending``: its last text, which may begin a tag or be white space before one."""
 
     phase: Phase = "start"
     pending: str = ""
 
 
-def split_by_phase(tags: Sequence[Tag], state: ReadingState, text: str) -> tuple[ReadingState, list[tuple[Phase, str]]]:
+def split_by_phase(
+    tags: Sequence[PhaseTag], state: AnswerReadingState, text: str
+) -> tuple[AnswerReadingState, list[tuple[Phase, str]]]:
     """Return the state after ``text``, and what is now known of it: (phase, text) pairs.
 
     White space around tags is gone.
@@ -128,7 +130,7 @@ def split_by_phase(tags: Sequence[Tag], state: ReadingState, text: str) -> tuple
                 trimmed_text = pending.lstrip(WHITESPACE)  # only here: some tags begin with white space themselves
             matching_tags = [tag for tag in possible_tags if trimmed_text.startswith(tag.text)]
             if tag := max(matching_tags, key=lambda tag: len(tag.text), default=None):
-                pending = tag.rest_of_text(trimmed_text, 0)
+                pending = tag.text_after_tag(trimmed_text, 0)
                 phase = tag.next_phase
             elif not trimmed_text or any(tag.text.startswith(trimmed_text) for tag in possible_tags):
                 break
@@ -143,7 +145,7 @@ def split_by_phase(tags: Sequence[Tag], state: ReadingState, text: str) -> tuple
         if tag_matches:
             tag_start, _, tag = min(tag_matches, key=lambda match: match[:2])
             phase_parts.append((phase, pending[:tag_start].rstrip(WHITESPACE)))
-            pending = tag.rest_of_text(pending, tag_start)
+            pending = tag.text_after_tag(pending, tag_start)
             phase = tag.next_phase
             continue
         text_end = find_unfinished_tag(pending, possible_tags)
@@ -153,12 +155,12 @@ def split_by_phase(tags: Sequence[Tag], state: ReadingState, text: str) -> tuple
     if phase == "calls":
         phase_parts.append((phase, pending))
         pending = ""
-    return ReadingState(phase, pending), [
+    return AnswerReadingState(phase, pending), [
         phase_part for phase_part in phase_parts if phase_part[1] and phase_part[0] != "between"
     ]
 
 
-def find_unfinished_tag(text: str, tags: Collection[Tag]) -> int:
+def find_unfinished_tag(text: str, tags: Collection[PhaseTag]) -> int:
     """Return where the end of ``text`` begins that may turn out to be a tag with white space before it."""
     if not tags:
         return len(text)
@@ -188,7 +190,7 @@ class AnswerFormat:
     added_tokens: Mapping[str, int] = field(default_factory=dict)
 
     @functools.cached_property
-    def tag_ids(self) -> dict[str, int]:
+    def tag_token_ids(self) -> dict[str, int]:
         """The tokens that are tags or parts of them: text -> id."""
         tag_texts: list[str] = []
         if self.thinking:
@@ -202,36 +204,42 @@ class AnswerFormat:
         }
 
     @functools.cached_property
-    def tag_marks(self) -> dict[int, str]:
+    def mark_by_token_id(self) -> dict[int, str]:
         """The character that stands for each of these tokens, by id."""
-        return {token_id: chr(FIRST_MARK_CODEPOINT + index) for index, token_id in enumerate(self.tag_ids.values())}
+        return {
+            token_id: chr(FIRST_MARK_CODEPOINT + index) for index, token_id in enumerate(self.tag_token_ids.values())
+        }
 
     @property
-    def tags(self) -> list[Tag]:
+    def tags(self) -> list[PhaseTag]:
         """All tags, with characters for tokens."""
-        tags: list[Tag] = []
+        tags: list[PhaseTag] = []
         if self.thinking:
             tags += self.thinking.tags
         if not self.calls_after_text:  # an answer that isn't free has thinking only before it
-            tags = [Tag(tag.text, ("start",), tag.next_phase) if tag.next_phase == "thinking" else tag for tag in tags]
+            tags = [
+                PhaseTag(tag.text, ("start",), tag.next_phase) if tag.next_phase == "thinking" else tag for tag in tags
+            ]
         if self.tools:
             from_phases: tuple[Phase, ...] = ("start", "after", "between")
             if self.calls_after_text and self.tools.calls_within_text:
                 from_phases += ("text",)
             for trigger in self.tools.triggers:
                 for tool_name in self.tool_names if "{NAME}" in trigger else ("",):
-                    tags.append(Tag(trigger.replace("{NAME}", tool_name), from_phases, "calls"))
-        return [Tag(self.mark_tokens(tag.text), tag.from_phases, tag.next_phase) for tag in tags]
+                    tags.append(PhaseTag(trigger.replace("{NAME}", tool_name), from_phases, "calls"))
+        return [PhaseTag(self.mark_tokens(tag.text), tag.from_phases, tag.next_phase) for tag in tags]
 
     def mark_tokens(self, text: str) -> str:
         """Return ``text`` with characters for tokens."""
-        for token_text in sorted(self.tag_ids, key=len, reverse=True):
-            text = text.replace(token_text, self.tag_marks[self.tag_ids[token_text]])
+        for token_text in sorted(self.tag_token_ids, key=len, reverse=True):
+            text = text.replace(token_text, self.mark_by_token_id[self.tag_token_ids[token_text]])
         return text
 
     def spell_marks(self, text: str) -> str:
         """Return ``text`` with tokens spelt out."""
-        token_texts = {self.tag_marks[token_id]: token_text for token_text, token_id in self.tag_ids.items()}
+        token_texts = {
+            self.mark_by_token_id[token_id]: token_text for token_text, token_id in self.tag_token_ids.items()
+        }
         if not any(map(is_token_mark, text)):
             return text
         return "".join(token_texts.get(character, character) for character in text)
@@ -283,10 +291,10 @@ class AnswerReader:
     ) -> None:
         self._format = answer_format
         self._tags = answer_format.tags
-        self._reading_state = ReadingState(answer_format.first_phase)
+        self._reading_state = AnswerReadingState(answer_format.first_phase)
         self._id_key = id_key
         self._has_thought = False  # whether thinking has begun: white space before it is gone
-        self._call_reader = CallReader(answer_format, string_parameters or {}) if answer_format.tools else None
+        self._call_reader = ToolCallReader(answer_format, string_parameters or {}) if answer_format.tools else None
         self.calls: list[ToolCall] = []  # whole ones, or cut off where the text was
 
     @property
@@ -296,18 +304,18 @@ class AnswerReader:
     def push(self, text: str, content: AnswerContent) -> None:
         """Add the content of ``text`` to ``content``."""
         self._reading_state, phase_parts = split_by_phase(self._tags, self._reading_state, text)
-        self._add_parts(phase_parts, content)
+        self._add_phase_texts(phase_parts, content)
 
     def flush(self, content: AnswerContent) -> None:
         """Add the pending text at the end of the answer, where a tag might have come, to ``content``."""
         phase, pending = self._reading_state
-        self._reading_state = ReadingState(phase)
+        self._reading_state = AnswerReadingState(phase)
         if phase == "thinking":
-            self._add_parts([(phase, pending.rstrip(WHITESPACE))], content)
+            self._add_phase_texts([(phase, pending.rstrip(WHITESPACE))], content)
         elif phase in ("start", "text"):
-            self._add_parts([("text", pending)], content)
+            self._add_phase_texts([("text", pending)], content)
 
-    def _add_parts(self, phase_parts: list[tuple[Phase, str]], content: AnswerContent) -> None:
+    def _add_phase_texts(self, phase_parts: list[tuple[Phase, str]], content: AnswerContent) -> None:
         for phase, phase_text in phase_parts:
             if phase == "thinking":
                 if not self._has_thought:
@@ -335,7 +343,7 @@ class AnswerReader:
         return f"call_{digest}"
 
 
-class CallReader:
+class ToolCallReader:
     """Reads calls piece by piece. They follow the grammar of their format, but may be cut off anywhere."""
 
     def __init__(self, answer_format: AnswerFormat, string_parameters: Mapping[str, Collection[str]]) -> None:

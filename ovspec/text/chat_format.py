@@ -81,7 +81,7 @@ class CallStyle:
     arguments_as_text: bool = False
     null_content: bool = False
 
-    def apply(self, messages: list[Message]) -> list[Message]:
+    def restyle_calls(self, messages: list[Message]) -> list[Message]:
         """Return messages, in which arguments are objects or can't be read, in this style."""
         styled_messages: list[Message] = []
         for message in messages:
@@ -98,7 +98,7 @@ class CallStyle:
 
 def write_arguments_as_text(call: JsonObject) -> JsonObject:
     """Return a call with its arguments as a JSON text."""
-    if has_unparsed_arguments(call):
+    if has_unparsable_arguments(call):
         return call
     return replace_arguments(call, json.dumps(call["function"]["arguments"], ensure_ascii=False))
 
@@ -107,7 +107,7 @@ def replace_arguments(call: JsonObject, arguments: JsonValue) -> JsonObject:
     return {**call, "function": {**call["function"], "arguments": arguments}}
 
 
-def has_unparsed_arguments(call: JsonObject) -> bool:
+def has_unparsable_arguments(call: JsonObject) -> bool:
     """Return whether the arguments of a call are a text that is no object."""
     return isinstance(call["function"]["arguments"], str)
 
@@ -131,7 +131,7 @@ class ChatFormat:
     @functools.cached_property
     def _detected_format(self) -> tuple[ToolFormat, CallStyle]:
         """The tool format, and how the template wants messages with calls."""
-        tool_format, call_style = detect_tool_format(self.template)
+        tool_format, call_style = detect_tool_format_and_style(self.template)
         if self._tool_format_name:
             tool_format = TOOL_FORMATS_BY_NAME[self._tool_format_name]
         return tool_format, call_style
@@ -152,7 +152,9 @@ class ChatFormat:
         tool_format, call_style = self._detected_format
         calls = [replace_arguments(call, CUT_OFF_ARGUMENTS) for call in PROBE_CHAT[1]["tool_calls"]]
         chat = [PROBE_CHAT[0], {**PROBE_CHAT[1], "tool_calls": calls}, *PROBE_CHAT[2:]]
-        return CUT_OFF_ARGUMENTS in render_or_empty(self.template, call_style.apply(tool_format.adapt_messages(chat)))
+        return CUT_OFF_ARGUMENTS in render_or_empty(
+            self.template, call_style.restyle_calls(tool_format.adapt_messages(chat))
+        )
 
     @functools.cached_property
     def _opens_after_thinking(self) -> bool:
@@ -207,9 +209,9 @@ class ChatFormat:
             order_tool_results(list(map(normalize_message, messages))), tool_format.id_length
         )
         calls = [call for message in messages for call in message.get("tool_calls", ())]
-        if any(map(has_unparsed_arguments, calls)) and not self._takes_text_arguments:
-            messages = list(map(wrap_unparsed_arguments, messages))
-        messages = call_style.apply(tool_format.adapt_messages(messages))
+        if any(map(has_unparsable_arguments, calls)) and not self._takes_text_arguments:
+            messages = list(map(wrap_unparsable_arguments, messages))
+        messages = call_style.restyle_calls(tool_format.adapt_messages(messages))
         if tools and tool_format.template_has_tools and tool_format.tools_variable in self.template.variables:
             template_variables[tool_format.tools_variable] = list(tools)
             try:
@@ -312,7 +314,7 @@ class ChatFormat:
         return {switch: effort != "none" for switch in THINKING_SWITCHES if switch in known_variables}
 
 
-def detect_tool_format(template: ChatTemplate) -> tuple[ToolFormat, CallStyle]:
+def detect_tool_format_and_style(template: ChatTemplate) -> tuple[ToolFormat, CallStyle]:
     """Return the tool format of a template, and the style in which it takes calls.
 
     The template renders two calls; what comes out shows how the model writes them.
@@ -325,7 +327,7 @@ def detect_tool_format(template: ChatTemplate) -> tuple[ToolFormat, CallStyle]:
         (PROBE_CHAT, [PROBE_CALLS]),
         (split_calls(PROBE_CHAT), [[call] for call in PROBE_CALLS]),
     ):
-        renderings = {style: render_or_empty(template, style.apply(probe_chat)) for style in CALL_STYLES}
+        renderings = {style: render_or_empty(template, style.restyle_calls(probe_chat)) for style in CALL_STYLES}
         for tool_format in TOOL_FORMATS:
             if (
                 tool_format.template_marks
@@ -410,11 +412,11 @@ def normalize_call(call: JsonValue) -> JsonObject:
         problem = f"messages: the id of a call of {function['name']:.80} must be a string"
         raise PromptError(f"{problem}; append the `message` of a result.")
     return replace_arguments(
-        {**call, "type": "function", "function": function}, parse_arguments(function.get("arguments"))
+        {**call, "type": "function", "function": function}, parse_call_arguments(function.get("arguments"))
     )
 
 
-def parse_arguments(arguments: JsonValue) -> JsonValue:
+def parse_call_arguments(arguments: JsonValue) -> JsonValue:
     """Return arguments as an object, or as a text where they are none: a call that was cut off has such ones."""
     parsed_arguments = arguments
     with contextlib.suppress(ValueError, RecursionError):
@@ -429,10 +431,12 @@ def parse_arguments(arguments: JsonValue) -> JsonValue:
     return json.dumps(arguments, ensure_ascii=False, default=str)
 
 
-def wrap_unparsed_arguments(message: Message) -> Message:
+def wrap_unparsable_arguments(message: Message) -> Message:
     """Return a message whose calls have objects as arguments, around those that are none."""
     calls = [
-        replace_arguments(call, {"arguments": call["function"]["arguments"]}) if has_unparsed_arguments(call) else call
+        replace_arguments(call, {"arguments": call["function"]["arguments"]})
+        if has_unparsable_arguments(call)
+        else call
         for call in message.get("tool_calls", ())
     ]
     if not calls:

@@ -33,7 +33,7 @@ UNSUPPORTED_SETTINGS = {"no_repeat_ngram_size": 0, "min_length": 0} | dict.fromk
 
 
 @dataclass(frozen=True)
-class GenerationFile:
+class GenerationConfigFile:
     """What ovspec applies of a ``generation_config.json``."""
 
     bos_token_id: TokenId | None = None
@@ -49,7 +49,7 @@ class GenerationConfig:
 
     def __init__(self, folder: Path, config: ModelConfig, tokenizer: Tokenizer) -> None:
         self._config_file = folder / GENERATION_CONFIG_FILE
-        self.settings = read_dataclass(GenerationFile, self._config_file)
+        self.settings = read_dataclass(GenerationConfigFile, self._config_file)
         self._model_config = config
         self._tokenizer = tokenizer
         config_json = read_json(self._config_file)

@@ -13,7 +13,7 @@ from ovspec.base.errors import PromptError
 
 
 @dataclass(frozen=True)
-class FimFamily:
+class FimTokenNames:
     """How a family of models calls its tokens.
 
     prefix, suffix, middle: what comes before each part; a family whose prompt ends with the prefix has no ``middle``.
@@ -42,29 +42,29 @@ class FimFamily:
 
 FIM_FAMILIES = (
     # Qwen2.5-Coder and later, CodeGemma
-    FimFamily(
+    FimTokenNames(
         "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|repo_name|>", "<|file_sep|>",
         ("<|fim_pad|>", "<|file_separator|>"),
     ),
     # StarCoder 2
-    FimFamily("<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<repo_name>", "<file_sep>", ("<fim_pad>",)),
+    FimTokenNames("<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<repo_name>", "<file_sep>", ("<fim_pad>",)),
     # StarCoder, Granite
-    FimFamily("<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<reponame>", "<filename>", ("<fim_pad>",)),
+    FimTokenNames("<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<reponame>", "<filename>", ("<fim_pad>",)),
     # SantaCoder
-    FimFamily("<fim-prefix>", "<fim-suffix>", "<fim-middle>", end_names=("<fim-pad>",)),
+    FimTokenNames("<fim-prefix>", "<fim-suffix>", "<fim-middle>", end_names=("<fim-pad>",)),
     # Code Llama, in both spellings
-    FimFamily("▁<PRE>", "▁<SUF>", "▁<MID>", end_names=("▁<EOT>",)),
-    FimFamily("<PRE>", "<SUF>", "<MID>", end_names=("<EOT>",)),
+    FimTokenNames("▁<PRE>", "▁<SUF>", "▁<MID>", end_names=("▁<EOT>",)),
+    FimTokenNames("<PRE>", "<SUF>", "<MID>", end_names=("<EOT>",)),
     # DeepSeek Coder
-    FimFamily("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
+    FimTokenNames("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
     # Codestral
-    FimFamily("[PREFIX]", "[SUFFIX]", None, end_names=("[MIDDLE]",), suffix_first=True),
+    FimTokenNames("[PREFIX]", "[SUFFIX]", None, end_names=("[MIDDLE]",), suffix_first=True),
     # GLM 4
-    FimFamily("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),
+    FimTokenNames("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),
     # Seed-Coder
-    FimFamily("<[fim-prefix]>", "<[fim-suffix]>", "<[fim-middle]>", suffix_first=True),
+    FimTokenNames("<[fim-prefix]>", "<[fim-suffix]>", "<[fim-middle]>", suffix_first=True),
     # Falcon-H1 Coder
-    FimFamily("<|prefix|>", "<|suffix|>", "<|middle|>"),
+    FimTokenNames("<|prefix|>", "<|suffix|>", "<|middle|>"),
 )  # fmt: skip
 # Further tokens that end a middle, in models whose configs may name only one of them.
 COMMON_END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "<end_of_turn>")
@@ -78,8 +78,8 @@ CHUNK_SEPARATOR = "\n\n--- snippet ---\n\n"
 
 
 @dataclass(frozen=True)
-class FimTokens:
-    """The ids of a vocabulary's FIM tokens, and of all that ``end`` a text; see ``FimFamily``."""
+class FimTokenIds:
+    """The ids of a vocabulary's FIM tokens, and of all that ``end`` a text; see ``FimTokenNames``."""
 
     prefix: int
     suffix: int
@@ -91,7 +91,7 @@ class FimTokens:
     fim_names: tuple[str, ...]  # of the tokens that only infilling uses
 
 
-def find_fim_tokens(token_ids: Mapping[str, int]) -> FimTokens | None:
+def find_fim_tokens(token_ids: Mapping[str, int]) -> FimTokenIds | None:
     """Return the FIM tokens among ``token_ids``, name -> id, or None; of several families that with most."""
     matching_families = [
         fim_family for fim_family in FIM_FAMILIES if all(name in token_ids for name in fim_family.required_names)
@@ -100,7 +100,7 @@ def find_fim_tokens(token_ids: Mapping[str, int]) -> FimTokens | None:
         return None
     best_family = max(matching_families, key=lambda fim_family: sum(name in token_ids for name in fim_family.all_names))
     present_names = [name for name in best_family.all_names if name in token_ids]
-    return FimTokens(
+    return FimTokenIds(
         prefix=token_ids[best_family.prefix],
         suffix=token_ids[best_family.suffix],
         middle=token_ids.get(best_family.middle or ""),
@@ -120,7 +120,7 @@ class FileChunk(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Infill:
+class InfillPrompt:
     """A prompt for the text between ``prefix`` and ``suffix``.
 
     file_chunks: parts of other files; those that don't fit are left out, the first of them first.
@@ -142,7 +142,7 @@ class Infill:
         return len(self.prefix) + len(self.suffix) + len(self.beginning)
 
 
-class EncodePart(Protocol):
+class PartEncoder(Protocol):
     """Encodes a part of a prompt without special tokens; ``at_text_start``: as the beginning of a text."""
 
     def __call__(self, text: str, at_text_start: bool = False) -> np.ndarray: ...
@@ -156,7 +156,7 @@ class InfillTokens(NamedTuple):
 
 
 def encode_infill(
-    infill: Infill, fim: FimTokens | None, encode: EncodePart, prefix_ids: Sequence[int], max_tokens: float
+    infill: InfillPrompt, fim: FimTokenIds | None, encode: PartEncoder, prefix_ids: Sequence[int], max_tokens: float
 ) -> InfillTokens:
     """Return the prompt in llama.cpp's layout; raises PromptError if the vocabulary has no FIM tokens.
 
@@ -191,7 +191,7 @@ def encode_infill(
     return InfillTokens(np.array([*prompt_ids, *beginning_ids], dtype=np.int64), len(prompt_ids))
 
 
-def trim_chunks(infill: Infill, max_characters: float) -> Infill:
+def trim_chunks(infill: InfillPrompt, max_characters: float) -> InfillPrompt:
     """Return a prompt without the first chunks that make it longer than so many characters."""
     # What separates chunks takes at least a token.
     chunk_sizes = itertools.accumulate(len(file_chunk.text) + 1 for file_chunk in reversed(infill.file_chunks))

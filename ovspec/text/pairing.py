@@ -39,13 +39,13 @@ def check_same_vocabulary(target: Path, draft: Path) -> None:
     """
     vocabularies = [read_dataclass(TokenizerFile, folder / TOKENIZER_FILE).tokens_by_id() for folder in (target, draft)]
     difference = (
-        describe_id_differences(*vocabularies) if all(vocabularies) else describe_split_difference(target, draft)
+        describe_id_differences(*vocabularies) if all(vocabularies) else describe_tokenization_difference(target, draft)
     )
     if difference:
         raise OvspecError(f"{draft} cannot draft for {target}: {difference}; choose a draft with the same tokenizer.")
 
 
-def describe_split_difference(target: Path, draft: Path) -> str | None:
+def describe_tokenization_difference(target: Path, draft: Path) -> str | None:
     """Describe how two folders' OpenVINO tokenizers differ on ``SAMPLE_TEXTS``; None if they agree."""
     target_tokenizer = Tokenizer(target)
     draft_tokenizer = Tokenizer(draft)

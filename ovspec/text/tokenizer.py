@@ -19,7 +19,7 @@ from ovspec.ir.compile import check_weights, last_error_line
 from ovspec.ir.device import openvino_core
 from ovspec.text.infill import FIM_TOKEN_NAMES, find_fim_tokens
 from ovspec.text.tokenizer_files import TOKENIZER_FILE, DecodingStep, TokenizerFile
-from ovspec.text.vocabulary import make_known_ids
+from ovspec.text.vocabulary import make_known_token_ids
 
 LONG_TEXT_CHARACTERS = 100_000  # characters of a text that takes more than some milliseconds to encode
 # A text may have this many times the characters that its tokens spell, because a normaliser may shorten it.
@@ -105,7 +105,7 @@ class Tokenizer:
         self.added_tokens = {token.content: token.id for token in tokenizer_file.added_tokens}
         self.vocabulary = make_byte_vocabulary(tokenizer_file)
         tokens_by_id = tokenizer_file.tokens_by_id()
-        self.known_ids = make_known_ids(tokens_by_id)
+        self.known_ids = make_known_token_ids(tokens_by_id)
         self.fim_tokens = find_fim_tokens(
             {
                 token_text: token_index
@@ -157,7 +157,7 @@ class Tokenizer:
 
         Unless ``at_text_start``, the text is the continuation of another one, as in ``encode_continuation``.
         """
-        cut_positions = [0, *(name.start() + 1 for name in self._special_names.finditer(text)), len(text)]
+        cut_positions = [0, *(name.start() + 1 for name in self._special_name_pattern.finditer(text)), len(text)]
         text_parts = [text[part_start:part_end] for part_start, part_end in itertools.pairwise(cut_positions)]
         encoded_parts: list[np.ndarray] = []
         if at_text_start:
@@ -165,7 +165,7 @@ class Tokenizer:
         return np.concatenate([*encoded_parts, *map(self.encode_continuation, text_parts)])
 
     @functools.cached_property
-    def _special_names(self) -> re.Pattern[str]:
+    def _special_name_pattern(self) -> re.Pattern[str]:
         """Finds where the names of special and FIM tokens begin."""
         special_names = {name.decode() for name in self._special_token_bytes.values()}
         if self.fim_tokens:
@@ -212,14 +212,14 @@ class Tokenizer:
         """Return whether ``text`` has the name of a special token, as what a chat template writes does."""
         return any(name in text.encode() for name in self._special_token_bytes.values())
 
-    def make_detokenizer(self, marks: Mapping[int, str] | None = None) -> Detokenizer:
-        """Return a new detokenizer; ``marks``: token id -> what it adds to the text instead of its own."""
+    def make_detokenizer(self, mark_by_token_id: Mapping[int, str] | None = None) -> Detokenizer:
+        """Return a new detokenizer; ``mark_by_token_id``: what tokens add to the text instead of their own."""
         if self.vocabulary:
-            return ByteDetokenizer(self.vocabulary, marks)
-        return WindowDetokenizer(self._window_model.create_infer_request())
+            return ByteDetokenizer(self.vocabulary, mark_by_token_id)
+        return WindowDetokenizer(self._detokenizer_model.create_infer_request())
 
     @functools.cached_property
-    def _window_model(self) -> ov.CompiledModel:
+    def _detokenizer_model(self) -> ov.CompiledModel:
         return compile_tokenizer(require_present(self.folder) / "openvino_detokenizer.xml")
 
     def _encode(self, text: str) -> np.ndarray:
@@ -238,15 +238,15 @@ class Tokenizer:
 class ByteDetokenizer:
     """Turns tokens into text one at a time, never returning half a character, by their bytes."""
 
-    def __init__(self, vocabulary: list[bytes | None], marks: Mapping[int, str] | None = None) -> None:
+    def __init__(self, vocabulary: list[bytes | None], mark_by_token_id: Mapping[int, str] | None = None) -> None:
         self._vocabulary = vocabulary
-        self._marks = marks or {}
+        self._mark_by_token_id = mark_by_token_id or {}
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token: int, skipped_bytes: int = 0) -> str:
         """Return the text that ``token`` completes, possibly empty, without the token's first ``skipped_bytes``."""
-        if token in self._marks:
-            return self.flush() + self._marks[token]
+        if token in self._mark_by_token_id:
+            return self.flush() + self._mark_by_token_id[token]
         return self._utf8.decode(look_up_bytes(self._vocabulary, token)[skipped_bytes:])
 
     def flush(self) -> str:

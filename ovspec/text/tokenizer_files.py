@@ -55,14 +55,14 @@ class TokenizerFile:
         """Return id -> token for every token, spelt as in the file."""
         vocab = self.model.vocab
         if isinstance(vocab, dict):
-            tokens = {index: piece for piece, index in vocab.items()}
+            tokens = {token_id: piece for piece, token_id in vocab.items()}
         else:
-            tokens = {index: piece for index, (piece, _) in enumerate(vocab)}
+            tokens = {token_id: piece for token_id, (piece, _) in enumerate(vocab)}
         return tokens | {token.id: token.content for token in self.added_tokens}
 
 
 @dataclass(frozen=True)
-class NamedTemplate:
+class NamedChatTemplate:
     name: str
     template: str
 
@@ -71,7 +71,7 @@ class NamedTemplate:
 class TokenizerConfig:
     """A ``tokenizer_config.json``; it may hold one chat template or several with names."""
 
-    chat_template: str | list[NamedTemplate] | dict[str, str] | None = None
+    chat_template: str | list[NamedChatTemplate] | dict[str, str] | None = None
 
     @property
     def chat_templates(self) -> dict[str, str]:

@@ -9,7 +9,7 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class KnownIds:
+class KnownTokenIds:
     """The ids that have a token: those below ``size``, except ``missing_ids`` (n,). A ``size`` of None: all ids.
 
     Logits are often wider, padded to a round number; an id of the padding must never be generated.
@@ -42,16 +42,16 @@ class KnownIds:
         return (ids < 0) | np.isin(ids, self.missing_ids) | (ids >= (self.size or np.iinfo(np.int64).max))
 
 
-ALL_IDS = KnownIds()
+ALL_IDS = KnownTokenIds()
 
 
-def make_known_ids(ids: Iterable[int]) -> KnownIds:
-    """Return the KnownIds for the ids that have a token; with none given, nothing is known and every id is allowed."""
+def make_known_token_ids(ids: Iterable[int]) -> KnownTokenIds:
+    """Return the KnownTokenIds for ids that have a token; with none given, nothing is known and every id is allowed."""
     present_ids = np.unique(np.fromiter(ids, dtype=np.int64))
     if not len(present_ids):
         return ALL_IDS
     size = int(present_ids[-1]) + 1
-    return KnownIds(size, np.setdiff1d(np.arange(size), present_ids))
+    return KnownTokenIds(size, np.setdiff1d(np.arange(size), present_ids))
 
 
 def describe_id_differences(first_vocabulary: dict[int, str], second_vocabulary: dict[int, str]) -> str | None:

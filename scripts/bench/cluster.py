@@ -82,9 +82,9 @@ class Nobody:
     """A worker that needs no time."""
 
     def load_worker_model(self) -> Any:
-        from ovspec.batch.ray.worker import Reference
+        from ovspec.batch.ray.worker import ReferenceArithmetic
 
-        return Reference("", "nobody", "", [])
+        return ReferenceArithmetic("", "nobody", "", [])
 
     def run_requests(self, requests: list[Any]) -> list[dict[str, Any]]:
         return [ANSWER | {"id": request.id} for request in requests]

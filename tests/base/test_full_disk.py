@@ -20,7 +20,7 @@ from ovspec.batch.ray.shipment import create_folder_once
 from ovspec.batch.requests import make_prompt_request
 from ovspec.batch.resumable_run import BatchProgress, run_file
 from ovspec.cli import main
-from ovspec.cli.batch import BatchReport
+from ovspec.cli.batch import BatchProgressPrinter
 from ovspec.params import make_params
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="limits files as POSIX systems do")
@@ -98,7 +98,7 @@ def test_a_full_device_for_stdout_or_stderr(
         patched.setattr(sys, "stderr", full)
         print_note("a line")
         patched.setattr(sys.modules["ovspec.cli.batch"], "PROGRESS_INTERVAL", -1.0)
-        BatchReport().update(BatchProgress(2, 0, done=1))
+        BatchProgressPrinter().update(BatchProgress(2, 0, done=1))
         try:
             full.close()
         except OSError as error:

@@ -24,7 +24,7 @@ from ovspec.params import make_params
 
 pytest.importorskip("pyarrow", reason="needs the extra ovspec[ray]")
 
-from ovspec.batch.folder import BatchFile, find_files, join_path, read_file_requests, write_results
+from ovspec.batch.folder import BatchFile, find_batch_files, join_path, read_file_requests, write_results
 
 
 def prompts(count: int) -> list[BatchRequest]:
@@ -103,7 +103,7 @@ def test_what_is_read_of_a_folder(tmp_path: Path) -> None:
     for name in ("a.jsonl", "b/c d.txt", "b/e.parquet", ".hidden/f.jsonl", "_temporary.jsonl", "notes.md"):
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).write_text('"import os"\n', encoding="utf-8")
-    _, files = find_files(str(source), str(tmp_path / "out"), overwrite=False)
+    _, files = find_batch_files(str(source), str(tmp_path / "out"), overwrite=False)
     assert [Path(file.results_path).relative_to(tmp_path / "out").as_posix() for file in files] == [
         "a.jsonl",
         "b/c d.txt.jsonl",
@@ -119,10 +119,10 @@ def test_what_is_read_of_a_folder(tmp_path: Path) -> None:
         (source, "nosuch://bucket/out", "nosuch://bucket/out: "),
     ):
         with pytest.raises(OvspecError, match=sentence):
-            find_files(str(given), str(output), overwrite=False)
-    assert len(find_files(str(source), str(tmp_path / "there"), overwrite=True)[1]) == 3
+            find_batch_files(str(given), str(output), overwrite=False)
+    assert len(find_batch_files(str(source), str(tmp_path / "there"), overwrite=True)[1]) == 3
     (tmp_path / "there.partial").mkdir()
-    assert len(find_files(str(source), str(tmp_path / "there"), overwrite=False)[1]) == 3, "to be continued"
+    assert len(find_batch_files(str(source), str(tmp_path / "there"), overwrite=False)[1]) == 3, "to be continued"
     for name, data in (("x.parquet", b"no parquet"), ("x.jsonl", b"\xff\xff")):
         with pytest.raises(OvspecError, match=name):
             read_file_requests(name, data)

@@ -58,7 +58,7 @@ from ovspec.batch.ray.deaths import describe_death
 from ovspec.batch.ray.pool import GROUPS_IN_FLIGHT, RESTARTS_PER_WORKER, WorkerPool
 from ovspec.batch.ray.predictor import Predictor
 from ovspec.batch.ray.shipment import Shipment
-from ovspec.batch.ray.worker import Reference, Worker
+from ovspec.batch.ray.worker import ReferenceArithmetic, Worker
 from ovspec.batch.requests import BatchRequest, make_prompt_request, read_requests
 from ovspec.batch.resumable_run import BatchProgress, run_file
 from ovspec.drafting.choice import parse_draft
@@ -147,7 +147,9 @@ def test_options_reach_the_workers(
     given: list[Any] = []
     monkeypatch.setattr(driver, "ship_folder", lambda folder: Shipment(folder, "", []))
     monkeypatch.setattr(
-        driver, "load_first_worker", lambda *first: given.extend(first) or Reference("", "kind", "", [])
+        driver,
+        "find_reference_arithmetic",
+        lambda *first: given.extend(first) or ReferenceArithmetic("", "kind", "", []),
     )
 
     def pool(_: Any, *more: Any) -> Any:
@@ -210,7 +212,9 @@ def test_folders_go_to_folders_and_an_interrupted_run_goes_on(
         monkeypatch.setattr("ovspec.batch.ray.worker.record_signals", lambda _: None)
         monkeypatch.setattr("ovspec.batch.ray.worker.pin_actor", lambda: None)
         monkeypatch.setattr(driver, "start_worker", lambda job, reference, _, number: Worker(job, reference, number))
-        monkeypatch.setattr(driver, "load_first_worker", lambda job, _: Worker(job, None, 0).load_worker_model())
+        monkeypatch.setattr(
+            driver, "find_reference_arithmetic", lambda job, _: Worker(job, None, 0).load_worker_model()
+        )
         monkeypatch.setattr(driver, "WorkerPool", Here)
         monkeypatch.setattr("ovspec.batch.ray.worker.load", loaded)
     source, output = tmp_path / "in", tmp_path / "out"
@@ -353,9 +357,9 @@ def test_the_predictor_answers_the_rows_of_a_dataset(pair: Path) -> None:
 
 
 def test_progress_says_how_many_workers_are_loading() -> None:
-    from ovspec.cli.batch import BatchReport
+    from ovspec.cli.batch import BatchProgressPrinter
 
-    report = BatchReport()
+    report = BatchProgressPrinter()
     assert report.describe_progress(BatchProgress(0, 0, worker_count=2, loading_workers=2)) == "2 workers: loading …"
     assert report.describe_progress(BatchProgress(9, 0, done=4, worker_count=2, loading_workers=1)).endswith(
         "2 workers (1 loading)"
@@ -552,9 +556,9 @@ def test_workers_that_all_die_while_they_load_stop_the_run() -> None:
 @pytest.mark.usefixtures("cluster")
 def test_progress_goes_on_while_workers_load() -> None:
     class Slow:
-        def load_worker_model(self) -> Reference:
+        def load_worker_model(self) -> ReferenceArithmetic:
             time.sleep(2.5)
-            return Reference("", "kind", "", [])
+            return ReferenceArithmetic("", "kind", "", [])
 
         def run_requests(self, requests: list[BatchRequest]) -> list[dict[str, Any]]:
             return [{} for _ in requests]

@@ -29,7 +29,7 @@ from ovspec.api.verify import result_from_json
 from ovspec.batch.partial_results import PartialResults, result_fingerprint
 from ovspec.batch.requests import make_prompt_request, parse_line, read_requests, to_chat_request
 from ovspec.batch.resumable_run import make_run_identity, run_file
-from ovspec.cli.batch import BatchReport
+from ovspec.cli.batch import BatchProgressPrinter
 from ovspec.params import make_params
 from ovspec.params.generation import GENERATE_OPTIONS
 
@@ -366,7 +366,7 @@ def test_the_time_left_falls_as_work_is_done(
     """On a clock by which a round takes a second. Of texts that differ, the short ones end first and mislead."""
     now, told = 0, list[int]()
     monkeypatch.setattr(sys.modules["ovspec.cli.batch"], "time", SimpleNamespace(monotonic=lambda: now))
-    report = BatchReport()
+    report = BatchProgressPrinter()
 
     def note(progress: Any) -> None:
         nonlocal now

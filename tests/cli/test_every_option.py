@@ -23,7 +23,7 @@ from serving_options import LOADING, SERVING
 from test_options_of_tools import OTHERS_OF_EXPORT, TO_COMPRESSION, TO_DISTILL, TO_EXPORT
 
 from ovspec.cli import COMMANDS, cli
-from ovspec.cli.options import fill_flag_value
+from ovspec.cli.options import fill_missing_flag_value
 from ovspec.params.loading import RUNTIME_OPTIONS
 
 FOLDER = Path()  # of the small pair, which loads sooner than the demo pair; ``run`` sets it
@@ -396,7 +396,7 @@ def test_devices(run: Callable[..., Outcome]) -> None:
 
 def test_flags_that_take_a_value_or_none() -> None:
     def fill(*arguments: str) -> list[str]:
-        return fill_flag_value([*arguments], "--stats", "short", lambda value: value == "full")
+        return fill_missing_flag_value([*arguments], "--stats", "short", lambda value: value == "full")
 
     assert fill() == []
     assert fill("--", "--stats") == ["--", "--stats"]

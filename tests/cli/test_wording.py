@@ -12,7 +12,7 @@ import pytest
 from conftest import ROOT
 
 import ovspec
-from ovspec.cli import cli, options_to_flags
+from ovspec.cli import cli, replace_option_names_by_flags
 
 MESSAGES = {
     "`overwrite` or `overwrite=True`": "`overwrite` or `overwrite=True`",  # not an option of this command
@@ -26,8 +26,8 @@ MESSAGES = {
 def test_options_become_flags() -> None:
     context: Any = None
     command = cli.get_command(context, "generate")
-    assert {message: options_to_flags(message, command) for message in MESSAGES} == MESSAGES
-    assert options_to_flags("`draft`") == "`draft`", "no command runs"
+    assert {message: replace_option_names_by_flags(message, command) for message in MESSAGES} == MESSAGES
+    assert replace_option_names_by_flags("`draft`") == "`draft`", "no command runs"
 
 
 def test_no_message_of_the_library_names_a_flag() -> None:

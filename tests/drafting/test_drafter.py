@@ -33,7 +33,7 @@ from ovspec.drafting.lookup import (
 from ovspec.sampling.samplers import GreedySampler
 from ovspec.setup.engine_choice import EngineName
 from ovspec.setup.model_folders import resolve_draft
-from ovspec.text.generation_config import GenerationFile
+from ovspec.text.generation_config import GenerationConfigFile
 
 Load = Callable[..., ovspec.LanguageModel]
 TOKENS = 32
@@ -344,7 +344,9 @@ def test_generation_config_penalties_are_applied(load: Load, monkeypatch: pytest
     lm = load()
     expected = lm.generate(PROMPTS[0], max_tokens=16, repetition_penalty=1.5, logit_bias={34: -np.inf}).token_ids
     monkeypatch.setattr(
-        lm.generation_config, "settings", GenerationFile(repetition_penalty=1.5, suppress_tokens=[34], eos_token_id=0)
+        lm.generation_config,
+        "settings",
+        GenerationConfigFile(repetition_penalty=1.5, suppress_tokens=[34], eos_token_id=0),
     )
     assert lm.generate(PROMPTS[0], max_tokens=16).token_ids == expected
     assert lm.generate(PROMPTS[0], max_tokens=16, repetition_penalty=1.0).token_ids != expected

@@ -20,7 +20,7 @@ import ovspec
 from ovspec.api.model import LanguageModel
 from ovspec.api.verify import record_as_json, result_from_json
 from ovspec.engine.row import IndentationFilter, StopStringFilter
-from ovspec.text.generation_config import GenerationFile
+from ovspec.text.generation_config import GenerationConfigFile
 
 Load = Callable[..., LanguageModel]
 
@@ -248,7 +248,7 @@ def test_every_id_of_an_eos_list_ends_the_text(load: Load, monkeypatch: pytest.M
 def test_defaults_come_from_the_generation_config(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     lm = load()
     assert lm.generation_config.eos_ids == {0, 2}
-    monkeypatch.setattr(lm.generation_config, "settings", GenerationFile(eos_token_id=0, max_new_tokens=5))
+    monkeypatch.setattr(lm.generation_config, "settings", GenerationConfigFile(eos_token_id=0, max_new_tokens=5))
     assert lm.generate(PROMPTS[0]).stats.generated_tokens <= 5
 
 
@@ -324,7 +324,7 @@ def test_an_empty_prompt_begins_with_bos(load: Load, monkeypatch: pytest.MonkeyP
     assert lm.generate("", max_tokens=4, ignore_eos=True).token_ids == (
         lm.generate([0], max_tokens=4, ignore_eos=True).token_ids
     )
-    monkeypatch.setattr(lm.generation_config, "settings", GenerationFile())
+    monkeypatch.setattr(lm.generation_config, "settings", GenerationConfigFile())
     with pytest.raises(ovspec.OvspecError, match="prompt is empty"):
         lm.generate("")
 

@@ -12,7 +12,7 @@ from conftest import PROMPTS, Reference
 import ovspec
 from ovspec.api.model import LanguageModel
 from ovspec.engine.scoring import MAX_LOGITS_PER_INFERENCE, MAX_TEXTS_PER_INFERENCE, group_texts_by_inference
-from ovspec.text.generation_config import GenerationFile
+from ovspec.text.generation_config import GenerationConfigFile
 
 Load = Callable[..., LanguageModel]
 OPTIONS = ["self", "None", "os.path.join(", "import", "x", "x1", "return not name"]
@@ -141,7 +141,7 @@ def test_an_empty_session_begins_with_the_models_own_token(
         assert score.token_ids == tokens
         np.testing.assert_allclose(score.logprobs, expected_logprobs(reference, [0, *tokens], 1), atol=1e-3)
         assert session.tokens == []
-        monkeypatch.setattr(lm.generation_config, "settings", GenerationFile())
+        monkeypatch.setattr(lm.generation_config, "settings", GenerationConfigFile())
         with pytest.raises(ovspec.OvspecError, match="no BOS token to start from"):
             session.score("import os")
 

@@ -35,7 +35,7 @@ from click.testing import CliRunner
 import ovspec, ovspec.params
 from ovspec.cli import cli
 from ovspec.cli.generate import generate
-from ovspec.cli.options import split_options
+from ovspec.cli.options import split_load_and_generate_options
 from ovspec.batch.requests import parse_line
 from ovspec.protocols.chat.bodies import CompletionBody
 from ovspec.protocols.chat.request import read_chat_or_completion
@@ -53,7 +53,8 @@ for wrong in (2.0, "loud"):
 for command in ("generate", "chat", "batch"):
     assert "--loudness FLOAT" in CliRunner().invoke(cli, [command, "--help"]).output
 context = generate.make_context("generate", ["--loudness", "0.7", "x"])
-assert split_options({"loudness": context.params["loudness"]})[1].recorded_options() == {"loudness": 0.7}
+params = split_load_and_generate_options({"loudness": context.params["loudness"]})[1]
+assert params.recorded_options() == {"loudness": 0.7}
 assert CliRunner().invoke(cli, ["generate", "x", "--loudness", "2"]).exit_code == 2
 for name in ("loudness", "volume"):
     line = parse_line(json.dumps({"prompt": "a", name: 0.7}), "1")

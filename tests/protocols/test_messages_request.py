@@ -21,10 +21,10 @@ from ovspec.params.tool_formats import TOOL_FORMATS_BY_NAME
 from ovspec.protocols.bodies import MAX_NAMED_FIELDS, RequestError
 from ovspec.protocols.errors import RequestFailure
 from ovspec.protocols.messages.body import MESSAGES_FIELDS_WITHOUT_EFFECT, MessagesRequest
-from ovspec.protocols.messages.reply import MessageReply, parse_partial_arguments
+from ovspec.protocols.messages.reply import MessageReplyMaker, parse_partial_arguments
 from ovspec.protocols.messages.request import BILLING_HEADER, read_messages_request
 from ovspec.protocols.parsing import drop_unknown_fields, validate_body
-from ovspec.protocols.reply import Generation
+from ovspec.protocols.reply import ReplyInputs
 from ovspec.protocols.requests import TextRequest
 from ovspec.server.endpoints import format_event
 from ovspec.text.answer import HARMONY_THINKING, THINKING_FORMATS, AnswerContent, AnswerFormat, AnswerReader
@@ -123,7 +123,7 @@ CHATS: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
 def test_messages_become_those_of_chat_templates(body: dict[str, Any], chat: list[dict[str, Any]]) -> None:
     request = read(**body)
     assert request.prompts == [chat] and request.kind == "message" and not request.ignored
-    assert request.chat_size >= sum(len(message["content"]) for message in chat)
+    assert request.chat_character_count >= sum(len(message["content"]) for message in chat)
 
 
 def test_the_billing_header_is_left_out() -> None:
@@ -362,7 +362,7 @@ FIELDS = [
 )
 def test_whatever_is_sent_is_read_or_refused(messages: Any, more: dict[str, Any]) -> None:
     with contextlib.suppress(RequestError):
-        assert read(messages=messages, **more).chat_size >= 0
+        assert read(messages=messages, **more).chat_character_count >= 0
 
 
 # ---------------------------------------------------------------- answers
@@ -396,10 +396,10 @@ def answered(format: AnswerFormat, raw: str, cuts: list[int], cut_off: bool) -> 
     return pieces, Result(said[0], [], ended, STATS, thinking=said[1], tool_calls=reader.calls)
 
 
-def reply_to(request: TextRequest, result: Result) -> MessageReply:
+def reply_to(request: TextRequest, result: Result) -> MessageReplyMaker:
     row: Any = SimpleNamespace(stats=result.stats, result=lambda: result)
     tokenizer: Any = None
-    return MessageReply(Generation(tokenizer, HEAD, request, [row], []))
+    return MessageReplyMaker(ReplyInputs(tokenizer, HEAD, request, [row], []))
 
 
 def streamed(pieces: list[Piece], result: Result, request: TextRequest = PLAIN) -> list[Any]:

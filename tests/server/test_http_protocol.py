@@ -19,19 +19,19 @@ import uvicorn
 from servers import wait_until
 from starlette.responses import Response
 
-from ovspec.protocols.reply import Reply
+from ovspec.protocols.reply import ReplyMaker
 from ovspec.server import body_limits, errors, http_protocol
 from ovspec.server.access import AccessMiddleware
 from ovspec.server.body_limits import BoundedRequest
 from ovspec.server.endpoints import EventStream
 from ovspec.server.errors import ApiError, make_error_response
-from ovspec.server.http_protocol import raise_file_limit, uvicorn_config
+from ovspec.server.http_protocol import make_uvicorn_config, raise_open_file_limit
 
 HEAD = b"GET / HTTP/1.1\r\nHost: localhost\r\n"
 POST = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 10\r\n\r\n"
 
 
-class FailingReply(Reply):
+class FailingReply(ReplyMaker):
     """Only makes the event of a failure."""
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class Served:
         self.statuses = list[int]()
         guarded = AccessMiddleware(app, [], True, lambda _, status: self.statuses.append(status))
         self._socket = socket.create_server(("127.0.0.1", 0))
-        self._server = uvicorn.Server(uvicorn_config(guarded))
+        self._server = uvicorn.Server(make_uvicorn_config(guarded))
         self._thread = threading.Thread(target=lambda: self._server.run(sockets=[self._socket]), daemon=True)
         self._thread.start()
 
@@ -275,7 +275,7 @@ def test_files_for_all_connections() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (512, before[1]))
     try:
-        raise_file_limit()
+        raise_open_file_limit()
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)

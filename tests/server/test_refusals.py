@@ -25,7 +25,7 @@ from ovspec.api.verify import result_from_json
 from ovspec.base.errors import OvspecError
 from ovspec.cli import cli
 from ovspec.server.body_limits import MAX_BODY_BYTES
-from ovspec.server.server import open_socket, read_keys
+from ovspec.server.server import open_socket, read_api_keys
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 TEXT = {"prompt": "a"}
@@ -428,10 +428,10 @@ def test_two_servers_that_start_at_the_same_time() -> None:
 def test_a_key_that_no_client_could_send(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "keys").write_text("plain\nschlüssel\n", encoding="utf-8")
     with pytest.raises(OvspecError, match=r"keys: .*ASCII"):
-        read_keys(tmp_path / "keys")
+        read_api_keys(tmp_path / "keys")
     monkeypatch.setenv("OVSPEC_API_KEY", "schlüssel")
     with pytest.raises(OvspecError, match=r"OVSPEC_API_KEY: .*ASCII"):
-        read_keys(None)
+        read_api_keys(None)
 
 
 def test_several_keys_and_a_shared_index(command: Command, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from conftest import PROMPTS
 from servers import DEMO, Running, StartHere
 
 from ovspec.protocols.apis import BODY_TYPES
-from ovspec.protocols.bodies import MAX_NAMED_FIELDS, ChatEnding, RequestError
+from ovspec.protocols.bodies import MAX_NAMED_FIELDS, ChatEndingFields, RequestError
 from ovspec.protocols.chat.bodies import ChatRequest, CompletionRequest
 from ovspec.protocols.parsing import validate_body
 from ovspec.protocols.tokenize import TokenizeRequest
@@ -26,7 +26,7 @@ from ovspec.protocols.unsupported import (
 from ovspec.server.access import IGNORED_HEADER, MAX_LOGGED_FIELDS
 
 CHAT: Any = [{"role": "user", "content": "Hi"}]
-OF_CHATS = ChatEnding.model_fields  # which take these
+OF_CHATS = ChatEndingFields.model_fields  # which take these
 TEXT: dict[str, Any] = {"prompt": PROMPTS[0], "max_tokens": 12}
 GIVEN: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", {"messages": CHAT, "max_tokens": 3}),
@@ -106,7 +106,7 @@ def test_what_cannot_be_had_is_refused_unless_it_asks_for_nothing(name: str) -> 
     bodies = bodies * (name not in REFUSED_TOKENIZE_FIELDS) + [(TokenizeRequest, {"prompt": "a"})] * (
         name not in REFUSED_TEXT_FIELDS
     )
-    bodies = [(body, given) for body, given in bodies if not (name in OF_CHATS and issubclass(body, ChatEnding))]
+    bodies = [(body, given) for body, given in bodies if not (name in OF_CHATS and issubclass(body, ChatEndingFields))]
     for body, given in bodies:
         for value in (*values, None):
             assert validate_body({**given, name: value}, body)

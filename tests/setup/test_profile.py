@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import ovspec.setup.profile
 from ovspec.base.files import write_cached
 from ovspec.cache.decoder import FeedRule
-from ovspec.cli.tune import format_report
+from ovspec.cli.tune import format_tuning_report
 from ovspec.ir.device import DeviceOptions, make_compile_properties
 from ovspec.setup.exactness import Exactness
 from ovspec.setup.profile import (
@@ -128,14 +128,14 @@ def test_a_draft_must_not_change_the_text_for_a_little_speed(invariance: float) 
 
 def test_the_table_says_what_the_probe_found() -> None:
     found = replace(profile(measured(FAST, step=5)), exactness={2: Exactness(None, 1836, 3)})
-    said = "\n".join(format_report("target", DEMO, found))
+    said = "\n".join(format_tuning_report("target", DEMO, found))
     differ = "3 of 1836 probed positions differ from one pass over their text"
     assert f"exact arithmetic, 2 threads: no rule found; {differ}" in said and "price" not in said
     found = replace(found, exactness={1: Exactness(STRICT, 1836, 0)}, price=1.07)
-    said = "\n".join(format_report("target", DEMO, found))
+    said = "\n".join(format_tuning_report("target", DEMO, found))
     assert f"exact arithmetic, 1 thread: {STRICT}; 0 of 1836 probed positions differ" in said
     assert "price of exact arithmetic: a token takes 1.07x the time of fast arithmetic" in said
-    assert "probed" not in "\n".join(format_report("target", DEMO, profile(measured(FAST, step=5))))
+    assert "probed" not in "\n".join(format_tuning_report("target", DEMO, profile(measured(FAST, step=5))))
 
 
 def test_goals() -> None:

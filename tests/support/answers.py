@@ -123,7 +123,7 @@ class Answers:
     def read(self, tokens: Sequence[int], pieces: int = 1) -> tuple[AnswerContent, AnswerReader]:
         """Return what an answer says."""
         said, reader = AnswerContent(), AnswerReader(self.format, self._made[1])
-        detokenizer = ByteDetokenizer(self.vocabulary.spelt, self.format.tag_marks)
+        detokenizer = ByteDetokenizer(self.vocabulary.spelt, self.format.mark_by_token_id)
         text = "".join(map(detokenizer.push, tokens)) + detokenizer.flush()
         for at in range(0, len(text), pieces):
             reader.push(text[at : at + pieces], said)

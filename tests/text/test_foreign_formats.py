@@ -186,7 +186,7 @@ def read_tokens(
     added = {token.content: token.id for token in file.added_tokens}
     names = tuple(name for name, _ in CALLS)
     answer_format = AnswerFormat(TOOL_FORMATS_BY_NAME[format], thinking, names, added_tokens=added)
-    detokenizer = ByteDetokenizer(vocabulary, answer_format.tag_marks)
+    detokenizer = ByteDetokenizer(vocabulary, answer_format.mark_by_token_id)
     reader, said = AnswerReader(answer_format, id_key=b"1"), AnswerContent()
     for token in tokens:
         reader.push(detokenizer.push(token), said)

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from ovspec.base.errors import PromptError
-from ovspec.text.infill import FileChunk, FimTokens, Infill, encode_infill, find_fim_tokens, trim_chunks
+from ovspec.text.infill import FileChunk, FimTokenIds, InfillPrompt, encode_infill, find_fim_tokens, trim_chunks
 from ovspec.text.tokenizer import Tokenizer
 
 FIRST = 0x200000  # above all characters, whose own ids are their numbers
 BOS = FIRST - 1
-INFILL = Infill("def f():\n", "\nend", (FileChunk("x = 1\n", "a.py"), FileChunk("y\n")), "  ret")
+INFILL = InfillPrompt("def f():\n", "\nend", (FileChunk("x = 1\n", "a.py"), FileChunk("y\n")), "  ret")
 EXTRA = "--- snippet ---"
 
 
@@ -29,7 +29,7 @@ def encode(text: str, at_text_start: bool = False) -> np.ndarray:
     return np.array([ord(each) for each in "_" * at_text_start + text], dtype=np.int64)
 
 
-def written(ids: dict[str, int], infill: Infill = INFILL, room: float = 1e9) -> str:
+def written(ids: dict[str, int], infill: InfillPrompt = INFILL, room: float = 1e9) -> str:
     """Return the prompt that a vocabulary makes, spelt."""
     names = {number: name for name, number in ids.items()} | {BOS: "<s>"}
     made = encode_infill(infill, find_fim_tokens(ids), encode, [BOS], room)
@@ -149,7 +149,7 @@ def test_the_tokens_are_found_in_the_whole_vocabulary(pair: Path, tmp_path: Path
     content["model"]["vocab"] |= {name: size + n for n, name in enumerate(("▁<PRE>", "▁<SUF>", "▁<MID>"))}
     file.write_text(json.dumps(content), encoding="utf-8")
     found = Tokenizer(tmp_path / "model").fim_tokens
-    assert isinstance(found, FimTokens) and (found.prefix, found.suffix, found.middle) == (size, size + 1, size + 2)
+    assert isinstance(found, FimTokenIds) and (found.prefix, found.suffix, found.middle) == (size, size + 1, size + 2)
 
 
 def test_many_chunks_are_left_out_at_once() -> None:

@@ -12,7 +12,7 @@ from families import GROUPED, VOCAB, Family
 from family_models import export
 
 import ovspec
-from ovspec.text.vocabulary import ALL_IDS, make_known_ids
+from ovspec.text.vocabulary import ALL_IDS, make_known_token_ids
 
 PROMPT = [*range(100, 112)]
 TOKENS = 40
@@ -71,12 +71,12 @@ def test_ids_without_a_token_never_come_out(tmp_path: Path, cache_dir: Path) -> 
 
 
 def test_known_ids() -> None:
-    known = make_known_ids([0, 1, 4, 6])
+    known = make_known_token_ids([0, 1, 4, 6])
     assert (known.size, known.missing_ids.tolist()) == (7, [2, 3, 5])
     restricted = known.restrict_logits(np.zeros((2, 9), dtype=np.float32))
     assert np.isneginf(restricted).tolist() == [[False, False, True, True, False, True, False]] * 2
     assert known.restrict_logits(np.zeros((1, 3), dtype=np.float32)).shape == (1, 3)
     assert known.first_unknown(np.array([1, 4, 5, 9])) == 5
     assert known.first_unknown(np.array([0, 6])) is None
-    assert make_known_ids([]) is ALL_IDS
+    assert make_known_token_ids([]) is ALL_IDS
     assert ALL_IDS.first_unknown(np.array([3, -1])) == -1

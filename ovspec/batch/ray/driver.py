@@ -16,14 +16,14 @@ from ray.exceptions import RayError, RayTaskError
 from ovspec.base.errors import OvspecError
 from ovspec.base.json_types import JsonObject
 from ovspec.base.progress import show_step
-from ovspec.batch.folder import delete_partial_results, find_files, read_file_requests
+from ovspec.batch.folder import delete_partial_results, find_batch_files, read_file_requests
 from ovspec.batch.groups import RequestGroup, ResultCollector, make_groups
 from ovspec.batch.ray.deaths import describe_death
 from ovspec.batch.ray.errors import plain_ray_errors
 from ovspec.batch.ray.nodes import plan_workers
 from ovspec.batch.ray.pool import GROUPS_IN_FLIGHT, MEMORY_ADVICE, WorkerPool
 from ovspec.batch.ray.shipment import ship_folder
-from ovspec.batch.ray.worker import Reference, Worker, WorkerJob
+from ovspec.batch.ray.worker import ReferenceArithmetic, Worker, WorkerJob
 from ovspec.batch.requests import BatchRequest
 from ovspec.batch.resumable_run import BatchProgress
 from ovspec.params import Params
@@ -58,7 +58,7 @@ def run_on_cluster(
     Raises OvspecError if nothing can be read or written, a worker fails or computes other bits than the first one, or
     all have died.
     """
-    filesystem, files = find_files(source if isinstance(source, str) else None, output, overwrite)
+    filesystem, files = find_batch_files(source if isinstance(source, str) else None, output, overwrite)
     model_folder, *draft_folders = list_model_folders(resolve_model_folder(model), draft)
     outside_drafts = [draft_folder for draft_folder in draft_folders if not draft_folder.is_relative_to(model_folder)]
     with plain_ray_errors():
@@ -66,7 +66,7 @@ def run_on_cluster(
             [ship_folder(folder) for folder in (model_folder, *outside_drafts)], draft, load_options, params, mixed
         )
         worker_count, cpus = plan_workers(cpus)
-        reference = load_first_worker(job, cpus)
+        reference = find_reference_arithmetic(job, cpus)
     run_identity = f"{reference.run_identity}{' mixed' * mixed}"
     collector = ResultCollector(files, run_identity, BatchProgress(0, 0, worker_count=worker_count))
     requests = source if isinstance(source, list) else None
@@ -130,14 +130,14 @@ class GroupReader:
         return list(make_groups(self.numbers[path], converted_requests, self.run_identity, finished_keys, self.workers))
 
 
-def start_worker(job: WorkerJob, reference: Reference | None, cpus: int, worker_number: int) -> Any:
+def start_worker(job: WorkerJob, reference: ReferenceArithmetic | None, cpus: int, worker_number: int) -> Any:
     """Start an actor that Ray doesn't restart, which it would do for ever."""
     actor_options: JsonObject = {"num_cpus": cpus, "max_restarts": 0, "max_task_retries": 0}
     actor_options["max_concurrency"] = GROUPS_IN_FLIGHT
     return ray.remote(**actor_options)(Worker).remote(job, reference, worker_number)
 
 
-def load_first_worker(job: WorkerJob, cpus: int) -> Reference:
+def find_reference_arithmetic(job: WorkerJob, cpus: int) -> ReferenceArithmetic:
     """Return the reference that a first worker finds, whose processors are then free."""
     worker = start_worker(job, None, cpus, 0)
     try:

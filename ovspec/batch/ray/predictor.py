@@ -41,7 +41,7 @@ class Predictor:
         self._column = column
         load_options = {name: value for name, value in options.items() if name not in GENERATE_OPTIONS}
         generate_options = {name: value for name, value in options.items() if name in GENERATE_OPTIONS}
-        self._get_batch_thread = load_once(
+        self._get_batch_thread = make_lazy_thread_loader(
             lambda: BatchThread(load(model, draft, **load_options), make_params(generate_options))
         )
 
@@ -55,7 +55,7 @@ class Predictor:
         return {**batch, **{name: columns[name] for name in OUTPUT_COLUMNS[1:]}}
 
 
-def load_once(load_thread: Callable[[], BatchThread]) -> Callable[[], BatchThread]:
+def make_lazy_thread_loader(load_thread: Callable[[], BatchThread]) -> Callable[[], BatchThread]:
     """Pin this actor to its processors; return a function that calls ``load_thread`` when it is first called.
 
     Not in the constructor of the actor, which Ray would start again and again if that failed.

@@ -13,7 +13,7 @@ from ovspec.batch.ray.deaths import record_signals
 from ovspec.batch.ray.predictor import pin_actor
 from ovspec.batch.ray.shipment import Shipment
 from ovspec.batch.requests import BatchRequest
-from ovspec.batch.resumable_run import make_run_identity, text_deciding_models
+from ovspec.batch.resumable_run import list_text_deciding_models, make_run_identity
 from ovspec.batch.run import BatchThread
 from ovspec.drafting.choice import parse_draft
 from ovspec.params import Params
@@ -33,7 +33,7 @@ class WorkerJob:
     params: Params  # of requests that don't set their own
     mixed: bool  # whether workers with other bits take part
 
-    def describe_worker(self, cpus: int, reference: Reference | None = None) -> str:
+    def describe_worker(self, cpus: int, reference: ReferenceArithmetic | None = None) -> str:
         """Return the model, the options and the processors of a worker, in words for an error."""
         description_words = [str(self.folders[0].folder)]
         description_words += [f"`{name}={value!r}`" for name, value in self.load_options.items() if value is not None]
@@ -44,7 +44,7 @@ class WorkerJob:
 
 
 @dataclass(frozen=True)
-class Reference:
+class ReferenceArithmetic:
     """The first worker's arithmetic, to which the others must be equal."""
 
     run_identity: str  # identifies the model and all options that change results
@@ -56,13 +56,13 @@ class Reference:
 class Worker:
     """Runs requests, as an actor of Ray; keeps to ``reference``, or is the first worker, which makes it."""
 
-    def __init__(self, job: WorkerJob, reference: Reference | None, number: int) -> None:
+    def __init__(self, job: WorkerJob, reference: ReferenceArithmetic | None, number: int) -> None:
         record_signals(number)
         pin_actor()
         self._job = job
         self._reference = reference
 
-    def load_worker_model(self) -> Reference:
+    def load_worker_model(self) -> ReferenceArithmetic:
         """Load the model, before any request."""
         job = self._job
         reference = self._reference
@@ -79,7 +79,7 @@ class Worker:
         lm.runtime.identity = lm.runtime.identity | {"folder": str(job.folders[0].folder)}
         self._thread = BatchThread(lm, job.params)
         params = lm.runtime.row_maker.complete_params(job.params)
-        arithmetics, checksums = zip(*map(describe_arithmetic, text_deciding_models(lm, params)), strict=True)
+        arithmetics, checksums = zip(*map(describe_arithmetic, list_text_deciding_models(lm, params)), strict=True)
         arithmetic = ", draft: ".join(arithmetics)
         logits_checksums = ", draft: ".join(checksums)
         if reference and logits_checksums != reference.bits and not job.mixed:
@@ -88,7 +88,7 @@ class Worker:
                 f"({reference.kind}). Leave it out, or let it take part with `mixed=True`."
             )
         profiles = [read_profile_text(folder, device_options) for folder in folders]
-        return Reference(make_run_identity(lm, params), arithmetic, logits_checksums, profiles)
+        return ReferenceArithmetic(make_run_identity(lm, params), arithmetic, logits_checksums, profiles)
 
     def run_requests(self, requests: list[BatchRequest]) -> list[JsonObject]:
         """Return the output line of each request."""

@@ -10,7 +10,7 @@ from ovspec.protocols.bodies import (
     OPTION_FIELDS,
     PROMPT_OR_PROMPTS,
     TOP_LOGPROBS,
-    ChatEnding,
+    ChatEndingFields,
     OtherServersFields,
     RequestBody,
     TextRequestBody,
@@ -47,7 +47,7 @@ class OpenAIBody(
     stream_options: StreamOptions | None = Field(None, description="What a stream tells besides the text.")
 
 
-class ChatBody(ChatEnding, OpenAIBody):
+class ChatBody(ChatEndingFields, OpenAIBody):
     """A chat to be continued."""
 
     messages: CHAT_MESSAGES = Field(description="The chat so far: objects with role and content.")
@@ -65,7 +65,7 @@ class CompletionBody(OpenAIBody):
     )
 
 
-class BatchLineBody(ChatEnding, OpenAIBody):
+class BatchLineBody(ChatEndingFields, OpenAIBody):
     """A line of a batch file that isn't a request of OpenAI's API."""
 
     messages: CHAT_MESSAGES | None = None

@@ -2,7 +2,7 @@
 
 from ovspec.base.json_types import JsonObject
 from ovspec.engine.results import Result
-from ovspec.protocols.logprobs import TokenPlace
+from ovspec.protocols.logprobs import PlacedToken
 from ovspec.protocols.reply import ReplyModel
 from ovspec.sampling.logprobs import TokenLogprob
 from ovspec.text.tokenizer import Tokenizer
@@ -32,15 +32,15 @@ class CompletionLogprobs(ReplyModel):
     text_offset: list[int]
 
 
-def count_top_logprobs(result: Result) -> int:
+def requested_top_count(result: Result) -> int:
     """Return the number of most likely tokens that a request asked for at each position."""
     return (result.record and result.record.params.logprobs) or 0
 
 
-def make_chat_logprobs(tokenizer: Tokenizer, token_places: list[TokenPlace]) -> ChatLogprobs:
+def make_chat_logprobs(tokenizer: Tokenizer, placed_tokens: list[PlacedToken]) -> ChatLogprobs:
     """Return the log-probabilities of a chat's tokens."""
 
-    def token_fields(token_id: int, logprob: float) -> JsonObject:
+    def make_token_fields(token_id: int, logprob: float) -> JsonObject:
         token_bytes = list(tokenizer.token_bytes(token_id))
         return {
             "token": tokenizer.token_text(token_id),
@@ -48,11 +48,11 @@ def make_chat_logprobs(tokenizer: Tokenizer, token_places: list[TokenPlace]) -> 
             "logprob": max(logprob, LOWEST_LOGPROB),
         }
 
-    logprobs = [token_place.logprob for token_place in token_places if token_place.logprob]
+    logprobs = [placed_token.logprob for placed_token in placed_tokens if placed_token.logprob]
     content = [
         ChatToken(
-            **token_fields(token.token_id, token.logprob),
-            top_logprobs=[LikelyToken(**token_fields(*top_token)) for top_token in token.top],
+            **make_token_fields(token.token_id, token.logprob),
+            top_logprobs=[LikelyToken(**make_token_fields(*top_token)) for top_token in token.top],
         )
         for token in logprobs
     ]
@@ -60,18 +60,18 @@ def make_chat_logprobs(tokenizer: Tokenizer, token_places: list[TokenPlace]) -> 
 
 
 def make_completion_logprobs(
-    tokenizer: Tokenizer, token_places: list[TokenPlace], with_top_logprobs: bool
+    tokenizer: Tokenizer, placed_tokens: list[PlacedToken], with_top_logprobs: bool
 ) -> CompletionLogprobs:
     """Return the log-probabilities of a completion's tokens; ``with_top_logprobs``: also of the most likely tokens."""
 
-    def top_logprobs(token: TokenLogprob) -> dict[str, float]:
+    def make_top_logprobs(token: TokenLogprob) -> dict[str, float]:
         likely_tokens = [*token.top, (token.token_id, token.logprob)]
         return {tokenizer.token_text(token_id): max(logprob, LOWEST_LOGPROB) for token_id, logprob in likely_tokens}
 
-    logprobs = [token_place.logprob for token_place in token_places]  # None for a prompt's first token
+    logprobs = [placed_token.logprob for placed_token in placed_tokens]  # None for a prompt's first token
     return CompletionLogprobs(
-        tokens=[tokenizer.token_text(token_place.token_id) for token_place in token_places],
+        tokens=[tokenizer.token_text(placed_token.token_id) for placed_token in placed_tokens],
         token_logprobs=[token and max(token.logprob, LOWEST_LOGPROB) for token in logprobs],
-        top_logprobs=[token and top_logprobs(token) for token in logprobs] if with_top_logprobs else None,
-        text_offset=[token_place.offset for token_place in token_places],
+        top_logprobs=[token and make_top_logprobs(token) for token in logprobs] if with_top_logprobs else None,
+        text_offset=[placed_token.offset for placed_token in placed_tokens],
     )

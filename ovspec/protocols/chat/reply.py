@@ -12,12 +12,12 @@ from ovspec.engine.results import Piece, Result, Stats
 from ovspec.protocols.chat.logprobs import (
     ChatLogprobs,
     CompletionLogprobs,
-    count_top_logprobs,
     make_chat_logprobs,
     make_completion_logprobs,
+    requested_top_count,
 )
-from ovspec.protocols.logprobs import TokenPlace, TokenPlaceStream, chat_token_places
-from ovspec.protocols.reply import DONE_EVENT, Events, Generation, Reply, ReplyModel
+from ovspec.protocols.logprobs import PlacedToken, PlacedTokenStream, place_chat_tokens
+from ovspec.protocols.reply import DONE_EVENT, Events, ReplyInputs, ReplyMaker, ReplyModel
 from ovspec.protocols.requests import TextRequest
 from ovspec.text.answer import ToolCall
 
@@ -120,18 +120,18 @@ class Chunk(ReplyModel):
     usage: Usage | None = None
 
 
-class ChatReply(Reply):
+class ChatReplyMaker(ReplyMaker):
     """The reply to a chat or a completion: whole, or as chunks."""
 
-    def __init__(self, generation: Generation) -> None:
-        self._tokenizer = generation.tokenizer
-        self._request = generation.request
-        self._rows = generation.rows
-        self._texts_per_prompt = generation.n
-        self._is_chat = generation.request.kind == "chat"
-        self._identity: JsonObject = dict(generation.identity)
-        self._echoes = [echo for echo in generation.echoes for _ in range(self._texts_per_prompt)]  # for each row
-        self._token_place_streams: list[TokenPlaceStream] = []  # for each row of a stream with log-probabilities
+    def __init__(self, reply_inputs: ReplyInputs) -> None:
+        self._tokenizer = reply_inputs.tokenizer
+        self._request = reply_inputs.request
+        self._rows = reply_inputs.rows
+        self._texts_per_prompt = reply_inputs.texts_per_prompt
+        self._is_chat = reply_inputs.request.kind == "chat"
+        self._identity: JsonObject = dict(reply_inputs.identity)
+        self._echoes = [echo for echo in reply_inputs.echoes for _ in range(self._texts_per_prompt)]  # for each row
+        self._placed_token_streams: list[PlacedTokenStream] = []  # for each row of a stream with log-probabilities
 
     def whole_reply(self, results: list[Result]) -> ChatCompletion | Completion:
         """Return the whole reply."""
@@ -143,33 +143,33 @@ class ChatReply(Reply):
         return Completion(**self._identity, object="text_completion", choices=completion_choices, usage=usage)
 
     def _make_chat_choice(self, index: int, result: Result) -> ChatChoice:
-        token_places = self._find_token_places(index, result)
+        placed_tokens = self._find_placed_tokens(index, result)
         logprobs = None
-        if token_places is not None:
-            logprobs = make_chat_logprobs(self._tokenizer, token_places)
-        ending_fields = finish_fields(self._request, result, "")
+        if placed_tokens is not None:
+            logprobs = make_chat_logprobs(self._tokenizer, placed_tokens)
+        ending_fields = make_ending_fields(self._request, result, "")
         return ChatChoice(index=index, message=make_chat_message(result), logprobs=logprobs, **ending_fields)
 
     def _make_completion_choice(self, index: int, result: Result) -> CompletionChoice:
         echo = self._echoes[index].text
-        token_places = self._find_token_places(index, result)
+        placed_tokens = self._find_placed_tokens(index, result)
         logprobs = None
-        if token_places is not None:
-            logprobs = make_completion_logprobs(self._tokenizer, token_places, bool(count_top_logprobs(result)))
-        ending_fields = finish_fields(self._request, result, echo)
+        if placed_tokens is not None:
+            logprobs = make_completion_logprobs(self._tokenizer, placed_tokens, bool(requested_top_count(result)))
+        ending_fields = make_ending_fields(self._request, result, echo)
         return CompletionChoice(index=index, text=echo + result.text, logprobs=logprobs, **ending_fields)
 
-    def _find_token_places(self, index: int, result: Result) -> list[TokenPlace] | None:
+    def _find_placed_tokens(self, index: int, result: Result) -> list[PlacedToken] | None:
         """Return the tokens of a text, after the tokens of its echo, if log-probabilities were requested."""
         if result.logprobs is None:
             return None
         echo = self._echoes[index]
         piece = Piece(result.text, result.token_ids, logprobs=result.logprobs)
         if result.thinking or result.tool_calls:  # then the tokens spell more than the text
-            token_places = chat_token_places(piece)
+            placed_tokens = place_chat_tokens(piece)
         else:
-            token_places = TokenPlaceStream(self._tokenizer, len(echo.text)).push(piece)
-        return [*(echo.places or []), *token_places]
+            placed_tokens = PlacedTokenStream(self._tokenizer, len(echo.text)).push(piece)
+        return [*(echo.tokens or []), *placed_tokens]
 
     def first_events(self) -> Events:
         """Return the chunks before the texts: their roles, or the repeated prompts."""
@@ -177,35 +177,35 @@ class ChatReply(Reply):
         if self._request.include_usage:
             self._identity["usage"] = None
         if self._rows[0].logprobs is not None:
-            self._token_place_streams = [TokenPlaceStream(self._tokenizer, len(echo.text)) for echo in self._echoes]
+            self._placed_token_streams = [PlacedTokenStream(self._tokenizer, len(echo.text)) for echo in self._echoes]
         if self._is_chat:
             return [
                 self._make_chunk(index, ChatDelta(role="assistant", content="")) for index in range(len(self._rows))
             ]
         echoes = enumerate(self._echoes)
         return [
-            self._make_chunk(index, ChatDelta(content=echo.text), echo.places) for index, echo in echoes if echo.text
+            self._make_chunk(index, ChatDelta(content=echo.text), echo.tokens) for index, echo in echoes if echo.text
         ]
 
     def piece_events(self, index: int, piece: Piece) -> Events:
         """Return the chunks for a piece of a text; none if it adds nothing to the reply."""
         chunks = list[Chunk]()
-        token_places: list[TokenPlace] | None = None
-        if self._token_place_streams and self._rows[index].parses_answer:
-            token_places = chat_token_places(piece)
-        elif self._token_place_streams:
-            token_places = self._token_place_streams[index].push(piece)
+        placed_tokens: list[PlacedToken] | None = None
+        if self._placed_token_streams and self._rows[index].parses_answer:
+            placed_tokens = place_chat_tokens(piece)
+        elif self._placed_token_streams:
+            placed_tokens = self._placed_token_streams[index].push(piece)
         deltas = list[ChatDelta]()
         if piece.thinking:
             deltas.append(ChatDelta(reasoning_content=piece.thinking))
         if piece.text:
             deltas.append(ChatDelta(content=piece.text))
         deltas += [ChatDelta(tool_calls=[make_chat_tool_call(call)]) for call in piece.tool_calls]
-        for delta in deltas or [ChatDelta(content="")] * bool(token_places):
-            chunks.append(self._make_chunk(index, delta, token_places))
-            token_places = None
+        for delta in deltas or [ChatDelta(content="")] * bool(placed_tokens):
+            chunks.append(self._make_chunk(index, delta, placed_tokens))
+            placed_tokens = None
         if piece.finish_reason:
-            ending_fields = finish_fields(self._request, self._rows[index].result(), "")
+            ending_fields = make_ending_fields(self._request, self._rows[index].result(), "")
             chunks.append(self._make_chunk(index, ChatDelta(), **ending_fields))
         return chunks
 
@@ -217,14 +217,16 @@ class ChatReply(Reply):
         chunk.usage = make_openai_usage([row.stats for row in self._rows], self._texts_per_prompt)
         return [chunk, DONE_EVENT]
 
-    def _make_chunk(self, index: int, delta: ChatDelta, places: list[TokenPlace] | None = None, **ending: Any) -> Chunk:
+    def _make_chunk(
+        self, index: int, delta: ChatDelta, tokens: list[PlacedToken] | None = None, **ending: Any
+    ) -> Chunk:
         choice_fields: JsonObject = {"index": index, "finish_reason": None, **ending}
         if self._is_chat:
-            logprobs = make_chat_logprobs(self._tokenizer, places) if places else None
+            logprobs = make_chat_logprobs(self._tokenizer, tokens) if tokens else None
             choice = ChatChunkChoice.model_construct(delta=delta, logprobs=logprobs, **choice_fields)
             return Chunk.model_construct(**self._identity, choices=[choice])
         with_top_logprobs = bool(self._rows[index].params.logprobs)
-        logprobs = make_completion_logprobs(self._tokenizer, places, with_top_logprobs) if places else None
+        logprobs = make_completion_logprobs(self._tokenizer, tokens, with_top_logprobs) if tokens else None
         choice = CompletionChoice.model_construct(text=delta.content, logprobs=logprobs, **choice_fields)
         return Chunk.model_construct(**self._identity, choices=[choice])
 
@@ -276,7 +278,7 @@ def new_reply_identity(id_prefix: str, model: str, id_suffix: str | None = None)
     return {"id": id_prefix + (id_suffix or secrets.token_hex(12)), "created": int(time.time()), "model": model}
 
 
-def finish_fields(request: TextRequest, result: Result, echo: str) -> JsonObject:
+def make_ending_fields(request: TextRequest, result: Result, echo: str) -> JsonObject:
     """Return the fields that say how a text ended; ``echo``: the repeated prompt before it."""
     ending_fields: JsonObject = {"finish_reason": "stop"}
     if result.finish_reason == "length":

@@ -7,7 +7,7 @@ from typing import Any
 from ovspec.base.json_types import JsonObject, JsonValue
 from ovspec.engine.prompts import Prompt, is_nonempty_prompt_list
 from ovspec.grammars.response_format import WRAPPER_KEYS
-from ovspec.protocols.bodies import MESSAGE_FIELDS, TEXT_PART_FIELDS, ChatEnding, RequestError
+from ovspec.protocols.bodies import MESSAGE_FIELDS, TEXT_PART_FIELDS, ChatEndingFields, RequestError
 from ovspec.protocols.requests import (
     IgnoredNames,
     Overrides,
@@ -19,7 +19,7 @@ from ovspec.protocols.requests import (
 )
 from ovspec.text.chat_format import find_begun_answer
 from ovspec.text.chat_template import Message
-from ovspec.text.infill import Infill
+from ovspec.text.infill import InfillPrompt
 
 # The fields of each response format besides its type; a schema next to the type is llama.cpp's form.
 RESPONSE_FORMAT_FIELDS = {"text": set[str](), "json_object": {"schema"}, "json_schema": {"json_schema"}}
@@ -34,7 +34,7 @@ def read_chat_or_completion(body: Any, kind: RequestKind) -> TextRequest:
     echo = bool(getattr(body, "echo", None))
     ignored = IgnoredNames()
     template_messages = to_template_messages(messages or [], ignored, kind == "batch_line")
-    if isinstance(body, ChatEnding):
+    if isinstance(body, ChatEndingFields):
         check_chat_ending(body, template_messages)
     if messages is not None:
         if echo:
@@ -45,7 +45,7 @@ def read_chat_or_completion(body: Any, kind: RequestKind) -> TextRequest:
             raise RequestError("suffix can't be combined with echo; leave one of them out.", "suffix")
         if not isinstance(prompt, str):
             raise RequestError("suffix needs a prompt that is one string.", "suffix")
-        prompt = Infill(prompt, suffix)
+        prompt = InfillPrompt(prompt, suffix)
     prompts: Any = prompt if is_nonempty_prompt_list(prompt) else [prompt]
     return replace(build_text_request(body, kind, prompts, echo), ignored=(*ignored,))
 
@@ -55,7 +55,7 @@ def build_text_request(body: Any, kind: RequestKind, prompts: list[Prompt], echo
     overrides = read_overrides(body)
     if body.response_format is not None:
         overrides.set_schema(read_response_format_schema(body.response_format), "response_format")
-    read_logprobs(body, overrides)
+    set_logprobs_option(body, overrides)
     if body.stream_options and not body.stream:
         raise RequestError("stream_options needs stream to be true.", "stream_options")
     return TextRequest(
@@ -72,7 +72,7 @@ def build_text_request(body: Any, kind: RequestKind, prompts: list[Prompt], echo
     )
 
 
-def read_logprobs(body: Any, overrides: Overrides) -> None:
+def set_logprobs_option(body: Any, overrides: Overrides) -> None:
     """Set OpenAI's ``logprobs``, a number, or true or false with ``top_logprobs``, as an option."""
     logprobs = getattr(body, "logprobs", None)
     top_logprobs = getattr(body, "top_logprobs", None)
@@ -121,7 +121,7 @@ CHAT_ROLES = ("system", "developer", "user", "assistant", "tool")
 MEDIA_KINDS = ("image", "audio", "video", "document", "file")
 
 
-def check_chat_ending(body: ChatEnding, template_messages: list[Message]) -> None:
+def check_chat_ending(body: ChatEndingFields, template_messages: list[Message]) -> None:
     """Raise RequestError if a body asks for another ending than its chat has: continued, or a new message."""
     is_continued = find_begun_answer(template_messages) is not None
     if body.continue_final_message and body.add_generation_prompt:
@@ -168,18 +168,18 @@ def to_template_message(message: Message, ignored: IgnoredNames, text_only: bool
     # OpenAI's clients send null and empty fields back with the assistant's answers.
     fields = {field: value for field, value in message.items() if value not in (None, [])}
     if "function_call" in fields:
-        raise message_error("function_call can't be read; send the call in tool_calls.")
+        raise make_message_error("function_call can't be read; send the call in tool_calls.")
     if "reasoning" in fields:  # vLLM's name
         fields.setdefault("reasoning_content", fields.pop("reasoning"))
     if not any_field:
         refuse_unknown_fields(fields, MESSAGE_FIELDS, "messages: {name} is not a field of a message", "messages")
     for field in ("name", "tool_call_id", "reasoning_content", "thinking"):
         if not isinstance(fields.get(field, ""), str):
-            raise message_error(f"{field} must be a string.")
+            raise make_message_error(f"{field} must be a string.")
     if not isinstance(role := fields.get("role"), str):
-        raise message_error("each needs a role, such as user.")
+        raise make_message_error("each needs a role, such as user.")
     if role not in CHAT_ROLES:
-        raise message_error(
+        raise make_message_error(
             f"the role of a message is {role!r:.40}; it must be {', '.join(CHAT_ROLES[:-1])} or {CHAT_ROLES[-1]}."
         )
     if role == "developer":  # OpenAI's newer name
@@ -193,9 +193,9 @@ def to_template_message(message: Message, ignored: IgnoredNames, text_only: bool
 def to_template_calls(calls: JsonValue) -> list[JsonObject]:
     """Return the tool calls of a message as chat templates take them; raises RequestError."""
     if not isinstance(calls, list):
-        raise message_error("tool_calls must be a list.")
+        raise make_message_error("tool_calls must be a list.")
     if len(calls) > MAX_TOOL_CALLS:
-        raise message_error(f"one has {len(calls)} tool_calls; at most {MAX_TOOL_CALLS} are allowed.")
+        raise make_message_error(f"one has {len(calls)} tool_calls; at most {MAX_TOOL_CALLS} are allowed.")
     return [to_template_call(call) for call in calls]
 
 
@@ -203,9 +203,9 @@ def to_template_call(call: JsonValue) -> JsonObject:
     is_function = isinstance(call, dict) and call.get("type", "function") == "function"
     function = call.get("function") if is_function else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise message_error("each of tool_calls must be of the type function and have a function with a name.")
+        raise make_message_error("each of tool_calls must be of the type function and have a function with a name.")
     if not isinstance(call_id := call.get("id") or "", str):
-        raise message_error(f"the id of a call of {function['name']:.80} must be a string.")
+        raise make_message_error(f"the id of a call of {function['name']:.80} must be a string.")
     name_and_arguments = {"name": function["name"], "arguments": function.get("arguments") or "{}"}
     template_call: JsonObject = {"type": "function", "function": name_and_arguments}
     return {"id": call_id, **template_call} if call_id else template_call
@@ -218,7 +218,7 @@ def flatten_content(content: JsonValue, ignored: IgnoredNames, text_only: bool) 
     if content is None and not text_only:
         return ""
     if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
-        raise message_error("each needs content, which is a string or a list of parts of the type text.")
+        raise make_message_error("each needs content, which is a string or a list of parts of the type text.")
     return "\n".join(read_text_part(part, ignored, text_only) for part in content)
 
 
@@ -227,20 +227,20 @@ def read_text_part(part: JsonObject, ignored: IgnoredNames, text_only: bool) -> 
     part_type = part.get("type")
     if part_type not in ("text", "refusal"):
         if text_only:
-            raise message_error(f"content of the type {part_type!s:.40} can't be read; only text can.")
-        return omit_content(part_type, ignored)
+            raise make_message_error(f"content of the type {part_type!s:.40} can't be read; only text can.")
+        return describe_omitted_part(part_type, ignored)
     text = part.get(part_type)
     if not text_only:
         text = text or ""
     if not isinstance(text, str):
-        raise message_error(f"a part of the type {part_type} needs a {part_type}, which is a string.")
+        raise make_message_error(f"a part of the type {part_type} needs a {part_type}, which is a string.")
     fields = [field for field in part if part[field] is not None]
     message = f"messages: {{name}} is not a field of a part of the type {part_type}"
     refuse_unknown_fields(fields, {*TEXT_PART_FIELDS, part_type}, message, "messages")
     return text
 
 
-def omit_content(part_type: JsonValue, ignored: IgnoredNames) -> str:
+def describe_omitted_part(part_type: JsonValue, ignored: IgnoredNames) -> str:
     """Return the words that the model reads instead of an unreadable part, whose name is added to ``ignored``."""
     part_name = f"{part_type!s:.40}"
     add_ignored(f"content.{part_name}", ignored)
@@ -248,5 +248,5 @@ def omit_content(part_type: JsonValue, ignored: IgnoredNames) -> str:
     return f"[{media_kind} omitted]"
 
 
-def message_error(message: str) -> RequestError:
+def make_message_error(message: str) -> RequestError:
     return RequestError(f"messages: {message}", "messages")

@@ -14,16 +14,16 @@ from ovspec.protocols.chat.bodies import OpenAIBody
 from ovspec.protocols.chat.reply import make_verification_record
 from ovspec.protocols.chat.request import build_text_request
 from ovspec.protocols.llamacpp.props import to_llamacpp_sampling
-from ovspec.protocols.reply import Events, Generation, Reply, ReplyModel
+from ovspec.protocols.reply import Events, ReplyInputs, ReplyMaker, ReplyModel
 from ovspec.protocols.requests import TextRequest
-from ovspec.text.infill import DEFAULT_CHUNK_FILE, FileChunk, Infill
+from ovspec.text.infill import DEFAULT_CHUNK_FILE, FileChunk, InfillPrompt
 
 StopType = Literal["eos", "limit", "word"]
 # By finish reason, if no stop string ended the text.
 STOP_TYPES: dict[str, StopType] = {"eos": "eos", "stop": "eos", "length": "limit", "cancelled": "limit"}
 
 
-def read_extra_chunks(input_extra: JsonValue) -> tuple[FileChunk, ...]:
+def read_input_extra(input_extra: JsonValue) -> tuple[FileChunk, ...]:
     """Return ``input_extra``; fields that editors add for themselves are left out."""
     if isinstance(input_extra, list) and all(isinstance(chunk, Mapping) for chunk in input_extra):
         chunks = [FileChunk(chunk.get("text"), chunk.get("filename", DEFAULT_CHUNK_FILE)) for chunk in input_extra]
@@ -37,7 +37,7 @@ class InfillRequest(OpenAIBody, OtherServersFields):
 
     input_prefix: str = Field(description="What comes before the text.")
     input_suffix: str = Field(description="What comes behind it.")
-    input_extra: Annotated[Any, PlainValidator(read_extra_chunks, json_schema_input_type=list[JsonObject])] = Field(
+    input_extra: Annotated[Any, PlainValidator(read_input_extra, json_schema_input_type=list[JsonObject])] = Field(
         (),
         description="Parts of other files, as objects with filename and text. Where the prompt is too long, the first "
         "ones are left out.",
@@ -94,21 +94,21 @@ class InfillReplies(RootModel[InfillReplyModel | list[InfillReplyModel | JsonObj
     """A text, or a list of several; with response_fields, each has only these."""
 
 
-def read_infill(body: InfillRequest) -> TextRequest:
+def read_infill_request(body: InfillRequest) -> TextRequest:
     """Return the request in a body; raises RequestError for fields that can't be met together."""
-    prompt = Infill(body.input_prefix, body.input_suffix, body.input_extra, body.prompt or "")
+    prompt = InfillPrompt(body.input_prefix, body.input_suffix, body.input_extra, body.prompt or "")
     return replace(build_text_request(body, "infill", [prompt]), body=body)
 
 
-class InfillReply(Reply):
+class InfillReplyMaker(ReplyMaker):
     """The reply to a request, in llama.cpp's shape."""
 
-    def __init__(self, generation: Generation) -> None:
-        self._generation = generation
-        self._response_fields: list[str] | None = generation.request.body.response_fields
+    def __init__(self, reply_inputs: ReplyInputs) -> None:
+        self._reply_inputs = reply_inputs
+        self._response_fields: list[str] | None = reply_inputs.request.body.response_fields
 
     def whole_reply(self, results: list[Result]) -> InfillReplies:
-        replies = [make_infill_reply(self._generation, index, result) for index, result in enumerate(results)]
+        replies = [make_infill_reply(self._reply_inputs, index, result) for index, result in enumerate(results)]
         selected_replies = [select_fields(reply, self._response_fields) for reply in replies]
         if len(selected_replies) == 1:
             return InfillReplies.model_construct(selected_replies[0])
@@ -119,29 +119,29 @@ class InfillReply(Reply):
         if piece.text:
             events.append(InfillDelta(index=index, content=piece.text, tokens=[], stop=False))
         if piece.finish_reason:
-            reply = make_infill_reply(self._generation, index, self._generation.rows[index].result())
+            reply = make_infill_reply(self._reply_inputs, index, self._reply_inputs.rows[index].result())
             reply.content = ""  # its text is in the events before
             events.append(InfillReplies.model_construct(select_fields(reply, self._response_fields)))
         return events
 
 
-def make_infill_reply(generation: Generation, index: int, result: Result) -> InfillReplyModel:
+def make_infill_reply(reply_inputs: ReplyInputs, index: int, result: Result) -> InfillReplyModel:
     """Return the reply for one text."""
-    request = generation.request
-    tokenizer = generation.tokenizer
+    request = reply_inputs.request
+    tokenizer = reply_inputs.tokenizer
     stats = result.stats
     record = result.record
     assert record
     sampling_settings = to_llamacpp_sampling(record.params)
     if request.only_prompts:
         sampling_settings |= {"n_predict": 0, "max_tokens": 0}
-    context_length = request.context
+    context_length = request.model_context_length
     reply = InfillReplyModel(
         index=index,
         content=result.text,
         tokens=[],
         stop=True,
-        model=generation.identity["model"],
+        model=reply_inputs.identity["model"],
         tokens_predicted=stats.generated_tokens,
         tokens_evaluated=stats.prompt_tokens,
         tokens_cached=stats.cached_tokens,

@@ -38,7 +38,7 @@ class MessagesRequest(
 ):
     """A conversation to be continued."""
 
-    instead: ClassVar = {
+    replacement_by_field: ClassVar = {
         "stop": "stop_sequences",
         "response_format": "output_config",
     }

@@ -8,9 +8,9 @@ from pydantic_core import from_json
 
 from ovspec.base.json_types import JsonObject
 from ovspec.engine.results import Piece, Result, Stats
-from ovspec.protocols.chat.reply import finish_fields
+from ovspec.protocols.chat.reply import make_ending_fields
 from ovspec.protocols.errors import RequestFailure, make_anthropic_error
-from ovspec.protocols.reply import Events, Generation, Reply, ReplyModel
+from ovspec.protocols.reply import Events, ReplyInputs, ReplyMaker, ReplyModel
 from ovspec.protocols.requests import TextRequest
 
 THINKING_SIGNATURE = "ovspec"  # Anthropic's API signs all thinking, and clients send the signature back
@@ -127,13 +127,13 @@ class MessageStop(ReplyModel):
 # ---------------------------------------------------------------- replies
 
 
-class MessageReply(Reply):
+class MessageReplyMaker(ReplyMaker):
     """The reply to a conversation: a whole message, or the events of a stream."""
 
-    def __init__(self, generation: Generation) -> None:
-        self._identity = make_message_identity(generation.identity)
-        self._request = generation.request
-        self._row = generation.rows[0]
+    def __init__(self, reply_inputs: ReplyInputs) -> None:
+        self._identity = make_message_identity(reply_inputs.identity)
+        self._request = reply_inputs.request
+        self._row = reply_inputs.rows[0]
         self._has_started = False
         self._open_block: Literal["thinking", "text"] | int | None = None  # a call's by its index
         self._block_index = -1  # of the last block
@@ -251,7 +251,7 @@ def parse_partial_arguments(arguments_json: str) -> JsonObject:
 
 def make_message_ending(request: TextRequest, result: Result) -> JsonObject:
     """Return the fields of a message that say how its text ended."""
-    ending_fields = finish_fields(request, result, "")
+    ending_fields = make_ending_fields(request, result, "")
     stop_reasons: dict[str, StopReason] = {"length": "max_tokens", "tool_calls": "tool_use"}
     stop_reasons["stop"] = "end_turn" if result.stop_string is None else "stop_sequence"
     stop_reason = stop_reasons[ending_fields.pop("finish_reason")]

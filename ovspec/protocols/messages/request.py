@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from ovspec.base.json_types import JsonObject, JsonValue
 from ovspec.params.limits import LARGEST_NUMBER
 from ovspec.protocols.bodies import RequestError, keep_known_fields
-from ovspec.protocols.chat.request import message_error, omit_content, to_template_messages
+from ovspec.protocols.chat.request import describe_omitted_part, make_message_error, to_template_messages
 from ovspec.protocols.messages.body import MessagesRequest
 from ovspec.protocols.requests import IgnoredNames, Overrides, TextRequest, add_ignored, read_overrides
 from ovspec.text.chat_template import Message
@@ -186,7 +186,7 @@ def to_openai_messages(message: Message, ignored: IgnoredNames, text_only: bool 
     if role == "developer":
         role = "system"
     if not isinstance(role, str) or role not in BLOCKS_OF_ROLE:
-        raise message_error(f"a role is {role!r:.40}; it must be user, assistant or system.")
+        raise make_message_error(f"a role is {role!r:.40}; it must be user, assistant or system.")
     blocks = read_blocks(content, BLOCKS_OF_ROLE[role], ignored, text_only or role == "system")
     if role == "system" and isinstance(content, list):
         blocks = drop_billing_header(blocks, ignored)
@@ -194,12 +194,12 @@ def to_openai_messages(message: Message, ignored: IgnoredNames, text_only: bool 
     for block in tool_results:
         if block.get("is_error"):  # no chat template shows it
             add_ignored("tool_result.is_error", ignored)
-        text = join_blocks(read_blocks(block.get("content"), ("text",), ignored), "text")
+        text = join_block_texts(read_blocks(block.get("content"), ("text",), ignored), "text")
         yield {"role": "tool", "tool_call_id": read_block_string(block, "tool_use_id"), "content": text}
     if len(tool_results) == len(blocks) and (tool_results or role == "system"):
         return
-    openai_message: Message = {"role": role, "content": join_blocks(blocks, "text")}
-    if thinking := join_blocks(blocks, "thinking"):
+    openai_message: Message = {"role": role, "content": join_block_texts(blocks, "text")}
+    if thinking := join_block_texts(blocks, "thinking"):
         openai_message["reasoning_content"] = thinking
     if calls := [to_openai_call(block) for block in blocks if block["type"] == "tool_use"]:
         openai_message["tool_calls"] = calls
@@ -228,7 +228,7 @@ def read_blocks(
     if not content and not text_only and (content is None or isinstance(content, list)):
         return []
     if not isinstance(content, list) or not content or not all(isinstance(block, dict) for block in content):
-        raise message_error("each needs content, which is a string or a list of blocks.")
+        raise make_message_error("each needs content, which is a string or a list of blocks.")
     return [read_block(block, allowed_types, ignored, text_only) for block in content]
 
 
@@ -238,22 +238,22 @@ def read_block(block: JsonObject, allowed_types: tuple[str, ...], ignored: Ignor
     if block_type in allowed_types:
         return keep_known_fields(block, FIELDS_OF_BLOCK[block_type], block_type, ignored)
     if block_type in FIELDS_OF_BLOCK:
-        raise message_error(
+        raise make_message_error(
             f"content of the type {block_type:.40} can't be read here; only {', '.join(allowed_types)} can."
         )
     if text_only:
-        raise message_error(f"content of the type {block_type:.40} can't be read; only text can.")
-    return {"type": "text", "text": omit_content(block_type, ignored)}
+        raise make_message_error(f"content of the type {block_type:.40} can't be read; only text can.")
+    return {"type": "text", "text": describe_omitted_part(block_type, ignored)}
 
 
-def join_blocks(blocks: list[JsonObject], block_type: str) -> str:
+def join_block_texts(blocks: list[JsonObject], block_type: str) -> str:
     """Return the text of the blocks of a kind."""
     return "\n".join(read_block_string(block, block_type) for block in blocks if block["type"] == block_type)
 
 
 def read_block_string(block: JsonObject, field: str) -> str:
     if not isinstance(text := block.get(field), str):
-        raise message_error(f"a block of the type {block['type']} needs a {field}, which is a string.")
+        raise make_message_error(f"a block of the type {block['type']} needs a {field}, which is a string.")
     return text
 
 

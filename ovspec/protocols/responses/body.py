@@ -10,7 +10,7 @@ from ovspec.protocols.bodies import (
     FAIL_FAST,
     OPTION_FIELDS,
     TOP_LOGPROBS,
-    ChatEnding,
+    ChatEndingFields,
     OtherServersFields,
     TextRequestBody,
     define_ignored_fields,
@@ -49,11 +49,11 @@ RESPONSES_FIELDS = (
 
 
 class ResponsesRequest(
-    ChatEnding, create_model("Options", __base__=TextRequestBody, **RESPONSES_FIELDS), OtherServersFields
+    ChatEndingFields, create_model("Options", __base__=TextRequestBody, **RESPONSES_FIELDS), OtherServersFields
 ):
     """A chat to be continued, as items."""
 
-    instead: ClassVar = {
+    replacement_by_field: ClassVar = {
         "max_tokens": "max_output_tokens",
         "max_completion_tokens": "max_output_tokens",
         "messages": "input",

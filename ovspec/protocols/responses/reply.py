@@ -11,8 +11,8 @@ from ovspec.params import Params
 from ovspec.protocols.chat.logprobs import ChatToken, make_chat_logprobs
 from ovspec.protocols.chat.reply import make_verification_record
 from ovspec.protocols.errors import RequestFailure
-from ovspec.protocols.logprobs import TokenPlaceStream, chat_token_places
-from ovspec.protocols.reply import Events, Generation, Reply, ReplyModel
+from ovspec.protocols.logprobs import PlacedTokenStream, place_chat_tokens
+from ovspec.protocols.reply import Events, ReplyInputs, ReplyMaker, ReplyModel
 from ovspec.protocols.requests import TextRequest
 from ovspec.protocols.responses.request import read_functions
 from ovspec.text.answer import ToolCall
@@ -172,14 +172,14 @@ class OpenItem:
     logprobs: list[ChatToken] = field(default_factory=list)
 
 
-class ResponseReply(Reply):
+class ResponseReplyMaker(ReplyMaker):
     """The reply to a request: a whole response, or the events of a stream."""
 
-    def __init__(self, generation: Generation) -> None:
-        [self._row] = generation.rows
-        self._tokenizer = generation.tokenizer
-        self._builder = ResponseBuilder(generation.identity, generation.request, self._row.params)
-        self._token_places = TokenPlaceStream(generation.tokenizer, 0)
+    def __init__(self, reply_inputs: ReplyInputs) -> None:
+        [self._row] = reply_inputs.rows
+        self._tokenizer = reply_inputs.tokenizer
+        self._builder = ResponseBuilder(reply_inputs.identity, reply_inputs.request, self._row.params)
+        self._placed_token_stream = PlacedTokenStream(reply_inputs.tokenizer, 0)
 
     def whole_reply(self, results: list[Result]) -> Response:
         """Return the response that the events of a stream make up."""
@@ -208,8 +208,8 @@ class ResponseReply(Reply):
         """Return the log-probabilities of a piece; of a ``is_parsed`` answer the tokens spell more than the text."""
         if piece.logprobs is None:
             return []
-        token_places = chat_token_places(piece) if is_parsed else self._token_places.push(piece)
-        return make_chat_logprobs(self._tokenizer, token_places).content
+        placed_tokens = place_chat_tokens(piece) if is_parsed else self._placed_token_stream.push(piece)
+        return make_chat_logprobs(self._tokenizer, placed_tokens).content
 
 
 class ResponseBuilder:
@@ -283,7 +283,7 @@ class ResponseBuilder:
         assert self._open_item
         self._open_item.texts.append(text)
         self._open_item.logprobs += logprobs
-        fields = text_event_fields(item_type, logprobs)
+        fields = make_text_event_fields(item_type, logprobs)
         return [
             *events,
             self._make_item_event(f"response.{PART_TYPES[item_type]}.delta", content_index=0, delta=text, **fields),
@@ -336,7 +336,7 @@ class ResponseBuilder:
         else:
             logprobs = self._open_item.logprobs
             part = make_response_part(item.type, item_text, logprobs)
-            fields = text_event_fields(item.type, logprobs)
+            fields = make_text_event_fields(item.type, logprobs)
             part_type = PART_TYPES[item.type]
             events.append(
                 self._make_item_event(f"response.{part_type}.done", content_index=0, text=item_text, **fields)
@@ -364,7 +364,7 @@ class ResponseBuilder:
         return ResponseEvent.model_construct(type=event_type, sequence_number=sequence_number, **fields)
 
 
-def text_event_fields(item_type: str, logprobs: list[ChatToken]) -> JsonObject:
+def make_text_event_fields(item_type: str, logprobs: list[ChatToken]) -> JsonObject:
     """Return the fields of a message's text that the text of thinking lacks."""
     return {"logprobs": logprobs} if item_type == "message" else {}
 

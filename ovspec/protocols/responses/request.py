@@ -11,7 +11,7 @@ from ovspec.protocols.chat.request import (
     MAX_TOOL_CALLS,
     RESPONSE_FORMAT_FIELDS,
     check_chat_ending,
-    omit_content,
+    describe_omitted_part,
     read_response_format_schema,
 )
 from ovspec.protocols.requests import IgnoredNames, Overrides, TextRequest, read_overrides
@@ -38,7 +38,7 @@ def read_responses_request(body: Any) -> TextRequest:
     if body.max_output_tokens is not None:
         overrides.set_option("max_tokens", body.max_output_tokens, "max_output_tokens")
     if body.max_output_tokens == 0:
-        raise field_error("max_output_tokens", "it must be at least 1, or -1.")
+        raise make_field_error("max_output_tokens", "it must be at least 1, or -1.")
     read_reasoning_options(body.reasoning or {}, overrides, ignored)
     read_text_format(body.text or {}, overrides, ignored)
     included_names = body.include or []
@@ -64,7 +64,7 @@ def read_responses_request(body: Any) -> TextRequest:
     )
 
 
-def field_error(field: str, message: str) -> RequestError:
+def make_field_error(field: str, message: str) -> RequestError:
     return RequestError(f"{field}: {message}", field)
 
 
@@ -78,7 +78,7 @@ def read_reasoning_options(reasoning_options: JsonObject, overrides: Overrides, 
     if effort == "max":
         effort = "xhigh"
     if effort not in REASONING_EFFORTS:
-        raise field_error(
+        raise make_field_error(
             "reasoning",
             f"effort is {effort!r:.40}; it must be {', '.join(REASONING_EFFORTS[:-1])} or {REASONING_EFFORTS[-1]}.",
         )
@@ -95,10 +95,10 @@ def read_text_format(text_options: JsonObject, overrides: Overrides, ignored: Ig
         return
     format_type = text_format.get("type") if isinstance(text_format, dict) else None
     if not isinstance(format_type, str) or format_type not in RESPONSE_FORMAT_FIELDS:
-        raise field_error("text", f"format must be {TEXT_FORMAT_SHAPES}.")
+        raise make_field_error("text", f"format must be {TEXT_FORMAT_SHAPES}.")
     if format_type == "json_schema":  # as chat completions have it
         if not isinstance(text_format.get("schema"), dict):
-            raise field_error("text", f"format must be {TEXT_FORMAT_SHAPES}.")
+            raise make_field_error("text", f"format must be {TEXT_FORMAT_SHAPES}.")
         text_format = {
             "type": format_type,
             format_type: {field: value for field, value in text_format.items() if field != "type"},
@@ -107,7 +107,7 @@ def read_text_format(text_options: JsonObject, overrides: Overrides, ignored: Ig
         schema = read_response_format_schema(text_format)
     except RequestError as error:
         message = str(error).replace("`response_format`", "format").replace("json_schema.", "")
-        raise field_error("text", message) from None
+        raise make_field_error("text", message) from None
     overrides.set_schema(schema, "text")
 
 
@@ -135,7 +135,7 @@ def read_functions(tools: Iterable[JsonObject], ignored: IgnoredNames) -> list[N
         if tool_type == "function":
             if isinstance(tool.get("function"), dict):  # chat completions' form
                 tool = tool["function"]
-            functions.append(NamespacedFunction(to_function(tool, ignored), str(tool.get("name")), None))
+            functions.append(NamespacedFunction(to_chat_function(tool, ignored), str(tool.get("name")), None))
         elif tool_type == "namespace" and isinstance(namespace_tools, list) and isinstance(tool_name, str):
             functions += read_namespace(tool_name, namespace_tools, ignored)
         else:
@@ -148,12 +148,12 @@ def read_namespace(namespace: str, tools: list[JsonValue], ignored: IgnoredNames
     for tool in tools:
         if isinstance(tool, dict) and tool.get("type") == "function" and isinstance(tool.get("name"), str):
             full_name_field = {"name": full_function_name(namespace, tool["name"])}
-            yield NamespacedFunction(to_function(tool, ignored) | full_name_field, tool["name"], namespace)
+            yield NamespacedFunction(to_chat_function(tool, ignored) | full_name_field, tool["name"], namespace)
         else:
             ignored[f"tools.{namespace}"] = None
 
 
-def to_function(tool: JsonObject, ignored: IgnoredNames) -> JsonObject:
+def to_chat_function(tool: JsonObject, ignored: IgnoredNames) -> JsonObject:
     """Return a function with the fields that the model sees."""
     ignored |= {f"tools.{field}": None for field in tool if field not in FUNCTION_FIELDS}
     # That a schema isn't strict needn't be said: a call always fits it.
@@ -189,17 +189,17 @@ def items_to_messages(items: str | list[JsonObject], ignored: IgnoredNames) -> l
             output = flatten_item_content(item.get("output"), item_type, ignored)
             messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
         elif item_type == "item_reference":
-            raise field_error(
-                "input", "an item_reference can't be met, because nothing is stored; send the item itself."
-            )
+            message = "an item_reference can't be met, because nothing is stored; send the item itself."
+            raise make_field_error("input", message)
         elif item_type in MENTIONED_ITEM_TYPES:
             add_message({"role": "assistant", "content": [{"type": item_type}]}, messages, ignored)
         elif not isinstance(item_type, str):
-            raise field_error("input", f"an item of the type {item_type!s:.40} can't be read; only text and calls can.")
+            message = f"an item of the type {item_type!s:.40} can't be read; only text and calls can."
+            raise make_field_error("input", message)
         else:
             ignored[f"input.{item_type}"] = None
     if not messages:
-        raise field_error("input", "it has nothing to answer; send a message.")
+        raise make_field_error("input", "it has nothing to answer; send a message.")
     return messages
 
 
@@ -210,7 +210,7 @@ def add_message(item: JsonObject, messages: list[Message], ignored: IgnoredNames
     """
     role = item.get("role")
     if not isinstance(role, str) or role not in ITEM_ROLES:
-        raise field_error("input", f"the role of a message is {role!r:.40}; it must be {', '.join(ITEM_ROLES)}.")
+        raise make_field_error("input", f"the role of a message is {role!r:.40}; it must be {', '.join(ITEM_ROLES)}.")
     text_only = text_only or ITEM_ROLES[role] == "system"
     content = flatten_item_content(item.get("content"), "message", ignored, text_only)
     previous = messages[-1] if messages else {}
@@ -239,7 +239,7 @@ def add_tool_call(item: JsonObject, messages: list[Message]) -> None:
     function_name = read_item_string(item, "name")
     namespace = item.get("namespace")
     if not isinstance(namespace, (str, type(None))):
-        raise field_error("input", f"the namespace of a call of {function_name:.80} must be a string.")
+        raise make_field_error("input", f"the namespace of a call of {function_name:.80} must be a string.")
     if item["type"] == "function_call":
         arguments: JsonValue = item.get("arguments") or "{}"
     else:
@@ -250,13 +250,13 @@ def add_tool_call(item: JsonObject, messages: list[Message]) -> None:
     calls = messages[-1].setdefault("tool_calls", [])
     calls.append({"id": read_item_string(item, "call_id"), "type": "function", "function": call_function})
     if len(calls) > MAX_TOOL_CALLS:
-        raise field_error("input", f"an answer has more than {MAX_TOOL_CALLS} calls; send fewer.")
+        raise make_field_error("input", f"an answer has more than {MAX_TOOL_CALLS} calls; send fewer.")
 
 
 def read_item_string(item: JsonObject, field: str) -> str:
     """Return a field of an item; raises RequestError if it isn't a string."""
     if not isinstance(field_value := item.get(field), str):
-        raise field_error("input", f"an item of the type {item['type']} needs {field}, which is a string.")
+        raise make_field_error("input", f"an item of the type {item['type']} needs {field}, which is a string.")
     return field_value
 
 
@@ -267,7 +267,7 @@ def flatten_item_content(content: JsonValue, item_type: str, ignored: IgnoredNam
     if content in (None, []) and not text_only:
         return ""
     if not isinstance(content, list) or not content or not all(isinstance(part, dict) for part in content):
-        raise field_error(
+        raise make_field_error(
             "input", f"the content of an item of the type {item_type} must be a string or a list of parts."
         )
     return "\n".join(read_item_part(part, ignored, text_only) for part in content)
@@ -278,11 +278,11 @@ def read_item_part(part: JsonObject, ignored: IgnoredNames, text_only: bool) -> 
     part_type = part.get("type")
     if part_type not in TEXT_PART_TYPES:
         if text_only:
-            raise field_error("input", f"a part of the type {part_type!s:.40} can't be read; only text can.")
-        return omit_content(part_type, ignored)
+            raise make_field_error("input", f"a part of the type {part_type!s:.40} can't be read; only text can.")
+        return describe_omitted_part(part_type, ignored)
     text = part.get("refusal" if part_type == "refusal" else "text")
     if not text_only:
         text = text or ""
     if not isinstance(text, str):
-        raise field_error("input", f"a part of the type {part_type} needs a text, which is a string.")
+        raise make_field_error("input", f"a part of the type {part_type} needs a text, which is a string.")
     return text
