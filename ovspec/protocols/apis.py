@@ -31,7 +31,7 @@ class TextApi:
     summary: of the API, a sentence.
     body: the type of a request's body.
     read_body: returns the request in a body; raises RequestError for a request that can't be met.
-    reply: makes whole replies and the events of streams.
+    reply_maker: makes whole replies and the events of streams.
     reply_model: the type of a whole reply.
     id_prefix: of a reply's id.
     count_fields: further fields of a reply that counts tokens.
@@ -40,7 +40,7 @@ class TextApi:
     summary: str
     body: type[TextRequestBody]
     read_body: Callable[[Any], TextRequest]
-    reply: type[ReplyMaker]
+    reply_maker: type[ReplyMaker]
     reply_model: type[BaseModel]
     id_prefix: str
     count_fields: JsonObject = field(default_factory=dict)

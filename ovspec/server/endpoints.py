@@ -52,10 +52,10 @@ class TextEndpoints:
                     http_request, self._prepare_request(api, body, http_request, arrival_time)
                 )
             if prepared.reply_inputs.request.stream:
-                reply = api.reply(prepared.reply_inputs)
-                events = self._stream_events(reply, prepared)
+                reply_maker = api.reply_maker(prepared.reply_inputs)
+                events = self._stream_events(reply_maker, prepared)
                 first_event = await run_unless_disconnected(http_request, anext(events))
-                return EventStream(first_event, events, reply, cleanup_stack.pop_all().close)
+                return EventStream(first_event, events, reply_maker, cleanup_stack.pop_all().close)
             await run_unless_disconnected(http_request, self._generate_texts(prepared))
             work_kind: WorkKind = "texts" if prepared.params.logprobs is None else "long"
             return await self._context.threads.run_in_thread(self._make_whole_response, prepared, work_kind=work_kind)
@@ -158,26 +158,26 @@ class TextEndpoints:
 
     def _make_whole_response(self, prepared: PreparedRequest) -> Response:
         results = [row.result() for row in prepared.reply_inputs.rows]
-        reply = prepared.api.reply(prepared.reply_inputs).whole_reply(results)
+        reply = prepared.api.reply_maker(prepared.reply_inputs).whole_reply(results)
         return Response(reply.model_dump_json(exclude_unset=True), media_type="application/json")
 
     # ------------------------------------------------------------ streams
 
-    async def _stream_events(self, reply: ReplyMaker, prepared: PreparedRequest) -> AsyncGenerator[bytes]:
-        unsent_events = [*reply.first_events()]
+    async def _stream_events(self, reply_maker: ReplyMaker, prepared: PreparedRequest) -> AsyncGenerator[bytes]:
+        unsent_events = [*reply_maker.first_events()]
         rows = prepared.reply_inputs.rows
         async with aclosing(generate_pieces(self._context, rows, prepared.arrival_time)) as piece_batches:
             async for pieces in piece_batches:
                 if not pieces:
-                    unsent_events += reply.keep_alive_events()
+                    unsent_events += reply_maker.keep_alive_events()
                 for index, piece in pieces:
                     if piece.finish_reason:
                         await self._validate_row_in_thread(rows[index])
-                    unsent_events += reply.piece_events(index, piece)
+                    unsent_events += reply_maker.piece_events(index, piece)
                 for event in unsent_events:
                     yield format_event(event)
                 unsent_events = []
-        for event in reply.last_events():
+        for event in reply_maker.last_events():
             yield format_event(event)
         self._record_metrics(prepared)
 
@@ -196,19 +196,19 @@ class EventStream(StreamingResponse):
 
     Args:
         first_event: the first event, which its maker has awaited, so that an error before it is an ordinary reply.
-        reply: makes the events of an error.
+        reply_maker: makes the events of an error.
         on_end: called when the stream has ended, in whichever way.
     """
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, first_event: bytes, events: AsyncGenerator[bytes], reply: ReplyMaker, on_end: Callable[[], None]
+        self, first_event: bytes, events: AsyncGenerator[bytes], reply_maker: ReplyMaker, on_end: Callable[[], None]
     ) -> None:
         super().__init__(events, headers={"Cache-Control": "no-cache"})
         self._first_event = first_event
         self._events = events
-        self._reply = reply
+        self._reply_maker = reply_maker
         self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -230,7 +230,7 @@ class EventStream(StreamingResponse):
             request_state[STREAM_STATUS] = 200
         except ApiError as error:
             request_state[STREAM_STATUS] = error.status_code
-            for event in self._reply.failure_events(to_request_failure(error)):
+            for event in self._reply_maker.failure_events(to_request_failure(error)):
                 yield format_event(event)
         except Exception:
             request_state[STREAM_STATUS] = 500
