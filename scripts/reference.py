@@ -168,7 +168,7 @@ def option_table(table: Mapping[str, Option]) -> str:
     lines = ["| option | type | default | what it does |", "|---|---|---|---|"]
     for name, option in table.items():
         default = option.default_text or ("False" if option.default is False else "")
-        meaning = markdown(" ".join(filter(None, (option.help, option.python_help))))
+        meaning = markdown(" ".join(filter(None, (option.help, option.python_extra_help))))
         cells = (f"`{name}`", f"`{type_name(option.value_type)}`", default, meaning)
         lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
     return "\n".join(lines)

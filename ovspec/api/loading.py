@@ -17,7 +17,7 @@ from ovspec.drafting.drafter import Drafter
 from ovspec.engine.runtime import Runtime
 from ovspec.ir.device import DeviceOptions, check_device, check_threads
 from ovspec.params.loading import LOAD_OPTIONS, LoadParams, make_load_params
-from ovspec.params.option import accepts_options, format_documentation, options_class
+from ovspec.params.option import accepts_options, format_option_documentation, options_class
 from ovspec.setup.manifest import read_manifest
 from ovspec.setup.model_folders import check_draft_folder, export_model_and_draft, resolve_draft, resolve_model_folder
 from ovspec.setup.pair_loading import load_target_and_draft
@@ -105,7 +105,7 @@ def load(
 
 
 load.__doc__ = f"""{load.__doc__}
-{textwrap.indent(format_documentation(LOAD_OPTIONS), "    ")}
+{textwrap.indent(format_option_documentation(LOAD_OPTIONS), "    ")}
 
     Raises:
         OvspecError: a file is missing or damaged, or an option is invalid here; the message says what to do.

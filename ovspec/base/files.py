@@ -53,7 +53,7 @@ def read_text(path: Path) -> str:
     return text
 
 
-def require_present(path: Path) -> Path:
+def require_model_path(path: Path) -> Path:
     """Return ``path``, of a model that is loaded; raise UnavailableError if it has been deleted since."""
     if not path.exists():
         raise UnavailableError(f"{path}: deleted since the model was loaded; put it back, or load the model again.")

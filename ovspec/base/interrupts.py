@@ -60,7 +60,7 @@ class DelayedInterrupts:
 ACTIVE_DELAYS: list[DelayedInterrupts] = []  # of the main thread, the only one that Python tells of Ctrl-C
 
 
-def check_interrupts() -> None:
+def raise_if_interrupted() -> None:
     """Raise KeyboardInterrupt if Ctrl-C is held back until the calling thread has computed a round.
 
     Called between inferences. Ending one early would be unsafe: after ``InferRequest.cancel``, OpenVINO 2026.4 may

@@ -121,7 +121,7 @@ class SandboxPool:
         """Return the answer of one process; raises LimitExceeded or ProcessDied if there is none."""
         process = self._pop_idle_process() or self._start_process()
         try:
-            answer = json.loads(self._exchange(process, request))
+            answer = json.loads(self._exchange_lines(process, request))
         except BaseException as error:
             process.end()  # the next request must not get a late answer to this one
             if isinstance(error, ValueError):  # no answer, or part of one
@@ -145,7 +145,7 @@ class SandboxPool:
                 return process
             process.end()
 
-    def _exchange(self, process: SandboxProcess, request: str) -> str:
+    def _exchange_lines(self, process: SandboxProcess, request: str) -> str:
         """Send a request and return the answer; keep to the limits meanwhile."""
         answers: list[str] = []
 

@@ -19,7 +19,7 @@ from ovspec.base.files import read_text
 from ovspec.base.json_types import JsonObject, JsonValue
 from ovspec.base.surrogates import replace_half_surrogates
 from ovspec.params.generation import GRAMMAR_OPTIONS
-from ovspec.params.option import suggest_name
+from ovspec.params.option import make_did_you_mean
 from ovspec.protocols.bodies import SERVER_OPTIONS
 from ovspec.protocols.chat.bodies import BatchLineBody, ChatBody, CompletionBody, OpenAIBody
 from ovspec.protocols.chat.request import read_chat_or_completion
@@ -177,7 +177,9 @@ def to_chat_request(request: BatchRequest, system: str | None) -> BatchRequest:
 def openai_request_kind(entry: JsonObject) -> RequestKind:
     """Return the kind of a request of OpenAI's batch API; raises OvspecError for an unknown url, method or field."""
     for field in entry.keys() - ENVELOPE_FIELDS:
-        raise OvspecError(f"{field} must be inside of body; {suggest_name(field, ENVELOPE_FIELDS) or 'move it there.'}")
+        raise OvspecError(
+            f"{field} must be inside of body; {make_did_you_mean(field, ENVELOPE_FIELDS) or 'move it there.'}"
+        )
     url = str(entry.get("url", "")).rstrip("/")
     if url not in KIND_OF_URL:
         raise OvspecError(f"The url is {entry.get('url')!r}; it must be one of {', '.join(KIND_OF_URL)}.")

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from ovspec.base.interrupts import check_interrupts
+from ovspec.base.interrupts import raise_if_interrupted
 from ovspec.cache.blocks import BlockTables, BlockTensors
 from ovspec.cache.decoder import (
     FAST_RULE,
@@ -255,7 +255,7 @@ class PagedDecoder:
             for spans in split_into_inferences(rest_counts, self._max_tokens)
         )
         for spans in itertools.chain(apart_spans, rest_spans):
-            check_interrupts()
+            raise_if_interrupted()
             part_tokens = [new_tokens[begin:end] for new_tokens, (begin, end) in zip(tokens, spans, strict=True)]
             part_features = features and [
                 row_features[begin:end] for row_features, (begin, end) in zip(features, spans, strict=True)

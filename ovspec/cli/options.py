@@ -22,7 +22,7 @@ from ovspec.params.limits import ANY_NUMBER
 from ovspec.params.loading import LOAD_OPTIONS, RUNTIME_OPTIONS
 from ovspec.params.option import Option, OptionValue, is_collection_type, literal_values, union_members
 from ovspec.params.sampling import RECOMMENDED_DEFAULT_TEXTS
-from ovspec.params.values import describe_problem, parse_number_or_text, single_value_type
+from ovspec.params.values import describe_value_problem, parse_number_or_text, single_value_type
 
 CommandFunction: TypeAlias = Callable[..., None]
 CommandDecorator: TypeAlias = Callable[[CommandFunction], CommandFunction]
@@ -69,7 +69,7 @@ class OptionType(click.ParamType):
             value = self._parse(value)
         except ValueError as error:
             self.fail(str(error), param, ctx)
-        if problem := describe_problem(value, self._value_type, self._option.limits):
+        if problem := describe_value_problem(value, self._value_type, self._option.limits):
             flag = max(param.opts, key=len) if param else self._option.name
             raise click.UsageError(f"{flag} {problem}.", ctx)
         return value

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ovspec.base.errors import OvspecError, PromptError
-from ovspec.base.files import require_present
+from ovspec.base.files import require_model_path
 from ovspec.ir.config import ModelConfig
 from ovspec.params import Params
 from ovspec.params.generation import CHAT_OPTIONS, DEFAULT_PARAMS
@@ -67,13 +67,13 @@ class PromptEncoder:
         """The format of the model's chats; raises OvspecError if it has no chat template."""
         bos_text = "".join(map(self.tokenizer.token_text, self.tokenizer.prefix_ids))
         return ChatFormat(
-            load_chat_template(require_present(self.folder), self.custom_template, bos_text), self.tool_format
+            load_chat_template(require_model_path(self.folder), self.custom_template, bos_text), self.tool_format
         )
 
     @functools.cached_property
     def tokens_by_role(self) -> dict[str, str]:
         """The special tokens that have a role, by role."""
-        return read_special_tokens(require_present(self.folder))
+        return read_special_tokens(require_model_path(self.folder))
 
     def encode(
         self,

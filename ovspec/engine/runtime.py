@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ovspec.base.errors import OvspecError
-from ovspec.base.files import require_present
+from ovspec.base.files import require_model_path
 from ovspec.base.json_types import JsonObject
 from ovspec.drafting.choice import DraftChoice
 from ovspec.drafting.lookup import index_texts
@@ -22,7 +22,7 @@ from ovspec.ir.device import may_use_gpu
 from ovspec.ir.gpu import free_at_exit
 from ovspec.sampling.constraint_maker import ConstraintMaker
 from ovspec.setup.engine_choice import CompiledModel
-from ovspec.setup.identity import make_fingerprint, read_numeric_properties
+from ovspec.setup.identity import make_fingerprint, read_arithmetic_properties
 
 
 class Runtime:
@@ -92,13 +92,13 @@ class Runtime:
     @functools.cached_property
     def weights_size(self) -> int:
         """The size of the target's weights on disk, in bytes."""
-        return require_present((self.folder / MODEL_FILE).with_suffix(".bin")).stat().st_size
+        return require_model_path((self.folder / MODEL_FILE).with_suffix(".bin")).stat().st_size
 
     @property
     def settings_label(self) -> str:
         """The target's settings and the drafters, in words."""
         target = self.models.target
-        precision = read_numeric_properties(target).get("INFERENCE_PRECISION_HINT")
+        precision = read_arithmetic_properties(target).get("INFERENCE_PRECISION_HINT")
         settings_text = f"precision={precision!r}, device={target.ir.device!r}, engine={target.engine!r}"
         return f"{settings_text}, draft={str(self.models.draft_choice or 'none')!r}"
 

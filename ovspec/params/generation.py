@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ovspec.base.json_types import JsonObject, JsonValue
-from ovspec.params.limits import AT_LEAST_1, LOOKAHEAD, NOT_NEGATIVE, Limits
-from ovspec.params.option import OptionValue, collect_options, format_documentation, option, options_class
+from ovspec.params.limits import AT_LEAST_1, LOOKAHEAD, NOT_NEGATIVE, NumberLimits
+from ovspec.params.option import OptionValue, collect_options, format_option_documentation, option, options_class
 from ovspec.params.sampling import SamplingParams
 from ovspec.params.tools import NO_TOOLS, AllowedCalls, parse_tool_choice
 from ovspec.params.values import parse_json_object, parse_lookahead, parse_position_or_text, parse_schema_or_file
@@ -46,7 +46,7 @@ class Params(SamplingParams):
         default=None,
         limits=LOOKAHEAD,
         default_meaning="auto",
-        python_help="In Python the default is what was given to ``load``.",
+        python_extra_help="In Python the default is what was given to ``load``.",
         metavar="auto|K",
         parse=parse_lookahead,
         request=False,
@@ -63,7 +63,7 @@ class Params(SamplingParams):
         "Variables for the model's chat template, as in '{\"enable_thinking\": false}'; needs chat messages. Which "
         "variables there are depends on the model. On the command line also a file with them.",
         default=None,
-        python_help="A session takes them before its messages: ``lm.session(chat_template_kwargs=...)``.",
+        python_extra_help="A session takes them before its messages: ``lm.session(chat_template_kwargs=...)``.",
         metavar="JSON",
         parse=parse_json_object,
     )
@@ -71,7 +71,8 @@ class Params(SamplingParams):
         "The functions that the model may call: a list of OpenAI's tools. Needs chat messages. Arguments always fit "
         "the schemas.",
         default_factory=tuple,
-        python_help="Also Python functions with type hints and a docstring. The calls are the result's ``tool_calls``.",
+        python_extra_help="Also Python functions with type hints and a docstring. The calls are the result's "
+        "``tool_calls``.",
         flags=(),
         request_type=list[JsonObject],
     )
@@ -96,7 +97,7 @@ class Params(SamplingParams):
         "Maximum number of tokens of thinking, after which it is closed and the answer begins; -1 for no limit. Needs "
         "chat messages.",
         default=None,
-        limits=Limits(0, description="0 or more, or -1 for no limit", special_value=-1),
+        limits=NumberLimits(0, description="0 or more, or -1 for no limit", special_value=-1),
         default_meaning="no limit",
         commands=("batch",),
         metavar="N",
@@ -105,8 +106,8 @@ class Params(SamplingParams):
     json_schema: Any = option(
         "The text must be JSON that matches this schema; '{}' allows any JSON. Not with another grammar option.",
         default=None,
-        python_help="A dict, a JSON string, the ``Path`` of a file, a pydantic model or another type that pydantic "
-        "knows.",
+        python_extra_help="A dict, a JSON string, the ``Path`` of a file, a pydantic model or another type that "
+        "pydantic knows.",
         metavar="FILE|TEXT",
         parse=parse_schema_or_file,
         request_type=JsonObject | bool | str,
@@ -137,7 +138,7 @@ class Params(SamplingParams):
     grammar: str | Path | None = option(
         "The text must match the rule start of this grammar in Lark's syntax.",
         default=None,
-        python_help=PATH_OR_TEXT_HELP,
+        python_extra_help=PATH_OR_TEXT_HELP,
         metavar="FILE",
         parse=Path,
         request_type=str,
@@ -145,7 +146,7 @@ class Params(SamplingParams):
     gbnf: str | Path | None = option(
         "The text must match this grammar in GBNF, llama.cpp's syntax.",
         default=None,
-        python_help=PATH_OR_TEXT_HELP,
+        python_extra_help=PATH_OR_TEXT_HELP,
         metavar="FILE",
         parse=Path,
         request_type=str,
@@ -156,21 +157,21 @@ class Params(SamplingParams):
         "or at character N (0 is the prompt's start, -5 is five characters before its end).",
         default=None,
         default_meaning="after the prompt",
-        python_help="A string is a text, an int a character.",
+        python_extra_help="A string is a text, an int a character.",
         metavar="TEXT|@N",
         parse=parse_position_or_text,
     )
     max_predict_ms: float = option(
         "Milliseconds since its first token after which the text ends at its next line break; 0 or -1 for no limit.",
         default=0.0,
-        limits=Limits(0, description="0 or more, or -1 for no limit", special_value=-1),
+        limits=NumberLimits(0, description="0 or more, or -1 for no limit", special_value=-1),
         flags=(),
         aliases=("t_max_predict_ms",),
     )
     heal: bool | None = option(
         "Token healing: generate the last tokens of the prompt again, so that a token may span the prompt's end.",
         default=None,
-        python_help="Off by default, but on for text that was appended to a session.",
+        python_extra_help="Off by default, but on for text that was appended to a session.",
         commands=("generate", "batch"),
     )
     logits_processors: Sequence[LogitsProcessor] | None = option(
@@ -261,4 +262,4 @@ SPEED_OPTIONS = ("lookahead", "batch_size")
 # They don't change the text that a seed gives; where time ends it, its number of tokens is recorded.
 UNRECORDED_OPTIONS = (*SPEED_OPTIONS, "retries", "max_predict_ms")
 DEFAULT_PARAMS = Params()  # all options at their defaults
-GenerateOptions.__doc__ = f"{GenerateOptions.__doc__}\n\n{format_documentation(GENERATE_OPTIONS)}"
+GenerateOptions.__doc__ = f"{GenerateOptions.__doc__}\n\n{format_option_documentation(GENERATE_OPTIONS)}"

@@ -6,7 +6,7 @@ LARGEST_NUMBER = 3e38  # what a float32 can hold
 
 
 @dataclass(frozen=True)
-class Limits:
+class NumberLimits:
     """The range of a number, and how messages describe it.
 
     excludes_minimum: ``minimum`` itself is out of range.
@@ -20,13 +20,13 @@ class Limits:
     special_value: float | None = None
 
 
-AT_LEAST_1 = Limits(1, description="at least 1")
-TOKEN_COUNT = Limits(0, description="0 or more, or -1 for as many as the context holds", special_value=-1)
-TEXT_COUNT = Limits(1, 10_000, "at least 1 and at most 10,000")
-NOT_NEGATIVE = Limits(0, description="0 or more")
-PROBABILITY = Limits(0, 1, "above 0 and at most 1", excludes_minimum=True)
-FRACTION = Limits(0, 1, "from 0 to 1")
-ANY_NUMBER = Limits()
-TEMPERATURE = Limits(0, description="0 (greedy) or more")
-POSITIVE = Limits(0, description="above 0", excludes_minimum=True)
-LOOKAHEAD = Limits(0, description="0 or more, or auto")
+AT_LEAST_1 = NumberLimits(1, description="at least 1")
+TOKEN_COUNT = NumberLimits(0, description="0 or more, or -1 for as many as the context holds", special_value=-1)
+TEXT_COUNT = NumberLimits(1, 10_000, "at least 1 and at most 10,000")
+NOT_NEGATIVE = NumberLimits(0, description="0 or more")
+PROBABILITY = NumberLimits(0, 1, "above 0 and at most 1", excludes_minimum=True)
+FRACTION = NumberLimits(0, 1, "from 0 to 1")
+ANY_NUMBER = NumberLimits()
+TEMPERATURE = NumberLimits(0, description="0 (greedy) or more")
+POSITIVE = NumberLimits(0, description="above 0", excludes_minimum=True)
+LOOKAHEAD = NumberLimits(0, description="0 or more, or auto")

@@ -57,7 +57,7 @@ class RuntimeParams:
         "Use OpenVINO's own settings: ignore the profile of this machine, and don't measure one at the first load. "
         "OVSPEC_TUNE=0 does the same.",
         default=None,
-        python_help="In Python that is ``tune=False``; True takes precedence over OVSPEC_TUNE.",
+        python_extra_help="In Python that is ``tune=False``; True takes precedence over OVSPEC_TUNE.",
         flags=("--no-tune",),
     )
     cache_dir: str | Path | None = option(
@@ -98,7 +98,7 @@ class LoadParams(RuntimeParams):
         "Chat template to use in place of the model's: a Jinja file, or a name, as the model has several or as "
         "llama.cpp knows them (chatml, llama3, gemma, mistral-v3, …).",
         default=None,
-        python_help="Also the template itself.",
+        python_extra_help="Also the template itself.",
         default_meaning="the model's",
         metavar="FILE|NAME",
         parse=parse_file_or_name,

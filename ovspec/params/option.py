@@ -22,7 +22,7 @@ from typing import (
     get_type_hints,
 )
 
-from ovspec.params.limits import Limits
+from ovspec.params.limits import NumberLimits
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -45,7 +45,7 @@ class Option:
     help: its purpose, in one or two sentences.
     limits: the range of a number.
     default_meaning: the meaning of the default, in words, where the value doesn't show it.
-    python_help: text that only Python's documentation adds to ``help``.
+    python_extra_help: text that only Python's documentation adds to ``help``.
     flags: its spellings on the command line, if not ``--its-name``; empty if the command line doesn't have it.
     commands: the generating commands that have it, if not all.
     metavar, parse: the command line's name for its value, and the function that reads it or raises ValueError.
@@ -58,9 +58,9 @@ class Option:
     """
 
     help: str
-    limits: Limits | None = None
+    limits: NumberLimits | None = None
     default_meaning: str = ""
-    python_help: str = ""
+    python_extra_help: str = ""
     flags: tuple[str, ...] | None = None
     commands: tuple[str, ...] = ()
     metavar: str | None = None
@@ -147,17 +147,17 @@ def method_accepts_options(
     return decorate
 
 
-def format_documentation(options: Mapping[str, Option]) -> str:
+def format_option_documentation(options: Mapping[str, Option]) -> str:
     """Return a docstring paragraph for each option."""
     paragraphs = []
     for name, declaration in options.items():
         default = declaration.default_text and f"By default {declaration.default_text}."
-        paragraph = " ".join(filter(None, (f"{name}: {declaration.help}", declaration.python_help, default)))
+        paragraph = " ".join(filter(None, (f"{name}: {declaration.help}", declaration.python_extra_help, default)))
         paragraphs.append(textwrap.fill(paragraph, 112, subsequent_indent="    "))
     return "\n".join(paragraphs)
 
 
-def suggest_name(name: str, names: Iterable[str]) -> str:
+def make_did_you_mean(name: str, names: Iterable[str]) -> str:
     """Return a question that names the one of ``names`` that ``name`` resembles, or an empty string."""
     similar_names = difflib.get_close_matches(FOREIGN_NAMES.get(name, name), sorted(names), 1, cutoff=0.75)
     return "".join(f"did you mean {similar_name}?" for similar_name in similar_names)

@@ -14,9 +14,9 @@ from ovspec.params.limits import (
     TEMPERATURE,
     TEXT_COUNT,
     TOKEN_COUNT,
-    Limits,
+    NumberLimits,
 )
-from ovspec.params.option import collect_options, format_documentation, option, options_class
+from ovspec.params.option import collect_options, format_option_documentation, option, options_class
 from ovspec.params.values import check_value, parse_token_bias
 
 
@@ -29,7 +29,7 @@ class SamplingParams:
         default=None,
         limits=TOKEN_COUNT,
         default_meaning="from the model's generation config, or 256",
-        python_help="At the end of the context a text ends anyway. 0 only reads the prompt.",
+        python_extra_help="At the end of the context a text ends anyway. 0 only reads the prompt.",
         flags=("-n", "--max-tokens"),
         metavar="N",
         aliases=("max_completion_tokens", "n_predict"),
@@ -68,7 +68,7 @@ class SamplingParams:
     top_k: int = option(
         "Sample only from the K most likely tokens; 0 for all. Needs a temperature.",
         default=0,
-        limits=Limits(0, description="0 (all) or more"),
+        limits=NumberLimits(0, description="0 (all) or more"),
         truncates=True,
     )
     top_p: float = option(
@@ -114,9 +114,9 @@ class SamplingParams:
         "Random seed: the same seed gives the same text, with any draft or none. With the accept rule rejection, "
         "only with the same draft and a fixed lookahead.",
         default=None,
-        limits=Limits(0, 2**63 - 1, "from 0 to 2**63 - 1"),
+        limits=NumberLimits(0, 2**63 - 1, "from 0 to 2**63 - 1"),
         default_meaning="random",
-        python_help="``Stats.seed`` reports the seed of a sampled text.",
+        python_extra_help="``Stats.seed`` reports the seed of a sampled text.",
     )
     n: int = option(
         "Number of texts for each prompt; greedy ones are all the same.",
@@ -186,4 +186,4 @@ RECOMMENDED_DEFAULT_TEXTS = {
     for name in DISTRIBUTION_OPTIONS
 }
 
-SamplingParams.__doc__ = f"{SamplingParams.__doc__}\n\n{format_documentation(SAMPLING_OPTIONS)}"
+SamplingParams.__doc__ = f"{SamplingParams.__doc__}\n\n{format_option_documentation(SAMPLING_OPTIONS)}"

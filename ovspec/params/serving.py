@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from ovspec.params.limits import AT_LEAST_1, LOOKAHEAD, NOT_NEGATIVE, POSITIVE, TEMPERATURE, Limits
+from ovspec.params.limits import AT_LEAST_1, LOOKAHEAD, NOT_NEGATIVE, POSITIVE, TEMPERATURE, NumberLimits
 from ovspec.params.option import collect_options, option, options_class
 from ovspec.params.sampling import RECOMMENDED_DEFAULT_TEXTS, SAMPLING_OPTIONS
 from ovspec.params.values import parse_lookahead
@@ -18,7 +18,7 @@ class ServeParams:
         "Address to listen on. Another one than this machine's own needs a key or --insecure.", default="127.0.0.1"
     )
     port: int = option(
-        "Port to listen on; 0 for any free one.", default=8000, limits=Limits(0, 65535, "from 0 to 65535")
+        "Port to listen on; 0 for any free one.", default=8000, limits=NumberLimits(0, 65535, "from 0 to 65535")
     )
     model_name: Sequence[str] = option(
         "A name of the model. Answers have the first.",
@@ -90,7 +90,7 @@ class ServeParams:
     max_tokens: int | None = option(
         "Maximum number of tokens of a request that sets none; -1 for as many as the context holds.",
         default=None,
-        limits=Limits(1, description="at least 1, or -1", special_value=-1),
+        limits=NumberLimits(1, description="at least 1, or -1", special_value=-1),
         default_meaning=SAMPLING_OPTIONS["max_tokens"].default_meaning,
         flags=SAMPLING_OPTIONS["max_tokens"].flags,
         metavar="N",

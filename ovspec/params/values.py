@@ -13,14 +13,14 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from ovspec.base.errors import OvspecError
 from ovspec.base.json_types import JsonObject
-from ovspec.params.limits import LARGEST_NUMBER, Limits
+from ovspec.params.limits import LARGEST_NUMBER, NumberLimits
 from ovspec.params.option import (
     Option,
     OptionValue,
     TypeForm,
     is_collection_type,
     literal_values,
-    suggest_name,
+    make_did_you_mean,
     union_members,
 )
 
@@ -35,11 +35,11 @@ SHORT_REPR.maxstring = SHORT_REPR.maxother = MAX_SHOWN_CHARACTERS
 
 def check_value(value: object, option: Option) -> None:
     """Raise OvspecError if ``value`` is not of the type of ``option`` or is out of range."""
-    if problem := describe_problem(value, option.value_type, option.limits):
+    if problem := describe_value_problem(value, option.value_type, option.limits):
         raise OvspecError(f"`{option.name}` {problem}.")
 
 
-def describe_problem(value: object, value_type: TypeForm, limits: Limits | None) -> str | None:
+def describe_value_problem(value: object, value_type: TypeForm, limits: NumberLimits | None) -> str | None:
     """Return the problem of a value that is not of ``value_type`` or is out of range, as the end of a sentence."""
     if not is_of_type(value, value_type):
         if (choices := literal_values(value_type)) and not limits:
@@ -50,7 +50,7 @@ def describe_problem(value: object, value_type: TypeForm, limits: Limits | None)
     return None
 
 
-def is_in_range(limits: Limits, number: OptionValue) -> bool:
+def is_in_range(limits: NumberLimits, number: OptionValue) -> bool:
     """Return whether a number is in range."""
     is_within_bounds = limits.minimum <= number <= limits.maximum and not (
         limits.excludes_minimum and number == limits.minimum
@@ -87,7 +87,7 @@ def is_of_type(value: object, value_type: TypeForm) -> bool:
 def check_option_names(options: Mapping[str, object], declarations: Mapping[str, Option]) -> None:
     """Raise TypeError if ``options`` has a name that isn't declared."""
     for name in sorted(options.keys() - declarations.keys()):
-        remedy = suggest_name(name, declarations) or f"the options are {', '.join(declarations)}"
+        remedy = make_did_you_mean(name, declarations) or f"the options are {', '.join(declarations)}"
         raise TypeError(f"unknown option {name!r}; {remedy}")
 
 
@@ -116,7 +116,9 @@ def describe_type(value_type: TypeForm) -> str:
             type_arguments = get_args(member_type)
             is_mapping = len(type_arguments) == 2
             type_words.append(
-                describe_mapping(*type_arguments) if is_mapping else f"a list of {describe_plural(type_arguments[0])}"
+                describe_mapping(*type_arguments)
+                if is_mapping
+                else f"a list of {describe_values_of_type(type_arguments[0])}"
             )
         elif hasattr(member_type, "model_fields"):
             type_words.append("an object")
@@ -129,14 +131,14 @@ def describe_mapping(key_type: TypeForm, value_type: TypeForm) -> str:
     """Return the type of a mapping in words."""
     if key_type is str:
         return "an object"
-    return f"an object that maps {describe_plural(key_type)} to {describe_plural(value_type)}"
+    return f"an object that maps {describe_values_of_type(key_type)} to {describe_values_of_type(value_type)}"
 
 
-def describe_plural(value_type: TypeForm) -> str:
+def describe_values_of_type(value_type: TypeForm) -> str:
     """Return several values of a type in words."""
     value_type = strip_annotations(value_type)
     if get_origin(value_type) is list:
-        return f"lists of {describe_plural(get_args(value_type)[0])}"
+        return f"lists of {describe_values_of_type(get_args(value_type)[0])}"
     return PLURAL_TYPE_NAMES.get(value_type, "objects")
 
 

@@ -21,10 +21,10 @@ from pydantic_core import PydanticCustomError
 from ovspec.base.errors import OvspecError
 from ovspec.base.json_types import JsonObject, JsonValue
 from ovspec.params.generation import GENERATE_OPTIONS
-from ovspec.params.limits import LARGEST_NUMBER, Limits
+from ovspec.params.limits import LARGEST_NUMBER, NumberLimits
 from ovspec.params.option import Option
 from ovspec.params.sampling import RECOMMENDED_DEFAULT_TEXTS
-from ovspec.params.values import describe_problem
+from ovspec.params.values import describe_value_problem
 from ovspec.protocols.unsupported import (
     FIELD_TO_USE_INSTEAD,
     FIELDS_IGNORED_BY_SERVER,
@@ -122,18 +122,18 @@ class ChatEndingFields(RequestBody):
     )
 
 
-def make_option_validator(value_type: Any, limits: Limits | None = None) -> PlainValidator:
+def make_option_validator(value_type: Any, limits: NumberLimits | None = None) -> PlainValidator:
     """Return the validator of a field that checks its values as an option's."""
     return PlainValidator(
         partial(check_option_value, value_type, limits), json_schema_input_type=json_type_of(value_type) | None
     )
 
 
-def check_option_value(value_type: Any, limits: Limits | None, value: JsonValue) -> JsonValue:
+def check_option_value(value_type: Any, limits: NumberLimits | None, value: JsonValue) -> JsonValue:
     """Return a value of an option; raises PydanticCustomError if its type or range is wrong."""
     if get_origin(value_type) is Mapping and get_args(value_type)[0] is int:
         value = with_integer_keys(value)
-    if message := describe_problem(value, value_type, limits):
+    if message := describe_value_problem(value, value_type, limits):
         raise PydanticCustomError("problem", "{message}", {"message": message})
     return value
 
@@ -161,7 +161,7 @@ def json_type_of(value_type: Any) -> Any:
 
 def define_option_field(option: Option) -> tuple[Any, Any]:
     """Return the type and the field of an option."""
-    limits = option.limits or Limits()
+    limits = option.limits or NumberLimits()
     schema_bounds: JsonObject = {}
     if limits.special_value is None and limits.minimum > -LARGEST_NUMBER:
         schema_bounds["exclusiveMinimum" if limits.excludes_minimum else "minimum"] = limits.minimum
@@ -175,7 +175,7 @@ def define_option_field(option: Option) -> tuple[Any, Any]:
 
 TOP_LOGPROBS = Annotated[
     Any,
-    make_option_validator(int, Limits(0, 100, "from 0 to 100")),
+    make_option_validator(int, NumberLimits(0, 100, "from 0 to 100")),
     Field(json_schema_extra={"minimum": 0, "maximum": 100}),
 ]
 PROMPT_OR_PROMPTS = str | Annotated[list[str], FAIL_FAST] | TOKEN_IDS | Annotated[list[TOKEN_IDS], FAIL_FAST]

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from ovspec.base.json_types import JsonValue
-from ovspec.params.option import suggest_name
+from ovspec.params.option import make_did_you_mean
 from ovspec.params.values import describe_type
 from ovspec.protocols.bodies import (
     HAS_NO_EFFECT,
@@ -122,4 +122,4 @@ def suggest_field(field_name: str, body_type: type[BaseModel]) -> str:
         replacement = getattr(body_type, "replacement_by_field", {}).get(field_name)
         return f", but of {request_path}; {f'give {replacement}' if replacement else 'leave it out'}."
     names = [name for name, field in body_type.model_fields.items() if field.description != NOT_SUPPORTED]
-    return f"; {suggest_name(field_name, names) or 'leave it out.'}"
+    return f"; {make_did_you_mean(field_name, names) or 'leave it out.'}"

@@ -9,9 +9,9 @@ from ovspec.base.errors import OvspecError, PromptError, UnavailableError
 from ovspec.base.json_types import JsonObject, JsonValue
 from ovspec.engine.prompts import Prompt, is_nonempty_prompt_list
 from ovspec.params import Params
-from ovspec.params.checks import check_combinations
+from ovspec.params.checks import check_option_combinations
 from ovspec.params.generation import DEFAULT_PARAMS, GRAMMAR_OPTIONS, SCHEMA_OPTIONS
-from ovspec.params.option import suggest_name
+from ovspec.params.option import make_did_you_mean
 from ovspec.params.sampling import TRUNCATING_OPTIONS
 from ovspec.protocols.bodies import MAX_NAMED_FIELDS, OPTION_OF_FIELD, RequestBody, RequestError, TextRequestBody
 from ovspec.text.chat_template import Message
@@ -72,7 +72,7 @@ class Overrides:
         if values.get("temperature") == 0:
             unset_options += TRUNCATING_OPTIONS
         with self.errors_with_client_names():
-            return check_combinations(
+            return check_option_combinations(
                 replace(defaults, **({option: getattr(DEFAULT_PARAMS, option) for option in unset_options} | values))
             )
 
@@ -168,10 +168,8 @@ def refuse_unknown_fields(fields: Iterable[str], known_fields: Collection[str], 
     """Raise RequestError for the first field that isn't known; ``message`` has ``{name}`` for its name."""
     for field_name in fields:
         if field_name not in known_fields:
-            raise RequestError(
-                f"{message.format(name=field_name[:80])}; {suggest_name(field_name, known_fields) or 'leave it out.'}",
-                param,
-            )
+            remedy = make_did_you_mean(field_name, known_fields) or "leave it out."
+            raise RequestError(f"{message.format(name=field_name[:80])}; {remedy}", param)
 
 
 def count_message_characters(message: Message) -> int:

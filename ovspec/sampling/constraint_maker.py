@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ovspec.base.errors import OvspecError
-from ovspec.base.files import read_json, require_present
+from ovspec.base.files import read_json, require_model_path
 from ovspec.params import Params
 from ovspec.sampling.constraint import Constraint, Constraints
 from ovspec.sampling.grammar_options import convert_answer_grammar, convert_requested_grammar, find_answer_schema_errors
@@ -44,7 +44,7 @@ class ConstraintMaker:
     def grammar_compiler(self) -> GrammarCompiler:
         from ovspec.sampling.grammar_constraint import GrammarCompiler  # deferred, because it imports llguidance
 
-        tokenizer_json = read_json(require_present(self._tokenizer.folder / TOKENIZER_FILE))
+        tokenizer_json = read_json(require_model_path(self._tokenizer.folder / TOKENIZER_FILE))
         return GrammarCompiler(tokenizer_json, list(self.vocabulary_index.vocabulary))
 
     def make_constraints(

@@ -43,11 +43,11 @@ def export_to_cache(target: str, draft: str | None) -> Path:
         manifest = read_manifest(folder)
     except OvspecError:  # damaged
         manifest = None
-    if not manifest or any(map(has_changed, source_paths, (manifest.target, manifest.draft))):
+    if not manifest or any(map(has_source_changed, source_paths, (manifest.target, manifest.draft))):
         import_export_package().export_pair(target, draft, folder, overwrite=True)
     return folder
 
 
-def has_changed(source: Path | None, exported: ExportedModel | None) -> bool:
+def has_source_changed(source: Path | None, exported: ExportedModel | None) -> bool:
     """Return whether the files of ``source`` have changed since it was exported; a hub id has none."""
     return bool(source and exported and compute_files_revision(source) != exported.revision)

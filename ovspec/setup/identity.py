@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import openvino as ov
 
-from ovspec.base.files import require_present
+from ovspec.base.files import require_model_path
 from ovspec.base.json_types import JsonObject
 from ovspec.ir.compile import MODEL_FILE
 from ovspec.ir.device import format_property, system_name
@@ -28,7 +28,7 @@ THREADS_PROPERTY = "INFERENCE_NUM_THREADS"
 
 def hash_model(folder: Path) -> str:
     """Return a checksum that differs between models with different graphs, weights or tokenizers."""
-    weights_file = require_present((folder / MODEL_FILE).with_suffix(".bin"))
+    weights_file = require_model_path((folder / MODEL_FILE).with_suffix(".bin"))
     checksum = hashlib.sha256()
     for name in (MODEL_FILE, TOKENIZER_FILE):
         checksum.update(read_bytes_if_present(folder / name))
@@ -80,7 +80,7 @@ def hash_model_folder(folder: Path) -> str:
     return hashlib.sha256(f"{hash_model(folder)} {hash_prompt_files(folder)}".encode()).hexdigest()[:32]
 
 
-def read_numeric_properties(model: CompiledModel) -> dict[str, str]:
+def read_arithmetic_properties(model: CompiledModel) -> dict[str, str]:
     """Return the OpenVINO properties of a model that its logits depend on."""
     compiled_model = model.ir.compiled_model
     supported_properties = set(compiled_model.get_property("SUPPORTED_PROPERTIES"))
@@ -90,12 +90,12 @@ def read_numeric_properties(model: CompiledModel) -> dict[str, str]:
 
 def describe_cache_setting(model: CompiledModel) -> str:
     """Return the engine, device and settings that the values in a model's cache depend on."""
-    properties = [f"{name}={value}" for name, value in read_numeric_properties(model).items()]
+    properties = [f"{name}={value}" for name, value in read_arithmetic_properties(model).items()]
     platform_text = f"{describe_instruction_set()} OpenVINO {ov.get_version()}"
     return " ".join([model.engine, model.arithmetic, model.ir.device, *properties, platform_text])
 
 
-def describe_arithmetic(model: CompiledModel) -> tuple[str, str]:
+def describe_and_hash_arithmetic(model: CompiledModel) -> tuple[str, str]:
     """Return a description of a model's arithmetic, and a checksum of its logits, or of the description if inexact."""
     description = f"{describe_cache_setting(model)}, {model.arithmetic_note}"
     hashed_content = description.encode()
@@ -114,7 +114,7 @@ def make_fingerprint(model: CompiledModel) -> JsonObject:
         "device": model.ir.device,
         "engine": model.engine,
         "arithmetic": model.arithmetic,
-        "properties": read_numeric_properties(model),
+        "properties": read_arithmetic_properties(model),
         "threads": int(compiled_model.get_property(THREADS_PROPERTY)) if has_threads_property else None,
         "profile": model.profile,
         "instruction_set": describe_instruction_set(),

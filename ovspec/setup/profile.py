@@ -40,7 +40,7 @@ CLEARLY_BETTER_COST_RATIO = 0.97
 
 
 @dataclass(frozen=True)
-class Setting:
+class EngineSetting:
     """An engine and properties to try; None leaves a choice to OpenVINO.
 
     The KV cache has the arithmetic's type on a CPU, and f16 on a GPU, unless another one is named.
@@ -70,7 +70,7 @@ class Setting:
 class Measurement:
     """Speed and accuracy of one setting on the built-in text, compared with f32 without dynamic quantisation."""
 
-    setting: Setting
+    setting: EngineSetting
     verify_ms: dict[int, float]  # per inference after the text, by width in tokens
     prefill_ms: float  # per token of the prompt
     kl: float  # mean KL divergence in nats
@@ -102,7 +102,7 @@ class Measurement:
             return self.prefill_ms
         return 256 * self.prefill_ms + 128 / 3 * sum(map(self.inference_ms, (2, 4, 8)))
 
-    def is_accurate(self, goal: Goal, default_measurement: Measurement) -> bool:
+    def is_accurate_enough(self, goal: Goal, default_measurement: Measurement) -> bool:
         """Return whether ``goal`` allows this setting, compared with OpenVINO's ``default_measurement``."""
         if goal == "accuracy":
             return self.kl <= MAX_KL_FOR_ACCURACY
@@ -139,7 +139,7 @@ class Profile:
             # Rolling back a cache of another type isn't exact.
             and not (m.setting.kv_precision and "KV_CACHE_PRECISION" not in fixed_properties)
         ]
-        accurate_measurements = [m for m in permitted_measurements if m.is_accurate(self.goal, self.reference)]
+        accurate_measurements = [m for m in permitted_measurements if m.is_accurate_enough(self.goal, self.reference)]
         if "INFERENCE_PRECISION_HINT" not in fixed_properties:
             accurate_measurements = [
                 m
@@ -156,7 +156,7 @@ class Profile:
         )
 
 
-def complete_device_options(options: DeviceOptions, setting: Setting) -> DeviceOptions:
+def complete_device_options(options: DeviceOptions, setting: EngineSetting) -> DeviceOptions:
     return replace(options, properties=setting.properties | options.fixed_properties)
 
 
@@ -198,7 +198,7 @@ def count_weight_shapes(folder: Path) -> Counter[tuple[str, str]]:
     return Counter(re.findall(r'<data element_type="(\w+)" shape="([\d, ]+)"', ir_text))
 
 
-def find_largest_group(folder: Path) -> int | None:
+def find_max_activation_group(folder: Path) -> int | None:
     """Return the upper limit for a group of activations: the weights' group or row length; None if uncompressed."""
     shapes = count_weight_shapes(folder)
     integer_shapes = [
@@ -217,18 +217,18 @@ def read_profile(folder: Path, options: DeviceOptions) -> Profile | None:
     return read_cached(Profile, find_profile_file(folder, options))
 
 
-def read_profile_text(folder: Path, options: DeviceOptions) -> str | None:
+def read_profile_json(folder: Path, options: DeviceOptions) -> str | None:
     """Return the profile measured for models like the one in ``folder``, in JSON, or None."""
     file = find_profile_file(folder, options)
     return file.read_text(encoding="utf-8") if file and file.is_file() else None
 
 
-def adopt_profiles(profiles: dict[Path, str | None], options: DeviceOptions) -> DeviceOptions:
+def add_profiles_to_options(profiles: dict[Path, str | None], options: DeviceOptions) -> DeviceOptions:
     """Return ``options`` with which models load with ``profiles`` of another machine, in JSON by model folder.
 
     If others were measured here, the new ones are kept in a cache of their own.
     """
-    if all(profile_text in (None, read_profile_text(folder, options)) for folder, profile_text in profiles.items()):
+    if all(profile_text in (None, read_profile_json(folder, options)) for folder, profile_text in profiles.items()):
         return options
     cache_name = hashlib.sha256(repr(sorted(map(str, profiles.values()))).encode()).hexdigest()[:16]
     options = replace(options, cache_dir=default_cache_dir() / "adopted" / cache_name)

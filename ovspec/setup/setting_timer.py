@@ -20,7 +20,7 @@ from ovspec.sampling.logprobs import log_softmax
 from ovspec.setup.engine_choice import CompiledModel, fast_arithmetic_rule
 from ovspec.setup.exactness import FULL_TRIAL, Exactness, find_exactness_file
 from ovspec.setup.paging import EXACT_PROPERTIES, check_paged, compile_paged
-from ovspec.setup.profile import Measurement, Setting, complete_device_options
+from ovspec.setup.profile import EngineSetting, Measurement, complete_device_options
 from ovspec.setup.rollback_probing import probe_rollback
 
 MAX_REPEATED_SECONDS = 0.02  # seconds for which one inference is repeated
@@ -54,7 +54,7 @@ class SettingTimer:
         logits = StatefulDecoder(ir, Rollback(None)).feed([text_ids], [len(text_ids)])[0]
         self._reference_logprobs = log_softmax(logits).astype(np.float32)
 
-    def set_incumbent(self, setting: Setting) -> Measurement:
+    def set_incumbent(self, setting: EngineSetting) -> Measurement:
         """Measure the setting that the others are compared with, and keep it loaded."""
         self._models = {setting: self._compile_model(setting)}
         self._incumbent_decoder = self._make_timed_decoder(self._models[setting])
@@ -66,7 +66,7 @@ class SettingTimer:
         self.incumbent = Measurement(setting, verify_ms, prefill_ms, kl_divergence, top1_share, change_ms)
         return self.incumbent
 
-    def measure_setting(self, setting: Setting) -> Measurement:
+    def measure_setting(self, setting: EngineSetting) -> Measurement:
         decoder = self._make_timed_decoder(self._load_model(setting))
         kl_divergence, top1_share = self._compare_with_reference(self._compute_logits(decoder))
         self._time_prefill(decoder)  # the first one is slower
@@ -88,7 +88,7 @@ class SettingTimer:
         prefill_ms = statistics.median(prefill_ratios) * incumbent.prefill_ms
         return Measurement(setting, verify_ms, prefill_ms, kl_divergence, top1_share, statistics.median(changes_ms))
 
-    def probe_measurement(self, measurement: Measurement) -> Measurement:
+    def with_exactness(self, measurement: Measurement) -> Measurement:
         """Return ``measurement`` with the rule of exact arithmetic, and the time of its fewest tokens."""
         exactness = self._probe_exactness(measurement.setting)
         verify_ms = measurement.verify_ms
@@ -100,7 +100,7 @@ class SettingTimer:
             verify_ms = verify_ms | {min_tokens: verify_ms[max_width] * times_ms[min_tokens] / times_ms[max_width]}
         return replace(measurement, verify_ms=verify_ms, invariance=exactness.invariance, rule=exactness.rule)
 
-    def _probe_exactness(self, setting: Setting) -> Exactness:
+    def _probe_exactness(self, setting: EngineSetting) -> Exactness:
         """Find the rule of exact arithmetic, and remember it for loads."""
         options = DeviceOptions(cache_dir=self._options.cache_folder)
         if not self._options.cache_folder:
@@ -111,7 +111,7 @@ class SettingTimer:
             exactness_file, self._load_model(setting).find_exactness()
         )
 
-    def probe_by_threads(self, setting: Setting) -> dict[int, Exactness]:
+    def probe_exactness_by_threads(self, setting: EngineSetting) -> dict[int, Exactness]:
         """Find the rule thoroughly, with the usual number of threads and with one; by number of threads."""
         exactness_by_threads: dict[int, Exactness] = {}
         for requested_threads in (None, 1):
@@ -121,7 +121,7 @@ class SettingTimer:
                 exactness_by_threads[thread_count] = model.find_exactness(FULL_TRIAL)
         return exactness_by_threads
 
-    def measure_exact_price(self, setting: Setting, feed_rule: FeedRule | None) -> float | None:
+    def measure_exact_price(self, setting: EngineSetting, feed_rule: FeedRule | None) -> float | None:
         """Return how many times as long as in fast arithmetic a token takes by ``feed_rule``, after the prompt."""
         if not feed_rule:
             return None
@@ -132,14 +132,16 @@ class SettingTimer:
         times_ms = [[self._time_width(decoder, 1)[1] for decoder in decoders] for _ in range(2 * self.effort.repeats)]
         return statistics.median(exact_ms / fast_ms for exact_ms, fast_ms in times_ms)
 
-    def _load_model(self, setting: Setting) -> CompiledModel:
+    def _load_model(self, setting: EngineSetting) -> CompiledModel:
         """Return the model of the incumbent or the last other setting, or compile it: memory may not hold three."""
         if setting not in self._models:
             self._models = {self.incumbent.setting: self._models[self.incumbent.setting]}
             self._models[setting] = self._compile_model(setting)
         return self._models[setting]
 
-    def _compile_model(self, setting: Setting, two_queries: bool = True, threads: int | None = None) -> CompiledModel:
+    def _compile_model(
+        self, setting: EngineSetting, two_queries: bool = True, threads: int | None = None
+    ) -> CompiledModel:
         # Not cached on a CPU: a model compiled only to be measured isn't worth keeping; a GPU takes minutes for it.
         options = self._options if is_gpu(self._options.device) else DeviceOptions(properties={"CACHE_DIR": ""})
         options = replace(options, threads=threads, properties=options.properties | setting.properties)

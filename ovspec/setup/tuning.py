@@ -30,11 +30,11 @@ from ovspec.ir.memory import weights_fit_into_memory
 from ovspec.setup.engine_choice import EngineName
 from ovspec.setup.paging import check_paged
 from ovspec.setup.profile import (
+    EngineSetting,
     Goal,
     Profile,
-    Setting,
     count_weight_shapes,
-    find_largest_group,
+    find_max_activation_group,
     find_profile_file,
     read_profile,
 )
@@ -74,8 +74,8 @@ def tune_model(
         Tokenizer(folder).encode(read_text(TUNING_TEXT_FILE)), max(effort.prompt_tokens, accuracy_tokens)
     )
     setting_timer = SettingTimer(folder, text_ids, effort, options)
-    usual_setting = Setting("paged" if check_paged(folder, options).usable else "stateful")
-    largest_group = find_largest_group(folder)
+    usual_setting = EngineSetting("paged" if check_paged(folder, options).usable else "stateful")
+    largest_group = find_max_activation_group(folder)
     if on_gpu:
         settings = list_gpu_settings(usual_setting.engine, largest_group)
     else:
@@ -84,8 +84,8 @@ def tune_model(
     report_progress(f"{usual_setting} (used without a profile)", 1 / step_count)
     measurements = [setting_timer.set_incumbent(usual_setting)]
     if effort.is_full and usual_setting.engine != "stateful" and not on_gpu:
-        report_progress(f"{Setting('stateful')} (OpenVINO's default)", 2 / step_count)
-        measurements.append(setting_timer.measure_setting(Setting("stateful")))
+        report_progress(f"{EngineSetting('stateful')} (OpenVINO's default)", 2 / step_count)
+        measurements.append(setting_timer.measure_setting(EngineSetting("stateful")))
     profile = Profile(goal, effort.is_full, effort.prompt_tokens, 0.0, measurements[-1], measurements)
     for step_number, setting in enumerate(settings, 3):
         report_progress(str(setting), step_number / step_count)
@@ -102,10 +102,10 @@ def tune_model(
         if unprobed_measurement.invariance is not None or best_measurement.invariance == 1:
             break
         report_progress(f"{unprobed_measurement.setting}: bits of every way of feeding", 1.0)
-        measurements[measurements.index(unprobed_measurement)] = setting_timer.probe_measurement(unprobed_measurement)
+        measurements[measurements.index(unprobed_measurement)] = setting_timer.with_exactness(unprobed_measurement)
     if effort.is_full and best_measurement and not on_gpu:
         report_progress(f"{best_measurement.setting}: bits of long contexts, and of one thread", 1.0)
-        profile = replace(profile, exactness=setting_timer.probe_by_threads(best_measurement.setting))
+        profile = replace(profile, exactness=setting_timer.probe_exactness_by_threads(best_measurement.setting))
         report_progress(f"{best_measurement.setting}: the price of exact arithmetic", 1.0)
         exact_rule = next(iter(profile.exactness.values())).rule
         profile = replace(profile, price=setting_timer.measure_exact_price(best_measurement.setting, exact_rule))
@@ -115,7 +115,7 @@ def tune_model(
     return replace(profile, seconds=time.monotonic() - start_time)
 
 
-def list_cpu_settings(engine: EngineName, largest_group: int | None, is_full: bool) -> list[Setting]:
+def list_cpu_settings(engine: EngineName, largest_group: int | None, is_full: bool) -> list[EngineSetting]:
     """Return the settings to compare with the usual ones: precisions, and groups of dynamic quantisation.
 
     A first load (not ``is_full``) tries only the one that is most likely to be faster: f32 with the largest group.
@@ -123,27 +123,27 @@ def list_cpu_settings(engine: EngineName, largest_group: int | None, is_full: bo
     default_precision = default_kv_precisions(DeviceOptions())["CPU"]
     if not is_full:
         group_sizes = [group_size for group_size in (128, 64) if largest_group and group_size <= largest_group]
-        return [Setting(engine, "f32", group_size) for group_size in group_sizes[:1]]
+        return [EngineSetting(engine, "f32", group_size) for group_size in group_sizes[:1]]
     precisions = ["f32", *list_native_precisions()]
     if not largest_group:
-        return [Setting(engine, precision) for precision in precisions if precision != default_precision]
+        return [EngineSetting(engine, precision) for precision in precisions if precision != default_precision]
     group_sizes = [group_size for group_size in (USUAL_GROUP_SIZE, 64, 128) if group_size <= largest_group]
-    settings = [Setting(engine, precision, group_size) for precision in precisions for group_size in group_sizes]
-    usual_setting = Setting(engine, default_precision, USUAL_GROUP_SIZE)
+    settings = [EngineSetting(engine, precision, group_size) for precision in precisions for group_size in group_sizes]
+    usual_setting = EngineSetting(engine, default_precision, USUAL_GROUP_SIZE)
     # Without quantised activations, weights in f32 are exact, as `--for accuracy` may require.
-    return [setting for setting in settings if setting != usual_setting] + [Setting(engine, "f32", 0)]
+    return [setting for setting in settings if setting != usual_setting] + [EngineSetting(engine, "f32", 0)]
 
 
-def list_gpu_settings(engine: EngineName, largest_group: int | None) -> list[Setting]:
+def list_gpu_settings(engine: EngineName, largest_group: int | None) -> list[EngineSetting]:
     """Return the settings to compare with a GPU's usual ones: precisions, dynamic quantisation, and a u8 KV cache."""
     settings = [
-        Setting(engine, group=group_size)
+        EngineSetting(engine, group=group_size)
         for group_size in (0, 32, 128)
         if largest_group and group_size <= largest_group
     ]
-    settings.append(Setting(engine, "f32"))
+    settings.append(EngineSetting(engine, "f32"))
     if engine == "paged":
-        settings.append(Setting(engine, kv_precision="u8"))
+        settings.append(EngineSetting(engine, kv_precision="u8"))
     return settings
 
 

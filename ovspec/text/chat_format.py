@@ -17,12 +17,12 @@ from ovspec.params.tool_formats import TOOL_FORMATS, TOOL_FORMATS_BY_NAME
 from ovspec.params.tool_formats.generic import GENERIC
 from ovspec.params.tool_formats.layout import (
     ToolFormat,
-    add_to_system,
+    add_to_system_prompt,
+    append_user_text_to_results,
     describe_tools,
+    join_consecutive_messages,
     join_system_messages,
-    join_turns,
-    join_users_to_results,
-    shorten_id,
+    shorten_call_id,
     split_calls,
 )
 from ovspec.text.answer import detect_thinking_format
@@ -219,7 +219,7 @@ class ChatFormat:
             except TemplateError:
                 template_variables[tool_format.tools_variable] = [*map(add_missing_tool_fields, tools)]
         elif tools:
-            messages = add_to_system(messages, describe_tools(tool_format, tools), self.takes_system)
+            messages = add_to_system_prompt(messages, describe_tools(tool_format, tools), self.takes_system)
         return self._render_messages(messages, template_variables, open)
 
     def _render_continuation(self, messages: list[Message], *other_arguments: Any) -> str:
@@ -298,7 +298,7 @@ class ChatFormat:
         except TemplateError:
             if not are_plain_texts:
                 raise
-            for join_messages in (join_turns, join_users_to_results):
+            for join_messages in (join_consecutive_messages, append_user_text_to_results):
                 joined_messages = join_messages(messages)
                 if joined_messages != messages:
                     with contextlib.suppress(TemplateError):  # the first error is about the messages as they came
@@ -490,11 +490,11 @@ def add_tool_names_and_ids(messages: list[Message], id_length: int | None) -> li
         if calls := message.get("tool_calls"):
             calls = [{"id": f"call_{len(completed_messages)}_{index}", **call} for index, call in enumerate(calls)]
             tool_names |= {call["id"]: call["function"]["name"] for call in calls}
-            message["tool_calls"] = [{**call, "id": shorten_id(call["id"], id_length)} for call in calls]
+            message["tool_calls"] = [{**call, "id": shorten_call_id(call["id"], id_length)} for call in calls]
         if message["role"] == "tool":
             call_id = message.get("tool_call_id") or next(reversed(tool_names), "")
             if tool_name := tool_names.get(call_id):
                 message = {"name": tool_name, **message}
-            message["tool_call_id"] = shorten_id(call_id, id_length)
+            message["tool_call_id"] = shorten_call_id(call_id, id_length)
         completed_messages.append(message)
     return completed_messages

@@ -14,7 +14,7 @@ import openvino as ov
 import openvino_tokenizers
 
 from ovspec.base.errors import OvspecError
-from ovspec.base.files import read_dataclass, require_present
+from ovspec.base.files import read_dataclass, require_model_path
 from ovspec.ir.compile import check_weights, last_error_line
 from ovspec.ir.device import openvino_core
 from ovspec.text.infill import FIM_TOKEN_NAMES, find_fim_tokens
@@ -220,7 +220,7 @@ class Tokenizer:
 
     @functools.cached_property
     def _detokenizer_model(self) -> ov.CompiledModel:
-        return compile_tokenizer(require_present(self.folder) / "openvino_detokenizer.xml")
+        return compile_tokenizer(require_model_path(self.folder) / "openvino_detokenizer.xml")
 
     def _encode(self, text: str) -> np.ndarray:
         try:

@@ -53,7 +53,7 @@ from ovspec.ir.matrix_products import join_products
 from ovspec.sampling.logprobs import log_softmax
 from ovspec.setup.engine_choice import CompiledModel, load_compiled_model
 from ovspec.setup.paging import compile_paged
-from ovspec.setup.profile import Setting, read_profile
+from ovspec.setup.profile import EngineSetting, read_profile
 from ovspec.setup.tuning import TUNING_TEXT_FILE
 from ovspec.text.tokenizer import Tokenizer
 
@@ -235,15 +235,15 @@ CHUNK = 128
 PROMPT_TOKENS = 1024
 GROUP = 128  # of dynamic quantisation
 ENGINE_SETTINGS = {
-    "OpenVINO's default": Setting("stateful"),
-    "stateful f32": Setting("stateful", "f32", GROUP),
-    "paged f32": Setting("paged", "f32", GROUP),
-    "paged bf16": Setting("paged", "bf16", GROUP),
+    "OpenVINO's default": EngineSetting("stateful"),
+    "stateful f32": EngineSetting("stateful", "f32", GROUP),
+    "paged f32": EngineSetting("paged", "f32", GROUP),
+    "paged bf16": EngineSetting("paged", "bf16", GROUP),
 }
 CACHES = {"OpenVINO's default": "u8"}  # types of the KV cache, where it isn't the arithmetic's
 
 
-def decoder_for(folder: Path, setting: Setting, kv_precision: str | None = None, **properties: str) -> Decoder:
+def decoder_for(folder: Path, setting: EngineSetting, kv_precision: str | None = None, **properties: str) -> Decoder:
     device = DeviceOptions(kv_precision=kv_precision, properties=setting.properties | {"CACHE_DIR": ""} | properties)
     if setting.engine == "paged":
         return PagedDecoder(compile_paged(folder, device, two_queries=False))  # the widths as they are
@@ -285,7 +285,7 @@ def prefills(decoders: dict[str, Decoder], text: np.ndarray) -> dict[tuple[str, 
     return {way: statistics.median(seconds) for way, seconds in times.items()}
 
 
-def where_time_goes(folder: Path, setting: Setting, text: np.ndarray) -> str:
+def where_time_goes(folder: Path, setting: EngineSetting, text: np.ndarray) -> str:
     """Return the five most expensive operation types of a decode step, by OpenVINO's counters.
 
     Each with its share of the time of all operations and the number of its operations.

@@ -32,8 +32,8 @@ def end_next(monkeypatch: pytest.MonkeyPatch) -> End:
                 process.send_signal(signals.pop(0))
             return talked(process, request)
 
-        talked: Any = worker._exchange
-        monkeypatch.setattr(worker, "_exchange", talk)
+        talked: Any = worker._exchange_lines
+        monkeypatch.setattr(worker, "_exchange_lines", talk)
 
     return end_next
 

@@ -26,7 +26,7 @@ from ovspec.params.values import parse_json_object
 
 ENTRY = """
     loudness: float = option(
-        "How loud the text is.", default=0.5, limits=Limits(0, 1, "from 0 to 1"), aliases=("volume",)
+        "How loud the text is.", default=0.5, limits=NumberLimits(0, 1, "from 0 to 1"), aliases=("volume",)
     )
 """
 CHECKS = """

@@ -23,40 +23,40 @@ from ovspec.setup.profile import (
     MAX_KL_FOR_ACCURACY,
     MAX_KL_RATIO,
     MIN_TOP1_SHARE,
+    EngineSetting,
     Goal,
     Measurement,
     Profile,
-    Setting,
-    adopt_profiles,
+    add_profiles_to_options,
     complete_device_options,
-    find_largest_group,
+    find_max_activation_group,
     find_profile_file,
     read_profile,
-    read_profile_text,
+    read_profile_json,
 )
 
 DEMO = ROOT / "models" / "demo"
-USUAL = Setting("paged")
+USUAL = EngineSetting("paged")
 KL = 10 * MAX_KL_DIVERGENCE  # of the default, so that the factor is what limits the others
 
 
 def measured(
-    setting: Setting, step: float = 10.0, prefill: float = 1.0, kl: float = KL, invariance: float | None = 1.0
+    setting: EngineSetting, step: float = 10.0, prefill: float = 1.0, kl: float = KL, invariance: float | None = 1.0
 ) -> Measurement:
     times = {width: step * width**0.3 for width in (1, 2, 4, 8)}
     return Measurement(setting, times, prefill, kl, 1.0, 0.0, invariance)
 
 
 def profile(*measurements: Measurement, goal: Goal = "balanced") -> Profile:
-    return Profile(goal, True, 256, 1.0, measured(Setting("stateful")), [measured(USUAL), *measurements])
+    return Profile(goal, True, 256, 1.0, measured(EngineSetting("stateful")), [measured(USUAL), *measurements])
 
 
-def chosen(found: Profile, options: DeviceOptions | None = None, engine: str = "auto") -> Setting | None:
+def chosen(found: Profile, options: DeviceOptions | None = None, engine: str = "auto") -> EngineSetting | None:
     best = found.choose_measurement(options or DeviceOptions(), engine)  # type: ignore[arg-type]
     return best and best.setting
 
 
-FAST = Setting("paged", "f32", 128)
+FAST = EngineSetting("paged", "f32", 128)
 
 
 def test_the_faster_one() -> None:
@@ -70,12 +70,12 @@ def test_only_where_it_is_clearly_faster() -> None:
 
 
 @pytest.mark.parametrize(("factor", "expected"), [(0.99, FAST), (1.01, USUAL)])
-def test_not_where_it_moves_the_output_more_than_the_default(factor: float, expected: Setting) -> None:
+def test_not_where_it_moves_the_output_more_than_the_default(factor: float, expected: EngineSetting) -> None:
     assert chosen(profile(measured(FAST, step=1, kl=KL * MAX_KL_RATIO * factor))) == expected
 
 
 @pytest.mark.parametrize(("kl", "expected"), [(0.99 * MAX_KL_DIVERGENCE, FAST), (1.01 * MAX_KL_DIVERGENCE, USUAL)])
-def test_what_is_less_than_quantising_weights_costs_is_allowed(kl: float, expected: Setting) -> None:
+def test_what_is_less_than_quantising_weights_costs_is_allowed(kl: float, expected: EngineSetting) -> None:
     """However accurate the default is, but for the goal that asks for accuracy."""
     strict = measured(USUAL, kl=1e-7)
     found = replace(profile(measured(FAST, step=5, kl=kl)), reference=strict)
@@ -92,8 +92,8 @@ def test_what_is_less_than_quantising_weights_costs_is_allowed(kl: float, expect
         (MIN_TOP1_SHARE - 0.01, MIN_TOP1_SHARE - 0.01, FAST),
     ],
 )
-def test_not_where_other_tokens_become_the_most_probable(top1: float, default: float, expected: Setting) -> None:
-    reference = replace(measured(Setting("stateful")), top1=default)
+def test_not_where_other_tokens_become_the_most_probable(top1: float, default: float, expected: EngineSetting) -> None:
+    reference = replace(measured(EngineSetting("stateful")), top1=default)
     found = replace(profile(replace(measured(FAST, step=5), top1=top1)), reference=reference)
     assert chosen(found) == expected
 
@@ -151,8 +151,8 @@ def test_goals() -> None:
 
 
 def test_what_the_user_names_wins() -> None:
-    coarse = Setting("paged", "bf16", 128)
-    stateful = Setting("stateful")
+    coarse = EngineSetting("paged", "bf16", 128)
+    stateful = EngineSetting("stateful")
     found = profile(measured(FAST, step=5), measured(coarse, step=8), measured(stateful, step=9))
     assert chosen(found, DeviceOptions(precision="bf16")) == coarse
     assert chosen(found, DeviceOptions(properties={"INFERENCE_PRECISION_HINT": "bf16"})) == coarse
@@ -169,7 +169,7 @@ def test_what_the_user_names_wins() -> None:
 
 
 SETTINGS = st.builds(
-    Setting,
+    EngineSetting,
     st.sampled_from(["paged", "stateful"]),
     st.sampled_from(["f32", "bf16", None]),
     st.sampled_from([None, 0, 32, 128]),
@@ -194,7 +194,7 @@ def test_the_choice_is_allowed_and_nothing_allowed_is_clearly_better(found: list
 
 
 def test_an_inexact_cache_is_chosen_only_where_it_is_asked_for() -> None:
-    inexact = Setting("paged", kv_precision="u8")
+    inexact = EngineSetting("paged", kv_precision="u8")
     found = profile(measured(inexact, step=1))
     assert chosen(found) == USUAL
     assert chosen(found, DeviceOptions("GPU", kv_precision="u8")) == inexact
@@ -227,11 +227,11 @@ def test_profiles_that_were_found_elsewhere(tmp_path: Path, monkeypatch: pytest.
     options, draft = DeviceOptions(cache_dir=tmp_path / "here"), DEMO / "draft"
     own, other = profile(measured(FAST, step=5)), profile(measured(FAST, step=7))
     write_cached(find_profile_file(DEMO, options), own)
-    text = read_profile_text(DEMO, options)
-    assert adopt_profiles({DEMO: text, draft: None}, options) == options
+    text = read_profile_json(DEMO, options)
+    assert add_profiles_to_options({DEMO: text, draft: None}, options) == options
     write_cached(find_profile_file(DEMO, DeviceOptions(cache_dir=tmp_path / "elsewhere")), other)
-    found = read_profile_text(DEMO, DeviceOptions(cache_dir=tmp_path / "elsewhere"))
-    adopted = adopt_profiles({DEMO: found, draft: None}, options)
+    found = read_profile_json(DEMO, DeviceOptions(cache_dir=tmp_path / "elsewhere"))
+    adopted = add_profiles_to_options({DEMO: found, draft: None}, options)
     assert (read_profile(DEMO, adopted), read_profile(DEMO, options)) == (other, own)
     assert read_profile(draft, adopted) is None
 
@@ -247,5 +247,5 @@ def test_the_key_is_the_kind_of_model_not_its_weights(tmp_path: Path, pair: Path
     (copy / "openvino_model.bin").write_bytes(weights)
     assert find_profile_file(copy, options) == find_profile_file(DEMO, options)
     assert find_profile_file(pair, options) != find_profile_file(DEMO, options), "another weight format"
-    assert find_largest_group(DEMO) == 384, "the hidden size"
-    assert find_largest_group(pair) is None
+    assert find_max_activation_group(DEMO) == 384, "the hidden size"
+    assert find_max_activation_group(pair) is None

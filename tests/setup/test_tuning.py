@@ -22,7 +22,7 @@ from ovspec.cli import cli
 from ovspec.ir.device import DeviceOptions
 from ovspec.setup.engine_choice import CompiledModel
 from ovspec.setup.exactness import Exactness
-from ovspec.setup.profile import Measurement, Setting, read_profile
+from ovspec.setup.profile import EngineSetting, Measurement, read_profile
 from ovspec.setup.setting_timer import SettingTimer, TuningEffort
 from ovspec.setup.tuning import SHORT_EFFORT, list_gpu_settings, tune_model
 
@@ -49,8 +49,8 @@ def test_accuracy_is_measured_against_the_right_logits(tmp_path: Path) -> None:
     assert 1e-6 < profile.reference.kl < 1e-2 or max(others) < 1e-6
     assert all(kl < 1e-8 or kl > 10 * exact.kl for kl in others), "no setting that rounds more is as near"
     assert all(m.prefill_ms > 0 and all(ms > 0 for ms in m.verify_ms.values()) for m in by_setting.values())
-    assert profile.measurements[0].setting == Setting("paged")
-    assert profile.reference is by_setting[Setting("stateful")]
+    assert profile.measurements[0].setting == EngineSetting("paged")
+    assert profile.reference is by_setting[EngineSetting("stateful")]
     paged = [m for setting, m in by_setting.items() if setting.engine == "paged"]
     assert all(m.invariance in (None, 1.0) for m in paged)
     assert all(found.is_exact and found.positions > 1000 for found in profile.exactness.values())
@@ -79,10 +79,10 @@ def test_the_distance_is_the_kl_divergence(pair: Path, reference: Reference) -> 
 def test_invariance_is_measured_on_the_exact_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
     uncached = DeviceOptions(properties={"CACHE_DIR": ""})
     timer = SettingTimer(SMALL, np.arange(3, 43), TuningEffort(40, (1, 2, 4), 1, True), uncached)
-    probed = timer.probe_measurement(timer.set_incumbent(Setting("paged", "f32", 32)))
+    probed = timer.with_exactness(timer.set_incumbent(EngineSetting("paged", "f32", 32)))
     assert probed.invariance == 1 and probed.rule and probed.rule.fewest in probed.verify_ms
     monkeypatch.setattr("ovspec.setup.exactness.STRICTEST_RULES", {"paged": FAST_RULE})
-    probed = timer.probe_measurement(timer.set_incumbent(Setting("paged", "f32", 32)))
+    probed = timer.with_exactness(timer.set_incumbent(EngineSetting("paged", "f32", 32)))
     assert probed.rule is None
     assert probed.invariance is not None and probed.invariance < 1, "a token alone is found"
 
@@ -92,8 +92,8 @@ def test_the_fewest_tokens_of_a_rule_are_timed(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(CompiledModel, "find_exactness", lambda _: Exactness(rule, 77, 0))
     text, uncached = np.arange(3, 43), DeviceOptions(properties={"CACHE_DIR": ""})
     timer = SettingTimer(SMALL, text, TuningEffort(40, (1, 2, 4, 8), 1, False), uncached)
-    measured = timer.set_incumbent(Setting("paged"))
-    probed = timer.probe_measurement(measured)
+    measured = timer.set_incumbent(EngineSetting("paged"))
+    probed = timer.with_exactness(measured)
     assert (probed.rule, probed.invariance) == (rule, 1.0)
     assert probed.verify_ms.keys() == {1, 2, 4, 5, 8} and probed.token_ms == probed.verify_ms[5] > 0
     assert {width: probed.verify_ms[width] for width in measured.verify_ms} == measured.verify_ms
@@ -172,7 +172,7 @@ def test_not_measured_unasked_where_it_would_take_long(
 def test_a_setting_whose_logits_are_not_numbers_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measure = SettingTimer.measure_setting
 
-    def failing(self: SettingTimer, setting: Setting) -> Measurement:
+    def failing(self: SettingTimer, setting: EngineSetting) -> Measurement:
         if setting.precision == "f32":
             raise InferenceError("the model's logits are not numbers")
         return measure(self, setting)
@@ -180,7 +180,7 @@ def test_a_setting_whose_logits_are_not_numbers_is_left_out(tmp_path: Path, monk
     monkeypatch.setattr(SettingTimer, "measure_setting", failing)
     trust_paged(monkeypatch)
     profile = tune_model(SMALL, DeviceOptions(cache_dir=tmp_path), effort=LITTLE)
-    assert [m.setting for m in profile.measurements] == [Setting("paged")]
+    assert [m.setting for m in profile.measurements] == [EngineSetting("paged")]
 
 
 @pytest.mark.slow
@@ -222,7 +222,7 @@ def test_settings_on_a_gpu() -> None:
     told = [str(setting).removeprefix("paged, ") for setting in list_gpu_settings("paged", 64)]
     quantised = [f"default precision, dynamic quantisation {group}" for group in ("off", 32)]
     assert told == [*quantised, "f32", "default precision, KV cache u8"]
-    assert list_gpu_settings("stateful", None) == [Setting("stateful", "f32")]
+    assert list_gpu_settings("stateful", None) == [EngineSetting("stateful", "f32")]
 
 
 def test_a_single_device_is_tuned(tmp_path: Path) -> None:

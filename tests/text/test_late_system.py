@@ -9,7 +9,11 @@ import pytest
 from chat_templates import SPECIAL, TEMPLATES
 
 from ovspec.base.errors import OvspecError
-from ovspec.params.tool_formats.layout import join_turns, join_users_to_results, move_results_to_user
+from ovspec.params.tool_formats.layout import (
+    append_user_text_to_results,
+    join_consecutive_messages,
+    move_results_to_user,
+)
 from ovspec.text.chat_format import ChatFormat
 from ovspec.text.chat_template import ChatTemplate
 
@@ -87,6 +91,6 @@ def test_the_time_of_repairs_grows_with_the_chat() -> None:
     """A square would take minutes."""
     many = [*([ASKED] * 50_000), CALLS, *([RESULT] * 50_000), ASKED]
     began = time.monotonic()
-    assert len(join_turns(many)) == 50_003 and len(move_results_to_user(many)) == 50_003
-    assert len(join_users_to_results(many)) == len(many) - 1
+    assert len(join_consecutive_messages(many)) == 50_003 and len(move_results_to_user(many)) == 50_003
+    assert len(append_user_text_to_results(many)) == len(many) - 1
     assert time.monotonic() - began < 10

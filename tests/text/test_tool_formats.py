@@ -19,7 +19,7 @@ from jinja2.exceptions import SecurityError
 
 from ovspec.base.errors import OvspecError
 from ovspec.params.tool_formats import TOOL_FORMATS_BY_NAME
-from ovspec.params.tool_formats.layout import describe_tools, shorten_id
+from ovspec.params.tool_formats.layout import describe_tools, shorten_call_id
 from ovspec.params.tools import parse_tools
 from ovspec.text.chat_format import ChatFormat
 from ovspec.text.chat_template import ChatTemplate
@@ -288,7 +288,7 @@ def test_ids_have_the_length_that_templates_demand() -> None:
         call["id"] = message["tool_call_id"] = id
     for name in ("mistralai-Mistral-Nemo-Instruct-2407", "Mistral-Small-3.2-24B-Instruct-2506"):
         prompt = ChatFormat(template_of(name)).render_prompt(chat, TOOLS)
-        assert [prompt.count(shorten_id(id, 9)) for id in ("call_a", "call_b")] == [2, 2]
+        assert [prompt.count(shorten_call_id(id, 9)) for id in ("call_a", "call_b")] == [2, 2]
 
 
 @needs_templates

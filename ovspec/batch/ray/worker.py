@@ -18,9 +18,9 @@ from ovspec.batch.run import BatchThread
 from ovspec.drafting.choice import parse_draft
 from ovspec.params import Params
 from ovspec.params.loading import make_load_params
-from ovspec.setup.identity import describe_arithmetic
+from ovspec.setup.identity import describe_and_hash_arithmetic
 from ovspec.setup.model_folders import list_model_folders
-from ovspec.setup.profile import adopt_profiles, read_profile_text
+from ovspec.setup.profile import add_profiles_to_options, read_profile_json
 
 
 @dataclass(frozen=True)
@@ -73,13 +73,17 @@ class Worker:
         folders = list_model_folders(model, draft)
         device_options = make_device_options(make_load_params(job.load_options))
         if reference:
-            device_options = adopt_profiles(dict(zip(folders, reference.profiles, strict=True)), device_options)
+            device_options = add_profiles_to_options(
+                dict(zip(folders, reference.profiles, strict=True)), device_options
+            )
         load_options: Any = job.load_options | {"cache_dir": device_options.cache_dir}
         lm = load(model, draft, **load_options)
         lm.runtime.identity = lm.runtime.identity | {"folder": str(job.folders[0].folder)}
         self._thread = BatchThread(lm, job.params)
         params = lm.runtime.row_maker.complete_params(job.params)
-        arithmetics, checksums = zip(*map(describe_arithmetic, list_text_deciding_models(lm, params)), strict=True)
+        arithmetics, checksums = zip(
+            *map(describe_and_hash_arithmetic, list_text_deciding_models(lm, params)), strict=True
+        )
         arithmetic = ", draft: ".join(arithmetics)
         logits_checksums = ", draft: ".join(checksums)
         if reference and logits_checksums != reference.bits and not job.mixed:
@@ -87,7 +91,7 @@ class Worker:
                 f"The worker on {platform.node()} computes other bits ({arithmetic}) than the first one "
                 f"({reference.kind}). Leave it out, or let it take part with `mixed=True`."
             )
-        profiles = [read_profile_text(folder, device_options) for folder in folders]
+        profiles = [read_profile_json(folder, device_options) for folder in folders]
         return ReferenceArithmetic(make_run_identity(lm, params), arithmetic, logits_checksums, profiles)
 
     def run_requests(self, requests: list[BatchRequest]) -> list[JsonObject]:

@@ -108,7 +108,7 @@ def describe_tools(format: ToolFormat, tools: Sequence[Any]) -> str:
 # ---------------------------------------------------------------- messages
 
 
-def add_to_system(messages: list[Message], text: str, as_system_message: bool = True) -> list[Message]:
+def add_to_system_prompt(messages: list[Message], text: str, as_system_message: bool = True) -> list[Message]:
     """Add ``text`` to the system prompt of a chat; to the user's first message if ``as_system_message`` is false."""
     if messages and messages[0]["role"] == "system":
         return [{**messages[0], "content": f"{messages[0]['content']}\n\n{text}"}, *messages[1:]]
@@ -130,10 +130,10 @@ def join_system_messages(messages: list[Message], as_system_message: bool) -> li
     system_text = "\n\n".join(message["content"] for message in system_messages)
     if not as_system_message and not (chat_messages and chat_messages[0]["role"] == "user"):
         return [{"role": "user", "content": system_text}, *chat_messages]
-    return add_to_system(chat_messages, system_text, as_system_message) if system_messages else chat_messages
+    return add_to_system_prompt(chat_messages, system_text, as_system_message) if system_messages else chat_messages
 
 
-def join_turns(messages: list[Message]) -> list[Message]:
+def join_consecutive_messages(messages: list[Message]) -> list[Message]:
     """Join messages of the user, and of the assistant, that follow each other; leave out answers that say nothing."""
     turns = list[list[Message]]()
     for message in messages:
@@ -157,7 +157,7 @@ def join_messages(turn: list[Message]) -> Message:
     return {**turn[-1], **{field_name: text for field_name, text in texts.items() if text or field_name == "content"}}
 
 
-def join_users_to_results(messages: list[Message]) -> list[Message]:
+def append_user_text_to_results(messages: list[Message]) -> list[Message]:
     """Add what the user says right after the results of tools to the last of them."""
     joined_messages = list[Message]()
     for message in messages:
@@ -221,7 +221,7 @@ def move_results_to_user(messages: list[Message]) -> list[Message]:
     return converted
 
 
-def shorten_id(id: str, length: int | None) -> str:
+def shorten_call_id(id: str, length: int | None) -> str:
     """Return ``id``, or one converted of it, with ``length`` letters and digits; None for any length."""
     if not length or (len(id) == length and id.isascii() and id.isalnum()):
         return id
